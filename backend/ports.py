@@ -1,0 +1,120 @@
+"""The seam between the loop and the engines: one completion-based port for targets and drafts alike.
+
+A *turn* tells an engine to bring its KV cache up to ``tokens[:end]`` of a sequence, to verify a proposal behind them and to run freely
+for ``run`` tokens. A prefill chunk is a turn with ``run = 0``, plain decoding has ``run = 1``, a draft proposes k tokens by ``run = k``
+with ``keep_probs``. Asynchronous engines (TensorRT-LLM's Executor) complete turns in any order; a step engine completes a whole
+submission at the next ``poll``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from backend.request import SamplingParams
+
+BLOCK_TOKENS = 16
+"""Tokens in one KV block."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """What engines may know of a request. ``tokens`` (prompt and committed) grows only by ``Session.commit`` and never shrinks.
+
+    ``blocks[engine name]`` is that engine's KV block table, written by the ledger only: position p lives in block
+    ``blocks[name][p // 16]`` at offset ``p % 16``. ``attempt`` counts the sequence's steps; with seed, position and purpose it keys
+    the randomness, so that no discarded draw is used twice.
+    """
+
+    id: int
+    tokens: list[int]
+    prompt_tokens: int
+    sampling: SamplingParams
+    blocks: dict[str, list[int]] = field(default_factory=dict)
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """The tokens a draft proposes for a sequence and the law they were drawn from.
+
+    ``probs`` is the engines' own handle on q (rows = proposed positions), at the precision that it was sampled from; None means a point
+    mass (greedy draft or lookup).
+    """
+
+    draft: str
+    tokens: list[int]
+    probs: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One sequence's share of a submission (see the module docstring).
+
+    ``end <= len(sequence.tokens)``; with ``run > 0`` or a proposal, ``end == len(sequence.tokens)``.
+    ``keep_probs`` asks for the law of the freely run tokens (a draft's q).
+    """
+
+    sequence: Sequence
+    end: int
+    run: int = 1
+    proposal: Proposal | None = None
+    keep_probs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a turn came to: ``tokens`` = accepted proposal tokens, then the freely run ones; ``accepted`` counts the former.
+
+    ``probs`` is the handle on the law of the tokens where ``keep_probs`` was asked (None = point mass).
+    ``error`` is set, and everything else void, when this turn alone failed.
+    """
+
+    sequence_id: int
+    tokens: list[int]
+    accepted: int = 0
+    probs: Any = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What an engine can do. ``kv_blocks`` is the size of its block pool (0 = it keeps no KV); tokens are counted, not bytes."""
+
+    vocab_size: int
+    max_context_tokens: int
+    max_draft_tokens: int
+    max_run_tokens: int
+    kv_blocks: int
+
+
+class Engine(Protocol):
+    """A target or a draft. Every engine rolls back what was rejected and catches up lazily on tokens that it has not seen."""
+
+    name: str
+    limits: EngineLimits
+
+    def submit(self, turns: Seq[Turn]) -> None:
+        """Queue turns; at most one per sequence may be in flight."""
+        ...
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """Return completed turns, waiting up to ``timeout_s`` for the first; empty when nothing is in flight."""
+        ...
+
+    def cancel(self, sequence_ids: Iterable[int]) -> None:
+        """Forget sequences (finished or cancelled): their turns complete no more and their KV is free at return."""
+        ...
+
+    def unseen(self, sequence: Sequence) -> int:
+        """Return how many committed tokens a turn of this sequence would first have to catch up on."""
+        ...
+
+    def available(self, sequence: Sequence, length: int) -> int:
+        """Return how many tokens, at most ``length``, this engine could propose for the sequence now (lookup: the match it found)."""
+        ...
+
+    def close(self) -> None:
+        """Release memory and processes."""
+        ...

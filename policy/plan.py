@@ -1,0 +1,106 @@
+"""What the policy sees, what it answers and what it is told afterwards: struct-of-arrays, one row per request.
+
+``n`` rows are the requests of the in-flight batch, ``d`` columns the drafts in the order of ``View.drafts``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
+
+NO_DRAFT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The in-flight batch before a step.
+
+    ``request[n]`` stable ids; ``context[n]`` committed tokens; ``remaining[n]`` tokens the request may still emit (>= 1);
+    ``ceiling[n, d]`` the most tokens draft d may propose for request i in this step (0 = cannot);
+    ``catchup[n, d]`` committed tokens that draft d has not seen yet; ``weight[n]`` worth of one token of this request;
+    ``sampled[n]`` whether the request samples (temperature > 0); ``ready[n]`` whether it takes part in this step (else it is in
+    flight in an asynchronous engine or still in prefill); ``prefill_tokens`` prompt tokens processed in the same step;
+    ``queued`` requests waiting for admission.
+    """
+
+    drafts: tuple[str, ...]
+    request: IntArray
+    context: IntArray
+    remaining: IntArray
+    ceiling: IntArray
+    catchup: IntArray
+    weight: FloatArray
+    sampled: BoolArray
+    ready: BoolArray
+    prefill_tokens: int = 0
+    queued: int = 0
+
+    def __len__(self) -> int:
+        return len(self.request)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One choice per row of the view: ``draft[n]`` (column, ``NO_DRAFT`` for none) and ``length[n]`` (k; 0 = no speculation).
+
+    ``predicted_s`` is the predicted step time (seconds), ``predicted_tokens`` the expected emitted tokens, ``price`` the price of
+    time in tokens per second used; ``notes`` holds figures for traces (dual bound, reasons), never needed to execute the plan.
+    """
+
+    draft: IntArray
+    length: IntArray
+    predicted_s: float = 0.0
+    predicted_tokens: float = 0.0
+    price: float = 0.0
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one step did, row by row of its plan's executed turns, and what was learnt for free.
+
+    ``request, draft, length, accepted, emitted`` are int64[m]; ``scored[m]`` is how many proposed positions count as evidence (the
+    positions seen before an EOS or stop cut; ``length`` otherwise). ``sampled[m]`` as in the view.
+    ``free_*`` (int64[f]) are counterfactual observations: draft ``free_draft`` would have had ``free_accepted`` of its first ``free_scored``
+    tokens accepted for ``free_request``. ``measured_s`` is the step's wall time; ``parts_s`` its parts by name
+    (``verify``, ``draft:<name>``, ``overhead``).
+    """
+
+    request: IntArray
+    draft: IntArray
+    length: IntArray
+    accepted: IntArray
+    emitted: IntArray
+    scored: IntArray
+    sampled: BoolArray
+    measured_s: float
+    parts_s: dict[str, float] = field(default_factory=dict)
+    prefill_tokens: int = 0
+    free_request: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    free_draft: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    free_accepted: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    free_scored: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    finished: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+
+
+class Policy(Protocol):
+    """A planner: pure functions of (view, state, now, rng); the state is opaque to the caller and never mutated in place."""
+
+    def start(self) -> Any:
+        """Return the state before the first step."""
+        ...
+
+    def plan(self, view: View, state: Any, now: float, rng: np.random.Generator) -> tuple[Plan, Any]:
+        """Choose (draft, length) for every ready row; ``now`` in seconds of any monotonic clock."""
+        ...
+
+    def observe(self, outcome: Outcome, state: Any, now: float) -> Any:
+        """Return the state after learning from a step; requests in ``outcome.finished`` are forgotten."""
+        ...
