@@ -1,0 +1,1 @@
+"""The serving core: wire, requests, loop, engines and the Triton adapter."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from enum import StrEnum
+from enum import Enum
 from typing import Any
 
 
-class ErrorCode(StrEnum):
+class ErrorCode(str, Enum):
     """Why a request was refused or failed; the Triton adapter maps these one to one to TritonError codes."""
 
     INVALID_ARGUMENT = "INVALID_ARGUMENT"
@@ -26,7 +26,7 @@ class RequestError(Exception):
         self.message = message
 
 
-class FinishReason(StrEnum):
+class FinishReason(str, Enum):
     """How a successful generation ended."""
 
     LENGTH = "length"

@@ -1,0 +1,1 @@
+"""Offline tools: checkpoints, drafts, latency tables."""

@@ -1,0 +1,1 @@
+"""Pure decisions: which draft and how many tokens, for every request, before every step."""

@@ -1,0 +1,1 @@
+"""Engines behind ``backend.ports.Engine``; the only modules that know a tensor library, imported lazily."""
