@@ -1,0 +1,162 @@
+"""``serving.json`` -> ``ServingConfig``: the one file a user edits. An unknown key, a wrong type or a value out of range is an error."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+EMBEDDED_MODEL = "smollm2-135m-instruct"
+"""Name of the model that ``make serve`` brings out of a package; any other ``model`` is a folder."""
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; the message names the key and the value."""
+
+
+def _setting(default: Any, *, low: float | None = None, high: float | None = None, choices: tuple[Any, ...] = ()) -> Any:
+    return field(default=default, metadata={"low": low, "high": high, "choices": choices})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """A target or a draft. ``model`` is a folder (relative to the project root) or the embedded model's name (torch engines only).
+
+    ``min_ngram``/``max_ngram`` belong to ``lookup``; ``seed``, ``agreement`` (probability that a fake draft proposes what the fake target would
+    emit) and ``step_s`` (seconds per pass) to ``fake``.
+    """
+
+    engine: str = _setting("torch", choices=("torch", "lookup", "fake"))
+    name: str = "target"
+    model: str = ""
+    dtype: str = _setting("bf16", choices=("bf16", "fp32", "fp64"))
+    device: str = "cpu"
+    min_ngram: int = _setting(2, low=1, high=16)
+    max_ngram: int = _setting(4, low=1, high=16)
+    seed: int = 0
+    agreement: float = _setting(0.7, low=0.0, high=1.0)
+    step_s: float = _setting(0.0, low=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyConfig:
+    """Which policy plans. ``fixed`` uses ``draft`` and ``length`` always; ``random`` (tests) draws both in every step."""
+
+    kind: str = _setting("adaptive", choices=("adaptive", "none", "fixed", "random"))
+    k_max: int = _setting(8, low=0, high=64)
+    draft: str = ""
+    length: int = _setting(4, low=0, high=64)
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsConfig:
+    """Bounds of the service, in requests and tokens."""
+
+    max_active_requests: int = _setting(64, low=1, high=4096)
+    max_queued_requests: int = _setting(1024, low=0)
+    max_context_tokens: int = _setting(2048, low=16)
+    prefill_chunk_tokens: int = _setting(256, low=1)
+    kv_cache_tokens: int = _setting(32768, low=256)
+
+
+@dataclass(frozen=True, slots=True)
+class TritonConfig:
+    """What the launcher renders into ``config.pbtxt``."""
+
+    decoupled_mode: bool = True
+    max_batch_size: int = _setting(64, low=1, high=4096)
+
+
+@dataclass(frozen=True, slots=True)
+class ServingConfig:
+    """A whole deployment. ``threads`` is a number of CPU threads or ``auto`` (whichever of 1 and all cores was measured faster)."""
+
+    target: EngineConfig = field(default_factory=EngineConfig)
+    drafts: tuple[EngineConfig, ...] = ()
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    triton: TritonConfig = field(default_factory=TritonConfig)
+    threads: int | str = "auto"
+    add_special_tokens: bool = True
+
+
+def load_config(path: str | Path) -> ServingConfig:
+    """Read a ``serving.json``. Raises ConfigError naming the file, key and value."""
+    try:
+        raw = json.loads(Path(path).read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    try:
+        return parse_config(raw)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def parse_config(raw: Any) -> ServingConfig:
+    """Check a decoded ``serving.json``. Raises ConfigError naming key and value."""
+    config: ServingConfig = _build(ServingConfig, raw, "")
+    if config.threads != "auto" and (not isinstance(config.threads, int) or config.threads < 1):
+        raise ConfigError(f"threads must be 'auto' or a number of at least 1, got {config.threads!r}")
+    if config.target.engine == "lookup":
+        raise ConfigError("target.engine must be 'torch' or 'fake', got 'lookup'")
+    names = [config.target.name, *(draft.name for draft in config.drafts)]
+    for index, draft in enumerate(config.drafts):
+        if names.count(draft.name) > 1 or draft.name in ("", "none"):
+            raise ConfigError(f"drafts[{index}].name must be unique and neither '', 'none' nor the target's, got {draft.name!r}")
+        if draft.min_ngram > draft.max_ngram:
+            raise ConfigError(f"drafts[{index}].min_ngram must be at most max_ngram {draft.max_ngram}, got {draft.min_ngram}")
+    for where, engine in [("target", config.target), *((f"drafts[{i}]", d) for i, d in enumerate(config.drafts))]:
+        if engine.engine == "torch" and not engine.model:
+            raise ConfigError(f"{where}.model must name a folder or {EMBEDDED_MODEL!r}, got {engine.model!r}")
+    if config.policy.kind == "fixed" and config.policy.draft not in names[1:]:
+        raise ConfigError(f"policy.draft must be one of {names[1:]}, got {config.policy.draft!r}")
+    return config
+
+
+def _build(cls: type[Any], raw: Any, path: str) -> Any:
+    """Build a config dataclass from a JSON object, checking every key, type and range."""
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path or 'the file'} must be an object, got {raw!r}")
+    hints = typing.get_type_hints(cls)
+    fields = {item.name: item for item in dataclasses.fields(cls)}
+    for key in raw:
+        if key not in fields:
+            raise ConfigError(f"unknown key {_join(path, key)!r}; known here: {', '.join(fields)}")
+    return cls(**{key: _value(hints[key], value, _join(path, key), fields[key].metadata) for key, value in raw.items()})
+
+
+def _value(hint: Any, value: Any, path: str, metadata: Any) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type[Any], hint), value, path)
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, list):
+            raise ConfigError(f"{path} must be a list, got {value!r}")
+        return tuple(_value(typing.get_args(hint)[0], item, f"{path}[{i}]", {}) for i, item in enumerate(value))
+    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if float in allowed and type(value) is int:
+        value = float(value)
+    if type(value) not in allowed:
+        raise ConfigError(f"{path} must be {' or '.join(kind.__name__ for kind in allowed)}, got {value!r}")
+    _check_range(value, path, metadata)
+    return value
+
+
+def _check_range(value: Any, path: str, metadata: Any) -> None:
+    low, high, choices = metadata.get("low"), metadata.get("high"), metadata.get("choices")
+    if choices and value not in choices:
+        raise ConfigError(f"{path} must be one of {list(choices)}, got {value!r}")
+    if low is not None and not value >= low:
+        raise ConfigError(f"{path} must be at least {low}, got {value!r}")
+    if high is not None and not value <= high:
+        raise ConfigError(f"{path} must be at most {high}, got {value!r}")
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key

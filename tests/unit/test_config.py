@@ -1,0 +1,54 @@
+import json
+
+import pytest
+
+from backend.config import ConfigError, load_config, parse_config
+
+TORCH = {"engine": "torch", "model": "m"}
+
+
+def test_defaults_are_those_of_the_embedded_deployment():
+    config = parse_config({"target": TORCH})
+    assert (config.target.dtype, config.limits.max_context_tokens, config.policy.k_max, config.threads) == ("bf16", 2048, 8, "auto")
+    assert config.triton.decoupled_mode is True
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({"target": TORCH, "tarjet": {}}, ["tarjet", "known here"]),
+        ({"target": {**TORCH, "dtyp": "bf16"}}, ["target.dtyp"]),
+        ({"target": {**TORCH, "dtype": "fp8"}}, ["target.dtype", "fp8", "bf16"]),
+        ({"target": {"engine": "lookup"}}, ["target.engine", "lookup"]),
+        ({"target": {"engine": "torch"}}, ["target.model"]),
+        ({"target": TORCH, "drafts": {}}, ["drafts", "list"]),
+        ({"target": TORCH, "drafts": [{"engine": "lookup", "name": "target"}]}, ["drafts[0].name", "target"]),
+        ({"target": TORCH, "drafts": [{"engine": "lookup", "name": "a", "min_ngram": 5}]}, ["drafts[0].min_ngram", "5"]),
+        ({"target": TORCH, "policy": {"k_max": -1}}, ["policy.k_max", "-1"]),
+        ({"target": TORCH, "policy": {"k_max": True}}, ["policy.k_max", "True"]),
+        ({"target": TORCH, "policy": {"kind": "fixed", "draft": "x"}}, ["policy.draft", "x"]),
+        ({"target": TORCH, "limits": {"max_active_requests": 0}}, ["limits.max_active_requests", "0"]),
+        ({"target": TORCH, "threads": 0}, ["threads", "0"]),
+        ({"target": TORCH, "threads": "all"}, ["threads", "all"]),
+        ([], ["object"]),
+    ],
+)
+def test_a_bad_setting_is_refused_by_key_and_value(raw, words):
+    with pytest.raises(ConfigError) as error:
+        parse_config(raw)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_a_file_that_is_missing_or_not_json_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="absent.json"):
+        load_config(tmp_path / "absent.json")
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"bad\.json is not JSON"):
+        load_config(tmp_path / "bad.json")
+
+
+def test_errors_of_a_file_name_the_file(tmp_path):
+    path = tmp_path / "serving.json"
+    path.write_text(json.dumps({"target": TORCH, "x": 1}))
+    with pytest.raises(ConfigError, match=r"serving\.json: unknown key 'x'"):
+        load_config(path)
