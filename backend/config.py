@@ -26,7 +26,7 @@ def _setting(default: Any, *, low: float | None = None, high: float | None = Non
 class EngineConfig:
     """A target or a draft. ``model`` is a folder (relative to the project root) or the embedded model's name (torch engines only).
 
-    ``min_ngram``/``max_ngram`` belong to ``lookup``; ``seed``, ``agreement`` (probability that a fake draft proposes what the fake target would
+    ``min_ngram``/``max_ngram`` belong to ``lookup``; ``seed``, ``agreement`` (how often a fake draft proposes what the fake target would
     emit) and ``step_s`` (seconds per pass) to ``fake``.
     """
 

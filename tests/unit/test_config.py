@@ -40,7 +40,7 @@ def test_a_bad_setting_is_refused_by_key_and_value(raw, words):
 
 
 def test_a_file_that_is_missing_or_not_json_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="absent.json"):
+    with pytest.raises(ConfigError, match=r"absent\.json"):
         load_config(tmp_path / "absent.json")
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(ConfigError, match=r"bad\.json is not JSON"):

@@ -1,0 +1,52 @@
+"""The bounded queue in front of the in-flight batch: first come, first served; refusal is a reply, never a silent drop."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from backend.kv_ledger import KVLedger
+from backend.request import ErrorCode, RequestError
+from backend.session import Session
+
+
+class Admission:
+    """Holds sessions until a place in the batch and KV blocks for their whole life are free."""
+
+    def __init__(self, ledger: KVLedger, max_active: int, max_queued: int) -> None:
+        self._ledger = ledger
+        self._max_active = max_active
+        self._max_queued = max_queued
+        self._queue: deque[Session] = deque()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def offer(self, session: Session) -> None:
+        """Queue a session. Raises RequestError when the queue is full or the session could never fit."""
+        tokens = session.sequence.prompt_tokens + session.request.max_tokens
+        if not self._ledger.fits_ever(tokens):
+            raise RequestError(
+                ErrorCode.INVALID_ARGUMENT,
+                f"prompt of {session.sequence.prompt_tokens} tokens and max_tokens {session.request.max_tokens} need more KV cache "
+                "than this server has",
+            )
+        if len(self._queue) >= self._max_queued:
+            raise RequestError(ErrorCode.UNAVAILABLE, f"Exceeds maximum queue size {self._max_queued}")
+        self._queue.append(session)
+
+    def admit(self, active: int) -> list[Session]:
+        """Return the sessions that join a batch of ``active`` requests now, their KV reserved."""
+        admitted: list[Session] = []
+        while self._queue and active + len(admitted) < self._max_active:
+            session = self._queue[0]
+            if not self._ledger.reserve(session.sequence, session.sequence.prompt_tokens + session.request.max_tokens):
+                break  # the head waits; letting smaller ones pass could starve it
+            admitted.append(self._queue.popleft())
+        return admitted
+
+    def remove_cancelled(self) -> list[Session]:
+        """Take out and return the waiting sessions whose clients have gone."""
+        gone = [session for session in self._queue if session.sink.cancelled]
+        if gone:
+            self._queue = deque(session for session in self._queue if not session.sink.cancelled)
+        return gone

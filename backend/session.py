@@ -1,0 +1,139 @@
+"""One request from admission to its single final reply. ``commit`` is the only way by which its tokens grow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from backend.ports import Sequence
+from backend.request import ErrorCode, FinishReason, GenerationRequest
+
+
+class Decoder(Protocol):
+    """Turns token ids into text, one at a time, holding back incomplete UTF-8."""
+
+    def push(self, token_id: int) -> str:
+        """Return the text that this token completes."""
+        ...
+
+    def finish(self) -> str:
+        """Return what was held back."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a finished request consumed, in tokens; ``drafted`` and ``accepted`` count over all of its steps."""
+
+    input_tokens: int
+    output_tokens: int
+    drafted: int
+    accepted: int
+
+
+class ReplySink(Protocol):
+    """Where a request's replies go. ``cancelled`` is set from outside; exactly one of ``final`` and ``error`` is ever called."""
+
+    cancelled: bool
+
+    def chunk(self, text: str) -> None:
+        """Send a delta of a streaming request."""
+        ...
+
+    def final(self, text: str, reason: FinishReason, usage: Usage) -> None:
+        """Send the last reply of a request that succeeded."""
+        ...
+
+    def error(self, code: ErrorCode, message: str) -> None:
+        """Send the last reply of a request that did not."""
+        ...
+
+
+class Session:
+    """A request's state machine: it takes tokens one by one until it is finished.
+
+    Stop words are matched in the text, wherever token borders fall; text that could still grow into a stop word is held back, and a stop
+    word itself is not part of the output. ``end_ids`` end the generation without text.
+    """
+
+    def __init__(self, sequence: Sequence, request: GenerationRequest, end_ids: frozenset[int], decoder: Decoder, sink: ReplySink) -> None:
+        self.sequence = sequence
+        self.request = request
+        self.sink = sink
+        self.finish_reason: FinishReason | None = None
+        self.output_tokens = 0
+        self.drafted = 0
+        self.accepted = 0
+        self.arrived_s = 0.0
+        self.last_commit_s: float | None = None
+        self._end_ids = end_ids
+        self._decoder = decoder
+        self._stop_words = tuple(word for word in request.stop_words if word)
+        self._held = "" if request.stream or request.exclude_input_in_output else request.text_input
+        self._searched = len(self._held)  # the prompt is never searched for stop words
+
+    @property
+    def id(self) -> int:
+        """The sequence's id."""
+        return self.sequence.id
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be emitted."""
+        return self.request.max_tokens - self.output_tokens
+
+    def commit(self, tokens: Seq[int]) -> int:
+        """Take the tokens of one step in order and return how many were taken; fewer than given means finished."""
+        for taken, token in enumerate(tokens, start=1):
+            self._take(token)
+            if self.finish_reason is not None:
+                return taken
+        return len(tokens)
+
+    def take_text(self) -> str:
+        """Return (and forget) the text that is safe to send now; everything once finished."""
+        keep = 0 if self.finish_reason is not None else _longest_prefix_at_end(self._held[self._searched :], self._stop_words)
+        cut = len(self._held) - keep
+        text, self._held = self._held[:cut], self._held[cut:]
+        self._searched = max(0, self._searched - cut)
+        return text
+
+    def usage(self) -> Usage:
+        """Return the token counts so far."""
+        return Usage(self.sequence.prompt_tokens, self.output_tokens, self.drafted, self.accepted)
+
+    def _take(self, token: int) -> None:
+        self.sequence.tokens.append(token)
+        self.output_tokens += 1
+        if token in self._end_ids:
+            self._end(FinishReason.END_ID)
+            return
+        self._held += self._decoder.push(token)
+        if self._cut_at_stop_word():
+            return
+        if self.remaining == 0:
+            self._end(FinishReason.LENGTH)
+
+    def _end(self, reason: FinishReason) -> None:
+        """Finish; the decoder's held-back bytes may still complete a stop word."""
+        self._held += self._decoder.finish()
+        if not self._cut_at_stop_word():
+            self.finish_reason = reason
+
+    def _cut_at_stop_word(self) -> bool:
+        found = [at for at in (self._held.find(word, self._searched) for word in self._stop_words) if at >= 0]
+        if not found:
+            return False
+        self._held = self._held[: min(found)]
+        self.finish_reason = FinishReason.STOP_WORDS
+        return True
+
+
+def _longest_prefix_at_end(text: str, words: tuple[str, ...]) -> int:
+    """Return the length of the longest end of ``text`` that begins one of ``words`` without completing it."""
+    longest = max((len(word) for word in words), default=1) - 1
+    for size in range(min(longest, len(text)), 0, -1):
+        if any(word.startswith(text[-size:]) for word in words):
+            return size
+    return 0
