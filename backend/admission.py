@@ -50,3 +50,8 @@ class Admission:
         if gone:
             self._queue = deque(session for session in self._queue if not session.sink.cancelled)
         return gone
+
+    def clear(self) -> list[Session]:
+        """Take out and return everything that waits."""
+        waiting, self._queue = list(self._queue), deque()
+        return waiting

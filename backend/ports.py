@@ -81,13 +81,17 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What an engine can do. ``kv_blocks`` is the size of its block pool (0 = it keeps no KV); tokens are counted, not bytes."""
+    """What an engine can do. ``kv_blocks`` is the size of its block pool (0 = it keeps no KV); tokens are counted, not bytes.
+
+    ``free`` says that proposing costs next to nothing (lookup), so that the loop scores it on every step, chosen or not.
+    """
 
     vocab_size: int
     max_context_tokens: int
     max_draft_tokens: int
     max_run_tokens: int
     kv_blocks: int
+    free: bool = False
 
 
 class Engine(Protocol):

@@ -6,6 +6,10 @@ import threading
 from collections import defaultdict
 from typing import Any
 
+import numpy as np
+
+from policy import NO_DRAFT, Outcome, Plan
+
 Labels = tuple[tuple[str, str], ...]
 
 MAX_OBSERVATIONS = 4096
@@ -51,3 +55,54 @@ class Stats:
             "observations": [[name, dict(labels), values] for (name, labels), values in observations.items()],
             "gauges": [[name, dict(labels), value] for (name, labels), value in gauges.items()],
         }
+
+
+class StepStats:
+    """The service's metrics, one method per event; names as in ``backend.metric_names``."""
+
+    def __init__(self, stats: Stats) -> None:
+        self._stats = stats
+
+    def request(self, outcome: str) -> None:
+        """Count a request that got its final reply."""
+        self._stats.count("spindle_requests_total", outcome=outcome)
+
+    def fallback(self, reason: str) -> None:
+        """Count an event that made the service do less than it was configured to."""
+        self._stats.count("spindle_fallback_total", reason=reason)
+
+    def emission(self, since_arrival_s: float, since_last_s: float | None) -> None:
+        """Record one emission of a request (one or more tokens): the first one is its time to first token."""
+        if since_last_s is None:
+            self._stats.observe("spindle_time_to_first_token_seconds", since_arrival_s)
+        else:
+            self._stats.observe("spindle_inter_token_seconds", since_last_s)
+
+    def load(self, active: int, queued: int) -> None:
+        """Set the load gauges."""
+        self._stats.gauge("spindle_active_requests", active)
+        self._stats.gauge("spindle_queued_requests", queued)
+
+    def step(self, plan: Plan, outcome: Outcome, drafts: tuple[str, ...]) -> None:
+        """Record one step."""
+        self._stats.count("spindle_steps_total")
+        self._stats.observe("spindle_batch_size", len(plan.length))
+        self._stats.observe("spindle_step_seconds", outcome.measured_s)
+        self._stats.observe("spindle_step_predicted_seconds", plan.predicted_s)
+        self._stats.observe("spindle_planning_seconds", outcome.parts_s.get("planning", 0.0))
+        for d in np.unique(outcome.draft):
+            rows = outcome.draft == d
+            self._draft(drafts[d] if d != NO_DRAFT else "none", outcome.length[rows], outcome.accepted[rows], outcome.emitted[rows])
+
+    def _draft(self, name: str, length: Any, accepted: Any, emitted: Any) -> None:
+        self._stats.count("spindle_emitted_tokens_total", int(emitted.sum()), draft=name)
+        for k in length:
+            self._stats.observe("spindle_draft_length", int(k), draft=name)
+        if name == "none":
+            return
+        self._stats.count("spindle_draft_tokens_total", int(length.sum()), draft=name)
+        self._stats.count("spindle_accepted_tokens_total", int(accepted.sum()), draft=name)
+        for position in range(1, int(length.max()) + 1):
+            labels = {"draft": name, "position": str(position)}
+            self._stats.count("spindle_draft_tokens_by_position_total", int((length >= position).sum()), **labels)
+            self._stats.count("spindle_accepted_tokens_by_position_total", int((accepted >= position).sum()), **labels)

@@ -7,8 +7,8 @@ stub -> engine   hello{version}  submit{id, request}  cancel{id}  admin{id, comm
 engine -> stub   hello{version, info}  chunk{id, text}  final{id, text, finish_reason, num_input_tokens, num_output_tokens, draft_tokens,
                  accepted_draft_tokens}  error{id, code, message}  admin{id, reply}  stats{counters, observations, gauges}
 
-``id`` is chosen by the stub, unique in its connection. Every ``submit`` is answered by exactly one ``final`` or ``error``; the ``chunk``s of a
-streaming request come before it. ``final.text`` is the last delta of a streaming request, the whole text of another.
+``id`` is chosen by the stub, unique in its connection. Every ``submit`` is answered by exactly one ``final`` or ``error``; the ``chunk``s
+of a streaming request come before it. ``final.text`` is the last delta of a streaming request, the whole text of another.
 """
 
 from __future__ import annotations

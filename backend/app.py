@@ -1,0 +1,159 @@
+"""The composition root: the only place that knows which engine, policy and tokenizer a configuration means."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+
+import policy
+from backend.admission import Admission
+from backend.cache import model_folder
+from backend.config import EMBEDDED_MODEL, ConfigError, EngineConfig, ServingConfig
+from backend.drafting import Drafting
+from backend.engines.fake import FakeEngine
+from backend.engines.lookup import LookupEngine
+from backend.kv_ledger import KVLedger
+from backend.orchestrator import Orchestrator
+from backend.ports import BLOCK_TOKENS, Engine, Sequence
+from backend.request import ErrorCode, GenerationRequest, RequestError, SamplingParams
+from backend.session import ReplySink, Session
+from backend.stats import Stats, StepStats
+from backend.tokenizer import ByteTokenizer, IncrementalDecoder, Tokenizer, check_same_tokenizer, load_tokenizer
+
+PROJECT_ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(slots=True)
+class App:
+    """A wired deployment: the loop, and how a request becomes one of its sessions."""
+
+    config: ServingConfig
+    orchestrator: Orchestrator
+    tokenizer: Tokenizer
+    stats: Stats
+    max_context_tokens: int
+    close: Callable[[], None]
+    _ids: itertools.count[int]
+
+    def session(self, request: GenerationRequest, sink: ReplySink) -> Session:
+        """Tokenise and check a request. Raises RequestError naming the field and the value."""
+        prompt = self.tokenizer.encode(request.text_input, self.config.add_special_tokens)
+        _check(request, len(prompt), self.max_context_tokens, self.tokenizer.vocab_size)
+        sampling = sampling_params(request)
+        sequence = Sequence(next(self._ids), prompt, len(prompt), sampling)
+        end_ids = self.tokenizer.end_ids if request.end_id is None else {request.end_id}
+        return Session(sequence, request, frozenset(end_ids), IncrementalDecoder(self.tokenizer.token_bytes), sink)
+
+
+def sampling_params(request: GenerationRequest) -> SamplingParams:
+    """Return how to sample: nothing given means greedy, a seed is drawn for a request that gives none."""
+    seed = secrets.randbits(63) if request.seed is None else request.seed
+    if request.temperature is None and request.top_k is None and request.top_p is None:
+        return SamplingParams(seed=seed)
+    temperature = 1.0 if request.temperature is None else request.temperature
+    return SamplingParams(temperature, request.top_k or 0, request.top_p or 1.0, seed)
+
+
+def build(config: ServingConfig) -> App:
+    """Load the engines and wire the loop. Raises ConfigError (or the engine's own error) when something does not fit."""
+    if Path(policy.__file__).resolve().parent.parent != PROJECT_ROOT:
+        raise ConfigError(f"policy was imported from {policy.__file__}, backend from {PROJECT_ROOT}: one of them is another project's")
+    kv_blocks = config.limits.kv_cache_tokens // BLOCK_TOKENS
+    tokenizer = _tokenizer(config)
+    target = _engine(config.target, config, kv_blocks)
+    drafts = [_engine(draft, config, kv_blocks) for draft in config.drafts]
+    stats = Stats()
+    step_stats = StepStats(stats)
+    ledger = KVLedger({e.name: e.limits.kv_blocks for e in (target, *drafts)}, headroom_tokens=config.policy.k_max + 1)
+    orchestrator = Orchestrator(
+        target,
+        Drafting(drafts, step_stats, monotonic),
+        _policy(config, drafts),
+        ledger,
+        Admission(ledger, config.limits.max_active_requests, config.limits.max_queued_requests),
+        step_stats,
+        monotonic,
+        k_max=config.policy.k_max,
+        prefill_chunk_tokens=config.limits.prefill_chunk_tokens,
+        seed=config.policy.seed,
+    )
+
+    def close() -> None:
+        for engine in (target, *drafts):
+            engine.close()
+
+    max_context = min(config.limits.max_context_tokens, target.limits.max_context_tokens)
+    return App(config, orchestrator, tokenizer, stats, max_context, close, itertools.count(1))
+
+
+def model_path(engine: EngineConfig) -> Path:
+    """Return the folder of an engine's checkpoint: the cache's for the embedded model, else relative to the project root."""
+    return model_folder(EMBEDDED_MODEL) if engine.model == EMBEDDED_MODEL else PROJECT_ROOT / os.path.expanduser(engine.model)
+
+
+def _tokenizer(config: ServingConfig) -> Tokenizer:
+    if config.target.engine == "fake":
+        return ByteTokenizer()
+    folder = model_path(config.target)
+    for draft in config.drafts:
+        if draft.engine == "torch":
+            check_same_tokenizer(folder, model_path(draft))
+    return load_tokenizer(folder)
+
+
+def _engine(engine: EngineConfig, config: ServingConfig, kv_blocks: int) -> Engine:
+    max_context, k_max = config.limits.max_context_tokens, config.policy.k_max
+    if engine.engine == "fake":
+        agreement = 1.0 if engine is config.target else engine.agreement
+        return FakeEngine(
+            engine.name,
+            seed=engine.seed,
+            agreement=agreement,
+            step_s=engine.step_s,
+            kv_blocks=kv_blocks,
+            max_context_tokens=max_context,
+            max_draft_tokens=max(1, k_max),
+        )
+    if engine.engine == "lookup":
+        return LookupEngine(engine.name, min_ngram=engine.min_ngram, max_ngram=engine.max_ngram, max_draft_tokens=max(1, k_max))
+    from backend.engines.torch_engine import TorchEngine  # a heavy import, only where it is asked for
+
+    return TorchEngine(
+        engine.name,
+        model_path(engine),
+        dtype=engine.dtype,
+        device=engine.device,
+        kv_blocks=kv_blocks,
+        max_context_tokens=max_context,
+        max_draft_tokens=max(1, k_max),
+    )
+
+
+def _policy(config: ServingConfig, drafts: list[Engine]) -> policy.Policy:
+    names = tuple(draft.name for draft in drafts)
+    kind = config.policy.kind
+    if kind == "none" or not drafts:
+        return policy.NoSpeculation()
+    raise NotImplementedError
+
+
+def _check(request: GenerationRequest, prompt_tokens: int, max_context: int, vocab_size: int) -> None:
+    """Check what needs the tokenizer and the limits; types and ranges were checked where the tensors were decoded."""
+
+    def refuse(message: str) -> None:
+        raise RequestError(ErrorCode.INVALID_ARGUMENT, message)
+
+    if prompt_tokens == 0:
+        refuse(f"text_input has no tokens: {request.text_input!r}")
+    if prompt_tokens >= max_context:
+        refuse(f"text_input of {prompt_tokens} tokens is over the limit of {max_context - 1}")
+    if prompt_tokens + request.max_tokens > max_context:
+        refuse(f"max_tokens {request.max_tokens} and a prompt of {prompt_tokens} tokens exceed the context of {max_context} tokens")
+    for name, value in (("end_id", request.end_id), ("pad_id", request.pad_id)):
+        if value is not None and not -1 <= value < vocab_size:
+            refuse(f"{name} must be -1 or a token id below {vocab_size}, got {value}")

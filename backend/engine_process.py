@@ -1,0 +1,86 @@
+"""``python -m backend.engine_process --config FILE --socket PATH``: load, warm up, serve the wire until SIGTERM or the parent's death."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+from types import FrameType
+
+from backend.app import App, build
+from backend.config import ConfigError, load_config
+from backend.request import ErrorCode, FinishReason, GenerationRequest
+from backend.server import Server
+from backend.session import Usage
+
+logger = logging.getLogger(__name__)
+
+DRAIN_LIMIT_S = 10.0
+WARM_UP_TOKENS = 24
+
+
+class _WarmUpSink:
+    """Takes the warm-up request's replies."""
+
+    cancelled = False
+
+    def __init__(self) -> None:
+        self.failure: str | None = None
+
+    def chunk(self, text: str) -> None:
+        """Ignore a delta."""
+
+    def final(self, text: str, reason: FinishReason, usage: Usage) -> None:
+        """Ignore the text."""
+
+    def error(self, code: ErrorCode, message: str) -> None:
+        """Keep the message."""
+        self.failure = f"{code.value}: {message}"
+
+
+def warm_up(app: App) -> None:
+    """Serve a greedy and a sampled request, so that the first client pays for no allocation. Raises RuntimeError when one fails."""
+    for temperature in (0.0, 0.8):
+        sink = _WarmUpSink()
+        request = GenerationRequest("Spindle warms up. Spindle warms up.", WARM_UP_TOKENS, temperature=temperature, end_id=-1, seed=0)
+        app.orchestrator.submit(app.session(request, sink))
+        while app.orchestrator.step():
+            pass
+        if sink.failure is not None:
+            raise RuntimeError(f"warm-up failed: {sink.failure}")
+    app.stats.drain()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the engine process; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--socket", type=Path, required=True)
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(name)s: %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches the whole group; the parent decides
+    started = perf_counter()
+    try:
+        app = build(load_config(arguments.config))
+        warm_up(app)
+    except (ConfigError, OSError, ValueError, RuntimeError) as error:
+        logger.error("cannot start: %s", error)
+        return 1
+    server = Server(app, arguments.socket)
+
+    def terminate(_signal: int, _frame: FrameType | None) -> None:
+        server.drain(DRAIN_LIMIT_S)
+
+    signal.signal(signal.SIGTERM, terminate)
+    logger.info("ready after %.1f s", perf_counter() - started)
+    server.serve()
+    app.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

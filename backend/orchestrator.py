@@ -1,0 +1,262 @@
+"""The loop: before every step of the in-flight batch, plan; then draft, verify, commit and emit."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from backend.admission import Admission
+from backend.drafting import Drafting, Proposals
+from backend.kv_ledger import KVLedger
+from backend.ports import Completion, Engine, Turn
+from backend.request import ErrorCode, RequestError
+from backend.session import Session
+from backend.stats import StepStats
+from backend.step_log import StepLog
+from policy import NoSpeculation, Plan, Policy, View
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step's share of the work: the rows that decode (the plan is about them) and the chunks of prompts still in prefill."""
+
+    decoding: list[Session] = field(default_factory=list)
+    prefill: list[Turn] = field(default_factory=list)
+    prefill_tokens: int = 0
+
+
+class Orchestrator:
+    """Owns the in-flight batch. ``submit`` and ``wake`` may be called from any thread, all else from the loop's thread only."""
+
+    def __init__(
+        self,
+        target: Engine,
+        drafting: Drafting,
+        policy: Policy,
+        ledger: KVLedger,
+        admission: Admission,
+        stats: StepStats,
+        clock: Callable[[], float],
+        *,
+        k_max: int,
+        prefill_chunk_tokens: int,
+        seed: int = 0,
+    ) -> None:
+        self._target = target
+        self._drafting = drafting
+        self._policy = policy
+        self._policy_state = policy.start()
+        self._ledger = ledger
+        self._admission = admission
+        self._stats = stats
+        self._clock = clock
+        self._k_max = min(k_max, target.limits.max_draft_tokens)
+        self._prefill_chunk_tokens = prefill_chunk_tokens
+        self._rng = np.random.default_rng(seed)
+        self._inbox: deque[Session] = deque()
+        self._work = threading.Event()
+        self._active: dict[int, Session] = {}
+        self._in_flight: dict[int, Proposals] = {}
+
+    def submit(self, session: Session) -> None:
+        """Hand over a session; it will get exactly one final reply."""
+        session.arrived_s = self._clock()
+        self._inbox.append(session)
+        self._work.set()
+
+    def wake(self) -> None:
+        """Make an idle loop look again (after a cancellation)."""
+        self._work.set()
+
+    def counts(self) -> tuple[int, int]:
+        """Return (active, waiting) requests."""
+        return len(self._active), len(self._admission) + len(self._inbox)
+
+    def run(self, stop: threading.Event) -> None:
+        """Step until told to stop, asleep while there is nothing to do; then end what is left. A bug in a step ends its requests only."""
+        while not stop.is_set():
+            self._work.clear()
+            try:
+                worked = self.step()
+            except Exception as error:
+                logger.exception("a step failed; every request ends with an error")
+                self.abort(ErrorCode.INTERNAL, f"the serving loop failed ({type(error).__name__})")
+                worked = True
+            if not worked:
+                self._work.wait(timeout=1.0)
+        self.abort(ErrorCode.UNAVAILABLE, "the server is shutting down")
+
+    def step(self) -> bool:
+        """Take one step of the batch; False when there was nothing to do. Read it as the life of a request."""
+        log = StepLog(self._drafting.names)
+        self._take_in(log)
+        batch = self._next_batch(log)
+        if not self._active:
+            self._learn(log)
+            return False
+        view = self._view(batch)
+        plan = self._plan(view, log)
+        proposals = self._drafting.propose([session.sequence for session in batch.decoding], view, plan, log)
+        for completion in self._verify(batch, proposals, log):
+            self._commit(completion, log)
+        self._learn(log, plan)
+        return True
+
+    def abort(self, code: ErrorCode, message: str) -> None:
+        """End every request that is queued or active with an error."""
+        log = StepLog(self._drafting.names)
+        while self._inbox:
+            self._reply_error(self._inbox.popleft(), code, message)
+        for session in [*self._admission.clear(), *self._active.values()]:
+            self._fail(session, code, message, log)
+        self._learn(log)
+
+    # -- admit: requests in, cancelled ones out
+
+    def _take_in(self, log: StepLog) -> None:
+        while self._inbox:
+            session = self._inbox.popleft()
+            try:
+                self._admission.offer(session)
+            except RequestError as error:
+                self._reply_error(session, error.code, error.message)
+        for session in [*self._admission.remove_cancelled(), *(s for s in self._active.values() if s.sink.cancelled)]:
+            self._fail(session, ErrorCode.CANCELLED, "Request cancelled by client", log)
+        for session in self._admission.admit(len(self._active)):
+            self._active[session.id] = session
+
+    def _next_batch(self, log: StepLog) -> Batch:
+        """Split the requests that are not in flight into decoding rows and prompts, the latter cut to the step's token budget."""
+        batch = Batch()
+        for session in self._active.values():
+            if session.id in self._in_flight:
+                continue
+            unseen = self._target.unseen(session.sequence)
+            chunk = min(unseen, self._prefill_chunk_tokens - batch.prefill_tokens)
+            if unseen <= 1:
+                batch.decoding.append(session)
+            elif chunk > 0:
+                end = len(session.sequence.tokens) - unseen + chunk
+                batch.prefill.append(Turn(session.sequence, end, run=int(chunk == unseen)))
+                batch.prefill_tokens += chunk
+        log.prefill_tokens = batch.prefill_tokens
+        return batch
+
+    # -- plan
+
+    def _view(self, batch: Batch) -> View:
+        rows = batch.decoding
+        choices = np.array([self._drafting.ceilings(s.sequence, self._most(s)) for s in rows], np.int64)
+        choices = choices.reshape(len(rows), len(self._drafting.names), 2)
+        return View(
+            drafts=self._drafting.names,
+            request=np.array([s.id for s in rows], np.int64),
+            context=np.array([len(s.sequence.tokens) for s in rows], np.int64),
+            remaining=np.array([s.remaining for s in rows], np.int64),
+            ceiling=choices[:, :, 0],
+            catchup=choices[:, :, 1],
+            weight=np.ones(len(rows)),
+            sampled=np.array([not s.sequence.sampling.greedy for s in rows], np.bool_),
+            ready=np.ones(len(rows), np.bool_),
+            prefill_tokens=batch.prefill_tokens,
+            queued=len(self._admission),
+        )
+
+    def _most(self, session: Session) -> int:
+        """Return the ceiling on this request's speculation: the last token of ``max_tokens`` is always the target's own."""
+        asked = session.request.num_draft_tokens
+        return min(self._k_max, session.remaining - 1, self._k_max if asked is None else asked)
+
+    def _plan(self, view: View, log: StepLog) -> Plan:
+        with log.part("planning"):
+            try:
+                plan, self._policy_state = self._policy.plan(view, self._policy_state, self._clock(), self._rng)
+            except Exception:
+                logger.exception("the policy failed; this step does not speculate")
+                self._stats.fallback("policy_error")
+                plan, _ = NoSpeculation().plan(view, None, self._clock(), self._rng)
+        return plan
+
+    # -- verify
+
+    def _verify(self, batch: Batch, proposals: dict[int, Proposals], log: StepLog) -> list[Completion]:
+        """Submit the batch to the target and return what is complete; a target that raises fails what was in flight in it."""
+        self._in_flight.update(proposals)
+        self._in_flight.update({turn.sequence.id: Proposals() for turn in batch.prefill})
+        turns = [Turn(s.sequence, len(s.sequence.tokens), proposal=proposals[s.id].chosen) for s in batch.decoding]
+        try:
+            with log.part("verify"):
+                self._target.submit(turns + batch.prefill)
+                return self._target.poll(timeout_s=1.0)
+        except Exception as error:
+            logger.exception("the target failed; the requests of its submission end")
+            for session in [self._active[i] for i in self._in_flight if i in self._active]:
+                self._fail(session, ErrorCode.INTERNAL, f"the engine failed ({type(error).__name__})", log)
+            return []
+
+    # -- commit and emit
+
+    def _commit(self, completion: Completion, log: StepLog) -> None:
+        proposals = self._in_flight.pop(completion.sequence_id, Proposals())
+        session = self._active.get(completion.sequence_id)
+        if session is None:
+            return
+        if completion.error is not None:
+            self._fail(session, ErrorCode.INTERNAL, completion.error, log)
+            return
+        session.sequence.attempt += 1
+        taken = session.commit(completion.tokens)
+        if not taken:
+            return  # a prefill chunk
+        session.drafted += len(proposals.chosen.tokens) if proposals.chosen else 0
+        session.accepted += min(completion.accepted, taken)
+        log.record(session.id, proposals.chosen, completion.accepted, taken, not session.sequence.sampling.greedy)
+        for unused in proposals.unused:
+            log.record_free(session.id, unused, completion.tokens[:taken])
+        self._emit(session, log)
+
+    def _emit(self, session: Session, log: StepLog) -> None:
+        now = self._clock()
+        self._stats.emission(now - session.arrived_s, None if session.last_commit_s is None else now - session.last_commit_s)
+        session.last_commit_s = now
+        if session.finish_reason is not None:
+            self._release(session, log)
+            self._stats.request("success")
+            session.sink.final(session.take_text(), session.finish_reason, session.usage())
+        elif session.request.stream:
+            text = session.take_text()
+            if text:
+                session.sink.chunk(text)
+
+    def _fail(self, session: Session, code: ErrorCode, message: str, log: StepLog) -> None:
+        self._release(session, log)
+        self._reply_error(session, code, message)
+
+    def _reply_error(self, session: Session, code: ErrorCode, message: str) -> None:
+        self._stats.request(code.value.lower())
+        session.sink.error(code, message)
+
+    def _release(self, session: Session, log: StepLog) -> None:
+        """Forget a request everywhere: batch, engines, ledger, and (at the end of the step) policy."""
+        self._active.pop(session.id, None)
+        self._in_flight.pop(session.id, None)
+        self._target.cancel([session.id])
+        self._drafting.cancel([session.id])
+        self._ledger.release(session.sequence)
+        log.finished.append(session.id)
+
+    def _learn(self, log: StepLog, plan: Plan | None = None) -> None:
+        """Let the estimators and the latency model learn from the step, and count it."""
+        outcome = log.outcome()
+        if plan is not None or log.finished:
+            self._policy_state = self._policy.observe(outcome, self._policy_state, self._clock())
+        if plan is not None:
+            self._stats.step(plan, outcome, self._drafting.names)
+        self._stats.load(*self.counts())

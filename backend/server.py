@@ -1,0 +1,285 @@
+"""The engine process's end of the wire: one IO thread, a Unix socket, a tokeniser thread; the loop never waits for any of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import socket
+import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from backend import wire
+from backend.app import App
+from backend.request import ErrorCode, FinishReason, GenerationRequest, RequestError
+from backend.session import Usage
+
+logger = logging.getLogger(__name__)
+
+STATS_PERIOD_S = 0.5
+MAX_UNSENT_BYTES = 64 * 1024 * 1024
+"""What a connection may owe before it is closed: a stub that stopped reading must not grow this process."""
+
+
+class Connection:
+    """One stub's connection: its unsent bytes and its unanswered requests."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.decoder = wire.Decoder()
+        self.greeted = False
+        self.subscribed = False
+        self.tickets: dict[int, Ticket] = {}
+        self.unsent: deque[bytes] = deque()
+        self.unsent_bytes = 0
+
+    def push(self, frame: bytes) -> None:
+        """Queue a frame (any thread)."""
+        self.unsent_bytes += len(frame)
+        self.unsent.append(frame)
+
+    def flush(self) -> None:
+        """Send what the socket takes (IO thread). Raises OSError when the peer has gone."""
+        while self.unsent:
+            data = b"".join(self.unsent.popleft() for _ in range(len(self.unsent)))
+            try:
+                sent = self.sock.send(data)
+            except BlockingIOError:
+                sent = 0
+            self.unsent_bytes -= sent
+            if sent < len(data):
+                self.unsent.appendleft(data[sent:])
+                return
+
+
+class Ticket:
+    """A request's ``ReplySink``: it turns replies into frames and lets exactly one final reply through."""
+
+    def __init__(self, server: Server, connection: Connection, request_id: int) -> None:
+        self.cancelled = False
+        self._server = server
+        self._connection = connection
+        self._id = request_id
+
+    def chunk(self, text: str) -> None:
+        """Send a delta."""
+        self._server.post(self._connection, {"type": "chunk", "id": self._id, "text": text})
+
+    def final(self, text: str, reason: FinishReason, usage: Usage) -> None:
+        """Send the last reply."""
+        self._close(
+            {
+                "type": "final",
+                "text": text,
+                "finish_reason": reason.value,
+                "num_input_tokens": usage.input_tokens,
+                "num_output_tokens": usage.output_tokens,
+                "draft_tokens": usage.drafted,
+                "accepted_draft_tokens": usage.accepted,
+            }
+        )
+
+    def error(self, code: ErrorCode, message: str) -> None:
+        """Send the error that ends the request."""
+        self._close({"type": "error", "code": code.value, "message": message})
+
+    def _close(self, message: wire.Message) -> None:
+        if self._connection.tickets.pop(self._id, None) is not None:
+            self._server.post(self._connection, {**message, "id": self._id})
+
+
+class Server:
+    """Serves the wire until stopped. ``post`` may be called from any thread, all else runs on the IO thread."""
+
+    def __init__(self, app: App, path: Path) -> None:
+        self._app = app
+        self._path = path
+        self._selector = selectors.DefaultSelector()
+        self._waker, self._woken = socket.socketpair()
+        self._wake_sent = False
+        self._dirty: deque[Connection] = deque()
+        self._connections: set[Connection] = set()
+        self._tokenizers = ThreadPoolExecutor(1, "tokenizer")
+        self._started_s = monotonic()
+        self._drain_until_s: float | None = None
+        self._parent = os.getppid()
+
+    def post(self, connection: Connection, message: wire.Message) -> None:
+        """Send a message when the IO thread next runs."""
+        connection.push(wire.encode(message))
+        self._dirty.append(connection)
+        if not self._wake_sent:
+            self._wake_sent = True
+            self._waker.send(b"x")
+
+    def drain(self, limit_s: float) -> None:
+        """Refuse new requests; ``serve`` returns when the others are answered, ``limit_s`` from now at the latest."""
+        self._drain_until_s = monotonic() + limit_s
+
+    def serve(self) -> None:
+        """Serve until drained, or until the parent process has died. The socket file appears complete, by a rename."""
+        listener = self._listen()
+        stop = threading.Event()
+        loop = threading.Thread(target=self._app.orchestrator.run, args=(stop,), name="loop", daemon=True)
+        loop.start()
+        next_stats_s = monotonic()
+        while not self._done() and loop.is_alive() and os.getppid() == self._parent:
+            for key, events in self._selector.select(timeout=0.1):
+                self._handle(key, events)
+            self._flush_dirty()
+            if monotonic() >= next_stats_s:
+                next_stats_s = monotonic() + STATS_PERIOD_S
+                self._send_stats()
+        self._path.unlink(missing_ok=True)
+        listener.close()
+        stop.set()
+        self._app.orchestrator.wake()
+        loop.join(timeout=5.0)
+        self._tokenizers.shutdown(wait=False, cancel_futures=True)
+        self._send_stats()
+        self._flush_dirty()
+
+    def _listen(self) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        unready = self._path.with_suffix(f".{os.getpid()}")
+        unready.unlink(missing_ok=True)
+        listener.bind(str(unready))
+        unready.chmod(0o600)
+        listener.listen(16)
+        listener.setblocking(False)
+        self._woken.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        unready.rename(self._path)
+        return listener
+
+    def _done(self) -> bool:
+        if self._drain_until_s is None:
+            return False
+        return monotonic() >= self._drain_until_s or not any(c.tickets or c.unsent for c in self._connections)
+
+    # -- sockets
+
+    def _handle(self, key: selectors.SelectorKey, events: int) -> None:
+        connection: Connection | None = key.data
+        if connection is not None:
+            try:
+                if events & selectors.EVENT_WRITE:
+                    self._flush(connection)
+                if events & selectors.EVENT_READ:
+                    self._read(connection)
+            except (OSError, wire.WireError) as error:
+                self._drop(connection, error)
+        elif key.fileobj is self._woken:
+            self._wake_sent = False  # before reading: a post after this line wakes again
+            self._woken.recv(4096)
+        else:
+            self._accept(key.fileobj)
+
+    def _accept(self, listener: Any) -> None:
+        sock, _ = listener.accept()
+        sock.setblocking(False)
+        connection = Connection(sock)
+        self._connections.add(connection)
+        self._selector.register(sock, selectors.EVENT_READ, connection)
+        self.post(connection, wire.hello(info=self._info()))
+
+    def _read(self, connection: Connection) -> None:
+        data = connection.sock.recv(1 << 18)
+        if not data:
+            raise ConnectionResetError("the stub closed the connection")
+        for message in connection.decoder.feed(data):
+            self._receive(connection, message)
+
+    def _flush_dirty(self) -> None:
+        while self._dirty:
+            connection = self._dirty.popleft()
+            if connection in self._connections:
+                try:
+                    self._flush(connection)
+                except OSError as error:
+                    self._drop(connection, error)
+
+    def _flush(self, connection: Connection) -> None:
+        connection.flush()
+        if connection.unsent_bytes > MAX_UNSENT_BYTES:
+            raise ConnectionResetError(f"the stub left {connection.unsent_bytes} bytes unread")
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+        if self._selector.get_key(connection.sock).events != events:
+            self._selector.modify(connection.sock, events, connection)
+
+    def _drop(self, connection: Connection, error: Exception) -> None:
+        """Forget a connection and cancel its requests."""
+        logger.info("connection closed: %s", error)
+        self._connections.discard(connection)
+        self._selector.unregister(connection.sock)
+        connection.sock.close()
+        for ticket in list(connection.tickets.values()):
+            ticket.cancelled = True
+        self._app.orchestrator.wake()
+
+    # -- messages
+
+    def _receive(self, connection: Connection, message: wire.Message) -> None:
+        kind, request_id = message["type"], message.get("id", 0)
+        if not connection.greeted:
+            wire.check_hello(message)
+            connection.greeted = True
+        elif kind == "submit":
+            self._submit(connection, request_id, message["request"])
+        elif kind == "cancel":
+            ticket = connection.tickets.get(request_id)
+            if ticket is not None:  # else its last reply has just crossed the cancellation
+                ticket.cancelled = True
+                self._app.orchestrator.wake()
+        elif kind == "admin":
+            self.post(connection, {"type": "admin", "id": request_id, "reply": self._admin(message.get("command"))})
+        elif kind == "subscribe":
+            connection.subscribed = True
+        else:
+            raise wire.WireError(f"unknown message type {kind!r}")
+
+    def _submit(self, connection: Connection, request_id: int, body: dict[str, Any]) -> None:
+        ticket = Ticket(self, connection, request_id)
+        connection.tickets[request_id] = ticket
+        if self._drain_until_s is not None:
+            ticket.error(ErrorCode.UNAVAILABLE, "the server is shutting down")
+        else:
+            self._tokenizers.submit(self._tokenise, ticket, body)
+
+    def _tokenise(self, ticket: Ticket, body: dict[str, Any]) -> None:
+        """Make a session of a request and hand it to the loop (tokeniser thread)."""
+        try:
+            self._app.orchestrator.submit(self._app.session(GenerationRequest.from_wire(body), ticket))
+        except RequestError as error:
+            ticket.error(error.code, error.message)
+        except Exception as error:
+            logger.exception("a request could not be prepared")
+            ticket.error(ErrorCode.INTERNAL, f"the request could not be prepared ({type(error).__name__})")
+
+    def _admin(self, command: Any) -> dict[str, Any]:
+        if command != "health":
+            return {"error": f"unknown command {command!r}; known: health"}
+        active, waiting = self._app.orchestrator.counts()
+        uptime_s = round(monotonic() - self._started_s, 3)
+        return {"status": "ok", "active": active, "waiting": waiting, "uptime_s": uptime_s, "pid": os.getpid()}
+
+    def _info(self) -> dict[str, Any]:
+        config = self._app.config
+        return {
+            "target": config.target.model or config.target.engine,
+            "drafts": [draft.name for draft in config.drafts],
+            "policy": config.policy.kind,
+            "max_context_tokens": self._app.max_context_tokens,
+        }
+
+    def _send_stats(self) -> None:
+        subscribers = [connection for connection in self._connections if connection.subscribed]
+        if subscribers:  # without one, the figures wait
+            message = {"type": "stats", **self._app.stats.drain()}
+            for connection in subscribers:
+                self.post(connection, message)

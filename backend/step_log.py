@@ -1,0 +1,77 @@
+"""What one step did, row by row, until it becomes the policy's ``Outcome`` and the metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import numpy as np
+
+from backend.ports import Proposal
+from policy import NO_DRAFT, Outcome
+
+
+@dataclass(slots=True)
+class StepLog:
+    """A step in the making. ``rows`` are (request, draft, length, accepted, emitted, scored, sampled); ``free`` (request, draft, accepted,
+    scored) what a draft that was not chosen would have had accepted; ``parts_s`` wall times by part.
+    """
+
+    drafts: tuple[str, ...]
+    prefill_tokens: int = 0
+    parts_s: dict[str, float] = field(default_factory=dict)
+    rows: list[tuple[int, int, int, int, int, int, bool]] = field(default_factory=list)
+    free: list[tuple[int, int, int, int]] = field(default_factory=list)
+    finished: list[int] = field(default_factory=list)
+    started_s: float = field(default_factory=perf_counter)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Add the wall time of the block to ``parts_s[name]``."""
+        started = perf_counter()
+        try:
+            yield
+        finally:
+            self.parts_s[name] = self.parts_s.get(name, 0.0) + perf_counter() - started
+
+    def record(self, request: int, proposal: Proposal | None, accepted: int, taken: int, sampled: bool) -> None:
+        """Note one verified row of which ``taken`` tokens were committed (fewer than accepted + 1 when an end cut the run).
+
+        Positions behind such a cut are no evidence: nobody will ever know whether the text would have gone on there.
+        """
+        length = len(proposal.tokens) if proposal else 0
+        draft = self.drafts.index(proposal.draft) if proposal else NO_DRAFT
+        cut = taken <= accepted
+        self.rows.append((request, draft, length, min(accepted, taken), taken, taken if cut else length, sampled))
+
+    def record_free(self, request: int, proposal: Proposal, emitted: list[int]) -> None:
+        """Note how an unused proposal would have fared against the tokens that were emitted instead."""
+        scored = min(len(proposal.tokens), len(emitted))
+        accepted = next((j for j in range(scored) if proposal.tokens[j] != emitted[j]), scored)
+        self.free.append((request, self.drafts.index(proposal.draft), accepted, scored))
+
+    def outcome(self) -> Outcome:
+        """Return the step as the policy learns it; call it last, it closes the clock."""
+        measured_s = perf_counter() - self.started_s
+        known_s = sum(self.parts_s.values())
+        request, draft, length, accepted, emitted, scored, sampled = np.array(self.rows, np.int64).reshape(-1, 7).T
+        free = np.array(self.free, np.int64).reshape(-1, 4).T
+        return Outcome(
+            request=request,
+            draft=draft,
+            length=length,
+            accepted=accepted,
+            emitted=emitted,
+            scored=scored,
+            sampled=sampled.astype(np.bool_),
+            measured_s=measured_s,
+            parts_s={**self.parts_s, "overhead": max(0.0, measured_s - known_s)},
+            prefill_tokens=self.prefill_tokens,
+            free_request=free[0],
+            free_draft=free[1],
+            free_accepted=free[2],
+            free_scored=free[3],
+            finished=np.array(self.finished, np.int64),
+        )

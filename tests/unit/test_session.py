@@ -1,0 +1,117 @@
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backend.ports import Sequence
+from backend.request import FinishReason, GenerationRequest, SamplingParams
+from backend.session import Session
+
+EOS = 0
+
+
+class LetterDecoder:
+    """Token id -> character; ids from 200 on are held back until finish, as half a UTF-8 character would be."""
+
+    def __init__(self):
+        self.held = ""
+
+    def push(self, token_id):
+        if token_id >= 200:
+            self.held += "?"
+            return ""
+        text, self.held = self.held + chr(token_id), ""
+        return text
+
+    def finish(self):
+        text, self.held = self.held, ""
+        return text
+
+
+def session(max_tokens=100, stop_words=(), stream=True, **options):
+    request = GenerationRequest("prompt", max_tokens, stream=stream, stop_words=tuple(stop_words), **options)
+    return Session(Sequence(1, [7, 8], 2, SamplingParams()), request, frozenset({EOS}), LetterDecoder(), sink=None)
+
+
+def run(made, blocks):
+    """Commit blocks of tokens as steps would; return the streamed text."""
+    text = ""
+    for block in blocks:
+        made.commit(block)
+        text += made.take_text()
+        if made.finish_reason:
+            break
+    return text
+
+
+def ids(text):
+    return [ord(letter) for letter in text]
+
+
+def test_text_of_a_run_ends_before_a_stop_word_that_spans_tokens():
+    made = session(stop_words=["STOP"])
+    assert made.commit(ids("abSTOPcd")) == 6
+    assert made.take_text() == "ab"
+    assert made.finish_reason is FinishReason.STOP_WORDS
+
+
+def test_the_earliest_of_several_stop_words_cuts():
+    made = session(stop_words=["xyz", "y"])
+    assert run(made, [ids("axyz")]) == "ax"
+
+
+def test_what_may_become_a_stop_word_is_held_back_and_released_when_it_does_not():
+    made = session(stop_words=["###"])
+    made.commit(ids("a##"))
+    assert made.take_text() == "a"
+    made.commit(ids("b"))
+    assert made.take_text() == "##b"
+
+
+def test_an_end_id_inside_an_accepted_run_cuts_the_rest():
+    made = session()
+    assert made.commit([*ids("ab"), EOS, *ids("cd")]) == 3
+    assert (made.take_text(), made.finish_reason, made.remaining) == ("ab", FinishReason.END_ID, 97)
+
+
+def test_max_tokens_inside_an_accepted_run_cuts_the_rest():
+    made = session(max_tokens=3)
+    assert made.commit(ids("abcdef")) == 3
+    assert (made.take_text(), made.finish_reason) == ("abc", FinishReason.LENGTH)
+
+
+def test_an_unfinished_character_is_flushed_at_the_end():
+    made = session(max_tokens=2)
+    made.commit([ord("a"), 200])
+    assert made.take_text() == "a?"
+
+
+def test_a_reply_that_is_not_streamed_repeats_the_prompt_unless_excluded():
+    whole, bare = session(max_tokens=2, stream=False), session(max_tokens=2, stream=False, exclude_input_in_output=True)
+    for made in (whole, bare):
+        made.commit(ids("ab"))
+    assert (whole.take_text(), bare.take_text()) == ("promptab", "ab")
+
+
+def test_a_stop_word_in_the_prompt_is_not_a_stop():
+    made = session(max_tokens=3, stream=False, stop_words=["rom", "tab"])
+    made.commit(ids("abc"))
+    assert (made.take_text(), made.finish_reason) == ("promptabc", FinishReason.LENGTH)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    tokens=st.lists(st.sampled_from([*ids("abST"), EOS, 200]), min_size=1, max_size=30),
+    cuts=st.lists(st.integers(0, 30)),
+    stop_words=st.lists(st.text("abST", min_size=1, max_size=3), max_size=3),
+    max_tokens=st.integers(1, 30),
+)
+def test_any_partition_into_steps_gives_the_same_text_reason_and_count(tokens, cuts, stop_words, max_tokens):
+    borders = sorted({0, len(tokens), *(c for c in cuts if c < len(tokens))})
+    blocks = [tokens[a:b] for a, b in pairwise(borders)]
+    one, many = session(max_tokens, stop_words), session(max_tokens, stop_words)
+    text_one, text_many = run(one, [tokens]), run(many, blocks)
+    if one.finish_reason:  # unfinished sessions may hold text back
+        assert text_one == text_many
+    assert (one.finish_reason, one.output_tokens) == (many.finish_reason, many.output_tokens)
+    assert not any(word in text_many for word in stop_words)
