@@ -1,0 +1,87 @@
+"""What an engine folder says of itself, read without loading it: enough to pair drafts with a target and to key measured tables."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from backend.config import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """An engine folder. ``tokenizer_sha256`` is of its ``tokenizer.json``, or (drafts ship none) the one it names as its target's.
+
+    ``layout_sha256`` covers the names, headers and sizes of the weight files: what time depends on, not gigabytes of values.
+    """
+
+    folder: Path
+    architecture: str
+    vocab_size: int
+    max_context_tokens: int
+    tokenizer_sha256: str
+    layout_sha256: str
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read a Hugging Face folder's manifest. Raises ConfigError naming the folder and what it lacks."""
+    config = _config(folder)
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        raise ConfigError(f"{folder} has no .safetensors file")
+    tokenizer = folder / "tokenizer.json"
+    named = hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.exists() else config.get("tokenizer_sha256")
+    if not named:
+        raise ConfigError(f"{folder} has neither a tokenizer.json nor a tokenizer_sha256 in its config.json")
+    return Manifest(
+        folder,
+        next(iter(config.get("architectures") or ["unknown"])),
+        _positive(config, "vocab_size", folder),
+        _positive(config, "max_position_embeddings", folder),
+        str(named),
+        _layout_sha256(weights),
+    )
+
+
+def check_pair(target: Manifest, draft: Manifest) -> None:
+    """Refuse a draft that does not speak the target's tokens. Raises ConfigError naming both folders and values."""
+    if draft.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"draft {draft.folder} has a vocabulary of {draft.vocab_size} tokens, its target {target.folder} {target.vocab_size}"
+        )
+    if draft.tokenizer_sha256 != target.tokenizer_sha256:
+        raise ConfigError(
+            f"draft {draft.folder} was made for the tokenizer {draft.tokenizer_sha256[:12]}, its target {target.folder} has "
+            f"{target.tokenizer_sha256[:12]}"
+        )
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {folder / 'config.json'}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{folder / 'config.json'} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{folder / 'config.json'} is not an object")
+    return config
+
+
+def _positive(config: dict[str, Any], key: str, folder: Path) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{folder / 'config.json'}: {key} must be a positive number, got {value!r}")
+    return value
+
+
+def _layout_sha256(files: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            digest.update(f"{file.name} {file.stat().st_size} ".encode() + stream.read(min(length, 1 << 26)))
+    return digest.hexdigest()

@@ -1,0 +1,47 @@
+import json
+import struct
+
+import pytest
+
+from backend.config import ConfigError
+from backend.manifest import check_pair, read_manifest
+
+
+def folder(path, name, tokenizer="{}", shape=(2, 2), **config):
+    made = path / name
+    made.mkdir()
+    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 10, "max_position_embeddings": 64, **config}
+    (made / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    header = json.dumps({"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, 16]}}).encode()
+    (made / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
+    if tokenizer is not None:
+        (made / "tokenizer.json").write_text(tokenizer)
+    return made
+
+
+def test_a_draft_that_names_its_targets_tokenizer_pairs_with_it(tmp_path):
+    target = read_manifest(folder(tmp_path, "target"))
+    draft = read_manifest(folder(tmp_path, "draft", tokenizer=None, tokenizer_sha256=target.tokenizer_sha256, shape=(1, 4)))
+    check_pair(target, draft)
+    assert target.layout_sha256 != draft.layout_sha256
+    assert (target.architecture, target.vocab_size, target.max_context_tokens) == ("LlamaForCausalLM", 10, 64)
+
+
+def test_another_vocabulary_or_tokenizer_is_refused_by_both_folders(tmp_path):
+    target = read_manifest(folder(tmp_path, "target"))
+    with pytest.raises(ConfigError, match=r"small.* 9 tokens, its target .*target 10"):
+        check_pair(target, read_manifest(folder(tmp_path, "small", vocab_size=9)))
+    with pytest.raises(ConfigError, match=r"draft .*other was made for the tokenizer"):
+        check_pair(target, read_manifest(folder(tmp_path, "other", tokenizer="{ }")))
+
+
+def test_what_a_folder_lacks_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent/config\.json"):
+        read_manifest(tmp_path / "absent")
+    with pytest.raises(ConfigError, match=r"vocab_size must be a positive number, got 'x'"):
+        read_manifest(folder(tmp_path, "bad", vocab_size="x"))
+    with pytest.raises(ConfigError, match="neither a tokenizer"):
+        read_manifest(folder(tmp_path, "mute", tokenizer=None))
+    (folder(tmp_path, "empty") / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"empty has no \.safetensors"):
+        read_manifest(tmp_path / "empty")

@@ -1,0 +1,259 @@
+"""The loop over fake engines: one final reply each, whatever fails, and text that no plan changes."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backend.admission import Admission
+from backend.drafting import Drafting
+from backend.engines.fake import FakeEngine
+from backend.kv_ledger import KVLedger
+from backend.orchestrator import Orchestrator
+from backend.ports import Sequence
+from backend.request import ErrorCode, GenerationRequest, SamplingParams
+from backend.session import Session
+from backend.stats import Stats, StepStats
+from policy import NoSpeculation, Plan
+
+EOS = 256
+
+
+class Sink:
+    def __init__(self):
+        self.cancelled, self.text, self.ends = False, "", []
+
+    def chunk(self, text):
+        assert not self.ends, "a chunk after the final reply"
+        self.text += text
+
+    def final(self, text, reason, usage):
+        self.text += text
+        self.ends.append((reason.value, usage))
+
+    def error(self, code, message):
+        self.ends.append((code, message))
+
+
+class Bytes:
+    def push(self, token_id):
+        return chr(token_id)
+
+    def finish(self):
+        return ""
+
+
+class RandomChoice:
+    """Any draft, any length, every step."""
+
+    def start(self):
+        return None
+
+    def plan(self, view, state, now, rng):
+        draft = rng.integers(-1, len(view.drafts), len(view)) if view.drafts else np.full(len(view), -1)
+        cap = (
+            np.where(draft >= 0, np.take_along_axis(view.ceiling, np.maximum(draft, 0)[:, None], 1)[:, 0], 0) if view.drafts else 0 * draft
+        )
+        length = np.array([rng.integers(0, c + 1) for c in cap], np.int64)
+        return Plan(np.where(length > 0, draft, -1), length), state
+
+    def observe(self, outcome, state, now):
+        self.last = outcome
+        return state
+
+
+class World:
+    def __init__(self, policy=None, drafts=(0.9, 0.2), max_active=8, max_queued=100, blocks=1000, chunk=7, seed=0):
+        self.target = FakeEngine("target", kv_blocks=blocks)
+        self.drafts = [FakeEngine(f"draft{i}", seed=i + 1, agreement=a, kv_blocks=blocks) for i, a in enumerate(drafts)]
+        self.stats = Stats()
+        step_stats = StepStats(self.stats)
+        clock = itertools.count().__next__
+        self.ledger = KVLedger({e.name: blocks for e in (self.target, *self.drafts)}, headroom_tokens=9)
+        self.loop = Orchestrator(
+            self.target,
+            Drafting(self.drafts, step_stats, clock),
+            policy or RandomChoice(),
+            self.ledger,
+            Admission(self.ledger, max_active, max_queued),
+            step_stats,
+            clock,
+            k_max=8,
+            prefill_chunk_tokens=chunk,
+            seed=seed,
+        )
+        self.ids = itertools.count(1)
+
+    def submit(self, prompt, max_tokens=20, temperature=0.0, **options):
+        request = GenerationRequest(prompt, max_tokens, stream=True, **options)
+        tokens = list(prompt.encode())
+        sequence = Sequence(next(self.ids), tokens, len(tokens), SamplingParams(temperature, seed=7))
+        sink = Sink()
+        self.loop.submit(Session(sequence, request, frozenset({EOS}), Bytes(), sink))
+        return sink
+
+    def run(self):
+        for _ in range(10_000):
+            if not self.loop.step():
+                break
+        assert self.loop.counts() == (0, 0)
+        assert all(used == 0 for used, _ in self.ledger.usage().values())
+
+    def counters(self):
+        return {(name, *labels.values()): value for name, labels, value in self.stats.drain()["counters"]}
+
+
+def plain_text(prompt, max_tokens=20):
+    world = World(NoSpeculation(), drafts=())
+    sink = world.submit(prompt, max_tokens)
+    world.run()
+    return sink.text
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    prompts=st.lists(st.text("abcdef ", min_size=1, max_size=40), min_size=1, max_size=6),
+    chunk=st.integers(1, 30),
+    max_active=st.integers(1, 6),
+    seed=st.integers(0, 1000),
+)
+def test_greedy_text_does_not_depend_on_plan_batch_or_chunking(prompts, chunk, max_active, seed):
+    world = World(max_active=max_active, chunk=chunk, seed=seed)
+    sinks = [world.submit(prompt) for prompt in prompts]
+    world.run()
+    assert [sink.text for sink in sinks] == [plain_text(prompt) for prompt in prompts]
+    assert all(len(sink.ends) == 1 and sink.ends[0][0] == "length" for sink in sinks)
+
+
+def test_usage_counts_what_was_drafted_and_accepted():
+    world = World(drafts=(1.0,))
+    sink = world.submit("a prompt", 40)
+    world.run()
+    usage = sink.ends[0][1]
+    assert (usage.input_tokens, usage.output_tokens) == (8, 40)
+    assert usage.drafted == usage.accepted > 10
+    counters = world.counters()
+    assert counters["spindle_accepted_tokens_total", "draft0"] == usage.accepted
+    assert counters["spindle_requests_total", "success"] == 1
+
+
+def test_num_draft_tokens_is_a_ceiling_and_zero_means_none():
+    world = World(drafts=(1.0,))
+    none, two = world.submit("first", num_draft_tokens=0), world.submit("second", num_draft_tokens=2)
+    world.run()
+    assert none.ends[0][1].drafted == 0
+    assert two.ends[0][1].drafted > 0
+    positions = {key[2] for key in world.counters() if key[0] == "spindle_draft_tokens_by_position_total"}
+    assert positions <= {"1", "2"}
+
+
+def test_a_cancelled_request_ends_once_and_frees_its_kv_within_a_step():
+    world = World()
+    waiting, active = World(max_active=1), world.submit("abc", 1000)
+    for _ in range(5):
+        world.loop.step()
+    active.cancelled = True
+    world.loop.step()
+    assert active.ends == [(ErrorCode.CANCELLED, "Request cancelled by client")]
+    assert world.ledger.usage()["target"][0] == 0
+    first, queued = waiting.submit("abc", 50), waiting.submit("def", 50)
+    waiting.loop.step()
+    queued.cancelled = True
+    waiting.run()
+    assert queued.ends[0][0] is ErrorCode.CANCELLED
+    assert first.ends[0][0] == "length"
+
+
+def test_a_full_queue_and_an_impossible_request_are_refused_with_a_reply():
+    world = World(max_active=1, max_queued=1, blocks=8)
+    too_long = world.submit("x" * 100, 500)
+    running, waiting, refused = world.submit("a"), world.submit("b"), world.submit("c")
+    world.run()
+    assert too_long.ends[0][0] is ErrorCode.INVALID_ARGUMENT
+    assert "500" in too_long.ends[0][1]
+    outcomes = [sink.ends[0][0] for sink in (running, waiting, refused)]
+    assert outcomes.count(ErrorCode.UNAVAILABLE) == 2  # all three arrived before a step: one place to wait in
+    assert outcomes.count("length") == 1
+
+
+def test_a_failing_target_ends_its_batch_and_the_loop_goes_on(monkeypatch):
+    world = World()
+    doomed = [world.submit("abc"), world.submit("def")]
+    world.loop.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(world.target, "poll", lambda timeout_s: 1 / 0)
+        world.loop.step()
+    later = world.submit("ghi")
+    world.run()
+    assert [sink.ends for sink in doomed] == [[(ErrorCode.INTERNAL, "the engine failed (ZeroDivisionError)")]] * 2
+    assert later.text == plain_text("ghi")
+
+
+def test_a_failing_draft_costs_speculation_only(monkeypatch):
+    world = World(drafts=(1.0,))
+    monkeypatch.setattr(world.drafts[0], "poll", lambda timeout_s: 1 / 0)
+    sink = world.submit("abc")
+    world.run()
+    assert sink.text == plain_text("abc")
+    assert world.counters()["spindle_fallback_total", "draft_error"] >= 1
+
+
+def test_a_turn_that_fails_alone_ends_its_request_only():
+    world = World()
+    broken, fine = world.submit("abc"), world.submit("def")
+    world.loop.step()
+    world.loop._active[1].sequence.blocks["target"].clear()
+    world.run()
+    assert "block table" in broken.ends[0][1]
+    assert fine.text == plain_text("def")
+
+
+def test_a_failing_policy_costs_speculation_only(monkeypatch):
+    world = World()
+    monkeypatch.setattr(RandomChoice, "plan", lambda *_: 1 / 0)
+    sink = world.submit("abc")
+    world.run()
+    assert sink.text == plain_text("abc")
+    assert world.counters()["spindle_fallback_total", "policy_error"] > 0
+
+
+def test_abort_ends_everything_once():
+    world = World(max_active=1)
+    sinks = [world.submit("abc", 500), world.submit("def"), world.submit("ghi")]
+    world.loop.step()
+    sinks.append(world.submit("jkl"))
+    world.loop.abort(ErrorCode.UNAVAILABLE, "the server is shutting down")
+    assert [sink.ends for sink in sinks] == [[(ErrorCode.UNAVAILABLE, "the server is shutting down")]] * 4
+    world.run()
+
+
+def test_evidence_behind_an_end_of_text_is_not_scored():
+    policy = RandomChoice()
+    world = World(policy, drafts=(1.0,))
+    sink = world.submit("abc", 30, stop_words=(plain_text("abc", 30)[10:13],))
+    world.run()
+    assert sink.ends[0][0] == "stop_words"
+    last = policy.last
+    assert (last.scored <= last.length).all()
+    assert (last.accepted <= last.scored).all()
+    assert last.finished.tolist() == [1]
+
+
+@pytest.mark.parametrize("agreement", [0.0, 1.0])
+def test_adversarial_and_oracle_drafts_move_speed_only(agreement):
+    class Four(RandomChoice):
+        def plan(self, view, state, now, rng):
+            length = np.minimum(view.ceiling[:, 0], 4) if len(view) else np.zeros(0, np.int64)
+            return Plan(np.where(length > 0, 0, -1), length), state
+
+    world = World(Four(), drafts=(agreement,))
+    sink = world.submit("abcdefgh", 41)
+    world.run()
+    assert sink.text == plain_text("abcdefgh", 41)
+    steps = world.counters()["spindle_steps_total",]
+    if agreement == 1.0:
+        assert steps == 2 + 8  # prefill in two chunks (the second emits one token), then five tokens a step
+    else:
+        assert steps > 30
