@@ -1,0 +1,59 @@
+"""The metric families of the service: the engine process names them, the Triton model ``spindle`` exports them on ``/metrics``.
+
+Counters and histograms only count; rates are the reader's. Acceptance per position is
+``rate(spindle_accepted_tokens_by_position_total) / rate(spindle_draft_tokens_by_position_total)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """What a family measures."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One metric family: its labels are always given together; ``buckets`` (upper bounds) belong to histograms."""
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+_STEP_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+_PLANNING_BUCKETS_S = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
+_FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_LENGTH_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 64)
+_BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+_C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
+
+FAMILIES: tuple[Family, ...] = (
+    Family("spindle_steps_total", _C, "Steps of the in-flight batch"),
+    Family("spindle_draft_tokens_total", _C, "Tokens proposed, by draft", ("draft",)),
+    Family("spindle_accepted_tokens_total", _C, "Proposed tokens accepted by the target, by draft", ("draft",)),
+    Family("spindle_draft_tokens_by_position_total", _C, "Tokens proposed, by draft and position (from 1)", ("draft", "position")),
+    Family("spindle_accepted_tokens_by_position_total", _C, "Proposed tokens accepted, by draft and position", ("draft", "position")),
+    Family("spindle_emitted_tokens_total", _C, "Tokens emitted (accepted and bonus), by the draft of their step", ("draft",)),
+    Family("spindle_requests_total", _C, "Requests that got their final reply, by outcome", ("outcome",)),
+    Family("spindle_fallback_total", _C, "Times the service did less than configured, by reason", ("reason",)),
+    Family("spindle_draft_length", _H, "Planned speculation length per request and step, in tokens", ("draft",), _LENGTH_BUCKETS),
+    Family("spindle_batch_size", _H, "Requests per step", (), _BATCH_BUCKETS),
+    Family("spindle_step_seconds", _H, "Measured time of a step", (), _STEP_BUCKETS_S),
+    Family("spindle_step_predicted_seconds", _H, "Predicted time of a step", (), _STEP_BUCKETS_S),
+    Family("spindle_planning_seconds", _H, "Time spent planning a step", (), _PLANNING_BUCKETS_S),
+    Family("spindle_time_to_first_token_seconds", _H, "Arrival to first emission of a request", (), _FIRST_TOKEN_BUCKETS_S),
+    Family("spindle_inter_token_seconds", _H, "Time between two emissions of a request", (), _STEP_BUCKETS_S),
+    Family("spindle_active_requests", _G, "Requests in the in-flight batch"),
+    Family("spindle_queued_requests", _G, "Requests waiting for admission"),
+    Family("spindle_latency_drift", _G, "Measured over predicted time, by part of the step", ("part",)),
+)

@@ -1,0 +1,123 @@
+"""Triton tensors <-> the domain's request and replies. An error names the field and the value."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from backend.request import ErrorCode, GenerationRequest, RequestError
+from backend.triton_adapter.fields import NUMPY_TYPES, TEXT_INPUTS, TEXT_OUTPUTS, UNSUPPORTED, Field
+from backend.wire import Message
+
+Array = npt.NDArray[Any]
+
+_TEXT_OUTPUT_TYPES = {field.name: NUMPY_TYPES[field.dtype] for field in TEXT_OUTPUTS}
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which optional outputs a request asked for."""
+
+    num_input_tokens: bool = False
+    num_output_tokens: bool = False
+    perf_metrics: bool = False
+
+
+def decode(inputs: Mapping[str, Array], parameters: str = "", *, decoupled: bool = True) -> tuple[GenerationRequest, Wanted]:
+    """Return the request that a text model's input tensors (batch dimension first) mean, and the outputs that it wants.
+
+    ``parameters`` is Triton's JSON of the request parameters. Raises RequestError (INVALID_ARGUMENT, UNIMPLEMENTED) naming the field.
+    """
+    _check_parameters(parameters)
+    values = {field.name: _values(field, inputs[field.name]) for field in TEXT_INPUTS if field.name in inputs}
+    for field in TEXT_INPUTS:
+        if field.required and field.name not in values:
+            raise _invalid(f"{field.name} is required")
+    given = {name: value[0] for name, value in values.items() if name != "stop_words"}
+    wanted = Wanted(*(bool(given.pop(f"return_{name}", False)) for name in ("num_input_tokens", "num_output_tokens", "perf_metrics")))
+    request = GenerationRequest(stop_words=tuple(word for word in values.get("stop_words", ()) if word), **given)
+    return _checked(request, decoupled), wanted
+
+
+def decode_command(inputs: Mapping[str, Array]) -> str:
+    """Return the command given to the model ``spindle``."""
+    return str(_values(Field("command", "STRING"), inputs["command"].reshape(1, -1))[0])
+
+
+def encode_chunk(text: str) -> dict[str, Array]:
+    """Return the outputs of one streamed delta."""
+    return {"text_output": _batch_of_one("text_output", text.encode())}
+
+
+def encode_final(message: Message, text: str, wanted: Wanted) -> dict[str, Array]:
+    """Return the outputs of a successful last reply; ``text`` is the last delta or the whole text."""
+    drafted, accepted = message["draft_tokens"], message["accepted_draft_tokens"]
+    outputs: dict[str, Any] = {"text_output": text.encode(), "finish_reason": message["finish_reason"].encode()}
+    if wanted.num_input_tokens:
+        outputs["num_input_tokens"] = message["num_input_tokens"]
+    if wanted.num_output_tokens:
+        outputs["num_output_tokens"] = message["num_output_tokens"]
+    if wanted.perf_metrics:
+        outputs["acceptance_rate"] = accepted / drafted if drafted else 0.0
+        outputs["total_accepted_draft_tokens"] = accepted
+        outputs["total_draft_tokens"] = drafted
+    return {name: _batch_of_one(name, value) for name, value in outputs.items()}
+
+
+def _batch_of_one(name: str, value: Any) -> Array:
+    return np.array([[value]], dtype=_TEXT_OUTPUT_TYPES[name])
+
+
+def _values(field: Field, array: Array) -> list[Any]:
+    """Return a tensor's Python values, its type and shape checked. Raises RequestError."""
+    if array.dtype != NUMPY_TYPES[field.dtype]:
+        raise _invalid(f"{field.name} must be {field.dtype}, got {array.dtype}")
+    if array.ndim != 2 or array.shape[0] < 1 or (field.dims > 0 and array.shape[1] != field.dims):
+        raise _invalid(f"{field.name} must have shape [1, {field.dims}], got {list(array.shape)}")
+    if array.shape[0] > 1:
+        raise _invalid(f"{field.name} has a batch of {array.shape[0]}; a batch over 1 is not supported: send one request for each")
+    values: list[Any] = array[0].tolist()
+    return [_text(field.name, value) for value in values] if field.dtype == "STRING" else values
+
+
+def _text(name: str, value: bytes | str) -> str:
+    if isinstance(value, str):
+        return value
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        raise _invalid(f"{name} is not valid UTF-8: byte {value[error.start]:#04x} at offset {error.start}") from None
+
+
+def _checked(request: GenerationRequest, decoupled: bool) -> GenerationRequest:
+    """Check the ranges. Raises RequestError."""
+    if not request.text_input:
+        raise _invalid("text_input must not be empty, got ''")
+    if request.stream and not decoupled:
+        raise _invalid("Streaming is only supported in decoupled mode. Got stream true")
+    for name, low in (("max_tokens", 1), ("top_k", 0), ("num_draft_tokens", 0)):
+        value = getattr(request, name)
+        if value is not None and value < low:
+            raise _invalid(f"{name} must be at least {low}, got {value}")
+    if request.temperature is not None and not (math.isfinite(request.temperature) and request.temperature >= 0):
+        raise _invalid(f"temperature must be a finite number of at least 0, got {request.temperature:g}")
+    if request.top_p is not None and not 0 <= request.top_p <= 1:
+        raise _invalid(f"top_p must be between 0 and 1 (0 = off), got {request.top_p:g}")
+    return request
+
+
+def _check_parameters(parameters: str) -> None:
+    """Refuse a request parameter that asks for something of NVIDIA's contract that is not served."""
+    for name, value in (json.loads(parameters) if parameters else {}).items():
+        if name in UNSUPPORTED and value not in UNSUPPORTED[name]:
+            raise RequestError(ErrorCode.UNIMPLEMENTED, f"{name} is not supported, got {value!r}")
+
+
+def _invalid(message: str) -> RequestError:
+    return RequestError(ErrorCode.INVALID_ARGUMENT, message)

@@ -1,0 +1,96 @@
+"""The engine process as a child of the ``spindle`` stub: started, watched, restarted, drained."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import threading
+from pathlib import Path
+from time import monotonic
+
+from backend.triton_adapter.paths import PROJECT_ROOT, engine_python
+from backend.triton_adapter.tied import tied
+
+logger = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S = 0.2
+LONGEST_BACKOFF_S = 10.0
+STABLE_S = 30.0
+"""An engine that lived this long is restarted without delay."""
+
+
+class EngineChild:
+    """Keeps one engine process alive from ``start`` to ``stop``; its own thread starts it, so that both live equally long."""
+
+    def __init__(self, config: Path, socket: Path) -> None:
+        python = engine_python()
+        self._command = tied(python, [python, "-m", "backend.engine_process", "--config", str(config), "--socket", str(socket)])
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopping = threading.Event()
+        self._came_up = False
+        self._failed_first = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine-child", daemon=True)
+
+    def start(self) -> None:
+        """Start the process and the watch over it."""
+        self._thread.start()
+
+    @property
+    def failed_to_start(self) -> bool:
+        """Whether the very first process ended before ``ready`` was called."""
+        return self._failed_first.is_set()
+
+    def ready(self) -> None:
+        """Note that the engine came up: from now on its death is followed by a restart."""
+        self._came_up = True
+
+    def kill(self) -> None:
+        """Kill a process that no longer answers; the watch restarts it."""
+        if self._process is not None:
+            self._process.kill()
+
+    def stop(self, limit_s: float) -> None:
+        """Let the process finish its requests and end; kill it after ``limit_s``."""
+        self._stopping.set()
+        process = self._process
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            logger.warning("the engine process did not end within %.0f s: killed", limit_s)
+            process.kill()
+            process.wait()
+
+    def _run(self) -> None:
+        backoff_s = FIRST_BACKOFF_S
+        while not self._stopping.is_set():
+            started_s = monotonic()
+            status = self._run_once()
+            if self._stopping.is_set():
+                return
+            logger.error("the engine process ended with status %d", status)
+            if not self._came_up:
+                self._failed_first.set()
+                return
+            if monotonic() - started_s >= STABLE_S:
+                backoff_s = FIRST_BACKOFF_S
+            self._stopping.wait(backoff_s)
+            backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
+
+    def _run_once(self) -> int:
+        """Run the process to its end and return its status."""
+        self._process = subprocess.Popen(self._command, cwd=PROJECT_ROOT, env=_environment(), start_new_session=True)
+        logger.info("engine process %d started", self._process.pid)
+        return self._process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """Return the engine's environment: the project on the path, Triton's own libraries off it."""
+    environment = dict(os.environ)
+    libraries = [folder for folder in environment.get("LD_LIBRARY_PATH", "").split(":") if folder and "pytriton" not in folder]
+    environment["LD_LIBRARY_PATH"] = ":".join(libraries)
+    environment["PYTHONPATH"] = ":".join(filter(None, [str(PROJECT_ROOT), environment.get("PYTHONPATH")]))
+    return environment

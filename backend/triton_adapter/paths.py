@@ -1,0 +1,47 @@
+"""What the stubs agree on without talking to each other: where the socket and the configuration are, and which Python runs the engine.
+
+``SPINDLE_SOCKET``, ``SPINDLE_CONFIG`` and ``SPINDLE_PYTHON`` (set by the launcher, or by an operator of a plain tritonserver) come first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+PROJECT_ROOT = Path(__file__).resolve().parents[2]
+
+
+def socket_path(args: dict[str, str]) -> Path:
+    """Return the engine's socket: the same for all models of a repository. ``args`` are those of ``initialize``.
+
+    Raises PermissionError when the folder for it belongs to someone else.
+    """
+    if given := os.environ.get("SPINDLE_SOCKET"):
+        return Path(given)
+    folder = Path(tempfile.gettempdir()) / f"spindle-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise PermissionError(f"{folder} must belong to user {os.getuid()} and be closed to others, it has mode {status.st_mode & 0o777:o}")
+    repository = Path(args["model_repository"]).resolve().parent
+    return folder / f"{hashlib.sha256(os.fsencode(repository)).hexdigest()[:16]}.sock"
+
+
+def config_path(args: dict[str, str]) -> Path:
+    """Return the serving configuration: by default ``serving.json`` in the model's version folder."""
+    default = Path(args["model_repository"]) / args["model_version"] / "serving.json"
+    return Path(os.environ.get("SPINDLE_CONFIG") or default).resolve()
+
+
+def engine_python() -> str:
+    """Return the interpreter for the engine process. ``sys.executable`` is no guide inside a stub, its prefix is."""
+    return os.environ.get("SPINDLE_PYTHON") or str(Path(sys.prefix) / "bin" / "python3")
+
+
+def log_to_server(name: str) -> None:
+    """Send this stub's log lines to the server's log."""
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s", stream=sys.stderr)

@@ -1,0 +1,74 @@
+"""The thin text models ``ensemble`` and ``tensorrt_llm_bls``: decode, forward, return at once; replies come from the senders."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import threading
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from backend.request import ErrorCode, RequestError
+from backend.triton_adapter.codec import decode
+from backend.triton_adapter.link import EngineLink
+from backend.triton_adapter.paths import log_to_server, socket_path
+from backend.triton_adapter.responder import Responder, inputs_of
+from backend.triton_adapter.sender import Reply, Senders
+
+logger = logging.getLogger(__name__)
+
+
+class TritonPythonModel:
+    """Triton's interface. ``execute`` never raises: one bad request is answered by its own error."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Start the threads; the engine process is waited for by the model ``spindle``."""
+        log_to_server(args["model_name"])
+        config = json.loads(args["model_config"])
+        self._decoupled: bool = pb_utils.using_decoupled_model_transaction_policy(config)
+        self._ids = itertools.count(1)
+        self._registering = threading.Lock()
+        self._senders = Senders(self._cancel)
+        self._link = EngineLink(socket_path(args), self._senders.deliver, self._engine_lost)
+        self._link.start()
+
+    def execute(self, requests: list[Any]) -> None:
+        """Forward requests to the engine process."""
+        for request in requests:
+            sender = Responder(pb_utils, request.get_response_sender())
+            try:
+                self._forward(request, sender)
+            except RequestError as error:
+                sender.fail(error.code, error.message)
+            except Exception as error:
+                logger.exception("a request could not be read")
+                sender.fail(ErrorCode.INTERNAL, f"the request could not be read ({type(error).__name__})")
+
+    def finalize(self) -> None:
+        """End the threads; Triton has waited for the requests in flight."""
+        self._link.close()
+        self._senders.fail_all(ErrorCode.UNAVAILABLE, "the server is shutting down")
+        self._senders.close()
+
+    def _forward(self, request: Any, sender: Responder) -> None:
+        body, wanted = decode(inputs_of(request), request.parameters(), decoupled=self._decoupled)
+        self._link.wait()
+        request_id = next(self._ids)
+        with self._registering:  # a connection is lost before or after, never between: see _engine_lost
+            self._senders.open(Reply(request_id, sender, wanted))
+            try:
+                self._link.send({"type": "submit", "id": request_id, "request": body.to_wire()})
+            except RequestError as error:
+                self._senders.fail(request_id, error.code, error.message)
+
+    def _engine_lost(self) -> None:
+        with self._registering:
+            self._senders.fail_all(ErrorCode.UNAVAILABLE, "the engine process has died: it is being restarted, try again")
+
+    def _cancel(self, request_id: int) -> None:
+        try:
+            self._link.send({"type": "cancel", "id": request_id})
+        except RequestError as error:
+            logger.info("request %d was cancelled without an engine: %s", request_id, error)
