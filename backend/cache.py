@@ -1,0 +1,146 @@
+"""Where converted models and latency tables live, and how they get there: whole or not at all.
+
+A folder is written beside its place, sealed by a manifest of its files (bytes and SHA-256), flushed and renamed. A reader checks the
+manifest, so that a half-copied or damaged folder is an error that names the file, never a model that answers nonsense.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+
+
+class CacheError(Exception):
+    """A cached file or folder that is missing or damaged; the message names it and the command that mends it."""
+
+
+def root() -> Path:
+    """Return the cache folder: ``SPINDLE_CACHE``, by default ``~/.cache/spindle``."""
+    return Path(os.environ.get("SPINDLE_CACHE") or "~/.cache/spindle").expanduser()
+
+
+def model_folder(name: str) -> Path:
+    """Return where the converted model of this name lives."""
+    return root() / "models" / name
+
+
+def table_file(key: str) -> Path:
+    """Return where the latency table of this key lives."""
+    return root() / "latency" / f"{key}.json"
+
+
+@contextmanager
+def exclusive() -> Iterator[None]:
+    """Hold the cache's writer lock (waiting for another holder), and remove what a killed writer left behind."""
+    root().mkdir(parents=True, exist_ok=True)
+    with (root() / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for leftover in (path for folder in ("models", "latency") for path in (root() / folder).glob(".*")):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        yield
+
+
+@contextmanager
+def publish(folder: Path, provenance: dict[str, Any]) -> Iterator[Path]:
+    """Give an empty folder to write into; on leaving, seal it with a manifest and put it in the place of ``folder``.
+
+    When the body raises, nothing is published. ``provenance`` (JSON-able) is kept in the manifest.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        yield fresh
+        files = {path.relative_to(fresh).as_posix(): describe(path) for path in sorted(fresh.rglob("*")) if path.is_file()}
+        (fresh / MANIFEST).write_text(json.dumps({"provenance": provenance, "files": files}, indent=1) + "\n", "utf-8")
+        for path in fresh.rglob("*"):
+            _flush(path)
+        _flush(fresh)
+        fresh.chmod(0o755)
+        _swap(fresh, folder)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def publish_file(path: Path, text: str) -> None:
+    """Put ``text`` into the place of ``path``, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    fresh = Path(name)
+    try:
+        os.close(handle)
+        fresh.write_text(text, "utf-8")
+        fresh.chmod(0o644)
+        _flush(fresh)
+        fresh.replace(path)
+        _flush(path.parent)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def check(folder: Path, *, hashes: bool = False) -> dict[str, Any]:
+    """Return the manifest of a published folder after comparing every file's size, and with ``hashes`` its SHA-256.
+
+    Raises CacheError naming the first file that is missing, of another size or of another hash.
+    """
+    try:
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text("utf-8"))
+        files = manifest["files"].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CacheError(f"{folder / MANIFEST} is missing or damaged ({error}); {_MEND}") from error
+    for name, expected in files:
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else None
+        if size != expected["bytes"]:
+            found = "is missing" if size is None else f"has {size} bytes"
+            raise CacheError(f"{path} {found}, its manifest says {expected['bytes']} bytes; {_MEND}")
+        if hashes and (found := sha256(path)) != expected["sha256"]:
+            raise CacheError(f"{path} has SHA-256 {found}, its manifest says {expected['sha256']}; {_MEND}")
+    return manifest
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Return a file's manifest entry: its size in bytes and its SHA-256."""
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's content, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+_MEND = "run 'python -m engines_build.prepare' to make it again"
+
+
+def _flush(path: Path) -> None:
+    """Have the operating system write a file or folder through, so that a rename never overtakes its content."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _swap(fresh: Path, folder: Path) -> None:
+    """Rename ``fresh`` to ``folder``; an old folder, which a rename cannot replace, is moved aside first and then deleted."""
+    if not folder.exists():
+        fresh.rename(folder)
+    else:
+        old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
+        folder.rename(old / folder.name)
+        fresh.rename(folder)
+        shutil.rmtree(old)
+    _flush(folder.parent)

@@ -1,0 +1,246 @@
+"""Text to token ids and back, one token at a time: the ``tokenizers`` library encodes, a table of bytes per token decodes.
+
+The table makes the streamed text independent of how the tokens were cut into steps: a token is so many bytes, and text is what those bytes
+are in UTF-8. It equals the library's own ``decode`` of the whole list, special tokens skipped, with one exception: where a byte-fallback
+tokenizer emits bytes that are not UTF-8, the library writes one U+FFFD per byte of the run, we one per malformed sequence.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from backend.request import ErrorCode, RequestError
+
+BYTE_VALUES = 256
+_BYTE_TOKEN_LENGTH = len("<0x00>")
+_SPACE_MARK = "▁"
+
+
+class TokenizerError(ValueError):
+    """A tokenizer that cannot be used, or one that differs between target and draft; the message names the file or folders."""
+
+
+class Tokenizer(Protocol):
+    """What the server needs of a tokenizer. ``token_bytes[id]`` is empty for special tokens; ``end_ids`` end a generation."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        ...
+
+    @property
+    def token_bytes(self) -> Seq[bytes]:
+        """The bytes of every token, by id."""
+        ...
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Token ids that end a text."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for tokenizers that map every text to the same ids."""
+        ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text. Raises RequestError if it has a lone surrogate."""
+        ...
+
+
+class IncrementalDecoder:
+    """Turns token ids into text, one at a time; bytes of an incomplete character are held back until they make one.
+
+    ``strip_space`` drops one leading space, as Llama 2's decoder does at the start of a text (``FolderTokenizer.strips_space``); the
+    continuation of a prompt keeps it. Ids beyond the table (a model's padded vocabulary) are no text.
+    """
+
+    def __init__(self, token_bytes: Seq[bytes], *, strip_space: bool = False) -> None:
+        self._token_bytes = token_bytes
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._strip_space = strip_space
+
+    def push(self, token_id: int) -> str:
+        """Return the text that this token completes, often empty."""
+        return self._text(self._token_bytes[token_id] if token_id < len(self._token_bytes) else b"", final=False)
+
+    def finish(self) -> str:
+        """Return U+FFFD for the bytes still held back, else nothing."""
+        return self._text(b"", final=True)
+
+    def _text(self, data: bytes, *, final: bool) -> str:
+        text = self._utf8.decode(data, final)
+        if self._strip_space and text:
+            self._strip_space = False
+            return text.removeprefix(" ")
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class ByteTokenizer:
+    """Bytes as tokens and one end token: the tokenizer of the fake engine and of tests."""
+
+    vocab_size: int = BYTE_VALUES + 1
+    token_bytes: tuple[bytes, ...] = (*(bytes([value]) for value in range(BYTE_VALUES)), b"")
+    end_ids: frozenset[int] = frozenset({BYTE_VALUES})
+    fingerprint: str = hashlib.sha256(b"bytes").hexdigest()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the UTF-8 bytes of a text; there are no special tokens to add."""
+        del add_special_tokens
+        return list(_utf8(text))
+
+
+@dataclass(frozen=True, slots=True)
+class FolderTokenizer:
+    """The tokenizer of a Hugging Face checkpoint folder. ``strips_space``: its decoder drops one space at the start of a text."""
+
+    token_bytes: tuple[bytes, ...]
+    end_ids: frozenset[int]
+    fingerprint: str
+    strips_space: bool
+    _library: Any
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids that the tokenizer knows; a model's vocabulary may be padded beyond it."""
+        return len(self.token_bytes)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text. Raises RequestError if it has a lone surrogate."""
+        _utf8(text)
+        ids: list[int] = self._library.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+
+def load_tokenizer(folder: Path) -> FolderTokenizer:
+    """Load ``tokenizer.json`` and the end-of-text ids of a checkpoint folder. Raises TokenizerError naming what cannot be used."""
+    import tokenizers
+
+    path = folder / "tokenizer.json"
+    try:
+        raw = path.read_bytes()
+        spec = json.loads(raw)
+        library = tokenizers.Tokenizer.from_buffer(raw)
+    except Exception as error:  # the library raises bare Exception for a file that it cannot parse
+        raise TokenizerError(f"cannot load {path}: {error}") from error
+    library.no_truncation()
+    library.no_padding()
+    try:
+        table, strips_space = _token_bytes(library.get_vocab(with_added_tokens=True), spec)
+    except TokenizerError as error:
+        raise TokenizerError(f"{path}: {error}") from None
+    return FolderTokenizer(table, _end_ids(folder), hashlib.sha256(raw).hexdigest(), strips_space, library)
+
+
+def check_same_tokenizer(target: Path, draft: Path) -> None:
+    """Check that a draft was made for the target's tokenizer. Raises TokenizerError naming both folders and hashes.
+
+    A draft folder says so by ``tokenizer_sha256`` in its config.json, or holds the very same tokenizer.json.
+    """
+    expected = hashlib.sha256(_read(target / "tokenizer.json")).hexdigest()
+    found = _read_json(draft / "config.json").get("tokenizer_sha256")
+    if found is None:
+        if not (draft / "tokenizer.json").is_file():
+            raise TokenizerError(f"{draft} has neither tokenizer_sha256 in config.json nor tokenizer.json to compare with {target}")
+        found = hashlib.sha256(_read(draft / "tokenizer.json")).hexdigest()
+    if found != expected:
+        raise TokenizerError(f"draft {draft} has tokenizer {found}, target {target} has {expected}: they must be the same")
+
+
+def _token_bytes(vocabulary: dict[str, int], spec: dict[str, Any]) -> tuple[tuple[bytes, ...], bool]:
+    """Return the bytes of every token and whether the decoder drops a leading space, as ``spec['decoder']`` says."""
+    decoder = spec.get("decoder") or {}
+    kind = decoder.get("type")
+    if kind == "ByteLevel":
+        to_bytes, strips_space = _byte_level, False
+    elif kind == "Sequence" and (steps := _metaspace_steps(decoder)) is not None:
+        to_bytes, strips_space = _metaspace, "Strip" in steps
+    else:
+        raise TokenizerError(f"decoder {json.dumps(decoder, ensure_ascii=False)} is not supported; known: ByteLevel, Llama 2's Sequence")
+    table = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    for token, token_id in vocabulary.items():
+        table[token_id] = to_bytes(token)
+    for added in spec.get("added_tokens", ()):
+        if added["special"]:
+            table[added["id"]] = b""
+    return tuple(table), strips_space
+
+
+def _metaspace_steps(decoder: dict[str, Any]) -> list[str] | None:
+    """Return the step names of Llama 2's decoder (mark to space, byte fallback, fuse, perhaps strip one leading space), else None."""
+    replace = {"type": "Replace", "pattern": {"String": _SPACE_MARK}, "content": " "}
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    steps = decoder["decoders"]
+    if steps in ([replace, {"type": "ByteFallback"}, {"type": "Fuse"}], [replace, {"type": "ByteFallback"}, {"type": "Fuse"}, strip]):
+        return [step["type"] for step in steps]
+    return None
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Return GPT-2's characters for bytes: a printable byte stands for itself, the others for the characters from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [value for value in range(BYTE_VALUES) if value not in printable]
+    return {chr(value): value for value in printable} | {chr(BYTE_VALUES + i): value for i, value in enumerate(others)}
+
+
+_ALPHABET = _byte_level_alphabet()
+
+
+def _byte_level(token: str) -> bytes:
+    """Return a token's bytes; one with a character outside the alphabet (an added token) is its own UTF-8, as in the library."""
+    try:
+        return bytes(_ALPHABET[character] for character in token)
+    except KeyError:
+        return token.encode("utf-8")
+
+
+def _metaspace(token: str) -> bytes:
+    if len(token) == _BYTE_TOKEN_LENGTH and token.startswith("<0x") and token.endswith(">"):
+        try:
+            return bytes([int(token[3:5], 16)])
+        except ValueError:
+            pass  # an ordinary token of that shape
+    return token.replace(_SPACE_MARK, " ").encode("utf-8")
+
+
+def _end_ids(folder: Path) -> frozenset[int]:
+    """Return ``eos_token_id`` (a number or a list) of generation_config.json, else of config.json; none is an error."""
+    for name in ("generation_config.json", "config.json"):
+        value = _read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
+        if isinstance(value, int):
+            return frozenset({value})
+        if isinstance(value, list) and value:
+            return frozenset(value)
+    raise TokenizerError(f"{folder} has eos_token_id neither in generation_config.json nor in config.json")
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise TokenizerError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(_read(path))
+    except ValueError as error:
+        raise TokenizerError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path} is not a JSON object")
+    return value
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        message = f"text has a lone surrogate {text[error.start]!r} at character {error.start}"
+        raise RequestError(ErrorCode.INVALID_ARGUMENT, message) from None

@@ -1,0 +1,153 @@
+import hashlib
+import json
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from backend.request import RequestError
+from backend.tokenizer import ByteTokenizer, IncrementalDecoder, TokenizerError, check_same_tokenizer, load_tokenizer
+
+TEXTS = ["hello world", "naïve café — ½ €5", "日本語のテスト", "👩‍👩‍👧 family 😀!", "tabs\tand\n\nlines  \n", "", " leading"]
+
+
+def byte_level():
+    library = tokenizers.Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    library.train_from_iterator(TEXTS, trainer)
+    library.add_tokens(["<plain added>"])
+    return library
+
+
+def metaspace(strip=True):
+    words = ["▁", "▁he", "llo", "▁world", "é", "▁▁", "<0xZZ>"]
+    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", *(f"<0x{value:02X}>" for value in range(256)), *words])}
+    library = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    library.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
+    library.add_special_tokens(["<s>", "</s>"])
+    return library
+
+
+def folder_of(path, library, **config):
+    path.mkdir(parents=True, exist_ok=True)
+    library.save(str(path / "tokenizer.json"))
+    (path / "config.json").write_text(json.dumps({"eos_token_id": 1, **config}))
+    return path
+
+
+def decode(table, ids, **options):
+    decoder = IncrementalDecoder(table, **options)
+    return "".join(map(decoder.push, ids)) + decoder.finish()
+
+
+def test_byte_level_text_survives_token_by_token(tmp_path):
+    tokenizer = load_tokenizer(folder_of(tmp_path, byte_level()))
+    for text in TEXTS:
+        assert decode(tokenizer.token_bytes, tokenizer.encode(text)) == text
+
+
+def test_a_character_cut_over_tokens_appears_when_it_is_whole(tmp_path):
+    tokenizer = load_tokenizer(folder_of(tmp_path, byte_level()))
+    ids = [tokenizer.token_bytes.index(bytes([value])) for value in "€".encode()]
+    decoder = IncrementalDecoder(tokenizer.token_bytes)
+    assert [decoder.push(token) for token in ids] == ["", "", "€"]
+    assert decoder.finish() == ""
+
+
+def test_an_incomplete_tail_is_flushed_as_one_replacement_character(tmp_path):
+    tokenizer = load_tokenizer(folder_of(tmp_path, byte_level()))
+    ids = [tokenizer.token_bytes.index(bytes([value])) for value in "€".encode()[:2]]
+    assert decode(tokenizer.token_bytes, ids) == "�"
+
+
+def test_special_tokens_and_padding_ids_are_no_text_but_added_words_are(tmp_path):
+    library = byte_level()
+    tokenizer = load_tokenizer(folder_of(tmp_path, library))
+    special, added = library.token_to_id("<|end|>"), library.token_to_id("<plain added>")
+    assert decode(tokenizer.token_bytes, [special, added, tokenizer.vocab_size + 7]) == "<plain added>"
+    assert tokenizer.vocab_size == library.get_vocab_size()
+
+
+def test_metaspace_and_byte_fallback_tokens_have_their_bytes(tmp_path):
+    library = metaspace()
+    tokenizer = load_tokenizer(folder_of(tmp_path, library))
+    ids = [library.token_to_id(token) for token in ["<s>", "▁he", "llo", "▁world", "<0xE2>", "<0x82>", "<0xAC>", "▁▁", "<0xZZ>"]]
+    assert decode(tokenizer.token_bytes, ids) == " hello world€  <0xZZ>"
+    assert decode(tokenizer.token_bytes, ids, strip_space=tokenizer.strips_space) == library.decode(ids)
+
+
+def test_only_a_decoder_with_strip_drops_the_first_space(tmp_path):
+    assert load_tokenizer(folder_of(tmp_path / "a", metaspace())).strips_space
+    assert not load_tokenizer(folder_of(tmp_path / "b", metaspace(strip=False))).strips_space
+
+
+def test_another_decoder_is_refused_by_name(tmp_path):
+    library = byte_level()
+    library.decoder = decoders.WordPiece()
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: decoder .*WordPiece.* not supported"):
+        load_tokenizer(folder_of(tmp_path, library))
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(TokenizerError, match=r"absent.tokenizer\.json"):
+        load_tokenizer(tmp_path / "absent")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(TokenizerError, match=r"cannot load .*tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"), [({"eos_token_id": [3, 4]}, {3, 4}), ({"eos_token_id": 5}, {5}), ({}, {1}), (None, {1})]
+)
+def test_end_ids_come_from_generation_config_first(tmp_path, generation, expected):
+    folder = folder_of(tmp_path, byte_level())
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    assert load_tokenizer(folder).end_ids == expected
+
+
+def test_a_folder_without_end_ids_is_refused(tmp_path):
+    with pytest.raises(TokenizerError, match="eos_token_id"):
+        load_tokenizer(folder_of(tmp_path, byte_level(), eos_token_id=None))
+
+
+def test_a_draft_must_have_the_targets_tokenizer(tmp_path):
+    target = folder_of(tmp_path / "target", byte_level())
+    fingerprint = load_tokenizer(target).fingerprint
+    assert fingerprint == hashlib.sha256((target / "tokenizer.json").read_bytes()).hexdigest()
+    check_same_tokenizer(target, folder_of(tmp_path / "same", byte_level()))
+    draft = folder_of(tmp_path / "declared", metaspace(), tokenizer_sha256=fingerprint)
+    (draft / "tokenizer.json").unlink()
+    check_same_tokenizer(target, draft)
+    other = folder_of(tmp_path / "other", metaspace())
+    with pytest.raises(TokenizerError, match=r"(?s)other.*target.*must be the same"):
+        check_same_tokenizer(target, other)
+    (other / "tokenizer.json").unlink()
+    with pytest.raises(TokenizerError, match="neither tokenizer_sha256"):
+        check_same_tokenizer(target, other)
+
+
+def test_special_tokens_are_added_only_on_request(tmp_path):
+    library = byte_level()
+    library.post_processor = tokenizers.processors.TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", 0)])
+    tokenizer = load_tokenizer(folder_of(tmp_path, library))
+    assert tokenizer.encode("hello") == [0, *tokenizer.encode("hello", add_special_tokens=False)]
+
+
+@pytest.mark.parametrize("make", [lambda path: ByteTokenizer(), lambda path: load_tokenizer(folder_of(path, byte_level()))])
+def test_a_lone_surrogate_is_an_invalid_argument(tmp_path, make):
+    with pytest.raises(RequestError, match=r"lone surrogate .* at character 2") as error:
+        make(tmp_path).encode("ab\ud800")
+    assert error.value.code == "INVALID_ARGUMENT"
+
+
+def test_the_byte_tokenizer_maps_bytes_and_ends_with_its_last_id():
+    tokenizer = ByteTokenizer()
+    assert tokenizer.encode("é!") == [0xC3, 0xA9, 0x21]
+    assert decode(tokenizer.token_bytes, [*tokenizer.encode("é!"), *tokenizer.end_ids]) == "é!"
+    assert (tokenizer.vocab_size, tokenizer.end_ids) == (257, {256})
