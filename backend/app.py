@@ -23,7 +23,8 @@ from backend.ports import BLOCK_TOKENS, Engine, Sequence
 from backend.request import ErrorCode, GenerationRequest, RequestError, SamplingParams
 from backend.session import ReplySink, Session
 from backend.stats import Stats, StepStats
-from backend.tokenizer import ByteTokenizer, IncrementalDecoder, Tokenizer, check_same_tokenizer, load_tokenizer
+from backend.manifest import check_pair, read_manifest
+from backend.tokenizer import ByteTokenizer, IncrementalDecoder, Tokenizer, load_tokenizer
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 
@@ -99,11 +100,13 @@ def model_path(engine: EngineConfig) -> Path:
 def _tokenizer(config: ServingConfig) -> Tokenizer:
     if config.target.engine == "fake":
         return ByteTokenizer()
-    folder = model_path(config.target)
+    if config.target.model == EMBEDDED_MODEL:
+        check_cache(model_path(config.target))
+    target = read_manifest(model_path(config.target))
     for draft in config.drafts:
         if draft.engine == "torch":
-            check_same_tokenizer(folder, model_path(draft))
-    return load_tokenizer(folder)
+            check_pair(target, read_manifest(model_path(draft)))
+    return load_tokenizer(target.folder)
 
 
 def _engine(engine: EngineConfig, config: ServingConfig, kv_blocks: int) -> Engine:
