@@ -11,19 +11,19 @@ from pathlib import Path
 from time import monotonic
 
 import policy
+from backend import cache
 from backend.admission import Admission
-from backend.cache import model_folder
 from backend.config import EMBEDDED_MODEL, ConfigError, EngineConfig, ServingConfig
 from backend.drafting import Drafting
 from backend.engines.fake import FakeEngine
 from backend.engines.lookup import LookupEngine
 from backend.kv_ledger import KVLedger
+from backend.manifest import check_pair, read_manifest
 from backend.orchestrator import Orchestrator
 from backend.ports import BLOCK_TOKENS, Engine, Sequence
 from backend.request import ErrorCode, GenerationRequest, RequestError, SamplingParams
 from backend.session import ReplySink, Session
 from backend.stats import Stats, StepStats
-from backend.manifest import check_pair, read_manifest
 from backend.tokenizer import ByteTokenizer, IncrementalDecoder, Tokenizer, load_tokenizer
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
@@ -94,14 +94,14 @@ def build(config: ServingConfig) -> App:
 
 def model_path(engine: EngineConfig) -> Path:
     """Return the folder of an engine's checkpoint: the cache's for the embedded model, else relative to the project root."""
-    return model_folder(EMBEDDED_MODEL) if engine.model == EMBEDDED_MODEL else PROJECT_ROOT / os.path.expanduser(engine.model)
+    return cache.model_folder(EMBEDDED_MODEL) if engine.model == EMBEDDED_MODEL else PROJECT_ROOT / os.path.expanduser(engine.model)
 
 
 def _tokenizer(config: ServingConfig) -> Tokenizer:
     if config.target.engine == "fake":
         return ByteTokenizer()
     if config.target.model == EMBEDDED_MODEL:
-        check_cache(model_path(config.target))
+        cache.check(model_path(config.target))
     target = read_manifest(model_path(config.target))
     for draft in config.drafts:
         if draft.engine == "torch":
