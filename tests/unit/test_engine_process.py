@@ -1,0 +1,191 @@
+"""The real engine process over its real socket, with the fake engine."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from backend import wire
+
+CONFIG = {
+    "target": {"engine": "fake", "step_s": 0.002},
+    "drafts": [{"name": "d0", "engine": "fake", "agreement": 0.8}],
+    "policy": {"kind": "random"},
+    "limits": {"max_context_tokens": 512},
+}
+
+
+class Client:
+    def __init__(self, path, version=wire.VERSION):
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(10)
+        self.sock.connect(str(path))
+        self.decoder, self.queue = wire.Decoder(), []
+        self.send({"type": "hello", "version": version})
+
+    def send(self, message):
+        self.sock.sendall(wire.encode(message))
+
+    def submit(self, request_id, text, max_tokens=20, **options):
+        self.send({"type": "submit", "id": request_id, "request": {"text_input": text, "max_tokens": max_tokens, **options}})
+
+    def receive(self):
+        while not self.queue:
+            data = self.sock.recv(1 << 16)
+            if not data:
+                raise EOFError
+            self.queue += self.decoder.feed(data)
+        return self.queue.pop(0)
+
+    def until(self, *kinds):
+        while (message := self.receive())["type"] not in kinds:
+            pass
+        return message
+
+
+@pytest.fixture
+def start(tmp_path):
+    processes = []
+
+    def begin(config=None, wait=True):
+        file, path = tmp_path / "serving.json", tmp_path / "engine.sock"
+        file.write_text(json.dumps(config or CONFIG))
+        command = [sys.executable, "-m", "backend.engine_process", "--config", str(file), "--socket", str(path)]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        processes.append(process)
+        deadline = time.monotonic() + 30
+        while wait and not path.exists():
+            assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return process, path
+
+    yield begin
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def test_streams_are_whole_and_unmixed_and_end_once(start):
+    _, path = start()
+    client = Client(path)
+    assert wire.check_hello(client.receive())["info"]["drafts"] == ["d0"]
+    for i in range(20):
+        client.submit(i, f"a different prompt, number {i}", stream=i % 2 == 0)
+    texts, finals = dict.fromkeys(range(20), ""), {}
+    while len(finals) < 20:
+        message = client.receive()
+        assert message["id"] not in finals
+        texts[message["id"]] += message["text"]
+        if message["type"] == "final":
+            finals[message["id"]] = message
+    for i in range(20):
+        again = Client(path)
+        again.submit(0, f"a different prompt, number {i}", num_draft_tokens=0, exclude_input_in_output=True)
+        alone = again.until("final")["text"]
+        assert texts[i] == (alone if i % 2 == 0 else f"a different prompt, number {i}{alone}")
+        assert finals[i]["num_output_tokens"] == 20
+
+
+def test_a_cancelled_request_gets_one_error_and_a_closed_connection_frees_its_requests(start):
+    _, path = start()
+    client, other = Client(path), Client(path)
+    client.submit(1, "abc", 400, stream=True)
+    client.until("chunk")
+    client.send({"type": "cancel", "id": 1})
+    assert client.until("error", "final")["code"] == "CANCELLED"
+    other.submit(1, "abc", 400, stream=True)
+    other.until("chunk")
+    other.sock.close()
+    deadline = time.monotonic() + 1.0
+    while True:
+        client.send({"type": "admin", "id": 2, "command": "health"})
+        if client.until("admin")["reply"]["active"] == 0:
+            break
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize(
+    ("request_body", "words"),
+    [
+        ({"text_input": "", "max_tokens": 5}, "text_input has no tokens"),
+        ({"text_input": "x" * 600, "max_tokens": 5}, "text_input of 600 tokens is over the limit of 511"),
+        ({"text_input": "abc", "max_tokens": 600}, "max_tokens 600 and a prompt of 3 tokens exceed the context of 512"),
+        ({"text_input": "abc", "max_tokens": 5, "end_id": 257}, "end_id must be -1 or a token id below 257, got 257"),
+        ({"text_input": "abc", "max_tokens": 5, "pad_id": -2}, "pad_id must be -1"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_told_why(start, request_body, words):
+    _, path = start()
+    client = Client(path)
+    client.send({"type": "submit", "id": 1, "request": request_body})
+    error = client.until("error", "final")
+    assert error["code"] == "INVALID_ARGUMENT"
+    assert words in error["message"]
+
+
+def test_statistics_reach_a_subscriber(start):
+    _, path = start()
+    client = Client(path)
+    client.send({"type": "subscribe"})
+    client.submit(1, "abc", 40)
+    counters = {}
+    while not counters.get(("spindle_requests_total", "success")):
+        message = client.until("stats")
+        for name, labels, value in message["counters"]:
+            key = (name, *labels.values())
+            counters[key] = counters.get(key, 0) + value
+    emitted = sum(value for key, value in counters.items() if key[0] == "spindle_emitted_tokens_total")
+    assert emitted == 40
+    assert 0 < counters["spindle_accepted_tokens_total", "d0"] <= counters["spindle_draft_tokens_total", "d0"]
+
+
+def test_sigterm_answers_what_is_in_flight_and_refuses_what_is_new(start):
+    process, path = start()
+    client = Client(path)
+    client.submit(1, "abc", 200)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.1)
+    client.submit(2, "def")
+    replies = {message["id"]: message["type"] for message in (client.until("final", "error"), client.until("final", "error"))}
+    assert replies == {1: "final", 2: "error"}
+    assert process.wait(10) == 0
+    assert not path.exists()
+
+
+def test_another_protocol_version_is_turned_away(start):
+    _, path = start()
+    client = Client(path, version=99)
+    client.until("hello")
+    with pytest.raises(EOFError):
+        client.receive()
+
+
+def test_it_ends_with_its_parent(start, tmp_path):
+    file, path, pid_file = tmp_path / "serving.json", tmp_path / "engine.sock", tmp_path / "pid"
+    file.write_text(json.dumps(CONFIG))
+    script = f"{sys.executable} -m backend.engine_process --config {file} --socket {path} & echo $! > {pid_file}; sleep 60"
+    parent = subprocess.Popen(["sh", "-c", script], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    parent.kill()
+    parent.wait()
+    while os.path.exists(f"/proc/{pid_file.read_text().strip()}"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not path.exists()
+
+
+def test_a_bad_configuration_is_an_exit_status_and_a_sentence(start):
+    process, _ = start({"target": {"engine": "fake"}, "speed": 9}, wait=False)
+    assert process.wait(30) == 1
+    assert "unknown key 'speed'" in process.stderr.read()
