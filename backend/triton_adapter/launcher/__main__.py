@@ -1,0 +1,93 @@
+"""The composition of the launcher: check, prepare, start, watch, clean up."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from time import perf_counter
+
+from backend.config import ConfigError, ServingConfig, load_config
+from backend.triton_adapter.launcher.run_folder import write_backend, write_model_repository
+from backend.triton_adapter.launcher.server import TritonServer
+from backend.triton_adapter.launcher.settings import LaunchError, Settings, check_machine, check_ports, read_settings
+from backend.triton_adapter.launcher.supervisor import supervise
+from backend.triton_adapter.paths import PROJECT_ROOT
+
+
+def say(text: str) -> None:
+    """Print a line of the launcher's own."""
+    print(f"spindle: {text}", flush=True)
+
+
+def prepare(settings: Settings, config: ServingConfig, stop: threading.Event) -> None:
+    """Make the engines' files that a configuration needs, if they are missing. Raises LaunchError."""
+    if not any(engine.engine == "torch" for engine in (config.target, *config.drafts)):
+        return
+    say(f"preparing the models of {settings.config}")
+    command = [sys.executable, "-m", "engines_build.prepare", "--config", str(settings.config)]
+    process = subprocess.Popen(command, cwd=PROJECT_ROOT)
+    while process.poll() is None:
+        if stop.wait(0.1):
+            process.terminate()
+            process.wait()
+    if process.returncode != 0 and not stop.is_set():
+        raise LaunchError(f"the models could not be prepared (status {process.returncode}): the lines above say why")
+
+
+def announce(settings: Settings, config: ServingConfig, started_s: float) -> None:
+    """Say that the service answers, and how to ask it."""
+    drafts = ", ".join(draft.name for draft in config.drafts) or "none"
+    ports = f"HTTP {settings.http_port}, gRPC {settings.grpc_port}, metrics {settings.metrics_port} on {settings.bind}"
+    url = f"http://{settings.client_host}:{settings.http_port}/v2/models/ensemble/generate"
+    say(f"ready after {perf_counter() - started_s:.1f} s: target {config.target.model or config.target.engine}, drafts {drafts}")
+    say(ports)
+    say(f"try: curl -s {url} -d '{json.dumps({'text_input': 'The capital of France is', 'max_tokens': 32})}'")
+
+
+def run(stop: threading.Event, arguments: list[str]) -> None:
+    """Serve until ``stop`` is set. Raises LaunchError or ConfigError when that is not possible."""
+    started_s = perf_counter()
+    settings = read_settings(os.environ)
+    config = load_config(settings.config)
+    check_machine()
+    check_ports(settings)
+    prepare(settings, config, stop)
+    if stop.is_set():
+        return
+    folder = Path(tempfile.mkdtemp(prefix="spindle-"))
+    try:
+        write_backend(folder)
+        write_model_repository(folder, config)
+        say(f"starting tritonserver with {settings.config}")
+        server = TritonServer(settings, folder, arguments)
+        try:
+            supervise(server, stop, lambda: announce(settings, config, started_s), say)
+        finally:
+            server.kill()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def main() -> int:
+    """Run the launcher; its arguments are passed on to tritonserver. Returns the exit status."""
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        run(stop, sys.argv[1:])
+    except (LaunchError, ConfigError) as error:
+        print(f"spindle: error: {error}", file=sys.stderr)
+        return 1
+    say("stopped")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""The process tree as /proc has it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from time import monotonic, sleep
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and is not a zombie."""
+    return _running_parent(pid) is not None
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the running processes below one, parents first."""
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (parent := _running_parent(int(entry.name))) is not None:
+            children[parent].append(int(entry.name))
+    found_pids: list[int] = []
+    waiting = [pid]
+    while waiting:
+        below = children[waiting.pop()]
+        found_pids += below
+        waiting += below
+    return found_pids
+
+
+def command_line(pid: int) -> list[str]:
+    """Return a process's arguments; empty when it has gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+    except OSError:
+        return []
+
+
+def kill_all(pids: Iterable[int], limit_s: float = 5.0) -> list[int]:
+    """Kill processes, wait for their end, and return those that still run after ``limit_s``."""
+    left = list(pids)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    deadline_s = monotonic() + limit_s
+    while (left := [pid for pid in left if is_running(pid)]) and monotonic() < deadline_s:
+        sleep(0.05)
+    return left
+
+
+def _running_parent(pid: int) -> int | None:
+    """Return the parent of a process that runs, None when it has ended (a zombie has)."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace")
+    except OSError:
+        return None
+    state, parent = text.rpartition(")")[2].split()[:2]  # the name before it may hold anything
+    return None if state in "ZX" else int(parent)

@@ -1,0 +1,51 @@
+"""The folder that a running service lives in: Triton's home, the rendered model repository and the engine's socket."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+
+from backend.config import ServingConfig
+from backend.triton_adapter.fields import MODELS, render_config
+from backend.triton_adapter.paths import PROJECT_ROOT
+
+
+def packaged_triton() -> Path:
+    """Return the folder of the tritonserver inside nvidia-pytriton (found, not imported)."""
+    spec = importlib.util.find_spec("pytriton")
+    assert spec is not None and spec.submodule_search_locations  # checked at start  # noqa: PT018
+    return Path(spec.submodule_search_locations[0]) / "tritonserver"
+
+
+def packaged_libraries() -> Path:
+    """Return the folder of the libraries that tritonserver was packaged with."""
+    return packaged_triton().parent.parent / "nvidia_pytriton.libs"
+
+
+def write_backend(folder: Path) -> Path:
+    """Put Triton's Python backend with the stub for this Python together; return the backend directory.
+
+    Files are copied: Triton refuses a symbolic link to a backend's library.
+    """
+    triton = packaged_triton()
+    python_backend = folder / "backends" / "python"
+    python_backend.mkdir(parents=True)
+    stub = triton / "python_backend_stubs" / f"{sys.version_info[0]}.{sys.version_info[1]}" / "triton_python_backend_stub"
+    library = triton / "backends" / "python"
+    for source in (library / "libtriton_python.so", library / "triton_python_backend_utils.py", stub):
+        shutil.copy2(source, python_backend / source.name)
+    return python_backend.parent
+
+
+def write_model_repository(folder: Path, config: ServingConfig) -> Path:
+    """Render the model repository for a configuration; return its path."""
+    repository = folder / "model_repository"
+    for model in MODELS:
+        version = repository / model.name / "1"
+        version.mkdir(parents=True)
+        shutil.copy2(PROJECT_ROOT / "model_repository" / model.name / "1" / "model.py", version)
+        text = render_config(model, decoupled=config.triton.decoupled_mode, max_batch_size=config.triton.max_batch_size)
+        (version.parent / "config.pbtxt").write_text(text, "utf-8")
+    return repository

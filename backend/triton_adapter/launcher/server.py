@@ -1,0 +1,165 @@
+"""One run of tritonserver: start it, know whether it is well, end it and whatever it left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from time import monotonic
+
+from backend.triton_adapter.launcher.processes import command_line, descendants, is_running, kill_all
+from backend.triton_adapter.launcher.run_folder import packaged_libraries, packaged_triton
+from backend.triton_adapter.launcher.settings import Settings, python_library_folder
+from backend.triton_adapter.paths import PROJECT_ROOT
+from backend.triton_adapter.tied import tied
+
+STUB_NAME = "triton_python_backend_stub"
+DRAIN_LIMIT_S = 10
+"""How long requests in flight may take to end at a shutdown."""
+STOP_LIMIT_S = 12.5
+PROBE_PERIOD_S = 2.0
+PROBE_TIMEOUT_S = 5.0
+SILENCE_LIMIT_S = 20.0
+"""A service that answers no probe for so long hangs."""
+
+
+class TritonServer:
+    """A tritonserver process and its tree, from ``start`` to ``stop`` or ``kill``."""
+
+    def __init__(self, settings: Settings, folder: Path, arguments: Sequence[str]) -> None:
+        self._settings = settings
+        self._folder = folder
+        self._arguments = arguments
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stubs: dict[int, str] = {}
+        self._shm_prefix = ""
+        self._answered_s = 0.0
+        self._ended = threading.Event()
+
+    def start(self) -> None:
+        """Start the process, tied to the calling thread."""
+        self._shm_prefix = f"spindle_{os.getpid()}_{monotonic():.0f}_"
+        self._ended.clear()
+        self._process = subprocess.Popen(
+            tied(sys.executable, self._command()), env=self._environment(), cwd=PROJECT_ROOT, start_new_session=True
+        )
+
+    def is_ready(self) -> bool:
+        """Return whether all models are loaded and warmed up; from the first time on, the service is watched."""
+        if self._stubs:
+            return True
+        if not self._probe():
+            return False
+        assert self._process is not None
+        self._stubs = {pid: model for pid in descendants(self._process.pid) if (model := _model_of_stub(pid))}
+        threading.Thread(target=self._keep_probing, name="probe", daemon=True).start()
+        return True
+
+    def trouble(self) -> str | None:
+        """Return what is wrong with the service, None when nothing is."""
+        assert self._process is not None
+        if (status := self._process.poll()) is not None:
+            return f"tritonserver ended with status {status}"
+        for pid, model in self._stubs.items():
+            if not is_running(pid):
+                return f"the stub process {pid} of model {model} has died"
+        if self._stubs and monotonic() - self._answered_s > SILENCE_LIMIT_S:
+            return f"the service has answered no probe for {SILENCE_LIMIT_S:.0f} s"
+        return None
+
+    def stop(self) -> None:
+        """Let the server finish its requests and end; kill what is left after ``STOP_LIMIT_S``."""
+        process = self._process
+        if process is None:
+            return
+        tree = descendants(process.pid)
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_LIMIT_S)
+        self._clean_up([*tree, *descendants(process.pid)])
+
+    def kill(self) -> None:
+        """End the server at once: clients of a server that has lost a stub get an error instead of waiting for ever."""
+        if self._process is not None:
+            self._clean_up(descendants(self._process.pid))
+
+    def _clean_up(self, tree: list[int]) -> None:
+        assert self._process is not None
+        self._ended.set()
+        self._process.kill()
+        self._process.wait()
+        if left := kill_all([*tree, *self._stubs]):
+            print(f"spindle: processes {left} could not be killed", file=sys.stderr)
+        for region in Path("/dev/shm").glob(f"{self._shm_prefix}*"):
+            region.unlink(missing_ok=True)
+        self._process, self._stubs = None, {}
+
+    def _command(self) -> list[str]:
+        settings, triton = self._settings, packaged_triton()
+        options = {
+            "model-repository": self._folder / "model_repository",
+            "backend-directory": self._folder / "backends",
+            "cache-directory": triton / "caches",
+            "exit-timeout-secs": DRAIN_LIMIT_S,
+            "http-address": settings.bind,
+            "grpc-address": settings.bind,
+            "metrics-address": settings.bind,
+            "http-port": settings.http_port,
+            "grpc-port": settings.grpc_port,
+            "metrics-port": settings.metrics_port,
+        }
+        backend = (f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}", "--backend-config=python,stub-timeout-seconds=120")
+        flags = (f"--{name}={value}" for name, value in options.items())
+        return [str(triton / "bin" / "tritonserver"), *flags, *backend, "--disable-auto-complete-config", *self._arguments]
+
+    def _environment(self) -> dict[str, str]:
+        """Return the server's environment: the stub finds its virtual environment through ``python3`` on PATH."""
+
+        def joined(*parts: str | None) -> str:
+            return ":".join(filter(None, parts))
+
+        old = os.environ
+        return {
+            **old,
+            "LD_LIBRARY_PATH": joined(str(python_library_folder()), str(packaged_libraries()), old.get("LD_LIBRARY_PATH")),
+            "PATH": joined(str(Path(sys.executable).parent), old.get("PATH")),
+            "PYTHONPATH": joined(str(PROJECT_ROOT), old.get("PYTHONPATH")),
+            "SPINDLE_CONFIG": str(self._settings.config),
+            "SPINDLE_SOCKET": str(self._folder / "engine.sock"),
+            "SPINDLE_PYTHON": old.get("SPINDLE_PYTHON") or sys.executable,
+        }
+
+    def _keep_probing(self) -> None:
+        while not self._ended.wait(PROBE_PERIOD_S):
+            self._probe()
+
+    def _probe(self) -> bool:
+        """Ask for the engine's health; any answer counts as life, only a good one as readiness."""
+        url = f"http://{self._settings.client_host}:{self._settings.http_port}/v2/models/spindle/generate"
+        request = urllib.request.Request(url, json.dumps({"command": "health"}).encode(), {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=PROBE_TIMEOUT_S) as response:
+                response.read()
+                good = True
+        except urllib.error.HTTPError:
+            good = False
+        except OSError:
+            return False
+        self._answered_s = monotonic()
+        return good
+
+
+def _model_of_stub(pid: int) -> str | None:
+    """Return the model that a stub process serves, from its command line; None for another process."""
+    arguments = command_line(pid)
+    if not arguments or Path(arguments[0]).name != STUB_NAME:
+        return None
+    return next((Path(argument).parent.parent.name for argument in arguments if argument.endswith("model.py")), "unknown")

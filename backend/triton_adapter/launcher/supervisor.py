@@ -1,0 +1,53 @@
+"""Keeps the service running: notices what died or hangs, clears it away and starts again, until it is pointless or stopped."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from time import monotonic
+
+from backend.triton_adapter.launcher.server import TritonServer
+from backend.triton_adapter.launcher.settings import LaunchError
+
+WATCH_PERIOD_S = 0.5
+START_LIMIT_S = 600.0
+STABLE_S = 60.0
+"""A service that ran this long has not failed quickly."""
+QUICK_FAILURES = 5
+FIRST_BACKOFF_S = 0.5
+
+
+def supervise(server: TritonServer, stop: threading.Event, on_ready: Callable[[], None], say: Callable[[str], None]) -> None:
+    """Run the service until ``stop`` is set. Raises LaunchError when it does not start, or fails ``QUICK_FAILURES`` times in a row."""
+    failures, was_ready = 0, False
+    while not stop.is_set():
+        ready_s, trouble = _run_once(server, stop, on_ready)
+        if trouble is None:
+            break
+        server.kill()
+        was_ready = was_ready or ready_s is not None
+        if not was_ready:
+            raise LaunchError(f"{trouble} before it was ready: the lines above say why")
+        failures = 1 if ready_s is not None and monotonic() - ready_s >= STABLE_S else failures + 1
+        if failures >= QUICK_FAILURES:
+            raise LaunchError(f"{trouble}; that was failure {failures} in quick succession: giving up")
+        backoff_s = FIRST_BACKOFF_S * 2 ** (failures - 1)
+        say(f"{trouble}: starting again in {backoff_s:g} s")
+        stop.wait(backoff_s)
+    say("stopping: requests in flight may end")
+    server.stop()
+
+
+def _run_once(server: TritonServer, stop: threading.Event, on_ready: Callable[[], None]) -> tuple[float | None, str | None]:
+    """Start the service and watch it; return when it became ready (seconds) and its trouble, None when asked to stop."""
+    server.start()
+    started_s, ready_s = monotonic(), None
+    while not stop.wait(WATCH_PERIOD_S if ready_s is not None else 0.1):
+        if (trouble := server.trouble()) is not None:
+            return ready_s, trouble
+        if ready_s is None and server.is_ready():
+            ready_s = monotonic()
+            on_ready()
+        if ready_s is None and monotonic() - started_s > START_LIMIT_S:
+            return None, f"the service was not ready after {START_LIMIT_S:.0f} s"
+    return ready_s, None
