@@ -25,7 +25,7 @@ class LookupEngine:
         if not 1 <= min_ngram <= max_ngram:
             raise ValueError(f"min_ngram must be from 1 to max_ngram {max_ngram}, got {min_ngram}")
         self.name = name
-        self.limits = EngineLimits(vocab_size, _UNLIMITED, max_draft_tokens, max_draft_tokens, kv_blocks=0)
+        self.limits = EngineLimits(vocab_size, _UNLIMITED, max_draft_tokens, max_draft_tokens, kv_blocks=0, free=True)
         self._ngrams = (min_ngram, max_ngram)
         self._indices: dict[int, _Index] = {}
         self._completions: list[Completion] = []

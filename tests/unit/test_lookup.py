@@ -102,6 +102,10 @@ def test_verification_is_refused_turn_by_turn():
     assert completion.tokens == []
 
 
+def test_lookup_is_free_and_keeps_no_kv():
+    assert (engine().limits.free, engine().limits.kv_blocks) == (True, 0)
+
+
 def test_a_range_of_ngrams_that_is_empty_is_refused():
     with pytest.raises(ValueError, match="min_ngram must be from 1 to max_ngram 2, got 3"):
         engine(min_ngram=3, max_ngram=2)
