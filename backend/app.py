@@ -13,7 +13,7 @@ from time import monotonic
 import policy
 from backend import cache
 from backend.admission import Admission
-from backend.config import EMBEDDED_MODEL, ConfigError, EngineConfig, ServingConfig
+from backend.config import EMBEDDED_MODEL, ConfigError, EngineConfig, PolicyConfig, ServingConfig
 from backend.drafting import Drafting
 from backend.engines.fake import FakeEngine
 from backend.engines.lookup import LookupEngine
@@ -74,7 +74,7 @@ def build(config: ServingConfig) -> App:
     orchestrator = Orchestrator(
         target,
         Drafting(drafts, step_stats, monotonic),
-        _policy(config, drafts),
+        _policy(config.policy, drafts),
         ledger,
         Admission(ledger, config.limits.max_active_requests, config.limits.max_queued_requests),
         step_stats,
@@ -137,11 +137,13 @@ def _engine(engine: EngineConfig, config: ServingConfig, kv_blocks: int) -> Engi
     )
 
 
-def _policy(config: ServingConfig, drafts: list[Engine]) -> policy.Policy:
-    names = tuple(draft.name for draft in drafts)
-    kind = config.policy.kind
-    if kind == "none" or not drafts:
+def _policy(config: PolicyConfig, drafts: list[Engine]) -> policy.Policy:
+    if config.kind == "none" or not drafts:
         return policy.NoSpeculation()
+    if config.kind == "fixed":
+        return policy.FixedLength(config.draft, config.length)
+    if config.kind == "random":
+        return policy.RandomChoice()
     raise NotImplementedError
 
 

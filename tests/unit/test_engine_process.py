@@ -149,7 +149,7 @@ def test_statistics_reach_a_subscriber(start):
 def test_sigterm_answers_what_is_in_flight_and_refuses_what_is_new(start):
     process, path = start()
     client = Client(path)
-    client.submit(1, "abc", 200)
+    client.submit(1, "abc", 400, num_draft_tokens=0)
     time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
     time.sleep(0.1)
