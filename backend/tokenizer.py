@@ -8,7 +8,6 @@ tokenizer emits bytes that are not UTF-8, the library writes one U+FFFD per byte
 from __future__ import annotations
 
 import codecs
-import hashlib
 import json
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ _SPACE_MARK = "▁"
 
 
 class TokenizerError(ValueError):
-    """A tokenizer that cannot be used, or one that differs between target and draft; the message names the file or folders."""
+    """A tokenizer that cannot be used; the message names the file or folder."""
 
 
 class Tokenizer(Protocol):
@@ -42,11 +41,6 @@ class Tokenizer(Protocol):
     @property
     def end_ids(self) -> frozenset[int]:
         """Token ids that end a text."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal for tokenizers that map every text to the same ids."""
         ...
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -89,7 +83,6 @@ class ByteTokenizer:
     vocab_size: int = BYTE_VALUES + 1
     token_bytes: tuple[bytes, ...] = (*(bytes([value]) for value in range(BYTE_VALUES)), b"")
     end_ids: frozenset[int] = frozenset({BYTE_VALUES})
-    fingerprint: str = hashlib.sha256(b"bytes").hexdigest()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the UTF-8 bytes of a text; there are no special tokens to add."""
@@ -103,7 +96,6 @@ class FolderTokenizer:
 
     token_bytes: tuple[bytes, ...]
     end_ids: frozenset[int]
-    fingerprint: str
     strips_space: bool
     _library: Any
 
@@ -136,22 +128,7 @@ def load_tokenizer(folder: Path) -> FolderTokenizer:
         table, strips_space = _token_bytes(library.get_vocab(with_added_tokens=True), spec)
     except TokenizerError as error:
         raise TokenizerError(f"{path}: {error}") from None
-    return FolderTokenizer(table, _end_ids(folder), hashlib.sha256(raw).hexdigest(), strips_space, library)
-
-
-def check_same_tokenizer(target: Path, draft: Path) -> None:
-    """Check that a draft was made for the target's tokenizer. Raises TokenizerError naming both folders and hashes.
-
-    A draft folder says so by ``tokenizer_sha256`` in its config.json, or holds the very same tokenizer.json.
-    """
-    expected = hashlib.sha256(_read(target / "tokenizer.json")).hexdigest()
-    found = _read_json(draft / "config.json").get("tokenizer_sha256")
-    if found is None:
-        if not (draft / "tokenizer.json").is_file():
-            raise TokenizerError(f"{draft} has neither tokenizer_sha256 in config.json nor tokenizer.json to compare with {target}")
-        found = hashlib.sha256(_read(draft / "tokenizer.json")).hexdigest()
-    if found != expected:
-        raise TokenizerError(f"draft {draft} has tokenizer {found}, target {target} has {expected}: they must be the same")
+    return FolderTokenizer(table, _end_ids(folder), strips_space, library)
 
 
 def _token_bytes(vocabulary: dict[str, int], spec: dict[str, Any]) -> tuple[tuple[bytes, ...], bool]:

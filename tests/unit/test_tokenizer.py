@@ -1,4 +1,3 @@
-import hashlib
 import json
 
 import pytest
@@ -6,7 +5,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from backend.request import RequestError
-from backend.tokenizer import ByteTokenizer, IncrementalDecoder, TokenizerError, check_same_tokenizer, load_tokenizer
+from backend.tokenizer import ByteTokenizer, IncrementalDecoder, TokenizerError, load_tokenizer
 
 TEXTS = ["hello world", "naïve café — ½ €5", "日本語のテスト", "👩‍👩‍👧 family 😀!", "tabs\tand\n\nlines  \n", "", " leading"]
 
@@ -114,22 +113,6 @@ def test_end_ids_come_from_generation_config_first(tmp_path, generation, expecte
 def test_a_folder_without_end_ids_is_refused(tmp_path):
     with pytest.raises(TokenizerError, match="eos_token_id"):
         load_tokenizer(folder_of(tmp_path, byte_level(), eos_token_id=None))
-
-
-def test_a_draft_must_have_the_targets_tokenizer(tmp_path):
-    target = folder_of(tmp_path / "target", byte_level())
-    fingerprint = load_tokenizer(target).fingerprint
-    assert fingerprint == hashlib.sha256((target / "tokenizer.json").read_bytes()).hexdigest()
-    check_same_tokenizer(target, folder_of(tmp_path / "same", byte_level()))
-    draft = folder_of(tmp_path / "declared", metaspace(), tokenizer_sha256=fingerprint)
-    (draft / "tokenizer.json").unlink()
-    check_same_tokenizer(target, draft)
-    other = folder_of(tmp_path / "other", metaspace())
-    with pytest.raises(TokenizerError, match=r"(?s)other.*target.*must be the same"):
-        check_same_tokenizer(target, other)
-    (other / "tokenizer.json").unlink()
-    with pytest.raises(TokenizerError, match="neither tokenizer_sha256"):
-        check_same_tokenizer(target, other)
 
 
 def test_special_tokens_are_added_only_on_request(tmp_path):
