@@ -1,0 +1,245 @@
+"""Train a draft on the teacher's kept logits and score it: agreement with the teacher and tokens per step on held-out prompts."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from engines_build.corpora import WORKLOADS
+from engines_build.distill_generate import Shards
+
+PROMPT_SHARE = 0.25
+"""Share of the prompt positions trained on beside all generated ones (the draft is never asked about them; they teach it the language)."""
+
+EMBEDDING_RMS = 0.3
+HEAD_RMS = 0.06
+_WARM_UP_STEPS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a draft is made of; ``shortlist`` is the number of tokens that it can propose."""
+
+    hidden: int
+    layers: int
+    head_dim: int
+    shortlist: int
+
+
+@dataclass(slots=True)
+class Sample:
+    """A sequence [n] and the teacher's law behind each token but the last: ids and log probabilities [n-1, TOP_K]."""
+
+    tokens: Tensor
+    prompt_tokens: int
+    workload: str
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+
+def load_samples(shards: Shards) -> list[Sample]:
+    """Read every sequence of ``shards``; raises ValueError when there is none."""
+    names, samples = list(WORKLOADS), []
+    for path in shards.paths():
+        t = load_file(path)
+        lengths = t["lengths"].tolist()
+        laws = [n - 1 for n in lengths]
+        columns = (
+            t["tokens"].split(lengths),
+            t["prompt_lengths"].tolist(),
+            t["workloads"].tolist(),
+            t["top_ids"].split(laws),
+            t["top_logprobs"].split(laws),
+        )
+        samples += [Sample(a, b, names[c], d, e) for a, b, c, d, e in zip(*columns, strict=True)]
+    if not samples:
+        raise ValueError(f"work: no sequence in {shards.folder}; generate first")
+    return samples
+
+
+def choose_shortlist(samples: list[Sample], size: int, vocab: int, always: set[int]) -> Tensor:
+    """Pick the ``size`` tokens that the teacher most expects in its own text (by summed probability), ``always`` first; ascending."""
+    mass = torch.zeros(vocab, dtype=torch.float64)
+    for s in samples:
+        own = slice(s.prompt_tokens - 1, None)
+        mass.index_add_(0, s.top_ids[own].flatten().long(), s.top_logprobs[own].flatten().double().exp())
+    mass[list(always)] = math.inf
+    return mass.topk(size).indices.sort().values
+
+
+def build(shape: Shape, teacher: Any, shortlist: Tensor) -> LlamaForCausalLM:
+    """Make an untrained draft whose embedding and head are the teacher's, projected onto the embedding's leading directions.
+
+    The projection (principal components, uncentred) keeps which tokens are alike, most of what a small budget cannot learn.
+    """
+    c = teacher.config
+    heads = shape.hidden // shape.head_dim
+    config = LlamaConfig(
+        vocab_size=c.vocab_size,
+        hidden_size=shape.hidden,
+        intermediate_size=round(2.7 * shape.hidden / 32) * 32,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=c.max_position_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=False,
+        bos_token_id=c.bos_token_id,
+        eos_token_id=c.eos_token_id,
+    )
+    draft = LlamaForCausalLM(config).float()
+    draft.lm_head = nn.Linear(shape.hidden, len(shortlist), bias=False)
+    with torch.no_grad():
+        table = teacher.model.embed_tokens.weight.detach().float()
+        projected = table @ torch.linalg.eigh(table.T @ table).eigenvectors[:, -min(shape.hidden, table.shape[1]) :]
+        projected = nn.functional.pad(projected, (0, shape.hidden - projected.shape[1]))
+        projected /= projected.square().mean().sqrt()
+        draft.model.embed_tokens.weight.copy_(EMBEDDING_RMS * projected)
+        draft.lm_head.weight.copy_(HEAD_RMS * projected[shortlist])
+    return draft
+
+
+class Trainer:
+    """Distils ``samples`` into a draft; a checkpoint after each epoch makes it resumable."""
+
+    def __init__(self, draft: LlamaForCausalLM, shortlist: Tensor, samples: list[Sample], device: str, seed: int):
+        self.draft, self.samples, self.device, self.seed = draft.to(device), samples, device, seed
+        self.index = torch.full((draft.config.vocab_size,), -1, dtype=torch.long)
+        self.index[shortlist] = torch.arange(len(shortlist))
+
+    def run(self, epochs: int, batch: int, learning_rate: float, deadline: float, checkpoint: Path) -> float:
+        """Train for ``epochs`` or until ``deadline`` (monotonic seconds), the learning rate falling with whichever is nearer.
+
+        ``batch`` counts sequences. Returns the mean loss of the last 50 steps (nats per position).
+        """
+        optimiser = torch.optim.AdamW(self.draft.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+        first = self._resume(checkpoint, optimiser)
+        steps, start, losses = math.ceil(len(self.samples) / batch), time.monotonic(), []
+        for epoch in range(first, epochs):
+            for at, chosen in enumerate(self._batches(epoch, batch)):
+                now = time.monotonic()
+                step = epoch * steps + at
+                done = max(step / (epochs * steps), (now - start) / (deadline - start))
+                if done >= 1:
+                    return float(np.mean(losses[-50:])) if losses else math.nan
+                for group in optimiser.param_groups:
+                    group["lr"] = learning_rate * min((step + 1) / _WARM_UP_STEPS, 0.03 + 0.97 * (1 + math.cos(math.pi * done)) / 2)
+                losses.append(self._step(chosen, optimiser))
+                if step % 50 == 0:
+                    print(
+                        f"train: epoch {epoch} step {step}/{epochs * steps} loss {np.mean(losses[-50:]):.3f} {now - start:.0f} s",
+                        flush=True,
+                    )
+            torch.save({"draft": self.draft.state_dict(), "optimiser": optimiser.state_dict(), "epoch": epoch + 1}, checkpoint)
+        return float(np.mean(losses[-50:])) if losses else math.nan
+
+    def _resume(self, checkpoint: Path, optimiser: torch.optim.Optimizer) -> int:
+        if not checkpoint.exists():
+            return 0
+        state = torch.load(checkpoint, map_location=self.device)
+        self.draft.load_state_dict(state["draft"])
+        optimiser.load_state_dict(state["optimiser"])
+        return int(state["epoch"])
+
+    def _batches(self, epoch: int, batch: int) -> list[list[Sample]]:
+        """Shuffle the samples into batches of like length (less padding), differently in each epoch."""
+        rng = random.Random(f"{self.seed}/{epoch}")
+        order = sorted(self.samples, key=lambda s: len(s.tokens) + rng.randint(0, 40))
+        batches = [order[i : i + batch] for i in range(0, len(order), batch)]
+        rng.shuffle(batches)
+        return batches
+
+    def _step(self, samples: list[Sample], optimiser: torch.optim.Optimizer) -> float:
+        hidden = hidden_states(self.draft, samples, self.device)
+        wanted = [torch.arange(len(s.tokens) - 1) >= s.prompt_tokens - 1 for s in samples]
+        wanted = [w | (torch.rand(len(w)) < PROMPT_SHARE) for w in wanted]
+        x = torch.cat([h[: len(w)][w.to(self.device)] for h, w in zip(hidden, wanted, strict=True)])
+        places = self.index[torch.cat([s.top_ids[w] for s, w in zip(samples, wanted, strict=True)]).long()].to(self.device)
+        logprobs = torch.cat([s.top_logprobs[w] for s, w in zip(samples, wanted, strict=True)]).float().to(self.device)
+        with torch.autocast(self.device, torch.bfloat16):
+            logits = self.draft.lm_head(x)
+        loss = top_cross_entropy(logits.float(), places, logprobs)
+        optimiser.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.draft.parameters(), 1.0)
+        optimiser.step()
+        return loss.item()
+
+
+def top_cross_entropy(logits: Tensor, places: Tensor, logprobs: Tensor) -> Tensor:
+    """Mean cross entropy (nats) of the draft's law against the teacher's kept one, everything unkept being one further class.
+
+    ``logits`` [n, S] over the shortlist, ``places`` [n, K] shortlist positions of the kept tokens (-1: not in it; left out, the draft
+    has no class for it), ``logprobs`` [n, K] the teacher's.
+    """
+    inside = places >= 0
+    law = logits.log_softmax(dim=1).gather(1, places.clamp(min=0)).masked_fill(~inside, -math.inf)
+    rest = torch.log1p(-law.exp().sum(dim=1).clamp(max=1 - 1e-4))
+    p = logprobs.exp()
+    kept = (p * law.masked_fill(~inside, 0.0)).sum(dim=1)
+    return -(kept + (1 - p.sum(dim=1)).clamp(min=0) * rest).mean()
+
+
+def hidden_states(draft: LlamaForCausalLM, samples: list[Sample], device: str) -> Tensor:
+    """Last hidden states [batch, longest, hidden]; the padding lies behind the texts, where causal attention does not look."""
+    tokens = nn.utils.rnn.pad_sequence([s.tokens.long() for s in samples], batch_first=True).to(device)
+    with torch.autocast(device, torch.bfloat16):
+        return draft.model(input_ids=tokens, use_cache=False).last_hidden_state
+
+
+@torch.no_grad()
+def evaluate(
+    draft: LlamaForCausalLM, shortlist: Tensor, samples: list[Sample], device: str, lengths: tuple[int, ...] = (2, 4)
+) -> dict[str, dict[str, float]]:
+    """Score a draft on greedy answers of the teacher, by workload.
+
+    ``agreement`` is the share of positions where both would choose the same token, ``tokens_per_step_k`` the mean number of tokens a greedy
+    step with k proposed tokens emits, ``overlap`` the mean sum of min(p, q): the acceptance when sampling at temperature 1.
+    """
+    matches: dict[str, list[Tensor]] = defaultdict(list)
+    overlaps: dict[str, list[Tensor]] = defaultdict(list)
+    index = torch.full((draft.config.vocab_size,), -1, dtype=torch.long)
+    index[shortlist] = torch.arange(len(shortlist))
+    for s in samples:
+        own = slice(s.prompt_tokens - 1, len(s.tokens) - 1)
+        q = draft.lm_head(hidden_states(draft, [s], device)[0, own].float()).cpu().softmax(dim=1)
+        matches[s.workload].append(shortlist[q.argmax(dim=1)] == s.top_ids[own, 0])
+        places = index[s.top_ids[own].long()]
+        overlap = torch.minimum(q.gather(1, places.clamp(min=0)), s.top_logprobs[own].float().exp())
+        overlaps[s.workload].append(overlap.masked_fill(places < 0, 0.0).sum(dim=1))
+    scores = {}
+    for workload, runs in sorted(matches.items()):
+        found = {"tokens": float(sum(len(r) for r in runs)), "agreement": torch.cat(runs).float().mean().item()}
+        found["overlap"] = torch.cat(overlaps[workload]).mean().item()
+        scores[workload] = found | {f"tokens_per_step_{k}": tokens_per_step(runs, k) for k in lengths}
+    return scores
+
+
+def tokens_per_step(matches: list[Tensor], k: int) -> float:
+    """Mean tokens emitted by a greedy step that proposes ``k``, given where the draft's choice equals the teacher's along its own text."""
+    emitted = steps = 0
+    for match in matches:
+        at, hits = 0, match.tolist()
+        while at < len(hits):
+            run = next((i for i, hit in enumerate(hits[at : at + k]) if not hit), min(k, len(hits) - at))
+            at += run + 1
+            steps += 1
+        emitted += len(hits)
+    return emitted / steps
+
+
+def run_name(shape: Shape, sequences: int, seed: int) -> str:
+    """Name a training run by what its checkpoint depends on."""
+    return "-".join(f"{k}{v}" for k, v in {**asdict(shape), "sequences": sequences, "seed": seed}.items())
