@@ -7,6 +7,9 @@ from typing import Any
 from backend.request import ErrorCode
 from backend.triton_adapter.codec import Array
 
+_TRITON_NAMES = {ErrorCode.INVALID_ARGUMENT: "INVALID_ARG", ErrorCode.UNIMPLEMENTED: "UNSUPPORTED"}
+"""Where ``TritonError`` names a code otherwise than gRPC does."""
+
 
 class Responder:
     """Sends one Triton request's responses; ``pb_utils`` is the module that exists in Triton's stubs only."""
@@ -24,8 +27,9 @@ class Responder:
         self._sender.send(self._pb_utils.InferenceResponse(output_tensors=tensors), flags=flags)
 
     def fail(self, code: ErrorCode, message: str) -> None:
-        """Send the error that ends the request; our codes are named as Triton's are."""
-        error = self._pb_utils.TritonError(message, getattr(self._pb_utils.TritonError, code.value))
+        """Send the error that ends the request."""
+        name = _TRITON_NAMES.get(code, code.value)
+        error = self._pb_utils.TritonError(message, getattr(self._pb_utils.TritonError, name))
         response = self._pb_utils.InferenceResponse(output_tensors=[], error=error)
         self._sender.send(response, flags=self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 

@@ -11,7 +11,6 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from time import perf_counter
 
 from backend.config import ConfigError, ServingConfig, load_config
 from backend.triton_adapter.launcher.run_folder import write_backend, write_model_repository
@@ -41,19 +40,18 @@ def prepare(settings: Settings, config: ServingConfig, stop: threading.Event) ->
         raise LaunchError(f"the models could not be prepared (status {process.returncode}): the lines above say why")
 
 
-def announce(settings: Settings, config: ServingConfig, started_s: float) -> None:
+def announce(settings: Settings, config: ServingConfig, start_s: float) -> None:
     """Say that the service answers, and how to ask it."""
     drafts = ", ".join(draft.name for draft in config.drafts) or "none"
     ports = f"HTTP {settings.http_port}, gRPC {settings.grpc_port}, metrics {settings.metrics_port} on {settings.bind}"
     url = f"http://{settings.client_host}:{settings.http_port}/v2/models/ensemble/generate"
-    say(f"ready after {perf_counter() - started_s:.1f} s: target {config.target.model or config.target.engine}, drafts {drafts}")
+    say(f"ready after {start_s:.1f} s: target {config.target.model or config.target.engine}, drafts {drafts}")
     say(ports)
     say(f"try: curl -s {url} -d '{json.dumps({'text_input': 'The capital of France is', 'max_tokens': 32})}'")
 
 
 def run(stop: threading.Event, arguments: list[str]) -> None:
     """Serve until ``stop`` is set. Raises LaunchError or ConfigError when that is not possible."""
-    started_s = perf_counter()
     settings = read_settings(os.environ)
     config = load_config(settings.config)
     check_machine()
@@ -68,7 +66,7 @@ def run(stop: threading.Event, arguments: list[str]) -> None:
         say(f"starting tritonserver with {settings.config}")
         server = TritonServer(settings, folder, arguments)
         try:
-            supervise(server, stop, lambda: announce(settings, config, started_s), say)
+            supervise(server, stop, lambda start_s: announce(settings, config, start_s), say)
         finally:
             server.kill()
     finally:

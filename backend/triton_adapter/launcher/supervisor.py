@@ -17,8 +17,8 @@ QUICK_FAILURES = 5
 FIRST_BACKOFF_S = 0.5
 
 
-def supervise(server: TritonServer, stop: threading.Event, on_ready: Callable[[], None], say: Callable[[str], None]) -> None:
-    """Run the service until ``stop`` is set. Raises LaunchError when it does not start, or fails ``QUICK_FAILURES`` times in a row."""
+def supervise(server: TritonServer, stop: threading.Event, on_ready: Callable[[float], None], say: Callable[[str], None]) -> None:
+    """Run the service until ``stop`` is set. ``on_ready`` gets each start's time in seconds. Raises LaunchError when it does not start, or fails ``QUICK_FAILURES`` times in a row."""
     failures, was_ready = 0, False
     while not stop.is_set():
         ready_s, trouble = _run_once(server, stop, on_ready)
@@ -38,7 +38,7 @@ def supervise(server: TritonServer, stop: threading.Event, on_ready: Callable[[]
     server.stop()
 
 
-def _run_once(server: TritonServer, stop: threading.Event, on_ready: Callable[[], None]) -> tuple[float | None, str | None]:
+def _run_once(server: TritonServer, stop: threading.Event, on_ready: Callable[[float], None]) -> tuple[float | None, str | None]:
     """Start the service and watch it; return when it became ready (seconds) and its trouble, None when asked to stop."""
     server.start()
     started_s, ready_s = monotonic(), None
@@ -47,7 +47,7 @@ def _run_once(server: TritonServer, stop: threading.Event, on_ready: Callable[[]
             return ready_s, trouble
         if ready_s is None and server.is_ready():
             ready_s = monotonic()
-            on_ready()
+            on_ready(ready_s - started_s)
         if ready_s is None and monotonic() - started_s > START_LIMIT_S:
             return None, f"the service was not ready after {START_LIMIT_S:.0f} s"
     return ready_s, None

