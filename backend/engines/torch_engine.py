@@ -1,0 +1,253 @@
+"""The embedded engine: a lean Llama forward on torch, one class for the target and for drafts, on CPUs and CUDA alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from backend.engines.checkpoint import LlamaConfig, Weights, load
+from backend.engines.llama import Chunk, KVTable, Llama
+from backend.engines.verification import Law, Request, sample, target_laws, verify
+from backend.ports import BLOCK_TOKENS, Completion, EngineLimits, Sequence, Turn
+from backend.randomness import Purpose
+
+
+@dataclass(slots=True)
+class _Cache:
+    """What the KV pool holds of a sequence: the token ids run, position by position, of which the first ``agreed`` are committed."""
+
+    blocks: list[int]
+    table: KVTable
+    ran: list[int] = field(default_factory=list)
+    agreed: int = 0
+
+    def seen(self, tokens: list[int]) -> int:
+        """Return how many of ``tokens`` are in the cache, forgetting what is not theirs. Looks only at what is new since the last call."""
+        stop, position = min(len(self.ran), len(tokens)), self.agreed
+        while position < stop and self.ran[position] == tokens[position]:
+            position += 1
+        if position < stop:
+            del self.ran[position:]
+        self.agreed = position
+        return position
+
+    def roll_back(self, position: int) -> None:
+        """Forget everything from ``position`` on."""
+        del self.ran[position:]
+        self.agreed = min(self.agreed, position)
+
+
+@dataclass(slots=True)
+class _Job:
+    """A turn under way: its chunk of the first pass and what it has come to so far."""
+
+    turn: Turn
+    cache: _Cache
+    request: Request
+    chunk: Chunk | None
+    tokens: list[int] = field(default_factory=list)
+    accepted: int = 0
+    laws: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def keeps_law(self) -> bool:
+        """Whether the laws of its tokens are asked for; a greedy sequence's are point masses."""
+        return self.turn.keep_probs and not self.request.sampling.greedy
+
+
+class TorchEngine:
+    """A step engine: ``poll`` runs what was submitted, in one packed pass, and k - 1 more where turns run freely for k tokens.
+
+    Positions up to ``max_context_tokens + max_draft_tokens`` can be run, the latter for proposals behind a full context.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        *,
+        dtype: str = "bf16",
+        device: str = "cpu",
+        kv_blocks: int,
+        max_context_tokens: int,
+        max_draft_tokens: int = 8,
+        threads: int | None = None,
+    ) -> None:
+        """Load a Hugging Face folder. ``threads`` sets torch's threads, for the whole process.
+
+        Raises CheckpointError for a folder that cannot be served.
+        """
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self._set_up(name, *load(folder, dtype, device), kv_blocks, max_context_tokens, max_draft_tokens)
+
+    @classmethod
+    def from_weights(
+        cls, name: str, config: LlamaConfig, weights: Weights, *, kv_blocks: int, max_context_tokens: int, max_draft_tokens: int = 8
+    ) -> TorchEngine:
+        """Build an engine of weights that are in memory (``config.shapes()`` names them), in their dtype and on their device."""
+        engine = cls.__new__(cls)
+        engine._set_up(name, config, weights, kv_blocks, max_context_tokens, max_draft_tokens)
+        return engine
+
+    def _set_up(
+        self, name: str, config: LlamaConfig, weights: Weights, kv_blocks: int, max_context_tokens: int, max_draft_tokens: int
+    ) -> None:
+        self.name = name
+        self.limits = EngineLimits(
+            vocab_size=config.vocab_size,
+            max_context_tokens=max_context_tokens,
+            max_draft_tokens=max_draft_tokens,
+            max_run_tokens=max(1, max_draft_tokens),
+            kv_blocks=kv_blocks,
+        )
+        self._max_positions = max_context_tokens + max_draft_tokens
+        with torch.inference_mode():
+            self._model = Llama(config, weights, kv_blocks=kv_blocks, max_positions=self._max_positions)
+        self._token_ids = None if self._model.token_ids is None else self._model.token_ids.tolist()
+        self._caches: dict[int, _Cache] = {}
+        self._turns: list[Turn] = []
+
+    def submit(self, turns: Seq[Turn]) -> None:
+        """Queue turns, which run at the next ``poll``; ValueError when a sequence would have two."""
+        ids = [turn.sequence.id for turn in [*self._turns, *turns]]
+        if len(set(ids)) < len(ids):
+            raise ValueError(f"at most one turn per sequence may be in flight, got sequences {ids}")
+        self._turns.extend(turns)
+
+    def poll(self, timeout_s: float) -> list[Completion]:  # noqa: ARG002 (a step engine never waits)
+        """Run all queued turns to their end and return their completions; a turn that cannot be run completes with its own error."""
+        turns, self._turns = self._turns, []
+        jobs: list[_Job] = []
+        completions: list[Completion] = []
+        for turn in turns:
+            try:
+                jobs.append(self._prepare(turn))
+            except ValueError as error:  # noqa: PERF203 (it ends this turn alone)
+                completions.append(Completion(turn.sequence.id, [], error=str(error)))
+        with torch.inference_mode():
+            self._run(jobs)
+            return completions + [self._complete(job) for job in jobs]
+
+    def cancel(self, sequence_ids: Iterable[int]) -> None:
+        """Forget sequences and their queued turns."""
+        gone = set(sequence_ids)
+        self._turns = [turn for turn in self._turns if turn.sequence.id not in gone]
+        for sequence_id in gone:
+            self._caches.pop(sequence_id, None)
+
+    def unseen(self, sequence: Sequence) -> int:
+        """Return how many committed tokens have no KV here."""
+        cache = self._caches.get(sequence.id)
+        known = cache is not None and cache.blocks == sequence.blocks.get(self.name)
+        return len(sequence.tokens) - (cache.seen(sequence.tokens) if cache and known else 0)
+
+    def available(self, sequence: Sequence, length: int) -> int:
+        """Return ``length`` cut to the engine's limit and to the room left in the context and in the sequence's blocks."""
+        room = min(self.limits.max_context_tokens, len(sequence.blocks.get(self.name, ())) * BLOCK_TOKENS) - len(sequence.tokens)
+        return max(0, min(length, self.limits.max_draft_tokens, room))
+
+    def assume(self, sequence: Sequence, tokens: int) -> None:
+        """For measuring only: take the first ``tokens`` tokens as seen without running them (their KV is whatever the pool holds)."""
+        cache = self._cache(sequence)
+        cache.ran, cache.agreed = sequence.tokens[:tokens], 0
+
+    def close(self) -> None:
+        """Release the model and its KV; the engine is of no use afterwards."""
+        self._caches.clear()
+        self._turns.clear()
+        del self._model
+
+    # -- one submission
+
+    def _cache(self, sequence: Sequence) -> _Cache:
+        """Return the sequence's cache, made anew when its block table is another one; ValueError without a usable table."""
+        blocks = sequence.blocks.get(self.name)
+        if not blocks:
+            raise ValueError(f"sequence {sequence.id} has no block table for engine {self.name!r}")
+        cache = self._caches.get(sequence.id)
+        if cache is None or cache.blocks != blocks:
+            if min(blocks) < 0 or max(blocks) >= self.limits.kv_blocks:
+                raise ValueError(f"block table of sequence {sequence.id} must lie in 0..{self.limits.kv_blocks - 1}, got {blocks}")
+            cache = self._caches[sequence.id] = _Cache(list(blocks), KVTable(blocks, self._model.device))
+        return cache
+
+    def _prepare(self, turn: Turn) -> _Job:
+        """Check a turn, roll its cache back to what the turn builds on, and cut its chunk; ValueError names what is wrong."""
+        sequence, proposal = turn.sequence, turn.proposal
+        proposed = proposal.tokens if proposal else []
+        cache = self._cache(sequence)
+        self._check(turn, proposed, len(cache.table))
+        decides = turn.run > 0
+        start = min(cache.seen(sequence.tokens), turn.end - decides)  # the last row is run again where its logits are wanted
+        request = Request.of(sequence.sampling, turn.end, sequence.attempt, proposal)
+        if request.law is not None:
+            request.law.of(proposed)
+        tokens = sequence.tokens[start : turn.end] + proposed
+        if tokens and not (min(tokens) >= 0 and max(tokens) < self.limits.vocab_size):
+            raise ValueError(f"token ids of sequence {sequence.id} must lie in 0..{self.limits.vocab_size - 1}")
+        cache.roll_back(start)
+        return _Job(turn, cache, request, Chunk(tokens, start, cache.table, len(proposed) + decides) if tokens else None)
+
+    def _check(self, turn: Turn, proposed: list[int], capacity_tokens: int) -> None:
+        name, length = f"turn of sequence {turn.sequence.id}", len(turn.sequence.tokens)
+        if not 0 <= turn.end <= length or (turn.run and turn.end != length) or (turn.run and not length):
+            raise ValueError(f"{name}: end must be the {length} tokens of the sequence (or fewer when run is 0), got {turn.end}")
+        if proposed and (turn.run != 1 or turn.keep_probs):
+            raise ValueError(f"{name}: run must be 1 and keep_probs false behind a proposal, got {turn.run} and {turn.keep_probs}")
+        if proposed and self._token_ids:
+            raise ValueError(f"{name}: engine {self.name!r} has a shortlisted vocabulary and cannot verify")
+        if not 0 <= turn.run <= self.limits.max_run_tokens:
+            raise ValueError(f"{name}: run must be in 0..{self.limits.max_run_tokens}, got {turn.run}")
+        needed = turn.end + len(proposed) + max(0, turn.run - 1)
+        if needed > min(capacity_tokens, self._max_positions):
+            raise ValueError(f"{name}: needs KV for {needed} tokens, has {min(capacity_tokens, self._max_positions)}")
+
+    def _run(self, jobs: list[_Job]) -> None:
+        """Catch up, verify the proposals and emit a token in one pass; then one pass more for each further token of a free run."""
+        running = [(job, job.chunk) for job in jobs if job.chunk]
+        while running:
+            logits = self._model.forward([chunk for _, chunk in running])
+            for job, chunk in running:
+                job.cache.ran += chunk.tokens
+                job.cache.agreed = job.turn.end
+            deciding = [job for job, chunk in running if chunk.logits]
+            self._decide(logits, deciding)
+            running = [(job, self._next_chunk(job)) for job in deciding if len(job.tokens) < job.turn.run and not job.request.tokens]
+
+    def _next_chunk(self, job: _Job) -> Chunk:
+        job.request = replace(job.request, position=job.turn.end + len(job.tokens))
+        return Chunk(job.tokens[-1:], len(job.cache.ran), job.cache.table, 1)
+
+    def _decide(self, logits: torch.Tensor, jobs: list[_Job]) -> None:
+        """Turn logits (for each job one row per proposed token, and one) into accepted and emitted tokens, and roll back the rejected."""
+        keeping = [job for job in jobs if job.keeps_law]
+        if keeping:
+            rows, logits = _split(logits, jobs)
+            laws = target_laws(rows, [job.request.sampling for job in keeping])
+            for job, law, column in zip(keeping, laws, sample(laws, [job.request for job in keeping], Purpose.PROPOSE), strict=True):
+                job.laws.append(law)
+                job.tokens.append(self._token(column))
+        verifying = [job for job in jobs if not job.keeps_law]
+        for job, (accepted, column) in zip(verifying, verify(logits, [job.request for job in verifying]), strict=True):
+            job.accepted = accepted
+            job.tokens += [*job.request.tokens[:accepted], self._token(column)]
+            job.cache.roll_back(job.turn.end + max(accepted, len(job.tokens) - 1))
+
+    def _token(self, column: int) -> int:
+        """Return the token id of a column of the head."""
+        return self._token_ids[column] if self._token_ids else column
+
+    def _complete(self, job: _Job) -> Completion:
+        probs = Law(torch.stack(job.laws), self._model.token_ids) if job.laws else None
+        return Completion(job.turn.sequence.id, job.tokens, job.accepted, probs)
+
+
+def _split(logits: torch.Tensor, jobs: list[_Job]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of the jobs that keep their law and those of the others."""
+    keeps = torch.tensor([job.keeps_law for job in jobs for _ in range(len(job.request.tokens) + 1)], device=logits.device)
+    return logits[keeps], logits[~keeps]

@@ -1,0 +1,49 @@
+"""Counter-based uniforms: every random decision has its own key (seed, position, purpose, attempt) and needs no state.
+
+The same key always gives the same number, and two decisions never share one. The mix is SplitMix64's finaliser (Steele, Lea and Flood,
+*Fast splittable pseudorandom number generators*, OOPSLA 2014), applied once per field of the key.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_MASK = (1 << 64) - 1
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Purpose(IntEnum):
+    """What a uniform decides: a draft's proposal, whether it is accepted, or the token that the target itself emits."""
+
+    PROPOSE = 1
+    ACCEPT = 2
+    EMIT = 3
+
+
+def uniforms(seed: Any, position: Any, purpose: Purpose, attempt: Any) -> npt.NDArray[np.float64]:
+    """Return float64 in [0, 1) with 53 random bits, one per element of the broadcast integer arguments.
+
+    ``position`` is the index in the sequence of the token decided about, ``attempt`` the sequence's step; integers are taken modulo 2**64.
+    """
+    mixed = _mix(_words(seed))
+    for field in (position, int(purpose), attempt):
+        mixed = _mix(mixed ^ _words(field))
+    values: npt.NDArray[np.float64] = (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return values
+
+
+def _words(value: Any) -> npt.NDArray[np.uint64]:
+    values = np.asarray(value, dtype=object)
+    return np.array([int(item) & _MASK for item in values.flat], np.uint64).reshape(values.shape)
+
+
+def _mix(word: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is meant
+        word = word + _GOLDEN
+        word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return word ^ (word >> np.uint64(31))
