@@ -1,4 +1,4 @@
-"""Which measured latency table belongs to a deployment: its file is named by a hash of everything that its times depend on."""
+"""Which measured latency tables belong to a deployment: a file is named by a hash of everything that its times depend on."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from backend import cache, machine
 from backend.config import EngineConfig, ServingConfig
 from backend.manifest import read_manifest
+from policy.latency import LatencyError, LatencyTable
 
 
 def timed_engines(config: ServingConfig) -> list[EngineConfig]:
@@ -18,29 +18,41 @@ def timed_engines(config: ServingConfig) -> list[EngineConfig]:
     return [engine for engine in (config.target, *config.drafts) if engine.engine == "torch"]
 
 
-def table_file(config: ServingConfig, folders: Mapping[str, Path]) -> Path:
-    """Return where the table of a deployment lives; ``folders`` are its timed engines' checkpoints by engine name.
+def load_tables(config: ServingConfig, folders: Mapping[str, Path]) -> tuple[dict[str, LatencyTable], int]:
+    """Return the tables by engine name, and the number of threads that they were measured with: serve with as many.
 
-    Raises ConfigError when a folder is no checkpoint.
+    ``folders`` are the checkpoints of ``timed_engines`` by engine name. A target whose threads are ``auto`` was measured with the faster
+    number, and its drafts with the same. Raises LatencyError for a table that is missing or unsound, ConfigError for a bad folder.
     """
-    key = json.dumps(subject(config, folders), sort_keys=True)
-    return cache.table_file(hashlib.sha256(key.encode()).hexdigest()[:32])
+    tables: dict[str, LatencyTable] = {}
+    threads = config.threads
+    for engine in timed_engines(config):
+        path = table_file(engine, folders[engine.name], threads)
+        tables[engine.name] = read_table(path)
+        threads = tables[engine.name].provenance.threads
+    return tables, int(threads)
 
 
-def subject(config: ServingConfig, folders: Mapping[str, Path]) -> dict[str, Any]:
-    """Return what the times depend on, JSON-able: processor, cores, torch, the threads setting, and the engines' shapes and dtypes."""
-    return {
+def table_file(engine: EngineConfig, folder: Path, threads: int | str) -> Path:
+    """Return where an engine's table lives; ``threads`` is a number or the target's ``auto``. Raises ConfigError for a bad folder."""
+    subject = {
         "processor": machine.processor(),
         "cores": machine.cores(),
         "torch": machine.versions().get("torch"),
-        "threads": config.threads,
-        "engines": [
-            {
-                "name": engine.name,
-                "dtype": engine.dtype,
-                "device": engine.device,
-                "layout_sha256": read_manifest(folders[engine.name]).layout_sha256,
-            }
-            for engine in timed_engines(config)
-        ],
+        "layout_sha256": read_manifest(folder).layout_sha256,
+        "dtype": engine.dtype,
+        "device": engine.device,
+        "threads": threads,
     }
+    return cache.table_file(hashlib.sha256(json.dumps(subject).encode()).hexdigest()[:32])
+
+
+def read_table(path: Path) -> LatencyTable:
+    """Return the table in a file. Raises LatencyError naming the file and what is wrong."""
+    try:
+        raw = json.loads(path.read_text("utf-8"))
+        return LatencyTable.from_dict(raw if isinstance(raw, dict) else {})
+    except FileNotFoundError:
+        raise LatencyError(f"there is no latency table {path} ('python -m engines_build.prepare' measures one)") from None
+    except (OSError, ValueError) as error:
+        raise LatencyError(f"{path}: {error}") from error

@@ -1,30 +1,33 @@
-"""Times single submissions of an engine on fabricated sequences, through its port: what ``measure`` builds latency tables from."""
+"""Times single submissions of an engine on fabricated sequences: what ``measure`` builds latency tables from."""
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from statistics import median
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from time import perf_counter
+from typing import Protocol
 
 from backend.ports import BLOCK_TOKENS, Engine, Proposal, Turn
 from backend.ports import Sequence as TokenSequence
 from backend.request import SamplingParams
 
-_GROWTH = 1.5
-"""A sequence is given up, for a fresh one, when it has outgrown its nominal context by this factor."""
-MOST_NEW_TOKENS = 512
-"""Room for new, proposed and freely run tokens in the block table of a fabricated sequence."""
+
+class MeasurableEngine(Engine, Protocol):
+    """An engine whose cache can be declared filled, so that a long context costs nothing to set up."""
+
+    def assume(self, sequence: TokenSequence, tokens: int) -> None:
+        """Take the first ``tokens`` tokens as seen without running them."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One kind of submission: ``rows`` sequences of about ``context`` tokens, in each of which ``new`` committed tokens are unseen.
+    """One kind of submission: ``rows`` sequences of ``context`` seen tokens, each with ``new`` committed tokens behind them.
 
-    A target's turn verifies a proposal of ``length`` tokens and runs ``run`` (1; 0 for a prefill chunk) freely: (new + length) * rows query
-    tokens in one pass. A draft's turn (``length`` 0) makes ``run`` passes, the first over the new tokens.
+    A target's turn verifies a proposal of ``length`` tokens and runs one token freely (``run`` 0: a prefill chunk): (new + length) * rows
+    query tokens in one pass. A draft's turn (``length`` 0) makes ``run`` passes, the first over the new tokens.
     """
 
     rows: int
@@ -32,83 +35,54 @@ class Case:
     new: int = 1
     length: int = 0
     run: int = 1
-    keep_probs: bool = False
-
-    def __post_init__(self) -> None:
-        if self.new + self.length + self.run > MOST_NEW_TOKENS:
-            raise ValueError(f"new + length + run must be at most {MOST_NEW_TOKENS} tokens, got {self}")
 
     @property
     def query_tokens(self) -> int:
-        """Tokens of the (first) pass, summed over the rows."""
+        """Tokens of the first pass, summed over the rows."""
         return self.rows * (self.new + self.length)
 
-
-@dataclass(slots=True)
-class Samples:
-    """What one case came to: seconds per submission, and the contexts (tokens, mean over rows) that they were taken at."""
-
-    seconds: list[float] = field(default_factory=list)
-    contexts: list[float] = field(default_factory=list)
-
     @property
-    def median_s(self) -> float:
-        """Median seconds."""
-        return median(self.seconds)
+    def blocks_per_row(self) -> int:
+        """KV blocks that a row needs."""
+        return -(-(self.context + self.new + self.length + self.run) // BLOCK_TOKENS)
+
+
+def blocks_for(cases: Iterable[Case]) -> int:
+    """Return how many KV blocks an engine needs for every one of the cases, one at a time."""
+    return max(case.rows * case.blocks_per_row for case in cases)
 
 
 class Rig:
-    """An engine and sequences to run it on, made when a case first needs them and kept for the next."""
+    """An engine and the sequences to run it on. All cases use the same KV blocks: the values there do not change the time."""
 
-    def __init__(self, engine: Engine, rng: random.Random, clock: Callable[[], float] = perf_counter) -> None:
+    def __init__(self, engine: MeasurableEngine, rng: random.Random, clock: Callable[[], float] = perf_counter) -> None:
         self.engine = engine
         self._rng = rng
         self._clock = clock
         self._ids = itertools.count()
-        self._blocks = itertools.count()
-        self._free_tables: dict[int, list[list[int]]] = {}
-        self._pools: dict[int, list[TokenSequence]] = {}
 
-    def time(self, case: Case) -> tuple[float, float]:
-        """Run one submission of a case; return (seconds, mean context in tokens). Raises RuntimeError when a turn fails."""
+    def time(self, case: Case) -> float:
+        """Run one submission of a case and return its seconds. Raises RuntimeError when a turn fails."""
         sequences = [self._sequence(case, row) for row in range(case.rows)]
-        turns = [Turn(s, len(s.tokens), case.run, self._proposal(case.length) if case.length else None, case.keep_probs) for s in sequences]
+        for sequence in sequences:
+            self.engine.assume(sequence, case.context)
+            self.engine.unseen(sequence)  # compares the assumed tokens now, not within the time
+        proposal = Proposal("fabricated", self._tokens(case.length)) if case.length else None
+        turns = [Turn(sequence, len(sequence.tokens), case.run, proposal, keep_probs=case.run > 1) for sequence in sequences]
         started = self._clock()
         self._complete(turns)
         seconds = self._clock() - started
-        return seconds, sum(len(s.tokens) for s in sequences) / case.rows
+        self.engine.cancel([sequence.id for sequence in sequences])
+        return seconds
 
     def _sequence(self, case: Case, row: int) -> TokenSequence:
-        """Return the pool's row-th sequence with exactly ``case.new`` tokens that the engine has not seen."""
-        pool = self._pools.setdefault(case.context, [])
-        if row < len(pool) and len(pool[row].tokens) > _GROWTH * case.context:
-            self._replace(pool, row, case.context)
-        if row == len(pool):
-            pool.append(self._fresh(case.context))
-        sequence = pool[row]
-        if self.engine.unseen(sequence) > case.new:
-            self._complete([Turn(sequence, len(sequence.tokens), run=0)])
-        while self.engine.unseen(sequence) < case.new:
-            sequence.tokens.append(self._token())
-        return sequence
+        tokens = self._tokens(case.context + case.new)
+        first = row * case.blocks_per_row
+        blocks = {self.engine.name: list(range(first, first + case.blocks_per_row))}
+        return TokenSequence(next(self._ids), tokens, case.context, SamplingParams(), blocks)
 
-    def _fresh(self, context: int) -> TokenSequence:
-        tokens = [self._token() for _ in range(context)]
-        sequence = TokenSequence(next(self._ids), tokens, context, SamplingParams())
-        tables = self._free_tables.setdefault(context, [])
-        sequence.blocks[self.engine.name] = tables.pop() if tables else [next(self._blocks) for _ in range(blocks_of(context))]
-        return sequence
-
-    def _replace(self, pool: list[TokenSequence], row: int, context: int) -> None:
-        self.engine.cancel([pool[row].id])
-        self._free_tables.setdefault(context, []).append(pool[row].blocks[self.engine.name])
-        pool[row] = self._fresh(context)
-
-    def _proposal(self, length: int) -> Proposal:
-        return Proposal("fabricated", [self._token() for _ in range(length)])
-
-    def _token(self) -> int:
-        return self._rng.randrange(self.engine.limits.vocab_size)
+    def _tokens(self, count: int) -> list[int]:
+        return self._rng.choices(range(self.engine.limits.vocab_size), k=count)
 
     def _complete(self, turns: list[Turn]) -> None:
         self.engine.submit(turns)
@@ -120,35 +94,22 @@ class Rig:
                 done += 1
 
 
-def blocks_of(context: int) -> int:
-    """Return how many KV blocks a fabricated sequence of this nominal context takes."""
-    return -(-(int(_GROWTH * context) + MOST_NEW_TOKENS) // BLOCK_TOKENS)
-
-
-def blocks_for(cases: Sequence[Case]) -> int:
-    """Return how many KV blocks an engine needs so that all cases can keep their sequences."""
-    rows: dict[int, int] = {}
-    for case in cases:
-        rows[case.context] = max(rows.get(case.context, 0), case.rows)
-    return sum(blocks_of(context) * count for context, count in rows.items())
-
-
 def interleave(
-    work: Sequence[tuple[Rig, Case]],
+    work: Sequence[Callable[[], float]],
     *,
     budget_s: float,
     rng: random.Random,
+    report: Callable[[int], None],
     least: int = 3,
     most: int = 15,
-    report: Callable[[int], None],
     clock: Callable[[], float] = perf_counter,
-) -> list[Samples]:
-    """Time every case once per round, in a new order each round, until ``budget_s`` is spent; return the samples in the order of ``work``.
+) -> list[list[float]]:
+    """Run every piece of work once per round, in a new order each round, until ``budget_s`` is spent; return what each returned, by round.
 
-    Round 0 warms up (sequences are made, memory is touched) and is dropped; then there are from ``least`` to ``most`` rounds. Interleaving
-    turns a slow spell of the machine into noise that the median ignores, where one case after another would turn it into a wrong curve.
+    Round 0 warms up and is dropped; then there are from ``least`` to ``most`` rounds. Interleaving turns a slow spell of the machine into
+    noise that a median ignores, where one case after another would bend the curve.
     """
-    samples = [Samples() for _ in work]
+    samples: list[list[float]] = [[] for _ in work]
     order = list(range(len(work)))
     started = clock()
     for round_ in range(most + 1):
@@ -158,9 +119,5 @@ def interleave(
         report(round_)
         rng.shuffle(order)
         for index in order:
-            rig, case = work[index]
-            seconds, context = rig.time(case)
-            if round_ > 0:
-                samples[index].seconds.append(seconds)
-                samples[index].contexts.append(context)
-    return samples
+            samples[index].append(work[index]())
+    return [seconds[1:] for seconds in samples]

@@ -4,7 +4,7 @@ import pytest
 
 from backend.engines.fake import FakeEngine
 from backend.ports import BLOCK_TOKENS, Completion
-from engines_build.timing import Case, Rig, blocks_for, blocks_of, interleave
+from engines_build.timing import Case, Rig, blocks_for, interleave
 
 
 class Clock:
@@ -23,51 +23,45 @@ class ClockedEngine(FakeEngine):
     def __init__(self, clock, kv_blocks):
         super().__init__("timed", kv_blocks=kv_blocks)
         self.clock = clock
-        self.turns = []
+
+    def assume(self, sequence, tokens):
+        self._ran[sequence.id] = (tokens, [])
 
     def submit(self, turns):
-        self.turns.append([(turn.end, self.unseen(turn.sequence), turn) for turn in turns])
-        queries = sum(self.unseen(turn.sequence) + len(turn.proposal.tokens if turn.proposal else []) for turn in turns)
+        self.submitted = [(self.unseen(turn.sequence), turn) for turn in turns]
+        queries = sum(unseen + len(turn.proposal.tokens if turn.proposal else []) for unseen, turn in self.submitted)
         self.clock.now += 1e-3 * max(1, *(turn.run for turn in turns)) + 1e-6 * queries
         super().submit(turns)
 
 
-def rig(cases, clock=None):
-    clock = clock or Clock()
+def rig(cases):
+    clock = Clock()
     return Rig(ClockedEngine(clock, blocks_for(cases)), random.Random(0), clock)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [Case(1, 32), Case(3, 32, length=4), Case(2, 32, new=40, run=0), Case(4, 16, run=6, keep_probs=True), Case(1, 8, new=300, run=0)],
-)
+CASES = [Case(1, 32), Case(3, 32, length=4), Case(2, 32, new=40, run=0), Case(4, 16, run=6), Case(1, 500, new=300, run=0)]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_only_the_submission_of_the_case_is_timed_every_time(case):
     timed = rig([case])
-    for _ in range(30):
-        seconds, context = timed.time(case)
-        assert seconds == pytest.approx(1e-3 * max(1, case.run) + 1e-6 * case.query_tokens)
-        assert case.context <= context <= 1.5 * case.context + 2 * case.new
-        last = timed.engine.turns[-1]
-        assert [(unseen, turn.run, turn.keep_probs) for _, unseen, turn in last] == [(case.new, case.run, case.keep_probs)] * case.rows
+    for _ in range(3):
+        assert timed.time(case) == pytest.approx(1e-3 * max(1, case.run) + 1e-6 * case.query_tokens)
+        assert [(unseen, turn.run, turn.end) for unseen, turn in timed.engine.submitted] == [
+            (case.new, case.run, case.context + case.new)
+        ] * case.rows
+    assert timed.engine._ran == {}
 
 
-def test_cases_of_one_context_share_their_sequences_and_tables_never_overlap():
-    cases = [Case(1, 32), Case(4, 32, length=2), Case(2, 64)]
-    timed = rig(cases)
-    for _ in range(40):
-        for case in cases:
-            timed.time(case)
-    sequences = [sequence for pool in timed._pools.values() for sequence in pool]
-    assert len(sequences) == 6
-    blocks = [block for sequence in sequences for block in sequence.blocks["timed"]]
-    assert len(blocks) == len(set(blocks)) == blocks_for(cases)
-    assert max(blocks) < blocks_for(cases)
-
-
-def test_a_block_table_has_room_for_growth():
-    assert blocks_of(64) * BLOCK_TOKENS >= 64 * 1.5 + 512
-    with pytest.raises(ValueError, match="at most 512 tokens"):
-        Case(1, 64, new=513)
+def test_rows_have_block_tables_of_their_own_that_fit_the_pool():
+    timed = rig(CASES)
+    for case in CASES:
+        timed.time(case)
+        tables = [turn.sequence.blocks["timed"] for _, turn in timed.engine.submitted]
+        blocks = [block for table in tables for block in table]
+        assert len(blocks) == len(set(blocks))
+        assert max(blocks) < blocks_for(CASES)
+        assert len(tables[0]) * BLOCK_TOKENS >= case.context + case.new + case.length + case.run
 
 
 def test_a_failing_turn_is_an_error_that_names_the_engine():
@@ -78,22 +72,28 @@ def test_a_failing_turn_is_an_error_that_names_the_engine():
 
 
 def run(budget_s, **options):
-    cases = [Case(1, 16), Case(8, 16)]
-    clock, rounds = Clock(), []
-    timed = rig(cases, clock)
-    samples = interleave(
-        [(timed, case) for case in cases], budget_s=budget_s, rng=random.Random(0), report=rounds.append, clock=clock, **options
-    )
-    return samples, rounds
+    clock, rounds, order = Clock(), [], []
+
+    def piece(name, seconds):
+        def work():
+            order.append(name)
+            clock.now += seconds
+            return seconds
+
+        return work
+
+    work = [piece("a", 1.0), piece("b", 2.0)]
+    return interleave(work, budget_s=budget_s, rng=random.Random(0), report=rounds.append, clock=clock, **options), rounds, order
 
 
-def test_every_case_is_timed_once_a_round_and_the_first_round_is_dropped():
-    samples, rounds = run(10.0, most=5)
-    assert [len(sample.seconds) for sample in samples] == [5, 5]
+def test_every_piece_runs_once_a_round_and_the_first_round_is_dropped():
+    samples, rounds, order = run(1000.0, most=5)
+    assert samples == [[1.0] * 5, [2.0] * 5]
     assert rounds == [0, 1, 2, 3, 4, 5]
-    assert samples[1].median_s - samples[0].median_s == pytest.approx(7e-6)
+    assert [set(order[i : i + 2]) for i in range(0, 12, 2)] == [{"a", "b"}] * 6
+    assert order != ["a", "b"] * 6
 
 
-def test_the_budget_ends_the_rounds_but_never_before_the_least():
-    assert len(run(0.0, least=3, most=50)[0][0].seconds) == 3
-    assert 3 < len(run(0.05, least=3, most=50)[0][0].seconds) < 50
+@pytest.mark.parametrize(("budget_s", "kept"), [(0.0, 3), (14.0, 3), (15.0, 4), (20.0, 5)])
+def test_the_budget_ends_the_rounds_but_never_before_the_least(budget_s, kept):
+    assert len(run(budget_s, least=3, most=50)[0][0]) == kept

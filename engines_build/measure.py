@@ -1,0 +1,188 @@
+"""Measure how long an engine's passes take here and write latency tables: ``python -m engines_build.measure --config FILE``.
+
+Every engine of a configuration is timed through its port on fabricated sequences, all cases interleaved; the medians are the cells of a
+``policy.latency`` table. With ``threads`` auto the faster of 1 and all cores is found first, on a few of the cases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from statistics import median
+
+from backend import cache, machine
+from backend.app import model_path
+from backend.config import EngineConfig, ServingConfig, load_config
+from backend.manifest import read_manifest
+from backend.tables import table_file, timed_engines
+from engines_build.timing import Case, Rig, blocks_for, interleave
+from policy.latency import LatencyCurve, LatencyTable, Provenance
+
+BUDGET_S = 75.0
+"""Time for the rounds of all engines together; loading and the choice of threads come on top."""
+
+BASE_CONTEXT = 64
+LONG_CONTEXTS = (512, 1536)
+_LENGTHS = (0, 1, 2, 3, 4, 5, 7, 8, 11, 15)
+_BATCHES = {2: (0, 1, 3, 7), 4: (0, 1, 3, 7), 8: (0, 1, 3, 7), 16: (0, 1, 3), 32: (0, 1), 64: (0,)}
+_CHUNKS = (128, 256)  # without logits, hence cheaper than a verification: only sizes that verification seldom has
+_CATCH_UPS = (2, 4, 8, 16, 64, 256)
+_RUN = 6
+_SEED = 0
+
+
+def target_cases() -> list[Case]:
+    """Return the cases of a target: verification of one row and of batches, prefill chunks, long contexts."""
+    return [
+        *(Case(1, BASE_CONTEXT, length=length) for length in _LENGTHS),
+        *(Case(rows, BASE_CONTEXT, length=length) for rows, lengths in _BATCHES.items() for length in lengths),
+        *(Case(1, BASE_CONTEXT, new=chunk, run=0) for chunk in _CHUNKS),
+        *(Case(rows, context, length=length) for context in LONG_CONTEXTS for rows, length in ((1, 0), (1, 3), (4, 1))),
+    ]
+
+
+def draft_cases() -> list[Case]:
+    """Return the cases of a draft: chains of passes by rows, catch-up by tokens, long contexts."""
+    return [
+        *(Case(rows, BASE_CONTEXT, run=_RUN) for rows in (1, *_BATCHES)),
+        *(Case(1, BASE_CONTEXT, new=new) for new in _CATCH_UPS),
+        *(Case(rows, context, run=_RUN) for context in LONG_CONTEXTS for rows in (1, 4)),
+    ]
+
+
+def probe_cases() -> list[Case]:
+    """Return the few cases by which the number of threads is chosen."""
+    return [Case(1, BASE_CONTEXT), Case(1, BASE_CONTEXT, length=4), Case(8, BASE_CONTEXT, length=1), Case(1, BASE_CONTEXT, new=64, run=0)]
+
+
+def tabulate(engine: str, cases: Sequence[Case], seconds: Sequence[float], provenance: Provenance) -> LatencyTable:
+    """Return the table of measured submissions: a chain of ``run`` equal passes counts as one pass of its share of the time."""
+    return LatencyTable(
+        engine,
+        rows=tuple(case.rows for case in cases),
+        tokens=tuple(case.query_tokens for case in cases),
+        context_tokens=tuple(case.rows * case.context for case in cases),
+        seconds=tuple(time_s / max(1, case.run) for case, time_s in zip(cases, seconds, strict=True)),
+        provenance=provenance,
+    )
+
+
+def measure(config: ServingConfig, folders: Mapping[str, Path], *, budget_s: float = BUDGET_S) -> None:
+    """Measure all engines of a deployment and put their tables into the cache. ``folders`` are their checkpoints by name."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch comes: idle threads that spin would slow the others
+    engines = timed_engines(config)
+    print(f"measuring latency of {', '.join(engine.name for engine in engines)} (under two minutes)", flush=True)
+    threads = choose_threads(config.target, folders[config.target.name]) if config.threads == "auto" else int(config.threads)
+    cases = {engine.name: target_cases() if engine is config.target else draft_cases() for engine in engines}
+    rng = random.Random(_SEED)
+    rigs = {engine.name: _rig(engine, folders[engine.name], cases[engine.name], threads, rng) for engine in engines}
+    work = [(engine.name, case) for engine in engines for case in cases[engine.name]]
+    samples = interleave(
+        [lambda rig=rigs[name], case=case: rig.time(case) for name, case in work],
+        budget_s=budget_s,
+        rng=rng,
+        report=lambda round_: print(f"  round {round_}{'' if round_ else ' (warm-up)'}: {len(work)} cases", flush=True),
+    )
+    medians = {item: median(seconds) for item, seconds in zip(work, samples, strict=True)}
+    for engine in engines:
+        own, folder = cases[engine.name], folders[engine.name]
+        table = tabulate(engine.name, own, [medians[engine.name, case] for case in own], _provenance(engine, folder, threads))
+        path = table_file(engine, folder, config.threads if engine is config.target else threads)
+        cache.publish_file(path, json.dumps(table.to_dict(), indent=1) + "\n")
+        print(f"  {engine.name}: {_digest(table)}", flush=True)
+
+
+def choose_threads(target: EngineConfig, folder: Path) -> int:
+    """Return the number of threads, 1 or all cores, with which a few typical passes of the target take less time together."""
+    import torch
+
+    cores = machine.cores()
+    if cores == 1 or target.device != "cpu":
+        return 1
+    cases = probe_cases()
+    rig = _rig(target, folder, cases, 1, random.Random(_SEED))
+
+    def time(threads: int, case: Case) -> float:
+        torch.set_num_threads(threads)
+        return rig.time(case)
+
+    work = [(threads, case) for threads in (1, cores) for case in cases]
+    timed = interleave(
+        [lambda threads=threads, case=case: time(threads, case) for threads, case in work],
+        budget_s=10.0,
+        rng=random.Random(_SEED),
+        report=lambda _round: None,
+        most=7,
+    )
+    total = {1: 0.0, cores: 0.0}
+    for (threads, _), seconds in zip(work, timed, strict=True):
+        total[threads] += median(seconds)
+    print(f"  threads: 1 takes {total[1] * 1e3:.0f} ms, {cores} take {total[cores] * 1e3:.0f} ms", flush=True)
+    return min(total, key=lambda threads: total[threads])
+
+
+def _rig(engine: EngineConfig, folder: Path, cases: Sequence[Case], threads: int, rng: random.Random) -> Rig:
+    from backend.engines.torch_engine import TorchEngine
+
+    gc.collect()  # an engine that is no longer used goes before the next is loaded
+    made = TorchEngine(
+        engine.name,
+        folder,
+        dtype=engine.dtype,
+        device=engine.device,
+        kv_blocks=blocks_for(cases),
+        max_context_tokens=max(case.context + case.new for case in cases),
+        max_draft_tokens=max(case.length + case.run for case in cases),
+        threads=threads,
+    )
+    return Rig(made, rng)
+
+
+def _provenance(engine: EngineConfig, folder: Path, threads: int) -> Provenance:
+    return Provenance(
+        machine=f"{machine.processor()}, {machine.cores()} cores",
+        device=engine.device,
+        model=engine.model,
+        model_hash=read_manifest(folder).layout_sha256,
+        dtype=engine.dtype,
+        threads=threads,
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        torch_version=machine.versions()["torch"],
+    )
+
+
+def _digest(table: LatencyTable) -> str:
+    curve = LatencyCurve.fit(table)
+    points = ", ".join(f"{count}: {curve.seconds(count) * 1e3:.2f}" for count in (1, 2, 5, 8, 16, 64))
+    return f"ms by query tokens {points}; per row {curve.row_s * 1e3:.3f}, per 1000 cached tokens {curve.context_s * 1e6:.2f}"
+
+
+def _threads(text: str) -> int | str:
+    return text if text == "auto" else machine.cores() if text == "all" else int(text)
+
+
+def main() -> None:
+    """Measure the engines of one configuration, whether or not tables are there."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--config", type=Path, required=True, help="a serving.json")
+    parser.add_argument("--threads", type=_threads, help="auto, all or a number, in place of the configuration's")
+    args = parser.parse_args()
+    try:
+        config = load_config(args.config)
+        config = config if args.threads is None else replace(config, threads=args.threads)
+        with cache.exclusive():
+            measure(config, {engine.name: model_path(engine) for engine in timed_engines(config)})
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

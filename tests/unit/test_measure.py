@@ -1,0 +1,136 @@
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from backend import machine
+from backend.config import parse_config
+from backend.tables import load_tables, read_table, table_file, timed_engines
+from engines_build import measure
+from engines_build.timing import Case
+from policy.latency import SYNTHETIC, LatencyCurve, LatencyError
+
+
+def checkpoint(folder, width=16, layers=1, vocab=32):
+    folder.mkdir()
+    layer = {
+        "input_layernorm.weight": (width,),
+        "post_attention_layernorm.weight": (width,),
+        "self_attn.q_proj.weight": (width, width),
+        "self_attn.k_proj.weight": (width // 2, width),
+        "self_attn.v_proj.weight": (width // 2, width),
+        "self_attn.o_proj.weight": (width, width),
+        "mlp.gate_proj.weight": (width, width),
+        "mlp.up_proj.weight": (width, width),
+        "mlp.down_proj.weight": (width, width),
+    }
+    shapes = {f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in layer.items()}
+    shapes |= {"model.embed_tokens.weight": (vocab, width), "model.norm.weight": (width,)}
+    save_file({name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}, folder / "model.safetensors")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": width,
+        "intermediate_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": width // 2,
+        "max_position_embeddings": 4096,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "tokenizer_sha256": "0" * 64,
+        "eos_token_id": 1,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def deployment(tmp_path, monkeypatch):
+    """A target and a draft of one layer, a cache of their own, and few cases."""
+    monkeypatch.setenv("SPINDLE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(measure, "target_cases", lambda: [Case(1, 16), Case(2, 16, length=2), Case(1, 16, new=32, run=0)])
+    monkeypatch.setattr(measure, "draft_cases", lambda: [Case(1, 16, run=3), Case(2, 16, run=3), Case(1, 16, new=8)])
+    folders = {"target": checkpoint(tmp_path / "target"), "small": checkpoint(tmp_path / "small", width=8)}
+    engines = {name: {"engine": "torch", "name": name, "model": str(folder), "dtype": "fp32"} for name, folder in folders.items()}
+    config = {"target": engines["target"], "drafts": [engines["small"], {"engine": "lookup", "name": "lookup"}]}
+    return config, folders
+
+
+def test_a_chain_of_passes_counts_as_one_pass_of_its_share():
+    table = measure.tabulate("e", [Case(4, 64, run=6), Case(1, 64, new=10), Case(2, 8, length=3)], [0.6, 0.2, 0.3], SYNTHETIC)
+    assert table.rows == (4, 1, 2)
+    assert table.tokens == (4, 10, 8)
+    assert table.context_tokens == (256, 64, 16)
+    assert table.seconds == pytest.approx((0.1, 0.2, 0.3))
+
+
+@pytest.mark.parametrize("cases", [measure.target_cases(), measure.draft_cases()])
+def test_the_cases_tell_tokens_rows_and_context_apart(cases):
+    def cost(rows, tokens, context):
+        return 0.02 + 0.001 * tokens + 0.002 * rows + 1e-5 * context
+
+    seconds = [cost(case.rows, case.query_tokens, case.rows * case.context) * max(1, case.run) for case in cases]
+    curve = LatencyCurve.fit(measure.tabulate("e", cases, seconds, SYNTHETIC))
+    for rows, tokens, context in [(1, 1, 100), (1, 10, 1000), (8, 8, 4000), (32, 40, 3000), (1, 256, 0)]:
+        assert curve.seconds(tokens, rows, context) == pytest.approx(cost(rows, tokens, context), rel=0.05)
+
+
+def test_measured_tables_are_found_by_the_deployment_that_they_were_measured_for(deployment):
+    raw, folders = deployment
+    config = parse_config({**raw, "threads": 1})
+    measure.measure(config, folders, budget_s=0.0)
+    tables, threads = load_tables(config, folders)
+    assert list(tables) == ["target", "small"]
+    assert threads == 1
+    origin = tables["target"].provenance
+    assert (origin.dtype, origin.threads, origin.device, origin.model) == ("fp32", 1, "cpu", str(folders["target"]))
+    assert all(second > 0 for second in tables["small"].seconds)
+
+
+def test_with_threads_auto_the_target_decides_and_its_drafts_follow(deployment, monkeypatch):
+    raw, folders = deployment
+    monkeypatch.setattr(measure, "choose_threads", lambda target, folder: 1)
+    config = parse_config(raw)
+    measure.measure(config, folders, budget_s=0.0)
+    assert load_tables(config, folders)[1] == 1
+    target, small = timed_engines(config)
+    assert table_file(target, folders["target"], "auto").exists()
+    assert table_file(small, folders["small"], 1).exists()
+
+
+def test_one_of_one_and_all_cores_is_chosen(deployment, monkeypatch):
+    raw, folders = deployment
+    config = parse_config(raw)
+    assert measure.choose_threads(config.target, folders["target"]) in (1, machine.cores())
+    monkeypatch.setattr(machine, "cores", lambda: 1)
+    assert measure.choose_threads(config.target, folders["target"]) == 1
+    torch.set_num_threads(1)
+
+
+def test_what_times_depend_on_names_the_file(deployment):
+    raw, folders = deployment
+    target, small = timed_engines(parse_config(raw))
+    other_dtype = parse_config({**raw, "target": {**raw["target"], "dtype": "bf16"}}).target
+    files = {
+        table_file(target, folders["target"], 1),
+        table_file(target, folders["target"], 2),
+        table_file(target, folders["target"], "auto"),
+        table_file(target, folders["small"], 1),
+        table_file(other_dtype, folders["target"], 1),
+    }
+    assert len(files) == 5
+    assert table_file(small, folders["target"], 1) in files  # the name of an engine is no matter of time
+
+
+def test_a_missing_or_damaged_table_is_an_error_that_names_the_file(tmp_path):
+    with pytest.raises(LatencyError, match=r"no latency table .*absent\.json.*engines_build\.prepare"):
+        read_table(tmp_path / "absent.json")
+    for text in ("{", "[]", '{"schema": 1}'):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(LatencyError, match=r"bad\.json: "):
+            read_table(tmp_path / "bad.json")

@@ -1,0 +1,87 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from backend import cache
+from backend.config import EMBEDDED_MODEL, parse_config
+from engines_build import measure, prepare
+from policy.latency import LatencyError
+
+PROJECT_ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def a_cache_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPINDLE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What prepare had done, in order; tables appear when measured, the model's folder when converted."""
+    done = []
+
+    def load_tables(config, folders):
+        if "measure" not in done:
+            raise LatencyError("there is no latency table")
+
+    def convert(gguf_file, folder):
+        done.append("convert")
+        with cache.publish(folder, {"source": gguf_file}) as fresh:
+            (fresh / "model.safetensors").write_text("weights")
+
+    monkeypatch.setattr(prepare, "load_tables", load_tables)
+    monkeypatch.setattr(prepare, "convert", convert)
+    monkeypatch.setattr(prepare, "embedded_gguf", lambda: "model.gguf")
+    monkeypatch.setattr(measure, "measure", lambda config, folders: done.append("measure"))
+    return done
+
+
+EMBEDDED = parse_config({"target": {"engine": "torch", "model": EMBEDDED_MODEL}, "drafts": [{"engine": "lookup", "name": "lookup"}]})
+
+
+def test_what_is_missing_is_converted_then_measured_and_a_second_run_does_nothing(calls):
+    prepare.prepare(EMBEDDED)
+    assert calls == ["convert", "measure"]
+    prepare.prepare(EMBEDDED)
+    assert calls == ["convert", "measure"]
+
+
+def test_a_damaged_model_is_converted_again(calls, capsys):
+    prepare.prepare(EMBEDDED)
+    (cache.model_folder(EMBEDDED_MODEL) / "model.safetensors").write_text("weightz")
+    prepare.prepare(EMBEDDED)
+    assert calls == ["convert", "measure", "convert"]
+    assert "model.safetensors has SHA-256" in capsys.readouterr().out
+    cache.check(cache.model_folder(EMBEDDED_MODEL), hashes=True)
+
+
+def test_a_model_in_a_folder_is_measured_but_not_converted(calls, tmp_path):
+    prepare.prepare(parse_config({"target": {"engine": "torch", "model": str(tmp_path)}}))
+    assert calls == ["measure"]
+
+
+def test_a_fake_target_needs_nothing_not_even_torch(tmp_path):
+    config = tmp_path / "serving.json"
+    config.write_text(json.dumps({"target": {"engine": "fake"}, "drafts": [{"engine": "lookup", "name": "lookup"}]}))
+    code = (
+        "import sys; from engines_build import prepare; sys.argv[1:] = ['--config', sys.argv[1]]; prepare.main(); "
+        "sys.exit(len({'torch', 'transformers', 'gguf'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(config)], cwd=PROJECT_ROOT, env=os.environ, capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    assert not cache.root().exists()
+
+
+def test_a_bad_setting_ends_the_command_with_one_sentence(tmp_path):
+    config = tmp_path / "serving.json"
+    config.write_text(json.dumps({"target": {"engine": "torch", "model": "absent/folder"}}))
+    command = [sys.executable, "-m", "engines_build.prepare", "--config", str(config)]
+    done = subprocess.run(command, cwd=PROJECT_ROOT, env=os.environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: cannot read ")
+    assert "absent/folder" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
