@@ -1,0 +1,188 @@
+"""How likely a draft's tokens are accepted: hazards per position, per request and draft, shrunk towards the draft's and then the prior.
+
+The hazard h_j = accepted_j / reached_j is the chance that position j is accepted given that all before it were; counted where a position
+was *reached*, it is unbiased under any planned length (accepted / k is not). Survival is s_j = h_1 ... h_j, the expected tokens of a step
+1 + sum_{j<=k} s_j.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from .plan import BoolArray, FloatArray, IntArray
+
+_MIN_HAZARD, _MAX_HAZARD = 0.02, 0.995
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceConfig:
+    """Priors and memories. Strengths count pseudo-observations; memories count a request's steps, and row-steps of the whole batch.
+
+    ``half_life_s`` is the time in which a draft's evidence loses half its weight even if nothing runs.
+    """
+
+    prior_hazard: float = 0.6
+    prior_strength: float = 4.0
+    request_strength: float = 6.0
+    position_strength: float = 12.0
+    request_memory_steps: float = 100.0
+    draft_memory_rows: float = 8000.0
+    half_life_s: float = 900.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AcceptanceState:
+    """Evidence so far. Index ``c`` is the class (0 greedy, 1 sampled); a request's class never changes.
+
+    ``slots`` request id -> row of ``request_*`` float64[slots, drafts, positions]; ``draft_*`` float64[2, drafts, positions].
+    ``draft_hazard`` is the draft-level estimate made of the latter. ``now`` is the time up to which it has aged.
+    """
+
+    slots: dict[int, int]
+    request_accepted: FloatArray
+    request_reached: FloatArray
+    draft_accepted: FloatArray
+    draft_reached: FloatArray
+    draft_hazard: FloatArray
+    now: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Estimate:
+    """``hazard[n, d, j]`` for the rows asked about and ``spread`` its standard deviation."""
+
+    hazard: FloatArray
+    spread: FloatArray
+
+
+class AcceptanceModel:
+    """The estimator: its methods return new states and leave the given one alone."""
+
+    def __init__(self, drafts: int, k_max: int, config: AcceptanceConfig) -> None:
+        self._drafts = drafts
+        self._k_max = k_max
+        self._config = config
+
+    def start(self) -> AcceptanceState:
+        """Return the state before any evidence."""
+        none = np.zeros((2, self._drafts, self._k_max))
+        empty = np.zeros((8, self._drafts, self._k_max))
+        return AcceptanceState({}, empty, empty, none, none, self._draft_hazard(none, none), -math.inf)
+
+    def admit(self, state: AcceptanceState, requests: list[int]) -> AcceptanceState:
+        """Return the state with a slot for every request; a new one has no evidence yet."""
+        new = [request for request in requests if request not in state.slots]
+        if not new:
+            return state
+        slots = dict(state.slots)
+        capacity = len(state.request_reached)
+        free = sorted(set(range(capacity + len(new))) - set(slots.values()))
+        slots.update(zip(new, free, strict=False))
+        if max(slots.values()) < capacity:
+            return replace(state, slots=slots)
+        room = ((0, capacity + len(new)), (0, 0), (0, 0))
+        return replace(
+            state, slots=slots, request_accepted=np.pad(state.request_accepted, room), request_reached=np.pad(state.request_reached, room)
+        )
+
+    def forget(self, state: AcceptanceState, requests: Iterable[int]) -> AcceptanceState:
+        """Return the state without these requests; unknown ones do not matter."""
+        gone = [request for request in requests if request in state.slots]
+        if not gone:
+            return state
+        slots = dict(state.slots)
+        rows = [slots.pop(request) for request in gone]
+        accepted, reached = state.request_accepted.copy(), state.request_reached.copy()
+        accepted[rows] = 0.0
+        reached[rows] = 0.0
+        return replace(state, slots=slots, request_accepted=accepted, request_reached=reached)
+
+    def aged(self, state: AcceptanceState, now: float) -> AcceptanceState:
+        """Return the state whose draft-level evidence has faded towards the prior by the time passed."""
+        passed_s = now - state.now
+        if not 1.0 < passed_s < math.inf:  # finer steps change nothing; the first call only sets the clock
+            return state if passed_s <= 1.0 else replace(state, now=now)
+        keep = 0.5 ** (passed_s / self._config.half_life_s)
+        return self._with_drafts(replace(state, now=now), state.draft_accepted * keep, state.draft_reached * keep)
+
+    def observe(
+        self, state: AcceptanceState, request: IntArray, draft: IntArray, sampled: BoolArray, accepted: IntArray, scored: IntArray
+    ) -> AcceptanceState:
+        """Learn from chains: row r saw ``scored[r]`` positions of which the first ``accepted[r]`` held (int64[m] each).
+
+        Positions behind the first rejection were not reached and are no evidence. Requests without a slot teach the draft level only.
+        """
+        used = scored > 0
+        if not used.any():
+            return state
+        draft, cls = draft[used], sampled[used].astype(np.int64)
+        position = np.arange(self._k_max)
+        held = np.minimum(accepted, scored)[used, None]
+        hit = (position < held).astype(np.float64)
+        seen = (position < np.minimum(held + 1, scored[used, None])).astype(np.float64)
+        draft_accepted, draft_reached = state.draft_accepted.copy(), state.draft_reached.copy()
+        np.add.at(draft_accepted, (cls, draft), hit)
+        np.add.at(draft_reached, (cls, draft), seen)
+        slot = np.array([state.slots.get(r, -1) for r in request[used].tolist()])
+        known = slot >= 0
+        request_accepted, request_reached = state.request_accepted.copy(), state.request_reached.copy()
+        np.add.at(request_accepted, (slot[known], draft[known]), hit[known])
+        np.add.at(request_reached, (slot[known], draft[known]), seen[known])
+        state = replace(state, request_accepted=request_accepted, request_reached=request_reached)
+        return self._with_drafts(state, draft_accepted, draft_reached)
+
+    def stepped(self, state: AcceptanceState, request: IntArray) -> AcceptanceState:
+        """Return the state after these requests took a step: their own evidence and all drafts' fades a little."""
+        slot = [state.slots[r] for r in request.tolist() if r in state.slots]
+        keep_request = math.exp(-1 / self._config.request_memory_steps)
+        accepted, reached = state.request_accepted.copy(), state.request_reached.copy()
+        accepted[slot] *= keep_request
+        reached[slot] *= keep_request
+        keep = math.exp(-len(request) / self._config.draft_memory_rows)
+        state = replace(state, request_accepted=accepted, request_reached=reached)
+        return self._with_drafts(state, state.draft_accepted * keep, state.draft_reached * keep)
+
+    def estimate(self, state: AcceptanceState, request: list[int], sampled: BoolArray) -> Estimate:
+        """Return hazards and their spread for admitted requests (``sampled`` bool[n]).
+
+        A request's difficulty is one number per draft: the odds ratio between what it had accepted and what the draft level expected at the
+        positions that it reached, both shrunk. It shifts every position of the draft level, also those never reached; the request's own
+        counts then refine each position.
+        """
+        config = self._config
+        slot = [state.slots[r] for r in request]
+        cls = sampled.astype(np.int64)
+        accepted, reached = state.request_accepted[slot], state.request_reached[slot]
+        level = state.draft_hazard[cls]
+        weight = reached.sum(2, keepdims=True) + config.request_strength
+        actual = (accepted.sum(2, keepdims=True) + config.request_strength * level) / weight
+        expected = ((reached * level).sum(2, keepdims=True) + config.request_strength * level) / weight
+        odds = level / (1 - level) * (actual / (1 - actual)) * ((1 - expected) / expected)
+        shifted = odds / (1 + odds)
+        hazard = (accepted + config.position_strength * shifted) / (reached + config.position_strength)
+        hazard = np.clip(hazard, _MIN_HAZARD, _MAX_HAZARD)
+        doubt = 1 / (weight + 1) + 1 / (state.draft_reached[cls] + config.prior_strength + 1)
+        return Estimate(hazard, np.sqrt(hazard * (1 - hazard) * doubt))
+
+    def _with_drafts(self, state: AcceptanceState, accepted: FloatArray, reached: FloatArray) -> AcceptanceState:
+        return replace(state, draft_accepted=accepted, draft_reached=reached, draft_hazard=self._draft_hazard(accepted, reached))
+
+    def _draft_hazard(self, accepted: FloatArray, reached: FloatArray) -> FloatArray:
+        """Return draft-level hazards [2, drafts, positions], each position's prior being the estimate of the one before it.
+
+        An unprobed position inherits the posterior predictive: after i more successes of one unknown rate ~ Beta(a, b) the next succeeds
+        with (a + i) / (a + b + i), so that the product of the hazards is E[rate^j]; the plug-in power of the mean would understate it.
+        """
+        strength = self._config.prior_strength
+        hazard = np.empty_like(accepted)
+        inherited = np.full(accepted.shape[:2], self._config.prior_hazard)
+        for j in range(self._k_max):
+            mean = (accepted[:, :, j] + strength * inherited) / (reached[:, :, j] + strength)
+            hazard[:, :, j] = mean
+            evidence = reached[:, :, j] + strength + j
+            inherited = (mean * evidence + 1) / (evidence + 1)
+        return np.clip(hazard, _MIN_HAZARD, _MAX_HAZARD)

@@ -1,0 +1,245 @@
+"""How long a step takes: tables measured per engine, the monotone curves fitted to them, and their correction by what is measured.
+
+The model of a step (seconds), with P prefill tokens, B rows, k_i proposed tokens, K_d the longest chain of draft d's group and n_dj its
+rows at depth j:
+
+    T = T_verify(P + B + sum k_i, context) + sum_d [ sum_{j<=K_d} t_d(n_dj) + catchup_d ] + T_overhead
+
+A table is a file (``LatencyTable.to_dict``), written by the build tools on the machine that serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from .nonnegative import nonnegative_least_squares
+from .plan import FloatArray, IntArray
+
+SCHEMA = 1
+MAX_GRID_TOKENS = 1 << 16
+VERIFY, OVERHEAD, FIRST_DRAFT = 0, 1, 2
+"""Places in a correction array: the target, the overhead, then the drafts in order."""
+
+_MAX_CORRECTION = 8.0
+_CORRECTION_RATE = 0.05
+_MAX_SURPRISE = 4.0  # one step's measured/predicted counts as at most this: a garbage collection is no trend
+
+
+class LatencyError(ValueError):
+    """A latency table that is missing or cannot be used; the message names the field and the value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Where a table was measured: enough to tell whether it is valid here. ``date`` is ISO 8601."""
+
+    machine: str
+    device: str
+    model: str
+    model_hash: str
+    dtype: str
+    threads: int
+    date: str
+    torch_version: str
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value, kind = getattr(self, item.name), int if item.name == "threads" else str
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise LatencyError(f"provenance.{item.name} must be of type {kind.__name__}, got {value!r}")
+
+
+SYNTHETIC = Provenance("none", "none", "none", "none", "none", 0, "1970-01-01", "none")
+"""The provenance of tables that were made up, not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyTable:
+    """Measured forwards of one engine, cell by cell: ``seconds[c]`` (a median) is the time of a forward of ``tokens[c]`` query tokens in
+    all, spread over ``rows[c]`` sequences that hold ``context_tokens[c]`` cached tokens in all.
+
+    For a target measure verification: ``tokens`` over 1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128, ... up to a prefill chunk
+    with a full batch. For a draft measure its steps (``tokens == rows``) and its catch-up (one row, many tokens). A row or context term
+    is fitted only where cells of equal ``tokens`` differ in rows or context. Raises LatencyError on malformed values.
+    """
+
+    engine: str
+    rows: tuple[int, ...]
+    tokens: tuple[int, ...]
+    context_tokens: tuple[int, ...]
+    seconds: tuple[float, ...]
+    provenance: Provenance = SYNTHETIC
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.engine, str) or not self.engine:
+            raise LatencyError(f"engine must be a name, got {self.engine!r}")
+        if not self.tokens:
+            raise LatencyError(f"tokens of engine {self.engine!r} must have at least one cell, got none")
+        for name, low, high in (("rows", 1, MAX_GRID_TOKENS), ("tokens", 1, MAX_GRID_TOKENS), ("context_tokens", 0, 1 << 40)):
+            self._check_column(name, low, high)
+        for c, value in enumerate(self.seconds):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+                raise LatencyError(f"seconds[{c}] of engine {self.engine!r} must be a finite number > 0, got {value!r}")
+        if len(self.seconds) != len(self.tokens):
+            raise LatencyError(f"seconds of engine {self.engine!r} must have {len(self.tokens)} cells like tokens, got {len(self.seconds)}")
+        for c, (rows, tokens) in enumerate(zip(self.rows, self.tokens, strict=True)):
+            if rows > tokens:
+                raise LatencyError(f"rows[{c}] of engine {self.engine!r} must be at most its tokens {tokens}, got {rows}")
+
+    def _check_column(self, name: str, low: int, high: int) -> None:
+        column = getattr(self, name)
+        if len(column) != len(self.tokens):
+            raise LatencyError(f"{name} of engine {self.engine!r} must have {len(self.tokens)} cells like tokens, got {len(column)}")
+        for c, value in enumerate(column):
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise LatencyError(f"{name}[{c}] of engine {self.engine!r} must be an integer in {low}..{high}, got {value!r}")
+
+    @classmethod
+    def synthetic(cls, engine: str, seconds: Mapping[int, float]) -> LatencyTable:
+        """Return a table made up from total query tokens -> seconds, for tests, simulations and engines whose cost is known."""
+        tokens = tuple(sorted(seconds))
+        return cls(engine, (1,) * len(tokens), tokens, (0,) * len(tokens), tuple(seconds[t] for t in tokens))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the table as JSON-able data, the inverse of ``from_dict``."""
+        columns = {name: list(getattr(self, name)) for name in _COLUMNS}
+        return {"schema": SCHEMA, "engine": self.engine, "provenance": asdict(self.provenance), **columns}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> LatencyTable:
+        """Rebuild a table. Raises LatencyError naming the missing, unknown or malformed field and its value."""
+        if data.get("schema") != SCHEMA:
+            raise LatencyError(f"schema must be {SCHEMA}, got {data.get('schema')!r}")
+        _check_keys("table", data, {"schema", "engine", "provenance", *_COLUMNS})
+        provenance = data["provenance"]
+        if not isinstance(provenance, Mapping):
+            raise LatencyError(f"provenance must be an object, got {provenance!r}")
+        _check_keys("provenance", provenance, {item.name for item in fields(Provenance)})
+        for name in _COLUMNS:
+            if not isinstance(data[name], (list, tuple)):
+                raise LatencyError(f"{name} must be a list, got {data[name]!r}")
+        return cls(data["engine"], **{name: tuple(data[name]) for name in _COLUMNS}, provenance=Provenance(**provenance))
+
+
+_COLUMNS = ("rows", "tokens", "context_tokens", "seconds")
+
+
+def _check_keys(where: str, data: Mapping[str, Any], expected: set[str]) -> None:
+    if missing := sorted(expected - set(data)):
+        raise LatencyError(f"{where} lacks the field {missing[0]!r}")
+    if unknown := sorted(set(data) - expected):
+        raise LatencyError(f"{where} has the unknown field {unknown[0]!r}: {data[unknown[0]]!r}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatencyCurve:
+    """Seconds of a forward = base(tokens) + row_s * rows + context_s * cached tokens; never negative, never falling in any of them.
+
+    ``base_s[t]`` is dense over 0..largest measured tokens (base_s[0] = base_s[smallest measured]); beyond it the line ``slope_s`` goes on.
+    """
+
+    base_s: FloatArray
+    slope_s: float
+    row_s: float = 0.0
+    context_s: float = 0.0
+
+    @classmethod
+    def fit(cls, table: LatencyTable) -> LatencyCurve:
+        """Fit a table by non-negative least squares of the relative error.
+
+        A non-decreasing base is a sum of non-negative steps at the measured token counts, so isotonic clean-up of noisy cells and the
+        two coefficients (reading one more row, one more token of KV: memory traffic, hence linear) are one problem with one optimum.
+        Between measured counts the base is linear; staircases survive where both their edges were measured.
+        """
+        tokens, seconds = np.array(table.tokens), np.array(table.seconds)
+        knots = np.unique(tokens)
+        columns = [(tokens[:, None] >= knots).astype(float)]
+        terms = [np.array(term, float) for term in (table.rows, table.context_tokens)]
+        columns += [(term if _varies(term, tokens) else np.zeros_like(term))[:, None] for term in terms]
+        solution = nonnegative_least_squares(np.hstack(columns) / seconds[:, None], np.ones(len(seconds)))
+        heights = np.cumsum(solution[:-2])
+        base = np.interp(np.arange(knots[-1] + 1), knots, heights)
+        return cls(base, _tail_slope(base, int(knots[0])), float(solution[-2]), float(solution[-1]))
+
+    def base(self, tokens: IntArray) -> FloatArray:
+        """Return base seconds for any shape of token counts >= 0."""
+        last = len(self.base_s) - 1
+        seconds: FloatArray = self.base_s[np.minimum(tokens, last)] + self.slope_s * np.maximum(tokens - last, 0)
+        return seconds
+
+    def seconds(self, tokens: int, rows: int = 1, context_tokens: int = 0) -> float:
+        """Return the seconds of one forward."""
+        last = len(self.base_s) - 1
+        base = float(self.base_s[min(tokens, last)]) + self.slope_s * max(tokens - last, 0)
+        return base + self.row_s * rows + self.context_s * context_tokens
+
+
+def _varies(term: FloatArray, tokens: IntArray) -> bool:
+    """Return whether cells of equal token count differ in ``term``, without which its coefficient cannot be told from the base."""
+    return any(np.ptp(term[tokens == count]) > 0 for count in np.unique(tokens))
+
+
+def _tail_slope(base: FloatArray, first: int) -> float:
+    """Return the slope beyond the grid: the chord over its last octave, which averages stairs and is flat only where all of it is."""
+    last = len(base) - 1
+    start = max(last // 2, first)
+    return float(base[last] - base[start]) / (last - start) if last > start else 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatencyModel:
+    """The target's and the drafts' curves; ``overhead_s`` is spent in every step, ``speculation_s`` more in one that speculates."""
+
+    target: LatencyCurve
+    drafts: tuple[LatencyCurve, ...]
+    overhead_s: float = 0.0
+    speculation_s: float = 0.0
+
+    @classmethod
+    def from_tables(
+        cls,
+        target: LatencyTable | None,
+        drafts: Mapping[str, LatencyTable | None],
+        overhead_s: float = 0.0,
+        speculation_s: float = 0.0,
+    ) -> LatencyModel:
+        """Fit the tables, drafts in the order of the mapping. Raises LatencyError naming the engines that have no table."""
+        missing = [name for name, table in {"target": target, **drafts}.items() if table is None]
+        if target is None or missing:
+            raise LatencyError(f"no latency table for {', '.join(missing)}: measure it on this machine first")
+        for name, value in (("overhead_s", overhead_s), ("speculation_s", speculation_s)):
+            if not 0 <= value < float("inf"):
+                raise LatencyError(f"{name} must be a finite number >= 0, got {value!r}")
+        curves = tuple(LatencyCurve.fit(table) for table in drafts.values() if table is not None)
+        return cls(LatencyCurve.fit(target), curves, overhead_s, speculation_s)
+
+    @classmethod
+    def unit(cls, drafts: int, draft_s: float = 0.1, step_s: float = 1.0) -> LatencyModel:
+        """Return a made-up model: any verification takes ``step_s``, any draft forward ``draft_s``. For tests and the fake engine."""
+        return cls(LatencyCurve(np.full(2, step_s), 0.0), (LatencyCurve(np.full(2, draft_s), 0.0),) * drafts)
+
+    def start(self) -> FloatArray:
+        """Return the correction before anything was measured: all ones, float64[2 + drafts]."""
+        return np.ones(FIRST_DRAFT + len(self.drafts))
+
+
+def corrected(correction: FloatArray, predicted_s: FloatArray, measured_s: FloatArray) -> FloatArray:
+    """Return the correction after one step.
+
+    ``predicted_s`` are uncorrected predictions per part, ``measured_s`` what they took; parts with either at 0 keep their factor. A slow
+    geometric average, each step's surprise clipped, the factor bounded to 1/8..8.
+    """
+    known = (predicted_s > 0) & (measured_s > 0)
+    ratio = np.divide(measured_s, predicted_s * correction, out=np.ones_like(correction), where=known)
+    ratio = np.clip(ratio, 1 / _MAX_SURPRISE, _MAX_SURPRISE)
+    result: FloatArray = np.clip(correction * ratio**_CORRECTION_RATE, 1 / _MAX_CORRECTION, _MAX_CORRECTION)
+    return result
+
+
+def correction_by_part(correction: FloatArray, drafts: Sequence[str]) -> dict[str, float]:
+    """Return the correction by the names of ``Outcome.parts_s``, for metrics: 1 = the table still holds."""
+    return dict(zip(("verify", "overhead", *(f"draft:{name}" for name in drafts)), correction.tolist(), strict=True))
