@@ -20,6 +20,9 @@ from backend.ports import BLOCK_TOKENS
 PACKED_ROWS = 8
 """The row count that oneDNN is told to lay out packed weights for: a decoding or verifying pass, not a prefill."""
 
+SMALL_WEIGHT = 1 << 17
+"""Elements below which an fp32 weight stays plain: its product takes less than oneDNN's 10 us of overhead (a tiny draft's layers)."""
+
 
 class KVTable:
     """Where a sequence's positions lie in the pool: ``slots[p]`` for each, and ``first`` when they are one contiguous run."""
@@ -51,7 +54,7 @@ class Linear:
     __slots__ = ("_bias", "_packed", "_weight")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self._packed = weight.device.type == "cpu" and _packs(weight.dtype)
+        self._packed = _packs(weight)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS) if self._packed else weight.contiguous()
         self._bias = bias
 
@@ -201,7 +204,9 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _packs(dtype: torch.dtype) -> bool:
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+def _packs(weight: torch.Tensor) -> bool:
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
+    if weight.dtype == torch.float32:
+        return weight.numel() >= SMALL_WEIGHT
+    return weight.dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -70,7 +70,7 @@ def verify(logits: torch.Tensor, requests: Seq[Request]) -> list[tuple[int, int]
     results: list[tuple[int, int]] = [(0, 0)] * len(requests)
     greedy = [index for index, request in enumerate(requests) if request.sampling.greedy]
     if greedy:
-        best = logits.argmax(-1).tolist()
+        best = arg_max(logits)
         for index in greedy:
             tokens, first = requests[index].tokens, firsts[index]
             accepted = _leading(best[first + i] == token for i, token in enumerate(tokens))
@@ -168,6 +168,16 @@ def sample(laws: torch.Tensor, requests: Seq[Request], purpose: Purpose, offsets
     positions = [request.position + offset for request, offset in zip(requests, offsets or [0] * len(requests), strict=True)]
     numbers = uniforms([r.sampling.seed for r in requests], positions, purpose, [r.attempt for r in requests])
     columns: list[int] = draw(laws, torch.from_numpy(numbers).to(laws.device)).tolist()
+    return columns
+
+
+def arg_max(logits: torch.Tensor) -> list[int]:
+    """Return the column of each row's greatest logit, the first of equals. (NumPy's is vectorised; torch's on CPUs is 4 to 17 times slower.)"""
+    columns: list[int]
+    if logits.device.type == "cpu":
+        columns = (logits.float() if logits.dtype == torch.bfloat16 else logits).numpy().argmax(-1).tolist()
+    else:
+        columns = logits.argmax(-1).tolist()
     return columns
 
 
