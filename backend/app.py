@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -13,7 +13,7 @@ from time import monotonic
 import policy
 from backend import cache
 from backend.admission import Admission
-from backend.config import EMBEDDED_MODEL, ConfigError, EngineConfig, PolicyConfig, ServingConfig
+from backend.config import EMBEDDED_MODEL, ConfigError, EngineConfig, ServingConfig
 from backend.drafting import Drafting
 from backend.engines.fake import FakeEngine
 from backend.engines.lookup import LookupEngine
@@ -24,9 +24,14 @@ from backend.ports import BLOCK_TOKENS, Engine, Sequence
 from backend.request import ErrorCode, GenerationRequest, RequestError, SamplingParams
 from backend.session import ReplySink, Session
 from backend.stats import Stats, StepStats
+from backend.tables import load_tables, timed_engines
 from backend.tokenizer import ByteTokenizer, IncrementalDecoder, Tokenizer, load_tokenizer
+from policy import LatencyTable
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
+
+OVERHEAD_S, SPECULATION_S, LOOKUP_S = 5e-4, 3e-4, 2e-5
+"""Start values of what no table knows: a step's overhead, what speculating adds to it, a lookup. Measured steps correct them."""
 
 
 @dataclass(slots=True)
@@ -60,21 +65,26 @@ def sampling_params(request: GenerationRequest) -> SamplingParams:
     return SamplingParams(temperature, request.top_k or 0, request.top_p or 1.0, seed)
 
 
-def build(config: ServingConfig) -> App:
-    """Load the engines and wire the loop. Raises ConfigError (or the engine's own error) when something does not fit."""
+def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = None) -> App:
+    """Load the engines and wire the loop. ``tables`` (and then one thread) stand in for those measured on this machine.
+
+    Raises ConfigError, LatencyError (a table is missing) or the engine's own error when something does not fit.
+    """
     if Path(policy.__file__).resolve().parent.parent != PROJECT_ROOT:
         raise ConfigError(f"policy was imported from {policy.__file__}, backend from {PROJECT_ROOT}: one of them is another project's")
-    kv_blocks = config.limits.kv_cache_tokens // BLOCK_TOKENS
     tokenizer = _tokenizer(config)
-    target = _engine(config.target, config, kv_blocks)
-    drafts = [_engine(draft, config, kv_blocks) for draft in config.drafts]
+    threads = 1
+    if tables is None:
+        tables, threads = load_tables(config, {engine.name: model_path(engine) for engine in timed_engines(config)})
+    target = _engine(config.target, config, threads)
+    drafts = [_engine(draft, config, threads) for draft in config.drafts]
     stats = Stats()
     step_stats = StepStats(stats)
     ledger = KVLedger({e.name: e.limits.kv_blocks for e in (target, *drafts)}, headroom_tokens=config.policy.k_max + 1)
     orchestrator = Orchestrator(
         target,
         Drafting(drafts, step_stats, monotonic),
-        _policy(config.policy, drafts),
+        _policy(config, drafts, tables),
         ledger,
         Admission(ledger, config.limits.max_active_requests, config.limits.max_queued_requests),
         step_stats,
@@ -109,8 +119,9 @@ def _tokenizer(config: ServingConfig) -> Tokenizer:
     return load_tokenizer(target.folder)
 
 
-def _engine(engine: EngineConfig, config: ServingConfig, kv_blocks: int) -> Engine:
+def _engine(engine: EngineConfig, config: ServingConfig, threads: int) -> Engine:
     max_context, k_max = config.limits.max_context_tokens, config.policy.k_max
+    kv_blocks = config.limits.kv_cache_tokens // BLOCK_TOKENS
     if engine.engine == "fake":
         agreement = 1.0 if engine is config.target else engine.agreement
         return FakeEngine(
@@ -134,17 +145,27 @@ def _engine(engine: EngineConfig, config: ServingConfig, kv_blocks: int) -> Engi
         kv_blocks=kv_blocks,
         max_context_tokens=max_context,
         max_draft_tokens=max(1, k_max),
+        threads=threads,
     )
 
 
-def _policy(config: PolicyConfig, drafts: list[Engine]) -> policy.Policy:
-    if config.kind == "none" or not drafts:
+def _policy(config: ServingConfig, drafts: list[Engine], tables: Mapping[str, LatencyTable]) -> policy.Policy:
+    kind = config.policy.kind
+    if kind == "none" or not drafts:
         return policy.NoSpeculation()
-    if config.kind == "fixed":
-        return policy.FixedLength(config.draft, config.length)
-    if config.kind == "random":
+    if kind == "fixed":
+        return policy.FixedLength(config.policy.draft, config.policy.length)
+    if kind == "random":
         return policy.RandomChoice()
-    raise NotImplementedError
+    known = {engine.name: tables.get(engine.name) or _known_times(engine) for engine in (config.target, *config.drafts)}
+    latency = policy.LatencyModel.from_tables(known.pop(config.target.name), known, OVERHEAD_S, SPECULATION_S)
+    return policy.AdaptivePlanner(tuple(known), latency, policy.PlannerConfig(k_max=config.policy.k_max))
+
+
+def _known_times(engine: EngineConfig) -> LatencyTable | None:
+    """Return the times of an engine whose cost needs no measuring; None for one that runs a model."""
+    seconds = {"fake": engine.step_s or 1e-6, "lookup": LOOKUP_S}.get(engine.engine)
+    return None if seconds is None else policy.LatencyTable.synthetic(engine.name, {1: seconds, 64: seconds})
 
 
 def _check(request: GenerationRequest, prompt_tokens: int, max_context: int, vocab_size: int) -> None:

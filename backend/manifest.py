@@ -13,7 +13,7 @@ from backend.config import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """An engine folder. ``tokenizer_sha256`` is of its ``tokenizer.json``, or (drafts ship none) the one it names as its target's.
+    """An engine folder. ``vocabulary_sha256`` is of its tokenizer's tokens, or (a draft ships none) the one it was made for.
 
     ``layout_sha256`` covers the names, headers and sizes of the weight files: what time depends on, not gigabytes of values.
     """
@@ -22,7 +22,7 @@ class Manifest:
     architecture: str
     vocab_size: int
     max_context_tokens: int
-    tokenizer_sha256: str
+    vocabulary_sha256: str
     layout_sha256: str
 
 
@@ -33,15 +33,15 @@ def read_manifest(folder: Path) -> Manifest:
     if not weights:
         raise ConfigError(f"{folder} has no .safetensors file")
     tokenizer = folder / "tokenizer.json"
-    named = hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.exists() else config.get("tokenizer_sha256")
-    if not named:
-        raise ConfigError(f"{folder} has neither a tokenizer.json nor a tokenizer_sha256 in its config.json")
+    vocabulary = vocabulary_sha256(tokenizer) if tokenizer.exists() else config.get("vocabulary_sha256")
+    if not vocabulary:
+        raise ConfigError(f"{folder} has neither a tokenizer.json nor a vocabulary_sha256 in its config.json")
     return Manifest(
         folder,
         next(iter(config.get("architectures") or ["unknown"])),
         _positive(config, "vocab_size", folder),
         _positive(config, "max_position_embeddings", folder),
-        str(named),
+        str(vocabulary),
         _layout_sha256(weights),
     )
 
@@ -52,11 +52,22 @@ def check_pair(target: Manifest, draft: Manifest) -> None:
         raise ConfigError(
             f"draft {draft.folder} has a vocabulary of {draft.vocab_size} tokens, its target {target.folder} {target.vocab_size}"
         )
-    if draft.tokenizer_sha256 != target.tokenizer_sha256:
+    if draft.vocabulary_sha256 != target.vocabulary_sha256:
         raise ConfigError(
-            f"draft {draft.folder} was made for the tokenizer {draft.tokenizer_sha256[:12]}, its target {target.folder} has "
-            f"{target.tokenizer_sha256[:12]}"
+            f"draft {draft.folder} was made for the vocabulary {draft.vocabulary_sha256[:12]}, its target {target.folder} has "
+            f"{target.vocabulary_sha256[:12]}"
         )
+
+
+def vocabulary_sha256(tokenizer: Path) -> str:
+    """Return a hash of a ``tokenizer.json``'s tokens by id: equal ids mean equal tokens, however the file was written."""
+    try:
+        spec = json.loads(tokenizer.read_text("utf-8"))
+        tokens = {**spec["model"]["vocab"], **{added["content"]: added["id"] for added in spec.get("added_tokens", ())}}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"cannot read the vocabulary of {tokenizer}: {error!r}") from error
+    by_id = sorted((token_id, token) for token, token_id in tokens.items())
+    return hashlib.sha256(json.dumps(by_id, ensure_ascii=False).encode()).hexdigest()
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from policy import NO_DRAFT, Outcome
 @dataclass(slots=True)
 class StepLog:
     """A step in the making. ``rows`` are (request, draft, length, accepted, emitted, scored, sampled); ``free`` (request, draft, accepted,
-    scored) what a draft that was not chosen would have had accepted; ``parts_s`` wall times by part.
+    scored) what a draft that was not chosen would have had accepted; ``parts_s`` wall times by part (``planning`` is part of ``overhead``).
     """
 
     drafts: tuple[str, ...]
@@ -55,7 +55,7 @@ class StepLog:
     def outcome(self) -> Outcome:
         """Return the step as the policy learns it; call it last, it closes the clock."""
         measured_s = perf_counter() - self.started_s
-        known_s = sum(self.parts_s.values())
+        engines_s = sum(seconds for part, seconds in self.parts_s.items() if part != "planning")
         request, draft, length, accepted, emitted, scored, sampled = np.array(self.rows, np.int64).reshape(-1, 7).T
         free = np.array(self.free, np.int64).reshape(-1, 4).T
         return Outcome(
@@ -67,7 +67,7 @@ class StepLog:
             scored=scored,
             sampled=sampled.astype(np.bool_),
             measured_s=measured_s,
-            parts_s={**self.parts_s, "overhead": max(0.0, measured_s - known_s)},
+            parts_s={**self.parts_s, "overhead": max(0.0, measured_s - engines_s)},
             prefill_tokens=self.prefill_tokens,
             free_request=free[0],
             free_draft=free[1],

@@ -30,7 +30,7 @@ def load_tables(config: ServingConfig, folders: Mapping[str, Path]) -> tuple[dic
         path = table_file(engine, folders[engine.name], threads)
         tables[engine.name] = read_table(path)
         threads = tables[engine.name].provenance.threads
-    return tables, int(threads)
+    return tables, 1 if threads == "auto" else int(threads)  # nothing was measured where no model runs
 
 
 def table_file(engine: EngineConfig, folder: Path, threads: int | str) -> Path:

@@ -6,8 +6,10 @@ import pytest
 from backend.config import ConfigError
 from backend.manifest import check_pair, read_manifest
 
+VOCABULARY = json.dumps({"model": {"vocab": {"a": 0, "b": 1}}})
 
-def folder(path, name, tokenizer="{}", shape=(2, 2), **config):
+
+def folder(path, name, tokenizer=VOCABULARY, shape=(2, 2), **config):
     made = path / name
     made.mkdir()
     config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 10, "max_position_embeddings": 64, **config}
@@ -21,18 +23,23 @@ def folder(path, name, tokenizer="{}", shape=(2, 2), **config):
 
 def test_a_draft_that_names_its_targets_tokenizer_pairs_with_it(tmp_path):
     target = read_manifest(folder(tmp_path, "target"))
-    draft = read_manifest(folder(tmp_path, "draft", tokenizer=None, tokenizer_sha256=target.tokenizer_sha256, shape=(1, 4)))
+    draft = read_manifest(folder(tmp_path, "draft", tokenizer=None, vocabulary_sha256=target.vocabulary_sha256, shape=(1, 4)))
     check_pair(target, draft)
     assert target.layout_sha256 != draft.layout_sha256
     assert (target.architecture, target.vocab_size, target.max_context_tokens) == ("LlamaForCausalLM", 10, 64)
+
+
+def test_how_a_tokenizer_file_is_written_does_not_matter(tmp_path):
+    target = read_manifest(folder(tmp_path, "target"))
+    check_pair(target, read_manifest(folder(tmp_path, "same", tokenizer='{"model":  {"vocab": {"b":1, "a":0}}, "padding": null}')))
 
 
 def test_another_vocabulary_or_tokenizer_is_refused_by_both_folders(tmp_path):
     target = read_manifest(folder(tmp_path, "target"))
     with pytest.raises(ConfigError, match=r"small.* 9 tokens, its target .*target 10"):
         check_pair(target, read_manifest(folder(tmp_path, "small", vocab_size=9)))
-    with pytest.raises(ConfigError, match=r"draft .*other was made for the tokenizer"):
-        check_pair(target, read_manifest(folder(tmp_path, "other", tokenizer="{ }")))
+    with pytest.raises(ConfigError, match=r"draft .*other was made for the vocabulary"):
+        check_pair(target, read_manifest(folder(tmp_path, "other", tokenizer=VOCABULARY.replace('"b"', '"c"'))))
 
 
 def test_what_a_folder_lacks_is_named(tmp_path):

@@ -42,7 +42,7 @@ def checkpoint(folder, width=16, layers=1, vocab=32):
         "rope_theta": 10000.0,
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": True,
-        "tokenizer_sha256": "0" * 64,
+        "vocabulary_sha256": "0" * 64,
         "eos_token_id": 1,
     }
     (folder / "config.json").write_text(json.dumps(config))
