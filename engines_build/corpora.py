@@ -30,7 +30,7 @@ LICENCES = {
     "sql": "table schemas and questions of this project's generator (Apache-2.0)",
     "stdlib": "Python standard library (PSF-2.0)",
     "chatterbot": "chatterbot-corpus (BSD-3-Clause)",
-    "wordnet": "WordNet 3.0 word list (WordNet licence)",
+    "wordnet": "WordNet 3.0 words and definitions (WordNet licence)",
     "postgresql": "PostgreSQL documentation (PostgreSQL licence)",
     "sqlite": "SQLite documentation (public domain)",
     "python": "Python documentation (PSF-2.0)",
@@ -99,6 +99,11 @@ class Corpus:
     def workloads(self) -> list[str]:
         """The workloads that these sources can make."""
         return list(self._makers)
+
+    @property
+    def texts(self) -> list[str]:
+        """The prose and code of this side, for plain language modelling."""
+        return [d.text for s in ("postgresql", "sqlite", "python", "stdlib", "wordnet", "sql") for d in self._by_source.get(s, [])]
 
     @property
     def digest(self) -> str:
@@ -240,15 +245,21 @@ def _python_pages(folder: Path) -> Iterator[Document]:
 
 
 def _topics(folder: Path) -> Iterator[Document]:
-    """Yield the nouns most often tagged in WordNet's semantic concordances: a word is a document whose name is the word."""
+    """Yield the nouns most often tagged in WordNet's semantic concordances: the word names the document, its definitions are the text."""
     counts: dict[str, int] = {}
     for line in (folder / "usr/share/wordnet/cntlist.rev").read_text(encoding="utf-8").splitlines():
         sense, _, count = line.split()
         word, kind = sense.split("%")
         if kind[0] == "1" and len(word) > 2 and word.replace("_", "").isalpha():
             counts[word] = counts.get(word, 0) + int(count)
+    glosses: dict[str, list[str]] = {}
+    for line in (folder / "usr/share/wordnet/data.noun").read_text(encoding="utf-8").splitlines():
+        head, _, gloss = line.partition(" | ")
+        fields = head.split()
+        for lemma in fields[4 : 4 + 2 * int(fields[3], 16) : 2] if gloss else []:
+            glosses.setdefault(lemma.lower(), []).append(gloss.strip())
     for word in sorted(counts, key=lambda w: (-counts[w], w))[:_TOPIC_WORDS]:
-        yield Document("wordnet", word.replace("_", " "), word)
+        yield Document("wordnet", word.replace("_", " "), "\n".join([word.replace("_", " "), *glosses.get(word, [])[:3]]))
 
 
 def _chatterbot(folder: Path) -> Iterator[Document]:

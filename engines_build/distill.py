@@ -3,13 +3,12 @@
 Stages: generate (the target answers prompts, its logits kept), train, evaluate (held-out prompts), export. Shards and checkpoints stay in
 ``--work``, where a second run continues. The exported folder is a Hugging Face Llama folder with two additions: ``draft_vocab_size`` in
 config.json says that ``lm_head.weight`` [S, hidden] covers only the tokens in the tensor ``lm_head.token_ids`` (int32 [S]), and
-``tokenizer_sha256`` names the tokenizer.json that the draft shares with its target.
+``vocabulary_sha256`` names the vocabulary that the draft shares with its target.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import shlex
 import sys
@@ -22,13 +21,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from backend.manifest import vocabulary_sha256
 from engines_build.corpora import LICENCES, Corpus
 from engines_build.distill_card import model_card
 from engines_build.distill_generate import Generator, Shards, Teacher, eos_token_ids
-from engines_build.distill_train import Shape, Trainer, build, choose_shortlist, evaluate, load_samples, run_name
+from engines_build.distill_train import Shape, Trainer, build, choose_shortlist, evaluate, load_samples, plain_samples, run_name
 
 MAX_SHARD_BYTES = 16 * 2**20
 HELD_OUT_SLOTS = 24
+_CONFIG_KEYS = {
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "hidden_act", "rms_norm_eps", "rope_parameters", "max_position_embeddings", "tie_word_embeddings"),
+    *("attention_bias", "mlp_bias", "bos_token_id", "eos_token_id"),
+}
 _GENERATE_SHARE = 0.6
 """Share of ``--minutes`` after which generation gives way to training."""
 
@@ -49,6 +54,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens the target generates (default: %(default)s)")
     parser.add_argument("--held-out-tokens", type=int, default=12_000, help="tokens it generates for the evaluation (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=120.0, help="bound on the whole run (default: %(default)s)")
+    parser.add_argument("--warm-up-tokens", type=int, default=1_000_000, help="plain text trained on first (default: %(default)s; 0: none)")
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--batch", type=int, default=12, help="sequences per training step (default: %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
@@ -73,6 +79,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     ):
         if getattr(args, name) <= 0:
             parser.error(f"--{name.replace('_', '-')}: must be positive, got {getattr(args, name)}")
+    if args.warm_up_tokens < 0:
+        parser.error(f"--warm-up-tokens: must not be negative, got {args.warm_up_tokens}")
     if args.hidden % args.head_dim or args.head_dim % 2:
         parser.error(f"--hidden, --head-dim: hidden must be a multiple of an even head_dim, got {args.hidden} and {args.head_dim}")
     if not (args.target / "tokenizer.json").is_file():
@@ -110,8 +118,14 @@ def distil(args: argparse.Namespace) -> dict[str, Any]:
     shape = Shape(args.hidden, args.layers, args.head_dim, min(args.shortlist, target.config.vocab_size))
     shortlist = choose_shortlist(samples, shape.shortlist, target.config.vocab_size, eos_token_ids(tokenizer))
     draft = build(shape, target, shortlist)
+    name = run_name(shape, len(samples), args.seed)
+    if args.warm_up_tokens:
+        plain = plain_samples(args.train.texts, tokenizer, args.warm_up_tokens, args.seed)
+        Trainer(draft, shortlist, plain, args.device, args.seed).run(
+            1, args.batch, args.learning_rate, end, args.work / f"{name}-warm-up.pt"
+        )
     trainer = Trainer(draft, shortlist, samples, args.device, args.seed)
-    loss = trainer.run(args.epochs, args.batch, args.learning_rate, end, args.work / f"{run_name(shape, len(samples), args.seed)}.pt")
+    loss = trainer.run(args.epochs, args.batch, args.learning_rate, end, args.work / f"{name}.pt")
     draft.bfloat16().float()  # scored as it will be stored
     scores = evaluate(draft, shortlist, load_samples(held_out), args.device)
     for workload, score in scores.items():
@@ -153,9 +167,9 @@ def export(draft: LlamaForCausalLM, shortlist: Tensor, target: Path, out: Path) 
         where = {tensor: name for file, name in zip(files, names, strict=True) for tensor in file}
         index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": where}
         (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    config = {k: v for k, v in draft.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+    config = {k: v for k, v in draft.config.to_dict().items() if k in _CONFIG_KEYS}
     config |= {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "draft_vocab_size": len(shortlist)}
-    config["tokenizer_sha256"] = hashlib.sha256((target / "tokenizer.json").read_bytes()).hexdigest()
+    config["vocabulary_sha256"] = vocabulary_sha256(target / "tokenizer.json")
     (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

@@ -24,7 +24,10 @@ PROMPT_SHARE = 0.25
 
 EMBEDDING_RMS = 0.3
 HEAD_RMS = 0.06
-_WARM_UP_STEPS = 40
+_RISE_STEPS = 40
+_PLAIN_TOKENS, _PLAIN_PIECES = 256, 8
+_EMBEDDING_RATE = 0.3
+"""Learning rate of the input embedding relative to the rest: it starts from the teacher's, and a free one learns the prompts by heart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,17 @@ def load_samples(shards: Shards) -> list[Sample]:
         samples += [Sample(a, b, names[c], d, e) for a, b, c, d, e in zip(*columns, strict=True)]
     if not samples:
         raise ValueError(f"work: no sequence in {shards.folder}; generate first")
+    return samples
+
+
+def plain_samples(texts: list[str], tokenizer: Any, tokens: int, seed: int) -> list[Sample]:
+    """Cut the beginnings of ``texts`` into samples of ``_PLAIN_TOKENS``, about ``tokens`` in all, whose law is the next token itself."""
+    rng, samples = random.Random(seed), []
+    for text in rng.sample(texts, len(texts)):
+        for piece in torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int32).split(_PLAIN_TOKENS)[:_PLAIN_PIECES]:
+            if len(piece) > 8 and tokens > 0:
+                samples.append(Sample(piece, 1, "text", piece[1:, None], torch.zeros(len(piece) - 1, 1, dtype=torch.half)))
+                tokens -= len(piece)
     return samples
 
 
@@ -124,7 +138,10 @@ class Trainer:
 
         ``batch`` counts sequences. Returns the mean loss of the last 50 steps (nats per position).
         """
-        optimiser = torch.optim.AdamW(self.draft.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+        embedding = self.draft.model.embed_tokens.weight
+        others = [p for p in self.draft.parameters() if p is not embedding]
+        groups = [{"params": [embedding], "rate": _EMBEDDING_RATE, "weight_decay": 0.0}, {"params": others, "rate": 1.0}]
+        optimiser = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.1, fused=True)
         first = self._resume(checkpoint, optimiser)
         steps, start, losses = math.ceil(len(self.samples) / batch), time.monotonic(), []
         for epoch in range(first, epochs):
@@ -135,7 +152,9 @@ class Trainer:
                 if done >= 1:
                     return float(np.mean(losses[-50:])) if losses else math.nan
                 for group in optimiser.param_groups:
-                    group["lr"] = learning_rate * min((step + 1) / _WARM_UP_STEPS, 0.03 + 0.97 * (1 + math.cos(math.pi * done)) / 2)
+                    group["lr"] = (
+                        group["rate"] * learning_rate * min((step + 1) / _RISE_STEPS, 0.03 + 0.97 * (1 + math.cos(math.pi * done)) / 2)
+                    )
                 losses.append(self._step(chosen, optimiser))
                 if step % 50 == 0:
                     print(

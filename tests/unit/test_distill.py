@@ -1,4 +1,3 @@
-import hashlib
 import json
 
 import pytest
@@ -7,9 +6,10 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from backend.manifest import vocabulary_sha256
 from engines_build import distill
 from engines_build.distill_generate import Shards, Teacher
-from engines_build.distill_train import Sample, choose_shortlist, load_samples, tokens_per_step, top_cross_entropy
+from engines_build.distill_train import Sample, choose_shortlist, load_samples, plain_samples, tokens_per_step, top_cross_entropy
 
 SHORTLIST = 64
 
@@ -44,7 +44,7 @@ def arguments(model, folder, **changes):
         "head-dim": 16,
         "shortlist": SHORTLIST,
     }
-    values |= {"tokens": 1500, "held-out-tokens": 400, "epochs": 2, "batch": 4, "slots": 4, "minutes": 2} | changes
+    values |= {"tokens": 1500, "held-out-tokens": 400, "epochs": 2, "batch": 4, "slots": 4, "minutes": 2, "warm-up-tokens": 3000} | changes
     return distill.parse([word for name, value in values.items() for word in (f"--{name}", str(value))])
 
 
@@ -61,7 +61,7 @@ def test_the_exported_folder_keeps_the_loader_contract(target, finished):
     assert config["model_type"] == "llama"
     assert config["tie_word_embeddings"] is False
     assert config["draft_vocab_size"] == SHORTLIST
-    assert config["tokenizer_sha256"] == hashlib.sha256((target / "tokenizer.json").read_bytes()).hexdigest()
+    assert config["vocabulary_sha256"] == vocabulary_sha256(target / "tokenizer.json")
     ids = weights.pop("lm_head.token_ids")
     assert ids.dtype == torch.int32
     assert ids.shape == (SHORTLIST,)
@@ -165,6 +165,15 @@ def test_tokens_per_step_counts_runs_and_the_bonus_token():
     assert tokens_per_step([torch.ones(10, dtype=torch.bool)], k=4) == 5.0
 
 
+def test_plain_text_is_cut_to_samples_that_predict_their_own_next_token(target):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(target)
+    samples = plain_samples(["SELECT name FROM customers " * 300, "short"], tokenizer, tokens=500, seed=0)
+    assert 1 <= len(samples) <= 2
+    for s in samples:
+        assert torch.equal(s.tokens[1:], s.top_ids[:, 0])
+        assert float(s.top_logprobs.abs().sum()) == 0.0
+
+
 def test_the_shortlist_follows_the_teachers_own_text_not_the_prompt():
     laws = torch.tensor([[7], [3], [3], [5]])
     sample = Sample(torch.tensor([1, 2, 3, 3, 5]), 2, "sql", laws, torch.zeros(4, 1).half())
@@ -173,7 +182,15 @@ def test_the_shortlist_follows_the_teachers_own_text_not_the_prompt():
 
 @pytest.mark.parametrize(
     ("flag", "value"),
-    [("tokens", 0), ("minutes", -1), ("head-dim", 24), ("sources", "nowhere"), ("sources", "wordnet"), ("target", "/nowhere")],
+    [
+        ("tokens", 0),
+        ("minutes", -1),
+        ("warm-up-tokens", -5),
+        ("head-dim", 24),
+        ("sources", "nowhere"),
+        ("sources", "wordnet"),
+        ("target", "/nowhere"),
+    ],
 )
 def test_a_bad_argument_is_named_with_its_value(target, tmp_path, capsys, flag, value):
     with pytest.raises(SystemExit):
