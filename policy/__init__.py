@@ -1,6 +1,27 @@
 """Pure decisions: which draft and how many tokens, for every request, before every step."""
 
+from .acceptance import AcceptanceConfig
 from .baselines import FixedLength, NoSpeculation, RandomChoice
+from .latency import LatencyCurve, LatencyError, LatencyModel, LatencyTable, Provenance
 from .plan import NO_DRAFT, Outcome, Plan, Policy, View
+from .planner import AdaptivePlanner, PlannerConfig, PlannerState
 
-__all__ = ["NO_DRAFT", "FixedLength", "NoSpeculation", "Outcome", "Plan", "Policy", "RandomChoice", "View"]
+__all__ = [
+    "NO_DRAFT",
+    "AcceptanceConfig",
+    "AdaptivePlanner",
+    "FixedLength",
+    "LatencyCurve",
+    "LatencyError",
+    "LatencyModel",
+    "LatencyTable",
+    "NoSpeculation",
+    "Outcome",
+    "Plan",
+    "PlannerConfig",
+    "PlannerState",
+    "Policy",
+    "Provenance",
+    "RandomChoice",
+    "View",
+]

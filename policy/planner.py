@@ -1,0 +1,307 @@
+"""The adaptive planner: acceptance estimates, measured times and a price of time, one joint choice per step, and a budget to explore."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from .acceptance import AcceptanceConfig, AcceptanceModel, AcceptanceState, Estimate
+from .goodput import Choice, Score, StepProblem, best_choice, no_speculation, score
+from .latency import FIRST_DRAFT, OVERHEAD, VERIFY, LatencyModel, corrected, correction_by_part
+from .plan import NO_DRAFT, FloatArray, IntArray, Outcome, Plan, View
+
+_PRICE_TOLERANCE = 0.01
+_PRICE_ROUNDS = 4
+_SHARE_BOUNDS = (0.1, 2.0)
+_PROBE_TOKENS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerConfig:
+    """Constants of the planner; raises ValueError naming the one that is out of range.
+
+    ``explore_share`` is the share of step time that probes may cost; ``optimism`` how many standard deviations a probe hopes for;
+    ``switch_horizon_steps`` the most steps over which a catch-up is spread; ``price_memory_steps`` the memory of the long-run goodput.
+    """
+
+    k_max: int = 8
+    explore_share: float = 0.015
+    optimism: float = 1.5
+    switch_horizon_steps: float = 16.0
+    price_memory_steps: float = 200.0
+    acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
+
+    def __post_init__(self) -> None:
+        if self.k_max < 0:
+            raise ValueError(f"k_max must be >= 0, got {self.k_max}")
+        if not 0 <= self.explore_share < 1:
+            raise ValueError(f"explore_share must be in [0, 1), got {self.explore_share}")
+        for name in ("optimism", "switch_horizon_steps", "price_memory_steps"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannerState:
+    """What the planner remembers. ``correction`` as in ``policy.latency``; ``view`` the last one planned for.
+
+    ``goodput`` is the best goodput of the last batch without its prefill (tokens per second of the model's time). ``earned`` and
+    ``expected`` are fading means of emitted tokens and of goodput x predicted time: their ratio is the share of the best goodput that is
+    realised in the long run, prefill included. ``saturated`` is the long-run goodput of steps with a backlog (0 = none seen).
+    ``credit_s`` is what may still be spent on probes.
+    """
+
+    acceptance: AcceptanceState
+    correction: FloatArray
+    view: View | None = None
+    goodput: float = 0.0
+    earned: float = 1.0
+    expected: float = 1.0
+    saturated: float = 0.0
+    credit_s: float = 0.0
+
+
+class AdaptivePlanner:
+    """Chooses (draft, length) for every ready row by the priced goodput of the whole batch; implements ``policy.plan.Policy``.
+
+    ``latency`` has one curve per name in ``drafts``, in that order. All figures come from it and from the outcomes: no clock, no files.
+    """
+
+    def __init__(self, drafts: tuple[str, ...], latency: LatencyModel, config: PlannerConfig | None = None) -> None:
+        """Raise ValueError if ``latency`` does not have as many drafts as there are names."""
+        if len(latency.drafts) != len(drafts):
+            raise ValueError(f"latency must have one curve for each of the drafts {drafts}, got {len(latency.drafts)}")
+        self.drafts = tuple(drafts)
+        self.config = config or PlannerConfig()
+        self._latency = latency
+        self._acceptance = AcceptanceModel(len(drafts), self.config.k_max, self.config.acceptance)
+
+    def start(self) -> PlannerState:
+        """Return the state before the first step."""
+        return PlannerState(self._acceptance.start(), self._latency.start())
+
+    def drift(self, state: PlannerState) -> dict[str, float]:
+        """Return measured over predicted time by part of the step, for metrics; 1 = the latency tables still hold."""
+        return correction_by_part(state.correction, self.drafts)
+
+    # -- plan
+
+    def plan(self, view: View, state: PlannerState, now: float, rng: np.random.Generator) -> tuple[Plan, PlannerState]:
+        """Choose for the ready rows; the others get no draft. Raises ValueError for a view with other drafts than the planner's."""
+        del rng  # exploration is budgeted and aimed, not random
+        if view.drafts != self.drafts:
+            raise ValueError(f"view.drafts must be {self.drafts}, got {view.drafts}")
+        rows = np.flatnonzero(view.ready)
+        requests: list[int] = view.request[rows].tolist()
+        acceptance = self._acceptance.admit(self._acceptance.aged(state.acceptance, now), requests)
+        estimate = self._acceptance.estimate(acceptance, requests, view.sampled[rows])
+        problem = self._problem(view, rows, estimate.hazard, state.correction)
+        prefill_s = self._prefill_s(view, rows, state.correction)
+        choice, price, goodput = self._priced_choice(problem, prefill_s, view.queued, state)
+        result = score(problem, choice)
+        choice, result, credit_s, probed = self._explore(problem, view, rows, estimate, choice, result, price, state.credit_s)
+        draft, length = np.full(len(view), NO_DRAFT, np.int64), np.zeros(len(view), np.int64)
+        draft[rows], length[rows] = choice
+        notes = {"probe": probed, "realised_share": state.earned / state.expected, "credit_s": credit_s}
+        plan = Plan(draft, length, result.step_s, _tokens(estimate.hazard, choice), price, notes)
+        return plan, replace(state, acceptance=acceptance, view=view, goodput=goodput, credit_s=credit_s)
+
+    def _problem(self, view: View, rows: IntArray, hazard: FloatArray, correction: FloatArray) -> StepProblem:
+        ceiling = np.minimum(np.minimum(view.ceiling[rows], view.remaining[rows, None] - 1), self.config.k_max)
+        k_max = int(ceiling.max(initial=0))
+        weight, n = view.weight[rows], len(rows)
+        gain = np.cumprod(hazard[:, :, :k_max], axis=2) * weight[:, None, None]
+        context = view.context[rows]
+        target, drafts, scale = self._latency.target, self._latency.drafts, correction[FIRST_DRAFT:]
+        base = view.prefill_tokens + n
+        verify_s = target.base(np.arange(base, base + n * k_max + 1)) if base else np.zeros(1)
+        verify_s = correction[VERIFY] * (verify_s + n * target.row_s + float(context.sum()) * target.context_s)
+        catchup = np.maximum(view.catchup[rows], 1)
+        first_tokens = np.minimum(catchup, 2)  # a chain accepted whole leaves two tokens unseen: no switch yet
+        forward_s, switch_s = np.zeros((len(drafts), 2 * n + 1)), np.zeros(catchup.shape)
+        row_s = np.zeros(catchup.shape)
+        for d, curve in enumerate(drafts):
+            forward_s[d, 1:] = scale[d] * curve.base(np.arange(1, 2 * n + 1))
+            switch_s[:, d] = scale[d] * (curve.base(catchup[:, d]) - curve.base(first_tokens[:, d]))
+            row_s[:, d] = scale[d] * (curve.row_s + curve.context_s * context)
+        horizon = np.clip(view.remaining[rows] / 2, 1.0, self.config.switch_horizon_steps)
+        overhead_s, speculation_s = self._latency.overhead_s * correction[OVERHEAD], self._latency.speculation_s * correction[OVERHEAD]
+        return StepProblem(
+            gain, ceiling, float(weight.sum()), verify_s + overhead_s, speculation_s, forward_s, first_tokens, row_s, switch_s, horizon
+        )
+
+    def _prefill_s(self, view: View, rows: IntArray, correction: FloatArray) -> float:
+        """Return how much longer a step without speculation takes for its prefill tokens."""
+        if not view.prefill_tokens:
+            return 0.0
+        with_prefill, without = self._latency.target.base(np.array([view.prefill_tokens + len(rows), len(rows)]))
+        return float(correction[VERIFY] * (with_prefill - without))
+
+    def _priced_choice(self, problem: StepProblem, prefill_s: float, queued: int, state: PlannerState) -> tuple[Choice, float, float]:
+        """Return the choice, its price of time and the batch's goodput without prefill.
+
+        Dinkelbach's iteration (1967) finds the goodput that prices itself, starting from the last step's; the long-run price is the
+        realised share of it, and with a backlog at least the goodput of saturated steps, since a second saved goes to those that wait.
+        Keeping the share rather than the goodput itself lets the price follow the batch size at once.
+        """
+        rows = len(problem.gain)
+        if rows == 0:
+            return no_speculation(0), 0.0, state.goodput
+        share = min(max(state.earned / state.expected, _SHARE_BOUNDS[0]), _SHARE_BOUNDS[1])
+        floor = state.saturated if queued else 0.0
+        goodput = state.goodput or problem.base_value / float(problem.verify_s[0] - prefill_s)
+        for _ in range(_PRICE_ROUNDS):
+            price = max(share * goodput, floor)
+            choice = best_choice(problem, price)
+            result = score(problem, choice)
+            previous, goodput = goodput, result.value / (result.charged_s - prefill_s)
+            if abs(goodput - previous) <= _PRICE_TOLERANCE * previous:
+                break
+        return choice, price, goodput
+
+    # -- explore
+
+    def _explore(
+        self,
+        problem: StepProblem,
+        view: View,
+        rows: IntArray,
+        estimate: Estimate,
+        choice: Choice,
+        result: Score,
+        price: float,
+        credit_s: float,
+    ) -> tuple[Choice, Score, float, int]:
+        """Return (choice, score, credit, probed rows): the choice with some rows on the draft that optimism favours most, if affordable.
+
+        Each step earns ``explore_share`` of its time; a probe costs what the objective loses by it at mean estimates, whole catch-up
+        included. Credit can always be saved up to the price of the cheapest probe, so that no draft stays out for good.
+        """
+        credit_s += self.config.explore_share * result.step_s
+        probe = self._probe(problem, view.weight[rows], estimate, choice, price)
+        if probe is None:
+            return choice, result, min(credit_s, result.step_s), 0
+        order, draft, length = probe
+        cap_s = result.step_s
+        for count in sorted({max(1, len(rows) // 8), 1}, reverse=True):
+            chosen = order[:count]
+            candidate = Choice(choice.draft.copy(), choice.length.copy())
+            candidate.draft[chosen], candidate.length[chosen] = draft, length[chosen]
+            outcome = score(problem, candidate)
+            loss_s = max(0.0, (result.value - outcome.value) / price + outcome.step_s - result.step_s)
+            if loss_s <= credit_s:
+                return candidate, outcome, credit_s - loss_s, count
+            cap_s = max(result.step_s, loss_s)
+        return choice, result, min(credit_s, cap_s), 0
+
+    def _probe(
+        self, problem: StepProblem, weight: FloatArray, estimate: Estimate, choice: Choice, price: float
+    ) -> tuple[IntArray, int, IntArray] | None:
+        """Return (rows in order of promise, draft, length by row) of a probe, or None if even optimism sees no gain.
+
+        The upside of (row, draft) is its best optimistic net gain, at the marginal prices of the present choice, over the row's present
+        one; the promise is upside by cost. A probe goes at most ``_PROBE_TOKENS`` beyond the chain that the row has with that draft.
+        """
+        n, drafts, k_max = problem.gain.shape
+        if k_max == 0 or n == 0 or self.config.explore_share == 0:
+            return None
+        hopeful = np.minimum(estimate.hazard + self.config.optimism * estimate.spread, 1.0)[:, :, :k_max]
+        cost = price * self._marginal_s(problem, choice)
+        net = np.cumsum(np.cumprod(hopeful, axis=2) * weight[:, None, None] - cost, axis=2) - price * problem.charge_s[:, :, None]
+        net = np.where(np.arange(k_max) < problem.ceiling[:, :, None], net, -np.inf)
+        present = np.cumsum(problem.gain - cost, axis=2)[np.arange(n), choice.draft, choice.length - 1]
+        upside = net.max(2) - np.where(choice.length > 0, present, 0.0)[:, None]
+        own_length = np.where(choice.draft[:, None] == np.arange(drafts), choice.length[:, None], 0)
+        length = np.minimum(net.argmax(2) + 1, own_length + _PROBE_TOKENS)
+        promise = np.where(length == own_length, 0.0, upside) / (cost[:, :, 0] + price * problem.switch_s + 1e-9)
+        row, draft = np.unravel_index(int(promise.argmax()), promise.shape)
+        if promise[row, draft] <= 0:
+            return None
+        order = np.argsort(-promise[:, draft], kind="stable")
+        return order[promise[order, draft] > 0], int(draft), length[:, draft]
+
+    def _marginal_s(self, problem: StepProblem, choice: Choice) -> FloatArray:
+        """Return the seconds that one row adds at each depth of each draft, float64[n, D, K], beside the present choice."""
+        n, drafts, k_max = problem.gain.shape
+        total = int(choice.length.sum())
+        ahead = min(total + k_max, n * k_max)
+        token_s = (problem.verify_s[ahead] - problem.verify_s[total]) / max(ahead - total, 1)
+        alive = (choice.length[:, None] > np.arange(k_max))[:, None, :] & (choice.draft[:, None] == np.arange(drafts))[:, :, None]
+        beside = alive.sum(0)
+        column = np.arange(drafts)[:, None]
+        forward_s = problem.forward_s[column, beside + 1] - problem.forward_s[column, beside]
+        seconds: FloatArray = token_s + forward_s + problem.row_s[:, :, None]
+        return seconds
+
+    # -- observe
+
+    def observe(self, outcome: Outcome, state: PlannerState, now: float) -> PlannerState:
+        """Learn acceptance (chosen drafts and counterfactuals), correct the latency model, and follow the long-run goodput."""
+        model = self._acceptance
+        acceptance = model.stepped(model.aged(state.acceptance, now), outcome.request)
+        classes = dict(zip(outcome.request.tolist(), outcome.sampled.tolist(), strict=True))
+        free_sampled = np.array([classes.get(r, False) for r in outcome.free_request.tolist()], np.bool_)
+        acceptance = model.observe(
+            acceptance,
+            np.r_[outcome.request, outcome.free_request],
+            np.r_[outcome.draft, outcome.free_draft],
+            np.r_[outcome.sampled, free_sampled],
+            np.r_[outcome.accepted, outcome.free_accepted],
+            np.r_[outcome.scored, outcome.free_scored],
+        )
+        state = replace(state, acceptance=model.forget(acceptance, outcome.finished.tolist()))
+        return self._timed(outcome, state) if state.view is not None and len(outcome.request) else state
+
+    def _timed(self, outcome: Outcome, state: PlannerState) -> PlannerState:
+        """Compare the step with what the model says of it as it was executed."""
+        assert state.view is not None
+        predicted_s, weight = self._predicted_parts(outcome, state.view)
+        names = list(correction_by_part(state.correction, self.drafts))
+        measured_s = np.array([outcome.parts_s.get(name, 0.0) for name in names])
+        if not measured_s.any():  # an engine that times nothing but the whole: all parts share its surprise
+            whole_s = float((predicted_s * state.correction).sum())
+            measured_s = predicted_s * state.correction * (outcome.measured_s / whole_s if whole_s > 0 else 0.0)
+        keep = math.exp(-1 / self.config.price_memory_steps)
+        tokens = float((weight * outcome.emitted).sum())
+        step_s = float((predicted_s * state.correction).sum())
+        saturated = state.saturated
+        if state.view.queued and step_s > 0:
+            saturated = keep * saturated + (1 - keep) * tokens / step_s if saturated else tokens / step_s
+        return replace(
+            state,
+            correction=corrected(state.correction, predicted_s, measured_s),
+            earned=keep * state.earned + (1 - keep) * tokens,
+            expected=keep * state.expected + (1 - keep) * state.goodput * step_s,
+            saturated=saturated,
+        )
+
+    def _predicted_parts(self, outcome: Outcome, view: View) -> tuple[FloatArray, FloatArray]:
+        """Return the uncorrected seconds by part for the turns that ran, and the rows' weights.
+
+        A row that the view lacks has just ended its prompt: its tokens are among the prefill.
+        """
+        place = {request: row for row, request in enumerate(view.request.tolist())}
+        row = np.array([place.get(r, -1) for r in outcome.request.tolist()], np.int64)
+        known, weight = row >= 0, np.ones(len(row))
+        weight[known] = view.weight[row[known]]
+        length, draft = np.where(known, outcome.length, 0), outcome.draft
+        predicted = np.zeros(FIRST_DRAFT + len(self.drafts))
+        tokens = int(length.sum() + known.sum()) + outcome.prefill_tokens
+        predicted[VERIFY] = self._latency.target.seconds(tokens, int(known.sum()), int(view.context[row[known]].sum()))
+        predicted[OVERHEAD] = self._latency.overhead_s + self._latency.speculation_s * bool(length.any())
+        for d in set(draft[length > 0].tolist()):
+            group = (draft == d) & (length > 0)
+            members, curve = row[group], self._latency.drafts[d]
+            alive = (length[group, None] > np.arange(1, int(length[group].max()))).sum(0)
+            row_s = curve.row_s + curve.context_s * view.context[members]
+            first = int(np.maximum(view.catchup[members, d], 1).sum())
+            predicted[FIRST_DRAFT + d] = float(curve.base(np.r_[first, alive]).sum() + (length[group] * row_s).sum())
+        return predicted, weight
+
+
+def _tokens(hazard: FloatArray, choice: Choice) -> float:
+    """Return the expected emitted tokens of a choice, unweighted."""
+    survival = np.cumprod(hazard, axis=2)[np.arange(len(hazard)), choice.draft] if hazard.size else np.zeros((len(hazard), 0))
+    return len(hazard) + float(survival[np.arange(survival.shape[1]) < choice.length[:, None]].sum())
