@@ -17,8 +17,9 @@ from backend.triton_adapter.codec import decode_command
 from backend.triton_adapter.engine_child import EngineChild
 from backend.triton_adapter.link import EngineLink
 from backend.triton_adapter.metrics import MetricExporter
-from backend.triton_adapter.paths import config_path, log_to_server, socket_path
+from backend.triton_adapter.paths import config_path, socket_path
 from backend.triton_adapter.responder import Responder, inputs_of
+from backend.triton_adapter.stub import set_up_stub
 from backend.wire import Message
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Start the engine process and wait for it. Raises RuntimeError when it ends instead."""
-        log_to_server(args["model_name"])
+        set_up_stub(args["model_name"])
         self._ids = itertools.count(1)
         self._pending: dict[int, Responder] = {}
         self._metrics = MetricExporter(pb_utils)

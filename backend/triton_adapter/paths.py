@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import sys
 import tempfile
@@ -40,8 +39,3 @@ def config_path(args: dict[str, str]) -> Path:
 def engine_python() -> str:
     """Return the interpreter for the engine process. ``sys.executable`` is no guide inside a stub, its prefix is."""
     return os.environ.get("SPINDLE_PYTHON") or str(Path(sys.prefix) / "bin" / "python3")
-
-
-def log_to_server(name: str) -> None:
-    """Send this stub's log lines to the server's log."""
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s", stream=sys.stderr)

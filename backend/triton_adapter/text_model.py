@@ -13,9 +13,10 @@ import triton_python_backend_utils as pb_utils
 from backend.request import ErrorCode, RequestError
 from backend.triton_adapter.codec import decode
 from backend.triton_adapter.link import EngineLink
-from backend.triton_adapter.paths import log_to_server, socket_path
+from backend.triton_adapter.paths import socket_path
 from backend.triton_adapter.responder import Responder, inputs_of
 from backend.triton_adapter.sender import Reply, Senders
+from backend.triton_adapter.stub import set_up_stub
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Start the threads; the engine process is waited for by the model ``spindle``."""
-        log_to_server(args["model_name"])
+        set_up_stub(args["model_name"])
         config = json.loads(args["model_config"])
         self._decoupled: bool = pb_utils.using_decoupled_model_transaction_policy(config)
         self._ids = itertools.count(1)

@@ -18,7 +18,10 @@ FIRST_BACKOFF_S = 0.5
 
 
 def supervise(server: TritonServer, stop: threading.Event, on_ready: Callable[[float], None], say: Callable[[str], None]) -> None:
-    """Run the service until ``stop`` is set. ``on_ready`` gets each start's time in seconds. Raises LaunchError when it does not start, or fails ``QUICK_FAILURES`` times in a row."""
+    """Run the service until ``stop`` is set; ``on_ready`` gets each start's time in seconds.
+
+    Raises LaunchError when it does not start, or fails ``QUICK_FAILURES`` times in a row.
+    """
     failures, was_ready = 0, False
     while not stop.is_set():
         ready_s, trouble = _run_once(server, stop, on_ready)

@@ -1,0 +1,70 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from backend.app import build
+from backend.config import load_config
+from backend.request import GenerationRequest
+from tests.server.harness import CONFIG, Service
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.server)
+
+
+class _Collect:
+    cancelled = False
+
+    def __init__(self):
+        self.text = None
+
+    def chunk(self, text):
+        raise AssertionError("not a streaming request")
+
+    def final(self, text, reason, usage):
+        self.text = text
+
+    def error(self, code, message):
+        raise AssertionError(message)
+
+
+@pytest.fixture(scope="session")
+def reference_text():
+    """Return what the fake target of serving.json writes, computed in this process without server, wire or batch."""
+    config = load_config(CONFIG)
+    app = build(replace(config, target=replace(config.target, step_s=0.0)))
+
+    def text(prompt, max_tokens):
+        sink = _Collect()
+        request = GenerationRequest(prompt, max_tokens, end_id=-1, exclude_input_in_output=True)
+        app.orchestrator.submit(app.session(request, sink))
+        while sink.text is None:
+            app.orchestrator.step()
+        return sink.text
+
+    yield text
+    app.close()
+
+
+@pytest.fixture(scope="session")
+def start_service(tmp_path_factory):
+    """Start services; what still runs at the end is stopped."""
+    services = []
+
+    def start(config=CONFIG, **environment):
+        services.append(Service(tmp_path_factory.mktemp("service") / "log", config, **environment))
+        return services[-1]
+
+    yield start
+    for service in services:
+        if service.process.poll() is None:
+            service.stop()
+
+
+@pytest.fixture(scope="session")
+def service(start_service):
+    """The service that tests share; they must leave it as they found it."""
+    return start_service().wait_ready()

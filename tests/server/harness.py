@@ -1,0 +1,154 @@
+"""A real tritonserver, started by the launcher on free ports with the fake engine; and a bare gRPC client that sees raw responses."""
+
+import json
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from backend.triton_adapter.fields import TEXT_INPUTS
+from backend.triton_adapter.launcher.processes import command_line, descendants
+from backend.triton_adapter.paths import PROJECT_ROOT
+
+CONFIG = Path(__file__).parent / "serving.json"
+START_LIMIT_S = 60
+STOP_LIMIT_S = 20
+PACK = {"INT32": "<i", "BOOL": "<?", "FP32": "<f", "UINT64": "<Q"}
+DTYPES = {field.name: field.dtype for field in TEXT_INPUTS}
+
+
+def free_ports(count):
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+class Service:
+    """A launcher process and what it serves."""
+
+    def __init__(self, log, config, **environment):
+        self.http, self.grpc, self.metrics = free_ports(3)
+        self.log = log
+        ports = {"HTTP_PORT": str(self.http), "GRPC_PORT": str(self.grpc), "METRICS_PORT": str(self.metrics)}
+        environment = {
+            **os.environ,
+            **ports,
+            "SPINDLE_CONFIG": str(config),
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(log.parent),
+            **environment,
+        }
+        with log.open("wb") as output:
+            command = [sys.executable, "-m", "backend.triton_adapter.launcher"]
+            self.process = subprocess.Popen(command, cwd=PROJECT_ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+
+    def wait_until(self, condition, limit_s=START_LIMIT_S):
+        """Return the condition's first true value; fails with the log after the limit or when the launcher has ended."""
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            if value := condition():
+                return value
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.05)
+        pytest.fail(f"the service did not get there in {limit_s} s:\n{self.log.read_text(errors='replace')[-4000:]}")
+
+    def wait_ready(self, starts=1):
+        """Wait until the launcher has announced so many starts."""
+        self.wait_until(lambda: self.log.read_text(errors="replace").count("spindle: try: curl") >= starts)
+        return self
+
+    def stop(self):
+        """SIGTERM the launcher and return its status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(STOP_LIMIT_S)
+
+    # -- HTTP
+
+    def post(self, path, body, timeout=30):
+        """Return (status, body as text) of a POST; ``body`` is bytes or a JSON-able object."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{self.http}{path}", data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def generate(self, text_input, max_tokens, model="ensemble", **inputs):
+        """Return (status, reply) of /generate; no end token ends the text early unless asked for."""
+        body = {"text_input": text_input, "max_tokens": max_tokens, "end_id": -1, **inputs}
+        status, text = self.post(f"/v2/models/{model}/generate", body)
+        return status, json.loads(text)
+
+    def health(self):
+        """Return the engine process's health."""
+        status, text = self.post("/v2/models/spindle/generate", {"command": "health"})
+        assert status == 200, text
+        return json.loads(json.loads(text)["reply"])
+
+    def metric(self, name, **labels):
+        """Return the sum of the series of a metric that have the labels."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics}/metrics", timeout=10) as response:
+            lines = response.read().decode().splitlines()
+        series = [re.fullmatch(rf"{name}(?:\{{(.*)\}})? (\S+)", line) for line in lines]
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        return sum(float(found[2]) for found in series if found and all(pair in (found[1] or "") for pair in wanted))
+
+    # -- gRPC
+
+    @contextmanager
+    def stub(self) -> Iterator[service_pb2_grpc.GRPCInferenceServiceStub]:
+        """A gRPC client on a channel of its own."""
+        with grpc.insecure_channel(f"127.0.0.1:{self.grpc}") as channel:
+            yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
+
+    # -- processes
+
+    def tree(self):
+        """Return the pids of everything below the launcher."""
+        return descendants(self.process.pid)
+
+    def pid_of(self, *words):
+        """Return the process of the tree whose command line has all the words."""
+        found = [pid for pid in self.tree() if all(word in " ".join(command_line(pid)) for word in words)]
+        assert len(found) == 1, (words, found)
+        return found[0]
+
+
+def infer_request(model, request_id="", empty_final=True, **inputs):
+    """Return a raw gRPC request of one text request."""
+    request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+    if empty_final:
+        request.parameters["triton_enable_empty_final_response"].bool_param = True
+    for name, value in inputs.items():
+        dtype = DTYPES[name]
+        request.inputs.add(name=name, datatype="BYTES" if dtype == "STRING" else dtype, shape=[1, 1])
+        raw = value if isinstance(value, bytes) else str(value).encode()
+        request.raw_input_contents.append(struct.pack("<I", len(raw)) + raw if dtype == "STRING" else struct.pack(PACK[dtype], value))
+    return request
+
+
+def text_of(response):
+    """Return the text_output of a raw gRPC response, '' when it has none."""
+    for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
+        if output.name == "text_output":
+            return raw[4:].decode()
+    return ""

@@ -1,0 +1,181 @@
+import asyncio
+import json
+import re
+import time
+from collections import Counter
+
+import grpc
+import pytest
+from tritonclient.grpc import service_pb2_grpc
+
+from tests.server.harness import infer_request, text_of
+
+NAMES = ("ensemble", "tensorrt_llm_bls")
+
+
+@pytest.mark.parametrize("model", NAMES)
+def test_generate_repeats_the_prompt_and_goes_on(service, reference_text, model):
+    status, reply = service.generate("Grüße 👋 ", 24, model)
+    assert (status, reply["text_output"]) == (200, "Grüße 👋 " + reference_text("Grüße 👋 ", 24))
+    assert reply["finish_reason"] == "length"
+    assert not {"num_input_tokens", "num_output_tokens", "acceptance_rate"} & set(reply)
+
+
+def test_counts_come_only_when_asked_for(service):
+    flags = {"return_num_input_tokens": True, "return_num_output_tokens": True, "return_perf_metrics": True}
+    _, reply = service.generate("abc", 5, **flags)
+    assert (reply["num_input_tokens"], reply["num_output_tokens"]) == (3, 5)
+    assert {"acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens"} <= set(reply)
+
+
+def test_stop_words_end_the_text(service, reference_text):
+    whole = reference_text("tell me ", 40)
+    word = whole[10:13]
+    _, reply = service.generate("tell me ", 40, exclude_input_in_output=True, stop_words=["never\n", word])
+    assert reply["finish_reason"] == "stop_words"
+    assert whole.startswith(reply["text_output"].removesuffix(word))
+
+
+def test_generate_stream_sends_deltas_that_make_up_the_text(service, reference_text):
+    body = {"text_input": "once ", "max_tokens": 30, "stream": True, "end_id": -1, "id": "tale"}
+    _, text = service.post("/v2/models/ensemble/generate_stream", body)
+    events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line]
+    assert "".join(event["text_output"] for event in events) == reference_text("once ", 30)
+    assert len(events) > 5
+    assert [event.get("finish_reason") for event in events] == [None] * (len(events) - 1) + ["length"]
+    assert {event["id"] for event in events} == {"tale"}
+
+
+async def stream_texts(service, requests):
+    """Return the texts, responses and finals by id of requests that share one gRPC stream."""
+    texts, finals = Counter(), Counter()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{service.grpc}") as channel:
+        call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer()
+        for request in requests:
+            await call.write(request)
+        await call.done_writing()
+        async for message in call:
+            assert not message.error_message, message.error_message
+            response = message.infer_response
+            texts.setdefault(response.id, "")
+            texts[response.id] += text_of(response)
+            finals[response.id] += response.parameters["triton_final_response"].bool_param
+    return texts, finals
+
+
+def test_64_concurrent_streams_keep_their_texts_apart(service, reference_text):
+    prompts = {f"r{i}": f"prompt {i:02d}" for i in range(64)}
+
+    async def run():
+        requests = [
+            infer_request(NAMES[i % 2], name, text_input=prompt, max_tokens=40, stream=True, end_id=-1)
+            for i, (name, prompt) in enumerate(prompts.items())
+        ]
+        return await asyncio.gather(*(stream_texts(service, requests[i::4]) for i in range(4)))
+
+    results = asyncio.run(run())
+    texts = {name: text for part, _ in results for name, text in part.items()}
+    assert texts == {name: reference_text(prompt, 40) for name, prompt in prompts.items()}
+    assert len(set(texts.values())) == 64
+    assert all(count == 1 for _, finals in results for count in finals.values())
+
+
+async def cancelled_stream(service, index):
+    """Start a long request, cancel it after its first response and return the status that the client saw."""
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{service.grpc}") as channel:
+        call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer()
+        await call.write(
+            infer_request(NAMES[index % 2], f"c{index}", text_input=f"cancel {index}", max_tokens=1000, stream=True, end_id=-1)
+        )
+        await call.read()
+        call.cancel()
+        try:
+            await call.read()
+        except asyncio.CancelledError:
+            return grpc.StatusCode.CANCELLED
+        return await call.code()
+
+
+def test_a_burst_with_cancellations_answers_every_request_once(service):
+    time.sleep(1.2)  # the counts of the requests before are exported twice a second
+    before = {name: service.metric("spindle_requests_total", outcome=name) for name in ("success", "cancelled")}
+
+    async def run():
+        requests = [
+            infer_request(NAMES[i % 2], f"b{i}", text_input=f"burst {i}", max_tokens=8 + i % 5, stream=i % 2 == 0, end_id=-1)
+            for i in range(400)
+        ]
+        kept = asyncio.gather(*(stream_texts(service, requests[i::8]) for i in range(8)))
+        gone = asyncio.gather(*(cancelled_stream(service, i) for i in range(100)))
+        return await kept, await gone
+
+    kept, gone = asyncio.run(run())
+    finals = Counter()
+    for _, counts in kept:
+        finals.update(counts)
+    assert finals == {f"b{i}": 1 for i in range(400)}
+    assert gone == [grpc.StatusCode.CANCELLED] * 100
+    time.sleep(1.0)
+    health = service.health()
+    assert (health["active"], health["waiting"]) == (0, 0)
+    service.wait_until(lambda: service.metric("spindle_requests_total", outcome="cancelled") == before["cancelled"] + 100, 5)
+    assert service.metric("spindle_requests_total", outcome="success") == before["success"] + 400
+
+
+BAD = [
+    ({"text_input": ""}, "text_input must not be empty"),
+    ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+    ({"max_tokens": 100000}, "max_tokens 100000"),
+    ({"top_p": 1.5}, "top_p must be between 0 and 1 .*1.5"),
+    ({"temperature": -1}, "temperature .*-1"),
+    ({"top_k": -2}, "top_k .*-2"),
+    ({"num_draft_tokens": -3}, "num_draft_tokens .*-3"),
+    ({"end_id": 100000}, "end_id .*100000"),
+    ({"bad_words": "x"}, "bad_words is not supported"),
+    ({"text_input": ["a", "b"], "max_tokens": [4, 4], "end_id": [1, 1]}, "batch of 2"),
+]
+
+
+def test_bad_inputs_get_errors_that_name_them_while_a_stream_goes_on(service, reference_text):
+    with service.stub() as stub:
+        request = infer_request("ensemble", text_input="go on ", max_tokens=500, stream=True, end_id=-1, empty_final=False)
+        stream = iter(stub.ModelStreamInfer(iter([request])))
+        first = text_of(next(stream).infer_response)
+        for change, words in BAD:
+            body = {"text_input": "a", "max_tokens": 4, "end_id": -1, **change}
+            status, text = service.post("/v2/models/ensemble/generate", body)
+            assert status in (400, 500), text
+            assert re.search(words, json.loads(text)["error"]), text
+        status, text = service.post("/v2/models/ensemble/generate", b'{"text_input": "a\xff", "max_tokens": 4}')
+        assert status == 400
+        assert "text_input is not valid UTF-8" in text
+        status, text = service.post("/v2/models/ensemble/generate", {"text_input": "a"})
+        assert status == 400
+        assert "max_tokens" in text
+        assert first + "".join(text_of(message.infer_response) for message in stream) == reference_text("go on ", 500)
+
+
+def test_a_wrong_type_over_grpc_is_refused_by_name(service):
+    request = infer_request("ensemble", text_input="a", max_tokens=4)
+    request.inputs[1].datatype = "FP32"
+    with service.stub() as stub:
+        message = next(iter(stub.ModelStreamInfer(iter([request]))))
+    assert "max_tokens" in message.error_message
+
+
+def test_an_http_client_that_hangs_up_ends_its_request(service):
+    import urllib.request
+
+    body = json.dumps({"text_input": "leave ", "max_tokens": 1500, "stream": True, "end_id": -1}).encode()
+    response = urllib.request.urlopen(f"http://127.0.0.1:{service.http}/v2/models/ensemble/generate_stream", body, timeout=10)
+    response.readline()
+    assert service.health()["active"] == 1
+    response.close()
+    service.wait_until(lambda: service.health()["active"] == 0, 3)
+
+
+def test_metrics_count_the_steps(service):
+    before = service.metric("spindle_emitted_tokens_total")
+    service.generate("count ", 50)
+    service.wait_until(lambda: service.metric("spindle_emitted_tokens_total") >= before + 50, 5)
+    assert service.metric("spindle_step_seconds_count") > 0
