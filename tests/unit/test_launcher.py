@@ -1,0 +1,194 @@
+import os
+import platform
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from backend.config import parse_config
+from backend.triton_adapter.launcher import settings as settings_module
+from backend.triton_adapter.launcher import supervisor
+from backend.triton_adapter.launcher.processes import command_line, descendants, is_running, kill_all
+from backend.triton_adapter.launcher.run_folder import write_backend, write_model_repository
+from backend.triton_adapter.launcher.settings import DEFAULT_CONFIG, LaunchError, check_machine, check_ports, read_settings
+from backend.triton_adapter.paths import PROJECT_ROOT, config_path, socket_path
+
+
+def test_the_defaults_are_triton_s_ports_on_loopback():
+    settings = read_settings({"HTTP_PORT": ""})
+    assert (settings.bind, settings.http_port, settings.grpc_port, settings.metrics_port) == ("127.0.0.1", 8000, 8001, 8002)
+    assert settings.config == DEFAULT_CONFIG
+
+
+def test_an_open_service_is_reached_by_loopback():
+    assert read_settings({"BIND": "0.0.0.0"}).client_host == "127.0.0.1"
+    assert read_settings({"BIND": "10.1.2.3"}).client_host == "10.1.2.3"
+
+
+@pytest.mark.parametrize("value", ["0", "65536", "-1", "http", "80.5"])
+def test_a_bad_port_is_refused_by_name_and_value(value):
+    with pytest.raises(LaunchError, match=f"GRPC_PORT .*{value}"):
+        read_settings({"GRPC_PORT": value})
+
+
+def test_equal_ports_are_refused():
+    with pytest.raises(LaunchError, match="must differ, got 8000, 8001 and 8000"):
+        read_settings({"METRICS_PORT": "8000"})
+
+
+def test_a_port_in_use_is_refused_by_name():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"GRPC_PORT {port} cannot be used on BIND 127.0.0.1"):
+            check_ports(read_settings({"GRPC_PORT": str(port), "HTTP_PORT": "1", "METRICS_PORT": "2"}))
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "answer", "words"),
+    [
+        (platform, "machine", lambda: "aarch64", "x86-64, this is Linux on aarch64"),
+        (os, "confstr", lambda _: "glibc 2.31", "glibc 2.35 or newer .* has 2.31"),
+        (os, "confstr", lambda _: None, "has unknown"),
+    ],
+)
+def test_an_unfit_machine_is_refused_in_a_sentence(monkeypatch, target, name, answer, words):
+    monkeypatch.setattr(target, name, answer)
+    with pytest.raises(LaunchError, match=words):
+        check_machine()
+
+
+def test_a_python_without_a_shared_library_is_refused(monkeypatch):
+    monkeypatch.setattr(settings_module.sysconfig, "get_config_var", lambda _: "/nowhere")
+    monkeypatch.setattr(settings_module.ctypes, "CDLL", lambda _: (_ for _ in ()).throw(OSError()))
+    with pytest.raises(LaunchError, match=r"libpython3\.\d+\.so\.1\.0 is missing"):
+        settings_module.python_library_folder()
+
+
+def test_the_run_folder_holds_a_complete_repository_with_the_settings(tmp_path):
+    config = parse_config({"target": {"engine": "fake"}, "triton": {"decoupled_mode": False, "max_batch_size": 3}})
+    repository = write_model_repository(tmp_path, config)
+    assert sorted(path.name for path in repository.iterdir()) == ["ensemble", "spindle", "tensorrt_llm_bls"]
+    assert all((path / "1" / "model.py").is_file() for path in repository.iterdir())
+    text = (repository / "ensemble" / "config.pbtxt").read_text()
+    assert "decoupled: false" in text
+    assert "max_batch_size: 3" in text
+    python_backend = write_backend(tmp_path) / "python"
+    assert {path.name for path in python_backend.iterdir()} >= {"libtriton_python.so", "triton_python_backend_stub"}
+    assert not any(path.is_symlink() for path in python_backend.iterdir())
+
+
+def test_all_models_of_a_repository_agree_on_a_private_socket(monkeypatch, tmp_path):
+    monkeypatch.delenv("SPINDLE_SOCKET", raising=False)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    paths = {socket_path({"model_repository": f"/srv/{repository}/{model}"}) for repository in "ab" for model in ("ensemble", "spindle")}
+    assert len(paths) == 2
+    assert (next(iter(paths)).parent.stat().st_mode & 0o777) == 0o700
+    next(iter(paths)).parent.chmod(0o755)
+    with pytest.raises(PermissionError, match="closed to others"):
+        socket_path({"model_repository": "/srv/a/spindle"})
+
+
+def test_the_configuration_lies_in_the_version_folder_unless_named(monkeypatch):
+    args = {"model_repository": "/srv/a/spindle", "model_version": "1"}
+    monkeypatch.delenv("SPINDLE_CONFIG", raising=False)
+    assert config_path(args) == Path("/srv/a/spindle/1/serving.json")
+    monkeypatch.setenv("SPINDLE_CONFIG", "/etc/serving.json")
+    assert config_path(args) == Path("/etc/serving.json")
+
+
+def wait_until(condition, limit_s=10.0):
+    deadline = time.monotonic() + limit_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
+
+
+def sleepers(pid):
+    return [child for child in descendants(pid) if command_line(child) == ["sleep", "60"]]
+
+
+def test_the_process_tree_is_found_and_killed():
+    parent = subprocess.Popen(["sh", "-c", "sleep 60 & sleep 60 & wait"])
+    wait_until(lambda: len(sleepers(parent.pid)) == 2)
+    children = descendants(parent.pid)
+    assert kill_all([parent.pid, *children]) == []
+    assert not is_running(parent.pid)  # a zombie does not run
+    parent.wait()
+
+
+def test_a_tied_process_dies_with_its_parent():
+    code = "import subprocess, sys; from backend.triton_adapter.tied import tied; subprocess.run(tied(sys.executable, ['sleep', '60']))"
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=PROJECT_ROOT)
+    wait_until(lambda: sleepers(parent.pid))
+    child = sleepers(parent.pid)[0]
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not is_running(child))
+
+
+class FakeServer:
+    """Plays a script: each start is (becomes ready, the trouble it then has); the last one runs until told to stop."""
+
+    def __init__(self, script, stop):
+        self._script = list(script)
+        self._stop = stop
+        self.calls = []
+
+    def start(self):
+        self.calls.append("start")
+        self._ready, self._trouble = self._script.pop(0)
+        self._seen_ready = False
+
+    def is_ready(self):
+        self._seen_ready = self._ready
+        if self._ready and self._trouble is None:
+            self._stop.set()
+        return self._ready
+
+    def trouble(self):
+        return self._trouble if self._seen_ready or not self._ready else None
+
+    def stop(self):
+        self.calls.append("stop")
+
+    def kill(self):
+        self.calls.append("kill")
+
+
+@pytest.fixture
+def run(monkeypatch):
+    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr(supervisor, "WATCH_PERIOD_S", 0.001)
+
+    def supervise(script):
+        stop, said, ready = threading.Event(), [], []
+        server = FakeServer(script, stop)
+        try:
+            supervisor.supervise(server, stop, ready.append, said.append)
+        finally:
+            supervise.said, supervise.calls, supervise.ready = said, server.calls, ready
+        return server.calls
+
+    return supervise
+
+
+def test_a_server_in_trouble_is_killed_and_started_again(run):
+    assert run([(True, "a stub has died"), (True, None)]) == ["start", "kill", "start", "stop"]
+    assert any("a stub has died: starting again" in line for line in run.said)
+    assert len(run.ready) == 2
+
+
+def test_a_server_that_never_was_ready_is_an_error(run):
+    with pytest.raises(LaunchError, match="ended with status 1 before it was ready"):
+        run([(False, "tritonserver ended with status 1")])
+    assert run.calls == ["start", "kill"]
+
+
+def test_a_crash_loop_is_given_up(run):
+    with pytest.raises(LaunchError, match="failure 5 in quick succession: giving up"):
+        run([(True, "it died")] * 9)
+    assert run.calls == ["start", "kill"] * 5

@@ -1,0 +1,142 @@
+import threading
+from collections import defaultdict
+
+import pytest
+
+from backend.request import ErrorCode
+from backend.triton_adapter.codec import Wanted
+from backend.triton_adapter.sender import Reply, Senders
+
+FINAL = {"type": "final", "finish_reason": "length", "num_input_tokens": 1, "num_output_tokens": 1}
+FINAL |= {"draft_tokens": 0, "accepted_draft_tokens": 0}
+
+
+class Client:
+    """Records what a Triton response sender was given."""
+
+    def __init__(self):
+        self.texts = []
+        self.endings = []
+        self.gone = False
+        self.ended = threading.Event()
+
+    def send(self, outputs, *, final):
+        assert not self.endings, "something was sent after the final reply"
+        self.texts.append(outputs["text_output"][0][0].decode())
+        if final:
+            self._end("success")
+
+    def fail(self, code, message):
+        assert not self.endings, "a second final reply"
+        self._end((code, message))
+
+    def is_cancelled(self):
+        return self.gone
+
+    def _end(self, how):
+        self.endings.append(how)
+        self.ended.set()
+
+
+@pytest.fixture
+def cancels():
+    return []
+
+
+@pytest.fixture
+def senders(cancels):
+    made = Senders(cancels.append)
+    yield made
+    made.close()
+
+
+def open_clients(senders, count):
+    clients = {i: Client() for i in range(1, count + 1)}
+    for i, client in clients.items():
+        senders.open(Reply(i, client, Wanted()))
+    return clients
+
+
+def test_interleaved_streams_keep_their_order_and_end_once(senders):
+    clients = open_clients(senders, 32)
+    expected = defaultdict(str)
+    for step in range(50):
+        for i in clients:
+            expected[i] += f"{i}.{step} "
+            senders.deliver({"type": "chunk", "id": i, "text": f"{i}.{step} "})
+    for i in clients:
+        senders.deliver({**FINAL, "id": i, "text": "end"})
+    senders.close()
+    assert {i: "".join(client.texts) for i, client in clients.items()} == {i: text + "end" for i, text in expected.items()}
+    assert all(client.endings == ["success"] for client in clients.values())
+
+
+def test_deltas_that_wait_are_sent_together_with_the_last_one(senders):
+    class SlowFirst(Client):
+        def __init__(self):
+            super().__init__()
+            self.sending, self.go_on = threading.Event(), threading.Event()
+
+        def send(self, outputs, *, final):
+            self.sending.set()
+            assert self.go_on.wait(5)
+            super().send(outputs, final=final)
+
+    client = SlowFirst()
+    senders.open(Reply(1, client, Wanted()))
+    senders.deliver({"type": "chunk", "id": 1, "text": "a"})
+    assert client.sending.wait(5)
+    for message in ({"type": "chunk", "id": 1, "text": "b"}, {"type": "chunk", "id": 1, "text": "c"}, {**FINAL, "id": 1, "text": "d"}):
+        senders.deliver(message)
+    client.go_on.set()
+    assert client.ended.wait(5)
+    assert client.texts == ["a", "bcd"]
+
+
+def test_an_error_ends_its_request_only(senders):
+    clients = open_clients(senders, 2)
+    senders.fail(1, ErrorCode.INVALID_ARGUMENT, "top_p")
+    senders.deliver({**FINAL, "id": 2, "text": "fine"})
+    senders.close()
+    assert clients[1].endings == [(ErrorCode.INVALID_ARGUMENT, "top_p")]
+    assert clients[2].texts == ["fine"]
+
+
+def test_a_lost_engine_ends_every_open_request_and_no_later_one(senders):
+    clients = open_clients(senders, 9)
+    senders.deliver({**FINAL, "id": 1, "text": ""})
+    senders.fail_all(ErrorCode.UNAVAILABLE, "gone")
+    later = Client()
+    senders.open(Reply(100, later, Wanted()))
+    senders.close()
+    assert clients[1].endings == ["success"]
+    assert all(clients[i].endings == [(ErrorCode.UNAVAILABLE, "gone")] for i in range(2, 10))
+    assert later.endings == []
+
+
+def test_a_cancelled_request_is_ended_and_the_engine_told(senders, cancels):
+    clients = open_clients(senders, 8)
+    clients[3].gone = True
+    assert clients[3].ended.wait(5)
+    senders.deliver({"type": "error", "id": 3, "code": "CANCELLED", "message": "late"})
+    senders.deliver({"type": "chunk", "id": 3, "text": "late"})
+    senders.close()
+    assert cancels == [3]
+    assert clients[3].endings == [(ErrorCode.CANCELLED, "Request cancelled by client")]
+    assert clients[3].texts == []
+    assert not any(client.endings for i, client in clients.items() if i != 3)
+
+
+def test_a_client_that_cannot_be_sent_to_does_not_stop_its_shard(senders):
+    class Broken(Client):
+        def send(self, outputs, *, final):
+            raise RuntimeError("broken")
+
+    senders.open(Reply(4, Broken(), Wanted()))
+    other = Client()
+    senders.open(Reply(8, other, Wanted()))  # the same shard
+    senders.deliver({"type": "chunk", "id": 4, "text": "x"})
+    senders.deliver({**FINAL, "id": 4, "text": ""})
+    senders.deliver({**FINAL, "id": 8, "text": "fine"})
+    assert other.ended.wait(5)
+    assert other.texts == ["fine"]
