@@ -37,7 +37,7 @@ def uniforms(seed: Any, position: Any, purpose: Purpose, attempt: Any) -> npt.ND
 
 
 def _words(value: Any) -> npt.NDArray[np.uint64]:
-    values = np.asarray(value, dtype=object)
+    values = np.asarray(value, dtype=object)  # a seed may be beyond any machine integer
     return np.array([int(item) & _MASK for item in values.flat], np.uint64).reshape(values.shape)
 
 
