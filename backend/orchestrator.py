@@ -259,4 +259,4 @@ class Orchestrator:
             self._policy_state = self._policy.observe(outcome, self._policy_state, self._clock())
         if plan is not None:
             self._stats.step(plan, outcome, self._drafting.names)
-        self._stats.load(*self.counts())
+        self._stats.state(*self.counts(), self._policy.drift(self._policy_state))

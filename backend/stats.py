@@ -78,10 +78,12 @@ class StepStats:
         else:
             self._stats.observe("spindle_inter_token_seconds", since_last_s)
 
-    def load(self, active: int, queued: int) -> None:
-        """Set the load gauges."""
+    def state(self, active: int, queued: int, drift: dict[str, float]) -> None:
+        """Set the gauges: load, and measured over predicted time by part of the step."""
         self._stats.gauge("spindle_active_requests", active)
         self._stats.gauge("spindle_queued_requests", queued)
+        for part, ratio in drift.items():
+            self._stats.gauge("spindle_latency_drift", ratio, part=part)
 
     def step(self, plan: Plan, outcome: Outcome, drafts: tuple[str, ...]) -> None:
         """Record one step."""

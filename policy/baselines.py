@@ -18,6 +18,11 @@ class _Stateless:
         """Learn nothing."""
         del outcome, state, now
 
+    def drift(self, state: None) -> dict[str, float]:
+        """Return nothing: no time is predicted."""
+        del state
+        return {}
+
 
 class NoSpeculation(_Stateless):
     """Plain decoding: k = 0 for everyone."""

@@ -68,8 +68,8 @@ class Outcome:
 
     ``request, draft, length, accepted, emitted`` are int64[m]; ``scored[m]`` is how many proposed positions count as evidence (the
     positions seen before an EOS or stop cut; ``length`` otherwise). ``sampled[m]`` as in the view.
-    ``free_*`` (int64[f]) are counterfactual observations: draft ``free_draft`` would have had ``free_accepted`` of its first ``free_scored``
-    tokens accepted for ``free_request``. ``measured_s`` is the step's wall time; ``parts_s`` its parts by name
+    ``free_*`` (int64[f]) are counterfactual observations: draft ``free_draft`` would have had ``free_accepted`` of its first
+    ``free_scored`` tokens accepted for ``free_request``. ``measured_s`` is the step's wall time; ``parts_s`` its parts by name
     (``verify``, ``draft:<name>``, ``overhead``).
     """
 
@@ -103,4 +103,8 @@ class Policy(Protocol):
 
     def observe(self, outcome: Outcome, state: Any, now: float) -> Any:
         """Return the state after learning from a step; requests in ``outcome.finished`` are forgotten."""
+        ...
+
+    def drift(self, state: Any) -> dict[str, float]:
+        """Return measured over predicted time by part of the step, for metrics; empty for a policy that predicts nothing."""
         ...

@@ -63,6 +63,9 @@ class RandomChoice:
         self.last = outcome
         return state
 
+    def drift(self, state):
+        return {}
+
 
 class World:
     def __init__(self, policy=None, drafts=(0.9, 0.2), max_active=8, max_queued=100, blocks=1000, chunk=7, seed=0):
