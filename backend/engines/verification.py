@@ -27,10 +27,12 @@ class Law:
 
     def of(self, tokens: Seq[int]) -> torch.Tensor:
         """Return q(token) [len(tokens)] in float64, row i for token i; ValueError for a token that the law cannot have given."""
-        rows = normalised(self.probs[: len(tokens)])
-        wanted = torch.tensor(tokens, device=rows.device)[:, None]
+        if len(tokens) > len(self.probs):
+            raise ValueError(f"a law of {len(self.probs)} rows cannot have given {len(tokens)} tokens")
+        rows = self.probs[: len(tokens)]
+        wanted = torch.tensor(tokens, dtype=torch.int64, device=rows.device)[:, None]
         found = rows.gather(1, wanted) if self.token_ids is None else rows * (self.token_ids == wanted)
-        chances = found.sum(-1)
+        chances = found.sum(-1, dtype=torch.float64) / rows.sum(-1, dtype=torch.float64)
         if not bool((chances > 0).all()):
             raise ValueError(f"proposed tokens {list(tokens)} have probability 0 under the law that they are said to come from")
         return chances
@@ -108,7 +110,8 @@ def acceptance(laws: torch.Tensor, tokens: Seq[int], law: Law | None) -> torch.T
     """
     if not tokens:
         return laws.new_zeros(0)
-    chances = normalised(laws).gather(1, torch.tensor(tokens, device=laws.device)[:, None])[:, 0]
+    found = laws.gather(1, torch.tensor(tokens, device=laws.device)[:, None])[:, 0]
+    chances = found.double() / laws.sum(-1, dtype=torch.float64)
     return chances if law is None else chances / law.of(tokens)
 
 
