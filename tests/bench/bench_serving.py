@@ -2,8 +2,8 @@
 
     python -m tests.bench.bench_serving --config model_repository/spindle/1/serving.json
 
-Greedy, natural end of text, closed loop at fixed concurrency. The arms run in blocks of the same requests, in ABBA order, after a warm-up
-block; what is compared is the ratio of a block's emitted tokens per second. Replies that go round in circles (4-gram repetition) are
+Greedy, natural end of text. A block is as many requests at once as the concurrency says; both arms run it, in ABBA order, after a warm-up
+block, and what is compared is the ratio of its emitted tokens per second. Replies that go round in circles (4-gram repetition) are
 counted, and at concurrency 1, where a block is one request, left out of the headline ratio.
 """
 
@@ -15,6 +15,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -30,7 +31,6 @@ from tests.bench.paired import abba, median_interval, repeated_share
 
 ADAPTIVE, PLAIN = ARMS = ("adaptive", "plain")
 LOOPING_SHARE = 0.5
-_REQUESTS_PER_SLOT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,10 @@ class Block:
         return self.output_tokens / self.wall_s
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark, print a table and write the record."""
-    args = _arguments()
+    command = sys.argv[1:] if arguments is None else list(arguments)
+    args = _arguments(command)
     with tempfile.TemporaryDirectory() as folder:
         arms = _start(args, Path(folder))
         try:
@@ -69,7 +70,7 @@ def main() -> None:
                 arm.close()
     tables = [summarise(blocks, name, concurrency, args.seed) for name in args.workloads for concurrency in args.concurrency]
     _print(tables)
-    _write(args, tables, blocks)
+    _write(args, command, tables, blocks)
 
 
 def summarise(blocks: list[Block], workload: str, concurrency: int, seed: int) -> dict[str, Any]:
@@ -116,11 +117,10 @@ def _start(args: argparse.Namespace, folder: Path) -> dict[str, Arm]:
 
 def _measure(args: argparse.Namespace, arms: dict[str, Arm], name: str, concurrency: int) -> list[Block]:
     """Run all blocks of one workload at one concurrency; block 0 warms up and is dropped."""
-    size = 1 if concurrency == 1 else _REQUESTS_PER_SLOT * concurrency
-    texts = _texts(args, name, size * (args.blocks + 1))
+    texts = _texts(args, name, concurrency * (args.blocks + 1))
     blocks = []
     for number in range(args.blocks + 1):
-        share = texts[number * size : (number + 1) * size]
+        share = texts[number * concurrency : (number + 1) * concurrency]
         for arm in abba(ARMS, number):
             started = time.perf_counter()
             replies = arms[arm].serve(share, args.max_tokens, concurrency)
@@ -150,12 +150,12 @@ def _print(tables: list[dict[str, Any]]) -> None:
         )
 
 
-def _write(args: argparse.Namespace, tables: list[dict[str, Any]], blocks: list[Block]) -> None:
+def _write(args: argparse.Namespace, command: list[str], tables: list[dict[str, Any]], blocks: list[Block]) -> None:
     now = datetime.now(timezone.utc)
     record = {
         "benchmark": "served tokens per second, adaptive against no speculation and no draft loaded",
         "time_utc": now.isoformat(timespec="seconds"),
-        "command": ["python", "-m", "tests.bench.bench_serving", *sys.argv[1:]],
+        "command": ["python", "-m", "tests.bench.bench_serving", *command],
         "through": "loop in process" if args.in_process else "tritonserver, gRPC streaming",
         "seed": args.seed,
         "max_tokens": args.max_tokens,
@@ -184,7 +184,7 @@ def _without_texts(block: Block) -> dict[str, Any]:
     return {**asdict(block), "replies": replies, "rate": block.rate}
 
 
-def _arguments() -> argparse.Namespace:
+def _arguments(command: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True, help="the serving configuration of the adaptive arm")
     parser.add_argument("--in-process", action="store_true", help="step the loop here, without Triton")
@@ -195,7 +195,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--raw", action="store_true", help="send the bare message, without the chat template")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=PROJECT_ROOT / "docs" / "results")
-    return parser.parse_args()
+    return parser.parse_args(command)
 
 
 if __name__ == "__main__":

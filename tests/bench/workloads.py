@@ -10,6 +10,7 @@ A corpus is downloaded once into the cache and must have the SHA-256 written her
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import subprocess
@@ -108,11 +109,13 @@ def _generated(name: str, count: int, seed: int) -> Workload:
 def _corpus(corpus: PinnedFile) -> str:
     """Return the text of a corpus, downloading it when the cache does not hold it."""
     path = cache.root() / "corpora" / f"{corpus.sha256[:16]}-{Path(corpus.member).name}"
+    data = path.read_bytes() if path.is_file() else _download(corpus)
+    if (found := hashlib.sha256(data).hexdigest()) != corpus.sha256:
+        raise WorkloadError(f"{path if path.is_file() else corpus.member} has SHA-256 {found}, expected {corpus.sha256}")
+    text = data.decode("utf-8")
     if not path.is_file():
-        cache.publish_file(path, _download(corpus).decode("utf-8"))
-    if (found := cache.sha256(path)) != corpus.sha256:
-        raise WorkloadError(f"{path} has SHA-256 {found}, expected {corpus.sha256}: delete it and run again")
-    return path.read_text("utf-8")
+        cache.publish_file(path, text)
+    return text
 
 
 def _download(corpus: PinnedFile) -> bytes:
