@@ -112,6 +112,8 @@ class EngineLink:
                         self._on_message(message)
         except (OSError, wire.WireError) as error:
             logger.warning("connection to the engine lost: %s", error)
+        except Exception:  # this thread must live on, and no request may wait for one that does not
+            logger.exception("connection to the engine given up")
         was_up = self._connected.is_set()
         self._connected.clear()
         with self._send_lock:

@@ -16,7 +16,7 @@ def crashing(start_service):
     return start_service().wait_ready()
 
 
-def streams_when(service, action, count=4):
+def streams_when(service, action, count=4, limit_s=10):
     """Start endless streams on both names, act when all run, and return how each ended (an error message or a gRPC status)."""
     with service.stub() as stub:
         names = ("ensemble", "tensorrt_llm_bls")
@@ -29,7 +29,7 @@ def streams_when(service, action, count=4):
         action()
         acted = time.monotonic()
         endings = [ending(stream) for stream in streams]
-    assert time.monotonic() - acted < 10, "a stream was left to its deadline"
+    assert time.monotonic() - acted < limit_s, "a stream was left to its deadline"
     return endings
 
 
@@ -93,6 +93,17 @@ def test_sigterm_drains_and_leaves_nothing_behind(crashing, reference_text):
     assert text == reference_text("last ", 400)
     assert crashing.process.wait(15) == 0
     assert left_by(crashing, tree) == []
+
+
+def test_a_request_that_does_not_end_in_time_gets_an_error_at_shutdown(start_service, tmp_path):
+    config = tmp_path / "serving.json"
+    config.write_text('{"target": {"engine": "fake", "step_s": 0.05}, "policy": {"kind": "none"}}')
+    service = start_service(config).wait_ready()
+    tree = service.tree()
+    endings = streams_when(service, lambda: service.process.send_signal(signal.SIGTERM), count=1, limit_s=15)
+    assert endings[0] == grpc.StatusCode.UNAVAILABLE or isinstance(endings[0], str)
+    assert service.process.wait(15) == 0
+    assert left_by(service, tree) == []
 
 
 def test_a_killed_launcher_takes_everything_with_it(start_service):

@@ -1,0 +1,116 @@
+import socket
+import threading
+
+import pytest
+
+from backend import wire
+from backend.request import ErrorCode, RequestError
+from backend.triton_adapter import link as link_module
+from backend.triton_adapter.link import EngineLink
+
+
+class Engine:
+    """The engine process's end: accepts one connection at a time."""
+
+    def __init__(self, path):
+        path.unlink(missing_ok=True)
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener.settimeout(5)
+        self.listener.bind(str(path))
+        self.listener.listen()
+
+    def accept(self, version=wire.VERSION):
+        self.peer, _ = self.listener.accept()
+        self.peer.settimeout(5)
+        self.decoder = wire.Decoder()
+        self.messages = self._messages()
+        self.send({"type": "hello", "version": version})
+
+    def send(self, message):
+        self.peer.sendall(wire.encode(message))
+
+    def _messages(self):
+        while data := self.peer.recv(4096):
+            yield from self.decoder.feed(data)
+
+    def close(self):
+        self.peer.close()
+        self.listener.close()
+
+
+class Recorder:
+    def __init__(self):
+        self.messages = []
+        self.heard, self.lost = threading.Event(), threading.Event()
+
+    def on_message(self, message):
+        self.messages.append(message)
+        self.heard.set()
+
+    def on_lost(self):
+        self.lost.set()
+
+
+@pytest.fixture
+def recorder():
+    return Recorder()
+
+
+@pytest.fixture
+def link(tmp_path, recorder):
+    made = EngineLink(tmp_path / "s", recorder.on_message, recorder.on_lost, greeting=({"type": "subscribe"},))
+    made.start()
+    yield made
+    made.close()
+
+
+def test_a_link_waits_for_the_socket_greets_and_carries_messages(link, recorder, tmp_path):
+    assert not link.wait(0.0)
+    engine = Engine(tmp_path / "s")
+    engine.accept()
+    assert link.wait(5)
+    link.send({"type": "cancel", "id": 7})
+    assert [next(engine.messages)["type"] for _ in range(3)] == ["hello", "subscribe", "cancel"]
+    engine.send({"type": "chunk", "id": 7, "text": "ü"})
+    assert recorder.heard.wait(5)
+    assert recorder.messages == [{"type": "chunk", "id": 7, "text": "ü"}]
+    engine.close()
+
+
+def test_a_lost_engine_is_reported_refused_and_found_again(link, recorder, tmp_path):
+    engine = Engine(tmp_path / "s")
+    engine.accept()
+    assert link.wait(5)
+    engine.close()
+    assert recorder.lost.wait(5)
+    with pytest.raises(RequestError, match="starting or restarting") as refusal:
+        link.send({"type": "cancel", "id": 1})
+    assert refusal.value.code is ErrorCode.UNAVAILABLE
+    engine = Engine(tmp_path / "s")
+    engine.accept()
+    assert link.wait(5)
+    engine.close()
+
+
+def test_another_protocol_version_is_not_used(link, recorder, tmp_path, caplog):
+    engine = Engine(tmp_path / "s")
+    engine.accept(version=99)
+    assert [message["type"] for message in engine.messages] == ["hello", "subscribe"]  # and the link has hung up
+    assert not link.wait(0.0)
+    assert not recorder.lost.is_set()
+    assert "protocol version 99" in caplog.text
+    engine.close()
+
+
+def test_an_engine_that_stopped_reading_is_given_up(recorder, tmp_path, monkeypatch):
+    monkeypatch.setattr(link_module, "SEND_LIMIT_S", 1)
+    engine = Engine(tmp_path / "s")
+    link = EngineLink(tmp_path / "s", recorder.on_message, recorder.on_lost)
+    link.start()
+    engine.accept()
+    assert link.wait(5)
+    with pytest.raises(RequestError, match="does not take requests"):
+        link.send({"type": "submit", "id": 1, "request": {"text_input": "x" * 4_000_000}})
+    assert recorder.lost.wait(5)
+    engine.close()
+    link.close()
