@@ -27,7 +27,7 @@ class AcceptanceConfig:
 
     prior_hazard: float = 0.6
     prior_strength: float = 4.0
-    request_strength: float = 6.0
+    request_strength: float = 12.0
     position_strength: float = 12.0
     request_memory_steps: float = 100.0
     draft_memory_rows: float = 8000.0

@@ -16,6 +16,7 @@ _PRICE_TOLERANCE = 0.01
 _PRICE_ROUNDS = 4
 _SHARE_BOUNDS = (0.1, 2.0)
 _PROBE_TOKENS = 2
+_PROBE_FLOOR = 0.03  # of a step's time: what a probe costs at least, since estimates flatter what looks free
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class PlannerConfig:
     """
 
     k_max: int = 8
-    explore_share: float = 0.015
+    explore_share: float = 0.01
     optimism: float = 1.5
     switch_horizon_steps: float = 16.0
     price_memory_steps: float = 200.0
@@ -185,12 +186,12 @@ class AdaptivePlanner:
             return choice, result, min(credit_s, result.step_s), 0
         order, draft, length = probe
         cap_s = result.step_s
-        for count in sorted({max(1, len(rows) // 8), 1}, reverse=True):
+        for count in sorted({max(1, len(order) // 2), max(1, len(order) // 8), 1}, reverse=True):
             chosen = order[:count]
             candidate = Choice(choice.draft.copy(), choice.length.copy())
             candidate.draft[chosen], candidate.length[chosen] = draft, length[chosen]
             outcome = score(problem, candidate)
-            loss_s = max(0.0, (result.value - outcome.value) / price + outcome.step_s - result.step_s)
+            loss_s = max(_PROBE_FLOOR * result.step_s, (result.value - outcome.value) / price + outcome.step_s - result.step_s)
             if loss_s <= credit_s:
                 return candidate, outcome, credit_s - loss_s, count
             cap_s = max(result.step_s, loss_s)
@@ -201,39 +202,29 @@ class AdaptivePlanner:
     ) -> tuple[IntArray, int, IntArray] | None:
         """Return (rows in order of promise, draft, length by row) of a probe, or None if even optimism sees no gain.
 
-        The upside of (row, draft) is its best optimistic net gain, at the marginal prices of the present choice, over the row's present
-        one; the promise is upside by cost. A probe goes at most ``_PROBE_TOKENS`` beyond the chain that the row has with that draft.
+        The upside of (row, draft) is its best optimistic net gain over the row's present one, the draft's forwards shared by all rows (it
+        may pay only if all use it). The draft of the largest upside is probed, on the rows of the most upside by cost, at most
+        ``_PROBE_TOKENS`` beyond the chain that the row has with that draft.
         """
         n, drafts, k_max = problem.gain.shape
         if k_max == 0 or n == 0 or self.config.explore_share == 0:
             return None
         hopeful = np.minimum(estimate.hazard + self.config.optimism * estimate.spread, 1.0)[:, :, :k_max]
-        cost = price * self._marginal_s(problem, choice)
-        net = np.cumsum(np.cumprod(hopeful, axis=2) * weight[:, None, None] - cost, axis=2) - price * problem.charge_s[:, :, None]
-        net = np.where(np.arange(k_max) < problem.ceiling[:, :, None], net, -np.inf)
-        present = np.cumsum(problem.gain - cost, axis=2)[np.arange(n), choice.draft, choice.length - 1]
-        upside = net.max(2) - np.where(choice.length > 0, present, 0.0)[:, None]
+        token_s = (problem.verify_s[-1] - problem.verify_s[0]) / (len(problem.verify_s) - 1)
+        shared = price * (token_s + problem.forward_s[:, n] / n + problem.row_s)
+        depth = np.arange(1, k_max + 1)
+        net = np.cumsum(np.cumprod(hopeful, axis=2), axis=2) * weight[:, None, None] - depth * shared[:, :, None]
+        net = np.where(depth <= problem.ceiling[:, :, None], net, -np.inf) - price * problem.charge_s[:, :, None]
+        present = np.cumsum(problem.gain, axis=2)[np.arange(n), choice.draft, choice.length - 1]
+        present = np.where(choice.length > 0, present - choice.length * shared[np.arange(n), choice.draft], 0.0)
         own_length = np.where(choice.draft[:, None] == np.arange(drafts), choice.length[:, None], 0)
         length = np.minimum(net.argmax(2) + 1, own_length + _PROBE_TOKENS)
-        promise = np.where(length == own_length, 0.0, upside) / (cost[:, :, 0] + price * problem.switch_s + 1e-9)
-        row, draft = np.unravel_index(int(promise.argmax()), promise.shape)
-        if promise[row, draft] <= 0:
-            return None
-        order = np.argsort(-promise[:, draft], kind="stable")
-        return order[promise[order, draft] > 0], int(draft), length[:, draft]
-
-    def _marginal_s(self, problem: StepProblem, choice: Choice) -> FloatArray:
-        """Return the seconds that one row adds at each depth of each draft, float64[n, D, K], beside the present choice."""
-        n, drafts, k_max = problem.gain.shape
-        total = int(choice.length.sum())
-        ahead = min(total + k_max, n * k_max)
-        token_s = (problem.verify_s[ahead] - problem.verify_s[total]) / max(ahead - total, 1)
-        alive = (choice.length[:, None] > np.arange(k_max))[:, None, :] & (choice.draft[:, None] == np.arange(drafts))[:, :, None]
-        beside = alive.sum(0)
-        column = np.arange(drafts)[:, None]
-        forward_s = problem.forward_s[column, beside + 1] - problem.forward_s[column, beside]
-        seconds: FloatArray = token_s + forward_s + problem.row_s[:, :, None]
-        return seconds
+        upside = np.where(length == own_length, 0.0, np.maximum(net.max(2) - present[:, None], 0.0))
+        draft = int(upside.sum(0).argmax())
+        promise = upside[:, draft] / (problem.forward_s[draft, 1] + problem.switch_s[:, draft] + 1e-9)
+        order = np.argsort(-promise, kind="stable")
+        order = order[promise[order] > 0]
+        return (order, draft, length[:, draft]) if len(order) else None
 
     # -- observe
 
