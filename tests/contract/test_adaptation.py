@@ -1,0 +1,82 @@
+"""Two workloads in one batch on the real model: the policy treats them differently, and the metrics show it."""
+
+from collections import Counter, defaultdict
+
+import pytest
+import torch
+
+from backend.app import build
+from backend.config import parse_config
+from backend.request import GenerationRequest
+from engines_build.prepare import bring_embedded_model
+from policy import LatencyTable
+
+pytestmark = pytest.mark.model
+
+CONFIG = {
+    "target": {"engine": "torch", "model": "smollm2-135m-instruct", "dtype": "bf16"},
+    "drafts": [
+        {"name": "small", "engine": "torch", "model": "engines_build/drafts/smollm2-135m-instruct-10m"},
+        {"name": "lookup", "engine": "lookup"},
+    ],
+    "policy": {"kind": "adaptive"},
+    "limits": {"kv_cache_tokens": 16384},
+}
+TABLES = {
+    "target": LatencyTable.synthetic("target", {1: 0.05, 8: 0.055, 16: 0.075, 64: 0.25}),
+    "small": LatencyTable.synthetic("small", {1: 0.0025, 8: 0.004}),
+}
+COPYING = [f"{words} " * 12 for words in ("one two three four five six seven", "red orange yellow green blue indigo violet")]
+CHATTING = ["Yesterday I went to the market and", "The best way to learn a language is"]
+
+
+class Recorder:
+    """A policy that notes what was chosen for whom."""
+
+    def __init__(self, policy):
+        self.policy, self.chosen = policy, defaultdict(Counter)
+
+    def __getattr__(self, name):
+        return getattr(self.policy, name)
+
+    def observe(self, outcome, state, now):
+        for request, draft, length in zip(outcome.request.tolist(), outcome.draft.tolist(), outcome.length.tolist(), strict=True):
+            self.chosen[request][("small", "lookup", "none")[draft], length] += 1
+        return self.policy.observe(outcome, state, now)
+
+
+class Sink:
+    cancelled = False
+
+    def final(self, text, reason, usage):
+        pass
+
+    def error(self, code, message):
+        raise AssertionError(message)
+
+
+def test_texts_that_copy_themselves_and_free_texts_get_other_drafts_and_lengths():
+    torch.set_num_threads(1)
+    bring_embedded_model()
+    app = build(parse_config(CONFIG), TABLES)
+    loop = app.orchestrator
+    recorder = loop._policy = Recorder(loop._policy)
+    sessions = [app.session(GenerationRequest(text, 48, end_id=-1), Sink()) for text in (*COPYING, *CHATTING)]
+    for session in sessions:
+        loop.submit(session)
+    while loop.step():
+        pass
+    copying, chatting = (sum((recorder.chosen[s.id] for s in half), Counter()) for half in (sessions[:2], sessions[2:]))
+
+    def mean_length(chosen):
+        return sum(length * count for (_, length), count in chosen.items()) / chosen.total()
+
+    def share_of_lookup(chosen):
+        return sum(count for (draft, _), count in chosen.items() if draft == "lookup") / chosen.total()
+
+    assert mean_length(copying) > mean_length(chatting) + 1
+    assert share_of_lookup(copying) > 2 * share_of_lookup(chatting)
+    counters = {(name, *labels.values()): value for name, labels, value in app.stats.drain()["counters"]}
+    assert counters["spindle_accepted_tokens_total", "lookup"] > 40
+    assert counters["spindle_draft_tokens_total", "small"] > 0
+    app.close()
