@@ -26,17 +26,14 @@ class _Cache:
     agreed: int = 0
 
     def seen(self, tokens: list[int]) -> int:
-        """Return how many of ``tokens`` are in the cache, forgetting what is not theirs. Looks only at what is new since the last call."""
-        stop, position = min(len(self.ran), len(tokens)), self.agreed
-        while position < stop and self.ran[position] == tokens[position]:
-            position += 1
-        if position < stop:
-            del self.ran[position:]
-        self.agreed = position
-        return position
+        """Return how many of the committed ``tokens`` have KV here. Looks only at what is new since the last call."""
+        stop = min(len(self.ran), len(tokens))
+        while self.agreed < stop and self.ran[self.agreed] == tokens[self.agreed]:
+            self.agreed += 1
+        return self.agreed
 
     def roll_back(self, position: int) -> None:
-        """Forget everything from ``position`` on."""
+        """Forget everything from ``position`` on: what was rejected, or is to be run again."""
         del self.ran[position:]
         self.agreed = min(self.agreed, position)
 
@@ -224,7 +221,7 @@ class TorchEngine:
         return Chunk(job.tokens[-1:], len(job.cache.ran), job.cache.table, 1)
 
     def _decide(self, logits: torch.Tensor, jobs: list[_Job]) -> None:
-        """Turn logits (for each job one row per proposed token, and one) into accepted and emitted tokens, and roll back the rejected."""
+        """Turn logits (for each job one row per proposed token, and one) into accepted and emitted tokens."""
         keeping = [job for job in jobs if job.keeps_law]
         if keeping:
             rows, logits = _split(logits, jobs)
@@ -236,7 +233,6 @@ class TorchEngine:
         for job, (accepted, column) in zip(verifying, verify(logits, [job.request for job in verifying]), strict=True):
             job.accepted = accepted
             job.tokens += [*job.request.tokens[:accepted], self._token(column)]
-            job.cache.roll_back(job.turn.end + max(accepted, len(job.tokens) - 1))
 
     def _token(self, column: int) -> int:
         """Return the token id of a column of the head."""

@@ -175,6 +175,28 @@ def test_a_draft_s_own_law_verified_by_the_same_model_is_always_accepted(engine)
         sequence.tokens += completion.tokens
 
 
+def test_what_two_engines_emit_together_follows_the_target_s_law():
+    target, draft = new_engine(), new_engine("draft", seed=1)
+    options = {"temperature": 4.0, "top_k": 6}
+    (reference,) = step(target, Turn(new_sequence(sampling=SamplingParams(**options)), 5, run=1, keep_probs=True))
+    law = reference.probs.probs[0].numpy()
+    counts = 0 * law
+    for batch in range(60):
+        sequences = [new_sequence(blocks=[i], sampling=SamplingParams(**options, seed=24 * batch + i)) for i in range(24)]
+        for sequence in sequences:
+            sequence.blocks["draft"] = sequence.blocks["target"]
+        drafted = step(draft, *(Turn(s, 5, run=2, keep_probs=True) for s in sequences))
+        proposals = [Proposal("draft", completion.tokens, completion.probs) for completion in drafted]
+        for completion in step(target, *(Turn(s, 5, proposal=p) for s, p in zip(sequences, proposals, strict=True))):
+            counts[completion.tokens[0]] += 1
+        for engine in (target, draft):
+            engine.cancel([sequence.id for sequence in sequences])
+    likely = law > 0
+    assert counts[~likely].sum() == 0
+    expected = law[likely] * counts.sum()
+    assert ((counts[likely] - expected) ** 2 / expected).sum() < 36  # 5 degrees of freedom: passed once in 1e6
+
+
 def test_an_error_ends_its_own_turn_only(engine):
     good, homeless = new_sequence(), new_sequence(name="elsewhere")
     bad_block, bad_token = new_sequence(blocks=(24,)), new_sequence(prompt=(3, VOCAB), blocks=(4,))
