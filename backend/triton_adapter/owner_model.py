@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 STOP_LIMIT_S = 11.0
 """The engine finishes its requests for at most 10 s of these."""
-SILENCE_LIMIT_S = 30.0
+SILENCE_LIMIT_S = 12.0
 """An engine process reports twice a second; one that has not for so long hangs."""
 
 

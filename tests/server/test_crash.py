@@ -115,6 +115,19 @@ def test_a_killed_launcher_takes_everything_with_it(start_service):
     while any(map(is_running, tree)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert [pid for pid in tree if is_running(pid)] == []
+    for region in Path("/dev/shm").glob(f"spindle_{service.process.pid}_*"):
+        region.unlink()  # nobody was left to do it
+
+
+def test_a_hanging_engine_is_killed_and_started_again(start_service):
+    service = start_service().wait_ready()
+    victim = service.health()["pid"]
+    endings = streams_when(service, lambda: os.kill(victim, signal.SIGSTOP), limit_s=25)
+    assert all("engine process has died" in ending for ending in endings)
+    assert works_again(service)
+    assert service.health()["pid"] != victim
+    assert service.log.read_text().count("spindle: try: curl") == 1
+    assert service.stop() == 0
 
 
 def test_a_port_in_use_is_named(service, tmp_path):

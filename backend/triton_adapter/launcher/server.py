@@ -27,8 +27,8 @@ DRAIN_LIMIT_S = 10
 STOP_LIMIT_S = 12.5
 PROBE_PERIOD_S = 2.0
 PROBE_TIMEOUT_S = 5.0
-SILENCE_LIMIT_S = 20.0
-"""A service that answers no probe for so long hangs."""
+SILENCE_LIMIT_S = 30.0
+"""A service that answers no probe for so long hangs; a hanging engine alone is dealt with sooner, by the model ``spindle``."""
 
 
 class TritonServer:
