@@ -1,7 +1,9 @@
 """Measure how long an engine's passes take here and write latency tables: ``python -m engines_build.measure --config FILE``.
 
-Every engine of a configuration is timed through its port on fabricated sequences, all cases interleaved; the medians are the cells of a
-``policy.latency`` table. With ``threads`` auto the faster of 1 and all cores is found first, on a few of the cases.
+Every engine of a configuration is timed through its port on fabricated sequences, all cases interleaved; the lower quartiles are the cells
+of a ``policy.latency`` table. Other processes only ever add time, and whatever slows down all of serving is corrected online, so the
+quartile tells an engine's own cost better than the median. A draft is timed right after a pass of the target, which leaves it the processor
+caches that it will find when serving. With ``threads`` auto the faster of 1 and all cores is found first, on a few of the cases.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from statistics import median
+from statistics import quantiles
+from time import perf_counter, process_time
 
 from backend import cache, machine
 from backend.app import model_path
@@ -37,6 +40,7 @@ _CHUNKS = (128, 256)  # without logits, hence cheaper than a verification: only 
 _CATCH_UPS = (2, 4, 8, 16, 64, 256)
 _RUN = 6
 _SEED = 0
+_QUIET_SHARE = 0.9
 
 
 def target_cases() -> list[Case]:
@@ -63,6 +67,11 @@ def probe_cases() -> list[Case]:
     return [Case(1, BASE_CONTEXT), Case(1, BASE_CONTEXT, length=4), Case(8, BASE_CONTEXT, length=1), Case(1, BASE_CONTEXT, new=64, run=0)]
 
 
+def lower_quartile(seconds: Sequence[float]) -> float:
+    """Return the time that a quarter of the samples stayed below."""
+    return quantiles(seconds, n=4, method="inclusive")[0]
+
+
 def tabulate(engine: str, cases: Sequence[Case], seconds: Sequence[float], provenance: Provenance) -> LatencyTable:
     """Return the table of measured submissions: a chain of ``run`` equal passes counts as one pass of its share of the time."""
     return LatencyTable(
@@ -85,16 +94,26 @@ def measure(config: ServingConfig, folders: Mapping[str, Path], *, budget_s: flo
     rng = random.Random(_SEED)
     rigs = {engine.name: _rig(engine, folders[engine.name], cases[engine.name], threads, rng) for engine in engines}
     work = [(engine.name, case) for engine in engines for case in cases[engine.name]]
+
+    def time(name: str, case: Case) -> float:
+        if name != config.target.name:
+            rigs[config.target.name].time(Case(1, BASE_CONTEXT))
+        return rigs[name].time(case)
+
+    wall_s, cpu_s = perf_counter(), process_time()
     samples = interleave(
-        [lambda rig=rigs[name], case=case: rig.time(case) for name, case in work],
+        [lambda name=name, case=case: time(name, case) for name, case in work],
         budget_s=budget_s,
         rng=rng,
         report=lambda round_: print(f"  round {round_}{'' if round_ else ' (warm-up)'}: {len(work)} cases", flush=True),
     )
-    medians = {item: median(seconds) for item, seconds in zip(work, samples, strict=True)}
+    share = (process_time() - cpu_s) / (perf_counter() - wall_s)
+    if config.target.device == "cpu" and share < _QUIET_SHARE:
+        print(f"  the machine is busy: this process had {share:.0%} of a core; measure again when it is quiet", flush=True)
+    cells = {item: lower_quartile(seconds) for item, seconds in zip(work, samples, strict=True)}
     for engine in engines:
         own, folder = cases[engine.name], folders[engine.name]
-        table = tabulate(engine.name, own, [medians[engine.name, case] for case in own], _provenance(engine, folder, threads))
+        table = tabulate(engine.name, own, [cells[engine.name, case] for case in own], _provenance(engine, folder, threads))
         path = table_file(engine, folder, config.threads if engine is config.target else threads)
         cache.publish_file(path, json.dumps(table.to_dict(), indent=1) + "\n")
         print(f"  {engine.name}: {_digest(table)}", flush=True)
@@ -124,7 +143,7 @@ def choose_threads(target: EngineConfig, folder: Path) -> int:
     )
     total = {1: 0.0, cores: 0.0}
     for (threads, _), seconds in zip(work, timed, strict=True):
-        total[threads] += median(seconds)
+        total[threads] += lower_quartile(seconds)
     print(f"  threads: 1 takes {total[1] * 1e3:.0f} ms, {cores} take {total[cores] * 1e3:.0f} ms", flush=True)
     return min(total, key=lambda threads: total[threads])
 

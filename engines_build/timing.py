@@ -107,7 +107,7 @@ def interleave(
     """Run every piece of work once per round, in a new order each round, until ``budget_s`` is spent; return what each returned, by round.
 
     Round 0 warms up and is dropped; then there are from ``least`` to ``most`` rounds. Interleaving turns a slow spell of the machine into
-    noise that a median ignores, where one case after another would bend the curve.
+    noise that a quantile ignores, where one case after another would bend the curve.
     """
     samples: list[list[float]] = [[] for _ in work]
     order = list(range(len(work)))
