@@ -176,13 +176,14 @@ class AcceptanceModel:
 
         An unprobed position inherits the posterior predictive: after i more successes of one unknown rate ~ Beta(a, b) the next succeeds
         with (a + i) / (a + b + i), so that the product of the hazards is E[rate^j]; the plug-in power of the mean would understate it.
+        a + b is the evidence of all positions so far: what is well known is inherited as it is.
         """
         strength = self._config.prior_strength
         hazard = np.empty_like(accepted)
         inherited = np.full(accepted.shape[:2], self._config.prior_hazard)
+        evidence = np.cumsum(reached, axis=2) + strength + np.arange(self._k_max)
         for j in range(self._k_max):
             mean = (accepted[:, :, j] + strength * inherited) / (reached[:, :, j] + strength)
             hazard[:, :, j] = mean
-            evidence = reached[:, :, j] + strength + j
-            inherited = (mean * evidence + 1) / (evidence + 1)
+            inherited = (mean * evidence[:, :, j] + 1) / (evidence[:, :, j] + 1)
         return np.clip(hazard, _MIN_HAZARD, _MAX_HAZARD)

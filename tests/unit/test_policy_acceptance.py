@@ -1,0 +1,134 @@
+import numpy as np
+import pytest
+
+from policy.acceptance import AcceptanceConfig, AcceptanceModel
+
+K = 8
+
+
+def model(drafts=1, **config):
+    return AcceptanceModel(drafts, K, AcceptanceConfig(**config))
+
+
+def chains(rng, hazards, length, count):
+    """Accepted tokens of ``count`` chains of a planned length under the true hazards."""
+    passed = rng.random((count, length)) < np.asarray(hazards)[:length]
+    return np.cumprod(passed, axis=1).sum(axis=1)
+
+
+def learn(estimator, state, request, draft, accepted, scored, sampled=False):
+    rows = len(accepted)
+    full = lambda value: np.full(rows, value)  # noqa: E731
+    return estimator.observe(state, full(request), full(draft), full(sampled), np.asarray(accepted), np.broadcast_to(scored, rows))
+
+
+def hazards(estimator, state, request=0, sampled=False):
+    return estimator.estimate(state, [request], np.array([sampled])).hazard[0]
+
+
+def test_hazards_are_unbiased_under_planned_truncation():
+    """accepted / k would say 0.51 at k = 5; hazards counted where reached do not care how lengths were planned."""
+    estimator, rng, truth = model(), np.random.default_rng(1), [0.8, 0.75, 0.7, 0.65, 0.6]
+    state = estimator.admit(estimator.start(), [0])
+    for length in (5, 1, 3, 5, 2, 5, 5):
+        state = learn(estimator, state, 99, 0, chains(rng, truth, length, 2000), length)
+    assert hazards(estimator, state)[0][:5] == pytest.approx(truth, abs=0.03)
+
+
+def test_positions_behind_an_end_cut_are_no_evidence():
+    """Two of eight tokens held, then the text ended: no rejection was seen."""
+    estimator = model()
+    state = estimator.admit(estimator.start(), [0])
+    for _ in range(100):
+        state = learn(estimator, state, 0, 0, [2], 2)
+    assert hazards(estimator, state)[0][:2].min() > 0.9
+    assert state.draft_reached[0, 0, 2] == 0
+
+
+def test_unprobed_positions_inherit_the_last_hazard():
+    estimator, rng = model(), np.random.default_rng(2)
+    state = learn(estimator, estimator.admit(estimator.start(), [0]), 9, 0, chains(rng, [0.3, 0.3], 2, 3000), 2)
+    assert hazards(estimator, state)[0] == pytest.approx([0.3] * K, abs=0.03)
+
+
+def test_survival_of_the_prior_is_the_posterior_product():
+    """Beta(a, b): E[rate^j] = prod (a + i) / (a + b + i), more than the power of the mean."""
+    estimator = model(prior_hazard=0.6, prior_strength=4.0)
+    state = estimator.admit(estimator.start(), [0])
+    survival = np.cumprod(hazards(estimator, state)[0])
+    expected = np.cumprod([(2.4 + i) / (4.0 + i) for i in range(K)])
+    assert survival == pytest.approx(expected)
+    assert (survival[1:] > 0.6 ** np.arange(2, K + 1)).all()
+
+
+def test_a_hard_request_is_told_from_an_easy_one_and_a_new_one_lies_between():
+    estimator, rng = model(), np.random.default_rng(3)
+    state = estimator.admit(estimator.start(), [1, 2, 3])
+    for _ in range(40):
+        state = learn(estimator, state, 1, 0, chains(rng, [0.9] * 4, 4, 1), 4)
+        state = learn(estimator, state, 2, 0, chains(rng, [0.2] * 4, 4, 1), 4)
+    easy, hard, new = (hazards(estimator, state, request)[0] for request in (1, 2, 3))
+    assert easy[0] > 0.8
+    assert hard[0] < 0.35
+    assert hard[0] < new[0] < easy[0]
+
+
+def test_difficulty_carries_over_to_positions_the_request_never_reached():
+    estimator, rng = model(), np.random.default_rng(4)
+    state = estimator.admit(estimator.start(), [1])
+    state = learn(estimator, state, 9, 0, chains(rng, [0.7] * 4, 4, 500), 4)
+    before = hazards(estimator, state, 1)[0][3]
+    state = learn(estimator, state, 1, 0, np.zeros(30, np.int64), 1)
+    assert hazards(estimator, state, 1)[0][3] < before - 0.2
+
+
+def test_greedy_and_sampled_classes_learn_apart():
+    estimator = model()
+    state = estimator.admit(estimator.start(), [1, 2])
+    state = learn(estimator, state, 9, 0, np.zeros(50, np.int64), 4, sampled=True)
+    assert hazards(estimator, state, 1, sampled=True)[0][0] < 0.1
+    assert hazards(estimator, state, 2, sampled=False)[0][0] == pytest.approx(0.6)
+
+
+def test_zero_acceptance_is_not_absorbing():
+    """By steps of the request and of the batch, and by time alone, the estimate comes back to the prior."""
+    estimator = model(half_life_s=100.0, draft_memory_rows=200.0)
+    state = estimator.aged(estimator.admit(estimator.start(), [1]), now=0.0)
+    state = learn(estimator, state, 1, 0, np.zeros(200, np.int64), 4)
+    assert hazards(estimator, state, 1)[0][0] < 0.1
+    stepped = state
+    for _ in range(2000):
+        stepped = estimator.stepped(stepped, np.array([1]))
+    assert hazards(estimator, stepped, 1)[0][0] > 0.55
+    waited = estimator.admit(estimator.forget(estimator.aged(state, now=2000.0), [1]), [2])
+    assert hazards(estimator, waited, 2)[0][0] > 0.55
+
+
+def test_the_spread_narrows_with_evidence():
+    estimator, rng = model(), np.random.default_rng(5)
+    state = estimator.admit(estimator.start(), [1])
+    before = estimator.estimate(state, [1], np.zeros(1, bool)).spread[0, 0, 0]
+    state = learn(estimator, state, 1, 0, chains(rng, [0.6] * 4, 4, 200), 4)
+    assert estimator.estimate(state, [1], np.zeros(1, bool)).spread[0, 0, 0] < before / 3
+
+
+def test_the_given_state_is_left_alone():
+    estimator = model()
+    state = estimator.admit(estimator.start(), [1])
+    before = [getattr(state, name).copy() for name in ("request_accepted", "request_reached", "draft_accepted", "draft_reached")]
+    later = learn(estimator, state, 1, 0, [3], 4)
+    later = estimator.forget(estimator.stepped(estimator.aged(later, 1e6), np.array([1])), [1])
+    after = [getattr(state, name) for name in ("request_accepted", "request_reached", "draft_accepted", "draft_reached")]
+    assert all((a == b).all() for a, b in zip(before, after, strict=True))
+    assert state.slots == {1: 0}
+    assert later.slots == {}
+
+
+def test_slots_are_reused_and_come_back_empty():
+    estimator = model()
+    state = estimator.admit(estimator.start(), list(range(20)))
+    state = learn(estimator, state, 7, 0, np.zeros(30, np.int64), 1)
+    state = estimator.admit(estimator.forget(state, [7, 1234]), [50])
+    assert state.slots[50] == 7
+    assert state.request_reached[7].sum() == 0
+    assert sorted(state.slots.values()) == list(range(20))

@@ -1,0 +1,154 @@
+import json
+
+import numpy as np
+import pytest
+
+from policy.latency import (
+    LatencyCurve,
+    LatencyError,
+    LatencyModel,
+    LatencyTable,
+    Provenance,
+    corrected,
+    correction_by_part,
+)
+
+PROVENANCE = Provenance("bench-1", "cpu", "smollm2-135m", "ab12", "bfloat16", 2, "2026-01-31", "2.13.0")
+
+
+def table(**changes):
+    columns = {"rows": (1, 1, 2, 2), "tokens": (1, 2, 2, 8), "context_tokens": (64, 64, 128, 128), "seconds": (0.01, 0.011, 0.012, 0.02)}
+    return LatencyTable("target", **{**columns, **changes}, provenance=PROVENANCE)
+
+
+def measured(engine, cost, cells):
+    """A table whose cell (rows, tokens, context) takes cost(rows, tokens, context)."""
+    rows, tokens, context = zip(*cells, strict=True)
+    return LatencyTable(engine, rows, tokens, context, tuple(cost(*cell) for cell in cells))
+
+
+def test_a_table_survives_json():
+    assert LatencyTable.from_dict(json.loads(json.dumps(table().to_dict()))) == table()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"schema": 2}, ["schema", "2"]),
+        ({"engine": ""}, ["engine", "''"]),
+        ({"tokens": [1, 2]}, ["rows", "2", "4"]),
+        ({"tokens": []}, ["tokens", "none"]),
+        ({"tokens": [1, 2, 2, 0]}, ["tokens[3]", "target", "0"]),
+        ({"tokens": "1234"}, ["tokens", "'1234'"]),
+        ({"rows": [1, 1, 2, 9]}, ["rows[3]", "9", "8"]),
+        ({"context_tokens": [64, 64, -1, 128]}, ["context_tokens[2]", "-1"]),
+        ({"seconds": [0.01, float("nan"), 0.1, 0.1]}, ["seconds[1]", "nan"]),
+        ({"seconds": [0.01, 0.1, 0.1]}, ["seconds", "4", "3"]),
+        ({"seconds": [0.01, 0.1, "fast", 0.1]}, ["seconds[2]", "'fast'"]),
+        ({"provenance": []}, ["provenance", "[]"]),
+        ({"colour": 1}, ["colour", "1"]),
+    ],
+)
+def test_a_malformed_table_is_refused_by_field_and_value(change, words):
+    with pytest.raises(LatencyError) as error:
+        LatencyTable.from_dict({**table().to_dict(), **change})
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize("field", ["engine", "seconds", "provenance"])
+def test_a_missing_field_is_named(field):
+    data = table().to_dict()
+    del data[field]
+    with pytest.raises(LatencyError, match=field):
+        LatencyTable.from_dict(data)
+
+
+@pytest.mark.parametrize(("field", "value"), [("threads", "2"), ("machine", 7), ("threads", True)])
+def test_a_malformed_provenance_is_named(field, value):
+    data = table().to_dict()
+    data["provenance"][field] = value
+    with pytest.raises(LatencyError) as error:
+        LatencyTable.from_dict(data)
+    assert f"provenance.{field}" in str(error.value)
+    assert repr(value) in str(error.value)
+
+
+def test_a_curve_goes_through_monotone_measurements():
+    seconds = {1: 0.010, 2: 0.010, 4: 0.011, 8: 0.019, 9: 0.030, 16: 0.031}
+    curve = LatencyCurve.fit(LatencyTable.synthetic("target", seconds))
+    assert [curve.seconds(t) for t in seconds] == pytest.approx(list(seconds.values()))
+    assert curve.seconds(6) == pytest.approx(0.015)
+
+
+def test_noise_that_falls_is_levelled_and_never_negative():
+    noisy = {1: 0.011, 2: 0.009, 3: 0.010, 4: 0.012, 8: 0.008}
+    curve = LatencyCurve.fit(LatencyTable.synthetic("target", noisy))
+    base = curve.base(np.arange(200))
+    assert (np.diff(base) >= -1e-15).all()
+    assert (base > 0).all()
+    assert curve.seconds(1) == pytest.approx(curve.seconds(3))
+
+
+def test_beyond_the_grid_the_last_octave_goes_on():
+    curve = LatencyCurve.fit(LatencyTable.synthetic("target", {1: 0.01, 32: 0.01, 48: 0.014, 64: 0.014}))
+    assert curve.seconds(96) == pytest.approx(0.018)
+
+
+def test_one_cell_makes_a_constant():
+    curve = LatencyCurve.fit(LatencyTable.synthetic("lookup", {1: 2e-5}))
+    assert curve.seconds(1) == curve.seconds(1000) == pytest.approx(2e-5)
+
+
+def test_rows_and_context_are_told_apart_where_they_were_varied():
+    cells = [(rows, tokens, rows * context) for rows in (1, 2, 8) for tokens in (8, 16, 32) for context in (64, 1024)]
+    curve = LatencyCurve.fit(measured("target", lambda rows, tokens, context: 0.01 + 1e-4 * tokens + 2e-4 * rows + 1e-7 * context, cells))
+    assert curve.row_s == pytest.approx(2e-4, rel=1e-6)
+    assert curve.context_s == pytest.approx(1e-7, rel=1e-6)
+    assert curve.seconds(16, 4, 4096) == pytest.approx(0.01 + 16e-4 + 8e-4 + 4.096e-4)
+
+
+def test_a_cost_that_falls_with_rows_counts_as_none():
+    cells = [(rows, tokens, 0) for rows in (1, 8) for tokens in (8, 16)]
+    curve = LatencyCurve.fit(measured("target", lambda rows, tokens, _: 0.01 + 1e-4 * tokens - 1e-4 * rows, cells))
+    assert curve.row_s == 0.0
+    assert curve.base_s.min() > 0
+
+
+def test_rows_that_vary_only_with_tokens_are_left_in_the_base():
+    curve = LatencyCurve.fit(measured("draft", lambda rows, *_: 0.001 * rows, [(n, n, 0) for n in (1, 2, 4, 8)]))
+    assert curve.row_s == 0.0
+    assert curve.seconds(4, 4) == pytest.approx(0.004)
+
+
+def test_a_model_without_a_table_names_the_engines():
+    known = LatencyTable.synthetic("x", {1: 0.1})
+    with pytest.raises(LatencyError, match="no latency table for small, large"):
+        LatencyModel.from_tables(known, {"small": None, "mid": known, "large": None})
+    with pytest.raises(LatencyError, match="target"):
+        LatencyModel.from_tables(None, {})
+
+
+def test_a_negative_overhead_is_refused():
+    with pytest.raises(LatencyError, match=r"overhead_s.*-1"):
+        LatencyModel.from_tables(LatencyTable.synthetic("x", {1: 0.1}), {}, overhead_s=-1)
+
+
+def test_the_correction_follows_a_slower_machine_slowly_and_forgets_no_part():
+    correction = np.ones(3)
+    predicted, measured_s = np.array([0.01, 0.0, 0.002]), np.array([0.02, 0.5, 0.0])
+    first = corrected(correction, predicted, measured_s)
+    assert 1.0 < first[0] < 1.1
+    assert first[1] == first[2] == 1.0  # nothing predicted, nothing measured
+    for _ in range(300):
+        correction = corrected(correction, predicted, measured_s)
+    assert correction[0] == pytest.approx(2.0, rel=1e-3)
+    assert correction_by_part(correction, ["small"]) == {"verify": correction[0], "overhead": 1.0, "draft:small": 1.0}
+
+
+def test_one_stall_hardly_moves_the_correction_and_it_is_bounded():
+    predicted = np.array([0.01])
+    assert corrected(np.ones(1), predicted, np.array([100.0]))[0] < 1.1
+    correction = np.ones(1)
+    for _ in range(2000):
+        correction = corrected(correction, predicted, np.array([100.0]))
+    assert correction[0] == 8.0
