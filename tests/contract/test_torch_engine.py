@@ -177,7 +177,7 @@ def test_a_draft_s_own_law_verified_by_the_same_model_is_always_accepted(engine)
 
 def test_what_two_engines_emit_together_follows_the_target_s_law():
     target, draft = new_engine(), new_engine("draft", seed=1)
-    options = {"temperature": 4.0, "top_k": 6}
+    options = {"temperature": 6.0}  # wide laws that overlap, so that accepting and rejecting both happen
     (reference,) = step(target, Turn(new_sequence(sampling=SamplingParams(**options)), 5, run=1, keep_probs=True))
     law = reference.probs.probs[0].numpy()
     counts = 0 * law
@@ -191,10 +191,9 @@ def test_what_two_engines_emit_together_follows_the_target_s_law():
             counts[completion.tokens[0]] += 1
         for engine in (target, draft):
             engine.cancel([sequence.id for sequence in sequences])
-    likely = law > 0
-    assert counts[~likely].sum() == 0
-    expected = law[likely] * counts.sum()
-    assert ((counts[likely] - expected) ** 2 / expected).sum() < 36  # 5 degrees of freedom: passed once in 1e6
+    expected = law * counts.sum()
+    assert expected.min() > 5
+    assert ((counts - expected) ** 2 / expected).sum() < 98  # 39 degrees of freedom: passed once in 1e6
 
 
 def test_an_error_ends_its_own_turn_only(engine):
@@ -265,11 +264,13 @@ def test_a_cancelled_sequence_is_forgotten_and_its_turn_never_completes(engine):
 
 def test_another_block_table_starts_anew(engine):
     sequence = new_sequence()
-    expected = plain(engine, new_sequence(blocks=(8, 9)), 4)
+    other = new_sequence(blocks=(8, 9))
+    expected = plain(engine, other, 4)
     plain(engine, sequence, 2)
     sequence.blocks["target"] = [15, 14, 16]
     assert engine.unseen(sequence) == 7
     assert plain(engine, sequence, 2) == expected[2:]
+    assert torch.allclose(kv(engine, sequence, 8), kv(engine, other, 8), atol=1e-12)
 
 
 def test_what_is_available_is_cut_to_the_limit_the_context_and_the_blocks(engine):
