@@ -33,9 +33,9 @@ class _Collect:
 
 @pytest.fixture(scope="session")
 def reference_text():
-    """Return what the fake target of serving.json writes, computed in this process without server, wire or batch."""
+    """Return what the fake target of serving.json writes alone: computed in this process without server, wire, batch or draft."""
     config = load_config(CONFIG)
-    app = build(replace(config, target=replace(config.target, step_s=0.0)))
+    app = build(replace(config, target=replace(config.target, step_s=0.0), drafts=()))
 
     def text(prompt, max_tokens):
         sink = _Collect()

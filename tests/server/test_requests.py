@@ -25,7 +25,15 @@ def test_counts_come_only_when_asked_for(service):
     flags = {"return_num_input_tokens": True, "return_num_output_tokens": True, "return_perf_metrics": True}
     _, reply = service.generate("abc", 5, **flags)
     assert (reply["num_input_tokens"], reply["num_output_tokens"]) == (3, 5)
-    assert {"acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens"} <= set(reply)
+    assert reply["total_accepted_draft_tokens"] <= reply["total_draft_tokens"]
+    assert reply["acceptance_rate"] == pytest.approx(reply["total_accepted_draft_tokens"] / max(1, reply["total_draft_tokens"]))
+
+
+def test_no_draft_tokens_means_no_speculation(service):
+    _, reply = service.generate("abc", 30, num_draft_tokens=0, return_perf_metrics=True)
+    assert (reply["total_draft_tokens"], reply["acceptance_rate"]) == (0, 0)
+    _, reply = service.generate("abc", 30, return_perf_metrics=True)
+    assert reply["total_accepted_draft_tokens"] > 0
 
 
 def test_stop_words_end_the_text(service, reference_text):
@@ -41,7 +49,7 @@ def test_generate_stream_sends_deltas_that_make_up_the_text(service, reference_t
     _, text = service.post("/v2/models/ensemble/generate_stream", body)
     events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line]
     assert "".join(event["text_output"] for event in events) == reference_text("once ", 30)
-    assert len(events) > 5
+    assert len(events) > 2
     assert [event.get("finish_reason") for event in events] == [None] * (len(events) - 1) + ["length"]
     assert {event["id"] for event in events} == {"tale"}
 
@@ -179,3 +187,7 @@ def test_metrics_count_the_steps(service):
     service.generate("count ", 50)
     service.wait_until(lambda: service.metric("spindle_emitted_tokens_total") >= before + 50, 5)
     assert service.metric("spindle_step_seconds_count") > 0
+    for draft in ("good", "poor"):
+        drafted = service.metric("spindle_draft_tokens_total", draft=draft)
+        assert 0 < service.metric("spindle_accepted_tokens_total", draft=draft) < drafted
+        assert drafted == service.metric("spindle_draft_tokens_by_position_total", draft=draft)
