@@ -91,13 +91,27 @@ def measure(config: ServingConfig, folders: Mapping[str, Path], *, budget_s: flo
     print(f"measuring latency of {', '.join(engine.name for engine in engines)} (under two minutes)", flush=True)
     threads = choose_threads(config.target, folders[config.target.name]) if config.threads == "auto" else int(config.threads)
     cases = {engine.name: target_cases() if engine is config.target else draft_cases() for engine in engines}
+    seconds = _time_all(engines, folders, cases, threads, budget_s)
+    for engine in engines:
+        own, folder = cases[engine.name], folders[engine.name]
+        table = tabulate(engine.name, own, [seconds[engine.name, case] for case in own], _provenance(engine, folder, threads))
+        path = table_file(engine, folder, config.threads if engine is config.target else threads)
+        cache.publish_file(path, json.dumps(table.to_dict(), indent=1) + "\n")
+        print(f"  {engine.name}: {_digest(table)}", flush=True)
+
+
+def _time_all(
+    engines: Sequence[EngineConfig], folders: Mapping[str, Path], cases: Mapping[str, Sequence[Case]], threads: int, budget_s: float
+) -> dict[tuple[str, Case], float]:
+    """Return the seconds of every engine's cases; the first engine is the target."""
     rng = random.Random(_SEED)
     rigs = {engine.name: _rig(engine, folders[engine.name], cases[engine.name], threads, rng) for engine in engines}
-    work = [(engine.name, case) for engine in engines for case in cases[engine.name]]
+    target, *_ = rigs
+    work = [(name, case) for name in rigs for case in cases[name]]
 
     def time(name: str, case: Case) -> float:
-        if name != config.target.name:
-            rigs[config.target.name].time(Case(1, BASE_CONTEXT))
+        if name != target:
+            rigs[target].time(Case(1, BASE_CONTEXT))
         return rigs[name].time(case)
 
     wall_s, cpu_s = perf_counter(), process_time()
@@ -108,15 +122,9 @@ def measure(config: ServingConfig, folders: Mapping[str, Path], *, budget_s: flo
         report=lambda round_: print(f"  round {round_}{'' if round_ else ' (warm-up)'}: {len(work)} cases", flush=True),
     )
     share = (process_time() - cpu_s) / (perf_counter() - wall_s)
-    if config.target.device == "cpu" and share < _QUIET_SHARE:
+    if engines[0].device == "cpu" and share < _QUIET_SHARE:
         print(f"  the machine is busy: this process had {share:.0%} of a core; measure again when it is quiet", flush=True)
-    cells = {item: lower_quartile(seconds) for item, seconds in zip(work, samples, strict=True)}
-    for engine in engines:
-        own, folder = cases[engine.name], folders[engine.name]
-        table = tabulate(engine.name, own, [cells[engine.name, case] for case in own], _provenance(engine, folder, threads))
-        path = table_file(engine, folder, config.threads if engine is config.target else threads)
-        cache.publish_file(path, json.dumps(table.to_dict(), indent=1) + "\n")
-        print(f"  {engine.name}: {_digest(table)}", flush=True)
+    return {item: lower_quartile(times) for item, times in zip(work, samples, strict=True)}
 
 
 def choose_threads(target: EngineConfig, folder: Path) -> int:
