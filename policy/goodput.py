@@ -16,6 +16,7 @@ from .plan import NO_DRAFT, FloatArray, IntArray
 
 _TIE = 1e-9  # relative: of choices this close the one with the fewest tokens wins
 _PASSES = 2
+_FAR = 1e9
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,9 +175,10 @@ def _ascend(problem: StepProblem, price: float) -> Choice:
     draft, length, total = _rows_at(worth, caps, net, theta)
     tokens = length.sum(2)
     total += theta[:, None] * tokens - price * (problem.verify_s[tokens] + problem.speculation_s * (tokens > 0)) - (caps * fixed).sum(2)
-    t, s = np.unravel_index(int(np.argmax(total)), total.shape)
-    candidates = [no_speculation(rows), Choice(draft[t, s], length[t, s]), _on_staircase(problem, price, net, draft[t, s], caps[t, s])]
-    return _best_of(problem, price, candidates)
+    every, start = np.arange(len(theta)), total.argmax(1)
+    t = int(total[every, start].argmax())
+    staircase = _on_staircase(problem, price, net, charge, fixed, draft[every, start], caps[every, start])
+    return _best_of(problem, price, [no_speculation(rows), Choice(draft[t, start[t]], length[t, start[t]]), staircase])
 
 
 def _token_prices(problem: StepProblem, price: float) -> FloatArray:
@@ -216,18 +218,33 @@ def _rows_at(worth: FloatArray, caps: IntArray, net: FloatArray, theta: FloatArr
     return np.where(length > 0, draft, NO_DRAFT), length, value.sum(2)
 
 
-def _on_staircase(problem: StepProblem, price: float, net: FloatArray, draft: IntArray, caps: IntArray) -> Choice:
-    """Return the best total for given drafts and caps: gains sorted, added one by one, every total scored on the real staircase."""
-    rows, k_max = len(draft), net.shape[2]
-    cap = np.where(draft == NO_DRAFT, 0, caps[draft])
-    own = np.where(np.arange(k_max) < cap[:, None], net[np.arange(rows), draft], -np.inf).ravel()
-    order = np.argsort(-own, kind="stable")
-    count = int((own > -np.inf).sum())
-    objective = np.r_[0.0, np.cumsum(own[order[:count]])] - price * problem.verify_s[: count + 1]
-    taken = np.zeros(rows * k_max, np.bool_)
-    taken[order[: int(objective.argmax())]] = True
-    length = taken.reshape(rows, k_max).sum(1)
-    return Choice(np.where(length > 0, draft, NO_DRAFT), length)
+def _on_staircase(
+    problem: StepProblem, price: float, net: FloatArray, charge: FloatArray, fixed: FloatArray, draft: IntArray, caps: IntArray
+) -> Choice:
+    """Return the best of every total under every common cap, for given drafts [theta, n] and caps [theta, D].
+
+    Rows without a draft may join with their best one. Gains are sorted and added one by one, each total being scored on the real staircase. A row's key never rises along its chain, so that
+    what is taken is always the head of the chain.
+    """
+    (rows, drafts, k_max), prices = net.shape, len(draft)
+    net = np.concatenate([net[:, :, :1] - charge[:, :, None], net[:, :, 1:]], axis=2)
+    used = (draft[:, :, None] == np.arange(drafts)).any(1)
+    best_alone = (np.cumsum(net, axis=2).max(2) - np.where(used, 0.0, _FAR)[:, None]).argmax(2)
+    draft = np.where(draft == NO_DRAFT, best_alone, draft)
+    used = (draft[:, :, None] == np.arange(drafts)).any(1)
+    own = net[np.arange(rows), draft]
+    order = np.argsort(-np.minimum.accumulate(own, axis=2).reshape(prices, -1), axis=1, kind="stable")
+    gains = np.take_along_axis(own.reshape(prices, -1), order, 1)
+    row, depth = order // k_max, order % k_max
+    common = np.broadcast_to(np.arange(1, k_max + 1)[:, None], (prices, k_max, drafts))
+    all_caps = np.concatenate([common, caps[:, None]], axis=1)  # [theta, option, D]
+    cap = np.take_along_axis(all_caps, np.take_along_axis(draft, row, 1)[:, None], 2)
+    allowed = (depth[:, None] < cap) & (gains > -np.inf)[:, None]
+    value = np.cumsum(np.where(allowed, gains[:, None], 0.0), axis=2)
+    objective = value - price * problem.verify_s[np.cumsum(allowed, axis=2)] - ((all_caps * used[:, None]) @ fixed)[:, :, None]
+    t, option, last = np.unravel_index(int(objective.argmax()), objective.shape)
+    length = np.bincount(row[t, : last + 1][allowed[t, option, : last + 1]], minlength=rows)
+    return Choice(np.where(length > 0, draft[t], NO_DRAFT), length)
 
 
 def _best_of(problem: StepProblem, price: float, candidates: list[Choice]) -> Choice:

@@ -1,0 +1,75 @@
+"""The optimiser against enumeration of every choice, on small random instances."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policy.goodput import Choice, StepProblem, best_choice, no_speculation, score
+from policy.plan import NO_DRAFT
+
+
+def problem(rng, rows, drafts, k_max, *, flat=False, switches=True):
+    """A random instance: noisy staircase verification, falling gains, ceilings, catch-up."""
+    steps = rng.exponential(0.3, rows * k_max + 1) * (rng.random(rows * k_max + 1) < 0.4)
+    forwards = np.cumsum(rng.exponential(0.05, (drafts, 2 * rows)) * (rng.random((drafts, 2 * rows)) < 0.5), axis=1) * (not flat)
+    weight = rng.choice([1.0, 0.5, 2.0], rows)
+    hazard = rng.uniform(0.1, 0.98, (rows, drafts, 1)) * rng.uniform(0.7, 1.0, (rows, drafts, k_max))
+    return StepProblem(
+        gain=np.cumprod(hazard, axis=2) * weight[:, None, None],
+        ceiling=rng.integers(0, k_max + 1, (rows, drafts)),
+        base_value=float(weight.sum()),
+        verify_s=1.0 + np.cumsum(steps),
+        speculation_s=float(rng.choice([0.0, 0.1])),
+        forward_s=np.c_[np.zeros(drafts), rng.uniform(0.01, 0.4, (drafts, 1)) + forwards],
+        first_tokens=rng.integers(1, 3, (rows, drafts)) if switches else np.ones((rows, drafts), np.int64),
+        row_s=rng.uniform(0, 0.02, (rows, drafts)) * switches,
+        switch_s=rng.choice([0.0, 0.5], (rows, drafts)) * switches,
+        horizon=rng.uniform(1, 16, rows),
+    )
+
+
+def every_choice(p):
+    rows, drafts, _ = p.gain.shape
+    options = [[(NO_DRAFT, 0), *((d, k) for d in range(drafts) for k in range(1, p.ceiling[i, d] + 1))] for i in range(rows)]
+    for combination in itertools.product(*options):
+        draft, length = np.array(combination).T
+        yield Choice(draft, length)
+
+
+def brute_force(p, price):
+    return max(score(p, choice).objective(price) for choice in every_choice(p))
+
+
+def is_legal(p, choice):
+    rows = np.flatnonzero(choice.length)
+    return ((choice.draft == NO_DRAFT) == (choice.length == 0)).all() and (choice.length[rows] <= p.ceiling[rows, choice.draft[rows]]).all()
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.integers(0, 2**32), st.integers(1, 2), st.integers(1, 3), st.integers(1, 4), st.floats(0.05, 3.0))
+def test_up_to_two_rows_the_choice_is_the_best_there_is(seed, rows, drafts, k_max, price):
+    p = problem(np.random.default_rng(seed), rows, drafts, k_max)
+    choice = best_choice(p, price)
+    assert is_legal(p, choice)
+    assert score(p, choice).objective(price) == pytest.approx(brute_force(p, price), abs=1e-6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 2**32), st.integers(3, 4), st.integers(1, 3), st.floats(0.05, 3.0))
+def test_one_draft_of_constant_cost_is_solved_to_the_best_on_any_staircase(seed, rows, k_max, price):
+    p = problem(np.random.default_rng(seed), rows, 1, k_max, flat=True, switches=False)
+    assert score(p, best_choice(p, price)).objective(price) == pytest.approx(brute_force(p, price), abs=1e-6)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 2**32), st.integers(1, 2), st.integers(1, 3), st.floats(0.05, 3.0))
+def test_with_three_rows_and_more_the_choice_is_legal_and_close_to_the_best(seed, drafts, k_max, price):
+    p = problem(np.random.default_rng(seed), 3, drafts, k_max)
+    choice = best_choice(p, price)
+    assert is_legal(p, choice)
+    best, found = brute_force(p, price), score(p, choice).objective(price)
+    assert best + 1e-9 >= found >= score(p, no_speculation(3)).objective(price) - 1e-9
+    assert found >= best - 0.1 * p.base_value
