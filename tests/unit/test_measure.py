@@ -108,13 +108,28 @@ def test_with_threads_auto_the_target_decides_and_its_drafts_follow(deployment, 
     assert table_file(small, folders["small"], 1).exists()
 
 
-def test_one_of_one_and_all_cores_is_chosen(deployment, monkeypatch):
-    raw, folders = deployment
-    config = parse_config(raw)
-    assert measure.choose_threads(config.target, folders["target"]) in (1, machine.cores())
+@pytest.mark.parametrize(("all_s", "chosen"), [(0.5, 4), (2.0, 1)])
+def test_the_faster_of_one_and_all_cores_is_chosen(monkeypatch, all_s, chosen):
+    threads = []
+
+    class Stub:
+        def time(self, case):
+            return all_s if threads[-1] == 4 else 1.0
+
+    monkeypatch.setattr(measure, "_rig", lambda *args: Stub())
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(machine, "cores", lambda: 4)
+    target = parse_config({"target": {"engine": "torch", "model": "m"}}).target
+    assert measure.choose_threads(target, None) == chosen
+    assert set(threads) == {1, 4}
+
+
+def test_one_core_or_a_gpu_leaves_no_choice(monkeypatch):
+    monkeypatch.setattr(measure, "_rig", None)
+    gpu = parse_config({"target": {"engine": "torch", "model": "m", "device": "cuda"}}).target
+    assert measure.choose_threads(gpu, None) == 1
     monkeypatch.setattr(machine, "cores", lambda: 1)
-    assert measure.choose_threads(config.target, folders["target"]) == 1
-    torch.set_num_threads(1)
+    assert measure.choose_threads(parse_config({"target": {"engine": "torch", "model": "m"}}).target, None) == 1
 
 
 def test_what_times_depend_on_names_the_file(deployment):
