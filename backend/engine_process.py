@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -11,8 +12,9 @@ from pathlib import Path
 from time import perf_counter
 from types import FrameType
 
+from backend import cache
 from backend.app import App, build
-from backend.config import ConfigError, load_config
+from backend.config import load_config
 from backend.request import ErrorCode, FinishReason, GenerationRequest
 from backend.server import Server
 from backend.session import Usage
@@ -62,12 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--socket", type=Path, required=True)
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(name)s: %(message)s")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch loads: spinning threads starve the stubs of their cores
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches the whole group; the parent decides
     started = perf_counter()
     try:
         app = build(load_config(arguments.config))
         warm_up(app)
-    except (ConfigError, OSError, ValueError, RuntimeError) as error:
+    except (cache.CacheError, OSError, ValueError, RuntimeError) as error:
         logger.error("cannot start: %s", error)
         return 1
     server = Server(app, arguments.socket)
