@@ -223,8 +223,8 @@ def _on_staircase(
 ) -> Choice:
     """Return the best of every total under every common cap, for given drafts [theta, n] and caps [theta, D].
 
-    Rows without a draft may join with their best one. Gains are sorted and added one by one, each total being scored on the real staircase. A row's key never rises along its chain, so that
-    what is taken is always the head of the chain.
+    Rows without a draft may join with their best one. Gains are sorted and added one by one, each total being scored on the real
+    staircase. A row's key never rises along its chain, so that what is taken is always the head of the chain.
     """
     (rows, drafts, k_max), prices = net.shape, len(draft)
     net = np.concatenate([net[:, :, :1] - charge[:, :, None], net[:, :, 1:]], axis=2)
