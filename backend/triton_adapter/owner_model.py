@@ -24,8 +24,8 @@ from backend.wire import Message
 
 logger = logging.getLogger(__name__)
 
-STOP_LIMIT_S = 11.0
-"""The engine finishes its requests for at most 10 s of these."""
+STOP_LIMIT_S = 9.0
+"""How long the engine may take to finish its requests; with Triton's own delays this stays below the server's exit timeout."""
 SILENCE_LIMIT_S = 12.0
 """An engine process reports twice a second; one that has not for so long hangs."""
 
@@ -82,7 +82,7 @@ class TritonPythonModel:
 
     def _engine_lost(self) -> None:
         for request_id in list(self._pending):
-            self._fail(request_id, RequestError(ErrorCode.UNAVAILABLE, "the engine process has died: it is being restarted"))
+            self._fail(request_id, RequestError(ErrorCode.UNAVAILABLE, "the engine process has ended: it is being restarted"))
 
     def _fail(self, request_id: int, error: RequestError) -> None:
         if (responder := self._pending.pop(request_id, None)) is not None:

@@ -66,7 +66,7 @@ class TritonPythonModel:
 
     def _engine_lost(self) -> None:
         with self._registering:
-            self._senders.fail_all(ErrorCode.UNAVAILABLE, "the engine process has died: it is being restarted, try again")
+            self._senders.fail_all(ErrorCode.UNAVAILABLE, "the engine process has ended: it is being restarted, or the server shuts down")
 
     def _cancel(self, request_id: int) -> None:
         try:

@@ -22,9 +22,9 @@ from backend.triton_adapter.paths import PROJECT_ROOT
 from backend.triton_adapter.tied import tied
 
 STUB_NAME = "triton_python_backend_stub"
-DRAIN_LIMIT_S = 10
-"""How long requests in flight may take to end at a shutdown."""
-STOP_LIMIT_S = 12.5
+EXIT_TIMEOUT_S = 12
+"""How long tritonserver may take to exit: the model ``spindle`` gives requests 9 s, then ends the engine and thereby them."""
+STOP_LIMIT_S = 13.5
 PROBE_PERIOD_S = 2.0
 PROBE_TIMEOUT_S = 5.0
 SILENCE_LIMIT_S = 30.0
@@ -108,7 +108,7 @@ class TritonServer:
             "model-repository": self._folder / "model_repository",
             "backend-directory": self._folder / "backends",
             "cache-directory": triton / "caches",
-            "exit-timeout-secs": DRAIN_LIMIT_S,
+            "exit-timeout-secs": EXIT_TIMEOUT_S,
             "http-address": settings.bind,
             "grpc-address": settings.bind,
             "metrics-address": settings.bind,
