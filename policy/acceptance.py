@@ -110,41 +110,42 @@ class AcceptanceModel:
         return self._with_drafts(replace(state, now=now), state.draft_accepted * keep, state.draft_reached * keep)
 
     def observe(
-        self, state: AcceptanceState, request: IntArray, draft: IntArray, sampled: BoolArray, accepted: IntArray, scored: IntArray
+        self,
+        state: AcceptanceState,
+        request: IntArray,
+        draft: IntArray,
+        sampled: BoolArray,
+        accepted: IntArray,
+        scored: IntArray,
+        stepped: IntArray,
     ) -> AcceptanceState:
         """Learn from chains: row r saw ``scored[r]`` positions of which the first ``accepted[r]`` held (int64[m] each).
 
         Positions behind the first rejection were not reached and are no evidence. Requests without a slot teach the draft level only.
+        ``stepped`` are the requests that took a step: by it their own older evidence and all drafts' fade a little.
         """
-        used = scored > 0
-        if not used.any():
-            return state
-        draft, cls = draft[used], sampled[used].astype(np.int64)
-        position = np.arange(self._k_max)
-        held = np.minimum(accepted, scored)[used, None]
-        hit = (position < held).astype(np.float64)
-        seen = (position < np.minimum(held + 1, scored[used, None])).astype(np.float64)
-        draft_accepted, draft_reached = state.draft_accepted.copy(), state.draft_reached.copy()
-        np.add.at(draft_accepted, (cls, draft), hit)
-        np.add.at(draft_reached, (cls, draft), seen)
-        slot = np.array([state.slots.get(r, -1) for r in request[used].tolist()])
-        known = slot >= 0
         request_accepted, request_reached = state.request_accepted.copy(), state.request_reached.copy()
-        np.add.at(request_accepted, (slot[known], draft[known]), hit[known])
-        np.add.at(request_reached, (slot[known], draft[known]), seen[known])
+        own = [state.slots[r] for r in stepped.tolist() if r in state.slots]
+        keep = math.exp(-1 / self._config.request_memory_steps)
+        request_accepted[own] *= keep
+        request_reached[own] *= keep
+        keep = math.exp(-len(stepped) / self._config.draft_memory_rows)
+        draft_accepted, draft_reached = state.draft_accepted * keep, state.draft_reached * keep
+        used = scored > 0
+        if used.any():
+            draft, cls = draft[used], sampled[used].astype(np.int64)
+            position = np.arange(self._k_max)
+            held = np.minimum(accepted, scored)[used, None]
+            hit = (position < held).astype(np.float64)
+            seen = (position < np.minimum(held + 1, scored[used, None])).astype(np.float64)
+            np.add.at(draft_accepted, (cls, draft), hit)
+            np.add.at(draft_reached, (cls, draft), seen)
+            slot = np.array([state.slots.get(r, -1) for r in request[used].tolist()])
+            known = slot >= 0
+            np.add.at(request_accepted, (slot[known], draft[known]), hit[known])
+            np.add.at(request_reached, (slot[known], draft[known]), seen[known])
         state = replace(state, request_accepted=request_accepted, request_reached=request_reached)
         return self._with_drafts(state, draft_accepted, draft_reached)
-
-    def stepped(self, state: AcceptanceState, request: IntArray) -> AcceptanceState:
-        """Return the state after these requests took a step: their own evidence and all drafts' fades a little."""
-        slot = [state.slots[r] for r in request.tolist() if r in state.slots]
-        keep_request = math.exp(-1 / self._config.request_memory_steps)
-        accepted, reached = state.request_accepted.copy(), state.request_reached.copy()
-        accepted[slot] *= keep_request
-        reached[slot] *= keep_request
-        keep = math.exp(-len(request) / self._config.draft_memory_rows)
-        state = replace(state, request_accepted=accepted, request_reached=reached)
-        return self._with_drafts(state, state.draft_accepted * keep, state.draft_reached * keep)
 
     def estimate(self, state: AcceptanceState, request: list[int], sampled: BoolArray) -> Estimate:
         """Return hazards and their spread for admitted requests (``sampled`` bool[n]).
@@ -178,12 +179,13 @@ class AcceptanceModel:
         with (a + i) / (a + b + i), so that the product of the hazards is E[rate^j]; the plug-in power of the mean would understate it.
         a + b is the evidence of all positions so far: what is well known is inherited as it is.
         """
-        strength = self._config.prior_strength
-        hazard = np.empty_like(accepted)
-        inherited = np.full(accepted.shape[:2], self._config.prior_hazard)
-        evidence = np.cumsum(reached, axis=2) + strength + np.arange(self._k_max)
-        for j in range(self._k_max):
-            mean = (accepted[:, :, j] + strength * inherited) / (reached[:, :, j] + strength)
-            hazard[:, :, j] = mean
-            inherited = (mean * evidence[:, :, j] + 1) / (evidence[:, :, j] + 1)
-        return np.clip(hazard, _MIN_HAZARD, _MAX_HAZARD)
+        strength, hazards = self._config.prior_strength, []
+        for held, seen in zip(accepted.reshape(-1, self._k_max).tolist(), reached.reshape(-1, self._k_max).tolist(), strict=True):
+            inherited, evidence = self._config.prior_hazard, strength
+            for a, r in zip(held, seen, strict=True):  # a dozen chains of a few positions: quicker without arrays
+                mean = (a + strength * inherited) / (r + strength)
+                hazards.append(mean)
+                evidence += r
+                inherited = (mean * evidence + 1) / (evidence + 1)
+                evidence += 1
+        return np.clip(np.array(hazards).reshape(accepted.shape), _MIN_HAZARD, _MAX_HAZARD)

@@ -16,7 +16,9 @@ from .plan import NO_DRAFT, FloatArray, IntArray
 
 _TIE = 1e-9  # relative: of choices this close the one with the fewest tokens wins
 _PASSES = 2
+_LEADERS = 2  # so many of the token prices are worked out on the real staircase
 _FAR = 1e9
+_ZERO = np.zeros(1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,8 +28,8 @@ class StepProblem:
     Tokens: ``gain[n, D, K]`` expected and weighted, that position j adds (falling in j; positions beyond ``ceiling[n, D]`` are never
     chosen); ``base_value`` the weighted bonus tokens; ``first_tokens[n, D]`` read by a row's first draft forward (1 or 2).
     Seconds: ``verify_s[m]`` of the step with m proposed tokens, m = 0..n K, and no drafting, staircases allowed; ``speculation_s`` once if
-    any row speculates; ``forward_s[D, t]`` of a draft forward of t tokens, t = 0..2n; ``row_s[n, D]`` per row and draft forward on top
-    (its KV); ``switch_s[n, D]`` of catch-up beyond the first tokens, which the objective spreads over ``horizon[n]`` steps.
+    any row speculates; ``forward_s[D, t]`` of a draft forward of t tokens, t = 0..2n, 0 at 0; ``row_s[n, D]`` per row and draft forward on
+    top (its KV); ``switch_s[n, D]`` of catch-up beyond the first tokens, which the objective spreads over ``horizon[n]`` steps.
     """
 
     gain: FloatArray
@@ -78,29 +80,30 @@ def score(problem: StepProblem, choice: Choice) -> Score:
     if not len(rows):
         return Score(problem.base_value, float(problem.verify_s[0]), float(problem.verify_s[0]))
     draft, length = choice.draft[rows], choice.length[rows]
-    depth = np.arange(problem.gain.shape[2])
-    value = problem.base_value + float(problem.gain[rows, draft][depth < length[:, None]].sum())
-    seconds = float(problem.verify_s[length.sum()]) + problem.speculation_s + float((length * problem.row_s[rows, draft]).sum())
-    for d in set(draft.tolist()):
-        group = draft == d
-        alive = (length[group, None] > depth[1:]).sum(0)
-        seconds += float(problem.forward_s[d, problem.first_tokens[rows[group], d].sum()])
-        seconds += float(problem.forward_s[d, alive[alive > 0]].sum())
+    _, drafts, k_max = problem.gain.shape
+    value = problem.base_value + float(problem.gain[rows, draft][np.arange(k_max) < length[:, None]].sum())
+    ending = np.bincount(draft * k_max + length - 1, minlength=drafts * k_max).reshape(drafts, k_max)
+    tokens = ending[:, ::-1].cumsum(1)[:, ::-1]  # rows of each draft at each depth
+    tokens[:, 0] = np.bincount(draft, problem.first_tokens[rows, draft], drafts)
+    seconds = float(problem.verify_s[length.sum()]) + problem.speculation_s + float(length @ problem.row_s[rows, draft])
+    seconds += float(problem.forward_s[np.arange(drafts)[:, None], tokens].sum())
     switch_s = problem.switch_s[rows, draft]
     return Score(value, seconds + float((switch_s / problem.horizon[rows]).sum()), seconds + float(switch_s.sum()))
 
 
-def best_choice(problem: StepProblem, price: float) -> Choice:
-    """Return the choice of the highest priced objective; of equal ones that with the fewest proposed tokens.
+def best_choice(problem: StepProblem, price: float) -> tuple[Choice, Score]:
+    """Return the choice of the highest priced objective and its score; of equal ones that with the fewest proposed tokens.
 
     Exhaustive up to two rows; beyond them the coordinate ascent of ``_ascend``, never below the choice of no speculation.
     """
     rows, drafts, k_max = problem.gain.shape
     if rows == 0 or drafts == 0 or k_max == 0 or not problem.ceiling.any():
-        return no_speculation(rows)
-    if rows <= 2:
-        return _exhaustive(problem, price)
-    return _ascend(problem, price)
+        choice = no_speculation(rows)
+    elif rows <= 2:
+        choice = _exhaustive(problem, price)
+    else:
+        return _ascend(problem, price)
+    return choice, score(problem, choice)
 
 
 # -- one or two rows: every choice
@@ -129,7 +132,7 @@ def _row_options(problem: StepProblem, row: int, price: float) -> tuple[FloatArr
     own_s = length * problem.row_s[row, draft] + problem.charge_s[row, draft]
     alone_s = problem.forward_s[draft, problem.first_tokens[row, draft]] + (length - 1) * problem.forward_s[draft, 1]
     value = np.where(length <= problem.ceiling[row, draft], gain - price * own_s, -np.inf)
-    return np.r_[0.0, value], np.r_[0.0, alone_s]
+    return np.concatenate([_ZERO, value]), np.concatenate([_ZERO, alone_s])
 
 
 def _exhaustive(problem: StepProblem, price: float) -> Choice:
@@ -154,7 +157,7 @@ def _exhaustive(problem: StepProblem, price: float) -> Choice:
 # -- more rows: coordinate ascent over the longest chain of every draft
 
 
-def _ascend(problem: StepProblem, price: float) -> Choice:
+def _ascend(problem: StepProblem, price: float) -> tuple[Choice, Score]:
     """Fix the longest chain K_d of every draft, charge its shared forwards once, and every row chooses alone.
 
     For a few prices theta of a verified token (slopes of the staircase) and a few starts, coordinate ascent over the caps K_d; the best of
@@ -168,52 +171,55 @@ def _ascend(problem: StepProblem, price: float) -> Choice:
     charge = price * (problem.charge_s + (problem.first_tokens - 1) * slope_s)
     theta = _token_prices(problem, price)
 
-    worth = np.zeros((len(theta), rows, drafts, k_max + 1))
-    np.cumsum(np.maximum(net - theta[:, None, None, None], 0.0), axis=3, out=worth[:, :, :, 1:])
-    worth = np.maximum(worth - charge[:, :, None], 0.0)
+    by_row = np.ascontiguousarray(net.transpose(1, 2, 0))  # rows last: what is summed over rows lies together
+    worth = np.zeros((len(theta), drafts, k_max + 1, rows))
+    np.cumsum(np.maximum(by_row - theta[:, None, None, None], 0.0), axis=2, out=worth[:, :, 1:])
+    worth = np.maximum(worth - charge.T[:, None], 0.0)
     caps = _ascend_caps(worth, fixed)
-    draft, length, total = _rows_at(worth, caps, net, theta)
+    draft, length, total = _rows_at(worth, caps, by_row, theta)
     tokens = length.sum(2)
     total += theta[:, None] * tokens - price * (problem.verify_s[tokens] + problem.speculation_s * (tokens > 0)) - (caps * fixed).sum(2)
-    every, start = np.arange(len(theta)), total.argmax(1)
-    t = int(total[every, start].argmax())
-    staircase = _on_staircase(problem, price, net, charge, fixed, draft[every, start], caps[every, start])
-    return _best_of(problem, price, [no_speculation(rows), Choice(draft[t, start[t]], length[t, start[t]]), staircase])
+    start = total.argmax(1)
+    leaders = np.argsort(-total.max(1), kind="stable")[:_LEADERS]
+    draft, length, caps = (array[leaders, start[leaders]] for array in (draft, length, caps))
+    staircase = _on_staircase(problem, price, net, charge, fixed, draft, caps)
+    return _best_of(problem, price, [no_speculation(rows), Choice(draft[0], length[0]), staircase])
 
 
 def _token_prices(problem: StepProblem, price: float) -> FloatArray:
     """Return candidate prices of one verified token: the staircase's mean slopes between total lengths on a geometric grid."""
     last = len(problem.verify_s) - 1
-    grid = np.unique(np.array([0, last // 16, last // 8, last // 4, last // 2, last]))
+    grid = np.unique(np.array([0, last // 8, last // 3, last]))
     slopes = np.diff(problem.verify_s[grid]) / np.diff(grid)
-    prices: FloatArray = np.unique(np.r_[0.0, price * slopes])
+    prices: FloatArray = np.unique(np.concatenate([_ZERO, price * slopes]))
     return prices
 
 
 def _ascend_caps(worth: FloatArray, fixed: FloatArray) -> IntArray:
     """Return caps [theta, start, D]: from one draft alone each, and from all, improve one draft's cap at a time."""
-    prices, _, drafts, options = worth.shape
+    prices, drafts, options, rows = worth.shape
     starts = np.vstack([np.eye(drafts, dtype=np.int64), np.ones((int(drafts > 1), drafts), np.int64)]) * (options - 1)
     caps = np.tile(starts, (prices, 1, 1))
     index = np.arange(prices)[:, None]
-    current = np.stack([worth[index, :, d, caps[:, :, d]] for d in range(drafts)], axis=3)
+    current = worth[index[:, :, None], np.arange(drafts), caps]
     depth_cost = np.arange(options) * fixed[:, None]
     for d in list(range(drafts)) * (_PASSES if drafts > 1 else 1):
-        others = np.delete(current, d, axis=3).max(3, initial=0.0)
-        total = np.maximum(others[:, :, :, None], worth[:, None, :, d]).sum(2) - depth_cost[d]
+        others = np.zeros((prices, len(starts), rows))
+        for other in set(range(drafts)) - {d}:
+            np.maximum(others, current[:, :, other], out=others)
+        total = np.maximum(others[:, :, None], worth[:, None, d]).sum(3) - depth_cost[d]
         caps[:, :, d] = total.argmax(2)
-        current[:, :, :, d] = worth[index, :, d, caps[:, :, d]]
+        current[:, :, d] = worth[index, d, caps[:, :, d]]
     return caps
 
 
 def _rows_at(worth: FloatArray, caps: IntArray, net: FloatArray, theta: FloatArray) -> tuple[IntArray, IntArray, FloatArray]:
     """Return each row's (draft, length) [theta, start, n] under the caps, and the sum of what they are worth [theta, start]."""
-    drafts = caps.shape[2]
-    index = np.arange(len(theta))[:, None]
-    current = np.stack([worth[index, :, d, caps[:, :, d]] for d in range(drafts)], axis=3)
-    draft, value = current.argmax(3), current.max(3)
-    wanted = (net > theta[:, None, None, None]).sum(3)
-    length = np.minimum(wanted[index[:, :, None], np.arange(draft.shape[2]), draft], np.take_along_axis(caps, draft, 2))
+    index = np.arange(len(theta))[:, None, None]
+    current = worth[index, np.arange(caps.shape[2]), caps]
+    draft, value = current.argmax(2), current.max(2)
+    wanted = (net > theta[:, None, None, None]).sum(2)
+    length = np.minimum(wanted[index, draft, np.arange(draft.shape[2])], np.take_along_axis(caps, draft, 2))
     length = np.where(value > 0, length, 0)
     return np.where(length > 0, draft, NO_DRAFT), length, value.sum(2)
 
@@ -221,7 +227,7 @@ def _rows_at(worth: FloatArray, caps: IntArray, net: FloatArray, theta: FloatArr
 def _on_staircase(
     problem: StepProblem, price: float, net: FloatArray, charge: FloatArray, fixed: FloatArray, draft: IntArray, caps: IntArray
 ) -> Choice:
-    """Return the best of every total under every common cap, for given drafts [theta, n] and caps [theta, D].
+    """Return the best of every total under every common cap, for some drafts [leader, n] and caps [leader, D].
 
     Rows without a draft may join with their best one. Gains are sorted and added one by one, each total being scored on the real
     staircase. A row's key never rises along its chain, so that what is taken is always the head of the chain.
@@ -237,7 +243,7 @@ def _on_staircase(
     gains = np.take_along_axis(own.reshape(prices, -1), order, 1)
     row, depth = order // k_max, order % k_max
     common = np.broadcast_to(np.arange(1, k_max + 1)[:, None], (prices, k_max, drafts))
-    all_caps = np.concatenate([common, caps[:, None]], axis=1)  # [theta, option, D]
+    all_caps = np.concatenate([common, caps[:, None]], axis=1)  # [leader, option, D]
     cap = np.take_along_axis(all_caps, np.take_along_axis(draft, row, 1)[:, None], 2)
     allowed = (depth[:, None] < cap) & (gains > -np.inf)[:, None]
     value = np.cumsum(np.where(allowed, gains[:, None], 0.0), axis=2)
@@ -247,11 +253,11 @@ def _on_staircase(
     return Choice(np.where(length > 0, draft[t], NO_DRAFT), length)
 
 
-def _best_of(problem: StepProblem, price: float, candidates: list[Choice]) -> Choice:
-    """Return the best by the exact objective, of near equals the first."""
-    best, highest = candidates[0], score(problem, candidates[0]).objective(price)
+def _best_of(problem: StepProblem, price: float, candidates: list[Choice]) -> tuple[Choice, Score]:
+    """Return the best by the exact objective and its score; of near equals the first."""
+    best, best_score = candidates[0], score(problem, candidates[0])
     for candidate in candidates[1:]:
-        objective = score(problem, candidate).objective(price)
-        if objective > highest + _TIE * (abs(highest) + 1.0):
-            best, highest = candidate, objective
-    return best
+        result, highest = score(problem, candidate), best_score.objective(price)
+        if result.objective(price) > highest + _TIE * (abs(highest) + 1.0):
+            best, best_score = candidate, result
+    return best, best_score

@@ -16,7 +16,7 @@ _PRICE_TOLERANCE = 0.01
 _PRICE_ROUNDS = 4
 _SHARE_BOUNDS = (0.1, 2.0)
 _PROBE_TOKENS = 2
-_PROBE_FLOOR = 0.03  # of a step's time: what a probe costs at least, since estimates flatter what looks free
+_PROBE_FLOOR = 0.1  # of a step's time: what a probe costs at least, since estimates flatter what looks free
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +100,7 @@ class AdaptivePlanner:
         estimate = self._acceptance.estimate(acceptance, requests, view.sampled[rows])
         problem = self._problem(view, rows, estimate.hazard, state.correction)
         prefill_s = self._prefill_s(view, rows, state.correction)
-        choice, price, goodput = self._priced_choice(problem, prefill_s, view.queued, state)
-        result = score(problem, choice)
+        choice, result, price, goodput = self._priced_choice(problem, prefill_s, view.queued, state)
         choice, result, credit_s, probed = self._explore(problem, view, rows, estimate, choice, result, price, state.credit_s)
         draft, length = np.full(len(view), NO_DRAFT, np.int64), np.zeros(len(view), np.int64)
         draft[rows], length[rows] = choice
@@ -140,8 +139,10 @@ class AdaptivePlanner:
         with_prefill, without = self._latency.target.base(np.array([view.prefill_tokens + len(rows), len(rows)]))
         return float(correction[VERIFY] * (with_prefill - without))
 
-    def _priced_choice(self, problem: StepProblem, prefill_s: float, queued: int, state: PlannerState) -> tuple[Choice, float, float]:
-        """Return the choice, its price of time and the batch's goodput without prefill.
+    def _priced_choice(
+        self, problem: StepProblem, prefill_s: float, queued: int, state: PlannerState
+    ) -> tuple[Choice, Score, float, float]:
+        """Return the choice, its score, the price of time and the batch's goodput without prefill.
 
         Dinkelbach's iteration (1967) finds the goodput that prices itself, starting from the last step's; the long-run price is the
         realised share of it, and with a backlog at least the goodput of saturated steps, since a second saved goes to those that wait.
@@ -149,18 +150,18 @@ class AdaptivePlanner:
         """
         rows = len(problem.gain)
         if rows == 0:
-            return no_speculation(0), 0.0, state.goodput
+            nothing = no_speculation(0)
+            return nothing, score(problem, nothing), 0.0, state.goodput
         share = min(max(state.earned / state.expected, _SHARE_BOUNDS[0]), _SHARE_BOUNDS[1])
         floor = state.saturated if queued else 0.0
         goodput = state.goodput or problem.base_value / float(problem.verify_s[0] - prefill_s)
         for _ in range(_PRICE_ROUNDS):
             price = max(share * goodput, floor)
-            choice = best_choice(problem, price)
-            result = score(problem, choice)
+            choice, result = best_choice(problem, price)
             previous, goodput = goodput, result.value / (result.charged_s - prefill_s)
             if abs(goodput - previous) <= _PRICE_TOLERANCE * previous:
                 break
-        return choice, price, goodput
+        return choice, result, price, goodput
 
     # -- explore
 
@@ -181,6 +182,8 @@ class AdaptivePlanner:
         included. Credit can always be saved up to the price of the cheapest probe, so that no draft stays out for good.
         """
         credit_s += self.config.explore_share * result.step_s
+        if credit_s < _PROBE_FLOOR * result.step_s:
+            return choice, result, credit_s, 0
         probe = self._probe(problem, view.weight[rows], estimate, choice, price)
         if probe is None:
             return choice, result, min(credit_s, result.step_s), 0
@@ -231,16 +234,17 @@ class AdaptivePlanner:
     def observe(self, outcome: Outcome, state: PlannerState, now: float) -> PlannerState:
         """Learn acceptance (chosen drafts and counterfactuals), correct the latency model, and follow the long-run goodput."""
         model = self._acceptance
-        acceptance = model.stepped(model.aged(state.acceptance, now), outcome.request)
+        acceptance = model.aged(state.acceptance, now)
         classes = dict(zip(outcome.request.tolist(), outcome.sampled.tolist(), strict=True))
         free_sampled = np.array([classes.get(r, False) for r in outcome.free_request.tolist()], np.bool_)
         acceptance = model.observe(
             acceptance,
-            np.r_[outcome.request, outcome.free_request],
-            np.r_[outcome.draft, outcome.free_draft],
-            np.r_[outcome.sampled, free_sampled],
-            np.r_[outcome.accepted, outcome.free_accepted],
-            np.r_[outcome.scored, outcome.free_scored],
+            np.concatenate([outcome.request, outcome.free_request]),
+            np.concatenate([outcome.draft, outcome.free_draft]),
+            np.concatenate([outcome.sampled, free_sampled]),
+            np.concatenate([outcome.accepted, outcome.free_accepted]),
+            np.concatenate([outcome.scored, outcome.free_scored]),
+            outcome.request,
         )
         state = replace(state, acceptance=model.forget(acceptance, outcome.finished.tolist()))
         return self._timed(outcome, state) if state.view is not None and len(outcome.request) else state
@@ -288,7 +292,7 @@ class AdaptivePlanner:
             alive = (length[group, None] > np.arange(1, int(length[group].max()))).sum(0)
             row_s = curve.row_s + curve.context_s * view.context[members]
             first = int(np.maximum(view.catchup[members, d], 1).sum())
-            predicted[FIRST_DRAFT + d] = float(curve.base(np.r_[first, alive]).sum() + (length[group] * row_s).sum())
+            predicted[FIRST_DRAFT + d] = float(curve.base(np.concatenate([[first], alive])).sum() + (length[group] * row_s).sum())
         return predicted, weight
 
 

@@ -52,24 +52,34 @@ def is_legal(p, choice):
 @given(st.integers(0, 2**32), st.integers(1, 2), st.integers(1, 3), st.integers(1, 4), st.floats(0.05, 3.0))
 def test_up_to_two_rows_the_choice_is_the_best_there_is(seed, rows, drafts, k_max, price):
     p = problem(np.random.default_rng(seed), rows, drafts, k_max)
-    choice = best_choice(p, price)
+    choice, result = best_choice(p, price)
     assert is_legal(p, choice)
-    assert score(p, choice).objective(price) == pytest.approx(brute_force(p, price), abs=1e-6)
+    assert result == score(p, choice)
+    assert result.objective(price) == pytest.approx(brute_force(p, price), abs=1e-6)
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**32), st.integers(3, 4), st.integers(1, 3), st.floats(0.05, 3.0))
 def test_one_draft_of_constant_cost_is_solved_to_the_best_on_any_staircase(seed, rows, k_max, price):
     p = problem(np.random.default_rng(seed), rows, 1, k_max, flat=True, switches=False)
-    assert score(p, best_choice(p, price)).objective(price) == pytest.approx(brute_force(p, price), abs=1e-6)
+    assert best_choice(p, price)[1].objective(price) == pytest.approx(brute_force(p, price), abs=1e-6)
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 2**32), st.integers(1, 2), st.integers(1, 3), st.floats(0.05, 3.0))
-def test_with_three_rows_and_more_the_choice_is_legal_and_close_to_the_best(seed, drafts, k_max, price):
+def test_with_three_rows_and_more_the_choice_is_legal_and_no_worse_than_plain_decoding(seed, drafts, k_max, price):
     p = problem(np.random.default_rng(seed), 3, drafts, k_max)
-    choice = best_choice(p, price)
+    choice, result = best_choice(p, price)
     assert is_legal(p, choice)
-    best, found = brute_force(p, price), score(p, choice).objective(price)
+    best, found = brute_force(p, price), result.objective(price)
     assert best + 1e-9 >= found >= score(p, no_speculation(3)).objective(price) - 1e-9
-    assert found >= best - 0.1 * p.base_value
+
+
+def test_with_three_rows_and_more_the_choice_is_the_best_nearly_always():
+    """The ascent takes a draft's forward to cost the same per row; these instances do not. Losses in tokens per row."""
+    rng, losses = np.random.default_rng(0), []
+    for _ in range(100):
+        p, price = problem(rng, 3, 2, 3), float(rng.uniform(0.05, 3))
+        losses.append((brute_force(p, price) - best_choice(p, price)[1].objective(price)) / p.base_value)
+    assert np.mean(losses) < 0.005
+    assert np.mean(np.array(losses) < 1e-9) > 0.8

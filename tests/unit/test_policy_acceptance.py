@@ -4,6 +4,7 @@ import pytest
 from policy.acceptance import AcceptanceConfig, AcceptanceModel
 
 K = 8
+NOBODY = np.zeros(0, np.int64)
 
 
 def model(drafts=1, **config):
@@ -19,7 +20,13 @@ def chains(rng, hazards, length, count):
 def learn(estimator, state, request, draft, accepted, scored, sampled=False):
     rows = len(accepted)
     full = lambda value: np.full(rows, value)  # noqa: E731
-    return estimator.observe(state, full(request), full(draft), full(sampled), np.asarray(accepted), np.broadcast_to(scored, rows))
+    scored = np.broadcast_to(scored, rows)
+    return estimator.observe(state, full(request), full(draft), full(sampled), np.asarray(accepted), scored, NOBODY)
+
+
+def step(estimator, state, request):
+    nothing = np.zeros(1, np.int64)
+    return estimator.observe(state, np.array([request]), nothing - 1, nothing > 0, nothing, nothing, np.array([request]))
 
 
 def hazards(estimator, state, request=0, sampled=False):
@@ -98,7 +105,7 @@ def test_zero_acceptance_is_not_absorbing():
     assert hazards(estimator, state, 1)[0][0] < 0.1
     stepped = state
     for _ in range(2000):
-        stepped = estimator.stepped(stepped, np.array([1]))
+        stepped = step(estimator, stepped, 1)
     assert hazards(estimator, stepped, 1)[0][0] > 0.55
     waited = estimator.admit(estimator.forget(estimator.aged(state, now=2000.0), [1]), [2])
     assert hazards(estimator, waited, 2)[0][0] > 0.55
@@ -117,7 +124,7 @@ def test_the_given_state_is_left_alone():
     state = estimator.admit(estimator.start(), [1])
     before = [getattr(state, name).copy() for name in ("request_accepted", "request_reached", "draft_accepted", "draft_reached")]
     later = learn(estimator, state, 1, 0, [3], 4)
-    later = estimator.forget(estimator.stepped(estimator.aged(later, 1e6), np.array([1])), [1])
+    later = estimator.forget(step(estimator, estimator.aged(later, 1e6), 1), [1])
     after = [getattr(state, name) for name in ("request_accepted", "request_reached", "draft_accepted", "draft_reached")]
     assert all((a == b).all() for a, b in zip(before, after, strict=True))
     assert state.slots == {1: 0}
