@@ -24,8 +24,8 @@ it is no model to talk to. Same tokenizer as its target (`vocabulary_sha256` in 
 1. Plain language modelling on {warm_up} tokens of the texts above, one pass. The embedding
    starts as the target's, projected to {hidden} dimensions.
 2. Cross entropy with the target's law (its top {top_k} log probabilities, the rest as one class) on {generated} tokens of its own
-   in {sequences} sequences: half greedy, half at temperature {temperature} among its top {top_k} tokens; prompts up to {prompt} tokens, answers up
-   to {new}; raw text and chat template. At most {epochs} passes; loss at the end {loss:.3f} nats.
+   in {sequences} sequences: half greedy, half at temperature {temperature} among its top {top_k}; prompts up to {prompt} tokens, answers
+   up to {new}; raw text and chat template. At most {epochs} passes; loss at the end {loss:.3f} nats.
 
 Seed {seed}. The last run of this command took {minutes:.0f} minutes; shards that earlier runs had generated are not counted:
 
