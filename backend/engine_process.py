@@ -21,7 +21,7 @@ from backend.session import Usage
 
 logger = logging.getLogger(__name__)
 
-DRAIN_LIMIT_S = 10.0
+DRAIN_LIMIT_S = 8.0
 WARM_UP_TOKENS = 24
 
 
