@@ -16,21 +16,26 @@ import numpy as np
 from .plan import BoolArray, FloatArray, IntArray
 
 _MIN_HAZARD, _MAX_HAZARD = 0.02, 0.995
+_MIN_STRENGTH, _MAX_STRENGTH = 2.0, 200.0
+_LIKENESS_PRIOR = 500.0  # about what five requests of twenty probed tokens tell
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceConfig:
-    """Priors and memories. Strengths count pseudo-observations; memories count a request's steps, and row-steps of the whole batch.
+    """Priors and memories. Strengths count pseudo-observations; memories count a request's steps, row-steps of the whole batch, and
+    finished requests.
 
-    ``half_life_s`` is the time in which a draft's evidence loses half its weight even if nothing runs.
+    ``request_strength`` is only the start: how unlike requests are is learnt. ``half_life_s`` is the time in which a draft's evidence loses
+    half its weight even if nothing runs.
     """
 
     prior_hazard: float = 0.6
     prior_strength: float = 4.0
     request_strength: float = 12.0
-    position_strength: float = 12.0
+    position_strength: float = 30.0
     request_memory_steps: float = 100.0
     draft_memory_rows: float = 8000.0
+    likeness_memory_requests: float = 200.0
     half_life_s: float = 900.0
 
 
@@ -38,16 +43,20 @@ class AcceptanceConfig:
 class AcceptanceState:
     """Evidence so far. Index ``c`` is the class (0 greedy, 1 sampled); a request's class never changes.
 
-    ``slots`` request id -> row of ``request_*`` float64[slots, drafts, positions]; ``draft_*`` float64[2, drafts, positions].
-    ``draft_hazard`` is the draft-level estimate made of the latter. ``now`` is the time up to which it has aged.
+    ``slots`` request id -> row of ``request_class`` int64[slots] and of the other ``request_*`` float64[slots, drafts, positions];
+    ``draft_*`` float64[2, drafts, positions].
+    ``draft_hazard`` is the draft-level estimate made of the latter. ``likeness`` float64[2, drafts] holds, over finished requests, the sums
+    of which the ratio is the intra-request correlation (see ``_likeness``). ``now`` is the time up to which the state has aged.
     """
 
     slots: dict[int, int]
+    request_class: IntArray
     request_accepted: FloatArray
     request_reached: FloatArray
     draft_accepted: FloatArray
     draft_reached: FloatArray
     draft_hazard: FloatArray
+    likeness: FloatArray
     now: float
 
 
@@ -71,7 +80,9 @@ class AcceptanceModel:
         """Return the state before any evidence."""
         none = np.zeros((2, self._drafts, self._k_max))
         empty = np.zeros((8, self._drafts, self._k_max))
-        return AcceptanceState({}, empty, empty, none, none, self._draft_hazard(none, none), -math.inf)
+        start = np.array([_LIKENESS_PRIOR / (self._config.request_strength + 1), _LIKENESS_PRIOR])
+        likeness = np.tile(start[:, None], (1, self._drafts))
+        return AcceptanceState({}, np.zeros(8, np.int64), empty, empty, none, none, self._draft_hazard(none, none), likeness, -math.inf)
 
     def admit(self, state: AcceptanceState, requests: list[int]) -> AcceptanceState:
         """Return the state with a slot for every request; a new one has no evidence yet."""
@@ -84,22 +95,43 @@ class AcceptanceModel:
         slots.update(zip(new, free, strict=False))
         if max(slots.values()) < capacity:
             return replace(state, slots=slots)
-        room = ((0, capacity + len(new)), (0, 0), (0, 0))
+        more = (0, capacity + len(new))
         return replace(
-            state, slots=slots, request_accepted=np.pad(state.request_accepted, room), request_reached=np.pad(state.request_reached, room)
+            state,
+            slots=slots,
+            request_class=np.pad(state.request_class, more),
+            request_accepted=np.pad(state.request_accepted, (more, (0, 0), (0, 0))),
+            request_reached=np.pad(state.request_reached, (more, (0, 0), (0, 0))),
         )
 
     def forget(self, state: AcceptanceState, requests: Iterable[int]) -> AcceptanceState:
-        """Return the state without these requests; unknown ones do not matter."""
+        """Return the state without these requests, having learnt from them how unlike requests are; unknown ones do not matter."""
         gone = [request for request in requests if request in state.slots]
         if not gone:
             return state
         slots = dict(state.slots)
         rows = [slots.pop(request) for request in gone]
+        likeness = self._likeness(state, rows)
         accepted, reached = state.request_accepted.copy(), state.request_reached.copy()
         accepted[rows] = 0.0
         reached[rows] = 0.0
-        return replace(state, slots=slots, request_accepted=accepted, request_reached=reached)
+        return replace(state, slots=slots, request_accepted=accepted, request_reached=reached, likeness=likeness)
+
+    def _likeness(self, state: AcceptanceState, rows: list[int]) -> FloatArray:
+        """Return the sums after these requests' end.
+
+        Of a beta-binomial count A of N trials at mean h, Var(A) = N h (1 - h) (1 + (N - 1) rho) with rho = 1 / (strength + 1) (Williams,
+        1982): so rho is the ratio of sum (A - N h)^2 - N h (1 - h) to sum N (N - 1) h (1 - h).
+        """
+        accepted, reached = state.request_accepted[rows], state.request_reached[rows]
+        trials = reached.sum(2)
+        level = state.draft_hazard[state.request_class[rows]]
+        variance = (reached * level * (1 - level)).sum(2)
+        surprise = (accepted.sum(2) - (reached * level).sum(2)) ** 2
+        keep = math.exp(-len(rows) / self._config.likeness_memory_requests)
+        excess = np.where(trials > 1, surprise - variance, 0.0).sum(0)
+        likeness: FloatArray = state.likeness * keep + np.stack([excess, (np.maximum(trials - 1, 0.0) * variance).sum(0)])
+        return likeness
 
     def aged(self, state: AcceptanceState, now: float) -> AcceptanceState:
         """Return the state whose draft-level evidence has faded towards the prior by the time passed."""
@@ -131,7 +163,7 @@ class AcceptanceModel:
         request_reached[own] *= keep
         keep = math.exp(-len(stepped) / self._config.draft_memory_rows)
         draft_accepted, draft_reached = state.draft_accepted * keep, state.draft_reached * keep
-        used = scored > 0
+        request_class, used = state.request_class.copy(), scored > 0
         if used.any():
             draft, cls = draft[used], sampled[used].astype(np.int64)
             position = np.arange(self._k_max)
@@ -142,26 +174,29 @@ class AcceptanceModel:
             np.add.at(draft_reached, (cls, draft), seen)
             slot = np.array([state.slots.get(r, -1) for r in request[used].tolist()])
             known = slot >= 0
+            request_class[slot[known]] = cls[known]
             np.add.at(request_accepted, (slot[known], draft[known]), hit[known])
             np.add.at(request_reached, (slot[known], draft[known]), seen[known])
-        state = replace(state, request_accepted=request_accepted, request_reached=request_reached)
+        state = replace(state, request_class=request_class, request_accepted=request_accepted, request_reached=request_reached)
         return self._with_drafts(state, draft_accepted, draft_reached)
 
     def estimate(self, state: AcceptanceState, request: list[int], sampled: BoolArray) -> Estimate:
         """Return hazards and their spread for admitted requests (``sampled`` bool[n]).
 
-        A request's difficulty is one number per draft: the odds ratio between what it had accepted and what the draft level expected at the
-        positions that it reached, both shrunk. It shifts every position of the draft level, also those never reached; the request's own
-        counts then refine each position.
+        A request's difficulty is one number per draft: the odds ratio between what it had accepted and what the draft level expected at
+        the positions that it reached, both shrunk by as much as requests are alike. It shifts every position of the draft level, also
+        those never reached; the request's own counts then refine each position.
         """
         config = self._config
         slot = [state.slots[r] for r in request]
         cls = sampled.astype(np.int64)
         accepted, reached = state.request_accepted[slot], state.request_reached[slot]
         level = state.draft_hazard[cls]
-        weight = reached.sum(2, keepdims=True) + config.request_strength
-        actual = (accepted.sum(2, keepdims=True) + config.request_strength * level) / weight
-        expected = ((reached * level).sum(2, keepdims=True) + config.request_strength * level) / weight
+        correlation = state.likeness[0] / state.likeness[1]
+        strength = (1 / np.clip(correlation, 1 / _MAX_STRENGTH, 1 / _MIN_STRENGTH))[:, None] - 1
+        weight = reached.sum(2, keepdims=True) + strength
+        actual = (accepted.sum(2, keepdims=True) + strength * level) / weight
+        expected = ((reached * level).sum(2, keepdims=True) + strength * level) / weight
         odds = level / (1 - level) * (actual / (1 - actual)) * ((1 - expected) / expected)
         shifted = odds / (1 + odds)
         hazard = (accepted + config.position_strength * shifted) / (reached + config.position_strength)

@@ -12,7 +12,7 @@ from .goodput import Choice, Score, StepProblem, best_choice, no_speculation, sc
 from .latency import FIRST_DRAFT, OVERHEAD, VERIFY, LatencyModel, corrected, correction_by_part
 from .plan import NO_DRAFT, FloatArray, IntArray, Outcome, Plan, View
 
-_PRICE_TOLERANCE = 0.01
+_COLD_TOLERANCE, _WARM_TOLERANCE = 0.01, 0.02  # of the price, whose error costs in second order; the next step goes on
 _PRICE_ROUNDS = 4
 _SHARE_BOUNDS = (0.1, 2.0)
 _PROBE_TOKENS = 2
@@ -154,12 +154,13 @@ class AdaptivePlanner:
             return nothing, score(problem, nothing), 0.0, state.goodput
         share = min(max(state.earned / state.expected, _SHARE_BOUNDS[0]), _SHARE_BOUNDS[1])
         floor = state.saturated if queued else 0.0
+        tolerance = _WARM_TOLERANCE if state.goodput else _COLD_TOLERANCE
         goodput = state.goodput or problem.base_value / float(problem.verify_s[0] - prefill_s)
         for _ in range(_PRICE_ROUNDS):
             price = max(share * goodput, floor)
             choice, result = best_choice(problem, price)
             previous, goodput = goodput, result.value / (result.charged_s - prefill_s)
-            if abs(goodput - previous) <= _PRICE_TOLERANCE * previous:
+            if abs(goodput - previous) <= tolerance * previous:
                 break
         return choice, result, price, goodput
 

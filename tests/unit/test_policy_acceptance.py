@@ -80,6 +80,27 @@ def test_a_hard_request_is_told_from_an_easy_one_and_a_new_one_lies_between():
     assert hard[0] < new[0] < easy[0]
 
 
+def test_how_fast_a_request_is_believed_follows_from_how_unlike_requests_were():
+    """The same four accepted tokens are luck where all requests are alike, and news where they come in two kinds."""
+    alike, unlike = (_news_of_four_accepted(rates) for rates in ((0.6, 0.6), (0.95, 0.25)))
+    assert 0 <= alike < 0.06
+    assert unlike > 2 * alike
+    assert unlike > 0.1
+
+
+def _news_of_four_accepted(rates):
+    """By how much the first hazard of a new request rises with its first chain, after 300 requests of alternating rates."""
+    estimator, rng = model(), np.random.default_rng(6)
+    state = estimator.start()
+    for request in range(300):
+        state = estimator.admit(state, [request])
+        for _ in range(6):
+            state = learn(estimator, state, request, 0, chains(rng, [rates[request % 2]] * 4, 4, 1), 4)
+        state = estimator.forget(state, [request])
+    state = estimator.admit(state, [999])
+    return hazards(estimator, learn(estimator, state, 999, 0, [4], 4), 999)[0][0] - hazards(estimator, state, 999)[0][0]
+
+
 def test_difficulty_carries_over_to_positions_the_request_never_reached():
     estimator, rng = model(), np.random.default_rng(4)
     state = estimator.admit(estimator.start(), [1])

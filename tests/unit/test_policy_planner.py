@@ -297,9 +297,12 @@ def _ceiling(remaining, drafts):
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("hazard", [[[0.6, 0.8]], [[0.9, 0.9], [0.2, 0.2]], [[0.85, 0.4], [0.3, 0.9]]], ids=["uniform", "mixed", "hetero"])
 def test_the_planner_is_within_3_percent_of_the_best_fixed_choice_or_beats_it(rows, hazard):
-    model, steps = latency((0.05, 0.15), token_s=0.01), 2000 if rows == 1 else 500
-    fixed = max(simulate(FixedLength(d, k), model, hazard, rows, steps) for d in DRAFTS for k in (1, 2, 3, 5, 8))
-    assert simulate(planner(model), model, hazard, rows, steps) > 0.97 * fixed
+    """The arm is chosen in hindsight, on another seed than it is scored on."""
+    model, steps, seeds = latency((0.05, 0.15), token_s=0.01), 1200 if rows == 1 else 400, (1, 2)
+    arms = [FixedLength(d, k) for d in DRAFTS for k in (1, 2, 3, 5, 8)]
+    best = max(arms, key=lambda arm: simulate(arm, model, hazard, rows, steps, seed=0))
+    fixed = sum(simulate(best, model, hazard, rows, steps, seed) for seed in seeds)
+    assert sum(simulate(planner(model), model, hazard, rows, steps, seed) for seed in seeds) > 0.97 * fixed
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 32])
