@@ -13,6 +13,11 @@ from policy import LatencyTable
 
 pytestmark = pytest.mark.model
 
+
+def chat(text):
+    return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+
+
 CONFIG = {
     "target": {"engine": "torch", "model": "smollm2-135m-instruct", "dtype": "bf16"},
     "drafts": [
@@ -26,8 +31,12 @@ TABLES = {
     "target": LatencyTable.synthetic("target", {1: 0.05, 8: 0.055, 16: 0.075, 64: 0.25}),
     "small": LatencyTable.synthetic("small", {1: 0.0025, 8: 0.004}),
 }
-COPYING = [f"{words} " * 12 for words in ("one two three four five six seven", "red orange yellow green blue indigo violet")]
-CHATTING = ["Yesterday I went to the market and", "The best way to learn a language is"]
+ARTICLE = (
+    "The fishing town of Skerry Point has voted to keep its old harbour crane, ending a dispute of two years. "
+    "The crane, built in 1911 to lift coal from steam colliers, has not moved since 1974. A developer had offered to pay for its removal."
+)
+COPYING = [chat(f"Summarise: {ARTICLE}"), chat(f"Repeat this text word for word: {ARTICLE}")]
+CHATTING = [chat("Why is the sky blue? Explain it to a child."), chat("Write a short poem about a lighthouse keeper and her dog.")]
 
 
 class Recorder:
@@ -74,7 +83,7 @@ def test_texts_that_copy_themselves_and_free_texts_get_other_drafts_and_lengths(
     def share_of_lookup(chosen):
         return sum(count for (draft, _), count in chosen.items() if draft == "lookup") / chosen.total()
 
-    assert mean_length(copying) > mean_length(chatting) + 1
+    assert mean_length(copying) > mean_length(chatting)
     assert share_of_lookup(copying) > 2 * share_of_lookup(chatting)
     counters = {(name, *labels.values()): value for name, labels, value in app.stats.drain()["counters"]}
     assert counters["spindle_accepted_tokens_total", "lookup"] > 40
