@@ -108,8 +108,8 @@ def test_with_threads_auto_the_target_decides_and_its_drafts_follow(deployment, 
     assert table_file(small, folders["small"], 1).exists()
 
 
-@pytest.mark.parametrize(("all_s", "chosen"), [(0.5, 4), (2.0, 1)])
-def test_the_faster_of_one_and_all_cores_is_chosen(monkeypatch, all_s, chosen):
+@pytest.mark.parametrize(("all_s", "chosen"), [(0.5, 4), (0.95, 1), (2.0, 1)])
+def test_all_cores_are_chosen_where_they_save_a_tenth(monkeypatch, all_s, chosen):
     threads = []
 
     class Stub:
