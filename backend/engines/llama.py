@@ -20,6 +20,11 @@ from backend.ports import BLOCK_TOKENS
 PACKED_ROWS = 8
 """The row count that oneDNN is told to lay out packed weights for: a decoding or verifying pass, not a prefill."""
 
+MIN_FP32_ROWS = 4
+"""Rows that an fp32 product is padded to: oneDNN takes longer for one or two rows of a packed weight than for four, but for short rows."""
+
+SHORT_ROW = 512
+
 SMALL_WEIGHT = 1 << 17
 """Elements below which an fp32 weight stays plain: its product takes less than oneDNN's 10 us of overhead (a tiny draft's layers)."""
 
@@ -51,18 +56,22 @@ class Chunk:
 class Linear:
     """``x @ weight.T + bias`` with the weight packed once where the processor and dtype have a packed kernel."""
 
-    __slots__ = ("_bias", "_packed", "_weight")
+    __slots__ = ("_bias", "_packed", "_padded", "_weight")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._packed = _packs(weight)
+        self._padded = weight.dtype == torch.float32 and weight.shape[1] >= SHORT_ROW
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS) if self._packed else weight.contiguous()
         self._bias = bias
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Return [rows, out] of ``rows`` [rows, in]."""
         if self._packed:
+            count = len(rows)
+            if self._padded and count < MIN_FP32_ROWS:
+                rows = functional.pad(rows, (0, 0, 0, MIN_FP32_ROWS - count))
             product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
-            return product
+            return product[:count]
         return functional.linear(rows, self._weight, self._bias)
 
 
