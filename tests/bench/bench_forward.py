@@ -1,4 +1,4 @@
-"""Time the torch engine's step against transformers' forward on the same weights: ``python tests/bench/bench_forward.py --model FOLDER``.
+"""Time the torch engine's step against transformers' forward on the same weights: ``python -m tests.bench.bench_forward --model FOLDER``.
 
 One sequence with ``--context`` tokens of KV; 1, 5 and 9 tokens a pass (decoding, verifying 4, verifying 8). The engine's side is a whole
 ``submit`` and ``poll`` with its verification, transformers' a bare eager forward with its cache cropped back. The arms are interleaved
@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from backend import machine
 from backend.engines.checkpoint import DTYPES
 from backend.engines.torch_engine import TorchEngine
 from backend.ports import BLOCK_TOKENS, Proposal, Sequence, Turn
@@ -88,8 +89,10 @@ def main() -> None:
             medians = abba({"engine": engine_arm(engine, text, count), "transformers": transformers_arm(model, text, count)}, args.rounds)
             rows.append({"tokens": count, "ms": medians, "ratio": medians["transformers"] / medians["engine"]})
             engine.cancel([0])
-    report = {"command": sys.argv, "seed": args.seed, "dtype": args.dtype, "context": args.context, "threads": 1, "rounds": args.rounds}
-    print(json.dumps(report | {"torch": torch.__version__, "results": rows}, indent=1))
+    command = ["python", "-m", "tests.bench.bench_forward", *sys.argv[1:]]
+    command = [args.model.name if word == str(args.model) else word for word in command]
+    report = {"command": command, "seed": args.seed, "dtype": args.dtype, "context": args.context, "threads": 1, "rounds": args.rounds}
+    print(json.dumps(report | {"machine": machine.describe(), "results": rows}, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Planning time by batch size: ``python tests/bench/bench_planning.py [--seed 0] [--steps 200]`` prints medians as one JSON object.
+"""Planning time by batch size: ``python -m tests.bench.bench_planning [--seed 0] [--steps 200]`` prints medians as one JSON object.
 
 Three drafts, k_max 8, acceptance unlike between requests, requests finishing and arriving: what the loop pays for ``plan`` and ``observe``.
 """
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=200)
     options = parser.parse_args()
-    command = f"python tests/bench/bench_planning.py --seed {options.seed} --steps {options.steps}"
+    command = f"python -m tests.bench.bench_planning --seed {options.seed} --steps {options.steps}"
     rng = np.random.default_rng(options.seed)
     batches = {str(rows): measure(rows, options.steps, rng) for rows in (1, 8, 64)}
     print(json.dumps({"command": command, "seed": options.seed, "numpy": np.__version__, "batches": batches}, indent=2))
