@@ -1,0 +1,48 @@
+from backend.ports import Proposal
+from backend.step_log import StepLog
+
+
+def log():
+    return StepLog(("small", "lookup"))
+
+
+def test_a_row_that_ran_through_scores_all_its_positions():
+    made = log()
+    made.record(7, Proposal("lookup", [1, 2, 3]), accepted=1, taken=2, sampled=True)
+    outcome = made.outcome()
+    assert (outcome.request.tolist(), outcome.draft.tolist(), outcome.length.tolist()) == ([7], [1], [3])
+    assert (outcome.accepted.tolist(), outcome.emitted.tolist(), outcome.scored.tolist()) == ([1], [2], [3])
+    assert outcome.sampled.tolist() == [True]
+
+
+def test_positions_behind_a_cut_are_no_evidence():
+    made = log()
+    made.record(7, Proposal("small", [1, 2, 3]), accepted=3, taken=2, sampled=False)
+    outcome = made.outcome()
+    assert (outcome.accepted.tolist(), outcome.scored.tolist()) == ([2], [2])
+
+
+def test_a_row_without_a_proposal_has_no_draft():
+    made = log()
+    made.record(7, None, accepted=0, taken=1, sampled=False)
+    assert (made.outcome().draft.tolist(), made.outcome().length.tolist()) == ([-1], [0])
+
+
+def test_an_unused_proposal_is_scored_against_what_was_emitted():
+    made = log()
+    made.record_free(7, Proposal("lookup", [1, 2, 3, 4]), emitted=[1, 2, 9])
+    made.record_free(8, Proposal("lookup", [1, 2]), emitted=[1, 2, 3])
+    outcome = made.outcome()
+    assert (outcome.free_accepted.tolist(), outcome.free_scored.tolist()) == ([2, 2], [3, 2])
+
+
+def test_time_is_split_into_parts_of_which_planning_belongs_to_the_overhead():
+    made = log()
+    for part in ("planning", "verify", "draft:small"):
+        with made.part(part):
+            pass
+    outcome = made.outcome()
+    parts = outcome.parts_s
+    assert set(parts) == {"planning", "verify", "draft:small", "overhead"}
+    assert parts["overhead"] >= parts["planning"]
+    assert abs(outcome.measured_s - parts["overhead"] - parts["verify"] - parts["draft:small"]) < 1e-9
