@@ -15,6 +15,7 @@ from .plan import NO_DRAFT, FloatArray, IntArray, Outcome, Plan, View
 _COLD_TOLERANCE, _WARM_TOLERANCE = 0.01, 0.02  # of the price, whose error costs in second order; the next step goes on
 _PRICE_ROUNDS = 4
 _SHARE_BOUNDS = (0.1, 2.0)
+_REST_ROWS = 4
 _PROBE_TOKENS = 2
 _PROBE_FLOOR = 0.1  # of a step's time: what a probe costs at least, since estimates flatter what looks free
 
@@ -25,13 +26,17 @@ class PlannerConfig:
 
     ``explore_share`` is the share of step time that probes may cost; ``optimism`` how many standard deviations a probe hopes for;
     ``switch_horizon_steps`` the most steps over which a catch-up is spread; ``price_memory_steps`` the memory of the long-run goodput.
+    ``margin`` is the gain in goodput that speculation must promise: of many estimates the best is flattered, and a loss weighs more than
+    a gain missed. A batch that does not speculate is planned for again after ``rest_steps`` steps, for planning costs it time too.
     """
 
     k_max: int = 8
-    explore_share: float = 0.01
+    explore_share: float = 0.005
     optimism: float = 1.5
     switch_horizon_steps: float = 16.0
     price_memory_steps: float = 200.0
+    margin: float = 0.03
+    rest_steps: int = 4
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
 
     def __post_init__(self) -> None:
@@ -39,6 +44,9 @@ class PlannerConfig:
             raise ValueError(f"k_max must be >= 0, got {self.k_max}")
         if not 0 <= self.explore_share < 1:
             raise ValueError(f"explore_share must be in [0, 1), got {self.explore_share}")
+        for name in ("margin", "rest_steps"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
         for name in ("optimism", "switch_horizon_steps", "price_memory_steps"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
@@ -51,7 +59,7 @@ class PlannerState:
     ``goodput`` is the best goodput of the last batch without its prefill (tokens per second of the model's time). ``earned`` and
     ``expected`` are fading means of emitted tokens and of goodput x predicted time: their ratio is the share of the best goodput that is
     realised in the long run, prefill included. ``saturated`` is the long-run goodput of steps with a backlog (0 = none seen).
-    ``credit_s`` is what may still be spent on probes.
+    ``credit_s`` is what may still be spent on probes, ``rest`` the steps for which no speculation stays decided.
     """
 
     acceptance: AcceptanceState
@@ -62,6 +70,7 @@ class PlannerState:
     expected: float = 1.0
     saturated: float = 0.0
     credit_s: float = 0.0
+    rest: int = 0
 
 
 class AdaptivePlanner:
@@ -94,6 +103,8 @@ class AdaptivePlanner:
         del rng  # exploration is budgeted and aimed, not random
         if view.drafts != self.drafts:
             raise ValueError(f"view.drafts must be {self.drafts}, got {view.drafts}")
+        if state.rest and _same_batch(view, state.view):
+            return self._rest(view, state)
         rows = np.flatnonzero(view.ready)
         requests: list[int] = view.request[rows].tolist()
         acceptance = self._acceptance.admit(self._acceptance.aged(state.acceptance, now), requests)
@@ -106,7 +117,17 @@ class AdaptivePlanner:
         draft[rows], length[rows] = choice
         notes = {"probe": probed, "realised_share": state.earned / state.expected, "credit_s": credit_s}
         plan = Plan(draft, length, result.step_s, _tokens(estimate.hazard, choice), price, notes)
-        return plan, replace(state, acceptance=acceptance, view=view, goodput=goodput, credit_s=credit_s)
+        rest = 0 if length.any() else self.config.rest_steps
+        return plan, replace(state, acceptance=acceptance, view=view, goodput=goodput, credit_s=credit_s, rest=rest)
+
+    def _rest(self, view: View, state: PlannerState) -> tuple[Plan, PlannerState]:
+        """Return the plan of not speculating for a batch that has just been found to gain nothing by it."""
+        n, correction = len(view), state.correction
+        verify_s = correction[VERIFY] * self._latency.target.seconds(n, n, int(view.context.sum()))
+        step_s = float(verify_s + correction[OVERHEAD] * self._latency.overhead_s)
+        credit_s = state.credit_s + self.config.explore_share * step_s
+        plan = Plan(np.full(n, NO_DRAFT, np.int64), np.zeros(n, np.int64), step_s, float(n), notes={"rest": state.rest})
+        return plan, replace(state, view=view, credit_s=credit_s, rest=state.rest - 1)
 
     def _problem(self, view: View, rows: IntArray, hazard: FloatArray, correction: FloatArray) -> StepProblem:
         ceiling = np.minimum(np.minimum(view.ceiling[rows], view.remaining[rows, None] - 1), self.config.k_max)
@@ -162,6 +183,10 @@ class AdaptivePlanner:
             previous, goodput = goodput, result.value / (result.charged_s - prefill_s)
             if abs(goodput - previous) <= tolerance * previous:
                 break
+        plain = problem.base_value / float(problem.verify_s[0] - prefill_s)
+        if choice.length.any() and goodput < (1 + self.config.margin) * plain:
+            choice, goodput = no_speculation(rows), plain
+            result = score(problem, choice)
         return choice, result, price, goodput
 
     # -- explore
@@ -295,6 +320,16 @@ class AdaptivePlanner:
             first = int(np.maximum(view.catchup[members, d], 1).sum())
             predicted[FIRST_DRAFT + d] = float(curve.base(np.concatenate([[first], alive])).sum() + (length[group] * row_s).sum())
         return predicted, weight
+
+
+def _same_batch(view: View, before: View | None) -> bool:
+    """Return whether the same requests go on, all ready and without prefill beside them.
+
+    A small batch never counts as the same: planning for it is cheap, and a match that lookup has just found may be half of its tokens.
+    """
+    if before is None or len(view) < _REST_ROWS:
+        return False
+    return not view.prefill_tokens and bool(view.ready.all()) and np.array_equal(view.request, before.request)
 
 
 def _tokens(hazard: FloatArray, choice: Choice) -> float:
