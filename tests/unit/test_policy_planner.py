@@ -310,3 +310,47 @@ def test_where_no_draft_pays_it_loses_at_most_2_percent_to_plain_decoding(rows):
     model, hazard = latency((0.3, 0.4)), [[0.1, 0.15]]
     plain = simulate(NoSpeculation(), model, hazard, rows, 50)
     assert simulate(planner(model), model, hazard, rows, 800) > 0.98 * plain
+
+
+def test_a_gain_below_the_margin_is_not_worth_speculating():
+    """One draft, accepted half of the time, at 0.45 of a target pass: k = 1 promises 1.5 / 1.45, a gain of 3.4 %."""
+    model = latency(draft_s=(0.45,), token_s=0.0)
+    bold, careful = (planner(model, ("small",), **certain(0.5), margin=margin) for margin in (0.0, 0.05))
+    now = view(drafts=("small",))
+    assert bold.plan(now, bold.start(), 0.0, RNG)[0].length.tolist() == [1]
+    assert careful.plan(now, careful.start(), 0.0, RNG)[0].length.tolist() == [0]
+
+
+def hopeless():
+    return planner(latency(draft_s=(0.9,), token_s=0.1, free_tokens=1), ("small",), **certain(0.1), rest_steps=3)
+
+
+def test_a_batch_that_gains_nothing_is_planned_again_after_its_rest():
+    made, now = hopeless(), view(rows=4, drafts=("small",))
+    state, notes = made.start(), []
+    for _ in range(6):
+        plan, state = made.plan(now, state, 0.0, RNG)
+        assert plan.length.tolist() == [0] * 4
+        notes.append("rest" in plan.notes)
+    assert notes == [False, True, True, True, False, True]
+
+
+def test_a_rest_predicts_the_time_of_the_step_that_it_replaces():
+    made, now = hopeless(), view(rows=4, drafts=("small",))
+    first, state = made.plan(now, made.start(), 0.0, RNG)
+    second, _ = made.plan(now, state, 0.0, RNG)
+    assert second.predicted_s == pytest.approx(first.predicted_s)
+
+
+@pytest.mark.parametrize("change", [{"request": np.arange(1, 5)}, {"prefill_tokens": 5}])
+def test_another_batch_or_a_prefill_ends_the_rest(change):
+    made = hopeless()
+    _, state = made.plan(view(rows=4, drafts=("small",)), made.start(), 0.0, RNG)
+    plan, _ = made.plan(view(rows=4, drafts=("small",), **change), state, 0.0, RNG)
+    assert "rest" not in plan.notes
+
+
+def test_a_small_batch_never_rests():
+    made, now = hopeless(), view(rows=2, drafts=("small",))
+    _, state = made.plan(now, made.start(), 0.0, RNG)
+    assert "rest" not in made.plan(now, state, 0.0, RNG)[0].notes
