@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import selectors
@@ -26,7 +27,7 @@ MAX_UNSENT_BYTES = 64 * 1024 * 1024
 
 
 class Connection:
-    """One stub's connection: its unsent bytes and its unanswered requests."""
+    """One stub's connection: its unanswered requests and its unsent frames (any thread appends, only the IO thread takes)."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -34,26 +35,18 @@ class Connection:
         self.greeted = False
         self.subscribed = False
         self.tickets: dict[int, Ticket] = {}
-        self.unsent: deque[bytes] = deque()
-        self.unsent_bytes = 0
-
-    def push(self, frame: bytes) -> None:
-        """Queue a frame (any thread)."""
-        self.unsent_bytes += len(frame)
-        self.unsent.append(frame)
+        self.frames: deque[bytes] = deque()
+        self.unsent = bytearray()
 
     def flush(self) -> None:
-        """Send what the socket takes (IO thread). Raises OSError when the peer has gone."""
-        while self.unsent:
-            data = b"".join(self.unsent.popleft() for _ in range(len(self.unsent)))
-            try:
-                sent = self.sock.send(data)
-            except BlockingIOError:
-                sent = 0
-            self.unsent_bytes -= sent
-            if sent < len(data):
-                self.unsent.appendleft(data[sent:])
-                return
+        """Send what the socket takes (IO thread). Raises OSError when the peer has gone or no longer reads."""
+        while self.frames:
+            self.unsent += self.frames.popleft()
+        if self.unsent:
+            with contextlib.suppress(BlockingIOError):  # the selector says when there is room again
+                del self.unsent[: self.sock.send(self.unsent)]
+        if len(self.unsent) > MAX_UNSENT_BYTES:
+            raise ConnectionResetError(f"the stub left {len(self.unsent)} bytes unread")
 
 
 class Ticket:
@@ -110,7 +103,7 @@ class Server:
 
     def post(self, connection: Connection, message: wire.Message) -> None:
         """Send a message when the IO thread next runs."""
-        connection.push(wire.encode(message))
+        connection.frames.append(wire.encode(message))
         self._dirty.append(connection)
         if not self._wake_sent:
             self._wake_sent = True
@@ -160,7 +153,7 @@ class Server:
     def _done(self) -> bool:
         if self._drain_until_s is None:
             return False
-        return monotonic() >= self._drain_until_s or not any(c.tickets or c.unsent for c in self._connections)
+        return monotonic() >= self._drain_until_s or not any(c.tickets or c.frames or c.unsent for c in self._connections)
 
     # -- sockets
 
@@ -172,11 +165,11 @@ class Server:
                     self._flush(connection)
                 if events & selectors.EVENT_READ:
                     self._read(connection)
-            except (OSError, wire.WireError) as error:
+            except (OSError, KeyError, wire.WireError) as error:  # KeyError: a message without a field that its type has
                 self._drop(connection, error)
         elif key.fileobj is self._woken:
-            self._wake_sent = False  # before reading: a post after this line wakes again
             self._woken.recv(4096)
+            self._wake_sent = False  # after reading, or the byte of a post in between would be lost; that post is flushed below anyway
         else:
             self._accept(key.fileobj)
 
@@ -206,8 +199,6 @@ class Server:
 
     def _flush(self, connection: Connection) -> None:
         connection.flush()
-        if connection.unsent_bytes > MAX_UNSENT_BYTES:
-            raise ConnectionResetError(f"the stub left {connection.unsent_bytes} bytes unread")
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
         if self._selector.get_key(connection.sock).events != events:
             self._selector.modify(connection.sock, events, connection)
