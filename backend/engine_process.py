@@ -17,7 +17,7 @@ from backend.app import App, build
 from backend.config import load_config
 from backend.request import ErrorCode, FinishReason, GenerationRequest
 from backend.server import Server
-from backend.session import Usage
+from backend.session import Delta, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +33,10 @@ class _WarmUpSink:
     def __init__(self) -> None:
         self.failure: str | None = None
 
-    def chunk(self, text: str) -> None:
+    def chunk(self, delta: Delta) -> None:
         """Ignore a delta."""
 
-    def final(self, text: str, reason: FinishReason, usage: Usage) -> None:
+    def final(self, delta: Delta, reason: FinishReason, usage: Usage) -> None:
         """Ignore the text."""
 
     def error(self, code: ErrorCode, message: str) -> None:

@@ -14,11 +14,11 @@ from backend.admission import Admission
 from backend.drafting import Drafting, Proposals
 from backend.kv_ledger import KVLedger
 from backend.ports import Completion, Engine, Turn
-from backend.request import ErrorCode, RequestError
+from backend.request import ErrorCode, RequestError, SamplingParams
 from backend.session import Session
 from backend.stats import StepStats
 from backend.step_log import StepLog
-from policy import NoSpeculation, Plan, Policy, View
+from policy import NoSpeculation, Plan, Policy, Rule, View
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class Orchestrator:
             ceiling=choices[:, :, 0],
             catchup=choices[:, :, 1],
             weight=np.ones(len(rows)),
-            sampled=np.array([not s.sequence.sampling.greedy for s in rows], np.bool_),
+            rule=np.array([_rule(s.sequence.sampling) for s in rows], np.int64),
             ready=np.ones(len(rows), np.bool_),
             prefill_tokens=batch.prefill_tokens,
             queued=len(self._admission),
@@ -212,12 +212,12 @@ class Orchestrator:
             self._fail(session, ErrorCode.INTERNAL, completion.error, log)
             return
         session.sequence.attempt += 1
-        taken = session.commit(completion.tokens)
+        taken = session.commit(completion.tokens, completion.log_probs)
         if not taken:
             return  # a prefill chunk
         session.drafted += len(proposals.chosen.tokens) if proposals.chosen else 0
         session.accepted += min(completion.accepted, taken)
-        log.record(session.id, proposals.chosen, completion.accepted, taken, not session.sequence.sampling.greedy)
+        log.record(session.id, proposals.chosen, completion.accepted, taken, _rule(session.sequence.sampling))
         for unused in proposals.unused:
             log.record_free(session.id, unused, completion.tokens[:taken])
         self._emit(session, log)
@@ -229,11 +229,11 @@ class Orchestrator:
         if session.finish_reason is not None:
             self._release(session, log)
             self._stats.request("success")
-            session.sink.final(session.take_text(), session.finish_reason, session.usage())
+            session.sink.final(session.take(), session.finish_reason, session.usage())
         elif session.request.stream:
-            text = session.take_text()
-            if text:
-                session.sink.chunk(text)
+            delta = session.take()
+            if delta.text:
+                session.sink.chunk(delta)
 
     def _fail(self, session: Session, code: ErrorCode, message: str, log: StepLog) -> None:
         self._release(session, log)
@@ -260,3 +260,10 @@ class Orchestrator:
         if plan is not None:
             self._stats.step(plan, outcome, self._drafting.names)
         self._stats.state(*self.counts(), self._policy.drift(self._policy_state))
+
+
+def _rule(sampling: SamplingParams) -> Rule:
+    """Return the rule by which a request's proposals are accepted."""
+    if sampling.greedy:
+        return Rule.GREEDY
+    return Rule.COUPLED if sampling.coupled else Rule.SAMPLED

@@ -68,7 +68,9 @@ class Turn:
 class Completion:
     """What a turn came to: ``tokens`` = accepted proposal tokens, then the freely run ones; ``accepted`` counts the former.
 
-    ``probs`` is the handle on the law of the tokens where ``keep_probs`` was asked (None = point mass).
+    ``probs`` is the handle on the law of the tokens where ``keep_probs`` was asked (None = point mass). ``log_probs`` holds the natural
+    logarithm of each token's probability where the sequence asks for it: of the model's law with the request's options and temperature,
+    before top-k and top-p.
     ``error`` is set, and everything else void, when this turn alone failed.
     """
 
@@ -76,6 +78,7 @@ class Completion:
     tokens: list[int]
     accepted: int = 0
     probs: Any = None
+    log_probs: list[float] | None = None
     error: str | None = None
 
 

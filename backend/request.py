@@ -36,17 +36,42 @@ class FinishReason(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn: temperature 0 or top_k 1 is greedy; top_k 0 and top_p 1.0 are off; ``seed`` keys the randomness."""
+    """How tokens are drawn: temperature 0 or top_k 1 is greedy; top_k 0 and top_p 1.0 are off; ``seed`` keys the randomness.
+
+    ``coupled`` is plan-invariant sampling: every token is a function of its law, seed and position alone. The options change the logits
+    before the law is made of them: ``bias`` holds (token id, addend); the penalties count a token in prompt and output; ``end_ids`` are
+    impossible for the first ``min_tokens`` of the output, and so is the last token of a bad word (token ids) behind its others.
+    ``log_probs`` asks for each emitted token's log-probability.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    coupled: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    end_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    bias: tuple[tuple[int, float], ...] = ()
+    log_probs: bool = False
 
     @property
     def greedy(self) -> bool:
         """Whether every token is the arg-max."""
         return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def penalised(self) -> bool:
+        """Whether a token's logit depends on how often it has occurred."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether any option makes the law another one than the model's."""
+        return self.penalised or bool(self.bias or self.bad_words or (self.min_tokens and self.end_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +93,14 @@ class GenerationRequest:
     pad_id: int | None = None
     exclude_input_in_output: bool = False
     num_draft_tokens: int | None = None
+    min_tokens: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    bad_words: tuple[str, ...] = ()
+    embedding_bias_words: tuple[str, ...] = ()
+    embedding_bias_weights: tuple[float, ...] = ()
+    return_log_probs: bool = False
 
     def to_wire(self) -> dict[str, Any]:
         """Return a JSON-able dict with the absent options left out."""
@@ -76,4 +109,5 @@ class GenerationRequest:
     @classmethod
     def from_wire(cls, body: dict[str, Any]) -> GenerationRequest:
         """Rebuild a request from ``to_wire``'s dict; unknown keys are a TypeError (both ends are the same version)."""
-        return cls(**{**body, "stop_words": tuple(body.get("stop_words", ()))})
+        lists = ("stop_words", "bad_words", "embedding_bias_words", "embedding_bias_weights")
+        return cls(**{**body, **{name: tuple(body.get(name, ())) for name in lists}})

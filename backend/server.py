@@ -17,7 +17,7 @@ from typing import Any
 from backend import wire
 from backend.app import App
 from backend.request import ErrorCode, FinishReason, GenerationRequest, RequestError
-from backend.session import Usage
+from backend.session import Delta, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -58,16 +58,16 @@ class Ticket:
         self._connection = connection
         self._id = request_id
 
-    def chunk(self, text: str) -> None:
-        """Send a delta."""
-        self._server.post(self._connection, {"type": "chunk", "id": self._id, "text": text})
+    def chunk(self, delta: Delta) -> None:
+        """Send what is new."""
+        self._server.post(self._connection, {"type": "chunk", "id": self._id, **_body(delta)})
 
-    def final(self, text: str, reason: FinishReason, usage: Usage) -> None:
+    def final(self, delta: Delta, reason: FinishReason, usage: Usage) -> None:
         """Send the last reply."""
         self._close(
             {
                 "type": "final",
-                "text": text,
+                **_body(delta),
                 "finish_reason": reason.value,
                 "num_input_tokens": usage.input_tokens,
                 "num_output_tokens": usage.output_tokens,
@@ -274,3 +274,10 @@ class Server:
             message = {"type": "stats", **self._app.stats.drain()}
             for connection in subscribers:
                 self.post(connection, message)
+
+
+def _body(delta: Delta) -> dict[str, Any]:
+    """Return a delta's part of a message; log-probabilities only where they were asked for."""
+    if delta.log_probs is None:
+        return {"text": delta.text}
+    return {"text": delta.text, "log_probs": delta.log_probs, "cum_log_prob": delta.cum_log_prob}

@@ -32,16 +32,28 @@ class Usage:
     accepted: int
 
 
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a request has produced since its last reply.
+
+    Where it asks for log-probabilities: those of the tokens committed since then (text may lag behind them), and the sum over all so far.
+    """
+
+    text: str
+    log_probs: list[float] | None = None
+    cum_log_prob: float | None = None
+
+
 class ReplySink(Protocol):
     """Where a request's replies go. ``cancelled`` is set from outside; exactly one of ``final`` and ``error`` is ever called."""
 
     cancelled: bool
 
-    def chunk(self, text: str) -> None:
-        """Send a delta of a streaming request."""
+    def chunk(self, delta: Delta) -> None:
+        """Send what is new of a streaming request."""
         ...
 
-    def final(self, text: str, reason: FinishReason, usage: Usage) -> None:
+    def final(self, delta: Delta, reason: FinishReason, usage: Usage) -> None:
         """Send the last reply of a request that succeeded."""
         ...
 
@@ -72,6 +84,8 @@ class Session:
         self._stop_words = tuple(word for word in request.stop_words if word)
         self._held = "" if request.stream or request.exclude_input_in_output else request.text_input
         self._searched = len(self._held)  # the prompt is never searched for stop words
+        self._log_probs: list[float] | None = [] if sequence.sampling.log_probs else None
+        self._cum_log_prob = 0.0
 
     @property
     def id(self) -> int:
@@ -83,16 +97,29 @@ class Session:
         """Tokens that may still be emitted."""
         return self.request.max_tokens - self.output_tokens
 
-    def commit(self, tokens: Seq[int]) -> int:
+    def commit(self, tokens: Seq[int], log_probs: Seq[float] | None = None) -> int:
         """Take the tokens of one step in order and return how many were taken; fewer than given means finished."""
-        for taken, token in enumerate(tokens, start=1):
+        taken = 0
+        for token in tokens:
             self._take(token)
+            taken += 1
             if self.finish_reason is not None:
-                return taken
-        return len(tokens)
+                break
+        if self._log_probs is not None and log_probs is not None:
+            self._log_probs += log_probs[:taken]
+            self._cum_log_prob += sum(log_probs[:taken])
+        return taken
 
-    def take_text(self) -> str:
-        """Return (and forget) the text that is safe to send now; everything once finished."""
+    def take(self) -> Delta:
+        """Return (and forget) what is safe to send now; everything once finished."""
+        text, log_probs = self._take_text(), self._log_probs
+        if log_probs is None:
+            return Delta(text)
+        if text or self.finish_reason is not None:  # else there will be no reply to carry them
+            self._log_probs = []
+        return Delta(text, log_probs, self._cum_log_prob)
+
+    def _take_text(self) -> str:
         keep = 0 if self.finish_reason is not None else _longest_prefix_at_end(self._held[self._searched :], self._stop_words)
         cut = len(self._held) - keep
         text, self._held = self._held[:cut], self._held[cut:]

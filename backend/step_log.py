@@ -10,19 +10,19 @@ from time import perf_counter
 import numpy as np
 
 from backend.ports import Proposal
-from policy import NO_DRAFT, Outcome
+from policy import NO_DRAFT, Outcome, Rule
 
 
 @dataclass(slots=True)
 class StepLog:
-    """A step in the making. ``rows`` are (request, draft, length, accepted, emitted, scored, sampled); ``free`` (request, draft, accepted,
+    """A step in the making. ``rows`` are (request, draft, length, accepted, emitted, scored, rule); ``free`` (request, draft, accepted,
     scored) what a draft that was not chosen would have had accepted; ``parts_s`` wall times by part (``planning`` is part of ``overhead``).
     """
 
     drafts: tuple[str, ...]
     prefill_tokens: int = 0
     parts_s: dict[str, float] = field(default_factory=dict)
-    rows: list[tuple[int, int, int, int, int, int, bool]] = field(default_factory=list)
+    rows: list[tuple[int, int, int, int, int, int, int]] = field(default_factory=list)
     free: list[tuple[int, int, int, int]] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
     started_s: float = field(default_factory=perf_counter)
@@ -36,7 +36,7 @@ class StepLog:
         finally:
             self.parts_s[name] = self.parts_s.get(name, 0.0) + perf_counter() - started
 
-    def record(self, request: int, proposal: Proposal | None, accepted: int, taken: int, sampled: bool) -> None:
+    def record(self, request: int, proposal: Proposal | None, accepted: int, taken: int, rule: Rule) -> None:
         """Note one verified row of which ``taken`` tokens were committed (fewer than accepted + 1 when an end cut the run).
 
         Positions behind such a cut are no evidence: nobody will ever know whether the text would have gone on there.
@@ -44,7 +44,7 @@ class StepLog:
         length = len(proposal.tokens) if proposal else 0
         draft = self.drafts.index(proposal.draft) if proposal else NO_DRAFT
         cut = taken <= accepted
-        self.rows.append((request, draft, length, min(accepted, taken), taken, taken if cut else length, sampled))
+        self.rows.append((request, draft, length, min(accepted, taken), taken, taken if cut else length, rule))
 
     def record_free(self, request: int, proposal: Proposal, emitted: list[int]) -> None:
         """Note how an unused proposal would have fared against the tokens that were emitted instead."""
@@ -56,7 +56,7 @@ class StepLog:
         """Return the step as the policy learns it; call it last, it closes the clock."""
         measured_s = perf_counter() - self.started_s
         engines_s = sum(seconds for part, seconds in self.parts_s.items() if part != "planning")
-        request, draft, length, accepted, emitted, scored, sampled = np.array(self.rows, np.int64).reshape(-1, 7).T
+        request, draft, length, accepted, emitted, scored, rule = np.array(self.rows, np.int64).reshape(-1, 7).T
         free = np.array(self.free, np.int64).reshape(-1, 4).T
         return Outcome(
             request=request,
@@ -65,7 +65,7 @@ class StepLog:
             accepted=accepted,
             emitted=emitted,
             scored=scored,
-            sampled=sampled.astype(np.bool_),
+            rule=rule,
             measured_s=measured_s,
             parts_s={**self.parts_s, "overhead": max(0.0, measured_s - engines_s)},
             prefill_tokens=self.prefill_tokens,

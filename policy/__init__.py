@@ -3,7 +3,7 @@
 from .acceptance import AcceptanceConfig
 from .baselines import FixedLength, NoSpeculation, RandomChoice
 from .latency import LatencyCurve, LatencyError, LatencyModel, LatencyTable, Provenance
-from .plan import NO_DRAFT, Outcome, Plan, Policy, View
+from .plan import NO_DRAFT, Outcome, Plan, Policy, Rule, View
 from .planner import AdaptivePlanner, PlannerConfig, PlannerState
 
 __all__ = [
@@ -23,5 +23,6 @@ __all__ = [
     "Policy",
     "Provenance",
     "RandomChoice",
+    "Rule",
     "View",
 ]

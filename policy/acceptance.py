@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .plan import BoolArray, FloatArray, IntArray
+from .plan import FloatArray, IntArray, Rule
 
 _MIN_HAZARD, _MAX_HAZARD = 0.02, 0.995
 _MIN_STRENGTH, _MAX_STRENGTH = 2.0, 200.0
@@ -41,10 +41,10 @@ class AcceptanceConfig:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AcceptanceState:
-    """Evidence so far. Index ``c`` is the class (0 greedy, 1 sampled); a request's class never changes.
+    """Evidence so far. Index ``c`` is the class of a request, the ``Rule`` it is verified by, which never changes.
 
     ``slots`` request id -> row of ``request_class`` int64[slots] and of the other ``request_*`` float64[slots, drafts, positions];
-    ``draft_*`` float64[2, drafts, positions].
+    ``draft_*`` float64[rules, drafts, positions].
     ``draft_hazard`` is the draft-level estimate made of the latter. ``likeness`` float64[2, drafts] holds, over finished requests, the sums
     of which the ratio is the intra-request correlation (see ``_likeness``). ``now`` is the time up to which the state has aged.
     """
@@ -78,7 +78,7 @@ class AcceptanceModel:
 
     def start(self) -> AcceptanceState:
         """Return the state before any evidence."""
-        none = np.zeros((2, self._drafts, self._k_max))
+        none = np.zeros((len(Rule), self._drafts, self._k_max))
         empty = np.zeros((8, self._drafts, self._k_max))
         start = np.array([_LIKENESS_PRIOR / (self._config.request_strength + 1), _LIKENESS_PRIOR])
         likeness = np.tile(start[:, None], (1, self._drafts))
@@ -146,7 +146,7 @@ class AcceptanceModel:
         state: AcceptanceState,
         request: IntArray,
         draft: IntArray,
-        sampled: BoolArray,
+        rule: IntArray,
         accepted: IntArray,
         scored: IntArray,
         stepped: IntArray,
@@ -165,7 +165,7 @@ class AcceptanceModel:
         draft_accepted, draft_reached = state.draft_accepted * keep, state.draft_reached * keep
         request_class, used = state.request_class.copy(), scored > 0
         if used.any():
-            draft, cls = draft[used], sampled[used].astype(np.int64)
+            draft, cls = draft[used], rule[used]
             position = np.arange(self._k_max)
             held = np.minimum(accepted, scored)[used, None]
             hit = (position < held).astype(np.float64)
@@ -180,8 +180,8 @@ class AcceptanceModel:
         state = replace(state, request_class=request_class, request_accepted=request_accepted, request_reached=request_reached)
         return self._with_drafts(state, draft_accepted, draft_reached)
 
-    def estimate(self, state: AcceptanceState, request: list[int], sampled: BoolArray) -> Estimate:
-        """Return hazards and their spread for admitted requests (``sampled`` bool[n]).
+    def estimate(self, state: AcceptanceState, request: list[int], rule: IntArray) -> Estimate:
+        """Return hazards and their spread for admitted requests (``rule`` int64[n]).
 
         A request's difficulty is one number per draft: the odds ratio between what it had accepted and what the draft level expected at
         the positions that it reached, both shrunk by as much as requests are alike. It shifts every position of the draft level, also
@@ -189,9 +189,8 @@ class AcceptanceModel:
         """
         config = self._config
         slot = [state.slots[r] for r in request]
-        cls = sampled.astype(np.int64)
         accepted, reached = state.request_accepted[slot], state.request_reached[slot]
-        level = state.draft_hazard[cls]
+        level = state.draft_hazard[rule]
         correlation = state.likeness[0] / state.likeness[1]
         strength = (1 / np.clip(correlation, 1 / _MAX_STRENGTH, 1 / _MIN_STRENGTH))[:, None] - 1
         weight = reached.sum(2, keepdims=True) + strength
@@ -201,14 +200,14 @@ class AcceptanceModel:
         shifted = odds / (1 + odds)
         hazard = (accepted + config.position_strength * shifted) / (reached + config.position_strength)
         hazard = np.clip(hazard, _MIN_HAZARD, _MAX_HAZARD)
-        doubt = 1 / (weight + 1) + 1 / (state.draft_reached[cls] + config.prior_strength + 1)
+        doubt = 1 / (weight + 1) + 1 / (state.draft_reached[rule] + config.prior_strength + 1)
         return Estimate(hazard, np.sqrt(hazard * (1 - hazard) * doubt))
 
     def _with_drafts(self, state: AcceptanceState, accepted: FloatArray, reached: FloatArray) -> AcceptanceState:
         return replace(state, draft_accepted=accepted, draft_reached=reached, draft_hazard=self._draft_hazard(accepted, reached))
 
     def _draft_hazard(self, accepted: FloatArray, reached: FloatArray) -> FloatArray:
-        """Return draft-level hazards [2, drafts, positions], each position's prior being the estimate of the one before it.
+        """Return draft-level hazards [rules, drafts, positions], each position's prior being the estimate of the one before it.
 
         An unprobed position inherits the posterior predictive: after i more successes of one unknown rate ~ Beta(a, b) the next succeeds
         with (a + i) / (a + b + i), so that the product of the hazards is E[rate^j]; the plug-in power of the mean would understate it.

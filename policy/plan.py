@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +19,18 @@ BoolArray = npt.NDArray[np.bool_]
 NO_DRAFT = -1
 
 
+class Rule(IntEnum):
+    """How a proposal is accepted: each rule has hazards of its own.
+
+    ``GREEDY`` when it is the arg-max, ``SAMPLED`` by rejection sampling, ``COUPLED`` when it is what the request's own noise makes of the
+    target's law (plan-invariant sampling).
+    """
+
+    GREEDY = 0
+    SAMPLED = 1
+    COUPLED = 2
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """The in-flight batch before a step.
@@ -25,7 +38,7 @@ class View:
     ``request[n]`` stable ids; ``context[n]`` committed tokens; ``remaining[n]`` tokens the request may still emit (>= 1);
     ``ceiling[n, d]`` the most tokens draft d may propose for request i in this step (0 = cannot);
     ``catchup[n, d]`` committed tokens that draft d has not seen yet; ``weight[n]`` worth of one token of this request;
-    ``sampled[n]`` whether the request samples (temperature > 0); ``ready[n]`` whether it takes part in this step (else it is in
+    ``rule[n]`` by which rule its proposals are accepted (``Rule``); ``ready[n]`` whether it takes part in this step (else it is in
     flight in an asynchronous engine or still in prefill); ``prefill_tokens`` prompt tokens processed in the same step;
     ``queued`` requests waiting for admission.
     """
@@ -37,7 +50,7 @@ class View:
     ceiling: IntArray
     catchup: IntArray
     weight: FloatArray
-    sampled: BoolArray
+    rule: IntArray
     ready: BoolArray
     prefill_tokens: int = 0
     queued: int = 0
@@ -67,7 +80,7 @@ class Outcome:
     """What one step did, row by row of its plan's executed turns, and what was learnt for free.
 
     ``request, draft, length, accepted, emitted`` are int64[m]; ``scored[m]`` is how many proposed positions count as evidence (the
-    positions seen before an EOS or stop cut; ``length`` otherwise). ``sampled[m]`` as in the view.
+    positions seen before an EOS or stop cut; ``length`` otherwise). ``rule[m]`` as in the view.
     ``free_*`` (int64[f]) are counterfactual observations: draft ``free_draft`` would have had ``free_accepted`` of its first
     ``free_scored`` tokens accepted for ``free_request``. ``measured_s`` is the step's wall time; ``parts_s`` its parts by name
     (``verify``, ``draft:<name>``, ``overhead``).
@@ -79,7 +92,7 @@ class Outcome:
     accepted: IntArray
     emitted: IntArray
     scored: IntArray
-    sampled: BoolArray
+    rule: IntArray
     measured_s: float
     parts_s: dict[str, float] = field(default_factory=dict)
     prefill_tokens: int = 0

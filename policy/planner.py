@@ -108,7 +108,7 @@ class AdaptivePlanner:
         rows = np.flatnonzero(view.ready)
         requests: list[int] = view.request[rows].tolist()
         acceptance = self._acceptance.admit(self._acceptance.aged(state.acceptance, now), requests)
-        estimate = self._acceptance.estimate(acceptance, requests, view.sampled[rows])
+        estimate = self._acceptance.estimate(acceptance, requests, view.rule[rows])
         problem = self._problem(view, rows, estimate.hazard, state.correction)
         prefill_s = self._prefill_s(view, rows, state.correction)
         choice, result, price, goodput = self._priced_choice(problem, prefill_s, view.queued, state)
@@ -261,13 +261,13 @@ class AdaptivePlanner:
         """Learn acceptance (chosen drafts and counterfactuals), correct the latency model, and follow the long-run goodput."""
         model = self._acceptance
         acceptance = model.aged(state.acceptance, now)
-        classes = dict(zip(outcome.request.tolist(), outcome.sampled.tolist(), strict=True))
-        free_sampled = np.array([classes.get(r, False) for r in outcome.free_request.tolist()], np.bool_)
+        classes = dict(zip(outcome.request.tolist(), outcome.rule.tolist(), strict=True))
+        free_rule = np.array([classes.get(r, 0) for r in outcome.free_request.tolist()], np.int64)
         acceptance = model.observe(
             acceptance,
             np.concatenate([outcome.request, outcome.free_request]),
             np.concatenate([outcome.draft, outcome.free_draft]),
-            np.concatenate([outcome.sampled, free_sampled]),
+            np.concatenate([outcome.rule, free_rule]),
             np.concatenate([outcome.accepted, outcome.free_accepted]),
             np.concatenate([outcome.scored, outcome.free_scored]),
             outcome.request,

@@ -160,15 +160,15 @@ class _Sink:
         self._started_s = time.perf_counter()
         self._first_s: float | None = None
 
-    def chunk(self, text: str) -> None:
+    def chunk(self, delta: Any) -> None:
         if self._first_s is None:
             self._first_s = time.perf_counter() - self._started_s
-        self._parts.append(text)
+        self._parts.append(delta.text)
 
-    def final(self, text: str, reason: Any, usage: Any) -> None:
+    def final(self, delta: Any, reason: Any, usage: Any) -> None:
         total_s = time.perf_counter() - self._started_s
         first_s = total_s if self._first_s is None else self._first_s
-        whole = "".join([*self._parts, text])
+        whole = "".join([*self._parts, delta.text])
         self.reply = Reply(whole, usage.output_tokens, usage.drafted, usage.accepted, reason.value, first_s, total_s)
 
     def error(self, code: Any, message: str) -> None:

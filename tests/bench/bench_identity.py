@@ -29,7 +29,7 @@ from tests.bench.workloads import render
 class _Sink:
     cancelled = False
 
-    def final(self, text: str, reason: Any, usage: Any) -> None:
+    def final(self, delta: Any, reason: Any, usage: Any) -> None:
         """Ignore the text: token ids are compared."""
 
     def error(self, code: Any, message: str) -> None:

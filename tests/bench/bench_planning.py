@@ -39,8 +39,9 @@ def measure(rows: int, steps: int, rng: np.random.Generator) -> dict[str, float]
     ids, remaining, catchup = np.arange(rows), rng.integers(20, 200, rows), np.full((rows, len(DRAFTS)), 40)
     for step in range(steps):
         ceiling = np.repeat(np.minimum(K_MAX, remaining - 1)[:, None], len(DRAFTS), axis=1)
-        flags = np.ones(rows, np.bool_)
-        view = View(DRAFTS, ids, np.full(rows, 300), remaining, ceiling, catchup, np.ones(rows), ~flags, flags)
+        view = View(
+            DRAFTS, ids, np.full(rows, 300), remaining, ceiling, catchup, np.ones(rows), np.zeros(rows, np.int64), np.ones(rows, np.bool_)
+        )
         started = perf_counter()
         plan, state = planner.plan(view, state, float(step), rng)
         planned = perf_counter()
@@ -49,7 +50,7 @@ def measure(rows: int, steps: int, rng: np.random.Generator) -> dict[str, float]
         accepted = np.cumprod(held, axis=1).sum(axis=1)
         over = remaining <= accepted + 1
         outcome = Outcome(
-            *(ids, plan.draft, plan.length, accepted, accepted + 1, plan.length, view.sampled),
+            *(ids, plan.draft, plan.length, accepted, accepted + 1, plan.length, view.rule),
             measured_s=plan.predicted_s,
             finished=ids[over],
         )

@@ -5,11 +5,12 @@ import time
 
 from backend.engine_process import main
 from backend.server import Ticket
+from backend.session import Delta
 
 
 def stamped(chunk):
-    def stamp(ticket, text):
-        chunk(ticket, f"{time.monotonic_ns()};" if text else "")
+    def stamp(ticket, delta):
+        chunk(ticket, Delta(f"{time.monotonic_ns()};" if delta.text else ""))
 
     return stamp
 

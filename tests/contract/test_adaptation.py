@@ -57,7 +57,7 @@ class Recorder:
 class Sink:
     cancelled = False
 
-    def final(self, text, reason, usage):
+    def final(self, delta, reason, usage):
         pass
 
     def error(self, code, message):

@@ -41,8 +41,8 @@ class Sink:
     def __init__(self):
         self.usage = None
 
-    def final(self, text, reason, usage):
-        self.text, self.usage = text, usage
+    def final(self, delta, reason, usage):
+        self.text, self.usage = delta.text, usage
 
     def error(self, code, message):
         raise AssertionError(message)

@@ -25,7 +25,7 @@ class Sink:
     cancelled = False
     ended = False
 
-    def final(self, text, reason, usage):
+    def final(self, delta, reason, usage):
         self.ended = True
 
     def error(self, code, message):

@@ -21,11 +21,11 @@ class _Collect:
     def __init__(self):
         self.text = None
 
-    def chunk(self, text):
+    def chunk(self, delta):
         raise AssertionError("not a streaming request")
 
-    def final(self, text, reason, usage):
-        self.text = text
+    def final(self, delta, reason, usage):
+        self.text = delta.text
 
     def error(self, code, message):
         raise AssertionError(message)

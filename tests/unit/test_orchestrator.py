@@ -25,12 +25,12 @@ class Sink:
     def __init__(self):
         self.cancelled, self.text, self.ends = False, "", []
 
-    def chunk(self, text):
+    def chunk(self, delta):
         assert not self.ends, "a chunk after the final reply"
-        self.text += text
+        self.text += delta.text
 
-    def final(self, text, reason, usage):
-        self.text += text
+    def final(self, delta, reason, usage):
+        self.text += delta.text
         self.ends.append((reason.value, usage))
 
     def error(self, code, message):

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from policy import Rule
 from policy.acceptance import AcceptanceConfig, AcceptanceModel
 
 K = 8
@@ -17,20 +18,20 @@ def chains(rng, hazards, length, count):
     return np.cumprod(passed, axis=1).sum(axis=1)
 
 
-def learn(estimator, state, request, draft, accepted, scored, sampled=False):
+def learn(estimator, state, request, draft, accepted, scored, rule=Rule.GREEDY):
     rows = len(accepted)
     full = lambda value: np.full(rows, value)  # noqa: E731
     scored = np.broadcast_to(scored, rows)
-    return estimator.observe(state, full(request), full(draft), full(sampled), np.asarray(accepted), scored, NOBODY)
+    return estimator.observe(state, full(request), full(draft), full(int(rule)), np.asarray(accepted), scored, NOBODY)
 
 
 def step(estimator, state, request):
     nothing = np.zeros(1, np.int64)
-    return estimator.observe(state, np.array([request]), nothing - 1, nothing > 0, nothing, nothing, np.array([request]))
+    return estimator.observe(state, np.array([request]), nothing - 1, nothing, nothing, nothing, np.array([request]))
 
 
-def hazards(estimator, state, request=0, sampled=False):
-    return estimator.estimate(state, [request], np.array([sampled])).hazard[0]
+def hazards(estimator, state, request=0, rule=Rule.GREEDY):
+    return estimator.estimate(state, [request], np.array([rule], np.int64)).hazard[0]
 
 
 def test_hazards_are_unbiased_under_planned_truncation():
@@ -110,12 +111,13 @@ def test_difficulty_carries_over_to_positions_the_request_never_reached():
     assert hazards(estimator, state, 1)[0][3] < before - 0.2
 
 
-def test_greedy_and_sampled_classes_learn_apart():
+def test_the_rules_of_acceptance_learn_apart():
     estimator = model()
     state = estimator.admit(estimator.start(), [1, 2])
-    state = learn(estimator, state, 9, 0, np.zeros(50, np.int64), 4, sampled=True)
-    assert hazards(estimator, state, 1, sampled=True)[0][0] < 0.1
-    assert hazards(estimator, state, 2, sampled=False)[0][0] == pytest.approx(0.6)
+    state = learn(estimator, state, 9, 0, np.zeros(50, np.int64), 4, rule=Rule.SAMPLED)
+    assert hazards(estimator, state, 1, Rule.SAMPLED)[0][0] < 0.1
+    for other in (Rule.GREEDY, Rule.COUPLED):
+        assert hazards(estimator, state, 2, other)[0][0] == pytest.approx(0.6)
 
 
 def test_zero_acceptance_is_not_absorbing():
@@ -135,9 +137,9 @@ def test_zero_acceptance_is_not_absorbing():
 def test_the_spread_narrows_with_evidence():
     estimator, rng = model(), np.random.default_rng(5)
     state = estimator.admit(estimator.start(), [1])
-    before = estimator.estimate(state, [1], np.zeros(1, bool)).spread[0, 0, 0]
+    before = estimator.estimate(state, [1], np.zeros(1, np.int64)).spread[0, 0, 0]
     state = learn(estimator, state, 1, 0, chains(rng, [0.6] * 4, 4, 200), 4)
-    assert estimator.estimate(state, [1], np.zeros(1, bool)).spread[0, 0, 0] < before / 3
+    assert estimator.estimate(state, [1], np.zeros(1, np.int64)).spread[0, 0, 0] < before / 3
 
 
 def test_the_given_state_is_left_alone():

@@ -12,7 +12,17 @@ def view(ceiling, ready=None, drafts=("small", "large")):
     rows = len(ceiling)
     every = np.ones(rows, np.bool_)
     full = np.full(rows, 100)
-    return View(drafts, np.arange(rows), full, full, ceiling, ceiling, np.ones(rows), ~every, every if ready is None else np.array(ready))
+    return View(
+        drafts,
+        np.arange(rows),
+        full,
+        full,
+        ceiling,
+        ceiling,
+        np.ones(rows),
+        np.zeros(rows, np.int64),
+        every if ready is None else np.array(ready),
+    )
 
 
 def planned(policy, seen, rng=RNG) -> Plan:
@@ -56,12 +66,12 @@ def test_a_random_choice_follows_its_generator_and_nothing_else():
 @pytest.mark.parametrize("policy", [NoSpeculation(), FixedLength("small", 2), RandomChoice()])
 def test_an_empty_batch_is_planned_and_nothing_is_learnt(policy):
     assert len(planned(policy, view([])).length) == 0
-    outcome = Outcome(NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, np.zeros(0, np.bool_), 1.0)
+    outcome = Outcome(NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, 1.0)
     assert policy.observe(outcome, policy.start(), 0.0) is None
 
 
 def test_a_random_choice_among_no_drafts_is_none():
     nothing = np.zeros((2, 0), np.int64)
-    flags = np.ones(2, np.bool_)
-    seen = View((), np.arange(2), np.full(2, 9), np.full(2, 9), nothing, nothing, np.ones(2), flags, flags)
+    greedy, ready = np.zeros(2, np.int64), np.ones(2, np.bool_)
+    seen = View((), np.arange(2), np.full(2, 9), np.full(2, 9), nothing, nothing, np.ones(2), greedy, ready)
     assert planned(RandomChoice(), seen).draft.tolist() == [NO_DRAFT, NO_DRAFT]

@@ -30,7 +30,7 @@ def view(rows=1, drafts=DRAFTS, k=8, **changes):
         "ceiling": np.full(shape, k),
         "catchup": np.ones(shape, np.int64),
         "weight": np.ones(rows),
-        "sampled": np.zeros(rows, np.bool_),
+        "rule": np.zeros(rows, np.int64),
         "ready": np.ones(rows, np.bool_),
     }
     return View(drafts, **{**fields, **changes})
@@ -55,7 +55,7 @@ def certain(rate, **config):
 
 def outcome(view_, plan, accepted, measured_s=1.0, **changes):
     accepted = np.minimum(accepted, plan.length)
-    return Outcome(view_.request, plan.draft, plan.length, accepted, accepted + 1, plan.length, view_.sampled, measured_s, **changes)
+    return Outcome(view_.request, plan.draft, plan.length, accepted, accepted + 1, plan.length, view_.rule, measured_s, **changes)
 
 
 # -- the seam

@@ -1,5 +1,6 @@
 from backend.ports import Proposal
 from backend.step_log import StepLog
+from policy import Rule
 
 
 def log():
@@ -8,23 +9,23 @@ def log():
 
 def test_a_row_that_ran_through_scores_all_its_positions():
     made = log()
-    made.record(7, Proposal("lookup", [1, 2, 3]), accepted=1, taken=2, sampled=True)
+    made.record(7, Proposal("lookup", [1, 2, 3]), accepted=1, taken=2, rule=Rule.SAMPLED)
     outcome = made.outcome()
     assert (outcome.request.tolist(), outcome.draft.tolist(), outcome.length.tolist()) == ([7], [1], [3])
     assert (outcome.accepted.tolist(), outcome.emitted.tolist(), outcome.scored.tolist()) == ([1], [2], [3])
-    assert outcome.sampled.tolist() == [True]
+    assert outcome.rule.tolist() == [Rule.SAMPLED]
 
 
 def test_positions_behind_a_cut_are_no_evidence():
     made = log()
-    made.record(7, Proposal("small", [1, 2, 3]), accepted=3, taken=2, sampled=False)
+    made.record(7, Proposal("small", [1, 2, 3]), accepted=3, taken=2, rule=Rule.GREEDY)
     outcome = made.outcome()
     assert (outcome.accepted.tolist(), outcome.scored.tolist()) == ([2], [2])
 
 
 def test_a_row_without_a_proposal_has_no_draft():
     made = log()
-    made.record(7, None, accepted=0, taken=1, sampled=False)
+    made.record(7, None, accepted=0, taken=1, rule=Rule.GREEDY)
     assert (made.outcome().draft.tolist(), made.outcome().length.tolist()) == ([-1], [0])
 
 
