@@ -12,6 +12,7 @@ import numpy as np
 
 from backend.admission import Admission
 from backend.drafting import Drafting, Proposals
+from backend.isolation import run_again, run_turns
 from backend.kv_ledger import KVLedger
 from backend.ports import Completion, Engine, Turn
 from backend.request import ErrorCode, RequestError, SamplingParams
@@ -21,6 +22,9 @@ from backend.step_log import StepLog
 from policy import NoSpeculation, Plan, Policy, Rule, View
 
 logger = logging.getLogger(__name__)
+
+MAX_FAILURES = 3
+"""Failures in a row (a step that raises, or a submission of which nothing succeeds) after which the loop ends, to be started anew."""
 
 
 @dataclass(slots=True)
@@ -64,6 +68,7 @@ class Orchestrator:
         self._work = threading.Event()
         self._active: dict[int, Session] = {}
         self._in_flight: dict[int, Proposals] = {}
+        self._failures = 0
 
     def submit(self, session: Session) -> None:
         """Hand over a session; it will get exactly one final reply."""
@@ -80,18 +85,26 @@ class Orchestrator:
         return len(self._active), len(self._admission) + len(self._inbox)
 
     def run(self, stop: threading.Event) -> None:
-        """Step until told to stop, asleep while there is nothing to do; then end what is left. A bug in a step ends its requests only."""
-        while not stop.is_set():
+        """Step until told to stop, asleep while there is nothing to do; then end what is left. A bug in a step ends its requests only.
+
+        Returns by itself after ``MAX_FAILURES`` failures in a row: only a new process can mend what is broken then.
+        """
+        while not stop.is_set() and self._failures < MAX_FAILURES:
             self._work.clear()
+            failures = self._failures
             try:
                 worked = self.step()
             except Exception as error:
                 logger.exception("a step failed; every request ends with an error")
+                self._failures += 1
                 self.abort(ErrorCode.INTERNAL, f"the serving loop failed ({type(error).__name__})")
-                worked = True
+                continue
             if not worked:
                 self._work.wait(timeout=1.0)
-        self.abort(ErrorCode.UNAVAILABLE, "the server is shutting down")
+            elif self._failures == failures:
+                self._failures = 0
+        reason = "the server is shutting down" if stop.is_set() else "the engine keeps failing: it is being restarted"
+        self.abort(ErrorCode.UNAVAILABLE, reason)
 
     def step(self) -> bool:
         """Take one step of the batch; False when there was nothing to do. Read it as the life of a request."""
@@ -187,23 +200,26 @@ class Orchestrator:
     # -- verify
 
     def _verify(self, batch: Batch, proposals: dict[int, Proposals], log: StepLog) -> list[Completion]:
-        """Submit the batch to the target and return what is complete; a target that raises fails what was in flight in it."""
+        """Submit the batch to the target and return what is complete; a target that raises fails only the turns that raise again alone."""
         self._in_flight.update(proposals)
         self._in_flight.update({turn.sequence.id: Proposals() for turn in batch.prefill})
-        turns = [Turn(s.sequence, len(s.sequence.tokens), proposal=proposals[s.id].chosen) for s in batch.decoding]
-        try:
-            with log.part("verify"):
-                self._target.submit(turns + batch.prefill)
-                return self._target.poll(timeout_s=1.0)
-        except Exception as error:
-            logger.exception("the target failed; the requests of its submission end")
-            for session in [self._active[i] for i in self._in_flight if i in self._active]:
-                self._fail(session, ErrorCode.INTERNAL, f"the engine failed ({type(error).__name__})", log)
-            return []
+        turns = [Turn(s.sequence, len(s.sequence.tokens), proposal=proposals[s.id].chosen) for s in batch.decoding] + batch.prefill
+        with log.part("verify"):
+            try:
+                return run_turns(self._target, turns)
+            except Exception:
+                logger.exception("the target failed; its submission is run again without proposals")
+            self._stats.fallback("target_error")
+            self._in_flight = {turn.sequence.id: Proposals() for turn in turns}
+            completions = run_again(self._target, turns)
+        if completions and all(completion.error is not None for completion in completions):
+            self._failures += 1
+        return completions
 
     # -- commit and emit
 
     def _commit(self, completion: Completion, log: StepLog) -> None:
+        """Take a completion's tokens; what goes wrong with one request ends that one only."""
         proposals = self._in_flight.pop(completion.sequence_id, Proposals())
         session = self._active.get(completion.sequence_id)
         if session is None:
@@ -211,6 +227,13 @@ class Orchestrator:
         if completion.error is not None:
             self._fail(session, ErrorCode.INTERNAL, completion.error, log)
             return
+        try:
+            self._take(session, completion, proposals, log)
+        except Exception as error:
+            logger.exception("the tokens of request %d could not be taken", session.id)
+            self._fail(session, ErrorCode.INTERNAL, f"the request could not be continued ({type(error).__name__})", log)
+
+    def _take(self, session: Session, completion: Completion, proposals: Proposals, log: StepLog) -> None:
         session.sequence.attempt += 1
         taken = session.commit(completion.tokens, completion.log_probs)
         if not taken:
@@ -256,7 +279,12 @@ class Orchestrator:
         """Let the estimators and the latency model learn from the step, and count it."""
         outcome = log.outcome()
         if plan is not None or log.finished:
-            self._policy_state = self._policy.observe(outcome, self._policy_state, self._clock())
+            try:
+                self._policy_state = self._policy.observe(outcome, self._policy_state, self._clock())
+            except Exception:
+                logger.exception("the policy failed; it forgets what it has learnt")
+                self._stats.fallback("policy_error")
+                self._policy_state = self._policy.start()
         if plan is not None:
             self._stats.step(plan, outcome, self._drafting.names)
         self._stats.state(*self.counts(), self._policy.drift(self._policy_state))

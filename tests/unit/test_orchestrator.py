@@ -1,6 +1,7 @@
 """The loop over fake engines: one final reply each, whatever fails, and text that no plan changes."""
 
 import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -181,17 +182,92 @@ def test_a_full_queue_and_an_impossible_request_are_refused_with_a_reply():
     assert outcomes.count("length") == 1
 
 
-def test_a_failing_target_ends_its_batch_and_the_loop_goes_on(monkeypatch):
+def break_target(monkeypatch, world, is_broken):
+    """Make the target's pass raise whenever ``is_broken`` says so of its turns; returns the sizes of the passes that did."""
+    poll, failed = world.target.poll, []
+
+    def raising(timeout_s):
+        turns = list(world.target._queued)
+        if is_broken(turns):
+            world.target._queued.clear()
+            failed.append(len(turns))
+            raise MemoryError
+        return poll(timeout_s)
+
+    monkeypatch.setattr(world.target, "poll", raising)
+    return failed
+
+
+@pytest.mark.parametrize("culprit", [1, 4, 7])
+def test_of_a_batch_that_the_target_cannot_run_only_the_culprit_fails(monkeypatch, culprit):
     world = World()
-    doomed = [world.submit("abc"), world.submit("def")]
+    sinks = {i: world.submit(f"prompt {i}", 10) for i in range(1, 8)}
     world.loop.step()
-    with monkeypatch.context() as patch:
-        patch.setattr(world.target, "poll", lambda timeout_s: 1 / 0)
-        world.loop.step()
-    later = world.submit("ghi")
+    failed = break_target(monkeypatch, world, lambda turns: any(turn.sequence.id == culprit for turn in turns))
     world.run()
-    assert [sink.ends for sink in doomed] == [[(ErrorCode.INTERNAL, "the engine failed (ZeroDivisionError)")]] * 2
-    assert later.text == plain_text("ghi")
+    assert sinks.pop(culprit).ends == [(ErrorCode.INTERNAL, "the engine failed (MemoryError)")]
+    assert [sink.text for sink in sinks.values()] == [plain_text(f"prompt {i}", 10) for i in sinks]
+    assert len(failed) <= 5  # 7 turns twice, then halves
+    assert world.counters()["spindle_fallback_total", "target_error"] == 1
+
+
+@pytest.mark.parametrize("submissions", [{3}, {2, 4, 5, 9}])
+def test_a_target_that_raises_now_and_then_costs_nobody_a_token(monkeypatch, submissions):
+    world, count = World(), itertools.count()
+    break_target(monkeypatch, world, lambda turns: next(count) in submissions)
+    sinks = [world.submit(prompt) for prompt in ("abc", "defghijklmnop", "x")]
+    world.run()
+    assert [sink.text for sink in sinks] == [plain_text(prompt) for prompt in ("abc", "defghijklmnop", "x")]
+
+
+def test_proposals_that_the_target_cannot_run_are_dropped_and_not_counted(monkeypatch):
+    world = World(drafts=(1.0,))
+    break_target(monkeypatch, world, lambda turns: any(turn.proposal for turn in turns))
+    sink = world.submit("abc")
+    world.run()
+    assert sink.text == plain_text("abc")
+    assert sink.ends[0][1].drafted == 0
+    assert world.counters()["spindle_fallback_total", "target_error"] > 0
+
+
+def test_a_target_that_fails_for_good_ends_the_loop_after_the_third_time(monkeypatch):
+    world = World(max_active=1)
+    break_target(monkeypatch, world, lambda turns: True)
+    sinks = [world.submit("abc") for _ in range(6)]
+    world.loop.run(threading.Event())
+    ends = [sink.ends for sink in sinks]
+    assert ends[:3] == [[(ErrorCode.INTERNAL, "the engine failed (MemoryError)")]] * 3
+    assert ends[3:] == [[(ErrorCode.UNAVAILABLE, "the engine keeps failing: it is being restarted")]] * 3
+    assert all(used == 0 for used, _ in world.ledger.usage().values())
+
+
+def test_a_culprit_that_comes_back_among_others_does_not_end_the_loop(monkeypatch):
+    world = World(max_active=2)
+    break_target(monkeypatch, world, lambda turns: any(bytes(turn.sequence.tokens[:3]) == b"bad" for turn in turns))
+    stop = threading.Event()
+    sinks = [world.submit(prompt, 5) for prompt in ("good", *["bad"] * 8, "also good")]
+    monkeypatch.setattr(world.loop._work, "wait", lambda timeout: stop.set())
+    world.loop.run(stop)
+    assert [sink.ends[0][0] for sink in sinks] == ["length", *[ErrorCode.INTERNAL] * 8, "length"]
+
+
+def test_a_request_whose_tokens_cannot_be_taken_ends_alone(monkeypatch):
+    world = World()
+    broken, fine = world.submit("abc"), world.submit("def")
+    world.loop.step()
+    world.loop._active[1].commit = lambda *_: 1 / 0
+    world.run()
+    assert broken.ends == [(ErrorCode.INTERNAL, "the request could not be continued (ZeroDivisionError)")]
+    assert fine.text == plain_text("def")
+
+
+def test_a_policy_that_cannot_learn_costs_what_it_has_learnt_only(monkeypatch):
+    world = World()
+    monkeypatch.setattr(RandomChoice, "observe", lambda *_: 1 / 0)
+    sink = world.submit("abc")
+    world.run()
+    assert sink.text == plain_text("abc")
+    assert world.counters()["spindle_fallback_total", "policy_error"] > 0
 
 
 def test_a_failing_draft_costs_speculation_only(monkeypatch):
