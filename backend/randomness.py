@@ -17,11 +17,12 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Purpose(IntEnum):
-    """What a uniform decides: a draft's proposal, whether it is accepted, or the token that the target itself emits."""
+    """What a number decides: a draft's proposal, whether it is accepted, the token that the target itself emits, or a coupled race."""
 
     PROPOSE = 1
     ACCEPT = 2
     EMIT = 3
+    RACE = 4
 
 
 def uniforms(seed: Any, position: Any, purpose: Purpose, attempt: Any) -> npt.NDArray[np.float64]:
@@ -29,11 +30,17 @@ def uniforms(seed: Any, position: Any, purpose: Purpose, attempt: Any) -> npt.ND
 
     ``position`` is the index in the sequence of the token decided about, ``attempt`` the sequence's step; integers are taken modulo 2**64.
     """
-    mixed = _mix(_words(seed))
-    for field in (position, int(purpose), attempt):
-        mixed = _mix(mixed ^ _words(field))
+    mixed = mix(key(seed, position, purpose) ^ _words(attempt))
     values: npt.NDArray[np.float64] = (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return values
+
+
+def key(seed: Any, position: Any, purpose: Purpose) -> npt.NDArray[np.uint64]:
+    """Return 64 bits for each element of the broadcast arguments, for a further field to be mixed in."""
+    mixed = mix(_words(seed))
+    for field in (position, int(purpose)):
+        mixed = mix(mixed ^ _words(field))
+    return mixed
 
 
 def _words(value: Any) -> npt.NDArray[np.uint64]:
@@ -41,7 +48,8 @@ def _words(value: Any) -> npt.NDArray[np.uint64]:
     return np.array([int(item) & _MASK for item in values.flat], np.uint64).reshape(values.shape)
 
 
-def _mix(word: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def mix(word: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return SplitMix64's finaliser of 64-bit words."""
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is meant
         word = word + _GOLDEN
         word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

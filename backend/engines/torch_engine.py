@@ -11,7 +11,8 @@ import torch
 
 from backend.engines.checkpoint import LlamaConfig, Weights, load
 from backend.engines.llama import Chunk, KVTable, Llama
-from backend.engines.verification import Law, Request, sample, target_laws, verify
+from backend.engines.processing import Columns
+from backend.engines.verification import Law, Request, sample, scores, target_laws, verify
 from backend.ports import BLOCK_TOKENS, Completion, EngineLimits, Sequence, Turn
 from backend.randomness import Purpose
 
@@ -49,11 +50,12 @@ class _Job:
     tokens: list[int] = field(default_factory=list)
     accepted: int = 0
     laws: list[torch.Tensor] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
 
     @property
     def keeps_law(self) -> bool:
-        """Whether the laws of its tokens are asked for; a greedy sequence's are point masses."""
-        return self.turn.keep_probs and not self.request.sampling.greedy
+        """Whether the laws of its tokens are asked for; a greedy or coupled sequence's are point masses."""
+        return self.turn.keep_probs and not self.request.sampling.greedy and not self.request.sampling.coupled
 
 
 class TorchEngine:
@@ -105,7 +107,7 @@ class TorchEngine:
         self._max_positions = max_context_tokens + max_draft_tokens
         with torch.inference_mode():
             self._model = Llama(config, weights, kv_blocks=kv_blocks, max_positions=self._max_positions)
-        self._token_ids = None if self._model.token_ids is None else self._model.token_ids.tolist()
+        self._columns = Columns(self._model.token_ids)
         self._caches: dict[int, _Cache] = {}
         self._turns: list[Turn] = []
 
@@ -181,7 +183,9 @@ class TorchEngine:
         self._check(turn, proposed, len(cache.table))
         decides = turn.run > 0
         start = min(cache.seen(sequence.tokens), turn.end - decides)  # the last row is run again where its logits are wanted
-        request = Request.of(sequence.sampling, turn.end, sequence.attempt, proposal)
+        request = Request.of(sequence, proposal)
+        if turn.keep_probs and sequence.sampling.log_probs:  # a draft's are nobody's
+            request = replace(request, sampling=replace(sequence.sampling, log_probs=False))
         if request.law is not None:
             request.law.of(proposed)
         tokens = sequence.tokens[start : turn.end] + proposed
@@ -196,7 +200,7 @@ class TorchEngine:
             raise ValueError(f"{name}: end must be the {length} tokens of the sequence (or fewer when run is 0), got {turn.end}")
         if proposed and (turn.run != 1 or turn.keep_probs):
             raise ValueError(f"{name}: run must be 1 and keep_probs false behind a proposal, got {turn.run} and {turn.keep_probs}")
-        if proposed and self._token_ids:
+        if proposed and self._columns.token_ids is not None:
             raise ValueError(f"{name}: engine {self.name!r} has a shortlisted vocabulary and cannot verify")
         if not 0 <= turn.run <= self.limits.max_run_tokens:
             raise ValueError(f"{name}: run must be in 0..{self.limits.max_run_tokens}, got {turn.run}")
@@ -217,7 +221,7 @@ class TorchEngine:
             running = [(job, self._next_chunk(job)) for job in deciding if len(job.tokens) < job.turn.run and not job.request.tokens]
 
     def _next_chunk(self, job: _Job) -> Chunk:
-        job.request = replace(job.request, position=job.turn.end + len(job.tokens))
+        job.request = replace(job.request, position=job.turn.end + len(job.tokens), run=job.tokens)
         return Chunk(job.tokens[-1:], len(job.cache.ran), job.cache.table, 1)
 
     def _decide(self, logits: torch.Tensor, jobs: list[_Job]) -> None:
@@ -225,25 +229,23 @@ class TorchEngine:
         keeping = [job for job in jobs if job.keeps_law]
         if keeping:
             rows, logits = _split(logits, jobs)
-            laws = target_laws(rows, [job.request.sampling for job in keeping])
-            for job, law, column in zip(keeping, laws, sample(laws, [job.request for job in keeping], Purpose.PROPOSE), strict=True):
+            requests = [job.request for job in keeping]
+            laws = target_laws(scores(rows, requests, self._columns), [request.sampling for request in requests])
+            for job, law, column in zip(keeping, laws, sample(laws, requests, Purpose.PROPOSE), strict=True):
                 job.laws.append(law)
-                job.tokens.append(self._token(column))
+                job.tokens.append(self._columns.token(column))
         verifying = [job for job in jobs if not job.keeps_law]
-        for job, (accepted, column) in zip(verifying, verify(logits, [job.request for job in verifying]), strict=True):
-            job.accepted = accepted
-            job.tokens += [*job.request.tokens[:accepted], self._token(column)]
-
-    def _token(self, column: int) -> int:
-        """Return the token id of a column of the head."""
-        return self._token_ids[column] if self._token_ids else column
+        for job, verdict in zip(verifying, verify(logits, [job.request for job in verifying], self._columns), strict=True):
+            job.accepted = verdict.accepted
+            job.tokens += [*job.request.tokens[: verdict.accepted], self._columns.token(verdict.column)]
+            job.log_probs += verdict.log_probs or []
 
     def _complete(self, job: _Job) -> Completion:
         probs = Law(torch.stack(job.laws), self._model.token_ids) if job.laws else None
-        return Completion(job.turn.sequence.id, job.tokens, job.accepted, probs)
+        return Completion(job.turn.sequence.id, job.tokens, job.accepted, probs, job.log_probs or None)
 
 
 def _split(logits: torch.Tensor, jobs: list[_Job]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows of the jobs that keep their law and those of the others."""
-    keeps = torch.tensor([job.keeps_law for job in jobs for _ in range(len(job.request.tokens) + 1)], device=logits.device)
+    keeps = torch.tensor([job.keeps_law for job in jobs for _ in range(job.request.rows)], device=logits.device)
     return logits[keeps], logits[~keeps]

@@ -2,18 +2,22 @@
 
 Greedy rows compare arg-maxes. Sampled rows follow speculative sampling (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318):
 x drawn from q is accepted with min(1, p(x) / q(x)), else a token of norm((p - q)+) is emitted; behind the last accepted token one of p.
-Every decision has its own uniform (``backend.randomness``), so that the emitted tokens follow p exactly.
+Every decision has its own uniform (``backend.randomness``), so that the emitted tokens follow p exactly. Coupled rows compare with what the
+request's own noise makes of p (``backend.engines.coupling``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
-from backend.ports import Proposal
+from backend.engines.coupling import winner
+from backend.engines.processing import WHOLE_VOCABULARY, Columns, process
+from backend.ports import Proposal, Sequence
 from backend.randomness import Purpose, uniforms
 from backend.request import SamplingParams
 
@@ -47,47 +51,132 @@ class Law:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence's share of a verification: ``position`` is that of the first token decided about, ``tokens`` the proposal's."""
+    """One sequence's share of a verification: ``position`` is that of the first token decided about, ``tokens`` the proposal's.
+
+    ``committed`` and then ``run`` (a free run so far) are the tokens before ``position``; only options look at them. The first
+    ``prompt_tokens`` of them are the prompt.
+    """
 
     sampling: SamplingParams
     position: int
     attempt: int
     tokens: list[int]
     law: Law | None = None
+    committed: Seq[int] = ()
+    run: Seq[int] = ()
+    prompt_tokens: int = 0
 
     @classmethod
-    def of(cls, sampling: SamplingParams, position: int, attempt: int, proposal: Proposal | None) -> Request:
-        """Take tokens and law from a proposal, if there is one; a greedy sequence needs no law."""
-        if proposal is None:
-            return cls(sampling, position, attempt, [])
-        return cls(sampling, position, attempt, proposal.tokens, None if sampling.greedy else proposal.probs)
+    def of(cls, sequence: Sequence, proposal: Proposal | None) -> Request:
+        """Take tokens and law from a proposal behind a sequence, if there is one; only a sampled sequence needs a law."""
+        sampling = sequence.sampling
+        tokens = proposal.tokens if proposal else []
+        law = proposal.probs if proposal and not (sampling.greedy or sampling.coupled) else None
+        end = len(sequence.tokens)
+        return cls(sampling, end, sequence.attempt, tokens, law, sequence.tokens, prompt_tokens=sequence.prompt_tokens)
+
+    @property
+    def rows(self) -> int:
+        """Rows of logits: one for each proposed token and one for the token behind them."""
+        return len(self.tokens) + 1
+
+    @property
+    def reads_scores(self) -> bool:
+        """Whether more than the arg-max of the model's own logits is wanted."""
+        return not self.sampling.greedy or self.sampling.changes_logits or self.sampling.log_probs
 
 
-def verify(logits: torch.Tensor, requests: Seq[Request]) -> list[tuple[int, int]]:
-    """Return (accepted, token emitted behind them) of each request.
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How many proposed tokens are accepted, the column of the token emitted behind them, and all their log-probabilities if wanted."""
 
-    ``logits`` [rows, vocab] holds len(tokens) + 1 rows a request, in order: row i decides about proposed token i, the last about the bonus.
+    accepted: int
+    column: int
+    log_probs: list[float] | None = None
+
+
+def verify(logits: torch.Tensor, requests: Seq[Request], columns: Columns = WHOLE_VOCABULARY) -> list[Verdict]:
+    """Return the verdict on each request.
+
+    ``logits`` [rows, S] holds ``Request.rows`` rows a request, in order: row i decides about proposed token i, the last about the bonus.
     """
     firsts = _firsts(requests)
-    results: list[tuple[int, int]] = [(0, 0)] * len(requests)
-    greedy = [index for index, request in enumerate(requests) if request.sampling.greedy]
-    if greedy:
-        best = arg_max(logits)
-        for index in greedy:
-            tokens, first = requests[index].tokens, firsts[index]
-            accepted = _leading(best[first + i] == token for i, token in enumerate(tokens))
-            results[index] = accepted, best[first + accepted]
-    sampled = [index for index, request in enumerate(requests) if not request.sampling.greedy]
-    if sampled:
-        chosen = [requests[index] for index in sampled]
-        rows = [firsts[index] + i for index in sampled for i in range(len(requests[index].tokens) + 1)]
-        laws = target_laws(logits[rows], [request.sampling for request in chosen for _ in range(len(request.tokens) + 1)])
-        for index, result in zip(sampled, _verify_sampled(laws, chosen), strict=True):
-            results[index] = result
-    return results
+    verdicts = [Verdict(0, 0)] * len(requests)
+    plain = [index for index, request in enumerate(requests) if not request.reads_scores]
+    if plain:
+        for index, verdict in zip(plain, _verify_greedy(logits, [requests[i] for i in plain], [firsts[i] for i in plain]), strict=True):
+            verdicts[index] = verdict
+    others = [index for index, request in enumerate(requests) if request.reads_scores]
+    if others:
+        chosen = [requests[index] for index in others]
+        wanted = [firsts[index] + i for index in others for i in range(requests[index].rows)]
+        for index, verdict in zip(others, _verify_scores(scores(logits[wanted], chosen, columns), chosen, columns), strict=True):
+            verdicts[index] = verdict
+    return verdicts
 
 
-def _verify_sampled(laws: torch.Tensor, requests: Seq[Request]) -> list[tuple[int, int]]:
+def scores(logits: torch.Tensor, requests: Seq[Request], columns: Columns = WHOLE_VOCABULARY) -> torch.Tensor:
+    """Return the logits [rows, S] with every request's options applied, in fp32 (fp64 stays fp64)."""
+    wide = logits.to(logits.dtype if logits.dtype == torch.float64 else torch.float32, copy=True)
+    for request, first in zip(requests, _firsts(requests), strict=True):
+        if request.sampling.changes_logits:
+            before = [*request.committed, *request.run]
+            rows = wide[first : first + request.rows]
+            process(rows, request.sampling, before, request.position - request.prompt_tokens, request.tokens, columns)
+    return wide
+
+
+def _verify_scores(rows: torch.Tensor, requests: Seq[Request], columns: Columns) -> list[Verdict]:
+    """Return the verdicts on requests of any kind from their processed logits."""
+    firsts = _firsts(requests)
+    verdicts = [Verdict(0, 0)] * len(requests)
+    coupled = partial(_verify_coupled, columns)
+    rules = [_verify_greedy if r.sampling.greedy else coupled if r.sampling.coupled else _verify_sampled for r in requests]
+    for decide in (_verify_greedy, _verify_sampled, coupled):
+        chosen = [index for index, rule in enumerate(rules) if rule is decide]
+        if chosen:
+            found = decide(rows, [requests[index] for index in chosen], [firsts[index] for index in chosen])
+            for index, verdict in zip(chosen, found, strict=True):
+                verdicts[index] = verdict
+    return [_with_log_probs(rows, r, first, v) for r, first, v in zip(requests, firsts, verdicts, strict=True)]
+
+
+def _with_log_probs(rows: torch.Tensor, request: Request, first: int, verdict: Verdict) -> Verdict:
+    """Add log p of the emitted tokens, where wanted: p with options and temperature, before top-k and top-p."""
+    if not request.sampling.log_probs:
+        return verdict
+    emitted = [*request.tokens[: verdict.accepted], verdict.column]
+    laws = (rows[first : first + len(emitted)] / (request.sampling.temperature or 1.0)).log_softmax(-1)
+    wanted = torch.tensor(emitted, device=rows.device)[:, None]
+    return replace(verdict, log_probs=laws.gather(1, wanted)[:, 0].tolist())
+
+
+def _verify_greedy(rows: torch.Tensor, requests: Seq[Request], firsts: Seq[int]) -> list[Verdict]:
+    """``rows`` [any, S] holds the requests' rows at ``firsts``, perhaps among others."""
+    best = arg_max(rows)
+    verdicts = []
+    for request, first in zip(requests, firsts, strict=True):
+        accepted = _leading(best[first + i] == token for i, token in enumerate(request.tokens))
+        verdicts.append(Verdict(accepted, best[first + accepted]))
+    return verdicts
+
+
+def _verify_coupled(columns: Columns, rows: torch.Tensor, requests: Seq[Request], firsts: Seq[int]) -> list[Verdict]:
+    """Race row after row, up to the first proposed token that does not win: a race costs more than a comparison."""
+    verdicts = []
+    for request, first in zip(requests, firsts, strict=True):
+        laws = target_laws(rows[first : first + request.rows], [request.sampling] * request.rows)
+        for accepted, law in enumerate(laws):
+            column = winner(law, request.sampling.seed, request.position + accepted, columns)
+            if accepted == len(request.tokens) or column != request.tokens[accepted]:
+                verdicts.append(Verdict(accepted, column))
+                break
+    return verdicts
+
+
+def _verify_sampled(rows: torch.Tensor, requests: Seq[Request], firsts: Seq[int]) -> list[Verdict]:
+    places = [first + i for request, first in zip(requests, firsts, strict=True) for i in range(request.rows)]
+    laws = target_laws(rows[places], [request.sampling for request in requests for _ in range(request.rows)])
     firsts = _firsts(requests)
     keys = [(r.sampling.seed, r.position + i, r.attempt) for r in requests for i in range(len(r.tokens))]
     seeds, positions, attempts = zip(*keys, strict=True) if keys else ((), (), ())
@@ -100,7 +189,8 @@ def _verify_sampled(laws: torch.Tensor, requests: Seq[Request]) -> list[tuple[in
     for row, (request, count) in enumerate(zip(requests, accepted, strict=True)):
         if count < len(request.tokens):
             final[row] = residual(final[row], request.tokens[count], request.law, count)
-    return list(zip(accepted, sample(final, requests, Purpose.EMIT, accepted), strict=True))
+    drawn = sample(final, requests, Purpose.EMIT, accepted)
+    return [Verdict(count, column) for count, column in zip(accepted, drawn, strict=True)]
 
 
 def acceptance(laws: torch.Tensor, tokens: Seq[int], law: Law | None) -> torch.Tensor:
@@ -137,7 +227,8 @@ def target_laws(logits: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tens
     wide = logits.dtype if logits.dtype == torch.float64 else torch.float32
     device = logits.device
     temperature = torch.tensor([param.temperature for param in params], dtype=wide, device=device)
-    scores = logits.to(wide) / temperature[:, None]
+    scores = logits.to(wide)
+    scores = (scores - scores.amax(-1, keepdim=True)) / temperature[:, None]  # the greatest is 0: no temperature overflows it
     vocab = scores.shape[-1]
     limits = [min(param.top_k, vocab) or vocab for param in params]
     if min(limits) < vocab:
@@ -207,9 +298,9 @@ def _leading(flags: Iterable[bool]) -> int:
 
 
 def _firsts(requests: Seq[Request]) -> list[int]:
-    """Return the first row of each request among rows that hold len(tokens) + 1 of each."""
+    """Return the first row of each request among rows that hold theirs in order."""
     firsts, row = [], 0
     for request in requests:
         firsts.append(row)
-        row += len(request.tokens) + 1
+        row += request.rows
     return firsts

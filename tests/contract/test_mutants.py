@@ -10,6 +10,7 @@ import backend.engines.torch_engine as module
 from backend.admission import Admission
 from backend.drafting import Drafting
 from backend.engines.checkpoint import LlamaConfig
+from backend.engines.verification import Verdict
 from backend.kv_ledger import KVLedger
 from backend.orchestrator import Orchestrator
 from backend.ports import Sequence
@@ -75,20 +76,21 @@ def plain():
     return generate(NoSpeculation())[0]
 
 
-def accept_one_wrong_token(logits, requests, verify=module.verify):
-    return [(min(accepted + 1, len(r.tokens)), token) for (accepted, token), r in zip(verify(logits, requests), requests, strict=True)]
+def accept_one_wrong_token(logits, requests, columns, verify=module.verify):
+    verdicts = zip(verify(logits, requests, columns), requests, strict=True)
+    return [Verdict(min(v.accepted + 1, len(r.tokens)), v.column) for v, r in verdicts]
 
 
-def take_the_bonus_from_the_first_row(logits, requests, verify=module.verify):
+def take_the_bonus_from_the_first_row(logits, requests, columns, verify=module.verify):
     best, row, results = logits.argmax(-1).tolist(), 0, []
-    for (accepted, _), request in zip(verify(logits, requests), requests, strict=True):
-        results.append((accepted, best[row]))
-        row += len(request.tokens) + 1
+    for verdict, request in zip(verify(logits, requests, columns), requests, strict=True):
+        results.append(Verdict(verdict.accepted, best[row]))
+        row += request.rows
     return results
 
 
-def reject_nothing(logits, requests, verify=module.verify):
-    return [(len(r.tokens), token) for (_, token), r in zip(verify(logits, requests), requests, strict=True)]
+def reject_nothing(logits, requests, columns, verify=module.verify):
+    return [Verdict(len(r.tokens), v.column) for v, r in zip(verify(logits, requests, columns), requests, strict=True)]
 
 
 def keep_what_was_rejected(patch):

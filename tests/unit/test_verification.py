@@ -1,14 +1,15 @@
 """Exactness by enumeration on tiny vocabularies, and by chi-square through the real draws."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from backend.engines import verification
-from backend.engines.verification import Law, Request, acceptance, arg_max, draw, normalised, residual, sample, target_laws, verify
-from backend.ports import Proposal
+from backend.engines.verification import Law, Request, Verdict, acceptance, arg_max, draw, normalised, residual, sample, target_laws, verify
+from backend.ports import Proposal, Sequence
 from backend.randomness import Purpose
 from backend.request import SamplingParams
 
@@ -144,8 +145,8 @@ def test_what_verify_emits_follows_the_target_jointly_over_two_tokens(kind):
     logits = torch.stack([target[tuple(chain[:i])].log() for chain in tokens for i in range(len(chain) + 1)])
     laws = {prefix: target_laws(target[prefix].log()[None], params[:1])[0] for prefix in all_prefixes(1)}
     first, second = np.zeros(VOCAB), np.zeros(VOCAB)
-    for chain, (accepted, token) in zip(tokens, verify(logits, requests), strict=True):
-        emitted = [*chain[:accepted], token]
+    for chain, verdict in zip(tokens, verify(logits, requests), strict=True):
+        emitted = [*chain[: verdict.accepted], verdict.column]
         first[emitted[0]] += 1
         if len(emitted) > 1 and emitted[0] == likely:
             second[emitted[1]] += 1
@@ -166,8 +167,8 @@ def test_no_uniform_decides_twice(monkeypatch):
     monkeypatch.setattr(verification, "uniforms", recorded)
     laws = torch.full((3, VOCAB), 0.25, dtype=torch.float64)
     sample(laws[:1], [Request(SAMPLED, 9, 4, [])], Purpose.PROPOSE)
-    ((accepted, _),) = verify(laws.log(), [Request(SAMPLED, 9, 4, [1, 2], Law(laws[:2]))])
-    assert accepted == 2
+    (verdict,) = verify(laws.log(), [Request(SAMPLED, 9, 4, [1, 2], Law(laws[:2]))])
+    assert verdict.accepted == 2
     assert keys == [(0, 9, 4, Purpose.PROPOSE), (0, 9, 4, Purpose.ACCEPT), (0, 10, 4, Purpose.ACCEPT), (0, 11, 4, Purpose.EMIT)]
 
 
@@ -181,10 +182,10 @@ def test_greedy_and_sampled_requests_of_one_batch_do_not_disturb_each_other():
     sampled = Request(SamplingParams(1.0, seed=5), 4, 1, [1], Law(torch.full((1, VOCAB), 0.25)))
     top_k_1 = Request(SamplingParams(1.0, top_k=1), 4, 1, [best[6]])
     together = verify(logits, [greedy, sampled, plain, top_k_1])
-    assert together[0] == (1, best[1])
+    assert together[0] == Verdict(1, best[1])
     assert together[1] == verify(logits[3:5], [sampled])[0]
-    assert together[2] == (0, best[5])
-    assert together[3] == (1, best[7])
+    assert together[2] == Verdict(0, best[5])
+    assert together[3] == Verdict(1, best[7])
 
 
 def test_a_law_is_temperature_then_top_k_then_top_p():
@@ -244,6 +245,11 @@ def test_the_first_of_equal_logits_is_the_arg_max_in_every_dtype():
 
 def test_a_greedy_request_needs_no_law_and_a_sampled_one_keeps_it():
     law = Law(torch.ones(1, VOCAB))
-    assert Request.of(SamplingParams(), 0, 0, Proposal("d", [1], law)).law is None
-    assert Request.of(SAMPLED, 0, 0, Proposal("d", [1], law)).law is law
-    assert Request.of(SAMPLED, 0, 0, None).tokens == []
+
+    def request(sampling, proposal=None):
+        return Request.of(Sequence(1, [0], 1, sampling), proposal)
+
+    assert request(SamplingParams(), Proposal("d", [1], law)).law is None
+    assert request(replace(SAMPLED, coupled=True), Proposal("d", [1], law)).law is None
+    assert request(SAMPLED, Proposal("d", [1], law)).law is law
+    assert request(SAMPLED).tokens == []

@@ -1,0 +1,68 @@
+"""Options on logits: TensorRT-LLM's order, and row i of a run sees the proposed tokens before it."""
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backend.engines.processing import IMPOSSIBLE, WHOLE_VOCABULARY, Columns, process
+from backend.request import SamplingParams
+
+VOCAB = 12
+
+
+def alone(logits, sampling, before, prompt_tokens):
+    """One row by the plain words of the options, divided by the temperature as the decoder does in their midst."""
+    scale = sampling.temperature or 1.0
+    row = logits.astype(np.float64).copy()
+    for token, addend in sampling.bias:
+        row[token] += addend
+    row /= scale
+    for token in set(before):
+        row[token] = row[token] * sampling.repetition_penalty if row[token] < 0 else row[token] / sampling.repetition_penalty
+        row[token] -= sampling.presence_penalty + sampling.frequency_penalty * before.count(token)
+    banned = set(sampling.end_ids) if len(before) - prompt_tokens < sampling.min_tokens else set()
+    banned |= {w[-1] for w in sampling.bad_words if len(before) >= len(w) - 1 and tuple(before[len(before) - len(w) + 1 :]) == w[:-1]}
+    row[list(banned)] = -np.inf
+    return row
+
+
+tokens = st.integers(0, VOCAB - 1)
+params = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 1.7]),
+    repetition_penalty=st.sampled_from([1.0, 1.3, 0.8]),
+    presence_penalty=st.sampled_from([0.0, 0.6, -0.4]),
+    frequency_penalty=st.sampled_from([0.0, 0.25]),
+    min_tokens=st.integers(0, 6),
+    end_ids=st.sampled_from([(), (2,), (2, 5)]),
+    bad_words=st.lists(st.lists(tokens, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
+    bias=st.lists(st.tuples(tokens, st.sampled_from([-2.0, 1.5])), max_size=3).map(tuple),
+)
+
+
+@settings(deadline=None)
+@given(sampling=params, before=st.lists(tokens, min_size=1, max_size=8), prompt=st.integers(1, 8), proposed=st.lists(tokens, max_size=4))
+def test_every_row_of_a_run_is_what_plain_decoding_has_there(sampling, before, prompt, proposed):
+    prompt = min(prompt, len(before))
+    logits = torch.from_numpy(np.random.default_rng(len(before)).normal(size=(len(proposed) + 1, VOCAB)) * 3)
+    rows = logits.clone()
+    process(rows, sampling, before, len(before) - prompt, proposed, WHOLE_VOCABULARY)
+    for i, row in enumerate(rows):
+        expected = alone(logits[i].numpy(), sampling, before + proposed[:i], prompt)
+        possible = np.isfinite(expected)
+        assert np.allclose(row.numpy()[possible] / (sampling.temperature or 1.0), expected[possible], rtol=1e-12)
+        assert (row.numpy()[~possible] == IMPOSSIBLE).all()
+
+
+def test_a_shortlisted_head_is_changed_where_it_has_the_token():
+    sampling = SamplingParams(bias=((7, 5.0), (9, 1.0)), bad_words=((3,), (7,)), min_tokens=2, end_ids=(9, 11), presence_penalty=0.5)
+    logits = torch.zeros(2, 3, dtype=torch.float64)
+    process(logits, sampling, [4, 8], 1, [9], Columns(torch.tensor([9, 7, 4])))
+    assert logits.tolist() == [[IMPOSSIBLE, IMPOSSIBLE, -0.5], [0.5, IMPOSSIBLE, -0.5]]
+
+
+def test_a_row_in_which_everything_is_banned_still_has_a_law():
+    logits = torch.zeros(1, VOCAB)
+    process(logits, SamplingParams(bad_words=tuple((token,) for token in range(VOCAB))), [1], 0, [], WHOLE_VOCABULARY)
+    assert torch.isfinite(logits.softmax(-1)).all()
