@@ -1,8 +1,8 @@
 """Plan-invariant sampling: a request's own noise, keyed by seed, position and token, makes a token of any law, whoever asks and when.
 
 Token t of a law p runs a race in the time E_t / p_t, E_t a standard exponential; the winner is distributed as p. (With G = -log E this is
-the Gumbel-max trick, arg max of log p + G.) Target and draft race with the same noise, so that a draft with a similar law mostly proposes what
-the target emits; verification is then equality, and no text depends on what was proposed.
+the Gumbel-max trick, arg max of log p + G.) Target and draft race with the same noise, so that a draft with a similar law mostly proposes
+what the target emits; verification is then equality, and no text depends on what was proposed.
 """
 
 from __future__ import annotations
