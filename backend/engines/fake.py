@@ -1,7 +1,8 @@
 """A seeded Markov engine: no model, a settable agreement between draft and target, and a settable time per pass.
 
-It keeps the port's whole contract (catch-up, rollback, exact rejection sampling, block tables that must cover what it writes), so that the
-loop, the wire and the Triton side are tested on it in milliseconds. Its text is a function of the last ``ORDER`` tokens.
+It keeps the port's whole contract (catch-up, rollback, exact rejection sampling, plan-invariant sampling, options and log-probabilities,
+block tables that must cover what it writes), so that the loop, the wire and the Triton side are tested on it in milliseconds. Its logits
+are a function of the last ``ORDER`` tokens: four letters share the law, everything else is impossible unless an option makes it likely.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ VOCAB_SIZE = 257
 
 ORDER = 8
 _LETTERS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz ", np.uint8).astype(np.int64)
-_LAW = np.array([0.6, 0.25, 0.1, 0.05])
-_DRAFT, _ACCEPT, _SAMPLE = range(3)
+_LOGITS = np.log([0.6, 0.25, 0.1, 0.05]) + 4.0
+_UNLIKELY_LOGIT = -26.0
+_DRAFT, _ACCEPT, _SAMPLE, _COUPLED = range(4)
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -88,58 +90,112 @@ class FakeEngine:
         if self.limits.kv_blocks and len(sequence.blocks.get(self.name, ())) * BLOCK_TOKENS < written:
             message = f"{self.name}: the block table of sequence {sequence.id} is too short for {written} tokens"
             return Completion(sequence.id, [], error=message)
-        accepted, tokens = self._verify(sequence, proposal) if proposal else (0, [])
-        laws: list[FloatArray] = []
-        while turn.run and len(tokens) < accepted + turn.run:
-            law = self._law([*sequence.tokens, *tokens], sequence.sampling)
-            tokens.append(_draw(law, sequence, len(tokens), _DRAFT if turn.keep_probs else _SAMPLE))
-            laws.append(law)
+        tokens, accepted, laws, log_probs = self._run(turn)
         self._ran[sequence.id] = (turn.end, tokens[:-1])
-        keep = turn.keep_probs and not sequence.sampling.greedy
-        return Completion(sequence.id, tokens, accepted, np.array(laws) if keep else None)
+        point_mass = sequence.sampling.greedy or sequence.sampling.coupled
+        probs = np.array(laws) if turn.keep_probs and not point_mass else None
+        return Completion(sequence.id, tokens, accepted, probs, log_probs if sequence.sampling.log_probs else None)
 
-    def _verify(self, sequence: Sequence, proposal: Proposal) -> tuple[int, list[int]]:
-        """Return (accepted, tokens) of the chain rule; after a rejection the tokens end with the draw from the residual law."""
+    def _run(self, turn: Turn) -> tuple[list[int], int, list[FloatArray], list[float]]:
+        """Return (tokens, how many were accepted, the laws of the freely run ones, every token's log-probability).
+
+        Verification ends with the first rejection, whose place a draw from the residual law takes.
+        """
+        sequence, proposed = turn.sequence, turn.proposal.tokens if turn.proposal else []
         tokens: list[int] = []
-        for j, token in enumerate(proposal.tokens):
-            p = self._law([*sequence.tokens, *tokens], sequence.sampling)
-            q = _point_mass(token) if proposal.probs is None else proposal.probs[j]
-            if _uniform(sequence, j, _ACCEPT) * q[token] < p[token]:
-                tokens.append(token)
-                continue
-            residual = np.maximum(p - q, 0.0)
-            return j, [*tokens, _draw(residual / residual.sum(), sequence, j, _SAMPLE)]
-        return len(tokens), tokens
+        laws: list[FloatArray] = []
+        log_probs: list[float] = []
+        accepted = 0
+        while accepted == len(tokens) < len(proposed) or len(tokens) < accepted + turn.run:
+            law, scores = self._law([*sequence.tokens, *tokens], sequence)
+            if turn.proposal is not None and accepted == len(tokens) < len(proposed):
+                token, kept = _verified(law, turn.proposal, len(tokens), sequence)
+                accepted += kept
+            else:
+                token = _draw(law, sequence, len(tokens), _DRAFT if turn.keep_probs else _SAMPLE)
+                laws.append(law)
+            tokens.append(token)
+            if scores is not None:
+                log_probs.append(float(scores[token]))
+        return tokens, accepted, laws, log_probs
 
-    def _law(self, context: Seq[int], sampling: SamplingParams) -> FloatArray:
-        """Return the law of the next token [vocab]; a greedy request's is a point mass, so that one rule verifies both."""
+    def _law(self, context: list[int], sequence: Sequence) -> tuple[FloatArray, FloatArray | None]:
+        """Return the law of the next token [vocab] and, where options or log-probabilities need them, the log-probabilities [vocab].
+
+        The law of a greedy or plan-invariant request is a point mass, so that one rule verifies all.
+        """
+        sampling = sequence.sampling
         recent = bytes(token % 256 for token in context[-ORDER:])
         letters = _candidates(b"target", recent)
         if _fraction(self._seed, recent) >= self._agreement:
             letters = _candidates(b"%d" % self._seed, recent)
+        if sampling.greedy and not (sampling.changes_logits or sampling.log_probs):
+            return _point_mass(int(letters[0])), None
+        logits = np.full(VOCAB_SIZE, _UNLIKELY_LOGIT)
+        logits[letters] = _LOGITS
+        scores = _log_softmax(_processed(logits, context, sequence))
         if sampling.greedy:
-            return _point_mass(int(letters[0]))
-        law = np.zeros(VOCAB_SIZE)
-        law[letters] = _processed(_LAW, sampling)
+            return _point_mass(int(scores.argmax())), scores
+        law = _truncated(np.exp(scores), sampling)
+        if sampling.coupled:  # least of E / p, with exponential noise E of the token's position alone
+            noise = np.random.default_rng((sampling.seed, len(context), _COUPLED)).standard_exponential(VOCAB_SIZE)
+            law = _point_mass(int((law / noise).argmax()))
+        return law, scores
+
+
+def _processed(logits: FloatArray, context: list[int], sequence: Sequence) -> FloatArray:
+    """Apply a request's options to the logits [vocab] behind ``context``, in TensorRT-LLM's order."""
+    sampling = sequence.sampling
+    for token, weight in sampling.bias:
+        logits[token] += weight
+    logits /= sampling.temperature or 1.0
+    if sampling.penalised:
+        counts = np.bincount(context, minlength=VOCAB_SIZE)
+        seen, penalty = counts > 0, sampling.repetition_penalty
+        logits = np.where(seen, np.where(logits < 0, logits * penalty, logits / penalty), logits)
+        logits -= sampling.presence_penalty * seen + sampling.frequency_penalty * counts
+    if len(context) - sequence.prompt_tokens < sampling.min_tokens:
+        logits[list(sampling.end_ids)] = -np.inf
+    for *others, last in sampling.bad_words:
+        if context[len(context) - len(others) :] == others:
+            logits[last] = -np.inf
+    return logits
+
+
+def _log_softmax(logits: FloatArray) -> FloatArray:
+    shifted = logits - logits.max()
+    log_probs: FloatArray = shifted - np.log(np.exp(shifted).sum())
+    return log_probs
+
+
+def _truncated(law: FloatArray, sampling: SamplingParams) -> FloatArray:
+    """Apply top-k, then top-p."""
+    if not sampling.top_k and sampling.top_p == 1.0:
         return law
-
-
-def _processed(law: FloatArray, sampling: SamplingParams) -> FloatArray:
-    """Apply temperature, top-k, then top-p to a descending law."""
-    p: FloatArray = law ** (1.0 / sampling.temperature)
-    p /= p.sum()
-    if sampling.top_k:
-        p[sampling.top_k :] = 0.0
+    order = np.argsort(-law, kind="stable")
+    p: FloatArray = law[order]
+    p[sampling.top_k or VOCAB_SIZE :] = 0.0
     p /= p.sum()
     p[np.cumsum(p) - p >= sampling.top_p] = 0.0
-    p /= p.sum()
-    return p
+    law = np.zeros(VOCAB_SIZE)
+    law[order] = p / p.sum()
+    return law
+
+
+def _verified(law: FloatArray, proposal: Proposal, j: int, sequence: Sequence) -> tuple[int, bool]:
+    """Return (token, whether it is the proposed one) of the chain rule at proposed position ``j``."""
+    token = proposal.tokens[j]
+    q = _point_mass(token) if proposal.probs is None else proposal.probs[j]
+    if _uniform(sequence, j, _ACCEPT) * q[token] < law[token]:
+        return token, True
+    residual = np.maximum(law - q, 0.0)
+    return _draw(residual if residual.any() else law, sequence, j, _SAMPLE), False
 
 
 def _candidates(salt: bytes, recent: bytes) -> npt.NDArray[np.int64]:
     digest = hashlib.blake2b(recent, key=salt, digest_size=8).digest()
     start, stride = digest[0] % 27, 1 + digest[1] % 8
-    letters: npt.NDArray[np.int64] = _LETTERS[(start + stride * np.arange(len(_LAW))) % 27]
+    letters: npt.NDArray[np.int64] = _LETTERS[(start + stride * np.arange(len(_LOGITS))) % 27]
     return letters
 
 
@@ -161,4 +217,5 @@ def _uniform(sequence: Sequence, offset: int, purpose: int) -> float:
 def _draw(law: FloatArray, sequence: Sequence, offset: int, purpose: int) -> int:
     if law.max() == 1.0:
         return int(law.argmax())
-    return int(np.searchsorted(np.cumsum(law), _uniform(sequence, offset, purpose) * law.sum(), side="right"))
+    cumulative = np.cumsum(law)
+    return int(np.searchsorted(cumulative, _uniform(sequence, offset, purpose) * cumulative[-1], side="right"))
