@@ -253,3 +253,15 @@ def test_a_greedy_request_needs_no_law_and_a_sampled_one_keeps_it():
     assert request(replace(SAMPLED, coupled=True), Proposal("d", [1], law)).law is None
     assert request(SAMPLED, Proposal("d", [1], law)).law is law
     assert request(SAMPLED).tokens == []
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 6.0])
+def test_a_nucleus_is_the_smallest_set_of_most_probable_tokens_that_reaches_top_p(scale):
+    logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * scale
+    params = [SamplingParams(1.0, top_p=top_p) for top_p in (0.3, 0.9, 0.999)]
+    for law, full, param in zip(target_laws(logits, params), logits.softmax(-1), params, strict=True):
+        kept = law > 0
+        assert full[kept].sum() >= param.top_p
+        assert full[kept].sum() - full[kept].min() < param.top_p
+        assert full[kept].min() > full[~kept].max()
+        assert torch.equal(law[kept], full[kept])
