@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from backend.kv_ledger import KVLedger
 from backend.request import ErrorCode, RequestError
@@ -44,11 +45,12 @@ class Admission:
             admitted.append(self._queue.popleft())
         return admitted
 
-    def remove_cancelled(self) -> list[Session]:
-        """Take out and return the waiting sessions whose clients have gone."""
-        gone = [session for session in self._queue if session.sink.cancelled]
+    def remove(self, is_over: Callable[[Session], bool]) -> list[Session]:
+        """Take out and return the waiting sessions of which ``is_over`` holds."""
+        gone = [session for session in self._queue if is_over(session)]
         if gone:
-            self._queue = deque(session for session in self._queue if not session.sink.cancelled)
+            ids = {session.id for session in gone}  # asked once: a client may go at any moment
+            self._queue = deque(session for session in self._queue if session.id not in ids)
         return gone
 
     def clear(self) -> list[Session]:

@@ -91,6 +91,7 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
         monotonic,
         k_max=config.policy.k_max,
         prefill_chunk_tokens=config.limits.prefill_chunk_tokens,
+        max_request_s=config.limits.max_request_s,
         seed=config.policy.seed,
     )
 

@@ -80,7 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     signal.signal(signal.SIGTERM, terminate)
     logger.info("ready after %.1f s", perf_counter() - started)
-    server.serve()
+    if not server.serve():
+        logger.error("the loop has ended: this process ends, to be started again")
+        return 1
     app.close()
     return 0
 

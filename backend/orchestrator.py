@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -37,7 +38,10 @@ class Batch:
 
 
 class Orchestrator:
-    """Owns the in-flight batch. ``submit`` and ``wake`` may be called from any thread, all else from the loop's thread only."""
+    """Owns the in-flight batch. ``submit`` and ``wake`` may be called from any thread, all else from the loop's thread only.
+
+    ``alive_s`` is the time of the clock at which ``run`` last began a step or looked for work, at least once a second while idle.
+    """
 
     def __init__(
         self,
@@ -51,6 +55,7 @@ class Orchestrator:
         *,
         k_max: int,
         prefill_chunk_tokens: int,
+        max_request_s: float = math.inf,
         seed: int = 0,
     ) -> None:
         self._target = target
@@ -63,12 +68,14 @@ class Orchestrator:
         self._clock = clock
         self._k_max = min(k_max, target.limits.max_draft_tokens)
         self._prefill_chunk_tokens = prefill_chunk_tokens
+        self._max_request_s = max_request_s
         self._rng = np.random.default_rng(seed)
         self._inbox: deque[Session] = deque()
         self._work = threading.Event()
         self._active: dict[int, Session] = {}
         self._in_flight: dict[int, Proposals] = {}
         self._failures = 0
+        self.alive_s = clock()
 
     def submit(self, session: Session) -> None:
         """Hand over a session; it will get exactly one final reply."""
@@ -91,6 +98,7 @@ class Orchestrator:
         """
         while not stop.is_set() and self._failures < MAX_FAILURES:
             self._work.clear()
+            self.alive_s = self._clock()
             failures = self._failures
             try:
                 worked = self.step()
@@ -140,8 +148,18 @@ class Orchestrator:
                 self._admission.offer(session)
             except RequestError as error:
                 self._reply_error(session, error.code, error.message)
-        for session in [*self._admission.remove_cancelled(), *(s for s in self._active.values() if s.sink.cancelled)]:
-            self._fail(session, ErrorCode.CANCELLED, "Request cancelled by client", log)
+        oldest_s = self._clock() - self._max_request_s
+
+        def is_over(session: Session) -> bool:
+            return session.sink.cancelled or session.arrived_s < oldest_s
+
+        for session in [*self._admission.remove(is_over), *filter(is_over, list(self._active.values()))]:
+            if session.sink.cancelled:
+                self._fail(session, ErrorCode.CANCELLED, "Request cancelled by client", log)
+            else:
+                self._stats.fallback("deadline")
+                limit = f"limits.max_request_s, {self._max_request_s:g} s"
+                self._fail(session, ErrorCode.UNAVAILABLE, f"the request has not ended within {limit}", log)
         for session in self._admission.admit(len(self._active)):
             self._active[session.id] = session
 

@@ -22,6 +22,8 @@ from backend.session import Delta, Usage
 logger = logging.getLogger(__name__)
 
 STATS_PERIOD_S = 0.5
+STUCK_LIMIT_S = 120.0
+"""A loop that is in one step for so long hangs."""
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
 """What a connection may owe before it is closed: a stub that stopped reading must not grow this process."""
 
@@ -113,20 +115,24 @@ class Server:
         """Refuse new requests; ``serve`` returns when the others are answered, ``limit_s`` from now at the latest."""
         self._drain_until_s = monotonic() + limit_s
 
-    def serve(self) -> None:
-        """Serve until drained, or until the parent process has died. The socket file appears complete, by a rename."""
+    def serve(self) -> bool:
+        """Serve until drained, or until the parent process has died; False when the loop ended by itself or hangs.
+
+        The socket file appears complete, by a rename.
+        """
         listener = self._listen()
         stop = threading.Event()
         loop = threading.Thread(target=self._app.orchestrator.run, args=(stop,), name="loop", daemon=True)
         loop.start()
         next_stats_s = monotonic()
-        while not self._done() and loop.is_alive() and os.getppid() == self._parent:
+        while not self._done() and self._is_well(loop) and os.getppid() == self._parent:
             for key, events in self._selector.select(timeout=0.1):
                 self._handle(key, events)
             self._flush_dirty()
             if monotonic() >= next_stats_s:
                 next_stats_s = monotonic() + STATS_PERIOD_S
                 self._send_stats()
+        well = self._is_well(loop)
         self._path.unlink(missing_ok=True)
         listener.close()
         stop.set()
@@ -135,6 +141,7 @@ class Server:
         self._tokenizers.shutdown(wait=False, cancel_futures=True)
         self._send_stats()
         self._flush_dirty()
+        return well
 
     def _listen(self) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -149,6 +156,12 @@ class Server:
         self._selector.register(self._woken, selectors.EVENT_READ)
         unready.rename(self._path)
         return listener
+
+    def _is_well(self, loop: threading.Thread) -> bool:
+        stuck_s = monotonic() - self._app.orchestrator.alive_s
+        if loop.is_alive() and stuck_s > STUCK_LIMIT_S:
+            logger.error("the loop has been in one step for %.0f s", stuck_s)
+        return loop.is_alive() and stuck_s <= STUCK_LIMIT_S
 
     def _done(self) -> bool:
         if self._drain_until_s is None:
@@ -266,6 +279,7 @@ class Server:
             "drafts": [draft.name for draft in config.drafts],
             "policy": config.policy.kind,
             "max_context_tokens": self._app.max_context_tokens,
+            "max_request_s": config.limits.max_request_s,
         }
 
     def _send_stats(self) -> None:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 from backend import wire
 from backend.request import ErrorCode, RequestError
@@ -23,7 +24,7 @@ SEND_LIMIT_S = 5
 
 
 class EngineLink:
-    """Sends messages from any thread; ``on_message`` and ``on_lost`` are called on the link's own thread.
+    """Sends messages from any thread; ``on_message`` and ``on_lost`` are called on the link's own thread. ``info`` is the engine's hello.
 
     ``on_lost`` has returned before another connection is made; ``greeting`` messages follow the hello on every connection.
     """
@@ -39,6 +40,7 @@ class EngineLink:
         self._on_message = on_message
         self._on_lost = on_lost
         self._greeting = greeting
+        self.info: dict[str, Any] = {}
         self._sock: socket.socket | None = None
         self._send_lock = threading.Lock()
         self._connected = threading.Event()
@@ -105,7 +107,7 @@ class EngineLink:
             while data := sock.recv(1 << 18):
                 for message in decoder.feed(data):
                     if self._sock is None:
-                        wire.check_hello(message)
+                        self.info = wire.check_hello(message)["info"]
                         self._sock = sock
                         self._connected.set()
                     else:

@@ -7,6 +7,7 @@ exactly one final reply is a matter of popping it from one dict.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 from collections.abc import Callable
@@ -42,11 +43,15 @@ class ResponseSender(Protocol):
 
 @dataclass(slots=True)
 class Reply:
-    """A request that has not had its final reply yet; ``deltas`` came since its last response."""
+    """A request that has not had its final reply yet; ``deltas`` came since its last response.
+
+    ``deadline_s`` (monotonic) backs up the engine's own limit: no client waits for an engine that lost its request.
+    """
 
     id: int
     sender: ResponseSender
     wanted: Wanted
+    deadline_s: float = math.inf
     deltas: list[str] = field(default_factory=list)
 
 
@@ -112,7 +117,7 @@ class _Shard:
             if monotonic() >= self._next_check_s:
                 self._next_check_s = monotonic() + CANCELLATION_CHECK_PERIOD_S
                 for request_id in list(self._open):
-                    self._guard(self._check_cancelled, request_id)
+                    self._guard(self._check, request_id)
 
     def _take(self) -> list[Reply | Message | None]:
         """Return all that has arrived: a thread that fell behind sends a stream's waiting deltas as one response."""
@@ -147,11 +152,18 @@ class _Shard:
             reply.deltas.clear()
             reply.sender.send(encode_chunk(text), final=False)
 
-    def _check_cancelled(self, request_id: int) -> None:
-        if self._open[request_id].sender.is_cancelled():
-            reply = self._open.pop(request_id)
-            self._cancel(request_id)
-            reply.sender.fail(ErrorCode.CANCELLED, "Request cancelled by client")
+    def _check(self, request_id: int) -> None:
+        """End a request whose client has gone or whose deadline has passed."""
+        reply = self._open[request_id]
+        if reply.sender.is_cancelled():
+            code, message = ErrorCode.CANCELLED, "Request cancelled by client"
+        elif monotonic() >= reply.deadline_s:
+            code, message = ErrorCode.UNAVAILABLE, "the engine has not ended the request in time"
+        else:
+            return
+        del self._open[request_id]
+        self._cancel(request_id)
+        reply.sender.fail(code, message)
 
     @staticmethod
     def _guard(step: Callable[[Any], None], argument: Any) -> None:

@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import threading
+from time import monotonic
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -19,6 +20,9 @@ from backend.triton_adapter.sender import Reply, Senders
 from backend.triton_adapter.stub import set_up_stub
 
 logger = logging.getLogger(__name__)
+
+DEADLINE_GRACE_S = 15.0
+"""How much later than the engine the stub ends a request that has lived too long."""
 
 
 class TritonPythonModel:
@@ -58,7 +62,8 @@ class TritonPythonModel:
         self._link.wait()
         request_id = next(self._ids)
         with self._registering:  # a connection is lost before or after, never between: see _engine_lost
-            self._senders.open(Reply(request_id, sender, wanted))
+            limit_s = self._link.info.get("max_request_s", 0.0)  # without an engine nothing can be sent anyway
+            self._senders.open(Reply(request_id, sender, wanted, monotonic() + limit_s + DEADLINE_GRACE_S))
             try:
                 self._link.send({"type": "submit", "id": request_id, "request": body.to_wire()})
             except RequestError as error:

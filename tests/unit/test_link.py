@@ -24,7 +24,7 @@ class Engine:
         self.peer.settimeout(5)
         self.decoder = wire.Decoder()
         self.messages = self._messages()
-        self.send({"type": "hello", "version": version})
+        self.send({"type": "hello", "version": version, "info": {"max_request_s": 600.0}})
 
     def send(self, message):
         self.peer.sendall(wire.encode(message))

@@ -1,6 +1,7 @@
 """The loop over fake engines: one final reply each, whatever fails, and text that no plan changes."""
 
 import itertools
+import math
 import threading
 
 import numpy as np
@@ -69,7 +70,7 @@ class RandomChoice:
 
 
 class World:
-    def __init__(self, policy=None, drafts=(0.9, 0.2), max_active=8, max_queued=100, blocks=1000, chunk=7, seed=0):
+    def __init__(self, policy=None, drafts=(0.9, 0.2), max_active=8, max_queued=100, blocks=1000, chunk=7, seed=0, max_request_s=math.inf):
         self.target = FakeEngine("target", kv_blocks=blocks)
         self.drafts = [FakeEngine(f"draft{i}", seed=i + 1, agreement=a, kv_blocks=blocks) for i, a in enumerate(drafts)]
         self.stats = Stats()
@@ -86,6 +87,7 @@ class World:
             clock,
             k_max=8,
             prefill_chunk_tokens=chunk,
+            max_request_s=max_request_s,
             seed=seed,
         )
         self.ids = itertools.count(1)
@@ -168,6 +170,22 @@ def test_a_cancelled_request_ends_once_and_frees_its_kv_within_a_step():
     waiting.run()
     assert queued.ends[0][0] is ErrorCode.CANCELLED
     assert first.ends[0][0] == "length"
+
+
+def test_a_request_that_lives_too_long_ends_wherever_it_is():
+    world = World(max_active=1, max_request_s=60)
+    world.loop._clock = lambda: 0.0
+    old = [world.submit("abc", 1000), world.submit("def", 1000)]
+    world.loop.step()
+    world.loop._clock = lambda: 60.0
+    young = world.submit("ghi")
+    world.loop.step()
+    assert [sink.ends for sink in old] == [[], []]
+    world.loop._clock = lambda: 60.1
+    world.loop.step()
+    assert [sink.ends for sink in old] == [[(ErrorCode.UNAVAILABLE, "the request has not ended within limits.max_request_s, 60 s")]] * 2
+    world.run()
+    assert young.text == plain_text("ghi")
 
 
 def test_a_full_queue_and_an_impossible_request_are_refused_with_a_reply():

@@ -1,4 +1,5 @@
 import threading
+import time
 from collections import defaultdict
 
 import pytest
@@ -125,6 +126,18 @@ def test_a_cancelled_request_is_ended_and_the_engine_told(senders, cancels):
     assert clients[3].endings == [(ErrorCode.CANCELLED, "Request cancelled by client")]
     assert clients[3].texts == []
     assert not any(client.endings for i, client in clients.items() if i != 3)
+
+
+def test_a_request_that_the_engine_has_lost_ends_at_its_deadline(senders, cancels):
+    lost, patient = Client(), Client()
+    senders.open(Reply(1, lost, Wanted(), deadline_s=time.monotonic()))
+    senders.open(Reply(5, patient, Wanted(), deadline_s=time.monotonic() + 600))  # the same shard
+    assert lost.ended.wait(5)
+    senders.deliver({**FINAL, "id": 1, "text": "late"})
+    senders.close()
+    assert cancels == [1]
+    assert lost.endings == [(ErrorCode.UNAVAILABLE, "the engine has not ended the request in time")]
+    assert patient.endings == []
 
 
 def test_a_client_that_cannot_be_sent_to_does_not_stop_its_shard(senders):

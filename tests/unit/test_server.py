@@ -2,6 +2,8 @@
 
 import select
 import socket
+import threading
+import time
 import types
 
 import pytest
@@ -36,6 +38,27 @@ def test_a_post_while_the_waker_is_read_does_not_silence_the_next_one(server):
     assert len(connection.frames) == 2
     server.post(connection, {"type": "chunk"})
     assert select.select([woken], [], [], 0)[0], "the IO thread would sleep on"
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_loop_that_ends_or_hangs_ends_the_service(tmp_path, monkeypatch, caplog, ends):
+    monkeypatch.setattr(module, "STUCK_LIMIT_S", 0.2)
+    hang = threading.Event()
+
+    class Loop:
+        alive_s = time.monotonic()
+
+        def run(self, stop):
+            if not ends:
+                hang.wait(30)
+
+        def wake(self):
+            hang.set()  # so that the test need not wait for the join
+
+    server = Server(types.SimpleNamespace(orchestrator=Loop(), stats=None), tmp_path / "socket")
+    assert server.serve() is False
+    assert not (tmp_path / "socket").exists()
+    assert ends or "the loop has been in one step" in caplog.text
 
 
 def test_a_reader_that_is_slow_gets_everything_in_order():
