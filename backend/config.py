@@ -74,6 +74,14 @@ class TritonConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LogConfig:
+    """Form and least level of the log lines of the engine process and of the stubs."""
+
+    format: str = _setting("text", choices=("text", "json"))
+    level: str = _setting("info", choices=("debug", "info", "warning", "error"))
+
+
+@dataclass(frozen=True, slots=True)
 class ServingConfig:
     """A whole deployment. ``threads`` is a number of CPU threads or ``auto`` (whichever of 1 and all cores was measured faster)."""
 
@@ -82,6 +90,7 @@ class ServingConfig:
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     triton: TritonConfig = field(default_factory=TritonConfig)
+    log: LogConfig = field(default_factory=LogConfig)
     threads: int | str = "auto"
     add_special_tokens: bool = True
 

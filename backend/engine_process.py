@@ -14,7 +14,8 @@ from types import FrameType
 
 from backend import cache
 from backend.app import App, build
-from backend.config import load_config
+from backend.config import LogConfig, load_config
+from backend.log_format import set_up_logging
 from backend.request import ErrorCode, FinishReason, GenerationRequest
 from backend.server import Server
 from backend.session import Delta, Usage
@@ -63,12 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--socket", type=Path, required=True)
     arguments = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(name)s: %(message)s")
+    set_up_logging("engine", LogConfig())
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch loads: spinning threads starve the stubs of their cores
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches the whole group; the parent decides
     started = perf_counter()
     try:
-        app = build(load_config(arguments.config))
+        config = load_config(arguments.config)
+        set_up_logging("engine", config.log)
+        app = build(config)
         warm_up(app)
     except (cache.CacheError, OSError, ValueError, RuntimeError) as error:
         logger.error("cannot start: %s", error)

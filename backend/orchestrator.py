@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from backend.admission import Admission
+from backend.decision_log import DecisionLog
 from backend.drafting import Drafting, Proposals
 from backend.isolation import run_again, run_turns
 from backend.kv_ledger import KVLedger
+from backend.log_format import fields
 from backend.ports import Completion, Engine, Turn
 from backend.request import ErrorCode, RequestError, SamplingParams
 from backend.session import Session
@@ -72,6 +74,7 @@ class Orchestrator:
         self._rng = np.random.default_rng(seed)
         self._inbox: deque[Session] = deque()
         self._work = threading.Event()
+        self._decisions = DecisionLog(drafting.names)
         self._active: dict[int, Session] = {}
         self._in_flight: dict[int, Proposals] = {}
         self._failures = 0
@@ -147,6 +150,7 @@ class Orchestrator:
             try:
                 self._admission.offer(session)
             except RequestError as error:
+                logger.warning("request refused", extra=fields(code=error.code.value, reason=error.message, waiting=len(self._admission)))
                 self._reply_error(session, error.code, error.message)
         oldest_s = self._clock() - self._max_request_s
 
@@ -213,6 +217,7 @@ class Orchestrator:
                 logger.exception("the policy failed; this step does not speculate")
                 self._stats.fallback("policy_error")
                 plan, _ = NoSpeculation().plan(view, None, self._clock(), self._rng)
+        self._decisions.planned(view, plan, self._clock(), lambda: self._policy.drift(self._policy_state))
         return plan
 
     # -- verify

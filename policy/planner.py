@@ -116,6 +116,8 @@ class AdaptivePlanner:
         draft, length = np.full(len(view), NO_DRAFT, np.int64), np.zeros(len(view), np.int64)
         draft[rows], length[rows] = choice
         notes = {"probe": probed, "realised_share": state.earned / state.expected, "credit_s": credit_s}
+        if problem.base_value:
+            notes["gain"] = goodput * float(problem.verify_s[0] - prefill_s) / problem.base_value  # over not speculating
         plan = Plan(draft, length, result.step_s, _tokens(estimate.hazard, choice), price, notes)
         rest = 0 if length.any() else self.config.rest_steps
         return plan, replace(state, acceptance=acceptance, view=view, goodput=goodput, credit_s=credit_s, rest=rest)

@@ -35,7 +35,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Start the engine process and wait for it. Raises RuntimeError when it ends instead."""
-        set_up_stub(args["model_name"])
+        set_up_stub(args)
         self._ids = itertools.count(1)
         self._pending: dict[int, Responder] = {}
         self._metrics = MetricExporter(pb_utils)

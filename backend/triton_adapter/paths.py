@@ -31,8 +31,8 @@ def socket_path(args: dict[str, str]) -> Path:
 
 
 def config_path(args: dict[str, str]) -> Path:
-    """Return the serving configuration: by default ``serving.json`` in the model's version folder."""
-    default = Path(args["model_repository"]) / args["model_version"] / "serving.json"
+    """Return the serving configuration: by default ``serving.json`` in the version folder of the model ``spindle``."""
+    default = Path(args["model_repository"]).parent / "spindle" / args["model_version"] / "serving.json"
     return Path(os.environ.get("SPINDLE_CONFIG") or default).resolve()
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import faulthandler
-import logging
 import sys
 import threading
+
+from backend.config import LogConfig, load_config
+from backend.log_format import set_up_logging
+from backend.triton_adapter.paths import config_path
 
 STUCK_LIMIT_S = 10.0
 HEARTBEAT_S = 1.0
 
 
-def set_up_stub(name: str) -> None:
-    """Send this stub's log lines to the server's log and start its watchdog."""
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+def set_up_stub(args: dict[str, str]) -> None:
+    """Send this stub's log lines to the server's log, as ``serving.json`` says, and start its watchdog. Raises ConfigError."""
+    path = config_path(args)
+    set_up_logging(args["model_name"], load_config(path).log if path.exists() else LogConfig())
     threading.Thread(target=_beat, name="heartbeat", daemon=True).start()
 
 

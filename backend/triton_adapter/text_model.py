@@ -30,7 +30,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Start the threads; the engine process is waited for by the model ``spindle``."""
-        set_up_stub(args["model_name"])
+        set_up_stub(args)
         config = json.loads(args["model_config"])
         self._decoupled: bool = pb_utils.using_decoupled_model_transaction_policy(config)
         self._ids = itertools.count(1)

@@ -1,0 +1,95 @@
+"""Log lines when what the planner does changes: which draft, how many tokens. Never one for every step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from backend.log_format import fields
+from policy import NO_DRAFT, Plan, View
+
+logger = logging.getLogger(__name__)
+
+WINDOW_S = 1.0
+"""Plans are judged by the window, so that there is at most one line in it."""
+NEW_DRAFT_SHARE = 0.2
+"""By how much of all rows another draft must lead the one last told of."""
+NEW_LENGTH_TOKENS = 1.0
+"""By how much the mean length must differ from the one last told of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """What most rows got: the draft (``none``: no speculation) and the mean length of the rows that speculated."""
+
+    draft: str
+    length: float
+
+
+class DecisionLog:
+    """Gets every view and plan. A step costs an ``append``; the window's end, once a second, some numpy calls."""
+
+    def __init__(self, drafts: tuple[str, ...]) -> None:
+        self._names = ("none", *drafts)
+        self._regime: Regime | None = None
+        self._plans: list[Plan] = []
+        self._started_s = 0.0
+        self._unsaid = 0
+
+    def planned(self, view: View, plan: Plan, now_s: float, drift: Callable[[], dict[str, float]]) -> None:
+        """Note a step's plan; ``now_s`` in seconds of a monotonic clock, ``drift`` as of ``Policy.drift``, called only for a line."""
+        if not len(plan.length):
+            return
+        if not self._plans:
+            self._started_s = now_s
+        self._plans.append(plan)
+        if now_s - self._started_s >= WINDOW_S:
+            plans, self._plans = self._plans, []
+            self._judge(view, plans, drift)
+
+    def _judge(self, view: View, plans: list[Plan], drift: Callable[[], dict[str, float]]) -> None:
+        length = np.concatenate([plan.length for plan in plans])
+        draft = np.where(length > 0, np.concatenate([plan.draft for plan in plans]), NO_DRAFT)
+        rows = np.bincount(draft + 1, minlength=len(self._names))
+        self._unsaid += _changes(plans)
+        before = self._regime
+        main = int(rows.argmax())
+        if before is not None and rows[main] - rows[self._names.index(before.draft)] <= NEW_DRAFT_SHARE * len(length):
+            main = self._names.index(before.draft)
+        mean = float(length[draft == main - 1].mean()) if rows[main] else 0.0
+        regime = Regime(self._names[main], mean)
+        if before is not None and regime.draft == before.draft and abs(regime.length - before.length) < NEW_LENGTH_TOKENS:
+            return
+        self._regime = regime
+        figures = _figures(plans[-1], drift())
+        self._tell(before, regime, {"batch_size": round(len(length) / len(plans), 1), "queued": view.queued, **figures}, rows / len(length))
+
+    def _tell(self, before: Regime | None, regime: Regime, figures: dict[str, Any], share: Any) -> None:
+        """Log the change; ``step_changes`` counts the steps since the last line whose mean length differed from the step before."""
+        known = {} if before is None else {"before_draft": before.draft, "before_length": round(before.length, 1)}
+        shares = {name: round(float(part), 2) for name, part in zip(self._names, share, strict=True) if part}
+        chosen = {"draft": regime.draft, "length": round(regime.length, 1), **known, "row_share": shares}
+        logger.info("speculation changed", extra=fields(**chosen, **figures, step_changes=self._unsaid))
+        self._unsaid = 0
+
+
+def _changes(plans: list[Plan]) -> int:
+    """Return in how many steps the mean length, in whole tokens, differed from that of the step before."""
+    means = np.array([plan.length.sum() / len(plan.length) for plan in plans]).round()
+    return int(np.count_nonzero(np.diff(means)))
+
+
+def _figures(plan: Plan, drift: dict[str, float]) -> dict[str, Any]:
+    """Return why, as far as the policy says: the last plan's price (tokens/s), step time, gain over not speculating; the drift."""
+    figures: dict[str, Any] = {}
+    if plan.predicted_s:
+        figures = {"price": round(plan.price, 1), "predicted_s": round(plan.predicted_s, 5)}
+    if (gain := plan.notes.get("gain")) is not None:
+        figures["gain"] = round(gain, 3)
+    if drift:
+        figures["drift"] = {part: round(ratio, 2) for part, ratio in drift.items()}
+    return figures
