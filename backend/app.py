@@ -33,6 +33,10 @@ PROJECT_ROOT = Path(__file__).resolve().parent.parent
 OVERHEAD_S, SPECULATION_S, LOOKUP_S = 5e-4, 3e-4, 2e-5
 """Start values of what no table knows: a step's overhead, what speculating adds to it, a lookup. Measured steps correct them."""
 
+LEAST_TEMPERATURE = 1e-5
+"""Below it a temperature counts as 0: logits divided by it would leave the range of fp32."""
+NO_END_ID = -1
+
 
 @dataclass(slots=True)
 class App:
@@ -50,19 +54,46 @@ class App:
         """Tokenise and check a request. Raises RequestError naming the field and the value."""
         prompt = self.tokenizer.encode(request.text_input, self.config.add_special_tokens)
         _check(request, len(prompt), self.max_context_tokens, self.tokenizer.vocab_size)
-        sampling = sampling_params(request)
+        end_ids = self.tokenizer.end_ids if request.end_id is None else frozenset({request.end_id} - {NO_END_ID})
+        sampling = sampling_params(request, self.tokenizer, end_ids, self.config.plan_invariant)
         sequence = Sequence(next(self._ids), prompt, len(prompt), sampling)
-        end_ids = self.tokenizer.end_ids if request.end_id is None else {request.end_id}
-        return Session(sequence, request, frozenset(end_ids), IncrementalDecoder(self.tokenizer.token_bytes), sink)
+        return Session(sequence, request, end_ids, IncrementalDecoder(self.tokenizer.token_bytes), sink)
 
 
-def sampling_params(request: GenerationRequest) -> SamplingParams:
-    """Return how to sample: nothing given means greedy, a seed is drawn for a request that gives none."""
-    seed = secrets.randbits(63) if request.seed is None else request.seed
-    if request.temperature is None and request.top_k is None and request.top_p is None:
-        return SamplingParams(seed=seed)
+def sampling_params(request: GenerationRequest, tokenizer: Tokenizer, end_ids: frozenset[int], plan_invariant: str) -> SamplingParams:
+    """Return how to sample: nothing given means greedy, a seed is drawn for a request that gives none; words become token ids.
+
+    Words are tokenised alone and without special tokens; one without tokens has no effect.
+    """
+    greedy = request.temperature is None and request.top_k is None and request.top_p is None
     temperature = 1.0 if request.temperature is None else request.temperature
-    return SamplingParams(temperature, request.top_k or 0, request.top_p or 1.0, seed)
+    if greedy or temperature < LEAST_TEMPERATURE:
+        temperature = 0.0
+    bad_words = (tuple(tokenizer.encode(word, add_special_tokens=False)) for word in request.bad_words)
+    return SamplingParams(
+        temperature=temperature,
+        top_k=request.top_k or 0,
+        top_p=request.top_p or 1.0,
+        seed=secrets.randbits(63) if request.seed is None else request.seed,
+        coupled=plan_invariant == "always" or (plan_invariant == "seeded" and request.seed is not None),
+        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        min_tokens=request.min_tokens or 0,
+        end_ids=tuple(sorted(end_ids)),
+        bad_words=tuple(word for word in bad_words if word),
+        bias=_bias(request, tokenizer),
+        log_probs=request.return_log_probs,
+    )
+
+
+def _bias(request: GenerationRequest, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
+    """Return (token id, addend): every token of a word gets its weight, and weights of the same token add up."""
+    addends: dict[int, float] = {}
+    for word, weight in zip(request.embedding_bias_words, request.embedding_bias_weights, strict=True):
+        for token in tokenizer.encode(word, add_special_tokens=False):
+            addends[token] = addends.get(token, 0.0) + weight
+    return tuple((token, addend) for token, addend in sorted(addends.items()) if addend)
 
 
 def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = None) -> App:
@@ -182,5 +213,5 @@ def _check(request: GenerationRequest, prompt_tokens: int, max_context: int, voc
     if prompt_tokens + request.max_tokens > max_context:
         refuse(f"max_tokens {request.max_tokens} and a prompt of {prompt_tokens} tokens exceed the context of {max_context} tokens")
     for name, value in (("end_id", request.end_id), ("pad_id", request.pad_id)):
-        if value is not None and not -1 <= value < vocab_size:
+        if value is not None and not NO_END_ID <= value < vocab_size:
             refuse(f"{name} must be -1 or a token id below {vocab_size}, got {value}")

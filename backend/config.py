@@ -83,7 +83,10 @@ class LogConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServingConfig:
-    """A whole deployment. ``threads`` is a number of CPU threads or ``auto`` (whichever of 1 and all cores was measured faster)."""
+    """A whole deployment. ``threads`` is a number of CPU threads or ``auto`` (whichever of 1 and all cores was measured faster).
+
+    ``plan_invariant`` says which requests get the same text under any plan: ``seeded`` (those that give a seed), ``always`` or ``never``.
+    """
 
     target: EngineConfig = field(default_factory=EngineConfig)
     drafts: tuple[EngineConfig, ...] = ()
@@ -93,6 +96,7 @@ class ServingConfig:
     log: LogConfig = field(default_factory=LogConfig)
     threads: int | str = "auto"
     add_special_tokens: bool = True
+    plan_invariant: str = _setting("seeded", choices=("seeded", "always", "never"))
 
 
 def load_config(path: str | Path) -> ServingConfig:

@@ -25,6 +25,7 @@ ORDER = 8
 _LETTERS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz ", np.uint8).astype(np.int64)
 _LOGITS = np.log([0.6, 0.25, 0.1, 0.05]) + 4.0
 _UNLIKELY_LOGIT = -26.0
+_IMPOSSIBLE_LOGIT = -1e30  # finite: a row in which everything is banned still has a law
 _DRAFT, _ACCEPT, _SAMPLE, _COUPLED = range(4)
 
 FloatArray = npt.NDArray[np.float64]
@@ -155,10 +156,10 @@ def _processed(logits: FloatArray, context: list[int], sequence: Sequence) -> Fl
         logits = np.where(seen, np.where(logits < 0, logits * penalty, logits / penalty), logits)
         logits -= sampling.presence_penalty * seen + sampling.frequency_penalty * counts
     if len(context) - sequence.prompt_tokens < sampling.min_tokens:
-        logits[list(sampling.end_ids)] = -np.inf
+        logits[list(sampling.end_ids)] = _IMPOSSIBLE_LOGIT
     for *others, last in sampling.bad_words:
         if context[len(context) - len(others) :] == others:
-            logits[last] = -np.inf
+            logits[last] = _IMPOSSIBLE_LOGIT
     return logits
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,10 @@ from backend.wire import Message
 Array = npt.NDArray[Any]
 
 _TEXT_OUTPUT_TYPES = {field.name: NUMPY_TYPES[field.dtype] for field in TEXT_OUTPUTS}
+
+_LOWEST = {"max_tokens": 1, "top_k": 0, "num_draft_tokens": 0, "min_tokens": 0}
+LARGEST_CHANGE = 1e6
+"""Bound of weights and penalties: far beyond any effect, far below what an fp32 logit overflows at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +39,18 @@ def decode(inputs: Mapping[str, Array], parameters: str = "", *, decoupled: bool
     ``parameters`` is Triton's JSON of the request parameters. Raises RequestError (INVALID_ARGUMENT, UNIMPLEMENTED) naming the field.
     """
     _check_parameters(parameters)
-    values = {field.name: _values(field, inputs[field.name]) for field in TEXT_INPUTS if field.name in inputs}
+    given: dict[str, Any] = {}
     for field in TEXT_INPUTS:
-        if field.required and field.name not in values:
+        if field.name in inputs:
+            values = _values(field, inputs[field.name])
+            given[field.name] = tuple(values) if field.dims == (-1,) else values[0]
+        elif field.required:
             raise _invalid(f"{field.name} is required")
-    given = {name: value[0] for name, value in values.items() if name != "stop_words"}
     wanted = Wanted(*(bool(given.pop(f"return_{name}", False)) for name in ("num_input_tokens", "num_output_tokens", "perf_metrics")))
-    request = GenerationRequest(stop_words=tuple(word for word in values.get("stop_words", ()) if word), **given)
-    return _checked(request, decoupled), wanted
+    request = GenerationRequest(**given)
+    _check(request, decoupled)
+    _check_changes(request)
+    return request, wanted
 
 
 def decode_command(inputs: Mapping[str, Array]) -> str:
@@ -50,15 +58,19 @@ def decode_command(inputs: Mapping[str, Array]) -> str:
     return str(_values(Field("command", "STRING"), inputs["command"].reshape(1, -1))[0])
 
 
-def encode_chunk(text: str) -> dict[str, Array]:
-    """Return the outputs of one streamed delta."""
-    return {"text_output": _batch_of_one("text_output", text.encode())}
+def encode_chunk(deltas: Sequence[Message]) -> dict[str, Array]:
+    """Return the outputs of one streamed response, which carries one or more deltas."""
+    outputs: dict[str, Any] = {"text_output": ["".join(delta["text"] for delta in deltas).encode()]}
+    if "log_probs" in deltas[-1]:
+        outputs["output_log_probs"] = [[value for delta in deltas for value in delta["log_probs"]]]  # one beam
+        outputs["cum_log_probs"] = [deltas[-1]["cum_log_prob"]]
+    return {name: _batch_of_one(name, value) for name, value in outputs.items()}
 
 
-def encode_final(message: Message, text: str, wanted: Wanted) -> dict[str, Array]:
-    """Return the outputs of a successful last reply; ``text`` is the last delta or the whole text."""
+def encode_final(message: Message, earlier: Sequence[Message], wanted: Wanted) -> dict[str, Array]:
+    """Return the outputs of a successful last reply; ``earlier`` are the deltas that no response has carried yet."""
     drafted, accepted = message["draft_tokens"], message["accepted_draft_tokens"]
-    outputs: dict[str, Any] = {"text_output": text.encode(), "finish_reason": message["finish_reason"].encode()}
+    outputs: dict[str, Any] = {"finish_reason": message["finish_reason"].encode()}
     if wanted.num_input_tokens:
         outputs["num_input_tokens"] = message["num_input_tokens"]
     if wanted.num_output_tokens:
@@ -67,19 +79,20 @@ def encode_final(message: Message, text: str, wanted: Wanted) -> dict[str, Array
         outputs["acceptance_rate"] = accepted / drafted if drafted else 0.0
         outputs["total_accepted_draft_tokens"] = accepted
         outputs["total_draft_tokens"] = drafted
-    return {name: _batch_of_one(name, value) for name, value in outputs.items()}
+    return encode_chunk([*earlier, message]) | {name: _batch_of_one(name, [value]) for name, value in outputs.items()}
 
 
 def _batch_of_one(name: str, value: Any) -> Array:
-    return np.array([[value]], dtype=_TEXT_OUTPUT_TYPES[name])
+    return np.array([value], dtype=_TEXT_OUTPUT_TYPES[name])
 
 
 def _values(field: Field, array: Array) -> list[Any]:
     """Return a tensor's Python values, its type and shape checked. Raises RequestError."""
     if array.dtype != NUMPY_TYPES[field.dtype]:
         raise _invalid(f"{field.name} must be {field.dtype}, got {array.dtype}")
-    if array.ndim != 2 or array.shape[0] < 1 or (field.dims > 0 and array.shape[1] != field.dims):
-        raise _invalid(f"{field.name} must have shape [1, {field.dims}], got {list(array.shape)}")
+    (length,) = field.dims
+    if array.ndim != 2 or array.shape[0] < 1 or (length > 0 and array.shape[1] != length):
+        raise _invalid(f"{field.name} must have shape [1, {length}], got {list(array.shape)}")
     if array.shape[0] > 1:
         raise _invalid(f"{field.name} has a batch of {array.shape[0]}; a batch over 1 is not supported: send one request for each")
     values: list[Any] = array[0].tolist()
@@ -95,13 +108,13 @@ def _text(name: str, value: bytes | str) -> str:
         raise _invalid(f"{name} is not valid UTF-8: byte {value[error.start]:#04x} at offset {error.start}") from None
 
 
-def _checked(request: GenerationRequest, decoupled: bool) -> GenerationRequest:
+def _check(request: GenerationRequest, decoupled: bool) -> None:
     """Check the ranges. Raises RequestError."""
     if not request.text_input:
         raise _invalid("text_input must not be empty, got ''")
     if request.stream and not decoupled:
         raise _invalid("Streaming is only supported in decoupled mode. Got stream true")
-    for name, low in (("max_tokens", 1), ("top_k", 0), ("num_draft_tokens", 0)):
+    for name, low in _LOWEST.items():
         value = getattr(request, name)
         if value is not None and value < low:
             raise _invalid(f"{name} must be at least {low}, got {value}")
@@ -109,7 +122,22 @@ def _checked(request: GenerationRequest, decoupled: bool) -> GenerationRequest:
         raise _invalid(f"temperature must be a finite number of at least 0, got {request.temperature:g}")
     if request.top_p is not None and not 0 <= request.top_p <= 1:
         raise _invalid(f"top_p must be between 0 and 1 (0 = off), got {request.top_p:g}")
-    return request
+
+
+def _check_changes(request: GenerationRequest) -> None:
+    """Check the options that change logits. Raises RequestError."""
+    words, weights = request.embedding_bias_words, request.embedding_bias_weights
+    if len(words) != len(weights):
+        raise _invalid(f"embedding_bias_weights must be as many as embedding_bias_words ({len(words)}), got {len(weights)}")
+    for name, low, values in (
+        ("repetition_penalty", 1 / LARGEST_CHANGE, [request.repetition_penalty]),
+        ("presence_penalty", -LARGEST_CHANGE, [request.presence_penalty]),
+        ("frequency_penalty", -LARGEST_CHANGE, [request.frequency_penalty]),
+        ("embedding_bias_weights", -LARGEST_CHANGE, weights),
+    ):
+        for value in values:
+            if value is not None and not low <= value <= LARGEST_CHANGE:
+                raise _invalid(f"{name} must be between {low:g} and {LARGEST_CHANGE:g}, got {value:g}")
 
 
 def _check_parameters(parameters: str) -> None:

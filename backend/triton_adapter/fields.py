@@ -23,11 +23,11 @@ NUMPY_TYPES: dict[str, type[Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One tensor without its batch dimension; ``dims`` -1 is any length."""
+    """One tensor without its batch dimension; -1 in ``dims`` is any length."""
 
     name: str
     dtype: str
-    dims: int = 1
+    dims: tuple[int, ...] = (1,)
     required: bool = False
 
 
@@ -45,11 +45,18 @@ TEXT_INPUTS: tuple[Field, ...] = (
     Field("text_input", "STRING", required=True),
     Field("max_tokens", "INT32", required=True),
     Field("stream", "BOOL"),
-    Field("stop_words", "STRING", -1),
+    Field("stop_words", "STRING", (-1,)),
+    Field("bad_words", "STRING", (-1,)),
     Field("temperature", "FP32"),
     Field("top_k", "INT32"),
     Field("top_p", "FP32"),
     Field("seed", "UINT64"),
+    Field("min_tokens", "INT32"),
+    Field("repetition_penalty", "FP32"),
+    Field("presence_penalty", "FP32"),
+    Field("frequency_penalty", "FP32"),
+    Field("embedding_bias_words", "STRING", (-1,)),
+    Field("embedding_bias_weights", "FP32", (-1,)),
     Field("end_id", "INT32"),
     Field("pad_id", "INT32"),
     Field("exclude_input_in_output", "BOOL"),
@@ -57,10 +64,13 @@ TEXT_INPUTS: tuple[Field, ...] = (
     Field("return_num_input_tokens", "BOOL"),
     Field("return_num_output_tokens", "BOOL"),
     Field("return_perf_metrics", "BOOL"),
+    Field("return_log_probs", "BOOL"),
 )
 
 TEXT_OUTPUTS: tuple[Field, ...] = (
-    Field("text_output", "STRING", -1),
+    Field("text_output", "STRING", (-1,)),
+    Field("cum_log_probs", "FP32", (-1,)),
+    Field("output_log_probs", "FP32", (-1, -1)),
     Field("num_input_tokens", "INT32"),
     Field("num_output_tokens", "INT32"),
     Field("acceptance_rate", "FP32"),
@@ -70,20 +80,16 @@ TEXT_OUTPUTS: tuple[Field, ...] = (
 )
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "bad_words": ("", []),
     "beam_width": (1,),
     "num_return_sequences": (1,),
     "length_penalty": (0, 1),
-    "repetition_penalty": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "min_tokens": (0,),
-    "return_log_probs": (False,),
     "return_context_logits": (False,),
     "return_generation_logits": (False,),
-    "embedding_bias_words": ("", []),
     "guided_decoding_guide_type": ("",),
     "guided_decoding_guide": ("",),
+    "decoder_text_input": ("",),
+    "image_url_input": ("",),
+    "lora_task_id": (),
 }
 """Inputs of NVIDIA's models that are not served, with the values that ask for nothing.
 
@@ -116,7 +122,8 @@ def render_config(model: Model, *, decoupled: bool = True, max_batch_size: int =
 
 def _tensor(kind: str, field: Field) -> str:
     optional = "" if kind == "output" or field.required else ", optional: true"
-    return f'{kind} [ {{ name: "{field.name}", data_type: TYPE_{field.dtype}, dims: [ {field.dims} ]{optional} }} ]'
+    dims = ", ".join(map(str, field.dims))
+    return f'{kind} [ {{ name: "{field.name}", data_type: TYPE_{field.dtype}, dims: [ {dims} ]{optional} }} ]'
 
 
 def main() -> None:

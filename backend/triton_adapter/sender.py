@@ -52,7 +52,7 @@ class Reply:
     sender: ResponseSender
     wanted: Wanted
     deadline_s: float = math.inf
-    deltas: list[str] = field(default_factory=list)
+    deltas: list[Message] = field(default_factory=list)
 
 
 class Senders:
@@ -137,20 +137,18 @@ class _Shard:
                 self._guard(self._handle, {**item, "id": request_id})
         elif item["type"] == "chunk":
             if (reply := self._open.get(item["id"])) is not None:
-                reply.deltas.append(item["text"])
+                reply.deltas.append(item)
         elif (reply := self._open.pop(item["id"], None)) is not None:
             if item["type"] == "final":
-                text = "".join((*reply.deltas, item["text"]))
-                reply.sender.send(encode_final(item, text, reply.wanted), final=True)
+                reply.sender.send(encode_final(item, reply.deltas, reply.wanted), final=True)
             else:
                 reply.sender.fail(ErrorCode(item["code"]), item["message"])
 
     def _flush(self, request_id: int) -> None:
         reply = self._open.get(request_id)
         if reply is not None and reply.deltas:
-            text = "".join(reply.deltas)
-            reply.deltas.clear()
-            reply.sender.send(encode_chunk(text), final=False)
+            deltas, reply.deltas = reply.deltas, []
+            reply.sender.send(encode_chunk(deltas), final=False)
 
     def _check(self, request_id: int) -> None:
         """End a request whose client has gone or whose deadline has passed."""

@@ -139,7 +139,10 @@ BAD = [
     ({"top_k": -2}, "top_k .*-2"),
     ({"num_draft_tokens": -3}, "num_draft_tokens .*-3"),
     ({"end_id": 100000}, "end_id .*100000"),
-    ({"bad_words": "x"}, "bad_words is not supported"),
+    ({"beam_width": 2}, "beam_width is not supported"),
+    ({"repetition_penalty": 0}, "repetition_penalty must be between .*got 0"),
+    ({"min_tokens": -1}, "min_tokens .*-1"),
+    ({"embedding_bias_words": ["a"], "embedding_bias_weights": [1, 2]}, "embedding_bias_weights .*got 2"),
     ({"text_input": ["a", "b"], "max_tokens": [4, 4], "end_id": [1, 1]}, "batch of 2"),
 ]
 

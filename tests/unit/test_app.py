@@ -4,9 +4,14 @@ from backend.app import _policy, build, sampling_params
 from backend.config import parse_config
 from backend.engines.fake import FakeEngine
 from backend.request import GenerationRequest, SamplingParams
+from backend.tokenizer import ByteTokenizer
 from policy import AdaptivePlanner, FixedLength, LatencyError, NoSpeculation
 
 FAKE = {"target": {"engine": "fake"}, "drafts": [{"name": "d0", "engine": "fake"}, {"name": "lookup", "engine": "lookup"}]}
+
+
+def params(plan_invariant="never", end_ids=(), **options):
+    return sampling_params(GenerationRequest("a", 1, **options), ByteTokenizer(), frozenset(end_ids), plan_invariant)
 
 
 @pytest.mark.parametrize(
@@ -18,21 +23,46 @@ FAKE = {"target": {"engine": "fake"}, "drafts": [{"name": "d0", "engine": "fake"
         ({"top_p": 0.9}, SamplingParams(1.0, 0, 0.9, seed=5)),
         ({"top_k": 3}, SamplingParams(1.0, 3, seed=5)),
         ({"temperature": 0.7, "top_p": 0.0}, SamplingParams(0.7, seed=5)),
+        ({"temperature": 1e-7}, SamplingParams(0.0, seed=5)),
+        ({"presence_penalty": -0.5, "frequency_penalty": 0.25}, SamplingParams(seed=5, presence_penalty=-0.5, frequency_penalty=0.25)),
+        ({"repetition_penalty": 1.2, "return_log_probs": True}, SamplingParams(seed=5, repetition_penalty=1.2, log_probs=True)),
     ],
 )
 def test_absent_options_mean_greedy_and_zero_means_off(options, expected):
-    assert sampling_params(GenerationRequest("a", 1, seed=5, **options)) == expected
+    assert params(seed=5, **options) == expected
 
 
 def test_greedy_is_no_option_temperature_zero_or_one_candidate():
     greedy = [{}, {"temperature": 0.0}, {"temperature": 0.9, "top_k": 1}, {"top_k": 1}]
-    assert all(sampling_params(GenerationRequest("a", 1, **options)).greedy for options in greedy)
-    assert not sampling_params(GenerationRequest("a", 1, temperature=0.9)).greedy
+    assert all(params(**options).greedy for options in greedy)
+    assert not params(temperature=0.9).greedy
 
 
 def test_requests_without_a_seed_differ():
-    seeds = {sampling_params(GenerationRequest("a", 1)).seed for _ in range(10)}
-    assert len(seeds) == 10
+    assert len({params().seed for _ in range(10)}) == 10
+
+
+def test_words_become_token_ids_and_a_word_without_tokens_has_no_effect():
+    assert params(bad_words=("ab", "", "c")).bad_words == ((97, 98), (99,))
+    assert params(bad_words=("", "")).bad_words == ()
+
+
+def test_the_weights_of_a_token_add_up_over_a_word_and_over_words():
+    words = {"embedding_bias_words": ("aab", "", "b", "c"), "embedding_bias_weights": (1.5, 9.0, -1.5, 2.0)}
+    assert params(**words).bias == ((97, 3.0), (99, 2.0))
+
+
+@pytest.mark.parametrize(("setting", "seeded", "unseeded"), [("seeded", True, False), ("always", True, True), ("never", False, False)])
+def test_plan_invariance_follows_the_setting_and_the_seed(setting, seeded, unseeded):
+    assert (params(setting, seed=0, temperature=1.0).coupled, params(setting, temperature=1.0).coupled) == (seeded, unseeded)
+
+
+@pytest.mark.parametrize(("end_id", "expected"), [(None, (256,)), (101, (101,)), (-1, ())])
+def test_the_end_ids_of_a_request_are_known_to_engine_and_session(end_id, expected):
+    session = build(parse_config(FAKE)).session(GenerationRequest("a", 9, end_id=end_id, min_tokens=2), sink=None)
+    assert (session.sequence.sampling.end_ids, session.sequence.sampling.min_tokens) == (expected, 2)
+    session.commit([97, 256, 101])
+    assert session.output_tokens == {None: 2, 101: 3, -1: 3}[end_id]
 
 
 @pytest.mark.parametrize(

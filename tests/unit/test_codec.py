@@ -29,9 +29,12 @@ def test_only_the_required_inputs_leave_every_option_unset():
 
 def test_every_input_arrives_in_the_request():
     values = {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "seed": 2**64 - 1, "end_id": -1, "pad_id": 2, "num_draft_tokens": 0}
-    flags = {"stream": True, "exclude_input_in_output": True}
-    request, wanted = decode(tensors(**values, **flags, stop_words=["ab", "", "ü"], return_perf_metrics=True, return_num_input_tokens=True))
-    assert request == GenerationRequest("hi", 4, stop_words=("ab", "ü"), **values, **flags)
+    values |= {"min_tokens": 9, "repetition_penalty": 1.5, "presence_penalty": -0.5, "frequency_penalty": 0.25}
+    flags = {"stream": True, "exclude_input_in_output": True, "return_log_probs": True}
+    lists = {"stop_words": ["ab", "", "ü"], "bad_words": ["x y"], "embedding_bias_words": ["", "z"], "embedding_bias_weights": [0.5, -2.0]}
+    request, wanted = decode(tensors(**values, **flags, **lists, return_perf_metrics=True, return_num_input_tokens=True))
+    assert set(DTYPES) == {*values, *flags, *lists, "text_input", "max_tokens"} | {f"return_{name}" for name in Wanted.__slots__}
+    assert request == GenerationRequest("hi", 4, **values, **flags, **{name: tuple(items) for name, items in lists.items()})
     assert wanted == Wanted(num_input_tokens=True, num_output_tokens=False, perf_metrics=True)
     assert GenerationRequest.from_wire(json.loads(json.dumps(request.to_wire()))) == request
 
@@ -52,6 +55,16 @@ def test_every_input_arrives_in_the_request():
         ({"top_k": -1}, ["top_k", "-1"]),
         ({"num_draft_tokens": -2}, ["num_draft_tokens", "-2"]),
         ({"max_tokens": [1, 2]}, ["max_tokens", "shape", "[1, 2]"]),
+        ({"min_tokens": -1}, ["min_tokens", "-1"]),
+        ({"repetition_penalty": 0.0}, ["repetition_penalty", "got 0"]),
+        ({"repetition_penalty": math.inf}, ["repetition_penalty", "inf"]),
+        ({"presence_penalty": math.nan}, ["presence_penalty", "nan"]),
+        ({"frequency_penalty": -math.inf}, ["frequency_penalty", "-inf"]),
+        ({"bad_words": [b"\x80"]}, ["bad_words", "UTF-8", "0x80"]),
+        ({"embedding_bias_words": ["a", "b"], "embedding_bias_weights": [1.0]}, ["embedding_bias_weights", "(2)", "got 1"]),
+        ({"embedding_bias_words": ["a"]}, ["embedding_bias_weights", "(1)", "got 0"]),
+        ({"embedding_bias_words": ["a", "b"], "embedding_bias_weights": [1.0, math.nan]}, ["embedding_bias_weights", "nan"]),
+        ({"embedding_bias_words": ["a"], "embedding_bias_weights": [2e6]}, ["embedding_bias_weights", "1e+06", "2e+06"]),
     ],
 )
 def test_a_bad_value_is_refused_by_field_and_value(change, words):
@@ -93,36 +106,54 @@ def test_parameters_of_the_contract_that_ask_for_something_unsupported_are_refus
 
 
 def test_neutral_and_unknown_parameters_are_ignored():
-    assert decode(tensors(), '{"beam_width": 1, "bad_words": "", "something_else": 5}')[0] == GenerationRequest("hi", 4)
+    assert decode(tensors(), '{"beam_width": 1, "guided_decoding_guide": "", "something_else": 5}')[0] == GenerationRequest("hi", 4)
 
 
 def test_a_command_is_text():
     assert decode_command({"command": np.array([b"health"], dtype=object)}) == "health"
 
 
-def test_a_delta_is_text_alone():
-    outputs = encode_chunk("ü👋")
-    assert {name: array.tolist() for name, array in outputs.items()} == {"text_output": [["ü👋".encode()]]}
+def lists(outputs):
+    return {name: array.tolist() for name, array in outputs.items()}
+
+
+def test_a_response_carries_the_text_of_its_deltas():
+    assert lists(encode_chunk([{"text": "ü"}, {"text": "👋"}])) == {"text_output": [["ü👋".encode()]]}
+
+
+def test_log_probabilities_of_all_deltas_come_as_one_beam_and_the_sum_is_the_latest():
+    deltas = [{"text": "a", "log_probs": [-0.5, -1.0], "cum_log_prob": -1.5}, {"text": "b", "log_probs": [-0.25], "cum_log_prob": -1.75}]
+    outputs = encode_chunk(deltas)
+    assert (outputs["output_log_probs"].dtype, outputs["cum_log_probs"].dtype) == (np.float32, np.float32)
+    assert lists(outputs) == {"text_output": [[b"ab"]], "output_log_probs": [[[-0.5, -1.0, -0.25]]], "cum_log_probs": [[-1.75]]}
+    last = {**FINAL, "text": "c", "log_probs": [-2.0], "cum_log_prob": -3.75}
+    final = lists(encode_final(last, deltas, Wanted()))
+    assert (final["text_output"], final["cum_log_probs"]) == ([[b"abc"]], [[-3.75]])
+    assert final["output_log_probs"] == [[[-0.5, -1.0, -0.25, -2.0]]]
 
 
 def test_the_last_reply_has_what_was_asked_for_in_the_declared_types():
-    outputs = encode_final(FINAL, "end", Wanted(True, True, True))
+    message = {**FINAL, "text": "end", "log_probs": [-0.5], "cum_log_prob": -0.75}
+    outputs = encode_final(message, [], Wanted(True, True, True))
     assert {name: array.dtype for name, array in outputs.items()} == {f.name: np.dtype(NUMPY_TYPES[f.dtype]) for f in TEXT_OUTPUTS}
-    assert {name: array.tolist()[0][0] for name, array in outputs.items()} == {
-        "text_output": b"end",
-        "finish_reason": b"length",
-        "num_input_tokens": 3,
-        "num_output_tokens": 7,
-        "acceptance_rate": 0.75,
-        "total_accepted_draft_tokens": 6,
-        "total_draft_tokens": 8,
+    assert {name: array.ndim for name, array in outputs.items()} == {f.name: 1 + len(f.dims) for f in TEXT_OUTPUTS}
+    assert {name: array.flatten().tolist() for name, array in outputs.items()} == {
+        "text_output": [b"end"],
+        "finish_reason": [b"length"],
+        "num_input_tokens": [3],
+        "num_output_tokens": [7],
+        "acceptance_rate": [0.75],
+        "total_accepted_draft_tokens": [6],
+        "total_draft_tokens": [8],
+        "cum_log_probs": [-0.75],
+        "output_log_probs": [-0.5],
     }
-    assert set(encode_final(FINAL, "end", Wanted())) == {"text_output", "finish_reason"}
+    assert set(encode_final({**FINAL, "text": "end"}, [], Wanted())) == {"text_output", "finish_reason"}
 
 
 def test_no_draft_tokens_mean_an_acceptance_rate_of_zero():
-    message = {**FINAL, "draft_tokens": 0, "accepted_draft_tokens": 0}
-    assert encode_final(message, "", Wanted(perf_metrics=True))["acceptance_rate"].tolist() == [[0.0]]
+    message = {**FINAL, "text": "", "draft_tokens": 0, "accepted_draft_tokens": 0}
+    assert encode_final(message, [], Wanted(perf_metrics=True))["acceptance_rate"].tolist() == [[0.0]]
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)

@@ -145,7 +145,7 @@ def reference_logits(logits, context, options, temperature):
         too_early = token in options.get("end_ids", ()) and emitted < options.get("min_tokens", 0)
         text = [*context, token]
         bad = any(text[-len(word) :] == list(word) for word in options.get("bad_words", ()))
-        yield -math.inf if too_early or bad else logit
+        yield -1e30 if too_early or bad else logit
 
 
 def test_log_probabilities_are_of_the_law_before_top_k_and_top_p():
