@@ -18,6 +18,10 @@ class _Stateless:
         """Learn nothing."""
         del outcome, state, now
 
+    def stand_by(self, view: View, state: None) -> None:
+        """Remember nothing."""
+        del view, state
+
     def drift(self, state: None) -> dict[str, float]:
         """Return nothing: no time is predicted."""
         del state

@@ -6,6 +6,7 @@ With k_i <= remaining_i - 1 a step can never emit more than remains, so E[min(em
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -17,6 +18,8 @@ from .plan import NO_DRAFT, FloatArray, IntArray
 _TIE = 1e-9  # relative: of choices this close the one with the fewest tokens wins
 _PASSES = 2
 _LEADERS = 2  # so many of the token prices are worked out on the real staircase
+_TRIMS = 4  # attempts to fit a choice under a limit on the step's time, whose estimate is of constant slopes
+_SCARCITIES = (0.0, 2.0, 8.0)  # prices of a second under such a limit, over the price of time
 _FAR = 1e9
 _ZERO = np.zeros(1)
 
@@ -28,8 +31,12 @@ class StepProblem:
     Tokens: ``gain[n, D, K]`` expected and weighted, that position j adds (falling in j; positions beyond ``ceiling[n, D]`` are never
     chosen); ``base_value`` the weighted bonus tokens; ``first_tokens[n, D]`` read by a row's first draft forward (1 or 2).
     Seconds: ``verify_s[m]`` of the step with m proposed tokens, m = 0..n K, and no drafting, staircases allowed; ``speculation_s`` once if
-    any row speculates; ``forward_s[D, t]`` of a draft forward of t tokens, t = 0..2n, 0 at 0; ``row_s[n, D]`` per row and draft forward on
-    top (its KV); ``switch_s[n, D]`` of catch-up beyond the first tokens, which the objective spreads over ``horizon[n]`` steps.
+    any row speculates; ``forward_s[D, t]`` of a draft forward of t tokens, 0 at 0, up to 2n and the given ones; ``row_s[n, D]`` per row
+    and draft forward on top (its KV); ``switch_s[n, D]`` of catch-up beyond the first tokens, which the objective spreads over
+    ``horizon[n]`` steps.
+
+    ``given[D, K]`` (None: none) are the tokens of rows outside this choice in the drafts' forwards. Those forwards are paid for in
+    ``verify_s``; here they make the ones that share them cheaper. ``cap_s`` is the longest step to be chosen (see ``limit_s``).
     """
 
     gain: FloatArray
@@ -42,6 +49,30 @@ class StepProblem:
     row_s: FloatArray
     switch_s: FloatArray
     horizon: FloatArray
+    given: IntArray | None = None
+    cap_s: float = math.inf
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds that no choice may exceed: the cap, or a step without speculation where that takes longer."""
+        return max(self.cap_s, float(self.verify_s[0])) * (1 + _TIE)
+
+    def added_s(self, tokens: IntArray | int) -> FloatArray:
+        """Return the seconds [D, K], or [D, 1] for all alike, that so many tokens (broadcast) add to each draft's forwards."""
+        draft = np.arange(len(self.forward_s))[:, None]
+        if self.given is None:
+            alone: FloatArray = self.forward_s[draft, tokens]
+            return alone
+        together: FloatArray = self.forward_s[draft, self.given + tokens] - self.forward_s[draft, self.given]
+        return together
+
+    def chain_s(self, rows: int) -> FloatArray:
+        """Return the seconds [D, K + 1] that the forwards 2..k of ``rows`` chains of length k take."""
+        forward_s = self.added_s(rows)
+        if self.given is None:
+            alike: FloatArray = np.maximum(np.arange(-1, self.gain.shape[2]), 0) * forward_s
+            return alike
+        return np.concatenate([np.zeros((len(forward_s), 2)), np.cumsum(forward_s[:, 1:], axis=1)], axis=1)
 
     @property
     def charge_s(self) -> FloatArray:
@@ -86,7 +117,7 @@ def score(problem: StepProblem, choice: Choice) -> Score:
     tokens = ending[:, ::-1].cumsum(1)[:, ::-1]  # rows of each draft at each depth
     tokens[:, 0] = np.bincount(draft, problem.first_tokens[rows, draft], drafts)
     seconds = float(problem.verify_s[length.sum()]) + problem.speculation_s + float(length @ problem.row_s[rows, draft])
-    seconds += float(problem.forward_s[np.arange(drafts)[:, None], tokens].sum())
+    seconds += float(problem.added_s(tokens).sum())
     switch_s = problem.switch_s[rows, draft]
     return Score(value, seconds + float((switch_s / problem.horizon[rows]).sum()), seconds + float(switch_s.sum()))
 
@@ -94,7 +125,8 @@ def score(problem: StepProblem, choice: Choice) -> Score:
 def best_choice(problem: StepProblem, price: float) -> tuple[Choice, Score]:
     """Return the choice of the highest priced objective and its score; of equal ones that with the fewest proposed tokens.
 
-    Exhaustive up to two rows; beyond them the coordinate ascent of ``_ascend``, never below the choice of no speculation.
+    Choices over ``problem.limit_s`` do not count. Exhaustive up to two rows; beyond them the coordinate ascent of ``_ascend``, never below
+    the choice of no speculation.
     """
     rows, drafts, k_max = problem.gain.shape
     if rows == 0 or drafts == 0 or k_max == 0 or not problem.ceiling.any():
@@ -130,9 +162,15 @@ def _row_options(problem: StepProblem, row: int, price: float) -> tuple[FloatArr
     draft, length = (options[1:] for options in _options(drafts, k_max))
     gain = np.cumsum(problem.gain[row], axis=1).T.ravel()  # [K, D], the order of the options
     own_s = length * problem.row_s[row, draft] + problem.charge_s[row, draft]
-    alone_s = problem.forward_s[draft, problem.first_tokens[row, draft]] + (length - 1) * problem.forward_s[draft, 1]
+    alone_s = problem.added_s(problem.first_tokens[row][:, None])[draft, 0] + problem.chain_s(1)[draft, length]
     value = np.where(length <= problem.ceiling[row, draft], gain - price * own_s, -np.inf)
     return np.concatenate([_ZERO, value]), np.concatenate([_ZERO, alone_s])
+
+
+def _row_own_s(problem: StepProblem, row: int) -> FloatArray:
+    """Return the seconds of a row's options, float64[O], shared with no other row: reading its KV, and its whole catch-up."""
+    draft, length = (options[1:] for options in _options(*problem.gain.shape[1:]))
+    return np.concatenate([_ZERO, length * problem.row_s[row, draft] + problem.switch_s[row, draft]])
 
 
 def _exhaustive(problem: StepProblem, price: float) -> Choice:
@@ -143,11 +181,16 @@ def _exhaustive(problem: StepProblem, price: float) -> Choice:
     if rows == 2:
         other, other_s = _row_options(problem, 1, price)
         total, shorter, longer, common = _pairs(drafts, k_max)
-        first_s = problem.forward_s[common, problem.first_tokens.sum(0)[common]]
-        together_s = first_s + (shorter - 1) * problem.forward_s[common, 2] + (longer - shorter) * problem.forward_s[common, 1]
+        first_s = problem.added_s(problem.first_tokens.sum(0)[:, None])[common, 0]
+        one_s, two_s = problem.chain_s(1), problem.chain_s(2)
+        together_s = first_s + two_s[common, shorter] + one_s[common, longer] - one_s[common, shorter]
         drafting_s = np.where(common == NO_DRAFT, drafting_s[:, None] + other_s, together_s)
         value = value[:, None] + other
-    objective = value - price * (drafting_s + problem.verify_s[total] + problem.speculation_s * (total > 0))
+    seconds = drafting_s + problem.verify_s[total] + problem.speculation_s * (total > 0)
+    objective = value - price * seconds
+    if problem.cap_s < math.inf:
+        own_s = _row_own_s(problem, 0) if rows == 1 else np.add.outer(_row_own_s(problem, 0), _row_own_s(problem, 1))
+        objective = np.where(seconds + own_s <= problem.limit_s, objective, -np.inf)
     best = float(objective.max())
     near = objective >= best - _TIE * (abs(best) + 1.0)
     winner = np.unravel_index(int(np.argmin(np.where(near, total, 2 * k_max + 1))), objective.shape)
@@ -157,6 +200,27 @@ def _exhaustive(problem: StepProblem, price: float) -> Choice:
 # -- more rows: coordinate ascent over the longest chain of every draft
 
 
+class _Slopes(NamedTuple):
+    """Drafting by constant slopes: ``token_s[D]`` of one more row in a forward, ``depth_s[D, K + 1]`` of a longest chain's forwards."""
+
+    token_s: FloatArray
+    depth_s: FloatArray
+
+    @classmethod
+    def of(cls, problem: StepProblem) -> _Slopes:
+        """Return the slopes between one row and all rows."""
+        rows, drafts, k_max = problem.gain.shape
+        one_s = problem.added_s(1)
+        token_s = (problem.added_s(rows) - one_s).mean(1) / (rows - 1)
+        forward_s = np.broadcast_to(np.maximum(one_s - token_s[:, None], 0.0), (drafts, k_max))
+        return cls(token_s, np.concatenate([np.zeros((drafts, 1)), np.cumsum(forward_s, axis=1)], axis=1))
+
+    def caps_s(self, caps: IntArray) -> FloatArray:
+        """Return the seconds of the forwards by draft, for caps [..., D]."""
+        seconds: FloatArray = self.depth_s[np.arange(len(self.depth_s)), caps]
+        return seconds
+
+
 def _ascend(problem: StepProblem, price: float) -> tuple[Choice, Score]:
     """Fix the longest chain K_d of every draft, charge its shared forwards once, and every row chooses alone.
 
@@ -164,26 +228,28 @@ def _ascend(problem: StepProblem, price: float) -> tuple[Choice, Score]:
     these gives each row its draft; then sorted gains are added one by one and each total is scored on the real staircase.
     """
     rows, drafts, k_max = problem.gain.shape
-    slope_s = (problem.forward_s[:, rows] - problem.forward_s[:, 1]) / (rows - 1)
-    fixed = price * np.maximum(problem.forward_s[:, 1] - slope_s, 0.0)
-    net = problem.gain - price * (slope_s[:, None] + problem.row_s[:, :, None])
+    slopes = _Slopes.of(problem)
+    net = problem.gain - price * (slopes.token_s[:, None] + problem.row_s[:, :, None])
     net = np.where(np.arange(k_max) < problem.ceiling[:, :, None], net, -np.inf)
-    charge = price * (problem.charge_s + (problem.first_tokens - 1) * slope_s)
+    charge = price * (problem.charge_s + (problem.first_tokens - 1) * slopes.token_s)
     theta = _token_prices(problem, price)
 
     by_row = np.ascontiguousarray(net.transpose(1, 2, 0))  # rows last: what is summed over rows lies together
     worth = np.zeros((len(theta), drafts, k_max + 1, rows))
     np.cumsum(np.maximum(by_row - theta[:, None, None, None], 0.0), axis=2, out=worth[:, :, 1:])
     worth = np.maximum(worth - charge.T[:, None], 0.0)
-    caps = _ascend_caps(worth, fixed)
+    caps = _ascend_caps(worth, price * slopes.depth_s)
     draft, length, total = _rows_at(worth, caps, by_row, theta)
     tokens = length.sum(2)
-    total += theta[:, None] * tokens - price * (problem.verify_s[tokens] + problem.speculation_s * (tokens > 0)) - (caps * fixed).sum(2)
+    total += theta[:, None] * tokens - price * (problem.verify_s[tokens] + problem.speculation_s * (tokens > 0))
+    total -= price * slopes.caps_s(caps).sum(2)
     start = total.argmax(1)
     leaders = np.argsort(-total.max(1), kind="stable")[:_LEADERS]
     draft, length, caps = (array[leaders, start[leaders]] for array in (draft, length, caps))
-    staircase = _on_staircase(problem, price, net, charge, fixed, draft, caps)
-    return _best_of(problem, price, [no_speculation(rows), Choice(draft[0], length[0]), staircase])
+    net[:, :, 0] -= charge
+    staircase = _on_staircase(problem, price, net, net, slopes, draft, caps)
+    best = _best_of(problem, price, [no_speculation(rows), Choice(draft[0], length[0]), staircase])
+    return best if best[1].step_s <= problem.limit_s else _best_within(problem, price, net, slopes, draft, caps)
 
 
 def _token_prices(problem: StepProblem, price: float) -> FloatArray:
@@ -195,14 +261,13 @@ def _token_prices(problem: StepProblem, price: float) -> FloatArray:
     return prices
 
 
-def _ascend_caps(worth: FloatArray, fixed: FloatArray) -> IntArray:
+def _ascend_caps(worth: FloatArray, depth_cost: FloatArray) -> IntArray:
     """Return caps [theta, start, D]: from one draft alone each, and from all, improve one draft's cap at a time."""
     prices, drafts, options, rows = worth.shape
     starts = np.vstack([np.eye(drafts, dtype=np.int64), np.ones((int(drafts > 1), drafts), np.int64)]) * (options - 1)
     caps = np.tile(starts, (prices, 1, 1))
     index = np.arange(prices)[:, None]
     current = worth[index[:, :, None], np.arange(drafts), caps]
-    depth_cost = np.arange(options) * fixed[:, None]
     for d in list(range(drafts)) * (_PASSES if drafts > 1 else 1):
         others = np.zeros((prices, len(starts), rows))
         for other in set(range(drafts)) - {d}:
@@ -225,32 +290,80 @@ def _rows_at(worth: FloatArray, caps: IntArray, net: FloatArray, theta: FloatArr
 
 
 def _on_staircase(
-    problem: StepProblem, price: float, net: FloatArray, charge: FloatArray, fixed: FloatArray, draft: IntArray, caps: IntArray
+    problem: StepProblem,
+    price: float,
+    net: FloatArray,
+    key: FloatArray,
+    slopes: _Slopes,
+    draft: IntArray,
+    caps: IntArray,
+    limit_s: float = math.inf,
 ) -> Choice:
     """Return the best of every total under every common cap, for some drafts [leader, n] and caps [leader, D].
 
-    Rows without a draft may join with their best one. Gains are sorted and added one by one, each total being scored on the real
-    staircase. A row's key never rises along its chain, so that what is taken is always the head of the chain.
+    Rows without a draft may join with their best one. Gains ``net[n, D, K]``, catch-up deducted, are added one by one in the order of
+    ``key[n, D, K]``, each total being scored on the real staircase; those that the slopes say to take longer than ``limit_s`` do not
+    count. A row's key never rises along its chain, so that what is taken is always the head of the chain.
     """
     (rows, drafts, k_max), prices = net.shape, len(draft)
-    net = np.concatenate([net[:, :, :1] - charge[:, :, None], net[:, :, 1:]], axis=2)
     used = (draft[:, :, None] == np.arange(drafts)).any(1)
     best_alone = (np.cumsum(net, axis=2).max(2) - np.where(used, 0.0, _FAR)[:, None]).argmax(2)
     draft = np.where(draft == NO_DRAFT, best_alone, draft)
     used = (draft[:, :, None] == np.arange(drafts)).any(1)
-    own = net[np.arange(rows), draft]
-    order = np.argsort(-np.minimum.accumulate(own, axis=2).reshape(prices, -1), axis=1, kind="stable")
-    gains = np.take_along_axis(own.reshape(prices, -1), order, 1)
+    falling = np.minimum.accumulate(key[np.arange(rows), draft], axis=2)
+    order = np.argsort(-falling.reshape(prices, -1), axis=1, kind="stable")
+    gains = np.take_along_axis(net[np.arange(rows), draft].reshape(prices, -1), order, 1)
     row, depth = order // k_max, order % k_max
     common = np.broadcast_to(np.arange(1, k_max + 1)[:, None], (prices, k_max, drafts))
     all_caps = np.concatenate([common, caps[:, None]], axis=1)  # [leader, option, D]
     cap = np.take_along_axis(all_caps, np.take_along_axis(draft, row, 1)[:, None], 2)
     allowed = (depth[:, None] < cap) & (gains > -np.inf)[:, None]
     value = np.cumsum(np.where(allowed, gains[:, None], 0.0), axis=2)
-    objective = value - price * problem.verify_s[np.cumsum(allowed, axis=2)] - ((all_caps * used[:, None]) @ fixed)[:, :, None]
+    shared_s = problem.verify_s[np.cumsum(allowed, axis=2)] + (slopes.caps_s(all_caps) * used[:, None]).sum(2)[:, :, None]
+    objective = value - price * shared_s
+    if limit_s < math.inf:
+        own_s = _own_s(problem, slopes)[row, np.take_along_axis(draft, row, 1), depth]
+        seconds = shared_s + problem.speculation_s + np.cumsum(np.where(allowed, own_s[:, None], 0.0), axis=2)
+        objective = np.where(seconds <= limit_s, objective, -np.inf)
     t, option, last = np.unravel_index(int(objective.argmax()), objective.shape)
+    if objective[t, option, last] == -np.inf:
+        return no_speculation(rows)
     length = np.bincount(row[t, : last + 1][allowed[t, option, : last + 1]], minlength=rows)
     return Choice(np.where(length > 0, draft[t], NO_DRAFT), length)
+
+
+def _own_s(problem: StepProblem, slopes: _Slopes) -> FloatArray:
+    """Return the seconds [n, D, K] that each position of a row's chain adds to the step beside the verification, by the slopes."""
+    own_s = np.broadcast_to(slopes.token_s[:, None] + problem.row_s[:, :, None], problem.gain.shape).copy()
+    own_s[:, :, 0] += problem.switch_s + (problem.first_tokens - 1) * slopes.token_s
+    return own_s
+
+
+def _best_within(
+    problem: StepProblem, price: float, net: FloatArray, slopes: _Slopes, draft: IntArray, caps: IntArray
+) -> tuple[Choice, Score]:
+    """Return the best choice within ``problem.limit_s`` among the given drafts [leader, n] and each draft alone.
+
+    What is scarce under a limit is the step's own seconds, catch-up whole: a few prices of them order the rows. The slopes are not exact,
+    so a choice that exceeds the limit after all is tried again with so much less.
+    """
+    rows, drafts, k_max = net.shape
+    draft = np.vstack([draft, np.repeat(np.arange(drafts)[:, None], rows, axis=1)])
+    caps = np.vstack([caps, np.full((drafts, drafts), k_max)])
+    own_s = _own_s(problem, slopes)
+    fits = problem.verify_s[0] + own_s[:, :, :1] <= problem.limit_s
+    net = np.where(fits, net, -np.inf)
+    candidates = [no_speculation(rows)]
+    for scarcity in _SCARCITIES:
+        aim_s = problem.limit_s
+        for _ in range(_TRIMS):
+            choice = _on_staircase(problem, price, net, net - scarcity * price * own_s, slopes, draft, caps, aim_s)
+            over_s = score(problem, choice).step_s - problem.limit_s
+            if over_s <= 0:
+                candidates.append(choice)
+                break
+            aim_s -= over_s
+    return _best_of(problem, price, candidates)
 
 
 def _best_of(problem: StepProblem, price: float, candidates: list[Choice]) -> tuple[Choice, Score]:

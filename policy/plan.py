@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Protocol
@@ -41,6 +42,9 @@ class View:
     ``rule[n]`` by which rule its proposals are accepted (``Rule``); ``ready[n]`` whether it takes part in this step (else it is in
     flight in an asynchronous engine or still in prefill); ``prefill_tokens`` prompt tokens processed in the same step;
     ``queued`` requests waiting for admission.
+
+    ``control[n]`` are the requests of a canary's other arm: where ``given`` is set, their choice is made there and not by the policy.
+    ``cap_s`` is the longest step (seconds) that may be planned, unless one without speculation takes longer anyway.
     """
 
     drafts: tuple[str, ...]
@@ -54,6 +58,9 @@ class View:
     ready: BoolArray
     prefill_tokens: int = 0
     queued: int = 0
+    control: BoolArray | None = None
+    given: Plan | None = None
+    cap_s: float = math.inf
 
     def __len__(self) -> int:
         return len(self.request)
@@ -64,7 +71,8 @@ class Plan:
     """One choice per row of the view: ``draft[n]`` (column, ``NO_DRAFT`` for none) and ``length[n]`` (k; 0 = no speculation).
 
     ``predicted_s`` is the predicted step time (seconds), ``predicted_tokens`` the expected emitted tokens, ``price`` the price of
-    time in tokens per second used; ``notes`` holds figures for traces (dual bound, reasons), never needed to execute the plan.
+    time in tokens per second used; ``notes`` holds figures for traces (dual bound, reasons), never needed to execute the plan;
+    ``shadow`` is what the planner would have done where something else is done.
     """
 
     draft: IntArray
@@ -73,6 +81,7 @@ class Plan:
     predicted_tokens: float = 0.0
     price: float = 0.0
     notes: dict[str, Any] = field(default_factory=dict)
+    shadow: Plan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +125,10 @@ class Policy(Protocol):
 
     def observe(self, outcome: Outcome, state: Any, now: float) -> Any:
         """Return the state after learning from a step; requests in ``outcome.finished`` are forgotten."""
+        ...
+
+    def stand_by(self, view: View, state: Any) -> Any:
+        """Return the state before a step that is planned by someone else: ``observe`` learns from it what does not depend on that."""
         ...
 
     def drift(self, state: Any) -> dict[str, float]:

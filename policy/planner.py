@@ -9,8 +9,9 @@ import numpy as np
 
 from .acceptance import AcceptanceConfig, AcceptanceModel, AcceptanceState, Estimate
 from .goodput import Choice, Score, StepProblem, best_choice, no_speculation, score
-from .latency import FIRST_DRAFT, OVERHEAD, VERIFY, LatencyModel, corrected, correction_by_part
+from .latency import OVERHEAD, VERIFY, LatencyModel, corrected, correction_by_part
 from .plan import NO_DRAFT, FloatArray, IntArray, Outcome, Plan, View
+from .problem import NOTHING_GIVEN, Bounds, Given, expected_tokens, extra_prefill_s, predicted_parts, step_problem
 
 _COLD_TOLERANCE, _WARM_TOLERANCE = 0.01, 0.02  # of the price, whose error costs in second order; the next step goes on
 _PRICE_ROUNDS = 4
@@ -56,9 +57,9 @@ class PlannerConfig:
 class PlannerState:
     """What the planner remembers. ``correction`` as in ``policy.latency``; ``view`` the last one planned for.
 
-    ``goodput`` is the best goodput of the last batch without its prefill (tokens per second of the model's time). ``earned`` and
-    ``expected`` are fading means of emitted tokens and of goodput x predicted time: their ratio is the share of the best goodput that is
-    realised in the long run, prefill included. ``saturated`` is the long-run goodput of steps with a backlog (0 = none seen).
+    ``goodput`` is the best goodput of the last batch without its prefill (tokens per second of the model's time; 0: unknown). ``earned``
+    and ``expected`` are fading means of emitted tokens and of goodput x predicted time: their ratio is the share of the best goodput that
+    is realised in the long run, prefill included. ``saturated`` is the long-run goodput of steps with a backlog (0 = none seen).
     ``credit_s`` is what may still be spent on probes, ``rest`` the steps for which no speculation stays decided.
     """
 
@@ -86,6 +87,7 @@ class AdaptivePlanner:
         self.drafts = tuple(drafts)
         self.config = config or PlannerConfig()
         self._latency = latency
+        self._bounds = Bounds(self.config.k_max, self.config.switch_horizon_steps)
         self._acceptance = AcceptanceModel(len(drafts), self.config.k_max, self.config.acceptance)
 
     def start(self) -> PlannerState:
@@ -109,8 +111,9 @@ class AdaptivePlanner:
         requests: list[int] = view.request[rows].tolist()
         acceptance = self._acceptance.admit(self._acceptance.aged(state.acceptance, now), requests)
         estimate = self._acceptance.estimate(acceptance, requests, view.rule[rows])
-        problem = self._problem(view, rows, estimate.hazard, state.correction)
-        prefill_s = self._prefill_s(view, rows, state.correction)
+        given, rows, estimate = _split(view, rows, estimate)
+        problem = step_problem(self._latency, state.correction, view, rows, estimate.hazard, given, self._bounds)
+        prefill_s = extra_prefill_s(self._latency, state.correction, view, len(requests) + given.tokens)
         choice, result, price, goodput = self._priced_choice(problem, prefill_s, view.queued, state)
         choice, result, credit_s, probed = self._explore(problem, view, rows, estimate, choice, result, price, state.credit_s)
         draft, length = np.full(len(view), NO_DRAFT, np.int64), np.zeros(len(view), np.int64)
@@ -118,7 +121,7 @@ class AdaptivePlanner:
         notes = {"probe": probed, "realised_share": state.earned / state.expected, "credit_s": credit_s}
         if problem.base_value:
             notes["gain"] = goodput * float(problem.verify_s[0] - prefill_s) / problem.base_value  # over not speculating
-        plan = Plan(draft, length, result.step_s, _tokens(estimate.hazard, choice), price, notes)
+        plan = Plan(draft, length, result.step_s, expected_tokens(estimate.hazard, choice) + given.expected_tokens, price, notes)
         rest = 0 if length.any() else self.config.rest_steps
         return plan, replace(state, acceptance=acceptance, view=view, goodput=goodput, credit_s=credit_s, rest=rest)
 
@@ -130,37 +133,6 @@ class AdaptivePlanner:
         credit_s = state.credit_s + self.config.explore_share * step_s
         plan = Plan(np.full(n, NO_DRAFT, np.int64), np.zeros(n, np.int64), step_s, float(n), notes={"rest": state.rest})
         return plan, replace(state, view=view, credit_s=credit_s, rest=state.rest - 1)
-
-    def _problem(self, view: View, rows: IntArray, hazard: FloatArray, correction: FloatArray) -> StepProblem:
-        ceiling = np.minimum(np.minimum(view.ceiling[rows], view.remaining[rows, None] - 1), self.config.k_max)
-        k_max = int(ceiling.max(initial=0))
-        weight, n = view.weight[rows], len(rows)
-        gain = np.cumprod(hazard[:, :, :k_max], axis=2) * weight[:, None, None]
-        context = view.context[rows]
-        target, drafts, scale = self._latency.target, self._latency.drafts, correction[FIRST_DRAFT:]
-        base = view.prefill_tokens + n
-        verify_s = target.base(np.arange(base, base + n * k_max + 1)) if base else np.zeros(1)
-        verify_s = correction[VERIFY] * (verify_s + n * target.row_s + float(context.sum()) * target.context_s)
-        catchup = np.maximum(view.catchup[rows], 1)
-        first_tokens = np.minimum(catchup, 2)  # a chain accepted whole leaves two tokens unseen: no switch yet
-        forward_s, switch_s = np.zeros((len(drafts), 2 * n + 1)), np.zeros(catchup.shape)
-        row_s = np.zeros(catchup.shape)
-        for d, curve in enumerate(drafts):
-            forward_s[d, 1:] = scale[d] * curve.base(np.arange(1, 2 * n + 1))
-            switch_s[:, d] = scale[d] * (curve.base(catchup[:, d]) - curve.base(first_tokens[:, d]))
-            row_s[:, d] = scale[d] * (curve.row_s + curve.context_s * context)
-        horizon = np.clip(view.remaining[rows] / 2, 1.0, self.config.switch_horizon_steps)
-        overhead_s, speculation_s = self._latency.overhead_s * correction[OVERHEAD], self._latency.speculation_s * correction[OVERHEAD]
-        return StepProblem(
-            gain, ceiling, float(weight.sum()), verify_s + overhead_s, speculation_s, forward_s, first_tokens, row_s, switch_s, horizon
-        )
-
-    def _prefill_s(self, view: View, rows: IntArray, correction: FloatArray) -> float:
-        """Return how much longer a step without speculation takes for its prefill tokens."""
-        if not view.prefill_tokens:
-            return 0.0
-        with_prefill, without = self._latency.target.base(np.array([view.prefill_tokens + len(rows), len(rows)]))
-        return float(correction[VERIFY] * (with_prefill - without))
 
     def _priced_choice(
         self, problem: StepProblem, prefill_s: float, queued: int, state: PlannerState
@@ -174,7 +146,8 @@ class AdaptivePlanner:
         rows = len(problem.gain)
         if rows == 0:
             nothing = no_speculation(0)
-            return nothing, score(problem, nothing), 0.0, state.goodput
+            goodput = problem.base_value / float(problem.verify_s[0] - prefill_s) if problem.base_value else state.goodput
+            return nothing, score(problem, nothing), 0.0, goodput
         share = min(max(state.earned / state.expected, _SHARE_BOUNDS[0]), _SHARE_BOUNDS[1])
         floor = state.saturated if queued else 0.0
         tolerance = _WARM_TOLERANCE if state.goodput else _COLD_TOLERANCE
@@ -223,7 +196,7 @@ class AdaptivePlanner:
             candidate.draft[chosen], candidate.length[chosen] = draft, length[chosen]
             outcome = score(problem, candidate)
             loss_s = max(_PROBE_FLOOR * result.step_s, (result.value - outcome.value) / price + outcome.step_s - result.step_s)
-            if loss_s <= credit_s:
+            if loss_s <= credit_s and outcome.step_s <= problem.limit_s:
                 return candidate, outcome, credit_s - loss_s, count
             cap_s = max(result.step_s, loss_s)
         return choice, result, min(credit_s, cap_s), 0
@@ -259,6 +232,10 @@ class AdaptivePlanner:
 
     # -- observe
 
+    def stand_by(self, view: View, state: PlannerState) -> PlannerState:
+        """Return the state before a step that another plans: its acceptance and times are learnt, its goodput is not the planner's."""
+        return replace(state, view=view, goodput=0.0)
+
     def observe(self, outcome: Outcome, state: PlannerState, now: float) -> PlannerState:
         """Learn acceptance (chosen drafts and counterfactuals), correct the latency model, and follow the long-run goodput."""
         model = self._acceptance
@@ -280,7 +257,7 @@ class AdaptivePlanner:
     def _timed(self, outcome: Outcome, state: PlannerState) -> PlannerState:
         """Compare the step with what the model says of it as it was executed."""
         assert state.view is not None
-        predicted_s, weight = self._predicted_parts(outcome, state.view)
+        predicted_s, weight = predicted_parts(self._latency, outcome, state.view)
         names = list(correction_by_part(state.correction, self.drafts))
         measured_s = np.array([outcome.parts_s.get(name, 0.0) for name in names])
         if not measured_s.any():  # an engine that times nothing but the whole: all parts share its surprise
@@ -289,52 +266,36 @@ class AdaptivePlanner:
         keep = math.exp(-1 / self.config.price_memory_steps)
         tokens = float((weight * outcome.emitted).sum())
         step_s = float((predicted_s * state.correction).sum())
+        correction = corrected(state.correction, predicted_s, measured_s)
+        if not state.goodput:
+            return replace(state, correction=correction)
         saturated = state.saturated
         if state.view.queued and step_s > 0:
             saturated = keep * saturated + (1 - keep) * tokens / step_s if saturated else tokens / step_s
         return replace(
             state,
-            correction=corrected(state.correction, predicted_s, measured_s),
+            correction=correction,
             earned=keep * state.earned + (1 - keep) * tokens,
             expected=keep * state.expected + (1 - keep) * state.goodput * step_s,
             saturated=saturated,
         )
-
-    def _predicted_parts(self, outcome: Outcome, view: View) -> tuple[FloatArray, FloatArray]:
-        """Return the uncorrected seconds by part for the turns that ran, and the rows' weights.
-
-        A row that the view lacks has just ended its prompt: its tokens are among the prefill.
-        """
-        place = {request: row for row, request in enumerate(view.request.tolist())}
-        row = np.array([place.get(r, -1) for r in outcome.request.tolist()], np.int64)
-        known, weight = row >= 0, np.ones(len(row))
-        weight[known] = view.weight[row[known]]
-        length, draft = np.where(known, outcome.length, 0), outcome.draft
-        predicted = np.zeros(FIRST_DRAFT + len(self.drafts))
-        tokens = int(length.sum() + known.sum()) + outcome.prefill_tokens
-        predicted[VERIFY] = self._latency.target.seconds(tokens, int(known.sum()), int(view.context[row[known]].sum()))
-        predicted[OVERHEAD] = self._latency.overhead_s + self._latency.speculation_s * bool(length.any())
-        for d in set(draft[length > 0].tolist()):
-            group = (draft == d) & (length > 0)
-            members, curve = row[group], self._latency.drafts[d]
-            alive = (length[group, None] > np.arange(1, int(length[group].max()))).sum(0)
-            row_s = curve.row_s + curve.context_s * view.context[members]
-            first = int(np.maximum(view.catchup[members, d], 1).sum())
-            predicted[FIRST_DRAFT + d] = float(curve.base(np.concatenate([[first], alive])).sum() + (length[group] * row_s).sum())
-        return predicted, weight
 
 
 def _same_batch(view: View, before: View | None) -> bool:
     """Return whether the same requests go on, all ready and without prefill beside them.
 
     A small batch never counts as the same: planning for it is cheap, and a match that lookup has just found may be half of its tokens.
+    Nor does one of two arms, whose given rows may speculate.
     """
-    if before is None or len(view) < _REST_ROWS:
+    if before is None or len(view) < _REST_ROWS or view.given is not None:
         return False
     return not view.prefill_tokens and bool(view.ready.all()) and np.array_equal(view.request, before.request)
 
 
-def _tokens(hazard: FloatArray, choice: Choice) -> float:
-    """Return the expected emitted tokens of a choice, unweighted."""
-    survival = np.cumprod(hazard, axis=2)[np.arange(len(hazard)), choice.draft] if hazard.size else np.zeros((len(hazard), 0))
-    return len(hazard) + float(survival[np.arange(survival.shape[1]) < choice.length[:, None]].sum())
+def _split(view: View, rows: IntArray, estimate: Estimate) -> tuple[Given, IntArray, Estimate]:
+    """Return what is given of the ready rows, and the rows that are the planner's with their estimates."""
+    if view.given is None or view.control is None:
+        return NOTHING_GIVEN, rows, estimate
+    own, theirs = ~view.control[rows], rows[view.control[rows]]
+    choice = Choice(view.given.draft[theirs], view.given.length[theirs])
+    return Given.of(view, theirs, choice, estimate.hazard[~own]), rows[own], Estimate(estimate.hazard[own], estimate.spread[own])

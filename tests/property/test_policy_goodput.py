@@ -1,6 +1,7 @@
 """The optimiser against enumeration of every choice, on small random instances."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,13 +12,13 @@ from policy.goodput import Choice, StepProblem, best_choice, no_speculation, sco
 from policy.plan import NO_DRAFT
 
 
-def problem(rng, rows, drafts, k_max, *, flat=False, switches=True):
+def problem(rng, rows, drafts, k_max, *, flat=False, switches=True, **changes):
     """A random instance: noisy staircase verification, falling gains, ceilings, catch-up."""
     steps = rng.exponential(0.3, rows * k_max + 1) * (rng.random(rows * k_max + 1) < 0.4)
     forwards = np.cumsum(rng.exponential(0.05, (drafts, 2 * rows)) * (rng.random((drafts, 2 * rows)) < 0.5), axis=1) * (not flat)
     weight = rng.choice([1.0, 0.5, 2.0], rows)
     hazard = rng.uniform(0.1, 0.98, (rows, drafts, 1)) * rng.uniform(0.7, 1.0, (rows, drafts, k_max))
-    return StepProblem(
+    made = StepProblem(
         gain=np.cumprod(hazard, axis=2) * weight[:, None, None],
         ceiling=rng.integers(0, k_max + 1, (rows, drafts)),
         base_value=float(weight.sum()),
@@ -29,6 +30,20 @@ def problem(rng, rows, drafts, k_max, *, flat=False, switches=True):
         switch_s=rng.choice([0.0, 0.5], (rows, drafts)) * switches,
         horizon=rng.uniform(1, 16, rows),
     )
+    return replace(made, **changes)
+
+
+def with_given(rng, p):
+    """The same beside rows of another arm that are in the drafts' forwards already."""
+    given = -np.sort(-rng.integers(0, 4, p.gain.shape[1:]), axis=1)
+    more = p.forward_s[:, -1:] + np.cumsum(rng.exponential(0.05, (len(given), 4)), axis=1)
+    return replace(p, given=given, forward_s=np.c_[p.forward_s, more])
+
+
+def with_cap(rng, p):
+    """The same under a cap on the step's time, somewhere between plain decoding and everything."""
+    longest = max(score(p, Choice(np.full(len(p.gain), d), p.ceiling[:, d])).step_s for d in range(p.gain.shape[1]))
+    return replace(p, cap_s=float(rng.uniform(0.9 * p.verify_s[0], longest)))
 
 
 def every_choice(p):
@@ -40,7 +55,7 @@ def every_choice(p):
 
 
 def brute_force(p, price):
-    return max(score(p, choice).objective(price) for choice in every_choice(p))
+    return max(result.objective(price) for choice in every_choice(p) if (result := score(p, choice)).step_s <= p.limit_s)
 
 
 def is_legal(p, choice):
@@ -56,6 +71,29 @@ def test_up_to_two_rows_the_choice_is_the_best_there_is(seed, rows, drafts, k_ma
     assert is_legal(p, choice)
     assert result == score(p, choice)
     assert result.objective(price) == pytest.approx(brute_force(p, price), abs=1e-6)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.integers(0, 2**32), st.integers(1, 2), st.integers(1, 3), st.integers(1, 4), st.floats(0.05, 3.0))
+def test_beside_given_rows_and_under_a_cap_it_is_the_best_there_is_too(seed, rows, drafts, k_max, price):
+    rng = np.random.default_rng(seed)
+    p = with_cap(rng, with_given(rng, problem(rng, rows, drafts, k_max)))
+    choice, result = best_choice(p, price)
+    assert is_legal(p, choice)
+    assert result == score(p, choice)
+    assert result.step_s <= p.limit_s
+    assert result.objective(price) == pytest.approx(brute_force(p, price), abs=1e-6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 2**32), st.integers(1, 2), st.integers(1, 3), st.floats(0.05, 3.0))
+def test_with_three_rows_and_more_no_choice_exceeds_the_cap_or_is_worse_than_plain_decoding(seed, drafts, k_max, price):
+    rng = np.random.default_rng(seed)
+    p = with_cap(rng, with_given(rng, problem(rng, 3, drafts, k_max)))
+    choice, result = best_choice(p, price)
+    assert is_legal(p, choice)
+    assert result.step_s <= p.limit_s
+    assert brute_force(p, price) + 1e-9 >= result.objective(price) >= score(p, no_speculation(3)).objective(price) - 1e-9
 
 
 @settings(deadline=None, max_examples=60)
@@ -75,11 +113,12 @@ def test_with_three_rows_and_more_the_choice_is_legal_and_no_worse_than_plain_de
     assert best + 1e-9 >= found >= score(p, no_speculation(3)).objective(price) - 1e-9
 
 
-def test_with_three_rows_and_more_the_choice_is_the_best_nearly_always():
+@pytest.mark.parametrize("change", [lambda rng, p: p, with_given, with_cap])
+def test_with_three_rows_and_more_the_choice_is_the_best_nearly_always(change):
     """The ascent takes a draft's forward to cost the same per row; these instances do not. Losses in tokens per row."""
     rng, losses = np.random.default_rng(0), []
     for _ in range(100):
-        p, price = problem(rng, 3, 2, 3), float(rng.uniform(0.05, 3))
+        p, price = change(rng, problem(rng, 3, 2, 3)), float(rng.uniform(0.05, 3))
         losses.append((brute_force(p, price) - best_choice(p, price)[1].objective(price)) / p.base_value)
     assert np.mean(losses) < 0.005
     assert np.mean(np.array(losses) < 1e-9) > 0.8

@@ -1,0 +1,148 @@
+"""From a view of the batch to the optimiser's problem, and from a step as it was executed back to what it should have taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from .goodput import Choice, StepProblem, no_speculation
+from .latency import FIRST_DRAFT, OVERHEAD, VERIFY, LatencyModel
+from .plan import FloatArray, IntArray, Outcome, View
+
+
+class Bounds(NamedTuple):
+    """``k_max`` tokens a row, and the most steps over which a catch-up is spread."""
+
+    k_max: int
+    horizon_steps: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Given:
+    """Rows of the view whose choice is not the planner's; it is taken as it is and costs what it costs.
+
+    ``tokens`` are proposed, ``expected_tokens`` is what they are expected to emit, ``value`` the same weighted.
+    """
+
+    rows: IntArray
+    choice: Choice
+    tokens: int = 0
+    expected_tokens: float = 0.0
+    value: float = 0.0
+
+    @classmethod
+    def of(cls, view: View, rows: IntArray, choice: Choice, hazard: FloatArray) -> Given:
+        """Return the rows with what ``hazard`` float64[rows, drafts, positions] lets expect of them."""
+        emitted = _tokens_by_row(hazard, choice)
+        return cls(rows, choice, int(choice.length.sum()), float(emitted.sum()), float(emitted @ view.weight[rows]))
+
+    def occupancy(self, view: View, k_max: int) -> IntArray | None:
+        """Return the tokens in the drafts' forwards, int64[drafts, k_max], as ``StepProblem.given``; None when there are none."""
+        if not self.tokens or not k_max:
+            return None
+        draft, length = self.choice
+        tokens = np.zeros((len(view.drafts), k_max), np.int64)
+        for d in set(draft[length > 0].tolist()):
+            group = (draft == d) & (length > 0)
+            tokens[d] = (length[group, None] > np.arange(k_max)).sum(0)
+            tokens[d, 0] = int(np.clip(view.catchup[self.rows[group], d], 1, 2).sum())
+        return tokens
+
+
+NOTHING_GIVEN = Given(np.zeros(0, np.int64), no_speculation(0))
+
+
+def step_problem(
+    latency: LatencyModel, correction: FloatArray, view: View, rows: IntArray, hazard: FloatArray, given: Given, bounds: Bounds
+) -> StepProblem:
+    """Return the choice that these rows of the view have beside what is given; ``hazard`` float64[rows, drafts, positions]."""
+    ceiling = np.minimum(np.minimum(view.ceiling[rows], view.remaining[rows, None] - 1), bounds.k_max)
+    k_max = int(ceiling.max(initial=0))
+    weight, n, everyone = view.weight[rows], len(rows), len(rows) + len(given.rows)
+    gain = np.cumprod(hazard[:, :, :k_max], axis=2) * weight[:, None, None]
+    context = view.context[rows]
+    target, drafts, scale = latency.target, latency.drafts, correction[FIRST_DRAFT:]
+    base = view.prefill_tokens + everyone + given.tokens
+    verify_s = target.base(np.arange(base, base + n * k_max + 1)) if base else np.zeros(1)
+    context_tokens = float(context.sum()) + float(view.context[given.rows].sum())
+    verify_s = correction[VERIFY] * (verify_s + everyone * target.row_s + context_tokens * target.context_s)
+    catchup = np.maximum(view.catchup[rows], 1)
+    first_tokens = np.minimum(catchup, 2)  # a chain accepted whole leaves two tokens unseen: no switch yet
+    forward_s, switch_s = np.zeros((len(drafts), 2 * everyone + 1)), np.zeros(catchup.shape)
+    row_s = np.zeros(catchup.shape)
+    for d, curve in enumerate(drafts):
+        forward_s[d, 1:] = scale[d] * curve.base(np.arange(1, 2 * everyone + 1))
+        switch_s[:, d] = scale[d] * (curve.base(catchup[:, d]) - curve.base(first_tokens[:, d]))
+        row_s[:, d] = scale[d] * (curve.row_s + curve.context_s * context)
+    horizon = np.clip(view.remaining[rows] / 2, 1.0, bounds.horizon_steps)
+    overhead_s, speculation_s = latency.overhead_s * correction[OVERHEAD], latency.speculation_s * correction[OVERHEAD]
+    if given.tokens:
+        overhead_s += speculation_s + float(drafting_s(latency, view, given.rows, given.choice) @ scale)
+        speculation_s = 0.0
+    return StepProblem(
+        gain,
+        ceiling,
+        float(weight.sum()) + given.value,
+        verify_s + overhead_s,
+        speculation_s,
+        forward_s,
+        first_tokens,
+        row_s,
+        switch_s,
+        horizon,
+        given.occupancy(view, k_max),
+        view.cap_s,
+    )
+
+
+def extra_prefill_s(latency: LatencyModel, correction: FloatArray, view: View, tokens: int) -> float:
+    """Return how much longer a step of so many other tokens takes for its prefill tokens."""
+    if not view.prefill_tokens:
+        return 0.0
+    with_prefill, without = latency.target.base(np.array([view.prefill_tokens + tokens, tokens]))
+    return float(correction[VERIFY] * (with_prefill - without))
+
+
+def drafting_s(latency: LatencyModel, view: View, rows: IntArray, choice: Choice) -> FloatArray:
+    """Return the uncorrected seconds of every draft's forwards, float64[drafts], when ``rows`` of the view propose as chosen."""
+    draft, length = choice
+    seconds = np.zeros(len(latency.drafts))
+    for d in set(draft[length > 0].tolist()):
+        group = (draft == d) & (length > 0)
+        members, curve = rows[group], latency.drafts[d]
+        alive = (length[group, None] > np.arange(1, int(length[group].max()))).sum(0)
+        row_s = curve.row_s + curve.context_s * view.context[members]
+        first = int(np.maximum(view.catchup[members, d], 1).sum())
+        seconds[d] = float(curve.base(np.concatenate([[first], alive])).sum() + (length[group] * row_s).sum())
+    return seconds
+
+
+def predicted_parts(latency: LatencyModel, outcome: Outcome, view: View) -> tuple[FloatArray, FloatArray]:
+    """Return the uncorrected seconds by part (places as in ``policy.latency``) for the turns that ran, and the rows' weights.
+
+    A row that the view lacks has just ended its prompt: its tokens are among the prefill.
+    """
+    place = {request: row for row, request in enumerate(view.request.tolist())}
+    row = np.array([place.get(r, -1) for r in outcome.request.tolist()], np.int64)
+    known, weight = row >= 0, np.ones(len(row))
+    weight[known] = view.weight[row[known]]
+    length = np.where(known, outcome.length, 0)
+    predicted = np.zeros(FIRST_DRAFT + len(latency.drafts))
+    tokens = int(length.sum() + known.sum()) + outcome.prefill_tokens
+    predicted[VERIFY] = latency.target.seconds(tokens, int(known.sum()), int(view.context[row[known]].sum()))
+    predicted[OVERHEAD] = latency.overhead_s + latency.speculation_s * bool(length.any())
+    predicted[FIRST_DRAFT:] = drafting_s(latency, view, row, Choice(outcome.draft, length))
+    return predicted, weight
+
+
+def expected_tokens(hazard: FloatArray, choice: Choice) -> float:
+    """Return the expected emitted tokens of a choice, unweighted."""
+    return float(_tokens_by_row(hazard, choice).sum())
+
+
+def _tokens_by_row(hazard: FloatArray, choice: Choice) -> FloatArray:
+    survival = np.cumprod(hazard, axis=2)[np.arange(len(hazard)), choice.draft] if hazard.size else np.zeros((len(hazard), 0))
+    tokens: FloatArray = 1.0 + np.where(np.arange(survival.shape[1]) < choice.length[:, None], survival, 0.0).sum(1)
+    return tokens

@@ -1,0 +1,103 @@
+"""Rows whose choice is another's, a cap on the step, and steps that another plans."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from policy import NO_DRAFT, Outcome, Plan
+from policy.goodput import Choice, score
+from policy.problem import NOTHING_GIVEN, Bounds, Given, step_problem
+from tests.unit.test_policy_planner import RNG, certain, latency, outcome, planner, view
+
+CORRECTION = np.ones(4)
+
+
+def staircase():
+    return latency(draft_s=(0.1, 0.3), token_s=0.07, free_tokens=3)
+
+
+def canary(seen, draft, length):
+    """The view with the rows of a canary's other arm: those whose length is not None."""
+    control = np.array([k is not None for k in length])
+    length = np.array([k or 0 for k in length])
+    return replace(seen, control=control, given=Plan(np.where(length > 0, draft, NO_DRAFT), length))
+
+
+def test_given_rows_cost_and_yield_what_they_would_in_one_joint_choice():
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        n = int(rng.integers(2, 6))
+        seen = view(n, k=4, context=rng.integers(10, 300, n), catchup=rng.integers(1, 3, (n, 2)), prefill_tokens=int(rng.integers(0, 9)))
+        hazard = rng.uniform(0.2, 0.9, (n, 2, 4))
+        draft, length = rng.integers(0, 2, n), rng.integers(0, 5, n)
+        everyone = Choice(np.where(length > 0, draft, NO_DRAFT), length)
+        own = rng.random(n) < 0.5
+        mine, theirs = np.flatnonzero(own), np.flatnonzero(~own)
+        bounds = Bounds(4, 16.0)
+        joint = score(step_problem(staircase(), CORRECTION, seen, np.arange(n), hazard, NOTHING_GIVEN, bounds), everyone)
+        given = Given.of(seen, theirs, Choice(everyone.draft[theirs], length[theirs]), hazard[theirs])
+        problem = step_problem(staircase(), CORRECTION, seen, mine, hazard[mine], given, bounds)
+        beside = score(problem, Choice(everyone.draft[mine], length[mine]))
+        assert beside.step_s == pytest.approx(joint.step_s)
+        assert beside.value == pytest.approx(joint.value)
+
+
+def test_the_planner_leaves_given_rows_alone_and_predicts_their_step():
+    p = planner(staircase(), **certain(0.8))
+    seen = view(4, k=4)
+    plan, _ = p.plan(canary(seen, 0, [3, None, 0, None]), p.start(), 0.0, RNG)
+    assert plan.length[[0, 2]].tolist() == [0, 0]
+    alone, _ = p.plan(canary(seen, 0, [0, None, 0, None]), p.start(), 0.0, RNG)
+    assert plan.predicted_s > alone.predicted_s
+    assert plan.predicted_tokens == pytest.approx(alone.predicted_tokens + 0.8 + 0.8**2 + 0.8**3, rel=0.3)
+
+
+def test_a_draft_that_runs_for_given_rows_anyway_is_cheaper_to_join():
+    p = planner(latency(draft_s=(0.25, 0.26), token_s=0.0), **certain(0.7))
+    seen = view(3, k=8, ceiling=np.array([[8, 8], [8, 8], [8, 0]]))
+    apart, _ = p.plan(canary(seen, 0, [0, 0, None]), p.start(), 0.0, RNG)
+    joined, _ = p.plan(canary(seen, 0, [8, 8, None]), p.start(), 0.0, RNG)
+    assert joined.length[2] > apart.length[2]
+
+
+def test_a_batch_of_nothing_but_given_rows_is_planned():
+    p = planner(**certain(0.7))
+    plan, state = p.plan(canary(view(5), 1, [2, 2, 0, 0, 3]), p.start(), 0.0, RNG)
+    assert plan.length.tolist() == [0] * 5
+    assert plan.predicted_s > 1.0
+    assert state.goodput > 0
+
+
+@pytest.mark.parametrize("rows", [1, 2, 6])
+@pytest.mark.parametrize("explore", [0.0, 0.5])
+def test_no_planned_step_exceeds_the_cap_nor_stays_far_below_it_when_more_pays(rows, explore):
+    p = planner(latency(token_s=0.02, free_tokens=1), **certain(0.9) | {"explore_share": explore})
+    free = p.plan(view(rows), p.start(), 0.0, RNG)[0].predicted_s
+    plain = p.plan(view(rows, k=0), p.start(), 0.0, RNG)[0].predicted_s
+    assert free > 1.5 * plain
+    for cap in (0.0, plain, 0.5 * (plain + free), free, np.inf):
+        state = p.start()
+        for step in range(30):
+            seen = view(rows, cap_s=float(cap))
+            plan, state = p.plan(seen, state, float(step), RNG)
+            assert plan.predicted_s <= max(cap, plain) * (1 + 1e-6)
+            state = p.observe(outcome(seen, plan, np.full(rows, 8), plan.predicted_s), state, float(step))
+        assert plan.length.any() == (cap > plain)
+
+
+def test_a_step_that_another_plans_teaches_times_and_acceptance_but_no_price():
+    p = planner(explore_share=0.0)
+    seen = view(2)
+    plan, state = p.plan(seen, p.start(), 0.0, RNG)
+    state = p.observe(outcome(seen, plan, np.full(2, 8)), state, 0.0)
+    waiting = p.stand_by(replace(seen, context=seen.context + 50), state)
+    nothing = np.zeros(2, np.int64)
+    plain = Outcome(
+        seen.request, nothing - 1, nothing, nothing, nothing + 1, nothing, seen.rule, 2.0, {"verify": 2.0}, free_request=np.array([0]),
+        free_draft=np.array([1]), free_accepted=np.array([3]), free_scored=np.array([4]),
+    )  # fmt: skip
+    after = p.observe(plain, waiting, 0.1)
+    assert (after.earned, after.expected, after.saturated) == (state.earned, state.expected, state.saturated)
+    assert p.drift(after)["verify"] > p.drift(state)["verify"]
+    assert after.acceptance.draft_reached[0, 1].sum() > 3.5 > state.acceptance.draft_reached[0, 1].sum()
