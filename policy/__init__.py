@@ -1,15 +1,18 @@
 """Pure decisions: which draft and how many tokens, for every request, before every step."""
 
 from .acceptance import AcceptanceConfig
-from .baselines import FixedLength, NoSpeculation, RandomChoice
+from .baselines import BatchSchedule, FixedLength, NoSpeculation, RandomChoice
 from .latency import LatencyCurve, LatencyError, LatencyModel, LatencyTable, Provenance
 from .plan import NO_DRAFT, Outcome, Plan, Policy, Rule, View
 from .planner import AdaptivePlanner, PlannerConfig, PlannerState
+from .published import AcceptanceAverage, SmartSpec, SpinSelection
 
 __all__ = [
     "NO_DRAFT",
+    "AcceptanceAverage",
     "AcceptanceConfig",
     "AdaptivePlanner",
+    "BatchSchedule",
     "FixedLength",
     "LatencyCurve",
     "LatencyError",
@@ -24,5 +27,7 @@ __all__ = [
     "Provenance",
     "RandomChoice",
     "Rule",
+    "SmartSpec",
+    "SpinSelection",
     "View",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from .plan import NO_DRAFT, IntArray, Outcome, Plan, View
@@ -49,11 +51,26 @@ class FixedLength(_Stateless):
     def plan(self, view: View, state: None, now: float, rng: np.random.Generator) -> tuple[Plan, None]:
         """Choose the draft. Raises ValueError when the view does not have it."""
         del state, now, rng
-        if self.draft not in view.drafts:
-            raise ValueError(f"draft must be one of {view.drafts}, got {self.draft!r}")
-        column = view.drafts.index(self.draft)
-        length = np.where(view.ready, np.minimum(self.length, view.ceiling[:, column]), 0)
-        return _plan(np.full(len(view), column), length), None
+        return same_for_all(view, self.draft, self.length), None
+
+
+class BatchSchedule(_Stateless):
+    """One draft, its length by the number of requests that decode: TensorRT-LLM's ``draft_len_schedule``, vLLM's table per batch size.
+
+    ``lengths`` maps the largest batch of each range to its k; a batch beyond the last range does not speculate.
+    """
+
+    def __init__(self, draft: str, lengths: Mapping[int, int]) -> None:
+        if not lengths or min(lengths) < 1 or min(lengths.values()) < 0:
+            raise ValueError(f"lengths must map batch sizes >= 1 to lengths >= 0, got {dict(lengths)}")
+        self.draft = draft
+        self.lengths = dict(sorted(lengths.items()))
+
+    def plan(self, view: View, state: None, now: float, rng: np.random.Generator) -> tuple[Plan, None]:
+        """Look the batch size up. Raises ValueError when the view does not have the draft."""
+        del state, now, rng
+        batch = int(view.ready.sum())
+        return same_for_all(view, self.draft, next((k for largest, k in self.lengths.items() if batch <= largest), 0)), None
 
 
 class RandomChoice(_Stateless):
@@ -67,6 +84,17 @@ class RandomChoice(_Stateless):
         draft = rng.integers(0, len(view.drafts), len(view))
         ceiling = np.where(view.ready, view.ceiling[np.arange(len(view)), draft], 0)
         return _plan(draft, rng.integers(0, ceiling + 1)), None
+
+
+def same_for_all(view: View, draft: str, length: int | IntArray) -> Plan:
+    """Return the plan of one draft for all ready rows, of ``length`` (one or int64[n]) as far as each row's ceiling allows.
+
+    Raises ValueError when the view does not have the draft.
+    """
+    if draft not in view.drafts:
+        raise ValueError(f"draft must be one of {view.drafts}, got {draft!r}")
+    column = view.drafts.index(draft)
+    return _plan(np.full(len(view), column), np.where(view.ready, np.minimum(length, view.ceiling[:, column]), 0))
 
 
 def _plan(draft: IntArray, length: IntArray) -> Plan:
