@@ -82,8 +82,9 @@ class Session:
         self._end_ids = end_ids
         self._decoder = decoder
         self._stop_words = tuple(word for word in request.stop_words if word)
+        self._longest_stop_word = max(map(len, self._stop_words), default=0)
         self._held = "" if request.stream or request.exclude_input_in_output else request.text_input
-        self._searched = len(self._held)  # the prompt is never searched for stop words
+        self._searched = len(self._held)  # no stop word begins before here: the prompt is never searched
         self._log_probs: list[float] | None = [] if sequence.sampling.log_probs else None
         self._cum_log_prob = 0.0
 
@@ -107,7 +108,7 @@ class Session:
                 break
         if self._log_probs is not None and log_probs is not None:
             self._log_probs += log_probs[:taken]
-            self._cum_log_prob += sum(log_probs[:taken])
+            self._cum_log_prob = sum(log_probs[:taken], self._cum_log_prob)
         return taken
 
     def take(self) -> Delta:
@@ -149,8 +150,11 @@ class Session:
             self.finish_reason = reason
 
     def _cut_at_stop_word(self) -> bool:
+        if not self._stop_words:
+            return False
         found = [at for at in (self._held.find(word, self._searched) for word in self._stop_words) if at >= 0]
         if not found:
+            self._searched = max(self._searched, len(self._held) - self._longest_stop_word + 1)
             return False
         self._held = self._held[: min(found)]
         self.finish_reason = FinishReason.STOP_WORDS

@@ -1,8 +1,3 @@
-from itertools import pairwise
-
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from backend.ports import Sequence
 from backend.request import FinishReason, GenerationRequest, SamplingParams
 from backend.session import Session
@@ -97,21 +92,3 @@ def test_a_stop_word_in_the_prompt_is_not_a_stop():
     made = session(max_tokens=3, stream=False, stop_words=["rom", "tab"])
     made.commit(ids("abc"))
     assert (made.take().text, made.finish_reason) == ("promptabc", FinishReason.LENGTH)
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    tokens=st.lists(st.sampled_from([*ids("abST"), EOS, 200]), min_size=1, max_size=30),
-    cuts=st.lists(st.integers(0, 30)),
-    stop_words=st.lists(st.text("abST", min_size=1, max_size=3), max_size=3),
-    max_tokens=st.integers(1, 30),
-)
-def test_any_partition_into_steps_gives_the_same_text_reason_and_count(tokens, cuts, stop_words, max_tokens):
-    borders = sorted({0, len(tokens), *(c for c in cuts if c < len(tokens))})
-    blocks = [tokens[a:b] for a, b in pairwise(borders)]
-    one, many = session(max_tokens, stop_words), session(max_tokens, stop_words)
-    text_one, text_many = run(one, [tokens]), run(many, blocks)
-    if one.finish_reason:  # unfinished sessions may hold text back
-        assert text_one == text_many
-    assert (one.finish_reason, one.output_tokens) == (many.finish_reason, many.output_tokens)
-    assert not any(word in text_many for word in stop_words)

@@ -1,0 +1,90 @@
+"""However a text is cut into runs, its replies are those of one token at a time; and those are what the whole text's bytes say."""
+
+import codecs
+from itertools import pairwise
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from backend.ports import Sequence
+from backend.request import GenerationRequest, SamplingParams
+from backend.session import Session
+from backend.tokenizer import ByteTokenizer, IncrementalDecoder
+
+TOKENIZER = ByteTokenizer()
+END_ID = 256
+PROMPT = "é👋"
+LETTERS = "aé€😀"  # one to four bytes, which share some
+
+
+def run(blocks, stop_words, max_tokens, *, stream):
+    """Commit blocks as steps would; return (text, reason, tokens taken, log-probabilities, their sum) of all replies together."""
+    request = GenerationRequest(PROMPT, max_tokens, stream=stream, stop_words=tuple(stop_words))
+    prompt = TOKENIZER.encode(PROMPT)
+    sequence = Sequence(1, list(prompt), len(prompt), SamplingParams(log_probs=True))
+    session = Session(sequence, request, frozenset({END_ID}), IncrementalDecoder(TOKENIZER.token_bytes), sink=None)
+    text, log_probs, total = "", [], 0.0
+    for block in blocks:
+        start = session.output_tokens
+        taken = session.commit(block, [-0.5 - (start + i) for i in range(len(block))])
+        assert (session.output_tokens, session.remaining) == (start + taken, max_tokens - start - taken)
+        assert sequence.tokens[len(prompt) + start :] == block[:taken]
+        if stream or session.finish_reason:
+            delta = session.take()
+            if delta.text or session.finish_reason:
+                text, total = text + delta.text, delta.cum_log_prob
+                log_probs += delta.log_probs
+        if session.finish_reason:
+            return text if stream else text.removeprefix(PROMPT), session.finish_reason.value, session.output_tokens, log_probs, total
+    return text, None, session.output_tokens, log_probs, total
+
+
+def expected(tokens, stop_words, max_tokens):
+    """Return (text, reason, tokens) by looking at the whole text behind every token."""
+    for count in range(1, len(tokens) + 1):
+        reason = "end_id" if tokens[count - 1] == END_ID else "length" if count == max_tokens else None
+        data = bytes(token for token in tokens[:count] if token != END_ID)
+        text = codecs.getincrementaldecoder("utf-8")("replace").decode(data, final=reason is not None)
+        found = [text.index(word) for word in stop_words if word in text]
+        if found:
+            return text[: min(found)], "stop_words", count
+        if reason:
+            return text, reason, count
+    return text, None, len(tokens)
+
+
+texts = st.lists(st.sampled_from([*(letter.encode() for letter in LETTERS), b"\xf0", b"\x80", b"\xe2\x82", bytes([0])]), max_size=12)
+tokens = texts.map(lambda parts: list(b"".join(parts))).flatmap(
+    lambda data: st.integers(0, 3 * len(data)).map(lambda end: [*data[:end], END_ID, *data[end:]] if end < len(data) else data)
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    tokens=tokens.filter(bool),
+    cuts=st.lists(st.integers(1, 48), max_size=12),
+    stop_words=st.lists(st.text(LETTERS + "\ufffd", max_size=3), max_size=3),
+    max_tokens=st.integers(1, 48),
+)
+@example(tokens=list("a€".encode()), cuts=[2], stop_words=["€"], max_tokens=9)
+@example(tokens=[*"a€".encode()[:3], END_ID], cuts=[], stop_words=["\ufffd"], max_tokens=9)
+@example(tokens=list("é😀é".encode()), cuts=[1, 4], stop_words=["é😀é"], max_tokens=8)
+@pytest.mark.parametrize("stream", [True, False])
+def test_any_cut_into_runs_gives_the_replies_of_one_token_at_a_time(tokens, cuts, stop_words, max_tokens, stream):
+    borders = sorted({0, len(tokens), *(cut for cut in cuts if cut < len(tokens))})
+    blocks = [tokens[a:b] for a, b in pairwise(borders)]
+    text, reason, taken, log_probs, total = run(blocks, stop_words, max_tokens, stream=stream)
+    one_by_one = run([[token] for token in tokens], stop_words, max_tokens, stream=stream)
+    assert (text, reason, taken) == one_by_one[:3]
+    words = [word for word in stop_words if word]
+    full, *end = expected(tokens, words, max_tokens)
+    assert [reason, taken] == end
+    if reason:
+        assert text == full
+        assert log_probs == one_by_one[3] == [-0.5 - i for i in range(taken)]
+        assert total == one_by_one[4] == sum(log_probs)
+    elif stream:  # what is held back is nothing but the beginning of a stop word
+        assert full.startswith(text)
+        held = full[len(text) :]
+        assert not held or any(word.startswith(held) for word in words)
