@@ -3,11 +3,19 @@ import pytest
 from backend.app import _policy, build, sampling_params
 from backend.config import parse_config
 from backend.engines.fake import FakeEngine
-from backend.request import GenerationRequest, SamplingParams
+from backend.request import FinishReason, GenerationRequest, RequestError, SamplingParams
 from backend.tokenizer import ByteTokenizer
 from policy import AdaptivePlanner, FixedLength, LatencyError, NoSpeculation
+from tests.options import greedy
 
 FAKE = {"target": {"engine": "fake"}, "drafts": [{"name": "d0", "engine": "fake"}, {"name": "lookup", "engine": "lookup"}]}
+
+
+class Sink:
+    cancelled, reply = False, None
+
+    def final(self, *reply):
+        self.reply = reply
 
 
 def params(plan_invariant="never", end_ids=(), **options):
@@ -63,6 +71,22 @@ def test_the_end_ids_of_a_request_are_known_to_engine_and_session(end_id, expect
     assert (session.sequence.sampling.end_ids, session.sequence.sampling.min_tokens) == (expected, 2)
     session.commit([97, 256, 101])
     assert session.output_tokens == {None: 2, 101: 3, -1: 3}[end_id]
+
+
+@pytest.mark.parametrize("policy", [{"kind": "none"}, {"kind": "fixed", "draft": "d0", "length": 8}])
+def test_a_run_ends_at_the_edge_of_the_context(policy):
+    drafts = [{"name": "d0", "engine": "fake", "agreement": 1.0}]
+    app = build(parse_config({"target": {"engine": "fake"}, "drafts": drafts, "policy": policy, "limits": {"max_context_tokens": 32}}))
+    sink = Sink()
+    app.orchestrator.submit(app.session(GenerationRequest("edge", 28, end_id=-1, return_log_probs=True), sink))
+    while sink.reply is None:
+        app.orchestrator.step()
+    delta, reason, usage = sink.reply
+    assert delta.text == "edge" + bytes(greedy("edge", 28)[0]).decode()
+    assert (reason, usage.output_tokens, len(delta.log_probs)) == (FinishReason.LENGTH, 28, 28)
+    assert (usage.accepted > 20) == (policy["kind"] == "fixed")
+    with pytest.raises(RequestError, match="max_tokens 29 and a prompt of 4 tokens exceed the context of 32 tokens"):
+        app.session(GenerationRequest("edge", 29), sink)
 
 
 @pytest.mark.parametrize(

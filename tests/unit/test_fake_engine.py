@@ -8,6 +8,7 @@ import pytest
 from backend.engines.fake import FakeEngine, _log_softmax, _processed
 from backend.ports import Proposal, Sequence, Turn
 from backend.request import SamplingParams
+from tests.options import changed
 
 PROMPT = list(b"once upon a time")
 
@@ -124,28 +125,12 @@ def test_the_options_change_the_law_as_documented(temperature):
     bare = sequence(temperature, log_probs=True)
     for options in crossed():
         before = FakeEngine("t")._law(context, replace(bare, sampling=SamplingParams(1.0, log_probs=True)))[1] + 3.0  # logits of any level
-        logits = dict(enumerate(reference_logits(before, context, options, temperature or 1.0)))
+        logits = dict(enumerate(changed(before, context, len(PROMPT), options, temperature or 1.0)))
         total = math.fsum(math.exp(logit) for logit in logits.values())
         sampling = replace(bare.sampling, **options)
         found = _log_softmax(_processed(np.array(before), context, replace(bare, sampling=sampling)))
         for token, logit in logits.items():
             assert found[token] == pytest.approx(logit - math.log(total), abs=1e-9), (options, token)
-
-
-def reference_logits(logits, context, options, temperature):
-    """One token at a time: the rules as TensorRT-LLM states them."""
-    bias, emitted = dict(options.get("bias", ())), len(context) - len(PROMPT)
-    for token, raw in enumerate(logits):
-        logit = (raw + bias.get(token, 0.0)) / temperature
-        count = context.count(token)
-        if count:
-            factor = options.get("repetition_penalty", 1.0)
-            logit = logit * factor if logit < 0 else logit / factor
-            logit -= options.get("presence_penalty", 0.0) + count * options.get("frequency_penalty", 0.0)
-        too_early = token in options.get("end_ids", ()) and emitted < options.get("min_tokens", 0)
-        text = [*context, token]
-        bad = any(text[-len(word) :] == list(word) for word in options.get("bad_words", ()))
-        yield -1e30 if too_early or bad else logit
 
 
 def test_log_probabilities_are_of_the_law_before_top_k_and_top_p():
