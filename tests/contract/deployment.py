@@ -1,0 +1,232 @@
+"""A whole serving core on tiny random models, stepped by hand: the loop and its real parts, which the exactness suite and its mutants share.
+
+KV that no live sequence has committed is filled with NaN before every step: nothing may ever be read from there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from backend.admission import Admission
+from backend.drafting import Drafting
+from backend.engines.checkpoint import LlamaConfig
+from backend.engines.lookup import LookupEngine
+from backend.engines.torch_engine import TorchEngine
+from backend.kv_ledger import KVLedger
+from backend.orchestrator import Orchestrator
+from backend.ports import BLOCK_TOKENS, Engine, Sequence
+from backend.request import ErrorCode, FinishReason, GenerationRequest, SamplingParams
+from backend.session import Delta, Session, Usage
+from backend.stats import Stats, StepStats
+from policy import NO_DRAFT, Outcome, Plan, View
+
+VOCAB, K_MAX, BLOCKS = 24, 4, 64
+MAX_CONTEXT_TOKENS = 96
+
+numbers = itertools.count(1)
+
+
+def tiny_config(vocab: int = VOCAB, *, layers: int = 2, shortlist: int = 0) -> LlamaConfig:
+    """A Llama of a few hundred weights with grouped heads; a ``shortlist`` cuts the head to so many tokens."""
+    return LlamaConfig(vocab, 16, 24, layers, 4, 2, 4, draft_vocab_size=shortlist)
+
+
+def tiny_engine(
+    name: str = "target",
+    *,
+    config: LlamaConfig | None = None,
+    seed: int = 0,
+    noise: float = 0.0,
+    scale: float = 0.5,
+    dtype: torch.dtype = torch.float64,
+    kv_blocks: int = BLOCKS,
+) -> TorchEngine:
+    """An engine of random weights that are the same for every name, moved by ``noise`` of ``seed``: a draft that is right now and then."""
+    config = config or tiny_config()
+    common, own = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
+    full = tiny_config(config.vocab_size, layers=config.num_layers).shapes()
+    weights = {key: torch.randn(shape, generator=common, dtype=torch.float64) for key, shape in full.items()}
+    weights = {key: scale * (w + noise * torch.randn(w.shape, generator=own, dtype=torch.float64)) for key, w in weights.items()}
+    if config.draft_vocab_size:
+        ids = torch.randperm(config.vocab_size, generator=own)[: config.draft_vocab_size]
+        weights |= {"lm_head.weight": weights["lm_head.weight"][ids], "lm_head.token_ids": ids}
+    weights = {key: w if key.endswith("token_ids") else w.to(dtype) for key, w in weights.items()}
+    return TorchEngine.from_weights(
+        name, config, weights, kv_blocks=kv_blocks, max_context_tokens=MAX_CONTEXT_TOKENS, max_draft_tokens=K_MAX
+    )
+
+
+class Sink:
+    """A client that fails the test when its request ends with an error that it did not ask for."""
+
+    def __init__(self) -> None:
+        self.cancelled = self.ended = False
+        self.reason: FinishReason | None = None
+        self.usage: Usage | None = None
+        self.log_probs: list[float] | None = None
+
+    def final(self, delta: Delta, reason: FinishReason, usage: Usage) -> None:
+        assert not self.ended, "a second final reply"
+        self.ended, self.reason, self.usage, self.log_probs = True, reason, usage, delta.log_probs
+
+    def error(self, code: ErrorCode, message: str) -> None:
+        assert self.cancelled, f"{code}: {message}"
+        assert not self.ended, "a second final reply"
+        self.ended = True
+
+
+class NoText:
+    """A decoder of tokens that have no text."""
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+class Scripted:
+    """A policy that reads (draft column, length) off a script, another place of it in every step and for every request."""
+
+    def __init__(self, script: Seq[tuple[int, int]] = ((NO_DRAFT, 0),)) -> None:
+        self.script = list(script)
+        self.outcomes: list[Outcome] = []
+
+    def start(self) -> int:
+        return 0
+
+    def plan(self, view: View, state: int, now: float, rng: np.random.Generator) -> tuple[Plan, int]:
+        chosen = np.array([self.script[(state + row) % len(self.script)] for row in range(len(view))], np.int64).reshape(-1, 2)
+        draft = chosen[:, 0]
+        room = view.ceiling[np.arange(len(view)), draft] if view.drafts else 0 * draft
+        length = np.where(draft >= 0, np.minimum(chosen[:, 1], room), 0)
+        return Plan(np.where(length > 0, draft, NO_DRAFT), length), state + 1
+
+    def observe(self, outcome: Outcome, state: int, now: float) -> int:
+        self.outcomes.append(outcome)
+        return state
+
+    def drift(self, state: int) -> dict[str, float]:
+        return {}
+
+
+class ForetoldDraft(LookupEngine):
+    """A point-mass draft that is told every text beforehand: it proposes the truth, or always something else."""
+
+    def __init__(self, name: str, *, lies: bool, vocab: int = VOCAB) -> None:
+        super().__init__(name, max_draft_tokens=K_MAX, vocab_size=vocab)
+        self.truth: dict[int, list[int]] = {}
+        self._shift = int(lies)
+
+    def available(self, sequence: Sequence, length: int) -> int:
+        return max(0, min(length, self.limits.max_draft_tokens, len(self.truth.get(sequence.id, ())) - len(sequence.tokens)))
+
+    def _propose(self, sequence: Sequence, run: int) -> list[int]:
+        at = len(sequence.tokens)
+        return [(token + self._shift) % self.limits.vocab_size for token in self.truth[sequence.id][at : at + run]]
+
+
+class RecordedDrafting(Drafting):
+    """Keeps what was proposed: (tokens of the text, proposal)."""
+
+    def propose(self, sequences, view, plan, log):
+        proposals = super().propose(sequences, view, plan, log)
+        chosen = [(list(sequence.tokens), proposals[sequence.id].chosen) for sequence in sequences]
+        self.recorded = [*getattr(self, "recorded", ()), *(pair for pair in chosen if pair[1])]
+        return proposals
+
+
+@dataclass
+class Deployment:
+    """One target, drafts, and the loop over them; ``watchers`` are called after every step, ``live`` sessions have not ended."""
+
+    target: TorchEngine
+    drafts: list[Engine] = field(default_factory=list)
+    policy: Scripted = field(default_factory=Scripted)
+    chunk_tokens: int = 8
+    max_active: int = 8
+    kv_blocks: int = BLOCKS
+    seed: int = 0
+    watchers: list[Callable[[Deployment], None]] = field(default_factory=list)
+    live: list[Session] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.stats = Stats()
+        step_stats, clock = StepStats(self.stats), itertools.count().__next__
+        self.engines = [self.target, *self.drafts]
+        self.ledger = KVLedger({e.name: min(self.kv_blocks, e.limits.kv_blocks) for e in self.engines}, headroom_tokens=K_MAX + 1)
+        self.drafting = RecordedDrafting(self.drafts, step_stats, clock)
+        self.loop = Orchestrator(
+            self.target,
+            self.drafting,
+            self.policy,
+            self.ledger,
+            Admission(self.ledger, self.max_active, 10**6),
+            step_stats,
+            clock,
+            k_max=K_MAX,
+            prefill_chunk_tokens=self.chunk_tokens,
+            seed=self.seed,
+        )
+
+    def submit(
+        self, prompt: Seq[int], max_tokens: int, sampling: SamplingParams = SamplingParams(), end_ids: Iterable[int] = (), **options
+    ) -> Session:
+        """Hand a request to the loop and return its session."""
+        sequence = Sequence(next(numbers), list(prompt), len(prompt), sampling)
+        session = Session(sequence, GenerationRequest("", max_tokens, **options), frozenset(end_ids), NoText(), Sink())
+        self.live.append(session)
+        self.loop.submit(session)
+        return session
+
+    def step(self) -> bool:
+        """Poison what is not committed, take a step, and let the watchers look."""
+        for engine in self.engines:
+            if isinstance(engine, TorchEngine):
+                poison(engine, [session.sequence for session in self.live])
+        worked = self.loop.step()
+        self.live = [session for session in self.live if not session.sink.ended]
+        for watch in self.watchers:
+            watch(self)
+        return worked
+
+    def run(self, most_steps: int = 2_000) -> None:
+        """Step until everything has ended and been released; a loop that does not end fails."""
+        while self.step():
+            most_steps -= 1
+            assert most_steps > 0, "the requests do not end"
+        assert not self.live
+        assert all(used == 0 for used, _ in self.ledger.usage().values())
+
+    def counters(self) -> dict[tuple[str, ...], float]:
+        """The metrics' counters since the last call, by name and label values."""
+        return {(name, *labels.values()): value for name, labels, value in self.stats.drain()["counters"]}
+
+
+def seen_slots(engine: TorchEngine, sequence: Sequence) -> list[int]:
+    """Where the engine holds KV of committed tokens."""
+    if not sequence.blocks.get(engine.name):
+        return []
+    seen = len(sequence.tokens) - engine.unseen(sequence)
+    return [sequence.blocks[engine.name][p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in range(seen)]
+
+
+def poison(engine: TorchEngine, sequences: Iterable[Sequence]) -> None:
+    """Fill everything but the committed KV of the live sequences with NaN."""
+    kept = torch.tensor([slot for sequence in sequences for slot in seen_slots(engine, sequence)], dtype=torch.int64)
+    with torch.inference_mode():
+        for layer in engine._model._layers:
+            committed = layer.pool[kept]
+            layer.pool.fill_(torch.nan)
+            layer.pool[kept] = committed
+
+
+def kv(engine: TorchEngine, sequence: Sequence) -> torch.Tensor:
+    """The keys and values of the committed tokens [layers, seen, 2 x kv_heads, head_dim]."""
+    slots = torch.tensor(seen_slots(engine, sequence), dtype=torch.int64)
+    return torch.stack([layer.pool[slots] for layer in engine._model._layers])
