@@ -4,128 +4,101 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
+from backend.engines import verification
 from backend.engines.lookup import LookupEngine
 from backend.engines.torch_engine import TorchEngine
 from backend.ports import Engine
 from backend.request import FinishReason, SamplingParams
 from backend.session import Session
 from policy import NO_DRAFT
-from tests.contract.deployment import K_MAX, VOCAB, Deployment, ForetoldDraft, Scripted, kv, tiny_config, tiny_engine
+from tests.contract.deployment import K_MAX, Deployment, ForetoldDraft, Scripted, kv, tiny_config, tiny_engine
 from tests.contract.reference import Reference
+from tests.contract.scenarios import BUSY, MIXED, PROMPTS, Scenario, new_drafts, plain_text, reference, serve
 
-GREEDY = SamplingParams()
-PROMPTS = ([1, 2, 3], [7] * 17, [5, 9, 11, 2, 0, 4], [20, 10, 10, 10, 16, 20, 10, 10, 10], [3, 21, 3, 21, 8, 3, 21], list(range(24)))
-DRAFTS = ("twin", "near", "short", "fp32", "lookup", "liar")
-"""The columns that a scenario's script may name: a copy of the target, one with noise, one with a shortlist, one in fp32 ..."""
+# -- texts, KV and proposals of a scenario
 
 
-@dataclass(frozen=True)
-class Ask:
-    """A request: ``prompt`` is a number of ``PROMPTS``; it arrives before step ``arrival`` and its client leaves before step ``leaves``."""
-
-    prompt: int
-    max_tokens: int = 12
-    arrival: int = 0
-    leaves: int | None = None
-    sampling: SamplingParams = GREEDY
+def texts_are_those_of_plain_decoding(scenario: Scenario) -> None:
+    """Greedy and plan-invariant texts, as far as they came."""
+    for ask, session in zip(scenario.asks, serve(scenario)[1], strict=True):
+        expected, found = plain_text(ask), session.sequence.tokens
+        if expected is not None:
+            assert found == (expected[: len(found)] if session.sink.cancelled else expected), f"text of {ask}"
 
 
-@dataclass(frozen=True)
-class Scenario:
-    """What is asked, what the policy chooses (``Scripted``), and how the work is cut."""
-
-    asks: tuple[Ask, ...]
-    script: tuple[tuple[int, int], ...]
-    chunk_tokens: int = 8
-    max_active: int = 8
-    kv_blocks: int = 64
+def greedy_texts_are_those_of_plain_decoding() -> None:
+    texts_are_those_of_plain_decoding(BUSY)
 
 
-BUSY = Scenario(
-    asks=tuple(Ask(number, 16, arrival=number, leaves=4 if number == 2 else None) for number in range(len(PROMPTS))),
-    script=((1, 4), (0, 2), (5, 3), (1, 1), (2, 4), (NO_DRAFT, 0), (1, 3), (3, 4), (4, 4), (2, 2), (1, 4)),
-    max_active=4,
-)
-"""The scenario that mutants are put to: every draft, every length, arrivals and a departure, a queue."""
+def texts_with_options_are_those_of_plain_decoding() -> None:
+    texts_are_those_of_plain_decoding(MIXED)
+    texts_are_those_of_plain_decoding(replace(MIXED, script=((6, 4),)))
 
 
-@cache
-def reference() -> Reference:
-    """What the target of ``serve`` says by itself."""
-    return Reference(tiny_engine())
-
-
-def drafts() -> list[Engine]:
-    """New drafts, in the order of ``DRAFTS``."""
-    return [
-        tiny_engine("twin"),
-        tiny_engine("near", seed=1, noise=0.05),
-        tiny_engine("short", config=tiny_config(shortlist=15), seed=2, noise=0.05),
-        tiny_engine("fp32", seed=3, noise=0.05, dtype=torch.float32),
-        LookupEngine("lookup", max_draft_tokens=K_MAX, vocab_size=VOCAB),
-        ForetoldDraft("liar", lies=True),
-    ]
-
-
-def serve(scenario: Scenario, *watchers) -> tuple[Deployment, list[Session]]:
-    """Run a scenario to its end; the sessions are in the order of its asks."""
-    deployment = Deployment(
-        tiny_engine(),
-        drafts(),
-        Scripted(scenario.script),
-        chunk_tokens=scenario.chunk_tokens,
-        max_active=scenario.max_active,
-        kv_blocks=scenario.kv_blocks,
-        watchers=list(watchers),
-    )
-    sessions: dict[Ask, Session] = {}
-    for step in range(1 + max(max(ask.arrival, ask.leaves or 0) for ask in scenario.asks)):
-        for ask in scenario.asks:
-            if ask.arrival == step:
-                session = sessions[ask] = deployment.submit(PROMPTS[ask.prompt], ask.max_tokens, ask.sampling)
-                deployment.drafts[-1].truth[session.id] = reference().greedy(PROMPTS[ask.prompt], ask.max_tokens)
-            if ask.leaves == step:
-                sessions[ask].sink.cancelled = True
-        deployment.step()
-    deployment.run()
-    return deployment, [sessions[ask] for ask in scenario.asks]
-
-
-# -- texts
-
-
-def greedy_texts_are_those_of_plain_decoding(scenario: Scenario = BUSY) -> None:
-    deployment, sessions = serve(scenario)
-    for ask, session in zip(scenario.asks, sessions, strict=True):
-        expected = reference().greedy(PROMPTS[ask.prompt], ask.max_tokens)
-        found = session.sequence.tokens
-        assert found == (expected[: len(found)] if session.sink.cancelled else expected), f"text of {ask}"
+def log_probs_are_those_of_the_text(scenario: Scenario = MIXED) -> None:
+    """One for each token, of its law behind all tokens before it, whether it was proposed or not."""
+    for session in serve(scenario)[1]:
+        tokens, prompt_tokens, sampling = session.sequence.tokens, session.sequence.prompt_tokens, session.sequence.sampling
+        if sampling.log_probs and not session.sink.cancelled:
+            expected = [reference().log_probs(tokens[:at], prompt_tokens, sampling)[tokens[at]] for at in range(prompt_tokens, len(tokens))]
+            found = session.sink.log_probs
+            assert len(found) == len(expected)
+            assert np.allclose(found, expected, rtol=0.0, atol=1e-9), f"log-probabilities under {sampling}"
 
 
 def kv_is_that_of_a_fresh_prefill(scenario: Scenario = BUSY) -> None:
-    """After every step, in the target and in every draft, for all that they claim to have seen; and they claim as much as they can."""
-    fresh = {}
+    """After every step, in the target and in every draft, for all that they claim to have seen."""
+    fresh = {engine.name: Reference(engine) for engine in [tiny_engine(), *new_drafts()] if isinstance(engine, TorchEngine)}
 
     def watch(deployment: Deployment) -> None:
         for engine in deployment.engines:
-            if not isinstance(engine, TorchEngine):
-                continue
-            if engine.name not in fresh:
-                fresh[engine.name] = Reference(next(e for e in [tiny_engine(), *drafts()] if e.name == engine.name))
-            for session in deployment.live:
+            for session in deployment.live if engine.name in fresh else ():
                 held = kv(engine, session.sequence)
-                expected = fresh[engine.name].kv(session.sequence.tokens[: held.shape[1]]) if held.shape[1] else held
-                tolerance = 1e-9 if held.dtype == torch.float64 else 1e-4
-                assert torch.allclose(held, expected, rtol=0.0, atol=tolerance), f"KV of {engine.name} at {len(session.sequence.tokens)}"
+                if held.shape[1]:
+                    expected = fresh[engine.name].kv(session.sequence.tokens[: held.shape[1]])
+                    tolerance = 1e-9 if held.dtype == torch.float64 else 1e-4
+                    assert torch.allclose(held, expected, rtol=0.0, atol=tolerance), f"KV of {engine.name}"
 
     serve(scenario, watch)
+
+
+def the_target_lacks_one_token_behind_a_verification(scenario: Scenario = BUSY) -> None:
+    """What was accepted is never run again."""
+
+    def watch(deployment: Deployment) -> None:
+        for session in deployment.live:
+            if session.output_tokens:
+                assert deployment.target.unseen(session.sequence) == 1
+
+    serve(scenario, watch)
+
+
+def drafts_propose_what_they_would_decode(scenario: Scenario = BUSY) -> None:
+    """A draft that is behind, was rejected or has rested proposes as one that has just read the text; this moves speed only."""
+    alone = {draft.name: Reference(draft) for draft in new_drafts() if draft.name in ("twin", "near", "fp32")}
+    compared = Counter()
+    for sequence, tokens, proposal in serve(scenario)[0].drafting.recorded:
+        if proposal.draft in alone and sequence.sampling.greedy:
+            text = [*tokens, *proposal.tokens]
+            for at in range(len(tokens), len(text)):
+                scores = alone[proposal.draft].log_probs(text[:at], sequence.prompt_tokens, sequence.sampling)
+                assert text[at] == scores.argmax(), f"proposal of {proposal.draft}"
+            compared[proposal.draft] += 1
+    assert min(compared[name] for name in alone) > 2
+
+
+def a_copy_of_the_target_is_never_rejected() -> None:
+    """Whatever the options: a draft applies them as the target does, and p / q is 1."""
+    rows = serve(replace(MIXED, script=((0, 3), (0, 1), (0, 4))))[0].policy.outcomes
+    assert all((o.accepted == o.scored).all() for o in rows)
+    assert sum(int(o.accepted.sum()) for o in rows) > 50
 
 
 # -- drafts that are known beforehand
@@ -170,7 +143,7 @@ def figures(deployment: Deployment, session: Session) -> tuple[int, int, int, in
     return len(rows), drafted, accepted, emitted
 
 
-def totals_agree(deployment: Deployment, sessions: list[Session]) -> None:
+def totals_agree(deployment: Deployment, sessions: Iterable[Session]) -> None:
     """Goodput is counted once: replies, the policy's outcomes and the metrics say the same."""
     counters = Counter()
     for (name, *_), value in deployment.counters().items():
@@ -182,21 +155,6 @@ def totals_agree(deployment: Deployment, sessions: list[Session]) -> None:
     assert told[3] == sum(usage.output_tokens for usage in replied) == counters["spindle_emitted_tokens_total"]
 
 
-def drafts_propose_what_they_would_decode(scenario: Scenario = BUSY) -> None:
-    """A draft that is behind, was rejected or has rested proposes as one that has just read the text; this moves speed only."""
-    alone = {draft.name: Reference(draft) for draft in drafts() if draft.name in ("twin", "near", "fp32")}
-    compared = Counter()
-    for tokens, proposal in serve(scenario)[0].drafting.recorded:
-        if proposal.draft in alone:
-            expected = alone[proposal.draft].greedy(tokens, len(proposal.tokens))
-            assert [*tokens, *proposal.tokens] == expected, f"proposal of {proposal.draft}"
-            compared[proposal.draft] += 1
-    assert min(compared[name] for name in alone) > 2
-
-
-# -- ends
-
-
 def nothing_is_committed_beyond_an_end(k: int = K_MAX) -> None:
     """End ids and ``max_tokens`` hold inside an accepted run."""
     draft = ForetoldDraft("oracle", lies=False)
@@ -205,66 +163,108 @@ def nothing_is_committed_beyond_an_end(k: int = K_MAX) -> None:
     for prompt in PROMPTS[:3]:
         truth = reference().greedy(prompt, 20)
         for at in range(len(prompt) + 1, len(prompt) + 8):
-            session = deployment.submit(prompt, 12, end_ids=[truth[at]])
-            draft.truth[session.id] = truth
-            end = truth.index(truth[at], len(prompt))
-            expected.append((session, truth[: end + 1], FinishReason.END_ID))
+            session = deployment.submit(prompt, 12, SamplingParams(end_ids=(truth[at],)))
+            expected.append((session, truth, truth.index(truth[at], len(prompt)) + 1, FinishReason.END_ID))
         for max_tokens in range(1, 8):
             session = deployment.submit(prompt, max_tokens)
-            draft.truth[session.id] = truth
-            expected.append((session, truth[: len(prompt) + max_tokens], FinishReason.LENGTH))
+            expected.append((session, truth, len(prompt) + max_tokens, FinishReason.LENGTH))
+    for session, truth, _, _ in expected:
+        draft.truth[session.id] = truth
     deployment.run()
-    for session, tokens, reason in expected:
-        assert session.sequence.tokens == tokens
+    for session, truth, length, reason in expected:
+        assert session.sequence.tokens == truth[:length]
         assert session.sink.reason == reason
-        assert session.sink.usage.output_tokens == len(tokens) - session.sequence.prompt_tokens
-    totals_agree(deployment, [session for session, _, _ in expected])
+        assert session.sink.usage.output_tokens == length - session.sequence.prompt_tokens
+    totals_agree(deployment, [session for session, *_ in expected])
 
 
 # -- laws
 
+LAW_PROMPT = [1, 2, 3, 1, 2, 3]
+LAW_VOCAB = 5
+WIDE, SHARP = SamplingParams(1.0), SamplingParams(0.5, top_k=4, top_p=0.9)
+LAW_DRAFTS: dict[str, Callable[[], Engine]] = {
+    "other": lambda: law_engine("other", seed=1, noise=1.5),
+    "short": lambda: law_engine("short", seed=2, noise=1.0, shortlist=3),
+    "fp32": lambda: law_engine("fp32", seed=3, noise=1.0, dtype=torch.float32),
+    "lookup": lambda: LookupEngine("lookup", max_draft_tokens=K_MAX, vocab_size=LAW_VOCAB, min_ngram=1),
+}
+"""Drafts unlike the target: one as precise, one with a shortlist, one in fp32 (its q is stored so), and a point mass."""
+
+
+def law_engine(name: str = "target", shortlist: int = 0, **options) -> TorchEngine:
+    """An engine whose law is wide, on a vocabulary that can be enumerated."""
+    return tiny_engine(name, config=tiny_config(LAW_VOCAB, layers=1, shortlist=shortlist), scale=0.4, **options)
+
+
+def law_deployment(drafts: Iterable[str]) -> Deployment:
+    """Batches of 64 requests; every draft in turn, mostly for two tokens, which is all that four tokens a request leave room for."""
+    made = [LAW_DRAFTS[name]() for name in drafts]
+    script = [(column, k) for k in (2, 2, 1) for column in range(len(made))] + [(NO_DRAFT, 0)]
+    return Deployment(law_engine(), made, Scripted(script), chunk_tokens=200, max_active=64)
+
+
+def texts_follow_the_target_s_law(sampling: SamplingParams, drafts: Iterable[str] = tuple(LAW_DRAFTS), rounds: int = 1_500) -> None:
+    """The first three tokens jointly, over seeds, against enumeration. A correct engine fails it three times in a million."""
+    deployment = law_deployment(drafts)
+    sessions = [deployment.submit(LAW_PROMPT, 4, replace(sampling, seed=seed)) for seed in range(rounds)]
+    deployment.run(rounds)
+    texts = Counter(tuple(session.sequence.tokens[len(LAW_PROMPT) :][:3]) for session in sessions)
+    law = Reference(law_engine()).joint(LAW_PROMPT, sampling, 3)
+    for length in (1, 2, 3):
+        statistic, bound = chi_square(marginal(texts, length), marginal(law, length))
+        assert statistic < bound, f"law of the first {length} tokens: {statistic:.0f} is beyond {bound:.0f}"
+
+
+def texts_sampled_with_a_draft_s_law_follow_the_target_s() -> None:
+    texts_follow_the_target_s_law(WIDE, ["other"])
+
+
+def texts_sampled_with_a_reduced_law_follow_the_target_s() -> None:
+    texts_follow_the_target_s_law(SHARP, ["other", "fp32"])
+
+
+def texts_sampled_with_a_shortlist_follow_the_target_s_law() -> None:
+    texts_follow_the_target_s_law(WIDE, ["short"])
+
+
+def texts_sampled_with_lookup_follow_the_target_s_law() -> None:
+    texts_follow_the_target_s_law(WIDE, ["lookup"])
+
+
+def plan_invariant_texts_follow_the_target_s_law() -> None:
+    texts_follow_the_target_s_law(replace(SHARP, coupled=True))
+
+
+def no_number_decides_twice(rounds: int = 100) -> None:
+    """Every proposal, acceptance and emission has a number of its own, over all requests, steps and drafts."""
+    drawn: list[float] = []
+    uniforms = verification.uniforms
+
+    def recorded(*arguments):
+        numbers = uniforms(*arguments)
+        drawn.extend(numbers.tolist())
+        return numbers
+
+    deployment = law_deployment(LAW_DRAFTS)
+    with patch.object(verification, "uniforms", recorded):
+        for seed in range(rounds):
+            deployment.submit(LAW_PROMPT, 12, SamplingParams(1.0, seed=seed))
+        deployment.run()
+    assert len(drawn) > 20 * rounds
+    assert len(set(drawn)) == len(drawn)
+
 
 def chi_square(counts: Mapping, law: Mapping) -> tuple[float, float]:
-    """Pearson's statistic, cells expected less than five times taken together, and the bound it passes once in a million."""
+    """Pearson's statistic, cells expected less than five times taken together, and the bound that it passes once in a million."""
     total = sum(counts.values())
     assert set(counts) <= {cell for cell, p in law.items() if p > 0}, "a text that has no probability"
     big = {cell: p for cell, p in law.items() if p * total >= 5}
     rest = total * (1 - sum(big.values())), total - sum(counts[cell] for cell in big)
     cells = [(total * p, counts[cell]) for cell, p in big.items()] + ([rest] if rest[0] >= 5 else [])
     freedom = len(cells) - 1
-    quantile = freedom * (1 - 2 / (9 * freedom) + 4.7534 * math.sqrt(2 / (9 * freedom))) ** 3  # Wilson and Hilferty
-    return sum((found - expected) ** 2 / expected for expected, found in cells), quantile
-
-
-LAW_PROMPT = [1, 2, 3]
-LAW_VOCAB = 5
-LAW_SCALE = 0.4
-
-
-def law_engine(name: str = "target", **options) -> TorchEngine:
-    """An engine whose law is wide, on a vocabulary that can be enumerated."""
-    shortlist = options.pop("shortlist", 0)
-    return tiny_engine(name, config=tiny_config(LAW_VOCAB, layers=1, shortlist=shortlist), scale=LAW_SCALE, **options)
-
-
-def sampled_texts_follow_the_target_s_law(sampling: SamplingParams = SamplingParams(1.0), rounds: int = 2_000) -> None:
-    """The first three tokens jointly: drafts unlike the target, with a shortlist, in fp32, and lookup, in batches and any plan."""
-    drafts = [
-        law_engine("other", seed=1, noise=1.5),
-        law_engine("short", seed=2, noise=1.0, shortlist=3),
-        law_engine("fp32", seed=3, noise=1.0, dtype=torch.float32),
-        LookupEngine("lookup", max_draft_tokens=K_MAX, vocab_size=LAW_VOCAB, min_ngram=1),
-    ]
-    script = [(0, 2), (1, 1), (2, 2), (3, 2), (0, 1), (NO_DRAFT, 0), (1, 2), (3, 1), (2, 1)]
-    deployment = Deployment(law_engine(), drafts, Scripted(script), chunk_tokens=200, max_active=64)
-    prompt = [*LAW_PROMPT, *LAW_PROMPT]
-    sessions = [deployment.submit(prompt, 4, replace(sampling, seed=seed)) for seed in range(rounds)]
-    deployment.run(rounds)
-    texts = Counter(tuple(session.sequence.tokens[len(prompt) : len(prompt) + 3]) for session in sessions)
-    law = Reference(law_engine()).joint(prompt, sampling, 3)
-    for length in (1, 2, 3):
-        statistic, bound = chi_square(marginal(texts, length), marginal(law, length))
-        assert statistic < bound, f"law of the first {length} tokens"
+    bound = freedom * (1 - 2 / (9 * freedom) + 4.7534 * math.sqrt(2 / (9 * freedom))) ** 3  # Wilson and Hilferty
+    return sum((found - expected) ** 2 / expected for expected, found in cells), bound
 
 
 def marginal(weights: Mapping, length: int) -> Counter:
@@ -273,3 +273,23 @@ def marginal(weights: Mapping, length: int) -> Counter:
     for text, weight in weights.items():
         shares[text[:length]] += weight
     return shares
+
+
+SUITE = (
+    greedy_texts_are_those_of_plain_decoding,
+    texts_with_options_are_those_of_plain_decoding,
+    log_probs_are_those_of_the_text,
+    kv_is_that_of_a_fresh_prefill,
+    the_target_lacks_one_token_behind_a_verification,
+    drafts_propose_what_they_would_decode,
+    a_copy_of_the_target_is_never_rejected,
+    an_always_wrong_draft_gives_one_token_a_step,
+    an_oracle_gives_k_plus_one_tokens_a_step,
+    nothing_is_committed_beyond_an_end,
+    texts_sampled_with_a_draft_s_law_follow_the_target_s,
+    texts_sampled_with_a_reduced_law_follow_the_target_s,
+    texts_sampled_with_a_shortlist_follow_the_target_s_law,
+    texts_sampled_with_lookup_follow_the_target_s_law,
+    plan_invariant_texts_follow_the_target_s_law,
+    no_number_decides_twice,
+)

@@ -1,12 +1,13 @@
-"""A whole serving core on tiny random models, stepped by hand: the loop and its real parts, which the exactness suite and its mutants share.
+"""A whole serving core on tiny random models, stepped by hand: the loop and its real parts, shared by the exactness suite and its mutants.
 
-KV that no live sequence has committed is filled with NaN before every step: nothing may ever be read from there.
+KV that no live sequence may use is filled with NaN before every step: nothing may ever be read from there.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence as Seq
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,12 +20,13 @@ from backend.engines.lookup import LookupEngine
 from backend.engines.torch_engine import TorchEngine
 from backend.kv_ledger import KVLedger
 from backend.orchestrator import Orchestrator
-from backend.ports import BLOCK_TOKENS, Engine, Sequence
+from backend.ports import BLOCK_TOKENS, Engine, Proposal, Sequence
 from backend.request import ErrorCode, FinishReason, GenerationRequest, SamplingParams
 from backend.session import Delta, Session, Usage
 from backend.stats import Stats, StepStats
 from policy import NO_DRAFT, Outcome, Plan, View
 
+GREEDY = SamplingParams()
 VOCAB, K_MAX, BLOCKS = 24, 4, 64
 MAX_CONTEXT_TOKENS = 96
 
@@ -61,8 +63,12 @@ def tiny_engine(
     )
 
 
+class RequestFailed(Exception):
+    """A request ended with an error. No AssertionError: a mutant must be noticed by what it does, not because it cannot run."""
+
+
 class Sink:
-    """A client that fails the test when its request ends with an error that it did not ask for."""
+    """A client that raises when its request ends with an error that it did not ask for."""
 
     def __init__(self) -> None:
         self.cancelled = self.ended = False
@@ -75,7 +81,8 @@ class Sink:
         self.ended, self.reason, self.usage, self.log_probs = True, reason, usage, delta.log_probs
 
     def error(self, code: ErrorCode, message: str) -> None:
-        assert self.cancelled, f"{code}: {message}"
+        if not self.cancelled:
+            raise RequestFailed(f"{code}: {message}")
         assert not self.ended, "a second final reply"
         self.ended = True
 
@@ -132,12 +139,15 @@ class ForetoldDraft(LookupEngine):
 
 
 class RecordedDrafting(Drafting):
-    """Keeps what was proposed: (tokens of the text, proposal)."""
+    """Keeps what was proposed in ``recorded``: (sequence, its tokens then, proposal)."""
+
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.recorded: list[tuple[Sequence, list[int], Proposal]] = []
 
     def propose(self, sequences, view, plan, log):
         proposals = super().propose(sequences, view, plan, log)
-        chosen = [(list(sequence.tokens), proposals[sequence.id].chosen) for sequence in sequences]
-        self.recorded = [*getattr(self, "recorded", ()), *(pair for pair in chosen if pair[1])]
+        self.recorded += [(s, list(s.tokens), chosen) for s in sequences if (chosen := proposals[s.id].chosen)]
         return proposals
 
 
@@ -174,12 +184,10 @@ class Deployment:
             seed=self.seed,
         )
 
-    def submit(
-        self, prompt: Seq[int], max_tokens: int, sampling: SamplingParams = SamplingParams(), end_ids: Iterable[int] = (), **options
-    ) -> Session:
+    def submit(self, prompt: Seq[int], max_tokens: int, sampling: SamplingParams = GREEDY, **options) -> Session:
         """Hand a request to the loop and return its session."""
         sequence = Sequence(next(numbers), list(prompt), len(prompt), sampling)
-        session = Session(sequence, GenerationRequest("", max_tokens, **options), frozenset(end_ids), NoText(), Sink())
+        session = Session(sequence, GenerationRequest("", max_tokens, **options), frozenset(sampling.end_ids), NoText(), Sink())
         self.live.append(session)
         self.loop.submit(session)
         return session
@@ -208,17 +216,26 @@ class Deployment:
         return {(name, *labels.values()): value for name, labels, value in self.stats.drain()["counters"]}
 
 
-def seen_slots(engine: TorchEngine, sequence: Sequence) -> list[int]:
-    """Where the engine holds KV of committed tokens."""
-    if not sequence.blocks.get(engine.name):
-        return []
-    seen = len(sequence.tokens) - engine.unseen(sequence)
-    return [sequence.blocks[engine.name][p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in range(seen)]
+def slots(engine: TorchEngine, sequence: Sequence, tokens: int) -> list[int]:
+    """Where the pool has the first ``tokens`` positions of a sequence."""
+    blocks = sequence.blocks[engine.name] if tokens else []
+    return [blocks[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in range(tokens)]
+
+
+def seen(engine: TorchEngine, sequence: Sequence) -> int:
+    """How many committed tokens the engine claims to have KV of."""
+    return len(sequence.tokens) - engine.unseen(sequence) if sequence.blocks.get(engine.name) else 0
+
+
+def usable(engine: TorchEngine, sequence: Sequence) -> int:
+    """The committed tokens with KV, and what a draft ran beyond the text when its proposal was dropped: it may still come true."""
+    held = seen(engine, sequence)
+    return len(engine._caches[sequence.id].ran) if held == len(sequence.tokens) else held
 
 
 def poison(engine: TorchEngine, sequences: Iterable[Sequence]) -> None:
-    """Fill everything but the committed KV of the live sequences with NaN."""
-    kept = torch.tensor([slot for sequence in sequences for slot in seen_slots(engine, sequence)], dtype=torch.int64)
+    """Fill everything but the usable KV of the live sequences with NaN: rejected tokens, free blocks, headroom."""
+    kept = torch.tensor([slot for s in sequences for slot in slots(engine, s, usable(engine, s))], dtype=torch.int64)
     with torch.inference_mode():
         for layer in engine._model._layers:
             committed = layer.pool[kept]
@@ -228,5 +245,5 @@ def poison(engine: TorchEngine, sequences: Iterable[Sequence]) -> None:
 
 def kv(engine: TorchEngine, sequence: Sequence) -> torch.Tensor:
     """The keys and values of the committed tokens [layers, seen, 2 x kv_heads, head_dim]."""
-    slots = torch.tensor(seen_slots(engine, sequence), dtype=torch.int64)
-    return torch.stack([layer.pool[slots] for layer in engine._model._layers])
+    held = torch.tensor(slots(engine, sequence, seen(engine, sequence)), dtype=torch.int64)
+    return torch.stack([layer.pool[held] for layer in engine._model._layers])

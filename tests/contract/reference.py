@@ -5,15 +5,18 @@ Nothing of the engine but its weights and its forward pass is used, and that on 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence as Seq
 
 import numpy as np
 import torch
 
-from backend.engines.llama import Chunk, KVTable
+from backend.engines.llama import Chunk, KVTable, Llama
 from backend.engines.torch_engine import TorchEngine
 from backend.request import SamplingParams
+
+GREEDY = SamplingParams()
+PRISTINE = type("Pristine", (Llama,), {name: value for name, value in vars(Llama).items() if callable(value)})
+"""The forward pass as it was before any mutant patched it."""
 
 
 class Reference:
@@ -21,11 +24,12 @@ class Reference:
 
     def __init__(self, engine: TorchEngine) -> None:
         self._model = engine._model
+        self._model.__class__ = PRISTINE
         self._table = KVTable(range(engine.limits.kv_blocks), "cpu")
         self._logits: dict[tuple[int, ...], np.ndarray] = {}
 
     def logits(self, tokens: Seq[int]) -> np.ndarray:
-        """Raw logits [vocab] behind ``tokens``."""
+        """The model's own logits [vocab] behind ``tokens``."""
         key = tuple(tokens)
         if key not in self._logits:
             with torch.inference_mode():
@@ -38,17 +42,15 @@ class Reference:
             self._model.forward([Chunk(list(tokens), 0, self._table, 1)])
             return torch.stack([layer.pool[: len(tokens)].clone() for layer in self._model._layers])
 
-    def greedy(self, prompt: Seq[int], count: int) -> list[int]:
-        """Prompt and the next ``count`` tokens."""
-        tokens = list(prompt)
-        for _ in range(count):
-            tokens.append(int(self.logits(tokens).argmax()))
-        return tokens
+    def log_probs(self, tokens: Seq[int], prompt_tokens: int, sampling: SamplingParams) -> np.ndarray:
+        """Log-probabilities [vocab] behind ``tokens``, with options and temperature and before top-k and top-p."""
+        scores = processed(self.logits(tokens), list(tokens), prompt_tokens, sampling)
+        scores -= scores.max()
+        return scores - np.log(np.exp(scores).sum())
 
-    def law(self, tokens: Seq[int], sampling: SamplingParams) -> np.ndarray:
-        """The law [vocab] that the next token of a sampled request follows."""
-        scores = self.logits(tokens) / sampling.temperature
-        law = np.exp(scores - scores.max())
+    def law(self, tokens: Seq[int], prompt_tokens: int, sampling: SamplingParams) -> np.ndarray:
+        """The law [vocab] of the next token of a request that samples."""
+        law = np.exp(self.log_probs(tokens, prompt_tokens, sampling))
         if sampling.top_k:
             law[law < np.sort(law)[-sampling.top_k]] = 0.0
         law /= law.sum()
@@ -57,15 +59,36 @@ class Reference:
         law[order[before >= sampling.top_p]] = 0.0
         return law / law.sum()
 
+    def greedy(self, prompt: Seq[int], count: int, sampling: SamplingParams = GREEDY) -> list[int]:
+        """Prompt and the next ``count`` tokens, or fewer up to an end id."""
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(int(self.log_probs(tokens, len(prompt), sampling).argmax()))
+            if tokens[-1] in sampling.end_ids:
+                break
+        return tokens
+
     def joint(self, prompt: Seq[int], sampling: SamplingParams, length: int) -> dict[tuple[int, ...], float]:
         """The probability of each text of ``length`` tokens behind the prompt."""
         chances: dict[tuple[int, ...], float] = {(): 1.0}
         for _ in range(length):
-            laws = {text: self.law([*prompt, *text], sampling) for text in chances}
-            chances = {
-                (*text, token): chances[text] * float(p)
-                for text, law in laws.items()
-                for token, p in enumerate(law)
-                if p > 0.0
-            }
+            laws = {text: self.law([*prompt, *text], len(prompt), sampling) for text in chances}
+            chances = {(*text, token): chances[text] * float(p) for text, law in laws.items() for token, p in enumerate(law) if p > 0.0}
         return chances
+
+
+def processed(logits: np.ndarray, tokens: list[int], prompt_tokens: int, sampling: SamplingParams) -> np.ndarray:
+    """The options in TensorRT-LLM's order: bias, temperature, penalties, minimum length, bad words."""
+    scores = logits.copy()
+    for token, addend in sampling.bias:
+        scores[token] += addend
+    scores /= sampling.temperature or 1.0
+    for token in set(tokens):
+        scores[token] = scores[token] * sampling.repetition_penalty if scores[token] < 0 else scores[token] / sampling.repetition_penalty
+        scores[token] -= sampling.presence_penalty + sampling.frequency_penalty * tokens.count(token)
+    if len(tokens) - prompt_tokens < sampling.min_tokens:
+        scores[list(sampling.end_ids)] = -1e30
+    for *head, last in sampling.bad_words:
+        if tokens[len(tokens) - len(head) :] == head:
+            scores[last] = -1e30
+    return scores

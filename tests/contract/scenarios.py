@@ -1,0 +1,126 @@
+"""What is asked of a deployment, what its policy chooses and how its work is cut: the space in which no text may change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from backend.engines.lookup import LookupEngine
+from backend.ports import Engine
+from backend.request import SamplingParams
+from backend.session import Session
+from policy import NO_DRAFT
+from tests.contract.deployment import K_MAX, VOCAB, Deployment, ForetoldDraft, Scripted, tiny_config, tiny_engine
+from tests.contract.reference import Reference
+
+GREEDY = SamplingParams()
+PROMPTS = ([1, 2, 3], [7] * 17, [5, 9, 11, 2, 0, 4], [20, 10, 10, 10, 16, 20, 10, 10, 10], [3, 21, 3, 21, 8, 3, 21], list(range(24)))
+DRAFTS = ("twin", "near", "short", "fp32", "lookup", "liar", "oracle")
+"""The columns that a script may name: a copy of the target; others with noise, a shortlist, in fp32; lookup; wrong tokens; right ones."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request: ``prompt`` is a number of ``PROMPTS``; it arrives before step ``arrival`` and its client leaves before step ``leaves``."""
+
+    prompt: int
+    max_tokens: int = 12
+    arrival: int = 0
+    leaves: int | None = None
+    sampling: SamplingParams = GREEDY
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Requests, the policy's script (``Scripted``), and the limits of the deployment."""
+
+    asks: tuple[Ask, ...]
+    script: tuple[tuple[int, int], ...]
+    chunk_tokens: int = 8
+    max_active: int = 8
+    kv_blocks: int = 64
+
+
+SCRIPT = ((1, 4), (0, 2), (5, 3), (3, 3), (1, 1), (2, 4), (NO_DRAFT, 0), (1, 3), (3, 4), (4, 4), (2, 2), (6, 4), (0, 3))
+"""Every draft, many lengths; of no length that divides a batch's, so that requests and steps meet in ever new ways."""
+
+BUSY = Scenario(tuple(Ask(n, 16, arrival=n, leaves=4 if n == 2 else None) for n in range(len(PROMPTS))), SCRIPT, max_active=4)
+"""Greedy requests that come, queue and go."""
+
+BIGRAMS = tuple((first, last) for first in range(VOCAB) for last in (2, 7, 8, 10, 16, 18, 20))
+CROSSED = (
+    SamplingParams(presence_penalty=0.6, frequency_penalty=0.3, log_probs=True),
+    SamplingParams(repetition_penalty=1.4, bias=((20, -1.5), (3, 0.8)), bad_words=((10,), *BIGRAMS[::2]), log_probs=True),
+    SamplingParams(bad_words=BIGRAMS, log_probs=True),
+    SamplingParams(min_tokens=3, end_ids=tuple(range(0, VOCAB, 2)), log_probs=True),
+    SamplingParams(min_tokens=4, end_ids=tuple(range(0, VOCAB, 2)), frequency_penalty=0.2, log_probs=True),
+    SamplingParams(min_tokens=5, end_ids=tuple(range(1, VOCAB, 2)), log_probs=True),
+    SamplingParams(0.9, seed=5, coupled=True, log_probs=True),
+    SamplingParams(1.2, top_k=6, top_p=0.9, seed=2**63 + 9, coupled=True, presence_penalty=0.5, bad_words=BIGRAMS[1::3], log_probs=True),
+    SamplingParams(0.8, seed=11, coupled=True, min_tokens=4, end_ids=tuple(range(0, VOCAB, 3)), repetition_penalty=0.8, log_probs=True),
+    SamplingParams(0.8, seed=3, min_tokens=3, end_ids=(1, 4), frequency_penalty=0.4, top_p=0.8, log_probs=True),
+    SamplingParams(1.5, seed=4, bias=((5, 2.0),), bad_words=((5, 5),), log_probs=True),
+)
+"""All options, in greedy, plan-invariant and rejection-sampled requests."""
+
+MIXED = Scenario(tuple(Ask(n % len(PROMPTS), 16, n // 4, sampling=s) for n, s in enumerate(CROSSED)), SCRIPT, max_active=6)
+
+
+@cache
+def reference() -> Reference:
+    """What the target says by itself."""
+    return Reference(tiny_engine())
+
+
+def new_drafts() -> list[Engine]:
+    """Drafts in the order of ``DRAFTS``."""
+    return [
+        tiny_engine("twin"),
+        tiny_engine("near", seed=1, noise=0.05),
+        tiny_engine("short", config=tiny_config(shortlist=15), seed=2, noise=0.05),
+        tiny_engine("fp32", seed=3, noise=0.05, dtype=torch.float32),
+        LookupEngine("lookup", max_draft_tokens=K_MAX, vocab_size=VOCAB),
+        ForetoldDraft("liar", lies=True),
+        ForetoldDraft("oracle", lies=False),
+    ]
+
+
+def serve(scenario: Scenario, *watchers: Callable[[Deployment], None]) -> tuple[Deployment, list[Session]]:
+    """Run a scenario to its end; the sessions are in the order of its asks."""
+    deployment = Deployment(
+        tiny_engine(),
+        new_drafts(),
+        Scripted(scenario.script),
+        chunk_tokens=scenario.chunk_tokens,
+        max_active=scenario.max_active,
+        kv_blocks=scenario.kv_blocks,
+        watchers=list(watchers),
+    )
+    sessions: dict[int, Session] = {}
+    for step in range(1 + max(max(ask.arrival, ask.leaves or 0) for ask in scenario.asks)):
+        for number, ask in enumerate(scenario.asks):
+            if ask.arrival == step:
+                session = sessions[number] = deployment.submit(PROMPTS[ask.prompt], ask.max_tokens, ask.sampling)
+                for draft in deployment.drafts[-2:]:
+                    draft.truth[session.id] = plain_text(ask) or reference().greedy(PROMPTS[ask.prompt], ask.max_tokens)
+            if ask.leaves == step:
+                sessions[number].sink.cancelled = True
+        deployment.step()
+    deployment.run()
+    return deployment, [sessions[number] for number in range(len(scenario.asks))]
+
+
+def plain_text(ask: Ask) -> list[int] | None:
+    """The tokens that an ask must have: by the book where greedy, of plain decoding alone where plan-invariant, else unknown."""
+    prompt = PROMPTS[ask.prompt]
+    if ask.sampling.greedy:
+        return reference().greedy(prompt, ask.max_tokens, ask.sampling)
+    if not ask.sampling.coupled:
+        return None
+    deployment = Deployment(tiny_engine())
+    session = deployment.submit(prompt, ask.max_tokens, ask.sampling)
+    deployment.run()
+    return session.sequence.tokens
