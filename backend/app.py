@@ -24,6 +24,7 @@ from backend.ports import BLOCK_TOKENS, Engine, Sequence
 from backend.request import ErrorCode, GenerationRequest, RequestError, SamplingParams
 from backend.session import ReplySink, Session
 from backend.stats import Stats, StepStats
+from backend.switches import SwitchBoard
 from backend.tables import load_tables, timed_engines
 from backend.tokenizer import ByteTokenizer, IncrementalDecoder, Tokenizer, load_tokenizer
 from policy import LatencyTable
@@ -46,6 +47,7 @@ class App:
     orchestrator: Orchestrator
     tokenizer: Tokenizer
     stats: Stats
+    switches: SwitchBoard
     max_context_tokens: int
     close: Callable[[], None]
     _ids: itertools.count[int]
@@ -57,7 +59,9 @@ class App:
         end_ids = self.tokenizer.end_ids if request.end_id is None else frozenset({request.end_id} - {NO_END_ID})
         sampling = sampling_params(request, self.tokenizer, end_ids, self.config.plan_invariant)
         sequence = Sequence(next(self._ids), prompt, len(prompt), sampling)
-        return Session(sequence, request, end_ids, IncrementalDecoder(self.tokenizer.token_bytes), sink)
+        session = Session(sequence, request, end_ids, IncrementalDecoder(self.tokenizer.token_bytes), sink)
+        session.control = self.switches.current().in_control(session.id)
+        return session
 
 
 def sampling_params(request: GenerationRequest, tokenizer: Tokenizer, end_ids: frozenset[int], plan_invariant: str) -> SamplingParams:
@@ -111,11 +115,12 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
     drafts = [_engine(draft, config, threads) for draft in config.drafts]
     stats = Stats()
     step_stats = StepStats(stats)
+    switches = SwitchBoard(config, step_stats)
     ledger = KVLedger({e.name: e.limits.kv_blocks for e in (target, *drafts)}, headroom_tokens=config.policy.k_max + 1)
     orchestrator = Orchestrator(
         target,
         Drafting(drafts, step_stats, monotonic),
-        _policy(config, drafts, tables),
+        policy.SwitchedPolicy(_policy(config, drafts, tables), switches.current),
         ledger,
         Admission(ledger, config.limits.max_active_requests, config.limits.max_queued_requests),
         step_stats,
@@ -131,7 +136,7 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
             engine.close()
 
     max_context = min(config.limits.max_context_tokens, target.limits.max_context_tokens)
-    return App(config, orchestrator, tokenizer, stats, max_context, close, itertools.count(1))
+    return App(config, orchestrator, tokenizer, stats, switches, max_context, close, itertools.count(1))
 
 
 def model_path(engine: EngineConfig) -> Path:

@@ -82,6 +82,17 @@ class LogConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SwitchesConfig:
+    """How the operators' switches stand at start (see ``policy.Switches``); the administrative interface sets them live."""
+
+    speculation: str = _setting("on", choices=("on", "off", "shadow"))
+    canary_share: float = _setting(1.0, low=0.0, high=1.0)
+    fixed_draft: str = ""
+    fixed_length: int = _setting(0, low=0, high=64)
+    inter_token_cap_s: float = _setting(0.0, low=0.0, high=3600.0)
+
+
+@dataclass(frozen=True, slots=True)
 class ServingConfig:
     """A whole deployment. ``threads`` is a number of CPU threads or ``auto`` (whichever of 1 and all cores was measured faster).
 
@@ -91,6 +102,7 @@ class ServingConfig:
     target: EngineConfig = field(default_factory=EngineConfig)
     drafts: tuple[EngineConfig, ...] = ()
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    switches: SwitchesConfig = field(default_factory=SwitchesConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     triton: TritonConfig = field(default_factory=TritonConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -131,7 +143,23 @@ def parse_config(raw: Any) -> ServingConfig:
             raise ConfigError(f"{where}.model must name a folder or {EMBEDDED_MODEL!r}, got {engine.model!r}")
     if config.policy.kind == "fixed" and config.policy.draft not in names[1:]:
         raise ConfigError(f"policy.draft must be one of {names[1:]}, got {config.policy.draft!r}")
+    _check_switches(config.switches, config)
     return config
+
+
+def parse_switches(raw: Any, config: ServingConfig) -> SwitchesConfig:
+    """Check switches set live as those of ``config`` are. Raises ConfigError naming key and value."""
+    switches: SwitchesConfig = _build(SwitchesConfig, raw, "switches")
+    _check_switches(switches, config)
+    return switches
+
+
+def _check_switches(switches: SwitchesConfig, config: ServingConfig) -> None:
+    names, k_max = [draft.name for draft in config.drafts], config.policy.k_max
+    if switches.fixed_length > k_max:
+        raise ConfigError(f"switches.fixed_length must be at most policy.k_max {k_max}, got {switches.fixed_length}")
+    if switches.fixed_draft not in names and (switches.fixed_length or switches.fixed_draft):
+        raise ConfigError(f"switches.fixed_draft must be one of {names}, got {switches.fixed_draft!r}")
 
 
 def _build(cls: type[Any], raw: Any, path: str) -> Any:

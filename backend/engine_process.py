@@ -12,7 +12,7 @@ from pathlib import Path
 from time import perf_counter
 from types import FrameType
 
-from backend import cache
+from backend import cache, wire
 from backend.app import App, build
 from backend.config import LogConfig, load_config
 from backend.log_format import set_up_logging
@@ -72,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(arguments.config)
         set_up_logging("engine", config.log)
         app = build(config)
+        app.switches.keep_in(arguments.socket.with_suffix(wire.SWITCHES_SUFFIX))
         warm_up(app)
     except (cache.CacheError, OSError, ValueError, RuntimeError) as error:
         logger.error("cannot start: %s", error)

@@ -1,6 +1,7 @@
 """The metric families of the service: the engine process names them, the Triton model ``spindle`` exports them on ``/metrics``.
 
-Counters and histograms only count; rates are the reader's. Acceptance per position is
+Counters and histograms only count; rates are the reader's. ``arm`` is whose choice was applied: ``planner`` or, in a canary, ``fixed``;
+``off`` and ``shadow`` while speculation is. Acceptance per position is
 ``rate(spindle_accepted_tokens_by_position_total) / rate(spindle_draft_tokens_by_position_total)``.
 """
 
@@ -39,20 +40,26 @@ _C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
 
 FAMILIES: tuple[Family, ...] = (
     Family("spindle_steps_total", _C, "Steps of the in-flight batch"),
-    Family("spindle_draft_tokens_total", _C, "Tokens proposed, by draft", ("draft",)),
-    Family("spindle_accepted_tokens_total", _C, "Proposed tokens accepted by the target, by draft", ("draft",)),
+    Family("spindle_draft_tokens_total", _C, "Tokens proposed, by draft and arm", ("draft", "arm")),
+    Family("spindle_accepted_tokens_total", _C, "Proposed tokens accepted by the target, by draft and arm", ("draft", "arm")),
     Family("spindle_draft_tokens_by_position_total", _C, "Tokens proposed, by draft and position (from 1)", ("draft", "position")),
     Family("spindle_accepted_tokens_by_position_total", _C, "Proposed tokens accepted, by draft and position", ("draft", "position")),
-    Family("spindle_emitted_tokens_total", _C, "Tokens emitted (accepted and bonus), by the draft of their step", ("draft",)),
+    Family("spindle_emitted_tokens_total", _C, "Tokens emitted (accepted and bonus), by the draft of their step and arm", ("draft", "arm")),
     Family("spindle_requests_total", _C, "Requests that got their final reply, by outcome", ("outcome",)),
     Family("spindle_fallback_total", _C, "Times the service did less than configured, by reason", ("reason",)),
-    Family("spindle_draft_length", _H, "Planned speculation length per request and step, in tokens", ("draft",), _LENGTH_BUCKETS),
+    Family("spindle_draft_length", _H, "Planned speculation length per request and step, in tokens", ("draft", "arm"), _LENGTH_BUCKETS),
     Family("spindle_batch_size", _H, "Requests per step", (), _BATCH_BUCKETS),
     Family("spindle_step_seconds", _H, "Measured time of a step", (), _STEP_BUCKETS_S),
     Family("spindle_step_predicted_seconds", _H, "Predicted time of a step", (), _STEP_BUCKETS_S),
     Family("spindle_planning_seconds", _H, "Time spent planning a step", (), _PLANNING_BUCKETS_S),
-    Family("spindle_time_to_first_token_seconds", _H, "Arrival to first emission of a request", (), _FIRST_TOKEN_BUCKETS_S),
-    Family("spindle_inter_token_seconds", _H, "Time between two emissions of a request", (), _STEP_BUCKETS_S),
+    Family("spindle_time_to_first_token_seconds", _H, "Arrival to first emission of a request", ("arm",), _FIRST_TOKEN_BUCKETS_S),
+    Family("spindle_inter_token_seconds", _H, "Time between two emissions of a request", ("arm",), _STEP_BUCKETS_S),
+    Family("spindle_shadow_draft_length", _H, "Length that the planner would have chosen in the shadow", ("draft",), _LENGTH_BUCKETS),
+    Family("spindle_shadow_predicted_seconds_total", _C, "Predicted time of the steps that the planner would have chosen in the shadow"),
+    Family("spindle_shadow_predicted_tokens_total", _C, "Tokens that those steps were expected to emit"),
+    Family("spindle_speculation_mode", _G, "Whether speculation is on, off or in the shadow", ("mode",)),
+    Family("spindle_canary_share", _G, "Share of the requests that follow the planner"),
+    Family("spindle_inter_token_cap_seconds", _G, "Longest step that the planner may choose; 0: no cap"),
     Family("spindle_active_requests", _G, "Requests in the in-flight batch"),
     Family("spindle_queued_requests", _G, "Requests waiting for admission"),
     Family("spindle_latency_drift", _G, "Measured over predicted time, by part of the step", ("part",)),

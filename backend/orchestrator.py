@@ -202,6 +202,7 @@ class Orchestrator:
             ready=np.ones(len(rows), np.bool_),
             prefill_tokens=batch.prefill_tokens,
             queued=len(self._admission),
+            control=np.array([s.control for s in rows], np.bool_),
         )
 
     def _most(self, session: Session) -> int:
@@ -263,6 +264,7 @@ class Orchestrator:
             return  # a prefill chunk
         session.drafted += len(proposals.chosen.tokens) if proposals.chosen else 0
         session.accepted += min(completion.accepted, taken)
+        log.control.append(session.control)
         log.record(session.id, proposals.chosen, completion.accepted, taken, _rule(session.sequence.sampling))
         for unused in proposals.unused:
             log.record_free(session.id, unused, completion.tokens[:taken])
@@ -270,7 +272,8 @@ class Orchestrator:
 
     def _emit(self, session: Session, log: StepLog) -> None:
         now = self._clock()
-        self._stats.emission(now - session.arrived_s, None if session.last_commit_s is None else now - session.last_commit_s)
+        since_last_s = None if session.last_commit_s is None else now - session.last_commit_s
+        self._stats.emission(now - session.arrived_s, since_last_s, session.control)
         session.last_commit_s = now
         if session.finish_reason is not None:
             self._release(session, log)
@@ -309,7 +312,7 @@ class Orchestrator:
                 self._stats.fallback("policy_error")
                 self._policy_state = self._policy.start()
         if plan is not None:
-            self._stats.step(plan, outcome, self._drafting.names)
+            self._stats.step(plan, outcome, self._drafting.names, log.control)
         self._stats.state(*self.counts(), self._policy.drift(self._policy_state))
 
 

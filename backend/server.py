@@ -16,6 +16,7 @@ from typing import Any
 
 from backend import wire
 from backend.app import App
+from backend.config import ConfigError
 from backend.request import ErrorCode, FinishReason, GenerationRequest, RequestError
 from backend.session import Delta, Usage
 
@@ -266,8 +267,20 @@ class Server:
             ticket.error(ErrorCode.INTERNAL, f"the request could not be prepared ({type(error).__name__})")
 
     def _admin(self, command: Any) -> dict[str, Any]:
-        if command != "health":
-            return {"error": f"unknown command {command!r}; known: health"}
+        """Return the reply to a command of the administrative interface."""
+        match command.split() if isinstance(command, str) else []:
+            case ["health"]:
+                return self._health()
+            case ["switches"]:
+                return self._app.switches.show()
+            case ["set", *words]:
+                try:
+                    return self._app.switches.set(words)
+                except ConfigError as error:
+                    return {"error": str(error)}
+        return {"error": f"unknown command {command!r}; known: health, switches, set key=value ..."}
+
+    def _health(self) -> dict[str, Any]:
         active, waiting = self._app.orchestrator.counts()
         uptime_s = round(monotonic() - self._started_s, 3)
         return {"status": "ok", "active": active, "waiting": waiting, "uptime_s": uptime_s, "pid": os.getpid()}

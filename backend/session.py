@@ -77,6 +77,7 @@ class Session:
         self.output_tokens = 0
         self.drafted = 0
         self.accepted = 0
+        self.control = False  # of a canary's two arms the one that takes the fixed choice
         self.arrived_s = 0.0
         self.last_commit_s: float | None = None
         self._end_ids = end_ids

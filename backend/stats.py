@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from policy import NO_DRAFT, Outcome, Plan
+from policy import NO_DRAFT, Outcome, Plan, Switches
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -62,6 +62,15 @@ class StepStats:
 
     def __init__(self, stats: Stats) -> None:
         self._stats = stats
+        self._switches = Switches()
+
+    def switches(self, switches: Switches) -> None:
+        """Set the gauges of the switches; what is counted from now on is labelled by them (any thread)."""
+        self._switches = switches
+        for mode in ("on", "off", "shadow"):
+            self._stats.gauge("spindle_speculation_mode", float(mode == switches.speculation), mode=mode)
+        self._stats.gauge("spindle_canary_share", switches.canary_share)
+        self._stats.gauge("spindle_inter_token_cap_seconds", switches.inter_token_cap_s)
 
     def request(self, outcome: str) -> None:
         """Count a request that got its final reply."""
@@ -71,12 +80,13 @@ class StepStats:
         """Count an event that made the service do less than it was configured to."""
         self._stats.count("spindle_fallback_total", reason=reason)
 
-    def emission(self, since_arrival_s: float, since_last_s: float | None) -> None:
+    def emission(self, since_arrival_s: float, since_last_s: float | None, control: bool) -> None:
         """Record one emission of a request (one or more tokens): the first one is its time to first token."""
+        arm = self._switches.arm(control)
         if since_last_s is None:
-            self._stats.observe("spindle_time_to_first_token_seconds", since_arrival_s)
+            self._stats.observe("spindle_time_to_first_token_seconds", since_arrival_s, arm=arm)
         else:
-            self._stats.observe("spindle_inter_token_seconds", since_last_s)
+            self._stats.observe("spindle_inter_token_seconds", since_last_s, arm=arm)
 
     def state(self, active: int, queued: int, drift: dict[str, float]) -> None:
         """Set the gauges: load, and measured over predicted time by part of the step."""
@@ -85,25 +95,34 @@ class StepStats:
         for part, ratio in drift.items():
             self._stats.gauge("spindle_latency_drift", ratio, part=part)
 
-    def step(self, plan: Plan, outcome: Outcome, drafts: tuple[str, ...]) -> None:
-        """Record one step."""
+    def step(self, plan: Plan, outcome: Outcome, drafts: tuple[str, ...], control: list[bool]) -> None:
+        """Record one step; ``control`` says of each row of the outcome whether it is of the control arm."""
         self._stats.count("spindle_steps_total")
         self._stats.observe("spindle_batch_size", len(plan.length))
         self._stats.observe("spindle_step_seconds", outcome.measured_s)
         self._stats.observe("spindle_step_predicted_seconds", plan.predicted_s)
         self._stats.observe("spindle_planning_seconds", outcome.parts_s.get("planning", 0.0))
-        for d in np.unique(outcome.draft):
-            rows = outcome.draft == d
-            self._draft(drafts[d] if d != NO_DRAFT else "none", outcome.length[rows], outcome.accepted[rows], outcome.emitted[rows])
+        if plan.shadow is not None:
+            self._shadow(plan.shadow, drafts)
+        for d, theirs in sorted(set(zip(outcome.draft.tolist(), control, strict=True))):
+            rows = (outcome.draft == d) & (np.array(control) == theirs)
+            name, arm = drafts[d] if d != NO_DRAFT else "none", self._switches.arm(theirs)
+            self._draft(name, arm, outcome.length[rows], outcome.accepted[rows], outcome.emitted[rows])
 
-    def _draft(self, name: str, length: Any, accepted: Any, emitted: Any) -> None:
-        self._stats.count("spindle_emitted_tokens_total", int(emitted.sum()), draft=name)
+    def _shadow(self, plan: Plan, drafts: tuple[str, ...]) -> None:
+        for d, k in zip(plan.draft.tolist(), plan.length.tolist(), strict=True):
+            self._stats.observe("spindle_shadow_draft_length", k, draft=drafts[d] if k else "none")
+        self._stats.count("spindle_shadow_predicted_seconds_total", plan.predicted_s)
+        self._stats.count("spindle_shadow_predicted_tokens_total", plan.predicted_tokens)
+
+    def _draft(self, name: str, arm: str, length: Any, accepted: Any, emitted: Any) -> None:
+        self._stats.count("spindle_emitted_tokens_total", int(emitted.sum()), draft=name, arm=arm)
         for k in length:
-            self._stats.observe("spindle_draft_length", int(k), draft=name)
+            self._stats.observe("spindle_draft_length", int(k), draft=name, arm=arm)
         if name == "none":
             return
-        self._stats.count("spindle_draft_tokens_total", int(length.sum()), draft=name)
-        self._stats.count("spindle_accepted_tokens_total", int(accepted.sum()), draft=name)
+        self._stats.count("spindle_draft_tokens_total", int(length.sum()), draft=name, arm=arm)
+        self._stats.count("spindle_accepted_tokens_total", int(accepted.sum()), draft=name, arm=arm)
         for position in range(1, int(length.max()) + 1):
             labels = {"draft": name, "position": str(position)}
             self._stats.count("spindle_draft_tokens_by_position_total", int((length >= position).sum()), **labels)

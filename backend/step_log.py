@@ -24,6 +24,7 @@ class StepLog:
     parts_s: dict[str, float] = field(default_factory=dict)
     rows: list[tuple[int, int, int, int, int, int, int]] = field(default_factory=list)
     free: list[tuple[int, int, int, int]] = field(default_factory=list)
+    control: list[bool] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
     started_s: float = field(default_factory=perf_counter)
 

@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from typing import Any
 
 VERSION = 1
+SWITCHES_SUFFIX = ".switches"
+"""Of the file beside the socket in which switches set live outlast an engine process; a server that starts removes it."""
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 
 Message = dict[str, Any]

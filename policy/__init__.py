@@ -6,6 +6,7 @@ from .latency import LatencyCurve, LatencyError, LatencyModel, LatencyTable, Pro
 from .plan import NO_DRAFT, Outcome, Plan, Policy, Rule, View
 from .planner import AdaptivePlanner, PlannerConfig, PlannerState
 from .published import AcceptanceAverage, SmartSpec, SpinSelection
+from .switched import SwitchedPolicy, SwitchedState, Switches
 
 __all__ = [
     "NO_DRAFT",
@@ -29,5 +30,8 @@ __all__ = [
     "Rule",
     "SmartSpec",
     "SpinSelection",
+    "SwitchedPolicy",
+    "SwitchedState",
+    "Switches",
     "View",
 ]

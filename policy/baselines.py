@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from .plan import NO_DRAFT, IntArray, Outcome, Plan, View
+from .plan import NO_DRAFT, IntArray, Outcome, Plan, Policy, View
 
 
-class _Stateless:
+class _Stateless(Policy):
     """A planner whose state is nothing."""
 
     def start(self) -> None:
@@ -19,10 +19,6 @@ class _Stateless:
     def observe(self, outcome: Outcome, state: None, now: float) -> None:
         """Learn nothing."""
         del outcome, state, now
-
-    def stand_by(self, view: View, state: None) -> None:
-        """Remember nothing."""
-        del view, state
 
     def drift(self, state: None) -> dict[str, float]:
         """Return nothing: no time is predicted."""

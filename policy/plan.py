@@ -113,7 +113,10 @@ class Outcome:
 
 
 class Policy(Protocol):
-    """A planner: pure functions of (view, state, now, rng); the state is opaque to the caller and never mutated in place."""
+    """A planner: pure functions of (view, state, now, rng); the state is opaque to the caller and never mutated in place.
+
+    What has a body here is enough for a policy that inherits it.
+    """
 
     def start(self) -> Any:
         """Return the state before the first step."""
@@ -129,7 +132,8 @@ class Policy(Protocol):
 
     def stand_by(self, view: View, state: Any) -> Any:
         """Return the state before a step that is planned by someone else: ``observe`` learns from it what does not depend on that."""
-        ...
+        del view
+        return state
 
     def drift(self, state: Any) -> dict[str, float]:
         """Return measured over predicted time by part of the step, for metrics; empty for a policy that predicts nothing."""

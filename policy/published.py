@@ -14,7 +14,7 @@ import numpy as np
 
 from .baselines import same_for_all
 from .latency import LatencyCurve, LatencyModel
-from .plan import NO_DRAFT, FloatArray, IntArray, Outcome, Plan, View
+from .plan import NO_DRAFT, FloatArray, IntArray, Outcome, Plan, Policy, View
 
 _FIT_TOKENS = 512
 _WINDOW_STEPS = 100
@@ -56,7 +56,7 @@ class SmartSpecState:
     window: tuple[tuple[int, int], ...] = ()
 
 
-class SmartSpec:
+class SmartSpec(Policy):
     """SmartSpec as its published code decides: one draft, one acceptance rate alpha, one length k for the whole batch.
 
     Every ``update_steps`` steps k = 0, 1, ... are scored by goodput V/T and the scan stops at the first that is no better; k = 0 counts
@@ -129,7 +129,7 @@ class EmaSlot:
     steps: int = 0
 
 
-class AcceptanceAverage:
+class AcceptanceAverage(Policy):
     """SGLang's adaptive ``num_steps``: an average of accepted tokens moves the length through a few candidates, by batch range.
 
     ``candidates`` maps the smallest batch of each range to its lengths (defaults as there). The average moves with each step's mean by
@@ -206,7 +206,7 @@ class SpinState:
     workload: FloatArray = field(default_factory=lambda: np.zeros((2, 0)))
 
 
-class SpinSelection:
+class SpinSelection(Policy):
     """SPIN's selection alone: explore then commit, in epochs, with a fixed length. SPIN's own epoch lengths are not public.
 
     An epoch begins with slots in which every request gets a random draft; for its rest a request keeps the draft by which most of its

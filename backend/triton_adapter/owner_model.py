@@ -20,7 +20,7 @@ from backend.triton_adapter.metrics import MetricExporter
 from backend.triton_adapter.paths import config_path, socket_path
 from backend.triton_adapter.responder import Responder, inputs_of
 from backend.triton_adapter.stub import set_up_stub
-from backend.wire import Message
+from backend.wire import SWITCHES_SUFFIX, Message
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ class TritonPythonModel:
         self._heard_s = monotonic()
         path = socket_path(args)
         path.unlink(missing_ok=True)
+        path.with_suffix(SWITCHES_SUFFIX).unlink(missing_ok=True)
         self._link = EngineLink(path, self._received, self._engine_lost, greeting=({"type": "subscribe"},))
         self._child = EngineChild(config_path(args), path)
         self._child.start()

@@ -98,11 +98,11 @@ def test_a_run_ends_at_the_edge_of_the_context(policy):
     ],
 )
 def test_the_configured_policy_is_built(settings, kind):
-    assert isinstance(build(parse_config({**FAKE, "policy": settings})).orchestrator._policy, kind)
+    assert isinstance(build(parse_config({**FAKE, "policy": settings})).orchestrator._policy.policy, kind)
 
 
 def test_a_deployment_without_drafts_does_not_speculate():
-    assert isinstance(build(parse_config({"target": {"engine": "fake"}})).orchestrator._policy, NoSpeculation)
+    assert isinstance(build(parse_config({"target": {"engine": "fake"}})).orchestrator._policy.policy, NoSpeculation)
 
 
 def test_a_missing_latency_table_is_an_error_that_names_the_engine():

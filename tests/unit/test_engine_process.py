@@ -143,7 +143,7 @@ def test_statistics_reach_a_subscriber(start):
             counters[key] = counters.get(key, 0) + value
     emitted = sum(value for key, value in counters.items() if key[0] == "spindle_emitted_tokens_total")
     assert emitted == 40
-    assert 0 < counters["spindle_accepted_tokens_total", "d0"] <= counters["spindle_draft_tokens_total", "d0"]
+    assert 0 < counters["spindle_accepted_tokens_total", "planner", "d0"] <= counters["spindle_draft_tokens_total", "planner", "d0"]
 
 
 def test_sigterm_answers_what_is_in_flight_and_refuses_what_is_new(start):

@@ -61,13 +61,13 @@ def test_deltas_add_up_gauges_are_set_and_observations_recorded(exporter, made):
     for _ in range(2):
         exporter.update(
             message(
-                [["spindle_steps_total", {}, 3], ["spindle_draft_tokens_total", {"draft": "a"}, 5]],
+                [["spindle_steps_total", {}, 3], ["spindle_requests_total", {"outcome": "a"}, 5]],
                 [["spindle_active_requests", {}, 4]],
                 [["spindle_batch_size", {}, [1, 2]]],
             )
         )
     assert made["spindle_steps_total"].series[()].value == 6
-    assert made["spindle_draft_tokens_total"].series[("draft", "a"),].value == 10
+    assert made["spindle_requests_total"].series[("outcome", "a"),].value == 10
     assert made["spindle_active_requests"].series[()].value == 4
     assert made["spindle_batch_size"].series[()].values == [1, 2, 1, 2]
 

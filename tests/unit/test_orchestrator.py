@@ -141,7 +141,7 @@ def test_usage_counts_what_was_drafted_and_accepted():
     assert (usage.input_tokens, usage.output_tokens) == (8, 40)
     assert usage.drafted == usage.accepted > 10
     counters = world.counters()
-    assert counters["spindle_accepted_tokens_total", "draft0"] == usage.accepted
+    assert counters["spindle_accepted_tokens_total", "planner", "draft0"] == usage.accepted
     assert counters["spindle_requests_total", "success"] == 1
 
 

@@ -1,0 +1,92 @@
+"""The operators' switches through a real tritonserver: the model ``spindle`` takes commands, the metrics say what they did."""
+
+import json
+import os
+import signal
+
+import pytest
+
+
+@pytest.fixture
+def command(service):
+    def send(text):
+        status, body = service.post("/v2/models/spindle/generate", {"command": text})
+        assert status == 200, body
+        return json.loads(json.loads(body)["reply"])
+
+    started = send("switches")
+    yield send
+    send("set " + " ".join(f"{key}={value}" for key, value in started.items()))
+
+
+def drafted(service, **labels):
+    return service.metric("spindle_draft_tokens_total", **labels)
+
+
+def settled(service, emitted_before, tokens):
+    """Wait until the figures of what was just served have arrived."""
+    service.wait_until(lambda: service.metric("spindle_emitted_tokens_total") >= emitted_before + tokens, 5)
+
+
+def test_speculation_is_switched_off_and_on_while_it_serves(service, command, reference_text):
+    before, emitted = drafted(service), service.metric("spindle_emitted_tokens_total")
+    assert command("set speculation=off")["speculation"] == "off"
+    status, reply = service.generate("switched off", 40, exclude_input_in_output=True)
+    assert (status, reply["text_output"]) == (200, reference_text("switched off", 40))
+    settled(service, emitted, 40)
+    assert drafted(service) == before
+    assert service.metric("spindle_speculation_mode", mode="off") == 1
+    command("set speculation=on")
+    assert service.generate("switched on", 40)[0] == 200
+    settled(service, emitted, 80)
+    assert drafted(service) > before
+
+
+def test_the_shadow_decides_and_records_and_applies_nothing(service, command):
+    before, emitted = drafted(service), service.metric("spindle_emitted_tokens_total")
+    command("set speculation=shadow")
+    assert service.generate("in the shadow", 40)[0] == 200
+    settled(service, emitted, 40)
+    assert drafted(service) == before
+    assert service.metric("spindle_shadow_draft_length_count") >= 39
+    assert service.metric("spindle_emitted_tokens_total", arm="shadow") >= 40
+
+
+def test_both_arms_of_a_canary_have_their_figures(service, command):
+    emitted = service.metric("spindle_emitted_tokens_total")
+    command("set canary_share=0.5 fixed_draft=poor fixed_length=3")
+    for number in range(12):
+        assert service.generate(f"request {number}", 20)[0] == 200
+    settled(service, emitted, 240)
+    for arm in ("planner", "fixed"):
+        assert service.metric("spindle_emitted_tokens_total", arm=arm) >= 20
+        assert service.metric("spindle_time_to_first_token_seconds_count", arm=arm) >= 1
+        assert service.metric("spindle_inter_token_seconds_count", arm=arm) > 0
+    assert drafted(service, arm="fixed", draft="poor") > 0
+    assert drafted(service, arm="fixed", draft="good") == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("set speculation=sometimes", ["switches.speculation", "sometimes"]),
+        ("set fixed_length=2", ["switches.fixed_draft", "good", "poor"]),
+        ("switch off", ["switch off", "health, switches, set"]),
+    ],
+)
+def test_a_bad_command_is_answered_with_what_is_wrong(command, text, words):
+    reply = command(text)
+    assert all(word in reply["error"] for word in words)
+
+
+def test_the_kill_switch_outlasts_a_crash_of_the_engine_process(service, command):
+    command("set speculation=off")
+    pid = service.health()["pid"]
+    os.kill(pid, signal.SIGKILL)
+
+    def restarted():
+        status, body = service.post("/v2/models/spindle/generate", {"command": "health"})
+        return status == 200 and json.loads(json.loads(body)["reply"])["pid"] != pid
+
+    service.wait_until(restarted, 30)
+    assert command("switches")["speculation"] == "off"
