@@ -27,6 +27,7 @@ from backend.stats import Stats, StepStats
 from backend.switches import SwitchBoard
 from backend.tables import load_tables, timed_engines
 from backend.tokenizer import ByteTokenizer, IncrementalDecoder, Tokenizer, load_tokenizer
+from backend.tracing import Tracing
 from policy import LatencyTable
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
@@ -48,6 +49,7 @@ class App:
     tokenizer: Tokenizer
     stats: Stats
     switches: SwitchBoard
+    tracing: Tracing
     max_context_tokens: int
     close: Callable[[], None]
     _ids: itertools.count[int]
@@ -131,12 +133,15 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
         seed=config.policy.seed,
     )
 
+    tracing = Tracing(step_stats)
+
     def close() -> None:
+        tracing.close()
         for engine in (target, *drafts):
             engine.close()
 
     max_context = min(config.limits.max_context_tokens, target.limits.max_context_tokens)
-    return App(config, orchestrator, tokenizer, stats, switches, max_context, close, itertools.count(1))
+    return App(config, orchestrator, tokenizer, stats, switches, tracing, max_context, close, itertools.count(1))
 
 
 def model_path(engine: EngineConfig) -> Path:

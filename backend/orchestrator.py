@@ -166,6 +166,8 @@ class Orchestrator:
                 self._fail(session, ErrorCode.UNAVAILABLE, f"the request has not ended within {limit}", log)
         for session in self._admission.admit(len(self._active)):
             self._active[session.id] = session
+            if session.trace is not None:
+                session.trace.enter("prefill")
 
     def _next_batch(self, log: StepLog) -> Batch:
         """Split the requests that are not in flight into decoding rows and prompts, the latter cut to the step's token budget."""
@@ -181,7 +183,7 @@ class Orchestrator:
                 end = len(session.sequence.tokens) - unseen + chunk
                 batch.prefill.append(Turn(session.sequence, end, run=int(chunk == unseen)))
                 batch.prefill_tokens += chunk
-        log.prefill_tokens = batch.prefill_tokens
+        log.batch_size, log.prefill_tokens = len(batch.decoding) + len(batch.prefill), batch.prefill_tokens
         return batch
 
     # -- plan
@@ -260,6 +262,8 @@ class Orchestrator:
     def _take(self, session: Session, completion: Completion, proposals: Proposals, log: StepLog) -> None:
         session.sequence.attempt += 1
         taken = session.commit(completion.tokens, completion.log_probs)
+        if session.trace is not None:
+            session.trace.step(log, proposals.chosen, min(completion.accepted, taken), taken)
         if not taken:
             return  # a prefill chunk
         session.drafted += len(proposals.chosen.tokens) if proposals.chosen else 0

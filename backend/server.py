@@ -18,6 +18,7 @@ from backend import wire
 from backend.app import App
 from backend.config import ConfigError
 from backend.request import ErrorCode, FinishReason, GenerationRequest, RequestError
+from backend.request_trace import RequestTrace
 from backend.session import Delta, Usage
 
 logger = logging.getLogger(__name__)
@@ -53,10 +54,11 @@ class Connection:
 
 
 class Ticket:
-    """A request's ``ReplySink``: it turns replies into frames and lets exactly one final reply through."""
+    """A request's ``ReplySink``: it turns replies into frames and lets exactly one final reply through, which also ends its trace."""
 
-    def __init__(self, server: Server, connection: Connection, request_id: int) -> None:
+    def __init__(self, server: Server, connection: Connection, request_id: int, trace: RequestTrace | None) -> None:
         self.cancelled = False
+        self.trace = trace
         self._server = server
         self._connection = connection
         self._id = request_id
@@ -86,10 +88,12 @@ class Ticket:
     def _close(self, message: wire.Message) -> None:
         if self._connection.tickets.pop(self._id, None) is not None:
             self._server.post(self._connection, {**message, "id": self._id})
+            if self.trace is not None:
+                self._server.ended(self.trace, message)
 
 
 class Server:
-    """Serves the wire until stopped. ``post`` may be called from any thread, all else runs on the IO thread."""
+    """Serves the wire until stopped. ``post`` and ``ended`` may be called from any thread, all else runs on the IO thread."""
 
     def __init__(self, app: App, path: Path) -> None:
         self._app = app
@@ -111,6 +115,11 @@ class Server:
         if not self._wake_sent:
             self._wake_sent = True
             self._waker.send(b"x")
+
+    def ended(self, trace: RequestTrace, message: wire.Message) -> None:
+        """Note a traced request's last message (any thread)."""
+        trace.end(message)
+        self._app.tracing.finish(trace)
 
     def drain(self, limit_s: float) -> None:
         """Refuse new requests; ``serve`` returns when the others are answered, ``limit_s`` from now at the latest."""
@@ -235,7 +244,7 @@ class Server:
             wire.check_hello(message)
             connection.greeted = True
         elif kind == "submit":
-            self._submit(connection, request_id, message["request"])
+            self._submit(connection, request_id, message["request"], self._app.tracing.begin(message.get("trace")))
         elif kind == "cancel":
             ticket = connection.tickets.get(request_id)
             if ticket is not None:  # else its last reply has just crossed the cancellation
@@ -248,8 +257,8 @@ class Server:
         else:
             raise wire.WireError(f"unknown message type {kind!r}")
 
-    def _submit(self, connection: Connection, request_id: int, body: dict[str, Any]) -> None:
-        ticket = Ticket(self, connection, request_id)
+    def _submit(self, connection: Connection, request_id: int, body: dict[str, Any], trace: RequestTrace | None) -> None:
+        ticket = Ticket(self, connection, request_id, trace)
         connection.tickets[request_id] = ticket
         if self._drain_until_s is not None:
             ticket.error(ErrorCode.UNAVAILABLE, "the server is shutting down")
@@ -259,7 +268,12 @@ class Server:
     def _tokenise(self, ticket: Ticket, body: dict[str, Any]) -> None:
         """Make a session of a request and hand it to the loop (tokeniser thread)."""
         try:
-            self._app.orchestrator.submit(self._app.session(GenerationRequest.from_wire(body), ticket))
+            session = self._app.session(GenerationRequest.from_wire(body), ticket)
+            if ticket.trace is not None:
+                session.trace = ticket.trace
+                session.trace.attributes["gen_ai.request.max_tokens"] = session.request.max_tokens
+                session.trace.enter("queue")
+            self._app.orchestrator.submit(session)
         except RequestError as error:
             ticket.error(error.code, error.message)
         except Exception as error:

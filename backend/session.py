@@ -8,6 +8,7 @@ from typing import Protocol
 
 from backend.ports import Sequence
 from backend.request import ErrorCode, FinishReason, GenerationRequest
+from backend.request_trace import RequestTrace
 
 
 class Decoder(Protocol):
@@ -73,6 +74,7 @@ class Session:
         self.sequence = sequence
         self.request = request
         self.sink = sink
+        self.trace: RequestTrace | None = None
         self.finish_reason: FinishReason | None = None
         self.output_tokens = 0
         self.drafted = 0

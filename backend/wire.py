@@ -3,12 +3,13 @@
 A frame is a 4-byte big-endian length, then a UTF-8 JSON object ``{"type": ..., ...}``. The first frame of either side is ``hello`` with the
 protocol version; a mismatch closes the connection with an error that names both versions.
 
-stub -> engine   hello{version}  submit{id, request}  cancel{id}  admin{id, command}  subscribe{}
+stub -> engine   hello{version}  submit{id, request, trace}  cancel{id}  admin{id, command}  subscribe{}
 engine -> stub   hello{version, info}  chunk{id, text}  final{id, text, finish_reason, num_input_tokens, num_output_tokens, draft_tokens,
                  accepted_draft_tokens}  error{id, code, message}  admin{id, reply}  stats{counters, observations, gauges}
 
 ``id`` is chosen by the stub, unique in its connection. Every ``submit`` is answered by exactly one ``final`` or ``error``; the ``chunk``s
-of a streaming request come before it. ``final.text`` is the last delta of a streaming request, the whole text of another.
+of a streaming request come before it. ``trace`` comes with a request that Triton traces (its context: ``traceparent``
+and, if there is one, ``tracestate``). ``final.text`` is the last delta of a streaming request, the whole text of another.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from backend.request import ErrorCode
@@ -36,6 +37,12 @@ class Responder:
     def is_cancelled(self) -> bool:
         """Return whether the client has gone."""
         return bool(self._sender.is_cancelled())
+
+
+def trace_context_of(request: Any) -> dict[str, str] | None:
+    """Return the context (W3C ``traceparent``) of a Triton request that is traced in mode ``opentelemetry``; None for any other."""
+    context = request.trace().get_context()
+    return json.loads(context) if context else None
 
 
 def inputs_of(request: Any) -> dict[str, Array]:

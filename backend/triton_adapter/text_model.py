@@ -15,9 +15,10 @@ from backend.request import ErrorCode, RequestError
 from backend.triton_adapter.codec import decode
 from backend.triton_adapter.link import EngineLink
 from backend.triton_adapter.paths import socket_path
-from backend.triton_adapter.responder import Responder, inputs_of
+from backend.triton_adapter.responder import Responder, inputs_of, trace_context_of
 from backend.triton_adapter.sender import Reply, Senders
 from backend.triton_adapter.stub import set_up_stub
+from backend.wire import Message
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +60,16 @@ class TritonPythonModel:
 
     def _forward(self, request: Any, sender: Responder) -> None:
         body, wanted = decode(inputs_of(request), request.parameters(), decoupled=self._decoupled)
+        message: Message = {"type": "submit", "request": body.to_wire()}
+        if (context := trace_context_of(request)) is not None:
+            message["trace"] = context
         self._link.wait()
         request_id = next(self._ids)
         with self._registering:  # a connection is lost before or after, never between: see _engine_lost
             limit_s = self._link.info.get("max_request_s", 0.0)  # without an engine nothing can be sent anyway
             self._senders.open(Reply(request_id, sender, wanted, monotonic() + limit_s + DEADLINE_GRACE_S))
             try:
-                self._link.send({"type": "submit", "id": request_id, "request": body.to_wire()})
+                self._link.send(message | {"id": request_id})
             except RequestError as error:
                 self._senders.fail(request_id, error.code, error.message)
 

@@ -14,6 +14,7 @@ from backend.triton_adapter.launcher import settings as settings_module
 from backend.triton_adapter.launcher import supervisor
 from backend.triton_adapter.launcher.processes import command_line, descendants, is_running, kill_all
 from backend.triton_adapter.launcher.run_folder import write_backend, write_model_repository
+from backend.triton_adapter.launcher.server import TritonServer
 from backend.triton_adapter.launcher.settings import DEFAULT_CONFIG, LaunchError, check_machine, check_ports, read_settings
 from backend.triton_adapter.paths import PROJECT_ROOT, config_path, socket_path
 
@@ -22,6 +23,28 @@ def test_the_defaults_are_triton_s_ports_on_loopback():
     settings = read_settings({"HTTP_PORT": ""})
     assert (settings.bind, settings.http_port, settings.grpc_port, settings.metrics_port) == ("127.0.0.1", 8000, 8001, 8002)
     assert settings.config == DEFAULT_CONFIG
+
+
+def test_traces_go_nowhere_unless_asked_for_and_then_at_triton_s_rate():
+    settings = read_settings({"TRACE_URL": "", "TRACE_RATE": ""})
+    assert (settings.trace_url, TritonServer(settings, Path("/x"), [])._trace_flags()) == ("", [])
+    url = "http://collector:4318/v1/traces"
+    assert (read_settings({"TRACE_URL": url}).trace_url, read_settings({"TRACE_URL": url}).trace_rate) == (url, 1000)
+    assert read_settings({"TRACE_URL": url, "TRACE_RATE": "0"}).trace_rate == 0
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"TRACE_URL": "collector:4318"}, "TRACE_URL .*'collector:4318'"),
+        ({"TRACE_URL": "http://collector:4318"}, "TRACE_URL .*/v1/traces.*'http://collector:4318'"),
+        ({"TRACE_URL": "http://c/v1/traces", "TRACE_RATE": "-1"}, "TRACE_RATE .*'-1'"),
+        ({"TRACE_RATE": "5"}, "TRACE_RATE 5 has no effect without TRACE_URL"),
+    ],
+)
+def test_trace_settings_that_cannot_work_are_refused(variables, words):
+    with pytest.raises(LaunchError, match=words):
+        read_settings(variables)
 
 
 def test_an_open_service_is_reached_by_loopback():

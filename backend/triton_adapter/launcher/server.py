@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 from backend.triton_adapter.launcher.processes import command_line, descendants, is_running, kill_all
 from backend.triton_adapter.launcher.run_folder import packaged_libraries, packaged_triton
@@ -60,6 +61,8 @@ class TritonServer:
             return False
         assert self._process is not None
         self._stubs = {pid: model for pid in descendants(self._process.pid) if (model := _model_of_stub(pid))}
+        if self._settings.trace_url:
+            self._post("/v2/models/spindle/trace/setting", {"trace_level": ["OFF"]})  # its requests are the probes
         threading.Thread(target=self._keep_probing, name="probe", daemon=True).start()
         return True
 
@@ -118,7 +121,13 @@ class TritonServer:
         }
         backend = (f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}", "--backend-config=python,stub-timeout-seconds=120")
         flags = (f"--{name}={value}" for name, value in options.items())
-        return [str(triton / "bin" / "tritonserver"), *flags, *backend, "--disable-auto-complete-config", *self._arguments]
+        server = [str(triton / "bin" / "tritonserver"), *flags, *backend, "--disable-auto-complete-config"]
+        return [*server, *self._trace_flags(), *self._arguments]
+
+    def _trace_flags(self) -> list[str]:
+        url, rate = self._settings.trace_url, self._settings.trace_rate
+        settings = ("mode=opentelemetry", "level=TIMESTAMPS", f"rate={rate}", f"opentelemetry,url={url}") if url else ()
+        return [f"--trace-config={setting}" for setting in settings]
 
     def _environment(self) -> dict[str, str]:
         """Return the server's environment: the stub finds its virtual environment through ``python3`` on PATH."""
@@ -135,6 +144,7 @@ class TritonServer:
             "SPINDLE_CONFIG": str(self._settings.config),
             "SPINDLE_SOCKET": str(self._folder / "engine.sock"),
             "SPINDLE_PYTHON": old.get("SPINDLE_PYTHON") or sys.executable,
+            **({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": self._settings.trace_url} if self._settings.trace_url else {}),
         }
 
     def _keep_probing(self) -> None:
@@ -143,18 +153,23 @@ class TritonServer:
 
     def _probe(self) -> bool:
         """Ask for the engine's health; any answer counts as life, only a good one as readiness."""
-        url = f"http://{self._settings.client_host}:{self._settings.http_port}/v2/models/spindle/generate"
-        request = urllib.request.Request(url, json.dumps({"command": "health"}).encode(), {"Content-Type": "application/json"})
+        good = self._post("/v2/models/spindle/generate", {"command": "health"})
+        if good is not None:
+            self._answered_s = monotonic()
+        return bool(good)
+
+    def _post(self, path: str, body: dict[str, Any]) -> bool | None:
+        """Return whether the server answers a POST well; None when it does not answer."""
+        url = f"http://{self._settings.client_host}:{self._settings.http_port}{path}"
+        request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(request, timeout=PROBE_TIMEOUT_S) as response:
                 response.read()
-                good = True
+                return True
         except urllib.error.HTTPError:
-            good = False
-        except OSError:
             return False
-        self._answered_s = monotonic()
-        return good
+        except OSError:
+            return None
 
 
 def _model_of_stub(pid: int) -> str | None:

@@ -12,12 +12,14 @@ import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from backend.triton_adapter.paths import PROJECT_ROOT
 
 DEFAULT_CONFIG = PROJECT_ROOT / "model_repository" / "spindle" / "1" / "serving.json"
 MINIMUM_GLIBC = (2, 35)
 PYTHONS = ((3, 10), (3, 12))
+DEFAULT_TRACE_RATE = 1000
 _PORTS = (("HTTP_PORT", 8000), ("GRPC_PORT", 8001), ("METRICS_PORT", 8002))
 
 
@@ -27,13 +29,15 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Where to listen and what to serve."""
+    """Where to listen, what to serve, and where traces go ('' = nowhere)."""
 
     bind: str
     http_port: int
     grpc_port: int
     metrics_port: int
     config: Path
+    trace_url: str = ""
+    trace_rate: int = DEFAULT_TRACE_RATE
 
     @property
     def client_host(self) -> str:
@@ -42,12 +46,25 @@ class Settings:
 
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
-    """Return the settings of ``HTTP_PORT``, ``GRPC_PORT``, ``METRICS_PORT``, ``BIND`` and ``SPINDLE_CONFIG``. Raises LaunchError."""
+    """Return the settings of the variables ``*_PORT``, ``BIND``, ``SPINDLE_CONFIG`` and ``TRACE_*``. Raises LaunchError."""
     http, grpc, metrics = (_port(name, environment.get(name) or str(default)) for name, default in _PORTS)
     if len({http, grpc, metrics}) < 3:
         raise LaunchError(f"HTTP_PORT, GRPC_PORT and METRICS_PORT must differ, got {http}, {grpc} and {metrics}")
     config = Path(environment.get("SPINDLE_CONFIG") or DEFAULT_CONFIG).absolute()
-    return Settings(environment.get("BIND") or "127.0.0.1", http, grpc, metrics, config)
+    trace = _trace(environment.get("TRACE_URL") or "", environment.get("TRACE_RATE") or "")
+    return Settings(environment.get("BIND") or "127.0.0.1", http, grpc, metrics, config, *trace)
+
+
+def _trace(url: str, rate: str) -> tuple[str, int]:
+    """Return where traces go and of how many requests one is traced (0: only those whose client sends a ``traceparent``)."""
+    if rate and not url:
+        raise LaunchError(f"TRACE_RATE {rate} has no effect without TRACE_URL")
+    parts = urlsplit(url)
+    if url and not (parts.scheme in ("http", "https") and parts.hostname and parts.path.strip("/")):
+        raise LaunchError(f"TRACE_URL must be a collector's OTLP address like http://localhost:4318/v1/traces, got {url!r}")
+    if rate and not (rate.isascii() and rate.isdigit()):
+        raise LaunchError(f"TRACE_RATE must be a number of at least 0, got {rate!r}")
+    return url, int(rate) if rate else DEFAULT_TRACE_RATE
 
 
 def _port(name: str, value: str) -> int:
