@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from itertools import pairwise
 
 import pytest
 
@@ -66,7 +67,7 @@ def test_spans_hang_under_the_caller_in_phases_that_follow_each_other():
     phases = [span for span in spans if span.parent.span_id == request.context.span_id]
     assert [span.name for span in phases] == [f"spindle.{name}" for name in ("tokenise", "queue", "prefill", "queue", "prefill", "decode")]
     assert phases[0].start_time == request.start_time
-    assert all(before.end_time == after.start_time for before, after in zip(phases, phases[1:], strict=False))
+    assert all(before.end_time == after.start_time for before, after in pairwise(phases))
     assert phases[-1].end_time == request.end_time
     assert [parent for name, parent in tree(spans) if name == "step"] == ["prefill", "prefill", "decode"]
 
