@@ -31,6 +31,10 @@ PROBE_TIMEOUT_S = 5.0
 SILENCE_LIMIT_S = 30.0
 """A service that answers no probe for so long hangs; a hanging engine alone is dealt with sooner, by the model ``spindle``."""
 
+GRPC_PING_PERIOD_S = 30
+GRPC_PING_TIMEOUT_S = 20
+"""A client that is frozen or unreachable answers no ping: its connection is closed, which frees the responses that wait for it."""
+
 
 class TritonServer:
     """A tritonserver process and its tree, from ``start`` to ``stop`` or ``kill``."""
@@ -118,6 +122,9 @@ class TritonServer:
             "http-port": settings.http_port,
             "grpc-port": settings.grpc_port,
             "metrics-port": settings.metrics_port,
+            "grpc-keepalive-time": 1000 * GRPC_PING_PERIOD_S,
+            "grpc-keepalive-timeout": 1000 * GRPC_PING_TIMEOUT_S,
+            "grpc-http2-max-pings-without-data": 0,
         }
         backend = (f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}", "--backend-config=python,stub-timeout-seconds=120")
         flags = (f"--{name}={value}" for name, value in options.items())
