@@ -56,7 +56,9 @@ def main() -> None:
     args = parser.parse_args()
     try:
         prepare(load_config(args.config))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        sys.exit(f"error: the cache {cache.root()} cannot be read or written: {error}. SPINDLE_CACHE chooses another place")
+    except ValueError as error:
         sys.exit(f"error: {error}")
 
 

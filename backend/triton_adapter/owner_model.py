@@ -59,6 +59,7 @@ class TritonPythonModel:
         for request in requests:
             request_id = next(self._ids)
             self._pending[request_id] = Responder(pb_utils, request.get_response_sender())
+            self._link.wait()
             try:
                 self._link.send({"type": "admin", "id": request_id, "command": decode_command(inputs_of(request))})
             except RequestError as error:

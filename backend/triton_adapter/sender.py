@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 SHARDS = 4
 CANCELLATION_CHECK_PERIOD_S = 0.075
+GIVE_UP_S = 60.0
+"""How long a last response that cannot be sent is tried again."""
+UNSENT = (ErrorCode.INTERNAL, "the reply could not be sent")
 
 
 class ResponseSender(Protocol):
@@ -45,13 +48,15 @@ class ResponseSender(Protocol):
 class Reply:
     """A request that has not had its final reply yet; ``deltas`` came since its last response.
 
-    ``deadline_s`` (monotonic) backs up the engine's own limit: no client waits for an engine that lost its request.
+    ``deadline_s`` (monotonic) backs up the engine's own limit: no client waits for an engine that lost its request. ``failure`` is the
+    error that ends the request when its last response could not be sent.
     """
 
     id: int
     sender: ResponseSender
     wanted: Wanted
     deadline_s: float = math.inf
+    failure: tuple[ErrorCode, str] | None = None
     deltas: list[Message] = field(default_factory=list)
 
 
@@ -135,33 +140,51 @@ class _Shard:
         elif item["id"] is None:
             for request_id in list(self._open):
                 self._guard(self._handle, {**item, "id": request_id})
+        elif (reply := self._open.get(item["id"])) is None or reply.failure is not None:
+            return
         elif item["type"] == "chunk":
-            if (reply := self._open.get(item["id"])) is not None:
-                reply.deltas.append(item)
-        elif (reply := self._open.pop(item["id"], None)) is not None:
-            if item["type"] == "final":
-                reply.sender.send(encode_final(item, reply.deltas, reply.wanted), final=True)
-            else:
-                reply.sender.fail(ErrorCode(item["code"]), item["message"])
+            reply.deltas.append(item)
+        elif item["type"] == "final":
+            self._end(reply, lambda: reply.sender.send(encode_final(item, reply.deltas, reply.wanted), final=True))
+        else:
+            self._fail(reply, ErrorCode(item["code"]), item["message"])
 
     def _flush(self, request_id: int) -> None:
+        """Send what has come of a stream; what cannot be sent goes with the next response."""
         reply = self._open.get(request_id)
-        if reply is not None and reply.deltas:
-            deltas, reply.deltas = reply.deltas, []
-            reply.sender.send(encode_chunk(deltas), final=False)
+        if reply is not None and reply.deltas and reply.failure is None:
+            reply.sender.send(encode_chunk(reply.deltas), final=False)
+            reply.deltas = []
 
     def _check(self, request_id: int) -> None:
-        """End a request whose client has gone or whose deadline has passed."""
+        """End a request whose client has gone or whose deadline has passed, or try again to end one."""
         reply = self._open[request_id]
-        if reply.sender.is_cancelled():
-            code, message = ErrorCode.CANCELLED, "Request cancelled by client"
-        elif monotonic() >= reply.deadline_s:
-            code, message = ErrorCode.UNAVAILABLE, "the engine has not ended the request in time"
+        late = monotonic() >= reply.deadline_s
+        if reply.failure is not None and late:
+            logger.error("request %d got no last response: %s", reply.id, reply.failure[1])
+            del self._open[request_id]
+        elif reply.failure is not None:
+            self._fail(reply, *reply.failure)
+        elif reply.sender.is_cancelled():
+            self._cancel(request_id)
+            self._fail(reply, ErrorCode.CANCELLED, "Request cancelled by client")
+        elif late:
+            self._cancel(request_id)
+            self._fail(reply, ErrorCode.UNAVAILABLE, "the engine has not ended the request in time")
+
+    def _fail(self, reply: Reply, code: ErrorCode, message: str) -> None:
+        self._end(reply, lambda: reply.sender.fail(code, message), (code, message))
+
+    def _end(self, reply: Reply, send: Callable[[], None], failure: tuple[ErrorCode, str] = UNSENT) -> None:
+        """Send the last response. Where that fails (shared memory is full), ``failure`` is tried again at every check for a while."""
+        try:
+            send()
+        except Exception:
+            if reply.failure is None:
+                logger.exception("the last response of request %d could not be sent", reply.id)
+                reply.failure, reply.deadline_s = failure, monotonic() + GIVE_UP_S
         else:
-            return
-        del self._open[request_id]
-        self._cancel(request_id)
-        reply.sender.fail(code, message)
+            del self._open[reply.id]
 
     @staticmethod
     def _guard(step: Callable[[Any], None], argument: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from backend.request import ErrorCode, RequestError
-from backend.triton_adapter.codec import decode
+from backend.triton_adapter.codec import Wanted, decode
 from backend.triton_adapter.link import EngineLink
 from backend.triton_adapter.paths import socket_path
 from backend.triton_adapter.responder import Responder, inputs_of, trace_context_of
@@ -47,10 +47,10 @@ class TritonPythonModel:
             try:
                 self._forward(request, sender)
             except RequestError as error:
-                sender.fail(error.code, error.message)
+                self._refuse(sender, error.code, error.message)
             except Exception as error:
                 logger.exception("a request could not be read")
-                sender.fail(ErrorCode.INTERNAL, f"the request could not be read ({type(error).__name__})")
+                self._refuse(sender, ErrorCode.INTERNAL, f"the request could not be read ({type(error).__name__})")
 
     def finalize(self) -> None:
         """End the threads; Triton has waited for the requests in flight."""
@@ -72,6 +72,11 @@ class TritonPythonModel:
                 self._link.send(message | {"id": request_id})
             except RequestError as error:
                 self._senders.fail(request_id, error.code, error.message)
+
+    def _refuse(self, sender: Responder, code: ErrorCode, message: str) -> None:
+        request_id = next(self._ids)
+        self._senders.open(Reply(request_id, sender, Wanted()))
+        self._senders.fail(request_id, code, message)
 
     def _engine_lost(self) -> None:
         with self._registering:

@@ -11,8 +11,6 @@ import asyncio
 import json
 import os
 import platform
-import shlex
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,12 +19,7 @@ import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2_grpc
 
-from tests.server.harness import Service, infer_request, text_of
-
-PYTHON_WITH_STAMPS = """#!/bin/sh
-if [ "$2" = backend.engine_process ]; then shift 2; set -- -m tests.bench.stamping_engine "$@"; fi
-exec {python} "$@"
-"""
+from tests.server.harness import Service, infer_request, text_of, write_engine_python
 
 
 async def one_stream(stub, index, tokens):
@@ -78,10 +71,9 @@ def main():
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config, python = folder / "serving.json", folder / "python"
+        config = folder / "serving.json"
         config.write_text(json.dumps({"target": {"engine": "fake", "step_s": arguments.step_s}, "policy": {"kind": "none"}}))
-        python.write_text(PYTHON_WITH_STAMPS.format(python=shlex.quote(sys.executable)))
-        python.chmod(0o755)
+        python = write_engine_python(folder / "python", "tests.bench.stamping_engine")
         service = Service(folder / "log", config, SPINDLE_PYTHON=str(python)).wait_ready()
         try:
             rows = [asyncio.run(measure(service.grpc, streams, arguments.tokens)) for streams in arguments.streams]

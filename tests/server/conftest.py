@@ -6,7 +6,7 @@ import pytest
 from backend.app import build
 from backend.config import load_config
 from backend.request import GenerationRequest
-from tests.server.harness import CONFIG, Service
+from tests.server.harness import CONFIG, Service, write_engine_python
 
 
 def pytest_collection_modifyitems(items):
@@ -50,12 +50,18 @@ def reference_text():
 
 
 @pytest.fixture(scope="session")
+def faulty_python(tmp_path_factory):
+    """Return a Python for ``SPINDLE_PYTHON`` that runs tests.server.faulty_engine as the engine process."""
+    return str(write_engine_python(tmp_path_factory.mktemp("python") / "python", "tests.server.faulty_engine"))
+
+
+@pytest.fixture(scope="session")
 def start_service(tmp_path_factory):
     """Start services; what still runs at the end is stopped."""
     services = []
 
-    def start(config=CONFIG, **environment):
-        services.append(Service(tmp_path_factory.mktemp("service") / "log", config, **environment))
+    def start(config=CONFIG, *arguments, **environment):
+        services.append(Service(tmp_path_factory.mktemp("service") / "log", config, *arguments, **environment))
         return services[-1]
 
     yield start

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import struct
@@ -40,10 +41,18 @@ def free_ports(count):
     return ports
 
 
+def write_engine_python(path, module):
+    """Write a Python interpreter that runs a module instead of the engine process; return its path."""
+    replace = f'if [ "$2" = backend.engine_process ]; then shift 2; set -- -m {module} "$@"; fi'
+    path.write_text(f'#!/bin/sh\n{replace}\nexec {shlex.quote(sys.executable)} "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
 class Service:
     """A launcher process and what it serves."""
 
-    def __init__(self, log, config, **environment):
+    def __init__(self, log, config, *arguments, **environment):
         self.http, self.grpc, self.metrics = free_ports(3)
         self.log = log
         ports = {"HTTP_PORT": str(self.http), "GRPC_PORT": str(self.grpc), "METRICS_PORT": str(self.metrics)}
@@ -56,7 +65,7 @@ class Service:
             **environment,
         }
         with log.open("wb") as output:
-            command = [sys.executable, "-m", "backend.triton_adapter.launcher"]
+            command = [sys.executable, "-m", "backend.triton_adapter.launcher", *arguments]
             self.process = subprocess.Popen(command, cwd=PROJECT_ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
     def wait_until(self, condition, limit_s=START_LIMIT_S):

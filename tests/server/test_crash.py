@@ -1,5 +1,8 @@
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -7,13 +10,15 @@ import grpc
 import pytest
 
 from backend.triton_adapter.launcher.processes import is_running
+from backend.triton_adapter.launcher.run_folder import PREFIX
 from tests.server.harness import CONFIG, Service, infer_request, text_of
 
 
 @pytest.fixture(scope="module")
-def crashing(start_service):
-    """A service that tests may hurt."""
-    return start_service().wait_ready()
+def crashing(start_service, faulty_python):
+    """A service that tests may hurt. It soon lets go of gRPC clients that answer no ping."""
+    pings = ("--grpc-keepalive-time=1000", "--grpc-keepalive-timeout=1000")
+    return start_service(CONFIG, *pings, SPINDLE_PYTHON=faulty_python).wait_ready()
 
 
 def streams_when(service, action, count=4, limit_s=10):
@@ -57,7 +62,7 @@ def test_streams_get_an_error_and_the_engine_comes_back(crashing):
     assert crashing.log.read_text().count("spindle: try: curl") == 1  # the server itself never stopped
 
 
-@pytest.mark.parametrize("model", ["ensemble", "spindle"])
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls", "spindle"])
 def test_a_dead_stub_is_noticed_and_the_service_comes_back(crashing, model):
     starts = crashing.log.read_text().count("spindle: try: curl")
     victim = crashing.pid_of("triton_python_backend_stub ", f"/{model}/")
@@ -70,15 +75,71 @@ def test_a_dead_stub_is_noticed_and_the_service_comes_back(crashing, model):
 
 def test_a_dead_server_is_started_again(crashing):
     starts = crashing.log.read_text().count("spindle: try: curl")
-    os.kill(crashing.pid_of("bin/tritonserver"), signal.SIGKILL)
+    victim = crashing.pid_of("bin/tritonserver")
+    endings = streams_when(crashing, lambda: os.kill(victim, signal.SIGKILL))
+    assert endings == [grpc.StatusCode.UNAVAILABLE] * 4
     crashing.wait_ready(starts + 1)
     assert works_again(crashing)
 
 
+def test_a_request_that_the_engine_cannot_run_fails_alone(crashing, reference_text):
+    engine = crashing.health()["pid"]
+    with crashing.stub() as stub:
+        request = infer_request("ensemble", text_input="healthy ", max_tokens=500, stream=True, end_id=-1, empty_final=False)
+        stream = iter(stub.ModelStreamInfer(iter([request])))
+        text = text_of(next(stream).infer_response)
+        for _ in range(5):
+            status, reply = crashing.generate("poison ", 5)
+            assert (status, reply["error"]) == (400, "the engine failed (MemoryError)")
+        text += "".join(text_of(message.infer_response) for message in stream)
+    assert text == reference_text("healthy ", 500)
+    assert crashing.health()["pid"] == engine
+    crashing.wait_until(lambda: crashing.metric("spindle_fallback_total", reason="target_error") >= 5, 5)
+
+
+def test_an_engine_that_fails_for_good_is_started_again(crashing):
+    engine = crashing.health()["pid"]
+    for _ in range(3):  # nothing else runs: nothing succeeds in between
+        assert "the engine failed" in crashing.generate("poison ", 5)[1]["error"]
+    crashing.wait_until(lambda: works_again(crashing), 20)
+    assert crashing.health()["pid"] != engine
+    assert "the engine process ended with status 1" in crashing.log.read_text()
+
+
+FROZEN = """
+import sys, grpc
+from tritonclient.grpc import service_pb2_grpc
+from tests.server.harness import infer_request
+stub = service_pb2_grpc.GRPCInferenceServiceStub(grpc.insecure_channel("127.0.0.1:" + sys.argv[1]))
+request = infer_request("ensemble", text_input="frozen ", max_tokens=2000, stream=True, end_id=-1)
+streams = [stub.ModelStreamInfer(iter([request])) for _ in range(16)]
+print([next(stream) for stream in streams] and "all run", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_frozen_reader_stalls_nobody_and_is_let_go(crashing, reference_text):
+    client = subprocess.Popen([sys.executable, "-c", FROZEN, str(crashing.grpc)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert client.stdout.readline() == "all run\n"
+    client.send_signal(signal.SIGSTOP)
+    try:
+        assert crashing.generate("others ", 200)[1]["text_output"] == "others " + reference_text("others ", 200)
+        crashing.wait_until(lambda: crashing.health()["active"] == 0, 7)  # at 4 ms a step they would have written for 8 s
+    finally:
+        client.kill()
+        client.wait()
+
+
 def left_by(service, tree):
     """Return the processes, shared memory and files that a service has left."""
-    shm = list(Path("/dev/shm").glob(f"spindle_{service.process.pid}_*"))
-    return [pid for pid in tree if is_running(pid)] + shm + list(service.log.parent.glob("spindle-*"))
+    folders = list(service.log.parent.glob(f"{PREFIX}*"))
+    return [pid for pid in tree if is_running(pid)] + folders + shared_memory_of(service)
+
+
+def shared_memory_of(service):
+    """Return the shared memory of a service: Triton's log says what it is called."""
+    prefix = Path(re.findall(r"model_repository_path\[0\]\s*\|\s*(\S+)", service.log.read_text())[-1]).parent.name
+    return list(Path("/dev/shm").glob(f"{prefix}_*"))
 
 
 def test_sigterm_drains_and_leaves_nothing_behind(crashing, reference_text):
@@ -95,15 +156,40 @@ def test_sigterm_drains_and_leaves_nothing_behind(crashing, reference_text):
     assert left_by(crashing, tree) == []
 
 
-def test_a_request_that_does_not_end_in_time_gets_an_error_at_shutdown(start_service, tmp_path):
+def test_sigterm_under_load_answers_all_64_streams(start_service, tmp_path):
     config = tmp_path / "serving.json"
-    config.write_text('{"target": {"engine": "fake", "step_s": 0.05}, "policy": {"kind": "none"}}')
+    config.write_text('{"target": {"engine": "fake", "step_s": 0.05}, "policy": {"kind": "none"}, "limits": {"max_active_requests": 48}}')
     service = start_service(config).wait_ready()
     tree = service.tree()
-    endings = streams_when(service, lambda: service.process.send_signal(signal.SIGTERM), count=1, limit_s=15)
-    assert endings[0] == grpc.StatusCode.UNAVAILABLE or isinstance(endings[0], str)
+    with service.stub() as stub:
+        lengths = [60 if i % 2 else 500 for i in range(64)]  # the long ones cannot end in time, and 16 still wait
+        requests = [infer_request("ensemble", text_input=f"{i}", max_tokens=n, stream=True, end_id=-1) for i, n in enumerate(lengths)]
+        streams = [stub.ModelStreamInfer(iter([request]), timeout=30) for request in requests[:48]]
+        for stream in streams:
+            next(stream)
+        streams += [stub.ModelStreamInfer(iter([request]), timeout=30) for request in requests[48:]]
+        service.wait_until(lambda: service.health()["waiting"] == 16, 5)
+        service.process.send_signal(signal.SIGTERM)
+        endings = [final_or_error(stream) for stream in streams]
+    assert [ending for ending, length in zip(endings[:48], lengths, strict=False) if length == 60] == ["final"] * 24
+    assert set(endings) <= {"final", "the server is shutting down", grpc.StatusCode.UNAVAILABLE}
     assert service.process.wait(15) == 0
     assert left_by(service, tree) == []
+
+
+def final_or_error(stream):
+    """Return how a stream's only request ended: ``final``, an error message or the stream's status."""
+    endings = []
+    try:
+        for message in stream:
+            if message.error_message:
+                endings.append(message.error_message)
+            elif message.infer_response.parameters["triton_final_response"].bool_param:
+                endings.append("final")
+    except grpc.RpcError as error:
+        return endings[0] if endings else error.code()
+    assert len(endings) == 1
+    return endings[0]
 
 
 def test_a_killed_launcher_takes_everything_with_it(start_service):
@@ -115,8 +201,10 @@ def test_a_killed_launcher_takes_everything_with_it(start_service):
     while any(map(is_running, tree)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert [pid for pid in tree if is_running(pid)] == []
-    for region in Path("/dev/shm").glob(f"spindle_{service.process.pid}_*"):
-        region.unlink()  # nobody was left to do it
+    assert shared_memory_of(service)
+    assert len(list(service.log.parent.glob(f"{PREFIX}*"))) == 1
+    start_service(TMPDIR=str(service.log.parent)).wait_ready().stop()  # the next start deletes what nobody was left to delete
+    assert left_by(service, tree) == []
 
 
 def test_a_hanging_engine_is_killed_and_started_again(start_service):

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from backend.config import parse_config
+from backend.triton_adapter.launcher import run_folder as run_folder_module
 from backend.triton_adapter.launcher import settings as settings_module
 from backend.triton_adapter.launcher import supervisor
 from backend.triton_adapter.launcher.processes import command_line, descendants, is_running, kill_all
-from backend.triton_adapter.launcher.run_folder import write_backend, write_model_repository
+from backend.triton_adapter.launcher.run_folder import run_folder, write_backend, write_model_repository
 from backend.triton_adapter.launcher.server import TritonServer
 from backend.triton_adapter.launcher.settings import DEFAULT_CONFIG, LaunchError, check_machine, check_ports, read_settings
 from backend.triton_adapter.paths import PROJECT_ROOT, config_path, socket_path
@@ -102,6 +103,40 @@ def test_the_run_folder_holds_a_complete_repository_with_the_settings(tmp_path):
     python_backend = write_backend(tmp_path) / "python"
     assert {path.name for path in python_backend.iterdir()} >= {"libtriton_python.so", "triton_python_backend_stub"}
     assert not any(path.is_symlink() for path in python_backend.iterdir())
+
+
+@pytest.fixture
+def places(monkeypatch, tmp_path):
+    """Return a temporary folder and a shared memory of the test's own."""
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(run_folder_module, "SHARED_MEMORY", tmp_path)
+    return tmp_path
+
+
+def test_a_run_folder_goes_with_its_shared_memory(places):
+    with run_folder() as folder:
+        (folder / "file").write_text("")
+        region, other = places / f"{folder.name}_17_ensemble", places / "someone_else"
+        region.touch()
+        other.touch()
+    assert list(places.iterdir()) == [other]
+
+
+def test_what_a_killed_launcher_left_goes_at_the_next_start_and_what_is_in_use_stays(places):
+    code = "import time; from backend.triton_adapter.launcher.run_folder import run_folder; made = run_folder()"
+    command = [sys.executable, "-c", f"{code}; print(made.__enter__(), flush=True); time.sleep(60)"]
+    options = {"cwd": PROJECT_ROOT, "env": {**os.environ, "TMPDIR": str(places)}, "stdout": subprocess.PIPE, "text": True}
+    first, second = (subprocess.Popen(command, **options) for _ in range(2))
+    killed, alive = (Path(process.stdout.readline().strip()) for process in (first, second))
+    region = places / f"{killed.name}_17_ensemble"
+    region.touch()
+    first.kill()
+    first.wait()
+    with run_folder() as folder:
+        assert sorted(path for path in places.iterdir()) == sorted([alive, folder])
+    second.kill()
+    second.wait()
 
 
 def test_all_models_of_a_repository_agree_on_a_private_socket(monkeypatch, tmp_path):

@@ -5,6 +5,7 @@ from collections import defaultdict
 import pytest
 
 from backend.request import ErrorCode
+from backend.triton_adapter import sender as sender_module
 from backend.triton_adapter.codec import Wanted
 from backend.triton_adapter.sender import Reply, Senders
 
@@ -146,6 +147,71 @@ def test_a_request_that_the_engine_has_lost_ends_at_its_deadline(senders, cancel
     assert cancels == [1]
     assert lost.endings == [(ErrorCode.UNAVAILABLE, "the engine has not ended the request in time")]
     assert patient.endings == []
+
+
+class Jammed(Client):
+    """Takes nothing until ``room`` is set, as when Triton's shared memory is full."""
+
+    def __init__(self):
+        super().__init__()
+        self.room, self.refused = threading.Event(), threading.Event()
+
+    def send(self, outputs, *, final):
+        self._jam()
+        super().send(outputs, final=final)
+
+    def fail(self, code, message):
+        self._jam()
+        super().fail(code, message)
+
+    def _jam(self):
+        if not self.room.is_set():
+            self.refused.set()
+            raise RuntimeError("no shared memory")
+
+
+def test_deltas_that_could_not_be_sent_go_with_the_next(senders):
+    client = Jammed()
+    senders.open(Reply(1, client, Wanted()))
+    senders.deliver({"type": "chunk", "id": 1, "text": "a"})
+    assert client.refused.wait(5)
+    client.room.set()
+    senders.deliver({"type": "chunk", "id": 1, "text": "b"})
+    senders.deliver({**FINAL, "id": 1, "text": "c"})
+    assert client.ended.wait(5)
+    assert "".join(client.texts) == "abc"
+
+
+def test_a_last_response_that_could_not_be_sent_becomes_an_error_as_soon_as_that_can_be(senders):
+    client, cancelled = Jammed(), Jammed()
+    senders.open(Reply(1, client, Wanted()))
+    senders.open(Reply(2, cancelled, Wanted()))
+    cancelled.gone = True
+    senders.deliver({**FINAL, "id": 1, "text": "whole text"})
+    assert client.refused.wait(5)
+    assert cancelled.refused.wait(5)
+    senders.fail_all(ErrorCode.UNAVAILABLE, "gone")  # has nothing to add
+    client.room.set()
+    cancelled.room.set()
+    assert client.ended.wait(5)
+    assert cancelled.ended.wait(5)
+    senders.close()
+    assert client.endings == [sender_module.UNSENT]
+    assert cancelled.endings == [(ErrorCode.CANCELLED, "Request cancelled by client")]
+
+
+def test_a_last_response_that_can_never_be_sent_is_given_up(senders, monkeypatch, caplog):
+    monkeypatch.setattr(sender_module, "GIVE_UP_S", 0.1)
+    client, other = Jammed(), Client()
+    senders.open(Reply(4, client, Wanted()))
+    senders.open(Reply(8, other, Wanted()))  # the same shard
+    senders.deliver({**FINAL, "id": 4, "text": ""})
+    while "got no last response" not in caplog.text:
+        time.sleep(0.01)
+    senders.deliver({**FINAL, "id": 8, "text": "fine"})
+    assert other.ended.wait(5)
+    assert caplog.text.count("could not be sent") == 2  # logged once, and named when given up
+    assert client.endings == []
 
 
 def test_a_client_that_cannot_be_sent_to_does_not_stop_its_shard(senders):

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
-from pathlib import Path
 
 from backend.config import ConfigError, ServingConfig, load_config
-from backend.triton_adapter.launcher.run_folder import write_backend, write_model_repository
+from backend.triton_adapter.launcher.run_folder import run_folder, write_backend, write_model_repository
+from backend.triton_adapter.launcher.say import say
 from backend.triton_adapter.launcher.server import TritonServer
 from backend.triton_adapter.launcher.settings import LaunchError, Settings, check_machine, check_ports, read_settings
 from backend.triton_adapter.launcher.supervisor import supervise
 from backend.triton_adapter.paths import PROJECT_ROOT
-
-
-def say(text: str) -> None:
-    """Print a line of the launcher's own."""
-    print(f"spindle: {text}", flush=True)
 
 
 def prepare(settings: Settings, config: ServingConfig, stop: threading.Event) -> None:
@@ -59,18 +52,18 @@ def run(stop: threading.Event, arguments: list[str]) -> None:
     prepare(settings, config, stop)
     if stop.is_set():
         return
-    folder = Path(tempfile.mkdtemp(prefix="spindle-"))
-    try:
-        write_backend(folder)
-        write_model_repository(folder, config)
+    with run_folder() as folder:
+        try:
+            write_backend(folder)
+            write_model_repository(folder, config)
+        except OSError as error:
+            raise LaunchError(f"the run folder {folder} cannot be written: {error.strerror}. TMPDIR chooses another place") from error
         say(f"starting tritonserver with {settings.config}")
         server = TritonServer(settings, folder, arguments)
         try:
             supervise(server, stop, lambda start_s: announce(settings, config, start_s), say)
         finally:
             server.kill()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def main() -> int:
@@ -80,8 +73,8 @@ def main() -> int:
         signal.signal(number, lambda *_: stop.set())
     try:
         run(stop, sys.argv[1:])
-    except (LaunchError, ConfigError) as error:
-        print(f"spindle: error: {error}", file=sys.stderr)
+    except (LaunchError, ConfigError, OSError) as error:
+        say(f"error: {error}", sys.stderr)
         return 1
     say("stopped")
     return 0

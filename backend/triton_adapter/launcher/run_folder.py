@@ -2,14 +2,63 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
+import os
 import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from backend.config import ServingConfig
 from backend.triton_adapter.fields import MODELS, render_config
 from backend.triton_adapter.paths import PROJECT_ROOT
+
+PREFIX = "spindle-run-"
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@contextmanager
+def run_folder() -> Iterator[Path]:
+    """Give a new folder and delete it at the end, together with the shared memory whose names begin with its name.
+
+    A killed launcher cannot do that, so what such ones have left goes first: their folders are no longer locked.
+    """
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        if (lock := _locked(folder)) is not None:
+            _delete(folder)
+            os.close(lock)
+    lock = None
+    while lock is None or not folder.exists():  # another launcher that starts now may take an unlocked folder for a leftover
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+        lock = _locked(folder)
+    try:
+        yield folder
+    finally:
+        _delete(folder)
+        os.close(lock)
+
+
+def _locked(folder: Path) -> int | None:
+    """Return an open handle that locks the folder until this process ends; None when another process holds it, or it is another user's."""
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
+
+
+def _delete(folder: Path) -> None:
+    for region in SHARED_MEMORY.glob(f"{folder.name}_*"):
+        region.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def packaged_triton() -> Path:

@@ -17,7 +17,8 @@ from time import monotonic
 from typing import Any
 
 from backend.triton_adapter.launcher.processes import command_line, descendants, is_running, kill_all
-from backend.triton_adapter.launcher.run_folder import packaged_libraries, packaged_triton
+from backend.triton_adapter.launcher.run_folder import SHARED_MEMORY, packaged_libraries, packaged_triton
+from backend.triton_adapter.launcher.say import say
 from backend.triton_adapter.launcher.settings import Settings, python_library_folder
 from backend.triton_adapter.paths import PROJECT_ROOT
 from backend.triton_adapter.tied import tied
@@ -51,7 +52,7 @@ class TritonServer:
 
     def start(self) -> None:
         """Start the process, tied to the calling thread."""
-        self._shm_prefix = f"spindle_{os.getpid()}_{monotonic():.0f}_"
+        self._shm_prefix = f"{self._folder.name}_{monotonic():.0f}_"  # by its beginning the run folder's end deletes it too
         self._ended.clear()
         self._process = subprocess.Popen(
             tied(sys.executable, self._command()), env=self._environment(), cwd=PROJECT_ROOT, start_new_session=True
@@ -104,8 +105,8 @@ class TritonServer:
         self._process.kill()
         self._process.wait()
         if left := kill_all([*tree, *self._stubs]):
-            print(f"spindle: processes {left} could not be killed", file=sys.stderr)
-        for region in Path("/dev/shm").glob(f"{self._shm_prefix}*"):
+            say(f"processes {left} could not be killed")
+        for region in SHARED_MEMORY.glob(f"{self._shm_prefix}*"):
             region.unlink(missing_ok=True)
         self._process, self._stubs = None, {}
 
