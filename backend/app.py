@@ -18,6 +18,7 @@ from backend.drafting import Drafting
 from backend.engines.fake import FakeEngine
 from backend.engines.lookup import LookupEngine
 from backend.kv_ledger import KVLedger
+from backend.learned import LearnedState, learned_key
 from backend.manifest import check_pair, read_manifest
 from backend.orchestrator import Orchestrator
 from backend.ports import BLOCK_TOKENS, Engine, Sequence
@@ -49,6 +50,7 @@ class App:
     tokenizer: Tokenizer
     stats: Stats
     switches: SwitchBoard
+    learned: LearnedState
     tracing: Tracing
     max_context_tokens: int
     close: Callable[[], None]
@@ -119,10 +121,11 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
     step_stats = StepStats(stats)
     switches = SwitchBoard(config, step_stats)
     ledger = KVLedger({e.name: e.limits.kv_blocks for e in (target, *drafts)}, headroom_tokens=config.policy.k_max + 1)
+    planner = policy.SwitchedPolicy(_policy(config, drafts, tables), switches.current)
     orchestrator = Orchestrator(
         target,
         Drafting(drafts, step_stats, monotonic),
-        policy.SwitchedPolicy(_policy(config, drafts, tables), switches.current),
+        planner,
         ledger,
         Admission(ledger, config.limits.max_active_requests, config.limits.max_queued_requests),
         step_stats,
@@ -134,6 +137,8 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
     )
 
     tracing = Tracing(step_stats)
+    key = learned_key(config, {engine.name: model_path(engine) for engine in timed_engines(config)})
+    learned = LearnedState(planner, orchestrator, step_stats, key, keep=config.policy.keep_learned)
 
     def close() -> None:
         tracing.close()
@@ -141,7 +146,7 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
             engine.close()
 
     max_context = min(config.limits.max_context_tokens, target.limits.max_context_tokens)
-    return App(config, orchestrator, tokenizer, stats, switches, tracing, max_context, close, itertools.count(1))
+    return App(config, orchestrator, tokenizer, stats, switches, learned, tracing, max_context, close, itertools.count(1))
 
 
 def model_path(engine: EngineConfig) -> Path:

@@ -39,13 +39,18 @@ def table_file(key: str) -> Path:
     return root() / "latency" / f"{key}.json"
 
 
+def learned_file(key: str) -> Path:
+    """Return where what was learnt with the engines of this key lives."""
+    return root() / "learned" / f"{key}.json"
+
+
 @contextmanager
 def exclusive() -> Iterator[None]:
     """Hold the cache's writer lock (waiting for another holder), and remove what a killed writer left behind."""
     root().mkdir(parents=True, exist_ok=True)
     with (root() / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for leftover in (path for folder in ("models", "latency") for path in (root() / folder).glob(".*")):
+        for leftover in (path for folder in ("models", "latency", "learned") for path in (root() / folder).glob(".*")):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         yield
 

@@ -44,13 +44,17 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class PolicyConfig:
-    """Which policy plans. ``fixed`` uses ``draft`` and ``length`` always; ``random`` (tests) draws both in every step."""
+    """Which policy plans. ``fixed`` uses ``draft`` and ``length`` always; ``random`` (tests) draws both in every step.
+
+    ``keep_learned``: what was learnt outlasts the process, in the cache folder.
+    """
 
     kind: str = _setting("adaptive", choices=("adaptive", "none", "fixed", "random"))
     k_max: int = _setting(8, low=0, high=64)
     draft: str = ""
     length: int = _setting(4, low=0, high=64)
     seed: int = 0
+    keep_learned: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         app = build(config)
         app.switches.keep_in(arguments.socket.with_suffix(wire.SWITCHES_SUFFIX))
         warm_up(app)
+        app.learned.restore()
     except (cache.CacheError, OSError, ValueError, RuntimeError) as error:
         logger.error("cannot start: %s", error)
         return 1
@@ -83,10 +84,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         server.drain(DRAIN_LIMIT_S)
 
     signal.signal(signal.SIGTERM, terminate)
+    app.learned.start()
     logger.info("ready after %.1f s", perf_counter() - started)
     if not server.serve():
         logger.error("the loop has ended: this process ends, to be started again")
         return 1
+    app.learned.close()
     app.close()
     return 0
 

@@ -63,7 +63,7 @@ class Orchestrator:
         self._target = target
         self._drafting = drafting
         self._policy = policy
-        self._policy_state = policy.start()
+        self.policy_state = policy.start()  # an immutable value, which other threads may read
         self._ledger = ledger
         self._admission = admission
         self._stats = stats
@@ -215,12 +215,12 @@ class Orchestrator:
     def _plan(self, view: View, log: StepLog) -> Plan:
         with log.part("planning"):
             try:
-                plan, self._policy_state = self._policy.plan(view, self._policy_state, self._clock(), self._rng)
+                plan, self.policy_state = self._policy.plan(view, self.policy_state, self._clock(), self._rng)
             except Exception:
                 logger.exception("the policy failed; this step does not speculate")
                 self._stats.fallback("policy_error")
                 plan, _ = NoSpeculation().plan(view, None, self._clock(), self._rng)
-        self._decisions.planned(view, plan, self._clock(), lambda: self._policy.drift(self._policy_state))
+        self._decisions.planned(view, plan, self._clock(), lambda: self._policy.drift(self.policy_state))
         return plan
 
     # -- verify
@@ -310,14 +310,14 @@ class Orchestrator:
         outcome = log.outcome()
         if plan is not None or log.finished:
             try:
-                self._policy_state = self._policy.observe(outcome, self._policy_state, self._clock())
+                self.policy_state = self._policy.observe(outcome, self.policy_state, self._clock())
             except Exception:
                 logger.exception("the policy failed; it forgets what it has learnt")
                 self._stats.fallback("policy_error")
-                self._policy_state = self._policy.start()
+                self.policy_state = self._policy.start()
         if plan is not None:
             self._stats.step(plan, outcome, self._drafting.names, log.control)
-        self._stats.state(*self.counts(), self._policy.drift(self._policy_state))
+        self._stats.state(*self.counts(), self._policy.drift(self.policy_state))
 
 
 def _rule(sampling: SamplingParams) -> Rule:

@@ -287,12 +287,14 @@ class Server:
                 return self._health()
             case ["switches"]:
                 return self._app.switches.show()
+            case ["learned"]:
+                return self._app.learned.show()
             case ["set", *words]:
                 try:
                     return self._app.switches.set(words)
                 except ConfigError as error:
                     return {"error": str(error)}
-        return {"error": f"unknown command {command!r}; known: health, switches, set key=value ..."}
+        return {"error": f"unknown command {command!r}; known: health, learned, switches, set key=value ..."}
 
     def _health(self) -> dict[str, Any]:
         active, waiting = self._app.orchestrator.counts()

@@ -139,7 +139,7 @@ class AcceptanceModel:
         if not 1.0 < passed_s < math.inf:  # finer steps change nothing; the first call only sets the clock
             return state if passed_s <= 1.0 else replace(state, now=now)
         keep = 0.5 ** (passed_s / self._config.half_life_s)
-        return self._with_drafts(replace(state, now=now), state.draft_accepted * keep, state.draft_reached * keep)
+        return self.with_drafts(replace(state, now=now), state.draft_accepted * keep, state.draft_reached * keep)
 
     def observe(
         self,
@@ -178,7 +178,7 @@ class AcceptanceModel:
             np.add.at(request_accepted, (slot[known], draft[known]), hit[known])
             np.add.at(request_reached, (slot[known], draft[known]), seen[known])
         state = replace(state, request_class=request_class, request_accepted=request_accepted, request_reached=request_reached)
-        return self._with_drafts(state, draft_accepted, draft_reached)
+        return self.with_drafts(state, draft_accepted, draft_reached)
 
     def estimate(self, state: AcceptanceState, request: list[int], rule: IntArray) -> Estimate:
         """Return hazards and their spread for admitted requests (``rule`` int64[n]).
@@ -203,7 +203,8 @@ class AcceptanceModel:
         doubt = 1 / (weight + 1) + 1 / (state.draft_reached[rule] + config.prior_strength + 1)
         return Estimate(hazard, np.sqrt(hazard * (1 - hazard) * doubt))
 
-    def _with_drafts(self, state: AcceptanceState, accepted: FloatArray, reached: FloatArray) -> AcceptanceState:
+    def with_drafts(self, state: AcceptanceState, accepted: FloatArray, reached: FloatArray) -> AcceptanceState:
+        """Return the state with this draft-level evidence."""
         return replace(state, draft_accepted=accepted, draft_reached=reached, draft_hazard=self._draft_hazard(accepted, reached))
 
     def _draft_hazard(self, accepted: FloatArray, reached: FloatArray) -> FloatArray:

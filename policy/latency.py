@@ -24,7 +24,7 @@ MAX_GRID_TOKENS = 1 << 16
 VERIFY, OVERHEAD, FIRST_DRAFT = 0, 1, 2
 """Places in a correction array: the target, the overhead, then the drafts in order."""
 
-_MAX_CORRECTION = 8.0
+MAX_CORRECTION = 8.0  # either way
 _CORRECTION_RATE = 0.05
 _MAX_SURPRISE = 4.0  # one step's measured/predicted counts as at most this: a garbage collection is no trend
 
@@ -236,7 +236,7 @@ def corrected(correction: FloatArray, predicted_s: FloatArray, measured_s: Float
     known = (predicted_s > 0) & (measured_s > 0)
     ratio = np.divide(measured_s, predicted_s * correction, out=np.ones_like(correction), where=known)
     ratio = np.clip(ratio, 1 / _MAX_SURPRISE, _MAX_SURPRISE)
-    result: FloatArray = np.clip(correction * ratio**_CORRECTION_RATE, 1 / _MAX_CORRECTION, _MAX_CORRECTION)
+    result: FloatArray = np.clip(correction * ratio**_CORRECTION_RATE, 1 / MAX_CORRECTION, MAX_CORRECTION)
     return result
 
 

@@ -135,6 +135,16 @@ class Policy(Protocol):
         del view
         return state
 
+    def save(self, state: Any, now: float) -> dict[str, Any]:
+        """Return what of the state is worth keeping over a restart, JSON-able; empty for a policy that learns nothing."""
+        del state, now
+        return {}
+
+    def load(self, data: dict[str, Any], now: float, idle_s: float) -> Any:
+        """Return the state of what was saved ``idle_s`` ago. Raises ValueError, naming field and value, for data that do not fit."""
+        del data, now, idle_s
+        return self.start()
+
     def drift(self, state: Any) -> dict[str, float]:
         """Return measured over predicted time by part of the step, for metrics; empty for a policy that predicts nothing."""
         ...

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from .acceptance import AcceptanceConfig, AcceptanceModel, AcceptanceState, Estimate
 from .goodput import Choice, Score, StepProblem, best_choice, no_speculation, score
 from .latency import OVERHEAD, VERIFY, LatencyModel, corrected, correction_by_part
+from .learned import restored, saved
 from .plan import NO_DRAFT, FloatArray, IntArray, Outcome, Plan, View
 from .problem import NOTHING_GIVEN, Bounds, Given, expected_tokens, extra_prefill_s, predicted_parts, step_problem
 
@@ -93,6 +95,14 @@ class AdaptivePlanner:
     def start(self) -> PlannerState:
         """Return the state before the first step."""
         return PlannerState(self._acceptance.start(), self._latency.start())
+
+    def save(self, state: PlannerState, now: float) -> dict[str, Any]:
+        """Return what was learnt, without the requests in flight (see ``policy.learned``)."""
+        return saved(state, now)
+
+    def load(self, data: dict[str, Any], now: float, idle_s: float) -> PlannerState:
+        """Return the state of what was saved ``idle_s`` ago. Raises LearnedError naming field and value."""
+        return restored(data, self.start(), self._acceptance, now, idle_s)
 
     def drift(self, state: PlannerState) -> dict[str, float]:
         """Return measured over predicted time by part of the step, for metrics; 1 = the latency tables still hold."""

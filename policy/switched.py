@@ -84,6 +84,14 @@ class SwitchedPolicy:
         """Return the state before a step that the policy does not plan."""
         return SwitchedState(self.policy.stand_by(view, state.inner), {})
 
+    def save(self, state: SwitchedState, now: float) -> dict[str, Any]:
+        """Return the policy's."""
+        return self.policy.save(state.inner, now)
+
+    def load(self, data: dict[str, Any], now: float, idle_s: float) -> SwitchedState:
+        """Return the state of what the policy has saved. Raises ValueError for data that do not fit."""
+        return SwitchedState(self.policy.load(data, now, idle_s), {})
+
     def drift(self, state: SwitchedState) -> dict[str, float]:
         """Return the policy's."""
         return self.policy.drift(state.inner)

@@ -105,11 +105,12 @@ def _is_looping(reply: Reply) -> bool:
 def _start(args: argparse.Namespace, folder: Path) -> dict[str, Arm]:
     """Start both arms: the configuration as it is, and the same without drafts and policy."""
     raw = json.loads(args.config.read_text("utf-8"))
-    plain = folder / "plain.json"
+    adaptive, plain = folder / "adaptive.json", folder / "plain.json"
+    adaptive.write_text(json.dumps({**raw, "policy": {**raw.get("policy", {}), "keep_learned": False}}), "utf-8")  # every run begins cold
     plain.write_text(json.dumps({**raw, "drafts": [], "policy": {"kind": "none"}}), "utf-8")
     make = InProcessArm if args.in_process else ServerArm
     arms: dict[str, Arm] = {}
-    for name, config in zip(ARMS, (args.config.resolve(), plain), strict=True):
+    for name, config in zip(ARMS, (adaptive, plain), strict=True):
         print(f"starting {name}", flush=True)
         arms[name] = make(config, folder / f"{name}.log")
     return arms

@@ -128,9 +128,9 @@ def test_plain_decoding_in_a_batch_of_eight_does_not_change_the_text(deployment,
 def test_a_random_draft_and_length_in_every_step_do_not_change_the_text(deployment, prompts, plain):
     from policy import RandomChoice
 
-    adaptive = deployment.loop._policy, deployment.loop._policy_state
-    deployment.loop._policy, deployment.loop._policy_state = RandomChoice(), None
+    adaptive = deployment.loop._policy, deployment.loop.policy_state
+    deployment.loop._policy, deployment.loop.policy_state = RandomChoice(), None
     sessions = deployment.generate(prompts, together=3)
-    deployment.loop._policy, deployment.loop._policy_state = adaptive
+    deployment.loop._policy, deployment.loop.policy_state = adaptive
     assert sum(session.accepted for session in sessions) > 20
     check_equal(plain, sessions)

@@ -189,3 +189,28 @@ def test_a_bad_configuration_is_an_exit_status_and_a_sentence(start):
     process, _ = start({"target": {"engine": "fake"}, "speed": 9}, wait=False)
     assert process.wait(30) == 1
     assert "unknown key 'speed'" in process.stderr.read()
+
+
+def test_what_was_learnt_outlasts_a_restart(start, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPINDLE_CACHE", str(tmp_path / "cache"))
+    config = {**CONFIG, "policy": {"kind": "adaptive"}}
+
+    def known(client):
+        client.send({"type": "admin", "id": 1, "command": "learned"})
+        return client.until("admin")["reply"]
+
+    process, path = start(config)
+    client = Client(path)
+    assert known(client)["restored_age_s"] is None
+    for i in range(8):
+        client.submit(i, f"a different prompt, number {i}", 60)
+    for _ in range(8):
+        client.until("final")
+    before = known(client)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == 0
+    _, path = start(config)
+    after = known(Client(path))
+    assert after["restored_age_s"] is not None
+    assert sum(after["draft_reached"][0][0]) == pytest.approx(sum(before["draft_reached"][0][0]), rel=0.05)
+    assert sum(after["draft_reached"][0][0]) > 100

@@ -1,0 +1,86 @@
+"""What the planner has learnt as plain data: for a file, and back from one into another process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .latency import MAX_CORRECTION
+from .plan import FloatArray
+
+if TYPE_CHECKING:
+    from .acceptance import AcceptanceModel
+    from .planner import PlannerState
+
+SCHEMA = 1
+_ARRAYS = ("draft_accepted", "draft_reached", "likeness")
+_PRICE = ("earned", "expected", "saturated")
+
+
+class LearnedError(ValueError):
+    """Learnt data that cannot be used; the message names the field and the value."""
+
+
+def saved(state: PlannerState, now: float) -> dict[str, Any]:
+    """Return what outlasts the requests of a state, JSON-able; empty before the first step.
+
+    Evidence by draft, how alike requests are, the correction of times and the price's memory. ``age_s`` is how long ago the evidence was
+    aged: clocks of two processes have nothing in common.
+    """
+    acceptance = state.acceptance
+    if acceptance.now == -math.inf:
+        return {}
+    return {
+        "schema": SCHEMA,
+        "age_s": max(0.0, now - acceptance.now),
+        **{name: getattr(acceptance, name).tolist() for name in _ARRAYS},
+        "correction": state.correction.tolist(),
+        **{name: getattr(state, name) for name in _PRICE},
+    }
+
+
+def restored(data: Mapping[str, Any], start: PlannerState, model: AcceptanceModel, now: float, idle_s: float) -> PlannerState:
+    """Return ``start`` with the data in it, ``idle_s`` after they were saved. Raises LearnedError for data that do not fit."""
+    if data.get("schema") != SCHEMA:
+        raise LearnedError(f"schema must be {SCHEMA}, got {data.get('schema')!r}")
+    arrays = {name: _array(data, name, getattr(start.acceptance, name).shape) for name in _ARRAYS}
+    correction = _array(data, "correction", start.correction.shape)
+    price = {name: float(_array(data, name, ())) for name in _PRICE}
+    _check("draft_accepted", arrays["draft_accepted"], arrays["draft_accepted"] <= arrays["draft_reached"] + 1e-6)
+    _check("likeness", arrays["likeness"], arrays["likeness"][1] > 0)
+    _check("correction", correction, (correction >= 1 / MAX_CORRECTION) & (correction <= MAX_CORRECTION))
+    _check("expected", price["expected"], price["expected"] > 0)
+    age_s = float(_array(data, "age_s", ())) + max(0.0, idle_s)
+    acceptance = replace(start.acceptance, likeness=arrays["likeness"], now=now - age_s)
+    acceptance = model.with_drafts(acceptance, arrays["draft_accepted"], arrays["draft_reached"])
+    return replace(
+        start,
+        acceptance=model.aged(acceptance, now),
+        correction=correction,
+        earned=price["earned"],
+        expected=price["expected"],
+        saturated=price["saturated"],
+    )
+
+
+def _array(data: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> FloatArray:
+    """Return a field as an array; all but ``likeness``'s excess are counts, times and factors, hence never negative."""
+    try:
+        value = np.array(data[name], np.float64)
+    except KeyError:
+        raise LearnedError(f"{name} is missing") from None
+    except (TypeError, ValueError):
+        raise LearnedError(f"{name} must be numbers, got {data[name]!r}") from None
+    if value.shape != shape:
+        raise LearnedError(f"{name} must have the shape {shape}, got {value.shape}")
+    _check(name, value, np.isfinite(value) & ((value >= 0) | (name == "likeness")))
+    return value
+
+
+def _check(name: str, value: Any, good: Any) -> None:
+    if not np.all(good):
+        raise LearnedError(f"{name} is out of range: {np.asarray(value).tolist()}")

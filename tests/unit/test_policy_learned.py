@@ -1,0 +1,92 @@
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from policy import NoSpeculation, SwitchedPolicy, Switches
+from policy.learned import LearnedError
+from tests.unit.test_policy_planner import RNG, outcome, planner, view
+
+
+def taught(p, steps=60, start_s=0.0):
+    """A state that has seen requests come and go, of which the small draft's tokens were mostly accepted."""
+    state, rng = p.start(), np.random.default_rng(3)
+    for step in range(steps):
+        seen = view(4, request=np.arange(4) + 4 * (step // 10), queued=step % 2)
+        plan, state = p.plan(seen, state, start_s + step, RNG)
+        finished = seen.request if step % 10 == 9 else np.zeros(0, np.int64)
+        state = p.observe(outcome(seen, plan, rng.integers(0, 9, 4), 1.7, finished=finished), state, start_s + step)
+    return state
+
+
+def test_what_is_saved_comes_back_in_another_process_s_time():
+    p = planner()
+    state = taught(p, start_s=5000.0)
+    data = json.loads(json.dumps(p.save(state, 5059.0)))
+    back = planner().load(data, 12.0, 0.0)
+    for name in ("draft_accepted", "draft_reached", "draft_hazard", "likeness"):
+        assert np.allclose(getattr(back.acceptance, name), getattr(state.acceptance, name))
+    assert np.allclose(back.correction, state.correction)
+    assert (back.earned, back.expected, back.saturated) == (state.earned, state.expected, state.saturated)
+    assert back.acceptance.slots == {}
+    assert back.view is None
+    fresh = replace(
+        state, acceptance=p._acceptance.forget(state.acceptance, list(state.acceptance.slots)), goodput=0.0, credit_s=0.0, rest=0
+    )
+    newcomer = view(3, request=np.arange(900, 903))
+    assert planner().plan(newcomer, back, 12.0, RNG)[0].length.tolist() == p.plan(newcomer, fresh, 5059.0, RNG)[0].length.tolist()
+
+
+def test_evidence_fades_while_nothing_runs():
+    p = planner()
+    state = taught(p)
+    half_life = p.config.acceptance.half_life_s
+    back = p.load(p.save(state, 59.0), 7.0, half_life)
+    assert back.acceptance.draft_reached.sum() == pytest.approx(0.5 * state.acceptance.draft_reached.sum(), rel=0.01)
+    assert p.load(p.save(state, 59.0), 7.0, -1e6).acceptance.draft_reached.sum() == pytest.approx(
+        state.acceptance.draft_reached.sum(), rel=0.01
+    )
+
+
+def test_nothing_is_saved_before_the_first_step_nor_by_a_policy_that_learns_nothing():
+    assert planner().save(planner().start(), 1.0) == {}
+    assert NoSpeculation().save(None, 1.0) == {}
+    assert NoSpeculation().load({}, 1.0, 0.0) is None
+
+
+def test_switches_do_not_stand_between_the_planner_and_its_data():
+    p = SwitchedPolicy(planner(), Switches)
+    data = p.save(taught(p), 59.0)
+    assert p.save(p.load(data, 0.0, 0.0), 0.0)["draft_reached"] == data["draft_reached"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"schema": 2}, ["schema", "2"]),
+        ({"draft_accepted": [1.0]}, ["draft_accepted", "shape"]),
+        ({"draft_accepted": "many"}, ["draft_accepted", "many"]),
+        ({"correction": [1.0, 1.0, 1.0, 1000.0]}, ["correction", "1000"]),
+        ({"correction": [1.0, 1.0, 1.0]}, ["correction", "shape"]),
+        ({"earned": float("nan")}, ["earned", "nan"]),
+        ({"expected": 0.0}, ["expected", "0"]),
+        ({"age_s": -1.0}, ["age_s", "-1"]),
+        ({"likeness": None}, ["likeness", "shape"]),
+    ],
+)
+def test_data_that_do_not_fit_are_refused_by_field_and_value(change, words):
+    p = planner()
+    with pytest.raises(LearnedError) as error:
+        p.load({**p.save(taught(p, 5), 5.0), **change}, 0.0, 0.0)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_data_with_impossible_counts_or_without_a_field_are_refused():
+    p = planner()
+    data = p.save(taught(p, 5), 5.0)
+    with pytest.raises(LearnedError, match="draft_accepted"):
+        p.load({**data, "draft_reached": np.zeros_like(data["draft_reached"]).tolist()}, 0.0, 0.0)
+    del data["saturated"]
+    with pytest.raises(LearnedError, match="saturated is missing"):
+        p.load(data, 0.0, 0.0)
