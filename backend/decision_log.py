@@ -14,7 +14,7 @@ from policy import NO_DRAFT, Plan, View
 
 logger = logging.getLogger(__name__)
 
-WINDOW_S = 1.0
+WINDOW_S = 2.0
 """Plans are judged by the window, so that there is at most one line in it."""
 NEW_DRAFT_SHARE = 0.2
 """By how much of all rows another draft must lead the one last told of."""
@@ -31,7 +31,7 @@ class Regime:
 
 
 class DecisionLog:
-    """Gets every view and plan. A step costs an ``append``; the window's end, once a second, some numpy calls."""
+    """Gets every view and plan. A step costs an ``append``; the window's end some numpy calls."""
 
     def __init__(self, drafts: tuple[str, ...]) -> None:
         self._names = ("none", *drafts)
@@ -65,7 +65,7 @@ class DecisionLog:
         if before is not None and regime.draft == before.draft and abs(regime.length - before.length) < NEW_LENGTH_TOKENS:
             return
         self._regime = regime
-        figures = _figures(plans[-1], drift())
+        figures = _figures(plans, drift())
         self._tell(before, regime, {"batch_size": round(len(length) / len(plans), 1), "queued": view.queued, **figures}, rows / len(length))
 
     def _tell(self, before: Regime | None, regime: Regime, figures: dict[str, Any], share: Any) -> None:
@@ -83,13 +83,15 @@ def _changes(plans: list[Plan]) -> int:
     return int(np.count_nonzero(np.diff(means)))
 
 
-def _figures(plan: Plan, drift: dict[str, float]) -> dict[str, Any]:
-    """Return why, as far as the policy says: the last plan's price (tokens/s), step time, gain over not speculating; the drift."""
+def _figures(plans: list[Plan], drift: dict[str, float]) -> dict[str, Any]:
+    """Return why, as far as the policy says: mean step time, price (tokens/s) and gain over not speculating; the drift."""
+    priced = [plan for plan in plans if "gain" in plan.notes]  # neither of a batch that rests nor of a policy that does not predict
     figures: dict[str, Any] = {}
-    if plan.predicted_s:
-        figures = {"price": round(plan.price, 1), "predicted_s": round(plan.predicted_s, 5)}
-    if (gain := plan.notes.get("gain")) is not None:
-        figures["gain"] = round(gain, 3)
+    if predicted_s := np.mean([plan.predicted_s for plan in plans]):
+        figures["predicted_s"] = round(float(predicted_s), 5)
+    if priced:
+        figures["price"] = round(float(np.mean([plan.price for plan in priced])), 1)
+        figures["gain"] = round(float(np.mean([plan.notes["gain"] for plan in priced])), 3)
     if drift:
         figures["drift"] = {part: round(ratio, 2) for part, ratio in drift.items()}
     return figures

@@ -271,7 +271,7 @@ class Server:
             session = self._app.session(GenerationRequest.from_wire(body), ticket)
             if ticket.trace is not None:
                 session.trace = ticket.trace
-                session.trace.attributes["gen_ai.request.max_tokens"] = session.request.max_tokens
+                session.trace.attributes |= {"gen_ai.request.max_tokens": session.request.max_tokens, "spindle.control": session.control}
                 session.trace.enter("queue")
             self._app.orchestrator.submit(session)
         except RequestError as error:

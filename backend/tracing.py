@@ -171,5 +171,5 @@ def _step_attributes(step: Step) -> dict[str, Any]:
         "spindle.emitted": step.emitted,
         "spindle.batch_size": step.batch_size,
         "spindle.prefill_tokens": step.prefill_tokens,
-        **{f"spindle.{part.replace(':', '.')}_s": seconds for part, seconds in step.parts_s.items()},
+        **{f"spindle.time.{part.replace(':', '.')}_s": seconds for part, seconds in step.parts_s.items()},
     }

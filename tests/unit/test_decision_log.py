@@ -8,7 +8,7 @@ import pytest
 from backend.decision_log import DecisionLog
 from policy import NO_DRAFT, Plan, View
 
-STEP_S = 0.1
+STEP_S = 0.2
 
 
 def view(rows):
@@ -49,7 +49,7 @@ def runs(caplog):
 
 
 def test_steady_plans_make_one_line_with_their_figures(runs):
-    runs.steps(100, SMALL, SMALL, NONE, gain=1.2345)
+    runs.steps(100, SMALL, SMALL, NONE, gain=1.2344)
     assert runs.lines() == [
         {
             "draft": "small",

@@ -89,8 +89,8 @@ def test_figures_of_request_and_step_are_attributes_and_the_text_is_not():
         "spindle.accepted_draft_tokens": 2,
     }
     figures = dict(step.attributes)
-    assert figures.pop("spindle.verify_s") >= 0
-    assert figures.pop("spindle.draft.small_s") >= 0
+    assert figures.pop("spindle.time.verify_s") >= 0
+    assert figures.pop("spindle.time.draft.small_s") >= 0
     assert figures == {
         "spindle.draft": "small",
         "spindle.length": 3,
