@@ -30,14 +30,14 @@ class Stats:
         with self._lock:
             self._counters[name, tuple(sorted(labels.items()))] += amount
 
-    def observe(self, name: str, value: float, **labels: str) -> None:
-        """Record one value of a histogram."""
+    def observe(self, name: str, *values: float, **labels: str) -> None:
+        """Record values of a histogram."""
         with self._lock:
-            values = self._observations[name, tuple(sorted(labels.items()))]
-            if len(values) < MAX_OBSERVATIONS:
-                values.append(value)
-            else:
-                self._counters["spindle_fallback_total", (("reason", "observations_dropped"),)] += 1
+            series = self._observations[name, tuple(sorted(labels.items()))]
+            room = MAX_OBSERVATIONS - len(series)
+            series += values[:room]
+            if room < len(values):
+                self._counters["spindle_fallback_total", (("reason", "observations_dropped"),)] += len(values) - room
 
     def gauge(self, name: str, value: float, **labels: str) -> None:
         """Set a gauge."""
@@ -100,7 +100,8 @@ class StepStats:
         self._stats.count("spindle_steps_total")
         self._stats.observe("spindle_batch_size", len(plan.length))
         self._stats.observe("spindle_step_seconds", outcome.measured_s)
-        self._stats.observe("spindle_step_predicted_seconds", plan.predicted_s)
+        if plan.predicted_s:  # else nothing was predicted
+            self._stats.observe("spindle_step_predicted_seconds", plan.predicted_s)
         self._stats.observe("spindle_planning_seconds", outcome.parts_s.get("planning", 0.0))
         if plan.shadow is not None:
             self._shadow(plan.shadow, drafts)
@@ -117,8 +118,7 @@ class StepStats:
 
     def _draft(self, name: str, arm: str, length: Any, accepted: Any, emitted: Any) -> None:
         self._stats.count("spindle_emitted_tokens_total", int(emitted.sum()), draft=name, arm=arm)
-        for k in length:
-            self._stats.observe("spindle_draft_length", int(k), draft=name, arm=arm)
+        self._stats.observe("spindle_draft_length", *length.tolist(), draft=name, arm=arm)
         if name == "none":
             return
         self._stats.count("spindle_draft_tokens_total", int(length.sum()), draft=name, arm=arm)

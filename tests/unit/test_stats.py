@@ -1,0 +1,56 @@
+import numpy as np
+
+from backend import stats as module
+from backend.stats import Stats, StepStats
+from policy import NO_DRAFT, Outcome, Plan, Switches
+
+DRAFTS = ("small", "lookup")
+
+
+def figures(stats):
+    """Everything drained, by name and labels: totals of counters, lists of observations."""
+    drained = stats.drain()
+    return {(name, *labels.values()): value for kind in ("counters", "observations") for name, labels, value in drained[kind]}
+
+
+def step(draft, length, accepted):
+    draft, length, accepted = (np.array(column) for column in (draft, length, accepted))
+    return Outcome(np.arange(len(draft)), draft, length, accepted, accepted + 1, length, np.zeros(len(draft), np.int64), 0.03)
+
+
+def test_observations_over_the_limit_are_dropped_and_counted(monkeypatch):
+    monkeypatch.setattr(module, "MAX_OBSERVATIONS", 3)
+    stats = Stats()
+    stats.observe("spindle_batch_size", 1, 2)
+    stats.observe("spindle_batch_size", 3, 4, 5)
+    stats.observe("spindle_batch_size", 6)
+    assert figures(stats) == {("spindle_batch_size",): [1, 2, 3], ("spindle_fallback_total", "observations_dropped"): 3}
+
+
+def test_a_step_s_rows_are_counted_by_draft_and_arm():
+    stats = Stats()
+    outcome = step([0, 0, NO_DRAFT, 0], [4, 2, 0, 2], [3, 0, 0, 1])
+    StepStats(stats).step(Plan(outcome.draft, outcome.length, 0.02), outcome, DRAFTS, [False, True, True, True])
+    seen = figures(stats)
+    assert seen["spindle_emitted_tokens_total", "planner", "small"] == 4
+    assert seen["spindle_emitted_tokens_total", "fixed", "small"] == 3
+    assert seen["spindle_emitted_tokens_total", "fixed", "none"] == 1
+    assert seen["spindle_draft_tokens_total", "fixed", "small"] == 4
+    assert seen["spindle_accepted_tokens_total", "fixed", "small"] == 1
+    assert seen["spindle_draft_length", "fixed", "small"] == [2, 2]
+    assert seen["spindle_step_predicted_seconds",] == [0.02]
+
+
+def test_what_the_planner_would_have_done_is_counted_apart():
+    stats = Stats()
+    (step_stats := StepStats(stats)).switches(Switches(speculation="shadow"))
+    outcome, shadow = step([NO_DRAFT] * 3, [0] * 3, [0] * 3), Plan(np.array([0, NO_DRAFT, 1]), np.array([3, 0, 5]), 0.04, 5.5)
+    step_stats.step(Plan(outcome.draft, outcome.length, shadow=shadow), outcome, DRAFTS, [False] * 3)
+    seen = figures(stats)
+    assert seen["spindle_emitted_tokens_total", "shadow", "none"] == 3
+    assert seen["spindle_shadow_draft_length", "small"] == [3]
+    assert seen["spindle_shadow_draft_length", "lookup"] == [5]
+    assert seen["spindle_shadow_draft_length", "none"] == [0]
+    assert seen["spindle_shadow_predicted_seconds_total",] == 0.04
+    assert seen["spindle_shadow_predicted_tokens_total",] == 5.5
+    assert ("spindle_step_predicted_seconds",) not in seen
