@@ -21,6 +21,15 @@ _WINDOW_STEPS = 100
 _ALPHA_BOUNDS = (0.01, 0.99)
 
 
+class _Untimed(Policy):
+    """A policy that predicts no times."""
+
+    def drift(self, state: object) -> dict[str, float]:
+        """Return nothing."""
+        del state
+        return {}
+
+
 def expected_tokens(alpha: float, length: int) -> float:
     """Return the tokens of a step of k proposals that are each accepted with probability alpha < 1: (1 - alpha^(k+1)) / (1 - alpha)."""
     return float((1 - alpha ** (length + 1)) / (1 - alpha))
@@ -56,7 +65,7 @@ class SmartSpecState:
     window: tuple[tuple[int, int], ...] = ()
 
 
-class SmartSpec(Policy):
+class SmartSpec(_Untimed):
     """SmartSpec as its published code decides: one draft, one acceptance rate alpha, one length k for the whole batch.
 
     Every ``update_steps`` steps k = 0, 1, ... are scored by goodput V/T and the scan stops at the first that is no better; k = 0 counts
@@ -95,11 +104,6 @@ class SmartSpec(Policy):
         step = (int(accepted.sum()), int((accepted < outcome.scored[used]).sum()))
         return replace(state, window=(*state.window[-(_WINDOW_STEPS - 1) :], step))
 
-    def drift(self, state: SmartSpecState) -> dict[str, float]:
-        """Return nothing: its model of time is never corrected."""
-        del state
-        return {}
-
     def _alpha(self, state: SmartSpecState) -> float:
         if not state.window:
             return 0.7
@@ -129,7 +133,7 @@ class EmaSlot:
     steps: int = 0
 
 
-class AcceptanceAverage(Policy):
+class AcceptanceAverage(_Untimed):
     """SGLang's adaptive ``num_steps``: an average of accepted tokens moves the length through a few candidates, by batch range.
 
     ``candidates`` maps the smallest batch of each range to its lengths (defaults as there). The average moves with each step's mean by
@@ -171,11 +175,6 @@ class AcceptanceAverage(Policy):
             slot = self._moved(slot, self._candidates[batch])
         return {**state, batch: slot}
 
-    def drift(self, state: dict[int, EmaSlot]) -> dict[str, float]:
-        """Return nothing: no time is predicted."""
-        del state
-        return {}
-
     def _range(self, batch: int) -> int:
         return int(self._batches[max(int(np.searchsorted(self._batches, batch, side="right")) - 1, 0)])
 
@@ -206,7 +205,7 @@ class SpinState:
     workload: FloatArray = field(default_factory=lambda: np.zeros((2, 0)))
 
 
-class SpinSelection(Policy):
+class SpinSelection(_Untimed):
     """SPIN's selection alone: explore then commit, in epochs, with a fixed length. SPIN's own epoch lengths are not public.
 
     An epoch begins with slots in which every request gets a random draft; for its rest a request keeps the draft by which most of its
@@ -261,11 +260,6 @@ class SpinSelection(Policy):
             seen.pop(request, None)
             assigned.pop(request, None)
         return replace(state, assigned=assigned, seen=seen, workload=workload)
-
-    def drift(self, state: SpinState) -> dict[str, float]:
-        """Return nothing: no time is predicted."""
-        del state
-        return {}
 
     def _best(self, request: int, state: SpinState) -> int:
         own = state.seen.get(request)

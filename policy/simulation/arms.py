@@ -1,0 +1,121 @@
+"""The arms of a comparison: baselines, the adaptive planner, and two that only a simulation can have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from policy.acceptance import AcceptanceModel, AcceptanceState, Estimate
+from policy.baselines import BatchSchedule, FixedLength, NoSpeculation
+from policy.goodput import Choice, Score, StepProblem
+from policy.latency import LatencyModel
+from policy.plan import FloatArray, IntArray, Policy
+from policy.planner import AdaptivePlanner, PlannerConfig, PlannerState
+from policy.published import AcceptanceAverage, SmartSpec, SpinSelection
+
+from .deployment import Deployment, Work, step_parts
+from .workload import Drift, Mix, Workload, backlog, draw
+
+_PROFILE_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_PROFILE_REQUESTS = 500
+
+Truth = Callable[[IntArray, float], FloatArray]
+"""The true hazards [n, drafts, positions] of requests at a time."""
+
+
+class PerStepGoodput(AdaptivePlanner):
+    """The adaptive planner with the plain objective V/T of the step, its prefill included: no long-run price, no backlog's price."""
+
+    def _priced_choice(
+        self, problem: StepProblem, prefill_s: float, queued: int, state: PlannerState
+    ) -> tuple[Choice, Score, float, float]:
+        del prefill_s, queued
+        return super()._priced_choice(problem, 0.0, 0, replace(state, earned=1.0, expected=1.0))
+
+
+class _Known(AcceptanceModel):
+    """An estimator that knows the truth."""
+
+    def __init__(self, truth: Truth, drafts: int, k_max: int) -> None:
+        super().__init__(drafts, k_max, PlannerConfig().acceptance)
+        self._truth = truth
+
+    def admit(self, state: AcceptanceState, requests: list[int]) -> AcceptanceState:
+        del requests
+        return state
+
+    def forget(self, state: AcceptanceState, requests: Iterable[int]) -> AcceptanceState:
+        del requests
+        return state
+
+    def aged(self, state: AcceptanceState, now: float) -> AcceptanceState:
+        return replace(state, now=now)
+
+    def observe(self, state: AcceptanceState, *evidence: Any, **more: Any) -> AcceptanceState:
+        del evidence, more
+        return state
+
+    def estimate(self, state: AcceptanceState, request: list[int], rule: IntArray) -> Estimate:
+        del rule
+        hazard = self._truth(np.array(request, np.int64), state.now)
+        return Estimate(hazard, np.zeros_like(hazard))
+
+
+class Oracle(AdaptivePlanner):
+    """The planner's own optimiser with true hazards and true times: what is left to gain by knowing more, not by choosing better."""
+
+    def __init__(self, drafts: tuple[str, ...], latency: LatencyModel, truth: Truth, k_max: int) -> None:
+        super().__init__(drafts, latency, PlannerConfig(k_max=k_max, explore_share=0.0, margin=0.0, rest_steps=0))
+        self._acceptance = _Known(truth, len(drafts), k_max)
+
+
+def profiled_lengths(deployment: Deployment, mix: Mix, draft: str, seed: int) -> dict[int, int]:
+    """Return a table batch size -> length as profiling would fill it: the best V/T at true times and the mix's mean acceptance."""
+    workload = draw(mix, deployment.drafts, backlog(_PROFILE_REQUESTS), seed, deployment.k_max, 1.0, Drift.none(len(mix.categories), 2))
+    everyone = np.arange(len(workload))
+    column = deployment.drafts.index(draft)
+    survival = np.cumprod(workload.acceptance.hazard(everyone, 0.0)[:, column], axis=1)
+    tokens = 1 + np.concatenate([[0.0], np.cumsum((survival * workload.acceptance.found[:, column, None]).mean(0))])
+    context = int(workload.prompt_tokens.mean() + workload.output_tokens.mean() / 2)
+    lengths = {}
+    for rows in [b for b in _PROFILE_BATCHES if b <= deployment.max_active]:
+        ones = np.ones(rows, np.int64)
+        times = [
+            sum(step_parts(deployment.latency, Work(ones * column, ones * k, ones, rows, rows * context), deployment.drafts).values())
+            for k in range(deployment.k_max + 1)
+        ]
+        lengths[rows] = int(np.argmax(tokens / np.array(times)))
+    return lengths
+
+
+def make_policy(arm: str, deployment: Deployment, mix: Mix, workload: Workload, read: LatencyModel, seed: int) -> Policy:  # noqa: PLR0911
+    """Return the policy of an arm; ``read`` is what it may know of times.
+
+    Arms: ``none``, ``fixed:DRAFT:K``, ``schedule:DRAFT``, ``average:DRAFT``, ``smartspec:DRAFT``, ``spin:K``, ``adaptive``, ``per-step``,
+    ``oracle``. Raises ValueError for any other.
+    """
+    kind, *rest = arm.split(":")
+    drafts, k_max = deployment.drafts, deployment.k_max
+    match kind, *rest:
+        case ["none"]:
+            return NoSpeculation()
+        case ["fixed", draft, length] if draft in drafts and length.isdigit():
+            return FixedLength(draft, int(length))
+        case ["schedule", draft] if draft in drafts:
+            return BatchSchedule(draft, profiled_lengths(deployment, mix, draft, seed))
+        case ["average", draft] if draft in drafts:
+            return AcceptanceAverage(draft)
+        case ["smartspec", draft] if draft in drafts:
+            return SmartSpec(drafts, draft, read, k_max)
+        case ["spin", length] if length.isdigit():
+            return SpinSelection(drafts, int(length))
+        case ["adaptive"]:
+            return AdaptivePlanner(drafts, read, PlannerConfig(k_max=k_max))
+        case ["per-step"]:
+            return PerStepGoodput(drafts, read, PlannerConfig(k_max=k_max))
+        case ["oracle"]:
+            return Oracle(drafts, deployment.latency, workload.acceptance.hazard, k_max)
+    raise ValueError(f"arm must be one of the documented ones with drafts of {drafts}, got {arm!r}")

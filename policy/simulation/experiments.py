@@ -1,0 +1,165 @@
+"""The protocol of a comparison: what is run at which load, choices made on some seeds and reported on others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from policy.plan import FloatArray
+
+from .arms import make_policy
+from .deployment import Deployment, perturbed
+from .fleet import Run, simulate
+from .statistics import Ratio, ratio_of_means, ratio_of_rates
+from .workload import Drift, Mix, backlog, bursty, draw
+
+BACKLOG = 0.0
+"""The load of a point at which all requests are there from the start."""
+
+FIXED_LENGTHS = (1, 2, 3, 5, 8)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scenario:
+    """A deployment and a mix. ``rate_hz`` is the load 1: the request rate that its best fixed choice can just serve.
+
+    ``variation`` is that of the gaps between arrivals; ``requests`` how many a run serves (four batches at least in a backlog);
+    ``table_error`` by how much the times are off that policies read.
+    """
+
+    name: str
+    deployment: Deployment
+    mix: Mix
+    rate_hz: float = 1.0
+    variation: float = 1.0
+    requests: int = 200
+    table_error: float = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One run: an arm at a load (of the scenario's rate, or ``BACKLOG``) with a seed."""
+
+    arm: str
+    load: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Result:
+    """What is kept of a run."""
+
+    latency_s: FloatArray
+    first_token_s: FloatArray
+    tokens_per_s: float
+    steps: int
+    rows: float
+    proposed: float
+    accepted: float
+
+
+def run_once(scenario: Scenario, task: Task) -> Run:
+    """Simulate one task."""
+    deployment, mix = scenario.deployment, scenario.mix
+    if task.load == BACKLOG:
+        arrivals, rate_hz = backlog(max(scenario.requests, 4 * deployment.max_active)), scenario.rate_hz
+    else:
+        rate_hz = task.load * scenario.rate_hz
+        arrivals = bursty(scenario.requests, rate_hz, scenario.variation, task.seed)
+    period_s = mix.period_requests / rate_hz
+    drift = Drift.swing(mix, deployment.drafts, period_s, 4 * len(arrivals) / rate_hz)
+    workload = draw(mix, deployment.drafts, arrivals, task.seed, deployment.k_max, period_s, drift)
+    read = perturbed(deployment.latency, scenario.table_error, task.seed)
+    policy = make_policy(task.arm, deployment, mix, workload, read, task.seed)
+    return simulate(deployment, workload, lambda: policy, task.seed)
+
+
+def summary(run: Run) -> Result:
+    """Return what is kept of a run."""
+    columns = np.array([(step.rows, step.proposed, step.accepted) for step in run.steps], float)
+    rows, proposed, accepted = columns.mean(0).tolist()
+    return Result(run.latency_s, run.first_token_s, run.tokens_per_s, len(run.steps), rows, proposed, accepted)
+
+
+def fixed_arms(deployment: Deployment) -> list[str]:
+    """Return no speculation and all fixed choices on a grid of lengths."""
+    return ["none", *(f"fixed:{draft}:{k}" for draft in deployment.drafts for k in FIXED_LENGTHS if k <= deployment.k_max)]
+
+
+def tuned_arms(deployment: Deployment) -> dict[str, list[str]]:
+    """Return by baseline the variants of which tuning picks one per scenario."""
+    return {
+        "schedule": [f"schedule:{draft}" for draft in deployment.drafts],
+        "average": [f"average:{draft}" for draft in deployment.drafts],
+        "smartspec": [f"smartspec:{draft}" for draft in deployment.drafts],
+        "spin": [f"spin:{k}" for k in (2, 3, 5)],
+    }
+
+
+Results = dict[Task, Result]
+
+
+def pooled(results: Results, arm: str, load: float, seeds: Iterable[int]) -> float:
+    """Return the figure of merit of an arm at a load, lower is better: mean latency, or in a backlog seconds per token."""
+    runs = [results[Task(arm, load, seed)] for seed in seeds]
+    if load == BACKLOG:
+        return float(np.mean([1 / run.tokens_per_s for run in runs]))
+    return float(np.mean([run.latency_s.mean() for run in runs]))
+
+
+def compared(results: Results, arm: str, other: str, load: float, seeds: Iterable[int]) -> Ratio:
+    """Return an arm's latency over another's, or in a backlog its throughput over the other's."""
+    pairs = [(results[Task(arm, load, seed)], results[Task(other, load, seed)]) for seed in seeds]
+    if load == BACKLOG:
+        return ratio_of_rates([a.tokens_per_s for a, _ in pairs], [b.tokens_per_s for _, b in pairs])
+    return ratio_of_means([a.latency_s for a, _ in pairs], [b.latency_s for _, b in pairs])
+
+
+def captured(results: Results, arm: str, fixed: str, load: float, seeds: list[int]) -> float:
+    """Return which share of the gap between a fixed choice and the oracle an arm captures."""
+    cost = {name: pooled(results, name, load, seeds) for name in (arm, fixed, "oracle")}
+    gap = cost[fixed] - cost["oracle"]
+    return (cost[fixed] - cost[arm]) / gap if gap else 0.0
+
+
+@dataclass(slots=True)
+class Comparison:
+    """A scenario with what tuning chose (``fixed`` by load; ``tuned`` by baseline) and all results."""
+
+    scenario: Scenario
+    loads: list[float]
+    fixed: dict[float, str] = field(default_factory=dict)
+    tuned: dict[str, str] = field(default_factory=dict)
+    results: Results = field(default_factory=dict)
+
+    def arms(self, load: float) -> list[str]:
+        """Return the arms that are reported at a load."""
+        return list(dict.fromkeys(["none", self.fixed[load], *self.tuned.values(), "adaptive", "per-step", "oracle"]))
+
+
+Runner = Callable[[Scenario, list[Task]], Results]
+"""Runs tasks, in whatever order or number of processes."""
+
+
+def nominal_rate(scenario: Scenario, seeds: list[int], run: Runner) -> float:
+    """Return the requests per second that the best fixed choice serves from a backlog."""
+    arms = fixed_arms(scenario.deployment)
+    results = run(scenario, [Task(arm, BACKLOG, seed) for arm in arms for seed in seeds])
+    mean_tokens = sum(c.share * c.output_tokens for c in scenario.mix.categories) / sum(c.share for c in scenario.mix.categories)
+    return 1 / (min(pooled(results, arm, BACKLOG, seeds) for arm in arms) * mean_tokens)
+
+
+def compare(scenario: Scenario, loads: list[float], tuning: list[int], reporting: list[int], run: Runner) -> Comparison:
+    """Choose fixed choices and the baselines' variants on the tuning seeds, then run every arm on the reporting seeds."""
+    comparison = Comparison(scenario, loads)
+    fixed, variants = fixed_arms(scenario.deployment), tuned_arms(scenario.deployment)
+    candidates = [*fixed, *(arm for arms in variants.values() for arm in arms)]
+    results = run(scenario, [Task(arm, load, seed) for arm in candidates for load in loads for seed in tuning])
+    comparison.fixed = {load: min(fixed, key=lambda arm: pooled(results, arm, load, tuning)) for load in loads}
+    for name, arms in variants.items():
+        comparison.tuned[name] = min(arms, key=lambda arm: sum(np.log(pooled(results, arm, load, tuning)) for load in loads))
+    wanted = [Task(arm, load, seed) for load in loads for arm in comparison.arms(load) for seed in reporting]
+    comparison.results = run(scenario, wanted)
+    return comparison

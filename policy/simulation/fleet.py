@@ -1,0 +1,87 @@
+"""Replicas behind a router: the event loop of the simulation, which goes from one step's end or arrival to the next."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from policy.plan import FloatArray, Policy
+
+from .deployment import Deployment
+from .replica import Progress, Replica, Step
+from .workload import Workload
+
+Router = Callable[[list[int], int], int]
+"""From the outstanding requests by replica and the request's number to the replica that gets it."""
+
+
+def round_robin(outstanding: list[int], request: int) -> int:
+    """Return the replicas in turn."""
+    return request % len(outstanding)
+
+
+def least_outstanding(outstanding: list[int], request: int) -> int:
+    """Return the replica with the fewest requests; ties go round, so that an idle fleet is used evenly."""
+    n = len(outstanding)
+    return min(range(n), key=lambda r: (outstanding[r], (r - request) % n))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """What a simulation came to: per request ``latency_s`` and ``first_token_s`` from its arrival, all steps, and the time of the end."""
+
+    workload: Workload
+    latency_s: FloatArray
+    first_token_s: FloatArray
+    steps: list[Step]
+    end_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Emitted tokens per second while requests were waiting for a place: the capacity, if they were all the time."""
+        busy = [step for step in self.steps if step.queued > 0]
+        seconds = sum(step.seconds for step in busy)
+        return sum(step.emitted for step in busy) / seconds if seconds else 0.0
+
+    @property
+    def mean_latency_s(self) -> float:
+        """Mean time from arrival to the last token."""
+        return float(self.latency_s.mean())
+
+
+def simulate(
+    deployment: Deployment,
+    workload: Workload,
+    make_policy: Callable[[], Policy],
+    seed: int,
+    replicas: int = 1,
+    router: Router = least_outstanding,
+) -> Run:
+    """Serve every request to its end and return what happened. Idle time is skipped; nothing but the seed is random."""
+    steps: list[Step] = []
+    progress = Progress.of(len(workload), len(deployment.drafts))
+    fleet = [Replica(deployment, workload, progress, make_policy(), seed + 1000 * r, steps.append) for r in range(replicas)]
+    events: list[tuple[float, int]] = []
+    idle = [True] * replicas
+    arrivals = workload.arrival_s.tolist()
+    now, request = 0.0, 0
+    while request < len(arrivals) or events:
+        if request < len(arrivals) and (not events or arrivals[request] <= events[0][0]):
+            now = arrivals[request]
+            chosen = router([replica.outstanding for replica in fleet], request)
+            fleet[chosen].offer(request)
+            if idle[chosen]:
+                idle[chosen] = False
+                heapq.heappush(events, (now, chosen))
+            request += 1
+            continue
+        now, chosen = heapq.heappop(events)
+        until = fleet[chosen].advance(now)
+        idle[chosen] = until is None
+        if until is not None:
+            heapq.heappush(events, (until, chosen))
+    arrived = workload.arrival_s
+    return Run(workload, progress.finish_s - arrived, progress.first_token_s - arrived, steps, float(np.nanmax(progress.finish_s)))

@@ -1,0 +1,121 @@
+"""Deployments and mixes to simulate, each with where its numbers come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from policy.latency import LatencyCurve, LatencyModel, LatencyTable
+from policy.nonnegative import nonnegative_least_squares
+from policy.plan import FloatArray
+
+from .deployment import Deployment
+from .workload import Category, Mix
+
+_GRID_TOKENS = 4096
+_SPECULATION_SHARE = 0.05  # of a target step: the published models' overhead of speculating
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A forward in milliseconds: ``fixed + token * tokens + row * rows + context * cached tokens``."""
+
+    fixed: float
+    token: float
+    row: float
+    context: float
+
+    def curve(self) -> LatencyCurve:
+        """Return the curve of this line."""
+        base: FloatArray = (self.fixed + self.token * np.arange(_GRID_TOKENS + 1)) / 1e3
+        base[0] = base[1]
+        return LatencyCurve(base, self.token / 1e3, self.row / 1e3, self.context / 1e3)
+
+    def repaired(self) -> Linear:
+        """Return the line without negative terms that is nearest (least squares of the relative error) where this one was fitted.
+
+        That is over the batches, contexts and lengths of the published profiling grid. A negative term is an artefact of collinearity.
+        """
+        batches, contexts, lengths = [1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 128], range(128, 2049, 240), range(8)
+        cells = np.array([(1, b * (k + 1), b, b * c) for b in batches for c in contexts for k in lengths], float)
+        milliseconds = cells @ np.array([self.fixed, self.token, self.row, self.context])
+        fixed, token, row, context = nonnegative_least_squares(cells / milliseconds[:, None], np.ones(len(cells))).tolist()
+        return Linear(fixed, token, row, context)
+
+
+# Published coefficients: config.py and the EAGLE draft of LiuXiaoxuanPKU/vllm, branch batch-dsd at b08a7d37 (milliseconds).
+LLAMA_8B = Linear(6.938699571857084, 1.84383603e-2, -4.33144783e-2, 4.85907942e-5)
+LLAMA_70B = Linear(18.34535, 6.40216301e-2, -3.97382298e-2, 6.24369264e-5)
+EAGLE_8B = Linear(0.452175870, 4.38694070e-5, 5.52805909e-3, 2.89700974e-6)
+EAGLE_8B_STEP_MS = 0.4471109584
+# Derived, not measured: a memory-bound forward scales with the bytes that it reads (weights 1.24 / 8.03, KV per token a quarter).
+LLAMA_1B = Linear(6.938699571857084 * 1.24 / 8.03, 1.84383603e-2 * 1.24 / 8.03, 0.0, 4.85907942e-5 / 4)
+_PUBLISHED = "SmartSpec authors' fits on H100 (vLLM fork, batch-dsd b08a7d37), negative terms repaired by NNLS on their profiling grid"
+_DERIVED = "Llama-1B draft derived from the 8B's by bytes read"
+
+
+def llama_8b_h100() -> Deployment:
+    """Llama-8B on one H100 with an EAGLE head and a 1B draft; KV for 40 GiB at 128 KiB a token."""
+    latency = LatencyModel(
+        LLAMA_8B.repaired().curve(),
+        (EAGLE_8B.curve(), LLAMA_1B.curve()),
+        speculation_s=(EAGLE_8B_STEP_MS + _SPECULATION_SHARE * LLAMA_8B.fixed) / 1e3,
+    )
+    provenance = f"{_PUBLISHED}; {_DERIVED}"
+    return Deployment("llama-8b-h100", provenance, ("eagle", "1b"), latency, (False, False), max_active=128, kv_tokens=327_680)
+
+
+def llama_70b_h100() -> Deployment:
+    """Llama-70B on four H100 with a 1B and an 8B draft; KV for 100 GiB at 320 KiB a token."""
+    latency = LatencyModel(
+        LLAMA_70B.repaired().curve(),
+        (LLAMA_1B.curve(), LLAMA_8B.repaired().curve()),
+        speculation_s=_SPECULATION_SHARE * LLAMA_70B.fixed / 1e3,
+    )
+    provenance = f"{_PUBLISHED} (TP4); {_DERIVED}; the 8B draft has the 8B target's times"
+    return Deployment("llama-70b-4xh100", provenance, ("1b", "8b"), latency, (False, False), max_active=128, kv_tokens=327_680)
+
+
+def smollm2_cpu(tables: Mapping[str, LatencyTable]) -> Deployment:
+    """SmolLM2-135M on one CPU thread with its 10M draft and lookup, from measured tables ``target`` and ``small``."""
+    lookup = LatencyCurve(np.full(2, 2e-5), 0.0)
+    latency = LatencyModel(
+        LatencyCurve.fit(tables["target"]), (LatencyCurve.fit(tables["small"]), lookup), overhead_s=5e-4, speculation_s=3e-4
+    )
+    source = tables["target"].provenance
+    provenance = f"measured: {source.machine}, {source.dtype}, {source.threads} thread, {source.date}, torch {source.torch_version}"
+    limits = {"max_active": 32, "prefill_chunk_tokens": 256, "kv_tokens": 32768}
+    return Deployment("smollm2-cpu", provenance, ("small", "lookup"), latency, (False, True), **limits)
+
+
+# Mixes are made up, in the range of acceptance that the published microbenchmarks sweep (0.3 to 0.9); hazards by draft name. EAGLE's fall
+# with depth as in the authors' measured table.
+_DECAY = {"eagle": 0.93, "1b": 0.98, "8b": 0.99, "small": 0.97, "lookup": 1.0}
+_CHAT = {"eagle": 0.70, "1b": 0.62, "8b": 0.78, "small": 0.60, "lookup": 0.30}
+_CODE = {"eagle": 0.55, "1b": 0.86, "8b": 0.92, "small": 0.62, "lookup": 0.85}
+_SUMMARY = {"eagle": 0.80, "1b": 0.66, "8b": 0.82, "small": 0.50, "lookup": 0.70}
+_HARD = {"eagle": 0.25, "1b": 0.30, "8b": 0.55, "small": 0.20, "lookup": 0.10}
+_FOUND = {"chat": {"lookup": 0.25}, "code": {"lookup": 0.70}, "summary": {"lookup": 0.50}, "hard": {"lookup": 0.15}}
+
+
+CHAT = Mix("chat", (Category("chat", 1.0, 300, 150, _CHAT, found=_FOUND["chat"]),), _DECAY)
+"""One kind of request, its acceptance steady: what a fixed choice is made for."""
+
+MIXED = Mix(
+    "mix",
+    (
+        Category("chat", 0.35, 300, 150, _CHAT, {"eagle": 0.8, "small": 0.8}, _FOUND["chat"]),
+        Category("code", 0.30, 400, 200, _CODE, {"1b": 0.8, "8b": 0.8, "lookup": 0.8}, _FOUND["code"]),
+        Category("summary", 0.20, 1000, 100, _SUMMARY, {"eagle": 0.8, "lookup": 0.8}, _FOUND["summary"]),
+        Category("hard", 0.15, 200, 200, _HARD, {}, _FOUND["hard"]),
+    ),
+    _DECAY,
+)
+"""Four kinds that like different drafts, and drift."""
+
+PREFILL_HEAVY = Mix("prefill-heavy", (Category("summary", 1.0, 1500, 60, _SUMMARY, found=_FOUND["summary"]),), _DECAY)
+"""Long prompts, short answers: most steps carry a chunk of somebody's prompt."""
+
+MIXES = {mix.name: mix for mix in (CHAT, MIXED, PREFILL_HEAVY)}

@@ -1,0 +1,234 @@
+"""One simulated server: admission, chunked prefill, and steps whose View, Plan and Outcome are those of the real loop."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from policy.plan import FloatArray, IntArray, Outcome, Plan, Policy, View
+
+from .deployment import Deployment, Work, blocks, step_parts
+from .workload import Workload
+
+_NONE = np.zeros(0, np.int64)
+
+
+class Step(NamedTuple):
+    """A step as it is remembered: begin and duration, decoding rows, proposed, accepted, emitted and prompt tokens, requests waiting."""
+
+    start_s: float
+    seconds: float
+    rows: int
+    proposed: int
+    accepted: int
+    emitted: int
+    prefill_tokens: int
+    queued: int
+
+
+@dataclass(slots=True, eq=False)
+class Progress:
+    """What has become of all requests so far, shared by the replicas: tokens emitted, tokens that each draft has seen, and times."""
+
+    emitted: IntArray
+    seen: IntArray
+    first_token_s: FloatArray
+    finish_s: FloatArray
+
+    @classmethod
+    def of(cls, requests: int, drafts: int) -> Progress:
+        """Return the state before anything has happened."""
+        unknown = np.full(requests, np.nan)
+        return cls(np.zeros(requests, np.int64), np.zeros((requests, drafts), np.int64), unknown, unknown.copy())
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A step in progress: what it will have done when it ends."""
+
+    request: IntArray
+    emitted: IntArray
+    outcome: Outcome
+    decoding: IntArray
+    plan: Plan
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Prefill:
+    request: int
+    done_tokens: int = 0
+
+
+class Replica:
+    """A server's loop. ``advance`` ends the step in progress and begins the next; between two calls time stands still for it."""
+
+    def __init__(
+        self, deployment: Deployment, workload: Workload, progress: Progress, policy: Policy, seed: int, record: Callable[[Step], None]
+    ) -> None:
+        self._deployment, self._workload, self._progress = deployment, workload, progress
+        self._policy, self._state = policy, policy.start()
+        self._policy_rng, self._noise_rng = np.random.default_rng([seed, 6]), np.random.default_rng([seed, 7])
+        self._record = record
+        self._queue: deque[int] = deque()
+        self._prefill: list[_Prefill] = []
+        self._rows = _NONE
+        self._pending: _Pending | None = None
+        self._free_blocks = int(blocks(np.array(deployment.kv_tokens)))
+        self._need = blocks(workload.prompt_tokens + workload.max_tokens + deployment.k_max + 1)
+        self._planning_s = deployment.planning_s * bool(policy.drift(self._state))
+        self._all_found = bool((workload.acceptance.found == 1).all())
+        self._free = np.array(deployment.free, np.bool_)
+        self.outstanding = 0
+
+    def offer(self, request: int) -> None:
+        """Take a request. Raises ValueError for one that could never hold its KV."""
+        if self._need[request] * 16 > self._deployment.kv_tokens:
+            raise ValueError(f"request {request} needs {self._need[request]} KV blocks, more than kv_tokens={self._deployment.kv_tokens}")
+        self.outstanding += 1
+        self._queue.append(request)
+
+    def advance(self, now: float) -> float | None:
+        """End the step in progress at ``now`` and begin the next; return when that ends, or None when there is nothing to do."""
+        if self._pending is not None:
+            self._end(self._pending, now)
+        self._admit()
+        if not len(self._rows) and not self._prefill:
+            return None
+        self._pending = self._begin(now)
+        return now + self._pending.seconds
+
+    # -- begin
+
+    def _admit(self) -> None:
+        while self._queue and len(self._rows) + len(self._prefill) < self._deployment.max_active:
+            need = int(self._need[self._queue[0]])
+            if need > self._free_blocks:
+                return  # the head waits, as in the real server
+            self._free_blocks -= need
+            self._prefill.append(_Prefill(self._queue.popleft()))
+
+    def _chunks(self) -> tuple[list[int], int, int, int]:
+        """Return the requests whose prompts this step ends, and its prompt tokens, rows and their contexts."""
+        budget, rows, context, done = self._deployment.prefill_chunk_tokens, 0, 0, []
+        for prefill in self._prefill:
+            prompt = int(self._workload.prompt_tokens[prefill.request])
+            chunk = min(prompt - prefill.done_tokens, budget)
+            if chunk == 0:
+                break
+            context += prefill.done_tokens
+            prefill.done_tokens += chunk
+            budget -= chunk
+            rows += 1
+            if prefill.done_tokens == prompt:
+                done.append(prefill.request)
+        return done, self._deployment.prefill_chunk_tokens - budget, rows, context
+
+    def _view(self, prefill_tokens: int) -> View:
+        rows, workload, progress = self._rows, self._workload, self._progress
+        emitted = progress.emitted[rows]
+        context = workload.prompt_tokens[rows] + emitted
+        remaining = workload.max_tokens[rows] - emitted
+        ceiling = np.repeat(np.minimum(self._deployment.k_max, remaining - 1)[:, None], len(self._free), axis=1)
+        if not self._all_found:
+            ceiling = np.where(workload.acceptance.has_match(rows, emitted), ceiling, 0)
+        catchup = np.where(self._free, 0, context[:, None] - progress.seen[rows])
+        ones, greedy = np.ones(len(rows)), np.zeros(len(rows), np.int64)
+        ready = np.ones(len(rows), np.bool_)
+        names = self._deployment.drafts
+        queued = len(self._queue)
+        return View(names, rows, context, remaining, ceiling, catchup, ones, greedy, ready, prefill_tokens, queued)
+
+    def _begin(self, now: float) -> _Pending:
+        ended, prefill_tokens, prefill_rows, prefill_context = self._chunks()
+        view = self._view(prefill_tokens)
+        plan, self._state = self._policy.plan(view, self._state, now, self._policy_rng)
+        n = len(view)
+        chosen = np.where(plan.draft >= 0, plan.draft, 0)
+        free_rows = {d: int((view.ceiling[:, d] > 0).sum()) for d in np.flatnonzero(self._free).tolist()} if n else {}
+        work = Work(
+            plan.draft,
+            plan.length,
+            view.catchup[np.arange(n), chosen] if view.drafts else plan.length,
+            rows=n + prefill_rows,
+            context_tokens=int(view.context.sum()) + prefill_context,
+            prefill_tokens=prefill_tokens,
+            free_rows={d: rows for d, rows in free_rows.items() if rows},
+        )
+        noise = float(np.exp(self._deployment.noise * self._noise_rng.standard_normal()))
+        parts_s = {part: noise * s for part, s in step_parts(self._deployment.latency, work, view.drafts).items()}
+        parts_s["overhead"] += self._planning_s
+        return self._decided(view, plan, chosen, ended, parts_s, now)
+
+    def _decided(self, view: View, plan: Plan, chosen: IntArray, ended: list[int], parts_s: dict[str, float], now: float) -> _Pending:
+        """Return what the step does: acceptance by the truth, cut where a text ends."""
+        rows, workload, length = view.request, self._workload, plan.length
+        position = self._progress.emitted[rows]
+        accepted = workload.acceptance.accepted(rows, position, chosen, length, now) if length.any() else np.zeros(len(rows), np.int64)
+        emitted = np.minimum(accepted + 1, workload.output_tokens[rows] - position)
+        request, first = rows, np.array(ended, np.int64)
+        free = self._free_evidence(view, plan, emitted, now) if self._free.any() else (_NONE,) * 4
+        tail = np.zeros(len(first), np.int64)
+        finished = np.concatenate([rows[position + emitted >= workload.output_tokens[rows]], first[workload.output_tokens[first] <= 1]])
+        outcome = Outcome(
+            request=np.concatenate([request, first]),
+            draft=np.concatenate([plan.draft, tail - 1]),
+            length=np.concatenate([length, tail]),
+            accepted=np.concatenate([np.minimum(accepted, emitted), tail]),
+            emitted=np.concatenate([emitted, tail + 1]),
+            scored=np.concatenate([np.where(emitted <= accepted, emitted, length), tail]),
+            rule=np.concatenate([view.rule, tail]),
+            measured_s=sum(parts_s.values()),
+            parts_s=parts_s,
+            prefill_tokens=view.prefill_tokens,
+            free_request=free[0],
+            free_draft=free[1],
+            free_accepted=free[2],
+            free_scored=free[3],
+            finished=finished,
+        )
+        step = Step(now, outcome.measured_s, len(rows), int(length.sum()), int(accepted.sum()), int(outcome.emitted.sum()), 0, view.queued)
+        self._record(step._replace(prefill_tokens=view.prefill_tokens))
+        return _Pending(outcome.request, outcome.emitted, outcome, rows, plan, outcome.measured_s)
+
+    def _free_evidence(self, view: View, plan: Plan, emitted: IntArray, now: float) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """Return (request, draft, accepted, scored) of free drafts that were not chosen, against the tokens that were emitted."""
+        parts: list[tuple[IntArray, IntArray, IntArray, IntArray]] = []
+        for d in np.flatnonzero(self._free).tolist():
+            row = np.flatnonzero((view.ceiling[:, d] > 0) & (plan.draft != d))
+            scored = np.minimum(view.ceiling[row, d], emitted[row])
+            draft = np.full(len(row), d)
+            request = view.request[row]
+            held = self._workload.acceptance.accepted(request, self._progress.emitted[request], draft, scored, now)
+            parts.append((request, draft, held, scored))
+        request, draft, held, scored = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return request, draft, held, scored
+
+    # -- end
+
+    def _end(self, pending: _Pending, now: float) -> None:
+        progress, outcome, rows, plan = self._progress, pending.outcome, pending.decoding, pending.plan
+        drafted = np.flatnonzero(plan.length > 0)
+        if len(drafted):
+            valid = np.minimum(outcome.accepted[drafted], plan.length[drafted] - 1)  # the last proposed token is never read by its draft
+            context = self._workload.prompt_tokens[rows[drafted]] + progress.emitted[rows[drafted]]
+            progress.seen[rows[drafted], plan.draft[drafted]] = context + valid
+        progress.emitted[pending.request] += pending.emitted
+        first = pending.request[len(rows) :]
+        progress.first_token_s[first] = now
+        if outcome.finished.size:
+            progress.finish_s[outcome.finished] = now
+            self._free_blocks += int(self._need[outcome.finished].sum())
+            self.outstanding -= len(outcome.finished)
+        if len(first):
+            begun = set(first.tolist())
+            self._prefill = [prefill for prefill in self._prefill if prefill.request not in begun]
+            self._rows = np.concatenate([rows, first])
+        if outcome.finished.size:
+            self._rows = self._rows[np.isnan(progress.finish_s[self._rows])]
+        self._state = self._policy.observe(outcome, self._state, now)
+        self._pending = None

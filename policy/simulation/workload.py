@@ -1,0 +1,214 @@
+"""What is asked of a deployment: arrivals, lengths, and the true acceptance of every draft, with random numbers that all arms share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from policy.plan import FloatArray, IntArray
+
+_MIN_HAZARD, _MAX_HAZARD = 0.001, 0.999
+_SWING_KNOTS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Category:
+    """A kind of request: its share of the mix, mean lengths in tokens, and per draft name the acceptance of a first proposed token.
+
+    ``swing`` is how far (in logits, by draft) acceptance drifts up and down over a period; ``found`` the chance that a draft which needs
+    a match (lookup) has one.
+    """
+
+    name: str
+    share: float
+    prompt_tokens: int
+    output_tokens: int
+    hazard: Mapping[str, float]
+    swing: Mapping[str, float] = field(default_factory=dict)
+    found: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Categories, and how requests of one category differ (standard deviations of logits, common to the drafts and by draft).
+
+    ``length_spread`` is the standard deviation of a length's logarithm: at 0.6 the longest of a hundred is four times the median.
+    ``decay`` is by draft the factor from one position's hazard to the next; a drift's period is ``period_requests`` mean gaps long.
+    """
+
+    name: str
+    categories: tuple[Category, ...]
+    decay: Mapping[str, float] = field(default_factory=dict)
+    spread: float = 0.5
+    draft_spread: float = 0.4
+    length_spread: float = 0.6
+    period_requests: int = 100
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drift:
+    """Logits added to the acceptance of a category and draft, linear between knots: ``offset[knots, categories, drafts]``."""
+
+    knots_s: FloatArray
+    offset: FloatArray
+
+    @classmethod
+    def none(cls, categories: int, drafts: int) -> Drift:
+        """Return no drift."""
+        return cls(np.zeros(1), np.zeros((1, categories, drafts)))
+
+    @classmethod
+    def swing(cls, mix: Mix, drafts: tuple[str, ...], period_s: float, horizon_s: float) -> Drift:
+        """Return a sine per category and draft; neighbouring categories and drafts are out of phase, so that the best draft changes."""
+        amplitude = np.array([[category.swing.get(name, 0.0) for name in drafts] for category in mix.categories])
+        knots_s = np.arange(0.0, horizon_s + period_s, period_s / _SWING_KNOTS)
+        phase = np.arange(len(mix.categories))[:, None] / len(mix.categories) + np.arange(len(drafts)) / 2
+        return cls(knots_s, amplitude * np.sin(2 * np.pi * (knots_s[:, None, None] / period_s + phase)))
+
+    def at(self, now: float) -> FloatArray:
+        """Return the offsets [categories, drafts] at a time, the last ones beyond the last knot."""
+        after = int(np.searchsorted(self.knots_s, now, side="right"))
+        if after == len(self.knots_s) or after == 0:
+            edge: FloatArray = self.offset[min(after, len(self.knots_s) - 1)]
+            return edge
+        start_s, end_s = self.knots_s[after - 1 : after + 1]
+        part = (now - start_s) / (end_s - start_s)
+        between: FloatArray = (1 - part) * self.offset[after - 1] + part * self.offset[after]
+        return between
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Acceptance:
+    """The truth that a policy estimates: hazards of N requests, D drafts, K positions, and the uniform numbers that decide.
+
+    The token at an output position is accepted from a draft iff the position's uniform number is below the draft's hazard, so that all
+    arms, drafts and lengths share one draw per position, and a position is judged only once in an arm.
+    ``logit[N, D]``, ``category[N]``, ``decay[D, K]``, ``found[N, D]``; ``start[N]`` where a request's positions begin in ``uniform``.
+    """
+
+    logit: FloatArray
+    category: IntArray
+    decay: FloatArray
+    drift: Drift
+    found: FloatArray
+    start: IntArray
+    uniform: FloatArray
+    match: FloatArray
+
+    def first_hazard(self, request: IntArray, now: float) -> FloatArray:
+        """Return the acceptance of a first proposed token, float64[n, D]."""
+        logit = self.logit[request] + self.drift.at(now)[self.category[request]]
+        hazard: FloatArray = np.clip(1 / (1 + np.exp(-logit)), _MIN_HAZARD, _MAX_HAZARD)
+        return hazard
+
+    def hazard(self, request: IntArray, now: float) -> FloatArray:
+        """Return all hazards, float64[n, D, K]."""
+        return self.first_hazard(request, now)[:, :, None] * self.decay
+
+    def accepted(self, request: IntArray, position: IntArray, draft: IntArray, length: IntArray, now: float) -> IntArray:
+        """Return how many of ``length[n]`` tokens proposed by ``draft[n]`` from output ``position[n]`` on are accepted, int64[n]."""
+        depth = np.arange(int(length.max(initial=0)))
+        hazard = self.first_hazard(request, now)[np.arange(len(request)), draft][:, None] * self.decay[draft, : len(depth)]
+        drawn = self.uniform[(self.start[request] + position)[:, None] + depth]
+        held = (drawn < hazard) & (depth < length[:, None])
+        run: IntArray = np.logical_and.accumulate(held, axis=1).sum(1)
+        return run
+
+    def has_match(self, request: IntArray, position: IntArray) -> FloatArray:
+        """Return bool[n, D]: whether each draft can propose anything at an output position."""
+        drawn: FloatArray = self.match[self.start[request] + position][:, None] < self.found[request]
+        return drawn
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workload:
+    """N requests in order of arrival: ``arrival_s``, prompt and true output tokens, ``max_tokens`` (what the client allows)."""
+
+    arrival_s: FloatArray
+    prompt_tokens: IntArray
+    output_tokens: IntArray
+    max_tokens: IntArray
+    acceptance: Acceptance
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recorded:
+    """Requests of a log, in order of arrival; categories by their place in the mix."""
+
+    arrival_s: FloatArray
+    prompt_tokens: IntArray
+    output_tokens: IntArray
+    category: IntArray
+
+
+def poisson(requests: int, rate_hz: float, seed: int) -> FloatArray:
+    """Return arrival times of a Poisson process; the same seed at another rate is the same pattern, stretched."""
+    return bursty(requests, rate_hz, 1.0, seed)
+
+
+def bursty(requests: int, rate_hz: float, variation: float, seed: int) -> FloatArray:
+    """Return arrival times with gamma gaps of a coefficient of variation (1: Poisson, above: bursts)."""
+    shape = 1 / variation**2
+    gaps = np.random.default_rng([seed, 2]).gamma(shape, 1 / (shape * rate_hz), requests)
+    times: FloatArray = np.cumsum(gaps)
+    return times
+
+
+def backlog(requests: int) -> FloatArray:
+    """Return arrivals all at once."""
+    return np.zeros(requests)
+
+
+def draw(
+    mix: Mix, drafts: tuple[str, ...], arrivals: FloatArray | Recorded, seed: int, k_max: int, period_s: float, drift: Drift | None = None
+) -> Workload:
+    """Draw the requests of a mix; all but their arrivals depends on the seed alone. Acceptance drifts by the mix, unless it is given."""
+    times = arrivals.arrival_s if isinstance(arrivals, Recorded) else arrivals
+    rng = np.random.default_rng([seed, 1])
+    shares = np.array([category.share for category in mix.categories])
+    category: IntArray = rng.choice(len(shares), len(times), p=shares / shares.sum())
+    prompt = _lengths(rng, np.array([c.prompt_tokens for c in mix.categories])[category], mix.length_spread)
+    output = _lengths(rng, np.array([c.output_tokens for c in mix.categories])[category], mix.length_spread)
+    own = mix.spread * rng.standard_normal((len(times), 1)) + mix.draft_spread * rng.standard_normal((len(times), len(drafts)))
+    if isinstance(arrivals, Recorded):
+        category, prompt, output = arrivals.category, arrivals.prompt_tokens, arrivals.output_tokens
+    most = 4 * np.array([c.output_tokens for c in mix.categories])[category]
+    output = np.minimum(output, most)
+    level = np.array([[c.hazard[name] for name in drafts] for c in mix.categories])
+    found = np.array([[c.found.get(name, 1.0) for name in drafts] for c in mix.categories])
+    room = output + k_max
+    start = np.concatenate([[0], np.cumsum(room)[:-1]])
+    index = np.repeat(np.arange(len(times)), room), np.arange(int(room.sum())) - np.repeat(start, room)
+    acceptance = Acceptance(
+        logit=np.log(level / (1 - level))[category] + own,
+        category=category,
+        decay=np.array([[mix.decay.get(name, 1.0) ** j for j in range(k_max)] for name in drafts]),
+        drift=drift or Drift.swing(mix, drafts, period_s, 2 * float(times[-1]) + period_s),
+        found=found[category],
+        start=start,
+        uniform=_uniform(seed, 3, *index),
+        match=_uniform(seed, 4, *index),
+    )
+    return Workload(times, prompt, output, most, acceptance)
+
+
+def _lengths(rng: np.random.Generator, mean: IntArray, spread: float) -> IntArray:
+    factor = np.exp(spread * rng.standard_normal(len(mean)) - spread**2 / 2)
+    lengths: IntArray = np.maximum((mean * factor).round().astype(np.int64), 1)
+    return lengths
+
+
+def _uniform(seed: int, purpose: int, request: IntArray, position: IntArray) -> FloatArray:
+    """Return numbers in [0, 1) by a counter: splitmix64's finaliser (Steele et al. 2014) over (seed, purpose, request, position)."""
+    word = np.full(len(request), (seed << 8) + purpose, np.uint64)
+    for counter in (request, position):
+        word = (word ^ counter.astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
+        word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        word ^= word >> np.uint64(31)
+    return (word >> np.uint64(11)).astype(np.float64) * 2.0**-53

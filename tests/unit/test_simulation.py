@@ -1,0 +1,183 @@
+"""The simulator against what is known without it: queueing theory, closed forms, conservation."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from policy import AdaptivePlanner, FixedLength, LatencyCurve, LatencyModel, NoSpeculation, PlannerConfig, RandomChoice
+from policy.simulation.arms import Oracle, make_policy
+from policy.simulation.deployment import Deployment, Work, perturbed, step_parts
+from policy.simulation.fleet import least_outstanding, round_robin, simulate
+from policy.simulation.presets import LLAMA_8B, MIXED, llama_8b_h100
+from policy.simulation.workload import Category, Drift, Mix, Recorded, backlog, bursty, draw, poisson
+
+STEP_S, DRAFT_S = 0.010, 0.001
+
+
+def flat(**changes) -> Deployment:
+    """One draft; every verification takes 10 ms, every draft forward 1 ms."""
+    model = LatencyModel(LatencyCurve(np.full(2, STEP_S), 0.0), (LatencyCurve(np.full(2, DRAFT_S), 0.0),))
+    return replace(Deployment("flat", "made up", ("a",), model, (False,), noise=0.0), **changes)
+
+
+def mix(hazard=0.8, output=50, prompt=20, **changes) -> Mix:
+    same = {"spread": 0.0, "draft_spread": 0.0, "length_spread": 0.0}
+    return Mix("same", (Category("same", 1.0, prompt, output, {"a": hazard}),), **{**same, **changes})
+
+
+def drawn(deployment, what, arrivals, seed=0):
+    return draw(what, deployment.drafts, arrivals, seed, deployment.k_max, 10.0)
+
+
+@pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
+def test_one_at_a_time_without_speculation_it_is_the_queue_m_d_1(load):
+    tokens, service_s = 3, 3 * STEP_S
+    deployment = flat(max_active=1)
+    arrivals = poisson(3000, load / service_s, seed=1)
+    run = simulate(deployment, drawn(deployment, mix(output=tokens), arrivals), NoSpeculation, 0)
+    waiting_s = load * service_s / (2 * (1 - load))  # Pollaczek and Khinchine
+    assert run.mean_latency_s == pytest.approx(service_s + waiting_s, rel=0.07)
+
+
+@pytest.mark.parametrize(("hazard", "length"), [(0.5, 1), (0.8, 4), (0.95, 8)])
+def test_at_batch_one_a_fixed_length_has_the_goodput_of_the_closed_form(hazard, length):
+    deployment = flat(max_active=1)
+    run = simulate(deployment, drawn(deployment, mix(hazard, output=2000), backlog(4)), lambda: FixedLength("a", length), 0)
+    tokens_per_step = (1 - hazard ** (length + 1)) / (1 - hazard)
+    goodput = tokens_per_step / (STEP_S + length * DRAFT_S)
+    assert 8000 / run.end_s == pytest.approx(goodput, rel=0.03)
+
+
+@pytest.mark.parametrize("policy", [NoSpeculation, RandomChoice, lambda: FixedLength("eagle", 3)])
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_every_request_ends_once_with_all_of_its_tokens(policy, replicas):
+    deployment = replace(llama_8b_h100(), max_active=8, kv_tokens=20_000)
+    workload = drawn(deployment, MIXED, bursty(80, 40.0, 3.0, 2))
+    run = simulate(deployment, workload, policy, 0, replicas=replicas)
+    assert np.isfinite(run.latency_s).all()
+    assert (run.first_token_s > 0).all()
+    assert (run.latency_s >= run.first_token_s).all()
+    assert sum(step.emitted for step in run.steps) == workload.output_tokens.sum()
+    assert sum(step.prefill_tokens for step in run.steps) == workload.prompt_tokens.sum()
+    assert max(step.rows for step in run.steps) <= 8
+
+
+def test_no_more_requests_are_in_flight_than_hold_their_kv():
+    deployment = flat(kv_tokens=16 * 20)  # a request holds ceil((20 + 200 + 9) / 16) = 15 blocks of 20
+    run = simulate(deployment, drawn(deployment, mix(), backlog(5)), NoSpeculation, 0)
+    assert max(step.rows for step in run.steps) == 1
+    with pytest.raises(ValueError, match="kv_tokens=64"):
+        simulate(flat(kv_tokens=64), drawn(deployment, mix(), backlog(1)), NoSpeculation, 0)
+
+
+def test_a_step_carries_at_most_a_chunk_of_prompts_and_a_prompt_s_end_emits_its_first_token():
+    deployment = flat(prefill_chunk_tokens=8)
+    run = simulate(deployment, drawn(deployment, mix(output=3), backlog(2)), NoSpeculation, 0)
+    assert [step.prefill_tokens for step in run.steps] == [8, 8, 8, 8, 8, 0, 0]
+    assert run.first_token_s.tolist() == pytest.approx([3 * STEP_S, 5 * STEP_S])
+    assert run.latency_s.tolist() == pytest.approx([5 * STEP_S, 7 * STEP_S])
+
+
+def test_the_same_seed_is_the_same_run_and_arms_share_requests_and_luck():
+    deployment = llama_8b_h100()
+    workload = drawn(deployment, MIXED, poisson(15, 5.0, 0))
+
+    def adaptive():
+        return AdaptivePlanner(deployment.drafts, perturbed(deployment.latency, 0.2, 0))
+
+    runs = [simulate(deployment, workload, adaptive, 0) for _ in range(2)]
+    assert runs[0].latency_s.tolist() == runs[1].latency_s.tolist()
+    again = drawn(deployment, MIXED, poisson(15, 50.0, 0))
+    assert again.output_tokens.tolist() == workload.output_tokens.tolist()
+    assert (again.acceptance.uniform == workload.acceptance.uniform).all()
+    assert again.arrival_s * 10 == pytest.approx(workload.arrival_s)
+
+
+def test_acceptance_is_as_often_as_its_hazard_says_and_falls_with_depth():
+    what = mix(0.7, output=20_000, decay={"a": 0.9})
+    acceptance = drawn(flat(), what, backlog(1)).acceptance
+    position = np.arange(0, 19_000)
+    zero = np.zeros(len(position), np.int64)
+    held = acceptance.accepted(zero, position, zero, np.full(len(position), 3), 0.0)
+    hazards = [(held > j).sum() / (held >= j).sum() for j in range(3)]
+    assert hazards == pytest.approx([0.7, 0.63, 0.567], abs=0.015)
+
+
+def test_drift_moves_acceptance_between_its_knots():
+    drift = Drift(np.array([1.0, 3.0]), np.array([[[0.0]], [[2.0]]]))
+    assert [float(drift.at(now)[0, 0]) for now in (0.0, 1.0, 2.0, 3.0, 9.0)] == pytest.approx([0.0, 0.0, 1.0, 2.0, 2.0])
+
+
+def test_a_step_costs_the_catch_up_of_its_rows_each_depth_once_and_speculation_once():
+    curve = LatencyCurve(np.arange(101.0), 1.0)  # a second a token
+    model = LatencyModel(curve, (curve, curve), 0.5, 0.25)
+    work = Work(np.array([0, 0, 1, -1]), np.array([1, 3, 2, 0]), np.array([1, 2, 10, 1]), rows=4, context_tokens=0, prefill_tokens=7)
+    parts = step_parts(model, work, ("a", "b"))
+    assert parts == {"verify": 4 + 6 + 7, "overhead": 0.75, "draft:a": 3 + 1 + 1, "draft:b": 10 + 1}
+
+
+def test_what_is_read_is_off_by_at_most_the_error_and_still_monotone():
+    true = llama_8b_h100().latency
+    read = perturbed(true, 0.2, seed=3)
+    ratio = read.target.base_s / true.target.base_s
+    assert 0.79 < ratio.min() < ratio.max() < 1.21
+    assert ratio.std() > 0.01
+    assert (np.diff(read.target.base_s) >= 0).all()
+    assert perturbed(true, 0.0, seed=3).target.base_s == pytest.approx(true.target.base_s)
+
+
+def test_the_repaired_coefficients_have_no_negative_term_and_keep_the_fit():
+    repaired = LLAMA_8B.repaired()
+    assert min(repaired.fixed, repaired.token, repaired.row, repaired.context) >= 0
+    for rows, context, k in [(1, 512, 0), (8, 512, 3), (64, 1024, 5)]:
+        cell = np.array([1, rows * (k + 1), rows, rows * context])
+        published = cell @ [LLAMA_8B.fixed, LLAMA_8B.token, LLAMA_8B.row, LLAMA_8B.context]
+        assert cell @ [repaired.fixed, repaired.token, repaired.row, repaired.context] == pytest.approx(published, rel=0.15)
+
+
+def test_routers_spread_requests():
+    assert [round_robin([0, 0, 0], i) for i in range(4)] == [0, 1, 2, 0]
+    assert least_outstanding([2, 0, 1], 5) == 1
+    assert {least_outstanding([0, 0, 0], i) for i in range(3)} == {0, 1, 2}
+
+
+def test_two_replicas_serve_a_backlog_in_half_the_time():
+    deployment = flat(max_active=1)
+    workload = drawn(deployment, mix(), backlog(20))
+    ends = [simulate(deployment, workload, NoSpeculation, 0, replicas=replicas).end_s for replicas in (1, 2)]
+    assert ends[0] == pytest.approx(2 * ends[1])
+
+
+def test_recorded_requests_keep_their_times_and_lengths():
+    recorded = Recorded(np.array([0.0, 5.0]), np.array([10, 30]), np.array([4, 6]), np.array([0, 0]))
+    workload = drawn(flat(), mix(), recorded)
+    run = simulate(flat(), workload, NoSpeculation, 0)
+    assert workload.prompt_tokens.tolist() == [10, 30]
+    assert run.latency_s.tolist() == pytest.approx([4 * STEP_S, 6 * STEP_S])  # idle time between them is skipped
+
+
+def test_the_oracle_plans_with_the_true_hazards():
+    deployment = llama_8b_h100()
+    workload = drawn(deployment, MIXED, poisson(15, 2.0, 0))
+    oracle = Oracle(deployment.drafts, deployment.latency, workload.acceptance.hazard, deployment.k_max)
+    blind = simulate(deployment, workload, lambda: AdaptivePlanner(deployment.drafts, deployment.latency, PlannerConfig()), 0)
+    assert simulate(deployment, workload, lambda: oracle, 0).mean_latency_s < blind.mean_latency_s
+
+
+@pytest.mark.parametrize(
+    "arm", ["none", "fixed:eagle:3", "schedule:1b", "average:eagle", "smartspec:1b", "spin:3", "adaptive", "per-step", "oracle"]
+)
+def test_every_arm_serves_a_small_load(arm):
+    deployment = llama_8b_h100()
+    workload = drawn(deployment, MIXED, poisson(8, 4.0, 0))
+    policy = make_policy(arm, deployment, MIXED, workload, deployment.latency, 0)
+    assert np.isfinite(simulate(deployment, workload, lambda: policy, 0).latency_s).all()
+
+
+@pytest.mark.parametrize("arm", ["nothing", "fixed:big:3", "fixed:eagle:x", "spin"])
+def test_an_unknown_arm_is_refused(arm):
+    deployment = llama_8b_h100()
+    workload = drawn(deployment, MIXED, poisson(1, 4.0, 0))
+    with pytest.raises(ValueError, match=arm):
+        make_policy(arm, deployment, MIXED, workload, deployment.latency, 0)
