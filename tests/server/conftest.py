@@ -60,8 +60,8 @@ def start_service(tmp_path_factory):
     """Start services; what still runs at the end is stopped."""
     services = []
 
-    def start(config=CONFIG, *arguments, **environment):
-        services.append(Service(tmp_path_factory.mktemp("service") / "log", config, *arguments, **environment))
+    def start(config=CONFIG, *arguments, log=None, **environment):
+        services.append(Service(log or tmp_path_factory.mktemp("service") / "log", config, *arguments, **environment))
         return services[-1]
 
     yield start

@@ -77,7 +77,8 @@ class Service:
             if self.process.poll() is not None:
                 break
             time.sleep(0.05)
-        pytest.fail(f"the service did not get there in {limit_s} s:\n{self.log.read_text(errors='replace')[-4000:]}")
+        log = self.log.read_text(errors="replace")[-4000:] if self.log.is_file() else ""
+        pytest.fail(f"the service did not get there in {limit_s} s:\n{log}")
 
     def wait_ready(self, starts=1):
         """Wait until the launcher has announced so many starts."""
