@@ -22,6 +22,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from backend.triton_adapter.fields import TEXT_INPUTS
 from backend.triton_adapter.launcher.processes import command_line, descendants
+from backend.triton_adapter.launcher.run_folder import PREFIX
 from backend.triton_adapter.paths import PROJECT_ROOT
 
 CONFIG = Path(__file__).parent / "serving.json"
@@ -80,9 +81,9 @@ class Service:
         log = self.log.read_text(errors="replace")[-4000:] if self.log.is_file() else ""
         pytest.fail(f"the service did not get there in {limit_s} s:\n{log}")
 
-    def wait_ready(self, starts=1):
+    def wait_ready(self, starts=1, limit_s=START_LIMIT_S):
         """Wait until the launcher has announced so many starts."""
-        self.wait_until(lambda: self.log.read_text(errors="replace").count("spindle: try: curl") >= starts)
+        self.wait_until(lambda: self.log.read_text(errors="replace").count("spindle: try: curl") >= starts, limit_s)
         return self
 
     def stop(self):
@@ -135,6 +136,15 @@ class Service:
     def tree(self):
         """Return the pids of everything below the launcher."""
         return descendants(self.process.pid)
+
+    def run_folders(self):
+        """Return the run folders in this service's TMPDIR."""
+        return list(self.log.parent.glob(f"{PREFIX}*"))
+
+    def shared_memory(self):
+        """Return the shared memory of the service: Triton's log says what its run folder, and so its regions, are called."""
+        folders = re.findall(r"model_repository_path\[0\]\s*\|\s*(\S+)/model_repository", self.log.read_text(errors="replace"))
+        return [region for folder in set(folders) for region in Path("/dev/shm").glob(f"{Path(folder).name}_*")]
 
     def pid_of(self, *words):
         """Return the process of the tree whose command line has all the words."""

@@ -1,16 +1,13 @@
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import grpc
 import pytest
 
 from backend.triton_adapter.launcher.processes import is_running
-from backend.triton_adapter.launcher.run_folder import PREFIX
 from tests.server.harness import CONFIG, Service, infer_request, text_of
 
 
@@ -132,14 +129,7 @@ def test_a_frozen_reader_stalls_nobody_and_is_let_go(crashing, reference_text):
 
 def left_by(service, tree):
     """Return the processes, shared memory and files that a service has left."""
-    folders = list(service.log.parent.glob(f"{PREFIX}*"))
-    return [pid for pid in tree if is_running(pid)] + folders + shared_memory_of(service)
-
-
-def shared_memory_of(service):
-    """Return the shared memory of a service: Triton's log says what it is called."""
-    prefix = Path(re.findall(r"model_repository_path\[0\]\s*\|\s*(\S+)", service.log.read_text())[-1]).parent.name
-    return list(Path("/dev/shm").glob(f"{prefix}_*"))
+    return [pid for pid in tree if is_running(pid)] + service.run_folders() + service.shared_memory()
 
 
 def test_sigterm_drains_and_leaves_nothing_behind(crashing, reference_text):
@@ -201,8 +191,8 @@ def test_a_killed_launcher_takes_everything_with_it(start_service):
     while any(map(is_running, tree)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert [pid for pid in tree if is_running(pid)] == []
-    assert shared_memory_of(service)
-    assert len(list(service.log.parent.glob(f"{PREFIX}*"))) == 1
+    assert service.shared_memory()
+    assert len(service.run_folders()) == 1
     start_service(TMPDIR=str(service.log.parent)).wait_ready().stop()  # the next start deletes what nobody was left to delete
     assert left_by(service, tree) == []
 

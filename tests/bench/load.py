@@ -1,0 +1,94 @@
+"""Streaming gRPC clients for the load benchmarks: one request a stream, every ending told apart."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2_grpc
+
+from tests.server.harness import infer_request
+
+FINAL, CANCELLED, UNANSWERED = "final", "cancelled by client", "unanswered"
+ANSWER_LIMIT_S = 180.0
+"""A request that has no ending after so long counts as unanswered."""
+
+
+@dataclass(slots=True)
+class Served:
+    """How one request went: ``outcome`` is one of the above or the name of a gRPC status; times are ``time.perf_counter`` seconds."""
+
+    sent_s: float
+    outcome: str = UNANSWERED
+    message: str = ""
+    responses: int = 0
+    arrivals_s: list[float] = field(default_factory=list)
+    ended_s: float = 0.0
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Times between two responses that carry text."""
+        return [later - earlier for earlier, later in zip(self.arrivals_s, self.arrivals_s[1:], strict=False)]
+
+
+def channel(port: int) -> grpc.aio.Channel:
+    """Return a connection of its own, which looks for a restarted server every second."""
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_reconnect_backoff_ms", 1000), ("grpc.initial_reconnect_backoff_ms", 100)]
+    return grpc.aio.insecure_channel(f"127.0.0.1:{port}", options)
+
+
+async def serve(
+    connection: grpc.aio.Channel,
+    model: str,
+    inputs: dict[str, Any],
+    pause: Callable[[int], Awaitable[None]] | None = None,
+    cancel_after: int | None = None,
+) -> Served:
+    """Send one streaming request and read it to its end.
+
+    ``pause`` is awaited before each response is read (a slow reader); after ``cancel_after`` responses the client hangs up.
+    """
+    stub = service_pb2_grpc.GRPCInferenceServiceStub(connection)
+    served = Served(time.perf_counter())
+    call = stub.ModelStreamInfer(metadata=(("triton_grpc_error", "true"),), timeout=ANSWER_LIMIT_S)
+    try:
+        await call.write(infer_request(model, stream=True, **inputs))
+        await call.done_writing()
+        await _read(call, served, pause, cancel_after)
+    except grpc.aio.AioRpcError as error:
+        status = error.code()
+        served.outcome = UNANSWERED if status is grpc.StatusCode.DEADLINE_EXCEEDED else status.name
+        served.message = error.details() or ""
+    except asyncio.CancelledError:
+        if not call.cancelled():
+            raise
+        served.outcome = CANCELLED
+    served.ended_s = time.perf_counter()
+    return served
+
+
+async def _read(call: Any, served: Served, pause: Callable[[int], Awaitable[None]] | None, cancel_after: int | None) -> None:
+    finals = 0
+    while cancel_after is None or served.responses < cancel_after:
+        if pause is not None:
+            await pause(served.responses)
+        message = await call.read()
+        if message is grpc.aio.EOF:
+            served.outcome = FINAL if finals == 1 else f"{finals} final responses"
+            return
+        served.responses += 1
+        if message.infer_response.outputs:
+            served.arrivals_s.append(time.perf_counter())
+        finals += message.infer_response.parameters["triton_final_response"].bool_param
+    call.cancel()
+    served.outcome = CANCELLED
+
+
+def percentiles_ms(values_s: list[float]) -> dict[str, float] | None:
+    """Return the 50th, 95th and 99th percentile in milliseconds."""
+    return {f"p{q}": round(1e3 * float(np.percentile(values_s, q)), 2) for q in (50, 95, 99)} if values_s else None
