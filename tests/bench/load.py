@@ -29,11 +29,19 @@ class Served:
     responses: int = 0
     arrivals_s: list[float] = field(default_factory=list)
     ended_s: float = 0.0
+    output_tokens: int = 0
 
     @property
     def gaps_s(self) -> list[float]:
         """Times between two responses that carry text."""
         return [later - earlier for earlier, later in zip(self.arrivals_s, self.arrivals_s[1:], strict=False)]
+
+    @property
+    def token_s(self) -> float | None:
+        """Mean time between two tokens, from the first response to the last; None with fewer than two responses or unknown tokens."""
+        if len(self.arrivals_s) < 2 or self.output_tokens < 2:
+            return None
+        return (self.arrivals_s[-1] - self.arrivals_s[0]) / (self.output_tokens - 1)
 
 
 def channel(port: int) -> grpc.aio.Channel:
@@ -84,6 +92,10 @@ async def _read(call: Any, served: Served, pause: Callable[[int], Awaitable[None
         served.responses += 1
         if message.infer_response.outputs:
             served.arrivals_s.append(time.perf_counter())
+            outputs = [output.name for output in message.infer_response.outputs]
+            if "num_output_tokens" in outputs:
+                raw = message.infer_response.raw_output_contents[outputs.index("num_output_tokens")]
+                served.output_tokens = int.from_bytes(raw, "little")
         finals += message.infer_response.parameters["triton_final_response"].bool_param
     call.cancel()
     served.outcome = CANCELLED
