@@ -62,7 +62,7 @@ class LimitsConfig:
     """Bounds of the service, in requests and tokens; ``max_request_s`` is the longest that a request may live, waiting included."""
 
     max_active_requests: int = _setting(64, low=1, high=4096)
-    max_queued_requests: int = _setting(1024, low=0)
+    max_queued_requests: int = _setting(128, low=1)
     max_request_s: float = _setting(600.0, low=0.001)
     max_context_tokens: int = _setting(2048, low=16)
     prefill_chunk_tokens: int = _setting(256, low=1)

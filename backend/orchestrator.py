@@ -145,13 +145,6 @@ class Orchestrator:
     # -- admit: requests in, cancelled ones out
 
     def _take_in(self, log: StepLog) -> None:
-        while self._inbox:
-            session = self._inbox.popleft()
-            try:
-                self._admission.offer(session)
-            except RequestError as error:
-                logger.warning("request refused", extra=fields(code=error.code.value, reason=error.message, waiting=len(self._admission)))
-                self._reply_error(session, error.code, error.message)
         oldest_s = self._clock() - self._max_request_s
 
         def is_over(session: Session) -> bool:
@@ -164,6 +157,17 @@ class Orchestrator:
                 self._stats.fallback("deadline")
                 limit = f"limits.max_request_s, {self._max_request_s:g} s"
                 self._fail(session, ErrorCode.UNAVAILABLE, f"the request has not ended within {limit}", log)
+        self._admit()
+        while self._inbox:
+            session = self._inbox.popleft()
+            try:
+                self._admission.offer(session)
+            except RequestError as error:
+                logger.warning("request refused", extra=fields(code=error.code.value, reason=error.message, waiting=len(self._admission)))
+                self._reply_error(session, error.code, error.message)
+            self._admit()  # one by one: nobody is refused for a full queue while places are free
+
+    def _admit(self) -> None:
         for session in self._admission.admit(len(self._active)):
             self._active[session.id] = session
             if session.trace is not None:

@@ -188,7 +188,10 @@ class Server:
                     self._flush(connection)
                 if events & selectors.EVENT_READ:
                     self._read(connection)
-            except (OSError, KeyError, wire.WireError) as error:  # KeyError: a message without a field that its type has
+            except (OSError, wire.WireError) as error:
+                self._drop(connection, error)
+            except Exception as error:
+                logger.exception("a message could not be handled: its connection is closed, the others go on")
                 self._drop(connection, error)
         elif key.fileobj is self._woken:
             self._woken.recv(4096)

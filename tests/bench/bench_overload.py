@@ -2,10 +2,10 @@
 
     python -m tests.bench.bench_overload --minutes 5
 
-A real tritonserver serves SmolLM2 (``--config`` names another configuration). First the capacity: a closed loop that keeps every place of the
-batch taken. Then requests arrive at random (Poisson) at twice the rate that it completed, for ``--minutes``. Writes a record; the exit
-status is 1 when an admitted request's inter-token time is over 1.3 of that at capacity (median or 95th percentile), when a request ended
-otherwise than by its final reply or UNAVAILABLE, or when none was refused.
+A real tritonserver serves SmolLM2 (``--config`` names another configuration). First the capacity: a closed loop that keeps every place of
+the batch taken. Then requests arrive at random (Poisson) at twice the rate that it completed, for ``--minutes``. Writes a record; the exit
+status is 1 when the inter-token time of admitted requests (median or 95th percentile) is over 1.3 of that at capacity, when a request
+ended otherwise than by its final reply or UNAVAILABLE, or when none was refused.
 """
 
 from __future__ import annotations
