@@ -1,9 +1,13 @@
-"""The bounded queue in front of the in-flight batch: first come, first served; refusal is a reply, never a silent drop."""
+"""The bounded queue in front of the in-flight batch: first come, first served; refusal is a reply, never a silent drop.
+
+Active and waiting requests together are always in order of arrival: whoever has to give its KV back is the last of the active, and becomes
+the first to wait. So the oldest request always goes on, and nobody is starved.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from backend.kv_ledger import KVLedger
 from backend.request import ErrorCode, RequestError
@@ -11,7 +15,7 @@ from backend.session import Session
 
 
 class Admission:
-    """Holds sessions until a place in the batch and KV blocks for their whole life are free."""
+    """Holds sessions until a place in the batch and KV blocks are free, and decides who gives blocks back when they run out."""
 
     def __init__(self, ledger: KVLedger, max_active: int, max_queued: int) -> None:
         self._ledger = ledger
@@ -24,8 +28,7 @@ class Admission:
 
     def offer(self, session: Session) -> None:
         """Queue a session. Raises RequestError when the queue is full or the session could never fit."""
-        tokens = session.sequence.prompt_tokens + session.request.max_tokens
-        if not self._ledger.fits_ever(tokens):
+        if not self._ledger.fits_ever(_life_tokens(session)):
             raise RequestError(
                 ErrorCode.INVALID_ARGUMENT,
                 f"prompt of {session.sequence.prompt_tokens} tokens and max_tokens {session.request.max_tokens} need more KV cache "
@@ -40,10 +43,28 @@ class Admission:
         admitted: list[Session] = []
         while self._queue and active + len(admitted) < self._max_active:
             session = self._queue[0]
-            if not self._ledger.reserve(session.sequence, session.sequence.prompt_tokens + session.request.max_tokens):
+            if not self._ledger.reserve(session.sequence, _life_tokens(session)):
                 break  # the head waits; letting smaller ones pass could starve it
             admitted.append(self._queue.popleft())
         return admitted
+
+    def make_room(self, active: Iterable[Session]) -> list[Session]:
+        """Extend the KV of ``active`` (in order of admission) for its next step; return the sessions that lost theirs for it, and wait now.
+
+        They are resumed by another prefill, of prompt and generated tokens.
+        """
+        running = list(active)
+        preempted: list[Session] = []
+        ready = 0
+        while ready < len(running):
+            if self._ledger.grow(running[ready].sequence):
+                ready += 1
+            else:
+                last = running.pop()
+                self._ledger.release(last.sequence)
+                self._queue.appendleft(last)
+                preempted.append(last)
+        return preempted
 
     def remove(self, is_over: Callable[[Session], bool]) -> list[Session]:
         """Take out and return the waiting sessions of which ``is_over`` holds."""
@@ -57,3 +78,7 @@ class Admission:
         """Take out and return everything that waits."""
         waiting, self._queue = list(self._queue), deque()
         return waiting
+
+
+def _life_tokens(session: Session) -> int:
+    return session.sequence.prompt_tokens + session.request.max_tokens

@@ -120,7 +120,11 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
     stats = Stats()
     step_stats = StepStats(stats)
     switches = SwitchBoard(config, step_stats)
-    ledger = KVLedger({e.name: e.limits.kv_blocks for e in (target, *drafts)}, headroom_tokens=config.policy.k_max + 1)
+    ledger = KVLedger(
+        {engine.name: engine.limits.kv_blocks for engine in (target, *drafts)},
+        headroom_tokens=config.policy.k_max + 1,
+        guaranteed=config.limits.batch_scheduler_policy == "guaranteed_no_evict",
+    )
     planner = policy.SwitchedPolicy(_policy(config, drafts, tables), switches.current)
     orchestrator = Orchestrator(
         target,

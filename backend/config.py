@@ -59,7 +59,11 @@ class PolicyConfig:
 
 @dataclass(frozen=True, slots=True)
 class LimitsConfig:
-    """Bounds of the service, in requests and tokens; ``max_request_s`` is the longest that a request may live, waiting included."""
+    """Bounds of the service, in requests and tokens; ``max_request_s`` is the longest that a request may live, waiting included.
+
+    ``batch_scheduler_policy`` has TensorRT-LLM's names: ``max_utilization`` admits by the KV that is needed now and pre-empts the latest
+    request when it runs out; ``guaranteed_no_evict`` reserves a request's whole life at admission.
+    """
 
     max_active_requests: int = _setting(64, low=1, high=4096)
     max_queued_requests: int = _setting(128, low=1)
@@ -67,6 +71,7 @@ class LimitsConfig:
     max_context_tokens: int = _setting(2048, low=16)
     prefill_chunk_tokens: int = _setting(256, low=1)
     kv_cache_tokens: int = _setting(32768, low=256)
+    batch_scheduler_policy: str = _setting("max_utilization", choices=("max_utilization", "guaranteed_no_evict"))
 
 
 @dataclass(frozen=True, slots=True)

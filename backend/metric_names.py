@@ -46,6 +46,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("spindle_accepted_tokens_by_position_total", _C, "Proposed tokens accepted, by draft and position", ("draft", "position")),
     Family("spindle_emitted_tokens_total", _C, "Tokens emitted (accepted and bonus), by the draft of their step and arm", ("draft", "arm")),
     Family("spindle_requests_total", _C, "Requests that got their final reply, by outcome", ("outcome",)),
+    Family("spindle_preemptions_total", _C, "Times an active request gave its KV back to older ones, to be resumed later"),
     Family("spindle_fallback_total", _C, "Times the service did less than configured, by reason", ("reason",)),
     Family("spindle_draft_length", _H, "Planned speculation length per request and step, in tokens", ("draft", "arm"), _LENGTH_BUCKETS),
     Family("spindle_batch_size", _H, "Requests per step", (), _BATCH_BUCKETS),
@@ -62,5 +63,6 @@ FAMILIES: tuple[Family, ...] = (
     Family("spindle_inter_token_cap_seconds", _G, "Longest step that the planner may choose; 0: no cap"),
     Family("spindle_active_requests", _G, "Requests in the in-flight batch"),
     Family("spindle_queued_requests", _G, "Requests waiting for admission"),
+    Family("spindle_kv_blocks", _G, "Blocks of 16 tokens in the KV cache, by state (used, free)", ("state",)),
     Family("spindle_latency_drift", _G, "Measured over predicted time, by part of the step", ("part",)),
 )

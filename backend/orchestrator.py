@@ -157,6 +157,11 @@ class Orchestrator:
                 self._stats.fallback("deadline")
                 limit = f"limits.max_request_s, {self._max_request_s:g} s"
                 self._fail(session, ErrorCode.UNAVAILABLE, f"the request has not ended within {limit}", log)
+        for session in self._admission.make_room(self._active.values()):
+            self._forget(session)
+            self._stats.preemption()
+            if session.trace is not None:
+                session.trace.enter("queue")
         self._admit()
         while self._inbox:
             session = self._inbox.popleft()
@@ -264,12 +269,12 @@ class Orchestrator:
             self._fail(session, ErrorCode.INTERNAL, f"the request could not be continued ({type(error).__name__})", log)
 
     def _take(self, session: Session, completion: Completion, proposals: Proposals, log: StepLog) -> None:
-        session.sequence.attempt += 1
         taken = session.commit(completion.tokens, completion.log_probs)
         if session.trace is not None:
             session.trace.step(log, proposals.chosen, min(completion.accepted, taken), taken)
         if not taken:
-            return  # a prefill chunk
+            return  # a prefill chunk, which draws nothing
+        session.sequence.attempt += 1
         session.drafted += len(proposals.chosen.tokens) if proposals.chosen else 0
         session.accepted += min(completion.accepted, taken)
         log.control.append(session.control)
@@ -302,12 +307,17 @@ class Orchestrator:
 
     def _release(self, session: Session, log: StepLog) -> None:
         """Forget a request everywhere: batch, engines, ledger, and (at the end of the step) policy."""
-        self._active.pop(session.id, None)
-        self._in_flight.pop(session.id, None)
-        self._target.cancel([session.id])
-        self._drafting.cancel([session.id])
+        self._forget(session)
         self._ledger.release(session.sequence)
         log.finished.append(session.id)
+
+    def _forget(self, session: Session) -> None:
+        """Take a request out of the batch and the engines; should its turn be in flight, what that drew is never used."""
+        self._active.pop(session.id, None)
+        if self._in_flight.pop(session.id, None) is not None:
+            session.sequence.attempt += 1
+        self._target.cancel([session.id])
+        self._drafting.cancel([session.id])
 
     def _learn(self, log: StepLog, plan: Plan | None = None) -> None:
         """Let the estimators and the latency model learn from the step, and count it."""
@@ -321,7 +331,7 @@ class Orchestrator:
                 self.policy_state = self._policy.start()
         if plan is not None:
             self._stats.step(plan, outcome, self._drafting.names, log.control)
-        self._stats.state(*self.counts(), self._policy.drift(self.policy_state))
+        self._stats.state(*self.counts(), self._ledger.usage(), self._policy.drift(self.policy_state))
 
 
 def _rule(sampling: SamplingParams) -> Rule:

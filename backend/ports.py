@@ -24,8 +24,9 @@ class Sequence:
     """What engines may know of a request. ``tokens`` (prompt and committed) grows only by ``Session.commit`` and never shrinks.
 
     ``blocks[engine name]`` is that engine's KV block table, written by the ledger only: position p lives in block
-    ``blocks[name][p // 16]`` at offset ``p % 16``. ``attempt`` counts the sequence's steps; with seed, position and purpose it keys
-    the randomness, so that no discarded draw is used twice.
+    ``blocks[name][p // 16]`` at offset ``p % 16``. A table grows at its end only; a sequence that loses its table is cancelled in every
+    engine before its blocks are used again. ``attempt`` counts the turns that drew tokens; with seed, position and purpose it keys the
+    randomness, so that no discarded draw is used twice.
     """
 
     id: int

@@ -88,10 +88,16 @@ class StepStats:
         else:
             self._stats.observe("spindle_inter_token_seconds", since_last_s, arm=arm)
 
-    def state(self, active: int, queued: int, drift: dict[str, float]) -> None:
-        """Set the gauges: load, and measured over predicted time by part of the step."""
+    def preemption(self) -> None:
+        """Count a request that gave its KV back and waits to be resumed."""
+        self._stats.count("spindle_preemptions_total")
+
+    def state(self, active: int, queued: int, kv_blocks: dict[str, int], drift: dict[str, float]) -> None:
+        """Set the gauges: load, KV blocks by state, and measured over predicted time by part of the step."""
         self._stats.gauge("spindle_active_requests", active)
         self._stats.gauge("spindle_queued_requests", queued)
+        for state, blocks in kv_blocks.items():
+            self._stats.gauge("spindle_kv_blocks", blocks, state=state)
         for part, ratio in drift.items():
             self._stats.gauge("spindle_latency_drift", ratio, part=part)
 

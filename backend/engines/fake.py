@@ -1,8 +1,9 @@
 """A seeded Markov engine: no model, a settable agreement between draft and target, and a settable time per pass.
 
 It keeps the port's whole contract (catch-up, rollback, exact rejection sampling, plan-invariant sampling, options and log-probabilities,
-block tables that must cover what it writes), so that the loop, the wire and the Triton side are tested on it in milliseconds. Its logits
-are a function of the last ``ORDER`` tokens: four letters share the law, everything else is impossible unless an option makes it likely.
+block tables that must cover what it writes and still hold what it reads), so that the loop, the wire and the Triton side are tested on it
+in milliseconds. Its logits are a function of the last ``ORDER`` tokens: four letters share the law, everything else is impossible unless an
+option makes it likely.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class FakeEngine:
         self._step_s = step_s
         self._queued: list[Turn] = []
         self._ran: dict[int, tuple[int, list[int]]] = {}  # sequence id -> (verified length, tokens run beyond it)
+        self._writer = np.zeros((kv_blocks, BLOCK_TOKENS), np.int64)  # who wrote a slot last, which is all that this KV pool holds
 
     def submit(self, turns: Seq[Turn]) -> None:
         """Queue turns."""
@@ -80,22 +82,38 @@ class FakeEngine:
 
     def available(self, sequence: Sequence, length: int) -> int:
         """Return how many tokens could be proposed now."""
-        return max(0, min(length, self.limits.max_draft_tokens, self.limits.max_context_tokens - len(sequence.tokens)))
+        room = self.limits.max_context_tokens
+        if self.limits.kv_blocks:
+            room = min(room, len(sequence.blocks.get(self.name, ())) * BLOCK_TOKENS)
+        return max(0, min(length, self.limits.max_draft_tokens, room - len(sequence.tokens)))
 
     def close(self) -> None:
         """Do nothing: there is nothing to release."""
 
     def _complete(self, turn: Turn) -> Completion:
-        sequence, proposal = turn.sequence, turn.proposal
-        written = turn.end + (len(proposal.tokens) if proposal else 0) + max(0, turn.run - 1)
-        if self.limits.kv_blocks and len(sequence.blocks.get(self.name, ())) * BLOCK_TOKENS < written:
-            message = f"{self.name}: the block table of sequence {sequence.id} is too short for {written} tokens"
-            return Completion(sequence.id, [], error=message)
+        sequence = turn.sequence
+        error = self._write(turn) if self.limits.kv_blocks else None
+        if error:
+            return Completion(sequence.id, [], error=f"{self.name}: {error}")
         tokens, accepted, laws, log_probs = self._run(turn)
         self._ran[sequence.id] = (turn.end, tokens[:-1])
         point_mass = sequence.sampling.greedy or sequence.sampling.coupled
         probs = np.array(laws) if turn.keep_probs and not point_mass else None
         return Completion(sequence.id, tokens, accepted, probs, log_probs if sequence.sampling.log_probs else None)
+
+    def _write(self, turn: Turn) -> str | None:
+        """Write the turn's KV behind what the sequence has run on; return what is wrong with its block table, if anything."""
+        sequence, blocks = turn.sequence, turn.sequence.blocks.get(self.name, [])
+        start = min(turn.end, len(sequence.tokens) - self.unseen(sequence))
+        written = turn.end + (len(turn.proposal.tokens) if turn.proposal else 0) + max(0, turn.run - 1)
+        if len(blocks) * BLOCK_TOKENS < written:
+            return f"the block table of sequence {sequence.id} is too short for {written} tokens"
+        writer = self._writer[blocks].ravel()
+        if (writer[:start] != sequence.id).any():
+            return f"another sequence wrote into the KV of sequence {sequence.id}"
+        writer[start:written] = sequence.id
+        self._writer[blocks] = writer.reshape(-1, BLOCK_TOKENS)
+        return None
 
     def _run(self, turn: Turn) -> tuple[list[int], int, list[FloatArray], list[float]]:
         """Return (tokens, how many were accepted, the laws of the freely run ones, every token's log-probability).

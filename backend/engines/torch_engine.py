@@ -38,6 +38,10 @@ class _Cache:
         del self.ran[position:]
         self.agreed = min(self.agreed, position)
 
+    def grew_into(self, blocks: list[int]) -> bool:
+        """Return whether ``blocks`` is this cache's block table, perhaps with more at its end."""
+        return blocks[: len(self.blocks)] == self.blocks
+
 
 @dataclass(slots=True)
 class _Job:
@@ -142,7 +146,7 @@ class TorchEngine:
     def unseen(self, sequence: Sequence) -> int:
         """Return how many committed tokens have no KV here."""
         cache = self._caches.get(sequence.id)
-        known = cache is not None and cache.blocks == sequence.blocks.get(self.name)
+        known = cache is not None and cache.grew_into(sequence.blocks.get(self.name, []))
         return len(sequence.tokens) - (cache.seen(sequence.tokens) if cache and known else 0)
 
     def available(self, sequence: Sequence, length: int) -> int:
@@ -164,7 +168,7 @@ class TorchEngine:
     # -- one submission
 
     def _cache(self, sequence: Sequence) -> _Cache:
-        """Return the sequence's cache, made anew when its block table is another one; ValueError without a usable table."""
+        """Return the sequence's cache, made anew when its block table did not just grow; ValueError without a usable table."""
         blocks = sequence.blocks.get(self.name)
         if not blocks:
             raise ValueError(f"sequence {sequence.id} has no block table for engine {self.name!r}")
@@ -172,7 +176,8 @@ class TorchEngine:
         if cache is None or cache.blocks != blocks:
             if min(blocks) < 0 or max(blocks) >= self.limits.kv_blocks:
                 raise ValueError(f"block table of sequence {sequence.id} must lie in 0..{self.limits.kv_blocks - 1}, got {blocks}")
-            cache = self._caches[sequence.id] = _Cache(list(blocks), KVTable(blocks, self._model.device))
+            ran = cache.ran if cache and cache.grew_into(blocks) else []
+            cache = self._caches[sequence.id] = _Cache(list(blocks), KVTable(blocks, self._model.device), ran)
         return cache
 
     def _prepare(self, turn: Turn) -> _Job:

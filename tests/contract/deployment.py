@@ -209,7 +209,7 @@ class Deployment:
             most_steps -= 1
             assert most_steps > 0, "the requests do not end"
         assert not self.live
-        assert all(used == 0 for used, _ in self.ledger.usage().values())
+        assert self.ledger.usage()["used"] == 0
 
     def counters(self) -> dict[tuple[str, ...], float]:
         """The metrics' counters since the last call, by name and label values."""

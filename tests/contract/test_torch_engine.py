@@ -273,6 +273,16 @@ def test_another_block_table_starts_anew(engine):
     assert torch.allclose(kv(engine, sequence, 8), kv(engine, other, 8), atol=1e-12)
 
 
+def test_a_block_table_that_grows_keeps_its_kv(engine):
+    sequence, other = new_sequence(blocks=(3,)), new_sequence(blocks=(8, 9))
+    expected = plain(engine, other, 16)
+    plain(engine, sequence, 8)
+    sequence.blocks["target"] += [6]
+    assert engine.unseen(sequence) == 1
+    assert plain(engine, sequence, 8) == expected[8:]
+    assert torch.allclose(kv(engine, sequence, 20), kv(engine, other, 20), atol=1e-12)
+
+
 def test_what_is_available_is_cut_to_the_limit_the_context_and_the_blocks(engine):
     assert engine.available(new_sequence(), 3) == 3
     assert engine.available(new_sequence(), 9) == 4

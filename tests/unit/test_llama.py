@@ -134,8 +134,9 @@ def test_rope_tables_rotate_position_zero_by_nothing():
     assert torch.equal(sin[2, :4], -sin[2, 4:])
 
 
-def test_a_table_knows_whether_its_blocks_are_one_run():
-    assert KVTable([4, 5, 6], "cpu").first == 64
-    assert KVTable([4, 6, 5], "cpu").first is None
-    assert KVTable([4, 6], "cpu").slots[[0, 15, 16]].tolist() == [64, 79, 96]
-    assert len(KVTable([4, 6], "cpu")) == 32
+def test_a_table_finds_and_reads_positions_in_its_blocks():
+    table, pool = KVTable([4, 6], "cpu"), torch.arange(8 * 16 * 2).view(8 * 16, 2)
+    assert table.slots[[0, 15, 16]].tolist() == [64, 79, 96]
+    assert len(table) == 32
+    for positions in (1, 16, 17, 32):
+        assert torch.equal(table.read(pool, positions), pool[table.slots[:positions]])

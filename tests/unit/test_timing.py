@@ -26,6 +26,7 @@ class ClockedEngine(FakeEngine):
 
     def assume(self, sequence, tokens):
         self._ran[sequence.id] = (tokens, [])
+        self._writer[sequence.blocks[self.name]] = sequence.id
 
     def submit(self, turns):
         self.submitted = [(self.unseen(turn.sequence), turn) for turn in turns]
