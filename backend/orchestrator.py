@@ -160,6 +160,7 @@ class Orchestrator:
         for session in self._admission.make_room(self._active.values()):
             self._forget(session)
             self._stats.preemption()
+            logger.info("request pre-empted", extra=fields(request=session.id, output_tokens=session.output_tokens))
             if session.trace is not None:
                 session.trace.enter("queue")
         self._admit()

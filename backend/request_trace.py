@@ -11,7 +11,10 @@ from backend.step_log import StepLog
 
 
 class Phase(NamedTuple):
-    """A part of a request's life (``tokenise``, ``queue``, ``prefill``, ``decode``); it lasts until the next one starts."""
+    """A part of a request's life (``tokenise``, ``queue``, ``prefill``, ``decode``); it lasts until the next one starts.
+
+    After a pre-emption they come again, from ``queue`` on.
+    """
 
     name: str
     started_s: float

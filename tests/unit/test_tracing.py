@@ -8,7 +8,10 @@ from itertools import pairwise
 import pytest
 
 from backend import tracing as module
+from backend.app import build
+from backend.config import parse_config
 from backend.ports import Proposal
+from backend.request import GenerationRequest
 from backend.request_trace import RequestTrace
 from backend.stats import Stats, StepStats
 from backend.step_log import StepLog
@@ -115,6 +118,40 @@ def test_an_error_is_the_status_of_the_request():
 
 def test_a_caller_that_does_not_sample_is_obeyed():
     assert list(spans_of(ended_trace(flags="00"), tracer())) == []
+
+
+class Sink:
+    cancelled = False
+
+    def chunk(self, delta):
+        raise AssertionError("not a streaming request")
+
+    def final(self, delta, reason, usage):
+        self.usage = usage
+
+    def error(self, code, message):
+        raise AssertionError(message)
+
+
+def test_the_steps_of_a_pre_empted_request_add_up_to_its_usage():
+    drafts = [{"name": "small", "engine": "fake"}]
+    cramped = {"kv_cache_tokens": 256}
+    app = build(parse_config({"target": {"engine": "fake"}, "drafts": drafts, "policy": {"kind": "random"}, "limits": cramped}))
+    sessions = [app.session(GenerationRequest(f"prompt {i}", 200, end_id=-1), Sink()) for i in range(2)]
+    for session in sessions:
+        session.trace = RequestTrace(context())
+        session.trace.enter("queue")
+        app.orchestrator.submit(session)
+    while app.orchestrator.step():
+        pass
+    lives = [[phase.name for phase in session.trace.phases] for session in sessions]
+    assert lives[0] == ["tokenise", "queue", "prefill", "decode"]
+    assert lives[1][:7] == ["tokenise", "queue", "prefill", "decode", "queue", "prefill", "decode"]
+    for session in sessions:
+        assert sum(step.emitted for step in session.trace.steps) == session.sink.usage.output_tokens == 200
+        assert sum(step.accepted for step in session.trace.steps) == session.sink.usage.accepted > 0
+        assert sum(step.length for step in session.trace.steps) == session.sink.usage.drafted
+        assert all(session.trace.phases[step.phase].name in ("prefill", "decode") for step in session.trace.steps)
 
 
 class Counted:
