@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,10 +13,12 @@ from .arms import make_policy
 from .deployment import Deployment, perturbed
 from .fleet import Run, simulate
 from .statistics import Ratio, ratio_of_means, ratio_of_rates
-from .workload import Drift, Mix, backlog, bursty, draw
+from .workload import Drift, Mix, Recorded, backlog, bursty, draw
 
 BACKLOG = 0.0
 """The load of a point at which all requests are there from the start."""
+
+_STANDING_HZ = 1e-3
 
 FIXED_LENGTHS = (1, 2, 3, 5, 8)
 
@@ -26,7 +28,7 @@ class Scenario:
     """A deployment and a mix. ``rate_hz`` is the load 1: the request rate that its best fixed choice can just serve.
 
     ``variation`` is that of the gaps between arrivals; ``requests`` how many a run serves (four batches at least in a backlog);
-    ``table_error`` by how much the times are off that policies read.
+    ``table_error`` by how much the times are off that policies read. ``recorded`` requests replace what is drawn.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Scenario:
     variation: float = 1.0
     requests: int = 200
     table_error: float = 0.2
+    recorded: Recorded | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ def run_once(scenario: Scenario, task: Task) -> Run:
         arrivals = bursty(scenario.requests, rate_hz, scenario.variation, task.seed)
     period_s = mix.period_requests / rate_hz
     drift = Drift.swing(mix, deployment.drafts, period_s, 4 * len(arrivals) / rate_hz)
-    workload = draw(mix, deployment.drafts, arrivals, task.seed, deployment.k_max, period_s, drift)
+    workload = draw(mix, deployment.drafts, scenario.recorded or arrivals, task.seed, deployment.k_max, period_s, drift)
     read = perturbed(deployment.latency, scenario.table_error, task.seed)
     policy = make_policy(task.arm, deployment, mix, workload, read, task.seed)
     return simulate(deployment, workload, lambda: policy, task.seed)
@@ -126,17 +129,13 @@ def captured(results: Results, arm: str, fixed: str, load: float, seeds: list[in
 
 @dataclass(slots=True)
 class Comparison:
-    """A scenario with what tuning chose (``fixed`` by load; ``tuned`` by baseline) and all results."""
+    """A scenario with what tuning chose (the best ``fixed`` choice by load; ``tuned`` by baseline), the arms by load and all results."""
 
     scenario: Scenario
-    loads: list[float]
-    fixed: dict[float, str] = field(default_factory=dict)
-    tuned: dict[str, str] = field(default_factory=dict)
-    results: Results = field(default_factory=dict)
-
-    def arms(self, load: float) -> list[str]:
-        """Return the arms that are reported at a load."""
-        return list(dict.fromkeys(["none", self.fixed[load], *self.tuned.values(), "adaptive", "per-step", "oracle"]))
+    fixed: dict[float, str]
+    tuned: dict[str, str]
+    arms: dict[float, list[str]]
+    results: Results
 
 
 Runner = Callable[[Scenario, list[Task]], Results]
@@ -144,22 +143,31 @@ Runner = Callable[[Scenario, list[Task]], Results]
 
 
 def nominal_rate(scenario: Scenario, seeds: list[int], run: Runner) -> float:
-    """Return the requests per second that the best fixed choice serves from a backlog."""
+    """Return the requests per second that the best fixed choice serves from a backlog, acceptance standing still."""
     arms = fixed_arms(scenario.deployment)
-    results = run(scenario, [Task(arm, BACKLOG, seed) for arm in arms for seed in seeds])
+    results = run(replace(scenario, rate_hz=_STANDING_HZ), [Task(arm, BACKLOG, seed) for arm in arms for seed in seeds])
     mean_tokens = sum(c.share * c.output_tokens for c in scenario.mix.categories) / sum(c.share for c in scenario.mix.categories)
     return 1 / (min(pooled(results, arm, BACKLOG, seeds) for arm in arms) * mean_tokens)
 
 
 def compare(scenario: Scenario, loads: list[float], tuning: list[int], reporting: list[int], run: Runner) -> Comparison:
     """Choose fixed choices and the baselines' variants on the tuning seeds, then run every arm on the reporting seeds."""
-    comparison = Comparison(scenario, loads)
     fixed, variants = fixed_arms(scenario.deployment), tuned_arms(scenario.deployment)
     candidates = [*fixed, *(arm for arms in variants.values() for arm in arms)]
     results = run(scenario, [Task(arm, load, seed) for arm in candidates for load in loads for seed in tuning])
-    comparison.fixed = {load: min(fixed, key=lambda arm: pooled(results, arm, load, tuning)) for load in loads}
-    for name, arms in variants.items():
-        comparison.tuned[name] = min(arms, key=lambda arm: sum(np.log(pooled(results, arm, load, tuning)) for load in loads))
-    wanted = [Task(arm, load, seed) for load in loads for arm in comparison.arms(load) for seed in reporting]
-    comparison.results = run(scenario, wanted)
-    return comparison
+    best = {load: min(fixed, key=lambda arm: pooled(results, arm, load, tuning)) for load in loads}
+    tuned = {}
+    for name, options in variants.items():
+        tuned[name] = min(options, key=lambda arm: sum(np.log(pooled(results, arm, load, tuning)) for load in loads))
+    arms = {load: list(dict.fromkeys(["none", best[load], *tuned.values(), "adaptive", "per-step", "oracle"])) for load in loads}
+    reported = run(scenario, [Task(arm, load, seed) for load in loads for arm in arms[load] for seed in reporting])
+    return Comparison(scenario, best, tuned, arms, reported)
+
+
+def compare_arms(scenario: Scenario, loads: list[float], arms: list[str], seeds: list[int], run: Runner) -> Comparison:
+    """Run given arms; the fixed choice marked best is the best of them in hindsight."""
+    arms = list(dict.fromkeys([*arms, "adaptive"]))
+    results = run(scenario, [Task(arm, load, seed) for load in loads for arm in arms for seed in seeds])
+    plain = [arm for arm in arms if arm == "none" or arm.startswith("fixed:")] or ["adaptive"]
+    best = {load: min(plain, key=lambda arm: pooled(results, arm, load, seeds)) for load in loads}
+    return Comparison(scenario, best, {}, dict.fromkeys(loads, arms), results)

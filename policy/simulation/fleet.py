@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import numpy as np
 
 from policy.plan import FloatArray, Policy
 
@@ -59,8 +58,12 @@ def simulate(
     seed: int,
     replicas: int = 1,
     router: Router = least_outstanding,
+    until_s: float = math.inf,
 ) -> Run:
-    """Serve every request to its end and return what happened. Idle time is skipped; nothing but the seed is random."""
+    """Serve every request to its end, or all there is until a time, and return what happened.
+
+    Idle time is skipped; nothing but the seed is random. Times of requests that did not end are NaN.
+    """
     steps: list[Step] = []
     progress = Progress.of(len(workload), len(deployment.drafts))
     fleet = [Replica(deployment, workload, progress, make_policy(), seed + 1000 * r, steps.append) for r in range(replicas)]
@@ -79,9 +82,11 @@ def simulate(
             request += 1
             continue
         now, chosen = heapq.heappop(events)
+        if now >= until_s:
+            break
         until = fleet[chosen].advance(now)
         idle[chosen] = until is None
         if until is not None:
             heapq.heappush(events, (until, chosen))
     arrived = workload.arrival_s
-    return Run(workload, progress.finish_s - arrived, progress.first_token_s - arrived, steps, float(np.nanmax(progress.finish_s)))
+    return Run(workload, progress.finish_s - arrived, progress.first_token_s - arrived, steps, now)
