@@ -19,7 +19,7 @@ _TIE = 1e-9  # relative: of choices this close the one with the fewest tokens wi
 _PASSES = 2
 _LEADERS = 2  # so many of the token prices are worked out on the real staircase
 _TRIMS = 4  # attempts to fit a choice under a limit on the step's time, whose estimate is of constant slopes
-_SCARCITIES = (0.0, 2.0, 8.0)  # prices of a second under such a limit, over the price of time
+_SCARCITIES = (1.0, 8.0)  # prices of a second under such a limit, over the price of time
 _FAR = 1e9
 _ZERO = np.zeros(1)
 
