@@ -6,6 +6,7 @@ from html import escape
 from typing import Any
 
 from .experiments import BACKLOG
+from .shift import PHASES
 from .svg import Line, line_chart
 
 _STYLE = """
@@ -128,7 +129,7 @@ def _shift(shifts: list[dict[str, Any]]) -> str:
     rows = []
     for shift in shifts:
         cells = [str(shift["output_tokens"]), shift["arm"], str(shift["seed"])]
-        for phase in ("start", "down", "up"):
+        for phase in PHASES:
             found = shift[phase]
             cells.append("never" if found["steps"] is None else f"{found['steps']} steps, {found['seconds']:.2f} s")
             cells.append(f"{found['near_share']:.0%}")

@@ -16,38 +16,47 @@ from .replica import Step
 from .workload import Category, Drift, Mix, backlog, draw
 
 HIGH, LOW = 0.9, 0.1
+PHASES = ("start", "down", "up")
 _SMOOTH_STEPS = 5
 _ROWS = 8
 _FASTEST_HZ = 800  # tokens a second of one request, more than any arm reaches
 
 
-def shift_test(deployment: Deployment, arm: str, seed: int, output_tokens: int, table_error: float, phase_s: float) -> dict[str, Any]:
-    """Return the mean length over time and, for both shifts, steps and seconds until it stays within a token of the oracle's.
+def shift_test(
+    deployment: Deployment, arms: list[str], seed: int, output_tokens: int, table_error: float, phase_s: float
+) -> list[dict[str, Any]]:
+    """Return by arm the mean length over time and, for both shifts, steps and seconds until it is within a token of the oracle's.
 
     Eight requests are in flight; with few ``output_tokens`` they turn over, with many the same ones go through both shifts, which come
     after ``phase_s`` and twice that.
     """
     deployment = replace(deployment, max_active=_ROWS)
-    curves = {name: _mean_lengths(deployment, name, seed, output_tokens, table_error, phase_s) for name in (arm, "oracle")}
-    times, lengths = curves[arm]
-    result: dict[str, Any] = {"arm": arm, "output_tokens": output_tokens, "seed": seed}
-    for phase, name in enumerate(("start", "down", "up")):
-        begin_s, end_s = phase * phase_s, (phase + 1) * phase_s
-        oracle_times, oracle = curves["oracle"]
-        level = float(np.median(oracle[(oracle_times >= (begin_s + end_s) / 2) & (oracle_times < end_s)]))
-        inside = np.flatnonzero((times >= begin_s) & (times < end_s))
+    curves = {arm: _mean_lengths(deployment, arm, seed, output_tokens, table_error, phase_s) for arm in [*arms, "oracle"]}
+    times, lengths = curves["oracle"]
+    levels = [
+        float(np.median(lengths[(times >= (phase + 0.5) * phase_s) & (times < (phase + 1) * phase_s)])) for phase in range(len(PHASES))
+    ]
+    return [
+        {"arm": arm, "output_tokens": output_tokens, "seed": seed, **_followed(*curve, levels, phase_s)} for arm, curve in curves.items()
+    ]
+
+
+def _followed(times: FloatArray, lengths: FloatArray, levels: list[float], phase_s: float) -> dict[str, Any]:
+    """Return by phase when the lengths first come within a token of its level, and for which share of its steps they are."""
+    result: dict[str, Any] = {}
+    for phase, (name, level) in enumerate(zip(PHASES, levels, strict=True)):
+        begin_s = phase * phase_s
+        inside = np.flatnonzero((times >= begin_s) & (times < begin_s + phase_s))
         near = np.abs(lengths[inside] - level) <= 1.0
-        first = int(np.argmax(near)) if near.any() else len(near)
+        first = int(np.argmax(near)) if near.any() else None
         result[name] = {
             "oracle_length": level,
-            "steps": first if near.any() else None,
-            "seconds": float(times[inside[first]] - begin_s) if near.any() else None,
-            "steps_in_phase": len(inside),
+            "steps": first,
+            "seconds": None if first is None else float(times[inside[first]] - begin_s),
             "near_share": float(near.mean()),
         }
     keep = np.linspace(0, len(times) - 1, min(len(times), 400)).astype(int)
-    result["curve"] = {"seconds": times[keep].round(3).tolist(), "length": lengths[keep].round(2).tolist()}
-    return result
+    return {**result, "curve": {"seconds": times[keep].round(3).tolist(), "length": lengths[keep].round(2).tolist()}}
 
 
 def _mean_lengths(

@@ -106,7 +106,8 @@ def test_a_chart_draws_every_line_inside_its_frame_and_escapes_names():
 
 
 def test_the_shift_test_sees_the_oracle_follow_at_once_and_no_speculation_never():
-    seen = {arm: shift_test(llama_8b_h100(), arm, 3, 100, 0.0, 0.6) for arm in ("none", "fixed:eagle:8")}
+    seen = {row["arm"]: row for row in shift_test(llama_8b_h100(), ["none", "fixed:eagle:8"], 3, 100, 0.0, 0.6)}
+    assert seen["oracle"]["up"]["steps"] <= 5  # the mean is over five steps
     assert seen["none"]["down"]["steps"] is not None
     assert seen["none"]["up"]["steps"] is None
     assert seen["fixed:eagle:8"]["down"]["steps"] is None
