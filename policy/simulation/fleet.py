@@ -30,13 +30,17 @@ def least_outstanding(outstanding: list[int], request: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """What a simulation came to: per request ``latency_s`` and ``first_token_s`` from its arrival, all steps, and the time of the end."""
+    """What a simulation came to.
+
+    Per request ``latency_s`` and ``first_token_s`` from its arrival; all steps, the time of the end, how often a request lost its KV.
+    """
 
     workload: Workload
     latency_s: FloatArray
     first_token_s: FloatArray
     steps: list[Step]
     end_s: float
+    preemptions: int
 
     @property
     def tokens_per_s(self) -> float:
@@ -89,4 +93,4 @@ def simulate(
         if until is not None:
             heapq.heappush(events, (until, chosen))
     arrived = workload.arrival_s
-    return Run(workload, progress.finish_s - arrived, progress.first_token_s - arrived, steps, now)
+    return Run(workload, progress.finish_s - arrived, progress.first_token_s - arrived, steps, now, sum(r.preemptions for r in fleet))

@@ -11,10 +11,11 @@ import numpy as np
 
 from policy.plan import FloatArray, IntArray, Outcome, Plan, Policy, View
 
-from .deployment import Deployment, Work, blocks, step_parts
+from .deployment import BLOCK_TOKENS, Deployment, Work, blocks, step_parts
 from .workload import Workload
 
 _NONE = np.zeros(0, np.int64)
+_SPARE_BLOCKS = 2  # for every active request, else the newcomer would be pre-empted at once
 
 
 class Step(NamedTuple):
@@ -61,6 +62,7 @@ class _Pending:
 @dataclass(slots=True)
 class _Prefill:
     request: int
+    tokens: int
     done_tokens: int = 0
 
 
@@ -78,17 +80,18 @@ class Replica:
         self._prefill: list[_Prefill] = []
         self._rows = _NONE
         self._pending: _Pending | None = None
-        self._free_blocks = int(blocks(np.array(deployment.kv_tokens)))
-        self._need = blocks(workload.prompt_tokens + workload.max_tokens + deployment.k_max + 1)
+        self._blocks = deployment.kv_tokens // BLOCK_TOKENS
         self._planning_s = deployment.planning_s * bool(policy.drift(self._state))
         self._all_found = bool((workload.acceptance.found == 1).all())
         self._free = np.array(deployment.free, np.bool_)
         self.outstanding = 0
+        self.preemptions = 0
 
     def offer(self, request: int) -> None:
         """Take a request. Raises ValueError for one that could never hold its KV."""
-        if self._need[request] * 16 > self._deployment.kv_tokens:
-            raise ValueError(f"request {request} needs {self._need[request]} KV blocks, more than kv_tokens={self._deployment.kv_tokens}")
+        life_tokens = self._workload.prompt_tokens[request] + self._workload.max_tokens[request] + self._deployment.k_max + 1
+        if blocks(life_tokens) > self._blocks:
+            raise ValueError(f"request {request} may need {life_tokens} tokens of KV, more than kv_tokens={self._deployment.kv_tokens}")
         self.outstanding += 1
         self._queue.append(request)
 
@@ -96,6 +99,7 @@ class Replica:
         """End the step in progress at ``now`` and begin the next; return when that ends, or None when there is nothing to do."""
         if self._pending is not None:
             self._end(self._pending, now)
+        self._make_room()
         self._admit()
         if not len(self._rows) and not self._prefill:
             return None
@@ -104,27 +108,51 @@ class Replica:
 
     # -- begin
 
+    def _held(self, request: IntArray) -> IntArray:
+        """Return the KV blocks that requests need for their next step, int64[n]."""
+        tokens = self._workload.prompt_tokens[request] + self._progress.emitted[request]
+        return blocks(tokens + self._deployment.k_max + 1)
+
+    def _active(self) -> IntArray:
+        return np.concatenate([self._rows, np.array([prefill.request for prefill in self._prefill], np.int64)])
+
+    def _make_room(self) -> None:
+        """Pre-empt the latest requests while KV runs out: each becomes the first to wait, and its prompt and text are prefilled again."""
+        active = np.sort(self._active())
+        held = np.cumsum(self._held(active))
+        for request in active[held > self._blocks][::-1].tolist():
+            self._rows = self._rows[self._rows != request]
+            self._prefill = [prefill for prefill in self._prefill if prefill.request != request]
+            self._progress.seen[request] = 0
+            self._queue.appendleft(request)
+            self.preemptions += 1
+
     def _admit(self) -> None:
-        while self._queue and len(self._rows) + len(self._prefill) < self._deployment.max_active:
-            need = int(self._need[self._queue[0]])
-            if need > self._free_blocks:
+        active = self._active()
+        free = self._blocks - int(self._held(active).sum())
+        count = len(active)
+        while self._queue and count < self._deployment.max_active:
+            request = self._queue[0]
+            need = int(self._held(np.array([request]))[0])
+            if need + _SPARE_BLOCKS * count > free:
                 return  # the head waits, as in the real server
-            self._free_blocks -= need
-            self._prefill.append(_Prefill(self._queue.popleft()))
+            free -= need
+            count += 1
+            prompt = int(self._workload.prompt_tokens[request] + self._progress.emitted[request])
+            self._prefill.append(_Prefill(self._queue.popleft(), prompt))
 
     def _chunks(self) -> tuple[list[int], int, int, int]:
         """Return the requests whose prompts this step ends, and its prompt tokens, rows and their contexts."""
         budget, rows, context, done = self._deployment.prefill_chunk_tokens, 0, 0, []
         for prefill in self._prefill:
-            prompt = int(self._workload.prompt_tokens[prefill.request])
-            chunk = min(prompt - prefill.done_tokens, budget)
+            chunk = min(prefill.tokens - prefill.done_tokens, budget)
             if chunk == 0:
                 break
             context += prefill.done_tokens
             prefill.done_tokens += chunk
             budget -= chunk
             rows += 1
-            if prefill.done_tokens == prompt:
+            if prefill.done_tokens == prefill.tokens:
                 done.append(prefill.request)
         return done, self._deployment.prefill_chunk_tokens - budget, rows, context
 
@@ -173,7 +201,8 @@ class Replica:
         request, first = rows, np.array(ended, np.int64)
         free = self._free_evidence(view, plan, emitted, now) if self._free.any() else (_NONE,) * 4
         tail = np.zeros(len(first), np.int64)
-        finished = np.concatenate([rows[position + emitted >= workload.output_tokens[rows]], first[workload.output_tokens[first] <= 1]])
+        over = position + emitted >= workload.output_tokens[rows], self._progress.emitted[first] + 1 >= workload.output_tokens[first]
+        finished = np.concatenate([rows[over[0]], first[over[1]]])
         outcome = Outcome(
             request=np.concatenate([request, first]),
             draft=np.concatenate([plan.draft, tail - 1]),
@@ -219,10 +248,9 @@ class Replica:
             progress.seen[rows[drafted], plan.draft[drafted]] = context + valid
         progress.emitted[pending.request] += pending.emitted
         first = pending.request[len(rows) :]
-        progress.first_token_s[first] = now
+        progress.first_token_s[first] = np.fmin(progress.first_token_s[first], now)
         if outcome.finished.size:
             progress.finish_s[outcome.finished] = now
-            self._free_blocks += int(self._need[outcome.finished].sum())
             self.outstanding -= len(outcome.finished)
         if len(first):
             begun = set(first.tolist())

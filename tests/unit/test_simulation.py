@@ -73,12 +73,24 @@ def test_every_request_ends_once_with_all_of_its_tokens(policy, replicas):
     assert max(step.rows for step in run.steps) <= 8
 
 
-def test_no_more_requests_are_in_flight_than_hold_their_kv():
-    deployment = flat(kv_tokens=16 * 20)  # a request holds ceil((20 + 200 + 9) / 16) = 15 blocks of 20
-    run = simulate(deployment, drawn(deployment, mix(), backlog(5)), NoSpeculation, 0)
+def test_a_request_waits_until_there_is_kv_for_its_next_steps():
+    deployment = flat(kv_tokens=16 * 5)  # a request needs (20 + 9) / 16 = 2 blocks at first, its newcomer 2 to spare for it
+    run = simulate(deployment, drawn(deployment, mix(output=2), backlog(5)), NoSpeculation, 0)
     assert max(step.rows for step in run.steps) == 1
+    assert run.preemptions == 0
     with pytest.raises(ValueError, match="kv_tokens=64"):
         simulate(flat(kv_tokens=64), drawn(deployment, mix(), backlog(1)), NoSpeculation, 0)
+
+
+def test_when_kv_runs_out_the_latest_request_gives_way_and_is_resumed_by_another_prefill():
+    deployment = flat(kv_tokens=16 * 16)  # two prompts fit, two whole texts of 20 + 150 + 9 tokens do not
+    workload = drawn(deployment, mix(output=150), backlog(3))
+    workload = replace(workload, max_tokens=workload.output_tokens)
+    run = simulate(deployment, workload, lambda: FixedLength("a", 3), 0)
+    assert run.preemptions > 0
+    assert sum(step.emitted for step in run.steps) == 450
+    assert sum(step.prefill_tokens for step in run.steps) > 60
+    assert np.argsort(run.latency_s, kind="stable").tolist() == [0, 1, 2]  # the oldest always goes on
 
 
 def test_a_step_carries_at_most_a_chunk_of_prompts_and_a_prompt_s_end_emits_its_first_token():
