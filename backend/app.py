@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ from pathlib import Path
 from time import monotonic
 
 import policy
-from backend import cache
+from backend import cache, memory
 from backend.admission import Admission
 from backend.config import EMBEDDED_MODEL, ConfigError, EngineConfig, ServingConfig
 from backend.drafting import Drafting
@@ -30,6 +31,8 @@ from backend.tables import load_tables, timed_engines
 from backend.tokenizer import ByteTokenizer, IncrementalDecoder, Tokenizer, load_tokenizer
 from backend.tracing import Tracing
 from policy import LatencyTable
+
+logger = logging.getLogger(__name__)
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 
@@ -115,6 +118,7 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
     threads = 1
     if tables is None:
         tables, threads = load_tables(config, {engine.name: model_path(engine) for engine in timed_engines(config)})
+    _check_memory(config)
     target = _engine(config.target, config, threads)
     drafts = [_engine(draft, config, threads) for draft in config.drafts]
     stats = Stats()
@@ -151,6 +155,14 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
 
     max_context = min(config.limits.max_context_tokens, target.limits.max_context_tokens)
     return App(config, orchestrator, tokenizer, stats, switches, learned, tracing, max_context, close, itertools.count(1))
+
+
+def _check_memory(config: ServingConfig) -> None:
+    """Log what the engines will take of memory. Raises ConfigError when there is less."""
+    models = timed_engines(config)
+    if models:
+        footprints = memory.plan(config, {engine.name: model_path(engine) for engine in models})
+        logger.info(memory.check(footprints, {engine.device: memory.available_bytes(engine) for engine in models}))
 
 
 def model_path(engine: EngineConfig) -> Path:

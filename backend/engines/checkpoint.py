@@ -78,8 +78,7 @@ def load(folder: str | Path, dtype: str = "bf16", device: str = "cpu") -> tuple[
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     folder = Path(folder)
-    path = folder / "config.json"
-    config = parse_config(_read_json(path), str(path))
+    config = read_config(folder)
     weights: Weights = {}
     for file in _weight_files(folder):
         for name, tensor in _read_tensors(file).items():
@@ -90,6 +89,12 @@ def load(folder: str | Path, dtype: str = "bf16", device: str = "cpu") -> tuple[
         weights.pop("lm_head.weight", None)  # some writers store the tied head again
     check_weights(config, weights, str(folder))
     return config, {name: _convert(tensor, DTYPES[dtype], device) for name, tensor in weights.items()}
+
+
+def read_config(folder: Path) -> LlamaConfig:
+    """Return the configuration in a folder. Raises CheckpointError when it is missing, damaged or not supported."""
+    path = folder / "config.json"
+    return parse_config(_read_json(path), str(path))
 
 
 def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> LlamaConfig:

@@ -95,7 +95,10 @@ class Layer:
 
 
 class Llama:
-    """A decoder with a KV pool of ``kv_blocks`` blocks; positions up to ``max_positions``."""
+    """A decoder with a KV pool of ``kv_blocks`` blocks; positions up to ``max_positions``.
+
+    ``weights`` is emptied while its layers are packed, so that memory never holds them all twice.
+    """
 
     def __init__(self, config: LlamaConfig, weights: Weights, *, kv_blocks: int, max_positions: int) -> None:
         self.config = config
@@ -110,10 +113,10 @@ class Llama:
 
     def _layer(self, weights: Weights, index: int, slots: int) -> Layer:
         def get(name: str) -> torch.Tensor:
-            return weights[f"model.layers.{index}.{name}"]
+            return weights.pop(f"model.layers.{index}.{name}")
 
         def bias(*names: str) -> torch.Tensor | None:
-            present = [weights[key] for name in names if (key := f"model.layers.{index}.self_attn.{name}.bias") in weights]
+            present = [weights.pop(key) for name in names if (key := f"model.layers.{index}.self_attn.{name}.bias") in weights]
             return torch.cat(present) if present else None
 
         qkv = torch.cat([get(f"self_attn.{name}.weight") for name in ("q_proj", "k_proj", "v_proj")])

@@ -94,7 +94,7 @@ class TorchEngine:
     ) -> TorchEngine:
         """Build an engine of weights that are in memory (``config.shapes()`` names them), in their dtype and on their device."""
         engine = cls.__new__(cls)
-        engine._set_up(name, config, weights, kv_blocks, max_context_tokens, max_draft_tokens)
+        engine._set_up(name, config, dict(weights), kv_blocks, max_context_tokens, max_draft_tokens)
         return engine
 
     def _set_up(

@@ -1,0 +1,38 @@
+"""What a torch engine will take of memory, from its checkpoint's configuration alone."""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+
+import torch
+
+from backend.engines.checkpoint import DTYPES, read_config
+from backend.memory import Footprint
+
+LOGIT_BYTES = 28
+"""Bytes for each logit of a pass while laws are made of them (copies, sort and indices of top-p): 24 measured in bf16, two more in fp32."""
+
+LAW_BYTES = 4
+"""Bytes for each probability of a law that a draft keeps until it is verified."""
+
+
+def footprint(folder: Path, dtype: str, device: str, *, kv_tokens: int, rows: int, logit_rows: int, law_rows: int) -> Footprint:
+    """Return what a model takes; its largest pass has ``rows`` rows, of which ``logit_rows`` want logits, and keeps ``law_rows``
+    laws. Raises CheckpointError for a folder that cannot be served.
+    """
+    config, item = read_config(folder), DTYPES[dtype].itemsize
+    weights = item * sum(prod(shape) for shape in config.shapes().values())
+    if config.tied and not config.draft_vocab_size and device == "cpu":
+        weights += item * config.vocab_size * config.hidden_size  # the head is packed apart from the embedding
+    kv_row = 2 * config.num_kv_heads * config.head_dim
+    attention = 2 * (config.num_heads * config.head_dim + kv_row)  # qkv, and again while rotated or joined
+    row = 4 * config.hidden_size + attention + 3 * config.intermediate_size
+    vocab = config.draft_vocab_size or config.vocab_size
+    passes = rows * row * item + vocab * (logit_rows * LOGIT_BYTES + law_rows * LAW_BYTES)
+    return Footprint(device, weights, kv_tokens * config.num_layers * kv_row * item, passes)
+
+
+def free_bytes(device: str) -> int:
+    """Return what is free on a CUDA device."""
+    return torch.cuda.mem_get_info(device)[0]

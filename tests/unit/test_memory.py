@@ -1,0 +1,105 @@
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from backend import memory
+from backend.app import _check_memory
+from backend.config import ConfigError, parse_config
+from backend.engines.checkpoint import read_config
+from backend.engines.torch_engine import TorchEngine
+from backend.memory import PROCESS_BYTES, Footprint
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 300,
+    "hidden_size": 16,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+GIB = 2**30
+
+
+def folder(path, **changed):
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({**MODEL, **changed}))
+    return path
+
+
+def serving(target, draft, **limits):
+    engines = [{"engine": "torch", "model": str(path), "dtype": dtype} for path, dtype in ((target, "bf16"), (draft, "fp32"))]
+    return parse_config({"target": engines[0], "drafts": [{"name": "small", **engines[1]}], "limits": limits, "policy": {"k_max": 5}})
+
+
+@pytest.mark.parametrize(("name", "tied", "dtype"), [("target", False, torch.bfloat16), ("small", True, torch.float32)])
+def test_weights_and_kv_are_those_of_the_engine_that_is_loaded(tmp_path, name, tied, dtype):
+    path = folder(tmp_path / "model", tie_word_embeddings=tied)
+    footprint = memory.plan(serving(path, path, kv_cache_tokens=4096), {"target": path, "small": path})[name]
+    weights = {key: torch.rand(shape).bfloat16() for key, shape in read_config(path).shapes().items()}
+    save_file(weights, path / "model.safetensors")
+    engine = TorchEngine(name, path, dtype="bf16" if name == "target" else "fp32", kv_blocks=256, max_context_tokens=64)
+    assert footprint.kv == sum(layer.pool.nbytes for layer in engine._model._layers)
+    packed_head = MODEL["vocab_size"] * MODEL["hidden_size"] if tied else 0
+    assert footprint.weights == (sum(weight.numel() for weight in weights.values()) + packed_head) * dtype.itemsize
+
+
+def test_a_pass_grows_with_the_requests_and_the_length_that_it_may_verify(tmp_path):
+    target, draft = folder(tmp_path / "target"), folder(tmp_path / "draft")
+    few = memory.plan(serving(target, draft, max_active_requests=4), {"target": target, "small": draft})
+    many = memory.plan(serving(target, draft, max_active_requests=8), {"target": target, "small": draft})
+    assert many["target"].passes > few["target"].passes > 4 * 6 * 300 * 24
+    assert many["small"].passes > few["small"].passes
+    assert few["target"].passes > few["small"].passes
+
+
+def test_a_plan_that_fits_is_one_line_and_one_that_does_not_is_refused_with_every_number():
+    footprints = {"target": Footprint("cpu", 3 * GIB, 2 * GIB, GIB), "small": Footprint("cuda:0", GIB // 2, GIB // 4, 0)}
+    line = memory.check(footprints, {"cpu": 7 * GIB, "cuda:0": GIB})
+    assert line == (
+        "memory: cpu has 7.00 GiB and 6.39 are needed (target 3.00 weights + 2.00 KV + 1.00 passes, process 0.39); "
+        "cuda:0 has 1.00 GiB and 0.75 are needed (small 0.50 weights + 0.25 KV + 0.00 passes, process 0.00)"
+    )
+    assert PROCESS_BYTES == 400 * 2**20
+    for available, words in (({"cpu": 6 * GIB, "cuda:0": GIB}, "cpu has 6.00"), ({"cpu": 7 * GIB, "cuda:0": GIB // 2}, "cuda:0 has 0.50")):
+        with pytest.raises(ConfigError, match=f"not enough memory: {words}.*lower limits.kv_cache_tokens"):
+            memory.check(footprints, available)
+
+
+def test_a_deployment_that_does_not_fit_is_refused_before_anything_is_loaded(tmp_path):
+    target, draft = folder(tmp_path / "target"), folder(tmp_path / "draft")  # no weights: nothing could be loaded
+    _check_memory(serving(target, draft, kv_cache_tokens=1024))
+    with pytest.raises(ConfigError, match="not enough memory: cpu has"):
+        _check_memory(serving(target, draft, kv_cache_tokens=10**12))
+
+
+def machine(root, groups, own):
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 8000 kB\n")
+    (root / "proc/self/cgroup").write_text(own)
+    for path, files in groups.items():
+        (root / "sys/fs/cgroup" / path).mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (root / "sys/fs/cgroup" / path / name).write_text(text)
+    return root
+
+
+def test_what_is_available_is_the_machine_s_or_what_the_tightest_group_leaves(tmp_path):
+    def v2(limit, used, file=0):
+        return {"memory.max": f"{limit}\n", "memory.current": f"{used}\n", "memory.stat": f"anon 5\ninactive_file {file}\n"}
+
+    def v1(limit, used):
+        return {"memory.limit_in_bytes": f"{limit}", "memory.usage_in_bytes": f"{used}", "memory.stat": "total_inactive_file 7\n"}
+
+    cases = [
+        ({}, "0::/\n", 8000 * 1024),
+        ({"a/b": v2("max", 10), "a": v2(5000, 2000, 300)}, "0::/a/b\n", 3300),
+        ({"a/b": v2(900, 400), "a": v2(5000, 2000)}, "0::/a/b\n", 500),
+        ({".": v2(4000, 1000)}, "0::/\n", 3000),
+        ({"memory/x": v1(6000, 2000), "memory": v1(2**63, 9000)}, "3:cpu:/\n4:memory:/x\n0::/\n", 4007),
+        ({"memory": v1(6000, 5000)}, "4:cpu,memory:/elsewhere\n", 1007),
+    ]
+    for number, (groups, own, expected) in enumerate(cases):
+        assert memory.host_bytes(machine(tmp_path / str(number), groups, own)) == expected
