@@ -1,78 +1,173 @@
-"""How often greedy text in bf16 survives speculation, and how near the ties are where it does not.
+"""How far texts stay the same under speculation on a real model, and what sameness costs. Prints JSON.
 
-    python -m tests.bench.bench_identity --config model_repository/spindle/1/serving.json
+    python -m tests.bench.bench_identity greedy     --config model_repository/spindle/1/serving.json
+    python -m tests.bench.bench_identity seeded     --config model_repository/spindle/1/serving.json --dtype fp32
+    python -m tests.bench.bench_identity acceptance --config model_repository/spindle/1/serving.json
 
-bf16 keeps 8 bits, so that logits between 16 and 32 are 0.125 apart and rows of another batch shape may round a tie the other way. For
-every prompt of ``tests.bench.prompts`` the adaptive text is compared with the text of ``num_draft_tokens = 0``; at a first difference the
-gap between the two tokens' logits is taken in fp64. Prints JSON.
+``greedy`` compares, for every prompt of ``tests.bench.prompts``, the adaptive text with that of ``num_draft_tokens = 0``. ``seeded``
+does so for plan-invariant texts under ``--variations`` draws of policy, load, batch mix and prefill chunk. Where two texts part, the gap
+between the two tokens is taken in fp64: bf16 keeps 8 bits, so that logits between 16 and 32 are 0.125 apart, and rows of another batch
+shape may round a tie the other way. ``acceptance`` compares plan-invariant sampling with rejection sampling: same prompts, draft, length.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
+from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM
+import numpy as np
 
 from backend import machine
 from backend.app import App, build, model_path
 from backend.config import load_config
 from backend.request import GenerationRequest
+from backend.session import Session
+from policy import FixedLength, NoSpeculation, Outcome, Policy, RandomChoice
+from tests.bench.in_process import Sink, Witness, first_difference, generate, serve
 from tests.bench.prompts import PROMPTS
 from tests.bench.workloads import render
 
-
-class _Sink:
-    cancelled = False
-
-    def final(self, delta: Any, reason: Any, usage: Any) -> None:
-        """Ignore the text: token ids are compared."""
-
-    def error(self, code: Any, message: str) -> None:
-        """Raise what should not happen."""
-        raise RuntimeError(f"{code}: {message}")
-
-
-def generate(app: App, prompt: str, max_tokens: int, **options: Any) -> list[int]:
-    """Return prompt and output token ids of one request served alone."""
-    session = app.session(GenerationRequest(prompt, max_tokens, **options), _Sink())
-    app.orchestrator.submit(session)
-    while app.orchestrator.step():
-        pass
-    return session.sequence.tokens
-
-
-def first_difference(plain: list[int], adaptive: list[int]) -> int | None:
-    """Return the index of the first token that differs, None for equal texts."""
-    return next((i for i, pair in enumerate(zip(plain, adaptive, strict=False)) if pair[0] != pair[1]), None)
+SEEDED = {"temperature": 0.8, "top_p": 0.95}
 
 
 def main() -> None:
-    """Run the comparison and print it."""
+    """Run one of the comparisons and print it."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("comparison", choices=["greedy", "seeded", "acceptance"])
     parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--dtype", choices=["bf16", "fp32"], help="of target and drafts, instead of the configured one")
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--variations", type=int, default=20, help="of a seeded text")
+    parser.add_argument("--repeats", type=int, default=4, help="of every prompt, in acceptance")
+    parser.add_argument("--together", type=int, default=8, help="requests in flight, in acceptance")
+    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     config = load_config(arguments.config)
+    if arguments.dtype:
+        typed = [replace(engine, dtype=arguments.dtype) for engine in (config.target, *config.drafts)]
+        config = replace(config, target=typed[0], drafts=tuple(typed[1:]))
     app, folder = build(config), model_path(config.target)
-    prompts = [render(message, folder) for messages in PROMPTS.values() for message in messages]
-    texts = [(generate(app, p, arguments.max_tokens, num_draft_tokens=0), generate(app, p, arguments.max_tokens)) for p in prompts]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    prompts = {name: [render(message, folder) for message in messages] for name, messages in PROMPTS.items()}
+    run = {"greedy": greedy, "seeded": seeded, "acceptance": acceptance}[arguments.comparison]
+    record = {
+        "machine": machine.describe(),
+        "command": ["python", "-m", "tests.bench.bench_identity", *sys.argv[1:]],
+        "dtype": config.target.dtype,
+        "max_tokens": arguments.max_tokens,
+    }
+    print(json.dumps({**record, **run(app, prompts, Witness(folder), arguments)}, indent=1))
+
+
+def greedy(app: App, prompts: dict[str, list[str]], witness: Witness, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Adaptive texts, one request at a time, against those without speculation."""
+    asked = [prompt for texts in prompts.values() for prompt in texts]
+    plain = generate(app, [GenerationRequest(prompt, arguments.max_tokens, num_draft_tokens=0) for prompt in asked])
+    adaptive = generate(app, [GenerationRequest(prompt, arguments.max_tokens) for prompt in asked])
+    return compared([(number, *pair) for number, pair in enumerate(zip(plain, adaptive, strict=True))], witness)
+
+
+def seeded(app: App, prompts: dict[str, list[str]], witness: Witness, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Plan-invariant texts of half of the prompts, alone and without speculation, against the same under varied plans and loads."""
+    rng = random.Random(arguments.seed)
+    asked = [prompt for texts in prompts.values() for prompt in texts[:2]]
+    others = [prompt for texts in prompts.values() for prompt in texts[2:]]
+    requests = [GenerationRequest(p, arguments.max_tokens, seed=arguments.seed + n, **SEEDED) for n, p in enumerate(asked)]
+    plain = generate(app, requests, policy=NoSpeculation())
+    pairs, varied = [], []
+    for number in range(arguments.variations):
+        name, policy = _policies(app)[number % len(_policies(app))]
+        together, strangers, chunk_tokens = rng.choice([1, 2, 3, 5, 8, 16]), rng.choice([0, 2, 4, 8]), rng.choice([16, 64, 256])
+        app.orchestrator._prefill_chunk_tokens = chunk_tokens
+        crowd = [GenerationRequest(rng.choice(others), rng.randint(1, arguments.max_tokens), temperature=1.0) for _ in range(strangers)]
+        order = rng.sample(range(len(requests) + strangers), len(requests) + strangers)
+        sessions = generate(app, [[*requests, *crowd][place] for place in order], together, policy)
+        served = dict(zip(order, sessions, strict=True))
+        mine = [served[place] for place in range(len(requests))]
+        pairs += [(f"{number}/{n}", *pair) for n, pair in enumerate(zip(plain, mine, strict=True))]
+        figures = {"drafted": sum(s.drafted for s in mine), "accepted": sum(s.accepted for s in mine)}
+        varied.append({"policy": name, "together": together, "strangers": strangers, "chunk_tokens": chunk_tokens, **figures})
+    texts = len({tuple(session.sequence.tokens) for session in plain})
+    return {"seed": arguments.seed, **SEEDED, "different_texts": texts, "variations": varied, **compared(pairs, witness)}
+
+
+def compared(pairs: list[tuple[Any, Session, Session]], witness: Witness) -> dict[str, Any]:
+    """Return how many pairs of sessions have equal texts and, for the others, where they part and how near the tie was."""
     differences = []
-    for number, (plain, adaptive) in enumerate(texts):
-        at = first_difference(plain, adaptive)
+    for name, one, other in pairs:
+        tokens, sampling = one.sequence.tokens, one.sequence.sampling
+        at = first_difference(tokens, other.sequence.tokens)
         if at is not None:
-            with torch.inference_mode():
-                logits = model(torch.tensor([plain[:at]])).logits[0, -1]
-            gap = abs(float(logits[plain[at]] - logits[adaptive[at]]))
-            differences.append({"prompt": number, "position": at, "logit_gap": round(gap, 4), "top_logit": round(float(logits.max()), 2)})
-    command = ["python", "-m", "tests.bench.bench_identity", *sys.argv[1:]]
-    record = {"machine": machine.describe(), "command": command, "dtype": config.target.dtype, "prompts": len(prompts)}
-    print(json.dumps({**record, "equal": len(prompts) - len(differences), "differences": differences}, indent=1))
+            rivals = tokens[at], other.sequence.tokens[at]
+            gap = witness.greedy_gap(tokens[:at], *rivals) if sampling.greedy else witness.race_gap(tokens[:at], *rivals, sampling)
+            differences.append({"text": name, "position": at - one.sequence.prompt_tokens, "logit_gap": float(f"{gap:.3g}")})
+    return {"compared": len(pairs), "equal": len(pairs) - len(differences), "differences": differences}
+
+
+class Counting:
+    """A policy that counts, by position in the proposal, how often it was reached and accepted, request by request."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.reached: defaultdict[int, Any] = defaultdict(lambda: np.zeros(64, np.int64))
+        self.accepted: defaultdict[int, Any] = defaultdict(lambda: np.zeros(64, np.int64))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+    def observe(self, outcome: Outcome, state: Any, now: float) -> Any:
+        """Count, then pass on."""
+        for request, accepted, scored in zip(outcome.request.tolist(), outcome.accepted, outcome.scored, strict=True):
+            self.reached[request][: min(scored, accepted + 1)] += 1
+            self.accepted[request][:accepted] += 1
+        return self._policy.observe(outcome, state, now)
+
+
+def acceptance(app: App, prompts: dict[str, list[str]], witness: Witness, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Acceptance under both rules, by draft, temperature and workload, each prompt with several seeds."""
+    del witness
+    k = app.config.policy.k_max
+    rows = []
+    for draft in app.config.drafts:
+        for temperature in (0.8, 1.0):
+            for workload, texts in prompts.items():
+                row: dict[str, Any] = {"draft": draft.name, "temperature": temperature, "workload": workload}
+                for rule in ("rejection", "plan_invariant"):
+                    asks = [GenerationRequest(p, arguments.max_tokens, temperature=temperature) for p in texts * arguments.repeats]
+                    sessions = [app.session(ask, Sink()) for ask in asks]
+                    for number, session in enumerate(sessions):
+                        kept = session.sequence.sampling
+                        session.sequence.sampling = replace(kept, coupled=rule == "plan_invariant", seed=arguments.seed + number)
+                    counts = Counting(FixedLength(draft.name, k))
+                    serve(app, sessions, arguments.together, counts)
+                    row[rule] = figures(counts, arguments.seed)
+                rows.append(row)
+    return {"seed": arguments.seed, "length": k, "requests_per_row": arguments.repeats * len(next(iter(prompts.values()))), "rows": rows}
+
+
+def figures(counts: Counting, seed: int) -> dict[str, Any]:
+    """Return the share accepted of all positions reached, its 95 % interval (bootstrap over requests), and that of the first three."""
+    reached, accepted = (np.array([by[request] for request in counts.reached]) for by in (counts.reached, counts.accepted))
+    drawn = np.random.default_rng(seed).integers(0, len(reached), (2_000, len(reached)))
+    shares = accepted.sum(1)[drawn].sum(1) / np.maximum(reached.sum(1)[drawn].sum(1), 1)
+    by_position = accepted.sum(0) / np.maximum(reached.sum(0), 1)
+    return {
+        "accepted_share": round(float(accepted.sum() / max(1, reached.sum())), 4),
+        "interval": [round(float(bound), 4) for bound in np.quantile(shares, [0.025, 0.975])],
+        "first_positions": [round(float(share), 4) for share in by_position[:3]],
+        "reached": int(reached.sum()),
+    }
+
+
+def _policies(app: App) -> list[tuple[str, Policy | None]]:
+    """Return the policies that a seeded text is served under; None is the configured one."""
+    fixed = [(f"fixed {d.name} {k}", FixedLength(d.name, k)) for d in app.config.drafts for k in (2, app.config.policy.k_max)]
+    return [("configured", None), ("random", RandomChoice()), *fixed, ("none", NoSpeculation())]
 
 
 if __name__ == "__main__":
