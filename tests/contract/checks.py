@@ -183,6 +183,8 @@ def nothing_is_committed_beyond_an_end(k: int = K_MAX) -> None:
 LAW_PROMPT = [1, 2, 3, 1, 2, 3]
 LAW_VOCAB = 5
 WIDE, SHARP = SamplingParams(1.0), SamplingParams(0.5, top_k=4, top_p=0.9)
+PENALTIES = {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": -0.2}
+OPTIONS = SamplingParams(1.3, **PENALTIES, min_tokens=2, end_ids=(4,), bad_words=((1, 2), (0, 0)), bias=((0, 0.5),))
 LAW_DRAFTS: dict[str, Callable[[], Engine]] = {
     "other": lambda: law_engine("other", seed=1, noise=1.5),
     "short": lambda: law_engine("short", seed=2, noise=1.0, shortlist=3),
@@ -233,7 +235,7 @@ def texts_sampled_with_lookup_follow_the_target_s_law() -> None:
 
 
 def plan_invariant_texts_follow_the_target_s_law() -> None:
-    texts_follow_the_target_s_law(replace(SHARP, coupled=True))
+    texts_follow_the_target_s_law(replace(SHARP, coupled=True), rounds=800)
 
 
 def no_number_decides_twice(rounds: int = 100) -> None:

@@ -13,10 +13,12 @@ from backend.drafting import Drafting
 from backend.engines import coupling, llama, processing, torch_engine, verification
 from backend.engines.torch_engine import TorchEngine
 from backend.engines.verification import Law, Verdict
+from backend.orchestrator import Orchestrator
 from backend.ports import Proposal
 from backend.randomness import Purpose
-from backend.request import SamplingParams
+from backend.request import FinishReason, SamplingParams
 from tests.contract import checks
+from tests.contract.deployment import K_MAX
 
 Patch = pytest.MonkeyPatch
 
@@ -108,6 +110,22 @@ def count_no_row_for_the_bonus(patch: Patch) -> None:
 
 
 # -- KV
+
+
+@killed_by(checks.greedy_texts_are_those_of_plain_decoding)
+def skip_the_rollback(patch: Patch) -> None:
+    """The target goes on behind everything that it has written, rejected tokens included."""
+    written: dict[int, int] = {}
+
+    def prepare(original, engine, turn):
+        job = original(engine, turn)
+        if engine.name == "target" and job.chunk:
+            start = min(max(job.chunk.start, written.get(turn.sequence.id, 0)), len(job.cache.table) - len(job.chunk.tokens))
+            written[turn.sequence.id] = start + len(job.chunk.tokens)
+            job.chunk = replace(job.chunk, start=start)
+        return job
+
+    wrap(patch, TorchEngine, "_prepare", prepare)
 
 
 @killed_by(checks.kv_is_that_of_a_fresh_prefill)
@@ -338,5 +356,21 @@ def commit_what_was_accepted_behind_an_end(patch: Patch) -> None:
         self.sequence.tokens += tokens[taken:]
         self.output_tokens += len(tokens) - taken
         return len(tokens)
+
+    wrap(patch, session.Session, "commit", commit)
+
+
+@killed_by(checks.nothing_is_committed_beyond_an_end)
+def look_at_max_tokens_between_steps_only(patch: Patch) -> None:
+    """The planner's ceiling would hide it: the last token of ``max_tokens`` is never a proposed one."""
+    wrap(patch, Orchestrator, "_most", lambda original, loop, session: K_MAX)
+
+    def commit(original, self, tokens, log_probs=None):
+        beyond = max(0, len(tokens) - self.remaining)
+        taken = original(self, tokens, log_probs)
+        if self.finish_reason is FinishReason.LENGTH:
+            self.sequence.tokens += tokens[taken:]
+            self.output_tokens += beyond
+        return taken
 
     wrap(patch, session.Session, "commit", commit)

@@ -69,11 +69,12 @@ class Reference:
         return tokens
 
     def joint(self, prompt: Seq[int], sampling: SamplingParams, length: int) -> dict[tuple[int, ...], float]:
-        """The probability of each text of ``length`` tokens behind the prompt."""
+        """The probability of each text of ``length`` tokens behind the prompt, or fewer up to an end id."""
         chances: dict[tuple[int, ...], float] = {(): 1.0}
-        for _ in range(length):
-            laws = {text: self.law([*prompt, *text], len(prompt), sampling) for text in chances}
-            chances = {(*text, token): chances[text] * float(p) for text, law in laws.items() for token, p in enumerate(law) if p > 0.0}
+        for size in range(length):
+            for text in [text for text in chances if len(text) == size and text[-1:] not in {(end,) for end in sampling.end_ids}]:
+                chance, law = chances.pop(text), self.law([*prompt, *text], len(prompt), sampling)
+                chances |= {(*text, token): chance * float(p) for token, p in enumerate(law) if p > 0.0}
         return chances
 
 

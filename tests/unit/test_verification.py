@@ -103,6 +103,15 @@ def test_a_law_stored_in_fp32_is_the_law_that_counts():
     assert (joint - plain_law(target, 2)).abs().max() < 1e-12
 
 
+def test_a_length_chosen_after_the_tokens_were_seen_changes_the_law_and_enumeration_shows_it():
+    p, q = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64), torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+    target = dict.fromkeys(all_prefixes(1), p)
+    honest = list(sampled_proposals({(): q}, 1))
+    peeking = [(chain, chance, law) if chance >= 0.25 else ((), chance, None) for chain, chance, law in honest]
+    assert torch.allclose(emitted_law(target, honest, 1), p)
+    assert torch.allclose(emitted_law(target, peeking, 1), torch.tensor([0.55, 0.19, 0.195, 0.065], dtype=torch.float64))
+
+
 def test_equal_laws_always_accept_and_their_residual_is_not_divided_by_zero():
     law = torch.tensor([0.25, 0.75, 0.0, 0.0], dtype=torch.float64)
     assert acceptance(law[None], [1], Law(law[None])).tolist() == [1.0]
