@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -57,6 +58,18 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     bias: tuple[tuple[int, float], ...] = ()
     log_probs: bool = False
+    _endings: dict[int, dict[tuple[int, ...], list[int]]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        endings: dict[int, dict[tuple[int, ...], list[int]]] = {}  # by length and tokens of what comes before a bad word's last token
+        for *others, last in self.bad_words:
+            endings.setdefault(len(others), {}).setdefault(tuple(others), []).append(last)
+        object.__setattr__(self, "_endings", endings)
+
+    def banned(self, tokens: Seq[int], end: int) -> list[int]:
+        """Return the tokens that would complete a bad word behind ``tokens[:end]``; the cost is that of those found, not of all."""
+        found = (endings.get(tuple(tokens[end - length : end]), ()) for length, endings in self._endings.items() if length <= end)
+        return [last for lasts in found for last in lasts]
 
     @property
     def greedy(self) -> bool:

@@ -175,9 +175,7 @@ def _processed(logits: FloatArray, context: list[int], sequence: Sequence) -> Fl
         logits -= sampling.presence_penalty * seen + sampling.frequency_penalty * counts
     if len(context) - sequence.prompt_tokens < sampling.min_tokens:
         logits[list(sampling.end_ids)] = _IMPOSSIBLE_LOGIT
-    for *others, last in sampling.bad_words:
-        if context[len(context) - len(others) :] == others:
-            logits[last] = _IMPOSSIBLE_LOGIT
+    logits[sampling.banned(context, len(context))] = _IMPOSSIBLE_LOGIT
     return logits
 
 

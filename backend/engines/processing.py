@@ -60,8 +60,8 @@ def process(
         _penalise(logits, sampling, before, proposed, columns)
     for row in range(min(len(logits), sampling.min_tokens - output_tokens)):
         logits[row, columns.of(sampling.end_ids)[0]] = IMPOSSIBLE
-    for word in sampling.bad_words:
-        _ban(logits, word, before, proposed, columns)
+    if sampling.bad_words:
+        _ban(logits, sampling, before, proposed, columns)
 
 
 def _penalise(logits: torch.Tensor, sampling: SamplingParams, before: Seq[int], proposed: Seq[int], columns: Columns) -> None:
@@ -80,13 +80,10 @@ def _penalise(logits: torch.Tensor, sampling: SamplingParams, before: Seq[int], 
     logits[:, found] = torch.where(occurred > 0, lowered, values)
 
 
-def _ban(logits: torch.Tensor, word: tuple[int, ...], before: Seq[int], proposed: Seq[int], columns: Columns) -> None:
-    """Make the last token of a word impossible in the rows that are behind its other tokens."""
-    last, _ = columns.of(word[-1:])
-    head = list(word[:-1])
-    behind = [*before[len(before) - min(len(before), len(head)) :], *proposed]
-    offset = len(behind) - len(proposed)
+def _ban(logits: torch.Tensor, sampling: SamplingParams, before: Seq[int], proposed: Seq[int], columns: Columns) -> None:
+    """Make the last token of every bad word impossible in the rows that are behind its other tokens."""
+    tokens = [*before, *proposed]
     for row in range(len(logits)):
-        end = offset + row
-        if end >= len(head) and behind[end - len(head) : end] == head:
-            logits[row, last] = IMPOSSIBLE
+        if banned := sampling.banned(tokens, len(before) + row):
+            found, _ = columns.of(banned)
+            logits[row].index_fill_(0, torch.tensor(found, dtype=torch.int64, device=logits.device), IMPOSSIBLE)

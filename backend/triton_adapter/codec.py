@@ -130,7 +130,7 @@ def _check_changes(request: GenerationRequest) -> None:
     if len(words) != len(weights):
         raise _invalid(f"embedding_bias_weights must be as many as embedding_bias_words ({len(words)}), got {len(weights)}")
     for name, low, values in (
-        ("repetition_penalty", 1 / LARGEST_CHANGE, [request.repetition_penalty]),
+        ("repetition_penalty", float(np.float32(1 / LARGEST_CHANGE)), [request.repetition_penalty]),
         ("presence_penalty", -LARGEST_CHANGE, [request.presence_penalty]),
         ("frequency_penalty", -LARGEST_CHANGE, [request.frequency_penalty]),
         ("embedding_bias_weights", -LARGEST_CHANGE, weights),

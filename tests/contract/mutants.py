@@ -310,9 +310,9 @@ def blind_penalties_to_the_run(patch: Patch) -> None:
 
 @killed_by(checks.texts_with_options_are_those_of_plain_decoding)
 def blind_bad_words_to_the_run(patch: Patch) -> None:
-    def ban(original, logits, word, before, proposed, columns):
+    def ban(original, logits, sampling, before, proposed, columns):
         for row in range(len(logits)):
-            original(logits[row : row + 1], word, before, [], columns)
+            original(logits[row : row + 1], sampling, before, [], columns)
 
     wrap(patch, processing, "_ban", ban)
 

@@ -13,6 +13,7 @@ import torch
 from backend.engines.llama import Chunk, KVTable, Llama
 from backend.engines.torch_engine import TorchEngine
 from backend.request import SamplingParams
+from tests.options import processed
 
 GREEDY = SamplingParams()
 PRISTINE = type("Pristine", (Llama,), {name: value for name, value in vars(Llama).items() if callable(value)})
@@ -76,20 +77,3 @@ class Reference:
                 chance, law = chances.pop(text), self.law([*prompt, *text], len(prompt), sampling)
                 chances |= {(*text, token): chance * float(p) for token, p in enumerate(law) if p > 0.0}
         return chances
-
-
-def processed(logits: np.ndarray, tokens: list[int], prompt_tokens: int, sampling: SamplingParams) -> np.ndarray:
-    """The options in TensorRT-LLM's order: bias, temperature, penalties, minimum length, bad words."""
-    scores = logits.copy()
-    for token, addend in sampling.bias:
-        scores[token] += addend
-    scores /= sampling.temperature or 1.0
-    for token in set(tokens):
-        scores[token] = scores[token] * sampling.repetition_penalty if scores[token] < 0 else scores[token] / sampling.repetition_penalty
-        scores[token] -= sampling.presence_penalty + sampling.frequency_penalty * tokens.count(token)
-    if len(tokens) - prompt_tokens < sampling.min_tokens:
-        scores[list(sampling.end_ids)] = -1e30
-    for *head, last in sampling.bad_words:
-        if tokens[len(tokens) - len(head) :] == head:
-            scores[last] = -1e30
-    return scores

@@ -9,33 +9,34 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 
+from backend.request import SamplingParams
 from backend.triton_adapter.fields import NUMPY_TYPES
 from tests.options import greedy
 from tests.server.harness import DTYPES
 
 PROMPT, TOKENS = "0123", 60
-PLAIN = bytes(greedy(PROMPT, TOKENS)[0]).decode()
+PLAIN = bytes(greedy(PROMPT, TOKENS, SamplingParams())[0]).decode()
 BANNED = PLAIN[7:10]
 BIAS = {"embedding_bias_words": ["!!b", "", "z"], "embedding_bias_weights": [14.9, 50.0, -0.5]}
 CASES = {
     "none": ({}, {}),
-    "bad_words": ({"bad_words": [BANNED, "", "x"]}, {"bad_words": [BANNED.encode(), b"x"]}),
-    "bad_words reach into the prompt": ({"bad_words": ["3" + PLAIN[0]]}, {"bad_words": [b"3" + PLAIN[0].encode()]}),
+    "bad_words": ({"bad_words": [BANNED, "", "x"]}, {"bad_words": (tuple(BANNED.encode()), tuple(b"x"))}),
+    "bad_words reach into the prompt": ({"bad_words": ["3" + PLAIN[0]]}, {"bad_words": (tuple(b"3" + PLAIN[0].encode()),)}),
     "repetition_penalty": ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
     "presence_penalty": ({"presence_penalty": 1.25}, {"presence_penalty": 1.25}),
     "frequency_penalty": ({"frequency_penalty": 0.5}, {"frequency_penalty": 0.5}),
-    "embedding_bias": (BIAS, {"bias": [(ord("!"), 2 * np.float32(14.9)), (ord("b"), np.float32(14.9)), (ord("z"), -0.5)]}),
-    "end_id": ({"end_id": ord(PLAIN[5])}, {"end_ids": [ord(PLAIN[5])]}),
-    "min_tokens": ({"end_id": ord(PLAIN[5]), "min_tokens": 20}, {"end_ids": [ord(PLAIN[5])], "min_tokens": 20}),
+    "embedding_bias": (BIAS, {"bias": ((ord("!"), 29.8), (ord("b"), 14.9), (ord("z"), -0.5))}),
+    "end_id": ({"end_id": ord(PLAIN[5])}, {"end_ids": (ord(PLAIN[5]),)}),
+    "min_tokens": ({"end_id": ord(PLAIN[5]), "min_tokens": 20}, {"end_ids": (ord(PLAIN[5]),), "min_tokens": 20}),
 }
 CASES["all"] = tuple({name: value for case in CASES.values() for name, value in case[side].items()} for side in (0, 1))
 CASES["all"][0]["bad_words"] = ["", BANNED, "3" + PLAIN[0], "x"]
-CASES["all"][1]["bad_words"] = [BANNED.encode(), b"3" + PLAIN[0].encode(), b"x"]
+CASES["all"][1]["bad_words"] = (tuple(BANNED.encode()), tuple(b"3" + PLAIN[0].encode()), tuple(b"x"))
 
 
 def expectation(options):
     """Return (text, finish reason, log-probabilities)."""
-    tokens, log_probs, ended = greedy(PROMPT, TOKENS, **options)
+    tokens, log_probs, ended = greedy(PROMPT, TOKENS, SamplingParams(**options))
     return bytes(tokens[: len(tokens) - ended]).decode(), "end_id" if ended else "length", log_probs
 
 

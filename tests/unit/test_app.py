@@ -82,7 +82,7 @@ def test_a_run_ends_at_the_edge_of_the_context(policy):
     while sink.reply is None:
         app.orchestrator.step()
     delta, reason, usage = sink.reply
-    assert delta.text == "edge" + bytes(greedy("edge", 28)[0]).decode()
+    assert delta.text == "edge" + bytes(greedy("edge", 28, SamplingParams())[0]).decode()
     assert (reason, usage.output_tokens, len(delta.log_probs)) == (FinishReason.LENGTH, 28, 28)
     assert (usage.accepted > 20) == (policy["kind"] == "fixed")
     with pytest.raises(RequestError, match="max_tokens 29 and a prompt of 4 tokens exceed the context of 32 tokens"):

@@ -74,6 +74,12 @@ def test_a_bad_value_is_refused_by_field_and_value(change, words):
     assert all(word in refusal.value.message for word in words), refusal.value.message
 
 
+def test_the_bounds_of_penalties_and_weights_are_themselves_allowed():
+    edges = {"presence_penalty": -1e6, "frequency_penalty": 1e6, "embedding_bias_words": ["a", "b"], "embedding_bias_weights": [1e6, -1e6]}
+    for factor in (1e-6, 1e6):
+        assert decode(tensors(**edges, repetition_penalty=factor))[0].repetition_penalty == pytest.approx(factor)
+
+
 @pytest.mark.parametrize("name", ["text_input", "max_tokens"])
 def test_a_missing_required_input_is_named(name):
     inputs = tensors()
