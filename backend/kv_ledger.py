@@ -10,8 +10,11 @@ from collections.abc import Mapping
 
 from backend.ports import BLOCK_TOKENS, Sequence
 
-GROWTH_BLOCKS = 2
-"""Blocks by which every active sequence must be able to grow before another is admitted: pre-empting that at once wastes its prefill."""
+GROWTH_BLOCKS = 4
+"""Blocks by which every active sequence must be able to grow before another is admitted: pre-empting that soon wastes its prefill.
+
+Chosen with ``tests.bench.bench_admission``: fewer cost more pre-emptions where texts are long, more leave room unused where they are short.
+"""
 
 
 class KVLedger:
@@ -20,7 +23,9 @@ class KVLedger:
     What a sequence needs is its tokens and ``headroom_tokens`` (k_max + 1) more, for proposals that a verification writes and may reject.
     """
 
-    def __init__(self, pools: Mapping[str, int], headroom_tokens: int, *, guaranteed: bool = False) -> None:
+    def __init__(
+        self, pools: Mapping[str, int], headroom_tokens: int, *, guaranteed: bool = False, growth_blocks: int = GROWTH_BLOCKS
+    ) -> None:
         """Take the blocks of each engine's pool by the engine's name; 0 is an engine without KV."""
         sizes = {name: blocks for name, blocks in pools.items() if blocks}
         self._engines = tuple(sizes)
@@ -29,6 +34,7 @@ class KVLedger:
         self._tables: dict[int, list[int]] = {}
         self._headroom_tokens = headroom_tokens
         self._guaranteed = guaranteed
+        self._growth_blocks = 0 if guaranteed else growth_blocks
 
     def blocks_needed(self, tokens: int) -> int:
         """Return the blocks that a sequence of so many tokens needs (0 where no engine keeps KV)."""
@@ -41,11 +47,10 @@ class KVLedger:
     def reserve(self, sequence: Sequence, life_tokens: int) -> bool:
         """Write a block table into a sequence that may grow to ``life_tokens``; False when there is no room for it now.
 
-        Room is what the sequence needs, and ``GROWTH_BLOCKS`` for each of the others.
+        Room is what the sequence needs, and ``growth_blocks`` for each of the others.
         """
         need = self.blocks_needed(life_tokens if self._guaranteed else len(sequence.tokens))
-        slack = 0 if self._guaranteed else GROWTH_BLOCKS * len(self._tables)
-        if len(self._free) < need + slack:
+        if len(self._free) < need + self._growth_blocks * len(self._tables):
             return False
         table = self._tables[sequence.id] = self._take(need)
         sequence.blocks.update(dict.fromkeys(self._engines, table))

@@ -169,7 +169,8 @@ class Deployment:
         self.stats = Stats()
         step_stats, clock = StepStats(self.stats), itertools.count().__next__
         self.engines = [self.target, *self.drafts]
-        self.ledger = KVLedger({e.name: min(self.kv_blocks, e.limits.kv_blocks) for e in self.engines}, headroom_tokens=K_MAX + 1)
+        pools = {engine.name: min(self.kv_blocks, engine.limits.kv_blocks) for engine in self.engines}
+        self.ledger = KVLedger(pools, headroom_tokens=K_MAX + 1, growth_blocks=0)  # admitted too soon, and therefore pre-empted often
         self.drafting = RecordedDrafting(self.drafts, step_stats, clock)
         self.loop = Orchestrator(
             self.target,

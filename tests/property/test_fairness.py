@@ -60,12 +60,13 @@ class Bytes:
 class World:
     """A loop over fake engines whose KV pools notice a slot that another sequence wrote."""
 
-    def __init__(self, blocks, max_active=64, chunk=64, policy=None, guaranteed=False):
+    def __init__(self, blocks, max_active=64, chunk=64, policy=None, guaranteed=False, growth_blocks=0):
         agreements = {"target": 1.0, "good": 0.9, "bad": 0.4}
         engines = [FakeEngine(name, seed=i, agreement=a, kv_blocks=blocks) for i, (name, a) in enumerate(agreements.items())]
         self.stats, self.ids, self.steps = Stats(), itertools.count(1), 0
         stats, clock = StepStats(self.stats), itertools.count().__next__
-        self.ledger = KVLedger({engine.name: blocks for engine in engines}, headroom_tokens=K_MAX + 1, guaranteed=guaranteed)
+        pools = {engine.name: blocks for engine in engines}
+        self.ledger = KVLedger(pools, K_MAX + 1, guaranteed=guaranteed, growth_blocks=growth_blocks)
         self.admission = Admission(self.ledger, max_active, 1000)
         self.loop = Orchestrator(
             engines[0],
@@ -152,11 +153,14 @@ ARRIVALS = st.lists(
     max_active=st.integers(1, 12),
     chunk=st.integers(4, 64),
     guaranteed=st.booleans(),
+    growth_blocks=st.integers(0, 4),
     speculate=st.booleans(),
 )
-def test_every_request_ends_in_bounded_steps_and_no_greedy_text_changes(arrivals, extra_blocks, max_active, chunk, guaranteed, speculate):
+def test_every_request_ends_in_bounded_steps_and_no_greedy_text_changes(
+    arrivals, extra_blocks, max_active, chunk, guaranteed, growth_blocks, speculate
+):
     blocks = -(-(max(a.life for a in arrivals) + K_MAX + 1) // BLOCK_TOKENS) + extra_blocks
-    world = World(blocks, max_active, chunk, RandomChoice() if speculate else NoSpeculation(), guaranteed)
+    world = World(blocks, max_active, chunk, RandomChoice() if speculate else NoSpeculation(), guaranteed, growth_blocks)
     sessions = serve(world, arrivals)
     assert world.steps <= bound(arrivals, chunk)
     assert world.ledger.usage() == {"used": 0, "free": blocks}

@@ -50,7 +50,7 @@ def test_a_sequence_is_given_what_it_needs_now_and_then_grows_at_the_end_of_its_
 
 
 def test_a_table_does_not_grow_without_room_and_does_when_another_ends():
-    ledger, old, new = KVLedger({"target": 4}, headroom_tokens=0), sequence(1, 16), sequence(2, 16)
+    ledger, old, new = KVLedger({"target": 4}, 0, growth_blocks=0), sequence(1, 16), sequence(2, 16)
     assert ledger.reserve(old, 64)
     assert ledger.reserve(new, 64)
     old.tokens += [1] * 32
@@ -84,9 +84,9 @@ ACTIONS = st.lists(st.tuples(st.sampled_from(["reserve", "grow", "release"]), st
 
 
 @settings(max_examples=200, deadline=None)
-@given(size=st.integers(1, 40), guaranteed=st.booleans(), actions=ACTIONS)
-def test_no_block_is_ever_lost_or_owned_twice_and_every_table_holds_what_is_needed(size, guaranteed, actions):
-    ledger, held = KVLedger({"target": size, "draft": size}, headroom_tokens=5, guaranteed=guaranteed), {}
+@given(size=st.integers(1, 40), guaranteed=st.booleans(), growth_blocks=st.integers(0, 2), actions=ACTIONS)
+def test_no_block_is_ever_lost_or_owned_twice_and_every_table_holds_what_is_needed(size, guaranteed, growth_blocks, actions):
+    ledger, held = KVLedger({"target": size, "draft": size}, 5, guaranteed=guaranteed, growth_blocks=growth_blocks), {}
     for action, number, tokens in actions:
         one = held.get(number)
         if action == "reserve" and one is None:
