@@ -155,21 +155,29 @@ def test_num_draft_tokens_is_a_ceiling_and_zero_means_none():
     assert positions <= {"1", "2"}
 
 
-def test_a_cancelled_request_ends_once_and_frees_its_kv_within_a_step():
+@pytest.mark.parametrize(("prompt", "steps"), [("x" * 60, 2), ("abc", 5)], ids=["prefill", "decode"])
+def test_a_cancelled_request_ends_once_and_its_kv_is_free_within_a_step(prompt, steps):
     world = World()
-    waiting, active = World(max_active=1), world.submit("abc", 1000)
-    for _ in range(5):
+    sink = world.submit(prompt, 1000)
+    for _ in range(steps):
         world.loop.step()
-    active.cancelled = True
+    assert bool(sink.text) == (prompt == "abc")
+    assert world.ledger.usage()["used"] > 0
+    sink.cancelled = True
     world.loop.step()
-    assert active.ends == [(ErrorCode.CANCELLED, "Request cancelled by client")]
+    assert sink.ends == [(ErrorCode.CANCELLED, "Request cancelled by client")]
     assert world.ledger.usage()["used"] == 0
-    first, queued = waiting.submit("abc", 50), waiting.submit("def", 50)
-    waiting.loop.step()
+
+
+def test_a_request_cancelled_in_the_queue_ends_there_and_the_others_go_on():
+    world = World(max_active=1)
+    first, queued, last = (world.submit(prompt, 50) for prompt in ("abc", "def", "ghi"))
+    world.loop.step()
     queued.cancelled = True
-    waiting.run()
-    assert queued.ends[0][0] is ErrorCode.CANCELLED
-    assert first.ends[0][0] == "length"
+    world.loop.step()
+    assert queued.ends == [(ErrorCode.CANCELLED, "Request cancelled by client")]
+    world.run()
+    assert [sink.ends[0][0] for sink in (first, last)] == ["length", "length"]
 
 
 def test_a_request_that_lives_too_long_ends_wherever_it_is():
