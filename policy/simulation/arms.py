@@ -36,6 +36,19 @@ class PerStepGoodput(AdaptivePlanner):
         return super()._priced_choice(problem, 0.0, 0, replace(state, earned=1.0, expected=1.0))
 
 
+class FullPrice(AdaptivePlanner):
+    """The adaptive planner whose price of time is the batch's goodput without prefill, undiscounted by the share that is realised.
+
+    If every token costs c seconds of prefill sooner or later, tokens / (time + c tokens) is highest where tokens / time is: the long run
+    asks for the price of steps without prefill, not for less.
+    """
+
+    def _priced_choice(
+        self, problem: StepProblem, prefill_s: float, queued: int, state: PlannerState
+    ) -> tuple[Choice, Score, float, float]:
+        return super()._priced_choice(problem, prefill_s, queued, replace(state, earned=1.0, expected=1.0))
+
+
 class _Known(AcceptanceModel):
     """An estimator that knows the truth."""
 
@@ -95,7 +108,7 @@ def make_policy(arm: str, deployment: Deployment, mix: Mix, workload: Workload, 
     """Return the policy of an arm; ``read`` is what it may know of times.
 
     Arms: ``none``, ``fixed:DRAFT:K``, ``schedule:DRAFT``, ``average:DRAFT``, ``smartspec:DRAFT``, ``spin:K``, ``adaptive``, ``per-step``,
-    ``oracle``. Raises ValueError for any other.
+    ``full-price``, ``oracle``. Raises ValueError for any other.
     """
     kind, *rest = arm.split(":")
     drafts, k_max = deployment.drafts, deployment.k_max
@@ -116,6 +129,8 @@ def make_policy(arm: str, deployment: Deployment, mix: Mix, workload: Workload, 
             return AdaptivePlanner(drafts, read, PlannerConfig(k_max=k_max))
         case ["per-step"]:
             return PerStepGoodput(drafts, read, PlannerConfig(k_max=k_max))
+        case ["full-price"]:
+            return FullPrice(drafts, read, PlannerConfig(k_max=k_max))
         case ["oracle"]:
             return Oracle(drafts, deployment.latency, workload.acceptance.hazard, k_max)
     raise ValueError(f"arm must be one of the documented ones with drafts of {drafts}, got {arm!r}")

@@ -20,6 +20,8 @@ BACKLOG = 0.0
 
 _STANDING_HZ = 1e-3
 
+PLANNERS = ("adaptive", "full-price", "per-step", "oracle")
+
 FIXED_LENGTHS = (1, 2, 3, 5, 8)
 
 
@@ -27,8 +29,9 @@ FIXED_LENGTHS = (1, 2, 3, 5, 8)
 class Scenario:
     """A deployment and a mix. ``rate_hz`` is the load 1: the request rate that its best fixed choice can just serve.
 
-    ``variation`` is that of the gaps between arrivals; ``requests`` how many a run serves (four batches at least in a backlog);
-    ``table_error`` by how much the times are off that policies read. ``recorded`` requests replace what is drawn.
+    ``variation`` is that of the gaps between arrivals. A run at load 0.2 serves ``requests``, others so many more that they last as long, a
+    backlog four batches at least. ``table_error`` is by how much the times are off that policies read. ``recorded`` requests replace what
+    is drawn.
     """
 
     name: str
@@ -70,7 +73,7 @@ def run_once(scenario: Scenario, task: Task) -> Run:
         arrivals, rate_hz = backlog(max(scenario.requests, 4 * deployment.max_active)), scenario.rate_hz
     else:
         rate_hz = task.load * scenario.rate_hz
-        arrivals = bursty(scenario.requests, rate_hz, scenario.variation, task.seed)
+        arrivals = bursty(max(scenario.requests, round(5 * task.load * scenario.requests)), rate_hz, scenario.variation, task.seed)
     period_s = mix.period_requests / rate_hz
     drift = Drift.swing(mix, deployment.drafts, period_s, 4 * len(arrivals) / rate_hz)
     workload = draw(mix, deployment.drafts, scenario.recorded or arrivals, task.seed, deployment.k_max, period_s, drift)
@@ -159,7 +162,9 @@ def compare(scenario: Scenario, loads: list[float], tuning: list[int], reporting
     tuned = {}
     for name, options in variants.items():
         tuned[name] = min(options, key=lambda arm: sum(np.log(pooled(results, arm, load, tuning)) for load in loads))
-    arms = {load: list(dict.fromkeys(["none", best[load], *tuned.values(), "adaptive", "per-step", "oracle"])) for load in loads}
+    arms = {
+        load: list(dict.fromkeys(["none", best[load], *tuned.values(), "adaptive", "full-price", "per-step", "oracle"])) for load in loads
+    }
     reported = run(scenario, [Task(arm, load, seed) for load in loads for arm in arms[load] for seed in reporting])
     return Comparison(scenario, best, tuned, arms, reported)
 

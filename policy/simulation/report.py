@@ -14,11 +14,15 @@ body { font: 15px/1.5 system-ui, sans-serif; color: #1d1d1f; max-width: 1080px; 
 h1 { font-size: 1.5em; } h2 { font-size: 1.2em; margin-top: 2em; border-top: 1px solid #ddd; padding-top: 1em; }
 table { border-collapse: collapse; margin: 1em 0; font-size: 13px; }
 th, td { padding: 3px 9px; text-align: right; border-bottom: 1px solid #e4e4e4; white-space: nowrap; }
-th:first-child, td:first-child, td.text { text-align: left; } th { background: #f5f5f5; }
+th:first-child, td:first-child, .text { text-align: left; }
+tr:has(td.first) td { border-top: 2px solid #bbb; } th { background: #f5f5f5; }
 td.met { color: #1d7a3a; } td.missed { color: #b3261e; font-weight: 600; }
 .scroll { overflow-x: auto; } .note { color: #555; } svg text { font: 11.5px system-ui, sans-serif; fill: #333; }
 svg .title { font-size: 13.5px; font-weight: 600; } svg .grid { stroke: #e6e6e6; } svg .axis { stroke: #777; }
 """
+
+
+_TEXT = {"arm", "what"}
 
 
 def load_name(load: float) -> str:
@@ -61,7 +65,7 @@ def html(document: dict[str, Any]) -> str:
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in header)
+    head = "".join(f"<th{' class=text' if name in _TEXT else ''}>{escape(name)}</th>" for name in header)
     body = "".join(
         "<tr>" + "".join(cell if cell.startswith("<td") else f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
     )
@@ -93,26 +97,33 @@ def _comparison(comparison: dict[str, Any]) -> str:
         f"{comparison['tuning_seeds']}, reported on {comparison['reporting_seeds']}, {comparison['requests']} requests a run.</p>"
     )
     if len(loads) > 1:
-        everywhere = [arm for arm in loads[0]["arms"] if all(arm in point["arms"] for point in loads) and arm != "none"]
-        names = list(dict.fromkeys(["adaptive", "best fixed", *everywhere]))[:9]
-        lines = []
-        for name in names:
-            arms = [point["arms"][point["fixed"] if name == "best fixed" else name] for point in loads]
-            y = [arm["latency_s"] / point["arms"]["none"]["latency_s"] for arm, point in zip(arms, loads, strict=True)]
-            lines.append(Line(name, [point["load"] for point in loads], y, dashed=name in {"oracle", "per-step"}))
-        parts.append(line_chart("Mean latency over that of no speculation", "load", "ratio", lines))
+        parts.append(_latency_chart(loads))
     rows = []
     for point in comparison["points"]:
-        for arm, row in point["arms"].items():
+        for index, (arm, row) in enumerate(point["arms"].items()):
             value, low, high = row["adaptive_over_it"]
             rows.append(
-                [load_name(point["load"]), f"<td class='text'>{escape(arm)}{' (best fixed)' if arm == point['fixed'] else ''}</td>"]
-                + [f"{row[key]:.4g}" for key in ("latency_s", "latency_p95_s", "first_token_s", "tokens_per_s", "rows", "length")]
+                [
+                    f"<td class='{'first' if index == 0 else ''}'>{load_name(point['load'])}</td>",
+                    f"<td class='text'>{escape(arm)}{' (best fixed)' if arm == point['fixed'] else ''}</td>",
+                ]
+                + [f"{row[key]:.4g}" for key in ("latency_s", "latency_p95_s", "first_token_s")]
+                + [f"{row['tokens_per_s']:.4g}" if row["tokens_per_s"] else "-", f"{row['rows']:.1f}", f"{row['length']:.2f}"]
                 + ["" if arm == "adaptive" else f"{value:.3f} ({low:.3f} to {high:.3f})"]
             )
     header = ["load", "arm", "latency s", "p95 s", "first token s", "tokens/s queued", "rows", "mean k", "adaptive over it (95 %)"]
     note = "<p class='note'>The last column compares latency, in a backlog throughput.</p>"
     return "".join(parts) + _table(header, rows) + note
+
+
+def _latency_chart(points: list[dict[str, Any]]) -> str:
+    """Return the arms that are there at every load, over the best fixed choice."""
+    names = [arm for arm in points[0]["arms"] if arm not in {"none", points[0]["fixed"]} and all(arm in point["arms"] for point in points)]
+    lines = []
+    for name in sorted(names, key=lambda arm: arm != "adaptive")[:9]:
+        y = [point["arms"][name]["latency_s"] / point["arms"][point["fixed"]]["latency_s"] for point in points]
+        lines.append(Line(name, [point["load"] for point in points], y, dashed=name in {"oracle", "per-step", "full-price"}))
+    return line_chart("Mean latency over that of the best fixed choice", "load", "ratio", lines, from_zero=False)
 
 
 def _shift(shifts: list[dict[str, Any]]) -> str:
@@ -128,7 +139,7 @@ def _shift(shifts: list[dict[str, Any]]) -> str:
         parts.append(line_chart(f"Mean length, requests of {tokens} tokens", "seconds", "proposed tokens a row", lines))
     rows = []
     for shift in shifts:
-        cells = [str(shift["output_tokens"]), shift["arm"], str(shift["seed"])]
+        cells = [str(shift["output_tokens"]), f"<td class='text'>{escape(shift['arm'])}</td>", str(shift["seed"])]
         for phase in PHASES:
             found = shift[phase]
             cells.append("never" if found["steps"] is None else f"{found['steps']} steps, {found['seconds']:.2f} s")

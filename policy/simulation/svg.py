@@ -22,14 +22,16 @@ class Line:
     points: bool = True
 
 
-def line_chart(title: str, x_label: str, y_label: str, lines: Sequence[Line], width: int = 720, height: int = 320) -> str:
-    """Return a chart from zero upwards on y, with ticks at round numbers and a legend on the right."""
+def line_chart(title: str, x_label: str, y_label: str, lines: Sequence[Line], from_zero: bool = True) -> str:
+    """Return a chart with ticks at round numbers and a legend on the right."""
+    width, height = 760, 320
     x_low, x_high = min(min(line.x) for line in lines), max(max(line.x) for line in lines)
-    y_ticks = ticks(0.0, max(max(line.y) for line in lines))
+    y_ticks = ticks(0.0 if from_zero else min(min(line.y) for line in lines), max(max(line.y) for line in lines))
+    y_low, y_span = y_ticks[0], y_ticks[-1] - y_ticks[0]
     inner_w, inner_h = width - _LEFT - _LEGEND, height - _TOP - _BOTTOM
 
     def place(x: float, y: float) -> tuple[float, float]:
-        return _LEFT + (x - x_low) / ((x_high - x_low) or 1) * inner_w, _TOP + (1 - y / y_ticks[-1]) * inner_h
+        return _LEFT + (x - x_low) / ((x_high - x_low) or 1) * inner_w, _TOP + (1 - (y - y_low) / y_span) * inner_h
 
     parts = [f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" aria-label="{escape(title)}">']
     parts.append(f'<text x="{_LEFT}" y="18" class="title">{escape(title)}</text>')
@@ -38,7 +40,7 @@ def line_chart(title: str, x_label: str, y_label: str, lines: Sequence[Line], wi
         parts.append(f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_LEFT + inner_w}" y2="{y:.1f}" class="grid"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>')
     for tick in [t for t in ticks(x_low, x_high) if x_low - 1e-9 <= t <= x_high + 1e-9]:
-        x, _ = place(tick, 0.0)
+        x, _ = place(tick, y_low)
         parts.append(f'<line x1="{x:.1f}" y1="{_TOP + inner_h}" x2="{x:.1f}" y2="{_TOP + inner_h + 4}" class="axis"/>')
         parts.append(f'<text x="{x:.1f}" y="{_TOP + inner_h + 17}" text-anchor="middle">{tick:g}</text>')
     middle = _TOP + inner_h / 2

@@ -102,7 +102,7 @@ def test_a_chart_draws_every_line_inside_its_frame_and_escapes_names():
     assert "&lt;one&gt;" in chart
     assert "a &lt; b" in chart
     points = [tuple(map(float, point.split(","))) for line in re.findall(r'points="([^"]+)"', chart) for point in line.split()]
-    assert all(64 <= x <= 550 and 34 <= y <= 276 for x, y in points)
+    assert all(64 <= x <= 590 and 34 <= y <= 276 for x, y in points)
 
 
 def test_the_shift_test_sees_the_oracle_follow_at_once_and_no_speculation_never():
