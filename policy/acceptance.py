@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from operator import mul
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from .plan import FloatArray, IntArray, Rule
 _MIN_HAZARD, _MAX_HAZARD = 0.02, 0.995
 _MIN_STRENGTH, _MAX_STRENGTH = 2.0, 200.0
 _LIKENESS_PRIOR = 500.0  # about what five requests of twenty probed tokens tell
+_FADE_SHARE = 0.01  # of the draft level's memory: so much time passes between two fadings, which touch every draft
+_NO_TRIALS = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,8 @@ class AcceptanceState:
     ``slots`` request id -> row of ``request_class`` int64[slots] and of the other ``request_*`` float64[slots, drafts, positions];
     ``draft_*`` float64[rules, drafts, positions].
     ``draft_hazard`` is the draft-level estimate made of the latter. ``likeness`` float64[2, drafts] holds, over finished requests, the sums
-    of which the ratio is the intra-request correlation (see ``_likeness``). ``now`` is the time up to which the state has aged.
+    of which the ratio is the intra-request correlation (see ``_likeness``). ``now`` is the time up to which the state has aged,
+    ``unfaded_rows`` the row-steps by which the draft level has yet to fade.
     """
 
     slots: dict[int, int]
@@ -58,14 +62,7 @@ class AcceptanceState:
     draft_hazard: FloatArray
     likeness: FloatArray
     now: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Estimate:
-    """``hazard[n, d, j]`` for the rows asked about and ``spread`` its standard deviation."""
-
-    hazard: FloatArray
-    spread: FloatArray
+    unfaded_rows: int = 0
 
 
 class AcceptanceModel:
@@ -75,6 +72,8 @@ class AcceptanceModel:
         self._drafts = drafts
         self._k_max = k_max
         self._config = config
+        self._up_to = np.tri(k_max + 1, k_max, -1)  # row h: the first h positions
+        self._each = np.ones(k_max)
 
     def start(self) -> AcceptanceState:
         """Return the state before any evidence."""
@@ -156,71 +155,128 @@ class AcceptanceModel:
         Positions behind the first rejection were not reached and are no evidence. Requests without a slot teach the draft level only.
         ``stepped`` are the requests that took a step: by it their own older evidence and all drafts' fade a little.
         """
-        request_accepted, request_reached = state.request_accepted.copy(), state.request_reached.copy()
-        own = [state.slots[r] for r in stepped.tolist() if r in state.slots]
-        keep = math.exp(-1 / self._config.request_memory_steps)
-        request_accepted[own] *= keep
-        request_reached[own] *= keep
-        keep = math.exp(-len(stepped) / self._config.draft_memory_rows)
-        draft_accepted, draft_reached = state.draft_accepted * keep, state.draft_reached * keep
-        request_class, used = state.request_class.copy(), scored > 0
+        keep = np.ones((len(state.request_class), 1, 1))
+        keep[[state.slots[r] for r in stepped.tolist() if r in state.slots]] = math.exp(-1 / self._config.request_memory_steps)
+        request_accepted, request_reached = state.request_accepted * keep, state.request_reached * keep
+        request_class, accepted_by_draft, reached_by_draft = state.request_class, state.draft_accepted, state.draft_reached
+        hazard, used = state.draft_hazard, scored > 0
         if used.any():
-            draft, cls = draft[used], rule[used]
-            position = np.arange(self._k_max)
-            held = np.minimum(accepted, scored)[used, None]
-            hit = (position < held).astype(np.float64)
-            seen = (position < np.minimum(held + 1, scored[used, None])).astype(np.float64)
-            np.add.at(draft_accepted, (cls, draft), hit)
-            np.add.at(draft_reached, (cls, draft), seen)
-            slot = np.array([state.slots.get(r, -1) for r in request[used].tolist()])
+            request, draft, rule, scored = request[used], draft[used], rule[used], scored[used]
+            held = np.minimum(accepted[used], scored)
+            seen = np.minimum(held + 1, scored)
+            slot = np.array([state.slots.get(r, -1) for r in request.tolist()])
             known = slot >= 0
-            request_class[slot[known]] = cls[known]
-            np.add.at(request_accepted, (slot[known], draft[known]), hit[known])
-            np.add.at(request_reached, (slot[known], draft[known]), seen[known])
-        state = replace(state, request_class=request_class, request_accepted=request_accepted, request_reached=request_reached)
-        return self.with_drafts(state, draft_accepted, draft_reached)
+            request_class = request_class.copy()
+            request_class[slot[known]] = rule[known]
+            pair = (slot * self._drafts + draft)[known]
+            request_accepted += self._counts(pair, held[known], len(request_class))
+            request_reached += self._counts(pair, seen[known], len(request_class))
+            pair = rule * self._drafts + draft
+            accepted_by_draft = accepted_by_draft + self._counts(pair, held, len(Rule))
+            reached_by_draft = reached_by_draft + self._counts(pair, seen, len(Rule))
+            hazard = self._draft_hazard(accepted_by_draft, reached_by_draft, hazard, set(pair.tolist()))
+        rows = state.unfaded_rows + len(stepped)
+        state = AcceptanceState(
+            slots=state.slots,
+            request_class=request_class,
+            request_accepted=request_accepted,
+            request_reached=request_reached,
+            draft_accepted=accepted_by_draft,
+            draft_reached=reached_by_draft,
+            draft_hazard=hazard,
+            likeness=state.likeness,
+            now=state.now,
+            unfaded_rows=rows,
+        )
+        return state if rows < _FADE_SHARE * self._config.draft_memory_rows else self._faded(state)
 
-    def estimate(self, state: AcceptanceState, request: list[int], rule: IntArray) -> Estimate:
-        """Return hazards and their spread for admitted requests (``rule`` int64[n]).
+    def _counts(self, pair: IntArray, positions: IntArray, rows: int) -> FloatArray:
+        """Return float64[rows, drafts, positions]: how many of the chains, of ``pair`` row x draft, count at each position."""
+        places = self._k_max + 1
+        ending = np.bincount(pair * places + positions, minlength=rows * self._drafts * places).reshape(rows * self._drafts, places)
+        counts: FloatArray = (ending.astype(np.float64) @ self._up_to).reshape(rows, self._drafts, self._k_max)
+        return counts
+
+    def _faded(self, state: AcceptanceState) -> AcceptanceState:
+        keep = math.exp(-state.unfaded_rows / self._config.draft_memory_rows)
+        return self.with_drafts(replace(state, unfaded_rows=0), state.draft_accepted * keep, state.draft_reached * keep)
+
+    def hazards(self, state: AcceptanceState, request: list[int], rule: IntArray) -> FloatArray:
+        """Return hazards float64[n, drafts, positions] for admitted requests (``rule`` int64[n]).
 
         A request's difficulty is one number per draft: the odds ratio between what it had accepted and what the draft level expected at
-        the positions that it reached, both shrunk by as much as requests are alike. It shifts every position of the draft level, also
+        the positions that it reached, shrunk by as much as requests are alike. It shifts every position of the draft level, also
         those never reached; the request's own counts then refine each position.
         """
-        config = self._config
-        slot = [state.slots[r] for r in request]
-        accepted, reached = state.request_accepted[slot], state.request_reached[slot]
-        level = state.draft_hazard[rule]
-        correlation = state.likeness[0] / state.likeness[1]
-        strength = (1 / np.clip(correlation, 1 / _MAX_STRENGTH, 1 / _MIN_STRENGTH))[:, None] - 1
-        weight = reached.sum(2, keepdims=True) + strength
-        actual = (accepted.sum(2, keepdims=True) + strength * level) / weight
-        expected = ((reached * level).sum(2, keepdims=True) + strength * level) / weight
-        odds = level / (1 - level) * (actual / (1 - actual)) * ((1 - expected) / expected)
-        shifted = odds / (1 + odds)
-        hazard = (accepted + config.position_strength * shifted) / (reached + config.position_strength)
-        hazard = np.clip(hazard, _MIN_HAZARD, _MAX_HAZARD)
-        doubt = 1 / (weight + 1) + 1 / (state.draft_reached[rule] + config.prior_strength + 1)
-        return Estimate(hazard, np.sqrt(hazard * (1 - hazard) * doubt))
+        slot, position_strength = [state.slots[r] for r in request], self._config.position_strength
+        accepted, reached = state.request_accepted.take(slot, 0), state.request_reached.take(slot, 0)
+        level = state.draft_hazard.take(rule, 0)
+        strength = np.array(self._strength(state))
+        trials = self._total(reached)
+        mean = (self._total(reached * level) + _NO_TRIALS / 2) / (trials + _NO_TRIALS)
+        actual = (self._total(accepted) + strength * mean) / (trials + strength)
+        odds = (actual * (1 - mean) / ((1 - actual) * mean))[:, :, None] * level
+        hazard: FloatArray = (accepted + position_strength * (odds / (odds + (1 - level)))) / (reached + position_strength)
+        return hazard
+
+    def hazards_of(self, state: AcceptanceState, request: int, rule: int) -> list[list[float]]:
+        """Return ``hazards`` [drafts][positions] of one admitted request, by plain numbers: a few positions are quicker without arrays."""
+        slot, position_strength, hazards = state.slots[request], self._config.position_strength, []
+        accepted, reached = state.request_accepted[slot].tolist(), state.request_reached[slot].tolist()
+        for held, seen, level, strength in zip(accepted, reached, state.draft_hazard[rule].tolist(), self._strength(state), strict=True):
+            trials = sum(seen)
+            mean = (sum(map(mul, seen, level)) + _NO_TRIALS / 2) / (trials + _NO_TRIALS)
+            actual = (sum(held) + strength * mean) / (trials + strength)
+            ratio = actual * (1 - mean) / ((1 - actual) * mean)
+            hazards.append(
+                [
+                    (a + position_strength * ((odds := ratio * h) / (odds + (1 - h)))) / (r + position_strength)
+                    for a, r, h in zip(held, seen, level, strict=True)
+                ]
+            )
+        return hazards
+
+    def spread(self, state: AcceptanceState, request: list[int], rule: IntArray, hazard: FloatArray) -> FloatArray:
+        """Return the standard deviations of ``hazards``."""
+        trials = state.request_reached[[state.slots[r] for r in request]].sum(2, keepdims=True)
+        strength = np.array(self._strength(state))[:, None]
+        doubt = 1 / (trials + strength + 1) + 1 / (state.draft_reached[rule] + self._config.prior_strength + 1)
+        deviation: FloatArray = np.sqrt(hazard * (1 - hazard) * doubt)
+        return deviation
+
+    def _total(self, counts: FloatArray) -> FloatArray:
+        total: FloatArray = counts.reshape(counts.shape[0] * self._drafts, self._k_max).dot(self._each).reshape(counts.shape[:2])
+        return total
+
+    def _strength(self, state: AcceptanceState) -> list[float]:
+        """Return by draft how many of a request's own trials weigh as much as what is known of all."""
+        return [1 / min(max(c / v, 1 / _MAX_STRENGTH), 1 / _MIN_STRENGTH) - 1 for c, v in zip(*state.likeness.tolist(), strict=True)]
 
     def with_drafts(self, state: AcceptanceState, accepted: FloatArray, reached: FloatArray) -> AcceptanceState:
         """Return the state with this draft-level evidence."""
         return replace(state, draft_accepted=accepted, draft_reached=reached, draft_hazard=self._draft_hazard(accepted, reached))
 
-    def _draft_hazard(self, accepted: FloatArray, reached: FloatArray) -> FloatArray:
+    def _draft_hazard(
+        self, accepted: FloatArray, reached: FloatArray, before: FloatArray | None = None, pairs: Iterable[int] | None = None
+    ) -> FloatArray:
         """Return draft-level hazards [rules, drafts, positions], each position's prior being the estimate of the one before it.
+
+        Given ``before``, only those of ``pairs`` (rule x draft) are computed anew.
 
         An unprobed position inherits the posterior predictive: after i more successes of one unknown rate ~ Beta(a, b) the next succeeds
         with (a + i) / (a + b + i), so that the product of the hazards is E[rate^j]; the plug-in power of the mean would understate it.
         a + b is the evidence of all positions so far: what is well known is inherited as it is.
         """
-        strength, hazards = self._config.prior_strength, []
-        for held, seen in zip(accepted.reshape(-1, self._k_max).tolist(), reached.reshape(-1, self._k_max).tolist(), strict=True):
-            inherited, evidence = self._config.prior_hazard, strength
-            for a, r in zip(held, seen, strict=True):  # a dozen chains of a few positions: quicker without arrays
+        strength, places = self._config.prior_strength, len(Rule) * self._drafts
+        hazards = np.empty((places, self._k_max)) if before is None else before.reshape(places, self._k_max).copy()
+        held_by, seen_by = accepted.reshape(hazards.shape), reached.reshape(hazards.shape)
+        for pair in range(places) if pairs is None else pairs:
+            inherited, evidence, chain = self._config.prior_hazard, strength, []
+            for a, r in zip(held_by[pair].tolist(), seen_by[pair].tolist(), strict=True):  # a few positions: quicker without arrays
                 mean = (a + strength * inherited) / (r + strength)
-                hazards.append(mean)
+                chain.append(min(max(mean, _MIN_HAZARD), _MAX_HAZARD))
                 evidence += r
                 inherited = (mean * evidence + 1) / (evidence + 1)
                 evidence += 1
-        return np.clip(np.array(hazards).reshape(accepted.shape), _MIN_HAZARD, _MAX_HAZARD)
+            hazards[pair] = chain
+        return hazards.reshape(accepted.shape)

@@ -11,7 +11,7 @@ A table is a file (``LatencyTable.to_dict``), written by the build tools on the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -171,11 +171,19 @@ class LatencyCurve:
         seconds: FloatArray = self.base_s[np.minimum(tokens, last)] + self.slope_s * np.maximum(tokens - last, 0)
         return seconds
 
+    def run(self, first: int, count: int) -> FloatArray:
+        """Return base seconds for ``count`` consecutive token counts from ``first`` on."""
+        last = first + count
+        return self.base_s[first:last] if last <= len(self.base_s) else self.base(np.arange(first, last))
+
+    def at(self, tokens: int) -> float:
+        """Return base seconds for one count."""
+        beyond = tokens - len(self.base_s) + 1
+        return self.base_s.item(tokens) if beyond <= 0 else self.base_s.item(-1) + self.slope_s * beyond
+
     def seconds(self, tokens: int, rows: int = 1, context_tokens: int = 0) -> float:
         """Return the seconds of one forward."""
-        last = len(self.base_s) - 1
-        base = float(self.base_s[min(tokens, last)]) + self.slope_s * max(tokens - last, 0)
-        return base + self.row_s * rows + self.context_s * context_tokens
+        return self.at(tokens) + self.row_s * rows + self.context_s * context_tokens
 
 
 def _varies(term: FloatArray, tokens: IntArray) -> bool:
@@ -190,6 +198,27 @@ def _tail_slope(base: FloatArray, first: int) -> float:
     return float(base[last] - base[start]) / (last - start) if last > start else 0.0
 
 
+class CurveStack:
+    """Several curves side by side, for one look-up instead of one by curve: ``row_s``, ``context_s`` float64[curves] and base seconds."""
+
+    def __init__(self, curves: tuple[LatencyCurve, ...]) -> None:
+        self._last = max((len(curve.base_s) for curve in curves), default=1) - 1
+        self._base_s = np.array([curve.base(np.arange(self._last + 1)) for curve in curves]).reshape(len(curves), self._last + 1)
+        self._slope_s = np.array([curve.slope_s for curve in curves])[:, None]
+        self._row = np.arange(len(curves))[:, None]
+        self.row_s = np.array([curve.row_s for curve in curves])
+        self.context_s = np.array([curve.context_s for curve in curves])
+
+    def base(self, tokens: IntArray) -> FloatArray:
+        """Return base seconds for token counts int64[curves, n]."""
+        seconds: FloatArray = self._base_s[self._row, np.minimum(tokens, self._last)] + self._slope_s * np.maximum(tokens - self._last, 0)
+        return seconds
+
+    def run(self, count: int) -> FloatArray:
+        """Return base seconds for 0 .. count - 1 tokens, float64[curves, count]."""
+        return self._base_s[:, :count] if count <= self._last + 1 else self.base(np.arange(count)[None])
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LatencyModel:
     """The target's and the drafts' curves; ``overhead_s`` is spent in every step, ``speculation_s`` more in one that speculates."""
@@ -198,6 +227,10 @@ class LatencyModel:
     drafts: tuple[LatencyCurve, ...]
     overhead_s: float = 0.0
     speculation_s: float = 0.0
+    stack: CurveStack = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stack", CurveStack(self.drafts))
 
     @classmethod
     def from_tables(

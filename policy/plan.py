@@ -44,7 +44,8 @@ class View:
     ``queued`` requests waiting for admission.
 
     ``control[n]`` are the requests of a canary's other arm: where ``given`` is set, their choice is made there and not by the policy.
-    ``cap_s`` is the longest step (seconds) that may be planned, unless one without speculation takes longer anyway.
+    ``cap_s`` is the longest step (seconds) that may be planned, unless one without speculation takes longer anyway. ``limit[d]`` (None:
+    none) is the most requests that draft d can serve in one step, ``headroom`` (None: enough) the most proposed tokens with room in KV.
     """
 
     drafts: tuple[str, ...]
@@ -61,6 +62,8 @@ class View:
     control: BoolArray | None = None
     given: Plan | None = None
     cap_s: float = math.inf
+    limit: IntArray | None = None
+    headroom: int | None = None
 
     def __len__(self) -> int:
         return len(self.request)

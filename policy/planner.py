@@ -8,19 +8,24 @@ from typing import Any
 
 import numpy as np
 
-from .acceptance import AcceptanceConfig, AcceptanceModel, AcceptanceState, Estimate
-from .goodput import Choice, Score, StepProblem, best_choice, no_speculation, score
+from .acceptance import AcceptanceConfig, AcceptanceModel, AcceptanceState
+from .goodput import Choice, Score, StepProblem, no_speculation
 from .latency import OVERHEAD, VERIFY, LatencyModel, corrected, correction_by_part
 from .learned import restored, saved
-from .plan import NO_DRAFT, FloatArray, IntArray, Outcome, Plan, View
-from .problem import NOTHING_GIVEN, Bounds, Given, expected_tokens, extra_prefill_s, predicted_parts, step_problem
+from .one_row import OneRow, one_row
+from .optimiser import best_choice
+from .plan import NO_DRAFT, BoolArray, FloatArray, IntArray, Outcome, Plan, View
+from .probing import PROBE_FLOOR, affordable_probe
+from .problem import NOTHING_GIVEN, Bounds, Given, extra_prefill_s, predicted_parts, step_problem
 
-_COLD_TOLERANCE, _WARM_TOLERANCE = 0.01, 0.02  # of the price, whose error costs in second order; the next step goes on
+_COLD_TOLERANCE, _WARM_TOLERANCE = 0.01, 0.05  # of the price, whose error costs in second order; the next step goes on
 _PRICE_ROUNDS = 4
 _SHARE_BOUNDS = (0.1, 2.0)
 _REST_ROWS = 4
-_PROBE_TOKENS = 2
-_PROBE_FLOOR = 0.1  # of a step's time: what a probe costs at least, since estimates flatter what looks free
+_LOOK_STEPS = 8  # between two looks for a probe that found none to be had: looking takes time too
+
+
+Problem = StepProblem | OneRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,8 @@ class PlannerState:
     ``goodput`` is the best goodput of the last batch without its prefill (tokens per second of the model's time; 0: unknown). ``earned``
     and ``expected`` are fading means of emitted tokens and of goodput x predicted time: their ratio is the share of the best goodput that
     is realised in the long run, prefill included. ``saturated`` is the long-run goodput of steps with a backlog (0 = none seen).
-    ``credit_s`` is what may still be spent on probes, ``rest`` the steps for which no speculation stays decided.
+    ``credit_s`` is what may still be spent on probes, ``look`` the steps until the next look for one, ``rest`` the steps for which no
+    speculation stays decided.
     """
 
     acceptance: AcceptanceState
@@ -74,6 +80,7 @@ class PlannerState:
     saturated: float = 0.0
     credit_s: float = 0.0
     rest: int = 0
+    look: int = 0
 
 
 class AdaptivePlanner:
@@ -117,23 +124,64 @@ class AdaptivePlanner:
             raise ValueError(f"view.drafts must be {self.drafts}, got {view.drafts}")
         if state.rest and _same_batch(view, state.view):
             return self._rest(view, state)
-        rows = np.flatnonzero(view.ready)
+        acceptance = self._acceptance.aged(state.acceptance, now)
+        if len(view) == 1 and view.given is None and self.drafts and view.ready[0]:
+            plan, after = self._plan_one(view, state, acceptance)
+            if not self._may_look(after, plan.predicted_s):
+                return plan, after
+        return self._plan_rows(view, state, acceptance)
+
+    def _plan_one(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[Plan, PlannerState]:
+        """Plan for a single row by plain numbers; what ``_plan_rows`` does, but for looking for a probe."""
+        request = view.request.item()
+        acceptance = self._acceptance.admit(acceptance, [request])
+        hazard = self._acceptance.hazards_of(acceptance, request, view.rule.item())
+        problem = one_row(self._latency, state.correction.tolist(), view, hazard, self._bounds)
+        prefill_s = extra_prefill_s(self._latency, state.correction, view, 1)
+        choice, result, price, goodput, bound = self._priced_choice(problem, prefill_s, view.queued, state)
+        credit_s = state.credit_s + self.config.explore_share * result.step_s
+        tokens = 1.0 + (result.value / problem.base_value - 1.0 if problem.base_value else 0.0)
+        notes = self._notes(problem, result, price, goodput, bound, prefill_s, state)
+        return Plan(choice.draft, choice.length, result.step_s, tokens, price, notes), PlannerState(
+            *(acceptance, state.correction, view, goodput, state.earned, state.expected, state.saturated),
+            *(credit_s, 0 if result.value > problem.base_value else self.config.rest_steps, max(state.look - 1, 0)),
+        )
+
+    def _plan_rows(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[Plan, PlannerState]:
+        """Plan for any number of rows, and look for a probe when it is time."""
+        rows = view.ready.nonzero()[0]
         requests: list[int] = view.request[rows].tolist()
-        acceptance = self._acceptance.admit(self._acceptance.aged(state.acceptance, now), requests)
-        estimate = self._acceptance.estimate(acceptance, requests, view.rule[rows])
-        given, rows, estimate = _split(view, rows, estimate)
-        problem = step_problem(self._latency, state.correction, view, rows, estimate.hazard, given, self._bounds)
-        prefill_s = extra_prefill_s(self._latency, state.correction, view, len(requests) + given.tokens)
-        choice, result, price, goodput = self._priced_choice(problem, prefill_s, view.queued, state)
-        choice, result, credit_s, probed = self._explore(problem, view, rows, estimate, choice, result, price, state.credit_s)
+        acceptance = self._acceptance.admit(acceptance, requests)
+        hazard = self._acceptance.hazards(acceptance, requests, view.rule[rows])
+        given, own = _split(view, rows, hazard)
+        if own is not None:
+            rows, hazard, requests = rows[own], hazard[own], view.request[rows[own]].tolist()
+        problem = step_problem(self._latency, state.correction, view, rows, hazard, given, self._bounds)
+        prefill_s = extra_prefill_s(self._latency, state.correction, view, len(rows) + len(given.rows) + given.tokens)
+        choice, result, price, goodput, bound = self._priced_choice(problem, prefill_s, view.queued, state)
+        notes = self._notes(problem, result, price, goodput, bound, prefill_s, state)
+        state = replace(
+            state, acceptance=acceptance, view=view, goodput=goodput, credit_s=state.credit_s + self.config.explore_share * result.step_s
+        )
+        if self._may_look(state, result.step_s):
+            spread = self._acceptance.spread(acceptance, requests, view.rule[rows], hazard)
+            hopeful = np.minimum(hazard + self.config.optimism * spread, 1.0)
+            choice, result, notes["probe"], state = self._explored(problem, view.weight[rows], hopeful, choice, result, price, state)
         draft, length = np.full(len(view), NO_DRAFT, np.int64), np.zeros(len(view), np.int64)
         draft[rows], length[rows] = choice
-        notes = {"probe": probed, "realised_share": state.earned / state.expected, "credit_s": credit_s}
-        if problem.base_value:
-            notes["gain"] = goodput * float(problem.verify_s[0] - prefill_s) / problem.base_value  # over not speculating
-        plan = Plan(draft, length, result.step_s, expected_tokens(estimate.hazard, choice) + given.expected_tokens, price, notes)
+        tokens = _tokens(problem, view.weight[rows], choice) + given.expected_tokens
         rest = 0 if length.any() else self.config.rest_steps
-        return plan, replace(state, acceptance=acceptance, view=view, goodput=goodput, credit_s=credit_s, rest=rest)
+        return Plan(draft, length, result.step_s, tokens, price, notes), replace(state, rest=rest, look=max(state.look - 1, 0))
+
+    def _notes(
+        self, problem: Problem, result: Score, price: float, goodput: float, bound: float, prefill_s: float, state: PlannerState
+    ) -> dict[str, float]:
+        """Return figures for traces: ``gain`` over not speculating; ``gap``, how much better the best choice may be by the dual bound."""
+        notes = {"probe": 0, "realised_share": state.earned / state.expected, "credit_s": state.credit_s}
+        if problem.base_value:
+            notes["gain"] = goodput * (problem.plain_s - prefill_s) / problem.base_value
+            notes["gap"] = (bound - result.objective(price)) / result.value
+        return notes
 
     def _rest(self, view: View, state: PlannerState) -> tuple[Plan, PlannerState]:
         """Return the plan of not speculating for a batch that has just been found to gain nothing by it."""
@@ -145,100 +193,60 @@ class AdaptivePlanner:
         return plan, replace(state, view=view, credit_s=credit_s, rest=state.rest - 1)
 
     def _priced_choice(
-        self, problem: StepProblem, prefill_s: float, queued: int, state: PlannerState
-    ) -> tuple[Choice, Score, float, float]:
-        """Return the choice, its score, the price of time and the batch's goodput without prefill.
+        self, problem: Problem, prefill_s: float, queued: int, state: PlannerState
+    ) -> tuple[Choice, Score, float, float, float]:
+        """Return the choice, its score, the price of time, the batch's goodput without prefill, and a bound on the priced objective.
 
         Dinkelbach's iteration (1967) finds the goodput that prices itself, starting from the last step's; the long-run price is the
         realised share of it, and with a backlog at least the goodput of saturated steps, since a second saved goes to those that wait.
         Keeping the share rather than the goodput itself lets the price follow the batch size at once.
         """
-        rows = len(problem.gain)
+        rows, plain_s = problem.rows, problem.plain_s - prefill_s
+        nothing = Score(problem.base_value, problem.plain_s, problem.plain_s)
         if rows == 0:
-            nothing = no_speculation(0)
-            goodput = problem.base_value / float(problem.verify_s[0] - prefill_s) if problem.base_value else state.goodput
-            return nothing, score(problem, nothing), 0.0, goodput
+            goodput = problem.base_value / plain_s if problem.base_value else state.goodput
+            return no_speculation(0), nothing, 0.0, goodput, problem.base_value
         share = min(max(state.earned / state.expected, _SHARE_BOUNDS[0]), _SHARE_BOUNDS[1])
         floor = state.saturated if queued else 0.0
         tolerance = _WARM_TOLERANCE if state.goodput else _COLD_TOLERANCE
-        goodput = state.goodput or problem.base_value / float(problem.verify_s[0] - prefill_s)
+        plain = problem.base_value / plain_s
+        goodput = state.goodput or plain
         for _ in range(_PRICE_ROUNDS):
             price = max(share * goodput, floor)
-            choice, result = best_choice(problem, price)
+            choice, result, bound = best_choice(problem, price)
             previous, goodput = goodput, result.value / (result.charged_s - prefill_s)
             if abs(goodput - previous) <= tolerance * previous:
                 break
-        plain = problem.base_value / float(problem.verify_s[0] - prefill_s)
-        if choice.length.any() and goodput < (1 + self.config.margin) * plain:
-            choice, goodput = no_speculation(rows), plain
-            result = score(problem, choice)
-        return choice, result, price, goodput
+        if result.value > problem.base_value and goodput < (1 + self.config.margin) * plain:
+            choice, result, goodput = no_speculation(rows), nothing, plain
+        return choice, result, price, goodput, bound
 
     # -- explore
 
-    def _explore(
+    def _may_look(self, state: PlannerState, step_s: float) -> bool:
+        """Return whether a probe may be looked for: its least price has been saved, and the last look was not just now."""
+        return state.look == 0 and self.config.explore_share > 0 and state.credit_s >= PROBE_FLOOR * step_s
+
+    def _explored(
         self,
         problem: StepProblem,
-        view: View,
-        rows: IntArray,
-        estimate: Estimate,
+        weight: FloatArray,
+        hopeful: FloatArray,
         choice: Choice,
         result: Score,
         price: float,
-        credit_s: float,
-    ) -> tuple[Choice, Score, float, int]:
-        """Return (choice, score, credit, probed rows): the choice with some rows on the draft that optimism favours most, if affordable.
+        state: PlannerState,
+    ) -> tuple[Choice, Score, int, PlannerState]:
+        """Return the choice with a probe in it if one is affordable, its score, how many rows probe, and the state.
 
-        Each step earns ``explore_share`` of its time; a probe costs what the objective loses by it at mean estimates, whole catch-up
-        included. Credit can always be saved up to the price of the cheapest probe, so that no draft stays out for good.
+        Each step earns ``explore_share`` of its time. Credit can always be saved up to the price of the cheapest probe, so that no draft
+        stays out for good.
         """
-        credit_s += self.config.explore_share * result.step_s
-        if credit_s < _PROBE_FLOOR * result.step_s:
-            return choice, result, credit_s, 0
-        probe = self._probe(problem, view.weight[rows], estimate, choice, price)
-        if probe is None:
-            return choice, result, min(credit_s, result.step_s), 0
-        order, draft, length = probe
-        cap_s = result.step_s
-        for count in sorted({max(1, len(order) // 2), max(1, len(order) // 8), 1}, reverse=True):
-            chosen = order[:count]
-            candidate = Choice(choice.draft.copy(), choice.length.copy())
-            candidate.draft[chosen], candidate.length[chosen] = draft, length[chosen]
-            outcome = score(problem, candidate)
-            loss_s = max(_PROBE_FLOOR * result.step_s, (result.value - outcome.value) / price + outcome.step_s - result.step_s)
-            if loss_s <= credit_s and outcome.step_s <= problem.limit_s:
-                return candidate, outcome, credit_s - loss_s, count
-            cap_s = max(result.step_s, loss_s)
-        return choice, result, min(credit_s, cap_s), 0
-
-    def _probe(
-        self, problem: StepProblem, weight: FloatArray, estimate: Estimate, choice: Choice, price: float
-    ) -> tuple[IntArray, int, IntArray] | None:
-        """Return (rows in order of promise, draft, length by row) of a probe, or None if even optimism sees no gain.
-
-        The upside of (row, draft) is its best optimistic net gain over the row's present one, the draft's forwards shared by all rows (it
-        may pay only if all use it). The draft of the largest upside is probed, on the rows of the most upside by cost, at most
-        ``_PROBE_TOKENS`` beyond the chain that the row has with that draft.
-        """
-        n, drafts, k_max = problem.gain.shape
-        if k_max == 0 or n == 0 or self.config.explore_share == 0:
-            return None
-        hopeful = np.minimum(estimate.hazard + self.config.optimism * estimate.spread, 1.0)[:, :, :k_max]
-        token_s = (problem.verify_s[-1] - problem.verify_s[0]) / (len(problem.verify_s) - 1)
-        shared = price * (token_s + problem.forward_s[:, n] / n + problem.row_s)
-        depth = np.arange(1, k_max + 1)
-        net = np.cumsum(np.cumprod(hopeful, axis=2), axis=2) * weight[:, None, None] - depth * shared[:, :, None]
-        net = np.where(depth <= problem.ceiling[:, :, None], net, -np.inf) - price * problem.charge_s[:, :, None]
-        present = np.cumsum(problem.gain, axis=2)[np.arange(n), choice.draft, choice.length - 1]
-        present = np.where(choice.length > 0, present - choice.length * shared[np.arange(n), choice.draft], 0.0)
-        own_length = np.where(choice.draft[:, None] == np.arange(drafts), choice.length[:, None], 0)
-        length = np.minimum(net.argmax(2) + 1, own_length + _PROBE_TOKENS)
-        upside = np.where(length == own_length, 0.0, np.maximum(net.max(2) - present[:, None], 0.0))
-        draft = int(upside.sum(0).argmax())
-        promise = upside[:, draft] / (problem.forward_s[draft, 1] + problem.switch_s[:, draft] + 1e-9)
-        order = np.argsort(-promise, kind="stable")
-        order = order[promise[order] > 0]
-        return (order, draft, length[:, draft]) if len(order) else None
+        probe = affordable_probe(problem, weight, hopeful, choice, result, price, state.credit_s)
+        if probe is not None and probe.rows:
+            return probe.choice, probe.result, probe.rows, replace(state, credit_s=state.credit_s - probe.cost_s)
+        most_s = result.step_s if probe is None else max(result.step_s, probe.cost_s)
+        return choice, result, 0, replace(state, credit_s=min(state.credit_s, most_s), look=_LOOK_STEPS)
 
     # -- observe
 
@@ -302,10 +310,18 @@ def _same_batch(view: View, before: View | None) -> bool:
     return not view.prefill_tokens and bool(view.ready.all()) and np.array_equal(view.request, before.request)
 
 
-def _split(view: View, rows: IntArray, estimate: Estimate) -> tuple[Given, IntArray, Estimate]:
-    """Return what is given of the ready rows, and the rows that are the planner's with their estimates."""
+def _split(view: View, rows: IntArray, hazard: FloatArray) -> tuple[Given, BoolArray | None]:
+    """Return what is given of the ready rows, and which of them are the planner's own (None: all)."""
     if view.given is None or view.control is None:
-        return NOTHING_GIVEN, rows, estimate
+        return NOTHING_GIVEN, None
     own, theirs = ~view.control[rows], rows[view.control[rows]]
     choice = Choice(view.given.draft[theirs], view.given.length[theirs])
-    return Given.of(view, theirs, choice, estimate.hazard[~own]), rows[own], Estimate(estimate.hazard[own], estimate.spread[own])
+    return Given.of(view, theirs, choice, hazard[~own]), own
+
+
+def _tokens(problem: StepProblem, weight: FloatArray, choice: Choice) -> float:
+    """Return the expected emitted tokens of a choice, unweighted."""
+    rows = choice.length.nonzero()[0]
+    gain = problem.gain[:, choice.draft[rows], rows]
+    gain[np.arange(len(gain))[:, None] >= choice.length[rows]] = 0.0
+    return float(len(weight) + (gain.sum(0) / weight[rows]).sum())

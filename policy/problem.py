@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,6 +39,10 @@ class Given:
         emitted = _tokens_by_row(hazard, choice)
         return cls(rows, choice, int(choice.length.sum()), float(emitted.sum()), float(emitted @ view.weight[rows]))
 
+    def rows_of_drafts(self, drafts: int) -> IntArray:
+        """Return how many of the rows each draft has, int64[drafts]."""
+        return np.bincount(self.choice.draft[self.choice.length > 0], minlength=drafts)
+
     def occupancy(self, view: View, k_max: int) -> IntArray | None:
         """Return the tokens in the drafts' forwards, int64[drafts, k_max], as ``StepProblem.given``; None when there are none."""
         if not self.tokens or not k_max:
@@ -58,43 +63,56 @@ def step_problem(
     latency: LatencyModel, correction: FloatArray, view: View, rows: IntArray, hazard: FloatArray, given: Given, bounds: Bounds
 ) -> StepProblem:
     """Return the choice that these rows of the view have beside what is given; ``hazard`` float64[rows, drafts, positions]."""
-    ceiling = np.minimum(np.minimum(view.ceiling[rows], view.remaining[rows, None] - 1), bounds.k_max)
+    n, everyone = len(rows), len(rows) + len(given.rows)
+    chosen: IntArray | slice = slice(None) if n == len(view) else rows  # ready rows come in the view's order
+    context, remaining, weight = view.context[chosen], view.remaining[chosen], view.weight[chosen]
+    ceiling, catchup = view.ceiling[chosen], view.catchup[chosen]
+    ceiling = np.minimum(np.minimum(ceiling, (remaining - 1)[:, None]), bounds.k_max).T
+    if view.limit is not None:
+        ceiling = ceiling * (view.limit > 0)[:, None]
     k_max = int(ceiling.max(initial=0))
-    weight, n, everyone = view.weight[rows], len(rows), len(rows) + len(given.rows)
-    gain = np.cumprod(hazard[:, :, :k_max], axis=2) * weight[:, None, None]
-    context = view.context[rows]
-    target, drafts, scale = latency.target, latency.drafts, correction[FIRST_DRAFT:]
+    target, drafts, scale = latency.target, latency.stack, correction[FIRST_DRAFT:, None]
     base = view.prefill_tokens + everyone + given.tokens
-    verify_s = target.base(np.arange(base, base + n * k_max + 1)) if base else np.zeros(1)
+    verify_s = target.run(base, n * k_max + 1) if base else np.zeros(1)
     context_tokens = float(context.sum()) + float(view.context[given.rows].sum())
     verify_s = correction[VERIFY] * (verify_s + everyone * target.row_s + context_tokens * target.context_s)
-    catchup = np.maximum(view.catchup[rows], 1)
+    if view.headroom is not None:
+        verify_s[max(view.headroom - given.tokens, 0) + 1 :] = math.inf
+    catchup = np.maximum(catchup.T, 1)
     first_tokens = np.minimum(catchup, 2)  # a chain accepted whole leaves two tokens unseen: no switch yet
-    forward_s, switch_s = np.zeros((len(drafts), 2 * everyone + 1)), np.zeros(catchup.shape)
-    row_s = np.zeros(catchup.shape)
-    for d, curve in enumerate(drafts):
-        forward_s[d, 1:] = scale[d] * curve.base(np.arange(1, 2 * everyone + 1))
-        switch_s[:, d] = scale[d] * (curve.base(catchup[:, d]) - curve.base(first_tokens[:, d]))
-        row_s[:, d] = scale[d] * (curve.row_s + curve.context_s * context)
-    horizon = np.clip(view.remaining[rows] / 2, 1.0, bounds.horizon_steps)
+    forward_s = scale * drafts.run(2 * everyone + 1)
+    forward_s[:, 0] = 0.0
     overhead_s, speculation_s = latency.overhead_s * correction[OVERHEAD], latency.speculation_s * correction[OVERHEAD]
     if given.tokens:
-        overhead_s += speculation_s + float(drafting_s(latency, view, given.rows, given.choice) @ scale)
+        overhead_s += speculation_s + float(drafting_s(latency, view, given.rows, given.choice) @ scale[:, 0])
         speculation_s = 0.0
     return StepProblem(
-        gain,
+        _gain(hazard, ceiling, weight, k_max),
         ceiling,
         float(weight.sum()) + given.value,
         verify_s + overhead_s,
         speculation_s,
         forward_s,
         first_tokens,
-        row_s,
-        switch_s,
-        horizon,
+        scale * (drafts.row_s[:, None] + drafts.context_s[:, None] * context),
+        scale * (drafts.base(catchup) - drafts.base(first_tokens)),
+        np.minimum(np.maximum(remaining / 2, 1.0), bounds.horizon_steps),
+        None if view.limit is None else view.limit - given.rows_of_drafts(len(drafts.row_s)),
         given.occupancy(view, k_max),
         view.cap_s,
     )
+
+
+def _gain(hazard: FloatArray, ceiling: IntArray, weight: FloatArray, k_max: int) -> FloatArray:
+    """Return the weighted survival float64[positions, drafts, rows], 0 beyond the ceilings."""
+    gain = np.ascontiguousarray(hazard[:, :, :k_max].transpose(2, 1, 0))
+    if k_max:
+        gain[0] *= weight
+    for j in range(1, k_max):
+        gain[j] *= gain[j - 1]
+    if ceiling.size and int(ceiling.min()) < k_max:
+        gain *= np.arange(k_max)[:, None, None] < ceiling
+    return gain
 
 
 def extra_prefill_s(latency: LatencyModel, correction: FloatArray, view: View, tokens: int) -> float:
@@ -135,11 +153,6 @@ def predicted_parts(latency: LatencyModel, outcome: Outcome, view: View) -> tupl
     predicted[OVERHEAD] = latency.overhead_s + latency.speculation_s * bool(length.any())
     predicted[FIRST_DRAFT:] = drafting_s(latency, view, row, Choice(outcome.draft, length))
     return predicted, weight
-
-
-def expected_tokens(hazard: FloatArray, choice: Choice) -> float:
-    """Return the expected emitted tokens of a choice, unweighted."""
-    return float(_tokens_by_row(hazard, choice).sum())
 
 
 def _tokens_by_row(hazard: FloatArray, choice: Choice) -> FloatArray:

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from policy.acceptance import AcceptanceModel, AcceptanceState, Estimate
+from policy.acceptance import AcceptanceModel, AcceptanceState
 from policy.baselines import BatchSchedule, FixedLength, NoSpeculation
-from policy.goodput import Choice, Score, StepProblem
+from policy.goodput import Choice, Score
 from policy.latency import LatencyModel
 from policy.plan import FloatArray, IntArray, Policy
-from policy.planner import AdaptivePlanner, PlannerConfig, PlannerState
+from policy.planner import AdaptivePlanner, PlannerConfig, PlannerState, Problem
 from policy.published import AcceptanceAverage, SmartSpec, SpinSelection
 
 from .deployment import Deployment, Work, step_parts
@@ -30,8 +30,8 @@ class PerStepGoodput(AdaptivePlanner):
     """The adaptive planner with the plain objective V/T of the step, its prefill included: no long-run price, no backlog's price."""
 
     def _priced_choice(
-        self, problem: StepProblem, prefill_s: float, queued: int, state: PlannerState
-    ) -> tuple[Choice, Score, float, float]:
+        self, problem: Problem, prefill_s: float, queued: int, state: PlannerState
+    ) -> tuple[Choice, Score, float, float, float]:
         del prefill_s, queued
         return super()._priced_choice(problem, 0.0, 0, replace(state, earned=1.0, expected=1.0))
 
@@ -44,8 +44,8 @@ class FullPrice(AdaptivePlanner):
     """
 
     def _priced_choice(
-        self, problem: StepProblem, prefill_s: float, queued: int, state: PlannerState
-    ) -> tuple[Choice, Score, float, float]:
+        self, problem: Problem, prefill_s: float, queued: int, state: PlannerState
+    ) -> tuple[Choice, Score, float, float, float]:
         return super()._priced_choice(problem, prefill_s, queued, replace(state, earned=1.0, expected=1.0))
 
 
@@ -71,10 +71,14 @@ class _Known(AcceptanceModel):
         del evidence, more
         return state
 
-    def estimate(self, state: AcceptanceState, request: list[int], rule: IntArray) -> Estimate:
+    def hazards(self, state: AcceptanceState, request: list[int], rule: IntArray) -> FloatArray:
         del rule
-        hazard = self._truth(np.array(request, np.int64), state.now)
-        return Estimate(hazard, np.zeros_like(hazard))
+        return self._truth(np.array(request, np.int64), state.now)
+
+    def hazards_of(self, state: AcceptanceState, request: int, rule: int) -> list[list[float]]:
+        del rule
+        hazard: list[list[float]] = self._truth(np.array([request]), state.now)[0].tolist()
+        return hazard
 
 
 class Oracle(AdaptivePlanner):

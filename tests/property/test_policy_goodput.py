@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policy.goodput import Choice, StepProblem, best_choice, no_speculation, score
+from policy.goodput import Choice, StepProblem, no_speculation, score
+from policy.optimiser import best_choice
 from policy.plan import NO_DRAFT
 
 
@@ -18,16 +19,18 @@ def problem(rng, rows, drafts, k_max, *, flat=False, switches=True, **changes):
     forwards = np.cumsum(rng.exponential(0.05, (drafts, 2 * rows)) * (rng.random((drafts, 2 * rows)) < 0.5), axis=1) * (not flat)
     weight = rng.choice([1.0, 0.5, 2.0], rows)
     hazard = rng.uniform(0.1, 0.98, (rows, drafts, 1)) * rng.uniform(0.7, 1.0, (rows, drafts, k_max))
+    ceiling = rng.integers(0, k_max + 1, (drafts, rows))
+    gain = (np.cumprod(hazard, axis=2) * weight[:, None, None]).transpose(2, 1, 0)
     made = StepProblem(
-        gain=np.cumprod(hazard, axis=2) * weight[:, None, None],
-        ceiling=rng.integers(0, k_max + 1, (rows, drafts)),
+        gain=gain * (np.arange(k_max)[:, None, None] < ceiling),
+        ceiling=ceiling,
         base_value=float(weight.sum()),
         verify_s=1.0 + np.cumsum(steps),
         speculation_s=float(rng.choice([0.0, 0.1])),
         forward_s=np.c_[np.zeros(drafts), rng.uniform(0.01, 0.4, (drafts, 1)) + forwards],
-        first_tokens=rng.integers(1, 3, (rows, drafts)) if switches else np.ones((rows, drafts), np.int64),
-        row_s=rng.uniform(0, 0.02, (rows, drafts)) * switches,
-        switch_s=rng.choice([0.0, 0.5], (rows, drafts)) * switches,
+        first_tokens=rng.integers(1, 3, (drafts, rows)) if switches else np.ones((drafts, rows), np.int64),
+        row_s=rng.uniform(0, 0.02, (drafts, rows)) * switches,
+        switch_s=rng.choice([0.0, 0.5], (drafts, rows)) * switches,
         horizon=rng.uniform(1, 16, rows),
     )
     return replace(made, **changes)
@@ -35,20 +38,20 @@ def problem(rng, rows, drafts, k_max, *, flat=False, switches=True, **changes):
 
 def with_given(rng, p):
     """The same beside rows of another arm that are in the drafts' forwards already."""
-    given = -np.sort(-rng.integers(0, 4, p.gain.shape[1:]), axis=1)
+    given = -np.sort(-rng.integers(0, 4, (p.gain.shape[1], p.gain.shape[0])), axis=1)
     more = p.forward_s[:, -1:] + np.cumsum(rng.exponential(0.05, (len(given), 4)), axis=1)
     return replace(p, given=given, forward_s=np.c_[p.forward_s, more])
 
 
 def with_cap(rng, p):
     """The same under a cap on the step's time, somewhere between plain decoding and everything."""
-    longest = max(score(p, Choice(np.full(len(p.gain), d), p.ceiling[:, d])).step_s for d in range(p.gain.shape[1]))
+    longest = max(score(p, Choice(np.full(p.rows, d), p.ceiling[d])).step_s for d in range(p.gain.shape[1]))
     return replace(p, cap_s=float(rng.uniform(0.9 * p.verify_s[0], longest)))
 
 
 def every_choice(p):
-    rows, drafts, _ = p.gain.shape
-    options = [[(NO_DRAFT, 0), *((d, k) for d in range(drafts) for k in range(1, p.ceiling[i, d] + 1))] for i in range(rows)]
+    _, drafts, rows = p.gain.shape
+    options = [[(NO_DRAFT, 0), *((d, k) for d in range(drafts) for k in range(1, p.ceiling[d, i] + 1))] for i in range(rows)]
     for combination in itertools.product(*options):
         draft, length = np.array(combination).T
         yield Choice(draft, length)
@@ -60,14 +63,14 @@ def brute_force(p, price):
 
 def is_legal(p, choice):
     rows = np.flatnonzero(choice.length)
-    return ((choice.draft == NO_DRAFT) == (choice.length == 0)).all() and (choice.length[rows] <= p.ceiling[rows, choice.draft[rows]]).all()
+    return ((choice.draft == NO_DRAFT) == (choice.length == 0)).all() and (choice.length[rows] <= p.ceiling[choice.draft[rows], rows]).all()
 
 
 @settings(deadline=None, max_examples=150)
 @given(st.integers(0, 2**32), st.integers(1, 2), st.integers(1, 3), st.integers(1, 4), st.floats(0.05, 3.0))
 def test_up_to_two_rows_the_choice_is_the_best_there_is(seed, rows, drafts, k_max, price):
     p = problem(np.random.default_rng(seed), rows, drafts, k_max)
-    choice, result = best_choice(p, price)
+    choice, result, _ = best_choice(p, price)
     assert is_legal(p, choice)
     assert result == score(p, choice)
     assert result.objective(price) == pytest.approx(brute_force(p, price), abs=1e-6)
@@ -78,7 +81,7 @@ def test_up_to_two_rows_the_choice_is_the_best_there_is(seed, rows, drafts, k_ma
 def test_beside_given_rows_and_under_a_cap_it_is_the_best_there_is_too(seed, rows, drafts, k_max, price):
     rng = np.random.default_rng(seed)
     p = with_cap(rng, with_given(rng, problem(rng, rows, drafts, k_max)))
-    choice, result = best_choice(p, price)
+    choice, result, _ = best_choice(p, price)
     assert is_legal(p, choice)
     assert result == score(p, choice)
     assert result.step_s <= p.limit_s
@@ -90,7 +93,7 @@ def test_beside_given_rows_and_under_a_cap_it_is_the_best_there_is_too(seed, row
 def test_with_three_rows_and_more_no_choice_exceeds_the_cap_or_is_worse_than_plain_decoding(seed, drafts, k_max, price):
     rng = np.random.default_rng(seed)
     p = with_cap(rng, with_given(rng, problem(rng, 3, drafts, k_max)))
-    choice, result = best_choice(p, price)
+    choice, result, _ = best_choice(p, price)
     assert is_legal(p, choice)
     assert result.step_s <= p.limit_s
     assert brute_force(p, price) + 1e-9 >= result.objective(price) >= score(p, no_speculation(3)).objective(price) - 1e-9
@@ -107,7 +110,7 @@ def test_one_draft_of_constant_cost_is_solved_to_the_best_on_any_staircase(seed,
 @given(st.integers(0, 2**32), st.integers(1, 2), st.integers(1, 3), st.floats(0.05, 3.0))
 def test_with_three_rows_and_more_the_choice_is_legal_and_no_worse_than_plain_decoding(seed, drafts, k_max, price):
     p = problem(np.random.default_rng(seed), 3, drafts, k_max)
-    choice, result = best_choice(p, price)
+    choice, result, _ = best_choice(p, price)
     assert is_legal(p, choice)
     best, found = brute_force(p, price), result.objective(price)
     assert best + 1e-9 >= found >= score(p, no_speculation(3)).objective(price) - 1e-9

@@ -31,7 +31,12 @@ def step(estimator, state, request):
 
 
 def hazards(estimator, state, request=0, rule=Rule.GREEDY):
-    return estimator.estimate(state, [request], np.array([rule], np.int64)).hazard[0]
+    return estimator.hazards(state, [request], np.array([rule], np.int64))[0]
+
+
+def spread(estimator, state, request=1):
+    rule = np.zeros(1, np.int64)
+    return estimator.spread(state, [request], rule, estimator.hazards(state, [request], rule))[0, 0, 0]
 
 
 def test_hazards_are_unbiased_under_planned_truncation():
@@ -137,9 +142,9 @@ def test_zero_acceptance_is_not_absorbing():
 def test_the_spread_narrows_with_evidence():
     estimator, rng = model(), np.random.default_rng(5)
     state = estimator.admit(estimator.start(), [1])
-    before = estimator.estimate(state, [1], np.zeros(1, np.int64)).spread[0, 0, 0]
+    before = spread(estimator, state)
     state = learn(estimator, state, 1, 0, chains(rng, [0.6] * 4, 4, 200), 4)
-    assert estimator.estimate(state, [1], np.zeros(1, np.int64)).spread[0, 0, 0] < before / 3
+    assert spread(estimator, state) < before / 3
 
 
 def test_the_given_state_is_left_alone():

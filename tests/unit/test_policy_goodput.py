@@ -3,24 +3,26 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from policy.goodput import Choice, StepProblem, best_choice, score
+from policy.goodput import Choice, StepProblem, score
+from policy.optimiser import best_choice
 from policy.plan import NO_DRAFT
 
 
 def problem(survival, *, verify_s, forward_s=0.1, ceiling=None, **changes):
     """``survival[n][d][k]``; verification given by total length; every draft forward costs ``forward_s`` whatever its rows."""
-    gain = np.array(survival, float)
-    rows, drafts, k_max = gain.shape
+    gain = np.array(survival, float).transpose(2, 1, 0)
+    k_max, drafts, rows = gain.shape
+    ceiling = np.full((drafts, rows), k_max) if ceiling is None else np.array(ceiling).T
     fields = {
-        "gain": gain,
-        "ceiling": np.full((rows, drafts), k_max) if ceiling is None else np.array(ceiling),
+        "gain": gain * (np.arange(k_max)[:, None, None] < ceiling),
+        "ceiling": ceiling,
         "base_value": float(rows),
         "verify_s": np.array([verify_s(m) for m in range(rows * k_max + 1)], float),
         "speculation_s": 0.0,
         "forward_s": np.c_[np.zeros(drafts), np.full((drafts, 2 * rows), forward_s)],
-        "first_tokens": np.ones((rows, drafts), np.int64),
-        "row_s": np.zeros((rows, drafts)),
-        "switch_s": np.zeros((rows, drafts)),
+        "first_tokens": np.ones((drafts, rows), np.int64),
+        "row_s": np.zeros((drafts, rows)),
+        "switch_s": np.zeros((drafts, rows)),
         "horizon": np.full(rows, 16.0),
     }
     return StepProblem(**{**fields, **changes})
@@ -43,7 +45,7 @@ def test_a_tie_goes_to_less_speculation(rows):
 @pytest.mark.parametrize("rows", [1, 2, 3, 8])
 def test_no_choice_exceeds_a_ceiling(rows):
     ceiling = np.array([[3, 0], [0, 2], [0, 0], [1, 1]] * 2)[:rows]
-    choice, _ = best_choice(problem(np.full((rows, 2, 4), 0.9), verify_s=flat, forward_s=0.0, ceiling=ceiling), 1.0)
+    choice, _, _ = best_choice(problem(np.full((rows, 2, 4), 0.9), verify_s=flat, forward_s=0.0, ceiling=ceiling), 1.0)
     assert choice.length.tolist() == ceiling.max(1).tolist()
     assert (choice.draft[choice.length == 0] == NO_DRAFT).all()
 
@@ -59,14 +61,14 @@ def test_the_staircase_is_looked_at_beyond_a_drop(rows):
 
 def test_each_row_gets_the_draft_that_suits_it():
     survival = [[chain(0.9), chain(0.2)], [chain(0.2), chain(0.9)], [chain(0.9), chain(0.2)], [chain(0.2), chain(0.9)]]
-    choice, _ = best_choice(problem(survival, verify_s=lambda m: 1 + 0.01 * m, forward_s=0.05), price=4.0)
+    choice, _, _ = best_choice(problem(survival, verify_s=lambda m: 1 + 0.01 * m, forward_s=0.05), price=4.0)
     assert choice.draft.tolist() == [0, 1, 0, 1]
     assert choice.length.min() >= 2
 
 
 def test_rows_share_one_draft_when_running_two_costs_more_than_it_brings():
     survival = [[chain(0.9), chain(0.88)], [chain(0.88), chain(0.9)]] * 4
-    choice, _ = best_choice(problem(survival, verify_s=lambda m: 1 + 0.01 * m, forward_s=0.1), price=8.0)
+    choice, _, _ = best_choice(problem(survival, verify_s=lambda m: 1 + 0.01 * m, forward_s=0.1), price=8.0)
     assert len(set(choice.draft.tolist())) == 1
 
 
@@ -75,17 +77,17 @@ def test_of_equal_drafts_the_cheaper_runs_whatever_its_column():
     for cheap in (0, 1):
         forward_s = np.c_[np.zeros(2), np.full((2, 10), 0.3)]
         forward_s[cheap, 1:] = 0.02
-        choice, _ = best_choice(replace(problem(survival, verify_s=flat), forward_s=forward_s), 5.0)
+        choice, _, _ = best_choice(replace(problem(survival, verify_s=flat), forward_s=forward_s), 5.0)
         assert set(choice.draft.tolist()) == {cheap}
 
 
 def test_a_catch_up_is_charged_over_the_steps_it_will_serve():
     survival = [[chain(0.8)]] * 3
-    switch = {"switch_s": np.full((3, 1), 1.0)}
+    switch = {"switch_s": np.full((1, 3), 1.0)}
     soon_over = problem(survival, verify_s=flat, horizon=np.ones(3), **switch)
     long_to_go = problem(survival, verify_s=flat, horizon=np.full(3, 16.0), **switch)
     assert best_choice(soon_over, 3.0)[0].length.sum() == 0
-    chosen, _ = best_choice(long_to_go, 3.0)
+    chosen, _, _ = best_choice(long_to_go, 3.0)
     assert chosen.length.min() > 0
     charged, whole = score(long_to_go, chosen)[1:]
     assert whole - charged == pytest.approx(3 * (1.0 - 1 / 16))
@@ -93,7 +95,7 @@ def test_a_catch_up_is_charged_over_the_steps_it_will_serve():
 
 def test_the_score_counts_each_depth_s_rows():
     forward_s = np.array([[0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0]])
-    p = replace(problem(np.full((3, 1, 4), 0.5), verify_s=lambda m: 100.0 + m, first_tokens=np.array([[2], [1], [1]])), forward_s=forward_s)
+    p = replace(problem(np.full((3, 1, 4), 0.5), verify_s=lambda m: 100.0 + m, first_tokens=np.array([[2, 1, 1]])), forward_s=forward_s)
     result = score(p, Choice(np.array([0, 0, NO_DRAFT]), np.array([3, 1, 0])))
     # depth 1: 2 + 1 tokens, depths 2 and 3: one row; four tokens verified
     assert result.step_s == pytest.approx(104.0 + 4.0 + 1.0 + 1.0)

@@ -1,0 +1,190 @@
+"""The choice for more rows than can be enumerated: coordinate ascent over the longest chain of every draft, and a bound on the best.
+
+A draft's forward is taken to cost a line's worth, so much to open its depth and so much a token. Then, with a price theta of a verified
+token and the longest chains K_d fixed, every row chooses alone; and what is left, how many tokens to verify in all, is one scan of the real
+staircase. theta is the slope of that staircase where the scan ends.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from .goodput import TIE, Choice, Score, StepProblem, no_speculation, score
+from .pairs import with_pair_changes
+from .plan import NO_DRAFT, FloatArray, IntArray
+
+_SLOPES = 3  # values of theta tried at most
+_PROVEN = 0.002  # of the step's tokens: a choice this close to the bound is not worth improving
+_FEW_ROWS = 8  # up to so many, changes of two rows at true costs follow
+_NOTHING = 1e-300
+
+
+class Terms(NamedTuple):
+    """A problem under a price, in tokens, every draft's forward by its line.
+
+    ``net[K, D, n]`` is what a position brings beside its verification and the opening of its depth, ``charge[D, n]`` what joining a draft
+    costs a row once, ``opening[K, D]`` what a depth costs all together and ``chains[K, D]`` all up to it, ``verify[m]`` the verification of
+    m tokens.
+    """
+
+    net: FloatArray
+    charge: FloatArray
+    opening: FloatArray
+    chains: FloatArray
+    verify: FloatArray
+
+    @classmethod
+    def of(cls, problem: StepProblem, price: float) -> Terms:
+        """Return the terms. No forward takes less than its line says: then what is best of the lines bounds what is best."""
+        token_s, opening_s = problem.lines()
+        opening = price * opening_s
+        return cls(
+            problem.gain - price * (token_s[:, None] + problem.row_s),
+            price * (problem.charge_s + (problem.first_tokens - 1) * token_s[:, None]),
+            opening,
+            np.arange(1, len(opening) + 1)[:, None] * opening if problem.given is None else np.cumsum(opening, axis=0),
+            price * problem.verify_s[: problem.last_total() + 1],
+        )
+
+
+def ascend(problem: StepProblem, price: float, limit_s: float = math.inf) -> tuple[Choice, Score, float]:
+    """Return a choice, its score, and a bound that no choice's objective exceeds. The choice is never worse than no speculation.
+
+    Totals whose step seems to take longer than ``limit_s`` are left out.
+    """
+    terms = Terms.of(problem, price)
+    choice, result = no_speculation(problem.rows), Score(problem.base_value, problem.plain_s, problem.plain_s)
+    plain, bound = result.objective(price), math.inf
+    theta = float(terms.verify[-1] - terms.verify[1]) / max(len(terms.verify) - 2, 1)
+    for _ in range(_SLOPES):
+        wanted = np.maximum(terms.net - theta, 0.0)
+        tilted = theta * np.arange(len(terms.verify)) - terms.verify
+        highest = float(tilted.max())
+        bound = min(bound, max(plain, problem.base_value + _bound(terms, wanted) + highest - price * problem.speculation_s))
+        draft, caps = _longest_chains(_worth(wanted, terms.charge), terms.chains)
+        candidate = _on_staircase(problem, price, terms, draft, caps, limit_s)
+        candidate_score = score(problem, candidate)
+        if candidate_score.objective(price) > result.objective(price) + TIE * (result.value + 1):
+            choice, result = candidate, candidate_score
+        total = int(candidate.length.sum())
+        if highest - tilted[total] <= _PROVEN * result.value:
+            break
+        theta = _slope_at(terms.verify, total, theta)
+    if problem.rows <= _FEW_ROWS and limit_s == math.inf and bound - result.objective(price) > _PROVEN * result.value:
+        choice = with_pair_changes(problem, price, choice)
+        result = score(problem, choice)
+    return choice, result, bound
+
+
+def _slope_at(verify: FloatArray, total: int, theta: float) -> float:
+    """Return the slope nearest to theta of a line that touches the verification at a total and lies below it, as far as there is one."""
+    rise, run = verify - verify[total], np.arange(len(verify)) - total
+    if total + 1 < len(verify):
+        theta = min(theta, float((rise[total + 1 :] / run[total + 1 :]).min()))
+    return max(theta, float((rise[:total] / run[:total]).max())) if total else theta
+
+
+def _worth(wanted: FloatArray, charge: FloatArray) -> FloatArray:
+    """Return what a row has of a draft whose longest chain is k + 1, float64[K, D, n]."""
+    worth = wanted.copy()
+    for k in range(1, len(worth)):
+        worth[k] += worth[k - 1]
+    worth -= charge
+    return np.maximum(worth, 0.0, out=worth)
+
+
+def _bound(terms: Terms, wanted: FloatArray) -> float:
+    """Return what all rows together are worth at most, the opening of a depth being shared out by what the rows want of it.
+
+    Any shares that add up to the opening's price give a bound (each row alone can then only gain by paying less), as in facility location
+    (Erlenkotter, 1978). The limits are left out, which makes it no smaller.
+    """
+    kept = np.maximum(1 - terms.opening / np.maximum(wanted.sum(2), _NOTHING), 0.0)
+    alone = np.einsum("kdn,kd->dn", wanted, kept) - terms.charge
+    return float(np.maximum(alone.max(0), 0.0).sum())
+
+
+def _longest_chains(worth: FloatArray, chains: FloatArray) -> tuple[IntArray, dict[int, int]]:
+    """Return each row's draft (NO_DRAFT: it would rather not) and the longest chain of every draft in use.
+
+    One draft after the other joins at the length that gains most beside those in use; in the end each length is chosen anew.
+    """
+    _, drafts, rows = worth.shape
+    caps: dict[int, int] = {}
+    current, gained = np.zeros(rows), 0.0
+    for _ in range(2 * drafts):
+        total = np.maximum(worth, current).sum(2) if caps else worth.sum(2)
+        total -= chains
+        for d, cap in caps.items():  # longer than before, the difference is to be paid
+            total[:cap, d] = -math.inf
+            total[cap:, d] += chains[cap - 1, d]
+        k, d = divmod(int(total.argmax()), drafts)
+        paid = sum(chains[cap - 1, e] for e, cap in caps.items())
+        if total[k, d] - paid <= gained + TIE:
+            break
+        gained = float(total[k, d] - paid)
+        caps[d] = k + 1
+        np.maximum(current, worth[k, d], out=current)
+    if len(caps) > 1:
+        _choose_anew(worth, chains, caps)
+    if len(caps) < 2:
+        d = next(iter(caps), NO_DRAFT)
+        return np.where(current > 0, d, NO_DRAFT), caps
+    used = np.array(list(caps))
+    by_draft = worth[np.array(list(caps.values())) - 1, used]
+    return np.where(by_draft.max(0) > 0, used[by_draft.argmax(0)], NO_DRAFT), caps
+
+
+def _choose_anew(worth: FloatArray, chains: FloatArray, caps: dict[int, int]) -> None:
+    """Set every draft's longest chain to the best beside the others', or take the draft out, in place."""
+    for d in list(caps):
+        others = np.max([worth[cap - 1, e] for e, cap in caps.items() if e != d] or [np.zeros(worth.shape[2])], axis=0)
+        total = np.maximum(worth[:, d], others).sum(1) - chains[:, d]
+        caps[d] = int(total.argmax()) + 1
+        if total[caps[d] - 1] <= others.sum() + TIE:
+            del caps[d]
+
+
+def _on_staircase(problem: StepProblem, price: float, terms: Terms, draft: IntArray, caps: dict[int, int], limit_s: float) -> Choice:
+    """Return the best of every total, tokens being added one by one in the order of what they bring, and scored on the real staircase.
+
+    A charge is deducted from a row's tokens in proportion, so that its chain stays in order; a depth's opening from the first token there.
+    """
+    rows = problem.rows
+    if not caps:
+        return no_speculation(rows)
+    longest, row = max(caps.values()), np.arange(rows)
+    if len(caps) == 1:
+        draft = np.full(rows, next(iter(caps)))
+    else:
+        used = np.array(list(caps))
+        draft = np.where(draft == NO_DRAFT, used[(terms.net.sum(0) - terms.charge)[used].argmax(0)], draft)
+    net = np.maximum(terms.net[:longest, draft, row], 0.0)
+    if len(caps) > 1:
+        net[np.arange(longest)[:, None] >= np.array([caps.get(d, 0) for d in range(len(terms.charge))])[draft]] = 0.0
+    charge = terms.charge[draft, row]
+    net *= np.maximum(1 - charge / np.maximum(net.sum(0), _NOTHING), 0.0)
+    value = net.copy()
+    for d, cap in caps.items():
+        group = (draft == d).nonzero()[0]
+        if problem.limit is not None and len(group) > problem.limit[d]:
+            net[:, group[np.argsort(-net[:, group].sum(0), kind="stable")[problem.limit[d] :]]] = 0.0
+        if len(group):
+            value[np.arange(cap), group[net[:cap, group].argmax(1)]] -= terms.opening[:cap, d]
+    count = min(int(np.count_nonzero(net)), len(terms.verify) - 1)
+    place = np.argsort(-net, axis=None, kind="stable")[:count]
+    if not count:
+        return no_speculation(rows)
+    objective = np.cumsum(value.ravel()[place]) - terms.verify[1 : count + 1]
+    if limit_s < math.inf:
+        cost = (problem.gain[:longest, draft, row] - value).ravel()[place]
+        seconds = problem.verify_s[1 : count + 1] + problem.speculation_s + np.cumsum(cost) / price
+        objective[seconds > limit_s] = -np.inf
+    last = int(objective.argmax())
+    if objective[last] == -np.inf:
+        return no_speculation(rows)
+    length = np.bincount(place[: last + 1] % rows, minlength=rows)
+    return Choice(np.where(length > 0, draft, NO_DRAFT), length)
