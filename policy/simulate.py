@@ -192,9 +192,20 @@ def main(arguments: list[str] | None = None) -> None:
 def write(options: argparse.Namespace, document: dict[str, Any]) -> None:
     """Write the files that were asked for."""
     if options.json:
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        options.json.write_text(lines(document))
     if options.html:
         options.html.write_text(html(document))
+
+
+def lines(document: dict[str, Any]) -> str:
+    """Return a document as JSON with one element of its lists a line, to be read and compared by eye."""
+
+    def value(item: Any) -> str:
+        if isinstance(item, list) and item and isinstance(item[0], dict):
+            return "[\n" + ",\n".join(json.dumps(element) for element in item) + "\n]"
+        return json.dumps(item)
+
+    return "{\n" + ",\n".join(f"{json.dumps(name)}: {value(item)}" for name, item in document.items()) + "\n}\n"
 
 
 if __name__ == "__main__":

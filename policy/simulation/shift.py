@@ -19,6 +19,7 @@ HIGH, LOW = 0.9, 0.1
 PHASES = ("start", "down", "up")
 _SMOOTH_STEPS = 5
 _ROWS = 8
+_CURVE_POINTS = 300
 _FASTEST_HZ = 800  # tokens a second of one request, more than any arm reaches
 
 
@@ -55,7 +56,7 @@ def _followed(times: FloatArray, lengths: FloatArray, levels: list[float], phase
             "seconds": None if first is None else float(times[inside[first]] - begin_s),
             "near_share": float(near.mean()),
         }
-    keep = np.linspace(0, len(times) - 1, min(len(times), 400)).astype(int)
+    keep = np.linspace(0, len(times) - 1, min(len(times), _CURVE_POINTS)).astype(int)
     return {**result, "curve": {"seconds": times[keep].round(3).tolist(), "length": lengths[keep].round(2).tolist()}}
 
 
