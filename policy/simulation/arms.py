@@ -81,8 +81,8 @@ class _Known(AcceptanceModel):
         return hazard
 
 
-class Oracle(AdaptivePlanner):
-    """The planner's own optimiser with true hazards and true times: what is left to gain by knowing more, not by choosing better."""
+class Oracle(FullPrice):
+    """The planner's own optimiser with true hazards and true times, at the price that does best: what is left to gain by knowing more."""
 
     def __init__(self, drafts: tuple[str, ...], latency: LatencyModel, truth: Truth, k_max: int) -> None:
         super().__init__(drafts, latency, PlannerConfig(k_max=k_max, explore_share=0.0, margin=0.0, rest_steps=0))

@@ -29,6 +29,7 @@ def fleet_row(scenario: Scenario, arm: str, replicas: int, load: float, requests
     workload = draw(mix, deployment.drafts, arrivals, seed, deployment.k_max, period_s, drift)
     read = perturbed(deployment.latency, scenario.table_error, seed)
     run = simulate(deployment, workload, lambda: make_policy(arm, deployment, mix, workload, read, seed), seed, replicas)
+    last_s = float(arrivals[-1])
     return {
         "replicas": replicas,
         "arm": arm,
@@ -36,5 +37,5 @@ def fleet_row(scenario: Scenario, arm: str, replicas: int, load: float, requests
         "steps": len(run.steps),
         "latency_s": run.mean_latency_s,
         "latency_p95_s": float(np.quantile(run.latency_s, 0.95)),
-        "tokens_per_s": float(workload.output_tokens.sum()) / run.end_s,
+        "tokens_per_s": sum(step.emitted for step in run.steps if step.start_s < last_s) / last_s,
     }

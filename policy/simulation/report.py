@@ -157,5 +157,5 @@ def _fleet(fleet: dict[str, Any]) -> str:
         + [f"{row['tokens_per_s']:,.0f}", f"{row['steps']:,}"]
         for row in fleet["rows"]
     ]
-    header = ["replicas", "arm", "requests", "latency s", "p95 s", "tokens/s of the fleet", "steps"]
+    header = ["replicas", "arm", "requests", "latency s", "p95 s", "tokens/s while requests arrive", "steps"]
     return f"<h2>{escape(fleet['title'])}</h2><p class='note'>{escape(fleet['note'])}</p>" + _table(header, rows)
