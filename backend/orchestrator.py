@@ -7,36 +7,27 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from backend.admission import Admission
+from backend.batch import Batch, rule_of
 from backend.decision_log import DecisionLog
 from backend.drafting import Drafting, Proposals
 from backend.isolation import run_again, run_turns
 from backend.kv_ledger import KVLedger
 from backend.log_format import fields
 from backend.ports import Completion, Engine, Turn
-from backend.request import ErrorCode, RequestError, SamplingParams
+from backend.request import ErrorCode, RequestError
 from backend.session import Session
 from backend.stats import StepStats
 from backend.step_log import StepLog
-from policy import NoSpeculation, Plan, Policy, Rule, View
+from policy import NoSpeculation, Plan, Policy, View
 
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 3
 """Failures in a row (a step that raises, or a submission of which nothing succeeds) after which the loop ends, to be started anew."""
-
-
-@dataclass(slots=True)
-class Batch:
-    """One step's share of the work: the rows that decode (the plan is about them) and the chunks of prompts still in prefill."""
-
-    decoding: list[Session] = field(default_factory=list)
-    prefill: list[Turn] = field(default_factory=list)
-    prefill_tokens: int = 0
 
 
 class Orchestrator:
@@ -121,11 +112,13 @@ class Orchestrator:
         """Take one step of the batch; False when there was nothing to do. Read it as the life of a request."""
         log = StepLog(self._drafting.names)
         self._take_in(log)
-        batch = self._next_batch(log)
+        idle = (session for session in self._active.values() if session.id not in self._in_flight)
+        batch = Batch.of(idle, self._target, self._prefill_chunk_tokens)
+        log.batch_size, log.prefill_tokens = len(batch.decoding) + len(batch.prefill), batch.prefill_tokens
         if not self._active:
             self._learn(log)
             return False
-        view = self._view(batch)
+        view = batch.view(self._drafting, self._k_max, len(self._admission))
         plan = self._plan(view, log)
         proposals = self._drafting.propose([session.sequence for session in batch.decoding], view, plan, log)
         for completion in self._verify(batch, proposals, log):
@@ -179,48 +172,7 @@ class Orchestrator:
             if session.trace is not None:
                 session.trace.enter("prefill")
 
-    def _next_batch(self, log: StepLog) -> Batch:
-        """Split the requests that are not in flight into decoding rows and prompts, the latter cut to the step's token budget."""
-        batch = Batch()
-        for session in self._active.values():
-            if session.id in self._in_flight:
-                continue
-            unseen = self._target.unseen(session.sequence)
-            chunk = min(unseen, self._prefill_chunk_tokens - batch.prefill_tokens)
-            if unseen <= 1:
-                batch.decoding.append(session)
-            elif chunk > 0:
-                end = len(session.sequence.tokens) - unseen + chunk
-                batch.prefill.append(Turn(session.sequence, end, run=int(chunk == unseen)))
-                batch.prefill_tokens += chunk
-        log.batch_size, log.prefill_tokens = len(batch.decoding) + len(batch.prefill), batch.prefill_tokens
-        return batch
-
     # -- plan
-
-    def _view(self, batch: Batch) -> View:
-        rows = batch.decoding
-        choices = np.array([self._drafting.ceilings(s.sequence, self._most(s)) for s in rows], np.int64)
-        choices = choices.reshape(len(rows), len(self._drafting.names), 2)
-        return View(
-            drafts=self._drafting.names,
-            request=np.array([s.id for s in rows], np.int64),
-            context=np.array([len(s.sequence.tokens) for s in rows], np.int64),
-            remaining=np.array([s.remaining for s in rows], np.int64),
-            ceiling=choices[:, :, 0],
-            catchup=choices[:, :, 1],
-            weight=np.ones(len(rows)),
-            rule=np.array([_rule(s.sequence.sampling) for s in rows], np.int64),
-            ready=np.ones(len(rows), np.bool_),
-            prefill_tokens=batch.prefill_tokens,
-            queued=len(self._admission),
-            control=np.array([s.control for s in rows], np.bool_),
-        )
-
-    def _most(self, session: Session) -> int:
-        """Return the ceiling on this request's speculation: the last token of ``max_tokens`` is always the target's own."""
-        asked = session.request.num_draft_tokens
-        return min(self._k_max, session.remaining - 1, self._k_max if asked is None else asked)
 
     def _plan(self, view: View, log: StepLog) -> Plan:
         with log.part("planning"):
@@ -279,7 +231,7 @@ class Orchestrator:
         session.drafted += len(proposals.chosen.tokens) if proposals.chosen else 0
         session.accepted += min(completion.accepted, taken)
         log.control.append(session.control)
-        log.record(session.id, proposals.chosen, completion.accepted, taken, _rule(session.sequence.sampling))
+        log.record(session.id, proposals.chosen, completion.accepted, taken, rule_of(session.sequence.sampling))
         for unused in proposals.unused:
             log.record_free(session.id, unused, completion.tokens[:taken])
         self._emit(session, log)
@@ -333,10 +285,3 @@ class Orchestrator:
         if plan is not None:
             self._stats.step(plan, outcome, self._drafting.names, log.control)
         self._stats.state(*self.counts(), self._ledger.usage(), self._policy.drift(self.policy_state))
-
-
-def _rule(sampling: SamplingParams) -> Rule:
-    """Return the rule by which a request's proposals are accepted."""
-    if sampling.greedy:
-        return Rule.GREEDY
-    return Rule.COUPLED if sampling.coupled else Rule.SAMPLED

@@ -46,7 +46,7 @@ def test_the_shadow_decides_and_records_and_applies_nothing(service, command):
     assert service.generate("in the shadow", 40)[0] == 200
     settled(service, "shadow", 40)
     assert drafted(service, arm="shadow") == 0
-    assert service.metric("spindle_shadow_draft_length_count") >= 39
+    assert service.wait_until(lambda: service.metric("spindle_shadow_draft_length_count") >= 39)
 
 
 def test_both_arms_of_a_canary_have_their_figures(service, command):
