@@ -50,7 +50,7 @@ CHECKS = [checks.texts_are_those_of_plain_decoding, checks.log_probs_are_those_o
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_whatever_is_asked_and_planned(check):
-    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(scenarios)
     def holds(scenario):
         check(scenario)
