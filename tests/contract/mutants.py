@@ -13,7 +13,6 @@ from backend.drafting import Drafting
 from backend.engines import coupling, llama, processing, torch_engine, verification
 from backend.engines.torch_engine import TorchEngine
 from backend.engines.verification import Law, Verdict
-from backend.orchestrator import Orchestrator
 from backend.ports import Proposal
 from backend.randomness import Purpose
 from backend.request import FinishReason, SamplingParams
@@ -363,7 +362,7 @@ def commit_what_was_accepted_behind_an_end(patch: Patch) -> None:
 @killed_by(checks.nothing_is_committed_beyond_an_end)
 def look_at_max_tokens_between_steps_only(patch: Patch) -> None:
     """The planner's ceiling would hide it: the last token of ``max_tokens`` is never a proposed one."""
-    wrap(patch, Orchestrator, "_most", lambda original, loop, session: K_MAX)
+    wrap(patch, Drafting, "ceilings", lambda original, drafting, sequence, most: original(drafting, sequence, K_MAX))
 
     def commit(original, self, tokens, log_probs=None):
         beyond = max(0, len(tokens) - self.remaining)
