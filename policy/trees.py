@@ -1,0 +1,147 @@
+"""Trees instead of chains: how many siblings to propose at each depth, priced like everything else.
+
+A tree of widths w_1 .. w_K has one spine, the draft's chain of first-ranked tokens, and at depth j the w_j first-ranked continuations of
+the spine; only the first of them goes on. Siblings come from the forward that the spine needs anyway, so a tree of depth K costs a draft K
+forwards like a chain of length K, and sum w_j verified tokens. With hazard c_jr, the chance that rank r at depth j is accepted given that
+the spine was up to there and the ranks before r were not, and s_j = c_11 .. c_j1, a step emits
+
+    E = 1 + sum_j s_{j-1} (1 - prod_{r <= w_j} (1 - c_jr))
+
+tokens (Medusa's widths by head, arXiv 2401.10774, on a spine). Widths are fixed before this step's tokens are sampled; the siblings are
+then tested by the multi-draft rule, none of them merged when they were drawn (see ``policy.merging``).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .goodput import TIE
+from .plan import BoolArray, FloatArray, IntArray
+
+
+class TreeCosts(NamedTuple):
+    """What a step with trees of one draft takes, in seconds.
+
+    ``verify_s[m]`` of a step with m proposed tokens in all and no drafting, staircases allowed, inf where there is no room for so many; no
+    larger total is considered. ``depth_s[K]`` of the draft's forward at each depth, for all rows. ``speculation_s`` once if any row does.
+    From a ``StepProblem`` of n rows: its ``verify_s``, ``added_s(n)[d]`` (by depth) plus the rows' ``row_s[d].sum()``, ``speculation_s``.
+    """
+
+    verify_s: FloatArray
+    depth_s: FloatArray
+    speculation_s: float = 0.0
+
+
+class TreeDecision(NamedTuple):
+    """``widths`` int64[n, K] (all 0: no speculation; at most 1: a chain), expected weighted tokens, seconds, and why."""
+
+    widths: IntArray
+    value: float
+    step_s: float
+    reason: str
+
+
+def rank_chances(hazard: FloatArray) -> FloatArray:
+    """Return the chance that each rank is the one accepted, float64[..., W], from the ranks' hazards in turn."""
+    missed = np.cumprod(1.0 - hazard, axis=-1)
+    chances = hazard.copy()
+    chances[..., 1:] *= missed[..., :-1]
+    return chances
+
+
+def tree_tokens(hazard: FloatArray, widths: IntArray) -> FloatArray:
+    """Return the expected emitted tokens, float64[...], of trees of widths int64[..., K] at hazards float64[..., K, W].
+
+    Widths above 0 come first: a depth of width 0 ends the tree.
+    """
+    inside = np.arange(hazard.shape[-1]) < widths[..., None]
+    spine = np.cumprod(hazard[..., 0], axis=-1)
+    reached = np.concatenate([np.ones_like(spine[..., :1]), spine[..., :-1]], axis=-1)
+    tokens: FloatArray = 1.0 + ((rank_chances(hazard) * inside).sum(-1) * reached).sum(-1)
+    return tokens
+
+
+def best_trees(
+    hazard: FloatArray,
+    weight: FloatArray,
+    ceiling: IntArray,
+    price: float,
+    costs: TreeCosts,
+    node_ceiling: IntArray | None = None,
+) -> TreeDecision:
+    """Return the widths of n rows of one draft that maximise sum_i w_i E_i - price * seconds (price: tokens per second).
+
+    ``hazard`` float64[n, K, W]; ``weight[n]``; ``ceiling[n]`` the greatest depth of a row (at most what it may still emit, less one) and
+    ``node_ceiling[n]`` (None: none) the most tokens that it may propose. Exact where no rank is accepted more often than the one before
+    it: then no node is worth more than one that it needs, so that for a given depth the best trees of m nodes are the m nodes of most
+    worth, and one cumulative sum scores every m on the staircase (as Sequoia, arXiv 2402.12374, for trees of constant hazards). Draws from
+    one law are always so ordered (the residual's overlap with q only falls); estimates that are not count as much as the rank before, so
+    the result is never worse than the best chains.
+    """
+    n, k_max, _ = hazard.shape
+    if not n or not k_max:
+        nothing = np.zeros((n, k_max), np.int64)
+        return TreeDecision(nothing, float(weight.sum()), float(costs.verify_s[0]), "no speculation: nothing to propose")
+    worth = _node_worth(hazard, weight) * (np.arange(k_max) < ceiling[:, None])[:, :, None]
+    room = np.full(n, worth[0].size) if node_ceiling is None else node_ceiling
+    chains, trees = (_best_nodes(w, room, price, costs) for w in (worth[:, :, :1], worth))
+    widths: IntArray = trees.chosen.sum(2)
+    value = float(weight @ tree_tokens(hazard, widths))
+    return TreeDecision(widths, value, trees.step_s, _reason(widths, trees.objective, chains.objective, -price * float(costs.verify_s[0])))
+
+
+def _node_worth(hazard: FloatArray, weight: FloatArray) -> FloatArray:
+    """Return the expected weighted tokens that each node adds, float64[n, K, W], never more than that of a node before it."""
+    spine = np.cumprod(hazard[:, :, 0], axis=1) * weight[:, None]
+    reached = np.concatenate([weight[:, None], spine[:, :-1]], axis=1)
+    worth = rank_chances(hazard) * reached[:, :, None]
+    worth[:, :, 0] = spine  # as it is rounded in ``reached``
+    ordered: FloatArray = np.minimum.accumulate(worth, axis=2)
+    return ordered
+
+
+class _Nodes(NamedTuple):
+    chosen: BoolArray
+    objective: float
+    step_s: float
+
+
+def _best_nodes(worth: FloatArray, room: IntArray, price: float, costs: TreeCosts) -> _Nodes:
+    """Return the nodes bool[n, K, W] of the best objective (without the bonus tokens), the least of those that are as good."""
+    plain_s, totals = float(costs.verify_s[0]), int(np.isfinite(costs.verify_s).sum())
+    best = _Nodes(np.zeros(worth.shape, np.bool_), -price * plain_s, plain_s)
+    drafting_s = costs.speculation_s
+    for depth in range(1, worth.shape[1] + 1):
+        drafting_s += float(costs.depth_s[depth - 1])
+        value = _within_room(worth[:, :depth], room).ravel()
+        order = np.argsort(-value, kind="stable")[: totals - 1]
+        seconds = costs.verify_s[1 : len(order) + 1] + drafting_s
+        objective = np.cumsum(value[order]) - price * seconds
+        m = int(objective.argmax()) if len(order) else -1
+        if m >= 0 and objective[m] > best.objective + TIE * (1.0 + abs(best.objective)):
+            chosen = np.zeros(worth.shape, np.bool_)
+            chosen[:, :depth].reshape(len(worth), -1)[np.divmod(order[: m + 1], value.size // len(worth))] = True
+            best = _Nodes(chosen, float(objective[m]), float(seconds[m]))
+    return best
+
+
+def _within_room(worth: FloatArray, room: IntArray) -> FloatArray:
+    """Return the worth of nodes float64[n, nodes], 0 for all but each row's ``room[n]`` best."""
+    flat = worth.reshape(len(worth), -1)
+    if int(room.min()) >= flat.shape[1]:
+        return flat
+    place = np.argsort(np.argsort(-flat, axis=1, kind="stable"), axis=1, kind="stable")
+    return np.where(place < room[:, None], flat, 0.0)
+
+
+def _reason(widths: IntArray, trees: float, chains: float, none: float) -> str:
+    """Say what was chosen and what it is worth over the next simpler shape, in tokens at the price of time."""
+    if not widths.any():
+        return "no speculation: no tree or chain is worth its time"
+    if int(widths.max()) == 1:
+        return f"chains of {int(widths.sum())} tokens: {chains - none:+.3f} tokens over none; no sibling is worth its time"
+    most = "-".join(map(str, widths[int(widths.sum(1).argmax())].tolist()))
+    gains = f"{trees - none:+.3f} tokens over none, {trees - chains:+.3f} over chains"
+    return f"trees of {int(widths.sum())} tokens, widths up to {most}: {gains}"
