@@ -154,6 +154,10 @@ def test_one_long_context_among_short_ones_is_cut():
     assert found.reason == "cut: 19 pieces of 64 tokens read 1368 with merging instead of 4096 padded (without padding: 1216)"
 
 
+def test_of_equal_work_the_longest_piece_is_taken():
+    assert best_piece(np.array([4, 2]), True, 0).piece_tokens == 2  # three pieces of 2, or six of 1
+
+
 @pytest.mark.parametrize(
     ("context", "pads", "merge_tokens", "why"),
     [
