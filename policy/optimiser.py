@@ -23,7 +23,7 @@ def best_choice(problem: StepProblem | OneRow, price: float) -> tuple[Choice, Sc
     """
     if isinstance(problem, OneRow):
         return problem.best(price)
-    if not problem.ceiling.any():
+    if not problem.ceiling.any() or not problem.last_total():
         choice = no_speculation(problem.rows)
     elif problem.rows <= MOST_ROWS:
         choice = best_of_all(problem, price)

@@ -105,7 +105,7 @@ def step_problem(
 
 def _gain(hazard: FloatArray, ceiling: IntArray, weight: FloatArray, k_max: int) -> FloatArray:
     """Return the weighted survival float64[positions, drafts, rows], 0 beyond the ceilings."""
-    gain = np.ascontiguousarray(hazard[:, :, :k_max].transpose(2, 1, 0))
+    gain = hazard[:, :, :k_max].transpose(2, 1, 0).copy()
     if k_max:
         gain[0] *= weight
     for j in range(1, k_max):

@@ -1,0 +1,186 @@
+"""The best plan of a step by another road: the formulas of the design in plain loops, sharing no code with the policy but its tables.
+
+Up to three rows every choice is tried; up to eight, a dynamic program over the rows whose state is how many rows each draft has at each
+depth. Instances are random: staircases, catch-up, limits of drafts, ceilings, remaining tokens and KV headroom.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from policy import NO_DRAFT, LatencyCurve, LatencyModel, View
+from policy.goodput import StepProblem
+from policy.one_row import OneRow, one_row
+from policy.problem import NOTHING_GIVEN, Bounds, step_problem
+
+Choice = tuple[tuple[int, int], ...]
+"""(draft, length) by row."""
+
+NOTHING = (NO_DRAFT, 0)
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A view, the hazards float64[rows, drafts, positions] of its requests, the model of time with its correction, and the price."""
+
+    view: View
+    hazard: np.ndarray
+    latency: LatencyModel
+    correction: np.ndarray
+    bounds: Bounds
+    price: float
+
+    def problem(self) -> StepProblem:
+        """Return it as the optimiser gets it."""
+        rows = np.arange(len(self.view))
+        return step_problem(self.latency, self.correction, self.view, rows, self.hazard, NOTHING_GIVEN, self.bounds)
+
+    def one_row(self) -> OneRow:
+        """Return it as the scalar path gets it."""
+        return one_row(self.latency, self.correction.tolist(), self.view, self.hazard[0].tolist(), self.bounds)
+
+    def longest(self, row: int, draft: int) -> int:
+        """Return the most tokens that a draft may propose for a row."""
+        limit = self.view.limit
+        if limit is not None and limit[draft] < 1:
+            return 0
+        return int(min(self.view.ceiling[row, draft], self.view.remaining[row] - 1, self.bounds.k_max))
+
+    def options(self, row: int) -> list[tuple[int, int]]:
+        """Return a row's options."""
+        drafts = range(len(self.view.drafts))
+        return [NOTHING, *((d, k) for d in drafts for k in range(1, self.longest(row, d) + 1))]
+
+    def worth(self, row: int, option: tuple[int, int]) -> float:
+        """Return a row's tokens, less the price of what it alone takes: reading its KV, and its share of the catch-up."""
+        draft, length = option
+        weight = float(self.view.weight[row])
+        if not length:
+            return weight
+        survival, tokens = 1.0, 1.0
+        for j in range(length):
+            survival *= float(self.hazard[row, draft, j])
+            tokens += survival
+        curve, scale = self.latency.drafts[draft], float(self.correction[2 + draft])
+        reading_s = length * (curve.row_s + curve.context_s * float(self.view.context[row]))
+        catchup_s = self._base(draft, self.unseen(row, draft)) - self._base(draft, self.first(row, draft))
+        steps = min(max(float(self.view.remaining[row]) / 2, 1.0), self.bounds.horizon_steps)
+        return weight * tokens - self.price * scale * (reading_s + catchup_s / steps)
+
+    def unseen(self, row: int, draft: int) -> int:
+        """Return the tokens that a draft reads for a row before it proposes."""
+        return max(int(self.view.catchup[row, draft]), 1)
+
+    def first(self, row: int, draft: int) -> int:
+        """Return how many of them are no catch-up: a chain accepted whole leaves two tokens unseen."""
+        return min(self.unseen(row, draft), 2)
+
+    @cached_property
+    def verify_s(self) -> list[float]:
+        """Return the seconds of the step by proposed tokens, drafting apart."""
+        view, target, rows = self.view, self.latency.target, len(self.view)
+        seconds = []
+        for proposed in range(rows * self.bounds.k_max + 1):
+            tokens = view.prefill_tokens + rows + proposed
+            base = float(target.base(np.array(tokens))) + rows * target.row_s + float(view.context.sum()) * target.context_s
+            other = self.latency.overhead_s + (self.latency.speculation_s if proposed else 0.0)
+            over = view.headroom is not None and proposed > view.headroom
+            seconds.append(float("inf") if over else float(self.correction[0]) * base + float(self.correction[1]) * other)
+        return seconds
+
+    def forwards_s(self, draft: int, tokens: tuple[int, ...]) -> float:
+        """Return the seconds of a draft's forwards of so many tokens each."""
+        return float(self.correction[2 + draft]) * sum(self._base(draft, t) for t in tokens if t)
+
+    def objective(self, choice: Choice) -> float:
+        """Return the priced objective of a choice; -inf where it breaks a limit."""
+        shared_s = self.verify_s[sum(length for _, length in choice)]
+        for d in range(len(self.view.drafts)):
+            group = [(row, length) for row, (draft, length) in enumerate(choice) if draft == d]
+            if self.view.limit is not None and len(group) > self.view.limit[d]:
+                return -float("inf")
+            depths = [sum(length > j for _, length in group) for j in range(1, self.bounds.k_max)]
+            shared_s += self.forwards_s(d, (sum(self.first(row, d) for row, _ in group), *depths))
+        return sum(self.worth(row, option) for row, option in enumerate(choice)) - self.price * shared_s
+
+    def _base(self, draft: int, tokens: int) -> float:
+        return float(self.latency.drafts[draft].base(np.array(tokens)))
+
+
+def best_by_enumeration(instance: Instance) -> float:
+    """Return the highest objective of all choices, each tried."""
+    options = [instance.options(row) for row in range(len(instance.view))]
+    return max(instance.objective(choice) for choice in itertools.product(*options))
+
+
+def best_by_rows(instance: Instance) -> float:
+    """Return the highest objective by a dynamic program over the rows.
+
+    The state is, by draft, the tokens of the first forward and the rows at every depth; what it reaches best is all that matters of how.
+    """
+    drafts, k_max = range(len(instance.view.drafts)), instance.bounds.k_max
+    reached = {((0,) * (k_max + 1),) * len(drafts): 0.0}
+    for row in range(len(instance.view)):
+        steps = [(d, k, instance.worth(row, (d, k)), instance.first(row, d) if k else 0) for d, k in instance.options(row)]
+        following: dict[tuple[tuple[int, ...], ...], float] = {}
+        for state, value in reached.items():
+            for d, k, worth, first in steps:
+                after = state
+                if k:
+                    tokens = (state[d][0] + first, *(n + (j < k) for j, n in enumerate(state[d][1:])))
+                    after = (*state[:d], tokens, *state[d + 1 :])
+                if value + worth > following.get(after, -float("inf")):
+                    following[after] = value + worth
+        reached = following
+    return max(value + _shared(instance, state) for state, value in reached.items())
+
+
+def _shared(instance: Instance, state: tuple[tuple[int, ...], ...]) -> float:
+    limit = instance.view.limit
+    if limit is not None and any(tokens[1] > most for tokens, most in zip(state, limit.tolist(), strict=True)):
+        return -float("inf")
+    seconds = instance.verify_s[sum(sum(tokens[1:]) for tokens in state)]
+    for d, tokens in enumerate(state):
+        seconds += instance.forwards_s(d, (tokens[0], *tokens[2:]))
+    return -instance.price * seconds
+
+
+def random_instance(rng: np.random.Generator, rows: int, drafts: int, k_max: int) -> Instance:
+    """Return an instance with everything that makes one hard."""
+    shape = (rows, drafts)
+    remaining = np.where(rng.random(rows) < 0.2, rng.integers(1, k_max + 2, rows), rng.integers(k_max + 1, 200, rows))
+    view = View(
+        tuple(f"d{d}" for d in range(drafts)),
+        np.arange(rows),
+        rng.integers(10, 2000, rows),
+        remaining,
+        np.where(rng.random(shape) < 0.3, rng.integers(0, k_max + 1, shape), k_max),
+        np.where(rng.random(shape) < 0.3, rng.integers(3, 400, shape), rng.integers(0, 3, shape)),
+        rng.choice([0.5, 1.0, 1.0, 2.0], rows),
+        np.zeros(rows, np.int64),
+        np.ones(rows, np.bool_),
+        prefill_tokens=int(rng.choice([0, 0, 37])),
+        limit=rng.integers(0, rows + 1, drafts) if rng.random() < 0.4 else None,
+        headroom=int(rng.integers(0, rows * k_max + 1)) if rng.random() < 0.3 else None,
+    )
+    target = _staircase(rng, 1.0, 37 + rows * (k_max + 1), 0.1)
+    curves = tuple(_staircase(rng, float(rng.uniform(0.01, 0.3)), 2 * rows, 0.15) for _ in range(drafts))
+    hazard = rng.uniform(0.1, 0.98, (*shape, 1)) * rng.uniform(0.7, 1.0, (*shape, k_max))
+    latency = LatencyModel(target, curves, overhead_s=0.02, speculation_s=float(rng.choice([0.0, 0.05])))
+    price = float(rng.uniform(0.5, 2.5)) * float(view.weight.sum())  # around the goodput, at which the question is open
+    return Instance(view, hazard, latency, rng.uniform(0.8, 1.25, 2 + drafts), Bounds(k_max, 16.0), price)
+
+
+def _staircase(rng: np.random.Generator, first_s: float, tokens: int, stair: float) -> LatencyCurve:
+    """Return a curve of flat treads and sudden stairs, each a share of the first forward high."""
+    stairs = rng.exponential(stair, tokens) * (rng.random(tokens) < rng.choice([0.1, 0.4, 1.0]))
+    base_s = first_s * (1 + np.concatenate([[0.0, 0.0], np.cumsum(stairs)]))
+    return LatencyCurve(base_s, first_s * stair / 4, first_s * float(rng.choice([0.0, 0.01])), first_s * float(rng.choice([0.0, 1e-5])))
