@@ -225,6 +225,9 @@ class AcceptanceModel:
         accepted, reached = state.request_accepted[slot].tolist(), state.request_reached[slot].tolist()
         for held, seen, level, strength in zip(accepted, reached, state.draft_hazard[rule].tolist(), self._strength(state), strict=True):
             trials = sum(seen)
+            if not trials:
+                hazards.append(level)
+                continue
             mean = (sum(map(mul, seen, level)) + _NO_TRIALS / 2) / (trials + _NO_TRIALS)
             actual = (sum(held) + strength * mean) / (trials + strength)
             ratio = actual * (1 - mean) / ((1 - actual) * mean)

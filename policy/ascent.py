@@ -8,6 +8,7 @@ staircase. theta is the slope of that staircase where the scan ends.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from .pairs import with_pair_changes
 from .plan import NO_DRAFT, FloatArray, IntArray
 
 _SLOPES = 3  # values of theta tried at most
+_CLOSE = 0.005  # of the step's tokens: a total this close to the best at theta is not worth another theta
 _PROVEN = 0.002  # of the step's tokens: a choice this close to the bound is not worth improving
 _FEW_ROWS = 8  # up to so many, changes of two rows at true costs follow
 _NOTHING = 1e-300
@@ -40,12 +42,12 @@ class Terms(NamedTuple):
     def of(cls, problem: StepProblem, price: float) -> Terms:
         """Return the terms. No forward takes less than its line says: then what is best of the lines bounds what is best."""
         token_s, opening_s = problem.lines()
-        opening = price * opening_s
+        token_s, opening = token_s[:, None], price * opening_s
         return cls(
-            problem.gain - price * (token_s[:, None] + problem.row_s),
-            price * (problem.charge_s + (problem.first_tokens - 1) * token_s[:, None]),
+            problem.gain - price * (token_s + problem.row_s),
+            price * (problem.switch_s / problem.horizon + (problem.first_tokens - 1) * token_s),
             opening,
-            np.arange(1, len(opening) + 1)[:, None] * opening if problem.given is None else np.cumsum(opening, axis=0),
+            _sums(len(opening)).dot(opening),
             price * problem.verify_s[: problem.last_total() + 1],
         )
 
@@ -57,26 +59,42 @@ def ascend(problem: StepProblem, price: float, limit_s: float = math.inf) -> tup
     """
     terms = Terms.of(problem, price)
     choice, result = no_speculation(problem.rows), Score(problem.base_value, problem.plain_s, problem.plain_s)
-    plain, bound = result.objective(price), math.inf
-    theta = float(terms.verify[-1] - terms.verify[1]) / max(len(terms.verify) - 2, 1)
+    plain, bound, totals = result.objective(price), math.inf, np.arange(len(terms.verify))
+    theta = _slope_around(terms.verify, problem.likely_tokens)
     for _ in range(_SLOPES):
         wanted = np.maximum(terms.net - theta, 0.0)
-        tilted = theta * np.arange(len(terms.verify)) - terms.verify
-        highest = float(tilted.max())
+        tilted = theta * totals - terms.verify
+        highest = float(tilted[tilted.argmax()])
         bound = min(bound, max(plain, problem.base_value + _bound(terms, wanted) + highest - price * problem.speculation_s))
         draft, caps = _longest_chains(_worth(wanted, terms.charge), terms.chains)
-        candidate = _on_staircase(problem, price, terms, draft, caps, limit_s)
+        candidate = _as_wanted(wanted, draft, caps)
+        short = _shortfall(tilted, highest, candidate)
+        if short > _CLOSE * problem.base_value or problem.limit is not None or limit_s < math.inf:
+            candidate = _on_staircase(problem, price, terms, draft, caps, limit_s)
+            short = _shortfall(tilted, highest, candidate)
         candidate_score = score(problem, candidate)
         if candidate_score.objective(price) > result.objective(price) + TIE * (result.value + 1):
             choice, result = candidate, candidate_score
-        total = int(candidate.length.sum())
-        if highest - tilted[total] <= _PROVEN * result.value:
+        if short <= _CLOSE * problem.base_value:
             break
-        theta = _slope_at(terms.verify, total, theta)
+        theta = _slope_at(terms.verify, int(candidate.length.sum()), theta)
     if problem.rows <= _FEW_ROWS and limit_s == math.inf and bound - result.objective(price) > _PROVEN * result.value:
         choice = with_pair_changes(problem, price, choice)
         result = score(problem, choice)
     return choice, result, bound
+
+
+def _shortfall(tilted: FloatArray, highest: float, choice: Choice) -> float:
+    """Return what a choice's total loses against the best total at theta."""
+    total = int(choice.length.sum())
+    return highest - float(tilted[total]) if total < len(tilted) else math.inf
+
+
+def _slope_around(verify: FloatArray, total: int) -> float:
+    """Return the mean slope of the verification from a quarter below a total to a quarter above; of all but the first token for 0."""
+    last = len(verify) - 1
+    low, high = (min(total - total // 4, last - 1), min(total + total // 4 + 1, last)) if total else (min(1, last - 1), last)
+    return float(verify[high] - verify[low]) / (high - low)
 
 
 def _slope_at(verify: FloatArray, total: int, theta: float) -> float:
@@ -89,11 +107,15 @@ def _slope_at(verify: FloatArray, total: int, theta: float) -> float:
 
 def _worth(wanted: FloatArray, charge: FloatArray) -> FloatArray:
     """Return what a row has of a draft whose longest chain is k + 1, float64[K, D, n]."""
-    worth = wanted.copy()
-    for k in range(1, len(worth)):
-        worth[k] += worth[k - 1]
+    worth: FloatArray = _sums(len(wanted)).dot(wanted.reshape(len(wanted), -1)).reshape(wanted.shape)
     worth -= charge
     return np.maximum(worth, 0.0, out=worth)
+
+
+@lru_cache(maxsize=64)
+def _sums(k_max: int) -> FloatArray:
+    """Return the matrix that adds up positions: quicker than a cumulative sum."""
+    return np.tri(k_max)
 
 
 def _bound(terms: Terms, wanted: FloatArray) -> float:
@@ -102,9 +124,16 @@ def _bound(terms: Terms, wanted: FloatArray) -> float:
     Any shares that add up to the opening's price give a bound (each row alone can then only gain by paying less), as in facility location
     (Erlenkotter, 1978). The limits are left out, which makes it no smaller.
     """
-    kept = np.maximum(1 - terms.opening / np.maximum(wanted.sum(2), _NOTHING), 0.0)
+    kept = np.maximum(1 - terms.opening / np.maximum(_over_rows(wanted), _NOTHING), 0.0)
     alone = np.einsum("kdn,kd->dn", wanted, kept) - terms.charge
     return float(np.maximum(alone.max(0), 0.0).sum())
+
+
+def _over_rows(values: FloatArray) -> FloatArray:
+    """Return the sums over rows, [K, D]."""
+    k_max, drafts, rows = values.shape
+    total: FloatArray = values.reshape(-1, rows).dot(np.ones(rows)).reshape(k_max, drafts)
+    return total
 
 
 def _longest_chains(worth: FloatArray, chains: FloatArray) -> tuple[IntArray, dict[int, int]]:
@@ -115,27 +144,37 @@ def _longest_chains(worth: FloatArray, chains: FloatArray) -> tuple[IntArray, di
     _, drafts, rows = worth.shape
     caps: dict[int, int] = {}
     current, gained = np.zeros(rows), 0.0
+    total = _over_rows(worth) - chains
     for _ in range(2 * drafts):
-        total = np.maximum(worth, current).sum(2) if caps else worth.sum(2)
-        total -= chains
-        for d, cap in caps.items():  # longer than before, the difference is to be paid
-            total[:cap, d] = -math.inf
-            total[cap:, d] += chains[cap - 1, d]
         k, d = divmod(int(total.argmax()), drafts)
-        paid = sum(chains[cap - 1, e] for e, cap in caps.items())
-        if total[k, d] - paid <= gained + TIE:
+        if not total[k, d] > gained + TIE:
             break
-        gained = float(total[k, d] - paid)
+        gained = float(total[k, d])
         caps[d] = k + 1
-        np.maximum(current, worth[k, d], out=current)
-    if len(caps) > 1:
-        _choose_anew(worth, chains, caps)
+        current = np.maximum(current, worth[k, d])
+        costs = chains + sum(float(chains[cap - 1, e]) for e, cap in caps.items())
+        for e, cap in caps.items():  # for a longer one than before, the difference is to be paid
+            costs[:, e] -= chains[cap - 1, e]
+            costs[:cap, e] = math.inf
+        total = _over_rows(np.maximum(worth, current)) - costs
     if len(caps) < 2:
-        d = next(iter(caps), NO_DRAFT)
-        return np.where(current > 0, d, NO_DRAFT), caps
-    used = np.array(list(caps))
-    by_draft = worth[np.array(list(caps.values())) - 1, used]
-    return np.where(by_draft.max(0) > 0, used[by_draft.argmax(0)], NO_DRAFT), caps
+        return np.where(current > 0, next(iter(caps), NO_DRAFT), NO_DRAFT), caps
+    if rows <= _FEW_ROWS:
+        _choose_anew(worth, chains, caps)
+    used, longest = np.array(list(caps)), np.array(list(caps.values()))
+    by_draft = worth[longest - 1, used]
+    best = by_draft.argmax(0)
+    return np.where(current > 0, used[best], NO_DRAFT), caps
+
+
+def _as_wanted(wanted: FloatArray, draft: IntArray, caps: dict[int, int]) -> Choice:
+    """Return the choice of every row's own wish at theta, as far as the longest chain of its draft allows."""
+    if not caps:
+        return no_speculation(len(draft))
+    row, longest = np.arange(len(draft)), np.zeros(wanted.shape[1] + 1, np.int64)
+    longest[list(caps)] = list(caps.values())
+    length = np.minimum((wanted[:, draft, row] > 0).sum(0), longest[draft])
+    return Choice(np.where(length > 0, draft, NO_DRAFT), length)
 
 
 def _choose_anew(worth: FloatArray, chains: FloatArray, caps: dict[int, int]) -> None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .latency import lines_below
 from .plan import NO_DRAFT, FloatArray, IntArray
 
 TIE = 1e-9  # relative: of choices this close the one with the fewest tokens wins
@@ -31,7 +32,8 @@ class StepProblem:
 
     ``limit[D]`` (None: none) is the most rows that a draft takes. ``given[D, K]`` (None: none) are the tokens of rows outside this choice
     in the drafts' forwards. Those forwards are paid for in ``verify_s``; here they make the ones that share them cheaper. ``cap_s`` is the
-    longest step to be chosen (see ``limit_s``).
+    longest step to be chosen (see ``limit_s``). ``line_s`` are the lines of ``lines`` if known, ``likely_tokens`` a guess (0: none) of how
+    many tokens are best.
     """
 
     gain: FloatArray
@@ -47,6 +49,8 @@ class StepProblem:
     limit: IntArray | None = None
     given: IntArray | None = None
     cap_s: float = math.inf
+    line_s: tuple[FloatArray, FloatArray] | None = None
+    likely_tokens: int = 0
 
     @property
     def rows(self) -> int:
@@ -88,15 +92,13 @@ class StepProblem:
 
     def lines(self) -> tuple[FloatArray, FloatArray]:
         """Return lines below the seconds of the drafts' forwards: of a token more [D], and of opening each depth [K, D]."""
-        k_max, drafts, rows = self.gain.shape
-        tokens = np.arange(1, 2 * rows + 1)
+        k_max, _, rows = self.gain.shape
+        if self.line_s is not None and self.given is None:
+            return self.line_s
         if self.given is None:
-            steps_s = self.forward_s[None, :, 1 : 2 * rows + 1]
-        else:
-            steps_s = np.stack([self.added_s(m) for m in tokens.tolist()], axis=2).transpose(1, 0, 2)
-        chord_s = (steps_s[:, :, rows - 1] - steps_s[:, :, 0]) / max(rows - 1, 1)
-        token_s = np.minimum(chord_s, (steps_s / tokens).min(2)).min(0)
-        return token_s, np.broadcast_to((steps_s - token_s[:, None] * tokens).min(2), (k_max, drafts))
+            token_s, opening_s = lines_below(self.forward_s[None, :, 1 : 2 * rows + 1])
+            return token_s, np.ones((k_max, 1)) * opening_s
+        return lines_below(np.stack([self.added_s(m + 1) for m in range(2 * rows)], axis=2).transpose(1, 0, 2))
 
     def last_total(self) -> int:
         """Return the most tokens for which there is room."""
@@ -136,14 +138,14 @@ def score(problem: StepProblem, choice: Choice) -> Score:
     draft, length = choice.draft[rows], choice.length[rows]
     k_max, drafts, n = problem.gain.shape
     place = draft * n + rows
-    alive = (np.arange(int(length.max()))[:, None] < length).astype(np.float64)
-    value = problem.base_value + float((problem.gain.reshape(k_max, -1)[: len(alive)].take(place, 1) * alive).sum())
+    longest = int(length[length.argmax()])
+    alive = (np.arange(longest)[:, None] < length).astype(np.float64)
+    value = problem.base_value + float(np.vdot(problem.gain.reshape(k_max, -1)[:longest].take(place, 1), alive))
+    member = (draft[:, None] == np.arange(drafts)).astype(np.float64)
     tokens = np.zeros((drafts, k_max), np.int64)
-    for d in np.bincount(draft).nonzero()[0].tolist():
-        group = draft == d
-        tokens[d, : len(alive)] = alive @ group
-        tokens[d, 0] = problem.first_tokens[d, rows[group]].sum()
-    seconds = float(problem.verify_s[length.sum()]) + problem.speculation_s + float(length @ problem.row_s.take(place))
+    tokens[:, :longest] = alive.dot(member).T
+    tokens[:, 0] = problem.first_tokens.take(place).dot(member)
+    seconds = float(problem.verify_s[length.sum()]) + problem.speculation_s + float(length.dot(problem.row_s.take(place)))
     seconds += float(problem.added_s(tokens).sum())
     switch_s = problem.switch_s.take(place)
-    return Score(value, seconds + float((switch_s / problem.horizon[rows]).sum()), seconds + float(switch_s.sum()))
+    return Score(value, seconds + float(switch_s.dot(1 / problem.horizon[rows])), seconds + float(switch_s.sum()))

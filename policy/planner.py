@@ -68,7 +68,7 @@ class PlannerState:
     and ``expected`` are fading means of emitted tokens and of goodput x predicted time: their ratio is the share of the best goodput that
     is realised in the long run, prefill included. ``saturated`` is the long-run goodput of steps with a backlog (0 = none seen).
     ``credit_s`` is what may still be spent on probes, ``look`` the steps until the next look for one, ``rest`` the steps for which no
-    speculation stays decided.
+    speculation stays decided, ``proposed`` the tokens proposed in the last step.
     """
 
     acceptance: AcceptanceState
@@ -81,6 +81,7 @@ class PlannerState:
     credit_s: float = 0.0
     rest: int = 0
     look: int = 0
+    proposed: int = 0
 
 
 class AdaptivePlanner:
@@ -127,7 +128,7 @@ class AdaptivePlanner:
         acceptance = self._acceptance.aged(state.acceptance, now)
         if len(view) == 1 and view.given is None and self.drafts and view.ready[0]:
             plan, after = self._plan_one(view, state, acceptance)
-            if not self._may_look(after, plan.predicted_s):
+            if not self._may_look(state, after.credit_s, plan.predicted_s):
                 return plan, after
         return self._plan_rows(view, state, acceptance)
 
@@ -144,7 +145,7 @@ class AdaptivePlanner:
         notes = self._notes(problem, result, price, goodput, bound, prefill_s, state)
         return Plan(choice.draft, choice.length, result.step_s, tokens, price, notes), PlannerState(
             *(acceptance, state.correction, view, goodput, state.earned, state.expected, state.saturated),
-            *(credit_s, 0 if result.value > problem.base_value else self.config.rest_steps, max(state.look - 1, 0)),
+            *(credit_s, 0 if result.value > problem.base_value else self.config.rest_steps, max(state.look - 1, 0), choice.length.item()),
         )
 
     def _plan_rows(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[Plan, PlannerState]:
@@ -156,22 +157,26 @@ class AdaptivePlanner:
         given, own = _split(view, rows, hazard)
         if own is not None:
             rows, hazard, requests = rows[own], hazard[own], view.request[rows[own]].tolist()
-        problem = step_problem(self._latency, state.correction, view, rows, hazard, given, self._bounds)
+        problem = step_problem(self._latency, state.correction, view, rows, hazard, given, self._bounds, state.proposed)
         prefill_s = extra_prefill_s(self._latency, state.correction, view, len(rows) + len(given.rows) + given.tokens)
         choice, result, price, goodput, bound = self._priced_choice(problem, prefill_s, view.queued, state)
         notes = self._notes(problem, result, price, goodput, bound, prefill_s, state)
-        state = replace(
-            state, acceptance=acceptance, view=view, goodput=goodput, credit_s=state.credit_s + self.config.explore_share * result.step_s
-        )
-        if self._may_look(state, result.step_s):
+        credit_s, look = state.credit_s + self.config.explore_share * result.step_s, max(state.look - 1, 0)
+        if self._may_look(state, credit_s, result.step_s):
             spread = self._acceptance.spread(acceptance, requests, view.rule[rows], hazard)
             hopeful = np.minimum(hazard + self.config.optimism * spread, 1.0)
-            choice, result, notes["probe"], state = self._explored(problem, view.weight[rows], hopeful, choice, result, price, state)
-        draft, length = np.full(len(view), NO_DRAFT, np.int64), np.zeros(len(view), np.int64)
-        draft[rows], length[rows] = choice
-        tokens = _tokens(problem, view.weight[rows], choice) + given.expected_tokens
-        rest = 0 if length.any() else self.config.rest_steps
-        return Plan(draft, length, result.step_s, tokens, price, notes), replace(state, rest=rest, look=max(state.look - 1, 0))
+            probe = affordable_probe(problem, view.weight[rows], hopeful, choice, result, price, credit_s)
+            if probe is not None and probe.rows:
+                choice, result, notes["probe"], credit_s = probe.choice, probe.result, probe.rows, credit_s - probe.cost_s
+            else:  # credit can always be saved up to the price of the cheapest probe, so that no draft stays out for good
+                credit_s, look = min(credit_s, max(result.step_s, probe.cost_s if probe else 0.0)), _LOOK_STEPS
+        draft, length = choice if len(rows) == len(view) else _scattered(choice, rows, len(view))
+        proposed = int(length.sum())
+        tokens = _tokens(problem, view.weight[rows], choice, result.value - given.value) + given.expected_tokens
+        return Plan(draft, length, result.step_s, tokens, price, notes), PlannerState(
+            *(acceptance, state.correction, view, goodput, state.earned, state.expected, state.saturated),
+            *(credit_s, 0 if proposed else self.config.rest_steps, look, proposed),
+        )
 
     def _notes(
         self, problem: Problem, result: Score, price: float, goodput: float, bound: float, prefill_s: float, state: PlannerState
@@ -221,32 +226,12 @@ class AdaptivePlanner:
             choice, result, goodput = no_speculation(rows), nothing, plain
         return choice, result, price, goodput, bound
 
-    # -- explore
+    def _may_look(self, state: PlannerState, credit_s: float, step_s: float) -> bool:
+        """Return whether a probe may be looked for: its least price has been saved, and the last look was not just now.
 
-    def _may_look(self, state: PlannerState, step_s: float) -> bool:
-        """Return whether a probe may be looked for: its least price has been saved, and the last look was not just now."""
-        return state.look == 0 and self.config.explore_share > 0 and state.credit_s >= PROBE_FLOOR * step_s
-
-    def _explored(
-        self,
-        problem: StepProblem,
-        weight: FloatArray,
-        hopeful: FloatArray,
-        choice: Choice,
-        result: Score,
-        price: float,
-        state: PlannerState,
-    ) -> tuple[Choice, Score, int, PlannerState]:
-        """Return the choice with a probe in it if one is affordable, its score, how many rows probe, and the state.
-
-        Each step earns ``explore_share`` of its time. Credit can always be saved up to the price of the cheapest probe, so that no draft
-        stays out for good.
+        Each step earns ``explore_share`` of its time.
         """
-        probe = affordable_probe(problem, weight, hopeful, choice, result, price, state.credit_s)
-        if probe is not None and probe.rows:
-            return probe.choice, probe.result, probe.rows, replace(state, credit_s=state.credit_s - probe.cost_s)
-        most_s = result.step_s if probe is None else max(result.step_s, probe.cost_s)
-        return choice, result, 0, replace(state, credit_s=min(state.credit_s, most_s), look=_LOOK_STEPS)
+        return state.look == 0 and self.config.explore_share > 0 and credit_s >= PROBE_FLOOR * step_s
 
     # -- observe
 
@@ -319,8 +304,17 @@ def _split(view: View, rows: IntArray, hazard: FloatArray) -> tuple[Given, BoolA
     return Given.of(view, theirs, choice, hazard[~own]), own
 
 
-def _tokens(problem: StepProblem, weight: FloatArray, choice: Choice) -> float:
+def _scattered(choice: Choice, rows: IntArray, n: int) -> Choice:
+    """Return the choice of some rows as one of all, the others doing nothing."""
+    whole = no_speculation(n)
+    whole.draft[rows], whole.length[rows] = choice
+    return whole
+
+
+def _tokens(problem: StepProblem, weight: FloatArray, choice: Choice, value: float) -> float:
     """Return the expected emitted tokens of a choice, unweighted."""
+    if (weight == 1).all():
+        return value
     rows = choice.length.nonzero()[0]
     gain = problem.gain[:, choice.draft[rows], rows]
     gain[np.arange(len(gain))[:, None] >= choice.length[rows]] = 0.0

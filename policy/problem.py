@@ -60,7 +60,14 @@ NOTHING_GIVEN = Given(np.zeros(0, np.int64), no_speculation(0))
 
 
 def step_problem(
-    latency: LatencyModel, correction: FloatArray, view: View, rows: IntArray, hazard: FloatArray, given: Given, bounds: Bounds
+    latency: LatencyModel,
+    correction: FloatArray,
+    view: View,
+    rows: IntArray,
+    hazard: FloatArray,
+    given: Given,
+    bounds: Bounds,
+    likely_tokens: int = 0,
 ) -> StepProblem:
     """Return the choice that these rows of the view have beside what is given; ``hazard`` float64[rows, drafts, positions]."""
     n, everyone = len(rows), len(rows) + len(given.rows)
@@ -70,18 +77,20 @@ def step_problem(
     ceiling = np.minimum(np.minimum(ceiling, (remaining - 1)[:, None]), bounds.k_max).T
     if view.limit is not None:
         ceiling = ceiling * (view.limit > 0)[:, None]
-    k_max = int(ceiling.max(initial=0))
+    k_max = int(ceiling.max(initial=0)) if n else 0
     target, drafts, scale = latency.target, latency.stack, correction[FIRST_DRAFT:, None]
     base = view.prefill_tokens + everyone + given.tokens
     verify_s = target.run(base, n * k_max + 1) if base else np.zeros(1)
-    context_tokens = float(context.sum()) + float(view.context[given.rows].sum())
+    context_tokens = float(context.sum()) + (float(view.context[given.rows].sum()) if everyone > n else 0.0)
     verify_s = correction[VERIFY] * (verify_s + everyone * target.row_s + context_tokens * target.context_s)
     if view.headroom is not None:
         verify_s[max(view.headroom - given.tokens, 0) + 1 :] = math.inf
     catchup = np.maximum(catchup.T, 1)
     first_tokens = np.minimum(catchup, 2)  # a chain accepted whole leaves two tokens unseen: no switch yet
-    forward_s = scale * drafts.run(2 * everyone + 1)
+    forward_s = scale * drafts.run(max(2 * everyone, 2) + 1)
     forward_s[:, 0] = 0.0
+    first_s = forward_s[:, 1:2] + (first_tokens - 1) * (forward_s[:, 2:3] - forward_s[:, 1:2])
+    token_s, opening_s = drafts.lines(max(n, 1))
     overhead_s, speculation_s = latency.overhead_s * correction[OVERHEAD], latency.speculation_s * correction[OVERHEAD]
     if given.tokens:
         overhead_s += speculation_s + float(drafting_s(latency, view, given.rows, given.choice) @ scale[:, 0])
@@ -95,11 +104,13 @@ def step_problem(
         forward_s,
         first_tokens,
         scale * (drafts.row_s[:, None] + drafts.context_s[:, None] * context),
-        scale * (drafts.base(catchup) - drafts.base(first_tokens)),
+        scale * drafts.base(catchup) - first_s,
         np.minimum(np.maximum(remaining / 2, 1.0), bounds.horizon_steps),
         None if view.limit is None else view.limit - given.rows_of_drafts(len(drafts.row_s)),
         given.occupancy(view, k_max),
         view.cap_s,
+        (scale[:, 0] * token_s, np.ones((k_max, 1)) * (scale[:, 0] * opening_s)),
+        likely_tokens,
     )
 
 

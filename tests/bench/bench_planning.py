@@ -1,4 +1,4 @@
-"""What the loop pays for planning by batch size, in microseconds: ``python -m tests.bench.bench_planning [--seed 0] [--steps 300]``.
+"""What the loop pays for planning by batch size, in microseconds; run by ``tests/bench/run.py --suite policy``.
 
 Counted are ``View(...)`` with ``plan`` (and the Plan in it), and ``observe``, in CPU time: a busy machine does not count. Four drafts,
 k_max 8, requests unlike each other finishing and arriving in a closed loop; times of a roofline: memory-bound at first, then by the token.
@@ -7,8 +7,6 @@ Cold is the first step of a planner that knows nothing; warm starts from the las
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from pathlib import Path
 from statistics import median
@@ -120,18 +118,3 @@ def measure(rows: int, steps: int, seed: int) -> dict[str, float]:
         "gap_max": max(gaps[warm]),
     }
     return {name: round(value, 4 if name.startswith(("gap", "mean")) else 1) for name, value in figures.items()}
-
-
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=300)
-    options = parser.parse_args()
-    command = f"python -m tests.bench.bench_planning --seed {options.seed} --steps {options.steps}"
-    batches = {str(rows): measure(rows, options.steps, options.seed) for rows in (1, 2, 3, 4, 8, 16, 64, 256)}
-    print(json.dumps({"command": command, "seed": options.seed, "numpy": np.__version__, "batches": batches}, indent=2))
-
-
-if __name__ == "__main__":
-    main()

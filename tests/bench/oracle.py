@@ -184,3 +184,9 @@ def _staircase(rng: np.random.Generator, first_s: float, tokens: int, stair: flo
     stairs = rng.exponential(stair, tokens) * (rng.random(tokens) < rng.choice([0.1, 0.4, 1.0]))
     base_s = first_s * (1 + np.concatenate([[0.0, 0.0], np.cumsum(stairs)]))
     return LatencyCurve(base_s, first_s * stair / 4, first_s * float(rng.choice([0.0, 0.01])), first_s * float(rng.choice([0.0, 1e-5])))
+
+
+def sizes(rng: np.random.Generator) -> tuple[int, int, int]:
+    """Return rows, drafts and positions of an instance small enough to enumerate."""
+    rows = int(rng.integers(1, 4))
+    return rows, int(rng.integers(1, 4 if rows == 3 else 5)), int(rng.integers(1, {1: 9, 2: 6, 3: 3}[rows]))

@@ -1,0 +1,134 @@
+"""The optimiser against an oracle that shares no scoring code with it, and what holds of every plan."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policy import AcceptanceConfig, AdaptivePlanner, NoSpeculation, Outcome, PlannerConfig
+from policy.optimiser import best_choice
+from tests.bench.oracle import best_by_enumeration, best_by_rows, random_instance, sizes
+
+RNG = np.random.default_rng(0)
+SEEDS = st.integers(0, 2**32)
+
+
+def objective(instance, choice):
+    return instance.objective(tuple(zip(choice.draft.tolist(), choice.length.tolist(), strict=True)))
+
+
+def test_up_to_three_rows_the_choice_is_worth_as_much_as_the_best_there_is():
+    rng = np.random.default_rng(1)
+    for _ in range(300):
+        instance = random_instance(rng, *sizes(rng))
+        choice, result, bound = best_choice(instance.problem(), instance.price)
+        best = best_by_enumeration(instance)
+        assert objective(instance, choice) == pytest.approx(best, rel=1e-9, abs=1e-9)
+        assert result.objective(instance.price) == pytest.approx(best, rel=1e-9, abs=1e-9)
+        assert bound == pytest.approx(best, rel=1e-9, abs=1e-9)
+
+
+def test_the_two_oracles_agree():
+    rng = np.random.default_rng(2)
+    for _ in range(60):
+        instance = random_instance(rng, *sizes(rng))
+        assert best_by_rows(instance) == pytest.approx(best_by_enumeration(instance), rel=1e-9, abs=1e-9)
+
+
+def test_from_four_rows_to_eight_it_is_within_two_percent_of_the_step_s_tokens_and_under_the_bound():
+    rng, losses = np.random.default_rng(3), []
+    for rows, drafts, k_max, count in ((4, 3, 3, 40), (5, 2, 3, 40), (6, 2, 3, 20), (8, 2, 2, 20)):
+        for _ in range(count):
+            instance = random_instance(rng, rows, drafts, k_max)
+            choice, result, bound = best_choice(instance.problem(), instance.price)
+            best, found = best_by_rows(instance), objective(instance, choice)
+            assert result.objective(instance.price) == pytest.approx(found, rel=1e-9, abs=1e-9)
+            assert found <= best + 1e-9 <= bound + 1e-8
+            losses.append((best - found) / (instance.price * result.charged_s))
+    assert max(losses) < 0.02
+    assert np.mean(np.array(losses) < 1e-9) > 0.9
+
+
+@settings(deadline=None, max_examples=100)
+@given(SEEDS, st.integers(1, 4), st.integers(1, 8))
+def test_one_row_is_planned_alike_by_plain_numbers_and_by_arrays(seed, drafts, k_max):
+    instance = random_instance(np.random.default_rng(seed), 1, drafts, k_max)
+    plain, plain_score, plain_bound = instance.one_row().best(instance.price)
+    choice, result, bound = best_choice(instance.problem(), instance.price)
+    assert (plain.draft.tolist(), plain.length.tolist()) == (choice.draft.tolist(), choice.length.tolist())
+    assert plain_score == pytest.approx(result)
+    assert plain_bound == pytest.approx(bound)
+
+
+@settings(deadline=None, max_examples=100)
+@given(SEEDS, st.integers(1, 40), st.integers(1, 4), st.integers(1, 8), st.booleans())
+def test_no_choice_exceeds_a_ceiling_a_limit_the_room_or_the_cap_nor_is_worse_than_none(seed, rows, drafts, k_max, capped):
+    rng = np.random.default_rng(seed)
+    instance = random_instance(rng, rows, drafts, k_max)
+    cap_s = float(rng.uniform(0.5, 3.0)) if capped else np.inf
+    instance = replace(instance, view=replace(instance.view, cap_s=cap_s))
+    choice, result, bound = best_choice(instance.problem(), instance.price)
+    assert (choice.length <= [instance.longest(i, d) if d >= 0 else 0 for i, d in enumerate(choice.draft.tolist())]).all()
+    assert objective(instance, choice) > -np.inf  # the oracle's word for a broken limit
+    assert result.step_s <= max(cap_s, instance.verify_s[0]) * (1 + 1e-6)
+    nothing = instance.objective(((-1, 0),) * rows)
+    assert nothing - 1e-9 <= objective(instance, choice) <= bound + 1e-9
+
+
+@settings(deadline=None, max_examples=60)
+@given(SEEDS, st.integers(2, 40), st.integers(1, 3), st.integers(1, 6))
+def test_permuting_the_requests_permutes_the_plan(seed, rows, drafts, k_max):
+    rng = np.random.default_rng(seed)
+    instance = random_instance(rng, rows, drafts, k_max)
+    order, view = rng.permutation(rows), instance.view
+    names = ("request", "context", "remaining", "ceiling", "catchup", "weight", "rule", "ready")
+    permuted = replace(view, **{name: getattr(view, name)[order] for name in names})
+    choice, result, _ = best_choice(instance.problem(), instance.price)
+    other, again, _ = best_choice(replace(instance, view=permuted, hazard=instance.hazard[order]).problem(), instance.price)
+    assert again.objective(instance.price) == pytest.approx(result.objective(instance.price), rel=1e-9)
+    assert other.length.tolist() == choice.length[order].tolist()
+    assert other.draft.tolist() == choice.draft[order].tolist()
+
+
+@settings(deadline=None, max_examples=6)
+@given(SEEDS, st.integers(1, 3), st.integers(1, 3))
+def test_after_any_history_every_draft_comes_back(seed, rows, drafts):
+    """For so many steps nothing at all is accepted, or some of it; then new requests come to a fleet that has learnt that."""
+    rng = np.random.default_rng(seed)
+    instance = random_instance(rng, rows, drafts, 4)
+    latency = replace(instance.latency, drafts=tuple(replace(c, base_s=np.full(2, 0.02), slope_s=0.0) for c in instance.latency.drafts))
+    config = PlannerConfig(k_max=4, explore_share=0.05, acceptance=AcceptanceConfig(draft_memory_rows=100.0, request_memory_steps=30.0))
+    planner = AdaptivePlanner(instance.view.drafts, latency, config)
+    state, used, accepts = planner.start(), set(), float(rng.choice([0.0, 0.3]))
+    base = replace(
+        instance.view,
+        limit=None,
+        headroom=None,
+        cap_s=np.inf,
+        ceiling=np.full((rows, drafts), 4),
+        catchup=np.ones((rows, drafts), np.int64),
+    )
+    for step in range(1000):
+        view = replace(base, request=np.arange(rows) + rows * (step // 40), remaining=np.full(rows, 100))
+        plan, state = planner.plan(view, state, float(step), RNG)
+        if step > 500:
+            used |= set(plan.draft[plan.length > 0].tolist())
+        accepted = rng.binomial(plan.length, accepts)
+        nothing = np.zeros(rows, np.int64)
+        outcome = Outcome(view.request, plan.draft, plan.length, accepted, accepted + 1, plan.length, nothing, plan.predicted_s)
+        state = planner.observe(replace(outcome, finished=view.request if step % 40 == 39 else nothing[:0]), state, float(step))
+    assert used == set(range(drafts))
+
+
+def test_a_plan_is_never_predicted_to_be_worse_than_no_speculation():
+    rng = np.random.default_rng(5)
+    for _ in range(100):
+        rows, drafts = int(rng.integers(1, 20)), int(rng.integers(1, 4))
+        instance = random_instance(rng, rows, drafts, 6)
+        planner = AdaptivePlanner(instance.view.drafts, instance.latency, PlannerConfig(k_max=6, explore_share=0.0))
+        plan, _ = planner.plan(instance.view, planner.start(), 0.0, RNG)
+        none, _ = NoSpeculation().plan(instance.view, None, 0.0, RNG)
+        assert plan.notes["gain"] >= 1 - 1e-9
+        assert plan.predicted_tokens >= len(none.length) - 1e-9
