@@ -61,6 +61,7 @@ def ascend(problem: StepProblem, price: float, limit_s: float = math.inf) -> tup
     choice, result = no_speculation(problem.rows), Score(problem.base_value, problem.plain_s, problem.plain_s)
     plain, bound, totals = result.objective(price), math.inf, np.arange(len(terms.verify))
     theta = _slope_around(terms.verify, problem.likely_tokens)
+    close = TIE if problem.rows <= _FEW_ROWS else _CLOSE * problem.base_value
     for _ in range(_SLOPES):
         wanted = np.maximum(terms.net - theta, 0.0)
         tilted = theta * totals - terms.verify
@@ -69,13 +70,13 @@ def ascend(problem: StepProblem, price: float, limit_s: float = math.inf) -> tup
         draft, caps = _longest_chains(_worth(wanted, terms.charge), terms.chains)
         candidate = _as_wanted(wanted, draft, caps)
         short = _shortfall(tilted, highest, candidate)
-        if short > _CLOSE * problem.base_value or problem.limit is not None or limit_s < math.inf:
+        if short > close or problem.limit is not None or limit_s < math.inf:
             candidate = _on_staircase(problem, price, terms, draft, caps, limit_s)
             short = _shortfall(tilted, highest, candidate)
         candidate_score = score(problem, candidate)
         if candidate_score.objective(price) > result.objective(price) + TIE * (result.value + 1):
             choice, result = candidate, candidate_score
-        if short <= _CLOSE * problem.base_value:
+        if short <= close:
             break
         theta = _slope_at(terms.verify, int(candidate.length.sum()), theta)
     if problem.rows <= _FEW_ROWS and limit_s == math.inf and bound - result.objective(price) > _PROVEN * result.value:

@@ -18,11 +18,11 @@ from .plan import NO_DRAFT, BoolArray, FloatArray, IntArray, Outcome, Plan, View
 from .probing import PROBE_FLOOR, affordable_probe
 from .problem import NOTHING_GIVEN, Bounds, Given, extra_prefill_s, predicted_parts, step_problem
 
-_COLD_TOLERANCE, _WARM_TOLERANCE = 0.01, 0.05  # of the price, whose error costs in second order; the next step goes on
+_COLD_TOLERANCE, _WARM_TOLERANCE = 0.01, 0.03  # of the price, whose error costs in second order; the next step goes on
 _PRICE_ROUNDS = 4
 _SHARE_BOUNDS = (0.1, 2.0)
 _REST_ROWS = 4
-_LOOK_STEPS = 8  # between two looks for a probe that found none to be had: looking takes time too
+_LOOK_STEPS = 4  # at most, from one look for a probe that found none to be had to the next: looking takes time too
 
 
 Problem = StepProblem | OneRow
@@ -169,7 +169,9 @@ class AdaptivePlanner:
             if probe is not None and probe.rows:
                 choice, result, notes["probe"], credit_s = probe.choice, probe.result, probe.rows, credit_s - probe.cost_s
             else:  # credit can always be saved up to the price of the cheapest probe, so that no draft stays out for good
-                credit_s, look = min(credit_s, max(result.step_s, probe.cost_s if probe else 0.0)), _LOOK_STEPS
+                cost_s, earned_s = probe.cost_s if probe else 0.0, self.config.explore_share * result.step_s
+                look = min(int((cost_s - credit_s) / earned_s), _LOOK_STEPS) if probe else _LOOK_STEPS
+                credit_s = min(credit_s, max(result.step_s, cost_s))
         draft, length = choice if len(rows) == len(view) else _scattered(choice, rows, len(view))
         proposed = int(length.sum())
         tokens = _tokens(problem, view.weight[rows], choice, result.value - given.value) + given.expected_tokens
