@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .goodput import TIE
+from .goodput import TIE, StepProblem
 from .plan import BoolArray, FloatArray, IntArray
 
 
@@ -26,12 +26,23 @@ class TreeCosts(NamedTuple):
 
     ``verify_s[m]`` of a step with m proposed tokens in all and no drafting, staircases allowed, inf where there is no room for so many; no
     larger total is considered. ``depth_s[K]`` of the draft's forward at each depth, for all rows. ``speculation_s`` once if any row does.
-    From a ``StepProblem`` of n rows: its ``verify_s``, ``added_s(n)[d]`` (by depth) plus the rows' ``row_s[d].sum()``, ``speculation_s``.
     """
 
     verify_s: FloatArray
     depth_s: FloatArray
     speculation_s: float = 0.0
+
+    @classmethod
+    def of(cls, problem: StepProblem, draft: int) -> TreeCosts:
+        """Return the costs of a step whose rows all use one draft; those that do not speculate, or not as deep, are charged as if they did.
+
+        A batch of one is charged exactly what the planner charges it; for more rows, ``problem.verify_s`` bounds the total to n K nodes.
+        """
+        tokens = np.full(problem.gain.shape[1::-1], problem.rows)
+        tokens[:, :1] = problem.first_tokens.sum(1)[:, None]
+        depth_s = problem.added_s(tokens)[draft] + float(problem.row_s[draft].sum())
+        depth_s[:1] += float(problem.charge_s[draft].sum())
+        return cls(problem.verify_s, depth_s, problem.speculation_s)
 
 
 class TreeDecision(NamedTuple):

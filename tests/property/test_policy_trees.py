@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from policy.goodput import StepProblem
 from policy.merging import best_merge, merge, merged_tokens
+from policy.optimiser import best_choice
 from policy.trees import TreeCosts, best_trees, rank_chances, tree_tokens
 
 
@@ -90,6 +92,29 @@ def test_where_ranks_are_estimated_out_of_order_trees_are_legal_and_never_worse_
     assert all(tuple(row) in all_trees(3, 3, 3, 9) for row in found.widths.tolist())
     chains = brute_force(hazard[:, :, :1], np.ones(rows), ceiling, room, price, prices)
     assert found.value - price * found.step_s >= chains - 1e-9
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(0, 2**32), st.integers(1, 5), st.floats(0.05, 3.0))
+def test_trees_of_one_rank_for_one_row_are_the_chains_that_the_optimiser_finds(seed, depths, price):
+    rng = np.random.default_rng(seed)
+    hazard, steps = rng.uniform(0, 1, (1, depths, 1)), rng.exponential(0.2, depths) * (rng.random(depths) < 0.5)
+    problem = StepProblem(
+        gain=np.cumprod(hazard, axis=1).transpose(1, 2, 0),
+        ceiling=np.array([[depths]]),
+        base_value=1.0,
+        verify_s=1 + np.concatenate([[0], np.cumsum(steps)]),
+        speculation_s=float(rng.choice([0.0, 0.1])),
+        forward_s=np.concatenate([[0], np.cumsum(rng.uniform(0, 0.2, 2))])[None],
+        first_tokens=rng.integers(1, 3, (1, 1)),
+        row_s=rng.uniform(0, 0.05, (1, 1)),
+        switch_s=rng.uniform(0, 0.5, (1, 1)),
+        horizon=rng.uniform(1, 16, 1),
+    )
+    choice, result, _ = best_choice(problem, price)
+    found = best_trees(hazard, np.ones(1), problem.ceiling[0], price, TreeCosts.of(problem, 0))
+    assert found.widths.sum() == choice.length.sum()
+    assert (found.value, found.step_s) == pytest.approx((result.value, result.charged_s))
 
 
 @settings(deadline=None, max_examples=60)
