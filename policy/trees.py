@@ -97,8 +97,9 @@ def best_trees(
         return TreeDecision(nothing, float(weight.sum()), float(costs.verify_s[0]), "no speculation: nothing to propose")
     worth = _node_worth(hazard, weight) * (np.arange(k_max) < ceiling[:, None])[:, :, None]
     room = np.full(n, worth[0].size) if node_ceiling is None else node_ceiling
-    chains, trees = (_best_nodes(w, room, price, costs) for w in (worth[:, :, :1], worth))
+    trees = _best_nodes(worth, room, price, costs)
     widths: IntArray = trees.chosen.sum(2)
+    chains = _best_nodes(worth[:, :, :1], room, price, costs) if widths.max() > 1 else trees
     value = float(weight @ tree_tokens(hazard, widths))
     return TreeDecision(widths, value, trees.step_s, _reason(widths, trees.objective, chains.objective, -price * float(costs.verify_s[0])))
 
@@ -121,30 +122,31 @@ class _Nodes(NamedTuple):
 
 def _best_nodes(worth: FloatArray, room: IntArray, price: float, costs: TreeCosts) -> _Nodes:
     """Return the nodes bool[n, K, W] of the best objective (without the bonus tokens), the least of those that are as good."""
-    plain_s, totals = float(costs.verify_s[0]), int(np.isfinite(costs.verify_s).sum())
+    last, plain_s = int(np.isfinite(costs.verify_s).sum()) - 1, float(costs.verify_s[0])
+    order = np.argsort(-worth, axis=None, kind="stable")
+    open_to = _eligible(worth, room)[:, order]  # [depth of the trees, nodes]
+    count = np.cumsum(open_to, axis=1)
+    seconds = costs.verify_s[np.minimum(count, last)] + (costs.speculation_s + np.cumsum(costs.depth_s))[:, None]
+    objective = np.where(count <= last, np.cumsum(worth.ravel()[order] * open_to, axis=1) - price * seconds, -np.inf)
     best = _Nodes(np.zeros(worth.shape, np.bool_), -price * plain_s, plain_s)
-    drafting_s = costs.speculation_s
-    for depth in range(1, worth.shape[1] + 1):
-        drafting_s += float(costs.depth_s[depth - 1])
-        value = _within_room(worth[:, :depth], room).ravel()
-        order = np.argsort(-value, kind="stable")[: totals - 1]
-        seconds = costs.verify_s[1 : len(order) + 1] + drafting_s
-        objective = np.cumsum(value[order]) - price * seconds
-        m = int(objective.argmax()) if len(order) else -1
-        if m >= 0 and objective[m] > best.objective + TIE * (1.0 + abs(best.objective)):
+    for depth, m in enumerate(objective.argmax(1).tolist()):
+        found = float(objective[depth, m])
+        if count[depth, m] and found > best.objective + TIE * (1.0 + abs(best.objective)):
             chosen = np.zeros(worth.shape, np.bool_)
-            chosen[:, :depth].reshape(len(worth), -1)[np.divmod(order[: m + 1], value.size // len(worth))] = True
-            best = _Nodes(chosen, float(objective[m]), float(seconds[m]))
+            chosen.reshape(-1)[order[: m + 1][open_to[depth, : m + 1]]] = True
+            best = _Nodes(chosen, found, float(seconds[depth, m]))
     return best
 
 
-def _within_room(worth: FloatArray, room: IntArray) -> FloatArray:
-    """Return the worth of nodes float64[n, nodes], 0 for all but each row's ``room[n]`` best."""
-    flat = worth.reshape(len(worth), -1)
-    if int(room.min()) >= flat.shape[1]:
-        return flat
-    place = np.argsort(np.argsort(-flat, axis=1, kind="stable"), axis=1, kind="stable")
-    return np.where(place < room[:, None], flat, 0.0)
+def _eligible(worth: FloatArray, room: IntArray) -> BoolArray:
+    """Return whether trees of depth 1 .. K may have a node, bool[K, n K W]: it is not too deep, and among its row's ``room[n]`` best."""
+    n, k_max, ranks = worth.shape
+    rows = worth.reshape(n, -1)
+    order = np.argsort(-rows, axis=1, kind="stable")
+    inside = order // ranks <= np.arange(k_max)[:, None, None]
+    eligible = np.empty_like(inside)
+    np.put_along_axis(eligible, np.broadcast_to(order, inside.shape), inside & (np.cumsum(inside, axis=2) <= room[:, None]), axis=2)
+    return eligible.reshape(k_max, -1)
 
 
 def _reason(widths: IntArray, trees: float, chains: float, none: float) -> str:
