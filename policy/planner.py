@@ -96,13 +96,13 @@ class AdaptivePlanner:
             raise ValueError(f"latency must have one curve for each of the drafts {drafts}, got {len(latency.drafts)}")
         self.drafts = tuple(drafts)
         self.config = config or PlannerConfig()
-        self._latency = latency
+        self.latency = latency
         self._bounds = Bounds(self.config.k_max, self.config.switch_horizon_steps)
         self._acceptance = AcceptanceModel(len(drafts), self.config.k_max, self.config.acceptance)
 
     def start(self) -> PlannerState:
         """Return the state before the first step."""
-        return PlannerState(self._acceptance.start(), self._latency.start())
+        return PlannerState(self._acceptance.start(), self.latency.start())
 
     def save(self, state: PlannerState, now: float) -> dict[str, Any]:
         """Return what was learnt, without the requests in flight (see ``policy.learned``)."""
@@ -125,7 +125,7 @@ class AdaptivePlanner:
             raise ValueError(f"view.drafts must be {self.drafts}, got {view.drafts}")
         if state.rest and _same_batch(view, state.view):
             return self._rest(view, state)
-        acceptance = self._acceptance.aged(state.acceptance, now)
+        acceptance = self.admitted(view, state, now)
         if len(view) == 1 and view.given is None and self.drafts and view.ready[0]:
             plan, after = self._plan_one(view, state, acceptance)
             if not self._may_look(state, after.credit_s, plan.predicted_s):
@@ -134,50 +134,69 @@ class AdaptivePlanner:
 
     def _plan_one(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[Plan, PlannerState]:
         """Plan for a single row by plain numbers; what ``_plan_rows`` does, but for looking for a probe."""
-        request = view.request.item()
-        acceptance = self._acceptance.admit(acceptance, [request])
-        hazard = self._acceptance.hazards_of(acceptance, request, view.rule.item())
-        problem = one_row(self._latency, state.correction.tolist(), view, hazard, self._bounds)
-        prefill_s = extra_prefill_s(self._latency, state.correction, view, 1)
+        hazard = self._acceptance.hazards_of(acceptance, view.request.item(), view.rule.item())
+        problem = one_row(self.latency, state.correction.tolist(), view, hazard, self._bounds)
+        prefill_s = extra_prefill_s(self.latency, state.correction, view, 1)
         choice, result, price, goodput, bound = self._priced_choice(problem, prefill_s, view.queued, state)
-        credit_s = state.credit_s + self.config.explore_share * result.step_s
-        tokens = 1.0 + (result.value / problem.base_value - 1.0 if problem.base_value else 0.0)
+        tokens = result.value / problem.base_value if problem.base_value else 1.0
         notes = self._notes(problem, result, price, goodput, bound, prefill_s, state)
-        return Plan(choice.draft, choice.length, result.step_s, tokens, price, notes), PlannerState(
-            *(acceptance, state.correction, view, goodput, state.earned, state.expected, state.saturated),
-            *(credit_s, 0 if result.value > problem.base_value else self.config.rest_steps, max(state.look - 1, 0), choice.length.item()),
-        )
+        credit_s, look = state.credit_s + self.config.explore_share * result.step_s, max(state.look - 1, 0)
+        plan = Plan(choice.draft, choice.length, result.step_s, tokens, price, notes)
+        return plan, self._planned(state, acceptance, view, goodput, credit_s, look, choice.length.item())
+
+    def problem(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[StepProblem, IntArray, FloatArray, Given]:
+        """Return the choice that the planner has in a view, its rows of the view, their hazards, and what is given beside them."""
+        rows = view.ready.nonzero()[0]
+        hazard = self._acceptance.hazards(acceptance, view.request[rows].tolist(), view.rule[rows])
+        given, own = _split(view, rows, hazard)
+        if own is not None:
+            rows, hazard = rows[own], hazard[own]
+        problem = step_problem(self.latency, state.correction, view, rows, hazard, given, self._bounds, state.proposed)
+        return problem, rows, hazard, given
+
+    def admitted(self, view: View, state: PlannerState, now: float) -> AcceptanceState:
+        """Return the estimator's state at a time, with a place for the requests of a view that are ready."""
+        requests: list[int] = view.request.tolist() if view.ready.all() else view.request[view.ready].tolist()
+        return self._acceptance.admit(self._acceptance.aged(state.acceptance, now), requests)
 
     def _plan_rows(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[Plan, PlannerState]:
         """Plan for any number of rows, and look for a probe when it is time."""
-        rows = view.ready.nonzero()[0]
-        requests: list[int] = view.request[rows].tolist()
-        acceptance = self._acceptance.admit(acceptance, requests)
-        hazard = self._acceptance.hazards(acceptance, requests, view.rule[rows])
-        given, own = _split(view, rows, hazard)
-        if own is not None:
-            rows, hazard, requests = rows[own], hazard[own], view.request[rows[own]].tolist()
-        problem = step_problem(self._latency, state.correction, view, rows, hazard, given, self._bounds, state.proposed)
-        prefill_s = extra_prefill_s(self._latency, state.correction, view, len(rows) + len(given.rows) + given.tokens)
+        problem, rows, hazard, given = self.problem(view, state, acceptance)
+        prefill_s = extra_prefill_s(self.latency, state.correction, view, len(rows) + len(given.rows) + given.tokens)
         choice, result, price, goodput, bound = self._priced_choice(problem, prefill_s, view.queued, state)
         notes = self._notes(problem, result, price, goodput, bound, prefill_s, state)
         credit_s, look = state.credit_s + self.config.explore_share * result.step_s, max(state.look - 1, 0)
         if self._may_look(state, credit_s, result.step_s):
-            spread = self._acceptance.spread(acceptance, requests, view.rule[rows], hazard)
+            spread = self._acceptance.spread(acceptance, view.request[rows].tolist(), view.rule[rows], hazard)
             hopeful = np.minimum(hazard + self.config.optimism * spread, 1.0)
             probe = affordable_probe(problem, view.weight[rows], hopeful, choice, result, price, credit_s)
             if probe is not None and probe.rows:
                 choice, result, notes["probe"], credit_s = probe.choice, probe.result, probe.rows, credit_s - probe.cost_s
             else:  # credit can always be saved up to the price of the cheapest probe, so that no draft stays out for good
                 cost_s, earned_s = probe.cost_s if probe else 0.0, self.config.explore_share * result.step_s
-                look = min(int((cost_s - credit_s) / earned_s), _LOOK_STEPS) if probe else _LOOK_STEPS
+                look = min(max(int((cost_s - credit_s) / earned_s), 0), _LOOK_STEPS) if probe else _LOOK_STEPS
                 credit_s = min(credit_s, max(result.step_s, cost_s))
         draft, length = choice if len(rows) == len(view) else _scattered(choice, rows, len(view))
-        proposed = int(length.sum())
         tokens = _tokens(problem, view.weight[rows], choice, result.value - given.value) + given.expected_tokens
-        return Plan(draft, length, result.step_s, tokens, price, notes), PlannerState(
-            *(acceptance, state.correction, view, goodput, state.earned, state.expected, state.saturated),
-            *(credit_s, 0 if proposed else self.config.rest_steps, look, proposed),
+        plan = Plan(draft, length, result.step_s, tokens, price, notes)
+        return plan, self._planned(state, acceptance, view, goodput, credit_s, look, int(length.sum()))
+
+    def _planned(
+        self, state: PlannerState, acceptance: AcceptanceState, view: View, goodput: float, credit_s: float, look: int, proposed: int
+    ) -> PlannerState:
+        """Return the state after planning (without ``replace``, which takes as long as planning for a row)."""
+        return PlannerState(
+            acceptance=acceptance,
+            correction=state.correction,
+            view=view,
+            goodput=goodput,
+            earned=state.earned,
+            expected=state.expected,
+            saturated=state.saturated,
+            credit_s=credit_s,
+            rest=0 if proposed else self.config.rest_steps,
+            look=look,
+            proposed=proposed,
         )
 
     def _notes(
@@ -193,8 +212,8 @@ class AdaptivePlanner:
     def _rest(self, view: View, state: PlannerState) -> tuple[Plan, PlannerState]:
         """Return the plan of not speculating for a batch that has just been found to gain nothing by it."""
         n, correction = len(view), state.correction
-        verify_s = correction[VERIFY] * self._latency.target.seconds(n, n, int(view.context.sum()))
-        step_s = float(verify_s + correction[OVERHEAD] * self._latency.overhead_s)
+        verify_s = correction[VERIFY] * self.latency.target.seconds(n, n, int(view.context.sum()))
+        step_s = float(verify_s + correction[OVERHEAD] * self.latency.overhead_s)
         credit_s = state.credit_s + self.config.explore_share * step_s
         plan = Plan(np.full(n, NO_DRAFT, np.int64), np.zeros(n, np.int64), step_s, float(n), notes={"rest": state.rest})
         return plan, replace(state, view=view, credit_s=credit_s, rest=state.rest - 1)
@@ -262,7 +281,7 @@ class AdaptivePlanner:
     def _timed(self, outcome: Outcome, state: PlannerState) -> PlannerState:
         """Compare the step with what the model says of it as it was executed."""
         assert state.view is not None
-        predicted_s, weight = predicted_parts(self._latency, outcome, state.view)
+        predicted_s, weight = predicted_parts(self.latency, outcome, state.view)
         names = list(correction_by_part(state.correction, self.drafts))
         measured_s = np.array([outcome.parts_s.get(name, 0.0) for name in names])
         if not measured_s.any():  # an engine that times nothing but the whole: all parts share its surprise

@@ -25,7 +25,8 @@ class Probe(NamedTuple):
 def affordable_probe(
     problem: StepProblem, weight: FloatArray, hopeful: FloatArray, choice: Choice, result: Score, price: float, credit_s: float
 ) -> Probe | None:
-    """Return the choice with as many rows as ``credit_s`` affords on the draft that optimism favours most; None if it favours none.
+    """Return the choice with as many rows as ``credit_s`` affords on the draft that optimism favours most; None if it favours
+    none, or there is no room for one.
 
     A probe costs what the objective loses by it at mean estimates, whole catch-up included.
     """
@@ -38,13 +39,14 @@ def affordable_probe(
         chosen = order[:count]
         candidate = Choice(choice.draft.copy(), choice.length.copy())
         candidate.draft[chosen], candidate.length[chosen] = draft, length[chosen]
-        if problem.limit is not None and (candidate.draft == draft).sum() > problem.limit[draft]:
+        full = problem.limit is not None and (candidate.draft == draft).sum() > problem.limit[draft]
+        if full or candidate.length.sum() > problem.last_total():
             continue
         outcome = score(problem, candidate)
         cost_s = max(PROBE_FLOOR * result.step_s, (result.value - outcome.value) / price + outcome.step_s - result.step_s)
         if cost_s <= credit_s and outcome.step_s <= problem.limit_s:
             return Probe(candidate, outcome, count, cost_s)
-    return Probe(choice, result, 0, cost_s)
+    return Probe(choice, result, 0, cost_s) if cost_s else None
 
 
 def _probe(

@@ -1,0 +1,153 @@
+"""What a planner saw and decided as JSON lines, from which ``policy.replay`` makes the same plans again, bit for bit.
+
+The first line holds the planner (drafts, constants, tables) and its state; each other one a view with its plan, an outcome, or a view that
+someone else planned for. The planner draws no random numbers. Floating-point numbers survive JSON as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, fields, is_dataclass
+from typing import Any
+
+import numpy as np
+
+from .acceptance import AcceptanceConfig, AcceptanceState
+from .latency import LatencyCurve, LatencyModel
+from .plan import Outcome, Plan, View
+from .planner import AdaptivePlanner, PlannerConfig, PlannerState
+
+SCHEMA = 1
+_KINDS = {"i": np.int64, "f": np.float64, "b": np.bool_}
+_CLASSES = {cls.__name__: cls for cls in (View, Plan, Outcome, PlannerState, AcceptanceState)}
+
+
+class TraceError(ValueError):
+    """A trace that cannot be replayed; the message says where and why."""
+
+
+class Traced(AdaptivePlanner):
+    """An adaptive planner that hands each line of its trace to ``emit``, the first with its next step; none after ``most_lines``."""
+
+    def __init__(self, planner: AdaptivePlanner, emit: Callable[[str], None], most_lines: int) -> None:
+        super().__init__(planner.drafts, planner.latency, planner.config)
+        self._emit, self._left, self._begun = emit, most_lines, False
+
+    def plan(self, view: View, state: PlannerState, now: float, rng: np.random.Generator) -> tuple[Plan, PlannerState]:
+        """Plan, and trace it."""
+        plan, after = super().plan(view, state, now, rng)
+        self._trace(state, plan={"view": view, "now": now, "plan": plan})
+        return plan, after
+
+    def observe(self, outcome: Outcome, state: PlannerState, now: float) -> PlannerState:
+        """Learn, and trace it."""
+        self._trace(state, observe={"outcome": outcome, "now": now})
+        return super().observe(outcome, state, now)
+
+    def stand_by(self, view: View, state: PlannerState) -> PlannerState:
+        """Stand by, and trace it."""
+        self._trace(state, stand_by={"view": view})
+        return super().stand_by(view, state)
+
+    def _trace(self, state: PlannerState, **event: Any) -> None:
+        if not self._begun:
+            self._begun = True
+            self._line({"planner": _planner_data(self), "state": encoded(state)})
+        self._line(encoded(event))
+
+    def _line(self, data: Any) -> None:
+        if self._left > 0:
+            self._left -= 1
+            self._emit(json.dumps(data, separators=(",", ":")))
+
+
+def replayed(lines: Iterable[str]) -> Iterator[tuple[Plan, Plan]]:
+    """Yield every recorded plan with the one that the planner makes now. Raises TraceError for lines that are no trace."""
+    planner: AdaptivePlanner | None = None
+    state: Any = None
+    for number, line in enumerate(lines, 1):
+        plans: tuple[Plan, Plan] | None = None
+        try:
+            data = json.loads(line)
+            if planner is None:
+                planner, state = _planner(data["planner"]), decoded(data["state"])
+            else:
+                state, plans = _step(planner, state, decoded(data))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise TraceError(f"line {number} is no line of a trace: {error!r}") from error
+        if plans is not None:
+            yield plans
+
+
+def _step(planner: AdaptivePlanner, state: PlannerState, line: dict[str, Any]) -> tuple[PlannerState, tuple[Plan, Plan] | None]:
+    """Return the state after a line, and the recorded and the new plan if it has one."""
+    ((kind, event),) = line.items()
+    if kind == "plan":
+        plan, state = planner.plan(event["view"], state, event["now"], np.random.default_rng(0))
+        return state, (event["plan"], plan)
+    if kind == "observe":
+        return planner.observe(event["outcome"], state, event["now"]), None
+    if kind == "stand_by":
+        return planner.stand_by(event["view"], state), None
+    raise ValueError(f"unknown event {kind!r}")
+
+
+def same(one: Plan, other: Plan) -> bool:
+    """Return whether two plans are equal to the last bit."""
+    return json.dumps(encoded(one)) == json.dumps(encoded(other))
+
+
+def encoded(value: Any) -> Any:
+    """Return a view, plan, outcome or state (or what is in one) as JSON-able data, the inverse of ``decoded``."""
+    if isinstance(value, np.ndarray):
+        return {"shape": list(value.shape), value.dtype.kind: value.ravel().tolist()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {"is": type(value).__name__, **{field.name: encoded(getattr(value, field.name)) for field in fields(value)}}
+    if isinstance(value, dict):
+        if any(not isinstance(key, str) for key in value):
+            return {"pairs": [[key, encoded(item)] for key, item in value.items()]}
+        return {key: encoded(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [encoded(item) for item in value]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def decoded(data: Any) -> Any:
+    """Return what ``encoded`` was made of; lists become tuples. Raises KeyError or TypeError for other data."""
+    if isinstance(data, list):
+        return tuple(decoded(item) for item in data)
+    if not isinstance(data, dict):
+        return data
+    if "shape" in data:
+        ((kind, values),) = ((key, value) for key, value in data.items() if key != "shape")
+        return np.array(values, _KINDS[kind]).reshape(data["shape"])
+    if "pairs" in data:
+        return {key: decoded(item) for key, item in data["pairs"]}
+    members = {key: decoded(item) for key, item in data.items() if key != "is"}
+    return _CLASSES[data["is"]](**members) if "is" in data else members
+
+
+def _planner_data(planner: AdaptivePlanner) -> dict[str, Any]:
+    latency = planner.latency
+    return {
+        "schema": SCHEMA,
+        "drafts": list(planner.drafts),
+        "config": asdict(planner.config),
+        "curves": [_curve_data(curve) for curve in (latency.target, *latency.drafts)],
+        "overhead_s": latency.overhead_s,
+        "speculation_s": latency.speculation_s,
+    }
+
+
+def _curve_data(curve: LatencyCurve) -> dict[str, Any]:
+    return {"base_s": curve.base_s.tolist(), "slope_s": curve.slope_s, "row_s": curve.row_s, "context_s": curve.context_s}
+
+
+def _planner(data: dict[str, Any]) -> AdaptivePlanner:
+    if data["schema"] != SCHEMA:
+        raise ValueError(f"schema must be {SCHEMA}, got {data['schema']!r}")
+    target, *drafts = (LatencyCurve(**{**curve, "base_s": np.array(curve["base_s"])}) for curve in data["curves"])
+    latency = LatencyModel(target, tuple(drafts), data["overhead_s"], data["speculation_s"])
+    config = PlannerConfig(**{**data["config"], "acceptance": AcceptanceConfig(**data["config"]["acceptance"])})
+    return AdaptivePlanner(tuple(data["drafts"]), latency, config)

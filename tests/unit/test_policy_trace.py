@@ -1,0 +1,145 @@
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from policy import NO_DRAFT, Outcome, Plan
+from policy.explain import explain
+from policy.trace import Traced, TraceError, decoded, encoded, replayed, same
+from tests.unit.test_policy_planner import RNG, certain, latency, planner, view
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def traced(steps=60, most_lines=1000):
+    """The lines of a planner's trace over some steps of a batch that changes, with an arm of a canary, a stand-by and free scores."""
+    lines, rng = [], np.random.default_rng(1)
+    policy = Traced(planner(explore_share=0.05), lines.append, most_lines)
+    state = policy.start()
+    for step in range(steps):
+        rows = int(rng.integers(1, 6))
+        seen = view(rows, request=np.arange(rows) + step // 10, catchup=rng.integers(0, 9, (rows, 2)), context=rng.integers(9, 99, rows))
+        if step % 7 == 3:
+            given = Plan(np.zeros(rows, np.int64), np.full(rows, 2))
+            seen = replace(seen, control=rng.random(rows) < 0.5, given=given, queued=2, prefill_tokens=5, headroom=9)
+        if step % 11 == 5:
+            state = policy.stand_by(seen, state)
+        else:
+            plan, state = policy.plan(seen, state, 0.3 * step, RNG)
+            accepted = rng.integers(0, plan.length + 1)
+            outcome = Outcome(
+                *(seen.request, plan.draft, plan.length, accepted, accepted + 1, plan.length, seen.rule, float(rng.random())),
+                parts_s={"verify": float(rng.random())},
+                free_request=seen.request[:1],
+                free_draft=np.array([1]),
+                free_accepted=np.array([1]),
+                free_scored=np.array([2]),
+                finished=seen.request[:1] if step % 10 == 9 else np.zeros(0, np.int64),
+            )
+            state = policy.observe(outcome, state, 0.3 * step + 0.1)
+    return lines
+
+
+def test_a_trace_replays_to_the_same_plans_bit_for_bit():
+    plans = list(replayed(traced()))
+    assert len(plans) > 50
+    assert all(same(recorded, now) for recorded, now in plans)
+    assert any(recorded.length.any() for recorded, _ in plans)
+
+
+def test_a_changed_outcome_is_noticed():
+    lines = traced()
+    row = next(i for i, line in enumerate(lines) if '"observe"' in line)
+    event = json.loads(lines[row])
+    event["observe"]["outcome"]["measured_s"] *= 2
+    event["observe"]["outcome"]["parts_s"]["verify"] *= 2
+    lines[row] = json.dumps(event)
+    assert not all(same(recorded, now) for recorded, now in replayed(lines))
+
+
+def test_a_trace_is_bounded_and_what_there_is_of_it_replays():
+    lines = traced(most_lines=30)
+    assert len(lines) == 30
+    assert all(same(recorded, now) for recorded, now in replayed(lines))
+
+
+def test_what_is_encoded_comes_back_the_same():
+    seen = view(3, cap_s=np.inf, limit=np.array([1, 2]), given=Plan(np.full(3, NO_DRAFT), np.zeros(3, np.int64)))
+    back = decoded(json.loads(json.dumps(encoded(seen))))
+    assert encoded(back) == encoded(seen)
+    assert (back.ceiling.dtype, back.ready.dtype, back.drafts) == (np.int64, np.bool_, seen.drafts)
+    assert back.ceiling.shape == (3, 2)
+
+
+@pytest.mark.parametrize("line", ["no json", "{}", '{"planner": {"schema": 99}}', "[1]"])
+def test_what_is_no_trace_is_refused_with_its_line(line):
+    with pytest.raises(TraceError, match="line 1"):
+        list(replayed([line]))
+    with pytest.raises(TraceError, match="line 3"):
+        list(replayed([*traced(steps=1)[:2], line]))
+
+
+def test_the_command_counts_the_plans_and_shows_the_first_that_differs(tmp_path):
+    lines, path = traced(steps=10), tmp_path / "trace.jsonl"
+    path.write_text("\n".join(lines))
+    done = run(path)
+    assert (done.returncode, done.stdout) == (0, "9 plans, all the same\n")  # one of the ten steps another planned
+    path.write_text("\n".join(line.replace('"predicted_s":', '"predicted_s":1') for line in lines))
+    assert run(path).returncode == 1
+    path.write_text("nothing")
+    assert run(path).returncode == 2
+
+
+def run(path):
+    command = [sys.executable, "-m", "policy.replay", str(path)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+
+
+# -- explanations
+
+
+def explained(made, seen, state=None):
+    state = state or made.start()
+    plan, _ = made.plan(seen, state, 0.0, RNG)
+    return plan, explain(made, seen, state, plan, 0.0)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 6])
+def test_every_request_gets_its_line(rows):
+    made = planner(**certain(0.8))
+    seen = view(rows)
+    plan, lines = explained(made, seen)
+    for row, line in enumerate(lines):
+        name, length = seen.drafts[plan.draft[row]], plan.length[row]
+        assert line.startswith(f"request {row}: {name} x {length}: +")
+        assert "tokens/s; next best" in line
+
+
+def test_the_reasons_for_no_speculation_are_told_apart():
+    made = planner(**certain(0.8))
+    ceiling = np.array([[8, 8], [0, 0], [8, 8], [8, 8]])
+    seen = view(4, ceiling=ceiling, ready=np.array([True, True, False, True]))
+    given = Plan(np.full(4, NO_DRAFT), np.zeros(4, np.int64))
+    _, lines = explained(made, replace(seen, control=np.array([False, False, False, True]), given=given))
+    assert "next best" in lines[0]
+    assert lines[1].endswith("none: no draft can propose anything")
+    assert lines[2].endswith("none: it takes no part in this step")
+    assert lines[3].endswith("its choice is given, not planned")
+    dear = planner(latency((0.9, 0.95), token_s=0.3, free_tokens=1), **certain(0.2))
+    _, (line,) = explained(dear, view(1))
+    assert "none: at best" in line
+
+
+def test_a_rest_and_a_margin_are_named():
+    made = planner(latency((0.9, 0.95), token_s=0.1, free_tokens=1), **certain(0.1))
+    seen = view(4)
+    _, state = made.plan(seen, made.start(), 0.0, RNG)
+    plan, lines = explained(made, seen, state)
+    assert "rest" in plan.notes
+    assert all("the batch rests" in line for line in lines)
+    close = planner(latency((0.45, 9.0), token_s=0.0), **certain(0.5), margin=0.05)
+    assert "less than the margin" in explained(close, view(1))[1][0]
