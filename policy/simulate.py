@@ -111,7 +111,7 @@ def evidence(options: argparse.Namespace, run: Runner) -> dict[str, Any]:
 
 def compare_command(options: argparse.Namespace, run: Runner) -> dict[str, Any]:
     """Run the arms asked for at the rates asked for."""
-    deployment = deployments()[options.deployment]
+    deployment = replace(deployments()[options.deployment], planning_s=options.planning_us / 1e6)
     scenario = Scenario(f"{deployment.name}-{options.mix}", deployment, presets.MIXES[options.mix])
     scenario = replace(scenario, variation=options.variation, requests=options.requests, table_error=options.table_error)
     scenario = replace(scenario, recorded=recorded(options.arrivals) if options.arrivals else None)
@@ -164,6 +164,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     one.add_argument("--requests", type=int, default=200)
     one.add_argument("--seeds", default="3,4,5")
     one.add_argument("--table-error", type=float, default=0.2)
+    one.add_argument("--planning-us", type=float, default=0.0, help="what planning adds to a step of policies that predict its time")
     all_of_it = commands.add_parser("evidence", parents=[output], help="the whole protocol")
     all_of_it.add_argument("--requests", type=int, default=200)
     all_of_it.add_argument("--scenarios", nargs="*", choices=list(scenarios(1)))

@@ -47,16 +47,12 @@ class Progress:
         return cls(np.zeros(requests, np.int64), np.zeros((requests, drafts), np.int64), unknown, unknown.copy())
 
 
-@dataclass(slots=True)
-class _Pending:
-    """A step in progress: what it will have done when it ends."""
+class _Pending(NamedTuple):
+    """A step in progress: what it will have done when it ends, and for which decoding rows it was planned."""
 
-    request: IntArray
-    emitted: IntArray
     outcome: Outcome
-    decoding: IntArray
+    rows: IntArray
     plan: Plan
-    seconds: float
 
 
 @dataclass(slots=True)
@@ -104,7 +100,7 @@ class Replica:
         if not len(self._rows) and not self._prefill:
             return None
         self._pending = self._begin(now)
-        return now + self._pending.seconds
+        return now + self._pending.outcome.measured_s
 
     # -- begin
 
@@ -222,7 +218,7 @@ class Replica:
         )
         step = Step(now, outcome.measured_s, len(rows), int(length.sum()), int(accepted.sum()), int(outcome.emitted.sum()), 0, view.queued)
         self._record(step._replace(prefill_tokens=view.prefill_tokens))
-        return _Pending(outcome.request, outcome.emitted, outcome, rows, plan, outcome.measured_s)
+        return _Pending(outcome, rows, plan)
 
     def _free_evidence(self, view: View, plan: Plan, emitted: IntArray, now: float) -> tuple[IntArray, IntArray, IntArray, IntArray]:
         """Return (request, draft, accepted, scored) of free drafts that were not chosen, against the tokens that were emitted."""
@@ -240,14 +236,14 @@ class Replica:
     # -- end
 
     def _end(self, pending: _Pending, now: float) -> None:
-        progress, outcome, rows, plan = self._progress, pending.outcome, pending.decoding, pending.plan
+        progress, (outcome, rows, plan) = self._progress, pending
         drafted = np.flatnonzero(plan.length > 0)
         if len(drafted):
             valid = np.minimum(outcome.accepted[drafted], plan.length[drafted] - 1)  # the last proposed token is never read by its draft
             context = self._workload.prompt_tokens[rows[drafted]] + progress.emitted[rows[drafted]]
             progress.seen[rows[drafted], plan.draft[drafted]] = context + valid
-        progress.emitted[pending.request] += pending.emitted
-        first = pending.request[len(rows) :]
+        progress.emitted[outcome.request] += outcome.emitted
+        first = outcome.request[len(rows) :]
         progress.first_token_s[first] = np.fmin(progress.first_token_s[first], now)
         if outcome.finished.size:
             progress.finish_s[outcome.finished] = now
