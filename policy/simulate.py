@@ -101,7 +101,7 @@ def evidence(options: argparse.Namespace, run: Runner) -> dict[str, Any]:
     known = scenarios(options.requests)
     for name in options.scenarios or known:
         scenario, loads = known[name]
-        scenario = replace(scenario, rate_hz=nominal_rate(scenario, TUNING[:1], run))
+        scenario = replace(scenario, rate_hz=nominal_rate(scenario, TUNING[:1], run), equal_time=True)
         document["comparisons"].append(described(compare(scenario, loads, TUNING, REPORTING, run), TUNING, REPORTING))
         print(text(document["comparisons"][-1]) + "\n", flush=True)
         document |= {**run.document(), "criteria": criteria(document["comparisons"])}

@@ -29,9 +29,9 @@ FIXED_LENGTHS = (1, 2, 3, 5, 8)
 class Scenario:
     """A deployment and a mix. ``rate_hz`` is the load 1: the request rate that its best fixed choice can just serve.
 
-    ``variation`` is that of the gaps between arrivals. A run at load 0.2 serves ``requests``, others so many more that they last as long, a
-    backlog four batches at least. ``table_error`` is by how much the times are off that policies read. ``recorded`` requests replace what
-    is drawn.
+    ``variation`` is that of the gaps between arrivals. A run serves ``requests``, in a backlog four batches at least; with ``equal_time``
+    that is for load 0.2, and higher loads serve so many more that they last as long. ``table_error`` is by how much the times are off that
+    policies read. ``recorded`` requests replace what is drawn.
     """
 
     name: str
@@ -40,6 +40,7 @@ class Scenario:
     rate_hz: float = 1.0
     variation: float = 1.0
     requests: int = 200
+    equal_time: bool = False
     table_error: float = 0.2
     recorded: Recorded | None = None
 
@@ -73,7 +74,8 @@ def run_once(scenario: Scenario, task: Task) -> Run:
         arrivals, rate_hz = backlog(max(scenario.requests, 4 * deployment.max_active)), scenario.rate_hz
     else:
         rate_hz = task.load * scenario.rate_hz
-        arrivals = bursty(max(scenario.requests, round(5 * task.load * scenario.requests)), rate_hz, scenario.variation, task.seed)
+        count = max(scenario.requests, round(task.load / 0.2 * scenario.requests)) if scenario.equal_time else scenario.requests
+        arrivals = bursty(count, rate_hz, scenario.variation, task.seed)
     period_s = mix.period_requests / rate_hz
     drift = Drift.swing(mix, deployment.drafts, period_s, 4 * len(arrivals) / rate_hz)
     workload = draw(mix, deployment.drafts, scenario.recorded or arrivals, task.seed, deployment.k_max, period_s, drift)
