@@ -17,6 +17,7 @@ th, td { padding: 3px 9px; text-align: right; border-bottom: 1px solid #e4e4e4; 
 th:first-child, td:first-child, .text { text-align: left; }
 tr:has(td.first) td { border-top: 2px solid #bbb; } th { background: #f5f5f5; }
 td.met { color: #1d7a3a; } td.missed { color: #b3261e; font-weight: 600; }
+td.text, td.found { white-space: normal; } td.found { max-width: 24em; }
 .scroll { overflow-x: auto; } .note { color: #555; } svg text { font: 11.5px system-ui, sans-serif; fill: #333; }
 svg .title { font-size: 13.5px; font-weight: 600; } svg .grid { stroke: #e6e6e6; } svg .axis { stroke: #777; }
 """
@@ -79,8 +80,8 @@ def _criteria(rows: list[dict[str, Any]]) -> str:
             row["scenario"],
             "all" if row["load"] is None else load_name(row["load"]),
             f"<td class='text'>{escape(row['what'])}</td>",
-            row["wanted"],
-            row["found"],
+            f"<td class='found'>{escape(row['wanted'])}</td>",
+            f"<td class='found'>{escape(row['found'])}</td>",
             "<td class='met'>met</td>" if row["met"] else "<td class='missed'>missed</td>",
         ]
         for row in rows
