@@ -11,7 +11,7 @@ import threading
 
 from backend.config import ConfigError, ServingConfig, load_config
 from backend.triton_adapter.launcher.run_folder import run_folder, write_backend, write_model_repository
-from backend.triton_adapter.launcher.say import say
+from backend.triton_adapter.launcher.say import give_up_unwritten, say
 from backend.triton_adapter.launcher.server import TritonServer
 from backend.triton_adapter.launcher.settings import LaunchError, Settings, check_machine, check_ports, read_settings
 from backend.triton_adapter.launcher.supervisor import supervise
@@ -81,4 +81,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    give_up_unwritten()
+    sys.exit(status)
