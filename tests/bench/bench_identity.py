@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--variations", type=int, default=20, help="of a seeded text")
     parser.add_argument("--repeats", type=int, default=4, help="of every prompt, in acceptance")
+    parser.add_argument("--length", type=int, default=4, help="of every proposal, in acceptance")
     parser.add_argument("--together", type=int, default=8, help="requests in flight, in acceptance")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -131,7 +132,6 @@ class Counting:
 def acceptance(app: App, prompts: dict[str, list[str]], witness: Witness, arguments: argparse.Namespace) -> dict[str, Any]:
     """Acceptance under both rules, by draft, temperature and workload, each prompt with several seeds."""
     del witness
-    k = app.config.policy.k_max
     rows = []
     for draft in app.config.drafts:
         for temperature in (0.8, 1.0):
@@ -143,11 +143,12 @@ def acceptance(app: App, prompts: dict[str, list[str]], witness: Witness, argume
                     for number, session in enumerate(sessions):
                         kept = session.sequence.sampling
                         session.sequence.sampling = replace(kept, coupled=rule == "plan_invariant", seed=arguments.seed + number)
-                    counts = Counting(FixedLength(draft.name, k))
+                    counts = Counting(FixedLength(draft.name, arguments.length))
                     serve(app, sessions, arguments.together, counts)
                     row[rule] = figures(counts, arguments.seed)
                 rows.append(row)
-    return {"seed": arguments.seed, "length": k, "requests_per_row": arguments.repeats * len(next(iter(prompts.values()))), "rows": rows}
+    requests = arguments.repeats * len(next(iter(prompts.values())))
+    return {"seed": arguments.seed, "length": arguments.length, "requests_per_row": requests, "rows": rows}
 
 
 def figures(counts: Counting, seed: int) -> dict[str, Any]:
