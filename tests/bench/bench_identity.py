@@ -53,7 +53,9 @@ def main() -> None:
     if arguments.dtype:
         typed = [replace(engine, dtype=arguments.dtype) for engine in (config.target, *config.drafts)]
         config = replace(config, target=typed[0], drafts=tuple(typed[1:]))
-    app, folder = build(config), model_path(config.target)
+    if arguments.comparison == "acceptance":  # lengths are fixed there: no measured tables are needed
+        config = replace(config, policy=replace(config.policy, kind="none"))
+    app, folder = build(config, {} if config.policy.kind == "none" else None), model_path(config.target)
     prompts = {name: [render(message, folder) for message in messages] for name, messages in PROMPTS.items()}
     run = {"greedy": greedy, "seeded": seeded, "acceptance": acceptance}[arguments.comparison]
     record = {
@@ -128,27 +130,38 @@ class Counting:
             self.accepted[request][:accepted] += 1
         return self._policy.observe(outcome, state, now)
 
+    def add(self, other: Counting) -> None:
+        """Take over another's counts, of other requests."""
+        self.reached.update(other.reached)
+        self.accepted.update(other.accepted)
+
 
 def acceptance(app: App, prompts: dict[str, list[str]], witness: Witness, arguments: argparse.Namespace) -> dict[str, Any]:
     """Acceptance under both rules, by draft, temperature and workload, each prompt with several seeds."""
     del witness
-    rows = []
+    rows: list[dict[str, Any]] = []
     for draft in app.config.drafts:
         for temperature in (0.8, 1.0):
+            pooled = {rule: Counting(FixedLength(draft.name, arguments.length)) for rule in ("rejection", "plan_invariant")}
             for workload, texts in prompts.items():
-                row: dict[str, Any] = {"draft": draft.name, "temperature": temperature, "workload": workload}
-                for rule in ("rejection", "plan_invariant"):
+                counts = {rule: Counting(FixedLength(draft.name, arguments.length)) for rule in pooled}
+                for rule, total in pooled.items():
                     asks = [GenerationRequest(p, arguments.max_tokens, temperature=temperature) for p in texts * arguments.repeats]
                     sessions = [app.session(ask, Sink()) for ask in asks]
                     for number, session in enumerate(sessions):
                         kept = session.sequence.sampling
                         session.sequence.sampling = replace(kept, coupled=rule == "plan_invariant", seed=arguments.seed + number)
-                    counts = Counting(FixedLength(draft.name, arguments.length))
-                    serve(app, sessions, arguments.together, counts)
-                    row[rule] = figures(counts, arguments.seed)
-                rows.append(row)
+                    serve(app, sessions, arguments.together, counts[rule])
+                    total.add(counts[rule])
+                rows.append(_row(draft.name, temperature, workload, counts, arguments.seed))
+            rows.append(_row(draft.name, temperature, "all", pooled, arguments.seed))
     requests = arguments.repeats * len(next(iter(prompts.values())))
     return {"seed": arguments.seed, "length": arguments.length, "requests_per_row": requests, "rows": rows}
+
+
+def _row(draft: str, temperature: float, workload: str, counts: dict[str, Counting], seed: int) -> dict[str, Any]:
+    arms = {rule: figures(counted, seed) for rule, counted in counts.items()}
+    return {"draft": draft, "temperature": temperature, "workload": workload, **arms}
 
 
 def figures(counts: Counting, seed: int) -> dict[str, Any]:
