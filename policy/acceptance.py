@@ -21,6 +21,7 @@ _MIN_STRENGTH, _MAX_STRENGTH = 2.0, 200.0
 _LIKENESS_PRIOR = 500.0  # about what five requests of twenty probed tokens tell
 _FADE_SHARE = 0.01  # of the draft level's memory: so much time passes between two fadings, which touch every draft
 _NO_TRIALS = 1e-9
+_FEW_CHAINS = 8  # up to so many are counted one by one, quicker than by arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class AcceptanceModel:
         gone = [request for request in requests if request in state.slots]
         if not gone:
             return state
-        slots = dict(state.slots)
+        slots = state.slots.copy()
         rows = [slots.pop(request) for request in gone]
         likeness = self._likeness(state, rows)
         accepted, reached = state.request_accepted.copy(), state.request_reached.copy()
@@ -157,49 +158,49 @@ class AcceptanceModel:
         """
         keep = np.ones((len(state.request_class), 1, 1))
         keep[[state.slots[r] for r in stepped.tolist() if r in state.slots]] = math.exp(-1 / self._config.request_memory_steps)
-        request_accepted, request_reached = state.request_accepted * keep, state.request_reached * keep
-        request_class, accepted_by_draft, reached_by_draft = state.request_class, state.draft_accepted, state.draft_reached
-        hazard, used = state.draft_hazard, scored > 0
-        if used.any():
-            request, draft, rule, scored = request[used], draft[used], rule[used], scored[used]
+        own_accepted, own_reached, request_class = state.request_accepted * keep, state.request_reached * keep, state.request_class.copy()
+        draft_accepted, draft_reached, pairs = state.draft_accepted.copy(), state.draft_reached.copy(), set[int]()
+        used = (scored > 0).nonzero()[0]
+        if len(used):
+            draft, rule, scored = draft[used], rule[used], scored[used]
             held = np.minimum(accepted[used], scored)
             seen = np.minimum(held + 1, scored)
-            slot = np.array([state.slots.get(r, -1) for r in request.tolist()])
+            slot = np.array([state.slots.get(r, -1) for r in request[used].tolist()])
             known = slot >= 0
-            request_class = request_class.copy()
             request_class[slot[known]] = rule[known]
-            pair = (slot * self._drafts + draft)[known]
-            request_accepted += self._counts(pair, held[known], len(request_class))
-            request_reached += self._counts(pair, seen[known], len(request_class))
-            pair = rule * self._drafts + draft
-            accepted_by_draft = accepted_by_draft + self._counts(pair, held, len(Rule))
-            reached_by_draft = reached_by_draft + self._counts(pair, seen, len(Rule))
-            hazard = self._draft_hazard(accepted_by_draft, reached_by_draft, hazard, set(pair.tolist()))
+            own, pair = (slot * self._drafts + draft)[known], rule * self._drafts + draft
+            for table, places, positions in (
+                *((own_accepted, own, held[known]), (own_reached, own, seen[known])),
+                *((draft_accepted, pair, held), (draft_reached, pair, seen)),
+            ):
+                self._count(table.reshape(-1, self._k_max), places, positions)
+            pairs.update(pair.tolist())
         rows = state.unfaded_rows + len(stepped)
-        state = AcceptanceState(
+        if fades := rows >= _FADE_SHARE * self._config.draft_memory_rows:
+            draft_accepted *= (keep_rows := math.exp(-rows / self._config.draft_memory_rows))
+            draft_reached *= keep_rows
+        return AcceptanceState(
             slots=state.slots,
             request_class=request_class,
-            request_accepted=request_accepted,
-            request_reached=request_reached,
-            draft_accepted=accepted_by_draft,
-            draft_reached=reached_by_draft,
-            draft_hazard=hazard,
+            request_accepted=own_accepted,
+            request_reached=own_reached,
+            draft_accepted=draft_accepted,
+            draft_reached=draft_reached,
+            draft_hazard=self._draft_hazard(draft_accepted, draft_reached, state.draft_hazard, None if fades else pairs),
             likeness=state.likeness,
             now=state.now,
-            unfaded_rows=rows,
+            unfaded_rows=0 if fades else rows,
         )
-        return state if rows < _FADE_SHARE * self._config.draft_memory_rows else self._faded(state)
 
-    def _counts(self, pair: IntArray, positions: IntArray, rows: int) -> FloatArray:
-        """Return float64[rows, drafts, positions]: how many of the chains, of ``pair`` row x draft, count at each position."""
-        places = self._k_max + 1
-        ending = np.bincount(pair * places + positions, minlength=rows * self._drafts * places).reshape(rows * self._drafts, places)
-        counts: FloatArray = (ending.astype(np.float64) @ self._up_to).reshape(rows, self._drafts, self._k_max)
-        return counts
-
-    def _faded(self, state: AcceptanceState) -> AcceptanceState:
-        keep = math.exp(-state.unfaded_rows / self._config.draft_memory_rows)
-        return self.with_drafts(replace(state, unfaded_rows=0), state.draft_accepted * keep, state.draft_reached * keep)
+    def _count(self, table: FloatArray, places: IntArray, positions: IntArray) -> None:
+        """Add 1 to the first ``positions`` of each of the places (rows) of a table [places, positions], in place."""
+        if len(places) <= _FEW_CHAINS:
+            for place, end in zip(places.tolist(), positions.tolist(), strict=True):
+                table[place, :end] += 1.0
+        else:
+            ends = self._k_max + 1
+            ending = np.bincount(places * ends + positions, minlength=len(table) * ends).reshape(len(table), ends)
+            table += ending.astype(np.float64) @ self._up_to
 
     def hazards(self, state: AcceptanceState, request: list[int], rule: IntArray) -> FloatArray:
         """Return hazards float64[n, drafts, positions] for admitted requests (``rule`` int64[n]).

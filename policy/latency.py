@@ -287,11 +287,12 @@ def corrected(correction: FloatArray, predicted_s: FloatArray, measured_s: Float
     ``predicted_s`` are uncorrected predictions per part, ``measured_s`` what they took; parts with either at 0 keep their factor. A slow
     geometric average, each step's surprise clipped, the factor bounded to 1/8..8.
     """
-    known = (predicted_s > 0) & (measured_s > 0)
-    ratio = np.divide(measured_s, predicted_s * correction, out=np.ones_like(correction), where=known)
-    ratio = np.clip(ratio, 1 / _MAX_SURPRISE, _MAX_SURPRISE)
-    result: FloatArray = np.clip(correction * ratio**_CORRECTION_RATE, 1 / MAX_CORRECTION, MAX_CORRECTION)
-    return result
+    factors = correction.tolist()
+    for part, (predicted, measured) in enumerate(zip(predicted_s.tolist(), measured_s.tolist(), strict=True)):
+        if predicted > 0 and measured > 0:
+            surprise = min(max(measured / (predicted * factors[part]), 1 / _MAX_SURPRISE), _MAX_SURPRISE)
+            factors[part] = min(max(factors[part] * surprise**_CORRECTION_RATE, 1 / MAX_CORRECTION), MAX_CORRECTION)
+    return np.array(factors)
 
 
 def correction_by_part(correction: FloatArray, drafts: Sequence[str]) -> dict[str, float]:

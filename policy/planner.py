@@ -98,6 +98,7 @@ class AdaptivePlanner:
         self.config = config or PlannerConfig()
         self.latency = latency
         self._bounds = Bounds(self.config.k_max, self.config.switch_horizon_steps)
+        self._parts = tuple(correction_by_part(latency.start(), self.drafts))
         self._acceptance = AcceptanceModel(len(drafts), self.config.k_max, self.config.acceptance)
 
     def start(self) -> PlannerState:
@@ -263,46 +264,39 @@ class AdaptivePlanner:
     def observe(self, outcome: Outcome, state: PlannerState, now: float) -> PlannerState:
         """Learn acceptance (chosen drafts and counterfactuals), correct the latency model, and follow the long-run goodput."""
         model = self._acceptance
-        acceptance = model.aged(state.acceptance, now)
-        classes = dict(zip(outcome.request.tolist(), outcome.rule.tolist(), strict=True))
-        free_rule = np.array([classes.get(r, 0) for r in outcome.free_request.tolist()], np.int64)
-        acceptance = model.observe(
-            acceptance,
-            np.concatenate([outcome.request, outcome.free_request]),
-            np.concatenate([outcome.draft, outcome.free_draft]),
-            np.concatenate([outcome.rule, free_rule]),
-            np.concatenate([outcome.accepted, outcome.free_accepted]),
-            np.concatenate([outcome.scored, outcome.free_scored]),
-            outcome.request,
-        )
-        state = replace(state, acceptance=model.forget(acceptance, outcome.finished.tolist()))
-        return self._timed(outcome, state) if state.view is not None and len(outcome.request) else state
+        evidence = (outcome.request, outcome.draft, outcome.rule, outcome.accepted, outcome.scored)
+        if len(outcome.free_request):
+            rules = dict(zip(outcome.request.tolist(), outcome.rule.tolist(), strict=True))
+            free_rule = np.array([rules.get(r, 0) for r in outcome.free_request.tolist()])
+            free = (outcome.free_request, outcome.free_draft, free_rule, outcome.free_accepted, outcome.free_scored)
+            evidence = tuple(np.concatenate(pair) for pair in zip(evidence, free, strict=True))
+        acceptance = model.observe(model.aged(state.acceptance, now), *evidence, outcome.request)
+        acceptance = model.forget(acceptance, outcome.finished.tolist())
+        if state.view is None or not len(outcome.request):
+            return replace(state, acceptance=acceptance)
+        return replace(state, acceptance=acceptance, **self._timed(outcome, state, state.view))
 
-    def _timed(self, outcome: Outcome, state: PlannerState) -> PlannerState:
-        """Compare the step with what the model says of it as it was executed."""
-        assert state.view is not None
-        predicted_s, weight = predicted_parts(self.latency, outcome, state.view)
-        names = list(correction_by_part(state.correction, self.drafts))
-        measured_s = np.array([outcome.parts_s.get(name, 0.0) for name in names])
+    def _timed(self, outcome: Outcome, state: PlannerState, view: View) -> dict[str, Any]:
+        """Return what changes in the state by the step's time against what the model says of the step as it was executed."""
+        predicted_s, weight = predicted_parts(self.latency, outcome, view)
+        expected_s = predicted_s * state.correction
+        step_s = float(expected_s.sum())
+        measured_s = np.array([outcome.parts_s.get(name, 0.0) for name in self._parts])
         if not measured_s.any():  # an engine that times nothing but the whole: all parts share its surprise
-            whole_s = float((predicted_s * state.correction).sum())
-            measured_s = predicted_s * state.correction * (outcome.measured_s / whole_s if whole_s > 0 else 0.0)
-        keep = math.exp(-1 / self.config.price_memory_steps)
-        tokens = float((weight * outcome.emitted).sum())
-        step_s = float((predicted_s * state.correction).sum())
+            measured_s = expected_s * (outcome.measured_s / step_s if step_s > 0 else 0.0)
         correction = corrected(state.correction, predicted_s, measured_s)
         if not state.goodput:
-            return replace(state, correction=correction)
-        saturated = state.saturated
-        if state.view.queued and step_s > 0:
+            return {"correction": correction}
+        keep = math.exp(-1 / self.config.price_memory_steps)
+        tokens, saturated = float(weight.dot(outcome.emitted)), state.saturated
+        if view.queued and step_s > 0:
             saturated = keep * saturated + (1 - keep) * tokens / step_s if saturated else tokens / step_s
-        return replace(
-            state,
-            correction=correction,
-            earned=keep * state.earned + (1 - keep) * tokens,
-            expected=keep * state.expected + (1 - keep) * state.goodput * step_s,
-            saturated=saturated,
-        )
+        return {
+            "correction": correction,
+            "earned": keep * state.earned + (1 - keep) * tokens,
+            "expected": keep * state.expected + (1 - keep) * state.goodput * step_s,
+            "saturated": saturated,
+        }
 
 
 def _same_batch(view: View, before: View | None) -> bool:

@@ -153,17 +153,24 @@ def predicted_parts(latency: LatencyModel, outcome: Outcome, view: View) -> tupl
 
     A row that the view lacks has just ended its prompt: its tokens are among the prefill.
     """
-    place = {request: row for row, request in enumerate(view.request.tolist())}
-    row = np.array([place.get(r, -1) for r in outcome.request.tolist()], np.int64)
-    known, weight = row >= 0, np.ones(len(row))
+    row = _rows_of(outcome.request, view)
+    known = row >= 0
+    weight, length = np.ones(len(row)), np.where(known, outcome.length, 0)
     weight[known] = view.weight[row[known]]
-    length = np.where(known, outcome.length, 0)
+    rows, context = int(known.sum()), int(view.context[row[known]].sum())
     predicted = np.zeros(FIRST_DRAFT + len(latency.drafts))
-    tokens = int(length.sum() + known.sum()) + outcome.prefill_tokens
-    predicted[VERIFY] = latency.target.seconds(tokens, int(known.sum()), int(view.context[row[known]].sum()))
+    predicted[VERIFY] = latency.target.seconds(int(length.sum()) + rows + outcome.prefill_tokens, rows, context)
     predicted[OVERHEAD] = latency.overhead_s + latency.speculation_s * bool(length.any())
     predicted[FIRST_DRAFT:] = drafting_s(latency, view, row, Choice(outcome.draft, length))
     return predicted, weight
+
+
+def _rows_of(request: IntArray, view: View) -> IntArray:
+    """Return the rows of a view that requests have, -1 for those that it lacks."""
+    if len(request) == len(view) and (request == view.request).all():
+        return np.arange(len(view))
+    place = {known: row for row, known in enumerate(view.request.tolist())}
+    return np.array([place.get(r, -1) for r in request.tolist()], np.int64)
 
 
 def _tokens_by_row(hazard: FloatArray, choice: Choice) -> FloatArray:

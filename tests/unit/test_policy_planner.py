@@ -354,3 +354,17 @@ def test_a_small_batch_never_rests():
     made, now = hopeless(), view(rows=2, drafts=("small",))
     _, state = made.plan(now, made.start(), 0.0, RNG)
     assert "rest" not in made.plan(now, state, 0.0, RNG)[0].notes
+
+
+def test_a_step_of_nothing_but_prompts_that_end_is_learnt_from():
+    """Their first tokens are in the outcome, but the view had no row to decode."""
+    made = planner()
+    empty = view(0, prefill_tokens=40)
+    _, state = made.plan(empty, made.start(), 0.0, RNG)
+    ended = view(2)
+    nothing = np.zeros(2, np.int64)
+    result = Outcome(
+        ended.request, nothing - 1, nothing, nothing, nothing + 1, nothing, ended.rule, 3.0, {"verify": 3.0}, prefill_tokens=40
+    )
+    after = made.observe(result, state, 0.1)
+    assert made.drift(after)["verify"] > 1
