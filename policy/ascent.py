@@ -14,13 +14,11 @@ from typing import NamedTuple
 import numpy as np
 
 from .goodput import TIE, Choice, Score, StepProblem, no_speculation, score
-from .pairs import with_pair_changes
-from .plan import NO_DRAFT, FloatArray, IntArray
+from .plan import NO_DRAFT, BoolArray, FloatArray, IntArray
 
 _SLOPES = 3  # values of theta tried at most
 _CLOSE = 0.005  # of the step's tokens: a total this close to the best at theta is not worth another theta
-_PROVEN = 0.002  # of the step's tokens: a choice this close to the bound is not worth improving
-_FEW_ROWS = 8  # up to so many, changes of two rows at true costs follow
+_FEW_ROWS = 8  # up to so many, nothing is close enough when nothing likely is known
 _NOTHING = 1e-300
 
 
@@ -61,7 +59,7 @@ def ascend(problem: StepProblem, price: float, limit_s: float = math.inf) -> tup
     choice, result = no_speculation(problem.rows), Score(problem.base_value, problem.plain_s, problem.plain_s)
     plain, bound, totals = result.objective(price), math.inf, np.arange(len(terms.verify))
     theta = _slope_around(terms.verify, problem.likely_tokens)
-    close = TIE if problem.rows <= _FEW_ROWS else _CLOSE * problem.base_value
+    close = TIE if problem.rows <= _FEW_ROWS and problem.likely is None else _CLOSE * problem.base_value
     for _ in range(_SLOPES):
         wanted = np.maximum(terms.net - theta, 0.0)
         tilted = theta * totals - terms.verify
@@ -79,9 +77,6 @@ def ascend(problem: StepProblem, price: float, limit_s: float = math.inf) -> tup
         if short <= close:
             break
         theta = _slope_at(terms.verify, int(candidate.length.sum()), theta)
-    if problem.rows <= _FEW_ROWS and limit_s == math.inf and bound - result.objective(price) > _PROVEN * result.value:
-        choice = with_pair_changes(problem, price, choice)
-        result = score(problem, choice)
     return choice, result, bound
 
 
@@ -89,6 +84,39 @@ def _shortfall(tilted: FloatArray, highest: float, choice: Choice) -> float:
     """Return what a choice's total loses against the best total at theta."""
     total = int(choice.length.sum())
     return highest - float(tilted[total]) if total < len(tilted) else math.inf
+
+
+def starts(problem: StepProblem, price: float) -> list[Choice]:
+    """Return choices to start from that open what the ascent may not have: all that one draft gives up to one depth, or all give at all.
+
+    A depth's opening is left out, and verification is taken to be free or to cost its mean slope.
+    """
+    terms, (k_max, drafts, rows) = Terms.of(problem, price), problem.gain.shape
+    found, row = [], np.arange(rows)
+    depths = range(k_max) if k_max <= 4 else (0, 1, 3, k_max - 1)
+    for theta in (0.0, _slope_around(terms.verify, 0)):
+        wanted = np.maximum(terms.net - theta, 0.0)
+        wishes = (wanted > 0).sum(0)
+        worth = np.cumsum(wanted, axis=0) - terms.charge
+        best = worth[-1].argmax(0)
+        plans = [(best, wishes[best, row], worth[-1, best, row])]
+        plans += [(np.full(rows, d), np.minimum(wishes[d], k + 1), worth[k, d]) for d in range(drafts) for k in depths]
+        for draft, wished, value in plans:
+            length = np.where((value > 0) & _within_limits(problem, draft, value), wished, 0)
+            order = np.argsort(-value, kind="stable")
+            length[order[np.cumsum(length[order]) >= len(terms.verify)]] = 0  # no room
+            found.append(Choice(np.where(length > 0, draft, NO_DRAFT), length))
+    return [choice for choice in found if choice.length.any()]
+
+
+def _within_limits(problem: StepProblem, draft: IntArray, value: FloatArray) -> BoolArray:
+    """Return which rows a draft takes if it takes those of the highest value as far as its limit goes."""
+    taken = np.ones(len(draft), np.bool_)
+    for d, most in enumerate([] if problem.limit is None else problem.limit.tolist()):
+        group = (draft == d).nonzero()[0]
+        if len(group) > most:
+            taken[group[np.argsort(-value[group], kind="stable")[most:]]] = False
+    return taken
 
 
 def _slope_around(verify: FloatArray, total: int) -> float:
@@ -207,11 +235,11 @@ def _on_staircase(problem: StepProblem, price: float, terms: Terms, draft: IntAr
         net[np.arange(longest)[:, None] >= np.array([caps.get(d, 0) for d in range(len(terms.charge))])[draft]] = 0.0
     charge = terms.charge[draft, row]
     net *= np.maximum(1 - charge / np.maximum(net.sum(0), _NOTHING), 0.0)
+    if problem.limit is not None:
+        net *= _within_limits(problem, draft, net.sum(0))
     value = net.copy()
     for d, cap in caps.items():
         group = (draft == d).nonzero()[0]
-        if problem.limit is not None and len(group) > problem.limit[d]:
-            net[:, group[np.argsort(-net[:, group].sum(0), kind="stable")[problem.limit[d] :]]] = 0.0
         if len(group):
             value[np.arange(cap), group[net[:cap, group].argmax(1)]] -= terms.opening[:cap, d]
     count = min(int(np.count_nonzero(net)), len(terms.verify) - 1)

@@ -33,7 +33,7 @@ class StepProblem:
     ``limit[D]`` (None: none) is the most rows that a draft takes. ``given[D, K]`` (None: none) are the tokens of rows outside this choice
     in the drafts' forwards. Those forwards are paid for in ``verify_s``; here they make the ones that share them cheaper. ``cap_s`` is the
     longest step to be chosen (see ``limit_s``). ``line_s`` are the lines of ``lines`` if known, ``likely_tokens`` a guess (0: none) of how
-    many tokens are best.
+    many tokens are best, ``likely`` a choice to start from.
     """
 
     gain: FloatArray
@@ -51,6 +51,7 @@ class StepProblem:
     cap_s: float = math.inf
     line_s: tuple[FloatArray, FloatArray] | None = None
     likely_tokens: int = 0
+    likely: Choice | None = None
 
     @property
     def rows(self) -> int:

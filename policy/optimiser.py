@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
 
-from .ascent import ascend
+from .ascent import ascend, starts
 from .goodput import TIE, Choice, Score, StepProblem, no_speculation, score
 from .one_row import OneRow
-from .pairs import MOST_ROWS, best_of_all
+from .pairs import MOST_ROWS, best_of_all, with_pair_changes, with_single_changes
+from .plan import NO_DRAFT
 
+FEW_ROWS = 8
+_PROVEN = 0.002  # of the step's tokens: a choice this close to the bound is not worth improving
+_MOST_STARTS, _MOST_PAIRS = 16, 20_000  # of a search: the starts, and the choices of pairs looked at in a pass over all of them
 _TRIMS = 4
 _SCARCITIES = (1.0, 3.0, 9.0)
 
@@ -19,19 +24,67 @@ def best_choice(problem: StepProblem | OneRow, price: float) -> tuple[Choice, Sc
     """Return the choice of the highest priced objective, its score, and a bound that no choice's objective exceeds.
 
     Of equal choices the one with the fewest proposed tokens; choices over ``problem.limit_s`` do not count. Exact up to three rows (the
-    bound is the objective); beyond them never worse than no speculation.
+    bound is the objective), unless there is a likely choice for three. Beyond, an ascent, never worse than no speculation; up to
+    ``FEW_ROWS`` rows and unless the bound proves it, a search around it, or, where there is a likely choice, changes of the better one.
     """
     if isinstance(problem, OneRow):
         return problem.best(price)
+    few = problem.rows <= FEW_ROWS and problem.cap_s == math.inf
     if not problem.ceiling.any() or not problem.last_total():
         choice = no_speculation(problem.rows)
-    elif problem.rows <= MOST_ROWS:
+    elif problem.rows <= MOST_ROWS and (problem.likely is None or not few or problem.rows < MOST_ROWS):
         choice = best_of_all(problem, price)
     else:
         choice, result, bound = ascend(problem, price)
-        return (choice, result, bound) if result.step_s <= problem.limit_s else (*_within(problem, price), bound)
+        if result.step_s > problem.limit_s:
+            return (*_within(problem, price), bound)
+        if few and bound - result.objective(price) > _PROVEN * result.value:
+            improve = _searched if problem.likely is None else _improved
+            choice, result = improve(problem, price, choice, result)
+        return choice, result, bound
     result = score(problem, choice)
     return choice, result, result.objective(price)
+
+
+def _improved(problem: StepProblem, price: float, choice: Choice, result: Score) -> tuple[Choice, Score]:
+    """Return the better of a choice and the likely one, improved by changes of one row or, of three, of two."""
+    assert problem.likely is not None
+    change = with_pair_changes if problem.rows <= MOST_ROWS else with_single_changes
+    likely = _fitting(problem, problem.likely)
+    start = likely if score(problem, likely).objective(price) > result.objective(price) else choice
+    return _better(problem, price, (choice, result), change(problem, price, start))
+
+
+def _better(problem: StepProblem, price: float, best: tuple[Choice, Score], candidate: Choice) -> tuple[Choice, Score]:
+    """Return the candidate with its score if it is better than the best so far."""
+    result = score(problem, candidate)
+    return (candidate, result) if result.objective(price) > best[1].objective(price) + TIE * (best[1].value + 1.0) else best
+
+
+def _searched(problem: StepProblem, price: float, choice: Choice, result: Score) -> tuple[Choice, Score]:
+    """Return the best of a choice and the most promising starts, each improved by changes of two rows as far as time allows."""
+    k_max, drafts, rows = problem.gain.shape
+    width = rows * (rows - 1) // 2 * (1 + drafts * k_max) ** 2
+    change, most = (with_pair_changes, min(_MOST_STARTS, _MOST_PAIRS // width)) if width <= _MOST_PAIRS else (with_single_changes, 2)
+    scored = [(score(problem, start).objective(price), start) for start in starts(problem, price)]
+    promising = sorted(scored, key=lambda pair: -pair[0])[:most]
+    best = choice, result
+    for start in (choice, *(start for _, start in promising)):
+        best = _better(problem, price, best, change(problem, price, start))
+    return best
+
+
+def _fits(problem: StepProblem, choice: Choice) -> bool:
+    """Return whether no draft has more rows than it takes."""
+    return problem.limit is None or bool(((choice.draft == np.arange(len(problem.limit))[:, None]).sum(1) <= problem.limit).all())
+
+
+def _fitting(problem: StepProblem, choice: Choice) -> Choice:
+    """Return a choice cut to the ceilings, or no speculation where it does not fit otherwise."""
+    row = np.arange(problem.rows)
+    length = np.minimum(choice.length, problem.ceiling[choice.draft, row])
+    cut = Choice(np.where(length > 0, choice.draft, NO_DRAFT), length)
+    return cut if _fits(problem, cut) and length.sum() <= problem.last_total() else no_speculation(problem.rows)
 
 
 def _within(problem: StepProblem, price: float) -> tuple[Choice, Score]:
@@ -51,7 +104,6 @@ def _within(problem: StepProblem, price: float) -> tuple[Choice, Score]:
             if over_s <= 0:
                 break
             aim_s -= over_s
-        result = score(problem, candidate)
-        if result.step_s <= problem.limit_s and result.objective(price) > best.objective(price) + TIE * (abs(best.value) + 1.0):
-            choice, best = candidate, result
+        if score(problem, candidate).step_s <= problem.limit_s:
+            choice, best = _better(problem, price, (choice, best), candidate)
     return choice, best

@@ -1,4 +1,4 @@
-"""All choices of two rows beside the rest, at true costs: exact for up to three rows, and what improves a choice of a few more."""
+"""All choices of one row or two beside the rest, at true costs: exact for up to three rows, and what improves a choice of a few more."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PairTable:
         self.joining: IntArray = np.where(depth == 0, problem.first_tokens, 1)
         self.given = np.zeros((k_max, drafts), np.int64) if problem.given is None else problem.given.T
         self._column = np.arange(drafts)[:, None]
-        self._verify = price * (problem.verify_s + problem.speculation_s * (np.arange(len(problem.verify_s)) > 0))
+        self._verify_cost = price * (problem.verify_s + problem.speculation_s * (np.arange(len(problem.verify_s)) > 0))
 
     def alone(self, row: IntArray, forwards: FloatArray) -> FloatArray:
         """Return what the options of rows are worth when they add ``forwards[K, D, P]`` seconds, float64[P, O], verification apart."""
@@ -38,6 +38,11 @@ class PairTable:
         options = np.zeros((len(row), len(self.length)))
         options[:, 1:] = net.transpose(2, 1, 0).reshape(len(row), -1)
         return options
+
+    def verify(self, total: IntArray) -> FloatArray:
+        """Return what verification costs with every option beside ``total[P]`` other tokens, float64[P, O]."""
+        costs: FloatArray = self._verify_cost.take(total[:, None] + self.length, mode="clip")
+        return costs
 
     def forward_s(self, tokens: IntArray) -> FloatArray:
         """Return the seconds of the drafts' forwards of int64[K, D, P] tokens."""
@@ -54,7 +59,7 @@ class PairTable:
         one_s, two_s = self.forward_s(others + one) - before_s, self.forward_s(others + two) - before_s
         saved = one_s + two_s + before_s - self.forward_s(others + one + two)
         objective: FloatArray = self.alone(first, one_s)[:, :, None] + self.alone(second, two_s)[:, None]
-        objective -= self._verify.take(total[:, None, None] + self.lengths, mode="clip")
+        objective -= self._verify_cost.take(total[:, None, None] + self.lengths, mode="clip")
         k_max, drafts, _ = saved.shape
         saved = self._price * np.cumsum(saved, axis=0)
         for d in range(drafts):
@@ -128,17 +133,15 @@ def _all_objectives(table: PairTable) -> FloatArray:
 
 def with_pair_changes(problem: StepProblem, price: float, choice: Choice) -> Choice:
     """Return the choice improved two rows at a time by the change that gains most, until none does."""
-    table, drafts = PairTable(problem, price), np.arange(problem.gain.shape[1])[:, None]
+    table = PairTable(problem, price)
     first, second = np.triu_indices(problem.rows, 1)
-    depth, pairs = np.arange(len(problem.gain))[:, None, None], np.arange(len(first))
+    pairs = np.arange(len(first))
     draft, length = choice.draft.copy(), choice.length.copy()
     for _ in range(2 * problem.rows):
-        member = (draft == drafts) & (length > 0)
-        tokens = (member & (depth < length)) * table.joining  # [K, D, n]
+        member, tokens, option = _places(table, draft, length)
         others = (table.given + tokens.sum(2))[:, :, None] - tokens[:, :, first] - tokens[:, :, second]
         rows = member.sum(1)[:, None] - member[:, first] - member[:, second]
         objective = table.objectives(first, second, others, length.sum() - length[first] - length[second], rows)
-        option = np.where(length > 0, draft * len(depth) + length, 0)
         gained = objective.reshape(len(pairs), -1).max(1) - objective[pairs, option[first], option[second]]
         pair = int(gained.argmax())
         if not gained[pair] > TIE * (problem.base_value + 1.0):
@@ -147,3 +150,32 @@ def with_pair_changes(problem: StepProblem, price: float, choice: Choice) -> Cho
         both = [first[pair], second[pair]]
         draft[both], length[both] = table.draft[chosen], table.length[chosen]
     return Choice(draft, length)
+
+
+def with_single_changes(problem: StepProblem, price: float, choice: Choice) -> Choice:
+    """Return the choice improved one row at a time by the change that gains most, until none does."""
+    table, every = PairTable(problem, price), np.arange(problem.rows)
+    draft, length = choice.draft.copy(), choice.length.copy()
+    for _ in range(4 * problem.rows):
+        member, tokens, option = _places(table, draft, length)
+        others = (table.given + tokens.sum(2))[:, :, None] - tokens
+        forwards = table.forward_s(others + table.joining) - table.forward_s(others)
+        objective = table.alone(every, forwards) - table.verify(length.sum() - length)
+        if problem.limit is not None:
+            full = (member.sum(1)[:, None] - member >= problem.limit[:, None]).T
+            objective[:, 1:][full.repeat(len(problem.gain), axis=1)] = -np.inf
+        gained = objective.max(1) - objective[every, option]
+        row = int(gained.argmax())
+        if not gained[row] > TIE * (problem.base_value + 1.0):
+            break
+        chosen = int(objective[row].argmax())
+        draft[row], length[row] = table.draft[chosen], table.length[chosen]
+    return Choice(draft, length)
+
+
+def _places(table: PairTable, draft: IntArray, length: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Return who is with which draft [D, n], the tokens [K, D, n] in its forwards, and the rows' options."""
+    k_max, drafts, _ = table.problem.gain.shape
+    member = ((draft == np.arange(drafts)[:, None]) & (length > 0)).astype(np.int64)
+    tokens = (member & (np.arange(k_max)[:, None, None] < length)) * table.joining
+    return member, tokens, np.where(length > 0, draft * k_max + length, 0)

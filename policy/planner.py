@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from .goodput import Choice, Score, StepProblem, no_speculation
 from .latency import OVERHEAD, VERIFY, LatencyModel, corrected, correction_by_part
 from .learned import restored, saved
 from .one_row import OneRow, one_row
-from .optimiser import best_choice
+from .optimiser import FEW_ROWS, best_choice
 from .plan import NO_DRAFT, BoolArray, FloatArray, IntArray, Outcome, Plan, View
 from .probing import PROBE_FLOOR, affordable_probe
 from .problem import NOTHING_GIVEN, Bounds, Given, extra_prefill_s, predicted_parts, step_problem
@@ -22,10 +22,21 @@ _COLD_TOLERANCE, _WARM_TOLERANCE = 0.01, 0.03  # of the price, whose error costs
 _PRICE_ROUNDS = 4
 _SHARE_BOUNDS = (0.1, 2.0)
 _REST_ROWS = 4
+_SEARCH_STEPS = 16  # between two full searches for a small batch; the steps between improve the last choice
 _LOOK_STEPS = 4  # at most, from one look for a probe that found none to be had to the next: looking takes time too
 
 
 Problem = StepProblem | OneRow
+
+
+class Found(NamedTuple):
+    """A choice with its score and the rows that probe in it; what may still be spent on probes, and the steps until the next look."""
+
+    choice: Choice
+    result: Score
+    probes: int
+    credit_s: float
+    look: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +79,8 @@ class PlannerState:
     and ``expected`` are fading means of emitted tokens and of goodput x predicted time: their ratio is the share of the best goodput that
     is realised in the long run, prefill included. ``saturated`` is the long-run goodput of steps with a backlog (0 = none seen).
     ``credit_s`` is what may still be spent on probes, ``look`` the steps until the next look for one, ``rest`` the steps for which no
-    speculation stays decided, ``proposed`` the tokens proposed in the last step.
+    speculation stays decided, ``proposed`` the tokens proposed in the last step. Of a small batch, ``chosen`` are the last draft and length
+    by request, and ``search`` is the steps until the next full search.
     """
 
     acceptance: AcceptanceState
@@ -82,6 +94,8 @@ class PlannerState:
     rest: int = 0
     look: int = 0
     proposed: int = 0
+    chosen: dict[int, tuple[int, int]] = field(default_factory=dict)
+    search: int = 0
 
 
 class AdaptivePlanner:
@@ -128,22 +142,24 @@ class AdaptivePlanner:
             return self._rest(view, state)
         acceptance = self.admitted(view, state, now)
         if len(view) == 1 and view.given is None and self.drafts and view.ready[0]:
-            plan, after = self._plan_one(view, state, acceptance)
-            if not self._may_look(state, after.credit_s, plan.predicted_s):
-                return plan, after
+            return self._plan_one(view, state, acceptance)
         return self._plan_rows(view, state, acceptance)
 
     def _plan_one(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[Plan, PlannerState]:
-        """Plan for a single row by plain numbers; what ``_plan_rows`` does, but for looking for a probe."""
+        """Plan for a single row by plain numbers: what ``_plan_rows`` does, quicker."""
         hazard = self._acceptance.hazards_of(acceptance, view.request.item(), view.rule.item())
         problem = one_row(self.latency, state.correction.tolist(), view, hazard, self._bounds)
         prefill_s = extra_prefill_s(self.latency, state.correction, view, 1)
         choice, result, price, goodput, bound = self._priced_choice(problem, prefill_s, view.queued, state)
-        tokens = result.value / problem.base_value if problem.base_value else 1.0
         notes = self._notes(problem, result, price, goodput, bound, prefill_s, state)
-        credit_s, look = state.credit_s + self.config.explore_share * result.step_s, max(state.look - 1, 0)
-        plan = Plan(choice.draft, choice.length, result.step_s, tokens, price, notes)
-        return plan, self._planned(state, acceptance, view, goodput, credit_s, look, choice.length.item())
+        found = Found(choice, result, 0, state.credit_s + self.config.explore_share * result.step_s, max(state.look - 1, 0))
+        if self._may_look(state, found):
+            as_rows, rows, hazards, _ = self.problem(view, state, acceptance)
+            found = self._looked(as_rows, view, rows, hazards, acceptance, price, found)
+            notes["probe"] = found.probes
+        tokens = found.result.value / problem.base_value if problem.base_value else 1.0
+        plan = Plan(found.choice.draft, found.choice.length, found.result.step_s, tokens, price, notes)
+        return plan, self._planned(state, acceptance, view, goodput, found, found.choice.length.item())
 
     def problem(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[StepProblem, IntArray, FloatArray, Given]:
         """Return the choice that the planner has in a view, its rows of the view, their hazards, and what is given beside them."""
@@ -152,7 +168,10 @@ class AdaptivePlanner:
         given, own = _split(view, rows, hazard)
         if own is not None:
             rows, hazard = rows[own], hazard[own]
-        problem = step_problem(self.latency, state.correction, view, rows, hazard, given, self._bounds, state.proposed)
+        likely = None
+        if state.search and state.chosen and len(rows) == len(state.chosen):
+            likely = Choice(*np.array([state.chosen.get(r, (NO_DRAFT, 0)) for r in view.request[rows].tolist()]).T)
+        problem = step_problem(self.latency, state.correction, view, rows, hazard, given, self._bounds, state.proposed, likely)
         return problem, rows, hazard, given
 
     def admitted(self, view: View, state: PlannerState, now: float) -> AcceptanceState:
@@ -166,24 +185,21 @@ class AdaptivePlanner:
         prefill_s = extra_prefill_s(self.latency, state.correction, view, len(rows) + len(given.rows) + given.tokens)
         choice, result, price, goodput, bound = self._priced_choice(problem, prefill_s, view.queued, state)
         notes = self._notes(problem, result, price, goodput, bound, prefill_s, state)
-        credit_s, look = state.credit_s + self.config.explore_share * result.step_s, max(state.look - 1, 0)
-        if self._may_look(state, credit_s, result.step_s):
-            spread = self._acceptance.spread(acceptance, view.request[rows].tolist(), view.rule[rows], hazard)
-            hopeful = np.minimum(hazard + self.config.optimism * spread, 1.0)
-            probe = affordable_probe(problem, view.weight[rows], hopeful, choice, result, price, credit_s)
-            if probe is not None and probe.rows:
-                choice, result, notes["probe"], credit_s = probe.choice, probe.result, probe.rows, credit_s - probe.cost_s
-            else:  # credit can always be saved up to the price of the cheapest probe, so that no draft stays out for good
-                cost_s, earned_s = probe.cost_s if probe else 0.0, self.config.explore_share * result.step_s
-                look = min(max(int((cost_s - credit_s) / earned_s), 0), _LOOK_STEPS) if probe else _LOOK_STEPS
-                credit_s = min(credit_s, max(result.step_s, cost_s))
-        draft, length = choice if len(rows) == len(view) else _scattered(choice, rows, len(view))
-        tokens = _tokens(problem, view.weight[rows], choice, result.value - given.value) + given.expected_tokens
-        plan = Plan(draft, length, result.step_s, tokens, price, notes)
-        return plan, self._planned(state, acceptance, view, goodput, credit_s, look, int(length.sum()))
+        found = Found(choice, result, 0, state.credit_s + self.config.explore_share * result.step_s, max(state.look - 1, 0))
+        if self._may_look(state, found):
+            found = self._looked(problem, view, rows, hazard, acceptance, price, found)
+            notes["probe"] = found.probes
+        draft, length = found.choice if len(rows) == len(view) else _scattered(found.choice, rows, len(view))
+        tokens = _tokens(problem, view.weight[rows], found.choice, found.result.value - given.value) + given.expected_tokens
+        plan = Plan(draft, length, found.result.step_s, tokens, price, notes)
+        after = self._planned(state, acceptance, view, goodput, found, int(length.sum()))
+        if len(rows) > FEW_ROWS:
+            return plan, after
+        by_request = zip(view.request[rows].tolist(), zip(*(column.tolist() for column in choice), strict=True), strict=True)
+        return plan, replace(after, chosen=dict(by_request), search=_SEARCH_STEPS if problem.likely is None else state.search - 1)
 
     def _planned(
-        self, state: PlannerState, acceptance: AcceptanceState, view: View, goodput: float, credit_s: float, look: int, proposed: int
+        self, state: PlannerState, acceptance: AcceptanceState, view: View, goodput: float, found: Found, proposed: int
     ) -> PlannerState:
         """Return the state after planning (without ``replace``, which takes as long as planning for a row)."""
         return PlannerState(
@@ -194,20 +210,23 @@ class AdaptivePlanner:
             earned=state.earned,
             expected=state.expected,
             saturated=state.saturated,
-            credit_s=credit_s,
+            credit_s=found.credit_s,
             rest=0 if proposed else self.config.rest_steps,
-            look=look,
+            look=found.look,
             proposed=proposed,
         )
 
     def _notes(
         self, problem: Problem, result: Score, price: float, goodput: float, bound: float, prefill_s: float, state: PlannerState
     ) -> dict[str, float]:
-        """Return figures for traces: ``gain`` over not speculating; ``gap``, how much better the best choice may be by the dual bound."""
+        """Return figures for traces: ``gain`` over not speculating; ``gap``, how much better the best choice may be by the dual
+        bound, as a share of the tokens.
+        """
         notes = {"probe": 0, "realised_share": state.earned / state.expected, "credit_s": state.credit_s}
         if problem.base_value:
             notes["gain"] = goodput * (problem.plain_s - prefill_s) / problem.base_value
-            notes["gap"] = (bound - result.objective(price)) / result.value
+            if bound < math.inf:
+                notes["gap"] = (bound - result.objective(price)) / result.value
         return notes
 
     def _rest(self, view: View, state: PlannerState) -> tuple[Plan, PlannerState]:
@@ -244,16 +263,43 @@ class AdaptivePlanner:
             previous, goodput = goodput, result.value / (result.charged_s - prefill_s)
             if abs(goodput - previous) <= tolerance * previous:
                 break
+            if isinstance(problem, StepProblem) and rows <= FEW_ROWS:
+                problem = replace(problem, likely=choice)
         if result.value > problem.base_value and goodput < (1 + self.config.margin) * plain:
             choice, result, goodput = no_speculation(rows), nothing, plain
         return choice, result, price, goodput, bound
 
-    def _may_look(self, state: PlannerState, credit_s: float, step_s: float) -> bool:
+    def _may_look(self, state: PlannerState, found: Found) -> bool:
         """Return whether a probe may be looked for: its least price has been saved, and the last look was not just now.
 
         Each step earns ``explore_share`` of its time.
         """
-        return state.look == 0 and self.config.explore_share > 0 and credit_s >= PROBE_FLOOR * step_s
+        return state.look == 0 and self.config.explore_share > 0 and found.credit_s >= PROBE_FLOOR * found.result.step_s
+
+    def _looked(
+        self,
+        problem: StepProblem,
+        view: View,
+        rows: IntArray,
+        hazard: FloatArray,
+        acceptance: AcceptanceState,
+        price: float,
+        found: Found,
+    ) -> Found:
+        """Return the choice with a probe in it if one is affordable.
+
+        Credit can always be saved up to the price of the cheapest probe, so that no draft stays out for good.
+        """
+        choice, result, _, credit_s, _ = found
+        spread = self._acceptance.spread(acceptance, view.request[rows].tolist(), view.rule[rows], hazard)
+        hopeful = np.minimum(hazard + self.config.optimism * spread, 1.0)
+        probe = affordable_probe(problem, view.weight[rows], hopeful, choice, result, price, credit_s)
+        if probe is None:
+            return found._replace(credit_s=min(credit_s, result.step_s), look=_LOOK_STEPS)
+        if probe.rows:
+            return Found(probe.choice, probe.result, probe.rows, credit_s - probe.cost_s, found.look)
+        steps = (probe.cost_s - credit_s) / (self.config.explore_share * result.step_s)
+        return found._replace(credit_s=min(credit_s, max(result.step_s, probe.cost_s)), look=min(max(int(steps), 0), _LOOK_STEPS))
 
     # -- observe
 

@@ -68,6 +68,7 @@ def step_problem(
     given: Given,
     bounds: Bounds,
     likely_tokens: int = 0,
+    likely: Choice | None = None,
 ) -> StepProblem:
     """Return the choice that these rows of the view have beside what is given; ``hazard`` float64[rows, drafts, positions]."""
     n, everyone = len(rows), len(rows) + len(given.rows)
@@ -111,6 +112,7 @@ def step_problem(
         view.cap_s,
         (scale[:, 0] * token_s, np.ones((k_max, 1)) * (scale[:, 0] * opening_s)),
         likely_tokens,
+        likely,
     )
 
 
