@@ -91,7 +91,8 @@ class AcceptanceModel:
             return state
         slots = dict(state.slots)
         capacity = len(state.request_reached)
-        free = sorted(set(range(capacity + len(new))) - set(slots.values()))
+        taken = set(slots.values())
+        free = (slot for slot in range(capacity + len(new)) if slot not in taken)
         slots.update(zip(new, free, strict=False))
         if max(slots.values()) < capacity:
             return replace(state, slots=slots)
@@ -209,15 +210,20 @@ class AcceptanceModel:
         the positions that it reached, shrunk by as much as requests are alike. It shifts every position of the draft level, also
         those never reached; the request's own counts then refine each position.
         """
-        slot, position_strength = [state.slots[r] for r in request], self._config.position_strength
+        slot = np.fromiter(map(state.slots.__getitem__, request), np.int64, len(request))
+        position_strength = self._config.position_strength
         accepted, reached = state.request_accepted.take(slot, 0), state.request_reached.take(slot, 0)
         level = state.draft_hazard.take(rule, 0)
         strength = np.array(self._strength(state))
         trials = self._total(reached)
         mean = (self._total(reached * level) + _NO_TRIALS / 2) / (trials + _NO_TRIALS)
-        actual = (self._total(accepted) + strength * mean) / (trials + strength)
-        odds = (actual * (1 - mean) / ((1 - actual) * mean))[:, :, None] * level
-        hazard: FloatArray = (accepted + position_strength * (odds / (odds + (1 - level)))) / (reached + position_strength)
+        actual = self._total(accepted) + strength * mean  # of trials + strength
+        hazard: FloatArray = (actual * (1 - mean) / ((trials + strength - actual) * mean))[:, :, None] * level  # the odds, at first
+        hazard /= hazard + (1 - level)
+        hazard *= position_strength
+        hazard += accepted
+        reached += position_strength
+        hazard /= reached
         return hazard
 
     def hazards_of(self, state: AcceptanceState, request: int, rule: int) -> list[list[float]]:
@@ -230,8 +236,8 @@ class AcceptanceModel:
                 hazards.append(level)
                 continue
             mean = (sum(map(mul, seen, level)) + _NO_TRIALS / 2) / (trials + _NO_TRIALS)
-            actual = (sum(held) + strength * mean) / (trials + strength)
-            ratio = actual * (1 - mean) / ((1 - actual) * mean)
+            actual = sum(held) + strength * mean  # of trials + strength
+            ratio = actual * (1 - mean) / ((trials + strength - actual) * mean)
             hazards.append(
                 [
                     (a + position_strength * ((odds := ratio * h) / (odds + (1 - h)))) / (r + position_strength)

@@ -60,7 +60,7 @@ def ascend(problem: StepProblem, price: float, limit_s: float = math.inf) -> tup
     plain, bound, totals = result.objective(price), math.inf, np.arange(len(terms.verify))
     theta = _slope_around(terms.verify, problem.likely_tokens)
     close = TIE if problem.rows <= _FEW_ROWS and problem.likely is None else _CLOSE * problem.base_value
-    for _ in range(_SLOPES):
+    for _ in range(_SLOPES if problem.likely is None else 1):
         wanted = np.maximum(terms.net - theta, 0.0)
         tilted = theta * totals - terms.verify
         highest = float(tilted[tilted.argmax()])
@@ -168,7 +168,7 @@ def _over_rows(values: FloatArray) -> FloatArray:
 def _longest_chains(worth: FloatArray, chains: FloatArray) -> tuple[IntArray, dict[int, int]]:
     """Return each row's draft (NO_DRAFT: it would rather not) and the longest chain of every draft in use.
 
-    One draft after the other joins at the length that gains most beside those in use; in the end each length is chosen anew.
+    One draft after the other joins, or lengthens its chains, as gains most beside those in use.
     """
     _, drafts, rows = worth.shape
     caps: dict[int, int] = {}
@@ -188,8 +188,6 @@ def _longest_chains(worth: FloatArray, chains: FloatArray) -> tuple[IntArray, di
         total = _over_rows(np.maximum(worth, current)) - costs
     if len(caps) < 2:
         return np.where(current > 0, next(iter(caps), NO_DRAFT), NO_DRAFT), caps
-    if rows <= _FEW_ROWS:
-        _choose_anew(worth, chains, caps)
     used, longest = np.array(list(caps)), np.array(list(caps.values()))
     by_draft = worth[longest - 1, used]
     best = by_draft.argmax(0)
@@ -200,20 +198,12 @@ def _as_wanted(wanted: FloatArray, draft: IntArray, caps: dict[int, int]) -> Cho
     """Return the choice of every row's own wish at theta, as far as the longest chain of its draft allows."""
     if not caps:
         return no_speculation(len(draft))
-    row, longest = np.arange(len(draft)), np.zeros(wanted.shape[1] + 1, np.int64)
+    k_max, drafts, rows = wanted.shape
+    longest = np.zeros(drafts + 1, np.int64)
     longest[list(caps)] = list(caps.values())
-    length = np.minimum((wanted[:, draft, row] > 0).sum(0), longest[draft])
+    wishes = np.count_nonzero(wanted.reshape(k_max, -1).take(draft * rows + np.arange(rows), 1), axis=0)
+    length = np.minimum(wishes, longest[draft])
     return Choice(np.where(length > 0, draft, NO_DRAFT), length)
-
-
-def _choose_anew(worth: FloatArray, chains: FloatArray, caps: dict[int, int]) -> None:
-    """Set every draft's longest chain to the best beside the others', or take the draft out, in place."""
-    for d in list(caps):
-        others = np.max([worth[cap - 1, e] for e, cap in caps.items() if e != d] or [np.zeros(worth.shape[2])], axis=0)
-        total = np.maximum(worth[:, d], others).sum(1) - chains[:, d]
-        caps[d] = int(total.argmax()) + 1
-        if total[caps[d] - 1] <= others.sum() + TIE:
-            del caps[d]
 
 
 def _on_staircase(problem: StepProblem, price: float, terms: Terms, draft: IntArray, caps: dict[int, int], limit_s: float) -> Choice:

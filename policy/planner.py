@@ -141,7 +141,7 @@ class AdaptivePlanner:
         if state.rest and _same_batch(view, state.view):
             return self._rest(view, state)
         acceptance = self.admitted(view, state, now)
-        if len(view) == 1 and view.given is None and self.drafts and view.ready[0]:
+        if len(view) == 1 and view.given is None and self.drafts and view.ready.item():
             return self._plan_one(view, state, acceptance)
         return self._plan_rows(view, state, acceptance)
 
@@ -176,7 +176,7 @@ class AdaptivePlanner:
 
     def admitted(self, view: View, state: PlannerState, now: float) -> AcceptanceState:
         """Return the estimator's state at a time, with a place for the requests of a view that are ready."""
-        requests: list[int] = view.request.tolist() if view.ready.all() else view.request[view.ready].tolist()
+        requests: list[int] = view.request[view.ready].tolist()
         return self._acceptance.admit(self._acceptance.aged(state.acceptance, now), requests)
 
     def _plan_rows(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[Plan, PlannerState]:

@@ -23,6 +23,7 @@ DRAFTS = ("small", "medium", "large", "lookup")
 RATES = np.array([[0.6, 0.7, 0.8, 0.3], [0.3, 0.35, 0.4, 0.8], [0.7, 0.8, 0.85, 0.1]])
 SHARES = (0.03, 0.08, 0.2, 0.002)
 K_MAX, CONTEXT = 8, 1500
+RNG = np.random.default_rng(0)  # not drawn from
 
 
 def model() -> LatencyModel:
@@ -76,7 +77,7 @@ class ClosedLoop:
 def timed_plan(planner: AdaptivePlanner, state: Any, columns: tuple[list[int], ...], now: float) -> tuple[View, Any, Any, float]:
     """Return the view of the columns, its plan, the state after it, and the microseconds that all of it took."""
     ids, remaining, ceiling, catchup = columns
-    context, rng = [CONTEXT] * len(ids), np.random.default_rng(0)
+    context = [CONTEXT] * len(ids)
     started = thread_time()
     view = View(
         drafts=DRAFTS,
@@ -89,7 +90,7 @@ def timed_plan(planner: AdaptivePlanner, state: Any, columns: tuple[list[int], .
         rule=np.zeros(len(ids), np.int64),
         ready=np.ones(len(ids), np.bool_),
     )
-    plan, state = planner.plan(view, state, now, rng)
+    plan, state = planner.plan(view, state, now, RNG)
     return view, plan, state, 1e6 * (thread_time() - started)
 
 
