@@ -21,6 +21,7 @@ class Batch:
     decoding: list[Session] = field(default_factory=list)
     prefill: list[Turn] = field(default_factory=list)
     prefill_tokens: int = 0
+    prefilling: int = 0
 
     @classmethod
     def of(cls, sessions: Iterable[Session], target: Engine, prefill_chunk_tokens: int) -> Batch:
@@ -31,7 +32,9 @@ class Batch:
             chunk = min(unseen, prefill_chunk_tokens - batch.prefill_tokens)
             if unseen <= 1:
                 batch.decoding.append(session)
-            elif chunk > 0:
+                continue
+            batch.prefilling += 1
+            if chunk > 0:
                 end = len(session.sequence.tokens) - unseen + chunk
                 batch.prefill.append(Turn(session.sequence, end, run=int(chunk == unseen)))
                 batch.prefill_tokens += chunk
@@ -54,6 +57,7 @@ class Batch:
             ready=np.ones(len(rows), np.bool_),
             prefill_tokens=self.prefill_tokens,
             queued=queued,
+            prefilling=self.prefilling,
             control=np.array([s.control for s in rows], np.bool_),
         )
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 _ARRAYS = ("draft_accepted", "draft_reached", "likeness")
-_PRICE = ("earned", "expected", "saturated")
 
 
 class LearnedError(ValueError):
@@ -28,7 +27,7 @@ class LearnedError(ValueError):
 def saved(state: PlannerState, now: float) -> dict[str, Any]:
     """Return what outlasts the requests of a state, JSON-able; empty before the first step.
 
-    Evidence by draft, how alike requests are, the correction of times and the price's memory. ``age_s`` is how long ago the evidence was
+    Evidence by draft, how alike requests are, the and the correction of times. ``age_s`` is how long ago the evidence was
     aged: clocks of two processes have nothing in common.
     """
     acceptance = state.acceptance
@@ -39,7 +38,6 @@ def saved(state: PlannerState, now: float) -> dict[str, Any]:
         "age_s": max(0.0, now - acceptance.now),
         **{name: getattr(acceptance, name).tolist() for name in _ARRAYS},
         "correction": state.correction.tolist(),
-        **{name: getattr(state, name) for name in _PRICE},
     }
 
 
@@ -49,22 +47,13 @@ def restored(data: Mapping[str, Any], start: PlannerState, model: AcceptanceMode
         raise LearnedError(f"schema must be {SCHEMA}, got {data.get('schema')!r}")
     arrays = {name: _array(data, name, getattr(start.acceptance, name).shape) for name in _ARRAYS}
     correction = _array(data, "correction", start.correction.shape)
-    price = {name: float(_array(data, name, ())) for name in _PRICE}
     _check("draft_accepted", arrays["draft_accepted"], arrays["draft_accepted"] <= arrays["draft_reached"] + 1e-6)
     _check("likeness", arrays["likeness"], arrays["likeness"][1] > 0)
     _check("correction", correction, (correction >= 1 / MAX_CORRECTION) & (correction <= MAX_CORRECTION))
-    _check("expected", price["expected"], price["expected"] > 0)
     age_s = float(_array(data, "age_s", ())) + max(0.0, idle_s)
     acceptance = replace(start.acceptance, likeness=arrays["likeness"], now=now - age_s)
     acceptance = model.with_drafts(acceptance, arrays["draft_accepted"], arrays["draft_reached"])
-    return replace(
-        start,
-        acceptance=model.aged(acceptance, now),
-        correction=correction,
-        earned=price["earned"],
-        expected=price["expected"],
-        saturated=price["saturated"],
-    )
+    return replace(start, acceptance=model.aged(acceptance, now), correction=correction)
 
 
 def _array(data: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> FloatArray:

@@ -41,7 +41,7 @@ class View:
     ``catchup[n, d]`` committed tokens that draft d has not seen yet; ``weight[n]`` worth of one token of this request;
     ``rule[n]`` by which rule its proposals are accepted (``Rule``); ``ready[n]`` whether it takes part in this step (else it is in
     flight in an asynchronous engine or still in prefill); ``prefill_tokens`` prompt tokens processed in the same step;
-    ``queued`` requests waiting for admission.
+    ``prefilling`` requests admitted but still in prefill, those of this step's chunks included; ``queued`` requests waiting for admission.
 
     ``control[n]`` are the requests of a canary's other arm: where ``given`` is set, their choice is made there and not by the policy.
     ``cap_s`` is the longest step (seconds) that may be planned, unless one without speculation takes longer anyway. ``limit[d]`` (None:
@@ -59,6 +59,7 @@ class View:
     ready: BoolArray
     prefill_tokens: int = 0
     queued: int = 0
+    prefilling: int = 0
     control: BoolArray | None = None
     given: Plan | None = None
     cap_s: float = math.inf

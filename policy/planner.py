@@ -20,7 +20,6 @@ from .problem import NOTHING_GIVEN, Bounds, Given, extra_prefill_s, predicted_pa
 
 _COLD_TOLERANCE, _WARM_TOLERANCE = 0.01, 0.03  # of the price, whose error costs in second order; the next step goes on
 _PRICE_ROUNDS = 4
-_SHARE_BOUNDS = (0.1, 2.0)
 _REST_ROWS = 4
 _SEARCH_STEPS = 16  # between two full searches for a small batch; the steps between improve the last choice
 _LOOK_STEPS = 4  # at most, from one look for a probe that found none to be had to the next: looking takes time too
@@ -44,7 +43,7 @@ class PlannerConfig:
     """Constants of the planner; raises ValueError naming the one that is out of range.
 
     ``explore_share`` is the share of step time that probes may cost; ``optimism`` how many standard deviations a probe hopes for;
-    ``switch_horizon_steps`` the most steps over which a catch-up is spread; ``price_memory_steps`` the memory of the long-run goodput.
+    ``switch_horizon_steps`` the most steps over which a catch-up is spread.
     ``margin`` is the gain in goodput that speculation must promise: of many estimates the best is flattered, and a loss weighs more than
     a gain missed. A batch that does not speculate is planned for again after ``rest_steps`` steps, for planning costs it time too.
     """
@@ -53,7 +52,6 @@ class PlannerConfig:
     explore_share: float = 0.005
     optimism: float = 1.5
     switch_horizon_steps: float = 16.0
-    price_memory_steps: float = 200.0
     margin: float = 0.03
     rest_steps: int = 4
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
@@ -66,7 +64,7 @@ class PlannerConfig:
         for name in ("margin", "rest_steps"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
-        for name in ("optimism", "switch_horizon_steps", "price_memory_steps"):
+        for name in ("optimism", "switch_horizon_steps"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
 
@@ -75,9 +73,7 @@ class PlannerConfig:
 class PlannerState:
     """What the planner remembers. ``correction`` as in ``policy.latency``; ``view`` the last one planned for.
 
-    ``goodput`` is the best goodput of the last batch without its prefill (tokens per second of the model's time; 0: unknown). ``earned``
-    and ``expected`` are fading means of emitted tokens and of goodput x predicted time: their ratio is the share of the best goodput that
-    is realised in the long run, prefill included. ``saturated`` is the long-run goodput of steps with a backlog (0 = none seen).
+    ``goodput`` is the best goodput of the last batch without its prefill (tokens per second of the model's time; 0: unknown).
     ``credit_s`` is what may still be spent on probes, ``look`` the steps until the next look for one, ``rest`` the steps for which no
     speculation stays decided, ``proposed`` the tokens proposed in the last step. Of a small batch, ``chosen`` are the last draft and length
     by request, and ``search`` is the steps until the next full search.
@@ -87,9 +83,6 @@ class PlannerState:
     correction: FloatArray
     view: View | None = None
     goodput: float = 0.0
-    earned: float = 1.0
-    expected: float = 1.0
-    saturated: float = 0.0
     credit_s: float = 0.0
     rest: int = 0
     look: int = 0
@@ -150,7 +143,7 @@ class AdaptivePlanner:
         hazard = self._acceptance.hazards_of(acceptance, view.request.item(), view.rule.item())
         problem = one_row(self.latency, state.correction.tolist(), view, hazard, self._bounds)
         prefill_s = extra_prefill_s(self.latency, state.correction, view, 1)
-        choice, result, price, goodput, bound = self._priced_choice(problem, prefill_s, view.queued, state)
+        choice, result, price, goodput, bound = self._priced_choice(problem, prefill_s, view, state)
         notes = self._notes(problem, result, price, goodput, bound, prefill_s, state)
         found = Found(choice, result, 0, state.credit_s + self.config.explore_share * result.step_s, max(state.look - 1, 0))
         if self._may_look(state, found):
@@ -183,7 +176,7 @@ class AdaptivePlanner:
         """Plan for any number of rows, and look for a probe when it is time."""
         problem, rows, hazard, given = self.problem(view, state, acceptance)
         prefill_s = extra_prefill_s(self.latency, state.correction, view, len(rows) + len(given.rows) + given.tokens)
-        choice, result, price, goodput, bound = self._priced_choice(problem, prefill_s, view.queued, state)
+        choice, result, price, goodput, bound = self._priced_choice(problem, prefill_s, view, state)
         notes = self._notes(problem, result, price, goodput, bound, prefill_s, state)
         found = Found(choice, result, 0, state.credit_s + self.config.explore_share * result.step_s, max(state.look - 1, 0))
         if self._may_look(state, found):
@@ -207,9 +200,6 @@ class AdaptivePlanner:
             correction=state.correction,
             view=view,
             goodput=goodput,
-            earned=state.earned,
-            expected=state.expected,
-            saturated=state.saturated,
             credit_s=found.credit_s,
             rest=0 if proposed else self.config.rest_steps,
             look=found.look,
@@ -222,7 +212,7 @@ class AdaptivePlanner:
         """Return figures for traces: ``gain`` over not speculating; ``gap``, how much better the best choice may be by the dual
         bound, as a share of the tokens.
         """
-        notes = {"probe": 0, "realised_share": state.earned / state.expected, "credit_s": state.credit_s}
+        notes = {"probe": 0, "credit_s": state.credit_s}
         if problem.base_value:
             notes["gain"] = goodput * (problem.plain_s - prefill_s) / problem.base_value
             if bound < math.inf:
@@ -239,26 +229,24 @@ class AdaptivePlanner:
         return plan, replace(state, view=view, credit_s=credit_s, rest=state.rest - 1)
 
     def _priced_choice(
-        self, problem: Problem, prefill_s: float, queued: int, state: PlannerState
+        self, problem: Problem, prefill_s: float, view: View, state: PlannerState
     ) -> tuple[Choice, Score, float, float, float]:
         """Return the choice, its score, the price of time, the batch's goodput without prefill, and a bound on the priced objective.
 
-        Dinkelbach's iteration (1967) finds the goodput that prices itself, starting from the last step's; the long-run price is the
-        realised share of it, and with a backlog at least the goodput of saturated steps, since a second saved goes to those that wait.
-        Keeping the share rather than the goodput itself lets the price follow the batch size at once.
+        Dinkelbach's iteration (1967) finds the goodput that prices itself, starting from the last step's. A second of the step delays all
+        that are admitted by one, and is worth what they would emit in it: those still in prefill count like the rows that decode.
         """
         rows, plain_s = problem.rows, problem.plain_s - prefill_s
         nothing = Score(problem.base_value, problem.plain_s, problem.plain_s)
         if rows == 0:
             goodput = problem.base_value / plain_s if problem.base_value else state.goodput
             return no_speculation(0), nothing, 0.0, goodput, problem.base_value
-        share = min(max(state.earned / state.expected, _SHARE_BOUNDS[0]), _SHARE_BOUNDS[1])
-        floor = state.saturated if queued else 0.0
         tolerance = _WARM_TOLERANCE if state.goodput else _COLD_TOLERANCE
         plain = problem.base_value / plain_s
         goodput = state.goodput or plain
+        waiting = 1 + view.prefilling / np.count_nonzero(view.ready)
         for _ in range(_PRICE_ROUNDS):
-            price = max(share * goodput, floor)
+            price = waiting * goodput
             choice, result, bound = best_choice(problem, price)
             previous, goodput = goodput, result.value / (result.charged_s - prefill_s)
             if abs(goodput - previous) <= tolerance * previous:
@@ -304,11 +292,11 @@ class AdaptivePlanner:
     # -- observe
 
     def stand_by(self, view: View, state: PlannerState) -> PlannerState:
-        """Return the state before a step that another plans: its acceptance and times are learnt, its goodput is not the planner's."""
-        return replace(state, view=view, goodput=0.0)
+        """Return the state before a step that another plans: its acceptance and times are learnt."""
+        return replace(state, view=view)
 
     def observe(self, outcome: Outcome, state: PlannerState, now: float) -> PlannerState:
-        """Learn acceptance (chosen drafts and counterfactuals), correct the latency model, and follow the long-run goodput."""
+        """Learn acceptance (chosen drafts and counterfactuals), and correct the latency model."""
         model = self._acceptance
         evidence = (outcome.request, outcome.draft, outcome.rule, outcome.accepted, outcome.scored)
         if len(outcome.free_request):
@@ -320,29 +308,17 @@ class AdaptivePlanner:
         acceptance = model.forget(acceptance, outcome.finished.tolist())
         if state.view is None or not len(outcome.request):
             return replace(state, acceptance=acceptance)
-        return replace(state, acceptance=acceptance, **self._timed(outcome, state, state.view))
+        return replace(state, acceptance=acceptance, correction=self._timed(outcome, state, state.view))
 
-    def _timed(self, outcome: Outcome, state: PlannerState, view: View) -> dict[str, Any]:
-        """Return what changes in the state by the step's time against what the model says of the step as it was executed."""
-        predicted_s, weight = predicted_parts(self.latency, outcome, view)
+    def _timed(self, outcome: Outcome, state: PlannerState, view: View) -> FloatArray:
+        """Return the correction after the step's time is held against what the model says of the step as it was executed."""
+        predicted_s = predicted_parts(self.latency, outcome, view)
         expected_s = predicted_s * state.correction
         step_s = float(expected_s.sum())
         measured_s = np.array([outcome.parts_s.get(name, 0.0) for name in self._parts])
         if not measured_s.any():  # an engine that times nothing but the whole: all parts share its surprise
             measured_s = expected_s * (outcome.measured_s / step_s if step_s > 0 else 0.0)
-        correction = corrected(state.correction, predicted_s, measured_s)
-        if not state.goodput:
-            return {"correction": correction}
-        keep = math.exp(-1 / self.config.price_memory_steps)
-        tokens, saturated = float(weight.dot(outcome.emitted)), state.saturated
-        if view.queued and step_s > 0:
-            saturated = keep * saturated + (1 - keep) * tokens / step_s if saturated else tokens / step_s
-        return {
-            "correction": correction,
-            "earned": keep * state.earned + (1 - keep) * tokens,
-            "expected": keep * state.expected + (1 - keep) * state.goodput * step_s,
-            "saturated": saturated,
-        }
+        return corrected(state.correction, predicted_s, measured_s)
 
 
 def _same_batch(view: View, before: View | None) -> bool:

@@ -150,21 +150,20 @@ def drafting_s(latency: LatencyModel, view: View, rows: IntArray, choice: Choice
     return seconds
 
 
-def predicted_parts(latency: LatencyModel, outcome: Outcome, view: View) -> tuple[FloatArray, FloatArray]:
-    """Return the uncorrected seconds by part (places as in ``policy.latency``) for the turns that ran, and the rows' weights.
+def predicted_parts(latency: LatencyModel, outcome: Outcome, view: View) -> FloatArray:
+    """Return the uncorrected seconds by part (places as in ``policy.latency``) for the turns that ran.
 
     A row that the view lacks has just ended its prompt: its tokens are among the prefill.
     """
     row = _rows_of(outcome.request, view)
     known = row >= 0
-    weight, length = np.ones(len(row)), np.where(known, outcome.length, 0)
-    weight[known] = view.weight[row[known]]
+    length = np.where(known, outcome.length, 0)
     rows, context = int(known.sum()), int(view.context[row[known]].sum())
     predicted = np.zeros(FIRST_DRAFT + len(latency.drafts))
     predicted[VERIFY] = latency.target.seconds(int(length.sum()) + rows + outcome.prefill_tokens, rows, context)
     predicted[OVERHEAD] = latency.overhead_s + latency.speculation_s * bool(length.any())
     predicted[FIRST_DRAFT:] = drafting_s(latency, view, row, Choice(outcome.draft, length))
-    return predicted, weight
+    return predicted
 
 
 def _rows_of(request: IntArray, view: View) -> IntArray:

@@ -12,7 +12,7 @@ from policy.acceptance import AcceptanceModel, AcceptanceState
 from policy.baselines import BatchSchedule, FixedLength, NoSpeculation
 from policy.goodput import Choice, Score
 from policy.latency import LatencyModel
-from policy.plan import FloatArray, IntArray, Policy
+from policy.plan import FloatArray, IntArray, Policy, View
 from policy.planner import AdaptivePlanner, PlannerConfig, PlannerState, Problem
 from policy.published import AcceptanceAverage, SmartSpec, SpinSelection
 
@@ -27,26 +27,13 @@ Truth = Callable[[IntArray, float], FloatArray]
 
 
 class PerStepGoodput(AdaptivePlanner):
-    """The adaptive planner with the plain objective V/T of the step, its prefill included: no long-run price, no backlog's price."""
+    """The adaptive planner with the plain objective V/T of the step, its prefill included and nobody's wait for it."""
 
     def _priced_choice(
-        self, problem: Problem, prefill_s: float, queued: int, state: PlannerState
+        self, problem: Problem, prefill_s: float, view: View, state: PlannerState
     ) -> tuple[Choice, Score, float, float, float]:
-        del prefill_s, queued
-        return super()._priced_choice(problem, 0.0, 0, replace(state, earned=1.0, expected=1.0))
-
-
-class FullPrice(AdaptivePlanner):
-    """The adaptive planner whose price of time is the batch's goodput without prefill, undiscounted by the share that is realised.
-
-    If every token costs c seconds of prefill sooner or later, tokens / (time + c tokens) is highest where tokens / time is: the long run
-    asks for the price of steps without prefill, not for less.
-    """
-
-    def _priced_choice(
-        self, problem: Problem, prefill_s: float, queued: int, state: PlannerState
-    ) -> tuple[Choice, Score, float, float, float]:
-        return super()._priced_choice(problem, prefill_s, queued, replace(state, earned=1.0, expected=1.0))
+        del prefill_s
+        return super()._priced_choice(problem, 0.0, replace(view, prefilling=0), state)
 
 
 class _Known(AcceptanceModel):
@@ -81,8 +68,8 @@ class _Known(AcceptanceModel):
         return hazard
 
 
-class Oracle(FullPrice):
-    """The planner's own optimiser with true hazards and true times, at the price that does best: what is left to gain by knowing more."""
+class Oracle(AdaptivePlanner):
+    """The planner's own optimiser with true hazards and true times: what is left to gain by knowing more."""
 
     def __init__(self, drafts: tuple[str, ...], latency: LatencyModel, truth: Truth, k_max: int) -> None:
         super().__init__(drafts, latency, PlannerConfig(k_max=k_max, explore_share=0.0, margin=0.0, rest_steps=0))
@@ -112,7 +99,7 @@ def make_policy(arm: str, deployment: Deployment, mix: Mix, workload: Workload, 
     """Return the policy of an arm; ``read`` is what it may know of times.
 
     Arms: ``none``, ``fixed:DRAFT:K``, ``schedule:DRAFT``, ``average:DRAFT``, ``smartspec:DRAFT``, ``spin:K``, ``adaptive``, ``per-step``,
-    ``full-price``, ``oracle``. Raises ValueError for any other.
+    ``oracle``. Raises ValueError for any other.
     """
     kind, *rest = arm.split(":")
     drafts, k_max = deployment.drafts, deployment.k_max
@@ -133,8 +120,6 @@ def make_policy(arm: str, deployment: Deployment, mix: Mix, workload: Workload, 
             return AdaptivePlanner(drafts, read, PlannerConfig(k_max=k_max))
         case ["per-step"]:
             return PerStepGoodput(drafts, read, PlannerConfig(k_max=k_max))
-        case ["full-price"]:
-            return FullPrice(drafts, read, PlannerConfig(k_max=k_max))
         case ["oracle"]:
             return Oracle(drafts, deployment.latency, workload.acceptance.hazard, k_max)
     raise ValueError(f"arm must be one of the documented ones with drafts of {drafts}, got {arm!r}")

@@ -20,7 +20,7 @@ BACKLOG = 0.0
 
 _STANDING_HZ = 1e-3
 
-PLANNERS = ("adaptive", "full-price", "per-step", "oracle")
+PLANNERS = ("adaptive", "per-step", "oracle")
 
 FIXED_LENGTHS = (1, 2, 3, 5, 8)
 
@@ -164,9 +164,7 @@ def compare(scenario: Scenario, loads: list[float], tuning: list[int], reporting
     tuned = {}
     for name, options in variants.items():
         tuned[name] = min(options, key=lambda arm: sum(np.log(pooled(results, arm, load, tuning)) for load in loads))
-    arms = {
-        load: list(dict.fromkeys(["none", best[load], *tuned.values(), "adaptive", "full-price", "per-step", "oracle"])) for load in loads
-    }
+    arms = {load: list(dict.fromkeys(["none", best[load], *tuned.values(), "adaptive", "per-step", "oracle"])) for load in loads}
     reported = run(scenario, [Task(arm, load, seed) for load in loads for arm in arms[load] for seed in reporting])
     return Comparison(scenario, best, tuned, arms, reported)
 

@@ -165,7 +165,7 @@ class Replica:
         ready = np.ones(len(rows), np.bool_)
         names = self._deployment.drafts
         queued = len(self._queue)
-        return View(names, rows, context, remaining, ceiling, catchup, ones, greedy, ready, prefill_tokens, queued)
+        return View(names, rows, context, remaining, ceiling, catchup, ones, greedy, ready, prefill_tokens, queued, len(self._prefill))
 
     def _begin(self, now: float) -> _Pending:
         ended, prefill_tokens, prefill_rows, prefill_context = self._chunks()

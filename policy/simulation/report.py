@@ -123,7 +123,7 @@ def _latency_chart(points: list[dict[str, Any]]) -> str:
     lines = []
     for name in sorted(names, key=lambda arm: arm != "adaptive")[:9]:
         y = [point["arms"][name]["latency_s"] / point["arms"][point["fixed"]]["latency_s"] for point in points]
-        lines.append(Line(name, [point["load"] for point in points], y, dashed=name in {"oracle", "per-step", "full-price"}))
+        lines.append(Line(name, [point["load"] for point in points], y, dashed=name in {"oracle", "per-step"}))
     return line_chart("Mean latency over that of the best fixed choice", "load", "ratio", lines, from_zero=False)
 
 

@@ -133,6 +133,21 @@ def test_greedy_text_does_not_depend_on_plan_batch_or_chunking(prompts, chunk, m
     assert all(len(sink.ends) == 1 and sink.ends[0][0] == "length" for sink in sinks)
 
 
+def test_the_policy_is_told_how_many_wait_for_the_end_of_their_prompts():
+    seen = []
+
+    class Watching(NoSpeculation):
+        def plan(self, view, state, now, rng):
+            seen.append((len(view), view.prefill_tokens, view.prefilling))
+            return super().plan(view, state, now, rng)
+
+    world = World(Watching(), drafts=(), chunk=7)
+    for _ in range(2):
+        world.submit("ten tokens", 2)
+    world.run()
+    assert seen == [(0, 7, 2), (0, 7, 2), (1, 6, 1), (1, 0, 0)]
+
+
 def test_usage_counts_what_was_drafted_and_accepted():
     world = World(drafts=(1.0,))
     sink = world.submit("a prompt", 40)

@@ -86,7 +86,7 @@ def test_no_planned_step_exceeds_the_cap_nor_stays_far_below_it_when_more_pays(r
         assert plan.length.any() == (cap > plain)
 
 
-def test_a_step_that_another_plans_teaches_times_and_acceptance_but_no_price():
+def test_a_step_that_another_plans_teaches_times_and_acceptance():
     p = planner(explore_share=0.0)
     seen = view(2)
     plan, state = p.plan(seen, p.start(), 0.0, RNG)
@@ -98,6 +98,5 @@ def test_a_step_that_another_plans_teaches_times_and_acceptance_but_no_price():
         free_draft=np.array([1]), free_accepted=np.array([3]), free_scored=np.array([4]),
     )  # fmt: skip
     after = p.observe(plain, waiting, 0.1)
-    assert (after.earned, after.expected, after.saturated) == (state.earned, state.expected, state.saturated)
     assert p.drift(after)["verify"] > p.drift(state)["verify"]
     assert after.acceptance.draft_reached[0, 1].sum() > 3.5 > state.acceptance.draft_reached[0, 1].sum()

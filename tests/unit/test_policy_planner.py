@@ -164,17 +164,24 @@ def test_two_workloads_in_one_batch_get_their_own_lengths():
     assert plan.length[2:].tolist() == [0, 0]
 
 
-def test_a_backlog_makes_time_dearer():
-    """What steps under backlog earn is the price while one waits, however little this step's own batch could earn."""
+def test_those_in_prefill_make_time_dearer_as_they_wait_for_the_step_too():
     p = planner(**certain(0.7))
-    state = p.start()
-    for _ in range(5):
-        seen = view(16, queued=3)
+    alone, few, many = (p.plan(view(4, prefilling=n), p.start(), 0.0, RNG)[0] for n in (0, 4, 40))
+    for plan, waiting in (alone, 1), (few, 2), (many, 11):
+        assert plan.price == pytest.approx(waiting * plan.predicted_tokens / plan.predicted_s, rel=0.03)
+    assert alone.length.sum() > few.length.sum() > many.length.sum() == 0
+
+
+def test_the_price_is_that_of_a_step_without_its_prefill_however_little_of_it_is_realised():
+    """A token brings its part of the prompts with it, so the time of prefill is no reason to speculate longer."""
+    p = planner(latency(free_tokens=1), **certain(0.7))
+    state, alone = p.start(), p.plan(view(4), p.start(), 0.0, RNG)[0]
+    for _ in range(300):
+        seen = view(4, prefill_tokens=256)
         plan, state = p.plan(seen, state, 0.0, RNG)
-        state = p.observe(outcome(seen, plan, plan.length // 2), state, 0.0)
-    idle, waiting = (p.plan(view(2, queued=queued), state, 0.0, RNG)[0] for queued in (0, 3))
-    assert waiting.price > 2 * idle.price
-    assert waiting.length.sum() < idle.length.sum()
+        state = p.observe(outcome(seen, plan, np.zeros(4, int), plan.predicted_s, prefill_tokens=256), state, 0.0)
+    after, _ = p.plan(view(4, request=np.arange(4, 8)), state, 0.0, RNG)
+    assert after.price == pytest.approx(alone.price, rel=0.05)
 
 
 def test_prefill_in_the_step_does_not_lengthen_chains():
