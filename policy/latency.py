@@ -10,7 +10,8 @@ A table is a file (``LatencyTable.to_dict``), written by the build tools on the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -23,10 +24,6 @@ SCHEMA = 1
 MAX_GRID_TOKENS = 1 << 16
 VERIFY, OVERHEAD, FIRST_DRAFT = 0, 1, 2
 """Places in a correction array: the target, the overhead, then the drafts in order."""
-
-MAX_CORRECTION = 8.0  # either way
-_CORRECTION_RATE = 0.05
-_MAX_SURPRISE = 4.0  # one step's measured/predicted counts as at most this: a garbage collection is no trend
 
 
 class LatencyError(ValueError):
@@ -276,25 +273,12 @@ class LatencyModel:
         """Return a made-up model: any verification takes ``step_s``, any draft forward ``draft_s``. For tests and the fake engine."""
         return cls(LatencyCurve(np.full(2, step_s), 0.0), (LatencyCurve(np.full(2, draft_s), 0.0),) * drafts)
 
+    def with_target(self, target: LatencyCurve) -> LatencyModel:
+        """Return the model with another curve for the target."""
+        model = copy.copy(self)  # not ``replace``, which would stack the drafts' curves again
+        object.__setattr__(model, "target", target)
+        return model
+
     def start(self) -> FloatArray:
         """Return the correction before anything was measured: all ones, float64[2 + drafts]."""
         return np.ones(FIRST_DRAFT + len(self.drafts))
-
-
-def corrected(correction: FloatArray, predicted_s: FloatArray, measured_s: FloatArray) -> FloatArray:
-    """Return the correction after one step.
-
-    ``predicted_s`` are uncorrected predictions per part, ``measured_s`` what they took; parts with either at 0 keep their factor. A slow
-    geometric average, each step's surprise clipped, the factor bounded to 1/8..8.
-    """
-    factors = correction.tolist()
-    for part, (predicted, measured) in enumerate(zip(predicted_s.tolist(), measured_s.tolist(), strict=True)):
-        if predicted > 0 and measured > 0:
-            surprise = min(max(measured / (predicted * factors[part]), 1 / _MAX_SURPRISE), _MAX_SURPRISE)
-            factors[part] = min(max(factors[part] * surprise**_CORRECTION_RATE, 1 / MAX_CORRECTION), MAX_CORRECTION)
-    return np.array(factors)
-
-
-def correction_by_part(correction: FloatArray, drafts: Sequence[str]) -> dict[str, float]:
-    """Return the correction by the names of ``Outcome.parts_s``, for metrics: 1 = the table still holds."""
-    return dict(zip(("verify", "overhead", *(f"draft:{name}" for name in drafts)), correction.tolist(), strict=True))

@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .latency import MAX_CORRECTION
+from .correction import MAX_CORRECTION, MAX_SHAPE, OCTAVES, Shape
 from .plan import FloatArray
 
 if TYPE_CHECKING:
     from .acceptance import AcceptanceModel
     from .planner import PlannerState
 
-SCHEMA = 1
+SCHEMA = 2
 _ARRAYS = ("draft_accepted", "draft_reached", "likeness")
+_SHAPE = ("log_factor", "seen")
+_SIGNED = ("likeness", "shape_log_factor")
 
 
 class LearnedError(ValueError):
@@ -38,6 +40,7 @@ def saved(state: PlannerState, now: float) -> dict[str, Any]:
         "age_s": max(0.0, now - acceptance.now),
         **{name: getattr(acceptance, name).tolist() for name in _ARRAYS},
         "correction": state.correction.tolist(),
+        **{f"shape_{name}": getattr(state.target_shape, name).tolist() for name in _SHAPE},
     }
 
 
@@ -47,17 +50,19 @@ def restored(data: Mapping[str, Any], start: PlannerState, model: AcceptanceMode
         raise LearnedError(f"schema must be {SCHEMA}, got {data.get('schema')!r}")
     arrays = {name: _array(data, name, getattr(start.acceptance, name).shape) for name in _ARRAYS}
     correction = _array(data, "correction", start.correction.shape)
+    log_factor, seen = (_array(data, f"shape_{name}", (OCTAVES,)) for name in _SHAPE)
     _check("draft_accepted", arrays["draft_accepted"], arrays["draft_accepted"] <= arrays["draft_reached"] + 1e-6)
     _check("likeness", arrays["likeness"], arrays["likeness"][1] > 0)
     _check("correction", correction, (correction >= 1 / MAX_CORRECTION) & (correction <= MAX_CORRECTION))
+    _check("shape_log_factor", log_factor, abs(log_factor) <= MAX_SHAPE)
     age_s = float(_array(data, "age_s", ())) + max(0.0, idle_s)
     acceptance = replace(start.acceptance, likeness=arrays["likeness"], now=now - age_s)
     acceptance = model.with_drafts(acceptance, arrays["draft_accepted"], arrays["draft_reached"])
-    return replace(start, acceptance=model.aged(acceptance, now), correction=correction)
+    return replace(start, acceptance=model.aged(acceptance, now), correction=correction, target_shape=Shape(log_factor, seen, log_factor))
 
 
 def _array(data: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> FloatArray:
-    """Return a field as an array; all but ``likeness``'s excess are counts, times and factors, hence never negative."""
+    """Return a field as an array; all but excesses and logarithms are counts, times and factors, hence never negative."""
     try:
         value = np.array(data[name], np.float64)
     except KeyError:
@@ -66,7 +71,7 @@ def _array(data: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> FloatA
         raise LearnedError(f"{name} must be numbers, got {data[name]!r}") from None
     if value.shape != shape:
         raise LearnedError(f"{name} must have the shape {shape}, got {value.shape}")
-    _check(name, value, np.isfinite(value) & ((value >= 0) | (name == "likeness")))
+    _check(name, value, np.isfinite(value) & ((value >= 0) | (name in _SIGNED)))
     return value
 
 

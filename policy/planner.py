@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .acceptance import AcceptanceConfig, AcceptanceModel, AcceptanceState
+from .correction import Shape, corrected, correction_by_part, learnt, shaped
 from .goodput import Choice, Score, StepProblem, no_speculation
-from .latency import OVERHEAD, VERIFY, LatencyModel, corrected, correction_by_part
+from .latency import OVERHEAD, VERIFY, LatencyModel
 from .learned import restored, saved
 from .one_row import OneRow, one_row
 from .optimiser import FEW_ROWS, best_choice
@@ -71,7 +72,7 @@ class PlannerConfig:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannerState:
-    """What the planner remembers. ``correction`` as in ``policy.latency``; ``view`` the last one planned for.
+    """What the planner remembers. ``correction`` and ``target_shape`` as in ``policy.correction``; ``view`` the last one planned for.
 
     ``goodput`` is the best goodput of the last batch without its prefill (tokens per second of the model's time; 0: unknown).
     ``credit_s`` is what may still be spent on probes, ``look`` the steps until the next look for one, ``rest`` the steps for which no
@@ -81,6 +82,7 @@ class PlannerState:
 
     acceptance: AcceptanceState
     correction: FloatArray
+    target_shape: Shape = field(default_factory=Shape.flat)
     view: View | None = None
     goodput: float = 0.0
     credit_s: float = 0.0
@@ -106,6 +108,7 @@ class AdaptivePlanner:
         self.latency = latency
         self._bounds = Bounds(self.config.k_max, self.config.switch_horizon_steps)
         self._parts = tuple(correction_by_part(latency.start(), self.drafts))
+        self._shaped: tuple[FloatArray | None, LatencyModel] = None, latency  # of the last state: the same array, the same model
         self._acceptance = AcceptanceModel(len(drafts), self.config.k_max, self.config.acceptance)
 
     def start(self) -> PlannerState:
@@ -124,6 +127,13 @@ class AdaptivePlanner:
         """Return measured over predicted time by part of the step, for metrics; 1 = the latency tables still hold."""
         return correction_by_part(state.correction, self.drafts)
 
+    def corrected(self, state: PlannerState) -> LatencyModel:
+        """Return the latency model with the shape that was learnt for the target's curve; all else is in ``state.correction``."""
+        applied = state.target_shape.applied
+        if applied is not self._shaped[0]:
+            self._shaped = applied, self.latency.with_target(shaped(self.latency.target, applied))
+        return self._shaped[1]
+
     # -- plan
 
     def plan(self, view: View, state: PlannerState, now: float, rng: np.random.Generator) -> tuple[Plan, PlannerState]:
@@ -141,8 +151,8 @@ class AdaptivePlanner:
     def _plan_one(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[Plan, PlannerState]:
         """Plan for a single row by plain numbers: what ``_plan_rows`` does, quicker."""
         hazard = self._acceptance.hazards_of(acceptance, view.request.item(), view.rule.item())
-        problem = one_row(self.latency, state.correction.tolist(), view, hazard, self._bounds)
-        prefill_s = extra_prefill_s(self.latency, state.correction, view, 1)
+        problem = one_row(self.corrected(state), state.correction.tolist(), view, hazard, self._bounds)
+        prefill_s = extra_prefill_s(self.corrected(state), state.correction, view, 1)
         choice, result, price, goodput, bound = self._priced_choice(problem, prefill_s, view, state)
         notes = self._notes(problem, result, price, goodput, bound, prefill_s, state)
         found = Found(choice, result, 0, state.credit_s + self.config.explore_share * result.step_s, max(state.look - 1, 0))
@@ -164,7 +174,7 @@ class AdaptivePlanner:
         likely = None
         if state.search and state.chosen and len(rows) == len(state.chosen):
             likely = Choice(*np.array([state.chosen.get(r, (NO_DRAFT, 0)) for r in view.request[rows].tolist()]).T)
-        problem = step_problem(self.latency, state.correction, view, rows, hazard, given, self._bounds, state.proposed, likely)
+        problem = step_problem(self.corrected(state), state.correction, view, rows, hazard, given, self._bounds, state.proposed, likely)
         return problem, rows, hazard, given
 
     def admitted(self, view: View, state: PlannerState, now: float) -> AcceptanceState:
@@ -175,7 +185,7 @@ class AdaptivePlanner:
     def _plan_rows(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[Plan, PlannerState]:
         """Plan for any number of rows, and look for a probe when it is time."""
         problem, rows, hazard, given = self.problem(view, state, acceptance)
-        prefill_s = extra_prefill_s(self.latency, state.correction, view, len(rows) + len(given.rows) + given.tokens)
+        prefill_s = extra_prefill_s(self.corrected(state), state.correction, view, len(rows) + len(given.rows) + given.tokens)
         choice, result, price, goodput, bound = self._priced_choice(problem, prefill_s, view, state)
         notes = self._notes(problem, result, price, goodput, bound, prefill_s, state)
         found = Found(choice, result, 0, state.credit_s + self.config.explore_share * result.step_s, max(state.look - 1, 0))
@@ -198,6 +208,7 @@ class AdaptivePlanner:
         return PlannerState(
             acceptance=acceptance,
             correction=state.correction,
+            target_shape=state.target_shape,
             view=view,
             goodput=goodput,
             credit_s=found.credit_s,
@@ -222,7 +233,7 @@ class AdaptivePlanner:
     def _rest(self, view: View, state: PlannerState) -> tuple[Plan, PlannerState]:
         """Return the plan of not speculating for a batch that has just been found to gain nothing by it."""
         n, correction = len(view), state.correction
-        verify_s = correction[VERIFY] * self.latency.target.seconds(n, n, int(view.context.sum()))
+        verify_s = correction[VERIFY] * self.corrected(state).target.seconds(n, n, int(view.context.sum()))
         step_s = float(verify_s + correction[OVERHEAD] * self.latency.overhead_s)
         credit_s = state.credit_s + self.config.explore_share * step_s
         plan = Plan(np.full(n, NO_DRAFT, np.int64), np.zeros(n, np.int64), step_s, float(n), notes={"rest": state.rest})
@@ -308,17 +319,19 @@ class AdaptivePlanner:
         acceptance = model.forget(acceptance, outcome.finished.tolist())
         if state.view is None or not len(outcome.request):
             return replace(state, acceptance=acceptance)
-        return replace(state, acceptance=acceptance, correction=self._timed(outcome, state, state.view))
+        correction, shape = self._timed(outcome, state, state.view)
+        return replace(state, acceptance=acceptance, correction=correction, target_shape=shape)
 
-    def _timed(self, outcome: Outcome, state: PlannerState, view: View) -> FloatArray:
-        """Return the correction after the step's time is held against what the model says of the step as it was executed."""
-        predicted_s = predicted_parts(self.latency, outcome, view)
+    def _timed(self, outcome: Outcome, state: PlannerState, view: View) -> tuple[FloatArray, Shape]:
+        """Return the correction and the shape after the step's time is held against what the model says of the step as it was executed."""
+        predicted_s, target = predicted_parts(self.latency, outcome, view)
         expected_s = predicted_s * state.correction
         step_s = float(expected_s.sum())
         measured_s = np.array([outcome.parts_s.get(name, 0.0) for name in self._parts])
-        if not measured_s.any():  # an engine that times nothing but the whole: all parts share its surprise
+        if not measured_s.any():  # an engine that times nothing but the whole: all parts share its surprise, which tells of no shape
             measured_s = expected_s * (outcome.measured_s / step_s if step_s > 0 else 0.0)
-        return corrected(state.correction, predicted_s, measured_s)
+            return corrected(state.correction, predicted_s, measured_s), state.target_shape
+        return learnt(state.correction, state.target_shape, predicted_s, measured_s, target)
 
 
 def _same_batch(view: View, before: View | None) -> bool:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .correction import Target
 from .goodput import Choice, StepProblem, no_speculation
 from .latency import FIRST_DRAFT, OVERHEAD, VERIFY, LatencyModel
 from .plan import FloatArray, IntArray, Outcome, View
@@ -150,8 +151,8 @@ def drafting_s(latency: LatencyModel, view: View, rows: IntArray, choice: Choice
     return seconds
 
 
-def predicted_parts(latency: LatencyModel, outcome: Outcome, view: View) -> FloatArray:
-    """Return the uncorrected seconds by part (places as in ``policy.latency``) for the turns that ran.
+def predicted_parts(latency: LatencyModel, outcome: Outcome, view: View) -> tuple[FloatArray, Target]:
+    """Return the uncorrected seconds by part (places as in ``policy.latency``) for the turns that ran, and those of the target.
 
     A row that the view lacks has just ended its prompt: its tokens are among the prefill.
     """
@@ -160,10 +161,12 @@ def predicted_parts(latency: LatencyModel, outcome: Outcome, view: View) -> Floa
     length = np.where(known, outcome.length, 0)
     rows, context = int(known.sum()), int(view.context[row[known]].sum())
     predicted = np.zeros(FIRST_DRAFT + len(latency.drafts))
-    predicted[VERIFY] = latency.target.seconds(int(length.sum()) + rows + outcome.prefill_tokens, rows, context)
+    tokens = int(length.sum()) + rows + outcome.prefill_tokens
+    base_s, whole_s = latency.target.at(tokens), latency.target.seconds(tokens, rows, context)
+    predicted[VERIFY] = whole_s
     predicted[OVERHEAD] = latency.overhead_s + latency.speculation_s * bool(length.any())
     predicted[FIRST_DRAFT:] = drafting_s(latency, view, row, Choice(outcome.draft, length))
-    return predicted
+    return predicted, Target(tokens, base_s, whole_s - base_s)
 
 
 def _rows_of(request: IntArray, view: View) -> IntArray:

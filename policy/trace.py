@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 
 from .acceptance import AcceptanceConfig, AcceptanceState
+from .correction import Shape
 from .latency import LatencyCurve, LatencyModel
 from .plan import Outcome, Plan, View
 from .planner import AdaptivePlanner, PlannerConfig, PlannerState
 
 SCHEMA = 1
 _KINDS = {"i": np.int64, "f": np.float64, "b": np.bool_}
-_CLASSES = {cls.__name__: cls for cls in (View, Plan, Outcome, PlannerState, AcceptanceState)}
+_CLASSES = {cls.__name__: cls for cls in (View, Plan, Outcome, PlannerState, AcceptanceState, Shape)}
 
 
 class TraceError(ValueError):

@@ -9,6 +9,7 @@ from backend import cache, learned
 from backend.config import parse_config
 from backend.learned import LearnedState, learned_key
 from backend.stats import Stats, StepStats
+from policy.learned import SCHEMA
 from tests.unit.test_policy_learned import taught
 from tests.unit.test_policy_planner import planner
 
@@ -49,7 +50,7 @@ def test_it_is_saved_while_it_runs(monkeypatch):
         if cache.learned_file("a" * 64).exists():
             break
         world.learned._thread.join(0.01)
-    assert json.loads(cache.learned_file("a" * 64).read_text())["state"]["schema"] == 1
+    assert json.loads(cache.learned_file("a" * 64).read_text())["state"]["schema"] == SCHEMA
     world.learned.close()
 
 
@@ -67,7 +68,7 @@ def test_nothing_is_written_where_nothing_was_learnt_or_is_to_be_kept(folder, ke
     [
         lambda content: content[: len(content) // 2],
         lambda content: "[]",
-        lambda content: content.replace('"schema": 1', '"schema": 99'),
+        lambda content: content.replace(f'"schema": {SCHEMA}', '"schema": 99'),
         lambda content: content.replace('"aaaa', '"bbbb'),
         lambda content: content.replace('"saved_unix_s"', '"saved"'),
     ],

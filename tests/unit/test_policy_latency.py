@@ -9,8 +9,6 @@ from policy.latency import (
     LatencyModel,
     LatencyTable,
     Provenance,
-    corrected,
-    correction_by_part,
 )
 
 PROVENANCE = Provenance("bench-1", "cpu", "smollm2-135m", "ab12", "bfloat16", 2, "2026-01-31", "2.13.0")
@@ -131,24 +129,3 @@ def test_a_model_without_a_table_names_the_engines():
 def test_a_negative_overhead_is_refused():
     with pytest.raises(LatencyError, match=r"overhead_s.*-1"):
         LatencyModel.from_tables(LatencyTable.synthetic("x", {1: 0.1}), {}, overhead_s=-1)
-
-
-def test_the_correction_follows_a_slower_machine_slowly_and_forgets_no_part():
-    correction = np.ones(3)
-    predicted, measured_s = np.array([0.01, 0.0, 0.002]), np.array([0.02, 0.5, 0.0])
-    first = corrected(correction, predicted, measured_s)
-    assert 1.0 < first[0] < 1.1
-    assert first[1] == first[2] == 1.0  # nothing predicted, nothing measured
-    for _ in range(300):
-        correction = corrected(correction, predicted, measured_s)
-    assert correction[0] == pytest.approx(2.0, rel=1e-3)
-    assert correction_by_part(correction, ["small"]) == {"verify": correction[0], "overhead": 1.0, "draft:small": 1.0}
-
-
-def test_one_stall_hardly_moves_the_correction_and_it_is_bounded():
-    predicted = np.array([0.01])
-    assert corrected(np.ones(1), predicted, np.array([100.0]))[0] < 1.1
-    correction = np.ones(1)
-    for _ in range(2000):
-        correction = corrected(correction, predicted, np.array([100.0]))
-    assert correction[0] == 8.0

@@ -28,6 +28,8 @@ def test_what_is_saved_comes_back_in_another_process_s_time():
     for name in ("draft_accepted", "draft_reached", "draft_hazard", "likeness"):
         assert np.allclose(getattr(back.acceptance, name), getattr(state.acceptance, name))
     assert np.allclose(back.correction, state.correction)
+    assert np.allclose(back.target_shape.applied, state.target_shape.log_factor)
+    assert back.target_shape.applied.any()
     assert back.acceptance.slots == {}
     assert back.view is None
     fresh = replace(
@@ -63,12 +65,15 @@ def test_switches_do_not_stand_between_the_planner_and_its_data():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"schema": 2}, ["schema", "2"]),
+        ({"schema": 1}, ["schema", "1"]),
         ({"draft_accepted": [1.0]}, ["draft_accepted", "shape"]),
         ({"draft_accepted": "many"}, ["draft_accepted", "many"]),
         ({"correction": [1.0, 1.0, 1.0, 1000.0]}, ["correction", "1000"]),
         ({"correction": [1.0, 1.0, 1.0]}, ["correction", "shape"]),
         ({"correction": [1.0, 1.0, 1.0, float("nan")]}, ["correction", "nan"]),
+        ({"shape_seen": [-1.0] * 15}, ["shape_seen", "-1"]),
+        ({"shape_log_factor": [0.8] * 15}, ["shape_log_factor", "0.8"]),
+        ({"shape_log_factor": [0.1]}, ["shape_log_factor", "shape"]),
         ({"age_s": -1.0}, ["age_s", "-1"]),
         ({"likeness": None}, ["likeness", "shape"]),
     ],
