@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from .latency import VERIFY, LatencyCurve
-from .plan import FloatArray
+from .plan import FloatArray, IntArray
 
 MAX_CORRECTION = 8.0  # either way
 _CORRECTION_RATE = 0.05
@@ -18,6 +19,8 @@ _MAX_SURPRISE = 4.0  # one step's measured/predicted counts as at most this: a g
 
 OCTAVES = 15
 """Places of a shape: 1, 2, 4, ... 16384 tokens."""
+
+_LAST_PLACE = OCTAVES - 1 - 1e-9
 
 MAX_SHAPE = math.log(2.0)  # either way
 _MAX_SHAPE_SURPRISE = 0.25  # one step's
@@ -54,12 +57,22 @@ class Target(NamedTuple):
     other_s: float
 
 
+@lru_cache(maxsize=8)
+def _octaves(count: int) -> tuple[IntArray, FloatArray]:
+    """Return of 0 .. count - 1 tokens the octave below, and how far they are on the way to the next."""
+    place = np.log2(np.maximum(np.arange(count), 1)).clip(max=_LAST_PLACE)
+    low = place.astype(np.int64)
+    return low, place - low
+
+
 def shaped(curve: LatencyCurve, log_factor: FloatArray) -> LatencyCurve:
     """Return the curve with its base corrected, linearly in the logarithm of the tokens between octaves; it never falls."""
     if not log_factor.any():
         return curve
-    places = np.log2(np.maximum(np.arange(len(curve.base_s)), 1))
-    factor = np.interp(places, np.arange(OCTAVES), np.exp(log_factor))
+    low, share = _octaves(len(curve.base_s))
+    at = np.exp(log_factor)
+    factor = at.take(low)
+    factor += share * np.diff(at).take(low)
     return LatencyCurve(np.maximum.accumulate(curve.base_s * factor), curve.slope_s * factor.item(-1), curve.row_s, curve.context_s)
 
 
@@ -74,7 +87,7 @@ def learnt(
     measured = measured_s.item(VERIFY)
     if not (target.base_s > 0 and measured > 0):
         return corrected(correction, predicted_s, measured_s), shape
-    place = min(math.log2(target.tokens), OCTAVES - 1.001)
+    place = min(math.log2(target.tokens), _LAST_PLACE)
     low = int(place)
     share = place - low
     log_factor, seen = shape.log_factor.copy(), _FADING * shape.seen

@@ -16,7 +16,9 @@ def taught(p, steps=60, start_s=0.0):
         seen = view(4, request=np.arange(4) + 4 * (step // 10), queued=step % 2)
         plan, state = p.plan(seen, state, start_s + step, RNG)
         finished = seen.request if step % 10 == 9 else np.zeros(0, np.int64)
-        state = p.observe(outcome(seen, plan, rng.integers(0, 9, 4), 1.7, finished=finished), state, start_s + step)
+        state = p.observe(
+            outcome(seen, plan, rng.integers(0, 9, 4), 1.7, parts_s={"verify": 1.7}, finished=finished), state, start_s + step
+        )
     return state
 
 
