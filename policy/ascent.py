@@ -58,9 +58,9 @@ def ascend(problem: StepProblem, price: float, limit_s: float = math.inf) -> tup
     terms = Terms.of(problem, price)
     choice, result = no_speculation(problem.rows), Score(problem.base_value, problem.plain_s, problem.plain_s)
     plain, bound, totals = result.objective(price), math.inf, np.arange(len(terms.verify))
-    theta = _slope_around(terms.verify, problem.likely_tokens)
-    close = TIE if problem.rows <= _FEW_ROWS and problem.likely is None else _CLOSE * problem.base_value
-    for _ in range(_SLOPES if problem.likely is None else 1):
+    theta = _slope_around(terms.verify, problem.hint.tokens)
+    close = TIE if problem.rows <= _FEW_ROWS else _CLOSE * problem.base_value
+    for _ in range(_SLOPES):
         wanted = np.maximum(terms.net - theta, 0.0)
         tilted = theta * totals - terms.verify
         highest = float(tilted[tilted.argmax()])
@@ -78,6 +78,31 @@ def ascend(problem: StepProblem, price: float, limit_s: float = math.inf) -> tup
             break
         theta = _slope_at(terms.verify, int(candidate.length.sum()), theta)
     return choice, result, bound
+
+
+def along(problem: StepProblem, price: float) -> tuple[Choice, Score, float] | None:
+    """Return what an ascent from the hint's longest chains finds at once, at the slope around its tokens; None where a search is due.
+
+    It is where the total is not close to the best at that slope, or the choice is no better than no speculation. A bound comes with it for
+    a few rows, which a hint's choice tells.
+    """
+    hint = problem.hint
+    if hint.tokens == 0 or problem.limit is not None or problem.cap_s < math.inf:
+        return None
+    caps = {d: min(cap, len(problem.gain)) for d, cap in hint.caps.items()} if hint.caps else None
+    terms = Terms.of(problem, price)
+    theta = _slope_around(terms.verify, problem.hint.tokens)
+    wanted = np.maximum(terms.net - theta, 0.0)
+    choice = _as_wanted(wanted, *_longest_chains(_worth(wanted, terms.charge), terms.chains, caps))
+    tilted = theta * np.arange(len(terms.verify)) - terms.verify
+    highest = float(tilted[tilted.argmax()])
+    if hint.choice is None and _shortfall(tilted, highest, choice) > _CLOSE * problem.base_value:
+        return None
+    result = score(problem, choice)
+    if result.objective(price) <= problem.base_value - price * problem.plain_s:
+        return None
+    open_s = math.inf if hint.choice is None else _bound(terms, wanted) + highest - price * problem.speculation_s
+    return choice, result, problem.base_value + open_s
 
 
 def _shortfall(tilted: FloatArray, highest: float, choice: Choice) -> float:
@@ -165,33 +190,36 @@ def _over_rows(values: FloatArray) -> FloatArray:
     return total
 
 
-def _longest_chains(worth: FloatArray, chains: FloatArray) -> tuple[IntArray, dict[int, int]]:
+def _longest_chains(worth: FloatArray, chains: FloatArray, start: dict[int, int] | None = None) -> tuple[IntArray, dict[int, int]]:
     """Return each row's draft (NO_DRAFT: it would rather not) and the longest chain of every draft in use.
 
     One draft after the other joins, or lengthens its chains, as gains most beside those in use.
     """
     _, drafts, rows = worth.shape
-    caps: dict[int, int] = {}
-    current, gained = np.zeros(rows), 0.0
-    total = _over_rows(worth) - chains
+    caps, current = dict(start or {}), np.zeros(rows)
+    for d, cap in caps.items():
+        current = np.maximum(current, worth[cap - 1, d])
     for _ in range(2 * drafts):
+        costs, total = chains.copy(), _over_rows(np.maximum(worth, current) if caps else worth)
+        for d, cap in caps.items():  # for a longer one than before, the difference is to be paid
+            costs[:, d] -= chains[cap - 1, d]
+            costs[:cap, d] = math.inf
+        total -= costs
         k, d = divmod(int(total.argmax()), drafts)
-        if not total[k, d] > gained + TIE:
+        if not total[k, d] > float(current.sum()) + TIE:
             break
-        gained = float(total[k, d])
         caps[d] = k + 1
         current = np.maximum(current, worth[k, d])
-        costs = chains + sum(float(chains[cap - 1, e]) for e, cap in caps.items())
-        for e, cap in caps.items():  # for a longer one than before, the difference is to be paid
-            costs[:, e] -= chains[cap - 1, e]
-            costs[:cap, e] = math.inf
-        total = _over_rows(np.maximum(worth, current)) - costs
-    if len(caps) < 2:
-        return np.where(current > 0, next(iter(caps), NO_DRAFT), NO_DRAFT), caps
-    used, longest = np.array(list(caps)), np.array(list(caps.values()))
-    by_draft = worth[longest - 1, used]
-    best = by_draft.argmax(0)
-    return np.where(current > 0, used[best], NO_DRAFT), caps
+    return _best_drafts(worth, caps), caps
+
+
+def _best_drafts(worth: FloatArray, caps: dict[int, int]) -> IntArray:
+    """Return every row's best draft under these longest chains, NO_DRAFT where none is worth anything."""
+    draft, best = np.full(worth.shape[2], NO_DRAFT), np.zeros(worth.shape[2])
+    for d, cap in caps.items():
+        draft[worth[cap - 1, d] > best] = d
+        best = np.maximum(best, worth[cap - 1, d])
+    return draft
 
 
 def _as_wanted(wanted: FloatArray, draft: IntArray, caps: dict[int, int]) -> Choice:
@@ -201,8 +229,8 @@ def _as_wanted(wanted: FloatArray, draft: IntArray, caps: dict[int, int]) -> Cho
     k_max, drafts, rows = wanted.shape
     longest = np.zeros(drafts + 1, np.int64)
     longest[list(caps)] = list(caps.values())
-    wishes = np.count_nonzero(wanted.reshape(k_max, -1).take(draft * rows + np.arange(rows), 1), axis=0)
-    length = np.minimum(wishes, longest[draft])
+    wishes = np.ones(k_max).dot(wanted.reshape(k_max, -1).take(draft * rows + np.arange(rows), 1) > 0)
+    length = np.minimum(wishes.astype(np.int64), longest[draft])
     return Choice(np.where(length > 0, draft, NO_DRAFT), length)
 
 

@@ -19,6 +19,29 @@ from .plan import NO_DRAFT, FloatArray, IntArray
 TIE = 1e-9  # relative: of choices this close the one with the fewest tokens wins
 
 
+class Choice(NamedTuple):
+    """A draft (column or NO_DRAFT) and a length for every row, int64[n] each."""
+
+    draft: IntArray
+    length: IntArray
+
+
+class Hint(NamedTuple):
+    """What the last choice says of the next: about how many ``tokens`` are best (0: unknown).
+
+    For a few rows, the ``choice`` itself and how far the bound was above the last searched one (``gap``, a share of its tokens); for many
+    the longest chain ``caps`` of every draft in use.
+    """
+
+    tokens: int = 0
+    choice: Choice | None = None
+    gap: float = 0.0
+    caps: dict[int, int] | None = None
+
+
+NO_HINT = Hint()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepProblem:
     """One step's choice: n rows, D drafts, up to K tokens a row. Rows come last, for what is summed over rows lies together.
@@ -32,8 +55,7 @@ class StepProblem:
 
     ``limit[D]`` (None: none) is the most rows that a draft takes. ``given[D, K]`` (None: none) are the tokens of rows outside this choice
     in the drafts' forwards. Those forwards are paid for in ``verify_s``; here they make the ones that share them cheaper. ``cap_s`` is the
-    longest step to be chosen (see ``limit_s``). ``line_s`` are the lines of ``lines`` if known, ``likely_tokens`` a guess (0: none) of how
-    many tokens are best, ``likely`` a choice to start from.
+    longest step to be chosen (see ``limit_s``). ``line_s`` are the lines of ``lines`` if known, ``hint`` what is known of the answer.
     """
 
     gain: FloatArray
@@ -50,8 +72,7 @@ class StepProblem:
     given: IntArray | None = None
     cap_s: float = math.inf
     line_s: tuple[FloatArray, FloatArray] | None = None
-    likely_tokens: int = 0
-    likely: Choice | None = None
+    hint: Hint = NO_HINT
 
     @property
     def rows(self) -> int:
@@ -105,13 +126,6 @@ class StepProblem:
         """Return the most tokens for which there is room."""
         last = len(self.verify_s) - 1
         return last if self.verify_s[last] < math.inf else int(np.searchsorted(self.verify_s, math.inf)) - 1
-
-
-class Choice(NamedTuple):
-    """A draft (column or NO_DRAFT) and a length for every row, int64[n] each."""
-
-    draft: IntArray
-    length: IntArray
 
 
 class Score(NamedTuple):

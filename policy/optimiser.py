@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from .ascent import ascend, starts
+from .ascent import along, ascend, starts
 from .goodput import TIE, Choice, Score, StepProblem, no_speculation, score
 from .one_row import OneRow
 from .pairs import MOST_ROWS, best_of_all, with_pair_changes, with_single_changes
@@ -16,6 +16,7 @@ from .plan import NO_DRAFT
 FEW_ROWS = 8
 _PROVEN = 0.002  # of the step's tokens: a choice this close to the bound is not worth improving
 _MOST_STARTS, _MOST_PAIRS = 16, 20_000  # of a search: the starts, and the choices of pairs looked at in a pass over all of them
+_DOUBT = 0.01  # of the step's tokens: if the bound leaves so much more open than after the last search, another is due
 _TRIMS = 4
 _SCARCITIES = (1.0, 3.0, 9.0)
 
@@ -24,35 +25,51 @@ def best_choice(problem: StepProblem | OneRow, price: float) -> tuple[Choice, Sc
     """Return the choice of the highest priced objective, its score, and a bound that no choice's objective exceeds.
 
     Of equal choices the one with the fewest proposed tokens; choices over ``problem.limit_s`` do not count. Exact up to three rows (the
-    bound is the objective), unless there is a likely choice for three. Beyond, an ascent, never worse than no speculation; up to
-    ``FEW_ROWS`` rows and unless the bound proves it, a search around it, or, where there is a likely choice, changes of the better one.
+    bound is the objective), unless there is a hint for three. Beyond, an ascent, never worse than no speculation; up to ``FEW_ROWS``
+    rows and unless the bound proves it, a search around it. With a hint, the choice that it speaks of is improved instead, and the bound is
+    infinite.
     """
     if isinstance(problem, OneRow):
         return problem.best(price)
     few = problem.rows <= FEW_ROWS and problem.cap_s == math.inf
     if not problem.ceiling.any() or not problem.last_total():
         choice = no_speculation(problem.rows)
-    elif problem.rows <= MOST_ROWS and (problem.likely is None or not few or problem.rows < MOST_ROWS):
+    elif problem.rows <= MOST_ROWS and (problem.hint.choice is None or not few or problem.rows < MOST_ROWS):
         choice = best_of_all(problem, price)
+    elif hinted := _improved(problem, price) if few else _along_caps(problem, price):
+        return (*hinted, math.inf)
     else:
         choice, result, bound = ascend(problem, price)
         if result.step_s > problem.limit_s:
             return (*_within(problem, price), bound)
         if few and bound - result.objective(price) > _PROVEN * result.value:
-            improve = _searched if problem.likely is None else _improved
-            choice, result = improve(problem, price, choice, result)
+            choice, result = _searched(problem, price, choice, result)
         return choice, result, bound
     result = score(problem, choice)
     return choice, result, result.objective(price)
 
 
-def _improved(problem: StepProblem, price: float, choice: Choice, result: Score) -> tuple[Choice, Score]:
-    """Return the better of a choice and the likely one, improved by changes of one row or, of three, of two."""
-    assert problem.likely is not None
+def _improved(problem: StepProblem, price: float) -> tuple[Choice, Score] | None:
+    """Return the better of the hint's choice and a quick one, improved by changes of one row or, of three, of two.
+
+    None where a search is due: the bound leaves more open than it did after the last one.
+    """
+    if problem.hint.choice is None or (quick := along(problem, price)) is None:
+        return None
     change = with_pair_changes if problem.rows <= MOST_ROWS else with_single_changes
-    likely = _fitting(problem, problem.likely)
-    start = likely if score(problem, likely).objective(price) > result.objective(price) else choice
-    return _better(problem, price, (choice, result), change(problem, price, start))
+    start, (other, other_result, bound) = _fitting(problem, problem.hint.choice), quick
+    if other_result.objective(price) > score(problem, start).objective(price):
+        start = other
+    choice = change(problem, price, start)
+    result = score(problem, choice)
+    gap = (bound - result.objective(price)) / result.value
+    return (choice, result) if gap <= problem.hint.gap + _DOUBT else None
+
+
+def _along_caps(problem: StepProblem, price: float) -> tuple[Choice, Score] | None:
+    """Return what an ascent from the hint's longest chains finds at once; None where a search is due."""
+    quick = along(problem, price) if problem.hint.caps else None
+    return None if quick is None else quick[:2]
 
 
 def _better(problem: StepProblem, price: float, best: tuple[Choice, Score], candidate: Choice) -> tuple[Choice, Score]:

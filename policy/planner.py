@@ -10,7 +10,7 @@ import numpy as np
 
 from .acceptance import AcceptanceConfig, AcceptanceModel, AcceptanceState
 from .correction import Shape, corrected, correction_by_part, learnt, shaped
-from .goodput import Choice, Score, StepProblem, no_speculation
+from .goodput import Choice, Hint, Score, StepProblem, no_speculation
 from .latency import OVERHEAD, VERIFY, LatencyModel
 from .learned import restored, saved
 from .one_row import OneRow, one_row
@@ -22,7 +22,8 @@ from .problem import NOTHING_GIVEN, Bounds, Given, extra_prefill_s, predicted_pa
 _COLD_TOLERANCE, _WARM_TOLERANCE = 0.01, 0.03  # of the price, whose error costs in second order; the next step goes on
 _PRICE_ROUNDS = 4
 _REST_ROWS = 4
-_SEARCH_STEPS = 16  # between two full searches for a small batch; the steps between improve the last choice
+_SEARCH_STEPS = 16  # between two full searches; the steps between start from the last choice
+_ALIKE_ROWS = 8  # a batch that grew or shrank by no more than this part of it is like the last one
 _LOOK_STEPS = 4  # at most, from one look for a probe that found none to be had to the next: looking takes time too
 
 
@@ -76,8 +77,9 @@ class PlannerState:
 
     ``goodput`` is the best goodput of the last batch without its prefill (tokens per second of the model's time; 0: unknown).
     ``credit_s`` is what may still be spent on probes, ``look`` the steps until the next look for one, ``rest`` the steps for which no
-    speculation stays decided, ``proposed`` the tokens proposed in the last step. Of a small batch, ``chosen`` are the last draft and length
-    by request, and ``search`` is the steps until the next full search.
+    speculation stays decided, ``proposed`` the tokens proposed in the last step. ``search`` is the steps until the next full search; in
+    between it starts from ``chosen``, the last draft and length by request of a small batch, or ``caps``, a large one's longest chains.
+    ``gap`` is how far the bound was above the choice of that search, as a share of its tokens.
     """
 
     acceptance: AcceptanceState
@@ -90,6 +92,8 @@ class PlannerState:
     look: int = 0
     proposed: int = 0
     chosen: dict[int, tuple[int, int]] = field(default_factory=dict)
+    caps: dict[int, int] = field(default_factory=dict)
+    gap: float = 0.0
     search: int = 0
 
 
@@ -171,10 +175,8 @@ class AdaptivePlanner:
         given, own = _split(view, rows, hazard)
         if own is not None:
             rows, hazard = rows[own], hazard[own]
-        likely = None
-        if state.search and state.chosen and len(rows) == len(state.chosen):
-            likely = Choice(*np.array([state.chosen.get(r, (NO_DRAFT, 0)) for r in view.request[rows].tolist()]).T)
-        problem = step_problem(self.corrected(state), state.correction, view, rows, hazard, given, self._bounds, state.proposed, likely)
+        hint = _hint(state, view, rows)
+        problem = step_problem(self.corrected(state), state.correction, view, rows, hazard, given, self._bounds, hint)
         return problem, rows, hazard, given
 
     def admitted(self, view: View, state: PlannerState, now: float) -> AcceptanceState:
@@ -196,10 +198,7 @@ class AdaptivePlanner:
         tokens = _tokens(problem, view.weight[rows], found.choice, found.result.value - given.value) + given.expected_tokens
         plan = Plan(draft, length, found.result.step_s, tokens, price, notes)
         after = self._planned(state, acceptance, view, goodput, found, int(length.sum()))
-        if len(rows) > FEW_ROWS:
-            return plan, after
-        by_request = zip(view.request[rows].tolist(), zip(*(column.tolist() for column in choice), strict=True), strict=True)
-        return plan, replace(after, chosen=dict(by_request), search=_SEARCH_STEPS if problem.likely is None else state.search - 1)
+        return plan, _remembered(after, view, rows, choice, notes.get("gap", 0.0), state if state.search and bound == math.inf else None)
 
     def _planned(
         self, state: PlannerState, acceptance: AcceptanceState, view: View, goodput: float, found: Found, proposed: int
@@ -263,7 +262,8 @@ class AdaptivePlanner:
             if abs(goodput - previous) <= tolerance * previous:
                 break
             if isinstance(problem, StepProblem) and rows <= FEW_ROWS:
-                problem = replace(problem, likely=choice)
+                gap = problem.hint.gap if bound == math.inf else (bound - result.objective(price)) / result.value
+                problem = replace(problem, hint=Hint(int(choice.length.sum()), choice, gap))
         if result.value > problem.base_value and goodput < (1 + self.config.margin) * plain:
             choice, result, goodput = no_speculation(rows), nothing, plain
         return choice, result, price, goodput, bound
@@ -343,6 +343,31 @@ def _same_batch(view: View, before: View | None) -> bool:
     if before is None or len(view) < _REST_ROWS or view.given is not None:
         return False
     return not view.prefill_tokens and bool(view.ready.all()) and np.array_equal(view.request, before.request)
+
+
+def _hint(state: PlannerState, view: View, rows: IntArray) -> Hint:
+    """Return what the last step's choice says of this one, if no full search is due."""
+    if not state.search or state.view is None or not len(rows):
+        return Hint(state.proposed)
+    if len(rows) <= FEW_ROWS:
+        if len(rows) != len(state.chosen):
+            return Hint(state.proposed)
+        chosen = [state.chosen.get(r, (NO_DRAFT, 0)) for r in view.request[rows].tolist()]
+        return Hint(state.proposed, Choice(*np.array(chosen).T), state.gap)
+    alike = abs(len(view) - len(state.view)) * _ALIKE_ROWS <= len(view)
+    return Hint(state.proposed, caps=state.caps if alike else None)
+
+
+def _remembered(after: PlannerState, view: View, rows: IntArray, choice: Choice, gap: float, hinted: PlannerState | None) -> PlannerState:
+    """Return the state with what the next hint is made of; ``hinted`` gave the hint followed here, None after a search."""
+    chosen: dict[int, tuple[int, int]] = {}
+    if len(rows) <= FEW_ROWS:
+        chosen = dict(zip(view.request[rows].tolist(), zip(choice.draft.tolist(), choice.length.tolist(), strict=True), strict=True))
+    if hinted is not None:
+        return replace(after, chosen=chosen, caps=hinted.caps, gap=hinted.gap, search=hinted.search - 1)
+    used = set(choice.draft.tolist()) - {NO_DRAFT}
+    caps = {d: int(choice.length[choice.draft == d].max()) for d in sorted(used)}
+    return replace(after, chosen=chosen, caps=caps, gap=gap, search=_SEARCH_STEPS)
 
 
 def _split(view: View, rows: IntArray, hazard: FloatArray) -> tuple[Given, BoolArray | None]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .correction import Target
-from .goodput import Choice, StepProblem, no_speculation
+from .goodput import NO_HINT, Choice, Hint, StepProblem, no_speculation
 from .latency import FIRST_DRAFT, OVERHEAD, VERIFY, LatencyModel
 from .plan import FloatArray, IntArray, Outcome, View
 
@@ -68,8 +68,7 @@ def step_problem(
     hazard: FloatArray,
     given: Given,
     bounds: Bounds,
-    likely_tokens: int = 0,
-    likely: Choice | None = None,
+    hint: Hint = NO_HINT,
 ) -> StepProblem:
     """Return the choice that these rows of the view have beside what is given; ``hazard`` float64[rows, drafts, positions]."""
     n, everyone = len(rows), len(rows) + len(given.rows)
@@ -112,8 +111,7 @@ def step_problem(
         given.occupancy(view, k_max),
         view.cap_s,
         (scale[:, 0] * token_s, np.ones((k_max, 1)) * (scale[:, 0] * opening_s)),
-        likely_tokens,
-        likely,
+        hint,
     )
 
 
