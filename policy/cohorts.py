@@ -14,15 +14,18 @@ from .goodput import Choice
 from .latency import FIRST_DRAFT, OVERHEAD, VERIFY, LatencyModel
 from .plan import FloatArray, IntArray, View
 from .problem import drafting_s
+from .shapes import CHAINS_ONLY, COHORTS, NOT_MEASURED, ONE_ROW, does_not_pay
 
 
 class CohortDecision(NamedTuple):
-    """``cohort[n]`` of every row of the view (-1: not ready), how many there are, seconds for one step of the whole batch, and why."""
+    """``cohort[n]`` of every row of the view (-1: not ready), how many there are, seconds for one step of the whole batch, and why not
+    more than one (empty: there are).
+    """
 
     cohort: IntArray
     cohorts: int
     step_s: float
-    reason: str
+    why_not: str
 
 
 def pipelined_s(draft_s: FloatArray, verify_s: FloatArray, contention: float = 1.0) -> float:
@@ -36,42 +39,46 @@ def pipelined_s(draft_s: FloatArray, verify_s: FloatArray, contention: float = 1
 
 
 def best_cohorts(
-    latency: LatencyModel, correction: FloatArray, view: View, choice: Choice, contention: float | None, most: int
+    latency: LatencyModel,
+    correction: FloatArray,
+    view: View,
+    choice: Choice,
+    contention: float | None,
+    most: int,
+    proposed: IntArray | None = None,
 ) -> CohortDecision:
     """Return the cohorts that a planned batch is to be cut into: M only where it makes the step of the whole batch shorter.
 
-    ``choice`` has a draft and a length for every row of the view. ``contention`` >= 1 is how much longer both phases take side by side than
-    alone, as measured on the machine (None: not measured, hence never more than one cohort); ``most`` is what the engine can run (1: no
-    cohorts). Rows are dealt in the view's order, so that a batch that stays keeps its cohorts; prompt tokens go with the first. Raises
-    ValueError for a contention below 1.
+    ``choice`` has a draft and a length for every row of the view, ``proposed`` (None: the lengths) the tokens to verify. ``contention``
+    >= 1
+    is how much longer both phases take side by side than alone, as measured on the machine (None: not measured, hence never more than one
+    cohort); ``most`` is what the engine can run (1: no cohorts). Rows are dealt in the view's order, so that a batch that stays keeps its
+    cohorts; prompt tokens go with the first. Raises ValueError for a contention below 1.
     """
     if contention is not None and not contention >= 1:
         raise ValueError(f"contention must be >= 1, got {contention}")
-    rows = view.ready.nonzero()[0]
-    one_s = pipelined_s(*_phases_s(latency, correction, view, choice, [rows]))
-    no = f"one cohort, {one_s * 1e3:.2f} ms"
-    if most <= 1 or contention is None or len(rows) <= 1:
-        why = "the engine runs no cohorts" if most <= 1 else "contention is not measured" if contention is None else "too few rows"
-        return CohortDecision(_numbered(view, [rows]), 1, one_s, f"{no}: {why}")
-    phases = {m: _phases_s(latency, correction, view, choice, np.array_split(rows, m)) for m in range(2, min(most, len(rows)) + 1)}
-    seconds = {m: pipelined_s(*phases[m], contention) for m in phases}
+    rows, nodes = view.ready.nonzero()[0], choice.length if proposed is None else proposed
+    one_s = pipelined_s(*_phases_s(latency, correction, view, choice, nodes, [rows]))
+    for missing, why in ((most <= 1, CHAINS_ONLY[COHORTS]), (contention is None, NOT_MEASURED), (len(rows) <= 1, ONE_ROW)):
+        if missing:
+            return CohortDecision(_numbered(view, [rows]), 1, one_s, why)
+    assert contention is not None
+    cuts = {m: np.array_split(rows, m) for m in range(2, min(most, len(rows)) + 1)}
+    seconds = {m: pipelined_s(*_phases_s(latency, correction, view, choice, nodes, cuts[m]), contention) for m in cuts}
     best = min(seconds, key=lambda m: (seconds[m], m))
-    draft_s, verify_s = (float(part.sum()) * 1e3 for part in phases[best])
-    figures = f"drafting {draft_s:.2f} ms beside verifying {verify_s:.2f} ms, contention {contention:.2f}: {seconds[best] * 1e3:.2f} ms"
     if seconds[best] < one_s:
-        parts = np.array_split(rows, best)
-        return CohortDecision(_numbered(view, parts), best, seconds[best], f"{best} cohorts, {figures} instead of {one_s * 1e3:.2f} ms")
-    return CohortDecision(_numbered(view, [rows]), 1, one_s, f"{no}: {best} gain nothing, {figures}")
+        return CohortDecision(_numbered(view, cuts[best]), best, seconds[best], "")
+    return CohortDecision(_numbered(view, [rows]), 1, one_s, does_not_pay(one_s / seconds[best]))
 
 
 def _phases_s(
-    latency: LatencyModel, correction: FloatArray, view: View, choice: Choice, cohorts: list[IntArray]
+    latency: LatencyModel, correction: FloatArray, view: View, choice: Choice, nodes: IntArray, cohorts: list[IntArray]
 ) -> tuple[FloatArray, FloatArray]:
     """Return the seconds of drafting and of verifying (with the step's overhead) by cohort."""
     draft_s, verify_s = np.zeros(len(cohorts)), np.zeros(len(cohorts))
     for c, rows in enumerate(cohorts):
         length = choice.length[rows]
-        tokens = len(rows) + int(length.sum()) + (view.prefill_tokens if c == 0 else 0)
+        tokens = len(rows) + int(nodes[rows].sum()) + (view.prefill_tokens if c == 0 else 0)
         draft_s[c] = drafting_s(latency, view, rows, Choice(choice.draft[rows], length)) @ correction[FIRST_DRAFT:]
         verify_s[c] = correction[VERIFY] * latency.target.seconds(tokens, len(rows), int(view.context[rows].sum()))
         verify_s[c] += correction[OVERHEAD] * (latency.overhead_s + latency.speculation_s * bool(length.any()))

@@ -15,10 +15,12 @@ from typing import NamedTuple
 import numpy as np
 
 from .plan import IntArray
+from .shapes import CHAINS_ONLY, NOT_LONGER, PIECES, does_not_pay
 
 
 class Decomposition(NamedTuple):
-    """``piece_tokens`` (0: do not cut), and why. ``pieces`` in all; the rest counts tokens read in one verification of the batch.
+    """``piece_tokens`` (0: do not cut), and why not (empty: cut). ``pieces`` in all; the rest counts tokens read in one verification of
+    the batch.
 
     ``work_tokens`` as decided, merging included; ``padded_tokens`` uncut and padded; ``ragged_tokens`` without padding: no cut goes below.
     """
@@ -28,7 +30,7 @@ class Decomposition(NamedTuple):
     work_tokens: float
     padded_tokens: int
     ragged_tokens: int
-    reason: str
+    why_not: str
 
 
 def best_piece(context: IntArray, pads: bool, merge_tokens: float, block_tokens: int = 1) -> Decomposition:
@@ -45,17 +47,13 @@ def best_piece(context: IntArray, pads: bool, merge_tokens: float, block_tokens:
     longest, ragged = int(context.max(initial=0)), int(context.sum())
     padded = len(context) * longest
     if not pads:
-        reason = f"not cut: the engine does not pad, it reads {ragged} tokens (padded: {padded})"
-        return Decomposition(0, len(context), float(ragged), padded, ragged, reason)
+        return Decomposition(0, len(context), float(ragged), padded, ragged, CHAINS_ONLY[PIECES])
     length = np.arange(block_tokens, longest, block_tokens)[::-1]
+    if not len(length):
+        return Decomposition(0, len(context), float(padded), padded, ragged, NOT_LONGER)
     pieces = -(-context // length[:, None]).sum(1)
     work = (length + merge_tokens) * pieces
-    uncut = f"not cut: {padded} padded tokens"
-    if not len(length):
-        return Decomposition(0, len(context), float(padded), padded, ragged, f"{uncut}, no context is longer than a block")
     best = int(work.argmin())
-    cut = f"{pieces[best]} pieces of {length[best]} tokens read {work[best]:.0f} with merging"
     if work[best] < padded:
-        reason = f"cut: {cut} instead of {padded} padded (without padding: {ragged})"
-        return Decomposition(int(length[best]), int(pieces[best]), float(work[best]), padded, ragged, reason)
-    return Decomposition(0, len(context), float(padded), padded, ragged, f"{uncut}, {cut} at best")
+        return Decomposition(int(length[best]), int(pieces[best]), float(work[best]), padded, ragged, "")
+    return Decomposition(0, len(context), float(padded), padded, ragged, does_not_pay(padded / float(work[best])))

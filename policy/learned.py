@@ -11,6 +11,7 @@ import numpy as np
 
 from .correction import MAX_CORRECTION, MAX_SHAPE, OCTAVES, Shape
 from .plan import FloatArray
+from .ranks import COUNTS, RankModel, RankState
 
 if TYPE_CHECKING:
     from .acceptance import AcceptanceModel
@@ -59,6 +60,18 @@ def restored(data: Mapping[str, Any], start: PlannerState, model: AcceptanceMode
     acceptance = replace(start.acceptance, likeness=arrays["likeness"], now=now - age_s)
     acceptance = model.with_drafts(acceptance, arrays["draft_accepted"], arrays["draft_reached"])
     return replace(start, acceptance=model.aged(acceptance, now), correction=correction, target_shape=Shape(log_factor, seen, log_factor))
+
+
+def restored_ranks(data: Any, model: RankModel, now: float, age_s: float) -> RankState:
+    """Return the counts of second guesses in ``data``, ``age_s`` after they were saved. Raises LearnedError for data that do not fit."""
+    if not isinstance(data, Mapping):
+        raise LearnedError(f"ranks must be an object, got {data!r}")
+    start = model.start()
+    counts = {name: _array(data, name, getattr(start, name).shape) for name in COUNTS}
+    for what in ("sibling", "rescue"):
+        accepted, tested = counts[f"{what}_accepted"], counts[f"{what}_tested"]
+        _check(f"{what}_accepted", accepted, accepted <= tested + 1e-6)
+    return model.aged(replace(start, now=now - age_s, **counts), now)
 
 
 def _array(data: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> FloatArray:

@@ -16,17 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .goodput import TIE
 from .plan import FloatArray, IntArray
-
-
-class MergeDecision(NamedTuple):
-    """Lengths of the first and the second draft's chain (both above 0: merged), expected tokens (weighted), seconds, and why."""
-
-    lengths: tuple[int, int]
-    value: float
-    step_s: float
-    reason: str
 
 
 class Tree(NamedTuple):
@@ -46,44 +36,16 @@ def merged_tokens(chains: Sequence[FloatArray]) -> float:
     return tokens
 
 
-def best_merge(
-    first: FloatArray,
-    second: FloatArray,
-    rescue: FloatArray,
-    drafting_s: tuple[FloatArray, FloatArray],
-    verify_s: FloatArray,
-    price: float,
-    weight: float = 1.0,
-) -> MergeDecision:
-    """Return the best of no speculation, either chain alone, and both merged, for one request; exact, by looking at every pair of lengths.
+def second_worth(first: FloatArray, rescue: FloatArray, second: FloatArray, weight: FloatArray) -> FloatArray:
+    """Return the weighted tokens that each position of a second chain adds to a row's first one, float64[n, K].
 
-    ``first`` and ``second`` are hazards float64[K] of the drafts alone; ``rescue`` float64[K] those of the second where the first token of
-    the first was rejected, as counterfactual scores of both drafts on the same tokens tell: usually well below ``second``, for a hard token
-    is hard for both. ``drafting_s`` float64[K + 1] each: seconds of drafting 0..K tokens. ``verify_s[m]``: seconds of the step with m
-    proposed tokens, inf where there is no room; more than it has are not considered.
+    ``first[n]`` is the hazard of the first chain's first token, ``rescue[n]`` the second's where that was rejected, ``second[n, K]`` the
+    second draft's hazards, of which those from the second position on count as they are.
     """
-    one, two = np.arange(len(first) + 1), np.arange(len(second) + 1)
-    alone = [np.concatenate([[0.0], np.cumsum(np.cumprod(hazard))]) for hazard in (first, second, rescue)]
-    miss = 1.0 - first[0] if len(first) else 1.0
-    value = weight * (1.0 + alone[0][:, None] + miss * alone[2][: len(two)])
-    value[0] = weight * (1.0 + alone[1])
-    tokens, last = one[:, None] + two, int(np.isfinite(verify_s).sum()) - 1
-    seconds = verify_s[np.minimum(tokens, last)] + drafting_s[0][: len(one), None] + drafting_s[1][: len(two)]
-    objective = np.where(tokens <= last, value - price * seconds, -np.inf)
-    best = objective.max()
-    as_good = np.argwhere(objective >= best - TIE * (1.0 + abs(best)))
-    k, j = min(as_good.tolist(), key=lambda pair: (sum(pair), pair))
-    single = max(objective[0].max(), objective[:, 0].max())
-    reason = _reason(k, j, float(best - objective[0, 0]), float(objective[1:, 1:].max(initial=-np.inf) - single))
-    return MergeDecision((k, j), float(value[k, j]), float(seconds[k, j]), reason)
-
-
-def _reason(first: int, second: int, over_none: float, over_single: float) -> str:
-    """Say what was chosen, and what merging gains or loses against the best chain alone, in tokens at the price of time."""
-    if first and second:
-        return f"merged {first}+{second} tokens: {over_none:+.3f} tokens over none, {over_single:+.3f} over the best chain alone"
-    why = f"the best merged pair {over_single:+.3f} tokens against it" if over_single > -np.inf else "nothing to merge"
-    return f"one chain of {first or second}: {over_none:+.3f} tokens over none; {why}" if first or second else f"no speculation; {why}"
+    chain = second.copy()
+    chain[:, :1] = (weight * (1.0 - first) * rescue)[:, None]
+    worth: FloatArray = np.cumprod(chain, axis=1)
+    return worth
 
 
 def merge(proposals: Sequence[Sequence[int]], drawn: Sequence[bool]) -> Tree:

@@ -71,12 +71,35 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnShape:
+    """What a plan asks beyond one chain a row, of engines that declare that they can (``policy.shapes``); None: not asked.
+
+    ``width[n, K]`` siblings at each depth of a row's tree, 0 behind its end: the row's length is its depth, the chain its spine.
+    ``second_draft[n]``, ``second_length[n]`` (``NO_DRAFT``, 0: none) a chain of another draft, tested where the first token of the row's
+    own
+    was rejected. ``cohort[n]`` the cohort of a row (-1: not ready). ``piece_tokens`` the length of the pieces that contexts are cut into.
+    """
+
+    width: IntArray | None = None
+    second_draft: IntArray | None = None
+    second_length: IntArray | None = None
+    cohort: IntArray | None = None
+    piece_tokens: int | None = None
+
+    def proposed(self, length: IntArray) -> IntArray:
+        """Return the tokens verified for each row, int64[n], beside one that is always there; ``length[n]`` of the chains."""
+        tokens = length if self.width is None else self.width.sum(1)
+        return tokens if self.second_length is None else tokens + self.second_length
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """One choice per row of the view: ``draft[n]`` (column, ``NO_DRAFT`` for none) and ``length[n]`` (k; 0 = no speculation).
 
     ``predicted_s`` is the predicted step time (seconds), ``predicted_tokens`` the expected emitted tokens, ``price`` the price of
     time in tokens per second used; ``notes`` holds figures for traces (dual bound, reasons), never needed to execute the plan;
-    ``shadow`` is what the planner would have done where something else is done.
+    ``shadow`` is what the planner would have done where something else is done. ``shape`` is None where every row has one chain;
+    ``notes["why_not"]`` says for each shape why it was not used.
     """
 
     draft: IntArray
@@ -86,6 +109,7 @@ class Plan:
     price: float = 0.0
     notes: dict[str, Any] = field(default_factory=dict)
     shadow: Plan | None = None
+    shape: TurnShape | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +120,10 @@ class Outcome:
     positions seen before an EOS or stop cut; ``length`` otherwise). ``rule[m]`` as in the view.
     ``free_*`` (int64[f]) are counterfactual observations: draft ``free_draft`` would have had ``free_accepted`` of its first
     ``free_scored`` tokens accepted for ``free_request``. ``measured_s`` is the step's wall time; ``parts_s`` its parts by name
-    (``verify``, ``draft:<name>``, ``overhead``).
+    (``verify``, ``draft:<name>``, ``overhead``); of cohorts each part's busy time.
+
+    ``shape`` is the plan's as executed, for these rows; ``accepted`` then counts along the row's chain (a tree's spine), ``rank[m]`` is the
+    sibling accepted where that ended (from 2 on; 0: none), ``second_accepted[m]`` how many of the second chain were.
     """
 
     request: IntArray
@@ -114,6 +141,9 @@ class Outcome:
     free_accepted: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     free_scored: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     finished: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    shape: TurnShape | None = None
+    rank: IntArray | None = None
+    second_accepted: IntArray | None = None
 
 
 class Policy(Protocol):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .acceptance import AcceptanceConfig, AcceptanceModel, AcceptanceState
-from .correction import Shape, corrected, correction_by_part, learnt, shaped
+from .correction import Shape, Target, corrected, correction_by_part, learnt, shaped
 from .goodput import Choice, Hint, Score, StepProblem, no_speculation
 from .latency import OVERHEAD, VERIFY, LatencyModel
 from .learned import restored, saved
@@ -18,6 +18,8 @@ from .optimiser import FEW_ROWS, best_choice
 from .plan import NO_DRAFT, BoolArray, FloatArray, IntArray, Outcome, Plan, View
 from .probing import PROBE_FLOOR, affordable_probe
 from .problem import NOTHING_GIVEN, Bounds, Given, extra_prefill_s, predicted_parts, step_problem
+from .ranks import RankState
+from .shapes import CHAINS_ONLY
 
 _COLD_TOLERANCE, _WARM_TOLERANCE = 0.01, 0.03  # of the price, whose error costs in second order; the next step goes on
 _PRICE_ROUNDS = 4
@@ -79,7 +81,7 @@ class PlannerState:
     ``credit_s`` is what may still be spent on probes, ``look`` the steps until the next look for one, ``rest`` the steps for which no
     speculation stays decided, ``proposed`` the tokens proposed in the last step. ``search`` is the steps until the next full search; in
     between it starts from ``chosen``, the last draft and length by request of a small batch, or ``caps``, a large one's longest chains.
-    ``gap`` is how far the bound was above the choice of that search, as a share of its tokens.
+    ``gap`` is how far the bound was above the choice of that search, as a share of its tokens. ``ranks`` belongs to ``policy.shaped``.
     """
 
     acceptance: AcceptanceState
@@ -95,6 +97,7 @@ class PlannerState:
     caps: dict[int, int] = field(default_factory=dict)
     gap: float = 0.0
     search: int = 0
+    ranks: RankState | None = None
 
 
 class AdaptivePlanner:
@@ -218,11 +221,11 @@ class AdaptivePlanner:
 
     def _notes(
         self, problem: Problem, result: Score, price: float, goodput: float, bound: float, prefill_s: float, state: PlannerState
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Return figures for traces: ``gain`` over not speculating; ``gap``, how much better the best choice may be by the dual
         bound, as a share of the tokens.
         """
-        notes = {"probe": 0, "credit_s": state.credit_s}
+        notes: dict[str, Any] = {"probe": 0, "credit_s": state.credit_s, "why_not": CHAINS_ONLY}
         if problem.base_value:
             notes["gain"] = goodput * (problem.plain_s - prefill_s) / problem.base_value
             if bound < math.inf:
@@ -235,7 +238,9 @@ class AdaptivePlanner:
         verify_s = correction[VERIFY] * self.corrected(state).target.seconds(n, n, int(view.context.sum()))
         step_s = float(verify_s + correction[OVERHEAD] * self.latency.overhead_s)
         credit_s = state.credit_s + self.config.explore_share * step_s
-        plan = Plan(np.full(n, NO_DRAFT, np.int64), np.zeros(n, np.int64), step_s, float(n), notes={"rest": state.rest})
+        plan = Plan(
+            np.full(n, NO_DRAFT, np.int64), np.zeros(n, np.int64), step_s, float(n), notes={"rest": state.rest, "why_not": CHAINS_ONLY}
+        )
         return plan, replace(state, view=view, credit_s=credit_s, rest=state.rest - 1)
 
     def _priced_choice(
@@ -324,7 +329,7 @@ class AdaptivePlanner:
 
     def _timed(self, outcome: Outcome, state: PlannerState, view: View) -> tuple[FloatArray, Shape]:
         """Return the correction and the shape after the step's time is held against what the model says of the step as it was executed."""
-        predicted_s, target = predicted_parts(self.latency, outcome, view)
+        predicted_s, target = self._predicted_s(outcome, view)
         expected_s = predicted_s * state.correction
         step_s = float(expected_s.sum())
         measured_s = np.array([outcome.parts_s.get(name, 0.0) for name in self._parts])
@@ -332,6 +337,10 @@ class AdaptivePlanner:
             measured_s = expected_s * (outcome.measured_s / step_s if step_s > 0 else 0.0)
             return corrected(state.correction, predicted_s, measured_s), state.target_shape
         return learnt(state.correction, state.target_shape, predicted_s, measured_s, target)
+
+    def _predicted_s(self, outcome: Outcome, view: View) -> tuple[FloatArray, Target]:
+        """Return the uncorrected seconds by part that a step of the last view should have taken as it was executed, and the target's."""
+        return predicted_parts(self.latency, outcome, view)
 
 
 def _same_batch(view: View, before: View | None) -> bool:

@@ -159,11 +159,15 @@ def predicted_parts(latency: LatencyModel, outcome: Outcome, view: View) -> tupl
     length = np.where(known, outcome.length, 0)
     rows, context = int(known.sum()), int(view.context[row[known]].sum())
     predicted = np.zeros(FIRST_DRAFT + len(latency.drafts))
-    tokens = int(length.sum()) + rows + outcome.prefill_tokens
+    shape, chosen = outcome.shape, Choice(outcome.draft, length)
+    tokens = int((length if shape is None else shape.proposed(length)).sum()) + rows + outcome.prefill_tokens
     base_s, whole_s = latency.target.at(tokens), latency.target.seconds(tokens, rows, context)
     predicted[VERIFY] = whole_s
     predicted[OVERHEAD] = latency.overhead_s + latency.speculation_s * bool(length.any())
-    predicted[FIRST_DRAFT:] = drafting_s(latency, view, row, Choice(outcome.draft, length))
+    if shape is not None and shape.second_draft is not None and shape.second_length is not None:
+        row = np.concatenate([row, row])
+        chosen = Choice(np.concatenate([outcome.draft, shape.second_draft]), np.concatenate([length, shape.second_length]))
+    predicted[FIRST_DRAFT:] = drafting_s(latency, view, row, chosen)
     return predicted, Target(tokens, base_s, whole_s - base_s)
 
 

@@ -16,45 +16,64 @@ import numpy as np
 from .acceptance import AcceptanceConfig, AcceptanceState
 from .correction import Shape
 from .latency import LatencyCurve, LatencyModel
-from .plan import Outcome, Plan, View
+from .plan import Outcome, Plan, Policy, TurnShape, View
 from .planner import AdaptivePlanner, PlannerConfig, PlannerState
+from .ranks import RankState
+from .shaped import ShapedPlanner
+from .shapes import Shapes
 
-SCHEMA = 1
+SCHEMA = 2
 _KINDS = {"i": np.int64, "f": np.float64, "b": np.bool_}
-_CLASSES = {cls.__name__: cls for cls in (View, Plan, Outcome, PlannerState, AcceptanceState, Shape)}
+_CLASSES = {cls.__name__: cls for cls in (View, Plan, TurnShape, Outcome, PlannerState, AcceptanceState, Shape, RankState)}
 
 
 class TraceError(ValueError):
     """A trace that cannot be replayed; the message says where and why."""
 
 
-class Traced(AdaptivePlanner):
-    """An adaptive planner that hands each line of its trace to ``emit``, the first with its next step; none after ``most_lines``."""
+class Traced(Policy):
+    """A planner that hands each line of its trace to ``emit``, the first with its next step; none after ``most_lines``."""
 
     def __init__(self, planner: AdaptivePlanner, emit: Callable[[str], None], most_lines: int) -> None:
-        super().__init__(planner.drafts, planner.latency, planner.config)
+        self.planner = planner
         self._emit, self._left, self._begun = emit, most_lines, False
+
+    def start(self) -> PlannerState:
+        """Return the planner's."""
+        return self.planner.start()
 
     def plan(self, view: View, state: PlannerState, now: float, rng: np.random.Generator) -> tuple[Plan, PlannerState]:
         """Plan, and trace it."""
-        plan, after = super().plan(view, state, now, rng)
+        plan, after = self.planner.plan(view, state, now, rng)
         self._trace(state, plan={"view": view, "now": now, "plan": plan})
         return plan, after
 
     def observe(self, outcome: Outcome, state: PlannerState, now: float) -> PlannerState:
         """Learn, and trace it."""
         self._trace(state, observe={"outcome": outcome, "now": now})
-        return super().observe(outcome, state, now)
+        return self.planner.observe(outcome, state, now)
 
     def stand_by(self, view: View, state: PlannerState) -> PlannerState:
         """Stand by, and trace it."""
         self._trace(state, stand_by={"view": view})
-        return super().stand_by(view, state)
+        return self.planner.stand_by(view, state)
+
+    def save(self, state: PlannerState, now: float) -> dict[str, Any]:
+        """Return the planner's."""
+        return self.planner.save(state, now)
+
+    def load(self, data: dict[str, Any], now: float, idle_s: float) -> PlannerState:
+        """Return the planner's; a trace begins with the state that it then has."""
+        return self.planner.load(data, now, idle_s)
+
+    def drift(self, state: PlannerState) -> dict[str, float]:
+        """Return the planner's."""
+        return self.planner.drift(state)
 
     def _trace(self, state: PlannerState, **event: Any) -> None:
         if not self._begun:
             self._begun = True
-            self._line({"planner": _planner_data(self), "state": encoded(state)})
+            self._line({"planner": _planner_data(self.planner), "state": encoded(state)})
         self._line(encoded(event))
 
     def _line(self, data: Any) -> None:
@@ -120,11 +139,11 @@ def decoded(data: Any) -> Any:
         return tuple(decoded(item) for item in data)
     if not isinstance(data, dict):
         return data
-    if "shape" in data:
-        ((kind, values),) = ((key, value) for key, value in data.items() if key != "shape")
-        return np.array(values, _KINDS[kind]).reshape(data["shape"])
     if "pairs" in data:
         return {key: decoded(item) for key, item in data["pairs"]}
+    if "shape" in data and "is" not in data:
+        ((kind, values),) = ((key, value) for key, value in data.items() if key != "shape")
+        return np.array(values, _KINDS[kind]).reshape(data["shape"])
     members = {key: decoded(item) for key, item in data.items() if key != "is"}
     return _CLASSES[data["is"]](**members) if "is" in data else members
 
@@ -135,6 +154,7 @@ def _planner_data(planner: AdaptivePlanner) -> dict[str, Any]:
         "schema": SCHEMA,
         "drafts": list(planner.drafts),
         "config": asdict(planner.config),
+        "shapes": asdict(planner.shapes) if isinstance(planner, ShapedPlanner) else None,
         "curves": [_curve_data(curve) for curve in (latency.target, *latency.drafts)],
         "overhead_s": latency.overhead_s,
         "speculation_s": latency.speculation_s,
@@ -151,4 +171,5 @@ def _planner(data: dict[str, Any]) -> AdaptivePlanner:
     target, *drafts = (LatencyCurve(**{**curve, "base_s": np.array(curve["base_s"])}) for curve in data["curves"])
     latency = LatencyModel(target, tuple(drafts), data["overhead_s"], data["speculation_s"])
     config = PlannerConfig(**{**data["config"], "acceptance": AcceptanceConfig(**data["config"]["acceptance"])})
-    return AdaptivePlanner(tuple(data["drafts"]), latency, config)
+    names, shapes = tuple(data["drafts"]), data["shapes"]
+    return AdaptivePlanner(names, latency, config) if shapes is None else ShapedPlanner(names, latency, config, Shapes(**shapes))

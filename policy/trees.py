@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .goodput import TIE, StepProblem
+from .goodput import TIE, Choice, StepProblem, forward_tokens
 from .plan import BoolArray, FloatArray, IntArray
 
 
@@ -44,14 +44,22 @@ class TreeCosts(NamedTuple):
         depth_s[:1] += float(problem.charge_s[draft].sum())
         return cls(problem.verify_s, depth_s, problem.speculation_s)
 
+    @classmethod
+    def of_chains(cls, problem: StepProblem, choice: Choice) -> TreeCosts:
+        """Return the costs of a step whose rows have the chains of a choice, or shorter ones, which are charged as if they were whole."""
+        used = choice.length.nonzero()[0]
+        draft, alive = choice.draft[used], np.arange(len(problem.gain))[:, None] < choice.length[used]
+        depth_s = problem.added_s(forward_tokens(problem, [choice])).sum(0) + alive @ problem.row_s[draft, used]
+        depth_s[:1] += float(problem.charge_s[draft, used].sum())
+        return cls(problem.verify_s, depth_s, problem.speculation_s)
+
 
 class TreeDecision(NamedTuple):
-    """``widths`` int64[n, K] (all 0: no speculation; at most 1: a chain), expected weighted tokens, seconds, and why."""
+    """``widths`` int64[n, K] (all 0: no speculation; at most 1: a chain), expected weighted tokens and seconds."""
 
     widths: IntArray
     value: float
     step_s: float
-    reason: str
 
 
 def rank_chances(hazard: FloatArray) -> FloatArray:
@@ -94,17 +102,15 @@ def best_trees(
     n, k_max, _ = hazard.shape
     if not n or not k_max:
         nothing = np.zeros((n, k_max), np.int64)
-        return TreeDecision(nothing, float(weight.sum()), float(costs.verify_s[0]), "no speculation: nothing to propose")
-    worth = _node_worth(hazard, weight) * (np.arange(k_max) < ceiling[:, None])[:, :, None]
+        return TreeDecision(nothing, float(weight.sum()), float(costs.verify_s[0]))
+    worth = node_worth(hazard, weight) * (np.arange(k_max) < ceiling[:, None])[:, :, None]
     room = np.full(n, worth[0].size) if node_ceiling is None else node_ceiling
-    trees = _best_nodes(worth, room, price, costs)
+    trees = best_nodes(worth, room, price, costs)
     widths: IntArray = trees.chosen.sum(2)
-    chains = _best_nodes(worth[:, :, :1], room, price, costs) if widths.max() > 1 else trees
-    value = float(weight @ tree_tokens(hazard, widths))
-    return TreeDecision(widths, value, trees.step_s, _reason(widths, trees.objective, chains.objective, -price * float(costs.verify_s[0])))
+    return TreeDecision(widths, float(weight @ tree_tokens(hazard, widths)), trees.step_s)
 
 
-def _node_worth(hazard: FloatArray, weight: FloatArray) -> FloatArray:
+def node_worth(hazard: FloatArray, weight: FloatArray) -> FloatArray:
     """Return the expected weighted tokens that each node adds, float64[n, K, W], never more than that of a node before it."""
     spine = np.cumprod(hazard[:, :, 0], axis=1) * weight[:, None]
     reached = np.concatenate([weight[:, None], spine[:, :-1]], axis=1)
@@ -114,27 +120,31 @@ def _node_worth(hazard: FloatArray, weight: FloatArray) -> FloatArray:
     return ordered
 
 
-class _Nodes(NamedTuple):
+class Nodes(NamedTuple):
+    """Chosen nodes bool[n, K, W], what they add at the price, less that of the whole step, and its seconds."""
+
     chosen: BoolArray
     objective: float
     step_s: float
 
 
-def _best_nodes(worth: FloatArray, room: IntArray, price: float, costs: TreeCosts) -> _Nodes:
-    """Return the nodes bool[n, K, W] of the best objective (without the bonus tokens), the least of those that are as good."""
+def best_nodes(worth: FloatArray, room: IntArray, price: float, costs: TreeCosts) -> Nodes:
+    """Return the nodes of the best objective (without the bonus tokens), the least of those that are as good; ``worth[n, K, W]`` never
+    rises with depth or rank, ``room[n]`` bounds a row's nodes.
+    """
     last, plain_s = int(np.isfinite(costs.verify_s).sum()) - 1, float(costs.verify_s[0])
     order = np.argsort(-worth, axis=None, kind="stable")
     open_to = _eligible(worth, room)[:, order]  # [depth of the trees, nodes]
     count = np.cumsum(open_to, axis=1)
     seconds = costs.verify_s[np.minimum(count, last)] + (costs.speculation_s + np.cumsum(costs.depth_s))[:, None]
     objective = np.where(count <= last, np.cumsum(worth.ravel()[order] * open_to, axis=1) - price * seconds, -np.inf)
-    best = _Nodes(np.zeros(worth.shape, np.bool_), -price * plain_s, plain_s)
+    best = Nodes(np.zeros(worth.shape, np.bool_), -price * plain_s, plain_s)
     for depth, m in enumerate(objective.argmax(1).tolist()):
         found = float(objective[depth, m])
         if count[depth, m] and found > best.objective + TIE * (1.0 + abs(best.objective)):
             chosen = np.zeros(worth.shape, np.bool_)
             chosen.reshape(-1)[order[: m + 1][open_to[depth, : m + 1]]] = True
-            best = _Nodes(chosen, found, float(seconds[depth, m]))
+            best = Nodes(chosen, found, float(seconds[depth, m]))
     return best
 
 
@@ -147,14 +157,3 @@ def _eligible(worth: FloatArray, room: IntArray) -> BoolArray:
     eligible = np.empty_like(inside)
     np.put_along_axis(eligible, np.broadcast_to(order, inside.shape), inside & (np.cumsum(inside, axis=2) <= room[:, None]), axis=2)
     return eligible.reshape(k_max, -1)
-
-
-def _reason(widths: IntArray, trees: float, chains: float, none: float) -> str:
-    """Say what was chosen and what it is worth over the next simpler shape, in tokens at the price of time."""
-    if not widths.any():
-        return "no speculation: no tree or chain is worth its time"
-    if int(widths.max()) == 1:
-        return f"chains of {int(widths.sum())} tokens: {chains - none:+.3f} tokens over none; no sibling is worth its time"
-    most = "-".join(map(str, widths[int(widths.sum(1).argmax())].tolist()))
-    gains = f"{trees - none:+.3f} tokens over none, {trees - chains:+.3f} over chains"
-    return f"trees of {int(widths.sum())} tokens, widths up to {most}: {gains}"

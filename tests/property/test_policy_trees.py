@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policy.goodput import StepProblem
-from policy.merging import best_merge, merge, merged_tokens
+from policy.merging import merge, merged_tokens
 from policy.optimiser import best_choice
 from policy.trees import TreeCosts, best_trees, rank_chances, tree_tokens
 
@@ -124,25 +124,6 @@ def test_a_dearer_second_never_buys_more_time(seed, rows):
     hazard, prices = ordered_hazards(rng, rows, 4, 3), costs(rng, rows * 12, 4)
     taken = [best_trees(hazard, np.ones(rows), np.full(rows, 4), price, prices).step_s for price in (0.1, 0.3, 1.0, 3.0, 10.0)]
     assert taken == sorted(taken, reverse=True)
-
-
-@settings(deadline=None, max_examples=100)
-@given(st.integers(0, 2**32), st.floats(0.0, 3.0))
-def test_the_merged_lengths_are_the_best_there_are(seed, price):
-    rng = np.random.default_rng(seed)
-    first, second, rescue = (rng.uniform(0, 1, 3) for _ in range(3))
-    drafting_s = tuple(np.concatenate([[0], np.cumsum(rng.exponential(0.1, 3))]) for _ in range(2))
-    verify_s = costs(rng, int(rng.integers(0, 8)), 1).verify_s
-
-    def objective(k, j):
-        tokens = merged_tokens([first[:k], rescue[:j] if k else second[:j]])
-        return tokens - price * (verify_s[k + j] + drafting_s[0][k] + drafting_s[1][j])
-
-    found = best_merge(first, second, rescue, drafting_s, verify_s, price)
-    pairs = [(k, j) for k in range(4) for j in range(4) if k + j < len(verify_s)]
-    assert found.lengths in pairs
-    assert found.value - price * found.step_s == pytest.approx(objective(*found.lengths))
-    assert objective(*found.lengths) == pytest.approx(max(objective(*pair) for pair in pairs))
 
 
 def law_after_two_draws(p, q, dedupe):

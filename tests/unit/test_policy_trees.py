@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 
-from policy.merging import best_merge
 from policy.trees import TreeCosts, best_trees, tree_tokens
 
 HAZARD = np.array([[0.6, 0.4, 0.3]] * 4)  # a draft that is right six times in ten, its next guesses less often
@@ -30,11 +29,6 @@ def test_as_load_rises_trees_shrink_to_chains_and_then_to_no_speculation():
     assert widest[-1] == 0
 
 
-@pytest.mark.parametrize(("rows", "word"), [(1, "trees of "), (12, "chains of "), (32, "no speculation")])
-def test_the_reason_names_the_shape_that_was_chosen(rows, word):
-    assert under_own_price(rows).reason.startswith(word)
-
-
 def test_widths_of_one_are_a_chain():
     assert tree_tokens(HAZARD, np.array([1, 1, 1, 0])) == pytest.approx(1 + 0.6 + 0.36 + 0.216)
 
@@ -48,24 +42,3 @@ def test_a_total_without_room_in_kv_is_never_planned():
     prices = TreeCosts(np.array([1.0, 1.0, 1.0, np.inf, np.inf]), np.zeros(4))
     for price in (0.0, 0.1):
         assert best_trees(HAZARD[None], np.ones(1), np.array([4]), price, prices).widths.sum() == 2
-
-
-def test_two_drafts_are_merged_only_where_the_second_rescues_what_the_first_misses():
-    chain, drafting_s = np.full(4, 0.5), np.arange(5) * 0.02
-    verify_s = 1 + np.arange(9) * 0.02
-
-    def merged(rescue):
-        return best_merge(chain, chain, np.full(4, rescue), (drafting_s, drafting_s), verify_s, price=1.5)
-
-    assert min(merged(0.5).lengths) >= 1
-    assert merged(0.5).reason.startswith("merged")
-    assert min(merged(0.02).lengths) == 0
-    assert "the best merged pair -" in merged(0.02).reason
-
-
-def test_a_dear_second_takes_merging_back_to_none():
-    chain = np.full(2, 0.3)
-    found = best_merge(chain, chain, chain, (np.arange(3) * 0.5,) * 2, 1 + np.arange(5) * 0.5, price=2.0)
-    assert found.lengths == (0, 0)
-    assert found.value == 1.0
-    assert found.reason.startswith("no speculation")
