@@ -76,14 +76,14 @@ def publish(folder: Path, provenance: dict[str, Any]) -> Iterator[Path]:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
-def publish_file(path: Path, text: str) -> None:
-    """Put ``text`` into the place of ``path``, whole or not at all."""
+def publish_file(path: Path, content: str | bytes) -> None:
+    """Put ``content`` into the place of ``path``, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     fresh = Path(name)
     try:
         os.close(handle)
-        fresh.write_text(text, "utf-8")
+        fresh.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
         fresh.chmod(0o644)
         _flush(fresh)
         fresh.replace(path)

@@ -20,11 +20,12 @@ import sysconfig
 import textwrap
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from engines_build.corpora_templates import ABOUT, CODE_ASKS, COLUMNS, PASSAGE_ASKS, SQL_SHAPES, TABLES, TEXT_STARTS
+from engines_build.corpora_overlap import Grams, grams_of, without_overlap
+from engines_build.corpora_templates import ABOUT, CODE_ASKS, COLUMNS, PASSAGE_ASKS, SQL_ANSWERS, SQL_SHAPES, TABLES, TEXT_STARTS
 
 LICENCES = {
     "sql": "table schemas and questions of this project's generator (Apache-2.0)",
@@ -74,17 +75,21 @@ class Prompt:
 class Corpus:
     """One side of the split of ``sources``; ``prompt(index)`` is a pure function of (sources, side, seed, index).
 
+    Paragraphs and functions of the training side that share a run of 13 words with the held-out side are left out.
+
     Raises ValueError for a source that is unknown, lacks its folder or has no document on this side.
     """
 
     def __init__(self, sources: list[str], folder: Path | None, held_out: bool, seed: int):
         self.seed, self.held_out = seed, held_out
         self._by_source = {s: sorted(_read(s, folder, held_out), key=lambda d: d.name) for s in sources}
+        if not held_out:
+            judged = grams_of(d.text for s in sources for d in _read(s, folder, True))
+            self._by_source = {s: list(_cleaned(documents, judged)) for s, documents in self._by_source.items()}
         empty = [s for s, documents in self._by_source.items() if not documents]
         if empty:
             raise ValueError(f"sources: no {'held-out' if held_out else 'training'} document of {', '.join(empty)}")
-        prose = [d for s in ("postgresql", "sqlite", "python") for d in self._by_source.get(s, [])]
-        self._prose = prose or self._by_source.get("stdlib", [])
+        self._prose = self.documents("postgresql", "sqlite", "python") or self.documents("stdlib")
         makers = {
             "chat": (self._chat, {"wordnet", "chatterbot"}),
             "text": (self._text, {"wordnet"}),
@@ -101,9 +106,14 @@ class Corpus:
         return list(self._makers)
 
     @property
+    def sources(self) -> list[str]:
+        """The sources read."""
+        return list(self._by_source)
+
+    @property
     def texts(self) -> list[str]:
         """The prose and code of this side, for plain language modelling."""
-        return [d.text for s in ("postgresql", "sqlite", "python", "stdlib", "wordnet", "sql") for d in self._by_source.get(s, [])]
+        return [d.text for d in self.documents("postgresql", "sqlite", "python", "stdlib", "wordnet", "sql")]
 
     @property
     def digest(self) -> str:
@@ -117,6 +127,10 @@ class Corpus:
     def names(self) -> set[str]:
         """``source/name`` of every document of this side."""
         return {f"{d.source}/{d.name}" for documents in self._by_source.values() for d in documents}
+
+    def documents(self, *sources: str) -> list[Document]:
+        """Return the documents of these sources, those that are not read here left out."""
+        return [d for s in sources for d in self._by_source.get(s, [])]
 
     def prompt(self, index: int, workload: str | None = None) -> Prompt:
         """Return the index-th prompt; its workload is drawn by ``WORKLOADS`` unless given."""
@@ -163,14 +177,21 @@ def ask_about(passage: str, workload: str, rng: random.Random) -> str:
 
 def sql_question(schema: Document, rng: random.Random) -> str:
     """Ask in English what one SELECT over ``schema`` can answer."""
+    return sql_example(schema, rng)[0]
+
+
+def sql_example(schema: Document, rng: random.Random) -> tuple[str, str]:
+    """Return a question over ``schema`` in English and the statement that answers it."""
     tables = re.findall(r"CREATE TABLE (\w+) \((.*?)\);", schema.text)
     name, body = rng.choice(tables)
     columns = [c.split()[0] for c in body.split(", ") if not c.startswith("id ")]
     other = rng.choice([t for t, _ in tables if t != name])
     a, b = rng.sample(columns, 2)
-    shape = rng.choice(SQL_SHAPES)
-    ask = shape.format(t=name, o=other, a=a.replace("_", " "), b=b.replace("_", " "), n=rng.randint(2, 500), k=rng.randint(3, 20))
-    return rng.choice(["Write a SQL query: {}", "Question: {}\nSQL:", "Using this schema, {}", "{} Answer with SQL only."]).format(ask)
+    shape = rng.choice(range(len(SQL_SHAPES)))
+    words = {"t": name, "o": other, "n": rng.randint(2, 500), "k": rng.randint(3, 20)}
+    ask = SQL_SHAPES[shape].format(a=a.replace("_", " "), b=b.replace("_", " "), **words)
+    frame = rng.choice(["Write a SQL query: {}", "Question: {}\nSQL:", "Using this schema, {}", "{} Answer with SQL only."])
+    return frame.format(ask), SQL_ANSWERS[shape].format(a=a, b=b, **words)
 
 
 def _read(source: str, folder: Path | None, held_out: bool) -> Iterator[Document]:
@@ -185,6 +206,13 @@ def _read(source: str, folder: Path | None, held_out: bool) -> Iterator[Document
     else:
         documents = _FOLDER_READERS[source](folder)
     return (d for d in documents if d.held_out == held_out)
+
+
+def _cleaned(documents: list[Document], judged: Grams) -> Iterator[Document]:
+    for document in documents:
+        between = _BETWEEN_FUNCTIONS if document.source == "stdlib" else "\n\n"
+        if text := without_overlap(document.text, judged, between):
+            yield replace(document, text=text)
 
 
 def _sql_schemas() -> Iterator[Document]:

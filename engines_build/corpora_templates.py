@@ -214,3 +214,47 @@ SQL_SHAPES = [
     "What is the total {a} of {t} where {b} is {n}?",
     "Delete all {t} with {a} below {n}.",
 ]
+
+SQL_ANSWERS = [
+    "SELECT COUNT(*) FROM {t};",
+    "SELECT {a}, {b} FROM {t};",
+    "SELECT * FROM {t} WHERE {a} > {n};",
+    "SELECT {b}, AVG({a}) FROM {t} GROUP BY {b};",
+    "SELECT * FROM {t} ORDER BY {a} DESC LIMIT {k};",
+    "SELECT {a}, COUNT(*) FROM {t} GROUP BY {a};",
+    "SELECT {a} FROM {t} WHERE {b} IS NULL;",
+    "SELECT * FROM {t} ORDER BY {a}, {b} DESC;",
+    "SELECT {a} FROM {t} GROUP BY {a} HAVING COUNT(*) > {k};",
+    "SELECT DISTINCT {a} FROM {t};",
+    "SELECT {o}.id, COUNT({t}.id) FROM {o} LEFT JOIN {t} ON {t}.{o}_id = {o}.id GROUP BY {o}.id;",
+    "SELECT * FROM {t} WHERE id NOT IN (SELECT {t}_id FROM {o});",
+    "SELECT SUM({a}) FROM {t} WHERE {b} = {n};",
+    "DELETE FROM {t} WHERE {a} < {n};",
+]
+"""What answers the question of the same place in ``SQL_SHAPES``."""
+
+JUDGED_TABLES = [
+    *("wells", "mines", "vineyards", "lighthouses", "bridges", "quarries", "ferries", "auctions", "telescopes", "glaciers", "dams"),
+    *("tournaments", "recipes", "parishes", "satellites", "kennels", "podcasts", "tariffs", "permits", "harvests", "archives"),
+]
+"""Tables of the SQL that models are judged by; none is in ``TABLES``."""
+
+JUDGED_COLUMNS = [
+    *("depth", "region", "keeper", "tonnage", "founded", "altitude", "grade", "licence", "fee", "length_m", "opened", "operator"),
+    *("material", "visitors", "budget", "harbour", "voltage", "season", "supplier", "yield", "acidity", "headcount"),
+]
+
+JUDGED_QUESTIONS = [
+    ("mean {b} of the {t} whose {a} starts with K", "SELECT AVG({b}) FROM {t} WHERE {a} LIKE 'K%';"),
+    ("smallest and largest {b} in {t}", "SELECT MIN({b}), MAX({b}) FROM {t};"),
+    ("every {a} with the {c} of its {o}", "SELECT x.{a}, y.{c} FROM {t} x JOIN {o} y ON x.{o}_no = y.{o}_no;"),
+    ("{t} in which {b} lies between {k} and {n}", "SELECT * FROM {t} WHERE {b} BETWEEN {k} AND {n};"),
+    ("raise {d} by a tenth in all {o}", "UPDATE {o} SET {d} = {d} * 1.1;"),
+    (
+        "sum of {b} per {c}, only sums over {n}",
+        "SELECT y.{c}, SUM(x.{b}) FROM {t} x JOIN {o} y ON x.{o}_no = y.{o}_no GROUP BY y.{c} HAVING SUM(x.{b}) > {n};",
+    ),
+    ("{o} without an entry in {t}", "SELECT * FROM {o} y WHERE NOT EXISTS (SELECT 1 FROM {t} x WHERE x.{o}_no = y.{o}_no);"),
+    ("second highest {d} of {o}", "SELECT MAX({d}) FROM {o} WHERE {d} < (SELECT MAX({d}) FROM {o});"),
+]
+"""Questions and answers of that SQL; their wording is not that of ``SQL_SHAPES``."""

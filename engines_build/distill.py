@@ -1,177 +1,209 @@
-"""Distil a draft for a target: ``python -m engines_build.distill --target DIR --out DIR``.
+"""Distil a draft for a target: ``python -m engines_build.distill --target DIR --out DIR``, or make ``--family tiny`` from scratch.
 
 Stages: generate (the target answers prompts, its logits kept), train, evaluate (held-out prompts), export. Shards and checkpoints stay in
-``--work``, where a second run continues. The exported folder is a Hugging Face Llama folder with two additions: ``draft_vocab_size`` in
-config.json says that ``lm_head.weight`` [S, hidden] covers only the tokens in the tensor ``lm_head.token_ids`` (int32 [S]), and
-``vocabulary_sha256`` names the vocabulary that the draft shares with its target.
+``--work``, where a second run continues and other drafts of the same target find the shards. The exported folder is a Hugging Face Llama
+folder with two additions: ``draft_vocab_size`` in config.json says that ``lm_head.weight`` [S, hidden] covers only the tokens in the tensor
+``lm_head.token_ids`` (int32 [S]), and ``vocabulary_sha256`` names the vocabulary that the draft shares with its target.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from backend.manifest import vocabulary_sha256
-from engines_build.corpora import LICENCES, Corpus
-from engines_build.distill_card import model_card
+from backend.manifest import weights_sha256
+from engines_build.corpora import WORKLOADS
+from engines_build.corpora_evaluation import JUDGED, EvaluationError
+from engines_build.corpora_overlap import GRAM_WORDS, Grams, OverlapError, grams_of, overlap_counts, overlaps
+from engines_build.distill_arguments import parse
+from engines_build.distill_card import command_line, model_card, target_card
+from engines_build.distill_export import export, parameters
+from engines_build.distill_family import (
+    DRAFTS,
+    TARGET,
+    TARGET_NAME,
+    Member,
+    dialogues_of,
+    family_texts,
+    held_out_losses,
+    pieces,
+    train_tokenizer,
+    untrained,
+)
 from engines_build.distill_generate import Generator, Shards, Teacher, eos_token_ids
-from engines_build.distill_train import Shape, Trainer, build, choose_shortlist, evaluate, load_samples, plain_samples, run_name
+from engines_build.distill_train import (
+    Budget,
+    Sample,
+    Shape,
+    Trainer,
+    build,
+    choose_shortlist,
+    evaluate,
+    load_samples,
+    plain_samples,
+    run_name,
+)
 
-MAX_SHARD_BYTES = 16 * 2**20
 HELD_OUT_SLOTS = 24
-_CONFIG_KEYS = {
-    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("head_dim", "hidden_act", "rms_norm_eps", "rope_parameters", "max_position_embeddings", "tie_word_embeddings"),
-    *("attention_bias", "mlp_bias", "bos_token_id", "eos_token_id"),
-}
 _GENERATE_SHARE = 0.6
 """Share of ``--minutes`` after which generation gives way to training."""
 
-
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line; a bad value ends the program with a line that names its flag."""
-    parser = argparse.ArgumentParser(prog="python -m engines_build.distill", description="Distil a draft for a target.")
-    folder = {"type": Path, "metavar": "DIR"}
-    parser.add_argument("--target", required=True, **folder, help="Hugging Face folder of the target (Llama family, with its tokenizer)")
-    parser.add_argument("--out", required=True, **folder, help="folder to write the draft to")
-    parser.add_argument("--work", **folder, help="folder for shards and checkpoints (default: OUT with .work behind its name)")
-    parser.add_argument("--corpora", **folder, help="folder filled by engines_build.corpora --fetch")
-    parser.add_argument("--sources", default=",".join(LICENCES), help="sources of the prompts, comma-separated (default: %(default)s)")
-    parser.add_argument("--hidden", type=int, default=160)
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--head-dim", type=int, default=32)
-    parser.add_argument("--shortlist", type=int, default=8192, help="tokens the draft can propose (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens the target generates (default: %(default)s)")
-    parser.add_argument("--held-out-tokens", type=int, default=12_000, help="tokens it generates for the evaluation (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=120.0, help="bound on the whole run (default: %(default)s)")
-    parser.add_argument("--warm-up-tokens", type=int, default=1_000_000, help="plain text trained on first (default: %(default)s; 0: none)")
-    parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=12, help="sequences per training step (default: %(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--slots", type=int, default=64, help="sequences the target generates at once (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, default=1)
-    args = parser.parse_args(argv)
-    for name in (
-        "hidden",
-        "layers",
-        "head_dim",
-        "shortlist",
-        "tokens",
-        "held_out_tokens",
-        "minutes",
-        "epochs",
-        "batch",
-        "learning_rate",
-        "slots",
-        "threads",
-    ):
-        if getattr(args, name) <= 0:
-            parser.error(f"--{name.replace('_', '-')}: must be positive, got {getattr(args, name)}")
-    if args.warm_up_tokens < 0:
-        parser.error(f"--warm-up-tokens: must not be negative, got {args.warm_up_tokens}")
-    if args.hidden % args.head_dim or args.head_dim % 2:
-        parser.error(f"--hidden, --head-dim: hidden must be a multiple of an even head_dim, got {args.hidden} and {args.head_dim}")
-    if not (args.target / "tokenizer.json").is_file():
-        parser.error(f"--target: no tokenizer.json in {args.target}")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device: cuda is not available here")
-    args.work = args.work or args.out.with_name(args.out.name + ".work")
-    args.sources = args.sources.split(",")
-    try:
-        args.train, args.held_out = (Corpus(args.sources, args.corpora, side, args.seed) for side in (False, True))
-    except ValueError as error:
-        parser.error(f"--{error}")
-    return args
+_TARGET_BATCH, _TARGET_LEARNING_RATE = 8, 2e-3
 
 
 def distil(args: argparse.Namespace) -> dict[str, Any]:
     """Run all stages as ``parse`` says. Returns the report that the model card shows."""
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
     start = time.monotonic()
-    end = start + 60 * args.minutes
+    claim(args.work, args.target)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    dtype = torch.bfloat16
-    target = LlamaForCausalLM.from_pretrained(args.target, dtype=dtype)
+    target = LlamaForCausalLM.from_pretrained(args.target, dtype=torch.bfloat16)
+    shards, held_out = generate(args, target, tokenizer, start)
+    samples = unjudged(args, [s for s in load_samples(shards) if s.workload in args.workloads], tokenizer)
+    shape = Shape(args.hidden, args.layers, args.head_dim, min(args.shortlist, target.config.vocab_size))
+    shortlist = choose_shortlist(samples, shape.shortlist, target.config.vocab_size, eos_token_ids(tokenizer))
+    torch.manual_seed(args.seed)
+    draft = build(shape, target, shortlist)
+    end = start + 60 * args.minutes
+    run = args.work / run_name(shape, len(samples), args.train_tokens, args.seed)
+    if args.warm_up_tokens:
+        plain = plain_samples(args.train.texts, tokenizer, args.warm_up_tokens, args.seed)
+        budget = Budget(sum(len(s.tokens) for s in plain), args.batch, args.learning_rate, end)
+        Trainer(draft, shortlist, plain, args.device, args.seed, run.with_name(run.name + "-warm-up")).run(budget)
+    budget = Budget(args.train_tokens, args.batch, args.learning_rate, end)
+    line = Trainer(draft, shortlist, samples, args.device, args.seed, run).run(budget)
+    report = {"training": line, "scores": scored(draft, shortlist, held_out, args.device)}
+    report |= {"generated_tokens": sum(len(s.tokens) - s.prompt_tokens for s in samples), "sequences": len(samples)}
+    report |= {"set_tokens": sum(len(s.tokens) for s in samples), "parameters": parameters(draft), "wall_s": time.monotonic() - start}
+    export(draft, shortlist, args.target / "tokenizer.json", args.out)
+    (args.out / "README.md").write_text(model_card(args, shape, report, command_line(args)), encoding="utf-8")
+    return report
+
+
+def claim(work: Path, target: Path) -> None:
+    """Note whose answers the work folder holds. Raises ValueError where they are another target's."""
+    note, weights = work / "target.sha256", weights_sha256(target)
+    if note.is_file() and note.read_text("utf-8").strip() != weights:
+        raise ValueError(f"--work: {work} holds the answers of another target than {target}")
+    work.mkdir(parents=True, exist_ok=True)
+    note.write_text(weights + "\n", "utf-8")
+
+
+def generate(args: argparse.Namespace, target: Any, tokenizer: Any, start: float) -> tuple[Shards, Shards]:
+    """Bring training and held-out shards up to the tokens asked for, as far as the time goes; returns both."""
     shards, held_out = Shards(args.work / "train"), Shards(args.work / "held_out")
     for corpus, store, tokens, slots in (
         (args.held_out, held_out, args.held_out_tokens, HELD_OUT_SLOTS),
         (args.train, shards, args.tokens, args.slots),
     ):
         if store.generated < tokens:
-            greedy_share = 1.0 if corpus.held_out else 0.5
-            teacher = Teacher(target, min(slots, args.slots), args.device, dtype)
-            Generator(teacher, tokenizer, corpus, store, greedy_share).run(tokens, start + 60 * _GENERATE_SHARE * args.minutes)
-    samples = load_samples(shards)
-    shape = Shape(args.hidden, args.layers, args.head_dim, min(args.shortlist, target.config.vocab_size))
-    shortlist = choose_shortlist(samples, shape.shortlist, target.config.vocab_size, eos_token_ids(tokenizer))
-    draft = build(shape, target, shortlist)
-    name = run_name(shape, len(samples), args.seed)
-    if args.warm_up_tokens:
-        plain = plain_samples(args.train.texts, tokenizer, args.warm_up_tokens, args.seed)
-        Trainer(draft, shortlist, plain, args.device, args.seed).run(
-            1, args.batch, args.learning_rate, end, args.work / f"{name}-warm-up.pt"
-        )
-    trainer = Trainer(draft, shortlist, samples, args.device, args.seed)
-    loss = trainer.run(args.epochs, args.batch, args.learning_rate, end, args.work / f"{name}.pt")
-    draft.bfloat16().float()  # scored as it will be stored
-    scores = evaluate(draft, shortlist, load_samples(held_out), args.device)
+            teacher = Teacher(target, min(slots, args.slots), args.device, torch.bfloat16)
+            workloads = list(WORKLOADS) if corpus.held_out else args.workloads
+            generator = Generator(teacher, tokenizer, corpus, store, 1.0 if corpus.held_out else 0.5, workloads)
+            generator.run(tokens, start + 60 * _GENERATE_SHARE * args.minutes)
+    return shards, held_out
+
+
+def judged_by(args: argparse.Namespace) -> dict[str, Grams]:
+    """Return the runs of words of everything that models are judged by: the held-out documents and the sets of ``--judged``."""
+    held_out = grams_of(d.text for d in args.held_out.documents(*args.held_out.sources))
+    return {"held-out documents": held_out} | {name: grams_of(JUDGED[name]()) for name in args.judged}
+
+
+def unjudged(args: argparse.Namespace, samples: list[Sample], tokenizer: Any) -> list[Sample]:
+    """Return the sequences to train on. Raises OverlapError where they or the documents share a run of words with what judges.
+
+    ``--drop-overlap`` leaves such sequences out instead, and says how many.
+    """
+    judged = judged_by(args)
+    refuse_overlap("training documents", args.train.texts, judged)
+    texts = [tokenizer.decode(s.tokens.tolist(), skip_special_tokens=True) for s in samples]
+    if args.drop_overlap:
+        kept = [s for s, text in zip(samples, texts, strict=True) if not any(overlaps(text, runs) for runs in judged.values())]
+        print(f"overlap: {len(samples) - len(kept)} of {len(samples)} sequences left out", flush=True)
+        samples = kept
+    else:
+        refuse_overlap("sequences", texts, judged)
+    if not samples:
+        raise ValueError(f"--workloads: no sequence of {', '.join(args.workloads)} in {args.work / 'train'}; generate some first")
+    return samples
+
+
+def refuse_overlap(what: str, texts: list[str], judged: dict[str, Grams]) -> None:
+    """Raise OverlapError, with the counts, where ``texts`` share a run of words with what models are judged by."""
+    if counts := overlap_counts(texts, judged):
+        found = ", ".join(f"{count} with {name}" for name, count in counts.items())
+        raise OverlapError(f"{what}: of {len(texts)}, these share a run of {GRAM_WORDS} words with an evaluation set: {found}")
+
+
+def scored(draft: LlamaForCausalLM, shortlist: Tensor, held_out: Shards, device: str) -> dict[str, dict[str, float]]:
+    """Score the draft as it will be stored, showing every line."""
+    draft.bfloat16().float()
+    scores = evaluate(draft, shortlist, load_samples(held_out), device)
     for workload, score in scores.items():
         print(f"evaluate: {workload} " + " ".join(f"{k} {v:.3f}" for k, v in score.items()), flush=True)
-    report = {
-        "loss": loss,
-        "scores": scores,
-        "generated_tokens": shards.generated,
-        "sequences": len(samples),
-        "wall_s": time.monotonic() - start,
-    }
-    report |= {
-        "parameters": sum(p.numel() for p in draft.parameters()),
-        "command": shlex.join(["python", "-m", "engines_build.distill", *(Path(a).name if "/" in a else a for a in sys.argv[1:])]),
-    }
-    export(draft, shortlist, args.target, args.out)
-    (args.out / "README.md").write_text(model_card(args, shape, report), encoding="utf-8")
-    return report
+    return scores
 
 
-def export(draft: LlamaForCausalLM, shortlist: Tensor, target: Path, out: Path) -> None:
-    """Write config.json and the bf16 weights (sharded so that no file passes ``MAX_SHARD_BYTES``, unless one tensor alone does)."""
-    out.mkdir(parents=True, exist_ok=True)
-    for old in out.glob("model*.safetensors*"):
-        old.unlink()
-    tensors = {name: t.detach().bfloat16().cpu().contiguous() for name, t in draft.state_dict().items()}
-    tensors["lm_head.token_ids"] = shortlist.int()
-    files: list[dict[str, Tensor]] = [{}]
-    for name, t in sorted(tensors.items(), key=lambda item: -item[1].nbytes):
-        if files[-1] and sum(o.nbytes for o in files[-1].values()) + t.nbytes > MAX_SHARD_BYTES - 2**16:
-            files.append({})
-        files[-1][name] = t
-    if len(files) == 1:
-        save_file(files[0], out / "model.safetensors", metadata={"format": "pt"})
-    else:
-        names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
-        for file, name in zip(files, names, strict=True):
-            save_file(file, out / name, metadata={"format": "pt"})
-        where = {tensor: name for file, name in zip(files, names, strict=True) for tensor in file}
-        index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": where}
-        (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    config = {k: v for k, v in draft.config.to_dict().items() if k in _CONFIG_KEYS}
-    config |= {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "draft_vocab_size": len(shortlist)}
-    config["vocabulary_sha256"] = vocabulary_sha256(target / "tokenizer.json")
-    (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+def make_family(args: argparse.Namespace) -> None:
+    """Train the family's target unless its folder is there, then distil its drafts."""
+    target = args.out / TARGET_NAME
+    if not (target / "config.json").is_file():
+        make_target(args, target)
+    for member in DRAFTS:
+        distil(draft_arguments(args, target, member))
+
+
+def make_target(args: argparse.Namespace, out: Path) -> None:
+    """Train the family's target on ``--target-tokens`` tokens of text and write its folder with a model card."""
+    start = time.monotonic()
+    dialogues: list[str] = []
+    if args.dialogues:
+        dialogues = dialogues_of(load_samples(Shards(args.dialogues)), AutoTokenizer.from_pretrained(args.dialogue_tokenizer))
+    texts = family_texts(args.train, dialogues)
+    if args.drop_overlap:
+        judged = judged_by(args)
+        texts = [text for text in texts if not any(overlaps(text, runs) for runs in judged.values())]
+    refuse_overlap("texts", texts, judged_by(args))
+    if not (out / "tokenizer.json").is_file():
+        train_tokenizer(texts, out)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    samples: list[Sample] = list(pieces(texts, tokenizer))
+    print(f"target: {len(texts)} texts, {sum(len(s.tokens) for s in samples)} tokens in a pass", flush=True)
+    torch.manual_seed(args.seed)
+    model = untrained(TARGET)
+    budget = Budget(args.target_tokens, _TARGET_BATCH, _TARGET_LEARNING_RATE, start + 60 * args.minutes, embedding_rate=1.0)
+    line = Trainer(model, torch.arange(TARGET.shortlist), samples, args.device, args.seed, args.work / TARGET_NAME).run(budget)
+    model.bfloat16().float()
+    report = {"training": line, "losses": held_out_losses(model, args.held_out, tokenizer, args.device), "parameters": parameters(model)}
+    report |= {"texts": len(texts), "dialogues": len(dialogues), "set_tokens": sum(len(s.tokens) for s in samples)}
+    report["wall_s"] = time.monotonic() - start
+    export(model, None, out / "tokenizer.json", out)
+    (out / "README.md").write_text(target_card(args, out.name, TARGET, report, command_line(args)), encoding="utf-8")
+
+
+def draft_arguments(args: argparse.Namespace, target: Path, member: Member) -> argparse.Namespace:
+    """Return the arguments that distil one draft of the family."""
+    values = vars(args) | {"target": target, "out": args.out / member.name, "workloads": list(member.workloads or args.workloads)}
+    values |= {"hidden": member.shape.hidden, "layers": member.shape.layers, "head_dim": member.shape.head_dim}
+    return argparse.Namespace(**values | {"shortlist": member.shape.shortlist})
+
+
+def main() -> None:
+    """Run what the command line says."""
+    args = parse(sys.argv[1:])
+    torch.set_num_threads(args.threads)
+    try:
+        (make_family if args.family else distil)(args)
+    except (OverlapError, EvaluationError, ValueError) as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":
-    distil(parse())
+    main()

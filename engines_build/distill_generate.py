@@ -6,9 +6,11 @@ sequences finish; a later call continues behind the last shard.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,7 +58,7 @@ class Teacher:
         self.cos, self.sin = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
     def prefill(self, slot: int, tokens: list[int]) -> Tensor:
-        """Put ``tokens`` (n of them) into ``slot``, replacing what it held. Returns logits [n, vocab]."""
+        """Put ``tokens`` into ``slot``, replacing what it held. Returns the logits [1, vocab] behind the last of them."""
         n = len(tokens)
         x = self.embedding[torch.tensor(tokens, device=self.device)]
         cos, sin = self.cos[:n, None], self.sin[:n, None]
@@ -66,7 +68,7 @@ class Teacher:
             q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
             x = self._feed_forward(layer, x, F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1))
         self.lengths[slot] = n
-        return F.rms_norm(x, self.norm.shape, self.norm, self.eps) @ self.head.T
+        return F.rms_norm(x[-1:], self.norm.shape, self.norm, self.eps) @ self.head.T
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Append one token [slots] to every slot. Returns logits [slots, vocab]."""
@@ -119,7 +121,10 @@ def _fused(layer: Any, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
 
 @dataclass(slots=True)
 class _Row:
-    """A sequence in flight: its tokens and, for each but the last, the teacher's top ids and log probabilities of the next token."""
+    """A sequence in flight: its tokens and, for each but the last, top ids and log probabilities of the next token.
+
+    Within the prompt that law is the next token itself: the teacher's would cost as much again as the prefill.
+    """
 
     workload: int
     prompt_tokens: int
@@ -176,10 +181,14 @@ class Shards:
 class Generator:
     """Fills ``shards`` with the teacher's answers to ``corpus`` until ``tokens`` are there or ``deadline`` (monotonic seconds) passes.
 
-    ``greedy_share`` of the rows decode greedily, the others sample at ``SAMPLED_TEMPERATURE`` among the top ``TOP_K``.
+    Prompts are of ``workloads`` (none named: all), by their shares in training, in turn on the held-out side. ``greedy_share`` of the rows
+    decode greedily, the others sample at ``SAMPLED_TEMPERATURE`` among the top ``TOP_K``.
     """
 
-    def __init__(self, teacher: Teacher, tokenizer: Any, corpus: Corpus, shards: Shards, greedy_share: float = 0.5):
+    def __init__(
+        self, teacher: Teacher, tokenizer: Any, corpus: Corpus, shards: Shards, greedy_share: float, workloads: Sequence[str] | None = None
+    ):
+        self.workloads = [w for w in corpus.workloads if workloads is None or w in workloads]
         self.teacher, self.tokenizer, self.corpus, self.shards, self.greedy_share = teacher, tokenizer, corpus, shards, greedy_share
         self.eos = eos_token_ids(tokenizer)
         self.replies: deque[str] = deque(maxlen=64)
@@ -213,19 +222,23 @@ class Generator:
         greedy = self.rng.random() < self.greedy_share
         row = _Row(_WORKLOAD_NAMES.index(prompt.workload), len(ids), ids[:], 0.0 if greedy else SAMPLED_TEMPERATURE)
         top_logprobs, top_ids = _top(self.teacher.prefill(slot, ids))
-        row.top_ids.append(top_ids)
-        row.top_logprobs.append(top_logprobs)
-        row.tokens.append(int(self._choose(top_logprobs[-1:], top_ids[-1:], torch.tensor([row.temperature]))))
+        following = torch.tensor(ids[1:], dtype=torch.long)[:, None].expand(-1, top_ids.shape[1])
+        certain = torch.full(following.shape, -math.inf)
+        certain[:, 0] = 0.0
+        row.top_ids += [following, top_ids]
+        row.top_logprobs += [certain, top_logprobs]
+        row.tokens.append(int(self._choose(top_logprobs, top_ids, torch.tensor([row.temperature]))))
         return row
 
     def _next_prompt(self) -> Prompt:
         self.shards.next_prompt += 1
-        if not self.corpus.held_out and self.replies and self.rng.random() < _FOLLOW_UP_SHARE:
+        if not self.corpus.held_out and self.replies and "qa" in self.workloads and self.rng.random() < _FOLLOW_UP_SHARE:
             workload = self.rng.choice(["summarise", "qa"])
             return Prompt(workload, ask_about(self.rng.choice(self.replies), workload, self.rng), self.rng.random() < 0.35)
         index = self.shards.next_prompt - 1
-        workloads = self.corpus.workloads
-        return self.corpus.prompt(index, workloads[index % len(workloads)] if self.corpus.held_out else None)
+        if self.corpus.held_out:
+            return self.corpus.prompt(index, self.workloads[index % len(self.workloads)])
+        return self.corpus.prompt(index, self.rng.choices(self.workloads, [WORKLOADS[w] for w in self.workloads])[0])
 
     def _extend(self, rows: list[_Row], logits: Tensor) -> None:
         top_logprobs, top_ids = _top(logits)

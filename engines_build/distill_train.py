@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +25,15 @@ from engines_build.distill_generate import Shards
 PROMPT_SHARE = 0.25
 """Share of the prompt positions trained on beside all generated ones (the draft is never asked about them; they teach it the language)."""
 
+POSITIONS = range(1, 9)
+"""Places in a proposal that acceptance is told of."""
+
 EMBEDDING_RMS = 0.3
 HEAD_RMS = 0.06
 _RISE_STEPS = 40
+_STEPS_PER_LINE = 50
+_CHECKPOINT_S = 240.0
 _PLAIN_TOKENS, _PLAIN_PIECES = 256, 8
-_EMBEDDING_RATE = 0.3
-"""Learning rate of the input embedding relative to the rest: it starts from the teacher's, and a free one learns the prompts by heart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,65 +131,110 @@ def build(shape: Shape, teacher: Any, shortlist: Tensor) -> LlamaForCausalLM:
     return draft
 
 
-class Trainer:
-    """Distils ``samples`` into a draft; a checkpoint after each epoch makes it resumable."""
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How long to train: ``tokens`` read (prompts included; the samples come round as often as that needs), at most until ``deadline``.
 
-    def __init__(self, draft: LlamaForCausalLM, shortlist: Tensor, samples: list[Sample], device: str, seed: int):
+    The learning rate falls with whichever is nearer; where tokens are, two runs of one seed have the same loss curve.
+    """
+
+    tokens: int
+    batch: int
+    learning_rate: float
+    deadline: float = math.inf
+    """On the clock of ``time.monotonic``, in seconds."""
+    embedding_rate: float = 0.3
+    """Learning rate of the input embedding relative to the rest: a draft's is the teacher's, and a free one learns the prompts by heart."""
+
+
+class Trainer:
+    """Distils ``samples`` into a draft (or trains a model on plain samples), from the checkpoint in ``run`` on if there is one.
+
+    ``run`` names the checkpoint ``run.pt`` and the curve ``run.jsonl``: step, tokens read, loss (nats a position), agreement, all means of
+    the steps since the line before.
+    """
+
+    def __init__(self, draft: LlamaForCausalLM, shortlist: Tensor, samples: list[Sample], device: str, seed: int, run: Path):
         self.draft, self.samples, self.device, self.seed = draft.to(device), samples, device, seed
+        self.checkpoint, self.curve = run.with_name(run.name + ".pt"), run.with_name(run.name + ".jsonl")
+        run.parent.mkdir(parents=True, exist_ok=True)
         self.index = torch.full((draft.config.vocab_size,), -1, dtype=torch.long)
         self.index[shortlist] = torch.arange(len(shortlist))
+        self.shortlist = shortlist
 
-    def run(self, epochs: int, batch: int, learning_rate: float, deadline: float, checkpoint: Path) -> float:
-        """Train for ``epochs`` or until ``deadline`` (monotonic seconds), the learning rate falling with whichever is nearer.
-
-        ``batch`` counts sequences. Returns the mean loss of the last 50 steps (nats per position).
-        """
+    def run(self, budget: Budget) -> dict[str, float]:
+        """Train within ``budget`` and return the last line of the curve."""
         embedding = self.draft.model.embed_tokens.weight
         others = [p for p in self.draft.parameters() if p is not embedding]
-        groups = [{"params": [embedding], "rate": _EMBEDDING_RATE, "weight_decay": 0.0}, {"params": others, "rate": 1.0}]
-        optimiser = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.1, fused=True)
-        first = self._resume(checkpoint, optimiser)
-        steps, start, losses = math.ceil(len(self.samples) / batch), time.monotonic(), []
-        for epoch in range(first, epochs):
-            for at, chosen in enumerate(self._batches(epoch, batch)):
-                now = time.monotonic()
-                step = epoch * steps + at
-                done = max(step / (epochs * steps), (now - start) / (deadline - start))
-                if done >= 1:
-                    return float(np.mean(losses[-50:])) if losses else math.nan
-                for group in optimiser.param_groups:
-                    group["lr"] = (
-                        group["rate"] * learning_rate * min((step + 1) / _RISE_STEPS, 0.03 + 0.97 * (1 + math.cos(math.pi * done)) / 2)
-                    )
-                losses.append(self._step(chosen, optimiser))
-                if step % 50 == 0:
-                    print(
-                        f"train: epoch {epoch} step {step}/{epochs * steps} loss {np.mean(losses[-50:]):.3f} {now - start:.0f} s",
-                        flush=True,
-                    )
-            torch.save({"draft": self.draft.state_dict(), "optimiser": optimiser.state_dict(), "epoch": epoch + 1}, checkpoint)
-        return float(np.mean(losses[-50:])) if losses else math.nan
+        groups = [{"params": [embedding], "rate": budget.embedding_rate, "weight_decay": 0.0}, {"params": others, "rate": 1.0}]
+        optimiser = torch.optim.AdamW(groups, lr=budget.learning_rate, betas=(0.9, 0.98), weight_decay=0.1, fused=True)
+        state = self._resume(optimiser)
+        start = saved = time.monotonic()
+        seen: list[tuple[float, float]] = []
+        for step, chosen in self._batches(budget.batch, state["step"]):
+            now = time.monotonic()
+            done = max(state["tokens"] / budget.tokens, (now - start) / (budget.deadline - start))
+            if done >= 1:
+                break
+            for group in optimiser.param_groups:
+                fall = 0.03 + 0.97 * (1 + math.cos(math.pi * done)) / 2
+                group["lr"] = group["rate"] * budget.learning_rate * min((step + 1) / _RISE_STEPS, fall)
+            seen.append(self._step(step, chosen, optimiser))
+            state["step"], state["tokens"] = step + 1, state["tokens"] + sum(len(s.tokens) for s in chosen)
+            if state["step"] % _STEPS_PER_LINE == 0:
+                self._report(state, seen, now - start)
+                if now - saved > _CHECKPOINT_S:
+                    self._save(state, optimiser)
+                    saved = now
+        if seen:
+            self._report(state, seen, time.monotonic() - start)
+        self._save(state, optimiser)
+        return dict(state["line"])
 
-    def _resume(self, checkpoint: Path, optimiser: torch.optim.Optimizer) -> int:
-        if not checkpoint.exists():
-            return 0
-        state = torch.load(checkpoint, map_location=self.device)
-        self.draft.load_state_dict(state["draft"])
-        optimiser.load_state_dict(state["optimiser"])
-        return int(state["epoch"])
+    def _report(self, state: dict[str, Any], seen: list[tuple[float, float]], wall_s: float) -> None:
+        loss, agreement = (float(np.mean(column)) for column in zip(*seen, strict=True))
+        seen.clear()
+        state["line"] = {"step": state["step"], "tokens": state["tokens"], "loss": round(loss, 4), "agreement": round(agreement, 4)}
+        with self.curve.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(state["line"]) + "\n")
+        print(f"train: {self.curve.stem} " + " ".join(f"{k} {v}" for k, v in state["line"].items()) + f" {wall_s:.0f} s", flush=True)
 
-    def _batches(self, epoch: int, batch: int) -> list[list[Sample]]:
-        """Shuffle the samples into batches of like length (less padding), differently in each epoch."""
-        rng = random.Random(f"{self.seed}/{epoch}")
-        order = sorted(self.samples, key=lambda s: len(s.tokens) + rng.randint(0, 40))
-        batches = [order[i : i + batch] for i in range(0, len(order), batch)]
-        rng.shuffle(batches)
-        return batches
+    def _resume(self, optimiser: torch.optim.Optimizer) -> dict[str, Any]:
+        if not self.checkpoint.exists():
+            self.curve.unlink(missing_ok=True)
+            return {"step": 0, "tokens": 0, "line": {"loss": math.nan, "agreement": math.nan, "tokens": 0}}
+        saved = torch.load(self.checkpoint, map_location=self.device)
+        self.draft.load_state_dict(saved["draft"])
+        optimiser.load_state_dict(saved["optimiser"])
+        lines = self.curve.read_text("utf-8").splitlines() if self.curve.exists() else []
+        kept = [line for line in lines if json.loads(line)["step"] <= saved["state"]["step"]]
+        self.curve.write_text("".join(line + "\n" for line in kept), "utf-8")
+        return dict(saved["state"])
 
-    def _step(self, samples: list[Sample], optimiser: torch.optim.Optimizer) -> float:
+    def _save(self, state: dict[str, Any], optimiser: torch.optim.Optimizer) -> None:
+        """Write the checkpoint; it appears whole or not at all."""
+        fresh = self.checkpoint.with_suffix(".tmp")
+        torch.save({"draft": self.draft.state_dict(), "optimiser": optimiser.state_dict(), "state": state}, fresh)
+        fresh.rename(self.checkpoint)
+
+    def _batches(self, batch: int, first: int) -> Iterator[tuple[int, list[Sample]]]:
+        """Yield steps from ``first`` on and their samples, of like length (less padding), shuffled differently in each pass."""
+        steps = math.ceil(len(self.samples) / batch)
+        for pass_ in count(first // steps):
+            rng = random.Random(f"{self.seed}/{pass_}")
+            order = sorted(self.samples, key=lambda s: len(s.tokens) + rng.randint(0, 40))
+            batches = [order[i : i + batch] for i in range(0, len(order), batch)]
+            rng.shuffle(batches)
+            for at, chosen in enumerate(batches):
+                if pass_ * steps + at >= first:
+                    yield pass_ * steps + at, chosen
+
+    def _step(self, step: int, samples: list[Sample], optimiser: torch.optim.Optimizer) -> tuple[float, float]:
+        """Take one optimiser step; return its loss and the share of positions where draft and law choose the same token."""
+        noise = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         hidden = hidden_states(self.draft, samples, self.device)
         wanted = [torch.arange(len(s.tokens) - 1) >= s.prompt_tokens - 1 for s in samples]
-        wanted = [w | (torch.rand(len(w)) < PROMPT_SHARE) for w in wanted]
+        wanted = [w | (torch.rand(len(w), generator=noise) < PROMPT_SHARE) for w in wanted]
         x = torch.cat([h[: len(w)][w.to(self.device)] for h, w in zip(hidden, wanted, strict=True)])
         places = self.index[torch.cat([s.top_ids[w] for s, w in zip(samples, wanted, strict=True)]).long()].to(self.device)
         logprobs = torch.cat([s.top_logprobs[w] for s, w in zip(samples, wanted, strict=True)]).float().to(self.device)
@@ -194,7 +245,7 @@ class Trainer:
         loss.backward()
         nn.utils.clip_grad_norm_(self.draft.parameters(), 1.0)
         optimiser.step()
-        return loss.item()
+        return loss.item(), (logits.argmax(dim=1) == places[:, 0]).float().mean().item()
 
 
 def top_cross_entropy(logits: Tensor, places: Tensor, logprobs: Tensor) -> Tensor:
@@ -220,7 +271,7 @@ def hidden_states(draft: LlamaForCausalLM, samples: list[Sample], device: str) -
 
 @torch.no_grad()
 def evaluate(
-    draft: LlamaForCausalLM, shortlist: Tensor, samples: list[Sample], device: str, lengths: tuple[int, ...] = (2, 4)
+    draft: LlamaForCausalLM, shortlist: Tensor, samples: list[Sample], device: str, lengths: tuple[int, ...] = (2, 4, 8)
 ) -> dict[str, dict[str, float]]:
     """Score a draft on greedy answers of the teacher, by workload.
 
@@ -242,23 +293,32 @@ def evaluate(
     for workload, runs in sorted(matches.items()):
         found = {"tokens": float(sum(len(r) for r in runs)), "agreement": torch.cat(runs).float().mean().item()}
         found["overlap"] = torch.cat(overlaps[workload]).mean().item()
-        scores[workload] = found | {f"tokens_per_step_{k}": tokens_per_step(runs, k) for k in lengths}
+        found |= {f"tokens_per_step_{k}": tokens_per_step(runs, k) for k in lengths}
+        scores[workload] = found | {f"accepted_{j}": share for j, share in zip(POSITIONS, accepted_by_position(runs), strict=True)}
     return scores
+
+
+def greedy_steps(match: list[bool], k: int) -> list[int]:
+    """Return how many of ``k`` proposed tokens each greedy step accepts, given where the draft's choice equals the teacher's."""
+    accepted, at = [], 0
+    while at < len(match):
+        run = next((i for i, hit in enumerate(match[at : at + k]) if not hit), min(k, len(match) - at))
+        accepted.append(run)
+        at += run + 1
+    return accepted
 
 
 def tokens_per_step(matches: list[Tensor], k: int) -> float:
     """Mean tokens emitted by a greedy step that proposes ``k``, given where the draft's choice equals the teacher's along its own text."""
-    emitted = steps = 0
-    for match in matches:
-        at, hits = 0, match.tolist()
-        while at < len(hits):
-            run = next((i for i, hit in enumerate(hits[at : at + k]) if not hit), min(k, len(hits) - at))
-            at += run + 1
-            steps += 1
-        emitted += len(hits)
-    return emitted / steps
+    return sum(len(match) for match in matches) / sum(len(greedy_steps(match.tolist(), k)) for match in matches)
 
 
-def run_name(shape: Shape, sequences: int, seed: int) -> str:
+def accepted_by_position(matches: list[Tensor]) -> list[float]:
+    """Share of greedy steps that accept the first, second, ... token of a proposal as long as ``POSITIONS``."""
+    steps = [run for match in matches for run in greedy_steps(match.tolist(), len(POSITIONS))]
+    return [sum(run >= j for run in steps) / len(steps) for j in POSITIONS]
+
+
+def run_name(shape: Shape, sequences: int, tokens: int, seed: int) -> str:
     """Name a training run by what its checkpoint depends on."""
-    return "-".join(f"{k}{v}" for k, v in {**asdict(shape), "sequences": sequences, "seed": seed}.items())
+    return "-".join(f"{k}{v}" for k, v in {**asdict(shape), "sequences": sequences, "tokens": tokens, "seed": seed}.items())

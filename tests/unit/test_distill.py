@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 import torch
@@ -7,9 +8,19 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from backend.manifest import vocabulary_sha256
-from engines_build import distill
+from engines_build import distill, distill_export, distill_train
+from engines_build.corpora_overlap import OverlapError
+from engines_build.distill_arguments import parse
 from engines_build.distill_generate import Shards, Teacher
-from engines_build.distill_train import Sample, choose_shortlist, load_samples, plain_samples, tokens_per_step, top_cross_entropy
+from engines_build.distill_train import (
+    Sample,
+    accepted_by_position,
+    choose_shortlist,
+    load_samples,
+    plain_samples,
+    tokens_per_step,
+    top_cross_entropy,
+)
 
 SHORTLIST = 64
 
@@ -44,8 +55,9 @@ def arguments(model, folder, **changes):
         "head-dim": 16,
         "shortlist": SHORTLIST,
     }
-    values |= {"tokens": 1500, "held-out-tokens": 400, "epochs": 2, "batch": 4, "slots": 4, "minutes": 2, "warm-up-tokens": 3000} | changes
-    return distill.parse([word for name, value in values.items() for word in (f"--{name}", str(value))])
+    values |= {"judged": "sql", "tokens": 1500, "held-out-tokens": 400, "train-tokens": 8000, "batch": 4, "slots": 4}
+    values |= {"warm-up-tokens": 3000} | changes
+    return parse([word for name, value in values.items() for word in (f"--{name}", str(value))])
 
 
 @pytest.fixture(scope="module")
@@ -84,14 +96,66 @@ def test_the_card_names_scores_seed_and_data(finished):
     assert f"{finished[1]['generated_tokens']:,} tokens" in card
 
 
+def curve(folder):
+    return [path.read_text() for path in sorted(folder.glob("*.jsonl"))]
+
+
 def test_a_second_run_reuses_shards_and_checkpoint_and_gives_the_same_draft(target, finished):
     folder = finished[0]
-    before = load_file(folder / "draft" / "model.safetensors")
+    before, curves = load_file(folder / "draft" / "model.safetensors"), curve(folder / "draft.work")
     shards = {p: p.stat().st_mtime_ns for p in folder.rglob("shard-*.safetensors")}
     distill.distil(arguments(target, folder))
     assert {p: p.stat().st_mtime_ns for p in folder.rglob("shard-*.safetensors")} == shards
     after = load_file(folder / "draft" / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
+    assert curve(folder / "draft.work") == curves
+
+
+def test_the_same_seed_and_token_budget_give_the_same_loss_curve_stopped_or_not(target, finished, tmp_path, monkeypatch):
+    curves = curve(finished[0] / "draft.work")
+    monkeypatch.setattr(distill_train, "_STEPS_PER_LINE", 2)
+    monkeypatch.setattr(distill_train, "_CHECKPOINT_S", 0.0)
+    whole = arguments(target, tmp_path / "whole")
+    distill.distil(whole)
+    stopped, steps, step = arguments(target, tmp_path / "stopped"), [], distill_train.Trainer._step
+
+    def stop(self, *arguments):
+        steps.append(1)
+        if len(steps) == 9:
+            raise KeyboardInterrupt
+        return step(self, *arguments)
+
+    monkeypatch.setattr(distill_train.Trainer, "_step", stop)
+    with pytest.raises(KeyboardInterrupt):
+        distill.distil(stopped)
+    distill.distil(stopped)
+    assert curve(stopped.work) == curve(whole.work)
+    assert any(json.loads(line)["loss"] > 0 for line in curve(whole.work)[0].splitlines())
+    assert [c.splitlines()[-1].split('"loss"')[0] for c in curve(whole.work)] == [c.splitlines()[-1].split('"loss"')[0] for c in curves]
+
+
+def test_shards_of_another_target_are_refused(target, finished, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in target.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    weights = load_file(target / "model.safetensors")
+    distill_export.write_weights({name: t + 1 for name, t in weights.items()}, other)
+    with pytest.raises(ValueError, match="another target"):
+        distill.distil(arguments(other, tmp_path, work=finished[0] / "draft.work"))
+
+
+def test_training_on_what_judges_fails_with_the_counts_or_leaves_it_out(target, finished, tmp_path, monkeypatch):
+    work = finished[0] / "draft.work"
+    samples = load_samples(Shards(work / "train"))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(target)
+    words = re.findall(r"\w+", tokenizer.decode(samples[0].tokens[: samples[0].prompt_tokens].tolist()))
+    monkeypatch.setitem(distill.JUDGED, "sql", lambda: [" ".join(words[-13:])])  # reaches from the schema into the question
+    with pytest.raises(OverlapError, match=r"sequences: of 68, these share a run of 13 words with an evaluation set: 1 with sql"):
+        distill.distil(arguments(target, tmp_path, work=work))
+    args = arguments(target, tmp_path, work=work)
+    args.drop_overlap = True
+    assert len(distill.unjudged(args, samples, tokenizer)) == len(samples) - 1
 
 
 def test_more_tokens_are_generated_behind_the_old_shards(target, finished, tmp_path):
@@ -105,13 +169,13 @@ def test_more_tokens_are_generated_behind_the_old_shards(target, finished, tmp_p
 
 
 def test_large_weights_are_sharded_below_the_limit(target, finished, monkeypatch, tmp_path):
-    monkeypatch.setattr(distill, "MAX_SHARD_BYTES", 2**16 + 20_000)
+    monkeypatch.setattr(distill_export, "MAX_FILE_BYTES", 2**16 + 20_000)
     weights = load_file(finished[0] / "draft" / "model.safetensors")
     ids = weights.pop("lm_head.token_ids")
     draft = LlamaForCausalLM(LlamaConfig(**json.loads((finished[0] / "draft" / "config.json").read_text())))
     draft.lm_head = torch.nn.Linear(32, SHORTLIST, bias=False)
     draft.load_state_dict(weights)
-    distill.export(draft, ids, target, tmp_path)
+    distill_export.export(draft, ids, target / "tokenizer.json", tmp_path)
     where = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     assert len(set(where.values())) > 1
     for name, file in where.items():
@@ -127,17 +191,20 @@ def test_the_teacher_gives_the_logits_of_transformers(target):
         teacher.prefill(2, [5, 6, 7])
         prefill = teacher.prefill(18, tokens[:8].tolist())
         step = teacher.decode(torch.full((20,), int(tokens[8])))[18]
-    torch.testing.assert_close(prefill, want[:8], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(prefill, want[7:8], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(step, want[8], rtol=1e-4, atol=1e-5)
 
 
-def test_the_kept_laws_are_the_teachers_at_every_position(target, finished):
+def test_the_kept_laws_are_the_teachers_behind_the_prompt_and_the_next_token_within_it(target, finished):
     model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
     sample = load_samples(Shards(finished[0] / "draft.work" / "train"))[3]
     with torch.inference_mode():
         laws = model(sample.tokens[None].long()).logits[0, :-1].log_softmax(dim=1)
     assert len(sample.top_ids) == len(sample.tokens) - 1
-    torch.testing.assert_close(laws.gather(1, sample.top_ids.long()), sample.top_logprobs.float(), rtol=0, atol=0.05)
+    own, prompt = slice(sample.prompt_tokens - 1, None), slice(sample.prompt_tokens - 1)
+    torch.testing.assert_close(laws.gather(1, sample.top_ids.long())[own], sample.top_logprobs[own].float(), rtol=0, atol=0.05)
+    assert torch.equal(sample.top_ids[prompt, 0], sample.tokens[1 : sample.prompt_tokens])
+    assert torch.equal(sample.top_logprobs[prompt].float().exp().sum(dim=1), torch.ones(sample.prompt_tokens - 1))
 
 
 def test_greedy_answers_follow_the_kept_laws(finished):
@@ -165,6 +232,11 @@ def test_tokens_per_step_counts_runs_and_the_bonus_token():
     assert tokens_per_step([torch.ones(10, dtype=torch.bool)], k=4) == 5.0
 
 
+def test_acceptance_by_position_counts_steps_of_eight():
+    match = torch.tensor([True, True, False, False, True])  # TT+miss, miss, T at the end
+    assert accepted_by_position([match]) == [2 / 3, 1 / 3, 0, 0, 0, 0, 0, 0]
+
+
 def test_plain_text_is_cut_to_samples_that_predict_their_own_next_token(target):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(target)
     samples = plain_samples(["SELECT name FROM customers " * 300, "short"], tokenizer, tokens=500, seed=0)
@@ -188,6 +260,8 @@ def test_the_shortlist_follows_the_teachers_own_text_not_the_prompt():
         ("warm-up-tokens", -5),
         ("head-dim", 24),
         ("sources", "nowhere"),
+        ("workloads", "poetry"),
+        ("judged", "nowhere"),
         ("sources", "wordnet"),
         ("target", "/nowhere"),
     ],
