@@ -29,8 +29,10 @@ from backend.stats import Stats, StepStats
 from backend.switches import SwitchBoard
 from backend.tables import load_tables, timed_engines
 from backend.tokenizer import ByteTokenizer, IncrementalDecoder, Tokenizer, load_tokenizer
+from backend.trace_file import TraceFile
 from backend.tracing import Tracing
 from policy import LatencyTable
+from policy.trace import Traced
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +131,7 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
         headroom_tokens=config.policy.k_max + 1,
         guaranteed=config.limits.batch_scheduler_policy == "guaranteed_no_evict",
     )
-    planner = policy.SwitchedPolicy(_policy(config, drafts, tables), switches.current)
+    planner = policy.SwitchedPolicy(_policy(config, drafts, tables, step_stats), switches.current)
     orchestrator = Orchestrator(
         target,
         Drafting(drafts, step_stats, monotonic),
@@ -212,7 +214,7 @@ def _engine(engine: EngineConfig, config: ServingConfig, threads: int) -> Engine
     )
 
 
-def _policy(config: ServingConfig, drafts: list[Engine], tables: Mapping[str, LatencyTable]) -> policy.Policy:
+def _policy(config: ServingConfig, drafts: list[Engine], tables: Mapping[str, LatencyTable], stats: StepStats) -> policy.Policy:
     kind = config.policy.kind
     if kind == "none" or not drafts:
         return policy.NoSpeculation()
@@ -222,7 +224,10 @@ def _policy(config: ServingConfig, drafts: list[Engine], tables: Mapping[str, La
         return policy.RandomChoice()
     known = {engine.name: tables.get(engine.name) or _known_times(engine) for engine in (config.target, *config.drafts)}
     latency = policy.LatencyModel.from_tables(known.pop(config.target.name), known, OVERHEAD_S, SPECULATION_S)
-    return policy.AdaptivePlanner(tuple(known), latency, policy.PlannerConfig(k_max=config.policy.k_max))
+    planner = policy.AdaptivePlanner(tuple(known), latency, policy.PlannerConfig(k_max=config.policy.k_max))
+    if not config.policy.trace_file:
+        return planner
+    return Traced(planner, TraceFile(Path(config.policy.trace_file), stats), config.policy.trace_lines)
 
 
 def _known_times(engine: EngineConfig) -> LatencyTable | None:

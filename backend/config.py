@@ -46,7 +46,8 @@ class EngineConfig:
 class PolicyConfig:
     """Which policy plans. ``fixed`` uses ``draft`` and ``length`` always; ``random`` (tests) draws both in every step.
 
-    ``keep_learned``: what was learnt outlasts the process, in the cache folder.
+    ``keep_learned``: what was learnt outlasts the process, in the cache folder. ``trace_file`` (empty: none) gets the first ``trace_lines``
+    lines of what the adaptive planner saw and decided, for ``python -m policy.replay``.
     """
 
     kind: str = _setting("adaptive", choices=("adaptive", "none", "fixed", "random"))
@@ -55,6 +56,8 @@ class PolicyConfig:
     length: int = _setting(4, low=0, high=64)
     seed: int = 0
     keep_learned: bool = True
+    trace_file: str = ""
+    trace_lines: int = _setting(10_000, low=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 from .goodput import Choice, Score, StepProblem, score
-from .plan import NO_DRAFT, Plan, View
+from .plan import NO_DRAFT, Plan, TurnShape, View
 from .planner import AdaptivePlanner, PlannerState
 
 
 def explain(planner: AdaptivePlanner, view: View, state: PlannerState, plan: Plan, now: float) -> list[str]:
     """Return a line for every row of a view, in order, about the plan that ``planner.plan(view, state, now, ...)`` made.
 
-    Tokens and seconds are marginal: with the row's choice against without it, all other rows' choices as they are. The price turns the
-    seconds, catch-up spread over its horizon, into tokens.
+    Tokens and seconds are marginal: with the row's chain against without it, all other rows' chains as they are. The price turns the
+    seconds, catch-up spread over its horizon, into tokens. Of a shape only what the row got is told; ``explain_batch`` has the rest.
     """
     lines = [f"request {request}: " for request in view.request.tolist()]
     problem, rows, _, given = planner.problem(view, state, planner.admitted(view, state, now))
@@ -27,8 +27,31 @@ def explain(planner: AdaptivePlanner, view: View, state: PlannerState, plan: Pla
     if "rest" not in plan.notes:
         chosen = Choice(plan.draft[rows], plan.length[rows])
         for i, row in enumerate(rows.tolist()):
-            lines[row] += _why(problem, view.drafts, chosen, i, plan)
+            lines[row] += _why(problem, view.drafts, chosen, i, plan) + _shape(view.drafts, plan.shape, row)
     return lines
+
+
+def explain_batch(plan: Plan) -> str:
+    """Return a line about the whole step: its figures, and why each shape beyond a chain was not used."""
+    text = f"{len(plan.length)} rows, {int(plan.length.sum())} tokens proposed, {plan.predicted_tokens:.2f} expected in "
+    text += f"{1e3 * plan.predicted_s:.2f} ms, at {plan.price:.1f} tokens/s"
+    if plan.shape is not None and plan.shape.cohort is not None:
+        text += f"; {int(plan.shape.cohort.max()) + 1} cohorts"
+    if plan.shape is not None and plan.shape.piece_tokens is not None:
+        text += f"; contexts cut into pieces of {plan.shape.piece_tokens} tokens"
+    return text + "".join(f"; no {name}: {why}" for name, why in plan.notes.get("why_not", {}).items())
+
+
+def _shape(drafts: tuple[str, ...], shape: TurnShape | None, row: int) -> str:
+    """Return what a row got beyond a chain."""
+    if shape is None:
+        return ""
+    text = ""
+    if shape.width is not None and shape.width[row].max(initial=0) > 1:
+        text += f"; a tree of widths {'-'.join(str(w) for w in shape.width[row].tolist() if w)}"
+    if shape.second_draft is not None and shape.second_length is not None and shape.second_length[row]:
+        text += f"; beside it {drafts[shape.second_draft[row]]} x {shape.second_length[row]}"
+    return text if shape.cohort is None else f"{text}; in cohort {shape.cohort[row]}"
 
 
 def _why(problem: StepProblem, drafts: tuple[str, ...], chosen: Choice, i: int, plan: Plan) -> str:
@@ -36,24 +59,40 @@ def _why(problem: StepProblem, drafts: tuple[str, ...], chosen: Choice, i: int, 
     present, price = (int(chosen.draft[i]), int(chosen.length[i])), plan.price
     without = score(problem, _with(chosen, i, (NO_DRAFT, 0)))
     options = [(d, k) for d in range(len(drafts)) for k in range(1, int(problem.ceiling[d, i]) + 1)]
-    scores = {option: score(problem, _with(chosen, i, option)) for option in options if _allowed(problem, chosen, i, option)}
+    scores = {option: score(problem, _with(chosen, i, option)) for option in options if not _bar(problem, chosen, i, option)}
     gains = {option: result.objective(price) - without.objective(price) for option, result in scores.items()}
     others = {option: gain for option, gain in gains.items() if option != present}
     next_best = max(others, key=lambda option: others[option], default=None)
     if not present[1]:
         if next_best is None:
-            return "none: no draft can propose anything"
+            return f"none: {_barred(problem, chosen, i) or 'no draft can propose anything'}"
         margin = "the whole batch gains less than the margin by speculating; " if others[next_best] > 0 else ""
         return f"none: {margin}at best {_account(drafts, next_best, scores[next_best], without, price)}"
+    if present not in scores:  # a spine longer than its chain would have been allowed to be
+        return f"{_name(drafts, present)}: a shape of the whole batch, no chain would be planned so"
     text = _account(drafts, present, scores[present], without, price)
     if next_best is None or others[next_best] <= 0:
         text += f"; next best none, {gains[present]:.3f} less" if gains[present] >= 0 else "; none would be better"
     else:
         text += f"; next best {_name(drafts, next_best)}, {gains[present] - others[next_best]:.3f} less"
-    if present[1] == problem.ceiling[present[0], i]:
-        text += "; its ceiling"
+    text += _limit(problem, chosen, i)
     probes = plan.notes.get("probe") and gains[present] < max([0.0, *others.values()])
     return text + ("; a probe" if probes else "")
+
+
+def _limit(problem: StepProblem, chosen: Choice, i: int) -> str:
+    """Return what keeps row i from a longer chain of its draft, if that is not its worth."""
+    draft, length = int(chosen.draft[i]), int(chosen.length[i])
+    if length == problem.ceiling[draft, i]:
+        return "; its ceiling"
+    bar = _bar(problem, chosen, i, (draft, length + 1))
+    return f"; longer: {bar}" if bar else ""
+
+
+def _barred(problem: StepProblem, chosen: Choice, i: int) -> str:
+    """Return what keeps row i from any draft that could propose something."""
+    able = problem.ceiling[:, i].nonzero()[0].tolist()
+    return _bar(problem, chosen, i, (able[0], 1)) if able else ""
 
 
 def _account(drafts: tuple[str, ...], option: tuple[int, int], result: Score, without: Score, price: float) -> str:
@@ -65,11 +104,15 @@ def _name(drafts: tuple[str, ...], option: tuple[int, int]) -> str:
     return f"{drafts[option[0]]} x {option[1]}"
 
 
-def _allowed(problem: StepProblem, chosen: Choice, i: int, option: tuple[int, int]) -> bool:
-    """Return whether there is a place with the draft, and room for the tokens."""
+def _bar(problem: StepProblem, chosen: Choice, i: int, option: tuple[int, int]) -> str:
+    """Return what forbids an option of row i, all other rows' choices as they are; empty if nothing does."""
     others = np.delete(chosen.draft, i)
-    free = problem.limit is None or int((others == option[0]).sum()) < problem.limit[option[0]]
-    return bool(free and int(chosen.length.sum()) - int(chosen.length[i]) + option[1] <= problem.last_total())
+    if problem.limit is not None and int((others == option[0]).sum()) >= problem.limit[option[0]]:
+        return "no place left with the draft"
+    if int(chosen.length.sum()) - int(chosen.length[i]) + option[1] > problem.last_total():
+        return "no room in KV"
+    changed = _with(chosen, i, option)
+    return "the cap on the step's time" if score(problem, changed).step_s > problem.limit_s else ""
 
 
 def _with(choice: Choice, i: int, option: tuple[int, int]) -> Choice:

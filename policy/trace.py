@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -82,30 +82,42 @@ class Traced(Policy):
             self._emit(json.dumps(data, separators=(",", ":")))
 
 
-def replayed(lines: Iterable[str]) -> Iterator[tuple[Plan, Plan]]:
+class Replanned(NamedTuple):
+    """A recorded plan and the one that the planner makes now, with all that it was made from."""
+
+    recorded: Plan
+    plan: Plan
+    planner: AdaptivePlanner
+    view: View
+    state: PlannerState
+    now: float
+
+
+def replayed(lines: Iterable[str]) -> Iterator[Replanned]:
     """Yield every recorded plan with the one that the planner makes now. Raises TraceError for lines that are no trace."""
     planner: AdaptivePlanner | None = None
     state: Any = None
     for number, line in enumerate(lines, 1):
-        plans: tuple[Plan, Plan] | None = None
+        replanned: Replanned | None = None
         try:
             data = json.loads(line)
             if planner is None:
                 planner, state = _planner(data["planner"]), decoded(data["state"])
             else:
-                state, plans = _step(planner, state, decoded(data))
+                state, replanned = _step(planner, state, decoded(data))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise TraceError(f"line {number} is no line of a trace: {error!r}") from error
-        if plans is not None:
-            yield plans
+        if replanned is not None:
+            yield replanned
 
 
-def _step(planner: AdaptivePlanner, state: PlannerState, line: dict[str, Any]) -> tuple[PlannerState, tuple[Plan, Plan] | None]:
+def _step(planner: AdaptivePlanner, state: PlannerState, line: dict[str, Any]) -> tuple[PlannerState, Replanned | None]:
     """Return the state after a line, and the recorded and the new plan if it has one."""
     ((kind, event),) = line.items()
     if kind == "plan":
-        plan, state = planner.plan(event["view"], state, event["now"], np.random.default_rng(0))
-        return state, (event["plan"], plan)
+        view, now = event["view"], event["now"]
+        plan, after = planner.plan(view, state, now, np.random.default_rng(0))
+        return after, Replanned(event["plan"], plan, planner, view, state, now)
     if kind == "observe":
         return planner.observe(event["outcome"], state, event["now"]), None
     if kind == "stand_by":

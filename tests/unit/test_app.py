@@ -4,8 +4,10 @@ from backend.app import _policy, build, sampling_params
 from backend.config import parse_config
 from backend.engines.fake import FakeEngine
 from backend.request import FinishReason, GenerationRequest, RequestError, SamplingParams
+from backend.stats import Stats, StepStats
 from backend.tokenizer import ByteTokenizer
 from policy import AdaptivePlanner, FixedLength, LatencyError, NoSpeculation
+from policy.trace import replayed, same
 from tests.options import greedy
 
 FAKE = {"target": {"engine": "fake"}, "drafts": [{"name": "d0", "engine": "fake"}, {"name": "lookup", "engine": "lookup"}]}
@@ -108,4 +110,30 @@ def test_a_deployment_without_drafts_does_not_speculate():
 def test_a_missing_latency_table_is_an_error_that_names_the_engine():
     config = parse_config({"target": {"engine": "fake"}, "drafts": [{"name": "d0", "engine": "torch", "model": "m"}]})
     with pytest.raises(LatencyError, match="d0"):
-        _policy(config, [FakeEngine("d0")], {})
+        _policy(config, [FakeEngine("d0")], {}, StepStats(Stats()))
+
+
+def served(policy, texts=("one", "another", "a third")):
+    """An app that has served some requests."""
+    app = build(parse_config({**FAKE, "policy": policy}))
+    sinks = [Sink() for _ in texts]
+    for text, sink in zip(texts, sinks, strict=True):
+        app.orchestrator.submit(app.session(GenerationRequest(text, 60, end_id=-1), sink))
+    while any(sink.reply is None for sink in sinks):
+        app.orchestrator.step()
+    return app
+
+
+def test_what_the_planner_of_the_real_loop_saw_and_decided_replays_bit_for_bit(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    served({"trace_file": str(path)})
+    steps = list(replayed(path.read_text().splitlines()))
+    assert len(steps) > 20
+    assert all(same(step.recorded, step.plan) for step in steps)
+    assert any(step.recorded.length.any() for step in steps)
+
+
+def test_a_trace_that_cannot_be_written_is_counted_once_and_costs_no_request(tmp_path):
+    app = served({"trace_file": str(tmp_path / "no folder" / "trace.jsonl")})
+    fallbacks = [(labels, value) for name, labels, value in app.stats.drain()["counters"] if name == "spindle_fallback_total"]
+    assert fallbacks == [({"reason": "trace_file_error"}, 1)]

@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from policy import NO_DRAFT, Outcome, Plan
-from policy.explain import explain
+from policy import NO_DRAFT, LatencyCurve, LatencyModel, Outcome, Plan
+from policy.explain import explain, explain_batch
+from policy.shaped import ShapedPlanner
+from policy.shapes import Shapes
 from policy.trace import Traced, TraceError, decoded, encoded, replayed, same
 from tests.unit.test_policy_planner import RNG, certain, latency, planner, view
 
@@ -47,8 +49,8 @@ def traced(steps=60, most_lines=1000):
 def test_a_trace_replays_to_the_same_plans_bit_for_bit():
     plans = list(replayed(traced()))
     assert len(plans) > 50
-    assert all(same(recorded, now) for recorded, now in plans)
-    assert any(recorded.length.any() for recorded, _ in plans)
+    assert all(same(step.recorded, step.plan) for step in plans)
+    assert any(step.recorded.length.any() for step in plans)
 
 
 def test_a_changed_outcome_is_noticed():
@@ -58,13 +60,13 @@ def test_a_changed_outcome_is_noticed():
     event["observe"]["outcome"]["measured_s"] *= 2
     event["observe"]["outcome"]["parts_s"]["verify"] *= 2
     lines[row] = json.dumps(event)
-    assert not all(same(recorded, now) for recorded, now in replayed(lines))
+    assert not all(same(step.recorded, step.plan) for step in replayed(lines))
 
 
 def test_a_trace_is_bounded_and_what_there_is_of_it_replays():
     lines = traced(most_lines=30)
     assert len(lines) == 30
-    assert all(same(recorded, now) for recorded, now in replayed(lines))
+    assert all(same(step.recorded, step.plan) for step in replayed(lines))
 
 
 def test_what_is_encoded_comes_back_the_same():
@@ -87,15 +89,27 @@ def test_the_command_counts_the_plans_and_shows_the_first_that_differs(tmp_path)
     lines, path = traced(steps=10), tmp_path / "trace.jsonl"
     path.write_text("\n".join(lines))
     done = run(path)
-    assert (done.returncode, done.stdout) == (0, "9 plans, all the same\n")  # one of the ten steps another planned
+    assert done.returncode == 0
+    first, rows, steps, *_, hint = done.stdout.splitlines()
+    assert first == "9 plans, all the same"  # one of the ten steps another planned
+    assert rows.startswith("rows ")
+    assert "small" in rows
+    assert steps.startswith("steps 9: ")
+    assert "no trees: engine has no tree mask (9 steps)" in done.stdout
+    assert hint.startswith("--step N, 0 to 8, ")
+    head, *requests = run(path, "--step", "3").stdout.splitlines()
+    assert head.startswith("queued ")
+    assert all(line.startswith("request ") for line in requests)
+    assert requests
+    assert run(path, "--step", "9").returncode == 2
     path.write_text("\n".join(line.replace('"predicted_s":', '"predicted_s":1') for line in lines))
     assert run(path).returncode == 1
     path.write_text("nothing")
     assert run(path).returncode == 2
 
 
-def run(path):
-    command = [sys.executable, "-m", "policy.replay", str(path)]
+def run(path, *options):
+    command = [sys.executable, "-m", "policy.replay", str(path), *options]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
 
 
@@ -143,3 +157,69 @@ def test_a_rest_and_a_margin_are_named():
     assert all("the batch rests" in line for line in lines)
     close = planner(latency((0.45, 9.0), token_s=0.0), **certain(0.5), margin=0.05)
     assert "less than the margin" in explained(close, view(1))[1][0]
+
+
+@pytest.mark.parametrize(
+    ("bound", "why"),
+    [
+        ({"headroom": 3}, "; longer: no room in KV"),
+        ({"cap_s": 1.35}, "; longer: the cap on the step's time"),
+        ({"ceiling": np.full((1, 2), 2)}, "; its ceiling"),
+    ],
+)
+def test_what_keeps_a_chain_short_is_named(bound, why):
+    plan, (line,) = explained(planner(**certain(0.9)), view(1, **bound))
+    assert plan.length[0] < 8
+    assert line.endswith(why)
+
+
+def test_a_row_without_a_place_is_told_so():
+    _, lines = explained(planner(**certain(0.9)), view(2, drafts=("small", "large"), limit=np.array([0, 0])))
+    assert all(line.endswith("none: no draft can propose anything") for line in lines)
+
+
+def shaped_trace(shapes, steps=25):
+    """The trace of a planner of shapes over a batch that changes, with evidence of what was tried."""
+    lines, rng = [], np.random.default_rng(2)
+    model = LatencyModel(LatencyCurve(np.array([0.5, 0.501]), 0.001), (LatencyCurve(np.array([0.01, 0.012]), 0.002),) * 2)
+    policy = Traced(ShapedPlanner(("small", "large"), model, shapes=shapes), lines.append, 1000)
+    state = policy.start()
+    for step in range(steps):
+        rows = int(rng.integers(1, 6))
+        seen = view(rows, request=np.arange(rows) + step // 10, context=rng.integers(16, 900, rows), headroom=40 if step % 5 == 2 else None)
+        if step % 7 == 3:
+            seen = replace(seen, control=rng.random(rows) < 0.5, given=Plan(np.zeros(rows, np.int64), np.full(rows, 2)), cap_s=0.6)
+        plan, state = policy.plan(seen, state, 0.3 * step, RNG)
+        accepted = rng.integers(0, plan.length + 1)
+        shape, rank, second = plan.shape, None, None
+        if shape is not None and shape.width is not None:
+            rank = np.where(accepted < plan.length, np.minimum(2, shape.width[np.arange(rows), np.minimum(accepted, 7)]), 0)
+            rank = np.where(rank > 1, rank, 0)
+        if shape is not None and shape.second_length is not None:
+            second = rng.integers(0, shape.second_length + 1)
+        done = (seen.request, plan.draft, plan.length, accepted, accepted + 1, plan.length, seen.rule, float(rng.random()))
+        state = policy.observe(Outcome(*done, shape=shape, rank=rank, second_accepted=second), state, 0.3 * step + 0.1)
+    return lines
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [Shapes(tree_width=3, cohorts=2, contention=1.0), Shapes(merges=True), Shapes(pads=True, merge_tokens=8.0, tree_width=2)],
+)
+def test_a_trace_with_shapes_replays_bit_for_bit(shapes):
+    steps = list(replayed(shaped_trace(shapes)))
+    assert len(steps) == 25
+    assert all(same(step.recorded, step.plan) for step in steps)
+    assert sum(step.recorded.shape is not None for step in steps) > 2
+    used = next(step for step in steps if step.recorded.shape is not None)
+    lines = explain(used.planner, used.view, used.state, used.plan, used.now)
+    text = "\n".join([explain_batch(used.plan), *lines])
+    assert any(word in text for word in ("a tree of widths", "beside it", "in cohort", "cut into pieces"))
+
+
+def test_a_line_about_the_batch_has_the_reason_of_every_shape_not_used():
+    plan, _ = explained(planner(**certain(0.8)), view(2))
+    assert explain_batch(plan).endswith(
+        "; no trees: engine has no tree mask; no merged chains: engine merges no chains; no cohorts: engine runs no cohorts; "
+        "no decomposition: engine does not pad"
+    )
