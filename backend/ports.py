@@ -39,15 +39,31 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """The tokens a draft proposes for a sequence and the law they were drawn from.
+    """The tokens a draft proposes for a sequence and the law they were drawn from: a chain, or a tree for engines that verify trees.
 
     ``probs`` is the engines' own handle on q (rows = proposed positions), at the precision that it was sampled from; None means a point
     mass (greedy draft or lookup).
+
+    A tree's spine is ``tokens``. ``siblings[j]`` are further candidates for the place of ``tokens[j]``, from the same law, behind which
+    nothing is proposed. ``others`` are other drafts' proposals behind the same text, each with its own law (merged chains). At every place
+    the candidates are tested in this order: the spine's, its siblings, then those of ``others`` in turn.
     """
 
     draft: str
     tokens: list[int]
     probs: Any = None
+    siblings: Seq[Seq[int]] = ()
+    others: tuple[Proposal, ...] = ()
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether there is one candidate for every place."""
+        return not any(self.siblings) and not self.others
+
+    @property
+    def nodes(self) -> int:
+        """How many tokens are proposed in all."""
+        return len(self.tokens) + sum(map(len, self.siblings)) + sum(other.nodes for other in self.others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +71,8 @@ class Turn:
     """One sequence's share of a submission (see the module docstring).
 
     ``end <= len(sequence.tokens)``; with ``run > 0`` or a proposal, ``end == len(sequence.tokens)``.
-    ``keep_probs`` asks for the law of the freely run tokens (a draft's q).
+    ``keep_probs`` asks for the law of the freely run tokens (a draft's q), ``widths[j]`` with it for so many candidates for the place of
+    the j-th of them, itself counted (1 behind their end). Engines that have no second choices ignore it.
     """
 
     sequence: Sequence
@@ -63,6 +80,7 @@ class Turn:
     run: int = 1
     proposal: Proposal | None = None
     keep_probs: bool = False
+    widths: Seq[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +90,8 @@ class Completion:
     ``probs`` is the handle on the law of the tokens where ``keep_probs`` was asked (None = point mass). ``log_probs`` holds the natural
     logarithm of each token's probability where the sequence asks for it: of the model's law with the request's options and temperature,
     before top-k and top-p.
+    ``siblings`` are the further candidates that ``widths`` asked for, place by place. ``ranks`` says of each accepted token of a tree which
+    candidate of its place it was, in the order of their test (0: the first, which a chain's always is; empty for a chain).
     ``error`` is set, and everything else void, when this turn alone failed.
     """
 
@@ -80,6 +100,8 @@ class Completion:
     accepted: int = 0
     probs: Any = None
     log_probs: list[float] | None = None
+    siblings: list[list[int]] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
     error: str | None = None
 
 
@@ -87,7 +109,8 @@ class Completion:
 class EngineLimits:
     """What an engine can do. ``kv_blocks`` is the size of its block pool (0 = it keeps no KV); tokens are counted, not bytes.
 
-    ``free`` says that proposing costs next to nothing (lookup), so that the loop scores it on every step, chosen or not.
+    ``free`` says that proposing costs next to nothing (lookup), so that the loop scores it on every step, chosen or not; ``tree`` that it
+    verifies trees.
     """
 
     vocab_size: int
@@ -96,6 +119,7 @@ class EngineLimits:
     max_run_tokens: int
     kv_blocks: int
     free: bool = False
+    tree: bool = False
 
 
 class Engine(Protocol):

@@ -1,4 +1,4 @@
-"""Counter-based uniforms: every random decision has its own key (seed, position, purpose, attempt) and needs no state.
+"""Counter-based uniforms: every random decision has its own key (seed, position, purpose, attempt, lane) and needs no state.
 
 The same key always gives the same number, and two decisions never share one. The mix is SplitMix64's finaliser (Steele, Lea and Flood,
 *Fast splittable pseudorandom number generators*, OOPSLA 2014), applied once per field of the key.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -25,14 +26,21 @@ class Purpose(IntEnum):
     RACE = 4
 
 
-def uniforms(seed: Any, position: Any, purpose: Purpose, attempt: Any) -> npt.NDArray[np.float64]:
+def uniforms(seed: Any, position: Any, purpose: Purpose, attempt: Any, lane: Any = 0) -> npt.NDArray[np.float64]:
     """Return float64 in [0, 1) with 53 random bits, one per element of the broadcast integer arguments.
 
     ``position`` is the index in the sequence of the token decided about, ``attempt`` the sequence's step; integers are taken modulo 2**64.
+    ``lane`` tells apart what has all of these in common: the candidates that drafts propose for one place (``draft_lane``), and the tests
+    of one place's candidates in their order. Both it and ``attempt`` stay below 2**32.
     """
-    mixed = mix(key(seed, position, purpose) ^ _words(attempt))
+    mixed = mix(key(seed, position, purpose) ^ (_words(attempt) | _words(lane) << np.uint64(32)))
     values: npt.NDArray[np.float64] = (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return values
+
+
+def draft_lane(draft: str) -> int:
+    """Return the lane of a draft's first candidate for a place; its further ones (at most 255) count up from there."""
+    return crc32(draft.encode()) >> 8 << 8
 
 
 def key(seed: Any, position: Any, purpose: Purpose) -> npt.NDArray[np.uint64]:
@@ -44,8 +52,11 @@ def key(seed: Any, position: Any, purpose: Purpose) -> npt.NDArray[np.uint64]:
 
 
 def _words(value: Any) -> npt.NDArray[np.uint64]:
-    values = np.asarray(value, dtype=object)  # a seed may be beyond any machine integer
-    return np.array([int(item) & _MASK for item in values.flat], np.uint64).reshape(values.shape)
+    try:
+        return np.asarray(value, np.int64).view(np.uint64)
+    except OverflowError:  # a seed may be beyond any machine integer
+        values = np.asarray(value, dtype=object)
+        return np.array([int(item) & _MASK for item in values.flat], np.uint64).reshape(values.shape)
 
 
 def mix(word: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

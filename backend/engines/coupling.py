@@ -18,10 +18,22 @@ _GOLDEN, _FIRST, _SECOND = (int(np.uint64(word).astype(np.int64)) for word in (0
 
 def winner(law: torch.Tensor, seed: int, position: int, columns: Columns) -> int:
     """Return the column that wins the race of ``law`` [S] (any positive mass), for the token at ``position``."""
+    entrants, times = _race(law, seed, position, columns)
+    return int(entrants[times.argmin()])
+
+
+def fastest(law: torch.Tensor, seed: int, position: int, columns: Columns, count: int) -> list[int]:
+    """Return the columns that come in first in that race, at most ``count`` of them."""
+    entrants, times = _race(law, seed, position, columns)
+    found: list[int] = entrants[times.topk(min(count, len(times)), largest=False).indices].tolist()
+    return found
+
+
+def _race(law: torch.Tensor, seed: int, position: int, columns: Columns) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the columns that can be drawn, and the time that each takes."""
     entrants = law.nonzero()[:, 0]
     tokens = entrants if columns.token_ids is None else columns.token_ids[entrants].long()
-    times = exponentials(int(key(seed, position, Purpose.RACE).astype(np.int64)), tokens) / law[entrants]
-    return int(entrants[times.argmin()])
+    return entrants, exponentials(int(key(seed, position, Purpose.RACE).astype(np.int64)), tokens) / law[entrants]
 
 
 def exponentials(word: int, tokens: torch.Tensor) -> torch.Tensor:

@@ -51,12 +51,26 @@ class KVTable:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One sequence's rows of a pass: ``tokens`` at positions ``start...``, whose last ``logits`` rows want logits."""
+    """One sequence's rows of a pass: ``tokens`` behind ``start`` others, whose last ``logits`` rows want logits.
+
+    The last ``len(parents)`` of them are a tree: node n continues node ``parents[n]``, an earlier one, or the row before the tree (-1). It
+    sees these and itself, and has the position of its depth; all others are a chain. KV is written in the order of the rows.
+    """
 
     tokens: list[int]
     start: int
     table: KVTable
     logits: int
+    parents: Seq[int] = ()
+
+    @property
+    def positions(self) -> list[int]:
+        """Return the position of every row."""
+        root = self.start + len(self.tokens) - len(self.parents) - 1
+        nodes: list[int] = []
+        for parent in self.parents:
+            nodes.append(1 + (nodes[parent] if parent >= 0 else root))
+        return [*range(self.start, root + 1), *nodes]
 
 
 class Linear:
@@ -107,11 +121,13 @@ class Llama:
         self._norm = weights["model.norm.weight"]
         self._head = Linear(weights.get("lm_head.weight", self._embedding))
         self.token_ids = weights.get("lm_head.token_ids")
-        self._layers = [self._layer(weights, index, kv_blocks * BLOCK_TOKENS) for index in range(config.num_layers)]
+        shape = (config.num_layers, kv_blocks * BLOCK_TOKENS, 2 * config.num_kv_heads, config.head_dim)
+        self._pool = torch.zeros(shape, device=self.device, dtype=self.dtype)
+        self._layers = [self._layer(weights, index, pool) for index, pool in enumerate(self._pool)]
         cos, sin = rope_tables(config, max_positions)
         self._cos, self._sin = (table.to(self.device, self.dtype)[:, None] for table in (cos, sin))
 
-    def _layer(self, weights: Weights, index: int, slots: int) -> Layer:
+    def _layer(self, weights: Weights, index: int, pool: torch.Tensor) -> Layer:
         def get(name: str) -> torch.Tensor:
             return weights.pop(f"model.layers.{index}.{name}")
 
@@ -127,7 +143,7 @@ class Llama:
             mlp_norm=get("post_attention_layernorm.weight"),
             gate_up=Linear(torch.cat([get("mlp.gate_proj.weight"), get("mlp.up_proj.weight")])),
             down=Linear(get("mlp.down_proj.weight")),
-            pool=torch.zeros(slots, 2 * self.config.num_kv_heads, self.config.head_dim, device=self.device, dtype=self.dtype),
+            pool=pool,
         )
 
     def forward(self, chunks: Seq[Chunk]) -> torch.Tensor:
@@ -138,7 +154,7 @@ class Llama:
         config, heads, kv_heads = self.config, self.config.num_heads, self.config.num_kv_heads
         ids = torch.tensor([token for chunk in chunks for token in chunk.tokens], device=self.device)
         total = len(ids)
-        positions = torch.tensor([p for chunk in chunks for p in range(chunk.start, chunk.start + len(chunk.tokens))], device=self.device)
+        positions = torch.tensor([p for chunk in chunks for p in chunk.positions], device=self.device)
         slots = _joined([chunk.table.slots[chunk.start : chunk.start + len(chunk.tokens)] for chunk in chunks])
         cos, sin = self._cos[positions], self._sin[positions]
         masks = [self._mask(chunk) for chunk in chunks]
@@ -161,12 +177,19 @@ class Llama:
             return hidden.new_zeros(0, self.config.draft_vocab_size or self.config.vocab_size)
         return self._head(functional.rms_norm(hidden, (config.hidden_size,), self._norm, config.rms_norm_eps))
 
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy the KV of slots [n] to others [n] in every layer, as if all at once. Call under ``torch.inference_mode``."""
+        self._pool.index_copy_(1, targets, self._pool.index_select(1, sources))
+
     def _mask(self, chunk: Chunk) -> torch.Tensor | None:
-        """Return the causal mask [group x rows, keys] (0 or -inf) of a chunk, none for a single row, which sees every key."""
+        """Return the mask [group x rows, keys] (0 or -inf) of a chunk, none for a single row, which sees every key."""
         rows = len(chunk.tokens)
         if rows == 1:
             return None
         mask = torch.full((rows, chunk.start + rows), -math.inf, device=self.device, dtype=self.dtype).triu_(chunk.start + 1)
+        if chunk.parents:
+            nodes = _ancestors(chunk.parents).to(self.device)
+            mask[-len(nodes) :, -len(nodes) :].masked_fill_(~nodes, -math.inf)
         return mask.repeat(self.config.num_heads // self.config.num_kv_heads, 1)
 
     def _attend(self, qkv: torch.Tensor, pool: torch.Tensor, chunks: Seq[Chunk], masks: Seq[torch.Tensor | None]) -> torch.Tensor:
@@ -206,6 +229,15 @@ def rope_tables(config: LlamaConfig, positions: int) -> tuple[torch.Tensor, torc
         inverse = (1 - smooth) * inverse / rope["factor"] + smooth * inverse
     angles = torch.outer(torch.arange(positions).float(), inverse)
     return angles.cos().repeat(1, 2), torch.cat((-angles.sin(), angles.sin()), dim=1)
+
+
+def _ancestors(parents: Seq[int]) -> torch.Tensor:
+    """Return whether a node sees another, bool[nodes, nodes]: its ancestors and itself."""
+    seen = torch.eye(len(parents), dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            seen[node] |= seen[parent]
+    return seen
 
 
 def _logit_rows(chunks: Seq[Chunk]) -> list[int]:

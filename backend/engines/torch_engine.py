@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 
 from backend.engines.checkpoint import LlamaConfig, Weights, load
+from backend.engines.laws import Law, target_laws
 from backend.engines.llama import Chunk, KVTable, Llama
 from backend.engines.processing import Columns
-from backend.engines.verification import Law, Request, sample, scores, target_laws, verify
+from backend.engines.verification import Request, runners_up, sample, sample_more, scores, verify
 from backend.ports import BLOCK_TOKENS, Completion, EngineLimits, Sequence, Turn
-from backend.randomness import Purpose
+from backend.randomness import Purpose, draft_lane
 
 
 @dataclass(slots=True)
@@ -55,6 +56,13 @@ class _Job:
     accepted: int = 0
     laws: list[torch.Tensor] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    siblings: list[list[int]] = field(default_factory=list)
+    path: Seq[int] = ()
+
+    @property
+    def more_candidates(self) -> int:
+        """How many candidates are asked for beside the next token of a free run."""
+        return self.turn.widths[len(self.tokens)] - 1 if len(self.tokens) < len(self.turn.widths) else 0
 
     @property
     def keeps_law(self) -> bool:
@@ -107,7 +115,9 @@ class TorchEngine:
             max_draft_tokens=max_draft_tokens,
             max_run_tokens=max(1, max_draft_tokens),
             kv_blocks=kv_blocks,
+            tree=config.draft_vocab_size == 0,
         )
+        self._lane = draft_lane(name)
         self._max_positions = max_context_tokens + max_draft_tokens
         with torch.inference_mode():
             self._model = Llama(config, weights, kv_blocks=kv_blocks, max_positions=self._max_positions)
@@ -182,25 +192,26 @@ class TorchEngine:
 
     def _prepare(self, turn: Turn) -> _Job:
         """Check a turn, roll its cache back to what the turn builds on, and cut its chunk; ValueError names what is wrong."""
-        sequence, proposal = turn.sequence, turn.proposal
-        proposed = proposal.tokens if proposal else []
+        sequence = turn.sequence
         cache = self._cache(sequence)
-        self._check(turn, proposed, len(cache.table))
+        request = Request.of(sequence, turn.proposal)
+        self._check(turn, request, len(cache.table))
         decides = turn.run > 0
         start = min(cache.seen(sequence.tokens), turn.end - decides)  # the last row is run again where its logits are wanted
-        request = Request.of(sequence, proposal)
         if turn.keep_probs and sequence.sampling.log_probs:  # a draft's are nobody's
             request = replace(request, sampling=replace(sequence.sampling, log_probs=False))
         if request.law is not None:
-            request.law.of(proposed)
-        tokens = sequence.tokens[start : turn.end] + proposed
+            request.law.of(request.tokens)
+        tokens = sequence.tokens[start : turn.end] + request.tokens
         if tokens and not (min(tokens) >= 0 and max(tokens) < self.limits.vocab_size):
             raise ValueError(f"token ids of sequence {sequence.id} must lie in 0..{self.limits.vocab_size - 1}")
         cache.roll_back(start)
-        return _Job(turn, cache, request, Chunk(tokens, start, cache.table, len(proposed) + decides) if tokens else None)
+        parents = request.tree.parents if request.tree else ()
+        chunk = Chunk(tokens, start, cache.table, len(request.tokens) + decides, parents) if tokens else None
+        return _Job(turn, cache, request, chunk)
 
-    def _check(self, turn: Turn, proposed: list[int], capacity_tokens: int) -> None:
-        name, length = f"turn of sequence {turn.sequence.id}", len(turn.sequence.tokens)
+    def _check(self, turn: Turn, request: Request, capacity_tokens: int) -> None:
+        name, length, proposed = f"turn of sequence {turn.sequence.id}", len(turn.sequence.tokens), len(request.tokens)
         if not 0 <= turn.end <= length or (turn.run and turn.end != length) or (turn.run and not length):
             raise ValueError(f"{name}: end must be the {length} tokens of the sequence (or fewer when run is 0), got {turn.end}")
         if proposed and (turn.run != 1 or turn.keep_probs):
@@ -209,9 +220,12 @@ class TorchEngine:
             raise ValueError(f"{name}: engine {self.name!r} has a shortlisted vocabulary and cannot verify")
         if not 0 <= turn.run <= self.limits.max_run_tokens:
             raise ValueError(f"{name}: run must be in 0..{self.limits.max_run_tokens}, got {turn.run}")
-        needed = turn.end + len(proposed) + max(0, turn.run - 1)
-        if needed > min(capacity_tokens, self._max_positions):
-            raise ValueError(f"{name}: needs KV for {needed} tokens, has {min(capacity_tokens, self._max_positions)}")
+        if len(turn.widths) > turn.run or (turn.widths and not turn.keep_probs):
+            raise ValueError(f"{name}: widths must be of at most the {turn.run} tokens of a run with keep_probs, got {list(turn.widths)}")
+        beyond = max(0, turn.run - 1)
+        needed, room = turn.end + proposed + beyond, min(capacity_tokens, self._max_positions + proposed - request.depth)
+        if needed > room:
+            raise ValueError(f"{name}: needs KV for {needed} tokens, has {room}")
 
     def _run(self, jobs: list[_Job]) -> None:
         """Catch up, verify the proposals and emit a token in one pass; then one pass more for each further token of a free run."""
@@ -219,10 +233,11 @@ class TorchEngine:
         while running:
             logits = self._model.forward([chunk for _, chunk in running])
             for job, chunk in running:
-                job.cache.ran += chunk.tokens
+                job.cache.ran += chunk.tokens[: len(chunk.tokens) - len(chunk.parents)]
                 job.cache.agreed = job.turn.end
             deciding = [job for job, chunk in running if chunk.logits]
             self._decide(logits, deciding)
+            self._compact([job for job in deciding if job.path])
             running = [(job, self._next_chunk(job)) for job in deciding if len(job.tokens) < job.turn.run and not job.request.tokens]
 
     def _next_chunk(self, job: _Job) -> Chunk:
@@ -236,18 +251,44 @@ class TorchEngine:
             rows, logits = _split(logits, jobs)
             requests = [job.request for job in keeping]
             laws = target_laws(scores(rows, requests, self._columns), [request.sampling for request in requests])
-            for job, law, column in zip(keeping, laws, sample(laws, requests, Purpose.PROPOSE), strict=True):
+            for job, law, column in zip(keeping, laws, sample(laws, requests, Purpose.PROPOSE, lane=self._lane), strict=True):
+                if job.turn.widths:
+                    more = job.more_candidates
+                    self._keep(job, sample_more(law, job.request, self._lane, more) if more else [])
                 job.laws.append(law)
                 job.tokens.append(self._columns.token(column))
         verifying = [job for job in jobs if not job.keeps_law]
+        row = 0
         for job, verdict in zip(verifying, verify(logits, [job.request for job in verifying], self._columns), strict=True):
-            job.accepted = verdict.accepted
-            job.tokens += [*job.request.tokens[: verdict.accepted], self._columns.token(verdict.column)]
+            if job.turn.widths:
+                more = job.more_candidates
+                self._keep(job, runners_up(logits[row : row + 1], job.request, self._columns, verdict.column, more) if more else [])
+            row += job.request.rows
+            job.accepted, job.path = verdict.accepted, verdict.path
+            accepted = [job.request.tokens[n] for n in verdict.path] if verdict.path else job.request.tokens[: verdict.accepted]
+            job.tokens += [*accepted, self._columns.token(verdict.column)]
             job.log_probs += verdict.log_probs or []
+
+    def _keep(self, job: _Job, siblings: list[int]) -> None:
+        job.siblings.append([self._columns.token(column) for column in siblings])
+
+    def _compact(self, jobs: list[_Job]) -> None:
+        """Move the KV of the accepted nodes of trees to where their tokens are in the text."""
+        sources, targets = [], []
+        for job in jobs:
+            end, slots = job.turn.end, job.cache.table.slots
+            moved = [(node, place) for place, node in enumerate(job.path) if node != place]
+            sources += [slots[end + node] for node, _ in moved]
+            targets += [slots[end + place] for _, place in moved]
+        if sources:
+            self._model.move(torch.stack(sources), torch.stack(targets))
+        for job in jobs:
+            job.cache.ran += [job.request.tokens[node] for node in job.path]
 
     def _complete(self, job: _Job) -> Completion:
         probs = Law(torch.stack(job.laws), self._model.token_ids) if job.laws else None
-        return Completion(job.turn.sequence.id, job.tokens, job.accepted, probs, job.log_probs or None)
+        ranks = job.request.tree.ranks(job.path) if job.request.tree else []
+        return Completion(job.turn.sequence.id, job.tokens, job.accepted, probs, job.log_probs or None, job.siblings, ranks)
 
 
 def _split(logits: torch.Tensor, jobs: list[_Job]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,6 +4,9 @@ Greedy rows compare arg-maxes. Sampled rows follow speculative sampling (Leviath
 x drawn from q is accepted with min(1, p(x) / q(x)), else a token of norm((p - q)+) is emitted; behind the last accepted token one of p.
 Every decision has its own uniform (``backend.randomness``), so that the emitted tokens follow p exactly. Coupled rows compare with what the
 request's own noise makes of p (``backend.engines.coupling``).
+
+At a place with several candidates they are tested in turn, each against what the rejections before it have left of p, and the first that is
+accepted leads on (SpecInfer's multi-step rule, arXiv 2305.09781); a greedy or coupled row accepts whichever is its own token.
 """
 
 from __future__ import annotations
@@ -15,40 +18,13 @@ from functools import partial
 
 import torch
 
-from backend.engines.coupling import winner
+from backend.engines.coupling import fastest, winner
+from backend.engines.laws import Law, acceptance, arg_max, draw, normalised, residual, target_laws
 from backend.engines.processing import WHOLE_VOCABULARY, Columns, process
+from backend.engines.trees import ROOT, Tree
 from backend.ports import Proposal, Sequence
 from backend.randomness import Purpose, uniforms
 from backend.request import SamplingParams
-
-_NUCLEUS_HEAD = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Law:
-    """The law q that proposed tokens were drawn from: ``probs`` [k, S], and the token of each column (None: column = token)."""
-
-    probs: torch.Tensor
-    token_ids: torch.Tensor | None = None
-
-    def of(self, tokens: Seq[int]) -> torch.Tensor:
-        """Return q(token) [len(tokens)] in float64, row i for token i; ValueError for a token that the law cannot have given."""
-        if len(tokens) > len(self.probs):
-            raise ValueError(f"a law of {len(self.probs)} rows cannot have given {len(tokens)} tokens")
-        rows = self.probs[: len(tokens)]
-        wanted = torch.tensor(tokens, dtype=torch.int64, device=rows.device)[:, None]
-        found = rows.gather(1, wanted) if self.token_ids is None else rows * (self.token_ids == wanted)
-        chances = found.sum(-1, dtype=torch.float64) / rows.sum(-1, dtype=torch.float64)
-        if not bool((chances > 0).all()):
-            raise ValueError(f"proposed tokens {list(tokens)} have probability 0 under the law that they are said to come from")
-        return chances
-
-    def dense(self, row: int, vocab_size: int) -> torch.Tensor:
-        """Return row ``row`` over the whole vocabulary [vocab_size] in float64."""
-        probs = normalised(self.probs[row : row + 1])[0]
-        if self.token_ids is None:
-            return probs
-        return probs.new_zeros(vocab_size).index_copy_(0, self.token_ids, probs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +32,7 @@ class Request:
     """One sequence's share of a verification: ``position`` is that of the first token decided about, ``tokens`` the proposal's.
 
     ``committed`` and then ``run`` (a free run so far) are the tokens before ``position``; only options look at them. The first
-    ``prompt_tokens`` of them are the prompt.
+    ``prompt_tokens`` of them are the prompt. Where ``tree`` is set, ``tokens`` are its nodes', and it has the laws.
     """
 
     sampling: SamplingParams
@@ -67,20 +43,34 @@ class Request:
     committed: Seq[int] = ()
     run: Seq[int] = ()
     prompt_tokens: int = 0
+    tree: Tree | None = None
 
     @classmethod
     def of(cls, sequence: Sequence, proposal: Proposal | None) -> Request:
-        """Take tokens and law from a proposal behind a sequence, if there is one; only a sampled sequence needs a law."""
+        """Take tokens and laws from a proposal behind a sequence, if there is one; only a sampled sequence needs laws.
+
+        ValueError for a tree with tokens that their law cannot have given.
+        """
         sampling = sequence.sampling
-        tokens = proposal.tokens if proposal else []
-        law = proposal.probs if proposal and not (sampling.greedy or sampling.coupled) else None
+        drawn = not (sampling.greedy or sampling.coupled)
+        tokens, law, tree = [], None, None
+        if proposal is not None and proposal.is_chain:
+            tokens, law = proposal.tokens, proposal.probs if drawn else None
+        elif proposal is not None:
+            tree = Tree.of(proposal, drawn=drawn)
+            tokens = tree.tokens
         end = len(sequence.tokens)
-        return cls(sampling, end, sequence.attempt, tokens, law, sequence.tokens, prompt_tokens=sequence.prompt_tokens)
+        return cls(sampling, end, sequence.attempt, tokens, law, sequence.tokens, prompt_tokens=sequence.prompt_tokens, tree=tree)
 
     @property
     def rows(self) -> int:
         """Rows of logits: one for each proposed token and one for the token behind them."""
         return len(self.tokens) + 1
+
+    @property
+    def depth(self) -> int:
+        """How many of its tokens could be accepted at the most."""
+        return len(self.tokens) if self.tree is None else self.tree.depth
 
     @property
     def reads_scores(self) -> bool:
@@ -90,25 +80,36 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How many proposed tokens are accepted, the column of the token emitted behind them, and all their log-probabilities if wanted."""
+    """How many proposed tokens are accepted, the column of the token emitted behind them, and all their log-probabilities if wanted.
+
+    ``path`` are the accepted nodes of a tree, from its root.
+    """
 
     accepted: int
     column: int
     log_probs: list[float] | None = None
+    path: Seq[int] = ()
 
 
 def verify(logits: torch.Tensor, requests: Seq[Request], columns: Columns = WHOLE_VOCABULARY) -> list[Verdict]:
     """Return the verdict on each request.
 
-    ``logits`` [rows, S] holds ``Request.rows`` rows a request, in order: row i decides about proposed token i, the last about the bonus.
+    ``logits`` [rows, S] holds ``Request.rows`` rows a request, in order: row i decides about proposed token i, the last about the bonus. Of
+    a tree, the first row decides about the root's children, row n + 1 about those of node n.
     """
     firsts = _firsts(requests)
     verdicts = [Verdict(0, 0)] * len(requests)
-    plain = [index for index, request in enumerate(requests) if not request.reads_scores]
+    chains = []
+    for index, request in enumerate(requests):
+        if request.tree is None:
+            chains.append(index)
+        else:
+            verdicts[index] = _verify_tree(logits, request, request.tree, firsts[index], columns)
+    plain = [index for index in chains if not requests[index].reads_scores]
     if plain:
         for index, verdict in zip(plain, _verify_greedy(logits, [requests[i] for i in plain], [firsts[i] for i in plain]), strict=True):
             verdicts[index] = verdict
-    others = [index for index, request in enumerate(requests) if request.reads_scores]
+    others = [index for index in chains if requests[index].reads_scores]
     if others:
         chosen = [requests[index] for index in others]
         rows = _select(logits, [firsts[index] + i for index in others for i in range(requests[index].rows)])
@@ -142,6 +143,47 @@ def _verify_scores(rows: torch.Tensor, requests: Seq[Request], columns: Columns)
             for index, verdict in zip(chosen, found, strict=True):
                 verdicts[index] = verdict
     return [_with_log_probs(rows, r, first, v) for r, first, v in zip(requests, firsts, verdicts, strict=True)]
+
+
+def _verify_tree(logits: torch.Tensor, request: Request, tree: Tree, first: int, columns: Columns) -> Verdict:
+    """Walk from the root to an accepted node after another, up to the first place where none of the candidates is: only its rows matter."""
+    path: list[int] = []
+    tokens: list[int] = []
+    log_probs: list[float] = []
+    while True:
+        node = path[-1] if path else ROOT
+        here = replace(request, tokens=[], tree=None, position=request.position + len(path), run=tokens)
+        row = scores(logits[first + node + 1 : first + node + 2], [here], columns)
+        child, column = _choose(row, here, tree, tree.children(node), columns)
+        log_probs += _with_log_probs(row, here, 0, Verdict(0, column)).log_probs or []
+        if child is None:
+            return Verdict(len(path), column, log_probs or None, path)
+        path.append(child)
+        tokens.append(column)
+
+
+def _choose(row: torch.Tensor, here: Request, tree: Tree, candidates: Seq[int], columns: Columns) -> tuple[int | None, int]:
+    """Return the candidate that is accepted for a place (None: none is) and the column of the token there, from scores [1, S]."""
+    sampling = here.sampling
+    if not sampling.greedy and not sampling.coupled:
+        return _test(normalised(target_laws(row, [sampling]))[0], here, tree, candidates)
+    if sampling.greedy:
+        (column,) = arg_max(row)
+    else:
+        column = winner(target_laws(row, [sampling])[0], sampling.seed, here.position, columns)
+    return next((node for node in candidates if tree.tokens[node] == column), None), column
+
+
+def _test(law: torch.Tensor, here: Request, tree: Tree, candidates: Seq[int]) -> tuple[int | None, int]:
+    """Test candidates in turn against p = ``law`` [vocab] (float64, sums to one); when all are rejected, draw from what is left of it."""
+    numbers = uniforms(here.sampling.seed, here.position, Purpose.ACCEPT, here.attempt, range(len(candidates))).tolist()
+    for node, number in zip(candidates, numbers, strict=True):
+        token, drawn_from = tree.tokens[node], tree.laws[node]
+        q, place, chance = drawn_from or (None, 0, 1.0)
+        if number < float(law[token]) / chance:
+            return node, token
+        law = normalised(residual(law, token, q, place)[None])[0]
+    return None, sample(law[None], [here], Purpose.EMIT)[0]
 
 
 def _with_log_probs(rows: torch.Tensor, request: Request, first: int, verdict: Verdict) -> Verdict:
@@ -196,111 +238,31 @@ def _verify_sampled(rows: torch.Tensor, requests: Seq[Request], firsts: Seq[int]
     return [Verdict(count, column) for count, column in zip(accepted, drawn, strict=True)]
 
 
-def acceptance(laws: torch.Tensor, tokens: Seq[int], law: Law | None) -> torch.Tensor:
-    """Return p(x) / q(x) [k] (float64; accept when a uniform is below it) for tokens x under p = ``laws`` [k, vocab].
-
-    Without a law q is a point mass on x (a greedy draft or lookup), and the chance is p(x).
-    """
-    if not tokens:
-        return laws.new_zeros(0)
-    found = laws.gather(1, torch.tensor(tokens, device=laws.device)[:, None])[:, 0]
-    chances = found.double() / laws.sum(-1, dtype=torch.float64)
-    return chances if law is None else chances / law.of(tokens)
-
-
-def residual(target: torch.Tensor, token: int, law: Law | None, row: int) -> torch.Tensor:
-    """Return the law [vocab] (not normalised) of the token emitted in place of the rejected ``token``, number ``row`` of its proposal.
-
-    It is (p - q)+, which for a point mass is p without the token. Without mass (p = q but for rounding) it is p itself: then a rejection
-    has no probability of its own.
-    """
-    if law is None:
-        rest = target.clone()
-        rest[token] = 0.0
-    else:
-        rest = (target - law.dense(row, len(target))).clamp_(min=0.0)
-    return rest if float(rest.sum()) > 0.0 else target
-
-
-def target_laws(logits: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
-    """Return the law [rows, vocab] each row is to be sampled from: temperature first, then top-k, then top-p (as transformers does).
-
-    fp64 logits give fp64 probabilities, all others fp32. Top-k keeps ties with the k-th token, top-p with the one that crosses the
-    threshold.
-    """
-    wide = logits.dtype if logits.dtype == torch.float64 else torch.float32
-    device = logits.device
-    temperature = torch.tensor([param.temperature for param in params], dtype=wide, device=device)
-    scores = logits.to(wide)
-    scores = (scores - scores.amax(-1, keepdim=True)).div_(temperature[:, None])  # the greatest is 0: no temperature overflows it
-    vocab = scores.shape[-1]
-    limits = [min(param.top_k, vocab) or vocab for param in params]
-    if min(limits) < vocab:
-        last = torch.tensor(limits, device=device)[:, None] - 1
-        widest = max((limit for limit in limits if limit < vocab), default=1)
-        best = scores.topk(widest).values
-        threshold = best.gather(1, last.clamp(max=widest - 1)).masked_fill(last >= vocab - 1, -torch.inf)
-        scores = scores.masked_fill(scores < threshold, -torch.inf)
-    nuclei = [row for row, param in enumerate(params) if param.top_p < 1.0]
-    laws = scores.softmax(-1)
-    if nuclei:
-        laws[nuclei] = _nucleus(laws[nuclei], torch.tensor([params[row].top_p for row in nuclei], dtype=wide, device=device))
-    return laws
-
-
-def _nucleus(laws: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Zero what is less probable than the most probable tokens that together reach ``top_p`` [rows]; rows stay unnormalised.
-
-    A nucleus is mostly small, and sorting a whole vocabulary costs 30 times as much as finding its head.
-    """
-    width, vocab = min(_NUCLEUS_HEAD, laws.shape[-1]), laws.shape[-1]
-    thresholds, reached = _crossing(laws.topk(width).values, top_p)
-    if width < vocab and not bool(reached.all()):
-        beyond = ~reached
-        thresholds[beyond] = _crossing(laws[beyond].sort(dim=-1, descending=True).values, top_p[beyond])[0]
-    return laws.masked_fill_(laws < thresholds[:, None], 0.0)
-
-
-def _crossing(ordered: torch.Tensor, top_p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the probability [rows] at which descending rows reach ``top_p`` and whether they do."""
-    total = ordered.cumsum(-1)
-    count = (total - ordered < top_p[:, None]).sum(-1).clamp_(min=1)
-    return ordered.gather(1, count[:, None] - 1)[:, 0], total[:, -1] >= top_p
-
-
-def normalised(laws: torch.Tensor) -> torch.Tensor:
-    """Return rows in float64 that sum to one: the law that ``draw`` samples from."""
-    wide = laws.double()
-    return wide / wide.sum(-1, keepdim=True)
-
-
-def sample(laws: torch.Tensor, requests: Seq[Request], purpose: Purpose, offsets: Seq[int] | None = None) -> list[int]:
+def sample(laws: torch.Tensor, requests: Seq[Request], purpose: Purpose, offsets: Seq[int] | None = None, lane: int = 0) -> list[int]:
     """Return one column per row of ``laws``, drawn with the uniform of its request at its position plus the row's offset."""
     positions = [request.position + offset for request, offset in zip(requests, offsets or [0] * len(requests), strict=True)]
-    numbers = uniforms([r.sampling.seed for r in requests], positions, purpose, [r.attempt for r in requests])
+    numbers = uniforms([r.sampling.seed for r in requests], positions, purpose, [r.attempt for r in requests], lane)
     columns: list[int] = draw(laws, torch.from_numpy(numbers).to(laws.device)).tolist()
     return columns
 
 
-def arg_max(logits: torch.Tensor) -> list[int]:
-    """Return the column of each row's greatest logit, the first of equals. (NumPy's is 4 to 17 times as fast on CPUs.)"""
-    columns: list[int]
-    if logits.device.type == "cpu":
-        columns = (logits.float() if logits.dtype == torch.bfloat16 else logits).numpy().argmax(-1).tolist()
-    else:
-        columns = logits.argmax(-1).tolist()
+def sample_more(law: torch.Tensor, request: Request, lane: int, count: int) -> list[int]:
+    """Return ``count`` further candidates for a place: columns drawn from ``law`` [S] independently of the first one, and of each other."""
+    lanes = range(lane + 1, lane + 1 + count)
+    numbers = uniforms(request.sampling.seed, request.position, Purpose.PROPOSE, request.attempt, lanes)
+    columns: list[int] = draw(law[None], torch.from_numpy(numbers).to(law.device)[None])[0].tolist()
     return columns
 
 
-def draw(laws: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Invert the distribution function of each row (any positive mass) at a uniform in [0, 1) [rows]: column indices [rows].
-
-    Sums are float64; a column without probability is never chosen, whatever the rounding.
-    """
-    cumulative = laws.cumsum(-1, dtype=torch.float64)
-    total = cumulative[:, -1]
-    heights = torch.minimum(numbers * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, heights[:, None], right=True)[:, 0]
+def runners_up(row: torch.Tensor, request: Request, columns: Columns, best: int, count: int) -> list[int]:
+    """Return the columns that a greedy or coupled draft would choose after ``best``, from its logits [1, S]."""
+    wide = scores(row, [request], columns)
+    sampling = request.sampling
+    if sampling.coupled:
+        found = fastest(target_laws(wide, [sampling])[0], sampling.seed, request.position, columns, count + 1)
+    else:
+        found = wide[0].topk(min(count + 1, wide.shape[1])).indices.tolist()
+    return [column for column in found if column != best][:count]
 
 
 def _select(rows: torch.Tensor, places: list[int]) -> torch.Tensor:

@@ -219,7 +219,7 @@ def texts_follow_the_target_s_law(sampling: SamplingParams, drafts: Iterable[str
 
 
 def texts_sampled_with_a_draft_s_law_follow_the_target_s() -> None:
-    texts_follow_the_target_s_law(WIDE, ["other"])
+    texts_follow_the_target_s_law(WIDE, ["other"], rounds=3_000)
 
 
 def texts_sampled_with_a_reduced_law_follow_the_target_s() -> None:

@@ -11,8 +11,9 @@ import torch
 from backend import session
 from backend.drafting import Drafting
 from backend.engines import coupling, llama, processing, torch_engine, verification
+from backend.engines.laws import Law
 from backend.engines.torch_engine import TorchEngine
-from backend.engines.verification import Law, Verdict
+from backend.engines.verification import Verdict
 from backend.ports import Proposal
 from backend.randomness import Purpose
 from backend.request import FinishReason, SamplingParams
@@ -162,8 +163,8 @@ def forget_the_kv_of_accepted_tokens(patch: Patch) -> None:
 
 @killed_by(checks.kv_is_that_of_a_fresh_prefill)
 def count_positions_of_a_run_one_too_high(patch: Patch) -> None:
-    def chunk(original, tokens, start, table, logits):
-        return original(tokens, start + (len(tokens) > 2), table, logits)
+    def chunk(original, tokens, start, *others):
+        return original(tokens, start + (len(tokens) > 2), *others)
 
     wrap(patch, torch_engine, "Chunk", chunk)
 
@@ -182,8 +183,8 @@ def let_a_row_see_the_next_proposed_token(patch: Patch) -> None:
 
 @killed_by(checks.no_number_decides_twice)
 def reuse_the_accept_uniform_for_the_residual(patch: Patch) -> None:
-    def uniforms(original, seed, position, purpose, attempt):
-        return original(seed, position, Purpose.ACCEPT if purpose is Purpose.EMIT else purpose, attempt)
+    def uniforms(original, seed, position, purpose, attempt, lane=0):
+        return original(seed, position, Purpose.ACCEPT if purpose is Purpose.EMIT else purpose, attempt, lane)
 
     wrap(patch, verification, "uniforms", uniforms)
 
@@ -192,16 +193,16 @@ def reuse_the_accept_uniform_for_the_residual(patch: Patch) -> None:
 def draw_the_same_numbers_in_every_step(patch: Patch) -> None:
     """Keeps the law (nobody looks at a number that a rejection discards) until an estimator scores discarded proposals."""
 
-    def uniforms(original, seed, position, purpose, attempt):
-        return original(seed, position, purpose, 0)
+    def uniforms(original, seed, position, purpose, attempt, lane=0):
+        return original(seed, position, purpose, 0, lane)
 
     wrap(patch, verification, "uniforms", uniforms)
 
 
 @killed_by(checks.texts_sampled_with_a_draft_s_law_follow_the_target_s)
 def ignore_the_seed(patch: Patch) -> None:
-    def uniforms(original, seed, position, purpose, attempt):
-        return original([0] * len(seed), position, purpose, attempt)
+    def uniforms(original, seed, position, purpose, attempt, lane=0):
+        return original(0, position, purpose, attempt, lane)
 
     wrap(patch, verification, "uniforms", uniforms)
 
@@ -227,12 +228,12 @@ def keep_a_law_that_is_not_the_one_drawn_from(patch: Patch) -> None:
         return scores.softmax(-1)
 
     wrap(patch, torch_engine, "target_laws", target_laws)
-    patch.setattr(torch_engine, "sample", lambda laws, requests, purpose: sample(drawn_from[0], requests, purpose))
+    patch.setattr(torch_engine, "sample", lambda laws, requests, purpose, lane: sample(drawn_from[0], requests, purpose, lane=lane))
 
 
 @killed_by(checks.texts_sampled_with_a_draft_s_law_follow_the_target_s)
 def take_a_greedy_draft_s_softmax_for_its_law(patch: Patch) -> None:
-    patch.setattr(torch_engine, "sample", lambda laws, requests, purpose: laws.argmax(-1).tolist())
+    patch.setattr(torch_engine, "sample", lambda laws, requests, purpose, lane: laws.argmax(-1).tolist())
 
 
 @killed_by(checks.texts_sampled_with_a_shortlist_follow_the_target_s_law)

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from backend.randomness import Purpose, uniforms
+from backend.randomness import Purpose, draft_lane, uniforms
 
 
 def test_the_same_key_gives_the_same_number_and_every_field_of_the_key_counts():
@@ -14,8 +14,11 @@ def test_the_same_key_gives_the_same_number_and_every_field_of_the_key_counts():
         uniforms(7, 100, Purpose.PROPOSE, 3),
         uniforms(7, 100, Purpose.ACCEPT, 4),
         uniforms(100, 7, Purpose.ACCEPT, 3),
+        uniforms(7, 100, Purpose.ACCEPT, 3, lane=1),
+        uniforms(7, 100, Purpose.ACCEPT, 3, lane=draft_lane("one")),
+        uniforms(7, 100, Purpose.ACCEPT, 3, lane=draft_lane("other")),
     ]
-    assert len({float(value) for value in [base, *others]}) == 7
+    assert len({float(value) for value in [base, *others]}) == 10
 
 
 def test_arrays_equal_their_elements_and_broadcast():

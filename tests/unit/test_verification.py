@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from backend.engines import verification
-from backend.engines.verification import Law, Request, Verdict, acceptance, arg_max, draw, normalised, residual, sample, target_laws, verify
+from backend.engines.laws import Law, acceptance, arg_max, draw, normalised, residual, target_laws
+from backend.engines.verification import Request, Verdict, sample, verify
 from backend.ports import Proposal, Sequence
 from backend.randomness import Purpose
 from backend.request import SamplingParams
@@ -169,9 +170,9 @@ def test_no_uniform_decides_twice(monkeypatch):
     keys = []
     real = verification.uniforms
 
-    def recorded(seed, position, purpose, attempt):
+    def recorded(seed, position, purpose, attempt, lane=0):
         keys.extend((*map(int, key), purpose) for key in np.broadcast(seed, position, attempt))
-        return real(seed, position, purpose, attempt)
+        return real(seed, position, purpose, attempt, lane)
 
     monkeypatch.setattr(verification, "uniforms", recorded)
     laws = torch.full((3, VOCAB), 0.25, dtype=torch.float64)
