@@ -97,7 +97,9 @@ def test_a_decision_in_a_tree_is_the_one_that_is_made_alone(data):
         found = []
         for _ in range(count):
             right = data.draw(st.booleans(), label="right")
-            found += complete(target, sequence, [*sequence.tokens, *behind, *found]).tokens if right else [data.draw(guesses, label="guess")]
+            found += (
+                complete(target, sequence, [*sequence.tokens, *behind, *found]).tokens if right else [data.draw(guesses, label="guess")]
+            )
         return found
 
     def proposal(**others):
@@ -164,7 +166,7 @@ def test_drafts_and_their_candidates_draw_independently():
         ({"run": 2, "keep_probs": True, "widths": (1, 1, 2)}, "at most the 2 tokens"),
         ({"proposal": Proposal("d", [1], siblings=[[2], [3]])}, "siblings of 2 places behind a spine of 1 tokens"),
         ({"proposal": Proposal("d", [1], siblings=[[VOCAB]])}, "must lie in 0..23"),
-        ({"proposal": Proposal("d", [1], siblings=[[2] * 11])}, "needs KV for 17 tokens, has 16"),
+        ({"proposal": Proposal("d", [1], siblings=[list(range(2, 13))])}, "needs KV for 17 tokens, has 16"),
     ],
 )
 def test_a_tree_that_makes_no_sense_is_an_error_that_says_why(turn, message):
