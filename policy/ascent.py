@@ -81,10 +81,8 @@ def ascend(problem: StepProblem, price: float, limit_s: float = math.inf) -> tup
 
 
 def along(problem: StepProblem, price: float) -> tuple[Choice, Score, float] | None:
-    """Return what an ascent from the hint's longest chains finds at once, at the slope around its tokens; None where a search is due.
-
-    It is where the total is not close to the best at that slope, or the choice is no better than no speculation. A bound comes with it for
-    a few rows, which a hint's choice tells.
+    """Return what an ascent from the hint's longest chains finds at once, at the slope around its tokens; None where that is no better than
+    no speculation. A bound comes with it for a few rows, of which the hint has a choice.
     """
     hint = problem.hint
     if hint.tokens == 0 or problem.limit is not None or problem.cap_s < math.inf:
@@ -93,11 +91,12 @@ def along(problem: StepProblem, price: float) -> tuple[Choice, Score, float] | N
     terms = Terms.of(problem, price)
     theta = _slope_around(terms.verify, problem.hint.tokens)
     wanted = np.maximum(terms.net - theta, 0.0)
-    choice = _as_wanted(wanted, *_longest_chains(_worth(wanted, terms.charge), terms.chains, caps))
+    draft, caps = _longest_chains(_worth(wanted, terms.charge), terms.chains, caps)
+    choice = _as_wanted(wanted, draft, caps)
     tilted = theta * np.arange(len(terms.verify)) - terms.verify
     highest = float(tilted[tilted.argmax()])
     if hint.choice is None and _shortfall(tilted, highest, choice) > _CLOSE * problem.base_value:
-        return None
+        choice = _on_staircase(problem, price, terms, draft, caps, math.inf)
     result = score(problem, choice)
     if result.objective(price) <= problem.base_value - price * problem.plain_s:
         return None

@@ -58,7 +58,6 @@ class ClosedLoop:
         outcome = Outcome(
             *(self.ids, plan.draft, length, accepted, accepted + 1, length, rule),
             measured_s=plan.predicted_s,
-            parts_s={"verify": plan.predicted_s},
             free_request=self.ids[free],
             free_draft=np.full(int(free.sum()), DRAFTS.index("lookup")),
             free_accepted=np.minimum(guessed, accepted + 1)[free],
