@@ -151,18 +151,18 @@ def score(problem: StepProblem, choice: Choice) -> Score:
     rows = choice.length.nonzero()[0]
     if not len(rows):
         return Score(problem.base_value, problem.plain_s, problem.plain_s)
-    draft, length = choice.draft[rows], choice.length[rows]
     k_max, drafts, n = problem.gain.shape
+    draft, length = choice if len(rows) == n else (choice.draft[rows], choice.length[rows])
     place = draft * n + rows
-    longest = int(length[length.argmax()])
+    longest = length.item(length.argmax())
     alive = (np.arange(longest)[:, None] < length).astype(np.float64)
     value = problem.base_value + float(np.vdot(problem.gain.reshape(k_max, -1)[:longest].take(place, 1), alive))
     member = (draft[:, None] == np.arange(drafts)).astype(np.float64)
     tokens = np.zeros((drafts, k_max), np.int64)
     tokens[:, :longest] = alive.dot(member).T
     tokens[:, 0] = problem.first_tokens.take(place).dot(member)
-    seconds = float(problem.verify_s[length.sum()]) + problem.speculation_s + float(length.dot(problem.row_s.take(place)))
-    seconds += float(problem.added_s(tokens).sum())
+    seconds = problem.verify_s.item(np.add.reduce(length)) + problem.speculation_s + float(length.dot(problem.row_s.take(place)))
+    seconds += float(np.add.reduce(problem.added_s(tokens), axis=None))
     switch_s = problem.switch_s.take(place)
     return Score(value, seconds + float(switch_s.dot(1 / problem.horizon[rows])), seconds + float(switch_s.sum()))
 

@@ -78,12 +78,17 @@ def step_problem(
     ceiling = np.minimum(np.minimum(ceiling, (remaining - 1)[:, None]), bounds.k_max).T
     if view.limit is not None:
         ceiling = ceiling * (view.limit > 0)[:, None]
-    k_max = int(ceiling.max(initial=0)) if n else 0
+    k_max = ceiling.item(ceiling.argmax()) if ceiling.size else 0
     target, drafts, scale = latency.target, latency.stack, correction[FIRST_DRAFT:, None]
+    verify_scale, overhead_scale = correction.item(VERIFY), correction.item(OVERHEAD)
+    overhead_s, speculation_s = latency.overhead_s * overhead_scale, latency.speculation_s * overhead_scale
+    if given.tokens:
+        overhead_s += speculation_s + float(drafting_s(latency, view, given.rows, given.choice) @ scale[:, 0])
+        speculation_s = 0.0
     base = view.prefill_tokens + everyone + given.tokens
     verify_s = target.run(base, n * k_max + 1) if base else np.zeros(1)
-    context_tokens = float(context.sum()) + (float(view.context[given.rows].sum()) if everyone > n else 0.0)
-    verify_s = correction[VERIFY] * (verify_s + everyone * target.row_s + context_tokens * target.context_s)
+    context_tokens = float(np.add.reduce(context)) + (float(view.context[given.rows].sum()) if everyone > n else 0.0)
+    verify_s = verify_scale * verify_s + (verify_scale * (everyone * target.row_s + context_tokens * target.context_s) + overhead_s)
     if view.headroom is not None:
         verify_s[max(view.headroom - given.tokens, 0) + 1 :] = math.inf
     catchup = np.maximum(catchup.T, 1)
@@ -92,15 +97,11 @@ def step_problem(
     forward_s[:, 0] = 0.0
     first_s = forward_s[:, 1:2] + (first_tokens - 1) * (forward_s[:, 2:3] - forward_s[:, 1:2])
     token_s, opening_s = drafts.lines(max(n, 1))
-    overhead_s, speculation_s = latency.overhead_s * correction[OVERHEAD], latency.speculation_s * correction[OVERHEAD]
-    if given.tokens:
-        overhead_s += speculation_s + float(drafting_s(latency, view, given.rows, given.choice) @ scale[:, 0])
-        speculation_s = 0.0
     return StepProblem(
         _gain(hazard, ceiling, weight, k_max),
         ceiling,
-        float(weight.sum()) + given.value,
-        verify_s + overhead_s,
+        float(np.add.reduce(weight)) + given.value,
+        verify_s,
         speculation_s,
         forward_s,
         first_tokens,
@@ -110,7 +111,7 @@ def step_problem(
         None if view.limit is None else view.limit - given.rows_of_drafts(len(drafts.row_s)),
         given.occupancy(view, k_max),
         view.cap_s,
-        (scale[:, 0] * token_s, np.ones((k_max, 1)) * (scale[:, 0] * opening_s)),
+        (scale[:, 0] * token_s, (correction[None, FIRST_DRAFT:] * opening_s).repeat(k_max, 0)),
         hint,
     )
 
@@ -122,7 +123,7 @@ def _gain(hazard: FloatArray, ceiling: IntArray, weight: FloatArray, k_max: int)
         gain[0] *= weight
     for j in range(1, k_max):
         gain[j] *= gain[j - 1]
-    if ceiling.size and int(ceiling.min()) < k_max:
+    if ceiling.size and ceiling.item(ceiling.argmin()) < k_max:
         gain *= np.arange(k_max)[:, None, None] < ceiling
     return gain
 
