@@ -11,6 +11,7 @@ import numpy as np
 from .acceptance import AcceptanceConfig, AcceptanceModel, AcceptanceState
 from .correction import Shape, Target, corrected, correction_by_part, learnt, shaped
 from .goodput import Choice, Hint, Score, StepProblem, no_speculation
+from .hints import Last
 from .latency import OVERHEAD, VERIFY, LatencyModel
 from .learned import restored, saved
 from .one_row import OneRow, one_row
@@ -24,8 +25,6 @@ from .shapes import CHAINS_ONLY
 _COLD_TOLERANCE, _WARM_TOLERANCE = 0.01, 0.03  # of the price, whose error costs in second order; the next step goes on
 _PRICE_ROUNDS = 4
 _REST_ROWS = 4
-_SEARCH_STEPS = 16  # between two full searches; the steps between start from the last choice
-_ALIKE_ROWS = 8  # a batch that grew or shrank by no more than this part of it is like the last one
 _LOOK_STEPS = 4  # at most, from one look for a probe that found none to be had to the next: looking takes time too
 
 
@@ -79,9 +78,7 @@ class PlannerState:
 
     ``goodput`` is the best goodput of the last batch without its prefill (tokens per second of the model's time; 0: unknown).
     ``credit_s`` is what may still be spent on probes, ``look`` the steps until the next look for one, ``rest`` the steps for which no
-    speculation stays decided, ``proposed`` the tokens proposed in the last step. ``search`` is the steps until the next full search; in
-    between it starts from ``chosen``, the last draft and length by request of a small batch, or ``caps``, a large one's longest chains.
-    ``gap`` is how far the bound was above the choice of that search, as a share of its tokens. ``ranks`` belongs to ``policy.shaped``.
+    speculation stays decided, ``last`` what is kept of the last choice. ``ranks`` belongs to ``policy.shaped``.
     """
 
     acceptance: AcceptanceState
@@ -92,11 +89,7 @@ class PlannerState:
     credit_s: float = 0.0
     rest: int = 0
     look: int = 0
-    proposed: int = 0
-    chosen: dict[int, tuple[int, int]] = field(default_factory=dict)
-    caps: dict[int, int] = field(default_factory=dict)
-    gap: float = 0.0
-    search: int = 0
+    last: Last = field(default_factory=Last)
     ranks: RankState | None = None
 
 
@@ -169,7 +162,7 @@ class AdaptivePlanner:
             notes["probe"] = found.probes
         tokens = found.result.value / problem.base_value if problem.base_value else 1.0
         plan = Plan(found.choice.draft, found.choice.length, found.result.step_s, tokens, price, notes)
-        return plan, self._planned(state, acceptance, view, goodput, found, found.choice.length.item())
+        return plan, self._planned(state, acceptance, view, goodput, found, Last(found.choice.length.item(), 1))
 
     def problem(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[StepProblem, IntArray, FloatArray, Given]:
         """Return the choice that the planner has in a view, its rows of the view, their hazards, and what is given beside them."""
@@ -178,7 +171,7 @@ class AdaptivePlanner:
         given, own = _split(view, rows, hazard)
         if own is not None:
             rows, hazard = rows[own], hazard[own]
-        hint = _hint(state, view, rows)
+        hint = state.last.hint(view, rows)
         problem = step_problem(self.corrected(state), state.correction, view, rows, hazard, given, self._bounds, hint)
         return problem, rows, hazard, given
 
@@ -200,11 +193,11 @@ class AdaptivePlanner:
         draft, length = found.choice if len(rows) == len(view) else _scattered(found.choice, rows, len(view))
         tokens = _tokens(problem, view.weight[rows], found.choice, found.result.value - given.value) + given.expected_tokens
         plan = Plan(draft, length, found.result.step_s, tokens, price, notes)
-        after = self._planned(state, acceptance, view, goodput, found, int(length.sum()))
-        return plan, _remembered(after, view, rows, choice, notes.get("gap", 0.0), state if state.search and bound == math.inf else None)
+        last = state.last.followed_by(view, rows, choice, int(length.sum()), notes.get("gap", 0.0), bound)
+        return plan, self._planned(state, acceptance, view, goodput, found, last)
 
     def _planned(
-        self, state: PlannerState, acceptance: AcceptanceState, view: View, goodput: float, found: Found, proposed: int
+        self, state: PlannerState, acceptance: AcceptanceState, view: View, goodput: float, found: Found, last: Last
     ) -> PlannerState:
         """Return the state after planning (without ``replace``, which takes as long as planning for a row)."""
         return PlannerState(
@@ -214,9 +207,9 @@ class AdaptivePlanner:
             view=view,
             goodput=goodput,
             credit_s=found.credit_s,
-            rest=0 if proposed else self.config.rest_steps,
+            rest=0 if last.tokens else self.config.rest_steps,
             look=found.look,
-            proposed=proposed,
+            last=last,
         )
 
     def _notes(
@@ -352,31 +345,6 @@ def _same_batch(view: View, before: View | None) -> bool:
     if before is None or len(view) < _REST_ROWS or view.given is not None:
         return False
     return not view.prefill_tokens and bool(view.ready.all()) and np.array_equal(view.request, before.request)
-
-
-def _hint(state: PlannerState, view: View, rows: IntArray) -> Hint:
-    """Return what the last step's choice says of this one, if no full search is due."""
-    if not state.search or state.view is None or not len(rows):
-        return Hint(state.proposed)
-    if len(rows) <= FEW_ROWS:
-        if len(rows) != len(state.chosen):
-            return Hint(state.proposed)
-        chosen = [state.chosen.get(r, (NO_DRAFT, 0)) for r in view.request[rows].tolist()]
-        return Hint(state.proposed, Choice(*np.array(chosen).T), state.gap)
-    alike = abs(len(view) - len(state.view)) * _ALIKE_ROWS <= len(view)
-    return Hint(state.proposed, caps=state.caps if alike else None)
-
-
-def _remembered(after: PlannerState, view: View, rows: IntArray, choice: Choice, gap: float, hinted: PlannerState | None) -> PlannerState:
-    """Return the state with what the next hint is made of; ``hinted`` gave the hint followed here, None after a search."""
-    chosen: dict[int, tuple[int, int]] = {}
-    if len(rows) <= FEW_ROWS:
-        chosen = dict(zip(view.request[rows].tolist(), zip(choice.draft.tolist(), choice.length.tolist(), strict=True), strict=True))
-    if hinted is not None:
-        return replace(after, chosen=chosen, caps=hinted.caps, gap=hinted.gap, search=hinted.search - 1)
-    used = set(choice.draft.tolist()) - {NO_DRAFT}
-    caps = {d: int(choice.length[choice.draft == d].max()) for d in sorted(used)}
-    return replace(after, chosen=chosen, caps=caps, gap=gap, search=_SEARCH_STEPS)
 
 
 def _split(view: View, rows: IntArray, hazard: FloatArray) -> tuple[Given, BoolArray | None]:
