@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,7 +15,8 @@ _SEARCH_STEPS = 16  # between two full searches
 _ALIKE_ROWS = 8  # a batch that grew or shrank by no more than this part of it is like the last one
 
 
-class Last(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Last:
     """What is kept of the last choice: the ``tokens`` proposed, the ``rows`` planned for, and the steps until the next full ``search``.
 
     ``chosen`` are the drafts and lengths by request of a few rows, ``caps`` the longest chains of many and ``gap`` how far the bound was

@@ -121,7 +121,7 @@ class ShapedPlanner(AdaptivePlanner):
         draft, length = np.full(len(view), NO_DRAFT), np.zeros(len(view), np.int64)
         draft[rows], length[rows] = best.first
         plan = Plan(draft, length, best.result.step_s, best.tokens, basis.price, {**plan.notes, "gain": gain})
-        last = after.last._replace(tokens=int(length.sum()))
+        last = replace(after.last, tokens=int(length.sum()))
         return best, plan, replace(after, goodput=_goodput(best.result, prefill_s), rest=0, last=last)
 
     def _able(self, name: str) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 
 from .acceptance import AcceptanceConfig, AcceptanceState
 from .correction import Shape
+from .hints import Last
 from .latency import LatencyCurve, LatencyModel
 from .plan import Outcome, Plan, Policy, TurnShape, View
 from .planner import AdaptivePlanner, PlannerConfig, PlannerState
@@ -24,7 +25,7 @@ from .shapes import Shapes
 
 SCHEMA = 2
 _KINDS = {"i": np.int64, "f": np.float64, "b": np.bool_}
-_CLASSES = {cls.__name__: cls for cls in (View, Plan, TurnShape, Outcome, PlannerState, AcceptanceState, Shape, RankState)}
+_CLASSES = {cls.__name__: cls for cls in (View, Plan, TurnShape, Outcome, PlannerState, Last, AcceptanceState, Shape, RankState)}
 
 
 class TraceError(ValueError):
