@@ -8,6 +8,7 @@ Cold is the first step of a planner that knows nothing; warm starts from the las
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from time import thread_time
@@ -37,9 +38,10 @@ def model() -> LatencyModel:
 class ClosedLoop:
     """``rows`` requests in flight, each replaced when it ends; what a loop knows of them, as plain lists."""
 
-    def __init__(self, rows: int, rng: np.random.Generator) -> None:
+    def __init__(self, rows: int, rng: np.random.Generator, remaining: int | None = None) -> None:
         self._rng, self._rows = rng, rows
-        self.ids, self.remaining = np.arange(rows), rng.integers(20, 200, rows)
+        self.ids = np.arange(rows)
+        self.remaining = rng.integers(20, 200, rows) if remaining is None else np.full(rows, remaining)
         self.catchup = np.full((rows, len(DRAFTS)), 40)
 
     def columns(self) -> tuple[list[int], list[int], list[int], list[int]]:
@@ -118,3 +120,23 @@ def measure(rows: int, steps: int, seed: int) -> dict[str, float]:
         "gap_max": max(gaps[warm]),
     }
     return {name: round(value, 4 if name.startswith(("gap", "mean")) else 1) for name, value in figures.items()}
+
+
+def flapping(rows: int, steps: int, seed: int) -> dict[str, float]:
+    """Return in which share of steps a row's draft, and its draft or length, is another than in the step before, the batch being steady.
+
+    No request ends, what it accepts is drawn by constant rates, and steps that probe are left out with the one behind them. The first
+    half is learning. ``tokens`` is by how many its length changes in the mean.
+    """
+    planner, rng = AdaptivePlanner(DRAFTS, model()), np.random.default_rng(seed)
+    loop, state, plans = ClosedLoop(rows, rng, remaining=100 * steps), planner.start(), []
+    for step in range(steps):
+        view, plan, state, _ = timed_plan(planner, state, loop.columns(), 0.01 * step)
+        state = planner.observe(loop.step(plan, view.rule), state, 0.01 * step)
+        plans.append(plan)
+    late = plans[steps // 2 :]
+    pairs = [(one, two) for one, two in pairwise(late) if not one.notes["probe"] and not two.notes["probe"]]
+    drafts = [float((one.draft != two.draft).mean()) for one, two in pairs]
+    lengths = [float(((one.draft != two.draft) | (one.length != two.length)).mean()) for one, two in pairs]
+    tokens = [float(np.abs(one.length - two.length).mean()) for one, two in pairs]
+    return {name: round(float(np.mean(x)), 4) for name, x in (("draft", drafts), ("choice", lengths), ("tokens", tokens))}

@@ -1,14 +1,15 @@
 """The best plan of a step by another road: the formulas of the design in plain loops, sharing no code with the policy but its tables.
 
 Up to three rows every choice is tried; up to eight, a dynamic program over the rows whose state is how many rows each draft has at each
-depth. Instances are random: staircases, catch-up, limits of drafts, ceilings, remaining tokens and KV headroom.
+depth. Instances are random: staircases, catch-up, limits of drafts, ceilings, remaining tokens, KV headroom, and where wanted a cap on the
+step's time (which enumeration alone knows) and rows whose choice is given.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -17,9 +18,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from policy import NO_DRAFT, LatencyCurve, LatencyModel, View
-from policy.goodput import StepProblem
+from policy.goodput import NO_HINT, Hint, StepProblem
+from policy.goodput import Choice as Columns
 from policy.one_row import OneRow, one_row
-from policy.problem import NOTHING_GIVEN, Bounds, step_problem
+from policy.problem import NOTHING_GIVEN, Bounds, Given, step_problem
 
 Choice = tuple[tuple[int, int], ...]
 """(draft, length) by row."""
@@ -29,7 +31,10 @@ NOTHING = (NO_DRAFT, 0)
 
 @dataclass(frozen=True)
 class Instance:
-    """A view, the hazards float64[rows, drafts, positions] of its requests, the model of time with its correction, and the price."""
+    """A view, the hazards float64[rows, drafts, positions] of its requests, the model of time with its correction, and the price.
+
+    ``given`` are the options of the view's last rows, which are not to be chosen.
+    """
 
     view: View
     hazard: np.ndarray
@@ -37,11 +42,20 @@ class Instance:
     correction: np.ndarray
     bounds: Bounds
     price: float
+    given: Choice = ()
 
-    def problem(self) -> StepProblem:
+    def problem(self, hint: Hint = NO_HINT) -> StepProblem:
         """Return it as the optimiser gets it."""
-        rows = np.arange(len(self.view))
-        return step_problem(self.latency, self.correction, self.view, rows, self.hazard, NOTHING_GIVEN, self.bounds)
+        own, given = np.arange(self.rows), NOTHING_GIVEN
+        if self.given:
+            choice = Columns(*np.array(self.given).T)
+            given = Given.of(self.view, np.arange(self.rows, len(self.view)), choice, self.hazard[self.rows :])
+        return step_problem(self.latency, self.correction, self.view, own, self.hazard[: self.rows], given, self.bounds, hint)
+
+    @property
+    def rows(self) -> int:
+        """Return how many rows are to be chosen for."""
+        return len(self.view) - len(self.given)
 
     def one_row(self) -> OneRow:
         """Return it as the scalar path gets it."""
@@ -56,6 +70,8 @@ class Instance:
 
     def options(self, row: int) -> list[tuple[int, int]]:
         """Return a row's options."""
+        if row >= self.rows:
+            return [self.given[row - self.rows]]
         drafts = range(len(self.view.drafts))
         return [NOTHING, *((d, k) for d in drafts for k in range(1, self.longest(row, d) + 1))]
 
@@ -101,15 +117,38 @@ class Instance:
         return float(self.correction[2 + draft]) * sum(self._base(draft, t) for t in tokens if t)
 
     def objective(self, choice: Choice) -> float:
-        """Return the priced objective of a choice; -inf where it breaks a limit."""
+        """Return the priced objective of a choice for all rows; -inf where it breaks a limit or the cap."""
+        shared_s = self.shared_s(choice)
+        if self.view.cap_s < float("inf") and shared_s + self.alone_s(choice) > max(self.view.cap_s, self.plain_s) * (1 + 1e-9):
+            return -float("inf")
+        return sum(self.worth(row, option) for row, option in enumerate(choice)) - self.price * shared_s
+
+    @cached_property
+    def plain_s(self) -> float:
+        """Return the seconds of the step if nothing is chosen beside what is given."""
+        choice = (*[NOTHING] * self.rows, *self.given)
+        return self.shared_s(choice) + self.alone_s(choice)
+
+    def alone_s(self, choice: Choice) -> float:
+        """Return the seconds that single rows take: reading their KV, and their whole catch-up."""
+        seconds = 0.0
+        for row, (d, length) in enumerate(choice):
+            if length:
+                curve, scale = self.latency.drafts[d], float(self.correction[2 + d])
+                seconds += scale * length * (curve.row_s + curve.context_s * float(self.view.context[row]))
+                seconds += scale * (self._base(d, self.unseen(row, d)) - self._base(d, self.first(row, d)))
+        return seconds
+
+    def shared_s(self, choice: Choice) -> float:
+        """Return the seconds of verification and of the drafts' forwards; inf where a draft has more rows than it serves."""
         shared_s = self.verify_s[sum(length for _, length in choice)]
         for d in range(len(self.view.drafts)):
             group = [(row, length) for row, (draft, length) in enumerate(choice) if draft == d]
             if self.view.limit is not None and len(group) > self.view.limit[d]:
-                return -float("inf")
+                return float("inf")
             depths = [sum(length > j for _, length in group) for j in range(1, self.bounds.k_max)]
             shared_s += self.forwards_s(d, (sum(self.first(row, d) for row, _ in group), *depths))
-        return sum(self.worth(row, option) for row, option in enumerate(choice)) - self.price * shared_s
+        return shared_s
 
     def _base(self, draft: int, tokens: int) -> float:
         return float(self.latency.drafts[draft].base(np.array(tokens)))
@@ -151,6 +190,41 @@ def _shared(instance: Instance, state: tuple[tuple[int, ...], ...]) -> float:
     for d, tokens in enumerate(state):
         seconds += instance.forwards_s(d, (tokens[0], *tokens[2:]))
     return -instance.price * seconds
+
+
+def with_cap(instance: Instance, rng: np.random.Generator) -> Instance:
+    """Return the instance under a cap on the step's time, somewhere around the steps that it may choose."""
+    cap_s = instance.plain_s * float(rng.uniform(0.8, 2.0))
+    return replace(instance, view=replace(instance.view, cap_s=cap_s))
+
+
+def with_given(instance: Instance, rng: np.random.Generator) -> Instance:
+    """Return the instance with its last row or two given: an option that they have, without a catch-up to be spread."""
+    view = instance.view
+    rows = len(view) - int(rng.integers(1, min(3, len(view))))
+    catchup = view.catchup.copy()
+    catchup[rows:] = np.minimum(catchup[rows:], 2)
+    limit = None if view.limit is None else view.limit + len(view) - rows
+    headroom = None if view.headroom is None else view.headroom + (len(view) - rows) * instance.bounds.k_max
+    changed = replace(instance, view=replace(view, catchup=catchup, limit=limit, headroom=headroom))
+    options = [changed.options(row) for row in range(rows, len(view))]
+    return replace(changed, given=tuple(row[int(rng.integers(len(row)))] for row in options))
+
+
+def drifted(instance: Instance, choice: Choice, rng: np.random.Generator) -> Instance:
+    """Return the instance a step later: some of the choice was accepted, drafts not used fell behind, hazards are estimated anew."""
+    view = instance.view
+    emitted = np.array([1 + int(rng.integers(0, length + 1)) for _, length in choice])
+    used = np.array([draft for draft, _ in choice])[:, None] == np.arange(len(view.drafts))
+    following = replace(
+        view,
+        context=view.context + emitted,
+        remaining=np.maximum(view.remaining - emitted, 1),
+        catchup=np.where(used, rng.integers(1, 3, used.shape), view.catchup + emitted[:, None]),
+    )
+    noise = rng.normal(0.0, 0.1, (*used.shape, 1)) + rng.normal(0.0, 0.02, instance.hazard.shape)
+    odds = instance.hazard / (1 - instance.hazard) * np.exp(noise)
+    return replace(instance, view=following, hazard=odds / (1 + odds), price=instance.price * float(rng.uniform(0.97, 1.03)))
 
 
 def random_instance(rng: np.random.Generator, rows: int, drafts: int, k_max: int) -> Instance:

@@ -2,8 +2,9 @@
 
 ``policy``: what planning costs (``bench_planning``), and how good the optimiser's choice is. ``brute_force_mismatches`` counts, of
 ``instances`` random ones of up to three rows, those where it is worth less than the best of all choices by the oracle's scoring.
-``gap`` (by rows x drafts x positions) is the distribution of what is lost at four to eight rows, ``bound_distance`` of what the dual bound
-leaves open above: both as a share of what the step's time is worth in tokens.
+``gap`` (by rows x drafts x positions) is the distribution of what is lost at three to eight rows, both by a search from nothing (cold) and
+by what starts from the choice of the step before (warm, what serving does between searches); ``bound_distance`` of what the dual bound
+leaves open above: all as a share of what the step's time is worth in tokens. ``flapping`` is how often a steady request's choice changes.
 """
 
 from __future__ import annotations
@@ -19,38 +20,71 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from policy.goodput import Choice
+from policy.hints import Last
 from policy.optimiser import best_choice
-from tests.bench.bench_planning import measure
-from tests.bench.oracle import Instance, best_by_enumeration, best_by_rows, random_instance, sizes
+from tests.bench.bench_planning import flapping, measure
+from tests.bench.oracle import (
+    Instance,
+    best_by_enumeration,
+    best_by_rows,
+    drifted,
+    random_instance,
+    sizes,
+    with_cap,
+    with_given,
+)
 
 BATCHES = (1, 2, 3, 4, 8, 16, 64, 256)
-MIDDLE = ((4, 3, 3), (4, 4, 2), (5, 2, 3), (6, 2, 3), (7, 2, 2), (8, 2, 2))
+MIDDLE = ((3, 4, 3), (4, 3, 3), (4, 4, 2), (5, 2, 3), (6, 2, 3), (7, 2, 2), (8, 2, 2))
 LARGE = ((9, 4, 8), (16, 4, 8), (64, 4, 8), (256, 4, 8))
 
 
 def found(instance: Instance, choice: Choice) -> float:
     """Return the objective of a choice by the oracle's scoring."""
-    return instance.objective(tuple(zip(choice.draft.tolist(), choice.length.tolist(), strict=True)))
+    return instance.objective((*options(choice), *instance.given))
+
+
+def options(choice: Choice) -> tuple[tuple[int, int], ...]:
+    """Return a choice as the oracle writes it."""
+    return tuple(zip(choice.draft.tolist(), choice.length.tolist(), strict=True))
 
 
 def mismatches(count: int, rng: np.random.Generator) -> int:
-    """Return how many of so many instances of one to three rows have a better choice than the optimiser's."""
+    """Return how many of so many instances of up to three rows have a better choice than the optimiser's; some with given rows or a cap."""
     missed = 0
     for _ in range(count):
         instance = random_instance(rng, *sizes(rng))
+        if len(instance.view) > 1 and rng.random() < 0.25:
+            instance = with_given(instance, rng)
+        if rng.random() < 0.25:
+            instance = with_cap(instance, rng)
         best = best_by_enumeration(instance)
         missed += abs(found(instance, best_choice(instance.problem(), instance.price)[0]) - best) > 1e-9 * (1 + abs(best))
     return missed
 
 
-def losses(size: tuple[int, int, int], count: int, rng: np.random.Generator) -> list[float]:
-    """Return what the choice loses against the best one, as a share."""
-    lost = []
+def losses(size: tuple[int, int, int], count: int, rng: np.random.Generator) -> tuple[list[float], list[float]]:
+    """Return what the choice loses against the best one, as a share: found from nothing, and a step or two later from the one before."""
+    cold, warm = [], []
     for _ in range(count):
-        instance = random_instance(rng, *size)
-        choice, result, _ = best_choice(instance.problem(), instance.price)
-        lost.append((best_by_rows(instance) - found(instance, choice)) / (instance.price * result.charged_s))
-    return lost
+        instance, last = random_instance(rng, *size), Last()
+        for step in range(3):
+            rows = np.arange(instance.rows)
+            choice, result, bound = best_choice(instance.problem(last.hint(instance.view, rows)), instance.price)
+            worth = instance.price * result.charged_s
+            (warm if step else cold).append((best_by_rows(instance) - found(instance, choice)) / worth)
+            gap = (bound - result.objective(instance.price)) / result.value if bound < np.inf else 0.0
+            last = last.followed_by(instance.view, rows, choice, int(choice.length.sum()), gap, bound)
+            instance = drifted(instance, options(choice), rng)
+    return cold, warm
+
+
+def gaps(count: int, rng: np.random.Generator) -> dict[str, dict[str, Any]]:
+    """Return the distributions of what is lost, cold and warm, by size."""
+    return {
+        "x".join(map(str, size)): {name: distribution(lost) for name, lost in zip(("cold", "warm"), losses(size, count, rng), strict=True)}
+        for size in MIDDLE
+    }
 
 
 def distances(size: tuple[int, int, int], count: int, rng: np.random.Generator) -> list[float]:
@@ -62,7 +96,7 @@ def distances(size: tuple[int, int, int], count: int, rng: np.random.Generator) 
 
 def distribution(values: list[float]) -> dict[str, float]:
     """Return what a list of shares comes to; ``none`` is how many of them are nil."""
-    quantiles = {f"p{q}": float(np.quantile(values, q / 100)) for q in (50, 90, 99)}
+    quantiles = {f"p{q}": float(np.quantile(values, q / 100)) for q in (50, 90, 95, 99)}
     figures = {"mean": float(np.mean(values)), **quantiles, "worst": max(values), "none": float(np.mean(np.array(values) < 1e-9))}
     return {"instances": len(values), **{name: round(max(value, 0.0), 5) for name, value in figures.items()}}
 
@@ -76,8 +110,9 @@ def policy(seed: int, instances: int) -> dict[str, Any]:
         "planning": planning,
         "brute_force_instances": instances,
         "brute_force_mismatches": mismatches(instances, rng),
-        "gap": {"x".join(map(str, size)): distribution(losses(size, instances // 60, rng)) for size in MIDDLE},
+        "gap": gaps(instances // 40, rng),
         "bound_distance": {"x".join(map(str, size)): distribution(distances(size, instances // 60, rng)) for size in LARGE},
+        "flapping": {str(rows): flapping(rows, 400, seed) for rows in (1, 4, 16, 64)},
     }
 
 
