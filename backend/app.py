@@ -67,7 +67,7 @@ class App:
         _check(request, len(prompt), self.max_context_tokens, self.tokenizer.vocab_size)
         end_ids = self.tokenizer.end_ids if request.end_id is None else frozenset({request.end_id} - {NO_END_ID})
         sampling = sampling_params(request, self.tokenizer, end_ids, self.config.plan_invariant)
-        sequence = Sequence(next(self._ids), prompt, len(prompt), sampling)
+        sequence = Sequence(next(self._ids), prompt, len(prompt), sampling, salt=request.cache_salt or "")
         session = Session(sequence, request, end_ids, IncrementalDecoder(self.tokenizer.token_bytes), sink)
         session.control = self.switches.current().in_control(session.id)
         return session
@@ -130,6 +130,7 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
         {engine.name: engine.limits.kv_blocks for engine in (target, *drafts)},
         headroom_tokens=config.policy.k_max + 1,
         guaranteed=config.limits.batch_scheduler_policy == "guaranteed_no_evict",
+        target=target if config.limits.enable_kv_cache_reuse else None,
     )
     planner = policy.SwitchedPolicy(_policy(config, drafts, tables, step_stats), switches.current)
     orchestrator = Orchestrator(

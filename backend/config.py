@@ -65,7 +65,8 @@ class LimitsConfig:
     """Bounds of the service, in requests and tokens; ``max_request_s`` is the longest that a request may live, waiting included.
 
     ``batch_scheduler_policy`` has TensorRT-LLM's names: ``max_utilization`` admits by the KV that is needed now and pre-empts the latest
-    request when it runs out; ``guaranteed_no_evict`` reserves a request's whole life at admission.
+    request when it runs out; ``guaranteed_no_evict`` reserves a request's whole life at admission. ``enable_kv_cache_reuse`` lets requests
+    whose texts begin alike share the KV of that beginning.
     """
 
     max_active_requests: int = _setting(64, low=1, high=4096)
@@ -75,6 +76,7 @@ class LimitsConfig:
     prefill_chunk_tokens: int = _setting(256, low=1)
     kv_cache_tokens: int = _setting(32768, low=256)
     batch_scheduler_policy: str = _setting("max_utilization", choices=("max_utilization", "guaranteed_no_evict"))
+    enable_kv_cache_reuse: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,13 @@ FAMILIES: tuple[Family, ...] = (
     Family("spindle_inter_token_cap_seconds", _G, "Longest step that the planner may choose; 0: no cap"),
     Family("spindle_active_requests", _G, "Requests in the in-flight batch"),
     Family("spindle_queued_requests", _G, "Requests waiting for admission"),
-    Family("spindle_kv_blocks", _G, "Blocks of 16 tokens in the KV cache, by state (used, free)", ("state",)),
+    Family(
+        "spindle_kv_blocks",
+        _G,
+        "Blocks of 16 tokens in the KV cache: used, free, cached (free, with the KV of a text)",
+        ("state",),
+    ),
+    Family("spindle_kv_block_events_total", _C, "Complete blocks of admitted requests: reused, missed; cached ones evicted", ("event",)),
+    Family("spindle_kv_reused_tokens_total", _C, "Tokens whose KV the target had when their request was admitted"),
     Family("spindle_latency_drift", _G, "Measured over predicted time, by part of the step", ("part",)),
 )

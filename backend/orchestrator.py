@@ -260,8 +260,8 @@ class Orchestrator:
 
     def _release(self, session: Session, log: StepLog) -> None:
         """Forget a request everywhere: batch, engines, ledger, and (at the end of the step) policy."""
-        self._forget(session)
         self._ledger.release(session.sequence)
+        self._forget(session)
         log.finished.append(session.id)
 
     def _forget(self, session: Session) -> None:
@@ -284,4 +284,5 @@ class Orchestrator:
                 self.policy_state = self._policy.start()
         if plan is not None:
             self._stats.step(plan, outcome, self._drafting.names, log.control)
+        self._stats.reuse(self._ledger.take_reuse())
         self._stats.state(*self.counts(), self._ledger.usage(), self._policy.drift(self.policy_state))

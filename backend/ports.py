@@ -27,6 +27,9 @@ class Sequence:
     ``blocks[name][p // 16]`` at offset ``p % 16``. A table grows at its end only; a sequence that loses its table is cancelled in every
     engine before its blocks are used again. ``attempt`` counts the turns that drew tokens; with seed, position and purpose it keys the
     randomness, so that no discarded draw is used twice.
+
+    ``keys[i]``, the ledger's too, names the content of complete block i (``backend.block_pool``): sequences with the same key may have that
+    block in common. Whether its KV is there is each engine's own knowledge. ``salt`` keeps tenants' blocks apart.
     """
 
     id: int
@@ -35,6 +38,8 @@ class Sequence:
     sampling: SamplingParams
     blocks: dict[str, list[int]] = field(default_factory=dict)
     attempt: int = 0
+    keys: list[bytes] = field(default_factory=list)
+    salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,8 @@ class SamplingParams:
 class GenerationRequest:
     """One request as it crosses the wire, already type-checked by the codec; absent options are None.
 
-    ``num_draft_tokens`` is a ceiling on the speculation length (0 = no speculation, None = the policy decides).
+    ``num_draft_tokens`` is a ceiling on the speculation length (0 = no speculation, None = the policy decides). Only requests of one
+    ``cache_salt`` share KV.
     """
 
     text_input: str
@@ -114,6 +115,7 @@ class GenerationRequest:
     embedding_bias_words: tuple[str, ...] = ()
     embedding_bias_weights: tuple[float, ...] = ()
     return_log_probs: bool = False
+    cache_salt: str | None = None
 
     def to_wire(self) -> dict[str, Any]:
         """Return a JSON-able dict with the absent options left out."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from backend.kv_ledger import Reuse
 from policy import NO_DRAFT, Outcome, Plan, Switches
 
 Labels = tuple[tuple[str, str], ...]
@@ -91,6 +92,14 @@ class StepStats:
     def preemption(self) -> None:
         """Count a request that gave its KV back and waits to be resumed."""
         self._stats.count("spindle_preemptions_total")
+
+    def reuse(self, reuse: Reuse) -> None:
+        """Count what prefix reuse has come to since the last time."""
+        for event, blocks in (("reused", reuse.reused), ("missed", reuse.missed), ("evicted", reuse.evicted)):
+            if blocks:
+                self._stats.count("spindle_kv_block_events_total", blocks, event=event)
+        if reuse.tokens:
+            self._stats.count("spindle_kv_reused_tokens_total", reuse.tokens)
 
     def state(self, active: int, queued: int, kv_blocks: dict[str, int], drift: dict[str, float]) -> None:
         """Set the gauges: load, KV blocks by state, and measured over predicted time by part of the step."""

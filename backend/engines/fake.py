@@ -53,7 +53,8 @@ class FakeEngine:
         self._step_s = step_s
         self._queued: list[Turn] = []
         self._ran: dict[int, tuple[int, list[int]]] = {}  # sequence id -> (verified length, tokens run beyond it)
-        self._writer = np.zeros((kv_blocks, BLOCK_TOKENS), np.int64)  # who wrote a slot last, which is all that this KV pool holds
+        self._marks: dict[int, list[int]] = {}  # sequence id -> what KV of its committed tokens looks like
+        self._pool = np.zeros((kv_blocks, BLOCK_TOKENS), np.int64)  # KV: a hash of the text (and salt) up to each position
 
     def submit(self, turns: Seq[Turn]) -> None:
         """Queue turns."""
@@ -73,10 +74,11 @@ class FakeEngine:
         self._queued = [turn for turn in self._queued if turn.sequence.id not in gone]
         for sequence_id in gone:
             self._ran.pop(sequence_id, None)
+            self._marks.pop(sequence_id, None)
 
     def unseen(self, sequence: Sequence) -> int:
-        """Return the committed tokens that this engine has not run on."""
-        verified, beyond = self._ran.get(sequence.id, (0, []))
+        """Return the committed tokens that this engine has not run on, nor on those of another sequence with the same blocks."""
+        verified, beyond = self._ran.get(sequence.id) or (self._shared(sequence), [])
         matching = next((i for i, token in enumerate(beyond) if sequence.tokens[verified + i : verified + i + 1] != [token]), len(beyond))
         return len(sequence.tokens) - verified - matching
 
@@ -91,29 +93,52 @@ class FakeEngine:
         """Do nothing: there is nothing to release."""
 
     def _complete(self, turn: Turn) -> Completion:
-        sequence = turn.sequence
-        error = self._write(turn) if self.limits.kv_blocks else None
+        sequence, proposed = turn.sequence, turn.proposal.tokens if turn.proposal else []
+        error = self._wrong_with_blocks(turn, turn.end + len(proposed) + max(0, turn.run - 1)) if self.limits.kv_blocks else None
         if error:
             return Completion(sequence.id, [], error=f"{self.name}: {error}")
         tokens, accepted, laws, log_probs = self._run(turn)
+        if self.limits.kv_blocks:
+            self._write(turn, proposed or tokens[:-1])
         self._ran[sequence.id] = (turn.end, tokens[:-1])
         point_mass = sequence.sampling.greedy or sequence.sampling.coupled
         probs = np.array(laws) if turn.keep_probs and not point_mass else None
         return Completion(sequence.id, tokens, accepted, probs, log_probs if sequence.sampling.log_probs else None)
 
-    def _write(self, turn: Turn) -> str | None:
-        """Write the turn's KV behind what the sequence has run on; return what is wrong with its block table, if anything."""
+    def _wrong_with_blocks(self, turn: Turn, written_tokens: int) -> str | None:
+        """Return what is wrong with a turn's block table, if anything: too short, or not the KV of its text."""
         sequence, blocks = turn.sequence, turn.sequence.blocks.get(self.name, [])
-        start = min(turn.end, len(sequence.tokens) - self.unseen(sequence))
-        written = turn.end + (len(turn.proposal.tokens) if turn.proposal else 0) + max(0, turn.run - 1)
-        if len(blocks) * BLOCK_TOKENS < written:
-            return f"the block table of sequence {sequence.id} is too short for {written} tokens"
-        writer = self._writer[blocks].ravel()
-        if (writer[:start] != sequence.id).any():
-            return f"another sequence wrote into the KV of sequence {sequence.id}"
-        writer[start:written] = sequence.id
-        self._writer[blocks] = writer.reshape(-1, BLOCK_TOKENS)
+        if len(blocks) * BLOCK_TOKENS < written_tokens:
+            return f"the block table of sequence {sequence.id} is too short for {written_tokens} tokens"
+        seen = min(turn.end, len(sequence.tokens) - self.unseen(sequence))
+        if (self._pool[blocks].ravel()[:seen] != self._marks_of(sequence, seen)).any():
+            return f"the KV of sequence {sequence.id} was overwritten"
         return None
+
+    def _write(self, turn: Turn, beyond: list[int]) -> None:
+        """Write the KV of the turn's text and of the tokens run ``beyond`` it, which may or may not become text."""
+        sequence, blocks = turn.sequence, turn.sequence.blocks[self.name]
+        marks = list(self._marks_of(sequence, turn.end))
+        for token in beyond:
+            marks.append(_mark(marks[-1], token))
+        start = min(turn.end, len(sequence.tokens) - self.unseen(sequence))
+        pool = self._pool[blocks].ravel()
+        pool[start : len(marks)] = marks[start:]
+        self._pool[blocks] = pool.reshape(-1, BLOCK_TOKENS)
+
+    def _marks_of(self, sequence: Sequence, end: int) -> list[int]:
+        """Return the marks of the first ``end`` committed tokens; only those of new ones are made."""
+        marks = self._marks.setdefault(sequence.id, [])
+        for token in sequence.tokens[len(marks) : end]:
+            marks.append(_mark(marks[-1] if marks else sequence.salt, token))
+        return marks[:end]
+
+    def _shared(self, sequence: Sequence) -> int:
+        """Return how many leading tokens of a sequence that has not run here have KV in its blocks already."""
+        blocks = sequence.blocks.get(self.name, ())[: len(sequence.keys)] if self.limits.kv_blocks else ()
+        marks = self._marks_of(sequence, len(blocks) * BLOCK_TOKENS) if blocks else []
+        alike = (self._pool[b].tolist() == marks[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS] for i, b in enumerate(blocks))
+        return BLOCK_TOKENS * next((i for i, same in enumerate(alike) if not same), len(blocks))
 
     def _run(self, turn: Turn) -> tuple[list[int], int, list[FloatArray], list[float]]:
         """Return (tokens, how many were accepted, the laws of the freely run ones, every token's log-probability).
@@ -160,6 +185,10 @@ class FakeEngine:
             noise = np.random.default_rng((sampling.seed, len(context), _COUPLED)).standard_exponential(VOCAB_SIZE)
             law = _point_mass(int((law / noise).argmax()))
         return law, scores
+
+
+def _mark(before: int | str, token: int) -> int:
+    return hash((before, token))
 
 
 def _processed(logits: FloatArray, context: list[int], sequence: Sequence) -> FloatArray:

@@ -20,12 +20,16 @@ from backend.randomness import Purpose, draft_lane
 
 @dataclass(slots=True)
 class _Cache:
-    """What the KV pool holds of a sequence: the token ids run, position by position, of which the first ``agreed`` are committed."""
+    """What the KV pool holds of a sequence: the token ids run, position by position, of which the first ``agreed`` are committed.
+
+    The engine knows the content of the first ``named`` blocks by their keys.
+    """
 
     blocks: list[int]
     table: KVTable
     ran: list[int] = field(default_factory=list)
     agreed: int = 0
+    named: int = 0
 
     def seen(self, tokens: list[int]) -> int:
         """Return how many of the committed ``tokens`` have KV here. Looks only at what is new since the last call."""
@@ -123,6 +127,7 @@ class TorchEngine:
             self._model = Llama(config, weights, kv_blocks=kv_blocks, max_positions=self._max_positions)
         self._columns = Columns(self._model.token_ids)
         self._caches: dict[int, _Cache] = {}
+        self._contents: dict[int, bytes] = {}  # the keys of complete blocks whose KV the pool has
         self._turns: list[Turn] = []
 
     def submit(self, turns: Seq[Turn]) -> None:
@@ -155,9 +160,12 @@ class TorchEngine:
 
     def unseen(self, sequence: Sequence) -> int:
         """Return how many committed tokens have no KV here."""
-        cache = self._caches.get(sequence.id)
-        known = cache is not None and cache.grew_into(sequence.blocks.get(self.name, []))
-        return len(sequence.tokens) - (cache.seen(sequence.tokens) if cache and known else 0)
+        cache, blocks = self._caches.get(sequence.id), sequence.blocks.get(self.name, [])
+        if cache is None or not cache.grew_into(blocks):
+            if not self._shared_blocks(sequence, blocks):
+                return len(sequence.tokens)
+            cache = self._cache(sequence)
+        return len(sequence.tokens) - self._seen(cache, sequence)
 
     def available(self, sequence: Sequence, length: int) -> int:
         """Return ``length`` cut to the engine's limit and to the room left in the context and in the sequence's blocks."""
@@ -172,6 +180,7 @@ class TorchEngine:
     def close(self) -> None:
         """Release the model and its KV; the engine is of no use afterwards."""
         self._caches.clear()
+        self._contents.clear()
         self._turns.clear()
         del self._model
 
@@ -186,9 +195,30 @@ class TorchEngine:
         if cache is None or cache.blocks != blocks:
             if min(blocks) < 0 or max(blocks) >= self.limits.kv_blocks:
                 raise ValueError(f"block table of sequence {sequence.id} must lie in 0..{self.limits.kv_blocks - 1}, got {blocks}")
-            ran = cache.ran if cache and cache.grew_into(blocks) else []
-            cache = self._caches[sequence.id] = _Cache(list(blocks), KVTable(blocks, self._model.device), ran)
+            table = KVTable(blocks, self._model.device)
+            if cache and cache.grew_into(blocks):
+                known, cache.blocks, cache.table = len(cache.blocks), list(blocks), table
+            else:
+                known = self._shared_blocks(sequence, blocks)
+                tokens = known * BLOCK_TOKENS
+                cache = self._caches[sequence.id] = _Cache(list(blocks), table, sequence.tokens[:tokens], tokens, known)
+            for block in blocks[known:]:  # to be written now
+                self._contents.pop(block, None)
         return cache
+
+    def _shared_blocks(self, sequence: Sequence, blocks: list[int]) -> int:
+        """Return how many leading blocks of a new table have the sequence's KV already, run for another or before it lost its blocks."""
+        pairs = enumerate(zip(blocks, sequence.keys, strict=False))
+        return next((i for i, (block, key) in pairs if self._contents.get(block) != key), min(len(blocks), len(sequence.keys)))
+
+    def _seen(self, cache: _Cache, sequence: Sequence) -> int:
+        """Return how many committed tokens have KV here, and note the content of blocks that they have come to fill."""
+        seen = cache.seen(sequence.tokens)
+        complete = min(seen // BLOCK_TOKENS, len(sequence.keys))
+        for index in range(cache.named, complete):
+            self._contents[cache.blocks[index]] = sequence.keys[index]
+        cache.named = max(cache.named, complete)
+        return seen
 
     def _prepare(self, turn: Turn) -> _Job:
         """Check a turn, roll its cache back to what the turn builds on, and cut its chunk; ValueError names what is wrong."""
@@ -197,7 +227,7 @@ class TorchEngine:
         request = Request.of(sequence, turn.proposal)
         self._check(turn, request, len(cache.table))
         decides = turn.run > 0
-        start = min(cache.seen(sequence.tokens), turn.end - decides)  # the last row is run again where its logits are wanted
+        start = min(self._seen(cache, sequence), turn.end - decides)  # the last row is run again where its logits are wanted
         if turn.keep_probs and sequence.sampling.log_probs:  # a draft's are nobody's
             request = replace(request, sampling=replace(sequence.sampling, log_probs=False))
         if request.law is not None:

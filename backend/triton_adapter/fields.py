@@ -1,7 +1,8 @@
 """The one table of the models' tensors: the codec reads it and ``config.pbtxt`` is rendered from it.
 
 Names, types and dims are those of NVIDIA's ``inflight_batcher_llm`` models (``ensemble`` and ``tensorrt_llm_bls``), so that their clients
-need no change; ``finish_reason`` is an addition. ``auto_complete_config`` is off in those deployments, hence every config is complete.
+need no change; ``cache_salt`` and ``finish_reason`` are additions. ``auto_complete_config`` is off in those deployments, hence every
+config is complete.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ TEXT_INPUTS: tuple[Field, ...] = (
     Field("pad_id", "INT32"),
     Field("exclude_input_in_output", "BOOL"),
     Field("num_draft_tokens", "INT32"),
+    Field("cache_salt", "STRING"),
     Field("return_num_input_tokens", "BOOL"),
     Field("return_num_output_tokens", "BOOL"),
     Field("return_perf_metrics", "BOOL"),

@@ -14,20 +14,24 @@ import torch
 from backend.engines import verification
 from backend.engines.lookup import LookupEngine
 from backend.engines.torch_engine import TorchEngine
-from backend.ports import Engine
+from backend.ports import BLOCK_TOKENS, Engine
 from backend.request import FinishReason, SamplingParams
 from backend.session import Session
 from policy import NO_DRAFT
 from tests.contract.deployment import K_MAX, Deployment, ForetoldDraft, Scripted, kv, tiny_config, tiny_engine
 from tests.contract.reference import Reference
-from tests.contract.scenarios import BUSY, MIXED, PROMPTS, Scenario, new_drafts, plain_text, reference, serve
+from tests.contract.scenarios import ALIKE, BUSY, MIXED, PROMPTS, Scenario, new_drafts, plain_text, reference, serve
 
 # -- texts, KV and proposals of a scenario
 
 
 def texts_are_those_of_plain_decoding(scenario: Scenario) -> None:
     """Greedy and plan-invariant texts, as far as they came."""
-    for ask, session in zip(scenario.asks, serve(scenario)[1], strict=True):
+    texts_are(scenario, serve(scenario)[1])
+
+
+def texts_are(scenario: Scenario, sessions: Iterable[Session]) -> None:
+    for ask, session in zip(scenario.asks, sessions, strict=True):
         expected, found = plain_text(ask), session.sequence.tokens
         if expected is not None:
             assert found == (expected[: len(found)] if session.sink.cancelled else expected), f"text of {ask}"
@@ -55,6 +59,10 @@ def log_probs_are_those_of_the_text(scenario: Scenario = MIXED) -> None:
 
 def kv_is_that_of_a_fresh_prefill(scenario: Scenario = BUSY) -> None:
     """After every step, in the target and in every draft, for all that they claim to have seen."""
+    serve(scenario, kv_watcher())
+
+
+def kv_watcher() -> Callable[[Deployment], None]:
     fresh = {engine.name: Reference(engine) for engine in [tiny_engine(), *new_drafts()] if isinstance(engine, TorchEngine)}
 
     def watch(deployment: Deployment) -> None:
@@ -66,7 +74,7 @@ def kv_is_that_of_a_fresh_prefill(scenario: Scenario = BUSY) -> None:
                     tolerance = 1e-9 if held.dtype == torch.float64 else 1e-4
                     assert torch.allclose(held, expected, rtol=0.0, atol=tolerance), f"KV of {engine.name}"
 
-    serve(scenario, watch)
+    return watch
 
 
 def the_target_lacks_one_token_behind_a_verification(scenario: Scenario = BUSY) -> None:
@@ -99,6 +107,50 @@ def a_copy_of_the_target_is_never_rejected() -> None:
     rows = serve(replace(MIXED, script=((0, 3), (0, 1), (0, 4))))[0].policy.outcomes
     assert all((o.accepted == o.scored).all() for o in rows)
     assert sum(int(o.accepted.sum()) for o in rows) > 50
+
+
+# -- prefix reuse
+
+
+def texts_that_begin_alike_share_kv_and_are_those_of_plain_decoding(scenario: Scenario = ALIKE) -> None:
+    """Blocks in several tables are of one text and one tenant, keys are those of committed text, and all KV is that of a fresh prefill."""
+    together = Counter()
+    compare_kv = kv_watcher()
+
+    def watch(deployment: Deployment) -> None:
+        compare_kv(deployment)
+        owners = {}
+        for sequence in (session.sequence for session in deployment.live):
+            fresh = replace(sequence, keys=[])
+            deployment.ledger._name_blocks(fresh)
+            assert sequence.keys == fresh.keys[: len(sequence.keys)], "a key of other tokens than the committed ones"
+            for index, block in enumerate(sequence.blocks.get("target", ())):
+                text = (sequence.salt, sequence.tokens[: (index + 1) * BLOCK_TOKENS])
+                together["blocks"] += block in owners
+                assert owners.setdefault(block, text) == text, "a block of two texts"
+
+    deployment, sessions = serve(scenario, watch)
+    texts_are(scenario, sessions)
+    assert together["blocks"] > 20
+    assert deployment.counters()["spindle_kv_reused_tokens_total",] >= 4 * BLOCK_TOKENS
+
+
+def texts_that_begin_alike_share_a_pool_that_is_too_small() -> None:
+    texts_that_begin_alike_share_kv_and_are_those_of_plain_decoding(replace(ALIKE, kv_blocks=7))
+
+
+def reused_tokens(*salts: str) -> list[int]:
+    """How many tokens of one prompt after another the target had KV of; each request ends before the next begins."""
+    deployment, found = Deployment(tiny_engine(), new_drafts()[:2], Scripted([(0, 3), (1, 2)])), []
+    for salt in salts:
+        deployment.submit(PROMPTS[6], 12, salt=salt)
+        deployment.run()
+        found.append(int(deployment.counters().get(("spindle_kv_reused_tokens_total",), 0)))
+    return found
+
+
+def tenants_share_nothing() -> None:
+    assert reused_tokens("", "", "a", "b", "a") == [0, 32, 0, 0, 32]
 
 
 # -- drafts that are known beforehand
@@ -285,6 +337,9 @@ SUITE = (
     the_target_lacks_one_token_behind_a_verification,
     drafts_propose_what_they_would_decode,
     a_copy_of_the_target_is_never_rejected,
+    texts_that_begin_alike_share_kv_and_are_those_of_plain_decoding,
+    texts_that_begin_alike_share_a_pool_that_is_too_small,
+    tenants_share_nothing,
     an_always_wrong_draft_gives_one_token_a_step,
     an_oracle_gives_k_plus_one_tokens_a_step,
     nothing_is_committed_beyond_an_end,

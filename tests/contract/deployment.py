@@ -1,6 +1,6 @@
 """A whole serving core on tiny random models, stepped by hand: the loop and its real parts, shared by the exactness suite and its mutants.
 
-KV that no live sequence may use is filled with NaN before every step: nothing may ever be read from there.
+KV that no live sequence may use, and that is not kept for others, is filled with NaN before every step: it may never be read.
 """
 
 from __future__ import annotations
@@ -161,6 +161,7 @@ class Deployment:
     chunk_tokens: int = 8
     max_active: int = 8
     kv_blocks: int = BLOCKS
+    reuse: bool = True
     seed: int = 0
     watchers: list[Callable[[Deployment], None]] = field(default_factory=list)
     live: list[Session] = field(default_factory=list)
@@ -170,7 +171,8 @@ class Deployment:
         step_stats, clock = StepStats(self.stats), itertools.count().__next__
         self.engines = [self.target, *self.drafts]
         pools = {engine.name: min(self.kv_blocks, engine.limits.kv_blocks) for engine in self.engines}
-        self.ledger = KVLedger(pools, headroom_tokens=K_MAX + 1, growth_blocks=0)  # admitted too soon, and therefore pre-empted often
+        target = self.target if self.reuse else None
+        self.ledger = KVLedger(pools, K_MAX + 1, growth_blocks=0, target=target)  # admitted too soon, and therefore pre-empted often
         self.drafting = RecordedDrafting(self.drafts, step_stats, clock)
         self.loop = Orchestrator(
             self.target,
@@ -185,9 +187,9 @@ class Deployment:
             seed=self.seed,
         )
 
-    def submit(self, prompt: Seq[int], max_tokens: int, sampling: SamplingParams = GREEDY, **options) -> Session:
+    def submit(self, prompt: Seq[int], max_tokens: int, sampling: SamplingParams = GREEDY, salt: str = "", **options) -> Session:
         """Hand a request to the loop and return its session."""
-        sequence = Sequence(next(numbers), list(prompt), len(prompt), sampling)
+        sequence = Sequence(next(numbers), list(prompt), len(prompt), sampling, salt=salt)
         session = Session(sequence, GenerationRequest("", max_tokens, **options), frozenset(sampling.end_ids), NoText(), Sink())
         self.live.append(session)
         self.loop.submit(session)
@@ -235,8 +237,13 @@ def usable(engine: TorchEngine, sequence: Sequence) -> int:
 
 
 def poison(engine: TorchEngine, sequences: Iterable[Sequence]) -> None:
-    """Fill everything but the usable KV of the live sequences with NaN: rejected tokens, free blocks, headroom."""
-    kept = torch.tensor([slot for s in sequences for slot in slots(engine, s, usable(engine, s))], dtype=torch.int64)
+    """Fill everything but the usable KV of the live sequences, and the blocks whose content the engine knows, with NaN.
+
+    So rejected tokens, headroom and blocks without content are.
+    """
+    live = {slot for s in sequences for slot in slots(engine, s, usable(engine, s))}
+    known = {block * BLOCK_TOKENS + offset for block in engine._contents for offset in range(BLOCK_TOKENS)}
+    kept = torch.tensor(sorted(live | known), dtype=torch.int64)
     with torch.inference_mode():
         for layer in engine._model._layers:
             committed = layer.pool[kept]

@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from backend import session
+from backend import block_pool, kv_ledger, session
+from backend.block_pool import BlockPool
 from backend.drafting import Drafting
 from backend.engines import coupling, llama, processing, torch_engine, verification
 from backend.engines.laws import Law
 from backend.engines.torch_engine import TorchEngine
 from backend.engines.verification import Verdict
-from backend.ports import Proposal
+from backend.kv_ledger import KVLedger
+from backend.ports import BLOCK_TOKENS, Proposal
 from backend.randomness import Purpose
 from backend.request import FinishReason, SamplingParams
 from tests.contract import checks
@@ -176,6 +178,66 @@ def let_a_row_see_the_next_proposed_token(patch: Patch) -> None:
         return made if made is None or len(chunk.tokens) < 2 else made.roll(-1, -2)
 
     wrap(patch, llama.Llama, "_mask", mask)
+
+
+# -- prefix reuse
+
+
+@killed_by(checks.texts_that_begin_alike_share_kv_and_are_those_of_plain_decoding)
+def share_a_block_that_is_run_in_part(patch: Patch) -> None:
+    def seen(original, engine, cache, sequence):
+        count = original(engine, cache, sequence)
+        begun = min(-(-count // BLOCK_TOKENS), len(sequence.keys))
+        engine._contents.update(zip(cache.blocks[:begun], sequence.keys, strict=False))
+        return count
+
+    wrap(patch, TorchEngine, "_seen", seen)
+
+
+@killed_by(checks.texts_that_begin_alike_share_kv_and_are_those_of_plain_decoding)
+def share_blocks_of_proposed_tokens(patch: Patch) -> None:
+    """The target names a block by the proposal that it has just written there, accepted or not."""
+
+    def prepare(original, engine, turn):
+        job = original(engine, turn)
+        text, sequence = [*turn.sequence.tokens, *job.request.tokens], turn.sequence
+        if len(text) // BLOCK_TOKENS > len(sequence.keys):
+            ahead = replace(sequence, tokens=text, keys=list(sequence.keys))
+            KVLedger({}, 0)._name_blocks(ahead)
+            sequence.keys[:] = ahead.keys
+        return job
+
+    wrap(patch, TorchEngine, "_prepare", prepare)
+
+
+@killed_by(checks.tenants_share_nothing)
+def ignore_the_salt(patch: Patch) -> None:
+    patch.setattr(kv_ledger, "root_key", lambda salt: block_pool.root_key(""))
+
+
+@killed_by(checks.texts_that_begin_alike_share_a_pool_that_is_too_small)
+def evict_a_block_that_others_refer_to(patch: Patch) -> None:
+    def drop(original, pool, table, valid):
+        for block in table:
+            pool._references[block] = 1
+        original(pool, table, valid)
+
+    wrap(patch, BlockPool, "drop", drop)
+
+
+@killed_by(checks.texts_that_begin_alike_share_a_pool_that_is_too_small)
+def find_a_block_that_was_evicted(patch: Patch) -> None:
+    patch.setattr(BlockPool, "_forget", lambda pool, block: None)
+
+
+@killed_by(checks.texts_that_begin_alike_share_kv_and_are_those_of_plain_decoding)
+def trust_the_content_of_a_block_that_was_given_to_another(patch: Patch) -> None:
+    """The engine takes the ledger's word for KV that it may never have run."""
+
+    def shared(original, engine, sequence, blocks):
+        return min((len(sequence.tokens) - 1) // BLOCK_TOKENS, len(sequence.keys))
+
+    wrap(patch, TorchEngine, "_shared_blocks", shared)
 
 
 # -- the law

@@ -28,6 +28,7 @@ class Reference:
         self._model.__class__ = PRISTINE
         self._table = KVTable(range(engine.limits.kv_blocks), "cpu")
         self._logits: dict[tuple[int, ...], np.ndarray] = {}
+        self._kv: dict[tuple[int, ...], torch.Tensor] = {}
 
     def logits(self, tokens: Seq[int]) -> np.ndarray:
         """The model's own logits [vocab] behind ``tokens``."""
@@ -39,9 +40,12 @@ class Reference:
 
     def kv(self, tokens: Seq[int]) -> torch.Tensor:
         """Keys and values of a prefill of ``tokens`` [layers, tokens, 2 x kv_heads, head_dim]."""
-        with torch.inference_mode():
-            self._model.forward([Chunk(list(tokens), 0, self._table, 1)])
-            return torch.stack([layer.pool[: len(tokens)].clone() for layer in self._model._layers])
+        key = tuple(tokens)
+        if key not in self._kv:  # a draft at rest has the same from step to step
+            with torch.inference_mode():
+                self._model.forward([Chunk(list(key), 0, self._table, 1)])
+                self._kv[key] = torch.stack([layer.pool[: len(key)].clone() for layer in self._model._layers])
+        return self._kv[key]
 
     def log_probs(self, tokens: Seq[int], prompt_tokens: int, sampling: SamplingParams) -> np.ndarray:
         """Log-probabilities [vocab] behind ``tokens``, with options and temperature and before top-k and top-p."""

@@ -18,6 +18,8 @@ from tests.contract.reference import Reference
 
 GREEDY = SamplingParams()
 PROMPTS = ([1, 2, 3], [7] * 17, [5, 9, 11, 2, 0, 4], [20, 10, 10, 10, 16, 20, 10, 10, 10], [3, 21, 3, 21, 8, 3, 21], list(range(24)))
+PROMPTS += ([*range(24), *range(24)], [*range(24), *range(20), 1, 1], [*range(24), *range(8)])  # one beginning of two blocks
+SHORT = range(6)
 DRAFTS = ("twin", "near", "short", "fp32", "lookup", "liar", "oracle")
 """The columns that a script may name: a copy of the target; others with noise, a shortlist, in fp32; lookup; wrong tokens; right ones."""
 
@@ -30,6 +32,7 @@ class Ask:
     max_tokens: int = 12
     arrival: int = 0
     leaves: int | None = None
+    salt: str = ""
     sampling: SamplingParams = GREEDY
 
 
@@ -42,13 +45,22 @@ class Scenario:
     chunk_tokens: int = 8
     max_active: int = 8
     kv_blocks: int = 64
+    reuse: bool = True
 
 
 SCRIPT = ((1, 4), (0, 2), (5, 3), (3, 3), (1, 1), (2, 4), (NO_DRAFT, 0), (1, 3), (3, 4), (4, 4), (2, 2), (6, 4), (0, 3))
 """Every draft, many lengths; of no length that divides a batch's, so that requests and steps meet in ever new ways."""
 
-BUSY = Scenario(tuple(Ask(n, 16, arrival=n, leaves=4 if n == 2 else None) for n in range(len(PROMPTS))), SCRIPT, max_active=4)
+BUSY = Scenario(tuple(Ask(n, 16, arrival=n, leaves=4 if n == 2 else None) for n in SHORT), SCRIPT, max_active=4)
 """Greedy requests that come, queue and go."""
+
+ALIKE = Scenario(
+    (Ask(6, 12), Ask(6, 20), Ask(7, 12, 1), Ask(8, 16, 1, leaves=3), Ask(6, 9, 4), Ask(7, 12, 4, salt="b"), Ask(8, 16, 12), Ask(6, 12, 18)),
+    SCRIPT,
+    chunk_tokens=20,
+    kv_blocks=18,
+)
+"""Greedy requests that begin alike: at the same time, in the middle of another's prefill, behind its end, after a cancellation."""
 
 BIGRAMS = tuple((first, last) for first in range(VOCAB) for last in (2, 7, 8, 10, 16, 18, 20))
 CROSSED = (
@@ -66,7 +78,7 @@ CROSSED = (
 )
 """All options, in greedy, plan-invariant and rejection-sampled requests."""
 
-MIXED = Scenario(tuple(Ask(n % len(PROMPTS), 16, n // 4, sampling=s) for n, s in enumerate(CROSSED)), SCRIPT, max_active=6)
+MIXED = Scenario(tuple(Ask(n % len(SHORT), 16, n // 4, sampling=s) for n, s in enumerate(CROSSED)), SCRIPT, max_active=6)
 
 
 @cache
@@ -97,13 +109,14 @@ def serve(scenario: Scenario, *watchers: Callable[[Deployment], None]) -> tuple[
         chunk_tokens=scenario.chunk_tokens,
         max_active=scenario.max_active,
         kv_blocks=scenario.kv_blocks,
+        reuse=scenario.reuse,
         watchers=list(watchers),
     )
     sessions: dict[int, Session] = {}
     for step in range(1 + max(max(ask.arrival, ask.leaves or 0) for ask in scenario.asks)):
         for number, ask in enumerate(scenario.asks):
             if ask.arrival == step:
-                session = sessions[number] = deployment.submit(PROMPTS[ask.prompt], ask.max_tokens, ask.sampling)
+                session = sessions[number] = deployment.submit(PROMPTS[ask.prompt], ask.max_tokens, ask.sampling, ask.salt)
                 for draft in deployment.drafts[-2:]:
                     draft.truth[session.id] = plain_text(ask) or reference().greedy(PROMPTS[ask.prompt], ask.max_tokens)
             if ask.leaves == step:

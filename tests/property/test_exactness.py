@@ -34,7 +34,8 @@ samplings = (
 def asks(draw):
     arrival = draw(st.integers(0, 6))
     leaves = draw(st.none() | st.integers(arrival + 1, arrival + 6))
-    return Ask(draw(st.integers(0, len(PROMPTS) - 1)), draw(st.integers(1, 18)), arrival, leaves, draw(samplings))
+    salt = draw(st.sampled_from(["", "", "tenant"]))
+    return Ask(draw(st.integers(0, len(PROMPTS) - 1)), draw(st.integers(1, 18)), arrival, leaves, salt, draw(samplings))
 
 
 scenarios = st.builds(
@@ -43,7 +44,8 @@ scenarios = st.builds(
     script=st.lists(st.tuples(st.integers(-1, len(DRAFTS) - 1), st.integers(0, K_MAX)), min_size=1, max_size=12).map(tuple),
     chunk_tokens=st.integers(1, 40),
     max_active=st.integers(1, 6),
-    kv_blocks=st.integers(3, 20),
+    kv_blocks=st.integers(5, 20),
+    reuse=st.booleans(),
 )
 CHECKS = [checks.texts_are_those_of_plain_decoding, checks.log_probs_are_those_of_the_text, checks.kv_is_that_of_a_fresh_prefill]
 

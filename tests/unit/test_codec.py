@@ -29,6 +29,7 @@ def test_only_the_required_inputs_leave_every_option_unset():
 
 def test_every_input_arrives_in_the_request():
     values = {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "seed": 2**64 - 1, "end_id": -1, "pad_id": 2, "num_draft_tokens": 0}
+    values |= {"cache_salt": "tenant"}
     values |= {"min_tokens": 9, "repetition_penalty": 1.5, "presence_penalty": -0.5, "frequency_penalty": 0.25}
     flags = {"stream": True, "exclude_input_in_output": True, "return_log_probs": True}
     lists = {"stop_words": ["ab", "", "ü"], "bad_words": ["x y"], "embedding_bias_words": ["", "z"], "embedding_bias_weights": [0.5, -2.0]}

@@ -1,8 +1,9 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from backend.engines.fake import FakeEngine
 from backend.kv_ledger import GROWTH_BLOCKS, KVLedger
-from backend.ports import BLOCK_TOKENS, Sequence
+from backend.ports import BLOCK_TOKENS, Sequence, Turn
 from backend.request import SamplingParams
 
 
@@ -15,11 +16,11 @@ def test_engines_that_keep_kv_share_one_table_in_the_room_of_the_smallest_pool()
     assert ledger.reserve(one, 16)
     assert one.blocks["target"] is one.blocks["draft"]
     assert set(one.blocks) == {"target", "draft"}
-    assert ledger.usage() == {"used": 2, "free": 1}
+    assert ledger.usage() == {"used": 2, "free": 1, "cached": 0}
     ledger.release(one)
     ledger.release(one)
     assert one.blocks == {}
-    assert ledger.usage() == {"used": 0, "free": 3}
+    assert ledger.usage() == {"used": 0, "free": 3, "cached": 0}
 
 
 def test_without_an_engine_that_keeps_kv_everything_fits():
@@ -75,7 +76,7 @@ def test_a_newcomer_waits_until_all_others_can_grow():
 def test_a_guaranteed_ledger_reserves_whole_lives():
     ledger, one = KVLedger({"target": 10}, headroom_tokens=0, guaranteed=True), sequence(1, 16)
     assert ledger.reserve(one, 80)
-    assert ledger.usage() == {"used": 5, "free": 5}
+    assert ledger.usage() == {"used": 5, "free": 5, "cached": 0}
     assert not ledger.reserve(sequence(2, 1), 96)
     assert ledger.reserve(sequence(3, 1), 80)
 
@@ -106,4 +107,84 @@ def test_no_block_is_ever_lost_or_owned_twice_and_every_table_holds_what_is_need
         assert len(set(owned)) == len(owned)
         assert set(owned) <= set(range(size))
         assert all(len(table) * BLOCK_TOKENS >= len(each.tokens) + 5 for table, each in zip(tables, held.values(), strict=True))
-        assert ledger.usage() == {"used": len(owned), "free": size - len(owned)}
+        assert ledger.usage() == {"used": len(owned), "free": size - len(owned), "cached": 0}
+
+
+def serve(ledger, target, one):
+    """Admit a sequence, run its prompt and let it end; return how many blocks it found."""
+    assert ledger.reserve(one, len(one.tokens))
+    target.submit([Turn(one, len(one.tokens))])
+    assert target.poll(0.0)[0].error is None
+    ledger.release(one)
+    target.cancel([one.id])
+    return ledger.take_reuse().reused
+
+
+def reusing(size=64, **options):
+    target = FakeEngine("target", kv_blocks=size)
+    return KVLedger({"target": size, "draft": size}, 5, target=target, **options), target
+
+
+def test_a_text_finds_the_complete_blocks_of_an_earlier_one_but_never_that_of_its_last_token():
+    ledger, target = reusing()
+    assert [serve(ledger, target, sequence(n, 48)) for n in (1, 2)] == [0, 2]
+    assert serve(ledger, target, sequence(3, 49)) == 3
+    assert serve(ledger, target, sequence(4, 16)) == 0
+    assert ledger.usage() == {"used": 0, "free": 64, "cached": 3}
+
+
+def test_shared_blocks_are_counted_once_and_reuse_is_told():
+    ledger, _ = reusing()
+    one, other = sequence(1, 40), sequence(2, 40)
+    assert ledger.reserve(one, 40)
+    assert ledger.reserve(other, 40)
+    assert one.blocks["target"][:2] == other.blocks["target"][:2]
+    assert one.blocks["target"][2] != other.blocks["target"][2]
+    assert ledger.usage()["used"] == 4
+    reuse = ledger.take_reuse()
+    assert (reuse.reused, reuse.missed, reuse.tokens) == (2, 2, 0)  # the target has not run the prompt yet
+    assert ledger.take_reuse().reused == 0
+
+
+def test_a_sequence_finds_what_it_had_before_it_was_pre_empted():
+    ledger, target = reusing()
+    one = sequence(1, 40)
+    serve(ledger, target, one)
+    one.tokens += [7] * 10
+    assert ledger.reserve(one, 60)
+    assert ledger.take_reuse().tokens == 32
+    assert target.unseen(one) == 18
+
+
+def test_what_the_target_never_ran_is_not_kept():
+    ledger, target = reusing()
+    one = sequence(1, 48)
+    assert ledger.reserve(one, 48)
+    target.submit([Turn(one, 20, run=0)])
+    target.poll(0.0)
+    ledger.release(one)
+    assert ledger.usage()["cached"] == 1
+
+
+def test_cached_blocks_are_room_for_others_and_admission_does_not_count_a_shared_one_twice():
+    ledger, target = reusing(5, growth_blocks=0)
+    serve(ledger, target, sequence(1, 48))
+    assert not ledger.reserve(Sequence(2, [2] * 80, 80, SamplingParams()), 80)  # six blocks of five
+    again = sequence(3, 64)
+    assert ledger.reserve(again, 64)  # three that are there and two more
+    ledger.release(again)
+    assert ledger.reserve(Sequence(4, [2] * 64, 64, SamplingParams()), 64)
+    assert ledger.take_reuse().evicted == 3
+
+
+def test_tenants_with_different_salts_share_nothing():
+    ledger, target = reusing()
+    salted = [Sequence(n, [1] * 48, 48, SamplingParams(), salt=salt) for n, salt in enumerate(["", "a", "", "a", "b"])]
+    assert [serve(ledger, target, one) for one in salted] == [0, 0, 2, 2, 0]
+
+
+def test_a_guaranteed_life_counts_its_shared_beginning():
+    ledger, target = reusing(8, guaranteed=True)
+    serve(ledger, target, sequence(1, 48))
+    assert ledger.reserve(sequence(2, 49), 100)
+    assert ledger.usage() == {"used": 7, "free": 1, "cached": 0}

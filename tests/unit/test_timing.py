@@ -3,7 +3,7 @@ import random
 import pytest
 
 from backend.engines.fake import FakeEngine
-from backend.ports import BLOCK_TOKENS, Completion
+from backend.ports import BLOCK_TOKENS, Completion, Turn
 from engines_build.timing import Case, Rig, blocks_for, interleave
 
 
@@ -25,8 +25,8 @@ class ClockedEngine(FakeEngine):
         self.clock = clock
 
     def assume(self, sequence, tokens):
+        self._write(Turn(sequence, tokens, run=0), [])
         self._ran[sequence.id] = (tokens, [])
-        self._writer[sequence.blocks[self.name]] = sequence.id
 
     def submit(self, turns):
         self.submitted = [(self.unseen(turn.sequence), turn) for turn in turns]

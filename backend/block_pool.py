@@ -1,0 +1,113 @@
+"""The blocks of a KV pool by content: who refers to which, and which complete ones wait to be used again.
+
+A *key* names what a complete block holds: its tokens, all tokens before them and the tenant's salt. Two sequences with the same key share
+the block. A block that nobody refers to stays with its content until room is needed; the least recently used goes first.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+from hashlib import blake2b
+
+_KEY_BYTES = 16
+
+
+def root_key(salt: str) -> bytes:
+    """Return the key that the first block of a tenant's sequences is chained to."""
+    return blake2b(salt.encode(), digest_size=_KEY_BYTES, person=b"kv root").digest()
+
+
+def block_key(parent: bytes, tokens: Seq[int]) -> bytes:
+    """Return the key of a block of ``tokens`` behind the block (or root) of key ``parent``.
+
+    Cryptographic, since whoever finds two texts of one key reads another tenant's KV.
+    """
+    return blake2b(parent + array("q", tokens).tobytes(), digest_size=_KEY_BYTES).digest()
+
+
+class BlockPool:
+    """Blocks 0 to ``size`` - 1. Each is *free* (no content), *referred to* by tables, or *cached*: idle, with the content of its key."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.evicted = 0
+        self._free = list(range(size))
+        self._references = [0] * size
+        self._blocks: dict[bytes, int] = {}
+        self._keys: dict[int, bytes] = {}
+        self._cached: dict[int, None] = {}  # in order of their last use
+
+    @property
+    def available(self) -> int:
+        """Blocks that ``take`` can give: free and cached ones."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def cached(self) -> int:
+        """Blocks without references that hold content."""
+        return len(self._cached)
+
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        """Return the blocks of the first of ``keys``, up to the first that no block has."""
+        return list(self._found(keys))
+
+    def _found(self, keys: Iterable[bytes]) -> Iterator[int]:
+        for key in keys:
+            block = self._blocks.get(key)
+            if block is None:
+                return
+            yield block
+
+    def is_cached(self, block: int) -> bool:
+        """Return whether nobody refers to a block that holds content."""
+        return block in self._cached
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Refer to blocks that were found."""
+        for block in blocks:
+            self._cached.pop(block, None)
+            self._references[block] += 1
+
+    def take(self, count: int) -> list[int]:
+        """Return ``count`` blocks (at most ``available``) for new content, referred to once: free ones first, then the oldest cached."""
+        cut = max(0, len(self._free) - count)
+        taken = self._free[cut:]
+        del self._free[cut:]
+        while len(taken) < count:
+            block = next(iter(self._cached))
+            del self._cached[block]
+            self._forget(block)
+            self.evicted += 1
+            taken.append(block)
+        for block in taken:
+            self._references[block] = 1
+        return taken
+
+    def publish(self, key: bytes, block: int) -> None:
+        """Let a block be found by the key of what it holds; nothing happens where another block has the key already."""
+        if key not in self._blocks:
+            self._blocks[key] = block
+            self._keys[block] = key
+
+    def drop(self, table: Seq[int], valid: int) -> None:
+        """Take back the references of a table. Of blocks that have none left the first ``valid`` of the table are cached if published.
+
+        The last block goes first, so that a text is forgotten from its end: what is behind a forgotten block cannot be found.
+        """
+        for index in range(len(table) - 1, -1, -1):
+            block = table[index]
+            self._references[block] -= 1
+            if self._references[block]:
+                continue
+            if index < valid and block in self._keys:
+                self._cached[block] = None
+            else:
+                self._forget(block)
+                self._free.append(block)
+
+    def _forget(self, block: int) -> None:
+        key = self._keys.pop(block, None)
+        if key is not None:
+            del self._blocks[key]

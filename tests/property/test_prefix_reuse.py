@@ -1,0 +1,113 @@
+"""The ledger as a state machine: whatever is admitted, run, committed, released, pre-empted or lost, blocks are shared by content only."""
+
+from collections import Counter
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from backend.engines.fake import FakeEngine
+from backend.kv_ledger import KVLedger
+from backend.ports import BLOCK_TOKENS, Sequence, Turn
+from backend.request import SamplingParams
+
+HEADROOM = 5
+texts = st.tuples(st.integers(1, 50), st.integers(0, 30), st.sampled_from([1, 2]))
+
+
+class Reuse(RuleBasedStateMachine):
+    """Sequences over few distinct texts; the fake target's pool refuses a slot that does not hold the text it should."""
+
+    def __init__(self):
+        super().__init__()
+        self.number, self.size, self.held, self.paused = 0, 24, {}, []
+        self.target = FakeEngine("target", kv_blocks=self.size, max_draft_tokens=8)
+        self.ledger = KVLedger({"target": self.size, "draft": self.size}, HEADROOM, growth_blocks=0, target=self.target)
+
+    def admit(self, sequence):
+        before = self.ledger.usage()
+        if self.ledger.reserve(sequence, len(sequence.tokens) + 40):
+            self.held[sequence.id] = sequence
+            return True
+        assert self.ledger.usage() == before
+        assert not sequence.blocks
+        return False
+
+    @rule(text=texts, salt=st.sampled_from(["", "tenant"]))
+    def a_request_comes(self, text, salt):
+        alike, other, kind = text
+        tokens = [kind] * alike + [3 + other % 3] * (other // 3)
+        self.number += 1
+        self.admit(Sequence(self.number, tokens, len(tokens), SamplingParams(), salt=salt))
+
+    @precondition(lambda self: self.paused)
+    @rule()
+    def one_that_was_pre_empted_comes_back(self):
+        if self.admit(self.paused[0]):
+            self.paused.pop(0)
+
+    def some(self, data):
+        return self.held[data.draw(st.sampled_from(sorted(self.held)))]
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), share=st.floats(0.1, 1.0))
+    def a_chunk_is_run(self, data, share):
+        sequence = self.some(data)
+        unseen = self.target.unseen(sequence)
+        end = len(sequence.tokens) - unseen + max(1, int(unseen * share)) if unseen else len(sequence.tokens)
+        self.complete(Turn(sequence, end, run=0))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def a_token_is_committed(self, data):
+        sequence = self.some(data)
+        if self.ledger.grow(sequence) and len(sequence.tokens) < 90:
+            sequence.tokens.append(self.complete(Turn(sequence, len(sequence.tokens))).tokens[0] % 2 + 1)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), preempted=st.booleans())
+    def one_ends_or_is_pre_empted(self, data, preempted):
+        sequence = self.held.pop(self.some(data).id)
+        self.ledger.release(sequence)
+        self.target.cancel([sequence.id])
+        if preempted:
+            self.paused.append(sequence)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def the_engine_forgets_one(self, data):
+        self.target.cancel([self.some(data).id])
+
+    def complete(self, turn):
+        self.target.submit([turn])
+        (completion,) = self.target.poll(0.0)
+        assert completion.error is None
+        return completion
+
+    @invariant()
+    def shared_blocks_are_of_one_text_and_everything_is_accounted_for(self):
+        pool, references, content = self.ledger._pool, Counter(), {}
+        for sequence in self.held.values():
+            table = sequence.blocks["target"]
+            assert len(set(table)) == len(table)
+            references.update(table)
+            for index, block in enumerate(table):
+                text = (sequence.salt, tuple(sequence.tokens[: (index + 1) * BLOCK_TOKENS]))
+                assert content.setdefault(block, text) == text
+            complete = (len(sequence.tokens) - 1) // BLOCK_TOKENS
+            assert all(references[block] == 1 or index < complete for index, block in enumerate(table))
+        assert pool._references == [references[block] for block in range(self.size)]
+        assert len(pool._free) + len(pool._cached) + len(references) == self.size
+        assert not set(pool._free) & set(pool._cached)
+        assert {pool._blocks[key] for key in pool._blocks} == set(pool._keys)
+        assert set(pool._cached) <= set(pool._keys)
+
+    def teardown(self):
+        for sequence in self.held.values():
+            self.ledger.release(sequence)
+        assert self.ledger.usage()["used"] == 0
+        assert not any(self.ledger._pool._references)
+
+
+Reuse.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestReuse = Reuse.TestCase
