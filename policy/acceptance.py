@@ -2,7 +2,7 @@
 
 The hazard h_j = accepted_j / reached_j is the chance that position j is accepted given that all before it were; counted where a position
 was *reached*, it is unbiased under any planned length (accepted / k is not). Survival is s_j = h_1 ... h_j, the expected tokens of a step
-1 + sum_{j<=k} s_j.
+1 + sum_{j<=k} s_j. A request's hazards are the draft's, their logits shifted by what the request deviates (``policy.deviation``).
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from operator import mul
 
 import numpy as np
 
+from .deviation import Law, posterior, shifted
 from .plan import FloatArray, IntArray, Rule
 
 _MIN_HAZARD, _MAX_HAZARD = 0.02, 0.995
-_MIN_STRENGTH, _MAX_STRENGTH = 2.0, 200.0
-_LIKENESS_PRIOR = 500.0  # about what five requests of twenty probed tokens tell
 _FADE_SHARE = 0.01  # of the draft level's memory: so much time passes between two fadings, which touch every draft
-_NO_TRIALS = 1e-9
+_MOST_STEP = 2.0  # logits that an estimate of a request may move at once: far from the level its approximation overshoots
+_LAW_REQUESTS = 20.0  # what the first belief of how requests differ counts for
+_TELLING_REQUESTS = 10.0  # after so many half of what a request deviates is held to be its own, not the draft's
 _FEW_CHAINS = 8  # up to so many are counted one by one, quicker than by arrays
 
 
@@ -29,17 +29,17 @@ class AcceptanceConfig:
     """Priors and memories. Strengths count pseudo-observations; memories count a request's steps, row-steps of the whole batch, and
     finished requests.
 
-    ``request_strength`` is only the start: how unlike requests are is learnt. ``half_life_s`` is the time in which a draft's evidence loses
-    half its weight even if nothing runs.
+    ``request_variance`` (of logits) is only the start: how unlike requests are is learnt. ``half_life_s`` is the time in which a draft's
+    evidence loses half its weight even if nothing runs.
     """
 
     prior_hazard: float = 0.6
     prior_strength: float = 4.0
-    request_strength: float = 12.0
+    request_variance: float = 0.4
     position_strength: float = 30.0
     request_memory_steps: float = 100.0
     draft_memory_rows: float = 8000.0
-    likeness_memory_requests: float = 200.0
+    law_memory_requests: float = 200.0
     half_life_s: float = 900.0
 
 
@@ -47,21 +47,23 @@ class AcceptanceConfig:
 class AcceptanceState:
     """Evidence so far. Index ``c`` is the class of a request, the ``Rule`` it is verified by, which never changes.
 
-    ``slots`` request id -> row of ``request_class`` int64[slots] and of the other ``request_*`` float64[slots, drafts, positions];
-    ``draft_*`` float64[rules, drafts, positions].
-    ``draft_hazard`` is the draft-level estimate made of the latter. ``likeness`` float64[2, drafts] holds, over finished requests, the sums
-    of which the ratio is the intra-request correlation (see ``_likeness``). ``now`` is the time up to which the state has aged,
-    ``unfaded_rows`` the row-steps by which the draft level has yet to fade.
+    ``slots`` request id -> row of ``request_class`` int64[slots], ``request_accepted`` and ``request_reached`` float64[slots, drafts,
+    positions], ``request_shift`` float64[slots, drafts], by how much the request's logits differ from the draft's as far as is known, and
+    ``request_tokens`` float64[slots], emitted since it was admitted; ``draft_*`` float64[rules, drafts, positions].
+    ``draft_hazard`` is the draft-level estimate made of the latter, ``law`` how requests deviate from it. ``now`` is the time up to which
+    the state has aged, ``unfaded_rows`` the row-steps by which the draft level has yet to fade.
     """
 
     slots: dict[int, int]
     request_class: IntArray
     request_accepted: FloatArray
     request_reached: FloatArray
+    request_shift: FloatArray
+    request_tokens: FloatArray
     draft_accepted: FloatArray
     draft_reached: FloatArray
     draft_hazard: FloatArray
-    likeness: FloatArray
+    law: Law
     now: float
     unfaded_rows: int = 0
 
@@ -80,9 +82,9 @@ class AcceptanceModel:
         """Return the state before any evidence."""
         none = np.zeros((len(Rule), self._drafts, self._k_max))
         empty = np.zeros((8, self._drafts, self._k_max))
-        start = np.array([_LIKENESS_PRIOR / (self._config.request_strength + 1), _LIKENESS_PRIOR])
-        likeness = np.tile(start[:, None], (1, self._drafts))
-        return AcceptanceState({}, np.zeros(8, np.int64), empty, empty, none, none, self._draft_hazard(none, none), likeness, -math.inf)
+        law = Law.prior(self._drafts, self._config.request_variance, _LAW_REQUESTS)
+        hazard, shift = self._draft_hazard(none, none), np.zeros((8, self._drafts))
+        return AcceptanceState({}, np.zeros(8, np.int64), empty, empty, shift, np.zeros(8), none, none, hazard, law, -math.inf)
 
     def admit(self, state: AcceptanceState, requests: list[int]) -> AcceptanceState:
         """Return the state with a slot for every request; a new one has no evidence yet."""
@@ -103,6 +105,8 @@ class AcceptanceModel:
             request_class=np.pad(state.request_class, more),
             request_accepted=np.pad(state.request_accepted, (more, (0, 0), (0, 0))),
             request_reached=np.pad(state.request_reached, (more, (0, 0), (0, 0))),
+            request_shift=np.pad(state.request_shift, (more, (0, 0))),
+            request_tokens=np.pad(state.request_tokens, more),
         )
 
     def forget(self, state: AcceptanceState, requests: Iterable[int]) -> AcceptanceState:
@@ -112,27 +116,42 @@ class AcceptanceModel:
             return state
         slots = state.slots.copy()
         rows = [slots.pop(request) for request in gone]
-        likeness = self._likeness(state, rows)
+        state = self._learnt(state, [row for row in rows if state.request_reached[row].any()])
         accepted, reached = state.request_accepted.copy(), state.request_reached.copy()
-        accepted[rows] = 0.0
-        reached[rows] = 0.0
-        return replace(state, slots=slots, request_accepted=accepted, request_reached=reached, likeness=likeness)
+        shift, tokens = state.request_shift.copy(), state.request_tokens.copy()
+        for column in (accepted, reached, shift, tokens):
+            column[rows] = 0.0
+        return replace(state, slots=slots, request_accepted=accepted, request_reached=reached, request_shift=shift, request_tokens=tokens)
 
-    def _likeness(self, state: AcceptanceState, rows: list[int]) -> FloatArray:
-        """Return the sums after these requests' end.
+    def _learnt(self, state: AcceptanceState, rows: list[int]) -> AcceptanceState:
+        """Return the state after these finished requests have taught how requests differ, and the drafts' levels their mean.
 
-        Of a beta-binomial count A of N trials at mean h, Var(A) = N h (1 - h) (1 + (N - 1) rho) with rho = 1 / (strength + 1) (Williams,
-        1982): so rho is the ratio of sum (A - N h)^2 - N h (1 - h) to sum N (N - 1) h (1 - h).
+        A level made of counts alone would be that of the requests that use a draft most.
         """
-        accepted, reached = state.request_accepted[rows], state.request_reached[rows]
-        trials = reached.sum(2)
-        level = state.draft_hazard[state.request_class[rows]]
-        variance = (reached * level * (1 - level)).sum(2)
-        surprise = (accepted.sum(2) - (reached * level).sum(2)) ** 2
-        keep = math.exp(-len(rows) / self._config.likeness_memory_requests)
-        excess = np.where(trials > 1, surprise - variance, 0.0).sum(0)
-        likeness: FloatArray = state.likeness * keep + np.stack([excess, (np.maximum(trials - 1, 0.0) * variance).sum(0)])
-        return likeness
+        law, moved = state.law, state.draft_accepted.copy()
+        slope = state.draft_reached * state.draft_hazard * (1 - state.draft_hazard)
+        for rule, mean, covariance in zip(
+            state.request_class[rows].tolist(), *posterior(law.covariance, *self._told(state, rows)), strict=True
+        ):
+            moved[rule] += slope[rule] * (mean / (law.requests + 1))[:, None]
+            law = law.learnt(mean, covariance, self._config.law_memory_requests)
+        return self.with_drafts(replace(state, law=law), np.clip(moved, 0.0, state.draft_reached), state.draft_reached)
+
+    def _told(self, state: AcceptanceState, rows: list[int]) -> tuple[FloatArray, FloatArray]:
+        """Return what the counts of requests tell of their deviations, weight and pull float64[n, drafts] (see ``policy.deviation``)."""
+        accepted, reached = state.request_accepted.take(rows, 0), state.request_reached.take(rows, 0)
+        shift = state.request_shift.take(rows, 0)
+        hazard = shifted(state.draft_hazard.take(state.request_class.take(rows), 0), shift)
+        expected = reached * hazard
+        weight = self._total(expected * (1 - hazard))
+        return weight, weight * shift + self._total(accepted - expected)
+
+    def _believed(self, state: AcceptanceState, rows: list[int]) -> FloatArray:
+        """Return ``request_shift`` after what has been counted for these requests."""
+        mean, _ = posterior(state.law.covariance, *self._told(state, rows))
+        before, shift = state.request_shift.take(rows, 0), state.request_shift.copy()
+        shift[rows] = before + np.clip(mean - before, -_MOST_STEP, _MOST_STEP)
+        return shift
 
     def aged(self, state: AcceptanceState, now: float) -> AcceptanceState:
         """Return the state whose draft-level evidence has faded towards the prior by the time passed."""
@@ -151,14 +170,19 @@ class AcceptanceModel:
         accepted: IntArray,
         scored: IntArray,
         stepped: IntArray,
+        emitted: IntArray,
     ) -> AcceptanceState:
         """Learn from chains: row r saw ``scored[r]`` positions of which the first ``accepted[r]`` held (int64[m] each).
 
-        Positions behind the first rejection were not reached and are no evidence. Requests without a slot teach the draft level only.
-        ``stepped`` are the requests that took a step: by it their own older evidence and all drafts' fade a little.
+        Positions behind the first rejection were not reached and are no evidence. Requests without a slot teach the draft level only. It
+        learns from what surprises in view of the request: late positions are reached by easy requests, which says nothing of the draft.
+        ``stepped`` are the requests that took a step and ``emitted`` so many tokens: by it their own older evidence and all drafts' fade.
         """
         keep = np.ones((len(state.request_class), 1, 1))
-        keep[[state.slots[r] for r in stepped.tolist() if r in state.slots]] = math.exp(-1 / self._config.request_memory_steps)
+        here = np.array([state.slots.get(r, -1) for r in stepped.tolist()], np.int64)
+        tokens = state.request_tokens.copy()
+        tokens[here[here >= 0]] += emitted[here >= 0]
+        keep[here[here >= 0]] = math.exp(-1 / self._config.request_memory_steps)
         own_accepted, own_reached, request_class = state.request_accepted * keep, state.request_reached * keep, state.request_class.copy()
         draft_accepted, draft_reached, pairs = state.draft_accepted.copy(), state.draft_reached.copy(), set[int]()
         used = (scored > 0).nonzero()[0]
@@ -175,23 +199,33 @@ class AcceptanceModel:
                 *((draft_accepted, pair, held), (draft_reached, pair, seen)),
             ):
                 self._count(table.reshape(-1, self._k_max), places, positions)
+            level = state.draft_hazard[rule, draft]
+            expected = shifted(level, np.where(known, state.request_shift[slot, draft], 0.0))
+            finished = state.law.requests - _LAW_REQUESTS
+            own_share = finished / (finished + _TELLING_REQUESTS)
+            np.add.at(draft_accepted.reshape(-1, self._k_max), pair, own_share * (level - expected) * self._up_to[seen])
+            np.clip(draft_accepted, 0.0, draft_reached, out=draft_accepted)
             pairs.update(pair.tolist())
         rows = state.unfaded_rows + len(stepped)
         if fades := rows >= _FADE_SHARE * self._config.draft_memory_rows:
             draft_accepted *= (keep_rows := math.exp(-rows / self._config.draft_memory_rows))
             draft_reached *= keep_rows
-        return AcceptanceState(
+        after = AcceptanceState(
             slots=state.slots,
             request_class=request_class,
             request_accepted=own_accepted,
             request_reached=own_reached,
+            request_shift=state.request_shift,
+            request_tokens=tokens,
             draft_accepted=draft_accepted,
             draft_reached=draft_reached,
             draft_hazard=self._draft_hazard(draft_accepted, draft_reached, state.draft_hazard, None if fades else pairs),
-            likeness=state.likeness,
+            law=state.law,
             now=state.now,
             unfaded_rows=0 if fades else rows,
         )
+        moved = sorted({state.slots[r] for r in (*stepped.tolist(), *request.tolist()) if r in state.slots})
+        return replace(after, request_shift=self._believed(after, moved)) if moved else after
 
     def _count(self, table: FloatArray, places: IntArray, positions: IntArray) -> None:
         """Add 1 to the first ``positions`` of each of the places (rows) of a table [places, positions], in place."""
@@ -206,20 +240,13 @@ class AcceptanceModel:
     def hazards(self, state: AcceptanceState, request: list[int], rule: IntArray) -> FloatArray:
         """Return hazards float64[n, drafts, positions] for admitted requests (``rule`` int64[n]).
 
-        A request's difficulty is one number per draft: the odds ratio between what it had accepted and what the draft level expected at
-        the positions that it reached, shrunk by as much as requests are alike. It shifts every position of the draft level, also
-        those never reached; the request's own counts then refine each position.
+        A request's deviation from a draft's level shifts every position of it, also those never reached; its own counts then refine each
+        position.
         """
         slot = np.fromiter(map(state.slots.__getitem__, request), np.int64, len(request))
         position_strength = self._config.position_strength
         accepted, reached = state.request_accepted.take(slot, 0), state.request_reached.take(slot, 0)
-        level = state.draft_hazard.take(rule, 0)
-        strength = np.array(self._strength(state))
-        trials = self._total(reached)
-        mean = (self._total(reached * level) + _NO_TRIALS / 2) / (trials + _NO_TRIALS)
-        actual = self._total(accepted) + strength * mean  # of trials + strength
-        hazard: FloatArray = (actual * (1 - mean) / ((trials + strength - actual) * mean))[:, :, None] * level  # the odds, at first
-        hazard /= hazard + (1 - level)
+        hazard = shifted(state.draft_hazard.take(rule, 0), state.request_shift.take(slot, 0))
         hazard *= position_strength
         hazard += accepted
         reached += position_strength
@@ -230,14 +257,8 @@ class AcceptanceModel:
         """Return ``hazards`` [drafts][positions] of one admitted request, by plain numbers: a few positions are quicker without arrays."""
         slot, position_strength, hazards = state.slots[request], self._config.position_strength, []
         accepted, reached = state.request_accepted[slot].tolist(), state.request_reached[slot].tolist()
-        for held, seen, level, strength in zip(accepted, reached, state.draft_hazard[rule].tolist(), self._strength(state), strict=True):
-            trials = sum(seen)
-            if not trials:
-                hazards.append(level)
-                continue
-            mean = (sum(map(mul, seen, level)) + _NO_TRIALS / 2) / (trials + _NO_TRIALS)
-            actual = sum(held) + strength * mean  # of trials + strength
-            ratio = actual * (1 - mean) / ((trials + strength - actual) * mean)
+        ratios = map(math.exp, state.request_shift[slot].tolist())
+        for held, seen, level, ratio in zip(accepted, reached, state.draft_hazard[rule].tolist(), ratios, strict=True):
             hazards.append(
                 [
                     (a + position_strength * ((odds := ratio * h) / (odds + (1 - h)))) / (r + position_strength)
@@ -246,21 +267,18 @@ class AcceptanceModel:
             )
         return hazards
 
-    def spread(self, state: AcceptanceState, request: list[int], rule: IntArray, hazard: FloatArray) -> FloatArray:
-        """Return the standard deviations of ``hazards``."""
-        trials = state.request_reached[[state.slots[r] for r in request]].sum(2, keepdims=True)
-        strength = np.array(self._strength(state))[:, None]
-        doubt = 1 / (trials + strength + 1) + 1 / (state.draft_reached[rule] + self._config.prior_strength + 1)
-        deviation: FloatArray = np.sqrt(hazard * (1 - hazard) * doubt)
-        return deviation
+    def doubt(self, state: AcceptanceState, request: list[int], rule: IntArray, hazard: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Return the standard deviations of ``hazards``, and the variance of requests' deviations, float64[n, drafts] (logits)."""
+        rows = [state.slots[r] for r in request]
+        _, covariance = posterior(state.law.covariance, *self._told(state, rows))
+        own = np.diagonal(covariance, axis1=1, axis2=2)
+        variance = hazard * (1 - hazard)
+        level = variance / (state.draft_reached[rule] + self._config.prior_strength + 1)
+        return np.sqrt(own[:, :, None] * variance**2 + level), own
 
     def _total(self, counts: FloatArray) -> FloatArray:
         total: FloatArray = counts.reshape(counts.shape[0] * self._drafts, self._k_max).dot(self._each).reshape(counts.shape[:2])
         return total
-
-    def _strength(self, state: AcceptanceState) -> list[float]:
-        """Return by draft how many of a request's own trials weigh as much as what is known of all."""
-        return [1 / min(max(c / v, 1 / _MAX_STRENGTH), 1 / _MIN_STRENGTH) - 1 for c, v in zip(*state.likeness.tolist(), strict=True)]
 
     def with_drafts(self, state: AcceptanceState, accepted: FloatArray, reached: FloatArray) -> AcceptanceState:
         """Return the state with this draft-level evidence."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .correction import MAX_CORRECTION, MAX_SHAPE, OCTAVES, Shape
+from .deviation import Law, bounded
 from .plan import FloatArray
 from .ranks import COUNTS, RankModel, RankState
 
@@ -17,10 +18,10 @@ if TYPE_CHECKING:
     from .acceptance import AcceptanceModel
     from .planner import PlannerState
 
-SCHEMA = 2
-_ARRAYS = ("draft_accepted", "draft_reached", "likeness")
+SCHEMA = 3
+_ARRAYS = ("draft_accepted", "draft_reached")
 _SHAPE = ("log_factor", "seen")
-_SIGNED = ("likeness", "shape_log_factor")
+_SIGNED = ("covariance", "shape_log_factor")
 
 
 class LearnedError(ValueError):
@@ -30,7 +31,7 @@ class LearnedError(ValueError):
 def saved(state: PlannerState, now: float) -> dict[str, Any]:
     """Return what outlasts the requests of a state, JSON-able; empty before the first step.
 
-    Evidence by draft, how alike requests are, the and the correction of times. ``age_s`` is how long ago the evidence was
+    Evidence by draft, how requests deviate from it, and the correction of times. ``age_s`` is how long ago the evidence was
     aged: clocks of two processes have nothing in common.
     """
     acceptance = state.acceptance
@@ -40,6 +41,8 @@ def saved(state: PlannerState, now: float) -> dict[str, Any]:
         "schema": SCHEMA,
         "age_s": max(0.0, now - acceptance.now),
         **{name: getattr(acceptance, name).tolist() for name in _ARRAYS},
+        "covariance": acceptance.law.covariance.tolist(),
+        "requests": acceptance.law.requests,
         "correction": state.correction.tolist(),
         **{f"shape_{name}": getattr(state.target_shape, name).tolist() for name in _SHAPE},
     }
@@ -53,11 +56,12 @@ def restored(data: Mapping[str, Any], start: PlannerState, model: AcceptanceMode
     correction = _array(data, "correction", start.correction.shape)
     log_factor, seen = (_array(data, f"shape_{name}", (OCTAVES,)) for name in _SHAPE)
     _check("draft_accepted", arrays["draft_accepted"], arrays["draft_accepted"] <= arrays["draft_reached"] + 1e-6)
-    _check("likeness", arrays["likeness"], arrays["likeness"][1] > 0)
+    law = Law(_array(data, "covariance", start.acceptance.law.covariance.shape), float(_array(data, "requests", ())))
+    _check("covariance", law.covariance, np.allclose(law.covariance, bounded(law.covariance)))
     _check("correction", correction, (correction >= 1 / MAX_CORRECTION) & (correction <= MAX_CORRECTION))
     _check("shape_log_factor", log_factor, abs(log_factor) <= MAX_SHAPE)
     age_s = float(_array(data, "age_s", ())) + max(0.0, idle_s)
-    acceptance = replace(start.acceptance, likeness=arrays["likeness"], now=now - age_s)
+    acceptance = replace(start.acceptance, law=law, now=now - age_s)
     acceptance = model.with_drafts(acceptance, arrays["draft_accepted"], arrays["draft_reached"])
     return replace(start, acceptance=model.aged(acceptance, now), correction=correction, target_shape=Shape(log_factor, seen, log_factor))
 
@@ -75,7 +79,7 @@ def restored_ranks(data: Any, model: RankModel, now: float, age_s: float) -> Ran
 
 
 def _array(data: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> FloatArray:
-    """Return a field as an array; all but excesses and logarithms are counts, times and factors, hence never negative."""
+    """Return a field as an array; all but covariances and logarithms are counts, times and factors, hence never negative."""
     try:
         value = np.array(data[name], np.float64)
     except KeyError:

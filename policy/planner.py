@@ -17,7 +17,7 @@ from .learned import restored, saved
 from .one_row import OneRow, one_row
 from .optimiser import FEW_ROWS, best_choice
 from .plan import NO_DRAFT, BoolArray, FloatArray, IntArray, Outcome, Plan, View
-from .probing import PROBE_FLOOR, affordable_probe
+from .probing import PROBE_FLOOR, PROBE_TOKENS, Hope, affordable_probe
 from .problem import NOTHING_GIVEN, Bounds, Given, extra_prefill_s, predicted_parts, step_problem
 from .ranks import RankState
 from .shapes import CHAINS_ONLY
@@ -49,6 +49,7 @@ class PlannerConfig:
     ``switch_horizon_steps`` the most steps over which a catch-up is spread.
     ``margin`` is the gain in goodput that speculation must promise: of many estimates the best is flattered, and a loss weighs more than
     a gain missed. A batch that does not speculate is planned for again after ``rest_steps`` steps, for planning costs it time too.
+    ``catchup_scored`` says that the engines report how a draft that catches up would have guessed what it reads (``Outcome.free_*``).
     """
 
     k_max: int = 8
@@ -57,6 +58,7 @@ class PlannerConfig:
     switch_horizon_steps: float = 16.0
     margin: float = 0.03
     rest_steps: int = 4
+    catchup_scored: bool = False
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
 
     def __post_init__(self) -> None:
@@ -271,7 +273,8 @@ class AdaptivePlanner:
 
         Each step earns ``explore_share`` of its time.
         """
-        return state.look == 0 and self.config.explore_share > 0 and found.credit_s >= PROBE_FLOOR * found.result.step_s
+        saved_s = found.credit_s * len(found.choice.length)
+        return state.look == 0 and self.config.explore_share > 0 and saved_s >= PROBE_FLOOR * found.result.step_s
 
     def _looked(
         self,
@@ -288,15 +291,29 @@ class AdaptivePlanner:
         Credit can always be saved up to the price of the cheapest probe, so that no draft stays out for good.
         """
         choice, result, _, credit_s, _ = found
-        spread = self._acceptance.spread(acceptance, view.request[rows].tolist(), view.rule[rows], hazard)
-        hopeful = np.minimum(hazard + self.config.optimism * spread, 1.0)
-        probe = affordable_probe(problem, view.weight[rows], hopeful, choice, result, price, credit_s)
+        hope = self._hope(acceptance, view, rows, hazard)
+        probe = affordable_probe(problem, view.weight[rows], hope, choice, result, price, credit_s)
         if probe is None:
             return found._replace(credit_s=min(credit_s, result.step_s), look=_LOOK_STEPS)
         if probe.rows:
             return Found(probe.choice, probe.result, probe.rows, credit_s - probe.cost_s, found.look)
         steps = (probe.cost_s - credit_s) / (self.config.explore_share * result.step_s)
         return found._replace(credit_s=min(credit_s, max(result.step_s, probe.cost_s)), look=min(max(int(steps), 0), _LOOK_STEPS))
+
+    def _hope(self, acceptance: AcceptanceState, view: View, rows: IntArray, hazard: FloatArray) -> Hope:
+        """Return what optimism expects of the rows, and how much of the doubt a look at each draft would settle.
+
+        A draft that catches up reads tokens emitted without it, and can tell of each whether it would have guessed it.
+        """
+        request = view.request[rows].tolist()
+        spread, variance = self._acceptance.doubt(acceptance, request, view.rule[rows], hazard)
+        read_tokens = np.zeros_like(view.catchup[rows])
+        if self.config.catchup_scored:
+            emitted = acceptance.request_tokens[[acceptance.slots[r] for r in request]]
+            read_tokens = np.minimum(view.catchup[rows] - 1, emitted[:, None].astype(np.int64))
+        evidence = variance * (PROBE_TOKENS + read_tokens) * hazard[:, :, 0] * (1 - hazard[:, :, 0])
+        hopeful = np.minimum(hazard + self.config.optimism * spread, 1.0)
+        return Hope(hopeful, self.config.optimism, evidence / (1 + evidence))
 
     # -- observe
 
@@ -313,7 +330,7 @@ class AdaptivePlanner:
             free_rule = np.array([rules.get(r, 0) for r in outcome.free_request.tolist()])
             free = (outcome.free_request, outcome.free_draft, free_rule, outcome.free_accepted, outcome.free_scored)
             evidence = tuple(np.concatenate(pair) for pair in zip(evidence, free, strict=True))
-        acceptance = model.observe(model.aged(state.acceptance, now), *evidence, outcome.request)
+        acceptance = model.observe(model.aged(state.acceptance, now), *evidence, outcome.request, outcome.emitted)
         acceptance = model.forget(acceptance, outcome.finished.tolist())
         if state.view is None or not len(outcome.request):
             return replace(state, acceptance=acceptance)

@@ -1,7 +1,8 @@
-"""Where it may pay to look: the probe that optimism favours most, and what it costs."""
+"""Where it may pay to look: the probe whose knowledge is worth most beyond its price, and what it costs."""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -9,8 +10,10 @@ import numpy as np
 from .goodput import Choice, Score, StepProblem, score
 from .plan import FloatArray, IntArray
 
-_PROBE_TOKENS = 2
-PROBE_FLOOR = 0.1  # of a step's time: what a probe costs at least, since estimates flatter what looks free
+PROBE_TOKENS = 2
+PROBE_FLOOR = 0.12  # of a step's time: what a probe costs at least, since estimates flatter what looks free
+_LOGISTIC_SCALE = math.sqrt(3) / math.pi  # of a deviation
+_OWN_SHARE = 0.2
 
 
 class Probe(NamedTuple):
@@ -22,20 +25,29 @@ class Probe(NamedTuple):
     cost_s: float
 
 
-def affordable_probe(
-    problem: StepProblem, weight: FloatArray, hopeful: FloatArray, choice: Choice, result: Score, price: float, credit_s: float
-) -> Probe | None:
-    """Return the choice with as many rows as ``credit_s`` affords on the draft that optimism favours most; None if it favours
-    none, or there is no room for one.
+class Hope(NamedTuple):
+    """Hazards [n, D, K] so many ``deviations`` above the mean, and the share of the doubt [n, D] that a probe would settle."""
 
-    A probe costs what the objective loses by it at mean estimates, whole catch-up included.
+    hazard: FloatArray
+    deviations: float
+    settled: FloatArray
+
+
+def affordable_probe(
+    problem: StepProblem, weight: FloatArray, hope: Hope, choice: Choice, result: Score, price: float, credit_s: float
+) -> Probe | None:
+    """Return the choice with as many rows as ``credit_s`` affords on the draft that most is hoped of; None if optimism sees no gain, or
+    there is no room for one.
+
+    A probe costs what the objective loses by it at mean estimates, whole catch-up included. Of one whose knowledge is worth more than that
+    only a share is charged; the budget then bounds how far wrong estimates of the worth can lead.
     """
-    probe = _probe(problem, weight, hopeful, choice, price)
+    probe = _probe(problem, weight, hope, choice, price)
     if probe is None:
         return None
-    order, draft, length = probe
+    order, draft, length, worth = probe
     cost_s = 0.0
-    for count in sorted({max(1, len(order) // 2), max(1, len(order) // 8), 1}, reverse=True):
+    for count in sorted({len(order), max(1, len(order) // 2), max(1, len(order) // 8), 1}, reverse=True):
         chosen = order[:count]
         candidate = Choice(choice.draft.copy(), choice.length.copy())
         candidate.draft[chosen], candidate.length[chosen] = draft, length[chosen]
@@ -43,21 +55,18 @@ def affordable_probe(
         if full or candidate.length.sum() > problem.last_total():
             continue
         outcome = score(problem, candidate)
-        cost_s = max(PROBE_FLOOR * result.step_s, (result.value - outcome.value) / price + outcome.step_s - result.step_s)
+        lost_s, floor_s = (result.value - outcome.value) / price + outcome.step_s - result.step_s, PROBE_FLOOR * result.step_s
+        pays = float(worth[chosen].sum()) > price * lost_s
+        cost_s = max(floor_s * count / problem.rows, _OWN_SHARE * lost_s) if pays else max(floor_s, lost_s)
         if cost_s <= credit_s and outcome.step_s <= problem.limit_s:
             return Probe(candidate, outcome, count, cost_s)
     return Probe(choice, result, 0, cost_s) if cost_s else None
 
 
 def _probe(
-    problem: StepProblem, weight: FloatArray, hopeful: FloatArray, choice: Choice, price: float
-) -> tuple[IntArray, int, IntArray] | None:
-    """Return (rows in order of promise, draft, length by row) of a probe, or None if even optimism sees no gain.
-
-    The upside of (row, draft) is its best net gain at hazards ``hopeful[n, D, K]`` over the row's present one, the draft's forwards shared
-    by all rows (it may pay only if all use it). The draft of the largest upside is probed, on the rows of the most upside by cost, at
-    most ``_PROBE_TOKENS`` beyond the chain that the row has with that draft.
-    """
+    problem: StepProblem, weight: FloatArray, hope: Hope, choice: Choice, price: float
+) -> tuple[IntArray, int, IntArray, FloatArray] | None:
+    """Return (rows in order of promise, draft, length by row, worth by row) of a probe, or None if even optimism sees no gain."""
     k_max, drafts, n = problem.gain.shape
     if k_max == 0 or n == 0:
         return None
@@ -65,15 +74,36 @@ def _probe(
     token_s = (problem.verify_s[min(last, len(problem.verify_s) - 1)] - problem.verify_s[0]) / last
     shared = price * (token_s + problem.forward_s[:, [n]] / n + problem.row_s)  # [D, n]
     depth = np.arange(1, k_max + 1)[:, None, None]
-    hope = np.cumsum(np.cumprod(hopeful[:, :, :k_max].transpose(2, 1, 0), axis=0), axis=0) * weight
-    net = np.where(depth <= problem.ceiling, hope - depth * shared, -np.inf) - price * problem.charge_s
-    present = np.cumsum(problem.gain, axis=0)[choice.length - 1, choice.draft, row]
-    present = np.where(choice.length > 0, present - choice.length * shared[choice.draft, row], 0.0)
+    paid = np.where(depth <= problem.ceiling, depth * shared, np.inf)
+    hoped = np.cumsum(np.cumprod(hope.hazard[:, :, :k_max].transpose(2, 1, 0), axis=0), axis=0) * weight - paid
+    mean = np.cumsum(problem.gain, axis=0) - paid
+    present = np.where(choice.length > 0, mean[choice.length - 1, choice.draft, row], 0.0)
     own_length = np.where(choice.draft == np.arange(drafts)[:, None], choice.length, 0)
-    length = np.minimum(net.argmax(0) + 1, own_length + _PROBE_TOKENS)
-    upside = np.where(length == own_length, 0.0, np.maximum(net.max(0) - present, 0.0))
+    length = np.minimum(hoped.argmax(0) + 1, own_length + PROBE_TOKENS)
+    best = np.maximum(mean.max(0), -1e9)
+    doubt = np.maximum(hoped.max(0) - best, 0.0) / hope.deviations * np.sqrt(hope.settled.T)
+    worth = np.where(own_length > 0, 0.0, _expected_gain(best - present, doubt) * problem.horizon)
+    upside = np.where(length == own_length, 0.0, np.maximum(hoped.max(0) - price * problem.charge_s - present, 0.0))
+    cost = price * (problem.forward_s[:, 1:2] + problem.switch_s) + np.maximum(present - best, 0.0) + 1e-9
+    surplus = np.where((upside > 0) & (worth > 0), worth - price * problem.switch_s - np.maximum(present - best, 0.0), -np.inf)
+    gains = np.maximum(surplus, 0.0).sum(1) - price * problem.forward_s[:, 1]
+    if gains.max() > 0:
+        draft = int(gains.argmax())
+        order = np.argsort(-surplus[draft], kind="stable")
+        order = order[surplus[draft, order] > 0]
+        return order, draft, length[draft], worth[draft]
     draft = int(upside.sum(1).argmax())
-    promise = upside[draft] / (problem.forward_s[draft, 1] + problem.switch_s[draft] + 1e-9)
+    promise = upside[draft] / cost[draft]
     order = np.argsort(-promise, kind="stable")
-    order = order[promise[order] > 0]
-    return (order, draft, length[draft]) if len(order) else None
+    order = order[promise[order] > 0][:1]
+    return (order, draft, length[draft], worth[draft]) if len(order) else None
+
+
+def _expected_gain(lead: FloatArray, deviation: FloatArray) -> FloatArray:
+    """Return E[max(lead + deviation z, 0)] - max(lead, 0) for standard normal z: how much knowing which is better pays.
+
+    The knowledge gradient (Frazier et al. 2008), the logistic distribution standing for the normal one: t log(1 + exp(-|lead| / t)).
+    """
+    scale = _LOGISTIC_SCALE * np.maximum(deviation, 1e-12)
+    gain: FloatArray = scale * np.log1p(np.exp(-np.minimum(np.abs(lead) / scale, 700.0)))
+    return gain

@@ -15,6 +15,7 @@ import numpy as np
 
 from .acceptance import AcceptanceConfig, AcceptanceState
 from .correction import Shape
+from .deviation import Law
 from .hints import Last
 from .latency import LatencyCurve, LatencyModel
 from .plan import Outcome, Plan, Policy, TurnShape, View
@@ -23,9 +24,9 @@ from .ranks import RankState
 from .shaped import ShapedPlanner
 from .shapes import Shapes
 
-SCHEMA = 2
+SCHEMA = 3
 _KINDS = {"i": np.int64, "f": np.float64, "b": np.bool_}
-_CLASSES = {cls.__name__: cls for cls in (View, Plan, TurnShape, Outcome, PlannerState, Last, AcceptanceState, Shape, RankState)}
+_CLASSES = {cls.__name__: cls for cls in (View, Plan, TurnShape, Outcome, PlannerState, Last, AcceptanceState, Law, Shape, RankState)}
 
 
 class TraceError(ValueError):

@@ -117,9 +117,9 @@ def make_policy(arm: str, deployment: Deployment, mix: Mix, workload: Workload, 
         case ["spin", length] if length.isdigit():
             return SpinSelection(drafts, int(length))
         case ["adaptive"]:
-            return AdaptivePlanner(drafts, read, PlannerConfig(k_max=k_max))
+            return AdaptivePlanner(drafts, read, PlannerConfig(k_max=k_max, catchup_scored=True))
         case ["per-step"]:
-            return PerStepGoodput(drafts, read, PlannerConfig(k_max=k_max))
+            return PerStepGoodput(drafts, read, PlannerConfig(k_max=k_max, catchup_scored=True))
         case ["oracle"]:
             return Oracle(drafts, deployment.latency, workload.acceptance.hazard, k_max)
     raise ValueError(f"arm must be one of the documented ones with drafts of {drafts}, got {arm!r}")

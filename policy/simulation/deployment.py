@@ -17,7 +17,8 @@ _KNOT_FACTOR = 8
 class Deployment:
     """One replica. ``latency`` is the truth; ``free[d]`` marks a draft without model (lookup), which is scored in every step.
 
-    ``noise`` is the standard deviation of the logarithm of a step's time; ``planning_s`` what a planning policy adds to each step.
+    ``noise`` is the standard deviation of the logarithm of a step's time; ``planning_s`` what a planning policy adds to each step;
+    ``full_information`` lets policies learn in every step how each draft would have guessed, which no real server can.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Deployment:
     kv_tokens: int = 1 << 17
     noise: float = 0.03
     planning_s: float = 0.0
+    full_information: bool = False
 
 
 @dataclass(frozen=True, slots=True)

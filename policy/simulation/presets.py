@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -87,8 +87,8 @@ def smollm2_cpu(tables: Mapping[str, LatencyTable]) -> Deployment:
     )
     source = tables["target"].provenance
     provenance = f"measured: {source.machine}, {source.dtype}, {source.threads} thread, {source.date}, torch {source.torch_version}"
-    limits = {"max_active": 32, "prefill_chunk_tokens": 256, "kv_tokens": 32768}
-    return Deployment("smollm2-cpu", provenance, ("small", "lookup"), latency, (False, True), **limits)
+    small = Deployment("smollm2-cpu", provenance, ("small", "lookup"), latency, (False, True))
+    return replace(small, max_active=32, prefill_chunk_tokens=256, kv_tokens=32768)
 
 
 # Mixes are made up, in the range of acceptance that the published microbenchmarks sweep (0.3 to 0.9); hazards by draft name. EAGLE's fall

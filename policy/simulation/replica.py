@@ -15,6 +15,7 @@ from .deployment import BLOCK_TOKENS, Deployment, Work, blocks, step_parts
 from .workload import Workload
 
 _NONE = np.zeros(0, np.int64)
+_READ_TOKENS = 2  # a draft in use has at most so many to read: after a chain accepted whole, its last and the bonus token
 _SPARE_BLOCKS = 2  # for every active request, else the newcomer would be pre-empted at once
 
 
@@ -80,6 +81,7 @@ class Replica:
         self._planning_s = deployment.planning_s * bool(policy.drift(self._state))
         self._all_found = bool((workload.acceptance.found == 1).all())
         self._free = np.array(deployment.free, np.bool_)
+        self._scored = self._free | deployment.full_information
         self.outstanding = 0
         self.preemptions = 0
 
@@ -195,7 +197,7 @@ class Replica:
         accepted = workload.acceptance.accepted(rows, position, chosen, length, now) if length.any() else np.zeros(len(rows), np.int64)
         emitted = np.minimum(accepted + 1, workload.output_tokens[rows] - position)
         request, first = rows, np.array(ended, np.int64)
-        free = self._free_evidence(view, plan, emitted, now) if self._free.any() else (_NONE,) * 4
+        free = self._free_evidence(view, plan, emitted, now)
         tail = np.zeros(len(first), np.int64)
         over = position + emitted >= workload.output_tokens[rows], self._progress.emitted[first] + 1 >= workload.output_tokens[first]
         finished = np.concatenate([rows[over[0]], first[over[1]]])
@@ -221,17 +223,31 @@ class Replica:
         return _Pending(outcome, rows, plan)
 
     def _free_evidence(self, view: View, plan: Plan, emitted: IntArray, now: float) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """Return (request, draft, accepted, scored) of free drafts that were not chosen, against the tokens that were emitted."""
-        parts: list[tuple[IntArray, IntArray, IntArray, IntArray]] = []
-        for d in np.flatnonzero(self._free).tolist():
+        """Return (request, draft, accepted, scored) of what is learnt without a token of its own, int64[f] each.
+
+        Drafts without a model are scored in every step against the tokens that were emitted. A model that catches up reads tokens
+        emitted without it, and so tells how it would have guessed them.
+        """
+        chains: list[tuple[int, int, int, int]] = []
+        for d in np.flatnonzero(self._scored).tolist():
             row = np.flatnonzero((view.ceiling[:, d] > 0) & (plan.draft != d))
             scored = np.minimum(view.ceiling[row, d], emitted[row])
-            draft = np.full(len(row), d)
             request = view.request[row]
-            held = self._workload.acceptance.accepted(request, self._progress.emitted[request], draft, scored, now)
-            parts.append((request, draft, held, scored))
-        request, draft, held, scored = (np.concatenate(column) for column in zip(*parts, strict=True))
-        return request, draft, held, scored
+            held = self._workload.acceptance.accepted(request, self._progress.emitted[request], np.full(len(row), d), scored, now)
+            chains += zip(request.tolist(), [d] * len(row), held.tolist(), scored.tolist(), strict=True)
+        for row in np.flatnonzero(plan.length > 0).tolist():
+            chains += self._caught_up(int(view.request[row]), int(plan.draft[row]), int(view.catchup[row, plan.draft[row]]), now)
+        columns = np.array(chains, np.int64).reshape(-1, 4).T
+        return columns[0], columns[1], columns[2], columns[3]
+
+    def _caught_up(self, request: int, draft: int, catchup: int, now: float) -> list[tuple[int, int, int, int]]:
+        """Return what a draft's pass over ``catchup`` tokens tells of those that it had to guess; the first is read, not guessed."""
+        end = int(self._progress.emitted[request])
+        begin = max(end - catchup + 1, 0)
+        if catchup <= _READ_TOKENS or begin >= end:
+            return []
+        chains = self._workload.acceptance.scored(request, draft, begin, end, self._deployment.k_max, now)
+        return [(request, draft, *chain) for chain in chains]
 
     # -- end
 

@@ -116,6 +116,22 @@ class Acceptance:
         run: IntArray = np.logical_and.accumulate(held, axis=1).sum(1)
         return run
 
+    def scored(self, request: int, draft: int, begin: int, end: int, k_max: int, now: float) -> list[tuple[int, int]]:
+        """Return (accepted, scored) of the chains that a draft would have made of the output positions begin..end-1, in order.
+
+        A chain ends at its first mismatch, which the target's own token repairs, or after ``k_max`` tokens and the bonus token behind them.
+        """
+        first = float(self.first_hazard(np.array([request]), now)[0, draft])
+        hazard = (first * self.decay[draft]).tolist()
+        drawn = self.uniform[self.start[request] + begin : self.start[request] + end].tolist()
+        chains, at = [], 0
+        while at < len(drawn):
+            most = min(k_max, len(drawn) - at)
+            held = next((j for j in range(most) if drawn[at + j] >= hazard[j]), most)
+            chains.append((held, most))
+            at += held + 1
+        return chains
+
     def has_match(self, request: IntArray, position: IntArray) -> FloatArray:
         """Return bool[n, D]: whether each draft can propose anything at an output position."""
         drawn: FloatArray = self.match[self.start[request] + position][:, None] < self.found[request]

@@ -27,8 +27,9 @@ def test_what_is_saved_comes_back_in_another_process_s_time():
     state = taught(p, start_s=5000.0)
     data = json.loads(json.dumps(p.save(state, 5059.0)))
     back = planner().load(data, 12.0, 0.0)
-    for name in ("draft_accepted", "draft_reached", "draft_hazard", "likeness"):
+    for name in ("draft_accepted", "draft_reached", "draft_hazard"):
         assert np.allclose(getattr(back.acceptance, name), getattr(state.acceptance, name))
+    assert np.allclose(back.acceptance.law.covariance, state.acceptance.law.covariance)
     assert np.allclose(back.correction, state.correction)
     assert np.allclose(back.target_shape.applied, state.target_shape.log_factor)
     assert back.target_shape.applied.any()
@@ -77,7 +78,8 @@ def test_switches_do_not_stand_between_the_planner_and_its_data():
         ({"shape_log_factor": [0.8] * 15}, ["shape_log_factor", "0.8"]),
         ({"shape_log_factor": [0.1]}, ["shape_log_factor", "shape"]),
         ({"age_s": -1.0}, ["age_s", "-1"]),
-        ({"likeness": None}, ["likeness", "shape"]),
+        ({"covariance": None}, ["covariance", "shape"]),
+        ({"covariance": [[1.0, 2.0], [2.0, 1.0]]}, ["covariance", "2.0"]),
     ],
 )
 def test_data_that_do_not_fit_are_refused_by_field_and_value(change, words):

@@ -32,7 +32,7 @@ def staircase(level_tokens, token_s):
 
 def shaped(model, drafts=ONE, rate=0.6, siblings=None, **shapes):
     """A planner that knows the acceptance rate of chains, and of siblings if these are given, and does not explore."""
-    acceptance = AcceptanceConfig(prior_hazard=rate, prior_strength=UNSHAKEABLE, request_strength=UNSHAKEABLE)
+    acceptance = AcceptanceConfig(prior_hazard=rate, prior_strength=UNSHAKEABLE, request_variance=1e-3)
     made = ShapedPlanner(drafts, model, PlannerConfig(acceptance=acceptance, explore_share=0.0, k_max=4), Shapes(**shapes))
     if siblings is not None:
         made._ranks = RankModel(len(drafts), 4, made.shapes.tree_width, RankConfig(sibling=siblings, decay=0.7, strength=UNSHAKEABLE))
