@@ -57,19 +57,34 @@ def check_pair(target: Manifest, draft: Manifest) -> None:
     if draft.vocabulary_sha256 != target.vocabulary_sha256:
         raise ConfigError(
             f"draft {draft.folder} was made for the vocabulary {draft.vocabulary_sha256[:12]}, its target {target.folder} has "
-            f"{target.vocabulary_sha256[:12]}"
+            f"{target.vocabulary_sha256[:12]}{_first_difference(target.folder, draft.folder)}"
         )
+
+
+def _first_difference(target: Path, draft: Path) -> str:
+    """Say which is the first token id that means something else; nothing where the draft has no tokenizer.json to look into."""
+    files = [folder / "tokenizer.json" for folder in (target, draft)]
+    if not all(file.exists() for file in files):
+        return ""
+    ours, theirs = (dict(vocabulary(file)) for file in files)
+    token_id = min(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
+    names = [json.dumps(tokens[token_id], ensure_ascii=False) if token_id in tokens else "no token" for tokens in (theirs, ours)]
+    return f"; first difference: id {token_id} is {names[0]} in the draft, {names[1]} in the target"
 
 
 def vocabulary_sha256(tokenizer: Path) -> str:
     """Return a hash of a ``tokenizer.json``'s tokens by id: equal ids mean equal tokens, however the file was written."""
+    return hashlib.sha256(json.dumps(vocabulary(tokenizer), ensure_ascii=False).encode()).hexdigest()
+
+
+def vocabulary(tokenizer: Path) -> list[tuple[int, str]]:
+    """Return the tokens of a ``tokenizer.json`` by ascending id. Raises ConfigError for a file that cannot be read."""
     try:
         spec = json.loads(tokenizer.read_text("utf-8"))
         tokens = {**spec["model"]["vocab"], **{added["content"]: added["id"] for added in spec.get("added_tokens", ())}}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"cannot read the vocabulary of {tokenizer}: {error!r}") from error
-    by_id = sorted((token_id, token) for token, token_id in tokens.items())
-    return hashlib.sha256(json.dumps(by_id, ensure_ascii=False).encode()).hexdigest()
+    return sorted((token_id, token) for token, token_id in tokens.items())
 
 
 def weights_sha256(folder: Path) -> str:

@@ -27,8 +27,8 @@ from engines_build.distill_card import command_line, model_card, target_card
 from engines_build.distill_export import export, parameters
 from engines_build.distill_family import (
     DRAFTS,
-    TARGET,
     TARGET_NAME,
+    VOCABULARY,
     Member,
     dialogues_of,
     family_texts,
@@ -55,7 +55,7 @@ HELD_OUT_SLOTS = 24
 _GENERATE_SHARE = 0.6
 """Share of ``--minutes`` after which generation gives way to training."""
 
-_TARGET_BATCH, _TARGET_LEARNING_RATE = 8, 2e-3
+_TARGET_BATCH, _TARGET_LEARNING_RATE = 8, 3e-3
 
 
 def distil(args: argparse.Namespace) -> dict[str, Any]:
@@ -177,15 +177,16 @@ def make_target(args: argparse.Namespace, out: Path) -> None:
     samples: list[Sample] = list(pieces(texts, tokenizer))
     print(f"target: {len(texts)} texts, {sum(len(s.tokens) for s in samples)} tokens in a pass", flush=True)
     torch.manual_seed(args.seed)
-    model = untrained(TARGET)
+    shape = Shape(args.hidden, args.layers, args.head_dim, VOCABULARY)
+    model = untrained(shape)
     budget = Budget(args.target_tokens, _TARGET_BATCH, _TARGET_LEARNING_RATE, start + 60 * args.minutes, embedding_rate=1.0)
-    line = Trainer(model, torch.arange(TARGET.shortlist), samples, args.device, args.seed, args.work / TARGET_NAME).run(budget)
+    line = Trainer(model, torch.arange(VOCABULARY), samples, args.device, args.seed, args.work / TARGET_NAME).run(budget)
     model.bfloat16().float()
     report = {"training": line, "losses": held_out_losses(model, args.held_out, tokenizer, args.device), "parameters": parameters(model)}
     report |= {"texts": len(texts), "dialogues": len(dialogues), "set_tokens": sum(len(s.tokens) for s in samples)}
     report["wall_s"] = time.monotonic() - start
     export(model, None, out / "tokenizer.json", out)
-    (out / "README.md").write_text(target_card(args, out.name, TARGET, report, command_line(args)), encoding="utf-8")
+    (out / "README.md").write_text(target_card(args, out.name, shape, report, command_line(args)), encoding="utf-8")
 
 
 def draft_arguments(args: argparse.Namespace, target: Path, member: Member) -> argparse.Namespace:

@@ -11,6 +11,8 @@ import torch
 from engines_build.corpora import LICENCES, WORKLOADS, Corpus
 from engines_build.corpora_evaluation import JUDGED
 
+_DRAFT_SHAPE = {"hidden": 160, "layers": 3, "head_dim": 32}
+_FAMILY_SHAPE = {"hidden": 256, "layers": 4, "head_dim": 64}
 _POSITIVE = ("hidden", "layers", "head_dim", "shortlist", "tokens", "held_out_tokens", "train_tokens", "target_tokens", "minutes")
 _POSITIVE += ("batch", "learning_rate", "slots", "threads")
 
@@ -19,6 +21,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """Read the command line; a bad value ends the program with a line that names its flag."""
     parser = _parser()
     args = parser.parse_args(argv)
+    for name, value in (_FAMILY_SHAPE if args.family else _DRAFT_SHAPE).items():
+        setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
     for name in _POSITIVE:
         if getattr(args, name) <= 0:
             parser.error(f"--{name.replace('_', '-')}: must be positive, got {getattr(args, name)}")
@@ -66,9 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="workloads to generate and to train on (default: %(default)s)")
     parser.add_argument("--judged", default=",".join(JUDGED), help="sets that training must not overlap (default: %(default)s)")
     parser.add_argument("--drop-overlap", action="store_true", help="leave sequences that overlap them out instead of failing")
-    number("--hidden", 160, "width of the draft")
-    number("--layers", 3, "its layers")
-    number("--head-dim", 32, "width of a head")
+    for flag, names in (("--hidden", "width"), ("--layers", "layers"), ("--head-dim", "width of a head")):
+        draft, target = (shape[flag[2:].replace("-", "_")] for shape in (_DRAFT_SHAPE, _FAMILY_SHAPE))
+        parser.add_argument(flag, type=int, metavar="N", help=f"{names} (default: {draft}; of the target of a family: {target})")
     number("--shortlist", 8192, "tokens that the draft can propose")
     number("--tokens", 1_000_000, "tokens that the target generates for training; fewer where the work folder has as many")
     number("--held-out-tokens", 12_000, "tokens it generates for the evaluation")

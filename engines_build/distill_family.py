@@ -43,12 +43,11 @@ class Member:
     workloads: tuple[str, ...] = ()
 
 
-TARGET = Shape(hidden=320, layers=6, head_dim=64, shortlist=VOCABULARY)
-TARGET_NAME = "tiny-9m"
+TARGET_NAME = "tiny-target"
 DRAFTS = (
+    Member("tiny-0.3m", Shape(64, 1, 32, VOCABULARY)),
     Member("tiny-0.3m-sql", Shape(64, 1, 32, VOCABULARY), ("sql", "code")),
     Member("tiny-0.9m", Shape(128, 2, 32, VOCABULARY)),
-    Member("tiny-2m", Shape(192, 3, 64, VOCABULARY)),
 )
 
 

@@ -38,8 +38,12 @@ def test_another_vocabulary_or_tokenizer_is_refused_by_both_folders(tmp_path):
     target = read_manifest(folder(tmp_path, "target"))
     with pytest.raises(ConfigError, match=r"small.* 9 tokens, its target .*target 10"):
         check_pair(target, read_manifest(folder(tmp_path, "small", vocab_size=9)))
-    with pytest.raises(ConfigError, match=r"draft .*other was made for the vocabulary"):
+    with pytest.raises(ConfigError, match=r"draft .*other was made for .*: id 1 is \"c\" in the draft, \"b\" in the target"):
         check_pair(target, read_manifest(folder(tmp_path, "other", tokenizer=VOCABULARY.replace('"b"', '"c"'))))
+    with pytest.raises(ConfigError, match=r"id 1 is no token in the draft"):
+        check_pair(target, read_manifest(folder(tmp_path, "short", tokenizer=json.dumps({"model": {"vocab": {"a": 0}}}))))
+    with pytest.raises(ConfigError, match=r"was made for the vocabulary 0123, its target .* has [0-9a-f]{12}$"):
+        check_pair(target, read_manifest(folder(tmp_path, "mute", tokenizer=None, vocabulary_sha256="0123")))
 
 
 def test_what_a_folder_lacks_is_named(tmp_path):
