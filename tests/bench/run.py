@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,7 @@ def main() -> None:
     parser.add_argument("--instances", type=int, default=12_000)
     options = parser.parse_args()
     command = f"python -m tests.bench.run --suite {options.suite} --seed {options.seed} --instances {options.instances}"
-    figures = {"command": command, "numpy": np.__version__, **policy(options.seed, options.instances)}
+    figures = {"command": command, "numpy": np.__version__, "load_average": os.getloadavg()[0], **policy(options.seed, options.instances)}
     options.out.write_text(json.dumps(figures, indent=2) + "\n")
 
 
