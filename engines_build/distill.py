@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from backend.engines.checkpoint import LlamaConfig, Weights, load
 from backend.manifest import weights_sha256
 from engines_build.corpora import WORKLOADS
 from engines_build.corpora_evaluation import JUDGED, EvaluationError
@@ -63,13 +64,13 @@ def distil(args: argparse.Namespace) -> dict[str, Any]:
     start = time.monotonic()
     claim(args.work, args.target)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    target = LlamaForCausalLM.from_pretrained(args.target, dtype=torch.bfloat16)
-    shards, held_out = generate(args, target, tokenizer, start)
+    config, weights = load(args.target, "bf16", args.device)
+    shards, held_out = generate(args, config, weights, tokenizer, start)
     samples = unjudged(args, [s for s in load_samples(shards) if s.workload in args.workloads], tokenizer)
-    shape = Shape(args.hidden, args.layers, args.head_dim, min(args.shortlist, target.config.vocab_size))
-    shortlist = choose_shortlist(samples, shape.shortlist, target.config.vocab_size, eos_token_ids(tokenizer))
+    shape = Shape(args.hidden, args.layers, args.head_dim, min(args.shortlist, config.vocab_size))
+    shortlist = choose_shortlist(samples, shape.shortlist, config.vocab_size, eos_token_ids(tokenizer))
     torch.manual_seed(args.seed)
-    draft = build(shape, target, shortlist)
+    draft = build(shape, weights["model.embed_tokens.weight"], shortlist, tokenizer, config.max_position_embeddings)
     end = start + 60 * args.minutes
     run = args.work / run_name(shape, len(samples), args.train_tokens, args.seed)
     if args.warm_up_tokens:
@@ -95,7 +96,7 @@ def claim(work: Path, target: Path) -> None:
     note.write_text(weights + "\n", "utf-8")
 
 
-def generate(args: argparse.Namespace, target: Any, tokenizer: Any, start: float) -> tuple[Shards, Shards]:
+def generate(args: argparse.Namespace, config: LlamaConfig, weights: Weights, tokenizer: Any, start: float) -> tuple[Shards, Shards]:
     """Bring training and held-out shards up to the tokens asked for, as far as the time goes; returns both."""
     shards, held_out = Shards(args.work / "train"), Shards(args.work / "held_out")
     for corpus, store, tokens, slots in (
@@ -103,7 +104,7 @@ def generate(args: argparse.Namespace, target: Any, tokenizer: Any, start: float
         (args.train, shards, args.tokens, args.slots),
     ):
         if store.generated < tokens:
-            teacher = Teacher(target, min(slots, args.slots), args.device, torch.bfloat16)
+            teacher = Teacher(config, weights, min(slots, args.slots))
             workloads = list(WORKLOADS) if corpus.held_out else args.workloads
             generator = Generator(teacher, tokenizer, corpus, store, 1.0 if corpus.held_out else 0.5, workloads)
             generator.run(tokens, start + 60 * _GENERATE_SHARE * args.minutes)

@@ -20,6 +20,8 @@ import torch.nn.functional as F  # noqa: N812
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from backend.engines.checkpoint import LlamaConfig, Weights
+from backend.engines.llama import rope_tables
 from engines_build.corpora import WORKLOADS, Corpus, Prompt, ask_about
 
 TOP_K = 32
@@ -36,26 +38,22 @@ _WORKLOAD_NAMES = list(WORKLOADS)
 
 
 class Teacher:
-    """A Llama checkpoint with a preallocated KV cache of ``slots`` rows; ``lengths`` [slots] counts the tokens in each.
+    """A Llama-family checkpoint with a preallocated KV cache of ``slots`` rows; ``lengths`` [slots] counts the tokens in each.
 
     A lean forward (fused projections, grouped heads attended as query rows) since this loop is the whole cost of distillation.
     """
 
-    def __init__(self, model: Any, slots: int, device: str = "cpu", dtype: torch.dtype = torch.bfloat16):
-        c = model.config
-        self.heads, self.kv_heads, self.head_dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        self.eps, self.device, self.slots = c.rms_norm_eps, device, slots
-        self.layers = [_fused(layer, device, dtype) for layer in model.model.layers]
-        self.embedding = model.model.embed_tokens.weight.detach().to(device, dtype)
-        self.norm = model.model.norm.weight.detach().to(device, dtype)
-        self.head = model.lm_head.weight.detach().to(device, dtype)
+    def __init__(self, config: LlamaConfig, weights: Weights, slots: int):
+        self.heads, self.kv_heads, self.head_dim, self.eps = config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
+        self.layers = [_fused(weights, f"model.layers.{i}.") for i in range(config.num_layers)]
+        self.embedding, self.norm = weights["model.embed_tokens.weight"], weights["model.norm.weight"]
+        self.head = weights.get("lm_head.weight", self.embedding)
+        self.device, self.slots = self.embedding.device, slots
         room = MAX_PROMPT_TOKENS + MAX_NEW_TOKENS
         shape = (len(self.layers), slots, self.kv_heads, room, self.head_dim)
-        self.keys, self.values = torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype)
-        self.lengths = torch.zeros(slots, dtype=torch.long, device=device)
-        inverse = c.rope_parameters["rope_theta"] ** (-torch.arange(0, self.head_dim, 2) / self.head_dim)
-        angles = torch.outer(torch.arange(room), inverse).repeat(1, 2)
-        self.cos, self.sin = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+        self.keys, self.values = self.embedding.new_zeros(shape), self.embedding.new_zeros(shape)
+        self.lengths = torch.zeros(slots, dtype=torch.long, device=self.device)
+        self.cos, self.sin = (table.to(self.embedding) for table in rope_tables(config, room))
 
     def prefill(self, slot: int, tokens: list[int]) -> Tensor:
         """Put ``tokens`` into ``slot``, replacing what it held. Returns the logits [1, vocab] behind the last of them."""
@@ -93,30 +91,36 @@ class Teacher:
 
     def _project(self, layer: dict[str, Tensor], x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [n, heads, head_dim], keys and values [n, kv_heads, head_dim] of hidden states [n, hidden]."""
-        qkv = F.rms_norm(x, self.norm.shape, layer["attention_norm"], self.eps) @ layer["qkv"].T
+        qkv = F.linear(F.rms_norm(x, self.norm.shape, layer["attention_norm"], self.eps), layer["qkv"], layer.get("qkv_bias"))
         qkv = qkv.view(x.shape[0], -1, self.head_dim)
         qk, v = qkv[:, : -self.kv_heads], qkv[:, -self.kv_heads :]
-        low, high = qk.chunk(2, dim=-1)
-        qk = qk * cos + torch.cat((-high, low), dim=-1) * sin
+        qk = qk * cos + qk.roll(self.head_dim // 2, -1) * sin
         return qk[:, : self.heads], qk[:, self.heads :], v
 
     def _feed_forward(self, layer: dict[str, Tensor], x: Tensor, attended: Tensor) -> Tensor:
-        x = x + attended.reshape(x.shape[0], -1) @ layer["o"].T
+        x = x + F.linear(attended.reshape(x.shape[0], -1), layer["o"], layer.get("o_bias"))
         gate, up = (F.rms_norm(x, self.norm.shape, layer["mlp_norm"], self.eps) @ layer["gate_up"].T).chunk(2, dim=-1)
         return x + (F.silu(gate) * up) @ layer["down"].T
 
 
-def _fused(layer: Any, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    a, m = layer.self_attn, layer.mlp
-    weights = {
-        "qkv": torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight]),
-        "o": a.o_proj.weight,
-        "gate_up": torch.cat([m.gate_proj.weight, m.up_proj.weight]),
-        "down": m.down_proj.weight,
-        "attention_norm": layer.input_layernorm.weight,
-        "mlp_norm": layer.post_attention_layernorm.weight,
+def _fused(weights: Weights, layer: str) -> dict[str, Tensor]:
+    def joined(*names: str) -> Tensor:
+        return torch.cat([weights[layer + name] for name in names])
+
+    heads = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    found = {
+        "qkv": joined(*(f"{name}.weight" for name in heads)),
+        "gate_up": joined("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        "o": weights[layer + "self_attn.o_proj.weight"],
+        "down": weights[layer + "mlp.down_proj.weight"],
+        "attention_norm": weights[layer + "input_layernorm.weight"],
+        "mlp_norm": weights[layer + "post_attention_layernorm.weight"],
     }
-    return {name: w.detach().to(device, dtype) for name, w in weights.items()}
+    if f"{layer}{heads[0]}.bias" in weights:
+        found["qkv_bias"] = joined(*(f"{name}.bias" for name in heads))
+    if f"{layer}self_attn.o_proj.bias" in weights:
+        found["o_bias"] = weights[layer + "self_attn.o_proj.bias"]
+    return found
 
 
 @dataclass(slots=True)

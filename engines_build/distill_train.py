@@ -98,31 +98,30 @@ def choose_shortlist(samples: list[Sample], size: int, vocab: int, always: set[i
     return mass.topk(size).indices.sort().values
 
 
-def build(shape: Shape, teacher: Any, shortlist: Tensor) -> LlamaForCausalLM:
-    """Make an untrained draft whose embedding and head are the teacher's, projected onto the embedding's leading directions.
+def build(shape: Shape, embedding: Tensor, shortlist: Tensor, tokenizer: Any, positions: int) -> LlamaForCausalLM:
+    """Make an untrained draft whose embedding and head are the teacher's ``embedding`` [vocab, d], projected onto its leading directions.
 
-    The projection (principal components, uncentred) keeps which tokens are alike, most of what a small budget cannot learn.
+    ``positions`` is the teacher's longest context. The projection (principal components, uncentred) keeps which tokens are alike, most of what a small budget cannot learn.
     """
-    c = teacher.config
     heads = shape.hidden // shape.head_dim
     config = LlamaConfig(
-        vocab_size=c.vocab_size,
+        vocab_size=len(embedding),
         hidden_size=shape.hidden,
         intermediate_size=round(2.7 * shape.hidden / 32) * 32,
         num_hidden_layers=shape.layers,
         num_attention_heads=heads,
         num_key_value_heads=heads,
         head_dim=shape.head_dim,
-        max_position_embeddings=c.max_position_embeddings,
+        max_position_embeddings=positions,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=False,
-        bos_token_id=c.bos_token_id,
-        eos_token_id=c.eos_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
     )
     draft = LlamaForCausalLM(config).float()
     draft.lm_head = nn.Linear(shape.hidden, len(shortlist), bias=False)
     with torch.no_grad():
-        table = teacher.model.embed_tokens.weight.detach().float()
+        table = embedding.float().cpu()
         projected = table @ torch.linalg.eigh(table.T @ table).eigenvectors[:, -min(shape.hidden, table.shape[1]) :]
         projected = nn.functional.pad(projected, (0, shape.hidden - projected.shape[1]))
         projected /= projected.square().mean().sqrt()

@@ -5,8 +5,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from backend.engines.checkpoint import load
 from backend.manifest import vocabulary_sha256
 from engines_build import distill, distill_export, distill_train
 from engines_build.corpora_overlap import OverlapError
@@ -58,6 +59,30 @@ def arguments(model, folder, **changes):
     values |= {"judged": "sql", "tokens": 1500, "held-out-tokens": 400, "train-tokens": 8000, "batch": 4, "slots": 4}
     values |= {"warm-up-tokens": 3000} | changes
     return parse([word for name, value in values.items() for word in (f"--{name}", str(value))])
+
+
+@pytest.fixture
+def relative(target, tmp_path):
+    """A function that makes a random model of another architecture and returns it with its folder."""
+
+    def make(kind):
+        small = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+        small |= {"num_key_value_heads": 2, "max_position_embeddings": 256}
+        rope = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        rope["original_max_position_embeddings"] = 16
+        torch.manual_seed(1)
+        if kind == "qwen2":
+            model = Qwen2ForCausalLM(Qwen2Config(**small, tie_word_embeddings=True))
+            for layer in model.model.layers:
+                torch.nn.init.normal_(layer.self_attn.q_proj.bias)
+        else:
+            model = LlamaForCausalLM(LlamaConfig(**small, rope_parameters=rope, attention_bias=True))
+            for layer in model.model.layers:
+                torch.nn.init.normal_(layer.self_attn.o_proj.bias)
+        model.float().save_pretrained(tmp_path / kind)
+        return model, tmp_path / kind
+
+    return make
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +209,7 @@ def test_large_weights_are_sharded_below_the_limit(target, finished, monkeypatch
 
 def test_the_teacher_gives_the_logits_of_transformers(target):
     model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
-    teacher = Teacher(model, slots=20, dtype=torch.float32)
+    teacher = Teacher(*load(target, "fp32"), slots=20)
     tokens = torch.randint(0, model.config.vocab_size, (9,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         want = model(tokens[None]).logits[0]
@@ -193,6 +218,17 @@ def test_the_teacher_gives_the_logits_of_transformers(target):
         step = teacher.decode(torch.full((20,), int(tokens[8])))[18]
     torch.testing.assert_close(prefill, want[7:8], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(step, want[8], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama3"])
+def test_the_teacher_knows_biases_untied_heads_and_scaled_rope(relative, kind):
+    model, folder = relative(kind)
+    teacher = Teacher(*load(folder, "fp32"), slots=2)
+    tokens = torch.randint(0, 300, (40,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        want = model(tokens[None]).logits[0]
+        torch.testing.assert_close(teacher.prefill(1, tokens[:39].tolist()), want[38:39], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(teacher.decode(tokens[39:].expand(2))[1], want[39], rtol=1e-4, atol=1e-4)
 
 
 def test_the_kept_laws_are_the_teachers_behind_the_prompt_and_the_next_token_within_it(target, finished):
