@@ -101,7 +101,8 @@ def choose_shortlist(samples: list[Sample], size: int, vocab: int, always: set[i
 def build(shape: Shape, embedding: Tensor, shortlist: Tensor, tokenizer: Any, positions: int) -> LlamaForCausalLM:
     """Make an untrained draft whose embedding and head are the teacher's ``embedding`` [vocab, d], projected onto its leading directions.
 
-    ``positions`` is the teacher's longest context. The projection (principal components, uncentred) keeps which tokens are alike, most of what a small budget cannot learn.
+    ``positions`` is the teacher's longest context. The projection (principal components, uncentred) keeps which tokens are alike, most of
+    what a small budget cannot learn.
     """
     heads = shape.hidden // shape.head_dim
     config = LlamaConfig(
