@@ -58,6 +58,7 @@ class Batch:
             prefill_tokens=self.prefill_tokens,
             queued=queued,
             prefilling=self.prefilling,
+            group=np.array([s.group for s in rows], np.int64),
             control=np.array([s.control for s in rows], np.bool_),
         )
 

@@ -10,6 +10,8 @@ from backend.ports import Sequence
 from backend.request import ErrorCode, FinishReason, GenerationRequest
 from backend.request_trace import RequestTrace
 
+_SOURCE_TOKENS = 16  # a block of KV: as many tokens tell of which kind a prompt is
+
 
 class Decoder(Protocol):
     """Turns token ids into text, one at a time, holding back incomplete UTF-8."""
@@ -80,6 +82,7 @@ class Session:
         self.drafted = 0
         self.accepted = 0
         self.control = False  # of a canary's two arms the one that takes the fixed choice
+        self.group = hash(tuple(sequence.tokens[:_SOURCE_TOKENS]))  # prompts of one source begin alike; equal in every process
         self.arrived_s = 0.0
         self.last_commit_s: float | None = None
         self._end_ids = end_ids

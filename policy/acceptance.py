@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from .deviation import Law, posterior, shifted
+from .groups import NO_GROUP, Groups
 from .plan import FloatArray, IntArray, Rule
 
 _MIN_HAZARD, _MAX_HAZARD = 0.02, 0.995
@@ -24,13 +26,24 @@ _TELLING_REQUESTS = 10.0  # after so many half of what a request deviates is hel
 _FEW_CHAINS = 8  # up to so many are counted one by one, quicker than by arrays
 
 
+_COLUMNS = (
+    *("request_class", "request_accepted", "request_reached", "request_shift", "request_tokens"),
+    *("request_group", "request_mean", "request_doubt"),
+)
+
+
+def _grown(column: Any, rows: int) -> Any:
+    """Return a copy with so many rows more."""
+    return np.pad(column, [(0, rows)] + [(0, 0)] * (column.ndim - 1))
+
+
 @dataclass(frozen=True, slots=True)
 class AcceptanceConfig:
     """Priors and memories. Strengths count pseudo-observations; memories count a request's steps, row-steps of the whole batch, and
     finished requests.
 
     ``request_variance`` (of logits) is only the start: how unlike requests are is learnt. ``half_life_s`` is the time in which a draft's
-    evidence loses half its weight even if nothing runs.
+    evidence loses half its weight even if nothing runs. Of groups of requests the ``most_groups`` last used are remembered.
     """
 
     prior_hazard: float = 0.6
@@ -40,6 +53,7 @@ class AcceptanceConfig:
     request_memory_steps: float = 100.0
     draft_memory_rows: float = 8000.0
     law_memory_requests: float = 200.0
+    most_groups: int = 128
     half_life_s: float = 900.0
 
 
@@ -49,9 +63,10 @@ class AcceptanceState:
 
     ``slots`` request id -> row of ``request_class`` int64[slots], ``request_accepted`` and ``request_reached`` float64[slots, drafts,
     positions], ``request_shift`` float64[slots, drafts], by how much the request's logits differ from the draft's as far as is known, and
-    ``request_tokens`` float64[slots], emitted since it was admitted; ``draft_*`` float64[rules, drafts, positions].
-    ``draft_hazard`` is the draft-level estimate made of the latter, ``law`` how requests deviate from it. ``now`` is the time up to which
-    the state has aged, ``unfaded_rows`` the row-steps by which the draft level has yet to fade.
+    ``request_tokens`` float64[slots], emitted since it was admitted; ``request_group`` int64[slots] and what that let expect of the
+    shift, ``request_mean`` float64[slots, drafts] with the covariance ``request_doubt``; ``draft_*`` float64[rules, drafts, positions].
+    ``draft_hazard`` is the draft-level estimate made of the latter, ``law`` and ``groups`` how requests deviate from it.
+    ``now`` is the time up to which the state has aged, ``unfaded_rows`` the row-steps by which the draft level has yet to fade.
     """
 
     slots: dict[int, int]
@@ -60,10 +75,14 @@ class AcceptanceState:
     request_reached: FloatArray
     request_shift: FloatArray
     request_tokens: FloatArray
+    request_group: IntArray
+    request_mean: FloatArray
+    request_doubt: FloatArray
     draft_accepted: FloatArray
     draft_reached: FloatArray
     draft_hazard: FloatArray
     law: Law
+    groups: Groups
     now: float
     unfaded_rows: int = 0
 
@@ -83,31 +102,32 @@ class AcceptanceModel:
         none = np.zeros((len(Rule), self._drafts, self._k_max))
         empty = np.zeros((8, self._drafts, self._k_max))
         law = Law.prior(self._drafts, self._config.request_variance, _LAW_REQUESTS)
+        groups = Groups.none(self._drafts, self._config.request_variance, _LAW_REQUESTS)
         hazard, shift = self._draft_hazard(none, none), np.zeros((8, self._drafts))
-        return AcceptanceState({}, np.zeros(8, np.int64), empty, empty, shift, np.zeros(8), none, none, hazard, law, -math.inf)
+        group, doubt = np.full(8, NO_GROUP), np.zeros((8, self._drafts, self._drafts))
+        return AcceptanceState(
+            {}, np.zeros(8, np.int64), empty, empty, shift, np.zeros(8), group, shift, doubt, none, none, hazard, law, groups, -math.inf
+        )
 
-    def admit(self, state: AcceptanceState, requests: list[int]) -> AcceptanceState:
-        """Return the state with a slot for every request; a new one has no evidence yet."""
-        new = [request for request in requests if request not in state.slots]
+    def admit(self, state: AcceptanceState, requests: list[int], group: list[int] | None = None) -> AcceptanceState:
+        """Return the state with a slot for every request (``group`` of each, None: none); a new one has no evidence of its own yet."""
+        new = {request: row for row, request in enumerate(requests) if request not in state.slots}
         if not new:
             return state
         slots = dict(state.slots)
         capacity = len(state.request_reached)
         taken = set(slots.values())
-        free = (slot for slot in range(capacity + len(new)) if slot not in taken)
-        slots.update(zip(new, free, strict=False))
-        if max(slots.values()) < capacity:
-            return replace(state, slots=slots)
-        more = (0, capacity + len(new))
-        return replace(
-            state,
-            slots=slots,
-            request_class=np.pad(state.request_class, more),
-            request_accepted=np.pad(state.request_accepted, (more, (0, 0), (0, 0))),
-            request_reached=np.pad(state.request_reached, (more, (0, 0), (0, 0))),
-            request_shift=np.pad(state.request_shift, (more, (0, 0))),
-            request_tokens=np.pad(state.request_tokens, more),
-        )
+        free = [slot for slot in range(capacity + len(new)) if slot not in taken][: len(new)]
+        slots.update(zip(new, free, strict=True))
+        more = capacity + len(new) - len(state.request_reached) if free[-1] >= capacity else 0
+        columns = {name: _grown(getattr(state, name), more) for name in _COLUMNS}
+        for slot, row in zip(free, new.values(), strict=True):
+            source = NO_GROUP if group is None else group[row]
+            mean, doubt = state.groups.expected(source, state.law)
+            columns["request_group"][slot] = source
+            columns["request_mean"][slot] = columns["request_shift"][slot] = mean
+            columns["request_doubt"][slot] = doubt
+        return replace(state, slots=slots, **columns)
 
     def forget(self, state: AcceptanceState, requests: Iterable[int]) -> AcceptanceState:
         """Return the state without these requests, having learnt from them how unlike requests are; unknown ones do not matter."""
@@ -117,25 +137,27 @@ class AcceptanceModel:
         slots = state.slots.copy()
         rows = [slots.pop(request) for request in gone]
         state = self._learnt(state, [row for row in rows if state.request_reached[row].any()])
-        accepted, reached = state.request_accepted.copy(), state.request_reached.copy()
-        shift, tokens = state.request_shift.copy(), state.request_tokens.copy()
-        for column in (accepted, reached, shift, tokens):
+        accepted, reached, tokens = state.request_accepted.copy(), state.request_reached.copy(), state.request_tokens.copy()
+        for column in (accepted, reached, tokens):
             column[rows] = 0.0
-        return replace(state, slots=slots, request_accepted=accepted, request_reached=reached, request_shift=shift, request_tokens=tokens)
+        return replace(state, slots=slots, request_accepted=accepted, request_reached=reached, request_tokens=tokens)
 
     def _learnt(self, state: AcceptanceState, rows: list[int]) -> AcceptanceState:
         """Return the state after these finished requests have taught how requests differ, and the drafts' levels their mean.
 
         A level made of counts alone would be that of the requests that use a draft most.
         """
-        law, moved = state.law, state.draft_accepted.copy()
+        law, groups, moved = state.law, state.groups, state.draft_accepted.copy()
         slope = state.draft_reached * state.draft_hazard * (1 - state.draft_hazard)
-        for rule, mean, covariance in zip(
-            state.request_class[rows].tolist(), *posterior(law.covariance, *self._told(state, rows)), strict=True
-        ):
+        weights, pulls = self._told(state, rows)
+        for row, weight, pull in zip(rows, weights, pulls, strict=True):
+            rule = state.request_class[row]
+            mean, doubt = posterior(law.covariance, weight, pull)
             moved[rule] += slope[rule] * (mean / (law.requests + 1))[:, None]
-            law = law.learnt(mean, covariance, self._config.law_memory_requests)
-        return self.with_drafts(replace(state, law=law), np.clip(moved, 0.0, state.draft_reached), state.draft_reached)
+            most = self._config.law_memory_requests
+            groups = groups.learnt(int(state.request_group[row]), law, (weight, pull), self._config.most_groups, most)
+            law = law.learnt(mean, doubt, most)
+        return self.with_drafts(replace(state, law=law, groups=groups), np.clip(moved, 0.0, state.draft_reached), state.draft_reached)
 
     def _told(self, state: AcceptanceState, rows: list[int]) -> tuple[FloatArray, FloatArray]:
         """Return what the counts of requests tell of their deviations, weight and pull float64[n, drafts] (see ``policy.deviation``)."""
@@ -148,7 +170,7 @@ class AcceptanceModel:
 
     def _believed(self, state: AcceptanceState, rows: list[int]) -> FloatArray:
         """Return ``request_shift`` after what has been counted for these requests."""
-        mean, _ = posterior(state.law.covariance, *self._told(state, rows))
+        mean, _ = posterior(state.request_doubt.take(rows, 0), *self._told(state, rows), state.request_mean.take(rows, 0))
         before, shift = state.request_shift.take(rows, 0), state.request_shift.copy()
         shift[rows] = before + np.clip(mean - before, -_MOST_STEP, _MOST_STEP)
         return shift
@@ -217,10 +239,14 @@ class AcceptanceModel:
             request_reached=own_reached,
             request_shift=state.request_shift,
             request_tokens=tokens,
+            request_group=state.request_group,
+            request_mean=state.request_mean,
+            request_doubt=state.request_doubt,
             draft_accepted=draft_accepted,
             draft_reached=draft_reached,
             draft_hazard=self._draft_hazard(draft_accepted, draft_reached, state.draft_hazard, None if fades else pairs),
             law=state.law,
+            groups=state.groups,
             now=state.now,
             unfaded_rows=0 if fades else rows,
         )
@@ -270,7 +296,7 @@ class AcceptanceModel:
     def doubt(self, state: AcceptanceState, request: list[int], rule: IntArray, hazard: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return the standard deviations of ``hazards``, and the variance of requests' deviations, float64[n, drafts] (logits)."""
         rows = [state.slots[r] for r in request]
-        _, covariance = posterior(state.law.covariance, *self._told(state, rows))
+        _, covariance = posterior(state.request_doubt.take(rows, 0), *self._told(state, rows))
         own = np.diagonal(covariance, axis1=1, axis2=2)
         variance = hazard * (1 - hazard)
         level = variance / (state.draft_reached[rule] + self._config.prior_strength + 1)

@@ -1,9 +1,9 @@
 """How requests deviate from a draft's level: a vector over the drafts, in logits, whose law is learnt from finished requests.
 
-Deviations are normal with mean 0 and a covariance over the drafts, so that evidence on the drafts tried moves what is expected of the
-others: most easy requests are easy for every draft, but a text that one draft likes another may dislike. A request's counts tell of its
-deviations x as normal observations would (Laplace's approximation): ``weight`` w = sum reached h (1 - h) and ``pull`` = w x + sum (accepted
-- reached h), with the hazards h at the present x.
+Deviations are normal with a covariance over the drafts, around 0 or what is expected of the request's group, so that evidence on the
+drafts tried moves what is expected of the others: most easy requests are easy for every draft, but a text that one draft likes another may
+dislike. A request's counts tell of its deviations x as normal observations would (Laplace's approximation): ``weight`` w = sum reached
+h (1 - h) and ``pull`` = w x + sum (accepted - reached h), with the hazards h at the present x.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ def shifted(level: FloatArray, shift: FloatArray) -> FloatArray:
     return hazard
 
 
-def posterior(covariance: FloatArray, weight: FloatArray, pull: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return mean [n, D] and covariance [n, D, D] of deviations given evidence [n, D]: C = S (I + W S)^-1 and C pull."""
+def posterior(
+    covariance: FloatArray, weight: FloatArray, pull: FloatArray, mean: FloatArray | float = 0.0
+) -> tuple[FloatArray, FloatArray]:
+    """Return mean [n, D] and covariance [n, D, D] of deviations given evidence [n, D]: C = S (I + W S)^-1, mean + C (pull - W mean)."""
     left = np.eye(weight.shape[-1]) + weight[..., None] * covariance
     after: FloatArray = np.linalg.solve(left.swapaxes(-1, -2), np.broadcast_to(covariance, left.shape))  # S and C are symmetric
-    return (after @ pull[..., None])[..., 0], after
+    moved: FloatArray = mean + (after @ (pull - weight * mean)[..., None])[..., 0]
+    return moved, after
 
 
 @dataclass(frozen=True, slots=True, eq=False)

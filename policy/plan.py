@@ -46,6 +46,7 @@ class View:
     ``control[n]`` are the requests of a canary's other arm: where ``given`` is set, their choice is made there and not by the policy.
     ``cap_s`` is the longest step (seconds) that may be planned, unless one without speculation takes longer anyway. ``limit[d]`` (None:
     none) is the most requests that draft d can serve in one step, ``headroom`` (None: enough) the most proposed tokens with room in KV.
+    ``group[n]`` (None: none) names a source that requests share, -1 for none: requests of one source are expected to be alike.
     """
 
     drafts: tuple[str, ...]
@@ -65,6 +66,7 @@ class View:
     cap_s: float = math.inf
     limit: IntArray | None = None
     headroom: int | None = None
+    group: IntArray | None = None
 
     def __len__(self) -> int:
         return len(self.request)

@@ -180,7 +180,8 @@ class AdaptivePlanner:
     def admitted(self, view: View, state: PlannerState, now: float) -> AcceptanceState:
         """Return the estimator's state at a time, with a place for the requests of a view that are ready."""
         requests: list[int] = view.request[view.ready].tolist()
-        return self._acceptance.admit(self._acceptance.aged(state.acceptance, now), requests)
+        group: list[int] | None = None if view.group is None else view.group[view.ready].tolist()
+        return self._acceptance.admit(self._acceptance.aged(state.acceptance, now), requests, group)
 
     def _plan_rows(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[Plan, PlannerState]:
         """Plan for any number of rows, and look for a probe when it is time."""

@@ -85,6 +85,7 @@ def scenarios(requests: int) -> dict[str, tuple[Scenario, list[float]]]:
         (Scenario("8b-chat", small, presets.CHAT, requests=requests), loads),
         (Scenario("8b-mix", small, presets.MIXED, requests=requests), loads),
         (Scenario("70b-mix", large, presets.MIXED, requests=requests), loads),
+        (Scenario("70b-mix-tagged", large, presets.TAGGED, requests=requests), loads),
         (Scenario("cpu-mix", cpu, presets.MIXED, requests=requests), loads),
         (Scenario("70b-mix-bursty", large, presets.MIXED, variation=3.0, requests=requests), [0.5]),
         (Scenario("8b-prefill-heavy", chunked, presets.PREFILL_HEAVY, requests=requests), [0.5, 0.8, BACKLOG]),

@@ -16,6 +16,7 @@ import numpy as np
 from .acceptance import AcceptanceConfig, AcceptanceState
 from .correction import Shape
 from .deviation import Law
+from .groups import Groups
 from .hints import Last
 from .latency import LatencyCurve, LatencyModel
 from .plan import Outcome, Plan, Policy, TurnShape, View
@@ -26,7 +27,8 @@ from .shapes import Shapes
 
 SCHEMA = 3
 _KINDS = {"i": np.int64, "f": np.float64, "b": np.bool_}
-_CLASSES = {cls.__name__: cls for cls in (View, Plan, TurnShape, Outcome, PlannerState, Last, AcceptanceState, Law, Shape, RankState)}
+_RECORDS = (View, Plan, TurnShape, Outcome, PlannerState, Last, AcceptanceState, Groups, Law, Shape, RankState)
+_CLASSES = {cls.__name__: cls for cls in _RECORDS}
 
 
 class TraceError(ValueError):

@@ -43,8 +43,8 @@ class _Known(AcceptanceModel):
         super().__init__(drafts, k_max, PlannerConfig().acceptance)
         self._truth = truth
 
-    def admit(self, state: AcceptanceState, requests: list[int]) -> AcceptanceState:
-        del requests
+    def admit(self, state: AcceptanceState, requests: list[int], group: list[int] | None = None) -> AcceptanceState:
+        del requests, group
         return state
 
     def forget(self, state: AcceptanceState, requests: Iterable[int]) -> AcceptanceState:

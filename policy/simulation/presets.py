@@ -119,4 +119,7 @@ MIXED = Mix(
 PREFILL_HEAVY = Mix("prefill-heavy", (Category("summary", 1.0, 1500, 60, _SUMMARY, found=_FOUND["summary"]),), _DECAY)
 """Long prompts, short answers: most steps carry a chunk of somebody's prompt."""
 
-MIXES = {mix.name: mix for mix in (CHAT, MIXED, PREFILL_HEAVY)}
+TAGGED = replace(MIXED, name="mix-tagged", grouped=True)
+"""The same, and every request tells its kind: a tag of the client, or a prompt that begins as others of its kind."""
+
+MIXES = {mix.name: mix for mix in (CHAT, MIXED, TAGGED, PREFILL_HEAVY)}

@@ -167,7 +167,10 @@ class Replica:
         ready = np.ones(len(rows), np.bool_)
         names = self._deployment.drafts
         queued = len(self._queue)
-        return View(names, rows, context, remaining, ceiling, catchup, ones, greedy, ready, prefill_tokens, queued, len(self._prefill))
+        group = None if workload.group is None else workload.group[rows]
+        return View(
+            names, rows, context, remaining, ceiling, catchup, ones, greedy, ready, prefill_tokens, queued, len(self._prefill), group=group
+        )
 
     def _begin(self, now: float) -> _Pending:
         ended, prefill_tokens, prefill_rows, prefill_context = self._chunks()

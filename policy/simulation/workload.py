@@ -34,6 +34,7 @@ class Category:
 class Mix:
     """Categories, and how requests of one category differ (standard deviations of logits, common to the drafts and by draft).
 
+    Policies are told the category of each request where it is ``grouped``.
     ``length_spread`` is the standard deviation of a length's logarithm: at 0.6 the longest of a hundred is four times the median.
     ``decay`` is by draft the factor from one position's hazard to the next; a drift's period is ``period_requests`` mean gaps long.
     """
@@ -45,6 +46,7 @@ class Mix:
     draft_spread: float = 0.4
     length_spread: float = 0.6
     period_requests: int = 100
+    grouped: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,13 +142,16 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
-    """N requests in order of arrival: ``arrival_s``, prompt and true output tokens, ``max_tokens`` (what the client allows)."""
+    """N requests in order of arrival: ``arrival_s``, prompt and true output tokens, ``max_tokens`` (what the client allows),
+    ``group`` if policies are told of sources.
+    """
 
     arrival_s: FloatArray
     prompt_tokens: IntArray
     output_tokens: IntArray
     max_tokens: IntArray
     acceptance: Acceptance
+    group: IntArray | None = None
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -210,7 +215,7 @@ def draw(
         uniform=_uniform(seed, 3, *index),
         match=_uniform(seed, 4, *index),
     )
-    return Workload(times, prompt, output, most, acceptance)
+    return Workload(times, prompt, output, most, acceptance, category if mix.grouped else None)
 
 
 def _lengths(rng: np.random.Generator, mean: IntArray, spread: float) -> IntArray:
