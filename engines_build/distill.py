@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def distil(args: argparse.Namespace) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     config, weights = load(args.target, "bf16", args.device)
     shards, held_out = generate(args, config, weights, tokenizer, start)
-    samples = unjudged(args, [s for s in load_samples(shards) if s.workload in args.workloads], tokenizer)
+    samples = unjudged(args, [s for s in first_tokens(load_samples(shards), args.tokens) if s.workload in args.workloads], tokenizer)
     shape = Shape(args.hidden, args.layers, args.head_dim, min(args.shortlist, config.vocab_size))
     shortlist = choose_shortlist(samples, shape.shortlist, config.vocab_size, eos_token_ids(tokenizer))
     torch.manual_seed(args.seed)
@@ -109,6 +110,12 @@ def generate(args: argparse.Namespace, config: LlamaConfig, weights: Weights, to
             generator = Generator(teacher, tokenizer, corpus, store, 1.0 if corpus.held_out else 0.5, workloads)
             generator.run(tokens, start + 60 * _GENERATE_SHARE * args.minutes)
     return shards, held_out
+
+
+def first_tokens(samples: list[Sample], tokens: int) -> list[Sample]:
+    """Return the first sequences that hold ``tokens`` generated tokens: what later runs add to the shards changes nothing."""
+    ends = accumulate(len(s.tokens) - s.prompt_tokens for s in samples)
+    return samples[: sum(1 for end in ends if end < tokens) + 1]
 
 
 def judged_by(args: argparse.Namespace) -> dict[str, Grams]:

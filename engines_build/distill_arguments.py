@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         draft, target = (shape[flag[2:].replace("-", "_")] for shape in (_DRAFT_SHAPE, _FAMILY_SHAPE))
         parser.add_argument(flag, type=int, metavar="N", help=f"{names} (default: {draft}; of the target of a family: {target})")
     number("--shortlist", 8192, "tokens that the draft can propose")
-    number("--tokens", 1_000_000, "tokens that the target generates for training; fewer where the work folder has as many")
+    number("--tokens", 1_000_000, "tokens of the target's to train on; what the work folder lacks is generated")
     number("--held-out-tokens", 12_000, "tokens it generates for the evaluation")
     number("--warm-up-tokens", 1_000_000, "plain text trained on first; 0: none")
     number("--train-tokens", 4_000_000, "tokens read in training, prompts included; the set comes round as often as that needs")

@@ -176,7 +176,7 @@ def test_training_on_what_judges_fails_with_the_counts_or_leaves_it_out(target, 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(target)
     words = re.findall(r"\w+", tokenizer.decode(samples[0].tokens[: samples[0].prompt_tokens].tolist()))
     monkeypatch.setitem(distill.JUDGED, "sql", lambda: [" ".join(words[-13:])])  # reaches from the schema into the question
-    with pytest.raises(OverlapError, match=r"sequences: of 68, these share a run of 13 words with an evaluation set: 1 with sql"):
+    with pytest.raises(OverlapError, match=r"sequences: of \d+, these share a run of 13 words with an evaluation set: 1 with sql"):
         distill.distil(arguments(target, tmp_path, work=work))
     args = arguments(target, tmp_path, work=work)
     args.drop_overlap = True
@@ -280,6 +280,11 @@ def test_plain_text_is_cut_to_samples_that_predict_their_own_next_token(target):
     for s in samples:
         assert torch.equal(s.tokens[1:], s.top_ids[:, 0])
         assert float(s.top_logprobs.abs().sum()) == 0.0
+
+
+def test_a_token_budget_takes_the_first_sequences_that_fill_it():
+    samples = [Sample(torch.zeros(3 + own), 3, "sql", torch.zeros(1), torch.zeros(1)) for own in (5, 5, 5, 5)]
+    assert [len(distill.first_tokens(samples, tokens)) for tokens in (1, 5, 6, 10, 11, 20, 99)] == [1, 1, 2, 2, 3, 4, 4]
 
 
 def test_the_shortlist_follows_the_teachers_own_text_not_the_prompt():
