@@ -19,13 +19,17 @@ from .shapes import CHAINS_ONLY, COHORTS, NOT_MEASURED, ONE_ROW, does_not_pay
 
 class CohortDecision(NamedTuple):
     """``cohort[n]`` of every row of the view (-1: not ready), how many there are, seconds for one step of the whole batch, and why not
-    more than one (empty: there are).
+    more than one (empty: there are). ``gain_s`` is what the best cut saves in a step (below 0: costs), ``fill_s`` what its first round
+    takes longer, which has nothing to overlap with; ``cut`` is its cohorts.
     """
 
     cohort: IntArray
     cohorts: int
     step_s: float
     why_not: str
+    gain_s: float = 0.0
+    fill_s: float = 0.0
+    cut: IntArray | None = None
 
 
 def pipelined_s(draft_s: FloatArray, verify_s: FloatArray, contention: float = 1.0) -> float:
@@ -49,9 +53,8 @@ def best_cohorts(
 ) -> CohortDecision:
     """Return the cohorts that a planned batch is to be cut into: M only where it makes the step of the whole batch shorter.
 
-    ``choice`` has a draft and a length for every row of the view, ``proposed`` (None: the lengths) the tokens to verify. ``contention``
-    >= 1
-    is how much longer both phases take side by side than alone, as measured on the machine (None: not measured, hence never more than one
+    ``choice`` has a draft and a length for every row of the view, ``proposed`` (None: the lengths) the tokens to verify. ``contention`` is
+    how much longer both phases take side by side than alone, as measured on the machine (None: not measured, hence never more than one
     cohort); ``most`` is what the engine can run (1: no cohorts). Rows are dealt in the view's order, so that a batch that stays keeps its
     cohorts; prompt tokens go with the first. Raises ValueError for a contention below 1.
     """
@@ -64,11 +67,13 @@ def best_cohorts(
             return CohortDecision(_numbered(view, [rows]), 1, one_s, why)
     assert contention is not None
     cuts = {m: np.array_split(rows, m) for m in range(2, min(most, len(rows)) + 1)}
-    seconds = {m: pipelined_s(*_phases_s(latency, correction, view, choice, nodes, cuts[m]), contention) for m in cuts}
+    phases = {m: _phases_s(latency, correction, view, choice, nodes, cut) for m, cut in cuts.items()}
+    seconds = {m: pipelined_s(*phases[m], contention) for m in cuts}
     best = min(seconds, key=lambda m: (seconds[m], m))
-    if seconds[best] < one_s:
-        return CohortDecision(_numbered(view, cuts[best]), best, seconds[best], "")
-    return CohortDecision(_numbered(view, [rows]), 1, one_s, does_not_pay(one_s / seconds[best]))
+    gain_s, fill_s, cut = one_s - seconds[best], float(phases[best][0][0]), _numbered(view, cuts[best])
+    if gain_s > 0:
+        return CohortDecision(cut, best, seconds[best], "", gain_s, fill_s, cut)
+    return CohortDecision(_numbered(view, [rows]), 1, one_s, does_not_pay(one_s / seconds[best]), gain_s, fill_s, cut)
 
 
 def _phases_s(

@@ -80,7 +80,8 @@ class PlannerState:
 
     ``goodput`` is the best goodput of the last batch without its prefill (tokens per second of the model's time; 0: unknown).
     ``credit_s`` is what may still be spent on probes, ``look`` the steps until the next look for one, ``rest`` the steps for which no
-    speculation stays decided, ``last`` what is kept of the last choice. ``ranks`` belongs to ``policy.shaped``.
+    speculation stays decided, ``last`` what is kept of the last choice. ``ranks``, ``overlap_s`` and ``overlaps`` belong to
+    ``policy.shaped``.
     """
 
     acceptance: AcceptanceState
@@ -93,6 +94,8 @@ class PlannerState:
     look: int = 0
     last: Last = field(default_factory=Last)
     ranks: RankState | None = None
+    overlap_s: float = 0.0
+    overlaps: bool = False
 
 
 class AdaptivePlanner:

@@ -24,7 +24,20 @@ from .plan import NO_DRAFT, FloatArray, IntArray, Outcome, Plan, TurnShape, View
 from .planner import AdaptivePlanner, PlannerConfig, PlannerState
 from .problem import Given, extra_prefill_s
 from .ranks import RankModel
-from .shapes import CHAINS_ONLY, COHORTS, MERGED, NO_SPECULATION, OTHER_ARM, PAYS_MORE, PIECES, TREES, TWO_CHAINS, Shapes, does_not_pay
+from .shapes import (
+    CHAINS_ONLY,
+    COHORTS,
+    MERGED,
+    NO_SPECULATION,
+    NOT_LONG_ENOUGH,
+    OTHER_ARM,
+    PAYS_MORE,
+    PIECES,
+    TREES,
+    TWO_CHAINS,
+    Shapes,
+    does_not_pay,
+)
 
 
 class ShapedPlanner(AdaptivePlanner):
@@ -73,7 +86,8 @@ class ShapedPlanner(AdaptivePlanner):
                 offer, plan, after = self._offered(view, plan, after, why_not)
                 if offer is not None:
                     shape = _with_offer(shape, offer, view.ready.nonzero()[0], len(view), self.config.k_max)
-            plan, shape = self._in_cohorts(view, plan, state, shape, why_not)
+            after = replace(after, overlap_s=state.overlap_s, overlaps=state.overlaps)
+            plan, shape, after = self._in_cohorts(view, plan, after, shape, why_not)
         if "rest" in plan.notes:
             padding_s = state.correction[VERIFY] * self._padding_s(cut.work_tokens, view.context)
             plan = replace(plan, predicted_s=plan.predicted_s + float(padding_s))
@@ -141,20 +155,29 @@ class ShapedPlanner(AdaptivePlanner):
         best = max(found, key=lambda name: found[name].result.objective(basis.price))
         return found[best], {name: "" if name == best else why or PAYS_MORE[best] for name, (_, why) in offers.items()}
 
-    def _in_cohorts(self, view: View, plan: Plan, state: PlannerState, shape: TurnShape, why_not: dict[str, str]) -> tuple[Plan, TurnShape]:
-        """Return plan and shape with cohorts where they shorten the step."""
+    def _in_cohorts(
+        self, view: View, plan: Plan, after: PlannerState, shape: TurnShape, why_not: dict[str, str]
+    ) -> tuple[Plan, TurnShape, PlannerState]:
+        """Return plan, shape and state with cohorts where they shorten the step, and have or will have paid for their first round.
+
+        What cohorts would save or cost is summed up between 0 and the price of a first round: at that price they begin, at 0 they end.
+        """
         if not self._able(COHORTS):
-            return plan, shape
+            return plan, shape, after
         if not plan.length.any() or shape.second_draft is not None:
             why_not[COHORTS] = TWO_CHAINS if plan.length.any() else NO_SPECULATION
-            return plan, shape
+            return plan, shape, replace(after, overlap_s=0.0, overlaps=False)
         choice, shapes = Choice(plan.draft, plan.length), self.shapes
-        proposed = shape.proposed(plan.length)
-        found = best_cohorts(self.corrected(state), state.correction, view, choice, shapes.contention, shapes.cohorts, proposed)
-        why_not[COHORTS] = found.why_not
-        if found.cohorts == 1:
-            return plan, shape
-        return replace(plan, predicted_s=found.step_s), replace(shape, cohort=found.cohort)
+        latency, proposed = self.corrected(after), shape.proposed(plan.length)
+        found = best_cohorts(latency, after.correction, view, choice, shapes.contention, shapes.cohorts, proposed)
+        overlap_s = min(max(after.overlap_s + found.gain_s, 0.0), found.fill_s)
+        overlaps = found.cut is not None and overlap_s > 0 and (after.overlaps or overlap_s >= found.fill_s)
+        after = replace(after, overlap_s=overlap_s, overlaps=overlaps)
+        why_not[COHORTS] = "" if overlaps else found.why_not or NOT_LONG_ENOUGH
+        if not overlaps:
+            return plan, shape, after
+        one_s = found.step_s + (found.gain_s if found.cohorts > 1 else 0.0)
+        return replace(plan, predicted_s=one_s - found.gain_s), replace(shape, cohort=found.cut), after
 
     # -- padding
 

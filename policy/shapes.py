@@ -20,6 +20,7 @@ CHAINS_ONLY = {
 
 NO_SPECULATION = "no speculation"
 NOT_MEASURED = "contention is not measured"
+NOT_LONG_ENOUGH = "not yet for long enough"
 ONE_ROW = "one row"
 ONE_DRAFT = "one draft"
 OTHER_ARM = "rows of another arm"

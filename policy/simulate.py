@@ -3,6 +3,7 @@
     python -m policy.simulate compare --deployment llama-8b-h100 --mix mix --rates 4,12,backlog --arms none,fixed:eagle:3 --html out.html
     python -m policy.simulate evidence --json docs/results/simulation.json --html docs/results/simulation.html
     python -m policy.simulate fleet --replicas 1,8,1000 --arms none,adaptive
+    python -m policy.simulate shapes --cases trees,cohorts --json docs/results/shapes.json --html docs/results/shapes.html
     python -m policy.simulate report FILE.json --html FILE.html
 
 ``compare`` runs what it is told. ``evidence`` runs the whole protocol: choices made on some seeds, reported on others.
@@ -16,7 +17,7 @@ import os
 import sys
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from policy.latency import LatencyTable
-from policy.simulation import presets
+from policy.simulation import presets, shape_cases
 from policy.simulation.deployment import Deployment
 from policy.simulation.evidence import criteria, described
 from policy.simulation.experiments import BACKLOG, Result, Scenario, Task, compare, compare_arms, nominal_rate, run_once, summary
@@ -138,6 +139,22 @@ def fleet_command(options: argparse.Namespace, run: Runner) -> dict[str, Any]:
     return {**run.document(), "fleet": {"title": title, "note": NOTE, "rows": rows}}
 
 
+def shapes_command(options: argparse.Namespace, run: Runner) -> dict[str, Any]:
+    """Run the cases of trees, merged chains, cohorts and cut contexts asked for."""
+    known = shape_cases.cases(deployments()["smollm2-cpu"])
+    names = options.cases.split(",") if options.cases else list(known)
+    if unknown := set(names) - set(known):
+        raise ValueError(f"cases must be of {list(known)}, got {sorted(unknown)}")
+    seeds = [int(seed) for seed in options.seeds.split(",")]
+    started = perf_counter()
+    points = shape_cases.run_cases(known, names, seeds, run.map)
+    run.wall_s, run.steps = perf_counter() - started, sum(point["steps"] for point in points)
+    for point in points:
+        print(json.dumps(point))
+    titles = {name: known[name][0] for name in names}
+    return {**run.document(), "shapes": {"titles": titles, "seeds": seeds, "guesses": asdict(shape_cases.GUESSES), "points": points}}
+
+
 def recorded(path: str) -> Recorded:
     """Read a log of arrivals: a JSON object a line with ``arrival_s``, ``prompt_tokens``, ``output_tokens``, ``category`` (its number)."""
     rows = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
@@ -174,6 +191,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     fleet.add_argument("--rate", type=float, default=10.0, help="requests a second and replica")
     fleet.add_argument("--requests", type=int, default=40, help="a replica")
     fleet.add_argument("--seed", type=int, default=3)
+    shapes = commands.add_parser("shapes", parents=[output], help="trees, merged chains, cohorts and cut contexts against chains")
+    shapes.add_argument("--cases", help="which, all if not given")
+    shapes.add_argument("--seeds", default="0,1,2")
     again = commands.add_parser("report", parents=[output], help="a report of results that were kept")
     again.add_argument("file", type=Path)
     return parser.parse_args(arguments)
@@ -185,7 +205,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.command == "report":
         document = json.loads(options.file.read_text())
     else:
-        command = {"compare": compare_command, "evidence": evidence, "fleet": fleet_command}[options.command]
+        command = {"compare": compare_command, "evidence": evidence, "fleet": fleet_command, "shapes": shapes_command}[options.command]
         document = command(options, Runner(options.jobs))
         print(f"{document['steps']:,} steps in {document['wall_s']:g} s: {document['steps_per_s']:,.0f} simulated steps a second")
     write(options, document)

@@ -15,6 +15,8 @@ from policy.latency import LatencyModel
 from policy.plan import FloatArray, IntArray, Policy, View
 from policy.planner import AdaptivePlanner, PlannerConfig, PlannerState, Problem
 from policy.published import AcceptanceAverage, SmartSpec, SpinSelection
+from policy.shaped import ShapedPlanner
+from policy.shapes import Shapes
 
 from .deployment import Deployment, Work, step_parts
 from .workload import Drift, Mix, Workload, backlog, draw
@@ -98,8 +100,8 @@ def profiled_lengths(deployment: Deployment, mix: Mix, draft: str, seed: int) ->
 def make_policy(arm: str, deployment: Deployment, mix: Mix, workload: Workload, read: LatencyModel, seed: int) -> Policy:  # noqa: PLR0911
     """Return the policy of an arm; ``read`` is what it may know of times.
 
-    Arms: ``none``, ``fixed:DRAFT:K``, ``schedule:DRAFT``, ``average:DRAFT``, ``smartspec:DRAFT``, ``spin:K``, ``adaptive``, ``per-step``,
-    ``oracle``. Raises ValueError for any other.
+    Arms: ``none``, ``fixed:DRAFT:K``, ``schedule:DRAFT``, ``average:DRAFT``, ``smartspec:DRAFT``, ``spin:K``, ``adaptive``,
+    ``chains-only`` (adaptive, but for the deployment's shapes), ``per-step``, ``oracle``. Raises ValueError for any other.
     """
     kind, *rest = arm.split(":")
     drafts, k_max = deployment.drafts, deployment.k_max
@@ -116,7 +118,9 @@ def make_policy(arm: str, deployment: Deployment, mix: Mix, workload: Workload, 
             return SmartSpec(drafts, draft, read, k_max)
         case ["spin", length] if length.isdigit():
             return SpinSelection(drafts, int(length))
-        case ["adaptive"]:
+        case ["adaptive"] if deployment.shapes != Shapes():
+            return ShapedPlanner(drafts, read, PlannerConfig(k_max=k_max, catchup_scored=True), deployment.shapes)
+        case ["adaptive"] | ["chains-only"]:
             return AdaptivePlanner(drafts, read, PlannerConfig(k_max=k_max, catchup_scored=True))
         case ["per-step"]:
             return PerStepGoodput(drafts, read, PlannerConfig(k_max=k_max, catchup_scored=True))

@@ -212,8 +212,8 @@ def draw(
         drift=drift or Drift.swing(mix, drafts, period_s, 2 * float(times[-1]) + period_s),
         found=found[category],
         start=start,
-        uniform=_uniform(seed, 3, *index),
-        match=_uniform(seed, 4, *index),
+        uniform=uniform(seed, 3, *index),
+        match=uniform(seed, 4, *index),
     )
     return Workload(times, prompt, output, most, acceptance, category if mix.grouped else None)
 
@@ -224,7 +224,7 @@ def _lengths(rng: np.random.Generator, mean: IntArray, spread: float) -> IntArra
     return lengths
 
 
-def _uniform(seed: int, purpose: int, request: IntArray, position: IntArray) -> FloatArray:
+def uniform(seed: int, purpose: int, request: IntArray, position: IntArray) -> FloatArray:
     """Return numbers in [0, 1) by a counter: splitmix64's finaliser (Steele et al. 2014) over (seed, purpose, request, position)."""
     word = np.full(len(request), (seed << 8) + purpose, np.uint64)
     for counter in (request, position):

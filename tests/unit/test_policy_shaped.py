@@ -39,8 +39,12 @@ def shaped(model, drafts=ONE, rate=0.6, siblings=None, **shapes):
     return made
 
 
-def planned(made, seen):
-    return made.plan(seen, made.start(), 0.0, RNG)[0]
+def planned(made, seen, steps=1):
+    """The plan of a step after so many for the same batch; only cohorts need more than one."""
+    state = made.start()
+    for _ in range(steps):
+        plan, state = made.plan(seen, state, 0.0, RNG)
+    return plan
 
 
 ROOF = LatencyModel(staircase(24, 1 / 24), (line(0.1, 0.0),))
@@ -184,7 +188,7 @@ OVERLAPPING = LatencyModel(line(0.2, 0.01), (line(0.01, 0.005),))
 
 def test_cohorts_are_planned_where_drafting_and_verifying_scale_with_the_rows_and_not_where_they_do_not():
     weights_bound = LatencyModel(line(1.0, 0.001), (line(0.3, 0.0),))
-    plan = planned(shaped(OVERLAPPING, rate=0.97, cohorts=2, contention=1.0), view(16, ONE))
+    plan = planned(shaped(OVERLAPPING, rate=0.97, cohorts=2, contention=1.0), view(16, ONE), 40)
     assert plan.shape.cohort.tolist() == [0] * 8 + [1] * 8
     assert COHORTS not in plan.notes["why_not"]
     plan = planned(shaped(weights_bound, rate=0.95, cohorts=2, contention=1.05), view(8, ONE))
@@ -195,11 +199,25 @@ def test_cohorts_are_planned_where_drafting_and_verifying_scale_with_the_rows_an
 
 
 def test_cohorts_shorten_the_predicted_step():
-    one, two = (planned(shaped(OVERLAPPING, rate=0.97, cohorts=most, contention=1.0), view(16, ONE)) for most in (1, 2))
+    one, two = (planned(shaped(OVERLAPPING, rate=0.97, cohorts=most, contention=1.0), view(16, ONE), 40) for most in (1, 2))
     assert one.length.any()
     assert two.shape.cohort.max() == 1
     assert two.predicted_s < one.predicted_s
     assert two.predicted_tokens == one.predicted_tokens
+
+
+def test_cohorts_begin_when_they_would_have_saved_their_first_round_and_end_when_they_have_lost_as_much():
+    made = shaped(OVERLAPPING, rate=0.97, cohorts=2, contention=1.0)
+    state, running = made.start(), []
+    for rows in [16] * 20 + [2] * 20 + [16, 2] * 10:
+        plan, state = made.plan(view(rows, ONE), state, 0.0, RNG)
+        running.append(plan.shape is not None)
+    begun = running.index(True)
+    assert 0 < begun < 20
+    assert all(running[begun:21])
+    ended = running.index(False, begun)
+    assert 20 < ended < 40
+    assert np.count_nonzero(np.diff(running[40:])) <= 1
 
 
 def test_a_padding_engine_s_contexts_are_cut_and_the_padding_that_is_left_is_paid_for():
@@ -314,7 +332,9 @@ def test_a_step_that_takes_as_long_as_planned_teaches_no_correction(model, shape
     made = shaped(model, drafts, **shapes)
     made._ranks = RankModel(2, 4, made.shapes.tree_width, RankConfig(sibling=0.6, rescue=0.95, strength=UNSHAKEABLE))
     seen = view(16, drafts, context=np.array([900, *range(50, 65)]))
-    plan, state = made.plan(seen, made.start(), 0.0, RNG)
+    state = made.start()
+    for _ in range(40 if "cohorts" in shapes else 1):
+        plan, state = made.plan(seen, state, 0.0, RNG)
     assert plan.shape is not None
     done = outcome(seen, plan, np.zeros(16, np.int64), shape=plan.shape)
     predicted, _ = made._predicted_s(done, seen)
