@@ -9,7 +9,7 @@ from policy import AdaptivePlanner, FixedLength, LatencyCurve, LatencyModel, NoS
 from policy.simulation.arms import Oracle, make_policy
 from policy.simulation.deployment import Deployment, Work, perturbed, step_parts
 from policy.simulation.fleet import least_outstanding, round_robin, simulate
-from policy.simulation.presets import CHAT, LLAMA_8B, MIXED, llama_8b_h100
+from policy.simulation.presets import CHAT, LLAMA_8B, MIXED, PREFILL_HEAVY, llama_8b_h100
 from policy.simulation.workload import Category, Drift, Mix, Recorded, backlog, bursty, draw, poisson
 
 STEP_S, DRAFT_S = 0.010, 0.001
@@ -196,6 +196,20 @@ def test_every_arm_serves_a_small_load(arm):
     workload = drawn(deployment, MIXED, poisson(8, 4.0, 0))
     policy = make_policy(arm, deployment, MIXED, workload, deployment.latency, 0)
     assert np.isfinite(simulate(deployment, workload, lambda: policy, 0).latency_s).all()
+
+
+def test_where_chunks_limit_a_backlog_the_planner_keeps_up_with_no_speculation_and_v_over_t_does_not():
+    """Every step moves one chunk: its other tokens only make it longer."""
+    deployment = replace(llama_8b_h100(), prefill_chunk_tokens=512, max_active=32)
+    workload = drawn(deployment, PREFILL_HEAVY, backlog(80))
+
+    def throughput(arm):
+        policy = make_policy(arm, deployment, PREFILL_HEAVY, workload, perturbed(deployment.latency, 0.2, 0), 0)
+        return simulate(deployment, workload, lambda: policy, 0).tokens_per_s
+
+    none = throughput("none")
+    assert throughput("adaptive") > 0.98 * none
+    assert throughput("per-step") < 0.9 * none
 
 
 @pytest.mark.parametrize("arm", ["nothing", "fixed:big:3", "fixed:eagle:x", "spin"])
