@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engines_build.corpora import LICENCES
+from engines_build.corpora_overlap import GRAM_WORDS
 from engines_build.distill_generate import MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, SAMPLED_TEMPERATURE, TOP_K
 from engines_build.distill_train import POSITIONS, Shape
 
@@ -39,7 +40,8 @@ Documents were split by name before anything was generated. sha256 over the docu
 - training `{train_digest}`
 - held-out `{held_out_digest}`
 
-The evaluation sets of this project's benchmarks (MT-Bench questions, Wikipedia and news articles, perlfaq) are in neither.
+No text trained on shares a run of {gram_words} words with the held-out documents or with the sets {judged} of
+`engines_build.corpora_evaluation`; the build checks it.
 
 ## Scores on held-out prompts
 
@@ -60,7 +62,7 @@ Share of greedy steps in which the first, second, ... proposed token was accepte
 ## Bad at
 
 Rare words, names, numbers and anything outside its {shortlist} tokens; long contexts (it saw at most {seen} tokens);
-languages other than English. Lowest agreement here: {worst}.
+languages other than English. Agreement is lowest on {worst}, {lowest:.2f}; where it is not told, expect no better.
 """
 
 
@@ -86,6 +88,9 @@ Documents were split by name. sha256 over the documents:
 
 - training `{train_digest}`
 - held-out `{held_out_digest}`
+
+No text trained on shares a run of {gram_words} words with the held-out documents or with the sets {judged} of
+`engines_build.corpora_evaluation`; the build checks it.
 
 | held-out documents of | loss, nats a token |
 | --- | --- |
@@ -130,10 +135,13 @@ def model_card(args: argparse.Namespace, shape: Shape, report: dict[str, Any], c
         command=command,
         train_digest=args.train.digest,
         held_out_digest=args.held_out.digest,
+        gram_words=GRAM_WORDS,
+        judged=", ".join(args.judged),
         scores="\n".join(lines),
         positions="\n".join(positions),
         seen=MAX_PROMPT_TOKENS + MAX_NEW_TOKENS,
         worst=min(scores, key=lambda w: scores[w]["agreement"]),
+        lowest=min(s["agreement"] for s in scores.values()),
     )
 
 
@@ -159,6 +167,8 @@ def target_card(args: argparse.Namespace, name: str, shape: Shape, report: dict[
         command=command,
         train_digest=args.train.digest,
         held_out_digest=args.held_out.digest,
+        gram_words=GRAM_WORDS,
+        judged=", ".join(args.judged),
         losses="\n".join(f"| {source} | {loss:.2f} |" for source, loss in report["losses"].items()),
     )
 
