@@ -104,15 +104,15 @@ def distribution(values: list[float]) -> dict[str, float]:
 
 def policy(seed: int, instances: int) -> dict[str, Any]:
     """Run the suite of the policy."""
-    rng = np.random.default_rng(seed)
+    enumerated, solved, bounded = (np.random.default_rng([seed, part]) for part in range(3))
     planning = {str(rows): measure(rows, 300, seed) for rows in BATCHES}
     return {
         "plan_p50_us": {rows: figures["plan_p50_us"] for rows, figures in planning.items()},
         "planning": planning,
         "brute_force_instances": instances,
-        "brute_force_mismatches": mismatches(instances, rng),
-        "gap": gaps(instances // 40, rng),
-        "bound_distance": {"x".join(map(str, size)): distribution(distances(size, instances // 60, rng)) for size in LARGE},
+        "brute_force_mismatches": mismatches(instances, enumerated),
+        "gap": gaps(instances // 60, solved),
+        "bound_distance": {"x".join(map(str, size)): distribution(distances(size, instances // 60, bounded)) for size in LARGE},
         "flapping": {str(rows): flapping(rows, 400, seed) for rows in (1, 4, 16, 64)},
     }
 
