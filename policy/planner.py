@@ -221,8 +221,8 @@ class AdaptivePlanner:
     def _notes(
         self, problem: Problem, result: Score, price: float, goodput: float, bound: float, prefill_s: float, state: PlannerState
     ) -> dict[str, Any]:
-        """Return figures for traces: ``gain`` over not speculating; ``gap``, how much better the best choice may be by the dual
-        bound, as a share of the tokens.
+        """Return figures for traces: ``gain`` over not speculating; in a step that searched, ``gap``, how much better the
+        best choice may be by the dual bound, as a share of the tokens.
         """
         notes: dict[str, Any] = {"probe": 0, "credit_s": state.credit_s, "why_not": CHAINS_ONLY}
         if problem.base_value:
