@@ -176,9 +176,9 @@ def _numbers_to_come(*keys):
     return verification.uniforms(*keys)
 
 
-def other_future(original, seeds, positions, purpose, attempts):
+def other_future(original, seeds, positions, *keys):
     """The same numbers up to a position, others from there on."""
-    numbers = original(seeds, positions, purpose, attempts)
+    numbers = original(seeds, positions, *keys)
     return np.where(np.asarray(positions) < CHANGED_FROM, numbers, 1 - np.nextafter(1.0, 0) * numbers)
 
 
@@ -260,7 +260,7 @@ def test_a_planner_that_peeks_shifts_the_law_and_is_caught(law, what):
 
 def test_a_view_and_an_outcome_have_no_place_for_tokens():
     """Counts, ids and times only: whoever adds a field of token ids has to argue with this list."""
-    known = "drafts request context remaining ceiling catchup weight rule ready prefill_tokens queued prefilling"
+    known = "drafts request context remaining ceiling catchup weight rule group ready prefill_tokens queued prefilling"
     limits = "control given cap_s limit headroom"
     assert {item.name for item in fields(View)} == {*known.split(), *limits.split()}
     assert not [item.name for item in fields(Outcome) if item.name in ("tokens", "proposal", "text")]
