@@ -17,18 +17,20 @@ import numpy as np
 from .deviation import Law, posterior, shifted
 from .groups import NO_GROUP, Groups
 from .plan import FloatArray, IntArray, Rule
+from .shifts import RECENT_KEEP, abrupt, common
 
 _MIN_HAZARD, _MAX_HAZARD = 0.02, 0.995
 _FADE_SHARE = 0.01  # of the draft level's memory: so much time passes between two fadings, which touch every draft
 _MOST_STEP = 2.0  # logits that an estimate of a request may move at once: far from the level its approximation overshoots
 _LAW_REQUESTS = 20.0  # what the first belief of how requests differ counts for
 _TELLING_REQUESTS = 10.0  # after so many half of what a request deviates is held to be its own, not the draft's
+_KEPT_AT_CHANGE = 0.1  # of a level's counts, where it changes at once
 _FEW_CHAINS = 8  # up to so many are counted one by one, quicker than by arrays
 
 
 _COLUMNS = (
     *("request_class", "request_accepted", "request_reached", "request_shift", "request_tokens"),
-    *("request_group", "request_mean", "request_doubt"),
+    *("request_group", "request_mean", "request_doubt", "request_recent"),
 )
 
 
@@ -64,7 +66,8 @@ class AcceptanceState:
     ``slots`` request id -> row of ``request_class`` int64[slots], ``request_accepted`` and ``request_reached`` float64[slots, drafts,
     positions], ``request_shift`` float64[slots, drafts], by how much the request's logits differ from the draft's as far as is known, and
     ``request_tokens`` float64[slots], emitted since it was admitted; ``request_group`` int64[slots] and what that let expect of the
-    shift, ``request_mean`` float64[slots, drafts] with the covariance ``request_doubt``; ``draft_*`` float64[rules, drafts, positions].
+    shift, ``request_mean`` float64[slots, drafts] with the covariance ``request_doubt``;
+    ``request_recent`` (see ``_restarted``); ``draft_*`` float64[rules, drafts, positions].
     ``draft_hazard`` is the draft-level estimate made of the latter, ``law`` and ``groups`` how requests deviate from it.
     ``now`` is the time up to which the state has aged, ``unfaded_rows`` the row-steps by which the draft level has yet to fade.
     """
@@ -78,6 +81,7 @@ class AcceptanceState:
     request_group: IntArray
     request_mean: FloatArray
     request_doubt: FloatArray
+    request_recent: FloatArray
     draft_accepted: FloatArray
     draft_reached: FloatArray
     draft_hazard: FloatArray
@@ -106,7 +110,22 @@ class AcceptanceModel:
         hazard, shift = self._draft_hazard(none, none), np.zeros((8, self._drafts))
         group, doubt = np.full(8, NO_GROUP), np.zeros((8, self._drafts, self._drafts))
         return AcceptanceState(
-            {}, np.zeros(8, np.int64), empty, empty, shift, np.zeros(8), group, shift, doubt, none, none, hazard, law, groups, -math.inf
+            {},
+            np.zeros(8, np.int64),
+            empty,
+            empty,
+            shift,
+            np.zeros(8),
+            group,
+            shift,
+            doubt,
+            np.zeros((8, self._drafts, 3)),
+            none,
+            none,
+            hazard,
+            law,
+            groups,
+            -math.inf,
         )
 
     def admit(self, state: AcceptanceState, requests: list[int], group: list[int] | None = None) -> AcceptanceState:
@@ -138,9 +157,10 @@ class AcceptanceModel:
         rows = [slots.pop(request) for request in gone]
         state = self._learnt(state, [row for row in rows if state.request_reached[row].any()])
         accepted, reached, tokens = state.request_accepted.copy(), state.request_reached.copy(), state.request_tokens.copy()
-        for column in (accepted, reached, tokens):
+        recent = state.request_recent.copy()
+        for column in (accepted, reached, tokens, recent):
             column[rows] = 0.0
-        return replace(state, slots=slots, request_accepted=accepted, request_reached=reached, request_tokens=tokens)
+        return replace(state, slots=slots, request_accepted=accepted, request_reached=reached, request_tokens=tokens, request_recent=recent)
 
     def _learnt(self, state: AcceptanceState, rows: list[int]) -> AcceptanceState:
         """Return the state after these finished requests have taught how requests differ, and the drafts' levels their mean.
@@ -168,12 +188,49 @@ class AcceptanceModel:
         weight = self._total(expected * (1 - hazard))
         return weight, weight * shift + self._total(accepted - expected)
 
-    def _believed(self, state: AcceptanceState, rows: list[int]) -> FloatArray:
-        """Return ``request_shift`` after what has been counted for these requests."""
-        mean, _ = posterior(state.request_doubt.take(rows, 0), *self._told(state, rows), state.request_mean.take(rows, 0))
-        before, shift = state.request_shift.take(rows, 0), state.request_shift.copy()
+    def _believed(self, state: AcceptanceState, rows: list[int]) -> AcceptanceState:
+        """Return the state with ``request_shift`` as these requests' counts have it; what all deviate by is the level's."""
+        weight, pull = self._told(state, rows)
+        before, expected, doubt = (column.take(rows, 0) for column in (state.request_shift, state.request_mean, state.request_doubt))
+        shift, rule = state.request_shift.copy(), state.request_class.take(rows)
+        for c in set(rule.tolist()):
+            alike = rule == c
+            change = common(expected[alike], doubt.diagonal(axis1=1, axis2=2)[alike], weight[alike], pull[alike])
+            if change.any():
+                state = self._moved(state, c, change)
+                pull[alike] -= weight[alike] * change
+                before[alike] -= change
+        mean, _ = posterior(doubt, weight, pull, expected)
         shift[rows] = before + np.clip(mean - before, -_MOST_STEP, _MOST_STEP)
-        return shift
+        return replace(state, request_shift=shift)
+
+    def _moved(self, state: AcceptanceState, rule: int, change: FloatArray) -> AcceptanceState:
+        """Return the state whose levels of a rule moved by ``change`` [drafts] (logits); what was counted there before hardly counts."""
+        accepted, reached = state.draft_accepted.copy(), state.draft_reached.copy()
+        drafts = change.nonzero()[0]
+        reached[rule, drafts] *= _KEPT_AT_CHANGE
+        accepted[rule, drafts] = reached[rule, drafts] * shifted(state.draft_hazard[rule, drafts], change[drafts])
+        return self.with_drafts(state, accepted, reached)
+
+    def _restarted(
+        self, recent: FloatArray, accepted: FloatArray, reached: FloatArray, told: tuple[IntArray, ...], expected: FloatArray
+    ) -> None:
+        """Follow the chains ``told`` (slot, draft, accepted, reached) and what was ``expected`` of them in ``recent``, in place.
+
+        Of a request that changed at once only the recent counts are kept, all at the first position.
+        """
+        slot, draft, held, seen = told
+        places = np.unique(slot * self._drafts + draft)
+        table = recent.reshape(-1, 3)
+        table[places] *= RECENT_KEEP
+        np.add.at(table, slot * self._drafts + draft, np.stack([held, seen, expected], axis=1))
+        changed = places[abrupt(*table[places].T)]
+        if len(changed):
+            for counts, column in ((accepted, 0), (reached, 1)):
+                flat = counts.reshape(-1, self._k_max)
+                flat[changed] = 0.0
+                flat[changed, 0] = table[changed, column]
+            table[changed] = 0.0
 
     def aged(self, state: AcceptanceState, now: float) -> AcceptanceState:
         """Return the state whose draft-level evidence has faded towards the prior by the time passed."""
@@ -202,7 +259,7 @@ class AcceptanceModel:
         """
         keep = np.ones((len(state.request_class), 1, 1))
         here = np.array([state.slots.get(r, -1) for r in stepped.tolist()], np.int64)
-        tokens = state.request_tokens.copy()
+        tokens, recent = state.request_tokens.copy(), state.request_recent.copy()
         tokens[here[here >= 0]] += emitted[here >= 0]
         keep[here[here >= 0]] = math.exp(-1 / self._config.request_memory_steps)
         own_accepted, own_reached, request_class = state.request_accepted * keep, state.request_reached * keep, state.request_class.copy()
@@ -227,6 +284,8 @@ class AcceptanceModel:
             own_share = finished / (finished + _TELLING_REQUESTS)
             np.add.at(draft_accepted.reshape(-1, self._k_max), pair, own_share * (level - expected) * self._up_to[seen])
             np.clip(draft_accepted, 0.0, draft_reached, out=draft_accepted)
+            likely = (expected * self._up_to[seen]).sum(1)[known]
+            self._restarted(recent, own_accepted, own_reached, (slot[known], draft[known], held[known], seen[known]), likely)
             pairs.update(pair.tolist())
         rows = state.unfaded_rows + len(stepped)
         if fades := rows >= _FADE_SHARE * self._config.draft_memory_rows:
@@ -242,6 +301,7 @@ class AcceptanceModel:
             request_group=state.request_group,
             request_mean=state.request_mean,
             request_doubt=state.request_doubt,
+            request_recent=recent,
             draft_accepted=draft_accepted,
             draft_reached=draft_reached,
             draft_hazard=self._draft_hazard(draft_accepted, draft_reached, state.draft_hazard, None if fades else pairs),
@@ -251,7 +311,7 @@ class AcceptanceModel:
             unfaded_rows=0 if fades else rows,
         )
         moved = sorted({state.slots[r] for r in (*stepped.tolist(), *request.tolist()) if r in state.slots})
-        return replace(after, request_shift=self._believed(after, moved)) if moved else after
+        return self._believed(after, moved) if moved else after
 
     def _count(self, table: FloatArray, places: IntArray, positions: IntArray) -> None:
         """Add 1 to the first ``positions`` of each of the places (rows) of a table [places, positions], in place."""

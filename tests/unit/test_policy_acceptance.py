@@ -242,3 +242,28 @@ def test_only_the_groups_last_used_are_remembered():
     state = estimator.admit(state, [50], [9])
     state = estimator.forget(learn(estimator, state, 50, 0, chains(rng, [0.5] * 4, 4, 3), 4), [50])
     assert list(state.groups.known) == [1, 9]
+
+
+def after_a_change(steps, rows=8):
+    """Eight requests whose chains of four were accepted whole for 60 steps, then not at all for some."""
+    estimator, ids = model(), np.arange(rows)
+    state, zeros = estimator.admit(estimator.start(), ids.tolist()), np.zeros(rows, np.int64)
+    for step in range(60 + steps):
+        accepted = np.full(rows, 4 if step < 60 else 0)
+        state = estimator.observe(state, ids, zeros, zeros, accepted, np.full(rows, 4), ids, accepted + 1)
+    return estimator, estimator.admit(state, [100])
+
+
+def test_a_request_whose_tokens_are_suddenly_rejected_is_seen_anew_within_twenty_steps():
+    estimator, state = after_a_change(20)
+    assert hazards(estimator, state, 0)[0][0] < 0.4
+
+
+def test_a_change_common_to_all_in_flight_is_the_draft_s_and_newcomers_know_it():
+    before, after = (hazards(*after_a_change(steps), 100)[0][0] for steps in (0, 30))
+    assert before > 0.9
+    assert after < 0.4
+
+
+def test_one_request_s_change_is_not_the_draft_s():
+    assert hazards(*after_a_change(30, rows=1), 100)[0][0] > 0.6
