@@ -111,3 +111,14 @@ def test_the_shift_test_sees_the_oracle_follow_at_once_and_no_speculation_never(
     assert seen["none"]["down"]["steps"] is not None
     assert seen["none"]["up"]["steps"] is None
     assert seen["fixed:eagle:8"]["down"]["steps"] is None
+
+
+def test_the_cases_of_shapes_are_run_told_and_drawn(tmp_path, capsys):
+    simulate.main(["--jobs", "1", "shapes", "--cases", "decomposition", "--seeds", "0", "--html", str(tmp_path / "out.html")])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert [line["point"] for line in lines] == ["padding engine", "ragged engine"]
+    page = (tmp_path / "out.html").read_text()
+    assert "Contexts cut against padded" in page
+    assert f"{lines[0]['ratio'][0]:.3f}" in page
+    with pytest.raises(ValueError, match=r"cases must be of .*, got \['nonsense'\]"):
+        simulate.main(["--jobs", "1", "shapes", "--cases", "nonsense"])
