@@ -22,10 +22,14 @@ COOLDOWN_S = 10.0
 
 @dataclass(slots=True)
 class Proposals:
-    """One request's proposals in one step: the one to verify, and those of free drafts that are only scored."""
+    """One request's proposals in one step: the one to verify, and those of free drafts that are only scored.
+
+    ``scored`` are (draft, accepted, length) of chains that a draft which has caught up would have made of earlier tokens.
+    """
 
     chosen: Proposal | None = None
     unused: list[Proposal] = field(default_factory=list)
+    scored: list[tuple[str, int, int]] = field(default_factory=list)
 
 
 class Drafting:
@@ -59,6 +63,7 @@ class Drafting:
                     row.unused.append(Proposal(draft.name, completion.tokens))
                 else:
                     row.chosen = Proposal(draft.name, completion.tokens[:length], completion.probs)
+                row.scored += [(draft.name, *chain) for chain in completion.scored]
         return proposals
 
     def cancel(self, sequence_ids: Iterable[int]) -> None:

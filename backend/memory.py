@@ -29,7 +29,8 @@ class Footprint:
 
 def plan(config: ServingConfig, folders: Mapping[str, Path]) -> dict[str, Footprint]:
     """Return the footprints of the engines that run a model (``folders``: their checkpoints by name). Raises CheckpointError."""
-    from backend.engines.footprint import footprint  # imports torch, as the engines will
+    from backend.engines.counterfactual import SCORED_ROWS  # imports torch, as the engines will
+    from backend.engines.footprint import footprint
 
     limits, k_max = config.limits, config.policy.k_max
     footprints = {}
@@ -43,7 +44,7 @@ def plan(config: ServingConfig, folders: Mapping[str, Path]) -> dict[str, Footpr
                 engine.device,
                 kv_tokens=limits.kv_cache_tokens,
                 rows=rows + limits.prefill_chunk_tokens,
-                logit_rows=rows,
+                logit_rows=rows if engine is config.target else rows + SCORED_ROWS,
                 law_rows=0 if engine is config.target else limits.max_active_requests * k_max,
             )
     return footprints

@@ -234,6 +234,7 @@ class Orchestrator:
         log.record(session.id, proposals.chosen, completion.accepted, taken, rule_of(session.sequence.sampling))
         for unused in proposals.unused:
             log.record_free(session.id, unused, completion.tokens[:taken])
+        log.record_scored(session.id, proposals.scored)
         self._emit(session, log)
 
     def _emit(self, session: Session, log: StepLog) -> None:

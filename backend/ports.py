@@ -97,6 +97,8 @@ class Completion:
     before top-k and top-p.
     ``siblings`` are the further candidates that ``widths`` asked for, place by place. ``ranks`` says of each accepted token of a tree which
     candidate of its place it was, in the order of their test (0: the first, which a chain's always is; empty for a chain).
+    ``scored`` tells of a draft that catches up on tokens emitted without it what it would have had accepted of them: (accepted, length) of
+    the chains that it would have made, oldest first (greedy and plan-invariant sequences; as many tokens as the engine finds cheap).
     ``error`` is set, and everything else void, when this turn alone failed.
     """
 
@@ -107,6 +109,7 @@ class Completion:
     log_probs: list[float] | None = None
     siblings: list[list[int]] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
+    scored: list[tuple[int, int]] = field(default_factory=list)
     error: str | None = None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -16,7 +16,8 @@ from policy import NO_DRAFT, Outcome, Rule
 @dataclass(slots=True)
 class StepLog:
     """A step in the making. ``rows`` are (request, draft, length, accepted, emitted, scored, rule); ``free`` (request, draft, accepted,
-    scored) what a draft that was not chosen would have had accepted; ``parts_s`` wall times by part (``planning`` is part of ``overhead``).
+    scored) what a draft would have had accepted where it was not chosen; ``parts_s`` wall times by part (``planning`` is part of
+    ``overhead``).
     """
 
     drafts: tuple[str, ...]
@@ -53,6 +54,10 @@ class StepLog:
         scored = min(len(proposal.tokens), len(emitted))
         accepted = next((j for j in range(scored) if proposal.tokens[j] != emitted[j]), scored)
         self.free.append((request, self.drafts.index(proposal.draft), accepted, scored))
+
+    def record_scored(self, request: int, chains: Iterable[tuple[str, int, int]]) -> None:
+        """Note (draft, accepted, length) of chains that a draft would have made of tokens emitted without it."""
+        self.free += [(request, self.drafts.index(draft), accepted, length) for draft, accepted, length in chains]
 
     def outcome(self) -> Outcome:
         """Return the step as the policy learns it; call it last, it closes the clock."""

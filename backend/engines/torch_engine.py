@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from backend.engines.checkpoint import LlamaConfig, Weights, load
+from backend.engines.counterfactual import RACE_ROWS, SCORED_ROWS, chains, guesses
 from backend.engines.laws import Law, target_laws
 from backend.engines.llama import Chunk, KVTable, Llama
 from backend.engines.processing import Columns
@@ -22,7 +23,7 @@ from backend.randomness import Purpose, draft_lane
 class _Cache:
     """What the KV pool holds of a sequence: the token ids run, position by position, of which the first ``agreed`` are committed.
 
-    The engine knows the content of the first ``named`` blocks by their keys.
+    The engine knows the content of the first ``named`` blocks by their keys. ``proposed`` is its last free run, from ``proposed_at`` on.
     """
 
     blocks: list[int]
@@ -30,6 +31,8 @@ class _Cache:
     ran: list[int] = field(default_factory=list)
     agreed: int = 0
     named: int = 0
+    proposed_at: int = 0
+    proposed: list[int] = field(default_factory=list)
 
     def seen(self, tokens: list[int]) -> int:
         """Return how many of the committed ``tokens`` have KV here. Looks only at what is new since the last call."""
@@ -37,6 +40,12 @@ class _Cache:
         while self.agreed < stop and self.ran[self.agreed] == tokens[self.agreed]:
             self.agreed += 1
         return self.agreed
+
+    def own_end(self, tokens: list[int]) -> int:
+        """Return where the tokens end that the step of its last proposal emitted: what was accepted of it and one more."""
+        pairs = zip(self.proposed, tokens[self.proposed_at :], strict=False)
+        accepted = next((j for j, (mine, token) in enumerate(pairs) if mine != token), len(self.proposed))
+        return self.proposed_at + accepted + 1 if self.proposed else 0
 
     def roll_back(self, position: int) -> None:
         """Forget everything from ``position`` on: what was rejected, or is to be run again."""
@@ -62,6 +71,8 @@ class _Job:
     log_probs: list[float] = field(default_factory=list)
     siblings: list[list[int]] = field(default_factory=list)
     path: Seq[int] = ()
+    rows_scored: int = 0
+    scored: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def more_candidates(self) -> int:
@@ -129,6 +140,7 @@ class TorchEngine:
         self._caches: dict[int, _Cache] = {}
         self._contents: dict[int, bytes] = {}  # the keys of complete blocks whose KV the pool has
         self._turns: list[Turn] = []
+        self._rows_to_score = SCORED_ROWS  # left in this submission
 
     def submit(self, turns: Seq[Turn]) -> None:
         """Queue turns, which run at the next ``poll``; ValueError when a sequence would have two."""
@@ -139,7 +151,7 @@ class TorchEngine:
 
     def poll(self, timeout_s: float) -> list[Completion]:  # noqa: ARG002 (a step engine never waits)
         """Run all queued turns to their end and return their completions; a turn that cannot be run completes with its own error."""
-        turns, self._turns = self._turns, []
+        turns, self._turns, self._rows_to_score = self._turns, [], SCORED_ROWS
         jobs: list[_Job] = []
         completions: list[Completion] = []
         for turn in turns:
@@ -237,8 +249,23 @@ class TorchEngine:
             raise ValueError(f"token ids of sequence {sequence.id} must lie in 0..{self.limits.vocab_size - 1}")
         cache.roll_back(start)
         parents = request.tree.parents if request.tree else ()
-        chunk = Chunk(tokens, start, cache.table, len(request.tokens) + decides, parents) if tokens else None
-        return _Job(turn, cache, request, chunk)
+        scored = self._take_rows_to_score(turn, cache, start)
+        chunk = Chunk(tokens, start, cache.table, scored + len(request.tokens) + decides, parents) if tokens else None
+        return _Job(turn, cache, request, chunk, rows_scored=scored)
+
+    def _take_rows_to_score(self, turn: Turn, cache: _Cache, start: int) -> int:
+        """Return how many of the last committed tokens, run from ``start`` on, are scored: those of steps that did without this draft.
+
+        The first token has no row here. A sampled one would need the target's law, which nobody has kept.
+        """
+        sequence = turn.sequence
+        if not turn.keep_probs or not turn.run or not (sequence.sampling.greedy or sequence.sampling.coupled):
+            return 0
+        first = max(start + 1, sequence.prompt_tokens, cache.own_end(sequence.tokens))
+        price = 1 if sequence.sampling.greedy else RACE_ROWS
+        rows = max(0, min(turn.end - first, self._rows_to_score // price))
+        self._rows_to_score -= rows * price
+        return rows
 
     def _check(self, turn: Turn, request: Request, capacity_tokens: int) -> None:
         name, length, proposed = f"turn of sequence {turn.sequence.id}", len(turn.sequence.tokens), len(request.tokens)
@@ -261,7 +288,7 @@ class TorchEngine:
         """Catch up, verify the proposals and emit a token in one pass; then one pass more for each further token of a free run."""
         running = [(job, job.chunk) for job in jobs if job.chunk]
         while running:
-            logits = self._model.forward([chunk for _, chunk in running])
+            logits = self._score(self._model.forward([chunk for _, chunk in running]), running)
             for job, chunk in running:
                 job.cache.ran += chunk.tokens[: len(chunk.tokens) - len(chunk.parents)]
                 job.cache.agreed = job.turn.end
@@ -269,6 +296,23 @@ class TorchEngine:
             self._decide(logits, deciding)
             self._compact([job for job in deciding if job.path])
             running = [(job, self._next_chunk(job)) for job in deciding if len(job.tokens) < job.turn.run and not job.request.tokens]
+
+    def _score(self, logits: torch.Tensor, running: list[tuple[_Job, Chunk]]) -> torch.Tensor:
+        """Score the tokens emitted without this draft from their rows of ``logits``, and return the others."""
+        if not any(job.rows_scored for job, _ in running):
+            return logits
+        deciding, row = [], 0
+        for job, chunk in running:
+            rows = slice(row, row + job.rows_scored)
+            if job.rows_scored:
+                first, tokens = job.turn.end - job.rows_scored, job.turn.sequence.tokens
+                request = replace(job.request, position=first, tokens=tokens[first : job.turn.end - 1], committed=tokens[:first])
+                guessed = guesses(logits[rows], request, self._columns)
+                job.scored = chains(guessed, tokens[first : job.turn.end], self.limits.max_draft_tokens)
+                job.rows_scored = 0
+            row += chunk.logits
+            deciding.append(logits[rows.stop : row])
+        return torch.cat(deciding)
 
     def _next_chunk(self, job: _Job) -> Chunk:
         job.request = replace(job.request, position=job.turn.end + len(job.tokens), run=job.tokens)
@@ -318,7 +362,9 @@ class TorchEngine:
     def _complete(self, job: _Job) -> Completion:
         probs = Law(torch.stack(job.laws), self._model.token_ids) if job.laws else None
         ranks = job.request.tree.ranks(job.path) if job.request.tree else []
-        return Completion(job.turn.sequence.id, job.tokens, job.accepted, probs, job.log_probs or None, job.siblings, ranks)
+        if job.turn.keep_probs:
+            job.cache.proposed_at, job.cache.proposed = job.turn.end, job.tokens
+        return Completion(job.turn.sequence.id, job.tokens, job.accepted, probs, job.log_probs or None, job.siblings, ranks, job.scored)
 
 
 def _split(logits: torch.Tensor, jobs: list[_Job]) -> tuple[torch.Tensor, torch.Tensor]:
