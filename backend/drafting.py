@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from backend.ports import Completion, Engine, Proposal, Sequence, Turn
 from backend.stats import StepStats
 from backend.step_log import StepLog
-from policy import Plan, View
+from policy import IntArray, Plan, View
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +35,13 @@ class Proposals:
 class Drafting:
     """Runs the drafts. A draft that fails costs a step its speculation, never a request."""
 
-    def __init__(self, drafts: Seq[Engine], stats: StepStats, clock: Callable[[], float]) -> None:
+    def __init__(self, drafts: Seq[Engine], stats: StepStats, clock: Callable[[], float], *, most_nodes: int = 0) -> None:
+        """``most_nodes`` is the most tokens of a tree that the target can verify and has room for in KV; 0: it verifies chains only."""
         self.names = tuple(draft.name for draft in drafts)
         self._drafts = list(drafts)
         self._stats = stats
         self._clock = clock
+        self._most_nodes = most_nodes
         self._resting_until_s = dict.fromkeys(self.names, float("-inf"))
 
     def ceilings(self, sequence: Sequence, most: int) -> list[tuple[int, int]]:
@@ -53,18 +55,47 @@ class Drafting:
     def propose(self, sequences: Seq[Sequence], view: View, plan: Plan, log: StepLog) -> dict[int, Proposals]:
         """Return the proposals by sequence id; row i of view and plan belongs to ``sequences[i]``."""
         proposals = {sequence.id: Proposals() for sequence in sequences}
+        seconds: dict[int, Proposal] = {}
+        widths, second_draft, second_length = self._shape(sequences, plan)
         for d, draft in enumerate(self._drafts):
-            chosen = {s.id: int(k) for s, k in zip(sequences, np.where(plan.draft == d, plan.length, 0), strict=True) if k > 0}
-            runs = {s.id: int(k) for s, k in zip(sequences, view.ceiling[:, d], strict=True) if k > 0} if draft.limits.free else chosen
-            turns = [Turn(s, len(s.tokens), run=runs[s.id], keep_probs=True) for s in sequences if s.id in runs]
+            chosen = _asked(sequences, plan.draft, plan.length, d)
+            second = {} if second_draft is None or second_length is None else _asked(sequences, second_draft, second_length, d)
+            asked = chosen | second
+            runs = {s.id: int(k) for s, k in zip(sequences, view.ceiling[:, d], strict=True) if k > 0} if draft.limits.free else asked
+            turns = [
+                Turn(s, len(s.tokens), run=runs[s.id], keep_probs=True, widths=widths.get(s.id, ()) if s.id in chosen else ())
+                for s in sequences
+                if s.id in runs
+            ]
             for completion in self._complete(draft, turns, log):
-                row, length = proposals[completion.sequence_id], chosen.get(completion.sequence_id)
+                row, length = proposals[completion.sequence_id], asked.get(completion.sequence_id)
+                row.scored += [(draft.name, *chain) for chain in completion.scored]
                 if length is None:
                     row.unused.append(Proposal(draft.name, completion.tokens))
+                    continue
+                proposal = Proposal(draft.name, completion.tokens[:length], completion.probs, completion.siblings[:length])
+                if completion.sequence_id in chosen:
+                    row.chosen = proposal
                 else:
-                    row.chosen = Proposal(draft.name, completion.tokens[:length], completion.probs)
-                row.scored += [(draft.name, *chain) for chain in completion.scored]
+                    seconds[completion.sequence_id] = proposal
+        for sequence_id, proposal in seconds.items():
+            first = proposals[sequence_id].chosen
+            proposals[sequence_id].chosen = replace(first, others=(proposal,)) if first else proposal
         return proposals
+
+    def _shape(self, sequences: Seq[Sequence], plan: Plan) -> tuple[dict[int, list[int]], IntArray | None, IntArray | None]:
+        """Return the plan's widths by sequence id, and its second drafts and lengths, without those of rows with too many nodes."""
+        if plan.shape is None or (plan.shape.width is None and plan.shape.second_length is None):
+            return {}, None, None
+        fits = plan.shape.proposed(plan.length) <= np.maximum(plan.length, self._most_nodes)
+        for _ in range(int((~fits).sum())):
+            self._stats.fallback("tree_too_large")
+        width, second_length = plan.shape.width, plan.shape.second_length
+        widths = {}
+        if width is not None:
+            rows = np.flatnonzero(fits & (width.max(1) > 1)).tolist()
+            widths = {sequences[row].id: width[row, : plan.length[row]].tolist() for row in rows}
+        return widths, plan.shape.second_draft, None if second_length is None else np.where(fits, second_length, 0)
 
     def cancel(self, sequence_ids: Iterable[int]) -> None:
         """Make every draft forget sequences."""
@@ -92,3 +123,8 @@ class Drafting:
                 logger.error("draft %s, sequence %d: %s", draft.name, completion.sequence_id, completion.error)
                 self._stats.fallback("draft_error")
         return [completion for completion in completions if completion.error is None and completion.tokens]
+
+
+def _asked(sequences: Seq[Sequence], draft: IntArray, length: IntArray, column: int) -> dict[int, int]:
+    """Return by sequence id the tokens (above 0) that are asked of one draft; ``draft`` and ``length`` as in ``Plan``."""
+    return {s.id: k for s, k in zip(sequences, np.where(draft == column, length, 0).tolist(), strict=True) if k > 0}

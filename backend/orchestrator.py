@@ -228,10 +228,10 @@ class Orchestrator:
         if not taken:
             return  # a prefill chunk, which draws nothing
         session.sequence.attempt += 1
-        session.drafted += len(proposals.chosen.tokens) if proposals.chosen else 0
+        session.drafted += proposals.chosen.nodes if proposals.chosen else 0
         session.accepted += min(completion.accepted, taken)
         log.control.append(session.control)
-        log.record(session.id, proposals.chosen, completion.accepted, taken, rule_of(session.sequence.sampling))
+        log.record(session.id, proposals.chosen, completion, taken, rule_of(session.sequence.sampling))
         for unused in proposals.unused:
             log.record_free(session.id, unused, completion.tokens[:taken])
         log.record_scored(session.id, proposals.scored)

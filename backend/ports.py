@@ -95,8 +95,9 @@ class Completion:
     ``probs`` is the handle on the law of the tokens where ``keep_probs`` was asked (None = point mass). ``log_probs`` holds the natural
     logarithm of each token's probability where the sequence asks for it: of the model's law with the request's options and temperature,
     before top-k and top-p.
-    ``siblings`` are the further candidates that ``widths`` asked for, place by place. ``ranks`` says of each accepted token of a tree which
-    candidate of its place it was, in the order of their test (0: the first, which a chain's always is; empty for a chain).
+    ``siblings`` are the further candidates that ``widths`` asked for, place by place. Of a tree, ``along`` counts the accepted tokens that
+    are on the spine and on that of each of ``others``, and ``rank`` says which candidate of its draft was accepted where the spine ended
+    (2: the first sibling; 0: none).
     ``scored`` tells of a draft that catches up on tokens emitted without it what it would have had accepted of them: (accepted, length) of
     the chains that it would have made, oldest first (greedy and plan-invariant sequences; as many tokens as the engine finds cheap).
     ``error`` is set, and everything else void, when this turn alone failed.
@@ -108,7 +109,8 @@ class Completion:
     probs: Any = None
     log_probs: list[float] | None = None
     siblings: list[list[int]] = field(default_factory=list)
-    ranks: list[int] = field(default_factory=list)
+    along: list[int] = field(default_factory=list)
+    rank: int = 0
     scored: list[tuple[int, int]] = field(default_factory=list)
     error: str | None = None
 

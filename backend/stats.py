@@ -124,6 +124,22 @@ class StepStats:
             rows = (outcome.draft == d) & (np.array(control) == theirs)
             name, arm = drafts[d] if d != NO_DRAFT else "none", self._switches.arm(theirs)
             self._draft(name, arm, outcome.length[rows], outcome.accepted[rows], outcome.emitted[rows])
+        if outcome.shape is not None:
+            self._beside_chains(outcome, drafts, control)
+
+    def _beside_chains(self, outcome: Outcome, drafts: tuple[str, ...], control: list[bool]) -> None:
+        """Count what trees propose beside their spines: siblings as their draft's, a second chain as its own draft's."""
+        shape, rank, second_accepted = outcome.shape, outcome.rank, outcome.second_accepted
+        if shape is None or shape.width is None or shape.second_draft is None or shape.second_length is None:
+            return
+        sibling = np.zeros_like(outcome.length) if rank is None else (rank > 0).astype(np.int64)
+        second = sibling * 0 if second_accepted is None else np.maximum(second_accepted - outcome.accepted - sibling, 0)
+        by_siblings = outcome.draft, shape.width.sum(1) - outcome.length, sibling
+        for column, proposed, accepted in (by_siblings, (shape.second_draft, shape.second_length, second)):
+            for row in np.flatnonzero(proposed > 0).tolist():
+                labels = {"draft": drafts[column[row]], "arm": self._switches.arm(control[row])}
+                self._stats.count("spindle_draft_tokens_total", int(proposed[row]), **labels)
+                self._stats.count("spindle_accepted_tokens_total", int(accepted[row]), **labels)
 
     def _shadow(self, plan: Plan, drafts: tuple[str, ...]) -> None:
         for d, k in zip(plan.draft.tolist(), plan.length.tolist(), strict=True):

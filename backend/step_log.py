@@ -6,18 +6,19 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
-from backend.ports import Proposal
-from policy import NO_DRAFT, Outcome, Rule
+from backend.ports import Completion, Proposal
+from policy import NO_DRAFT, IntArray, Outcome, Rule, TurnShape
 
 
 @dataclass(slots=True)
 class StepLog:
     """A step in the making. ``rows`` are (request, draft, length, accepted, emitted, scored, rule); ``free`` (request, draft, accepted,
-    scored) what a draft would have had accepted where it was not chosen; ``parts_s`` wall times by part (``planning`` is part of
-    ``overhead``).
+    scored) what a draft would have had accepted where it was not chosen; ``trees`` by the number of their row (widths, second draft, second
+    length, rank, accepted along the second chain); ``parts_s`` wall times by part (``planning`` is part of ``overhead``).
     """
 
     drafts: tuple[str, ...]
@@ -26,6 +27,7 @@ class StepLog:
     parts_s: dict[str, float] = field(default_factory=dict)
     rows: list[tuple[int, int, int, int, int, int, int]] = field(default_factory=list)
     free: list[tuple[int, int, int, int]] = field(default_factory=list)
+    trees: dict[int, tuple[list[int], int, int, int, int]] = field(default_factory=dict)
     control: list[bool] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
     started_s: float = field(default_factory=perf_counter)
@@ -39,15 +41,26 @@ class StepLog:
         finally:
             self.parts_s[name] = self.parts_s.get(name, 0.0) + perf_counter() - started
 
-    def record(self, request: int, proposal: Proposal | None, accepted: int, taken: int, rule: Rule) -> None:
+    def record(self, request: int, proposal: Proposal | None, completion: Completion, taken: int, rule: Rule) -> None:
         """Note one verified row of which ``taken`` tokens were committed (fewer than accepted + 1 when an end cut the run).
 
-        Positions behind such a cut are no evidence: nobody will ever know whether the text would have gone on there.
+        Positions behind such a cut are no evidence: nobody will ever know whether the text would have gone on there. Of a tree, the row
+        tells of its spine.
         """
         length = len(proposal.tokens) if proposal else 0
         draft = self.drafts.index(proposal.draft) if proposal else NO_DRAFT
+        accepted = completion.along[0] if completion.along else completion.accepted
         cut = taken <= accepted
+        if proposal and not proposal.is_chain:
+            self.trees[len(self.rows)] = self._tree(proposal, completion, taken, 0 if cut else completion.rank)
         self.rows.append((request, draft, length, min(accepted, taken), taken, taken if cut else length, rule))
+
+    def _tree(self, proposal: Proposal, completion: Completion, taken: int, rank: int) -> tuple[list[int], int, int, int, int]:
+        widths = [1 + len(siblings) for siblings in proposal.siblings] or [1] * len(proposal.tokens)
+        if not proposal.others:
+            return widths, NO_DRAFT, 0, rank, 0
+        (second,) = proposal.others
+        return widths, self.drafts.index(second.draft), len(second.tokens), rank, min(completion.along[1], taken)
 
     def record_free(self, request: int, proposal: Proposal, emitted: list[int]) -> None:
         """Note how an unused proposal would have fared against the tokens that were emitted instead."""
@@ -81,4 +94,18 @@ class StepLog:
             free_accepted=free[2],
             free_scored=free[3],
             finished=np.array(self.finished, np.int64),
+            **(self._shape(length) if self.trees else {}),
         )
+
+    def _shape(self, length: IntArray) -> dict[str, Any]:
+        """Return the fields of the outcome that tell of trees; a row without one is a tree of width 1."""
+        width = (np.arange(int(length.max())) < length[:, None]).astype(np.int64)
+        second = np.tile(np.array([NO_DRAFT, 0, 0, 0]), (len(length), 1))
+        for row, (widths, *others) in self.trees.items():
+            width[row, : len(widths)] = widths
+            second[row] = others
+        return {
+            "shape": TurnShape(width, second_draft=second[:, 0], second_length=second[:, 1]),
+            "rank": second[:, 2],
+            "second_accepted": second[:, 3],
+        }

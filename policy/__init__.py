@@ -3,7 +3,7 @@
 from .acceptance import AcceptanceConfig
 from .baselines import BatchSchedule, FixedLength, NoSpeculation, RandomChoice
 from .latency import LatencyCurve, LatencyError, LatencyModel, LatencyTable, Provenance
-from .plan import NO_DRAFT, Outcome, Plan, Policy, Rule, View
+from .plan import NO_DRAFT, IntArray, Outcome, Plan, Policy, Rule, TurnShape, View
 from .planner import AdaptivePlanner, PlannerConfig, PlannerState
 from .published import AcceptanceAverage, SmartSpec, SpinSelection
 from .switched import SwitchedPolicy, SwitchedState, Switches
@@ -15,6 +15,7 @@ __all__ = [
     "AdaptivePlanner",
     "BatchSchedule",
     "FixedLength",
+    "IntArray",
     "LatencyCurve",
     "LatencyError",
     "LatencyModel",
@@ -33,5 +34,6 @@ __all__ = [
     "SwitchedPolicy",
     "SwitchedState",
     "Switches",
+    "TurnShape",
     "View",
 ]

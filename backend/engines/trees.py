@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -16,14 +17,20 @@ ROOT = -1
 class Tree:
     """``tokens[n]`` continues node ``parents[n]``, an earlier one or ``ROOT``; a node's children are tested in the order of their numbers.
 
-    ``laws[n]`` are the law that the token was drawn from, its row, and its probability there; None: a point mass. ``depth`` is the most
-    tokens of which any path consists.
+    ``laws[n]`` are the law that the token was drawn from, its row, and its probability there; None: a point mass. ``spines`` are the
+    nodes of each draft's spine, ``siblings`` those of the first draft's further candidates, place by place.
     """
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     laws: list[tuple[Law, int, float] | None] = field(default_factory=list)
-    depth: int = 0
+    spines: list[list[int]] = field(default_factory=list)
+    siblings: list[list[int]] = field(default_factory=list)
+
+    @property
+    def depth(self) -> int:
+        """The most tokens that could be accepted."""
+        return max(map(len, self.spines))
 
     @classmethod
     def of(cls, proposal: Proposal, *, drawn: bool) -> Tree:
@@ -40,9 +47,12 @@ class Tree:
         """Return the candidates for the place behind a node, in the order of their test."""
         return [child for child, parent in enumerate(self.parents) if parent == node]
 
-    def ranks(self, path: Seq[int]) -> list[int]:
-        """Return for each node of a path from the root which of the candidates of its place it is."""
-        return [self.children(self.parents[node]).index(node) for node in path]
+    def followed(self, path: Seq[int]) -> tuple[list[int], int]:
+        """Return ``Completion.along`` and ``Completion.rank`` of a path of nodes from the root."""
+        along = [leading(node == spine_node for node, spine_node in zip(path, spine, strict=False)) for spine in self.spines]
+        end = along[0]
+        rest = self.siblings[end] if len(path) > end and end < len(self.siblings) else []
+        return along, rest.index(path[end]) + 2 if rest and path[end] in rest else 0
 
     def _add(self, proposal: Proposal, drawn: bool, point_masses: dict[tuple[int, int], int]) -> None:
         if len(proposal.siblings) > len(proposal.tokens):
@@ -52,17 +62,32 @@ class Tree:
         tokens = [*proposal.tokens, *(token for siblings in proposal.siblings for token in siblings)]
         chances = [] if law is None else law.of(tokens, places).tolist()
         spine = [ROOT]
+        siblings: list[list[int]] = [[] for _ in proposal.siblings]
         for number, (place, token) in enumerate(zip(places, tokens, strict=True)):
             node = point_masses.get((spine[place], token)) if law is None else None
             if node is None:
-                node = len(self.tokens)
-                self.tokens.append(token)
-                self.parents.append(spine[place])
-                self.laws.append(None if law is None else (law, place, chances[number]))
-                if law is None:
-                    point_masses[spine[place], token] = node
-            if number < len(proposal.tokens):
-                spine.append(node)
-        self.depth = max(self.depth, len(proposal.tokens))
+                node = self._append(token, spine[place], None if law is None else (law, place, chances[number]))
+            if law is None:
+                point_masses[spine[place], token] = node
+            (spine if number < len(proposal.tokens) else siblings[place]).append(node)
+        self.spines.append(spine[1:])
+        if len(self.spines) == 1:
+            self.siblings = siblings
         for other in proposal.others:
             self._add(other, drawn, point_masses)
+
+    def _append(self, token: int, parent: int, law: tuple[Law, int, float] | None) -> int:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.laws.append(law)
+        return len(self.tokens) - 1
+
+
+def leading(flags: Iterable[bool]) -> int:
+    """Return how many flags are set before the first that is not."""
+    count = 0
+    for flag in flags:
+        if not flag:
+            break
+        count += 1
+    return count

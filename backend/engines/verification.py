@@ -11,7 +11,6 @@ accepted leads on (SpecInfer's multi-step rule, arXiv 2305.09781); a greedy or c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +20,7 @@ import torch
 from backend.engines.coupling import fastest, winner
 from backend.engines.laws import Law, acceptance, arg_max, draw, normalised, residual, target_laws
 from backend.engines.processing import WHOLE_VOCABULARY, Columns, process
-from backend.engines.trees import ROOT, Tree
+from backend.engines.trees import ROOT, Tree, leading
 from backend.ports import Proposal, Sequence
 from backend.randomness import Purpose, uniforms
 from backend.request import SamplingParams
@@ -201,7 +200,7 @@ def _verify_greedy(rows: torch.Tensor, requests: Seq[Request], firsts: Seq[int])
     best = arg_max(rows)
     verdicts = []
     for request, first in zip(requests, firsts, strict=True):
-        accepted = _leading(best[first + i] == token for i, token in enumerate(request.tokens))
+        accepted = leading(best[first + i] == token for i, token in enumerate(request.tokens))
         verdicts.append(Verdict(accepted, best[first + accepted]))
     return verdicts
 
@@ -229,7 +228,7 @@ def _verify_sampled(rows: torch.Tensor, requests: Seq[Request], firsts: Seq[int]
     accepted = []
     for request, first in zip(requests, firsts, strict=True):
         chances = acceptance(laws[first : first + len(request.tokens)], request.tokens, request.law).tolist()
-        accepted.append(_leading([next(numbers) < chance for chance in chances]))
+        accepted.append(leading([next(numbers) < chance for chance in chances]))
     final = normalised(laws[[first + count for first, count in zip(firsts, accepted, strict=True)]])
     for row, (request, count) in enumerate(zip(requests, accepted, strict=True)):
         if count < len(request.tokens):
@@ -268,15 +267,6 @@ def runners_up(row: torch.Tensor, request: Request, columns: Columns, best: int,
 def _select(rows: torch.Tensor, places: list[int]) -> torch.Tensor:
     """Return the rows at ``places``, without a copy where these are all of them."""
     return rows if len(places) == len(rows) else rows[places]
-
-
-def _leading(flags: Iterable[bool]) -> int:
-    count = 0
-    for flag in flags:
-        if not flag:
-            break
-        count += 1
-    return count
 
 
 def _firsts(requests: Seq[Request]) -> list[int]:

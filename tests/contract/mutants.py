@@ -78,7 +78,7 @@ def never_accept_the_last_proposed_token(patch: Patch) -> None:
         flags = list(flags)
         return original([*flags[:-1], False]) if len(flags) > 1 else original(flags)
 
-    wrap(patch, verification, "_leading", leading)
+    wrap(patch, verification, "leading", leading)
 
 
 def bonus_row(patch: Patch, shift: int) -> None:

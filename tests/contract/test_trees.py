@@ -39,29 +39,30 @@ def the_next(count):
 
 
 SHAPES = {
-    "a sibling at the root": (lambda t: Proposal("d", wrong(t[0], 7), siblings=[[9, t[0]], [3]]), 1, [2]),
-    "a sibling behind the spine": (lambda t: Proposal("d", [t[0], *wrong(t[1])], siblings=[[9], [9, t[1]]]), 2, [0, 2]),
-    "the whole spine": (lambda t: Proposal("d", t[:3], siblings=[wrong(*t[:1]), [], wrong(*t[2:3])]), 3, [0, 0, 0]),
-    "nothing": (lambda t: Proposal("d", wrong(*t[:2]), siblings=[wrong(*wrong(t[0]))]), 0, []),
-    "another draft's chain": (lambda t: Proposal("d", wrong(*t[:2]), others=(Proposal("e", t[:3]),)), 3, [1, 0, 0]),
+    "a sibling at the root": (lambda t: Proposal("d", wrong(t[0], 7), siblings=[[9, t[0]], [3]]), 1, [0], 3),
+    "a sibling behind the spine": (lambda t: Proposal("d", [t[0], *wrong(t[1])], siblings=[[9], [9, t[1]]]), 2, [1], 3),
+    "the whole spine": (lambda t: Proposal("d", t[:3], siblings=[wrong(*t[:1]), [], wrong(*t[2:3])]), 3, [3], 0),
+    "nothing": (lambda t: Proposal("d", wrong(*t[:2]), siblings=[wrong(*wrong(t[0]))]), 0, [0], 0),
+    "another draft's chain": (lambda t: Proposal("d", wrong(*t[:2]), others=(Proposal("e", t[:3]),)), 3, [0, 3], 0),
     "another's behind a shared sibling": (
         lambda t: Proposal(
             "d", wrong(t[0]), siblings=[[9, t[0]]], others=(Proposal("e", [*t[:2], *wrong(t[2])], siblings=[[], [], [t[2]]]),)
         ),
         3,
-        [2, 0, 1],
+        [0, 2],
+        3,
     ),
-    "another's behind a shared spine": (lambda t: Proposal("d", [t[0], *wrong(t[1])], others=(Proposal("e", t[:2]),)), 2, [0, 1]),
+    "another's behind a shared spine": (lambda t: Proposal("d", [t[0], *wrong(t[1])], others=(Proposal("e", t[:2]),)), 2, [1, 2], 0),
 }
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_is_accepted_has_the_kv_of_a_fresh_prefill_and_text_goes_on_as_without(shape):
-    make, accepted, ranks = SHAPES[shape]
+    make, accepted, along, rank = SHAPES[shape]
     expected = the_next(8)
     engine, sequence = tiny_engine(), new_sequence()
     completion = step(engine, sequence, proposal=make(expected))
-    assert (completion.accepted, completion.ranks) == (accepted, ranks)
+    assert (completion.accepted, completion.along, completion.rank) == (accepted, along, rank)
     assert completion.tokens == expected[: accepted + 1]
     sequence.tokens += completion.tokens
     assert engine.unseen(sequence) == 1
@@ -83,7 +84,7 @@ def test_trees_and_chains_and_prompts_share_a_pass():
     for name, proposal in made.items():
         alone = step(tiny_engine(), new_sequence(), proposal=proposal)
         together = found[rows[name].id]
-        assert (together.tokens, together.accepted, together.ranks) == (alone.tokens, alone.accepted, alone.ranks)
+        assert (together.tokens, together.along, together.rank) == (alone.tokens, alone.along, alone.rank)
 
 
 @settings(max_examples=60, deadline=None)
@@ -112,8 +113,8 @@ def test_a_decision_in_a_tree_is_the_one_that_is_made_alone(data):
     drawn = not sequence.sampling.greedy and not sequence.sampling.coupled
     tree = Tree.of(proposed, drawn=drawn)
     together = complete(target, sequence, sequence.tokens, proposal=proposed)
-    ranks, node = [0] * together.accepted if proposed.is_chain else together.ranks, -1
-    assert len(together.tokens) == len(together.log_probs) == len(ranks) + 1 == together.accepted + 1
+    assert len(together.tokens) == len(together.log_probs) == together.accepted + 1
+    path, node = [], -1
     for row, (token, log_prob) in enumerate(zip(together.tokens, together.log_probs, strict=True)):
         before = [*sequence.tokens, *together.tokens[:row]]
         candidates = tree.children(node)
@@ -122,11 +123,12 @@ def test_a_decision_in_a_tree_is_the_one_that_is_made_alone(data):
         assert (alone.tokens[0], alone.accepted) == (token, int(row < together.accepted))
         assert alone.log_probs[0] == pytest.approx(log_prob, abs=1e-9)
         if row < together.accepted:
-            assert alone.ranks == [] if len(candidates) == 1 else [ranks[row]]
-            node = candidates[ranks[row]]
+            node = candidates[max(alone.rank - 1, 0)]
+            path.append(node)
             assert tree.tokens[node] == token
         if not drawn:
             assert complete(target, sequence, before).tokens == [token]
+    assert (together.along, together.rank) == (([], 0) if proposed.is_chain else tree.followed(path))
 
 
 @pytest.mark.parametrize("shortlist", [0, 15])
