@@ -126,16 +126,17 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
     stats = Stats()
     step_stats = StepStats(stats)
     switches = SwitchBoard(config, step_stats)
+    headroom_tokens = config.policy.k_max + 1
     ledger = KVLedger(
         {engine.name: engine.limits.kv_blocks for engine in (target, *drafts)},
-        headroom_tokens=config.policy.k_max + 1,
+        headroom_tokens=headroom_tokens,
         guaranteed=config.limits.batch_scheduler_policy == "guaranteed_no_evict",
         target=target if config.limits.enable_kv_cache_reuse else None,
     )
     planner = policy.SwitchedPolicy(_policy(config, drafts, tables, step_stats), switches.current)
     orchestrator = Orchestrator(
         target,
-        Drafting(drafts, step_stats, monotonic),
+        Drafting(drafts, step_stats, monotonic, most_nodes=headroom_tokens if target.limits.tree else 0),
         planner,
         ledger,
         Admission(ledger, config.limits.max_active_requests, config.limits.max_queued_requests),

@@ -24,7 +24,7 @@ from backend.ports import BLOCK_TOKENS, Engine, Proposal, Sequence
 from backend.request import ErrorCode, FinishReason, GenerationRequest, SamplingParams
 from backend.session import Delta, Session, Usage
 from backend.stats import Stats, StepStats
-from policy import NO_DRAFT, Outcome, Plan, View
+from policy import NO_DRAFT, Outcome, Plan, TurnShape, View
 
 GREEDY = SamplingParams()
 VOCAB, K_MAX, BLOCKS = 24, 4, 64
@@ -98,9 +98,12 @@ class NoText:
 
 
 class Scripted:
-    """A policy that reads (draft column, length) off a script, another place of it in every step and for every request."""
+    """A policy that reads (draft column, length) off a script, another place of it in every step and for every request.
 
-    def __init__(self, script: Seq[tuple[int, int]] = ((NO_DRAFT, 0),)) -> None:
+    A third and a fourth element make a tree: the widths by place, and a second draft (column, length).
+    """
+
+    def __init__(self, script: Seq[tuple] = ((NO_DRAFT, 0),)) -> None:
         self.script = list(script)
         self.outcomes: list[Outcome] = []
 
@@ -108,11 +111,24 @@ class Scripted:
         return 0
 
     def plan(self, view: View, state: int, now: float, rng: np.random.Generator) -> tuple[Plan, int]:
-        chosen = np.array([self.script[(state + row) % len(self.script)] for row in range(len(view))], np.int64).reshape(-1, 2)
-        draft = chosen[:, 0]
+        entries = [self.script[(state + row) % len(self.script)] for row in range(len(view))]
+        draft, length = self._chains(view, [entry[:2] for entry in entries])
+        shape = None
+        if any(len(entry) > 2 for entry in entries):
+            inside = np.arange(K_MAX) < length[:, None]
+            width = [[*(entry[2] if len(entry) > 2 else ()), *[1] * K_MAX][:K_MAX] for entry in entries]
+            second_draft, second_length = self._chains(view, [entry[3] if len(entry) > 3 else (NO_DRAFT, 0) for entry in entries])
+            second_length = np.where((second_draft == draft) | (length == 0), 0, second_length)
+            second_draft = np.where(second_length > 0, second_draft, NO_DRAFT)
+            shape = TurnShape(np.where(inside, np.reshape(width, inside.shape), 0), second_draft, second_length)
+        return Plan(draft, length, shape=shape), state + 1
+
+    @staticmethod
+    def _chains(view: View, chosen: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+        draft, asked = np.array(chosen, np.int64).reshape(-1, 2).T
         room = view.ceiling[np.arange(len(view)), draft] if view.drafts else 0 * draft
-        length = np.where(draft >= 0, np.minimum(chosen[:, 1], room), 0)
-        return Plan(np.where(length > 0, draft, NO_DRAFT), length), state + 1
+        length = np.where(draft >= 0, np.minimum(asked, room), 0)
+        return np.where(length > 0, draft, NO_DRAFT), length
 
     def observe(self, outcome: Outcome, state: int, now: float) -> int:
         self.outcomes.append(outcome)
@@ -141,8 +157,8 @@ class ForetoldDraft(LookupEngine):
 class RecordedDrafting(Drafting):
     """Keeps what was proposed in ``recorded``: (sequence, its tokens then, proposal)."""
 
-    def __init__(self, *arguments) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments, **options) -> None:
+        super().__init__(*arguments, **options)
         self.recorded: list[tuple[Sequence, list[int], Proposal]] = []
 
     def propose(self, sequences, view, plan, log):
@@ -173,7 +189,7 @@ class Deployment:
         pools = {engine.name: min(self.kv_blocks, engine.limits.kv_blocks) for engine in self.engines}
         target = self.target if self.reuse else None
         self.ledger = KVLedger(pools, K_MAX + 1, growth_blocks=0, target=target)  # admitted too soon, and therefore pre-empted often
-        self.drafting = RecordedDrafting(self.drafts, step_stats, clock)
+        self.drafting = RecordedDrafting(self.drafts, step_stats, clock, most_nodes=K_MAX + 1)
         self.loop = Orchestrator(
             self.target,
             self.drafting,

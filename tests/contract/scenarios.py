@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -41,7 +41,7 @@ class Scenario:
     """Requests, the policy's script (``Scripted``), and the limits of the deployment."""
 
     asks: tuple[Ask, ...]
-    script: tuple[tuple[int, int], ...]
+    script: tuple[tuple, ...]
     chunk_tokens: int = 8
     max_active: int = 8
     kv_blocks: int = 64
@@ -53,6 +53,23 @@ SCRIPT = ((1, 4), (0, 2), (5, 3), (3, 3), (1, 1), (2, 4), (NO_DRAFT, 0), (1, 3),
 
 BUSY = Scenario(tuple(Ask(n, 16, arrival=n, leaves=4 if n == 2 else None) for n in SHORT), SCRIPT, max_active=4)
 """Greedy requests that come, queue and go."""
+
+TREE_SCRIPT = (
+    (1, 3, (1, 2, 2)),
+    (3, 2, (3, 2)),
+    (6, 2, (2, 1), (5, 2)),
+    (5, 2, (1, 1), (6, 3)),
+    (1, 4),
+    (2, 2, (2, 3)),
+    (NO_DRAFT, 0),
+    (5, 1, (1,), (1, 4)),
+    (1, 2, (4, 1)),
+    (4, 2, (1, 1), (3, 3)),
+    (0, 1, (5,)),
+)
+"""Siblings at every place, chains of two drafts of which either may be wrong, and chains between; some with more nodes than fit."""
+
+TREES = replace(BUSY, script=TREE_SCRIPT)
 
 ALIKE = Scenario(
     (Ask(6, 12), Ask(6, 20), Ask(7, 12, 1), Ask(8, 16, 1, leaves=3), Ask(6, 9, 4), Ask(7, 12, 4, salt="b"), Ask(8, 16, 12), Ask(6, 12, 18)),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.contract.mutants import MUTANTS
+from tests.contract.tree_mutants import MUTANTS
 
 
 @pytest.mark.parametrize("name", MUTANTS)

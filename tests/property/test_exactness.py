@@ -30,6 +30,10 @@ samplings = (
 )
 
 
+drafts, lengths = st.integers(-1, len(DRAFTS) - 1), st.integers(0, K_MAX)
+chains, widths = st.tuples(drafts, lengths), st.lists(st.integers(1, 4), max_size=K_MAX).map(tuple)
+
+
 @st.composite
 def asks(draw):
     arrival = draw(st.integers(0, 6))
@@ -41,7 +45,9 @@ def asks(draw):
 scenarios = st.builds(
     Scenario,
     asks=st.lists(asks(), min_size=1, max_size=6).map(tuple),
-    script=st.lists(st.tuples(st.integers(-1, len(DRAFTS) - 1), st.integers(0, K_MAX)), min_size=1, max_size=12).map(tuple),
+    script=st.lists(chains | st.tuples(drafts, lengths, widths) | st.tuples(drafts, lengths, widths, chains), min_size=1, max_size=12).map(
+        tuple
+    ),
     chunk_tokens=st.integers(1, 40),
     max_active=st.integers(1, 6),
     kv_blocks=st.integers(5, 20),
