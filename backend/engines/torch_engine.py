@@ -364,7 +364,9 @@ class TorchEngine:
         along, rank = job.request.tree.followed(job.path) if job.request.tree else ([], 0)
         if job.turn.keep_probs:
             job.cache.proposed_at, job.cache.proposed = job.turn.end, job.tokens
-        return Completion(job.turn.sequence.id, job.tokens, job.accepted, probs, job.log_probs or None, job.siblings, along, rank, job.scored)
+        return Completion(
+            job.turn.sequence.id, job.tokens, job.accepted, probs, job.log_probs or None, job.siblings, along, rank, job.scored
+        )
 
 
 def _split(logits: torch.Tensor, jobs: list[_Job]) -> tuple[torch.Tensor, torch.Tensor]:
