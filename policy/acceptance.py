@@ -101,6 +101,11 @@ class AcceptanceModel:
         self._up_to = np.tri(k_max + 1, k_max, -1)  # row h: the first h positions
         self._each = np.ones(k_max)
 
+    @property
+    def most_groups(self) -> int:
+        """Return how many groups are remembered."""
+        return self._config.most_groups
+
     def start(self) -> AcceptanceState:
         """Return the state before any evidence."""
         none = np.zeros((len(Rule), self._drafts, self._k_max))

@@ -11,6 +11,7 @@ import numpy as np
 
 from .correction import MAX_CORRECTION, MAX_SHAPE, OCTAVES, Shape
 from .deviation import Law, bounded
+from .groups import Groups
 from .plan import FloatArray
 from .ranks import COUNTS, RankModel, RankState
 
@@ -18,10 +19,10 @@ if TYPE_CHECKING:
     from .acceptance import AcceptanceModel
     from .planner import PlannerState
 
-SCHEMA = 3
+SCHEMA = 4
 _ARRAYS = ("draft_accepted", "draft_reached")
 _SHAPE = ("log_factor", "seen")
-_SIGNED = ("covariance", "shape_log_factor")
+_SIGNED = ("covariance", "shape_log_factor", "within", "precision", "pull")
 
 
 class LearnedError(ValueError):
@@ -31,8 +32,8 @@ class LearnedError(ValueError):
 def saved(state: PlannerState, now: float) -> dict[str, Any]:
     """Return what outlasts the requests of a state, JSON-able; empty before the first step.
 
-    Evidence by draft, how requests deviate from it, and the correction of times. ``age_s`` is how long ago the evidence was
-    aged: clocks of two processes have nothing in common.
+    Evidence by draft, how requests and their groups deviate from it, and the correction of times. ``age_s`` is how long ago the evidence
+    was aged: clocks of two processes have nothing in common.
     """
     acceptance = state.acceptance
     if acceptance.now == -math.inf:
@@ -43,6 +44,7 @@ def saved(state: PlannerState, now: float) -> dict[str, Any]:
         **{name: getattr(acceptance, name).tolist() for name in _ARRAYS},
         "covariance": acceptance.law.covariance.tolist(),
         "requests": acceptance.law.requests,
+        "groups": _saved_groups(acceptance.groups),
         "correction": state.correction.tolist(),
         **{f"shape_{name}": getattr(state.target_shape, name).tolist() for name in _SHAPE},
     }
@@ -56,14 +58,44 @@ def restored(data: Mapping[str, Any], start: PlannerState, model: AcceptanceMode
     correction = _array(data, "correction", start.correction.shape)
     log_factor, seen = (_array(data, f"shape_{name}", (OCTAVES,)) for name in _SHAPE)
     _check("draft_accepted", arrays["draft_accepted"], arrays["draft_accepted"] <= arrays["draft_reached"] + 1e-6)
-    law = Law(_array(data, "covariance", start.acceptance.law.covariance.shape), float(_array(data, "requests", ())))
-    _check("covariance", law.covariance, np.allclose(law.covariance, bounded(law.covariance)))
+    law = _law(data, "covariance", start.acceptance.law)
+    groups = _restored_groups(data.get("groups"), start.acceptance.groups, model.most_groups)
     _check("correction", correction, (correction >= 1 / MAX_CORRECTION) & (correction <= MAX_CORRECTION))
     _check("shape_log_factor", log_factor, abs(log_factor) <= MAX_SHAPE)
     age_s = float(_array(data, "age_s", ())) + max(0.0, idle_s)
-    acceptance = replace(start.acceptance, law=law, now=now - age_s)
+    acceptance = replace(start.acceptance, law=law, groups=groups, now=now - age_s)
     acceptance = model.with_drafts(acceptance, arrays["draft_accepted"], arrays["draft_reached"])
     return replace(start, acceptance=model.aged(acceptance, now), correction=correction, target_shape=Shape(log_factor, seen, log_factor))
+
+
+def _saved_groups(groups: Groups) -> dict[str, Any]:
+    """Return groups as plain data, the least recently used first: their keys mean the same in every process."""
+    return {
+        "within": groups.within.covariance.tolist(),
+        "requests": groups.within.requests,
+        "known": [{"group": key, "precision": p.tolist(), "pull": pull.tolist()} for key, (p, pull) in groups.known.items()],
+    }
+
+
+def _restored_groups(data: Any, start: Groups, most: int) -> Groups:
+    """Return the groups in ``data``, of more than ``most`` the last used. Raises LearnedError for data that do not fit."""
+    if not isinstance(data, Mapping) or not isinstance(data.get("known"), list):
+        raise LearnedError(f"groups must be an object with a list 'known', got {data!r}")
+    drafts, known = len(start.within.covariance), {}
+    for entry in data["known"][max(len(data["known"]) - most, 0) :]:
+        if not isinstance(entry, Mapping) or type(entry.get("group")) is not int or not -(1 << 63) <= entry["group"] < 1 << 63:
+            raise LearnedError(f"groups.known must have integers of 64 bits as 'group', got {entry!r}")
+        precision, pull = _array(entry, "precision", (drafts, drafts)), _array(entry, "pull", (drafts,))
+        _check("precision", precision, np.allclose(precision, precision.T) and np.linalg.eigvalsh(precision)[0] > -1e-6)
+        known[entry["group"]] = precision, pull
+    return Groups(known, _law(data, "within", start.within))
+
+
+def _law(data: Mapping[str, Any], name: str, start: Law) -> Law:
+    """Return a law of deviations, its covariance in the field ``name``."""
+    law = Law(_array(data, name, start.covariance.shape), float(_array(data, "requests", ())))
+    _check(name, law.covariance, np.allclose(law.covariance, bounded(law.covariance)))
+    return law
 
 
 def restored_ranks(data: Any, model: RankModel, now: float, age_s: float) -> RankState:

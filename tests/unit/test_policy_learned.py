@@ -4,9 +4,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from policy import NoSpeculation, SwitchedPolicy, Switches
+from policy import AcceptanceConfig, NoSpeculation, SwitchedPolicy, Switches
 from policy.learned import LearnedError
 from tests.unit.test_policy_planner import RNG, outcome, planner, view
+
+NO_GROUPS = {"within": [[0.2, 0.0], [0.0, 0.2]], "requests": 20.0, "known": []}
 
 
 def taught(p, steps=60, start_s=0.0):
@@ -80,6 +82,11 @@ def test_switches_do_not_stand_between_the_planner_and_its_data():
         ({"age_s": -1.0}, ["age_s", "-1"]),
         ({"covariance": None}, ["covariance", "shape"]),
         ({"covariance": [[1.0, 2.0], [2.0, 1.0]]}, ["covariance", "2.0"]),
+        ({"groups": None}, ["groups", "None"]),
+        ({"groups": {**NO_GROUPS, "within": [[1.0, 2.0], [2.0, 1.0]]}}, ["within", "2.0"]),
+        ({"groups": {**NO_GROUPS, "known": [{"group": "tag"}]}}, ["group", "tag"]),
+        ({"groups": {**NO_GROUPS, "known": [{"group": 1 << 63}]}}, ["group", "9223372036854775808"]),
+        ({"groups": {**NO_GROUPS, "known": [{"group": 1, "precision": [[1.0, 2.0], [2.0, 1.0]], "pull": [0, 0]}]}}, ["precision", "2.0"]),
     ],
 )
 def test_data_that_do_not_fit_are_refused_by_field_and_value(change, words):
@@ -97,3 +104,34 @@ def test_data_with_impossible_counts_or_without_a_field_are_refused():
     del data["correction"]
     with pytest.raises(LearnedError, match="correction is missing"):
         p.load(data, 0.0, 0.0)
+
+
+def grouped(p, groups):
+    """A state after requests of these groups in turn: tokens of even ones were accepted, of odd ones rejected."""
+    state = p.start()
+    for request, group in enumerate(groups):
+        seen = view(1, request=np.array([request]), group=np.array([group]))
+        for last in (False, True):
+            plan, state = p.plan(seen, state, float(request), RNG)
+            chain = replace(plan, draft=np.zeros(1, np.int64), length=np.full(1, 4))
+            over = seen.request if last else np.zeros(0, np.int64)
+            state = p.observe(outcome(seen, chain, np.full(1, 4 * (group % 2 == 0)), finished=over), state, float(request))
+    return state
+
+
+def test_what_was_learnt_of_groups_outlasts_a_restart():
+    easy, hard, p = hash((1, 2, 4)) // 2 * 2, hash((1, 2, 5)) // 2 * 2 + 1, planner(explore_share=0.0)
+    state = grouped(p, [easy, hard] * 10)
+    back = planner(explore_share=0.0).load(json.loads(json.dumps(p.save(state, 20.0))), 0.0, 0.0)
+    assert list(back.acceptance.groups.known) == [easy, hard]
+    expected = [back.acceptance.groups.expected(group, back.acceptance.law)[0][0] for group in (easy, hard)]
+    assert expected[0] > expected[1] + 0.5
+    assert expected == [state.acceptance.groups.expected(group, state.acceptance.law)[0][0] for group in (easy, hard)]
+    assert np.allclose(back.acceptance.groups.within.covariance, state.acceptance.groups.within.covariance)
+
+
+def test_of_saved_groups_no_more_than_may_be_remembered_are_taken_up_and_those_the_last_used():
+    data = planner().save(grouped(planner(), range(6)), 6.0)
+    few = planner(acceptance=AcceptanceConfig(most_groups=2))
+    assert list(few.load(data, 0.0, 0.0).acceptance.groups.known) == [4, 5]
+    assert not planner(acceptance=AcceptanceConfig(most_groups=0)).load(data, 0.0, 0.0).acceptance.groups.known
