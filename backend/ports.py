@@ -120,7 +120,7 @@ class EngineLimits:
     """What an engine can do. ``kv_blocks`` is the size of its block pool (0 = it keeps no KV); tokens are counted, not bytes.
 
     ``free`` says that proposing costs next to nothing (lookup), so that the loop scores it on every step, chosen or not; ``tree`` that it
-    verifies trees.
+    verifies trees; ``scores`` that as a draft it scores what it catches up on (``Completion.scored``).
     """
 
     vocab_size: int
@@ -130,6 +130,7 @@ class EngineLimits:
     kv_blocks: int
     free: bool = False
     tree: bool = False
+    scores: bool = False
 
 
 class Engine(Protocol):

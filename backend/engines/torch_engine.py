@@ -131,6 +131,7 @@ class TorchEngine:
             max_run_tokens=max(1, max_draft_tokens),
             kv_blocks=kv_blocks,
             tree=config.draft_vocab_size == 0,
+            scores=True,
         )
         self._lane = draft_lane(name)
         self._max_positions = max_context_tokens + max_draft_tokens

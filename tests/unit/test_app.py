@@ -1,8 +1,11 @@
+from dataclasses import replace
+
 import pytest
 
 from backend.app import _policy, build, sampling_params
 from backend.config import parse_config
 from backend.engines.fake import FakeEngine
+from backend.engines.lookup import LookupEngine
 from backend.request import FinishReason, GenerationRequest, RequestError, SamplingParams
 from backend.stats import Stats, StepStats
 from backend.tokenizer import ByteTokenizer
@@ -137,3 +140,11 @@ def test_a_trace_that_cannot_be_written_is_counted_once_and_costs_no_request(tmp
     app = served({"trace_file": str(tmp_path / "no folder" / "trace.jsonl")})
     fallbacks = [(labels, value) for name, labels, value in app.stats.drain()["counters"] if name == "spindle_fallback_total"]
     assert fallbacks == [({"reason": "trace_file_error"}, 1)]
+
+
+@pytest.mark.parametrize(("scores", "expected"), [(True, True), (False, False)])
+def test_a_probe_counts_on_being_scored_only_where_every_draft_that_runs_is(scores, expected):
+    config = parse_config(FAKE)
+    drafts = [FakeEngine("d0"), LookupEngine("lookup", max_draft_tokens=8)]
+    drafts[0].limits = replace(drafts[0].limits, scores=scores)
+    assert _policy(config, drafts, {}, StepStats(Stats())).config.catchup_scored is expected
