@@ -44,7 +44,7 @@ class Law:
     @classmethod
     def prior(cls, drafts: int, variance: float, requests: float) -> Law:
         """Return what is believed before any request: drafts have nothing to do with each other."""
-        return cls(variance * np.eye(drafts), requests)
+        return cls(bounded(variance * np.eye(drafts)), requests)
 
     def learnt(self, mean: FloatArray, covariance: FloatArray, most_requests: float) -> Law:
         """Return the law after one more request of this posterior: a step of expectation-maximisation (Dempster et al. 1977).
