@@ -227,7 +227,8 @@ def _policy(config: ServingConfig, drafts: list[Engine], tables: Mapping[str, La
     known = {engine.name: tables.get(engine.name) or _known_times(engine) for engine in (config.target, *config.drafts)}
     latency = policy.LatencyModel.from_tables(known.pop(config.target.name), known, OVERHEAD_S, SPECULATION_S)
     scored = all(draft.limits.scores or draft.limits.free for draft in drafts)
-    planner = policy.AdaptivePlanner(tuple(known), latency, policy.PlannerConfig(k_max=config.policy.k_max, catchup_scored=scored))
+    constants = policy.PlannerConfig(k_max=config.policy.k_max, selection=config.policy.selection, catchup_scored=scored)
+    planner = policy.AdaptivePlanner(tuple(known), latency, constants)
     if not config.policy.trace_file:
         return planner
     return Traced(planner, TraceFile(Path(config.policy.trace_file), stats), config.policy.trace_lines)

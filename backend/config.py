@@ -46,12 +46,14 @@ class EngineConfig:
 class PolicyConfig:
     """Which policy plans. ``fixed`` uses ``draft`` and ``length`` always; ``random`` (tests) draws both in every step.
 
+    ``selection`` is how the adaptive planner finds drafts worth a trial (``policy.selection``).
     ``keep_learned``: what was learnt outlasts the process, in the cache folder. ``trace_file`` (empty: none) gets the first ``trace_lines``
     lines of what the adaptive planner saw and decided, for ``python -m policy.replay``.
     """
 
     kind: str = _setting("adaptive", choices=("adaptive", "none", "fixed", "random"))
     k_max: int = _setting(8, low=0, high=64)
+    selection: str = _setting("probing", choices=("probing", "ucb", "thompson"))
     draft: str = ""
     length: int = _setting(4, low=0, high=64)
     seed: int = 0

@@ -5,7 +5,7 @@ from .baselines import BatchSchedule, FixedLength, NoSpeculation, RandomChoice
 from .latency import LatencyCurve, LatencyError, LatencyModel, LatencyTable, Provenance
 from .plan import NO_DRAFT, IntArray, Outcome, Plan, Policy, Rule, TurnShape, View
 from .planner import AdaptivePlanner, PlannerConfig, PlannerState
-from .published import AcceptanceAverage, SmartSpec, SpinSelection
+from .published import AcceptanceAverage, SmartSpec, SpinSelection, ThroughputBandit
 from .switched import SwitchedPolicy, SwitchedState, Switches
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "SwitchedPolicy",
     "SwitchedState",
     "Switches",
+    "ThroughputBandit",
     "TurnShape",
     "View",
 ]

@@ -100,11 +100,7 @@ class AcceptanceModel:
         self._config = config
         self._up_to = np.tri(k_max + 1, k_max, -1)  # row h: the first h positions
         self._each = np.ones(k_max)
-
-    @property
-    def most_groups(self) -> int:
-        """Return how many groups are remembered."""
-        return self._config.most_groups
+        self.most_groups = config.most_groups
 
     def start(self) -> AcceptanceState:
         """Return the state before any evidence."""
@@ -180,7 +176,7 @@ class AcceptanceModel:
             mean, doubt = posterior(law.covariance, weight, pull)
             moved[rule] += slope[rule] * (mean / (law.requests + 1))[:, None]
             most = self._config.law_memory_requests
-            groups = groups.learnt(int(state.request_group[row]), law, (weight, pull), self._config.most_groups, most)
+            groups = groups.learnt(int(state.request_group[row]), law, (weight, pull), self.most_groups, most)
             law = law.learnt(mean, doubt, most)
         return self.with_drafts(replace(state, law=law, groups=groups), np.clip(moved, 0.0, state.draft_reached), state.draft_reached)
 
@@ -360,12 +356,15 @@ class AcceptanceModel:
 
     def doubt(self, state: AcceptanceState, request: list[int], rule: IntArray, hazard: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return the standard deviations of ``hazards``, and the variance of requests' deviations, float64[n, drafts] (logits)."""
-        rows = [state.slots[r] for r in request]
-        _, covariance = posterior(state.request_doubt.take(rows, 0), *self._told(state, rows))
-        own = np.diagonal(covariance, axis1=1, axis2=2)
+        own = np.diagonal(self.covariance(state, request), axis1=1, axis2=2)
         variance = hazard * (1 - hazard)
         level = variance / (state.draft_reached[rule] + self._config.prior_strength + 1)
         return np.sqrt(own[:, :, None] * variance**2 + level), own
+
+    def covariance(self, state: AcceptanceState, request: list[int]) -> FloatArray:
+        """Return what is not known of how admitted requests deviate, float64[n, drafts, drafts] (logits)."""
+        rows = [state.slots[r] for r in request]
+        return posterior(state.request_doubt.take(rows, 0), *self._told(state, rows))[1]
 
     def _total(self, counts: FloatArray) -> FloatArray:
         total: FloatArray = counts.reshape(counts.shape[0] * self._drafts, self._k_max).dot(self._each).reshape(counts.shape[:2])

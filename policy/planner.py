@@ -17,9 +17,10 @@ from .learned import restored, saved
 from .one_row import OneRow, one_row
 from .optimiser import FEW_ROWS, best_choice
 from .plan import NO_DRAFT, BoolArray, FloatArray, IntArray, Outcome, Plan, View
-from .probing import PROBE_FLOOR, PROBE_TOKENS, Hope, affordable_probe
+from .probing import PROBE_FLOOR, affordable
 from .problem import NOTHING_GIVEN, Bounds, Given, extra_prefill_s, predicted_parts, step_problem
 from .ranks import RankState
+from .selection import PROBING, SELECTIONS, THOMPSON, Draws, Explorer
 from .shapes import CHAINS_ONLY
 
 _COLD_TOLERANCE, _WARM_TOLERANCE = 0.01, 0.03  # of the price, whose error costs in second order; the next step goes on
@@ -45,14 +46,15 @@ class Found(NamedTuple):
 class PlannerConfig:
     """Constants of the planner; raises ValueError naming the one that is out of range.
 
-    ``explore_share`` is the share of step time that probes may cost; ``optimism`` how many standard deviations a probe hopes for;
-    ``switch_horizon_steps`` the most steps over which a catch-up is spread.
+    ``selection`` says how drafts to try are found (``policy.selection``), ``explore_share`` is the share of step time that trying may cost,
+    ``optimism`` how many standard deviations it hopes for. ``switch_horizon_steps`` the most steps over which a catch-up is spread.
     ``margin`` is the gain in goodput that speculation must promise: of many estimates the best is flattered, and a loss weighs more than
     a gain missed. A batch that does not speculate is planned for again after ``rest_steps`` steps, for planning costs it time too.
     ``catchup_scored`` says that the engines report how a draft that catches up would have guessed what it reads (``Outcome.free_*``).
     """
 
     k_max: int = 8
+    selection: str = PROBING
     explore_share: float = 0.005
     optimism: float = 1.5
     switch_horizon_steps: float = 16.0
@@ -72,6 +74,8 @@ class PlannerConfig:
         for name in ("optimism", "switch_horizon_steps"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+        if self.selection not in SELECTIONS:
+            raise ValueError(f"selection must be one of {list(SELECTIONS)}, got {self.selection!r}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,8 +84,8 @@ class PlannerState:
 
     ``goodput`` is the best goodput of the last batch without its prefill (tokens per second of the model's time; 0: unknown).
     ``credit_s`` is what may still be spent on probes, ``look`` the steps until the next look for one, ``rest`` the steps for which no
-    speculation stays decided, ``last`` what is kept of the last choice. ``ranks``, ``overlap_s`` and ``overlaps`` belong to
-    ``policy.shaped``.
+    speculation stays decided, ``last`` what is kept of the last choice, ``draws`` belongs to Thompson's selection, ``ranks``, ``overlap_s``
+    and ``overlaps`` to ``policy.shaped``.
     """
 
     acceptance: AcceptanceState
@@ -93,6 +97,7 @@ class PlannerState:
     rest: int = 0
     look: int = 0
     last: Last = field(default_factory=Last)
+    draws: Draws | None = None
     ranks: RankState | None = None
     overlap_s: float = 0.0
     overlaps: bool = False
@@ -111,6 +116,7 @@ class AdaptivePlanner:
         self.drafts = tuple(drafts)
         self.config = config or PlannerConfig()
         self.latency = latency
+        self._explorer = Explorer(self.config.selection, self.config.optimism, self.config.catchup_scored)
         self._bounds = Bounds(self.config.k_max, self.config.switch_horizon_steps)
         self._parts = tuple(correction_by_part(latency.start(), self.drafts))
         self._shaped: tuple[FloatArray | None, LatencyModel] = None, latency  # of the last state: the same array, the same model
@@ -143,11 +149,13 @@ class AdaptivePlanner:
 
     def plan(self, view: View, state: PlannerState, now: float, rng: np.random.Generator) -> tuple[Plan, PlannerState]:
         """Choose for the ready rows; the others get no draft. Raises ValueError for a view with other drafts than the planner's."""
-        del rng  # exploration is budgeted and aimed, not random
         if view.drafts != self.drafts:
             raise ValueError(f"view.drafts must be {self.drafts}, got {view.drafts}")
         if state.rest and _same_batch(view, state.view):
             return self._rest(view, state)
+        if self.config.selection == THOMPSON:
+            draws = (state.draws or Draws()).next_step(view.request[view.ready].tolist(), len(self.drafts), rng)
+            state = replace(state, draws=draws)
         acceptance = self.admitted(view, state, now)
         if len(view) == 1 and view.given is None and self.drafts and view.ready.item():
             return self._plan_one(view, state, acceptance)
@@ -163,7 +171,7 @@ class AdaptivePlanner:
         found = Found(choice, result, 0, state.credit_s + self.config.explore_share * result.step_s, max(state.look - 1, 0))
         if self._may_look(state, found):
             as_rows, rows, hazards, _ = self.problem(view, state, acceptance)
-            found = self._looked(as_rows, view, rows, hazards, acceptance, price, found)
+            found = self._looked(as_rows, view, rows, hazards, acceptance, price, found, state.draws)
             notes["probe"] = found.probes
         tokens = found.result.value / problem.base_value if problem.base_value else 1.0
         plan = Plan(found.choice.draft, found.choice.length, found.result.step_s, tokens, price, notes)
@@ -194,7 +202,7 @@ class AdaptivePlanner:
         notes = self._notes(problem, result, price, goodput, bound, prefill_s, state)
         found = Found(choice, result, 0, state.credit_s + self.config.explore_share * result.step_s, max(state.look - 1, 0))
         if self._may_look(state, found):
-            found = self._looked(problem, view, rows, hazard, acceptance, price, found)
+            found = self._looked(problem, view, rows, hazard, acceptance, price, found, state.draws)
             notes["probe"] = found.probes
         draft, length = found.choice if len(rows) == len(view) else _scattered(found.choice, rows, len(view))
         tokens = _tokens(problem, view.weight[rows], found.choice, found.result.value - given.value) + given.expected_tokens
@@ -216,6 +224,7 @@ class AdaptivePlanner:
             rest=0 if last.tokens else self.config.rest_steps,
             look=found.look,
             last=last,
+            draws=state.draws,
         )
 
     def _notes(
@@ -289,35 +298,21 @@ class AdaptivePlanner:
         acceptance: AcceptanceState,
         price: float,
         found: Found,
+        draws: Draws | None,
     ) -> Found:
-        """Return the choice with a probe in it if one is affordable.
+        """Return the choice with a trial in it if one is affordable.
 
         Credit can always be saved up to the price of the cheapest probe, so that no draft stays out for good.
         """
         choice, result, _, credit_s, _ = found
-        hope = self._hope(acceptance, view, rows, hazard)
-        probe = affordable_probe(problem, view.weight[rows], hope, choice, result, price, credit_s)
+        trial = self._explorer.trial(self._acceptance, acceptance, problem, view, rows, hazard, choice, price, draws)
+        probe = affordable(problem, trial, choice, result, price, credit_s) if trial is not None else None
         if probe is None:
             return found._replace(credit_s=min(credit_s, result.step_s), look=_LOOK_STEPS)
         if probe.rows:
             return Found(probe.choice, probe.result, probe.rows, credit_s - probe.cost_s, found.look)
         steps = (probe.cost_s - credit_s) / (self.config.explore_share * result.step_s)
         return found._replace(credit_s=min(credit_s, max(result.step_s, probe.cost_s)), look=min(max(int(steps), 0), _LOOK_STEPS))
-
-    def _hope(self, acceptance: AcceptanceState, view: View, rows: IntArray, hazard: FloatArray) -> Hope:
-        """Return what optimism expects of the rows, and how much of the doubt a look at each draft would settle.
-
-        A draft that catches up reads tokens emitted without it, and can tell of each whether it would have guessed it.
-        """
-        request = view.request[rows].tolist()
-        spread, variance = self._acceptance.doubt(acceptance, request, view.rule[rows], hazard)
-        read_tokens = np.zeros_like(view.catchup[rows])
-        if self.config.catchup_scored:
-            emitted = acceptance.request_tokens[[acceptance.slots[r] for r in request]]
-            read_tokens = np.minimum(view.catchup[rows] - 1, emitted[:, None].astype(np.int64))
-        evidence = variance * (PROBE_TOKENS + read_tokens) * hazard[:, :, 0] * (1 - hazard[:, :, 0])
-        hopeful = np.minimum(hazard + self.config.optimism * spread, 1.0)
-        return Hope(hopeful, self.config.optimism, evidence / (1 + evidence))
 
     # -- observe
 

@@ -33,26 +33,37 @@ class Hope(NamedTuple):
     settled: FloatArray
 
 
-def affordable_probe(
-    problem: StepProblem, weight: FloatArray, hope: Hope, choice: Choice, result: Score, price: float, credit_s: float
-) -> Probe | None:
-    """Return the choice with as many rows as ``credit_s`` affords on the draft that most is hoped of; None if optimism sees no gain, or
-    there is no room for one.
+class Trial(NamedTuple):
+    """Rows worth trying, in order of promise, and for every row its draft and length in the trial and what knowing more is worth."""
+
+    order: IntArray
+    draft: IntArray
+    length: IntArray
+    worth: FloatArray
+
+
+class Prospects(NamedTuple):
+    """By draft and row, [D, n]: lengths to look with, what optimism gains in this step, what knowing is worth, and the mean's loss."""
+
+    length: IntArray
+    upside: FloatArray
+    worth: FloatArray
+    loss: FloatArray
+
+
+def affordable(problem: StepProblem, trial: Trial, choice: Choice, result: Score, price: float, credit_s: float) -> Probe | None:
+    """Return the choice with as many rows of the trial as ``credit_s`` affords; None if there is no room for any.
 
     A probe costs what the objective loses by it at mean estimates, whole catch-up included. Of one whose knowledge is worth more than that
     only a share is charged; the budget then bounds how far wrong estimates of the worth can lead.
     """
-    probe = _probe(problem, weight, hope, choice, price)
-    if probe is None:
-        return None
-    order, draft, length, worth = probe
+    order, draft, length, worth = trial
     cost_s = 0.0
     for count in sorted({len(order), max(1, len(order) // 2), max(1, len(order) // 8), 1}, reverse=True):
         chosen = order[:count]
         candidate = Choice(choice.draft.copy(), choice.length.copy())
-        candidate.draft[chosen], candidate.length[chosen] = draft, length[chosen]
-        full = problem.limit is not None and (candidate.draft == draft).sum() > problem.limit[draft]
-        if full or candidate.length.sum() > problem.last_total():
+        candidate.draft[chosen], candidate.length[chosen] = draft[chosen], length[chosen]
+        if _over_limit(problem, candidate) or candidate.length.sum() > problem.last_total():
             continue
         outcome = score(problem, candidate)
         lost_s, floor_s = (result.value - outcome.value) / price + outcome.step_s - result.step_s, PROBE_FLOOR * result.step_s
@@ -63,13 +74,36 @@ def affordable_probe(
     return Probe(choice, result, 0, cost_s) if cost_s else None
 
 
-def _probe(
-    problem: StepProblem, weight: FloatArray, hope: Hope, choice: Choice, price: float
-) -> tuple[IntArray, int, IntArray, FloatArray] | None:
-    """Return (rows in order of promise, draft, length by row, worth by row) of a probe, or None if even optimism sees no gain."""
-    k_max, drafts, n = problem.gain.shape
+def _over_limit(problem: StepProblem, choice: Choice) -> bool:
+    if problem.limit is None:
+        return False
+    return bool((np.bincount(choice.draft[choice.length > 0], minlength=len(problem.limit)) > problem.limit).any())
+
+
+def probe(problem: StepProblem, weight: FloatArray, hope: Hope, choice: Choice, price: float) -> Trial | None:
+    """Return the look at the one draft that most is hoped of, or None if even optimism sees no gain."""
+    k_max, _, n = problem.gain.shape
     if k_max == 0 or n == 0:
         return None
+    length, upside, worth, loss = worth_of_knowing(problem, weight, hope, choice, price)
+    cost = price * (problem.forward_s[:, 1:2] + problem.switch_s) + loss + 1e-9
+    surplus = np.where((upside > 0) & (worth > 0), worth - price * problem.switch_s - loss, -np.inf)
+    gains = np.maximum(surplus, 0.0).sum(1) - price * problem.forward_s[:, 1]
+    if gains.max() > 0:
+        draft = int(gains.argmax())
+        order = np.argsort(-surplus[draft], kind="stable")
+        order = order[surplus[draft, order] > 0]
+        return Trial(order, np.full(n, draft), length[draft], worth[draft])
+    draft = int(upside.sum(1).argmax())
+    promise = upside[draft] / cost[draft]
+    order = np.argsort(-promise, kind="stable")
+    order = order[promise[order] > 0][:1]
+    return Trial(order, np.full(n, draft), length[draft], worth[draft]) if len(order) else None
+
+
+def worth_of_knowing(problem: StepProblem, weight: FloatArray, hope: Hope, choice: Choice, price: float) -> Prospects:
+    """Return what a look at each draft may bring each row; forwards are shared as if all rows took part."""
+    k_max, drafts, n = problem.gain.shape
     last, row = max(problem.last_total(), 1), np.arange(n)
     token_s = (problem.verify_s[min(last, len(problem.verify_s) - 1)] - problem.verify_s[0]) / last
     shared = price * (token_s + problem.forward_s[:, [n]] / n + problem.row_s)  # [D, n]
@@ -84,19 +118,7 @@ def _probe(
     doubt = np.maximum(hoped.max(0) - best, 0.0) / hope.deviations * np.sqrt(hope.settled.T)
     worth = np.where(own_length > 0, 0.0, _expected_gain(best - present, doubt) * problem.horizon)
     upside = np.where(length == own_length, 0.0, np.maximum(hoped.max(0) - price * problem.charge_s - present, 0.0))
-    cost = price * (problem.forward_s[:, 1:2] + problem.switch_s) + np.maximum(present - best, 0.0) + 1e-9
-    surplus = np.where((upside > 0) & (worth > 0), worth - price * problem.switch_s - np.maximum(present - best, 0.0), -np.inf)
-    gains = np.maximum(surplus, 0.0).sum(1) - price * problem.forward_s[:, 1]
-    if gains.max() > 0:
-        draft = int(gains.argmax())
-        order = np.argsort(-surplus[draft], kind="stable")
-        order = order[surplus[draft, order] > 0]
-        return order, draft, length[draft], worth[draft]
-    draft = int(upside.sum(1).argmax())
-    promise = upside[draft] / cost[draft]
-    order = np.argsort(-promise, kind="stable")
-    order = order[promise[order] > 0][:1]
-    return (order, draft, length[draft], worth[draft]) if len(order) else None
+    return Prospects(length, upside, worth, np.maximum(present - best, 0.0))
 
 
 def _expected_gain(lead: FloatArray, deviation: FloatArray) -> FloatArray:

@@ -98,7 +98,7 @@ def step_problem(
     first_s = forward_s[:, 1:2] + (first_tokens - 1) * (forward_s[:, 2:3] - forward_s[:, 1:2])
     token_s, opening_s = drafts.lines(max(n, 1))
     return StepProblem(
-        _gain(hazard, ceiling, weight, k_max),
+        gains(hazard, ceiling, weight, k_max),
         ceiling,
         float(np.add.reduce(weight)) + given.value,
         verify_s,
@@ -116,7 +116,7 @@ def step_problem(
     )
 
 
-def _gain(hazard: FloatArray, ceiling: IntArray, weight: FloatArray, k_max: int) -> FloatArray:
+def gains(hazard: FloatArray, ceiling: IntArray, weight: FloatArray, k_max: int) -> FloatArray:
     """Return the weighted survival float64[positions, drafts, rows], 0 beyond the ceilings."""
     gain = hazard[:, :, :k_max].transpose(2, 1, 0).copy()
     if k_max:

@@ -1,4 +1,5 @@
-"""Adaptive policies of others, rebuilt from their public descriptions as baselines: SmartSpec's code, SGLang's average, SPIN's selection.
+"""Adaptive policies of others, rebuilt from their public descriptions as baselines: SmartSpec's code, SGLang's average, SPIN's selection,
+a bandit on tokens per second.
 
 Where a choice had to be made it is the one that helps the baseline: censored evidence instead of biased, catch-up instead of a draft that
 is lost for good, times from this project's tables.
@@ -265,3 +266,62 @@ class SpinSelection(_Untimed):
         own = state.seen.get(request)
         accepted, seconds = state.workload if own is None or (own[1] > 0).sum() < 2 else own
         return int(np.argmax(np.divide(accepted, seconds, out=np.zeros_like(accepted), where=seconds > 0)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BanditState:
+    """``arm`` by request with the steps for which it holds yet; by request (tokens per second in all, steps) float64[2, arms]; the
+    highest tokens per second seen.
+    """
+
+    arm: dict[int, tuple[int, int]] = field(default_factory=dict)
+    seen: dict[int, FloatArray] = field(default_factory=dict)
+    highest: float = 1e-9
+
+
+class ThroughputBandit(_Untimed):
+    """UCB1 (Auer et al. 2002) for every request by itself, on its tokens per second with each arm, a draft with a length.
+
+    Rewards are scaled by the highest seen. The time of a step is everybody's, so that a reward tells of the load and of the others' arms
+    as much as of the own one. An arm holds for a few steps, since changing the draft costs a catch-up.
+    """
+
+    def __init__(self, drafts: tuple[str, ...], lengths: Sequence[int], hold_steps: int = 5) -> None:
+        self.arms = [(draft, length) for draft in range(len(drafts)) for length in lengths]
+        self._hold_steps = hold_steps
+
+    def start(self) -> BanditState:
+        """Return the state before the first step."""
+        return BanditState()
+
+    def plan(self, view: View, state: BanditState, now: float, rng: np.random.Generator) -> tuple[Plan, BanditState]:
+        """Give every request its arm, a new one where the last has held long enough."""
+        del now
+        arms = dict(state.arm)
+        for request in view.request[view.ready].tolist():
+            arm, left = arms.get(request, (0, 0))
+            arms[request] = (arm, left - 1) if left else (self._best(request, state, rng), self._hold_steps - 1)
+        drafts, lengths = np.array([self.arms[arms.get(r, (0, 0))[0]] for r in view.request.tolist()], np.int64).reshape(-1, 2).T
+        length: IntArray = np.minimum(lengths, view.ceiling[np.arange(len(view)), drafts]) * view.ready
+        return Plan(np.where(length > 0, drafts, NO_DRAFT), length), replace(state, arm=arms)
+
+    def observe(self, outcome: Outcome, state: BanditState, now: float) -> BanditState:
+        """Add each request's tokens per second to those of its arm, whatever length it had of it."""
+        del now
+        arms, seen, highest = dict(state.arm), dict(state.seen), state.highest
+        for request, emitted in zip(outcome.request.tolist(), outcome.emitted.tolist(), strict=True):
+            if request in arms and outcome.measured_s > 0:
+                rewards = seen.get(request, np.zeros((2, len(self.arms)))).copy()
+                rewards[:, arms[request][0]] += emitted / outcome.measured_s, 1.0
+                seen[request], highest = rewards, max(highest, emitted / outcome.measured_s)
+        for request in outcome.finished.tolist():
+            arms.pop(request, None)
+            seen.pop(request, None)
+        return BanditState(arms, seen, highest)
+
+    def _best(self, request: int, state: BanditState, rng: np.random.Generator) -> int:
+        speed, steps = state.seen.get(request, np.zeros((2, len(self.arms))))
+        untried = np.flatnonzero(steps == 0)
+        if len(untried):
+            return int(rng.choice(untried))
+        return int(np.argmax(speed / steps / state.highest + np.sqrt(2 * math.log(steps.sum()) / steps)))

@@ -4,6 +4,7 @@
     python -m policy.simulate evidence --json docs/results/simulation.json --html docs/results/simulation.html
     python -m policy.simulate fleet --replicas 1,8,1000 --arms none,adaptive
     python -m policy.simulate shapes --cases trees,cohorts --json docs/results/shapes.json --html docs/results/shapes.html
+    python -m policy.simulate regret --json docs/results/regret.json --html docs/results/regret.html
     python -m policy.simulate report FILE.json --html FILE.html
 
 ``compare`` runs what it is told. ``evidence`` runs the whole protocol: choices made on some seeds, reported on others.
@@ -31,11 +32,13 @@ from policy.simulation.deployment import Deployment
 from policy.simulation.evidence import criteria, described
 from policy.simulation.experiments import BACKLOG, Result, Scenario, Task, compare, compare_arms, nominal_rate, run_once, summary
 from policy.simulation.growth import NOTE, fleet_row
-from policy.simulation.report import html, text
+from policy.simulation.regret import ABLATIONS, SELECTIONS, regret, steady
+from policy.simulation.report import html, regret_text, text
 from policy.simulation.shift import shift_test
 from policy.simulation.workload import Recorded
 
 TABLES = Path(__file__).parent / "simulation" / "tables"
+REGRET_SCENARIOS = ["70b-mix", "70b-mix-steady", "70b-mix-tagged", "70b-mix-tagged-steady"]
 SHIFT_ARMS = ["adaptive", "smartspec:eagle", "average:eagle"]
 TUNING, REPORTING = [0, 1, 2], [3, 4, 5]
 
@@ -155,6 +158,22 @@ def shapes_command(options: argparse.Namespace, run: Runner) -> dict[str, Any]:
     return {**run.document(), "shapes": {"titles": titles, "seeds": seeds, "guesses": asdict(shape_cases.GUESSES), "points": points}}
 
 
+def regret_command(options: argparse.Namespace, run: Runner) -> dict[str, Any]:
+    """Run the ways to learn asked for, on mixes that drift and that do not, with tags of the requests' kinds and without."""
+    known, seeds = scenarios(options.requests), [int(seed) for seed in options.seeds.split(",")]
+    rate_hz = options.rate or nominal_rate(known["70b-mix"][0], seeds[:1], run)
+    document: dict[str, Any] = {"regret": []}
+    for name in options.scenarios or REGRET_SCENARIOS:
+        scenario = replace(known[name.removesuffix("-steady")][0], name=name, rate_hz=rate_hz, table_error=0.0)
+        if name.endswith("-steady"):
+            scenario = replace(scenario, mix=steady(scenario.mix))
+        document["regret"].append(regret(scenario, options.load, seeds, run, options.ways or [*SELECTIONS, *ABLATIONS]))
+        print(regret_text(document["regret"][-1]) + "\n", flush=True)
+        document |= run.document()
+        write(options, document)
+    return document
+
+
 def recorded(path: str) -> Recorded:
     """Read a log of arrivals: a JSON object a line with ``arrival_s``, ``prompt_tokens``, ``output_tokens``, ``category`` (its number)."""
     rows = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
@@ -194,6 +213,13 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     shapes = commands.add_parser("shapes", parents=[output], help="trees, merged chains, cohorts and cut contexts against chains")
     shapes.add_argument("--cases", help="which, all if not given")
     shapes.add_argument("--seeds", default="0,1,2")
+    learning = commands.add_parser("regret", parents=[output], help="what ways to learn lose to the oracle")
+    learning.add_argument("--scenarios", nargs="*", choices=REGRET_SCENARIOS)
+    learning.add_argument("--ways", nargs="*", choices=[*SELECTIONS, *ABLATIONS], help="all if not given")
+    learning.add_argument("--rate", type=float, help="requests a second at load 1; measured if not given")
+    learning.add_argument("--load", type=float, default=0.5)
+    learning.add_argument("--requests", type=int, default=150)
+    learning.add_argument("--seeds", default="0,1,2")
     again = commands.add_parser("report", parents=[output], help="a report of results that were kept")
     again.add_argument("file", type=Path)
     return parser.parse_args(arguments)
@@ -205,8 +231,14 @@ def main(arguments: list[str] | None = None) -> None:
     if options.command == "report":
         document = json.loads(options.file.read_text())
     else:
-        command = {"compare": compare_command, "evidence": evidence, "fleet": fleet_command, "shapes": shapes_command}[options.command]
-        document = command(options, Runner(options.jobs))
+        commands = {
+            "compare": compare_command,
+            "evidence": evidence,
+            "fleet": fleet_command,
+            "shapes": shapes_command,
+            "regret": regret_command,
+        }
+        document = commands[options.command](options, Runner(options.jobs))
         print(f"{document['steps']:,} steps in {document['wall_s']:g} s: {document['steps_per_s']:,.0f} simulated steps a second")
     write(options, document)
 

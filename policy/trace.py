@@ -1,7 +1,8 @@
 """What a planner saw and decided as JSON lines, from which ``policy.replay`` makes the same plans again, bit for bit.
 
 The first line holds the planner (drafts, constants, tables) and its state; each other one a view with its plan, an outcome, or a view that
-someone else planned for. The planner draws no random numbers. Floating-point numbers survive JSON as they are.
+someone else planned for. Where random numbers decide (Thompson's selection) their generator's state stands beside the view. Floating-point
+numbers survive JSON as they are.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from .latency import LatencyCurve, LatencyModel
 from .plan import Outcome, Plan, Policy, TurnShape, View
 from .planner import AdaptivePlanner, PlannerConfig, PlannerState
 from .ranks import RankState
+from .selection import THOMPSON, Draws
 from .shaped import ShapedPlanner
 from .shapes import Shapes
 
 SCHEMA = 3
 _KINDS = {"i": np.int64, "f": np.float64, "b": np.bool_}
-_RECORDS = (View, Plan, TurnShape, Outcome, PlannerState, Last, AcceptanceState, Groups, Law, Shape, RankState)
+_RECORDS = (View, Plan, TurnShape, Outcome, PlannerState, Last, AcceptanceState, Draws, Groups, Law, Shape, RankState)
 _CLASSES = {cls.__name__: cls for cls in _RECORDS}
 
 
@@ -48,8 +50,9 @@ class Traced(Policy):
 
     def plan(self, view: View, state: PlannerState, now: float, rng: np.random.Generator) -> tuple[Plan, PlannerState]:
         """Plan, and trace it."""
+        drawn = {"rng": rng.bit_generator.state} if self.planner.config.selection == THOMPSON else {}
         plan, after = self.planner.plan(view, state, now, rng)
-        self._trace(state, plan={"view": view, "now": now, "plan": plan})
+        self._trace(state, plan={"view": view, "now": now, "plan": plan, **drawn})
         return plan, after
 
     def observe(self, outcome: Outcome, state: PlannerState, now: float) -> PlannerState:
@@ -120,7 +123,10 @@ def _step(planner: AdaptivePlanner, state: PlannerState, line: dict[str, Any]) -
     ((kind, event),) = line.items()
     if kind == "plan":
         view, now = event["view"], event["now"]
-        plan, after = planner.plan(view, state, now, np.random.default_rng(0))
+        rng = np.random.default_rng(0)
+        if "rng" in event:
+            rng.bit_generator.state = event["rng"]
+        plan, after = planner.plan(view, state, now, rng)
         return after, Replanned(event["plan"], plan, planner, view, state, now)
     if kind == "observe":
         return planner.observe(event["outcome"], state, event["now"]), None

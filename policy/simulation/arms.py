@@ -19,6 +19,7 @@ from policy.shaped import ShapedPlanner
 from policy.shapes import Shapes
 
 from .deployment import Deployment, Work, step_parts
+from .learners import learner
 from .workload import Drift, Mix, Workload, backlog, draw
 
 _PROFILE_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -100,8 +101,10 @@ def profiled_lengths(deployment: Deployment, mix: Mix, draft: str, seed: int) ->
 def make_policy(arm: str, deployment: Deployment, mix: Mix, workload: Workload, read: LatencyModel, seed: int) -> Policy:  # noqa: PLR0911
     """Return the policy of an arm; ``read`` is what it may know of times.
 
-    Arms: ``none``, ``fixed:DRAFT:K``, ``schedule:DRAFT``, ``average:DRAFT``, ``smartspec:DRAFT``, ``spin:K``, ``adaptive``,
-    ``chains-only`` (adaptive, but for the deployment's shapes), ``per-step``, ``oracle``. Raises ValueError for any other.
+    Arms: ``none``, ``fixed:DRAFT:K``, ``schedule:DRAFT``, ``average:DRAFT``, ``smartspec:DRAFT``, ``spin:K``, ``bandit:K`` (tokens per
+    second), ``adaptive``, ``chains-only`` (adaptive, but for the deployment's shapes), ``ucb`` and ``thompson`` (adaptive in these modes of
+    selection, ``:SHARE`` another share of time to explore), ``spin:optimised`` and ``bandit:optimised`` (their drafts, our lengths),
+    ``without:WHAT`` (adaptive without a part, see ``learners``), ``per-step``, ``oracle``. Raises ValueError for any other.
     """
     kind, *rest = arm.split(":")
     drafts, k_max = deployment.drafts, deployment.k_max
@@ -126,4 +129,6 @@ def make_policy(arm: str, deployment: Deployment, mix: Mix, workload: Workload, 
             return PerStepGoodput(drafts, read, PlannerConfig(k_max=k_max, catchup_scored=True))
         case ["oracle"]:
             return Oracle(drafts, deployment.latency, workload.acceptance.hazard, k_max)
+    if (found := learner(arm, deployment, read)) is not None:
+        return found
     raise ValueError(f"arm must be one of the documented ones with drafts of {drafts}, got {arm!r}")

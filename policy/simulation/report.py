@@ -24,7 +24,9 @@ svg .title { font-size: 13.5px; font-weight: 600; } svg .grid { stroke: #e6e6e6;
 """
 
 
-_TEXT = {"arm", "what", "point", "not used"}
+_TEXT = {"arm", "way", "what", "point", "not used"}
+_PART = "probing without"
+_REGRETS = ("latency_s", "regret_s", "first_half_s", "second_half_s")
 
 
 def load_name(load: float) -> str:
@@ -47,6 +49,17 @@ def text(comparison: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def regret_text(scenario: dict[str, Any]) -> str:
+    """Return the regrets of a scenario as a plain table."""
+    lines = [f"{scenario['scenario']} at load {scenario['load']:g}: the oracle's mean latency is {scenario['oracle_latency_s']:.3f} s"]
+    lines.append(f"{'way':42} {'latency s':>9} {'regret s':>9} {'1st half':>9} {'2nd half':>9}  over probing (95 %)")
+    for way in scenario["ways"]:
+        figures = " ".join(f"{way[key]:9.3f}" for key in _REGRETS)
+        value, low, high = way["over_probing"]
+        lines.append(f"{way['way']:42} {figures}  {value:.3f} ({low:.3f} to {high:.3f})")
+    return "\n".join(lines)
+
+
 def html(document: dict[str, Any]) -> str:
     """Return the whole document as one self-contained page."""
     body = [
@@ -64,6 +77,8 @@ def html(document: dict[str, Any]) -> str:
         body.append(_fleet(fleet))
     if shapes := document.get("shapes"):
         body.append(_shapes(shapes))
+    for scenario in document.get("regret", []):
+        body.append(_regret(scenario))
     head = f"<meta charset='utf-8'><title>Simulated deployments</title><style>{_STYLE}</style>"
     return f"<!doctype html><html lang='en'><head>{head}</head><body>{''.join(body)}</body></html>\n"
 
@@ -194,3 +209,23 @@ def _shapes(shapes: dict[str, Any]) -> str:
         header = ["point", "tokens/s", "chains only", "ratio (95 %)", "steps with it", "tokens a row", "depth", "not used"]
         parts.append(_table(header, rows))
     return "".join(parts)
+
+
+def _regret(scenario: dict[str, Any]) -> str:
+    """Return the cumulative regrets of a scenario as a chart of ways to select, and a table of all."""
+    drawn = [way for way in scenario["ways"] if not way["way"].startswith(_PART)]
+    lines = [Line(w["way"], w["curve"]["request"], w["curve"]["regret_s"], dashed=w["way"] == "probing", points=False) for w in drawn]
+    parts = [
+        f"<h2>{escape(scenario['scenario'])}</h2><p class='note'>{scenario['requests']} requests a run at load {scenario['load']:g} of "
+        f"{scenario['rate_hz']:.3g} requests a second, seeds {scenario['seeds']}; times are known exactly. Regret: latency less that of "
+        f"the same request under the oracle, whose mean is {scenario['oracle_latency_s']:.3f} s.</p>",
+        line_chart("Regret, summed up in order of arrival (mean of the seeds)", "requests", "seconds of latency", lines, from_zero=False),
+    ]
+    rows = []
+    for way in scenario["ways"]:
+        value, low, high = way["over_probing"]
+        cells = [f"<td class='text'>{escape(way['way'])}</td>", *(f"{way[key]:.3f}" for key in _REGRETS)]
+        over = "" if way["arm"] == "adaptive" else f"{value:.3f} ({low:.3f} to {high:.3f})"
+        rows.append([*cells, ", ".join(f"{s:.3f}" for s in way["by_seed_s"]), f"{way['of_latency']:.1%}", over])
+    header = ["way", "latency s", "regret s", "first half", "second half", "by seed", "of the latency", "latency over probing (95 %)"]
+    return "".join(parts) + _table(header, rows)

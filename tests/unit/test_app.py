@@ -10,6 +10,7 @@ from backend.request import FinishReason, GenerationRequest, RequestError, Sampl
 from backend.stats import Stats, StepStats
 from backend.tokenizer import ByteTokenizer
 from policy import AdaptivePlanner, FixedLength, LatencyError, NoSpeculation
+from policy.selection import SELECTIONS
 from policy.trace import replayed, same
 from tests.options import greedy
 
@@ -148,3 +149,18 @@ def test_a_probe_counts_on_being_scored_only_where_every_draft_that_runs_is(scor
     drafts = [FakeEngine("d0"), LookupEngine("lookup", max_draft_tokens=8)]
     drafts[0].limits = replace(drafts[0].limits, scores=scores)
     assert _policy(config, drafts, {}, StepStats(Stats())).config.catchup_scored is expected
+
+
+def test_the_selection_of_the_configuration_is_the_planner_s():
+    assert SELECTIONS == ("probing", "ucb", "thompson")
+    for selection in SELECTIONS:
+        planner = build(parse_config({**FAKE, "policy": {"selection": selection}})).orchestrator._policy.policy
+        assert planner.config.selection == selection
+
+
+def test_a_selection_by_draws_serves_and_its_trace_replays_bit_for_bit(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    served({"selection": "thompson", "trace_file": str(path)})
+    steps = list(replayed(path.read_text().splitlines()))
+    assert all(same(step.recorded, step.plan) for step in steps)
+    assert any(step.recorded.length.any() for step in steps)

@@ -25,6 +25,7 @@ def test_defaults_are_those_of_the_embedded_deployment():
         ({"target": TORCH, "drafts": [{"engine": "lookup", "name": "target"}]}, ["drafts[0].name", "target"]),
         ({"target": TORCH, "drafts": [{"engine": "lookup", "name": "a", "min_ngram": 5}]}, ["drafts[0].min_ngram", "5"]),
         ({"target": TORCH, "policy": {"k_max": -1}}, ["policy.k_max", "-1"]),
+        ({"target": TORCH, "policy": {"selection": "softmax"}}, ["policy.selection", "softmax", "thompson"]),
         ({"target": TORCH, "policy": {"k_max": True}}, ["policy.k_max", "True"]),
         ({"target": TORCH, "policy": {"kind": "fixed", "draft": "x"}}, ["policy.draft", "x"]),
         ({"target": TORCH, "limits": {"max_active_requests": 0}}, ["limits.max_active_requests", "0"]),

@@ -1,7 +1,18 @@
 import numpy as np
 import pytest
 
-from policy import NO_DRAFT, AcceptanceAverage, BatchSchedule, LatencyCurve, LatencyModel, Outcome, SmartSpec, SpinSelection, View
+from policy import (
+    NO_DRAFT,
+    AcceptanceAverage,
+    BatchSchedule,
+    LatencyCurve,
+    LatencyModel,
+    Outcome,
+    SmartSpec,
+    SpinSelection,
+    ThroughputBandit,
+    View,
+)
 from policy.published import expected_tokens
 
 RNG = np.random.default_rng(0)
@@ -152,7 +163,9 @@ def test_spin_charges_a_draft_for_its_time():
     assert set(plan.draft.tolist()) == {0}
 
 
-@pytest.mark.parametrize("policy", [SmartSpec(DRAFTS, "a", H100), AcceptanceAverage("a"), SpinSelection(DRAFTS, 3)])
+@pytest.mark.parametrize(
+    "policy", [SmartSpec(DRAFTS, "a", H100), AcceptanceAverage("a"), SpinSelection(DRAFTS, 3), ThroughputBandit(DRAFTS, [3])]
+)
 def test_an_empty_batch_is_planned_and_ceilings_are_kept(policy):
     plan, state = policy.plan(view(0), policy.start(), 0.0, RNG)
     assert len(plan.length) == 0
@@ -160,3 +173,26 @@ def test_an_empty_batch_is_planned_and_ceilings_are_kept(policy):
     assert policy.drift(state) == {}
     plan, _ = policy.plan(view(3, ceiling=0), policy.start(), 0.0, RNG)
     assert plan.draft.tolist() == [NO_DRAFT] * 3
+
+
+def test_a_bandit_tries_every_arm_of_a_request_and_then_prefers_the_faster_one():
+    policy = ThroughputBandit(DRAFTS, [2, 4], hold_steps=2)
+    state, chosen = policy.start(), []
+    for _ in range(400):
+        plan, state = policy.plan(view(2), state, 0.0, RNG)
+        chosen.append(list(zip(plan.draft.tolist(), plan.length.tolist(), strict=True)))
+        likes = np.where(plan.draft == [0, 1], plan.length, 0)  # the first request likes a, the second b: longer is better
+        state = policy.observe(outcome(plan, likes), state, 0.0)
+    first, second = zip(*chosen, strict=True)
+    assert len(set(first[:8])) == len(set(second[:8])) == 4
+    assert all(a == b for a, b in zip(first[0::2], first[1::2], strict=True))  # each arm holds for two steps
+    assert max(set(first), key=first.count) == (0, 4)
+    assert max(set(second), key=second.count) == (1, 4)
+
+
+def test_a_bandit_forgets_what_has_finished_and_counts_the_arm_that_was_given_whatever_its_ceiling_left():
+    policy = ThroughputBandit(DRAFTS, [4])
+    plan, state = policy.plan(view(3, ceiling=0), policy.start(), 0.0, RNG)
+    state = policy.observe(outcome(plan, 0, finished=[0]), state, 0.0)
+    assert set(state.arm) == set(state.seen) == {1, 2}
+    assert state.seen[1][1].sum() == 1

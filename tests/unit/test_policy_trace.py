@@ -9,6 +9,7 @@ import pytest
 
 from policy import NO_DRAFT, LatencyCurve, LatencyModel, Outcome, Plan
 from policy.explain import explain, explain_batch
+from policy.selection import SELECTIONS
 from policy.shaped import ShapedPlanner
 from policy.shapes import Shapes
 from policy.trace import Traced, TraceError, decoded, encoded, replayed, same
@@ -17,10 +18,10 @@ from tests.unit.test_policy_planner import RNG, certain, latency, planner, view
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def traced(steps=60, most_lines=1000):
+def traced(steps=60, most_lines=1000, **config):
     """The lines of a planner's trace over some steps of a batch that changes, with an arm of a canary, a stand-by and free scores."""
     lines, rng = [], np.random.default_rng(1)
-    policy = Traced(planner(explore_share=0.05), lines.append, most_lines)
+    policy, draws = Traced(planner(**{"explore_share": 0.05, **config}), lines.append, most_lines), np.random.default_rng(5)
     state = policy.start()
     for step in range(steps):
         rows = int(rng.integers(1, 6))
@@ -31,7 +32,7 @@ def traced(steps=60, most_lines=1000):
         if step % 11 == 5:
             state = policy.stand_by(seen, state)
         else:
-            plan, state = policy.plan(seen, state, 0.3 * step, RNG)
+            plan, state = policy.plan(seen, state, 0.3 * step, draws)
             accepted = rng.integers(0, plan.length + 1)
             outcome = Outcome(
                 *(seen.request, plan.draft, plan.length, accepted, accepted + 1, plan.length, seen.rule, float(rng.random())),
@@ -51,6 +52,23 @@ def test_a_trace_replays_to_the_same_plans_bit_for_bit():
     assert len(plans) > 50
     assert all(same(step.recorded, step.plan) for step in plans)
     assert any(step.recorded.length.any() for step in plans)
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_a_trace_of_any_selection_replays_bit_for_bit_draws_included(selection):
+    lines = traced(selection=selection, explore_share=0.3)
+    plans = list(replayed(lines))
+    assert all(same(step.recorded, step.plan) for step in plans)
+    assert any(step.plan.notes.get("probe") for step in plans)
+    assert ('"rng"' in lines[1]) == (selection == "thompson")
+
+
+def test_without_the_state_of_its_generator_a_trace_of_draws_would_not_replay():
+    lines = traced(selection="thompson")
+    events = [json.loads(line) for line in lines]
+    for event in events:
+        event.get("plan", {}).pop("rng", None)
+    assert not all(same(step.recorded, step.plan) for step in replayed(map(json.dumps, events)))
 
 
 def test_a_changed_outcome_is_noticed():

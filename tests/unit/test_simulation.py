@@ -8,9 +8,12 @@ import pytest
 from policy import AdaptivePlanner, FixedLength, LatencyCurve, LatencyModel, NoSpeculation, PlannerConfig, RandomChoice
 from policy.simulation.arms import Oracle, make_policy
 from policy.simulation.deployment import Deployment, Work, perturbed, step_parts
+from policy.simulation.experiments import Scenario, Task, run_once
 from policy.simulation.fleet import least_outstanding, round_robin, simulate
-from policy.simulation.presets import CHAT, LLAMA_8B, MIXED, PREFILL_HEAVY, llama_8b_h100
+from policy.simulation.learners import WITHOUT, Selected
+from policy.simulation.presets import CHAT, LLAMA_8B, MIXED, PREFILL_HEAVY, TAGGED, llama_8b_h100, llama_70b_h100
 from policy.simulation.workload import Category, Drift, Mix, Recorded, backlog, bursty, draw, poisson
+from tests.unit.test_policy_planner import view
 
 STEP_S, DRAFT_S = 0.010, 0.001
 
@@ -259,3 +262,28 @@ def test_a_model_s_catch_up_over_emitted_tokens_is_evidence():
     assert len(told) == 1
     assert (told[0].free_draft == deployment.drafts.index("1b")).all()
     assert told[0].free_accepted.sum() + len(told[0].free_accepted) in (21, 22, 23)
+
+
+@pytest.mark.parametrize(
+    "arm", ["ucb", "thompson:0.05", "spin:optimised", "bandit:optimised", "bandit:3", *(f"without:{w}" for w in WITHOUT)]
+)
+def test_every_way_to_learn_serves_the_same_requests(arm):
+    scenario = Scenario("made up", llama_70b_h100(), TAGGED, rate_hz=20.0, requests=8)
+    run = run_once(scenario, Task(arm, 0.5, 0))
+    assert np.isfinite(run.latency_s).all()
+    assert sum(step.accepted for step in run.steps) > 0
+
+
+@pytest.mark.parametrize("arm", ["ucb:x", "thompson:0.1:2", "without:everything", "spin:never"])
+def test_an_arm_that_is_not_there_is_named(arm):
+    deployment = llama_70b_h100()
+    with pytest.raises(ValueError, match=f"arm must be .*got .{arm}"):
+        make_policy(arm, deployment, TAGGED, None, deployment.latency, 0)
+
+
+def test_lengths_are_planned_for_the_selected_draft_alone():
+    deployment = llama_70b_h100()
+    policy = Selected(FixedLength("1b-code", 1), AdaptivePlanner(deployment.drafts, deployment.latency, PlannerConfig(explore_share=0.0)))
+    plan, _ = policy.plan(view(4, drafts=deployment.drafts), policy.start(), 0.0, np.random.default_rng(0))
+    assert set(plan.draft.tolist()) == {1}
+    assert plan.length.min() > 1
