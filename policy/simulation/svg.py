@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 COLOURS = ("#1b6ca8", "#c44e1c", "#2f8f4e", "#8a4fb0", "#b0902c", "#4d4d4d", "#c2427e", "#2aa5a5", "#7a5c3e")
-_LEFT, _TOP, _BOTTOM, _LEGEND = 64, 34, 44, 170
+_LEFT, _TOP, _BOTTOM, _LEGEND, _LEGEND_MARK, _LETTER = 64, 34, 44, 170, 48, 6.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,12 @@ class Line:
 
 def line_chart(title: str, x_label: str, y_label: str, lines: Sequence[Line], from_zero: bool = True) -> str:
     """Return a chart with ticks at round numbers and a legend on the right."""
-    width, height = 760, 320
+    legend = max(_LEGEND, math.ceil(_LEGEND_MARK + _LETTER * max(len(line.name) for line in lines)))
+    width, height = 590 + legend, 320
     x_low, x_high = min(min(line.x) for line in lines), max(max(line.x) for line in lines)
     y_ticks = ticks(0.0 if from_zero else min(min(line.y) for line in lines), max(max(line.y) for line in lines))
     y_low, y_span = y_ticks[0], y_ticks[-1] - y_ticks[0]
-    inner_w, inner_h = width - _LEFT - _LEGEND, height - _TOP - _BOTTOM
+    inner_w, inner_h = width - _LEFT - legend, height - _TOP - _BOTTOM
 
     def place(x: float, y: float) -> tuple[float, float]:
         return _LEFT + (x - x_low) / ((x_high - x_low) or 1) * inner_w, _TOP + (1 - (y - y_low) / y_span) * inner_h

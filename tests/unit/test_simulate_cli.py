@@ -106,6 +106,14 @@ def test_a_chart_draws_every_line_inside_its_frame_and_escapes_names():
     assert all(64 <= x <= 590 and 34 <= y <= 276 for x, y in points)
 
 
+def test_a_chart_is_as_wide_as_its_longest_name_wants():
+    def width(name):
+        return int(re.search(r'width="(\d+)"', line_chart("title", "x", "y", [Line(name, [0, 1], [0.0, 1.0])]))[1])
+
+    assert width("short") == width("as short") == 760
+    assert width("a name of forty letters, which is longer") >= 590 + 40 * 6
+
+
 def test_the_shift_test_sees_the_oracle_follow_at_once_and_no_speculation_never():
     seen = {row["arm"]: row for row in shift_test(llama_8b_h100(), ["none", "fixed:eagle:8"], 3, 100, 0.0, 0.6)}
     assert seen["oracle"]["up"]["steps"] <= 5  # the mean is over five steps
