@@ -11,8 +11,9 @@ import torch
 
 from backend.engines.checkpoint import LlamaConfig, Weights, load
 from backend.engines.counterfactual import RACE_ROWS, SCORED_ROWS, chains, guesses
+from backend.engines.kv_caches import Cache, Caches
 from backend.engines.laws import Law, target_laws
-from backend.engines.llama import Chunk, KVTable, Llama
+from backend.engines.llama import Chunk, Llama
 from backend.engines.processing import Columns
 from backend.engines.verification import Request, runners_up, sample, sample_more, scores, verify
 from backend.ports import BLOCK_TOKENS, Completion, EngineLimits, Sequence, Turn
@@ -20,49 +21,11 @@ from backend.randomness import Purpose, draft_lane
 
 
 @dataclass(slots=True)
-class _Cache:
-    """What the KV pool holds of a sequence: the token ids run, position by position, of which the first ``agreed`` are committed.
-
-    The engine knows the content of the first ``named`` blocks by their keys. ``proposed`` is its last free run, from ``proposed_at`` on.
-    """
-
-    blocks: list[int]
-    table: KVTable
-    ran: list[int] = field(default_factory=list)
-    agreed: int = 0
-    named: int = 0
-    proposed_at: int = 0
-    proposed: list[int] = field(default_factory=list)
-
-    def seen(self, tokens: list[int]) -> int:
-        """Return how many of the committed ``tokens`` have KV here. Looks only at what is new since the last call."""
-        stop = min(len(self.ran), len(tokens))
-        while self.agreed < stop and self.ran[self.agreed] == tokens[self.agreed]:
-            self.agreed += 1
-        return self.agreed
-
-    def own_end(self, tokens: list[int]) -> int:
-        """Return where the tokens end that the step of its last proposal emitted: what was accepted of it and one more."""
-        pairs = zip(self.proposed, tokens[self.proposed_at :], strict=False)
-        accepted = next((j for j, (mine, token) in enumerate(pairs) if mine != token), len(self.proposed))
-        return self.proposed_at + accepted + 1 if self.proposed else 0
-
-    def roll_back(self, position: int) -> None:
-        """Forget everything from ``position`` on: what was rejected, or is to be run again."""
-        del self.ran[position:]
-        self.agreed = min(self.agreed, position)
-
-    def grew_into(self, blocks: list[int]) -> bool:
-        """Return whether ``blocks`` is this cache's block table, perhaps with more at its end."""
-        return blocks[: len(self.blocks)] == self.blocks
-
-
-@dataclass(slots=True)
 class _Job:
     """A turn under way: its chunk of the first pass and what it has come to so far."""
 
     turn: Turn
-    cache: _Cache
+    cache: Cache
     request: Request
     chunk: Chunk | None
     tokens: list[int] = field(default_factory=list)
@@ -138,8 +101,7 @@ class TorchEngine:
         with torch.inference_mode():
             self._model = Llama(config, weights, kv_blocks=kv_blocks, max_positions=self._max_positions)
         self._columns = Columns(self._model.token_ids)
-        self._caches: dict[int, _Cache] = {}
-        self._contents: dict[int, bytes] = {}  # the keys of complete blocks whose KV the pool has
+        self._caches = Caches(name, kv_blocks, self._model.device)
         self._turns: list[Turn] = []
         self._rows_to_score = SCORED_ROWS  # left in this submission
 
@@ -168,17 +130,11 @@ class TorchEngine:
         """Forget sequences and their queued turns."""
         gone = set(sequence_ids)
         self._turns = [turn for turn in self._turns if turn.sequence.id not in gone]
-        for sequence_id in gone:
-            self._caches.pop(sequence_id, None)
+        self._caches.forget(gone)
 
     def unseen(self, sequence: Sequence) -> int:
         """Return how many committed tokens have no KV here."""
-        cache, blocks = self._caches.get(sequence.id), sequence.blocks.get(self.name, [])
-        if cache is None or not cache.grew_into(blocks):
-            if not self._shared_blocks(sequence, blocks):
-                return len(sequence.tokens)
-            cache = self._cache(sequence)
-        return len(sequence.tokens) - self._seen(cache, sequence)
+        return len(sequence.tokens) - self._caches.seen(sequence)
 
     def available(self, sequence: Sequence, length: int) -> int:
         """Return ``length`` cut to the engine's limit and to the room left in the context and in the sequence's blocks."""
@@ -187,60 +143,25 @@ class TorchEngine:
 
     def assume(self, sequence: Sequence, tokens: int) -> None:
         """For measuring only: take the first ``tokens`` tokens as seen without running them (their KV is whatever the pool holds)."""
-        cache = self._cache(sequence)
+        cache = self._caches.of(sequence)
         cache.ran, cache.agreed = sequence.tokens[:tokens], 0
 
     def close(self) -> None:
         """Release the model and its KV; the engine is of no use afterwards."""
         self._caches.clear()
-        self._contents.clear()
         self._turns.clear()
         del self._model
 
     # -- one submission
 
-    def _cache(self, sequence: Sequence) -> _Cache:
-        """Return the sequence's cache, made anew when its block table did not just grow; ValueError without a usable table."""
-        blocks = sequence.blocks.get(self.name)
-        if not blocks:
-            raise ValueError(f"sequence {sequence.id} has no block table for engine {self.name!r}")
-        cache = self._caches.get(sequence.id)
-        if cache is None or cache.blocks != blocks:
-            if min(blocks) < 0 or max(blocks) >= self.limits.kv_blocks:
-                raise ValueError(f"block table of sequence {sequence.id} must lie in 0..{self.limits.kv_blocks - 1}, got {blocks}")
-            table = KVTable(blocks, self._model.device)
-            if cache and cache.grew_into(blocks):
-                known, cache.blocks, cache.table = len(cache.blocks), list(blocks), table
-            else:
-                known = self._shared_blocks(sequence, blocks)
-                tokens = known * BLOCK_TOKENS
-                cache = self._caches[sequence.id] = _Cache(list(blocks), table, sequence.tokens[:tokens], tokens, known)
-            for block in blocks[known:]:  # to be written now
-                self._contents.pop(block, None)
-        return cache
-
-    def _shared_blocks(self, sequence: Sequence, blocks: list[int]) -> int:
-        """Return how many leading blocks of a new table have the sequence's KV already, run for another or before it lost its blocks."""
-        pairs = enumerate(zip(blocks, sequence.keys, strict=False))
-        return next((i for i, (block, key) in pairs if self._contents.get(block) != key), min(len(blocks), len(sequence.keys)))
-
-    def _seen(self, cache: _Cache, sequence: Sequence) -> int:
-        """Return how many committed tokens have KV here, and note the content of blocks that they have come to fill."""
-        seen = cache.seen(sequence.tokens)
-        complete = min(seen // BLOCK_TOKENS, len(sequence.keys))
-        for index in range(cache.named, complete):
-            self._contents[cache.blocks[index]] = sequence.keys[index]
-        cache.named = max(cache.named, complete)
-        return seen
-
     def _prepare(self, turn: Turn) -> _Job:
         """Check a turn, roll its cache back to what the turn builds on, and cut its chunk; ValueError names what is wrong."""
         sequence = turn.sequence
-        cache = self._cache(sequence)
+        cache = self._caches.of(sequence)
         request = Request.of(sequence, turn.proposal)
         self._check(turn, request, len(cache.table))
         decides = turn.run > 0
-        start = min(self._seen(cache, sequence), turn.end - decides)  # the last row is run again where its logits are wanted
+        start = min(self._caches.seen(sequence), turn.end - decides)  # the last row is run again where its logits are wanted
         if turn.keep_probs and sequence.sampling.log_probs:  # a draft's are nobody's
             request = replace(request, sampling=replace(sequence.sampling, log_probs=False))
         if request.law is not None:
@@ -254,7 +175,7 @@ class TorchEngine:
         chunk = Chunk(tokens, start, cache.table, scored + len(request.tokens) + decides, parents) if tokens else None
         return _Job(turn, cache, request, chunk, rows_scored=scored)
 
-    def _take_rows_to_score(self, turn: Turn, cache: _Cache, start: int) -> int:
+    def _take_rows_to_score(self, turn: Turn, cache: Cache, start: int) -> int:
         """Return how many of the last committed tokens, run from ``start`` on, are scored: those of steps that did without this draft.
 
         The first token has no row here. A sampled one would need the target's law, which nobody has kept.

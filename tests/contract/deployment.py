@@ -249,7 +249,7 @@ def seen(engine: TorchEngine, sequence: Sequence) -> int:
 def usable(engine: TorchEngine, sequence: Sequence) -> int:
     """The committed tokens with KV, and what a draft ran beyond the text when its proposal was dropped: it may still come true."""
     held = seen(engine, sequence)
-    return len(engine._caches[sequence.id].ran) if held == len(sequence.tokens) else held
+    return len(engine._caches.of(sequence).ran) if held == len(sequence.tokens) else held
 
 
 def poison(engine: TorchEngine, sequences: Iterable[Sequence]) -> None:
@@ -258,7 +258,7 @@ def poison(engine: TorchEngine, sequences: Iterable[Sequence]) -> None:
     So rejected tokens, headroom and blocks without content are.
     """
     live = {slot for s in sequences for slot in slots(engine, s, usable(engine, s))}
-    known = {block * BLOCK_TOKENS + offset for block in engine._contents for offset in range(BLOCK_TOKENS)}
+    known = {block * BLOCK_TOKENS + offset for block in engine._caches.contents for offset in range(BLOCK_TOKENS)}
     kept = torch.tensor(sorted(live | known), dtype=torch.int64)
     with torch.inference_mode():
         for layer in engine._model._layers:

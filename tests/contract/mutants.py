@@ -11,7 +11,7 @@ import torch
 from backend import block_pool, kv_ledger, session
 from backend.block_pool import BlockPool
 from backend.drafting import Drafting
-from backend.engines import coupling, llama, processing, torch_engine, verification
+from backend.engines import coupling, kv_caches, llama, processing, torch_engine, verification
 from backend.engines.laws import Law
 from backend.engines.torch_engine import TorchEngine
 from backend.engines.verification import Verdict
@@ -135,7 +135,7 @@ def keep_the_kv_of_rejected_tokens(patch: Patch) -> None:
     def seen(original, cache, tokens):
         return min(len(cache.ran), len(tokens))
 
-    wrap(patch, torch_engine._Cache, "seen", seen)
+    wrap(patch, kv_caches.Cache, "seen", seen)
 
 
 @killed_by(checks.drafts_propose_what_they_would_decode)
@@ -144,7 +144,7 @@ def keep_the_kv_of_a_draft_s_rejected_tokens(patch: Patch) -> None:
 
     def prepare(original, engine, turn):
         if engine.name != "target":
-            cache = engine._cache(turn.sequence)
+            cache = engine._caches.of(turn.sequence)
             cache.agreed = min(len(cache.ran), len(turn.sequence.tokens))
         return original(engine, turn)
 
@@ -185,13 +185,13 @@ def let_a_row_see_the_next_proposed_token(patch: Patch) -> None:
 
 @killed_by(checks.texts_that_begin_alike_share_kv_and_are_those_of_plain_decoding)
 def share_a_block_that_is_run_in_part(patch: Patch) -> None:
-    def seen(original, engine, cache, sequence):
-        count = original(engine, cache, sequence)
+    def seen(original, caches, sequence):
+        count = original(caches, sequence)
         begun = min(-(-count // BLOCK_TOKENS), len(sequence.keys))
-        engine._contents.update(zip(cache.blocks[:begun], sequence.keys, strict=False))
+        caches.contents.update(zip(sequence.blocks.get(caches._name, [])[:begun], sequence.keys, strict=False))
         return count
 
-    wrap(patch, TorchEngine, "_seen", seen)
+    wrap(patch, kv_caches.Caches, "seen", seen)
 
 
 @killed_by(checks.texts_that_begin_alike_share_kv_and_are_those_of_plain_decoding)
@@ -234,10 +234,10 @@ def find_a_block_that_was_evicted(patch: Patch) -> None:
 def trust_the_content_of_a_block_that_was_given_to_another(patch: Patch) -> None:
     """The engine takes the ledger's word for KV that it may never have run."""
 
-    def shared(original, engine, sequence, blocks):
+    def shared(original, caches, sequence, blocks):
         return min((len(sequence.tokens) - 1) // BLOCK_TOKENS, len(sequence.keys))
 
-    wrap(patch, TorchEngine, "_shared_blocks", shared)
+    wrap(patch, kv_caches.Caches, "shared_blocks", shared)
 
 
 # -- the law

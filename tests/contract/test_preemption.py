@@ -40,6 +40,6 @@ def test_without_speculation_even_what_is_drawn_anew_in_every_step_stays_the_sam
 def test_a_request_that_goes_on_without_its_kv_is_noticed(monkeypatch):
     """The test of the test: engines that are not told of a lost block table."""
     monkeypatch.setattr(TorchEngine, "cancel", lambda self, ids: None)
-    monkeypatch.setattr("backend.engines.torch_engine._Cache.grew_into", lambda self, blocks: True)
+    monkeypatch.setattr("backend.engines.kv_caches.Cache.grew_into", lambda self, blocks: True)
     tokens, _ = tokens_and_preemptions(CRAMPED)
     assert tokens != [plain_text(ask) for ask in LONG]
