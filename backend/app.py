@@ -32,6 +32,8 @@ from backend.tokenizer import ByteTokenizer, IncrementalDecoder, Tokenizer, load
 from backend.trace_file import TraceFile
 from backend.tracing import Tracing
 from policy import LatencyTable
+from policy.shaped import ShapedPlanner
+from policy.shapes import Shapes
 from policy.trace import Traced
 
 logger = logging.getLogger(__name__)
@@ -126,17 +128,16 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
     stats = Stats()
     step_stats = StepStats(stats)
     switches = SwitchBoard(config, step_stats)
-    headroom_tokens = config.policy.k_max + 1
     ledger = KVLedger(
         {engine.name: engine.limits.kv_blocks for engine in (target, *drafts)},
-        headroom_tokens=headroom_tokens,
+        headroom_tokens=config.policy.k_max + 1,
         guaranteed=config.limits.batch_scheduler_policy == "guaranteed_no_evict",
         target=target if config.limits.enable_kv_cache_reuse else None,
     )
-    planner = policy.SwitchedPolicy(_policy(config, drafts, tables, step_stats), switches.current)
+    planner = policy.SwitchedPolicy(_policy(config, drafts, tables, step_stats, target.limits.tree), switches.current)
     orchestrator = Orchestrator(
         target,
-        Drafting(drafts, step_stats, monotonic, most_nodes=headroom_tokens if target.limits.tree else 0),
+        Drafting(drafts, step_stats, monotonic, most_nodes=config.policy.k_max if target.limits.tree else 0),
         planner,
         ledger,
         Admission(ledger, config.limits.max_active_requests, config.limits.max_queued_requests),
@@ -216,7 +217,9 @@ def _engine(engine: EngineConfig, config: ServingConfig, threads: int) -> Engine
     )
 
 
-def _policy(config: ServingConfig, drafts: list[Engine], tables: Mapping[str, LatencyTable], stats: StepStats) -> policy.Policy:
+def _policy(
+    config: ServingConfig, drafts: list[Engine], tables: Mapping[str, LatencyTable], stats: StepStats, trees: bool = False
+) -> policy.Policy:
     kind = config.policy.kind
     if kind == "none" or not drafts:
         return policy.NoSpeculation()
@@ -229,9 +232,20 @@ def _policy(config: ServingConfig, drafts: list[Engine], tables: Mapping[str, La
     scored = all(draft.limits.scores or draft.limits.free for draft in drafts)
     constants = policy.PlannerConfig(k_max=config.policy.k_max, selection=config.policy.selection, catchup_scored=scored)
     planner = policy.AdaptivePlanner(tuple(known), latency, constants)
+    if config.policy.tree_width > 1 or config.policy.merge_chains:
+        planner = ShapedPlanner(tuple(known), latency, constants, _shapes(config, trees))
     if not config.policy.trace_file:
         return planner
     return Traced(planner, TraceFile(Path(config.policy.trace_file), stats), config.policy.trace_lines)
+
+
+def _shapes(config: ServingConfig, trees: bool) -> Shapes:
+    """Return what the planner may ask beyond chains. Raises ConfigError where the target cannot verify ``trees``."""
+    if not trees:
+        raise ConfigError(
+            f"policy.tree_width must be 1 and policy.merge_chains false: engine {config.target.engine!r} verifies chains only"
+        )
+    return Shapes(tree_width=config.policy.tree_width, merges=config.policy.merge_chains, most_nodes=max(1, config.policy.k_max))
 
 
 def _known_times(engine: EngineConfig) -> LatencyTable | None:

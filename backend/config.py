@@ -46,7 +46,8 @@ class EngineConfig:
 class PolicyConfig:
     """Which policy plans. ``fixed`` uses ``draft`` and ``length`` always; ``random`` (tests) draws both in every step.
 
-    ``selection`` is how the adaptive planner finds drafts worth a trial (``policy.selection``).
+    ``selection`` is how the adaptive planner finds drafts worth a trial (``policy.selection``). It proposes up to ``tree_width`` candidates
+    for a place (1: chains only) and, with ``merge_chains``, chains of two drafts for one verification, where they pay.
     ``keep_learned``: what was learnt outlasts the process, in the cache folder. ``trace_file`` (empty: none) gets the first ``trace_lines``
     lines of what the adaptive planner saw and decided, for ``python -m policy.replay``.
     """
@@ -56,6 +57,8 @@ class PolicyConfig:
     selection: str = _setting("probing", choices=("probing", "ucb", "thompson"))
     draft: str = ""
     length: int = _setting(4, low=0, high=64)
+    tree_width: int = _setting(1, low=1, high=16)
+    merge_chains: bool = False
     seed: int = 0
     keep_learned: bool = True
     trace_file: str = ""

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from backend.app import _policy, build, sampling_params
-from backend.config import parse_config
+from backend.config import ConfigError, parse_config
 from backend.engines.fake import FakeEngine
 from backend.engines.lookup import LookupEngine
 from backend.request import FinishReason, GenerationRequest, RequestError, SamplingParams
@@ -105,6 +105,16 @@ def test_a_run_ends_at_the_edge_of_the_context(policy):
 )
 def test_the_configured_policy_is_built(settings, kind):
     assert isinstance(build(parse_config({**FAKE, "policy": settings})).orchestrator._policy.policy, kind)
+
+
+@pytest.mark.parametrize("settings", [{"tree_width": 2}, {"merge_chains": True}])
+def test_trees_are_planned_for_a_target_that_verifies_them_and_refused_for_one_that_does_not(settings):
+    config = parse_config({**FAKE, "policy": {"k_max": 6, **settings}})
+    planner = _policy(config, [FakeEngine("d0")], {}, StepStats(Stats()), trees=True)
+    assert (planner.shapes.tree_width, planner.shapes.merges) == (settings.get("tree_width", 1), "merge_chains" in settings)
+    assert planner.shapes.most_nodes == 6
+    with pytest.raises(ConfigError, match="engine 'fake' verifies chains only"):
+        build(config)
 
 
 def test_a_deployment_without_drafts_does_not_speculate():
