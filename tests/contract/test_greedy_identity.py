@@ -6,6 +6,7 @@ gap between the two in fp64 (logits where greedy, the outcome of the race where 
 
 import logging
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ from backend.app import build, model_path
 from backend.config import parse_config
 from backend.request import GenerationRequest
 from engines_build.prepare import bring_embedded_model
-from policy import LatencyTable, NoSpeculation, RandomChoice
+from policy import NO_DRAFT, LatencyTable, NoSpeculation, Plan, RandomChoice, TurnShape
 from tests.bench.in_process import Witness, first_difference, generate
 from tests.bench.prompts import PROMPTS
 
@@ -39,11 +40,25 @@ WITNESS = Witness(model_path(parse_config(CONFIG).target))
 SEEDED = {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.1, "bad_words": (" the", "\n\n"), "min_tokens": 10}
 
 
+class RandomTrees(RandomChoice):
+    """Random drafts, short spines, siblings, and a second draft where there are none."""
+
+    def plan(self, view, state, now, rng):
+        plan, _ = super().plan(view, state, now, rng)
+        length = np.minimum(plan.length, 3)
+        width = rng.integers(1, 4, (len(view), 3)) * (np.arange(3) < length[:, None])
+        second = np.where((length > 0) & (width.sum(1) == length), len(view.drafts) - 1 - plan.draft, NO_DRAFT)
+        room = np.minimum(view.ceiling[np.arange(len(view)), second], 2)
+        second_length = np.where(second >= 0, room, 0)
+        shape = TurnShape(width, np.where(second_length > 0, second, NO_DRAFT), second_length)
+        return Plan(plan.draft, length, shape=shape), None
+
+
 @pytest.fixture(scope="module")
 def app():
     torch.set_num_threads(1)
     bring_embedded_model()
-    made = build(parse_config({**CONFIG, "policy": {"kind": "adaptive"}}), TABLES)
+    made = build(parse_config({**CONFIG, "policy": {"kind": "adaptive", "tree_width": 3, "merge_chains": True}}), TABLES)
     yield made
     made.close()
 
@@ -107,7 +122,13 @@ def test_a_random_draft_and_length_in_every_step_do_not_change_the_text(app, pro
     check_equal(plain, sessions)
 
 
-@pytest.mark.parametrize(("together", "policy"), [(2, RandomChoice()), (4, None)])
+def test_random_trees_and_merged_chains_do_not_change_the_text(app, prompts, plain):
+    sessions = generate(app, requests(prompts), together=3, policy=RandomTrees())
+    assert sum(session.accepted for session in sessions) > 20
+    check_equal(plain, sessions)
+
+
+@pytest.mark.parametrize(("together", "policy"), [(2, RandomChoice()), (3, RandomTrees()), (4, None)])
 def test_a_seeded_text_with_options_is_the_same_under_any_plan_and_load(app, prompts, seeded, together, policy):
     sessions = generate(app, seeded_requests(prompts), together, policy)
     assert sum(session.drafted for session in sessions) > 0 or policy is None
