@@ -233,19 +233,24 @@ def _policy(
     constants = policy.PlannerConfig(k_max=config.policy.k_max, selection=config.policy.selection, catchup_scored=scored)
     planner = policy.AdaptivePlanner(tuple(known), latency, constants)
     if config.policy.tree_width > 1 or config.policy.merge_chains:
-        planner = ShapedPlanner(tuple(known), latency, constants, _shapes(config, trees))
+        planner = ShapedPlanner(tuple(known), latency, constants, _shapes(config, drafts, trees))
     if not config.policy.trace_file:
         return planner
     return Traced(planner, TraceFile(Path(config.policy.trace_file), stats), config.policy.trace_lines)
 
 
-def _shapes(config: ServingConfig, trees: bool) -> Shapes:
+def _shapes(config: ServingConfig, drafts: list[Engine], trees: bool) -> Shapes:
     """Return what the planner may ask beyond chains. Raises ConfigError where the target cannot verify ``trees``."""
     if not trees:
         raise ConfigError(
             f"policy.tree_width must be 1 and policy.merge_chains false: engine {config.target.engine!r} verifies chains only"
         )
-    return Shapes(tree_width=config.policy.tree_width, merges=config.policy.merge_chains, most_nodes=max(1, config.policy.k_max))
+    return Shapes(
+        tree_width=config.policy.tree_width,
+        single_choice=tuple(column for column, draft in enumerate(drafts) if not draft.limits.siblings),
+        merges=config.policy.merge_chains,
+        most_nodes=max(1, config.policy.k_max),
+    )
 
 
 def _known_times(engine: EngineConfig) -> LatencyTable | None:

@@ -120,7 +120,8 @@ class EngineLimits:
     """What an engine can do. ``kv_blocks`` is the size of its block pool (0 = it keeps no KV); tokens are counted, not bytes.
 
     ``free`` says that proposing costs next to nothing (lookup), so that the loop scores it on every step, chosen or not; ``tree`` that it
-    verifies trees; ``scores`` that as a draft it scores what it catches up on (``Completion.scored``).
+    verifies trees; as a draft, ``scores`` that it scores what it catches up on (``Completion.scored``), ``siblings`` that it names
+    second choices (``Turn.widths``).
     """
 
     vocab_size: int
@@ -131,6 +132,7 @@ class EngineLimits:
     free: bool = False
     tree: bool = False
     scores: bool = False
+    siblings: bool = False
 
 
 class Engine(Protocol):

@@ -146,7 +146,9 @@ class ShapedPlanner(AdaptivePlanner):
         assert state.ranks is not None
         offers: dict[str, tuple[Offer | None, str]] = {}
         if self._able(TREES):
-            offers[TREES] = tree_offer(basis, self._ranks.siblings(state.ranks, rule))
+            siblings = self._ranks.siblings(state.ranks, rule)
+            siblings[:, list(self.shapes.single_choice)] = 0.0
+            offers[TREES] = tree_offer(basis, siblings)
         if self._able(MERGED):
             offers[MERGED] = merge_offer(basis, self._ranks.rescues(state.ranks, rule, basis.hazard[:, :, 0]))
         found = {name: offer for name, (offer, _) in offers.items() if offer is not None}

@@ -38,14 +38,15 @@ def does_not_pay(gain_over_cost: float) -> str:
 class Shapes:
     """Capabilities of an engine; nothing by default. Raises ValueError naming the one that is out of range.
 
-    Trees: up to ``tree_width`` siblings at a depth (1: chains only). ``merges``: a second draft's chain in the same verification. Either
-    way at most ``most_nodes`` proposed tokens a row. ``cohorts`` that can be in flight, and ``contention`` >= 1, how much longer
-    drafting and
-    verifying take side by side than alone (None: not measured). ``pads``: rows are padded to the longest context, unless it is told to cut
+    Trees: up to ``tree_width`` siblings at a depth (1: chains only), none for the drafts ``single_choice`` (numbers), which name no second
+    choice. ``merges``: a second draft's chain in the same verification. Either way at most ``most_nodes`` proposed tokens a row.
+    ``cohorts`` that can be in flight, and ``contention`` >= 1, how much longer drafting and verifying take side by side than alone (None:
+    not measured). ``pads``: rows are padded to the longest context, unless it is told to cut
     contexts into pieces of whole ``block_tokens``, whose merging costs as much as reading ``merge_tokens`` cached tokens each.
     """
 
     tree_width: int = 1
+    single_choice: tuple[int, ...] = ()
     merges: bool = False
     most_nodes: int = 64
     cohorts: int = 1

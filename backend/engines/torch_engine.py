@@ -95,6 +95,7 @@ class TorchEngine:
             kv_blocks=kv_blocks,
             tree=config.draft_vocab_size == 0,
             scores=True,
+            siblings=True,
         )
         self._lane = draft_lane(name)
         self._max_positions = max_context_tokens + max_draft_tokens

@@ -1,16 +1,22 @@
 """Trees in the port's contract: a pass over all nodes accepts what passes over each path by itself would."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from backend.engines.lookup import LookupEngine
 from backend.engines.trees import Tree
 from backend.ports import Proposal, Sequence, Turn
 from backend.request import SamplingParams
-from tests.contract.deployment import K_MAX, VOCAB, kv, tiny_config, tiny_engine
+from policy import LatencyModel, LatencyTable, PlannerConfig
+from policy.shaped import ShapedPlanner
+from policy.shapes import Shapes
+from tests.contract.deployment import K_MAX, VOCAB, Deployment, kv, tiny_config, tiny_engine
+from tests.contract.scenarios import PROMPTS, reference
 from tests.contract.test_rows import complete, sequence_of
 
 numbers = itertools.count(1)
@@ -190,3 +196,32 @@ def test_a_tree_may_end_beyond_the_context_as_deep_as_a_chain_may():
     engine = tiny_engine()
     sequence = new_sequence([1] * 96, blocks=range(8))
     assert len(step(engine, sequence, proposal=Proposal("d", [1] * K_MAX, siblings=[[2, 3]] * K_MAX)).tokens) >= 1
+
+
+class Untimed(ShapedPlanner):
+    """A planner that takes its tables at their word, so that no plan depends on how fast this machine is now; it keeps the outcomes."""
+
+    def observe(self, outcome, state, now):
+        self.outcomes = [*getattr(self, "outcomes", ()), outcome]
+        return super().observe(replace(outcome, measured_s=0.0, parts_s={}), state, now)
+
+
+@pytest.mark.parametrize("shapes", [{"tree_width": 3}, {"merges": True}, {"tree_width": 3, "merges": True}])
+def test_what_the_planner_asks_for_by_itself_is_run_and_learnt_from(shapes):
+    names = ("near", "lookup")
+    tables = {"near": LatencyTable.synthetic("near", {1: 0.05, 64: 0.06}), "lookup": LatencyTable.synthetic("lookup", {1: 1e-3, 64: 1e-3})}
+    latency = LatencyModel.from_tables(LatencyTable.synthetic("target", {1: 1.0, 64: 1.01}), tables, 1e-3, 1e-3)
+    planner = Untimed(names, latency, PlannerConfig(k_max=K_MAX), Shapes(single_choice=(1,), most_nodes=K_MAX + 1, **shapes))
+    drafts = [tiny_engine("near", seed=1, noise=0.2), LookupEngine("lookup", max_draft_tokens=K_MAX, vocab_size=VOCAB)]
+    deployment = Deployment(tiny_engine(), drafts, planner, max_active=3)
+    sessions = [deployment.submit(prompt, 24) for prompt in PROMPTS]
+    deployment.run()
+    assert [session.sequence.tokens for session in sessions] == [reference().greedy(p, 24) for p in PROMPTS]
+    shaped = [outcome for outcome in planner.outcomes if outcome.shape is not None]
+    ranks = deployment.loop.policy_state.ranks
+    if "tree_width" in shapes:
+        assert max(int(outcome.shape.width.max()) for outcome in shaped) == shapes["tree_width"]
+        assert ranks.sibling_accepted[:, 0].sum() > 0
+    if shapes == {"merges": True}:
+        assert sum(int((outcome.shape.second_length > 0).sum()) for outcome in shaped) > 0
+    assert not ranks.sibling_tested[:, 1].any()

@@ -112,7 +112,7 @@ def test_trees_are_planned_for_a_target_that_verifies_them_and_refused_for_one_t
     config = parse_config({**FAKE, "policy": {"k_max": 6, **settings}})
     planner = _policy(config, [FakeEngine("d0")], {}, StepStats(Stats()), trees=True)
     assert (planner.shapes.tree_width, planner.shapes.merges) == (settings.get("tree_width", 1), "merge_chains" in settings)
-    assert planner.shapes.most_nodes == 6
+    assert (planner.shapes.most_nodes, planner.shapes.single_choice) == (6, (0,))
     with pytest.raises(ConfigError, match="engine 'fake' verifies chains only"):
         build(config)
 

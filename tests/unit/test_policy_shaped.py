@@ -50,6 +50,12 @@ def planned(made, seen, steps=1):
 ROOF = LatencyModel(staircase(24, 1 / 24), (line(0.1, 0.0),))
 
 
+def test_a_draft_without_second_choices_gets_no_siblings():
+    plans = [planned(shaped(ROOF, tree_width=3, siblings=0.4, single_choice=single), view(2, ONE)) for single in ((), (0,))]
+    assert [plan.shape is None for plan in plans] == [False, True]
+    assert plans[1].notes["why_not"][TREES] == "does not pay: 0.00"
+
+
 def test_as_the_batch_grows_trees_narrow_to_chains_and_then_to_no_speculation():
     made = shaped(ROOF, tree_width=3, siblings=0.4)
     plans = {rows: planned(made, view(rows, ONE)) for rows in (1, 2, 4, 8, 24, 64)}
