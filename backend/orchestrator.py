@@ -145,7 +145,7 @@ class Orchestrator:
 
         for session in [*self._admission.remove(is_over), *filter(is_over, list(self._active.values()))]:
             if session.sink.cancelled:
-                self._fail(session, ErrorCode.CANCELLED, "Request cancelled by client", log)
+                self._cancelled(session, log)
             else:
                 self._stats.fallback("deadline")
                 limit = f"limits.max_request_s, {self._max_request_s:g} s"
@@ -159,6 +159,9 @@ class Orchestrator:
         self._admit()
         while self._inbox:
             session = self._inbox.popleft()
+            if session.sink.cancelled:
+                self._cancelled(session, log)
+                continue
             try:
                 self._admission.offer(session)
             except RequestError as error:
@@ -250,6 +253,9 @@ class Orchestrator:
             delta = session.take()
             if delta.text:
                 session.sink.chunk(delta)
+
+    def _cancelled(self, session: Session, log: StepLog) -> None:
+        self._fail(session, ErrorCode.CANCELLED, "Request cancelled by client", log)
 
     def _fail(self, session: Session, code: ErrorCode, message: str, log: StepLog) -> None:
         self._release(session, log)

@@ -3,7 +3,7 @@
 import itertools
 from dataclasses import dataclass, replace
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from backend.admission import Admission
@@ -155,6 +155,16 @@ ARRIVALS = st.lists(
     growth_blocks=st.integers(0, 4),
     speculate=st.booleans(),
     reuse=st.booleans(),
+)
+@example(  # cancelled before its first step, which would have been its last
+    arrivals=[Arrival(0, 1, 1, 0.0, cancel_after=0)],
+    extra_blocks=0,
+    max_active=1,
+    chunk=4,
+    guaranteed=False,
+    growth_blocks=0,
+    speculate=False,
+    reuse=False,
 )
 def test_every_request_ends_in_bounded_steps_and_no_greedy_text_changes(
     arrivals, extra_blocks, max_active, chunk, guaranteed, growth_blocks, speculate, reuse
