@@ -47,8 +47,9 @@ class Groups:
         precision, pulls = known.pop(group, (np.zeros((drafts, drafts)), np.zeros(drafts)))
         if group in self.known:
             level, doubt = self._level(group, law)
-            own, rest = posterior(within.covariance, weight, pull - weight * level)
-            within = within.learnt(own, rest, most_requests) if np.trace(doubt) < np.trace(within.covariance) else within
+            if np.trace(doubt) < np.trace(within.covariance):
+                own, rest = posterior(within.covariance[None], weight[None], (pull - weight * level)[None], np.zeros((1, drafts)))
+                within = within.learnt(own[0], rest[0], most_requests)
         keep = math.exp(-1 / _MEMORY_REQUESTS)
         seen = np.linalg.inv(np.eye(drafts) + weight[:, None] * self.within.covariance)  # by what members differ the evidence is weaker
         known[group] = keep * precision + seen @ np.diag(weight), keep * pulls + seen @ pull

@@ -329,7 +329,7 @@ class AdaptivePlanner:
             free_rule = np.array([rules.get(r, 0) for r in outcome.free_request.tolist()])
             free = (outcome.free_request, outcome.free_draft, free_rule, outcome.free_accepted, outcome.free_scored)
             evidence = tuple(np.concatenate(pair) for pair in zip(evidence, free, strict=True))
-        acceptance = model.observe(model.aged(state.acceptance, now), *evidence, outcome.request, outcome.emitted)
+        acceptance = model.observe(model.aged(state.acceptance, now), *evidence, outcome.emitted)
         acceptance = model.forget(acceptance, outcome.finished.tolist())
         if state.view is None or not len(outcome.request):
             return replace(state, acceptance=acceptance)

@@ -9,7 +9,7 @@ from .plan import BoolArray, FloatArray
 RECENT_KEEP = 0.75  # per step with evidence: a memory of four
 _REQUEST_DEVIATIONS, _COMMON_DEVIATIONS = 3.0, 8.0
 _FLOOR = 0.3  # of a variance: one surprise alone, however unlikely, changes nothing
-_FEWEST_REQUESTS = 3.0
+FEWEST_REQUESTS = 3.0
 
 
 def abrupt(accepted: FloatArray, reached: FloatArray, expected: FloatArray) -> BoolArray:
@@ -29,6 +29,6 @@ def common(mean: FloatArray, doubt: FloatArray, weight: FloatArray, pull: FloatA
     total = np.maximum(precision.sum(0), 1e-9)
     change = (precision * (pull / np.maximum(weight, 1e-9) - mean)).sum(0) / total
     requests = total**2 / np.maximum((precision**2).sum(0), 1e-9)
-    sure = (change**2 * total > _COMMON_DEVIATIONS**2) & (requests >= _FEWEST_REQUESTS)
+    sure = (change**2 * total > _COMMON_DEVIATIONS**2) & (requests >= FEWEST_REQUESTS)
     found: FloatArray = np.where(sure, np.clip(change, -4.0, 4.0), 0.0)
     return found

@@ -22,12 +22,12 @@ def learn(estimator, state, request, draft, accepted, scored, rule=Rule.GREEDY):
     rows = len(accepted)
     full = lambda value: np.full(rows, value)  # noqa: E731
     scored = np.broadcast_to(scored, rows)
-    return estimator.observe(state, full(request), full(draft), full(int(rule)), np.asarray(accepted), scored, NOBODY, NOBODY)
+    return estimator.observe(state, full(request), full(draft), full(int(rule)), np.asarray(accepted), scored, NOBODY)
 
 
 def step(estimator, state, request):
     nothing = np.zeros(1, np.int64)
-    return estimator.observe(state, np.array([request]), nothing - 1, nothing, nothing, nothing, np.array([request]), nothing + 1)
+    return estimator.observe(state, np.array([request]), nothing - 1, nothing, nothing, nothing, nothing + 1)
 
 
 def hazards(estimator, state, request=0, rule=Rule.GREEDY):
@@ -250,7 +250,7 @@ def after_a_change(steps, rows=8):
     state, zeros = estimator.admit(estimator.start(), ids.tolist()), np.zeros(rows, np.int64)
     for step in range(60 + steps):
         accepted = np.full(rows, 4 if step < 60 else 0)
-        state = estimator.observe(state, ids, zeros, zeros, accepted, np.full(rows, 4), ids, accepted + 1)
+        state = estimator.observe(state, ids, zeros, zeros, accepted, np.full(rows, 4), accepted + 1)
     return estimator, estimator.admit(state, [100])
 
 

@@ -21,7 +21,7 @@ def judged(rows=4, rates=(0.7, None)):
     for draft, rate in enumerate(rates):
         for request in range(rows) if rate is not None else ():
             held = np.cumprod(rng.random((400, 4)) < rate, axis=1).sum(1)
-            state = model.observe(state, full(request), full(draft), full(0), held, full(4), NOTHING, NOTHING)
+            state = model.observe(state, full(request), full(draft), full(0), held, full(4), NOTHING)
     return model, state
 
 
