@@ -57,7 +57,7 @@ HELD_OUT_SLOTS = 24
 _GENERATE_SHARE = 0.6
 """Share of ``--minutes`` after which generation gives way to training."""
 
-_TARGET_BATCH, _TARGET_LEARNING_RATE = 8, 3e-3
+_TARGET_BATCH, _TARGET_LEARNING_RATE = 8, 1.2e-3
 
 
 def distil(args: argparse.Namespace) -> dict[str, Any]:
