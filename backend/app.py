@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -50,12 +50,15 @@ NO_END_ID = -1
 
 @dataclass(slots=True)
 class App:
-    """A wired deployment: the loop, and how a request becomes one of its sessions."""
+    """A wired deployment: the loop, and how a request becomes one of its sessions. ``drafts`` are the engines that run, in order."""
 
     config: ServingConfig
     orchestrator: Orchestrator
+    target: Engine
+    drafts: list[Engine]
     tokenizer: Tokenizer
     stats: Stats
+    step_stats: StepStats
     switches: SwitchBoard
     learned: LearnedState
     tracing: Tracing
@@ -122,9 +125,9 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
     threads = 1
     if tables is None:
         tables, threads = load_tables(config, {engine.name: model_path(engine) for engine in timed_engines(config)})
-    _check_memory(config)
-    target = _engine(config.target, config, threads)
-    drafts = [_engine(draft, config, threads) for draft in config.drafts]
+    check_memory(config)
+    target = make_engine(config.target, config, threads)
+    drafts = [make_engine(draft, config, threads) for draft in config.drafts]
     stats = Stats()
     step_stats = StepStats(stats)
     switches = SwitchBoard(config, step_stats)
@@ -134,7 +137,7 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
         guaranteed=config.limits.batch_scheduler_policy == "guaranteed_no_evict",
         target=target if config.limits.enable_kv_cache_reuse else None,
     )
-    planner = policy.SwitchedPolicy(_policy(config, drafts, tables, step_stats, target.limits.tree), switches.current)
+    planner = policy.SwitchedPolicy(make_policy(config, drafts, tables, step_stats, target.limits.tree), switches.current)
     orchestrator = Orchestrator(
         target,
         Drafting(drafts, step_stats, monotonic, most_nodes=config.policy.k_max if target.limits.tree else 0),
@@ -159,12 +162,13 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
             engine.close()
 
     max_context = min(config.limits.max_context_tokens, target.limits.max_context_tokens)
-    return App(config, orchestrator, tokenizer, stats, switches, learned, tracing, max_context, close, itertools.count(1))
+    ids = itertools.count(1)
+    return App(config, orchestrator, target, drafts, tokenizer, stats, step_stats, switches, learned, tracing, max_context, close, ids)
 
 
-def _check_memory(config: ServingConfig) -> None:
-    """Log what the engines will take of memory. Raises ConfigError when there is less."""
-    models = timed_engines(config)
+def check_memory(config: ServingConfig, names: Collection[str] | None = None) -> None:
+    """Log what the engines (of these names; None: all) will take of memory. Raises ConfigError when there is less."""
+    models = [engine for engine in timed_engines(config) if names is None or engine.name in names]
     if models:
         footprints = memory.plan(config, {engine.name: model_path(engine) for engine in models})
         logger.info(memory.check(footprints, {engine.device: memory.available_bytes(engine) for engine in models}))
@@ -180,14 +184,19 @@ def _tokenizer(config: ServingConfig) -> Tokenizer:
         return ByteTokenizer()
     if config.target.model == EMBEDDED_MODEL:
         cache.check(model_path(config.target))
-    target = read_manifest(model_path(config.target))
+    check_pairs(config)
+    return load_tokenizer(model_path(config.target))
+
+
+def check_pairs(config: ServingConfig) -> None:
+    """Raise ConfigError for a draft that has not its target's vocabulary, with the first token that differs."""
     for draft in config.drafts:
         if draft.engine == "torch":
-            check_pair(target, read_manifest(model_path(draft)))
-    return load_tokenizer(target.folder)
+            check_pair(read_manifest(model_path(config.target)), read_manifest(model_path(draft)))
 
 
-def _engine(engine: EngineConfig, config: ServingConfig, threads: int) -> Engine:
+def make_engine(engine: EngineConfig, config: ServingConfig, threads: int) -> Engine:
+    """Load a target or a draft."""
     max_context, k_max = config.limits.max_context_tokens, config.policy.k_max
     kv_blocks = config.limits.kv_cache_tokens // BLOCK_TOKENS
     if engine.engine == "fake":
@@ -217,9 +226,10 @@ def _engine(engine: EngineConfig, config: ServingConfig, threads: int) -> Engine
     )
 
 
-def _policy(
+def make_policy(
     config: ServingConfig, drafts: list[Engine], tables: Mapping[str, LatencyTable], stats: StepStats, trees: bool = False
 ) -> policy.Policy:
+    """Make the configured policy for these drafts; ``tables`` by the names of the engines that run a model, ``trees``: the target's."""
     kind = config.policy.kind
     if kind == "none" or not drafts:
         return policy.NoSpeculation()

@@ -38,18 +38,22 @@ class Drafting:
     def __init__(self, drafts: Seq[Engine], stats: StepStats, clock: Callable[[], float], *, most_nodes: int = 0) -> None:
         """``most_nodes`` is the most tokens of a tree that the target can verify and has room for in KV; 0: it verifies chains only."""
         self.names = tuple(draft.name for draft in drafts)
-        self._drafts = list(drafts)
+        self.engines = tuple(drafts)
         self._stats = stats
         self._clock = clock
         self._most_nodes = most_nodes
         self._resting_until_s = dict.fromkeys(self.names, float("-inf"))
+
+    def with_engines(self, drafts: Seq[Engine]) -> Drafting:
+        """Return the same with these drafts."""
+        return Drafting(drafts, self._stats, self._clock, most_nodes=self._most_nodes)
 
     def ceilings(self, sequence: Sequence, most: int) -> list[tuple[int, int]]:
         """Return, draft by draft, (tokens it could propose now, at most ``most``; committed tokens it has not seen)."""
         now = self._clock()
         return [
             (draft.available(sequence, most), draft.unseen(sequence)) if most > 0 and self._resting_until_s[draft.name] <= now else (0, 0)
-            for draft in self._drafts
+            for draft in self.engines
         ]
 
     def propose(self, sequences: Seq[Sequence], view: View, plan: Plan, log: StepLog) -> dict[int, Proposals]:
@@ -57,7 +61,7 @@ class Drafting:
         proposals = {sequence.id: Proposals() for sequence in sequences}
         seconds: dict[int, Proposal] = {}
         widths, second_draft, second_length = self._shape(sequences, plan)
-        for d, draft in enumerate(self._drafts):
+        for d, draft in enumerate(self.engines):
             chosen = _asked(sequences, plan.draft, plan.length, d)
             second = {} if second_draft is None or second_length is None else _asked(sequences, second_draft, second_length, d)
             asked = chosen | second
@@ -99,7 +103,7 @@ class Drafting:
 
     def cancel(self, sequence_ids: Iterable[int]) -> None:
         """Make every draft forget sequences."""
-        for draft in self._drafts:
+        for draft in self.engines:
             draft.cancel(sequence_ids)
 
     def _complete(self, draft: Engine, turns: list[Turn], log: StepLog) -> list[Completion]:

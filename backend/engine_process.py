@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (cache.CacheError, OSError, ValueError, RuntimeError) as error:
         logger.error("cannot start: %s", error)
         return 1
-    server = Server(app, arguments.socket)
+    server = Server(app, arguments.socket, arguments.config)
 
     def terminate(_signal: int, _frame: FrameType | None) -> None:
         server.drain(DRAIN_LIMIT_S)

@@ -10,7 +10,7 @@ long as there is room. The ledger hands out blocks by their content; what KV of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from backend.block_pool import BlockPool, block_key, root_key
@@ -104,6 +104,16 @@ class KVLedger:
             self._name_blocks(sequence)
             self._publish(sequence, table, known)
         return True
+
+    def change_engines(self, pools: Mapping[str, int], sequences: Iterable[Sequence]) -> None:
+        """Give the tables of ``sequences`` (all that have one) to these engines. Raises ValueError for a pool with too few blocks."""
+        sizes = {name: blocks for name, blocks in pools.items() if blocks}
+        if few := {name: blocks for name, blocks in sizes.items() if blocks < self._pool.size}:
+            raise ValueError(f"the engines share {self._pool.size} KV blocks, got {few}")
+        self._engines = tuple(sizes)
+        for sequence in sequences:
+            sequence.blocks.clear()
+            sequence.blocks.update(dict.fromkeys(self._engines, self._tables[sequence.id]))
 
     def release(self, sequence: Sequence) -> None:
         """Take back all blocks of a sequence; a second call does nothing. Call it before the target forgets the sequence.

@@ -6,7 +6,8 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from time import monotonic, time
@@ -31,13 +32,12 @@ class LearnedState:
     """
 
     def __init__(self, policy: Policy, orchestrator: Orchestrator, stats: StepStats, key: str, *, keep: bool) -> None:
-        self._policy = policy
+        self._policy, self._key = policy, key
         self._orchestrator = orchestrator
         self._stats = stats
-        self._key = key
         self._keep = keep
-        self._file = cache.learned_file(key)
         self._saved: Any = None
+        self._changing = threading.Lock()
         self._restored_age_s: float | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="learned-state", daemon=True)
@@ -51,7 +51,7 @@ class LearnedState:
         if not self._keep:
             return
         try:
-            content = json.loads(self._file.read_text("utf-8"))
+            content = json.loads(cache.learned_file(self._key).read_text("utf-8"))
             if content["key"] != self._key:
                 raise ValueError(f"key must be {self._key!r}, got {content['key']!r}")
             idle_s = max(0.0, time() - float(content["saved_unix_s"]))
@@ -59,11 +59,18 @@ class LearnedState:
         except FileNotFoundError:
             logger.info("nothing was learnt here before")
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            logger.warning("what was learnt before cannot be used: %s: %r", self._file, error)
+            logger.warning("what was learnt before cannot be used: %s: %r", cache.learned_file(self._key), error)
             self._stats.fallback("learned_state_unusable")
         else:
             self._restored_age_s = round(idle_s, 1)
             logger.info("what was learnt until %.0f s ago is taken up", idle_s)
+
+    @contextmanager
+    def changing(self, policy: Policy, key: str) -> Iterator[dict[str, Any]]:
+        """Give the block what is known, for the state that it hands the loop; that is kept as this policy's, under this key."""
+        with self._changing:
+            yield self._policy.save(self._orchestrator.policy_state, monotonic())
+            self._policy, self._key = policy, key
 
     def start(self) -> None:
         """Begin to save every minute."""
@@ -78,15 +85,17 @@ class LearnedState:
 
     def save(self) -> None:
         """Write the file if there is anything new; a failure is counted."""
-        state = self._orchestrator.policy_state
-        data = self._policy.save(state, monotonic())
+        with self._changing:
+            state, key = self._orchestrator.policy_state, self._key
+            data = self._policy.save(state, monotonic())
         if not self._keep or not data or state is self._saved:
             return
+        file = cache.learned_file(key)
         try:
-            text = json.dumps({"key": self._key, "saved_unix_s": time(), "state": data}, allow_nan=False)
-            cache.publish_file(self._file, text)
+            text = json.dumps({"key": key, "saved_unix_s": time(), "state": data}, allow_nan=False)
+            cache.publish_file(file, text)
         except (OSError, ValueError) as error:
-            logger.error("what was learnt cannot be saved: %s: %s", self._file, error)
+            logger.error("what was learnt cannot be saved: %s: %s", file, error)
             self._stats.fallback("learned_state_unsaved")
         else:
             self._saved = state

@@ -7,6 +7,9 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 
@@ -64,6 +67,7 @@ class Orchestrator:
         self._max_request_s = max_request_s
         self._rng = np.random.default_rng(seed)
         self._inbox: deque[Session] = deque()
+        self._changes: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._work = threading.Event()
         self._decisions = DecisionLog(drafting.names)
         self._active: dict[int, Session] = {}
@@ -76,6 +80,21 @@ class Orchestrator:
         session.arrived_s = self._clock()
         self._inbox.append(session)
         self._work.set()
+
+    def between_steps(self, change: Callable[[], None]) -> Future[None]:
+        """Run ``change`` in the loop's thread once no turn is in flight (any thread); the future ends with it, or with what it raises."""
+        done: Future[None] = Future()
+        self._changes.append((change, done))
+        self._work.set()
+        return done
+
+    def draft_with(self, drafts: Seq[Engine], policy: Policy, policy_state: Any) -> None:
+        """Draft and plan with these from now on, between two steps. Raises ValueError, nothing changed, where one has too few KV blocks."""
+        pools = {engine.name: engine.limits.kv_blocks for engine in (self._target, *drafts)}
+        self._ledger.change_engines(pools, [session.sequence for session in self._active.values()])
+        self._drafting = self._drafting.with_engines(drafts)
+        self._policy, self.policy_state = policy, policy_state
+        self._decisions = DecisionLog(self._drafting.names)
 
     def wake(self) -> None:
         """Make an idle loop look again (after a cancellation)."""
@@ -110,9 +129,10 @@ class Orchestrator:
 
     def step(self) -> bool:
         """Take one step of the batch; False when there was nothing to do. Read it as the life of a request."""
+        self._change()
         log = StepLog(self._drafting.names)
         self._take_in(log)
-        idle = (session for session in self._active.values() if session.id not in self._in_flight)
+        idle = (session for session in self._active.values() if session.id not in self._in_flight and not self._changes)
         batch = Batch.of(idle, self._target, self._prefill_chunk_tokens)
         log.batch_size, log.prefill_tokens = len(batch.decoding) + len(batch.prefill), batch.prefill_tokens
         if not self._active:
@@ -125,6 +145,18 @@ class Orchestrator:
             self._commit(completion, log)
         self._learn(log, plan)
         return True
+
+    def _change(self) -> None:
+        while self._changes and not self._in_flight:
+            change, done = self._changes.popleft()
+            if not done.set_running_or_notify_cancel():
+                continue
+            try:
+                change()
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
 
     def abort(self, code: ErrorCode, message: str) -> None:
         """End every request that is queued or active with an error."""

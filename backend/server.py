@@ -16,7 +16,8 @@ from typing import Any
 
 from backend import wire
 from backend.app import App
-from backend.config import ConfigError
+from backend.config import ConfigError, load_config
+from backend.reloading import reload_drafts
 from backend.request import ErrorCode, FinishReason, GenerationRequest, RequestError
 from backend.request_trace import RequestTrace
 from backend.session import Delta, Usage
@@ -95,9 +96,12 @@ class Ticket:
 class Server:
     """Serves the wire until stopped. ``post`` and ``ended`` may be called from any thread, all else runs on the IO thread."""
 
-    def __init__(self, app: App, path: Path) -> None:
+    def __init__(self, app: App, path: Path, config: Path) -> None:
+        """Serve on a socket at ``path``; ``config`` is the ``serving.json`` that ``reload drafts`` reads again."""
         self._app = app
         self._path = path
+        self._config = config
+        self._reloading = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
         self._wake_sent = False
@@ -254,7 +258,10 @@ class Server:
                 ticket.cancelled = True
                 self._app.orchestrator.wake()
         elif kind == "admin":
-            self.post(connection, {"type": "admin", "id": request_id, "reply": self._admin(message.get("command"))})
+            if str(message.get("command")).split() == ["reload", "drafts"]:  # loading takes time: not on this thread
+                threading.Thread(target=self._reload, args=(connection, request_id), name="reload", daemon=True).start()
+            else:
+                self.post(connection, {"type": "admin", "id": request_id, "reply": self._admin(message.get("command"))})
         elif kind == "subscribe":
             connection.subscribed = True
         else:
@@ -297,7 +304,20 @@ class Server:
                     return self._app.switches.set(words)
                 except ConfigError as error:
                     return {"error": str(error)}
-        return {"error": f"unknown command {command!r}; known: health, learned, switches, set key=value ..."}
+        return {"error": f"unknown command {command!r}; known: health, learned, switches, set key=value ..., reload drafts"}
+
+    def _reload(self, connection: Connection, request_id: int) -> None:
+        """Take the drafts of the configuration file up and reply (a thread of its own)."""
+        reply: dict[str, Any] = {"error": "drafts are being reloaded already"}
+        if self._reloading.acquire(blocking=False):
+            try:
+                reply = dict(reload_drafts(self._app, load_config(self._config)))
+            except Exception as error:  # whatever is wrong with a new draft, the service goes on as it is
+                logger.exception("the drafts could not be reloaded")
+                reply = {"error": str(error) or type(error).__name__}
+            finally:
+                self._reloading.release()
+        self.post(connection, {"type": "admin", "id": request_id, "reply": reply})
 
     def _health(self) -> dict[str, Any]:
         active, waiting = self._app.orchestrator.counts()

@@ -44,6 +44,15 @@ class SwitchBoard:
                 self._stats.fallback("switches_not_kept")
         return self.show()
 
+    def check(self, config: ServingConfig) -> None:
+        """Raise ConfigError when the switches as they stand do not fit these drafts."""
+        parse_switches(self.show(), config)
+
+    def change_drafts(self, config: ServingConfig) -> None:
+        """Check against these drafts what is set from now on. Raises ConfigError when the switches as they stand do not fit them."""
+        self.check(config)
+        self._config = config
+
     def keep_in(self, file: Path) -> None:
         """Take up what an earlier process left in the file, and leave there what is set from now on."""
         self._file = file

@@ -2,6 +2,7 @@
 
 from .acceptance import AcceptanceConfig
 from .baselines import BatchSchedule, FixedLength, NoSpeculation, RandomChoice
+from .carrying import carried
 from .latency import LatencyCurve, LatencyError, LatencyModel, LatencyTable, Provenance
 from .plan import NO_DRAFT, IntArray, Outcome, Plan, Policy, Rule, TurnShape, View
 from .planner import AdaptivePlanner, PlannerConfig, PlannerState
@@ -37,4 +38,5 @@ __all__ = [
     "ThroughputBandit",
     "TurnShape",
     "View",
+    "carried",
 ]

@@ -16,7 +16,7 @@ from .plan import FloatArray
 
 NO_GROUP = -1
 _MEMORY_REQUESTS = 30.0  # of a group's own level, which drifts
-_WITHIN_SHARE = 0.5  # of the variance between requests: what is believed of members before any are seen
+WITHIN_SHARE = 0.5  # of the variance between requests: what is believed of members before any are seen
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +29,7 @@ class Groups:
     @classmethod
     def none(cls, drafts: int, variance: float, requests: float) -> Groups:
         """Return what is known before any request."""
-        return cls({}, Law.prior(drafts, _WITHIN_SHARE * variance, requests))
+        return cls({}, Law.prior(drafts, WITHIN_SHARE * variance, requests))
 
     def expected(self, group: int, law: Law) -> tuple[FloatArray, FloatArray]:
         """Return mean [D] and covariance [D, D] of a new request's deviations, ``law`` being that of all requests."""

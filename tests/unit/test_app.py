@@ -2,8 +2,13 @@ from dataclasses import replace
 
 import pytest
 
+<<<<<<< HEAD
 from backend.app import _policy, build, sampling_params
 from backend.config import ConfigError, parse_config
+=======
+from backend.app import build, make_policy, sampling_params
+from backend.config import parse_config
+>>>>>>> 7a4ce38 (Drafts are added and removed while the service runs: 'reload drafts' reads serving.json again)
 from backend.engines.fake import FakeEngine
 from backend.engines.lookup import LookupEngine
 from backend.request import FinishReason, GenerationRequest, RequestError, SamplingParams
@@ -124,7 +129,7 @@ def test_a_deployment_without_drafts_does_not_speculate():
 def test_a_missing_latency_table_is_an_error_that_names_the_engine():
     config = parse_config({"target": {"engine": "fake"}, "drafts": [{"name": "d0", "engine": "torch", "model": "m"}]})
     with pytest.raises(LatencyError, match="d0"):
-        _policy(config, [FakeEngine("d0")], {}, StepStats(Stats()))
+        make_policy(config, [FakeEngine("d0")], {}, StepStats(Stats()))
 
 
 def served(policy, texts=("one", "another", "a third")):
@@ -158,6 +163,7 @@ def test_a_probe_counts_on_being_scored_only_where_every_draft_that_runs_is(scor
     config = parse_config(FAKE)
     drafts = [FakeEngine("d0"), LookupEngine("lookup", max_draft_tokens=8)]
     drafts[0].limits = replace(drafts[0].limits, scores=scores)
+<<<<<<< HEAD
     assert _policy(config, drafts, {}, StepStats(Stats())).config.catchup_scored is expected
 
 
@@ -174,3 +180,6 @@ def test_a_selection_by_draws_serves_and_its_trace_replays_bit_for_bit(tmp_path)
     steps = list(replayed(path.read_text().splitlines()))
     assert all(same(step.recorded, step.plan) for step in steps)
     assert any(step.recorded.length.any() for step in steps)
+=======
+    assert make_policy(config, drafts, {}, StepStats(Stats())).config.catchup_scored is expected
+>>>>>>> 7a4ce38 (Drafts are added and removed while the service runs: 'reload drafts' reads serving.json again)

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 from backend import memory
-from backend.app import _check_memory
+from backend.app import check_memory
 from backend.config import ConfigError, parse_config
 from backend.engines.checkpoint import read_config
 from backend.engines.torch_engine import TorchEngine
@@ -70,9 +70,9 @@ def test_a_plan_that_fits_is_one_line_and_one_that_does_not_is_refused_with_ever
 
 def test_a_deployment_that_does_not_fit_is_refused_before_anything_is_loaded(tmp_path):
     target, draft = folder(tmp_path / "target"), folder(tmp_path / "draft")  # no weights: nothing could be loaded
-    _check_memory(serving(target, draft, kv_cache_tokens=1024))
+    check_memory(serving(target, draft, kv_cache_tokens=1024))
     with pytest.raises(ConfigError, match="not enough memory: cpu has"):
-        _check_memory(serving(target, draft, kv_cache_tokens=10**12))
+        check_memory(serving(target, draft, kv_cache_tokens=10**12))
 
 
 def machine(root, groups, own):

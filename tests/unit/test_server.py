@@ -14,7 +14,7 @@ from backend.server import Connection, Server
 
 @pytest.fixture
 def server(tmp_path):
-    return Server(types.SimpleNamespace(orchestrator=None), tmp_path / "socket")
+    return Server(types.SimpleNamespace(orchestrator=None), tmp_path / "socket", tmp_path / "serving.json")
 
 
 def connected():
@@ -55,7 +55,7 @@ def test_a_loop_that_ends_or_hangs_ends_the_service(tmp_path, monkeypatch, caplo
         def wake(self):
             hang.set()  # so that the test need not wait for the join
 
-    server = Server(types.SimpleNamespace(orchestrator=Loop(), stats=None), tmp_path / "socket")
+    server = Server(types.SimpleNamespace(orchestrator=Loop(), stats=None), tmp_path / "socket", tmp_path / "serving.json")
     assert server.serve() is False
     assert not (tmp_path / "socket").exists()
     assert ends or "the loop has been in one step" in caplog.text

@@ -1,0 +1,53 @@
+"""What a planner has learnt of some drafts, for one that plans with others: what is known of a draft goes with its name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .acceptance import AcceptanceConfig
+from .groups import WITHIN_SHARE
+from .plan import FloatArray
+
+_PARTS = 2  # of the corrections the first are no draft's: verification and overhead
+_COUNTS = {"draft_accepted": (1,), "draft_reached": (1,)}  # the axes over drafts
+_RANKS = {"sibling_accepted": (1,), "sibling_tested": (1,), "rescue_accepted": (1, 2), "rescue_tested": (1, 2)}
+
+
+def carried(data: Mapping[str, Any], before: Sequence[str], after: Sequence[str]) -> dict[str, Any]:
+    """Return what a planner of the drafts ``before`` has saved (``policy.learned``) as one of the drafts ``after`` can load it.
+
+    Of a new draft nothing is known: requests are believed to differ by it as they do by any, and independently of the others.
+    """
+    index = [list(before).index(name) if name in before else -1 for name in after]
+    variance = AcceptanceConfig().request_variance
+
+    def law(values: Any, start: float) -> list[Any]:
+        square: FloatArray = _taken(values, index, 0, 1) + np.diag([start if i < 0 else 0.0 for i in index])
+        return list(square.tolist())
+
+    correction = [*data["correction"], 1.0]
+    found = {
+        **data,
+        **{name: _taken(data[name], index, *axes).tolist() for name, axes in _COUNTS.items()},
+        "covariance": law(data["covariance"], variance),
+        "correction": correction[:_PARTS] + [correction[i if i < 0 else _PARTS + i] for i in index],
+    }
+    known = [
+        {**group, "precision": _taken(group["precision"], index, 0, 1).tolist(), "pull": _taken(group["pull"], index, 0).tolist()}
+        for group in data["groups"]["known"]
+    ]
+    found["groups"] = {**data["groups"], "within": law(data["groups"]["within"], WITHIN_SHARE * variance), "known": known}
+    if "ranks" in data:
+        found["ranks"] = {name: _taken(data["ranks"][name], index, *axes).tolist() for name, axes in _RANKS.items()}
+    return found
+
+
+def _taken(values: Any, index: list[int], *axes: int) -> FloatArray:
+    """Return the entries of ``index`` along each of ``axes``; -1 is zeros."""
+    array = np.array(values, np.float64)
+    for axis in axes:
+        array = np.pad(array, [(0, int(axis == other)) for other in range(array.ndim)]).take(index, axis)
+    return array
