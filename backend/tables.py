@@ -34,6 +34,22 @@ def load_tables(config: ServingConfig, folders: Mapping[str, Path]) -> tuple[dic
     return tables, 1 if threads == "auto" else int(threads)  # nothing was measured where no model runs
 
 
+def missing_tables(config: ServingConfig, folders: Mapping[str, Path]) -> list[str]:
+    """Return the engines without a sound table; all of them where it is the target's, for drafts run with its threads."""
+    target, *drafts = timed_engines(config)
+    found = _table(target, folders, config.threads)
+    if found is None:
+        return [engine.name for engine in (target, *drafts)]
+    return [draft.name for draft in drafts if _table(draft, folders, found.provenance.threads) is None]
+
+
+def _table(engine: EngineConfig, folders: Mapping[str, Path], threads: int | str) -> LatencyTable | None:
+    try:
+        return read_table(table_file(engine, folders[engine.name], threads))
+    except LatencyError:
+        return None
+
+
 def table_file(engine: EngineConfig, folder: Path, threads: int | str) -> Path:
     """Return where an engine's table lives; ``threads`` is a number or the target's ``auto``. Raises ConfigError for a bad folder."""
     subject = {

@@ -25,7 +25,7 @@ from backend import cache, machine
 from backend.app import model_path
 from backend.config import EngineConfig, ServingConfig, load_config
 from backend.manifest import read_manifest
-from backend.tables import table_file, timed_engines
+from backend.tables import read_table, table_file, timed_engines
 from engines_build.timing import Case, Rig, blocks_for, interleave
 from policy.latency import LatencyCurve, LatencyTable, Provenance
 
@@ -87,14 +87,17 @@ def tabulate(engine: str, cases: Sequence[Case], seconds: Sequence[float], prove
     )
 
 
-def measure(config: ServingConfig, folders: Mapping[str, Path], *, budget_s: float = BUDGET_S) -> None:
-    """Measure all engines of a deployment and put their tables into the cache. ``folders`` are their checkpoints by name."""
+def measure(config: ServingConfig, folders: Mapping[str, Path], names: Sequence[str] = (), *, budget_s: float = BUDGET_S) -> None:
+    """Measure engines of a deployment (these; none named: all) and put their tables into the cache. ``folders``: all checkpoints by name.
+
+    Where the target is not among them its table says with how many threads.
+    """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch comes: idle threads that spin would slow the others
-    engines = timed_engines(config)
+    engines = [engine for engine in timed_engines(config) if not names or engine.name in names]
     print(f"measuring latency of {', '.join(engine.name for engine in engines)} (under two minutes)", flush=True)
-    threads = choose_threads(config.target, folders[config.target.name]) if config.threads == "auto" else int(config.threads)
+    threads = _threads_of(config, folders[config.target.name], measured=config.target not in engines)
     cases = {engine.name: target_cases() if engine is config.target else draft_cases() for engine in engines}
-    seconds = _time_all(engines, folders, cases, threads, budget_s)
+    seconds = _time_all(config.target, engines, folders, cases, threads, budget_s)
     for engine in engines:
         own, folder = cases[engine.name], folders[engine.name]
         table = tabulate(engine.name, own, [seconds[engine.name, case] for case in own], _provenance(engine, folder, threads))
@@ -104,17 +107,22 @@ def measure(config: ServingConfig, folders: Mapping[str, Path], *, budget_s: flo
 
 
 def _time_all(
-    engines: Sequence[EngineConfig], folders: Mapping[str, Path], cases: Mapping[str, Sequence[Case]], threads: int, budget_s: float
+    target: EngineConfig,
+    engines: Sequence[EngineConfig],
+    folders: Mapping[str, Path],
+    cases: Mapping[str, Sequence[Case]],
+    threads: int,
+    budget_s: float,
 ) -> dict[tuple[str, Case], float]:
-    """Return the seconds of every engine's cases; the first engine is the target."""
-    rng = random.Random(_SEED)
-    rigs = {engine.name: _rig(engine, folders[engine.name], cases[engine.name], threads, rng) for engine in engines}
-    target, *_ = rigs
-    work = [(name, case) for name in rigs for case in cases[name]]
+    """Return the seconds of every engine's cases, each draft's behind a pass of the target."""
+    rng, before = random.Random(_SEED), Case(1, BASE_CONTEXT)
+    rigs = {target.name: _rig(target, folders[target.name], cases.get(target.name, [before]), threads, rng)}
+    rigs |= {engine.name: _rig(engine, folders[engine.name], cases[engine.name], threads, rng) for engine in engines if engine != target}
+    work = [(name, case) for name in cases for case in cases[name]]
 
     def time(name: str, case: Case) -> float:
-        if name != target:
-            rigs[target].time(Case(1, BASE_CONTEXT))
+        if name != target.name:
+            rigs[target.name].time(before)
         return rigs[name].time(case)
 
     wall_s, cpu_s = perf_counter(), process_time()
@@ -125,9 +133,18 @@ def _time_all(
         report=lambda round_: print(f"  round {round_}{'' if round_ else ' (warm-up)'}: {len(work)} cases", flush=True),
     )
     share = (process_time() - cpu_s) / (perf_counter() - wall_s)
-    if engines[0].device == "cpu" and share < _QUIET_SHARE:
+    if target.device == "cpu" and share < _QUIET_SHARE:
         print(f"  the machine is busy: this process had {share:.0%} of a core; measure again when it is quiet", flush=True)
     return {item: lower_quartile(times) for item, times in zip(work, samples, strict=True)}
+
+
+def _threads_of(config: ServingConfig, target: Path, *, measured: bool) -> int:
+    """Return the number of threads to measure with; that of the target's table where it is ``measured``."""
+    if isinstance(config.threads, int):
+        return config.threads
+    if measured:
+        return read_table(table_file(config.target, target, config.threads)).provenance.threads
+    return choose_threads(config.target, target)
 
 
 def choose_threads(target: EngineConfig, folder: Path) -> int:

@@ -13,9 +13,8 @@ from pathlib import Path
 from backend import cache
 from backend.app import model_path
 from backend.config import EMBEDDED_MODEL, ServingConfig, load_config
-from backend.tables import load_tables, timed_engines
+from backend.tables import missing_tables, timed_engines
 from engines_build.convert import convert, embedded_gguf
-from policy.latency import LatencyError
 
 
 def prepare(config: ServingConfig) -> None:
@@ -27,13 +26,11 @@ def prepare(config: ServingConfig) -> None:
         if any(engine.model == EMBEDDED_MODEL for engine in engines):
             bring_embedded_model()
         folders = {engine.name: model_path(engine) for engine in engines}
-        try:
-            load_tables(config, folders)
-        except LatencyError as error:
-            print(f"{error}: measuring", flush=True)
+        if missing := missing_tables(config, folders):
+            print(f"there is no sound latency table of {', '.join(missing)}: measuring", flush=True)
             from engines_build.measure import measure  # it imports torch, which a prepared machine need not
 
-            measure(config, folders)
+            measure(config, folders, missing)
 
 
 def bring_embedded_model() -> None:

@@ -1,10 +1,13 @@
-"""The operators' switches through a real tritonserver: the model ``spindle`` takes commands, the metrics say what they did."""
+"""Switches and drafts through a real tritonserver: the model ``spindle`` takes commands, the metrics say what they did."""
 
 import json
 import os
 import signal
+import threading
 
 import pytest
+
+from tests.server.harness import CONFIG
 
 
 @pytest.fixture
@@ -85,3 +88,36 @@ def test_the_kill_switch_outlasts_a_crash_of_the_engine_process(service, command
 
     service.wait_until(restarted, 30)
     assert command("switches")["speculation"] == "off"
+
+
+def test_drafts_are_added_and_removed_while_it_serves(start_service, tmp_path, reference_text):
+    config = tmp_path / "serving.json"
+    settings = json.loads(CONFIG.read_text())
+    config.write_text(json.dumps(settings))
+    service = start_service(config).wait_ready()
+
+    def reload(drafts):
+        config.write_text(json.dumps({**settings, "drafts": drafts}))
+        status, body = service.post("/v2/models/spindle/generate", {"command": "reload drafts"})
+        assert status == 200, body
+        return json.loads(json.loads(body)["reply"])
+
+    texts = []
+    clients = [
+        threading.Thread(target=lambda: texts.append(service.generate("goes on", 400, exclude_input_in_output=True))) for _ in range(4)
+    ]
+    for client in clients:
+        client.start()
+    good, poor = settings["drafts"]
+    pid = service.health()["pid"]
+    new = {**good, "name": "new"}
+    assert reload([poor, new]) == {"drafts": ["poor", "new"], "added": ["new"], "removed": ["good"]}
+    assert "drafts[1].engine must be one of" in reload([poor, {**new, "engine": "oracle"}])["error"]
+    for client in clients:
+        client.join(60)
+    assert [(status, reply["text_output"]) for status, reply in texts] == [(200, reference_text("goes on", 400))] * 4
+    assert service.wait_until(lambda: drafted(service, draft="new"), 5)
+    before = drafted(service, draft="good")
+    assert service.generate("without it", 100)[0] == 200
+    assert service.health()["pid"] == pid
+    assert drafted(service, draft="good") == before

@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -188,3 +189,18 @@ def test_a_guaranteed_life_counts_its_shared_beginning():
     serve(ledger, target, sequence(1, 48))
     assert ledger.reserve(sequence(2, 49), 100)
     assert ledger.usage() == {"used": 7, "free": 1, "cached": 0}
+
+
+def test_another_draft_takes_part_in_the_tables_that_are_there_and_one_that_goes_leaves_them():
+    ledger, one = KVLedger({"target": 8, "old": 8}, headroom_tokens=0), sequence(1, 40)
+    assert ledger.reserve(one, 100)
+    table = one.blocks["target"]
+    ledger.change_engines({"target": 8, "new": 8, "lookup": 0}, [one])
+    assert set(one.blocks) == {"target", "new"}
+    assert one.blocks["new"] is one.blocks["target"] is table
+    with pytest.raises(ValueError, match=r"share 8 KV blocks, got \{'small': 7\}"):
+        ledger.change_engines({"target": 8, "small": 7}, [one])
+    assert set(one.blocks) == {"target", "new"}
+    two = sequence(2, 16)
+    assert ledger.reserve(two, 16)
+    assert two.blocks["new"] is two.blocks["target"]

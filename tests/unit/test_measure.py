@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 
 from backend import machine
 from backend.config import parse_config
-from backend.tables import load_tables, read_table, table_file, timed_engines
+from backend.tables import load_tables, missing_tables, read_table, table_file, timed_engines
 from engines_build import measure
 from engines_build.timing import Case
 from policy.latency import SYNTHETIC, LatencyCurve, LatencyError
@@ -106,6 +106,24 @@ def test_with_threads_auto_the_target_decides_and_its_drafts_follow(deployment, 
     target, small = timed_engines(config)
     assert table_file(target, folders["target"], "auto").exists()
     assert table_file(small, folders["small"], 1).exists()
+
+
+def test_a_draft_that_is_new_is_measured_alone_with_the_target_s_threads(deployment, monkeypatch):
+    raw, folders = deployment
+    config, new = parse_config(raw), parse_config({**raw, "drafts": [{**raw["drafts"][0], "name": "new", "dtype": "bf16"}, *raw["drafts"]]})
+    monkeypatch.setattr(measure, "choose_threads", lambda target, folder: 1)
+    assert missing_tables(config, folders) == ["target", "small"]
+    measure.measure(config, folders, budget_s=0.0)
+    monkeypatch.setattr(measure, "choose_threads", None)
+    target, draft, _ = timed_engines(new)
+    folders["new"] = folders["small"]
+    assert missing_tables(config, folders) == []
+    assert missing_tables(new, folders) == ["new"]
+    before = table_file(target, folders["target"], "auto").read_bytes()
+    measure.measure(new, folders, ["new"], budget_s=0.0)
+    assert read_table(table_file(draft, folders["new"], 1)).engine == "new"
+    assert table_file(target, folders["target"], "auto").read_bytes() == before
+    assert missing_tables(new, folders) == []
 
 
 @pytest.mark.parametrize(("all_s", "chosen"), [(0.5, 4), (0.95, 1), (2.0, 1)])

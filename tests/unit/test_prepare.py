@@ -9,7 +9,6 @@ import pytest
 from backend import cache
 from backend.config import EMBEDDED_MODEL, parse_config
 from engines_build import measure, prepare
-from policy.latency import LatencyError
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,19 +23,18 @@ def calls(monkeypatch):
     """What prepare had done, in order; tables appear when measured, the model's folder when converted."""
     done = []
 
-    def load_tables(config, folders):
-        if "measure" not in done:
-            raise LatencyError("there is no latency table")
+    def missing_tables(config, folders):
+        return [] if "measure" in done else list(folders)
 
     def convert(gguf_file, folder):
         done.append("convert")
         with cache.publish(folder, {"source": gguf_file}) as fresh:
             (fresh / "model.safetensors").write_text("weights")
 
-    monkeypatch.setattr(prepare, "load_tables", load_tables)
+    monkeypatch.setattr(prepare, "missing_tables", missing_tables)
     monkeypatch.setattr(prepare, "convert", convert)
     monkeypatch.setattr(prepare, "embedded_gguf", lambda: "model.gguf")
-    monkeypatch.setattr(measure, "measure", lambda config, folders: done.append("measure"))
+    monkeypatch.setattr(measure, "measure", lambda config, folders, names: done.append("measure"))
     return done
 
 
