@@ -2,13 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-<<<<<<< HEAD
-from backend.app import _policy, build, sampling_params
-from backend.config import ConfigError, parse_config
-=======
 from backend.app import build, make_policy, sampling_params
-from backend.config import parse_config
->>>>>>> 7a4ce38 (Drafts are added and removed while the service runs: 'reload drafts' reads serving.json again)
+from backend.config import ConfigError, parse_config
 from backend.engines.fake import FakeEngine
 from backend.engines.lookup import LookupEngine
 from backend.request import FinishReason, GenerationRequest, RequestError, SamplingParams
@@ -115,7 +110,7 @@ def test_the_configured_policy_is_built(settings, kind):
 @pytest.mark.parametrize("settings", [{"tree_width": 2}, {"merge_chains": True}])
 def test_trees_are_planned_for_a_target_that_verifies_them_and_refused_for_one_that_does_not(settings):
     config = parse_config({**FAKE, "policy": {"k_max": 6, **settings}})
-    planner = _policy(config, [FakeEngine("d0")], {}, StepStats(Stats()), trees=True)
+    planner = make_policy(config, [FakeEngine("d0")], {}, StepStats(Stats()), trees=True)
     assert (planner.shapes.tree_width, planner.shapes.merges) == (settings.get("tree_width", 1), "merge_chains" in settings)
     assert (planner.shapes.most_nodes, planner.shapes.single_choice) == (6, (0,))
     with pytest.raises(ConfigError, match="engine 'fake' verifies chains only"):
@@ -163,8 +158,7 @@ def test_a_probe_counts_on_being_scored_only_where_every_draft_that_runs_is(scor
     config = parse_config(FAKE)
     drafts = [FakeEngine("d0"), LookupEngine("lookup", max_draft_tokens=8)]
     drafts[0].limits = replace(drafts[0].limits, scores=scores)
-<<<<<<< HEAD
-    assert _policy(config, drafts, {}, StepStats(Stats())).config.catchup_scored is expected
+    assert make_policy(config, drafts, {}, StepStats(Stats())).config.catchup_scored is expected
 
 
 def test_the_selection_of_the_configuration_is_the_planner_s():
@@ -180,6 +174,3 @@ def test_a_selection_by_draws_serves_and_its_trace_replays_bit_for_bit(tmp_path)
     steps = list(replayed(path.read_text().splitlines()))
     assert all(same(step.recorded, step.plan) for step in steps)
     assert any(step.recorded.length.any() for step in steps)
-=======
-    assert make_policy(config, drafts, {}, StepStats(Stats())).config.catchup_scored is expected
->>>>>>> 7a4ce38 (Drafts are added and removed while the service runs: 'reload drafts' reads serving.json again)
