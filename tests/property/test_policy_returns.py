@@ -1,0 +1,124 @@
+"""Nothing stays out for good: after any history every draft is tried again, and is used at the length that it has come to be worth."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policy import AcceptanceConfig, AdaptivePlanner, LatencyModel, LatencyTable, Outcome, PlannerConfig, View
+from policy.problem import predicted_parts
+from policy.selection import SELECTIONS
+
+DRAFTS, K_MAX, PROMPT = ("a", "b", "c"), 4, 50
+FORGETFUL = AcceptanceConfig(draft_memory_rows=100.0, request_memory_steps=30.0)
+TIMES = LatencyModel.from_tables(
+    LatencyTable.synthetic("target", {1: 1.0, 64: 1.2}),
+    {draft: LatencyTable.synthetic(draft, {1: cost_s, 64: 2 * cost_s}) for draft, cost_s in zip(DRAFTS, (0.02, 0.04, 0.06), strict=True)},
+)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """For so many steps: the tokens of each draft that hold and by which chance, which are allowed, how many steps a request lasts, by what
+    the target and the drafts are slower than their tables, and the pause after a step.
+    """
+
+    steps: int
+    holds: tuple[int, ...]
+    chance: float
+    allowed: tuple[bool, ...]
+    life: int
+    slowness: tuple[float, ...]
+    idle_s: float
+
+
+def each(values):
+    return st.tuples(*[values] * len(DRAFTS))
+
+
+PHASES = st.builds(
+    Phase,
+    st.integers(1, 100),
+    each(st.integers(0, K_MAX)),
+    st.sampled_from([0.0, 0.3, 0.9, 1.0]),
+    each(st.booleans()),
+    st.sampled_from([1, 10, 60, 1000]),
+    st.tuples(*[st.sampled_from([0.3, 1.0, 4.0])] * (1 + len(DRAFTS))),
+    st.sampled_from([0.0, 1.0, 1e5]),
+)
+HISTORIES = st.lists(PHASES, min_size=1, max_size=3)
+
+
+class World:
+    """A closed loop of a few rows around a planner; what has been planned stays in ``planned``, one set of (draft, length) a step."""
+
+    def __init__(self, selection, rows, seed):
+        config = PlannerConfig(k_max=K_MAX, selection=selection, explore_share=0.05, acceptance=FORGETFUL)
+        self.planner, self.rng = AdaptivePlanner(DRAFTS, TIMES, config), np.random.default_rng(seed)
+        self.state, self.now, self.rows, self.planned = self.planner.start(), 0.0, rows, []
+        self.request, self.age, self.lag = np.arange(rows), np.zeros(rows, np.int64), np.full((rows, len(DRAFTS)), PROMPT)
+
+    def live(self, phase):
+        for _ in range(phase.steps):
+            self._step(phase)
+            self.now += phase.idle_s
+
+    def _step(self, phase):
+        rows = self.rows
+        view = View(
+            DRAFTS,
+            request=self.request,
+            context=PROMPT + self.age,
+            remaining=np.full(rows, 100),
+            ceiling=np.tile(np.where(phase.allowed, K_MAX, 0), (rows, 1)),
+            catchup=self.lag.copy(),
+            weight=np.ones(rows),
+            rule=np.zeros(rows, np.int64),
+            ready=np.ones(rows, np.bool_),
+        )
+        plan, state = self.planner.plan(view, self.state, self.now, self.rng)
+        self.planned.append({(d, k) for d, k in zip(plan.draft.tolist(), plan.length.tolist(), strict=True) if k})
+        most = np.minimum(np.where(plan.draft >= 0, np.array(phase.holds)[plan.draft], 0), plan.length)
+        accepted = np.cumprod((self.rng.random((rows, K_MAX)) < phase.chance) & (np.arange(K_MAX) < most[:, None]), axis=1).sum(1)
+        self.age += 1
+        over = self.age >= phase.life
+        nothing = np.zeros(rows, np.int64)
+        told = Outcome(
+            view.request, plan.draft, plan.length, accepted, accepted + 1, plan.length, nothing, 0.0, finished=self.request[over]
+        )
+        verify_s, overhead_s, *drafts_s = predicted_parts(TIMES, told, view)[0].tolist()
+        parts_s = dict(zip(("verify", *(f"draft:{d}" for d in DRAFTS)), np.multiply([verify_s, *drafts_s], phase.slowness), strict=True))
+        told = replace(told, measured_s=overhead_s + sum(parts_s.values()), parts_s=parts_s)
+        self.state = self.planner.observe(told, state, self.now)
+        self.now += told.measured_s
+        self.lag += (accepted + 1)[:, None]
+        used = plan.length > 0
+        self.lag[used, plan.draft[used]] = 1
+        self.request = np.where(over, self.request + rows, self.request)
+        self.age[over], self.lag[over] = 0, PROMPT
+
+
+def lived(history, selection, rows, seed, holds):
+    """Return what is planned in the last steps of a life in which, after a history, so many tokens of each draft hold for good."""
+    world = World(selection, rows, seed)
+    for phase in (*history, Phase(600, holds, 1.0, (True,) * len(DRAFTS), 40, (1.0,) * (1 + len(DRAFTS)), 0.0)):
+        world.live(phase)
+    return world.planned[-300:]
+
+
+LIVES = {"history": HISTORIES, "selection": st.sampled_from(SELECTIONS), "rows": st.integers(1, 4), "seed": st.integers(0, 2**32)}
+
+
+@settings(deadline=None, max_examples=12)
+@given(**LIVES)
+def test_where_nothing_is_ever_accepted_again_every_draft_is_still_tried(history, selection, rows, seed):
+    planned = lived(history, selection, rows, seed, (0,) * len(DRAFTS))
+    assert {draft for step in planned for draft, _ in step} == set(range(len(DRAFTS)))
+
+
+@settings(deadline=None, max_examples=12)
+@given(**LIVES, draft=st.integers(0, len(DRAFTS) - 1), length=st.integers(1, K_MAX))
+def test_a_draft_that_comes_to_be_right_for_some_tokens_is_used_for_no_fewer(history, selection, rows, seed, draft, length):
+    planned = lived(history, selection, rows, seed, tuple(length if d == draft else 0 for d in range(len(DRAFTS))))
+    assert np.mean([any(d == draft and k >= length for d, k in step) for step in planned]) > 0.5
