@@ -1,0 +1,335 @@
+"""A fake of ``tensorrt_llm.bindings.executor`` without model or GPU, written from the description of the API and of its C++ decoder.
+
+``tensorrt_llm_executor_api.json`` says where that description comes from. What differs from a step engine is here: requests wait in a
+queue, run iteration by iteration in one batch, and are answered late, out of order or in parts; a prompt's KV is found by blocks or is
+not; a request with draft tokens is over after one verification; every request is a new one, whose seed begins its stream of numbers anew.
+Once a request has given ``min_tokens``, those without it may not end with their first token.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from tests.contract.fake_decoder import Decoder, Law
+from tests.contract.fake_executor_types import *  # noqa: F403 the module stands for the bindings
+from tests.contract.fake_executor_types import (
+    ExecutorConfig,
+    FinishReason,
+    InflightBatchingStats,
+    IterationStats,
+    KvCacheStats,
+    ModelType,
+    Request,
+    RequestPerfMetrics,
+    Response,
+    Result,
+)
+
+DRAFT_TOKENS_EXTERNAL = 2
+"""The mode as the engine's ``config.json`` has it."""
+
+
+@dataclass
+class Behaviour:
+    """What an executor does to its users. Chances are per response, request or iteration; ``seed`` draws them."""
+
+    seed: int = 0
+    late: float = 0.0  # a finished response waits for a later call
+    shuffled: bool = False
+    evicts: float = 0.0  # an iteration empties the cache of prefixes
+    refuses: float = 0.0  # a request ends in an error
+    dies_at: int | None = None  # iteration from which on every call raises
+    mute: bool = False  # requests are taken and never answered
+    iteration_s: float = 0.0
+    rng: np.random.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
+
+    def happens(self, chance: float) -> bool:
+        return chance > 0 and self.rng.random() < chance
+
+
+@dataclass
+class Model:
+    """What an engine folder stands for: logits [vocab] behind tokens, and how its executor behaves."""
+
+    law: Law
+    behaviour: Behaviour = field(default_factory=Behaviour)
+    kv_blocks: int = 64
+
+
+@dataclass
+class _Running:
+    id: int
+    request: Request
+    decoder: Decoder
+    sent: int = 0
+    metrics: RequestPerfMetrics = field(default_factory=RequestPerfMetrics)
+    finish: FinishReason = FinishReason.NOT_FINISHED
+    started: bool = False
+    draws: int = 0
+
+
+class Executor:
+    """See the recorded API; ``models`` says what the engine folders stand for, ``created`` keeps every executor for the tests."""
+
+    models: ClassVar[dict[str, Model]] = {}
+    created: ClassVar[list[Executor]] = []
+
+    def __init__(self, model_path: str | Path, model_type: ModelType, executor_config: ExecutorConfig) -> None:
+        assert model_type is ModelType.DECODER_ONLY
+        config = json.loads((Path(model_path) / "config.json").read_text())
+        self.build, self.pretrained = config["build_config"], config["pretrained_config"]
+        self.plugins = self.build["plugin_config"]
+        self.config = executor_config
+        self.model_path = Path(model_path)
+        self._model = self.models[str(model_path)]
+        self._behaviour = self._model.behaviour
+        self.external = self.build["speculative_decoding_mode"] == DRAFT_TOKENS_EXTERNAL
+        reuse = executor_config.kv_cache_config.enable_block_reuse and self.plugins["use_paged_context_fmha"]
+        if self.external and not reuse:
+            raise RuntimeError("KV cache block reuse must be enabled for speculative decoding target model")
+        if executor_config.max_beam_width > self.build.get("max_beam_width", 1):
+            raise RuntimeError("max_beam_width exceeds that of the engine")
+        self.prefixes = _Prefixes(self._model.kv_blocks, self.plugins["tokens_per_block"], reuse, executor_config.kv_cache_config)
+        self.iterations = 0
+        self.requests: list[Request] = []
+        self.live = True
+        self._ids = 0
+        self._least_tokens = False
+        self._queue: deque[_Running] = deque()
+        self._active: list[_Running] = []
+        self._ready: list[Response] = []
+        self._stats: deque[IterationStats] = deque(maxlen=executor_config.iter_stats_max_iterations)
+        self.created.append(self)
+
+    # -- the API
+
+    def enqueue_request(self, request: Request) -> int:
+        (request_id,) = self.enqueue_requests([request])
+        return request_id
+
+    def enqueue_requests(self, requests: list[Request]) -> list[int]:
+        self._check_alive()
+        limit = self.config.max_queue_size
+        if limit and len(self._queue) + len(requests) > limit:
+            raise RuntimeError(f"Maximum queue size of {limit} has been reached, please try again later")
+        ids = []
+        for request in requests:
+            self._ids += 1
+            self.requests.append(request)
+            ids.append(self._ids)
+            try:
+                self._validate(request)
+            except RuntimeError as error:
+                self._ready.append(Response(self._ids, error_msg=str(error), client_id=request.client_id))
+                continue
+            self._least_tokens |= request.sampling_config.min_tokens is not None
+            decoder = Decoder(request, self._model.law, int(self.pretrained["vocab_size"]), int(self._least_tokens))
+            self._queue.append(_Running(self._ids, request, decoder))
+        return ids
+
+    def await_responses(self, timeout: timedelta | None = None) -> list[Response]:
+        """Iterate until something is finished; the time is up when nothing can be."""
+        assert timeout is None or isinstance(timeout, timedelta), "the timeout is a timedelta"
+        self._check_alive()
+        while not self._ready and (self._queue or self._active) and not self._behaviour.mute:
+            self._iterate()
+        if not self._ready:
+            if timeout is not None and (self._active or self._queue):
+                time.sleep(min(0.02, timeout.total_seconds()))
+            return []
+        groups: dict[int, list[Response]] = {}
+        for response in self._ready:
+            groups.setdefault(response.request_id, []).append(response)
+        answers = list(groups.values())  # those of one request stay in order
+        late = [answer for answer in answers[1:] if self._behaviour.happens(self._behaviour.late)]
+        now = [answer for answer in answers if answer not in late]
+        if self._behaviour.shuffled:
+            now = [now[i] for i in self._behaviour.rng.permutation(len(now))]
+        self._ready = [response for answer in late for response in answer]
+        return [response for answer in now for response in answer]
+
+    def get_num_responses_ready(self, id: int | None = None) -> int:  # noqa: A002 the name in the API
+        return sum(id in (None, response.request_id) for response in self._ready)
+
+    def cancel_request(self, id: int | None = None) -> None:  # noqa: A002
+        self._check_alive()
+        for running in [r for r in (*self._queue, *self._active) if r.id == id]:
+            running.finish = FinishReason.CANCELLED
+            if running in self._queue:
+                self._queue.remove(running)
+            else:
+                self._active.remove(running)
+            self._respond(running, [])
+
+    def get_latest_iteration_stats(self) -> list[IterationStats]:
+        self._check_alive()
+        stats = list(self._stats)
+        self._stats.clear()
+        return stats
+
+    def can_enqueue_requests(self) -> bool:
+        return self.live
+
+    def shutdown(self) -> None:
+        self.live = False
+
+    # -- one iteration of the batch
+
+    def _check_alive(self) -> None:
+        dies_at = self._behaviour.dies_at
+        if not self.live or (dies_at is not None and self.iterations >= dies_at):
+            raise RuntimeError("Executor worker has died")
+
+    def _validate(self, request: Request) -> None:
+        draft = request.external_draft_tokens_config
+        tokens, most_draft = len(request.input_token_ids), self.build["max_draft_len"] if self.external else 0
+        if draft and len(draft.tokens) > most_draft:
+            raise RuntimeError(f"Draft tokens length ({len(draft.tokens)}) exceeds maximum draft tokens length ({most_draft}).")
+        if tokens > self.build["max_input_len"]:
+            raise RuntimeError(f"Prompt length ({tokens}) exceeds maximum input length ({self.build['max_input_len']}).")
+        if tokens >= self.build["max_seq_len"]:
+            raise RuntimeError(f"Prompt length ({tokens}) exceeds maximum sequence length ({self.build['max_seq_len']}).")
+        if max(request.input_token_ids) >= self.pretrained["vocab_size"]:
+            raise RuntimeError("a token id is out of range")
+        gathered = self.build.get("gather_generation_logits") or self.config.gather_generation_logits
+        if request.output_config.return_generation_logits and not gathered:
+            raise RuntimeError("generation logits were not gathered")
+        if request.sampling_config.beam_width != 1 and self.external:
+            raise RuntimeError("beam width must be 1 with draft tokens")
+        if self._behaviour.happens(self._behaviour.refuses):
+            raise RuntimeError("injected failure")
+
+    def _iterate(self) -> None:
+        if self._behaviour.iteration_s:
+            time.sleep(self._behaviour.iteration_s)
+        self.iterations += 1
+        self._check_alive()
+        if self._behaviour.happens(self._behaviour.evicts):
+            self.prefixes.evict()
+        while self._queue and len(self._active) < (self.config.max_batch_size or self.build["max_batch_size"]):
+            self._active.append(self._queue.popleft())
+        stats = InflightBatchingStats(num_scheduled_requests=len(self._active))
+        for running in list(self._active):
+            if running.started:
+                stats.num_gen_requests += 1
+            else:
+                self._prefill(running, stats)
+            tokens = running.decoder.step()
+            self._finish(running, tokens)
+        self._stats.append(self._iteration_stats(stats))
+
+    def _prefill(self, running: _Running, stats: InflightBatchingStats) -> None:
+        request = running.request
+        running.started = True
+        reused_tokens = self.prefixes.look_up(request, running.metrics.kv_cache_metrics)
+        draft = request.external_draft_tokens_config
+        stats.num_context_requests += 1
+        stats.num_ctx_tokens += len(request.input_token_ids) - reused_tokens + (len(draft.tokens) if draft else 0)
+        running.metrics.first_iter = self.iterations
+
+    def _finish(self, running: _Running, tokens: list[int]) -> None:
+        request, decoder = running.request, running.decoder
+        running.finish = decoder.finish_reason()
+        if running.finish is FinishReason.NOT_FINISHED and request.external_draft_tokens_config:
+            running.finish = FinishReason.LENGTH  # a request with draft tokens is over after its verification
+        if running.finish is not FinishReason.NOT_FINISHED:
+            self._active.remove(running)
+            self.prefixes.store(request, decoder.tokens[:-1])  # the last token was never run
+        if running.finish is not FinishReason.NOT_FINISHED or request.streaming:
+            self._respond(running, tokens)
+
+    def _respond(self, running: _Running, new: list[int]) -> None:
+        request, decoder = running.request, running.decoder
+        done = running.finish is not FinishReason.NOT_FINISHED
+        output = new if request.streaming and not request.return_all_generated_tokens else decoder.output
+        if not request.output_config.exclude_input_from_output and not request.streaming:
+            output = request.input_token_ids + output
+        result = Result(
+            is_final=done,
+            is_sequence_final=done,
+            output_token_ids=[list(output)],
+            finish_reasons=[running.finish],
+            decoding_iter=self.iterations,
+        )
+        if request.output_config.return_generation_logits and decoder.rows:
+            rows = np.stack(decoder.rows[-len(new) :] if request.streaming else decoder.rows)
+            result.generation_logits = torch.from_numpy(rows).to(decoder.dtype)[None]
+        if request.output_config.return_perf_metrics:
+            running.metrics.last_iter = running.metrics.iter = self.iterations
+            result.request_perf_metrics = running.metrics
+        self._ready.append(Response(running.id, result=result, client_id=request.client_id))
+
+    def _iteration_stats(self, stats: InflightBatchingStats) -> IterationStats:
+        held = len(self.prefixes.blocks)
+        kv = KvCacheStats(
+            max_num_blocks=self.prefixes.size,
+            free_num_blocks=self.prefixes.size - held,
+            used_num_blocks=held,
+            tokens_per_block=self.prefixes.tokens_per_block,
+        )
+        return IterationStats(
+            iter=self.iterations,
+            iter_latency_ms=1000 * self._behaviour.iteration_s,
+            num_active_requests=len(self._active),
+            num_queued_requests=len(self._queue),
+            kv_cache_stats=kv,
+            inflight_batching_stats=stats,
+        )
+
+
+class _Prefixes:
+    """KV by content: complete blocks behind the same text and salt, and (partial reuse) the head of one more; the least used go first."""
+
+    def __init__(self, size: int, tokens_per_block: int, reuse: bool, config) -> None:
+        self.size, self.tokens_per_block = size, tokens_per_block
+        self._reuse, self._partial = reuse, config.enable_partial_reuse
+        self.blocks: OrderedDict[tuple, None] = OrderedDict()
+
+    def look_up(self, request: Request, metrics) -> int:
+        """Return how many tokens need no computing, and account for the prompt's blocks."""
+        tokens, salt, per_block = request.input_token_ids, request.cache_salt_id, self.tokens_per_block
+        usable = len(tokens) - 1  # the last token's logits are needed
+        whole = 0
+        while self._reuse and (whole + 1) * per_block <= usable and (salt, tuple(tokens[: (whole + 1) * per_block])) in self.blocks:
+            whole += 1
+            self.blocks.move_to_end((salt, tuple(tokens[: whole * per_block])))
+        reused = whole * per_block
+        if self._reuse and self._partial:
+            heads = [
+                key[1]
+                for key in self.blocks
+                if key[0] == salt and len(key[1]) == reused + per_block and list(key[1][:reused]) == tokens[:reused]
+            ]
+            reused += max((self._common(head[reused:], tokens[reused:usable]) for head in heads), default=0)
+        metrics.num_reused_blocks = whole
+        metrics.num_total_allocated_blocks = -(-len(tokens) // per_block)
+        metrics.num_missed_blocks = metrics.num_new_allocated_blocks = metrics.num_total_allocated_blocks - whole
+        metrics.kv_cache_hit_rate = whole / metrics.num_total_allocated_blocks
+        return reused
+
+    def store(self, request: Request, tokens: list[int]) -> None:
+        for end in range(self.tokens_per_block, len(tokens) + 1, self.tokens_per_block):
+            key = (request.cache_salt_id, tuple(tokens[:end]))
+            self.blocks[key] = None
+            self.blocks.move_to_end(key)
+        while len(self.blocks) > self.size:
+            self.blocks.popitem(last=False)
+
+    def evict(self) -> None:
+        self.blocks.clear()
+
+    @staticmethod
+    def _common(ours, theirs) -> int:
+        return next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
