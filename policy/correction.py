@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .latency import VERIFY, LatencyCurve
+from .latency import FIRST_DRAFT, VERIFY, LatencyCurve
 from .plan import FloatArray, IntArray
 
 MAX_CORRECTION = 8.0  # either way
 _CORRECTION_RATE = 0.05
+_IDLE_CORRECTION, _IDLE_KEEP = 1.5, 0.9995  # beyond it a draft's factor fades in every step without it: nothing else would try it again
 _MAX_SURPRISE = 4.0  # one step's measured/predicted counts as at most this: a garbage collection is no trend
 
 OCTAVES = 15
@@ -120,13 +121,16 @@ def corrected(correction: FloatArray, predicted_s: FloatArray, measured_s: Float
     """Return the correction after one step.
 
     ``predicted_s`` are uncorrected predictions per part, ``measured_s`` what they took; parts with either at 0 keep their factor. A slow
-    geometric average, each step's surprise clipped, the factor bounded to 1/8..8.
+    geometric average, each step's surprise clipped, the factor bounded to 1/8..8. A draft that was slow once and is not used since is
+    believed to be as slow for a few thousand steps.
     """
     factors = correction.tolist()
     for part, (predicted, measured) in enumerate(zip(predicted_s.tolist(), measured_s.tolist(), strict=True)):
         if predicted > 0 and measured > 0:
             surprise = min(max(measured / (predicted * factors[part]), 1 / _MAX_SURPRISE), _MAX_SURPRISE)
             factors[part] = min(max(factors[part] * surprise**_CORRECTION_RATE, 1 / MAX_CORRECTION), MAX_CORRECTION)
+        elif part >= FIRST_DRAFT and not predicted and factors[part] > _IDLE_CORRECTION:
+            factors[part] = max(factors[part] * _IDLE_KEEP, _IDLE_CORRECTION)
     return np.array(factors)
 
 

@@ -45,6 +45,16 @@ def test_one_stall_hardly_moves_the_correction_and_it_is_bounded():
     assert correction[0] == 8.0
 
 
+def test_a_draft_that_was_slow_once_is_not_held_to_be_so_for_good_while_it_is_idle():
+    correction, used = np.array([3.0, 3.0, 8.0, 0.2, 1.4]), np.array([0.01, 0.0, 0.0, 0.0, 0.0])
+    once = corrected(correction, used, 3 * used)
+    assert 7.9 < once[2] < 8.0
+    assert once[[0, 1, 3, 4]] == pytest.approx(correction[[0, 1, 3, 4]])  # the target runs, what is quick comes back by itself
+    for _ in range(4000):
+        correction = corrected(correction, used, 3 * used)
+    assert correction[2] == 1.5
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_a_curve_that_is_wrong_in_shape_is_learnt_where_steps_are_taken(noise):
     def true(tokens):
