@@ -14,7 +14,7 @@ from time import monotonic
 import policy
 from backend import cache, memory
 from backend.admission import Admission
-from backend.config import EMBEDDED_MODEL, ConfigError, EngineConfig, ServingConfig
+from backend.config import EMBEDDED_MODEL, ConfigError, EngineConfig, PolicyConfig, ServingConfig
 from backend.drafting import Drafting
 from backend.engines.fake import FakeEngine
 from backend.engines.lookup import LookupEngine
@@ -32,6 +32,7 @@ from backend.tokenizer import ByteTokenizer, IncrementalDecoder, Tokenizer, load
 from backend.trace_file import TraceFile
 from backend.tracing import Tracing
 from policy import LatencyTable
+from policy.published import AcceptanceAverage, SmartSpec, SpinSelection
 from policy.shaped import ShapedPlanner
 from policy.shapes import Shapes
 from policy.trace import Traced
@@ -230,15 +231,12 @@ def make_policy(
     config: ServingConfig, drafts: list[Engine], tables: Mapping[str, LatencyTable], stats: StepStats, trees: bool = False
 ) -> policy.Policy:
     """Make the configured policy for these drafts; ``tables`` by the names of the engines that run a model, ``trees``: the target's."""
-    kind = config.policy.kind
-    if kind == "none" or not drafts:
+    if config.policy.kind == "none" or not drafts:
         return policy.NoSpeculation()
-    if kind == "fixed":
-        return policy.FixedLength(config.policy.draft, config.policy.length)
-    if kind == "random":
-        return policy.RandomChoice()
     known = {engine.name: tables.get(engine.name) or _known_times(engine) for engine in (config.target, *config.drafts)}
     latency = policy.LatencyModel.from_tables(known.pop(config.target.name), known, OVERHEAD_S, SPECULATION_S)
+    if config.policy.kind != "adaptive":
+        return _baseline(config.policy, tuple(known), latency)
     scored = all(draft.limits.scores or draft.limits.free for draft in drafts)
     constants = policy.PlannerConfig(k_max=config.policy.k_max, selection=config.policy.selection, catchup_scored=scored)
     planner = policy.AdaptivePlanner(tuple(known), latency, constants)
@@ -247,6 +245,24 @@ def make_policy(
     if not config.policy.trace_file:
         return planner
     return Traced(planner, TraceFile(Path(config.policy.trace_file), stats), config.policy.trace_lines)
+
+
+def _baseline(config: PolicyConfig, drafts: tuple[str, ...], latency: policy.LatencyModel) -> policy.Policy:
+    """Make a policy that the adaptive one is compared with."""
+    match config.kind:
+        case "fixed":
+            return policy.FixedLength(config.draft, config.length)
+        case "schedule":
+            return policy.BatchSchedule(config.draft, {step.batch: step.length for step in config.schedule})
+        case "average":
+            return AcceptanceAverage(config.draft)
+        case "smartspec":
+            return SmartSpec(drafts, config.draft, latency, config.k_max)
+        case "spin":
+            return SpinSelection(drafts, config.length)
+        case kind:
+            assert kind == "random", kind
+            return policy.RandomChoice()
 
 
 def _shapes(config: ServingConfig, drafts: list[Engine], trees: bool) -> Shapes:

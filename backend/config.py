@@ -43,20 +43,32 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyConfig:
-    """Which policy plans. ``fixed`` uses ``draft`` and ``length`` always; ``random`` (tests) draws both in every step.
+class ScheduleStep:
+    """Up to ``batch`` requests that decode, ``length`` tokens are proposed."""
 
+    batch: int = _setting(1, low=1)
+    length: int = _setting(0, low=0, high=64)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyConfig:
+    """Which policy plans: ``adaptive``, or one to compare it with.
+
+    ``fixed`` uses ``draft`` and ``length`` always, ``schedule`` ``draft`` by a table of batch sizes; ``average`` (SGLang's) and
+    ``smartspec`` (as published) adapt the length of ``draft``, ``spin`` selects drafts for chains of ``length``; ``random`` (tests) draws
+    both in every step.
     ``selection`` is how the adaptive planner finds drafts worth a trial (``policy.selection``). It proposes up to ``tree_width`` candidates
     for a place (1: chains only) and, with ``merge_chains``, chains of two drafts for one verification, where they pay.
     ``keep_learned``: what was learnt outlasts the process, in the cache folder. ``trace_file`` (empty: none) gets the first ``trace_lines``
     lines of what the adaptive planner saw and decided, for ``python -m policy.replay``.
     """
 
-    kind: str = _setting("adaptive", choices=("adaptive", "none", "fixed", "random"))
+    kind: str = _setting("adaptive", choices=("adaptive", "none", "fixed", "schedule", "average", "smartspec", "spin", "random"))
     k_max: int = _setting(8, low=0, high=64)
     selection: str = _setting("probing", choices=("probing", "ucb", "thompson"))
     draft: str = ""
     length: int = _setting(4, low=0, high=64)
+    schedule: tuple[ScheduleStep, ...] = ()
     tree_width: int = _setting(1, low=1, high=16)
     merge_chains: bool = False
     seed: int = 0
@@ -160,10 +172,17 @@ def parse_config(raw: Any) -> ServingConfig:
     for where, engine in [("target", config.target), *((f"drafts[{i}]", d) for i, d in enumerate(config.drafts))]:
         if engine.engine == "torch" and not engine.model:
             raise ConfigError(f"{where}.model must name a folder or {EMBEDDED_MODEL!r}, got {engine.model!r}")
-    if config.policy.kind == "fixed" and config.policy.draft not in names[1:]:
-        raise ConfigError(f"policy.draft must be one of {names[1:]}, got {config.policy.draft!r}")
+    _check_policy(config.policy, names[1:])
     _check_switches(config.switches, config)
     return config
+
+
+def _check_policy(policy: PolicyConfig, drafts: list[str]) -> None:
+    if policy.kind in ("fixed", "schedule", "average", "smartspec") and policy.draft not in drafts:
+        raise ConfigError(f"policy.draft must be one of {drafts}, got {policy.draft!r}")
+    batches = [step.batch for step in policy.schedule]
+    if policy.kind == "schedule" and (not batches or len(set(batches)) < len(batches)):
+        raise ConfigError(f"policy.schedule must have a length for each of some different batch sizes, got those of {batches}")
 
 
 def parse_switches(raw: Any, config: ServingConfig) -> SwitchesConfig:

@@ -9,7 +9,8 @@ from backend.engines.lookup import LookupEngine
 from backend.request import FinishReason, GenerationRequest, RequestError, SamplingParams
 from backend.stats import Stats, StepStats
 from backend.tokenizer import ByteTokenizer
-from policy import AdaptivePlanner, FixedLength, LatencyError, NoSpeculation
+from policy import AdaptivePlanner, BatchSchedule, FixedLength, LatencyError, NoSpeculation
+from policy.published import AcceptanceAverage, SmartSpec, SpinSelection
 from policy.selection import SELECTIONS
 from policy.trace import replayed, same
 from tests.options import greedy
@@ -101,10 +102,21 @@ def test_a_run_ends_at_the_edge_of_the_context(policy):
         ({"kind": "adaptive"}, AdaptivePlanner),
         ({"kind": "none"}, NoSpeculation),
         ({"kind": "fixed", "draft": "d0", "length": 2}, FixedLength),
+        ({"kind": "schedule", "draft": "d0", "schedule": [{"batch": 4, "length": 3}]}, BatchSchedule),
+        ({"kind": "average", "draft": "d0"}, AcceptanceAverage),
+        ({"kind": "smartspec", "draft": "d0"}, SmartSpec),
+        ({"kind": "spin", "length": 2}, SpinSelection),
     ],
 )
-def test_the_configured_policy_is_built(settings, kind):
-    assert isinstance(build(parse_config({**FAKE, "policy": settings})).orchestrator._policy.policy, kind)
+def test_the_configured_policy_is_built_and_serves(settings, kind):
+    app, sink = build(parse_config({**FAKE, "target": {"engine": "fake", "step_s": 0.002}, "policy": settings})), Sink()
+    assert isinstance(app.orchestrator._policy.policy, kind)
+    app.orchestrator.submit(app.session(GenerationRequest("text", 40, end_id=-1), sink))
+    while sink.reply is None:
+        app.orchestrator.step()
+    _, reason, usage = sink.reply
+    assert (reason, usage.output_tokens) == (FinishReason.LENGTH, 40)
+    assert (usage.drafted == 0) == (kind is NoSpeculation)
 
 
 @pytest.mark.parametrize("settings", [{"tree_width": 2}, {"merge_chains": True}])

@@ -28,6 +28,11 @@ def test_defaults_are_those_of_the_embedded_deployment():
         ({"target": TORCH, "policy": {"selection": "softmax"}}, ["policy.selection", "softmax", "thompson"]),
         ({"target": TORCH, "policy": {"k_max": True}}, ["policy.k_max", "True"]),
         ({"target": TORCH, "policy": {"kind": "fixed", "draft": "x"}}, ["policy.draft", "x"]),
+        ({"target": TORCH, "policy": {"kind": "smartspec"}}, ["policy.draft", "''"]),
+        (
+            {"target": TORCH, "drafts": [{"name": "lookup", "engine": "lookup"}], "policy": {"kind": "schedule", "draft": "lookup"}},
+            ["policy.schedule", "[]"],
+        ),
         ({"target": TORCH, "limits": {"max_active_requests": 0}}, ["limits.max_active_requests", "0"]),
         ({"target": TORCH, "log": {"format": "xml"}}, ["log.format", "xml", "json"]),
         ({"target": TORCH, "log": {"level": "INFO"}}, ["log.level", "INFO", "info"]),
