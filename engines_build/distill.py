@@ -20,13 +20,13 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from backend.engines.checkpoint import LlamaConfig, Weights, load
-from backend.manifest import weights_sha256
+from backend.manifest import check_pair, read_manifest, weights_sha256
 from engines_build.corpora import WORKLOADS
 from engines_build.corpora_evaluation import JUDGED, EvaluationError
 from engines_build.corpora_overlap import GRAM_WORDS, Grams, OverlapError, grams_of, overlap_counts, overlaps
 from engines_build.distill_arguments import parse
 from engines_build.distill_card import command_line, model_card, target_card
-from engines_build.distill_export import export, parameters
+from engines_build.distill_export import export, parameters, read_draft
 from engines_build.distill_family import (
     DRAFTS,
     TARGET_NAME,
@@ -51,6 +51,7 @@ from engines_build.distill_train import (
     load_samples,
     plain_samples,
     run_name,
+    shape_of,
 )
 
 HELD_OUT_SLOTS = 24
@@ -68,13 +69,20 @@ def distil(args: argparse.Namespace) -> dict[str, Any]:
     config, weights = load(args.target, "bf16", args.device)
     shards, held_out = generate(args, config, weights, tokenizer, start)
     samples = unjudged(args, [s for s in first_tokens(load_samples(shards), args.tokens) if s.workload in args.workloads], tokenizer)
-    shape = Shape(args.hidden, args.layers, args.head_dim, min(args.shortlist, config.vocab_size))
-    shortlist = choose_shortlist(samples, shape.shortlist, config.vocab_size, eos_token_ids(tokenizer))
     torch.manual_seed(args.seed)
-    draft = build(shape, weights["model.embed_tokens.weight"], shortlist, tokenizer, config.max_position_embeddings)
+    if args.start:
+        check_pair(read_manifest(args.target), read_manifest(args.start))
+        draft, shortlist = read_draft(args.start)
+        shape = shape_of(draft)
+    else:
+        shape = Shape(args.hidden, args.layers, args.head_dim, min(args.shortlist, config.vocab_size))
+        shortlist = choose_shortlist(samples, shape.shortlist, config.vocab_size, eos_token_ids(tokenizer))
+        draft = build(shape, weights["model.embed_tokens.weight"], shortlist, tokenizer, config.max_position_embeddings)
     end = start + 60 * args.minutes
     run = args.work / run_name(shape, len(samples), args.train_tokens, args.seed)
-    if args.warm_up_tokens:
+    if args.start:
+        run = run.with_name(f"{run.name}-start{weights_sha256(args.start)[:8]}")
+    elif args.warm_up_tokens:
         plain = plain_samples(args.train.texts, tokenizer, args.warm_up_tokens, args.seed)
         budget = Budget(sum(len(s.tokens) for s in plain), args.batch, args.learning_rate, end)
         Trainer(draft, shortlist, plain, args.device, args.seed, run.with_name(run.name + "-warm-up")).run(budget)

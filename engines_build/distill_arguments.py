@@ -21,6 +21,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """Read the command line; a bad value ends the program with a line that names its flag."""
     parser = _parser()
     args = parser.parse_args(argv)
+    _check_start(parser, args)
     for name, value in (_FAMILY_SHAPE if args.family else _DRAFT_SHAPE).items():
         setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
     for name in _POSITIVE:
@@ -52,6 +53,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
+def _check_start(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if not args.start:
+        return
+    if given := [name for name in _DRAFT_SHAPE if getattr(args, name) is not None]:
+        parser.error(f"--start: the draft {args.start} has its own shape, --{given[0].replace('_', '-')} cannot be given")
+    if args.family:
+        parser.error(f"--start: not with --family, got {args.start}")
+    if not (args.start / "config.json").is_file():
+        parser.error(f"--start: no config.json in {args.start}")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m engines_build.distill", description="Distil a draft for a target.")
 
@@ -64,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     folder("--target", "Hugging Face folder of the target (Llama family, with its tokenizer)")
     parser.add_argument("--family", choices=("tiny",), help="make a tokenizer, a target and drafts from scratch, in folders of --out")
     folder("--out", "folder to write the draft to", required=True)
+    folder("--start", "draft of the same target to begin with, instead of the target's embedding and plain text: to specialise or train on")
     folder("--work", "folder for shards and checkpoints, shared by the drafts of one target (default: OUT with .work behind its name)")
     folder("--corpora", "folder filled by engines_build.corpora --fetch")
     parser.add_argument("--sources", default=",".join(LICENCES), help="sources of the prompts, comma-separated (default: %(default)s)")

@@ -24,8 +24,7 @@ it is no model to talk to. Same tokenizer as its target (`vocabulary_sha256` in 
 
 ## Training
 
-1. Plain language modelling on {warm_up} tokens of the texts above, one pass. The embedding
-   starts as the target's, projected to {hidden} dimensions.
+1. {beginning}
 2. Cross entropy with the target's law (its top {top_k} log probabilities, the rest as one class) on {generated} tokens of its own
    in {sequences} sequences ({workloads}): half greedy, half at temperature {temperature} among its top {top_k}; prompts up to
    {prompt} tokens, answers up to {new}; raw text and chat template. {read} tokens read, {passes:.1f} passes; at the end a loss of
@@ -125,7 +124,7 @@ def model_card(args: argparse.Namespace, shape: Shape, report: dict[str, Any], c
         top_k=TOP_K,
         prompt=MAX_PROMPT_TOKENS,
         new=MAX_NEW_TOKENS,
-        warm_up=f"{args.warm_up_tokens:,}",
+        beginning=_beginning(args, shape),
         read=f"{line['tokens']:,}",
         passes=line["tokens"] / report["set_tokens"],
         loss=line["loss"],
@@ -142,6 +141,16 @@ def model_card(args: argparse.Namespace, shape: Shape, report: dict[str, Any], c
         seen=MAX_PROMPT_TOKENS + MAX_NEW_TOKENS,
         worst=min(scores, key=lambda w: scores[w]["agreement"]),
         lowest=min(s["agreement"] for s in scores.values()),
+    )
+
+
+def _beginning(args: argparse.Namespace, shape: Shape) -> str:
+    """Return what comes before the target's answers."""
+    if args.start:
+        return f"Begun with the weights and the shortlist of `{args.start.name}`, which was made as its own card says."
+    return (
+        f"Plain language modelling on {args.warm_up_tokens:,} tokens of the texts above, one pass. The embedding\n"
+        f"   starts as the target's, projected to {shape.hidden} dimensions."
     )
 
 

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from backend.manifest import vocabulary_sha256
 
@@ -37,6 +37,18 @@ def export(model: LlamaForCausalLM, shortlist: Tensor | None, tokenizer: Path, o
         config |= {"draft_vocab_size": len(shortlist), "vocabulary_sha256": vocabulary_sha256(tokenizer)}
     write_weights(tensors, out)
     (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def read_draft(folder: Path) -> tuple[LlamaForCausalLM, Tensor]:
+    """Return a draft that ``export`` has written, in fp32, and its shortlist. Raises ValueError for a folder that is none."""
+    tensors = {name: t for file in sorted(folder.glob("model*.safetensors")) for name, t in load_file(file).items()}
+    if "lm_head.token_ids" not in tensors:
+        raise ValueError(f"--start: {folder} is no draft with a shortlist")
+    shortlist = tensors.pop("lm_head.token_ids").long()
+    draft = LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).float()
+    draft.lm_head = torch.nn.Linear(draft.config.hidden_size, len(shortlist), bias=False)
+    draft.load_state_dict({name: t.float() for name, t in tensors.items()})
+    return draft, shortlist
 
 
 def write_weights(tensors: dict[str, Tensor], out: Path) -> None:

@@ -46,6 +46,12 @@ class Shape:
     shortlist: int
 
 
+def shape_of(draft: LlamaForCausalLM) -> Shape:
+    """Return what a draft is made of."""
+    config = draft.config
+    return Shape(config.hidden_size, config.num_hidden_layers, config.head_dim, draft.lm_head.out_features)
+
+
 @dataclass(slots=True)
 class Sample:
     """A sequence [n] and the teacher's law behind each token but the last: ids and log probabilities [n-1, TOP_K]."""

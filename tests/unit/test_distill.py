@@ -159,6 +159,18 @@ def test_the_same_seed_and_token_budget_give_the_same_loss_curve_stopped_or_not(
     assert [c.splitlines()[-1].split('"loss"')[0] for c in curve(whole.work)] == [c.splitlines()[-1].split('"loss"')[0] for c in curves]
 
 
+def test_a_draft_that_starts_from_another_has_its_shape_and_shortlist_and_learns_on(target, finished, tmp_path):
+    folder, _ = finished
+    values = {"target": target, "out": tmp_path / "on", "work": folder / "draft.work", "start": folder / "draft", "sources": "sql"}
+    values |= {"judged": "sql", "tokens": 1500, "held-out-tokens": 400, "train-tokens": 2000, "batch": 4, "learning-rate": 1e-3}
+    report = distill.distil(parse([word for name, value in values.items() for word in (f"--{name}", str(value))]))
+    before, after = (load_file(path / "model.safetensors") for path in (folder / "draft", tmp_path / "on"))
+    assert torch.equal(before["lm_head.token_ids"], after["lm_head.token_ids"])
+    assert not torch.equal(before["lm_head.weight"], after["lm_head.weight"])
+    assert report["training"]["tokens"] >= 2000
+    assert "Begun with the weights and the shortlist of `draft`" in (tmp_path / "on/README.md").read_text("utf-8")
+
+
 def test_shards_of_another_target_are_refused(target, finished, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
@@ -305,6 +317,7 @@ def test_the_shortlist_follows_the_teachers_own_text_not_the_prompt():
         ("judged", "nowhere"),
         ("sources", "wordnet"),
         ("target", "/nowhere"),
+        ("start", "/nowhere"),
     ],
 )
 def test_a_bad_argument_is_named_with_its_value(target, tmp_path, capsys, flag, value):
