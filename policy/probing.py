@@ -107,17 +107,28 @@ def worth_of_knowing(problem: StepProblem, weight: FloatArray, hope: Hope, choic
     last, row = max(problem.last_total(), 1), np.arange(n)
     token_s = (problem.verify_s[min(last, len(problem.verify_s) - 1)] - problem.verify_s[0]) / last
     shared = price * (token_s + problem.forward_s[:, [n]] / n + problem.row_s)  # [D, n]
-    depth = np.arange(1, k_max + 1)[:, None, None]
-    paid = np.where(depth <= problem.ceiling, depth * shared, np.inf)
-    hoped = np.cumsum(np.cumprod(hope.hazard[:, :, :k_max].transpose(2, 1, 0), axis=0), axis=0) * weight - paid
-    mean = np.cumsum(problem.gain, axis=0) - paid
+    beyond = np.arange(k_max)[:, None, None] >= problem.ceiling if problem.ceiling.item(problem.ceiling.argmin()) < k_max else None
+    depth = np.arange(1.0, k_max + 1)[:, None, None]
+    hoped, mean = hope.hazard[:, :, :k_max].transpose(2, 1, 0).copy(), np.empty((k_max, drafts, n))
+    hoped[0] *= weight
+    mean[0] = problem.gain[0]
+    for j in range(1, k_max):
+        hoped[j] *= hoped[j - 1]
+        np.add(mean[j - 1], problem.gain[j], out=mean[j])
+    for j in range(1, k_max):
+        hoped[j] += hoped[j - 1]
+    paid = depth * shared
+    if beyond is not None:
+        paid[beyond] = np.inf
+    hoped -= paid
+    mean -= paid
     present = np.where(choice.length > 0, mean[choice.length - 1, choice.draft, row], 0.0)
     own_length = np.where(choice.draft == np.arange(drafts)[:, None], choice.length, 0)
     length = np.minimum(hoped.argmax(0) + 1, own_length + PROBE_TOKENS)
-    best = np.maximum(mean.max(0), -1e9)
-    doubt = np.maximum(hoped.max(0) - best, 0.0) / hope.deviations * np.sqrt(hope.settled.T)
+    best, most = np.maximum(mean.max(0), -1e9), hoped.max(0)
+    doubt = np.maximum(most - best, 0.0) / hope.deviations * np.sqrt(hope.settled.T)
     worth = np.where(own_length > 0, 0.0, _expected_gain(best - present, doubt) * problem.horizon)
-    upside = np.where(length == own_length, 0.0, np.maximum(hoped.max(0) - price * problem.charge_s - present, 0.0))
+    upside = np.where(length == own_length, 0.0, np.maximum(most - price * problem.charge_s - present, 0.0))
     return Prospects(length, upside, worth, np.maximum(present - best, 0.0))
 
 

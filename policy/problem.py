@@ -138,15 +138,16 @@ def extra_prefill_s(latency: LatencyModel, correction: FloatArray, view: View, t
 
 def drafting_s(latency: LatencyModel, view: View, rows: IntArray, choice: Choice) -> FloatArray:
     """Return the uncorrected seconds of every draft's forwards, float64[drafts], when ``rows`` of the view propose as chosen."""
-    draft, length = choice
-    seconds = np.zeros(len(latency.drafts))
-    for d in set(draft[length > 0].tolist()):
-        group = (draft == d) & (length > 0)
-        members, curve = rows[group], latency.drafts[d]
-        alive = (length[group, None] > np.arange(1, int(length[group].max()))).sum(0)
-        row_s = curve.row_s + curve.context_s * view.context[members]
-        first = int(np.maximum(view.catchup[members, d], 1).sum())
-        seconds[d] = float(curve.base(np.concatenate([[first], alive])).sum() + (length[group] * row_s).sum())
+    used = choice.length.nonzero()[0]
+    if not len(used):
+        return np.zeros(len(latency.drafts))
+    draft, length, rows, stack = choice.draft[used], choice.length[used], rows[used], latency.stack
+    member = (draft[:, None] == np.arange(len(latency.drafts))).astype(np.float64)
+    alive = (np.arange(length.item(length.argmax()))[:, None] < length).astype(np.float64)
+    alive[0] = np.maximum(view.catchup[rows, draft], 1)
+    tokens = alive.dot(member).T
+    row_s = length * (stack.row_s.take(draft) + stack.context_s.take(draft) * view.context[rows])
+    seconds: FloatArray = (stack.base(tokens.astype(np.int64)) * (tokens > 0)).sum(1) + row_s.dot(member)
     return seconds
 
 
