@@ -71,5 +71,17 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family("spindle_kv_block_events_total", _C, "Complete blocks of admitted requests: reused, missed; cached ones evicted", ("event",)),
     Family("spindle_kv_reused_tokens_total", _C, "Tokens whose KV the target had when their request was admitted"),
+    Family(
+        "spindle_engine_kv_blocks_total",
+        _C,
+        "Blocks of a TensorRT-LLM executor's KV that a turn's text found: reused, missed",
+        ("engine", "event"),
+    ),
+    Family("spindle_engine_kv_reuse_failures_total", _C, "Turns that found fewer blocks than those before had left", ("engine",)),
+    Family("spindle_engine_logits_bytes_total", _C, "Bytes of logits exchanged with an executor", ("engine",)),
+    Family("spindle_engine_deaths_total", _C, "Times an executor died", ("engine",)),
+    Family("spindle_engine_iterations_total", _C, "Iterations of an executor", ("engine",)),
+    Family("spindle_engine_iteration_seconds_total", _C, "Time that they took by its own statistics", ("engine",)),
+    Family("spindle_engine_context_tokens_total", _C, "Tokens that they ran in context phases", ("engine",)),
     Family("spindle_latency_drift", _G, "Measured over predicted time, by part of the step", ("part",)),
 )

@@ -90,7 +90,8 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a turn came to: ``tokens`` = accepted proposal tokens, then the freely run ones; ``accepted`` counts the former.
+    """What a turn came to: ``tokens`` = accepted proposal tokens, then the freely run ones; ``accepted`` counts the former. An engine may
+    stop behind an end token of the sequence.
 
     ``probs`` is the handle on the law of the tokens where ``keep_probs`` was asked (None = point mass). ``log_probs`` holds the natural
     logarithm of each token's probability where the sequence asks for it: of the model's law with the request's options and temperature,

@@ -46,7 +46,7 @@ def texts_with_options_are_those_of_plain_decoding() -> None:
     texts_are_those_of_plain_decoding(replace(MIXED, script=((6, 4),)))
 
 
-def log_probs_are_those_of_the_text(scenario: Scenario = MIXED) -> None:
+def log_probs_are_those_of_the_text(scenario: Scenario = MIXED, tolerance: float = 1e-9) -> None:
     """One for each token, of its law behind all tokens before it, whether it was proposed or not."""
     for session in serve(scenario)[1]:
         tokens, prompt_tokens, sampling = session.sequence.tokens, session.sequence.prompt_tokens, session.sequence.sampling
@@ -54,7 +54,7 @@ def log_probs_are_those_of_the_text(scenario: Scenario = MIXED) -> None:
             expected = [reference().log_probs(tokens[:at], prompt_tokens, sampling)[tokens[at]] for at in range(prompt_tokens, len(tokens))]
             found = session.sink.log_probs
             assert len(found) == len(expected)
-            assert np.allclose(found, expected, rtol=0.0, atol=1e-9), f"log-probabilities under {sampling}"
+            assert np.allclose(found, expected, rtol=0.0, atol=tolerance), f"log-probabilities under {sampling}"
 
 
 def kv_is_that_of_a_fresh_prefill(scenario: Scenario = BUSY) -> None:

@@ -1,0 +1,310 @@
+"""TensorRT-LLM 1.2.1's Executor behind the engine port, as a target or as a draft. Run so far on a fake of the bindings only.
+
+Each turn is a request of its own: the text so far as its prompt, whose KV the executor finds again by content, and behind it a draft to
+verify (which ends the request) or tokens to run. Turns complete in any order. What a turn means to the executor and back is in
+``backend.engines.trtllm_requests``.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from datetime import timedelta
+from time import monotonic
+from typing import Any
+
+from backend.engine_folder import EngineFolder
+from backend.engines.trtllm_requests import Ask, TurnError, ask, completion
+from backend.ports import Completion, EngineLimits, Sequence, Turn
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 5.0
+"""How long the executor may take to answer a request that it was told to cancel or whose time is up."""
+
+STATS_INTERVAL_S = 0.25
+
+
+class EngineDiedError(RuntimeError):
+    """The executor is gone (a rank crashed, or it answers nothing): every turn in flight is void."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorSettings:
+    """How an executor is created. ``gpus`` are device ids, one a rank; ``orchestrated`` runs the ranks in processes of their own (MPI).
+
+    ``kv_fraction`` is of the memory that is free when it is created (``backend.engines.trtllm_memory``). ``restarts``: a dead executor is
+    created anew, in the background (drafts); a target's death ends the process, which is started anew with everything in it.
+    """
+
+    gpus: tuple[int, ...] = (0,)
+    kv_fraction: float = 0.9
+    orchestrated: bool = False
+    worker: str = ""
+    turn_timeout_s: float = 30.0
+    restarts: bool = False
+
+
+@dataclass(slots=True)
+class _Flight:
+    asked: Ask
+    since_s: float
+    tokens: list[int]
+    cancelled: bool = False
+
+
+class TrtllmEngine:
+    """One Executor. ``count(name, amount, **labels)`` gets the metrics, ``limits.max_draft_tokens`` is the engine's ``max_draft_len``.
+
+    Prompts are not cut here: the executor chunks them itself. A prefill chunk without tokens to run therefore completes at once and costs
+    nothing; the turn that ends the prompt runs all of it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        engine: EngineFolder,
+        settings: ExecutorSettings,
+        *,
+        max_context_tokens: int,
+        kv_blocks: int = 0,
+        bindings: Any = None,
+        count: Callable[..., None] | None = None,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self.name = name
+        most = engine.max_draft_len if engine.verifies_drafts else engine.max_seq_len
+        context = min(max_context_tokens, engine.max_context_tokens)
+        self.limits = EngineLimits(engine.vocab_size, context, most, engine.max_seq_len, kv_blocks)
+        self._engine, self._settings, self._count, self._clock = engine, settings, count or _uncounted, clock
+        self._trtllm = bindings or load_bindings()
+        self._waiting: deque[Turn] = deque()
+        self._flights: dict[int, _Flight] = {}  # by the executor's request id
+        self._done: list[Completion] = []
+        self._ran: dict[int, tuple[int, list[int]]] = {}  # sequence id -> (text run, tokens run beyond it)
+        self._stats_s = clock()
+        self._starting: threading.Thread | None = None
+        self._executor: Any = self._create()
+
+    # -- the port
+
+    def submit(self, turns: Seq[Turn]) -> None:
+        """Queue turns. Raises EngineDiedError."""
+        for turn in turns:
+            if turn.run == 0 and turn.proposal is None:
+                self._ran[turn.sequence.id] = (turn.end, [])
+                self._done.append(Completion(turn.sequence.id, []))
+            else:
+                self._waiting.append(turn)
+        self._call(self._enqueue)
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """Return completed turns, waiting for the first unless some are complete already. Raises EngineDiedError."""
+        if not self._done and (self._flights or self._waiting):
+            self._call(self._enqueue)
+            deadline_s = self._clock() + timeout_s
+            while self._flights and not self._done:
+                self._call(self._await, max(0.0, deadline_s - self._clock()))
+                self._call(self._time_out)
+                if self._clock() >= deadline_s:
+                    break
+            self._call(self._enqueue)
+        done, self._done = self._done, []
+        self._report()
+        return done
+
+    def cancel(self, sequence_ids: Iterable[int]) -> None:
+        """Forget sequences; an executor that has died meanwhile is noticed by the next turn."""
+        gone = set(sequence_ids)
+        self._waiting = deque(turn for turn in self._waiting if turn.sequence.id not in gone)
+        self._done = [completion for completion in self._done if completion.sequence_id not in gone]
+        for request_id in [i for i, flight in self._flights.items() if flight.asked.turn.sequence.id in gone]:
+            del self._flights[request_id]
+            try:
+                self._executor.cancel_request(request_id)
+            except Exception:
+                logger.exception("%s: request %d could not be cancelled", self.name, request_id)
+        for sequence_id in gone:
+            self._ran.pop(sequence_id, None)
+
+    def unseen(self, sequence: Sequence) -> int:
+        """Return the committed tokens that were not run in the last turn; the executor may recompute a part of a block besides."""
+        seen, beyond = self._ran.get(sequence.id, (0, []))
+        matching = next((i for i, token in enumerate(beyond) if sequence.tokens[seen + i : seen + i + 1] != [token]), len(beyond))
+        return len(sequence.tokens) - seen - matching
+
+    def available(self, sequence: Sequence, length: int) -> int:
+        """Return how many tokens could be proposed now: none while the executor is being created anew."""
+        if self._executor is None:
+            return 0
+        return max(0, min(length, self.limits.max_draft_tokens, self.limits.max_context_tokens - len(sequence.tokens)))
+
+    def close(self) -> None:
+        """End the executor and its ranks."""
+        if self._starting is not None:
+            self._starting.join()
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.shutdown()
+
+    # -- the executor
+
+    def _create(self) -> Any:
+        trtllm, settings = self._trtllm, self._settings
+        mode = trtllm.CommunicationMode.ORCHESTRATOR if settings.orchestrated else trtllm.CommunicationMode.LEADER
+        orchestrator = trtllm.OrchestratorConfig(True, settings.worker) if settings.orchestrated else None
+        config = trtllm.ExecutorConfig(
+            1,
+            kv_cache_config=trtllm.KvCacheConfig(enable_block_reuse=True, free_gpu_memory_fraction=settings.kv_fraction),
+            enable_chunked_context=True,
+            max_batch_size=self._engine.max_batch_size,
+            parallel_config=trtllm.ParallelConfig(
+                communication_mode=mode, device_ids=list(settings.gpus), orchestrator_config=orchestrator
+            ),
+            gather_generation_logits=True,
+        )
+        return trtllm.Executor(self._engine.folder, trtllm.ModelType.DECODER_ONLY, config)
+
+    def _call(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Do some work with the executor; whatever it raises is its death, which voids all turns."""
+        try:
+            if self._executor is None:
+                raise EngineDiedError(f"{self.name} is being created anew")
+            work(*arguments)
+        except Exception as error:
+            self._flights.clear()
+            self._waiting.clear()
+            self._done.clear()
+            self._ran.clear()
+            if self._executor is not None:
+                self._bury()
+            raise EngineDiedError(f"the executor of {self.name} failed: {error}") from error
+
+    def _bury(self) -> None:
+        """Let go of the executor; where it is to come back, create another beside the loop."""
+        executor, self._executor = self._executor, None
+        self._count("spindle_engine_deaths_total", engine=self.name)
+
+        def replace() -> None:
+            try:
+                executor.shutdown()
+                if self._settings.restarts:
+                    self._executor = self._create()
+            except Exception:
+                logger.exception("%s could not be created anew; it stays out", self.name)
+
+        self._starting = threading.Thread(target=replace, name=f"create {self.name}", daemon=True)
+        self._starting.start()
+
+    def _enqueue(self) -> None:
+        """Hand over what waits, as far as the executor's queue takes it."""
+        while self._waiting:
+            turn = self._waiting[0]
+            seen = len(turn.sequence.tokens) - self.unseen(turn.sequence)
+            try:
+                asked = ask(self._trtllm, self._engine, turn, seen, self._settings.turn_timeout_s, self.name)
+            except (TurnError, ValueError, AssertionError) as error:
+                self._waiting.popleft()
+                self._done.append(Completion(turn.sequence.id, [], error=f"{self.name}: {error}"))
+                continue
+            try:
+                request_id = self._executor.enqueue_request(asked.request)
+            except RuntimeError as error:
+                if "queue size" in str(error) and self._flights:
+                    self._count("spindle_fallback_total", reason="engine_queue_full")
+                    return
+                raise
+            self._waiting.popleft()
+            self._flights[request_id] = _Flight(asked, self._clock(), [])
+            self._count("spindle_engine_logits_bytes_total", asked.logits_bytes, engine=self.name)
+            if asked.cut:
+                self._count("spindle_fallback_total", reason="turn_cut_at_min_tokens")
+
+    def _await(self, timeout_s: float) -> None:
+        for response in self._executor.await_responses(timeout=timedelta(seconds=timeout_s)):
+            flight = self._flights.get(response.request_id)
+            if flight is None:
+                continue  # of a sequence that was cancelled
+            if response.has_error():
+                self._end(response.request_id, error=response.error_msg)
+                continue
+            result = response.result
+            flight.tokens += result.output_token_ids[0]
+            if result.is_final:
+                self._take(response.request_id, flight, result)
+
+    def _take(self, request_id: int, flight: _Flight, result: Any) -> None:
+        reason, reasons = result.finish_reasons[0], self._trtllm.FinishReason
+        if flight.cancelled or reason in (reasons.CANCELLED, reasons.TIMED_OUT):
+            self._end(request_id, error=f"the turn has not ended within {self._settings.turn_timeout_s:g} s")
+            return
+        asked = flight.asked
+        try:
+            done = completion(asked, flight.tokens, reason == reasons.END_ID, result.generation_logits, self.limits.vocab_size)
+        except (TurnError, IndexError, ValueError) as error:
+            self._end(request_id, error=str(error))
+            return
+        del self._flights[request_id]
+        self._ran[done.sequence_id] = (asked.turn.end, done.tokens[:-1])
+        self._done.append(done)
+        self._account(asked, result.request_perf_metrics)
+
+    def _end(self, request_id: int, error: str) -> None:
+        sequence = self._flights.pop(request_id).asked.turn.sequence
+        self._done.append(Completion(sequence.id, [], error=f"{self.name}: {error}"))
+
+    def _time_out(self) -> None:
+        """Cancel what takes too long; an executor that does not even answer that is dead."""
+        now = self._clock()
+        for request_id, flight in list(self._flights.items()):
+            late_s = now - flight.since_s - self._settings.turn_timeout_s
+            if late_s > GRACE_S:
+                raise EngineDiedError(f"request {request_id} was not answered for {now - flight.since_s:.0f} s")
+            if late_s > 0 and not flight.cancelled:
+                flight.cancelled = True
+                self._count("spindle_fallback_total", reason="engine_timeout")
+                self._executor.cancel_request(request_id)
+
+    # -- metrics
+
+    def _account(self, asked: Ask, metrics: Any) -> None:
+        """Count the blocks of KV found and missed; fewer than the turns before have left is an alarm: it costs whole prefills."""
+        if metrics is None:
+            return
+        kv = metrics.kv_cache_metrics
+        self._count("spindle_engine_kv_blocks_total", kv.num_reused_blocks, engine=self.name, event="reused")
+        self._count("spindle_engine_kv_blocks_total", kv.num_missed_blocks, engine=self.name, event="missed")
+        if kv.num_reused_blocks < asked.expected_blocks:
+            self._count("spindle_engine_kv_reuse_failures_total", engine=self.name)
+
+    def _report(self) -> None:
+        """Count the executor's iterations, what they ran and how long they took, now and then."""
+        now = self._clock()
+        if self._executor is None or now - self._stats_s < STATS_INTERVAL_S:
+            return
+        self._stats_s = now
+        try:
+            iterations = self._executor.get_latest_iteration_stats()
+        except RuntimeError:
+            return  # the next turn will notice
+        self._count("spindle_engine_iterations_total", len(iterations), engine=self.name)
+        self._count("spindle_engine_iteration_seconds_total", sum(i.iter_latency_ms for i in iterations) / 1000, engine=self.name)
+        batches = [i.inflight_batching_stats for i in iterations if i.inflight_batching_stats is not None]
+        self._count("spindle_engine_context_tokens_total", sum(b.num_ctx_tokens for b in batches), engine=self.name)
+
+
+def _uncounted(name: str, amount: float = 1, **labels: str) -> None:
+    del name, amount, labels
+
+
+def load_bindings() -> Any:
+    """Import the real bindings, which only NVIDIA's container has."""
+    try:
+        import tensorrt_llm.bindings.executor as trtllm
+    except ImportError as error:
+        raise EngineDiedError(f"the engine 'trtllm' needs TensorRT-LLM 1.2.1, which cannot be imported here: {error}") from error
+    return trtllm

@@ -1,0 +1,169 @@
+"""What a turn is as a request to TensorRT-LLM's executor, and what the executor's answer is as a completion.
+
+The executor knows nothing of earlier turns: the text so far is a prompt to it. So everything that depends on how much was generated is
+said anew with each request: how many tokens are left without an end, where the stream of random numbers stands, how much KV to expect.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from backend.engine_folder import EngineFolder
+from backend.engines.laws import Law, target_laws
+from backend.engines.processing import WHOLE_VOCABULARY, process
+from backend.ports import Completion, Turn
+from backend.request import SamplingParams
+
+TOP_K_MAX = 1024
+"""The decoder clamps a greater top_k silently (``TOP_K_MAX`` of its sampling layers)."""
+
+RETENTION_PRIORITY, RETENTION_S = 80, 60.0
+"""A text's blocks outlast its turn for so long at a priority above the default 35: the next turn needs them."""
+
+PROMPT_PRIORITY, TURN_PRIORITY = 0.5, 0.9
+"""A text under way goes before a new prompt in the executor's queue."""
+
+_NEVER = -1e30
+
+
+class TurnError(ValueError):
+    """A turn that this engine cannot run; the message names the option and the value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A turn as it was asked of the executor: ``proposed`` may be cut, ``logits_bytes`` cross the bindings in both directions."""
+
+    turn: Turn
+    request: Any
+    proposed: list[int]
+    expected_blocks: int
+    logits_bytes: int
+    cut: bool
+
+
+def ask(trtllm: Any, engine: EngineFolder, turn: Turn, seen: int, timeout_s: float, purpose: str) -> Ask:
+    """Make the request of a turn. ``seen`` tokens were run before; ``purpose`` keeps the streams of numbers of engines apart.
+
+    Sampling always gives the law of the draft: without it the decoder draws twice where it rejects, which does not keep the target's law.
+    Raises TurnError.
+    """
+    sequence, sampling = turn.sequence, turn.sequence.sampling
+    _check(sampling)
+    left = max(0, sampling.min_tokens - (turn.end - sequence.prompt_tokens))
+    several_ends = len(sampling.end_ids) > 1
+    proposed = list(turn.proposal.tokens) if turn.proposal else []
+    length = len(proposed) + 1 if proposed else turn.run
+    cut = several_ends and 0 < left < length  # the executor forbids one end token by itself; others are forbidden for a whole turn
+    if cut:
+        proposed, length = proposed[: left - 1], left
+    logits = _draft_logits(turn, proposed, engine.padded_vocab_size) if proposed and not sampling.greedy else None
+    wants_logits = sampling.log_probs or (turn.keep_probs and not sampling.greedy)
+    words = [list(word) for word in sampling.bad_words] + ([[token] for token in sampling.end_ids] if several_ends and left else [])
+    request = trtllm.Request(
+        sequence.tokens[: turn.end],
+        length,
+        streaming=False,
+        sampling_config=_sampling(trtllm, sampling, left, _seed(sampling.seed, turn.end, sequence.attempt, purpose)),
+        output_config=trtllm.OutputConfig(exclude_input_from_output=True, return_perf_metrics=True, return_generation_logits=wants_logits),
+        end_id=sampling.end_ids[0] if len(sampling.end_ids) == 1 else None,
+        bad_words=words or None,
+        embedding_bias=_bias(sampling, engine.vocab_size) if sampling.bias else None,
+        external_draft_tokens_config=trtllm.ExternalDraftTokensConfig(proposed, logits) if proposed else None,
+        kv_cache_retention_config=_retention(trtllm),
+        priority=TURN_PRIORITY if seen else PROMPT_PRIORITY,
+        allotted_time_ms=timedelta(seconds=timeout_s),
+        cache_salt_id=_salt(sequence.salt),
+    )
+    rows = (length if wants_logits else 0) + (0 if logits is None else len(proposed))
+    return Ask(turn, request, proposed, min(seen, turn.end - 1) // engine.tokens_per_block, 4 * rows * engine.padded_vocab_size, cut)
+
+
+def completion(asked: Ask, output: list[int], ended: bool, generation_logits: Any, vocab_size: int) -> Completion:
+    """Read an answer: what was accepted is the beginning of the output that was proposed (a rejected token is never drawn again)."""
+    turn, sampling = asked.turn, asked.turn.sequence.sampling
+    tokens = list(output)
+    if ended and tokens[-1:] != [asked.request.end_id]:
+        tokens.append(int(asked.request.end_id))  # the decoder keeps the end token to itself
+    if not tokens:
+        raise TurnError(f"the executor returned no token for sequence {turn.sequence.id}")
+    accepted = next(
+        (i for i, (a, b) in enumerate(zip(asked.proposed, tokens, strict=False)) if a != b), min(len(asked.proposed), len(tokens))
+    )
+    probs = log_probs = None
+    if generation_logits is not None:
+        rows = _processed(generation_logits, turn, tokens, vocab_size)
+        if turn.keep_probs and not sampling.greedy:
+            probs = Law(target_laws(rows, [sampling] * len(rows)))
+        if sampling.log_probs:
+            scores = (rows / (sampling.temperature or 1.0)).log_softmax(-1)
+            log_probs = scores[torch.arange(len(tokens)), torch.tensor(tokens)].tolist()
+    return Completion(turn.sequence.id, tokens, accepted, probs, log_probs)
+
+
+def _check(sampling: SamplingParams) -> None:
+    if sampling.coupled:
+        raise TurnError("plan-invariant sampling is not to be had: TensorRT-LLM's decoder draws its own numbers (plan_invariant: 'never')")
+    if sampling.top_k > TOP_K_MAX and not sampling.greedy:
+        raise TurnError(f"top_k must be at most {TOP_K_MAX}, got {sampling.top_k}")
+
+
+def _sampling(trtllm: Any, sampling: SamplingParams, least_tokens: int, seed: int) -> Any:
+    """Name everything: with neither top_k nor top_p the decoder is greedy, without a seed its seed is 0, and without a least length it is 1
+    as soon as any request has given one, so that no turn could begin with the end token.
+    """
+    law = {"top_k": 1} if sampling.greedy else {"top_k": sampling.top_k, "top_p": sampling.top_p}
+    neutral = (("repetition_penalty", 1.0), ("presence_penalty", 0.0), ("frequency_penalty", 0.0))
+    options = {name: getattr(sampling, name) for name, value in neutral if getattr(sampling, name) != value}
+    if sampling.temperature > 0.0:
+        options["temperature"] = sampling.temperature
+    return trtllm.SamplingConfig(1, seed=seed, min_tokens=least_tokens, **law, **options)
+
+
+def _seed(seed: int, position: int, attempt: int, purpose: str) -> int:
+    """Return 64 bits that no other turn of any engine has: a request begins its stream of numbers anew, so each turn needs its own."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {position} {attempt} {purpose}".encode(), digest_size=8).digest(), "big")
+
+
+def _salt(salt: str) -> int | None:
+    return 1 + int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=7).digest(), "big") if salt else None
+
+
+def _bias(sampling: SamplingParams, vocab_size: int) -> torch.Tensor:
+    tokens, addends = zip(*sampling.bias, strict=True)
+    return torch.zeros(vocab_size).index_add_(0, torch.tensor(tokens), torch.tensor(addends))
+
+
+def _draft_logits(turn: Turn, proposed: list[int], width: int) -> torch.Tensor:
+    """Return logits [k, width] whose softmax is the law that the proposal was drawn from; a point mass where there is none."""
+    logits = torch.full((len(proposed), width), _NEVER)
+    law = turn.proposal.probs if turn.proposal else None
+    if law is None:
+        logits[torch.arange(len(proposed)), torch.tensor(proposed)] = 0.0
+        return logits
+    for row in range(len(proposed)):
+        probs = law.dense(row, width)
+        logits[row, : len(probs)] = probs.log().clamp_(min=_NEVER).float()
+    return logits
+
+
+def _retention(trtllm: Any) -> Any:
+    keep = timedelta(seconds=RETENTION_S)
+    config = trtllm.KvCacheRetentionConfig
+    prompt = config.TokenRangeRetentionConfig(0, None, RETENTION_PRIORITY, keep)
+    return config([prompt], RETENTION_PRIORITY, keep)
+
+
+def _processed(generation_logits: Any, turn: Turn, tokens: list[int], vocab_size: int) -> torch.Tensor:
+    """Return the rows [len(tokens), vocab] of the emitted tokens with the request's options; ``generation_logits`` are [1, rows, width]."""
+    sequence = turn.sequence
+    rows = torch.as_tensor(generation_logits)[0, : len(tokens), :vocab_size].float().clone()
+    if sequence.sampling.changes_logits:
+        before = sequence.tokens[: turn.end]
+        process(rows, sequence.sampling, before, turn.end - sequence.prompt_tokens, tokens[:-1], WHOLE_VOCABULARY)
+    return rows

@@ -1,0 +1,132 @@
+"""What NVIDIA's speculative loop in ``tensorrt_llm_bls`` gets wrong (or cannot do), right here: one test each, on the fake executor."""
+
+from collections import Counter
+
+import pytest
+
+from backend.request import SamplingParams
+from backend.session import Session
+from tests.contract import deployment as deployments
+from tests.contract.deployment import VOCAB, Deployment, ForetoldDraft, Scripted, tiny_engine
+from tests.contract.fake_executor import Executor
+from tests.contract.scenarios import PROMPTS, Ask, plain_text, reference
+from tests.contract.trtllm_deployment import trtllm_engine
+
+
+def served(*samplings, k=3, max_tokens=16, **options):
+    """One request a sampling, with a draft that is right; (deployment, sessions, the target's executor)."""
+    draft = ForetoldDraft("oracle", lies=False)
+    target = trtllm_engine(tiny_engine(), target=True)
+    executor = Executor.created[-1]
+    made = Deployment(target, [draft], Scripted([(0, k)]), chunk_tokens=64)
+    sessions = []
+    for number, sampling in enumerate(samplings):
+        session = made.submit(PROMPTS[number % 6], max_tokens, sampling, **options)
+        draft.truth[session.id] = reference().greedy(PROMPTS[number % 6], max_tokens, sampling)
+        sessions.append(session)
+    return made, sessions, executor
+
+
+def test_a_streamed_request_gets_its_tokens_turn_by_turn(monkeypatch):
+    monkeypatch.setattr(deployments, "NoText", Letters)
+    made, (session,), _ = served(SamplingParams(), stream=True)
+    chunks = []
+    session.sink.chunk = lambda delta: chunks.append(delta.text)
+    made.run()
+    assert len(chunks) >= 4
+    assert len("".join(chunks)) > 8
+
+
+class Letters:
+    """A decoder that writes each token as a letter."""
+
+    def push(self, token_id: int) -> str:
+        return chr(ord("A") + token_id)
+
+    def finish(self) -> str:
+        return ""
+
+
+def test_many_requests_speculate_in_one_batch_of_the_executor():
+    made, sessions, executor = served(*[SamplingParams()] * 6)
+    made.run()
+    assert [s.sequence.tokens for s in sessions] == [plain_text(Ask(n, 16)) for n in range(6)]
+    batches = [stats.inflight_batching_stats.num_scheduled_requests for stats in executor.get_latest_iteration_stats()]
+    assert max(batches) == 6
+
+
+def test_a_turn_computes_what_is_new_and_not_the_whole_prefix_again():
+    made, _, executor = served(SamplingParams(), max_tokens=40)
+    made.run()
+    computed = [s.inflight_batching_stats.num_ctx_tokens for s in executor.get_latest_iteration_stats()]
+    per_block = executor.prefixes.tokens_per_block
+    assert len(computed) > 8
+    assert max(computed[1:]) <= 3 + 1 + per_block  # the draft, the last token, and what of a block was not complete
+
+
+def test_min_tokens_holds_over_all_turns():
+    """The BLS model sets min_tokens for the draft's sake and then forgets the user's."""
+    plain = reference().greedy(PROMPTS[0], 16)
+    end = plain[len(PROMPTS[0])]
+    made, (session,), _ = served(SamplingParams(min_tokens=9, end_ids=(end,)))
+    made.run()
+    assert session.sequence.tokens == reference().greedy(PROMPTS[0], 16, session.sequence.sampling)
+    assert end not in session.sequence.tokens[len(PROMPTS[0]) :][:9]
+
+
+def test_a_bias_holds_in_every_turn():
+    sampling = SamplingParams(bias=((7, 3.0), (20, -2.0)))
+    made, (session,), executor = served(sampling)
+    made.run()
+    assert session.sequence.tokens == reference().greedy(PROMPTS[0], 16, sampling)
+    assert all(request.embedding_bias[7] == 3.0 for request in executor.requests)
+    assert len(executor.requests) > 3
+
+
+def test_penalties_count_the_text_of_all_turns():
+    sampling = SamplingParams(frequency_penalty=0.4, repetition_penalty=1.2)
+    made, (session,), _ = served(sampling)
+    made.run()
+    assert session.sequence.tokens == reference().greedy(PROMPTS[0], 16, sampling)
+
+
+def test_no_two_turns_begin_the_same_stream_of_numbers():
+    made, sessions, executor = served(SamplingParams(0.8, seed=5), SamplingParams(0.8, seed=5))
+    made.run()
+    seeds = Counter(request.sampling_config.seed for request in executor.requests)
+    assert len(seeds) > 6
+    assert max(seeds.values()) <= 2  # equal requests of one seed may share numbers, turns of one request may not
+    del sessions
+
+
+def test_statistics_are_those_of_all_turns():
+    made, (session,), executor = served(SamplingParams())
+    made.run()
+    drafted = sum(len(r.external_draft_tokens_config.tokens) for r in executor.requests if r.external_draft_tokens_config)
+    assert session.sink.usage.drafted == drafted > 6
+    assert session.sink.usage.accepted == drafted
+
+
+def test_a_stop_word_in_the_middle_of_an_accepted_run_ends_the_text_there(monkeypatch):
+    monkeypatch.setattr(deployments, "NoText", Letters)
+    plain = reference().greedy(PROMPTS[1], 16)[len(PROMPTS[1]) :]
+    word = "".join(map(Letters().push, plain[2:4]))  # with proposals of four it lies inside a run
+    made, sessions, _ = served(SamplingParams(), SamplingParams(), k=4, stop_words=(word,))
+    made.run()
+    text = Letters()
+    session: Session = sessions[1]
+    written = "".join(map(text.push, session.sequence.tokens[len(PROMPTS[1]) :]))
+    assert written.endswith(word)
+    assert session.output_tokens == written.index(word) + len(word)
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(log_probs=True), SamplingParams(0.7, seed=1, log_probs=True)])
+def test_log_probabilities_are_those_of_all_tokens(sampling):
+    made, (session,), _ = served(sampling)
+    made.run()
+    tokens, prompt_tokens = session.sequence.tokens, session.sequence.prompt_tokens
+    expected = [reference().log_probs(tokens[:at], prompt_tokens, sampling)[tokens[at]] for at in range(prompt_tokens, len(tokens))]
+    assert session.sink.log_probs == pytest.approx(expected, abs=1e-5)
+
+
+assert VOCAB <= 26

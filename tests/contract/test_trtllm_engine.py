@@ -1,0 +1,278 @@
+"""The TensorRT-LLM adapter by itself: what it asks of the executor, and what the executor's troubles come to. On the fake executor."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from backend import drafting
+from backend.config import ConfigError
+from backend.engine_folder import check_draft, check_target, read_engine_folder
+from backend.engines import trtllm
+from backend.engines.trtllm import EngineDiedError, ExecutorSettings, TrtllmEngine
+from backend.engines.trtllm_memory import RESERVE_BYTES, EngineMemory, kv_fractions
+from backend.ports import Proposal, Sequence, Turn
+from backend.request import SamplingParams
+from tests.contract import fake_executor
+from tests.contract.deployment import GREEDY, K_MAX, VOCAB, Deployment, Scripted, tiny_engine
+from tests.contract.engine_folders import engine_folder
+from tests.contract.fake_executor import Behaviour, Executor, Model
+from tests.contract.scenarios import PROMPTS, reference
+from tests.contract.trtllm_deployment import trtllm_engine
+
+
+def counting(tokens):
+    return np.eye(VOCAB)[(tokens[-1] + 1) % VOCAB] * 9.0
+
+
+class Rig:
+    """An engine on a law that counts, its metrics, and a clock that is set by hand."""
+
+    def __init__(self, tmp_path, behaviour=None, *, settings=None, target=True, **folder):
+        self.folder = engine_folder(tmp_path, vocab_size=VOCAB, max_draft_len=K_MAX if target else 0, **folder)
+        Executor.models[str(self.folder)] = Model(counting, behaviour or Behaviour())
+        self.counts, self.now_s = Counter(), 0.0
+        self.engine = TrtllmEngine(
+            "target",
+            read_engine_folder(self.folder),
+            settings or ExecutorSettings(turn_timeout_s=2.0),
+            max_context_tokens=96,
+            bindings=fake_executor,
+            count=self.count,
+            clock=lambda: self.now_s,
+        )
+
+    def count(self, name, amount=1, **labels):
+        self.counts[(name, *labels.values())] += amount
+
+    @property
+    def executor(self):
+        return Executor.created[-1]
+
+    def run(self, *turns):
+        self.engine.submit(turns)
+        done = []
+        while len(done) < len(turns):
+            done += self.engine.poll(0.1)
+        return done
+
+
+def sequence(tokens, sampling=GREEDY, number=1, prompt_tokens=None, **options):
+    return Sequence(number, list(tokens), prompt_tokens or len(tokens), sampling, **options)
+
+
+def verify(seq, proposed):
+    return Turn(seq, len(seq.tokens), proposal=Proposal("d", list(proposed)))
+
+
+def test_a_turn_is_the_whole_text_with_a_draft_behind_it(tmp_path):
+    rig = Rig(tmp_path)
+    (done,) = rig.run(verify(sequence([1, 2]), [3, 4, 9]))
+    assert (done.tokens, done.accepted) == ([3, 4, 5], 2)
+    (request,) = rig.executor.requests
+    assert (request.input_token_ids, request.max_tokens) == ([1, 2], 4)
+    assert request.external_draft_tokens_config.tokens == [3, 4, 9]
+    assert request.external_draft_tokens_config.logits is None  # greedy needs none
+    assert rig.counts["spindle_engine_logits_bytes_total", "target"] == 0
+
+
+def test_sampling_gives_the_drafts_law_and_its_bytes_are_counted(tmp_path):
+    rig = Rig(tmp_path)
+    rig.run(verify(sequence([1, 2], SamplingParams(1.0)), [3, 4]))
+    logits = rig.executor.requests[0].external_draft_tokens_config.logits
+    assert logits.argmax(-1).tolist() == [3, 4]  # a point mass
+    assert rig.counts["spindle_engine_logits_bytes_total", "target"] == 4 * 2 * VOCAB
+
+
+def test_a_prefill_chunk_costs_nothing_and_the_turn_that_ends_the_prompt_runs_it_all(tmp_path):
+    rig = Rig(tmp_path)
+    seq = sequence([1, 2, 3, 4])
+    (done,) = rig.run(Turn(seq, 2, run=0))
+    assert (done.tokens, rig.executor.requests, rig.engine.unseen(seq)) == ([], [], 2)
+    (done,) = rig.run(Turn(seq, 4))
+    assert done.tokens == [5]
+
+
+def test_many_turns_complete_whatever_the_order_and_a_full_queue(tmp_path):
+    rig = Rig(tmp_path, Behaviour(seed=1, late=0.5, shuffled=True))
+    done = rig.run(*(verify(sequence([1, n % VOCAB], number=n), [(n + 1) % VOCAB]) for n in range(1, 40)))
+    assert {c.sequence_id: c.tokens for c in done} == {n: [(n + 1) % VOCAB, (n + 2) % VOCAB] for n in range(1, 40)}
+
+
+def test_a_full_queue_is_waited_for(tmp_path, monkeypatch):
+    config = fake_executor.ExecutorConfig
+    monkeypatch.setattr(fake_executor, "ExecutorConfig", lambda *a, **k: config(*a, **k, max_queue_size=3))
+    rig = Rig(tmp_path)
+    assert len(rig.run(*(Turn(sequence([1], number=n), 1) for n in range(1, 9)))) == 8
+    assert rig.counts["spindle_fallback_total", "engine_queue_full"] > 0
+
+
+def test_what_one_turn_has_wrong_is_its_own_error(tmp_path):
+    rig = Rig(tmp_path)
+    bad = [
+        (verify(sequence([1], number=1), range(2, 2 + K_MAX + 1)), "exceeds maximum draft tokens length"),
+        (Turn(sequence([1], SamplingParams(1.0, top_k=2000), 2), 1), "top_k must be at most 1024, got 2000"),
+        (Turn(sequence([1], SamplingParams(1.0, coupled=True), 3), 1), "plan-invariant sampling is not to be had"),
+    ]
+    done = {c.sequence_id: c for c in rig.run(*(turn for turn, _ in bad), Turn(sequence([1], number=4), 1))}
+    for turn, message in bad:
+        assert message in done[turn.sequence.id].error
+    assert done[4].tokens == [2]
+
+
+def test_a_cancelled_sequence_completes_no_more(tmp_path):
+    rig = Rig(tmp_path)
+    rig.engine.submit([Turn(sequence([1], number=1), 1), Turn(sequence([1], number=2), 1)])
+    rig.engine.cancel([1])
+    assert [c.sequence_id for c in rig.engine.poll(0.1)] == [2]
+    assert rig.engine.unseen(sequence([1, 2], number=1)) == 2
+
+
+def test_a_turn_that_takes_too_long_is_cancelled_and_one_that_is_never_answered_is_a_dead_executor(tmp_path):
+    rig = Rig(tmp_path, Behaviour(mute=True))
+    rig.engine.submit([Turn(sequence([1]), 1)])
+    assert rig.engine.poll(0.0) == []
+    rig.now_s = 2.5
+    rig.engine.poll(0.0)
+    (done,) = rig.engine.poll(0.0)
+    assert "has not ended within 2 s" in done.error
+    rig.engine.submit([Turn(sequence([1]), 1)])
+    rig.now_s += 2.0 + trtllm.GRACE_S + 0.1
+    with pytest.raises(EngineDiedError, match="was not answered"):
+        rig.engine.poll(0.0)
+
+
+def test_a_dead_target_stays_dead_and_its_turns_are_void(tmp_path):
+    rig = Rig(tmp_path, Behaviour(dies_at=1))
+    rig.engine.submit([Turn(sequence([1]), 1)])
+    with pytest.raises(EngineDiedError, match="worker has died"):
+        rig.engine.poll(0.1)
+    with pytest.raises(EngineDiedError):
+        rig.engine.submit([Turn(sequence([1]), 1)])
+    assert rig.counts["spindle_engine_deaths_total", "target"] == 1
+    rig.engine.close()
+
+
+def test_a_dead_draft_falls_out_and_comes_back_and_no_text_changes(monkeypatch):
+    monkeypatch.setattr(drafting, "COOLDOWN_S", 3.0)
+    dying = Behaviour(dies_at=12)
+    draft = trtllm_engine(tiny_engine("twin"), target=False, behaviour=dying, settings=ExecutorSettings(restarts=True))
+    deployment = Deployment(trtllm_engine(tiny_engine(), target=True), [draft], Scripted([(0, 3)]))
+    sessions = [deployment.submit(prompt, 30) for prompt in PROMPTS[:3]]
+    lengths = []
+    while deployment.step():
+        if draft._starting is not None:
+            draft._starting.join()
+            dying.dies_at = None
+        lengths.append(sum(o.length.sum() for o in deployment.policy.outcomes[-1:]))
+    assert [s.sequence.tokens for s in sessions] == [reference().greedy(prompt, 30) for prompt in PROMPTS[:3]]
+    assert deployment.counters()["spindle_fallback_total", "draft_error"] == 1
+    assert 0 in lengths[3:]
+    assert lengths[-1] > 0 or max(lengths[-4:]) > 0
+
+
+def test_a_lost_prefix_is_an_alarm(tmp_path):
+    for behaviour, alarms in ((Behaviour(), 0), (Behaviour(evicts=1.0), 1)):
+        rig = Rig(tmp_path, behaviour)
+        seq = sequence(range(12))
+        seq.tokens += rig.run(Turn(seq, 12))[0].tokens
+        rig.run(Turn(seq, 13))
+        assert rig.counts["spindle_engine_kv_reuse_failures_total", "target"] == alarms
+
+
+def test_iterations_of_the_executor_are_counted(tmp_path):
+    rig = Rig(tmp_path, Behaviour(iteration_s=0.001))
+    rig.run(Turn(sequence(range(9)), 9, run=3))
+    rig.now_s += 1.0
+    rig.engine.poll(0.0)
+    assert rig.counts["spindle_engine_iterations_total", "target"] == 3
+    assert rig.counts["spindle_engine_iteration_seconds_total", "target"] == pytest.approx(0.003)
+    assert rig.counts["spindle_engine_context_tokens_total", "target"] == 9
+
+
+def test_several_end_tokens_are_forbidden_for_whole_turns(tmp_path):
+    """The executor knows one end token; of several a turn is cut where they become allowed."""
+    rig = Rig(tmp_path)
+    ends = SamplingParams(min_tokens=3, end_ids=(5, 6))
+    (done,) = rig.run(verify(sequence([1, 2, 3, 4], ends, prompt_tokens=3), [7, 8, 9]))
+    assert (len(done.tokens), done.accepted) == (1, 0)
+    assert rig.counts["spindle_fallback_total", "turn_cut_at_min_tokens"] == 1
+    assert rig.executor.requests[-1].bad_words == [[5], [6]]
+
+
+# -- engine folders and memory
+
+
+def test_engines_that_cannot_serve_are_refused_with_the_command_that_builds_them_again(tmp_path):
+    def folder(name, **options):
+        return read_engine_folder(engine_folder(tmp_path, name, vocab_size=VOCAB, **options))
+
+    target = folder("target", max_draft_len=4)
+    check_target(target, 4)
+    check_draft(folder("draft"), target)
+    with pytest.raises(ConfigError, match=r"k_max 6 is over its max_draft_len 4.*trtllm-build .*--max_draft_len 6"):
+        check_target(target, 6)
+    with pytest.raises(ConfigError, match="without --speculative_decoding_mode draft_tokens_external"):
+        check_target(folder("plain"), 4)
+    with pytest.raises(ConfigError, match="without --use_paged_context_fmha enable"):
+        check_draft(folder("old", paged_context_fmha=False), target)
+    with pytest.raises(ConfigError, match="built as a target"):
+        check_draft(target, target)
+    with pytest.raises(ConfigError, match=f"vocabulary of 9 tokens, its target .* {VOCAB}"):
+        check_draft(read_engine_folder(engine_folder(tmp_path, "other", vocab_size=9)), target)
+
+
+def test_a_folder_that_is_no_engine_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot read .*nothing"):
+        read_engine_folder(tmp_path / "nothing")
+    made = engine_folder(tmp_path, vocab_size=VOCAB, tp_size=2)
+    (made / "rank1.engine").unlink()
+    with pytest.raises(ConfigError, match=r"lacks rank1\.engine"):
+        read_engine_folder(made)
+    (made / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(ConfigError, match="not the config of a TensorRT-LLM engine"):
+        read_engine_folder(made)
+
+
+def test_the_longest_text_leaves_room_for_what_the_executor_would_silently_shorten(tmp_path):
+    engine = read_engine_folder(engine_folder(tmp_path, vocab_size=VOCAB, max_draft_len=4, max_seq_len=100))
+    assert engine.max_context_tokens == 92
+    assert replace(engine, max_input_len=50).max_context_tokens == 46
+
+
+def test_every_engine_gets_room_for_the_same_tokens_whatever_is_created_first():
+    gib = 1 << 30
+    engines = [EngineMemory("1b", [0], 2 * gib, 32 << 10), EngineMemory("8b", [0], 16 * gib, 128 << 10)]
+    free = {0: 78 * gib}
+    fractions = kv_fractions(engines, free, kv_share=1.0)
+    room = 78 * gib - 18 * gib - 2 * RESERVE_BYTES
+    tokens = room / (160 << 10)
+    first = fractions["1b"] * (free[0] - 2 * gib)
+    second = fractions["8b"] * (free[0] - 18 * gib - first)
+    assert (first, second) == (pytest.approx(tokens * (32 << 10)), pytest.approx(tokens * (128 << 10), rel=1e-6))
+    with pytest.raises(ConfigError, match="GPU 0 has 10240 MiB free, and 1b, 8b need"):
+        kv_fractions(engines, {0: 10 * gib}, kv_share=1.0)
+
+
+def test_an_engine_over_several_gpus_takes_its_part_of_each():
+    gib = 1 << 30
+    engines = [EngineMemory("1b", [0], 2 * gib, 32 << 10), EngineMemory("70b", [0, 1], 80 * gib, 320 << 10)]
+    fractions = kv_fractions(engines, {0: 79 * gib, 1: 79 * gib}, kv_share=0.9)
+    kv = fractions["1b"] * 77 * gib
+    assert fractions["70b"] * (37 * gib - kv) == pytest.approx(kv / (32 << 10) * (160 << 10), rel=1e-6)
+
+
+def test_ranks_in_processes_of_their_own_and_the_devices_are_told_to_the_executor(tmp_path):
+    rig = Rig(tmp_path, settings=ExecutorSettings(gpus=(2, 3), kv_fraction=0.4, orchestrated=True, worker="/opt/worker"), tp_size=2)
+    config = rig.executor.config
+    assert config.parallel_config.communication_mode is fake_executor.CommunicationMode.ORCHESTRATOR
+    assert (config.parallel_config.device_ids, config.kv_cache_config.free_gpu_memory_fraction) == ([2, 3], 0.4)
+    assert config.parallel_config.orchestrator_config.worker_executable_path == "/opt/worker"
+
+
+def test_without_tensorrt_llm_the_engine_says_so(tmp_path):
+    folder = read_engine_folder(engine_folder(tmp_path, vocab_size=VOCAB))
+    with pytest.raises(EngineDiedError, match=r"needs TensorRT-LLM 1\.2\.1"):
+        TrtllmEngine("target", folder, ExecutorSettings(), max_context_tokens=64)

@@ -1,0 +1,62 @@
+"""The exactness suite's deployments with TensorRT-LLM engines in place of the torch ones: the adapter, over the fake executor.
+
+The fake's law is the forward pass of the very engine that it stands for, so that every check and every reference text stays as it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from backend.engine_folder import read_engine_folder
+from backend.engines.torch_engine import TorchEngine
+from backend.engines.trtllm import ExecutorSettings, TrtllmEngine
+from backend.request import SamplingParams
+from tests.contract import checks, fake_executor, scenarios
+from tests.contract.deployment import K_MAX, MAX_CONTEXT_TOKENS, Deployment
+from tests.contract.engine_folders import engine_folder
+from tests.contract.fake_executor import Behaviour, Executor, Model
+from tests.contract.reference import Reference
+
+numbers = itertools.count(1)
+
+
+def _with(scenario: scenarios.Scenario, change: Callable[[SamplingParams], SamplingParams]) -> scenarios.Scenario:
+    return replace(scenario, asks=tuple(replace(ask, sampling=change(ask.sampling)) for ask in scenario.asks))
+
+
+MIXED = _with(scenarios.MIXED, lambda sampling: replace(sampling, coupled=False))
+"""All options, without plan-invariant sampling: the executor draws its own numbers."""
+
+ONE_END = _with(MIXED, lambda sampling: replace(sampling, end_ids=sampling.end_ids[:1]))
+
+
+def trtllm_engine(like: TorchEngine, *, target: bool, behaviour: Behaviour | None = None, **options) -> TrtllmEngine:
+    """An engine over the fake executor with the law and the name of a torch engine."""
+    root = Path(tempfile.gettempdir()) / "spindle-fake-engines" / str(next(numbers))
+    settings = options.pop("settings", ExecutorSettings())
+    folder = engine_folder(
+        root,
+        like.name,
+        vocab_size=like.limits.vocab_size,
+        max_draft_len=K_MAX if target else 0,
+        max_seq_len=MAX_CONTEXT_TOKENS + 2 * K_MAX,
+        **options,
+    )
+    Executor.models[str(folder)] = Model(Reference(like).logits, behaviour or Behaviour())
+    return TrtllmEngine(like.name, read_engine_folder(folder), settings, max_context_tokens=MAX_CONTEXT_TOKENS, bindings=fake_executor)
+
+
+def serve_with_trtllm(monkeypatch, behaviour: Callable[[], Behaviour] = Behaviour) -> None:
+    """Make the suite's deployments run on it: the target, and of the drafts those that are plain engines."""
+
+    def deployment(target, drafts=(), *arguments, **options):
+        made = [trtllm_engine(d, target=False, behaviour=behaviour()) if d.name in ("twin", "near", "other") else d for d in drafts]
+        return Deployment(trtllm_engine(target, target=True, behaviour=behaviour()), made, *arguments, **options)
+
+    for module in (checks, scenarios):
+        monkeypatch.setattr(module, "Deployment", deployment)
+    monkeypatch.setattr(checks, "MIXED", MIXED)
