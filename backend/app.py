@@ -31,6 +31,7 @@ from backend.tables import load_tables, timed_engines
 from backend.tokenizer import ByteTokenizer, IncrementalDecoder, Tokenizer, load_tokenizer
 from backend.trace_file import TraceFile
 from backend.tracing import Tracing
+from backend.trtllm_deployment import check_engines, make_trtllm, trtllm_tables
 from policy import LatencyTable
 from policy.published import AcceptanceAverage, SmartSpec, SpinSelection
 from policy.shaped import ShapedPlanner
@@ -126,17 +127,18 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
     threads = 1
     if tables is None:
         tables, threads = load_tables(config, {engine.name: model_path(engine) for engine in timed_engines(config)})
+        tables = {**tables, **trtllm_tables(config, model_path)}
     check_memory(config)
-    target = make_engine(config.target, config, threads)
-    drafts = [make_engine(draft, config, threads) for draft in config.drafts]
     stats = Stats()
+    target = make_engine(config.target, config, threads, stats.count)
+    drafts = [make_engine(draft, config, threads, stats.count) for draft in config.drafts]
     step_stats = StepStats(stats)
     switches = SwitchBoard(config, step_stats)
     ledger = KVLedger(
         {engine.name: engine.limits.kv_blocks for engine in (target, *drafts)},
         headroom_tokens=config.policy.k_max + 1,
         guaranteed=config.limits.batch_scheduler_policy == "guaranteed_no_evict",
-        target=target if config.limits.enable_kv_cache_reuse else None,
+        target=target if config.limits.enable_kv_cache_reuse and config.target.engine != "trtllm" else None,
     )
     planner = policy.SwitchedPolicy(make_policy(config, drafts, tables, step_stats, target.limits.tree), switches.current)
     orchestrator = Orchestrator(
@@ -191,13 +193,14 @@ def _tokenizer(config: ServingConfig) -> Tokenizer:
 
 def check_pairs(config: ServingConfig) -> None:
     """Raise ConfigError for a draft that has not its target's vocabulary, with the first token that differs."""
+    check_engines(config, model_path)
     for draft in config.drafts:
         if draft.engine == "torch":
             check_pair(read_manifest(model_path(config.target)), read_manifest(model_path(draft)))
 
 
-def make_engine(engine: EngineConfig, config: ServingConfig, threads: int) -> Engine:
-    """Load a target or a draft."""
+def make_engine(engine: EngineConfig, config: ServingConfig, threads: int, count: Callable[..., None] | None = None) -> Engine:
+    """Load a target or a draft; ``count(name, amount, **labels)`` gets the metrics of its own."""
     max_context, k_max = config.limits.max_context_tokens, config.policy.k_max
     kv_blocks = config.limits.kv_cache_tokens // BLOCK_TOKENS
     if engine.engine == "fake":
@@ -213,6 +216,8 @@ def make_engine(engine: EngineConfig, config: ServingConfig, threads: int) -> En
         )
     if engine.engine == "lookup":
         return LookupEngine(engine.name, min_ngram=engine.min_ngram, max_ngram=engine.max_ngram, max_draft_tokens=max(1, k_max))
+    if engine.engine == "trtllm":
+        return make_trtllm(engine, config, model_path, count)
     from backend.engines.torch_engine import TorchEngine  # a heavy import, only where it is asked for
 
     return TorchEngine(

@@ -27,10 +27,12 @@ class EngineConfig:
     """A target or a draft. ``model`` is a folder (relative to the project root) or the embedded model's name (torch engines only).
 
     ``min_ngram``/``max_ngram`` belong to ``lookup``; ``seed``, ``agreement`` (how often a fake draft proposes what the fake target would
-    emit) and ``step_s`` (seconds per pass) to ``fake``.
+    emit) and ``step_s`` (seconds per pass) to ``fake``. ``trtllm`` engines (``model`` is a folder made by ``trtllm-build``) have ``gpus``,
+    one a rank, the share of the memory beside weights that ``kv_share`` gives to KV, ``turn_timeout_s``, and the ``worker`` program of the
+    ranks where an engine spans GPUs.
     """
 
-    engine: str = _setting("torch", choices=("torch", "lookup", "fake"))
+    engine: str = _setting("torch", choices=("torch", "lookup", "fake", "trtllm"))
     name: str = "target"
     model: str = ""
     dtype: str = _setting("bf16", choices=("bf16", "fp32", "fp64"))
@@ -40,6 +42,10 @@ class EngineConfig:
     seed: int = 0
     agreement: float = _setting(0.7, low=0.0, high=1.0)
     step_s: float = _setting(0.0, low=0.0)
+    gpus: tuple[int, ...] = (0,)
+    kv_share: float = _setting(0.9, low=0.01, high=1.0)
+    turn_timeout_s: float = _setting(30.0, low=0.1, high=3600.0)
+    worker: str = "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +168,7 @@ def parse_config(raw: Any) -> ServingConfig:
     if config.threads != "auto" and (not isinstance(config.threads, int) or config.threads < 1):
         raise ConfigError(f"threads must be 'auto' or a number of at least 1, got {config.threads!r}")
     if config.target.engine == "lookup":
-        raise ConfigError("target.engine must be 'torch' or 'fake', got 'lookup'")
+        raise ConfigError("target.engine must be 'torch', 'trtllm' or 'fake', got 'lookup'")
     names = [config.target.name, *(draft.name for draft in config.drafts)]
     for index, draft in enumerate(config.drafts):
         if names.count(draft.name) > 1 or draft.name in ("", "none"):
@@ -170,11 +176,25 @@ def parse_config(raw: Any) -> ServingConfig:
         if draft.min_ngram > draft.max_ngram:
             raise ConfigError(f"drafts[{index}].min_ngram must be at most max_ngram {draft.max_ngram}, got {draft.min_ngram}")
     for where, engine in [("target", config.target), *((f"drafts[{i}]", d) for i, d in enumerate(config.drafts))]:
-        if engine.engine == "torch" and not engine.model:
+        if engine.engine in ("torch", "trtllm") and not engine.model:
             raise ConfigError(f"{where}.model must name a folder or {EMBEDDED_MODEL!r}, got {engine.model!r}")
+        if engine.engine == "trtllm" and engine.model == EMBEDDED_MODEL:
+            raise ConfigError(f"{where}.model must name an engine folder, got {engine.model!r}")
     _check_policy(config.policy, names[1:])
+    if config.target.engine == "trtllm":
+        _check_trtllm(config)
     _check_switches(config.switches, config)
     return config
+
+
+def _check_trtllm(config: ServingConfig) -> None:
+    if config.plan_invariant != "never":
+        raise ConfigError(
+            f"plan_invariant must be 'never' with a target of 'trtllm', whose decoder draws its own numbers, got {config.plan_invariant!r}"
+        )
+    for index, draft in enumerate(config.drafts):
+        if draft.engine not in ("trtllm", "lookup"):
+            raise ConfigError(f"drafts[{index}].engine must be 'trtllm' or 'lookup' with a target of 'trtllm', got {draft.engine!r}")
 
 
 def _check_policy(policy: PolicyConfig, drafts: list[str]) -> None:

@@ -61,13 +61,21 @@ def check_pair(target: Manifest, draft: Manifest) -> None:
         )
 
 
+def check_vocabulary(target: Path, draft: Path) -> None:
+    """Refuse a draft folder whose ``tokenizer.json`` is not its target's; one that has none is taken at its word. Raises ConfigError."""
+    if difference := _first_difference(target, draft):
+        raise ConfigError(f"draft {draft} has not the vocabulary of its target {target}{difference}")
+
+
 def _first_difference(target: Path, draft: Path) -> str:
     """Say which is the first token id that means something else; nothing where the draft has no tokenizer.json to look into."""
     files = [folder / "tokenizer.json" for folder in (target, draft)]
     if not all(file.exists() for file in files):
         return ""
     ours, theirs = (dict(vocabulary(file)) for file in files)
-    token_id = min(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
+    token_id = min((i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i)), default=None)
+    if token_id is None:
+        return ""
     names = [json.dumps(tokens[token_id], ensure_ascii=False) if token_id in tokens else "no token" for tokens in (theirs, ours)]
     return f"; first difference: id {token_id} is {names[0]} in the draft, {names[1]} in the target"
 

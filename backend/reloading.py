@@ -34,6 +34,8 @@ def reload_drafts(app: App, config: ServingConfig) -> dict[str, list[str]]:
         raise ConfigError(f"drafts cannot change while policy.trace_file is written, got {config.policy.trace_file!r}")
     running = dict(zip(app.config.drafts, app.drafts, strict=True))
     added = [draft for draft in config.drafts if draft not in running]
+    if any(draft.engine == "trtllm" for draft in added):
+        raise ConfigError("a draft of the engine 'trtllm' is added by a restart: the memory of the GPUs is planned for all engines at once")
     app.switches.check(config)
     check_pairs(config)
     folders = {engine.name: model_path(engine) for engine in timed_engines(config)}

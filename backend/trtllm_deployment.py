@@ -1,0 +1,91 @@
+"""The TensorRT-LLM engines of a deployment before any of them is loaded: their folders, whether they fit each other, GPUs and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from backend.config import ConfigError, EngineConfig, ServingConfig
+from backend.engine_folder import EngineFolder, check_draft, check_target, read_engine_folder
+from backend.manifest import check_vocabulary
+from policy.latency import LatencyTable
+
+if TYPE_CHECKING:
+    from backend.engines.trtllm import TrtllmEngine
+
+LATENCY_FILE = "latency.json"
+"""In the engine's folder, beside the engine: its times are those of the GPU that it was built for."""
+
+
+def trtllm_engines(config: ServingConfig) -> list[EngineConfig]:
+    """Return the engines of a deployment that are TensorRT-LLM's, in the order in which they are created: the target first."""
+    return [engine for engine in (config.target, *config.drafts) if engine.engine == "trtllm"]
+
+
+def check_engines(config: ServingConfig, path: Callable[[EngineConfig], Path]) -> dict[str, EngineFolder]:
+    """Read the folders and check them against each other and the settings. Raises ConfigError naming what does not fit."""
+    folders = {engine.name: read_engine_folder(path(engine)) for engine in trtllm_engines(config)}
+    if not folders:
+        return folders
+    for engine in trtllm_engines(config):
+        if len(engine.gpus) != folders[engine.name].ranks:
+            raise ConfigError(f"{engine.name}.gpus must name {folders[engine.name].ranks} GPUs, got {list(engine.gpus)}")
+    target = folders.get(config.target.name)
+    if target is None:
+        raise ConfigError(f"drafts of the engine 'trtllm' need a target of it, got {config.target.engine!r}")
+    check_target(target, config.policy.k_max)
+    for name, folder in folders.items():
+        if name != config.target.name:
+            check_draft(folder, target)
+            check_vocabulary(target.folder, folder.folder)
+    limits = config.limits
+    if limits.max_active_requests > target.max_batch_size:
+        raise ConfigError(
+            f"limits.max_active_requests must be at most the target's max_batch_size {target.max_batch_size}, "
+            f"got {limits.max_active_requests}"
+        )
+    if limits.prefill_chunk_tokens < limits.max_context_tokens:
+        raise ConfigError(
+            f"limits.prefill_chunk_tokens must be at least max_context_tokens {limits.max_context_tokens} with the engine "
+            f"'trtllm', whose executor cuts prompts itself, got {limits.prefill_chunk_tokens}"
+        )
+    return folders
+
+
+def make_trtllm(
+    engine: EngineConfig, config: ServingConfig, path: Callable[[EngineConfig], Path], count: Callable[..., None] | None
+) -> TrtllmEngine:
+    """Create an engine's executor, with its part of the memory. Raises ConfigError."""
+    from backend.engines.trtllm import ExecutorSettings, TrtllmEngine
+
+    folders = check_engines(config, path)
+    settings = ExecutorSettings(
+        gpus=engine.gpus,
+        kv_fraction=_fractions(tuple(trtllm_engines(config)), tuple(folders.values()))[engine.name],
+        orchestrated=any(folder.ranks > 1 for folder in folders.values()),
+        worker=engine.worker,
+        turn_timeout_s=engine.turn_timeout_s,
+        restarts=engine is not config.target,
+    )
+    return TrtllmEngine(engine.name, folders[engine.name], settings, max_context_tokens=config.limits.max_context_tokens, count=count)
+
+
+@lru_cache(maxsize=1)
+def _fractions(engines: tuple[EngineConfig, ...], folders: tuple[EngineFolder, ...]) -> dict[str, float]:
+    """Plan once for all engines, by the memory that is free before the first of them is created."""
+    import torch
+
+    from backend.engines.trtllm_memory import EngineMemory, kv_fractions
+
+    free = {gpu: int(torch.cuda.mem_get_info(gpu)[0]) for engine in engines for gpu in engine.gpus}
+    memory = [EngineMemory(e.name, e.gpus, f.weight_bytes, f.kv_bytes_per_token) for e, f in zip(engines, folders, strict=True)]
+    return kv_fractions(memory, free, min(engine.kv_share for engine in engines))
+
+
+def trtllm_tables(config: ServingConfig, path: Callable[[EngineConfig], Path]) -> Mapping[str, LatencyTable]:
+    """Return the latency tables that lie beside the engines. Raises LatencyError for one that is missing or unsound."""
+    from backend.tables import read_table
+
+    return {engine.name: read_table(path(engine) / LATENCY_FILE) for engine in trtllm_engines(config)}

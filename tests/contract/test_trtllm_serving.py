@@ -1,0 +1,111 @@
+"""A configuration of TensorRT-LLM engines, wired by the composition root over the fake executor, from settings to a reply."""
+
+import json
+import shutil
+
+import pytest
+
+from backend import app, trtllm_deployment
+from backend.config import ConfigError, parse_config
+from backend.engine_folder import read_engine_folder
+from backend.engines import trtllm
+from backend.request import GenerationRequest
+from policy import LatencyTable
+from tests.contract import fake_executor
+from tests.contract.engine_folders import engine_folder
+from tests.contract.fake_executor import Executor, Model
+
+TOKENS = ["<end>", *"abcdefgh"]
+TOKENIZER = {
+    "version": "1.0",
+    "added_tokens": [],
+    "model": {"type": "BPE", "vocab": {token: i for i, token in enumerate(TOKENS)}, "merges": []},
+    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+    "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+}
+
+
+def folder(path, name, **options):
+    made = engine_folder(path, name, vocab_size=len(TOKENS), **options)
+    (made / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    table = LatencyTable.synthetic(name, dict.fromkeys((1, 64), 0.02 if name == "target" else 0.0002))
+    (made / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
+    (made / "latency.json").write_text(json.dumps(table.to_dict()))
+    Executor.models[str(made)] = Model(lambda tokens: [5.0 * (i == tokens[-1] % 8 + 1) for i in range(len(TOKENS))])
+    return made
+
+
+def settings(path, **changes):
+    target = {"engine": "trtllm", "model": str(folder(path, "target", max_draft_len=4))}
+    draft = {"engine": "trtllm", "name": "small", "model": str(folder(path, "small"))}
+    limits = {"max_active_requests": 8, "max_context_tokens": 64, "prefill_chunk_tokens": 64}
+    raw = {"target": target, "drafts": [draft], "policy": {"k_max": 4, "keep_learned": False}, "limits": limits, "plan_invariant": "never"}
+    return raw | changes
+
+
+@pytest.fixture(autouse=True)
+def faked(monkeypatch):
+    monkeypatch.setattr(trtllm, "load_bindings", lambda: fake_executor)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda gpu: (40 << 30, 80 << 30))
+    trtllm_deployment._fractions.cache_clear()
+
+
+class Reply:
+    cancelled = False
+
+    def __init__(self):
+        self.text = None
+
+    def final(self, delta, reason, usage):
+        self.text, self.reason, self.usage = delta.text, reason, usage
+
+    def error(self, code, message):
+        raise AssertionError(message)
+
+
+def test_a_request_is_served_with_drafts_of_another_engine(tmp_path):
+    made = app.build(parse_config(settings(tmp_path)))
+    reply = Reply()
+    made.orchestrator.submit(made.session(GenerationRequest("ab", 12, exclude_input_in_output=True), reply))
+    while made.orchestrator.step():
+        pass
+    made.close()
+    assert reply.text == "cdefghabcdef"
+    assert reply.usage.accepted > 0
+    target, small = (executor.config.kv_cache_config.free_gpu_memory_fraction for executor in Executor.created[-2:])
+    assert 0.2 < target < small < 1.0  # each takes its fraction of what the one before has left
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"plan_invariant": "seeded"}, "plan_invariant must be 'never'"),
+        ({"drafts": [{"name": "t", "engine": "torch", "model": "x"}]}, r"drafts\[0\].engine must be 'trtllm' or 'lookup'"),
+        (
+            {"limits": {"max_active_requests": 9, "max_context_tokens": 64}},
+            "max_active_requests must be at most the target's max_batch_size 8, got 9",
+        ),
+        ({"limits": {"max_active_requests": 8, "max_context_tokens": 512}}, "prefill_chunk_tokens must be at least max_context_tokens 512"),
+        ({"policy": {"k_max": 5}}, "k_max 5 is over its max_draft_len 4"),
+    ],
+)
+def test_settings_that_the_engines_cannot_keep_are_refused(tmp_path, change, message):
+    with pytest.raises(ConfigError, match=message):
+        app.build(parse_config(settings(tmp_path, **change)))
+
+
+def test_another_vocabulary_is_refused_with_its_first_difference(tmp_path):
+    raw = settings(tmp_path)
+    other = json.loads(json.dumps(TOKENIZER).replace('"c": 3', '"x": 3'))
+    (tmp_path / "small" / "tokenizer.json").write_text(json.dumps(other))
+    with pytest.raises(ConfigError, match='id 3 is "x" in the draft, "c" in the target'):
+        app.build(parse_config(raw))
+
+
+def test_gpus_are_as_many_as_ranks(tmp_path):
+    raw = settings(tmp_path)
+    shutil.rmtree(tmp_path / "small")
+    folder(tmp_path, "small", tp_size=2)
+    with pytest.raises(ConfigError, match=r"small\.gpus must name 2 GPUs, got \[0\]"):
+        app.build(parse_config(raw))
+    assert read_engine_folder(tmp_path / "small").ranks == 2
