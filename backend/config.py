@@ -18,7 +18,8 @@ class ConfigError(ValueError):
     """A setting that cannot be used; the message names the key and the value."""
 
 
-def _setting(default: Any, *, low: float | None = None, high: float | None = None, choices: tuple[Any, ...] = ()) -> Any:
+def setting(default: Any, *, low: float | None = None, high: float | None = None, choices: tuple[Any, ...] = ()) -> Any:
+    """Declare a setting and what it may be."""
     return field(default=default, metadata={"low": low, "high": high, "choices": choices})
 
 
@@ -32,19 +33,19 @@ class EngineConfig:
     ranks where an engine spans GPUs.
     """
 
-    engine: str = _setting("torch", choices=("torch", "lookup", "fake", "trtllm"))
+    engine: str = setting("torch", choices=("torch", "lookup", "fake", "trtllm"))
     name: str = "target"
     model: str = ""
-    dtype: str = _setting("bf16", choices=("bf16", "fp32", "fp64"))
+    dtype: str = setting("bf16", choices=("bf16", "fp32", "fp64"))
     device: str = "cpu"
-    min_ngram: int = _setting(2, low=1, high=16)
-    max_ngram: int = _setting(4, low=1, high=16)
+    min_ngram: int = setting(2, low=1, high=16)
+    max_ngram: int = setting(4, low=1, high=16)
     seed: int = 0
-    agreement: float = _setting(0.7, low=0.0, high=1.0)
-    step_s: float = _setting(0.0, low=0.0)
+    agreement: float = setting(0.7, low=0.0, high=1.0)
+    step_s: float = setting(0.0, low=0.0)
     gpus: tuple[int, ...] = (0,)
-    kv_share: float = _setting(0.9, low=0.01, high=1.0)
-    turn_timeout_s: float = _setting(30.0, low=0.1, high=3600.0)
+    kv_share: float = setting(0.9, low=0.01, high=1.0)
+    turn_timeout_s: float = setting(30.0, low=0.1, high=3600.0)
     worker: str = "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"
 
 
@@ -52,8 +53,8 @@ class EngineConfig:
 class ScheduleStep:
     """Up to ``batch`` requests that decode, ``length`` tokens are proposed."""
 
-    batch: int = _setting(1, low=1)
-    length: int = _setting(0, low=0, high=64)
+    batch: int = setting(1, low=1)
+    length: int = setting(0, low=0, high=64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +70,18 @@ class PolicyConfig:
     lines of what the adaptive planner saw and decided, for ``python -m policy.replay``.
     """
 
-    kind: str = _setting("adaptive", choices=("adaptive", "none", "fixed", "schedule", "average", "smartspec", "spin", "random"))
-    k_max: int = _setting(8, low=0, high=64)
-    selection: str = _setting("probing", choices=("probing", "ucb", "thompson"))
+    kind: str = setting("adaptive", choices=("adaptive", "none", "fixed", "schedule", "average", "smartspec", "spin", "random"))
+    k_max: int = setting(8, low=0, high=64)
+    selection: str = setting("probing", choices=("probing", "ucb", "thompson"))
     draft: str = ""
-    length: int = _setting(4, low=0, high=64)
+    length: int = setting(4, low=0, high=64)
     schedule: tuple[ScheduleStep, ...] = ()
-    tree_width: int = _setting(1, low=1, high=16)
+    tree_width: int = setting(1, low=1, high=16)
     merge_chains: bool = False
     seed: int = 0
     keep_learned: bool = True
     trace_file: str = ""
-    trace_lines: int = _setting(10_000, low=1)
+    trace_lines: int = setting(10_000, low=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +93,13 @@ class LimitsConfig:
     whose texts begin alike share the KV of that beginning.
     """
 
-    max_active_requests: int = _setting(64, low=1, high=4096)
-    max_queued_requests: int = _setting(128, low=1)
-    max_request_s: float = _setting(600.0, low=0.001)
-    max_context_tokens: int = _setting(2048, low=16)
-    prefill_chunk_tokens: int = _setting(256, low=1)
-    kv_cache_tokens: int = _setting(32768, low=256)
-    batch_scheduler_policy: str = _setting("max_utilization", choices=("max_utilization", "guaranteed_no_evict"))
+    max_active_requests: int = setting(64, low=1, high=4096)
+    max_queued_requests: int = setting(128, low=1)
+    max_request_s: float = setting(600.0, low=0.001)
+    max_context_tokens: int = setting(2048, low=16)
+    prefill_chunk_tokens: int = setting(256, low=1)
+    kv_cache_tokens: int = setting(32768, low=256)
+    batch_scheduler_policy: str = setting("max_utilization", choices=("max_utilization", "guaranteed_no_evict"))
     enable_kv_cache_reuse: bool = True
 
 
@@ -107,26 +108,26 @@ class TritonConfig:
     """What the launcher renders into ``config.pbtxt``."""
 
     decoupled_mode: bool = True
-    max_batch_size: int = _setting(64, low=1, high=4096)
+    max_batch_size: int = setting(64, low=1, high=4096)
 
 
 @dataclass(frozen=True, slots=True)
 class LogConfig:
     """Form and least level of the log lines of the engine process and of the stubs."""
 
-    format: str = _setting("text", choices=("text", "json"))
-    level: str = _setting("info", choices=("debug", "info", "warning", "error"))
+    format: str = setting("text", choices=("text", "json"))
+    level: str = setting("info", choices=("debug", "info", "warning", "error"))
 
 
 @dataclass(frozen=True, slots=True)
 class SwitchesConfig:
     """How the operators' switches stand at start (see ``policy.Switches``); the administrative interface sets them live."""
 
-    speculation: str = _setting("on", choices=("on", "off", "shadow"))
-    canary_share: float = _setting(1.0, low=0.0, high=1.0)
+    speculation: str = setting("on", choices=("on", "off", "shadow"))
+    canary_share: float = setting(1.0, low=0.0, high=1.0)
     fixed_draft: str = ""
-    fixed_length: int = _setting(0, low=0, high=64)
-    inter_token_cap_s: float = _setting(0.0, low=0.0, high=3600.0)
+    fixed_length: int = setting(0, low=0, high=64)
+    inter_token_cap_s: float = setting(0.0, low=0.0, high=3600.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ class ServingConfig:
     log: LogConfig = field(default_factory=LogConfig)
     threads: int | str = "auto"
     add_special_tokens: bool = True
-    plan_invariant: str = _setting("seeded", choices=("seeded", "always", "never"))
+    plan_invariant: str = setting("seeded", choices=("seeded", "always", "never"))
 
 
 def load_config(path: str | Path) -> ServingConfig:
@@ -164,7 +165,7 @@ def load_config(path: str | Path) -> ServingConfig:
 
 def parse_config(raw: Any) -> ServingConfig:
     """Check a decoded ``serving.json``. Raises ConfigError naming key and value."""
-    config: ServingConfig = _build(ServingConfig, raw, "")
+    config: ServingConfig = build_settings(ServingConfig, raw, "")
     if config.threads != "auto" and (not isinstance(config.threads, int) or config.threads < 1):
         raise ConfigError(f"threads must be 'auto' or a number of at least 1, got {config.threads!r}")
     if config.target.engine == "lookup":
@@ -207,7 +208,7 @@ def _check_policy(policy: PolicyConfig, drafts: list[str]) -> None:
 
 def parse_switches(raw: Any, config: ServingConfig) -> SwitchesConfig:
     """Check switches set live as those of ``config`` are. Raises ConfigError naming key and value."""
-    switches: SwitchesConfig = _build(SwitchesConfig, raw, "switches")
+    switches: SwitchesConfig = build_settings(SwitchesConfig, raw, "switches")
     _check_switches(switches, config)
     return switches
 
@@ -220,7 +221,7 @@ def _check_switches(switches: SwitchesConfig, config: ServingConfig) -> None:
         raise ConfigError(f"switches.fixed_draft must be one of {names}, got {switches.fixed_draft!r}")
 
 
-def _build(cls: type[Any], raw: Any, path: str) -> Any:
+def build_settings(cls: type[Any], raw: Any, path: str) -> Any:
     """Build a config dataclass from a JSON object, checking every key, type and range."""
     if not isinstance(raw, dict):
         raise ConfigError(f"{path or 'the file'} must be an object, got {raw!r}")
@@ -234,7 +235,7 @@ def _build(cls: type[Any], raw: Any, path: str) -> Any:
 
 def _value(hint: Any, value: Any, path: str, metadata: Any) -> Any:
     if dataclasses.is_dataclass(hint):
-        return _build(typing.cast(type[Any], hint), value, path)
+        return build_settings(typing.cast(type[Any], hint), value, path)
     if typing.get_origin(hint) is tuple:
         if not isinstance(value, list):
             raise ConfigError(f"{path} must be a list, got {value!r}")

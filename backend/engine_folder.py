@@ -162,6 +162,7 @@ def build_command(checkpoint: str, output: str, limits: Any, max_draft_len: int)
     command += ["--max_input_len", str(base_seq_len + max_draft_len), "--max_seq_len", str(base_seq_len + max_draft_len)]
     command += ["--kv_cache_type", "paged", "--remove_input_padding", "enable", "--use_paged_context_fmha", "enable"]
     command += ["--tokens_per_block", str(limits.tokens_per_block)]
+    command += ["--max_num_tokens", str(max(8192, limits.max_batch_size * (max_draft_len + 1)))]
     if getattr(limits, "gathers_generation_logits", True):
         command += ["--gather_generation_logits"]
     if max_draft_len:

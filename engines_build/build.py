@@ -1,0 +1,176 @@
+"""Build the TensorRT-LLM engines of a deployment: ``python -m engines_build.build FILE [--dry-run]``, inside NVIDIA's container.
+
+Checks tokenizers and vocabularies first, then converts, builds and checks each engine, and writes ``serving.json``. A stage is done when
+its folder says that it was made by the same commands from the same checkpoint; one that broke off begins anew, the others are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from backend.config import ConfigError
+from backend.engine_folder import check_draft, check_target, read_engine_folder
+from backend.manifest import check_pair, read_manifest
+from engines_build.deployment import Deployment, EngineBuild, load_deployment, serving
+from engines_build.executor_commands import convert_command, engine_command
+
+MANIFEST = "manifest.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+
+Run = Callable[[Sequence[str]], None]
+
+
+class BuildError(Exception):
+    """A stage that failed; the message says which and how."""
+
+
+def build(deployment: Deployment, run: Run, *, dry_run: bool = False) -> None:
+    """Bring every engine of a deployment. Raises ConfigError for what does not fit, BuildError for a program that failed."""
+    check_checkpoints(deployment, dry_run=dry_run)
+    output = Path(deployment.output).resolve()
+    folders = {engine.name: output / engine.name for engine in deployment.engines}
+    for engine in deployment.engines:
+        _build_engine(deployment, engine, output, run, dry_run=dry_run)
+    if dry_run:
+        return
+    check_engines(deployment, folders)
+    _write(output / "serving.json", serving(deployment, folders))
+    print(f"{output / 'serving.json'} is ready: SPINDLE_CONFIG={output / 'serving.json'}")
+
+
+def check_checkpoints(deployment: Deployment, *, dry_run: bool = False) -> None:
+    """Compare the drafts' tokenizers with the target's, token by token. Raises ConfigError naming the first difference."""
+    missing = [engine.checkpoint for engine in deployment.engines if not Path(engine.checkpoint, "config.json").is_file()]
+    if missing and dry_run:
+        print(f"# not checked: there is no checkpoint {', '.join(missing)}")
+        return
+    target = read_manifest(Path(deployment.target.checkpoint))
+    if target.max_context_tokens < deployment.max_context_tokens:
+        raise ConfigError(
+            f"max_context_tokens {deployment.max_context_tokens} is over the {target.max_context_tokens} of {deployment.target.checkpoint}"
+        )
+    for draft in deployment.drafts:
+        check_pair(target, read_manifest(Path(draft.checkpoint)))
+
+
+def check_engines(deployment: Deployment, folders: dict[str, Path]) -> None:
+    """Read what was built back, and refuse what cannot serve. Raises ConfigError."""
+    target = read_engine_folder(folders[deployment.target.name])
+    check_target(target, deployment.max_draft_len)
+    for draft in deployment.drafts:
+        check_draft(read_engine_folder(folders[draft.name]), target)
+
+
+def _build_engine(deployment: Deployment, engine: EngineBuild, output: Path, run: Run, *, dry_run: bool) -> None:
+    checkpoint, folder = output / "checkpoints" / engine.name, output / engine.name
+    convert = convert_command(deployment, engine, checkpoint)
+    compile_ = engine_command(deployment, engine, checkpoint, folder)
+    if dry_run:
+        print(shlex.join(convert), shlex.join(compile_), sep="\n")
+        return
+    source = read_manifest(Path(engine.checkpoint)).layout_sha256
+    if _stage(folder, [convert, compile_], source):
+        if _stage(checkpoint, [convert], source):
+            _run(convert, checkpoint, [convert], source, run, deployment)
+        _run(compile_, folder, [convert, compile_], source, run, deployment)
+    for name in TOKENIZER_FILES:
+        if Path(engine.checkpoint, name).is_file():
+            shutil.copyfile(Path(engine.checkpoint, name), folder / name)
+
+
+def _stage(folder: Path, commands: list[list[str]], source: str) -> bool:
+    """Return whether a stage is yet to be done; clear what is left of another."""
+    try:
+        done = json.loads((folder / MANIFEST).read_text("utf-8"))
+        if done["commands_sha256"] == _sha256(commands) and done["checkpoint_layout_sha256"] == source and _whole(folder, done["files"]):
+            print(f"{folder} is there already")
+            return False
+    except (OSError, ValueError, KeyError):
+        pass
+    if folder.exists():
+        print(f"{folder} is of other commands or incomplete: made again")
+        shutil.rmtree(folder)
+    return True
+
+
+def _run(command: list[str], folder: Path, commands: list[list[str]], source: str, run: Run, deployment: Deployment) -> None:
+    """Run a program that fills a folder; its manifest is written last."""
+    print(shlex.join(command), flush=True)
+    folder.mkdir(parents=True)
+    run(command)
+    files = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
+    if "config.json" not in files:
+        raise BuildError(f"{command[0]} succeeded and left no config.json in {folder}")
+    manifest = {
+        "commands": [shlex.join(one) for one in commands],
+        "commands_sha256": _sha256(commands),
+        "checkpoint_layout_sha256": source,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": {"tensorrt_llm": json.loads((folder / "config.json").read_text("utf-8")).get("version", "unknown")},
+        "limits": {
+            "max_batch_size": deployment.max_batch_size,
+            "max_context_tokens": deployment.max_context_tokens,
+            "max_draft_len": deployment.max_draft_len,
+        },
+        "files": files,
+        "sha256": {name: _file_sha256(folder / name) for name in files},
+    }
+    _write(folder / MANIFEST, manifest)
+
+
+def _whole(folder: Path, files: dict[str, int]) -> bool:
+    return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in files.items())
+
+
+def _sha256(commands: list[list[str]]) -> str:
+    return hashlib.sha256(json.dumps(commands).encode()).hexdigest()
+
+
+def _file_sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        digest = hashlib.sha256()
+        while chunk := stream.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _write(path: Path, content: dict[str, object]) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+    os.replace(part, path)
+
+
+def run_program(command: Sequence[str]) -> None:
+    """Run a program of the container. Raises BuildError saying how it ended."""
+    try:
+        code = subprocess.run(command, check=False).returncode
+    except OSError as error:
+        raise BuildError(f"{command[0]} cannot be run ({error.strerror}): this needs NVIDIA's TensorRT-LLM container") from error
+    if code:
+        raise BuildError(f"{shlex.join(command)} ended with code {code}")
+
+
+def main() -> None:
+    """Build, or say what would be run."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("file", type=Path, help="a deployment file, YAML or JSON (docker/deployments has examples)")
+    parser.add_argument("--dry-run", action="store_true", help="check what can be checked and print every command line")
+    args = parser.parse_args()
+    try:
+        build(load_deployment(args.file), run_program, dry_run=args.dry_run)
+    except (ConfigError, BuildError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
