@@ -45,7 +45,7 @@ def build(deployment: Deployment, run: Run, *, dry_run: bool = False) -> None:
         return
     check_engines(deployment, folders)
     _write(output / "serving.json", serving(deployment, folders))
-    print(f"{output / 'serving.json'} is ready: SPINDLE_CONFIG={output / 'serving.json'}")
+    print(f"{output / 'serving.json'} is ready; now: python -m engines_build.measure_executor --config {output / 'serving.json'}")
 
 
 def check_checkpoints(deployment: Deployment, *, dry_run: bool = False) -> None:

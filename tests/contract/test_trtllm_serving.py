@@ -10,6 +10,7 @@ from backend.config import ConfigError, parse_config
 from backend.engine_folder import read_engine_folder
 from backend.engines import trtllm
 from backend.request import GenerationRequest
+from engines_build.measure_executor import measure_executors
 from policy import LatencyTable
 from tests.contract import fake_executor
 from tests.contract.engine_folders import engine_folder
@@ -109,3 +110,19 @@ def test_gpus_are_as_many_as_ranks(tmp_path):
     with pytest.raises(ConfigError, match=r"small\.gpus must name 2 GPUs, got \[0\]"):
         app.build(parse_config(raw))
     assert read_engine_folder(tmp_path / "small").ranks == 2
+
+
+def test_what_a_turn_takes_is_measured_through_the_executor(tmp_path):
+    raw = settings(tmp_path)
+    for engine in ("target", "small"):
+        (tmp_path / engine / "latency.json").unlink()
+    config = parse_config(
+        raw | {"policy": {"k_max": 4}, "limits": raw["limits"] | {"max_context_tokens": 128, "prefill_chunk_tokens": 128}}
+    )
+    for engine in ("target", "small"):
+        folder(tmp_path, engine, max_draft_len=4 if engine == "target" else 0, max_seq_len=160)
+    tables = measure_executors(config, budget_s=0.0, most=3)
+    for name, table in tables.items():
+        assert LatencyTable.from_dict(json.loads((tmp_path / name / "latency.json").read_text())) == table
+    assert max(tables["target"].tokens) == 8 * 4  # eight rows of three proposed tokens and the last one
+    assert max(tables["small"].rows) == 8
