@@ -45,6 +45,9 @@ PROJECT_ROOT = Path(__file__).resolve().parent.parent
 OVERHEAD_S, SPECULATION_S, LOOKUP_S = 5e-4, 3e-4, 2e-5
 """Start values of what no table knows: a step's overhead, what speculating adds to it, a lookup. Measured steps correct them."""
 
+MERGE_TOKENS = 40.0
+"""What merging a piece of a cut context costs in cached tokens read, by ``tests.bench.bench_padding``."""
+
 LEAST_TEMPERATURE = 1e-5
 """Below it a temperature counts as 0: logits divided by it would leave the range of fp32."""
 NO_END_ID = -1
@@ -229,6 +232,7 @@ def make_engine(engine: EngineConfig, config: ServingConfig, threads: int, count
         max_context_tokens=max_context,
         max_draft_tokens=max(1, k_max),
         threads=threads,
+        pads=engine.attention == "padded",
     )
 
 
@@ -245,8 +249,9 @@ def make_policy(
     scored = all(draft.limits.scores or draft.limits.free for draft in drafts)
     constants = policy.PlannerConfig(k_max=config.policy.k_max, selection=config.policy.selection, catchup_scored=scored)
     planner = policy.AdaptivePlanner(tuple(known), latency, constants)
-    if config.policy.tree_width > 1 or config.policy.merge_chains:
-        planner = ShapedPlanner(tuple(known), latency, constants, _shapes(config, drafts, trees))
+    shapes = _shapes(config, drafts, trees)
+    if shapes != Shapes():
+        planner = ShapedPlanner(tuple(known), latency, constants, shapes)
     if not config.policy.trace_file:
         return planner
     return Traced(planner, TraceFile(Path(config.policy.trace_file), stats), config.policy.trace_lines)
@@ -271,7 +276,11 @@ def _baseline(config: PolicyConfig, drafts: tuple[str, ...], latency: policy.Lat
 
 
 def _shapes(config: ServingConfig, drafts: list[Engine], trees: bool) -> Shapes:
-    """Return what the planner may ask beyond chains. Raises ConfigError where the target cannot verify ``trees``."""
+    """Return what the planner may ask beyond chains side by side. Raises ConfigError where the target cannot verify ``trees``."""
+    pads = config.target.attention == "padded"
+    asked = config.policy.tree_width > 1 or config.policy.merge_chains
+    if not asked:
+        return Shapes(pads=pads, merge_tokens=MERGE_TOKENS if pads else 0.0)
     if not trees:
         raise ConfigError(
             f"policy.tree_width must be 1 and policy.merge_chains false: engine {config.target.engine!r} verifies chains only"
@@ -281,6 +290,8 @@ def _shapes(config: ServingConfig, drafts: list[Engine], trees: bool) -> Shapes:
         single_choice=tuple(column for column, draft in enumerate(drafts) if not draft.limits.siblings),
         merges=config.policy.merge_chains,
         most_nodes=max(1, config.policy.k_max),
+        pads=pads,
+        merge_tokens=MERGE_TOKENS if pads else 0.0,
     )
 
 

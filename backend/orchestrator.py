@@ -141,7 +141,7 @@ class Orchestrator:
         view = batch.view(self._drafting, self._k_max, len(self._admission))
         plan = self._plan(view, log)
         proposals = self._drafting.propose([session.sequence for session in batch.decoding], view, plan, log)
-        for completion in self._verify(batch, proposals, log):
+        for completion in self._verify(batch, proposals, plan, log):
             self._commit(completion, log)
         self._learn(log, plan)
         return True
@@ -222,11 +222,16 @@ class Orchestrator:
 
     # -- verify
 
-    def _verify(self, batch: Batch, proposals: dict[int, Proposals], log: StepLog) -> list[Completion]:
+    def _verify(self, batch: Batch, proposals: dict[int, Proposals], plan: Plan, log: StepLog) -> list[Completion]:
         """Submit the batch to the target and return what is complete; a target that raises fails only the turns that raise again alone."""
         self._in_flight.update(proposals)
         self._in_flight.update({turn.sequence.id: Proposals() for turn in batch.prefill})
-        turns = [Turn(s.sequence, len(s.sequence.tokens), proposal=proposals[s.id].chosen) for s in batch.decoding] + batch.prefill
+        log.piece_tokens = plan.shape.piece_tokens if plan.shape else None
+        piece = log.piece_tokens or 0
+        turns = [
+            *(Turn(s.sequence, len(s.sequence.tokens), proposal=proposals[s.id].chosen, piece_tokens=piece) for s in batch.decoding),
+            *batch.prefill,
+        ]
         with log.part("verify"):
             try:
                 return run_turns(self._target, turns)

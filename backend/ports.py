@@ -78,6 +78,7 @@ class Turn:
     ``end <= len(sequence.tokens)``; with ``run > 0`` or a proposal, ``end == len(sequence.tokens)``.
     ``keep_probs`` asks for the law of the freely run tokens (a draft's q), ``widths[j]`` with it for so many candidates for the place of
     the j-th of them, itself counted (1 behind their end). Engines that have no second choices ignore it.
+    ``piece_tokens`` above 0 has an engine that pads cut the context into pieces of so many tokens, whole blocks.
     """
 
     sequence: Sequence
@@ -86,6 +87,7 @@ class Turn:
     proposal: Proposal | None = None
     keep_probs: bool = False
     widths: Seq[int] = ()
+    piece_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ class EngineLimits:
 
     ``free`` says that proposing costs next to nothing (lookup), so that the loop scores it on every step, chosen or not; ``tree`` that it
     verifies trees; as a draft, ``scores`` that it scores what it catches up on (``Completion.scored``), ``siblings`` that it names
-    second choices (``Turn.widths``).
+    second choices (``Turn.widths``). ``pads``: verified rows are padded to the longest context, or cut (``Turn.piece_tokens``).
     """
 
     vocab_size: int
@@ -134,6 +136,7 @@ class EngineLimits:
     tree: bool = False
     scores: bool = False
     siblings: bool = False
+    pads: bool = False
 
 
 class Engine(Protocol):

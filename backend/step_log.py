@@ -18,7 +18,8 @@ from policy import NO_DRAFT, IntArray, Outcome, Rule, TurnShape
 class StepLog:
     """A step in the making. ``rows`` are (request, draft, length, accepted, emitted, scored, rule); ``free`` (request, draft, accepted,
     scored) what a draft would have had accepted where it was not chosen; ``trees`` by the number of their row (widths, second draft, second
-    length, rank, accepted along the second chain); ``parts_s`` wall times by part (``planning`` is part of ``overhead``).
+    length, rank, accepted along the second chain); ``piece_tokens`` how contexts were cut; ``parts_s`` wall times by part (``planning`` is
+    part of ``overhead``).
     """
 
     drafts: tuple[str, ...]
@@ -28,6 +29,7 @@ class StepLog:
     rows: list[tuple[int, int, int, int, int, int, int]] = field(default_factory=list)
     free: list[tuple[int, int, int, int]] = field(default_factory=list)
     trees: dict[int, tuple[list[int], int, int, int, int]] = field(default_factory=dict)
+    piece_tokens: int | None = None
     control: list[bool] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
     started_s: float = field(default_factory=perf_counter)
@@ -94,7 +96,7 @@ class StepLog:
             free_accepted=free[2],
             free_scored=free[3],
             finished=np.array(self.finished, np.int64),
-            **(self._shape(length) if self.trees else {}),
+            **(self._shape(length) if self.trees else {"shape": TurnShape(piece_tokens=self.piece_tokens)} if self.piece_tokens else {}),
         )
 
     def _shape(self, length: IntArray) -> dict[str, Any]:
@@ -105,7 +107,7 @@ class StepLog:
             width[row, : len(widths)] = widths
             second[row] = others
         return {
-            "shape": TurnShape(width, second_draft=second[:, 0], second_length=second[:, 1]),
+            "shape": TurnShape(width, second[:, 0], second[:, 1], piece_tokens=self.piece_tokens),
             "rank": second[:, 2],
             "second_accepted": second[:, 3],
         }

@@ -60,6 +60,7 @@ def table_file(engine: EngineConfig, folder: Path, threads: int | str) -> Path:
         "layout_sha256": read_manifest(folder).layout_sha256,
         "dtype": engine.dtype,
         "device": engine.device,
+        "attention": engine.attention,
         "threads": threads,
     }
     return cache.table_file(hashlib.sha256(json.dumps(subject).encode()).hexdigest()[:32])

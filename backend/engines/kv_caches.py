@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from backend.engines.llama import KVTable
+from backend.engines.chunks import KVTable
 from backend.ports import BLOCK_TOKENS, Sequence
 
 

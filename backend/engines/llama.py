@@ -7,13 +7,17 @@ call there, which costs more than the product itself at a few rows (measured: 2.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch.nn import functional
 
 from backend.engines.checkpoint import LlamaConfig, Weights
+from backend.engines.chunks import Chunk, ancestors
+from backend.engines.padded import Padded
 from backend.ports import BLOCK_TOKENS
 
 PACKED_ROWS = 8
@@ -26,51 +30,6 @@ SHORT_ROW = 512
 
 SMALL_WEIGHT = 1 << 17
 """Elements below which an fp32 weight stays plain: its product takes less than oneDNN's 10 us of overhead (a tiny draft's layers)."""
-
-
-class KVTable:
-    """Where a sequence's positions lie in the pool: position p at ``slots[p]``, in block ``blocks[p // BLOCK_TOKENS]``."""
-
-    __slots__ = ("blocks", "slots")
-
-    def __init__(self, blocks: Seq[int], device: torch.device | str) -> None:
-        self.blocks = torch.tensor(blocks, dtype=torch.int64, device=device)
-        self.slots = (self.blocks[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS, device=device)).flatten()
-
-    def __len__(self) -> int:
-        return len(self.slots)
-
-    def read(self, pool: torch.Tensor, positions: int) -> torch.Tensor:
-        """Return the first ``positions`` positions [positions, ...] of a pool [slots, ...].
-
-        It copies whole blocks, also where they are neighbours: attention over a view of the pool takes 1.1 to 1.9 times as long on a CPU.
-        """
-        blocks = pool.view(-1, BLOCK_TOKENS, *pool.shape[1:]).index_select(0, self.blocks[: -(-positions // BLOCK_TOKENS)])
-        return blocks.flatten(0, 1)[:positions]
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """One sequence's rows of a pass: ``tokens`` behind ``start`` others, whose last ``logits`` rows want logits.
-
-    The last ``len(parents)`` of them are a tree: node n continues node ``parents[n]``, an earlier one, or the row before the tree (-1). It
-    sees these and itself, and has the position of its depth; all others are a chain. KV is written in the order of the rows.
-    """
-
-    tokens: list[int]
-    start: int
-    table: KVTable
-    logits: int
-    parents: Seq[int] = ()
-
-    @property
-    def positions(self) -> list[int]:
-        """Return the position of every row."""
-        root = self.start + len(self.tokens) - len(self.parents) - 1
-        nodes: list[int] = []
-        for parent in self.parents:
-            nodes.append(1 + (nodes[parent] if parent >= 0 else root))
-        return [*range(self.start, root + 1), *nodes]
 
 
 class Linear:
@@ -157,7 +116,7 @@ class Llama:
         positions = torch.tensor([p for chunk in chunks for p in chunk.positions], device=self.device)
         slots = _joined([chunk.table.slots[chunk.start : chunk.start + len(chunk.tokens)] for chunk in chunks])
         cos, sin = self._cos[positions], self._sin[positions]
-        masks = [self._mask(chunk) for chunk in chunks]
+        attend = self._attention(chunks)
         hidden = self._embedding[ids]
         for layer in self._layers:
             normed = functional.rms_norm(hidden, (config.hidden_size,), layer.attention_norm, config.rms_norm_eps)
@@ -166,7 +125,7 @@ class Llama:
             swapped = torch.roll(rotated, config.head_dim // 2, -1)
             rotated.mul_(cos).addcmul_(swapped, sin)
             layer.pool.index_copy_(0, slots, qkv[:, heads:])
-            hidden += layer.output(self._attend(qkv, layer.pool, chunks, masks))
+            hidden += layer.output(attend(qkv, layer.pool))
             gate_up = layer.gate_up(functional.rms_norm(hidden, (config.hidden_size,), layer.mlp_norm, config.rms_norm_eps))
             gate, up = gate_up[:, : config.intermediate_size], gate_up[:, config.intermediate_size :]
             hidden += layer.down(functional.silu(gate).mul_(up))
@@ -188,9 +147,30 @@ class Llama:
             return None
         mask = torch.full((rows, chunk.start + rows), -math.inf, device=self.device, dtype=self.dtype).triu_(chunk.start + 1)
         if chunk.parents:
-            nodes = _ancestors(chunk.parents).to(self.device)
+            nodes = ancestors(chunk.parents).to(self.device)
             mask[-len(nodes) :, -len(nodes) :].masked_fill_(~nodes, -math.inf)
         return mask.repeat(self.config.num_heads // self.config.num_kv_heads, 1)
+
+    def _attention(self, chunks: Seq[Chunk]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Return attention over the chunks, a function of ``qkv`` and a layer's pool."""
+        alone = [number for number, chunk in enumerate(chunks) if chunk.piece_tokens is None]
+        masks = [self._mask(chunks[number]) for number in alone]
+        if len(alone) == len(chunks):
+            return lambda qkv, pool: self._attend(qkv, pool, chunks, masks)
+        firsts = [0, *accumulate(len(chunk.tokens) for chunk in chunks)]
+        together = [number for number, chunk in enumerate(chunks) if chunk.piece_tokens is not None]
+        group = self.config.num_heads // self.config.num_kv_heads
+        padded = Padded([chunks[n] for n in together], [firsts[n] for n in together], group, self.dtype, self.device)
+        if not alone:
+            return padded
+        others = torch.tensor([row for n in alone for row in range(firsts[n], firsts[n + 1])], device=self.device)
+        order = torch.cat([padded.rows, others]).argsort()
+
+        def both(qkv: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
+            ragged = self._attend(qkv[others], pool, [chunks[n] for n in alone], masks)
+            return torch.cat([padded(qkv, pool), ragged])[order]
+
+        return both
 
     def _attend(self, qkv: torch.Tensor, pool: torch.Tensor, chunks: Seq[Chunk], masks: Seq[torch.Tensor | None]) -> torch.Tensor:
         """Return attention's output [rows, heads x head_dim], each chunk over its own keys.
@@ -229,15 +209,6 @@ def rope_tables(config: LlamaConfig, positions: int) -> tuple[torch.Tensor, torc
         inverse = (1 - smooth) * inverse / rope["factor"] + smooth * inverse
     angles = torch.outer(torch.arange(positions).float(), inverse)
     return angles.cos().repeat(1, 2), torch.cat((-angles.sin(), angles.sin()), dim=1)
-
-
-def _ancestors(parents: Seq[int]) -> torch.Tensor:
-    """Return whether a node sees another, bool[nodes, nodes]: its ancestors and itself."""
-    seen = torch.eye(len(parents), dtype=torch.bool)
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            seen[node] |= seen[parent]
-    return seen
 
 
 def _logit_rows(chunks: Seq[Chunk]) -> list[int]:

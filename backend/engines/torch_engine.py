@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 
 from backend.engines.checkpoint import LlamaConfig, Weights, load
+from backend.engines.chunks import Chunk
 from backend.engines.counterfactual import RACE_ROWS, SCORED_ROWS, chains, guesses
 from backend.engines.kv_caches import Cache, Caches
 from backend.engines.laws import Law, target_laws
-from backend.engines.llama import Chunk, Llama
+from backend.engines.llama import Llama
 from backend.engines.processing import Columns
 from backend.engines.verification import Request, runners_up, sample, sample_more, scores, verify
 from backend.ports import BLOCK_TOKENS, Completion, EngineLimits, Sequence, Turn
@@ -65,26 +66,35 @@ class TorchEngine:
         max_context_tokens: int,
         max_draft_tokens: int = 8,
         threads: int | None = None,
+        pads: bool = False,
     ) -> None:
-        """Load a Hugging Face folder. ``threads`` sets torch's threads, for the whole process.
+        """Load a Hugging Face folder. ``threads`` sets torch's threads, for the whole process; ``pads``: as in ``EngineLimits``.
 
         Raises CheckpointError for a folder that cannot be served.
         """
         if threads is not None:
             torch.set_num_threads(threads)
-        self._set_up(name, *load(folder, dtype, device), kv_blocks, max_context_tokens, max_draft_tokens)
+        self._set_up(name, *load(folder, dtype, device), kv_blocks, max_context_tokens, max_draft_tokens, pads)
 
     @classmethod
     def from_weights(
-        cls, name: str, config: LlamaConfig, weights: Weights, *, kv_blocks: int, max_context_tokens: int, max_draft_tokens: int = 8
+        cls,
+        name: str,
+        config: LlamaConfig,
+        weights: Weights,
+        *,
+        kv_blocks: int,
+        max_context_tokens: int,
+        max_draft_tokens: int = 8,
+        pads: bool = False,
     ) -> TorchEngine:
         """Build an engine of weights that are in memory (``config.shapes()`` names them), in their dtype and on their device."""
         engine = cls.__new__(cls)
-        engine._set_up(name, config, dict(weights), kv_blocks, max_context_tokens, max_draft_tokens)
+        engine._set_up(name, config, dict(weights), kv_blocks, max_context_tokens, max_draft_tokens, pads)
         return engine
 
     def _set_up(
-        self, name: str, config: LlamaConfig, weights: Weights, kv_blocks: int, max_context_tokens: int, max_draft_tokens: int
+        self, name: str, config: LlamaConfig, weights: Weights, kv_blocks: int, max_context_tokens: int, max_draft_tokens: int, pads: bool
     ) -> None:
         self.name = name
         self.limits = EngineLimits(
@@ -96,6 +106,7 @@ class TorchEngine:
             tree=config.draft_vocab_size == 0,
             scores=True,
             siblings=True,
+            pads=pads,
         )
         self._lane = draft_lane(name)
         self._max_positions = max_context_tokens + max_draft_tokens
@@ -173,8 +184,13 @@ class TorchEngine:
         cache.roll_back(start)
         parents = request.tree.parents if request.tree else ()
         scored = self._take_rows_to_score(turn, cache, start)
-        chunk = Chunk(tokens, start, cache.table, scored + len(request.tokens) + decides, parents) if tokens else None
+        logits = scored + len(request.tokens) + decides
+        chunk = Chunk(tokens, start, cache.table, logits, parents, self._piece_tokens(turn, start)) if tokens else None
         return _Job(turn, cache, request, chunk, rows_scored=scored)
+
+    def _piece_tokens(self, turn: Turn, start: int) -> int | None:
+        """Return how a turn's keys are cut beside others'; None for a chunk by itself: with many rows it would pad theirs."""
+        return turn.piece_tokens if self.limits.pads and turn.end - start <= 1 else None
 
     def _take_rows_to_score(self, turn: Turn, cache: Cache, start: int) -> int:
         """Return how many of the last committed tokens, run from ``start`` on, are scored: those of steps that did without this draft.
@@ -239,7 +255,8 @@ class TorchEngine:
 
     def _next_chunk(self, job: _Job) -> Chunk:
         job.request = replace(job.request, position=job.turn.end + len(job.tokens), run=job.tokens)
-        return Chunk(job.tokens[-1:], len(job.cache.ran), job.cache.table, 1)
+        start = len(job.cache.ran)
+        return Chunk(job.tokens[-1:], start, job.cache.table, 1, piece_tokens=self._piece_tokens(job.turn, job.turn.end - 1))
 
     def _decide(self, logits: torch.Tensor, jobs: list[_Job]) -> None:
         """Turn logits (for each job one row per proposed token, and one) into accepted and emitted tokens."""

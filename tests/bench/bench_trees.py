@@ -75,7 +75,7 @@ class FixedTree(FixedLength):
 
 def time_passes(app: App, arguments: argparse.Namespace) -> dict[str, Any]:
     """Medians in ms of the target's and the draft's parts of a step of one request, nothing of which is accepted."""
-    target, draft = app.orchestrator._target, app.orchestrator._drafting._drafts[0]
+    target, draft = app.target, app.drafts[0]
     rng = np.random.default_rng(arguments.seed)
     text = rng.integers(0, target.limits.vocab_size, arguments.context + 1).tolist()
     passes = {str(list(w)): verification(target, text, w, rng) for w in (*CHAINS, *TREES)}

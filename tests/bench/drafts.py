@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from backend.engines.checkpoint import load
-from backend.engines.llama import Chunk, KVTable, Llama
+from backend.engines.chunks import Chunk, KVTable
+from backend.engines.llama import Llama
 from backend.engines.lookup import LookupEngine
 from backend.ports import BLOCK_TOKENS, Sequence, Turn
 from backend.request import SamplingParams

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -47,6 +47,7 @@ def tiny_engine(
     scale: float = 0.5,
     dtype: torch.dtype = torch.float64,
     kv_blocks: int = BLOCKS,
+    pads: bool = False,
 ) -> TorchEngine:
     """An engine of random weights that are the same for every name, moved by ``noise`` of ``seed``: a draft that is right now and then."""
     config = config or tiny_config()
@@ -59,7 +60,7 @@ def tiny_engine(
         weights |= {"lm_head.weight": weights["lm_head.weight"][ids], "lm_head.token_ids": ids}
     weights = {key: w if key.endswith("token_ids") else w.to(dtype) for key, w in weights.items()}
     return TorchEngine.from_weights(
-        name, config, weights, kv_blocks=kv_blocks, max_context_tokens=MAX_CONTEXT_TOKENS, max_draft_tokens=K_MAX
+        name, config, weights, kv_blocks=kv_blocks, max_context_tokens=MAX_CONTEXT_TOKENS, max_draft_tokens=K_MAX, pads=pads
     )
 
 
@@ -100,11 +101,13 @@ class NoText:
 class Scripted:
     """A policy that reads (draft column, length) off a script, another place of it in every step and for every request.
 
-    A third and a fourth element make a tree: the widths by place, and a second draft (column, length).
+    A third and a fourth element make a tree: the widths by place, and a second draft (column, length). ``pieces`` are how contexts are cut,
+    step by step.
     """
 
-    def __init__(self, script: Seq[tuple] = ((NO_DRAFT, 0),)) -> None:
+    def __init__(self, script: Seq[tuple] = ((NO_DRAFT, 0),), pieces: Seq[int] = (0,)) -> None:
         self.script = list(script)
+        self.pieces = pieces
         self.outcomes: list[Outcome] = []
 
     def start(self) -> int:
@@ -121,6 +124,9 @@ class Scripted:
             second_length = np.where((second_draft == draft) | (length == 0), 0, second_length)
             second_draft = np.where(second_length > 0, second_draft, NO_DRAFT)
             shape = TurnShape(np.where(inside, np.reshape(width, inside.shape), 0), second_draft, second_length)
+        piece = self.pieces[state % len(self.pieces)]
+        if piece:
+            shape = replace(shape or TurnShape(), piece_tokens=piece)
         return Plan(draft, length, shape=shape), state + 1
 
     @staticmethod

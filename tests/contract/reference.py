@@ -10,7 +10,8 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 
-from backend.engines.llama import Chunk, KVTable, Llama
+from backend.engines.chunks import Chunk, KVTable
+from backend.engines.llama import Llama
 from backend.engines.torch_engine import TorchEngine
 from backend.request import SamplingParams
 from tests.options import processed

@@ -38,7 +38,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Requests, the policy's script (``Scripted``), and the limits of the deployment."""
+    """Requests, the policy's script (``Scripted``), and the limits of the deployment; the target pads where there are ``pieces``."""
 
     asks: tuple[Ask, ...]
     script: tuple[tuple, ...]
@@ -46,6 +46,7 @@ class Scenario:
     max_active: int = 8
     kv_blocks: int = 64
     reuse: bool = True
+    pieces: tuple[int, ...] = ()
 
 
 SCRIPT = ((1, 4), (0, 2), (5, 3), (3, 3), (1, 1), (2, 4), (NO_DRAFT, 0), (1, 3), (3, 4), (4, 4), (2, 2), (6, 4), (0, 3))
@@ -70,6 +71,14 @@ TREE_SCRIPT = (
 """Siblings at every place, chains of two drafts of which either may be wrong, and chains between; some with more nodes than fit."""
 
 TREES = replace(BUSY, script=TREE_SCRIPT)
+
+UNEVEN = Scenario(
+    tuple(Ask(prompt, 16, arrival=number // 2, leaves=6 if number == 3 else None) for number, prompt in enumerate((7, 0, 1, 6, 2, 5, 8))),
+    (*TREE_SCRIPT, *SCRIPT),
+    max_active=5,
+    pieces=(16, 0, 32, 16, 48, 96, 16),
+)
+"""Long contexts beside short ones in a target that pads, cut into other pieces in every step, or not."""
 
 ALIKE = Scenario(
     (Ask(6, 12), Ask(6, 20), Ask(7, 12, 1), Ask(8, 16, 1, leaves=3), Ask(6, 9, 4), Ask(7, 12, 4, salt="b"), Ask(8, 16, 12), Ask(6, 12, 18)),
@@ -120,9 +129,9 @@ def new_drafts() -> list[Engine]:
 def serve(scenario: Scenario, *watchers: Callable[[Deployment], None]) -> tuple[Deployment, list[Session]]:
     """Run a scenario to its end; the sessions are in the order of its asks."""
     deployment = Deployment(
-        tiny_engine(),
+        tiny_engine(pads=bool(scenario.pieces)),
         new_drafts(),
-        Scripted(scenario.script),
+        Scripted(scenario.script, scenario.pieces or (0,)),
         chunk_tokens=scenario.chunk_tokens,
         max_active=scenario.max_active,
         kv_blocks=scenario.kv_blocks,

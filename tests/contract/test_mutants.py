@@ -2,7 +2,9 @@
 
 import pytest
 
-from tests.contract.tree_mutants import MUTANTS
+from tests.contract import padded_mutants, tree_mutants
+
+MUTANTS = padded_mutants.MUTANTS | tree_mutants.MUTANTS
 
 
 @pytest.mark.parametrize("name", MUTANTS)

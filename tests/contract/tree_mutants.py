@@ -8,7 +8,7 @@ import torch
 
 from backend.drafting import Drafting
 from backend.engines import llama, torch_engine, verification
-from backend.engines.llama import Chunk
+from backend.engines.chunks import Chunk
 from backend.engines.torch_engine import TorchEngine
 from backend.engines.trees import Tree
 from backend.randomness import Purpose
@@ -26,12 +26,12 @@ def let_a_leaf_see_its_siblings(patch: Patch) -> None:
             seen[node] |= torch.tensor([other == parent for other in parents])
         return seen
 
-    wrap(patch, llama, "_ancestors", ancestors)
+    wrap(patch, llama, "ancestors", ancestors)
 
 
 @killed_by(tree_checks.greedy_texts_of_trees_are_those_of_plain_decoding)
 def let_a_leaf_see_the_whole_spine(patch: Patch) -> None:
-    patch.setattr(llama, "_ancestors", lambda parents: torch.ones(len(parents), len(parents), dtype=torch.bool).tril())
+    patch.setattr(llama, "ancestors", lambda parents: torch.ones(len(parents), len(parents), dtype=torch.bool).tril())
 
 
 def move_leaves(patch: Patch, positions) -> None:

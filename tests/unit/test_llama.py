@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from backend.engines.checkpoint import LlamaConfig, load
-from backend.engines.llama import Chunk, KVTable, Linear, Llama, rope_tables
+from backend.engines.chunks import Chunk, KVTable
+from backend.engines.llama import Linear, Llama, rope_tables
 
 transformers = pytest.importorskip("transformers")
 

@@ -1,0 +1,85 @@
+"""Rows side by side, padded or cut into pieces, are what each would be by itself."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backend.engines import padded
+from backend.engines.chunks import Chunk, KVTable
+from backend.ports import BLOCK_TOKENS
+from policy import LatencyModel, LatencyTable, PlannerConfig
+from policy.shaped import ShapedPlanner
+from policy.shapes import Shapes
+from tests.contract.deployment import BLOCKS, VOCAB, Deployment, tiny_engine
+from tests.contract.scenarios import PROMPTS, reference
+
+pieces = st.sampled_from([None, 0, 16, 32, 48])
+
+
+@st.composite
+def chunks(draw):
+    """Chunks of contexts with KV: (context, new tokens, parents of the last of them, piece)."""
+    made = []
+    for _ in range(draw(st.integers(1, 5))):
+        new = draw(st.integers(1, 6))
+        nodes = draw(st.integers(0, new - 1))
+        parents = [draw(st.integers(-1, node - 1)) for node in range(nodes)]
+        made.append((draw(st.integers(0, 70)), new, parents, draw(pieces)))
+    return made
+
+
+@pytest.mark.parametrize("partial", [padded.partial, padded.partial_by_products])
+def test_a_pass_of_padded_and_cut_rows_gives_every_row_what_it_gets_alone(partial, monkeypatch):
+    monkeypatch.setattr(padded, "partial", partial)
+    model = tiny_engine()._model
+    blocks = itertools.cycle(range(BLOCKS))
+
+    @settings(max_examples=150, deadline=None)
+    @given(chunks(), st.integers(0, 2**32 - 1))
+    def holds(drawn, seed):
+        rng = np.random.default_rng(seed)
+        with torch.inference_mode():
+            model._pool.fill_(torch.nan)
+            together, alone = [], []
+            for context, new, parents, piece in drawn:
+                table = KVTable([next(blocks) for _ in range(-(-(context + new) // BLOCK_TOKENS))], "cpu")
+                tokens = rng.integers(0, VOCAB, context + new).tolist()
+                if context:
+                    model.forward([Chunk(tokens[:context], 0, table, 0)])
+                together.append(Chunk(tokens[context:], context, table, new, parents, piece))
+                alone.append(model.forward([Chunk(tokens[context:], context, table, new, parents)]))
+            found = model.forward(together)
+        assert not found.isnan().any()
+        assert torch.allclose(found, torch.cat(alone), rtol=0.0, atol=1e-11)
+
+    holds()
+
+
+@pytest.mark.parametrize("piece", [-16, 8, 24])
+def test_pieces_are_of_whole_blocks(piece):
+    model = tiny_engine()._model
+    with pytest.raises(ValueError, match=f"whole blocks of 16 tokens, got {piece}"), torch.inference_mode():
+        model.forward([Chunk([1], 3, KVTable([0], "cpu"), 1, piece_tokens=piece)])
+
+
+def test_the_planner_cuts_uneven_contexts_of_a_target_that_pads_and_leaves_even_ones():
+    target = LatencyTable.synthetic("target", {1: 1.0, 64: 1.1})
+    latency = LatencyModel.from_tables(target, {"near": LatencyTable.synthetic("near", {1: 0.05, 64: 0.06})}, 1e-3, 1e-3)
+    planner = ShapedPlanner(("near",), latency, PlannerConfig(k_max=4), Shapes(pads=True, merge_tokens=8.0))
+    cut = {}
+    for name, prompts in {"uneven": (PROMPTS[6], *[PROMPTS[0]] * 4), "even": [PROMPTS[1]] * 5}.items():
+        deployment = Deployment(tiny_engine(pads=True), [tiny_engine("near", seed=1, noise=0.2)], planner)
+        outcomes = []
+        observe = planner.observe
+        planner.observe = lambda outcome, state, now, seen=outcomes, learn=observe: (seen.append(outcome), learn(outcome, state, now))[1]
+        sessions = [deployment.submit(prompt, 8) for prompt in prompts]
+        deployment.run()
+        planner.observe = observe
+        assert [session.sequence.tokens for session in sessions] == [reference().greedy(p, 8) for p in prompts]
+        cut[name] = [o.shape.piece_tokens if o.shape else None for o in outcomes if len(o.request) == len(prompts)]
+    assert set(cut["uneven"]) == {16}
+    assert set(cut["even"]) == {None}
