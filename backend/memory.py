@@ -38,6 +38,7 @@ def plan(config: ServingConfig, folders: Mapping[str, Path]) -> dict[str, Footpr
         if engine.name in folders:
             verified = k_max if engine is config.target else 0
             rows = limits.max_active_requests * (1 + verified)
+            pads = engine.attention == "padded"
             footprints[engine.name] = footprint(
                 folders[engine.name],
                 engine.dtype,
@@ -46,6 +47,8 @@ def plan(config: ServingConfig, folders: Mapping[str, Path]) -> dict[str, Footpr
                 rows=rows + limits.prefill_chunk_tokens,
                 logit_rows=rows if engine is config.target else rows + SCORED_ROWS,
                 law_rows=0 if engine is config.target else limits.max_active_requests * k_max,
+                padded_tokens=limits.max_active_requests * limits.max_context_tokens if pads else 0,
+                padded_queries=1 + verified if pads else 0,
             )
     return footprints
 

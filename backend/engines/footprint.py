@@ -17,9 +17,21 @@ LAW_BYTES = 4
 """Bytes for each probability of a law that a draft keeps until it is verified."""
 
 
-def footprint(folder: Path, dtype: str, device: str, *, kv_tokens: int, rows: int, logit_rows: int, law_rows: int) -> Footprint:
+def footprint(
+    folder: Path,
+    dtype: str,
+    device: str,
+    *,
+    kv_tokens: int,
+    rows: int,
+    logit_rows: int,
+    law_rows: int,
+    padded_tokens: int = 0,
+    padded_queries: int = 0,
+) -> Footprint:
     """Return what a model takes; its largest pass has ``rows`` rows, of which ``logit_rows`` want logits, and keeps ``law_rows``
-    laws. Raises CheckpointError for a folder that cannot be served.
+    laws. Where rows are padded, a layer's attention copies ``padded_tokens`` KV rows and masks them for so many queries each. Raises
+    CheckpointError for a folder that cannot be served.
     """
     config, item = read_config(folder), DTYPES[dtype].itemsize
     weights = item * sum(prod(shape) for shape in config.shapes().values())
@@ -30,6 +42,7 @@ def footprint(folder: Path, dtype: str, device: str, *, kv_tokens: int, rows: in
     row = 4 * config.hidden_size + attention + 3 * config.intermediate_size
     vocab = config.draft_vocab_size or config.vocab_size
     passes = rows * row * item + vocab * (logit_rows * LOGIT_BYTES + law_rows * LAW_BYTES)
+    passes += padded_tokens * (kv_row + padded_queries * config.num_heads // config.num_kv_heads) * item
     return Footprint(device, weights, kv_tokens * config.num_layers * kv_row * item, passes)
 
 

@@ -9,7 +9,7 @@ from backend.engines.lookup import LookupEngine
 from backend.request import FinishReason, GenerationRequest, RequestError, SamplingParams
 from backend.stats import Stats, StepStats
 from backend.tokenizer import ByteTokenizer
-from policy import AdaptivePlanner, BatchSchedule, FixedLength, LatencyError, NoSpeculation
+from policy import AdaptivePlanner, BatchSchedule, FixedLength, LatencyError, LatencyTable, NoSpeculation
 from policy.published import AcceptanceAverage, SmartSpec, SpinSelection
 from policy.selection import SELECTIONS
 from policy.trace import replayed, same
@@ -127,6 +127,12 @@ def test_trees_are_planned_for_a_target_that_verifies_them_and_refused_for_one_t
     assert (planner.shapes.most_nodes, planner.shapes.single_choice) == (6, (0,))
     with pytest.raises(ConfigError, match="engine 'fake' verifies chains only"):
         build(config)
+
+
+def test_contexts_are_planned_to_be_cut_where_the_target_pads_them():
+    config = parse_config({**FAKE, "target": {"engine": "torch", "model": "m", "attention": "padded"}})
+    planner = make_policy(config, [FakeEngine("d0")], {"target": LatencyTable.synthetic("target", {1: 1.0, 2: 1.1})}, StepStats(Stats()))
+    assert (planner.shapes.pads, planner.shapes.tree_width, planner.shapes.merge_tokens > 0) == (True, 1, True)
 
 
 def test_a_deployment_without_drafts_does_not_speculate():

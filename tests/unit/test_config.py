@@ -20,6 +20,8 @@ def test_defaults_are_those_of_the_embedded_deployment():
         ({"target": {**TORCH, "dtyp": "bf16"}}, ["target.dtyp"]),
         ({"target": {**TORCH, "dtype": "fp8"}}, ["target.dtype", "fp8", "bf16"]),
         ({"target": {"engine": "lookup"}}, ["target.engine", "lookup"]),
+        ({"target": {"engine": "fake", "attention": "padded"}}, ["target.attention", "ragged", "padded"]),
+        ({"target": TORCH, "drafts": [{**TORCH, "name": "a", "attention": "padded"}]}, ["drafts[0].attention", "padded"]),
         ({"target": {"engine": "torch"}}, ["target.model"]),
         ({"target": TORCH, "drafts": {}}, ["drafts", "list"]),
         ({"target": TORCH, "drafts": [{"engine": "lookup", "name": "target"}]}, ["drafts[0].name", "target"]),
