@@ -24,8 +24,8 @@ FAR = -1e30
 class Padded:
     """Attention over one pass's ``chunks``, which are rows ``first_rows[i]`` and following of the pass; made once, called by every layer.
 
-    A chunk whose ``piece_tokens`` is above 0 has its context cut into pieces of so many tokens (whole blocks; ValueError otherwise); the
-    last of them takes the chunk's own keys too.
+    A chunk whose ``piece_tokens`` is above 0 has its context cut into pieces of so many tokens (whole blocks); the last of them takes the
+    chunk's own keys too.
     """
 
     def __init__(self, chunks: Seq[Chunk], first_rows: Seq[int], group: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -108,9 +108,7 @@ def partial_by_products(
 
 def _pieces(chunk: Chunk) -> list[tuple[int, int]]:
     """Return the first position of every piece of a chunk's keys, and the position behind its last."""
-    length, keys = chunk.piece_tokens or 0, chunk.start + len(chunk.tokens)
-    if length % BLOCK_TOKENS or length < 0:
-        raise ValueError(f"pieces must be of whole blocks of {BLOCK_TOKENS} tokens, got {length}")
+    length, keys = chunk.piece_tokens, chunk.start + len(chunk.tokens)
     begins = [*range(0, chunk.start, length)] if length and chunk.start else [0]
     return list(zip(begins, [*begins[1:], keys], strict=True))
 

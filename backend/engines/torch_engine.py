@@ -218,6 +218,8 @@ class TorchEngine:
             raise ValueError(f"{name}: run must be in 0..{self.limits.max_run_tokens}, got {turn.run}")
         if len(turn.widths) > turn.run or (turn.widths and not turn.keep_probs):
             raise ValueError(f"{name}: widths must be of at most the {turn.run} tokens of a run with keep_probs, got {list(turn.widths)}")
+        if turn.piece_tokens < 0 or turn.piece_tokens % BLOCK_TOKENS:
+            raise ValueError(f"{name}: piece_tokens must be whole blocks of {BLOCK_TOKENS}, got {turn.piece_tokens}")
         beyond = max(0, turn.run - 1)
         needed, room = turn.end + proposed + beyond, min(capacity_tokens, self._max_positions + proposed - request.depth)
         if needed > room:

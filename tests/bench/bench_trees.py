@@ -236,7 +236,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--requests", type=int, default=10, help="of each workload")
     parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--widths", type=int, nargs="+", default=[3, 2, 2, 2], help="of every tree, in ranks")
+    parser.add_argument("--widths", type=int, nargs="+", default=[3, 2, 2, 1], help="of every tree, in ranks; at most k_max in all")
     parser.add_argument("--rules", choices=list(RULES), nargs="+", default=["greedy"], help="in serve")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

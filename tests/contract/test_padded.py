@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from backend.engines import padded
 from backend.engines.chunks import Chunk, KVTable
-from backend.ports import BLOCK_TOKENS
+from backend.ports import BLOCK_TOKENS, Sequence, Turn
+from backend.request import SamplingParams
 from policy import LatencyModel, LatencyTable, PlannerConfig
 from policy.shaped import ShapedPlanner
 from policy.shapes import Shapes
@@ -60,10 +61,13 @@ def test_a_pass_of_padded_and_cut_rows_gives_every_row_what_it_gets_alone(partia
 
 
 @pytest.mark.parametrize("piece", [-16, 8, 24])
-def test_pieces_are_of_whole_blocks(piece):
-    model = tiny_engine()._model
-    with pytest.raises(ValueError, match=f"whole blocks of 16 tokens, got {piece}"), torch.inference_mode():
-        model.forward([Chunk([1], 3, KVTable([0], "cpu"), 1, piece_tokens=piece)])
+def test_pieces_that_are_not_of_whole_blocks_end_their_turn_alone(piece):
+    engine = tiny_engine(pads=True)
+    sequences = [Sequence(number, [1, 2, 3], 3, SamplingParams(), {"target": [number]}) for number in range(2)]
+    engine.submit([Turn(sequence, 3, piece_tokens=tokens) for sequence, tokens in zip(sequences, (piece, 16), strict=True)])
+    errors = {completion.sequence_id: completion.error for completion in engine.poll(0.0)}
+    assert f"piece_tokens must be whole blocks of 16, got {piece}" in errors[0]
+    assert errors[1] is None
 
 
 def test_the_planner_cuts_uneven_contexts_of_a_target_that_pads_and_leaves_even_ones():
