@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,12 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from backend.request import ErrorCode, GenerationRequest, RequestError
-from backend.triton_adapter.fields import NUMPY_TYPES, TEXT_INPUTS, TEXT_OUTPUTS, UNSUPPORTED, Field
+from backend.triton_adapter.fields import NUMPY_TYPES, TEXT_INPUTS, TEXT_OUTPUTS, Field
 from backend.wire import Message
 
 Array = npt.NDArray[Any]
 
 _TEXT_OUTPUT_TYPES = {field.name: NUMPY_TYPES[field.dtype] for field in TEXT_OUTPUTS}
+
+WITHOUT_EFFECT = ("length_penalty", "use_draft_logits")
+"""Inputs whose type and shape are checked, and no more."""
 
 _LOWEST = {"max_tokens": 1, "top_k": 0, "num_draft_tokens": 0, "min_tokens": 0}
 LARGEST_CHANGE = 1e6
@@ -33,19 +35,23 @@ class Wanted:
     perf_metrics: bool = False
 
 
-def decode(inputs: Mapping[str, Array], parameters: str = "", *, decoupled: bool = True) -> tuple[GenerationRequest, Wanted]:
+def decode(inputs: Mapping[str, Array], *, decoupled: bool = True) -> tuple[GenerationRequest, Wanted]:
     """Return the request that a text model's input tensors (batch dimension first) mean, and the outputs that it wants.
 
-    ``parameters`` is Triton's JSON of the request parameters. Raises RequestError (INVALID_ARGUMENT, UNIMPLEMENTED) naming the field.
+    Raises RequestError (INVALID_ARGUMENT, UNIMPLEMENTED) naming the field.
     """
-    _check_parameters(parameters)
     given: dict[str, Any] = {}
     for field in TEXT_INPUTS:
-        if field.name in inputs:
+        if field.name not in inputs:
+            if field.required:
+                raise _invalid(f"{field.name} is required")
+        elif field.refused is not None:
+            _refuse(field, inputs[field.name])
+        else:
             values = _values(field, inputs[field.name])
             given[field.name] = tuple(values) if field.dims == (-1,) else values[0]
-        elif field.required:
-            raise _invalid(f"{field.name} is required")
+    for name in WITHOUT_EFFECT:
+        given.pop(name, None)
     wanted = Wanted(*(bool(given.pop(f"return_{name}", False)) for name in ("num_input_tokens", "num_output_tokens", "perf_metrics")))
     request = GenerationRequest(**given)
     _check(request, decoupled)
@@ -99,6 +105,15 @@ def _values(field: Field, array: Array) -> list[Any]:
     return [_text(field.name, value) for value in values] if field.dtype == "STRING" else values
 
 
+def _refuse(field: Field, array: Array) -> None:
+    """Raise RequestError (UNIMPLEMENTED) unless a tensor that is not served asks for nothing."""
+    values = (value.decode(errors="replace") if isinstance(value, bytes) else value for value in array.flat)
+    asking = next((value for value in values if value not in field.neutral), None)
+    if asking is not None and field.refused is not None:
+        got = repr(asking) if array.size == 1 else f"a tensor of shape {list(array.shape)}"
+        raise RequestError(ErrorCode.UNIMPLEMENTED, f"{field.name} is not supported: {field.refused.value}, got {got}")
+
+
 def _text(name: str, value: bytes | str) -> str:
     if isinstance(value, str):
         return value
@@ -138,13 +153,6 @@ def _check_changes(request: GenerationRequest) -> None:
         for value in values:
             if value is not None and not low <= value <= LARGEST_CHANGE:
                 raise _invalid(f"{name} must be between {low:g} and {LARGEST_CHANGE:g}, got {value:g}")
-
-
-def _check_parameters(parameters: str) -> None:
-    """Refuse a request parameter that asks for something of NVIDIA's contract that is not served."""
-    for name, value in (json.loads(parameters) if parameters else {}).items():
-        if name in UNSUPPORTED and value not in UNSUPPORTED[name]:
-            raise RequestError(ErrorCode.UNIMPLEMENTED, f"{name} is not supported, got {value!r}")
 
 
 def _invalid(message: str) -> RequestError:

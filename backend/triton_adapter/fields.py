@@ -1,13 +1,14 @@
-"""The one table of the models' tensors: the codec reads it and ``config.pbtxt`` is rendered from it.
+"""The one table of the models' tensors, from which the codec, every ``config.pbtxt`` and ``docs/contract.md`` are made.
 
-Names, types and dims are those of NVIDIA's ``inflight_batcher_llm`` models (``ensemble`` and ``tensorrt_llm_bls``), so that their clients
-need no change; ``cache_salt`` and ``finish_reason`` are additions. ``auto_complete_config`` is off in those deployments, hence every
-config is complete.
+Names, types and dims are those of NVIDIA's ``inflight_batcher_llm`` models, so that their clients need no change. A tensor that is not
+served is declared too: what asks for nothing is accepted, anything else is refused by an error that names the tensor and the reason.
+``tests/contract/test_recorded_contract.py`` holds the table against NVIDIA's own files.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -15,127 +16,151 @@ import numpy as np
 NUMPY_TYPES: dict[str, type[Any]] = {
     "STRING": np.object_,
     "BOOL": np.bool_,
+    "UINT8": np.uint8,
     "INT32": np.int32,
+    "INT64": np.int64,
     "UINT64": np.uint64,
+    "FP16": np.float16,
     "FP32": np.float32,
 }
 """Triton's data types that the table uses, and what they arrive as."""
 
 
+class Reason(Enum):
+    """Why a tensor is refused; the first four are for good."""
+
+    LORA = "LoRA adapters are not served"
+    MULTIMODAL = "images, video and prompt tables are not served"
+    ENCODER = "models with an encoder are not served"
+    BEAMS = "beam search is not served"
+    NOT_YET = "it is not served yet"
+
+
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One tensor without its batch dimension; -1 in ``dims`` is any length."""
+    """One tensor without its batch dimension; -1 in ``dims`` is any length.
+
+    ``does`` says in a few words what it does. ``refused`` is why a value other than those in ``neutral`` is refused (an empty tensor asks
+    for nothing, too); of an output, why it never comes.
+    ``key`` is the request's attribute where that has another name, ``added``: not NVIDIA's.
+    """
 
     name: str
     dtype: str
     dims: tuple[int, ...] = (1,)
+    does: str = ""
     required: bool = False
+    refused: Reason | None = None
+    neutral: tuple[Any, ...] = ()
+    key: str = ""
+    added: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One served name: its tensors, and whether its transaction policy and batch size follow ``serving.json``."""
+    """One served name. ``settings``: its transaction policy and batch size follow ``serving.json``."""
 
     name: str
     inputs: tuple[Field, ...]
     outputs: tuple[Field, ...]
-    text: bool
+    settings: bool = True
 
 
-TEXT_INPUTS: tuple[Field, ...] = (
-    Field("text_input", "STRING", required=True),
-    Field("max_tokens", "INT32", required=True),
-    Field("stream", "BOOL"),
-    Field("stop_words", "STRING", (-1,)),
-    Field("bad_words", "STRING", (-1,)),
-    Field("temperature", "FP32"),
-    Field("top_k", "INT32"),
-    Field("top_p", "FP32"),
-    Field("seed", "UINT64"),
-    Field("min_tokens", "INT32"),
-    Field("repetition_penalty", "FP32"),
-    Field("presence_penalty", "FP32"),
-    Field("frequency_penalty", "FP32"),
-    Field("embedding_bias_words", "STRING", (-1,)),
-    Field("embedding_bias_weights", "FP32", (-1,)),
-    Field("end_id", "INT32"),
-    Field("pad_id", "INT32"),
-    Field("exclude_input_in_output", "BOOL"),
-    Field("num_draft_tokens", "INT32"),
-    Field("cache_salt", "STRING"),
-    Field("return_num_input_tokens", "BOOL"),
-    Field("return_num_output_tokens", "BOOL"),
-    Field("return_perf_metrics", "BOOL"),
-    Field("return_log_probs", "BOOL"),
+def _f(name: str, dtype: str, dims: tuple[int, ...], does: str, **more: Any) -> Field:
+    return Field(name, dtype, dims, does, **more)
+
+
+def _no(reason: Reason, name: str, dtype: str, dims: tuple[int, ...] = (1,), *neutral: Any) -> Field:
+    return Field(name, dtype, dims, refused=reason, neutral=neutral)
+
+
+_ONE, _ANY, _ROWS = (1,), (-1,), (-1, -1)
+
+_SHARED_INPUTS = (
+    _f("end_id", "INT32", _ONE, "token that ends the text; -1: none; absent: the model's own"),
+    _f("pad_id", "INT32", _ONE, "checked, otherwise without effect: nothing is padded"),
+    _f("temperature", "FP32", _ONE, "none of the three given, temperature 0 (below 1e-5) or top_k 1: greedy"),
+    _f(
+        "repetition_penalty",
+        "FP32",
+        _ONE,
+        "over 0; logits of tokens that have occurred are divided by it (negative ones multiplied); 1: off",
+    ),
+    _f("min_tokens", "INT32", _ONE, "no end token in the first so many; stop words and the length limit still end the text"),
+    _f("presence_penalty", "FP32", _ONE, "taken once from the logits of tokens that have occurred; 0: off"),
+    _f("frequency_penalty", "FP32", _ONE, "taken from them once for each occurrence; 0: off"),
+    _f("seed", "UINT64", _ONE, "the same seed gives the same text, whatever the speculation, batch or load"),
+    _f("return_log_probs", "BOOL", _ONE, "ask for cum_log_probs and output_log_probs"),
+    _f("return_num_input_tokens", "BOOL", _ONE, "ask for num_input_tokens"),
+    _f("return_num_output_tokens", "BOOL", _ONE, "ask for num_output_tokens"),
+    _f("return_perf_metrics", "BOOL", _ONE, "ask for acceptance, times and KV blocks"),
+    _f("exclude_input_in_output", "BOOL", _ONE, "absent or false: a reply that is not streamed repeats the prompt"),
+    _no(Reason.NOT_YET, "num_return_sequences", "INT32", _ONE, 1),
+    _no(Reason.NOT_YET, "return_context_logits", "BOOL", _ONE, False),
+    _no(Reason.NOT_YET, "return_generation_logits", "BOOL", _ONE, False),
+    _no(Reason.NOT_YET, "guided_decoding_guide_type", "STRING", _ONE, ""),
+    _no(Reason.NOT_YET, "guided_decoding_guide", "STRING", _ONE, ""),
+    _no(Reason.BEAMS, "beam_width", "INT32", _ONE, 1),
+    _no(Reason.LORA, "lora_task_id", "UINT64"),
+    _no(Reason.LORA, "lora_weights", "FP16", _ROWS),
+    _no(Reason.LORA, "lora_config", "INT32", (-1, 3)),
+    _no(Reason.MULTIMODAL, "prompt_embedding_table", "FP16", _ROWS),
+    _no(Reason.MULTIMODAL, "prompt_vocab_size", "INT32", _ONE, 0),
 )
 
-TEXT_OUTPUTS: tuple[Field, ...] = (
-    Field("text_output", "STRING", (-1,)),
-    Field("cum_log_probs", "FP32", (-1,)),
-    Field("output_log_probs", "FP32", (-1, -1)),
-    Field("num_input_tokens", "INT32"),
-    Field("num_output_tokens", "INT32"),
-    Field("acceptance_rate", "FP32"),
-    Field("total_accepted_draft_tokens", "INT32"),
-    Field("total_draft_tokens", "INT32"),
-    Field("finish_reason", "STRING"),
+_TEXT_INPUTS = (
+    _f("text_input", "STRING", _ONE, "raw text; the chat template is the client's business", required=True),
+    _f("max_tokens", "INT32", _ONE, "1 up to what the context holds", required=True),
+    _f("stream", "BOOL", _ONE, "send deltas (decoupled mode only)"),
+    _f("stop_words", "STRING", _ANY, "end before the first of them, wherever token borders fall"),
+    _f("bad_words", "STRING", _ANY, "never write one of these token sequences (a word and the same word behind a space are two)"),
+    _f("top_k", "INT32", _ONE, "0: off"),
+    _f("top_p", "FP32", _ONE, "0 or 1: off"),
+    _f("embedding_bias_words", "STRING", _ANY, "every token of a word gets its weight added to its logit"),
+    _f("embedding_bias_weights", "FP32", _ANY, "as many as words"),
+    _f("length_penalty", "FP32", _ONE, "without effect: it ranks beams"),
+    _no(Reason.ENCODER, "decoder_text_input", "STRING", _ONE, ""),
+    _no(Reason.MULTIMODAL, "prompt_table_extra_id", "UINT64"),
+    _f("cache_salt", "STRING", _ONE, "only requests of the same salt share KV, which keeps tenants apart", added=True),
 )
 
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "beam_width": (1,),
-    "num_return_sequences": (1,),
-    "length_penalty": (0, 1),
-    "return_context_logits": (False,),
-    "return_generation_logits": (False,),
-    "guided_decoding_guide_type": ("",),
-    "guided_decoding_guide": ("",),
-    "decoder_text_input": ("",),
-    "image_url_input": ("",),
-    "lora_task_id": (),
-}
-"""Inputs of NVIDIA's models that are not served, with the values that ask for nothing.
+_BLS_INPUTS = (
+    _f("num_draft_tokens", "INT32", _ONE, "ceiling on the speculation length; 0: no speculation; absent: the policy decides"),
+    _f("use_draft_logits", "BOOL", _ONE, "without effect: drafts are verified by their laws, which loses nothing"),
+    _no(Reason.MULTIMODAL, "image_input", "FP16", (-1, 3, -1, -1)),
+    _no(Reason.MULTIMODAL, "image_bytes_input", "UINT8", (-1, -1, -1, -1)),
+    _no(Reason.MULTIMODAL, "image_url_input", "STRING", _ONE, ""),
+    _no(Reason.MULTIMODAL, "video_bytes_input", "UINT8", (-1, -1, -1, -1)),
+)
 
-As tensors Triton refuses them. As JSON keys of ``/generate`` they arrive as request parameters: there a value that asks for something is
-refused too, while parameters of any other name are ignored, as upstream does.
-"""
+_SHARED_OUTPUTS = (
+    _f("cum_log_probs", "FP32", _ANY, "sum of the log-probabilities so far"),
+    _f("output_log_probs", "FP32", _ROWS, "those of the tokens that the response accounts for, an end token included"),
+    _f("num_input_tokens", "INT32", _ONE, "with the last response"),
+    _f("num_output_tokens", "INT32", _ONE, "with the last response, an end token included"),
+    _f("acceptance_rate", "FP32", _ONE, "of all proposed tokens of the request; 0 where none was proposed"),
+    _f("total_accepted_draft_tokens", "INT32", _ONE, "over the whole request"),
+    _f("total_draft_tokens", "INT32", _ONE, "over the whole request"),
+    _f("finish_reason", "STRING", _ONE, "`length`, `end_id` or `stop_words`, with the last response", added=True),
+    _no(Reason.NOT_YET, "batch_index", "INT32"),
+    _no(Reason.NOT_YET, "sequence_index", "INT32"),
+    _no(Reason.NOT_YET, "kv_cache_alloc_new_blocks", "INT32"),
+    _no(Reason.NOT_YET, "kv_cache_reused_blocks", "INT32"),
+    _no(Reason.NOT_YET, "kv_cache_alloc_total_blocks", "INT32"),
+    _no(Reason.NOT_YET, "arrival_time_ns", "INT64"),
+    _no(Reason.NOT_YET, "first_scheduled_time_ns", "INT64"),
+    _no(Reason.NOT_YET, "first_token_time_ns", "INT64"),
+    _no(Reason.NOT_YET, "last_token_time_ns", "INT64"),
+    _no(Reason.NOT_YET, "context_logits", "FP32", _ROWS),
+    _no(Reason.NOT_YET, "generation_logits", "FP32", (-1, -1, -1)),
+)
+
+TEXT_INPUTS: tuple[Field, ...] = (*_TEXT_INPUTS, *_SHARED_INPUTS, *_BLS_INPUTS)
+"""Both text models take the same; ``ensemble`` more than NVIDIA's."""
+TEXT_OUTPUTS: tuple[Field, ...] = (_f("text_output", "STRING", _ANY, "the text, or what is new of a streamed one"), *_SHARED_OUTPUTS)
 
 MODELS: tuple[Model, ...] = (
-    Model("ensemble", TEXT_INPUTS, TEXT_OUTPUTS, text=True),
-    Model("tensorrt_llm_bls", TEXT_INPUTS, TEXT_OUTPUTS, text=True),
-    Model("spindle", (Field("command", "STRING", required=True),), (Field("reply", "STRING"),), text=False),
+    Model("ensemble", TEXT_INPUTS, TEXT_OUTPUTS),
+    Model("tensorrt_llm_bls", TEXT_INPUTS, TEXT_OUTPUTS),
+    Model("spindle", (_f("command", "STRING", _ONE, "administration", required=True),), (Field("reply", "STRING"),), settings=False),
 )
-
-
-def render_config(model: Model, *, decoupled: bool = True, max_batch_size: int = 64) -> str:
-    """Return a complete ``config.pbtxt``. ``spindle`` answers each command once, unbatched, whatever the settings."""
-    parts = [
-        "# Rendered by `python -m backend.triton_adapter.fields` from the table in backend/triton_adapter/fields.py.",
-        f'name: "{model.name}"',
-        'backend: "python"',
-        f"max_batch_size: {max_batch_size if model.text else 0}",
-        f"model_transaction_policy {{ decoupled: {str(decoupled and model.text).lower()} }}",
-        *(["dynamic_batching { }"] if model.text else []),
-        "instance_group [ { count: 1, kind: KIND_CPU } ]",
-        *(_tensor("input", field) for field in model.inputs),
-        *(_tensor("output", field) for field in model.outputs),
-    ]
-    return "\n".join(parts) + "\n"
-
-
-def _tensor(kind: str, field: Field) -> str:
-    optional = "" if kind == "output" or field.required else ", optional: true"
-    dims = ", ".join(map(str, field.dims))
-    return f'{kind} [ {{ name: "{field.name}", data_type: TYPE_{field.dtype}, dims: [ {dims} ]{optional} }} ]'
-
-
-def main() -> None:
-    """Write the committed ``config.pbtxt`` files (the defaults)."""
-    from pathlib import Path
-
-    repository = Path(__file__).resolve().parents[2] / "model_repository"
-    for model in MODELS:
-        (repository / model.name / "config.pbtxt").write_text(render_config(model), "utf-8")
-
-
-if __name__ == "__main__":
-    main()

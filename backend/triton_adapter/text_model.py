@@ -59,7 +59,7 @@ class TritonPythonModel:
         self._senders.close()
 
     def _forward(self, request: Any, sender: Responder) -> None:
-        body, wanted = decode(inputs_of(request), request.parameters(), decoupled=self._decoupled)
+        body, wanted = decode(inputs_of(request), decoupled=self._decoupled)
         message: Message = {"type": "submit", "request": body.to_wire()}
         if (context := trace_context_of(request)) is not None:
             message["trace"] = context

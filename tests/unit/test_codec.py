@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from backend.request import ErrorCode, GenerationRequest, RequestError
-from backend.triton_adapter.codec import Wanted, decode, decode_command, encode_chunk, encode_final
-from backend.triton_adapter.fields import MODELS, NUMPY_TYPES, TEXT_INPUTS, TEXT_OUTPUTS, UNSUPPORTED, render_config
+from backend.triton_adapter.codec import WITHOUT_EFFECT, Wanted, decode, decode_command, encode_chunk, encode_final
+from backend.triton_adapter.fields import MODELS, NUMPY_TYPES, TEXT_INPUTS, TEXT_OUTPUTS
+from backend.triton_adapter.rendering import render_config, render_contract
 
 DTYPES = {field.name: NUMPY_TYPES[field.dtype] for field in TEXT_INPUTS}
+SERVED = [field for field in TEXT_OUTPUTS if not field.refused]
 FINAL = {"finish_reason": "length", "num_input_tokens": 3, "num_output_tokens": 7, "draft_tokens": 8, "accepted_draft_tokens": 6}
 
 
@@ -34,7 +36,8 @@ def test_every_input_arrives_in_the_request():
     flags = {"stream": True, "exclude_input_in_output": True, "return_log_probs": True}
     lists = {"stop_words": ["ab", "", "ü"], "bad_words": ["x y"], "embedding_bias_words": ["", "z"], "embedding_bias_weights": [0.5, -2.0]}
     request, wanted = decode(tensors(**values, **flags, **lists, return_perf_metrics=True, return_num_input_tokens=True))
-    assert set(DTYPES) == {*values, *flags, *lists, "text_input", "max_tokens"} | {f"return_{name}" for name in Wanted.__slots__}
+    known = {field.name for field in TEXT_INPUTS if not field.refused} - set(WITHOUT_EFFECT)
+    assert known == {*values, *flags, *lists, "text_input", "max_tokens"} | {f"return_{name}" for name in Wanted.__slots__}
     assert request == GenerationRequest("hi", 4, **values, **flags, **{name: tuple(items) for name, items in lists.items()})
     assert wanted == Wanted(num_input_tokens=True, num_output_tokens=False, perf_metrics=True)
     assert GenerationRequest.from_wire(json.loads(json.dumps(request.to_wire()))) == request
@@ -105,15 +108,29 @@ def test_streaming_needs_decoupled_mode():
     assert decode(tensors(stream=False), decoupled=False)[0] == GenerationRequest("hi", 4)
 
 
-def test_parameters_of_the_contract_that_ask_for_something_unsupported_are_refused():
-    with pytest.raises(RequestError, match="beam_width is not supported, got 4") as refusal:
-        decode(tensors(), '{"beam_width": 4}')
+REFUSED = {field.name: field for field in TEXT_INPUTS if field.refused}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_served_is_refused_by_tensor_and_reason(name):
+    field = REFUSED[name]
+    array = np.full([1, *(abs(size) for size in field.dims)], b"x" if field.dtype == "STRING" else 2).astype(NUMPY_TYPES[field.dtype])
+    with pytest.raises(RequestError, match=f"^{name} is not supported: {field.refused.value}, got ") as refusal:
+        decode({**tensors(), name: array})
     assert refusal.value.code is ErrorCode.UNIMPLEMENTED
-    assert not set(UNSUPPORTED) & set(DTYPES), "a served input is listed as unsupported"
 
 
-def test_neutral_and_unknown_parameters_are_ignored():
-    assert decode(tensors(), '{"beam_width": 1, "guided_decoding_guide": "", "something_else": 5}')[0] == GenerationRequest("hi", 4)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_served_may_ask_for_nothing(name):
+    field = REFUSED[name]
+    for value in (*field.neutral, None):
+        item = value.encode() if isinstance(value, str) else value
+        array = np.array([[] if value is None else [item]], NUMPY_TYPES[field.dtype])
+        assert decode({**tensors(), name: array})[0] == GenerationRequest("hi", 4)
+
+
+def test_inputs_without_effect_change_nothing():
+    assert decode({**tensors(), **tensors(length_penalty=0.5, use_draft_logits=True)})[0] == GenerationRequest("hi", 4)
 
 
 def test_a_command_is_text():
@@ -142,8 +159,8 @@ def test_log_probabilities_of_all_deltas_come_as_one_beam_and_the_sum_is_the_lat
 def test_the_last_reply_has_what_was_asked_for_in_the_declared_types():
     message = {**FINAL, "text": "end", "log_probs": [-0.5], "cum_log_prob": -0.75}
     outputs = encode_final(message, [], Wanted(True, True, True))
-    assert {name: array.dtype for name, array in outputs.items()} == {f.name: np.dtype(NUMPY_TYPES[f.dtype]) for f in TEXT_OUTPUTS}
-    assert {name: array.ndim for name, array in outputs.items()} == {f.name: 1 + len(f.dims) for f in TEXT_OUTPUTS}
+    assert {name: array.dtype for name, array in outputs.items()} == {f.name: np.dtype(NUMPY_TYPES[f.dtype]) for f in SERVED}
+    assert {name: array.ndim for name, array in outputs.items()} == {f.name: 1 + len(f.dims) for f in SERVED}
     assert {name: array.flatten().tolist() for name, array in outputs.items()} == {
         "text_output": [b"end"],
         "finish_reason": [b"length"],
@@ -161,6 +178,10 @@ def test_the_last_reply_has_what_was_asked_for_in_the_declared_types():
 def test_no_draft_tokens_mean_an_acceptance_rate_of_zero():
     message = {**FINAL, "text": "", "draft_tokens": 0, "accepted_draft_tokens": 0}
     assert encode_final(message, [], Wanted(perf_metrics=True))["acceptance_rate"].tolist() == [[0.0]]
+
+
+def test_the_committed_table_of_tensors_is_the_rendered_one():
+    assert (Path(__file__).resolve().parents[2] / "docs" / "contract.md").read_text() == render_contract()
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)

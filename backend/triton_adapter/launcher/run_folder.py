@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from backend.config import ServingConfig
-from backend.triton_adapter.fields import MODELS, render_config
+from backend.triton_adapter.fields import MODELS
 from backend.triton_adapter.paths import PROJECT_ROOT
+from backend.triton_adapter.rendering import render_config
 
 PREFIX = "spindle-run-"
 SHARED_MEMORY = Path("/dev/shm")

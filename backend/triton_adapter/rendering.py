@@ -1,0 +1,75 @@
+"""``python -m backend.triton_adapter.rendering``: write every ``config.pbtxt`` and ``docs/contract.md`` from the table of tensors.
+
+``auto_complete_config`` is off in the deployments that these models replace, hence every config is complete.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from backend.triton_adapter.fields import MODELS, Field, Model, Reason
+
+ORIGIN = "Rendered by `python -m backend.triton_adapter.rendering` from the table in backend/triton_adapter/fields.py."
+
+
+def render_config(model: Model, *, decoupled: bool = True, max_batch_size: int = 64) -> str:
+    """Return a complete ``config.pbtxt``. ``spindle`` answers each command once, unbatched, whatever the settings."""
+    parts = [
+        f"# {ORIGIN}",
+        f'name: "{model.name}"',
+        'backend: "python"',
+        f"max_batch_size: {max_batch_size if model.settings else 0}",
+        f"model_transaction_policy {{ decoupled: {str(decoupled and model.settings).lower()} }}",
+        *(["dynamic_batching { }"] if model.settings else []),
+        "instance_group [ { count: 1, kind: KIND_CPU } ]",
+        *(_tensor("input", field) for field in model.inputs),
+        *(_tensor("output", field) for field in model.outputs),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def render_contract() -> str:
+    """Return ``docs/contract.md``: every tensor of every model and what becomes of it."""
+    lines = [
+        "# Tensors",
+        "",
+        f"{ORIGIN} Dims are without the batch dimension.",
+        "",
+        "Refused inputs may be sent where they ask for nothing:",
+    ]
+    lines += ["empty, or with the values given as neutral. Refusals name the tensor and the reason."]
+    for model in MODELS:
+        lines += ["", f"## `{model.name}`"]
+        for kind, tensors in (("input", model.inputs), ("output", model.outputs)):
+            lines += ["", f"| {kind} | type | what it does |", "| --- | --- | --- |"]
+            lines += [f"| `{f.name}` | {f.dtype} [{_dims(f)}] | {_note(f, kind)} |" for f in tensors]
+    return "\n".join(lines) + "\n"
+
+
+def _tensor(kind: str, field: Field) -> str:
+    optional = "" if kind == "output" or field.required else ", optional: true"
+    return f'{kind} [ {{ name: "{field.name}", data_type: TYPE_{field.dtype}, dims: [ {_dims(field)} ]{optional} }} ]'
+
+
+def _dims(field: Field) -> str:
+    return ", ".join(map(str, field.dims))
+
+
+def _note(field: Field, kind: str) -> str:
+    if field.refused is not None:
+        word = "refused" if kind == "input" else "never sent"
+        neutral = f"; neutral: {', '.join(map(repr, field.neutral))}" if field.neutral else ""
+        return f"{word}: {field.refused.value}{neutral}" if field.refused is not Reason.NOT_YET else f"{word} yet{neutral}"
+    return ("**required**; " if field.required else "") + field.does + (" (an addition)" if field.added else "")
+
+
+def main() -> None:
+    """Write the committed files (the defaults)."""
+    root = Path(__file__).resolve().parents[2]
+    for model in MODELS:
+        (root / "model_repository" / model.name / "config.pbtxt").write_text(render_config(model), "utf-8")
+    (root / "docs" / "contract.md").write_text(render_contract(), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

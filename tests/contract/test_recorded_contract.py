@@ -1,0 +1,86 @@
+"""The models' ``config.pbtxt`` against those of NVIDIA's ``inflight_batcher_llm`` (recorded with their provenance in a data file)."""
+
+import json
+from pathlib import Path
+
+import pytest
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from backend.triton_adapter.fields import MODELS, Reason
+
+RECORDED = json.loads((Path(__file__).parent / "inflight_batcher_llm.json").read_text())["models"]
+REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
+SERVED = {model.name: model for model in MODELS if model.name in RECORDED}
+PERMITTED = {
+    Reason.LORA: r"lora_",
+    Reason.MULTIMODAL: r"image_|video_|prompt_|mrope_",
+    Reason.ENCODER: r"decoder_|encoder_|cross_|skip_cross_",
+    Reason.BEAMS: r"beam_width",
+}
+NOT_YET = {
+    "num_return_sequences",
+    "return_context_logits",
+    "return_generation_logits",
+    "guided_decoding_guide_type",
+    "guided_decoding_guide",
+    "batch_index",
+    "sequence_index",
+    "kv_cache_alloc_new_blocks",
+    "kv_cache_reused_blocks",
+    "kv_cache_alloc_total_blocks",
+    "arrival_time_ns",
+    "first_scheduled_time_ns",
+    "first_token_time_ns",
+    "last_token_time_ns",
+    "context_logits",
+    "generation_logits",
+}
+"""What is still missing: this list may only shrink."""
+
+
+def parsed(name):
+    """Return a committed config.pbtxt as Triton's own message."""
+    return text_format.Parse((REPOSITORY / name / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
+
+
+def shape(tensor):
+    return model_config_pb2.DataType.Name(tensor.data_type).removeprefix("TYPE_"), list(tensor.dims)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_every_recorded_tensor_is_there_with_its_type_dims_and_optionality(name):
+    config = parsed(name)
+    inputs = {tensor.name: {"type": shape(tensor), "optional": tensor.optional} for tensor in config.input}
+    outputs = {tensor.name: shape(tensor) for tensor in config.output}
+    recorded = RECORDED[name]
+    expected = {n: {"type": (t["dtype"], t["dims"]), "optional": t["optional"]} for n, t in recorded["inputs"].items()}
+    assert {n: inputs.get(n) for n in expected} == expected
+    expected = {n: (t["dtype"], t["dims"]) for n, t in recorded["outputs"].items()}
+    assert {n: outputs.get(n) for n in expected} == expected
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_what_is_added_is_said_to_be_and_optional(name):
+    model = SERVED[name]
+    everywhere = {tensor for recorded in RECORDED.values() for side in recorded.values() for tensor in side}
+    for field in (*model.inputs, *model.outputs):
+        assert field.added == (field.name not in everywhere), field.name
+        assert not (field.added and field.required), field.name
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_the_list_of_refusals_is_closed(name):
+    import re
+
+    fields = (*SERVED[name].inputs, *SERVED[name].outputs)
+    for field in fields:
+        assert field.does or field.refused, field.name
+        if field.refused in PERMITTED:
+            assert re.match(PERMITTED[field.refused], field.name), field.name
+        elif field.refused:
+            assert field.name in NOT_YET, field.name
+
+
+def test_nothing_that_is_served_is_listed_as_missing():
+    assert {f.name for m in SERVED.values() for f in (*m.inputs, *m.outputs) if f.refused is Reason.NOT_YET} == NOT_YET
