@@ -14,7 +14,7 @@ from tests.server.harness import CONFIG, Service, infer_request, text_of
 @pytest.fixture(scope="module")
 def crashing(start_service, faulty_python):
     """A service that tests may hurt. It soon lets go of gRPC clients that answer no ping."""
-    pings = ("--grpc-keepalive-time=1000", "--grpc-keepalive-timeout=1000")
+    pings = ("--grpc-keepalive-time=1000", "--grpc-keepalive-timeout=3000")
     return start_service(CONFIG, *pings, SPINDLE_PYTHON=faulty_python).wait_ready()
 
 
