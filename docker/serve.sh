@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Serve with the container's own tritonserver, and end when the service has not served for a while, so that the container is restarted:
+# Triton does not notice a stub process that has died. HTTP_PORT, GRPC_PORT, METRICS_PORT, START_LIMIT_S, PROBE_PERIOD_S, PYTHON.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+PYTHON="${PYTHON:-python3}"
+START_LIMIT_S="${START_LIMIT_S:-900}"
+PROBE_PERIOD_S="${PROBE_PERIOD_S:-15}"
+TRITONSERVER="${TRITONSERVER:-tritonserver}"
+
+"$TRITONSERVER" --model-repository "$PWD/model_repository" --disable-auto-complete-config \
+    --http-port "${HTTP_PORT:-8000}" --grpc-port "${GRPC_PORT:-8001}" --metrics-port "${METRICS_PORT:-8002}" "$@" &
+server=$!
+trap 'kill -TERM "$server" 2>/dev/null || true' TERM INT
+
+started=$SECONDS
+served=no
+failures=0
+while kill -0 "$server" 2>/dev/null; do
+    sleep "$PROBE_PERIOD_S" &
+    wait $! || true # a signal ends the wait, not the sleep
+    kill -0 "$server" 2>/dev/null || break
+    if "$PYTHON" docker/healthcheck.py; then
+        served=yes
+        failures=0
+    elif [ "$served" = yes ] || [ $((SECONDS - started)) -ge "$START_LIMIT_S" ]; then
+        failures=$((failures + 1))
+    fi
+    if [ "$failures" -ge 3 ]; then
+        echo "serve.sh: three probes in a row have failed; ending" >&2
+        kill -TERM "$server" 2>/dev/null || true
+        for _ in $(seq 20); do kill -0 "$server" 2>/dev/null && sleep 1; done
+        kill -KILL "$server" 2>/dev/null || true
+        exit 1
+    fi
+done
+wait "$server"

@@ -1,0 +1,86 @@
+"""What runs in the containers, as far as it runs without one: ``serve.sh``, the healthcheck and the smoke test, on a real tritonserver."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from backend.triton_adapter.launcher.processes import command_line, descendants
+from backend.triton_adapter.launcher.run_folder import packaged_libraries, packaged_triton, write_backend
+from backend.triton_adapter.launcher.server import STUB_NAME
+from backend.triton_adapter.launcher.settings import python_library_folder
+from tests.server.harness import CONFIG, PROJECT_ROOT, Service, free_ports
+
+
+class Container(Service):
+    """``docker/serve.sh`` with this machine's tritonserver; stubs and engine run on this environment's Python."""
+
+    def __init__(self, folder):
+        self.http, self.grpc, self.metrics = free_ports(3)
+        self.log = folder / "log"
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("SPINDLE_")},
+            "LD_LIBRARY_PATH": f"{python_library_folder()}:{packaged_libraries()}",
+            "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}",
+            "PYTHONPATH": str(PROJECT_ROOT),
+            "TMPDIR": str(folder),
+            "SPINDLE_CONFIG": str(CONFIG),
+            "TRITONSERVER": str(packaged_triton() / "bin" / "tritonserver"),
+            "HTTP_PORT": str(self.http),
+            "GRPC_PORT": str(self.grpc),
+            "METRICS_PORT": str(self.metrics),
+            "PROBE_PERIOD_S": "1",
+        }
+        addresses = [f"--{name}-address=127.0.0.1" for name in ("http", "grpc", "metrics")]
+        command = ["bash", "docker/serve.sh", f"--backend-directory={write_backend(folder)}", *addresses]
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command, cwd=PROJECT_ROOT, env=self.environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def run(self, *command):
+        return subprocess.run(command, cwd=PROJECT_ROOT, env=self.environment, capture_output=True, text=True, timeout=120, check=False)
+
+    def healthy(self):
+        return self.run(sys.executable, "docker/healthcheck.py").returncode == 0
+
+
+@pytest.fixture
+def container(tmp_path):
+    made = Container(tmp_path)
+    yield made
+    if made.process.poll() is None:
+        made.process.send_signal(signal.SIGTERM)
+        made.process.wait(30)
+
+
+def test_the_smoke_test_passes_item_by_item_and_a_dead_stub_ends_the_container(container):
+    container.wait_until(container.healthy)
+    found = container.run("bash", "docker/smoke.sh", "--running")
+    lines = found.stdout.splitlines()
+    assert [line for line in lines if not line.startswith("PASS  ")] == [], found.stderr
+    assert (found.returncode, len(lines)) == (0, 8)
+    stubs = [p for p in descendants(container.process.pid) if STUB_NAME in (command_line(p) or [""])[0]]
+    stub = next(p for p in stubs if "ensemble" in " ".join(command_line(p)))
+    os.kill(stub, signal.SIGKILL)
+    container.wait_until(lambda: not container.healthy())
+    assert container.process.wait(90) == 1
+    assert "three probes in a row have failed" in container.log.read_text(errors="replace")
+
+
+def test_a_container_that_is_stopped_ends_in_good_order(container):
+    container.wait_until(container.healthy)
+    container.process.send_signal(signal.SIGTERM)
+    assert container.process.wait(30) == 0
+
+
+def test_the_smoke_test_fails_where_nothing_serves():
+    http, metrics = free_ports(2)
+    environment = {**os.environ, "HTTP_PORT": str(http), "METRICS_PORT": str(metrics)}
+    command = ["bash", "docker/smoke.sh", "--running"]
+    found = subprocess.run(command, cwd=PROJECT_ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert found.returncode == 1
+    assert re.findall("^(?:PASS|FAIL)", found.stdout, re.M) == ["FAIL"] * 8
