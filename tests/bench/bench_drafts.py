@@ -25,7 +25,7 @@ from backend import machine
 from backend.engines.torch_engine import TorchEngine
 from backend.manifest import check_pair, read_manifest, weights_sha256
 from backend.ports import BLOCK_TOKENS
-from backend.tokenizer import load_tokenizer
+from backend.tokenizer import Tokenizer, load_tokenizer
 from engines_build.corpora import Corpus
 from engines_build.corpora_evaluation import lee_news, sql_questions, wikipedia, wikipedia_questions
 from tests.bench.bench_forward import abba, engine_arm
@@ -36,6 +36,7 @@ from tests.bench.workloads import load, render
 LENGTHS = (2, 4, 8)
 TEMPERATURES = (0.0, 0.8)
 HUMAN_TOKENS = 256
+PARTS = ("free_running", "teacher_forced", "forward")
 Texts = list[tuple[list[int], list[int]]]
 
 
@@ -113,7 +114,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     folders = dict(item.split("=", 1) for item in args.draft)
     drafts = {name: Model(Path(folder), args.draft_dtype) for name, folder in folders.items()}
     target, tokenizer = Model(args.target, args.dtype, args.prompts), load_tokenizer(args.target)
-    free, human = [], []
+    parts = {
+        "free_running": lambda: answered(args, target, tokenizer, drafts),
+        "teacher_forced": lambda: human(args, target, tokenizer, drafts),
+        "forward": lambda: costs(args.target, {name: Path(f) for name, f in folders.items()}, (args.dtype, args.draft_dtype), args.rounds),
+    }
+    with torch.inference_mode():
+        return {part: parts[part]() for part in args.parts}
+
+
+def answered(args: argparse.Namespace, target: Model, tokenizer: Tokenizer, drafts: dict[str, Model]) -> list[dict[str, Any]]:
+    """Return the scores along the target's own answers, a row for every workload and temperature."""
+    rows = []
     for workload in args.workloads:
         prompts = [tokenizer.encode(render(message, args.target)) for message in messages(workload, args.prompts, args.seed)]
         prompts = [prompt for prompt in prompts if len(prompt) + args.tokens <= MAX_TOKENS]
@@ -122,17 +134,19 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             texts = list(zip(prompts, answers, strict=True))
             row = {"workload": workload, "temperature": temperature, "texts": len(texts), "tokens": sum(map(len, answers))}
             row |= {"repetition": round(repetition(answers), 3), "drafts": free_running(texts, target, drafts, temperature, args.seed)}
-            free.append(row)
+            rows.append(row)
             print(table(row), file=sys.stderr, flush=True)
+    return rows
+
+
+def human(args: argparse.Namespace, target: Model, tokenizer: Tokenizer, drafts: dict[str, Model]) -> list[dict[str, Any]]:
+    """Return the scores along human texts, a row for every kind."""
+    rows = []
     for kind in ("news", "wikipedia", "code", "sql"):
         encoded = [tokenizer.encode(text)[:HUMAN_TOKENS] for text in human_texts(kind, args.prompts, args.seed)]
         scores = teacher_forced([text for text in encoded if len(text) > 8], target, drafts)
-        human.append({"text": kind, "tokens": sum(map(len, encoded)), "drafts": scores})
-    found = {"free_running": free, "teacher_forced": human}
-    with torch.inference_mode():
-        paths = {name: Path(folder) for name, folder in folders.items()}
-        found["forward"] = costs(args.target, paths, (args.dtype, args.draft_dtype), args.rounds)
-    return found
+        rows.append({"text": kind, "tokens": sum(map(len, encoded)), "drafts": scores})
+    return rows
 
 
 def table(row: dict[str, Any]) -> str:
@@ -152,6 +166,7 @@ def main() -> None:
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--draft", action="append", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--workloads", nargs="+", default=["chat", "summarise", "qa", "sql", "code"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--draft-dtype", default="fp32")
     parser.add_argument("--prompts", type=int, default=16, help="of each workload")
