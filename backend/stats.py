@@ -118,6 +118,8 @@ class StepStats:
         if plan.predicted_s:  # else nothing was predicted
             self._stats.observe("spindle_step_predicted_seconds", plan.predicted_s)
         self._stats.observe("spindle_planning_seconds", outcome.parts_s.get("planning", 0.0))
+        for part, seconds in outcome.parts_s.items():
+            self._stats.count("spindle_step_part_seconds_total", seconds, part=part)
         if plan.shadow is not None:
             self._shadow(plan.shadow, drafts)
         for d, theirs in sorted(set(zip(outcome.draft.tolist(), control, strict=True))):

@@ -1,31 +1,48 @@
-"""The two ways to serve a benchmark's requests: the real server over gRPC, and the loop in this process without Triton."""
+"""The two ways to serve a benchmark's requests: a real tritonserver over gRPC, and the loop in this process without Triton."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import socket
-import subprocess
-import sys
-import threading
+import asyncio
+import json
+import re
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+import urllib.request
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-PROJECT_ROOT = Path(__file__).resolve().parents[2]
+import grpc
+import numpy as np
+
+from backend.app import App
+from backend.request import GenerationRequest
+from policy import Policy
+from tests.bench import load
+from tests.server.harness import Service
+
 READY_LIMIT_S = 600.0
 """A first start converts the model and measures latency tables."""
-STOP_LIMIT_S = 30.0
-REPLY_LIMIT_S = 600.0
+SETTLE_S = 0.6
+"""The engine process hands its counts to Triton every 0.5 s."""
+CONNECTIONS = 16
+COUNTED = re.compile(
+    r"spindle_((steps|fallback|preemptions|emitted_tokens|draft_tokens|accepted_tokens|step_part_seconds)_total"
+    r"|(draft|accepted)_tokens_by_position_total|(step|planning|step_predicted)_seconds_(sum|count)|batch_size_(sum|count))"
+)
+"""The counters, and sums and counts of histograms, that a run is described by."""
+
+Counts = dict[str, float]
+"""What a run added to each of them, by name and labels as in ``/metrics``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One served request; ``first_s`` and ``total_s`` count from its submission."""
+    """One served request. ``first_s`` and ``total_s`` count from when it was due: its scheduled arrival, in a closed loop its submission.
+
+    ``gaps_s`` are the times between its responses with text; ``late_s`` is how late the client was in sending it.
+    """
 
     text: str
     output_tokens: int
@@ -34,217 +51,188 @@ class Reply:
     finish_reason: str
     first_s: float
     total_s: float
+    gaps_s: tuple[float, ...] = ()
+    late_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Requests (inputs by name) and when they come: at ``at_s`` each (open loop), else ``concurrency`` at a time (closed loop)."""
+
+    requests: Sequence[dict[str, Any]]
+    concurrency: int = 1
+    at_s: Sequence[float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """How an offer went: the replies in order, the time from its beginning to the last of them, and what the metrics counted."""
+
+    replies: list[Reply]
+    wall_s: float
+    counts: Counts
 
 
 class Arm(Protocol):
-    """Something that serves texts, ``concurrency`` at a time."""
+    """Something that serves."""
 
-    def serve(self, texts: Sequence[str], max_tokens: int, concurrency: int) -> list[Reply]:
-        """Serve all texts greedily to their natural end and return the replies in order."""
-        ...
-
-    def close(self) -> None:
-        """Stop serving."""
+    def run(self, offer: Offer) -> Served:
+        """Serve all requests to their end. Raises when one fails."""
         ...
 
 
 class ServerArm:
-    """A tritonserver of its own, started by the launcher, and gRPC streaming clients of the model ``ensemble``."""
+    """A tritonserver of its own, started by the launcher."""
 
-    def __init__(self, config: Path, log: Path) -> None:
-        http, grpc, metrics = _free_ports(3)
-        ports = {"HTTP_PORT": str(http), "GRPC_PORT": str(grpc), "METRICS_PORT": str(metrics)}
-        self._log = log.open("w")
-        self._address = f"127.0.0.1:{grpc}"
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "backend.triton_adapter.launcher"],
-            cwd=PROJECT_ROOT,
-            env={**os.environ, **ports, "SPINDLE_CONFIG": str(config)},
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            self._wait_until_ready(log)
-        except BaseException:
-            self.close()
-            raise
+    def __init__(self, config: dict[str, Any], folder: Path) -> None:
+        folder.mkdir(parents=True)
+        path = folder / "serving.json"
+        path.write_text(json.dumps(config), "utf-8")
+        self._service = Service(folder / "log", path).wait_ready(limit_s=READY_LIMIT_S)
 
-    def serve(self, texts: Sequence[str], max_tokens: int, concurrency: int) -> list[Reply]:
-        """Serve by ``concurrency`` workers, each with one stream and one request in flight (closed loop)."""
-        waiting = deque(enumerate(texts))
-        replies: dict[int, Reply] = {}
-        errors: list[Exception] = []
+    def run(self, offer: Offer) -> Served:
+        """Serve over gRPC streams, one a request."""
+        before, started_s = self._counts(), time.perf_counter()
+        replies = asyncio.run(self._serve(offer))
+        wall_s = time.perf_counter() - started_s
+        time.sleep(SETTLE_S)
+        added = {name: value - before.get(name, 0.0) for name, value in self._counts().items()}
+        return Served(replies, wall_s, {name: value for name, value in added.items() if value})
 
-        def work() -> None:
-            try:
-                with _stream(self._address) as ask:
-                    while True:
-                        number, text = waiting.popleft()
-                        replies[number] = ask(text, max_tokens)
-            except IndexError:
-                pass  # nothing is waiting any more
-            except Exception as error:
-                errors.append(error)
-
-        workers = [threading.Thread(target=work) for _ in range(concurrency)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        if errors:
-            raise errors[0]
-        return [replies[number] for number in range(len(texts))]
+    def command(self, command: str) -> None:
+        """Give an administrative command."""
+        status, reply = self._service.post("/v2/models/spindle/generate", {"command": command})
+        if status != 200:
+            raise RuntimeError(f"{command}: {reply}")
 
     def close(self) -> None:
-        """End the launcher, and by it the server."""
-        self._process.send_signal(signal.SIGTERM)
-        try:
-            self._process.wait(STOP_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._log.close()
+        """End the server."""
+        self._service.stop()
 
-    def _wait_until_ready(self, log: Path) -> None:
-        import tritonclient.grpc as triton
+    async def _serve(self, offer: Offer) -> list[Reply]:
+        channels = [load.channel(self._service.grpc) for _ in range(CONNECTIONS)]
+        places = asyncio.Semaphore(offer.concurrency)
+        start_s = time.perf_counter()
 
-        deadline = time.monotonic() + READY_LIMIT_S
-        with triton.InferenceServerClient(self._address) as client:
-            while time.monotonic() < deadline:
-                if self._process.poll() is not None:
-                    raise RuntimeError(f"the launcher ended with status {self._process.returncode}: {log.read_text()[-2000:]}")
-                with contextlib.suppress(triton.InferenceServerException):
-                    if client.is_server_ready() and client.is_model_ready("ensemble"):
-                        return
-                time.sleep(0.5)
-        raise RuntimeError(f"the server was not ready after {READY_LIMIT_S:.0f} s: {log.read_text()[-2000:]}")
+        async def one(number: int, channel: grpc.aio.Channel) -> Reply:
+            if offer.at_s is None:
+                async with places:
+                    return await self._ask(offer.requests[number], channel, time.perf_counter())
+            due_s = start_s + offer.at_s[number]
+            await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+            return await self._ask(offer.requests[number], channel, due_s)
+
+        replies = await asyncio.gather(*(one(i, channels[i % CONNECTIONS]) for i in range(len(offer.requests))))
+        for channel in channels:
+            await channel.close()
+        return replies
+
+    @staticmethod
+    async def _ask(request: dict[str, Any], channel: grpc.aio.Channel, due_s: float) -> Reply:
+        flags = dict.fromkeys(("exclude_input_in_output", "return_num_output_tokens", "return_perf_metrics"), True)
+        served = await load.serve(channel, "ensemble", {**request, **flags})
+        if served.outcome != load.FINAL:
+            raise RuntimeError(f"a request ended with {served.outcome}: {served.message}")
+        return Reply(
+            served.text,
+            served.output_tokens,
+            served.drafted,
+            served.accepted,
+            served.finish_reason,
+            (served.arrivals_s or [served.ended_s])[0] - due_s,
+            served.ended_s - due_s,
+            tuple(served.gaps_s),
+            served.sent_s - due_s,
+        )
+
+    def _counts(self) -> Counts:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._service.metrics}/metrics", timeout=10) as response:
+            lines = response.read().decode().splitlines()
+        series = (line.rpartition(" ") for line in lines if COUNTED.match(line))
+        return {name: float(value) for name, _, value in series}
 
 
 class InProcessArm:
-    """The composition root's loop, stepped here: what the engines and the policy do, without Triton and sockets."""
+    """The composition root's loop, stepped here with a policy of its own, whose state outlasts a run; arms may share the engines."""
 
-    def __init__(self, config: Path, log: Path) -> None:
-        del log
-        from backend.app import build
-        from backend.config import load_config
+    def __init__(self, app: App, policy: Policy) -> None:
+        self._app = app
+        self._policy = policy
+        self._state = policy.start()
 
-        self._app = build(load_config(config))
+    def run(self, offer: Offer) -> Served:
+        """Step until all is served, asleep while nothing is due."""
+        loop = self._app.orchestrator
+        kept = loop._policy, loop.policy_state
+        loop._policy, loop.policy_state = self._policy, self._state
+        self._app.stats.drain()
+        started_s = time.perf_counter()
+        try:
+            replies = self._serve(offer)
+        finally:
+            self._state = loop.policy_state
+            loop._policy, loop.policy_state = kept
+        return Served(replies, time.perf_counter() - started_s, _counts(self._app.stats.drain()))
 
-    def serve(self, texts: Sequence[str], max_tokens: int, concurrency: int) -> list[Reply]:
-        """Serve with up to ``concurrency`` requests in the loop at a time."""
-        from backend.request import GenerationRequest
-
-        waiting = deque(texts)
-        sinks: list[_Sink] = []
+    def _serve(self, offer: Offer) -> list[Reply]:
+        loop, start_s = self._app.orchestrator, time.perf_counter()
+        waiting, sinks = deque(range(len(offer.requests))), list[_Sink]()
         while waiting or any(sink.reply is None for sink in sinks):
-            while waiting and sum(sink.reply is None for sink in sinks) < concurrency:
-                sinks.append(_Sink())
-                request = GenerationRequest(waiting.popleft(), max_tokens, stream=True, exclude_input_in_output=True)
-                self._app.orchestrator.submit(self._app.session(request, sinks[-1]))
-            self._app.orchestrator.step()
+            running = sum(sink.reply is None for sink in sinks)
+            while waiting:
+                now_s = time.perf_counter()
+                due_s = now_s if offer.at_s is None else start_s + offer.at_s[waiting[0]]
+                if due_s > now_s or (offer.at_s is None and running >= offer.concurrency):
+                    break
+                sinks.append(_Sink(due_s, now_s - due_s))
+                request = GenerationRequest(**offer.requests[waiting.popleft()], stream=True, exclude_input_in_output=True)
+                loop.submit(self._app.session(request, sinks[-1]))
+                running += 1
+            if not loop.step() and waiting and offer.at_s is not None:
+                time.sleep(max(0.0, start_s + offer.at_s[waiting[0]] - time.perf_counter()))
         return [sink.reply for sink in sinks if sink.reply is not None]
-
-    def close(self) -> None:
-        """Release the engines."""
-        self._app.close()
 
 
 class _Sink:
-    """Collects one request's replies."""
+    """Takes a session's text and times; an error ends the benchmark."""
 
     cancelled = False
 
-    def __init__(self) -> None:
-        self.reply: Reply | None = None
+    def __init__(self, due_s: float, late_s: float) -> None:
+        self._due_s, self._late_s = due_s, late_s
         self._parts: list[str] = []
-        self._started_s = time.perf_counter()
-        self._first_s: float | None = None
+        self._arrivals_s: list[float] = []
+        self.reply: Reply | None = None
 
     def chunk(self, delta: Any) -> None:
-        if self._first_s is None:
-            self._first_s = time.perf_counter() - self._started_s
+        self._arrivals_s.append(time.perf_counter())
         self._parts.append(delta.text)
 
     def final(self, delta: Any, reason: Any, usage: Any) -> None:
-        total_s = time.perf_counter() - self._started_s
-        first_s = total_s if self._first_s is None else self._first_s
-        whole = "".join([*self._parts, delta.text])
-        self.reply = Reply(whole, usage.output_tokens, usage.drafted, usage.accepted, reason.value, first_s, total_s)
+        self.chunk(delta)
+        times = self._arrivals_s
+        gaps_s = tuple(np.diff(times).tolist())
+        counts = usage.output_tokens, usage.drafted, usage.accepted
+        self.reply = Reply(
+            "".join(self._parts), *counts, reason.value, times[0] - self._due_s, times[-1] - self._due_s, gaps_s, self._late_s
+        )
 
     def error(self, code: Any, message: str) -> None:
         raise RuntimeError(f"{code}: {message}")
 
 
-@contextlib.contextmanager
-def _stream(address: str) -> Iterator[Any]:
-    """Open one gRPC stream and give a function (text, max_tokens) -> Reply over it."""
-    import queue
+def _counts(drained: dict[str, list[list[Any]]]) -> Counts:
+    """Return what was drained, as ``/metrics`` would name it."""
+    counts: Counts = defaultdict(float)
 
-    import tritonclient.grpc as triton
+    def add(name: str, labels: dict[str, str], value: float) -> None:
+        if COUNTED.match(name):
+            pairs = ",".join(f'{key}="{text}"' for key, text in labels.items())
+            counts[f"{name}{{{pairs}}}" if pairs else name] += value
 
-    arrived: queue.Queue[tuple[float, Any, Any]] = queue.Queue()
-
-    def ask(text: str, max_tokens: int) -> Reply:
-        started_s = time.perf_counter()
-        client.async_stream_infer("ensemble", _inputs(text, max_tokens), enable_empty_final_response=True)
-        parts: list[str] = []
-        numbers: dict[str, Any] = {}
-        first_s = None
-        while True:
-            at_s, result, error = arrived.get(timeout=REPLY_LIMIT_S)
-            if error is not None:
-                raise error
-            response = result.get_response()
-            for output in response.outputs:
-                value = result.as_numpy(output.name).flatten()[0]
-                if output.name == "text_output":
-                    parts.append(value.decode("utf-8"))
-                else:
-                    numbers[output.name] = value
-            first_s = at_s - started_s if first_s is None and response.outputs else first_s
-            if response.parameters["triton_final_response"].bool_param:
-                break
-        total_s = time.perf_counter() - started_s
-        return Reply(
-            "".join(parts),
-            int(numbers["num_output_tokens"]),
-            int(numbers["total_draft_tokens"]),
-            int(numbers["total_accepted_draft_tokens"]),
-            numbers["finish_reason"].decode(),
-            total_s if first_s is None else first_s,
-            total_s,
-        )
-
-    with triton.InferenceServerClient(address) as client:
-        client.start_stream(lambda result, error: arrived.put((time.perf_counter(), result, error)))
-        try:
-            yield ask
-        finally:
-            client.stop_stream()
-
-
-def _inputs(text: str, max_tokens: int) -> list[Any]:
-    """Return a greedy streaming request's tensors."""
-    import numpy as np
-    import tritonclient.grpc as triton
-
-    def tensor(name: str, dtype: str, value: Any) -> Any:
-        made = triton.InferInput(name, [1, 1], dtype)
-        made.set_data_from_numpy(value)
-        return made
-
-    flags = ("stream", "exclude_input_in_output", "return_num_output_tokens", "return_perf_metrics")
-    return [
-        tensor("text_input", "BYTES", np.array([[text.encode("utf-8")]], np.object_)),
-        tensor("max_tokens", "INT32", np.array([[max_tokens]], np.int32)),
-        *(tensor(name, "BOOL", np.array([[True]])) for name in flags),
-    ]
-
-
-def _free_ports(count: int) -> list[int]:
-    """Return ports that were free a moment ago, all different."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [made.getsockname()[1] for made in sockets]
-    for made in sockets:
-        made.close()
-    return ports
+    for name, labels, value in drained["counters"]:
+        add(name, labels, value)
+    for name, labels, values in drained["observations"]:
+        add(f"{name}_sum", labels, sum(values))
+        add(f"{name}_count", labels, len(values))
+    return dict(counts)

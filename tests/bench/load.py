@@ -29,7 +29,11 @@ class Served:
     responses: int = 0
     arrivals_s: list[float] = field(default_factory=list)
     ended_s: float = 0.0
+    text: str = ""
+    finish_reason: str = ""
     output_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
     @property
     def gaps_s(self) -> list[float]:
@@ -92,13 +96,23 @@ async def _read(call: Any, served: Served, pause: Callable[[int], Awaitable[None
         served.responses += 1
         if message.infer_response.outputs:
             served.arrivals_s.append(time.perf_counter())
-            outputs = [output.name for output in message.infer_response.outputs]
-            if "num_output_tokens" in outputs:
-                raw = message.infer_response.raw_output_contents[outputs.index("num_output_tokens")]
-                served.output_tokens = int.from_bytes(raw, "little")
+            _take(message.infer_response, served)
         finals += message.infer_response.parameters["triton_final_response"].bool_param
     call.cancel()
     served.outcome = CANCELLED
+
+
+def _take(response: Any, served: Served) -> None:
+    """Note what the outputs of a response say; those that were not asked for are not there."""
+    raw = dict(zip((output.name for output in response.outputs), response.raw_output_contents, strict=True))
+    served.text += raw.get("text_output", b"")[4:].decode()
+    served.finish_reason = raw.get("finish_reason", b"")[4:].decode() or served.finish_reason
+    for name, field_name in _COUNTS.items():
+        if name in raw:
+            setattr(served, field_name, int.from_bytes(raw[name], "little"))
+
+
+_COUNTS = {"num_output_tokens": "output_tokens", "total_draft_tokens": "drafted", "total_accepted_draft_tokens": "accepted"}
 
 
 def percentiles_ms(values_s: list[float]) -> dict[str, float] | None:

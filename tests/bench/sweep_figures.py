@@ -1,0 +1,198 @@
+"""What the runs of a sweep come to: a row a policy and point, paired ratios with intervals, the noise floor, and claims against bars.
+
+A run is one policy over one block of a point (workload, load). All policies of a block serve the same requests at the same times; a block
+counts where all of them have run. Block 0 is cold, the others warm. ``speed`` of a run: emitted tokens per second in a closed loop, in an
+open one emitted tokens per second of latency (from the scheduled arrival). A ratio is the geometric mean over blocks of ratios within a
+block, its interval Student's. A claim holds where the whole interval clears its bar, is missed where none of it does, and is open otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from policy.simulation.statistics import ratio_of_rates
+from tests.bench.sweep_arms import ADAPTING, AGAIN, NONE, SPINDLE
+
+Run = dict[str, Any]
+Point = tuple[str, str]
+BEST_FIXED = "best fixed choice"
+LOOPING_SHARE = 0.5
+ALONE, SATURATED, OF_BEST_FIXED, OF_OTHERS = 1.5, 0.98, 0.97, 1.0
+"""Bars: over no speculation with one in flight (the mix) and at saturation; over the best fixed choice and other policies anywhere."""
+
+
+def is_closed(load: str) -> bool:
+    """Say whether a load is a closed loop."""
+    return load.startswith("closed-")
+
+
+def level(load: str) -> float:
+    """Return the requests in flight of a closed loop, the share of the capacity of an open one."""
+    return float(load.rpartition("-")[2])
+
+
+def speed(run: Run) -> float:
+    """Return emitted tokens per second: of the run in a closed loop, of latency in an open one."""
+    tokens = sum(reply["output_tokens"] for reply in run["replies"])
+    return float(tokens / (run["wall_s"] if is_closed(run["load"]) else sum(reply["total_s"] for reply in run["replies"])))
+
+
+def blocks(runs: Iterable[Run], policies: list[str]) -> dict[Point, dict[int, dict[str, Run]]]:
+    """Return the runs by point, block and policy, of blocks that all policies have run."""
+    found: dict[Point, dict[int, dict[str, Run]]] = defaultdict(lambda: defaultdict(dict))
+    for run in runs:
+        found[run["workload"], run["load"]][run["block"]][run["policy"]] = run
+    whole = {point: {n: block for n, block in sorted(made.items()) if not {*policies} - {*block}} for point, made in found.items()}
+    return {point: made for point, made in whole.items() if made}
+
+
+def summary(found: dict[Point, dict[int, dict[str, Run]]], policies: list[str]) -> list[dict[str, Any]]:
+    """Return a row a point and policy: of the warm blocks, or of the cold one where it is all there is (``warm_blocks`` 0)."""
+    return [
+        {"workload": workload, "load": load, "policy": policy, **_row([block[policy] for block in _warm(made)], made, policy)}
+        for (workload, load), made in found.items()
+        for policy in policies
+        if policy != AGAIN
+    ]
+
+
+def compared(found: dict[Point, dict[int, dict[str, Run]]], policies: list[str]) -> list[dict[str, Any]]:
+    """Return ratios of speeds: every policy over none, and spindle over each other one and over the best fixed choice."""
+    rows = []
+    for (workload, load), made in found.items():
+        speeds = {policy: [speed(block[policy]) for block in _warm(made)] for policy in policies}
+        ratios = {(policy, NONE): (speeds[policy], speeds[NONE]) for policy in policies if policy not in (NONE, AGAIN)}
+        ratios |= {(SPINDLE, policy): (speeds[SPINDLE], speeds[policy]) for policy in policies if policy not in (NONE, AGAIN, SPINDLE)}
+        if best := best_fixed(speeds):
+            ratios[SPINDLE, BEST_FIXED] = speeds[SPINDLE], best
+        rows += [
+            {"workload": workload, "load": load, "policy": policy, "over": over, **interval(*pair)}
+            for (policy, over), pair in ratios.items()
+        ]
+    return rows
+
+
+def best_fixed(speeds: dict[str, list[float]]) -> list[float]:
+    """Return the speed in each block of the fixed choice that was best in the other blocks: hindsight, but on other prompts."""
+    fixed = {policy: np.log(own) for policy, own in speeds.items() if policy.startswith("fixed-")}
+    count = len(speeds[SPINDLE])
+    if not fixed or count < 2:
+        return []
+    chosen = [max(fixed, key=lambda policy: np.delete(fixed[policy], block).mean()) for block in range(count)]
+    return [speeds[policy][block] for block, policy in enumerate(chosen)]
+
+
+def interval(ours: list[float], theirs: list[float]) -> dict[str, Any]:
+    """Return the ratio with its 95 % interval; of one block there is none."""
+    ratio = ratio_of_rates(ours, theirs)
+    ends = (round(ratio.low, 4), round(ratio.high, 4)) if len(ours) > 1 else None
+    return {"ratio": round(ratio.value, 4), "interval_95": ends, "blocks": len(ours)}
+
+
+def noise(found: dict[Point, dict[int, dict[str, Run]]]) -> list[dict[str, Any]]:
+    """Return the ratio of an arm to itself in each point: what differs from 1 is noise."""
+    rows = []
+    for (workload, load), made in found.items():
+        pairs = [(speed(block[AGAIN]), speed(block[NONE])) for block in _warm(made) if AGAIN in block]
+        if pairs:
+            ours, theirs = map(list, zip(*pairs, strict=True))
+            rows.append({"workload": workload, "load": load, **interval(ours, theirs)})
+    return rows
+
+
+def claims(ratios: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what is claimed of spindle, met or missed, point by point."""
+    most = max((level(row["load"]) for row in ratios if is_closed(row["load"])), default=0.0)
+    made = []
+    for row in ratios:
+        if row["policy"] != SPINDLE or (bar := _bar(row, most)) is None:
+            continue
+        low, high = row["interval_95"] or (0.0, float("inf"))
+        verdict = "holds" if low >= bar else "missed" if high < bar else "open"
+        made.append(
+            {**{key: row[key] for key in ("workload", "load", "over", "ratio", "interval_95", "blocks")}, "bar": bar, "verdict": verdict}
+        )
+    return made
+
+
+def _bar(row: dict[str, Any], most: float) -> float | None:
+    closed, at = is_closed(row["load"]), level(row["load"])
+    if row["over"] == BEST_FIXED:
+        return OF_BEST_FIXED
+    if row["over"] in ADAPTING:
+        return OF_OTHERS
+    if row["over"] != NONE:
+        return None
+    if closed and at == 1:
+        return ALONE if row["workload"] == "mix" else OF_OTHERS
+    return SATURATED if (at == most if closed else at >= 1) else None
+
+
+def _warm(made: dict[int, dict[str, Run]]) -> list[dict[str, Run]]:
+    return [block for number, block in made.items() if number] or list(made.values())
+
+
+def _row(runs: list[Run], made: dict[int, dict[str, Run]], policy: str) -> dict[str, Any]:
+    replies = [reply for run in runs for reply in run["replies"]]
+    latency, first = ([reply[key] for reply in replies] for key in ("total_s", "first_s"))
+    tokens, drafted, accepted = (sum(reply[key] for reply in replies) for key in ("output_tokens", "drafted", "accepted"))
+    counts: dict[str, float] = defaultdict(float)
+    for run in runs:
+        for name, value in run["counts"].items():
+            counts[name] += value
+    figures = {
+        "mean_latency_s": np.mean(latency),
+        "p50_latency_s": np.median(latency),
+        "p99_latency_s": np.quantile(latency, 0.99),
+        "latency_per_token_s": sum(latency) / tokens,
+        "first_token_p50_s": np.median(first),
+        "first_token_p99_s": np.quantile(first, 0.99),
+        "inter_token_s": np.mean([reply["token_s"] for reply in replies if reply["token_s"] is not None] or [0.0]),
+        "inter_response_p99_s": np.median([run["gap_p99_s"] for run in runs]),
+        "tokens_per_s": tokens / sum(run["wall_s"] for run in runs),
+        "looping_share": np.mean([reply["repeated_4grams"] > LOOPING_SHARE for reply in replies]),
+        "wasted_draft_tokens_per_token": (drafted - accepted) / tokens,
+        "sent_late_p99_s": np.quantile([reply["late_s"] for reply in replies], 0.99),
+    }
+    return {
+        "warm_blocks": sum(number > 0 for number in made),
+        "requests": len(replies),
+        "output_tokens": tokens,
+        **{name: round(float(value), 5) for name, value in figures.items()},
+        "cold_mean_latency_s": round(float(np.mean([r["total_s"] for r in made[0][policy]["replies"]])), 5) if 0 in made else None,
+        "acceptance": round(accepted / drafted, 4) if drafted else None,
+        "acceptance_by_position": _by_position(counts),
+        "step_time_share": _shares(counts),
+        "tokens_by_draft": _by_label(counts, "spindle_emitted_tokens_total", "draft"),
+        "draft_tokens_per_emitted_token": round(drafted / tokens, 4),
+        "mean_batch": round(counts["spindle_batch_size_sum"] / max(1.0, counts["spindle_batch_size_count"]), 3),
+    }
+
+
+def _by_label(counts: dict[str, float], name: str, label: str) -> dict[str, float]:
+    found: dict[str, float] = defaultdict(float)
+    for series, value in counts.items():
+        if series.startswith(name) and (match := re.search(rf'\b{label}="([^"]*)"', series)):
+            found[match[1]] += value
+    return dict(found)
+
+
+def _by_position(counts: dict[str, float]) -> dict[str, float]:
+    """Return the share of the tokens proposed at each position that were accepted (with all before them), over all drafts."""
+    proposed, accepted = (_by_label(counts, f"spindle_{kind}_tokens_by_position_total", "position") for kind in ("draft", "accepted"))
+    return {position: round(accepted.get(position, 0.0) / proposed[position], 4) for position in sorted(proposed, key=int)}
+
+
+def _shares(counts: dict[str, float]) -> dict[str, float]:
+    """Return what of the time of steps went into planning, each draft, verification and the rest (taking in, committing, emitting)."""
+    parts = _by_label(counts, "spindle_step_part_seconds_total", "part")
+    if "overhead" not in parts:
+        return {}
+    parts["emit"] = parts.pop("overhead") - parts.get("planning", 0.0)
+    whole = sum(parts.values())
+    return {part: round(seconds / whole, 5) for part, seconds in parts.items()}

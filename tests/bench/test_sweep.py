@@ -1,0 +1,211 @@
+import json
+import re
+
+import pytest
+
+from tests.bench import sweep_figures
+from tests.bench.arms import Offer
+from tests.bench.sweep import chosen, main
+from tests.bench.sweep_arms import AGAIN, Servers, Tuning, arm_config, fixed_choice, fixed_names
+from tests.bench.sweep_report import write_report
+
+FAKE = {
+    "target": {"engine": "fake", "step_s": 0.001},
+    "drafts": [{"name": "d-1", "engine": "fake", "agreement": 0.8}, {"name": "lookup", "engine": "lookup"}],
+    "policy": {"k_max": 4},
+}
+POLICIES = ["none", "fixed-d-1-2", "fixed-lookup-2", "schedule", "ema", "smartspec", "spin", "spindle"]
+TUNING = Tuning("d-1", 3, ((1, 3), (8, 0)))
+
+
+def run(policy, block, seconds, load="closed-2", tokens=10):
+    reply = {
+        "output_tokens": tokens,
+        "drafted": 8,
+        "accepted": 6,
+        "first_s": 0.1,
+        "total_s": seconds,
+        "token_s": 0.01,
+        "late_s": 0.0,
+        "repeated_4grams": 0.0,
+    }
+    counts = {
+        'spindle_draft_tokens_by_position_total{draft="d",position="1"}': 4.0,
+        'spindle_accepted_tokens_by_position_total{draft="d",position="1"}': 3.0,
+        **{f'spindle_step_part_seconds_total{{part="{part}"}}': s for part, s in (("planning", 1.0), ("verify", 6.0), ("overhead", 4.0))},
+        'spindle_emitted_tokens_total{draft="d",arm="planner"}': 10.0,
+        "spindle_batch_size_sum": 6.0,
+        "spindle_batch_size_count": 4.0,
+    }
+    shape = {"workload": "mix", "load": load, "block": block, "policy": policy}
+    return {**shape, "wall_s": seconds, "gap_p99_s": 0.02, "replies": [reply], "counts": counts}
+
+
+def test_a_policy_is_a_patched_configuration():
+    base = {**FAKE, "policy": {"k_max": 4, "tree_width": 2}, "limits": {"max_active_requests": 64, "kv_cache_tokens": 1024}}
+    made = {name: arm_config(base, name, TUNING, 8) for name in POLICIES}
+    assert made["none"]["drafts"] == []
+    assert made["fixed-d-1-2"]["policy"] == {"kind": "fixed", "k_max": 4, "draft": "d-1", "length": 2, "keep_learned": False}
+    assert made["schedule"]["policy"]["schedule"] == [{"batch": 1, "length": 3}, {"batch": 8, "length": 0}]
+    assert (made["ema"]["policy"]["kind"], made["spin"]["policy"]["length"]) == ("average", 3)
+    assert (made["spindle"]["policy"]["kind"], made["spindle"]["policy"]["tree_width"]) == ("adaptive", 2)
+    assert {config["limits"]["max_active_requests"] for config in made.values()} == {8}
+    assert all(config["limits"]["kv_cache_tokens"] == 1024 for config in made.values())
+
+
+def test_a_fixed_choice_is_named_by_its_draft_and_length():
+    assert fixed_names(FAKE, [2, 10]) == ["fixed-d-1-2", "fixed-d-1-10", "fixed-lookup-2", "fixed-lookup-10"]
+    assert fixed_choice("fixed-d-1-10") == ("d-1", 10)
+
+
+def test_baselines_are_told_the_best_draft_and_its_best_length_at_each_batch_size():
+    rates = {"none": {"1": 10, "8": 50}, "fixed-a-2": {"1": 20, "8": 40}, "fixed-a-4": {"1": 18, "8": 45}, "fixed-b-2": {"1": 30, "8": 1}}
+    assert chosen(rates, ["fixed-a-2", "fixed-a-4", "fixed-b-2"]) == {"draft": "a", "length": 4, "schedule": [[1, 2], [8, 0]]}
+
+
+def test_a_ratio_is_that_within_blocks_and_a_block_that_lacks_a_policy_does_not_count():
+    runs = [run(policy, block, seconds) for block in (0, 1, 2) for policy, seconds in (("none", 2.0 + block), ("spindle", 1.0 + block / 2))]
+    runs.append(run("spindle", 3, 9.0))
+    found = sweep_figures.blocks(runs, ["none", "spindle"])
+    assert list(found["mix", "closed-2"]) == [0, 1, 2]
+    (row,) = sweep_figures.compared(found, ["none", "spindle"])
+    assert (row["policy"], row["over"], row["blocks"]) == ("spindle", "none", 2)
+    assert row["ratio"] == pytest.approx(2.0)
+    assert row["interval_95"] == (2.0, 2.0)
+
+
+def test_speed_is_by_the_wall_in_a_closed_loop_and_by_latency_in_an_open_one():
+    assert sweep_figures.speed({**run("none", 1, 2.0), "wall_s": 4.0}) == 2.5
+    assert sweep_figures.speed({**run("none", 1, 2.0, "poisson-0.50"), "wall_s": 4.0}) == 5.0
+
+
+def test_the_best_fixed_choice_of_a_block_is_chosen_on_the_other_blocks():
+    speeds = {"spindle": [1.0, 1.0, 1.0], "fixed-a-1": [9.0, 1.0, 1.0], "fixed-a-2": [2.0, 3.0, 3.0]}
+    assert sweep_figures.best_fixed(speeds) == [2.0, 1.0, 1.0]
+    assert sweep_figures.best_fixed({"spindle": [1.0], "fixed-a-1": [1.0]}) == []
+
+
+@pytest.mark.parametrize(("ends", "verdict"), [((1.5, 1.9), "holds"), ((1.4, 1.6), "open"), ((1.2, 1.49), "missed"), (None, "open")])
+def test_a_claim_holds_only_where_its_interval_clears_the_bar(ends, verdict):
+    row = {"workload": "mix", "load": "closed-1", "policy": "spindle", "over": "none", "ratio": 1.5, "interval_95": ends, "blocks": 8}
+    (claim,) = sweep_figures.claims([row])
+    assert (claim["bar"], claim["verdict"]) == (1.5, verdict)
+
+
+def test_bars_stand_where_a_claim_is_made():
+    row = {"workload": "sql", "policy": "spindle", "ratio": 1.0, "interval_95": None, "blocks": 1}
+    places = [("closed-1", "none"), ("closed-4", "none"), ("closed-24", "none"), ("poisson-0.50", "none"), ("bursty-1.10", "none")]
+    places += [("closed-4", sweep_figures.BEST_FIXED), ("poisson-0.50", "ema"), ("closed-4", "fixed-a-1")]
+    made = sweep_figures.claims([{**row, "load": load, "over": over} for load, over in places])
+    assert [(claim["load"], claim["over"], claim["bar"]) for claim in made] == [
+        ("closed-1", "none", 1.0),
+        ("closed-24", "none", 0.98),
+        ("bursty-1.10", "none", 0.98),
+        ("closed-4", sweep_figures.BEST_FIXED, 0.97),
+        ("poisson-0.50", "ema", 1.0),
+    ]
+
+
+def test_a_row_tells_of_the_warm_blocks_and_of_the_cold_one_apart():
+    found = sweep_figures.blocks([run("none", 0, 8.0), run("none", 1, 2.0), run("none", 2, 4.0)], ["none"])
+    (row,) = sweep_figures.summary(found, ["none", AGAIN])
+    assert (row["mean_latency_s"], row["cold_mean_latency_s"], row["warm_blocks"]) == (3.0, 8.0, 2)
+    assert row["acceptance_by_position"] == {"1": 0.75}
+    assert row["step_time_share"] == {"planning": 0.1, "verify": 0.6, "emit": 0.3}
+    assert (row["wasted_draft_tokens_per_token"], row["mean_batch"]) == (0.2, 1.5)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sweep")
+    config, out = folder / "serving.json", folder / "sweep.json"
+    config.write_text(json.dumps(FAKE))
+    small = ["--workloads", "sql", "--closed", "1", "3", "--shares", "0.8", "--lengths", "2", "--blocks", "1", "--active", "3"]
+    size = ["--requests", "4", "--requests-closed", "2", "--max-tokens", "8", "--config", str(config), "--out", str(out)]
+    command = ["--quick", "--in-process", *small, *size]
+    main(command)
+    return command, out
+
+
+def test_a_quick_sweep_has_a_row_for_every_policy_and_load(finished):
+    record = json.loads(finished[1].read_text())
+    rows = record["summary"]
+    assert [row["policy"] for row in rows if row["load"] == "closed-3"] == POLICIES
+    assert {row["load"] for row in rows} == {"closed-1", "closed-3", "poisson-0.80"}
+    assert all(row["mean_latency_s"] > 0 and row["requests"] >= 2 and row["warm_blocks"] == 1 for row in rows)
+    drafted = {row["policy"]: row["draft_tokens_per_emitted_token"] for row in rows}
+    assert drafted["none"] == 0 < drafted["fixed-d-1-2"]
+    assert [row["load"] for row in record["noise"]] == ["closed-1", "closed-3", "poisson-0.80"]
+    assert record["tuning"]["draft"] in ("d-1", "lookup")
+
+
+def test_all_policies_of_a_block_write_the_same_texts_to_the_same_requests(finished):
+    runs = json.loads(finished[1].read_text())["runs"]
+    for load in ("closed-3", "poisson-0.80"):
+        texts = [[reply["text"] for reply in run["replies"]] for run in runs if (run["load"], run["block"]) == (load, 1)]
+        assert len(texts) == len(POLICIES) + 1
+        assert all(each == texts[0] for each in texts)
+
+
+def test_a_sweep_that_was_stopped_goes_on_where_it_was_and_runs_nothing_again(finished, tmp_path):
+    command, out = finished
+    record = json.loads(out.read_text())
+    kept = record["runs"][:-5]
+    again = tmp_path / "sweep.json"
+    again.write_text(json.dumps({**record, "runs": kept}))
+    main([*command[:-1], str(again)])
+    runs = json.loads(again.read_text())["runs"]
+    assert runs[: len(kept)] == kept
+    key = ("workload", "load", "block", "policy")
+    assert [[run[k] for k in key] for run in runs] == [[run[k] for k in key] for run in record["runs"]]
+
+
+def test_a_record_of_other_settings_is_not_gone_on_with(finished):
+    with pytest.raises(SystemExit, match=r"other settings \(max_tokens\)"):
+        main([*finished[0], "--max-tokens", "9"])
+
+
+def test_a_sweep_out_of_time_leaves_a_record_and_says_so(finished, tmp_path, capsys):
+    out = tmp_path / "sweep.json"
+    main([*finished[0][:-1], str(out), "--limit-s", "0"])
+    record = json.loads(out.read_text())
+    assert (record["runs"], record["summary"]) == ([], [])
+    assert "the same command goes on" in capsys.readouterr().out
+
+
+def test_the_report_is_one_page_without_links_that_tells_missed_claims(finished, tmp_path):
+    record = json.loads(finished[1].read_text())
+    record["claims"][0] |= {"verdict": "missed", "ratio": 0.5, "interval_95": [0.4, 0.6]}
+    write_report(record, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert '<td class="missed">missed</td>' in page
+    assert "0.400 to 0.600" in page
+    assert page.count('src="data:image/svg+xml;base64,') >= 6
+    assert not re.search(r'(src|href)="(?!data:)', page)
+    assert all(policy in page for policy in POLICIES)
+
+
+@pytest.mark.server
+def test_servers_serve_both_loops_count_by_run_and_share_one_for_fixed_choices(tmp_path):
+    servers = Servers(FAKE, 4, tmp_path, most=2)
+    request = {"text_input": "one two one two", "max_tokens": 12, "cache_salt": "a"}
+    try:
+        plain, fresh = servers.arm("none")
+        assert fresh
+        served = plain.run(Offer([request] * 3, at_s=[0.0, 0.1, 0.2]))
+        assert [reply.output_tokens for reply in served.replies] == [12] * 3
+        assert served.wall_s > 0.2
+        assert served.counts["spindle_steps_total"] >= 12
+        assert servers.arm(AGAIN) == (plain, False)
+        two, fresh = servers.arm("fixed-d-1-2")
+        assert fresh
+        drafted = two.run(Offer([request] * 2, 2))
+        assert {reply.text for reply in drafted.replies} == {reply.text for reply in served.replies}
+        assert drafted.counts['spindle_draft_tokens_by_position_total{draft="d-1",position="2"}'] > 0
+        four, fresh = servers.arm("fixed-d-1-4")
+        assert (four, fresh) == (two, False)
+        assert four.run(Offer([request])).counts['spindle_draft_tokens_by_position_total{draft="d-1",position="4"}'] > 0
+        assert servers.arm("spindle")[1]
+        assert servers.arm("none")[1]  # it was not used for longest, and only two may run
+    finally:
+        servers.close()
