@@ -3,7 +3,7 @@
 A run is one policy over one block of a point (workload, load). All policies of a block serve the same requests at the same times; a block
 counts where all of them have run. Block 0 is cold, the others warm. ``speed`` of a run: emitted tokens per second in a closed loop, in an
 open one emitted tokens per second of latency (from the scheduled arrival). A ratio is the geometric mean over blocks of ratios within a
-block, its interval Student's. A claim holds where the whole interval clears its bar, is missed where none of it does, and is open otherwise.
+block, its interval Student's. A claim holds where the whole interval clears its bar, is missed where none of it does, else it is open.
 """
 
 from __future__ import annotations

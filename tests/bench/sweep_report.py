@@ -287,14 +287,15 @@ def _table(record: dict[str, Any]) -> str:
 SECTIONS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
     (
         "Claims",
-        "Spindle's speed over the other's. A claim holds where its whole 95 % interval clears the bar, is missed where none of it does, and is "
-        "open otherwise. The best fixed choice is, for each block, the one that was best in the other blocks.",
+        "Spindle's speed over the other's. A claim holds where its whole 95 % interval clears the bar, is missed where none of it does, and "
+        "is open otherwise. The best fixed choice is, for each block, the one that was best in the other blocks.",
         _claims,
     ),
     ("Noise", "The same arm (no speculation) run twice in each block, the second over the first: the A/A run.", _noise),
     (
         "Latency against the rate of requests",
-        "Mean latency from the scheduled arrival; the rate as a share of what no speculation completes with every place taken. Grey: fixed choices.",
+        "Mean latency from the scheduled arrival; the rate as a share of what no speculation completes with every place taken. "
+        "Grey: fixed choices.",
         _latency,
     ),
     ("Tokens per second against requests in flight", "Closed loop, over no speculation. Grey: fixed choices.", _throughput),
@@ -302,7 +303,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
     ("Where the time of a step goes", "emit: all but planning and the engines: taking requests in, committing, emitting.", _time_shares),
     (
         "Acceptance by position",
-        "Share of the tokens proposed at a position that were accepted with all before them. Grey: fixed choices.",
+        "Share of the tokens proposed at a position that were accepted with all before them.",
         _positions,
     ),
     ("What Spindle chose", "Share of the emitted tokens by the draft of their step.", _choices),

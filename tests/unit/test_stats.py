@@ -54,3 +54,14 @@ def test_what_the_planner_would_have_done_is_counted_apart():
     assert seen["spindle_shadow_predicted_seconds_total",] == 0.04
     assert seen["spindle_shadow_predicted_tokens_total",] == 5.5
     assert ("spindle_step_predicted_seconds",) not in seen
+
+
+def test_the_time_of_steps_is_counted_by_part():
+    stats = Stats()
+    for seconds in (0.02, 0.01):
+        outcome = step([0], [1], [1])
+        outcome.parts_s.update({"verify": seconds, "draft:small": 0.003})
+        StepStats(stats).step(Plan(outcome.draft, outcome.length, 0.02), outcome, DRAFTS, [False])
+    seen = figures(stats)
+    assert seen["spindle_step_part_seconds_total", "verify"] == 0.03
+    assert seen["spindle_step_part_seconds_total", "draft:small"] == 0.006
