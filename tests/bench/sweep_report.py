@@ -287,7 +287,7 @@ def _table(record: dict[str, Any]) -> str:
 SECTIONS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
     (
         "Claims",
-        "Spindle's speed over the other's. A claim holds where its whole 95 % interval clears the bar, is missed where none of it does, and "
+        "Spindle's speed over the other's. A claim holds where the 95 % interval clears the bar, is missed where none of it does, and "
         "is open otherwise. The best fixed choice is, for each block, the one that was best in the other blocks.",
         _claims,
     ),
