@@ -73,7 +73,11 @@ class App:
 
     def session(self, request: GenerationRequest, sink: ReplySink) -> Session:
         """Tokenise and check a request. Raises RequestError naming the field and the value."""
-        prompt = self.tokenizer.encode(request.text_input, self.config.add_special_tokens)
+        if request.input_ids is None:
+            prompt = self.tokenizer.encode(request.text_input, self.config.add_special_tokens)
+        else:
+            prompt = list(request.input_ids)
+            check_ids(request, self.target.limits.vocab_size)
         _check(request, len(prompt), self.max_context_tokens, self.tokenizer.vocab_size)
         end_ids = self.tokenizer.end_ids if request.end_id is None else frozenset({request.end_id} - {NO_END_ID})
         sampling = sampling_params(request, self.tokenizer, end_ids, self.config.plan_invariant)
@@ -104,7 +108,7 @@ def sampling_params(request: GenerationRequest, tokenizer: Tokenizer, end_ids: f
         frequency_penalty=request.frequency_penalty or 0.0,
         min_tokens=request.min_tokens or 0,
         end_ids=tuple(sorted(end_ids)),
-        bad_words=tuple(word for word in bad_words if word),
+        bad_words=(*(word for word in bad_words if word), *request.bad_word_ids),
         bias=_bias(request, tokenizer),
         log_probs=request.return_log_probs,
     )
@@ -112,7 +116,7 @@ def sampling_params(request: GenerationRequest, tokenizer: Tokenizer, end_ids: f
 
 def _bias(request: GenerationRequest, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
     """Return (token id, addend): every token of a word gets its weight, and weights of the same token add up."""
-    addends: dict[int, float] = {}
+    addends: dict[int, float] = dict(request.bias)
     for word, weight in zip(request.embedding_bias_words, request.embedding_bias_weights, strict=True):
         for token in tokenizer.encode(word, add_special_tokens=False):
             addends[token] = addends.get(token, 0.0) + weight
@@ -307,12 +311,26 @@ def _check(request: GenerationRequest, prompt_tokens: int, max_context: int, voc
     def refuse(message: str) -> None:
         raise RequestError(ErrorCode.INVALID_ARGUMENT, message)
 
+    prompt, length = ("text_input", "max_tokens") if request.input_ids is None else ("input_ids", "request_output_len")
     if prompt_tokens == 0:
-        refuse(f"text_input has no tokens: {request.text_input!r}")
+        refuse(f"{prompt} has no tokens: {request.text_input!r}")
     if prompt_tokens >= max_context:
-        refuse(f"text_input of {prompt_tokens} tokens is over the limit of {max_context - 1}")
+        refuse(f"{prompt} of {prompt_tokens} tokens is over the limit of {max_context - 1}")
     if prompt_tokens + request.max_tokens > max_context:
-        refuse(f"max_tokens {request.max_tokens} and a prompt of {prompt_tokens} tokens exceed the context of {max_context} tokens")
+        refuse(f"{length} {request.max_tokens} and a prompt of {prompt_tokens} tokens exceed the context of {max_context} tokens")
     for name, value in (("end_id", request.end_id), ("pad_id", request.pad_id)):
         if value is not None and not NO_END_ID <= value < vocab_size:
             refuse(f"{name} must be -1 or a token id below {vocab_size}, got {value}")
+
+
+def check_ids(request: GenerationRequest, vocab_size: int) -> None:
+    """Check the token ids of a request that comes as such. Raises RequestError naming the tensor and the id."""
+    for name, ids in (
+        ("input_ids", request.input_ids or ()),
+        ("stop_words_list", itertools.chain.from_iterable(request.stop_word_ids)),
+        ("bad_words_list", itertools.chain.from_iterable(request.bad_word_ids)),
+        ("embedding_bias", (token for token, _ in request.bias)),
+    ):
+        for token in ids:
+            if not 0 <= token < vocab_size:
+                raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{name} must be of token ids below {vocab_size}, got {token}")

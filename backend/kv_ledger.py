@@ -82,6 +82,8 @@ class KVLedger:
         if self._pool.available - idle < need + self._growth_blocks * len(self._tables):
             return False
         self._pool.share(shared)
+        sequence.new_blocks += need
+        sequence.reused_blocks += len(shared)
         table = self._tables[sequence.id] = shared + self._pool.take(need)
         sequence.blocks.update(dict.fromkeys(self._engines, table))
         if self._target is not None:
@@ -99,6 +101,7 @@ class KVLedger:
             return False
         if missing > 0:
             table += self._pool.take(missing)
+            sequence.new_blocks += missing
         known = len(sequence.keys)
         if len(sequence.tokens) // BLOCK_TOKENS > known and self._target is not None:
             self._name_blocks(sequence)

@@ -78,6 +78,8 @@ class Orchestrator:
     def submit(self, session: Session) -> None:
         """Hand over a session; it will get exactly one final reply."""
         session.arrived_s = self._clock()
+        limit_s = session.request.timeout_s
+        session.deadline_s = session.arrived_s + (self._max_request_s if limit_s is None else min(limit_s, self._max_request_s))
         self._inbox.append(session)
         self._work.set()
 
@@ -170,18 +172,16 @@ class Orchestrator:
     # -- admit: requests in, cancelled ones out
 
     def _take_in(self, log: StepLog) -> None:
-        oldest_s = self._clock() - self._max_request_s
+        now_s = self._clock()
 
         def is_over(session: Session) -> bool:
-            return session.sink.cancelled or session.arrived_s < oldest_s
+            return session.sink.cancelled or session.deadline_s < now_s
 
         for session in [*self._admission.remove(is_over), *filter(is_over, list(self._active.values()))]:
             if session.sink.cancelled:
                 self._cancelled(session, log)
             else:
-                self._stats.fallback("deadline")
-                limit = f"limits.max_request_s, {self._max_request_s:g} s"
-                self._fail(session, ErrorCode.UNAVAILABLE, f"the request has not ended within {limit}", log)
+                self._late(session, log)
         for session in self._admission.make_room(self._active.values()):
             self._forget(session)
             self._stats.preemption()
@@ -204,6 +204,8 @@ class Orchestrator:
     def _admit(self) -> None:
         for session in self._admission.admit(len(self._active)):
             self._active[session.id] = session
+            if session.admitted_s is None:
+                session.admitted_s = self._clock()
             if session.trace is not None:
                 session.trace.enter("prefill")
 
@@ -282,14 +284,25 @@ class Orchestrator:
         since_last_s = None if session.last_commit_s is None else now - session.last_commit_s
         self._stats.emission(now - session.arrived_s, since_last_s, session.control)
         session.last_commit_s = now
+        if since_last_s is None:
+            session.first_commit_s = now
         if session.finish_reason is not None:
             self._release(session, log)
             self._stats.request("success")
             session.sink.final(session.take(), session.finish_reason, session.usage())
         elif session.request.stream:
             delta = session.take()
-            if delta.text:
+            if delta.text or delta.tokens:
                 session.sink.chunk(delta)
+
+    def _late(self, session: Session, log: StepLog) -> None:
+        own_s = session.request.timeout_s
+        if own_s is not None and own_s < self._max_request_s:
+            limit = f"its timeout, {own_s:g} s"
+        else:
+            self._stats.fallback("deadline")
+            limit = f"limits.max_request_s, {self._max_request_s:g} s"
+        self._fail(session, ErrorCode.UNAVAILABLE, f"the request has not ended within {limit}", log)
 
     def _cancelled(self, session: Session, log: StepLog) -> None:
         self._fail(session, ErrorCode.CANCELLED, "Request cancelled by client", log)

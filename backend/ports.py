@@ -29,7 +29,8 @@ class Sequence:
     randomness, so that no discarded draw is used twice.
 
     ``keys[i]``, the ledger's too, names the content of complete block i (``backend.block_pool``): sequences with the same key may have that
-    block in common. Whether its KV is there is each engine's own knowledge. ``salt`` keeps tenants' blocks apart.
+    block in common. Whether its KV is there is each engine's own knowledge. ``salt`` keeps tenants' blocks apart. ``new_blocks`` and
+    ``reused_blocks`` count what the ledger gave it so far.
     """
 
     id: int
@@ -40,6 +41,8 @@ class Sequence:
     attempt: int = 0
     keys: list[bytes] = field(default_factory=list)
     salt: str = ""
+    new_blocks: int = 0
+    reused_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

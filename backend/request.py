@@ -92,7 +92,8 @@ class GenerationRequest:
     """One request as it crosses the wire, already type-checked by the codec; absent options are None.
 
     ``num_draft_tokens`` is a ceiling on the speculation length (0 = no speculation, None = the policy decides). Only requests of one
-    ``cache_salt`` share KV.
+    ``cache_salt`` share KV. With ``input_ids`` the request is one of token ids, and gets token ids: ``text_input`` is empty then, and words
+    and weights (token id, addend) come as ids as well. ``timeout_s`` is the client's own limit on the request's life.
     """
 
     text_input: str
@@ -116,6 +117,11 @@ class GenerationRequest:
     embedding_bias_weights: tuple[float, ...] = ()
     return_log_probs: bool = False
     cache_salt: str | None = None
+    input_ids: tuple[int, ...] | None = None
+    stop_word_ids: tuple[tuple[int, ...], ...] = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    bias: tuple[tuple[int, float], ...] = ()
+    timeout_s: float | None = None
 
     def to_wire(self) -> dict[str, Any]:
         """Return a JSON-able dict with the absent options left out."""
@@ -124,5 +130,7 @@ class GenerationRequest:
     @classmethod
     def from_wire(cls, body: dict[str, Any]) -> GenerationRequest:
         """Rebuild a request from ``to_wire``'s dict; unknown keys are a TypeError (both ends are the same version)."""
-        lists = ("stop_words", "bad_words", "embedding_bias_words", "embedding_bias_weights")
-        return cls(**{**body, **{name: tuple(body.get(name, ())) for name in lists}})
+        lists = ("stop_words", "bad_words", "embedding_bias_words", "embedding_bias_weights", "input_ids")
+        nested = ("stop_word_ids", "bad_word_ids", "bias")
+        tuples: dict[str, Any] = {name: tuple(body[name]) for name in lists if name in body}
+        return cls(**{**body, **tuples, **{name: tuple(map(tuple, body[name])) for name in nested if name in body}})

@@ -79,6 +79,8 @@ class Ticket:
                 "num_output_tokens": usage.output_tokens,
                 "draft_tokens": usage.drafted,
                 "accepted_draft_tokens": usage.accepted,
+                "times_s": usage.times_s,
+                "kv_blocks": [usage.new_blocks, usage.reused_blocks],
             }
         )
 
@@ -343,7 +345,10 @@ class Server:
 
 
 def _body(delta: Delta) -> dict[str, Any]:
-    """Return a delta's part of a message; log-probabilities only where they were asked for."""
-    if delta.log_probs is None:
-        return {"text": delta.text}
-    return {"text": delta.text, "log_probs": delta.log_probs, "cum_log_prob": delta.cum_log_prob}
+    """Return a delta's part of a message; log-probabilities and token ids only where they were asked for."""
+    body: dict[str, Any] = {"text": delta.text}
+    if delta.log_probs is not None:
+        body |= {"log_probs": delta.log_probs, "cum_log_prob": delta.cum_log_prob}
+    if delta.tokens is not None:
+        body["tokens"] = delta.tokens
+    return body

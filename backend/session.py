@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
@@ -27,12 +28,19 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a finished request consumed, in tokens; ``drafted`` and ``accepted`` count over all of its steps."""
+    """What a finished request consumed, in tokens; ``drafted`` and ``accepted`` count over all of its steps.
+
+    ``times_s``: when it arrived, was first admitted, and committed its first and its last token, on the loop's clock. ``new_blocks`` and
+    ``reused_blocks`` of KV were allocated for it, or found.
+    """
 
     input_tokens: int
     output_tokens: int
     drafted: int
     accepted: int
+    times_s: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+    new_blocks: int = 0
+    reused_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +48,13 @@ class Delta:
     """What a request has produced since its last reply.
 
     Where it asks for log-probabilities: those of the tokens committed since then (text may lag behind them), and the sum over all so far.
+    A request of token ids gets ``tokens`` and no text.
     """
 
     text: str
     log_probs: list[float] | None = None
     cum_log_prob: float | None = None
+    tokens: list[int] | None = None
 
 
 class ReplySink(Protocol):
@@ -69,7 +79,8 @@ class Session:
     """A request's state machine: it takes tokens one by one until it is finished.
 
     Stop words are matched in the text, wherever token borders fall; text that could still grow into a stop word is held back, and a stop
-    word itself is not part of the output. ``end_ids`` end the generation without text.
+    word itself is not part of the output. ``end_ids`` end the generation without text. A request of token ids gets every token that it
+    took: an end id, and the stop word (token ids of the output) that ended it, too.
     """
 
     def __init__(self, sequence: Sequence, request: GenerationRequest, end_ids: frozenset[int], decoder: Decoder, sink: ReplySink) -> None:
@@ -84,6 +95,9 @@ class Session:
         self.control = False  # of a canary's two arms the one that takes the fixed choice
         self.group = hash(tuple(sequence.tokens[:_SOURCE_TOKENS]))  # prompts of one source begin alike; equal in every process
         self.arrived_s = 0.0
+        self.deadline_s = math.inf
+        self.admitted_s: float | None = None
+        self.first_commit_s: float | None = None
         self.last_commit_s: float | None = None
         self._end_ids = end_ids
         self._decoder = decoder
@@ -91,6 +105,9 @@ class Session:
         self._longest_stop_word = max(map(len, self._stop_words), default=0)
         self._held = "" if request.stream or request.exclude_input_in_output else request.text_input
         self._searched = len(self._held)  # no stop word begins before here: the prompt is never searched
+        self._tokens: list[int] | None = None
+        if request.input_ids is not None:
+            self._tokens = [] if request.stream or request.exclude_input_in_output else list(request.input_ids)
         self._log_probs: list[float] | None = [] if sequence.sampling.log_probs else None
         self._cum_log_prob = 0.0
 
@@ -119,12 +136,13 @@ class Session:
 
     def take(self) -> Delta:
         """Return (and forget) what is safe to send now; everything once finished."""
-        text, log_probs = self._take_text(), self._log_probs
-        if log_probs is None:
+        text, log_probs, tokens = self._take_text(), self._log_probs, self._tokens
+        if log_probs is None and tokens is None:
             return Delta(text)
-        if text or self.finish_reason is not None:  # else there will be no reply to carry them
-            self._log_probs = []
-        return Delta(text, log_probs, self._cum_log_prob)
+        if text or tokens or self.finish_reason is not None:  # else there will be no reply to carry them
+            self._log_probs = None if log_probs is None else []
+            self._tokens = None if tokens is None else []
+        return Delta(text, log_probs, None if log_probs is None else self._cum_log_prob, tokens)
 
     def _take_text(self) -> str:
         keep = 0 if self.finish_reason is not None else _longest_prefix_at_end(self._held[self._searched :], self._stop_words)
@@ -135,16 +153,22 @@ class Session:
 
     def usage(self) -> Usage:
         """Return the token counts so far."""
-        return Usage(self.sequence.prompt_tokens, self.output_tokens, self.drafted, self.accepted)
+        arrived_s, sequence = self.arrived_s, self.sequence
+        times_s = tuple(arrived_s if at is None else at for at in (arrived_s, self.admitted_s, self.first_commit_s, self.last_commit_s))
+        counts = (sequence.prompt_tokens, self.output_tokens, self.drafted, self.accepted)
+        return Usage(*counts, times_s, sequence.new_blocks, sequence.reused_blocks)
 
     def _take(self, token: int) -> None:
         self.sequence.tokens.append(token)
         self.output_tokens += 1
+        if self._tokens is not None:
+            self._tokens.append(token)
         if token in self._end_ids:
             self._end(FinishReason.END_ID)
             return
-        self._held += self._decoder.push(token)
-        if self._cut_at_stop_word():
+        if self._tokens is None:
+            self._held += self._decoder.push(token)
+        if self._cut_at_stop_word() or self._ends_in_stop_ids():
             return
         if self.remaining == 0:
             self._end(FinishReason.LENGTH)
@@ -154,6 +178,14 @@ class Session:
         self._held += self._decoder.finish()
         if not self._cut_at_stop_word():
             self.finish_reason = reason
+
+    def _ends_in_stop_ids(self) -> bool:
+        tokens = self.sequence.tokens
+        for word in self.request.stop_word_ids:
+            if len(word) <= self.output_tokens and tokens[-len(word) :] == list(word):
+                self.finish_reason = FinishReason.STOP_WORDS
+                return True
+        return False
 
     def _cut_at_stop_word(self) -> bool:
         if not self._stop_words:

@@ -4,8 +4,9 @@ A frame is a 4-byte big-endian length, then a UTF-8 JSON object ``{"type": ..., 
 protocol version; a mismatch closes the connection with an error that names both versions.
 
 stub -> engine   hello{version}  submit{id, request, trace}  cancel{id}  admin{id, command}  subscribe{}
-engine -> stub   hello{version, info}  chunk{id, text}  final{id, text, finish_reason, num_input_tokens, num_output_tokens, draft_tokens,
-                 accepted_draft_tokens}  error{id, code, message}  admin{id, reply}  stats{counters, observations, gauges}
+engine -> stub   hello{version, info}  chunk{id, text, tokens}  final{id, text, tokens, finish_reason, num_input_tokens, num_output_tokens,
+                 draft_tokens, accepted_draft_tokens, times_s, kv_blocks}  error{id, code, message}  admin{id, reply}
+                 stats{counters, observations, gauges}
 
 ``id`` is chosen by the stub, unique in its connection. Every ``submit`` is answered by exactly one ``final`` or ``error``; the ``chunk``s
 of a streaming request come before it. ``trace`` comes with a request that Triton traces (its context: ``traceparent``

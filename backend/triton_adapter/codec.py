@@ -3,60 +3,99 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from backend.request import ErrorCode, GenerationRequest, RequestError
-from backend.triton_adapter.fields import NUMPY_TYPES, TEXT_INPUTS, TEXT_OUTPUTS, Field
+from backend.triton_adapter.fields import NUMPY_TYPES, TEXT_INPUTS, TEXT_OUTPUTS, TOKEN_OUTPUTS, Field
 from backend.wire import Message
 
 Array = npt.NDArray[Any]
 
-_TEXT_OUTPUT_TYPES = {field.name: NUMPY_TYPES[field.dtype] for field in TEXT_OUTPUTS}
-
-WITHOUT_EFFECT = ("length_penalty", "use_draft_logits")
-"""Inputs whose type and shape are checked, and no more."""
+_OUTPUT_TYPES = {field.name: NUMPY_TYPES[field.dtype] for field in (*TEXT_OUTPUTS, *TOKEN_OUTPUTS)}
 
 _LOWEST = {"max_tokens": 1, "top_k": 0, "num_draft_tokens": 0, "min_tokens": 0}
 LARGEST_CHANGE = 1e6
 """Bound of weights and penalties: far beyond any effect, far below what an fp32 logit overflows at."""
+_TIMES = ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns")
+MOST_SEQUENCES = 256
+"""Bound of num_return_sequences: a request must not become a flood."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which optional outputs a request asked for."""
+    """Which optional outputs a request asked for, and whether it gets tokens instead of text. The indices are those of one part of a
+    request that has several: a Triton batch, or several texts.
+    """
 
     num_input_tokens: bool = False
     num_output_tokens: bool = False
     perf_metrics: bool = False
+    tokens: bool = False
+    batch_index: int | None = None
+    sequence_index: int | None = None
 
 
-def decode(inputs: Mapping[str, Array], *, decoupled: bool = True) -> tuple[GenerationRequest, Wanted]:
-    """Return the request that a text model's input tensors (batch dimension first) mean, and the outputs that it wants.
+Part = tuple[GenerationRequest, Wanted]
 
-    Raises RequestError (INVALID_ARGUMENT, UNIMPLEMENTED) naming the field.
+
+def decode(
+    inputs: Mapping[str, Array], fields: Seq[Field] = TEXT_INPUTS, *, decoupled: bool = True, timeout_s: float | None = None
+) -> list[Part]:
+    """Return the requests that one Triton request's tensors (batch dimension first) mean, and the outputs that each wants.
+
+    ``fields`` are the model's inputs. Raises RequestError (INVALID_ARGUMENT, UNIMPLEMENTED) naming the field.
     """
+    batch = max((len(array) for array in inputs.values() if array.ndim), default=1)
+    parts: list[Part] = []
+    for row in range(batch):
+        request, wanted, sequences = _decode_row({name: array[row : row + 1] for name, array in inputs.items()}, fields, decoupled)
+        request = replace(request, timeout_s=timeout_s)
+        wanted = replace(wanted, batch_index=row if batch > 1 else None)
+        for index in range(sequences):
+            seed = None if request.seed is None else (request.seed + index) % 2**64
+            parts.append((replace(request, seed=seed), replace(wanted, sequence_index=index if sequences > 1 else None)))
+    if len(parts) > 1 and not decoupled:
+        raise _invalid(f"a batch or num_return_sequences over 1 is only supported in decoupled mode, got {len(parts)} texts")
+    return parts
+
+
+def _decode_row(inputs: Mapping[str, Array], fields: Seq[Field], decoupled: bool) -> tuple[GenerationRequest, Wanted, int]:
+    """Return what one element of the batch means, and how many texts it asks for."""
     given: dict[str, Any] = {}
-    for field in TEXT_INPUTS:
+    for field in fields:
         if field.name not in inputs:
             if field.required:
                 raise _invalid(f"{field.name} is required")
         elif field.refused is not None:
             _refuse(field, inputs[field.name])
+        elif not field.effect:
+            _check_type(field, inputs[field.name])
         else:
-            values = _values(field, inputs[field.name])
-            given[field.name] = tuple(values) if field.dims == (-1,) else values[0]
-    for name in WITHOUT_EFFECT:
-        given.pop(name, None)
-    wanted = Wanted(*(bool(given.pop(f"return_{name}", False)) for name in ("num_input_tokens", "num_output_tokens", "perf_metrics")))
+            given[field.attribute] = _meaning(field, inputs[field.name])
+    tokens = "input_lengths" in given
+    if tokens:
+        given |= {"text_input": "", "input_ids": _prompt(given.pop("input_ids", ()), given.pop("input_lengths"))}
+        given.pop("stop", None)
+    sequences = given.pop("num_return_sequences", 1)
+    if not 1 <= sequences <= MOST_SEQUENCES:
+        raise _invalid(f"num_return_sequences must be between 1 and {MOST_SEQUENCES}, got {sequences}")
+    names = ("num_input_tokens", "num_output_tokens", "perf_metrics")
+    wanted = Wanted(tokens=tokens, **{name: bool(given.pop(f"return_{name}", False)) for name in names})
     request = GenerationRequest(**given)
-    _check(request, decoupled)
+    _check(request, {field.attribute: field.name for field in fields}, decoupled)
     _check_changes(request)
-    return request, wanted
+    return request, wanted, sequences
+
+
+def asks_to_stop(inputs: Mapping[str, Array]) -> bool:
+    """Return whether a request to ``tensorrt_llm`` asks that another be stopped."""
+    return "stop" in inputs and bool(inputs["stop"].any())
 
 
 def decode_command(inputs: Mapping[str, Array]) -> str:
@@ -64,16 +103,25 @@ def decode_command(inputs: Mapping[str, Array]) -> str:
     return str(_values(Field("command", "STRING"), inputs["command"].reshape(1, -1))[0])
 
 
-def encode_chunk(deltas: Sequence[Message]) -> dict[str, Array]:
-    """Return the outputs of one streamed response, which carries one or more deltas."""
-    outputs: dict[str, Any] = {"text_output": ["".join(delta["text"] for delta in deltas).encode()]}
-    if "log_probs" in deltas[-1]:
+def encode_chunk(deltas: Seq[Message], wanted: Wanted) -> dict[str, Array]:
+    """Return the outputs of one streamed response, which carries one or more deltas (none: of a request that was stopped)."""
+    outputs: dict[str, Any] = {}
+    if wanted.tokens:
+        ids = [token for delta in deltas for token in delta["tokens"]]
+        outputs |= {"output_ids": [ids], "sequence_length": [len(ids)]}  # one beam
+    else:
+        outputs["text_output"] = ["".join(delta["text"] for delta in deltas).encode()]
+    if wanted.batch_index is not None:
+        outputs["batch_index"] = [wanted.batch_index]
+    if wanted.sequence_index is not None:
+        outputs["sequence_index"] = [wanted.sequence_index]
+    if deltas and "log_probs" in deltas[-1]:
         outputs["output_log_probs"] = [[value for delta in deltas for value in delta["log_probs"]]]  # one beam
         outputs["cum_log_probs"] = [deltas[-1]["cum_log_prob"]]
     return {name: _batch_of_one(name, value) for name, value in outputs.items()}
 
 
-def encode_final(message: Message, earlier: Sequence[Message], wanted: Wanted) -> dict[str, Array]:
+def encode_final(message: Message, earlier: Seq[Message], wanted: Wanted) -> dict[str, Array]:
     """Return the outputs of a successful last reply; ``earlier`` are the deltas that no response has carried yet."""
     drafted, accepted = message["draft_tokens"], message["accepted_draft_tokens"]
     outputs: dict[str, Any] = {"finish_reason": message["finish_reason"].encode()}
@@ -85,24 +133,57 @@ def encode_final(message: Message, earlier: Sequence[Message], wanted: Wanted) -
         outputs["acceptance_rate"] = accepted / drafted if drafted else 0.0
         outputs["total_accepted_draft_tokens"] = accepted
         outputs["total_draft_tokens"] = drafted
-    return encode_chunk([*earlier, message]) | {name: _batch_of_one(name, [value]) for name, value in outputs.items()}
+        outputs |= dict(zip(_TIMES, (round(time_s * 1e9) for time_s in message["times_s"]), strict=True))
+        new, reused = message["kv_blocks"]
+        outputs |= {"kv_cache_alloc_new_blocks": new, "kv_cache_reused_blocks": reused, "kv_cache_alloc_total_blocks": new + reused}
+    return encode_chunk([*earlier, message], wanted) | {name: _batch_of_one(name, [value]) for name, value in outputs.items()}
 
 
 def _batch_of_one(name: str, value: Any) -> Array:
-    return np.array([value], dtype=_TEXT_OUTPUT_TYPES[name])
+    return np.array([value], dtype=_OUTPUT_TYPES[name])
+
+
+def _check_type(field: Field, array: Array) -> None:
+    if array.dtype != NUMPY_TYPES[field.dtype]:
+        raise _invalid(f"{field.name} must be {field.dtype}, got {array.dtype}")
 
 
 def _values(field: Field, array: Array) -> list[Any]:
-    """Return a tensor's Python values, its type and shape checked. Raises RequestError."""
-    if array.dtype != NUMPY_TYPES[field.dtype]:
-        raise _invalid(f"{field.name} must be {field.dtype}, got {array.dtype}")
+    """Return the Python values of a tensor with one dimension beside the batch's, its type and shape checked. Raises RequestError."""
+    _check_type(field, array)
     (length,) = field.dims
-    if array.ndim != 2 or array.shape[0] < 1 or (length > 0 and array.shape[1] != length):
+    if array.ndim != 2 or array.shape[0] != 1 or (length > 0 and array.shape[1] != length):
         raise _invalid(f"{field.name} must have shape [1, {length}], got {list(array.shape)}")
-    if array.shape[0] > 1:
-        raise _invalid(f"{field.name} has a batch of {array.shape[0]}; a batch over 1 is not supported: send one request for each")
     values: list[Any] = array[0].tolist()
     return [_text(field.name, value) for value in values] if field.dtype == "STRING" else values
+
+
+def _meaning(field: Field, array: Array) -> Any:
+    """Return what a tensor says: a value, a tuple of them, words as token ids, or (token id, addend) of a bias."""
+    if len(field.dims) > 1:
+        return _words(field, array)
+    values = _values(field, array)
+    if field.attribute == "bias":
+        return tuple((token, addend) for token, addend in enumerate(values) if addend)
+    return tuple(values) if field.dims == (-1,) else values[0]
+
+
+def _words(field: Field, array: Array) -> tuple[tuple[int, ...], ...]:
+    """Return the words of a tensor [1, 2, n]: their ids in a row, and the end of each in it, padded with -1."""
+    _check_type(field, array)
+    if array.ndim != 3 or array.shape[:2] != (1, 2):
+        raise _invalid(f"{field.name} must have shape [1, 2, -1], got {list(array.shape)}")
+    ids, ends = array[0].tolist()
+    ends = [end for end in ends if end != -1]
+    if any(not low < end <= len(ids) for low, end in zip([0, *ends], ends, strict=False)):
+        raise _invalid(f"{field.name} must have rising ends of words, at most {len(ids)}, in its second row, got {ends}")
+    return tuple(tuple(ids[low:end]) for low, end in zip([0, *ends], ends, strict=False))
+
+
+def _prompt(ids: tuple[int, ...], length: int) -> tuple[int, ...]:
+    if not 1 <= length <= len(ids):
+        raise _invalid(f"input_lengths must be between 1 and the {len(ids)} input_ids, got {length}")
+    return ids[:length]
 
 
 def _refuse(field: Field, array: Array) -> None:
@@ -123,20 +204,20 @@ def _text(name: str, value: bytes | str) -> str:
         raise _invalid(f"{name} is not valid UTF-8: byte {value[error.start]:#04x} at offset {error.start}") from None
 
 
-def _check(request: GenerationRequest, decoupled: bool) -> None:
-    """Check the ranges. Raises RequestError."""
-    if not request.text_input:
+def _check(request: GenerationRequest, names: Mapping[str, str], decoupled: bool) -> None:
+    """Check the ranges; ``names`` are the model's for the request's attributes. Raises RequestError."""
+    if not request.text_input and request.input_ids is None:
         raise _invalid("text_input must not be empty, got ''")
     if request.stream and not decoupled:
         raise _invalid("Streaming is only supported in decoupled mode. Got stream true")
     for name, low in _LOWEST.items():
         value = getattr(request, name)
         if value is not None and value < low:
-            raise _invalid(f"{name} must be at least {low}, got {value}")
+            raise _invalid(f"{names[name]} must be at least {low}, got {value}")
     if request.temperature is not None and not (math.isfinite(request.temperature) and request.temperature >= 0):
         raise _invalid(f"temperature must be a finite number of at least 0, got {request.temperature:g}")
     if request.top_p is not None and not 0 <= request.top_p <= 1:
-        raise _invalid(f"top_p must be between 0 and 1 (0 = off), got {request.top_p:g}")
+        raise _invalid(f"{names['top_p']} must be between 0 and 1 (0 = off), got {request.top_p:g}")
 
 
 def _check_changes(request: GenerationRequest) -> None:
@@ -149,6 +230,7 @@ def _check_changes(request: GenerationRequest) -> None:
         ("presence_penalty", -LARGEST_CHANGE, [request.presence_penalty]),
         ("frequency_penalty", -LARGEST_CHANGE, [request.frequency_penalty]),
         ("embedding_bias_weights", -LARGEST_CHANGE, weights),
+        ("embedding_bias", -LARGEST_CHANGE, [addend for _, addend in request.bias]),
     ):
         for value in values:
             if value is not None and not low <= value <= LARGEST_CHANGE:

@@ -42,7 +42,8 @@ class Field:
 
     ``does`` says in a few words what it does. ``refused`` is why a value other than those in ``neutral`` is refused (an empty tensor asks
     for nothing, too); of an output, why it never comes.
-    ``key`` is the request's attribute where that has another name, ``added``: not NVIDIA's.
+    ``key`` is the request's attribute where that has another name, ``added``: not NVIDIA's. ``effect``
+    is off for inputs of which the type is checked and no more.
     """
 
     name: str
@@ -54,6 +55,12 @@ class Field:
     neutral: tuple[Any, ...] = ()
     key: str = ""
     added: bool = False
+    effect: bool = True
+
+    @property
+    def attribute(self) -> str:
+        """The name of what it means."""
+        return self.key or self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +77,10 @@ def _f(name: str, dtype: str, dims: tuple[int, ...], does: str, **more: Any) -> 
     return Field(name, dtype, dims, does, **more)
 
 
+def _hint(name: str, dtype: str, dims: tuple[int, ...], does: str) -> Field:
+    return Field(name, dtype, dims, f"checked, without effect: {does}", effect=False)
+
+
 def _no(reason: Reason, name: str, dtype: str, dims: tuple[int, ...] = (1,), *neutral: Any) -> Field:
     return Field(name, dtype, dims, refused=reason, neutral=neutral)
 
@@ -78,7 +89,7 @@ _ONE, _ANY, _ROWS = (1,), (-1,), (-1, -1)
 
 _SHARED_INPUTS = (
     _f("end_id", "INT32", _ONE, "token that ends the text; -1: none; absent: the model's own"),
-    _f("pad_id", "INT32", _ONE, "checked, otherwise without effect: nothing is padded"),
+    _f("pad_id", "INT32", _ONE, "checked, without effect: nothing is padded"),
     _f("temperature", "FP32", _ONE, "none of the three given, temperature 0 (below 1e-5) or top_k 1: greedy"),
     _f(
         "repetition_penalty",
@@ -95,7 +106,7 @@ _SHARED_INPUTS = (
     _f("return_num_output_tokens", "BOOL", _ONE, "ask for num_output_tokens"),
     _f("return_perf_metrics", "BOOL", _ONE, "ask for acceptance, times and KV blocks"),
     _f("exclude_input_in_output", "BOOL", _ONE, "absent or false: a reply that is not streamed repeats the prompt"),
-    _no(Reason.NOT_YET, "num_return_sequences", "INT32", _ONE, 1),
+    _f("num_return_sequences", "INT32", _ONE, "so many independent texts (decoupled mode); text i has the seed + i"),
     _no(Reason.NOT_YET, "return_context_logits", "BOOL", _ONE, False),
     _no(Reason.NOT_YET, "return_generation_logits", "BOOL", _ONE, False),
     _no(Reason.NOT_YET, "guided_decoding_guide_type", "STRING", _ONE, ""),
@@ -118,7 +129,7 @@ _TEXT_INPUTS = (
     _f("top_p", "FP32", _ONE, "0 or 1: off"),
     _f("embedding_bias_words", "STRING", _ANY, "every token of a word gets its weight added to its logit"),
     _f("embedding_bias_weights", "FP32", _ANY, "as many as words"),
-    _f("length_penalty", "FP32", _ONE, "without effect: it ranks beams"),
+    _hint("length_penalty", "FP32", _ONE, "it ranks beams"),
     _no(Reason.ENCODER, "decoder_text_input", "STRING", _ONE, ""),
     _no(Reason.MULTIMODAL, "prompt_table_extra_id", "UINT64"),
     _f("cache_salt", "STRING", _ONE, "only requests of the same salt share KV, which keeps tenants apart", added=True),
@@ -126,7 +137,7 @@ _TEXT_INPUTS = (
 
 _BLS_INPUTS = (
     _f("num_draft_tokens", "INT32", _ONE, "ceiling on the speculation length; 0: no speculation; absent: the policy decides"),
-    _f("use_draft_logits", "BOOL", _ONE, "without effect: drafts are verified by their laws, which loses nothing"),
+    _hint("use_draft_logits", "BOOL", _ONE, "drafts are verified by their laws as it is"),
     _no(Reason.MULTIMODAL, "image_input", "FP16", (-1, 3, -1, -1)),
     _no(Reason.MULTIMODAL, "image_bytes_input", "UINT8", (-1, -1, -1, -1)),
     _no(Reason.MULTIMODAL, "image_url_input", "STRING", _ONE, ""),
@@ -142,25 +153,78 @@ _SHARED_OUTPUTS = (
     _f("total_accepted_draft_tokens", "INT32", _ONE, "over the whole request"),
     _f("total_draft_tokens", "INT32", _ONE, "over the whole request"),
     _f("finish_reason", "STRING", _ONE, "`length`, `end_id` or `stop_words`, with the last response", added=True),
-    _no(Reason.NOT_YET, "batch_index", "INT32"),
-    _no(Reason.NOT_YET, "sequence_index", "INT32"),
-    _no(Reason.NOT_YET, "kv_cache_alloc_new_blocks", "INT32"),
-    _no(Reason.NOT_YET, "kv_cache_reused_blocks", "INT32"),
-    _no(Reason.NOT_YET, "kv_cache_alloc_total_blocks", "INT32"),
-    _no(Reason.NOT_YET, "arrival_time_ns", "INT64"),
-    _no(Reason.NOT_YET, "first_scheduled_time_ns", "INT64"),
-    _no(Reason.NOT_YET, "first_token_time_ns", "INT64"),
-    _no(Reason.NOT_YET, "last_token_time_ns", "INT64"),
+    _f("batch_index", "INT32", _ONE, "which element of a Triton batch over 1 the response is of"),
+    _f("sequence_index", "INT32", _ONE, "which of several num_return_sequences the response is of"),
+    _f("kv_cache_alloc_new_blocks", "INT32", _ONE, "KV blocks of 16 tokens allocated for the request"),
+    _f("kv_cache_reused_blocks", "INT32", _ONE, "blocks whose KV was there"),
+    _f("kv_cache_alloc_total_blocks", "INT32", _ONE, "their sum"),
+    _f("arrival_time_ns", "INT64", _ONE, "on the engine's steady clock, as all times"),
+    _f("first_scheduled_time_ns", "INT64", _ONE, "joined the in-flight batch"),
+    _f("first_token_time_ns", "INT64", _ONE, "first token committed"),
+    _f("last_token_time_ns", "INT64", _ONE, "last token committed"),
     _no(Reason.NOT_YET, "context_logits", "FP32", _ROWS),
     _no(Reason.NOT_YET, "generation_logits", "FP32", (-1, -1, -1)),
+)
+
+_TOKEN_INPUTS = (
+    _f("input_ids", "INT32", _ANY, "the prompt; required, though optional as a tensor"),
+    _f("input_lengths", "INT32", _ONE, "how many of them count", required=True),
+    _f("request_output_len", "INT32", _ONE, "1 up to what the context holds", required=True, key="max_tokens"),
+    _f("streaming", "BOOL", _ONE, "send deltas (decoupled mode only)", key="stream"),
+    _f("stop", "BOOL", _ONE, "end the request in flight that has this request's id"),
+    _f("stop_words_list", "INT32", (2, -1), "words as ids, and where each of them ends; padded with -1", key="stop_word_ids"),
+    _f("bad_words_list", "INT32", (2, -1), "in the same way", key="bad_word_ids"),
+    _f("embedding_bias", "FP32", _ANY, "an addend for the logit of every token", key="bias"),
+    _f("runtime_top_k", "INT32", _ONE, "0: off", key="top_k"),
+    _f("runtime_top_p", "FP32", _ONE, "0 or 1: off", key="top_p"),
+    _no(Reason.NOT_YET, "runtime_top_p_min", "FP32", _ONE, 0.0, float(np.float32(1e-6))),
+    _no(Reason.NOT_YET, "runtime_top_p_decay", "FP32", _ONE, 1.0),
+    _no(Reason.NOT_YET, "runtime_top_p_reset_ids", "INT32", _ONE, -1),
+    _hint("len_penalty", "FP32", _ONE, "it ranks beams"),
+    _hint("early_stopping", "BOOL", _ONE, "it ends beams"),
+    _hint("beam_search_diversity_rate", "FP32", _ONE, "it ranks beams"),
+    _hint("draft_input_ids", "INT32", _ANY, "the service drafts itself; the tokens are the same"),
+    _hint("draft_logits", "FP32", _ROWS, "as draft_input_ids"),
+    _hint("draft_acceptance_threshold", "FP32", _ONE, "no draft token is accepted that the target would not write"),
+    _hint("lookahead_window_size", "INT32", _ONE, "the policy decides how to speculate"),
+    _hint("lookahead_ngram_size", "INT32", _ONE, "as lookahead_window_size"),
+    _hint("lookahead_verification_set_size", "INT32", _ONE, "as lookahead_window_size"),
+    _hint("retention_token_range_starts", "INT32", _ANY, "KV is kept by last use"),
+    _hint("retention_token_range_ends", "INT32", _ANY, "as retention_token_range_starts"),
+    _hint("retention_token_range_priorities", "INT32", _ANY, "as retention_token_range_starts"),
+    _hint("retention_token_range_durations_ms", "INT32", _ANY, "as retention_token_range_starts"),
+    _hint("retention_decode_priority", "INT32", _ONE, "as retention_token_range_starts"),
+    _hint("retention_decode_duration_ms", "INT32", _ONE, "as retention_token_range_starts"),
+    _no(Reason.NOT_YET, "context_phase_params", "UINT8", _ANY),
+    _no(Reason.ENCODER, "encoder_input_features", "FP16", _ROWS),
+    _no(Reason.ENCODER, "encoder_output_lengths", "INT32", _ONE, 0),
+    _no(Reason.ENCODER, "decoder_input_ids", "INT32", _ANY),
+    _no(Reason.ENCODER, "decoder_input_lengths", "INT32", _ONE, 0, 1),
+    _no(Reason.ENCODER, "cross_attention_mask", "BOOL", _ROWS),
+    _no(Reason.ENCODER, "skip_cross_attn_blocks", "BOOL", _ONE, False),
+    _no(Reason.MULTIMODAL, "prompt_table_extra_ids", "UINT64", _ANY),
+    _no(Reason.MULTIMODAL, "mrope_rotary_cos_sin", "FP32", _ANY),
+    _no(Reason.MULTIMODAL, "mrope_position_deltas", "INT64", _ONE, 0),
+    _f("num_draft_tokens", "INT32", _ONE, "as of tensorrt_llm_bls"),
+    _f("cache_salt", "STRING", _ONE, "as of tensorrt_llm_bls", added=True),
+)
+
+_TOKEN_OUTPUTS = (
+    _f("output_ids", "INT32", _ROWS, "the tokens, or what is new of a streamed request; the end id or stop word that ended it included"),
+    _f("sequence_length", "INT32", _ANY, "how many they are"),
+    _no(Reason.NOT_YET, "context_phase_params", "UINT8", _ANY),
 )
 
 TEXT_INPUTS: tuple[Field, ...] = (*_TEXT_INPUTS, *_SHARED_INPUTS, *_BLS_INPUTS)
 """Both text models take the same; ``ensemble`` more than NVIDIA's."""
 TEXT_OUTPUTS: tuple[Field, ...] = (_f("text_output", "STRING", _ANY, "the text, or what is new of a streamed one"), *_SHARED_OUTPUTS)
 
+TOKEN_INPUTS: tuple[Field, ...] = (*_TOKEN_INPUTS, *_SHARED_INPUTS)
+TOKEN_OUTPUTS: tuple[Field, ...] = (*_TOKEN_OUTPUTS, *_SHARED_OUTPUTS)
+
 MODELS: tuple[Model, ...] = (
     Model("ensemble", TEXT_INPUTS, TEXT_OUTPUTS),
     Model("tensorrt_llm_bls", TEXT_INPUTS, TEXT_OUTPUTS),
+    Model("tensorrt_llm", TOKEN_INPUTS, TOKEN_OUTPUTS),
     Model("spindle", (_f("command", "STRING", _ONE, "administration", required=True),), (Field("reply", "STRING"),), settings=False),
 )

@@ -49,7 +49,7 @@ class Reply:
     """A request that has not had its final reply yet; ``deltas`` came since its last response.
 
     ``deadline_s`` (monotonic) backs up the engine's own limit: no client waits for an engine that lost its request. ``failure`` is the
-    error that ends the request when its last response could not be sent.
+    error that ends the request when its last response could not be sent; ``client_id`` is the client's own id of the request.
     """
 
     id: int
@@ -57,6 +57,7 @@ class Reply:
     wanted: Wanted
     deadline_s: float = math.inf
     failure: tuple[ErrorCode, str] | None = None
+    client_id: str = ""
     deltas: list[Message] = field(default_factory=list)
 
 
@@ -82,6 +83,11 @@ class Senders:
         """End every request opened so far by an error."""
         for shard in self._shards:
             shard.put({"type": "error", "id": None, "code": code.value, "message": message})
+
+    def stop(self, client_id: str) -> None:
+        """End the requests that a client calls so, successfully, with what there is of them."""
+        for shard in self._shards:
+            shard.put({"type": "stop", "id": None, "client_id": client_id})
 
     def close(self) -> None:
         """End the threads once everything put so far is sent."""
@@ -144,6 +150,10 @@ class _Shard:
             return
         elif item["type"] == "chunk":
             reply.deltas.append(item)
+        elif item["type"] == "stop":
+            if item["client_id"] == reply.client_id:
+                self._cancel(reply.id)
+                self._end(reply, lambda: reply.sender.send(encode_chunk(reply.deltas, reply.wanted), final=True))
         elif item["type"] == "final":
             self._end(reply, lambda: reply.sender.send(encode_final(item, reply.deltas, reply.wanted), final=True))
         else:
@@ -153,7 +163,7 @@ class _Shard:
         """Send what has come of a stream; what cannot be sent goes with the next response."""
         reply = self._open.get(request_id)
         if reply is not None and reply.deltas and reply.failure is None:
-            reply.sender.send(encode_chunk(reply.deltas), final=False)
+            reply.sender.send(encode_chunk(reply.deltas, reply.wanted), final=False)
             reply.deltas = []
 
     def _check(self, request_id: int) -> None:

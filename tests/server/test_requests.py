@@ -148,7 +148,6 @@ BAD = [
     ({"repetition_penalty": 0}, "repetition_penalty must be between .*got 0"),
     ({"min_tokens": -1}, "min_tokens .*-1"),
     ({"embedding_bias_words": ["a"], "embedding_bias_weights": [1, 2]}, "embedding_bias_weights .*got 2"),
-    ({"text_input": ["a", "b"], "max_tokens": [4, 4], "end_id": [1, 1]}, "batch of 2"),
 ]
 
 

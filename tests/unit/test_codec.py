@@ -6,13 +6,23 @@ import numpy as np
 import pytest
 
 from backend.request import ErrorCode, GenerationRequest, RequestError
-from backend.triton_adapter.codec import WITHOUT_EFFECT, Wanted, decode, decode_command, encode_chunk, encode_final
-from backend.triton_adapter.fields import MODELS, NUMPY_TYPES, TEXT_INPUTS, TEXT_OUTPUTS
+from backend.triton_adapter import codec
+from backend.triton_adapter.codec import Wanted, decode_command, encode_chunk, encode_final
+from backend.triton_adapter.fields import MODELS, NUMPY_TYPES, TEXT_INPUTS, TEXT_OUTPUTS, TOKEN_INPUTS, TOKEN_OUTPUTS
 from backend.triton_adapter.rendering import render_config, render_contract
 
-DTYPES = {field.name: NUMPY_TYPES[field.dtype] for field in TEXT_INPUTS}
+DTYPES = {field.name: NUMPY_TYPES[field.dtype] for field in (*TEXT_INPUTS, *TOKEN_INPUTS)}
 SERVED = [field for field in TEXT_OUTPUTS if not field.refused]
+TIMES = {"arrival_time_ns": 1, "first_scheduled_time_ns": 2, "first_token_time_ns": 2**40, "last_token_time_ns": 2**41}
+BLOCKS = {"kv_cache_alloc_new_blocks": 5, "kv_cache_reused_blocks": 2, "kv_cache_alloc_total_blocks": 7}
 FINAL = {"finish_reason": "length", "num_input_tokens": 3, "num_output_tokens": 7, "draft_tokens": 8, "accepted_draft_tokens": 6}
+FINAL |= {"times_s": [time_ns / 1e9 for time_ns in TIMES.values()], "kv_blocks": [5, 2]}
+
+
+def decode(inputs, **options):
+    """Return what a request of one part means."""
+    (part,) = codec.decode(inputs, **options)
+    return part
 
 
 def tensors(**values):
@@ -36,8 +46,10 @@ def test_every_input_arrives_in_the_request():
     flags = {"stream": True, "exclude_input_in_output": True, "return_log_probs": True}
     lists = {"stop_words": ["ab", "", "ü"], "bad_words": ["x y"], "embedding_bias_words": ["", "z"], "embedding_bias_weights": [0.5, -2.0]}
     request, wanted = decode(tensors(**values, **flags, **lists, return_perf_metrics=True, return_num_input_tokens=True))
-    known = {field.name for field in TEXT_INPUTS if not field.refused} - set(WITHOUT_EFFECT)
-    assert known == {*values, *flags, *lists, "text_input", "max_tokens"} | {f"return_{name}" for name in Wanted.__slots__}
+    known = {field.name for field in TEXT_INPUTS if field.effect and not field.refused} - {"num_return_sequences"}
+    assert known == {*values, *flags, *lists, "text_input", "max_tokens"} | {
+        f"return_{name}" for name in ("num_input_tokens", "num_output_tokens", "perf_metrics")
+    }
     assert request == GenerationRequest("hi", 4, **values, **flags, **{name: tuple(items) for name, items in lists.items()})
     assert wanted == Wanted(num_input_tokens=True, num_output_tokens=False, perf_metrics=True)
     assert GenerationRequest.from_wire(json.loads(json.dumps(request.to_wire()))) == request
@@ -97,9 +109,89 @@ def test_a_wrong_type_is_refused_by_name():
         decode({**tensors(), "max_tokens": np.array([[4]], np.float32)})
 
 
-def test_a_batch_over_one_is_refused_by_its_size():
-    with pytest.raises(RequestError, match="batch of 2"):
-        decode({name: np.repeat(array, 2, axis=0) for name, array in tensors().items()})
+def test_a_batch_and_several_texts_become_parts_that_say_which_they_are():
+    inputs = {name: np.repeat(array, 2, axis=0) for name, array in tensors(seed=2**64 - 1, num_return_sequences=2).items()}
+    inputs["text_input"][1, 0] = b"other"
+    parts = codec.decode(inputs, timeout_s=1.5)
+    assert [request for request, _ in parts] == [
+        GenerationRequest(text, 4, seed=seed, timeout_s=1.5) for text in ("hi", "other") for seed in (2**64 - 1, 0)
+    ]
+    assert [(wanted.batch_index, wanted.sequence_index) for _, wanted in parts] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    outputs = encode_chunk([{"text": "a"}], parts[3][1])
+    assert lists(outputs) == {"text_output": [[b"a"]], "batch_index": [[1]], "sequence_index": [[1]]}
+
+
+@pytest.mark.parametrize("change", [{"num_return_sequences": 0}, {"num_return_sequences": 257}])
+def test_a_number_of_texts_out_of_range_is_refused(change):
+    with pytest.raises(RequestError, match=r"num_return_sequences must be between 1 and 256, got \d"):
+        decode(tensors(**change))
+
+
+def test_several_texts_need_decoupled_mode():
+    with pytest.raises(RequestError, match="num_return_sequences over 1 is only supported in decoupled mode, got 3"):
+        decode(tensors(num_return_sequences=3), decoupled=False)
+
+
+def token_tensors(**arrays):
+    """Return the tensors of a request of token ids."""
+    values = {"input_ids": [5, 6, 7], "input_lengths": [3], "request_output_len": [4], **arrays}
+    return {name: np.array([value], dtype=DTYPES[name]) for name, value in values.items()}
+
+
+def decode_tokens(**arrays):
+    return decode(token_tensors(**arrays), fields=TOKEN_INPUTS)
+
+
+def test_a_request_of_token_ids_arrives_as_such():
+    request, wanted = decode_tokens(
+        input_lengths=[2],
+        runtime_top_k=[3],
+        runtime_top_p=[0.5],
+        streaming=[True],
+        stop=[False],
+        stop_words_list=[[5, 6, 7, 0], [2, 3, -1, -1]],
+        bad_words_list=[[8], [1]],
+        embedding_bias=[0, 0.5, 0, -2],
+        draft_input_ids=[1, 2],
+    )
+    words = {"stop_word_ids": ((5, 6), (7,)), "bad_word_ids": ((8,),), "bias": ((1, 0.5), (3, -2.0))}
+    assert request == GenerationRequest("", 4, input_ids=(5, 6), top_k=3, top_p=0.5, stream=True, **words)
+    assert wanted == Wanted(tokens=True)
+    assert GenerationRequest.from_wire(json.loads(json.dumps(request.to_wire()))) == request
+
+
+def test_empty_lists_as_preprocessing_makes_them_ask_for_nothing():
+    request, _ = decode_tokens(stop_words_list=[[], []], bad_words_list=[[0], [-1]], embedding_bias=[])
+    assert request == GenerationRequest("", 4, input_ids=(5, 6, 7))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"input_lengths": [4]}, "input_lengths must be between 1 and the 3 input_ids, got 4"),
+        ({"input_ids": []}, "input_lengths must be between 1 and the 0 input_ids, got 3"),
+        ({"request_output_len": [0]}, "request_output_len must be at least 1, got 0"),
+        ({"runtime_top_p": [2.0]}, "runtime_top_p must be between 0 and 1 .*got 2"),
+        ({"stop_words_list": [[1, 2], [2, 1]]}, r"stop_words_list must have rising ends .*got \[2, 1\]"),
+        ({"stop_words_list": [[1], [2]]}, "stop_words_list must have rising ends of words, at most 1"),
+        ({"bad_words_list": [1, 2]}, r"bad_words_list must have shape \[1, 2, -1\]"),
+        ({"embedding_bias": [math.nan]}, "embedding_bias must be between .*got nan"),
+        ({"runtime_top_p_decay": [0.5]}, "runtime_top_p_decay is not supported: it is not served yet, got 0.5"),
+    ],
+)
+def test_bad_token_tensors_are_refused_by_the_model_s_own_names(change, words):
+    with pytest.raises(RequestError, match=words):
+        decode_tokens(**change)
+
+
+def test_tokens_come_as_one_beam_with_their_number():
+    final = {**FINAL, "text": "", "tokens": [9], "log_probs": [-0.5], "cum_log_prob": -0.5}
+    outputs = encode_final(final, [{"text": "", "tokens": [7, 8], "log_probs": [-1.0, -1.0], "cum_log_prob": -2.0}], Wanted(tokens=True))
+    assert lists(outputs)["output_ids"] == [[[7, 8, 9]]]
+    assert lists(outputs)["sequence_length"] == [[3]]
+    assert "text_output" not in outputs
+    types = {field.name: NUMPY_TYPES[field.dtype] for field in TOKEN_OUTPUTS}
+    assert all(array.dtype == types[name] for name, array in outputs.items())
 
 
 def test_streaming_needs_decoupled_mode():
@@ -142,12 +234,12 @@ def lists(outputs):
 
 
 def test_a_response_carries_the_text_of_its_deltas():
-    assert lists(encode_chunk([{"text": "ü"}, {"text": "👋"}])) == {"text_output": [["ü👋".encode()]]}
+    assert lists(encode_chunk([{"text": "ü"}, {"text": "👋"}], Wanted())) == {"text_output": [["ü👋".encode()]]}
 
 
 def test_log_probabilities_of_all_deltas_come_as_one_beam_and_the_sum_is_the_latest():
     deltas = [{"text": "a", "log_probs": [-0.5, -1.0], "cum_log_prob": -1.5}, {"text": "b", "log_probs": [-0.25], "cum_log_prob": -1.75}]
-    outputs = encode_chunk(deltas)
+    outputs = encode_chunk(deltas, Wanted())
     assert (outputs["output_log_probs"].dtype, outputs["cum_log_probs"].dtype) == (np.float32, np.float32)
     assert lists(outputs) == {"text_output": [[b"ab"]], "output_log_probs": [[[-0.5, -1.0, -0.25]]], "cum_log_probs": [[-1.75]]}
     last = {**FINAL, "text": "c", "log_probs": [-2.0], "cum_log_prob": -3.75}
@@ -158,7 +250,7 @@ def test_log_probabilities_of_all_deltas_come_as_one_beam_and_the_sum_is_the_lat
 
 def test_the_last_reply_has_what_was_asked_for_in_the_declared_types():
     message = {**FINAL, "text": "end", "log_probs": [-0.5], "cum_log_prob": -0.75}
-    outputs = encode_final(message, [], Wanted(True, True, True))
+    outputs = encode_final(message, [], Wanted(True, True, True, batch_index=2, sequence_index=1))
     assert {name: array.dtype for name, array in outputs.items()} == {f.name: np.dtype(NUMPY_TYPES[f.dtype]) for f in SERVED}
     assert {name: array.ndim for name, array in outputs.items()} == {f.name: 1 + len(f.dims) for f in SERVED}
     assert {name: array.flatten().tolist() for name, array in outputs.items()} == {
@@ -171,6 +263,9 @@ def test_the_last_reply_has_what_was_asked_for_in_the_declared_types():
         "total_draft_tokens": [8],
         "cum_log_probs": [-0.75],
         "output_log_probs": [-0.5],
+        "batch_index": [2],
+        "sequence_index": [1],
+        **{name: [value] for name, value in (TIMES | BLOCKS).items()},
     }
     assert set(encode_final({**FINAL, "text": "end"}, [], Wanted())) == {"text_output", "finish_reason"}
 

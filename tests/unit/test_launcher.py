@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from backend.config import parse_config
+from backend.triton_adapter.fields import MODELS
 from backend.triton_adapter.launcher import run_folder as run_folder_module
 from backend.triton_adapter.launcher import settings as settings_module
 from backend.triton_adapter.launcher import supervisor
@@ -95,7 +96,7 @@ def test_a_python_without_a_shared_library_is_refused(monkeypatch):
 def test_the_run_folder_holds_a_complete_repository_with_the_settings(tmp_path):
     config = parse_config({"target": {"engine": "fake"}, "triton": {"decoupled_mode": False, "max_batch_size": 3}})
     repository = write_model_repository(tmp_path, config)
-    assert sorted(path.name for path in repository.iterdir()) == ["ensemble", "spindle", "tensorrt_llm_bls"]
+    assert sorted(path.name for path in repository.iterdir()) == sorted(model.name for model in MODELS)
     assert all((path / "1" / "model.py").is_file() for path in repository.iterdir())
     text = (repository / "ensemble" / "config.pbtxt").read_text()
     assert "decoupled: false" in text

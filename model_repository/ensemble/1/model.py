@@ -1,3 +1,3 @@
 """The text model under the name of NVIDIA's ensemble."""
 
-from backend.triton_adapter.text_model import TritonPythonModel  # noqa: F401
+from backend.triton_adapter.generation_model import TritonPythonModel  # noqa: F401

@@ -1,4 +1,4 @@
-"""The thin text models ``ensemble`` and ``tensorrt_llm_bls``: decode, forward, return at once; replies come from the senders."""
+"""The thin models ``ensemble``, ``tensorrt_llm_bls`` and ``tensorrt_llm``: decode, forward, return at once; the senders reply."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from backend.request import ErrorCode, RequestError
-from backend.triton_adapter.codec import Wanted, decode
+from backend.triton_adapter.codec import Part, Wanted, asks_to_stop, decode
+from backend.triton_adapter.fields import MODELS
+from backend.triton_adapter.group import Group
 from backend.triton_adapter.link import EngineLink
 from backend.triton_adapter.paths import socket_path
 from backend.triton_adapter.responder import Responder, inputs_of, trace_context_of
-from backend.triton_adapter.sender import Reply, Senders
+from backend.triton_adapter.sender import Reply, ResponseSender, Senders
 from backend.triton_adapter.stub import set_up_stub
 from backend.wire import Message
 
@@ -34,6 +36,7 @@ class TritonPythonModel:
         set_up_stub(args)
         config = json.loads(args["model_config"])
         self._decoupled: bool = pb_utils.using_decoupled_model_transaction_policy(config)
+        self._inputs = next(model.inputs for model in MODELS if model.name == args["model_name"])
         self._ids = itertools.count(1)
         self._registering = threading.Lock()
         self._senders = Senders(self._cancel)
@@ -59,15 +62,30 @@ class TritonPythonModel:
         self._senders.close()
 
     def _forward(self, request: Any, sender: Responder) -> None:
-        body, wanted = decode(inputs_of(request), decoupled=self._decoupled)
-        message: Message = {"type": "submit", "request": body.to_wire()}
-        if (context := trace_context_of(request)) is not None:
-            message["trace"] = context
+        inputs, client_id = inputs_of(request), request.request_id()
+        if asks_to_stop(inputs):
+            if not client_id:
+                raise RequestError(ErrorCode.INVALID_ARGUMENT, "A request id must be provided for request cancellation. Got stop true")
+            self._senders.stop(client_id)
+            sender.send({}, final=True)
+            return
+        timeout_us = request.timeout()
+        parts = decode(inputs, self._inputs, decoupled=self._decoupled, timeout_s=timeout_us / 1e6 if timeout_us else None)
+        context = trace_context_of(request)
         self._link.wait()
+        shared = sender if len(parts) == 1 else Group(sender, len(parts))
+        for part in parts:
+            self._submit(part, shared, client_id, context)
+
+    def _submit(self, part: Part, sender: ResponseSender, client_id: str, context: dict[str, str] | None) -> None:
+        body, wanted = part
+        message: Message = {"type": "submit", "request": body.to_wire()}
+        if context is not None:
+            message["trace"] = context
         request_id = next(self._ids)
         with self._registering:  # a connection is lost before or after, never between: see _engine_lost
             limit_s = self._link.info.get("max_request_s", 0.0)  # without an engine nothing can be sent anyway
-            self._senders.open(Reply(request_id, sender, wanted, monotonic() + limit_s + DEADLINE_GRACE_S))
+            self._senders.open(Reply(request_id, sender, wanted, monotonic() + limit_s + DEADLINE_GRACE_S, client_id=client_id))
             try:
                 self._link.send(message | {"id": request_id})
             except RequestError as error:

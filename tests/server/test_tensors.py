@@ -1,0 +1,201 @@
+"""What the contract says of tensors beyond one text in and one text out, through the real tritonserver by its own client."""
+
+import queue
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+import tritonclient.http as httpclient
+from tritonclient.utils import InferenceServerException
+
+from backend.triton_adapter.fields import NUMPY_TYPES, TEXT_INPUTS, TOKEN_INPUTS
+
+DTYPES = {field.name: field.dtype for field in (*TEXT_INPUTS, *TOKEN_INPUTS)}
+END = {"end_id": [[-1]]}
+
+
+def tensors(inputs, kind=grpcclient):
+    """Return tritonclient's inputs for nested lists that begin with the batch dimension."""
+    made = []
+    for name, value in inputs.items():
+        array = np.array(value, dtype=NUMPY_TYPES[DTYPES[name]])
+        made.append(kind.InferInput(name, array.shape, "BYTES" if DTYPES[name] == "STRING" else DTYPES[name]))
+        made[-1].set_data_from_numpy(array)
+    return made
+
+
+class Client:
+    """One gRPC stream."""
+
+    def __init__(self, client, replies):
+        self._client, self._replies = client, replies
+
+    def send(self, model, request_id="", timeout=None, **inputs):
+        self._client.async_stream_infer(model, tensors(inputs), request_id=request_id, enable_empty_final_response=True, timeout=timeout)
+
+    def collect(self, request_id=""):
+        """Return the responses of a request up to its final one, those of others put back."""
+        responses, others = [], []
+        while True:
+            result, error = self._replies.get(timeout=30)
+            if error is not None:
+                raise error
+            response = result.get_response()
+            if response.id != request_id:
+                others.append((result, error))
+                continue
+            if response.outputs:
+                responses.append({output.name: result.as_numpy(output.name) for output in response.outputs})
+            if response.parameters["triton_final_response"].bool_param:
+                for each in others:
+                    self._replies.put(each)
+                return responses
+
+    def ask(self, model, **inputs):
+        self.send(model, **inputs)
+        return self.collect()
+
+
+@contextmanager
+def connected(service):
+    replies = queue.SimpleQueue()
+    with grpcclient.InferenceServerClient(f"127.0.0.1:{service.grpc}") as made:
+        made.start_stream(lambda result, error: replies.put((result, error)))
+        try:
+            yield Client(made, replies)
+        finally:
+            made.stop_stream()
+
+
+@pytest.fixture
+def client(service):
+    with connected(service) as made:
+        yield made
+
+
+def token_request(prompt, length, **more):
+    ids = list(prompt.encode())
+    return {"input_ids": [ids], "input_lengths": [[len(ids)]], "request_output_len": [[length]], **END, **more}
+
+
+def ids_of(responses):
+    return [token for response in responses for token in response["output_ids"][0, 0].tolist()]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_token_ids_in_token_ids_out(client, reference_text, streaming):
+    flags = {"streaming": [[streaming]], "return_num_output_tokens": [[True]]}
+    responses = client.ask("tensorrt_llm", **token_request("tokens ", 30, **flags))
+    expected = reference_text("tokens ", 30)
+    assert bytes(ids_of(responses)).decode() == ("" if streaming else "tokens ") + expected
+    assert (len(responses) > 3) == streaming
+    for response in responses:
+        assert (response["output_ids"].dtype, response["output_ids"].shape[:2]) == (np.int32, (1, 1))
+        assert response["sequence_length"].tolist() == [[response["output_ids"].shape[2]]]
+    assert responses[-1]["num_output_tokens"].tolist() == [[30]]
+    assert responses[-1]["finish_reason"].tolist() == [[b"length"]]
+
+
+def test_the_prompt_may_be_left_out_of_the_tokens_and_stop_words_be_ids(client, reference_text):
+    expected = reference_text("tokens ", 40)
+    word = expected[10:13]
+    end = expected.index(word) + 3
+    options = {"exclude_input_in_output": [[True]], "stop_words_list": [[list(word.encode()), [3, -1, -1]]]}
+    responses = client.ask("tensorrt_llm", **token_request("tokens ", 40, **options))
+    assert bytes(ids_of(responses)).decode() == expected[:end]
+    assert responses[-1]["finish_reason"].tolist() == [[b"stop_words"]]
+
+
+def test_bad_words_and_bias_by_ids_mean_what_they_mean_as_words(client, service):
+    words = {"bad_words": ["ab"], "embedding_bias_words": ["q"], "embedding_bias_weights": [3.0]}
+    _, reply = service.generate("change ", 40, exclude_input_in_output=True, **words)
+    bias = [0.0] * 257
+    bias[ord("q")] = 3.0
+    options = {"bad_words_list": [[[ord("a"), ord("b")], [2, -1]]], "embedding_bias": [bias], "exclude_input_in_output": [[True]]}
+    assert bytes(ids_of(client.ask("tensorrt_llm", **token_request("change ", 40, **options)))).decode() == reply["text_output"]
+
+
+def test_ids_beyond_the_vocabulary_are_refused_by_tensor_and_id(client):
+    for change in ({"input_ids": [[1, 2, 999]]}, {"bad_words_list": [[[999], [1]]]}, {"embedding_bias": [[0.0] * 999 + [1.0]]}):
+        with pytest.raises(InferenceServerException, match=f"{next(iter(change))} must be of token ids below 257, got 999"):
+            client.ask("tensorrt_llm", **(token_request("abc", 4) | change))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_triton_batch_and_several_texts_come_by_their_indices_and_end_once(client, reference_text, stream):
+    prompts = ["one ", "two "]
+    inputs = {"text_input": [[p] for p in prompts], "max_tokens": [[12], [20]], "end_id": [[-1]] * 2, "stream": [[stream]] * 2}
+    flags = {"num_return_sequences": [[3]] * 2, "exclude_input_in_output": [[True]] * 2}
+    texts = {}
+    for response in client.ask("ensemble", **inputs, **flags):
+        key = (response["batch_index"].item(), response["sequence_index"].item())
+        texts[key] = texts.get(key, "") + response["text_output"].item().decode()
+    expected = [reference_text("one ", 12), reference_text("two ", 20)]
+    assert texts == {(row, index): expected[row] for row in range(2) for index in range(3)}
+
+
+def test_several_sampled_texts_differ_and_the_seed_of_each_is_known(client):
+    sampled = {"text_input": [["sample "]], "max_tokens": [[30]], **END, "temperature": [[1.0]]}
+    responses = client.ask("tensorrt_llm_bls", **sampled, seed=[[40]], num_return_sequences=[[3]])
+    texts = {response["sequence_index"].item(): response["text_output"].item() for response in responses}
+    assert len(set(texts.values())) == 3
+    for index, text in texts.items():
+        (alone,) = client.ask("tensorrt_llm_bls", **sampled, seed=[[40 + index]])
+        assert alone["text_output"].item() == text
+        assert not {"sequence_index", "batch_index"} & set(alone)
+
+
+def test_a_bad_element_of_a_batch_ends_the_whole_request_by_one_error(client, service):
+    with pytest.raises(InferenceServerException, match=r"max_tokens 100000 and a prompt"):
+        client.ask("ensemble", text_input=[["a"], ["b"]], max_tokens=[[1500], [100000]], end_id=[[-1]] * 2)
+    service.wait_until(lambda: service.health()["active"] == 0, 3)
+    assert len(client.ask("ensemble", text_input=[["a"]], max_tokens=[[4]], **END)) == 1
+
+
+def test_performance_outputs_are_in_order_and_count_the_blocks(client):
+    before_ns = time.monotonic_ns()
+    inputs = {"text_input": [["perf " * 20]], "max_tokens": [[40]], **END, "return_perf_metrics": [[True]], "cache_salt": [["perf"]]}
+    outputs = {name: value.item() for name, value in client.ask("ensemble", **inputs)[0].items()}
+    names = ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns")
+    times = [before_ns, *(outputs[name] for name in names), time.monotonic_ns()]
+    assert times == sorted(times)
+    assert outputs["first_token_time_ns"] < outputs["last_token_time_ns"]
+    assert outputs["kv_cache_reused_blocks"] == 0
+    assert 140 / 16 <= outputs["kv_cache_alloc_new_blocks"] <= 140 / 16 + 2
+    again = {name: value.item() for name, value in client.ask("ensemble", **inputs)[0].items()}
+    assert again["kv_cache_reused_blocks"] == 6
+    assert again["kv_cache_alloc_total_blocks"] == again["kv_cache_alloc_new_blocks"] + 6
+
+
+def test_a_stop_request_ends_the_request_with_its_id(client, service):
+    client.send("tensorrt_llm", "long", **token_request("go on ", 1500, streaming=[[True]]))
+    service.wait_until(lambda: service.health()["active"] == 1, 5)
+    with connected(service) as other:
+        other.send("tensorrt_llm", "long", **token_request("x", 1, stop=[[True]]))
+        assert other.collect("long") == []
+    assert len(ids_of(client.collect("long"))) < 1500
+    service.wait_until(lambda: service.health()["active"] == 0, 3)
+
+
+def test_a_stop_request_needs_an_id(client):
+    with pytest.raises(InferenceServerException, match="A request id must be provided for request cancellation"):
+        client.ask("tensorrt_llm", **token_request("x", 1, stop=[[True]]))
+
+
+def test_a_request_may_bring_its_own_timeout(client):
+    client.send("ensemble", timeout=300_000, text_input=[["late "]], max_tokens=[[1500]], **END)
+    with pytest.raises(InferenceServerException, match=r"the request has not ended within its timeout, 0.3 s"):
+        client.collect()
+
+
+def test_token_ids_over_http(service, reference_text):
+    body = {"input_ids": list(b"web "), "input_lengths": 4, "request_output_len": 10, "end_id": -1}
+    status, text = service.post("/v2/models/tensorrt_llm/generate", body)
+    assert status == 200, text
+    with httpclient.InferenceServerClient(f"127.0.0.1:{service.http}") as http:
+        assert {tensor["name"] for tensor in http.get_model_metadata("tensorrt_llm")["inputs"]} == {f.name for f in TOKEN_INPUTS}
+    import json
+
+    assert bytes(json.loads(text)["output_ids"]).decode() == "web " + reference_text("web ", 10)
