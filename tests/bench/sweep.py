@@ -17,6 +17,7 @@ import hashlib
 import json
 import math
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -55,7 +56,7 @@ QUICK: dict[str, Any] = {
     "closed": [1, 8],
     "shares": [0.7],
     "arrivals": ["poisson"],
-    "lengths": [2, 4],
+    "lengths": [3],
     "blocks": 2,
     "requests": 12,
     "requests_closed": 4,
@@ -91,9 +92,9 @@ class Sweep:
     def _measure(self, save: Callable[[], None]) -> bool:
         done = {(run["workload"], run["load"], run["block"], run["policy"]) for run in self._record["runs"]}
         wanted = [key for key in self._keys() if key not in done]
-        with tqdm(wanted, unit="run", dynamic_ncols=True, disable=None) as progress:
+        with _progress(wanted, "sweep") as progress:
             for workload, load, block, policy in progress:
-                if time.monotonic() > self._deadline_s:
+                if block and time.monotonic() > self._deadline_s:
                     return False
                 progress.set_postfix_str(f"block {block}, {workload} {load}, {policy}")
                 self._record["runs"].append(self._block(workload, load, block, policy))
@@ -163,7 +164,7 @@ class Sweep:
         rates: dict[str, dict[str, float]] = {policy: {} for policy in [NONE, *self._fixed]}
         work = [(level, policy) for level in levels for policy in abba([*rates], levels.index(level))]
         self._roster.arm(NONE)[0].run(Offer(self._requests(workload, "tuning-warm", 0, 2)))
-        for level, policy in tqdm(work, desc="tuning", unit="run", dynamic_ncols=True, disable=None):
+        for level, policy in _progress(work, "tuning"):
             rates[policy][str(level)] = round(self._tuning_speed(policy, workload, level), 2)
         return {"workload": workload, "tokens_per_s": rates, **chosen(rates, self._fixed)}
 
@@ -181,6 +182,11 @@ def chosen(rates: dict[str, dict[str, float]], fixed: list[str]) -> dict[str, An
     lengths = {NONE: 0} | {name: fixed_choice(name)[1] for name in fixed if fixed_choice(name)[0] == draft}
     schedule = [[int(level), lengths[max(lengths, key=lambda name, at=level: rates[name][at])]] for level in rates[NONE]]
     return {"draft": draft, "length": length, "schedule": schedule}
+
+
+def _progress(work: list[Any], name: str) -> tqdm[Any]:
+    """Return the work under a bar with the time left; a log file gets a line in half a minute."""
+    return tqdm(work, desc=name, unit="run", dynamic_ncols=True, mininterval=0.2 if sys.stderr.isatty() else 30)
 
 
 def described(served: Served) -> dict[str, Any]:
@@ -279,8 +285,10 @@ def parse(command: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--raw", action="store_true", help="send the bare message, without the chat template")
     parser.add_argument("--active", type=int, default=16, help="places of the in-flight batch: with so many in flight it is saturated")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--servers", type=int, default=8, help="running at once")
-    parser.add_argument("--limit-s", type=float, default=math.inf, help="begin no run after so long; the same command goes on")
+    parser.add_argument("--servers", type=int, default=6, help="running at once; the least recently used makes room")
+    parser.add_argument(
+        "--limit-s", type=float, default=math.inf, help="begin no run of a warm block after so long; the same command goes on"
+    )
     parser.add_argument("--out", type=Path, default=PROJECT_ROOT / "build" / "sweep.json")
     if "--quick" in command:
         parser.set_defaults(**QUICK)
@@ -290,4 +298,5 @@ def parse(command: Sequence[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped: the same command goes on"))  # its servers end with it
     main()

@@ -169,7 +169,9 @@ def test_a_sweep_out_of_time_leaves_a_record_and_says_so(finished, tmp_path, cap
     out = tmp_path / "sweep.json"
     main([*finished[0][:-1], str(out), "--limit-s", "0"])
     record = json.loads(out.read_text())
-    assert (record["runs"], record["summary"]) == ([], [])
+    assert {run["block"] for run in record["runs"]} == {0}
+    assert all(row["warm_blocks"] == 0 and row["mean_latency_s"] == row["cold_mean_latency_s"] for row in record["summary"])
+    assert {claim["verdict"] for claim in record["claims"]} == {"open"}
     assert "the same command goes on" in capsys.readouterr().out
 
 

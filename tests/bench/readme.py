@@ -1,0 +1,125 @@
+"""The tables of README that are figures, written from the records in docs/results: ``python -m tests.bench.readme``.
+
+A table stands between ``<!-- figures: NAME -->`` and ``<!-- end -->``; what is there is replaced. A test holds README against the records.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from backend.triton_adapter.paths import PROJECT_ROOT
+from tests.bench.sweep_arms import ADAPTING, NONE, SPINDLE
+
+README = PROJECT_ROOT / "README.md"
+RESULTS = PROJECT_ROOT / "docs" / "results"
+PLACE = re.compile(r"(<!-- figures: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+WORKLOADS = {
+    "summarise": "summarisation (news)",
+    "chat": "chat (MT-Bench)",
+    "sql": "text-to-SQL (own generator)",
+    "code": "code (standard library)",
+}
+
+
+def written(readme: str) -> str:
+    """Return README with its tables anew. Raises KeyError for a name that no table has."""
+    return PLACE.sub(lambda place: place[1] + TABLES[place[2]]() + place[3], readme)
+
+
+def _record(name: str) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+    return record
+
+
+def _table(*rows: list[str]) -> str:
+    head, *body = (f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join([head, f"|{' --- |' * len(rows[0])}", *body, ""])
+
+
+def _interval(ends: list[float], places: int = 2) -> str:
+    return f"({ends[0]:.{places}f} to {ends[1]:.{places}f})"
+
+
+def serving() -> str:
+    """Return the table of tokens per second, adaptive against none."""
+    rows = [
+        [
+            f"{WORKLOADS[table['workload']]}, {table['concurrency']} in flight{note}",
+            *(f"{table['tokens_per_s'][arm]:.1f}" for arm in ("adaptive", "plain")),
+            f"**{table['ratio']:.2f}** {_interval(table['ratio_interval_95'])}",
+        ]
+        for name, note in (("1-in-flight", ""), ("8-in-flight", ""), ("8-in-flight-other-prompts", ", another draw of prompts"))
+        for table in _record(f"serving-{name}")["tables"]
+    ]
+    head = ["served by tritonserver, greedy, bf16, tokens/s", "adaptive", "no speculation, no draft loaded", "ratio (95 % interval)"]
+    return _table(head, *rows)
+
+
+def forward() -> str:
+    """Return the table of a pass of the engine against transformers'."""
+    records = {dtype: _record(f"forward-{dtype}")["results"] for dtype in ("bf16", "fp32")}
+    head = ["engine step against transformers' eager forward, KV 256", *(f"{r['tokens']} token{'s'[: r['tokens'] > 1]}" for r in records["bf16"])]
+    return _table(head, *([dtype, *(f"{r['ms']['engine']:.1f} ms, {r['ratio']:.2f}x" for r in rows)] for dtype, rows in records.items()))
+
+
+def streaming() -> str:
+    """Return the table of what a streamed token costs."""
+    rows = _record("streaming")["rows"]
+    head = ["a streamed token, emission in the engine to the client (20 ms steps, Python client on the same cores)"]
+    head += [f"{row['streams']} stream{'s'[: row['streams'] > 1]}" for row in rows]
+    return _table(head, ["p50 / p99", *("{p50:.2g} / {p99:.2g} ms".format(**row["overhead_ms"]) for row in rows)])
+
+
+def invariance() -> str:
+    """Return the table of what plan-invariance costs in acceptance."""
+    rows = [row for row in _record("plan-invariance-acceptance")["rows"] if row["workload"] == "all"]
+    rules = ("rejection", "plan_invariant")
+    cells = ([f"{row[rule]['accepted_share']:.3f} {_interval(row[rule]['interval'], 3)}" for rule in rules] for row in rows)
+    names = {"small": "distilled"}
+    head = ["draft, temperature", "rejection sampling", "plan-invariant"]
+    return _table(head, *([f"{names.get(r['draft'], r['draft'])}, {r['temperature']}", *cell] for r, cell in zip(rows, cells, strict=True)))
+
+
+def sweep() -> str:
+    """Return the table of the load sweep: mean latency by policy, processors and GPUs apart; what has not been run is empty."""
+    parts = []
+    for name, title in (("sweep-cpu", "2 CPU cores, tritonserver"), ("sweep-gpu", "GPU, in process")):
+        if (RESULTS / f"{name}.json").is_file():
+            parts.append(_sweep_of(_record(name), title))
+        else:
+            parts.append(_table([f"{title}: not run", NONE, "best fixed", *ADAPTING, SPINDLE], ["", "", "", *[""] * len(ADAPTING), ""]))
+    return "\n".join(parts)
+
+
+def _sweep_of(record: dict[str, Any], title: str) -> str:
+    latency = {(row["workload"], row["load"], row["policy"]): row["mean_latency_s"] for row in record["summary"]}
+    points = list(dict.fromkeys(key[:2] for key in latency))
+    rows = []
+    for point in points:
+        fixed = min(value for key, value in latency.items() if key[:2] == point and key[2].startswith("fixed-"))
+        others = (latency[(*point, policy)] for policy in (*ADAPTING, SPINDLE))
+        rows.append([", ".join(point), *(f"{value:.3f}" for value in (latency[(*point, NONE)], fixed, *others))])
+    head = [f"{title}: mean latency, s, {min(row['warm_blocks'] for row in record['summary'])} blocks", NONE, "best fixed", *ADAPTING, SPINDLE]
+    return _table(head, *rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "serving": serving,
+    "forward": forward,
+    "streaming": streaming,
+    "invariance": invariance,
+    "sweep": sweep,
+}
+
+
+def main() -> None:
+    """Write README's tables."""
+    README.write_text(written(README.read_text("utf-8")), "utf-8")
+
+
+if __name__ == "__main__":
+    main()
