@@ -62,7 +62,10 @@ def serving() -> str:
 def forward() -> str:
     """Return the table of a pass of the engine against transformers'."""
     records = {dtype: _record(f"forward-{dtype}")["results"] for dtype in ("bf16", "fp32")}
-    head = ["engine step against transformers' eager forward, KV 256", *(f"{r['tokens']} token{'s'[: r['tokens'] > 1]}" for r in records["bf16"])]
+    head = [
+        "engine step against transformers' eager forward, KV 256",
+        *(f"{r['tokens']} token{'s'[: r['tokens'] > 1]}" for r in records["bf16"]),
+    ]
     return _table(head, *([dtype, *(f"{r['ms']['engine']:.1f} ms, {r['ratio']:.2f}x" for r in rows)] for dtype, rows in records.items()))
 
 
@@ -103,7 +106,13 @@ def _sweep_of(record: dict[str, Any], title: str) -> str:
         fixed = min(value for key, value in latency.items() if key[:2] == point and key[2].startswith("fixed-"))
         others = (latency[(*point, policy)] for policy in (*ADAPTING, SPINDLE))
         rows.append([", ".join(point), *(f"{value:.3f}" for value in (latency[(*point, NONE)], fixed, *others))])
-    head = [f"{title}: mean latency, s, {min(row['warm_blocks'] for row in record['summary'])} blocks", NONE, "best fixed", *ADAPTING, SPINDLE]
+    head = [
+        f"{title}: mean latency, s, {min(row['warm_blocks'] for row in record['summary'])} blocks",
+        NONE,
+        "best fixed",
+        *ADAPTING,
+        SPINDLE,
+    ]
     return _table(head, *rows)
 
 
