@@ -96,7 +96,7 @@ class Sweep:
             for workload, load, block, policy in progress:
                 if block and time.monotonic() > self._deadline_s:
                     return False
-                progress.set_postfix_str(f"block {block}, {workload} {load}, {policy}")
+                progress.set_postfix_str(f"block {block}, {workload} {load}, {policy}", refresh=False)
                 self._record["runs"].append(self._block(workload, load, block, policy))
                 if policy == abba(self.policies, block)[-1]:
                     save()
