@@ -2,8 +2,9 @@
 
 All in this process. Arms: ``spindle``, the adaptive policy over all drafts of the configuration; ``best-DRAFT`` for each of them, the fixed
 length that did best on other prompts at the same load; ``none``, no speculation, by an engine of its own with no draft loaded. A block is
-as many requests as are in flight; every arm runs it, in ABBA order, the first block warms up. A ratio is that of tokens per second within a
-block, its interval the bootstrap's over blocks. The clock counts this process's CPU time, so that other work costs it its caches only.
+at least as many requests as are in flight, of the mix equally many of each workload; every arm runs it, in ABBA order, the first block
+warms up. A ratio is that of tokens per second within a block, its interval the bootstrap's over blocks. The clock counts this process's CPU
+time, so that other work costs it its caches only.
 """
 
 from __future__ import annotations
@@ -145,9 +146,12 @@ def best_length(arms: Arms, draft: str, blocks: list[list[GenerationRequest]], i
 def point(arms: Arms, name: str, in_flight: int, options: argparse.Namespace) -> dict[str, Any]:
     """Measure all arms on one workload at one load."""
 
+    kinds = len(workloads.NAMES)
+    size = -(-in_flight // kinds) * kinds
+
     def blocks(count: int, seed: int) -> list[list[GenerationRequest]]:
-        every = requests(arms.config, name, count * in_flight, seed, options)
-        return [every[i * in_flight : (i + 1) * in_flight] for i in range(count)]
+        every = requests(arms.config, name, count * size, seed, options)
+        return [every[i * size : (i + 1) * size] for i in range(count)]
 
     made, tuned = {SPINDLE: arms.spindle(), NONE: arms.none()}, {}
     tuning = blocks(options.tuning_blocks, options.seed + TUNING_SEED)
