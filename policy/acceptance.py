@@ -10,15 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .counting import Chains, add, follow, sums_by, up_to
-from .deviation import Law, posterior, shifted, told, told_weight
+from .deviation import Law, at_odds, posterior, posterior_covariance, shifted, told, told_weight
 from .groups import NO_GROUP, Groups
 from .levels import Levels
-from .plan import FloatArray, IntArray, Rule
+from .plan import BoolArray, FloatArray, IntArray, Rule
 from .shifts import FEWEST_REQUESTS, common
 
 _FADE_SHARE = 0.01  # of the draft level's memory: so much time passes between two fadings, which touch every draft
@@ -30,12 +30,21 @@ _COLUMNS = (
     *("request_class", "request_accepted", "request_reached", "request_shift", "request_tokens"),
     *("request_group", "request_mean", "request_doubt", "request_recent"),
 )
+_SOURCE = ("request_group", "request_mean", "request_shift", "request_doubt")  # of a request, known as it comes
 _EVIDENCE = ("request_accepted", "request_reached", "request_tokens", "request_recent")  # of a request, gone with it
 
 
 def _grown(column: Any, rows: int) -> Any:
     """Return a copy with so many rows more."""
     return np.concatenate([column, np.zeros((rows, *column.shape[1:]), column.dtype)]) if rows else column.copy()
+
+
+def _by_rule(table: FloatArray, rule: IntArray) -> FloatArray:
+    """Return the part of a table [rules, D, K] for requests of these rules, float64[K, D, n], or [K, D, 1] where all have the same."""
+    if len(rule) and rule.item(rule.argmin()) == rule.item(rule.argmax()):
+        rule = rule[:1]
+    part: FloatArray = table.take(rule, 0).transpose(2, 1, 0).copy()
+    return part
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +99,23 @@ class AcceptanceState:
     unfaded_rows: int = 0
 
 
+class Expected(NamedTuple):
+    """What is expected of requests in some ``slot`` int64[n]: their ``hazard`` float64[n, D, K].
+
+    It is made of what is ``believed`` of them by level and deviation, before their own counts refine each position, and where they
+    ``reached`` these; both float64[K, D, n], and so lies ``hazard`` in memory: what is summed over rows lies together.
+    """
+
+    slot: IntArray
+    hazard: FloatArray
+    believed: FloatArray
+    reached: FloatArray
+
+    def rows(self, chosen: IntArray | BoolArray) -> Expected:
+        """Return what is expected of some of them."""
+        return Expected(self.slot[chosen], self.hazard[chosen], self.believed[:, :, chosen], self.reached[:, :, chosen])
+
+
 class AcceptanceModel:
     """The estimator: its methods return new states and leave the given one alone."""
 
@@ -115,17 +141,15 @@ class AcceptanceModel:
 
     def admit(self, state: AcceptanceState, requests: list[int], group: list[int] | None = None) -> AcceptanceState:
         """Return the state with a slot for every request (``group`` of each, None: none); a new one has no evidence of its own yet."""
-        if all(map(state.slots.__contains__, requests)):
+        unknown = set(requests).difference(state.slots)
+        if not unknown:
             return state
-        new = {request: row for row, request in enumerate(requests) if request not in state.slots}
-        slots = dict(state.slots)
-        capacity = len(state.request_reached)
-        taken = set(slots.values())
-        free = [slot for slot in range(capacity + len(new)) if slot not in taken][: len(new)]
-        slots.update(zip(new, free, strict=True))
-        more = capacity + len(new) - len(state.request_reached) if free[-1] >= capacity else 0
-        columns = {name: _grown(getattr(state, name), more) for name in _COLUMNS}
-        for slot, row in zip(free, new.values(), strict=True):
+        new, capacity = sorted(map(requests.index, unknown)), len(state.request_reached)
+        free = sorted(set(range(capacity + len(new))).difference(state.slots.values()))[: len(new)]
+        slots = {**state.slots, **{requests[row]: slot for row, slot in zip(new, free, strict=True)}}
+        more = len(new) if free[-1] >= capacity else 0
+        columns = {name: _grown(getattr(state, name), more) for name in (_COLUMNS if more else _SOURCE)}
+        for slot, row in zip(free, new, strict=True):
             source = NO_GROUP if group is None else group[row]
             mean, doubt = state.groups.expected(source, state.law)
             columns["request_group"][slot] = source
@@ -290,21 +314,23 @@ class AcceptanceModel:
         add(reached, place, seen, apart)
         follow(after.request_recent.reshape(-1, 3), place, apart, told, accepted, reached)
 
-    def hazards(self, state: AcceptanceState, request: list[int], rule: IntArray) -> FloatArray:
-        """Return hazards float64[n, drafts, positions] for admitted requests (``rule`` int64[n]).
+    def expected(self, state: AcceptanceState, request: list[int], rule: IntArray) -> Expected:
+        """Return what is expected of admitted requests (``rule`` int64[n]).
 
         A request's deviation from a draft's level shifts every position of it, also those never reached; its own counts then refine each
         position.
         """
         slot = np.fromiter(map(state.slots.__getitem__, request), np.int64, len(request))
-        position_strength = self._config.position_strength
-        accepted, reached = state.request_accepted.take(slot, 0), state.request_reached.take(slot, 0)
-        hazard = shifted(state.draft_hazard.take(rule, 0), state.request_shift.take(slot, 0))
-        hazard *= position_strength
-        hazard += accepted
-        reached += position_strength
-        hazard /= reached
-        return hazard
+        reached = state.request_reached.take(slot, 0).transpose(2, 1, 0).copy()
+        believed = at_odds(_by_rule(state.draft_hazard, rule), np.exp(state.request_shift.take(slot, 0).T.copy()))
+        hazard = self._config.position_strength * believed
+        hazard += state.request_accepted.take(slot, 0).transpose(2, 1, 0)
+        hazard /= reached + self._config.position_strength
+        return Expected(slot, hazard.transpose(2, 1, 0), believed, reached)
+
+    def hazards(self, state: AcceptanceState, request: list[int], rule: IntArray) -> FloatArray:
+        """Return the hazards float64[n, drafts, positions] expected of admitted requests."""
+        return self.expected(state, request, rule).hazard
 
     def hazards_of(self, state: AcceptanceState, request: int, rule: int) -> list[list[float]]:
         """Return ``hazards`` [drafts][positions] of one admitted request, by plain numbers: a few positions are quicker without arrays."""
@@ -320,21 +346,19 @@ class AcceptanceModel:
             )
         return hazards
 
-    def doubt(self, state: AcceptanceState, request: list[int], rule: IntArray, hazard: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Return the standard deviations of ``hazards``, and the variance of requests' deviations, float64[n, drafts] (logits)."""
-        own = np.diagonal(self.covariance(state, request), axis1=1, axis2=2)
+    def doubt(self, state: AcceptanceState, expected: Expected, rule: IntArray) -> tuple[FloatArray, FloatArray]:
+        """Return the standard deviations of the hazards, and the variance of requests' deviations, float64[n, drafts] (logits)."""
+        own = self.covariance(state, expected).diagonal(axis1=1, axis2=2)
+        hazard = expected.hazard.T
         variance = hazard * (1 - hazard)
-        doubt = own[:, :, None] * variance
-        doubt += (1 / (state.draft_reached + self._config.prior_strength + 1)).take(rule, 0)
+        doubt = own.T * variance
+        doubt += _by_rule(1 / (state.draft_reached + self._config.prior_strength + 1), rule)
         doubt *= variance
-        return np.sqrt(doubt, out=doubt), own
+        return np.sqrt(doubt, out=doubt).T, own
 
-    def covariance(self, state: AcceptanceState, request: list[int]) -> FloatArray:
-        """Return what is not known of how admitted requests deviate, float64[n, drafts, drafts] (logits)."""
-        rows, zeros = [state.slots[r] for r in request], np.zeros((len(request), self._drafts))
-        level = state.draft_hazard.take(state.request_class.take(rows), 0)
-        weight = told_weight(level, state.request_shift.take(rows, 0), state.request_reached.take(rows, 0))
-        return posterior(state.request_doubt.take(rows, 0), weight, zeros, zeros)[1]
+    def covariance(self, state: AcceptanceState, expected: Expected) -> FloatArray:
+        """Return what is not known of how requests deviate, float64[n, drafts, drafts] (logits)."""
+        return posterior_covariance(state.request_doubt.take(expected.slot, 0), told_weight(expected.believed, expected.reached))
 
     def with_drafts(self, state: AcceptanceState, accepted: FloatArray, reached: FloatArray) -> AcceptanceState:
         """Return the state with this draft-level evidence."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .goodput import TIE, Choice, Score, StepProblem, no_speculation, score
+from .goodput import TIE, Choice, Score, StepProblem, no_speculation, score, summed
 from .plan import NO_DRAFT, BoolArray, FloatArray, IntArray
 
 _SLOPES = 3  # values of theta tried at most
@@ -43,9 +43,9 @@ class Terms(NamedTuple):
         token_s, opening = token_s[:, None], price * opening_s
         return cls(
             problem.gain - price * (token_s + problem.row_s),
-            price * (problem.switch_s / problem.horizon + (problem.first_tokens - 1) * token_s),
+            price * (problem.charge_s + (problem.first_tokens - 1) * token_s),
             opening,
-            _sums(len(opening)).dot(opening),
+            summed(opening),
             price * problem.verify_s[: problem.last_total() + 1],
         )
 
@@ -90,7 +90,8 @@ def along(problem: StepProblem, price: float) -> tuple[Choice, Score, float] | N
     caps = {d: min(cap, len(problem.gain)) for d, cap in hint.caps.items()} if hint.caps else None
     terms = Terms.of(problem, price)
     theta = _slope_around(terms.verify, problem.hint.tokens)
-    wanted = np.maximum(terms.net - theta, 0.0)
+    wanted = terms.net - theta
+    np.maximum(wanted, 0.0, out=wanted)
     draft, caps = _longest_chains(_worth(wanted, terms.charge), terms.chains, caps)
     choice = _as_wanted(wanted, draft, caps)
     tilted = theta * np.arange(len(terms.verify)) - terms.verify
@@ -106,7 +107,7 @@ def along(problem: StepProblem, price: float) -> tuple[Choice, Score, float] | N
 
 def _shortfall(tilted: FloatArray, highest: float, choice: Choice) -> float:
     """Return what a choice's total loses against the best total at theta."""
-    total = int(choice.length.sum())
+    total = int(np.add.reduce(choice.length))
     return highest - float(tilted[total]) if total < len(tilted) else math.inf
 
 
@@ -160,15 +161,9 @@ def _slope_at(verify: FloatArray, total: int, theta: float) -> float:
 
 def _worth(wanted: FloatArray, charge: FloatArray) -> FloatArray:
     """Return what a row has of a draft whose longest chain is k + 1, float64[K, D, n]."""
-    worth: FloatArray = _sums(len(wanted)).dot(wanted.reshape(len(wanted), -1)).reshape(wanted.shape)
+    worth = summed(wanted)
     worth -= charge
     return np.maximum(worth, 0.0, out=worth)
-
-
-@lru_cache(maxsize=64)
-def _sums(k_max: int) -> FloatArray:
-    """Return the matrix that adds up positions: quicker than a cumulative sum."""
-    return np.tri(k_max)
 
 
 def _bound(terms: Terms, wanted: FloatArray) -> float:
@@ -185,8 +180,13 @@ def _bound(terms: Terms, wanted: FloatArray) -> float:
 def _over_rows(values: FloatArray) -> FloatArray:
     """Return the sums over rows, [K, D]."""
     k_max, drafts, rows = values.shape
-    total: FloatArray = values.reshape(-1, rows).dot(np.ones(rows)).reshape(k_max, drafts)
+    total: FloatArray = values.reshape(-1, rows).dot(_ones(rows)).reshape(k_max, drafts)
     return total
+
+
+@lru_cache(maxsize=512)
+def _ones(count: int) -> FloatArray:
+    return np.ones(count)
 
 
 def _longest_chains(worth: FloatArray, chains: FloatArray, start: dict[int, int] | None = None) -> tuple[IntArray, dict[int, int]]:
@@ -195,30 +195,27 @@ def _longest_chains(worth: FloatArray, chains: FloatArray, start: dict[int, int]
     One draft after the other joins, or lengthens its chains, as gains most beside those in use.
     """
     _, drafts, rows = worth.shape
-    caps, current = dict(start or {}), np.zeros(rows)
-    for d, cap in caps.items():
-        current = np.maximum(current, worth[cap - 1, d])
+    caps: dict[int, int] = {}
+    draft, best, costs = np.full(rows, NO_DRAFT), np.zeros(rows), chains.copy()
+
+    def use(d: int, cap: int) -> None:
+        caps[d] = cap
+        costs[:, d] -= costs[cap - 1, d]  # for a longer one than this, the difference is to be paid
+        costs[:cap, d] = math.inf
+        np.copyto(draft, d, where=worth[cap - 1, d] > best)
+        np.maximum(best, worth[cap - 1, d], out=best)
+
+    for d, cap in (start or {}).items():
+        use(d, cap)
     for _ in range(2 * drafts):
-        costs, total = chains.copy(), _over_rows(np.maximum(worth, current) if caps else worth)
-        for d, cap in caps.items():  # for a longer one than before, the difference is to be paid
-            costs[:, d] -= chains[cap - 1, d]
-            costs[:cap, d] = math.inf
+        total = _over_rows(np.maximum(worth, best) if caps else worth)
         total -= costs
-        k, d = divmod(int(total.argmax()), drafts)
-        if not total[k, d] > float(current.sum()) + TIE:
+        place = int(total.argmax())
+        if not total.item(place) > float(np.add.reduce(best)) + TIE:
             break
-        caps[d] = k + 1
-        current = np.maximum(current, worth[k, d])
-    return _best_drafts(worth, caps), caps
-
-
-def _best_drafts(worth: FloatArray, caps: dict[int, int]) -> IntArray:
-    """Return every row's best draft under these longest chains, NO_DRAFT where none is worth anything."""
-    draft, best = np.full(worth.shape[2], NO_DRAFT), np.zeros(worth.shape[2])
-    for d, cap in caps.items():
-        draft[worth[cap - 1, d] > best] = d
-        best = np.maximum(best, worth[cap - 1, d])
-    return draft
+        k, d = divmod(place, drafts)
+        use(d, k + 1)
+    return draft, caps
 
 
 def _as_wanted(wanted: FloatArray, draft: IntArray, caps: dict[int, int]) -> Choice:
@@ -226,9 +223,8 @@ def _as_wanted(wanted: FloatArray, draft: IntArray, caps: dict[int, int]) -> Cho
     if not caps:
         return no_speculation(len(draft))
     k_max, drafts, rows = wanted.shape
-    longest = np.zeros(drafts + 1, np.int64)
-    longest[list(caps)] = list(caps.values())
-    wishes = np.ones(k_max).dot(wanted.reshape(k_max, -1).take(draft * rows + np.arange(rows), 1) > 0)
+    longest = np.array([caps.get(d, 0) for d in range(drafts)] + [0])  # the last for NO_DRAFT
+    wishes = _ones(k_max).dot(wanted.reshape(k_max, -1).take(draft * rows + np.arange(rows), 1) > 0)
     length = np.minimum(wishes.astype(np.int64), longest[draft])
     return Choice(np.where(length > 0, draft, NO_DRAFT), length)
 

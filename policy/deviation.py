@@ -21,7 +21,12 @@ _FEW = 2  # requests, for which plain numbers are quicker
 
 def shifted(level: FloatArray, shift: FloatArray) -> FloatArray:
     """Return hazards [..., positions] whose logits are those of ``level`` plus a shift [...]."""
-    hazard: FloatArray = np.exp(shift)[..., None] * level  # the odds, at first
+    return at_odds(level, np.exp(shift)[..., None])
+
+
+def at_odds(level: FloatArray, ratio: FloatArray) -> FloatArray:
+    """Return hazards whose odds are those of ``level`` times a ratio."""
+    hazard: FloatArray = ratio * level  # the odds, at first
     hazard /= hazard + (1 - level)
     return hazard
 
@@ -36,10 +41,10 @@ def told(level: FloatArray, shift: FloatArray, accepted: FloatArray, reached: Fl
     return weight, weight * shift + _over_positions(accepted - expected)
 
 
-def told_weight(level: FloatArray, shift: FloatArray, reached: FloatArray) -> FloatArray:
-    """Return the weight that ``told`` does."""
-    hazard = shifted(level, shift)
-    return _over_positions(reached * hazard * (1 - hazard))
+def told_weight(hazard: FloatArray, reached: FloatArray) -> FloatArray:
+    """Return the weight [n, D] that ``told`` does, of hazards as they are shifted and counts, float64[K, D, n] each."""
+    weight: FloatArray = np.add.reduce(reached * hazard * (1 - hazard)).T
+    return weight
 
 
 def _over_positions(counts: FloatArray) -> FloatArray:
@@ -71,6 +76,19 @@ def posterior(covariance: FloatArray, weight: FloatArray, pull: FloatArray, mean
         row[drafts] -= pull[:, d]
         both -= (both[:, d] / (1.0 + row[d]))[:, None] * row
     return both[:, drafts].T, both[:, :drafts].transpose(2, 0, 1)
+
+
+def posterior_covariance(covariance: FloatArray, weight: FloatArray) -> FloatArray:
+    """Return the covariance that ``posterior`` does."""
+    n, drafts = weight.shape
+    if n <= _FEW:
+        zeros = np.zeros((n, drafts))
+        return posterior(covariance, weight, zeros, zeros)[1]
+    after: FloatArray = covariance.transpose(1, 2, 0).copy()
+    for d in range(drafts):
+        row = weight[:, d] * after[d]
+        after -= (after[:, d] / (1.0 + row[d]))[:, None] * row
+    return after.transpose(2, 0, 1)
 
 
 def _posterior_of_one(covariance: list[list[float]], weight: list[float], pull: list[float], mean: list[float]) -> list[list[float]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -43,7 +44,7 @@ class Hint(NamedTuple):
 NO_HINT = Hint()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class StepProblem:
     """One step's choice: n rows, D drafts, up to K tokens a row. Rows come last, for what is summed over rows lies together.
 
@@ -90,7 +91,12 @@ class StepProblem:
         """Seconds that no choice may exceed: the cap, or a step without speculation where that takes longer."""
         return max(self.cap_s, self.plain_s) * (1 + TIE)
 
-    @property
+    @cached_property
+    def value(self) -> FloatArray:
+        """What a chain of k + 1 tokens brings, float64[K, D, n]."""
+        return summed(self.gain)
+
+    @cached_property
     def charge_s(self) -> FloatArray:
         """Catch-up seconds charged to this step, float64[D, n]."""
         spread: FloatArray = self.switch_s / self.horizon
@@ -98,12 +104,11 @@ class StepProblem:
 
     def added_s(self, tokens: IntArray | int) -> FloatArray:
         """Return the seconds [D, K], or [D, 1] for all alike, that so many tokens (broadcast) add to each draft's forwards."""
-        draft = np.arange(len(self.forward_s))[:, None]
+        drafts, most = self.forward_s.shape
+        start = np.arange(0, drafts * most, most)[:, None]
         if self.given is None:
-            alone: FloatArray = self.forward_s[draft, tokens]
-            return alone
-        together: FloatArray = self.forward_s[draft, self.given + tokens] - self.forward_s[draft, self.given]
-        return together
+            return self.forward_s.take(start + tokens)
+        return self.forward_s.take(start + self.given + tokens) - self.forward_s.take(start + self.given)
 
     def chain_s(self, rows: int) -> FloatArray:
         """Return the seconds [D, K + 1] that the forwards 2..k of ``rows`` chains of length k take."""
@@ -154,17 +159,32 @@ def score(problem: StepProblem, choice: Choice) -> Score:
     k_max, drafts, n = problem.gain.shape
     draft, length = choice if len(rows) == n else (choice.draft[rows], choice.length[rows])
     place = draft * n + rows
-    longest = length.item(length.argmax())
-    alive = (np.arange(longest)[:, None] < length).astype(np.float64)
-    value = problem.base_value + float(np.vdot(problem.gain.reshape(k_max, -1)[:longest].take(place, 1), alive))
-    member = (draft[:, None] == np.arange(drafts)).astype(np.float64)
-    tokens = np.zeros((drafts, k_max), np.int64)
-    tokens[:, :longest] = alive.dot(member).T
-    tokens[:, 0] = problem.first_tokens.take(place).dot(member)
+    value = problem.base_value + float(np.add.reduce(problem.value.take((length - 1) * (drafts * n) + place)))
+    ends = np.bincount(draft * k_max + length - 1, minlength=drafts * k_max)
+    tokens = ends.reshape(drafts, k_max).dot(_up_to(k_max))
+    tokens[:, 0] = np.bincount(draft, problem.first_tokens.take(place), drafts)
     seconds = problem.verify_s.item(np.add.reduce(length)) + problem.speculation_s + float(length.dot(problem.row_s.take(place)))
     seconds += float(np.add.reduce(problem.added_s(tokens), axis=None))
     switch_s = problem.switch_s.take(place)
-    return Score(value, seconds + float(switch_s.dot(1 / problem.horizon[rows])), seconds + float(switch_s.sum()))
+    charge_s = problem.charge_s.take(place)
+    return Score(value, seconds + float(np.add.reduce(charge_s)), seconds + float(np.add.reduce(switch_s)))
+
+
+@lru_cache(maxsize=64)
+def _up_to(k_max: int) -> IntArray:
+    """Return the matrix whose row k is 1 at positions up to k."""
+    return np.tri(k_max, dtype=np.int64)
+
+
+@lru_cache(maxsize=64)
+def _sums(k_max: int) -> FloatArray:
+    return np.tri(k_max)
+
+
+def summed(values: FloatArray) -> FloatArray:
+    """Return the cumulative sums over positions, float64[K, D, n], by a product of matrices, which is quicker."""
+    sums: FloatArray = _sums(len(values)).dot(values.reshape(len(values), -1)).reshape(values.shape)
+    return sums
 
 
 def forward_tokens(problem: StepProblem, chains: Sequence[Choice]) -> IntArray:

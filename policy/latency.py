@@ -202,6 +202,7 @@ class CurveStack:
         self._last = max((len(curve.base_s) for curve in curves), default=1) - 1
         self._base_s = np.array([curve.base(np.arange(self._last + 1)) for curve in curves]).reshape(len(curves), self._last + 1)
         self._slope_s = np.array([curve.slope_s for curve in curves])[:, None]
+        self._beyond_s = self._base_s - self._base_s.take(np.minimum(np.arange(self._last + 1), 2), 1, mode="clip")
         self._start = (self._last + 1) * np.arange(len(curves))[:, None]
         self.row_s = np.array([curve.row_s for curve in curves])
         self.context_s = np.array([curve.context_s for curve in curves])
@@ -209,10 +210,21 @@ class CurveStack:
 
     def base(self, tokens: IntArray) -> FloatArray:
         """Return base seconds for token counts int64[curves, n]."""
-        seconds: FloatArray = self._base_s.take(np.minimum(tokens, self._last) + self._start)
-        if tokens.max(initial=0) > self._last:
-            seconds += self._slope_s * np.maximum(tokens - self._last, 0)
+        if not tokens.size or tokens.item(tokens.argmax()) <= self._last:
+            return self._of(self._base_s, tokens)
+        seconds = self._of(self._base_s, np.minimum(tokens, self._last))
+        seconds += self._slope_s * np.maximum(tokens - self._last, 0)
         return seconds
+
+    def beyond_two(self, tokens: IntArray) -> FloatArray:
+        """Return by how much base seconds for token counts int64[curves, n] >= 1 exceed those for two, or for one if that is the count."""
+        if not tokens.size or tokens.item(tokens.argmax()) <= self._last:
+            return self._of(self._beyond_s, tokens)
+        return self.base(tokens) - self.base(np.minimum(tokens, 2))
+
+    def _of(self, table: FloatArray, tokens: IntArray) -> FloatArray:
+        entries: FloatArray = table.take(tokens + self._start)
+        return entries
 
     def run(self, count: int) -> FloatArray:
         """Return base seconds for 0 .. count - 1 tokens, float64[curves, count]."""

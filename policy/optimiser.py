@@ -32,7 +32,7 @@ def best_choice(problem: StepProblem | OneRow, price: float) -> tuple[Choice, Sc
     if isinstance(problem, OneRow):
         return problem.best(price)
     few = problem.rows <= FEW_ROWS and problem.cap_s == math.inf
-    if not problem.ceiling.any() or not problem.last_total():
+    if not np.count_nonzero(problem.ceiling) or not problem.last_total():
         choice = no_speculation(problem.rows)
     elif problem.rows <= MOST_ROWS and (problem.hint.choice is None or not few or problem.rows < MOST_ROWS):
         choice = best_of_all(problem, price)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .acceptance import AcceptanceConfig, AcceptanceModel, AcceptanceState
+from .acceptance import AcceptanceConfig, AcceptanceModel, AcceptanceState, Expected
 from .correction import Shape, Target, corrected, correction_by_part, learnt, shaped
 from .goodput import Choice, Hint, Score, StepProblem, no_speculation
 from .hints import Last
@@ -170,23 +170,23 @@ class AdaptivePlanner:
         notes = self._notes(problem, result, price, goodput, bound, prefill_s, state)
         found = Found(choice, result, 0, state.credit_s + self.config.explore_share * result.step_s, max(state.look - 1, 0))
         if self._may_look(state, found):
-            as_rows, rows, hazards, _ = self.problem(view, state, acceptance)
-            found = self._looked(as_rows, view, rows, hazards, acceptance, price, found, state.draws)
+            as_rows, rows, expected, _ = self.problem(view, state, acceptance)
+            found = self._looked(as_rows, view, rows, expected, acceptance, price, found, state.draws)
             notes["probe"] = found.probes
         tokens = found.result.value / problem.base_value if problem.base_value else 1.0
         plan = Plan(found.choice.draft, found.choice.length, found.result.step_s, tokens, price, notes)
         return plan, self._planned(state, acceptance, view, goodput, found, Last(found.choice.length.item(), 1))
 
-    def problem(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[StepProblem, IntArray, FloatArray, Given]:
-        """Return the choice that the planner has in a view, its rows of the view, their hazards, and what is given beside them."""
+    def problem(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[StepProblem, IntArray, Expected, Given]:
+        """Return the choice that the planner has in a view, its rows of the view, what is expected of them, and what is given beside."""
         rows = view.ready.nonzero()[0]
-        hazard = self._acceptance.hazards(acceptance, view.request[rows].tolist(), view.rule[rows])
-        given, own = _split(view, rows, hazard)
+        expected = self._acceptance.expected(acceptance, view.request[rows].tolist(), view.rule[rows])
+        given, own = _split(view, rows, expected.hazard)
         if own is not None:
-            rows, hazard = rows[own], hazard[own]
+            rows, expected = rows[own], expected.rows(own)
         hint = state.last.hint(view, rows)
-        problem = step_problem(self.corrected(state), state.correction, view, rows, hazard, given, self._bounds, hint)
-        return problem, rows, hazard, given
+        problem = step_problem(self.corrected(state), state.correction, view, rows, expected.hazard, given, self._bounds, hint)
+        return problem, rows, expected, given
 
     def admitted(self, view: View, state: PlannerState, now: float) -> AcceptanceState:
         """Return the estimator's state at a time, with a place for the requests of a view that are ready."""
@@ -196,18 +196,18 @@ class AdaptivePlanner:
 
     def _plan_rows(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[Plan, PlannerState]:
         """Plan for any number of rows, and look for a probe when it is time."""
-        problem, rows, hazard, given = self.problem(view, state, acceptance)
+        problem, rows, expected, given = self.problem(view, state, acceptance)
         prefill_s = extra_prefill_s(self.corrected(state), state.correction, view, len(rows) + len(given.rows) + given.tokens)
         choice, result, price, goodput, bound = self._priced_choice(problem, prefill_s, view, state)
         notes = self._notes(problem, result, price, goodput, bound, prefill_s, state)
         found = Found(choice, result, 0, state.credit_s + self.config.explore_share * result.step_s, max(state.look - 1, 0))
         if self._may_look(state, found):
-            found = self._looked(problem, view, rows, hazard, acceptance, price, found, state.draws)
+            found = self._looked(problem, view, rows, expected, acceptance, price, found, state.draws)
             notes["probe"] = found.probes
         draft, length = found.choice if len(rows) == len(view) else _scattered(found.choice, rows, len(view))
         tokens = _tokens(problem, view.weight[rows], found.choice, found.result.value - given.value) + given.expected_tokens
         plan = Plan(draft, length, found.result.step_s, tokens, price, notes)
-        last = state.last.followed_by(view, rows, choice, int(length.sum()), notes.get("gap", 0.0), bound)
+        last = state.last.followed_by(view, rows, choice, int(np.add.reduce(length)), notes.get("gap", 0.0), bound)
         return plan, self._planned(state, acceptance, view, goodput, found, last)
 
     def _planned(
@@ -294,7 +294,7 @@ class AdaptivePlanner:
         problem: StepProblem,
         view: View,
         rows: IntArray,
-        hazard: FloatArray,
+        expected: Expected,
         acceptance: AcceptanceState,
         price: float,
         found: Found,
@@ -305,7 +305,7 @@ class AdaptivePlanner:
         Credit can always be saved up to the price of the cheapest probe, so that no draft stays out for good.
         """
         choice, result, _, credit_s, _ = found
-        trial = self._explorer.trial(self._acceptance, acceptance, problem, view, rows, hazard, choice, price, draws)
+        trial = self._explorer.trial(self._acceptance, acceptance, problem, view, rows, expected, choice, price, draws)
         probe = affordable(problem, trial, choice, result, price, credit_s) if trial is not None else None
         if probe is None:
             return found._replace(credit_s=min(credit_s, result.step_s), look=_LOOK_STEPS)
@@ -381,7 +381,7 @@ def _scattered(choice: Choice, rows: IntArray, n: int) -> Choice:
 
 def _tokens(problem: StepProblem, weight: FloatArray, choice: Choice, value: float) -> float:
     """Return the expected emitted tokens of a choice, unweighted."""
-    if (weight == 1).all():
+    if not np.count_nonzero(weight != 1):
         return value
     rows = choice.length.nonzero()[0]
     gain = problem.gain[:, choice.draft[rows], rows]

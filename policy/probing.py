@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from .goodput import Choice, Score, StepProblem, score
+from .goodput import Choice, Score, StepProblem, score, summed
 from .plan import FloatArray, IntArray
 
 PROBE_TOKENS = 2
@@ -58,15 +59,17 @@ def affordable(problem: StepProblem, trial: Trial, choice: Choice, result: Score
     only a share is charged; the budget then bounds how far wrong estimates of the worth can lead.
     """
     order, draft, length, worth = trial
-    cost_s = 0.0
+    cost_s, floor_s = 0.0, PROBE_FLOOR * result.step_s
     for count in sorted({len(order), max(1, len(order) // 2), max(1, len(order) // 8), 1}, reverse=True):
+        if floor_s * count / problem.rows > credit_s and count > 1:
+            continue
         chosen = order[:count]
         candidate = Choice(choice.draft.copy(), choice.length.copy())
         candidate.draft[chosen], candidate.length[chosen] = draft[chosen], length[chosen]
         if _over_limit(problem, candidate) or candidate.length.sum() > problem.last_total():
             continue
         outcome = score(problem, candidate)
-        lost_s, floor_s = (result.value - outcome.value) / price + outcome.step_s - result.step_s, PROBE_FLOOR * result.step_s
+        lost_s = (result.value - outcome.value) / price + outcome.step_s - result.step_s
         pays = float(worth[chosen].sum()) > price * lost_s
         cost_s = max(floor_s * count / problem.rows, _OWN_SHARE * lost_s) if pays else max(floor_s, lost_s)
         if cost_s <= credit_s and outcome.step_s <= problem.limit_s:
@@ -104,28 +107,26 @@ def probe(problem: StepProblem, weight: FloatArray, hope: Hope, choice: Choice, 
 def worth_of_knowing(problem: StepProblem, weight: FloatArray, hope: Hope, choice: Choice, price: float) -> Prospects:
     """Return what a look at each draft may bring each row; forwards are shared as if all rows took part."""
     k_max, drafts, n = problem.gain.shape
-    last, row = max(problem.last_total(), 1), np.arange(n)
+    last = max(problem.last_total(), 1)
     token_s = (problem.verify_s[min(last, len(problem.verify_s) - 1)] - problem.verify_s[0]) / last
-    shared = price * (token_s + problem.forward_s[:, [n]] / n + problem.row_s)  # [D, n]
-    beyond = np.arange(k_max)[:, None, None] >= problem.ceiling if problem.ceiling.item(problem.ceiling.argmin()) < k_max else None
-    depth = np.arange(1.0, k_max + 1)[:, None, None]
-    hoped, mean = hope.hazard[:, :, :k_max].transpose(2, 1, 0).copy(), np.empty((k_max, drafts, n))
+    shared = price * ((token_s + problem.forward_s[:, n : n + 1] / n) + problem.row_s)  # [D, n]
+    hoped, mean = hope.hazard[:, :, :k_max].transpose(2, 1, 0).copy(), problem.value
     hoped[0] *= weight
-    mean[0] = problem.gain[0]
-    for j in range(1, k_max):
-        hoped[j] *= hoped[j - 1]
-        np.add(mean[j - 1], problem.gain[j], out=mean[j])
-    for j in range(1, k_max):
-        hoped[j] += hoped[j - 1]
-    paid = depth * shared
-    if beyond is not None:
-        paid[beyond] = np.inf
+    for before, at in pairwise(hoped):
+        np.multiply(before, at, out=at)
+    hoped = summed(hoped)
+    paid = np.arange(1.0, k_max + 1)[:, None, None] * shared
+    if problem.ceiling.item(problem.ceiling.argmin()) < k_max:
+        np.copyto(paid, np.inf, where=np.arange(k_max)[:, None, None] >= problem.ceiling)
     hoped -= paid
-    mean -= paid
-    present = np.where(choice.length > 0, mean[choice.length - 1, choice.draft, row], 0.0)
-    own_length = np.where(choice.draft == np.arange(drafts)[:, None], choice.length, 0)
-    length = np.minimum(hoped.argmax(0) + 1, own_length + PROBE_TOKENS)
-    best, most = np.maximum(mean.max(0), -1e9), hoped.max(0)
+    mean = mean - paid
+    own, most = choice.length.nonzero()[0], np.maximum.reduce(hoped)
+    draft, own_length, present = choice.draft[own], np.zeros((drafts, n), np.int64), np.zeros(n)
+    present[own] = mean[choice.length[own] - 1, draft, own]
+    own_length[draft, own] = choice.length[own]
+    length = np.where(hoped[0] < most, PROBE_TOKENS, 1)
+    length[draft, own] = np.minimum(hoped[:, draft, own].argmax(0) + 1, choice.length[own] + PROBE_TOKENS)
+    best = np.maximum(np.maximum.reduce(mean), -1e9)
     doubt = np.maximum(most - best, 0.0) / hope.deviations * np.sqrt(hope.settled.T)
     worth = np.where(own_length > 0, 0.0, _expected_gain(best - present, doubt) * problem.horizon)
     upside = np.where(length == own_length, 0.0, np.maximum(most - price * problem.charge_s - present, 0.0))

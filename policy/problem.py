@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -74,8 +75,8 @@ def step_problem(
     n, everyone = len(rows), len(rows) + len(given.rows)
     chosen: IntArray | slice = slice(None) if n == len(view) else rows  # ready rows come in the view's order
     context, remaining, weight = view.context[chosen], view.remaining[chosen], view.weight[chosen]
-    ceiling, catchup = view.ceiling[chosen], view.catchup[chosen]
-    ceiling = np.minimum(np.minimum(ceiling, (remaining - 1)[:, None]), bounds.k_max).T
+    ceiling, catchup = view.ceiling[chosen].T.copy(), view.catchup[chosen].T.copy()  # rows lie together
+    ceiling = np.minimum(ceiling, np.minimum(remaining - 1, bounds.k_max))
     if view.limit is not None:
         ceiling = ceiling * (view.limit > 0)[:, None]
     k_max = ceiling.item(ceiling.argmax()) if ceiling.size else 0
@@ -91,11 +92,10 @@ def step_problem(
     verify_s = verify_scale * verify_s + (verify_scale * (everyone * target.row_s + context_tokens * target.context_s) + overhead_s)
     if view.headroom is not None:
         verify_s[max(view.headroom - given.tokens, 0) + 1 :] = math.inf
-    catchup = np.maximum(catchup.T, 1)
+    catchup = np.maximum(catchup, 1)
     first_tokens = np.minimum(catchup, 2)  # a chain accepted whole leaves two tokens unseen: no switch yet
     forward_s = scale * drafts.run(max(2 * everyone, 2) + 1)
     forward_s[:, 0] = 0.0
-    first_s = forward_s[:, 1:2] + (first_tokens - 1) * (forward_s[:, 2:3] - forward_s[:, 1:2])
     token_s, opening_s = drafts.lines(max(n, 1))
     return StepProblem(
         gains(hazard, ceiling, weight, k_max),
@@ -106,12 +106,12 @@ def step_problem(
         forward_s,
         first_tokens,
         scale * (drafts.row_s[:, None] + drafts.context_s[:, None] * context),
-        scale * drafts.base(catchup) - first_s,
+        scale * drafts.beyond_two(catchup),
         np.minimum(np.maximum(remaining / 2, 1.0), bounds.horizon_steps),
         None if view.limit is None else view.limit - given.rows_of_drafts(len(drafts.row_s)),
         given.occupancy(view, k_max),
         view.cap_s,
-        (scale[:, 0] * token_s, (correction[None, FIRST_DRAFT:] * opening_s).repeat(k_max, 0)),
+        (scale[:, 0] * token_s, (scale[:, 0] * opening_s)[None].repeat(k_max, 0)),
         hint,
     )
 
@@ -121,8 +121,8 @@ def gains(hazard: FloatArray, ceiling: IntArray, weight: FloatArray, k_max: int)
     gain = hazard[:, :, :k_max].transpose(2, 1, 0).copy()
     if k_max:
         gain[0] *= weight
-    for j in range(1, k_max):
-        gain[j] *= gain[j - 1]
+    for before, at in pairwise(gain):
+        np.multiply(before, at, out=at)
     if ceiling.size and ceiling.item(ceiling.argmin()) < k_max:
         gain *= np.arange(k_max)[:, None, None] < ceiling
     return gain

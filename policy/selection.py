@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from .acceptance import AcceptanceModel, AcceptanceState
+from .acceptance import AcceptanceModel, AcceptanceState, Expected
 from .deviation import shifted
 from .goodput import Choice, StepProblem
 from .optimiser import best_choice
@@ -59,17 +59,17 @@ class Explorer:
         problem: StepProblem,
         view: View,
         rows: IntArray,
-        hazard: FloatArray,
+        expected: Expected,
         choice: Choice,
         price: float,
         draws: Draws | None,
     ) -> Trial | None:
-        """Return what may be worth trying instead of the ``choice`` for these rows of a view, of which ``hazard`` [n, D, K] is expected.
+        """Return what may be worth trying instead of the ``choice`` for these rows of a view, of which so much is ``expected``.
 
         None if nothing is. ``draws`` hold numbers for the requests where the mode is ``thompson``.
         """
-        request, weight = view.request[rows].tolist(), view.weight[rows]
-        hope = self._hope(model, state, view, rows, hazard)
+        weight, hazard = view.weight[rows], expected.hazard
+        hope = self._hope(model, state, view, rows, expected)
         if self.selection == PROBING:
             return probe(problem, weight, hope, choice, price)
         if self.selection == UCB:
@@ -77,22 +77,22 @@ class Explorer:
             belief = np.where(own, hazard, hope.hazard)
         else:
             assert draws is not None
-            normal = np.array([draws.normal[r] for r in request])
-            belief = drawn(state, view.rule[rows], hazard, model.covariance(state, request), normal)
+            normal = np.array([draws.normal[r] for r in view.request[rows].tolist()])
+            belief = drawn(state, view.rule[rows], hazard, model.covariance(state, expected), normal)
         return believed(problem, weight, belief, hope, choice, price)
 
-    def _hope(self, model: AcceptanceModel, state: AcceptanceState, view: View, rows: IntArray, hazard: FloatArray) -> Hope:
+    def _hope(self, model: AcceptanceModel, state: AcceptanceState, view: View, rows: IntArray, expected: Expected) -> Hope:
         """Return what optimism expects of the rows, and how much of the doubt a look at each draft would settle.
 
         A draft that catches up reads tokens emitted without it, and can tell of each whether it would have guessed it.
         """
-        request = view.request[rows].tolist()
-        spread, variance = model.doubt(state, request, view.rule[rows], hazard)
-        read_tokens = np.zeros_like(view.catchup[rows])
+        spread, variance = model.doubt(state, expected, view.rule[rows])
+        tokens: int | IntArray = PROBE_TOKENS
         if self.catchup_scored:
-            emitted = state.request_tokens[[state.slots[r] for r in request]]
-            read_tokens = np.minimum(view.catchup[rows] - 1, emitted[:, None].astype(np.int64))
-        evidence = variance * (PROBE_TOKENS + read_tokens) * hazard[:, :, 0] * (1 - hazard[:, :, 0])
+            emitted = state.request_tokens[expected.slot]
+            tokens = PROBE_TOKENS + np.minimum(view.catchup[rows] - 1, emitted[:, None].astype(np.int64))
+        hazard, first = expected.hazard, expected.hazard[:, :, 0]
+        evidence = variance * tokens * first * (1 - first)
         return Hope(np.minimum(hazard + self.optimism * spread, 1.0), self.optimism, evidence / (1 + evidence))
 
 

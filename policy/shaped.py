@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .acceptance import AcceptanceState
+from .acceptance import AcceptanceState, Expected
 from .cohorts import best_cohorts
 from .correction import Target
 from .decomposition import Decomposition, best_piece
@@ -94,9 +94,9 @@ class ShapedPlanner(AdaptivePlanner):
         notes = {**plan.notes, "why_not": {name: why for name, why in why_not.items() if why}}
         return replace(plan, notes=notes, shape=None if _is_empty(shape) else shape), after
 
-    def problem(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[StepProblem, IntArray, FloatArray, Given]:
+    def problem(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[StepProblem, IntArray, Expected, Given]:
         """Return the planner's choice, padding in its fixed time, and seconds known for as many tokens as trees may have."""
-        problem, rows, hazard, given = super().problem(view, state, acceptance)
+        problem, rows, expected, given = super().problem(view, state, acceptance)
         verify_s, most = problem.verify_s, len(rows) * self.shapes.most_nodes
         if (self.shapes.tree_width > 1 or self.shapes.merges) and most >= len(verify_s):
             known, base = len(verify_s) - 1, view.prefill_tokens + len(rows) + len(given.rows) + given.tokens
@@ -107,18 +107,18 @@ class ShapedPlanner(AdaptivePlanner):
         if self.shapes.pads:
             context = view.context[view.ready]
             verify_s = verify_s + state.correction[VERIFY] * self._padding_s(self._cut(context).work_tokens, context)
-        return replace(problem, verify_s=verify_s), rows, hazard, given
+        return replace(problem, verify_s=verify_s), rows, expected, given
 
     def _offered(self, view: View, plan: Plan, after: PlannerState, why_not: dict[str, str]) -> tuple[Offer | None, Plan, PlannerState]:
         """Return the best offer that beats the chains, with plan and state as they then are; reasons go to ``why_not``."""
-        problem, rows, hazard, _ = self.problem(view, after, after.acceptance)
+        problem, rows, expected, _ = self.problem(view, after, after.acceptance)
         if not len(rows) or not len(problem.gain) or not plan.price:
             why_not |= {name: NO_SPECULATION for name in (TREES, MERGED) if self._able(name)}
             return None, plan, after
         chosen = Choice(plan.draft[rows], plan.length[rows])
         chains, prefill_s = score(problem, chosen), extra_prefill_s(self.corrected(after), after.correction, view, len(rows))
         probing = bool(plan.notes.get("probe"))
-        basis = Basis(problem, view.weight[rows], hazard, chosen, chains, plan.price, self.shapes.most_nodes, probing)
+        basis = Basis(problem, view.weight[rows], expected.hazard, chosen, chains, plan.price, self.shapes.most_nodes, probing)
         plain = Score(problem.base_value, problem.plain_s, problem.plain_s)
         best, reasons = self._best_offer(basis, after, view.rule[rows])
         if best is not None:  # what it promises is the better price of its time

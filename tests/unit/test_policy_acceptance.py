@@ -36,7 +36,7 @@ def hazards(estimator, state, request=0, rule=Rule.GREEDY):
 
 def spread(estimator, state, request=1):
     rule = np.zeros(1, np.int64)
-    return estimator.doubt(state, [request], rule, estimator.hazards(state, [request], rule))[0][0, 0, 0]
+    return estimator.doubt(state, estimator.expected(state, [request], rule), rule)[0][0, 0, 0]
 
 
 def test_hazards_are_unbiased_under_planned_truncation():

@@ -29,13 +29,13 @@ def look(selection, rows=4, catchup=1, draws=None, rates=(0.7, None), price=PRIC
     """The step's problem, the best choice at mean estimates, and what is worth trying instead."""
     (model, state), seen = judged(rows, rates), view(rows, catchup=np.full((rows, 2), catchup))
     everyone = np.arange(rows)
-    hazard = model.hazards(state, everyone.tolist(), seen.rule)
+    expected = model.expected(state, everyone.tolist(), seen.rule)
     given = Given(NOTHING, Choice(NOTHING, NOTHING))
     times = latency((0.1, 0.1))
-    problem = step_problem(times, times.start(), seen, everyone, hazard, given, Bounds(8, 16.0))
+    problem = step_problem(times, times.start(), seen, everyone, expected.hazard, given, Bounds(8, 16.0))
     choice, *_ = best_choice(problem, price)
     explorer = Explorer(selection, 1.5, False)
-    return problem, choice, explorer.trial(model, state, problem, seen, everyone, hazard, choice, price, draws)
+    return problem, choice, explorer.trial(model, state, problem, seen, everyone, expected, choice, price, draws)
 
 
 def test_an_unknown_selection_is_refused_by_its_name():
@@ -78,8 +78,8 @@ def test_draws_hold_for_sixteen_steps_and_newcomers_get_theirs():
 
 def test_drawn_hazards_have_the_spread_of_what_is_not_known():
     (model, state), rng, zeros = judged(1), np.random.default_rng(2), np.zeros(1, np.int64)
-    hazard = model.hazards(state, [0], zeros)
-    covariance = model.covariance(state, [0])
+    expected = model.expected(state, [0], zeros)
+    hazard, covariance = expected.hazard, model.covariance(state, expected)
     samples = np.array([drawn(state, zeros, hazard, covariance, rng.standard_normal((1, 2)))[0, :, 0] for _ in range(4000)])
     logit = np.log(samples / (1 - samples)) - np.log(hazard[0, :, 0] / (1 - hazard[0, :, 0]))
     assert logit.mean(0) == pytest.approx([0.0, 0.0], abs=0.08)
