@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 from backend.config import ConfigError, EngineConfig, ServingConfig
 from backend.engine_folder import EngineFolder, check_draft, check_target, read_engine_folder
 from backend.manifest import check_vocabulary
+from backend.ports import BLOCK_TOKENS
 from policy.latency import LatencyTable
 
 if TYPE_CHECKING:
     from backend.engines.trtllm import TrtllmEngine
+    from backend.engines.trtllm_memory import KVPlan
 
 LATENCY_FILE = "latency.json"
 """In the engine's folder, beside the engine: its times are those of the GPU that it was built for."""
@@ -61,27 +63,37 @@ def make_trtllm(
     from backend.engines.trtllm import ExecutorSettings, TrtllmEngine
 
     folders = check_engines(config, path)
+    plan = _kv_plan(tuple(trtllm_engines(config)), tuple(folders.values()))
     settings = ExecutorSettings(
         gpus=engine.gpus,
-        kv_fraction=_fractions(tuple(trtllm_engines(config)), tuple(folders.values()))[engine.name],
+        kv_fraction=plan.fractions[engine.name],
         orchestrated=any(folder.ranks > 1 for folder in folders.values()),
         worker=engine.worker,
         turn_timeout_s=engine.turn_timeout_s,
         restarts=engine is not config.target,
     )
-    return TrtllmEngine(engine.name, folders[engine.name], settings, max_context_tokens=config.limits.max_context_tokens, count=count)
+    context = config.limits.max_context_tokens
+    usable = config.limits.max_active_requests * -(-(context + config.policy.k_max + 1) // BLOCK_TOKENS)  # more could never be filled
+    return TrtllmEngine(
+        engine.name,
+        folders[engine.name],
+        settings,
+        max_context_tokens=context,
+        kv_blocks=min(usable, plan.tokens // BLOCK_TOKENS),
+        count=count,
+    )
 
 
 @lru_cache(maxsize=1)
-def _fractions(engines: tuple[EngineConfig, ...], folders: tuple[EngineFolder, ...]) -> dict[str, float]:
+def _kv_plan(engines: tuple[EngineConfig, ...], folders: tuple[EngineFolder, ...]) -> KVPlan:
     """Plan once for all engines, by the memory that is free before the first of them is created."""
     import torch
 
-    from backend.engines.trtllm_memory import EngineMemory, kv_fractions
+    from backend.engines.trtllm_memory import EngineMemory, plan_kv
 
     free = {gpu: int(torch.cuda.mem_get_info(gpu)[0]) for engine in engines for gpu in engine.gpus}
     memory = [EngineMemory(e.name, e.gpus, f.weight_bytes, f.kv_bytes_per_token) for e, f in zip(engines, folders, strict=True)]
-    return kv_fractions(memory, free, min(engine.kv_share for engine in engines))
+    return plan_kv(memory, free, min(engine.kv_share for engine in engines))
 
 
 def trtllm_tables(config: ServingConfig, path: Callable[[EngineConfig], Path]) -> Mapping[str, LatencyTable]:

@@ -21,8 +21,16 @@ class EngineMemory:
     kv_bytes_per_token: int
 
 
-def kv_fractions(engines: Sequence[EngineMemory], free_bytes: Mapping[int, int], kv_share: float) -> dict[str, float]:
-    """Return ``free_gpu_memory_fraction`` by engine, when they are created in this order.
+@dataclass(frozen=True, slots=True)
+class KVPlan:
+    """``free_gpu_memory_fraction`` by engine, and how many tokens of KV each of them then holds."""
+
+    fractions: dict[str, float]
+    tokens: int
+
+
+def plan_kv(engines: Sequence[EngineMemory], free_bytes: Mapping[int, int], kv_share: float) -> KVPlan:
+    """Divide the memory of the GPUs among engines that are created in this order.
 
     The executor takes its fraction of what is free *then*, after its own weights. All engines get room for the same number of tokens, as
     many as the tightest GPU allows; ``kv_share`` of the room is used. Raises ConfigError where weights alone do not fit.
@@ -37,7 +45,7 @@ def kv_fractions(engines: Sequence[EngineMemory], free_bytes: Mapping[int, int],
         fractions[engine.name] = kv / min(left[gpu] for gpu in engine.gpus)
         for gpu in engine.gpus:
             left[gpu] -= int(kv)
-    return fractions
+    return KVPlan(fractions, int(tokens))
 
 
 def _tokens(engines: Sequence[EngineMemory], gpu: int, free: int) -> float:

@@ -12,7 +12,7 @@ from backend.config import ConfigError
 from backend.engine_folder import check_draft, check_target, read_engine_folder
 from backend.engines import trtllm
 from backend.engines.trtllm import EngineDiedError, ExecutorSettings, TrtllmEngine
-from backend.engines.trtllm_memory import RESERVE_BYTES, EngineMemory, kv_fractions
+from backend.engines.trtllm_memory import RESERVE_BYTES, EngineMemory, plan_kv
 from backend.ports import Proposal, Sequence, Turn
 from backend.request import SamplingParams
 from tests.contract import fake_executor
@@ -246,20 +246,22 @@ def test_every_engine_gets_room_for_the_same_tokens_whatever_is_created_first():
     gib = 1 << 30
     engines = [EngineMemory("1b", [0], 2 * gib, 32 << 10), EngineMemory("8b", [0], 16 * gib, 128 << 10)]
     free = {0: 78 * gib}
-    fractions = kv_fractions(engines, free, kv_share=1.0)
+    plan = plan_kv(engines, free, kv_share=1.0)
+    fractions = plan.fractions
     room = 78 * gib - 18 * gib - 2 * RESERVE_BYTES
     tokens = room / (160 << 10)
+    assert plan.tokens == int(tokens)
     first = fractions["1b"] * (free[0] - 2 * gib)
     second = fractions["8b"] * (free[0] - 18 * gib - first)
     assert (first, second) == (pytest.approx(tokens * (32 << 10)), pytest.approx(tokens * (128 << 10), rel=1e-6))
     with pytest.raises(ConfigError, match="GPU 0 has 10240 MiB free, and 1b, 8b need"):
-        kv_fractions(engines, {0: 10 * gib}, kv_share=1.0)
+        plan_kv(engines, {0: 10 * gib}, kv_share=1.0)
 
 
 def test_an_engine_over_several_gpus_takes_its_part_of_each():
     gib = 1 << 30
     engines = [EngineMemory("1b", [0], 2 * gib, 32 << 10), EngineMemory("70b", [0, 1], 80 * gib, 320 << 10)]
-    fractions = kv_fractions(engines, {0: 79 * gib, 1: 79 * gib}, kv_share=0.9)
+    fractions = plan_kv(engines, {0: 79 * gib, 1: 79 * gib}, kv_share=0.9).fractions
     kv = fractions["1b"] * 77 * gib
     assert fractions["70b"] * (37 * gib - kv) == pytest.approx(kv / (32 << 10) * (160 << 10), rel=1e-6)
 

@@ -13,42 +13,15 @@ from backend.request import GenerationRequest
 from engines_build.measure_executor import measure_executors
 from policy import LatencyTable
 from tests.contract import fake_executor
-from tests.contract.engine_folders import engine_folder
-from tests.contract.fake_executor import Executor, Model
-
-TOKENS = ["<end>", *"abcdefgh"]
-TOKENIZER = {
-    "version": "1.0",
-    "added_tokens": [],
-    "model": {"type": "BPE", "vocab": {token: i for i, token in enumerate(TOKENS)}, "merges": []},
-    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-    "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-}
-
-
-def folder(path, name, **options):
-    made = engine_folder(path, name, vocab_size=len(TOKENS), **options)
-    (made / "tokenizer.json").write_text(json.dumps(TOKENIZER))
-    table = LatencyTable.synthetic(name, dict.fromkeys((1, 64), 0.02 if name == "target" else 0.0002))
-    (made / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
-    (made / "latency.json").write_text(json.dumps(table.to_dict()))
-    Executor.models[str(made)] = Model(lambda tokens: [5.0 * (i == tokens[-1] % 8 + 1) for i in range(len(TOKENS))])
-    return made
-
-
-def settings(path, **changes):
-    target = {"engine": "trtllm", "model": str(folder(path, "target", max_draft_len=4))}
-    draft = {"engine": "trtllm", "name": "small", "model": str(folder(path, "small"))}
-    limits = {"max_active_requests": 8, "max_context_tokens": 64, "prefill_chunk_tokens": 64}
-    raw = {"target": target, "drafts": [draft], "policy": {"k_max": 4, "keep_learned": False}, "limits": limits, "plan_invariant": "never"}
-    return raw | changes
+from tests.contract.fake_executor import Executor
+from tests.contract.trtllm_folders import TOKENIZER, folder, settings
 
 
 @pytest.fixture(autouse=True)
 def faked(monkeypatch):
     monkeypatch.setattr(trtllm, "load_bindings", lambda: fake_executor)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda gpu: (40 << 30, 80 << 30))
-    trtllm_deployment._fractions.cache_clear()
+    trtllm_deployment._kv_plan.cache_clear()
 
 
 class Reply:
@@ -75,6 +48,17 @@ def test_a_request_is_served_with_drafts_of_another_engine(tmp_path):
     assert reply.usage.accepted > 0
     target, small = (executor.config.kv_cache_config.free_gpu_memory_fraction for executor in Executor.created[-2:])
     assert 0.2 < target < small < 1.0  # each takes its fraction of what the one before has left
+
+
+def test_as_many_requests_as_the_engine_takes_are_in_flight_at_once(tmp_path):
+    made = app.build(parse_config(settings(tmp_path)))
+    for _ in range(10):
+        made.orchestrator.submit(made.session(GenerationRequest("ab", 40), Reply()))
+    made.orchestrator.step()
+    assert made.orchestrator.counts() == (8, 2)
+    while made.orchestrator.step():
+        pass
+    made.close()
 
 
 @pytest.mark.parametrize(

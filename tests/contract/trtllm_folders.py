@@ -1,0 +1,34 @@
+"""Settings and folders of a served deployment of TensorRT-LLM engines, for the fake executor: a law that counts through eight letters."""
+
+import json
+
+from policy import LatencyTable
+from tests.contract.engine_folders import engine_folder
+from tests.contract.fake_executor import Executor, Model
+
+TOKENS = ["<end>", *"abcdefgh"]
+TOKENIZER = {
+    "version": "1.0",
+    "added_tokens": [],
+    "model": {"type": "BPE", "vocab": {token: i for i, token in enumerate(TOKENS)}, "merges": []},
+    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+    "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+}
+
+
+def folder(path, name, **options):
+    made = engine_folder(path, name, vocab_size=len(TOKENS), **options)
+    (made / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    table = LatencyTable.synthetic(name, dict.fromkeys((1, 64), 0.02 if name == "target" else 0.0002))
+    (made / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
+    (made / "latency.json").write_text(json.dumps(table.to_dict()))
+    Executor.models[str(made)] = Model(lambda tokens: [5.0 * (i == tokens[-1] % 8 + 1) for i in range(len(TOKENS))])
+    return made
+
+
+def settings(path, **changes):
+    target = {"engine": "trtllm", "model": str(folder(path, "target", max_draft_len=4))}
+    draft = {"engine": "trtllm", "name": "small", "model": str(folder(path, "small"))}
+    limits = {"max_active_requests": 8, "max_context_tokens": 64, "prefill_chunk_tokens": 64}
+    raw = {"target": target, "drafts": [draft], "policy": {"k_max": 4, "keep_learned": False}, "limits": limits, "plan_invariant": "never"}
+    return raw | changes
