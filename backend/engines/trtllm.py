@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from time import monotonic
 from typing import Any
 
 from backend.engine_folder import EngineFolder
-from backend.engines.trtllm_requests import Ask, TurnError, ask, completion
+from backend.engines.trtllm_requests import Ask, Requests, TurnError, completion
 from backend.ports import Completion, EngineLimits, Sequence, Turn
 
 logger = logging.getLogger(__name__)
@@ -82,6 +82,8 @@ class TrtllmEngine:
         self.limits = EngineLimits(engine.vocab_size, context, most, engine.max_seq_len, kv_blocks)
         self._engine, self._settings, self._count, self._clock = engine, settings, count or _uncounted, clock
         self._trtllm = bindings or load_bindings()
+        self._requests = Requests(self._trtllm, engine, settings.turn_timeout_s, name)
+        self._tally: Counter[tuple[str, str]] = Counter()  # (metric, event) since the last report
         self._waiting: deque[Turn] = deque()
         self._flights: dict[int, _Flight] = {}  # by the executor's request id
         self._done: list[Completion] = []
@@ -206,7 +208,7 @@ class TrtllmEngine:
             turn = self._waiting[0]
             seen = len(turn.sequence.tokens) - self.unseen(turn.sequence)
             try:
-                asked = ask(self._trtllm, self._engine, turn, seen, self._settings.turn_timeout_s, self.name)
+                asked = self._requests.ask(turn, seen)
             except (TurnError, ValueError, AssertionError) as error:
                 self._waiting.popleft()
                 self._done.append(Completion(turn.sequence.id, [], error=f"{self.name}: {error}"))
@@ -220,7 +222,7 @@ class TrtllmEngine:
                 raise
             self._waiting.popleft()
             self._flights[request_id] = _Flight(asked, self._clock(), [])
-            self._count("spindle_engine_logits_bytes_total", asked.logits_bytes, engine=self.name)
+            self._tally["spindle_engine_logits_bytes_total", ""] += asked.logits_bytes
             if asked.cut:
                 self._count("spindle_fallback_total", reason="turn_cut_at_min_tokens")
 
@@ -276,13 +278,15 @@ class TrtllmEngine:
         if metrics is None:
             return
         kv = metrics.kv_cache_metrics
-        self._count("spindle_engine_kv_blocks_total", kv.num_reused_blocks, engine=self.name, event="reused")
-        self._count("spindle_engine_kv_blocks_total", kv.num_missed_blocks, engine=self.name, event="missed")
-        if kv.num_reused_blocks < asked.expected_blocks:
-            self._count("spindle_engine_kv_reuse_failures_total", engine=self.name)
+        self._tally["spindle_engine_kv_blocks_total", "reused"] += kv.num_reused_blocks
+        self._tally["spindle_engine_kv_blocks_total", "missed"] += kv.num_missed_blocks
+        self._tally["spindle_engine_kv_reuse_failures_total", ""] += kv.num_reused_blocks < asked.expected_blocks
 
     def _report(self) -> None:
-        """Count the executor's iterations, what they ran and how long they took, now and then."""
+        """Hand over what was counted and, now and then, the executor's iterations: what they ran and how long they took."""
+        for (name, event), amount in self._tally.items():
+            self._count(name, amount, engine=self.name, **({"event": event} if event else {}))
+        self._tally.clear()
         now = self._clock()
         if self._executor is None or now - self._stats_s < STATS_INTERVAL_S:
             return

@@ -47,41 +47,47 @@ class Ask:
     cut: bool
 
 
-def ask(trtllm: Any, engine: EngineFolder, turn: Turn, seen: int, timeout_s: float, purpose: str) -> Ask:
-    """Make the request of a turn. ``seen`` tokens were run before; ``purpose`` keeps the streams of numbers of engines apart.
+class Requests:
+    """Makes the requests of one engine; ``purpose`` keeps the streams of numbers of engines apart."""
 
-    Sampling always gives the law of the draft: without it the decoder draws twice where it rejects, which does not keep the target's law.
-    Raises TurnError.
-    """
-    sequence, sampling = turn.sequence, turn.sequence.sampling
-    _check(sampling)
-    left = max(0, sampling.min_tokens - (turn.end - sequence.prompt_tokens))
-    several_ends = len(sampling.end_ids) > 1
-    proposed = list(turn.proposal.tokens) if turn.proposal else []
-    length = len(proposed) + 1 if proposed else turn.run
-    cut = several_ends and 0 < left < length  # the executor forbids one end token by itself; others are forbidden for a whole turn
-    if cut:
-        proposed, length = proposed[: left - 1], left
-    logits = _draft_logits(turn, proposed, engine.padded_vocab_size) if proposed and not sampling.greedy else None
-    wants_logits = sampling.log_probs or (turn.keep_probs and not sampling.greedy)
-    words = [list(word) for word in sampling.bad_words] + ([[token] for token in sampling.end_ids] if several_ends and left else [])
-    request = trtllm.Request(
-        sequence.tokens[: turn.end],
-        length,
-        streaming=False,
-        sampling_config=_sampling(trtllm, sampling, left, _seed(sampling.seed, turn.end, sequence.attempt, purpose)),
-        output_config=trtllm.OutputConfig(exclude_input_from_output=True, return_perf_metrics=True, return_generation_logits=wants_logits),
-        end_id=sampling.end_ids[0] if len(sampling.end_ids) == 1 else None,
-        bad_words=words or None,
-        embedding_bias=_bias(sampling, engine.vocab_size) if sampling.bias else None,
-        external_draft_tokens_config=trtllm.ExternalDraftTokensConfig(proposed, logits) if proposed else None,
-        kv_cache_retention_config=_retention(trtllm),
-        priority=TURN_PRIORITY if seen else PROMPT_PRIORITY,
-        allotted_time_ms=timedelta(seconds=timeout_s),
-        cache_salt_id=_salt(sequence.salt),
-    )
-    rows = (length if wants_logits else 0) + (0 if logits is None else len(proposed))
-    return Ask(turn, request, proposed, min(seen, turn.end - 1) // engine.tokens_per_block, 4 * rows * engine.padded_vocab_size, cut)
+    def __init__(self, trtllm: Any, engine: EngineFolder, timeout_s: float, purpose: str) -> None:
+        self._trtllm, self._engine, self._purpose = trtllm, engine, purpose
+        self._timeout = timedelta(seconds=timeout_s)
+        self._outputs = {wants: self._output(wants) for wants in (False, True)}
+        keep, config = timedelta(seconds=RETENTION_S), trtllm.KvCacheRetentionConfig
+        prompt = config.TokenRangeRetentionConfig(0, None, RETENTION_PRIORITY, keep)
+        self._retention = config([prompt], RETENTION_PRIORITY, keep)
+
+    def _output(self, wants_logits: bool) -> Any:
+        return self._trtllm.OutputConfig(exclude_input_from_output=True, return_perf_metrics=True, return_generation_logits=wants_logits)
+
+    def ask(self, turn: Turn, seen: int) -> Ask:
+        """Make the request of a turn of which ``seen`` tokens were run before. Raises TurnError.
+
+        Sampling always gives the law of the draft: without it the decoder draws twice where it rejects, which does not keep the target's.
+        """
+        sequence, sampling, engine = turn.sequence, turn.sequence.sampling, self._engine
+        _check(sampling)
+        left = max(0, sampling.min_tokens - (turn.end - sequence.prompt_tokens))
+        proposed, length, cut = _cut(turn, left)
+        logits = _draft_logits(turn, proposed, engine.padded_vocab_size) if proposed and not sampling.greedy else None
+        wants_logits = sampling.log_probs or (turn.keep_probs and not sampling.greedy)
+        request = self._trtllm.Request(
+            sequence.tokens[: turn.end],
+            length,
+            sampling_config=_sampling(self._trtllm, sampling, left, _seed(sampling.seed, turn.end, sequence.attempt, self._purpose)),
+            output_config=self._outputs[wants_logits],
+            end_id=sampling.end_ids[0] if len(sampling.end_ids) == 1 else None,
+            bad_words=_banned(sampling, left) or None,
+            embedding_bias=_bias(sampling, engine.vocab_size) if sampling.bias else None,
+            external_draft_tokens_config=self._trtllm.ExternalDraftTokensConfig(proposed, logits) if proposed else None,
+            kv_cache_retention_config=self._retention,
+            priority=TURN_PRIORITY if seen else PROMPT_PRIORITY,
+            allotted_time_ms=self._timeout,
+            cache_salt_id=_salt(sequence.salt) if sequence.salt else None,
+        )
+        rows = (length if wants_logits else 0) + (0 if logits is None else len(proposed))
+        return Ask(turn, request, proposed, min(seen, turn.end - 1) // engine.tokens_per_block, 4 * rows * engine.padded_vocab_size, cut)
 
 
 def completion(asked: Ask, output: list[int], ended: bool, generation_logits: Any, vocab_size: int) -> Completion:
@@ -104,6 +110,23 @@ def completion(asked: Ask, output: list[int], ended: bool, generation_logits: An
             scores = (rows / (sampling.temperature or 1.0)).log_softmax(-1)
             log_probs = scores[torch.arange(len(tokens)), torch.tensor(tokens)].tolist()
     return Completion(turn.sequence.id, tokens, accepted, probs, log_probs)
+
+
+def _cut(turn: Turn, left: int) -> tuple[list[int], int, bool]:
+    """Return what is proposed, the most tokens of the turn, and whether it was cut.
+
+    The executor forbids one end token by itself for the ``left`` tokens that may not end; of several all are forbidden, for a whole turn.
+    """
+    proposed = list(turn.proposal.tokens) if turn.proposal else []
+    length = len(proposed) + 1 if proposed else turn.run
+    if len(turn.sequence.sampling.end_ids) > 1 and 0 < left < length:
+        return proposed[: left - 1], left, True
+    return proposed, length, False
+
+
+def _banned(sampling: SamplingParams, left: int) -> list[list[int]]:
+    ends = [[token] for token in sampling.end_ids] if left and len(sampling.end_ids) > 1 else []
+    return [list(word) for word in sampling.bad_words] + ends
 
 
 def _check(sampling: SamplingParams) -> None:
@@ -130,8 +153,8 @@ def _seed(seed: int, position: int, attempt: int, purpose: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed} {position} {attempt} {purpose}".encode(), digest_size=8).digest(), "big")
 
 
-def _salt(salt: str) -> int | None:
-    return 1 + int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=7).digest(), "big") if salt else None
+def _salt(salt: str) -> int:
+    return 1 + int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=7).digest(), "big")
 
 
 def _bias(sampling: SamplingParams, vocab_size: int) -> torch.Tensor:
@@ -150,13 +173,6 @@ def _draft_logits(turn: Turn, proposed: list[int], width: int) -> torch.Tensor:
         probs = law.dense(row, width)
         logits[row, : len(probs)] = probs.log().clamp_(min=_NEVER).float()
     return logits
-
-
-def _retention(trtllm: Any) -> Any:
-    keep = timedelta(seconds=RETENTION_S)
-    config = trtllm.KvCacheRetentionConfig
-    prompt = config.TokenRangeRetentionConfig(0, None, RETENTION_PRIORITY, keep)
-    return config([prompt], RETENTION_PRIORITY, keep)
 
 
 def _processed(generation_logits: Any, turn: Turn, tokens: list[int], vocab_size: int) -> torch.Tensor:

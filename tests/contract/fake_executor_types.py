@@ -143,7 +143,8 @@ class Request:
 
     def __post_init__(self) -> None:
         assert self.input_token_ids, "input token ids must not be empty"
-        assert all(type(token) is int and token >= 0 for token in self.input_token_ids), "token ids are ints"
+        assert set(map(type, self.input_token_ids)) == {int}, "token ids are ints"
+        assert min(self.input_token_ids) >= 0, "token ids are not negative"
         assert self.max_tokens > 0, f"max_tokens {self.max_tokens}"
         assert 0.0 <= self.priority <= 1.0, f"priority {self.priority}"
         assert self.cache_salt_id is None or self.cache_salt_id > 0, f"cache_salt_id {self.cache_salt_id}"
