@@ -45,7 +45,7 @@ PROJECT_ROOT = Path(__file__).resolve().parent.parent
 OVERHEAD_S, SPECULATION_S, LOOKUP_S = 5e-4, 3e-4, 2e-5
 """Start values of what no table knows: a step's overhead, what speculating adds to it, a lookup. Measured steps correct them."""
 
-MERGE_TOKENS = 12.0
+MERGE_TOKENS = 20.0
 """What merging a piece of a cut context costs in cached tokens read, by ``tests.bench.bench_padding``."""
 
 LEAST_TEMPERATURE = 1e-5
@@ -236,7 +236,7 @@ def make_engine(engine: EngineConfig, config: ServingConfig, threads: int, count
         max_context_tokens=max_context,
         max_draft_tokens=max(1, k_max),
         threads=threads,
-        pads=engine.attention == "padded",
+        attention=engine.attention,
     )
 
 

@@ -27,11 +27,12 @@ def setting(default: Any, *, low: float | None = None, high: float | None = None
 class EngineConfig:
     """A target or a draft. ``model`` is a folder (relative to the project root) or the embedded model's name (torch engines only).
 
-    ``attention`` of a torch target: every row by itself (``ragged``), or all rows of a verification side by side (``padded``), cut into
-    pieces where the adaptive policy finds that to pay. ``min_ngram``/``max_ngram`` belong to ``lookup``; ``seed``, ``agreement`` (how often
-    a fake draft proposes what the fake target would emit) and ``step_s`` (seconds per pass) to ``fake``. ``trtllm`` engines (``model`` is a
-    folder made by ``trtllm-build``) have ``gpus``, one a rank, the share of the memory beside weights that ``kv_share`` gives to KV,
-    ``turn_timeout_s``, and the ``worker`` program of the ranks where an engine spans GPUs.
+    ``attention`` of a torch engine runs decoding rows one by one (``ragged``), side by side in tiles of like lengths (``tiled``) or, in a
+    target, padded to the longest (``padded``), cut into pieces where the adaptive policy finds that to pay. ``min_ngram``/``max_ngram``
+    belong to ``lookup``; ``seed``, ``agreement`` (how often a fake draft proposes what the fake target would emit) and ``step_s`` (seconds
+    per pass) to ``fake``. ``trtllm`` engines (``model`` is a folder made by ``trtllm-build``) have ``gpus``, one a rank, the share of the
+    memory beside weights that ``kv_share`` gives to KV, ``turn_timeout_s``, and the ``worker`` program of the ranks where an engine spans
+    GPUs.
     """
 
     engine: str = setting("torch", choices=("torch", "lookup", "fake", "trtllm"))
@@ -39,7 +40,7 @@ class EngineConfig:
     model: str = ""
     dtype: str = setting("bf16", choices=("bf16", "fp32", "fp64"))
     device: str = "cpu"
-    attention: str = setting("ragged", choices=("ragged", "padded"))
+    attention: str = setting("ragged", choices=("ragged", "tiled", "padded"))
     min_ngram: int = setting(2, low=1, high=16)
     max_ngram: int = setting(4, low=1, high=16)
     seed: int = 0
@@ -183,8 +184,8 @@ def parse_config(raw: Any) -> ServingConfig:
             raise ConfigError(f"{where}.model must name a folder or {EMBEDDED_MODEL!r}, got {engine.model!r}")
         if engine.engine == "trtllm" and engine.model == EMBEDDED_MODEL:
             raise ConfigError(f"{where}.model must name an engine folder, got {engine.model!r}")
-        if engine.attention != "ragged" and (engine.engine != "torch" or engine is not config.target):
-            raise ConfigError(f"{where}.attention must be 'ragged' but for a torch target, got {engine.attention!r}")
+        if engine.attention == "padded" and (engine.engine != "torch" or engine is not config.target):
+            raise ConfigError(f"{where}.attention must be 'ragged' or 'tiled' but for a torch target, got 'padded'")
     _check_policy(config.policy, names[1:])
     if config.target.engine == "trtllm":
         _check_trtllm(config)

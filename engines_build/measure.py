@@ -192,7 +192,7 @@ def _rig(engine: EngineConfig, folder: Path, cases: Sequence[Case], threads: int
         max_context_tokens=max(case.context + case.new for case in cases),
         max_draft_tokens=max(case.length + case.run for case in cases),
         threads=threads,
-        pads=engine.attention == "padded",
+        attention=engine.attention,
     )
     return Rig(made, rng)
 

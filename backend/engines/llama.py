@@ -70,11 +70,13 @@ class Layer:
 class Llama:
     """A decoder with a KV pool of ``kv_blocks`` blocks; positions up to ``max_positions``.
 
+    ``pads``: of the chunks that are attended to beside others, all are padded to the longest, not only those of a tile (``padded``).
     ``weights`` is emptied while its layers are packed, so that memory never holds them all twice.
     """
 
-    def __init__(self, config: LlamaConfig, weights: Weights, *, kv_blocks: int, max_positions: int) -> None:
+    def __init__(self, config: LlamaConfig, weights: Weights, *, kv_blocks: int, max_positions: int, pads: bool = False) -> None:
         self.config = config
+        self._pads = pads
         self._embedding = weights["model.embed_tokens.weight"]
         self.device, self.dtype = self._embedding.device, self._embedding.dtype
         self._norm = weights["model.norm.weight"]
@@ -153,20 +155,25 @@ class Llama:
 
     def _attention(self, chunks: Seq[Chunk]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         """Return attention over the chunks, a function of ``qkv`` and a layer's pool."""
-        alone = [number for number, chunk in enumerate(chunks) if chunk.piece_tokens is None]
+        together = [number for number, chunk in enumerate(chunks) if chunk.piece_tokens is not None]
+        if len(together) == 1 and not self._pads:
+            together = []
+        alone = sorted({*range(len(chunks))}.difference(together))
         masks = [self._mask(chunks[number]) for number in alone]
-        if len(alone) == len(chunks):
+        if not together:
             return lambda qkv, pool: self._attend(qkv, pool, chunks, masks)
         firsts = [0, *accumulate(len(chunk.tokens) for chunk in chunks)]
-        together = [number for number, chunk in enumerate(chunks) if chunk.piece_tokens is not None]
+        if not self._pads:
+            together.sort(key=lambda number: chunks[number].start)
         group = self.config.num_heads // self.config.num_kv_heads
-        padded = Padded([chunks[n] for n in together], [firsts[n] for n in together], group, self.dtype, self.device)
-        if not alone:
-            return padded
-        others = torch.tensor([row for n in alone for row in range(firsts[n], firsts[n + 1])], device=self.device)
+        side_by_side = [chunks[n] for n in together]
+        padded = Padded(side_by_side, [firsts[n] for n in together], group, self.dtype, self.device, uniform=self._pads)
+        others = torch.tensor([row for n in alone for row in range(firsts[n], firsts[n + 1])], dtype=torch.int64, device=self.device)
         order = torch.cat([padded.rows, others]).argsort()
 
         def both(qkv: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
+            if not alone:
+                return padded(qkv, pool)[order]
             ragged = self._attend(qkv[others], pool, [chunks[n] for n in alone], masks)
             return torch.cat([padded(qkv, pool), ragged])[order]
 

@@ -20,6 +20,8 @@ from backend.engines.verification import Request, runners_up, sample, sample_mor
 from backend.ports import BLOCK_TOKENS, Completion, EngineLimits, Sequence, Turn
 from backend.randomness import Purpose, draft_lane
 
+RAGGED, TILED, PADDED = "ragged", "tiled", "padded"
+
 
 @dataclass(slots=True)
 class _Job:
@@ -66,15 +68,16 @@ class TorchEngine:
         max_context_tokens: int,
         max_draft_tokens: int = 8,
         threads: int | None = None,
-        pads: bool = False,
+        attention: str = RAGGED,
     ) -> None:
-        """Load a Hugging Face folder. ``threads`` sets torch's threads, for the whole process; ``pads``: as in ``EngineLimits``.
+        """Load a Hugging Face folder. ``threads`` sets torch's threads, for the whole process; ``attention`` runs short chunks one by one
+        (``RAGGED``), side by side in tiles of like lengths (``TILED``), or padded to the longest (``PADDED``).
 
         Raises CheckpointError for a folder that cannot be served.
         """
         if threads is not None:
             torch.set_num_threads(threads)
-        self._set_up(name, *load(folder, dtype, device), kv_blocks, max_context_tokens, max_draft_tokens, pads)
+        self._set_up(name, *load(folder, dtype, device), kv_blocks, max_context_tokens, max_draft_tokens, attention)
 
     @classmethod
     def from_weights(
@@ -86,15 +89,22 @@ class TorchEngine:
         kv_blocks: int,
         max_context_tokens: int,
         max_draft_tokens: int = 8,
-        pads: bool = False,
+        attention: str = RAGGED,
     ) -> TorchEngine:
         """Build an engine of weights that are in memory (``config.shapes()`` names them), in their dtype and on their device."""
         engine = cls.__new__(cls)
-        engine._set_up(name, config, dict(weights), kv_blocks, max_context_tokens, max_draft_tokens, pads)
+        engine._set_up(name, config, dict(weights), kv_blocks, max_context_tokens, max_draft_tokens, attention)
         return engine
 
     def _set_up(
-        self, name: str, config: LlamaConfig, weights: Weights, kv_blocks: int, max_context_tokens: int, max_draft_tokens: int, pads: bool
+        self,
+        name: str,
+        config: LlamaConfig,
+        weights: Weights,
+        kv_blocks: int,
+        max_context_tokens: int,
+        max_draft_tokens: int,
+        attention: str,
     ) -> None:
         self.name = name
         self.limits = EngineLimits(
@@ -106,12 +116,13 @@ class TorchEngine:
             tree=config.draft_vocab_size == 0,
             scores=True,
             siblings=True,
-            pads=pads,
+            pads=attention == PADDED,
         )
+        self._attention = attention
         self._lane = draft_lane(name)
         self._max_positions = max_context_tokens + max_draft_tokens
         with torch.inference_mode():
-            self._model = Llama(config, weights, kv_blocks=kv_blocks, max_positions=self._max_positions)
+            self._model = Llama(config, weights, kv_blocks=kv_blocks, max_positions=self._max_positions, pads=attention == PADDED)
         self._columns = Columns(self._model.token_ids)
         self._caches = Caches(name, kv_blocks, self._model.device)
         self._turns: list[Turn] = []
@@ -190,7 +201,9 @@ class TorchEngine:
 
     def _piece_tokens(self, turn: Turn, start: int) -> int | None:
         """Return how a turn's keys are cut beside others'; None for a chunk by itself: with many rows it would pad theirs."""
-        return turn.piece_tokens if self.limits.pads and turn.end - start <= 1 else None
+        if self._attention == RAGGED or turn.end - start > 1:
+            return None
+        return turn.piece_tokens if self._attention == PADDED else 0
 
     def _take_rows_to_score(self, turn: Turn, cache: Cache, start: int) -> int:
         """Return how many of the last committed tokens, run from ``start`` on, are scored: those of steps that did without this draft.

@@ -1,4 +1,4 @@
-"""A verification whose rows are attended to one by one, padded to the longest context, or cut into pieces. Prints JSON.
+"""A verification whose rows are attended to one by one, in tiles, padded to the longest context, or cut into pieces. Prints JSON.
 
     python -m tests.bench.bench_padding --config model_repository/spindle/1/serving.json
 
@@ -27,7 +27,7 @@ import numpy as np
 from backend import machine
 from backend.app import MERGE_TOKENS, model_path
 from backend.config import load_config
-from backend.engines.torch_engine import TorchEngine
+from backend.engines.torch_engine import PADDED, RAGGED, TILED, TorchEngine
 from backend.ports import BLOCK_TOKENS, Proposal, Sequence, Turn
 from backend.request import SamplingParams
 from policy.decomposition import best_piece
@@ -51,7 +51,7 @@ def cases(seed: int) -> dict[str, list[int]]:
     }
 
 
-def step(engine: TorchEngine, contexts: list[int], length: int, pads: bool, piece_tokens: int) -> Callable[[], None]:
+def step(engine: TorchEngine, contexts: list[int], length: int, attention: str, piece_tokens: int) -> Callable[[], None]:
     """Return a verification of random tokens behind contexts that are taken as seen but for the last token."""
     rng, first, turns = np.random.default_rng(len(contexts)), itertools.count(), []
     for number, context in enumerate(contexts):
@@ -61,7 +61,7 @@ def step(engine: TorchEngine, contexts: list[int], length: int, pads: bool, piec
         turns.append(Turn(sequence, context + 1, proposal=Proposal("bench", text[context + 1 :]), piece_tokens=piece_tokens))
 
     def run() -> None:
-        engine.limits = replace(engine.limits, pads=pads)
+        engine._attention, engine._model._pads = attention, attention == PADDED
         engine.cancel(range(len(contexts)))
         for turn in turns:
             engine.assume(turn.sequence, turn.end - 1)
@@ -83,13 +83,13 @@ def measure(engine: TorchEngine, contexts: list[int], length: int, rounds: int, 
     decided = best_piece(reads, True, MERGE_TOKENS, BLOCK_TOKENS)
     pieces = {"padded": 0} | {f"cut {tokens}": tokens for tokens in LENGTHS if tokens < max(contexts)}
     pieces["decided"] = decided.piece_tokens
-    arms = {"ragged": step(engine, contexts, length, False, 0)}
-    arms |= {name: step(engine, contexts, length, True, tokens) for name, tokens in pieces.items()}
+    arms = {name: step(engine, contexts, length, name, 0) for name in (RAGGED, TILED)}
+    arms |= {name: step(engine, contexts, length, PADDED, tokens) for name, tokens in pieces.items()}
     for block in range(rounds + 1):
         for name in abba(list(arms), block):
             arms[name]()
     taken = {name: run.samples[1:] for name, run in arms.items()}  # type: ignore[attr-defined]
-    ratios = {name: [one / other for one, other in zip(taken["ragged"], times, strict=True)] for name, times in taken.items()}
+    ratios = {name: [one / other for one, other in zip(taken[RAGGED], times, strict=True)] for name, times in taken.items()}
     return {
         "ms": {name: round(1e3 * statistics.median(times), 2) for name, times in taken.items()},
         "ragged_over": {n: [round(x, 3) for x in (statistics.median(r), *median_interval(r, seed))] for n, r in ratios.items()},

@@ -47,7 +47,7 @@ def tiny_engine(
     scale: float = 0.5,
     dtype: torch.dtype = torch.float64,
     kv_blocks: int = BLOCKS,
-    pads: bool = False,
+    attention: str = "ragged",
 ) -> TorchEngine:
     """An engine of random weights that are the same for every name, moved by ``noise`` of ``seed``: a draft that is right now and then."""
     config = config or tiny_config()
@@ -60,7 +60,7 @@ def tiny_engine(
         weights |= {"lm_head.weight": weights["lm_head.weight"][ids], "lm_head.token_ids": ids}
     weights = {key: w if key.endswith("token_ids") else w.to(dtype) for key, w in weights.items()}
     return TorchEngine.from_weights(
-        name, config, weights, kv_blocks=kv_blocks, max_context_tokens=MAX_CONTEXT_TOKENS, max_draft_tokens=K_MAX, pads=pads
+        name, config, weights, kv_blocks=kv_blocks, max_context_tokens=MAX_CONTEXT_TOKENS, max_draft_tokens=K_MAX, attention=attention
     )
 
 

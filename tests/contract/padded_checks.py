@@ -9,6 +9,7 @@ from tests.contract.deployment import Deployment
 from tests.contract.scenarios import MIXED, TREE_SCRIPT, UNEVEN, serve
 
 CUT = replace(UNEVEN, pieces=(16,))
+TILED = replace(UNEVEN, pieces=(), attention="tiled")
 CUT_MIXED = replace(
     MIXED, asks=tuple(replace(ask, prompt=5 + n % 4) for n, ask in enumerate(MIXED.asks)), script=TREE_SCRIPT, pieces=(16, 32)
 )
@@ -16,6 +17,14 @@ CUT_MIXED = replace(
 
 def greedy_texts_of_padded_rows_are_those_of_plain_decoding() -> None:
     checks.texts_are_those_of_plain_decoding(replace(UNEVEN, pieces=(0,)))
+
+
+def greedy_texts_of_tiled_rows_are_those_of_plain_decoding() -> None:
+    checks.texts_are_those_of_plain_decoding(TILED)
+
+
+def kv_of_tiled_rows_is_that_of_a_fresh_prefill() -> None:
+    checks.kv_is_that_of_a_fresh_prefill(TILED)
 
 
 def greedy_texts_of_cut_contexts_are_those_of_plain_decoding() -> None:
@@ -55,6 +64,8 @@ def outcomes_say_how_contexts_were_cut() -> None:
 
 SUITE = [
     greedy_texts_of_padded_rows_are_those_of_plain_decoding,
+    greedy_texts_of_tiled_rows_are_those_of_plain_decoding,
+    kv_of_tiled_rows_is_that_of_a_fresh_prefill,
     greedy_texts_of_cut_contexts_are_those_of_plain_decoding,
     texts_are_those_of_plain_decoding_however_contexts_are_cut,
     texts_of_cut_contexts_with_options_are_those_of_plain_decoding,

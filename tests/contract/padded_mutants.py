@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from backend.engines import padded
@@ -15,8 +17,8 @@ __all__ = ["MUTANTS"]
 def afterwards(patch: Patch, change) -> None:
     """Change every pass's attention once it has been made."""
 
-    def made(original, attention, *arguments):
-        original(attention, *arguments)
+    def made(original, attention, *arguments, **options):
+        original(attention, *arguments, **options)
         change(attention)
 
     wrap(patch, Padded, "__init__", made)
@@ -48,7 +50,7 @@ def leave_out_the_last_piece(patch: Patch) -> None:
 @killed_by(padded_checks.greedy_texts_of_padded_rows_are_those_of_plain_decoding)
 def read_what_lies_behind_a_context(patch: Patch) -> None:
     def change(attention):
-        attention._unused = attention._unused[:0]
+        attention._tiles = [replace(tile, unused=tile.unused[:0]) for tile in attention._tiles]
 
     afterwards(patch, change)
 
@@ -56,7 +58,7 @@ def read_what_lies_behind_a_context(patch: Patch) -> None:
 @killed_by(padded_checks.greedy_texts_of_padded_rows_are_those_of_plain_decoding)
 def let_a_padded_row_see_the_next_proposed_token(patch: Patch) -> None:
     def change(attention):
-        attention._mask = attention._mask.roll(1, -1)
+        attention._tiles = [replace(tile, mask=tile.mask.roll(1, -1)) for tile in attention._tiles]
 
     afterwards(patch, change)
 
@@ -68,12 +70,7 @@ def let_a_padded_leaf_see_its_siblings(patch: Patch) -> None:
 
 @killed_by(padded_checks.kv_of_cut_contexts_is_that_of_a_fresh_prefill)
 def take_the_blocks_of_the_first_piece_for_all(patch: Patch) -> None:
-    wrap(
-        patch,
-        Padded,
-        "_read",
-        lambda original, attention, chunks, owner, begin, width: original(attention, chunks, owner, 0 * begin, width),
-    )
+    wrap(patch, padded, "_blocks", lambda original, chunks, owner, begin, width: original(chunks, owner, 0 * begin, width))
 
 
 @killed_by(padded_checks.outcomes_say_how_contexts_were_cut)

@@ -47,6 +47,7 @@ class Scenario:
     kv_blocks: int = 64
     reuse: bool = True
     pieces: tuple[int, ...] = ()
+    attention: str = ""
 
 
 SCRIPT = ((1, 4), (0, 2), (5, 3), (3, 3), (1, 1), (2, 4), (NO_DRAFT, 0), (1, 3), (3, 4), (4, 4), (2, 2), (6, 4), (0, 3))
@@ -113,13 +114,13 @@ def reference() -> Reference:
     return Reference(tiny_engine())
 
 
-def new_drafts() -> list[Engine]:
+def new_drafts(attention: str = "ragged") -> list[Engine]:
     """Drafts in the order of ``DRAFTS``."""
     return [
-        tiny_engine("twin"),
-        tiny_engine("near", seed=1, noise=0.05),
-        tiny_engine("short", config=tiny_config(shortlist=15), seed=2, noise=0.05),
-        tiny_engine("fp32", seed=3, noise=0.05, dtype=torch.float32),
+        tiny_engine("twin", attention=attention),
+        tiny_engine("near", seed=1, noise=0.05, attention=attention),
+        tiny_engine("short", config=tiny_config(shortlist=15), seed=2, noise=0.05, attention=attention),
+        tiny_engine("fp32", seed=3, noise=0.05, dtype=torch.float32, attention=attention),
         LookupEngine("lookup", max_draft_tokens=K_MAX, vocab_size=VOCAB),
         ForetoldDraft("liar", lies=True),
         ForetoldDraft("oracle", lies=False),
@@ -129,8 +130,8 @@ def new_drafts() -> list[Engine]:
 def serve(scenario: Scenario, *watchers: Callable[[Deployment], None]) -> tuple[Deployment, list[Session]]:
     """Run a scenario to its end; the sessions are in the order of its asks."""
     deployment = Deployment(
-        tiny_engine(pads=bool(scenario.pieces)),
-        new_drafts(),
+        tiny_engine(attention=scenario.attention or ("padded" if scenario.pieces else "ragged")),
+        new_drafts(scenario.attention or "ragged"),
         Scripted(scenario.script, scenario.pieces or (0,)),
         chunk_tokens=scenario.chunk_tokens,
         max_active=scenario.max_active,

@@ -33,13 +33,16 @@ def chunks(draw):
     return made
 
 
+@pytest.mark.parametrize("tile_tokens", [32, 4096])
+@pytest.mark.parametrize("attention", ["tiled", "padded"])
 @pytest.mark.parametrize("partial", [padded.partial, padded.partial_by_products])
-def test_a_pass_of_padded_and_cut_rows_gives_every_row_what_it_gets_alone(partial, monkeypatch):
+def test_a_pass_of_rows_side_by_side_and_cut_gives_every_row_what_it_gets_alone(partial, attention, tile_tokens, monkeypatch):
     monkeypatch.setattr(padded, "partial", partial)
-    model = tiny_engine()._model
+    monkeypatch.setattr(padded, "TILE_TOKENS", tile_tokens)
+    model = tiny_engine(attention=attention)._model
     blocks = itertools.cycle(range(BLOCKS))
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=60, deadline=None)
     @given(chunks(), st.integers(0, 2**32 - 1))
     def holds(drawn, seed):
         rng = np.random.default_rng(seed)
@@ -62,7 +65,7 @@ def test_a_pass_of_padded_and_cut_rows_gives_every_row_what_it_gets_alone(partia
 
 @pytest.mark.parametrize("piece", [-16, 8, 24])
 def test_pieces_that_are_not_of_whole_blocks_end_their_turn_alone(piece):
-    engine = tiny_engine(pads=True)
+    engine = tiny_engine(attention="padded")
     sequences = [Sequence(number, [1, 2, 3], 3, SamplingParams(), {"target": [number]}) for number in range(2)]
     engine.submit([Turn(sequence, 3, piece_tokens=tokens) for sequence, tokens in zip(sequences, (piece, 16), strict=True)])
     errors = {completion.sequence_id: completion.error for completion in engine.poll(0.0)}
@@ -76,7 +79,7 @@ def test_the_planner_cuts_uneven_contexts_of_a_target_that_pads_and_leaves_even_
     planner = ShapedPlanner(("near",), latency, PlannerConfig(k_max=4), Shapes(pads=True, merge_tokens=8.0))
     cut = {}
     for name, prompts in {"uneven": (PROMPTS[6], *[PROMPTS[0]] * 4), "even": [PROMPTS[1]] * 5}.items():
-        deployment = Deployment(tiny_engine(pads=True), [tiny_engine("near", seed=1, noise=0.2)], planner)
+        deployment = Deployment(tiny_engine(attention="padded"), [tiny_engine("near", seed=1, noise=0.2)], planner)
         outcomes = []
         observe = planner.observe
         planner.observe = lambda outcome, state, now, seen=outcomes, learn=observe: (seen.append(outcome), learn(outcome, state, now))[1]

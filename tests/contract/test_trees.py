@@ -97,7 +97,7 @@ def test_trees_and_chains_and_prompts_share_a_pass():
 @given(st.data())
 def test_a_decision_in_a_tree_is_the_one_that_is_made_alone(data):
     target = tiny_engine("target")
-    sequence = sequence_of(data, range(VOCAB))
+    sequence = sequence_of(data, range(VOCAB), False)
     guesses = st.integers(0, VOCAB - 1)
 
     def tokens(behind, count):

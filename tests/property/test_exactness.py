@@ -53,6 +53,7 @@ scenarios = st.builds(
     kv_blocks=st.integers(5, 20),
     reuse=st.booleans(),
     pieces=st.lists(st.sampled_from([0, 16, 16, 32, 48, 96]), max_size=4).map(tuple),
+    attention=st.sampled_from(["", "", "tiled"]),
 )
 CHECKS = [checks.texts_are_those_of_plain_decoding, checks.log_probs_are_those_of_the_text, checks.kv_is_that_of_a_fresh_prefill]
 
