@@ -21,6 +21,7 @@ from backend.reloading import reload_drafts
 from backend.request import ErrorCode, FinishReason, GenerationRequest, RequestError
 from backend.request_trace import RequestTrace
 from backend.session import Delta, Usage
+from backend.tokenizer import convert
 
 logger = logging.getLogger(__name__)
 
@@ -264,6 +265,8 @@ class Server:
                 threading.Thread(target=self._reload, args=(connection, request_id), name="reload", daemon=True).start()
             else:
                 self.post(connection, {"type": "admin", "id": request_id, "reply": self._admin(message.get("command"))})
+        elif kind in ("encode", "decode"):
+            self._tokenizers.submit(self._convert, connection, message)
         elif kind == "subscribe":
             connection.subscribed = True
         else:
@@ -291,6 +294,17 @@ class Server:
         except Exception as error:
             logger.exception("a request could not be prepared")
             ticket.error(ErrorCode.INTERNAL, f"the request could not be prepared ({type(error).__name__})")
+
+    def _convert(self, connection: Connection, message: wire.Message) -> None:
+        """Answer those who tokenise for themselves (tokeniser thread)."""
+        try:
+            reply = convert(self._app.tokenizer, message, self._app.config.add_special_tokens)
+        except RequestError as error:
+            reply = {"type": "error", "code": error.code.value, "message": error.message}
+        except Exception as error:
+            logger.exception("a text could not be converted")
+            reply = {"type": "error", "code": ErrorCode.INTERNAL.value, "message": f"it could not be converted ({type(error).__name__})"}
+        self.post(connection, {**reply, "id": message["id"]})
 
     def _admin(self, command: Any) -> dict[str, Any]:
         """Return the reply to a command of the administrative interface."""

@@ -4,9 +4,10 @@ A frame is a 4-byte big-endian length, then a UTF-8 JSON object ``{"type": ..., 
 protocol version; a mismatch closes the connection with an error that names both versions.
 
 stub -> engine   hello{version}  submit{id, request, trace}  cancel{id}  admin{id, command}  subscribe{}
+                 encode{id, prompts, words}  decode{id, tokens}
 engine -> stub   hello{version, info}  chunk{id, text, tokens}  final{id, text, tokens, finish_reason, num_input_tokens, num_output_tokens,
                  draft_tokens, accepted_draft_tokens, times_s, kv_blocks}  error{id, code, message}  admin{id, reply}
-                 stats{counters, observations, gauges}
+                 stats{counters, observations, gauges}  encoded{id, prompts, words, end_id, vocab_size}  decoded{id, texts}
 
 ``id`` is chosen by the stub, unique in its connection. Every ``submit`` is answered by exactly one ``final`` or ``error``; the ``chunk``s
 of a streaming request come before it. ``trace`` comes with a request that Triton traces (its context: ``traceparent``

@@ -61,36 +61,42 @@ def decode(
             seed = None if request.seed is None else (request.seed + index) % 2**64
             parts.append((replace(request, seed=seed), replace(wanted, sequence_index=index if sequences > 1 else None)))
     if len(parts) > 1 and not decoupled:
-        raise _invalid(f"a batch or num_return_sequences over 1 is only supported in decoupled mode, got {len(parts)} texts")
+        raise invalid(f"a batch or num_return_sequences over 1 is only supported in decoupled mode, got {len(parts)} texts")
     return parts
 
 
 def _decode_row(inputs: Mapping[str, Array], fields: Seq[Field], decoupled: bool) -> tuple[GenerationRequest, Wanted, int]:
     """Return what one element of the batch means, and how many texts it asks for."""
-    given: dict[str, Any] = {}
-    for field in fields:
-        if field.name not in inputs:
-            if field.required:
-                raise _invalid(f"{field.name} is required")
-        elif field.refused is not None:
-            _refuse(field, inputs[field.name])
-        elif not field.effect:
-            _check_type(field, inputs[field.name])
-        else:
-            given[field.attribute] = _meaning(field, inputs[field.name])
+    given = meanings(inputs, fields)
     tokens = "input_lengths" in given
     if tokens:
         given |= {"text_input": "", "input_ids": _prompt(given.pop("input_ids", ()), given.pop("input_lengths"))}
         given.pop("stop", None)
     sequences = given.pop("num_return_sequences", 1)
     if not 1 <= sequences <= MOST_SEQUENCES:
-        raise _invalid(f"num_return_sequences must be between 1 and {MOST_SEQUENCES}, got {sequences}")
+        raise invalid(f"num_return_sequences must be between 1 and {MOST_SEQUENCES}, got {sequences}")
     names = ("num_input_tokens", "num_output_tokens", "perf_metrics")
     wanted = Wanted(tokens=tokens, **{name: bool(given.pop(f"return_{name}", False)) for name in names})
     request = GenerationRequest(**given)
     _check(request, {field.attribute: field.name for field in fields}, decoupled)
     _check_changes(request)
     return request, wanted, sequences
+
+
+def meanings(inputs: Mapping[str, Array], fields: Seq[Field]) -> dict[str, Any]:
+    """Return what the tensors of one element of a batch say, by attribute. Raises RequestError naming the field."""
+    given: dict[str, Any] = {}
+    for field in fields:
+        if field.name not in inputs:
+            if field.required:
+                raise invalid(f"{field.name} is required")
+        elif field.refused is not None:
+            _refuse(field, inputs[field.name])
+        elif not field.effect:
+            _check_type(field, inputs[field.name])
+        else:
+            given[field.attribute] = _meaning(field, inputs[field.name])
+    return given
 
 
 def asks_to_stop(inputs: Mapping[str, Array]) -> bool:
@@ -145,7 +151,7 @@ def _batch_of_one(name: str, value: Any) -> Array:
 
 def _check_type(field: Field, array: Array) -> None:
     if array.dtype != NUMPY_TYPES[field.dtype]:
-        raise _invalid(f"{field.name} must be {field.dtype}, got {array.dtype}")
+        raise invalid(f"{field.name} must be {field.dtype}, got {array.dtype}")
 
 
 def _values(field: Field, array: Array) -> list[Any]:
@@ -153,7 +159,7 @@ def _values(field: Field, array: Array) -> list[Any]:
     _check_type(field, array)
     (length,) = field.dims
     if array.ndim != 2 or array.shape[0] != 1 or (length > 0 and array.shape[1] != length):
-        raise _invalid(f"{field.name} must have shape [1, {length}], got {list(array.shape)}")
+        raise invalid(f"{field.name} must have shape [1, {length}], got {list(array.shape)}")
     values: list[Any] = array[0].tolist()
     return [_text(field.name, value) for value in values] if field.dtype == "STRING" else values
 
@@ -172,17 +178,17 @@ def _words(field: Field, array: Array) -> tuple[tuple[int, ...], ...]:
     """Return the words of a tensor [1, 2, n]: their ids in a row, and the end of each in it, padded with -1."""
     _check_type(field, array)
     if array.ndim != 3 or array.shape[:2] != (1, 2):
-        raise _invalid(f"{field.name} must have shape [1, 2, -1], got {list(array.shape)}")
+        raise invalid(f"{field.name} must have shape [1, 2, -1], got {list(array.shape)}")
     ids, ends = array[0].tolist()
     ends = [end for end in ends if end != -1]
     if any(not low < end <= len(ids) for low, end in zip([0, *ends], ends, strict=False)):
-        raise _invalid(f"{field.name} must have rising ends of words, at most {len(ids)}, in its second row, got {ends}")
+        raise invalid(f"{field.name} must have rising ends of words, at most {len(ids)}, in its second row, got {ends}")
     return tuple(tuple(ids[low:end]) for low, end in zip([0, *ends], ends, strict=False))
 
 
 def _prompt(ids: tuple[int, ...], length: int) -> tuple[int, ...]:
     if not 1 <= length <= len(ids):
-        raise _invalid(f"input_lengths must be between 1 and the {len(ids)} input_ids, got {length}")
+        raise invalid(f"input_lengths must be between 1 and the {len(ids)} input_ids, got {length}")
     return ids[:length]
 
 
@@ -201,30 +207,30 @@ def _text(name: str, value: bytes | str) -> str:
     try:
         return value.decode()
     except UnicodeDecodeError as error:
-        raise _invalid(f"{name} is not valid UTF-8: byte {value[error.start]:#04x} at offset {error.start}") from None
+        raise invalid(f"{name} is not valid UTF-8: byte {value[error.start]:#04x} at offset {error.start}") from None
 
 
 def _check(request: GenerationRequest, names: Mapping[str, str], decoupled: bool) -> None:
     """Check the ranges; ``names`` are the model's for the request's attributes. Raises RequestError."""
     if not request.text_input and request.input_ids is None:
-        raise _invalid("text_input must not be empty, got ''")
+        raise invalid("text_input must not be empty, got ''")
     if request.stream and not decoupled:
-        raise _invalid("Streaming is only supported in decoupled mode. Got stream true")
+        raise invalid("Streaming is only supported in decoupled mode. Got stream true")
     for name, low in _LOWEST.items():
         value = getattr(request, name)
         if value is not None and value < low:
-            raise _invalid(f"{names[name]} must be at least {low}, got {value}")
+            raise invalid(f"{names[name]} must be at least {low}, got {value}")
     if request.temperature is not None and not (math.isfinite(request.temperature) and request.temperature >= 0):
-        raise _invalid(f"temperature must be a finite number of at least 0, got {request.temperature:g}")
+        raise invalid(f"temperature must be a finite number of at least 0, got {request.temperature:g}")
     if request.top_p is not None and not 0 <= request.top_p <= 1:
-        raise _invalid(f"{names['top_p']} must be between 0 and 1 (0 = off), got {request.top_p:g}")
+        raise invalid(f"{names['top_p']} must be between 0 and 1 (0 = off), got {request.top_p:g}")
 
 
 def _check_changes(request: GenerationRequest) -> None:
     """Check the options that change logits. Raises RequestError."""
     words, weights = request.embedding_bias_words, request.embedding_bias_weights
     if len(words) != len(weights):
-        raise _invalid(f"embedding_bias_weights must be as many as embedding_bias_words ({len(words)}), got {len(weights)}")
+        raise invalid(f"embedding_bias_weights must be as many as embedding_bias_words ({len(words)}), got {len(weights)}")
     for name, low, values in (
         ("repetition_penalty", float(np.float32(1 / LARGEST_CHANGE)), [request.repetition_penalty]),
         ("presence_penalty", -LARGEST_CHANGE, [request.presence_penalty]),
@@ -234,8 +240,9 @@ def _check_changes(request: GenerationRequest) -> None:
     ):
         for value in values:
             if value is not None and not low <= value <= LARGEST_CHANGE:
-                raise _invalid(f"{name} must be between {low:g} and {LARGEST_CHANGE:g}, got {value:g}")
+                raise invalid(f"{name} must be between {low:g} and {LARGEST_CHANGE:g}, got {value:g}")
 
 
-def _invalid(message: str) -> RequestError:
+def invalid(message: str) -> RequestError:
+    """Return the error of a bad tensor."""
     return RequestError(ErrorCode.INVALID_ARGUMENT, message)

@@ -65,12 +65,15 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One served name. ``settings``: its transaction policy and batch size follow ``serving.json``."""
+    """One served name. ``settings``: its batch size follows ``serving.json``, and so does its transaction policy unless it is not to
+    be ``decoupled``.
+    """
 
     name: str
     inputs: tuple[Field, ...]
     outputs: tuple[Field, ...]
     settings: bool = True
+    decoupled: bool = True
 
 
 def _f(name: str, dtype: str, dims: tuple[int, ...], does: str, **more: Any) -> Field:
@@ -198,7 +201,7 @@ _TOKEN_INPUTS = (
     _no(Reason.NOT_YET, "context_phase_params", "UINT8", _ANY),
     _no(Reason.ENCODER, "encoder_input_features", "FP16", _ROWS),
     _no(Reason.ENCODER, "encoder_output_lengths", "INT32", _ONE, 0),
-    _no(Reason.ENCODER, "decoder_input_ids", "INT32", _ANY),
+    _hint("decoder_input_ids", "INT32", _ANY, "preprocessing makes one where there is no decoder text; see decoder_input_lengths"),
     _no(Reason.ENCODER, "decoder_input_lengths", "INT32", _ONE, 0, 1),
     _no(Reason.ENCODER, "cross_attention_mask", "BOOL", _ROWS),
     _no(Reason.ENCODER, "skip_cross_attn_blocks", "BOOL", _ONE, False),
@@ -222,9 +225,54 @@ TEXT_OUTPUTS: tuple[Field, ...] = (_f("text_output", "STRING", _ANY, "the text, 
 TOKEN_INPUTS: tuple[Field, ...] = (*_TOKEN_INPUTS, *_SHARED_INPUTS)
 TOKEN_OUTPUTS: tuple[Field, ...] = (*_TOKEN_OUTPUTS, *_SHARED_OUTPUTS)
 
+PREPROCESSING_INPUTS: tuple[Field, ...] = (
+    _f("QUERY", "STRING", _ONE, "text", required=True),
+    _f("REQUEST_OUTPUT_LEN", "INT32", _ONE, "passed through", required=True),
+    _f("BAD_WORDS_DICT", "STRING", _ANY, "words"),
+    _f("STOP_WORDS_DICT", "STRING", _ANY, "words"),
+    _f("EMBEDDING_BIAS_WORDS", "STRING", _ANY, "words"),
+    _f("EMBEDDING_BIAS_WEIGHTS", "FP32", _ANY, "as many as words"),
+    _f("END_ID", "INT32", _ONE, "absent: the model's own"),
+    _f("PAD_ID", "INT32", _ONE, "absent: the end id"),
+    _no(Reason.ENCODER, "DECODER_QUERY", "STRING", _ONE, ""),
+    _no(Reason.MULTIMODAL, "IMAGE_BYTES", "UINT8", (-1, -1, -1, -1)),
+    _no(Reason.MULTIMODAL, "IMAGE_URL", "STRING", _ONE, ""),
+    _no(Reason.MULTIMODAL, "VIDEO_BYTES", "UINT8", (-1, -1, -1, -1)),
+    _no(Reason.MULTIMODAL, "PROMPT_TABLE_EXTRA_ID", "UINT64"),
+)
+_PREPROCESSING_OUTPUTS = (
+    _f("INPUT_ID", "INT32", _ANY, "tokens, padded with the pad id"),
+    _f("REQUEST_INPUT_LEN", "INT32", _ONE, "how many of them count"),
+    _f("DECODER_INPUT_ID", "INT32", _ANY, "the pad id"),
+    _f("REQUEST_DECODER_INPUT_LEN", "INT32", _ONE, "1"),
+    _f("BAD_WORDS_IDS", "INT32", (2, -1), "as tensorrt_llm takes them"),
+    _f("STOP_WORDS_IDS", "INT32", (2, -1), "as tensorrt_llm takes them"),
+    _f("EMBEDDING_BIAS", "FP32", _ANY, "as tensorrt_llm takes it; empty without words"),
+    _f("REQUEST_OUTPUT_LEN", "INT32", _ANY, "as given"),
+    _f("OUT_END_ID", "INT32", _ONE, "as given, else the model's own"),
+    _f("OUT_PAD_ID", "INT32", _ONE, "as given, else the end id"),
+    _f("OUT_PROMPT_TABLE_EXTRA_IDS", "UINT64", _ANY, "empty"),
+    _no(Reason.MULTIMODAL, "PIXEL_VALUES", "FP16", (-1, -1, -1, -1)),
+    _no(Reason.MULTIMODAL, "ASPECT_RATIO_IDS", "INT64", _ANY),
+    _no(Reason.MULTIMODAL, "ASPECT_RATIO_MASK", "INT64", _ROWS),
+    _no(Reason.MULTIMODAL, "CROSS_ATTENTION_MASK", "INT64", (-1, -1, -1)),
+    _no(Reason.MULTIMODAL, "IMAGE_SIZES", "INT64", (2,)),
+    _no(Reason.MULTIMODAL, "IS_VIDEO_INPUT", "BOOL"),
+    _no(Reason.MULTIMODAL, "ATTENTION_MASK", "INT64", _ANY),
+    _no(Reason.MULTIMODAL, "IMAGE_GRID_THW", "INT64", (3,)),
+    _no(Reason.MULTIMODAL, "VISION_INPUT_ID", "INT32", _ANY),
+)
+POSTPROCESSING_INPUTS: tuple[Field, ...] = (
+    _f("TOKENS_BATCH", "INT32", _ROWS, "tokens of each beam", required=True),
+    _f("SEQUENCE_LENGTH", "INT32", _ANY, "how many of them count", required=True),
+)
+_POSTPROCESSING_OUTPUTS = (_f("OUTPUT", "STRING", _ANY, "text of each beam, special tokens left out"),)
+
 MODELS: tuple[Model, ...] = (
     Model("ensemble", TEXT_INPUTS, TEXT_OUTPUTS),
     Model("tensorrt_llm_bls", TEXT_INPUTS, TEXT_OUTPUTS),
     Model("tensorrt_llm", TOKEN_INPUTS, TOKEN_OUTPUTS),
+    Model("preprocessing", PREPROCESSING_INPUTS, _PREPROCESSING_OUTPUTS, decoupled=False),
+    Model("postprocessing", POSTPROCESSING_INPUTS, _POSTPROCESSING_OUTPUTS, decoupled=False),
     Model("spindle", (_f("command", "STRING", _ONE, "administration", required=True),), (Field("reply", "STRING"),), settings=False),
 )

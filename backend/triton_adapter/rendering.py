@@ -19,7 +19,7 @@ def render_config(model: Model, *, decoupled: bool = True, max_batch_size: int =
         f'name: "{model.name}"',
         'backend: "python"',
         f"max_batch_size: {max_batch_size if model.settings else 0}",
-        f"model_transaction_policy {{ decoupled: {str(decoupled and model.settings).lower()} }}",
+        f"model_transaction_policy {{ decoupled: {str(decoupled and model.settings and model.decoupled).lower()} }}",
         *(["dynamic_batching { }"] if model.settings else []),
         "instance_group [ { count: 1, kind: KIND_CPU } ]",
         *(_tensor("input", field) for field in model.inputs),

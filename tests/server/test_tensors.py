@@ -10,9 +10,9 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException
 
-from backend.triton_adapter.fields import NUMPY_TYPES, TEXT_INPUTS, TOKEN_INPUTS
+from backend.triton_adapter.fields import MODELS, NUMPY_TYPES, TOKEN_INPUTS
 
-DTYPES = {field.name: field.dtype for field in (*TEXT_INPUTS, *TOKEN_INPUTS)}
+DTYPES = {field.name: field.dtype for model in MODELS for field in model.inputs}
 END = {"end_id": [[-1]]}
 
 
@@ -199,3 +199,88 @@ def test_token_ids_over_http(service, reference_text):
     import json
 
     assert bytes(json.loads(text)["output_ids"]).decode() == "web " + reference_text("web ", 10)
+
+
+@pytest.fixture
+def infer(service):
+    """Call a model over HTTP or gRPC and return its outputs."""
+    with (
+        grpcclient.InferenceServerClient(f"127.0.0.1:{service.grpc}") as grpc,
+        httpclient.InferenceServerClient(f"127.0.0.1:{service.http}") as http,
+    ):
+
+        def call(model, over="grpc", **inputs):
+            client, kind = {"grpc": (grpc, grpcclient), "http": (http, httpclient)}[over]
+            result = client.infer(model, tensors(inputs, kind))
+            response = result.get_response()
+            names = [o["name"] for o in response["outputs"]] if over == "http" else [o.name for o in response.outputs]
+            return {name: result.as_numpy(name) for name in names}
+
+        yield call
+
+
+@pytest.mark.parametrize("over", ["grpc", "http"])
+def test_the_three_models_in_a_row_do_what_the_ensemble_does(infer, client, service, over):
+    words = {"STOP_WORDS_DICT": [["~~"], ["x"]], "BAD_WORDS_DICT": [["ab", ""], ["c", ""]]}
+    bias = {"EMBEDDING_BIAS_WORDS": [["q"], ["zz"]], "EMBEDDING_BIAS_WEIGHTS": [[3.0], [0.5]]}
+    texts = {"QUERY": [["first "], ["second text "]], "REQUEST_OUTPUT_LEN": [[20], [20]], "END_ID": [[-1], [-1]]}
+    made = infer("preprocessing", over, **texts, **words, **bias)
+    assert made["REQUEST_INPUT_LEN"].tolist() == [[6], [12]]
+    assert made["BAD_WORDS_IDS"].tolist() == [[[97, 98], [2, -1]], [[99, 0], [1, -1]]]
+    assert made["EMBEDDING_BIAS"].shape == (2, 257)
+    assert (made["EMBEDDING_BIAS"][0, ord("q")], made["EMBEDDING_BIAS"][1, ord("z")]) == (3.0, 1.0)
+    for row, prompt in enumerate(["first ", "second text "]):
+        inputs = {
+            "input_ids": made["INPUT_ID"],
+            "input_lengths": made["REQUEST_INPUT_LEN"],
+            "request_output_len": made["REQUEST_OUTPUT_LEN"],
+            "decoder_input_ids": made["DECODER_INPUT_ID"],
+            "decoder_input_lengths": made["REQUEST_DECODER_INPUT_LEN"],
+            "bad_words_list": made["BAD_WORDS_IDS"],
+            "stop_words_list": made["STOP_WORDS_IDS"],
+            "embedding_bias": made["EMBEDDING_BIAS"],
+            "end_id": made["OUT_END_ID"],
+            "pad_id": [[0], [0]],
+        }
+        (response,) = client.ask("tensorrt_llm", **{name: value[row : row + 1] for name, value in inputs.items()})
+        (text,) = infer("postprocessing", over, TOKENS_BATCH=response["output_ids"], SEQUENCE_LENGTH=response["sequence_length"])[
+            "OUTPUT"
+        ].flatten()
+        options = {"stop_words": words["STOP_WORDS_DICT"][row], "bad_words": words["BAD_WORDS_DICT"][row]}
+        options |= {
+            "embedding_bias_words": bias["EMBEDDING_BIAS_WORDS"][row],
+            "embedding_bias_weights": bias["EMBEDDING_BIAS_WEIGHTS"][row],
+        }
+        _, reply = service.generate(prompt, 20, **options)
+        # tokens have the stop word that ended them
+        assert text.decode().removesuffix("x") == reply["text_output"]
+
+
+def test_without_words_preprocessing_gives_lists_that_ask_for_nothing(infer):
+    made = infer("preprocessing", QUERY=[["a"]], REQUEST_OUTPUT_LEN=[[7]])
+    assert {name: made[name].shape for name in ("BAD_WORDS_IDS", "STOP_WORDS_IDS", "EMBEDDING_BIAS")} == {
+        "BAD_WORDS_IDS": (1, 2, 0),
+        "STOP_WORDS_IDS": (1, 2, 0),
+        "EMBEDDING_BIAS": (1, 0),
+    }
+    assert (made["OUT_END_ID"].item(), made["REQUEST_OUTPUT_LEN"].item()) == (256, 7)
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "words"),
+    [
+        ("preprocessing", {"QUERY": [["a"]], "REQUEST_OUTPUT_LEN": [[1]], "IMAGE_URL": [["u"]]}, "IMAGE_URL is not supported: images"),
+        ("preprocessing", {"QUERY": [[b"\xff"]], "REQUEST_OUTPUT_LEN": [[1]]}, "QUERY is not valid UTF-8"),
+        ("preprocessing", {"QUERY": [["a"]], "REQUEST_OUTPUT_LEN": [[1]], "EMBEDDING_BIAS_WORDS": [["a"]]}, "EMBEDDING_BIAS_WEIGHTS"),
+        ("postprocessing", {"TOKENS_BATCH": [[[1, 2]]], "SEQUENCE_LENGTH": [[3]]}, "SEQUENCE_LENGTH .*at most 2"),
+        ("postprocessing", {"TOKENS_BATCH": [[[1, -2]]], "SEQUENCE_LENGTH": [[2]]}, "TOKENS_BATCH must be of token ids, got -2"),
+    ],
+)
+def test_what_the_tokenizer_models_cannot_read_is_named(infer, model, inputs, words):
+    with pytest.raises(InferenceServerException, match=words):
+        infer(model, **inputs)
+
+
+def test_ids_beyond_the_table_are_no_text(infer):
+    made = infer("postprocessing", TOKENS_BATCH=[[[97, 99999, 98, 256, 0]]], SEQUENCE_LENGTH=[[4]])
+    assert made["OUTPUT"].tolist() == [[b"ab"]]

@@ -1,0 +1,3 @@
+"""The tokenizer under the name of NVIDIA's preprocessing."""
+
+from backend.triton_adapter.tokens_model import TritonPythonModel  # noqa: F401
