@@ -139,7 +139,8 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
     stats = Stats()
     target = make_engine(config.target, config, threads, stats.count)
     drafts = [make_engine(draft, config, threads, stats.count) for draft in config.drafts]
-    step_stats = StepStats(stats)
+    cpu_only = all(engine.engine != "trtllm" and engine.device == "cpu" for engine in (config.target, *config.drafts))
+    step_stats = StepStats(stats, config.limits.max_active_requests, cpu_only=cpu_only)
     switches = SwitchBoard(config, step_stats)
     ledger = KVLedger(
         {engine.name: engine.limits.kv_blocks for engine in (target, *drafts)},

@@ -38,7 +38,7 @@ _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 _C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
 
-FAMILIES: tuple[Family, ...] = (
+SPINDLE_FAMILIES: tuple[Family, ...] = (
     Family("spindle_steps_total", _C, "Steps of the in-flight batch"),
     Family("spindle_draft_tokens_total", _C, "Tokens proposed, by draft and arm", ("draft", "arm")),
     Family("spindle_accepted_tokens_total", _C, "Proposed tokens accepted by the target, by draft and arm", ("draft", "arm")),
@@ -91,3 +91,30 @@ FAMILIES: tuple[Family, ...] = (
     Family("spindle_engine_context_tokens_total", _C, "Tokens that they ran in context phases", ("engine",)),
     Family("spindle_latency_drift", _G, "Measured over predicted time, by part of the step", ("part",)),
 )
+
+_LENGTHS_OF_NVIDIA = (10, 50, 100, 500, 1000)
+_SERIES = ("model", "version")
+
+NVIDIA_FAMILIES: tuple[Family, ...] = (
+    Family("nv_trt_llm_request_metrics", _G, "TRT LLM request metrics", ("request_type", *_SERIES)),
+    Family("nv_trt_llm_runtime_memory_metrics", _G, "TRT LLM runtime memory metrics", ("memory_type", *_SERIES)),
+    Family("nv_trt_llm_kv_cache_block_metrics", _G, "TRT LLM KV cache block metrics", ("kv_cache_block_type", *_SERIES)),
+    Family(
+        "nv_trt_llm_disaggregated_serving_metrics",
+        _C,
+        "TRT LLM disaggregated serving metrics (always zero here)",
+        ("disaggregated_serving_type", *_SERIES),
+    ),
+    Family(
+        "nv_trt_llm_inflight_batcher_metrics",
+        _G,
+        "TRT LLM inflight_batcher-specific metrics",
+        ("inflight_batcher_specific_metric", *_SERIES),
+    ),
+    Family("nv_trt_llm_general_metrics", _G, "General TRT LLM metrics", ("general_type", *_SERIES)),
+    Family("nv_llm_output_token_len", _H, "Histogram of output token lengths", ("response_metric_type", *_SERIES), _LENGTHS_OF_NVIDIA),
+    Family("nv_llm_input_token_len", _H, "Histogram of input token lengths", ("response_metric_type", *_SERIES), _LENGTHS_OF_NVIDIA),
+)
+"""Those of NVIDIA's models (``backend.nvidia_metrics``), as they have them."""
+
+FAMILIES: tuple[Family, ...] = (*SPINDLE_FAMILIES, *NVIDIA_FAMILIES)

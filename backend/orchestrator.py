@@ -137,6 +137,7 @@ class Orchestrator:
         idle = (session for session in self._active.values() if session.id not in self._in_flight and not self._changes)
         batch = Batch.of(idle, self._target, self._prefill_chunk_tokens)
         log.batch_size, log.prefill_tokens = len(batch.decoding) + len(batch.prefill), batch.prefill_tokens
+        log.decoding = len(batch.decoding)
         if not self._active:
             self._learn(log)
             return False
@@ -289,7 +290,9 @@ class Orchestrator:
         if session.finish_reason is not None:
             self._release(session, log)
             self._stats.request("success")
-            session.sink.final(session.take(), session.finish_reason, session.usage())
+            usage = session.usage()
+            self._stats.finished(usage)
+            session.sink.final(session.take(), session.finish_reason, usage)
         elif session.request.stream:
             delta = session.take()
             if delta.text or delta.tokens:
@@ -342,4 +345,5 @@ class Orchestrator:
         if plan is not None:
             self._stats.step(plan, outcome, self._drafting.names, log.control)
         self._stats.reuse(self._ledger.take_reuse())
-        self._stats.state(*self.counts(), self._ledger.usage(), self._policy.drift(self.policy_state))
+        rows = log.decoding, log.batch_size - log.decoding, log.prefill_tokens
+        self._stats.state(*self.counts(), self._ledger.usage(), self._policy.drift(self.policy_state), rows)

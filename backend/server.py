@@ -353,6 +353,7 @@ class Server:
     def _send_stats(self) -> None:
         subscribers = [connection for connection in self._connections if connection.subscribed]
         if subscribers:  # without one, the figures wait
+            self._app.step_stats.export()
             message = {"type": "stats", **self._app.stats.drain()}
             for connection in subscribers:
                 self.post(connection, message)

@@ -8,7 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from backend import nvidia_metrics
 from backend.kv_ledger import Reuse
+from backend.nvidia_metrics import MODEL, Latest
+from backend.session import Usage
 from policy import NO_DRAFT, Outcome, Plan, Switches
 
 Labels = tuple[tuple[str, str], ...]
@@ -61,9 +64,25 @@ class Stats:
 class StepStats:
     """The service's metrics, one method per event; names as in ``backend.metric_names``."""
 
-    def __init__(self, stats: Stats) -> None:
+    def __init__(self, stats: Stats, max_requests: int = 0, *, cpu_only: bool = True) -> None:
+        """Count into ``stats``; ``max_requests`` is the in-flight batch's size, ``cpu_only`` that no engine uses a GPU."""
         self._stats = stats
         self._switches = Switches()
+        self._max_requests = max_requests
+        self._cpu_only = cpu_only
+        self._latest = Latest()
+        self._preempted = 0
+
+    def export(self) -> None:
+        """Set the gauges that show the latest step (any thread)."""
+        nvidia_metrics.export(self._latest, self._max_requests, self._cpu_only, self._stats.gauge)
+        for kind in ("kv_cache_transfer_ms", "request_count"):  # there is none, but the series are expected
+            self._stats.count("nv_trt_llm_disaggregated_serving_metrics", 0, disaggregated_serving_type=kind, **MODEL)
+
+    def finished(self, usage: Usage) -> None:
+        """Record the lengths of a request that succeeded."""
+        self._stats.observe("nv_llm_input_token_len", usage.input_tokens, response_metric_type="total_input_tokens", **MODEL)
+        self._stats.observe("nv_llm_output_token_len", usage.output_tokens, response_metric_type="total_output_tokens", **MODEL)
 
     def switches(self, switches: Switches) -> None:
         """Set the gauges of the switches; what is counted from now on is labelled by them (any thread)."""
@@ -91,6 +110,7 @@ class StepStats:
 
     def preemption(self) -> None:
         """Count a request that gave its KV back and waits to be resumed."""
+        self._preempted += 1
         self._stats.count("spindle_preemptions_total")
 
     def reuse(self, reuse: Reuse) -> None:
@@ -98,11 +118,21 @@ class StepStats:
         for event, blocks in (("reused", reuse.reused), ("missed", reuse.missed), ("evicted", reuse.evicted)):
             if blocks:
                 self._stats.count("spindle_kv_block_events_total", blocks, event=event)
+        self._latest.reused_blocks += reuse.reused
         if reuse.tokens:
             self._stats.count("spindle_kv_reused_tokens_total", reuse.tokens)
 
-    def state(self, active: int, queued: int, kv_blocks: dict[str, int], drift: dict[str, float]) -> None:
-        """Set the gauges: load, KV blocks by state, and measured over predicted time by part of the step."""
+    def state(
+        self, active: int, queued: int, kv_blocks: dict[str, int], drift: dict[str, float], rows: tuple[int, int, int] = (0, 0, 0)
+    ) -> None:
+        """Set the gauges: load, KV blocks by state, and measured over predicted time by part of the step.
+
+        ``rows``: how many requests decoded and prefilled, and the tokens of the latter.
+        """
+        before = self._latest
+        steps = before.steps + (rows[0] + rows[1] > 0)
+        self._latest = Latest(active, queued, *rows, self._preempted, kv_blocks, steps, before.reused_blocks)
+        self._preempted = 0
         self._stats.gauge("spindle_active_requests", active)
         self._stats.gauge("spindle_queued_requests", queued)
         for state, blocks in kv_blocks.items():

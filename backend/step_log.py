@@ -24,6 +24,7 @@ class StepLog:
 
     drafts: tuple[str, ...]
     batch_size: int = 0
+    decoding: int = 0
     prefill_tokens: int = 0
     parts_s: dict[str, float] = field(default_factory=dict)
     rows: list[tuple[int, int, int, int, int, int, int]] = field(default_factory=list)

@@ -7,6 +7,7 @@ import time
 import grpc
 import pytest
 
+from backend.triton_adapter.fields import MODELS
 from backend.triton_adapter.launcher.processes import is_running
 from tests.server.harness import CONFIG, Service, infer_request, text_of
 
@@ -106,6 +107,7 @@ def test_an_engine_that_fails_for_good_is_started_again(crashing):
 FROZEN = """
 import sys, grpc
 from tritonclient.grpc import service_pb2_grpc
+from backend.triton_adapter.fields import MODELS
 from tests.server.harness import infer_request
 stub = service_pb2_grpc.GRPCInferenceServiceStub(grpc.insecure_channel("127.0.0.1:" + sys.argv[1]))
 request = infer_request("ensemble", text_input="frozen ", max_tokens=2000, stream=True, end_id=-1)
@@ -133,7 +135,7 @@ def left_by(service, tree):
 
 
 def test_sigterm_drains_and_leaves_nothing_behind(crashing, reference_text):
-    crashing.wait_until(lambda: len(crashing.tree()) == 5)  # tritonserver, three stubs, the engine; nobody else for long
+    crashing.wait_until(lambda: len(crashing.tree()) == 2 + len(MODELS))  # tritonserver, stubs, the engine; nobody else for long
     tree = crashing.tree()
     with crashing.stub() as stub:
         request = infer_request("ensemble", text_input="last ", max_tokens=400, stream=True, end_id=-1, empty_final=False)
