@@ -159,6 +159,7 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
         monotonic,
         k_max=config.policy.k_max,
         prefill_chunk_tokens=config.limits.prefill_chunk_tokens,
+        free_run_tokens=config.limits.free_run_tokens,
         max_request_s=config.limits.max_request_s,
         seed=config.policy.seed,
     )

@@ -20,7 +20,7 @@ from backend.drafting import Drafting, Proposals
 from backend.isolation import run_again, run_turns
 from backend.kv_ledger import KVLedger
 from backend.log_format import fields
-from backend.ports import Completion, Engine, Turn
+from backend.ports import Completion, Engine, Proposal, Turn
 from backend.request import ErrorCode, RequestError
 from backend.session import Session
 from backend.stats import StepStats
@@ -51,6 +51,7 @@ class Orchestrator:
         *,
         k_max: int,
         prefill_chunk_tokens: int,
+        free_run_tokens: int = 1,
         max_request_s: float = math.inf,
         seed: int = 0,
     ) -> None:
@@ -64,6 +65,7 @@ class Orchestrator:
         self._clock = clock
         self._k_max = min(k_max, target.limits.max_draft_tokens)
         self._prefill_chunk_tokens = prefill_chunk_tokens
+        self._free_run_tokens = free_run_tokens
         self._max_request_s = max_request_s
         self._rng = np.random.default_rng(seed)
         self._inbox: deque[Session] = deque()
@@ -232,7 +234,7 @@ class Orchestrator:
         log.piece_tokens = plan.shape.piece_tokens if plan.shape else None
         piece = log.piece_tokens or 0
         turns = [
-            *(Turn(s.sequence, len(s.sequence.tokens), proposal=proposals[s.id].chosen, piece_tokens=piece) for s in batch.decoding),
+            *(self._turn(session, proposals[session.id].chosen, piece) for session in batch.decoding),
             *batch.prefill,
         ]
         with log.part("verify"):
@@ -246,6 +248,11 @@ class Orchestrator:
         if completions and all(completion.error is not None for completion in completions):
             self._failures += 1
         return completions
+
+    def _turn(self, session: Session, proposal: Proposal | None, piece_tokens: int) -> Turn:
+        """Verify a proposal, or else run as many tokens as a turn may: an engine that queues turns pays for each."""
+        run = 1 if proposal else min(self._free_run_tokens, session.remaining)
+        return Turn(session.sequence, len(session.sequence.tokens), run, proposal, piece_tokens=piece_tokens)
 
     # -- commit and emit
 

@@ -181,6 +181,7 @@ class Deployment:
     drafts: list[Engine] = field(default_factory=list)
     policy: Scripted = field(default_factory=Scripted)
     chunk_tokens: int = 8
+    free_run_tokens: int = 1
     max_active: int = 8
     kv_blocks: int = BLOCKS
     reuse: bool = True
@@ -206,6 +207,7 @@ class Deployment:
             clock,
             k_max=K_MAX,
             prefill_chunk_tokens=self.chunk_tokens,
+            free_run_tokens=self.free_run_tokens,
             seed=self.seed,
         )
 

@@ -54,3 +54,18 @@ def test_a_copy_of_the_target_is_never_rejected(monkeypatch):
     serve_with_trtllm(monkeypatch)
     monkeypatch.setattr(checks, "MIXED", ONE_END)
     checks.a_copy_of_the_target_is_never_rejected()
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        checks.greedy_texts_are_those_of_plain_decoding,
+        checks.texts_with_options_are_those_of_plain_decoding,
+        lambda: checks.log_probs_are_those_of_the_text(MIXED, tolerance=1e-5),
+        lambda: checks.texts_follow_the_target_s_law(checks.OPTIONS, rounds=1_000),
+    ],
+    ids=["greedy", "options", "log-probabilities", "law"],
+)
+def test_free_runs_of_several_tokens_change_no_text_and_no_law(check, monkeypatch):
+    serve_with_trtllm(monkeypatch, free_run_tokens=3)
+    check()

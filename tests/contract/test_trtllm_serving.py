@@ -71,6 +71,7 @@ def test_as_many_requests_as_the_engine_takes_are_in_flight_at_once(tmp_path):
             "max_active_requests must be at most the target's max_batch_size 8, got 9",
         ),
         ({"limits": {"max_active_requests": 8, "max_context_tokens": 512}}, "prefill_chunk_tokens must be at least max_context_tokens 512"),
+        ({"limits": {"max_active_requests": 8, "free_run_tokens": 6}}, "free_run_tokens must be at most 5 here, got 6"),
         ({"policy": {"k_max": 5}}, "k_max 5 is over its max_draft_len 4"),
     ],
 )

@@ -50,12 +50,14 @@ def trtllm_engine(like: TorchEngine, *, target: bool, behaviour: Behaviour | Non
     return TrtllmEngine(like.name, read_engine_folder(folder), settings, max_context_tokens=MAX_CONTEXT_TOKENS, bindings=fake_executor)
 
 
-def serve_with_trtllm(monkeypatch, behaviour: Callable[[], Behaviour] = Behaviour) -> None:
+def serve_with_trtllm(monkeypatch, behaviour: Callable[[], Behaviour] = Behaviour, free_run_tokens: int = 1) -> None:
     """Make the suite's deployments run on it: the target, and of the drafts those that are plain engines."""
 
     def deployment(target, drafts=(), *arguments, **options):
         made = [trtllm_engine(d, target=False, behaviour=behaviour()) if d.name in ("twin", "near", "other") else d for d in drafts]
-        return Deployment(trtllm_engine(target, target=True, behaviour=behaviour()), made, *arguments, **options)
+        return Deployment(
+            trtllm_engine(target, target=True, behaviour=behaviour()), made, *arguments, free_run_tokens=free_run_tokens, **options
+        )
 
     for module in (checks, scenarios):
         monkeypatch.setattr(module, "Deployment", deployment)
