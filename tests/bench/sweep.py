@@ -3,6 +3,7 @@
     make bench                                     # hours; stop it when you like, the same command goes on
     make bench ARGS="--quick --out FILE"           # under ten minutes on two cores
     make bench ARGS="--in-process --config FILE"   # without tritonserver, also where the configuration names a GPU
+    make bench ARGS="--peers all --policies --closed 1 8 --shares"   # beside other stacks (tests/bench/peers.sh)
 
 Starts a tritonserver a policy (see ``sweep_arms``). First, on prompts that are not scored: the draft, the length and the table by batch
 size that baselines are given, and the capacity of no speculation in requests per second. Then blocks: in each, at every point (workload and
@@ -38,6 +39,7 @@ from policy.simulation.workload import bursty
 from tests.bench import sweep_figures, workloads
 from tests.bench.arms import Offer, Served
 from tests.bench.paired import abba, repeated_share
+from tests.bench.peers import PEERS, Peers
 from tests.bench.sweep_arms import ADAPTING, AGAIN, NONE, SPINDLE, InProcess, Roster, Servers, Tuning, fixed_choice, fixed_names
 from tests.bench.sweep_report import write_report
 
@@ -74,20 +76,29 @@ class Sweep:
         self._config = record["settings"]["config"]
         self._messages = {name: self._rendered(name) for name in options.workloads}
         self._fixed = fixed_names(self._config, options.lengths)
-        self.policies = [NONE, *self._fixed, *ADAPTING, SPINDLE, AGAIN]
+        self._peers = Peers(self._config)
+        record["skipped"] = {name: reason for name in options.peers if (reason := self._peers.missing(name))}
+        wanted = [name for name in (*self._fixed, *ADAPTING) if options.policies is None or name in options.policies]
+        self.policies = [NONE, *wanted, SPINDLE, *(name for name in options.peers if name not in record["skipped"]), AGAIN]
         self._deadline_s = time.monotonic() + options.limit_s
 
     def run(self, save: Callable[[], None]) -> bool:
         """Do what the record lacks, saving now and then; return whether all is done."""
-        if "tuning" not in self._record:
-            self._record["tuning"] = self._tune()
-            save()
-        tuning = self._record["tuning"]
-        self._roster.tuning = Tuning(tuning["draft"], tuning["length"], tuple((batch, length) for batch, length in tuning["schedule"]))
+        if {*self.policies} & {*ADAPTING}:
+            if "tuning" not in self._record:
+                self._record["tuning"] = self._tune()
+                save()
+            tuning = self._record["tuning"]
+            self._roster.tuning = Tuning(tuning["draft"], tuning["length"], tuple((batch, length) for batch, length in tuning["schedule"]))
         if "capacity_requests_per_s" not in self._record:
             self._record["capacity_requests_per_s"] = {name: round(self._capacity(name), 4) for name in self._messages}
             save()
         return self._measure(save)
+
+    def close(self) -> None:
+        """End all that serves."""
+        self._roster.close()
+        self._peers.close()
 
     def _measure(self, save: Callable[[], None]) -> bool:
         done = {(run["workload"], run["load"], run["block"], run["policy"]) for run in self._record["runs"]}
@@ -114,7 +125,7 @@ class Sweep:
                         yield workload, load, block, policy
 
     def _block(self, workload: str, load: str, block: int, policy: str) -> dict[str, Any]:
-        arm, fresh = self._roster.arm(policy)
+        arm, fresh = (self._peers if policy in PEERS else self._roster).arm(policy)
         if fresh and block:
             arm.run(self._offer(workload, load, 0))  # it went through block 0 before this command was stopped, or before its server was
         served = arm.run(self._offer(workload, load, block))
@@ -255,7 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             whole = sweep.run(lambda: write(record, sweep.policies, options.out))
         finally:
-            roster.close()
+            sweep.close()
     write(record, sweep.policies, options.out)
     report = options.out.with_suffix(".html")
     write_report(record, report)
@@ -271,6 +282,8 @@ def parse(command: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--workloads", nargs="+", choices=[*workloads.NAMES, workloads.MIX], default=["chat", "summarise", "qa", "sql", "mix"]
     )
+    parser.add_argument("--policies", nargs="*", help="beside none and spindle; default: all")
+    parser.add_argument("--peers", nargs="*", default=[], choices=[*PEERS, "all"], help="other stacks, in closed loops only")
     parser.add_argument("--closed", nargs="+", type=int, default=[1, 2, 4, 8, 16, 24], help="requests in flight")
     parser.add_argument("--shares", nargs="*", type=float, default=[0.1, 0.3, 0.5, 0.7, 0.9, 1.1, 1.3, 1.5], help="of the capacity")
     parser.add_argument("--arrivals", nargs="*", choices=list(VARIATION), default=list(VARIATION))
@@ -293,6 +306,9 @@ def parse(command: Sequence[str]) -> argparse.Namespace:
     if "--quick" in command:
         parser.set_defaults(**QUICK)
     options = parser.parse_args(command)
+    options.peers = list(PEERS) if "all" in options.peers else options.peers
+    if options.peers and options.shares:
+        parser.error("--peers serve closed loops only: give --shares without a number")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     return options
 

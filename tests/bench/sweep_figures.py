@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from policy.simulation.statistics import ratio_of_rates
+from tests.bench.peers import PEERS
 from tests.bench.sweep_arms import ADAPTING, AGAIN, NONE, SPINDLE
 
 Run = dict[str, Any]
@@ -54,7 +55,7 @@ def blocks(runs: Iterable[Run], policies: list[str]) -> dict[Point, dict[int, di
 def summary(found: dict[Point, dict[int, dict[str, Run]]], policies: list[str]) -> list[dict[str, Any]]:
     """Return a row a point and policy: of the warm blocks, or of the cold one where it is all there is (``warm_blocks`` 0)."""
     return [
-        {"workload": workload, "load": load, "policy": policy, **_row([block[policy] for block in _warm(made)], made, policy)}
+        {"workload": workload, "load": load, "policy": policy, **_row(_warm(made), made, policy)}
         for (workload, load), made in found.items()
         for policy in policies
         if policy != AGAIN
@@ -124,7 +125,7 @@ def _bar(row: dict[str, Any], most: float) -> float | None:
     closed, at = is_closed(row["load"]), level(row["load"])
     if row["over"] == BEST_FIXED:
         return OF_BEST_FIXED
-    if row["over"] in ADAPTING:
+    if row["over"] in (*ADAPTING, *PEERS):
         return OF_OTHERS
     if row["over"] != NONE:
         return None
@@ -137,8 +138,9 @@ def _warm(made: dict[int, dict[str, Run]]) -> list[dict[str, Run]]:
     return [block for number, block in made.items() if number] or list(made.values())
 
 
-def _row(runs: list[Run], made: dict[int, dict[str, Run]], policy: str) -> dict[str, Any]:
-    replies = [reply for run in runs for reply in run["replies"]]
+def _row(warm: list[dict[str, Run]], made: dict[int, dict[str, Run]], policy: str) -> dict[str, Any]:
+    runs = [block[policy] for block in warm]
+    replies, plain_replies = ([reply for block in warm for reply in block[name]["replies"]] for name in (policy, NONE))
     latency, first = ([reply[key] for reply in replies] for key in ("total_s", "first_s"))
     tokens, drafted, accepted = (sum(reply[key] for reply in replies) for key in ("output_tokens", "drafted", "accepted"))
     counts: dict[str, float] = defaultdict(float)
@@ -157,6 +159,7 @@ def _row(runs: list[Run], made: dict[int, dict[str, Run]], policy: str) -> dict[
         "tokens_per_s": tokens / sum(run["wall_s"] for run in runs),
         "looping_share": np.mean([reply["repeated_4grams"] > LOOPING_SHARE for reply in replies]),
         "wasted_draft_tokens_per_token": (drafted - accepted) / tokens,
+        "same_text_as_none": np.mean([ours["text"] == plain["text"] for ours, plain in zip(replies, plain_replies, strict=True)]),
         "sent_late_p99_s": np.quantile([reply["late_s"] for reply in replies], 0.99),
     }
     return {

@@ -21,6 +21,7 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from tests.bench.peers import PEERS
 from tests.bench.sweep_arms import ADAPTING, NONE, SPINDLE
 from tests.bench.sweep_figures import is_closed, level
 
@@ -57,6 +58,7 @@ def _provenance(record: dict[str, Any]) -> str:
         f"{record['time_utc']}, {record['through']}; seed {settings['seed']}, temperature {settings['temperature']:g}, at most "
         f"{settings['max_tokens']} tokens, {settings['active']} places; warm blocks a point: {min(blocks)} to {max(blocks)}",
         f"capacity of no speculation, requests a second: {capacity}",
+        *(f"not run: {name}: {reason}" for name, reason in record.get("skipped", {}).items()),
         f"baselines are told: draft {tuning.get('draft')}, length {tuning.get('length')}, by batch size {tuning.get('schedule')}",
         "; ".join(f"{key} {value}" for key, value in record["machine"].items()),
     ]
@@ -98,6 +100,8 @@ def _line(axis: Axes, policy: str, x: list[float], y: list[float]) -> None:
     if policy in COLOURS:
         width = 2.2 if policy == SPINDLE else 1.4
         axis.plot(x, y, marker=MARKERS[policy], markersize=5, color=COLOURS[policy], linewidth=width, label=policy, zorder=3)
+    elif policy in PEERS:
+        axis.plot(x, y, marker="x", linestyle=":", color=DRAFT_COLOURS[PEERS.index(policy) % 4], linewidth=1.2, label=policy, zorder=2)
     else:
         axis.plot(x, y, marker=".", color="#cfcfcf", linewidth=0.9, zorder=1)
 
@@ -271,6 +275,7 @@ def _table(record: dict[str, Any]) -> str:
         "drafted/token": ("draft_tokens_per_emitted_token", ".2f"),
         "wasted/token": ("wasted_draft_tokens_per_token", ".2f"),
         "looping": ("looping_share", ".2f"),
+        "text as none": ("same_text_as_none", ".2f"),
     }
     cells = (
         [

@@ -28,6 +28,7 @@ def run(policy, block, seconds, load="closed-2", tokens=10):
         "token_s": 0.01,
         "late_s": 0.0,
         "repeated_4grams": 0.0,
+        "text": "",
     }
     counts = {
         'spindle_draft_tokens_by_position_total{draft="d",position="1"}': 4.0,
@@ -211,3 +212,38 @@ def test_servers_serve_both_loops_count_by_run_and_share_one_for_fixed_choices(t
         assert servers.arm("none")[1]  # it was not used for longest, and only two may run
     finally:
         servers.close()
+
+
+def test_a_peer_that_cannot_run_is_skipped_with_the_reason_and_needs_a_closed_loop(finished, tmp_path, capsys):
+    small = [
+        "--quick",
+        "--in-process",
+        "--config",
+        finished[0][-3],
+        "--closed",
+        "1",
+        "--blocks",
+        "0",
+        "--requests-closed",
+        "1",
+        "--max-tokens",
+        "4",
+    ]
+    out = tmp_path / "sweep.json"
+    main([*small, "--policies", "--shares", "--peers", "transformers-plain", "--out", str(out)])
+    record = json.loads(out.read_text())
+    assert record["skipped"] == {"transformers-plain": "peers run smollm2-135m-instruct only, not ''"}
+    assert [row["policy"] for row in record["summary"]] == ["none", "spindle"]
+    assert "tuning" not in record
+    with pytest.raises(SystemExit):
+        main([*small, "--peers", "all", "--out", str(out)])
+    assert "closed loops only" in capsys.readouterr().err
+
+
+def test_the_share_of_texts_that_are_those_of_plain_decoding_is_told():
+    plain, other = run("none", 1, 1.0), run("spindle", 1, 1.0)
+    plain["replies"], other["replies"] = (
+        [{**r["replies"][0], "text": text} for text in texts] for r, texts in ((plain, "ab"), (other, "ac"))
+    )
+    found = sweep_figures.blocks([plain, other], ["none", "spindle"])
+    assert [row["same_text_as_none"] for row in sweep_figures.summary(found, ["none", "spindle"])] == [1.0, 0.5]
