@@ -8,13 +8,14 @@
 Starts a tritonserver a policy (see ``sweep_arms``). First, on prompts that are not scored: the draft, the length and the table by batch
 size that baselines are given, and the capacity of no speculation in requests per second. Then blocks: in each, at every point (workload and
 load), all policies serve the same requests at the same times, in ABBA order; block 0 is cold. Loads: ``closed-N`` in flight;
-``poisson-SHARE`` and ``bursty-SHARE`` of the capacity. Writes FILE after every point and, at the end, FILE's report as HTML.
+``poisson-SHARE`` and ``bursty-SHARE`` of the capacity. Writes FILE every 20 s and, at the end, FILE's report as HTML.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import math
 import random
@@ -34,6 +35,7 @@ from tqdm import tqdm
 from backend import machine
 from backend.app import model_path
 from backend.config import parse_config
+from backend.memory import host_bytes
 from backend.triton_adapter.paths import PROJECT_ROOT
 from policy.simulation.workload import bursty
 from tests.bench import sweep_figures, workloads
@@ -47,6 +49,9 @@ DEFAULT_CONFIG = PROJECT_ROOT / "model_repository" / "spindle" / "1" / "serving.
 MESSAGES = 240
 TUNING_STEP = 4
 """Every fourth message is for choosing, the others are scored."""
+SAVE_S = 20.0
+SERVER_BYTES = 2 << 30
+"""What a server of SmolLM2 with its drafts takes."""
 FAKE_CHARACTERS = 300
 """The fake engines read bytes: of a message they get so many."""
 VARIATION = {"poisson": 1.0, "bursty": 3.0}
@@ -103,26 +108,30 @@ class Sweep:
     def _measure(self, save: Callable[[], None]) -> bool:
         done = {(run["workload"], run["load"], run["block"], run["policy"]) for run in self._record["runs"]}
         wanted = [key for key in self._keys() if key not in done]
+        saved_s = time.monotonic()
         with _progress(wanted, "sweep") as progress:
             for workload, load, block, policy in progress:
                 if block and time.monotonic() > self._deadline_s:
                     return False
                 progress.set_postfix_str(f"block {block}, {workload} {load}, {policy}", refresh=False)
                 self._record["runs"].append(self._block(workload, load, block, policy))
-                if policy == abba(self.policies, block)[-1]:
+                if time.monotonic() > saved_s + SAVE_S:
                     save()
+                    saved_s = time.monotonic()
         return True
 
     def _keys(self) -> Iterator[tuple[str, str, int, str]]:
-        """Yield all runs in their order: a block of every point before the next block of any."""
+        """Yield all runs in their order: a block of every point before the next block of any.
+
+        The direction also changes from point to point, so that a server that ran last runs first and need not be started again.
+        """
         options = self._options
         rates = [f"{arrivals}-{share:.2f}" for arrivals in options.arrivals for share in options.shares]
         loads = [*(f"closed-{level}" for level in options.closed), *rates]
         for block in range(options.blocks + 1):
-            for workload in options.workloads:
-                for load in loads:
-                    for policy in abba(self.policies, block):
-                        yield workload, load, block, policy
+            for number, (workload, load) in enumerate(itertools.product(options.workloads, loads)):
+                for policy in abba(self.policies, block + number):
+                    yield workload, load, block, policy
 
     def _block(self, workload: str, load: str, block: int, policy: str) -> dict[str, Any]:
         arm, fresh = (self._peers if policy in PEERS else self._roster).arm(policy)
@@ -267,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             whole = sweep.run(lambda: write(record, sweep.policies, options.out))
         finally:
             sweep.close()
-    write(record, sweep.policies, options.out)
+            write(record, sweep.policies, options.out)
     report = options.out.with_suffix(".html")
     write_report(record, report)
     print(f"wrote {options.out} and {report}" + ("" if whole else "; the time is up: the same command goes on"))
@@ -298,7 +307,8 @@ def parse(command: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--raw", action="store_true", help="send the bare message, without the chat template")
     parser.add_argument("--active", type=int, default=16, help="places of the in-flight batch: with so many in flight it is saturated")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--servers", type=int, default=6, help="running at once; the least recently used makes room")
+    room = max(2, min(8, host_bytes() // SERVER_BYTES))
+    parser.add_argument("--servers", type=int, default=room, help="running at once; the least recently used makes room")
     parser.add_argument(
         "--limit-s", type=float, default=math.inf, help="begin no run of a warm block after so long; the same command goes on"
     )
