@@ -12,22 +12,23 @@ TRITONSERVER="${TRITONSERVER:-tritonserver}"
 "$TRITONSERVER" --model-repository "$PWD/model_repository" --disable-auto-complete-config \
     --http-port "${HTTP_PORT:-8000}" --grpc-port "${GRPC_PORT:-8001}" --metrics-port "${METRICS_PORT:-8002}" "$@" &
 server=$!
-trap 'kill -TERM "$server" 2>/dev/null || true' TERM INT
+stopping=no
+trap 'stopping=yes; kill -TERM "$server" 2>/dev/null || true' TERM INT
 
 started=$SECONDS
 served=no
 failures=0
-while kill -0 "$server" 2>/dev/null; do
+while [ "$stopping" = no ] && kill -0 "$server" 2>/dev/null; do
     sleep "$PROBE_PERIOD_S" &
     wait $! || true # a signal ends the wait, not the sleep
-    kill -0 "$server" 2>/dev/null || break
+    if [ "$stopping" = yes ] || ! kill -0 "$server" 2>/dev/null; then break; fi
     if "$PYTHON" docker/healthcheck.py; then
         served=yes
         failures=0
     elif [ "$served" = yes ] || [ $((SECONDS - started)) -ge "$START_LIMIT_S" ]; then
         failures=$((failures + 1))
     fi
-    if [ "$failures" -ge 3 ]; then
+    if [ "$failures" -ge 3 ] && [ "$stopping" = no ]; then
         echo "serve.sh: three probes in a row have failed; ending" >&2
         kill -TERM "$server" 2>/dev/null || true
         for _ in $(seq 20); do kill -0 "$server" 2>/dev/null && sleep 1; done

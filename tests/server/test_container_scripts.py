@@ -64,7 +64,7 @@ def test_the_smoke_test_passes_item_by_item_and_a_dead_stub_ends_the_container(c
     assert [line for line in lines if not line.startswith("PASS  ")] == [], found.stderr
     assert (found.returncode, len(lines)) == (0, 8)
     stubs = [p for p in descendants(container.process.pid) if STUB_NAME in (command_line(p) or [""])[0]]
-    stub = next(p for p in stubs if "ensemble" in " ".join(command_line(p)))
+    stub = next(p for p in stubs if "model_repository/postprocessing/" in " ".join(command_line(p)))
     os.kill(stub, signal.SIGKILL)
     container.wait_until(lambda: not container.healthy())
     assert container.process.wait(90) == 1
