@@ -40,7 +40,7 @@ class EngineConfig:
     model: str = ""
     dtype: str = setting("bf16", choices=("bf16", "fp32", "fp64"))
     device: str = "cpu"
-    attention: str = setting("ragged", choices=("ragged", "tiled", "padded"))
+    attention: str = setting("tiled", choices=("ragged", "tiled", "padded"))
     min_ngram: int = setting(2, low=1, high=16)
     max_ngram: int = setting(4, low=1, high=16)
     seed: int = 0
