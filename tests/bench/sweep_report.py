@@ -274,6 +274,7 @@ def _table(record: dict[str, Any]) -> str:
         "accepted": ("acceptance", ".2f"),
         "drafted/token": ("draft_tokens_per_emitted_token", ".2f"),
         "wasted/token": ("wasted_draft_tokens_per_token", ".2f"),
+        "predicted/measured step": ("predicted_over_measured_step_time", ".2f"),
         "looping": ("looping_share", ".2f"),
         "text as none": ("same_text_as_none", ".2f"),
     }
