@@ -67,7 +67,7 @@ class AcceptanceConfig:
     half_life_s: float = 900.0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class AcceptanceState:
     """Evidence so far. Index ``c`` is the class of a request, the ``Rule`` it is verified by, which never changes.
 
@@ -144,15 +144,16 @@ class AcceptanceModel:
         unknown = set(requests).difference(state.slots)
         if not unknown:
             return state
-        new, capacity = sorted(map(requests.index, unknown)), len(state.request_reached)
+        new, capacity = [row for row, request in enumerate(requests) if request in unknown], len(state.request_reached)
         free = sorted(set(range(capacity + len(new))).difference(state.slots.values()))[: len(new)]
         slots = {**state.slots, **{requests[row]: slot for row, slot in zip(new, free, strict=True)}}
         more = len(new) if free[-1] >= capacity else 0
         columns = {name: _grown(getattr(state, name), more) for name in (_COLUMNS if more else _SOURCE)}
-        for slot, row in zip(free, new, strict=True):
-            source = NO_GROUP if group is None else group[row]
-            mean, doubt = state.groups.expected(source, state.law)
-            columns["request_group"][slot] = source
+        columns["request_group"][free] = NO_GROUP if group is None else [group[row] for row in new]
+        columns["request_mean"][free] = columns["request_shift"][free] = 0.0
+        columns["request_doubt"][free] = state.law.covariance
+        for slot in (slot for slot in free if columns["request_group"][slot] in state.groups.known):
+            mean, doubt = state.groups.expected(int(columns["request_group"][slot]), state.law)
             columns["request_mean"][slot] = columns["request_shift"][slot] = mean
             columns["request_doubt"][slot] = doubt
         return replace(state, slots=slots, **columns)
@@ -338,12 +339,11 @@ class AcceptanceModel:
         accepted, reached = state.request_accepted[slot].tolist(), state.request_reached[slot].tolist()
         ratios = map(math.exp, state.request_shift[slot].tolist())
         for held, seen, level, ratio in zip(accepted, reached, state.draft_hazard[rule].tolist(), ratios, strict=True):
-            hazards.append(
-                [
-                    (a + position_strength * ((odds := ratio * h) / (odds + (1 - h)))) / (r + position_strength)
-                    for a, r, h in zip(held, seen, level, strict=True)
-                ]
-            )
+            chain = []
+            for a, r, h in zip(held, seen, level, strict=True):  # no comprehension, whose names in an outer scope take longer
+                odds = ratio * h
+                chain.append((a + position_strength * (odds / (odds + (1 - h)))) / (r + position_strength))
+            hazards.append(chain)
         return hazards
 
     def doubt(self, state: AcceptanceState, expected: Expected, rule: IntArray) -> tuple[FloatArray, FloatArray]:

@@ -44,7 +44,7 @@ class Hint(NamedTuple):
 NO_HINT = Hint()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class StepProblem:
     """One step's choice: n rows, D drafts, up to K tokens a row. Rows come last, for what is summed over rows lies together.
 

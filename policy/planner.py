@@ -78,7 +78,7 @@ class PlannerConfig:
             raise ValueError(f"selection must be one of {list(SELECTIONS)}, got {self.selection!r}")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class PlannerState:
     """What the planner remembers. ``correction`` and ``target_shape`` as in ``policy.correction``; ``view`` the last one planned for.
 
@@ -190,9 +190,9 @@ class AdaptivePlanner:
 
     def admitted(self, view: View, state: PlannerState, now: float) -> AcceptanceState:
         """Return the estimator's state at a time, with a place for the requests of a view that are ready."""
-        requests: list[int] = view.request[view.ready].tolist()
-        group: list[int] | None = None if view.group is None else view.group[view.ready].tolist()
-        return self._acceptance.admit(self._acceptance.aged(state.acceptance, now), requests, group)
+        ready = slice(None) if np.count_nonzero(view.ready) == len(view) else view.ready
+        group = None if view.group is None else view.group[ready].tolist()
+        return self._acceptance.admit(self._acceptance.aged(state.acceptance, now), view.request[ready].tolist(), group)
 
     def _plan_rows(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[Plan, PlannerState]:
         """Plan for any number of rows, and look for a probe when it is time."""
