@@ -1,0 +1,86 @@
+"""The shipped family of small trained models, whole and in fp32: drafts that come and go change no text, and each is worth its place."""
+
+import threading
+
+import pytest
+import torch
+
+from backend.app import PROJECT_ROOT, build
+from backend.config import parse_config
+from backend.reloading import reload_drafts
+from backend.request import GenerationRequest
+from engines_build.distill_family import DRAFTS, as_message
+from policy import LatencyTable, NoSpeculation, RandomChoice
+from tests.bench.bench_drafts import messages
+from tests.bench.in_process import Sink, Witness, generate
+from tests.contract.test_greedy_identity import check_equal
+
+FOLDER = PROJECT_ROOT / "engines_build/drafts"
+NAMES = [member.name for member in DRAFTS]
+
+
+def engine(name):
+    return {"name": name, "engine": "torch", "model": str(FOLDER / name), "dtype": "fp32"}
+
+
+def config(*names, **settings):
+    drafts = [engine(name) if name != "lookup" else {"name": name, "engine": "lookup"} for name in names]
+    return parse_config({"target": {**engine("tiny-target"), "name": "target"}, "drafts": drafts, "threads": 1, **settings})
+
+
+TABLES = {"target": LatencyTable.synthetic("target", {1: 0.004, 8: 0.005, 64: 0.02})}
+TABLES |= {name: LatencyTable.synthetic(name, {1: 0.0003, 64: 0.001}) for name in NAMES}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread(tmp_path_factory):
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("SPINDLE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patched.setattr("backend.reloading.load_tables", lambda config, folders: (TABLES, 1))
+        yield
+
+
+@pytest.fixture(scope="module")
+def app():
+    made = build(config(*NAMES, "lookup"), TABLES)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def requests():
+    texts = [*messages("sql", 6, 1), "What is a window?", "Explain what an index of a database is good for."]
+    return [GenerationRequest(as_message(text), 48) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def plain(app, requests):
+    return generate(app, requests, policy=NoSpeculation())
+
+
+@pytest.mark.parametrize("policy", [None, RandomChoice()], ids=["planned", "random"])
+def test_texts_are_those_of_plain_decoding_in_batches_with_any_draft(app, requests, plain, policy):
+    sessions = generate(app, requests, together=4, policy=policy)
+    assert sum(session.accepted for session in sessions) > 20
+    check_equal(plain, sessions, Witness(FOLDER / "tiny-target"))
+
+
+def test_trained_drafts_come_and_go_under_requests_in_flight(requests, plain):
+    app = build(config(NAMES[0]), TABLES)
+    sessions = [app.session(request, Sink()) for request in requests]
+    for session in sessions:
+        app.orchestrator.submit(session)
+    for names in (NAMES[:2], [NAMES[2]], ["lookup", *NAMES], [NAMES[1]]):
+        for _ in range(4):
+            app.orchestrator.step()
+        change = threading.Thread(target=reload_drafts, args=(app, config(*names)))
+        change.start()
+        while change.is_alive():
+            app.orchestrator.step()
+        assert [draft.name for draft in app.drafts] == names
+    while any(not session.sink.ended for session in sessions):
+        app.orchestrator.step()
+    check_equal(plain, sessions, Witness(FOLDER / "tiny-target"))
+    assert not [name for name, _, _ in app.stats.drain()["counters"] if name == "spindle_fallback_total"]
+    app.close()
