@@ -22,6 +22,7 @@ from tests.contract.fake_executor import Behaviour, Executor, Model
 from tests.contract.reference import Reference
 
 numbers = itertools.count(1)
+ENGINES = tempfile.TemporaryDirectory(prefix="spindle-fake-engines-")  # goes with the process
 
 
 def _with(scenario: scenarios.Scenario, change: Callable[[SamplingParams], SamplingParams]) -> scenarios.Scenario:
@@ -35,8 +36,8 @@ ONE_END = _with(MIXED, lambda sampling: replace(sampling, end_ids=sampling.end_i
 
 
 def trtllm_engine(like: TorchEngine, *, target: bool, behaviour: Behaviour | None = None, **options) -> TrtllmEngine:
-    """An engine over the fake executor with the law and the name of a torch engine."""
-    root = Path(tempfile.gettempdir()) / "spindle-fake-engines" / str(next(numbers))
+    """An engine over the fake executor with the law and the name of a torch engine; its time stands still, and iterations stay unread."""
+    root = Path(ENGINES.name) / str(next(numbers))
     settings = options.pop("settings", ExecutorSettings())
     folder = engine_folder(
         root,
@@ -47,7 +48,9 @@ def trtllm_engine(like: TorchEngine, *, target: bool, behaviour: Behaviour | Non
         **options,
     )
     Executor.models[str(folder)] = Model(Reference(like).logits, behaviour or Behaviour())
-    return TrtllmEngine(like.name, read_engine_folder(folder), settings, max_context_tokens=MAX_CONTEXT_TOKENS, bindings=fake_executor)
+    return TrtllmEngine(
+        like.name, read_engine_folder(folder), settings, max_context_tokens=MAX_CONTEXT_TOKENS, bindings=fake_executor, clock=lambda: 0.0
+    )
 
 
 def serve_with_trtllm(monkeypatch, behaviour: Callable[[], Behaviour] = Behaviour, free_run_tokens: int = 1) -> None:
