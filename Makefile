@@ -1,4 +1,4 @@
-# make serve   serve the embedded model: HTTP_PORT, GRPC_PORT, METRICS_PORT, BIND, SPINDLE_CONFIG, SPINDLE_CACHE
+# make serve   serve the embedded model: HTTP_PORT, GRPC_PORT, METRICS_PORT, OPENAI_PORT, BIND, SPINDLE_CONFIG, SPINDLE_CACHE
 # make test    the whole check
 # make bench   the load sweep: ARGS="--quick --out FILE" for eight minutes instead of hours, ARGS=--help for more
 # PYTHON       a Python 3.10, 3.11 or 3.12 with a shared library, for the virtual environment

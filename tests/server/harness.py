@@ -60,6 +60,7 @@ class Service:
         environment = {
             **os.environ,
             **ports,
+            "OPENAI_PORT": "0",
             "SPINDLE_CONFIG": str(config),
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(log.parent),

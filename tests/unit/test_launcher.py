@@ -24,6 +24,7 @@ from backend.triton_adapter.paths import PROJECT_ROOT, config_path, socket_path
 def test_the_defaults_are_triton_s_ports_on_loopback():
     settings = read_settings({"HTTP_PORT": ""})
     assert (settings.bind, settings.http_port, settings.grpc_port, settings.metrics_port) == ("127.0.0.1", 8000, 8001, 8002)
+    assert (settings.openai_port, read_settings({"OPENAI_PORT": "0"}).openai_port) == (9000, 0)
     assert settings.config == DEFAULT_CONFIG
 
 
@@ -61,7 +62,7 @@ def test_a_bad_port_is_refused_by_name_and_value(value):
 
 
 def test_equal_ports_are_refused():
-    with pytest.raises(LaunchError, match="must differ, got 8000, 8001 and 8000"):
+    with pytest.raises(LaunchError, match="must differ, got 8000, 8001, 8000 and 9000"):
         read_settings({"METRICS_PORT": "8000"})
 
 

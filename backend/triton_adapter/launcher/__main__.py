@@ -10,6 +10,7 @@ import sys
 import threading
 
 from backend.config import ConfigError, ServingConfig, load_config
+from backend.triton_adapter.launcher.front_end import FrontEnd
 from backend.triton_adapter.launcher.run_folder import run_folder, write_backend, write_model_repository
 from backend.triton_adapter.launcher.say import give_up_unwritten, say
 from backend.triton_adapter.launcher.server import TritonServer
@@ -37,6 +38,8 @@ def announce(settings: Settings, config: ServingConfig, start_s: float) -> None:
     """Say that the service answers, and how to ask it."""
     drafts = ", ".join(draft.name for draft in config.drafts) or "none"
     ports = f"HTTP {settings.http_port}, gRPC {settings.grpc_port}, metrics {settings.metrics_port} on {settings.bind}"
+    if settings.openai_port:
+        ports += f"; OpenAI: http://{settings.client_host}:{settings.openai_port}/v1"
     url = f"http://{settings.client_host}:{settings.http_port}/v2/models/ensemble/generate"
     say(f"ready after {start_s:.1f} s: target {config.target.model or config.target.engine}, drafts {drafts}")
     say(ports)
@@ -60,9 +63,21 @@ def run(stop: threading.Event, arguments: list[str]) -> None:
             raise LaunchError(f"the run folder {folder} cannot be written: {error.strerror}. TMPDIR chooses another place") from error
         say(f"starting tritonserver with {settings.config}")
         server = TritonServer(settings, folder, arguments)
+        front_end = FrontEnd(settings)
+
+        def on_ready(start_s: float) -> None:
+            front_end.start()
+            announce(settings, config, start_s)
+
+        def on_stop(text: str) -> None:
+            say(text)
+            if stop.is_set():
+                front_end.stop()
+
         try:
-            supervise(server, stop, lambda start_s: announce(settings, config, start_s), say)
+            supervise(server, stop, on_ready, on_stop)
         finally:
+            front_end.kill()
             server.kill()
 
 

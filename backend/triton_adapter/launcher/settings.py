@@ -20,7 +20,7 @@ DEFAULT_CONFIG = PROJECT_ROOT / "model_repository" / "spindle" / "1" / "serving.
 MINIMUM_GLIBC = (2, 35)
 PYTHONS = ((3, 10), (3, 12))
 DEFAULT_TRACE_RATE = 1000
-_PORTS = (("HTTP_PORT", 8000), ("GRPC_PORT", 8001), ("METRICS_PORT", 8002))
+_PORTS = (("HTTP_PORT", 8000), ("GRPC_PORT", 8001), ("METRICS_PORT", 8002), ("OPENAI_PORT", 9000))
 
 
 class LaunchError(Exception):
@@ -29,7 +29,7 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Where to listen, what to serve, and where traces go ('' = nowhere)."""
+    """Where to listen, what to serve, and where traces go ('' = nowhere). ``openai_port`` 0: no OpenAI front end."""
 
     bind: str
     http_port: int
@@ -38,6 +38,7 @@ class Settings:
     config: Path
     trace_url: str = ""
     trace_rate: int = DEFAULT_TRACE_RATE
+    openai_port: int = 0
 
     @property
     def client_host(self) -> str:
@@ -47,12 +48,13 @@ class Settings:
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
     """Return the settings of the variables ``*_PORT``, ``BIND``, ``SPINDLE_CONFIG`` and ``TRACE_*``. Raises LaunchError."""
-    http, grpc, metrics = (_port(name, environment.get(name) or str(default)) for name, default in _PORTS)
-    if len({http, grpc, metrics}) < 3:
-        raise LaunchError(f"HTTP_PORT, GRPC_PORT and METRICS_PORT must differ, got {http}, {grpc} and {metrics}")
+    ports = [_port(name, environment.get(name) or str(default)) for name, default in _PORTS]
+    http, grpc, metrics, openai = ports
+    if len(set(ports)) < len(ports):
+        raise LaunchError(f"HTTP_PORT, GRPC_PORT, METRICS_PORT and OPENAI_PORT must differ, got {http}, {grpc}, {metrics} and {openai}")
     config = Path(environment.get("SPINDLE_CONFIG") or DEFAULT_CONFIG).absolute()
     trace = _trace(environment.get("TRACE_URL") or "", environment.get("TRACE_RATE") or "")
-    return Settings(environment.get("BIND") or "127.0.0.1", http, grpc, metrics, config, *trace)
+    return Settings(environment.get("BIND") or "127.0.0.1", http, grpc, metrics, config, *trace, openai)
 
 
 def _trace(url: str, rate: str) -> tuple[str, int]:
@@ -68,6 +70,8 @@ def _trace(url: str, rate: str) -> tuple[str, int]:
 
 
 def _port(name: str, value: str) -> int:
+    if name == "OPENAI_PORT" and value == "0":
+        return 0
     if not (value.isascii() and value.isdigit() and 1 <= int(value) <= 65535):
         raise LaunchError(f"{name} must be a port from 1 to 65535, got {value!r}")
     return int(value)
@@ -75,7 +79,8 @@ def _port(name: str, value: str) -> int:
 
 def check_ports(settings: Settings) -> None:
     """Raise LaunchError when a port is in use or the address is not this machine's."""
-    for (name, _), port in zip(_PORTS, (settings.http_port, settings.grpc_port, settings.metrics_port), strict=True):
+    ports = (settings.http_port, settings.grpc_port, settings.metrics_port, settings.openai_port)
+    for (name, _), port in zip(_PORTS, ports, strict=True):
         family = socket.AF_INET6 if ":" in settings.bind else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

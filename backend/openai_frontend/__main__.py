@@ -1,0 +1,54 @@
+"""``python -m backend.openai_frontend``: serve on ``OPENAI_PORT``, as the launcher does beside tritonserver.
+
+``BIND``, ``GRPC_PORT`` and ``SPINDLE_CONFIG`` as the launcher has them; ``OPENAI_API_KEY``: who calls must have it;
+``OPENAI_CORS_ORIGINS``: sites, separated by commas, whose pages may call; ``OPENAI_CHAT_TEMPLATE``: a file to use instead of the
+model's own template.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import uvicorn
+
+from backend import cache
+from backend.config import EMBEDDED_MODEL, load_config
+from backend.openai_frontend.app import FrontEnd, create_app
+from backend.openai_frontend.template import load_template
+from backend.triton_adapter.launcher.settings import read_settings
+from backend.triton_adapter.paths import PROJECT_ROOT
+
+GRACE_S = 10
+"""How long requests in flight may take to end."""
+
+
+def main() -> None:
+    """Serve until told to stop."""
+    environment = os.environ
+    settings = read_settings(environment)
+    model = load_config(settings.config).target.model
+    folder = None
+    if model:
+        folder = cache.model_folder(model) if model == EMBEDDED_MODEL else PROJECT_ROOT / os.path.expanduser(model)
+    file = environment.get("OPENAI_CHAT_TEMPLATE")
+    front_end = FrontEnd(
+        address=f"{settings.client_host}:{settings.grpc_port}",
+        model=Path(model).name or "fake",
+        template=load_template(folder, Path(file) if file else None),
+        api_key=environment.get("OPENAI_API_KEY") or "",
+        origins=tuple(filter(None, (environment.get("OPENAI_CORS_ORIGINS") or "").split(","))),
+    )
+    uvicorn.run(
+        create_app(front_end),
+        host=settings.bind,
+        port=settings.openai_port,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=GRACE_S,
+    )
+
+
+if __name__ == "__main__":
+    main()

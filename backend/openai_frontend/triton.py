@@ -1,0 +1,97 @@
+"""The way to Triton: one request, one gRPC stream, so that giving up one ends it and no other."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import numpy as np
+import tritonclient.grpc.aio as grpcclient
+
+from backend.triton_adapter.fields import NUMPY_TYPES, TEXT_INPUTS
+
+_TYPES = {field.name: field.dtype for field in TEXT_INPUTS}
+_STATUS = {"INVALID_ARGUMENT": 400, "UNIMPLEMENTED": 400, "UNAVAILABLE": 503, "CANCELLED": 499}
+
+
+class UpstreamError(Exception):
+    """What Triton answers instead of a text: an HTTP status and a sentence."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is new of the text of ``prompt`` and ``sequence``; ``finish_reason`` and the counts come with its last piece."""
+
+    prompt: int
+    sequence: int
+    text: str
+    finish_reason: str | None = None
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+
+class Triton:
+    """A client of the model ``tensorrt_llm_bls``; make it inside the event loop."""
+
+    def __init__(self, address: str, model: str = "tensorrt_llm_bls") -> None:
+        self._client = grpcclient.InferenceServerClient(address)
+        self._model = model
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._client.close()
+
+    async def generate(self, prompts: list[str], options: dict[str, Any]) -> AsyncIterator[Piece]:
+        """Yield the pieces of the texts that continue the prompts. Raises UpstreamError. Closing the iterator cancels them."""
+        try:
+            inputs = _tensors(prompts, options)
+        except UnicodeEncodeError as error:
+            raise UpstreamError(400, f"text has a lone surrogate at character {error.start}") from None
+
+        async def requests() -> AsyncIterator[dict[str, Any]]:
+            yield {"model_name": self._model, "inputs": inputs}
+
+        responses = self._client.stream_infer(requests(), headers={"triton_grpc_error": "true"})
+        try:
+            async for result, failure in responses:
+                if failure is not None:
+                    raise UpstreamError(500, str(failure))
+                yield _piece(result)
+        except grpc.RpcError as error:
+            raise UpstreamError(_STATUS.get(error.code().name, 500), str(error.details())) from None
+        finally:
+            responses.cancel()
+
+
+def _tensors(prompts: list[str], options: dict[str, Any]) -> list[Any]:
+    """Return the inputs: every prompt is an element of a batch, and all have the same options."""
+    made = []
+    for name, value in {"text_input": None, **options}.items():
+        rows = [[prompt] for prompt in prompts] if name == "text_input" else [value if isinstance(value, list) else [value]] * len(prompts)
+        strings = _TYPES[name] == "STRING"
+        array = np.array([[item.encode() for item in row] for row in rows] if strings else rows, dtype=NUMPY_TYPES[_TYPES[name]])
+        made.append(grpcclient.InferInput(name, array.shape, "BYTES" if strings else _TYPES[name]))
+        made[-1].set_data_from_numpy(array)
+    return made
+
+
+def _piece(result: Any) -> Piece:
+    def number(name: str) -> int:
+        array = result.as_numpy(name)
+        return 0 if array is None else int(array.item())
+
+    reason = result.as_numpy("finish_reason")
+    return Piece(
+        number("batch_index"),
+        number("sequence_index"),
+        result.as_numpy("text_output").item().decode(),
+        None if reason is None else reason.item().decode(),
+        number("num_input_tokens"),
+        number("num_output_tokens"),
+    )

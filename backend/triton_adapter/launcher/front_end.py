@@ -1,0 +1,61 @@
+"""The OpenAI front end's process beside tritonserver: started once there is something to ask, started again when it ends by itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+from backend.triton_adapter.launcher.say import say
+from backend.triton_adapter.launcher.settings import Settings
+from backend.triton_adapter.paths import PROJECT_ROOT
+from backend.triton_adapter.tied import tied
+
+BACKOFF_S = 1.0
+STOP_LIMIT_S = 12.0
+
+
+class FrontEnd:
+    """Runs from ``start`` to ``stop``; the process is tied to the thread that watches it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it unless it runs, or is not wanted."""
+        if self._settings.openai_port and self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="front-end", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Take no more requests; those in flight may end. ``kill`` waits for them."""
+        self._stop.set()
+        if self._process is not None:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """End it, at the latest after ``STOP_LIMIT_S``."""
+        self.stop()
+        if self._process is not None:
+            try:
+                self._process.wait(STOP_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        command = tied(sys.executable, [sys.executable, "-m", "backend.openai_frontend"])
+        environment = {**os.environ, "SPINDLE_CONFIG": str(self._settings.config)}
+        while not self._stop.is_set():
+            self._process = subprocess.Popen(command, cwd=PROJECT_ROOT, env=environment)
+            if self._stop.is_set():
+                self._process.terminate()
+            status = self._process.wait()
+            if not self._stop.is_set():
+                say(f"the OpenAI front end ended with status {status}: starting it again in {BACKOFF_S:g} s")
+            self._stop.wait(BACKOFF_S)
