@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import subprocess
 import time
 import urllib.request
 from collections import defaultdict, deque
@@ -88,7 +89,12 @@ class ServerArm:
         folder.mkdir(parents=True)
         path = folder / "serving.json"
         path.write_text(json.dumps(config), "utf-8")
-        self._service = Service(folder / "log", path).wait_ready(limit_s=READY_LIMIT_S)
+        self._service = Service(folder / "log", path)
+        try:
+            self._service.wait_ready(limit_s=READY_LIMIT_S)
+        except BaseException:
+            self.close()
+            raise
 
     def run(self, offer: Offer) -> Served:
         """Serve over gRPC streams, one a request."""
@@ -107,7 +113,11 @@ class ServerArm:
 
     def close(self) -> None:
         """End the server."""
-        self._service.stop()
+        try:
+            self._service.stop()
+        except subprocess.TimeoutExpired:
+            self._service.process.kill()
+            self._service.process.wait()
 
     async def _serve(self, offer: Offer) -> list[Reply]:
         channels = [load.channel(self._service.grpc) for _ in range(CONNECTIONS)]

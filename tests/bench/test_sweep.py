@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from tests.bench import sweep_figures
+from tests.bench import arms, sweep_figures
 from tests.bench.arms import Offer
 from tests.bench.sweep import chosen, main
 from tests.bench.sweep_arms import AGAIN, Servers, Tuning, arm_config, fixed_choice, fixed_names
@@ -191,6 +191,20 @@ def test_the_report_is_one_page_without_links_that_tells_missed_claims(finished,
     assert page.count('src="data:image/svg+xml;base64,') >= 6
     assert not re.search(r'(src|href)="(?!data:)', page)
     assert all(policy in page for policy in POLICIES)
+
+
+@pytest.mark.server
+def test_a_server_that_is_given_up_while_it_starts_is_ended(tmp_path, monkeypatch):
+    made = []
+
+    def give_up(service, limit_s):
+        made.append(service)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(arms.Service, "wait_ready", give_up)
+    with pytest.raises(KeyboardInterrupt):
+        arms.ServerArm(FAKE, tmp_path / "server")
+    assert made[0].process.poll() is not None
 
 
 @pytest.mark.server
