@@ -75,6 +75,54 @@ def client(service):
         yield made
 
 
+SIZES = {-1: 2}
+ONES = {"STRING": "x", "BOOL": True, "FP16": 0.5, "FP32": 0.5}
+TOGETHER = {
+    "embedding_bias_words": {"embedding_bias_weights": [[0.5, 0.5]]},
+    "embedding_bias_weights": {"embedding_bias_words": [["x", "y"]]},
+}
+SAMPLES = {"stop": [[False]], "stop_words_list": [[[1, 2], [1, 2]]], "bad_words_list": [[[1, 2], [1, 2]]], "input_lengths": [[2]]}
+TENSORS = [(model, field) for model in MODELS[:3] for field in model.inputs]
+
+
+def sample(field):
+    """Return a value of a tensor that asks for something, nested by its dims."""
+    value = ONES.get(field.dtype, 2)
+    for size in reversed(field.dims):
+        value = [value] * SIZES.get(size, size)
+    return SAMPLES.get(field.name, [value])
+
+
+def smallest(model):
+    """Return the required inputs of a model."""
+    if model.name == "tensorrt_llm":
+        return token_request("ab", 4)
+    return {"text_input": [["ab"]], "max_tokens": [[4]], **END}
+
+
+@pytest.mark.parametrize(("model", "field"), TENSORS, ids=lambda part: part.name)
+def test_every_tensor_is_taken_or_refused_by_name_and_reason_over_grpc(client, model, field):
+    inputs = {**smallest(model), **TOGETHER.get(field.name, {}), field.name: sample(field)}
+    if field.refused is None:
+        assert client.ask(model.name, **inputs)[-1]["finish_reason"].item() in (b"length", b"end_id", b"stop_words")
+        return
+    with pytest.raises(InferenceServerException, match=f"{field.name} is not supported: {field.refused.value}"):
+        client.ask(model.name, **inputs)
+
+
+@pytest.mark.parametrize(("model", "field"), [each for each in TENSORS if len(each[1].dims) == 1], ids=lambda part: part.name)
+def test_every_tensor_of_one_dimension_is_taken_or_refused_over_http(service, model, field):
+    """Triton's generate interfaces carry no others."""
+    inputs = {**smallest(model), **TOGETHER.get(field.name, {}), field.name: sample(field)}
+    body = {name: row[0] if len(row) == 1 else row for name, (row,) in inputs.items()}
+    _, text = service.post(f"/v2/models/{model.name}/generate_stream", body)
+    if field.refused is None:
+        assert '"finish_reason":"' in text
+        assert "error" not in text
+    else:
+        assert f"{field.name} is not supported: {field.refused.value}" in text
+
+
 def token_request(prompt, length, **more):
     ids = list(prompt.encode())
     return {"input_ids": [ids], "input_lengths": [[len(ids)]], "request_output_len": [[length]], **END, **more}
