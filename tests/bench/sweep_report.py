@@ -7,6 +7,7 @@ import html
 import io
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,8 @@ DRAFT_COLOURS = ("#e0a030", "#2a8a57", "#8a4fb0", "#6f5a3a")
 STYLE = """
 body { font: 15px/1.45 sans-serif; color: #222; max-width: 1120px; margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.6em; } h2 { font-size: 1.2em; margin-top: 2em; border-bottom: 1px solid #ccc; }
-table { border-collapse: collapse; font-size: 12.5px; margin: .6em 0; }
-td, th { padding: 2px 9px; text-align: right; border-bottom: 1px solid #e4e4e4; }
+table { border-collapse: collapse; font-size: 12px; margin: .6em 0; }
+td.text { white-space: nowrap; } td, th { padding: 2px 7px; text-align: right; border-bottom: 1px solid #e4e4e4; }
 td.text, th.text { text-align: left; } .holds { color: #1d7a46; } .missed { color: #b3261e; font-weight: bold; } .open { color: #8a6d00; }
 img { max-width: 100%; } .note { color: #555; font-size: 13px; } @media print { img, table { break-inside: avoid; } }
 """
@@ -59,7 +60,11 @@ def _provenance(record: dict[str, Any]) -> str:
         f"{settings['max_tokens']} tokens, {settings['active']} places; warm blocks a point: {min(blocks)} to {max(blocks)}",
         f"capacity of no speculation, requests a second: {capacity}",
         *(f"not run: {name}: {reason}" for name, reason in record.get("skipped", {}).items()),
-        f"baselines are told: draft {tuning.get('draft')}, length {tuning.get('length')}, by batch size {tuning.get('schedule')}",
+        *(
+            [f"baselines are told: draft {tuning.get('draft')}, length {tuning.get('length')}, by batch size {tuning.get('schedule')}"]
+            if tuning
+            else []
+        ),
         "; ".join(f"{key} {value}" for key, value in record["machine"].items()),
     ]
     return "<br>".join(html.escape(line) for line in lines)
@@ -171,12 +176,13 @@ def _bars(record: dict[str, Any], wanted: list[Row], label: Callable[[Row], str]
     if not wanted:
         return ""
     parts = list(dict.fromkeys(part for row in wanted for part in row[key]))
-    spare = iter(DRAFT_COLOURS * len(parts))
+    drafts = [draft["name"] for draft in record["settings"]["config"]["drafts"]]
+    colours = colours | {f"{kind}{name}": DRAFT_COLOURS[i % 4] for i, name in enumerate(drafts) for kind in ("", "draft:")}
     figure, axis = plt.subplots(figsize=(8.5, 0.8 + 0.26 * len(wanted)), layout="constrained")
     left = np.zeros(len(wanted))
     for part in parts:
         shares = np.array([row[key].get(part, 0.0) / sum(row[key].values()) for row in wanted])
-        axis.barh(range(len(wanted)), shares, left=left, color=colours.get(part) or next(spare), label=part, height=0.75)
+        axis.barh(range(len(wanted)), shares, left=left, color=colours[part], label=part, height=0.75)
         left += shares
     axis.set_yticks(range(len(wanted)), [label(row) for row in wanted], fontsize=8)
     axis.invert_yaxis()
@@ -239,6 +245,13 @@ def _claims(record: dict[str, Any]) -> str:
     rows = record["claims"]
     counts = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in ("holds", "open", "missed")}
     line = f"<p>{', '.join(f'{count} {verdict}' for verdict, count in counts.items())}, of {len(rows)}.</p>" if rows else ""
+    kinds = Counter((row["over"], row["bar"], row["verdict"]) for row in rows)
+    bars = dict.fromkeys((over, bar) for over, bar, _ in kinds)
+    cells = ([over, f"{bar:.2f}", *(kinds[over, bar, verdict] for verdict in counts)] for over, bar in bars)
+    return line + _html_table(["over", "at least", *counts], cells, 1)
+
+
+def _every_claim(record: dict[str, Any]) -> str:
     head = ["workload", "load", "over", "at least", "ratio", "95 % interval", "blocks", ""]
     cells = (
         [
@@ -251,9 +264,9 @@ def _claims(record: dict[str, Any]) -> str:
             r["blocks"],
             (r["verdict"], r["verdict"]),
         ]
-        for r in rows
+        for r in record["claims"]
     )
-    return line + _html_table(head, cells, 3)
+    return _html_table(head, cells, 3)
 
 
 def _noise(record: dict[str, Any]) -> str:
@@ -274,7 +287,7 @@ def _table(record: dict[str, Any]) -> str:
         "accepted": ("acceptance", ".2f"),
         "drafted/token": ("draft_tokens_per_emitted_token", ".2f"),
         "wasted/token": ("wasted_draft_tokens_per_token", ".2f"),
-        "predicted/measured step": ("predicted_over_measured_step_time", ".2f"),
+        "step pred./meas.": ("predicted_over_measured_step_time", ".2f"),
         "looping": ("looping_share", ".2f"),
         "text as none": ("same_text_as_none", ".2f"),
     }
@@ -297,7 +310,6 @@ SECTIONS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
         "is open otherwise. The best fixed choice is, for each block, the one that was best in the other blocks.",
         _claims,
     ),
-    ("Noise", "The same arm (no speculation) run twice in each block, the second over the first: the A/A run.", _noise),
     (
         "Latency against the rate of requests",
         "Mean latency from the scheduled arrival; the rate as a share of what no speculation completes with every place taken. "
@@ -313,6 +325,8 @@ SECTIONS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
         _positions,
     ),
     ("What Spindle chose", "Share of the emitted tokens by the draft of their step.", _choices),
+    ("Noise", "The same arm (no speculation) run twice in each block, the second over the first: the A/A run.", _noise),
+    ("Every claim", "", _every_claim),
     ("All figures", "Times in seconds, of warm blocks where there are any; cold: mean latency of the first block.", _table),
 )
 
