@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,8 @@ class PeerArm:
     """A worker process."""
 
     def __init__(self, command: list[str]) -> None:
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        patient = {**os.environ, "OMP_WAIT_POLICY": "passive"}  # threads that spin lose many times over where others use the cores
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=patient)
         self._read()
 
     def run(self, offer: Offer) -> Served:
