@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from policy.acceptance import AcceptanceModel, AcceptanceState
+from policy.acceptance import AcceptanceModel, AcceptanceState, Expected
 from policy.baselines import BatchSchedule, FixedLength, NoSpeculation
 from policy.goodput import Choice, Score
 from policy.latency import LatencyModel
@@ -61,9 +61,10 @@ class _Known(AcceptanceModel):
         del evidence, more
         return state
 
-    def hazards(self, state: AcceptanceState, request: list[int], rule: IntArray) -> FloatArray:
+    def expected(self, state: AcceptanceState, request: list[int], rule: IntArray) -> Expected:
         del rule
-        return self._truth(np.array(request, np.int64), state.now)
+        hazard = self._truth(np.array(request, np.int64), state.now)
+        return Expected(np.zeros(len(request), np.int64), hazard, hazard.T, np.zeros_like(hazard.T))
 
     def hazards_of(self, state: AcceptanceState, request: int, rule: int) -> list[list[float]]:
         del rule
