@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 
@@ -18,12 +18,13 @@ from backend.config import EMBEDDED_MODEL, ConfigError, EngineConfig, PolicyConf
 from backend.drafting import Drafting
 from backend.engines.fake import FakeEngine
 from backend.engines.lookup import LookupEngine
+from backend.guides import Grammars
 from backend.kv_ledger import KVLedger
 from backend.learned import LearnedState, learned_key
 from backend.manifest import check_pair, read_manifest
 from backend.orchestrator import Orchestrator
 from backend.ports import BLOCK_TOKENS, Engine, Sequence
-from backend.request import ErrorCode, GenerationRequest, RequestError, SamplingParams
+from backend.request import ErrorCode, GenerationRequest, Guide, RequestError, SamplingParams
 from backend.session import ReplySink, Session
 from backend.stats import Stats, StepStats
 from backend.switches import SwitchBoard
@@ -69,6 +70,7 @@ class App:
     tracing: Tracing
     max_context_tokens: int
     close: Callable[[], None]
+    grammars: Grammars
     _ids: itertools.count[int]
 
     def session(self, request: GenerationRequest, sink: ReplySink) -> Session:
@@ -81,10 +83,18 @@ class App:
         _check(request, len(prompt), self.max_context_tokens, self.tokenizer.vocab_size)
         end_ids = self.tokenizer.end_ids if request.end_id is None else frozenset({request.end_id} - {NO_END_ID})
         sampling = sampling_params(request, self.tokenizer, end_ids, self.config.plan_invariant)
+        if request.guide_type is not None:
+            sampling = replace(sampling, guide=self._guide(request.guide_type, request.guide or "", end_ids))
         sequence = Sequence(next(self._ids), prompt, len(prompt), sampling, salt=request.cache_salt or "")
         session = Session(sequence, request, end_ids, IncrementalDecoder(self.tokenizer.token_bytes), sink)
         session.control = self.switches.current().in_control(session.id)
         return session
+
+    def _guide(self, kind: str, text: str, end_ids: frozenset[int]) -> Guide:
+        if self.config.target.engine == "trtllm":
+            message = "guided_decoding_guide_type is not supported by TensorRT-LLM's executor here: every turn would begin the grammar anew"
+            raise RequestError(ErrorCode.UNIMPLEMENTED, f"{message}, got {kind!r}")
+        return self.grammars.guide(kind, text, end_ids)
 
 
 def sampling_params(request: GenerationRequest, tokenizer: Tokenizer, end_ids: frozenset[int], plan_invariant: str) -> SamplingParams:
@@ -174,8 +184,9 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
             engine.close()
 
     max_context = min(config.limits.max_context_tokens, target.limits.max_context_tokens)
-    ids = itertools.count(1)
-    return App(config, orchestrator, target, drafts, tokenizer, stats, step_stats, switches, learned, tracing, max_context, close, ids)
+    ids, grammars = itertools.count(1), Grammars(tokenizer)
+    engines = orchestrator, target, drafts, tokenizer
+    return App(config, *engines, stats, step_stats, switches, learned, tracing, max_context, close, grammars, ids)
 
 
 def check_memory(config: ServingConfig, names: Collection[str] | None = None) -> None:

@@ -267,6 +267,8 @@ class Orchestrator:
             return
         try:
             self._take(session, completion, proposals, log)
+        except RequestError as error:
+            self._fail(session, error.code, error.message, log)
         except Exception as error:
             logger.exception("the tokens of request %d could not be taken", session.id)
             self._fail(session, ErrorCode.INTERNAL, f"the request could not be continued ({type(error).__name__})", log)

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar")
+"""What a grammar may be written in, by NVIDIA's names. ``ebnf_grammar`` is GBNF or Lark."""
 
 
 class ErrorCode(str, Enum):
@@ -35,6 +41,20 @@ class FinishReason(str, Enum):
     STOP_WORDS = "stop_words"
 
 
+class Guide(Protocol):
+    """A grammar that a request's output must follow (``backend.guides``). ``failure`` says why it cannot be followed any further."""
+
+    failure: str | None
+
+    def masks(self, output: Seq[int], proposed: Seq[int]) -> list[npt.NDArray[np.bool_]]:
+        """Return which tokens may follow the output, and each of the proposed ones behind it up to the first that is not allowed."""
+        ...
+
+    def allowed(self, output: Seq[int], proposed: Seq[int]) -> int:
+        """Return how many of the proposed tokens it takes."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are drawn: temperature 0 or top_k 1 is greedy; top_k 0 and top_p 1.0 are off; ``seed`` keys the randomness.
@@ -42,7 +62,7 @@ class SamplingParams:
     ``coupled`` is plan-invariant sampling: every token is a function of its law, seed and position alone. The options change the logits
     before the law is made of them: ``bias`` holds (token id, addend); the penalties count a token in prompt and output; ``end_ids`` are
     impossible for the first ``min_tokens`` of the output, and so is the last token of a bad word (token ids) behind its others.
-    ``log_probs`` asks for each emitted token's log-probability.
+    ``log_probs`` asks for each emitted token's log-probability. ``guide`` allows what its grammar does, whatever else bans it, and no more.
     """
 
     temperature: float = 0.0
@@ -58,6 +78,7 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     bias: tuple[tuple[int, float], ...] = ()
     log_probs: bool = False
+    guide: Guide | None = None
     _endings: dict[int, dict[tuple[int, ...], list[int]]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -84,7 +105,7 @@ class SamplingParams:
     @property
     def changes_logits(self) -> bool:
         """Whether any option makes the law another one than the model's."""
-        return self.penalised or bool(self.bias or self.bad_words or (self.min_tokens and self.end_ids))
+        return self.penalised or bool(self.bias or self.bad_words or (self.min_tokens and self.end_ids)) or self.guide is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +114,8 @@ class GenerationRequest:
 
     ``num_draft_tokens`` is a ceiling on the speculation length (0 = no speculation, None = the policy decides). Only requests of one
     ``cache_salt`` share KV. With ``input_ids`` the request is one of token ids, and gets token ids: ``text_input`` is empty then, and words
-    and weights (token id, addend) come as ids as well. ``timeout_s`` is the client's own limit on the request's life.
+    and weights (token id, addend) come as ids as well. ``timeout_s`` is the client's own limit on the request's life. ``guide`` is a
+    grammar of the kind ``guide_type`` that the output must follow.
     """
 
     text_input: str
@@ -122,6 +144,8 @@ class GenerationRequest:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     bias: tuple[tuple[int, float], ...] = ()
     timeout_s: float | None = None
+    guide_type: str | None = None
+    guide: str | None = None
 
     def to_wire(self) -> dict[str, Any]:
         """Return a JSON-able dict with the absent options left out."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from backend.ports import Sequence
-from backend.request import ErrorCode, FinishReason, GenerationRequest
+from backend.request import ErrorCode, FinishReason, GenerationRequest, RequestError
 from backend.request_trace import RequestTrace
 
 _SOURCE_TOKENS = 16  # a block of KV: as many tokens tell of which kind a prompt is
@@ -122,7 +122,10 @@ class Session:
         return self.request.max_tokens - self.output_tokens
 
     def commit(self, tokens: Seq[int], log_probs: Seq[float] | None = None) -> int:
-        """Take the tokens of one step in order and return how many were taken; fewer than given means finished."""
+        """Take the tokens of one step in order and return how many were taken; fewer than given means finished.
+
+        Raises RequestError where the request's grammar is beyond its parser's limits.
+        """
         taken = 0
         for token in tokens:
             self._take(token)
@@ -132,6 +135,9 @@ class Session:
         if self._log_probs is not None and log_probs is not None:
             self._log_probs += log_probs[:taken]
             self._cum_log_prob = sum(log_probs[:taken], self._cum_log_prob)
+        guide = self.sequence.sampling.guide
+        if guide is not None and guide.failure is not None:
+            raise RequestError(ErrorCode.INTERNAL, f"the grammar could not be followed any further: {guide.failure}")
         return taken
 
     def take(self) -> Delta:

@@ -27,6 +27,7 @@ _LETTERS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz ", np.uint8).astype(np.int
 _LOGITS = np.log([0.6, 0.25, 0.1, 0.05]) + 4.0
 _UNLIKELY_LOGIT = -26.0
 _IMPOSSIBLE_LOGIT = -1e30  # finite: a row in which everything is banned still has a law
+_UNGRAMMATICAL_LOGIT = -2e30
 _DRAFT, _ACCEPT, _SAMPLE, _COUPLED = range(4)
 
 FloatArray = npt.NDArray[np.float64]
@@ -205,6 +206,8 @@ def _processed(logits: FloatArray, context: list[int], sequence: Sequence) -> Fl
     if len(context) - sequence.prompt_tokens < sampling.min_tokens:
         logits[list(sampling.end_ids)] = _IMPOSSIBLE_LOGIT
     logits[sampling.banned(context, len(context))] = _IMPOSSIBLE_LOGIT
+    for mask in sampling.guide.masks(context[sequence.prompt_tokens :], ()) if sampling.guide else ():
+        logits[~mask] = _UNGRAMMATICAL_LOGIT
     return logits
 
 

@@ -34,7 +34,7 @@ class LookupEngine:
         """Look up a proposal of up to ``run`` tokens for every turn. A turn with a proposal to verify completes with an error."""
         for turn in turns:
             error = None if turn.proposal is None else f"engine {self.name!r} (lookup) cannot verify a proposal"
-            tokens = [] if error else self._propose(turn.sequence, turn.run)
+            tokens = [] if error else _grammatical(turn.sequence, self._propose(turn.sequence, turn.run))
             self._completions.append(Completion(turn.sequence.id, tokens, error=error))
 
     def poll(self, timeout_s: float) -> list[Completion]:
@@ -78,6 +78,12 @@ class LookupEngine:
         proposal = sequence.tokens[start : start + length]
         period = len(proposal)
         return [proposal[i % period] for i in range(length)]
+
+
+def _grammatical(sequence: Sequence, proposal: list[int]) -> list[int]:
+    """Cut a proposal before the first token that the request's grammar forbids; a point mass may be cut without moving any law."""
+    guide = sequence.sampling.guide
+    return proposal if guide is None else proposal[: guide.allowed(sequence.tokens[sequence.prompt_tokens :], proposal)]
 
 
 class _Index:

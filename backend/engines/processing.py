@@ -1,7 +1,7 @@
 """What a request's options make of the logits, before a law is made of them; row i of a run sees the proposed tokens before it.
 
 The options and their order are those of TensorRT-LLM's decoder: bias, temperature, repetition, presence and frequency penalty, minimum
-length, bad words; then top-k and top-p. Temperature is divided by later, so what follows it there is multiplied by it here.
+length, bad words, grammar; then top-k and top-p. Temperature is divided by later, so what follows it there is multiplied by it here.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from backend.request import SamplingParams
 
 IMPOSSIBLE = -1e30
 """The logit of a banned token. Finite, so that a row in which everything is banned still has a law."""
+UNGRAMMATICAL = 2 * IMPOSSIBLE
+"""The logit of a token that the grammar forbids: where options ban all that it allows, it is the grammar that is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,8 @@ def process(
         logits[row, columns.of(sampling.end_ids)[0]] = IMPOSSIBLE
     if sampling.bad_words:
         _ban(logits, sampling, before, proposed, columns)
+    if sampling.guide is not None:
+        _guide(logits, sampling.guide.masks(before[len(before) - output_tokens :], proposed), columns)
 
 
 def _penalise(logits: torch.Tensor, sampling: SamplingParams, before: Seq[int], proposed: Seq[int], columns: Columns) -> None:
@@ -87,3 +92,13 @@ def _ban(logits: torch.Tensor, sampling: SamplingParams, before: Seq[int], propo
         if banned := sampling.banned(tokens, len(before) + row):
             found, _ = columns.of(banned)
             logits[row].index_fill_(0, torch.tensor(found, dtype=torch.int64, device=logits.device), IMPOSSIBLE)
+
+
+def _guide(logits: torch.Tensor, masks: Seq[npt.NDArray[np.bool_]], columns: Columns) -> None:
+    """Forbid in every row what its mask [vocab] does not allow; rows behind the last mask follow a token that is never accepted."""
+    for row, mask in enumerate(masks):
+        allowed = torch.from_numpy(mask).to(logits.device)
+        if columns.token_ids is not None:
+            allowed = allowed[columns.token_ids.long()]
+        logits[row, : len(allowed)].masked_fill_(~allowed, UNGRAMMATICAL)
+        logits[row, len(allowed) :] = UNGRAMMATICAL  # a vocabulary padded beyond the tokenizer's

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from backend.request import ErrorCode, GenerationRequest, RequestError
+from backend.request import GUIDE_TYPES, ErrorCode, GenerationRequest, RequestError
 from backend.triton_adapter.fields import NUMPY_TYPES, TEXT_INPUTS, TEXT_OUTPUTS, TOKEN_OUTPUTS, Field
 from backend.wire import Message
 
@@ -77,6 +77,7 @@ def _decode_row(inputs: Mapping[str, Array], fields: Seq[Field], decoupled: bool
         raise invalid(f"num_return_sequences must be between 1 and {MOST_SEQUENCES}, got {sequences}")
     names = ("num_input_tokens", "num_output_tokens", "perf_metrics")
     wanted = Wanted(tokens=tokens, **{name: bool(given.pop(f"return_{name}", False)) for name in names})
+    _check_guide(given)
     request = GenerationRequest(**given)
     _check(request, {field.attribute: field.name for field in fields}, decoupled)
     _check_changes(request)
@@ -224,6 +225,18 @@ def _check(request: GenerationRequest, names: Mapping[str, str], decoupled: bool
         raise invalid(f"temperature must be a finite number of at least 0, got {request.temperature:g}")
     if request.top_p is not None and not 0 <= request.top_p <= 1:
         raise invalid(f"{names['top_p']} must be between 0 and 1 (0 = off), got {request.top_p:g}")
+
+
+def _check_guide(given: dict[str, Any]) -> None:
+    """Check the guide, and forget one that is empty. Raises RequestError."""
+    kind, text = (given.get(name) or None for name in ("guide_type", "guide"))
+    if kind not in (None, *GUIDE_TYPES):
+        raise invalid(f"guided_decoding_guide_type must be one of {', '.join(GUIDE_TYPES)}, got {kind!r}")
+    if kind is None and text is not None:
+        raise invalid("guided_decoding_guide must come with guided_decoding_guide_type, got none")
+    if kind not in (None, "json") and text is None:
+        raise invalid(f"guided_decoding_guide is required beside guided_decoding_guide_type {kind!r}, got none")
+    given |= {"guide_type": kind, "guide": text}
 
 
 def _check_changes(request: GenerationRequest) -> None:

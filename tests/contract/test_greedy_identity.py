@@ -4,6 +4,7 @@ Different batch shapes round differently, so that a near-tie between two tokens 
 gap between the two in fp64 (logits where greedy, the outcome of the race where plan-invariant). It is logged.
 """
 
+import json
 import logging
 
 import numpy as np
@@ -24,6 +25,15 @@ DRAFT = "engines_build/drafts/smollm2-135m-instruct-10m"
 MAX_TOKENS, SEEDED_TOKENS = 40, 24
 NEAR_TIE = 2e-3
 """Logits of this model are about 20 in size; fp32 carries 7 digits through 30 layers."""
+
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {"colour": {"enum": ["red", "green", "blue"]}, "count": {"type": "integer", "minimum": 0, "maximum": 999}},
+        "required": ["colour", "count"],
+        "additionalProperties": False,
+    }
+)
 
 CONFIG = {
     "target": {"engine": "torch", "model": "smollm2-135m-instruct", "dtype": "fp32"},
@@ -126,6 +136,18 @@ def test_random_trees_and_merged_chains_do_not_change_the_text(app, prompts, pla
     sessions = generate(app, requests(prompts), together=3, policy=RandomTrees())
     assert sum(session.accepted for session in sessions) > 20
     check_equal(plain, sessions)
+
+
+@pytest.mark.parametrize("options", [{}, {"seed": 3, "temperature": 0.8}], ids=["greedy", "seeded"])
+def test_guided_text_is_the_same_with_speculation_and_is_json(app, prompts, options):
+    requests = [GenerationRequest(prompt, 60, guide_type="json_schema", guide=SCHEMA, **options) for prompt in prompts[::4]]
+    plain = generate(app, requests, policy=NoSpeculation())
+    sessions = generate(app, requests, together=3, policy=RandomTrees())
+    assert sum(session.accepted for session in sessions) > 10
+    check_equal(plain, sessions)
+    texts = [app.tokenizer._library.decode(s.sequence.tokens[s.sequence.prompt_tokens :]) for s in sessions if s.finish_reason == "end_id"]
+    assert texts
+    assert all(json.loads(text).keys() == {"colour", "count"} for text in texts)
 
 
 @pytest.mark.parametrize(("together", "policy"), [(2, RandomChoice()), (3, RandomTrees()), (4, None)])

@@ -80,8 +80,16 @@ ONES = {"STRING": "x", "BOOL": True, "FP16": 0.5, "FP32": 0.5}
 TOGETHER = {
     "embedding_bias_words": {"embedding_bias_weights": [[0.5, 0.5]]},
     "embedding_bias_weights": {"embedding_bias_words": [["x", "y"]]},
+    "guided_decoding_guide_type": {"guided_decoding_guide": [["[xy]+"]], "end_id": [[256]]},
+    "guided_decoding_guide": {"guided_decoding_guide_type": [["regex"]], "end_id": [[256]]},
 }
-SAMPLES = {"stop": [[False]], "stop_words_list": [[[1, 2], [1, 2]]], "bad_words_list": [[[1, 2], [1, 2]]], "input_lengths": [[2]]}
+SAMPLES = {
+    "guided_decoding_guide_type": [["regex"]],
+    "stop": [[False]],
+    "stop_words_list": [[[1, 2], [1, 2]]],
+    "bad_words_list": [[[1, 2], [1, 2]]],
+    "input_lengths": [[2]],
+}
 TENSORS = [(model, field) for model in MODELS[:3] for field in model.inputs]
 
 

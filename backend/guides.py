@@ -1,0 +1,156 @@
+"""Guided decoding: which tokens a grammar allows at each place of a text.
+
+``llguidance`` parses; a ``Guide`` keeps its matcher at the place that an engine asks about. A matcher walks along proposed tokens and back
+again, so that target and drafts share one, and a text never depends on what was proposed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence as Seq
+
+import llguidance
+import numpy as np
+import numpy.typing as npt
+from llguidance.gbnf_to_lark import any_to_lark
+
+from backend.request import ErrorCode, RequestError
+from backend.tokenizer import Tokenizer
+
+BoolArray = npt.NDArray[np.bool_]
+
+MOST_CHARACTERS = 256 * 1024
+_KEPT_MASKS = 64
+
+
+class Grammars:
+    """Makes the guides of one tokenizer; its first guide takes half a second."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: llguidance.LLTokenizer | None = None
+
+    def guide(self, kind: str, text: str, end_ids: frozenset[int]) -> Guide:
+        """Return the guide of one request, whose text may end by ``end_ids``. Raises RequestError naming what is wrong with a grammar."""
+        if not end_ids:
+            raise _invalid("end_id must not be -1 beside guided_decoding_guide_type: nothing could end the text")
+        if len(text) > MOST_CHARACTERS:
+            raise _invalid(f"guided_decoding_guide must have at most {MOST_CHARACTERS} characters, got {len(text)}")
+        if self._tokens is None:
+            self._tokens = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer)))
+        try:
+            grammar = _grammar(kind, text)
+        except Exception as error:  # the converters raise what they like
+            raise _invalid(f"guided_decoding_guide is no {kind}: {_first_line(error)}") from None
+        matcher = llguidance.LLMatcher(self._tokens, grammar, log_level=0)
+        if matcher.is_error():
+            raise _invalid(f"guided_decoding_guide is no {kind} that can be served: {_first_line(matcher.get_error())}")
+        return Guide(matcher, self._tokenizer.vocab_size, end_ids, self._tokens.eos_token)
+
+
+class Guide:
+    """One request's grammar. ``failure`` is set when it grew beyond the parser's limits; then nothing but an end is allowed."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, end_ids: frozenset[int], end_bit: int) -> None:
+        self.failure: str | None = None
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._end_ids = end_ids
+        self._end_bit = end_bit
+        self._trail: list[int] = []  # what the matcher has taken
+        self._masks: dict[int, BoolArray] = {}  # by place, along the trail
+
+    def masks(self, output: Seq[int], proposed: Seq[int]) -> list[BoolArray]:
+        """Return what may follow ``output`` and each of the ``proposed`` tokens behind it, bool[vocab] each.
+
+        The list ends with the first proposed token that is not allowed, or ends the text: nothing behind it matters. It is empty where
+        ``output`` itself has left the grammar, as a draft may do that lacks a token.
+        """
+        if not self._stand_behind(output):
+            return []
+        found = [self._mask()]
+        for token in proposed:
+            if not self._take(token):
+                break
+            found.append(self._mask())
+        return found
+
+    def allowed(self, output: Seq[int], proposed: Seq[int]) -> int:
+        """Return how many of the proposed tokens the grammar takes; a token that ends the text is the last of them."""
+        if not self._stand_behind(output):
+            return 0
+        count = next((count for count, token in enumerate(proposed) if not self._take(token)), len(proposed))
+        ends = count < len(proposed) and proposed[count] in self._end_ids and bool(self._mask()[proposed[count]])
+        return count + ends
+
+    def _stand_behind(self, output: Seq[int]) -> bool:
+        """Bring the matcher behind ``output``; False where that is impossible."""
+        trail = self._trail
+        common = min(len(trail), len(output))
+        if trail[:common] != list(output[:common]):
+            common = next(at for at, (a, b) in enumerate(zip(trail, output, strict=False)) if a != b)
+        if common < len(trail):
+            self._matcher.rollback(len(trail) - common)
+            del trail[common:]
+            self._masks = {place: mask for place, mask in self._masks.items() if place <= common}
+        return all(self._take(token) for token in output[common:])
+
+    def _take(self, token: int) -> bool:
+        if token in self._end_ids or self._matcher.try_consume_tokens([token]) == 0:
+            return False
+        self._trail.append(token)
+        return True
+
+    def _mask(self) -> BoolArray:
+        place = len(self._trail)
+        if place not in self._masks:
+            if len(self._masks) >= _KEPT_MASKS:
+                del self._masks[min(self._masks)]
+            self._masks[place] = self._made_mask()
+        return self._masks[place]
+
+    def _made_mask(self) -> BoolArray:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error():
+            self.failure = _first_line(self._matcher.get_error())
+            bits = np.zeros_like(bits)
+        mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+        ends = bool(mask[self._end_bit]) or self.failure is not None
+        mask[self._end_bit] = False
+        mask[list(self._end_ids)] |= ends
+        return mask
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance reads it. Tokens without text can only be its end token, or nothing."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = min(tokenizer.end_ids)
+        self.tokens = [token or b"\xff[%d]" % index for index, token in enumerate(tokenizer.token_bytes)]
+        self.special_token_ids = [index for index, token in enumerate(tokenizer.token_bytes) if not token]
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Encode a text."""
+        return self._tokenizer.encode(text if isinstance(text, str) else text.decode("utf-8", "replace"), add_special_tokens=False)
+
+
+def _grammar(kind: str, text: str) -> str:
+    """Return what llguidance makes of a guide."""
+    matcher = llguidance.LLMatcher
+    if kind in ("json", "json_schema"):
+        schema = json.loads(text) if kind == "json_schema" else {}
+        if not isinstance(schema, (dict, bool)):
+            raise ValueError("a schema must be an object or a boolean")
+        return matcher.grammar_from_json_schema(json.dumps(schema))
+    return matcher.grammar_from_regex(text) if kind == "regex" else matcher.grammar_from_lark(any_to_lark(text))
+
+
+def _first_line(error: object) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def _invalid(message: str) -> RequestError:
+    return RequestError(ErrorCode.INVALID_ARGUMENT, message)

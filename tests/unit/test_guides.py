@@ -1,0 +1,111 @@
+"""Grammars as masks over a tokenizer's tokens."""
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from backend.guides import MOST_CHARACTERS, Grammars
+from backend.request import ErrorCode, RequestError
+from backend.tokenizer import ByteTokenizer
+
+BYTES = ByteTokenizer()
+END = 256
+SCHEMA = json.dumps({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False})
+GUIDES = {
+    "json": ("", '[1, {"a": null}]'),
+    "json_schema": (SCHEMA, '{"n": 12}'),
+    "regex": ("(ab|cd)+x", "abcdx"),
+    "ebnf_grammar": ('root ::= "a" root "b" | "-"', "aa-bb"),
+}
+
+
+@pytest.fixture(scope="module")
+def grammars():
+    return Grammars(BYTES)
+
+
+def made(grammars, kind="regex", end_ids=BYTES.end_ids):
+    return grammars.guide(kind, GUIDES[kind][0], end_ids)
+
+
+def letters(mask):
+    return "".join(chr(token) for token in mask.nonzero()[0] if token < 128)
+
+
+@pytest.mark.parametrize("kind", GUIDES)
+def test_a_text_of_the_grammar_is_allowed_token_by_token_and_then_may_end(grammars, kind):
+    guide, text = made(grammars, kind), list(GUIDES[kind][1].encode())
+    masks = guide.masks([], text)
+    assert len(masks) == len(text) + 1
+    assert all(mask[token] for mask, token in zip(masks, text, strict=False))
+    assert masks[-1][END]
+    assert not masks[0][END]
+
+
+def test_masks_end_behind_the_first_token_that_is_not_allowed(grammars):
+    guide = made(grammars)
+    masks = guide.masks(list(b"ab"), list(b"cax"))
+    assert [letters(mask) for mask in masks] == ["acx", "d"]
+    assert guide.allowed(list(b"ab"), list(b"cax")) == 1
+    assert guide.masks(list(b"b"), []) == []
+
+
+def test_a_guide_can_be_asked_about_any_place_in_any_order(grammars):
+    guide, text = made(grammars), list(b"ab" * 100 + b"cd")
+    for end in (202, 3, 150, 0, 202, 101):
+        assert letters(guide.masks(text[:end], [])[0]) == ("b" if end % 2 else "acx" if end else "ac")
+
+
+def test_a_request_s_own_end_ids_end_the_text_and_an_end_is_no_token_of_the_grammar(grammars):
+    guide = made(grammars, end_ids=frozenset({ord("x"), 7}))
+    assert letters(guide.masks(list(b"ab"), [])[0]) == "acx"
+    assert guide.masks(list(b"ab"), [ord("x"), 3])[1:] == []
+    masks = made(grammars, end_ids=frozenset({7})).masks(list(b"abx"), [])
+    assert masks[0].nonzero()[0].tolist() == [7]
+
+
+def test_an_end_counts_among_the_allowed_proposals_where_the_text_may_end(grammars):
+    guide = made(grammars)
+    assert guide.allowed(list(b"ab"), [ord("x"), END, ord("a")]) == 2
+    assert guide.allowed(list(b"ab"), [END]) == 0
+
+
+def test_a_guide_made_in_one_thread_serves_another(grammars):
+    with ThreadPoolExecutor(1) as pool:
+        guide = pool.submit(made, grammars).result()
+    assert letters(guide.masks([], [])[0]) == "ac"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", "[ab"),
+        ("regex", "a" * (MOST_CHARACTERS + 1)),
+        ("json_schema", "{"),
+        ("json_schema", "[1]"),
+        ("json_schema", '{"type": "nope"}'),
+        ("json_schema", '{"$ref": "http://example.org/x"}'),
+        ("ebnf_grammar", "root ::= nowhere"),
+        ("ebnf_grammar", "("),
+    ],
+)
+def test_a_grammar_that_cannot_be_served_is_an_error_that_names_it(grammars, kind, text):
+    with pytest.raises(RequestError, match="guided_decoding_guide") as raised:
+        grammars.guide(kind, text, BYTES.end_ids)
+    assert raised.value.code == ErrorCode.INVALID_ARGUMENT
+    assert len(str(raised.value)) < 400
+    assert not re.search(r"/\w+/", str(raised.value).replace(text, ""))
+
+
+def test_a_text_that_nothing_could_end_is_refused(grammars):
+    with pytest.raises(RequestError, match="end_id must not be -1"):
+        grammars.guide("regex", "a+", frozenset())
+
+
+def test_a_grammar_beyond_the_parsers_limits_allows_nothing_but_an_end_and_says_so(grammars):
+    guide = made(grammars)
+    guide._matcher.consume_token(ord("!"))  # the parser's own errors are for good
+    assert guide.masks([], [])[0].nonzero()[0].tolist() == [END]
+    assert guide.failure
