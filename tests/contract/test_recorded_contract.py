@@ -23,8 +23,6 @@ NOT_YET = {
     "return_generation_logits",
     "context_logits",
     "generation_logits",
-    "guided_decoding_guide_type",
-    "guided_decoding_guide",
     "runtime_top_p_min",
     "runtime_top_p_decay",
     "runtime_top_p_reset_ids",

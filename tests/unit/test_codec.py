@@ -43,13 +43,15 @@ def test_every_input_arrives_in_the_request():
     values = {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "seed": 2**64 - 1, "end_id": -1, "pad_id": 2, "num_draft_tokens": 0}
     values |= {"cache_salt": "tenant"}
     values |= {"min_tokens": 9, "repetition_penalty": 1.5, "presence_penalty": -0.5, "frequency_penalty": 0.25}
+    guide = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "[a-c]+"}
     flags = {"stream": True, "exclude_input_in_output": True, "return_log_probs": True}
     lists = {"stop_words": ["ab", "", "ü"], "bad_words": ["x y"], "embedding_bias_words": ["", "z"], "embedding_bias_weights": [0.5, -2.0]}
-    request, wanted = decode(tensors(**values, **flags, **lists, return_perf_metrics=True, return_num_input_tokens=True))
+    request, wanted = decode(tensors(**values, **guide, **flags, **lists, return_perf_metrics=True, return_num_input_tokens=True))
     known = {field.name for field in TEXT_INPUTS if field.effect and not field.refused} - {"num_return_sequences"}
-    assert known == {*values, *flags, *lists, "text_input", "max_tokens"} | {
+    assert known == {*values, *guide, *flags, *lists, "text_input", "max_tokens"} | {
         f"return_{name}" for name in ("num_input_tokens", "num_output_tokens", "perf_metrics")
     }
+    values |= {"guide_type": "regex", "guide": "[a-c]+"}
     assert request == GenerationRequest("hi", 4, **values, **flags, **{name: tuple(items) for name, items in lists.items()})
     assert wanted == Wanted(num_input_tokens=True, num_output_tokens=False, perf_metrics=True)
     assert GenerationRequest.from_wire(json.loads(json.dumps(request.to_wire()))) == request
