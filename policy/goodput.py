@@ -31,13 +31,11 @@ class Choice(NamedTuple):
 class Hint(NamedTuple):
     """What the last choice says of the next: about how many ``tokens`` are best (0: unknown).
 
-    For a few rows, the ``choice`` itself and how far the bound was above the last searched one (``gap``, a share of its tokens); for many
-    the longest chain ``caps`` of every draft in use.
+    For a few rows the ``choice`` itself, for many the longest chain ``caps`` of every draft in use.
     """
 
     tokens: int = 0
     choice: Choice | None = None
-    gap: float = 0.0
     caps: dict[int, int] | None = None
 
 

@@ -16,7 +16,6 @@ from .plan import NO_DRAFT
 FEW_ROWS = 8
 _PROVEN = 0.002  # of the step's tokens: a choice this close to the bound is not worth improving
 _MOST_STARTS, _MOST_PAIRS = 16, 20_000  # of a search: the starts, and the choices of pairs looked at in a pass over all of them
-_DOUBT = 0.01  # of the step's tokens: if the bound leaves so much more open than after the last search, another is due
 _TRIMS = 4
 _SCARCITIES = (1.0, 3.0, 9.0)
 
@@ -52,18 +51,16 @@ def best_choice(problem: StepProblem | OneRow, price: float) -> tuple[Choice, Sc
 def _improved(problem: StepProblem, price: float) -> tuple[Choice, Score] | None:
     """Return the better of the hint's choice and a quick one, improved by changes of one row or, of three, of two.
 
-    None where a search is due: the bound leaves more open than it did after the last one.
+    None where there is neither.
     """
     if problem.hint.choice is None or (quick := along(problem, price)) is None:
         return None
     change = with_pair_changes if problem.rows <= MOST_ROWS else with_single_changes
-    start, (other, other_result, bound) = _fitting(problem, problem.hint.choice), quick
+    start, (other, other_result, _) = _fitting(problem, problem.hint.choice), quick
     if other_result.objective(price) > score(problem, start).objective(price):
         start = other
     choice = change(problem, price, start)
-    result = score(problem, choice)
-    gap = (bound - result.objective(price)) / result.value
-    return (choice, result) if gap <= problem.hint.gap + _DOUBT else None
+    return choice, score(problem, choice)
 
 
 def _along_caps(problem: StepProblem, price: float) -> tuple[Choice, Score] | None:

@@ -207,7 +207,7 @@ class AdaptivePlanner:
         draft, length = found.choice if len(rows) == len(view) else _scattered(found.choice, rows, len(view))
         tokens = _tokens(problem, view.weight[rows], found.choice, found.result.value - given.value) + given.expected_tokens
         plan = Plan(draft, length, found.result.step_s, tokens, price, notes)
-        last = state.last.followed_by(view, rows, choice, int(np.add.reduce(length)), notes.get("gap", 0.0), bound)
+        last = state.last.followed_by(view, rows, choice, int(np.add.reduce(length)), bound)
         return plan, self._planned(state, acceptance, view, goodput, found, last)
 
     def _planned(
@@ -275,8 +275,7 @@ class AdaptivePlanner:
             if abs(goodput - previous) <= tolerance * previous:
                 break
             if isinstance(problem, StepProblem) and rows <= FEW_ROWS:
-                gap = problem.hint.gap if bound == math.inf else (bound - result.objective(price)) / result.value
-                problem = replace(problem, hint=Hint(int(choice.length.sum()), choice, gap))
+                problem = replace(problem, hint=Hint(int(choice.length.sum()), choice))
         if result.value > problem.base_value and goodput < (1 + self.config.margin) * plain:
             choice, result, goodput = no_speculation(rows), nothing, plain
         return choice, result, price, goodput, bound

@@ -75,8 +75,7 @@ def losses(size: tuple[int, int, int], count: int, rng: np.random.Generator) -> 
             choice, result, bound = best_choice(instance.problem(last.hint(instance.view, rows)), instance.price)
             worth = instance.price * result.charged_s
             (warm if step else cold).append((best_by_rows(instance) - found(instance, choice)) / worth)
-            gap = (bound - result.objective(instance.price)) / result.value if bound < np.inf else 0.0
-            last = last.followed_by(instance.view, rows, choice, int(choice.length.sum()), gap, bound)
+            last = last.followed_by(instance.view, rows, choice, int(choice.length.sum()), bound)
             instance = drifted(instance, options(choice), rng)
     return cold, warm
 

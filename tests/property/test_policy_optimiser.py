@@ -70,8 +70,7 @@ def test_what_starts_from_the_last_choice_is_nearly_always_the_best_and_loses_ha
             assert (hint.choice is not None) == (step > 0)
             choice, result, bound = best_choice(instance.problem(hint), instance.price)
             losses.append((best_by_rows(instance) - objective(instance, choice)) / (instance.price * result.charged_s))
-            gap = (bound - result.objective(instance.price)) / result.value if bound < np.inf else 0.0
-            last = last.followed_by(instance.view, np.arange(rows), choice, int(choice.length.sum()), gap, bound)
+            last = last.followed_by(instance.view, np.arange(rows), choice, int(choice.length.sum()), bound)
             instance = drifted(instance, options(choice), rng)
     assert np.mean(losses) < 0.005
     assert np.mean(np.array(losses) < 1e-9) > 0.9
