@@ -28,7 +28,8 @@ class EngineConfig:
     """A target or a draft. ``model`` is a folder (relative to the project root) or the embedded model's name (torch engines only).
 
     ``attention`` of a torch engine runs decoding rows one by one (``ragged``), side by side in tiles of like lengths (``tiled``) or, in a
-    target, padded to the longest (``padded``), cut into pieces where the adaptive policy finds that to pay. ``min_ngram``/``max_ngram``
+    target, padded to the longest (``padded``), cut into pieces where the adaptive policy finds that to pay; ``graphs`` runs decoding and
+    verifying passes in static shapes, as CUDA graphs on such a device. ``min_ngram``/``max_ngram``
     belong to ``lookup``; ``seed``, ``agreement`` (how often a fake draft proposes what the fake target would emit) and ``step_s`` (seconds
     per pass) to ``fake``. ``trtllm`` engines (``model`` is a folder made by ``trtllm-build``) have ``gpus``, one a rank, the share of the
     memory beside weights that ``kv_share`` gives to KV, ``turn_timeout_s``, and the ``worker`` program of the ranks where an engine spans
@@ -40,7 +41,7 @@ class EngineConfig:
     model: str = ""
     dtype: str = setting("bf16", choices=("bf16", "fp32", "fp64"))
     device: str = "cpu"
-    attention: str = setting("tiled", choices=("ragged", "tiled", "padded"))
+    attention: str = setting("tiled", choices=("ragged", "tiled", "padded", "graphs"))
     min_ngram: int = setting(2, low=1, high=16)
     max_ngram: int = setting(4, low=1, high=16)
     seed: int = 0

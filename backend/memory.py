@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from backend.config import ConfigError, EngineConfig, ServingConfig
@@ -38,7 +39,9 @@ def plan(config: ServingConfig, folders: Mapping[str, Path]) -> dict[str, Footpr
         if engine.name in folders:
             verified = k_max if engine is config.target else 0
             rows = limits.max_active_requests * (1 + verified)
-            pads = engine.attention == "padded"
+            padded = limits.max_active_requests * limits.max_context_tokens if engine.attention == "padded" else 0
+            if engine.attention == "graphs":  # sizes are powers of two
+                padded = prod(1 << (most - 1).bit_length() for most in (limits.max_active_requests, limits.max_context_tokens))
             footprints[engine.name] = footprint(
                 folders[engine.name],
                 engine.dtype,
@@ -47,8 +50,8 @@ def plan(config: ServingConfig, folders: Mapping[str, Path]) -> dict[str, Footpr
                 rows=rows + limits.prefill_chunk_tokens,
                 logit_rows=rows if engine is config.target else rows + SCORED_ROWS,
                 law_rows=0 if engine is config.target else limits.max_active_requests * k_max,
-                padded_tokens=limits.max_active_requests * limits.max_context_tokens if pads else 0,
-                padded_queries=1 + verified if pads else 0,
+                padded_tokens=padded,
+                padded_queries=1 + verified if padded else 0,
             )
     return footprints
 

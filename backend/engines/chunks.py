@@ -4,23 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 
 from backend.ports import BLOCK_TOKENS
 
 
 class KVTable:
-    """Where a sequence's positions lie in the pool: position p at ``slots[p]``, in block ``blocks[p // BLOCK_TOKENS]``."""
-
-    __slots__ = ("blocks", "slots")
+    """Where a sequence's positions lie in the pool: position p at ``slots[p]``, in block ``blocks[p // BLOCK_TOKENS]``; ``numbers`` are the
+    blocks on the host.
+    """
 
     def __init__(self, blocks: Seq[int], device: torch.device | str) -> None:
-        self.blocks = torch.tensor(blocks, dtype=torch.int64, device=device)
-        self.slots = (self.blocks[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS, device=device)).flatten()
+        self.numbers = np.array(blocks, np.int64)
+        self._device = device
+
+    @cached_property
+    def blocks(self) -> torch.Tensor:
+        """The block numbers on the device, where a pass may do without them."""
+        return torch.from_numpy(self.numbers).to(self._device)
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """The slot of every position, on the device."""
+        return (self.blocks[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS, device=self._device)).flatten()
 
     def __len__(self) -> int:
-        return len(self.slots)
+        return len(self.numbers) * BLOCK_TOKENS
 
     def read(self, pool: torch.Tensor, positions: int) -> torch.Tensor:
         """Return the first ``positions`` positions [positions, ...] of a pool [slots, ...].

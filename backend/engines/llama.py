@@ -7,7 +7,6 @@ call there, which costs more than the product itself at a few rows (measured: 2.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate
@@ -18,6 +17,7 @@ from torch.nn import functional
 from backend.engines.checkpoint import LlamaConfig, Weights
 from backend.engines.chunks import Chunk, ancestors
 from backend.engines.padded import Padded
+from backend.engines.static import Attend, StaticPasses, recorder
 from backend.ports import BLOCK_TOKENS
 
 PACKED_ROWS = 8
@@ -71,10 +71,13 @@ class Llama:
     """A decoder with a KV pool of ``kv_blocks`` blocks; positions up to ``max_positions``.
 
     ``pads``: of the chunks that are attended to beside others, all are padded to the longest, not only those of a tile (``padded``).
+    ``static``: passes of short chunks run in static shapes, as CUDA graphs where the device is CUDA (``static``).
     ``weights`` is emptied while its layers are packed, so that memory never holds them all twice.
     """
 
-    def __init__(self, config: LlamaConfig, weights: Weights, *, kv_blocks: int, max_positions: int, pads: bool = False) -> None:
+    def __init__(
+        self, config: LlamaConfig, weights: Weights, *, kv_blocks: int, max_positions: int, pads: bool = False, static: bool = False
+    ) -> None:
         self.config = config
         self._pads = pads
         self._embedding = weights["model.embed_tokens.weight"]
@@ -82,11 +85,14 @@ class Llama:
         self._norm = weights["model.norm.weight"]
         self._head = Linear(weights.get("lm_head.weight", self._embedding))
         self.token_ids = weights.get("lm_head.token_ids")
-        shape = (config.num_layers, kv_blocks * BLOCK_TOKENS, 2 * config.num_kv_heads, config.head_dim)
+        shape = (config.num_layers, (kv_blocks + static) * BLOCK_TOKENS, 2 * config.num_kv_heads, config.head_dim)
         self._pool = torch.zeros(shape, device=self.device, dtype=self.dtype)
         self._layers = [self._layer(weights, index, pool) for index, pool in enumerate(self._pool)]
         cos, sin = rope_tables(config, max_positions)
         self._cos, self._sin = (table.to(self.device, self.dtype)[:, None] for table in (cos, sin))
+        group, record = config.num_heads // config.num_kv_heads, recorder(self.device)
+        passes = StaticPasses(self._run, scratch_block=kv_blocks, group=group, dtype=self.dtype, device=self.device, record=record)
+        self._static = passes if static else None
 
     def _layer(self, weights: Weights, index: int, pool: torch.Tensor) -> Layer:
         def get(name: str) -> torch.Tensor:
@@ -112,17 +118,31 @@ class Llama:
 
         ``vocab`` is the head's (S of a shortlisted draft). Call under ``torch.inference_mode``.
         """
-        config, heads, kv_heads = self.config, self.config.num_heads, self.config.num_kv_heads
+        if not any(chunk.logits for chunk in chunks):
+            self._hidden(chunks)
+            return torch.empty(0, self.config.draft_vocab_size or self.config.vocab_size, device=self.device, dtype=self.dtype)
+        hidden = functional.rms_norm(self._hidden(chunks), (self.config.hidden_size,), self._norm, self.config.rms_norm_eps)
+        return self._head(hidden)
+
+    def _hidden(self, chunks: Seq[Chunk]) -> torch.Tensor:
+        """Run the chunks; return the hidden states of the rows that want logits."""
+        if self._static and self._static.takes(chunks):
+            return self._static(chunks)
         ids = torch.tensor([token for chunk in chunks for token in chunk.tokens], device=self.device)
-        total = len(ids)
         positions = torch.tensor([p for chunk in chunks for p in chunk.positions], device=self.device)
         slots = _joined([chunk.table.slots[chunk.start : chunk.start + len(chunk.tokens)] for chunk in chunks])
+        hidden = self._run(ids, positions, slots, self._attention(chunks))
+        wanted = _logit_rows(chunks)
+        return hidden if len(wanted) == len(ids) else hidden[torch.tensor(wanted, dtype=torch.int64, device=self.device)]
+
+    def _run(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """Run the layers on tokens [rows], writing KV to ``slots``; return hidden states [rows, hidden]."""
+        config, heads, kv_heads = self.config, self.config.num_heads, self.config.num_kv_heads
         cos, sin = self._cos[positions], self._sin[positions]
-        attend = self._attention(chunks)
         hidden = self._embedding[ids]
         for layer in self._layers:
             normed = functional.rms_norm(hidden, (config.hidden_size,), layer.attention_norm, config.rms_norm_eps)
-            qkv = layer.qkv(normed).view(total, heads + 2 * kv_heads, config.head_dim)
+            qkv = layer.qkv(normed).view(-1, heads + 2 * kv_heads, config.head_dim)
             rotated = qkv[:, : heads + kv_heads]
             swapped = torch.roll(rotated, config.head_dim // 2, -1)
             rotated.mul_(cos).addcmul_(swapped, sin)
@@ -131,12 +151,7 @@ class Llama:
             gate_up = layer.gate_up(functional.rms_norm(hidden, (config.hidden_size,), layer.mlp_norm, config.rms_norm_eps))
             gate, up = gate_up[:, : config.intermediate_size], gate_up[:, config.intermediate_size :]
             hidden += layer.down(functional.silu(gate).mul_(up))
-        wanted = _logit_rows(chunks)
-        if len(wanted) < total:
-            hidden = hidden[torch.tensor(wanted, dtype=torch.int64, device=self.device)]
-        if not wanted:
-            return hidden.new_zeros(0, self.config.draft_vocab_size or self.config.vocab_size)
-        return self._head(functional.rms_norm(hidden, (config.hidden_size,), self._norm, config.rms_norm_eps))
+        return hidden
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy the KV of slots [n] to others [n] in every layer, as if all at once. Call under ``torch.inference_mode``."""
@@ -153,7 +168,7 @@ class Llama:
             mask[-len(nodes) :, -len(nodes) :].masked_fill_(~nodes, -math.inf)
         return mask.repeat(self.config.num_heads // self.config.num_kv_heads, 1)
 
-    def _attention(self, chunks: Seq[Chunk]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    def _attention(self, chunks: Seq[Chunk]) -> Attend:
         """Return attention over the chunks, a function of ``qkv`` and a layer's pool."""
         together = [number for number, chunk in enumerate(chunks) if chunk.piece_tokens is not None]
         if len(together) == 1 and not self._pads:

@@ -20,7 +20,7 @@ from backend.engines.verification import Request, runners_up, sample, sample_mor
 from backend.ports import BLOCK_TOKENS, Completion, EngineLimits, Sequence, Turn
 from backend.randomness import Purpose, draft_lane
 
-RAGGED, TILED, PADDED = "ragged", "tiled", "padded"
+RAGGED, TILED, PADDED, GRAPHS = "ragged", "tiled", "padded", "graphs"
 
 
 @dataclass(slots=True)
@@ -71,7 +71,8 @@ class TorchEngine:
         attention: str = RAGGED,
     ) -> None:
         """Load a Hugging Face folder. ``threads`` sets torch's threads, for the whole process; ``attention`` runs short chunks one by one
-        (``RAGGED``), side by side in tiles of like lengths (``TILED``), or padded to the longest (``PADDED``).
+        (``RAGGED``), side by side in tiles of like lengths (``TILED``), padded to the longest (``PADDED``), or in static shapes, which are
+        CUDA graphs on such a device (``GRAPHS``).
 
         Raises CheckpointError for a folder that cannot be served.
         """
@@ -122,7 +123,14 @@ class TorchEngine:
         self._lane = draft_lane(name)
         self._max_positions = max_context_tokens + max_draft_tokens
         with torch.inference_mode():
-            self._model = Llama(config, weights, kv_blocks=kv_blocks, max_positions=self._max_positions, pads=attention == PADDED)
+            self._model = Llama(
+                config,
+                weights,
+                kv_blocks=kv_blocks,
+                max_positions=self._max_positions,
+                pads=attention == PADDED,
+                static=attention == GRAPHS,
+            )
         self._columns = Columns(self._model.token_ids)
         self._caches = Caches(name, kv_blocks, self._model.device)
         self._turns: list[Turn] = []
@@ -201,7 +209,7 @@ class TorchEngine:
 
     def _piece_tokens(self, turn: Turn, start: int) -> int | None:
         """Return how a turn's keys are cut beside others'; None for a chunk by itself: with many rows it would pad theirs."""
-        if self._attention == RAGGED or turn.end - start > 1:
+        if self._attention in (RAGGED, GRAPHS) or turn.end - start > 1:
             return None
         return turn.piece_tokens if self._attention == PADDED else 0
 
