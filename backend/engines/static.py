@@ -106,8 +106,9 @@ class Inputs:
         if self._sent:
             self._sent.synchronize()  # the copy before this one has left the host's memory
         wanted = self._write(chunks)
-        if self._sent:
+        if self._there is not self._host:
             self._there.copy_(self._host, non_blocking=True)
+        if self._sent:
             self._sent.record()
         return wanted
 

@@ -1,0 +1,80 @@
+"""The engine on a device that is not the host's: the exactness suite on a pretended one, and what a step makes the host wait for."""
+
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from backend.engines.torch_engine import TorchEngine
+from backend.ports import Proposal, Sequence, Turn
+from backend.request import SamplingParams
+from tests.contract import checks, deployment
+from tests.contract.deployment import tiny_engine
+from tests.contract.pretend_device import DEVICE, OnDevice, PretendDevice
+from tests.contract.scenarios import BUSY, MIXED, TREES, UNEVEN, reference, serve
+
+
+@contextmanager
+def engines_on_the_device():
+    reference()  # on the host, before
+    for ask in (*BUSY.asks, *MIXED.asks, *UNEVEN.asks):
+        checks.plain_text(ask)
+    from_weights = TorchEngine.from_weights
+
+    def put(name, config, weights, **options):
+        return from_weights(name, config, {key: weight.to(DEVICE) for key, weight in weights.items()}, **options)
+
+    with pytest.MonkeyPatch.context() as patch, PretendDevice() as device:
+        patch.setattr(TorchEngine, "from_weights", put)
+        patch.setattr(deployment, "poison", lambda engine, sequences: None)
+        yield device
+
+
+@pytest.mark.parametrize("attention", ["ragged", "tiled", "padded", "graphs"])
+@pytest.mark.parametrize("scenario", [BUSY, TREES, MIXED], ids=["chains", "trees", "options"])
+def test_texts_of_a_device_are_those_of_plain_decoding_and_nothing_meets_the_host_s(attention, scenario):
+    with engines_on_the_device():
+        pieces = (16, 0, 32) if attention == "padded" else ()
+        served, sessions = serve(replace(scenario, attention=attention, pieces=pieces))
+        assert isinstance(served.target._model._pool, OnDevice)
+        checks.texts_are(scenario, sessions)
+
+
+def step(engine, turns):
+    engine.submit(turns)
+    completions = engine.poll(0.0)
+    assert not any(completion.error for completion in completions)
+    return completions
+
+
+@pytest.mark.parametrize("proposed", [0, 1, 4])
+@pytest.mark.parametrize("requests", [1, 3])
+def test_a_greedy_step_in_static_shapes_uploads_once_and_waits_once(requests, proposed):
+    with engines_on_the_device() as device:
+        engine = tiny_engine(attention="graphs")
+        sequences = [Sequence(n, [1, 2, 3 + n], 3, SamplingParams(), {"target": [n]}) for n in range(requests)]
+        for _ in range(2):
+            step(engine, [Turn(sequence, 3) for sequence in sequences])  # records the size
+        for _ in range(2):
+            device.counted.clear()
+            proposal = Proposal("draft", [4] * proposed) if proposed else None
+            completions = step(engine, [Turn(sequence, len(sequence.tokens), proposal=proposal) for sequence in sequences])
+            for sequence, completion in zip(sequences, completions, strict=True):
+                sequence.tokens += completion.tokens[-1:]
+            counted = +device.counted
+        assert counted == Counter({"upload": 1, "tolist": 1})
+
+
+def test_the_device_s_rules_are_kept():
+    with PretendDevice() as device:
+        here, there = torch.ones(3), torch.ones(3, device=DEVICE)
+        with pytest.raises(AssertionError, match="on the host"):
+            there + here
+        with pytest.raises(AssertionError, match="on the host"):
+            torch.cat([there, here])
+        assert (there + here.to(DEVICE) + here.sum()).device == DEVICE
+        assert there[[0, 1]].tolist() == [1.0, 1.0]
+        assert +device.counted == Counter({"upload": 1, "tolist": 1})
+        assert type(there.cpu()) is torch.Tensor
