@@ -20,7 +20,7 @@ COPY --chown=10001 . .
 ENV BIND=0.0.0.0 \
     SPINDLE_CACHE=/var/cache/spindle
 VOLUME /var/cache/spindle
-EXPOSE 8000 8001 8002
+EXPOSE 8000 8001 8002 9000
 # The first start converts the model and measures the machine.
 HEALTHCHECK --interval=30s --timeout=20s --start-period=10m --retries=3 CMD [".venv/bin/python", "docker/healthcheck.py"]
 CMD [".venv/bin/python", "-m", "backend.triton_adapter.launcher"]

@@ -1,7 +1,8 @@
-"""Whether the service serves: a request of one token through each text model, and a live stub process for every other. Exit 0 or 1.
+"""Whether the service lives: the engine process's word on its loop, an answer of each text model, and a live stub process for every other.
 
-Triton's own readiness is not enough: it goes on calling a model ready whose stub process has died. Under the launcher, which watches the
-stubs itself, they are of other folders and not looked for.
+Exit 0 or 1. Nothing here waits in the queue or can be refused for a full one: a busy service is healthy. Triton's own readiness is not
+enough: it goes on calling a model ready whose stub process has died. Under the launcher, which watches the stubs itself, they are of other
+folders and not looked for.
 """
 
 from __future__ import annotations
@@ -12,22 +13,36 @@ import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent / "model_repository"
 MODELS = ("ensemble", "tensorrt_llm_bls")
-TIMEOUT_S = 9.0
+TIMEOUT_S = 6.0
+REFUSED = {"text_input": "a", "max_tokens": 0}
+"""A request that a stub refuses by itself: that it does shows that it lives."""
 
 
-def trouble(url: str, model: str, timeout_s: float = TIMEOUT_S) -> str | None:
-    """Return what is wrong with a model, None where it answers."""
-    body = json.dumps({"text_input": "a", "max_tokens": 1, "num_draft_tokens": 0}).encode()
+def answer(url: str, model: str, request: dict[str, Any]) -> tuple[int, str]:
+    """Return the status and body of a model's answer. Raises OSError where there is none."""
     try:
-        with urllib.request.urlopen(f"{url}/v2/models/{model}/generate", body, timeout=timeout_s) as reply:
-            reply.read()
+        with urllib.request.urlopen(f"{url}/v2/models/{model}/generate", json.dumps(request).encode(), timeout=TIMEOUT_S) as reply:
+            return reply.status, reply.read().decode(errors="replace")
     except urllib.error.HTTPError as error:
-        return f"{model} answered {error.code}: {error.read().decode(errors='replace')[:200]}"
+        return error.code, error.read().decode(errors="replace")
+
+
+def trouble(url: str) -> str | None:
+    """Return what is wrong with the service at a URL, None if nothing is."""
+    try:
+        status, text = answer(url, "spindle", {"command": "health"})
+        if status != 200 or json.loads(json.loads(text)["reply"]).get("status") != "ok":
+            return f"the engine answered {status}: {text[:200]}"
+        for model in MODELS:
+            status, text = answer(url, model, REFUSED)
+            if "max_tokens" not in text:
+                return f"{model} answered {status}: {text[:200]}"
     except OSError as error:
-        return f"{model} does not answer: {error}"
+        return f"the service does not answer: {error}"
     return None
 
 
@@ -47,10 +62,8 @@ def without_stub() -> list[str]:
 
 def main() -> None:
     """Ask the service on this machine."""
-    url = f"http://127.0.0.1:{os.environ.get('HTTP_PORT') or 8000}"
-    for model in MODELS:
-        if found := trouble(url, model):
-            sys.exit(found)
+    if found := trouble(f"http://127.0.0.1:{os.environ.get('HTTP_PORT') or 8000}"):
+        sys.exit(found)
     if dead := without_stub():
         sys.exit(f"no stub process serves {', '.join(dead)}")
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Serve with the container's own tritonserver, and end when the service has not served for a while, so that the container is restarted:
-# Triton does not notice a stub process that has died. HTTP_PORT, GRPC_PORT, METRICS_PORT, START_LIMIT_S, PROBE_PERIOD_S, PYTHON.
+# Triton does not notice a stub process that has died. Beside it runs the OpenAI front end, by FRONT_END_PYTHON (empty: none).
+# HTTP_PORT, GRPC_PORT, METRICS_PORT, OPENAI_PORT (0: no front end), START_LIMIT_S, PROBE_PERIOD_S, PYTHON.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -13,7 +14,24 @@ TRITONSERVER="${TRITONSERVER:-tritonserver}"
     --http-port "${HTTP_PORT:-8000}" --grpc-port "${GRPC_PORT:-8001}" --metrics-port "${METRICS_PORT:-8002}" "$@" &
 server=$!
 stopping=no
-trap 'stopping=yes; kill -TERM "$server" 2>/dev/null || true' TERM INT
+front=
+trap 'stopping=yes; kill -TERM "$server" $front 2>/dev/null || true' TERM INT
+
+front_end() { # again whenever it ends by itself
+    child=
+    trap 'kill -TERM "$child" 2>/dev/null; wait "$child"; exit 0' TERM
+    while true; do
+        "$FRONT_END_PYTHON" -m backend.openai_frontend &
+        child=$!
+        wait "$child" || echo "serve.sh: the OpenAI front end ended with status $?: again in 1 s" >&2
+        sleep 1
+    done
+}
+if [ -n "${FRONT_END_PYTHON:-}" ] && [ "${OPENAI_PORT:-9000}" != 0 ]; then
+    front_end &
+    front=$!
+    trap 'kill -TERM "$front" 2>/dev/null; wait "$front" || true' EXIT
+fi
 
 started=$SECONDS
 served=no

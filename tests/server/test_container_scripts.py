@@ -1,14 +1,17 @@
 """What runs in the containers, as far as it runs without one: ``serve.sh``, the healthcheck and the smoke test, on a real tritonserver."""
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from backend.triton_adapter.launcher.processes import command_line, descendants
+from backend.triton_adapter.launcher.processes import command_line, descendants, is_running
 from backend.triton_adapter.launcher.run_folder import packaged_libraries, packaged_triton, write_backend
 from backend.triton_adapter.launcher.server import STUB_NAME
 from backend.triton_adapter.launcher.settings import python_library_folder
@@ -18,8 +21,8 @@ from tests.server.harness import CONFIG, PROJECT_ROOT, Service, free_ports
 class Container(Service):
     """``docker/serve.sh`` with this machine's tritonserver; stubs and engine run on this environment's Python."""
 
-    def __init__(self, folder):
-        self.http, self.grpc, self.metrics = free_ports(3)
+    def __init__(self, folder, config=CONFIG):
+        self.http, self.grpc, self.metrics, self.openai = free_ports(4)
         self.log = folder / "log"
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("SPINDLE_")},
@@ -27,11 +30,13 @@ class Container(Service):
             "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}",
             "PYTHONPATH": str(PROJECT_ROOT),
             "TMPDIR": str(folder),
-            "SPINDLE_CONFIG": str(CONFIG),
+            "SPINDLE_CONFIG": str(config),
             "TRITONSERVER": str(packaged_triton() / "bin" / "tritonserver"),
             "HTTP_PORT": str(self.http),
             "GRPC_PORT": str(self.grpc),
             "METRICS_PORT": str(self.metrics),
+            "OPENAI_PORT": str(self.openai),
+            "FRONT_END_PYTHON": sys.executable,
             "PROBE_PERIOD_S": "1",
         }
         addresses = [f"--{name}-address=127.0.0.1" for name in ("http", "grpc", "metrics")]
@@ -47,14 +52,30 @@ class Container(Service):
     def healthy(self):
         return self.run(sys.executable, "docker/healthcheck.py").returncode == 0
 
+    def lists_models(self):
+        """Return whether the OpenAI front end answers."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.openai}/v1/models", timeout=5) as reply:
+                return json.load(reply)["object"] == "list"
+        except OSError:
+            return False
+
+    def front_end(self):
+        """Return the pid of the OpenAI front end, None while there is none."""
+        pids = [p for p in descendants(self.process.pid) if "backend.openai_frontend" in (command_line(p) or [])]
+        return pids[0] if pids else None
+
+    def end(self):
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait(30)
+
 
 @pytest.fixture
 def container(tmp_path):
     made = Container(tmp_path)
     yield made
-    if made.process.poll() is None:
-        made.process.send_signal(signal.SIGTERM)
-        made.process.wait(30)
+    made.end()
 
 
 def test_the_smoke_test_passes_item_by_item_and_a_dead_stub_ends_the_container(container):
@@ -73,8 +94,39 @@ def test_the_smoke_test_passes_item_by_item_and_a_dead_stub_ends_the_container(c
 
 def test_a_container_that_is_stopped_ends_in_good_order(container):
     container.wait_until(container.healthy)
+    container.wait_until(container.lists_models)
+    front_end = container.front_end()
     container.process.send_signal(signal.SIGTERM)
     assert container.process.wait(30) == 0
+    assert not is_running(front_end)
+
+
+def test_an_openai_front_end_that_dies_is_started_again(container):
+    container.wait_until(container.lists_models)
+    first = container.front_end()
+    os.kill(first, signal.SIGKILL)
+    container.wait_until(lambda: container.front_end() not in (None, first) and container.lists_models())
+    assert container.healthy()
+
+
+def test_a_full_queue_is_no_illness(tmp_path):
+    settings = json.loads(CONFIG.read_text())
+    settings["target"]["step_s"] = 0.05
+    settings["limits"] = {"max_active_requests": 1, "max_queued_requests": 1}
+    config = tmp_path / "serving.json"
+    config.write_text(json.dumps(settings))
+    container = Container(tmp_path, config)
+    try:
+        container.wait_until(container.healthy)
+        with ThreadPoolExecutor(3) as pool:
+            replies = [pool.submit(container.generate, "abc", 400) for _ in range(3)]
+            container.wait_until(lambda: any(reply.done() for reply in replies))
+            refused = next(reply.result() for reply in replies if reply.done())
+            assert "Exceeds maximum queue size" in refused[1]["error"]
+            assert container.healthy()
+            assert sum(reply.done() for reply in replies) == 1, "the queue was not full any more"
+    finally:
+        container.end()
 
 
 def test_the_smoke_test_fails_where_nothing_serves():

@@ -1,0 +1,88 @@
+"""The Kubernetes manifests: valid by the API's own schemas, and held against what this project has."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from backend.engine_process import DRAIN_LIMIT_S
+from backend.metric_names import FAMILIES
+
+FOLDER = Path(__file__).parents[2] / "docker" / "kubernetes"
+VERSIONS = ("1.30", "1.34")
+
+
+def documents(name):
+    return list(yaml.safe_load_all((FOLDER / name).read_text()))
+
+
+RESOURCES = [*documents("serving.yaml"), *documents("scaling.yaml")]
+KINDS = {resource["kind"]: resource for resource in RESOURCES}
+
+
+def selected(resource):
+    """Return a resource as kustomize makes it: with the label in its selector and template."""
+    labels = documents("kustomization.yaml")[0]["labels"][0]["pairs"]
+    if resource["kind"] == "Deployment":
+        template = {**resource["spec"]["template"], "metadata": {**resource["spec"]["template"]["metadata"], "labels": labels}}
+        return {**resource, "spec": {**resource["spec"], "selector": {"matchLabels": labels}, "template": template}}
+    return resource
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resource_is_valid_by_the_schema_of_its_kind(kind, version):
+    kubernetes_validate.validate(selected(KINDS[kind]), version, strict=True)
+
+
+def test_the_schema_finds_a_mistake():
+    broken = selected(KINDS["Deployment"])
+    broken["spec"]["template"]["spec"]["containers"][0]["port"] = []
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(broken, VERSIONS[0], strict=True)
+
+
+def test_what_is_asked_for_and_selected_is_there():
+    (kustomization,) = documents("kustomization.yaml")
+    assert set(kustomization["resources"]) == {"serving.yaml", "scaling.yaml"}
+    labels = kustomization["labels"][0]["pairs"]
+    pod = KINDS["Deployment"]["spec"]["template"]["spec"]
+    assert KINDS["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == labels
+    assert pod["topologySpreadConstraints"][0]["labelSelector"]["matchLabels"] == labels
+    (container,) = pod["containers"]
+    assert container["image"] == kustomization["images"][0]["name"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert {port["targetPort"] for port in KINDS["Service"]["spec"]["ports"]} <= set(ports)
+    dockerfile = (FOLDER.parent / "trtllm.Dockerfile").read_text()
+    assert f"EXPOSE {' '.join(map(str, ports.values()))}" in dockerfile
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert f"USER {pod['securityContext']['runAsUser']}" in dockerfile
+
+
+def test_a_pod_has_time_to_drain():
+    pod = KINDS["Deployment"]["spec"]["template"]["spec"]
+    before_s = int(pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] > before_s + DRAIN_LIMIT_S + 20
+
+
+def test_the_autoscaler_asks_for_metrics_that_the_adapter_makes_of_ours():
+    (adapter,) = documents("prometheus-adapter.yaml")
+    made = {}
+    for rule in adapter["rules"]["custom"]:
+        series = rule["seriesQuery"].partition("{")[0]
+        made[rule.get("name", {}).get("as", series)] = series
+    assert set(made.values()) <= {family.name for family in FAMILIES}
+    asked = {metric["pods"]["metric"]["name"] for metric in KINDS["HorizontalPodAutoscaler"]["spec"]["metrics"]}
+    assert asked == set(made)
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl here")
+def test_kustomize_makes_of_it_what_the_schemas_accept():
+    built = subprocess.run(["kubectl", "kustomize", str(FOLDER)], capture_output=True, text=True, check=True, timeout=60)
+    resources = list(yaml.safe_load_all(built.stdout))
+    assert len(resources) == len(RESOURCES)
+    for resource in resources:
+        kubernetes_validate.validate(resource, VERSIONS[-1], strict=True)
