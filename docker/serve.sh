@@ -30,7 +30,7 @@ front_end() { # again whenever it ends by itself
 if [ -n "${FRONT_END_PYTHON:-}" ] && [ "${OPENAI_PORT:-9000}" != 0 ]; then
     front_end &
     front=$!
-    trap 'kill -TERM "$front" 2>/dev/null; wait "$front" || true' EXIT
+    trap 'kill -TERM "$front" 2>/dev/null || true; wait "$front" || true' EXIT
 fi
 
 started=$SECONDS
