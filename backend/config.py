@@ -39,7 +39,7 @@ class EngineConfig:
     engine: str = setting("torch", choices=("torch", "lookup", "fake", "trtllm"))
     name: str = "target"
     model: str = ""
-    dtype: str = setting("bf16", choices=("bf16", "fp32", "fp64"))
+    dtype: str = setting("bf16", choices=("bf16", "int8", "fp32", "fp64"))
     device: str = "cpu"
     attention: str = setting("tiled", choices=("ragged", "tiled", "padded", "graphs"))
     min_ngram: int = setting(2, low=1, high=16)
@@ -187,6 +187,10 @@ def parse_config(raw: Any) -> ServingConfig:
             raise ConfigError(f"{where}.model must name a folder or {EMBEDDED_MODEL!r}, got {engine.model!r}")
         if engine.engine == "trtllm" and engine.model == EMBEDDED_MODEL:
             raise ConfigError(f"{where}.model must name an engine folder, got {engine.model!r}")
+        if engine.dtype == "int8" and (engine.engine, engine.device) != ("torch", "cpu"):
+            raise ConfigError(
+                f"{where}.dtype may be 'int8' for a torch engine on the device 'cpu', got {engine.engine!r} on {engine.device!r}"
+            )
         if engine.attention == "padded" and (engine.engine != "torch" or engine is not config.target):
             raise ConfigError(f"{where}.attention must be 'ragged' or 'tiled' but for a torch target, got 'padded'")
     _check_policy(config.policy, names[1:])

@@ -12,7 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+DTYPES = {"bf16": torch.bfloat16, "int8": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+"""What activations and KV are held in; of ``int8`` only the matrices are (``backend.engines.int8``)."""
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
@@ -71,7 +72,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def load(folder: str | Path, dtype: str = "bf16", device: str = "cpu") -> tuple[LlamaConfig, Weights]:
-    """Return the configuration and the weights, by Hugging Face name, in ``dtype`` (bf16, fp32, fp64) on ``device``.
+    """Return the configuration and the weights, by Hugging Face name, in ``dtype`` (one of ``DTYPES``) on ``device``.
 
     Raises CheckpointError for a missing or damaged file, another architecture, or tensors that are missing, unexpected or mis-shaped.
     """

@@ -34,12 +34,18 @@ def footprint(
     CheckpointError for a folder that cannot be served.
     """
     config, item = read_config(folder), DTYPES[dtype].itemsize
-    weights = item * sum(prod(shape) for shape in config.shapes().values())
+    shapes = config.shapes()
+    weights = item * sum(map(prod, shapes.values()))
     if config.tied and not config.draft_vocab_size and device == "cpu":
-        weights += item * config.vocab_size * config.hidden_size  # the head is packed apart from the embedding
+        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)  # packed apart from the embedding
+        weights += item * prod(shapes["lm_head.weight"])
+    if dtype == "int8":
+        weights -= sum(prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name != "model.embed_tokens.weight")
     kv_row = 2 * config.num_kv_heads * config.head_dim
     attention = 2 * (config.num_heads * config.head_dim + kv_row)  # qkv, and again while rotated or joined
     row = 4 * config.hidden_size + attention + 3 * config.intermediate_size
+    if dtype == "int8":
+        row += 12 * config.intermediate_size  # fp32 products of two digits, and their sum
     vocab = config.draft_vocab_size or config.vocab_size
     passes = rows * row * item + vocab * (logit_rows * LOGIT_BYTES + law_rows * LAW_BYTES)
     passes += padded_tokens * (kv_row + padded_queries * config.num_heads // config.num_kv_heads) * item

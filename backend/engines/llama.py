@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from backend.engines.checkpoint import LlamaConfig, Weights
 from backend.engines.chunks import Chunk, ancestors
+from backend.engines.int8 import Int8Linear
 from backend.engines.padded import Padded
 from backend.engines.static import Attend, StaticPasses, recorder
 from backend.ports import BLOCK_TOKENS
@@ -59,11 +60,11 @@ class Layer:
     """The weights of one decoder layer and its KV pool [slots, 2 x kv_heads, head_dim] (keys first)."""
 
     attention_norm: torch.Tensor
-    qkv: Linear
-    output: Linear
+    qkv: Linear | Int8Linear
+    output: Linear | Int8Linear
     mlp_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    gate_up: Linear | Int8Linear
+    down: Linear | Int8Linear
     pool: torch.Tensor
 
 
@@ -72,18 +73,28 @@ class Llama:
 
     ``pads``: of the chunks that are attended to beside others, all are padded to the longest, not only those of a tile (``padded``).
     ``static``: passes of short chunks run in static shapes, as CUDA graphs where the device is CUDA (``static``).
+    ``int8``: its matrices are rounded to that, the embedding is not (``int8``).
     ``weights`` is emptied while its layers are packed, so that memory never holds them all twice.
     """
 
     def __init__(
-        self, config: LlamaConfig, weights: Weights, *, kv_blocks: int, max_positions: int, pads: bool = False, static: bool = False
+        self,
+        config: LlamaConfig,
+        weights: Weights,
+        *,
+        kv_blocks: int,
+        max_positions: int,
+        pads: bool = False,
+        static: bool = False,
+        int8: bool = False,
     ) -> None:
         self.config = config
         self._pads = pads
+        self._linear = Int8Linear if int8 else Linear
         self._embedding = weights["model.embed_tokens.weight"]
         self.device, self.dtype = self._embedding.device, self._embedding.dtype
         self._norm = weights["model.norm.weight"]
-        self._head = Linear(weights.get("lm_head.weight", self._embedding))
+        self._head = self._linear(weights.get("lm_head.weight", self._embedding))
         self.token_ids = weights.get("lm_head.token_ids")
         shape = (config.num_layers, (kv_blocks + static) * BLOCK_TOKENS, 2 * config.num_kv_heads, config.head_dim)
         self._pool = torch.zeros(shape, device=self.device, dtype=self.dtype)
@@ -105,11 +116,11 @@ class Llama:
         qkv = torch.cat([get(f"self_attn.{name}.weight") for name in ("q_proj", "k_proj", "v_proj")])
         return Layer(
             attention_norm=get("input_layernorm.weight"),
-            qkv=Linear(qkv, bias("q_proj", "k_proj", "v_proj")),
-            output=Linear(get("self_attn.o_proj.weight"), bias("o_proj")),
+            qkv=self._linear(qkv, bias("q_proj", "k_proj", "v_proj")),
+            output=self._linear(get("self_attn.o_proj.weight"), bias("o_proj")),
             mlp_norm=get("post_attention_layernorm.weight"),
-            gate_up=Linear(torch.cat([get("mlp.gate_proj.weight"), get("mlp.up_proj.weight")])),
-            down=Linear(get("mlp.down_proj.weight")),
+            gate_up=self._linear(torch.cat([get("mlp.gate_proj.weight"), get("mlp.up_proj.weight")])),
+            down=self._linear(get("mlp.down_proj.weight")),
             pool=pool,
         )
 

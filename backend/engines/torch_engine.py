@@ -78,7 +78,8 @@ class TorchEngine:
         """
         if threads is not None:
             torch.set_num_threads(threads)
-        self._set_up(name, *load(folder, dtype, device), kv_blocks, max_context_tokens, max_draft_tokens, attention)
+        config, weights = load(folder, dtype, device)
+        self._set_up(name, config, weights, kv_blocks, max_context_tokens, max_draft_tokens, attention, dtype == "int8")
 
     @classmethod
     def from_weights(
@@ -91,10 +92,13 @@ class TorchEngine:
         max_context_tokens: int,
         max_draft_tokens: int = 8,
         attention: str = RAGGED,
+        int8: bool = False,
     ) -> TorchEngine:
-        """Build an engine of weights that are in memory (``config.shapes()`` names them), in their dtype and on their device."""
+        """Build an engine of weights that are in memory (``config.shapes()`` names them), in their dtype and on their device; ``int8``
+        rounds the matrices to that.
+        """
         engine = cls.__new__(cls)
-        engine._set_up(name, config, dict(weights), kv_blocks, max_context_tokens, max_draft_tokens, attention)
+        engine._set_up(name, config, dict(weights), kv_blocks, max_context_tokens, max_draft_tokens, attention, int8)
         return engine
 
     def _set_up(
@@ -106,6 +110,7 @@ class TorchEngine:
         max_context_tokens: int,
         max_draft_tokens: int,
         attention: str,
+        int8: bool,
     ) -> None:
         self.name = name
         self.limits = EngineLimits(
@@ -130,6 +135,7 @@ class TorchEngine:
                 max_positions=self._max_positions,
                 pads=attention == PADDED,
                 static=attention == GRAPHS,
+                int8=int8,
             )
         self._columns = Columns(self._model.token_ids)
         self._caches = Caches(name, kv_blocks, self._model.device)

@@ -19,6 +19,7 @@ def test_defaults_are_those_of_the_embedded_deployment():
         ({"target": TORCH, "tarjet": {}}, ["tarjet", "known here"]),
         ({"target": {**TORCH, "dtyp": "bf16"}}, ["target.dtyp"]),
         ({"target": {**TORCH, "dtype": "fp8"}}, ["target.dtype", "fp8", "bf16"]),
+        ({"target": {**TORCH, "dtype": "int8", "device": "cuda"}}, ["target.dtype", "int8", "cuda"]),
         ({"target": {"engine": "lookup"}}, ["target.engine", "lookup"]),
         ({"target": {"engine": "fake", "attention": "padded"}}, ["target.attention", "tiled", "padded"]),
         ({"target": TORCH, "drafts": [{**TORCH, "name": "a", "attention": "padded"}]}, ["drafts[0].attention", "tiled", "padded"]),

@@ -47,6 +47,16 @@ def test_weights_and_kv_are_those_of_the_engine_that_is_loaded(tmp_path, name, t
     assert footprint.weights == (sum(weight.numel() for weight in weights.values()) + packed_head) * dtype.itemsize
 
 
+def test_int8_matrices_take_a_byte_a_weight_and_the_embedding_two(tmp_path):
+    path = folder(tmp_path / "model", tie_word_embeddings=True)
+    config = parse_config({"target": {"engine": "torch", "model": str(path), "dtype": "int8"}, "limits": {}})
+    found = memory.plan(config, {"target": path})["target"].weights
+    shapes = read_config(path).shapes()
+    embedding, norms = shapes.pop("model.embed_tokens.weight"), sum(shape[0] for shape in shapes.values() if len(shape) == 1)
+    matrices = sum(shape[0] * shape[1] for shape in shapes.values() if len(shape) == 2)
+    assert found == 2 * embedding[0] * embedding[1] + embedding[0] * embedding[1] + matrices + 2 * norms
+
+
 def test_a_pass_grows_with_the_requests_and_the_length_that_it_may_verify(tmp_path):
     target, draft = folder(tmp_path / "target"), folder(tmp_path / "draft")
     few = memory.plan(serving(target, draft, max_active_requests=4), {"target": target, "small": draft})
