@@ -9,8 +9,10 @@ folder with two additions: ``draft_vocab_size`` in config.json says that ``lm_he
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 import time
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -53,12 +55,14 @@ from engines_build.distill_train import (
     run_name,
     shape_of,
 )
+from engines_build.distill_unlikelihood import Unlikelihood, greedy_repetition
 
 HELD_OUT_SLOTS = 24
 _GENERATE_SHARE = 0.6
 """Share of ``--minutes`` after which generation gives way to training."""
 
 _TARGET_BATCH, _TARGET_LEARNING_RATE = 8, 1.2e-3
+_UNLIKELIHOOD_LEARNING_RATE = 5e-4
 
 
 def distil(args: argparse.Namespace) -> dict[str, Any]:
@@ -197,12 +201,26 @@ def make_target(args: argparse.Namespace, out: Path) -> None:
     model = untrained(shape)
     budget = Budget(args.target_tokens, _TARGET_BATCH, _TARGET_LEARNING_RATE, start + 60 * args.minutes, embedding_rate=1.0)
     line = Trainer(model, torch.arange(VOCABULARY), samples, args.device, args.seed, args.work / TARGET_NAME).run(budget)
+    report: dict[str, Any] = {"training": line, "parameters": parameters(model), "before": held_out(args, model, tokenizer)}
+    if args.unlikelihood_tokens:
+        run = args.work / f"{TARGET_NAME}-unlikelihood{args.unlikelihood_tokens}-after{line['tokens']}"
+        budget = replace(budget, tokens=args.unlikelihood_tokens, learning_rate=_UNLIKELIHOOD_LEARNING_RATE)
+        report |= {
+            "unlikelihood": Unlikelihood(model, samples, args, run, tokenizer).run(budget),
+            "after": held_out(args, model, tokenizer),
+        }
     model.bfloat16().float()
-    report = {"training": line, "losses": held_out_losses(model, args.held_out, tokenizer, args.device), "parameters": parameters(model)}
     report |= {"texts": len(texts), "dialogues": len(dialogues), "set_tokens": sum(len(s.tokens) for s in samples)}
     report["wall_s"] = time.monotonic() - start
     export(model, None, out / "tokenizer.json", out)
     (out / "README.md").write_text(target_card(args, out.name, shape, report, command_line(args)), encoding="utf-8")
+
+
+def held_out(args: argparse.Namespace, model: LlamaForCausalLM, tokenizer: Any) -> dict[str, dict[str, float]]:
+    """Score the family's target as it would be stored: loss by held-out source, repetition of its greedy answers by workload."""
+    stored = copy.deepcopy(model).bfloat16().float()
+    losses = held_out_losses(stored, args.held_out, tokenizer, args.device)
+    return {"losses": losses, "repetition": greedy_repetition(stored, args.held_out, tokenizer, args.device)}
 
 
 def draft_arguments(args: argparse.Namespace, target: Path, member: Member) -> argparse.Namespace:

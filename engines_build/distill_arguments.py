@@ -24,11 +24,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     _check_start(parser, args)
     for name, value in (_FAMILY_SHAPE if args.family else _DRAFT_SHAPE).items():
         setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
-    for name in _POSITIVE:
-        if getattr(args, name) <= 0:
-            parser.error(f"--{name.replace('_', '-')}: must be positive, got {getattr(args, name)}")
-    if args.warm_up_tokens < 0:
-        parser.error(f"--warm-up-tokens: must not be negative, got {args.warm_up_tokens}")
+    _check_numbers(parser, args)
     if args.hidden % args.head_dim or args.head_dim % 2:
         parser.error(f"--hidden, --head-dim: hidden must be a multiple of an even head_dim, got {args.hidden} and {args.head_dim}")
     if bool(args.target) == bool(args.family):
@@ -51,6 +47,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error(f"--{error}")
     args.command = argv
     return args
+
+
+def _check_numbers(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    for name in _POSITIVE:
+        if getattr(args, name) <= 0:
+            parser.error(f"--{name.replace('_', '-')}: must be positive, got {getattr(args, name)}")
+    for name in ("warm_up_tokens", "unlikelihood_tokens"):
+        if getattr(args, name) < 0:
+            parser.error(f"--{name.replace('_', '-')}: must not be negative, got {getattr(args, name)}")
 
 
 def _check_start(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -98,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     folder("--dialogues", "--family: shards of a larger model, whose answers the target learns from")
     folder("--dialogue-tokenizer", "--family: the folder of that model's tokenizer")
     number("--target-tokens", 10_000_000, "--family: tokens that the target reads")
+    number("--unlikelihood-tokens", 300_000, "--family: tokens it reads thereafter, while it unlearns its greedy loops; 0: none")
     number("--seed", 0, "seed of everything")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to run (default: %(default)s)")
     number("--threads", 1, "threads on a CPU")

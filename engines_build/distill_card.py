@@ -11,6 +11,7 @@ from engines_build.corpora import LICENCES
 from engines_build.corpora_overlap import GRAM_WORDS
 from engines_build.distill_generate import MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, SAMPLED_TEMPERATURE, TOP_K
 from engines_build.distill_train import POSITIONS, Shape
+from engines_build.distill_unlikelihood import CONTINUATIONS, NEW_TOKENS
 
 _CARD = """# {name}
 
@@ -91,10 +92,19 @@ Documents were split by name. sha256 over the documents:
 No text trained on shares a run of {gram_words} words with the held-out documents or with the sets {judged} of
 `engines_build.corpora_evaluation`; the build checks it.
 
+{unlikelihood}
+
 | held-out documents of | loss, nats a token |
 | --- | --- |
 {losses}
+
+| greedy answers to held-out prompts | share of 4-grams that occurred before in their own text |
+| --- | --- |
+{repetition}
 """
+
+_UNLIKELIHOOD = """Then {read} tokens were read while it unlearnt its greedy loops off SQL by unlikelihood of whole sequences (Welleck et al.,
+2019): up to {new} tokens of its own behind {texts} prompts a step. Below, before and after."""
 
 
 def command_line(args: argparse.Namespace) -> str:
@@ -178,8 +188,23 @@ def target_card(args: argparse.Namespace, name: str, shape: Shape, report: dict[
         held_out_digest=args.held_out.digest,
         gram_words=GRAM_WORDS,
         judged=", ".join(args.judged),
-        losses="\n".join(f"| {source} | {loss:.2f} |" for source, loss in report["losses"].items()),
+        unlikelihood=_unlearnt(report),
+        losses=_rows(report, "losses"),
+        repetition=_rows(report, "repetition"),
     )
+
+
+def _unlearnt(report: dict[str, Any]) -> str:
+    """Return what the card says of the phase against loops."""
+    if "after" not in report:
+        return "No training against loops."
+    return _UNLIKELIHOOD.format(read=f"{report['unlikelihood']['tokens']:,}", new=NEW_TOKENS, texts=CONTINUATIONS)
+
+
+def _rows(report: dict[str, Any], what: str) -> str:
+    """Return a line for each source or workload: its value, and where there was a phase against loops those before and after it."""
+    stages = [report[stage][what] for stage in ("before", "after") if stage in report]
+    return "\n".join(f"| {name} | " + ", then ".join(f"{stage[name]:.2f}" for stage in stages) + " |" for name in stages[0])
 
 
 def licences(args: argparse.Namespace) -> str:

@@ -176,7 +176,7 @@ class Trainer:
         optimiser = torch.optim.AdamW(groups, lr=budget.learning_rate, betas=(0.9, 0.98), weight_decay=0.1, fused=True)
         state = self._resume(optimiser)
         start = saved = time.monotonic()
-        seen: list[tuple[float, float]] = []
+        seen: list[dict[str, float]] = []
         for step, chosen in self._batches(budget.batch, state["step"]):
             now = time.monotonic()
             done = max(state["tokens"] / budget.tokens, (now - start) / (budget.deadline - start))
@@ -197,10 +197,10 @@ class Trainer:
         self._save(state, optimiser)
         return dict(state["line"])
 
-    def _report(self, state: dict[str, Any], seen: list[tuple[float, float]], wall_s: float) -> None:
-        loss, agreement = (float(np.mean(column)) for column in zip(*seen, strict=True))
+    def _report(self, state: dict[str, Any], seen: list[dict[str, float]], wall_s: float) -> None:
+        means = {name: round(float(np.mean([one[name] for one in seen])), 4) for name in seen[0]}
         seen.clear()
-        state["line"] = {"step": state["step"], "tokens": state["tokens"], "loss": round(loss, 4), "agreement": round(agreement, 4)}
+        state["line"] = {"step": state["step"], "tokens": state["tokens"], **means}
         with self.curve.open("a", encoding="utf-8") as file:
             file.write(json.dumps(state["line"]) + "\n")
         print(f"train: {self.curve.stem} " + " ".join(f"{k} {v}" for k, v in state["line"].items()) + f" {wall_s:.0f} s", flush=True)
@@ -235,8 +235,17 @@ class Trainer:
                 if pass_ * steps + at >= first:
                     yield pass_ * steps + at, chosen
 
-    def _step(self, step: int, samples: list[Sample], optimiser: torch.optim.Optimizer) -> tuple[float, float]:
-        """Take one optimiser step; return its loss and the share of positions where draft and law choose the same token."""
+    def _step(self, step: int, samples: list[Sample], optimiser: torch.optim.Optimizer) -> dict[str, float]:
+        """Take one optimiser step; return what the curve shows of it."""
+        loss, seen = self._loss(step, samples)
+        optimiser.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.draft.parameters(), 1.0)
+        optimiser.step()
+        return seen
+
+    def _loss(self, step: int, samples: list[Sample]) -> tuple[Tensor, dict[str, float]]:
+        """Return what to make less; and, to show, it and the share of positions where draft and law choose the same token."""
         noise = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         hidden = hidden_states(self.draft, samples, self.device)
         wanted = [torch.arange(len(s.tokens) - 1) >= s.prompt_tokens - 1 for s in samples]
@@ -247,11 +256,8 @@ class Trainer:
         with torch.autocast(self.device, torch.bfloat16):
             logits = self.draft.lm_head(x)
         loss = top_cross_entropy(logits.float(), places, logprobs)
-        optimiser.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.draft.parameters(), 1.0)
-        optimiser.step()
-        return loss.item(), (logits.argmax(dim=1) == places[:, 0]).float().mean().item()
+        agreement = (logits.argmax(dim=1) == places[:, 0]).float().mean()
+        return loss, {"loss": loss.item(), "agreement": agreement.item()}
 
 
 def top_cross_entropy(logits: Tensor, places: Tensor, logprobs: Tensor) -> Tensor:
