@@ -62,7 +62,7 @@ _GENERATE_SHARE = 0.6
 """Share of ``--minutes`` after which generation gives way to training."""
 
 _TARGET_BATCH, _TARGET_LEARNING_RATE = 8, 1.2e-3
-_UNLIKELIHOOD_LEARNING_RATE = 5e-4
+_UNLIKELIHOOD_LEARNING_RATE = 8e-4
 
 
 def distil(args: argparse.Namespace) -> dict[str, Any]:

@@ -103,8 +103,8 @@ No text trained on shares a run of {gram_words} words with the held-out document
 {repetition}
 """
 
-_UNLIKELIHOOD = """Then {read} tokens were read while it unlearnt its greedy loops off SQL by unlikelihood of whole sequences (Welleck et al.,
-2019): up to {new} tokens of its own behind {texts} prompts a step. Below, before and after."""
+_UNLIKELIHOOD = """Then {read} tokens were read while it unlearnt its greedy loops off SQL by unlikelihood of whole sequences
+(Welleck et al., 2019): up to {new} tokens of its own behind {texts} prompts a step. Below, before and after."""
 
 
 def command_line(args: argparse.Namespace) -> str:

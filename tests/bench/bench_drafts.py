@@ -28,8 +28,9 @@ from backend.ports import BLOCK_TOKENS
 from backend.tokenizer import Tokenizer, load_tokenizer
 from engines_build.corpora import Corpus
 from engines_build.corpora_evaluation import lee_news, sql_questions, wikipedia, wikipedia_questions
+from engines_build.distill_unlikelihood import share_repeated
 from tests.bench.bench_forward import abba, engine_arm
-from tests.bench.drafts import MAX_TOKENS, POSITIONS, Model, Run, accepting, by_coins, by_lookup, interval, overlap, repetition, steps
+from tests.bench.drafts import MAX_TOKENS, POSITIONS, Model, Run, accepting, by_coins, by_lookup, interval, overlap, steps
 from tests.bench.drafts import tokens_per_step as rate
 from tests.bench.workloads import load, render
 
@@ -133,7 +134,7 @@ def answered(args: argparse.Namespace, target: Model, tokenizer: Tokenizer, draf
             answers = target.answers(prompts, temperature, args.tokens, tokenizer.end_ids, args.seed)
             texts = list(zip(prompts, answers, strict=True))
             row = {"workload": workload, "temperature": temperature, "texts": len(texts), "tokens": sum(map(len, answers))}
-            row |= {"repetition": round(repetition(answers), 3), "drafts": free_running(texts, target, drafts, temperature, args.seed)}
+            row |= {"repetition": round(share_repeated(answers), 3), "drafts": free_running(texts, target, drafts, temperature, args.seed)}
             rows.append(row)
             print(table(row), file=sys.stderr, flush=True)
     return rows

@@ -136,9 +136,3 @@ def interval(texts: list[tuple[int, list[int]]], rng: np.random.Generator, draws
     drawn = counts[rng.integers(len(counts), size=(draws, len(counts)))].sum(axis=1)
     low, high = np.quantile(drawn[:, 0] / drawn[:, 1], [0.025, 0.975])
     return float(low), float(high)
-
-
-def repetition(texts: list[list[int]], size: int = 4) -> float:
-    """Return the share of the runs of ``size`` tokens that occurred before in their own text."""
-    runs = [[tuple(text[i : i + size]) for i in range(len(text) - size + 1)] for text in texts]
-    return sum(len(found) - len(set(found)) for found in runs) / max(sum(len(found) for found in runs), 1)

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.bench.drafts import accepting, by_coins, by_lookup, interval, overlap, repetition, steps, tokens_per_step
+from tests.bench.drafts import accepting, by_coins, by_lookup, interval, overlap, steps, tokens_per_step
 
 
 def test_a_greedy_step_is_a_run_of_hits_and_the_targets_token():
@@ -43,11 +43,6 @@ def test_lookup_proposes_what_followed_and_counts_what_the_text_repeats():
     assert run(0, 4) == 2
     assert run(0, 1) == 1
     assert run(3, 1) == 0
-
-
-def test_repetition_is_the_share_of_runs_that_occurred_before():
-    assert repetition([[1, 2, 3, 4, 5]]) == 0
-    assert repetition([[7] * 8]) == 4 / 5
 
 
 def test_the_interval_holds_the_mean():

@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 import torch
@@ -18,11 +19,27 @@ MEMBER = Member("tiny-sql", Shape(32, 1, 16, 4096), ("sql",))
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory):
-    """A family of one draft, trained for a few steps on SQL alone."""
+    """A family of one draft, trained for a few steps."""
     folder = tmp_path_factory.mktemp("family")
-    values = {"family": "tiny", "out": folder / "out", "work": folder / "work", "sources": "sql", "judged": "sql", "workloads": "sql"}
-    values |= {"hidden": 64, "layers": 2, "head-dim": 32, "target-tokens": 20_000, "tokens": 200, "held-out-tokens": 200, "slots": 4}
-    values |= {"warm-up-tokens": 0, "train-tokens": 3000, "batch": 4}
+    values = {
+        "family": "tiny",
+        "out": folder / "out",
+        "work": folder / "work",
+        "sources": "sql,stdlib",
+        "judged": "sql",
+        "workloads": "sql",
+    }
+    values |= {
+        "hidden": 64,
+        "layers": 2,
+        "head-dim": 32,
+        "target-tokens": 40_000,
+        "unlikelihood-tokens": 2048,
+        "tokens": 200,
+        "held-out-tokens": 200,
+        "slots": 4,
+    }
+    values |= {"sources": "sql,stdlib", "unlikelihood-tokens": 2048, "warm-up-tokens": 0, "train-tokens": 3000, "batch": 4}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distill_family, "_QUESTIONS_PER_SCHEMA", 1)
         patch.setattr(distill, "DRAFTS", (MEMBER,))
@@ -47,12 +64,14 @@ def test_the_cards_name_losses_licences_and_the_command(family):
     assert "| sql |" in card
     assert "Apache-2.0" in card
     assert "--family tiny" in card
+    assert "Then 2,048 tokens were read while it unlearnt its greedy loops" in card
+    assert re.search(r"\| code \| 0\.\d\d, then 0\.\d\d \|", card)
     assert "(sql)" in (family / "tiny-sql" / "README.md").read_text()
 
 
 def test_the_targets_loss_falls(family):
     curve = [json.loads(line) for line in (family.parent / "work" / "tiny-target.jsonl").read_text().splitlines()]
-    assert curve[-1]["tokens"] >= 20_000
+    assert curve[-1]["tokens"] >= 40_000
     assert curve[-1]["loss"] < 8.28  # that of all 4,096 tokens alike is 8.32
 
 
@@ -89,6 +108,7 @@ def test_dialogues_come_without_the_larger_models_system_message(family):
         (["--family", "tiny", "--target", "somewhere"], "--target, --family"),
         (["--family", "tiny", "--dialogues", "somewhere"], "--dialogue-tokenizer"),
         (["--family", "tiny", "--target-tokens", "0"], "--target-tokens: must be positive, got 0"),
+        (["--family", "tiny", "--unlikelihood-tokens", "-1"], "--unlikelihood-tokens: must not be negative, got -1"),
     ],
 )
 def test_flags_that_do_not_fit_a_family_are_named(tmp_path, capsys, flags, named):
