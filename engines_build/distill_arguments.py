@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     folder("--dialogues", "--family: shards of a larger model, whose answers the target learns from")
     folder("--dialogue-tokenizer", "--family: the folder of that model's tokenizer")
     number("--target-tokens", 10_000_000, "--family: tokens that the target reads")
-    number("--unlikelihood-tokens", 300_000, "--family: tokens it reads thereafter, while it unlearns its greedy loops; 0: none")
+    number("--unlikelihood-tokens", 250_000, "--family: tokens it reads thereafter, while it unlearns its greedy loops; 0: none")
     number("--seed", 0, "seed of everything")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to run (default: %(default)s)")
     number("--threads", 1, "threads on a CPU")

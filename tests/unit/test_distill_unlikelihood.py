@@ -73,8 +73,8 @@ def test_a_loop_that_is_certain_still_has_a_gradient():
         model.model.norm.weight.mul_(1e4)
     loss = unlikelihood(model, [([5], continued(model, [[5]], ENDS, "cpu")[0][1])], "cpu")
     loss.backward()
-    assert float(loss) > 100
-    assert float(model.model.embed_tokens.weight.grad.abs().sum()) > 0
+    assert loss.item() > 100
+    assert model.model.embed_tokens.weight.grad.abs().sum().item() > 0
 
 
 def test_continuations_are_greedy_whatever_their_neighbours_and_end_with_the_end_token():
