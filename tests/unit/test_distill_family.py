@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 from backend.engines.checkpoint import load, read_config
 from backend.manifest import check_pair, read_manifest
 from backend.tokenizer import load_tokenizer
-from engines_build import distill, distill_family
+from engines_build import distill, distill_family, distill_unlikelihood
 from engines_build.corpora import Corpus
 from engines_build.distill_arguments import parse
 from engines_build.distill_family import Member, dialogues_of, family_texts, pieces
@@ -21,28 +21,14 @@ MEMBER = Member("tiny-sql", Shape(32, 1, 16, 4096), ("sql",))
 def family(tmp_path_factory):
     """A family of one draft, trained for a few steps."""
     folder = tmp_path_factory.mktemp("family")
-    values = {
-        "family": "tiny",
-        "out": folder / "out",
-        "work": folder / "work",
-        "sources": "sql,stdlib",
-        "judged": "sql",
-        "workloads": "sql",
-    }
-    values |= {
-        "hidden": 64,
-        "layers": 2,
-        "head-dim": 32,
-        "target-tokens": 40_000,
-        "unlikelihood-tokens": 2048,
-        "tokens": 200,
-        "held-out-tokens": 200,
-        "slots": 4,
-    }
-    values |= {"sources": "sql,stdlib", "unlikelihood-tokens": 2048, "warm-up-tokens": 0, "train-tokens": 3000, "batch": 4}
+    values = {"family": "tiny", "out": folder / "out", "work": folder / "work", "judged": "sql", "workloads": "sql"}
+    values |= {"sources": "sql,stdlib", "hidden": 64, "layers": 2, "head-dim": 32, "target-tokens": 40_000, "unlikelihood-tokens": 2048}
+    values |= {"tokens": 200, "held-out-tokens": 200, "slots": 4, "warm-up-tokens": 0, "train-tokens": 3000, "batch": 4}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distill_family, "_QUESTIONS_PER_SCHEMA", 1)
         patch.setattr(distill, "DRAFTS", (MEMBER,))
+        patch.setattr(distill_unlikelihood, "CONTINUATIONS", 4)
+        patch.setattr(distill_unlikelihood, "NEW_TOKENS", 24)
         distill.make_family(parse([word for name, value in values.items() for word in (f"--{name}", str(value))]))
     return folder / "out"
 

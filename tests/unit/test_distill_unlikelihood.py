@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from engines_build import distill_unlikelihood
 from engines_build.corpora import Corpus
 from engines_build.distill_arguments import parse
 from engines_build.distill_family import pieces, train_tokenizer, untrained
@@ -96,7 +97,8 @@ def test_prompts_are_short_of_the_workloads_asked_for_and_never_the_same_in_two_
     assert not any("CREATE TABLE" in tokenizer.decode(prompt) for prompt in first)
 
 
-def test_a_step_makes_both_the_loss_of_a_text_and_the_unlikelihood_of_its_own_loops_less(corpus, tokenizer, tmp_path):
+def test_a_step_makes_both_the_loss_of_a_text_and_the_unlikelihood_of_its_own_loops_less(corpus, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(distill_unlikelihood, "CONTINUATIONS", 4)
     args = parse(["--family", "tiny", "--out", str(tmp_path / "out"), "--sources", "sql,stdlib", "--judged", "sql"])
     samples = list(pieces([d.text for d in corpus.documents("sql")][:20], tokenizer))[:2]
     model = looping()
