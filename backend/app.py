@@ -24,7 +24,7 @@ from backend.learned import LearnedState, learned_key
 from backend.manifest import check_pair, read_manifest
 from backend.orchestrator import Orchestrator
 from backend.ports import BLOCK_TOKENS, Engine, Sequence
-from backend.request import ErrorCode, GenerationRequest, Guide, RequestError, SamplingParams
+from backend.request import ErrorCode, GenerationRequest, RequestError, SamplingParams
 from backend.session import ReplySink, Session
 from backend.stats import Stats, StepStats
 from backend.switches import SwitchBoard
@@ -82,19 +82,20 @@ class App:
             check_ids(request, self.target.limits.vocab_size)
         _check(request, len(prompt), self.max_context_tokens, self.tokenizer.vocab_size)
         end_ids = self.tokenizer.end_ids if request.end_id is None else frozenset({request.end_id} - {NO_END_ID})
+        if self.config.target.engine == "trtllm":
+            _check_trtllm_turns(request)
         sampling = sampling_params(request, self.tokenizer, end_ids, self.config.plan_invariant)
         if request.guide_type is not None:
-            sampling = replace(sampling, guide=self._guide(request.guide_type, request.guide or "", end_ids))
-        sequence = Sequence(next(self._ids), prompt, len(prompt), sampling, salt=request.cache_salt or "")
+            sampling = replace(sampling, guide=self.grammars.guide(request.guide_type, request.guide or "", end_ids))
+        _check_logits(request, len(prompt), self.target.limits.vocab_size, self.config.limits.max_logits_bytes)
+        number, salt = next(self._ids), request.cache_salt or ""
+        if request.return_context_logits:
+            salt = f"{salt}/{number}/{secrets.token_hex(8)}"  # KV that was found would have no logits
+        sequence = Sequence(number, prompt, len(prompt), sampling, salt=salt)
+        sequence.context_logits, sequence.generation_logits = request.return_context_logits, request.return_generation_logits
         session = Session(sequence, request, end_ids, IncrementalDecoder(self.tokenizer.token_bytes), sink)
         session.control = self.switches.current().in_control(session.id)
         return session
-
-    def _guide(self, kind: str, text: str, end_ids: frozenset[int]) -> Guide:
-        if self.config.target.engine == "trtllm":
-            message = "guided_decoding_guide_type is not supported by TensorRT-LLM's executor here: every turn would begin the grammar anew"
-            raise RequestError(ErrorCode.UNIMPLEMENTED, f"{message}, got {kind!r}")
-        return self.grammars.guide(kind, text, end_ids)
 
 
 def sampling_params(request: GenerationRequest, tokenizer: Tokenizer, end_ids: frozenset[int], plan_invariant: str) -> SamplingParams:
@@ -121,6 +122,10 @@ def sampling_params(request: GenerationRequest, tokenizer: Tokenizer, end_ids: f
         bad_words=(*(word for word in bad_words if word), *request.bad_word_ids),
         bias=_bias(request, tokenizer),
         log_probs=request.return_log_probs,
+        top_log_probs=request.top_log_probs,
+        top_p_decay=1.0 if request.top_p_decay is None else request.top_p_decay,
+        top_p_min=request.top_p_min or 0.0,
+        top_p_reset_id=-1 if request.top_p_reset_id is None else request.top_p_reset_id,
     )
 
 
@@ -336,6 +341,29 @@ def _check(request: GenerationRequest, prompt_tokens: int, max_context: int, voc
             refuse(f"{name} must be -1 or a token id below {vocab_size}, got {value}")
 
 
+def _check_trtllm_turns(request: GenerationRequest) -> None:
+    """Refuse what TensorRT-LLM's executor would begin anew in every turn, or does not tell of one. Raises RequestError."""
+    anew, untold = "TensorRT-LLM's executor would begin it anew in every turn", "the TensorRT-LLM engine does not tell it turn by turn"
+    for name, value, reason in (
+        ("guided_decoding_guide_type", request.guide_type, anew),
+        ("runtime_top_p_decay", None if request.top_p_decay == 1.0 else request.top_p_decay, anew),
+        ("return_context_logits", request.return_context_logits or None, untold),
+        ("return_generation_logits", request.return_generation_logits or None, untold),
+        ("return_top_log_probs", request.top_log_probs, untold),
+    ):
+        if value is not None:
+            raise RequestError(ErrorCode.UNIMPLEMENTED, f"{name} is not supported: {reason}, got {value!r}")
+
+
+def _check_logits(request: GenerationRequest, prompt_tokens: int, vocab_size: int, limit_bytes: int) -> None:
+    """Refuse a request for more logits than one may have: they are kept in memory until it ends. Raises RequestError."""
+    rows = request.return_context_logits * prompt_tokens + request.return_generation_logits * request.max_tokens
+    if (size := rows * vocab_size * 4) > limit_bytes:
+        name = "return_context_logits" if request.return_context_logits else "return_generation_logits"
+        message = f"{name}: {rows} rows of {vocab_size} logits are {size} bytes, over limits.max_logits_bytes, {limit_bytes}"
+        raise RequestError(ErrorCode.INVALID_ARGUMENT, message)
+
+
 def check_ids(request: GenerationRequest, vocab_size: int) -> None:
     """Check the token ids of a request that comes as such. Raises RequestError naming the tensor and the id."""
     for name, ids in (
@@ -343,6 +371,7 @@ def check_ids(request: GenerationRequest, vocab_size: int) -> None:
         ("stop_words_list", itertools.chain.from_iterable(request.stop_word_ids)),
         ("bad_words_list", itertools.chain.from_iterable(request.bad_word_ids)),
         ("embedding_bias", (token for token, _ in request.bias)),
+        ("runtime_top_p_reset_ids", () if request.top_p_reset_id in (None, NO_END_ID) else (request.top_p_reset_id,)),
     ):
         for token in ids:
             if not 0 <= token < vocab_size:

@@ -107,6 +107,7 @@ class LimitsConfig:
     kv_cache_tokens: int = setting(32768, low=256)
     batch_scheduler_policy: str = setting("max_utilization", choices=("max_utilization", "guaranteed_no_evict"))
     enable_kv_cache_reuse: bool = True
+    max_logits_bytes: int = setting(64 * 1024 * 1024, low=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -274,7 +274,7 @@ class Orchestrator:
             self._fail(session, ErrorCode.INTERNAL, f"the request could not be continued ({type(error).__name__})", log)
 
     def _take(self, session: Session, completion: Completion, proposals: Proposals, log: StepLog) -> None:
-        taken = session.commit(completion.tokens, completion.log_probs)
+        taken = session.commit(completion.tokens, completion.log_probs, completion.extras)
         if session.trace is not None:
             session.trace.step(log, proposals.chosen, min(completion.accepted, taken), taken)
         if not taken:

@@ -13,6 +13,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from backend.request import SamplingParams
 
 BLOCK_TOKENS = 16
@@ -30,7 +33,7 @@ class Sequence:
 
     ``keys[i]``, the ledger's too, names the content of complete block i (``backend.block_pool``): sequences with the same key may have that
     block in common. Whether its KV is there is each engine's own knowledge. ``salt`` keeps tenants' blocks apart. ``new_blocks`` and
-    ``reused_blocks`` count what the ledger gave it so far.
+    ``reused_blocks`` count what the ledger gave it so far. ``context_logits`` and ``generation_logits`` ask a target for ``Extras``.
     """
 
     id: int
@@ -43,6 +46,8 @@ class Sequence:
     salt: str = ""
     new_blocks: int = 0
     reused_blocks: int = 0
+    context_logits: bool = False
+    generation_logits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,20 @@ class Turn:
     piece_tokens: int = 0
 
 
+@dataclass(slots=True)
+class Extras:
+    """What few requests ask for. ``top[i]``: the most likely (token, log-probability), best first, at the place of emitted token i.
+
+    ``logits`` [tokens, vocab] (float32) are the model's own, without any option, behind which the emitted tokens were drawn;
+    ``context_logits`` [rows, vocab] those behind the tokens of the text from number ``context_first`` on that the turn has run.
+    """
+
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    logits: npt.NDArray[np.float32] | None = None
+    context_first: int = 0
+    context_logits: npt.NDArray[np.float32] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """What a turn came to: ``tokens`` = accepted proposal tokens, then the freely run ones; ``accepted`` counts the former. An engine may
@@ -119,6 +138,7 @@ class Completion:
     rank: int = 0
     scored: list[tuple[int, int]] = field(default_factory=list)
     error: str | None = None
+    extras: Extras | None = None
 
 
 @dataclass(frozen=True, slots=True)

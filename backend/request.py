@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any, Protocol
 
@@ -62,7 +62,10 @@ class SamplingParams:
     ``coupled`` is plan-invariant sampling: every token is a function of its law, seed and position alone. The options change the logits
     before the law is made of them: ``bias`` holds (token id, addend); the penalties count a token in prompt and output; ``end_ids`` are
     impossible for the first ``min_tokens`` of the output, and so is the last token of a bad word (token ids) behind its others.
-    ``log_probs`` asks for each emitted token's log-probability. ``guide`` allows what its grammar does, whatever else bans it, and no more.
+    ``log_probs`` asks for each emitted token's log-probability, ``top_log_probs`` for those of so many of the most likely tokens at its
+    place (None: not asked). ``guide`` allows what its grammar does, whatever else bans it, and no more.
+    ``top_p`` shrinks by the factor ``top_p_decay`` with every token of the output, down to ``top_p_min``, and is itself again behind the
+    token ``top_p_reset_id`` (factual-nucleus sampling, Lee et al., arXiv 2206.04624).
     """
 
     temperature: float = 0.0
@@ -78,7 +81,11 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     bias: tuple[tuple[int, float], ...] = ()
     log_probs: bool = False
+    top_log_probs: int | None = None
     guide: Guide | None = None
+    top_p_decay: float = 1.0
+    top_p_min: float = 0.0
+    top_p_reset_id: int = -1
     _endings: dict[int, dict[tuple[int, ...], list[int]]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -92,10 +99,22 @@ class SamplingParams:
         found = (endings.get(tuple(tokens[end - length : end]), ()) for length, endings in self._endings.items() if length <= end)
         return [last for lasts in found for last in lasts]
 
+    def behind(self, output: Seq[int]) -> SamplingParams:
+        """Return the same with the ``top_p`` that holds behind the tokens ``output``."""
+        if self.top_p_decay == 1.0 or not output:
+            return self
+        since = next((n for n, token in enumerate(reversed(output)) if token == self.top_p_reset_id), len(output))
+        return self if since == 0 else replace(self, top_p=max(self.top_p * self.top_p_decay**since, self.top_p_min))
+
     @property
     def greedy(self) -> bool:
         """Whether every token is the arg-max."""
         return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def reads_log_probs(self) -> bool:
+        """Whether log-probabilities are wanted, of the emitted tokens or of the likeliest."""
+        return self.log_probs or bool(self.top_log_probs)
 
     @property
     def penalised(self) -> bool:
@@ -138,6 +157,9 @@ class GenerationRequest:
     embedding_bias_words: tuple[str, ...] = ()
     embedding_bias_weights: tuple[float, ...] = ()
     return_log_probs: bool = False
+    top_log_probs: int | None = None
+    return_context_logits: bool = False
+    return_generation_logits: bool = False
     cache_salt: str | None = None
     input_ids: tuple[int, ...] | None = None
     stop_word_ids: tuple[tuple[int, ...], ...] = ()
@@ -146,6 +168,9 @@ class GenerationRequest:
     timeout_s: float | None = None
     guide_type: str | None = None
     guide: str | None = None
+    top_p_decay: float | None = None
+    top_p_min: float | None = None
+    top_p_reset_id: int | None = None
 
     def to_wire(self) -> dict[str, Any]:
         """Return a JSON-able dict with the absent options left out."""

@@ -65,5 +65,5 @@ class RequestTrace:
 
     def end(self, message: dict[str, Any]) -> None:
         """Note the last reply; its text is no business of a trace."""
-        self.ending = {key: value for key, value in message.items() if key not in ("text", "log_probs")}
+        self.ending = {key: value for key, value in message.items() if key not in ("text", "log_probs", "bytes", "top")}
         self.ended_s = perf_counter()

@@ -17,6 +17,7 @@ from typing import Any
 from backend import wire
 from backend.app import App
 from backend.config import ConfigError, load_config
+from backend.extras import ExtrasFiles
 from backend.reloading import reload_drafts
 from backend.request import ErrorCode, FinishReason, GenerationRequest, RequestError
 from backend.request_trace import RequestTrace
@@ -67,14 +68,14 @@ class Ticket:
 
     def chunk(self, delta: Delta) -> None:
         """Send what is new."""
-        self._server.post(self._connection, {"type": "chunk", "id": self._id, **_body(delta)})
+        self._server.post(self._connection, {"type": "chunk", "id": self._id, **self._server.body(delta)})
 
     def final(self, delta: Delta, reason: FinishReason, usage: Usage) -> None:
         """Send the last reply."""
         self._close(
             {
                 "type": "final",
-                **_body(delta),
+                **self._server.body(delta),
                 "finish_reason": reason.value,
                 "num_input_tokens": usage.input_tokens,
                 "num_output_tokens": usage.output_tokens,
@@ -105,6 +106,7 @@ class Server:
         self._path = path
         self._config = config
         self._reloading = threading.Lock()
+        self._extras = ExtrasFiles(path.with_suffix(".logits"), app.tokenizer.token_bytes)
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
         self._wake_sent = False
@@ -122,6 +124,15 @@ class Server:
         if not self._wake_sent:
             self._wake_sent = True
             self._waker.send(b"x")
+
+    def body(self, delta: Delta) -> wire.Message:
+        """Return a delta's part of a message (any thread); log-probabilities, token ids and extras only where they were asked for."""
+        body: wire.Message = {"text": delta.text}
+        if delta.log_probs is not None:
+            body |= {"log_probs": delta.log_probs, "cum_log_prob": delta.cum_log_prob}
+        if delta.tokens is not None:
+            body["tokens"] = delta.tokens
+        return body if delta.extras is None else body | self._extras.message(delta.extras)
 
     def ended(self, trace: RequestTrace, message: wire.Message) -> None:
         """Note a traced request's last message (any thread)."""
@@ -158,6 +169,7 @@ class Server:
         self._tokenizers.shutdown(wait=False, cancel_futures=True)
         self._send_stats()
         self._flush_dirty()
+        self._extras.close()
         return well
 
     def _listen(self) -> socket.socket:
@@ -357,13 +369,3 @@ class Server:
             message = {"type": "stats", **self._app.stats.drain()}
             for connection in subscribers:
                 self.post(connection, message)
-
-
-def _body(delta: Delta) -> dict[str, Any]:
-    """Return a delta's part of a message; log-probabilities and token ids only where they were asked for."""
-    body: dict[str, Any] = {"text": delta.text}
-    if delta.log_probs is not None:
-        body |= {"log_probs": delta.log_probs, "cum_log_prob": delta.cum_log_prob}
-    if delta.tokens is not None:
-        body["tokens"] = delta.tokens
-    return body

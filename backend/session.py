@@ -7,7 +7,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
-from backend.ports import Sequence
+from backend.extras import Gathered, Gatherer
+from backend.ports import Extras, Sequence
 from backend.request import ErrorCode, FinishReason, GenerationRequest, RequestError
 from backend.request_trace import RequestTrace
 
@@ -48,13 +49,14 @@ class Delta:
     """What a request has produced since its last reply.
 
     Where it asks for log-probabilities: those of the tokens committed since then (text may lag behind them), and the sum over all so far.
-    A request of token ids gets ``tokens`` and no text.
+    A request of token ids gets ``tokens`` and no text. ``extras`` are those of all tokens committed since then, where asked for.
     """
 
     text: str
     log_probs: list[float] | None = None
     cum_log_prob: float | None = None
     tokens: list[int] | None = None
+    extras: Gathered | None = None
 
 
 class ReplySink(Protocol):
@@ -110,6 +112,7 @@ class Session:
             self._tokens = [] if request.stream or request.exclude_input_in_output else list(request.input_ids)
         self._log_probs: list[float] | None = [] if sequence.sampling.log_probs else None
         self._cum_log_prob = 0.0
+        self._extras = Gatherer.of(sequence)
 
     @property
     def id(self) -> int:
@@ -121,7 +124,7 @@ class Session:
         """Tokens that may still be emitted."""
         return self.request.max_tokens - self.output_tokens
 
-    def commit(self, tokens: Seq[int], log_probs: Seq[float] | None = None) -> int:
+    def commit(self, tokens: Seq[int], log_probs: Seq[float] | None = None, extras: Extras | None = None) -> int:
         """Take the tokens of one step in order and return how many were taken; fewer than given means finished.
 
         Raises RequestError where the request's grammar is beyond its parser's limits.
@@ -135,6 +138,8 @@ class Session:
         if self._log_probs is not None and log_probs is not None:
             self._log_probs += log_probs[:taken]
             self._cum_log_prob = sum(log_probs[:taken], self._cum_log_prob)
+        if self._extras is not None:
+            self._extras.add(tokens[:taken], extras)
         guide = self.sequence.sampling.guide
         if guide is not None and guide.failure is not None:
             raise RequestError(ErrorCode.INTERNAL, f"the grammar could not be followed any further: {guide.failure}")
@@ -143,12 +148,14 @@ class Session:
     def take(self) -> Delta:
         """Return (and forget) what is safe to send now; everything once finished."""
         text, log_probs, tokens = self._take_text(), self._log_probs, self._tokens
-        if log_probs is None and tokens is None:
+        if log_probs is None and tokens is None and self._extras is None:
             return Delta(text)
+        extras = None
         if text or tokens or self.finish_reason is not None:  # else there will be no reply to carry them
             self._log_probs = None if log_probs is None else []
             self._tokens = None if tokens is None else []
-        return Delta(text, log_probs, None if log_probs is None else self._cum_log_prob, tokens)
+            extras = self._extras.take() if self._extras else None
+        return Delta(text, log_probs, None if log_probs is None else self._cum_log_prob, tokens, extras)
 
     def _take_text(self) -> str:
         keep = 0 if self.finish_reason is not None else _longest_prefix_at_end(self._held[self._searched :], self._stop_words)

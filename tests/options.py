@@ -29,6 +29,14 @@ def processed(logits: np.ndarray, tokens: list[int], prompt_tokens: int, samplin
     return scores
 
 
+def top_p_behind(output: list[int], sampling: SamplingParams) -> float:
+    """``top_p`` as it decays, token by token."""
+    top_p = sampling.top_p
+    for token in output:
+        top_p = sampling.top_p if token == sampling.top_p_reset_id else max(top_p * sampling.top_p_decay, sampling.top_p_min)
+    return top_p
+
+
 def greedy(prompt: str, max_tokens: int, sampling: SamplingParams) -> tuple[list[int], list[float], bool]:
     """Return the tokens that the fake target writes behind a prompt, their log-probabilities, and whether an end id ended them."""
     tokens = list(prompt.encode())

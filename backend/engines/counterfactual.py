@@ -28,7 +28,7 @@ def guesses(logits: torch.Tensor, request: Request, columns: Columns) -> list[in
     if sampling.greedy:
         found = arg_max(rows)
     else:
-        laws = target_laws(rows, [sampling] * len(rows))
+        laws = target_laws(rows, request.row_params)
         found = [winner(law, sampling.seed, request.position + row, columns) for row, law in enumerate(laws)]
     return [columns.token(column) for column in found]
 

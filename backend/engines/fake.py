@@ -16,7 +16,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import numpy.typing as npt
 
-from backend.ports import BLOCK_TOKENS, Completion, EngineLimits, Proposal, Sequence, Turn
+from backend.ports import BLOCK_TOKENS, Completion, EngineLimits, Extras, Proposal, Sequence, Turn
 from backend.request import SamplingParams
 
 VOCAB_SIZE = 257
@@ -98,13 +98,28 @@ class FakeEngine:
         error = self._wrong_with_blocks(turn, turn.end + len(proposed) + max(0, turn.run - 1)) if self.limits.kv_blocks else None
         if error:
             return Completion(sequence.id, [], error=f"{self.name}: {error}")
-        tokens, accepted, laws, log_probs = self._run(turn)
+        start = min(turn.end - (turn.run > 0), len(sequence.tokens) - self.unseen(sequence))
+        tokens, accepted, laws, log_probs, top = self._run(turn)
         if self.limits.kv_blocks:
             self._write(turn, proposed or tokens[:-1])
         self._ran[sequence.id] = (turn.end, tokens[:-1])
         point_mass = sequence.sampling.greedy or sequence.sampling.coupled
         probs = np.array(laws) if turn.keep_probs and not point_mass else None
-        return Completion(sequence.id, tokens, accepted, probs, log_probs if sequence.sampling.log_probs else None)
+        told = log_probs if sequence.sampling.log_probs else None
+        return Completion(
+            sequence.id, tokens, accepted, probs, told, extras=None if turn.keep_probs else self._extras(turn, start, tokens, top)
+        )
+
+    def _extras(self, turn: Turn, start: int, tokens: list[int], top: list[list[tuple[int, float]]]) -> Extras | None:
+        """Return what a sequence asks for beside its tokens; the turn has run it from token ``start`` on."""
+        sequence, text = turn.sequence, [*turn.sequence.tokens, *tokens]
+        extras = Extras(top, context_first=start)
+        if sequence.generation_logits and tokens:
+            end = len(sequence.tokens)
+            extras.logits = np.array([self._logits(text[: end + i]) for i in range(len(tokens))], np.float32)
+        if sequence.context_logits and start < sequence.prompt_tokens and start < turn.end:
+            extras.context_logits = np.array([self._logits(text[: at + 1]) for at in range(start, turn.end)], np.float32)
+        return extras if top or extras.logits is not None or extras.context_logits is not None else None
 
     def _wrong_with_blocks(self, turn: Turn, written_tokens: int) -> str | None:
         """Return what is wrong with a turn's block table, if anything: too short, or not the KV of its text."""
@@ -141,8 +156,8 @@ class FakeEngine:
         alike = (self._pool[b].tolist() == marks[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS] for i, b in enumerate(blocks))
         return BLOCK_TOKENS * next((i for i, same in enumerate(alike) if not same), len(blocks))
 
-    def _run(self, turn: Turn) -> tuple[list[int], int, list[FloatArray], list[float]]:
-        """Return (tokens, how many were accepted, the laws of the freely run ones, every token's log-probability).
+    def _run(self, turn: Turn) -> tuple[list[int], int, list[FloatArray], list[float], list[list[tuple[int, float]]]]:
+        """Return (tokens, how many were accepted, the laws of the freely run ones, every token's log-probability, the likeliest tokens).
 
         Verification ends with the first rejection, whose place a draw from the residual law takes.
         """
@@ -150,7 +165,8 @@ class FakeEngine:
         tokens: list[int] = []
         laws: list[FloatArray] = []
         log_probs: list[float] = []
-        accepted = 0
+        top: list[list[tuple[int, float]]] = []
+        accepted, most = 0, sequence.sampling.top_log_probs or 0
         while accepted == len(tokens) < len(proposed) or len(tokens) < accepted + turn.run:
             law, scores = self._law([*sequence.tokens, *tokens], sequence)
             if turn.proposal is not None and accepted == len(tokens) < len(proposed):
@@ -162,7 +178,9 @@ class FakeEngine:
             tokens.append(token)
             if scores is not None:
                 log_probs.append(float(scores[token]))
-        return tokens, accepted, laws, log_probs
+                if most:
+                    top.append([(int(best), float(scores[best])) for best in np.argsort(-scores, kind="stable")[:most]])
+        return tokens, accepted, laws, log_probs, top
 
     def _law(self, context: list[int], sequence: Sequence) -> tuple[FloatArray, FloatArray | None]:
         """Return the law of the next token [vocab] and, where options or log-probabilities need them, the log-probabilities [vocab].
@@ -170,22 +188,27 @@ class FakeEngine:
         The law of a greedy or plan-invariant request is a point mass, so that one rule verifies all.
         """
         sampling = sequence.sampling
-        recent = bytes(token % 256 for token in context[-ORDER:])
-        letters = _candidates(b"target", recent)
-        if _fraction(self._seed, recent) >= self._agreement:
-            letters = _candidates(b"%d" % self._seed, recent)
-        if sampling.greedy and not (sampling.changes_logits or sampling.log_probs):
-            return _point_mass(int(letters[0])), None
-        logits = np.full(VOCAB_SIZE, _UNLIKELY_LOGIT)
-        logits[letters] = _LOGITS
-        scores = _log_softmax(_processed(logits, context, sequence))
+        if sampling.greedy and not (sampling.changes_logits or sampling.reads_log_probs):
+            return _point_mass(int(self._letters(context)[0])), None
+        scores = _log_softmax(_processed(self._logits(context), context, sequence))
         if sampling.greedy:
             return _point_mass(int(scores.argmax())), scores
-        law = _truncated(np.exp(scores), sampling)
+        law = _truncated(np.exp(scores), sampling.behind(context[sequence.prompt_tokens :]))
         if sampling.coupled:  # least of E / p, with exponential noise E of the token's position alone
             noise = np.random.default_rng((sampling.seed, len(context), _COUPLED)).standard_exponential(VOCAB_SIZE)
             law = _point_mass(int((law / noise).argmax()))
         return law, scores
+
+    def _logits(self, context: list[int]) -> FloatArray:
+        """Return the logits [vocab] behind a text, before any option."""
+        logits = np.full(VOCAB_SIZE, _UNLIKELY_LOGIT)
+        logits[self._letters(context)] = _LOGITS
+        return logits
+
+    def _letters(self, context: list[int]) -> npt.NDArray[np.int64]:
+        recent = bytes(token % 256 for token in context[-ORDER:])
+        agrees = _fraction(self._seed, recent) < self._agreement
+        return _candidates(b"target" if agrees else b"%d" % self._seed, recent)
 
 
 def _mark(before: int | str, token: int) -> int:

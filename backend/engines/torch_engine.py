@@ -17,7 +17,7 @@ from backend.engines.laws import Law, target_laws
 from backend.engines.llama import Llama
 from backend.engines.processing import Columns
 from backend.engines.verification import Request, runners_up, sample, sample_more, scores, verify
-from backend.ports import BLOCK_TOKENS, Completion, EngineLimits, Sequence, Turn
+from backend.ports import BLOCK_TOKENS, Completion, EngineLimits, Extras, Sequence, Turn
 from backend.randomness import Purpose, draft_lane
 
 RAGGED, TILED, PADDED, GRAPHS = "ragged", "tiled", "padded", "graphs"
@@ -39,6 +39,10 @@ class _Job:
     path: Seq[int] = ()
     rows_scored: int = 0
     scored: list[tuple[int, int]] = field(default_factory=list)
+    context_rows: int = 0
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+    context_logits: torch.Tensor | None = None
 
     @property
     def more_candidates(self) -> int:
@@ -199,8 +203,8 @@ class TorchEngine:
         self._check(turn, request, len(cache.table))
         decides = turn.run > 0
         start = min(self._caches.seen(sequence), turn.end - decides)  # the last row is run again where its logits are wanted
-        if turn.keep_probs and sequence.sampling.log_probs:  # a draft's are nobody's
-            request = replace(request, sampling=replace(sequence.sampling, log_probs=False))
+        if turn.keep_probs and sequence.sampling.reads_log_probs:  # a draft's are nobody's
+            request = replace(request, sampling=replace(sequence.sampling, log_probs=False, top_log_probs=None))
         if request.law is not None:
             request.law.of(request.tokens)
         tokens = sequence.tokens[start : turn.end] + request.tokens
@@ -209,9 +213,10 @@ class TorchEngine:
         cache.roll_back(start)
         parents = request.tree.parents if request.tree else ()
         scored = self._take_rows_to_score(turn, cache, start)
-        logits = scored + len(request.tokens) + decides
+        context = turn.end - start if sequence.context_logits and not turn.keep_probs and start < sequence.prompt_tokens else 0
+        logits = max(scored + decides, context) + len(request.tokens)
         chunk = Chunk(tokens, start, cache.table, logits, parents, self._piece_tokens(turn, start)) if tokens else None
-        return _Job(turn, cache, request, chunk, rows_scored=scored)
+        return _Job(turn, cache, request, chunk, rows_scored=scored, context_rows=context)
 
     def _piece_tokens(self, turn: Turn, start: int) -> int | None:
         """Return how a turn's keys are cut beside others'; None for a chunk by itself: with many rows it would pad theirs."""
@@ -260,18 +265,21 @@ class TorchEngine:
             for job, chunk in running:
                 job.cache.ran += chunk.tokens[: len(chunk.tokens) - len(chunk.parents)]
                 job.cache.agreed = job.turn.end
-            deciding = [job for job, chunk in running if chunk.logits]
+            deciding = [job for job, _ in running if job.turn.run]
             self._decide(logits, deciding)
             self._compact([job for job in deciding if job.path])
             running = [(job, self._next_chunk(job)) for job in deciding if len(job.tokens) < job.turn.run and not job.request.tokens]
 
     def _score(self, logits: torch.Tensor, running: list[tuple[_Job, Chunk]]) -> torch.Tensor:
-        """Score the tokens emitted without this draft from their rows of ``logits``, and return the others."""
-        if not any(job.rows_scored for job, _ in running):
+        """Score the tokens emitted without this draft from their rows of ``logits``, keep a prompt's, and return those that decide."""
+        if not any(job.rows_scored or job.context_rows for job, _ in running):
             return logits
         deciding, row = [], 0
         for job, chunk in running:
-            rows = slice(row, row + job.rows_scored)
+            rows = slice(row, row + max(job.rows_scored, job.context_rows - (job.turn.run > 0)))
+            if job.context_rows:
+                job.context_logits = logits[row : row + job.context_rows].to(torch.float32, copy=True)
+                job.context_rows = 0
             if job.rows_scored:
                 first, tokens = job.turn.end - job.rows_scored, job.turn.sequence.tokens
                 request = replace(job.request, position=first, tokens=tokens[first : job.turn.end - 1], committed=tokens[:first])
@@ -293,7 +301,7 @@ class TorchEngine:
         if keeping:
             rows, logits = _split(logits, jobs)
             requests = [job.request for job in keeping]
-            laws = target_laws(scores(rows, requests, self._columns), [request.sampling for request in requests])
+            laws = target_laws(scores(rows, requests, self._columns), [request.row_params[0] for request in requests])
             for job, law, column in zip(keeping, laws, sample(laws, requests, Purpose.PROPOSE, lane=self._lane), strict=True):
                 if job.turn.widths:
                     more = job.more_candidates
@@ -306,11 +314,15 @@ class TorchEngine:
             if job.turn.widths:
                 more = job.more_candidates
                 self._keep(job, runners_up(logits[row : row + 1], job.request, self._columns, verdict.column, more) if more else [])
-            row += job.request.rows
+            first, row = row, row + job.request.rows
             job.accepted, job.path = verdict.accepted, verdict.path
             accepted = [job.request.tokens[n] for n in verdict.path] if verdict.path else job.request.tokens[: verdict.accepted]
             job.tokens += [*accepted, self._columns.token(verdict.column)]
             job.log_probs += verdict.log_probs or []
+            job.top += verdict.top
+            if job.turn.sequence.generation_logits and not job.turn.keep_probs:
+                places = [0, *(node + 1 for node in verdict.path)] if verdict.path else range(verdict.accepted + 1)
+                job.logits.append(logits[[first + place for place in places]].float())
 
     def _keep(self, job: _Job, siblings: list[int]) -> None:
         job.siblings.append([self._columns.token(column) for column in siblings])
@@ -333,9 +345,18 @@ class TorchEngine:
         along, rank = job.request.tree.followed(job.path) if job.request.tree else ([], 0)
         if job.turn.keep_probs:
             job.cache.proposed_at, job.cache.proposed = job.turn.end, job.tokens
-        return Completion(
-            job.turn.sequence.id, job.tokens, job.accepted, probs, job.log_probs or None, job.siblings, along, rank, job.scored
-        )
+        log_probs = job.log_probs if job.request.sampling.log_probs else None
+        found = job.turn.sequence.id, job.tokens, job.accepted, probs, log_probs or None, job.siblings, along, rank, job.scored
+        return Completion(*found, extras=_extras(job))
+
+
+def _extras(job: _Job) -> Extras | None:
+    if not job.top and not job.logits and job.context_logits is None:
+        return None
+    extras = Extras(job.top, torch.cat(job.logits).cpu().numpy() if job.logits else None)
+    if job.context_logits is not None:
+        extras.context_first, extras.context_logits = job.turn.end - len(job.context_logits), job.context_logits.cpu().numpy()
+    return extras
 
 
 def _split(logits: torch.Tensor, jobs: list[_Job]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ accepted leads on (SpecInfer's multi-step rule, arXiv 2305.09781); a greedy or c
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -67,6 +67,15 @@ class Request:
         return len(self.tokens) + 1
 
     @property
+    def row_params(self) -> list[SamplingParams]:
+        """How each row's token is drawn."""
+        sampling = self.sampling
+        if sampling.top_p_decay == 1.0:
+            return [sampling] * self.rows
+        output = [*self.committed[self.prompt_tokens :], *self.run]
+        return [sampling.behind([*output, *self.tokens[:row]]) for row in range(self.rows)]
+
+    @property
     def depth(self) -> int:
         """How many of its tokens could be accepted at the most."""
         return len(self.tokens) if self.tree is None else self.tree.depth
@@ -74,19 +83,21 @@ class Request:
     @property
     def reads_scores(self) -> bool:
         """Whether more than the arg-max of the model's own logits is wanted."""
-        return not self.sampling.greedy or self.sampling.changes_logits or self.sampling.log_probs
+        return not self.sampling.greedy or self.sampling.changes_logits or self.sampling.reads_log_probs
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """How many proposed tokens are accepted, the column of the token emitted behind them, and all their log-probabilities if wanted.
 
-    ``path`` are the accepted nodes of a tree, from its root.
+    ``top`` are the most likely (column, log-probability) at each of their places if wanted. ``path`` are the accepted nodes of a tree, from
+    its root.
     """
 
     accepted: int
     column: int
     log_probs: list[float] | None = None
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
     path: Seq[int] = ()
 
 
@@ -149,14 +160,17 @@ def _verify_tree(logits: torch.Tensor, request: Request, tree: Tree, first: int,
     path: list[int] = []
     tokens: list[int] = []
     log_probs: list[float] = []
+    top: list[list[tuple[int, float]]] = []
     while True:
         node = path[-1] if path else ROOT
         here = replace(request, tokens=[], tree=None, position=request.position + len(path), run=tokens)
         row = scores(logits[first + node + 1 : first + node + 2], [here], columns)
         child, column = _choose(row, here, tree, tree.children(node), columns)
-        log_probs += _with_log_probs(row, here, 0, Verdict(0, column)).log_probs or []
+        told = _with_log_probs(row, here, 0, Verdict(0, column))
+        log_probs += told.log_probs or []
+        top += told.top
         if child is None:
-            return Verdict(len(path), column, log_probs or None, path)
+            return Verdict(len(path), column, log_probs or None, top, path)
         path.append(child)
         tokens.append(column)
 
@@ -165,11 +179,11 @@ def _choose(row: torch.Tensor, here: Request, tree: Tree, candidates: Seq[int], 
     """Return the candidate that is accepted for a place (None: none is) and the column of the token there, from scores [1, S]."""
     sampling = here.sampling
     if not sampling.greedy and not sampling.coupled:
-        return _test(normalised(target_laws(row, [sampling]))[0], here, tree, candidates)
+        return _test(normalised(target_laws(row, here.row_params))[0], here, tree, candidates)
     if sampling.greedy:
         (column,) = arg_max(row)
     else:
-        column = winner(target_laws(row, [sampling])[0], sampling.seed, here.position, columns)
+        column = winner(target_laws(row, here.row_params)[0], sampling.seed, here.position, columns)
     return next((node for node in candidates if tree.tokens[node] == column), None), column
 
 
@@ -187,12 +201,17 @@ def _test(law: torch.Tensor, here: Request, tree: Tree, candidates: Seq[int]) ->
 
 def _with_log_probs(rows: torch.Tensor, request: Request, first: int, verdict: Verdict) -> Verdict:
     """Add log p of the emitted tokens, where wanted: p with options and temperature, before top-k and top-p."""
-    if not request.sampling.log_probs:
+    if not request.sampling.reads_log_probs:
         return verdict
     emitted = [*request.tokens[: verdict.accepted], verdict.column]
     laws = (rows[first : first + len(emitted)] / (request.sampling.temperature or 1.0)).log_softmax(-1)
     wanted = torch.tensor(emitted, device=rows.device)[:, None]
-    return replace(verdict, log_probs=laws.gather(1, wanted)[:, 0].tolist())
+    verdict = replace(verdict, log_probs=laws.gather(1, wanted)[:, 0].tolist())
+    if request.sampling.top_log_probs:
+        best = laws.topk(min(request.sampling.top_log_probs, laws.shape[1]))
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        verdict = replace(verdict, top=[list(zip(*pair, strict=True)) for pair in pairs])
+    return verdict
 
 
 def _verify_greedy(rows: torch.Tensor, requests: Seq[Request], firsts: Seq[int]) -> list[Verdict]:
@@ -209,7 +228,7 @@ def _verify_coupled(columns: Columns, rows: torch.Tensor, requests: Seq[Request]
     """Race row after row, up to the first proposed token that does not win: a race costs more than a comparison."""
     verdicts = []
     for request, first in zip(requests, firsts, strict=True):
-        laws = target_laws(rows[first : first + request.rows], [request.sampling] * request.rows)
+        laws = target_laws(rows[first : first + request.rows], request.row_params)
         for accepted, law in enumerate(laws):
             column = winner(law, request.sampling.seed, request.position + accepted, columns)
             if accepted == len(request.tokens) or column != request.tokens[accepted]:
@@ -220,7 +239,7 @@ def _verify_coupled(columns: Columns, rows: torch.Tensor, requests: Seq[Request]
 
 def _verify_sampled(rows: torch.Tensor, requests: Seq[Request], firsts: Seq[int]) -> list[Verdict]:
     places = [first + i for request, first in zip(requests, firsts, strict=True) for i in range(request.rows)]
-    laws = target_laws(_select(rows, places), [request.sampling for request in requests for _ in range(request.rows)])
+    laws = target_laws(_select(rows, places), [params for request in requests for params in request.row_params])
     firsts = _firsts(requests)
     keys = [(r.sampling.seed, r.position + i, r.attempt) for r in requests for i in range(len(r.tokens))]
     seeds, positions, attempts = zip(*keys, strict=True) if keys else ((), (), ())
@@ -258,7 +277,7 @@ def runners_up(row: torch.Tensor, request: Request, columns: Columns, best: int,
     wide = scores(row, [request], columns)
     sampling = request.sampling
     if sampling.coupled:
-        found = fastest(target_laws(wide, [sampling])[0], sampling.seed, request.position, columns, count + 1)
+        found = fastest(target_laws(wide, request.row_params)[0], sampling.seed, request.position, columns, count + 1)
     else:
         found = wide[0].topk(min(count + 1, wide.shape[1])).indices.tolist()
     return [column for column in found if column != best][:count]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ Array = npt.NDArray[Any]
 
 _OUTPUT_TYPES = {field.name: NUMPY_TYPES[field.dtype] for field in (*TEXT_OUTPUTS, *TOKEN_OUTPUTS)}
 
+MOST_TOP_LOG_PROBS = 20
 _LOWEST = {"max_tokens": 1, "top_k": 0, "num_draft_tokens": 0, "min_tokens": 0}
 LARGEST_CHANGE = 1e6
 """Bound of weights and penalties: far beyond any effect, far below what an fp32 logit overflows at."""
@@ -125,7 +127,34 @@ def encode_chunk(deltas: Seq[Message], wanted: Wanted) -> dict[str, Array]:
     if deltas and "log_probs" in deltas[-1]:
         outputs["output_log_probs"] = [[value for delta in deltas for value in delta["log_probs"]]]  # one beam
         outputs["cum_log_probs"] = [deltas[-1]["cum_log_prob"]]
+    outputs |= _extras(deltas)
     return {name: _batch_of_one(name, value) for name, value in outputs.items()}
+
+
+def _extras(deltas: Seq[Message]) -> dict[str, Any]:
+    """Return the outputs that few requests ask for."""
+    outputs: dict[str, Any] = {}
+    if any("top" in delta for delta in deltas):
+        outputs["output_tokens"] = [token.encode("latin-1") for delta in deltas for token in delta.get("bytes", ())]
+        rows = [row for delta in deltas for row in delta.get("top", ())]
+        if rows:
+            outputs["top_tokens"] = [[token.encode("latin-1") for token, _ in row] for row in rows]
+            outputs["top_log_probs"] = [[value for _, value in row] for row in rows]
+    for name, nesting in (("context_logits", 0), ("generation_logits", 1)):
+        arrays = [delta[name] for delta in deltas if name in delta]
+        if arrays:
+            joined = np.concatenate(arrays)
+            outputs[name] = joined[None] if nesting else joined  # one beam
+    return outputs
+
+
+def load_arrays(message: Message) -> None:
+    """Put the logits that a message names the files of into it, and remove the files."""
+    for name in ("context_logits", "generation_logits"):
+        if name in message:
+            path = Path(message[name])
+            message[name] = np.load(path, allow_pickle=False)
+            path.unlink()
 
 
 def encode_final(message: Message, earlier: Seq[Message], wanted: Wanted) -> dict[str, Array]:
@@ -221,8 +250,14 @@ def _check(request: GenerationRequest, names: Mapping[str, str], decoupled: bool
         value = getattr(request, name)
         if value is not None and value < low:
             raise invalid(f"{names[name]} must be at least {low}, got {value}")
+    if request.top_log_probs is not None and not 0 <= request.top_log_probs <= MOST_TOP_LOG_PROBS:
+        raise invalid(f"{names['top_log_probs']} must be between 0 and {MOST_TOP_LOG_PROBS}, got {request.top_log_probs}")
     if request.temperature is not None and not (math.isfinite(request.temperature) and request.temperature >= 0):
         raise invalid(f"temperature must be a finite number of at least 0, got {request.temperature:g}")
+    if request.top_p_decay is not None and not 0 < request.top_p_decay <= 1:
+        raise invalid(f"{names['top_p_decay']} must be over 0 and at most 1, got {request.top_p_decay:g}")
+    if request.top_p_min is not None and not 0 <= request.top_p_min <= 1:
+        raise invalid(f"{names['top_p_min']} must be between 0 and 1, got {request.top_p_min:g}")
     if request.top_p is not None and not 0 <= request.top_p <= 1:
         raise invalid(f"{names['top_p']} must be between 0 and 1 (0 = off), got {request.top_p:g}")
 

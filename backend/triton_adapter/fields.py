@@ -27,13 +27,13 @@ NUMPY_TYPES: dict[str, type[Any]] = {
 
 
 class Reason(Enum):
-    """Why a tensor is refused; the first four are for good."""
+    """Why a tensor is refused."""
 
     LORA = "LoRA adapters are not served"
     MULTIMODAL = "images, video and prompt tables are not served"
     ENCODER = "models with an encoder are not served"
     BEAMS = "beam search is not served"
-    NOT_YET = "it is not served yet"
+    DISAGGREGATED = "prefill and decoding happen in one engine process"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +110,8 @@ _SHARED_INPUTS = (
     _f("return_perf_metrics", "BOOL", _ONE, "ask for acceptance, times and KV blocks"),
     _f("exclude_input_in_output", "BOOL", _ONE, "absent or false: a reply that is not streamed repeats the prompt"),
     _f("num_return_sequences", "INT32", _ONE, "so many independent texts (decoupled mode); text i has the seed + i"),
-    _no(Reason.NOT_YET, "return_context_logits", "BOOL", _ONE, False),
-    _no(Reason.NOT_YET, "return_generation_logits", "BOOL", _ONE, False),
+    _f("return_context_logits", "BOOL", _ONE, "ask for context_logits; such a request shares no KV"),
+    _f("return_generation_logits", "BOOL", _ONE, "ask for generation_logits"),
     _f(
         "guided_decoding_guide_type",
         "STRING",
@@ -138,6 +138,14 @@ _TEXT_INPUTS = (
     _f("top_p", "FP32", _ONE, "0 or 1: off"),
     _f("embedding_bias_words", "STRING", _ANY, "every token of a word gets its weight added to its logit"),
     _f("embedding_bias_weights", "FP32", _ANY, "as many as words"),
+    _f(
+        "return_top_log_probs",
+        "INT32",
+        _ONE,
+        "ask for output_tokens and, 1 to 20, so many top_tokens and top_log_probs at each place",
+        key="top_log_probs",
+        added=True,
+    ),
     _hint("length_penalty", "FP32", _ONE, "it ranks beams"),
     _no(Reason.ENCODER, "decoder_text_input", "STRING", _ONE, ""),
     _no(Reason.MULTIMODAL, "prompt_table_extra_id", "UINT64"),
@@ -171,8 +179,8 @@ _SHARED_OUTPUTS = (
     _f("first_scheduled_time_ns", "INT64", _ONE, "joined the in-flight batch"),
     _f("first_token_time_ns", "INT64", _ONE, "first token committed"),
     _f("last_token_time_ns", "INT64", _ONE, "last token committed"),
-    _no(Reason.NOT_YET, "context_logits", "FP32", _ROWS),
-    _no(Reason.NOT_YET, "generation_logits", "FP32", (-1, -1, -1)),
+    _f("context_logits", "FP32", _ROWS, "the model's own, behind every token of the prompt; with the first response"),
+    _f("generation_logits", "FP32", (-1, -1, -1), "the model's own, before all options, that the tokens of the response were drawn behind"),
 )
 
 _TOKEN_INPUTS = (
@@ -186,9 +194,15 @@ _TOKEN_INPUTS = (
     _f("embedding_bias", "FP32", _ANY, "an addend for the logit of every token", key="bias"),
     _f("runtime_top_k", "INT32", _ONE, "0: off", key="top_k"),
     _f("runtime_top_p", "FP32", _ONE, "0 or 1: off", key="top_p"),
-    _no(Reason.NOT_YET, "runtime_top_p_min", "FP32", _ONE, 0.0, float(np.float32(1e-6))),
-    _no(Reason.NOT_YET, "runtime_top_p_decay", "FP32", _ONE, 1.0),
-    _no(Reason.NOT_YET, "runtime_top_p_reset_ids", "INT32", _ONE, -1),
+    _f("runtime_top_p_min", "FP32", _ONE, "top_p decays no further; 0 to 1", key="top_p_min"),
+    _f(
+        "runtime_top_p_decay",
+        "FP32",
+        _ONE,
+        "over 0, at most 1; top_p is multiplied by it with every token of the output",
+        key="top_p_decay",
+    ),
+    _f("runtime_top_p_reset_ids", "INT32", _ONE, "token behind which top_p is itself again; -1: none", key="top_p_reset_id"),
     _hint("len_penalty", "FP32", _ONE, "it ranks beams"),
     _hint("early_stopping", "BOOL", _ONE, "it ends beams"),
     _hint("beam_search_diversity_rate", "FP32", _ONE, "it ranks beams"),
@@ -204,7 +218,7 @@ _TOKEN_INPUTS = (
     _hint("retention_token_range_durations_ms", "INT32", _ANY, "as retention_token_range_starts"),
     _hint("retention_decode_priority", "INT32", _ONE, "as retention_token_range_starts"),
     _hint("retention_decode_duration_ms", "INT32", _ONE, "as retention_token_range_starts"),
-    _no(Reason.NOT_YET, "context_phase_params", "UINT8", _ANY),
+    _no(Reason.DISAGGREGATED, "context_phase_params", "UINT8", _ANY),
     _no(Reason.ENCODER, "encoder_input_features", "FP16", _ROWS),
     _no(Reason.ENCODER, "encoder_output_lengths", "INT32", _ONE, 0),
     _hint("decoder_input_ids", "INT32", _ANY, "preprocessing makes one where there is no decoder text; see decoder_input_lengths"),
@@ -221,12 +235,18 @@ _TOKEN_INPUTS = (
 _TOKEN_OUTPUTS = (
     _f("output_ids", "INT32", _ROWS, "the tokens, or what is new of a streamed request; the end id or stop word that ended it included"),
     _f("sequence_length", "INT32", _ANY, "how many they are"),
-    _no(Reason.NOT_YET, "context_phase_params", "UINT8", _ANY),
+    _no(Reason.DISAGGREGATED, "context_phase_params", "UINT8", _ANY),
 )
 
 TEXT_INPUTS: tuple[Field, ...] = (*_TEXT_INPUTS, *_SHARED_INPUTS, *_BLS_INPUTS)
 """Both text models take the same; ``ensemble`` more than NVIDIA's."""
-TEXT_OUTPUTS: tuple[Field, ...] = (_f("text_output", "STRING", _ANY, "the text, or what is new of a streamed one"), *_SHARED_OUTPUTS)
+TEXT_OUTPUTS: tuple[Field, ...] = (
+    _f("text_output", "STRING", _ANY, "the text, or what is new of a streamed one"),
+    *_SHARED_OUTPUTS,
+    _f("output_tokens", "STRING", _ANY, "the bytes of the tokens that the response accounts for; none of a special one", added=True),
+    _f("top_tokens", "STRING", _ROWS, "at each of them the bytes of the likeliest tokens, best first", added=True),
+    _f("top_log_probs", "FP32", _ROWS, "and their log-probabilities, of the same law as output_log_probs", added=True),
+)
 
 TOKEN_INPUTS: tuple[Field, ...] = (*_TOKEN_INPUTS, *_SHARED_INPUTS)
 TOKEN_OUTPUTS: tuple[Field, ...] = (*_TOKEN_OUTPUTS, *_SHARED_OUTPUTS)

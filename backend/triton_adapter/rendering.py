@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from backend.triton_adapter.fields import MODELS, Field, Model, Reason
+from backend.triton_adapter.fields import MODELS, Field, Model
 
 ORIGIN = "Rendered by `python -m backend.triton_adapter.rendering` from the table in backend/triton_adapter/fields.py."
 
@@ -59,7 +59,7 @@ def _note(field: Field, kind: str) -> str:
     if field.refused is not None:
         word = "refused" if kind == "input" else "never sent"
         neutral = f"; neutral: {', '.join(map(repr, field.neutral))}" if field.neutral else ""
-        return f"{word}: {field.refused.value}{neutral}" if field.refused is not Reason.NOT_YET else f"{word} yet{neutral}"
+        return f"{word}: {field.refused.value}{neutral}"
     return ("**required**; " if field.required else "") + field.does + (" (an addition)" if field.added else "")
 
 

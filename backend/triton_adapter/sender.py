@@ -16,7 +16,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 from backend.request import ErrorCode
-from backend.triton_adapter.codec import Array, Wanted, encode_chunk, encode_final
+from backend.triton_adapter.codec import Array, Wanted, encode_chunk, encode_final, load_arrays
 from backend.wire import Message
 
 logger = logging.getLogger(__name__)
@@ -141,6 +141,8 @@ class _Shard:
         return batch
 
     def _handle(self, item: Reply | Message) -> None:
+        if isinstance(item, dict):
+            load_arrays(item)  # also of a request that has gone: else the file would stay
         if isinstance(item, Reply):
             self._open[item.id] = item
         elif item["id"] is None:

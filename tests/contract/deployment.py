@@ -18,6 +18,7 @@ from backend.drafting import Drafting
 from backend.engines.checkpoint import LlamaConfig
 from backend.engines.lookup import LookupEngine
 from backend.engines.torch_engine import TorchEngine
+from backend.extras import Gathered
 from backend.kv_ledger import KVLedger
 from backend.orchestrator import Orchestrator
 from backend.ports import BLOCK_TOKENS, Engine, Proposal, Sequence
@@ -76,10 +77,12 @@ class Sink:
         self.reason: FinishReason | None = None
         self.usage: Usage | None = None
         self.log_probs: list[float] | None = None
+        self.extras: Gathered | None = None
 
     def final(self, delta: Delta, reason: FinishReason, usage: Usage) -> None:
         assert not self.ended, "a second final reply"
         self.ended, self.reason, self.usage, self.log_probs = True, reason, usage, delta.log_probs
+        self.extras = delta.extras
 
     def error(self, code: ErrorCode, message: str) -> None:
         if not self.cancelled:

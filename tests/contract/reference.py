@@ -14,7 +14,7 @@ from backend.engines.chunks import Chunk, KVTable
 from backend.engines.llama import Llama
 from backend.engines.torch_engine import TorchEngine
 from backend.request import SamplingParams
-from tests.options import processed
+from tests.options import processed, top_p_behind
 
 GREEDY = SamplingParams()
 PRISTINE = type("Pristine", (Llama,), {name: value for name, value in vars(Llama).items() if callable(value)})
@@ -62,7 +62,7 @@ class Reference:
         law /= law.sum()
         order = np.argsort(-law, kind="stable")
         before = np.cumsum(law[order]) - law[order]
-        law[order[before >= sampling.top_p]] = 0.0
+        law[order[before >= top_p_behind(list(tokens[prompt_tokens:]), sampling)]] = 0.0
         return law / law.sum()
 
     def greedy(self, prompt: Seq[int], count: int, sampling: SamplingParams = GREEDY) -> list[int]:

@@ -80,6 +80,23 @@ def test_the_end_ids_of_a_request_are_known_to_engine_and_session(end_id, expect
     assert session.output_tokens == {None: 2, 101: 3, -1: 3}[end_id]
 
 
+def test_more_logits_than_the_limit_are_refused_with_the_numbers():
+    app = build(parse_config({**FAKE, "limits": {"max_logits_bytes": 12 * 257 * 4}}))
+    flags = {"return_context_logits": True, "return_generation_logits": True}
+    app.session(GenerationRequest("abc", 9, **flags), Sink())
+    with pytest.raises(
+        RequestError, match=r"return_context_logits: 13 rows of 257 logits are 13364 bytes, over limits.max_logits_bytes, 12336"
+    ):
+        app.session(GenerationRequest("abc", 10, **flags), Sink())
+    app.session(GenerationRequest("abc", 10), Sink())
+
+
+def test_a_request_for_the_logits_of_its_prompt_shares_no_kv_with_others():
+    app = build(parse_config(FAKE))
+    salts = {app.session(GenerationRequest("abc", 9, return_context_logits=True), Sink()).sequence.salt for _ in range(2)}
+    assert len(salts | {""}) == 3
+
+
 @pytest.mark.parametrize("policy", [{"kind": "none"}, {"kind": "fixed", "draft": "d0", "length": 8}])
 def test_a_run_ends_at_the_edge_of_the_context(policy):
     drafts = [{"name": "d0", "engine": "fake", "agreement": 1.0}]

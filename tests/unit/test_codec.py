@@ -7,7 +7,7 @@ import pytest
 
 from backend.request import ErrorCode, GenerationRequest, RequestError
 from backend.triton_adapter import codec
-from backend.triton_adapter.codec import Wanted, decode_command, encode_chunk, encode_final
+from backend.triton_adapter.codec import Wanted, decode_command, encode_chunk, encode_final, load_arrays
 from backend.triton_adapter.fields import MODELS, NUMPY_TYPES, TEXT_INPUTS, TEXT_OUTPUTS, TOKEN_INPUTS, TOKEN_OUTPUTS
 from backend.triton_adapter.rendering import render_config, render_contract
 
@@ -42,6 +42,7 @@ def test_only_the_required_inputs_leave_every_option_unset():
 def test_every_input_arrives_in_the_request():
     values = {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "seed": 2**64 - 1, "end_id": -1, "pad_id": 2, "num_draft_tokens": 0}
     values |= {"cache_salt": "tenant"}
+    values |= {"return_context_logits": True, "return_generation_logits": True, "return_top_log_probs": 3}
     values |= {"min_tokens": 9, "repetition_penalty": 1.5, "presence_penalty": -0.5, "frequency_penalty": 0.25}
     guide = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "[a-c]+"}
     flags = {"stream": True, "exclude_input_in_output": True, "return_log_probs": True}
@@ -51,7 +52,7 @@ def test_every_input_arrives_in_the_request():
     assert known == {*values, *guide, *flags, *lists, "text_input", "max_tokens"} | {
         f"return_{name}" for name in ("num_input_tokens", "num_output_tokens", "perf_metrics")
     }
-    values |= {"guide_type": "regex", "guide": "[a-c]+"}
+    values |= {"guide_type": "regex", "guide": "[a-c]+", "top_log_probs": values.pop("return_top_log_probs")}
     assert request == GenerationRequest("hi", 4, **values, **flags, **{name: tuple(items) for name, items in lists.items()})
     assert wanted == Wanted(num_input_tokens=True, num_output_tokens=False, perf_metrics=True)
     assert GenerationRequest.from_wire(json.loads(json.dumps(request.to_wire()))) == request
@@ -65,6 +66,7 @@ def test_every_input_arrives_in_the_request():
         ({"stop_words": [b"ok", b"\x80"]}, ["stop_words", "UTF-8", "0x80"]),
         ({"max_tokens": 0}, ["max_tokens", "got 0"]),
         ({"top_p": 1.5}, ["top_p", "1.5"]),
+        ({"return_top_log_probs": 21}, ["return_top_log_probs", "20", "21"]),
         ({"top_p": -0.5}, ["top_p", "-0.5"]),
         ({"top_p": math.nan}, ["top_p", "nan"]),
         ({"temperature": -1.0}, ["temperature", "-1"]),
@@ -178,7 +180,9 @@ def test_empty_lists_as_preprocessing_makes_them_ask_for_nothing():
         ({"stop_words_list": [[1], [2]]}, "stop_words_list must have rising ends of words, at most 1"),
         ({"bad_words_list": [1, 2]}, r"bad_words_list must have shape \[1, 2, -1\]"),
         ({"embedding_bias": [math.nan]}, "embedding_bias must be between .*got nan"),
-        ({"runtime_top_p_decay": [0.5]}, "runtime_top_p_decay is not supported: it is not served yet, got 0.5"),
+        ({"runtime_top_p_decay": [0.0]}, "runtime_top_p_decay must be over 0 and at most 1, got 0"),
+        ({"runtime_top_p_min": [2.0]}, "runtime_top_p_min must be between 0 and 1, got 2"),
+        ({"context_phase_params": [1]}, "context_phase_params is not supported: prefill and decoding happen in one engine process"),
     ],
 )
 def test_bad_token_tensors_are_refused_by_the_model_s_own_names(change, words):
@@ -250,8 +254,14 @@ def test_log_probabilities_of_all_deltas_come_as_one_beam_and_the_sum_is_the_lat
     assert final["output_log_probs"] == [[[-0.5, -1.0, -0.25, -2.0]]]
 
 
-def test_the_last_reply_has_what_was_asked_for_in_the_declared_types():
-    message = {**FINAL, "text": "end", "log_probs": [-0.5], "cum_log_prob": -0.75}
+def test_the_last_reply_has_what_was_asked_for_in_the_declared_types(tmp_path):
+    message = {**FINAL, "text": "end", "log_probs": [-0.5], "cum_log_prob": -0.75, "bytes": ["\xff"], "top": [[["a", -0.1], ["", -2.0]]]}
+    for name in ("context_logits", "generation_logits"):
+        message[name] = str(tmp_path / name)
+        np.save(tmp_path / name, np.array([[1.5, -2.0]], np.float32))
+        (tmp_path / f"{name}.npy").rename(tmp_path / name)
+    load_arrays(message)
+    assert not list(tmp_path.iterdir())
     outputs = encode_final(message, [], Wanted(True, True, True, batch_index=2, sequence_index=1))
     assert {name: array.dtype for name, array in outputs.items()} == {f.name: np.dtype(NUMPY_TYPES[f.dtype]) for f in SERVED}
     assert {name: array.ndim for name, array in outputs.items()} == {f.name: 1 + len(f.dims) for f in SERVED}
@@ -267,6 +277,11 @@ def test_the_last_reply_has_what_was_asked_for_in_the_declared_types():
         "output_log_probs": [-0.5],
         "batch_index": [2],
         "sequence_index": [1],
+        "output_tokens": [b"\xff"],
+        "top_tokens": [b"a", b""],
+        "top_log_probs": pytest.approx([-0.1, -2.0]),
+        "context_logits": [1.5, -2.0],
+        "generation_logits": [1.5, -2.0],
         **{name: [value] for name, value in (TIMES | BLOCKS).items()},
     }
     assert set(encode_final({**FINAL, "text": "end"}, [], Wanted())) == {"text_output", "finish_reason"}

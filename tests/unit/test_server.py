@@ -10,11 +10,12 @@ import pytest
 
 from backend import server as module
 from backend.server import Connection, Server
+from backend.tokenizer import ByteTokenizer
 
 
 @pytest.fixture
 def server(tmp_path):
-    return Server(types.SimpleNamespace(orchestrator=None), tmp_path / "socket", tmp_path / "serving.json")
+    return Server(types.SimpleNamespace(orchestrator=None, tokenizer=ByteTokenizer()), tmp_path / "socket", tmp_path / "serving.json")
 
 
 def connected():
@@ -55,7 +56,9 @@ def test_a_loop_that_ends_or_hangs_ends_the_service(tmp_path, monkeypatch, caplo
         def wake(self):
             hang.set()  # so that the test need not wait for the join
 
-    server = Server(types.SimpleNamespace(orchestrator=Loop(), stats=None), tmp_path / "socket", tmp_path / "serving.json")
+    server = Server(
+        types.SimpleNamespace(orchestrator=Loop(), stats=None, tokenizer=ByteTokenizer()), tmp_path / "socket", tmp_path / "serving.json"
+    )
     assert server.serve() is False
     assert not (tmp_path / "socket").exists()
     assert ends or "the loop has been in one step" in caplog.text
