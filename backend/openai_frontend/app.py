@@ -7,6 +7,7 @@ import json
 import logging
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
+from backend.openai_frontend.choices import CHAT, COMPLETION, Choice, Style, tool_schema
 from backend.openai_frontend.hangup import until_gone
-from backend.openai_frontend.schema import ChatRequest, CompletionRequest, Options
+from backend.openai_frontend.schema import ChatRequest, CompletionRequest, Options, ToolChoice
 from backend.openai_frontend.template import ChatTemplate
 from backend.openai_frontend.triton import Piece, Triton, UpstreamError
 
@@ -40,19 +42,6 @@ class FrontEnd:
     api_key: str = ""
     origins: tuple[str, ...] = ()
     max_body_bytes: int = 4 * 1024 * 1024
-
-
-@dataclass(slots=True)
-class Kind:
-    """How the bodies of one route look."""
-
-    prefix: str
-    whole: str
-    part: str
-
-
-COMPLETION = Kind("cmpl", "text_completion", "text_completion")
-CHAT = Kind("chatcmpl", "chat.completion", "chat.completion.chunk")
 
 
 def create_app(settings: FrontEnd) -> FastAPI:
@@ -91,25 +80,47 @@ def create_app(settings: FrontEnd) -> FastAPI:
         prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         if not prompts:
             raise HTTPException(400, "prompt must not be empty, got []")
-        options = tensors(body, body.max_tokens or DEFAULT_MAX_TOKENS, echo=body.echo)
-        return await answer(request, body, COMPLETION, prompts, options, settings.model)
+        options = tensors(body, body.max_tokens or DEFAULT_MAX_TOKENS, echo=body.echo, top=body.logprobs)
+        return await answer(request, body, Style(COMPLETION, body.logprobs is not None), prompts, options, settings.model)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         if settings.template is None:
             raise HTTPException(400, "the model has no chat template")
         try:
-            prompt = settings.template.prompt([{"role": message.role, "content": message.text()} for message in body.messages])
+            tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if body.tool_choice != "none" else None
+            prompt = settings.template.prompt([message.as_dict() for message in body.messages], tools or None)
         except ValueError as error:
             raise HTTPException(400, str(error)) from None
-        options = tensors(body, body.max_completion_tokens or body.max_tokens or DEFAULT_CHAT_TOKENS)
-        return await answer(request, body, CHAT, [prompt], options, settings.model)
+        top = (body.top_logprobs or 0) if body.logprobs else None
+        options = tensors(body, body.max_completion_tokens or body.max_tokens or DEFAULT_CHAT_TOKENS, top=top)
+        tool, schema = held_to(body)
+        if schema is not None:
+            options |= {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": json.dumps(schema)}
+        return await answer(request, body, Style(CHAT, body.logprobs, tool), [prompt], options, settings.model)
 
     return app
 
 
-def tensors(body: Options, max_tokens: int, *, echo: bool = False) -> dict[str, Any]:
-    """Return the inputs of the text model that a body's options mean. OpenAI's temperature is 1 unless given."""
+def held_to(body: ChatRequest) -> tuple[str | None, Any]:
+    """Return (the function that the text is a call of, '' for one that it names itself, or None; the JSON schema of the text or None)."""
+    functions = {tool.function.name: tool.function.model_dump() for tool in body.tools or ()}
+    if isinstance(body.tool_choice, ToolChoice):
+        name = body.tool_choice.function.name
+        return name, functions[name]["parameters"] or {"type": "object"}
+    if body.tool_choice == "required":
+        return "", tool_schema(functions.values())
+    if body.response_format is None or body.response_format.type == "text":
+        return None, None
+    asked = body.response_format.json_schema
+    return None, {"type": "object"} if asked is None else asked.schema_
+
+
+def tensors(body: Options, max_tokens: int, *, echo: bool = False, top: int | None = None) -> dict[str, Any]:
+    """Return the inputs of the text model that a body's options mean. OpenAI's temperature is 1 unless given.
+
+    ``top``: log-probabilities are wanted, and so many of the likeliest at each place.
+    """
     names = ("top_p", "top_k", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens")
     options = {name: getattr(body, name) for name in names}
     options |= {
@@ -122,55 +133,56 @@ def tensors(body: Options, max_tokens: int, *, echo: bool = False) -> dict[str, 
         "exclude_input_in_output": not echo,
         "return_num_input_tokens": True,
         "return_num_output_tokens": True,
+        "return_log_probs": None if top is None else True,
+        "return_top_log_probs": top,
     }
     return {name: value for name, value in options.items() if value is not None}
 
 
-async def answer(request: Request, body: Options, kind: Kind, prompts: list[str], options: dict[str, Any], model: str) -> Response:
+async def answer(request: Request, body: Options, style: Style, prompts: list[str], options: dict[str, Any], model: str) -> Response:
     """Ask Triton and return its answer, whole or as it comes. A client that hangs up ends its request."""
     if body.model != model:
         raise HTTPException(404, f"the model {body.model!r} does not exist; there is {model!r}")
-    head = {"id": f"{kind.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
+    head = {"id": f"{style.kind.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
     pieces = request.app.state.triton.generate(prompts, options)
     if not body.stream:
-        return await until_gone(request, whole(pieces, head, kind, body.n, len(prompts)))
+        return await until_gone(request, whole(pieces, head, style, body.n, len(prompts)))
     first = await anext(pieces)  # what is wrong with a request has a status of its own
     echoed = prompts if "exclude_input_in_output" in options and not options["exclude_input_in_output"] else []
     usage = body.stream_options is not None and body.stream_options.include_usage
-    return StreamingResponse(events(first, pieces, head, kind, body.n, echoed, usage), media_type="text/event-stream")
+    return StreamingResponse(events(first, pieces, head, style, body.n, echoed, usage), media_type="text/event-stream")
 
 
-async def whole(pieces: AsyncIterator[Piece], head: dict[str, Any], kind: Kind, n: int, prompts: int) -> Response:
+async def whole(pieces: AsyncIterator[Piece], head: dict[str, Any], style: Style, n: int, prompts: int) -> Response:
     """Return the body of an answer that is not streamed."""
-    texts, reasons, counts = [""] * (n * prompts), [""] * (n * prompts), Counts()
+    choices, counts = [Choice(style, index) for index in range(n * prompts)], Counts()
     async for piece in pieces:
-        index = piece.prompt * n + piece.sequence
-        texts[index] += piece.text
-        reasons[index] = finish_reason(piece) or ""
+        choices[piece.prompt * n + piece.sequence].add(piece)
         counts.add(piece)
-    made = [_choice(kind, index, text, reason, delta=False) for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))]
-    return JSONResponse({**head, "object": kind.whole, "choices": made, "usage": counts.usage()})
+    made = [choice.whole() for choice in choices]
+    return JSONResponse({**head, "object": style.kind.whole, "choices": made, "usage": counts.usage()})
 
 
 async def events(
-    first: Piece, pieces: Any, head: dict[str, Any], kind: Kind, n: int, echoed: list[str], with_usage: bool
+    first: Piece, pieces: Any, head: dict[str, Any], style: Style, n: int, echoed: list[str], with_usage: bool
 ) -> AsyncIterator[str]:
     """Yield server-sent events; the pieces' stream is cancelled when nobody listens any more."""
-    counts = Counts()
+    counts, choices = Counts(), defaultdict[int, Choice](lambda: Choice(style, 0))
 
-    def event(choices: list[dict[str, Any]], **more: Any) -> str:
-        return f"data: {json.dumps({**head, 'object': kind.part, 'choices': choices, **more}, ensure_ascii=False)}\n\n"
+    def event(made: list[dict[str, Any]], **more: Any) -> str:
+        return f"data: {json.dumps({**head, 'object': style.kind.part, 'choices': made, **more}, ensure_ascii=False)}\n\n"
 
     async with aclosing(pieces):
         for index in range(len(echoed) * n):
-            yield event([_choice(kind, index, echoed[index // n], None, delta=True)])
-        started: set[int] = set()
+            yield event([{"index": index, "text": echoed[index // n], "logprobs": None, "finish_reason": None}])
         piece: Piece | None = first
         try:
             while piece is not None:
-                index = piece.prompt * n + piece.sequence
-                yield event([_choice(kind, index, piece.text, finish_reason(piece), delta=True, begins=index not in started)])
-                started.add(index)
+                choice = choices[piece.prompt * n + piece.sequence]
+                choice.index = piece.prompt * n + piece.sequence
+                choice.add(piece)
+                if (made := choice.part()) is not None:
+                    yield event([made])
                 counts.add(piece)
                 piece = await anext(pieces, None)
         except UpstreamError as error:
@@ -179,18 +191,6 @@ async def events(
         if with_usage:
             yield event([], usage=counts.usage())
         yield "data: [DONE]\n\n"
-
-
-def _choice(kind: Kind, index: int, text: str, reason: str | None, *, delta: bool, begins: bool = False) -> dict[str, Any]:
-    if kind is COMPLETION:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
-    role = {"role": "assistant"} if begins or not delta else {}
-    return {"index": index, "delta" if delta else "message": {**role, "content": text}, "logprobs": None, "finish_reason": reason}
-
-
-def finish_reason(piece: Piece) -> str | None:
-    """Return OpenAI's word for how a text ended."""
-    return None if piece.finish_reason is None else "length" if piece.finish_reason == "length" else "stop"
 
 
 class Counts:

@@ -21,10 +21,10 @@ class ChatTemplate:
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._bos_added = bos_added
 
-    def prompt(self, messages: list[dict[str, str]]) -> str:
+    def prompt(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
         """Return the text to complete. Raises ValueError where the template refuses the messages."""
         try:
-            text = self._template.render(messages=messages, add_generation_prompt=True, **self._tokens)
+            text = self._template.render(messages=messages, tools=tools, add_generation_prompt=True, **self._tokens)
         except (TemplateError, TypeError) as error:
             raise ValueError(f"messages: the model's chat template refuses them: {error}") from None
         return text.removeprefix(self._tokens["bos_token"]) if self._bos_added else text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -25,8 +25,20 @@ class UpstreamError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Token:
+    """A token's bytes, its log-probability, and (bytes, log-probability) of the likeliest at its place."""
+
+    data: bytes
+    log_prob: float
+    top: list[tuple[bytes, float]]
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
-    """What is new of the text of ``prompt`` and ``sequence``; ``finish_reason`` and the counts come with its last piece."""
+    """What is new of the text of ``prompt`` and ``sequence``; ``finish_reason`` and the counts come with its last piece.
+
+    ``tokens`` are there where they were asked for, without those that have no text.
+    """
 
     prompt: int
     sequence: int
@@ -34,6 +46,7 @@ class Piece:
     finish_reason: str | None = None
     input_tokens: int = 0
     output_tokens: int = 0
+    tokens: list[Token] = field(default_factory=list)
 
 
 class Triton:
@@ -94,4 +107,16 @@ def _piece(result: Any) -> Piece:
         None if reason is None else reason.item().decode(),
         number("num_input_tokens"),
         number("num_output_tokens"),
+        _tokens(result),
     )
+
+
+def _tokens(result: Any) -> list[Token]:
+    data, log_probs = result.as_numpy("output_tokens"), result.as_numpy("output_log_probs")
+    if data is None or log_probs is None:
+        return []
+    names, values = result.as_numpy("top_tokens"), result.as_numpy("top_log_probs")
+    rows = (
+        [[]] * data.shape[1] if names is None else [list(zip(*row, strict=True)) for row in zip(names[0], values[0].tolist(), strict=True)]
+    )
+    return [Token(*token) for token in zip(data[0], log_probs[0, 0].tolist(), rows, strict=True) if token[0]]

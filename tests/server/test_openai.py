@@ -135,7 +135,8 @@ BAD = [
     ({"prompt": []}, 400, "prompt must not be empty"),
     ({"prompt": ""}, 400, "text_input must not be empty"),
     ({"prompt": [1, 2]}, 400, "prompt"),
-    ({"logprobs": 3}, 400, "logprobs is not served"),
+    ({"logprobs": 6}, 400, "logprobs: .*less than or equal to 5"),
+    ({"logprobs": 1, "echo": True}, 400, "logprobs is not served with echo"),
     ({"logit_bias": {"5": 1}}, 400, "logit_bias is not served"),
     ({"surprise": 1}, 400, "surprise: Extra inputs"),
 ]
@@ -151,6 +152,108 @@ def test_what_is_wrong_with_a_request_has_its_status_and_its_name(fronted, chang
     assert found == status, text
     assert re.search(words, json.loads(text)["error"]["message"]), text
     assert not re.search(r"Traceback|\.py", text)
+
+
+SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 22, 333]}, "b": {"type": "boolean"}}, "required": ["n", "b"]}
+SCHEMA["additionalProperties"] = False
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "Tells it.", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "clock"}},
+]
+HI = [{"role": "user", "content": "hi"}]
+BAD_CHATS = [
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "user"}]}, "content must be text, got null"),
+    ({"top_logprobs": 2}, "top_logprobs needs logprobs true"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: .*less than or equal to 20"),
+    ({"response_format": {"type": "json_schema"}}, "json_schema must be given"),
+    ({"response_format": {"type": "poem"}}, "response_format.type"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "x"}}}},
+        "guided_decoding_guide is no json_schema",
+    ),
+    ({"tool_choice": "required"}, "tool_choice required needs tools"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "'other' is none of the tools"),
+    ({"tools": [{"type": "custom"}]}, "tools.0.type"),
+    ({"functions": []}, "functions: Extra inputs"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("change", "words"), BAD_CHATS)
+def test_what_is_wrong_with_a_chat_is_named(fronted, change, words, stream):
+    import re
+
+    status, text, _ = post(fronted, "/v1/chat/completions", {"model": "fake", "messages": HI, "stream": stream, **change})
+    assert status == 400, text
+    assert re.search(words, json.loads(text)["error"]["message"]), text
+
+
+def check_tokens(tokens, text):
+    """Tokens of the fake are bytes, four of which share the law."""
+    assert b"".join(bytes(token.bytes) for token in tokens) == text.encode()
+    for token in tokens:
+        assert len(token.top_logprobs) == 3
+        values = [best.logprob for best in token.top_logprobs]
+        assert values == sorted(values, reverse=True)
+        assert token.logprob <= values[0] <= 0
+        assert token.token in [best.token for best in token.top_logprobs] or token.logprob <= values[-1]
+
+
+def test_a_chat_has_the_log_probabilities_of_its_tokens(client):
+    options = {"model": "fake", "messages": HI, "max_tokens": 20, "logprobs": True, "top_logprobs": 3, "seed": 1}
+    choice = client.chat.completions.create(**options).choices[0]
+    check_tokens(choice.logprobs.content, choice.message.content)
+    streamed = [chunk.choices[0] for chunk in client.chat.completions.create(**options, stream=True)]
+    check_tokens([token for part in streamed for token in part.logprobs.content], choice.message.content)
+    assert [token.logprob for part in streamed for token in part.logprobs.content] == [t.logprob for t in choice.logprobs.content]
+
+
+def test_a_completion_has_log_probabilities_with_offsets(client):
+    choice = client.completions.create(model="fake", prompt="lp ", max_tokens=15, logprobs=2, seed=1).choices[0]
+    told = choice.logprobs
+    assert "".join(told.tokens) == choice.text
+    assert told.text_offset == list(range(15))
+    assert len(told.token_logprobs) == len(told.top_logprobs) == 15
+    assert all(len(best) == 2 for best in told.top_logprobs)
+    assert client.completions.create(model="fake", prompt="lp ", max_tokens=2).choices[0].logprobs is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_format_holds_the_text_to_a_schema(client, stream):
+    form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
+    reply = client.chat.completions.create(model="fake", messages=HI, max_tokens=200, seed=2, response_format=form, stream=stream)
+    text = "".join(c.choices[0].delta.content or "" for c in reply) if stream else reply.choices[0].message.content
+    assert json.loads(text)["n"] in (1, 22, 333)
+    assert json.loads(text).keys() == {"n", "b"}
+    reply = client.chat.completions.create(model="fake", messages=HI, max_tokens=3, response_format={"type": "json_object"})
+    assert reply.choices[0].message.content.lstrip()[:1] in ("{", "")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=["any", "named"])
+def test_a_tool_that_must_be_called_is_called_with_arguments_of_its_schema(client, choice, stream):
+    options = {"model": "fake", "messages": HI, "max_tokens": 300, "seed": 3, "tools": TOOLS[:1], "tool_choice": choice}
+    reply = client.chat.completions.create(**options, stream=stream)
+    if stream:
+        parts = [chunk.choices[0] for chunk in reply]
+        call, reason = parts[-1].delta.tool_calls[0], parts[-1].finish_reason
+    else:
+        call, reason = reply.choices[0].message.tool_calls[0], reply.choices[0].finish_reason
+    assert (reason, call.function.name, call.type) == ("tool_calls", "weather", "function")
+    assert json.loads(call.function.arguments).keys() == {"n", "b"}
+
+
+def test_a_tool_that_may_be_called_is_left_to_the_model_and_a_conversation_may_have_calls(client):
+    called = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    messages = [
+        *HI,
+        {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "5"},
+    ]
+    reply = client.chat.completions.create(model="fake", messages=messages, max_tokens=5, tools=TOOLS, tool_choice="auto")
+    assert reply.choices[0].message.content
+    assert reply.choices[0].message.tool_calls is None
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b'{"model": "fake", "prompt": "\\ud800"}', b"null"])
