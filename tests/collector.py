@@ -25,7 +25,7 @@ class Collector:
                 found.setdefault(span["name"], []).append(span)
         return found
 
-    def wait_for(self, trace_id, *names, limit_s=10):
+    def wait_for(self, trace_id, *names, limit_s=30):
         """Return a trace by name once it has all the names."""
         deadline = time.monotonic() + limit_s
         while not set(names) <= set(found := self.trace(trace_id)):
