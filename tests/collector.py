@@ -25,6 +25,16 @@ class Collector:
                 found.setdefault(span["name"], []).append(span)
         return found
 
+    def wait_for_any(self, wanted, limit_s=30):
+        """Return the first trace, as ``trace`` gives it, that is as wanted."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            for trace_id in {span["traceId"] for span in list(self.spans)}:
+                if wanted(found := self.trace(trace_id)):
+                    return found
+            assert time.monotonic() < deadline, "no trace is as wanted"
+            time.sleep(0.05)
+
     def wait_for(self, trace_id, *names, limit_s=30):
         """Return a trace by name once it has all the names."""
         deadline = time.monotonic() + limit_s
