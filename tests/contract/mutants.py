@@ -413,8 +413,8 @@ def take_log_probabilities_from_the_next_row(patch: Patch) -> None:
 
 @killed_by(checks.nothing_is_committed_beyond_an_end)
 def commit_what_was_accepted_behind_an_end(patch: Patch) -> None:
-    def commit(original, self, tokens, log_probs=None):
-        taken = original(self, tokens, log_probs)
+    def commit(original, self, tokens, *told):
+        taken = original(self, tokens, *told)
         self.sequence.tokens += tokens[taken:]
         self.output_tokens += len(tokens) - taken
         return len(tokens)
@@ -427,9 +427,9 @@ def look_at_max_tokens_between_steps_only(patch: Patch) -> None:
     """The planner's ceiling would hide it: the last token of ``max_tokens`` is never a proposed one."""
     wrap(patch, Drafting, "ceilings", lambda original, drafting, sequence, most: original(drafting, sequence, K_MAX))
 
-    def commit(original, self, tokens, log_probs=None):
+    def commit(original, self, tokens, *told):
         beyond = max(0, len(tokens) - self.remaining)
-        taken = original(self, tokens, log_probs)
+        taken = original(self, tokens, *told)
         if self.finish_reason is FinishReason.LENGTH:
             self.sequence.tokens += tokens[taken:]
             self.output_tokens += beyond
