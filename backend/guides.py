@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
-import llguidance
 import numpy as np
 import numpy.typing as npt
-from llguidance.gbnf_to_lark import any_to_lark
 
 from backend.request import ErrorCode, RequestError
 from backend.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # imported where it is needed: TensorRT-LLM's container has another version, and guides are refused there
+    import llguidance
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -32,6 +34,8 @@ class Grammars:
 
     def guide(self, kind: str, text: str, end_ids: frozenset[int]) -> Guide:
         """Return the guide of one request, whose text may end by ``end_ids``. Raises RequestError naming what is wrong with a grammar."""
+        import llguidance
+
         if not end_ids:
             raise _invalid("end_id must not be -1 beside guided_decoding_guide_type: nothing could end the text")
         if len(text) > MOST_CHARACTERS:
@@ -139,6 +143,9 @@ class _Vocabulary:
 
 def _grammar(kind: str, text: str) -> str:
     """Return what llguidance makes of a guide."""
+    import llguidance
+    from llguidance.gbnf_to_lark import any_to_lark
+
     matcher = llguidance.LLMatcher
     if kind in ("json", "json_schema"):
         schema = json.loads(text) if kind == "json_schema" else {}

@@ -75,7 +75,13 @@ class Orchestrator:
         self._active: dict[int, Session] = {}
         self._in_flight: dict[int, Proposals] = {}
         self._failures = 0
+        self.last_plan: tuple[View, Any, Plan, float] | None = None  # with the state that it was made from; other threads may read it
         self.alive_s = clock()
+
+    @property
+    def policy(self) -> Policy:
+        """What plans now."""
+        return self._policy
 
     def submit(self, session: Session) -> None:
         """Hand over a session; it will get exactly one final reply."""
@@ -216,12 +222,15 @@ class Orchestrator:
 
     def _plan(self, view: View, log: StepLog) -> Plan:
         with log.part("planning"):
+            state, now = self.policy_state, self._clock()
             try:
-                plan, self.policy_state = self._policy.plan(view, self.policy_state, self._clock(), self._rng)
+                plan, self.policy_state = self._policy.plan(view, state, now, self._rng)
             except Exception:
                 logger.exception("the policy failed; this step does not speculate")
                 self._stats.fallback("policy_error")
                 plan, _ = NoSpeculation().plan(view, None, self._clock(), self._rng)
+        if len(view):
+            self.last_plan = (view, state, plan, now)
         self._decisions.planned(view, plan, self._clock(), lambda: self._policy.drift(self.policy_state))
         return plan
 

@@ -17,6 +17,7 @@ from typing import Any
 from backend import wire
 from backend.app import App
 from backend.config import ConfigError, load_config
+from backend.explaining import explain_last
 from backend.extras import ExtrasFiles
 from backend.reloading import reload_drafts
 from backend.request import ErrorCode, FinishReason, GenerationRequest, RequestError
@@ -275,6 +276,8 @@ class Server:
         elif kind == "admin":
             if str(message.get("command")).split() == ["reload", "drafts"]:  # loading takes time: not on this thread
                 threading.Thread(target=self._reload, args=(connection, request_id), name="reload", daemon=True).start()
+            elif message.get("command") == "explain":
+                threading.Thread(target=self._explain, args=(connection, request_id), name="explain", daemon=True).start()
             else:
                 self.post(connection, {"type": "admin", "id": request_id, "reply": self._admin(message.get("command"))})
         elif kind in ("encode", "decode"):
@@ -332,7 +335,16 @@ class Server:
                     return self._app.switches.set(words)
                 except ConfigError as error:
                     return {"error": str(error)}
-        return {"error": f"unknown command {command!r}; known: health, learned, switches, set key=value ..., reload drafts"}
+        return {"error": f"unknown command {command!r}; known: health, learned, explain, switches, set key=value ..., reload drafts"}
+
+    def _explain(self, connection: Connection, request_id: int) -> None:
+        """Reply why the last plan is what it is (a thread of its own)."""
+        try:
+            reply = explain_last(self._app.orchestrator)
+        except Exception as error:
+            logger.exception("the last plan could not be explained")
+            reply = {"error": f"the last plan could not be explained ({type(error).__name__})"}
+        self.post(connection, {"type": "admin", "id": request_id, "reply": reply})
 
     def _reload(self, connection: Connection, request_id: int) -> None:
         """Take the drafts of the configuration file up and reply (a thread of its own)."""

@@ -37,6 +37,7 @@ def main() -> None:
         model=Path(model).name or "fake",
         template=load_template(folder, Path(file) if file else None),
         api_key=environment.get("OPENAI_API_KEY") or "",
+        metrics_url=f"http://{settings.client_host}:{settings.metrics_port}/metrics",
         origins=tuple(filter(None, (environment.get("OPENAI_CORS_ORIGINS") or "").split(","))),
     )
     uvicorn.run(

@@ -1,4 +1,4 @@
-"""The routes: ``/v1/models``, ``/v1/completions``, ``/v1/chat/completions``."""
+"""The routes: ``/v1/models``, ``/v1/completions``, ``/v1/chat/completions``; the status page ``/``, and what it reads."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from typing import Any
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from backend.openai_frontend.choices import CHAT, COMPLETION, Choice, Style, tool_schema
 from backend.openai_frontend.hangup import until_gone
 from backend.openai_frontend.schema import ChatRequest, CompletionRequest, Options, ToolChoice
+from backend.openai_frontend.status import PAGE, PAGE_HEADERS, fetch_metrics
 from backend.openai_frontend.template import ChatTemplate
 from backend.openai_frontend.triton import Piece, Triton, UpstreamError
 
@@ -42,6 +43,7 @@ class FrontEnd:
     api_key: str = ""
     origins: tuple[str, ...] = ()
     max_body_bytes: int = 4 * 1024 * 1024
+    metrics_url: str = ""
 
 
 def create_app(settings: FrontEnd) -> FastAPI:
@@ -54,6 +56,8 @@ def create_app(settings: FrontEnd) -> FastAPI:
         await app.state.triton.close()
 
     def authorise(request: Request) -> None:
+        if request.url.path == "/":  # the page has no secrets; what it shows asks for the key
+            return
         given = request.headers.get("authorization", "").encode()
         if settings.api_key and not hmac.compare_digest(given, f"Bearer {settings.api_key}".encode()):
             raise HTTPException(401, "the API key is missing or wrong")
@@ -70,6 +74,19 @@ def create_app(settings: FrontEnd) -> FastAPI:
         app.add_middleware(CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["GET", "POST"], allow_headers=["*"])
     _handle_errors(app)
     created = int(time.time())
+
+    @app.get("/")
+    async def page() -> Response:
+        return HTMLResponse(PAGE, headers=PAGE_HEADERS)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return PlainTextResponse(await fetch_metrics(settings.metrics_url))
+
+    @app.get("/explain")
+    async def explain(request: Request) -> dict[str, Any]:
+        reply: dict[str, Any] = await request.app.state.triton.command("explain")
+        return reply
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,6 +60,27 @@ class Triton:
     async def close(self) -> None:
         """Close the connection."""
         await self._client.close()
+
+    async def command(self, command: str) -> dict[str, Any]:
+        """Return the reply to a command of the administrative interface. Raises UpstreamError."""
+        given = grpcclient.InferInput("command", [1], "BYTES")
+        given.set_data_from_numpy(np.array([command.encode()], np.object_))
+
+        async def requests() -> AsyncIterator[dict[str, Any]]:
+            yield {"model_name": "spindle", "inputs": [given]}
+
+        responses = self._client.stream_infer(requests(), headers={"triton_grpc_error": "true"})
+        try:
+            async for result, failure in responses:
+                if failure is not None:
+                    raise UpstreamError(500, str(failure))
+                reply: dict[str, Any] = json.loads(result.as_numpy("reply").item())
+                return reply
+        except grpc.RpcError as error:
+            raise UpstreamError(_STATUS.get(error.code().name, 500), str(error.details())) from None
+        finally:
+            responses.cancel()
+        raise UpstreamError(503, "no reply")
 
     async def generate(self, prompts: list[str], options: dict[str, Any]) -> AsyncIterator[Piece]:
         """Yield the pieces of the texts that continue the prompts. Raises UpstreamError. Closing the iterator cancels them."""

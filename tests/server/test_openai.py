@@ -256,6 +256,46 @@ def test_a_tool_that_may_be_called_is_left_to_the_model_and_a_conversation_may_h
     assert reply.choices[0].message.tool_calls is None
 
 
+def get(service, path, **headers):
+    """Return (status, body, headers) of a GET."""
+    request = urllib.request.Request(f"http://127.0.0.1:{service.openai}{path}", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return response.status, response.read().decode(), response.headers
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode(), error.headers
+
+
+def test_the_status_page_is_there_for_anyone_and_loads_nothing_from_elsewhere(fronted):
+    import re
+
+    status, page, headers = get(fronted, "/")
+    assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    assert not re.search(r"https?://|src=|@import|url\(|innerHTML", page)
+    assert get(fronted, "/?key=x")[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/explain"])
+def test_what_the_page_shows_needs_the_key(fronted, path):
+    assert get(fronted, path)[0] == 401
+    assert get(fronted, path, Authorization=f"Bearer {KEY}")[0] == 200
+
+
+def test_the_page_s_figures_are_triton_s_and_the_last_plan_is_explained(client, fronted):
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [pool.submit(client.completions.create, model="fake", prompt=f"p{n} ", max_tokens=300, temperature=0) for n in range(4)]
+        fronted.wait_until(lambda: fronted.health()["active"] >= 1, 10)
+        told = json.loads(get(fronted, "/explain", Authorization=f"Bearer {KEY}")[1])
+        assert all(job.result().choices[0].text for job in jobs)
+    assert told["age_s"] is not None
+    assert "tokens proposed" in told["step"]
+    assert told["requests"] == ["the policy of this server is not the adaptive one"]
+    fronted.wait_until(lambda: "spindle_emitted_tokens_total{" in get(fronted, "/metrics", Authorization=f"Bearer {KEY}")[1], 10)
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b'{"model": "fake", "prompt": "\\ud800"}', b"null"])
 def test_a_body_that_cannot_be_read_is_refused(fronted, body):
     status, text, _ = post(fronted, "/v1/completions", body)
