@@ -1,12 +1,15 @@
-"""A sweep's record as one self-contained page: ``python -m tests.bench.sweep_report RECORD [PAGE]``."""
+"""A sweep's record as one self-contained page: ``python -m tests.bench.sweep_report RECORD [PAGE] [--pictures FOLDER]``.
+
+With ``--pictures`` the two first figures are also written as RECORD-latency.png and RECORD-throughput.png.
+"""
 
 from __future__ import annotations
 
+import argparse
 import base64
 import html
 import io
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -48,6 +51,14 @@ def write_report(record: dict[str, Any], path: Path) -> None:
     head = f"<h1>Load sweep</h1><p class=note>{_provenance(record)}</p>"
     start = f"<!doctype html><html lang=en><meta charset=utf-8><title>Load sweep</title><style>{STYLE}</style>"
     path.write_text(f"{start}<body>{head}{body}</body></html>\n", "utf-8")
+
+
+def write_pictures(record: dict[str, Any], folder: Path, name: str) -> None:
+    """Write the figures that a README shows as PNG, those that the record has."""
+    for what, draw in (("latency", latency_figure), ("throughput", throughput_figure)):
+        if figure := draw(record):
+            figure.savefig(folder / f"{name}-{what}.png", dpi=110, bbox_inches="tight", metadata={"Software": None})
+            plt.close(figure)
 
 
 def _provenance(record: dict[str, Any]) -> str:
@@ -112,11 +123,17 @@ def _line(axis: Axes, policy: str, x: list[float], y: list[float]) -> None:
 
 
 def _latency(record: dict[str, Any]) -> str:
+    figure = latency_figure(record)
+    return _image(figure, "mean latency against the rate of requests, by policy") if figure else ""
+
+
+def latency_figure(record: dict[str, Any]) -> Figure | None:
+    """Draw mean latency against the rate of requests, a panel for each workload and kind of arrivals; None without open loops."""
     panels = list(
         dict.fromkeys((row["workload"], row["load"].rpartition("-")[0]) for row in record["summary"] if not is_closed(row["load"]))
     )
     if not panels:
-        return ""
+        return None
     figure, axes = _panels(len(panels))
     for (workload, kind), axis in zip(panels, axes, strict=False):
         for policy in _policies(record):
@@ -124,13 +141,19 @@ def _latency(record: dict[str, Any]) -> str:
             _line(axis, policy, [level(row["load"]) for row in rows], [row["mean_latency_s"] for row in rows])
         axis.set(title=f"{workload}, {kind}", xlabel="rate, share of capacity", ylabel="mean latency, s", ylim=(0, None))
     axes[0].legend(fontsize=8, frameon=False)
-    return _image(figure, "mean latency against the rate of requests, by policy")
+    return figure
 
 
 def _throughput(record: dict[str, Any]) -> str:
+    figure = throughput_figure(record)
+    return _image(figure, "tokens per second over no speculation against requests in flight, by policy") if figure else ""
+
+
+def throughput_figure(record: dict[str, Any]) -> Figure | None:
+    """Draw tokens per second over no speculation against requests in flight, a panel for each workload; None without closed loops."""
     names = _workloads(record, is_closed)
     if not names:
-        return ""
+        return None
     figure, axes = _panels(len(names))
     for workload, axis in zip(names, axes, strict=False):
         for policy in _policies(record):
@@ -148,7 +171,7 @@ def _throughput(record: dict[str, Any]) -> str:
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes[0].legend(fontsize=8, frameon=False)
-    return _image(figure, "tokens per second over no speculation against requests in flight, by policy")
+    return figure
 
 
 def _heat_maps(record: dict[str, Any]) -> str:
@@ -332,10 +355,16 @@ SECTIONS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
 
 
 def main() -> None:
-    """Write the page of a record."""
-    record = Path(sys.argv[1])
-    page = Path(sys.argv[2]) if len(sys.argv) > 2 else record.with_suffix(".html")
-    write_report(json.loads(record.read_text("utf-8")), page)
+    """Write the page of a record, and pictures."""
+    parser = argparse.ArgumentParser(description="Write the page of a sweep's record.")
+    parser.add_argument("record", type=Path)
+    parser.add_argument("page", type=Path, nargs="?", help="default: beside the record")
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER")
+    options = parser.parse_args()
+    record = json.loads(options.record.read_text("utf-8"))
+    write_report(record, options.page or options.record.with_suffix(".html"))
+    if options.pictures:
+        write_pictures(record, options.pictures, options.record.stem)
 
 
 if __name__ == "__main__":

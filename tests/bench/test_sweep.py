@@ -7,7 +7,7 @@ from tests.bench import arms, sweep_figures
 from tests.bench.arms import Offer
 from tests.bench.sweep import chosen, main
 from tests.bench.sweep_arms import AGAIN, Servers, Tuning, arm_config, fixed_choice, fixed_names
-from tests.bench.sweep_report import write_report
+from tests.bench.sweep_report import write_pictures, write_report
 
 FAKE = {
     "target": {"engine": "fake", "step_s": 0.001},
@@ -194,6 +194,16 @@ def test_the_report_is_one_page_without_links_that_tells_missed_claims(finished,
 
 
 @pytest.mark.server
+def test_the_first_figures_are_written_as_pictures(finished, tmp_path):
+    record = json.loads(finished[1].read_text())
+    write_pictures(record, tmp_path, "sweep")
+    written = {path.name for path in tmp_path.iterdir()}
+    assert written == {"sweep-latency.png", "sweep-throughput.png"}
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
+    write_pictures(record | {"summary": [], "ratios": []}, tmp_path, "empty")
+    assert {path.name for path in tmp_path.iterdir()} == written
+
+
 def test_a_server_that_is_given_up_while_it_starts_is_ended(tmp_path, monkeypatch):
     made = []
 
