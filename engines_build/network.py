@@ -1,0 +1,139 @@
+"""The network of a Llama-family decoder step, from token ids to accepted tokens, over any ``Graph`` (TensorRT or ONNX).
+
+The batch is padded: [batch, queries] rows run, each sequence over ``past`` keys of its own, which ``slots`` finds in the layers' pools, and
+over the step's new keys, under any mask. The new keys and values come out; whoever owns the pools writes them where they belong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from backend.engines.checkpoint import LlamaConfig
+from backend.engines.llama import rope_tables
+from engines_build.network_graph import BOOL, F32, F64, I32, NUMPY, Graph, Tensor, concatenated, where
+from engines_build.network_laws import Vocabulary
+from engines_build.network_verification import Verification, verify
+
+MASKED = -1e30
+"""The score of a key that a row must not see; finite, so that nothing but padding comes of a row that sees none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What is compiled: a model's step with ``verification``, or with the ``logits`` as its output (None).
+
+    ``dtype`` is the model's (f64, f32, f16, bf16).
+    """
+
+    config: LlamaConfig
+    dtype: str
+    max_positions: int
+    verification: Verification | None = None
+
+    @property
+    def name(self) -> str:
+        """What files and messages call it."""
+        return self.verification.name if self.verification else "logits"
+
+    @property
+    def wide(self) -> str:
+        """The dtype of norms, softmax and laws."""
+        return F64 if self.dtype == F64 else F32
+
+
+def describe(graph: Graph, step: Step) -> None:
+    """Declare inputs, layers and outputs of a step.
+
+    Inputs: ``ids`` and ``positions`` i32 [batch, queries], ``slots`` i32 [batch, past] (what is unused must be masked, and finite in the
+    pools), ``mask`` bool [batch, queries, past + queries] (total), ``wanted`` i32 [batch, rows]: rows of the flattened batch that are
+    decided about, and ``pool_0``... [slots, 2 x kv_heads, head_dim]. Outputs: ``kv_0``... [batch, queries, 2 x kv_heads, head_dim]
+    and the verification's (``network_verification``), or ``logits`` [batch, rows, vocab].
+    """
+    decoder = Decoder(graph, step)
+    slots = graph.input("slots", I32, "batch", "past")
+    memories = [decoder.pool(layer).rows(slots) for layer in range(step.config.num_layers)]
+    ids, positions = (graph.input(name, I32, "batch", "queries") for name in ("ids", "positions"))
+    mask = graph.input("mask", BOOL, "batch", "queries", "total")
+    hidden, written = decoder.run(ids, positions, mask, memories)
+    logits = decoder.logits(hidden, graph.input("wanted", I32, "batch", "rows"))
+    for layer, kv in enumerate(written):
+        graph.output(f"kv_{layer}", kv)
+    if step.verification is None:
+        graph.output("logits", logits)
+    else:
+        verify(graph, logits, Vocabulary(graph, step.config.draft_vocab_size or step.config.vocab_size, step.wide), step.verification)
+
+
+class Decoder:
+    """The layers of a model in a graph; weights by their Hugging Face names."""
+
+    def __init__(self, graph: Graph, step: Step) -> None:
+        self._graph, self._step, self._config = graph, step, step.config
+        cos, sin = (table.double().numpy() for table in rope_tables(step.config, step.max_positions))
+        self._cos, self._sin = (graph.constant(table.astype(NUMPY[step.wide])).to(step.dtype) for table in (cos, sin))
+        self._embedding = graph.table("model.embed_tokens.weight")
+
+    def pool(self, layer: int) -> Tensor:
+        """Declare the KV pool of a layer as an input."""
+        return self._graph.input(f"pool_{layer}", self._step.dtype, "slots", 2 * self._config.num_kv_heads, self._config.head_dim)
+
+    def run(self, ids: Tensor, positions: Tensor, mask: Tensor, memories: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Return the last hidden states [batch, queries, hidden], not normed, and every layer's new keys and values."""
+        cos, sin = (table.rows(positions).reshape(0, 0, 1, self._config.head_dim) for table in (self._cos, self._sin))
+        hidden, written = self._embedding.rows(ids), []
+        for layer, memory in enumerate(memories):
+            at = f"model.layers.{layer}."
+            normed = self._norm(hidden, at + "input_layernorm.weight")
+            query, key, value = (self._project(normed, f"{at}self_attn.{name}_proj", self._config.qkv_bias) for name in "qkv")
+            kv = concatenated([self._rotated(self._heads(key), cos, sin), self._heads(value)], 2)
+            written.append(kv)
+            attended = self._attend(self._rotated(self._heads(query), cos, sin), concatenated([memory, kv], 1), mask)
+            hidden = hidden + self._project(attended, at + "self_attn.o_proj", self._config.output_bias)
+            normed = self._norm(hidden, at + "post_attention_layernorm.weight")
+            gate, up = (self._graph.linear(normed, f"{at}mlp.{name}_proj.weight") for name in ("gate", "up"))
+            hidden = hidden + self._graph.linear(_silu(gate) * up, at + "mlp.down_proj.weight")
+        return hidden, written
+
+    def logits(self, hidden: Tensor, wanted: Tensor) -> Tensor:
+        """Return the logits [batch, rows, vocab] of the rows that are ``wanted`` [batch, rows] of all flattened."""
+        chosen = hidden.reshape(-1, self._config.hidden_size).rows(wanted)
+        tied = self._config.tied and not self._config.draft_vocab_size
+        return self._graph.linear(self._norm(chosen, "model.norm.weight"), "model.embed_tokens.weight" if tied else "lm_head.weight")
+
+    def _norm(self, hidden: Tensor, name: str) -> Tensor:
+        wide = hidden.to(self._step.wide)
+        scale = ((wide * wide).sum(-1) * (1.0 / self._config.hidden_size) + self._config.rms_norm_eps).sqrt()
+        return (wide / scale).to(self._step.dtype) * self._graph.table(name).reshape(1, 1, -1)
+
+    def _project(self, rows: Tensor, name: str, biased: bool) -> Tensor:
+        product = self._graph.linear(rows, name + ".weight")
+        return product + self._graph.table(name + ".bias").reshape(1, 1, -1) if biased else product
+
+    def _heads(self, rows: Tensor) -> Tensor:
+        return rows.reshape(0, 0, -1, self._config.head_dim)
+
+    def _rotated(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        half = self._config.head_dim // 2
+        return heads * cos + concatenated([heads.slice(3, half, half), heads.slice(3, 0, half)], 3) * sin
+
+    def _attend(self, query: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
+        """Return attention's output [batch, queries, heads x head_dim] of ``query`` [batch, queries, heads, head_dim]."""
+        kv_heads, head_dim = self._config.num_kv_heads, self._config.head_dim
+        group = self._config.num_heads // kv_heads
+        key, value = (kv.slice(2, first, kv_heads) for first in (0, kv_heads))
+        if self._graph.native:
+            scaled = (query * head_dim**-0.5).transpose(0, 2, 1, 3)
+            attended = self._graph.attention(scaled, key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3), mask.unsqueeze(1))
+            return attended.transpose(0, 2, 1, 3).reshape(0, 0, kv_heads * group * head_dim)
+        query = query.reshape(0, 0, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
+        key = key.reshape(0, 0, kv_heads, 1, head_dim).transpose(0, 2, 3, 4, 1)
+        value = value.reshape(0, 0, kv_heads, 1, head_dim).transpose(0, 2, 3, 1, 4)
+        scores = query.matmul(key).to(self._step.wide) * head_dim**-0.5
+        chances = where(mask.unsqueeze(1, 2), scores, MASKED).softmax().to(self._step.dtype)
+        return chances.matmul(value).transpose(0, 3, 1, 2, 4).reshape(0, 0, kv_heads * group * head_dim)
+
+
+def _silu(values: Tensor) -> Tensor:
+    return values / ((values * -1.0).exp() + 1.0)

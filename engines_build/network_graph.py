@@ -1,0 +1,246 @@
+"""The vocabulary that networks are described in, once for all back ends: tensors with operators over a small set of primitive layers.
+
+Every operation exists in TensorRT 10.14, TensorRT 11, TensorRT-RTX and ONNX with the same meaning. Types are strong: both sides of an
+operator have the same dtype and rank (a Python number takes those of the other side), and dimensions of 1 are broadcast.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+F64, F32, F16, BF16, I32, BOOL, INT8, FP8 = "f64", "f32", "f16", "bf16", "i32", "bool", "int8", "fp8"
+NUMPY = {F64: np.float64, F32: np.float32, F16: np.float16, I32: np.int32, BOOL: np.bool_}
+
+Dimension = int | str
+"""A size, or the name of a dimension that varies: the same name is the same size everywhere."""
+
+
+class Tensor:
+    """A value in a graph. ``handle`` is the back end's; ``dtype`` is one of the names above."""
+
+    __slots__ = ("dtype", "graph", "handle", "rank")
+
+    def __init__(self, graph: Graph, handle: Any, dtype: str, rank: int) -> None:
+        self.graph, self.handle, self.dtype, self.rank = graph, handle, dtype, rank
+
+    def __add__(self, other: Tensor | float) -> Tensor:
+        return self._with("add", other)
+
+    def __sub__(self, other: Tensor | float) -> Tensor:
+        return self._with("sub", other)
+
+    def __mul__(self, other: Tensor | float) -> Tensor:
+        return self._with("mul", other)
+
+    def __truediv__(self, other: Tensor | float) -> Tensor:
+        return self._with("div", other)
+
+    def __lt__(self, other: Tensor | float) -> Tensor:
+        return self._with("less", other, BOOL)
+
+    def __gt__(self, other: Tensor | float) -> Tensor:
+        return self._with("greater", other, BOOL)
+
+    def __ge__(self, other: Tensor | float) -> Tensor:
+        return ~(self < other)
+
+    def __and__(self, other: Tensor) -> Tensor:
+        return self._with("and", other)
+
+    def __or__(self, other: Tensor) -> Tensor:
+        return self._with("or", other)
+
+    def __invert__(self) -> Tensor:
+        return self._new(self.graph.unary("not", self.handle))
+
+    def equals(self, other: Tensor | float) -> Tensor:
+        """Return where both are equal."""
+        return self._with("equal", other, BOOL)
+
+    def maximum(self, other: Tensor | float) -> Tensor:
+        """Return the greater of both, element by element."""
+        return self._with("max", other)
+
+    def exp(self) -> Tensor:
+        """Return e to this power."""
+        return self._new(self.graph.unary("exp", self.handle))
+
+    def sqrt(self) -> Tensor:
+        """Return the square root."""
+        return self._new(self.graph.unary("sqrt", self.handle))
+
+    def sum(self, axis: int) -> Tensor:
+        """Return the sum over an axis, which stays as 1."""
+        return self._new(self.graph.reduce("sum", self.handle, axis % self.rank))
+
+    def amax(self, axis: int) -> Tensor:
+        """Return the greatest over an axis, which stays as 1."""
+        return self._new(self.graph.reduce("max", self.handle, axis % self.rank))
+
+    def amin(self, axis: int) -> Tensor:
+        """Return the least over an axis, which stays as 1."""
+        return self._new(self.graph.reduce("min", self.handle, axis % self.rank))
+
+    def cumsum(self, axis: int) -> Tensor:
+        """Return the running sums along an axis, each with its own element."""
+        return self._new(self.graph.cumsum(self.handle, axis % self.rank))
+
+    def softmax(self) -> Tensor:
+        """Return the softmax over the last axis."""
+        return self._new(self.graph.softmax(self.handle, self.rank - 1))
+
+    def to(self, dtype: str) -> Tensor:
+        """Return the values as another dtype."""
+        return self if dtype == self.dtype else self._new(self.graph.cast(self.handle, dtype), dtype=dtype)
+
+    def reshape(self, *sizes: int) -> Tensor:
+        """Return another shape: 0 keeps the size in that place, one -1 takes what is left."""
+        return self._new(self.graph.reshape(self.handle, sizes), rank=len(sizes))
+
+    def unsqueeze(self, *axes: int) -> Tensor:
+        """Return the values with new axes of size 1 at these places of the result."""
+        return self._new(self.graph.unsqueeze(self.handle, axes), rank=self.rank + len(axes))
+
+    def transpose(self, *order: int) -> Tensor:
+        """Return the axes in another order."""
+        return self._new(self.graph.transpose(self.handle, order))
+
+    def slice(self, axis: int, start: int, size: int) -> Tensor:
+        """Return ``size`` elements of an axis."""
+        return self._new(self.graph.slice(self.handle, axis % self.rank, start, size))
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Return what lies at ``indices`` (i32, any rank) of the first axis."""
+        return self._new(self.graph.gather(self.handle, indices.handle), rank=self.rank - 1 + indices.rank)
+
+    def pick(self, indices: Tensor, axis: int) -> Tensor:
+        """Return one element for each of ``indices`` (i32, this rank, same sizes but along ``axis``), at that index of ``axis``."""
+        return self._new(self.graph.pick(self.handle, indices.handle, axis % self.rank))
+
+    def matmul(self, other: Tensor) -> Tensor:
+        """Return the matrix product over the last two axes; leading ones are equal or 1."""
+        return self._new(self.graph.matmul(self.handle, other.handle))
+
+    def _with(self, operation: str, other: Tensor | float, dtype: str | None = None) -> Tensor:
+        if not isinstance(other, Tensor):
+            other = self.graph.constant(np.full((1,) * self.rank, other, NUMPY[self.dtype]))
+        if (self.dtype, self.rank) != (other.dtype, other.rank):
+            raise TypeError(f"{operation} of {self.dtype} of rank {self.rank} and {other.dtype} of rank {other.rank}")
+        return self._new(self.graph.binary(operation, self.handle, other.handle), dtype=dtype)
+
+    def _new(self, handle: Any, *, dtype: str | None = None, rank: int | None = None) -> Tensor:
+        return Tensor(self.graph, handle, dtype or self.dtype, self.rank if rank is None else rank)
+
+
+def where(condition: Tensor, chosen: Tensor, otherwise: Tensor | float) -> Tensor:
+    """Return ``chosen`` where the condition holds, else ``otherwise``."""
+    if not isinstance(otherwise, Tensor):
+        otherwise = chosen.graph.constant(np.full((1,) * chosen.rank, otherwise, NUMPY[chosen.dtype]))
+    if chosen.dtype != otherwise.dtype or not condition.rank == chosen.rank == otherwise.rank:
+        raise TypeError(f"select of {chosen.dtype} of rank {chosen.rank} and {otherwise.dtype} of rank {otherwise.rank}")
+    graph = chosen.graph
+    return Tensor(graph, graph.select(condition.handle, chosen.handle, otherwise.handle), chosen.dtype, chosen.rank)
+
+
+def concatenated(parts: Sequence[Tensor], axis: int) -> Tensor:
+    """Return the parts one behind the other along an axis."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    return Tensor(first.graph, first.graph.concat([part.handle for part in parts], axis % first.rank), first.dtype, first.rank)
+
+
+class Graph(ABC):
+    """A network under construction. Methods below ``constant`` take and return handles; descriptions use ``Tensor``."""
+
+    native = False
+    """Whether the library's own attention layer is used instead of primitive ones."""
+
+    @abstractmethod
+    def input(self, name: str, dtype: str, *shape: Dimension) -> Tensor:
+        """Declare an input."""
+
+    @abstractmethod
+    def output(self, name: str, tensor: Tensor) -> None:
+        """Declare an output."""
+
+    @abstractmethod
+    def constant(self, array: npt.NDArray[Any]) -> Tensor:
+        """Return a constant."""
+
+    @abstractmethod
+    def table(self, name: str) -> Tensor:
+        """Return a weight as it is stored, of the network's dtype."""
+
+    @abstractmethod
+    def linear(self, rows: Tensor, name: str) -> Tensor:
+        """Return ``rows`` [batch, n, in] times the transpose of the weight [out, in]."""
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        """Return the library's own attention of scaled queries [batch, heads, n, d] over [batch, kv heads, total, d] under mask [batch, 1, n, total]."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def binary(self, operation: str, left: Any, right: Any) -> Any:
+        """add, sub, mul, div, max, less, greater, equal, and, or."""
+
+    @abstractmethod
+    def unary(self, operation: str, value: Any) -> Any:
+        """exp, sqrt, not."""
+
+    @abstractmethod
+    def reduce(self, operation: str, value: Any, axis: int) -> Any:
+        """sum, max, min; the axis stays as 1."""
+
+    @abstractmethod
+    def cumsum(self, value: Any, axis: int) -> Any:
+        """Inclusive running sums."""
+
+    @abstractmethod
+    def softmax(self, value: Any, axis: int) -> Any:
+        """Softmax over an axis."""
+
+    @abstractmethod
+    def cast(self, value: Any, dtype: str) -> Any:
+        """Convert."""
+
+    @abstractmethod
+    def reshape(self, value: Any, sizes: Sequence[int]) -> Any:
+        """0 keeps a size, one -1 takes what is left."""
+
+    @abstractmethod
+    def unsqueeze(self, value: Any, axes: Sequence[int]) -> Any:
+        """New axes of size 1."""
+
+    @abstractmethod
+    def transpose(self, value: Any, order: Sequence[int]) -> Any:
+        """Permute axes."""
+
+    @abstractmethod
+    def slice(self, value: Any, axis: int, start: int, size: int) -> Any:
+        """Cut an axis."""
+
+    @abstractmethod
+    def concat(self, values: Sequence[Any], axis: int) -> Any:
+        """Join along an axis."""
+
+    @abstractmethod
+    def select(self, condition: Any, chosen: Any, otherwise: Any) -> Any:
+        """Choose element by element."""
+
+    @abstractmethod
+    def gather(self, value: Any, indices: Any) -> Any:
+        """Look up along the first axis."""
+
+    @abstractmethod
+    def pick(self, value: Any, indices: Any, axis: int) -> Any:
+        """Look up element by element along an axis."""
+
+    @abstractmethod
+    def matmul(self, left: Any, right: Any) -> Any:
+        """Multiply matrices."""
