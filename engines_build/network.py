@@ -53,7 +53,7 @@ def describe(graph: Graph, step: Step) -> None:
     """
     decoder = Decoder(graph, step)
     slots = graph.input("slots", I32, "batch", "past")
-    memories = [decoder.pool(layer).rows(slots) for layer in range(step.config.num_layers)]
+    memories = [decoder.pool(layer).take(slots) for layer in range(step.config.num_layers)]
     ids, positions = (graph.input(name, I32, "batch", "queries") for name in ("ids", "positions"))
     mask = graph.input("mask", BOOL, "batch", "queries", "total")
     hidden, written = decoder.run(ids, positions, mask, memories)
@@ -73,6 +73,7 @@ class Decoder:
         self._graph, self._step, self._config = graph, step, step.config
         cos, sin = (table.double().numpy() for table in rope_tables(step.config, step.max_positions))
         self._cos, self._sin = (graph.constant(table.astype(NUMPY[step.wide])).to(step.dtype) for table in (cos, sin))
+        self._swap = graph.constant(np.array([1, 0], np.int32))
         self._embedding = graph.table("model.embed_tokens.weight")
 
     def pool(self, layer: int) -> Tensor:
@@ -81,8 +82,8 @@ class Decoder:
 
     def run(self, ids: Tensor, positions: Tensor, mask: Tensor, memories: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Return the last hidden states [batch, queries, hidden], not normed, and every layer's new keys and values."""
-        cos, sin = (table.rows(positions).reshape(0, 0, 1, self._config.head_dim) for table in (self._cos, self._sin))
-        hidden, written = self._embedding.rows(ids), []
+        cos, sin = (table.take(positions).reshape(0, 0, 1, self._config.head_dim) for table in (self._cos, self._sin))
+        hidden, written = self._embedding.take(ids), []
         for layer, memory in enumerate(memories):
             at = f"model.layers.{layer}."
             normed = self._norm(hidden, at + "input_layernorm.weight")
@@ -93,12 +94,12 @@ class Decoder:
             hidden = hidden + self._project(attended, at + "self_attn.o_proj", self._config.output_bias)
             normed = self._norm(hidden, at + "post_attention_layernorm.weight")
             gate, up = (self._graph.linear(normed, f"{at}mlp.{name}_proj.weight") for name in ("gate", "up"))
-            hidden = hidden + self._graph.linear(_silu(gate) * up, at + "mlp.down_proj.weight")
+            hidden = hidden + self._graph.linear(self._silu(gate) * up, at + "mlp.down_proj.weight")
         return hidden, written
 
     def logits(self, hidden: Tensor, wanted: Tensor) -> Tensor:
         """Return the logits [batch, rows, vocab] of the rows that are ``wanted`` [batch, rows] of all flattened."""
-        chosen = hidden.reshape(-1, self._config.hidden_size).rows(wanted)
+        chosen = hidden.reshape(-1, self._config.hidden_size).take(wanted)
         tied = self._config.tied and not self._config.draft_vocab_size
         return self._graph.linear(self._norm(chosen, "model.norm.weight"), "model.embed_tokens.weight" if tied else "lm_head.weight")
 
@@ -115,8 +116,8 @@ class Decoder:
         return rows.reshape(0, 0, -1, self._config.head_dim)
 
     def _rotated(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        half = self._config.head_dim // 2
-        return heads * cos + concatenated([heads.slice(3, half, half), heads.slice(3, 0, half)], 3) * sin
+        halves = heads.reshape(0, 0, 0, 2, self._config.head_dim // 2)
+        return heads * cos + halves.take(self._swap, axis=3).reshape(0, 0, 0, self._config.head_dim) * sin
 
     def _attend(self, query: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
         """Return attention's output [batch, queries, heads x head_dim] of ``query`` [batch, queries, heads, head_dim]."""
@@ -134,6 +135,6 @@ class Decoder:
         chances = where(mask.unsqueeze(1, 2), scores, MASKED).softmax().to(self._step.dtype)
         return chances.matmul(value).transpose(0, 3, 1, 2, 4).reshape(0, 0, kv_heads * group * head_dim)
 
-
-def _silu(values: Tensor) -> Tensor:
-    return values / ((values * -1.0).exp() + 1.0)
+    def _silu(self, values: Tensor) -> Tensor:
+        wide = values.to(self._step.wide)
+        return (wide / ((wide * -1.0).exp() + 1.0)).to(self._step.dtype)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 F64, F32, F16, BF16, I32, BOOL, INT8, FP8 = "f64", "f32", "f16", "bf16", "i32", "bool", "int8", "fp8"
-NUMPY = {F64: np.float64, F32: np.float32, F16: np.float16, I32: np.int32, BOOL: np.bool_}
+NUMPY = {F64: np.float64, F32: np.float32, I32: np.int32, BOOL: np.bool_}
 
 Dimension = int | str
 """A size, or the name of a dimension that varies: the same name is the same size everywhere."""
@@ -114,9 +114,9 @@ class Tensor:
         """Return ``size`` elements of an axis."""
         return self._new(self.graph.slice(self.handle, axis % self.rank, start, size))
 
-    def rows(self, indices: Tensor) -> Tensor:
-        """Return what lies at ``indices`` (i32, any rank) of the first axis."""
-        return self._new(self.graph.gather(self.handle, indices.handle), rank=self.rank - 1 + indices.rank)
+    def take(self, indices: Tensor, axis: int = 0) -> Tensor:
+        """Return what lies at ``indices`` (i32, any rank) of an axis."""
+        return self._new(self.graph.gather(self.handle, indices.handle, axis), rank=self.rank - 1 + indices.rank)
 
     def pick(self, indices: Tensor, axis: int) -> Tensor:
         """Return one element for each of ``indices`` (i32, this rank, same sizes but along ``axis``), at that index of ``axis``."""
@@ -128,7 +128,7 @@ class Tensor:
 
     def _with(self, operation: str, other: Tensor | float, dtype: str | None = None) -> Tensor:
         if not isinstance(other, Tensor):
-            other = self.graph.constant(np.full((1,) * self.rank, other, NUMPY[self.dtype]))
+            other = _number(self, other)
         if (self.dtype, self.rank) != (other.dtype, other.rank):
             raise TypeError(f"{operation} of {self.dtype} of rank {self.rank} and {other.dtype} of rank {other.rank}")
         return self._new(self.graph.binary(operation, self.handle, other.handle), dtype=dtype)
@@ -140,11 +140,15 @@ class Tensor:
 def where(condition: Tensor, chosen: Tensor, otherwise: Tensor | float) -> Tensor:
     """Return ``chosen`` where the condition holds, else ``otherwise``."""
     if not isinstance(otherwise, Tensor):
-        otherwise = chosen.graph.constant(np.full((1,) * chosen.rank, otherwise, NUMPY[chosen.dtype]))
+        otherwise = _number(chosen, otherwise)
     if chosen.dtype != otherwise.dtype or not condition.rank == chosen.rank == otherwise.rank:
         raise TypeError(f"select of {chosen.dtype} of rank {chosen.rank} and {otherwise.dtype} of rank {otherwise.rank}")
     graph = chosen.graph
     return Tensor(graph, graph.select(condition.handle, chosen.handle, otherwise.handle), chosen.dtype, chosen.rank)
+
+
+def _number(like: Tensor, value: float) -> Tensor:
+    return like.graph.constant(np.full((1,) * like.rank, value, NUMPY.get(like.dtype, np.float32))).to(like.dtype)
 
 
 def concatenated(parts: Sequence[Tensor], axis: int) -> Tensor:
@@ -234,8 +238,8 @@ class Graph(ABC):
         """Choose element by element."""
 
     @abstractmethod
-    def gather(self, value: Any, indices: Any) -> Any:
-        """Look up along the first axis."""
+    def gather(self, value: Any, indices: Any, axis: int) -> Any:
+        """Look up along an axis."""
 
     @abstractmethod
     def pick(self, value: Any, indices: Any, axis: int) -> Any:

@@ -96,8 +96,8 @@ class OnnxGraph(Graph):
     def select(self, condition: str, chosen: str, otherwise: str) -> str:
         return self._node("Where", [condition, chosen, otherwise])
 
-    def gather(self, value: str, indices: str) -> str:
-        return self._node("Gather", [value, indices], axis=0)
+    def gather(self, value: str, indices: str, axis: int) -> str:
+        return self._node("Gather", [value, indices], axis=axis)
 
     def pick(self, value: str, indices: str, axis: int) -> str:
         return self._node("GatherElements", [value, indices], axis=axis)

@@ -63,10 +63,8 @@ class TrtGraph(Graph):
         self._network.mark_output(handle)
 
     def constant(self, array: npt.NDArray[Any]) -> Tensor:
-        dtype = {"f4": F32, "i4": I32, "b1": BOOL}.get(array.dtype.str[1:])
-        if dtype is None:  # a Python number on the other side of a f16 tensor
-            dtype, array = F16, array.astype(np.float16)
-        array = np.ascontiguousarray(array)
+        dtype = {"f4": F32, "i4": I32, "b1": BOOL}[array.dtype.str[1:]]
+        array = np.require(array, requirements="C")
         self._kept.append(array)
         return Tensor(self, self._add("add_constant", array.shape, self._trt.Weights(array)), dtype, array.ndim)
 
@@ -129,9 +127,10 @@ class TrtGraph(Graph):
         if -1 not in [length for place, length in enumerate(value.shape) if place != axis]:
             sizes = [size if place == axis else length for place, length in enumerate(value.shape)]
             return self._add("add_slice", value, begin, sizes, [1] * rank)
-        shape = self.cast(self._add("add_shape", value), I32)
-        others = self.constant(np.array([int(place != axis) for place in range(rank)], np.int32)).handle
-        own = self.constant(np.array([size if place == axis else 0 for place in range(rank)], np.int32)).handle
+        shape = self._add("add_shape", value)  # i64
+        others, own = (
+            self._numbers([chosen if place == axis else other for place in range(rank)]) for chosen, other in ((0, 1), (size, 0))
+        )
         sizes = self.binary("add", self.binary("mul", shape, others), own)
         known = [size if place == axis else 0 for place in range(rank)]
         return self._add("add_slice", value, begin, known, [1] * rank, change=lambda layer: layer.set_input(2, sizes))
@@ -142,8 +141,8 @@ class TrtGraph(Graph):
     def select(self, condition: Any, chosen: Any, otherwise: Any) -> Any:
         return self._add("add_select", condition, chosen, otherwise)
 
-    def gather(self, value: Any, indices: Any) -> Any:
-        return self._add("add_gather", value, indices, 0)
+    def gather(self, value: Any, indices: Any, axis: int) -> Any:
+        return self._add("add_gather", value, indices, axis)
 
     def pick(self, value: Any, indices: Any, axis: int) -> Any:
         mode = self._trt.GatherMode.ELEMENT
@@ -152,6 +151,12 @@ class TrtGraph(Graph):
     def matmul(self, left: Any, right: Any) -> Any:
         plain = self._trt.MatrixOperation.NONE
         return self._add("add_matrix_multiply", left, plain, right, plain)
+
+    def _numbers(self, numbers: list[int]) -> Any:
+        """Return a constant of i64, the dtype of shapes."""
+        array = np.array(numbers, np.int64)
+        self._kept.append(array)
+        return self._add("add_constant", array.shape, self._trt.Weights(array))
 
     def _dequantised(self, name: str, values: torch.Tensor, scales: torch.Tensor, dtype: str) -> Tensor:
         values_, scales_ = self._weight(name, values), self._weight(name + " scales", scales)
