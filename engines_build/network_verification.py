@@ -8,32 +8,9 @@ the candidates that a row decides about, in the order of their test (0: none).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from backend.engines.trt_graph_inputs import GREEDY, SAMPLED, Verification
 from engines_build.network_graph import BOOL, I32, Graph, Tensor, concatenated, where
 from engines_build.network_laws import Options, Vocabulary, normalised
-
-GREEDY, SAMPLED, COUPLED = "greedy", "sampled", "coupled"
-MODES = (GREEDY, SAMPLED, COUPLED)
-
-
-@dataclass(frozen=True, slots=True)
-class Verification:
-    """What is compiled in: a mode, and for trees the most candidates for a place and the deepest path (0: chains).
-
-    ``sampled`` tests candidates against uniforms, ``coupled`` compares with the winner of each row's race (plan-invariant mode); in both a
-    sequence at temperature 0 is greedy.
-    """
-
-    mode: str
-    width: int = 0
-    depth: int = 0
-
-    @property
-    def name(self) -> str:
-        """What files and messages call it."""
-        return f"{self.mode}_{'tree' if self.width else 'chain'}"
-
 
 def verify(graph: Graph, logits: Tensor, vocabulary: Vocabulary, kind: Verification) -> None:
     """Declare what the verification of ``logits`` [batch, rows, vocab] needs beside them, and its outputs.
