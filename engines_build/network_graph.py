@@ -186,7 +186,10 @@ class Graph(ABC):
         """Return ``rows`` [batch, n, in] times the transpose of the weight [out, in]."""
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        """Return the library's own attention of scaled queries [batch, heads, n, d] over [batch, kv heads, total, d] under mask [batch, 1, n, total]."""
+        """Return the library's own attention of scaled queries [batch, heads, n, d] over [batch, kv heads, total, d].
+
+        ``mask`` [batch, 1, n, total] says what a query sees.
+        """
         raise NotImplementedError
 
     @abstractmethod
@@ -219,7 +222,7 @@ class Graph(ABC):
 
     @abstractmethod
     def unsqueeze(self, value: Any, axes: Sequence[int]) -> Any:
-        """New axes of size 1."""
+        """Add axes of size 1."""
 
     @abstractmethod
     def transpose(self, value: Any, order: Sequence[int]) -> Any:

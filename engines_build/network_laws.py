@@ -71,7 +71,7 @@ class Vocabulary:
         return where(found < self.size, found, last)
 
     def residual(self, laws: Tensor, drawn_from: Tensor) -> Tensor:
-        """Return what is left of laws p when what was drawn from q is rejected: norm((p - q)+), or p itself where p = q but for rounding."""
+        """Return what is left of laws p when a token of q is rejected: norm((p - q)+), or p itself where p = q but for rounding."""
         rest = (laws - drawn_from).maximum(0.0)
         left = rest.sum(-1)
         return where(left > 0.0, rest / where(left > 0.0, left, 1.0), laws)
@@ -103,4 +103,3 @@ class Vocabulary:
 def normalised(masses: Tensor) -> Tensor:
     """Return rows that sum to one."""
     return masses / masses.sum(-1)
-

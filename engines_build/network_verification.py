@@ -12,6 +12,7 @@ from backend.engines.trt_graph_inputs import GREEDY, SAMPLED, Verification
 from engines_build.network_graph import BOOL, I32, Graph, Tensor, concatenated, where
 from engines_build.network_laws import Options, Vocabulary, normalised
 
+
 def verify(graph: Graph, logits: Tensor, vocabulary: Vocabulary, kind: Verification) -> None:
     """Declare what the verification of ``logits`` [batch, rows, vocab] needs beside them, and its outputs.
 
@@ -66,10 +67,10 @@ class _Chain:
         self.decided = ~self._exists & self._exists
         self._passed = self.decided
 
-    def candidates(self, rank: int) -> tuple[Tensor, Tensor]:
+    def candidates(self, rank: int) -> tuple[Tensor, Tensor]:  # noqa: ARG002 (as a tree's)
         return self._proposal, self._exists
 
-    def decide(self, rank: int, passed: Tensor) -> None:
+    def decide(self, rank: int, passed: Tensor) -> None:  # noqa: ARG002
         self._passed = passed
 
     def end(self) -> tuple[Tensor, Tensor]:
@@ -128,7 +129,7 @@ class _Tree:
         accepted, final = self.end()
         return accepted, own.pick(final, 1)
 
-    def finish(self, graph: Graph, accepted: Tensor, emitted: Tensor) -> None:
+    def finish(self, graph: Graph, accepted: Tensor, emitted: Tensor) -> None:  # noqa: ARG002
         path = concatenated(self._path, 1)
         graph.output("path", path.reshape(0, 0))
         tokens = concatenated([where(path > 0, self._proposal.pick(path, 1), emitted), emitted], 1)

@@ -160,7 +160,9 @@ class TrtGraph(Graph):
 
     def _dequantised(self, name: str, values: torch.Tensor, scales: torch.Tensor, dtype: str) -> Tensor:
         values_, scales_ = self._weight(name, values), self._weight(name + " scales", scales)
-        matrix = self._add("add_dequantize", values_.handle, scales_.handle, self._types[dtype], change=lambda layer: setattr(layer, "axis", 0))
+        matrix = self._add(
+            "add_dequantize", values_.handle, scales_.handle, self._types[dtype], change=lambda layer: setattr(layer, "axis", 0)
+        )
         return Tensor(self, matrix, dtype, 2)
 
     def _weight(self, name: str, weight: torch.Tensor) -> Tensor:
@@ -169,7 +171,7 @@ class TrtGraph(Graph):
             return self.input(name, dtype, *weight.shape)
         self._kept.append(weight)
         weights = self._trt.Weights(self._types[dtype], weight.data_ptr(), weight.numel())
-        handle = self._add("add_constant", tuple(weight.shape), weights, change=lambda layer: self._network.set_weights_name(weights, name))
+        handle = self._add("add_constant", tuple(weight.shape), weights, change=lambda _: self._network.set_weights_name(weights, name))
         return Tensor(self, handle, dtype, weight.ndim)
 
     def _add(self, method: str, *arguments: Any, change: Callable[[Any], Any] | None = None) -> Any:

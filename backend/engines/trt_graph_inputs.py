@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from backend.engines.coupling import exponentials
@@ -125,14 +127,14 @@ class Inputs:
         emit = uniforms(seeds, positions, Purpose.EMIT, attempts)
         return {"point": self._put(layout.point), "draft_probs": probs, "accept": self._uniforms(accept), "emit": self._uniforms(emit)}
 
-    def _uniforms(self, numbers: np.ndarray) -> torch.Tensor:
+    def _uniforms(self, numbers: npt.NDArray[Any]) -> torch.Tensor:
         """Return numbers in [0, 1), cut to 24 bits where float32 would round them up to 1."""
         return self._put(numbers if self._dtype == torch.float64 else (np.floor(numbers * 2.0**24) * 2.0**-24).astype(np.float32))
 
     def _wide(self, numbers: Seq[float]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=self._dtype, device=self._device)
 
-    def _put(self, array: np.ndarray) -> torch.Tensor:
+    def _put(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
 
 

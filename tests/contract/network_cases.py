@@ -103,7 +103,9 @@ class Cases:
         return torch.from_numpy(logits).to(self._dtype)
 
 
-def disagreements(kind: Verification, dtype: str, cases: int, seed: int, batch: int = 250) -> list[tuple[Request, torch.Tensor, Verdict, Verdict]]:
+def disagreements(
+    kind: Verification, dtype: str, cases: int, seed: int, batch: int = 250
+) -> list[tuple[Request, torch.Tensor, Verdict, Verdict]]:
     """Return the cases whose verdict is not the torch rule's: request, logits, the rule's verdict and the network's."""
     network, inputs, found = session(kind, dtype), Inputs(VOCAB, DTYPES[dtype]), []
     source = Cases(kind, dtype, seed)
