@@ -58,9 +58,8 @@ def compile_step(
     *,
     shared: bool = True,
     native: bool | None = None,
-    strip: bool = False,
 ) -> Engine:
-    """Compile. ``shared`` weights are inputs of the engine; others are in it, or ``strip`` leaves them out, to be put in by a refit.
+    """Compile. ``shared`` weights are inputs of the engine, others are in it. (Stripped plans, to be refitted later, need a GPU to build.)
 
     ``native`` says whether the library's attention layer is used (None: where it has one). Raises TrtError in the library's words.
     """
@@ -71,9 +70,6 @@ def compile_step(
     graph = TrtGraph(library, network, messages, weights, shared=shared, native=has_attention(library) if native is None else native)
     describe(graph, step)
     config = builder.create_builder_config()
-    if strip:
-        config.set_flag(library.BuilderFlag.STRIP_PLAN)
-        config.set_flag(library.BuilderFlag.REFIT)
     for profile in profiles:
         if config.add_optimization_profile(_shapes(builder.create_optimization_profile(), network, profile)) < 0:
             raise messages.error(f"profile {profile} of {step.name}")
