@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from backend.drafting import Drafting
+from backend.flights import Flight
 from backend.ports import Engine, Turn
 from backend.request import SamplingParams
 from backend.session import Session
-from policy import Rule, View
+from backend.step_log import StepLog
+from policy import Plan, Rule, View
 
 
 @dataclass(slots=True)
 class Batch:
-    """The rows that decode (the plan is about them) and the chunks of prompts still in prefill."""
+    """The rows that decode (the plan is about them) and the chunks of prompts still in prefill; ``flying`` decode in another cohort."""
 
     decoding: list[Session] = field(default_factory=list)
     prefill: list[Turn] = field(default_factory=list)
     prefill_tokens: int = 0
     prefilling: int = 0
+    flying: list[Session] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.decoding or self.prefill)
 
     @classmethod
     def of(cls, sessions: Iterable[Session], target: Engine, prefill_chunk_tokens: int) -> Batch:
@@ -41,10 +47,13 @@ class Batch:
         return batch
 
     def view(self, drafting: Drafting, k_max: int, queued: int) -> View:
-        """Return the decoding rows as the policy sees them; ``queued`` requests wait for admission."""
-        rows = self.decoding
+        """Return the decoding rows as the policy sees them, those in flight last and not ready; ``queued`` requests wait for admission."""
+        rows, ready = self.decoding, len(self.decoding)
         choices = np.array([drafting.ceilings(s.sequence, _most(s, k_max)) for s in rows], np.int64)
-        choices = choices.reshape(len(rows), len(drafting.names), 2)
+        choices = choices.reshape(ready, len(drafting.names), 2)
+        if self.flying:
+            rows = rows + self.flying
+            choices = np.concatenate([choices, np.zeros((len(self.flying), *choices.shape[1:]), np.int64)])
         return View(
             drafts=drafting.names,
             request=np.array([s.id for s in rows], np.int64),
@@ -54,13 +63,38 @@ class Batch:
             catchup=choices[:, :, 1],
             weight=np.ones(len(rows)),
             rule=np.array([rule_of(s.sequence.sampling) for s in rows], np.int64),
-            ready=np.ones(len(rows), np.bool_),
+            ready=np.arange(len(rows)) < ready,
             prefill_tokens=self.prefill_tokens,
             queued=queued,
             prefilling=self.prefilling,
             group=np.array([s.group for s in rows], np.int64),
             control=np.array([s.control for s in rows], np.bool_),
         )
+
+    def flights(self, view: View, plan: Plan, log: StepLog) -> Iterator[Flight]:
+        """Yield what is to be drafted for and submitted one after the other: the plan's cohorts, prompts with the first; else everything.
+
+        ``log`` is that of the first; the next one's begins when it is asked for.
+        """
+        cohort = plan.shape.cohort if plan.shape else None
+        if cohort is None and not self.flying:
+            yield self._noted(Flight(self.decoding, self.prefill, view, plan, log))
+            return
+        cohort = np.zeros(len(self.decoding), np.int64) if cohort is None else cohort[: len(self.decoding)]
+        for number in range(max(1, int(cohort.max(initial=0)) + 1)):
+            rows = np.flatnonzero(cohort == number)
+            first = number == 0
+            part = view.of_rows(rows) if first else replace(view.of_rows(rows), prefill_tokens=0)
+            own = log if first else StepLog(log.drafts)
+            own.cohort = True
+            yield self._noted(Flight([self.decoding[row] for row in rows], self.prefill if first else [], part, plan.of_rows(rows), own))
+
+    @staticmethod
+    def _noted(flight: Flight) -> Flight:
+        log = flight.log
+        log.decoding, log.prefill_tokens = len(flight.sessions), flight.view.prefill_tokens
+        log.batch_size = log.decoding + len(flight.prefill)
+        return flight
 
 
 def rule_of(sampling: SamplingParams) -> Rule:

@@ -17,7 +17,7 @@ from backend.admission import Admission
 from backend.batch import Batch, rule_of
 from backend.decision_log import DecisionLog
 from backend.drafting import Drafting, Proposals
-from backend.isolation import run_again, run_turns
+from backend.flights import Flight, Flights
 from backend.kv_ledger import KVLedger
 from backend.log_format import fields
 from backend.ports import Completion, Engine, Proposal, Turn
@@ -73,7 +73,8 @@ class Orchestrator:
         self._work = threading.Event()
         self._decisions = DecisionLog(drafting.names)
         self._active: dict[int, Session] = {}
-        self._in_flight: dict[int, Proposals] = {}
+        self._flights = Flights(target, stats)
+        self._finished: list[int] = []
         self._failures = 0
         self.last_plan: tuple[View, Any, Plan, float] | None = None  # with the state that it was made from; other threads may read it
         self.alive_s = clock()
@@ -138,27 +139,38 @@ class Orchestrator:
         self.abort(ErrorCode.UNAVAILABLE, reason)
 
     def step(self) -> bool:
-        """Take one step of the batch; False when there was nothing to do. Read it as the life of a request."""
+        """Take one step of what is ready; False when there was nothing to do. Read it as the life of a request.
+
+        Cohorts are drafted for and submitted one by one, and the step ends with the first that is back: while the next step plans and
+        drafts for it, the target verifies the others. A plan without cohorts waits for all.
+        """
         self._change()
         log = StepLog(self._drafting.names)
-        self._take_in(log)
-        idle = (session for session in self._active.values() if session.id not in self._in_flight and not self._changes)
-        batch = Batch.of(idle, self._target, self._prefill_chunk_tokens)
-        log.batch_size, log.prefill_tokens = len(batch.decoding) + len(batch.prefill), batch.prefill_tokens
-        log.decoding = len(batch.decoding)
-        if not self._active:
+        self._take_in()
+        batch = self._ready()
+        if not self._active and not self._flights:
             self._learn(log)
             return False
-        view = batch.view(self._drafting, self._k_max, len(self._admission))
-        plan = self._plan(view, log)
-        proposals = self._drafting.propose([session.sequence for session in batch.decoding], view, plan, log)
-        for completion in self._verify(batch, proposals, plan, log):
-            self._commit(completion, log)
-        self._learn(log, plan)
+        landing = 1
+        if batch or not self._flights:
+            view = batch.view(self._drafting, self._k_max, len(self._admission))
+            plan = self._plan(view, log)
+            for flight in batch.flights(view, plan, log):
+                self._submit(flight)
+            landing = 1 if plan.shape and plan.shape.cohort is not None else len(self._flights)
+        for _ in range(landing):
+            self._land()
         return True
 
+    def _ready(self) -> Batch:
+        """Return what is not in flight; nothing while the loop is to change between two steps."""
+        idle = (session for session in self._active.values() if session.id not in self._flights.proposals and not self._changes)
+        batch = Batch.of(idle, self._target, self._prefill_chunk_tokens)
+        batch.flying = self._flights.decoding
+        return batch
+
     def _change(self) -> None:
-        while self._changes and not self._in_flight:
+        while self._changes and not self._flights.proposals:
             change, done = self._changes.popleft()
             if not done.set_running_or_notify_cancel():
                 continue
@@ -171,16 +183,15 @@ class Orchestrator:
 
     def abort(self, code: ErrorCode, message: str) -> None:
         """End every request that is queued or active with an error."""
-        log = StepLog(self._drafting.names)
         while self._inbox:
             self._reply_error(self._inbox.popleft(), code, message)
         for session in [*self._admission.clear(), *self._active.values()]:
-            self._fail(session, code, message, log)
-        self._learn(log)
+            self._fail(session, code, message)
+        self._learn(StepLog(self._drafting.names))
 
     # -- admit: requests in, cancelled ones out
 
-    def _take_in(self, log: StepLog) -> None:
+    def _take_in(self) -> None:
         now_s = self._clock()
 
         def is_over(session: Session) -> bool:
@@ -188,9 +199,9 @@ class Orchestrator:
 
         for session in [*self._admission.remove(is_over), *filter(is_over, list(self._active.values()))]:
             if session.sink.cancelled:
-                self._cancelled(session, log)
+                self._cancelled(session)
             else:
-                self._late(session, log)
+                self._late(session)
         for session in self._admission.make_room(self._active.values()):
             self._forget(session)
             self._stats.preemption()
@@ -201,7 +212,7 @@ class Orchestrator:
         while self._inbox:
             session = self._inbox.popleft()
             if session.sink.cancelled:
-                self._cancelled(session, log)
+                self._cancelled(session)
                 continue
             try:
                 self._admission.offer(session)
@@ -231,56 +242,52 @@ class Orchestrator:
                 plan, _ = NoSpeculation().plan(view, None, self._clock(), self._rng)
         if len(view):
             self.last_plan = (view, state, plan, now)
-        self._decisions.planned(view, plan, self._clock(), lambda: self._policy.drift(self.policy_state))
+        told = plan if view.ready.all() else plan.of_rows(np.flatnonzero(view.ready))
+        self._decisions.planned(view, told, self._clock(), lambda: self._policy.drift(self.policy_state))
         return plan
 
-    # -- verify
+    # -- draft and verify
 
-    def _verify(self, batch: Batch, proposals: dict[int, Proposals], plan: Plan, log: StepLog) -> list[Completion]:
-        """Submit the batch to the target and return what is complete; a target that raises fails only the turns that raise again alone."""
-        self._in_flight.update(proposals)
-        self._in_flight.update({turn.sequence.id: Proposals() for turn in batch.prefill})
-        log.piece_tokens = plan.shape.piece_tokens if plan.shape else None
-        piece = log.piece_tokens or 0
-        turns = [
-            *(self._turn(session, proposals[session.id].chosen, piece) for session in batch.decoding),
-            *batch.prefill,
-        ]
-        with log.part("verify"):
-            try:
-                return run_turns(self._target, turns)
-            except Exception:
-                logger.exception("the target failed; its submission is run again without proposals")
-            self._stats.fallback("target_error")
-            self._in_flight = {turn.sequence.id: Proposals() for turn in turns}
-            completions = run_again(self._target, turns)
-        if completions and all(completion.error is not None for completion in completions):
-            self._failures += 1
-        return completions
+    def _submit(self, flight: Flight) -> None:
+        """Draft for a flight and give it to the target."""
+        proposals = self._drafting.propose([session.sequence for session in flight.sessions], flight.view, flight.plan, flight.log)
+        shape = flight.plan.shape
+        piece_tokens = flight.log.piece_tokens = shape.piece_tokens if shape else None
+        rows = (self._turn(session, proposals[session.id].chosen, piece_tokens or 0) for session in flight.sessions)
+        flight.turns = [*rows, *flight.prefill]
+        self._flights.submit(flight, proposals)
 
     def _turn(self, session: Session, proposal: Proposal | None, piece_tokens: int) -> Turn:
         """Verify a proposal, or else run as many tokens as a turn may: an engine that queues turns pays for each."""
         run = 1 if proposal else min(self._free_run_tokens, session.remaining)
         return Turn(session.sequence, len(session.sequence.tokens), run, proposal, piece_tokens=piece_tokens)
 
+    def _land(self) -> None:
+        """Wait for the oldest flight, take its tokens and learn from it."""
+        flight, completions, failed = self._flights.land()
+        self._failures += failed
+        for completion in completions:
+            self._commit(completion, flight.log)
+        self._learn(flight.log, flight)
+
     # -- commit and emit
 
     def _commit(self, completion: Completion, log: StepLog) -> None:
         """Take a completion's tokens; what goes wrong with one request ends that one only."""
-        proposals = self._in_flight.pop(completion.sequence_id, Proposals())
+        proposals = self._flights.proposals.pop(completion.sequence_id, Proposals())
         session = self._active.get(completion.sequence_id)
         if session is None:
             return
         if completion.error is not None:
-            self._fail(session, ErrorCode.INTERNAL, completion.error, log)
+            self._fail(session, ErrorCode.INTERNAL, completion.error)
             return
         try:
             self._take(session, completion, proposals, log)
         except RequestError as error:
-            self._fail(session, error.code, error.message, log)
+            self._fail(session, error.code, error.message)
         except Exception as error:
             logger.exception("the tokens of request %d could not be taken", session.id)
-            self._fail(session, ErrorCode.INTERNAL, f"the request could not be continued ({type(error).__name__})", log)
+            self._fail(session, ErrorCode.INTERNAL, f"the request could not be continued ({type(error).__name__})")
 
     def _take(self, session: Session, completion: Completion, proposals: Proposals, log: StepLog) -> None:
         taken = session.commit(completion.tokens, completion.log_probs, completion.extras)
@@ -296,9 +303,9 @@ class Orchestrator:
         for unused in proposals.unused:
             log.record_free(session.id, unused, completion.tokens[:taken])
         log.record_scored(session.id, proposals.scored)
-        self._emit(session, log)
+        self._emit(session)
 
-    def _emit(self, session: Session, log: StepLog) -> None:
+    def _emit(self, session: Session) -> None:
         now = self._clock()
         since_last_s = None if session.last_commit_s is None else now - session.last_commit_s
         self._stats.emission(now - session.arrived_s, since_last_s, session.control)
@@ -306,7 +313,7 @@ class Orchestrator:
         if since_last_s is None:
             session.first_commit_s = now
         if session.finish_reason is not None:
-            self._release(session, log)
+            self._release(session)
             self._stats.request("success")
             usage = session.usage()
             self._stats.finished(usage)
@@ -316,52 +323,55 @@ class Orchestrator:
             if delta.text or delta.tokens:
                 session.sink.chunk(delta)
 
-    def _late(self, session: Session, log: StepLog) -> None:
+    def _late(self, session: Session) -> None:
         own_s = session.request.timeout_s
         if own_s is not None and own_s < self._max_request_s:
             limit = f"its timeout, {own_s:g} s"
         else:
             self._stats.fallback("deadline")
             limit = f"limits.max_request_s, {self._max_request_s:g} s"
-        self._fail(session, ErrorCode.UNAVAILABLE, f"the request has not ended within {limit}", log)
+        self._fail(session, ErrorCode.UNAVAILABLE, f"the request has not ended within {limit}")
 
-    def _cancelled(self, session: Session, log: StepLog) -> None:
-        self._fail(session, ErrorCode.CANCELLED, "Request cancelled by client", log)
+    def _cancelled(self, session: Session) -> None:
+        self._fail(session, ErrorCode.CANCELLED, "Request cancelled by client")
 
-    def _fail(self, session: Session, code: ErrorCode, message: str, log: StepLog) -> None:
-        self._release(session, log)
+    def _fail(self, session: Session, code: ErrorCode, message: str) -> None:
+        self._release(session)
         self._reply_error(session, code, message)
 
     def _reply_error(self, session: Session, code: ErrorCode, message: str) -> None:
         self._stats.request(code.value.lower())
         session.sink.error(code, message)
 
-    def _release(self, session: Session, log: StepLog) -> None:
+    def _release(self, session: Session) -> None:
         """Forget a request everywhere: batch, engines, ledger, and (at the end of the step) policy."""
         self._ledger.release(session.sequence)
         self._forget(session)
-        log.finished.append(session.id)
+        self._finished.append(session.id)
 
     def _forget(self, session: Session) -> None:
         """Take a request out of the batch and the engines; should its turn be in flight, what that drew is never used."""
         self._active.pop(session.id, None)
-        if self._in_flight.pop(session.id, None) is not None:
+        if self._flights.forget(session.id):
             session.sequence.attempt += 1
         self._target.cancel([session.id])
         self._drafting.cancel([session.id])
 
-    def _learn(self, log: StepLog, plan: Plan | None = None) -> None:
-        """Let the estimators and the latency model learn from the step, and count it."""
+    def _learn(self, log: StepLog, flight: Flight | None = None) -> None:
+        """Let the estimators and the latency model learn from a flight (None: nothing was verified), and count it."""
+        log.finished, self._finished = self._finished, []
         outcome = log.outcome()
-        if plan is not None or log.finished:
+        if flight is not None or log.finished:
             try:
+                if flight is not None and log.cohort:  # another view has been planned for since
+                    self.policy_state = self._policy.stand_by(flight.view, self.policy_state)
                 self.policy_state = self._policy.observe(outcome, self.policy_state, self._clock())
             except Exception:
                 logger.exception("the policy failed; it forgets what it has learnt")
                 self._stats.fallback("policy_error")
                 self.policy_state = self._policy.start()
-        if plan is not None:
-            self._stats.step(plan, outcome, self._drafting.names, log.control)
+        if flight is not None:
+            self._stats.step(flight.plan, outcome, self._drafting.names, log.control)
         self._stats.reuse(self._ledger.take_reuse())
         rows = log.decoding, log.batch_size - log.decoding, log.prefill_tokens
         self._stats.state(*self.counts(), self._ledger.usage(), self._policy.drift(self.policy_state), rows)

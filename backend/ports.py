@@ -148,6 +148,7 @@ class EngineLimits:
     ``free`` says that proposing costs next to nothing (lookup), so that the loop scores it on every step, chosen or not; ``tree`` that it
     verifies trees; as a draft, ``scores`` that it scores what it catches up on (``Completion.scored``), ``siblings`` that it names
     second choices (``Turn.widths``). ``pads``: verified rows are padded to the longest context, or cut (``Turn.piece_tokens``).
+    ``overlaps``: while one thread is in ``poll``, another may ask about, and cancel, sequences that have no turn in flight.
     """
 
     vocab_size: int
@@ -160,6 +161,7 @@ class EngineLimits:
     scores: bool = False
     siblings: bool = False
     pads: bool = False
+    overlaps: bool = False
 
 
 class Engine(Protocol):

@@ -19,7 +19,8 @@ class StepLog:
     """A step in the making. ``rows`` are (request, draft, length, accepted, emitted, scored, rule); ``free`` (request, draft, accepted,
     scored) what a draft would have had accepted where it was not chosen; ``trees`` by the number of their row (widths, second draft, second
     length, rank, accepted along the second chain); ``piece_tokens`` how contexts were cut; ``parts_s`` wall times by part (``planning`` is
-    part of ``overhead``).
+    part of ``overhead``). Of a cohort, ``waited_s`` is how long its turns were in flight and did not run, and the step is counted from
+    ``since_s`` on, when the cohort before it landed.
     """
 
     drafts: tuple[str, ...]
@@ -33,6 +34,9 @@ class StepLog:
     piece_tokens: int | None = None
     control: list[bool] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
+    cohort: bool = False
+    waited_s: float = 0.0
+    since_s: float = 0.0
     started_s: float = field(default_factory=perf_counter)
 
     @contextmanager
@@ -43,6 +47,11 @@ class StepLog:
             yield
         finally:
             self.parts_s[name] = self.parts_s.get(name, 0.0) + perf_counter() - started
+
+    def overlapped(self, flown_s: float, ran_s: float, since_s: float) -> None:
+        """Note that the target was given the turns ``flown_s`` ago and ran them for ``ran_s`` beside other work."""
+        self.parts_s["verify"] = self.parts_s.get("verify", 0.0) + ran_s
+        self.waited_s, self.since_s = flown_s - ran_s, since_s
 
     def record(self, request: int, proposal: Proposal | None, completion: Completion, taken: int, rule: Rule) -> None:
         """Note one verified row of which ``taken`` tokens were committed (fewer than accepted + 1 when an end cut the run).
@@ -77,7 +86,7 @@ class StepLog:
 
     def outcome(self) -> Outcome:
         """Return the step as the policy learns it; call it last, it closes the clock."""
-        measured_s = perf_counter() - self.started_s
+        now_s = perf_counter()
         engines_s = sum(seconds for part, seconds in self.parts_s.items() if part != "planning")
         request, draft, length, accepted, emitted, scored, rule = np.array(self.rows, np.int64).reshape(-1, 7).T
         free = np.array(self.free, np.int64).reshape(-1, 4).T
@@ -89,26 +98,30 @@ class StepLog:
             emitted=emitted,
             scored=scored,
             rule=rule,
-            measured_s=measured_s,
-            parts_s={**self.parts_s, "overhead": max(0.0, measured_s - engines_s)},
+            measured_s=now_s - max(self.started_s, self.since_s),
+            parts_s={**self.parts_s, "overhead": max(0.0, now_s - self.started_s - engines_s - self.waited_s)},
             prefill_tokens=self.prefill_tokens,
             free_request=free[0],
             free_draft=free[1],
             free_accepted=free[2],
             free_scored=free[3],
             finished=np.array(self.finished, np.int64),
-            **(self._shape(length) if self.trees else {"shape": TurnShape(piece_tokens=self.piece_tokens)} if self.piece_tokens else {}),
+            **self._shape(length),
         )
 
     def _shape(self, length: IntArray) -> dict[str, Any]:
-        """Return the fields of the outcome that tell of trees; a row without one is a tree of width 1."""
+        """Return the fields of the outcome that tell of more than chains; a row without a tree is one of width 1."""
+        cohort = np.zeros(len(length), np.int64) if self.cohort else None
+        if not self.trees:
+            told = self.piece_tokens or self.cohort
+            return {"shape": TurnShape(cohort=cohort, piece_tokens=self.piece_tokens)} if told else {}
         width = (np.arange(int(length.max())) < length[:, None]).astype(np.int64)
         second = np.tile(np.array([NO_DRAFT, 0, 0, 0]), (len(length), 1))
         for row, (widths, *others) in self.trees.items():
             width[row, : len(widths)] = widths
             second[row] = others
         return {
-            "shape": TurnShape(width, second[:, 0], second[:, 1], piece_tokens=self.piece_tokens),
+            "shape": TurnShape(width, second[:, 0], second[:, 1], cohort, self.piece_tokens),
             "rank": second[:, 2],
             "second_accepted": second[:, 3],
         }

@@ -6,13 +6,15 @@ with the rows they can gain up to twice. So the measured times decide, with the 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .goodput import Choice
 from .latency import FIRST_DRAFT, OVERHEAD, VERIFY, LatencyModel
-from .plan import FloatArray, IntArray, View
+from .plan import FloatArray, IntArray, Outcome, Plan, Policy, TurnShape, View
 from .problem import drafting_s
 from .shapes import CHAINS_ONLY, COHORTS, NOT_MEASURED, ONE_ROW, does_not_pay
 
@@ -50,27 +52,30 @@ def best_cohorts(
     contention: float | None,
     most: int,
     proposed: IntArray | None = None,
+    flying: Seq[IntArray] = (),
 ) -> CohortDecision:
     """Return the cohorts that a planned batch is to be cut into: M only where it makes the step of the whole batch shorter.
 
     ``choice`` has a draft and a length for every row of the view, ``proposed`` (None: the lengths) the tokens to verify. ``contention`` is
     how much longer both phases take side by side than alone, as measured on the machine (None: not measured, hence never more than one
     cohort); ``most`` is what the engine can run (1: no cohorts). Rows are dealt in the view's order, so that a batch that stays keeps its
-    cohorts; prompt tokens go with the first. Raises ValueError for a contention below 1.
+    cohorts; prompt tokens go with the first. Where cohorts are ``flying`` (their rows, which are not ready), the ready ones are another,
+    and the only question is whether to go on so. Raises ValueError for a contention below 1.
     """
     if contention is not None and not contention >= 1:
         raise ValueError(f"contention must be >= 1, got {contention}")
-    rows, nodes = view.ready.nonzero()[0], choice.length if proposed is None else proposed
+    ready, nodes = view.ready.nonzero()[0], choice.length if proposed is None else proposed
+    rows = np.concatenate([ready, *flying])
     one_s = pipelined_s(*_phases_s(latency, correction, view, choice, nodes, [rows]))
     for missing, why in ((most <= 1, CHAINS_ONLY[COHORTS]), (contention is None, NOT_MEASURED), (len(rows) <= 1, ONE_ROW)):
         if missing:
             return CohortDecision(_numbered(view, [rows]), 1, one_s, why)
     assert contention is not None
-    cuts = {m: np.array_split(rows, m) for m in range(2, min(most, len(rows)) + 1)}
+    cuts = {m: np.array_split(rows, m) for m in range(2, min(most, len(rows)) + 1)} if not flying else {1 + len(flying): [ready, *flying]}
     phases = {m: _phases_s(latency, correction, view, choice, nodes, cut) for m, cut in cuts.items()}
     seconds = {m: pipelined_s(*phases[m], contention) for m in cuts}
     best = min(seconds, key=lambda m: (seconds[m], m))
-    gain_s, fill_s, cut = one_s - seconds[best], float(phases[best][0][0]), _numbered(view, cuts[best])
+    gain_s, fill_s, cut = one_s - seconds[best], float(phases[best][0][0]), _numbered(view, cuts[best] if not flying else [ready])
     if gain_s > 0:
         return CohortDecision(cut, best, seconds[best], "", gain_s, fill_s, cut)
     return CohortDecision(_numbered(view, [rows]), 1, one_s, does_not_pay(one_s / seconds[best]), gain_s, fill_s, cut)
@@ -79,14 +84,14 @@ def best_cohorts(
 def _phases_s(
     latency: LatencyModel, correction: FloatArray, view: View, choice: Choice, nodes: IntArray, cohorts: list[IntArray]
 ) -> tuple[FloatArray, FloatArray]:
-    """Return the seconds of drafting and of verifying (with the step's overhead) by cohort."""
+    """Return the seconds of drafting and of verifying by cohort; the step's overhead is spent by who drafts."""
     draft_s, verify_s = np.zeros(len(cohorts)), np.zeros(len(cohorts))
     for c, rows in enumerate(cohorts):
         length = choice.length[rows]
         tokens = len(rows) + int(nodes[rows].sum()) + (view.prefill_tokens if c == 0 else 0)
         draft_s[c] = drafting_s(latency, view, rows, Choice(choice.draft[rows], length)) @ correction[FIRST_DRAFT:]
         verify_s[c] = correction[VERIFY] * latency.target.seconds(tokens, len(rows), int(view.context[rows].sum()))
-        verify_s[c] += correction[OVERHEAD] * (latency.overhead_s + latency.speculation_s * bool(length.any()))
+        draft_s[c] += correction[OVERHEAD] * (latency.overhead_s + latency.speculation_s * bool(length.any()))
     return draft_s, verify_s
 
 
@@ -95,3 +100,64 @@ def _numbered(view: View, cohorts: list[IntArray]) -> IntArray:
     for c, rows in enumerate(cohorts):
         cohort[rows] = c
     return cohort
+
+
+Flying = dict[int, tuple[int, int, int, int]]
+"""By request the number of its cohort, draft, length and tokens to verify: what was planned when it was ready last."""
+
+
+def together(view: View, choice: Choice, nodes: IntArray, flying: Flying) -> tuple[Choice, IntArray, list[IntArray], Flying]:
+    """Return choice and tokens to verify of all rows of a view, those in flight as they were planned; the rows of each cohort in flight;
+    and what is in flight once the ready rows are, in a cohort of their own.
+    """
+    draft, length, nodes = choice.draft.copy(), choice.length.copy(), nodes.copy()
+    cohorts: dict[int, list[int]] = {}
+    after: Flying = {}
+    requests = view.request.tolist()
+    for row in np.flatnonzero(~view.ready).tolist():
+        known = flying.get(requests[row])
+        if known is not None:
+            after[requests[row]] = known
+            number, draft[row], length[row], nodes[row] = known
+            cohorts.setdefault(number, []).append(row)
+    own = next(number for number in range(len(cohorts) + 1) if number not in cohorts)
+    after |= numbered(view, choice, nodes, np.where(view.ready, own, -1))
+    return Choice(draft, length), nodes, [np.array(rows) for rows in cohorts.values()], after
+
+
+def numbered(view: View, choice: Choice, nodes: IntArray, cohort: IntArray) -> Flying:
+    """Return what will be in flight of the ready rows, ``cohort[n]`` their numbers."""
+    rows = np.flatnonzero(view.ready)
+    columns = (column[rows].tolist() for column in (view.request, cohort, choice.draft, choice.length, nodes))
+    return {request: planned for request, *planned in zip(*columns, strict=True)}  # type: ignore[misc]
+
+
+class ForcedCohorts(Policy):
+    """A policy whose plans are cut into so many cohorts, whether that pays or not: to measure it and to test the loop."""
+
+    def __init__(self, policy: Policy, cohorts: int) -> None:
+        self.policy, self.cohorts = policy, cohorts
+
+    def start(self) -> Any:
+        """Return the policy's."""
+        return self.policy.start()
+
+    def plan(self, view: View, state: Any, now: float, rng: np.random.Generator) -> tuple[Plan, Any]:
+        """Plan, and cut a batch of which nothing is in flight; else what is ready is one of its cohorts."""
+        plan, state = self.policy.plan(view, state, now, rng)
+        ready = np.flatnonzero(view.ready)
+        cohort = np.full(len(view), -1, np.int64)
+        cohort[ready] = 0 if len(ready) < len(view) else np.arange(len(view)) * self.cohorts // max(len(view), self.cohorts)
+        return replace(plan, shape=replace(plan.shape or TurnShape(), cohort=cohort)), state
+
+    def observe(self, outcome: Outcome, state: Any, now: float) -> Any:
+        """Let the policy learn."""
+        return self.policy.observe(outcome, state, now)
+
+    def stand_by(self, view: View, state: Any) -> Any:
+        """Return the policy's."""
+        return self.policy.stand_by(view, state)
+
+    def drift(self, state: Any) -> dict[str, float]:
+        """Return the policy's."""
+        return self.policy.drift(state)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -71,6 +71,12 @@ class View:
     def __len__(self) -> int:
         return len(self.request)
 
+    def of_rows(self, rows: IntArray) -> View:
+        """Return the view of some of its rows."""
+        per_row = "request", "context", "remaining", "ceiling", "catchup", "weight", "rule", "ready", "control", "group"
+        columns = {name: _taken(getattr(self, name), rows) for name in per_row}
+        return replace(self, **columns, given=None if self.given is None else self.given.of_rows(rows))
+
 
 @dataclass(frozen=True, slots=True)
 class TurnShape:
@@ -93,6 +99,11 @@ class TurnShape:
         tokens = length if self.width is None else self.width.sum(1)
         return tokens if self.second_length is None else tokens + self.second_length
 
+    def of_rows(self, rows: IntArray) -> TurnShape:
+        """Return the shape of some of its rows."""
+        columns = {name: _taken(getattr(self, name), rows) for name in ("width", "second_draft", "second_length", "cohort")}
+        return replace(self, **columns)
+
 
 @dataclass(slots=True)
 class Plan:
@@ -112,6 +123,19 @@ class Plan:
     notes: dict[str, Any] = field(default_factory=dict)
     shadow: Plan | None = None
     shape: TurnShape | None = None
+
+    def of_rows(self, rows: IntArray) -> Plan:
+        """Return the plan of some of its rows; what is predicted is their share of the whole."""
+        share = len(rows) / max(len(self.length), 1)
+        return replace(
+            self,
+            draft=self.draft[rows],
+            length=self.length[rows],
+            predicted_s=share * self.predicted_s,
+            predicted_tokens=share * self.predicted_tokens,
+            shadow=None if self.shadow is None else self.shadow.of_rows(rows),
+            shape=None if self.shape is None else self.shape.of_rows(rows),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,3 +208,7 @@ class Policy(Protocol):
     def drift(self, state: Any) -> dict[str, float]:
         """Return measured over predicted time by part of the step, for metrics; empty for a policy that predicts nothing."""
         ...
+
+
+def _taken(column: Any, rows: IntArray) -> Any:
+    return None if column is None else column[rows]

@@ -84,8 +84,8 @@ class PlannerState:
 
     ``goodput`` is the best goodput of the last batch without its prefill (tokens per second of the model's time; 0: unknown).
     ``credit_s`` is what may still be spent on probes, ``look`` the steps until the next look for one, ``rest`` the steps for which no
-    speculation stays decided, ``last`` what is kept of the last choice, ``draws`` belongs to Thompson's selection, ``ranks``, ``overlap_s``
-    and ``overlaps`` to ``policy.shaped``.
+    speculation stays decided, ``last`` what is kept of the last choice, ``draws`` belongs to Thompson's selection; ``ranks``,
+    ``overlap_s``, ``overlaps`` and ``flying`` (``policy.cohorts``) belong to ``policy.shaped``.
     """
 
     acceptance: AcceptanceState
@@ -101,6 +101,7 @@ class PlannerState:
     ranks: RankState | None = None
     overlap_s: float = 0.0
     overlaps: bool = False
+    flying: dict[int, tuple[int, int, int, int]] | None = None
 
 
 class AdaptivePlanner:
@@ -257,7 +258,8 @@ class AdaptivePlanner:
         """Return the choice, its score, the price of time, the batch's goodput without prefill, and a bound on the priced objective.
 
         Dinkelbach's iteration (1967) finds the goodput that prices itself, starting from the last step's. A second of the step delays all
-        that are admitted by one, and is worth what they would emit in it: those still in prefill count like the rows that decode.
+        that are admitted by one, and is worth what they would emit in it: those still in prefill, and those in other cohorts, count like
+        the rows that decode.
         """
         rows, plain_s = problem.rows, problem.plain_s - prefill_s
         nothing = Score(problem.base_value, problem.plain_s, problem.plain_s)
@@ -267,7 +269,8 @@ class AdaptivePlanner:
         tolerance = _WARM_TOLERANCE if state.goodput else _COLD_TOLERANCE
         plain = problem.base_value / plain_s
         goodput = state.goodput or plain
-        waiting = 1 + view.prefilling / np.count_nonzero(view.ready)
+        ready = np.count_nonzero(view.ready)
+        waiting = 1 + (view.prefilling + len(view) - ready) / ready
         for _ in range(_PRICE_ROUNDS):
             price = waiting * goodput
             choice, result, bound = best_choice(problem, price)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .acceptance import AcceptanceState, Expected
-from .cohorts import best_cohorts
+from .cohorts import best_cohorts, numbered, together
 from .correction import Target
 from .decomposition import Decomposition, best_piece
 from .goodput import Choice, Score, StepProblem, score
@@ -86,7 +86,7 @@ class ShapedPlanner(AdaptivePlanner):
                 offer, plan, after = self._offered(view, plan, after, why_not)
                 if offer is not None:
                     shape = _with_offer(shape, offer, view.ready.nonzero()[0], len(view), self.config.k_max)
-            after = replace(after, overlap_s=state.overlap_s, overlaps=state.overlaps)
+            after = replace(after, overlap_s=state.overlap_s, overlaps=state.overlaps, flying=state.flying)
             plan, shape, after = self._in_cohorts(view, plan, after, shape, why_not)
         if "rest" in plan.notes:
             padding_s = state.correction[VERIFY] * self._padding_s(cut.work_tokens, view.context)
@@ -163,23 +163,26 @@ class ShapedPlanner(AdaptivePlanner):
         """Return plan, shape and state with cohorts where they shorten the step, and have or will have paid for their first round.
 
         What cohorts would save or cost is summed up between 0 and the price of a first round: at that price they begin, at 0 they end.
+        A plan for a cohort while others are in flight tells of its share of a step.
         """
         if not self._able(COHORTS):
             return plan, shape, after
-        if not plan.length.any() or shape.second_draft is not None:
-            why_not[COHORTS] = TWO_CHAINS if plan.length.any() else NO_SPECULATION
-            return plan, shape, replace(after, overlap_s=0.0, overlaps=False)
-        choice, shapes = Choice(plan.draft, plan.length), self.shapes
-        latency, proposed = self.corrected(after), shape.proposed(plan.length)
-        found = best_cohorts(latency, after.correction, view, choice, shapes.contention, shapes.cohorts, proposed)
-        overlap_s = min(max(after.overlap_s + found.gain_s, 0.0), found.fill_s)
+        planned, shapes = Choice(plan.draft, plan.length), self.shapes
+        choice, nodes, others, flying = together(view, planned, shape.proposed(plan.length), after.flying or {})
+        if not choice.length.any() or shape.second_draft is not None:
+            why_not[COHORTS] = TWO_CHAINS if choice.length.any() else NO_SPECULATION
+            return plan, shape, replace(after, overlap_s=0.0, overlaps=False, flying=None)
+        latency, share = self.corrected(after), np.count_nonzero(view.ready) / len(view)
+        found = best_cohorts(latency, after.correction, view, choice, shapes.contention, shapes.cohorts, nodes, others)
+        overlap_s = min(max(after.overlap_s + share * found.gain_s, 0.0), found.fill_s)
         overlaps = found.cut is not None and overlap_s > 0 and (after.overlaps or overlap_s >= found.fill_s)
-        after = replace(after, overlap_s=overlap_s, overlaps=overlaps)
         why_not[COHORTS] = "" if overlaps else found.why_not or NOT_LONG_ENOUGH
-        if not overlaps:
-            return plan, shape, after
+        if not overlaps or found.cut is None:
+            return plan, shape, replace(after, overlap_s=overlap_s, overlaps=False, flying=None)
+        flying = flying if others else numbered(view, choice, nodes, found.cut)
+        after = replace(after, overlap_s=overlap_s, overlaps=True, flying=flying)
         one_s = found.step_s + (found.gain_s if found.cohorts > 1 else 0.0)
-        return replace(plan, predicted_s=one_s - found.gain_s), replace(shape, cohort=found.cut), after
+        return replace(plan, predicted_s=share * (one_s - found.gain_s)), replace(shape, cohort=found.cut), after
 
     # -- padding
 

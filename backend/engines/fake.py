@@ -48,7 +48,7 @@ class FakeEngine:
         max_draft_tokens: int = 64,
     ) -> None:
         self.name = name
-        self.limits = EngineLimits(VOCAB_SIZE, max_context_tokens, max_draft_tokens, max_draft_tokens, kv_blocks)
+        self.limits = EngineLimits(VOCAB_SIZE, max_context_tokens, max_draft_tokens, max_draft_tokens, kv_blocks, overlaps=True)
         self._seed = seed
         self._agreement = agreement
         self._step_s = step_s
@@ -72,7 +72,8 @@ class FakeEngine:
     def cancel(self, sequence_ids: Iterable[int]) -> None:
         """Forget sequences."""
         gone = set(sequence_ids)
-        self._queued = [turn for turn in self._queued if turn.sequence.id not in gone]
+        if any(turn.sequence.id in gone for turn in self._queued):
+            self._queued = [turn for turn in self._queued if turn.sequence.id not in gone]
         for sequence_id in gone:
             self._ran.pop(sequence_id, None)
             self._marks.pop(sequence_id, None)

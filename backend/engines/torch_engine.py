@@ -127,6 +127,7 @@ class TorchEngine:
             scores=True,
             siblings=True,
             pads=attention == PADDED,
+            overlaps=True,
         )
         self._attention = attention
         self._lane = draft_lane(name)
@@ -170,7 +171,8 @@ class TorchEngine:
     def cancel(self, sequence_ids: Iterable[int]) -> None:
         """Forget sequences and their queued turns."""
         gone = set(sequence_ids)
-        self._turns = [turn for turn in self._turns if turn.sequence.id not in gone]
+        if any(turn.sequence.id in gone for turn in self._turns):
+            self._turns = [turn for turn in self._turns if turn.sequence.id not in gone]
         self._caches.forget(gone)
 
     def unseen(self, sequence: Sequence) -> int:

@@ -43,7 +43,7 @@ def shaped_step(
             free_rows=work.free_rows if c == 0 else {},
         )
         parts_s = _parts(deployment, view, shape, part, rows)
-        verify_s.append(parts_s["verify"] + parts_s["overhead"])
+        verify_s.append(parts_s["verify"])
         draft_s.append(sum(parts_s.values()) - verify_s[-1])
         for name, seconds in parts_s.items():
             busy_s[name] = busy_s.get(name, 0.0) + contention * seconds

@@ -202,9 +202,9 @@ def speed(app: App, workload: str, rule: str, block: int, policy: Any, arguments
     ticks: list[tuple[float, int]] = []
     emit = app.orchestrator._emit
 
-    def noted(served: Any, log: Any) -> None:
+    def noted(served: Any) -> None:
         ticks.append((time.thread_time(), served.output_tokens))
-        emit(served, log)
+        emit(served)
 
     app.orchestrator._emit = noted  # type: ignore[method-assign]
     try:

@@ -251,16 +251,18 @@ def law_engine(name: str = "target", shortlist: int = 0, **options) -> TorchEngi
     return tiny_engine(name, config=tiny_config(LAW_VOCAB, layers=1, shortlist=shortlist), scale=0.4, **options)
 
 
-def law_deployment(drafts: Iterable[str]) -> Deployment:
+def law_deployment(drafts: Iterable[str], cohorts: tuple[int, ...] = ()) -> Deployment:
     """Batches of 64 requests; every draft in turn, mostly for two tokens, which is all that four tokens a request leave room for."""
     made = [LAW_DRAFTS[name]() for name in drafts]
     script = [(column, k) for k in (2, 2, 1) for column in range(len(made))] + [(NO_DRAFT, 0)]
-    return Deployment(law_engine(), made, Scripted(script), chunk_tokens=200, max_active=64)
+    return Deployment(law_engine(), made, Scripted(script), chunk_tokens=200, max_active=64, cohorts=cohorts)
 
 
-def texts_follow_the_target_s_law(sampling: SamplingParams, drafts: Iterable[str] = tuple(LAW_DRAFTS), rounds: int = 1_500) -> None:
+def texts_follow_the_target_s_law(
+    sampling: SamplingParams, drafts: Iterable[str] = tuple(LAW_DRAFTS), rounds: int = 1_500, cohorts: tuple[int, ...] = ()
+) -> None:
     """The first three tokens jointly, over seeds, against enumeration. A correct engine fails it three times in a million."""
-    deployment = law_deployment(drafts)
+    deployment = law_deployment(drafts, cohorts)
     sessions = [deployment.submit(LAW_PROMPT, 4, replace(sampling, seed=seed)) for seed in range(rounds)]
     deployment.run(rounds)
     texts = Counter(tuple(session.sequence.tokens[len(LAW_PROMPT) :][:3]) for session in sessions)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -21,11 +22,13 @@ from backend.engines.torch_engine import TorchEngine
 from backend.extras import Gathered
 from backend.kv_ledger import KVLedger
 from backend.orchestrator import Orchestrator
+from backend.overlapped import Overlapped
 from backend.ports import BLOCK_TOKENS, Engine, Proposal, Sequence
 from backend.request import ErrorCode, FinishReason, GenerationRequest, SamplingParams
 from backend.session import Delta, Session, Usage
 from backend.stats import Stats, StepStats
 from policy import NO_DRAFT, Outcome, Plan, TurnShape, View
+from policy.cohorts import ForcedCohorts
 
 GREEDY = SamplingParams()
 VOCAB, K_MAX, BLOCKS = 24, 4, 64
@@ -143,8 +146,25 @@ class Scripted:
         self.outcomes.append(outcome)
         return state
 
+    def stand_by(self, view: View, state: int) -> int:
+        return state
+
     def drift(self, state: int) -> dict[str, float]:
         return {}
+
+
+class Cut(ForcedCohorts):
+    """Another policy's plans, cut into as many cohorts as ``numbers`` say, step by step; 1 waits for all that is in flight."""
+
+    def __init__(self, policy: Scripted, numbers: Seq[int]) -> None:
+        super().__init__(policy, 1)
+        self.numbers, self.planned = itertools.cycle(numbers), []
+
+    def plan(self, view: View, state: int, now: float, rng: np.random.Generator) -> tuple[Plan, int]:
+        self.cohorts = next(self.numbers)
+        plan, state = super().plan(view, state, now, rng) if self.cohorts > 1 else self.policy.plan(view, state, now, rng)
+        self.planned.append((view, plan))
+        return plan, state
 
 
 class ForetoldDraft(LookupEngine):
@@ -178,7 +198,11 @@ class RecordedDrafting(Drafting):
 
 @dataclass
 class Deployment:
-    """One target, drafts, and the loop over them; ``watchers`` are called after every step, ``live`` sessions have not ended."""
+    """One target, drafts, and the loop over them; ``watchers`` are called after every step, ``live`` sessions have not ended.
+
+    ``cohorts`` are as in ``Cut``. Where something watches, the target has run what is in flight before it is looked at, though nobody has
+    taken its tokens; else its thread runs beside the next steps (``poisons`` false: and nothing is poisoned, which would disturb it).
+    """
 
     target: TorchEngine
     drafts: list[Engine] = field(default_factory=list)
@@ -188,6 +212,8 @@ class Deployment:
     max_active: int = 8
     kv_blocks: int = BLOCKS
     reuse: bool = True
+    cohorts: Seq[int] = ()
+    poisons: bool = True
     seed: int = 0
     watchers: list[Callable[[Deployment], None]] = field(default_factory=list)
     live: list[Session] = field(default_factory=list)
@@ -197,13 +223,14 @@ class Deployment:
         step_stats, clock = StepStats(self.stats), itertools.count().__next__
         self.engines = [self.target, *self.drafts]
         pools = {engine.name: min(self.kv_blocks, engine.limits.kv_blocks) for engine in self.engines}
-        target = self.target if self.reuse else None
+        self.verifier = Overlapped(self.target) if self.cohorts else self.target
+        target = self.verifier if self.reuse else None
         self.ledger = KVLedger(pools, K_MAX + 1, growth_blocks=0, target=target)  # admitted too soon, and therefore pre-empted often
         self.drafting = RecordedDrafting(self.drafts, step_stats, clock, most_nodes=K_MAX + 1)
         self.loop = Orchestrator(
-            self.target,
+            self.verifier,
             self.drafting,
-            self.policy,
+            Cut(self.policy, self.cohorts) if self.cohorts else self.policy,
             self.ledger,
             Admission(self.ledger, self.max_active, 10**6),
             step_stats,
@@ -224,14 +251,22 @@ class Deployment:
 
     def step(self) -> bool:
         """Poison what is not committed, take a step, and let the watchers look."""
-        for engine in self.engines:
+        for engine in self.engines if self.poisons else ():
             if isinstance(engine, TorchEngine):
+                self.settle()
                 poison(engine, [session.sequence for session in self.live])
         worked = self.loop.step()
         self.live = [session for session in self.live if not session.sink.ended]
+        if self.watchers:
+            self.settle()
         for watch in self.watchers:
             watch(self)
         return worked
+
+    def settle(self) -> None:
+        """Wait until the target has run all that it was given."""
+        if isinstance(self.verifier, Overlapped):
+            wait([running for _, running in self.verifier._flying])
 
     def run(self, most_steps: int = 2_000) -> None:
         """Step until everything has ended and been released; a loop that does not end fails."""

@@ -38,7 +38,10 @@ class Ask:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Requests, the policy's script (``Scripted``), and the limits of the deployment; the target pads where there are ``pieces``."""
+    """Requests, the policy's script (``Scripted``), and the limits of the deployment; the target pads where there are ``pieces``.
+
+    ``cohorts`` and ``poisons`` as of ``Deployment``.
+    """
 
     asks: tuple[Ask, ...]
     script: tuple[tuple, ...]
@@ -48,6 +51,8 @@ class Scenario:
     reuse: bool = True
     pieces: tuple[int, ...] = ()
     attention: str = ""
+    cohorts: tuple[int, ...] = ()
+    poisons: bool = True
 
 
 SCRIPT = ((1, 4), (0, 2), (5, 3), (3, 3), (1, 1), (2, 4), (NO_DRAFT, 0), (1, 3), (3, 4), (4, 4), (2, 2), (6, 4), (0, 3))
@@ -137,6 +142,8 @@ def serve(scenario: Scenario, *watchers: Callable[[Deployment], None]) -> tuple[
         max_active=scenario.max_active,
         kv_blocks=scenario.kv_blocks,
         reuse=scenario.reuse,
+        cohorts=scenario.cohorts,
+        poisons=scenario.poisons,
         watchers=list(watchers),
     )
     sessions: dict[int, Session] = {}

@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from tests.contract import checks, padded_checks, tree_checks
+from tests.contract import checks, cohort_checks, padded_checks, tree_checks
 
 LAWS = {"wide": checks.WIDE, "sharp": checks.SHARP, "options": checks.OPTIONS}
 
 
-@pytest.mark.parametrize("check", [*checks.SUITE, *tree_checks.SUITE, *padded_checks.SUITE], ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "check", [*checks.SUITE, *tree_checks.SUITE, *padded_checks.SUITE, *cohort_checks.SUITE], ids=lambda check: check.__name__
+)
 def test_it_holds_that(check):
     check()
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.contract import padded_mutants, tree_mutants
+from tests.contract import cohort_mutants, padded_mutants, tree_mutants
 
-MUTANTS = padded_mutants.MUTANTS | tree_mutants.MUTANTS
+MUTANTS = cohort_mutants.MUTANTS | padded_mutants.MUTANTS | tree_mutants.MUTANTS
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -100,7 +100,7 @@ def test_cohorts_take_the_pipeline_s_time_once_they_are_running():
     policy = Always(2, lambda n: TurnShape(cohort=np.arange(n) * 2 // n))
     _, run = tokens_per_row(policy, made)
     full = [step.seconds for step in run.steps if step.rows == 4 and step.proposed == 8]
-    draft_s, verify_s = 2 * 0.001 + 2 * 1e-5, 0.010 + 5e-4 + 1e-4 * 0  # by cohort: two rows, six tokens
+    draft_s, verify_s = 2 * 0.001 + 2 * 1e-5 + 5e-4, 0.010 + 6 * 1e-4  # by cohort: two rows, six tokens
     assert np.median(full) == pytest.approx(pipelined_s(np.full(2, draft_s), np.full(2, verify_s), 1.1), rel=0.02)
 
 
