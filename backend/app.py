@@ -15,6 +15,7 @@ import policy
 from backend import cache, memory
 from backend.admission import Admission
 from backend.config import EMBEDDED_MODEL, ConfigError, EngineConfig, PolicyConfig, ServingConfig
+from backend.contention import overlapped
 from backend.drafting import Drafting
 from backend.engines.fake import FakeEngine
 from backend.engines.lookup import LookupEngine
@@ -69,6 +70,7 @@ class App:
     learned: LearnedState
     tracing: Tracing
     max_context_tokens: int
+    contention: float | None
     close: Callable[[], None]
     grammars: Grammars
     _ids: itertools.count[int]
@@ -154,6 +156,9 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
     stats = Stats()
     target = make_engine(config.target, config, threads, stats.count)
     drafts = [make_engine(draft, config, threads, stats.count) for draft in config.drafts]
+    contention = None
+    if config.policy.cohorts > 1:
+        target, contention = overlapped(target, drafts)
     cpu_only = all(engine.engine != "trtllm" and engine.device == "cpu" for engine in (config.target, *config.drafts))
     step_stats = StepStats(stats, config.limits.max_active_requests, cpu_only=cpu_only)
     switches = SwitchBoard(config, step_stats)
@@ -163,7 +168,7 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
         guaranteed=config.limits.batch_scheduler_policy == "guaranteed_no_evict",
         target=target if config.limits.enable_kv_cache_reuse and config.target.engine != "trtllm" else None,
     )
-    planner = policy.SwitchedPolicy(make_policy(config, drafts, tables, step_stats, target.limits.tree), switches.current)
+    planner = policy.SwitchedPolicy(make_policy(config, drafts, tables, step_stats, target.limits.tree, contention), switches.current)
     orchestrator = Orchestrator(
         target,
         Drafting(drafts, step_stats, monotonic, most_nodes=config.policy.k_max if target.limits.tree else 0),
@@ -191,7 +196,7 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
     max_context = min(config.limits.max_context_tokens, target.limits.max_context_tokens)
     ids, grammars = itertools.count(1), Grammars(tokenizer)
     engines = orchestrator, target, drafts, tokenizer
-    return App(config, *engines, stats, step_stats, switches, learned, tracing, max_context, close, grammars, ids)
+    return App(config, *engines, stats, step_stats, switches, learned, tracing, max_context, contention, close, grammars, ids)
 
 
 def check_memory(config: ServingConfig, names: Collection[str] | None = None) -> None:
@@ -259,9 +264,16 @@ def make_engine(engine: EngineConfig, config: ServingConfig, threads: int, count
 
 
 def make_policy(
-    config: ServingConfig, drafts: list[Engine], tables: Mapping[str, LatencyTable], stats: StepStats, trees: bool = False
+    config: ServingConfig,
+    drafts: list[Engine],
+    tables: Mapping[str, LatencyTable],
+    stats: StepStats,
+    trees: bool = False,
+    contention: float | None = None,
 ) -> policy.Policy:
-    """Make the configured policy for these drafts; ``tables`` by the names of the engines that run a model, ``trees``: the target's."""
+    """Make the configured policy for these drafts; ``tables`` by the names of the engines that run a model, ``trees``: the target's,
+    ``contention`` as of ``backend.contention``.
+    """
     if config.policy.kind == "none" or not drafts:
         return policy.NoSpeculation()
     known = {engine.name: tables.get(engine.name) or _known_times(engine) for engine in (config.target, *config.drafts)}
@@ -271,7 +283,7 @@ def make_policy(
     scored = all(draft.limits.scores or draft.limits.free for draft in drafts)
     constants = policy.PlannerConfig(k_max=config.policy.k_max, selection=config.policy.selection, catchup_scored=scored)
     planner = policy.AdaptivePlanner(tuple(known), latency, constants)
-    shapes = _shapes(config, drafts, trees)
+    shapes = _shapes(config, drafts, trees, contention)
     if shapes != Shapes():
         planner = ShapedPlanner(tuple(known), latency, constants, shapes)
     if not config.policy.trace_file:
@@ -297,12 +309,12 @@ def _baseline(config: PolicyConfig, drafts: tuple[str, ...], latency: policy.Lat
             return policy.RandomChoice()
 
 
-def _shapes(config: ServingConfig, drafts: list[Engine], trees: bool) -> Shapes:
+def _shapes(config: ServingConfig, drafts: list[Engine], trees: bool, contention: float | None) -> Shapes:
     """Return what the planner may ask beyond chains side by side. Raises ConfigError where the target cannot verify ``trees``."""
-    pads = config.target.attention == "padded"
+    pads, cohorts = config.target.attention == "padded", config.policy.cohorts
     asked = config.policy.tree_width > 1 or config.policy.merge_chains
     if not asked:
-        return Shapes(pads=pads, merge_tokens=MERGE_TOKENS if pads else 0.0)
+        return Shapes(cohorts=cohorts, contention=contention, pads=pads, merge_tokens=MERGE_TOKENS if pads else 0.0)
     if not trees:
         raise ConfigError(
             f"policy.tree_width must be 1 and policy.merge_chains false: engine {config.target.engine!r} verifies chains only"
@@ -312,6 +324,8 @@ def _shapes(config: ServingConfig, drafts: list[Engine], trees: bool) -> Shapes:
         single_choice=tuple(column for column, draft in enumerate(drafts) if not draft.limits.siblings),
         merges=config.policy.merge_chains,
         most_nodes=max(1, config.policy.k_max),
+        cohorts=cohorts,
+        contention=contention,
         pads=pads,
         merge_tokens=MERGE_TOKENS if pads else 0.0,
     )

@@ -69,7 +69,8 @@ class PolicyConfig:
     ``smartspec`` (as published) adapt the length of ``draft``, ``spin`` selects drafts for chains of ``length``; ``random`` (tests) draws
     both in every step.
     ``selection`` is how the adaptive planner finds drafts worth a trial (``policy.selection``). It proposes up to ``tree_width`` candidates
-    for a place (1: chains only) and, with ``merge_chains``, chains of two drafts for one verification, where they pay.
+    for a place (1: chains only) and, with ``merge_chains``, chains of two drafts for one verification, where they pay. ``cohorts`` above 1:
+    the batch may be cut into so many, one of which is drafted for while another is verified, where that pays.
     ``keep_learned``: what was learnt outlasts the process, in the cache folder. ``trace_file`` (empty: none) gets the first ``trace_lines``
     lines of what the adaptive planner saw and decided, for ``python -m policy.replay``.
     """
@@ -82,6 +83,7 @@ class PolicyConfig:
     schedule: tuple[ScheduleStep, ...] = ()
     tree_width: int = setting(1, low=1, high=16)
     merge_chains: bool = False
+    cohorts: int = setting(1, low=1, high=8)
     seed: int = 0
     keep_learned: bool = True
     trace_file: str = ""
@@ -194,7 +196,7 @@ def parse_config(raw: Any) -> ServingConfig:
             )
         if engine.attention == "padded" and (engine.engine != "torch" or engine is not config.target):
             raise ConfigError(f"{where}.attention must be 'ragged' or 'tiled' but for a torch target, got 'padded'")
-    _check_policy(config.policy, names[1:])
+    _check_policy(config.policy, config.target, names[1:])
     if config.target.engine == "trtllm":
         _check_trtllm(config)
     most_run = config.policy.k_max + 1 if config.target.engine == "trtllm" else 1  # what KV is reserved for
@@ -214,7 +216,9 @@ def _check_trtllm(config: ServingConfig) -> None:
             raise ConfigError(f"drafts[{index}].engine must be 'trtllm' or 'lookup' with a target of 'trtllm', got {draft.engine!r}")
 
 
-def _check_policy(policy: PolicyConfig, drafts: list[str]) -> None:
+def _check_policy(policy: PolicyConfig, target: EngineConfig, drafts: list[str]) -> None:
+    if policy.cohorts > 1 and target.attention == "padded":
+        raise ConfigError(f"policy.cohorts must be 1 for a target whose attention is 'padded', got {policy.cohorts}")
     if policy.kind in ("fixed", "schedule", "average", "smartspec") and policy.draft not in drafts:
         raise ConfigError(f"policy.draft must be one of {drafts}, got {policy.draft!r}")
     batches = [step.batch for step in policy.schedule]
