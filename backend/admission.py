@@ -6,6 +6,7 @@ the first to wait. So the oldest request always goes on, and nobody is starved.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -15,12 +16,16 @@ from backend.session import Session
 
 
 class Admission:
-    """Holds sessions until a place in the batch and KV blocks are free, and decides who gives blocks back when they run out."""
+    """Holds sessions until a place in the batch, KV blocks and room for the logits that they ask for are free, and decides who gives blocks
+    back when they run out. ``max_logits_bytes`` is for all that are admitted and have not ended.
+    """
 
-    def __init__(self, ledger: KVLedger, max_active: int, max_queued: int) -> None:
+    def __init__(self, ledger: KVLedger, max_active: int, max_queued: int, max_logits_bytes: float = math.inf) -> None:
         self._ledger = ledger
         self._max_active = max_active
         self._max_queued = max_queued
+        self._max_logits_bytes = max_logits_bytes
+        self._logits_bytes: dict[int, int] = {}  # by session, of those that have been admitted
         self._queue: deque[Session] = deque()
 
     def __len__(self) -> int:
@@ -43,10 +48,16 @@ class Admission:
         admitted: list[Session] = []
         while self._queue and active + len(admitted) < self._max_active:
             session = self._queue[0]
-            if not self._ledger.reserve(session.sequence, _life_tokens(session)):
+            if not (self._has_room_for_logits(session) and self._ledger.reserve(session.sequence, _life_tokens(session))):
                 break  # the head waits; letting smaller ones pass could starve it
+            if session.logits_bytes:
+                self._logits_bytes[session.id] = session.logits_bytes
             admitted.append(self._queue.popleft())
         return admitted
+
+    def ended(self, session: Session) -> None:
+        """Give back what an admitted session keeps in memory until it ends, also while it is pre-empted."""
+        self._logits_bytes.pop(session.id, None)
 
     def make_room(self, active: Iterable[Session]) -> list[Session]:
         """Extend the KV of ``active`` (in order of admission) for its next step; return the sessions that lost theirs for it, and wait now.
@@ -73,6 +84,11 @@ class Admission:
             ids = {session.id for session in gone}  # asked once: a client may go at any moment
             self._queue = deque(session for session in self._queue if session.id not in ids)
         return gone
+
+    def _has_room_for_logits(self, session: Session) -> bool:
+        if not session.logits_bytes or session.id in self._logits_bytes:
+            return True
+        return sum(self._logits_bytes.values()) + session.logits_bytes <= self._max_logits_bytes
 
     def clear(self) -> list[Session]:
         """Take out and return everything that waits."""

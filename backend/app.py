@@ -89,13 +89,14 @@ class App:
         sampling = sampling_params(request, self.tokenizer, end_ids, self.config.plan_invariant)
         if request.guide_type is not None:
             sampling = replace(sampling, guide=self.grammars.guide(request.guide_type, request.guide or "", end_ids))
-        _check_logits(request, len(prompt), self.target.limits.vocab_size, self.config.limits.max_logits_bytes)
+        logits_bytes = _logits_bytes(request, len(prompt), self.target.limits.vocab_size, self.config.limits.max_logits_bytes)
         number, salt = next(self._ids), request.cache_salt or ""
         if request.return_context_logits:
             salt = f"{salt}/{number}/{secrets.token_hex(8)}"  # KV that was found would have no logits
         sequence = Sequence(number, prompt, len(prompt), sampling, salt=salt)
         sequence.context_logits, sequence.generation_logits = request.return_context_logits, request.return_generation_logits
         session = Session(sequence, request, end_ids, IncrementalDecoder(self.tokenizer.token_bytes), sink)
+        session.logits_bytes = logits_bytes
         session.control = self.switches.current().in_control(session.id)
         return session
 
@@ -174,7 +175,7 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
         Drafting(drafts, step_stats, monotonic, most_nodes=config.policy.k_max if target.limits.tree else 0),
         planner,
         ledger,
-        Admission(ledger, config.limits.max_active_requests, config.limits.max_queued_requests),
+        Admission(ledger, config.limits.max_active_requests, config.limits.max_queued_requests, config.limits.max_logits_bytes),
         step_stats,
         monotonic,
         k_max=config.policy.k_max,
@@ -204,7 +205,8 @@ def check_memory(config: ServingConfig, names: Collection[str] | None = None) ->
     models = [engine for engine in timed_engines(config) if names is None or engine.name in names]
     if models:
         footprints = memory.plan(config, {engine.name: model_path(engine) for engine in models})
-        logger.info(memory.check(footprints, {engine.device: memory.available_bytes(engine) for engine in models}))
+        available = {engine.device: memory.available_bytes(engine) for engine in models}
+        logger.info(memory.check(footprints, available, memory.process_bytes(config)))
 
 
 def model_path(engine: EngineConfig) -> Path:
@@ -369,13 +371,14 @@ def _check_trtllm_turns(request: GenerationRequest) -> None:
             raise RequestError(ErrorCode.UNIMPLEMENTED, f"{name} is not supported: {reason}, got {value!r}")
 
 
-def _check_logits(request: GenerationRequest, prompt_tokens: int, vocab_size: int, limit_bytes: int) -> None:
-    """Refuse a request for more logits than one may have: they are kept in memory until it ends. Raises RequestError."""
+def _logits_bytes(request: GenerationRequest, prompt_tokens: int, vocab_size: int, limit_bytes: int) -> int:
+    """Return what the logits that a request asks for take: they are kept in memory until it ends. Raises RequestError beyond the limit."""
     rows = request.return_context_logits * prompt_tokens + request.return_generation_logits * request.max_tokens
     if (size := rows * vocab_size * 4) > limit_bytes:
         name = "return_context_logits" if request.return_context_logits else "return_generation_logits"
         message = f"{name}: {rows} rows of {vocab_size} logits are {size} bytes, over limits.max_logits_bytes, {limit_bytes}"
         raise RequestError(ErrorCode.INVALID_ARGUMENT, message)
+    return size
 
 
 def check_ids(request: GenerationRequest, vocab_size: int) -> None:

@@ -50,18 +50,28 @@ def plan(config: ServingConfig, folders: Mapping[str, Path]) -> dict[str, Footpr
                 rows=rows + limits.prefill_chunk_tokens,
                 logit_rows=rows if engine is config.target else rows + SCORED_ROWS,
                 law_rows=0 if engine is config.target else limits.max_active_requests * k_max,
+                kept_rows=limits.prefill_chunk_tokens if engine is config.target else 0,
+                kept_bytes=limits.max_logits_bytes,
                 padded_tokens=padded,
                 padded_queries=1 + verified if padded else 0,
             )
     return footprints
 
 
-def check(footprints: Mapping[str, Footprint], available: Mapping[str, int]) -> str:
-    """Return the plan in a line; ``available`` is the bytes on each device. Raises ConfigError with every number where they are too few."""
+def process_bytes(config: ServingConfig) -> int:
+    """Return what the process takes beside its engines, with the logits that requests keep until they are sent, and their copy then."""
+    return PROCESS_BYTES + 2 * config.limits.max_logits_bytes
+
+
+def check(footprints: Mapping[str, Footprint], available: Mapping[str, int], process_bytes: int = PROCESS_BYTES) -> str:
+    """Return the plan in a line; ``available`` is the bytes on each device, ``process_bytes`` the host's share beside the engines.
+
+    Raises ConfigError with every number where they are too few.
+    """
     lines = []
     for device, free in available.items():
         parts = {name: footprint for name, footprint in footprints.items() if footprint.device == device}
-        process = PROCESS_BYTES if device == "cpu" else 0
+        process = process_bytes if device == "cpu" else 0
         needed = process + sum(footprint.total for footprint in parts.values())
         numbers = [f"{name} {_gib(f.weights)} weights + {_gib(f.kv)} KV + {_gib(f.passes)} passes" for name, f in parts.items()]
         line = f"{device} has {_gib(free)} GiB and {_gib(needed)} are needed ({', '.join(numbers)}, process {_gib(process)})"

@@ -346,6 +346,7 @@ class Orchestrator:
     def _release(self, session: Session) -> None:
         """Forget a request everywhere: batch, engines, ledger, and (at the end of the step) policy."""
         self._ledger.release(session.sequence)
+        self._admission.ended(session)
         self._forget(session)
         self._finished.append(session.id)
 

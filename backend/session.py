@@ -94,6 +94,7 @@ class Session:
         self.output_tokens = 0
         self.drafted = 0
         self.accepted = 0
+        self.logits_bytes = 0  # of those that it keeps until they are sent, at the most
         self.control = False  # of a canary's two arms the one that takes the fixed choice
         self.group = hash(tuple(sequence.tokens[:_SOURCE_TOKENS]))  # prompts of one source begin alike; equal in every process
         self.arrived_s = 0.0

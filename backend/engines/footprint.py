@@ -26,12 +26,15 @@ def footprint(
     rows: int,
     logit_rows: int,
     law_rows: int,
+    kept_rows: int = 0,
+    kept_bytes: int = 0,
     padded_tokens: int = 0,
     padded_queries: int = 0,
 ) -> Footprint:
     """Return what a model takes; its largest pass has ``rows`` rows, of which ``logit_rows`` want logits, and keeps ``law_rows``
-    laws. Where rows are padded, a layer's attention copies ``padded_tokens`` KV rows and masks them for so many queries each. Raises
-    CheckpointError for a folder that cannot be served.
+    laws. Up to ``kept_rows`` of the others, as many as are ``kept_bytes`` in fp32, give logits that are kept for replies. Where rows are
+    padded, a layer's attention copies ``padded_tokens`` KV rows and masks them for so many queries each. Raises CheckpointError for a
+    folder that cannot be served.
     """
     config, item = read_config(folder), DTYPES[dtype].itemsize
     shapes = config.shapes()
@@ -48,6 +51,7 @@ def footprint(
         row += 12 * config.intermediate_size  # fp32 products of two digits, and their sum
     vocab = config.draft_vocab_size or config.vocab_size
     passes = rows * row * item + vocab * (logit_rows * LOGIT_BYTES + law_rows * LAW_BYTES)
+    passes += vocab * min(kept_rows, kept_bytes // (4 * vocab)) * (item + 4)
     passes += padded_tokens * (kv_row + padded_queries * config.num_heads // config.num_kv_heads) * item
     return Footprint(device, weights, kv_tokens * config.num_layers * kv_row * item, passes)
 

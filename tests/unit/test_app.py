@@ -91,6 +91,37 @@ def test_more_logits_than_the_limit_are_refused_with_the_numbers():
     app.session(GenerationRequest("abc", 10), Sink())
 
 
+def test_requests_wait_until_there_is_room_for_the_logits_that_all_keep_and_nobody_is_refused():
+    app = build(parse_config({**FAKE, "limits": {"max_logits_bytes": 30 * 257 * 4, "max_active_requests": 8}}))
+    sinks = [Sink() for _ in range(6)]
+    for sink in sinks[:5]:
+        app.orchestrator.submit(app.session(GenerationRequest("abc", 12, end_id=-1, return_generation_logits=True), sink))
+    app.orchestrator.submit(app.session(GenerationRequest("abc", 12, end_id=-1), sinks[5]))
+    app.orchestrator.step()
+    assert app.orchestrator.counts() == (2, 4)  # 24 rows of 30; the one without logits waits for its turn
+    most = 0
+    while app.orchestrator.step():
+        active = [s for s in app.orchestrator._active.values() if s.logits_bytes]
+        most = max(most, sum(session.logits_bytes for session in active))
+    assert most == 24 * 257 * 4
+    assert all(sink.reply is not None for sink in sinks)
+
+
+def test_a_pre_empted_request_keeps_its_room_for_logits_and_one_that_leaves_gives_it_back():
+    app = build(parse_config({**FAKE, "limits": {"max_logits_bytes": 20 * 257 * 4}}))
+    admission = app.orchestrator._admission
+    first, second = (app.session(GenerationRequest("abc", 12, return_generation_logits=True), Sink()) for _ in range(2))
+    for session in (first, second):
+        admission.offer(session)
+    assert admission.admit(0) == [first]
+    admission._ledger.release(first.sequence)
+    admission._queue.appendleft(first)
+    assert admission.admit(0) == [first]
+    assert admission.admit(1) == []
+    admission.ended(first)
+    assert admission.admit(0) == [second]
+
+
 def test_a_request_for_the_logits_of_its_prompt_shares_no_kv_with_others():
     app = build(parse_config(FAKE))
     salts = {app.session(GenerationRequest("abc", 9, return_context_logits=True), Sink()).sequence.salt for _ in range(2)}

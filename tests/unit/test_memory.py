@@ -124,3 +124,14 @@ def test_what_is_available_is_the_machine_s_or_what_the_tightest_group_leaves(tm
     ]
     for number, (groups, own, expected) in enumerate(cases):
         assert memory.host_bytes(machine(tmp_path / str(number), groups, own)) == expected
+
+
+def test_logits_that_requests_keep_are_planned_with_their_copy_and_the_prompt_s_in_the_pass(tmp_path):
+    target, draft = folder(tmp_path / "target"), folder(tmp_path / "draft")
+    folders, row_bytes = {"target": target, "small": draft}, 4 * MODEL["vocab_size"]
+    none, some = (serving(target, draft, max_logits_bytes=size, prefill_chunk_tokens=32) for size in (0, 20 * row_bytes))
+    assert memory.process_bytes(none) == PROCESS_BYTES
+    assert memory.process_bytes(some) == PROCESS_BYTES + 2 * 20 * row_bytes
+    before, after = memory.plan(none, folders), memory.plan(some, folders)
+    assert after["target"].passes - before["target"].passes == 20 * MODEL["vocab_size"] * (2 + 4)
+    assert after["small"] == before["small"]
