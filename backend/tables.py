@@ -63,6 +63,10 @@ def table_file(engine: EngineConfig, folder: Path, threads: int | str) -> Path:
         "attention": engine.attention,
         "threads": threads,
     }
+    if engine.device != "cpu":
+        from backend.engines.footprint import device_name  # imports torch
+
+        subject["device_name"] = device_name(engine.device)
     return cache.table_file(hashlib.sha256(json.dumps(subject).encode()).hexdigest()[:32])
 
 

@@ -59,3 +59,8 @@ def footprint(
 def free_bytes(device: str) -> int:
     """Return what is free on a CUDA device."""
     return torch.cuda.mem_get_info(device)[0]
+
+
+def device_name(device: str) -> str:
+    """Return what a CUDA device is."""
+    return torch.cuda.get_device_name(device)

@@ -166,6 +166,8 @@ class TorchEngine:
                 completions.append(Completion(turn.sequence.id, [], error=str(error)))
         with torch.inference_mode():
             self._run(jobs)
+            if self._model.device.type == "cuda" and not any(job.tokens for job in jobs):
+                torch.cuda.synchronize(self._model.device)  # a pass without a result: it has ended, for whoever takes its time
             return completions + [self._complete(job) for job in jobs]
 
     def cancel(self, sequence_ids: Iterable[int]) -> None:

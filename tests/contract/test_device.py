@@ -7,35 +7,25 @@ from dataclasses import replace
 import pytest
 import torch
 
-from backend.engines.torch_engine import TorchEngine
 from backend.ports import Proposal, Sequence, Turn
 from backend.request import SamplingParams
-from tests.contract import checks, deployment
+from tests.contract import checks
 from tests.contract.deployment import tiny_engine
+from tests.contract.on_device import engines_on
 from tests.contract.pretend_device import DEVICE, OnDevice, PretendDevice
-from tests.contract.scenarios import BUSY, MIXED, TREES, UNEVEN, reference, serve
+from tests.contract.scenarios import BUSY, MIXED, TREES, serve
 
 
 @contextmanager
-def engines_on_the_device():
-    reference()  # on the host, before
-    for ask in (*BUSY.asks, *MIXED.asks, *UNEVEN.asks):
-        checks.plain_text(ask)
-    from_weights = TorchEngine.from_weights
-
-    def put(name, config, weights, **options):
-        return from_weights(name, config, {key: weight.to(DEVICE) for key, weight in weights.items()}, **options)
-
-    with pytest.MonkeyPatch.context() as patch, PretendDevice() as device:
-        patch.setattr(TorchEngine, "from_weights", put)
-        patch.setattr(deployment, "poison", lambda engine, sequences: None)
+def pretended():
+    with engines_on(DEVICE), PretendDevice() as device:
         yield device
 
 
 @pytest.mark.parametrize("attention", ["ragged", "tiled", "padded", "graphs"])
 @pytest.mark.parametrize("scenario", [BUSY, TREES, MIXED], ids=["chains", "trees", "options"])
 def test_texts_of_a_device_are_those_of_plain_decoding_and_nothing_meets_the_host_s(attention, scenario):
-    with engines_on_the_device():
+    with pretended():
         pieces = (16, 0, 32) if attention == "padded" else ()
         served, sessions = serve(replace(scenario, attention=attention, pieces=pieces))
         assert isinstance(served.target._model._pool, OnDevice)
@@ -52,7 +42,7 @@ def step(engine, turns):
 @pytest.mark.parametrize("proposed", [0, 1, 4])
 @pytest.mark.parametrize("requests", [1, 3])
 def test_a_greedy_step_in_static_shapes_uploads_once_and_waits_once(requests, proposed):
-    with engines_on_the_device() as device:
+    with pretended() as device:
         engine = tiny_engine(attention="graphs")
         sequences = [Sequence(n, [1, 2, 3 + n], 3, SamplingParams(), {"target": [n]}) for n in range(requests)]
         for _ in range(2):
