@@ -1,9 +1,9 @@
 """Everything that wants a GPU, in one command: ``python -m tests.gpu.run --out FOLDER`` (twenty minutes by default).
 
-Writes ``tests.log`` (the engine on CUDA and the suites that it shares), ``steps.json`` (``bench_steps``), ``sweep-gpu.json`` and its page (the
-load sweep in process, on the tiny family, which is in the repository; its latency tables are measured first) and ``run.json``: the
-device, versions, the commands and how each ended. Goes on behind a part that fails, and then exits with 1. Needs the packages of
-requirements.txt, but no tritonserver and no network.
+Writes ``tests.log`` (the engine on CUDA and the suites that it shares), ``steps.json`` (``bench_steps``), ``sweep-gpu.json`` and its page
+(the load sweep in process, on the tiny family, which is in the repository; its latency tables are measured first) and ``run.json``: device,
+versions, the commands and how each ended. Goes on behind a part that fails, and then exits with 1. Needs the packages of requirements.txt,
+but no tritonserver and no network.
 """
 
 from __future__ import annotations
