@@ -32,8 +32,8 @@ def commands(out: Path, device: str, minutes: float) -> dict[str, list[str]]:
             engine["device"] = device
     (out / "serving.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")
     suites = ["tests/gpu", "tests/contract/test_static.py", "tests/contract/test_device.py", "tests/contract/test_padded.py"]
-    sweep = ["--in-process", "--config", str(out / "serving.json"), "--workloads", "sql", "code", "--closed", "1", "4", "16", "64"]
-    sweep += ["--active", "64", "--shares", "0.7", "--arrivals", "poisson", "--lengths", "2", "4", "8", "--limit-s", str(30.0 * minutes)]
+    sweep = ["--in-process", "--config", str(out / "serving.json"), "--workloads", "sql", "--closed", "1", "8", "64"]
+    sweep += ["--active", "64", "--shares", "0.7", "--arrivals", "poisson", "--lengths", "2", "6", "--limit-s", str(30.0 * minutes)]
     return {
         "tests": ["pytest", "-q", *suites],
         "steps": ["tests.gpu.bench_steps", "--device", device, "--out", str(out / "steps.json")],
