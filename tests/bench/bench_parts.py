@@ -1,0 +1,96 @@
+"""Where a step's time goes: ``python -m tests.bench.bench_parts --model FOLDER --out FILE`` (CPU).
+
+Steps behind ``--context`` tokens with a clock around each kind of call, in CPU time of the one thread; medians. ``other`` is what no clock is
+around: residual sums, rotation, KV writes, and Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+from torch.nn import functional
+
+from backend import machine
+from backend.engines import padded, torch_engine
+from backend.engines.chunks import KVTable
+from backend.engines.llama import Linear
+from backend.engines.torch_engine import TorchEngine
+from tests.bench.bench_dtypes import stepper
+
+STEPS = ((1, 0), (4, 0), (1, 4))
+"""(sequences, proposed tokens of each)"""
+HEAD_OUTPUTS = 10_000
+"""A product with so many columns or more is the head's."""
+
+
+class Clock:
+    """Sums the CPU seconds of the functions that it is put around."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, float] = defaultdict(float)
+
+    def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.thread_time()
+            result = function(*args, **kwargs)
+            head = name == "matrices" and result.shape[1] >= HEAD_OUTPUTS
+            self.parts["head" if head else name] += time.thread_time() - start
+            return result
+
+        return timed
+
+
+def parts(engine: TorchEngine, sequences: int, proposed: int, context: int, rounds: int) -> dict[str, float]:
+    """Return the median CPU ms of a step's parts, and of the step without clocks inside (``step``)."""
+    step, found = stepper(engine, sequences, proposed, context), defaultdict(list)
+    for _ in range(rounds):
+        start = time.thread_time()
+        step()
+        found["step"].append(1e3 * (time.thread_time() - start))
+        clock = Clock()
+        with (
+            patch.object(Linear, "__call__", clock.around("matrices", Linear.__call__)),
+            patch.object(functional, "rms_norm", clock.around("norms", functional.rms_norm)),
+            patch.object(functional, "scaled_dot_product_attention", clock.around("attention", functional.scaled_dot_product_attention)),
+            patch.object(KVTable, "read", clock.around("keys_and_values_copied", KVTable.read)),
+            patch.object(padded, "_kv", clock.around("keys_and_values_copied", padded._kv)),
+            patch.object(torch_engine, "verify", clock.around("verification", torch_engine.verify)),
+        ):
+            start = time.thread_time()
+            step()
+            whole = time.thread_time() - start
+        clock.parts["other"] = whole - sum(clock.parts.values())
+        for name, seconds in clock.parts.items():
+            found[name].append(1e3 * seconds)
+    engine.cancel(range(sequences))
+    return {name: median(values) for name, values in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    options = {"kv_blocks": 100, "max_context_tokens": args.context + 16, "threads": 1}
+    engine = TorchEngine("parts", args.model, attention="tiled", **options)
+    rows = [{"sequences": n, "proposed": k, "cpu_ms": parts(engine, n, k, args.context, args.rounds)} for n, k in STEPS]
+    words = ["python", "-m", "tests.bench.bench_parts", *sys.argv[1:]]
+    command = [args.model.name if word == str(args.model) else word for word in words]
+    report = {"command": command, "seed": 0, "context": args.context, "machine": machine.describe(), "steps": rows}
+    args.out.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()
