@@ -1,7 +1,7 @@
 """Where a step's time goes: ``python -m tests.bench.bench_parts --model FOLDER --out FILE`` (CPU).
 
-Steps behind ``--context`` tokens with a clock around each kind of call, in CPU time of the one thread; medians. ``other`` is what no clock is
-around: residual sums, rotation, KV writes, and Python.
+Steps behind ``--context`` tokens with a clock around each kind of call, in CPU time of the one thread; medians. ``other`` is what no clock
+is around: residual sums, rotation, KV writes, and Python.
 """
 
 from __future__ import annotations
