@@ -12,6 +12,7 @@ import numpy as np
 import tritonclient.grpc.aio as grpcclient
 
 from backend.triton_adapter.fields import NUMPY_TYPES, TEXT_INPUTS
+from backend.triton_adapter.responder import ERRORS_AS_OUTPUTS
 
 _TYPES = {field.name: field.dtype for field in TEXT_INPUTS}
 _STATUS = {"INVALID_ARGUMENT": 400, "UNIMPLEMENTED": 400, "UNAVAILABLE": 503, "CANCELLED": 499}
@@ -69,11 +70,11 @@ class Triton:
         async def requests() -> AsyncIterator[dict[str, Any]]:
             yield {"model_name": "spindle", "inputs": [given]}
 
-        responses = self._client.stream_infer(requests(), headers={"triton_grpc_error": "true"})
+        responses = self._client.stream_infer(requests())
         try:
             async for result, failure in responses:
                 if failure is not None:
-                    raise UpstreamError(500, str(failure))
+                    raise _refused(failure)
                 reply: dict[str, Any] = json.loads(result.as_numpy("reply").item())
                 return reply
         except grpc.RpcError as error:
@@ -90,13 +91,13 @@ class Triton:
             raise UpstreamError(400, f"text has a lone surrogate at character {error.start}") from None
 
         async def requests() -> AsyncIterator[dict[str, Any]]:
-            yield {"model_name": self._model, "inputs": inputs}
+            yield {"model_name": self._model, "inputs": inputs, "parameters": {ERRORS_AS_OUTPUTS: True}}
 
-        responses = self._client.stream_infer(requests(), headers={"triton_grpc_error": "true"})
+        responses = self._client.stream_infer(requests())
         try:
             async for result, failure in responses:
                 if failure is not None:
-                    raise UpstreamError(500, str(failure))
+                    raise _refused(failure)
                 yield _piece(result)
         except grpc.RpcError as error:
             raise UpstreamError(_STATUS.get(error.code().name, 500), str(error.details())) from None
@@ -116,16 +117,23 @@ def _tensors(prompts: list[str], options: dict[str, Any]) -> list[Any]:
     return made
 
 
+def _refused(failure: Exception) -> UpstreamError:
+    """Return what Triton's own refusal means: too many prompts, or a model that is not there (again) yet."""
+    return UpstreamError(400 if "batch-size" in str(failure) else 503, str(failure))
+
+
 def _piece(result: Any) -> Piece:
     def number(name: str) -> int:
         array = result.as_numpy(name)
         return 0 if array is None else int(array.item())
 
-    reason = result.as_numpy("finish_reason")
+    text, reason = result.as_numpy("text_output").item().decode(), result.as_numpy("finish_reason")
+    if reason is not None and reason.item().startswith(b"error:"):
+        raise UpstreamError(_STATUS.get(reason.item().decode().removeprefix("error:"), 500), text)
     return Piece(
         number("batch_index"),
         number("sequence_index"),
-        result.as_numpy("text_output").item().decode(),
+        text,
         None if reason is None else reason.item().decode(),
         number("num_input_tokens"),
         number("num_output_tokens"),

@@ -17,7 +17,7 @@ from backend.triton_adapter.fields import MODELS
 from backend.triton_adapter.group import Group
 from backend.triton_adapter.link import EngineLink
 from backend.triton_adapter.paths import socket_path
-from backend.triton_adapter.responder import Responder, inputs_of, trace_context_of
+from backend.triton_adapter.responder import Responder, inputs_of, trace_context_of, wants_errors_as_outputs
 from backend.triton_adapter.sender import Reply, ResponseSender, Senders
 from backend.triton_adapter.stub import set_up_stub
 from backend.wire import Message
@@ -46,7 +46,7 @@ class TritonPythonModel:
     def execute(self, requests: list[Any]) -> None:
         """Forward requests to the engine process."""
         for request in requests:
-            sender = Responder(pb_utils, request.get_response_sender())
+            sender = Responder(pb_utils, request.get_response_sender(), errors_as_outputs=wants_errors_as_outputs(request))
             try:
                 self._forward(request, sender)
             except RequestError as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
+
 from backend.request import ErrorCode
 from backend.triton_adapter.codec import Array
 
@@ -12,14 +14,24 @@ _TRITON_NAMES = {ErrorCode.INVALID_ARGUMENT: "INVALID_ARG", ErrorCode.UNIMPLEMEN
 """Where ``TritonError`` names a code otherwise than gRPC does."""
 
 
+ERRORS_AS_OUTPUTS = "spindle_errors_as_outputs"
+"""A request parameter: errors come as outputs, ``finish_reason`` being ``error:`` and the code, ``text_output`` the sentence.
+
+Triton's gRPC streams tell no code otherwise, but for the header ``triton_grpc_error``, and with that Triton 2.51 crashes now and then.
+"""
+MOST_MESSAGE_CHARACTERS = 1000
+"""Of an error: gRPC refuses metadata over 8 kB, and a message may quote what the client sent."""
+
+
 class Responder:
     """Sends one Triton request's responses; ``pb_utils`` is the module that exists in Triton's stubs only."""
 
-    __slots__ = ("_pb_utils", "_sender")
+    __slots__ = ("_as_outputs", "_pb_utils", "_sender")
 
-    def __init__(self, pb_utils: Any, sender: Any) -> None:
+    def __init__(self, pb_utils: Any, sender: Any, *, errors_as_outputs: bool = False) -> None:
         self._pb_utils = pb_utils
         self._sender = sender
+        self._as_outputs = errors_as_outputs
 
     def send(self, outputs: dict[str, Array], *, final: bool) -> None:
         """Send outputs, the last ones together with the final flag."""
@@ -29,6 +41,11 @@ class Responder:
 
     def fail(self, code: ErrorCode, message: str) -> None:
         """Send the error that ends the request."""
+        message = message if len(message) <= MOST_MESSAGE_CHARACTERS else message[:MOST_MESSAGE_CHARACTERS] + "..."
+        if self._as_outputs:
+            told = {"finish_reason": f"error:{code.value}", "text_output": message}
+            self.send({name: np.array([[text.encode("utf-8", "replace")]], np.object_) for name, text in told.items()}, final=True)
+            return
         name = _TRITON_NAMES.get(code, code.value)
         error = self._pb_utils.TritonError(message, getattr(self._pb_utils.TritonError, name))
         response = self._pb_utils.InferenceResponse(output_tensors=[], error=error)
@@ -43,6 +60,12 @@ def trace_context_of(request: Any) -> dict[str, str] | None:
     """Return the context (W3C ``traceparent``) of a Triton request that is traced in mode ``opentelemetry``; None for any other."""
     context = request.trace().get_context()
     return json.loads(context) if context else None
+
+
+def wants_errors_as_outputs(request: Any) -> bool:
+    """Return whether a Triton request has the parameter ``ERRORS_AS_OUTPUTS``."""
+    parameters = request.parameters()
+    return ERRORS_AS_OUTPUTS in parameters and bool(json.loads(parameters).get(ERRORS_AS_OUTPUTS))
 
 
 def inputs_of(request: Any) -> dict[str, Array]:

@@ -17,6 +17,8 @@ ROLES = {
     "backend.engine_process": "engine",
     "/ensemble/": "stub ensemble",
     "/tensorrt_llm_bls/": "stub tensorrt_llm_bls",
+    "/tensorrt_llm/": "stub tensorrt_llm",
+    "backend.openai_frontend": "front end",
     "/spindle/": "stub spindle",
     "bin/tritonserver": "tritonserver",
 }

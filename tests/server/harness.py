@@ -66,6 +66,7 @@ class Service:
             "TMPDIR": str(log.parent),
             **environment,
         }
+        self.openai = int(environment["OPENAI_PORT"])
         with log.open("wb") as output:
             command = [sys.executable, "-m", "backend.triton_adapter.launcher", *arguments]
             self.process = subprocess.Popen(command, cwd=PROJECT_ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
@@ -86,6 +87,18 @@ class Service:
         """Wait until the launcher has announced so many starts."""
         self.wait_until(lambda: self.log.read_text(errors="replace").count("spindle: try: curl") >= starts, limit_s)
         return self
+
+    def wait_for_front_end(self):
+        """Wait until the OpenAI front end answers."""
+
+        def answers():
+            try:
+                with socket.create_connection(("127.0.0.1", self.openai), timeout=1):
+                    return True
+            except OSError:
+                return False
+
+        self.wait_until(answers)
 
     def stop(self):
         """SIGTERM the launcher and return its status."""

@@ -1,0 +1,15 @@
+"""A few hundred malformed requests through every door; ``tests.bench.bench_fuzz`` sends thousands."""
+
+from tests.bench.bench_fuzz import fuzz
+from tests.server.harness import free_ports
+
+
+def test_malformed_requests_are_answered_and_harm_nobody(start_service):
+    (port,) = free_ports(1)
+    service = start_service(OPENAI_PORT=str(port)).wait_ready()
+    service.wait_for_front_end()
+    figures, violations = fuzz(service, 450, number=1)
+    assert violations == []
+    assert min(figures["sent"].values()) >= 150
+    for answers in figures["answers"].values():
+        assert len(answers) > 1  # some are refused, some are good
