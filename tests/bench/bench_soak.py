@@ -2,8 +2,9 @@
 
     python -m tests.bench.bench_soak --minutes 30
 
-A real tritonserver serves the fake engine (``--config`` names another configuration). Every request must end exactly once: sent = final
-replies + errors + cancelled by the client. Memory, threads, file handles and shared memory are sampled and compared between the first and
+A real tritonserver with the OpenAI front end serves the fake engine (``--config`` names another configuration). Requests come through every
+door: gRPC streams, Triton's HTTP interface and the OpenAI routes. Each must end exactly once: sent = final replies + errors + cancelled by
+the client. Memory, threads, file handles and shared memory are sampled and compared between the first and
 the last third. Writes a record; the exit status is 1 when something was violated.
 """
 
@@ -24,11 +25,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+
 from backend import machine
 from backend.triton_adapter.paths import PROJECT_ROOT
+from tests.bench.doors import serve_http
 from tests.bench.load import CANCELLED, FINAL, UNANSWERED, Served, channel, percentiles_ms, serve
 from tests.bench.resources import Watch
-from tests.server.harness import Service
+from tests.server.harness import Service, free_ports
 
 FAKE = {
     "target": {"engine": "fake", "step_s": 0.03},
@@ -36,8 +40,10 @@ FAKE = {
     "policy": {"kind": "random", "k_max": 4},
 }
 MODELS = ("ensemble", "tensorrt_llm_bls")
+DOORS = ("grpc", "http", "openai")
 SAMPLE_PERIOD_S = 3.0
 RECOVERY_LIMIT_S = 60.0
+LEAVING_LIMIT_S = 3.0
 CANCELLED_SHARE, SLOW_SHARE = 0.15, 0.1
 
 
@@ -52,6 +58,7 @@ class Soak:
         self.sent = 0
         self.outcomes: Counter[str] = Counter()
         self.kinds: Counter[str] = Counter()
+        self.by_door = {door: Counter[str]() for door in DOORS}
         self.messages: Counter[str] = Counter()
         self.gaps_s: list[tuple[float, float]] = []
         self.recoveries: list[dict[str, Any]] = []
@@ -65,34 +72,46 @@ class Soak:
 
     async def _client(self, index: int) -> None:
         rng = random.Random(f"{self.args.seed}/{index}")
-        async with channel(self.service.grpc) as connection:
+        async with channel(self.service.grpc) as connection, aiohttp.ClientSession() as session:
             for number in itertools.count():
                 if time.perf_counter() >= self.end_s:
                     return
                 kind = rng.choices(("cancels", "slow", "plain"), (CANCELLED_SHARE, SLOW_SHARE, 1 - CANCELLED_SHARE - SLOW_SHARE))[0]
-                served = await self._one(connection, kind, f"client {index} request {number} ", rng)
+                served = await self._one(connection, session, kind, f"client {index} request {number} ", rng)
                 if served.outcome not in (FINAL, CANCELLED):
                     await asyncio.sleep(rng.uniform(0.2, 1.0))  # as a client would before it tries again
 
-    async def _one(self, connection: Any, kind: str, text: str, rng: random.Random) -> Served:
+    async def _one(self, connection: Any, session: aiohttp.ClientSession, kind: str, text: str, rng: random.Random) -> Served:
         inputs = {"text_input": text + "x" * rng.randrange(200), "max_tokens": rng.randrange(4, 120), "end_id": -1}
         pause_s = rng.uniform(0.05, 0.5)
         stop_at = rng.randrange(8)
         self.sent += 1
         self.kinds[kind] += 1
-        served = await serve(
-            connection,
-            rng.choice(MODELS),
-            inputs,
-            pause=(lambda _: asyncio.sleep(pause_s)) if kind == "slow" else None,
-            cancel_after=stop_at if kind == "cancels" else None,
-        )
+        pause = (lambda _: asyncio.sleep(pause_s)) if kind == "slow" else None
+        door, stops = rng.choice(DOORS), stop_at if kind == "cancels" else None
+        if door == "grpc":
+            served = await serve(connection, rng.choice(MODELS), inputs, pause, stops, codes=False)
+        else:
+            url, body = self._address(door, inputs, rng)
+            served = await serve_http(session, url, body, pause, stops)
+        self.by_door[door][served.outcome] += 1
         self.outcomes[served.outcome] += 1
         if served.message:
             self.messages[served.message[:100]] += 1
         if kind == "plain" and served.outcome == FINAL:
             self.gaps_s += [(at_s, gap_s) for at_s, gap_s in zip(served.arrivals_s[1:], served.gaps_s, strict=True)]
         return served
+
+    def _address(self, door: str, inputs: dict[str, Any], rng: random.Random) -> tuple[str, dict[str, Any]]:
+        stream = rng.random() < 0.7
+        if door == "http":
+            route = "generate_stream" if stream else "generate"
+            return f"http://127.0.0.1:{self.service.http}/v2/models/{rng.choice(MODELS)}/{route}", {**inputs, "stream": stream}
+        body = {"model": "fake", "max_tokens": inputs["max_tokens"], "stream": stream}
+        if rng.random() < 0.5:
+            return f"http://127.0.0.1:{self.service.openai}/v1/completions", {**body, "prompt": inputs["text_input"]}
+        messages = [{"role": "user", "content": inputs["text_input"]}]
+        return f"http://127.0.0.1:{self.service.openai}/v1/chat/completions", {**body, "messages": messages}
 
     async def _sample(self) -> None:
         while time.perf_counter() < self.end_s:
@@ -158,6 +177,7 @@ class Soak:
             "sent": self.sent,
             "outcomes": dict(self.outcomes),
             "by_behaviour": dict(self.kinds),
+            "by_door": {door: dict(outcomes) for door, outcomes in self.by_door.items()},
             "errors": dict(self.messages.most_common(12)),
             "recoveries": self.recoveries,
             "inter_response_ms_by_third": [percentiles_ms(third) for third in thirds],
@@ -168,6 +188,9 @@ class Soak:
 
 def leftovers(service: Service, tree: list[int]) -> list[str]:
     """Return what a stopped service has left behind."""
+    deadline_s = time.perf_counter() + LEAVING_LIMIT_S
+    while any(Path(f"/proc/{pid}").exists() for pid in tree) and time.perf_counter() < deadline_s:
+        time.sleep(0.1)
     processes = [f"process {pid}" for pid in tree if Path(f"/proc/{pid}").exists()]
     return processes + [str(path) for path in (*service.shared_memory(), *service.run_folders())]
 
@@ -179,8 +202,12 @@ def main() -> int:
         config = args.config or Path(name) / "serving.json"
         if args.config is None:
             config.write_text(json.dumps(FAKE))
-        service = Service(Path(name) / "log", config.resolve())
+        template = Path(name) / "chat.jinja"
+        template.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>")
+        (port,) = free_ports(1)
+        service = Service(Path(name) / "log", config.resolve(), OPENAI_PORT=str(port), OPENAI_CHAT_TEMPLATE=str(template))
         service.wait_ready(limit_s=600)
+        service.wait_for_front_end()
         soak = Soak(service, args)
         try:
             asyncio.run(soak.run())

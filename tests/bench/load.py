@@ -60,14 +60,16 @@ async def serve(
     inputs: dict[str, Any],
     pause: Callable[[int], Awaitable[None]] | None = None,
     cancel_after: int | None = None,
+    codes: bool = True,
 ) -> Served:
     """Send one streaming request and read it to its end.
 
-    ``pause`` is awaited before each response is read (a slow reader); after ``cancel_after`` responses the client hangs up.
+    ``pause`` is awaited before each response is read (a slow reader); after ``cancel_after`` responses the client hangs up. ``codes``:
+    errors are told by status, by a header with which Triton 2.51 crashes now and then; else an error is the outcome ``error``.
     """
     stub = service_pb2_grpc.GRPCInferenceServiceStub(connection)
     served = Served(time.perf_counter())
-    call = stub.ModelStreamInfer(metadata=(("triton_grpc_error", "true"),), timeout=ANSWER_LIMIT_S)
+    call = stub.ModelStreamInfer(metadata=(("triton_grpc_error", "true"),) if codes else None, timeout=ANSWER_LIMIT_S)
     try:
         await call.write(infer_request(model, stream=True, **inputs))
         await call.done_writing()
@@ -91,9 +93,10 @@ async def _read(call: Any, served: Served, pause: Callable[[int], Awaitable[None
             await pause(served.responses)
         message = await call.read()
         if message is grpc.aio.EOF:
-            served.outcome = FINAL if finals == 1 else f"{finals} final responses"
+            served.outcome = "error" if served.message else FINAL if finals == 1 else f"{finals} final responses"
             return
         served.responses += 1
+        served.message = served.message or message.error_message
         if message.infer_response.outputs:
             served.arrivals_s.append(time.perf_counter())
             _take(message.infer_response, served)
