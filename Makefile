@@ -1,13 +1,14 @@
 # make serve   serve the embedded model: HTTP_PORT, GRPC_PORT, METRICS_PORT, OPENAI_PORT, BIND, SPINDLE_CONFIG, SPINDLE_CACHE
 # make test    the whole check
 # make bench   the load sweep: ARGS="--quick --out FILE" for eight minutes instead of hours, ARGS=--help for more
+# make audit   look the pinned packages up among known vulnerabilities (PyPI's advisories, over the network; not part of make test)
 # PYTHON       a Python 3.10, 3.11 or 3.12 with a shared library, for the virtual environment
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: serve test bench clean
+.PHONY: serve test bench audit clean
 
 serve: $(VENV)/.serve
 	@exec $(BIN)/python -m backend.triton_adapter.launcher
@@ -40,6 +41,12 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || \
 		{ echo "spindle: error: Python 3.10, 3.11 or 3.12 is needed, PYTHON=$(PYTHON) is $$($(PYTHON) -V 2>&1): try make PYTHON=python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+
+# --strict: a package that could not be looked up is a failure, not silence.
+audit: $(BIN)/python
+	$(BIN)/python -m venv build/audit
+	build/audit/bin/pip install --quiet --disable-pip-version-check pip-audit==2.10.1
+	build/audit/bin/pip-audit --strict --no-deps --disable-pip -r requirements.txt
 
 clean:
 	rm -rf $(VENV) build .run
