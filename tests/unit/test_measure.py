@@ -6,6 +6,7 @@ from safetensors.torch import save_file
 
 from backend import machine
 from backend.config import parse_config
+from backend.engines import footprint
 from backend.tables import load_tables, missing_tables, read_table, table_file, timed_engines
 from engines_build import measure
 from engines_build.timing import Case
@@ -163,6 +164,16 @@ def test_what_times_depend_on_names_the_file(deployment):
     }
     assert len(files) == 5
     assert table_file(small, folders["target"], 1) in files  # the name of an engine is no matter of time
+
+
+def test_a_table_of_a_gpu_is_for_gpus_of_its_name(deployment, monkeypatch):
+    raw, folders = deployment
+    gpu = parse_config({**raw, "target": {**raw["target"], "device": "cuda"}}).target
+    files = set()
+    for name in ("L4", "H200", "L4"):
+        monkeypatch.setattr(footprint, "device_name", lambda device, name=name: name)
+        files.add(table_file(gpu, folders["target"], 1))
+    assert len(files) == 2
 
 
 def test_a_missing_or_damaged_table_is_an_error_that_names_the_file(tmp_path):
