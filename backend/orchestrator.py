@@ -296,8 +296,8 @@ class Orchestrator:
         if not taken:
             return  # a prefill chunk, which draws nothing
         session.sequence.attempt += 1
-        session.drafted += proposals.chosen.nodes if proposals.chosen else 0
-        session.accepted += min(completion.accepted, taken)
+        if proposals.chosen:
+            session.speculated(proposals.chosen, completion, taken)
         log.control.append(session.control)
         log.record(session.id, proposals.chosen, completion, taken, rule_of(session.sequence.sampling))
         for unused in proposals.unused:

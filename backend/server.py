@@ -82,6 +82,7 @@ class Ticket:
                 "num_output_tokens": usage.output_tokens,
                 "draft_tokens": usage.drafted,
                 "accepted_draft_tokens": usage.accepted,
+                "drafts": [[name, *counts] for name, counts in usage.drafts.items()],
                 "times_s": usage.times_s,
                 "kv_blocks": [usage.new_blocks, usage.reused_blocks],
             }

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from backend.extras import Gathered, Gatherer
-from backend.ports import Extras, Sequence
+from backend.ports import Completion, Extras, Proposal, Sequence
 from backend.request import ErrorCode, FinishReason, GenerationRequest, RequestError
 from backend.request_trace import RequestTrace
 
@@ -32,7 +32,7 @@ class Usage:
     """What a finished request consumed, in tokens; ``drafted`` and ``accepted`` count over all of its steps.
 
     ``times_s``: when it arrived, was first admitted, and committed its first and its last token, on the loop's clock. ``new_blocks`` and
-    ``reused_blocks`` of KV were allocated for it, or found.
+    ``reused_blocks`` of KV were allocated for it, or found. ``drafts`` has (proposed, accepted) by draft, of those that proposed.
     """
 
     input_tokens: int
@@ -42,6 +42,7 @@ class Usage:
     times_s: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
     new_blocks: int = 0
     reused_blocks: int = 0
+    drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +93,7 @@ class Session:
         self.trace: RequestTrace | None = None
         self.finish_reason: FinishReason | None = None
         self.output_tokens = 0
-        self.drafted = 0
-        self.accepted = 0
+        self.drafts: dict[str, tuple[int, int]] = {}  # (proposed, accepted)
         self.logits_bytes = 0  # of those that it keeps until they are sent, at the most
         self.control = False  # of a canary's two arms the one that takes the fixed choice
         self.group = hash(tuple(sequence.tokens[:_SOURCE_TOKENS]))  # prompts of one source begin alike; equal in every process
@@ -146,6 +146,25 @@ class Session:
             raise RequestError(ErrorCode.INTERNAL, f"the grammar could not be followed any further: {guide.failure}")
         return taken
 
+    def speculated(self, proposal: Proposal, completion: Completion, taken: int) -> None:
+        """Count a verified proposal of which ``taken`` tokens were committed: what a tree's second draft alone had right is its own."""
+        accepted = min(completion.accepted, taken)
+        own = min(completion.along[0] + (completion.rank > 0), accepted) if proposal.others else accepted
+        for one, mine in ((proposal, own), *((other, accepted - own) for other in proposal.others)):
+            proposed, before = self.drafts.get(one.draft, (0, 0))
+            nodes = len(one.tokens) + sum(map(len, one.siblings))
+            self.drafts[one.draft] = proposed + nodes, before + mine
+
+    @property
+    def drafted(self) -> int:
+        """Tokens proposed so far."""
+        return sum(proposed for proposed, _ in self.drafts.values())
+
+    @property
+    def accepted(self) -> int:
+        """Proposed tokens accepted so far."""
+        return sum(accepted for _, accepted in self.drafts.values())
+
     def take(self) -> Delta:
         """Return (and forget) what is safe to send now; everything once finished."""
         text, log_probs, tokens = self._take_text(), self._log_probs, self._tokens
@@ -170,7 +189,7 @@ class Session:
         arrived_s, sequence = self.arrived_s, self.sequence
         times_s = tuple(arrived_s if at is None else at for at in (arrived_s, self.admitted_s, self.first_commit_s, self.last_commit_s))
         counts = (sequence.prompt_tokens, self.output_tokens, self.drafted, self.accepted)
-        return Usage(*counts, times_s, sequence.new_blocks, sequence.reused_blocks)
+        return Usage(*counts, times_s, sequence.new_blocks, sequence.reused_blocks, dict(self.drafts))
 
     def _take(self, token: int) -> None:
         self.sequence.tokens.append(token)

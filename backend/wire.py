@@ -6,7 +6,7 @@ protocol version; a mismatch closes the connection with an error that names both
 stub -> engine   hello{version}  submit{id, request, trace}  cancel{id}  admin{id, command}  subscribe{}
                  encode{id, prompts, words}  decode{id, tokens}
 engine -> stub   hello{version, info}  chunk{id, text, tokens}  final{id, text, tokens, finish_reason, num_input_tokens, num_output_tokens,
-                 draft_tokens, accepted_draft_tokens, times_s, kv_blocks}  error{id, code, message}  admin{id, reply}
+                 draft_tokens, accepted_draft_tokens, drafts, times_s, kv_blocks}  error{id, code, message}  admin{id, reply}
                  stats{counters, observations, gauges}  encoded{id, prompts, words, end_id, vocab_size}  decoded{id, texts}
 
 ``id`` is chosen by the stub, unique in its connection. Every ``submit`` is answered by exactly one ``final`` or ``error``; the ``chunk``s

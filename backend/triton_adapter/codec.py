@@ -172,7 +172,18 @@ def encode_final(message: Message, earlier: Seq[Message], wanted: Wanted) -> dic
         outputs |= dict(zip(_TIMES, (round(time_s * 1e9) for time_s in message["times_s"]), strict=True))
         new, reused = message["kv_blocks"]
         outputs |= {"kv_cache_alloc_new_blocks": new, "kv_cache_reused_blocks": reused, "kv_cache_alloc_total_blocks": new + reused}
-    return encode_chunk([*earlier, message], wanted) | {name: _batch_of_one(name, [value]) for name, value in outputs.items()}
+    lists = {name: [value] for name, value in outputs.items()}
+    if wanted.perf_metrics:
+        lists |= _by_draft(message["drafts"])
+    return encode_chunk([*earlier, message], wanted) | {name: _batch_of_one(name, values) for name, values in lists.items()}
+
+
+def _by_draft(drafts: Seq[Seq[Any]]) -> dict[str, list[Any]]:
+    """Return the outputs of (name, proposed, accepted) tokens; none where nothing was proposed."""
+    if not drafts:
+        return {}
+    names, proposed, accepted = (list(column) for column in zip(*drafts, strict=True))
+    return {"draft_names": [name.encode() for name in names], "draft_tokens": proposed, "accepted_draft_tokens": accepted}
 
 
 def _batch_of_one(name: str, value: Any) -> Array:

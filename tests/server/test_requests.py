@@ -8,7 +8,8 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2_grpc
 
-from tests.server.harness import infer_request, text_of
+from backend.config import load_config
+from tests.server.harness import CONFIG, infer_request, text_of
 
 NAMES = ("ensemble", "tensorrt_llm_bls")
 
@@ -27,6 +28,20 @@ def test_counts_come_only_when_asked_for(service):
     assert (reply["num_input_tokens"], reply["num_output_tokens"]) == (3, 5)
     assert reply["total_accepted_draft_tokens"] <= reply["total_draft_tokens"]
     assert reply["acceptance_rate"] == pytest.approx(reply["total_accepted_draft_tokens"] / max(1, reply["total_draft_tokens"]))
+
+
+def test_the_reply_says_which_drafts_proposed_how_much(service):
+    _, reply = service.generate("abc", 60, return_perf_metrics=True)
+    names, proposed, accepted = (listed(reply[name]) for name in ("draft_names", "draft_tokens", "accepted_draft_tokens"))
+    assert names
+    assert set(names) <= {draft.name for draft in load_config(CONFIG).drafts}
+    assert sum(proposed) == reply["total_draft_tokens"] > 0
+    assert sum(accepted) == reply["total_accepted_draft_tokens"]
+
+
+def listed(value):
+    """A tensor's values; ``/generate`` writes a list of one as a number."""
+    return value if isinstance(value, list) else [value]
 
 
 def test_no_draft_tokens_means_no_speculation(service):

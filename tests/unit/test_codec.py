@@ -16,6 +16,7 @@ SERVED = [field for field in TEXT_OUTPUTS if not field.refused]
 TIMES = {"arrival_time_ns": 1, "first_scheduled_time_ns": 2, "first_token_time_ns": 2**40, "last_token_time_ns": 2**41}
 BLOCKS = {"kv_cache_alloc_new_blocks": 5, "kv_cache_reused_blocks": 2, "kv_cache_alloc_total_blocks": 7}
 FINAL = {"finish_reason": "length", "num_input_tokens": 3, "num_output_tokens": 7, "draft_tokens": 8, "accepted_draft_tokens": 6}
+FINAL |= {"drafts": [["small", 5, 4], ["lookup", 3, 2]]}
 FINAL |= {"times_s": [time_ns / 1e9 for time_ns in TIMES.values()], "kv_blocks": [5, 2]}
 
 
@@ -273,6 +274,9 @@ def test_the_last_reply_has_what_was_asked_for_in_the_declared_types(tmp_path):
         "acceptance_rate": [0.75],
         "total_accepted_draft_tokens": [6],
         "total_draft_tokens": [8],
+        "draft_names": [b"small", b"lookup"],
+        "draft_tokens": [5, 3],
+        "accepted_draft_tokens": [4, 2],
         "cum_log_probs": [-0.75],
         "output_log_probs": [-0.5],
         "batch_index": [2],
@@ -288,8 +292,10 @@ def test_the_last_reply_has_what_was_asked_for_in_the_declared_types(tmp_path):
 
 
 def test_no_draft_tokens_mean_an_acceptance_rate_of_zero():
-    message = {**FINAL, "text": "", "draft_tokens": 0, "accepted_draft_tokens": 0}
-    assert encode_final(message, [], Wanted(perf_metrics=True))["acceptance_rate"].tolist() == [[0.0]]
+    message = {**FINAL, "text": "", "draft_tokens": 0, "accepted_draft_tokens": 0, "drafts": []}
+    outputs = encode_final(message, [], Wanted(perf_metrics=True))
+    assert outputs["acceptance_rate"].tolist() == [[0.0]]
+    assert "draft_names" not in outputs
 
 
 def test_the_committed_table_of_tensors_is_the_rendered_one():

@@ -3,10 +3,15 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from backend.config import EMBEDDED_MODEL, load_config
 from backend.engines.checkpoint import load
 from backend.manifest import check_pair, read_manifest
+from backend.ports import Completion, Proposal, Sequence
+from backend.request import GenerationRequest, SamplingParams
+from backend.session import Session
 
-SHIPPED = sorted(path.parent for path in (Path(__file__).parents[2] / "engines_build/drafts").glob("*/config.json"))
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted(path.parent for path in (ROOT / "engines_build/drafts").glob("*/config.json"))
 MAX_FILE_BYTES = 16 * 2**20
 
 
@@ -32,3 +37,24 @@ def test_the_drafts_of_one_target_share_its_vocabulary():
     for name, manifest in tiny.items():
         if name != "tiny-target":
             check_pair(tiny["tiny-target"], manifest)
+
+
+def test_the_default_configuration_serves_every_draft_shipped_for_its_target_and_lookup():
+    config = load_config(ROOT / "model_repository/spindle/1/serving.json")
+    assert (config.target.engine, config.target.model) == ("torch", EMBEDDED_MODEL)
+    models = {draft.model for draft in config.drafts if draft.engine == "torch"}
+    assert models == {str(path.relative_to(ROOT)) for path in SHIPPED if path.name.startswith(EMBEDDED_MODEL)}
+    assert [draft.engine for draft in config.drafts].count("lookup") == 1
+    assert (config.policy.kind, config.switches.speculation, config.switches.canary_share) == ("adaptive", "on", 1.0)
+
+
+def test_a_request_s_drafts_are_told_one_by_one_also_of_a_tree_of_two():
+    session = Session(Sequence(1, [1], 1, SamplingParams()), GenerationRequest("", 9), frozenset(), None, None)
+    session.speculated(Proposal("small", [5, 6, 7]), Completion(1, [5, 6, 9], accepted=2), 3)
+    session.speculated(Proposal("small", [5, 6, 7]), Completion(1, [5, 6, 9], accepted=2), 1)
+    tree = Proposal("lookup", [5, 6], siblings=[[8], []], others=(Proposal("small", [1, 2, 3]),))
+    session.speculated(tree, Completion(1, [1, 2, 4], accepted=2, along=[0, 2]), 3)
+    session.speculated(tree, Completion(1, [8, 4], accepted=1, along=[0, 0], rank=2), 2)
+    assert session.drafts == {"small": (12, 5), "lookup": (6, 1)}
+    assert (session.drafted, session.accepted) == (18, 6)
+    assert session.usage().drafts == session.drafts
