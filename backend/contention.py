@@ -36,8 +36,8 @@ def measure(target: Engine, drafts: Seq[Engine]) -> float | None:
     The slowest draft proposes for as long as the target verifies. Each figure is the median of ``ROUNDS``.
     """
     with ExitStack() as stack:
-        verify = stack.enter_context(_repeated(target, verifies=True))
-        runs = [stack.enter_context(_repeated(draft, verifies=False)) for draft in drafts if not draft.limits.free]
+        verify = stack.enter_context(repeated(target, verifies=True))
+        runs = [stack.enter_context(repeated(draft, verifies=False)) for draft in drafts if not draft.limits.free]
         if not runs:
             return None
         verify_s, *draft_s = (_seconds(run) for run in (verify, *runs))
@@ -77,14 +77,14 @@ def _timed(run: Callable[[], None]) -> float:
 
 
 @contextmanager
-def _repeated(engine: Engine, *, verifies: bool) -> Iterator[Callable[[], None]]:
-    """Give a call that runs a step of ``ROWS`` rows: a verification, or a free run of ``LENGTH``; nothing of them is kept."""
+def repeated(engine: Engine, *, verifies: bool, rows: int = ROWS) -> Iterator[Callable[[], None]]:
+    """Give a call that runs a step of ``rows``: a verification, or a free run of ``LENGTH``; nothing of them is kept."""
     rng = random.Random(0)
     limits, length = engine.limits, min(LENGTH, engine.limits.max_draft_tokens)
     tokens = max(1, min(CONTEXT_TOKENS, limits.max_context_tokens - length - 1))
     blocks = -(-(tokens + length + 1) // BLOCK_TOKENS)
     sequences = []
-    for row in range(min(ROWS, limits.kv_blocks // blocks) if limits.kv_blocks else ROWS):
+    for row in range(min(rows, limits.kv_blocks // blocks) if limits.kv_blocks else rows):
         text = [rng.randrange(limits.vocab_size) for _ in range(tokens)]
         table = {engine.name: list(range(row * blocks, (row + 1) * blocks))}
         sequences.append(Sequence(-1 - row, text, tokens, SamplingParams(), table))

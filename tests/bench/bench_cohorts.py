@@ -5,6 +5,9 @@ In this process, wall time, one torch thread for drafting and one for verifying.
 thread of its own costs; ``planned`` and ``planned two``, the adaptive policy without cohorts and with them where it thinks that they pay.
 Blocks of requests, each arm in turn (ABBA), the first warms up; a ratio is that of tokens per second in the same block, its interval the
 bootstrap's over blocks. Cohorts overlap only where a second core is free: ``load`` is how busy the machine was.
+
+``phases`` needs no free core: the CPU time of a verification and of the draft's run behind it, of a batch and of half of it, interleaved. Two
+cohorts take 2 max(D, V) of the half where one takes D + V of the whole; their ratio is what they could gain at most, contending for nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -25,6 +29,7 @@ import numpy as np
 from backend import machine
 from backend.app import App, build, make_policy, model_path, timed_engines
 from backend.config import ServingConfig, load_config
+from backend.contention import repeated
 from backend.request import GenerationRequest
 from backend.session import Session
 from backend.tables import load_tables
@@ -101,6 +106,32 @@ class Arm(Policy):
         return {"tokens_per_s": round(median(self.rates), 2), "in_cohorts": round(len(cut) / max(len(speculating), 1), 3), "why_not": told}
 
 
+def phases(config: ServingConfig, draft: str, rounds: int) -> list[dict[str, float]]:
+    """Return the medians in ms by batch size, and the most that two cohorts could gain."""
+    app = build(replace(config, policy=replace(config.policy, kind="none")), {})
+    engines = {"verify": app.target, "draft": app.drafts[app.orchestrator._drafting.names.index(draft)]}
+    times: dict[tuple[str, int], list[float]] = {}
+    with ExitStack() as stack:
+        runs = {
+            (phase, rows): stack.enter_context(repeated(engine, verifies=phase == "verify", rows=rows))
+            for rows in (1, 2, 4, 8, 16)
+            for phase, engine in engines.items()
+        }
+        for number in range(rounds + 1):
+            for key, run in runs.items() if number % 2 else reversed(runs.items()):
+                started_s = time.thread_time()
+                run()
+                if number:
+                    times.setdefault(key, []).append(1e3 * (time.thread_time() - started_s))
+    found = []
+    for rows in (2, 4, 8, 16):
+        whole, half = ({phase: median(times[phase, n]) for phase in engines} for n in (rows, rows // 2))
+        most = sum(whole.values()) / (2 * max(half.values()))
+        told = {f"{phase}_ms": round(value, 2) for phase, value in whole.items()}
+        found.append({"rows": rows, **told, **{f"{p}_half_ms": round(v, 2) for p, v in half.items()}, "most_gain": round(most, 3)})
+    return found
+
+
 def arms_of(config: ServingConfig, draft: str, length: int) -> tuple[dict[str, Callable[[], Arm]], float | None]:
     """Return how to make the arms, and the contention that was measured."""
     config = replace(config, policy=replace(config.policy, keep_learned=False, trace_file=""))
@@ -150,6 +181,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command = sys.argv[1:] if arguments is None else list(arguments)
     options = parse(command)
     config = load_config(options.config)
+    if options.phases:
+        found = phases(config, options.draft, options.phases)
+        print(json.dumps(found, indent=1))
+        earlier = json.loads(options.out.read_text("utf-8")) if options.out.exists() else {}
+        told = {"draft": options.draft, "rounds": options.phases, "machine": machine.describe(), "by_rows": found}
+        options.out.write_text(json.dumps({**earlier, "phases": told}, indent=1) + "\n", "utf-8")
+        return
     made, contention = arms_of(config, options.draft, options.length)
     record: dict[str, Any] = {
         "benchmark": "cohorts: two against one, and the policy deciding",
@@ -177,6 +215,7 @@ def parse(command: list[str]) -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=6, help="timed blocks a load")
     parser.add_argument("--per-block", type=int, default=1, help="requests for each that is in flight")
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--phases", type=int, default=0, help="measure the phases alone, in so many rounds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args(command)
