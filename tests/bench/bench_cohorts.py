@@ -6,8 +6,8 @@ thread of its own costs; ``planned`` and ``planned two``, the adaptive policy wi
 Blocks of requests, each arm in turn (ABBA), the first warms up; a ratio is that of tokens per second in the same block, its interval the
 bootstrap's over blocks. Cohorts overlap only where a second core is free: ``load`` is how busy the machine was.
 
-``phases`` needs no free core: the CPU time of a verification and of the draft's run behind it, of a batch and of half of it, interleaved. Two
-cohorts take 2 max(D, V) of the half where one takes D + V of the whole; their ratio is what they could gain at most, contending for nothing.
+``--phases`` needs no free core: the CPU time of a verification and of the draft's run behind it, of a batch and of half of it, interleaved.
+Two cohorts take 2 max(D, V) of the half where one takes D + V of the whole; that ratio is the most they could gain, contending for nothing.
 """
 
 from __future__ import annotations
