@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(command)
     config = load_config(options.config)
     limits = replace(config.limits, max_active_requests=options.active)
-    config = replace(config, limits=limits, policy=replace(config.policy, kind="random", keep_learned=False))
+    config = replace(config, limits=limits, policy=replace(config.policy, kind="none", keep_learned=False))
     footprints = memory.plan(config, {engine.name: model_path(engine) for engine in timed_engines(config)})
     stages = {"imported": resident()}
     app = build(config, {})
