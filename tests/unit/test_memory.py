@@ -135,3 +135,16 @@ def test_logits_that_requests_keep_are_planned_with_their_copy_and_the_prompt_s_
     before, after = memory.plan(none, folders), memory.plan(some, folders)
     assert after["target"].passes - before["target"].passes == 20 * MODEL["vocab_size"] * (2 + 4)
     assert after["small"] == before["small"]
+
+
+def test_static_shapes_are_planned_with_the_sizes_that_they_are_rounded_up_to(tmp_path):
+    path = folder(tmp_path / "target")
+
+    def passes(attention, requests, context):
+        limits = {"max_active_requests": requests, "max_context_tokens": context}
+        raw = {"target": {"engine": "torch", "model": str(path), "attention": attention}, "limits": limits}
+        return memory.plan(parse_config(raw), {"target": path})["target"].passes
+
+    assert passes("graphs", 8, 512) == passes("padded", 8, 512)
+    rounded = passes("graphs", 5, 400) - passes("tiled", 5, 400)
+    assert rounded == passes("graphs", 8, 512) - passes("tiled", 8, 512)
