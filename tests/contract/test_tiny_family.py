@@ -9,9 +9,12 @@ from backend.app import PROJECT_ROOT, build
 from backend.config import parse_config
 from backend.reloading import reload_drafts
 from backend.request import GenerationRequest
+from backend.tokenizer import load_tokenizer
 from engines_build.distill_family import DRAFTS, as_message
+from engines_build.distill_unlikelihood import share_repeated
 from policy import LatencyTable, NoSpeculation, RandomChoice
 from tests.bench.bench_drafts import messages
+from tests.bench.drafts import Model
 from tests.bench.in_process import Sink, Witness, generate
 from tests.contract.test_greedy_identity import check_equal
 
@@ -84,3 +87,12 @@ def test_trained_drafts_come_and_go_under_requests_in_flight(requests, plain):
     check_equal(plain, sessions, Witness(FOLDER / "tiny-target"))
     assert not [name for name, _, _ in app.stats.drain()["counters"] if name == "spindle_fallback_total"]
     app.close()
+
+
+@pytest.mark.parametrize("workload", ["chat", "summarise", "code"])
+def test_the_target_does_not_loop_where_it_decodes_greedily(workload):
+    target, tokenizer = Model(FOLDER / "tiny-target", "fp32", rows=8), load_tokenizer(FOLDER / "tiny-target")
+    prompts = [tokenizer.encode(as_message(message)) for message in messages(workload, 8, 1)]
+    answers = target.answers(prompts, 0.0, 96, tokenizer.end_ids, 0)
+    assert sum(map(len, answers)) > 200
+    assert share_repeated(answers) < 0.4
