@@ -16,7 +16,7 @@ from backend.engines.kv_caches import Cache, Caches
 from backend.engines.laws import Law, target_laws
 from backend.engines.llama import Llama
 from backend.engines.processing import Columns
-from backend.engines.verification import Request, runners_up, sample, sample_more, scores, verify
+from backend.engines.verification import Request, Verdict, runners_up, sample, sample_more, scores, verify
 from backend.ports import BLOCK_TOKENS, Completion, EngineLimits, Extras, Sequence, Turn
 from backend.randomness import Purpose, draft_lane
 
@@ -116,8 +116,7 @@ class TorchEngine:
         attention: str,
         int8: bool,
     ) -> None:
-        self.name = name
-        self.limits = EngineLimits(
+        limits = EngineLimits(
             vocab_size=config.vocab_size,
             max_context_tokens=max_context_tokens,
             max_draft_tokens=max_draft_tokens,
@@ -129,21 +128,26 @@ class TorchEngine:
             pads=attention == PADDED,
             overlaps=True,
         )
-        self._attention = attention
-        self._lane = draft_lane(name)
-        self._max_positions = max_context_tokens + max_draft_tokens
         with torch.inference_mode():
-            self._model = Llama(
+            model = Llama(
                 config,
                 weights,
                 kv_blocks=kv_blocks,
-                max_positions=self._max_positions,
+                max_positions=max_context_tokens + max_draft_tokens,
                 pads=attention == PADDED,
                 static=attention == GRAPHS,
                 int8=int8,
             )
-        self._columns = Columns(self._model.token_ids)
-        self._caches = Caches(name, kv_blocks, self._model.device)
+        self._attach(name, model, limits, attention)
+
+    def _attach(self, name: str, model: Llama, limits: EngineLimits, attention: str) -> None:
+        self.name, self.limits = name, limits
+        self._attention = attention
+        self._lane = draft_lane(name)
+        self._max_positions = limits.max_context_tokens + limits.max_draft_tokens
+        self._model = model
+        self._columns = Columns(model.token_ids)
+        self._caches = Caches(name, limits.kv_blocks, model.device)
         self._turns: list[Turn] = []
         self._rows_to_score = SCORED_ROWS  # left in this submission
 
@@ -265,14 +269,22 @@ class TorchEngine:
         """Catch up, verify the proposals and emit a token in one pass; then one pass more for each further token of a free run."""
         running = [(job, job.chunk) for job in jobs if job.chunk]
         while running:
-            logits = self._score(self._model.forward([chunk for _, chunk in running]), running)
-            for job, chunk in running:
-                job.cache.ran += chunk.tokens[: len(chunk.tokens) - len(chunk.parents)]
-                job.cache.agreed = job.turn.end
+            self._pass(running)
             deciding = [job for job, _ in running if job.turn.run]
-            self._decide(logits, deciding)
             self._compact([job for job in deciding if job.path])
             running = [(job, self._next_chunk(job)) for job in deciding if len(job.tokens) < job.turn.run and not job.request.tokens]
+
+    def _pass(self, running: list[tuple[_Job, Chunk]]) -> None:
+        """Run chunks, and decide about their last rows."""
+        logits = self._score(self._model.forward([chunk for _, chunk in running]), running)
+        self._ran(running)
+        self._decide(logits, [job for job, _ in running if job.turn.run])
+
+    def _ran(self, running: list[tuple[_Job, Chunk]]) -> None:
+        """Note what has KV now; the nodes of a tree are yet to be moved to their places."""
+        for job, chunk in running:
+            job.cache.ran += chunk.tokens[: len(chunk.tokens) - len(chunk.parents)]
+            job.cache.agreed = job.turn.end
 
     def _score(self, logits: torch.Tensor, running: list[tuple[_Job, Chunk]]) -> torch.Tensor:
         """Score the tokens emitted without this draft from their rows of ``logits``, keep a prompt's, and return those that decide."""
@@ -319,14 +331,18 @@ class TorchEngine:
                 more = job.more_candidates
                 self._keep(job, runners_up(logits[row : row + 1], job.request, self._columns, verdict.column, more) if more else [])
             first, row = row, row + job.request.rows
-            job.accepted, job.path = verdict.accepted, verdict.path
-            accepted = [job.request.tokens[n] for n in verdict.path] if verdict.path else job.request.tokens[: verdict.accepted]
-            job.tokens += [*accepted, self._columns.token(verdict.column)]
-            job.log_probs += verdict.log_probs or []
-            job.top += verdict.top
+            self._take(job, verdict)
             if job.turn.sequence.generation_logits and not job.turn.keep_probs:
                 places = [0, *(node + 1 for node in verdict.path)] if verdict.path else range(verdict.accepted + 1)
                 job.logits.append(logits[[first + place for place in places]].float())
+
+    def _take(self, job: _Job, verdict: Verdict) -> None:
+        """Note the tokens that a verdict comes to."""
+        job.accepted, job.path = verdict.accepted, verdict.path
+        accepted = [job.request.tokens[n] for n in verdict.path] if verdict.path else job.request.tokens[: verdict.accepted]
+        job.tokens += [*accepted, self._columns.token(verdict.column)]
+        job.log_probs += verdict.log_probs or []
+        job.top += verdict.top
 
     def _keep(self, job: _Job, siblings: list[int]) -> None:
         job.siblings.append([self._columns.token(column) for column in siblings])

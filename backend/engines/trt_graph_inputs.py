@@ -46,7 +46,8 @@ class Verification:
 
     def suits(self, request: Request) -> bool:
         """Whether it can decide about a request: options that change logits and log-probabilities are not compiled in."""
-        if request.sampling.changes_logits or request.sampling.log_probs or mode_of(request) not in {self.mode, GREEDY}:
+        sampling = request.sampling
+        if sampling.changes_logits or sampling.reads_log_probs or mode_of(request) not in {self.mode, GREEDY}:
             return False
         if request.tree is None:
             return not self.width or request.depth <= self.depth
@@ -67,11 +68,16 @@ def mode_of(request: Request) -> str:
 
 
 class Inputs:
-    """Tensors on a device for verifications over ``vocab_size`` columns; ``dtype`` is that of the laws (float32, float64 in tests)."""
+    """Tensors for verifications over ``vocab_size`` columns; ``dtype`` is that of the laws (float32, float64 in tests).
 
-    def __init__(self, vocab_size: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+    ``token_ids`` are the columns' tokens where a draft has a shortlist; its device is that of the tensors, else ``device``.
+    """
+
+    def __init__(
+        self, vocab_size: int, dtype: torch.dtype, device: torch.device | str = "cpu", token_ids: torch.Tensor | None = None
+    ) -> None:
         self._vocab, self._dtype, self._device = vocab_size, dtype, torch.device(device)
-        self._tokens = torch.arange(vocab_size, device=self._device)
+        self._tokens = torch.arange(vocab_size, device=self._device) if token_ids is None else token_ids.long()
 
     def of(self, compiled: Verification, requests: Seq[Request]) -> Tensors:
         """Return the inputs for requests that it suits, by name."""

@@ -1,0 +1,202 @@
+"""Engines whose decoder step, verification included, is one TensorRT network: token ids in, accepted tokens out.
+
+The network (``engines_build.network``) runs a padded batch over gathered keys; here its inputs are made of chunks, and the keys and values
+that come out are written to the pool. What is not compiled into a verification (options that change logits, log-probabilities, merged
+drafts with laws of their own, a draft's laws) takes the same network with logits as its output, and torch's rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from backend.engines.checkpoint import LlamaConfig
+from backend.engines.chunks import Chunk, ancestors
+from backend.engines.llama import Llama
+from backend.engines.torch_engine import RAGGED, TorchEngine, _Job
+from backend.engines.trt_graph_inputs import GREEDY, Inputs, Tensors, Verification
+from backend.engines.verification import Request, Verdict
+from backend.ports import BLOCK_TOKENS, EngineLimits
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """The largest pass that is compiled: sequences, and rows of each."""
+
+    batch: int
+    queries: int
+
+
+class Runtime(Protocol):
+    """Compiled networks of one model on a device, with the weights; ``passes`` from few queries to many."""
+
+    device: torch.device
+    dtype: torch.dtype
+    verifications: Seq[Verification]
+    passes: Seq[Shapes]
+    token_ids: torch.Tensor | None
+
+    def run(self, network: str, tensors: Tensors) -> Tensors:
+        """Run ``logits`` or a verification by its name; inputs and outputs are on the device. ``pools`` are inputs too."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLayer:
+    """One layer's KV pool [slots, 2 x kv_heads, head_dim] (keys first)."""
+
+    pool: torch.Tensor
+
+
+class CompiledModel:
+    """A compiled decoder with a KV pool of ``kv_blocks`` blocks, in the place of ``backend.engines.llama.Llama``.
+
+    Behind the pool lies one slot that stays zero: what a padded sequence reads in the place of keys.
+    """
+
+    def __init__(self, config: LlamaConfig, runtime: Runtime, kv_blocks: int) -> None:
+        self.config, self.device, self.dtype, self.token_ids = config, runtime.device, runtime.dtype, runtime.token_ids
+        self._runtime, self._nowhere = runtime, kv_blocks * BLOCK_TOKENS
+        shape = (config.num_layers, self._nowhere + 1, 2 * config.num_kv_heads, config.head_dim)
+        self._pool = torch.zeros(shape, device=self.device, dtype=self.dtype)
+        self._pools = {f"pool_{layer}": pool for layer, pool in enumerate(self._pool)}
+        self._layers = [PoolLayer(pool[:-1]) for pool in self._pool]
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self._inputs = Inputs(config.draft_vocab_size or config.vocab_size, wide, self.device, self.token_ids)
+        self._vocab = config.draft_vocab_size or config.vocab_size
+
+    def forward(self, chunks: Seq[Chunk]) -> torch.Tensor:
+        """Run the chunks, writing their KV; return the logits of the rows that want them, chunk by chunk: [rows, vocab]."""
+        found: list[torch.Tensor] = [torch.empty(0, self._vocab, device=self.device, dtype=self.dtype)] * len(chunks)
+        for group in self._passes(chunks):
+            logits = self._run("logits", [chunks[number] for number in group], {})["logits"]
+            for row, number in enumerate(group):
+                found[number] = logits[row, : chunks[number].logits]
+        return torch.cat(found)
+
+    def decide(self, verification: Verification, chunks: Seq[Chunk], requests: Seq[Request]) -> list[Verdict]:
+        """Run chunks of which the last rows are the requests', writing their KV, and return the verdicts on these."""
+        verdicts = [Verdict(0, 0)] * len(chunks)
+        for group in self._passes(chunks):
+            chosen = [requests[number] for number in group]
+            outputs = self._run(verification.name, [chunks[number] for number in group], self._inputs.of(verification, chosen))
+            for number, verdict in zip(group, self._inputs.verdicts(verification, chosen, outputs), strict=True):
+                verdicts[number] = verdict
+        return verdicts
+
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy the KV of slots [n] to others [n] in every layer, as if all at once."""
+        self._pool.index_copy_(1, targets, self._pool.index_select(1, sources))
+
+    def _passes(self, chunks: Seq[Chunk]) -> Iterator[list[int]]:
+        """Share the chunks out over passes: each among those of its size, so that a prefill pads no decoding row."""
+        least = 0
+        for shapes in self._runtime.passes:
+            fitting = [number for number, chunk in enumerate(chunks) if least < len(chunk.tokens) <= shapes.queries]
+            for first in range(0, len(fitting), shapes.batch):
+                yield fitting[first : first + shapes.batch]
+            least = shapes.queries
+
+    def _run(self, network: str, chunks: Seq[Chunk], verification: Tensors) -> Tensors:
+        outputs = self._runtime.run(network, self._pools | self._step(chunks) | verification)
+        batch, queries = outputs["kv_0"].shape[:2]
+        slots = torch.full((batch, queries), self._nowhere, device=self.device)
+        for number, chunk in enumerate(chunks):
+            slots[number, : len(chunk.tokens)] = chunk.table.slots[chunk.start : chunk.start + len(chunk.tokens)]
+        for layer, pool in enumerate(self._pool):
+            pool.index_copy_(0, slots.flatten(), outputs[f"kv_{layer}"].flatten(0, 1))
+        self._pool[:, self._nowhere] = 0.0
+        return outputs
+
+    def _step(self, chunks: Seq[Chunk]) -> Tensors:
+        """Return the decoder's inputs: rows padded to the most of a chunk, keys to the longest context."""
+        batch, queries = len(chunks), max(len(chunk.tokens) for chunk in chunks)
+        past, rows = max(1, *(chunk.start for chunk in chunks)), max(1, *(chunk.logits for chunk in chunks))
+        ids, positions = (np.zeros((batch, queries), np.int32) for _ in range(2))
+        wanted = np.zeros((batch, rows), np.int32)
+        mask = np.zeros((batch, queries, past + queries), np.bool_)
+        mask[:, :, past:] = np.eye(queries, dtype=np.bool_)  # a padded row sees itself
+        slots = torch.full((batch, past), self._nowhere, dtype=torch.int32, device=self.device)
+        for number, chunk in enumerate(chunks):
+            length = len(chunk.tokens)
+            ids[number, :length], positions[number, :length] = chunk.tokens, chunk.positions
+            wanted[number, : chunk.logits] = number * queries + np.arange(length - chunk.logits, length)
+            mask[number, :length, : chunk.start] = True
+            mask[number, :length, past : past + length] = _sees(chunk)
+            slots[number, : chunk.start] = chunk.table.slots[: chunk.start]
+        arrays = {"ids": ids, "positions": positions, "wanted": wanted, "mask": mask}
+        return {"slots": slots} | {name: torch.from_numpy(array).to(self.device) for name, array in arrays.items()}
+
+
+def _sees(chunk: Chunk) -> npt.NDArray[Any]:
+    """Return which rows of a chunk see which [rows, rows]: those before them, of a tree their ancestors."""
+    sees = np.tril(np.ones((len(chunk.tokens),) * 2, np.bool_))
+    if chunk.parents:
+        nodes = len(chunk.parents)
+        sees[-nodes:, -nodes:] = ancestors(chunk.parents).numpy()
+    return sees
+
+
+class TrtGraphEngine(TorchEngine):
+    """The step engine over compiled networks; what its turns mean is ``TorchEngine``'s."""
+
+    _compiled: CompiledModel
+    _verifications: list[Verification]
+
+    @classmethod
+    def over(
+        cls, name: str, config: LlamaConfig, runtime: Runtime, *, kv_blocks: int, max_context_tokens: int, max_draft_tokens: int = 8
+    ) -> TrtGraphEngine:
+        """Build an engine of compiled networks."""
+        engine = cls.__new__(cls)
+        limits = EngineLimits(
+            vocab_size=config.vocab_size,
+            max_context_tokens=max_context_tokens,
+            max_draft_tokens=max_draft_tokens,
+            max_run_tokens=max(1, max_draft_tokens),
+            kv_blocks=kv_blocks,
+            tree=config.draft_vocab_size == 0,
+            scores=True,
+            siblings=True,
+        )
+        with torch.inference_mode():
+            engine._compiled = CompiledModel(config, runtime, kv_blocks)
+        engine._attach(name, cast(Llama, engine._compiled), limits, RAGGED)
+        engine._verifications = sorted(runtime.verifications, key=lambda one: (one.width, one.mode != GREEDY))
+        return engine
+
+    def close(self) -> None:
+        """Release the networks and the KV; the engine is of no use afterwards."""
+        super().close()
+        del self._compiled
+
+    def _pass(self, running: list[tuple[_Job, Chunk]]) -> None:
+        """Decide about chunks where they are run, in as few kinds of passes as there may be, and about the rest from logits."""
+        left = running
+        while True:
+            suited = {kind: [pair for pair in left if _suits(kind, *pair)] for kind in self._verifications}
+            kind = max(self._verifications, key=lambda kind: len(suited[kind]), default=None)
+            if kind is None or not suited[kind]:
+                break
+            self._decide_inside(kind, suited[kind])
+            left = [pair for pair in left if pair not in suited[kind]]
+        if left:
+            super()._pass(left)
+
+    def _decide_inside(self, kind: Verification, pairs: list[tuple[_Job, Chunk]]) -> None:
+        verdicts = self._compiled.decide(kind, [chunk for _, chunk in pairs], [job.request for job, _ in pairs])
+        self._ran(pairs)
+        for (job, _), verdict in zip(pairs, verdicts, strict=True):
+            self._take(job, verdict)
+
+
+def _suits(kind: Verification, job: _Job, chunk: Chunk) -> bool:
+    """Whether nothing is wanted of a chunk but the verdict that a verification gives."""
+    more = job.keeps_law or job.rows_scored or job.context_rows or job.turn.widths or job.turn.sequence.generation_logits
+    return not more and chunk.logits == job.request.rows and kind.suits(job.request)

@@ -1,0 +1,51 @@
+"""The runtime of compiled networks without TensorRT: the same descriptions, executed by ONNX Runtime on CPU tensors."""
+
+from __future__ import annotations
+
+import torch
+
+from backend.engines.checkpoint import LlamaConfig, Weights
+from backend.engines.trt_graph import Shapes, TrtGraphEngine
+from backend.engines.trt_graph_inputs import COUPLED, GREEDY, SAMPLED, Tensors, Verification
+from engines_build.network import Step, describe
+from engines_build.network_graph import F32, F64
+from engines_build.network_onnx import OnnxGraph
+from tests.contract.network_cases import open_session, run
+
+WIDTH, DEPTH = 4, 4
+VERIFICATIONS = tuple(Verification(mode, *shape) for mode in (GREEDY, SAMPLED, COUPLED) for shape in ((0, 0), (WIDTH, DEPTH)))
+
+
+class OnnxRuntime:
+    """Opens a network when it is first run; counts the passes of each in ``ran``."""
+
+    passes = (Shapes(4, 6), Shapes(2, 96))
+
+    def __init__(self, config: LlamaConfig, weights: Weights, max_positions: int, verifications=VERIFICATIONS) -> None:
+        weights = dict(weights)
+        self.token_ids = weights.pop("lm_head.token_ids", None)
+        self.device, self.dtype = torch.device("cpu"), weights["model.norm.weight"].dtype
+        self.verifications = verifications
+        self.ran: dict[str, int] = {}
+        self._config, self._positions, self._weights, self._sessions = config, max_positions, weights, {}
+
+    def run(self, network: str, tensors: Tensors) -> Tensors:
+        batch, queries = tensors["ids"].shape
+        assert any(batch <= shapes.batch and queries <= shapes.queries for shapes in self.passes), (batch, queries)
+        if network not in self._sessions:
+            self._sessions[network] = self._open(network)
+        self.ran[network] = self.ran.get(network, 0) + 1
+        return run(self._sessions[network], tensors)
+
+    def _open(self, network: str):
+        kind = next((one for one in self.verifications if one.name == network), None)
+        graph = OnnxGraph({name: weight.numpy() for name, weight in self._weights.items()})
+        describe(graph, Step(self._config, F64 if self.dtype == torch.float64 else F32, self._positions, kind))
+        return open_session(graph)
+
+
+def onnx_engine(name: str, config: LlamaConfig, weights: Weights, *, max_context_tokens: int, max_draft_tokens: int, kv_blocks: int, **_):
+    """An engine over networks that ONNX Runtime executes, made as ``TorchEngine.from_weights`` is."""
+    runtime = OnnxRuntime(config, weights, max_context_tokens + max_draft_tokens + 1)
+    sizes = {"kv_blocks": kv_blocks, "max_context_tokens": max_context_tokens, "max_draft_tokens": max_draft_tokens}
+    return TrtGraphEngine.over(name, config, runtime, **sizes)
