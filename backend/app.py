@@ -227,7 +227,7 @@ def check_pairs(config: ServingConfig) -> None:
     """Raise ConfigError for a draft that has not its target's vocabulary, with the first token that differs."""
     check_engines(config, model_path)
     for draft in config.drafts:
-        if draft.engine == "torch":
+        if draft.engine in ("torch", "trt_graph"):
             check_pair(read_manifest(model_path(config.target)), read_manifest(model_path(draft)))
 
 
@@ -250,6 +250,11 @@ def make_engine(engine: EngineConfig, config: ServingConfig, threads: int, count
         return LookupEngine(engine.name, min_ngram=engine.min_ngram, max_ngram=engine.max_ngram, max_draft_tokens=max(1, k_max))
     if engine.engine == "trtllm":
         return make_trtllm(engine, config, model_path, count)
+    if engine.engine == "trt_graph":
+        from backend.engines.trt_graph_runtime import open_engine  # the same
+
+        sizes = {"kv_blocks": kv_blocks, "max_context_tokens": max_context, "max_draft_tokens": max(1, k_max)}
+        return open_engine(engine.name, model_path(engine), "cuda" if engine.device == "cpu" else engine.device, **sizes)
     from backend.engines.torch_engine import TorchEngine  # a heavy import, only where it is asked for
 
     return TorchEngine(

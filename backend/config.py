@@ -33,10 +33,10 @@ class EngineConfig:
     belong to ``lookup``; ``seed``, ``agreement`` (how often a fake draft proposes what the fake target would emit) and ``step_s`` (seconds
     per pass) to ``fake``. ``trtllm`` engines (``model`` is a folder made by ``trtllm-build``) have ``gpus``, one a rank, the share of the
     memory beside weights that ``kv_share`` gives to KV, ``turn_timeout_s``, and the ``worker`` program of the ranks where an engine spans
-    GPUs.
+    GPUs. Of ``trt_graph`` engines ``model`` is a folder made by ``engines_build.build --engine trt_graph``, ``device`` a CUDA GPU.
     """
 
-    engine: str = setting("torch", choices=("torch", "lookup", "fake", "trtllm"))
+    engine: str = setting("torch", choices=("torch", "lookup", "fake", "trtllm", "trt_graph"))
     name: str = "target"
     model: str = ""
     dtype: str = setting("bf16", choices=("bf16", "int8", "fp32", "fp64"))
@@ -178,7 +178,7 @@ def parse_config(raw: Any) -> ServingConfig:
     if config.threads != "auto" and (not isinstance(config.threads, int) or config.threads < 1):
         raise ConfigError(f"threads must be 'auto' or a number of at least 1, got {config.threads!r}")
     if config.target.engine == "lookup":
-        raise ConfigError("target.engine must be 'torch', 'trtllm' or 'fake', got 'lookup'")
+        raise ConfigError("target.engine must be 'torch', 'trtllm', 'trt_graph' or 'fake', got 'lookup'")
     names = [config.target.name, *(draft.name for draft in config.drafts)]
     for index, draft in enumerate(config.drafts):
         if names.count(draft.name) > 1 or draft.name in ("", "none"):
@@ -186,9 +186,9 @@ def parse_config(raw: Any) -> ServingConfig:
         if draft.min_ngram > draft.max_ngram:
             raise ConfigError(f"drafts[{index}].min_ngram must be at most max_ngram {draft.max_ngram}, got {draft.min_ngram}")
     for where, engine in [("target", config.target), *((f"drafts[{i}]", d) for i, d in enumerate(config.drafts))]:
-        if engine.engine in ("torch", "trtllm") and not engine.model:
+        if engine.engine in ("torch", "trtllm", "trt_graph") and not engine.model:
             raise ConfigError(f"{where}.model must name a folder or {EMBEDDED_MODEL!r}, got {engine.model!r}")
-        if engine.engine == "trtllm" and engine.model == EMBEDDED_MODEL:
+        if engine.engine in ("trtllm", "trt_graph") and engine.model == EMBEDDED_MODEL:
             raise ConfigError(f"{where}.model must name an engine folder, got {engine.model!r}")
         if engine.dtype == "int8" and (engine.engine, engine.device) != ("torch", "cpu"):
             raise ConfigError(

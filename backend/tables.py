@@ -16,7 +16,7 @@ from policy.latency import LatencyError, LatencyTable
 
 def timed_engines(config: ServingConfig) -> list[EngineConfig]:
     """Return the engines whose passes are measured, the target first: those that run a model."""
-    return [engine for engine in (config.target, *config.drafts) if engine.engine == "torch"]
+    return [engine for engine in (config.target, *config.drafts) if engine.engine in ("torch", "trt_graph")]
 
 
 def load_tables(config: ServingConfig, folders: Mapping[str, Path]) -> tuple[dict[str, LatencyTable], int]:

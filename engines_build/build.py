@@ -25,6 +25,7 @@ from engines_build.deployment import Deployment, EngineBuild, load_deployment, s
 from engines_build.executor_commands import convert_command, engine_command
 
 MANIFEST = "manifest.json"
+SERVING = Path(__file__).parent.parent / "model_repository" / "spindle" / "1" / "serving.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 Run = Callable[[Sequence[str]], None]
@@ -163,13 +164,38 @@ def run_program(command: Sequence[str]) -> None:
 def main() -> None:
     """Build, or say what would be run."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("file", type=Path, help="a deployment file, YAML or JSON (docker/deployments has examples)")
+    parser.add_argument("file", type=Path, nargs="?", help="a deployment file, YAML or JSON (docker/deployments has examples)")
     parser.add_argument("--dry-run", action="store_true", help="check what can be checked and print every command line")
+    parser.add_argument("--engine", choices=("trtllm", "trt_graph"), default="trtllm", help="trt_graph compiles here, without a GPU")
+    trt = parser.add_argument_group("--engine trt_graph", "FILE is a serving.json, by default the repository's")
+    trt.add_argument("--out", type=Path, help="the folder to fill")
+    trt.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="of all models, instead of each one's own")
+    trt.add_argument("--weights-inside", action="store_true", help="compile weights in, instead of one copy beside all engines")
+    trt.add_argument("--library", choices=("tensorrt_rtx", "tensorrt"), help="by default the first that is installed")
     args = parser.parse_args()
     try:
-        build(load_deployment(args.file), run_program, dry_run=args.dry_run)
+        if args.engine == "trt_graph":
+            build_networks(parser, args)
+        elif args.file is None:
+            parser.error("a deployment file is needed")
+        else:
+            build(load_deployment(args.file), run_program, dry_run=args.dry_run)
     except (ConfigError, BuildError) as error:
         sys.exit(f"error: {error}")
+
+
+def build_networks(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Compile the networks of a ``serving.json``."""
+    from backend.engines.checkpoint import CheckpointError  # torch and TensorRT, only where they are asked for
+    from engines_build.trt_build import Choice, build_all
+    from engines_build.trt_library import TrtError
+
+    if args.out is None or args.dry_run:
+        parser.error("--engine trt_graph needs --out and has no --dry-run")
+    try:
+        build_all(args.file or SERVING, args.out, Choice(args.dtype, args.weights_inside, library=args.library))
+    except (CheckpointError, TrtError) as error:
+        raise BuildError(str(error)) from error
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -63,25 +63,30 @@ class CompiledModel:
     def __init__(self, config: LlamaConfig, runtime: Runtime, kv_blocks: int) -> None:
         self.config, self.device, self.dtype, self.token_ids = config, runtime.device, runtime.dtype, runtime.token_ids
         self._runtime, self._nowhere = runtime, kv_blocks * BLOCK_TOKENS
+        self._longest = runtime.passes[-1].queries
         shape = (config.num_layers, self._nowhere + 1, 2 * config.num_kv_heads, config.head_dim)
         self._pool = torch.zeros(shape, device=self.device, dtype=self.dtype)
         self._pools = {f"pool_{layer}": pool for layer, pool in enumerate(self._pool)}
         self._layers = [PoolLayer(pool[:-1]) for pool in self._pool]
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         self._inputs = Inputs(config.draft_vocab_size or config.vocab_size, wide, self.device, self.token_ids)
-        self._vocab = config.draft_vocab_size or config.vocab_size
 
     def forward(self, chunks: Seq[Chunk]) -> torch.Tensor:
         """Run the chunks, writing their KV; return the logits of the rows that want them, chunk by chunk: [rows, vocab]."""
-        found: list[torch.Tensor] = [torch.empty(0, self._vocab, device=self.device, dtype=self.dtype)] * len(chunks)
+        before = [self._run_long(chunk) for chunk in chunks]
+        chunks = [self._tail(chunk) for chunk in chunks]
+        found: list[torch.Tensor] = [torch.empty(0)] * len(chunks)
         for group in self._passes(chunks):
             logits = self._run("logits", [chunks[number] for number in group], {})["logits"]
             for row, number in enumerate(group):
                 found[number] = logits[row, : chunks[number].logits]
-        return torch.cat(found)
+        return torch.cat([part for parts, tail in zip(before, found, strict=True) for part in (*parts, tail)])
 
     def decide(self, verification: Verification, chunks: Seq[Chunk], requests: Seq[Request]) -> list[Verdict]:
         """Run chunks of which the last rows are the requests', writing their KV, and return the verdicts on these."""
+        for chunk in chunks:
+            self._run_long(chunk)
+        chunks = [self._tail(chunk) for chunk in chunks]
         verdicts = [Verdict(0, 0)] * len(chunks)
         for group in self._passes(chunks):
             chosen = [requests[number] for number in group]
@@ -93,6 +98,22 @@ class CompiledModel:
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy the KV of slots [n] to others [n] in every layer, as if all at once."""
         self._pool.index_copy_(1, targets, self._pool.index_select(1, sources))
+
+    def _tail(self, chunk: Chunk) -> Chunk:
+        """Return as much of a chunk's end as is run at once."""
+        cut = max(0, len(chunk.tokens) - self._longest)
+        return replace(chunk, tokens=chunk.tokens[cut:], start=chunk.start + cut, logits=min(chunk.logits, self._longest))
+
+    def _run_long(self, chunk: Chunk) -> list[torch.Tensor]:
+        """Run what comes before a chunk's tail, pass by pass; return the logits of the rows there that want them."""
+        cut, found = max(0, len(chunk.tokens) - self._longest), []
+        for first in range(0, cut, self._longest):
+            tokens = chunk.tokens[first : min(cut, first + self._longest)]
+            behind = len(chunk.tokens) - first - len(tokens)
+            logits = min(len(tokens), max(0, chunk.logits - behind))
+            outputs = self._run("logits", [Chunk(tokens, chunk.start + first, chunk.table, logits)], {})
+            found.append(outputs["logits"][0, :logits])
+        return found
 
     def _passes(self, chunks: Seq[Chunk]) -> Iterator[list[int]]:
         """Share the chunks out over passes: each among those of its size, so that a prefill pads no decoding row."""

@@ -1,0 +1,123 @@
+"""Build the trt_graph engines of a ``serving.json``: every torch target and draft of it becomes a folder of compiled networks.
+
+A folder holds the checkpoint's own files and weights, one engine for each network (``logits``, and verifications by mode and shape), and
+``trt_graph.json``, written last. Weights are inputs of the engines and are not in them, unless they are asked to be inside.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from backend.app import model_path
+from backend.config import EngineConfig, ServingConfig, load_config
+from backend.engines.checkpoint import load
+from backend.engines.trt_graph_inputs import COUPLED, GREEDY, SAMPLED, Verification
+from engines_build.network import Step
+from engines_build.network_graph import BF16, F16, F32
+from engines_build.trt_compile import Engine, Profile, compile_step
+from engines_build.trt_library import find_library
+
+MANIFEST = "trt_graph.json"
+DTYPES = {"bf16": BF16, "fp16": F16, "fp32": F32}
+PREFILL_BATCH = 4
+Report = Callable[[str], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is built: the dtype of all models (None: each model's own), weights in the engines or beside them, attention's layers."""
+
+    dtype: str | None = None
+    weights_inside: bool = False
+    native: bool | None = None
+    library: str | None = None
+
+
+def build_all(config_file: Path, output: Path, choice: Choice, report: Report = print) -> None:
+    """Build the engines of a configuration and write ``serving.json`` for them. Raises ConfigError, CheckpointError or TrtError."""
+    config, library = load_config(config_file), find_library(choice.library)
+    raw = json.loads(config_file.read_text("utf-8"))
+    for engine, entry in zip((config.target, *config.drafts), (raw["target"], *raw.get("drafts", [])), strict=True):
+        if engine.engine == "torch":
+            folder = output / engine.name
+            build_folder(engine, config, folder, choice, library, report)
+            for key in ("attention", "dtype"):
+                entry.pop(key, None)
+            entry |= {"engine": "trt_graph", "model": str(folder.resolve()), "device": "cuda"}
+    (output / "serving.json").write_text(json.dumps(raw, indent=1) + "\n", "utf-8")
+    report(f"{output / 'serving.json'} is ready; it needs a CUDA GPU to serve")
+
+
+def build_folder(engine: EngineConfig, config: ServingConfig, folder: Path, choice: Choice, library: ModuleType, report: Report) -> None:
+    """Compile one model's networks."""
+    source, dtype = model_path(engine), choice.dtype or ("bf16" if engine.dtype == "int8" else engine.dtype)
+    model, weights = load(source, "fp32" if dtype == "fp16" else dtype)
+    if dtype == "fp16":
+        weights = {name: tensor.half() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+    weights.pop("lm_head.token_ids", None)
+    kinds = verifications(config, engine is config.target)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MANIFEST).unlink(missing_ok=True)
+    k_max, context = max(1, config.policy.k_max), config.limits.max_context_tokens
+    record: dict[str, Any] = {}
+    for kind in (None, *kinds):
+        step = Step(model, DTYPES[dtype], context + k_max + 1, kind)
+        made = compile_step(library, step, weights, profiles(config, kind), shared=not choice.weights_inside, native=choice.native)
+        (folder / f"{step.name}.engine").write_bytes(made.blob)
+        record[step.name] = {"layers": made.layers, "seconds": round(made.seconds, 1), "megabytes": round(len(made.blob) / 1e6, 2)}
+        report(f"{engine.name} {step.name}: {_words(made)}")
+    _copy(source, folder)
+    manifest = {
+        "library": library.__name__,
+        "version": library.__version__,
+        "dtype": dtype,
+        "shared": not choice.weights_inside,
+        "max_context_tokens": context,
+        "max_draft_tokens": k_max,
+        "passes": [{"batch": profile.batch, "queries": profile.queries} for profile in profiles(config, None)],
+        "verifications": [asdict(kind) for kind in kinds],
+        "engines": {name: f"{name}.engine" for name in record},
+    }
+    (folder / "build.json").write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", "utf-8")
+
+
+def verifications(config: ServingConfig, target: bool) -> list[Verification]:
+    """Return what is compiled in: all modes, for the target also trees where the policy makes them; drafts sample from logits."""
+    if not target:
+        return [Verification(GREEDY), Verification(COUPLED)]
+    modes, most = (GREEDY, SAMPLED, COUPLED), max(1, config.policy.k_max)
+    trees = config.policy.tree_width > 1 or config.policy.merge_chains
+    width = min(most, 2 * config.policy.tree_width) if config.policy.merge_chains else config.policy.tree_width
+    return [Verification(mode) for mode in modes] + ([Verification(mode, width, most) for mode in modes] if trees else [])
+
+
+def profiles(config: ServingConfig, kind: Verification | None) -> list[Profile]:
+    """Return the shapes of decoding and of prefill; only logits are wanted of more rows than a proposal has."""
+    queries, limits = config.policy.k_max + 2, config.limits
+    chunk = max(queries, limits.prefill_chunk_tokens + 1)
+    shapes = ((limits.max_active_requests, queries), (PREFILL_BATCH, chunk))
+    return [Profile(batch, rows, limits.max_context_tokens + queries, rows if kind is None else queries) for batch, rows in shapes]
+
+
+def _copy(source: Path, folder: Path) -> None:
+    """Bring the checkpoint's files, as links to the same data where the file system has them."""
+    for file in sorted(source.iterdir()):
+        if file.suffix in {".json", ".safetensors", ".model", ".jinja"}:
+            target = folder / file.name
+            target.unlink(missing_ok=True)
+            try:
+                os.link(file.resolve(), target)
+            except OSError:
+                shutil.copyfile(file, target)
+
+
+def _words(made: Engine) -> str:
+    return f"{made.layers} layers, {made.seconds:.1f} s, {len(made.blob) / 1e6:.2f} MB"
