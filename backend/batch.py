@@ -63,7 +63,7 @@ class Batch:
             catchup=choices[:, :, 1],
             weight=np.ones(len(rows)),
             rule=np.array([rule_of(s.sequence.sampling) for s in rows], np.int64),
-            ready=np.arange(len(rows)) < ready,
+            ready=np.arange(len(rows)) < ready if self.flying else np.ones(ready, np.bool_),
             prefill_tokens=self.prefill_tokens,
             queued=queued,
             prefilling=self.prefilling,

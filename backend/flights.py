@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from backend.drafting import Proposals
-from backend.isolation import run_again
+from backend.isolation import run_again, run_turns
 from backend.overlapped import Overlapped
 from backend.ports import Completion, Engine, Turn
 from backend.session import Session
@@ -33,7 +33,6 @@ class Flight:
     log: StepLog
     turns: list[Turn] = field(default_factory=list)
     submitted_s: float = 0.0
-    error: Exception | None = None
 
 
 class Flights:
@@ -61,16 +60,14 @@ class Flights:
         return [session for flight in self._flights for session in flight.sessions if session.id in self.proposals]
 
     def submit(self, flight: Flight, proposals: dict[int, Proposals]) -> None:
-        """Give a flight's turns to the target. What that raises comes up where the flight lands."""
+        """Give a flight's turns to the target, which begins with them now where it is ``Overlapped``, else when the flight is to land."""
         self.proposals.update(proposals)
-        self.proposals.update({turn.sequence.id: Proposals() for turn in flight.prefill})
+        for turn in flight.prefill:
+            self.proposals[turn.sequence.id] = Proposals()
         self._flights.append(flight)
-        with flight.log.part("verify"):
-            try:
-                self._target.submit(flight.turns)
-            except Exception as error:
-                flight.error = error
-        flight.submitted_s = perf_counter()
+        if self._overlapped is not None:
+            self._overlapped.submit(flight.turns)
+            flight.submitted_s = perf_counter()
 
     def land(self) -> tuple[Flight, list[Completion], bool]:
         """Wait for the oldest flight; return it, its completions, and whether the target failed with all of them.
@@ -98,11 +95,9 @@ class Flights:
         return True
 
     def _poll(self, flight: Flight) -> list[Completion]:
-        if flight.error is not None:
-            raise flight.error
         if self._overlapped is None:
             with flight.log.part("verify"):
-                return self._target.poll(timeout_s=1.0)
+                return run_turns(self._target, flight.turns)
         completions = self._overlapped.poll(timeout_s=1.0)
         now_s = perf_counter()
         flight.log.overlapped(now_s - flight.submitted_s, self._overlapped.took_s, self._landed_s)

@@ -242,7 +242,7 @@ class Orchestrator:
                 plan, _ = NoSpeculation().plan(view, None, self._clock(), self._rng)
         if len(view):
             self.last_plan = (view, state, plan, now)
-        told = plan if view.ready.all() else plan.of_rows(np.flatnonzero(view.ready))
+        told = plan.of_rows(np.flatnonzero(view.ready)) if self._flights.decoding else plan
         self._decisions.planned(view, told, self._clock(), lambda: self._policy.drift(self.policy_state))
         return plan
 

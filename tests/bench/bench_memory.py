@@ -16,6 +16,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from backend import machine, memory
 from backend.app import App, build, model_path, timed_engines
 from backend.config import load_config
@@ -40,8 +42,9 @@ def touch_kv(app: App) -> None:
     """Write every page of the KV pools."""
     for engine in (app.target, *app.drafts):
         if isinstance(engine, TorchEngine):
-            for layer in engine._model._layers:
-                layer.pool.fill_(0.5)
+            with torch.inference_mode():
+                for layer in engine._model._layers:
+                    layer.pool.fill_(0.5)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
