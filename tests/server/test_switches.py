@@ -69,7 +69,7 @@ def test_both_arms_of_a_canary_have_their_figures(service, command):
     [
         ("set speculation=sometimes", ["switches.speculation", "sometimes"]),
         ("set fixed_length=2", ["switches.fixed_draft", "good", "poor"]),
-        ("switch off", ["switch off", "health, learned, switches, set"]),
+        ("switch off", ["switch off", "health, learned, explain, switches, set"]),
     ],
 )
 def test_a_bad_command_is_answered_with_what_is_wrong(command, text, words):
