@@ -49,7 +49,11 @@ class Grammars:
         matcher = llguidance.LLMatcher(self._tokens, grammar, log_level=0)
         if matcher.is_error():
             raise _invalid(f"guided_decoding_guide is no {kind} that can be served: {_first_line(matcher.get_error())}")
-        return Guide(matcher, self._tokenizer.vocab_size, end_ids, self._tokens.eos_token)
+        guide = Guide(matcher, self._tokenizer.vocab_size, end_ids, self._tokens.eos_token)
+        guide.masks([], [])  # the first may take a second, which is not to be the loop's
+        if guide.failure is not None:
+            raise _invalid(f"guided_decoding_guide is no {kind} that can be served: it allows no text ({guide.failure})")
+        return guide
 
 
 class Guide:

@@ -87,6 +87,7 @@ def test_a_guide_made_in_one_thread_serves_another(grammars):
         ("json_schema", "[1]"),
         ("json_schema", '{"type": "nope"}'),
         ("json_schema", '{"$ref": "http://example.org/x"}'),
+        ("json_schema", '{"$ref": "#"}'),
         ("ebnf_grammar", "root ::= nowhere"),
         ("ebnf_grammar", "("),
     ],
@@ -104,8 +105,13 @@ def test_a_text_that_nothing_could_end_is_refused(grammars):
         grammars.guide("regex", "a+", frozenset())
 
 
+def test_the_first_mask_is_made_with_the_guide_and_not_by_the_loop(grammars):
+    assert list(made(grammars)._masks) == [0]
+
+
 def test_a_grammar_beyond_the_parsers_limits_allows_nothing_but_an_end_and_says_so(grammars):
     guide = made(grammars)
     guide._matcher.consume_token(ord("!"))  # the parser's own errors are for good
+    guide._masks.clear()
     assert guide.masks([], [])[0].nonzero()[0].tolist() == [END]
     assert guide.failure
