@@ -75,7 +75,9 @@ def best_cohorts(
     phases = {m: _phases_s(latency, correction, view, choice, nodes, cut) for m, cut in cuts.items()}
     seconds = {m: pipelined_s(*phases[m], contention) for m in cuts}
     best = min(seconds, key=lambda m: (seconds[m], m))
-    gain_s, fill_s, cut = one_s - seconds[best], float(phases[best][0][0]), _numbered(view, cuts[best] if not flying else [ready])
+    draft_s = phases[best][0]
+    gain_s, fill_s = one_s - seconds[best], float(draft_s.max() if flying else draft_s[0])
+    cut = _numbered(view, [ready] if flying else cuts[best])
     if gain_s > 0:
         return CohortDecision(cut, best, seconds[best], "", gain_s, fill_s, cut)
     return CohortDecision(_numbered(view, [rows]), 1, one_s, does_not_pay(one_s / seconds[best]), gain_s, fill_s, cut)
