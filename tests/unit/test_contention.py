@@ -1,5 +1,7 @@
 """What side by side costs is measured on the engines that will run, and what comes of it."""
 
+from dataclasses import replace
+
 import pytest
 
 from backend import contention
@@ -8,10 +10,13 @@ from backend.config import ConfigError, parse_config
 from backend.contention import measure
 from backend.engines.fake import FakeEngine
 from backend.engines.lookup import LookupEngine
+from backend.flights import Flights
 from backend.overlapped import Overlapped
 from backend.request import GenerationRequest
+from policy.shaped import ShapedPlanner
 from tests.bench.in_process import generate
 from tests.contract.deployment import tiny_engine
+from tests.unit.test_policy_shaped import OVERLAPPING, shaped
 
 FAKE = {
     "target": {"engine": "fake", "step_s": 0.004},
@@ -61,3 +66,20 @@ def test_cohorts_are_refused_where_they_cannot_be():
     alone.limits = type(alone.limits)(257, 100, 4, 4, 0)
     with pytest.raises(ConfigError, match=r"policy.cohorts must be 1: the engine of 'target' runs no cohorts"):
         contention.overlapped(alone, [])
+
+
+def test_the_adaptive_policy_cuts_a_batch_where_it_thinks_that_pays_and_no_text_changes(monkeypatch):
+    config = parse_config({**FAKE, "target": {"engine": "fake"}, "drafts": [{**FAKE["drafts"][0], "step_s": 0.0}]})
+    monkeypatch.setattr(ShapedPlanner, "_timed", lambda planner, outcome, state, view: (state.correction, state.target_shape))
+    texts, flights = {}, []
+    land = Flights.land
+    monkeypatch.setattr(Flights, "land", lambda self: flights.append(len(self)) or land(self))
+    for cohorts in (1, 2):
+        flights.clear()
+        app = build(replace(config, policy=replace(config.policy, cohorts=cohorts)), {})
+        planner = shaped(OVERLAPPING, ("d0",), rate=0.97, cohorts=cohorts, contention=1.0)
+        sessions = generate(app, [GenerationRequest(f"prompt {i}", 150 + i, end_id=-1) for i in range(16)], 16, planner)
+        texts[cohorts] = [session.sequence.tokens for session in sessions]
+        app.close()
+        assert (sum(landing > 1 for landing in flights) > 10) == (cohorts > 1)
+    assert texts[1] == texts[2]
