@@ -1,14 +1,16 @@
-"""The engine process with a fake target that raises in any pass over a prompt that begins with ``poison``."""
+"""The engine process with fake engines that raise: the target over a prompt that begins with ``poison``, drafts over ``orphan``."""
 
 import sys
 
 from backend.engine_process import main
 from backend.engines.fake import FakeEngine
 
+RAISES_OVER = {True: b"poison", False: b"orphan"}
+
 
 def raising(complete):
     def complete_or_raise(engine, turn):
-        if engine.name == "target" and bytes(turn.sequence.tokens[:6]) == b"poison":
+        if bytes(turn.sequence.tokens[:6]) == RAISES_OVER[engine.name == "target"]:
             raise MemoryError
         return complete(engine, turn)
 
