@@ -1,6 +1,7 @@
 """NVIDIA's families on ``/metrics``: names and labels as in tensorrtllm_backend's custom_metrics_reporter.cc (c2e65b8)."""
 
 import re
+import time
 import urllib.request
 
 MODEL = {"model": "tensorrt_llm", "version": "1"}
@@ -40,10 +41,23 @@ def test_every_family_has_its_series_with_nvidias_labels(service):
 
 
 def test_lengths_are_those_of_the_requests(service):
-    before = {side: service.metric(f"nv_llm_{side}_token_len_sum") for side in ("input", "output")}
+    before = settled(service)
     service.generate("0123456789", 33)
-    service.wait_until(lambda: service.metric("nv_llm_output_token_len_sum") == before["output"] + 33, 5)
-    assert service.metric("nv_llm_input_token_len_sum") == before["input"] + 10
+    service.wait_until(lambda: lengths(service) == (before[0] + 10, before[1] + 33), 5)
+
+
+def lengths(service):
+    return tuple(service.metric(f"nv_llm_{side}_token_len_sum") for side in ("input", "output"))
+
+
+def settled(service):
+    """Return the sums once nothing has come for two seconds: metrics are told every half a second, those of earlier requests too."""
+    seen, since = lengths(service), time.monotonic()
+    while time.monotonic() < since + 2:
+        time.sleep(0.1)
+        if (now := lengths(service)) != seen:
+            seen, since = now, time.monotonic()
+    return seen
 
 
 def test_the_gauges_follow_a_running_request_and_its_end(service):
