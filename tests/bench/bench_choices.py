@@ -10,6 +10,7 @@ time, so that other work costs it its caches only.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -30,6 +31,7 @@ from tests.bench import workloads
 from tests.bench.in_process import Sink
 from tests.bench.paired import abba, median_interval
 
+_RUNS = itertools.count()
 SPINDLE, NONE, BEST = "spindle", "none", "best-"
 LENGTHS = (1, 2, 3, 4, 6, 8)
 TUNING_SEED = 1000
@@ -80,8 +82,9 @@ class Run:
 
     @classmethod
     def of(cls, name: str, arm: Arm, requests: Sequence[GenerationRequest], in_flight: int) -> Run:
-        """Serve a block."""
-        seconds, sessions = arm.serve(requests, in_flight)
+        """Serve a block; no KV is reused from other runs of it on the same engines."""
+        salt = str(next(_RUNS))
+        seconds, sessions = arm.serve([replace(request, cache_salt=salt) for request in requests], in_flight)
         output, drafted, accepted = (
             sum(values) for values in zip(*((s.output_tokens, s.drafted, s.accepted) for s in sessions), strict=True)
         )

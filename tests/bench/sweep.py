@@ -137,29 +137,34 @@ class Sweep:
     def _block(self, workload: str, load: str, block: int, policy: str) -> dict[str, Any]:
         arm, fresh = (self._peers if policy in PEERS else self._roster).arm(policy)
         if fresh and block:
-            arm.run(self._offer(workload, load, 0))  # it went through block 0 before this command was stopped, or before its server was
-        served = arm.run(self._offer(workload, load, block))
+            arm.run(
+                self._offer(workload, load, 0, policy)
+            )  # it went through block 0 before this command was stopped, or before its server was
+        served = arm.run(self._offer(workload, load, block, policy))
         return {"workload": workload, "load": load, "block": block, "policy": policy, **described(served)}
 
-    def _offer(self, workload: str, load: str, block: int) -> Offer:
-        """Return a block's requests, the same for every policy; the bursts and pauses of a block are those of every rate, stretched."""
+    def _offer(self, workload: str, load: str, block: int, policy: str) -> Offer:
+        """Return a block's requests, the same for every policy; the bursts and pauses of a block are those of every rate, stretched.
+
+        Policies that share a server share no KV.
+        """
         kind, _, at = load.rpartition("-")
         if kind == "closed":
-            requests = self._requests(workload, load, block, max(self._options.requests_closed, 2 * int(at)))
+            requests = self._requests(workload, load, block, max(self._options.requests_closed, 2 * int(at)), policy)
             return Offer(requests, int(at))
         rate = float(at) * self._record["capacity_requests_per_s"][workload]
-        requests = self._requests(workload, load, block, self._options.requests)
+        requests = self._requests(workload, load, block, self._options.requests, policy)
         arrivals = bursty(len(requests), rate, VARIATION[kind], self._options.seed * 1000 + block)
         return Offer(requests, at_s=arrivals.tolist())
 
-    def _requests(self, workload: str, load: str, block: int, count: int) -> list[dict[str, Any]]:
-        """Draw requests that are scored, or, in the load ``tuning-N``, from those that are not; no KV is reused from other blocks."""
+    def _requests(self, workload: str, load: str, block: int, count: int, policy: str) -> list[dict[str, Any]]:
+        """Draw requests that are scored, or, in the load ``tuning-N``, from those that are not; no KV is reused from other runs."""
         every = self._messages[workload]
         tuning = load.startswith("tuning")
         pool = [message for number, message in enumerate(every) if (number % TUNING_STEP == 0) is tuning]
         rng = random.Random(f"{self._options.seed}/{workload}/{load}/{block}")
         chosen = rng.sample(pool, count) if count <= len(pool) else rng.choices(pool, k=count)
-        options: dict[str, Any] = {"max_tokens": self._options.max_tokens, "cache_salt": f"{workload}/{load}/{block}"}
+        options: dict[str, Any] = {"max_tokens": self._options.max_tokens, "cache_salt": f"{workload}/{load}/{block}/{policy}"}
         if self._options.temperature:
             options["temperature"] = self._options.temperature
             return [{"text_input": text, **options, "seed": rng.randrange(2**62)} for text in chosen]
@@ -173,7 +178,7 @@ class Sweep:
         return [message if self._options.raw else workloads.render(message, model_path(target)) for message in messages]
 
     def _tuning_speed(self, policy: str, workload: str, in_flight: int) -> float:
-        requests = self._requests(workload, f"tuning-{in_flight}", 0, max(self._options.requests_closed, 2 * in_flight))
+        requests = self._requests(workload, f"tuning-{in_flight}", 0, max(self._options.requests_closed, 2 * in_flight), policy)
         arm, _ = self._roster.arm(policy)
         served = arm.run(Offer(requests, in_flight))
         return sum(reply.output_tokens for reply in served.replies) / served.wall_s
@@ -184,7 +189,7 @@ class Sweep:
         levels = sorted({level for level in self._options.closed if level < self._options.active} | {self._options.active})
         rates: dict[str, dict[str, float]] = {policy: {} for policy in [NONE, *self._fixed]}
         work = [(level, policy) for level in levels for policy in abba([*rates], levels.index(level))]
-        self._roster.arm(NONE)[0].run(Offer(self._requests(workload, "tuning-warm", 0, 2)))
+        self._roster.arm(NONE)[0].run(Offer(self._requests(workload, "tuning-warm", 0, 2, NONE)))
         for level, policy in _progress(work, "tuning"):
             rates[policy][str(level)] = round(self._tuning_speed(policy, workload, level), 2)
         return {"workload": workload, "tokens_per_s": rates, **chosen(rates, self._fixed)}
@@ -193,7 +198,7 @@ class Sweep:
         """Return the requests per second of no speculation with every place taken."""
         count = max(self._options.requests_closed, 3 * self._options.active)
         arm, _ = self._roster.arm(NONE)
-        return count / arm.run(Offer(self._requests(workload, "tuning-capacity", 0, count), self._options.active)).wall_s
+        return count / arm.run(Offer(self._requests(workload, "tuning-capacity", 0, count, NONE), self._options.active)).wall_s
 
 
 def chosen(rates: dict[str, dict[str, float]], fixed: list[str]) -> dict[str, Any]:

@@ -1,3 +1,4 @@
+import argparse
 import json
 import re
 
@@ -5,7 +6,7 @@ import pytest
 
 from tests.bench import arms, sweep_figures
 from tests.bench.arms import Offer
-from tests.bench.sweep import chosen, main
+from tests.bench.sweep import Sweep, chosen, main
 from tests.bench.sweep_arms import AGAIN, Servers, Tuning, arm_config, fixed_choice, fixed_names
 from tests.bench.sweep_report import write_pictures, write_report
 
@@ -143,6 +144,15 @@ def test_a_quick_sweep_has_a_row_for_every_policy_and_load(finished):
     assert drafted["none"] == 0 < drafted["fixed-d-1-2"]
     assert [row["load"] for row in record["noise"]] == ["closed-1", "closed-3", "poisson-0.80"]
     assert record["tuning"]["draft"] in ("d-1", "lookup")
+
+
+def test_policies_get_the_same_requests_and_reuse_no_kv_of_each_other():
+    sweep = object.__new__(Sweep)
+    sweep._messages = {"sql": [f"message {number}" for number in range(20)]}
+    sweep._options = argparse.Namespace(seed=0, max_tokens=8, temperature=0.0, requests_closed=4)
+    one, other, later = (sweep._offer("sql", "closed-2", block, policy).requests for block, policy in ((1, "a"), (1, "b"), (2, "a")))
+    assert [request["text_input"] for request in one] == [request["text_input"] for request in other]
+    assert len({requests[0]["cache_salt"] for requests in (one, other, later)}) == 3
 
 
 def test_all_policies_of_a_block_write_the_same_texts_to_the_same_requests(finished):
