@@ -161,7 +161,8 @@ def point(made: dict[str, Callable[[], Arm]], in_flight: int, config: ServingCon
         texts = (messages[(block * size + i) % len(messages)] for i in range(size))
         requests = [GenerationRequest(workloads.render(text, folder), options.max_tokens) for text in texts]
         for name in abba(list(arms), block):
-            rate = arms[name].serve(requests, in_flight)
+            own = [replace(request, cache_salt=f"{block}/{name}") for request in requests]  # arms share engines, and must share no KV
+            rate = arms[name].serve(own, in_flight)
             if block:
                 arms[name].rates.append(rate)
             else:
