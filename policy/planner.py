@@ -362,7 +362,9 @@ def _same_batch(view: View, before: View | None) -> bool:
     """
     if before is None or len(view) < _REST_ROWS or view.given is not None:
         return False
-    return not view.prefill_tokens and bool(view.ready.all()) and np.array_equal(view.request, before.request)
+    if view.prefill_tokens or len(view) != len(before) or not view.ready.all():
+        return False
+    return np.array_equal(np.sort(view.request), np.sort(before.request))  # in whatever order
 
 
 def _split(view: View, rows: IntArray, hazard: FloatArray) -> tuple[Given, BoolArray | None]:
