@@ -1,6 +1,6 @@
 """A step engine whose submissions run one after the other in a thread of their own, while the loop plans and drafts for other rows.
 
-On CUDA the thread's current stream is what keeps its kernels apart from those of the drafts; its host waits alone for their results.
+On CUDA the thread and the drafts still queue on one stream, so that nothing overlaps but the host: a stream of its own is to be coded.
 """
 
 from __future__ import annotations

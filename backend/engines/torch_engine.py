@@ -116,18 +116,8 @@ class TorchEngine:
         attention: str,
         int8: bool,
     ) -> None:
-        limits = EngineLimits(
-            vocab_size=config.vocab_size,
-            max_context_tokens=max_context_tokens,
-            max_draft_tokens=max_draft_tokens,
-            max_run_tokens=max(1, max_draft_tokens),
-            kv_blocks=kv_blocks,
-            tree=config.draft_vocab_size == 0,
-            scores=True,
-            siblings=True,
-            pads=attention == PADDED,
-            overlaps=True,
-        )
+        limits = step_limits(config, kv_blocks, max_context_tokens, max_draft_tokens)
+        limits = replace(limits, pads=attention == PADDED, overlaps=True)
         with torch.inference_mode():
             model = Llama(
                 config,
@@ -368,6 +358,20 @@ class TorchEngine:
         log_probs = job.log_probs if job.request.sampling.log_probs else None
         found = job.turn.sequence.id, job.tokens, job.accepted, probs, log_probs or None, job.siblings, along, rank, job.scored
         return Completion(*found, extras=_extras(job))
+
+
+def step_limits(config: LlamaConfig, kv_blocks: int, max_context_tokens: int, max_draft_tokens: int) -> EngineLimits:
+    """Return the limits of an engine that runs whole steps of a Llama; a shortlist in its head makes it a draft, which verifies no trees."""
+    return EngineLimits(
+        vocab_size=config.vocab_size,
+        max_context_tokens=max_context_tokens,
+        max_draft_tokens=max_draft_tokens,
+        max_run_tokens=max(1, max_draft_tokens),
+        kv_blocks=kv_blocks,
+        tree=config.draft_vocab_size == 0,
+        scores=True,
+        siblings=True,
+    )
 
 
 def _extras(job: _Job) -> Extras | None:

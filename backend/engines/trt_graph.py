@@ -19,10 +19,10 @@ import torch
 from backend.engines.checkpoint import LlamaConfig
 from backend.engines.chunks import Chunk, ancestors
 from backend.engines.llama import Llama
-from backend.engines.torch_engine import RAGGED, TorchEngine, _Job
+from backend.engines.torch_engine import RAGGED, TorchEngine, _Job, step_limits
 from backend.engines.trt_graph_inputs import GREEDY, Inputs, Tensors, Verification
 from backend.engines.verification import Request, Verdict
-from backend.ports import BLOCK_TOKENS, EngineLimits
+from backend.ports import BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,16 +176,7 @@ class TrtGraphEngine(TorchEngine):
     ) -> TrtGraphEngine:
         """Build an engine of compiled networks."""
         engine = cls.__new__(cls)
-        limits = EngineLimits(
-            vocab_size=config.vocab_size,
-            max_context_tokens=max_context_tokens,
-            max_draft_tokens=max_draft_tokens,
-            max_run_tokens=max(1, max_draft_tokens),
-            kv_blocks=kv_blocks,
-            tree=config.draft_vocab_size == 0,
-            scores=True,
-            siblings=True,
-        )
+        limits = step_limits(config, kv_blocks, max_context_tokens, max_draft_tokens)
         with torch.inference_mode():
             engine._compiled = CompiledModel(config, runtime, kv_blocks)
         engine._attach(name, cast(Llama, engine._compiled), limits, RAGGED)

@@ -73,8 +73,12 @@ def create_app(settings: FrontEnd) -> FastAPI:
     if settings.origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["GET", "POST"], allow_headers=["*"])
     _handle_errors(app)
-    created = int(time.time())
+    _add_status(app, settings)
+    _add_openai(app, settings)
+    return app
 
+
+def _add_status(app: FastAPI, settings: FrontEnd) -> None:
     @app.get("/")
     async def page() -> Response:
         return HTMLResponse(PAGE, headers=PAGE_HEADERS)
@@ -87,6 +91,10 @@ def create_app(settings: FrontEnd) -> FastAPI:
     async def explain(request: Request) -> dict[str, Any]:
         reply: dict[str, Any] = await request.app.state.triton.command("explain")
         return reply
+
+
+def _add_openai(app: FastAPI, settings: FrontEnd) -> None:
+    created = int(time.time())
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -115,8 +123,6 @@ def create_app(settings: FrontEnd) -> FastAPI:
         if schema is not None:
             options |= {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": json.dumps(schema)}
         return await answer(request, body, Style(CHAT, body.logprobs, tool), [prompt], options, settings.model)
-
-    return app
 
 
 def held_to(body: ChatRequest) -> tuple[str | None, Any]:
