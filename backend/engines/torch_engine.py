@@ -361,7 +361,7 @@ class TorchEngine:
 
 
 def step_limits(config: LlamaConfig, kv_blocks: int, max_context_tokens: int, max_draft_tokens: int) -> EngineLimits:
-    """Return the limits of an engine that runs whole steps of a Llama; a shortlist in its head makes it a draft, which verifies no trees."""
+    """Return the limits of an engine that runs whole steps of a Llama; with a shortlist in its head it is a draft and verifies no trees."""
     return EngineLimits(
         vocab_size=config.vocab_size,
         max_context_tokens=max_context_tokens,
