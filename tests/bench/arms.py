@@ -10,7 +10,7 @@ import time
 import urllib.request
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,9 +28,10 @@ READY_LIMIT_S = 600.0
 SETTLE_S = 0.6
 """The engine process hands its counts to Triton every 0.5 s."""
 CONNECTIONS = 16
+FLAGS = dict.fromkeys(("exclude_input_in_output", "return_num_input_tokens", "return_num_output_tokens", "return_perf_metrics"), True)
 COUNTED = re.compile(
     r"spindle_((steps|fallback|preemptions|emitted_tokens|draft_tokens|accepted_tokens|step_part_seconds)_total"
-    r"|(draft|accepted)_tokens_by_position_total|(step|planning|step_predicted)_seconds_(sum|count)|batch_size_(sum|count))"
+    r"|(draft|accepted)_tokens_by_position_total|(step|planning|step_predicted)_seconds_(sum|count)|batch_size_(sum|count)|draft_length_(sum|count)|kv_reused_tokens_total)"
 )
 """The counters, and sums and counts of histograms, that a run is described by."""
 
@@ -42,7 +43,8 @@ Counts = dict[str, float]
 class Reply:
     """One served request. ``first_s`` and ``total_s`` count from when it was due: its scheduled arrival, in a closed loop its submission.
 
-    ``gaps_s`` are the times between its responses with text; ``late_s`` is how late the client was in sending it.
+    ``gaps_s`` are the times between its responses with text; ``late_s`` is how late the client was in sending it, ``due_s`` when it was
+    due, from the run's beginning; ``drafts`` has (proposed, accepted) tokens by draft.
     """
 
     text: str
@@ -54,6 +56,9 @@ class Reply:
     total_s: float
     gaps_s: tuple[float, ...] = ()
     late_s: float = 0.0
+    due_s: float = 0.0
+    input_tokens: int = 0
+    drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +132,10 @@ class ServerArm:
         async def one(number: int, channel: grpc.aio.Channel) -> Reply:
             if offer.at_s is None:
                 async with places:
-                    return await self._ask(offer.requests[number], channel, time.perf_counter())
+                    return await self._ask(offer.requests[number], channel, time.perf_counter(), start_s)
             due_s = start_s + offer.at_s[number]
             await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
-            return await self._ask(offer.requests[number], channel, due_s)
+            return await self._ask(offer.requests[number], channel, due_s, start_s)
 
         replies = await asyncio.gather(*(one(i, channels[i % CONNECTIONS]) for i in range(len(offer.requests))))
         for channel in channels:
@@ -138,9 +143,8 @@ class ServerArm:
         return replies
 
     @staticmethod
-    async def _ask(request: dict[str, Any], channel: grpc.aio.Channel, due_s: float) -> Reply:
-        flags = dict.fromkeys(("exclude_input_in_output", "return_num_output_tokens", "return_perf_metrics"), True)
-        served = await load.serve(channel, "ensemble", {**request, **flags})
+    async def _ask(request: dict[str, Any], channel: grpc.aio.Channel, due_s: float, start_s: float) -> Reply:
+        served = await load.serve(channel, "ensemble", {**request, **FLAGS})
         if served.outcome != load.FINAL:
             raise RuntimeError(f"a request ended with {served.outcome}: {served.message}")
         return Reply(
@@ -153,6 +157,9 @@ class ServerArm:
             served.ended_s - due_s,
             tuple(served.gaps_s),
             served.sent_s - due_s,
+            due_s - start_s,
+            served.input_tokens,
+            served.drafts,
         )
 
     def _counts(self) -> Counts:
@@ -194,7 +201,7 @@ class InProcessArm:
                 due_s = now_s if offer.at_s is None else start_s + offer.at_s[waiting[0]]
                 if due_s > now_s or (offer.at_s is None and running >= offer.concurrency):
                     break
-                sinks.append(_Sink(due_s, now_s - due_s))
+                sinks.append(_Sink(due_s, now_s - due_s, due_s - start_s))
                 request = GenerationRequest(**offer.requests[waiting.popleft()], stream=True, exclude_input_in_output=True)
                 loop.submit(self._app.session(request, sinks[-1]))
                 running += 1
@@ -208,8 +215,8 @@ class _Sink:
 
     cancelled = False
 
-    def __init__(self, due_s: float, late_s: float) -> None:
-        self._due_s, self._late_s = due_s, late_s
+    def __init__(self, due_s: float, late_s: float, since_start_s: float) -> None:
+        self._due_s, self._late_s, self._since_start_s = due_s, late_s, since_start_s
         self._parts: list[str] = []
         self._arrivals_s: list[float] = []
         self.reply: Reply | None = None
@@ -223,9 +230,9 @@ class _Sink:
         times = self._arrivals_s
         gaps_s = tuple(np.diff(times).tolist())
         counts = usage.output_tokens, usage.drafted, usage.accepted
-        self.reply = Reply(
-            "".join(self._parts), *counts, reason.value, times[0] - self._due_s, times[-1] - self._due_s, gaps_s, self._late_s
-        )
+        seconds = times[0] - self._due_s, times[-1] - self._due_s
+        rest = gaps_s, self._late_s, self._since_start_s, usage.input_tokens, usage.drafts
+        self.reply = Reply("".join(self._parts), *counts, reason.value, *seconds, *rest)
 
     def error(self, code: Any, message: str) -> None:
         raise RuntimeError(f"{code}: {message}")

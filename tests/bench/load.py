@@ -21,7 +21,10 @@ ANSWER_LIMIT_S = 180.0
 
 @dataclass(slots=True)
 class Served:
-    """How one request went: ``outcome`` is one of the above or the name of a gRPC status; times are ``time.perf_counter`` seconds."""
+    """How one request went: ``outcome`` is one of the above or the name of a gRPC status; times are ``time.perf_counter`` seconds.
+
+    ``drafts`` has (proposed, accepted) tokens by draft.
+    """
 
     sent_s: float
     outcome: str = UNANSWERED
@@ -34,6 +37,8 @@ class Served:
     output_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
+    input_tokens: int = 0
+    drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def gaps_s(self) -> list[float]:
@@ -113,9 +118,27 @@ def _take(response: Any, served: Served) -> None:
     for name, field_name in _COUNTS.items():
         if name in raw:
             setattr(served, field_name, int.from_bytes(raw[name], "little"))
+    if "draft_names" in raw:
+        proposed, accepted = (np.frombuffer(raw[name], np.int32).tolist() for name in ("draft_tokens", "accepted_draft_tokens"))
+        served.drafts = dict(zip(_strings(raw["draft_names"]), zip(proposed, accepted, strict=True), strict=True))
 
 
-_COUNTS = {"num_output_tokens": "output_tokens", "total_draft_tokens": "drafted", "total_accepted_draft_tokens": "accepted"}
+def _strings(raw: bytes) -> list[str]:
+    """Return the strings of a tensor, each behind its length in four bytes."""
+    found, at = [], 0
+    while at < len(raw):
+        size = int.from_bytes(raw[at : at + 4], "little")
+        found.append(raw[at + 4 : at + 4 + size].decode())
+        at += 4 + size
+    return found
+
+
+_COUNTS = {
+    "num_input_tokens": "input_tokens",
+    "num_output_tokens": "output_tokens",
+    "total_draft_tokens": "drafted",
+    "total_accepted_draft_tokens": "accepted",
+}
 
 
 def percentiles_ms(values_s: list[float]) -> dict[str, float] | None:

@@ -4,6 +4,7 @@
     make bench ARGS="--quick --out FILE"           # under ten minutes on two cores
     make bench ARGS="--in-process --config FILE"   # without tritonserver, also where the configuration names a GPU
     make bench ARGS="--peers all --policies --closed 1 8 --shares"   # beside other stacks (tests/bench/peers.sh)
+    make bench ARGS="--ablations --closed 1 8 --shares"   # Spindle without each of its parts
 
 Starts a tritonserver a policy (see ``sweep_arms``). First, on prompts that are not scored: the draft, the length and the table by batch
 size that baselines are given, and the capacity of no speculation in requests per second. Then blocks: in each, at every point (workload and
@@ -43,7 +44,21 @@ from tests.bench import sweep_figures, workloads
 from tests.bench.arms import Offer, Served
 from tests.bench.paired import abba, repeated_share
 from tests.bench.peers import PEERS, Peers
-from tests.bench.sweep_arms import ADAPTING, AGAIN, NONE, SPINDLE, InProcess, Roster, Servers, Tuning, fixed_choice, fixed_names
+from tests.bench.sweep_arms import (
+    ADAPTING,
+    AGAIN,
+    NONE,
+    SPINDLE,
+    InProcess,
+    Roster,
+    Servers,
+    Tuning,
+    ablation_names,
+    arm_config,
+    fixed_choice,
+    fixed_names,
+    tables,
+)
 from tests.bench.sweep_report import write_report
 
 DEFAULT_CONFIG = PROJECT_ROOT / "model_repository" / "spindle" / "1" / "serving.json"
@@ -85,7 +100,8 @@ class Sweep:
         self._peers = Peers(self._config)
         record["skipped"] = {name: reason for name in options.peers if (reason := self._peers.missing(name))}
         wanted = [name for name in (*self._fixed, *ADAPTING) if options.policies is None or name in options.policies]
-        self.policies = [NONE, *wanted, SPINDLE, *(name for name in options.peers if name not in record["skipped"]), AGAIN]
+        ablations = ablation_names(self._config) if options.ablations else []
+        self.policies = [NONE, *wanted, SPINDLE, *ablations, *(name for name in options.peers if name not in record["skipped"]), AGAIN]
         self._deadline_s = time.monotonic() + options.limit_s
 
     def run(self, save: Callable[[], None]) -> bool:
@@ -140,7 +156,10 @@ class Sweep:
             arm.run(
                 self._offer(workload, load, 0, policy)
             )  # it went through block 0 before this command was stopped, or before its server was
-        served = arm.run(self._offer(workload, load, block, policy))
+        offer = self._offer(workload, load, block, policy)
+        if self._options.prefix == "warm":
+            arm.run(Offer([{**request, "max_tokens": 1} for request in offer.requests], self._options.active))
+        served = arm.run(offer)
         return {"workload": workload, "load": load, "block": block, "policy": policy, **described(served)}
 
     def _offer(self, workload: str, load: str, block: int, policy: str) -> Offer:
@@ -259,6 +278,7 @@ def write(record: dict[str, Any], policies: list[str], path: Path) -> None:
         "summary": sweep_figures.summary(found, policies),
         "ratios": ratios,
         "claims": sweep_figures.claims(ratios),
+        "ablations": sweep_figures.ablations(found, policies),
         "noise": sweep_figures.noise(found),
     }
     part = path.with_suffix(".part")
@@ -272,9 +292,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(command)
     record = opened(options)
     record["command"] = ["python", "-m", "tests.bench.sweep", *command]
-    prepare(parse_config(record["settings"]["config"]))
+    config = record["settings"]["config"]
+    for name in [SPINDLE, *(ablation_names(config) if options.ablations else [])]:
+        prepare(parse_config(arm_config(config, name, Tuning(), options.active)))
+    record["tables"] = {name: table.to_dict() for name, table in tables(parse_config(config)).items()}
     with tempfile.TemporaryDirectory() as folder:
-        config = record["settings"]["config"]
         roster: Roster = (
             InProcess(config, options.active) if options.in_process else Servers(config, options.active, Path(folder), options.servers)
         )
@@ -299,6 +321,7 @@ def parse(command: Sequence[str]) -> argparse.Namespace:
         "--workloads", nargs="+", choices=[*workloads.NAMES, workloads.MIX], default=["chat", "summarise", "qa", "sql", "mix"]
     )
     parser.add_argument("--policies", nargs="*", help="beside none and spindle; default: all")
+    parser.add_argument("--ablations", action="store_true", help="spindle without each part and draft, or with a part that is off")
     parser.add_argument("--peers", nargs="*", default=[], choices=[*PEERS, "all"], help="other stacks, in closed loops only")
     parser.add_argument("--closed", nargs="+", type=int, default=[1, 2, 4, 8, 16, 24], help="requests in flight")
     parser.add_argument("--shares", nargs="*", type=float, default=[0.1, 0.3, 0.5, 0.7, 0.9, 1.1, 1.3, 1.5], help="of the capacity")
@@ -310,6 +333,9 @@ def parse(command: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument(
         "--temperature", type=float, default=0.0, help="above 0, requests are seeded, so that every policy writes the same text"
+    )
+    parser.add_argument(
+        "--prefix", choices=["cold", "warm"], default="cold", help="warm: the prompts of a run have just been served, for one token each"
     )
     parser.add_argument("--raw", action="store_true", help="send the bare message, without the chat template")
     parser.add_argument("--active", type=int, default=16, help="places of the in-flight batch: with so many in flight it is saturated")
@@ -326,6 +352,10 @@ def parse(command: Sequence[str]) -> argparse.Namespace:
     options.peers = list(PEERS) if "all" in options.peers else options.peers
     if options.peers and options.shares:
         parser.error("--peers serve closed loops only: give --shares without a number")
+    if options.peers and options.prefix == "warm":
+        parser.error("--peers keep no prefixes: --prefix must be cold")
+    if options.ablations and options.policies is None:
+        options.policies = []
     options.out.parent.mkdir(parents=True, exist_ok=True)
     return options
 

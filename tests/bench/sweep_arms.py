@@ -1,5 +1,8 @@
 """The policies of the sweep by name, each as an arm that serves: ``none``, ``fixed-DRAFT-LENGTH``, ``schedule``, ``ema``, ``smartspec``,
 ``spin`` and ``spindle``. ``none`` has no draft loaded; ``none-again`` is the same arm a second time, which shows the noise.
+
+``with-PART`` is spindle with a part that the configuration has off, ``without-PART`` spindle without one that it has on (``PARTS``) or
+without one of its drafts.
 """
 
 from __future__ import annotations
@@ -10,13 +13,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from backend.app import build, make_policy, model_path, timed_engines
-from backend.config import parse_config
+from backend.app import App, build, make_policy, model_path, timed_engines
+from backend.config import ServingConfig, parse_config
 from backend.tables import load_tables
+from policy import LatencyTable
 from tests.bench.arms import Arm, InProcessArm, ServerArm
 
 NONE, AGAIN, SPINDLE = "none", "none-again", "spindle"
 ADAPTING = ("schedule", "ema", "smartspec", "spin")
+PARTS: dict[str, tuple[str, str, Any, Any]] = {
+    "trees": ("policy", "tree_width", 1, 2),
+    "merged-chains": ("policy", "merge_chains", False, True),
+    "cohorts": ("policy", "cohorts", 1, 2),
+    "decomposition": ("target", "attention", "tiled", "padded"),
+    "prefix-reuse": ("limits", "enable_kv_cache_reuse", False, True),
+}
+"""Where ``serving.json`` has a part's setting, and what it is without the part and with it. Padded attention cuts contexts where that pays."""
+_DEFAULTS = ServingConfig()
 _UNLIMITED = 100_000
 _SWITCHED = "fixed"
 
@@ -41,8 +54,38 @@ def fixed_choice(name: str) -> tuple[str, int]:
     return draft, int(length)
 
 
+def is_ablation(name: str) -> bool:
+    """Say whether an arm is spindle with or without a part."""
+    return name.startswith(("with-", "without-"))
+
+
+def ablation_names(config: dict[str, Any]) -> list[str]:
+    """Return the arms that differ from spindle by one part or draft; the engines with parts of their own for torch targets alone."""
+    torch = config["target"].get("engine", "torch") == "torch"
+    parts = [part for part in PARTS if torch or part not in ("trees", "merged-chains", "decomposition")]
+    named = [f"{'without' if _has(config, part) else 'with'}-{part}" for part in parts]
+    return [*named, *(f"without-{draft['name']}" for draft in config["drafts"])]
+
+
+def _has(config: dict[str, Any], part: str) -> bool:
+    section, key, off, _ = PARTS[part]
+    return bool(config.get(section, {}).get(key, getattr(getattr(_DEFAULTS, section), key)) != off)
+
+
+def _ablated(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the configuration with or without a part. Raises KeyError for a part that is neither one of ``PARTS`` nor a draft."""
+    kind, _, part = name.partition("-")
+    drafts = [draft for draft in config["drafts"] if draft["name"] != part]
+    if kind == "without" and len(drafts) < len(config["drafts"]):
+        return {**config, "drafts": drafts}
+    section, key, off, on = PARTS[part]
+    return {**config, section: {**config.get(section, {}), key: on if kind == "with" else off}}
+
+
 def arm_config(config: dict[str, Any], name: str, tuning: Tuning, active: int) -> dict[str, Any]:
     """Return the ``serving.json`` of an arm: the configuration with its policy, which begins cold, and a queue that refuses nobody."""
+    if is_ablation(name):
+        return arm_config(_ablated(config, name), SPINDLE, tuning, active)
     base = config.get("policy", {})
     limits = {**config.get("limits", {}), "max_active_requests": active, "max_queued_requests": _UNLIMITED}
     policies: dict[str, dict[str, Any]] = {
@@ -59,6 +102,11 @@ def arm_config(config: dict[str, Any], name: str, tuning: Tuning, active: int) -
         policies[name] = {"kind": "fixed", "draft": draft, "length": length}
     shared = {key: base[key] for key in ("k_max", "seed") if key in base}
     return {**config, "limits": limits, "policy": {"kind": name, **shared, **policies[name], "keep_learned": False}}
+
+
+def tables(config: ServingConfig) -> dict[str, LatencyTable]:
+    """Return the latency tables that a deployment on this machine is served with, by engine; none for engines without a model."""
+    return load_tables(config, {engine.name: model_path(engine) for engine in timed_engines(config)})[0]
 
 
 class Roster(Protocol):
@@ -117,14 +165,15 @@ class Servers:
 
 
 class InProcess:
-    """Every arm in this process, without Triton. Those that speculate share their engines; ``none`` has a target without drafts."""
+    """Every arm in this process, without Triton. Those that speculate share their engines; ``none`` has a target without drafts.
+
+    An ablation has engines of its own, since a part may be theirs.
+    """
 
     def __init__(self, config: dict[str, Any], active: int) -> None:
         self.tuning = Tuning()
         self._config, self._active = config, active
-        whole, plain = (parse_config(arm_config(config, name, self.tuning, active)) for name in (SPINDLE, NONE))
-        self._tables, _ = load_tables(whole, {engine.name: model_path(engine) for engine in timed_engines(whole)})
-        self._apps = {False: build(plain, self._tables), True: build(whole, self._tables)}
+        self._apps: dict[str, App] = {}
         self._arms: dict[str, InProcessArm] = {}
 
     def arm(self, name: str) -> tuple[Arm, bool]:
@@ -141,7 +190,12 @@ class InProcess:
             app.close()
 
     def _made(self, name: str) -> InProcessArm:
-        app = self._apps[name != NONE]
-        config = parse_config(arm_config(self._config, name, self.tuning, self._active))
-        policy = make_policy(replace(config, drafts=app.config.drafts), app.drafts, self._tables, app.step_stats, app.target.limits.tree)
-        return InProcessArm(app, policy)
+        app = self._app(name if name == NONE or is_ablation(name) else SPINDLE)
+        config = replace(parse_config(arm_config(self._config, name, self.tuning, self._active)), drafts=app.config.drafts)
+        return InProcessArm(app, make_policy(config, app.drafts, tables(config), app.step_stats, app.target.limits.tree, app.contention))
+
+    def _app(self, name: str) -> App:
+        if name not in self._apps:
+            config = parse_config(arm_config(self._config, name, self.tuning, self._active))
+            self._apps[name] = build(config, tables(config))
+        return self._apps[name]

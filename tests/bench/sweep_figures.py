@@ -17,7 +17,7 @@ import numpy as np
 
 from policy.simulation.statistics import ratio_of_rates
 from tests.bench.peers import PEERS
-from tests.bench.sweep_arms import ADAPTING, AGAIN, NONE, SPINDLE
+from tests.bench.sweep_arms import ADAPTING, AGAIN, NONE, SPINDLE, is_ablation
 
 Run = dict[str, Any]
 Point = tuple[str, str]
@@ -103,6 +103,18 @@ def noise(found: dict[Point, dict[int, dict[str, Run]]]) -> list[dict[str, Any]]
         if pairs:
             ours, theirs = map(list, zip(*pairs, strict=True))
             rows.append({"workload": workload, "load": load, **interval(ours, theirs)})
+    return rows
+
+
+def ablations(found: dict[Point, dict[int, dict[str, Run]]], policies: list[str]) -> list[dict[str, Any]]:
+    """Return for each part of spindle, or draft of its, the speed with it over that without it."""
+    rows = []
+    for (workload, load), made in found.items():
+        for arm in filter(is_ablation, policies):
+            kind, _, part = arm.partition("-")
+            own, whole = ([speed(block[policy]) for block in _warm(made)] for policy in (arm, SPINDLE))
+            pair = (own, whole) if kind == "with" else (whole, own)
+            rows.append({"workload": workload, "load": load, "part": part, "by_default": kind == "without", **interval(*pair)})
     return rows
 
 
