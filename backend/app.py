@@ -283,19 +283,24 @@ def make_policy(
     """
     if config.policy.kind == "none" or not drafts:
         return policy.NoSpeculation()
-    known = {engine.name: tables.get(engine.name) or _known_times(engine) for engine in (config.target, *config.drafts)}
-    latency = policy.LatencyModel.from_tables(known.pop(config.target.name), known, OVERHEAD_S, SPECULATION_S)
+    latency, names = latency_model(config, tables), tuple(draft.name for draft in config.drafts)
     if config.policy.kind != "adaptive":
-        return _baseline(config.policy, tuple(known), latency)
+        return _baseline(config.policy, names, latency)
     scored = all(draft.limits.scores or draft.limits.free for draft in drafts)
     constants = policy.PlannerConfig(k_max=config.policy.k_max, selection=config.policy.selection, catchup_scored=scored)
-    planner = policy.AdaptivePlanner(tuple(known), latency, constants)
+    planner = policy.AdaptivePlanner(names, latency, constants)
     shapes = _shapes(config, drafts, trees, contention)
     if shapes != Shapes():
-        planner = ShapedPlanner(tuple(known), latency, constants, shapes)
+        planner = ShapedPlanner(names, latency, constants, shapes)
     if not config.policy.trace_file:
         return planner
     return Traced(planner, TraceFile(Path(config.policy.trace_file), stats), config.policy.trace_lines)
+
+
+def latency_model(config: ServingConfig, tables: Mapping[str, LatencyTable]) -> policy.LatencyModel:
+    """Return the times of a deployment's passes by its tables. Raises LatencyError naming the engines that lack one."""
+    known = {engine.name: tables.get(engine.name) or _known_times(engine) for engine in (config.target, *config.drafts)}
+    return policy.LatencyModel.from_tables(known.pop(config.target.name), known, OVERHEAD_S, SPECULATION_S)
 
 
 def _baseline(config: PolicyConfig, drafts: tuple[str, ...], latency: policy.LatencyModel) -> policy.Policy:

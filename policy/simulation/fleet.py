@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import numpy as np
 
 from policy.plan import FloatArray, Policy
 
@@ -94,3 +97,32 @@ def simulate(
             heapq.heappush(events, (until, chosen))
     arrived = workload.arrival_s
     return Run(workload, progress.finish_s - arrived, progress.first_token_s - arrived, steps, now, sum(r.preemptions for r in fleet))
+
+
+def simulate_closed(deployment: Deployment, workload: Workload, policy: Policy, seed: int, in_flight: int, way_s: float = 0.0) -> Run:
+    """Serve the requests in order, so many at a time, on one replica; arrivals of the workload do not count.
+
+    Where one ends the next is sent, and is there ``way_s`` later; times count from its sending.
+    """
+    steps: list[Step] = []
+    progress = Progress.of(len(workload), len(deployment.drafts))
+    replica = Replica(deployment, workload, progress, policy, seed, steps.append)
+    sent_s = np.full(len(workload), np.nan)
+    coming: deque[tuple[float, int]] = deque()
+    ends_s: float | None = None
+    now, sent, room = 0.0, 0, in_flight
+    while True:
+        while room and sent < len(workload):
+            sent_s[sent] = now
+            coming.append((now + way_s, sent))
+            sent, room = sent + 1, room - 1
+        if coming and (ends_s is None or coming[0][0] <= ends_s):
+            now, request = coming.popleft()
+            replica.offer(request)
+            ends_s = now if ends_s is None else ends_s
+            continue
+        if ends_s is None:
+            return Run(workload, progress.finish_s - sent_s, progress.first_token_s - sent_s, steps, now, replica.preemptions)
+        now, before = ends_s, replica.outstanding
+        ends_s = replica.advance(now)
+        room += before - replica.outstanding

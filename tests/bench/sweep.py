@@ -40,7 +40,7 @@ from backend.memory import host_bytes
 from backend.triton_adapter.paths import PROJECT_ROOT
 from engines_build.prepare import prepare
 from policy.simulation.workload import bursty
-from tests.bench import sweep_figures, workloads
+from tests.bench import sweep_figures, sweep_simulation, workloads
 from tests.bench.arms import Offer, Served
 from tests.bench.paired import abba, repeated_share
 from tests.bench.peers import PEERS, Peers
@@ -306,6 +306,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         finally:
             sweep.close()
             write(record, sweep.policies, options.out)
+    record |= sweep_simulation.simulated(record)
+    write(record, sweep.policies, options.out)
     report = options.out.with_suffix(".html")
     write_report(record, report)
     print(f"wrote {options.out} and {report}" + ("" if whole else "; the time is up: the same command goes on"))

@@ -28,7 +28,7 @@ PARTS: dict[str, tuple[str, str, Any, Any]] = {
     "decomposition": ("target", "attention", "tiled", "padded"),
     "prefix-reuse": ("limits", "enable_kv_cache_reuse", False, True),
 }
-"""Where ``serving.json`` has a part's setting, and what it is without the part and with it. Padded attention cuts contexts where that pays."""
+"""Where ``serving.json`` has a part's setting, what it is without the part and with it; padded attention cuts contexts where it pays."""
 _DEFAULTS = ServingConfig()
 _UNLIMITED = 100_000
 _SWITCHED = "fixed"

@@ -5,10 +5,11 @@ import re
 import pytest
 
 from tests.bench import arms, sweep_figures
-from tests.bench.arms import Offer
+from tests.bench.arms import Offer, Served
 from tests.bench.sweep import Sweep, chosen, main
-from tests.bench.sweep_arms import AGAIN, Servers, Tuning, arm_config, fixed_choice, fixed_names
+from tests.bench.sweep_arms import AGAIN, Servers, Tuning, ablation_names, arm_config, fixed_choice, fixed_names
 from tests.bench.sweep_report import write_pictures, write_report
+from tests.bench.sweep_simulation import missing
 
 FAKE = {
     "target": {"engine": "fake", "step_s": 0.001},
@@ -57,6 +58,30 @@ def test_a_policy_is_a_patched_configuration():
     assert (made["spindle"]["policy"]["kind"], made["spindle"]["policy"]["tree_width"]) == ("adaptive", 2)
     assert {config["limits"]["max_active_requests"] for config in made.values()} == {8}
     assert all(config["limits"]["kv_cache_tokens"] == 1024 for config in made.values())
+
+
+def test_an_ablation_is_spindle_without_a_part_or_with_one_that_is_off():
+    base = {"target": {"engine": "torch"}, "drafts": FAKE["drafts"], "policy": {"k_max": 4, "cohorts": 2}}
+    names = ablation_names(base)
+    assert names[:5] == ["with-trees", "with-merged-chains", "without-cohorts", "with-decomposition", "without-prefix-reuse"]
+    assert names[5:] == ["without-d-1", "without-lookup"]
+    made = {name: arm_config(base, name, TUNING, 8) for name in names}
+    spindle = arm_config(base, "spindle", TUNING, 8)
+    changes = {name: {key: config[key] for key in config if config[key] != spindle.get(key)} for name, config in made.items()}
+    assert changes["with-trees"] == {"policy": {**spindle["policy"], "tree_width": 2}}
+    assert changes["without-cohorts"] == {"policy": {**spindle["policy"], "cohorts": 1}}
+    assert changes["with-decomposition"] == {"target": {"engine": "torch", "attention": "padded"}}
+    assert changes["without-prefix-reuse"] == {"limits": {**spindle["limits"], "enable_kv_cache_reuse": False}}
+    assert changes["without-d-1"] == {"drafts": FAKE["drafts"][1:]}
+    with pytest.raises(KeyError, match="nothing"):
+        arm_config(base, "without-nothing", TUNING, 8)
+
+
+def test_what_a_part_brings_is_the_speed_with_it_over_that_without_it():
+    policies = ["none", "spindle", "with-trees", "without-d-1"]
+    runs = [run(policy, block, seconds) for block in (0, 1, 2) for policy, seconds in zip(policies, (2, 1, 4, 2), strict=True)]
+    rows = sweep_figures.ablations(sweep_figures.blocks(runs, policies), policies)
+    assert [(row["part"], row["by_default"], row["ratio"]) for row in rows] == [("trees", False, 0.25), ("d-1", True, 2.0)]
 
 
 def test_a_fixed_choice_is_named_by_its_draft_and_length():
@@ -144,6 +169,47 @@ def test_a_quick_sweep_has_a_row_for_every_policy_and_load(finished):
     assert drafted["none"] == 0 < drafted["fixed-d-1-2"]
     assert [row["load"] for row in record["noise"]] == ["closed-1", "closed-3", "poisson-0.80"]
     assert record["tuning"]["draft"] in ("d-1", "lookup")
+
+
+def test_every_row_of_the_summary_has_what_the_issue_asks_for(finished):
+    record = json.loads(finished[1].read_text())
+    numbers = ["mean_latency_s", "p50_latency_s", "p99_latency_s", "first_token_p50_s", "inter_token_s", "tokens_per_s"]
+    keys = {"workload": str, "load": str, "policy": str, "acceptance_by_position": dict, "step_time_share": dict} | dict.fromkeys(
+        numbers, float
+    )
+    for row in record["summary"]:
+        assert {key: type(row[key]) for key in keys} == keys
+        assert re.fullmatch(r"none|fixed-(d-1|lookup)-\d+|schedule|ema|smartspec|spin|spindle", row["policy"])
+        assert re.fullmatch(r"(closed-\d+|(poisson|bursty)-\d\.\d\d)", row["load"])
+
+
+def test_a_sweep_is_simulated_point_by_point(finished):
+    record = json.loads(finished[1].read_text())
+    rows = {(row["load"], row["policy"]): row for row in record["simulation"]}
+    measured = {(row["load"], row["policy"]): row["mean_latency_s"] for row in record["summary"]}
+    assert {key: row["measured_s"] for key, row in rows.items()} == measured
+    assert all(
+        row["predicted_s"] > 0 and row["error"] == pytest.approx(row["predicted_s"] / row["measured_s"] - 1, abs=1e-3)
+        for row in rows.values()
+    )
+    assert [row["below_saturation"] for row in rows.values() if row["policy"] == "none"] == [True, False, True]
+    assert missing({**record, "runs": [run for run in record["runs"] if not run["block"]]}) == "there is no warm block"
+
+
+def test_a_warm_prefix_is_served_just_before():
+    served = []
+
+    class Noting:
+        def run(self, offer):
+            served.append([request["max_tokens"] for request in offer.requests])
+            return Served([], 1.0, {})
+
+    sweep = object.__new__(Sweep)
+    sweep._messages = {"sql": [f"message {number}" for number in range(20)]}
+    sweep._options = argparse.Namespace(seed=0, max_tokens=8, temperature=0.0, requests_closed=4, prefix="warm", active=2)
+    sweep._roster = argparse.Namespace(arm=lambda policy: (Noting(), False))
+    sweep._block("sql", "closed-2", 1, "none")
+    assert served == [[1] * 4, [8] * 4]
 
 
 def test_policies_get_the_same_requests_and_reuse_no_kv_of_each_other():
@@ -244,6 +310,7 @@ def test_servers_serve_both_loops_count_by_run_and_share_one_for_fixed_choices(t
         drafted = two.run(Offer([request] * 2, 2))
         assert {reply.text for reply in drafted.replies} == {reply.text for reply in served.replies}
         assert drafted.counts['spindle_draft_tokens_by_position_total{draft="d-1",position="2"}'] > 0
+        assert all(reply.input_tokens and sum(reply.drafts["d-1"]) == reply.drafted + reply.accepted for reply in drafted.replies)
         four, fresh = servers.arm("fixed-d-1-4")
         assert (four, fresh) == (two, False)
         assert four.run(Offer([request])).counts['spindle_draft_tokens_by_position_total{draft="d-1",position="4"}'] > 0

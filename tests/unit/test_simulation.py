@@ -9,7 +9,7 @@ from policy import AdaptivePlanner, FixedLength, LatencyCurve, LatencyModel, NoS
 from policy.simulation.arms import Oracle, make_policy
 from policy.simulation.deployment import Deployment, Work, perturbed, step_parts
 from policy.simulation.experiments import Scenario, Task, run_once
-from policy.simulation.fleet import least_outstanding, round_robin, simulate
+from policy.simulation.fleet import least_outstanding, round_robin, simulate, simulate_closed
 from policy.simulation.learners import WITHOUT, Selected
 from policy.simulation.presets import CHAT, LLAMA_8B, MIXED, PREFILL_HEAVY, TAGGED, llama_8b_h100, llama_70b_h100
 from policy.simulation.workload import Category, Drift, Mix, Recorded, backlog, bursty, draw, poisson
@@ -43,6 +43,24 @@ def test_one_at_a_time_every_request_waits_as_lindley_s_recursion_says(load):
     for gap_s in np.diff(arrivals):
         waiting_s.append(max(0.0, waiting_s[-1] + service_s - gap_s))
     assert run.latency_s == pytest.approx(np.array(waiting_s) + service_s)
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 5])
+def test_in_a_closed_loop_each_place_is_taken_again_a_way_after_it_was_left(in_flight):
+    """Ways are shorter than a step, so that whoever comes waits for the end of the step in progress; alone it waits for nobody."""
+    way_s, count = 0.3 * STEP_S, 20
+    run = simulate_closed(flat(), drawn(flat(), mix(output=4), backlog(count)), NoSpeculation(), 0, in_flight, way_s)
+    whole_s = way_s + 4 * STEP_S if in_flight == 1 else 5 * STEP_S
+    assert run.latency_s[:in_flight] == pytest.approx(way_s + 4 * STEP_S)
+    assert run.latency_s[in_flight:] == pytest.approx(whole_s, rel=0.3)
+    assert max(step.rows for step in run.steps) == in_flight
+    if in_flight == 1:
+        assert run.end_s == pytest.approx(count * whole_s)
+
+
+def test_a_closed_loop_serves_all_even_when_there_are_fewer_than_places():
+    run = simulate_closed(flat(), drawn(flat(), mix(output=3), backlog(2)), FixedLength("a", 2), 0, 8)
+    assert np.isfinite(run.latency_s).all()
 
 
 def test_without_speculation_it_is_the_queue_m_d_1():

@@ -1,0 +1,305 @@
+"""The sweep simulated and held against what was measured: ``python -m tests.bench.sweep_simulation RECORD`` writes it into RECORD.
+
+The simulator (``policy.simulation``) gets the latency tables that were served with, the same requests (arrivals, tokens of prompts and
+texts) and, as the truth about drafts, for each request the acceptance that the fixed choices saw on it (``tests.bench.hazards``). What no
+table has is measured once for the whole sweep, on its cold block, which is not scored (``Constants``). A planner's state goes on from block
+to block, as in the server.
+
+Left out: prefixes shared within a run, trees, merged chains and cohorts, how acceptance changes within a text, contention between the
+client and the server beyond the constants, and noise: every step takes its mean time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from backend.app import latency_model, make_policy
+from backend.config import ServingConfig, parse_config
+from backend.stats import Stats, StepStats
+from policy.latency import LatencyCurve, LatencyModel, LatencyTable
+from policy.plan import FloatArray, Outcome, Plan, Policy, View
+from policy.simulation.deployment import Deployment
+from policy.simulation.fleet import simulate, simulate_closed
+from policy.simulation.workload import Acceptance, Drift, Workload, uniform
+from tests.bench.hazards import Hazards, fitted
+from tests.bench.sweep_arms import AGAIN, NONE, SPINDLE, Tuning, arm_config, fixed_choice
+from tests.bench.sweep_figures import is_closed, level
+
+MOST_BLOCKS = 3
+"""Warm blocks of a point that are simulated at the most."""
+DRAWS = 3
+"""Times that each is simulated, with other random numbers."""
+WITHIN = 0.1
+
+Run = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """What the tables do not have, measured on the cold block of closed loops, one number for the whole sweep.
+
+    Measured over tabled time of ``target`` and ``drafts``; seconds a step takes beside the engines, with the loop's way to the next
+    (``overhead_s``), more where it speculates (``speculation_s``), more where a planner plans and learns (``planning_s``); seconds of a
+    request outside of steps (``way_s``: HTTP or gRPC, tokens, the wait for a step's end with nothing else in flight).
+    """
+
+    target: float = 1.0
+    drafts: dict[str, float] = field(default_factory=dict)
+    overhead_s: float = 0.0
+    speculation_s: float = 0.0
+    planning_s: float = 0.0
+    way_s: float = 0.0
+
+    def corrected(self, latency: LatencyModel, names: Iterable[str]) -> LatencyModel:
+        """Return the tables' times as these constants have them."""
+        drafts = tuple(_scaled(curve, self.drafts.get(name, 1.0)) for name, curve in zip(names, latency.drafts, strict=True))
+        target = _scaled(latency.target, self.target)
+        return LatencyModel(target, drafts, overhead_s=self.overhead_s, speculation_s=self.speculation_s)
+
+
+def _scaled(curve: LatencyCurve, factor: float) -> LatencyCurve:
+    return LatencyCurve(factor * curve.base_s, factor * curve.slope_s, factor * curve.row_s, factor * curve.context_s)
+
+
+class Lasting(Policy):
+    """A policy whose state and clock outlast a simulation, and the times of its steps by part."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy, self._state = policy, policy.start()
+        self._began_s = self._now_s = 0.0
+        self.parts_s: dict[str, float] = defaultdict(float)
+
+    def start(self) -> Any:
+        """Return the state so far."""
+        self._began_s = self._now_s
+        return self._state
+
+    def plan(self, view: View, state: Any, now: float, rng: np.random.Generator) -> tuple[Plan, Any]:
+        """Plan on a clock that goes on."""
+        return self._policy.plan(view, state, self._began_s + now, rng)
+
+    def observe(self, outcome: Outcome, state: Any, now: float) -> Any:
+        """Let the policy learn, and add the step up."""
+        for part, seconds in (outcome.parts_s or {}).items():
+            self.parts_s[part] += seconds
+        self._now_s = self._began_s + now
+        self._state = self._policy.observe(outcome, state, self._now_s)
+        return self._state
+
+    def drift(self, state: Any) -> dict[str, float]:
+        """Return the policy's."""
+        return self._policy.drift(state)
+
+
+class Simulation:
+    """A sweep's record, and its runs by (workload, load, block, policy)."""
+
+    def __init__(self, record: dict[str, Any]) -> None:
+        self._settings = record["settings"]
+        self._tuning = _tuning(record)
+        self._tables = {name: LatencyTable.from_dict(table) for name, table in record["tables"].items()}
+        self.runs = {(run["workload"], run["load"], run["block"], run["policy"]): run for run in record["runs"]}
+        names = dict.fromkeys(key[3] for key in self.runs)
+        self._fixed = [name for name in names if name.startswith("fixed-")]
+        self.policies = [NONE, *self._fixed, *(n for n in names if n not in (NONE, AGAIN) and n in POLICIES)]
+        self.config = parse_config(arm_config(self._plain_config(), SPINDLE, self._tuning, self._settings["active"]))
+        self._drafts = tuple(draft.name for draft in self.config.drafts)
+        runs = [(key, run) for key, run in self.runs.items() if key[3] in self._fixed]
+        free = [draft.engine == "lookup" for draft in self.config.drafts]
+        self._hazards = fitted([(key[:3], *fixed_choice(key[3]), run) for key, run in runs], self._drafts, free, self.config.policy.k_max)
+
+    def _plain_config(self) -> dict[str, Any]:
+        """Return the configuration with chains only."""
+        config = self._settings["config"]
+        return {**config, "policy": {**config.get("policy", {}), "tree_width": 1, "merge_chains": False, "cohorts": 1}}
+
+    def policy(self, name: str) -> Lasting:
+        """Return an arm's policy, which reads the tables as they are."""
+        config = parse_config(arm_config(self._plain_config(), name, self._tuning, self._settings["active"]))
+        engines = [SimpleNamespace(limits=SimpleNamespace(scores=True, free=draft.engine == "lookup")) for draft in config.drafts]
+        return Lasting(make_policy(config, engines, self._tables, StepStats(Stats())))  # type: ignore[arg-type]
+
+    def simulated(self, key: tuple[str, str, int], policy: Lasting, name: str, constants: Constants, draw: int) -> FloatArray:
+        """Return the latencies of a block's requests, in seconds."""
+        deployment = self._deployment(name, constants)
+        measured = self.runs[(*key, name)]["replies"]
+        workload, load = self._workload(key, measured, deployment, constants, draw), key[1]
+        if is_closed(load):
+            return simulate_closed(deployment, workload, policy, draw, int(level(load)), constants.way_s).latency_s
+        return simulate(deployment, workload, lambda: policy, draw).latency_s + constants.way_s
+
+    def _deployment(self, name: str, constants: Constants) -> Deployment:
+        config: ServingConfig = self.config
+        drafts = () if name == NONE else self._drafts
+        latency = constants.corrected(latency_model(config, self._tables), self._drafts)
+        latency = replace(latency, drafts=latency.drafts[: len(drafts)])
+        free = tuple(draft.engine == "lookup" for draft in config.drafts)[: len(drafts)]
+        limits = config.limits
+        sizes = {"max_active": limits.max_active_requests, "prefill_chunk_tokens": limits.prefill_chunk_tokens}
+        sizes |= {"kv_tokens": limits.kv_cache_tokens, "k_max": config.policy.k_max}
+        return Deployment("sweep", "measured", drafts, latency, free, **sizes, noise=0.0, planning_s=constants.planning_s)
+
+    def _workload(
+        self, key: tuple[str, str, int], replies: list[dict[str, Any]], deployment: Deployment, constants: Constants, draw: int
+    ) -> Workload:
+        """Return a block's requests as they were served."""
+        count = len(replies)
+        due_s, prompt, output = (np.array([reply[name] for reply in replies]) for name in ("due_s", "input_tokens", "output_tokens"))
+        room = output + deployment.k_max
+        start = np.concatenate([[0], np.cumsum(room)[:-1]])
+        index = np.repeat(np.arange(count), room), np.arange(int(room.sum())) - np.repeat(start, room)
+        truth: Hazards = self._hazards
+        hazard, found = (values[:, : len(deployment.drafts)] for values in truth.of(key))
+        acceptance = Acceptance(
+            logit=np.log(hazard / (1 - hazard)),
+            category=np.zeros(count, np.int64),
+            decay=truth.decay[: len(deployment.drafts)],
+            drift=Drift.none(1, len(deployment.drafts)),
+            found=found,
+            start=start,
+            uniform=uniform(draw, 3, *index),
+            match=uniform(draw, 4, *index),
+        )
+        most = np.full(count, self._settings["max_tokens"])
+        return Workload(due_s + constants.way_s, prompt, output, most, acceptance, None)
+
+    def cold(self, names: Iterable[str]) -> dict[str, list[tuple[str, str, int]]]:
+        """Return the keys of the closed loops' cold blocks that each policy ran."""
+        keys = [key for key in self.runs if key[2] == 0 and is_closed(key[1])]
+        return {name: [key[:3] for key in keys if key[3] == name] for name in names}
+
+    def constants(self) -> Constants:
+        """Measure the constants."""
+        cold = self.cold(self.policies)
+        tabled = {name: self._tabled_parts(name, cold[name]) for name in [NONE, *self._fixed]}
+        measured = {name: _sums([self.runs[(*key, name)] for key in cold[name]]) for name in cold}
+        drafts = {}
+        for draft in self._drafts:
+            arms = [name for name in self._fixed if fixed_choice(name)[0] == draft]
+            drafts[draft] = _ratio(*(sum(parts[name].get(f"draft:{draft}", 0.0) for name in arms) for parts in (measured, tabled)))
+        target = _ratio(*(sum(parts[name].get("verify", 0.0) for name in tabled) for parts in (measured, tabled)))
+        beside = {name: _beside(measured[name]) for name in cold}
+        most = max(level(key[1]) for key in cold[NONE])
+        between = {name: self._between(name, [key for key in cold[name] if level(key[1]) == most > 1]) for name in (NONE, SPINDLE)}
+        overhead_s = beside[NONE] + between[NONE]
+        speculation_s = max(0.0, float(np.mean([beside[name] for name in self._fixed])) - beside[NONE])
+        planning_s = max(0.0, beside[SPINDLE] + between[SPINDLE] - overhead_s - speculation_s)
+        return Constants(target, drafts, overhead_s, speculation_s, planning_s, self._way(cold[NONE], between[NONE]))
+
+    def _tabled_parts(self, name: str, keys: list[tuple[str, str, int]]) -> dict[str, float]:
+        policy = self.policy(name)
+        for key in keys:
+            self.simulated(key, policy, name, Constants(), 0)
+        return policy.parts_s
+
+    def _between(self, name: str, keys: list[tuple[str, str, int]]) -> float:
+        """Return the seconds between two steps where the loop is never idle: with several in flight."""
+        runs = [self.runs[(*key, name)] for key in keys]
+        span_s = sum(max(reply["due_s"] + reply["total_s"] for reply in run["replies"]) for run in runs)
+        sums = _sums(runs)
+        return max(0.0, _ratio(span_s - sums["seconds"], sums["steps"], 0.0))
+
+    def _way(self, keys: list[tuple[str, str, int]], between_s: float) -> float:
+        runs = [self.runs[(*key, NONE)] for key in keys if level(key[1]) == 1]
+        replies = [reply["total_s"] for run in runs for reply in run["replies"]]
+        sums = _sums(runs)
+        return max(0.0, _ratio(sum(replies) - sums["seconds"] - between_s * sums["steps"], len(replies), 0.0))
+
+
+POLICIES = ("schedule", "ema", "smartspec", "spin", SPINDLE)
+
+
+def _tuning(record: dict[str, Any]) -> Tuning:
+    told = record.get("tuning")
+    return Tuning(told["draft"], told["length"], tuple((batch, length) for batch, length in told["schedule"])) if told else Tuning()
+
+
+def _sums(runs: list[Run]) -> dict[str, float]:
+    """Return the steps of runs, their seconds, and those by part (``overhead`` includes planning)."""
+    sums: dict[str, float] = defaultdict(float)
+    for run in runs:
+        for name, value in run["counts"].items():
+            if name.startswith("spindle_step_part_seconds_total"):
+                sums[name.partition('part="')[2].partition('"')[0]] += value
+        sums["seconds"] += run["counts"].get("spindle_step_seconds_sum", 0.0)
+        sums["steps"] += run["counts"].get("spindle_step_seconds_count", 0.0)
+    return sums
+
+
+def _beside(sums: dict[str, float]) -> float:
+    return _ratio(sums["overhead"], sums["steps"], 0.0)
+
+
+def _ratio(over: float, under: float, otherwise: float = 1.0) -> float:
+    return over / under if under > 0 else otherwise
+
+
+def missing(record: dict[str, Any]) -> str:
+    """Return why a sweep cannot be simulated, '' when it can."""
+    runs = record["runs"]
+    if not any(run["block"] for run in runs):
+        return "there is no warm block"
+    if "input_tokens" not in runs[0]["replies"][0] or "tables" not in record:
+        return "the record has no prompt lengths or tables"
+    if not any(run["policy"].startswith("fixed-") for run in runs):
+        return "no fixed choice was run, which would tell acceptance"
+    return "" if any(is_closed(run["load"]) for run in runs) else "there is no closed loop to measure constants in"
+
+
+def simulated(record: dict[str, Any]) -> dict[str, Any]:
+    """Return ``simulation``: a row a point and policy with its measured and predicted mean latency; and the constants."""
+    if why := missing(record):
+        return {"simulation": [], "simulation_missing": why}
+    simulation = Simulation(record)
+    constants, rows = simulation.constants(), []
+    points = dict.fromkeys(key[:2] for key in simulation.runs)
+    for workload, load in points:
+        for name in simulation.policies:
+            blocks = sorted(key[2] for key in simulation.runs if key[:2] == (workload, load) and key[3] == name)[: MOST_BLOCKS + 1]
+            rows.append(_row(simulation, (workload, load), name, blocks, constants))
+    told = {"blocks": MOST_BLOCKS, "draws": DRAWS, **asdict(constants)}
+    return {"simulation": [row for row in rows if row], "simulation_constants": told}
+
+
+def _row(simulation: Simulation, point: tuple[str, str], name: str, blocks: list[int], constants: Constants) -> dict[str, Any]:
+    if not any(blocks):
+        return {}
+    workload, load = point
+    predicted: list[float] = []
+    for draw in range(DRAWS):
+        policy = simulation.policy(name)
+        for block in blocks:
+            latency_s = simulation.simulated((workload, load, block), policy, name, constants, draw)
+            predicted += latency_s.tolist() if block else []
+    replies = [reply for block in blocks if block for reply in simulation.runs[workload, load, block, name]["replies"]]
+    measured_s, predicted_s = float(np.mean([reply["total_s"] for reply in replies])), float(np.mean(predicted))
+    active = simulation.config.limits.max_active_requests
+    below = level(load) < (active if is_closed(load) else 1.0)
+    seconds = {"measured_s": round(measured_s, 5), "predicted_s": round(predicted_s, 5)}
+    error = round(predicted_s / measured_s - 1, 4)
+    return {"workload": workload, "load": load, "policy": name, **seconds, "error": error, "below_saturation": below}
+
+
+def main() -> None:
+    """Simulate a record's sweep and write it there."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("record", type=Path)
+    options = parser.parse_args()
+    record = json.loads(options.record.read_text("utf-8"))
+    record |= simulated(record)
+    options.record.write_text(json.dumps(record) + "\n", "utf-8")
+    near = [abs(row["error"]) <= WITHIN for row in record["simulation"] if row["below_saturation"]]
+    print(record.get("simulation_missing") or f"{sum(near)} of {len(near)} within {WITHIN:.0%} below saturation")
+
+
+if __name__ == "__main__":
+    main()
