@@ -264,20 +264,32 @@ def test_the_report_is_one_page_without_links_that_tells_missed_claims(finished,
     page = (tmp_path / "page.html").read_text()
     assert '<td class="missed">missed</td>' in page
     assert "0.400 to 0.600" in page
-    assert page.count('src="data:image/svg+xml;base64,') >= 6
+    assert page.count('src="data:image/svg+xml;base64,') >= 9
     assert not re.search(r'(src|href)="(?!data:)', page)
     assert all(policy in page for policy in POLICIES)
 
 
-@pytest.mark.server
-def test_the_first_figures_are_written_as_pictures(finished, tmp_path):
+def test_the_page_has_the_ablations_and_peers_that_were_measured_apart(finished, tmp_path):
     record = json.loads(finished[1].read_text())
-    write_pictures(record, tmp_path, "sweep")
-    written = {path.name for path in tmp_path.iterdir()}
-    assert written == {"sweep-latency.png", "sweep-throughput.png"}
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
-    write_pictures(record | {"summary": [], "ratios": []}, tmp_path, "empty")
-    assert {path.name for path in tmp_path.iterdir()} == written
+    ratio = {"workload": "mix", "load": "closed-1", "ratio": 1.07, "interval_95": [1.02, 1.12], "blocks": 4}
+    parts = [{**ratio, "part": "trees", "by_default": False}, {**ratio, "part": "lookup", "by_default": True}]
+    (tmp_path / "ablations.json").write_text(json.dumps({"ablations": parts}))
+    (tmp_path / "peers.json").write_text(json.dumps({"rows": [{"peer": "another-stack", "ratio": [1.25, 1.2, 1.3]}]}))
+    write_report(record, tmp_path / "page.html", tmp_path)
+    page = (tmp_path / "page.html").read_text()
+    assert all(words in page for words in ('<td class="text">trees</td>', "1.020 to 1.120", "another-stack", "1.25 to 1.2 to 1.3"))
+    write_report(record, tmp_path / "page.html", tmp_path / "nothing")
+    assert "another-stack" not in (tmp_path / "page.html").read_text()
+
+
+def test_pictures_are_small_and_those_that_the_record_has_not_are_left_out(finished, tmp_path):
+    record = json.loads(finished[1].read_text())
+    write_pictures(record, tmp_path, "sweep", tmp_path)
+    written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert set(written) == {f"sweep-{what}.png" for what in ("latency", "throughput", "speed", "simulation")}
+    assert all(picture.startswith(b"\x89PNG") and len(picture) < 150_000 for picture in written.values())
+    write_pictures(record | {"summary": [], "ratios": [], "simulation": []}, tmp_path, "empty", tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == set(written)
 
 
 def test_a_server_that_is_given_up_while_it_starts_is_ended(tmp_path, monkeypatch):
