@@ -8,13 +8,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 from backend.triton_adapter.paths import PROJECT_ROOT
 from tests.bench.sweep_arms import ADAPTING, NONE, SPINDLE
+from tests.bench.sweep_simulation import WITHIN
 
 README = PROJECT_ROOT / "README.md"
 RESULTS = PROJECT_ROOT / "docs" / "results"
+PICTURES = PROJECT_ROOT / "docs" / "pictures"
 PLACE = re.compile(r"(<!-- figures: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 WORKLOADS = {
     "summarise": "summarisation (news)",
@@ -115,12 +118,86 @@ def _sweep_of(record: dict[str, Any], title: str) -> str:
     return _table(head, *rows)
 
 
+def pictures() -> str:
+    """Return the sweep's pictures, those that were made."""
+    words = {
+        "latency": "mean latency against the rate of requests, by policy",
+        "throughput": "tokens per second over no speculation against requests in flight, by policy",
+        "speed": "speed over no speculation by draft, length and load",
+        "ablations": "what each part brings",
+        "simulation": "simulated against measured mean latency",
+    }
+    lines = [
+        f"![{text}](docs/pictures/sweep-cpu-{name}.png)" for name, text in words.items() if (PICTURES / f"sweep-cpu-{name}.png").is_file()
+    ]
+    return "\n".join([*lines, ""])
+
+
+def ablations() -> str:
+    """Return the table of what each part and draft brings, by load; one line where it was not run."""
+    rows = _record("ablations")["ablations"] if (RESULTS / "ablations.json").is_file() else []
+    points = list(dict.fromkeys((row["workload"], row["load"]) for row in rows))
+    parts = list(dict.fromkeys((row["part"], row["by_default"]) for row in rows))
+    ratios = {(row["part"], row["workload"], row["load"]): _ratio(row) for row in rows}
+    head = ["Spindle's speed with a part over that without it" + ("" if rows else ": not run"), *map(", ".join, points)]
+    lines = [[f"{part}{'' if default else ' (off by default)'}", *(ratios[(part, *point)] for point in points)] for part, default in parts]
+    return _table(head, *(lines or [[""]]))
+
+
+def _ratio(row: dict[str, Any]) -> str:
+    return f"{row['ratio']:.3f} {_interval(row['interval_95'], 3) if row['interval_95'] else '(one block)'}"
+
+
+def simulation() -> str:
+    """Return the table of the simulation's error by kind of policy, in per cent of the measured mean latency."""
+    record = _record("sweep-cpu") if (RESULTS / "sweep-cpu.json").is_file() else {}
+    errors = {row["policy"]: list[float]() for row in record.get("simulation", [])}
+    for row in record.get("simulation", []):
+        errors[row["policy"]] += [row["error"]] * row["below_saturation"]
+    kinds = {"no speculation": [NONE], "fixed choices": [name for name in errors if name.startswith("fixed-")]}
+    kinds |= {"the other policies": [*ADAPTING], "Spindle": [SPINDLE]}
+    head = ["simulated over measured mean latency, below saturation", "within 10 %", "median error", "largest"]
+    rows = [[kind, *_errors([error for name in names for error in errors.get(name, [])])] for kind, names in kinds.items()]
+    return _table(head, *(rows if errors else [["not run", "", "", ""]]))
+
+
+def _errors(errors: list[float]) -> list[str]:
+    if not errors:
+        return ["", "", ""]
+    near = sum(abs(error) <= WITHIN for error in errors)
+    return [f"{near} of {len(errors)}", f"{median(errors):+.1%}", f"{max(errors, key=abs):+.1%}"]
+
+
+def choices() -> str:
+    """Return the table of Spindle against every single choice of a draft."""
+    rows = []
+    for point in sorted(_record("choices")["points"], key=lambda point: point["in_flight"]):
+        cells = (arm for name, arm in point["arms"].items() if name != SPINDLE)
+        ratios = [f"{arm['spindle_over_it']:.2f} {_interval(arm['interval_95'])}" for arm in cells]
+        rows.append([f"{point['workload']}, {point['in_flight']} in flight", *ratios])
+    others = [name.replace("best-", "best of ") for name in _record("choices")["points"][0]["arms"] if name != SPINDLE]
+    return _table(["Spindle's tokens/s over those of the best length of one draft", *others], *rows)
+
+
+def planning() -> str:
+    """Return the table of what planning and learning cost, by batch size."""
+    by_rows = _record("policy")["planning"]
+    kinds = {"planning": "plan_p50_us", "learning from the step": "observe_p50_us"}
+    head = ["CPU time a step, ms, by batch size", *by_rows]
+    return _table(head, *([name, *(f"{figures[key] / 1e3:.2f}" for figures in by_rows.values())] for name, key in kinds.items()))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "serving": serving,
     "forward": forward,
     "streaming": streaming,
     "invariance": invariance,
     "sweep": sweep,
+    "pictures": pictures,
+    "ablations": ablations,
+    "simulation": simulation,
+    "choices": choices,
+    "planning": planning,
 }
 
 

@@ -32,7 +32,7 @@ from policy.simulation.fleet import simulate, simulate_closed
 from policy.simulation.workload import Acceptance, Drift, Workload, uniform
 from tests.bench.hazards import Hazards, fitted
 from tests.bench.sweep_arms import AGAIN, NONE, SPINDLE, Tuning, arm_config, fixed_choice
-from tests.bench.sweep_figures import is_closed, level
+from tests.bench.sweep_figures import blocks, is_closed, level
 
 MOST_BLOCKS = 3
 """Warm blocks of a point that are simulated at the most."""
@@ -107,8 +107,11 @@ class Simulation:
         self._settings = record["settings"]
         self._tuning = _tuning(record)
         self._tables = {name: LatencyTable.from_dict(table) for name, table in record["tables"].items()}
-        self.runs = {(run["workload"], run["load"], run["block"], run["policy"]): run for run in record["runs"]}
-        names = dict.fromkeys(key[3] for key in self.runs)
+        names = dict.fromkeys(run["policy"] for run in record["runs"])
+        whole = blocks(record["runs"], list(names))
+        self.runs = {
+            (*point, number, name): run for point, made in whole.items() for number, block in made.items() for name, run in block.items()
+        }
         self._fixed = [name for name in names if name.startswith("fixed-")]
         self.policies = [NONE, *self._fixed, *(n for n in names if n not in (NONE, AGAIN) and n in POLICIES)]
         self.config = parse_config(arm_config(self._plain_config(), SPINDLE, self._tuning, self._settings["active"]))
@@ -264,23 +267,23 @@ def simulated(record: dict[str, Any]) -> dict[str, Any]:
     points = dict.fromkeys(key[:2] for key in simulation.runs)
     for workload, load in points:
         for name in simulation.policies:
-            blocks = sorted(key[2] for key in simulation.runs if key[:2] == (workload, load) and key[3] == name)[: MOST_BLOCKS + 1]
-            rows.append(_row(simulation, (workload, load), name, blocks, constants))
+            numbers = sorted(key[2] for key in simulation.runs if key[:2] == (workload, load) and key[3] == name)[: MOST_BLOCKS + 1]
+            rows.append(_row(simulation, (workload, load), name, numbers, constants))
     told = {"blocks": MOST_BLOCKS, "draws": DRAWS, **asdict(constants)}
     return {"simulation": [row for row in rows if row], "simulation_constants": told}
 
 
-def _row(simulation: Simulation, point: tuple[str, str], name: str, blocks: list[int], constants: Constants) -> dict[str, Any]:
-    if not any(blocks):
+def _row(simulation: Simulation, point: tuple[str, str], name: str, numbers: list[int], constants: Constants) -> dict[str, Any]:
+    if not any(numbers):
         return {}
     workload, load = point
     predicted: list[float] = []
     for draw in range(DRAWS):
         policy = simulation.policy(name)
-        for block in blocks:
+        for block in numbers:
             latency_s = simulation.simulated((workload, load, block), policy, name, constants, draw)
             predicted += latency_s.tolist() if block else []
-    replies = [reply for block in blocks if block for reply in simulation.runs[workload, load, block, name]["replies"]]
+    replies = [reply for block in numbers if block for reply in simulation.runs[workload, load, block, name]["replies"]]
     measured_s, predicted_s = float(np.mean([reply["total_s"] for reply in replies])), float(np.mean(predicted))
     active = simulation.config.limits.max_active_requests
     below = level(load) < (active if is_closed(load) else 1.0)

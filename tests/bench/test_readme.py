@@ -27,3 +27,26 @@ def test_a_sweep_that_was_not_run_leaves_its_row_empty_and_a_record_fills_it(tmp
     (tmp_path / "sweep-gpu.json").write_text(json.dumps({"summary": rows}))
     assert "| mix, closed-1 | 1.000 | 1.100 | 1.300 | 1.400 | 1.500 | 1.600 | 1.700 |" in readme.sweep()
     assert readme.sweep().count("not run") == 1
+
+
+def test_ablations_and_the_simulation_s_error_are_written_from_their_records(tmp_path, monkeypatch):
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    assert "not run" in readme.ablations()
+    assert "not run" in readme.simulation()
+    row = {"workload": "mix", "load": "closed-1", "part": "trees", "by_default": False, "ratio": 1.07, "interval_95": [1.02, 1.12]}
+    (tmp_path / "ablations.json").write_text(json.dumps({"ablations": [row]}))
+    assert "| trees (off by default) | 1.070 (1.020 to 1.120) |" in readme.ablations()
+    errors = {("none", True): -0.02, ("fixed-d-1", True): 0.12, ("fixed-d-2", True): 0.04, ("ema", True): 0.01, ("spindle", False): 0.5}
+    rows = [{"policy": policy, "below_saturation": below, "error": error} for (policy, below), error in errors.items()]
+    (tmp_path / "sweep-cpu.json").write_text(json.dumps({"simulation": rows}))
+    table = readme.simulation()
+    assert "| no speculation | 1 of 1 | -2.0% | -2.0% |" in table
+    assert "| fixed choices | 1 of 2 | +8.0% | +12.0% |" in table
+    assert "| Spindle |  |  |  |" in table
+
+
+def test_pictures_that_were_made_are_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr(readme, "PICTURES", tmp_path)
+    assert "sweep-cpu" not in readme.pictures()
+    (tmp_path / "sweep-cpu-speed.png").write_bytes(b"")
+    assert "(docs/pictures/sweep-cpu-speed.png)" in readme.pictures()
