@@ -210,10 +210,10 @@ def _longest_chains(worth: FloatArray, chains: FloatArray, start: dict[int, int]
     for _ in range(2 * drafts):
         total = _over_rows(np.maximum(worth, best) if caps else worth)
         total -= costs
-        place = int(total.argmax())
-        if not total.item(place) > float(np.add.reduce(best)) + TIE:
+        highest = total.item(total.argmax())
+        if not highest > float(np.add.reduce(best)) + TIE:
             break
-        k, d = divmod(place, drafts)
+        k, d = divmod(int((total >= highest - TIE).argmax()), drafts)  # of equal ones the shortest: rounding must not choose
         use(d, k + 1)
     return draft, caps
 

@@ -149,13 +149,16 @@ class AdaptivePlanner:
     # -- plan
 
     def plan(self, view: View, state: PlannerState, now: float, rng: np.random.Generator) -> tuple[Plan, PlannerState]:
-        """Choose for the ready rows; the others get no draft. Raises ValueError for a view with other drafts than the planner's."""
+        """Choose for the ready rows, whatever their order; the others get no draft.
+
+        Raises ValueError for a view with other drafts than the planner's.
+        """
         if view.drafts != self.drafts:
             raise ValueError(f"view.drafts must be {self.drafts}, got {view.drafts}")
         if state.rest and _same_batch(view, state.view):
             return self._rest(view, state)
         if self.config.selection == THOMPSON:
-            draws = (state.draws or Draws()).next_step(view.request[view.ready].tolist(), len(self.drafts), rng)
+            draws = (state.draws or Draws()).next_step(view.request[ready_rows(view)].tolist(), len(self.drafts), rng)
             state = replace(state, draws=draws)
         acceptance = self.admitted(view, state, now)
         if len(view) == 1 and view.given is None and self.drafts and view.ready.item():
@@ -180,7 +183,7 @@ class AdaptivePlanner:
 
     def problem(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[StepProblem, IntArray, Expected, Given]:
         """Return the choice that the planner has in a view, its rows of the view, what is expected of them, and what is given beside."""
-        rows = view.ready.nonzero()[0]
+        rows = ready_rows(view)
         expected = self._acceptance.expected(acceptance, view.request[rows].tolist(), view.rule[rows])
         given, own = _split(view, rows, expected.hazard)
         if own is not None:
@@ -205,7 +208,7 @@ class AdaptivePlanner:
         if self._may_look(state, found):
             found = self._looked(problem, view, rows, expected, acceptance, price, found, state.draws)
             notes["probe"] = found.probes
-        draft, length = found.choice if len(rows) == len(view) else _scattered(found.choice, rows, len(view))
+        draft, length = _scattered(found.choice, rows, len(view))
         tokens = _tokens(problem, view.weight[rows], found.choice, found.result.value - given.value) + given.expected_tokens
         plan = Plan(draft, length, found.result.step_s, tokens, price, notes)
         last = state.last.followed_by(view, rows, choice, int(np.add.reduce(length)), bound)
@@ -352,6 +355,12 @@ class AdaptivePlanner:
     def _predicted_s(self, outcome: Outcome, view: View) -> tuple[FloatArray, Target]:
         """Return the uncorrected seconds by part that a step of the last view should have taken as it was executed, and the target's."""
         return predicted_parts(self.latency, outcome, view)
+
+
+def ready_rows(view: View) -> IntArray:
+    """Return the rows that a choice is made for, by request: the batch's order makes no difference, not even among rows wholly alike."""
+    rows: IntArray = view.request.argsort()
+    return rows.compress(view.ready.take(rows))
 
 
 def _same_batch(view: View, before: View | None) -> bool:

@@ -73,9 +73,8 @@ def step_problem(
 ) -> StepProblem:
     """Return the choice that these rows of the view have beside what is given; ``hazard`` float64[rows, drafts, positions]."""
     n, everyone = len(rows), len(rows) + len(given.rows)
-    chosen: IntArray | slice = slice(None) if n == len(view) else rows  # ready rows come in the view's order
-    context, remaining, weight = view.context[chosen], view.remaining[chosen], view.weight[chosen]
-    ceiling, catchup = view.ceiling[chosen].T.copy(), view.catchup[chosen].T.copy()  # rows lie together
+    context, remaining, weight = view.context.take(rows), view.remaining.take(rows), view.weight.take(rows)
+    ceiling, catchup = view.ceiling.take(rows, 0).T.copy(), view.catchup.take(rows, 0).T.copy()  # rows lie together
     ceiling = np.minimum(ceiling, np.minimum(remaining - 1, bounds.k_max))
     if view.limit is not None:
         ceiling = ceiling * (view.limit > 0)[:, None]

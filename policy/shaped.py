@@ -21,7 +21,7 @@ from .latency import VERIFY, LatencyModel
 from .learned import restored_ranks
 from .offers import Basis, Offer, merge_offer, tree_offer
 from .plan import NO_DRAFT, FloatArray, IntArray, Outcome, Plan, TurnShape, View
-from .planner import AdaptivePlanner, PlannerConfig, PlannerState
+from .planner import AdaptivePlanner, PlannerConfig, PlannerState, ready_rows
 from .problem import Given, extra_prefill_s
 from .ranks import RankModel
 from .shapes import (
@@ -85,7 +85,7 @@ class ShapedPlanner(AdaptivePlanner):
             if self._able(TREES) or self._able(MERGED):
                 offer, plan, after = self._offered(view, plan, after, why_not)
                 if offer is not None:
-                    shape = _with_offer(shape, offer, view.ready.nonzero()[0], len(view), self.config.k_max)
+                    shape = _with_offer(shape, offer, ready_rows(view), len(view), self.config.k_max)
             after = replace(after, overlap_s=state.overlap_s, overlaps=state.overlaps, flying=state.flying)
             plan, shape, after = self._in_cohorts(view, plan, after, shape, why_not)
         if "rest" in plan.notes:

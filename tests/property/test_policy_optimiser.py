@@ -76,16 +76,16 @@ def test_what_starts_from_the_last_choice_is_nearly_always_the_best_and_loses_ha
     assert np.mean(np.array(losses) < 1e-9) > 0.9
 
 
-@settings(deadline=None, max_examples=15, derandomize=True)
-@given(SEEDS, st.integers(1, 20), st.integers(1, 3), st.integers(1, 6))
-def test_over_many_steps_plans_keep_to_what_is_allowed_repeat_and_follow_the_requests_in_any_order(seed, rows, drafts, k_max):
-    """Two planners see the same batch, the other's rows in another order in every step; a third sees what the first does.
-
-    Requests of weights of their own: of what is wholly alike, the first row would come first.
-    """
+@settings(deadline=None, max_examples=15)
+@given(SEEDS, st.integers(1, 20), st.integers(1, 3), st.integers(1, 6), st.booleans())
+def test_over_many_steps_plans_keep_to_what_is_allowed_repeat_and_follow_the_requests_in_any_order(seed, rows, drafts, k_max, alike):
+    """Two planners see the same batch, the other's rows in another order in every step; a third sees what the first does."""
     rng = np.random.default_rng(seed)
     instance = random_instance(rng, rows, drafts, k_max)
-    instance = replace(instance, view=replace(instance.view, weight=rng.uniform(0.5, 2.0, rows)))
+    if alike:
+        columns = "context", "remaining", "ceiling", "catchup", "weight"
+        first_row = {name: getattr(instance.view, name)[:1].repeat(rows, axis=0) for name in columns}
+        instance = replace(instance, view=replace(instance.view, **first_row))
     planner = AdaptivePlanner(instance.view.drafts, instance.latency, PlannerConfig(k_max=k_max, explore_share=0.0))
     first = second = third = planner.start()
     for step in range(12):
@@ -141,7 +141,7 @@ def test_no_choice_exceeds_a_ceiling_a_limit_the_room_or_the_cap_nor_is_worse_th
     assert nothing - 1e-9 <= objective(instance, choice) <= bound + 1e-9
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(deadline=None, max_examples=60)
 @given(SEEDS, st.integers(2, 40), st.integers(1, 3), st.integers(1, 6))
 def test_permuting_the_requests_permutes_the_plan(seed, rows, drafts, k_max):
     rng = np.random.default_rng(seed)
