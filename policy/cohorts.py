@@ -7,14 +7,13 @@ with the rows they can gain up to twice. So the measured times decide, with the 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from .goodput import Choice
 from .latency import FIRST_DRAFT, OVERHEAD, VERIFY, LatencyModel
-from .plan import FloatArray, IntArray, Outcome, Plan, Policy, TurnShape, View
+from .plan import FloatArray, IntArray, View
 from .problem import drafting_s
 from .shapes import CHAINS_ONLY, COHORTS, NOT_MEASURED, ONE_ROW, does_not_pay
 
@@ -132,34 +131,3 @@ def numbered(view: View, choice: Choice, nodes: IntArray, cohort: IntArray) -> F
     rows = np.flatnonzero(view.ready)
     columns = (column[rows].tolist() for column in (view.request, cohort, choice.draft, choice.length, nodes))
     return {request: planned for request, *planned in zip(*columns, strict=True)}  # type: ignore[misc]
-
-
-class ForcedCohorts(Policy):
-    """A policy whose plans are cut into so many cohorts, whether that pays or not: to measure it and to test the loop."""
-
-    def __init__(self, policy: Policy, cohorts: int) -> None:
-        self.policy, self.cohorts = policy, cohorts
-
-    def start(self) -> Any:
-        """Return the policy's."""
-        return self.policy.start()
-
-    def plan(self, view: View, state: Any, now: float, rng: np.random.Generator) -> tuple[Plan, Any]:
-        """Plan, and cut a batch of which nothing is in flight; else what is ready is one of its cohorts."""
-        plan, state = self.policy.plan(view, state, now, rng)
-        ready = np.flatnonzero(view.ready)
-        cohort = np.full(len(view), -1, np.int64)
-        cohort[ready] = 0 if len(ready) < len(view) else np.arange(len(view)) * self.cohorts // max(len(view), self.cohorts)
-        return replace(plan, shape=replace(plan.shape or TurnShape(), cohort=cohort)), state
-
-    def observe(self, outcome: Outcome, state: Any, now: float) -> Any:
-        """Let the policy learn."""
-        return self.policy.observe(outcome, state, now)
-
-    def stand_by(self, view: View, state: Any) -> Any:
-        """Return the policy's."""
-        return self.policy.stand_by(view, state)
-
-    def drift(self, state: Any) -> dict[str, float]:
-        """Return the policy's."""
-        return self.policy.drift(state)

@@ -10,26 +10,21 @@ import numpy as np
 
 from .acceptance import AcceptanceConfig, AcceptanceModel, AcceptanceState, Expected
 from .correction import Shape, Target, corrected, correction_by_part, learnt, shaped
-from .goodput import Choice, Hint, Score, StepProblem, no_speculation
+from .goodput import Choice, Score, StepProblem, no_speculation
 from .hints import Last
 from .latency import OVERHEAD, VERIFY, LatencyModel
 from .learned import restored, saved
-from .one_row import OneRow, one_row
-from .optimiser import FEW_ROWS, best_choice
+from .one_row import one_row
 from .plan import NO_DRAFT, BoolArray, FloatArray, IntArray, Outcome, Plan, View
+from .pricing import Priced, Problem, priced_choice
 from .probing import PROBE_FLOOR, affordable
 from .problem import NOTHING_GIVEN, Bounds, Given, extra_prefill_s, predicted_parts, step_problem
 from .ranks import RankState
 from .selection import PROBING, SELECTIONS, THOMPSON, Draws, Explorer
 from .shapes import CHAINS_ONLY
 
-_COLD_TOLERANCE, _WARM_TOLERANCE = 0.01, 0.03  # of the price, whose error costs in second order; the next step goes on
-_PRICE_ROUNDS = 4
 _REST_ROWS = 4
 _LOOK_STEPS = 4  # at most, from one look for a probe that found none to be had to the next: looking takes time too
-
-
-Problem = StepProblem | OneRow
 
 
 class Found(NamedTuple):
@@ -170,16 +165,16 @@ class AdaptivePlanner:
         hazard = self._acceptance.hazards_of(acceptance, view.request.item(), view.rule.item())
         problem = one_row(self.corrected(state), state.correction.tolist(), view, hazard, self._bounds)
         prefill_s = extra_prefill_s(self.corrected(state), state.correction, view, 1)
-        choice, result, price, goodput, bound = self._priced_choice(problem, prefill_s, view, state)
-        notes = self._notes(problem, result, price, goodput, bound, prefill_s, state)
-        found = Found(choice, result, 0, state.credit_s + self.config.explore_share * result.step_s, max(state.look - 1, 0))
+        priced = self._priced_choice(problem, prefill_s, view, state)
+        notes = self._notes(problem, priced, prefill_s, state)
+        found = self._found(priced, state)
         if self._may_look(state, found):
             as_rows, rows, expected, _ = self.problem(view, state, acceptance)
-            found = self._looked(as_rows, view, rows, expected, acceptance, price, found, state.draws)
+            found = self._looked(as_rows, view, rows, expected, acceptance, priced.price, found, state.draws)
             notes["probe"] = found.probes
         tokens = found.result.value / problem.base_value if problem.base_value else 1.0
-        plan = Plan(found.choice.draft, found.choice.length, found.result.step_s, tokens, price, notes)
-        return plan, self._planned(state, acceptance, view, goodput, found, Last(found.choice.length.item(), 1))
+        plan = Plan(found.choice.draft, found.choice.length, found.result.step_s, tokens, priced.price, notes)
+        return plan, self._planned(state, acceptance, view, priced.goodput, found, Last(found.choice.length.item(), 1))
 
     def problem(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[StepProblem, IntArray, Expected, Given]:
         """Return the choice that the planner has in a view, its rows of the view, what is expected of them, and what is given beside."""
@@ -202,17 +197,17 @@ class AdaptivePlanner:
         """Plan for any number of rows, and look for a probe when it is time."""
         problem, rows, expected, given = self.problem(view, state, acceptance)
         prefill_s = extra_prefill_s(self.corrected(state), state.correction, view, len(rows) + len(given.rows) + given.tokens)
-        choice, result, price, goodput, bound = self._priced_choice(problem, prefill_s, view, state)
-        notes = self._notes(problem, result, price, goodput, bound, prefill_s, state)
-        found = Found(choice, result, 0, state.credit_s + self.config.explore_share * result.step_s, max(state.look - 1, 0))
+        priced = self._priced_choice(problem, prefill_s, view, state)
+        notes = self._notes(problem, priced, prefill_s, state)
+        found = self._found(priced, state)
         if self._may_look(state, found):
-            found = self._looked(problem, view, rows, expected, acceptance, price, found, state.draws)
+            found = self._looked(problem, view, rows, expected, acceptance, priced.price, found, state.draws)
             notes["probe"] = found.probes
         draft, length = _scattered(found.choice, rows, len(view))
         tokens = _tokens(problem, view.weight[rows], found.choice, found.result.value - given.value) + given.expected_tokens
-        plan = Plan(draft, length, found.result.step_s, tokens, price, notes)
-        last = state.last.followed_by(view, rows, choice, int(np.add.reduce(length)), bound)
-        return plan, self._planned(state, acceptance, view, goodput, found, last)
+        plan = Plan(draft, length, found.result.step_s, tokens, priced.price, notes)
+        last = state.last.followed_by(view, rows, priced.choice, int(np.add.reduce(length)), priced.bound)
+        return plan, self._planned(state, acceptance, view, priced.goodput, found, last)
 
     def _planned(
         self, state: PlannerState, acceptance: AcceptanceState, view: View, goodput: float, found: Found, last: Last
@@ -231,17 +226,20 @@ class AdaptivePlanner:
             draws=state.draws,
         )
 
-    def _notes(
-        self, problem: Problem, result: Score, price: float, goodput: float, bound: float, prefill_s: float, state: PlannerState
-    ) -> dict[str, Any]:
+    def _found(self, priced: Priced, state: PlannerState) -> Found:
+        """Return the choice before a look for probes, the step's earning saved."""
+        credit_s = state.credit_s + self.config.explore_share * priced.result.step_s
+        return Found(priced.choice, priced.result, 0, credit_s, max(state.look - 1, 0))
+
+    def _notes(self, problem: Problem, priced: Priced, prefill_s: float, state: PlannerState) -> dict[str, Any]:
         """Return figures for traces: ``gain`` over not speculating; in a step that searched, ``gap``, how much better the
         best choice may be by the dual bound, as a share of the tokens.
         """
         notes: dict[str, Any] = {"probe": 0, "credit_s": state.credit_s, "why_not": CHAINS_ONLY}
         if problem.base_value:
-            notes["gain"] = goodput * (problem.plain_s - prefill_s) / problem.base_value
-            if bound < math.inf:
-                notes["gap"] = (bound - result.objective(price)) / result.value
+            notes["gain"] = priced.goodput * (problem.plain_s - prefill_s) / problem.base_value
+            if priced.bound < math.inf:
+                notes["gap"] = (priced.bound - priced.result.objective(priced.price)) / priced.result.value
         return notes
 
     def _rest(self, view: View, state: PlannerState) -> tuple[Plan, PlannerState]:
@@ -255,36 +253,9 @@ class AdaptivePlanner:
         )
         return plan, replace(state, view=view, credit_s=credit_s, rest=state.rest - 1)
 
-    def _priced_choice(
-        self, problem: Problem, prefill_s: float, view: View, state: PlannerState
-    ) -> tuple[Choice, Score, float, float, float]:
-        """Return the choice, its score, the price of time, the batch's goodput without prefill, and a bound on the priced objective.
-
-        Dinkelbach's iteration (1967) finds the goodput that prices itself, starting from the last step's. A second of the step delays all
-        that are admitted by one, and is worth what they would emit in it: those still in prefill, and those in other cohorts, count like
-        the rows that decode.
-        """
-        rows, plain_s = problem.rows, problem.plain_s - prefill_s
-        nothing = Score(problem.base_value, problem.plain_s, problem.plain_s)
-        if rows == 0:
-            goodput = problem.base_value / plain_s if problem.base_value else state.goodput
-            return no_speculation(0), nothing, 0.0, goodput, problem.base_value
-        tolerance = _WARM_TOLERANCE if state.goodput else _COLD_TOLERANCE
-        plain = problem.base_value / plain_s
-        goodput = state.goodput or plain
-        ready = np.count_nonzero(view.ready)
-        waiting = 1 + (view.prefilling + len(view) - ready) / ready
-        for _ in range(_PRICE_ROUNDS):
-            price = waiting * goodput
-            choice, result, bound = best_choice(problem, price)
-            previous, goodput = goodput, result.value / (result.charged_s - prefill_s)
-            if abs(goodput - previous) <= tolerance * previous:
-                break
-            if isinstance(problem, StepProblem) and rows <= FEW_ROWS:
-                problem = replace(problem, hint=Hint(int(choice.length.sum()), choice))
-        if result.value > problem.base_value and goodput < (1 + self.config.margin) * plain:
-            choice, result, goodput = no_speculation(rows), nothing, plain
-        return choice, result, price, goodput, bound
+    def _priced_choice(self, problem: Problem, prefill_s: float, view: View, state: PlannerState) -> Priced:
+        """Return the choice and its price, starting from the last step's."""
+        return priced_choice(problem, prefill_s, view, state.goodput, self.config.margin)
 
     def _may_look(self, state: PlannerState, found: Found) -> bool:
         """Return whether a probe may be looked for: its least price has been saved, and the last look was not just now.

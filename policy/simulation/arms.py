@@ -10,10 +10,10 @@ import numpy as np
 
 from policy.acceptance import AcceptanceModel, AcceptanceState, Expected
 from policy.baselines import BatchSchedule, FixedLength, NoSpeculation
-from policy.goodput import Choice, Score
 from policy.latency import LatencyModel
 from policy.plan import FloatArray, IntArray, Policy, View
-from policy.planner import AdaptivePlanner, PlannerConfig, PlannerState, Problem
+from policy.planner import AdaptivePlanner, PlannerConfig, PlannerState
+from policy.pricing import Priced, Problem
 from policy.published import AcceptanceAverage, SmartSpec, SpinSelection
 from policy.shaped import ShapedPlanner
 from policy.shapes import Shapes
@@ -32,9 +32,7 @@ Truth = Callable[[IntArray, float], FloatArray]
 class PerStepGoodput(AdaptivePlanner):
     """The adaptive planner with the plain objective V/T of the step, its prefill included and nobody's wait for it."""
 
-    def _priced_choice(
-        self, problem: Problem, prefill_s: float, view: View, state: PlannerState
-    ) -> tuple[Choice, Score, float, float, float]:
+    def _priced_choice(self, problem: Problem, prefill_s: float, view: View, state: PlannerState) -> Priced:
         del prefill_s
         return super()._priced_choice(problem, 0.0, replace(view, prefilling=0), state)
 

@@ -34,11 +34,11 @@ from backend.request import GenerationRequest
 from backend.session import Session
 from backend.tables import load_tables
 from policy import FixedLength, Plan, Policy, View
-from policy.cohorts import ForcedCohorts
 from policy.shapes import COHORTS
 from tests.bench import workloads
 from tests.bench.in_process import Sink
 from tests.bench.paired import abba, median_interval
+from tests.forced_cohorts import ForcedCohorts
 
 PAIRS = (("two", "one"), ("unused", "one"), ("planned two", "planned"))
 

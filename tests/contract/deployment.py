@@ -28,7 +28,7 @@ from backend.request import ErrorCode, FinishReason, GenerationRequest, Sampling
 from backend.session import Delta, Session, Usage
 from backend.stats import Stats, StepStats
 from policy import NO_DRAFT, Outcome, Plan, TurnShape, View
-from policy.cohorts import ForcedCohorts
+from tests.forced_cohorts import ForcedCohorts
 
 GREEDY = SamplingParams()
 VOCAB, K_MAX, BLOCKS = 24, 4, 64

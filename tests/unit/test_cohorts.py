@@ -15,7 +15,7 @@ from backend.overlapped import Overlapped
 from backend.ports import Sequence, Turn
 from backend.request import ErrorCode, SamplingParams
 from policy import FixedLength, NoSpeculation, Policy
-from policy.cohorts import ForcedCohorts
+from tests.forced_cohorts import ForcedCohorts
 from tests.unit.test_orchestrator import RandomChoice, World, break_target, plain_text
 
 GUARD_S = 30.0
