@@ -1,92 +1,264 @@
-"""Other stacks as arms of the sweep, on the same weights: each a process in an environment of its own (``peer_worker``)."""
+"""Spindle beside other stacks: the same weights, prompts and machine, interleaved, one thread each.
+
+    tests/bench/peers.sh vllm openvino llamacpp                    # their environments, once
+    python -m tests.bench.peers --out docs/results/peers.json      # at most ten minutes; --families, --peers, --blocks for less or more
+
+Spindle (with and without speculation, each on a tritonserver), transformers, vLLM (its server), OpenVINO GenAI and llama.cpp
+(node-llama-cpp); each peer plain, with the largest of Spindle's drafts and with prompt lookup, proposing 4 tokens a step. In each block
+every arm serves the same requests, greedily, at each number in flight, in ABBA order; what counts are ratios of tokens per second within a
+block (medians over blocks). Before the first block all serve other prompts once. Exactness: the share of texts that are those of the same
+stack's plain arm, and of Spindle without speculation, and where the others part. A peer without its environment, or that does not start,
+is skipped with the reason.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import subprocess
+import random
+import signal
 import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from backend import machine
 from backend.app import model_path
-from backend.config import EMBEDDED_MODEL, parse_config
+from backend.config import parse_config
+from backend.tokenizer import Tokenizer, load_tokenizer
 from backend.triton_adapter.paths import PROJECT_ROOT
-from engines_build.convert import embedded_gguf
-from tests.bench.arms import Arm, Offer, Reply, Served
+from engines_build.prepare import prepare
+from tests.bench import workloads
+from tests.bench.arms import Arm, Offer, Reply
+from tests.bench.in_process import first_difference
+from tests.bench.paired import abba, median_interval
+from tests.bench.peer_arms import PEERS, Peers
+from tests.bench.sweep_arms import AGAIN, NONE, SPINDLE, Servers, Tuning, arm_config
 
-PEERS = ("transformers-plain", "transformers-assisted", "transformers-lookup", "openvino-plain", "openvino-lookup")
-WORKER = Path(__file__).with_name("peer_worker.py")
+IN_FLIGHT = (1, 8)
+ACTIVE = max(IN_FLIGHT)
+MESSAGES = 240
+MAX_PROMPT_CHARACTERS = 2500
+"""Longer messages would spend the time on prompts and not on what is compared."""
+DRAFTS = "engines_build/drafts"
+SERVING = PROJECT_ROOT / "model_repository" / "spindle" / "1" / "serving.json"
+TINY = {
+    "target": {"engine": "torch", "model": f"{DRAFTS}/tiny-target", "dtype": "bf16"},
+    "drafts": [
+        *({"name": name, "engine": "torch", "model": f"{DRAFTS}/tiny-{name}", "dtype": "fp32"} for name in ("0.3m", "0.3m-sql", "0.9m")),
+        {"name": "lookup", "engine": "lookup"},
+    ],
+    "policy": {"kind": "adaptive", "k_max": 8},
+}
+FAMILIES = ("smollm2", "tiny")
+Run = dict[str, Any]
 
 
-class PeerArm:
-    """A worker process."""
+class Family:
+    """One target with its drafts, and all that serves it."""
 
-    def __init__(self, command: list[str]) -> None:
-        patient = {**os.environ, "OMP_WAIT_POLICY": "passive"}  # threads that spin lose many times over where others use the cores
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=patient)
-        self._read()
+    def __init__(self, name: str, options: argparse.Namespace, folder: Path) -> None:
+        self._options = options
+        self._config = {**(json.loads(SERVING.read_text("utf-8")) if name == "smollm2" else TINY), "threads": 1}
+        prepare(parse_config(arm_config(self._config, SPINDLE, Tuning(), ACTIVE)))
+        self._servers, self._peers = Servers(self._config, ACTIVE, folder, most=2), Peers(self._config)
+        self.skipped = {name: reason for name in options.peers if (reason := self._peers.missing(name))}
+        self._names = [NONE, SPINDLE, *(name for name in options.peers if name not in self.skipped), AGAIN]
+        source = model_path(parse_config(self._config).target)
+        self.tokenizer: Tokenizer = load_tokenizer(source)
+        self._texts = {workload: self._rendered(workload, source) for workload in options.workloads}
+        self.runs: list[Run] = []
 
-    def run(self, offer: Offer) -> Served:
-        """Serve a closed loop. Raises ValueError for an open one, RuntimeError when the worker has ended."""
-        if offer.at_s is not None:
-            raise ValueError("a peer serves closed loops only")
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"requests": list(offer.requests), "concurrency": offer.concurrency}) + "\n")
-        self._process.stdin.flush()
-        answer = json.loads(self._read())
-        return Served([Reply(**reply, drafted=0, accepted=0, finish_reason="") for reply in answer["replies"]], answer["wall_s"], {})
+    @property
+    def names(self) -> list[str]:
+        """The arms that serve."""
+        return [name for name in self._names if name not in self.skipped]
+
+    def weights(self) -> dict[str, str]:
+        """Say what each arm reads."""
+        own = {NONE: "bf16 checkpoint", SPINDLE: "bf16 checkpoint; all drafts, fp32, and lookup"}
+        return own | {name: self._peers.weights(name) for name in self.names if name in PEERS}
+
+    def start(self) -> None:
+        """Start all, as many at once as there are cores, and let them serve a few prompts that are not scored."""
+        with ThreadPoolExecutor(machine.cores()) as starting:
+            begun = {name: starting.submit(self._peers.arm, name) for name in self.names if name in PEERS}
+            for name in (NONE, SPINDLE):
+                self._servers.arm(name)
+        for name, start in begun.items():
+            if error := start.exception():
+                self.skipped[name] = str(error).splitlines()[0]
+        for workload in self._texts:
+            for name in self.names:
+                self._serve(workload, -1, ACTIVE, name)
+
+    def block(self, number: int) -> None:
+        """Let every arm serve the same requests, alone and together."""
+        for workload in self._texts:
+            for place, in_flight in enumerate(IN_FLIGHT):
+                for name in abba(self.names, number + place):
+                    if run := self._serve(workload, number, in_flight, name):
+                        self.runs.append({"workload": workload, "in_flight": in_flight, "block": number, "arm": name, **run})
 
     def close(self) -> None:
-        """End the worker."""
-        self._process.kill()
-        self._process.communicate()
+        """End all."""
+        self._peers.close()
+        self._servers.close()
 
-    def _read(self) -> str:
-        assert self._process.stdout is not None
-        if line := self._process.stdout.readline():
-            return line
-        raise RuntimeError(f"the peer ended with status {self._process.wait()}: {' '.join(self._process.args)}")
+    def _serve(self, workload: str, block: int, in_flight: int, name: str) -> Run | None:
+        rng = random.Random(f"{self._options.seed}/{workload}/{block}/{in_flight}")
+        texts = rng.sample(self._texts[workload], max(self._options.requests, in_flight))
+        salt = f"{workload}/{block}/{in_flight}/{name}"
+        requests = [{"text_input": text, "max_tokens": self._options.max_tokens, "cache_salt": salt} for text in texts]
+        try:
+            served = self._arm(name).run(Offer(requests, in_flight))
+        except (RuntimeError, BrokenPipeError) as error:
+            if name not in PEERS:
+                raise
+            self.skipped[name] = str(error).splitlines()[0]
+            return None
+        return {"wall_s": served.wall_s, "replies": served.replies}
 
+    def _arm(self, name: str) -> Arm:
+        arm, _ = (self._peers if name in PEERS else self._servers).arm(name)
+        return arm
 
-class Peers:
-    """Gives the arms of the peers, each started when first asked for."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        self._config = parse_config(config)
-        self._running: dict[str, PeerArm] = {}
-
-    def missing(self, name: str) -> str:
-        """Return why a peer cannot be run here, '' when it can."""
-        if self._config.target.model != EMBEDDED_MODEL:
-            return f"peers run {EMBEDDED_MODEL} only, not {self._config.target.model!r}"
-        if name.endswith("-assisted") and not self._draft():
-            return "no draft that runs a model"
-        return "" if _python(name).is_file() else f"no environment: tests/bench/peers.sh {name.partition('-')[0]}"
-
-    def arm(self, name: str) -> tuple[Arm, bool]:
-        """Return the arm and whether it has just begun."""
-        fresh = name not in self._running
-        if fresh:
-            self._running[name] = PeerArm(self._command(name))
-        return self._running[name], fresh
-
-    def close(self) -> None:
-        """End all peers."""
-        while self._running:
-            self._running.popitem()[1].close()
-
-    def _draft(self) -> str:
-        """Return the folder of the largest draft."""
-        folders = [model_path(draft) for draft in self._config.drafts if draft.engine == "torch"]
-        return str(max(folders, key=lambda folder: sum(file.stat().st_size for file in folder.glob("*.safetensors")), default=""))
-
-    def _command(self, name: str) -> list[str]:
-        models = ["--model", str(model_path(self._config.target)), "--draft", self._draft(), "--gguf", str(embedded_gguf())]
-        return [str(_python(name)), str(WORKER), name, *models, "--threads", str(machine.cores())]
+    def _rendered(self, workload: str, folder: Path) -> list[str]:
+        messages = workloads.load(workload, MESSAGES, self._options.seed).messages
+        return [workloads.render(message, folder) for message in messages if len(message) < MAX_PROMPT_CHARACTERS]
 
 
-def _python(name: str) -> Path:
-    stack = name.partition("-")[0]
-    return Path(sys.executable) if stack == "transformers" else PROJECT_ROOT / "build" / "peers" / stack / "bin" / "python"
+def rows(family: Family, seed: int) -> list[dict[str, Any]]:
+    """Return a row an arm and number in flight, of the arms that have run in every block."""
+    found = {(run["workload"], run["in_flight"], run["block"], run["arm"]): run for run in family.runs}
+    points = sorted({key[:3] for key in found})
+    made = []
+    for workload, in_flight in dict.fromkeys(point[:2] for point in points):
+        blocks = [point for point in points if point[:2] == (workload, in_flight)]
+        for name in family.names:
+            own, none, plain, spindle = ([found[(*block, arm)] for block in blocks] for arm in (name, NONE, plain_of(name), SPINDLE))
+            replies = [reply for run in own for reply in run["replies"]]
+            made.append(
+                {
+                    "workload": workload,
+                    "in_flight": in_flight,
+                    "arm": name,
+                    "tokens_per_s": round(median(map(speed, own)), 2),
+                    "mean_latency_s": round(sum(reply.total_s for reply in replies) / len(replies), 4),
+                    "first_token_p50_s": round(median(reply.first_s for reply in replies), 4),
+                    "over_plain": ratio(own, plain, seed),
+                    "over_none": ratio(own, none, seed),
+                    "spindle_over": ratio(spindle, own, seed),
+                    "as_plain": exactness(own, plain, family.tokenizer),
+                    "as_none": exactness(own, none, family.tokenizer),
+                }
+            )
+    return made
+
+
+def plain_of(name: str) -> str:
+    """Return the arm of the same stack that does not speculate."""
+    return f"{name.partition('-')[0]}-plain" if name in PEERS else NONE
+
+
+def speed(run: Run) -> float:
+    """Return emitted tokens per second."""
+    return float(sum(reply.output_tokens for reply in run["replies"]) / run["wall_s"])
+
+
+def ratio(ours: list[Run], theirs: list[Run], seed: int) -> dict[str, Any]:
+    """Return the median over blocks of the ratio of speeds, with its interval where there are blocks enough."""
+    ratios = [speed(one) / speed(other) for one, other in zip(ours, theirs, strict=True)]
+    ends = [round(end, 3) for end in median_interval(ratios, seed)] if len(ratios) > 1 else None
+    return {"median": round(median(ratios), 3), "interval_95": ends, "blocks": len(ratios)}
+
+
+def exactness(ours: list[Run], theirs: list[Run], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return how many texts are the same, and the first token that differs of each that is not (as this tokenizer cuts both texts)."""
+    pairs: list[tuple[Reply, Reply]] = [
+        pair for one, other in zip(ours, theirs, strict=True) for pair in zip(one["replies"], other["replies"], strict=True)
+    ]
+    parted = [(a.text, b.text) for a, b in pairs if a.text != b.text]
+    first = (first_difference(tokenizer.encode(a), tokenizer.encode(b)) for a, b in parted)
+    shorter = (min(len(tokenizer.encode(text)) for text in pair) for pair in parted)
+    places = sorted(end if at is None else at for at, end in zip(first, shorter, strict=True))
+    return {"texts": len(pairs), "same": len(pairs) - len(parted), "first_difference_tokens": places}
+
+
+def measured(name: str, options: argparse.Namespace, limit_s: float, folder: Path) -> dict[str, Any]:
+    """Measure a family; no block is begun after so long."""
+    begun_s = time.monotonic()
+    family = Family(name, options, folder)
+    load = [os.getloadavg()[0]]
+    try:
+        family.start()
+        started_s = time.monotonic()
+        for block in range(options.blocks):
+            spent_s = time.monotonic() - begun_s
+            each_s = (time.monotonic() - started_s) / max(1, block)
+            if block and spent_s + each_s > limit_s:
+                break
+            family.block(block)
+            print(f"{name}: block {block + 1} of {options.blocks}, {time.monotonic() - begun_s:.0f} s", file=sys.stderr, flush=True)
+    finally:
+        family.close()
+    load.append(os.getloadavg()[0])
+    return {
+        "family": name,
+        "weights": family.weights(),
+        "skipped": family.skipped,
+        "load_average": [round(value, 2) for value in load],
+        "took_s": round(time.monotonic() - begun_s, 1),
+        "rows": rows(family, options.seed),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure the families and write their record."""
+    command = sys.argv[1:] if arguments is None else list(arguments)
+    options = parse(command)
+    record = {
+        "benchmark": "peers: other stacks on the same weights and prompts, closed loop, greedy, one thread each",
+        "time_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": ["python", "-m", "tests.bench.peers", *command],
+        "machine": machine.describe(),
+        "settings": {key: getattr(options, key) for key in ("seed", "blocks", "requests", "max_tokens", "workloads")},
+        "families": [],
+    }
+    for number, name in enumerate(options.families):
+        limit_s = (options.deadline_s - time.monotonic()) / (len(options.families) - number)
+        with tempfile.TemporaryDirectory() as folder:
+            record["families"].append(measured(name, options, limit_s, Path(folder)))
+        options.out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    print(f"wrote {options.out}")
+
+
+def parse(command: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS)
+    parser.add_argument("--workloads", nargs="+", choices=[*workloads.NAMES, workloads.MIX], default=[workloads.MIX])
+    parser.add_argument("--blocks", type=int, default=6, help="at the most: none is begun that would end after the limit")
+    parser.add_argument("--requests", type=int, default=2, help="of a block, at the least; one for each in flight else")
+    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit-s", type=float, default=570.0, help="for everything, the start of the stacks included")
+    parser.add_argument("--out", type=Path, default=PROJECT_ROOT / "build" / "peers.json")
+    options = parser.parse_args(command)
+    for name in {plain_of(name) for name in options.peers} - {*options.peers}:
+        parser.error(f"--peers: without {name} there is nothing to hold the others against")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.deadline_s = time.monotonic() + options.limit_s
+    return options
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # what it has started ends with it
+    main()

@@ -43,7 +43,7 @@ from policy.simulation.workload import bursty
 from tests.bench import sweep_figures, sweep_simulation, workloads
 from tests.bench.arms import Offer, Served
 from tests.bench.paired import abba, repeated_share
-from tests.bench.peers import PEERS, Peers
+from tests.bench.peer_arms import PEERS, Peers
 from tests.bench.sweep_arms import (
     ADAPTING,
     AGAIN,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from policy.simulation.statistics import ratio_of_rates
-from tests.bench.peers import PEERS
+from tests.bench.peer_arms import PEERS
 from tests.bench.sweep_arms import ADAPTING, AGAIN, NONE, SPINDLE, is_ablation
 
 Run = dict[str, Any]

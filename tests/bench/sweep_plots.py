@@ -18,7 +18,7 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from tests.bench.peers import PEERS
+from tests.bench.peer_arms import PEERS
 from tests.bench.sweep_arms import ADAPTING, NONE, SPINDLE, fixed_choice, is_ablation
 from tests.bench.sweep_figures import is_closed, level
 

@@ -350,7 +350,7 @@ def test_a_peer_that_cannot_run_is_skipped_with_the_reason_and_needs_a_closed_lo
     out = tmp_path / "sweep.json"
     main([*small, "--policies", "--shares", "--peers", "transformers-plain", "--out", str(out)])
     record = json.loads(out.read_text())
-    assert record["skipped"] == {"transformers-plain": "peers run smollm2-135m-instruct only, not ''"}
+    assert record["skipped"] == {"transformers-plain": "peers run checkpoints only, not the engine 'fake'"}
     assert [row["policy"] for row in record["summary"]] == ["none", "spindle"]
     assert "tuning" not in record
     with pytest.raises(SystemExit):

@@ -1,0 +1,161 @@
+"""Other stacks as arms, on the same weights: each a process in an environment of its own (``peer_worker.py``, ``peer_worker.mjs``).
+
+Token ids go in and come out, so that no stack's tokenizer is part of what is compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from backend import cache
+from backend.app import model_path
+from backend.config import EMBEDDED_MODEL, EngineConfig, parse_config
+from backend.tokenizer import IncrementalDecoder, Tokenizer, load_tokenizer
+from engines_build.convert import embedded_gguf
+from tests.bench.arms import Arm, Offer, Reply, Served
+from tests.bench.peer_models import as_gguf, whole_head
+
+KINDS = ("plain", "draft", "lookup")
+STACKS = ("transformers", "vllm", "openvino", "llamacpp")
+PEERS = tuple(f"{stack}-{kind}" for stack in STACKS for kind in KINDS)
+WORKERS = Path(__file__).parent
+QUIT_LIMIT_S = 20.0
+
+
+class PeerArm:
+    """A worker process."""
+
+    def __init__(self, command: list[str], tokenizer: Tokenizer) -> None:
+        patient = {**os.environ, "OMP_WAIT_POLICY": "passive"}  # threads that spin lose many times over where others use the cores
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=patient)
+        self._tokenizer = tokenizer
+        self._read()
+
+    def run(self, offer: Offer) -> Served:
+        """Serve a closed loop. Raises ValueError for an open one, RuntimeError when the worker has ended."""
+        if offer.at_s is not None:
+            raise ValueError("a peer serves closed loops only")
+        assert self._process.stdin is not None
+        prompts = [self._tokenizer.encode(request["text_input"]) for request in offer.requests]
+        work = {"prompts": prompts, "max_tokens": offer.requests[0]["max_tokens"], "concurrency": offer.concurrency}
+        self._process.stdin.write(json.dumps(work) + "\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._read())
+        return Served([self._reply(**reply) for reply in answer["replies"]], answer["wall_s"], {})
+
+    def close(self) -> None:
+        """End the worker: it ends with its input, and what it has started with it."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(QUIT_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _reply(self, tokens: list[int], first_s: float, total_s: float) -> Reply:
+        decoder = IncrementalDecoder(self._tokenizer.token_bytes)
+        text = "".join(decoder.push(token) for token in tokens if token not in self._tokenizer.end_ids) + decoder.finish()
+        return Reply(text, len(tokens), drafted=0, accepted=0, finish_reason="", first_s=first_s, total_s=total_s)
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        if line := self._process.stdout.readline():
+            return line
+        raise RuntimeError(f"the peer ended with status {self._process.wait()}: {' '.join(map(str, self._process.args))}")
+
+
+class Peers:
+    """Gives the arms of the peers, each started when first asked for."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config = parse_config(config)
+        self._running: dict[str, PeerArm] = {}
+
+    def missing(self, name: str) -> str:
+        """Return why a peer cannot be run here, '' when it can."""
+        if self._config.target.engine != "torch":
+            return f"peers run checkpoints only, not the engine {self._config.target.engine!r}"
+        if name.endswith("-draft") and not self._drafts():
+            return "no draft that runs a model"
+        stack, _, _ = name.partition("-")
+        return "" if _ready(stack) else f"no environment: tests/bench/peers.sh {stack}"
+
+    def arm(self, name: str) -> tuple[Arm, bool]:
+        """Return the arm and whether it has just begun."""
+        fresh = name not in self._running
+        if fresh:
+            self._running[name] = PeerArm(self._command(name), load_tokenizer(model_path(self._config.target)))
+        return self._running[name], fresh
+
+    def weights(self, name: str) -> str:
+        """Say in which form a peer reads the target and, where it has one, the draft."""
+        stack, _, kind = name.partition("-")
+        target, draft = {
+            "transformers": ("bf16 checkpoint", "fp32"),
+            "vllm": ("bf16 checkpoint", "bf16"),
+            "openvino": (self._gguf_kind("F16"), "fp16"),
+            "llamacpp": (self._gguf_kind("BF16"), "bf16"),
+        }[stack]
+        return f"{target}; draft {draft}, whole head" if kind == "draft" else target
+
+    def close(self) -> None:
+        """End all peers."""
+        while self._running:
+            self._running.popitem()[1].close()
+
+    def _gguf_kind(self, kind: str) -> str:
+        return "Q4_1 GGUF, as packaged" if self._config.target.model == EMBEDDED_MODEL else f"{kind} GGUF"
+
+    def _drafts(self) -> list[EngineConfig]:
+        """Return the drafts that run a model, the largest first."""
+        found = [draft for draft in self._config.drafts if draft.engine == "torch"]
+        return sorted(found, key=lambda draft: -sum(file.stat().st_size for file in model_path(draft).glob("*.safetensors")))
+
+    def _command(self, name: str) -> list[str]:
+        stack, _, kind = name.partition("-")
+        target, tokenizer = model_path(self._config.target), load_tokenizer(model_path(self._config.target))
+        threads = self._config.threads if isinstance(self._config.threads, int) else 1
+        own = ["--threads", str(threads), *(word for end in sorted(tokenizer.end_ids, reverse=True) for word in ("--ends", str(end)))]
+        if stack in ("transformers", "vllm"):
+            models = ["--model", target, *(["--draft", whole_head(model_path(self._drafts()[0]))] if kind == "draft" else [])]
+        else:
+            form = {"openvino": "F16", "llamacpp": "BF16"}[stack]
+            models = ["--gguf", embedded_gguf() if self._config.target.model == EMBEDDED_MODEL else as_gguf(target, target, form)]
+            models += ["--draft-gguf", as_gguf(model_path(self._drafts()[0]), target, form)] if kind == "draft" else []
+        return [*_COMMANDS[stack](name), *map(str, models), *own]
+
+
+def environment(stack: str) -> Path:
+    """Return where ``peers.sh`` puts a stack's environment."""
+    return cache.root() / "peers" / stack
+
+
+def _ready(stack: str) -> bool:
+    if stack == "transformers":
+        return True
+    if stack == "llamacpp":
+        return shutil.which("node") is not None and (environment(stack) / "node_modules" / "node-llama-cpp").is_dir()
+    return (environment(stack) / "bin" / "python").is_file()
+
+
+def _python(name: str) -> list[str]:
+    stack = name.partition("-")[0]
+    python = sys.executable if stack == "transformers" else str(environment(stack) / "bin" / "python")
+    return [python, str(WORKERS / "peer_worker.py"), name]
+
+
+def _node(name: str) -> list[str]:
+    return ["node", str(WORKERS / "peer_worker.mjs"), name, "--root", str(environment("llamacpp"))]
+
+
+_COMMANDS: dict[str, Callable[[str], list[str]]] = {"transformers": _python, "vllm": _python, "openvino": _python, "llamacpp": _node}
