@@ -9,6 +9,7 @@ Once a request has given ``min_tokens``, those without it may not end with their
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from policy import LatencyCurve
 from tests.contract.fake_decoder import Decoder, Law
 from tests.contract.fake_executor_types import *  # noqa: F403 the module stands for the bindings
 from tests.contract.fake_executor_types import (
@@ -39,6 +41,16 @@ DRAFT_TOKENS_EXTERNAL = 2
 
 
 @dataclass
+class Clock:
+    """Time that passes only by what is said to take some: a loop and several executors work side by side in it."""
+
+    now_s: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass
 class Behaviour:
     """What an executor does to its users. Chances are per response, request or iteration; ``seed`` draws them."""
 
@@ -50,6 +62,9 @@ class Behaviour:
     dies_at: int | None = None  # iteration from which on every call raises
     mute: bool = False  # requests are taken and never answered
     iteration_s: float = 0.0
+    clock: Clock | None = None  # on it an iteration takes what ``curve`` says, and handing over a request takes its caller ``enqueue_s``
+    curve: LatencyCurve | None = None
+    enqueue_s: float = 0.0
     rng: np.random.Generator = field(init=False)
 
     def __post_init__(self) -> None:
@@ -77,7 +92,7 @@ class _Running:
     metrics: RequestPerfMetrics = field(default_factory=RequestPerfMetrics)
     finish: FinishReason = FinishReason.NOT_FINISHED
     started: bool = False
-    draws: int = 0
+    arrived_s: float = 0.0
 
 
 class Executor:
@@ -109,7 +124,9 @@ class Executor:
         self._least_tokens = False
         self._queue: deque[_Running] = deque()
         self._active: list[_Running] = []
-        self._ready: list[Response] = []
+        self._ready: list[tuple[float, Response]] = []  # and when each is there
+        self._clock = self._behaviour.clock or Clock()
+        self._ended_s = 0.0  # the last iteration
         self._stats: deque[IterationStats] = deque(maxlen=executor_config.iter_stats_max_iterations)
         self.created.append(self)
 
@@ -125,6 +142,8 @@ class Executor:
         if limit and len(self._queue) + len(requests) > limit:
             raise RuntimeError(f"Maximum queue size of {limit} has been reached, please try again later")
         ids = []
+        self._clock.now_s += len(requests) * self._behaviour.enqueue_s
+        self._catch_up()
         for request in requests:
             self._ids += 1
             self.requests.append(request)
@@ -132,36 +151,37 @@ class Executor:
             try:
                 self._validate(request)
             except RuntimeError as error:
-                self._ready.append(Response(self._ids, error_msg=str(error), client_id=request.client_id))
+                self._ready.append((self._clock.now_s, Response(self._ids, error_msg=str(error), client_id=request.client_id)))
                 continue
             self._least_tokens |= request.sampling_config.min_tokens is not None
             decoder = Decoder(request, self._model.law, int(self.pretrained["vocab_size"]), int(self._least_tokens))
-            self._queue.append(_Running(self._ids, request, decoder))
+            self._queue.append(_Running(self._ids, request, decoder, arrived_s=self._clock.now_s))
         return ids
 
     def await_responses(self, timeout: timedelta | None = None) -> list[Response]:
         """Iterate until something is finished; the time is up when nothing can be."""
         assert timeout is None or isinstance(timeout, timedelta), "the timeout is a timedelta"
         self._check_alive()
-        while not self._ready and (self._queue or self._active) and not self._behaviour.mute:
-            self._iterate()
-        if not self._ready:
-            if timeout is not None and (self._active or self._queue):
+        deadline_s = math.inf if timeout is None else self._clock.now_s + timeout.total_seconds()
+        if not self._wait(deadline_s):
+            if timeout is not None and (self._active or self._queue) and self._behaviour.clock is None:
                 time.sleep(min(0.02, timeout.total_seconds()))
             return []
         groups: dict[int, list[Response]] = {}
-        for response in self._ready:
-            groups.setdefault(response.request_id, []).append(response)
+        later = [(at_s, response) for at_s, response in self._ready if at_s > self._clock.now_s]
+        for at_s, response in self._ready:
+            if at_s <= self._clock.now_s:
+                groups.setdefault(response.request_id, []).append(response)
         answers = list(groups.values())  # those of one request stay in order
         late = [answer for answer in answers[1:] if self._behaviour.happens(self._behaviour.late)]
         now = [answer for answer in answers if answer not in late]
         if self._behaviour.shuffled:
             now = [now[i] for i in self._behaviour.rng.permutation(len(now))]
-        self._ready = [response for answer in late for response in answer]
+        self._ready = [(0.0, response) for answer in late for response in answer] + later
         return [response for answer in now for response in answer]
 
     def get_num_responses_ready(self, id: int | None = None) -> int:  # noqa: A002 the name in the API
-        return sum(id in (None, response.request_id) for response in self._ready)
+        return sum(id in (None, response.request_id) and at_s <= self._clock.now_s for at_s, response in self._ready)
 
     def cancel_request(self, id: int | None = None) -> None:  # noqa: A002
         self._check_alive()
@@ -184,6 +204,33 @@ class Executor:
 
     def shutdown(self) -> None:
         self.live = False
+
+    # -- time
+
+    def _next_s(self) -> float:
+        """When the next iteration begins: behind the last one, as soon as there is a request."""
+        if self._behaviour.mute or not (self._queue or self._active):
+            return math.inf
+        return self._ended_s if self._active else max(self._ended_s, self._queue[0].arrived_s)
+
+    def _catch_up(self) -> None:
+        """Run the iterations that have begun meanwhile: who comes now joins the next one."""
+        while self._next_s() < self._clock.now_s:
+            self._iterate()
+
+    def _wait(self, deadline_s: float) -> bool:
+        """Let time pass until something is finished; return whether it is."""
+        self._catch_up()
+        while not any(at_s <= self._clock.now_s for at_s, _ in self._ready):
+            next_s = self._ready[0][0] if self._ready else self._next_s()
+            if next_s > deadline_s or next_s == math.inf:
+                if self._behaviour.clock and (self._queue or self._active):
+                    self._clock.now_s = deadline_s
+                return False
+            self._clock.now_s = max(self._clock.now_s, next_s)
+            if not self._ready:
+                self._iterate()
+        return True
 
     # -- one iteration of the batch
 
@@ -218,14 +265,20 @@ class Executor:
         self._check_alive()
         if self._behaviour.happens(self._behaviour.evicts):
             self.prefixes.evict()
-        while self._queue and len(self._active) < (self.config.max_batch_size or self.build["max_batch_size"]):
+        start_s = self._next_s()
+        most = self.config.max_batch_size or self.build["max_batch_size"]
+        while self._queue and len(self._active) < most and self._queue[0].arrived_s <= start_s:
             self._active.append(self._queue.popleft())
         stats = InflightBatchingStats(num_scheduled_requests=len(self._active))
-        for running in list(self._active):
+        for running in self._active:
             if running.started:
                 stats.num_gen_requests += 1
             else:
                 self._prefill(running, stats)
+        if self._behaviour.curve:
+            tokens, context = stats.num_ctx_tokens + stats.num_gen_requests, sum(len(r.decoder.tokens) for r in self._active)
+            self._ended_s = start_s + self._behaviour.curve.seconds(tokens, len(self._active), context)
+        for running in list(self._active):
             tokens = running.decoder.step()
             self._finish(running, tokens)
         self._stats.append(self._iteration_stats(stats))
@@ -269,7 +322,7 @@ class Executor:
         if request.output_config.return_perf_metrics:
             running.metrics.last_iter = running.metrics.iter = self.iterations
             result.request_perf_metrics = running.metrics
-        self._ready.append(Response(running.id, result=result, client_id=request.client_id))
+        self._ready.append((self._ended_s, Response(running.id, result=result, client_id=request.client_id)))
 
     def _iteration_stats(self, stats: InflightBatchingStats) -> IterationStats:
         held = len(self.prefixes.blocks)
@@ -296,6 +349,7 @@ class _Prefixes:
         self.size, self.tokens_per_block = size, tokens_per_block
         self._reuse, self._partial = reuse, config.enable_partial_reuse
         self.blocks: OrderedDict[tuple, None] = OrderedDict()
+        self.behind: dict[tuple, set[tuple]] = {}  # the blocks behind each text
 
     def look_up(self, request: Request, metrics) -> int:
         """Return how many tokens need no computing, and account for the prompt's blocks."""
@@ -307,12 +361,8 @@ class _Prefixes:
             self.blocks.move_to_end((salt, tuple(tokens[: whole * per_block])))
         reused = whole * per_block
         if self._reuse and self._partial:
-            heads = [
-                key[1]
-                for key in self.blocks
-                if key[0] == salt and len(key[1]) == reused + per_block and list(key[1][:reused]) == tokens[:reused]
-            ]
-            reused += max((self._common(head[reused:], tokens[reused:usable]) for head in heads), default=0)
+            heads = self.behind.get((salt, tuple(tokens[:reused])), ())
+            reused += max((self._common(head[-per_block:], tokens[reused:usable]) for head in heads), default=0)
         metrics.num_reused_blocks = whole
         metrics.num_total_allocated_blocks = -(-len(tokens) // per_block)
         metrics.num_missed_blocks = metrics.num_new_allocated_blocks = metrics.num_total_allocated_blocks - whole
@@ -324,11 +374,14 @@ class _Prefixes:
             key = (request.cache_salt_id, tuple(tokens[:end]))
             self.blocks[key] = None
             self.blocks.move_to_end(key)
+            self.behind.setdefault((key[0], key[1][: -self.tokens_per_block]), set()).add(key[1])
         while len(self.blocks) > self.size:
-            self.blocks.popitem(last=False)
+            (salt, text), _ = self.blocks.popitem(last=False)
+            self.behind[salt, text[: -self.tokens_per_block]].discard(text)
 
     def evict(self) -> None:
         self.blocks.clear()
+        self.behind.clear()
 
     @staticmethod
     def _common(ours, theirs) -> int:

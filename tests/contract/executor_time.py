@@ -1,0 +1,139 @@
+"""The loop over fake executors in virtual time, at latencies like those of an 8B target with a 1B draft on an H200.
+
+Target and draft work side by side, each iteration by iteration; the loop itself takes ``enqueue_s`` a request and nothing else. So figures
+of goodput are exact and the same on every machine. The draft runs on a device of its own: nothing contends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from backend import drafting, flights, step_log
+from backend.admission import Admission
+from backend.drafting import Drafting
+from backend.engine_folder import read_engine_folder
+from backend.engines.trtllm import ExecutorSettings, TrtllmEngine
+from backend.kv_ledger import KVLedger
+from backend.orchestrator import Orchestrator
+from backend.ports import Sequence
+from backend.request import GenerationRequest, SamplingParams
+from backend.session import Session
+from backend.stats import Stats, StepStats
+from policy import LatencyCurve, LatencyModel, Policy
+from tests.contract import fake_executor
+from tests.contract.engine_folders import engine_folder
+from tests.contract.fake_executor import Behaviour, Clock, Executor, Model
+
+VOCAB = 16
+K_MAX = 8
+PROMPT_TOKENS = 16
+_TOKENS = 2048
+
+
+def line(fixed_s: float, token_s: float, flat_tokens: int) -> LatencyCurve:
+    """A forward bound by its weights up to so many tokens, and by arithmetic beyond."""
+    return LatencyCurve(fixed_s + token_s * np.maximum(np.arange(_TOKENS + 1) - flat_tokens, 0), token_s)
+
+
+TARGET = line(5e-3, 20e-6, 64)
+DRAFT = line(0.8e-3, 2.5e-6, 64)
+
+
+def latency(overhead_s: float = 0.0) -> LatencyModel:
+    """What the planner is told of both."""
+    return LatencyModel(TARGET, (DRAFT,), overhead_s)
+
+
+def law(agreement: float = 1.0) -> Callable[..., np.ndarray]:
+    """The target's law, and that of drafts which agree with it in so many of all places."""
+    rows = np.eye(VOCAB)
+
+    def logits(tokens):
+        place = (tokens[-1] * 31 + tokens[-2] * 17 + len(tokens) * 101) * 2654435761 % 2**32
+        return rows[(place // 7 + (place // 1009 % 1000 >= 1000 * agreement)) % VOCAB]
+
+    return logits
+
+
+class NoText:
+    def push(self, token_id):
+        return ""
+
+    def finish(self):
+        return ""
+
+
+class Sink:
+    cancelled = False
+
+    def __init__(self, served: Served) -> None:
+        self.served = served
+
+    def chunk(self, delta):
+        pass
+
+    def final(self, delta, reason, usage):
+        self.served.submit()
+
+    def error(self, code, message):
+        raise AssertionError(message)
+
+
+class Served:
+    """So many sequences in flight at any time, of unequal lengths; ``plans`` are (view, plan) of every step."""
+
+    def __init__(self, monkeypatch, folder: Path, policy: Policy, sequences: int, agreement: float, *, free_run_tokens: int = 1,
+                 target: Behaviour | None = None, seed: int = 0) -> None:  # fmt: skip
+        self.clock = (target := target or Behaviour()).clock = Clock()
+        for module in (flights, step_log, drafting):
+            if hasattr(module, "perf_counter"):
+                monkeypatch.setattr(module, "perf_counter", self.clock)
+        target.curve = TARGET
+        draft = Behaviour(clock=self.clock, curve=DRAFT)
+        self.engines = [self._engine(folder, "target", law(), target), self._engine(folder, "draft", law(agreement), draft)]
+        self.stats, self.policy, self.plans = Stats(), policy, []
+        step_stats = StepStats(self.stats)
+        ledger = KVLedger({engine.name: 0 for engine in self.engines}, K_MAX + 1, guaranteed=True)
+        self.loop = Orchestrator(
+            self.engines[0], Drafting(self.engines[1:], step_stats, self.clock), policy, ledger, Admission(ledger, sequences, 10**6),
+            step_stats, self.clock, k_max=K_MAX, prefill_chunk_tokens=10**6, free_run_tokens=free_run_tokens,
+        )  # fmt: skip
+        self._numbers, self._rng = itertools.count(1), random.Random(seed)
+        for _ in range(sequences):
+            self.submit()
+
+    def _engine(self, folder: Path, name: str, law_, behaviour: Behaviour) -> TrtllmEngine:
+        sizes = {"max_seq_len": _TOKENS, "max_batch_size": 256, "tokens_per_block": 8}
+        made = engine_folder(folder, name, vocab_size=VOCAB, max_draft_len=K_MAX if name == "target" else 0, **sizes)
+        Executor.models[str(made)] = Model(law_, behaviour, kv_blocks=10**5)
+        settings = ExecutorSettings(turn_timeout_s=1e6)
+        engine = read_engine_folder(made)
+        return TrtllmEngine(name, engine, settings, max_context_tokens=_TOKENS // 2, bindings=fake_executor, clock=self.clock)
+
+    def submit(self) -> None:
+        """Hand a new request to the loop."""
+        number = next(self._numbers)
+        prompt = [self._rng.randrange(VOCAB) for _ in range(PROMPT_TOKENS)]
+        sequence = Sequence(number, prompt, PROMPT_TOKENS, SamplingParams())
+        request = GenerationRequest("", self._rng.randrange(16, 96))
+        self.loop.submit(Session(sequence, request, frozenset(), NoText(), Sink(self)))
+
+    def emitted(self) -> float:
+        """Tokens emitted since the last call."""
+        return sum(value for name, _, value in self.stats.drain()["counters"] if name == "spindle_emitted_tokens_total")
+
+    def goodput(self, seconds: float, warm_up_s: float) -> float:
+        """Emitted tokens a second of virtual time, once warm."""
+        for limit_s in (warm_up_s, seconds):
+            started_s = self.clock.now_s
+            self.emitted()
+            while self.clock.now_s < started_s + limit_s:
+                self.loop.step()
+                if self.loop.last_plan is not None:
+                    self.plans.append((self.loop.last_plan[0], self.loop.last_plan[2]))
+        return self.emitted() / (self.clock.now_s - started_s)
