@@ -18,13 +18,17 @@ from policy import Plan, Rule, View
 
 @dataclass(slots=True)
 class Batch:
-    """The rows that decode (the plan is about them) and the chunks of prompts still in prefill; ``flying`` decode in another cohort."""
+    """The rows that decode (the plan is about them) and the chunks of prompts still in prefill; ``flying`` decode in another cohort.
+
+    ``aloft`` are the rows in flight in one in-flight batch with these, and what was planned for them.
+    """
 
     decoding: list[Session] = field(default_factory=list)
     prefill: list[Turn] = field(default_factory=list)
     prefill_tokens: int = 0
     prefilling: int = 0
     flying: list[Session] = field(default_factory=list)
+    aloft: tuple[View, Plan] | None = None
 
     def __bool__(self) -> bool:
         return bool(self.decoding or self.prefill)
@@ -54,7 +58,7 @@ class Batch:
         if self.flying:
             rows = rows + self.flying
             choices = np.concatenate([choices, np.zeros((len(self.flying), *choices.shape[1:]), np.int64)])
-        return View(
+        view = View(
             drafts=drafting.names,
             request=np.array([s.id for s in rows], np.int64),
             context=np.array([len(s.sequence.tokens) for s in rows], np.int64),
@@ -70,6 +74,7 @@ class Batch:
             group=np.array([s.group for s in rows], np.int64),
             control=np.array([s.control for s in rows], np.bool_),
         )
+        return view if self.aloft is None else view.beside(*self.aloft)
 
     def flights(self, view: View, plan: Plan, log: StepLog) -> Iterator[Flight]:
         """Yield what is to be drafted for and submitted one after the other: the plan's cohorts, prompts with the first; else everything.
@@ -78,6 +83,9 @@ class Batch:
         """
         cohort = plan.shape.cohort if plan.shape else None
         if cohort is None and not self.flying:
+            if self.aloft is not None:
+                ready = np.arange(len(self.decoding))
+                view, plan = view.of_rows(ready), plan.of_rows(ready)
             yield self._noted(Flight(self.decoding, self.prefill, view, plan, log))
             return
         cohort = np.zeros(len(self.decoding), np.int64) if cohort is None else cohort[: len(self.decoding)]

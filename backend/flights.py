@@ -69,7 +69,17 @@ class Flights:
             self._overlapped.submit(flight.turns)
             flight.submitted_s = perf_counter()
 
-    def land(self) -> tuple[Flight, list[Completion], bool]:
+    @property
+    def aloft(self) -> tuple[View, Plan] | None:
+        """The rows in one in-flight batch with those that are ready: a step engine's passes are of what is submitted together."""
+        return None
+
+    @property
+    def prefilling(self) -> int:
+        """How many prompts stay in flight from one step to the next."""
+        return 0
+
+    def land(self, log: StepLog) -> tuple[Flight, list[Completion], bool]:  # noqa: ARG002 (each has its own)
         """Wait for the oldest flight; return it, its completions, and whether the target failed with all of them.
 
         A target that raises fails only the turns that raise again alone. The flights behind it are void: their sequences are ready again.

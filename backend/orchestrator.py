@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from backend.admission import Admission
+from backend.asynchronous import AsynchronousFlights
 from backend.batch import Batch, rule_of
 from backend.decision_log import DecisionLog
 from backend.drafting import Drafting, Proposals
@@ -73,7 +74,7 @@ class Orchestrator:
         self._work = threading.Event()
         self._decisions = DecisionLog(drafting.names)
         self._active: dict[int, Session] = {}
-        self._flights = Flights(target, stats)
+        self._flights = (AsynchronousFlights if target.limits.asynchronous else Flights)(target, stats)
         self._finished: list[int] = []
         self._failures = 0
         self.last_plan: tuple[View, Any, Plan, float] | None = None  # with the state that it was made from; other threads may read it
@@ -159,14 +160,15 @@ class Orchestrator:
                 self._submit(flight)
             landing = 1 if plan.shape and plan.shape.cohort is not None else len(self._flights)
         for _ in range(landing):
-            self._land()
+            self._land(log)
         return True
 
     def _ready(self) -> Batch:
         """Return what is not in flight; nothing while the loop is to change between two steps."""
         idle = (session for session in self._active.values() if session.id not in self._flights.proposals and not self._changes)
         batch = Batch.of(idle, self._target, self._prefill_chunk_tokens)
-        batch.flying = self._flights.decoding
+        batch.flying, batch.aloft = self._flights.decoding, self._flights.aloft
+        batch.prefilling += self._flights.prefilling
         return batch
 
     def _change(self) -> None:
@@ -242,7 +244,7 @@ class Orchestrator:
                 plan, _ = NoSpeculation().plan(view, None, self._clock(), self._rng)
         if len(view):
             self.last_plan = (view, state, plan, now)
-        told = plan.of_rows(np.flatnonzero(view.ready)) if self._flights.decoding else plan
+        told = plan if view.ready.all() else plan.of_rows(np.flatnonzero(view.ready))
         self._decisions.planned(view, told, self._clock(), lambda: self._policy.drift(self.policy_state))
         return plan
 
@@ -262,9 +264,9 @@ class Orchestrator:
         run = 1 if proposal else min(self._free_run_tokens, session.remaining)
         return Turn(session.sequence, len(session.sequence.tokens), run, proposal, piece_tokens=piece_tokens)
 
-    def _land(self) -> None:
-        """Wait for the oldest flight, take its tokens and learn from it."""
-        flight, completions, failed = self._flights.land()
+    def _land(self, log: StepLog) -> None:
+        """Wait for the oldest flight, or for what an asynchronous target has done, take its tokens and learn from it."""
+        flight, completions, failed = self._flights.land(log)
         self._failures += failed
         for completion in completions:
             self._commit(completion, flight.log)

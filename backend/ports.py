@@ -149,6 +149,7 @@ class EngineLimits:
     verifies trees; as a draft, ``scores`` that it scores what it catches up on (``Completion.scored``), ``siblings`` that it names
     second choices (``Turn.widths``). ``pads``: verified rows are padded to the longest context, or cut (``Turn.piece_tokens``).
     ``overlaps``: while one thread is in ``poll``, another may ask about, and cancel, sequences that have no turn in flight.
+    ``asynchronous``: turns run in one in-flight batch and complete each in its time, not all with the next ``poll``.
     """
 
     vocab_size: int
@@ -162,6 +163,7 @@ class EngineLimits:
     siblings: bool = False
     pads: bool = False
     overlaps: bool = False
+    asynchronous: bool = False
 
 
 class Engine(Protocol):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from backend.ports import Completion, Proposal
-from policy import NO_DRAFT, IntArray, Outcome, Rule, TurnShape
+from policy import NO_DRAFT, IntArray, Outcome, Ran, Rule, TurnShape
 
 
 @dataclass(slots=True)
@@ -20,7 +20,7 @@ class StepLog:
     scored) what a draft would have had accepted where it was not chosen; ``trees`` by the number of their row (widths, second draft, second
     length, rank, accepted along the second chain); ``piece_tokens`` how contexts were cut; ``parts_s`` wall times by part (``planning`` is
     part of ``overhead``). Of a cohort, ``waited_s`` is how long its turns were in flight and did not run, and the step is counted from
-    ``since_s`` on, when the cohort before it landed.
+    ``since_s`` on, when the cohort before it landed. ``ran`` as in ``Outcome``.
     """
 
     drafts: tuple[str, ...]
@@ -35,6 +35,7 @@ class StepLog:
     control: list[bool] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
     cohort: bool = False
+    ran: Ran | None = None
     waited_s: float = 0.0
     since_s: float = 0.0
     started_s: float = field(default_factory=perf_counter)
@@ -106,6 +107,7 @@ class StepLog:
             free_accepted=free[2],
             free_scored=free[3],
             finished=np.array(self.finished, np.int64),
+            ran=self.ran,
             **self._shape(length),
         )
 

@@ -4,7 +4,7 @@ from .acceptance import AcceptanceConfig
 from .baselines import BatchSchedule, FixedLength, NoSpeculation, RandomChoice
 from .carrying import carried
 from .latency import LatencyCurve, LatencyError, LatencyModel, LatencyTable, Provenance
-from .plan import NO_DRAFT, IntArray, Outcome, Plan, Policy, Rule, TurnShape, View
+from .plan import NO_DRAFT, IntArray, Outcome, Plan, Policy, Ran, Rule, TurnShape, View
 from .planner import AdaptivePlanner, PlannerConfig, PlannerState
 from .published import AcceptanceAverage, SmartSpec, SpinSelection, ThroughputBandit
 from .switched import SwitchedPolicy, SwitchedState, Switches
@@ -28,6 +28,7 @@ __all__ = [
     "PlannerState",
     "Policy",
     "Provenance",
+    "Ran",
     "RandomChoice",
     "Rule",
     "SmartSpec",

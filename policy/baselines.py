@@ -65,7 +65,7 @@ class BatchSchedule(_Stateless):
     def plan(self, view: View, state: None, now: float, rng: np.random.Generator) -> tuple[Plan, None]:
         """Look the batch size up. Raises ValueError when the view does not have the draft."""
         del state, now, rng
-        batch = int(view.ready.sum())
+        batch = view.decoding
         return same_for_all(view, self.draft, next((k for largest, k in self.lengths.items() if batch <= largest), 0)), None
 
 

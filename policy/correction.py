@@ -85,7 +85,7 @@ def learnt(
     ``predicted_s`` are uncorrected predictions per part (places as in ``policy.latency``), ``measured_s`` what they took. The step's two
     octaves share what surprises in the target's time. What all octaves have in common, by evidence, is the target's factor.
     """
-    measured = measured_s.item(VERIFY)
+    measured = measured_s.item(VERIFY) if target.tokens else 0.0
     if not (target.base_s > 0 and measured > 0):
         return corrected(correction, predicted_s, measured_s), shape
     place = min(math.log2(target.tokens), _LAST_PLACE)

@@ -19,6 +19,8 @@ BoolArray = npt.NDArray[np.bool_]
 
 NO_DRAFT = -1
 
+_PER_ROW = ("request", "context", "remaining", "ceiling", "catchup", "weight", "rule", "ready", "control", "group")  # of a view
+
 
 class Rule(IntEnum):
     """How a proposal is accepted: each rule has hazards of its own.
@@ -39,8 +41,9 @@ class View:
     ``request[n]`` stable ids; ``context[n]`` committed tokens; ``remaining[n]`` tokens the request may still emit (>= 1);
     ``ceiling[n, d]`` the most tokens draft d may propose for request i in this step (0 = cannot);
     ``catchup[n, d]`` committed tokens that draft d has not seen yet; ``weight[n]`` worth of one token of this request;
-    ``rule[n]`` by which rule its proposals are accepted (``Rule``); ``ready[n]`` whether it takes part in this step (else it is in
-    flight in an asynchronous engine or still in prefill); ``prefill_tokens`` prompt tokens processed in the same step;
+    ``rule[n]`` by which rule its proposals are accepted (``Rule``); ``ready[n]`` whether it is to be planned for (else it is in flight);
+    ``flying`` what was planned for the rows in flight, where they and the ready ones are in one in-flight batch (TensorRT-LLM's executor);
+    None where they share no pass with them (cohorts) or nothing is in flight. ``prefill_tokens`` prompt tokens processed in the same step;
     ``prefilling`` requests admitted but still in prefill, those of this step's chunks included; ``queued`` requests waiting for admission.
 
     ``control[n]`` are the requests of a canary's other arm: where ``given`` is set, their choice is made there and not by the policy.
@@ -67,15 +70,39 @@ class View:
     limit: IntArray | None = None
     headroom: int | None = None
     group: IntArray | None = None
+    flying: Plan | None = None
 
     def __len__(self) -> int:
         return len(self.request)
 
+    @property
+    def decoding(self) -> int:
+        """How many rows share the step: the ready ones and, in one in-flight batch with them, those in flight."""
+        return len(self) if self.flying is not None else int(np.count_nonzero(self.ready))
+
+    @property
+    def share(self) -> float:
+        """Which part of the rows that share the step is planned for."""
+        return 1.0 if self.flying is None else np.count_nonzero(self.ready) / len(self)
+
     def of_rows(self, rows: IntArray) -> View:
         """Return the view of some of its rows."""
-        per_row = "request", "context", "remaining", "ceiling", "catchup", "weight", "rule", "ready", "control", "group"
-        columns = {name: _taken(getattr(self, name), rows) for name in per_row}
-        return replace(self, **columns, given=None if self.given is None else self.given.of_rows(rows))
+        columns: dict[str, Any] = {name: _taken(getattr(self, name), rows) for name in _PER_ROW}
+        for name in ("given", "flying"):
+            plan = getattr(self, name)
+            columns[name] = None if plan is None else plan.of_rows(rows)
+        return replace(self, **columns)
+
+    def beside(self, flying: View, choices: Plan) -> View:
+        """Return the view of these ready rows and, behind them, of those of another view that are in flight with these ``choices``."""
+        ready = np.arange(len(self) + len(flying)) < len(self)
+        pairs = {name: (getattr(self, name), getattr(flying, name)) for name in _PER_ROW}
+        columns: dict[str, Any] = {
+            name: None if one is None or other is None else np.concatenate([one, other]) for name, (one, other) in pairs.items()
+        }
+        draft, length = np.full(len(ready), NO_DRAFT), np.zeros(len(ready), np.int64)
+        draft[~ready], length[~ready] = choices.draft, choices.length
+        return replace(self, **columns | {"ready": ready, "flying": Plan(draft, length)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +166,22 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class Ran:
+    """What the times of a step on an asynchronous engine are of: not of its own rows, for answers come late and drafts are for others.
+
+    ``tokens`` in all for ``rows`` with ``context_tokens`` were the batch of which ``parts_s["verify"]`` is one iteration (0: it was not
+    timed). ``request``, ``draft``, ``length`` int64[m] say for whom it was drafted.
+    """
+
+    request: IntArray
+    draft: IntArray
+    length: IntArray
+    tokens: int = 0
+    rows: int = 0
+    context_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """What one step did, row by row of its plan's executed turns, and what was learnt for free.
 
@@ -150,6 +193,7 @@ class Outcome:
 
     ``shape`` is the plan's as executed, for these rows; ``accepted`` then counts along the row's chain (a tree's spine), ``rank[m]`` is the
     sibling accepted where that ended (from 2 on; 0: none), ``second_accepted[m]`` how many of the second chain were.
+    ``ran`` is what the times are of, where it is not these rows.
     """
 
     request: IntArray
@@ -170,6 +214,7 @@ class Outcome:
     shape: TurnShape | None = None
     rank: IntArray | None = None
     second_accepted: IntArray | None = None
+    ran: Ran | None = None
 
 
 class Policy(Protocol):

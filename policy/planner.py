@@ -167,7 +167,7 @@ class AdaptivePlanner:
         prefill_s = extra_prefill_s(self.corrected(state), state.correction, view, 1)
         priced = self._priced_choice(problem, prefill_s, view, state)
         notes = self._notes(problem, priced, prefill_s, state)
-        found = self._found(priced, state)
+        found = self._found(priced, view, state)
         if self._may_look(state, found):
             as_rows, rows, expected, _ = self.problem(view, state, acceptance)
             found = self._looked(as_rows, view, rows, expected, acceptance, priced.price, found, state.draws)
@@ -178,7 +178,7 @@ class AdaptivePlanner:
 
     def problem(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[StepProblem, IntArray, Expected, Given]:
         """Return the choice that the planner has in a view, its rows of the view, what is expected of them, and what is given beside."""
-        rows = ready_rows(view)
+        rows = ready_rows(view) if view.flying is None else view.request.argsort()
         expected = self._acceptance.expected(acceptance, view.request[rows].tolist(), view.rule[rows])
         given, own = _split(view, rows, expected.hazard)
         if own is not None:
@@ -188,8 +188,8 @@ class AdaptivePlanner:
         return problem, rows, expected, given
 
     def admitted(self, view: View, state: PlannerState, now: float) -> AcceptanceState:
-        """Return the estimator's state at a time, with a place for the requests of a view that are ready."""
-        ready = slice(None) if np.count_nonzero(view.ready) == len(view) else view.ready
+        """Return the estimator's state at a time, with a place for the requests of a view that share its step."""
+        ready = slice(None) if view.decoding == len(view) else view.ready
         group = None if view.group is None else view.group[ready].tolist()
         return self._acceptance.admit(self._acceptance.aged(state.acceptance, now), view.request[ready].tolist(), group)
 
@@ -199,7 +199,7 @@ class AdaptivePlanner:
         prefill_s = extra_prefill_s(self.corrected(state), state.correction, view, len(rows) + len(given.rows) + given.tokens)
         priced = self._priced_choice(problem, prefill_s, view, state)
         notes = self._notes(problem, priced, prefill_s, state)
-        found = self._found(priced, state)
+        found = self._found(priced, view, state)
         if self._may_look(state, found):
             found = self._looked(problem, view, rows, expected, acceptance, priced.price, found, state.draws)
             notes["probe"] = found.probes
@@ -226,9 +226,9 @@ class AdaptivePlanner:
             draws=state.draws,
         )
 
-    def _found(self, priced: Priced, state: PlannerState) -> Found:
-        """Return the choice before a look for probes, the step's earning saved."""
-        credit_s = state.credit_s + self.config.explore_share * priced.result.step_s
+    def _found(self, priced: Priced, view: View, state: PlannerState) -> Found:
+        """Return the choice before a look for probes, the step's earning saved: who is in flight earns when it is planned for."""
+        credit_s = state.credit_s + view.share * self.config.explore_share * priced.result.step_s
         return Found(priced.choice, priced.result, 0, credit_s, max(state.look - 1, 0))
 
     def _notes(self, problem: Problem, priced: Priced, prefill_s: float, state: PlannerState) -> dict[str, Any]:
@@ -348,12 +348,17 @@ def _same_batch(view: View, before: View | None) -> bool:
 
 
 def _split(view: View, rows: IntArray, hazard: FloatArray) -> tuple[Given, BoolArray | None]:
-    """Return what is given of the ready rows, and which of them are the planner's own (None: all)."""
-    if view.given is None or view.control is None:
+    """Return what is given of these rows, and which of them are the planner's own (None: all)."""
+    own, choice = np.ones(len(view), np.bool_), no_speculation(len(view))
+    for plan, others in ((view.given, view.control), (view.flying, ~view.ready)):
+        if plan is not None and others is not None:
+            own &= ~others
+            choice.draft[others], choice.length[others] = plan.draft[others], plan.length[others]
+    own = own[rows]
+    if own.all():
         return NOTHING_GIVEN, None
-    own, theirs = ~view.control[rows], rows[view.control[rows]]
-    choice = Choice(view.given.draft[theirs], view.given.length[theirs])
-    return Given.of(view, theirs, choice, hazard[~own]), own
+    theirs = rows[~own]
+    return Given.of(view, theirs, Choice(choice.draft[theirs], choice.length[theirs]), hazard[~own]), own
 
 
 def _scattered(choice: Choice, rows: IntArray, n: int) -> Choice:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
-
 from .goodput import Choice, Hint, Score, StepProblem, no_speculation
 from .one_row import OneRow
 from .optimiser import FEW_ROWS, best_choice
@@ -37,7 +35,7 @@ def priced_choice(problem: Problem, prefill_s: float, view: View, known: float, 
     Dinkelbach's iteration (1967) finds the goodput that prices itself. A second of the step delays all that are admitted by one, and is
     worth what they would emit in it: those still in prefill, and those in other cohorts, count like the rows that decode. ``prefill_s``
     is how much longer the step takes for its prefill. Speculation that promises less than ``margin`` beyond plain decoding's goodput is
-    not chosen.
+    not chosen; of a part of the rows, less than that share of it.
     """
     rows, plain_s = problem.rows, problem.plain_s - prefill_s
     nothing = Score(problem.base_value, problem.plain_s, problem.plain_s)
@@ -47,8 +45,7 @@ def priced_choice(problem: Problem, prefill_s: float, view: View, known: float, 
     tolerance = _WARM_TOLERANCE if known else _COLD_TOLERANCE
     plain = problem.base_value / plain_s
     goodput = known or plain
-    ready = np.count_nonzero(view.ready)
-    waiting = 1 + (view.prefilling + len(view) - ready) / ready
+    waiting = 1 + (view.prefilling + len(view) - view.decoding) / view.decoding
     for _ in range(_PRICE_ROUNDS):
         price = waiting * goodput
         choice, result, bound = best_choice(problem, price)
@@ -57,6 +54,6 @@ def priced_choice(problem: Problem, prefill_s: float, view: View, known: float, 
             break
         if isinstance(problem, StepProblem) and rows <= FEW_ROWS:
             problem = replace(problem, hint=Hint(int(choice.length.sum()), choice))
-    if result.value > problem.base_value and goodput < (1 + margin) * plain:
+    if result.value > problem.base_value and goodput < (1 + view.share * margin) * plain:
         choice, result, goodput = no_speculation(rows), nothing, plain
     return Priced(choice, result, price, goodput, bound)

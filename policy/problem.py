@@ -12,7 +12,7 @@ import numpy as np
 from .correction import Target
 from .goodput import NO_HINT, Choice, Hint, StepProblem, no_speculation
 from .latency import FIRST_DRAFT, OVERHEAD, VERIFY, LatencyModel
-from .plan import FloatArray, IntArray, Outcome, View
+from .plan import BoolArray, FloatArray, IntArray, Outcome, Ran, View
 
 
 class Bounds(NamedTuple):
@@ -26,7 +26,8 @@ class Bounds(NamedTuple):
 class Given:
     """Rows of the view whose choice is not the planner's; it is taken as it is and costs what it costs.
 
-    ``tokens`` are proposed, ``expected_tokens`` is what they are expected to emit, ``value`` the same weighted.
+    ``tokens`` are proposed, ``expected_tokens`` is what they are expected to emit, ``value`` the same weighted. Of these rows, those
+    ``flying`` bool[rows] (None: none) are in flight in the target's batch: they hold their tokens there, and were drafted for earlier.
     """
 
     rows: IntArray
@@ -34,27 +35,37 @@ class Given:
     tokens: int = 0
     expected_tokens: float = 0.0
     value: float = 0.0
+    flying: BoolArray | None = None
 
     @classmethod
     def of(cls, view: View, rows: IntArray, choice: Choice, hazard: FloatArray) -> Given:
         """Return the rows with what ``hazard`` float64[rows, drafts, positions] lets expect of them."""
         emitted = _tokens_by_row(hazard, choice)
-        return cls(rows, choice, int(choice.length.sum()), float(emitted.sum()), float(emitted @ view.weight[rows]))
+        flying = None if view.flying is None else ~view.ready[rows]
+        return cls(rows, choice, int(choice.length.sum()), float(emitted.sum()), float(emitted @ view.weight[rows]), flying)
+
+    def part(self, flying: bool) -> tuple[IntArray, Choice]:
+        """Return the rows that are in flight, or those that are not, and their choice."""
+        if self.flying is None:
+            return (self.rows[:0], no_speculation(0)) if flying else (self.rows, self.choice)
+        some = self.flying == flying
+        return self.rows[some], Choice(self.choice.draft[some], self.choice.length[some])
 
     def rows_of_drafts(self, drafts: int) -> IntArray:
-        """Return how many of the rows each draft has, int64[drafts]."""
-        return np.bincount(self.choice.draft[self.choice.length > 0], minlength=drafts)
+        """Return how many of the rows each draft has in this step, int64[drafts]."""
+        _, choice = self.part(flying=False)
+        return np.bincount(choice.draft[choice.length > 0], minlength=drafts)
 
     def occupancy(self, view: View, k_max: int) -> IntArray | None:
         """Return the tokens in the drafts' forwards, int64[drafts, k_max], as ``StepProblem.given``; None when there are none."""
-        if not self.tokens or not k_max:
+        rows, (draft, length) = self.part(flying=False)
+        if not length.any() or not k_max:
             return None
-        draft, length = self.choice
         tokens = np.zeros((len(view.drafts), k_max), np.int64)
         for d in set(draft[length > 0].tolist()):
             group = (draft == d) & (length > 0)
             tokens[d] = (length[group, None] > np.arange(k_max)).sum(0)
-            tokens[d, 0] = int(np.clip(view.catchup[self.rows[group], d], 1, 2).sum())
+            tokens[d, 0] = int(np.clip(view.catchup[rows[group], d], 1, 2).sum())
         return tokens
 
 
@@ -71,7 +82,12 @@ def step_problem(
     bounds: Bounds,
     hint: Hint = NO_HINT,
 ) -> StepProblem:
-    """Return the choice that these rows of the view have beside what is given; ``hazard`` float64[rows, drafts, positions]."""
+    """Return the choice that these rows of the view have beside what is given; ``hazard`` float64[rows, drafts, positions].
+
+    Beside rows in flight, drafting is priced by the share of the rows that wait for it: the target verifies the others meanwhile, and
+    their own drafting, by the same share, was before. In the mean over a round of all rows that is the step's time, and where a draft's
+    forward takes as long for few rows as for many, a row pays what it would pay in a batch that drafts at once.
+    """
     n, everyone = len(rows), len(rows) + len(given.rows)
     context, remaining, weight = view.context.take(rows), view.remaining.take(rows), view.weight.take(rows)
     ceiling, catchup = view.ceiling.take(rows, 0).T.copy(), view.catchup.take(rows, 0).T.copy()  # rows lie together
@@ -79,12 +95,17 @@ def step_problem(
     if view.limit is not None:
         ceiling = ceiling * (view.limit > 0)[:, None]
     k_max = ceiling.item(ceiling.argmax()) if ceiling.size else 0
-    target, drafts, scale = latency.target, latency.stack, correction[FIRST_DRAFT:, None]
+    given_now, flown = given.part(flying=False), given.part(flying=True)
+    share = 1 - len(flown[0]) / max(everyone, 1)
+    target, drafts, scale = latency.target, latency.stack, share * correction[FIRST_DRAFT:, None]
     verify_scale, overhead_scale = correction.item(VERIFY), correction.item(OVERHEAD)
-    overhead_s, speculation_s = latency.overhead_s * overhead_scale, latency.speculation_s * overhead_scale
-    if given.tokens:
-        overhead_s += speculation_s + float(drafting_s(latency, view, given.rows, given.choice) @ scale[:, 0])
+    overhead_s, speculation_s = latency.overhead_s * overhead_scale, share * latency.speculation_s * overhead_scale
+    if given_now[1].length.any():
+        overhead_s += speculation_s + float(drafting_s(latency, view, *given_now) @ scale[:, 0])
         speculation_s = 0.0
+    if flown[1].length.any():
+        flown_s = latency.speculation_s * overhead_scale + float(drafting_s(latency, view, *flown) @ correction[FIRST_DRAFT:])
+        overhead_s += (1 - share) * flown_s
     base = view.prefill_tokens + everyone + given.tokens
     verify_s = target.run(base, n * k_max + 1) if base else np.zeros(1)
     context_tokens = float(np.add.reduce(context)) + (float(view.context[given.rows].sum()) if everyone > n else 0.0)
@@ -155,6 +176,8 @@ def predicted_parts(latency: LatencyModel, outcome: Outcome, view: View) -> tupl
 
     A row that the view lacks has just ended its prompt: its tokens are among the prefill.
     """
+    if outcome.ran is not None:
+        return _parts_ran(latency, outcome.ran, view)
     row = _rows_of(outcome.request, view)
     known = row >= 0
     length = np.where(known, outcome.length, 0)
@@ -170,6 +193,19 @@ def predicted_parts(latency: LatencyModel, outcome: Outcome, view: View) -> tupl
         chosen = Choice(np.concatenate([outcome.draft, shape.second_draft]), np.concatenate([length, shape.second_length]))
     predicted[FIRST_DRAFT:] = drafting_s(latency, view, row, chosen)
     return predicted, Target(tokens, base_s, whole_s - base_s)
+
+
+def _parts_ran(latency: LatencyModel, ran: Ran, view: View) -> tuple[FloatArray, Target]:
+    row = _rows_of(ran.request, view)
+    length = np.where(row >= 0, ran.length, 0)
+    predicted = np.zeros(FIRST_DRAFT + len(latency.drafts))
+    predicted[OVERHEAD] = latency.overhead_s + latency.speculation_s * bool(length.any())
+    predicted[FIRST_DRAFT:] = drafting_s(latency, view, row, Choice(ran.draft, length))
+    if not ran.tokens:
+        return predicted, Target(0, 0.0, 0.0)
+    base_s, whole_s = latency.target.at(ran.tokens), latency.target.seconds(ran.tokens, ran.rows, ran.context_tokens)
+    predicted[VERIFY] = whole_s
+    return predicted, Target(ran.tokens, base_s, whole_s - base_s)
 
 
 def _rows_of(request: IntArray, view: View) -> IntArray:

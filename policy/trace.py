@@ -20,7 +20,7 @@ from .deviation import Law
 from .groups import Groups
 from .hints import Last
 from .latency import LatencyCurve, LatencyModel
-from .plan import Outcome, Plan, Policy, TurnShape, View
+from .plan import Outcome, Plan, Policy, Ran, TurnShape, View
 from .planner import AdaptivePlanner, PlannerConfig, PlannerState
 from .ranks import RankState
 from .selection import THOMPSON, Draws
@@ -29,7 +29,7 @@ from .shapes import Shapes
 
 SCHEMA = 3
 _KINDS = {"i": np.int64, "f": np.float64, "b": np.bool_}
-_RECORDS = (View, Plan, TurnShape, Outcome, PlannerState, Last, AcceptanceState, Draws, Groups, Law, Shape, RankState)
+_RECORDS = (View, Plan, TurnShape, Outcome, Ran, PlannerState, Last, AcceptanceState, Draws, Groups, Law, Shape, RankState)
 _CLASSES = {cls.__name__: cls for cls in _RECORDS}
 
 

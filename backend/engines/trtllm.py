@@ -79,7 +79,7 @@ class TrtllmEngine:
         self.name = name
         most = engine.max_draft_len if engine.verifies_drafts else engine.max_seq_len
         context = min(max_context_tokens, engine.max_context_tokens)
-        self.limits = EngineLimits(engine.vocab_size, context, most, engine.max_seq_len, kv_blocks)
+        self.limits = EngineLimits(engine.vocab_size, context, most, engine.max_seq_len, kv_blocks, asynchronous=True)
         self._engine, self._settings, self._count, self._clock = engine, settings, count or _uncounted, clock
         self._trtllm = bindings or load_bindings()
         self._requests = Requests(self._trtllm, engine, settings.turn_timeout_s, name)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from backend import drafting, flights, step_log
+from backend import asynchronous, flights, step_log
 from backend.admission import Admission
 from backend.drafting import Drafting
 from backend.engine_folder import read_engine_folder
@@ -46,7 +48,7 @@ DRAFT = line(0.8e-3, 2.5e-6, 64)
 
 def latency(overhead_s: float = 0.0) -> LatencyModel:
     """What the planner is told of both."""
-    return LatencyModel(TARGET, (DRAFT,), overhead_s)
+    return LatencyModel(replace(TARGET, row_s=10e-6), (DRAFT,), overhead_s)
 
 
 def law(agreement: float = 1.0) -> Callable[..., np.ndarray]:
@@ -88,27 +90,26 @@ class Served:
     """So many sequences in flight at any time, of unequal lengths; ``plans`` are (view, plan) of every step."""
 
     def __init__(self, monkeypatch, folder: Path, policy: Policy, sequences: int, agreement: float, *, free_run_tokens: int = 1,
-                 target: Behaviour | None = None, seed: int = 0) -> None:  # fmt: skip
+                 target: Behaviour | None = None, seed: int = 0, plain_share: float = 0.0) -> None:  # fmt: skip
         self.clock = (target := target or Behaviour()).clock = Clock()
-        for module in (flights, step_log, drafting):
-            if hasattr(module, "perf_counter"):
-                monkeypatch.setattr(module, "perf_counter", self.clock)
+        for module in (asynchronous, flights, step_log):
+            monkeypatch.setattr(module, "perf_counter", self.clock)
         target.curve = TARGET
         draft = Behaviour(clock=self.clock, curve=DRAFT)
         self.engines = [self._engine(folder, "target", law(), target), self._engine(folder, "draft", law(agreement), draft)]
-        self.stats, self.policy, self.plans = Stats(), policy, []
+        self.stats, self.policy, self.plans, self.fell_back = Stats(), policy, [], Counter()
         step_stats = StepStats(self.stats)
         ledger = KVLedger({engine.name: 0 for engine in self.engines}, K_MAX + 1, guaranteed=True)
         self.loop = Orchestrator(
             self.engines[0], Drafting(self.engines[1:], step_stats, self.clock), policy, ledger, Admission(ledger, sequences, 10**6),
             step_stats, self.clock, k_max=K_MAX, prefill_chunk_tokens=10**6, free_run_tokens=free_run_tokens,
         )  # fmt: skip
-        self._numbers, self._rng = itertools.count(1), random.Random(seed)
+        self._numbers, self._rng, self._plain_share = itertools.count(1), random.Random(seed), plain_share
         for _ in range(sequences):
             self.submit()
 
     def _engine(self, folder: Path, name: str, law_, behaviour: Behaviour) -> TrtllmEngine:
-        sizes = {"max_seq_len": _TOKENS, "max_batch_size": 256, "tokens_per_block": 8}
+        sizes = {"max_seq_len": _TOKENS, "max_batch_size": 256, "tokens_per_block": 2}
         made = engine_folder(folder, name, vocab_size=VOCAB, max_draft_len=K_MAX if name == "target" else 0, **sizes)
         Executor.models[str(made)] = Model(law_, behaviour, kv_blocks=10**5)
         settings = ExecutorSettings(turn_timeout_s=1e6)
@@ -120,12 +121,22 @@ class Served:
         number = next(self._numbers)
         prompt = [self._rng.randrange(VOCAB) for _ in range(PROMPT_TOKENS)]
         sequence = Sequence(number, prompt, PROMPT_TOKENS, SamplingParams())
-        request = GenerationRequest("", self._rng.randrange(16, 96))
+        ceiling = 0 if self._rng.random() < self._plain_share else None
+        request = GenerationRequest("", self._rng.randrange(16, 96), num_draft_tokens=ceiling)
         self.loop.submit(Session(sequence, request, frozenset(), NoText(), Sink(self)))
 
     def emitted(self) -> float:
         """Tokens emitted since the last call."""
-        return sum(value for name, _, value in self.stats.drain()["counters"] if name == "spindle_emitted_tokens_total")
+        counters = self.stats.drain()["counters"]
+        for name, labels, value in counters:
+            if name == "spindle_fallback_total":
+                self.fell_back[labels["reason"]] += value
+        return sum(value for name, _, value in counters if name == "spindle_emitted_tokens_total")
+
+    def fallbacks(self) -> Counter[str]:
+        """Return the counts of what was done instead, by reason."""
+        self.emitted()
+        return self.fell_back
 
     def goodput(self, seconds: float, warm_up_s: float) -> float:
         """Emitted tokens a second of virtual time, once warm."""
@@ -133,7 +144,8 @@ class Served:
             started_s = self.clock.now_s
             self.emitted()
             while self.clock.now_s < started_s + limit_s:
+                before = self.loop.last_plan
                 self.loop.step()
-                if self.loop.last_plan is not None:
+                if self.loop.last_plan is not before:
                     self.plans.append((self.loop.last_plan[0], self.loop.last_plan[2]))
         return self.emitted() / (self.clock.now_s - started_s)

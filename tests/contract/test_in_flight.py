@@ -1,0 +1,88 @@
+"""The loop, the planner and the adapter over fake executors in virtual time: turns that come back one by one, at an H200's latencies."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from policy import NO_DRAFT, AcceptanceConfig, AdaptivePlanner, NoSpeculation, PlannerConfig, Policy
+from tests.contract.executor_time import K_MAX, Served, latency
+from tests.contract.fake_executor import Behaviour
+
+SECONDS = {1: 1.0, 4: 0.5, 32: 0.4, 256: 0.1}
+MIX = {"free_run_tokens": 5, "plain_share": 0.5}
+"""Half of the requests take no proposals: they run on while the others come back."""
+
+
+def adaptive(rate):
+    acceptance = AcceptanceConfig(prior_hazard=rate, prior_strength=1e12)
+    return AdaptivePlanner(("draft",), latency(), PlannerConfig(k_max=K_MAX, acceptance=acceptance, explore_share=0.0))
+
+
+class Blind(Policy):
+    """The planner without the rows in flight."""
+
+    def __init__(self, policy):
+        self.policy = policy
+
+    def start(self):
+        return self.policy.start()
+
+    def plan(self, view, state, now, rng):
+        rows = np.flatnonzero(view.ready)
+        plan, state = self.policy.plan(replace(view.of_rows(rows), flying=None), state, now, rng)
+        draft, length = np.full(len(view), NO_DRAFT), np.zeros(len(view), np.int64)
+        draft[rows], length[rows] = plan.draft, plan.length
+        return replace(plan, draft=draft, length=length), state
+
+    def observe(self, outcome, state, now):
+        return self.policy.observe(outcome, state, now)
+
+    def drift(self, state):
+        return self.policy.drift(state)
+
+
+@pytest.mark.parametrize("sequences", SECONDS)
+@pytest.mark.parametrize("agreement", [0.6, 0.8])
+def test_seeing_what_is_in_flight_costs_no_goodput(monkeypatch, tmp_path, sequences, agreement):
+    seen, blind = (
+        Served(monkeypatch, tmp_path / name, policy, sequences, agreement, **MIX).goodput(SECONDS[sequences], SECONDS[sequences] / 2)
+        for name, policy in (("seen", adaptive(agreement)), ("blind", Blind(adaptive(agreement))))
+    )
+    assert seen > 0.97 * blind
+
+
+@pytest.mark.parametrize("late", [0.0, 0.4])
+def test_times_are_learnt_of_the_iterations_that_ran(monkeypatch, tmp_path, late):
+    """The tables are right, so every factor stays near 1, though answers are of turns that were handed over in other steps."""
+    served = Served(monkeypatch, tmp_path, adaptive(0.8), 16, 0.8, target=Behaviour(late=late), **MIX)
+    served.goodput(1.0, 0.1)
+    drift = served.policy.drift(served.loop.policy_state)
+    assert 0.9 < drift["verify"] < 1.1
+    assert 0.9 < drift["draft:draft"] < 1.15
+    assert drift["verify"] != 1.0
+    assert served.fallbacks().get("policy_error", 0) == 0
+    assert any(0 < np.count_nonzero(view.ready) < len(view) for view, _ in served.plans)
+
+
+def test_who_is_in_flight_is_in_the_view_as_planned_and_once(monkeypatch, tmp_path):
+    served = Served(monkeypatch, tmp_path, adaptive(0.8), 8, 0.8, **MIX)
+    served.goodput(0.3, 0.1)
+    planned, shown = {}, 0
+    for view, plan in served.plans:
+        assert len(set(view.request.tolist())) == len(view) <= 8
+        assert not np.diff(view.ready.astype(int)).max(initial=-1) > 0  # behind those that are ready
+        assert (view.flying is None) == view.ready.all()
+        for row in np.flatnonzero(~view.ready).tolist():
+            shown += 1
+            assert (view.flying.draft[row], view.flying.length[row]) == planned[view.request[row]]
+        ready = np.flatnonzero(view.ready)
+        planned |= dict(zip(view.request[ready].tolist(), zip(plan.draft[ready], plan.length[ready], strict=True), strict=True))
+    assert shown > 50
+
+
+def test_answers_that_are_there_are_all_taken_before_the_next_plan(monkeypatch, tmp_path):
+    """One by one they would each be drafted for alone, and run in iterations of their own from then on."""
+    served = Served(monkeypatch, tmp_path, NoSpeculation(), 16, 0.8, target=Behaviour(late=0.5))
+    served.goodput(0.3, 0.1)
+    assert all(view.ready.all() for view, _ in served.plans)
