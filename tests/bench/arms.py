@@ -31,7 +31,7 @@ CONNECTIONS = 16
 FLAGS = dict.fromkeys(("exclude_input_in_output", "return_num_input_tokens", "return_num_output_tokens", "return_perf_metrics"), True)
 COUNTED = re.compile(
     r"spindle_((steps|fallback|preemptions|emitted_tokens|draft_tokens|accepted_tokens|step_part_seconds)_total"
-    r"|(draft|accepted)_tokens_by_position_total|(step|planning|step_predicted)_seconds_(sum|count)|batch_size_(sum|count)|draft_length_(sum|count)|kv_reused_tokens_total)"
+    r"|(draft|accepted)_tokens_by_position_total|(step|planning|step_predicted)_seconds_(sum|count)|batch_size_(sum|count))"
 )
 """The counters, and sums and counts of histograms, that a run is described by."""
 

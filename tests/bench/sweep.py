@@ -239,15 +239,21 @@ def described(served: Served) -> dict[str, Any]:
     gaps = [gap for reply in served.replies for gap in reply.gaps_s]
     replies = [
         {
-            **{key: value for key, value in asdict(reply).items() if key not in ("text", "gaps_s")},
+            **{key: _short(value) for key, value in asdict(reply).items() if key not in ("text", "gaps_s")},
             "text": hashlib.sha256(reply.text.encode()).hexdigest()[:16],
             "repeated_4grams": round(repeated_share(reply.text), 4),
-            "token_s": (reply.total_s - reply.first_s) / (reply.output_tokens - 1) if reply.output_tokens > 1 else None,
+            "token_s": _short((reply.total_s - reply.first_s) / (reply.output_tokens - 1)) if reply.output_tokens > 1 else None,
         }
         for reply in served.replies
     ]
-    gap_p99_s = float(np.quantile(gaps, 0.99)) if gaps else 0.0
-    return {"wall_s": served.wall_s, "gap_p99_s": gap_p99_s, "replies": replies, "counts": served.counts}
+    gap_p99_s = _short(float(np.quantile(gaps, 0.99)) if gaps else 0.0)
+    counts = {name: _short(value) for name, value in served.counts.items()}
+    return {"wall_s": _short(served.wall_s), "gap_p99_s": gap_p99_s, "replies": replies, "counts": counts}
+
+
+def _short(value: Any) -> Any:
+    """Return seconds to the microsecond, and anything else as it is: a record is kept."""
+    return round(value, 6) if isinstance(value, float) else value
 
 
 def opened(options: argparse.Namespace) -> dict[str, Any]:

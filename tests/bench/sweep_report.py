@@ -77,7 +77,8 @@ def _provenance(record: dict[str, Any]) -> str:
     lines = [
         " ".join(record["command"]),
         f"{record['time_utc']}, {record['through']}; seed {settings['seed']}, temperature {settings['temperature']:g}, at most "
-        f"{settings['max_tokens']} tokens, {settings['active']} places; warm blocks a point: {min(blocks)} to {max(blocks)}",
+        f"{settings['max_tokens']} tokens, {settings['active']} places, prefixes {settings.get('prefix', 'cold')}; "
+        f"warm blocks a point: {min(blocks)} to {max(blocks)}",
         f"capacity of no speculation, requests a second: {capacity}",
         *(f"not run: {name}: {reason}" for name, reason in record.get("skipped", {}).items()),
         *(
@@ -198,16 +199,43 @@ def _ablations(record: dict[str, Any]) -> str:
 
 
 def _peers(record: dict[str, Any]) -> str:
-    """Return the rows of the peers' record as they are, a column a key."""
-    rows = record["peers"].get("rows", [])
-    head = list(dict.fromkeys(key for row in rows for key in row))
-    return _html_table([key.replace("_", " ") for key in head], ([_plain(row.get(key)) for key in head] for row in rows), 1)
+    """Return a table of ``peers.json`` for each family of weights, and what was skipped and why."""
+    return "".join(_family(family) for family in record["peers"].get("families", []))
 
 
-def _plain(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        return " to ".join(map(_plain, value))
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+def _family(family: dict[str, Any]) -> str:
+    head = [
+        "workload",
+        "arm",
+        "in flight",
+        "tokens/s",
+        "mean, s",
+        "over its own plain",
+        "Spindle over it",
+        "text as its plain",
+        "text as none",
+    ]
+    cells = (
+        [
+            row["workload"],
+            row["arm"],
+            row["in_flight"],
+            f"{row['tokens_per_s']:.1f}",
+            f"{row['mean_latency_s']:.3f}",
+            *(_median(row[key]) for key in ("over_plain", "spindle_over")),
+            *(f"{row[key]['same']} of {row[key]['texts']}" for key in ("as_plain", "as_none")),
+        ]
+        for row in family["rows"]
+    )
+    skipped = "; ".join(f"{name}: {reason}" for name, reason in family["skipped"].items())
+    return f"<h3>{html.escape(family['family'])}</h3>{_html_table(head, cells, 2)}" + f"<p class=note>{html.escape(skipped)}</p>" * bool(
+        skipped
+    )
+
+
+def _median(ratio: dict[str, Any]) -> str:
+    ends = ratio["interval_95"]
+    return f"{ratio['median']:.2f}" + (f" ({ends[0]:.2f} to {ends[1]:.2f})" if ends else "")
 
 
 def _simulation(record: dict[str, Any]) -> str:
@@ -239,7 +267,7 @@ def _simulation(record: dict[str, Any]) -> str:
 
 
 def _constant(value: Any) -> str:
-    return ", ".join(f"{name} {_plain(each)}" for name, each in value.items()) if isinstance(value, dict) else _plain(value)
+    return ", ".join(f"{name} {each:.3g}" for name, each in value.items()) if isinstance(value, dict) else f"{value:.3g}"
 
 
 SECTIONS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (

@@ -251,6 +251,8 @@ def missing(record: dict[str, Any]) -> str:
     runs = record["runs"]
     if not any(run["block"] for run in runs):
         return "there is no warm block"
+    if record["settings"].get("prefix") == "warm":
+        return "prompts had been served before, of which the simulation knows nothing"
     if "input_tokens" not in runs[0]["replies"][0] or "tables" not in record:
         return "the record has no prompt lengths or tables"
     if not any(run["policy"].startswith("fixed-") for run in runs):

@@ -17,6 +17,16 @@ FAKE = {
     "policy": {"k_max": 4},
 }
 POLICIES = ["none", "fixed-d-1-2", "fixed-lookup-2", "schedule", "ema", "smartspec", "spin", "spindle"]
+RATIO = {"median": 1.25, "interval_95": [1.2, 1.3], "blocks": 4}
+TEXTS = {"same": 3, "texts": 4}
+PEERS_FAMILY = {
+    "family": "tiny",
+    "skipped": {"third-stack": "no environment"},
+    "rows": [
+        {"workload": "chat", "in_flight": 1, "arm": "another-stack", "tokens_per_s": 9.0, "mean_latency_s": 0.5}
+        | {"over_plain": RATIO, "spindle_over": RATIO, "as_plain": TEXTS, "as_none": TEXTS}
+    ],
+}
 TUNING = Tuning("d-1", 3, ((1, 3), (8, 0)))
 
 
@@ -274,10 +284,19 @@ def test_the_page_has_the_ablations_and_peers_that_were_measured_apart(finished,
     ratio = {"workload": "mix", "load": "closed-1", "ratio": 1.07, "interval_95": [1.02, 1.12], "blocks": 4}
     parts = [{**ratio, "part": "trees", "by_default": False}, {**ratio, "part": "lookup", "by_default": True}]
     (tmp_path / "ablations.json").write_text(json.dumps({"ablations": parts}))
-    (tmp_path / "peers.json").write_text(json.dumps({"rows": [{"peer": "another-stack", "ratio": [1.25, 1.2, 1.3]}]}))
+    (tmp_path / "peers.json").write_text(json.dumps({"families": [PEERS_FAMILY]}))
     write_report(record, tmp_path / "page.html", tmp_path)
     page = (tmp_path / "page.html").read_text()
-    assert all(words in page for words in ('<td class="text">trees</td>', "1.020 to 1.120", "another-stack", "1.25 to 1.2 to 1.3"))
+    assert all(
+        words in page
+        for words in (
+            '<td class="text">trees</td>',
+            "1.020 to 1.120",
+            "another-stack",
+            "1.25 (1.20 to 1.30)",
+            "third-stack: no environment",
+        )
+    )
     write_report(record, tmp_path / "page.html", tmp_path / "nothing")
     assert "another-stack" not in (tmp_path / "page.html").read_text()
 
