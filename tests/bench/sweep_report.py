@@ -246,7 +246,7 @@ def _simulation(record: dict[str, Any]) -> str:
     line = f"<p>Below saturation {sum(near)} of {len(near)} points are within {WITHIN:.0%}.</p>" if near else ""
     constants = record.get("simulation_constants", {})
     told = f"<p class=note>{html.escape(', '.join(f'{key} {_constant(value)}' for key, value in constants.items()))}</p>"
-    head = ["workload", "load", "policy", "measured, s", "simulated, s", "error", ""]
+    head = ["workload", "load", "policy", "measured, s", "simulated, s", "error", "of steps", "of a step's time", ""]
     cells = (
         [
             r["workload"],
@@ -254,7 +254,7 @@ def _simulation(record: dict[str, Any]) -> str:
             r["policy"],
             f"{r['measured_s']:.3f}",
             f"{r['predicted_s']:.3f}",
-            f"{r['error']:+.1%}",
+            *(f"{r[key]:+.1%}" for key in ("error", "steps_error", "step_time_error")),
             "" if r["below_saturation"] else "saturated",
         ]
         for r in rows

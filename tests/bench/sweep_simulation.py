@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -100,6 +100,14 @@ class Lasting(Policy):
         return self._policy.drift(state)
 
 
+class Simulated(NamedTuple):
+    """A block as simulated: latencies of its requests in seconds, steps, and the seconds that they took."""
+
+    latency_s: list[float]
+    steps: int
+    step_s: float
+
+
 class Simulation:
     """A sweep's record, and its runs by (workload, load, block, policy)."""
 
@@ -131,14 +139,17 @@ class Simulation:
         engines = [SimpleNamespace(limits=SimpleNamespace(scores=True, free=draft.engine == "lookup")) for draft in config.drafts]
         return Lasting(make_policy(config, engines, self._tables, StepStats(Stats())))  # type: ignore[arg-type]
 
-    def simulated(self, key: tuple[str, str, int], policy: Lasting, name: str, constants: Constants, draw: int) -> FloatArray:
-        """Return the latencies of a block's requests, in seconds."""
+    def simulated(self, key: tuple[str, str, int], policy: Lasting, name: str, constants: Constants, draw: int) -> Simulated:
+        """Serve a block's requests."""
         deployment = self._deployment(name, constants)
         measured = self.runs[(*key, name)]["replies"]
         workload, load = self._workload(key, measured, deployment, constants, draw), key[1]
         if is_closed(load):
-            return simulate_closed(deployment, workload, policy, draw, int(level(load)), constants.way_s).latency_s
-        return simulate(deployment, workload, lambda: policy, draw).latency_s + constants.way_s
+            run = simulate_closed(deployment, workload, policy, draw, int(level(load)), constants.way_s)
+        else:
+            run = simulate(deployment, workload, lambda: policy, draw)
+        latency_s = run.latency_s + constants.way_s * (not is_closed(load))
+        return Simulated(latency_s.tolist(), len(run.steps), sum(step.seconds for step in run.steps))
 
     def _deployment(self, name: str, constants: Constants) -> Deployment:
         config: ServingConfig = self.config
@@ -160,6 +171,7 @@ class Simulation:
         room = output + deployment.k_max
         start = np.concatenate([[0], np.cumsum(room)[:-1]])
         index = np.repeat(np.arange(count), room), np.arange(int(room.sum())) - np.repeat(start, room)
+        strata = np.concatenate([_strata(int(size), draw, number) for number, size in enumerate(room)])
         truth: Hazards = self._hazards
         hazard, found = (values[:, : len(deployment.drafts)] for values in truth.of(key))
         acceptance = Acceptance(
@@ -169,7 +181,7 @@ class Simulation:
             drift=Drift.none(1, len(deployment.drafts)),
             found=found,
             start=start,
-            uniform=uniform(draw, 3, *index),
+            uniform=strata,
             match=uniform(draw, 4, *index),
         )
         most = np.full(count, self._settings["max_tokens"])
@@ -218,6 +230,16 @@ class Simulation:
         return max(0.0, _ratio(sum(replies) - sums["seconds"] - between_s * sums["steps"], len(replies), 0.0))
 
 
+def _strata(count: int, draw: int, number: int) -> FloatArray:
+    """Return numbers of [0, 1) in random order, one from each of ``count`` equal parts.
+
+    So a request has as many tokens accepted as it had; independent numbers would let requests of a batch differ more than they did.
+    """
+    rng = np.random.default_rng([draw, number])
+    numbers: FloatArray = (rng.permutation(count) + rng.random(count)) / count
+    return numbers
+
+
 POLICIES = ("schedule", "ema", "smartspec", "spin", SPINDLE)
 
 
@@ -261,7 +283,11 @@ def missing(record: dict[str, Any]) -> str:
 
 
 def simulated(record: dict[str, Any]) -> dict[str, Any]:
-    """Return ``simulation``: a row a point and policy with its measured and predicted mean latency; and the constants."""
+    """Return ``simulation``: a row a point and policy with its measured and predicted mean latency; and the constants.
+
+    ``error`` is that of the latency, of which ``steps_error`` (too many: tokens too rarely accepted, batches otherwise composed) and
+    ``step_time_error`` tell where it comes from.
+    """
     if why := missing(record):
         return {"simulation": [], "simulation_missing": why}
     simulation = Simulation(record)
@@ -279,19 +305,27 @@ def _row(simulation: Simulation, point: tuple[str, str], name: str, numbers: lis
     if not any(numbers):
         return {}
     workload, load = point
-    predicted: list[float] = []
+    predicted: list[Simulated] = []
     for draw in range(DRAWS):
         policy = simulation.policy(name)
-        for block in numbers:
-            latency_s = simulation.simulated((workload, load, block), policy, name, constants, draw)
-            predicted += latency_s.tolist() if block else []
-    replies = [reply for block in numbers if block for reply in simulation.runs[workload, load, block, name]["replies"]]
-    measured_s, predicted_s = float(np.mean([reply["total_s"] for reply in replies])), float(np.mean(predicted))
+        told = [simulation.simulated((workload, load, block), policy, name, constants, draw) for block in numbers]
+        predicted += [run for run, block in zip(told, numbers, strict=True) if block]
+    runs = [simulation.runs[workload, load, block, name] for block in numbers if block]
+    seconds_s = [reply["total_s"] for run in runs for reply in run["replies"]], [second for run in predicted for second in run.latency_s]
+    measured_s, predicted_s = (float(np.mean(values)) for values in seconds_s)
+    sums, steps = _sums(runs), sum(run.steps for run in predicted)
     active = simulation.config.limits.max_active_requests
-    below = level(load) < (active if is_closed(load) else 1.0)
-    seconds = {"measured_s": round(measured_s, 5), "predicted_s": round(predicted_s, 5)}
-    error = round(predicted_s / measured_s - 1, 4)
-    return {"workload": workload, "load": load, "policy": name, **seconds, "error": error, "below_saturation": below}
+    return {
+        "workload": workload,
+        "load": load,
+        "policy": name,
+        "measured_s": round(measured_s, 5),
+        "predicted_s": round(predicted_s, 5),
+        "error": round(predicted_s / measured_s - 1, 4),
+        "steps_error": round(steps / DRAWS / max(sums["steps"], 1.0) - 1, 4),
+        "step_time_error": round(_ratio(sum(run.step_s for run in predicted) / steps, sums["seconds"] / max(sums["steps"], 1.0)) - 1, 4),
+        "below_saturation": level(load) < (active if is_closed(load) else 1.0),
+    }
 
 
 def main() -> None:
