@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
@@ -21,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 from backend.app import latency_model, make_policy
 from backend.config import ServingConfig, parse_config
@@ -36,11 +38,12 @@ from tests.bench.sweep_figures import blocks, is_closed, level
 
 MOST_BLOCKS = 3
 """Warm blocks of a point that are simulated at the most."""
-DRAWS = 3
+DRAWS = 2
 """Times that each is simulated, with other random numbers."""
 WITHIN = 0.1
 
 Run = dict[str, Any]
+RunKey = tuple[str, str, int, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,47 +190,52 @@ class Simulation:
         most = np.full(count, self._settings["max_tokens"])
         return Workload(due_s + constants.way_s, prompt, output, most, acceptance, None)
 
-    def cold(self, names: Iterable[str]) -> dict[str, list[tuple[str, str, int]]]:
-        """Return the keys of the closed loops' cold blocks that each policy ran."""
-        keys = [key for key in self.runs if key[2] == 0 and is_closed(key[1])]
-        return {name: [key[:3] for key in keys if key[3] == name] for name in names}
-
     def constants(self) -> Constants:
-        """Measure the constants."""
-        cold = self.cold(self.policies)
-        tabled = {name: self._tabled_parts(name, cold[name]) for name in [NONE, *self._fixed]}
-        measured = {name: _sums([self.runs[(*key, name)] for key in cold[name]]) for name in cold}
-        drafts = {}
-        for draft in self._drafts:
-            arms = [name for name in self._fixed if fixed_choice(name)[0] == draft]
-            drafts[draft] = _ratio(*(sum(parts[name].get(f"draft:{draft}", 0.0) for name in arms) for parts in (measured, tabled)))
-        target = _ratio(*(sum(parts[name].get("verify", 0.0) for name in tabled) for parts in (measured, tabled)))
-        beside = {name: _beside(measured[name]) for name in cold}
-        most = max(level(key[1]) for key in cold[NONE])
-        between = {name: self._between(name, [key for key in cold[name] if level(key[1]) == most > 1]) for name in (NONE, SPINDLE)}
-        overhead_s = beside[NONE] + between[NONE]
-        speculation_s = max(0.0, float(np.mean([beside[name] for name in self._fixed])) - beside[NONE])
-        planning_s = max(0.0, beside[SPINDLE] + between[SPINDLE] - overhead_s - speculation_s)
-        return Constants(target, drafts, overhead_s, speculation_s, planning_s, self._way(cold[NONE], between[NONE]))
+        """Measure the constants: each a median over runs, since others may have used the machine meanwhile."""
+        cold = {key: _sums(run) for key, run in self.runs.items() if key[2] == 0 and is_closed(key[1])}
+        steady = [key for key in cold if key[3] in (NONE, *self._fixed)]  # these do the same in any time
+        tabled = {key: self._tabled(key) for key in steady}
 
-    def _tabled_parts(self, name: str, keys: list[tuple[str, str, int]]) -> dict[str, float]:
-        policy = self.policy(name)
-        for key in keys:
-            self.simulated(key, policy, name, Constants(), 0)
+        def factor(part: str, keys: Iterable[RunKey]) -> float:
+            pairs = ((cold[key].get(part, 0.0), tabled[key].get(part, 0.0)) for key in keys)
+            return _middle([measured / predicted for measured, predicted in pairs if measured > 0 and predicted > 0], 1.0)
+
+        drafts = {draft: factor(f"draft:{draft}", [key for key in steady if draft == _draft(key[3])]) for draft in self._drafts}
+        most = max(level(key[1]) for key in cold)
+        beside = {name: _middle([s["overhead"] / s["steps"] for key, s in cold.items() if key[3] == name]) for name in self.policies}
+        between = {
+            name: _middle([self._between(key) for key in cold if key[3] == name and level(key[1]) == most > 1]) for name in (NONE, SPINDLE)
+        }
+        overhead_s = beside[NONE] + between[NONE]
+        speculation_s = max(0.0, _middle([beside[name] for name in self._fixed]) - beside[NONE])
+        planning_s = max(0.0, beside[SPINDLE] + between[SPINDLE] - overhead_s - speculation_s)
+        way_s = _middle([self._way(key, between[NONE]) for key in cold if key[3] == NONE and level(key[1]) == 1])
+        return Constants(factor("verify", steady), drafts, overhead_s, speculation_s, planning_s, way_s)
+
+    def _tabled(self, key: RunKey) -> dict[str, float]:
+        """Return the seconds of a run by part, by the tables alone."""
+        policy = self.policy(key[3])
+        self.simulated(key[:3], policy, key[3], Constants(), 0)
         return policy.parts_s
 
-    def _between(self, name: str, keys: list[tuple[str, str, int]]) -> float:
-        """Return the seconds between two steps where the loop is never idle: with several in flight."""
-        runs = [self.runs[(*key, name)] for key in keys]
-        span_s = sum(max(reply["due_s"] + reply["total_s"] for reply in run["replies"]) for run in runs)
-        sums = _sums(runs)
-        return max(0.0, _ratio(span_s - sums["seconds"], sums["steps"], 0.0))
+    def _between(self, key: RunKey) -> float:
+        """Return the seconds between two steps of a run in which the loop was never idle: with several in flight."""
+        sums = _sums(self.runs[key])
+        span_s = max(reply["due_s"] + reply["total_s"] for reply in self.runs[key]["replies"])
+        return max(0.0, (span_s - sums["seconds"]) / sums["steps"])
 
-    def _way(self, keys: list[tuple[str, str, int]], between_s: float) -> float:
-        runs = [self.runs[(*key, NONE)] for key in keys if level(key[1]) == 1]
-        replies = [reply["total_s"] for run in runs for reply in run["replies"]]
-        sums = _sums(runs)
-        return max(0.0, _ratio(sum(replies) - sums["seconds"] - between_s * sums["steps"], len(replies), 0.0))
+    def _way(self, key: RunKey, between_s: float) -> float:
+        """Return the seconds of a request outside of steps, of a run with one in flight."""
+        sums, replies = _sums(self.runs[key]), [reply["total_s"] for reply in self.runs[key]["replies"]]
+        return max(0.0, (sum(replies) - sums["seconds"] - between_s * sums["steps"]) / len(replies))
+
+
+def _draft(policy: str) -> str:
+    return fixed_choice(policy)[0] if policy.startswith("fixed-") else ""
+
+
+def _middle(values: list[float], otherwise: float = 0.0) -> float:
+    return float(np.median(values)) if values else otherwise
 
 
 def _strata(count: int, draw: int, number: int) -> FloatArray:
@@ -248,24 +256,16 @@ def _tuning(record: dict[str, Any]) -> Tuning:
     return Tuning(told["draft"], told["length"], tuple((batch, length) for batch, length in told["schedule"])) if told else Tuning()
 
 
-def _sums(runs: list[Run]) -> dict[str, float]:
+def _sums(*runs: Run) -> dict[str, float]:
     """Return the steps of runs, their seconds, and those by part (``overhead`` includes planning)."""
     sums: dict[str, float] = defaultdict(float)
     for run in runs:
         for name, value in run["counts"].items():
             if name.startswith("spindle_step_part_seconds_total"):
                 sums[name.partition('part="')[2].partition('"')[0]] += value
-        sums["seconds"] += run["counts"].get("spindle_step_seconds_sum", 0.0)
-        sums["steps"] += run["counts"].get("spindle_step_seconds_count", 0.0)
+        sums["seconds"] += run["counts"]["spindle_step_seconds_sum"]
+        sums["steps"] += run["counts"]["spindle_step_seconds_count"]
     return sums
-
-
-def _beside(sums: dict[str, float]) -> float:
-    return _ratio(sums["overhead"], sums["steps"], 0.0)
-
-
-def _ratio(over: float, under: float, otherwise: float = 1.0) -> float:
-    return over / under if under > 0 else otherwise
 
 
 def missing(record: dict[str, Any]) -> str:
@@ -293,10 +293,10 @@ def simulated(record: dict[str, Any]) -> dict[str, Any]:
     simulation = Simulation(record)
     constants, rows = simulation.constants(), []
     points = dict.fromkeys(key[:2] for key in simulation.runs)
-    for workload, load in points:
-        for name in simulation.policies:
-            numbers = sorted(key[2] for key in simulation.runs if key[:2] == (workload, load) and key[3] == name)[: MOST_BLOCKS + 1]
-            rows.append(_row(simulation, (workload, load), name, numbers, constants))
+    work = [(*point, name) for point in points for name in simulation.policies]
+    for workload, load, name in tqdm(work, desc="simulation", unit="point", mininterval=0.2 if sys.stderr.isatty() else 30):
+        numbers = sorted(key[2] for key in simulation.runs if key[:2] == (workload, load) and key[3] == name)[: MOST_BLOCKS + 1]
+        rows.append(_row(simulation, (workload, load), name, numbers, constants))
     told = {"blocks": MOST_BLOCKS, "draws": DRAWS, **asdict(constants)}
     return {"simulation": [row for row in rows if row], "simulation_constants": told}
 
@@ -313,7 +313,8 @@ def _row(simulation: Simulation, point: tuple[str, str], name: str, numbers: lis
     runs = [simulation.runs[workload, load, block, name] for block in numbers if block]
     seconds_s = [reply["total_s"] for run in runs for reply in run["replies"]], [second for run in predicted for second in run.latency_s]
     measured_s, predicted_s = (float(np.mean(values)) for values in seconds_s)
-    sums, steps = _sums(runs), sum(run.steps for run in predicted)
+    sums, steps = _sums(*runs), sum(run.steps for run in predicted)
+    step_s = sum(run.step_s for run in predicted) / steps
     active = simulation.config.limits.max_active_requests
     return {
         "workload": workload,
@@ -322,8 +323,8 @@ def _row(simulation: Simulation, point: tuple[str, str], name: str, numbers: lis
         "measured_s": round(measured_s, 5),
         "predicted_s": round(predicted_s, 5),
         "error": round(predicted_s / measured_s - 1, 4),
-        "steps_error": round(steps / DRAWS / max(sums["steps"], 1.0) - 1, 4),
-        "step_time_error": round(_ratio(sum(run.step_s for run in predicted) / steps, sums["seconds"] / max(sums["steps"], 1.0)) - 1, 4),
+        "steps_error": round(steps / DRAWS / sums["steps"] - 1, 4),
+        "step_time_error": round(step_s / (sums["seconds"] / sums["steps"]) - 1, 4),
         "below_saturation": level(load) < (active if is_closed(load) else 1.0),
     }
 
