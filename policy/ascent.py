@@ -80,29 +80,25 @@ def ascend(problem: StepProblem, price: float, limit_s: float = math.inf) -> tup
     return choice, result, bound
 
 
-def along(problem: StepProblem, price: float) -> tuple[Choice, Score, float] | None:
+def along(problem: StepProblem, price: float) -> tuple[Choice, Score] | None:
     """Return what an ascent from the hint's longest chains finds at once, at the slope around its tokens; None where that is no better than
-    no speculation. A bound comes with it for a few rows, of which the hint has a choice.
+    no speculation, or is not to be had so.
     """
     hint = problem.hint
-    if hint.tokens == 0 or problem.limit is not None or problem.cap_s < math.inf:
+    if not hint.caps or hint.tokens == 0 or problem.limit is not None or problem.cap_s < math.inf:
         return None
-    caps = {d: min(cap, len(problem.gain)) for d, cap in hint.caps.items()} if hint.caps else None
     terms = Terms.of(problem, price)
-    theta = _slope_around(terms.verify, problem.hint.tokens)
+    theta = _slope_around(terms.verify, hint.tokens)
     wanted = terms.net - theta
     np.maximum(wanted, 0.0, out=wanted)
+    caps = {d: min(cap, len(problem.gain)) for d, cap in hint.caps.items()}
     draft, caps = _longest_chains(_worth(wanted, terms.charge), terms.chains, caps)
     choice = _as_wanted(wanted, draft, caps)
     tilted = theta * np.arange(len(terms.verify)) - terms.verify
-    highest = float(tilted[tilted.argmax()])
-    if hint.choice is None and _shortfall(tilted, highest, choice) > _CLOSE * problem.base_value:
+    if _shortfall(tilted, float(tilted[tilted.argmax()]), choice) > _CLOSE * problem.base_value:
         choice = _on_staircase(problem, price, terms, draft, caps, math.inf)
     result = score(problem, choice)
-    if result.objective(price) <= problem.base_value - price * problem.plain_s:
-        return None
-    open_s = math.inf if hint.choice is None else _bound(terms, wanted) + highest - price * problem.speculation_s
-    return choice, result, problem.base_value + open_s
+    return (choice, result) if result.objective(price) > problem.base_value - price * problem.plain_s else None
 
 
 def _shortfall(tilted: FloatArray, highest: float, choice: Choice) -> float:
@@ -172,12 +168,12 @@ def _bound(terms: Terms, wanted: FloatArray) -> float:
     Any shares that add up to the opening's price give a bound (each row alone can then only gain by paying less), as in facility location
     (Erlenkotter, 1978). The limits are left out, which makes it no smaller.
     """
-    kept = np.maximum(1 - terms.opening / np.maximum(_over_rows(wanted), _NOTHING), 0.0)
+    kept = np.maximum(1 - terms.opening / np.maximum(over_rows(wanted), _NOTHING), 0.0)
     alone = np.einsum("kdn,kd->dn", wanted, kept) - terms.charge
     return float(np.maximum(alone.max(0), 0.0).sum())
 
 
-def _over_rows(values: FloatArray) -> FloatArray:
+def over_rows(values: FloatArray) -> FloatArray:
     """Return the sums over rows, [K, D]."""
     k_max, drafts, rows = values.shape
     total: FloatArray = values.reshape(-1, rows).dot(_ones(rows)).reshape(k_max, drafts)
@@ -208,7 +204,7 @@ def _longest_chains(worth: FloatArray, chains: FloatArray, start: dict[int, int]
     for d, cap in (start or {}).items():
         use(d, cap)
     for _ in range(2 * drafts):
-        total = _over_rows(np.maximum(worth, best) if caps else worth)
+        total = over_rows(np.maximum(worth, best) if caps else worth)
         total -= costs
         highest = total.item(total.argmax())
         if not highest > float(np.add.reduce(best)) + TIE:

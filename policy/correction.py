@@ -25,7 +25,7 @@ _LAST_PLACE = OCTAVES - 1 - 1e-9
 
 MAX_SHAPE = math.log(2.0)  # either way
 _MAX_SHAPE_SURPRISE = 0.25  # one step's
-_SHAPE_RATE = 0.05
+_SHAPE_RATE, _SHAPE_PRIOR = 0.05, 2.0  # of a surprise; at first as much as of a mean, the table being worth so many steps
 _FADING = 0.998  # of the evidence by octave, in a step
 _ENOUGH = 1.0  # evidence below which an octave is as its neighbours are
 _APPLY_STEPS = 8  # from one curve to the next: making one takes as long as planning for a row
@@ -95,9 +95,10 @@ def learnt(
     predicted_s = predicted_s.copy()
     predicted_s[VERIFY] = target.base_s * math.exp((1 - share) * log_factor.item(low) + share * log_factor.item(low + 1)) + target.other_s
     surprise = math.log(measured / (predicted_s.item(VERIFY) * correction.item(VERIFY)))
-    change = _SHAPE_RATE * min(max(surprise, -_MAX_SHAPE_SURPRISE), _MAX_SHAPE_SURPRISE)
+    clipped = min(max(surprise, -_MAX_SHAPE_SURPRISE), _MAX_SHAPE_SURPRISE)
     for octave, part in ((low, 1 - share), (low + 1, share)):
-        log_factor[octave] = min(max(log_factor.item(octave) + part * change, -MAX_SHAPE), MAX_SHAPE)
+        change = part * max(_SHAPE_RATE, 1 / (_SHAPE_PRIOR + seen.item(octave))) * clipped
+        log_factor[octave] = min(max(log_factor.item(octave) + change, -MAX_SHAPE), MAX_SHAPE)
         seen[octave] += part
     correction = corrected(correction, predicted_s, measured_s)
     if shape.age + 1 < _APPLY_STEPS:

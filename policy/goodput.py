@@ -29,13 +29,12 @@ class Choice(NamedTuple):
 
 
 class Hint(NamedTuple):
-    """What the last choice says of the next: about how many ``tokens`` are best (0: unknown).
+    """What the last choice says of the next: about how many ``tokens`` are best (0: unknown), and the longest chain of every draft in use.
 
-    For a few rows the ``choice`` itself, for many the longest chain ``caps`` of every draft in use.
+    Where ``caps`` is None nothing is known, and the next choice is worth a long search.
     """
 
     tokens: int = 0
-    choice: Choice | None = None
     caps: dict[int, int] | None = None
 
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from .ascent import along, ascend, starts
 from .goodput import TIE, Choice, Score, StepProblem, no_speculation, score
+from .knapsack import by_totals
 from .one_row import OneRow
 from .pairs import MOST_ROWS, best_of_all, with_pair_changes, with_single_changes
-from .plan import NO_DRAFT
 
 FEW_ROWS = 8
 _PROVEN = 0.002  # of the step's tokens: a choice this close to the bound is not worth improving
@@ -23,20 +23,24 @@ _SCARCITIES = (1.0, 3.0, 9.0)
 def best_choice(problem: StepProblem | OneRow, price: float) -> tuple[Choice, Score, float]:
     """Return the choice of the highest priced objective, its score, and a bound that no choice's objective exceeds.
 
-    Of equal choices the one with the fewest proposed tokens; choices over ``problem.limit_s`` do not count. Exact up to three rows (the
-    bound is the objective), unless there is a hint for three. Beyond, an ascent, never worse than no speculation; up to ``FEW_ROWS``
-    rows and unless the bound proves it, a search around it. With a hint, the choice that it speaks of is improved instead, and the bound is
-    infinite.
+    Of equal choices the one with the fewest proposed tokens; choices over ``problem.limit_s`` do not count. Exact up to two rows (the
+    bound is the objective), and up to three if nothing is known of the answer. Up to ``FEW_ROWS`` a knapsack of totals, improved row by
+    row; if nothing is known, a search that takes ten times as long. Beyond, or under a cap, an ascent. None of them is ever worse than no
+    speculation. The bound is infinite for a knapsack, and where the ascent starts from the hint.
     """
     if isinstance(problem, OneRow):
         return problem.best(price)
-    few = problem.rows <= FEW_ROWS and problem.cap_s == math.inf
+    rows, known = problem.rows, problem.hint.caps is not None
+    few = rows <= FEW_ROWS and problem.cap_s == math.inf
     if not np.count_nonzero(problem.ceiling) or not problem.last_total():
-        choice = no_speculation(problem.rows)
-    elif problem.rows <= MOST_ROWS and (problem.hint.choice is None or not few or problem.rows < MOST_ROWS):
+        choice = no_speculation(rows)
+    elif rows < MOST_ROWS or (rows == MOST_ROWS and not (few and known)):
         choice = best_of_all(problem, price)
-    elif hinted := _improved(problem, price) if few else _along_caps(problem, price):
-        return (*hinted, math.inf)
+    elif few and known:
+        quick = with_single_changes(problem, price, by_totals(problem, price))
+        return (*_better(problem, price, _nothing(problem), quick), math.inf)
+    elif begun := along(problem, price):
+        return (*begun, math.inf)
     else:
         choice, result, bound = ascend(problem, price)
         if result.step_s > problem.limit_s:
@@ -48,25 +52,9 @@ def best_choice(problem: StepProblem | OneRow, price: float) -> tuple[Choice, Sc
     return choice, result, result.objective(price)
 
 
-def _improved(problem: StepProblem, price: float) -> tuple[Choice, Score] | None:
-    """Return the better of the hint's choice and a quick one, improved by changes of one row or, of three, of two.
-
-    None where there is neither.
-    """
-    if problem.hint.choice is None or (quick := along(problem, price)) is None:
-        return None
-    change = with_pair_changes if problem.rows <= MOST_ROWS else with_single_changes
-    start, (other, other_result, _) = _fitting(problem, problem.hint.choice), quick
-    if other_result.objective(price) > score(problem, start).objective(price):
-        start = other
-    choice = change(problem, price, start)
+def _nothing(problem: StepProblem) -> tuple[Choice, Score]:
+    choice = no_speculation(problem.rows)
     return choice, score(problem, choice)
-
-
-def _along_caps(problem: StepProblem, price: float) -> tuple[Choice, Score] | None:
-    """Return what an ascent from the hint's longest chains finds at once; None where a search is due."""
-    quick = along(problem, price) if problem.hint.caps else None
-    return None if quick is None else quick[:2]
 
 
 def _better(problem: StepProblem, price: float, best: tuple[Choice, Score], candidate: Choice) -> tuple[Choice, Score]:
@@ -83,22 +71,9 @@ def _searched(problem: StepProblem, price: float, choice: Choice, result: Score)
     scored = [(score(problem, start).objective(price), start) for start in starts(problem, price)]
     promising = sorted(scored, key=lambda pair: -pair[0])[:most]
     best = choice, result
-    for start in (choice, *(start for _, start in promising)):
+    for start in (choice, by_totals(problem, price), *(start for _, start in promising)):
         best = _better(problem, price, best, change(problem, price, start))
     return best
-
-
-def _fits(problem: StepProblem, choice: Choice) -> bool:
-    """Return whether no draft has more rows than it takes."""
-    return problem.limit is None or bool(((choice.draft == np.arange(len(problem.limit))[:, None]).sum(1) <= problem.limit).all())
-
-
-def _fitting(problem: StepProblem, choice: Choice) -> Choice:
-    """Return a choice cut to the ceilings, or no speculation where it does not fit otherwise."""
-    row = np.arange(problem.rows)
-    length = np.minimum(choice.length, problem.ceiling[choice.draft, row])
-    cut = Choice(np.where(length > 0, choice.draft, NO_DRAFT), length)
-    return cut if _fits(problem, cut) and length.sum() <= problem.last_total() else no_speculation(problem.rows)
 
 
 def _within(problem: StepProblem, price: float) -> tuple[Choice, Score]:
@@ -108,8 +83,7 @@ def _within(problem: StepProblem, price: float) -> tuple[Choice, Score]:
     step to last may fall short, so that a choice that exceeds the limit after all is tried again with so much less.
     """
     whole = replace(problem, horizon=np.ones(problem.rows))
-    choice = no_speculation(problem.rows)
-    best = score(problem, choice)
+    choice, best = _nothing(problem)
     for scarcity in _SCARCITIES:
         aim_s = problem.limit_s
         for _ in range(_TRIMS):

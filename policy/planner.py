@@ -183,7 +183,7 @@ class AdaptivePlanner:
         given, own = _split(view, rows, expected.hazard)
         if own is not None:
             rows, expected = rows[own], expected.rows(own)
-        hint = state.last.hint(view, rows)
+        hint = state.last.hint(len(rows))
         problem = step_problem(self.corrected(state), state.correction, view, rows, expected.hazard, given, self._bounds, hint)
         return problem, rows, expected, given
 
@@ -206,7 +206,7 @@ class AdaptivePlanner:
         draft, length = _scattered(found.choice, rows, len(view))
         tokens = _tokens(problem, view.weight[rows], found.choice, found.result.value - given.value) + given.expected_tokens
         plan = Plan(draft, length, found.result.step_s, tokens, priced.price, notes)
-        last = state.last.followed_by(view, rows, priced.choice, int(np.add.reduce(length)), priced.bound)
+        last = state.last.followed_by(priced.choice, int(np.add.reduce(length)), priced.bound)
         return plan, self._planned(state, acceptance, view, priced.goodput, found, last)
 
     def _planned(

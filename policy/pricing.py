@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
-from .goodput import Choice, Hint, Score, StepProblem, no_speculation
+from .goodput import Choice, Score, StepProblem, no_speculation
 from .one_row import OneRow
-from .optimiser import FEW_ROWS, best_choice
+from .optimiser import best_choice
 from .plan import View
 
 _COLD_TOLERANCE, _WARM_TOLERANCE = 0.01, 0.03  # of the price, whose error costs in second order; the next step goes on
@@ -52,8 +51,6 @@ def priced_choice(problem: Problem, prefill_s: float, view: View, known: float, 
         previous, goodput = goodput, result.value / (result.charged_s - prefill_s)
         if abs(goodput - previous) <= tolerance * previous:
             break
-        if isinstance(problem, StepProblem) and rows <= FEW_ROWS:
-            problem = replace(problem, hint=Hint(int(choice.length.sum()), choice))
     if result.value > problem.base_value and goodput < (1 + view.share * margin) * plain:
         choice, result, goodput = no_speculation(rows), nothing, plain
     return Priced(choice, result, price, goodput, bound)

@@ -2,9 +2,9 @@
 
 ``policy``: what planning costs (``bench_planning``), and how good the optimiser's choice is. ``brute_force_mismatches`` counts, of
 ``instances`` random ones of up to three rows, those where it is worth less than the best of all choices by the oracle's scoring.
-``gap`` (by rows x drafts x positions) is the distribution of what is lost at three to eight rows, both by a search from nothing (cold) and
-by what starts from the choice of the step before (warm, what serving does between searches); ``bound_distance`` of what the dual bound
-leaves open above: all as a share of what the step's time is worth in tokens. ``flapping`` is how often a steady request's choice changes.
+``gap`` (by rows x drafts x positions) is the distribution of what is lost at three to eight rows, both by the search of a first step (cold)
+and by the knapsack of all others (warm); ``bound_distance`` of what the dual bound leaves open above: all as a share of what the step's
+time is worth in tokens. ``flapping`` is how often a steady request's choice changes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from policy.goodput import Choice
+from policy.goodput import NO_HINT, Choice
 from policy.hints import Last
 from policy.optimiser import best_choice
 from tests.bench.bench_planning import flapping, measure
@@ -28,7 +28,6 @@ from tests.bench.oracle import (
     Instance,
     best_by_enumeration,
     best_by_rows,
-    drifted,
     random_instance,
     sizes,
     with_cap,
@@ -66,17 +65,14 @@ def mismatches(count: int, rng: np.random.Generator) -> int:
 
 
 def losses(size: tuple[int, int, int], count: int, rng: np.random.Generator) -> tuple[list[float], list[float]]:
-    """Return what the choice loses against the best one, as a share: found from nothing, and a step or two later from the one before."""
+    """Return what the choice loses against the best one, as a share: where nothing is known, and once a step has been planned."""
     cold, warm = [], []
     for _ in range(count):
-        instance, last = random_instance(rng, *size), Last()
-        for step in range(3):
-            rows = np.arange(instance.rows)
-            choice, result, bound = best_choice(instance.problem(last.hint(instance.view, rows)), instance.price)
-            worth = instance.price * result.charged_s
-            (warm if step else cold).append((best_by_rows(instance) - found(instance, choice)) / worth)
-            last = last.followed_by(instance.view, rows, choice, int(choice.length.sum()), bound)
-            instance = drifted(instance, options(choice), rng)
+        instance = random_instance(rng, *size)
+        best = best_by_rows(instance)
+        for hint, lost in ((NO_HINT, cold), (Last(rows=instance.rows).hint(instance.rows), warm)):
+            choice, result, _ = best_choice(instance.problem(hint), instance.price)
+            lost.append((best - found(instance, choice)) / (instance.price * result.charged_s))
     return cold, warm
 
 

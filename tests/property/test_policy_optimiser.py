@@ -60,20 +60,18 @@ def test_from_four_rows_to_eight_it_is_within_two_percent_of_the_step_s_tokens_a
     assert np.mean(np.array(losses) < 1e-9) > 0.9
 
 
-@pytest.mark.parametrize(("rows", "drafts", "k_max"), [(3, 3, 3), (4, 3, 3), (5, 2, 3), (8, 2, 2)])
-def test_what_starts_from_the_last_choice_is_nearly_always_the_best_and_loses_half_a_percent_in_the_mean_at_most(rows, drafts, k_max):
+@pytest.mark.parametrize(("rows", "drafts", "k_max"), [(3, 3, 3), (4, 3, 3), (5, 2, 3), (6, 2, 3), (8, 2, 2)])
+def test_once_a_step_is_known_a_quick_choice_is_nearly_always_the_best_and_loses_half_a_percent_in_the_mean_at_most(rows, drafts, k_max):
     rng, losses = np.random.default_rng(4), []
-    for _ in range(12):
-        instance, last = random_instance(rng, rows, drafts, k_max), Last()
-        for step in range(3):
-            hint = last.hint(instance.view, np.arange(rows))
-            assert (hint.choice is not None) == (step > 0)
-            choice, result, bound = best_choice(instance.problem(hint), instance.price)
-            losses.append((best_by_rows(instance) - objective(instance, choice)) / (instance.price * result.charged_s))
-            last = last.followed_by(instance.view, np.arange(rows), choice, int(choice.length.sum()), bound)
-            instance = drifted(instance, options(choice), rng)
+    for _ in range(40):
+        instance = random_instance(rng, rows, drafts, k_max)
+        choice, result, bound = best_choice(instance.problem(Last(rows=rows).hint(rows)), instance.price)
+        best, found = best_by_rows(instance), objective(instance, choice)
+        assert result.objective(instance.price) == pytest.approx(found, rel=1e-9, abs=1e-9)
+        assert found <= best + 1e-9 <= bound + 1e-8
+        losses.append((best - found) / (instance.price * result.charged_s))
     assert np.mean(losses) < 0.005
-    assert np.mean(np.array(losses) < 1e-9) > 0.9
+    assert np.mean(np.array(losses) < 1e-9) > 0.85
 
 
 @settings(deadline=None, max_examples=15)
