@@ -61,7 +61,9 @@ def _panels(count: int, height: float = 3.4) -> tuple[Figure, list[Axes]]:
 
 def _legend(figure: Figure, axes: list[Axes]) -> None:
     """Tell below all panels what the first one's series are."""
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=9, frameon=False)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4 if len(axes) == 1 else 7, fontsize=9, frameon=False
+    )
 
 
 def _line(axis: Axes, policy: str, x: list[float], y: list[float]) -> None:
@@ -210,7 +212,8 @@ def over_time_figure(record: dict[str, Any]) -> Figure | None:
         for draft, (colour, marker) in styles.items():
             at = [(end_s, length) for end_s, main, length in told if main == draft]
             axis.plot(*(zip(*at, strict=True) if at else ([], [])), marker, color=colour, markersize=5, label=draft)
-        axis.set(title=f"{names[-1]}, {load}", xlabel="s", ylabel="tokens proposed a step", ylim=(0, None))
+        axis.set(title=f"{names[-1]}, {load}", xlabel="s", ylabel="tokens proposed a step")
+        axis.set_ylim(0, 1 + max((length for _, _, length in told), default=0.0))
     _legend(figure, axes)
     return figure
 
@@ -308,7 +311,7 @@ def step_time_figure(record: dict[str, Any]) -> Figure | None:
     figure, axis = plt.subplots(figsize=(6.2, 4.2), layout="constrained")
     markers = ("o", *DRAFT_MARKERS)
     for number, (load, told) in enumerate(points_of.items()):
-        colour, marker = (*COLOURS.values(), *DRAFT_COLOURS)[number % 10], markers[number % 5]
+        colour, marker = list(COLOURS.values())[number % 6], markers[number % 5]
         axis.plot(*zip(*told, strict=True), marker, color=colour, markersize=5, label=load, zorder=3)
     _agreement(axis, [value for told in points_of.values() for pair in told for value in pair], 0.1)
     axis.set(xlabel="measured mean step, ms", ylabel="predicted mean step, ms")
