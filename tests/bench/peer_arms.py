@@ -25,7 +25,11 @@ from tests.bench.peer_models import as_gguf, whole_head
 
 KINDS = ("plain", "draft", "lookup")
 STACKS = ("transformers", "vllm", "openvino", "llamacpp")
-PEERS = tuple(f"{stack}-{kind}" for stack in STACKS for kind in KINDS)
+BF16 = "llamacpp-bf16"
+"""Plain too, with the weights that Spindle runs; llama.cpp's others read the packaged model as it is, in 4 bits."""
+PEERS = (*(f"{stack}-{kind}" for stack in STACKS for kind in KINDS), BF16)
+ALONE = ("transformers-draft", "transformers-lookup")
+"""They serve one request at a time."""
 WORKERS = Path(__file__).parent
 QUIT_LIMIT_S = 20.0
 
@@ -87,6 +91,8 @@ class Peers:
             return f"peers run checkpoints only, not the engine {self._config.target.engine!r}"
         if name.endswith("-draft") and not self._drafts():
             return "no draft that runs a model"
+        if name == BF16 and self._config.target.model != EMBEDDED_MODEL:
+            return "llamacpp-plain reads bf16 already"
         stack, _, _ = name.partition("-")
         return "" if _ready(stack) else f"no environment: tests/bench/peers.sh {stack}"
 
@@ -104,7 +110,7 @@ class Peers:
             "transformers": ("bf16 checkpoint", "fp32"),
             "vllm": ("bf16 checkpoint", "bf16"),
             "openvino": (self._gguf_kind("F16"), "fp16"),
-            "llamacpp": (self._gguf_kind("BF16"), "bf16"),
+            "llamacpp": ("BF16 GGUF" if name == BF16 else self._gguf_kind("BF16"), "bf16"),
         }[stack]
         return f"{target}; draft {draft}, whole head" if kind == "draft" else target
 
@@ -130,7 +136,8 @@ class Peers:
             models = ["--model", target, *(["--draft", whole_head(model_path(self._drafts()[0]))] if kind == "draft" else [])]
         else:
             form = {"openvino": "F16", "llamacpp": "BF16"}[stack]
-            models = ["--gguf", embedded_gguf() if self._config.target.model == EMBEDDED_MODEL else as_gguf(target, target, form)]
+            packaged = self._config.target.model == EMBEDDED_MODEL and name != BF16
+            models = ["--gguf", embedded_gguf() if packaged else as_gguf(target, target, form)]
             models += ["--draft-gguf", as_gguf(model_path(self._drafts()[0]), target, form)] if kind == "draft" else []
         return [*_COMMANDS[stack](name), *map(str, models), *own]
 

@@ -47,7 +47,7 @@ function predictor(prompt) {
         const always = {minTokens: DRAFT_TOKENS, maxTokens: DRAFT_TOKENS, minConfidence: 0};
         return new library.DraftSequenceTokenPredictor(draft.getSequence(), always);
     }
-    if (kind === "plain") return undefined;
+    if (kind !== "lookup") return undefined;
     const made = new library.InputLookupTokenPredictor({patternLength: LOOKUP_NGRAM, predictionLength: {max: DRAFT_TOKENS}});
     made.updateInputTokens(prompt);
     return made;

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from backend.triton_adapter.paths import PROJECT_ROOT
-from tests.bench.sweep_arms import ADAPTING, NONE, SPINDLE
+from tests.bench.sweep_arms import ADAPTING, AGAIN, NONE, SPINDLE
 from tests.bench.sweep_simulation import WITHIN
 
 README = PROJECT_ROOT / "README.md"
@@ -168,6 +168,37 @@ def _errors(errors: list[float]) -> list[str]:
     return [f"{near} of {len(errors)}", f"{median(errors):+.1%}", f"{max(errors, key=abs):+.1%}"]
 
 
+def peers() -> str:
+    """Return a table a family of other stacks beside Spindle; one line where they were not run."""
+    families = _record("peers")["families"] if (RESULTS / "peers.json").is_file() else []
+    return "\n".join(map(_peers_of, families)) or _table(["other stacks on the same weights: not run"], [""])
+
+
+def _peers_of(family: dict[str, Any]) -> str:
+    at = {(row["arm"], row["in_flight"]): row for row in family["rows"]}
+    levels = sorted({in_flight for _, in_flight in at})
+    head = [f"{family['family']}, tokens/s", "reads"]
+    for level in levels:
+        head += [f"{level} in flight", "over its plain", "Spindle over it", "texts as its plain", "as Spindle's plain"]
+    names = dict.fromkeys(name for name, _ in at)
+    words = {NONE: "Spindle, no speculation", SPINDLE: "**Spindle**", AGAIN: "Spindle, no speculation, again (noise)"}
+    rows = [
+        [words.get(name, name), family["weights"].get(name, ""), *(cell for level in levels for cell in _peer(at.get((name, level))))]
+        for name in names
+    ]
+    rows += [[name, f"not run: {reason}", *[""] * (len(head) - 2)] for name, reason in family["skipped"].items()]
+    return _table(head, *rows)
+
+
+def _peer(row: dict[str, Any] | None) -> list[str]:
+    if row is None:
+        return [""] * 5
+    over = row["spindle_over"]
+    same = (f"{row[key]['same']} of {row[key]['texts']}" for key in ("as_plain", "as_none"))
+    ends = _interval(over["interval_95"]) if over["interval_95"] else "(one block)"
+    return [f"{row['tokens_per_s']:.0f}", f"{row['over_plain']['median']:.2f}", f"{over['median']:.2f} {ends}", *same]
+
+
 def choices() -> str:
     """Return the table of Spindle against every single choice of a draft."""
     rows = []
@@ -193,6 +224,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "streaming": streaming,
     "invariance": invariance,
     "sweep": sweep,
+    "peers": peers,
     "pictures": pictures,
     "ablations": ablations,
     "simulation": simulation,

@@ -50,3 +50,25 @@ def test_pictures_that_were_made_are_shown(tmp_path, monkeypatch):
     assert "sweep-cpu" not in readme.pictures()
     (tmp_path / "sweep-cpu-speed.png").write_bytes(b"")
     assert "(docs/pictures/sweep-cpu-speed.png)" in readme.pictures()
+
+
+def test_peers_not_run_leave_one_line_and_a_record_has_a_row_for_each_also_the_skipped(tmp_path, monkeypatch):
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    assert "not run" in readme.peers()
+    ratio, same = {"median": 1.25, "interval_95": [1.1, 1.4], "blocks": 3}, {"texts": 6, "same": 5}
+    row = {
+        "arm": "vllm-draft",
+        "in_flight": 1,
+        "tokens_per_s": 20.4,
+        "over_plain": ratio,
+        "spindle_over": ratio,
+        "as_plain": same,
+        "as_none": same,
+    }
+    rows = [row, {**row, "arm": "none"}, {**row, "arm": "none", "in_flight": 8}]
+    family = {"family": "tiny", "weights": {"vllm-draft": "bf16"}, "rows": rows, "skipped": {"openvino-plain": "no environment"}}
+    (tmp_path / "peers.json").write_text(json.dumps({"families": [family]}))
+    cells = "20 | 1.25 | 1.25 (1.10 to 1.40) | 5 of 6 | 5 of 6"
+    assert f"| vllm-draft | bf16 | {cells} |  |  |  |  |  |" in readme.peers()
+    assert f"| Spindle, no speculation |  | {cells} | {cells} |" in readme.peers()
+    assert "| openvino-plain | not run: no environment |  |" in readme.peers()
