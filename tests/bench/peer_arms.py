@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -39,7 +40,8 @@ class PeerArm:
 
     def __init__(self, command: list[str], tokenizer: Tokenizer) -> None:
         patient = {**os.environ, "OMP_WAIT_POLICY": "passive"}  # threads that spin lose many times over where others use the cores
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=patient)
+        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed with the worker)
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=patient)
         self._tokenizer = tokenizer
         self._read()
 
@@ -65,6 +67,7 @@ class PeerArm:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._log.close()
 
     def _reply(self, tokens: list[int], first_s: float, total_s: float) -> Reply:
         decoder = IncrementalDecoder(self._tokenizer.token_bytes)
@@ -75,7 +78,9 @@ class PeerArm:
         assert self._process.stdout is not None
         if line := self._process.stdout.readline():
             return line
-        raise RuntimeError(f"the peer ended with status {self._process.wait()}: {' '.join(map(str, self._process.args))}")
+        status = self._process.wait()
+        self._log.seek(0)
+        raise RuntimeError(f"the peer ended with status {status}: {(self._log.read().strip() or 'it wrote nothing').splitlines()[-1]}")
 
 
 class Peers:

@@ -67,6 +67,11 @@ def test_a_peer_answers_over_its_pipe_and_its_end_is_an_error():
     peer.close()
 
 
+def test_a_peer_that_does_not_start_says_why():
+    with pytest.raises(RuntimeError, match="status 1: ModuleNotFoundError: No module named 'nothing_such'"):
+        PeerArm([sys.executable, "-c", "import nothing_such"], ByteTokenizer())
+
+
 def test_a_peer_without_its_environment_says_how_to_make_it():
     known = Peers({"target": {"engine": "torch", "model": "smollm2-135m-instruct"}})
     assert known.missing("vllm-plain") == "no environment: tests/bench/peers.sh vllm"
