@@ -177,7 +177,8 @@ def peers() -> str:
 def _peers_of(family: dict[str, Any]) -> str:
     at = {(row["arm"], row["in_flight"]): row for row in family["rows"]}
     levels = sorted({in_flight for _, in_flight in at})
-    head = [f"{family['family']}, tokens/s", "reads"]
+    blocks, load = max(row["spindle_over"]["blocks"] for row in family["rows"]), " to ".join(map(str, family["load_average"]))
+    head = [f"{family['family']}, tokens/s (blocks: {blocks}; load average of the machine: {load})", "reads"]
     for level in levels:
         head += [f"{level} in flight", "over its plain", "Spindle over it", "texts as its plain", "as Spindle's plain"]
     names = dict.fromkeys(name for name, _ in at)

@@ -66,8 +66,15 @@ def test_peers_not_run_leave_one_line_and_a_record_has_a_row_for_each_also_the_s
         "as_none": same,
     }
     rows = [row, {**row, "arm": "none"}, {**row, "arm": "none", "in_flight": 8}]
-    family = {"family": "tiny", "weights": {"vllm-draft": "bf16"}, "rows": rows, "skipped": {"openvino-plain": "no environment"}}
+    family = {
+        "family": "tiny",
+        "weights": {"vllm-draft": "bf16"},
+        "rows": rows,
+        "skipped": {"openvino-plain": "no environment"},
+        "load_average": [0.1, 2.5],
+    }
     (tmp_path / "peers.json").write_text(json.dumps({"families": [family]}))
+    assert "(blocks: 3; load average of the machine: 0.1 to 2.5)" in readme.peers()
     cells = "20 | 1.25 | 1.25 (1.10 to 1.40) | 5 of 6 | 5 of 6"
     assert f"| vllm-draft | bf16 | {cells} |  |  |  |  |  |" in readme.peers()
     assert f"| Spindle, no speculation |  | {cells} | {cells} |" in readme.peers()
