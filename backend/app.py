@@ -287,7 +287,12 @@ def make_policy(
     if config.policy.kind != "adaptive":
         return _baseline(config.policy, names, latency)
     scored = all(draft.limits.scores or draft.limits.free for draft in drafts)
-    constants = policy.PlannerConfig(k_max=config.policy.k_max, selection=config.policy.selection, catchup_scored=scored)
+    constants = policy.PlannerConfig(
+        k_max=config.policy.k_max,
+        selection=config.policy.selection,
+        free_run_tokens=config.limits.free_run_tokens,
+        catchup_scored=scored,
+    )
     planner = policy.AdaptivePlanner(names, latency, constants)
     shapes = _shapes(config, drafts, trees, contention)
     if shapes != Shapes():

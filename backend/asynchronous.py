@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from time import perf_counter
 from typing import NamedTuple
 
@@ -90,7 +91,7 @@ class AsynchronousFlights(Flights):
             logger.exception("the target failed; what was in flight is run again without proposals")
         self._stats.fallback("target_error")
         turns = {**{i: aloft.turn for i, aloft in self._turns.items()}, **{turn.sequence.id: turn for turn in flight.turns}}
-        again = [turn for i, turn in turns.items() if i in self.proposals]
+        again = [_from_here(turn) for i, turn in turns.items() if i in self.proposals]
         self.proposals, self._turns, self._boundary_s = {i: Proposals() for i in turns if i in self.proposals}, {}, None
         completions = run_again(self._target, again) if again else []
         return flight, completions, bool(completions) and all(completion.error is not None for completion in completions)
@@ -113,14 +114,14 @@ class AsynchronousFlights(Flights):
         if waited:
             completions = self._target.poll(1.0)
         now_s = perf_counter()
-        while len(completions) < len(self._turns) and (more := self._target.poll(0.0)):
+        while self._turns and (more := self._target.poll(0.0)):
             completions += more
         self._time(flight, completions, now_s if waited else None)
         flight.log.waited_s = now_s - started_s - flight.log.parts_s.get("verify", 0.0)
         return completions
 
     def _time(self, flight: Flight, completions: Seq[Completion], ended_s: float | None) -> None:
-        """Note what was drafted in this step, and how long an iteration took of which it is known when it began and who was in it.
+        """Note what was drafted in this step, and how long iterations took of which it is known when it began and who was in it.
 
         Who is back was in it, and who runs on freely; who has been handed over since it began waits for the next. With prompts in flight,
         of which the executor runs parts that it does not tell of, and where the answers had been waiting for the loop, it is not known.
@@ -128,23 +129,25 @@ class AsynchronousFlights(Flights):
         log, rows = flight.log, flight.sessions
         lengths = [len(chosen.tokens) if (chosen := self.proposals[s.id].chosen) else 0 for s in rows]
         log.ran = Ran(flight.view.request, flight.plan.draft, np.array(lengths, np.int64))
-        back = [self._turns.pop(completion.sequence_id) for completion in completions if completion.sequence_id in self._turns]
+        over = [completion.sequence_id for completion in completions if not completion.partial]
+        back = [self._turns.pop(sequence_id) for sequence_id in over if sequence_id in self._turns]
         boundary_s, self._boundary_s = self._boundary_s, ended_s
         if not back:
             return
-        took_s = None if self.prefilling else _iteration_s(back, boundary_s, ended_s)
-        if took_s is None or ended_s is None:
+        timed = None if self.prefilling else _timed(back, boundary_s, ended_s)
+        if timed is None or ended_s is None:
             self._stats.fallback("step_untimed")
             return
+        took_s, iterations = timed
         there = back + [aloft for aloft in self._turns.values() if aloft.turn.run > 1 and aloft.since_s < ended_s - took_s]
         context_tokens = sum(aloft.turn.end for aloft in there)
         tokens = sum(aloft.tokens for aloft in there)
         log.parts_s["verify"] = took_s
-        log.ran = Ran(log.ran.request, log.ran.draft, log.ran.length, tokens, len(there), context_tokens)
+        log.ran = Ran(log.ran.request, log.ran.draft, log.ran.length, tokens, len(there), context_tokens, iterations)
 
 
-def _iteration_s(back: Seq[Aloft], boundary_s: float | None, ended_s: float | None) -> float | None:
-    """Return the seconds of one iteration of the turns that are back at its end; None where that cannot be told.
+def _timed(back: Seq[Aloft], boundary_s: float | None, ended_s: float | None) -> tuple[float, int] | None:
+    """Return the seconds of the turns that are back, and how many iterations they were; None where that cannot be told.
 
     A turn begins at once where nothing else was in flight, else with the iteration behind the next boundary. Runs of n tokens are n
     iterations; runs of different lengths that end together began apart.
@@ -158,7 +161,12 @@ def _iteration_s(back: Seq[Aloft], boundary_s: float | None, ended_s: float | No
     (count,), (since_s,) = iterations, since
     if since_s is None or any(not aloft.alone and aloft.since_s > since_s for aloft in back) or (count > 1 and not back[0].alone):
         return None
-    return (ended_s - since_s) / count
+    return ended_s - since_s, count
+
+
+def _from_here(turn: Turn) -> Turn:
+    """Return a turn behind the tokens that have come of it."""
+    return replace(turn, end=len(turn.sequence.tokens)) if turn.run else turn
 
 
 _NONE = np.zeros(0, np.int64)

@@ -96,8 +96,8 @@ class LimitsConfig:
 
     ``batch_scheduler_policy`` has TensorRT-LLM's names: ``max_utilization`` admits by the KV that is needed now and pre-empts the latest
     request when it runs out; ``guaranteed_no_evict`` reserves a request's whole life at admission. ``enable_kv_cache_reuse`` lets requests
-    whose texts begin alike share the KV of that beginning. ``free_run_tokens`` are run in a turn without a proposal: for targets of the
-    engine ``trtllm``, to which every turn is a request (the planner counts on one).
+    whose texts begin alike share the KV of that beginning. ``free_run_tokens`` are the most that a turn without a proposal runs, as many
+    as the policy finds best: for targets of the engine ``trtllm``, to which every turn is a request.
     """
 
     max_active_requests: int = setting(64, low=1, high=4096)

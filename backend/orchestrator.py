@@ -255,14 +255,19 @@ class Orchestrator:
         proposals = self._drafting.propose([session.sequence for session in flight.sessions], flight.view, flight.plan, flight.log)
         shape = flight.plan.shape
         piece_tokens = flight.log.piece_tokens = shape.piece_tokens if shape else None
-        rows = (self._turn(session, proposals[session.id].chosen, piece_tokens or 0) for session in flight.sessions)
+        runs = [self._free_run_tokens] * len(flight.sessions) if flight.plan.run is None else flight.plan.run.tolist()
+        rows = (
+            self._turn(session, proposals[session.id].chosen, run, piece_tokens or 0)
+            for session, run in zip(flight.sessions, runs, strict=True)
+        )
         flight.turns = [*rows, *flight.prefill]
         self._flights.submit(flight, proposals)
 
-    def _turn(self, session: Session, proposal: Proposal | None, piece_tokens: int) -> Turn:
-        """Verify a proposal, or else run as many tokens as a turn may: an engine that queues turns pays for each."""
-        run = 1 if proposal else min(self._free_run_tokens, session.remaining)
-        return Turn(session.sequence, len(session.sequence.tokens), run, proposal, piece_tokens=piece_tokens)
+    def _turn(self, session: Session, proposal: Proposal | None, run: int, piece_tokens: int) -> Turn:
+        """Verify a proposal, or else run as many tokens as planned, at most as a turn may: an engine that queues turns pays for each."""
+        run = 1 if proposal else min(run, self._free_run_tokens, session.remaining)
+        streamed = run > 1 and session.request.stream
+        return Turn(session.sequence, len(session.sequence.tokens), run, proposal, piece_tokens=piece_tokens, streamed=streamed)
 
     def _land(self, log: StepLog) -> None:
         """Wait for the oldest flight, or for what an asynchronous target has done, take its tokens and learn from it."""
@@ -276,7 +281,10 @@ class Orchestrator:
 
     def _commit(self, completion: Completion, log: StepLog) -> None:
         """Take a completion's tokens; what goes wrong with one request ends that one only."""
-        proposals = self._flights.proposals.pop(completion.sequence_id, Proposals())
+        if completion.partial:
+            proposals = self._flights.proposals.get(completion.sequence_id, Proposals())
+        else:
+            proposals = self._flights.proposals.pop(completion.sequence_id, Proposals())
         session = self._active.get(completion.sequence_id)
         if session is None:
             return

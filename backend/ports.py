@@ -86,6 +86,7 @@ class Turn:
     ``end <= len(sequence.tokens)``; with ``run > 0`` or a proposal, ``end == len(sequence.tokens)``.
     ``keep_probs`` asks for the law of the freely run tokens (a draft's q), ``widths[j]`` with it for so many candidates for the place of
     the j-th of them, itself counted (1 behind their end). Engines that have no second choices ignore it.
+    ``streamed`` asks for the tokens of a free run as they come (``Completion.partial``), which asynchronous engines may heed.
     ``piece_tokens`` above 0 has an engine that pads cut the context into pieces of so many tokens, whole blocks.
     """
 
@@ -96,6 +97,7 @@ class Turn:
     keep_probs: bool = False
     widths: Seq[int] = ()
     piece_tokens: int = 0
+    streamed: bool = False
 
 
 @dataclass(slots=True)
@@ -125,7 +127,8 @@ class Completion:
     (2: the first sibling; 0: none).
     ``scored`` tells of a draft that catches up on tokens emitted without it what it would have had accepted of them: (accepted, length) of
     the chains that it would have made, oldest first (greedy and plan-invariant sequences; as many tokens as the engine finds cheap).
-    ``error`` is set, and everything else void, when this turn alone failed.
+    ``error`` is set, and everything else void, when this turn alone failed. ``partial``: the turn goes on, and has these tokens so far
+    beyond those of the partial completions before; the last one has what is left.
     """
 
     sequence_id: int
@@ -139,6 +142,7 @@ class Completion:
     scored: list[tuple[int, int]] = field(default_factory=list)
     error: str | None = None
     extras: Extras | None = None
+    partial: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import argparse
 import json
 import random
 import sys
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,15 @@ from backend.config import EngineConfig, ServingConfig, load_config
 from backend.engines.trtllm import TrtllmEngine
 from backend.ports import Sequence, Turn
 from backend.trtllm_deployment import LATENCY_FILE, make_trtllm, trtllm_engines
-from engines_build.measure import draft_cases, lower_quartile, tabulate, target_cases
+from engines_build.measure import BASE_CONTEXT, draft_cases, lower_quartile, tabulate, target_cases
 from engines_build.timing import Case, Rig, interleave
 from policy.latency import LatencyTable, Provenance
 
 BUDGET_S = 60.0
 """Time for the rounds of one engine."""
+
+RUN_TOKENS = 5
+"""Tokens of the run that a turn of one is compared with."""
 
 
 class FilledEngine:
@@ -59,6 +63,8 @@ def measure_executors(config: ServingConfig, *, budget_s: float = BUDGET_S, most
             work = [lambda rig=rig, case=case: rig.time(case) for case in cases]
             samples = interleave(work, budget_s=budget_s, rng=rng, report=lambda _round: None, most=most)
             table = tabulate(engine.name, cases, [lower_quartile(times) for times in samples], _provenance(engine))
+            if engine is config.target:
+                table = replace(table, turn_s=_turn_s(rig, budget_s, rng, most))
             cache.publish_file(model_path(engine) / LATENCY_FILE, json.dumps(table.to_dict(), indent=1) + "\n")
             tables[engine.name] = table
             print(f"{model_path(engine) / LATENCY_FILE}: {len(cases)} cells", flush=True)
@@ -66,6 +72,15 @@ def measure_executors(config: ServingConfig, *, budget_s: float = BUDGET_S, most
         for made in engines.values():
             made.close()
     return tables
+
+
+def _turn_s(rig: Rig, budget_s: float, rng: random.Random, most: int) -> float:
+    """Return what a turn of one row takes beside its iterations: what a turn of one token does, less a token's part of a longer one."""
+    cases = [Case(1, BASE_CONTEXT, run=tokens) for tokens in (1, RUN_TOKENS)]
+    work = [lambda case=case: rig.time(case) for case in cases]
+    samples = interleave(work, budget_s=budget_s, rng=rng, report=lambda _round: None, most=most)
+    one_s, run_s = (lower_quartile(times) for times in samples)
+    return max(0.0, one_s - (run_s - one_s) / (RUN_TOKENS - 1))
 
 
 def _fits(case: Case, engine: TrtllmEngine, config: ServingConfig) -> bool:

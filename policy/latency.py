@@ -57,7 +57,8 @@ SYNTHETIC = Provenance("none", "none", "none", "none", "none", 0, "1970-01-01", 
 @dataclass(frozen=True, slots=True)
 class LatencyTable:
     """Measured forwards of one engine, cell by cell: ``seconds[c]`` (a median) is the time of a forward of ``tokens[c]`` query tokens in
-    all, spread over ``rows[c]`` sequences that hold ``context_tokens[c]`` cached tokens in all.
+    all, spread over ``rows[c]`` sequences that hold ``context_tokens[c]`` cached tokens in all. Each is that of a turn of its own, of which
+    ``turn_s`` are spent once however many forwards it has (queueing, what is computed again; 0 where turns are forwards).
 
     For a target measure verification: ``tokens`` over 1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128, ... up to a prefill chunk
     with a full batch. For a draft measure its steps (``tokens == rows``) and its catch-up (one row, many tokens). A row or context term
@@ -70,12 +71,15 @@ class LatencyTable:
     context_tokens: tuple[int, ...]
     seconds: tuple[float, ...]
     provenance: Provenance = SYNTHETIC
+    turn_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.engine, str) or not self.engine:
             raise LatencyError(f"engine must be a name, got {self.engine!r}")
         if not self.tokens:
             raise LatencyError(f"tokens of engine {self.engine!r} must have at least one cell, got none")
+        if isinstance(self.turn_s, bool) or not isinstance(self.turn_s, (int, float)) or not 0 <= self.turn_s < float("inf"):
+            raise LatencyError(f"turn_s of engine {self.engine!r} must be a finite number >= 0, got {self.turn_s!r}")
         for name, low, high in (("rows", 1, MAX_GRID_TOKENS), ("tokens", 1, MAX_GRID_TOKENS), ("context_tokens", 0, 1 << 40)):
             self._check_column(name, low, high)
         for c, value in enumerate(self.seconds):
@@ -104,14 +108,15 @@ class LatencyTable:
     def to_dict(self) -> dict[str, Any]:
         """Return the table as JSON-able data, the inverse of ``from_dict``."""
         columns = {name: list(getattr(self, name)) for name in _COLUMNS}
-        return {"schema": SCHEMA, "engine": self.engine, "provenance": asdict(self.provenance), **columns}
+        turn = {"turn_s": self.turn_s} if self.turn_s else {}
+        return {"schema": SCHEMA, "engine": self.engine, "provenance": asdict(self.provenance), **columns, **turn}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LatencyTable:
         """Rebuild a table. Raises LatencyError naming the missing, unknown or malformed field and its value."""
         if data.get("schema") != SCHEMA:
             raise LatencyError(f"schema must be {SCHEMA}, got {data.get('schema')!r}")
-        _check_keys("table", data, {"schema", "engine", "provenance", *_COLUMNS})
+        _check_keys("table", {"turn_s": 0.0, **data}, {"schema", "engine", "provenance", "turn_s", *_COLUMNS})
         provenance = data["provenance"]
         if not isinstance(provenance, Mapping):
             raise LatencyError(f"provenance must be an object, got {provenance!r}")
@@ -119,7 +124,8 @@ class LatencyTable:
         for name in _COLUMNS:
             if not isinstance(data[name], (list, tuple)):
                 raise LatencyError(f"{name} must be a list, got {data[name]!r}")
-        return cls(data["engine"], **{name: tuple(data[name]) for name in _COLUMNS}, provenance=Provenance(**provenance))
+        columns = {name: tuple(data[name]) for name in _COLUMNS}
+        return cls(data["engine"], **columns, provenance=Provenance(**provenance), turn_s=data.get("turn_s", 0.0))
 
 
 _COLUMNS = ("rows", "tokens", "context_tokens", "seconds")
@@ -251,12 +257,16 @@ def lines_below(seconds: FloatArray) -> tuple[FloatArray, FloatArray]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatencyModel:
-    """The target's and the drafts' curves; ``overhead_s`` is spent in every step, ``speculation_s`` more in one that speculates."""
+    """The target's and the drafts' curves; ``overhead_s`` is spent in every step, ``speculation_s`` more in one that speculates.
+
+    ``turn_s``, in the target's curve, is what a turn takes beside its forwards, once however many tokens it runs.
+    """
 
     target: LatencyCurve
     drafts: tuple[LatencyCurve, ...]
     overhead_s: float = 0.0
     speculation_s: float = 0.0
+    turn_s: float = 0.0
     stack: CurveStack = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -278,7 +288,7 @@ class LatencyModel:
             if not 0 <= value < float("inf"):
                 raise LatencyError(f"{name} must be a finite number >= 0, got {value!r}")
         curves = tuple(LatencyCurve.fit(table) for table in drafts.values() if table is not None)
-        return cls(LatencyCurve.fit(target), curves, overhead_s, speculation_s)
+        return cls(LatencyCurve.fit(target), curves, overhead_s, speculation_s, target.turn_s)
 
     @classmethod
     def unit(cls, drafts: int, draft_s: float = 0.1, step_s: float = 1.0) -> LatencyModel:

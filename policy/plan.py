@@ -137,7 +137,8 @@ class Plan:
     """One choice per row of the view: ``draft[n]`` (column, ``NO_DRAFT`` for none) and ``length[n]`` (k; 0 = no speculation).
 
     ``predicted_s`` is the predicted step time (seconds), ``predicted_tokens`` the expected emitted tokens, ``price`` the price of
-    time in tokens per second used; ``notes`` holds figures for traces (dual bound, reasons), never needed to execute the plan;
+    time in tokens per second used; ``run[n]`` (None: as many as a turn may) what a row without a proposal runs freely in its turn;
+    ``notes`` holds figures for traces (dual bound, reasons), never needed to execute the plan;
     ``shadow`` is what the planner would have done where something else is done. ``shape`` is None where every row has one chain;
     ``notes["why_not"]`` says for each shape why it was not used.
     """
@@ -150,6 +151,7 @@ class Plan:
     notes: dict[str, Any] = field(default_factory=dict)
     shadow: Plan | None = None
     shape: TurnShape | None = None
+    run: IntArray | None = None
 
     def of_rows(self, rows: IntArray) -> Plan:
         """Return the plan of some of its rows; what is predicted is their share of the whole."""
@@ -162,6 +164,7 @@ class Plan:
             predicted_tokens=share * self.predicted_tokens,
             shadow=None if self.shadow is None else self.shadow.of_rows(rows),
             shape=None if self.shape is None else self.shape.of_rows(rows),
+            run=_taken(self.run, rows),
         )
 
 
@@ -169,8 +172,8 @@ class Plan:
 class Ran:
     """What the times of a step on an asynchronous engine are of: not of its own rows, for answers come late and drafts are for others.
 
-    ``tokens`` in all for ``rows`` with ``context_tokens`` were the batch of which ``parts_s["verify"]`` is one iteration (0: it was not
-    timed). ``request``, ``draft``, ``length`` int64[m] say for whom it was drafted.
+    ``tokens`` in all for ``rows`` with ``context_tokens`` were the batch of which ``parts_s["verify"]`` are so many ``iterations``, in one
+    turn (0: they were not timed). ``request``, ``draft``, ``length`` int64[m] say for whom it was drafted.
     """
 
     request: IntArray
@@ -179,6 +182,7 @@ class Ran:
     tokens: int = 0
     rows: int = 0
     context_tokens: int = 0
+    iterations: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,13 @@ import numpy as np
 
 from .acceptance import AcceptanceConfig, AcceptanceModel, AcceptanceState, Expected
 from .correction import Shape, Target, corrected, correction_by_part, learnt, shaped
+from .free_runs import free_run_tokens
 from .goodput import Choice, Score, StepProblem, no_speculation
 from .hints import Last
 from .latency import OVERHEAD, VERIFY, LatencyModel
 from .learned import restored, saved
 from .one_row import one_row
-from .plan import NO_DRAFT, BoolArray, FloatArray, IntArray, Outcome, Plan, View
+from .plan import BoolArray, FloatArray, IntArray, Outcome, Plan, View
 from .pricing import Priced, Problem, priced_choice
 from .probing import PROBE_FLOOR, affordable
 from .problem import NOTHING_GIVEN, Bounds, Given, extra_prefill_s, predicted_parts, step_problem
@@ -45,6 +46,7 @@ class PlannerConfig:
     ``optimism`` how many standard deviations it hopes for. ``switch_horizon_steps`` the most steps over which a catch-up is spread.
     ``margin`` is the gain in goodput that speculation must promise: of many estimates the best is flattered, and a loss weighs more than
     a gain missed. A batch that does not speculate is planned for again after ``rest_steps`` steps, for planning costs it time too.
+    ``free_run_tokens`` are the most that a row runs in one turn (``policy.free_runs``).
     ``catchup_scored`` says that the engines report how a draft that catches up would have guessed what it reads (``Outcome.free_*``).
     """
 
@@ -55,6 +57,7 @@ class PlannerConfig:
     switch_horizon_steps: float = 16.0
     margin: float = 0.03
     rest_steps: int = 4
+    free_run_tokens: int = 1
     catchup_scored: bool = False
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
 
@@ -63,6 +66,8 @@ class PlannerConfig:
             raise ValueError(f"k_max must be >= 0, got {self.k_max}")
         if not 0 <= self.explore_share < 1:
             raise ValueError(f"explore_share must be in [0, 1), got {self.explore_share}")
+        if self.free_run_tokens < 1:
+            raise ValueError(f"free_run_tokens must be >= 1, got {self.free_run_tokens}")
         for name in ("margin", "rest_steps"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
@@ -164,6 +169,8 @@ class AdaptivePlanner:
         """Plan for a single row by plain numbers: what ``_plan_rows`` does, quicker."""
         hazard = self._acceptance.hazards_of(acceptance, view.request.item(), view.rule.item())
         problem = one_row(self.corrected(state), state.correction.tolist(), view, hazard, self._bounds)
+        run, saved_s = self._free_run(problem.plain_s, view, state)
+        problem = problem._replace(plain_s=problem.plain_s - saved_s)
         prefill_s = extra_prefill_s(self.corrected(state), state.correction, view, 1)
         priced = self._priced_choice(problem, prefill_s, view, state)
         notes = self._notes(problem, priced, prefill_s, state)
@@ -173,7 +180,7 @@ class AdaptivePlanner:
             found = self._looked(as_rows, view, rows, expected, acceptance, priced.price, found, state.draws)
             notes["probe"] = found.probes
         tokens = found.result.value / problem.base_value if problem.base_value else 1.0
-        plan = Plan(found.choice.draft, found.choice.length, found.result.step_s, tokens, priced.price, notes)
+        plan = Plan(found.choice.draft, found.choice.length, found.result.step_s, tokens, priced.price, notes, run=run)
         return plan, self._planned(state, acceptance, view, priced.goodput, found, Last(found.choice.length.item(), 1))
 
     def problem(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[StepProblem, IntArray, Expected, Given]:
@@ -196,6 +203,9 @@ class AdaptivePlanner:
     def _plan_rows(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[Plan, PlannerState]:
         """Plan for any number of rows, and look for a probe when it is time."""
         problem, rows, expected, given = self.problem(view, state, acceptance)
+        run, saved_s = self._free_run(problem.plain_s, view, state)
+        if saved_s and not given.tokens:
+            problem.verify_s[0] -= saved_s
         prefill_s = extra_prefill_s(self.corrected(state), state.correction, view, len(rows) + len(given.rows) + given.tokens)
         priced = self._priced_choice(problem, prefill_s, view, state)
         notes = self._notes(problem, priced, prefill_s, state)
@@ -205,7 +215,7 @@ class AdaptivePlanner:
             notes["probe"] = found.probes
         draft, length = _scattered(found.choice, rows, len(view))
         tokens = _tokens(problem, view.weight[rows], found.choice, found.result.value - given.value) + given.expected_tokens
-        plan = Plan(draft, length, found.result.step_s, tokens, priced.price, notes)
+        plan = Plan(draft, length, found.result.step_s, tokens, priced.price, notes, run=run)
         last = state.last.followed_by(priced.choice, int(np.add.reduce(length)), priced.bound)
         return plan, self._planned(state, acceptance, view, priced.goodput, found, last)
 
@@ -248,10 +258,20 @@ class AdaptivePlanner:
         verify_s = correction[VERIFY] * self.corrected(state).target.seconds(n, n, int(view.context.sum()))
         step_s = float(verify_s + correction[OVERHEAD] * self.latency.overhead_s)
         credit_s = state.credit_s + self.config.explore_share * step_s
-        plan = Plan(
-            np.full(n, NO_DRAFT, np.int64), np.zeros(n, np.int64), step_s, float(n), notes={"rest": state.rest, "why_not": CHAINS_ONLY}
-        )
+        run, saved_s = self._free_run(step_s, view, state)
+        plan = Plan(*no_speculation(n), step_s - saved_s, float(n), notes={"rest": state.rest, "why_not": CHAINS_ONLY}, run=run)
         return plan, replace(state, view=view, credit_s=credit_s, rest=state.rest - 1)
+
+    def _free_run(self, plain_s: float, view: View, state: PlannerState) -> tuple[IntArray | None, float]:
+        """Return what rows without a proposal run, as ``Plan.run``, and what of ``plain_s``, the time of a step, each such token saves."""
+        most, correction = self.config.free_run_tokens, state.correction
+        if most == 1:
+            return None, 0.0
+        turn_s = correction.item(VERIFY) * self.latency.turn_s + correction.item(OVERHEAD) * self.latency.overhead_s
+        token_s = max(plain_s - turn_s, 0.0)
+        wait_s = token_s if view.decoding + view.prefilling > 1 else 0.0
+        tokens = free_run_tokens(turn_s, token_s, wait_s, self.config.margin, self.config.rest_steps, most)
+        return np.full(len(view), tokens), turn_s - (turn_s + wait_s * (tokens > 1)) / tokens
 
     def _priced_choice(self, problem: Problem, prefill_s: float, view: View, state: PlannerState) -> Priced:
         """Return the choice and its price, starting from the last step's."""

@@ -204,8 +204,8 @@ def _parts_ran(latency: LatencyModel, ran: Ran, view: View) -> tuple[FloatArray,
     if not ran.tokens:
         return predicted, Target(0, 0.0, 0.0)
     base_s, whole_s = latency.target.at(ran.tokens), latency.target.seconds(ran.tokens, ran.rows, ran.context_tokens)
-    predicted[VERIFY] = whole_s
-    return predicted, Target(ran.tokens, base_s, whole_s - base_s)
+    predicted[VERIFY] = ran.iterations * whole_s - (ran.iterations - 1) * latency.turn_s  # which is in the table, once an iteration
+    return predicted, Target(ran.tokens, ran.iterations * base_s, predicted.item(VERIFY) - ran.iterations * base_s)
 
 
 def _rows_of(request: IntArray, view: View) -> IntArray:

@@ -180,6 +180,7 @@ def _planner_data(planner: AdaptivePlanner) -> dict[str, Any]:
         "curves": [_curve_data(curve) for curve in (latency.target, *latency.drafts)],
         "overhead_s": latency.overhead_s,
         "speculation_s": latency.speculation_s,
+        "turn_s": latency.turn_s,
     }
 
 
@@ -191,7 +192,7 @@ def _planner(data: dict[str, Any]) -> AdaptivePlanner:
     if data["schema"] != SCHEMA:
         raise ValueError(f"schema must be {SCHEMA}, got {data['schema']!r}")
     target, *drafts = (LatencyCurve(**{**curve, "base_s": np.array(curve["base_s"])}) for curve in data["curves"])
-    latency = LatencyModel(target, tuple(drafts), data["overhead_s"], data["speculation_s"])
+    latency = LatencyModel(target, tuple(drafts), data["overhead_s"], data["speculation_s"], data.get("turn_s", 0.0))
     config = PlannerConfig(**{**data["config"], "acceptance": AcceptanceConfig(**data["config"]["acceptance"])})
     names, shapes = tuple(data["drafts"]), data["shapes"]
     return AdaptivePlanner(names, latency, config) if shapes is None else ShapedPlanner(names, latency, config, Shapes(**shapes))

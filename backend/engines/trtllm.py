@@ -12,7 +12,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from time import monotonic
 from typing import Any
@@ -54,6 +54,7 @@ class _Flight:
     asked: Ask
     since_s: float
     tokens: list[int]
+    told: int = 0  # of the tokens
     cancelled: bool = False
 
 
@@ -203,28 +204,44 @@ class TrtllmEngine:
         self._starting.start()
 
     def _enqueue(self) -> None:
-        """Hand over what waits, as far as the executor's queue takes it."""
-        while self._waiting:
-            turn = self._waiting[0]
-            seen = len(turn.sequence.tokens) - self.unseen(turn.sequence)
-            try:
-                asked = self._requests.ask(turn, seen)
-            except (TurnError, ValueError, AssertionError) as error:
-                self._waiting.popleft()
-                self._done.append(Completion(turn.sequence.id, [], error=f"{self.name}: {error}"))
-                continue
-            try:
-                request_id = self._executor.enqueue_request(asked.request)
-            except RuntimeError as error:
-                if "queue size" in str(error) and self._flights:
+        """Hand over what waits, all at once: one by one the executor would begin an iteration with the first alone.
+
+        What its queue does not take goes on waiting.
+        """
+        asks = [asked for turn in self._waiting if (asked := self._asked(turn)) is not None]
+        self._waiting.clear()
+        if asks and not self._handed_over(asks):
+            for i, asked in enumerate(asks):
+                if not self._handed_over([asked]):
+                    if not self._flights:
+                        raise EngineDiedError("its queue takes no request")
                     self._count("spindle_fallback_total", reason="engine_queue_full")
-                    return
-                raise
-            self._waiting.popleft()
-            self._flights[request_id] = _Flight(asked, self._clock(), [])
+                    self._waiting.extend(asked.turn for asked in asks[i:])
+                    break
+
+    def _asked(self, turn: Turn) -> Ask | None:
+        """Return a turn's request; None for one that cannot be made, which completes with its error."""
+        try:
+            return self._requests.ask(turn, len(turn.sequence.tokens) - self.unseen(turn.sequence))
+        except (TurnError, ValueError, AssertionError) as error:
+            self._done.append(Completion(turn.sequence.id, [], error=f"{self.name}: {error}"))
+            return None
+
+    def _handed_over(self, asks: list[Ask]) -> bool:
+        """Hand over requests; return whether the executor's queue has taken them."""
+        try:
+            request_ids = self._executor.enqueue_requests([asked.request for asked in asks])
+        except RuntimeError as error:
+            if "queue size" in str(error):
+                return False
+            raise
+        now_s = self._clock()
+        for request_id, asked in zip(request_ids, asks, strict=True):
+            self._flights[request_id] = _Flight(asked, now_s, [])
             self._tally["spindle_engine_logits_bytes_total", ""] += asked.logits_bytes
             if asked.cut:
                 self._count("spindle_fallback_total", reason="turn_cut_at_min_tokens")
+        return True
 
     def _await(self, timeout_s: float) -> None:
         for response in self._executor.await_responses(timeout=timedelta(seconds=timeout_s)):
@@ -238,6 +255,9 @@ class TrtllmEngine:
             flight.tokens += result.output_token_ids[0]
             if result.is_final:
                 self._take(response.request_id, flight, result)
+            elif flight.tokens[flight.told :]:
+                self._done.append(Completion(flight.asked.turn.sequence.id, flight.tokens[flight.told :], partial=True))
+                flight.told = len(flight.tokens)
 
     def _take(self, request_id: int, flight: _Flight, result: Any) -> None:
         reason, reasons = result.finish_reasons[0], self._trtllm.FinishReason
@@ -252,7 +272,7 @@ class TrtllmEngine:
             return
         del self._flights[request_id]
         self._ran[done.sequence_id] = (asked.turn.end, done.tokens[:-1])
-        self._done.append(done)
+        self._done.append(replace(done, tokens=done.tokens[flight.told :]) if flight.told else done)
         self._account(asked, result.request_perf_metrics)
 
     def _end(self, request_id: int, error: str) -> None:

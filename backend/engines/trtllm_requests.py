@@ -75,6 +75,7 @@ class Requests:
         request = self._trtllm.Request(
             sequence.tokens[: turn.end],
             length,
+            streaming=turn.streamed and not wants_logits,
             sampling_config=_sampling(self._trtllm, sampling, left, _seed(sampling.seed, turn.end, sequence.attempt, self._purpose)),
             output_config=self._outputs[wants_logits],
             end_id=sampling.end_ids[0] if len(sampling.end_ids) == 1 else None,

@@ -80,7 +80,7 @@ def measure(sequences: int, folder: Path) -> list[float]:
     made = app.build(parse_config(settings(folder, sequences)))
     executor = Executor.created[-1]
     clock = Clock()
-    for name in ("enqueue_request", "await_responses", "get_latest_iteration_stats"):
+    for name in ("enqueue_requests", "await_responses", "get_latest_iteration_stats"):
         setattr(executor, name, clock.around(getattr(executor, name)))
     for number in range(sequences):
         prompt = "abcdefgh" + "abcdefgh"[: number % 8]

@@ -46,9 +46,10 @@ TARGET = line(5e-3, 20e-6, 64)
 DRAFT = line(0.8e-3, 2.5e-6, 64)
 
 
-def latency(overhead_s: float = 0.0) -> LatencyModel:
-    """What the planner is told of both."""
-    return LatencyModel(replace(TARGET, row_s=10e-6), (DRAFT,), overhead_s)
+def latency(turn_s: float = 0.0) -> LatencyModel:
+    """What the planner is told of both; half a token a row is computed again."""
+    curve = replace(TARGET, base_s=TARGET.base_s + turn_s, row_s=10e-6)
+    return LatencyModel(curve, (DRAFT,), turn_s=turn_s)
 
 
 def law(agreement: float = 1.0) -> Callable[..., np.ndarray]:
@@ -116,14 +117,14 @@ class Served:
         engine = read_engine_folder(made)
         return TrtllmEngine(name, engine, settings, max_context_tokens=_TOKENS // 2, bindings=fake_executor, clock=self.clock)
 
-    def submit(self) -> None:
+    def submit(self, sink: object = None, *, prompt: list[int] | None = None, tokens: int | None = None, **options) -> None:
         """Hand a new request to the loop."""
-        number = next(self._numbers)
-        prompt = [self._rng.randrange(VOCAB) for _ in range(PROMPT_TOKENS)]
-        sequence = Sequence(number, prompt, PROMPT_TOKENS, SamplingParams())
+        prompt = prompt or [self._rng.randrange(VOCAB) for _ in range(PROMPT_TOKENS)]
+        sequence = Sequence(next(self._numbers), list(prompt), len(prompt), SamplingParams())
         ceiling = 0 if self._rng.random() < self._plain_share else None
-        request = GenerationRequest("", self._rng.randrange(16, 96), num_draft_tokens=ceiling)
-        self.loop.submit(Session(sequence, request, frozenset(), NoText(), Sink(self)))
+        ids = tuple(prompt) if sink is not None else None
+        request = GenerationRequest("", tokens or self._rng.randrange(16, 96), num_draft_tokens=ceiling, input_ids=ids, **options)
+        self.loop.submit(Session(sequence, request, frozenset(), NoText(), sink or Sink(self)))
 
     def emitted(self) -> float:
         """Tokens emitted since the last call."""

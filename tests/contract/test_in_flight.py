@@ -14,9 +14,9 @@ MIX = {"free_run_tokens": 5, "plain_share": 0.5}
 """Half of the requests take no proposals: they run on while the others come back."""
 
 
-def adaptive(rate):
+def adaptive(rate, turn_s=0.0, **config):
     acceptance = AcceptanceConfig(prior_hazard=rate, prior_strength=1e12)
-    return AdaptivePlanner(("draft",), latency(), PlannerConfig(k_max=K_MAX, acceptance=acceptance, explore_share=0.0))
+    return AdaptivePlanner(("draft",), latency(turn_s), PlannerConfig(k_max=K_MAX, acceptance=acceptance, explore_share=0.0, **config))
 
 
 class Blind(Policy):
@@ -86,3 +86,75 @@ def test_answers_that_are_there_are_all_taken_before_the_next_plan(monkeypatch, 
     served = Served(monkeypatch, tmp_path, NoSpeculation(), 16, 0.8, target=Behaviour(late=0.5))
     served.goodput(0.3, 0.1)
     assert all(view.ready.all() for view, _ in served.plans)
+
+
+@pytest.mark.parametrize("sequences", [2, 16])
+@pytest.mark.parametrize("turn_s", [0.0, 0.4e-3, 4e-3])
+def test_the_length_of_free_runs_is_about_as_good_as_the_best_constant(monkeypatch, tmp_path, sequences, turn_s):
+    """With a draft that is always wrong; turns cost the loop's thread so many seconds for all sequences."""
+
+    def goodput(policy, tokens):
+        target = Behaviour(enqueue_s=turn_s / sequences)
+        served = Served(monkeypatch, tmp_path / str(tokens), policy, sequences, 0.0, free_run_tokens=tokens, target=target)
+        return served.goodput(1.5, 0.2), served
+
+    best = max(goodput(NoSpeculation(), tokens)[0] for tokens in (1, 2, 4, 9))
+    chosen, served = goodput(adaptive(0.02, turn_s, free_run_tokens=9), 9)
+    runs = {run for view, plan in served.plans if len(view) > 1 for run in plan.run.tolist()}
+    assert chosen > 0.97 * best
+    assert max(runs) == (9 if turn_s > 1e-3 else 1)
+
+
+def test_tokens_of_a_free_run_reach_a_streaming_client_as_they_come(monkeypatch, tmp_path):
+    served = Served(monkeypatch, tmp_path, NoSpeculation(), 1, 0.8, free_run_tokens=9)
+    arrived = {True: [], False: []}
+
+    class Client:
+        cancelled = False
+
+        def __init__(self, stream):
+            self.at_s, self.tokens = arrived[stream], []
+
+        def chunk(self, delta):
+            self.at_s.append(served.clock.now_s)
+            self.tokens += delta.tokens
+
+        def final(self, delta, reason, usage):
+            self.at_s.append(served.clock.now_s)
+            self.tokens += delta.tokens
+
+        def error(self, code, message):
+            raise AssertionError(message)
+
+    clients = {stream: Client(stream) for stream in (True, False)}
+    for stream, client in clients.items():
+        served.submit(client, stream=stream, prompt=[1, 2, 3, 4], tokens=28)
+    while served.loop.step() and not all(len(client.tokens) >= 28 for client in clients.values()):
+        pass
+    assert clients[True].tokens[-28:] == clients[False].tokens[-28:]
+    assert len(arrived[True]) == 28
+    assert np.diff(arrived[True]).max() < 2.5 * np.diff(arrived[True]).min()
+    assert len(arrived[False]) == 1
+
+
+def test_a_stop_word_inside_a_streamed_free_run_ends_it_at_once(monkeypatch, tmp_path):
+    served = Served(monkeypatch, tmp_path, NoSpeculation(), 2, 0.8, free_run_tokens=9)
+    ends = []
+
+    class Client:
+        cancelled = False
+        chunk = staticmethod(lambda delta: None)
+        error = staticmethod(lambda code, message: ends.append(code))
+
+        def final(self, delta, reason, usage):
+            ends.append((served.clock.now_s, reason.value, usage.output_tokens))
+
+    plain = [1, 2, 3, 4]
+    target_law = served.engines[0]._executor._model.law
+    for _ in range(6):
+        plain.append(int(np.argmax(target_law(plain))))
+    served.submit(Client(), stream=True, prompt=plain[:4], tokens=60, stop_word_ids=((plain[6], plain[7]),))
+    while not ends and served.loop.step():
+        pass
+    ((_, reason, tokens),) = ends
+    assert (reason, tokens <= 4) == ("stop_words", True)

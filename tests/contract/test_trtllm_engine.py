@@ -278,3 +278,32 @@ def test_without_tensorrt_llm_the_engine_says_so(tmp_path):
     folder = read_engine_folder(engine_folder(tmp_path, vocab_size=VOCAB))
     with pytest.raises(EngineDiedError, match=r"needs TensorRT-LLM 1\.2\.1"):
         TrtllmEngine("target", folder, ExecutorSettings(), max_context_tokens=64)
+
+
+def test_the_turns_of_a_submission_are_in_one_iteration(tmp_path, monkeypatch):
+    rig = Rig(tmp_path)
+    calls = []
+    enqueue = rig.executor.enqueue_requests
+    monkeypatch.setattr(rig.executor, "enqueue_requests", lambda requests: calls.append(len(requests)) or enqueue(requests))
+    rig.run(*(Turn(sequence([1, 2, number]), 3) for number in range(3)))
+    assert calls == [3]
+
+
+def test_tokens_of_a_streamed_run_come_in_parts_and_once(tmp_path):
+    rig = Rig(tmp_path)
+    whole = rig.run(Turn(sequence(range(6)), 6, run=4))[0].tokens
+    seq = sequence(range(6))
+    rig.engine.submit([Turn(seq, 6, run=4, streamed=True)])
+    parts = []
+    while not parts or parts[-1].partial:
+        parts += rig.engine.poll(1.0)
+    assert [len(part.tokens) for part in parts] == [1, 1, 1, 1]
+    assert [token for part in parts for token in part.tokens] == whole
+    seq.tokens += whole
+    assert rig.engine.unseen(seq) == 1
+
+
+def test_turns_with_logits_are_not_streamed(tmp_path):
+    rig = Rig(tmp_path)
+    (done,) = rig.run(Turn(sequence(range(6), SamplingParams(log_probs=True)), 6, run=3, streamed=True))
+    assert (len(done.tokens), len(done.log_probs), done.partial) == (3, 3, False)
