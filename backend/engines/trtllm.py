@@ -137,6 +137,8 @@ class TrtllmEngine:
     def unseen(self, sequence: Sequence) -> int:
         """Return the committed tokens that were not run in the last turn; the executor may recompute a part of a block besides."""
         seen, beyond = self._ran.get(sequence.id, (0, []))
+        if sequence.tokens[seen : seen + len(beyond)] == beyond:  # as nearly always
+            return len(sequence.tokens) - seen - len(beyond)
         matching = next((i for i, token in enumerate(beyond) if sequence.tokens[seen + i : seen + i + 1] != [token]), len(beyond))
         return len(sequence.tokens) - seen - matching
 

@@ -72,11 +72,12 @@ class Requests:
         proposed, length, cut = _cut(turn, left)
         logits = _draft_logits(turn, proposed, engine.padded_vocab_size) if proposed and not sampling.greedy else None
         wants_logits = sampling.log_probs or (turn.keep_probs and not sampling.greedy)
+        seed = 0 if sampling.greedy else _seed(sampling.seed, turn.end, sequence.attempt, self._purpose)
         request = self._trtllm.Request(
             sequence.tokens[: turn.end],
             length,
             streaming=turn.streamed and not wants_logits,
-            sampling_config=_sampling(self._trtllm, sampling, left, _seed(sampling.seed, turn.end, sequence.attempt, self._purpose)),
+            sampling_config=_sampling(self._trtllm, sampling, left, seed),
             output_config=self._outputs[wants_logits],
             end_id=sampling.end_ids[0] if len(sampling.end_ids) == 1 else None,
             bad_words=_banned(sampling, left) or None,
