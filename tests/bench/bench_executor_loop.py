@@ -2,7 +2,7 @@
 
 CPU time of the loop's thread outside the executor's own calls is counted: planning, prompt lookup, making requests, reading answers,
 committing. Requests and answers are the fake's Python values, not the bindings'; no engine runs. Greedy, one draft (lookup), all sequences
-in one batch.
+in one batch; then without proposals, in free runs of several lengths.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tests.contract.fake_executor import Executor
 from tests.contract.trtllm_folders import folder as engine
 
 SEQUENCES = (1, 32, 256)
+RUNS = (1, 2, 5)
 STEP_S = 0.010
 """A step of an engine that the overhead is set against."""
 
@@ -61,10 +62,13 @@ class Clock:
         return timed
 
 
-def settings(folder: Path, sequences: int) -> dict:
+def settings(folder: Path, sequences: int, run_tokens: int | None) -> dict:
     limits = {"max_active_requests": sequences, "max_queued_requests": sequences, "max_context_tokens": 512, "prefill_chunk_tokens": 512}
     target = engine(folder, "target", max_draft_len=4, max_batch_size=256, max_seq_len=600)
     policy = {"k_max": 4, "keep_learned": False}
+    if run_tokens is not None:
+        policy |= {"kind": "none"}
+        limits |= {"free_run_tokens": run_tokens}
     drafts = [{"engine": "lookup", "name": "lookup"}]
     return {
         "target": {"engine": "trtllm", "model": str(target)},
@@ -75,9 +79,9 @@ def settings(folder: Path, sequences: int) -> dict:
     }
 
 
-def measure(sequences: int, folder: Path) -> list[float]:
-    """Return the seconds of each step outside the executor."""
-    made = app.build(parse_config(settings(folder, sequences)))
+def measure(sequences: int, folder: Path, run_tokens: int | None = None) -> list[float]:
+    """Return the seconds of each step outside the executor: with proposals, or in free runs of so many tokens."""
+    made = app.build(parse_config(settings(folder, sequences, run_tokens)))
     executor = Executor.created[-1]
     clock = Clock()
     for name in ("enqueue_requests", "await_responses", "get_latest_iteration_stats"):
@@ -111,8 +115,16 @@ def main() -> None:
         median = statistics.median(seconds)
         result[sequences] = {"median_s": median, "p90_s": float(np.quantile(seconds, 0.9)), "share_of_10_ms": median / STEP_S}
         print(f"{sequences:4} sequences: {median * 1e3:6.2f} ms a step, {median / sequences * 1e6:6.1f} us a turn")
+    runs = {}
+    for tokens in RUNS:
+        with tempfile.TemporaryDirectory() as folder:
+            median = statistics.median(measure(SEQUENCES[-1], Path(folder), tokens))
+        runs[tokens] = {"median_s": median, "iteration_s": median / tokens, "share_of_10_ms": median / tokens / STEP_S}
+        print(
+            f"{SEQUENCES[-1]:4} sequences, runs of {tokens}: {median * 1e3:6.2f} ms a turn of all, {median / tokens * 1e3:.2f} an iteration"
+        )
     if args.json:
-        args.json.write_text(json.dumps({"steps": STEPS, "sequences": result}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"steps": STEPS, "sequences": result, "free_runs": runs}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
