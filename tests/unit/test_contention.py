@@ -73,7 +73,7 @@ def test_the_adaptive_policy_cuts_a_batch_where_it_thinks_that_pays_and_no_text_
     monkeypatch.setattr(ShapedPlanner, "_timed", lambda planner, outcome, state, view: (state.correction, state.target_shape))
     texts, flights = {}, []
     land = Flights.land
-    monkeypatch.setattr(Flights, "land", lambda self: flights.append(len(self)) or land(self))
+    monkeypatch.setattr(Flights, "land", lambda self, log: flights.append(len(self)) or land(self, log))
     for cohorts in (1, 2):
         flights.clear()
         app = build(replace(config, policy=replace(config.policy, cohorts=cohorts)), {})
