@@ -13,6 +13,7 @@ from typing import Any
 
 from backend.triton_adapter.paths import PROJECT_ROOT
 from tests.bench.sweep_arms import ADAPTING, AGAIN, NONE, SPINDLE
+from tests.bench.sweep_figures import is_closed
 from tests.bench.sweep_simulation import WITHIN
 
 README = PROJECT_ROOT / "README.md"
@@ -101,21 +102,23 @@ def sweep() -> str:
 
 
 def _sweep_of(record: dict[str, Any], title: str) -> str:
+    """Return the closed and the open loops' tables."""
     latency = {(row["workload"], row["load"], row["policy"]): row["mean_latency_s"] for row in record["summary"]}
-    points = list(dict.fromkeys(key[:2] for key in latency))
-    rows = []
-    for point in points:
-        fixed = min(value for key, value in latency.items() if key[:2] == point and key[2].startswith("fixed-"))
-        others = (latency[(*point, policy)] for policy in (*ADAPTING, SPINDLE))
-        rows.append([", ".join(point), *(f"{value:.3f}" for value in (latency[(*point, NONE)], fixed, *others))])
-    head = [
-        f"{title}: mean latency, s, {min(row['warm_blocks'] for row in record['summary'])} blocks",
-        NONE,
-        "best fixed",
-        *ADAPTING,
-        SPINDLE,
-    ]
-    return _table(head, *rows)
+    blocks = min(row["warm_blocks"] for row in record["summary"])
+    tables = []
+    for words, closed in (("closed loop, in flight", True), ("open loop, share of capacity", False)):
+        rows = [_latencies(latency, point) for point in dict.fromkeys(key[:2] for key in latency) if is_closed(point[1]) is closed]
+        head = [f"{title}: mean latency, s, {words}, {blocks} warm blocks", NONE, "best fixed", *ADAPTING, SPINDLE]
+        tables += [_table(head, *rows)] if rows else []
+    return "\n".join(tables)
+
+
+def _latencies(latency: dict[tuple[str, str, str], float], point: tuple[str, str]) -> list[str]:
+    """Return a row of mean latencies; a policy that was not run leaves its cell empty, the best fixed choice is that in hindsight."""
+    own = {policy: value for (workload, load, policy), value in latency.items() if (workload, load) == point}
+    fixed = [value for policy, value in own.items() if policy.startswith("fixed-")]
+    cells = [own.get(NONE), min(fixed, default=None), *(own.get(policy) for policy in (*ADAPTING, SPINDLE))]
+    return [", ".join(point), *("" if value is None else f"{value:.3f}" for value in cells)]
 
 
 def pictures() -> str:

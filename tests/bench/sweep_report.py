@@ -21,6 +21,7 @@ from PIL import Image
 
 from backend.triton_adapter.paths import PROJECT_ROOT
 from tests.bench import sweep_plots as plots
+from tests.bench.sweep_figures import is_closed
 from tests.bench.sweep_simulation import WITHIN
 
 COLOURS = 64
@@ -181,16 +182,20 @@ def _table(record: dict[str, Any]) -> str:
         "looping": ("looping_share", ".2f"),
         "text as none": ("same_text_as_none", ".2f"),
     }
-    cells = (
-        [
-            row["workload"],
-            row["load"],
-            row["policy"],
-            *("" if row[key] is None else format(row[key], form) for key, form in columns.values()),
-        ]
-        for row in record["summary"]
-    )
-    return _html_table(["workload", "load", "policy", *columns], cells, 3)
+    tables = []
+    for title, closed in (("closed loop", True), ("open loop", False)):
+        rows = [row for row in record["summary"] if is_closed(row["load"]) is closed]
+        cells = (
+            [
+                row["workload"],
+                row["load"],
+                row["policy"],
+                *("" if row[key] is None else format(row[key], form) for key, form in columns.values()),
+            ]
+            for row in rows
+        )
+        tables += [f"<h3>{title}</h3>", _html_table(["workload", "load", "policy", *columns], cells, 3)] if rows else []
+    return "".join(tables)
 
 
 def _ablations(record: dict[str, Any]) -> str:

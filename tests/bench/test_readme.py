@@ -24,7 +24,10 @@ def test_a_sweep_that_was_not_run_leaves_its_row_empty_and_a_record_fills_it(tmp
         {"workload": "mix", "load": "closed-1", "policy": policy, "mean_latency_s": 1.0 + place / 10, "warm_blocks": 3}
         for place, policy in enumerate(policies)
     ]
+    rows += [{**row, "load": "poisson-0.50"} for row in rows if row["policy"] in ("none", "spindle")]
     (tmp_path / "sweep-gpu.json").write_text(json.dumps({"summary": rows}))
+    assert "open loop, share of capacity, 3 warm blocks" in readme.sweep()
+    assert "| mix, poisson-0.50 | 1.000 |  |  |  |  |  | 1.700 |" in readme.sweep()
     assert "| mix, closed-1 | 1.000 | 1.100 | 1.300 | 1.400 | 1.500 | 1.600 | 1.700 |" in readme.sweep()
     assert readme.sweep().count("not run") == 1
 
