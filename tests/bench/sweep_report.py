@@ -50,6 +50,7 @@ def write_report(record: dict[str, Any], path: Path, results: Path = RESULTS) ->
 
 def write_pictures(record: dict[str, Any], folder: Path, name: str, results: Path = RESULTS) -> None:
     """Write the figures that a README shows as PNG, those that the record has; of the heat maps the last workload's."""
+    folder.mkdir(parents=True, exist_ok=True)
     figures = {
         "latency": plots.latency_figure(record),
         "throughput": plots.throughput_figure(record),
@@ -317,10 +318,11 @@ SECTIONS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
     (
         "What each part brings",
         "Spindle's speed with a part over its speed without it, and 95 % intervals; parts are taken away one by one, those that are off "
-        "by default are added. decomposition: padded attention whose contexts are cut where that pays, against tiled, which never pads.",
+        "by default are added. decomposition: padded attention whose contexts are cut where that pays, against tiled, which never pads. "
+        "Of this record or, where it has none, of docs/results/ablations.json.",
         _ablations,
     ),
-    ("Other stacks", "The same weights and prompts on the same machine.", _peers),
+    ("Other stacks", "The same weights and prompts on the same machine: docs/results/peers.json.", _peers),
     (
         "Where the time of a step goes",
         "emit: all but planning and the engines: taking requests in, committing, emitting.",
