@@ -261,6 +261,6 @@ def test_a_planner_that_peeks_shifts_the_law_and_is_caught(law, what):
 def test_a_view_and_an_outcome_have_no_place_for_tokens():
     """Counts, ids and times only: whoever adds a field of token ids has to argue with this list."""
     known = "drafts request context remaining ceiling catchup weight rule group ready prefill_tokens queued prefilling"
-    limits = "control given cap_s limit headroom"
+    limits = "control given flying cap_s limit headroom"  # ``flying`` holds plans that were made before
     assert {item.name for item in fields(View)} == {*known.split(), *limits.split()}
     assert not [item.name for item in fields(Outcome) if item.name in ("tokens", "proposal", "text")]
