@@ -13,6 +13,7 @@ from .correction import Shape, Target, corrected, correction_by_part, learnt, sh
 from .free_runs import free_run_tokens
 from .goodput import Choice, Score, StepProblem, no_speculation
 from .hints import Last
+from .keeping import Kept, averaged, kept, same_batch
 from .latency import OVERHEAD, VERIFY, LatencyModel
 from .learned import restored, saved
 from .one_row import one_row
@@ -24,7 +25,6 @@ from .ranks import RankState
 from .selection import PROBING, SELECTIONS, THOMPSON, Draws, Explorer
 from .shapes import CHAINS_ONLY
 
-_REST_ROWS = 4
 _LOOK_STEPS = 4  # at most, from one look for a probe that found none to be had to the next: looking takes time too
 
 
@@ -46,6 +46,7 @@ class PlannerConfig:
     ``optimism`` how many standard deviations it hopes for. ``switch_horizon_steps`` the most steps over which a catch-up is spread.
     ``margin`` is the gain in goodput that speculation must promise: of many estimates the best is flattered, and a loss weighs more than
     a gain missed. A batch that does not speculate is planned for again after ``rest_steps`` steps, for planning costs it time too.
+    Planning may take ``planning_share`` of step time: where it takes more, a choice of chains is kept for some steps (``policy.keeping``).
     ``free_run_tokens`` are the most that a row runs in one turn (``policy.free_runs``).
     ``catchup_scored`` says that the engines report how a draft that catches up would have guessed what it reads (``Outcome.free_*``).
     """
@@ -57,6 +58,7 @@ class PlannerConfig:
     switch_horizon_steps: float = 16.0
     margin: float = 0.03
     rest_steps: int = 4
+    planning_share: float = 0.02
     free_run_tokens: int = 1
     catchup_scored: bool = False
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
@@ -71,7 +73,7 @@ class PlannerConfig:
         for name in ("margin", "rest_steps"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
-        for name in ("optimism", "switch_horizon_steps"):
+        for name in ("optimism", "switch_horizon_steps", "planning_share"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
         if self.selection not in SELECTIONS:
@@ -84,8 +86,9 @@ class PlannerState:
 
     ``goodput`` is the best goodput of the last batch without its prefill (tokens per second of the model's time; 0: unknown).
     ``credit_s`` is what may still be spent on probes, ``look`` the steps until the next look for one, ``rest`` the steps for which no
-    speculation stays decided, ``last`` what is kept of the last choice, ``draws`` belongs to Thompson's selection; ``ranks``,
-    ``overlap_s``, ``overlaps`` and ``flying`` (``policy.cohorts``) belong to ``policy.shaped``.
+    speculation stays decided, ``last`` what is kept of the last choice, ``kept`` the choice itself for some steps more, ``planning_s`` what
+    planning takes where a step is ``planned``. ``draws`` belongs to Thompson's selection; ``ranks``, ``overlap_s``, ``overlaps`` and
+    ``flying`` (``policy.cohorts``) belong to ``policy.shaped``.
     """
 
     acceptance: AcceptanceState
@@ -97,6 +100,9 @@ class PlannerState:
     rest: int = 0
     look: int = 0
     last: Last = field(default_factory=Last)
+    kept: Kept | None = None
+    planning_s: float = 0.0
+    planned: bool = False
     draws: Draws | None = None
     ranks: RankState | None = None
     overlap_s: float = 0.0
@@ -109,6 +115,8 @@ class AdaptivePlanner:
 
     ``latency`` has one curve per name in ``drafts``, in that order. All figures come from it and from the outcomes: no clock, no files.
     """
+
+    keeps_choices = True
 
     def __init__(self, drafts: tuple[str, ...], latency: LatencyModel, config: PlannerConfig | None = None) -> None:
         """Raise ValueError if ``latency`` does not have as many drafts as there are names."""
@@ -155,8 +163,11 @@ class AdaptivePlanner:
         """
         if view.drafts != self.drafts:
             raise ValueError(f"view.drafts must be {self.drafts}, got {view.drafts}")
-        if state.rest and _same_batch(view, state.view):
+        if state.rest and same_batch(view, state.view):
             return self._rest(view, state)
+        if state.kept and state.view and (plan := state.kept.plan_for(view, state.view)):
+            credit_s = state.credit_s + self.config.explore_share * plan.predicted_s
+            return plan, replace(state, view=view, credit_s=credit_s, kept=state.kept.after_a_step(), planned=False)
         if self.config.selection == THOMPSON:
             draws = (state.draws or Draws()).next_step(view.request[ready_rows(view)].tolist(), len(self.drafts), rng)
             state = replace(state, draws=draws)
@@ -181,7 +192,7 @@ class AdaptivePlanner:
             notes["probe"] = found.probes
         tokens = found.result.value / problem.base_value if problem.base_value else 1.0
         plan = Plan(found.choice.draft, found.choice.length, found.result.step_s, tokens, priced.price, notes, run=run)
-        return plan, self._planned(state, acceptance, view, priced.goodput, found, Last(found.choice.length.item(), 1))
+        return plan, self._planned(state, acceptance, view, priced.goodput, found, Last(found.choice.length.item(), 1), plan)
 
     def problem(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[StepProblem, IntArray, Expected, Given]:
         """Return the choice that the planner has in a view, its rows of the view, what is expected of them, and what is given beside."""
@@ -217,10 +228,10 @@ class AdaptivePlanner:
         tokens = _tokens(problem, view.weight[rows], found.choice, found.result.value - given.value) + given.expected_tokens
         plan = Plan(draft, length, found.result.step_s, tokens, priced.price, notes, run=run)
         last = state.last.followed_by(priced.choice, int(np.add.reduce(length)), priced.bound)
-        return plan, self._planned(state, acceptance, view, priced.goodput, found, last)
+        return plan, self._planned(state, acceptance, view, priced.goodput, found, last, plan)
 
     def _planned(
-        self, state: PlannerState, acceptance: AcceptanceState, view: View, goodput: float, found: Found, last: Last
+        self, state: PlannerState, acceptance: AcceptanceState, view: View, goodput: float, found: Found, last: Last, plan: Plan
     ) -> PlannerState:
         """Return the state after planning (without ``replace``, which takes as long as planning for a row)."""
         return PlannerState(
@@ -233,6 +244,9 @@ class AdaptivePlanner:
             rest=0 if last.tokens else self.config.rest_steps,
             look=found.look,
             last=last,
+            kept=kept(plan, view, state.planning_s, self.config.planning_share) if self.keeps_choices else None,
+            planning_s=state.planning_s,
+            planned=True,
             draws=state.draws,
         )
 
@@ -260,7 +274,7 @@ class AdaptivePlanner:
         credit_s = state.credit_s + self.config.explore_share * step_s
         run, saved_s = self._free_run(step_s, view, state)
         plan = Plan(*no_speculation(n), step_s - saved_s, float(n), notes={"rest": state.rest, "why_not": CHAINS_ONLY}, run=run)
-        return plan, replace(state, view=view, credit_s=credit_s, rest=state.rest - 1)
+        return plan, replace(state, view=view, credit_s=credit_s, rest=state.rest - 1, kept=None, planned=False)
 
     def _free_run(self, plain_s: float, view: View, state: PlannerState) -> tuple[IntArray | None, float]:
         """Return what rows without a proposal run, as ``Plan.run``, and what of ``plain_s``, the time of a step, each such token saves."""
@@ -330,7 +344,8 @@ class AdaptivePlanner:
         if state.view is None or not len(outcome.request):
             return replace(state, acceptance=acceptance)
         correction, shape = self._timed(outcome, state, state.view)
-        return replace(state, acceptance=acceptance, correction=correction, target_shape=shape)
+        planning_s = averaged(state.planning_s, outcome.parts_s.get("planning", 0.0)) if state.planned else state.planning_s
+        return replace(state, acceptance=acceptance, correction=correction, target_shape=shape, planning_s=planning_s)
 
     def _timed(self, outcome: Outcome, state: PlannerState, view: View) -> tuple[FloatArray, Shape]:
         """Return the correction and the shape after the step's time is held against what the model says of the step as it was executed."""
@@ -352,19 +367,6 @@ def ready_rows(view: View) -> IntArray:
     """Return the rows that a choice is made for, by request: the batch's order makes no difference, not even among rows wholly alike."""
     rows: IntArray = view.request.argsort()
     return rows.compress(view.ready.take(rows))
-
-
-def _same_batch(view: View, before: View | None) -> bool:
-    """Return whether the same requests go on, all ready and without prefill beside them.
-
-    A small batch never counts as the same: planning for it is cheap, and a match that lookup has just found may be half of its tokens.
-    Nor does one of two arms, whose given rows may speculate.
-    """
-    if before is None or len(view) < _REST_ROWS or view.given is not None:
-        return False
-    if view.prefill_tokens or len(view) != len(before) or not view.ready.all():
-        return False
-    return np.array_equal(np.sort(view.request), np.sort(before.request))  # in whatever order
 
 
 def _split(view: View, rows: IntArray, hazard: FloatArray) -> tuple[Given, BoolArray | None]:

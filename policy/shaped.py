@@ -43,6 +43,8 @@ from .shapes import (
 class ShapedPlanner(AdaptivePlanner):
     """``AdaptivePlanner`` with ``Plan.shape`` for an engine of these capabilities; ``notes["why_not"]`` says why each was not used."""
 
+    keeps_choices = False  # shapes are offered anew in every step
+
     def __init__(
         self, drafts: tuple[str, ...], latency: LatencyModel, config: PlannerConfig | None = None, shapes: Shapes | None = None
     ) -> None:

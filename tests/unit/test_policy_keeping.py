@@ -1,0 +1,120 @@
+"""Where planning takes more of the time than it may, a choice is kept for some steps."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from policy import AdaptivePlanner, LatencyModel, LatencyTable, Outcome, Plan, PlannerConfig, View
+from policy.keeping import MOST_STEPS, kept
+
+RNG = np.random.default_rng(0)
+STEP_S = 0.01
+ROWS = 3
+
+
+def view(**changes):
+    shape = (ROWS, 2)
+    fields = {
+        "request": np.arange(ROWS),
+        "context": np.full(ROWS, 100),
+        "remaining": np.full(ROWS, 1000),
+        "ceiling": np.full(shape, 8),
+        "catchup": np.ones(shape, np.int64),
+        "weight": np.ones(ROWS),
+        "rule": np.zeros(ROWS, np.int64),
+        "ready": np.ones(ROWS, np.bool_),
+    }
+    return View(("small", "lookup"), **fields | changes)
+
+
+def latency():
+    """A step of 10 ms for up to 32 tokens; a draft at a tenth of it, and one that costs next to nothing."""
+    target = {t: STEP_S + 1e-4 * max(0, t - 32) for t in (1, 2, 4, 8, 16, 32, 64, 128)}
+    drafts = {name: LatencyTable.synthetic(name, {t: s * share for t, s in target.items()}) for name, share in (("d", 0.1), ("l", 1e-5))}
+    return LatencyModel.from_tables(LatencyTable.synthetic("target", target), drafts)
+
+
+class Loop:
+    """Steps of a planner whose planning takes ``planning_s`` in every step that it plans; all that is proposed is accepted."""
+
+    def __init__(self, planning_s, **config):
+        self.planner = AdaptivePlanner(("small", "lookup"), latency(), PlannerConfig(explore_share=0.0, **config))
+        self.state, self.planning_s, self.now = self.planner.start(), planning_s, 0.0
+
+    def step(self, seen=None):
+        """Plan for a view and learn; return the plan and whether it was kept."""
+        seen = view() if seen is None else seen
+        plan, self.state = self.planner.plan(seen, self.state, self.now, RNG)
+        again = "kept" in plan.notes
+        parts_s = {"verify": STEP_S, "planning": 1e-6 if again else self.planning_s}
+        made = Outcome(seen.request, plan.draft, plan.length, plan.length, plan.length + 1, plan.length, seen.rule, STEP_S, parts_s)
+        self.state, self.now = self.planner.observe(made, self.state, self.now), self.now + STEP_S
+        return plan, again
+
+    def settled(self):
+        """Return the loop once it plans again, its estimates being steady."""
+        for _ in range(200):
+            self.step()
+        while self.step()[1]:
+            pass
+        return self
+
+
+@pytest.mark.parametrize(("planning_s", "steps"), [(0.0, 0), (1e-4, 0), (5e-4, 2), (1e-3, 5), (1.0, MOST_STEPS)])
+def test_a_choice_is_kept_until_planning_has_its_share_of_the_time(planning_s, steps):
+    loop = Loop(planning_s, planning_share=0.02).settled()
+    again, planned = 0, 0
+    while planned < 4:
+        _, was_kept = loop.step()
+        again, planned = again + was_kept, planned + (not was_kept)
+    assert again / planned == pytest.approx(steps, abs=1)  # drafting makes the step somewhat longer than verifying
+    assert (again > 0) == (steps > 0)
+    assert again <= planned * MOST_STEPS
+
+
+def test_what_is_kept_are_the_same_chains_cut_to_what_is_left_of_a_request():
+    loop = Loop(1.0).settled()
+    first, _ = loop.step(replace(view(), remaining=np.full(ROWS, 1000)))
+    second, again = loop.step(replace(view(), remaining=np.array([1000, 3, 1])))
+    assert again
+    assert second.draft[0] == first.draft[0]
+    assert second.length[0] == first.length[0] > 2
+    assert second.length[1] == min(first.length[1], 2)
+    assert second.length[2] == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"request": np.arange(ROWS) + 1},
+        {"prefill_tokens": 5},
+        {"cap_s": 0.5},
+        {"ready": np.array([True, True, False])},
+        {"ceiling": np.array([[8, 8], [8, 8], [8, 0]])},
+        {"headroom": 1},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_step_unlike_the_last_one_is_planned_for(changes):
+    loop = Loop(1.0).settled()
+    assert loop.step()[1]
+    assert not loop.step(replace(view(), **changes))[1]
+
+
+def test_a_plan_that_tries_something_out_is_not_kept():
+    plan = Plan(np.zeros(ROWS, np.int64), np.full(ROWS, 2), STEP_S)
+    assert kept(plan, view(), 1.0, 0.02) is not None
+    assert kept(replace(plan, notes={"probe": 1}), view(), 1.0, 0.02) is None
+
+
+def test_a_kept_step_tells_nothing_of_what_planning_takes():
+    loop = Loop(1e-3).settled()
+    before = loop.state.planning_s
+    assert loop.step()[1]
+    assert loop.state.planning_s == before
+
+
+def test_a_share_that_is_not_positive_is_refused():
+    with pytest.raises(ValueError, match="planning_share must be > 0, got 0"):
+        PlannerConfig(planning_share=0)
