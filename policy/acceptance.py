@@ -22,6 +22,7 @@ from .plan import BoolArray, FloatArray, IntArray, Rule
 from .shifts import FEWEST_REQUESTS, common
 
 _FADE_SHARE = 0.01  # of the draft level's memory: so much time passes between two fadings, which touch every draft
+_BELIEF_ROWS = 8  # decoded between two estimates of requests of which nothing is seen, whose counts only fade
 _MOST_STEP = 2.0  # logits that an estimate of a request may move at once: far from the level its approximation overshoots
 _LAW_REQUESTS = 20.0  # what the first belief of how requests differ counts for
 _TELLING_REQUESTS = 10.0  # after so many half of what a request deviates is held to be its own, not the draft's
@@ -239,6 +240,9 @@ class AcceptanceModel:
         slots = state.slots
         slot = np.array([slots.get(r, -1) for r in request.tolist()], np.int64)
         after = self._stepped(state, slot[: len(emitted)], emitted)
+        believes = after.unfaded_rows // _BELIEF_ROWS != state.unfaded_rows // _BELIEF_ROWS
+        if after.unfaded_rows and not believes and not np.count_nonzero(scored):
+            return after
         chains = Chains.of(slot, draft, rule, accepted, scored)
         pairs = self._count(after, chains) if len(chains.slot) else []
         if not after.unfaded_rows and len(emitted):

@@ -341,7 +341,8 @@ class AdaptivePlanner:
             evidence = tuple(np.concatenate(pair) for pair in zip(evidence, free, strict=True))
         acceptance = model.observe(model.aged(state.acceptance, now), *evidence, outcome.emitted)
         acceptance = model.forget(acceptance, outcome.finished.tolist())
-        if state.view is None or not len(outcome.request):
+        kept_step = state.kept is not None and not state.planned  # such steps are short and alike: the planned ones tell enough of times
+        if state.view is None or not len(outcome.request) or kept_step:
             return replace(state, acceptance=acceptance)
         correction, shape = self._timed(outcome, state, state.view)
         planning_s = averaged(state.planning_s, outcome.parts_s.get("planning", 0.0)) if state.planned else state.planning_s
