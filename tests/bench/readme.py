@@ -23,6 +23,7 @@ PLACE = re.compile(r"(<!-- figures: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTAL
 WORKLOADS = {
     "summarise": "summarisation (news)",
     "chat": "chat (MT-Bench)",
+    "qa": "questions (Wikipedia)",
     "sql": "text-to-SQL (own generator)",
     "code": "code (standard library)",
 }
@@ -48,18 +49,23 @@ def _interval(ends: list[float], places: int = 2) -> str:
 
 
 def serving() -> str:
-    """Return the table of tokens per second, adaptive against none."""
+    """Return the table of tokens per second by workload, adaptive against none, and none against itself."""
+    record = _record("workloads")
+    speed = {(row["workload"], row["load"], row["policy"]): f"{row['tokens_per_s']:.1f}" for row in record["summary"]}
+    noise = {(row["workload"], row["load"]): row["ratio"] for row in record["noise"]}
     rows = [
         [
-            f"{WORKLOADS[table['workload']]}, {table['concurrency']} in flight{note}",
-            *(f"{table['tokens_per_s'][arm]:.1f}" for arm in ("adaptive", "plain")),
-            f"**{table['ratio']:.2f}** {_interval(table['ratio_interval_95'])}",
+            f"{WORKLOADS[point[0]]}, {point[1].removeprefix('closed-')} in flight",
+            speed[(*point, SPINDLE)],
+            speed[(*point, NONE)],
+            f"**{row['ratio']:.2f}** {_interval(row['interval_95'])}",
+            f"{noise[point]:.2f}",
         ]
-        for name, note in (("1-in-flight", ""), ("8-in-flight", ""), ("8-in-flight-other-prompts", ", another draw of prompts"))
-        for table in _record(f"serving-{name}")["tables"]
+        for row in record["ratios"]
+        if row["over"] == NONE and (point := (row["workload"], row["load"])) in noise
     ]
     head = ["served by tritonserver, greedy, bf16, tokens/s", "adaptive", "no speculation, no draft loaded", "ratio (95 % interval)"]
-    return _table(head, *rows)
+    return _table([*head, "no speculation over itself"], *rows)
 
 
 def forward() -> str:
