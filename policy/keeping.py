@@ -64,7 +64,7 @@ def averaged(average_s: float, planning_s: float) -> float:
 def same_batch(view: View, before: View | None) -> bool:
     """Return whether the same requests go on, all ready and without prefill beside them.
 
-    A small batch never counts as the same: planning for it is cheap, and a match that lookup has just found may be half of its tokens.
+    A small batch never counts as the same: a match that lookup has just found may be half of its tokens.
     Nor does one of two arms, whose given rows may speculate.
     """
     if before is None or len(view) < _REST_ROWS or view.given is not None:

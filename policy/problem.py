@@ -95,17 +95,9 @@ def step_problem(
     if view.limit is not None:
         ceiling = ceiling * (view.limit > 0)[:, None]
     k_max = ceiling.item(ceiling.argmax()) if ceiling.size else 0
-    given_now, flown = given.part(flying=False), given.part(flying=True)
-    share = 1 - len(flown[0]) / max(everyone, 1)
+    share = 1 - len(given.part(flying=True)[0]) / max(everyone, 1)
     target, drafts, scale = latency.target, latency.stack, share * correction[FIRST_DRAFT:, None]
-    verify_scale, overhead_scale = correction.item(VERIFY), correction.item(OVERHEAD)
-    overhead_s, speculation_s = latency.overhead_s * overhead_scale, share * latency.speculation_s * overhead_scale
-    if given_now[1].length.any():
-        overhead_s += speculation_s + float(drafting_s(latency, view, *given_now) @ scale[:, 0])
-        speculation_s = 0.0
-    if flown[1].length.any():
-        flown_s = latency.speculation_s * overhead_scale + float(drafting_s(latency, view, *flown) @ correction[FIRST_DRAFT:])
-        overhead_s += (1 - share) * flown_s
+    verify_scale, (overhead_s, speculation_s) = correction.item(VERIFY), _fixed_s(latency, correction, view, given, share)
     base = view.prefill_tokens + everyone + given.tokens
     verify_s = target.run(base, n * k_max + 1) if base else np.zeros(1)
     context_tokens = float(np.add.reduce(context)) + (float(view.context[given.rows].sum()) if everyone > n else 0.0)
@@ -134,6 +126,18 @@ def step_problem(
         (scale[:, 0] * token_s, (scale[:, 0] * opening_s)[None].repeat(k_max, 0)),
         hint,
     )
+
+
+def _fixed_s(latency: LatencyModel, correction: FloatArray, view: View, given: Given, share: float) -> tuple[float, float]:
+    """Return the seconds that a step has whatever is chosen, verification apart, and those once any of ``share`` of its rows speculates."""
+    scale, drafts_scale = correction.item(OVERHEAD), correction[FIRST_DRAFT:]
+    overhead_s, speculation_s = scale * latency.overhead_s, scale * latency.speculation_s
+    now, flown = given.part(flying=False), given.part(flying=True)
+    if flown[1].length.any():
+        overhead_s += (1 - share) * (speculation_s + float(drafting_s(latency, view, *flown) @ drafts_scale))
+    if not now[1].length.any():
+        return overhead_s, share * speculation_s
+    return overhead_s + share * (speculation_s + float(drafting_s(latency, view, *now) @ drafts_scale)), 0.0
 
 
 def gains(hazard: FloatArray, ceiling: IntArray, weight: FloatArray, k_max: int) -> FloatArray:

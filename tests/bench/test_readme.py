@@ -26,7 +26,7 @@ def test_a_sweep_that_was_not_run_leaves_its_row_empty_and_a_record_fills_it(tmp
     ]
     rows += [{**row, "load": "poisson-0.50"} for row in rows if row["policy"] in ("none", "spindle")]
     (tmp_path / "sweep-gpu.json").write_text(json.dumps({"summary": rows}))
-    assert "open loop, share of capacity, 3 warm blocks" in readme.sweep()
+    assert "open loop, share of capacity (warm blocks: 3 or more)" in readme.sweep()
     assert "| mix, poisson-0.50 | 1.000 |  |  |  |  |  | 1.700 |" in readme.sweep()
     assert "| mix, closed-1 | 1.000 | 1.100 | 1.300 | 1.400 | 1.500 | 1.600 | 1.700 |" in readme.sweep()
     assert readme.sweep().count("not run") == 1
