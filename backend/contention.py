@@ -25,9 +25,10 @@ def overlapped(target: Engine, drafts: Seq[Engine]) -> tuple[Engine, float | Non
     """Return the target with a thread of its own, and the contention. Raises ConfigError where it cannot have one."""
     if not target.limits.overlaps:
         raise ConfigError(f"policy.cohorts must be 1: the engine of {target.name!r} runs no cohorts")
-    contention = measure(target, drafts)
+    threaded = Overlapped(target)  # measured as it will run: on CUDA its graphs and their workspaces belong to its thread and stream
+    contention = measure(threaded, drafts)
     logger.info("contention of drafting and verifying: %s", "not measured" if contention is None else f"{contention:.2f}")
-    return Overlapped(target), contention
+    return threaded, contention
 
 
 def measure(target: Engine, drafts: Seq[Engine]) -> float | None:

@@ -1,6 +1,7 @@
 """A step engine whose submissions run one after the other in a thread of their own, while the loop plans and drafts for other rows.
 
-On CUDA the thread and the drafts still queue on one stream, so that nothing overlaps but the host: a stream of its own is to be coded.
+On CUDA the thread queues on a stream of its own (``StreamsBeside``), each submission behind what the loop had queued when it was made: the
+drafts' laws among it. Only those cross on the device. All that comes back is on the host, and the KV is the target's alone.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 
-from backend.ports import Completion, Engine, Sequence, Turn
+from backend.ports import Completion, Engine, Sequence, StreamsBeside, Turn
 
 
 class Overlapped:
@@ -27,12 +29,13 @@ class Overlapped:
         self.name, self.limits = engine.name, engine.limits
         self.took_s = 0.0
         self._engine = engine
+        self._behind = (engine.side_stream() if isinstance(engine, StreamsBeside) else None) or nullcontext
         self._thread = ThreadPoolExecutor(1, engine.name)
         self._flying: deque[tuple[set[int], Future[tuple[list[Completion], float]]]] = deque()
 
     def submit(self, turns: Seq[Turn]) -> None:
         """Start turns behind those that are in flight."""
-        self._flying.append(({turn.sequence.id for turn in turns}, self._thread.submit(self._run, list(turns))))
+        self._flying.append(({turn.sequence.id for turn in turns}, self._thread.submit(self._run, list(turns), self._behind())))
 
     def poll(self, timeout_s: float) -> list[Completion]:  # noqa: ARG002 (as long as a step engine takes)
         """Return the completions of the oldest submission. Raises what it raised; then all others are void too."""
@@ -71,8 +74,9 @@ class Overlapped:
         self._thread.shutdown()
         self._engine.close()
 
-    def _run(self, turns: list[Turn]) -> tuple[list[Completion], float]:
+    def _run(self, turns: list[Turn], behind: AbstractContextManager[None]) -> tuple[list[Completion], float]:
         started_s = perf_counter()
-        self._engine.submit(turns)
-        completions = self._engine.poll(0.0)
+        with behind:  # until it ends ``turns`` keeps the laws' memory, which the stream reads
+            self._engine.submit(turns)
+            completions = self._engine.poll(0.0)
         return completions, perf_counter() - started_s

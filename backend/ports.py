@@ -8,10 +8,11 @@ submission at the next ``poll``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -202,4 +203,15 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Release memory and processes."""
+        ...
+
+
+@runtime_checkable
+class StreamsBeside(Protocol):
+    """What an engine that ``overlaps`` has besides where its work is queued on a device."""
+
+    def side_stream(self) -> Callable[[], AbstractContextManager[None]] | None:
+        """Return a new queue beside the other engines', None on the host. Called, it gives what ``submit`` and ``poll`` run under, in
+        whatever thread: their work is queued there, behind what the caller had queued at the call, and has run when it ends.
+        """
         ...

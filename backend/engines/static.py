@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from math import prod
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,9 @@ MOST_QUERIES = 17
 
 LEAST_BLOCKS = 8
 """The shortest context, in blocks, that there is a size for."""
+
+_RECORDING = Lock()
+"""Held while a graph is recorded: CUDA allows no more than one at a time, and target and drafts may run in two threads."""
 
 Work = Callable[[], torch.Tensor]
 Attend = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -86,7 +90,7 @@ class Inputs:
     """
 
     def __init__(self, size: Size, scratch_block: int, device: torch.device) -> None:
-        self.size, self._scratch_block = size, scratch_block
+        self.size, self._scratch_block, self._device = size, scratch_block, device
         rows = size.sequences * size.queries
         self._shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("ids", "positions", "slots", "wanted"), (rows,))
         self._shapes |= dict.fromkeys(("context", "end"), (size.sequences,))
@@ -109,7 +113,7 @@ class Inputs:
         if self._there is not self._host:
             self._there.copy_(self._host, non_blocking=True)
         if self._sent:
-            self._sent.record()
+            self._sent.record(torch.cuda.current_stream(self._device))
         return wanted
 
     def _write(self, chunks: Seq[Chunk]) -> int:
@@ -169,21 +173,26 @@ class _Attention:
 def recorder(device: torch.device) -> Callable[[Work], Work]:
     """Return what makes a CUDA graph of work on the device; elsewhere the work is done anew every time.
 
-    The graphs share their memory: what one returns holds until the next is replayed.
+    The graphs share their memory: what one returns holds until the next is replayed, on whatever stream is current then.
+
+    They are captured on a stream of their own: cuBLAS has a workspace for each stream, whose address a graph keeps, and graphs of two
+    engines may run side by side. Torch hands out 32 streams of a priority in turn, again and again; another priority than that of
+    ``SideStream`` makes sure that none is captured on a stream that a thread is using.
     """
     if device.type != "cuda":
         return lambda work: work
     pool: Any = torch.cuda.graph_pool_handle()
+    side = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def record(work: Work) -> Work:
-        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            work()  # libraries make their workspaces in the first call, which a graph cannot
-        torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            output = work()
+        with _RECORDING:
+            side.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(side):
+                work()  # libraries make their workspaces in the first call, which a graph cannot
+            torch.cuda.current_stream(device).wait_stream(side)
+            with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+                output = work()
 
         def replay() -> torch.Tensor:
             graph.replay()

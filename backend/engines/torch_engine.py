@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from backend.engines.kv_caches import Cache, Caches
 from backend.engines.laws import Law, target_laws
 from backend.engines.llama import Llama
 from backend.engines.processing import Columns
+from backend.engines.side_stream import SideStream
 from backend.engines.verification import Request, Verdict, runners_up, sample, sample_more, scores, verify
 from backend.ports import BLOCK_TOKENS, Completion, EngineLimits, Extras, Sequence, Turn
 from backend.randomness import Purpose, draft_lane
@@ -161,7 +163,8 @@ class TorchEngine:
         with torch.inference_mode():
             self._run(jobs)
             if self._model.device.type == "cuda" and not any(job.tokens for job in jobs):
-                torch.cuda.synchronize(self._model.device)  # a pass without a result: it has ended, for whoever takes its time
+                # a pass without a result: it has ended, for whoever takes its time; not the device, on which others may record a graph
+                torch.cuda.current_stream(self._model.device).synchronize()
             return completions + [self._complete(job) for job in jobs]
 
     def cancel(self, sequence_ids: Iterable[int]) -> None:
@@ -184,6 +187,10 @@ class TorchEngine:
         """For measuring only: take the first ``tokens`` tokens as seen without running them (their KV is whatever the pool holds)."""
         cache = self._caches.of(sequence)
         cache.ran, cache.agreed = sequence.tokens[:tokens], 0
+
+    def side_stream(self) -> Callable[[], AbstractContextManager[None]] | None:
+        """Return a new stream beside that of the other engines (``StreamsBeside``); None where the device is not CUDA."""
+        return SideStream(self._model.device).behind if self._model.device.type == "cuda" else None
 
     def close(self) -> None:
         """Release the model and its KV; the engine is of no use afterwards."""

@@ -1,6 +1,8 @@
 """The engine on CUDA: the exactness suite, graphs, and what a step waits for. Skipped where there is no GPU."""
 
+import threading
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -8,10 +10,12 @@ import torch
 
 from backend.engines.chunks import Chunk, KVTable
 from backend.engines.padded import partial_by_products
+from backend.engines.side_stream import SideStream
 from backend.engines.torch_engine import TorchEngine
 from backend.ports import Proposal, Sequence, Turn
 from backend.request import SamplingParams
 from tests.contract import checks
+from tests.contract.cohort_checks import COHORTS, FREE, NUMBERS
 from tests.contract.deployment import VOCAB, tiny_config, tiny_engine
 from tests.contract.on_device import engines_on
 from tests.contract.scenarios import BUSY, MIXED, TREES, serve
@@ -28,6 +32,35 @@ def test_texts_in_fp64_are_those_of_plain_decoding_on_the_host(attention, scenar
         served, sessions = serve(replace(scenario, attention=attention, pieces=(16, 0, 32) if attention == "padded" else ()))
     assert served.target._model.device.type == "cuda"
     checks.texts_are(scenario, sessions)
+
+
+@pytest.mark.parametrize("attention", ["ragged", "tiled", "graphs"])
+@pytest.mark.parametrize("scenario", [COHORTS, FREE, replace(TREES, cohorts=NUMBERS), replace(MIXED, cohorts=NUMBERS, poisons=False)])
+def test_texts_of_cohorts_on_two_streams_are_those_of_plain_decoding_on_the_host(attention, scenario):
+    """Graphs are recorded by the target's thread while the drafts run, too."""
+    with engines_on(torch.device("cuda")):
+        served, sessions = serve(replace(scenario, attention=attention))
+    assert served.verifier._behind != nullcontext
+    checks.texts_are(scenario, sessions)
+
+
+def test_the_target_s_thread_runs_on_another_stream_and_finds_what_the_loop_queued():
+    here, device = torch.cuda.current_stream(), torch.device("cuda")
+    side, seen = SideStream(device), []
+    made = torch.zeros(1 << 24, device=device)
+    for _ in range(50):
+        made += 1.0  # for longer than a thread takes to begin
+
+    def run(under):
+        with under, torch.inference_mode():
+            seen.append((torch.cuda.current_stream(), float(made.amin())))
+
+    thread = threading.Thread(target=run, args=(side.behind(),))
+    thread.start()
+    thread.join()
+    ((stream, least),) = seen
+    assert stream != here == torch.cuda.current_stream()
+    assert least == 50.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
