@@ -160,7 +160,8 @@ class Orchestrator:
                 self._submit(flight)
             landing = 1 if plan.shape and plan.shape.cohort is not None else len(self._flights)
         for _ in range(landing):
-            self._land(log)
+            if self._flights:  # those behind one that failed are void
+                self._land(log)
         return True
 
     def _ready(self) -> Batch:

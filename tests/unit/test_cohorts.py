@@ -109,6 +109,25 @@ def test_a_target_that_raises_now_and_then_costs_nobody_a_token(monkeypatch, sub
     assert [sink.text for sink in sinks] == [plain_text(prompt) for prompt in ("abc", "defghijklmnop", "x", "yz")]
 
 
+@pytest.mark.parametrize("submission", range(2, 9))
+def test_a_target_that_raises_while_all_cohorts_are_waited_for_costs_nobody_a_token(monkeypatch, submission):
+    class NowAndThen(ForcedCohorts):
+        """Every other plan waits for all that is in flight."""
+
+        plans = itertools.count()
+
+        def plan(self, view, state, now, rng):
+            policy = super() if next(self.plans) % 2 == 0 else self.policy
+            return policy.plan(view, state, now, rng)
+
+    world, count = Cohorts(), itertools.count()
+    world.loop._policy = NowAndThen(Random(), 2)
+    break_target(monkeypatch, world, lambda turns: next(count) == submission)
+    sinks = [world.submit(prompt) for prompt in ("abc", "defghijklmnop", "x", "yz")]
+    world.run()
+    assert [sink.text for sink in sinks] == [plain_text(prompt) for prompt in ("abc", "defghijklmnop", "x", "yz")]
+
+
 def test_a_target_that_fails_for_good_ends_everything_once(monkeypatch):
     world = Cohorts(max_active=2)
     break_target(monkeypatch, world, lambda turns: True)
