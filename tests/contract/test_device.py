@@ -7,19 +7,22 @@ from dataclasses import replace
 import pytest
 import torch
 
+from backend.engines.torch_engine import TorchEngine
 from backend.ports import Proposal, Sequence, Turn
 from backend.request import SamplingParams
 from tests.contract import checks
+from tests.contract.cohort_checks import FREE, NUMBERS
 from tests.contract.deployment import tiny_engine
 from tests.contract.on_device import engines_on
 from tests.contract.pretend_device import DEVICE, OnDevice, PretendDevice
-from tests.contract.scenarios import BUSY, MIXED, TREES, serve
+from tests.contract.scenarios import ALIKE, BUSY, MIXED, TREES, serve
 
 
 @contextmanager
 def pretended():
     with engines_on(DEVICE), PretendDevice() as device:
         yield device
+    assert not device.broken
 
 
 @pytest.mark.parametrize("attention", ["ragged", "tiled", "padded", "graphs"])
@@ -68,3 +71,49 @@ def test_the_device_s_rules_are_kept():
         assert there[[0, 1]].tolist() == [1.0, 1.0]
         assert +device.counted == Counter({"upload": 1, "tolist": 1})
         assert type(there.cpu()) is torch.Tensor
+
+
+@contextmanager
+def pretended_beside(monkeypatch, side_stream=None):
+    """The same with a stream for the target's thread."""
+    with pretended() as device, monkeypatch.context() as patch:
+        patch.setattr(TorchEngine, "side_stream", lambda engine: (side_stream or PretendDevice.side_stream)(device))
+        yield device
+
+
+@pytest.mark.parametrize("attention", ["ragged", "graphs"])
+@pytest.mark.parametrize("scenario", [FREE, TREES, MIXED, ALIKE], ids=["chains", "trees", "options", "alike"])
+def test_cohorts_on_a_stream_beside_wait_for_all_that_crosses_and_texts_are_those_of_plain_decoding(monkeypatch, attention, scenario):
+    with pretended_beside(monkeypatch):
+        served, sessions = serve(replace(scenario, attention=attention, cohorts=NUMBERS, poisons=False))
+        checks.texts_are(scenario, sessions)
+        assert ("spindle_fallback_total", "target_error") not in served.counters()
+
+
+def test_a_target_that_waits_for_nothing_but_what_was_loaded_is_found_out(monkeypatch):
+    """The drafts' laws are what crosses in every step."""
+
+    def waits_once(device):
+        event = device.streams.event()
+        return lambda: device._queued_on("side", event)
+
+    with pytest.raises(AssertionError, match="has not waited for default"), pretended_beside(monkeypatch, waits_once):
+        serve(replace(MIXED, cohorts=NUMBERS, poisons=False))
+
+
+def test_the_rules_of_streams_are_kept():
+    with PretendDevice() as device:
+        behind = device.side_stream()
+        early, there = behind(), torch.ones(3, device=DEVICE)
+        late, missed = behind(), "on stream 'side', which has not waited for default"
+        with pytest.raises(AssertionError, match=missed), early:
+            there + 1
+        with late:
+            made = there + 1
+            made += 1
+        with pytest.raises(AssertionError, match="on stream 'default', which has not waited for side"):
+            made.tolist()
+        with pytest.raises(AssertionError, match="on stream 'default', which has not waited for side"):
+            there[0] = 2.0  # it is being read
+        assert there.tolist() == [1.0, 1.0, 1.0]
+        assert len(device.broken) == 3

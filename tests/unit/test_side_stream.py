@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from backend import contention
+from backend.engines import static
 from backend.engines.fake import FakeEngine
 from backend.engines.side_stream import SideStream
-from backend.engines.static import recorder
 from backend.overlapped import Overlapped
 from backend.ports import Proposal, Sequence, StreamsBeside, Turn
 from backend.request import SamplingParams
@@ -225,6 +225,7 @@ def test_graphs_of_an_engine_are_captured_on_its_own_stream_and_replayed_on_the_
     @contextmanager
     def capture(graph, pool, stream, capture_error_mode):
         assert capture_error_mode == "thread_local"
+        assert static._RECORDING.locked()
         cuda.log.append(("capture", stream.name, pool))
         with cuda.stream(stream):
             yield
@@ -233,7 +234,7 @@ def test_graphs_of_an_engine_are_captured_on_its_own_stream_and_replayed_on_the_
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
-    records = [recorder(torch.device("cuda")) for _ in range(2)]
+    records = [static.recorder(torch.device("cuda")) for _ in range(2)]
     served_on = cuda.Stream(None)
 
     def work():
