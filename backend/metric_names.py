@@ -54,7 +54,7 @@ SPINDLE_FAMILIES: tuple[Family, ...] = (
     Family(
         "spindle_step_part_seconds_total",
         _C,
-        "Time of steps by part: planning, draft:NAME, verify, overhead (the rest, planning included)",
+        "Time of steps by part: planning, learning (from the step before), draft:NAME, verify, overhead (the rest, with the first two)",
         ("part",),
     ),
     Family("spindle_step_predicted_seconds", _H, "Predicted time of a step", (), _STEP_BUCKETS_S),

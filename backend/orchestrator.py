@@ -26,7 +26,7 @@ from backend.request import ErrorCode, RequestError
 from backend.session import Session
 from backend.stats import StepStats
 from backend.step_log import StepLog
-from policy import NoSpeculation, Plan, Policy, View
+from policy import NoSpeculation, Outcome, Plan, Policy, View
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +76,7 @@ class Orchestrator:
         self._active: dict[int, Session] = {}
         self._flights = (AsynchronousFlights if target.limits.asynchronous else Flights)(target, stats)
         self._finished: list[int] = []
+        self._log: StepLog | None = None  # of the next step of a busy loop, whose time begins when the last one is learnt from
         self._failures = 0
         self.last_plan: tuple[View, Any, Plan, float] | None = None  # with the state that it was made from; other threads may read it
         self.alive_s = clock()
@@ -146,11 +147,12 @@ class Orchestrator:
         drafts for it, the target verifies the others. A plan without cohorts waits for all.
         """
         self._change()
-        log = StepLog(self._drafting.names)
+        log, self._log = self._log or StepLog(self._drafting.names), None
         self._take_in()
         batch = self._ready()
         if not self._active and not self._flights:
             self._learn(log)
+            self._log = None
             return False
         landing = 1
         if batch or not self._flights:
@@ -162,6 +164,8 @@ class Orchestrator:
         for _ in range(landing):
             if self._flights:  # those behind one that failed are void
                 self._land(log)
+        if not self._active:
+            self._log = None
         return True
 
     def _ready(self) -> Batch:
@@ -175,6 +179,7 @@ class Orchestrator:
     def _change(self) -> None:
         while self._changes and not self._flights.proposals:
             change, done = self._changes.popleft()
+            self._log = None
             if not done.set_running_or_notify_cancel():
                 continue
             try:
@@ -191,6 +196,7 @@ class Orchestrator:
         for session in [*self._admission.clear(), *self._active.values()]:
             self._fail(session, code, message)
         self._learn(StepLog(self._drafting.names))
+        self._log = None
 
     # -- admit: requests in, cancelled ones out
 
@@ -373,17 +379,22 @@ class Orchestrator:
         """Let the estimators and the latency model learn from a flight (None: nothing was verified), and count it."""
         log.finished, self._finished = self._finished, []
         outcome = log.outcome()
+        self._log = StepLog(self._drafting.names)
         if flight is not None or log.finished:
-            try:
-                if flight is not None and log.cohort:  # another view has been planned for since
-                    self.policy_state = self._policy.stand_by(flight.view, self.policy_state)
-                self.policy_state = self._policy.observe(outcome, self.policy_state, self._clock())
-            except Exception:
-                logger.exception("the policy failed; it forgets what it has learnt")
-                self._stats.fallback("policy_error")
-                self.policy_state = self._policy.start()
+            with self._log.part("learning"):
+                self._observe(outcome, flight)
         if flight is not None:
             self._stats.step(flight.plan, outcome, self._drafting.names, log.control)
         self._stats.reuse(self._ledger.take_reuse())
         rows = log.decoding, log.batch_size - log.decoding, log.prefill_tokens
         self._stats.state(*self.counts(), self._ledger.usage(), self._policy.drift(self.policy_state), rows)
+
+    def _observe(self, outcome: Outcome, flight: Flight | None) -> None:
+        try:
+            if flight is not None and flight.log.cohort:  # another view has been planned for since
+                self.policy_state = self._policy.stand_by(flight.view, self.policy_state)
+            self.policy_state = self._policy.observe(outcome, self.policy_state, self._clock())
+        except Exception:
+            logger.exception("the policy failed; it forgets what it has learnt")
+            self._stats.fallback("policy_error")
+            self.policy_state = self._policy.start()

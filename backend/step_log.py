@@ -18,9 +18,9 @@ from policy import NO_DRAFT, IntArray, Outcome, Ran, Rule, TurnShape
 class StepLog:
     """A step in the making. ``rows`` are (request, draft, length, accepted, emitted, scored, rule); ``free`` (request, draft, accepted,
     scored) what a draft would have had accepted where it was not chosen; ``trees`` by the number of their row (widths, second draft, second
-    length, rank, accepted along the second chain); ``piece_tokens`` how contexts were cut; ``parts_s`` wall times by part (``planning`` is
-    part of ``overhead``). Of a cohort, ``waited_s`` is how long its turns were in flight and did not run, and the step is counted from
-    ``since_s`` on, when the cohort before it landed. ``ran`` as in ``Outcome``.
+    length, rank, accepted along the second chain); ``piece_tokens`` how contexts were cut; ``parts_s`` wall times by part (``planning`` and
+    ``learning`` from the step before, belong to ``overhead``). Of a cohort, ``waited_s`` is how long its turns were in flight and did not
+    run, and the step is counted from ``since_s`` on, when the cohort before it landed. ``ran`` as in ``Outcome``.
     """
 
     drafts: tuple[str, ...]
@@ -88,7 +88,7 @@ class StepLog:
     def outcome(self) -> Outcome:
         """Return the step as the policy learns it; call it last, it closes the clock."""
         now_s = perf_counter()
-        engines_s = sum(seconds for part, seconds in self.parts_s.items() if part != "planning")
+        engines_s = sum(seconds for part, seconds in self.parts_s.items() if part not in ("planning", "learning"))
         request, draft, length, accepted, emitted, scored, rule = np.array(self.rows, np.int64).reshape(-1, 7).T
         free = np.array(self.free, np.int64).reshape(-1, 4).T
         return Outcome(

@@ -235,7 +235,8 @@ class AcceptanceModel:
 
         Positions behind the first rejection were not reached and are no evidence. Requests without a slot teach the draft level only. It
         learns from what surprises in view of the request: late positions are reached by easy requests, which says nothing of the draft.
-        The first rows are those that took a step and ``emitted`` so many tokens: by it their own older evidence and all drafts' fade.
+        The first rows are those that took a step and ``emitted`` so many tokens: by it their own older evidence and all drafts' fade. A
+        request may be there several times, for several steps.
         """
         slots = state.slots
         slot = np.array([slots.get(r, -1) for r in request.tolist()], np.int64)
@@ -258,11 +259,9 @@ class AcceptanceModel:
         return after
 
     def _stepped(self, state: AcceptanceState, slot: IntArray, emitted: IntArray) -> AcceptanceState:
-        """Return a state of its own, to be filled in, after a step of the requests in these slots (-1: none)."""
-        keep = np.ones(len(state.request_class) + 1)
-        keep[slot] = math.exp(-1 / self._config.request_memory_steps)
-        keep, tokens = keep[:-1, None, None], np.append(state.request_tokens, 0.0)
-        tokens[slot] += emitted
+        """Return a state of its own, to be filled in, after steps of the requests in these slots (-1: none), one for each time."""
+        places = len(state.request_class) + 1  # the first for those without a slot
+        keep = np.exp(np.bincount(slot + 1, minlength=places)[1:] / -self._config.request_memory_steps)[:, None, None]
         rows = state.unfaded_rows + len(emitted)
         return AcceptanceState(
             slots=state.slots,
@@ -270,7 +269,7 @@ class AcceptanceModel:
             request_accepted=state.request_accepted * keep,
             request_reached=state.request_reached * keep,
             request_shift=state.request_shift.copy(),
-            request_tokens=tokens[:-1],
+            request_tokens=state.request_tokens + np.bincount(slot + 1, emitted, places)[1:],
             request_group=state.request_group,
             request_mean=state.request_mean,
             request_doubt=state.request_doubt,

@@ -22,9 +22,9 @@ def explain(planner: AdaptivePlanner, view: View, state: PlannerState, plan: Pla
             lines[row] += "none: it takes no part in this step"
         elif row in given.rows:
             lines[row] += "its choice is given, not planned"
-        elif "rest" in plan.notes:
-            lines[row] += f"none: the batch rests after a plan without speculation, {plan.notes['rest']} steps to go"
-    if "rest" not in plan.notes:
+        elif rests(plan):
+            lines[row] += "none: a plan without speculation is kept for some steps"
+    if not rests(plan):
         chosen = Choice(plan.draft[rows], plan.length[rows])
         for i, row in enumerate(rows.tolist()):
             lines[row] += _why(problem, view.drafts, chosen, i, plan) + _shape(view.drafts, plan.shape, row)
@@ -40,6 +40,11 @@ def explain_batch(plan: Plan) -> str:
     if plan.shape is not None and plan.shape.piece_tokens is not None:
         text += f"; contexts cut into pieces of {plan.shape.piece_tokens} tokens"
     return text + "".join(f"; no {name}: {why}" for name, why in plan.notes.get("why_not", {}).items())
+
+
+def rests(plan: Plan) -> bool:
+    """Return whether it is kept from a step that found no gain in speculating."""
+    return "kept" in plan.notes and not plan.length.any()
 
 
 def _shape(drafts: tuple[str, ...], shape: TurnShape | None, row: int) -> str:

@@ -13,7 +13,7 @@ from .correction import Shape, Target, corrected, correction_by_part, learnt, sh
 from .free_runs import free_run_tokens
 from .goodput import Choice, Score, StepProblem, no_speculation
 from .hints import Last
-from .keeping import Kept, averaged, kept, same_batch
+from .keeping import Kept, averaged, kept
 from .latency import OVERHEAD, VERIFY, LatencyModel
 from .learned import restored, saved
 from .one_row import one_row
@@ -85,10 +85,11 @@ class PlannerState:
     """What the planner remembers. ``correction`` and ``target_shape`` as in ``policy.correction``; ``view`` the last one planned for.
 
     ``goodput`` is the best goodput of the last batch without its prefill (tokens per second of the model's time; 0: unknown).
-    ``credit_s`` is what may still be spent on probes, ``look`` the steps until the next look for one, ``rest`` the steps for which no
-    speculation stays decided, ``last`` what is kept of the last choice, ``kept`` the choice itself for some steps more, ``planning_s`` what
-    planning takes where a step is ``planned``. ``draws`` belongs to Thompson's selection; ``ranks``, ``overlap_s``, ``overlaps`` and
-    ``flying`` (``policy.cohorts``) belong to ``policy.shaped``.
+    ``credit_s`` is what may still be spent on probes, ``look`` the steps until the next look for one, ``last`` what is kept of the last
+    choice, ``kept`` the choice itself for some steps more. ``planning_s`` and ``learning_s`` are what a step takes that is ``planned``; of
+    the latter the next step tells, ``behind`` one that was. ``unseen`` are steps since then of which nothing was seen: they only count,
+    and do so together. ``draws`` belongs to Thompson's selection; ``ranks``, ``overlap_s``, ``overlaps`` and ``flying``
+    (``policy.cohorts``) belong to ``policy.shaped``.
     """
 
     acceptance: AcceptanceState
@@ -97,12 +98,14 @@ class PlannerState:
     view: View | None = None
     goodput: float = 0.0
     credit_s: float = 0.0
-    rest: int = 0
     look: int = 0
     last: Last = field(default_factory=Last)
     kept: Kept | None = None
     planning_s: float = 0.0
+    learning_s: float = 0.0
     planned: bool = False
+    behind: bool = False
+    unseen: tuple[Outcome, ...] = ()
     draws: Draws | None = None
     ranks: RankState | None = None
     overlap_s: float = 0.0
@@ -116,7 +119,7 @@ class AdaptivePlanner:
     ``latency`` has one curve per name in ``drafts``, in that order. All figures come from it and from the outcomes: no clock, no files.
     """
 
-    keeps_choices = True
+    keeps_chains = True
 
     def __init__(self, drafts: tuple[str, ...], latency: LatencyModel, config: PlannerConfig | None = None) -> None:
         """Raise ValueError if ``latency`` does not have as many drafts as there are names."""
@@ -163,11 +166,9 @@ class AdaptivePlanner:
         """
         if view.drafts != self.drafts:
             raise ValueError(f"view.drafts must be {self.drafts}, got {view.drafts}")
-        if state.rest and same_batch(view, state.view):
-            return self._rest(view, state)
-        if state.kept and state.view and (plan := state.kept.plan_for(view, state.view)):
+        if state.kept and (plan := state.kept.plan_for(view)):
             credit_s = state.credit_s + self.config.explore_share * plan.predicted_s
-            return plan, replace(state, view=view, credit_s=credit_s, kept=state.kept.after_a_step(), planned=False)
+            return plan, replace(state, view=view, credit_s=credit_s, kept=state.kept.after_a_step(), planned=False, behind=state.planned)
         if self.config.selection == THOMPSON:
             draws = (state.draws or Draws()).next_step(view.request[ready_rows(view)].tolist(), len(self.drafts), rng)
             state = replace(state, draws=draws)
@@ -209,7 +210,7 @@ class AdaptivePlanner:
         """Return the estimator's state at a time, with a place for the requests of a view that share its step."""
         ready = slice(None) if view.decoding == len(view) else view.ready
         group = None if view.group is None else view.group[ready].tolist()
-        return self._acceptance.admit(self._acceptance.aged(state.acceptance, now), view.request[ready].tolist(), group)
+        return self._acceptance.admit(self._seen(state, now), view.request[ready].tolist(), group)
 
     def _plan_rows(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[Plan, PlannerState]:
         """Plan for any number of rows, and look for a probe when it is time."""
@@ -233,7 +234,8 @@ class AdaptivePlanner:
     def _planned(
         self, state: PlannerState, acceptance: AcceptanceState, view: View, goodput: float, found: Found, last: Last, plan: Plan
     ) -> PlannerState:
-        """Return the state after planning (without ``replace``, which takes as long as planning for a row)."""
+        """Return the state after planning."""
+        share = self.config.planning_share
         return PlannerState(
             acceptance=acceptance,
             correction=state.correction,
@@ -241,12 +243,13 @@ class AdaptivePlanner:
             view=view,
             goodput=goodput,
             credit_s=found.credit_s,
-            rest=0 if last.tokens else self.config.rest_steps,
             look=found.look,
             last=last,
-            kept=kept(plan, view, state.planning_s, self.config.planning_share) if self.keeps_choices else None,
+            kept=kept(plan, view, state.planning_s + state.learning_s, share, self.config.rest_steps, chains=self.keeps_chains),
             planning_s=state.planning_s,
+            learning_s=state.learning_s,
             planned=True,
+            behind=state.planned,
             draws=state.draws,
         )
 
@@ -265,16 +268,6 @@ class AdaptivePlanner:
             if priced.bound < math.inf:
                 notes["gap"] = (priced.bound - priced.result.objective(priced.price)) / priced.result.value
         return notes
-
-    def _rest(self, view: View, state: PlannerState) -> tuple[Plan, PlannerState]:
-        """Return the plan of not speculating for a batch that has just been found to gain nothing by it."""
-        n, correction = len(view), state.correction
-        verify_s = correction[VERIFY] * self.corrected(state).target.seconds(n, n, int(view.context.sum()))
-        step_s = float(verify_s + correction[OVERHEAD] * self.latency.overhead_s)
-        credit_s = state.credit_s + self.config.explore_share * step_s
-        run, saved_s = self._free_run(step_s, view, state)
-        plan = Plan(*no_speculation(n), step_s - saved_s, float(n), notes={"rest": state.rest, "why_not": CHAINS_ONLY}, run=run)
-        return plan, replace(state, view=view, credit_s=credit_s, rest=state.rest - 1, kept=None, planned=False)
 
     def _free_run(self, plain_s: float, view: View, state: PlannerState) -> tuple[IntArray | None, float]:
         """Return what rows without a proposal run, as ``Plan.run``, and what of ``plain_s``, the time of a step, each such token saves."""
@@ -328,25 +321,35 @@ class AdaptivePlanner:
 
     def stand_by(self, view: View, state: PlannerState) -> PlannerState:
         """Return the state before a step that another plans: its acceptance and times are learnt."""
-        return replace(state, view=view)
+        return replace(state, view=view, planned=True)
 
     def observe(self, outcome: Outcome, state: PlannerState, now: float) -> PlannerState:
         """Learn acceptance (chosen drafts and counterfactuals), and correct the latency model."""
-        model = self._acceptance
-        evidence = (outcome.request, outcome.draft, outcome.rule, outcome.accepted, outcome.scored)
-        if len(outcome.free_request):
-            rules = dict(zip(outcome.request.tolist(), outcome.rule.tolist(), strict=True))
-            free_rule = np.array([rules.get(r, 0) for r in outcome.free_request.tolist()])
-            free = (outcome.free_request, outcome.free_draft, free_rule, outcome.free_accepted, outcome.free_scored)
-            evidence = tuple(np.concatenate(pair) for pair in zip(evidence, free, strict=True))
-        acceptance = model.observe(model.aged(state.acceptance, now), *evidence, outcome.emitted)
-        acceptance = model.forget(acceptance, outcome.finished.tolist())
-        kept_step = state.kept is not None and not state.planned  # such steps are short and alike: the planned ones tell enough of times
-        if state.view is None or not len(outcome.request) or kept_step:
-            return replace(state, acceptance=acceptance)
+        if state.behind:
+            state = replace(state, learning_s=averaged(state.learning_s, outcome.parts_s.get("learning", 0.0)))
+        if not (state.planned or len(outcome.finished) or len(outcome.free_request) or np.count_nonzero(outcome.scored)):
+            return replace(state, unseen=(*state.unseen, outcome))
+        acceptance = self._acceptance.forget(self._seen(state, now, outcome), outcome.finished.tolist())
+        if state.view is None or not len(outcome.request) or not state.planned:  # kept steps are alike: planned ones tell enough of times
+            return replace(state, acceptance=acceptance, unseen=())
         correction, shape = self._timed(outcome, state, state.view)
-        planning_s = averaged(state.planning_s, outcome.parts_s.get("planning", 0.0)) if state.planned else state.planning_s
-        return replace(state, acceptance=acceptance, correction=correction, target_shape=shape, planning_s=planning_s)
+        planning_s = averaged(state.planning_s, outcome.parts_s.get("planning", 0.0))
+        return replace(state, acceptance=acceptance, correction=correction, target_shape=shape, planning_s=planning_s, unseen=())
+
+    def _seen(self, state: PlannerState, now: float, *outcomes: Outcome) -> AcceptanceState:
+        """Return what is known of acceptance after the steps of which nothing was seen, and these."""
+        acceptance, steps = self._acceptance.aged(state.acceptance, now), (*state.unseen, *outcomes)
+        if not steps:
+            return acceptance
+        chains = [(o.request, o.draft, o.rule, o.accepted, o.scored) for o in steps]
+        for outcome in outcomes:
+            if len(outcome.free_request):
+                rules = dict(zip(outcome.request.tolist(), outcome.rule.tolist(), strict=True))
+                free_rule = np.array([rules.get(r, 0) for r in outcome.free_request.tolist()])
+                chains.append((outcome.free_request, outcome.free_draft, free_rule, outcome.free_accepted, outcome.free_scored))
+        request, draft, rule, accepted, scored = map(np.concatenate, zip(*chains, strict=True))
+        emitted = np.concatenate([o.emitted for o in steps])
+        return self._acceptance.observe(acceptance, request, draft, rule, accepted, scored, emitted)
 
     def _timed(self, outcome: Outcome, state: PlannerState, view: View) -> tuple[FloatArray, Shape]:
         """Return the correction and the shape after the step's time is held against what the model says of the step as it was executed."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .explain import explain, explain_batch
+from .explain import explain, explain_batch, rests
 from .plan import Plan
 from .trace import Replanned, TraceError, replayed, same
 
@@ -63,7 +63,7 @@ def summary(plans: list[Plan], drafts: tuple[str, ...]) -> list[str]:
         rows = (draft == d) & (length > 0)
         if rows.any():
             shares.append(f"{name} {rows.mean():.0%} (mean length {length[rows].mean():.1f})")
-    counts = Counter("resting" if "rest" in plan.notes else "probing" if plan.notes.get("probe") else "" for plan in planned)
+    counts = Counter("resting" if rests(plan) else "probing" if plan.notes.get("probe") else "" for plan in planned)
     step_ms = 1e3 * np.median([plan.predicted_s for plan in planned])
     why_not = Counter(f"no {name}: {why.split(':')[0]}" for plan in planned for name, why in plan.notes.get("why_not", {}).items())
     return [

@@ -43,7 +43,7 @@ from .shapes import (
 class ShapedPlanner(AdaptivePlanner):
     """``AdaptivePlanner`` with ``Plan.shape`` for an engine of these capabilities; ``notes["why_not"]`` says why each was not used."""
 
-    keeps_choices = False  # shapes are offered anew in every step
+    keeps_chains = False  # shapes are offered anew in every step
 
     def __init__(
         self, drafts: tuple[str, ...], latency: LatencyModel, config: PlannerConfig | None = None, shapes: Shapes | None = None
@@ -80,7 +80,7 @@ class ShapedPlanner(AdaptivePlanner):
         cut = self._cut(view.context[view.ready])
         why_not = {**CHAINS_ONLY, PIECES: cut.why_not}
         shape = TurnShape(piece_tokens=cut.piece_tokens or None)
-        refusal = OTHER_ARM if view.given is not None else NO_SPECULATION if "rest" in plan.notes else ""
+        refusal = OTHER_ARM if view.given is not None else NO_SPECULATION if "kept" in plan.notes else ""
         if refusal:
             why_not |= {name: refusal for name in (TREES, MERGED, COHORTS) if self._able(name)}
         else:
@@ -90,9 +90,6 @@ class ShapedPlanner(AdaptivePlanner):
                     shape = _with_offer(shape, offer, ready_rows(view), len(view), self.config.k_max)
             after = replace(after, overlap_s=state.overlap_s, overlaps=state.overlaps, flying=state.flying)
             plan, shape, after = self._in_cohorts(view, plan, after, shape, why_not)
-        if "rest" in plan.notes:
-            padding_s = state.correction[VERIFY] * self._padding_s(cut.work_tokens, view.context)
-            plan = replace(plan, predicted_s=plan.predicted_s + float(padding_s))
         notes = {**plan.notes, "why_not": {name: why for name, why in why_not.items() if why}}
         return replace(plan, notes=notes, shape=None if _is_empty(shape) else shape), after
 
@@ -138,7 +135,7 @@ class ShapedPlanner(AdaptivePlanner):
         draft[rows], length[rows] = best.first
         plan = Plan(draft, length, best.result.step_s, best.tokens, basis.price, {**plan.notes, "gain": gain})
         last = replace(after.last, tokens=int(length.sum()))
-        return best, plan, replace(after, goodput=_goodput(best.result, prefill_s), rest=0, last=last)
+        return best, plan, replace(after, goodput=_goodput(best.result, prefill_s), kept=None, last=last)
 
     def _able(self, name: str) -> bool:
         return {TREES: self.shapes.tree_width > 1, MERGED: self.shapes.merges, COHORTS: self.shapes.cohorts > 1}[name]

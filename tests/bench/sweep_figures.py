@@ -212,10 +212,12 @@ def _by_position(counts: dict[str, float]) -> dict[str, float]:
 
 
 def _shares(counts: dict[str, float]) -> dict[str, float]:
-    """Return what of the time of steps went into planning, each draft, verification and the rest (taking in, committing, emitting)."""
+    """Return what of the time of steps went into planning, learning, each draft, verification and the rest (taking in, committing,
+    emitting).
+    """
     parts = _by_label(counts, "spindle_step_part_seconds_total", "part")
     if "overhead" not in parts:
         return {}
-    parts["emit"] = parts.pop("overhead") - parts.get("planning", 0.0)
+    parts["emit"] = parts.pop("overhead") - parts.get("planning", 0.0) - parts.get("learning", 0.0)
     whole = sum(parts.values())
     return {part: round(seconds / whole, 5) for part, seconds in parts.items()}

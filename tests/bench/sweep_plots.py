@@ -24,7 +24,7 @@ from tests.bench.sweep_figures import is_closed, level
 
 COLOURS = {NONE: "#555555", "schedule": "#b58900", "ema": "#2a8a57", "smartspec": "#2f6fb2", "spin": "#8a4fb0", SPINDLE: "#c8321e"}
 MARKERS = {NONE: "s", "schedule": "v", "ema": "^", "smartspec": "D", "spin": "P", SPINDLE: "o"}
-PARTS = {"planning": "#c8321e", "verify": "#2f6fb2", "emit": "#b9b9b9"}
+PARTS = {"planning": "#c8321e", "learning": "#e58a7c", "verify": "#2f6fb2", "emit": "#b9b9b9"}
 DRAFT_COLOURS = ("#e0a030", "#2a8a57", "#8a4fb0", "#6f5a3a")
 DRAFT_MARKERS = ("^", "D", "P", "v")
 GREY = "#b9b9b9"

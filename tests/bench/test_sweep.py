@@ -45,7 +45,10 @@ def run(policy, block, seconds, load="closed-2", tokens=10):
     counts = {
         'spindle_draft_tokens_by_position_total{draft="d",position="1"}': 4.0,
         'spindle_accepted_tokens_by_position_total{draft="d",position="1"}': 3.0,
-        **{f'spindle_step_part_seconds_total{{part="{part}"}}': s for part, s in (("planning", 1.0), ("verify", 6.0), ("overhead", 4.0))},
+        **{
+            f'spindle_step_part_seconds_total{{part="{part}"}}': s
+            for part, s in (("planning", 1.0), ("learning", 0.5), ("verify", 6.0), ("overhead", 4.0))
+        },
         'spindle_emitted_tokens_total{draft="d",arm="planner"}': 10.0,
         "spindle_step_seconds_sum": 4.0,
         "spindle_step_seconds_count": 2.0,
@@ -152,7 +155,7 @@ def test_a_row_tells_of_the_warm_blocks_and_of_the_cold_one_apart():
     (row,) = sweep_figures.summary(found, ["none", AGAIN])
     assert (row["mean_latency_s"], row["cold_mean_latency_s"], row["warm_blocks"]) == (3.0, 8.0, 2)
     assert row["acceptance_by_position"] == {"1": 0.75}
-    assert row["step_time_share"] == {"planning": 0.1, "verify": 0.6, "emit": 0.3}
+    assert row["step_time_share"] == {"planning": 0.1, "learning": 0.05, "verify": 0.6, "emit": 0.25}
     assert (row["wasted_draft_tokens_per_token"], row["mean_batch"]) == (0.2, 1.5)
     assert row["predicted_over_measured_step_time"] == 0.75
 

@@ -104,8 +104,8 @@ def test_a_step_unlike_the_last_one_is_planned_for(changes):
 
 def test_a_plan_that_tries_something_out_is_not_kept():
     plan = Plan(np.zeros(ROWS, np.int64), np.full(ROWS, 2), STEP_S)
-    assert kept(plan, view(), 1.0, 0.02) is not None
-    assert kept(replace(plan, notes={"probe": 1}), view(), 1.0, 0.02) is None
+    assert kept(plan, view(), 1.0, 0.02, 4) is not None
+    assert kept(replace(plan, notes={"probe": 1}), view(), 1.0, 0.02, 4) is None
 
 
 def test_a_kept_step_tells_nothing_of_what_planning_takes():
@@ -113,6 +113,35 @@ def test_a_kept_step_tells_nothing_of_what_planning_takes():
     before = loop.state.planning_s
     assert loop.step()[1]
     assert loop.state.planning_s == before
+
+
+def test_learning_from_a_planned_step_counts_as_planning():
+    """The step behind it tells how long it took."""
+    loop = Loop(1e-4).settled()
+    assert loop.state.kept is None
+    seen = view()
+    for _ in range(3):
+        plan, loop.state = loop.planner.plan(seen, loop.state, loop.now, RNG)
+        parts_s = {"verify": STEP_S, "planning": 1e-4, "learning": 1e-3}
+        made = Outcome(seen.request, plan.draft, plan.length, plan.length, plan.length + 1, plan.length, seen.rule, STEP_S, parts_s)
+        loop.state = loop.planner.observe(made, loop.state, loop.now)
+    assert loop.state.kept.steps == 4  # of a step with its drafting, 12 ms
+
+
+def test_steps_of_which_nothing_is_seen_are_counted_together_as_they_would_be_one_by_one():
+    """Two planners after the same steps without a proposal, one of which keeps its choice."""
+    states = []
+    for planning_s in (0.0, 1.0):
+        loop = Loop(planning_s)
+        for _ in range(6):
+            loop.step()
+        nothing = view(ceiling=np.zeros((ROWS, 2), np.int64))
+        waiting = [loop.step(nothing)[1] + len(loop.state.unseen) for _ in range(8)]
+        assert (max(waiting) > 2) == (planning_s > 0)
+        states.append(loop.planner.admitted(nothing, loop.state, loop.now))
+    for name in ("request_tokens", "request_accepted", "request_reached"):
+        one_by_one, together = (getattr(state, name) for state in states)
+        np.testing.assert_allclose(together, one_by_one, rtol=1e-9, atol=1e-12)
 
 
 def test_a_share_that_is_not_positive_is_refused():

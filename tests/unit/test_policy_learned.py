@@ -37,9 +37,7 @@ def test_what_is_saved_comes_back_in_another_process_s_time():
     assert back.target_shape.applied.any()
     assert back.acceptance.slots == {}
     assert back.view is None
-    fresh = replace(
-        state, acceptance=p._acceptance.forget(state.acceptance, list(state.acceptance.slots)), goodput=0.0, credit_s=0.0, rest=0
-    )
+    fresh = replace(state, acceptance=p._acceptance.forget(state.acceptance, list(state.acceptance.slots)), goodput=0.0, credit_s=0.0)
     newcomer = view(3, request=np.arange(900, 903))
     assert planner().plan(newcomer, back, 12.0, RNG)[0].length.tolist() == p.plan(newcomer, fresh, 5059.0, RNG)[0].length.tolist()
 

@@ -338,7 +338,7 @@ def test_a_batch_that_gains_nothing_is_planned_again_after_its_rest():
     for _ in range(6):
         plan, state = made.plan(now, state, 0.0, RNG)
         assert plan.length.tolist() == [0] * 4
-        notes.append("rest" in plan.notes)
+        notes.append("kept" in plan.notes)
     assert notes == [False, True, True, True, False, True]
 
 
@@ -354,13 +354,13 @@ def test_another_batch_or_a_prefill_ends_the_rest(change):
     made = hopeless()
     _, state = made.plan(view(rows=4, drafts=("small",)), made.start(), 0.0, RNG)
     plan, _ = made.plan(view(rows=4, drafts=("small",), **change), state, 0.0, RNG)
-    assert "rest" not in plan.notes
+    assert "kept" not in plan.notes
 
 
 def test_a_small_batch_never_rests():
     made, now = hopeless(), view(rows=2, drafts=("small",))
     _, state = made.plan(now, made.start(), 0.0, RNG)
-    assert "rest" not in made.plan(now, state, 0.0, RNG)[0].notes
+    assert "kept" not in made.plan(now, state, 0.0, RNG)[0].notes
 
 
 def test_a_step_of_nothing_but_prompts_that_end_is_learnt_from():

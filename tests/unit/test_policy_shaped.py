@@ -111,7 +111,7 @@ def test_an_engine_that_declares_nothing_gets_chains_and_constant_reasons():
         assert plan.notes["why_not"] == CHAINS_ONLY
         rest, state = made.plan(view(4, ceiling=np.zeros((4, 2), np.int64)), made.start(), 0.0, RNG)
         rest, _ = made.plan(view(4, ceiling=np.zeros((4, 2), np.int64)), state, 0.0, RNG)
-        assert "rest" in rest.notes
+        assert "kept" in rest.notes
         assert set(rest.notes["why_not"]) == set(CHAINS_ONLY)
 
 

@@ -171,8 +171,8 @@ def test_a_rest_and_a_margin_are_named():
     seen = view(4)
     _, state = made.plan(seen, made.start(), 0.0, RNG)
     plan, lines = explained(made, seen, state)
-    assert "rest" in plan.notes
-    assert all("the batch rests" in line for line in lines)
+    assert "kept" in plan.notes
+    assert all("is kept for some steps" in line for line in lines)
     close = planner(latency((0.45, 9.0), token_s=0.0), **certain(0.5), margin=0.05)
     assert "less than the margin" in explained(close, view(1))[1][0]
 
