@@ -97,6 +97,8 @@ class Sweep:
         self._config = record["settings"]["config"]
         self._messages = {name: self._rendered(name) for name in options.workloads}
         self._fixed = fixed_names(self._config, options.lengths)
+        if unknown := set(options.policies or ()) - {*self._fixed, *ADAPTING}:
+            raise SystemExit(f"--policies: {', '.join(sorted(unknown))} is none of {', '.join((*self._fixed, *ADAPTING))}")
         self._peers = Peers(self._config)
         record["skipped"] = {name: reason for name in options.peers if (reason := self._peers.missing(name))}
         wanted = [name for name in (*self._fixed, *ADAPTING) if options.policies is None or name in options.policies]

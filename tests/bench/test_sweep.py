@@ -172,6 +172,13 @@ def finished(tmp_path_factory):
     return command, out
 
 
+def test_a_policy_that_is_not_in_the_sweep_is_refused_by_name(tmp_path):
+    config, out = tmp_path / "serving.json", tmp_path / "sweep.json"
+    config.write_text(json.dumps(FAKE))
+    with pytest.raises(SystemExit, match="--policies: fixed-d-1-3 is none of fixed-d-1-2, fixed-lookup-2, schedule"):
+        main(["--in-process", "--config", str(config), "--out", str(out), "--lengths", "2", "--policies", "ema", "fixed-d-1-3"])
+
+
 def test_a_quick_sweep_has_a_row_for_every_policy_and_load(finished):
     record = json.loads(finished[1].read_text())
     rows = record["summary"]
