@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from . import one_request
 from .counting import Chains, add, follow, sums_by, up_to
 from .deviation import Law, at_odds, posterior, posterior_covariance, shifted, told, told_weight
 from .groups import NO_GROUP, Groups
@@ -46,6 +47,18 @@ def _by_rule(table: FloatArray, rule: IntArray) -> FloatArray:
         rule = rule[:1]
     part: FloatArray = table.take(rule, 0).transpose(2, 1, 0).copy()
     return part
+
+
+def _only(slot: IntArray) -> int | None:
+    """Return the slot that all rows are of, None where there are several or one without."""
+    first: int = slot.item(0) if len(slot) else -1
+    return first if first >= 0 and slot.tobytes() == slot[:1].tobytes() * len(slot) else None
+
+
+def _own_share(law: Law) -> float:
+    """Return how much of what a request deviates is held to be its own, after so many requests."""
+    finished = law.requests - _LAW_REQUESTS
+    return finished / (finished + _TELLING_REQUESTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,13 +257,19 @@ class AcceptanceModel:
         believes = after.unfaded_rows // _BELIEF_ROWS != state.unfaded_rows // _BELIEF_ROWS
         if after.unfaded_rows and not believes and not np.count_nonzero(scored):
             return after
-        chains = Chains.of(slot, draft, rule, accepted, scored)
-        pairs = self._count(after, chains) if len(chains.slot) else []
+        chains, alone = Chains.of(slot, draft, rule, accepted, scored), _only(slot)
+        if alone is not None and 0 < len(chains.slot) <= one_request.MOST_CHAINS:
+            pairs = one_request.count(after, chains, _own_share(after.law))
+        else:
+            pairs = self._count(after, chains) if len(chains.slot) else []
         if not after.unfaded_rows and len(emitted):
             for counts in (after.draft_accepted, after.draft_reached):
                 np.multiply(counts, math.exp(-(state.unfaded_rows + len(emitted)) / self._config.draft_memory_rows), out=counts)
             pairs = list(range(len(Rule) * self._drafts))
         self._levels.update(after.draft_hazard, after.draft_accepted, after.draft_reached, pairs)
+        if alone is not None:
+            one_request.believe(after, alone, _MOST_STEP)
+            return after
         touched = np.zeros(len(state.request_class) + 1, np.bool_)  # the last for those without a slot
         touched[slot] = True
         moved = touched[:-1].nonzero()[0]
@@ -292,10 +311,8 @@ class AcceptanceModel:
         strangers = chains.slot.item(chains.slot.argmin()) < 0
         shift = np.where(place < 0, 0.0, shifts.take(np.maximum(place, 0))) if strangers else shifts.take(place)
         expected = shifted(level, shift)
-        finished = after.law.requests - _LAW_REQUESTS
-        own_share = finished / (finished + _TELLING_REQUESTS)
         draft_accepted, draft_reached = after.draft_accepted.reshape(pairs, -1), after.draft_reached.reshape(pairs, -1)
-        draft_accepted += sums_by(pair, pairs, held + own_share * (level - expected) * seen)
+        draft_accepted += sums_by(pair, pairs, held + _own_share(after.law) * (level - expected) * seen)
         draft_reached += sums_by(pair, pairs, seen)
         np.maximum(np.minimum(draft_accepted, draft_reached, out=draft_accepted), 0.0, out=draft_accepted)
         expected *= seen

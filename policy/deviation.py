@@ -67,7 +67,7 @@ def posterior(covariance: FloatArray, weight: FloatArray, pull: FloatArray, mean
     n, drafts = weight.shape
     if 0 < n <= _FEW and drafts:
         told = zip(covariance.tolist(), weight.tolist(), pull.tolist(), mean.tolist(), strict=True)
-        after = np.array([_posterior_of_one(*one) for one in told])
+        after = np.array([posterior_of_one(*one) for one in told])
         return after[:, :, drafts], after[:, :, :drafts]
     both = np.empty((drafts, drafts + 1, n))  # the covariance, and the mean beside it
     both[:, :drafts], both[:, drafts] = covariance.transpose(1, 2, 0), mean.T
@@ -91,7 +91,7 @@ def posterior_covariance(covariance: FloatArray, weight: FloatArray) -> FloatArr
     return after.transpose(2, 0, 1)
 
 
-def _posterior_of_one(covariance: list[list[float]], weight: list[float], pull: list[float], mean: list[float]) -> list[list[float]]:
+def posterior_of_one(covariance: list[list[float]], weight: list[float], pull: list[float], mean: list[float]) -> list[list[float]]:
     """Return ``posterior`` of one request, by plain numbers: the covariance's rows, each with its mean behind it."""
     both, drafts = [[*row, m] for row, m in zip(covariance, mean, strict=True)], len(weight)
     for d in range(drafts):

@@ -325,16 +325,15 @@ class AdaptivePlanner:
 
     def observe(self, outcome: Outcome, state: PlannerState, now: float) -> PlannerState:
         """Learn acceptance (chosen drafts and counterfactuals), and correct the latency model."""
-        if state.behind:
-            state = replace(state, learning_s=averaged(state.learning_s, outcome.parts_s.get("learning", 0.0)))
+        learning_s = averaged(state.learning_s, outcome.parts_s.get("learning", 0.0)) if state.behind else state.learning_s
         if not (state.planned or len(outcome.finished) or len(outcome.free_request) or np.count_nonzero(outcome.scored)):
-            return replace(state, unseen=(*state.unseen, outcome))
+            return replace(state, unseen=(*state.unseen, outcome), learning_s=learning_s)
         acceptance = self._acceptance.forget(self._seen(state, now, outcome), outcome.finished.tolist())
-        if state.view is None or not len(outcome.request) or not state.planned:  # kept steps are alike: planned ones tell enough of times
-            return replace(state, acceptance=acceptance, unseen=())
-        correction, shape = self._timed(outcome, state, state.view)
-        planning_s = averaged(state.planning_s, outcome.parts_s.get("planning", 0.0))
-        return replace(state, acceptance=acceptance, correction=correction, target_shape=shape, planning_s=planning_s, unseen=())
+        after = replace(state, acceptance=acceptance, unseen=(), learning_s=learning_s)
+        if state.view is not None and len(outcome.request) and state.planned:  # kept steps are alike: planned ones tell enough of times
+            after.correction, after.target_shape = self._timed(outcome, state, state.view)
+            after.planning_s = averaged(state.planning_s, outcome.parts_s.get("planning", 0.0))
+        return after
 
     def _seen(self, state: PlannerState, now: float, *outcomes: Outcome) -> AcceptanceState:
         """Return what is known of acceptance after the steps of which nothing was seen, and these."""

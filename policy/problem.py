@@ -182,6 +182,8 @@ def predicted_parts(latency: LatencyModel, outcome: Outcome, view: View) -> tupl
     """
     if outcome.ran is not None:
         return _parts_ran(latency, outcome.ran, view)
+    if len(view) == len(outcome.request) == 1 and outcome.shape is None and view.request.item() == outcome.request.item():
+        return _parts_of_one(latency, outcome, view)
     row = _rows_of(outcome.request, view)
     known = row >= 0
     length = np.where(known, outcome.length, 0)
@@ -197,6 +199,20 @@ def predicted_parts(latency: LatencyModel, outcome: Outcome, view: View) -> tupl
         chosen = Choice(np.concatenate([outcome.draft, shape.second_draft]), np.concatenate([length, shape.second_length]))
     predicted[FIRST_DRAFT:] = drafting_s(latency, view, row, chosen)
     return predicted, Target(tokens, base_s, whole_s - base_s)
+
+
+def _parts_of_one(latency: LatencyModel, outcome: Outcome, view: View) -> tuple[FloatArray, Target]:
+    """Return ``predicted_parts`` of a single row by plain numbers."""
+    length, context = outcome.length.item(), view.context.item()
+    tokens = length + 1 + outcome.prefill_tokens
+    base_s, whole_s = latency.target.at(tokens), latency.target.seconds(tokens, 1, context)
+    predicted = [0.0] * (FIRST_DRAFT + len(latency.drafts))
+    predicted[VERIFY], predicted[OVERHEAD] = whole_s, latency.overhead_s + latency.speculation_s * (length > 0)
+    if length:
+        draft = outcome.draft.item()
+        curve, first = latency.drafts[draft], max(view.catchup.item(0, draft), 1)
+        predicted[FIRST_DRAFT + draft] = curve.at(first) + (length - 1) * curve.at(1) + length * (curve.row_s + curve.context_s * context)
+    return np.array(predicted), Target(tokens, base_s, whole_s - base_s)
 
 
 def _parts_ran(latency: LatencyModel, ran: Ran, view: View) -> tuple[FloatArray, Target]:

@@ -19,6 +19,12 @@ def abrupt(accepted: FloatArray, reached: FloatArray, expected: FloatArray) -> B
     return changed
 
 
+def is_abrupt(accepted: float, reached: float, expected: float) -> bool:
+    """Return ``abrupt`` of plain numbers."""
+    variance = expected * (1 - expected / max(reached, 1e-9)) + _FLOOR
+    return (accepted - expected) ** 2 > _REQUEST_DEVIATIONS**2 * variance
+
+
 def common(mean: FloatArray, doubt: FloatArray, weight: FloatArray, pull: FloatArray) -> FloatArray:
     """Return by how much requests in flight all deviate from what was expected of them, logits [D], 0 where that may be chance.
 

@@ -1,3 +1,5 @@
+from dataclasses import fields
+
 import numpy as np
 import pytest
 
@@ -267,3 +269,28 @@ def test_a_change_common_to_all_in_flight_is_the_draft_s_and_newcomers_know_it()
 
 def test_one_request_s_change_is_not_the_draft_s():
     assert hazards(*after_a_change(30, rows=1), 100)[0][0] > 0.6
+
+
+def test_a_single_request_teaches_by_plain_numbers_what_it_teaches_by_arrays(monkeypatch):
+    """Steps of some chains of some drafts, such that change abruptly among them; finished requests have taught how they differ."""
+    rng, plain = np.random.default_rng(5), model(drafts=3)
+    state = plain.start()
+    for request in range(30):
+        state = plain.admit(state, [request])
+        accepted = rng.integers(0, 4, 3)
+        state = plain.forget(learn(plain, state, request, request % 3, accepted, 3), [request])
+    one = many = plain.admit(state, [90, 91])
+    for turn in range(120):
+        rows = int(rng.integers(1, 5))
+        draft, scored = rng.integers(0, 3, rows), rng.integers(0, K + 1, rows)
+        accepted = np.minimum(rng.integers(0, K + 1, rows) * (turn % 40 > 20), scored)
+        columns = (np.full(rows, 90), draft, np.full(rows, int(Rule.SAMPLED)), accepted, scored, accepted[:1] + 1)
+        one = plain.observe(one, *columns)
+        with monkeypatch.context() as patched:
+            patched.setattr("policy.acceptance._only", lambda slot: None)
+            many = plain.observe(many, *columns)
+        for item in fields(one):
+            value = getattr(one, item.name)
+            if isinstance(value, np.ndarray):
+                np.testing.assert_allclose(getattr(many, item.name), value, rtol=1e-9, atol=1e-12, err_msg=f"{item.name}, turn {turn}")
+    assert one.request_shift[one.slots[90]].any()

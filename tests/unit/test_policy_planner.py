@@ -8,13 +8,16 @@ from policy import (
     AcceptanceConfig,
     AdaptivePlanner,
     FixedLength,
+    LatencyCurve,
     LatencyModel,
     LatencyTable,
     NoSpeculation,
     Outcome,
     PlannerConfig,
+    TurnShape,
     View,
 )
+from policy.problem import predicted_parts
 
 DRAFTS = ("small", "large")
 RNG = np.random.default_rng(0)
@@ -375,3 +378,16 @@ def test_a_step_of_nothing_but_prompts_that_end_is_learnt_from():
     )
     after = made.observe(result, state, 0.1)
     assert made.drift(after)["verify"] > 1
+
+
+@pytest.mark.parametrize(("draft", "length", "catchup", "prefill"), [(0, 3, 1, 0), (1, 8, 40, 0), (1, 1, 0, 7), (-1, 0, 5, 300)])
+def test_the_time_of_one_row_is_predicted_by_plain_numbers_as_by_arrays(draft, length, catchup, prefill):
+    curve = LatencyCurve(1e-3 * np.arange(1.0, 65.0), 2e-4, 3e-5, 1e-6)
+    model = LatencyModel(curve, (curve, LatencyCurve(curve.base_s / 7, 3e-5, 2e-6, 1e-7)), 2e-4, 3e-4)
+    now = view(1, catchup=np.full((1, 2), catchup), context=np.array([700]))
+    one = lambda value: np.array([value])  # noqa: E731
+    told = Outcome(now.request, one(draft), one(length), one(0), one(1), one(length), now.rule, 0.1, prefill_tokens=prefill)
+    plain, target = predicted_parts(model, told, now)
+    arrays, same = predicted_parts(model, replace(told, shape=TurnShape()), now)
+    assert plain == pytest.approx(arrays, rel=1e-12)
+    assert target == pytest.approx(same, rel=1e-12)
