@@ -57,10 +57,11 @@ def follow(recent: FloatArray, places: IntArray, apart: bool, told: FloatArray, 
 
     Of a request that changed at once only the recent counts are kept, all at the first position (``accepted``, ``reached`` [places, K]).
     """
+    keep: FloatArray | float = RECENT_KEEP
     if not apart:
         unique, which = np.unique(places, return_inverse=True)
-        places, told = unique, sums_by(which, len(unique), told)
-    now = RECENT_KEEP * recent[places] + told
+        places, told, keep = unique, sums_by(which, len(unique), told), RECENT_KEEP ** np.bincount(which)[:, None]
+    now = keep * recent[places] + told
     recent[places] = now
     changed = abrupt(*now.T)
     if changed.any():

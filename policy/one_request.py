@@ -15,7 +15,7 @@ from .shifts import RECENT_KEEP, is_abrupt
 if TYPE_CHECKING:
     from .acceptance import AcceptanceState
 
-MOST_CHAINS = 4  # beyond that arrays are quicker
+MOST_CHAINS = 12  # beyond that arrays are quicker
 
 
 def count(after: AcceptanceState, chains: Chains, own_share: float) -> list[int]:
@@ -27,7 +27,7 @@ def count(after: AcceptanceState, chains: Chains, own_share: float) -> list[int]
     levels, shifts = after.draft_hazard[rule].tolist(), after.request_shift[slot].tolist()
     told: dict[int, list[float]] = {}
     for draft, held, seen in zip(chains.draft.tolist(), chains.held.tolist(), chains.seen.tolist(), strict=True):
-        ratio, own = math.exp(shifts[draft]), told.setdefault(draft, [0.0, 0.0, 0.0])
+        ratio, own = math.exp(shifts[draft]), told.setdefault(draft, [0.0, 0.0, 0.0, 0])
         evidence = []
         for position, level in enumerate(levels[draft][:seen]):
             odds = ratio * level
@@ -36,6 +36,7 @@ def count(after: AcceptanceState, chains: Chains, own_share: float) -> list[int]
             evidence.append((position < held) + own_share * (level - expected))
         own[0] += held
         own[1] += seen
+        own[3] += 1
         after.draft_accepted[rule, draft, :seen] += evidence
         after.draft_reached[rule, draft, :seen] += 1.0
         after.request_accepted[slot, draft, :held] += 1.0
@@ -43,15 +44,15 @@ def count(after: AcceptanceState, chains: Chains, own_share: float) -> list[int]
     for draft, own in told.items():
         accepted, reached = after.draft_accepted[rule, draft], after.draft_reached[rule, draft].tolist()
         accepted[:] = [min(max(a, 0.0), r) for a, r in zip(accepted.tolist(), reached, strict=True)]
-        _follow(after, slot, draft, own)
+        _follow(after, slot, draft, own[:3], RECENT_KEEP ** own[3])
     after.request_class[slot] = rule
     return [rule * drafts + draft for draft in told]
 
 
-def _follow(after: AcceptanceState, slot: int, draft: int, told: list[float]) -> None:
+def _follow(after: AcceptanceState, slot: int, draft: int, told: list[float], keep: float) -> None:
     """Do what ``counting.follow`` does."""
     recent = after.request_recent[slot, draft]
-    now = [RECENT_KEEP * before + new for before, new in zip(recent.tolist(), told, strict=True)]
+    now = [keep * before + new for before, new in zip(recent.tolist(), told, strict=True)]
     if is_abrupt(*now):
         for counts, first in ((after.request_accepted, now[0]), (after.request_reached, now[1])):
             counts[slot, draft] = 0.0

@@ -58,7 +58,7 @@ class PlannerConfig:
     switch_horizon_steps: float = 16.0
     margin: float = 0.03
     rest_steps: int = 4
-    planning_share: float = 0.02
+    planning_share: float = 0.01
     free_run_tokens: int = 1
     catchup_scored: bool = False
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
@@ -87,8 +87,8 @@ class PlannerState:
     ``goodput`` is the best goodput of the last batch without its prefill (tokens per second of the model's time; 0: unknown).
     ``credit_s`` is what may still be spent on probes, ``look`` the steps until the next look for one, ``last`` what is kept of the last
     choice, ``kept`` the choice itself for some steps more. ``planning_s`` and ``learning_s`` are what a step takes that is ``planned``; of
-    the latter the next step tells, ``behind`` one that was. ``unseen`` are steps since then of which nothing was seen: they only count,
-    and do so together. ``draws`` belongs to Thompson's selection; ``ranks``, ``overlap_s``, ``overlaps`` and ``flying``
+    the latter the next step tells, ``behind`` one that was. ``unlearnt`` are steps with a kept choice, which are learnt from together
+    when planning is due. ``draws`` belongs to Thompson's selection; ``ranks``, ``overlap_s``, ``overlaps`` and ``flying``
     (``policy.cohorts``) belong to ``policy.shaped``.
     """
 
@@ -105,7 +105,7 @@ class PlannerState:
     learning_s: float = 0.0
     planned: bool = False
     behind: bool = False
-    unseen: tuple[Outcome, ...] = ()
+    unlearnt: tuple[Outcome, ...] = ()
     draws: Draws | None = None
     ranks: RankState | None = None
     overlap_s: float = 0.0
@@ -140,7 +140,7 @@ class AdaptivePlanner:
 
     def save(self, state: PlannerState, now: float) -> dict[str, Any]:
         """Return what was learnt, without the requests in flight (see ``policy.learned``)."""
-        return saved(state, now)
+        return saved(replace(state, acceptance=self._learnt(state, now)) if state.unlearnt else state, now)
 
     def load(self, data: dict[str, Any], now: float, idle_s: float) -> PlannerState:
         """Return the state of what was saved ``idle_s`` ago. Raises LearnedError naming field and value."""
@@ -210,7 +210,7 @@ class AdaptivePlanner:
         """Return the estimator's state at a time, with a place for the requests of a view that share its step."""
         ready = slice(None) if view.decoding == len(view) else view.ready
         group = None if view.group is None else view.group[ready].tolist()
-        return self._acceptance.admit(self._seen(state, now), view.request[ready].tolist(), group)
+        return self._acceptance.admit(self._learnt(state, now), view.request[ready].tolist(), group)
 
     def _plan_rows(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[Plan, PlannerState]:
         """Plan for any number of rows, and look for a probe when it is time."""
@@ -326,22 +326,22 @@ class AdaptivePlanner:
     def observe(self, outcome: Outcome, state: PlannerState, now: float) -> PlannerState:
         """Learn acceptance (chosen drafts and counterfactuals), and correct the latency model."""
         learning_s = averaged(state.learning_s, outcome.parts_s.get("learning", 0.0)) if state.behind else state.learning_s
-        if not (state.planned or len(outcome.finished) or len(outcome.free_request) or np.count_nonzero(outcome.scored)):
-            return replace(state, unseen=(*state.unseen, outcome), learning_s=learning_s)
-        acceptance = self._acceptance.forget(self._seen(state, now, outcome), outcome.finished.tolist())
-        after = replace(state, acceptance=acceptance, unseen=(), learning_s=learning_s)
+        if not state.planned and not len(outcome.finished):
+            return replace(state, unlearnt=(*state.unlearnt, outcome), learning_s=learning_s)
+        acceptance = self._acceptance.forget(self._learnt(state, now, outcome), outcome.finished.tolist())
+        after = replace(state, acceptance=acceptance, unlearnt=(), learning_s=learning_s)
         if state.view is not None and len(outcome.request) and state.planned:  # kept steps are alike: planned ones tell enough of times
             after.correction, after.target_shape = self._timed(outcome, state, state.view)
             after.planning_s = averaged(state.planning_s, outcome.parts_s.get("planning", 0.0))
         return after
 
-    def _seen(self, state: PlannerState, now: float, *outcomes: Outcome) -> AcceptanceState:
-        """Return what is known of acceptance after the steps of which nothing was seen, and these."""
-        acceptance, steps = self._acceptance.aged(state.acceptance, now), (*state.unseen, *outcomes)
+    def _learnt(self, state: PlannerState, now: float, *outcomes: Outcome) -> AcceptanceState:
+        """Return what is known of acceptance after the steps that were not learnt from, and these."""
+        acceptance, steps = self._acceptance.aged(state.acceptance, now), (*state.unlearnt, *outcomes)
         if not steps:
             return acceptance
         chains = [(o.request, o.draft, o.rule, o.accepted, o.scored) for o in steps]
-        for outcome in outcomes:
+        for outcome in steps:
             if len(outcome.free_request):
                 rules = dict(zip(outcome.request.tolist(), outcome.rule.tolist(), strict=True))
                 free_rule = np.array([rules.get(r, 0) for r in outcome.free_request.tolist()])

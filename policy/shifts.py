@@ -6,7 +6,7 @@ import numpy as np
 
 from .plan import BoolArray, FloatArray
 
-RECENT_KEEP = 0.75  # per step with evidence: a memory of four
+RECENT_KEEP = 0.75  # per chain: a memory of four; of chains learnt from together only what was before them fades
 _REQUEST_DEVIATIONS, _COMMON_DEVIATIONS = 3.0, 8.0
 _FLOOR = 0.3  # of a variance: one surprise alone, however unlikely, changes nothing
 FEWEST_REQUESTS = 3.0
