@@ -12,8 +12,8 @@ from statistics import median
 from typing import Any
 
 from backend.triton_adapter.paths import PROJECT_ROOT
-from tests.bench.sweep_arms import ADAPTING, AGAIN, NONE, SPINDLE
-from tests.bench.sweep_figures import is_closed
+from tests.bench.sweep_arms import ADAPTING, AGAIN, NONE, SPINDLE, fixed_choice
+from tests.bench.sweep_figures import BEST_FIXED, EVERY, is_closed
 from tests.bench.sweep_simulation import WITHIN
 
 README = PROJECT_ROOT / "README.md"
@@ -44,28 +44,52 @@ def _table(*rows: list[str]) -> str:
     return "\n".join([head, f"|{' --- |' * len(rows[0])}", *body, ""])
 
 
-def _interval(ends: list[float], places: int = 2) -> str:
+def _interval(ends: list[float] | None, places: int = 2) -> str:
+    if ends is None:
+        return "(one block)"
     return f"({ends[0]:.{places}f} to {ends[1]:.{places}f})"
 
 
 def serving() -> str:
-    """Return the table of tokens per second by workload, adaptive against none, and none against itself."""
-    record = _record("workloads")
+    """Return a table a temperature of tokens per second by workload: none, each fixed choice, Spindle; of every workload, ratios."""
+    return "\n".join(_serving_of(_record(name)) for name in ("workloads", "workloads-sampled"))
+
+
+def _serving_of(record: dict[str, Any]) -> str:
     speed = {(row["workload"], row["load"], row["policy"]): f"{row['tokens_per_s']:.1f}" for row in record["summary"]}
+    ratios = {(row["workload"], row["load"], row["policy"], row["over"]): row for row in record["ratios"]}
     noise = {(row["workload"], row["load"]): row["ratio"] for row in record["noise"]}
-    rows = [
-        [
-            f"{WORKLOADS[point[0]]}, {point[1].removeprefix('closed-')} in flight",
-            speed[(*point, SPINDLE)],
-            speed[(*point, NONE)],
-            f"**{row['ratio']:.2f}** {_interval(row['interval_95'])}",
-            f"{noise[point]:.2f}",
-        ]
-        for row in record["ratios"]
-        if row["over"] == NONE and (point := (row["workload"], row["load"])) in noise
+    fixed = [policy for policy in dict.fromkeys(policy for *_, policy in speed) if policy.startswith("fixed-")]
+    rows = []
+    for point in dict.fromkeys(key[:2] for key in ratios):
+        cells = [speed.get((*point, policy), "") for policy in (NONE, *fixed, SPINDLE)]
+        if point[0] == EVERY:
+            cells = ["", *(f"{ratios[(*point, policy, NONE)]['ratio']:.2f} of none" for policy in fixed), ""]
+        found = (ratios.get((*point, SPINDLE, over)) for over in (NONE, BEST_FIXED))
+        cells += ["" if row is None else f"**{row['ratio']:.2f}** {_interval(row['interval_95'])}" for row in found]
+        name = f"{WORKLOADS.get(point[0], point[0])}, {point[1].removeprefix('closed-')}"
+        rows.append([name, *cells, f"{noise[point]:.2f}" if point in noise else ""])
+    blocks = {row["warm_blocks"] for row in record["summary"]}
+    head = [
+        f"tokens/s at temperature {record['settings']['temperature']:g}, by workload and requests in flight (warm blocks: {min(blocks)})",
+        *(NONE, *(" ".join(map(str, fixed_choice(policy))) for policy in fixed), "Spindle"),
+        *("Spindle over none (95 %)", "over the best fixed choice", "none over itself"),
     ]
-    head = ["served by tritonserver, greedy, bf16, tokens/s", "adaptive", "no speculation, no draft loaded", "ratio (95 % interval)"]
-    return _table([*head, "no speculation over itself"], *rows)
+    return _table(head, *rows)
+
+
+def headline() -> str:
+    """Return the table of what Spindle brings over all workloads, by load and temperature."""
+    records = [_record(name) for name in ("workloads", "workloads-sampled")]
+    rows, loads = [], dict.fromkeys(row["load"] for record in records for row in record["ratios"] if row["workload"] == EVERY)
+    for record in records:
+        ratios = {(row["load"], row["over"]): row for row in record["ratios"] if (row["workload"], row["policy"]) == (EVERY, SPINDLE)}
+        for over in (NONE, BEST_FIXED):
+            name = "no speculation" if over == NONE else f"the {over}"
+            cells = (f"**{row['ratio']:.2f}** {_interval(row['interval_95'])}" for load in loads if (row := ratios[load, over]))
+            rows.append([f"over {name}, temperature {record['settings']['temperature']:g}", *cells])
+    head = ["Spindle's tokens/s (95 % interval)", *(f"{load.removeprefix('closed-')} in flight" for load in loads)]
+    return _table(head, *rows)
 
 
 def forward() -> str:
@@ -160,7 +184,7 @@ def ablations() -> str:
 
 
 def _ratio(row: dict[str, Any]) -> str:
-    return f"{row['ratio']:.3f} {_interval(row['interval_95'], 3) if row['interval_95'] else '(one block)'}"
+    return f"{row['ratio']:.3f} {_interval(row['interval_95'], 3)}"
 
 
 def simulation() -> str:
@@ -211,19 +235,12 @@ def _peer(row: dict[str, Any] | None) -> list[str]:
         return [""] * 5
     over = row["spindle_over"]
     same = (f"{row[key]['same']} of {row[key]['texts']}" for key in ("as_plain", "as_none"))
-    ends = _interval(over["interval_95"]) if over["interval_95"] else "(one block)"
-    return [f"{row['tokens_per_s']:.0f}", f"{row['over_plain']['median']:.2f}", f"{over['median']:.2f} {ends}", *same]
-
-
-def choices() -> str:
-    """Return the table of Spindle against every single choice of a draft."""
-    rows = []
-    for point in sorted(_record("choices")["points"], key=lambda point: point["in_flight"]):
-        cells = (arm for name, arm in point["arms"].items() if name != SPINDLE)
-        ratios = [f"{arm['spindle_over_it']:.2f} {_interval(arm['interval_95'])}" for arm in cells]
-        rows.append([f"{point['workload']}, {point['in_flight']} in flight", *ratios])
-    others = [name.replace("best-", "best of ") for name in _record("choices")["points"][0]["arms"] if name != SPINDLE]
-    return _table(["Spindle's tokens/s over those of the best length of one draft", *others], *rows)
+    return [
+        f"{row['tokens_per_s']:.0f}",
+        f"{row['over_plain']['median']:.2f}",
+        f"{over['median']:.2f} {_interval(over['interval_95'])}",
+        *same,
+    ]
 
 
 def planning() -> str:
@@ -235,6 +252,7 @@ def planning() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "headline": headline,
     "serving": serving,
     "forward": forward,
     "streaming": streaming,
@@ -244,7 +262,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "pictures": pictures,
     "ablations": ablations,
     "simulation": simulation,
-    "choices": choices,
     "planning": planning,
 }
 

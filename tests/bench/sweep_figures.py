@@ -22,9 +22,11 @@ from tests.bench.sweep_arms import ADAPTING, AGAIN, NONE, SPINDLE, is_ablation
 Run = dict[str, Any]
 Point = tuple[str, str]
 BEST_FIXED = "best fixed choice"
+EVERY = "every workload"
 LOOPING_SHARE = 0.5
 ALONE, SATURATED, OF_BEST_FIXED, OF_OTHERS = 1.5, 0.98, 0.97, 1.0
-"""Bars: over no speculation with one in flight (the mix) and at saturation; over the best fixed choice and other policies anywhere."""
+"""Bars: over no speculation with one in flight (the mix, or every workload) and at saturation; over the best fixed choice and other
+policies anywhere."""
 
 
 def is_closed(load: str) -> bool:
@@ -63,19 +65,35 @@ def summary(found: dict[Point, dict[int, dict[str, Run]]], policies: list[str]) 
 
 
 def compared(found: dict[Point, dict[int, dict[str, Run]]], policies: list[str]) -> list[dict[str, Any]]:
-    """Return ratios of speeds: every policy over none, and spindle over each other one and over the best fixed choice."""
-    rows = []
-    for (workload, load), made in found.items():
-        speeds = {policy: [speed(block[policy]) for block in _warm(made)] for policy in policies}
-        ratios = {(policy, NONE): (speeds[policy], speeds[NONE]) for policy in policies if policy not in (NONE, AGAIN)}
-        ratios |= {(SPINDLE, policy): (speeds[SPINDLE], speeds[policy]) for policy in policies if policy not in (NONE, AGAIN, SPINDLE)}
-        if best := best_fixed(speeds):
-            ratios[SPINDLE, BEST_FIXED] = speeds[SPINDLE], best
-        rows += [
-            {"workload": workload, "load": load, "policy": policy, "over": over, **interval(*pair)}
-            for (policy, over), pair in ratios.items()
-        ]
-    return rows
+    """Return ratios of speeds: every policy over none, and spindle over each other one and over the best fixed choice.
+
+    Where there are several workloads, the last rows are of ``EVERY`` one of them, load by load: a block of any of them is a pair.
+    """
+    speeds = {point: {policy: [speed(block[policy]) for block in _warm(made)] for policy in policies} for point, made in found.items()}
+    return [
+        {"workload": workload, "load": load, "policy": policy, "over": over, **interval(*pair)}
+        for (workload, load), own in (speeds | _together(speeds)).items()
+        for (policy, over), pair in _pairs(own).items()
+    ]
+
+
+def _together(speeds: dict[Point, dict[str, list[float]]]) -> dict[Point, dict[str, list[float]]]:
+    """Return the speeds of ``EVERY`` workload together, of the loads of several."""
+    found = {}
+    for load in dict.fromkeys(load for _, load in speeds):
+        every = [own for (_, at), own in speeds.items() if at == load]
+        if len(every) > 1:
+            found[EVERY, load] = {policy: [value for own in every for value in own[policy]] for policy in every[0]}
+    return found
+
+
+def _pairs(speeds: dict[str, list[float]]) -> dict[tuple[str, str], tuple[list[float], list[float]]]:
+    others = [policy for policy in speeds if policy not in (NONE, AGAIN)]
+    pairs = {(policy, NONE): (speeds[policy], speeds[NONE]) for policy in others}
+    pairs |= {(SPINDLE, policy): (speeds[SPINDLE], speeds[policy]) for policy in others if policy != SPINDLE}
+    if best := best_fixed(speeds):
+        pairs[SPINDLE, BEST_FIXED] = speeds[SPINDLE], best
+    return pairs
 
 
 def best_fixed(speeds: dict[str, list[float]]) -> list[float]:
@@ -96,14 +114,14 @@ def interval(ours: list[float], theirs: list[float]) -> dict[str, Any]:
 
 
 def noise(found: dict[Point, dict[int, dict[str, Run]]]) -> list[dict[str, Any]]:
-    """Return the ratio of an arm to itself in each point: what differs from 1 is noise."""
-    rows = []
-    for (workload, load), made in found.items():
-        pairs = [(speed(block[AGAIN]), speed(block[NONE])) for block in _warm(made) if AGAIN in block]
-        if pairs:
-            ours, theirs = map(list, zip(*pairs, strict=True))
-            rows.append({"workload": workload, "load": load, **interval(ours, theirs)})
-    return rows
+    """Return the ratio of an arm to itself in each point, and of every workload together: what differs from 1 is noise."""
+    speeds = {
+        point: {name: [speed(block[name]) for block in _warm(made)] for name in (AGAIN, NONE)}
+        for point, made in found.items()
+        if all(AGAIN in block for block in made.values())
+    }
+    rows = (speeds | _together(speeds)).items()
+    return [{"workload": workload, "load": load, **interval(own[AGAIN], own[NONE])} for (workload, load), own in rows]
 
 
 def ablations(found: dict[Point, dict[int, dict[str, Run]]], policies: list[str]) -> list[dict[str, Any]]:
@@ -142,7 +160,7 @@ def _bar(row: dict[str, Any], most: float) -> float | None:
     if row["over"] != NONE:
         return None
     if closed and at == 1:
-        return ALONE if row["workload"] == "mix" else OF_OTHERS
+        return ALONE if row["workload"] in ("mix", EVERY) else OF_OTHERS
     return SATURATED if (at == most if closed else at >= 1) else None
 
 

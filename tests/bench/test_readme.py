@@ -48,6 +48,33 @@ def test_ablations_and_the_simulation_s_error_are_written_from_their_records(tmp
     assert "| Spindle |  |  |  |" in table
 
 
+def test_served_tokens_are_written_by_temperature_with_ratios_of_every_workload(tmp_path, monkeypatch):
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    ratio = {"load": "closed-4", "interval_95": [1.1, 1.3], "ratio": 1.2}
+    record = {
+        "settings": {"temperature": 0.0},
+        "summary": [
+            {"workload": "sql", "load": "closed-4", "policy": policy, "tokens_per_s": 50.0 + place, "warm_blocks": 1}
+            for place, policy in enumerate(("none", "fixed-lookup-2", "spindle"))
+        ],
+        "ratios": [
+            {**ratio, "workload": "sql", "policy": "spindle", "over": "none", "interval_95": None},
+            {**ratio, "workload": readme.EVERY, "policy": "fixed-lookup-2", "over": "none", "ratio": 0.9},
+            {**ratio, "workload": readme.EVERY, "policy": "spindle", "over": "none"},
+            {**ratio, "workload": readme.EVERY, "policy": "spindle", "over": readme.BEST_FIXED, "ratio": 1.3},
+        ],
+        "noise": [{"workload": "sql", "load": "closed-4", "ratio": 0.995}],
+    }
+    (tmp_path / "workloads.json").write_text(json.dumps(record))
+    (tmp_path / "workloads-sampled.json").write_text(json.dumps({**record, "settings": {"temperature": 0.8}}))
+    table = readme.serving()
+    assert "| text-to-SQL (own generator), 4 | 50.0 | 51.0 | 52.0 | **1.20** (one block) |  | 0.99 |" in table
+    assert "| every workload, 4 |  | 0.90 of none |  | **1.20** (1.10 to 1.30) | **1.30** (1.10 to 1.30) |  |" in table
+    assert "temperature 0.8" in table
+    assert "| over no speculation, temperature 0.8 | **1.20** (1.10 to 1.30) |" in readme.headline()
+    assert "| over the best fixed choice, temperature 0 | **1.30** (1.10 to 1.30) |" in readme.headline()
+
+
 def test_pictures_that_were_made_are_shown(tmp_path, monkeypatch):
     monkeypatch.setattr(readme, "PICTURES", tmp_path)
     assert "sweep-cpu" not in readme.pictures()

@@ -8,6 +8,7 @@ from tests.bench import arms, sweep_figures
 from tests.bench.arms import Offer, Served
 from tests.bench.sweep import Sweep, chosen, main
 from tests.bench.sweep_arms import AGAIN, Servers, Tuning, ablation_names, arm_config, fixed_choice, fixed_names
+from tests.bench.sweep_figures import BEST_FIXED, EVERY
 from tests.bench.sweep_report import write_pictures, write_report
 from tests.bench.sweep_simulation import missing
 
@@ -116,6 +117,29 @@ def test_a_ratio_is_that_within_blocks_and_a_block_that_lacks_a_policy_does_not_
     assert (row["policy"], row["over"], row["blocks"]) == ("spindle", "none", 2)
     assert row["ratio"] == pytest.approx(2.0)
     assert row["interval_95"] == (2.0, 2.0)
+
+
+def test_of_several_workloads_every_block_of_any_is_a_pair_of_all_together():
+    policies = ["none", "fixed-a-2", "fixed-b-2", "spindle", AGAIN]
+    seconds = {"chat": (4.0, 3.0, 4.0, 2.0, 4.0), "sql": (8.0, 6.0, 8.0, 1.0, 4.0)}
+    runs = [
+        {**run(policy, block, took), "workload": workload}
+        for workload, own in seconds.items()
+        for block in (0, 1)
+        for policy, took in zip(policies, own, strict=True)
+    ]
+    found = sweep_figures.blocks(runs, policies)
+    ratios = {(r["workload"], r["policy"], r["over"]): r for r in sweep_figures.compared(found, policies)}
+    every = ratios[EVERY, "spindle", "none"]
+    assert (every["ratio"], every["blocks"]) == (4.0, 2)
+    assert every["interval_95"][0] < 4.0 < every["interval_95"][1]
+    assert ratios["sql", "spindle", "none"]["interval_95"] is None
+    assert ratios[EVERY, "spindle", BEST_FIXED]["ratio"] == pytest.approx(3.0)
+    assert [row["ratio"] for row in sweep_figures.noise(found) if row["workload"] == EVERY] == [pytest.approx(2**0.5, abs=1e-4)]
+    assert [(claim["bar"], claim["over"]) for claim in sweep_figures.claims(list(ratios.values())) if claim["workload"] == EVERY] == [
+        (0.98, "none"),
+        (0.97, BEST_FIXED),
+    ]
 
 
 def test_speed_is_by_the_wall_in_a_closed_loop_and_by_latency_in_an_open_one():
