@@ -13,6 +13,8 @@ import torch
 from backend.engines.processing import Columns
 from backend.randomness import Purpose, key
 
+_FEW = 4  # a part of the columns: fewer can be drawn, judged by a sample of so many
+_SAMPLE = 512
 _GOLDEN, _FIRST, _SECOND = (int(np.uint64(word).astype(np.int64)) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
@@ -25,15 +27,24 @@ def winner(law: torch.Tensor, seed: int, position: int, columns: Columns) -> int
 def fastest(law: torch.Tensor, seed: int, position: int, columns: Columns, count: int) -> list[int]:
     """Return the columns that come in first in that race, at most ``count`` of them."""
     entrants, times = _race(law, seed, position, columns)
-    found: list[int] = entrants[times.topk(min(count, len(times)), largest=False).indices].tolist()
+    best = times.topk(min(count, len(times)), largest=False)
+    found: list[int] = entrants[best.indices[best.values.isfinite()]].tolist()
     return found
 
 
 def _race(law: torch.Tensor, seed: int, position: int, columns: Columns) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the columns that can be drawn, and the time that each takes."""
-    entrants = law.nonzero()[:, 0]
-    tokens = entrants if columns.token_ids is None else columns.token_ids[entrants].long()
-    return entrants, exponentials(int(key(seed, position, Purpose.RACE).astype(np.int64)), tokens) / law[entrants]
+    """Return columns, all that can be drawn among them, and the time that each takes: forever where it cannot.
+
+    On a processor a few are picked out first. Of most of the vocabulary that takes longer than to let all run, and a GPU would wait for it.
+    """
+    word, some = int(key(seed, position, Purpose.RACE).astype(np.int64)), law[:: 1 + len(law) // _SAMPLE]
+    if law.device.type == "cpu" and _FEW * int(some.count_nonzero()) < len(some):
+        entrants = law.nonzero()[:, 0]
+        tokens = entrants if columns.token_ids is None else columns.token_ids[entrants].long()
+        return entrants, exponentials(word, tokens) / law[entrants]
+    entrants = torch.arange(len(law), device=law.device)
+    times = exponentials(word, entrants if columns.token_ids is None else columns.token_ids.long()) / law
+    return entrants, times.masked_fill_(law == 0, torch.inf)
 
 
 def exponentials(word: int, tokens: torch.Tensor) -> torch.Tensor:
