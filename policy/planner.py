@@ -45,8 +45,8 @@ class PlannerConfig:
     ``selection`` says how drafts to try are found (``policy.selection``), ``explore_share`` is the share of step time that trying may cost,
     ``optimism`` how many standard deviations it hopes for. ``switch_horizon_steps`` the most steps over which a catch-up is spread.
     ``margin`` is the gain in goodput that speculation must promise: of many estimates the best is flattered, and a loss weighs more than
-    a gain missed. A batch that does not speculate is planned for again after ``rest_steps`` steps, for planning costs it time too.
-    Planning may take ``planning_share`` of step time: where it takes more, a choice of chains is kept for some steps (``policy.keeping``).
+    a gain missed. Planning and learning may take ``planning_share`` of step time: where they take more, a choice is kept for some steps; a
+    large batch that does not speculate keeps to that for ``rest_steps`` at the least (``policy.keeping``).
     ``free_run_tokens`` are the most that a row runs in one turn (``policy.free_runs``).
     ``catchup_scored`` says that the engines report how a draft that catches up would have guessed what it reads (``Outcome.free_*``).
     """

@@ -13,8 +13,8 @@ import torch
 from backend.engines.processing import Columns
 from backend.randomness import Purpose, key
 
-_FEW = 4  # a part of the columns: fewer can be drawn, judged by a sample of so many
-_SAMPLE = 512
+_FEW = 4  # fewer than one column in so many can be drawn: few enough to pick them out
+_SAMPLE = 512  # columns that tell which
 _GOLDEN, _FIRST, _SECOND = (int(np.uint64(word).astype(np.int64)) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend.engines import padded
+from backend.engines import llama, padded
 from backend.engines.chunks import Chunk, KVTable
 from backend.ports import BLOCK_TOKENS, Sequence, Turn
 from backend.request import SamplingParams
@@ -61,6 +61,23 @@ def test_a_pass_of_rows_side_by_side_and_cut_gives_every_row_what_it_gets_alone(
         assert torch.allclose(found, torch.cat(alone), rtol=0.0, atol=1e-11)
 
     holds()
+
+
+@pytest.mark.parametrize(("attention", "groups"), [("tiled", [[1, 1, 1], [3, 3]]), ("padded", [[1, 3, 1, 6, 3, 1]])])
+def test_in_tiles_a_long_proposal_pads_no_other_row(attention, groups, monkeypatch):
+    seen = []
+
+    class Noting(padded.Padded):
+        def __init__(self, chunks, *rest, **options):
+            seen.append([len(chunk.tokens) for chunk in chunks])
+            super().__init__(chunks, *rest, **options)
+
+    monkeypatch.setattr(llama, "Padded", Noting)
+    model = tiny_engine(attention=attention)._model
+    chunks = [Chunk([1] * rows, 0, KVTable([number], "cpu"), rows, piece_tokens=0) for number, rows in enumerate([1, 3, 1, 6, 3, 1])]
+    with torch.inference_mode():
+        model.forward(chunks)
+    assert sorted(seen) == sorted(groups)
 
 
 @pytest.mark.parametrize("piece", [-16, 8, 24])

@@ -1,9 +1,11 @@
 """Plan-invariant sampling: the noise is its key's alone, the winner follows the law."""
 
 import numpy as np
+import pytest
 import torch
 
-from backend.engines.coupling import exponentials, winner
+from backend.engines import coupling
+from backend.engines.coupling import exponentials, fastest, winner
 from backend.engines.processing import WHOLE_VOCABULARY, Columns
 from backend.randomness import Purpose, key, mix
 
@@ -41,3 +43,16 @@ def test_a_shortlisted_head_races_with_the_noise_of_its_tokens():
     whole[ids.long()] = part
     for seed in range(50):
         assert winner(whole, seed, 8, WHOLE_VOCABULARY) == ids[winner(part, seed, 8, Columns(ids))]
+
+
+@pytest.mark.parametrize("few", [0, 10**9], ids=["those that can be drawn are picked out", "all run"])
+@pytest.mark.parametrize("kept", [3, 600])
+def test_who_runs_makes_no_difference_and_what_cannot_be_drawn_never_comes_in(few, kept, monkeypatch):
+    generator = torch.Generator().manual_seed(kept)
+    law = torch.rand(1000, generator=generator)
+    law[torch.randperm(1000, generator=generator)[kept:]] = 0.0
+    times = exponentials(int(key(7, 11, Purpose.RACE).astype(np.int64)), torch.arange(1000)) / law
+    expected = [column for column in times.argsort().tolist() if law[column] > 0]
+    monkeypatch.setattr(coupling, "_FEW", few)
+    assert winner(law, 7, 11, WHOLE_VOCABULARY) == expected[0]
+    assert fastest(law, 7, 11, WHOLE_VOCABULARY, 5) == expected[:5]
