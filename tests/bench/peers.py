@@ -46,17 +46,7 @@ ACTIVE = max(IN_FLIGHT)
 MESSAGES = 240
 MAX_PROMPT_CHARACTERS = 1500
 """Longer messages would spend the time on prompts and not on what is compared."""
-DRAFTS = "engines_build/drafts"
-SERVING = PROJECT_ROOT / "model_repository" / "spindle" / "1" / "serving.json"
-TINY = {
-    "target": {"engine": "torch", "model": f"{DRAFTS}/tiny-target", "dtype": "bf16"},
-    "drafts": [
-        *({"name": name, "engine": "torch", "model": f"{DRAFTS}/tiny-{name}", "dtype": "fp32"} for name in ("0.3m", "0.3m-sql", "0.9m")),
-        {"name": "lookup", "engine": "lookup"},
-    ],
-    "policy": {"kind": "adaptive", "k_max": 8},
-}
-FAMILIES = ("tiny", "smollm2")
+CONFIGS = {"tiny": Path(__file__).with_name("tiny.json"), "smollm2": PROJECT_ROOT / "model_repository" / "spindle" / "1" / "serving.json"}
 """The quick one first: what it does not use of its half of the time the other has."""
 Run = dict[str, Any]
 
@@ -66,7 +56,7 @@ class Family:
 
     def __init__(self, name: str, options: argparse.Namespace, folder: Path) -> None:
         self._options = options
-        self._config = {**(json.loads(SERVING.read_text("utf-8")) if name == "smollm2" else TINY), "threads": 1}
+        self._config = {**json.loads(CONFIGS[name].read_text("utf-8")), "threads": 1}
         prepare(parse_config(arm_config(self._config, SPINDLE, Tuning(), ACTIVE)))
         self._servers, self._peers = Servers(self._config, ACTIVE, folder, most=2), Peers(self._config)
         self.skipped = {name: reason for name in options.peers if (reason := self._peers.missing(name))}
@@ -243,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse(command: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
+    parser.add_argument("--families", nargs="+", choices=CONFIGS, default=list(CONFIGS))
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS)
     parser.add_argument("--workloads", nargs="+", choices=[*workloads.NAMES, workloads.MIX], default=[workloads.MIX])
     parser.add_argument("--blocks", type=int, default=6, help="at the most: none is begun that would end after the limit")
