@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from pathlib import PurePath
 from statistics import median
 from typing import Any
 
@@ -51,8 +52,10 @@ def _interval(ends: list[float] | None, places: int = 2) -> str:
 
 
 def serving() -> str:
-    """Return a table a temperature of tokens per second by workload: none, each fixed choice, Spindle; of every workload, ratios."""
-    return "\n".join(_serving_of(_record(name)) for name in ("workloads", "workloads-sampled"))
+    """Return tables of tokens per second by workload: none, each fixed choice, Spindle; of every workload, ratios. One a temperature of
+    SmolLM2, one of the tiny family.
+    """
+    return "\n".join(_serving_of(_record(name)) for name in ("workloads", "workloads-sampled", "tiny"))
 
 
 def _serving_of(record: dict[str, Any]) -> str:
@@ -69,9 +72,9 @@ def _serving_of(record: dict[str, Any]) -> str:
         cells += ["" if row is None else f"**{row['ratio']:.2f}** {_interval(row['interval_95'])}" for row in found]
         name = f"{WORKLOADS.get(point[0], point[0])}, {point[1].removeprefix('closed-')}"
         rows.append([name, *cells, f"{noise[point]:.2f}" if point in noise else ""])
-    blocks = {row["warm_blocks"] for row in record["summary"]}
+    blocks, settings = {row["warm_blocks"] for row in record["summary"]}, record["settings"]
     head = [
-        f"tokens/s at temperature {record['settings']['temperature']:g}, by workload and requests in flight (warm blocks: {min(blocks)})",
+        f"{PurePath(settings['config']['target']['model']).name}: tokens/s at temperature {settings['temperature']:g}, by workload and requests in flight (warm blocks: {min(blocks)})",
         *(NONE, *(" ".join(map(str, fixed_choice(policy))) for policy in fixed), "Spindle"),
         *("Spindle over none (95 %)", "over the best fixed choice", "none over itself"),
     ]

@@ -52,7 +52,7 @@ def test_served_tokens_are_written_by_temperature_with_ratios_of_every_workload(
     monkeypatch.setattr(readme, "RESULTS", tmp_path)
     ratio = {"load": "closed-4", "interval_95": [1.1, 1.3], "ratio": 1.2}
     record = {
-        "settings": {"temperature": 0.0},
+        "settings": {"temperature": 0.0, "config": {"target": {"model": "models/some-target"}}},
         "summary": [
             {"workload": "sql", "load": "closed-4", "policy": policy, "tokens_per_s": 50.0 + place, "warm_blocks": 1}
             for place, policy in enumerate(("none", "fixed-lookup-2", "spindle"))
@@ -66,11 +66,13 @@ def test_served_tokens_are_written_by_temperature_with_ratios_of_every_workload(
         "noise": [{"workload": "sql", "load": "closed-4", "ratio": 0.995}],
     }
     (tmp_path / "workloads.json").write_text(json.dumps(record))
-    (tmp_path / "workloads-sampled.json").write_text(json.dumps({**record, "settings": {"temperature": 0.8}}))
+    sampled = {**record, "settings": {**record["settings"], "temperature": 0.8}}
+    (tmp_path / "workloads-sampled.json").write_text(json.dumps(sampled))
+    (tmp_path / "tiny.json").write_text(json.dumps(record))
     table = readme.serving()
     assert "| text-to-SQL (own generator), 4 | 50.0 | 51.0 | 52.0 | **1.20** (one block) |  | 0.99 |" in table
     assert "| every workload, 4 |  | 0.90 of none |  | **1.20** (1.10 to 1.30) | **1.30** (1.10 to 1.30) |  |" in table
-    assert "temperature 0.8" in table
+    assert "| some-target: tokens/s at temperature 0.8, by workload" in table
     assert "| over no speculation, temperature 0.8 | **1.20** (1.10 to 1.30) |" in readme.headline()
     assert "| over the best fixed choice, temperature 0 | **1.30** (1.10 to 1.30) |" in readme.headline()
 
