@@ -73,8 +73,9 @@ def _serving_of(record: dict[str, Any]) -> str:
         name = f"{WORKLOADS.get(point[0], point[0])}, {point[1].removeprefix('closed-')}"
         rows.append([name, *cells, f"{noise[point]:.2f}" if point in noise else ""])
     blocks, settings = {row["warm_blocks"] for row in record["summary"]}, record["settings"]
+    model, temperature = PurePath(settings["config"]["target"]["model"]).name, settings["temperature"]
     head = [
-        f"{PurePath(settings['config']['target']['model']).name}: tokens/s at temperature {settings['temperature']:g}, by workload and requests in flight (warm blocks: {min(blocks)})",
+        f"{model}: tokens/s at temperature {temperature:g}, by workload and requests in flight (warm blocks: {min(blocks)})",
         *(NONE, *(" ".join(map(str, fixed_choice(policy))) for policy in fixed), "Spindle"),
         *("Spindle over none (95 %)", "over the best fixed choice", "none over itself"),
     ]
@@ -177,11 +178,13 @@ def pictures() -> str:
 
 def ablations() -> str:
     """Return the table of what each part and draft brings, by load; one line where it was not run."""
-    rows = _record("ablations")["ablations"] if (RESULTS / "ablations.json").is_file() else []
+    record = _record("ablations") if (RESULTS / "ablations.json").is_file() else {"ablations": []}
+    rows = record["ablations"]
     points = list(dict.fromkeys((row["workload"], row["load"]) for row in rows))
     parts = list(dict.fromkeys((row["part"], row["by_default"]) for row in rows))
     ratios = {(row["part"], row["workload"], row["load"]): _ratio(row) for row in rows}
-    head = ["Spindle's speed with a part over that without it" + ("" if rows else ": not run"), *map(", ".join, points)]
+    how = f" ({record['through']}; warm blocks: {rows[0]['blocks']})" if rows else ": not run"
+    head = [f"Spindle's speed with a part over that without it{how}", *map(", ".join, points)]
     lines = [[f"{part}{'' if default else ' (off by default)'}", *(ratios[(part, *point)] for point in points)] for part, default in parts]
     return _table(head, *(lines or [[""]]))
 

@@ -1,9 +1,11 @@
 """What the runs of a sweep come to: a row a policy and point, paired ratios with intervals, the noise floor, and claims against bars.
 
 A run is one policy over one block of a point (workload, load). All policies of a block serve the same requests at the same times; a block
-counts where all of them have run. Block 0 is cold, the others warm. ``speed`` of a run: emitted tokens per second in a closed loop, in an
-open one emitted tokens per second of latency (from the scheduled arrival). A ratio is the geometric mean over blocks of ratios within a
-block, its interval Student's. A claim holds where the whole interval clears its bar, is missed where none of it does, else it is open.
+counts where all of them have run. Block 0 is cold, the others warm. ``none`` has two runs a block, its own and ``none-again``'s: at the
+ends of the block, so that a machine that gets slower or faster within it favours nobody over their mean. ``speed`` of a run: emitted tokens
+per second in a closed loop, in an open one emitted tokens per second of latency (from the scheduled arrival). A ratio is the geometric mean
+over blocks of ratios within a block, its interval Student's. A claim holds where the whole interval clears its bar, is missed where none of
+it does, else it is open.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ def compared(found: dict[Point, dict[int, dict[str, Run]]], policies: list[str])
 
     Where there are several workloads, the last rows are of ``EVERY`` one of them, load by load: a block of any of them is a pair.
     """
-    speeds = {point: {policy: [speed(block[policy]) for block in _warm(made)] for policy in policies} for point, made in found.items()}
+    speeds = {point: {policy: [_speed(block, policy) for block in _warm(made)] for policy in policies} for point, made in found.items()}
     return [
         {"workload": workload, "load": load, "policy": policy, "over": over, **interval(*pair)}
         for (workload, load), own in (speeds | _together(speeds)).items()
@@ -168,9 +170,20 @@ def _warm(made: dict[int, dict[str, Run]]) -> list[dict[str, Run]]:
     return [block for number, block in made.items() if number] or list(made.values())
 
 
+def _runs(block: dict[str, Run], policy: str) -> list[Run]:
+    """Return a policy's runs of a block."""
+    return [block[name] for name in ((NONE, AGAIN) if policy == NONE else (policy,)) if name in block]
+
+
+def _speed(block: dict[str, Run], policy: str) -> float:
+    """Return the geometric mean of a policy's runs of a block."""
+    return float(np.exp(np.mean([np.log(speed(run)) for run in _runs(block, policy)])))
+
+
 def _row(warm: list[dict[str, Run]], made: dict[int, dict[str, Run]], policy: str) -> dict[str, Any]:
-    runs = [block[policy] for block in warm]
-    replies, plain_replies = ([reply for block in warm for reply in block[name]["replies"]] for name in (policy, NONE))
+    pairs = [(run, block[NONE]) for block in warm for run in _runs(block, policy)]
+    runs = [run for run, _ in pairs]
+    replies, plain_replies = ([reply for pair in pairs for reply in pair[which]["replies"]] for which in (0, 1))
     latency, first = ([reply[key] for reply in replies] for key in ("total_s", "first_s"))
     tokens, drafted, accepted = (sum(reply[key] for reply in replies) for key in ("output_tokens", "drafted", "accepted"))
     counts: dict[str, float] = defaultdict(float)

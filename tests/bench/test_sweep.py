@@ -119,6 +119,16 @@ def test_a_ratio_is_that_within_blocks_and_a_block_that_lacks_a_policy_does_not_
     assert row["interval_95"] == (2.0, 2.0)
 
 
+def test_a_machine_that_slows_down_within_a_block_favours_nobody_over_the_two_runs_of_none():
+    took = {"none": 1.0, "spindle": 2.0, AGAIN: 4.0}
+    found = sweep_figures.blocks([run(policy, block, seconds) for block in (0, 1) for policy, seconds in took.items()], list(took))
+    (row,) = sweep_figures.compared(found, list(took))
+    assert row["ratio"] == pytest.approx(1.0)
+    assert [row["ratio"] for row in sweep_figures.noise(found)] == [0.25]
+    plain = sweep_figures.summary(found, list(took))[0]
+    assert (plain["mean_latency_s"], plain["requests"]) == (2.5, 2 * len(run("none", 1, 1.0)["replies"]))
+
+
 def test_of_several_workloads_every_block_of_any_is_a_pair_of_all_together():
     policies = ["none", "fixed-a-2", "fixed-b-2", "spindle", AGAIN]
     seconds = {"chat": (4.0, 3.0, 4.0, 2.0, 4.0), "sql": (8.0, 6.0, 8.0, 1.0, 4.0)}
@@ -131,7 +141,7 @@ def test_of_several_workloads_every_block_of_any_is_a_pair_of_all_together():
     found = sweep_figures.blocks(runs, policies)
     ratios = {(r["workload"], r["policy"], r["over"]): r for r in sweep_figures.compared(found, policies)}
     every = ratios[EVERY, "spindle", "none"]
-    assert (every["ratio"], every["blocks"]) == (4.0, 2)
+    assert (every["ratio"], every["blocks"]) == (pytest.approx((2 * 32**0.5) ** 0.5, abs=1e-4), 2)
     assert every["interval_95"][0] < 4.0 < every["interval_95"][1]
     assert ratios["sql", "spindle", "none"]["interval_95"] is None
     assert ratios[EVERY, "spindle", BEST_FIXED]["ratio"] == pytest.approx(3.0)
