@@ -186,6 +186,7 @@ def _row(warm: list[dict[str, Run]], made: dict[int, dict[str, Run]], policy: st
     replies, plain_replies = ([reply for pair in pairs for reply in pair[which]["replies"]] for which in (0, 1))
     latency, first = ([reply[key] for reply in replies] for key in ("total_s", "first_s"))
     tokens, drafted, accepted = (sum(reply[key] for reply in replies) for key in ("output_tokens", "drafted", "accepted"))
+    cold = [reply["total_s"] for run in _runs(made.get(0, {}), policy) for reply in run["replies"]]
     counts: dict[str, float] = defaultdict(float)
     for run in runs:
         for name, value in run["counts"].items():
@@ -210,7 +211,7 @@ def _row(warm: list[dict[str, Run]], made: dict[int, dict[str, Run]], policy: st
         "requests": len(replies),
         "output_tokens": tokens,
         **{name: round(float(value), 5) for name, value in figures.items()},
-        "cold_mean_latency_s": round(float(np.mean([r["total_s"] for r in made[0][policy]["replies"]])), 5) if 0 in made else None,
+        "cold_mean_latency_s": round(float(np.mean(cold)), 5) if cold else None,
         "acceptance": round(accepted / drafted, 4) if drafted else None,
         "acceptance_by_position": _by_position(counts),
         "step_time_share": _shares(counts),
