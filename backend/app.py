@@ -12,7 +12,7 @@ from pathlib import Path
 from time import monotonic
 
 import policy
-from backend import cache, memory
+from backend import cache, machine, memory
 from backend.admission import Admission
 from backend.config import EMBEDDED_MODEL, ConfigError, EngineConfig, PolicyConfig, ServingConfig
 from backend.contention import overlapped
@@ -257,6 +257,9 @@ def make_engine(engine: EngineConfig, config: ServingConfig, threads: int, count
         return open_engine(engine.name, model_path(engine), "cuda" if engine.device == "cpu" else engine.device, **sizes)
     from backend.engines.torch_engine import TorchEngine  # a heavy import, only where it is asked for
 
+    logger.info("%s: %s on %s", engine.name, engine.dtype, machine.processor() if engine.device == "cpu" else engine.device)
+    if engine.dtype == "bf16" and engine.device == "cpu" and not machine.multiplies_bf16():
+        logger.warning("%s: dtype 'bf16' is slow on a processor without products in bf16; 'auto' is what is fast here", engine.name)
     return TorchEngine(
         engine.name,
         model_path(engine),

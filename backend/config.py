@@ -6,9 +6,11 @@ import dataclasses
 import json
 import types
 import typing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from backend import machine
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 """Name of the model that ``make serve`` brings out of a package; any other ``model`` is a folder."""
@@ -27,9 +29,10 @@ def setting(default: Any, *, low: float | None = None, high: float | None = None
 class EngineConfig:
     """A target or a draft. ``model`` is a folder (relative to the project root) or the embedded model's name (torch engines only).
 
-    ``attention`` of a torch engine runs decoding rows one by one (``ragged``), side by side in tiles of like lengths (``tiled``) or, in a
-    target, padded to the longest (``padded``), cut into pieces where the adaptive policy finds that to pay; ``graphs`` runs decoding and
-    verifying passes in static shapes, as CUDA graphs on such a device. ``min_ngram``/``max_ngram``
+    ``dtype`` ``auto`` is settled when the file is read (``settled_dtype``). ``attention`` of a torch engine runs decoding rows one by one
+    (``ragged``), side by side in tiles of like lengths (``tiled``) or, in a target, padded to the longest (``padded``), cut into pieces
+    where the adaptive policy finds that to pay; ``graphs`` runs decoding and verifying passes in static shapes, as CUDA graphs on such a
+    device. ``min_ngram``/``max_ngram``
     belong to ``lookup``; ``seed``, ``agreement`` (how often a fake draft proposes what the fake target would emit) and ``step_s`` (seconds
     per pass) to ``fake``. ``trtllm`` engines (``model`` is a folder made by ``trtllm-build``) have ``gpus``, one a rank, the share of the
     memory beside weights that ``kv_share`` gives to KV, ``turn_timeout_s``, and the ``worker`` program of the ranks where an engine spans
@@ -39,7 +42,7 @@ class EngineConfig:
     engine: str = setting("torch", choices=("torch", "lookup", "fake", "trtllm", "trt_graph"))
     name: str = "target"
     model: str = ""
-    dtype: str = setting("bf16", choices=("bf16", "int8", "fp32", "fp64"))
+    dtype: str = setting("auto", choices=("auto", "bf16", "fp16", "int8", "fp32", "fp64"))
     device: str = "cpu"
     attention: str = setting("tiled", choices=("ragged", "tiled", "padded", "graphs"))
     min_ngram: int = setting(2, low=1, high=16)
@@ -175,6 +178,8 @@ def load_config(path: str | Path) -> ServingConfig:
 def parse_config(raw: Any) -> ServingConfig:
     """Check a decoded ``serving.json``. Raises ConfigError naming key and value."""
     config: ServingConfig = build_settings(ServingConfig, raw, "")
+    drafts = tuple(replace(draft, dtype=settled_dtype(draft, target=False)) for draft in config.drafts)
+    config = replace(config, target=replace(config.target, dtype=settled_dtype(config.target, target=True)), drafts=drafts)
     if config.threads != "auto" and (not isinstance(config.threads, int) or config.threads < 1):
         raise ConfigError(f"threads must be 'auto' or a number of at least 1, got {config.threads!r}")
     if config.target.engine == "lookup":
@@ -190,9 +195,9 @@ def parse_config(raw: Any) -> ServingConfig:
             raise ConfigError(f"{where}.model must name a folder or {EMBEDDED_MODEL!r}, got {engine.model!r}")
         if engine.engine in ("trtllm", "trt_graph") and engine.model == EMBEDDED_MODEL:
             raise ConfigError(f"{where}.model must name an engine folder, got {engine.model!r}")
-        if engine.dtype == "int8" and (engine.engine, engine.device) != ("torch", "cpu"):
+        if engine.dtype in ("fp16", "int8") and (engine.engine, engine.device) != ("torch", "cpu"):
             raise ConfigError(
-                f"{where}.dtype may be 'int8' for a torch engine on the device 'cpu', got {engine.engine!r} on {engine.device!r}"
+                f"{where}.dtype may be {engine.dtype!r} for a torch engine on the device 'cpu', got {engine.engine!r} on {engine.device!r}"
             )
         if engine.attention == "padded" and (engine.engine != "torch" or engine is not config.target):
             raise ConfigError(f"{where}.attention must be 'ragged' or 'tiled' but for a torch target, got 'padded'")
@@ -204,6 +209,17 @@ def parse_config(raw: Any) -> ServingConfig:
         raise ConfigError(f"limits.free_run_tokens must be at most {most_run} here, got {config.limits.free_run_tokens}")
     _check_switches(config.switches, config)
     return config
+
+
+def settled_dtype(engine: EngineConfig, *, target: bool) -> str:
+    """Return what ``auto`` means here: of a CPU's targets bf16 where it multiplies that, else fp16 (or fp32: before AVX2); of its drafts,
+    whose matrices are small, never bf16; bf16 on GPUs. It hangs on the processor alone, so that a text does.
+    """
+    if engine.dtype != "auto":
+        return engine.dtype
+    if engine.engine != "torch" or engine.device != "cpu" or (target and machine.multiplies_bf16()):
+        return "bf16"
+    return "fp16" if machine.instructions() else "fp32"
 
 
 def _check_trtllm(config: ServingConfig) -> None:

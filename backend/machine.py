@@ -1,4 +1,6 @@
-"""What this machine is, for the key of measured latencies and the provenance of results: hardware and versions, never a host or a user."""
+"""What this machine is, for the key of measured latencies, the provenance of results and the dtype that ``auto`` means: hardware and
+versions, never a host or a user.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +9,42 @@ import platform
 from importlib import metadata
 from pathlib import Path
 
+CPUINFO = Path("/proc/cpuinfo")
+_INSTRUCTIONS = (
+    ("AMX-BF16", {"amx_bf16"}),
+    ("AVX512-BF16", {"avx512_bf16"}),
+    ("AVX512", {"avx512f", "avx512bw", "avx512vl", "avx512dq"}),
+    ("AVX2", {"avx2", "fma", "f16c"}),
+)
+"""What a product of matrices may run on, the best first, and the flags of Linux that mean it."""
+
 _PACKAGES = ("torch", "numpy", "tokenizers", "tritonclient", "nvidia-pytriton")
 
 
 def processor() -> str:
-    """Return the processor's name."""
+    """Return the processor's name and its instructions; a name alone may mask several generations (virtual machines: "AMD EPYC")."""
+    name = _cpuinfo("model name") or platform.processor() or platform.machine()
+    return f"{name} ({found})" if (found := instructions()) else name
+
+
+def instructions() -> str:
+    """Return the best of ``AMX-BF16``, ``AVX512-BF16``, ``AVX512`` and ``AVX2`` that the processor has, or nothing."""
+    flags = set(_cpuinfo("flags").split())
+    return next((name for name, needed in _INSTRUCTIONS if needed <= flags), "")
+
+
+def multiplies_bf16() -> bool:
+    """Return whether the processor has instructions for products in bf16: elsewhere they take several times as long as in fp32."""
+    return instructions().endswith("BF16")
+
+
+def _cpuinfo(key: str) -> str:
+    """Return what Linux says of the first core, or nothing."""
     try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+        lines = CPUINFO.read_text("utf-8").splitlines()
     except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+        return ""
+    return next((value.strip() for line in lines for name, _, value in [line.partition(":")] if name.strip() == key), "")
 
 
 def cores() -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 from backend.app import model_path
 from backend.config import EngineConfig, ServingConfig, load_config
-from backend.engines.checkpoint import load
+from backend.engines.checkpoint import ROUNDED, load
 from backend.engines.trt_graph_inputs import COUPLED, GREEDY, SAMPLED, Verification
 from engines_build.network import Step
 from engines_build.network_graph import BF16, F16, F32
@@ -57,7 +57,7 @@ def build_all(config_file: Path, output: Path, choice: Choice, report: Report = 
 
 def build_folder(engine: EngineConfig, config: ServingConfig, folder: Path, choice: Choice, library: ModuleType, report: Report) -> None:
     """Compile one model's networks."""
-    source, dtype = model_path(engine), choice.dtype or ("bf16" if engine.dtype == "int8" else engine.dtype)
+    source, dtype = model_path(engine), choice.dtype or ("bf16" if engine.dtype in ROUNDED else engine.dtype)
     model, weights = load(source, "fp32" if dtype == "fp16" else dtype)
     if dtype == "fp16":
         weights = {name: tensor.half() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}

@@ -12,8 +12,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
-DTYPES = {"bf16": torch.bfloat16, "int8": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-"""What activations and KV are held in; of ``int8`` only the matrices are (``backend.engines.int8``)."""
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float32,
+    "int8": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+"""What activations and KV are held in, by ``dtype``."""
+ROUNDED = ("fp16", "int8")
+"""The dtypes that only matrices are rounded to (``backend.engines.fp16``, ``backend.engines.int8``)."""
+MOST_FP16 = torch.finfo(torch.float16).max
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
@@ -74,7 +83,8 @@ Weights = dict[str, torch.Tensor]
 def load(folder: str | Path, dtype: str = "bf16", device: str = "cpu") -> tuple[LlamaConfig, Weights]:
     """Return the configuration and the weights, by Hugging Face name, in ``dtype`` (one of ``DTYPES``) on ``device``.
 
-    Raises CheckpointError for a missing or damaged file, another architecture, or tensors that are missing, unexpected or mis-shaped.
+    Of ``fp16`` the matrices are in that already, so that memory never holds them in fp32. Raises CheckpointError for a missing or damaged
+    file, another architecture, or tensors that are missing, unexpected, mis-shaped or beyond what fp16 holds.
     """
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -89,7 +99,7 @@ def load(folder: str | Path, dtype: str = "bf16", device: str = "cpu") -> tuple[
     if config.tied and not config.draft_vocab_size:
         weights.pop("lm_head.weight", None)  # some writers store the tied head again
     check_weights(config, weights, str(folder))
-    return config, {name: _convert(tensor, DTYPES[dtype], device) for name, tensor in weights.items()}
+    return config, {name: _convert(name, tensor, dtype, device) for name, tensor in weights.items()}
 
 
 def read_config(folder: Path) -> LlamaConfig:
@@ -201,5 +211,11 @@ def _read_tensors(path: Path) -> Weights:
         raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
-def _convert(tensor: torch.Tensor, dtype: torch.dtype, device: str) -> torch.Tensor:
-    return tensor.to(device, dtype if tensor.is_floating_point() else torch.int64)
+def _convert(name: str, tensor: torch.Tensor, dtype: str, device: str) -> torch.Tensor:
+    if not tensor.is_floating_point():
+        return tensor.to(device, torch.int64)
+    if dtype != "fp16" or tensor.dim() < 2 or name == "model.embed_tokens.weight":
+        return tensor.to(device, DTYPES[dtype])
+    if not (greatest := float(tensor.abs().max())) <= MOST_FP16:
+        raise CheckpointError(f"tensor {name}: dtype fp16 holds up to {MOST_FP16:.0f}, got {greatest}")
+    return tensor.to(device, torch.float16)

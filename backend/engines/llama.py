@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from backend.engines.checkpoint import LlamaConfig, Weights
 from backend.engines.chunks import Chunk, ancestors
+from backend.engines.fp16 import Fp16Linear
 from backend.engines.int8 import Int8Linear
 from backend.engines.padded import Padded
 from backend.engines.static import Attend, StaticPasses, recorder
@@ -30,7 +31,9 @@ MIN_FP32_ROWS = 4
 SHORT_ROW = 512
 
 SMALL_WEIGHT = 1 << 17
-"""Elements below which an fp32 weight stays plain: its product takes less than oneDNN's 10 us of overhead (a tiny draft's layers)."""
+"""Elements below which a weight of an fp32 model stays plain: its product takes less than a packed one's 10 us and more of overhead (a
+tiny draft's layers).
+"""
 
 
 class Linear:
@@ -55,16 +58,19 @@ class Linear:
         return functional.linear(rows, self._weight, self._bias)
 
 
+Product = Linear | Fp16Linear | Int8Linear
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """The weights of one decoder layer and its KV pool [slots, 2 x kv_heads, head_dim] (keys first)."""
 
     attention_norm: torch.Tensor
-    qkv: Linear | Int8Linear
-    output: Linear | Int8Linear
+    qkv: Product
+    output: Product
     mlp_norm: torch.Tensor
-    gate_up: Linear | Int8Linear
-    down: Linear | Int8Linear
+    gate_up: Product
+    down: Product
     pool: torch.Tensor
 
 
@@ -73,7 +79,7 @@ class Llama:
 
     ``pads``: of the chunks that are attended to beside others, all are padded to the longest, not only those of a tile (``padded``).
     ``static``: passes of short chunks run in static shapes, as CUDA graphs where the device is CUDA (``static``).
-    ``int8``: its matrices are rounded to that, the embedding is not (``int8``).
+    ``matrices``: what they are rounded to (``fp16``, ``int8``), the embedding is not; empty: nothing.
     ``weights`` is emptied while its layers are packed, so that memory never holds them all twice.
     """
 
@@ -86,11 +92,11 @@ class Llama:
         max_positions: int,
         pads: bool = False,
         static: bool = False,
-        int8: bool = False,
+        matrices: str = "",
     ) -> None:
         self.config = config
         self._pads = pads
-        self._linear = Int8Linear if int8 else Linear
+        self._matrices = matrices
         self._embedding = weights["model.embed_tokens.weight"]
         self.device, self.dtype = self._embedding.device, self._embedding.dtype
         self._norm = weights["model.norm.weight"]
@@ -104,6 +110,13 @@ class Llama:
         group, record = config.num_heads // config.num_kv_heads, recorder(self.device)
         passes = StaticPasses(self._run, scratch_block=kv_blocks, group=group, dtype=self.dtype, device=self.device, record=record)
         self._static = passes if static else None
+
+    def _linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
+        if self._matrices == "int8":
+            return Int8Linear(weight, bias)
+        if self._matrices == "fp16" and weight.numel() >= SMALL_WEIGHT:
+            return Fp16Linear(weight, bias)
+        return Linear(weight.to(self.dtype), bias)
 
     def _layer(self, weights: Weights, index: int, pool: torch.Tensor) -> Layer:
         def get(name: str) -> torch.Tensor:

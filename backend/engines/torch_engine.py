@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from backend.engines.checkpoint import LlamaConfig, Weights, load
+from backend.engines.checkpoint import ROUNDED, LlamaConfig, Weights, load
 from backend.engines.chunks import Chunk
 from backend.engines.counterfactual import RACE_ROWS, SCORED_ROWS, chains, guesses
 from backend.engines.kv_caches import Cache, Caches
@@ -85,7 +85,7 @@ class TorchEngine:
         if threads is not None:
             torch.set_num_threads(threads)
         config, weights = load(folder, dtype, device)
-        self._set_up(name, config, weights, kv_blocks, max_context_tokens, max_draft_tokens, attention, dtype == "int8")
+        self._set_up(name, config, weights, kv_blocks, max_context_tokens, max_draft_tokens, attention, dtype if dtype in ROUNDED else "")
 
     @classmethod
     def from_weights(
@@ -98,13 +98,13 @@ class TorchEngine:
         max_context_tokens: int,
         max_draft_tokens: int = 8,
         attention: str = RAGGED,
-        int8: bool = False,
+        matrices: str = "",
     ) -> TorchEngine:
-        """Build an engine of weights that are in memory (``config.shapes()`` names them), in their dtype and on their device; ``int8``
-        rounds the matrices to that.
+        """Build an engine of weights that are in memory (``config.shapes()`` names them), in their dtype and on their device; ``matrices``
+        is what those are rounded to (one of ``ROUNDED``; empty: nothing).
         """
         engine = cls.__new__(cls)
-        engine._set_up(name, config, dict(weights), kv_blocks, max_context_tokens, max_draft_tokens, attention, int8)
+        engine._set_up(name, config, dict(weights), kv_blocks, max_context_tokens, max_draft_tokens, attention, matrices)
         return engine
 
     def _set_up(
@@ -116,7 +116,7 @@ class TorchEngine:
         max_context_tokens: int,
         max_draft_tokens: int,
         attention: str,
-        int8: bool,
+        matrices: str,
     ) -> None:
         limits = step_limits(config, kv_blocks, max_context_tokens, max_draft_tokens)
         limits = replace(limits, pads=attention == PADDED, overlaps=True)
@@ -128,7 +128,7 @@ class TorchEngine:
                 max_positions=max_context_tokens + max_draft_tokens,
                 pads=attention == PADDED,
                 static=attention == GRAPHS,
-                int8=int8,
+                matrices=matrices,
             )
         self._attach(name, model, limits, attention)
 

@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from backend import machine
 from backend.config import ConfigError, load_config, parse_config
 
 TORCH = {"engine": "torch", "model": "m"}
@@ -9,8 +10,20 @@ TORCH = {"engine": "torch", "model": "m"}
 
 def test_defaults_are_those_of_the_embedded_deployment():
     config = parse_config({"target": TORCH})
-    assert (config.target.dtype, config.limits.max_context_tokens, config.policy.k_max, config.threads) == ("bf16", 2048, 8, "auto")
+    assert (config.limits.max_context_tokens, config.policy.k_max, config.threads) == (2048, 8, "auto")
     assert config.triton.decoupled_mode is True
+
+
+@pytest.mark.parametrize(
+    ("instructions", "dtypes"), [("AVX512-BF16", ("bf16", "fp16")), ("AVX2", ("fp16", "fp16")), ("", ("fp32", "fp32"))]
+)
+def test_what_auto_means_hangs_on_what_the_processor_multiplies(monkeypatch, instructions, dtypes):
+    monkeypatch.setattr(machine, "instructions", lambda: instructions)
+    config = parse_config({"target": TORCH, "drafts": [{**TORCH, "name": "a"}]})
+    assert (config.target.dtype, config.drafts[0].dtype) == dtypes
+    config = parse_config({"target": {**TORCH, "dtype": "fp64"}, "drafts": [{**TORCH, "name": "a", "dtype": "bf16"}]})
+    assert (config.target.dtype, config.drafts[0].dtype) == ("fp64", "bf16")
+    assert parse_config({"target": {**TORCH, "device": "cuda"}}).target.dtype == "bf16"
 
 
 @pytest.mark.parametrize(
@@ -20,6 +33,7 @@ def test_defaults_are_those_of_the_embedded_deployment():
         ({"target": {**TORCH, "dtyp": "bf16"}}, ["target.dtyp"]),
         ({"target": {**TORCH, "dtype": "fp8"}}, ["target.dtype", "fp8", "bf16"]),
         ({"target": {**TORCH, "dtype": "int8", "device": "cuda"}}, ["target.dtype", "int8", "cuda"]),
+        ({"target": {**TORCH, "dtype": "fp16", "device": "cuda"}}, ["target.dtype", "fp16", "cuda"]),
         ({"target": {"engine": "lookup"}}, ["target.engine", "lookup"]),
         ({"target": {"engine": "fake", "attention": "padded"}}, ["target.attention", "tiled", "padded"]),
         ({"target": TORCH, "drafts": [{**TORCH, "name": "a", "attention": "padded"}]}, ["drafts[0].attention", "tiled", "padded"]),

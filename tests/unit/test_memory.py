@@ -1,5 +1,6 @@
 import json
 from dataclasses import replace
+from math import prod
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from safetensors.torch import save_file
 from backend import memory
 from backend.app import check_memory
 from backend.config import ConfigError, parse_config
+from backend.engines import footprint
 from backend.engines.checkpoint import read_config
 from backend.engines.torch_engine import TorchEngine
 from backend.memory import PROCESS_BYTES, Footprint
@@ -55,6 +57,17 @@ def test_int8_matrices_take_a_byte_a_weight_and_the_embedding_two(tmp_path):
     embedding, norms = shapes.pop("model.embed_tokens.weight"), sum(shape[0] for shape in shapes.values() if len(shape) == 1)
     matrices = sum(shape[0] * shape[1] for shape in shapes.values() if len(shape) == 2)
     assert found == 2 * embedding[0] * embedding[1] + embedding[0] * embedding[1] + matrices + 2 * norms
+
+
+def test_fp16_matrices_take_two_bytes_a_weight_but_for_small_ones_and_the_embedding(tmp_path, monkeypatch):
+    path = folder(tmp_path / "model", tie_word_embeddings=True)
+    config = parse_config({"target": {"engine": "torch", "model": str(path), "dtype": "fp16"}, "limits": {}})
+    shapes = read_config(path).shapes()
+    embedding, norms = shapes.pop("model.embed_tokens.weight"), sum(shape[0] for shape in shapes.values() if len(shape) == 1)
+    matrices = [prod(shape) for shape in shapes.values() if len(shape) == 2] + [prod(embedding)]  # the head is packed apart
+    monkeypatch.setattr(footprint, "SMALL_WEIGHT", max(matrices))
+    found = memory.plan(config, {"target": path})["target"].weights
+    assert found == 4 * (prod(embedding) + norms) + sum((2 if size == max(matrices) else 4) * size for size in matrices)
 
 
 def test_a_pass_grows_with_the_requests_and_the_length_that_it_may_verify(tmp_path):

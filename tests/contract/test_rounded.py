@@ -1,25 +1,32 @@
-"""Matrices in int8: greedy texts are those of the same engine's plain decoding, for any drafts, trees and batches."""
+"""Matrices in int8 and in fp16: greedy texts are those of the same engine's plain decoding, for any drafts, trees and batches.
+
+In int8 a row's product is the same to the bit in any batch; in fp16 it differs as fp32 does, far less than these texts' tokens are apart.
+"""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from backend.engines import int8
+from backend.engines import fp16, int8, llama
 from backend.engines.torch_engine import TorchEngine
 from tests.contract.deployment import Deployment, Scripted, tiny_engine
 from tests.contract.scenarios import BUSY, PROMPTS, SHORT, TREES, serve
 
-pytestmark = pytest.mark.skipif(not int8._exact(), reason="no exact int8 products on this processor")
+KINDS = [
+    pytest.param("int8", marks=pytest.mark.skipif(not int8._exact(), reason="no exact int8 products on this processor")),
+    pytest.param("fp16", marks=pytest.mark.skipif(not fp16.supported(), reason="no fp16 matrices on this processor")),
+]
 
 
-@pytest.fixture
-def rounded(monkeypatch):
-    """Every target is in int8 (drafts are not)."""
+@pytest.fixture(params=KINDS)
+def rounded(monkeypatch, request):
+    """Every target's matrices are rounded (drafts' are not)."""
     from_weights = TorchEngine.from_weights
+    monkeypatch.setattr(llama, "SMALL_WEIGHT", 0)
 
     def made(name, config, weights, **options):
-        return from_weights(name, config, weights, **options, int8=name == "target")
+        return from_weights(name, config, weights, **options, matrices=request.param if name == "target" else "")
 
     monkeypatch.setattr(TorchEngine, "from_weights", made)
 
