@@ -12,6 +12,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,12 +22,15 @@ from torch.nn import functional
 
 from backend import machine
 from backend.engines import padded, torch_engine
+from backend.engines.checkpoint import DTYPES
 from backend.engines.chunks import KVTable
+from backend.engines.fp16 import Fp16Linear
+from backend.engines.int8 import Int8Linear
 from backend.engines.llama import Linear
 from backend.engines.torch_engine import TorchEngine
 from tests.bench.bench_dtypes import stepper
 
-STEPS = ((1, 0), (4, 0), (1, 4))
+STEPS = ((1, 0), (4, 0), (16, 0), (1, 4))
 """(sequences, proposed tokens of each)"""
 HEAD_OUTPUTS = 10_000
 """A product with so many columns or more is the head's."""
@@ -57,14 +61,17 @@ def parts(engine: TorchEngine, sequences: int, proposed: int, context: int, roun
         step()
         found["step"].append(1e3 * (time.thread_time() - start))
         clock = Clock()
-        with (
-            patch.object(Linear, "__call__", clock.around("matrices", Linear.__call__)),
-            patch.object(functional, "rms_norm", clock.around("norms", functional.rms_norm)),
-            patch.object(functional, "scaled_dot_product_attention", clock.around("attention", functional.scaled_dot_product_attention)),
-            patch.object(KVTable, "read", clock.around("keys_and_values_copied", KVTable.read)),
-            patch.object(padded, "_kv", clock.around("keys_and_values_copied", padded._kv)),
-            patch.object(torch_engine, "verify", clock.around("verification", torch_engine.verify)),
-        ):
+        clocks = (
+            *((kind, "__call__", "matrices") for kind in (Linear, Fp16Linear, Int8Linear)),
+            (functional, "rms_norm", "norms"),
+            (functional, "scaled_dot_product_attention", "attention"),
+            (KVTable, "read", "keys_and_values_copied"),
+            (padded, "_kv", "keys_and_values_copied"),
+            (torch_engine, "verify", "verification"),
+        )
+        with ExitStack() as patches:
+            for where, function, part in clocks:
+                patches.enter_context(patch.object(where, function, clock.around(part, getattr(where, function))))
             start = time.thread_time()
             step()
             whole = time.thread_time() - start
@@ -78,11 +85,12 @@ def parts(engine: TorchEngine, sequences: int, proposed: int, context: int, roun
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    options = {"kv_blocks": 100, "max_context_tokens": args.context + 16, "threads": 1}
+    options = {"dtype": args.dtype, "kv_blocks": 300, "max_context_tokens": args.context + 16, "threads": 1}
     engine = TorchEngine("parts", args.model, attention="tiled", **options)
     rows = [{"sequences": n, "proposed": k, "cpu_ms": parts(engine, n, k, args.context, args.rounds)} for n, k in STEPS]
     words = ["python", "-m", "tests.bench.bench_parts", *sys.argv[1:]]

@@ -267,6 +267,8 @@ def opened(options: argparse.Namespace) -> dict[str, Any]:
         if record["settings"] != settings:
             differ = [key for key in settings if record["settings"].get(key) != settings[key]]
             raise SystemExit(f"{options.out} is of other settings ({', '.join(differ)}): give another --out")
+        if (there := record["machine"]["processor"]) != (here := machine.processor()):
+            raise SystemExit(f"{options.out} is of another processor ({there}; here: {here}): give another --out")
         return record
     return {
         "benchmark": "load sweep: policies under the same requests",

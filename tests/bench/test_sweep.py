@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.bench import arms, sweep_figures
+from tests.bench import arms, sweep, sweep_figures
 from tests.bench.arms import Offer, Served
 from tests.bench.sweep import Sweep, chosen, main
 from tests.bench.sweep_arms import AGAIN, Servers, Tuning, ablation_names, arm_config, fixed_choice, fixed_names
@@ -300,6 +300,12 @@ def test_a_sweep_that_was_stopped_goes_on_where_it_was_and_runs_nothing_again(fi
 def test_a_record_of_other_settings_is_not_gone_on_with(finished):
     with pytest.raises(SystemExit, match=r"other settings \(max_tokens\)"):
         main([*finished[0], "--max-tokens", "9"])
+
+
+def test_a_record_of_another_processor_is_not_gone_on_with(finished, monkeypatch):
+    monkeypatch.setattr(sweep.machine, "processor", lambda: "Some CPU (AVX9)")
+    with pytest.raises(SystemExit, match=r"another processor \(.*; here: Some CPU \(AVX9\)\)"):
+        main(finished[0])
 
 
 def test_a_sweep_out_of_time_leaves_a_record_and_says_so(finished, tmp_path, capsys):
