@@ -37,7 +37,7 @@ MIN_THREAD_GAIN = 0.9
 
 BASE_CONTEXT = 64
 LONG_CONTEXTS = (512, 1536)
-_LENGTHS = (0, 1, 2, 3, 4, 5, 7, 8, 11, 15)
+_LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 15)
 _BATCHES = {2: (0, 1, 3, 7), 4: (0, 1, 3, 7), 8: (0, 1, 3, 7), 16: (0, 1, 3), 32: (0, 1), 64: (0,)}
 _CHUNKS = (128, 256)  # without logits, hence cheaper than a verification: only sizes that verification seldom has
 _CATCH_UPS = (2, 4, 8, 16, 64, 256)

@@ -73,7 +73,9 @@ class Family:
 
     def weights(self) -> dict[str, str]:
         """Say what each arm reads."""
-        own = {NONE: "bf16 checkpoint", SPINDLE: "bf16 checkpoint; all drafts, fp32, and lookup"}
+        config = parse_config(self._config)
+        target, draft = f"bf16 checkpoint, run in {config.target.dtype}", config.drafts[0].dtype
+        own = {NONE: target, SPINDLE: f"{target}; all drafts, {draft}, and lookup"}
         return own | {name: self._peers.weights(name) for name in self.names if name in PEERS}
 
     def start(self) -> None:

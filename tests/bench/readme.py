@@ -21,6 +21,8 @@ README = PROJECT_ROOT / "README.md"
 RESULTS = PROJECT_ROOT / "docs" / "results"
 PICTURES = PROJECT_ROOT / "docs" / "pictures"
 PLACE = re.compile(r"(<!-- figures: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+OTHERS = ("-avx2",)
+"""What the names of records end in that were made on another processor than the first."""
 WORKLOADS = {
     "summarise": "summarisation (news)",
     "chat": "chat (MT-Bench)",
@@ -40,6 +42,16 @@ def _record(name: str) -> dict[str, Any]:
     return record
 
 
+def _records(name: str) -> list[dict[str, Any]]:
+    """Return a record of every processor that it was made on."""
+    return [_record(found) for suffix in ("", *OTHERS) if (RESULTS / f"{(found := name + suffix)}.json").is_file()]
+
+
+def _processor(record: dict[str, Any]) -> str:
+    """Return a record's processor by its instructions: a name alone ("AMD EPYC") may be several."""
+    return re.sub(r".*\((.*)\)", r"\1", record["machine"]["processor"])
+
+
 def _table(*rows: list[str]) -> str:
     head, *body = (f"| {' | '.join(row)} |" for row in rows)
     return "\n".join([head, f"|{' --- |' * len(rows[0])}", *body, ""])
@@ -52,10 +64,10 @@ def _interval(ends: list[float] | None, places: int = 2) -> str:
 
 
 def serving() -> str:
-    """Return tables of tokens per second by workload: none, each fixed choice, Spindle; of every workload, ratios. One a temperature of
-    SmolLM2, one of the tiny family.
+    """Return tables of tokens per second by workload: none, each fixed choice, Spindle; of every workload, ratios. For each processor one
+    a temperature of SmolLM2, one of the tiny family.
     """
-    return "\n".join(_serving_of(_record(name)) for name in ("workloads", "workloads-sampled", "tiny"))
+    return "\n".join(_serving_of(record) for name in ("workloads", "workloads-sampled", "tiny") for record in _records(name))
 
 
 def _serving_of(record: dict[str, Any]) -> str:
@@ -75,7 +87,8 @@ def _serving_of(record: dict[str, Any]) -> str:
     blocks, settings = {row["warm_blocks"] for row in record["summary"]}, record["settings"]
     model, temperature = PurePath(settings["config"]["target"]["model"]).name, settings["temperature"]
     head = [
-        f"{model}: tokens/s at temperature {temperature:g}, by workload and requests in flight (warm blocks: {min(blocks)})",
+        f"{model}, {_processor(record)}: tokens/s at temperature {temperature:g}, by workload and requests in flight "
+        f"(warm blocks: {min(blocks)})",
         *(NONE, *(" ".join(map(str, fixed_choice(policy))) for policy in fixed), "Spindle"),
         *("Spindle over none (95 %)", "over the best fixed choice", "none over itself"),
     ]
@@ -84,14 +97,14 @@ def _serving_of(record: dict[str, Any]) -> str:
 
 def headline() -> str:
     """Return the table of what Spindle brings over all workloads, by load and temperature."""
-    records = [_record(name) for name in ("workloads", "workloads-sampled")]
+    records = [record for name in ("workloads", "workloads-sampled") for record in _records(name)]
     rows, loads = [], dict.fromkeys(row["load"] for record in records for row in record["ratios"] if row["workload"] == EVERY)
     for record in records:
         ratios = {(row["load"], row["over"]): row for row in record["ratios"] if (row["workload"], row["policy"]) == (EVERY, SPINDLE)}
         for over in (NONE, BEST_FIXED):
             name = "no speculation" if over == NONE else f"the {over}"
             cells = (f"**{row['ratio']:.2f}** {_interval(row['interval_95'])}" for load in loads if (row := ratios[load, over]))
-            rows.append([f"over {name}, temperature {record['settings']['temperature']:g}", *cells])
+            rows.append([f"{_processor(record)}, over {name}, temperature {record['settings']['temperature']:g}", *cells])
     head = ["Spindle's tokens/s (95 % interval)", *(f"{load.removeprefix('closed-')} in flight" for load in loads)]
     return _table(head, *rows)
 
@@ -128,9 +141,9 @@ def sweep() -> str:
     """Return the table of the load sweep: mean latency by policy, processors and GPUs apart; what has not been run is empty."""
     parts = []
     for name, title in (("sweep-cpu", "2 CPU cores, tritonserver"), ("sweep-gpu", "GPU, in process")):
-        if (RESULTS / f"{name}.json").is_file():
-            parts.append(_sweep_of(_record(name), title))
-        else:
+        records = _records(name)
+        parts += [_sweep_of(record, f"{_processor(record)}, {title}") for record in records]
+        if not records:
             parts.append(_table([f"{title}: not run", NONE, "best fixed", *ADAPTING, SPINDLE], ["", "", "", *[""] * len(ADAPTING), ""]))
     return "\n".join(parts)
 

@@ -25,11 +25,14 @@ def test_a_sweep_that_was_not_run_leaves_its_row_empty_and_a_record_fills_it(tmp
         for place, policy in enumerate(policies)
     ]
     rows += [{**row, "load": "poisson-0.50"} for row in rows if row["policy"] in ("none", "spindle")]
-    (tmp_path / "sweep-gpu.json").write_text(json.dumps({"summary": rows}))
+    (tmp_path / "sweep-gpu.json").write_text(json.dumps({"summary": rows, "machine": {"processor": "A CPU (AVX9)"}}))
     assert "open loop, share of capacity (warm blocks: 3 or more)" in readme.sweep()
     assert "| mix, poisson-0.50 | 1.000 |  |  |  |  |  | 1.700 |" in readme.sweep()
     assert "| mix, closed-1 | 1.000 | 1.100 | 1.300 | 1.400 | 1.500 | 1.600 | 1.700 |" in readme.sweep()
     assert readme.sweep().count("not run") == 1
+    (tmp_path / "sweep-cpu-avx2.json").write_text(json.dumps({"summary": rows, "machine": {"processor": "A CPU (AVX2)"}}))
+    assert "| AVX2, 2 CPU cores, tritonserver: mean latency, s, closed loop" in readme.sweep()
+    assert readme.sweep().count("not run") == 0
 
 
 def test_ablations_and_the_simulation_s_error_are_written_from_their_records(tmp_path, monkeypatch):
@@ -54,6 +57,7 @@ def test_served_tokens_are_written_by_temperature_with_ratios_of_every_workload(
     monkeypatch.setattr(readme, "RESULTS", tmp_path)
     ratio = {"load": "closed-4", "interval_95": [1.1, 1.3], "ratio": 1.2}
     record = {
+        "machine": {"processor": "A CPU (AVX9)"},
         "settings": {"temperature": 0.0, "config": {"target": {"model": "models/some-target"}}},
         "summary": [
             {"workload": "sql", "load": "closed-4", "policy": policy, "tokens_per_s": 50.0 + place, "warm_blocks": 1}
@@ -74,9 +78,9 @@ def test_served_tokens_are_written_by_temperature_with_ratios_of_every_workload(
     table = readme.serving()
     assert "| text-to-SQL (own generator), 4 | 50.0 | 51.0 | 52.0 | **1.20** (one block) |  | 0.99 |" in table
     assert "| every workload, 4 |  | 0.90 of none |  | **1.20** (1.10 to 1.30) | **1.30** (1.10 to 1.30) |  |" in table
-    assert "| some-target: tokens/s at temperature 0.8, by workload" in table
-    assert "| over no speculation, temperature 0.8 | **1.20** (1.10 to 1.30) |" in readme.headline()
-    assert "| over the best fixed choice, temperature 0 | **1.30** (1.10 to 1.30) |" in readme.headline()
+    assert "| some-target, AVX9: tokens/s at temperature 0.8, by workload" in table
+    assert "| AVX9, over no speculation, temperature 0.8 | **1.20** (1.10 to 1.30) |" in readme.headline()
+    assert "| AVX9, over the best fixed choice, temperature 0 | **1.30** (1.10 to 1.30) |" in readme.headline()
 
 
 def test_pictures_that_were_made_are_shown(tmp_path, monkeypatch):
