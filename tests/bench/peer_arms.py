@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from backend import cache
+from backend import cache, machine
 from backend.app import model_path
 from backend.config import EMBEDDED_MODEL, EngineConfig, parse_config
 from backend.tokenizer import IncrementalDecoder, Tokenizer, load_tokenizer
@@ -111,9 +111,10 @@ class Peers:
     def weights(self, name: str) -> str:
         """Say in which form a peer reads the target and, where it has one, the draft."""
         stack, _, kind = name.partition("-")
+        run = "bf16 checkpoint" if _dtype() == "bfloat16" else "bf16 checkpoint, run in fp32"
         target, draft = {
-            "transformers": ("bf16 checkpoint", "fp32"),
-            "vllm": ("bf16 checkpoint", "bf16"),
+            "transformers": (run, "fp32"),
+            "vllm": (run, "bf16" if _dtype() == "bfloat16" else "fp32"),
             "openvino": (self._gguf_kind("F16"), "fp16"),
             "llamacpp": ("BF16 GGUF" if name == BF16 else self._gguf_kind("BF16"), "bf16"),
         }[stack]
@@ -138,13 +139,24 @@ class Peers:
         threads = self._config.threads if isinstance(self._config.threads, int) else 1
         own = ["--threads", str(threads), *(word for end in sorted(tokenizer.end_ids, reverse=True) for word in ("--ends", str(end)))]
         if stack in ("transformers", "vllm"):
-            models = ["--model", target, *(["--draft", whole_head(model_path(self._drafts()[0]))] if kind == "draft" else [])]
+            models = [
+                "--model",
+                target,
+                "--dtype",
+                _dtype(),
+                *(["--draft", whole_head(model_path(self._drafts()[0]))] if kind == "draft" else []),
+            ]
         else:
             form = {"openvino": "F16", "llamacpp": "BF16"}[stack]
             packaged = self._config.target.model == EMBEDDED_MODEL and name != BF16
             models = ["--gguf", embedded_gguf() if packaged else as_gguf(target, target, form)]
             models += ["--draft-gguf", as_gguf(model_path(self._drafts()[0]), target, form)] if kind == "draft" else []
         return [*_COMMANDS[stack](name), *map(str, models), *own]
+
+
+def _dtype() -> str:
+    """Return what transformers and vLLM run a model in: where the processor has no products in bf16, those take much longer."""
+    return "bfloat16" if machine.multiplies_bf16() else "float32"
 
 
 def environment(stack: str) -> Path:

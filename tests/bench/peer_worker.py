@@ -40,7 +40,7 @@ class Transformers:
 
         torch.set_num_threads(options.threads)
         self._torch, self._ends = torch, options.ends
-        self._model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype)).eval()
         self._batches = kind == "plain"
         self._more: dict[str, Any] = {}
         if kind == "draft":
@@ -176,7 +176,7 @@ class Vllm:
                 "prompt_lookup_max": LOOKUP_NGRAM[1],
             },
         }
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", options.model, "--dtype", "bfloat16"]
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", options.model, "--dtype", options.dtype]
         command += ["--host", "127.0.0.1", "--port", str(self._port), "--enforce-eager", "--max-model-len", str(CONTEXT_TOKENS)]
         command += ["--max-num-seqs", str(PLACES), "--kv-cache-memory-bytes", str(1 << 29)]
         if kind in speculation:
@@ -266,6 +266,7 @@ def main() -> None:
     parser.add_argument("name", help="STACK-KIND")
     parser.add_argument("--model", help="a Hugging Face folder")
     parser.add_argument("--draft", help="another, whose head scores the whole vocabulary")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the model")
     parser.add_argument("--gguf")
     parser.add_argument("--draft-gguf")
     parser.add_argument("--ends", type=int, action="append", help="tokens that end a text")

@@ -74,7 +74,8 @@ class Family:
     def weights(self) -> dict[str, str]:
         """Say what each arm reads."""
         config = parse_config(self._config)
-        target, draft = f"bf16 checkpoint, run in {config.target.dtype}", config.drafts[0].dtype
+        target, draft = "bf16 checkpoint", config.drafts[0].dtype
+        target += f", run in {config.target.dtype}" if config.target.dtype != "bf16" else ""
         own = {NONE: target, SPINDLE: f"{target}; all drafts, {draft}, and lookup"}
         return own | {name: self._peers.weights(name) for name in self.names if name in PEERS}
 

@@ -96,15 +96,17 @@ def _serving_of(record: dict[str, Any]) -> str:
 
 
 def headline() -> str:
-    """Return the table of what Spindle brings over all workloads, by load and temperature."""
+    """Return the table of what Spindle brings over all workloads of a record together, by processor, temperature and load."""
     records = [record for name in ("workloads", "workloads-sampled") for record in _records(name)]
-    rows, loads = [], dict.fromkeys(row["load"] for record in records for row in record["ratios"] if row["workload"] == EVERY)
+    rows, loads = [], dict.fromkeys(row["load"] for record in records for row in record["ratios"])
     for record in records:
-        ratios = {(row["load"], row["over"]): row for row in record["ratios"] if (row["workload"], row["policy"]) == (EVERY, SPINDLE)}
+        workload, settings = record["ratios"][-1]["workload"], record["settings"]  # the last rows are of all together
+        ratios = {(row["load"], row["over"]): row for row in record["ratios"] if (row["workload"], row["policy"]) == (workload, SPINDLE)}
         for over in (NONE, BEST_FIXED):
             name = "no speculation" if over == NONE else f"the {over}"
+            what = f"{_processor(record)}, {settings['max_tokens']} tokens, temperature {settings['temperature']:g}: over {name}"
             cells = (f"**{row['ratio']:.2f}** {_interval(row['interval_95'])}" for load in loads if (row := ratios[load, over]))
-            rows.append([f"{_processor(record)}, over {name}, temperature {record['settings']['temperature']:g}", *cells])
+            rows.append([what, *cells])
     head = ["Spindle's tokens/s (95 % interval)", *(f"{load.removeprefix('closed-')} in flight" for load in loads)]
     return _table(head, *rows)
 

@@ -58,7 +58,7 @@ def test_served_tokens_are_written_by_temperature_with_ratios_of_every_workload(
     ratio = {"load": "closed-4", "interval_95": [1.1, 1.3], "ratio": 1.2}
     record = {
         "machine": {"processor": "A CPU (AVX9)"},
-        "settings": {"temperature": 0.0, "config": {"target": {"model": "models/some-target"}}},
+        "settings": {"temperature": 0.0, "max_tokens": 24, "config": {"target": {"model": "models/some-target"}}},
         "summary": [
             {"workload": "sql", "load": "closed-4", "policy": policy, "tokens_per_s": 50.0 + place, "warm_blocks": 1}
             for place, policy in enumerate(("none", "fixed-lookup-2", "spindle"))
@@ -79,8 +79,8 @@ def test_served_tokens_are_written_by_temperature_with_ratios_of_every_workload(
     assert "| text-to-SQL (own generator), 4 | 50.0 | 51.0 | 52.0 | **1.20** (one block) |  | 0.99 |" in table
     assert "| every workload, 4 |  | 0.90 of none |  | **1.20** (1.10 to 1.30) | **1.30** (1.10 to 1.30) |  |" in table
     assert "| some-target, AVX9: tokens/s at temperature 0.8, by workload" in table
-    assert "| AVX9, over no speculation, temperature 0.8 | **1.20** (1.10 to 1.30) |" in readme.headline()
-    assert "| AVX9, over the best fixed choice, temperature 0 | **1.30** (1.10 to 1.30) |" in readme.headline()
+    assert "| AVX9, 24 tokens, temperature 0.8: over no speculation | **1.20** (1.10 to 1.30) |" in readme.headline()
+    assert "| AVX9, 24 tokens, temperature 0: over the best fixed choice | **1.30** (1.10 to 1.30) |" in readme.headline()
 
 
 def test_pictures_that_were_made_are_shown(tmp_path, monkeypatch):
