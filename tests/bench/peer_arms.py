@@ -139,13 +139,8 @@ class Peers:
         threads = self._config.threads if isinstance(self._config.threads, int) else 1
         own = ["--threads", str(threads), *(word for end in sorted(tokenizer.end_ids, reverse=True) for word in ("--ends", str(end)))]
         if stack in ("transformers", "vllm"):
-            models = [
-                "--model",
-                target,
-                "--dtype",
-                _dtype(),
-                *(["--draft", whole_head(model_path(self._drafts()[0]))] if kind == "draft" else []),
-            ]
+            models = ["--model", target, "--dtype", _dtype()]
+            models += ["--draft", whole_head(model_path(self._drafts()[0]))] if kind == "draft" else []
         else:
             form = {"openvino": "F16", "llamacpp": "BF16"}[stack]
             packaged = self._config.target.model == EMBEDDED_MODEL and name != BF16
