@@ -41,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("comparison", choices=["greedy", "seeded", "acceptance"])
     parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--dtype", choices=["bf16", "fp32"], help="of target and drafts, instead of the configured one")
+    parser.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help="of target and drafts, instead of the configured one")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--variations", type=int, default=20, help="of a seeded text")
     parser.add_argument("--repeats", type=int, default=4, help="of every prompt, in acceptance")

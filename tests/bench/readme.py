@@ -21,8 +21,10 @@ README = PROJECT_ROOT / "README.md"
 RESULTS = PROJECT_ROOT / "docs" / "results"
 PICTURES = PROJECT_ROOT / "docs" / "pictures"
 PLACE = re.compile(r"(<!-- figures: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-OTHERS = ("-avx2",)
-"""What the names of records end in that were made on another processor than the first."""
+WHOLE = ("workloads", "workloads-sampled", "sweep-cpu-avx2", "sampled-avx2")
+"""Records of a target's workloads, greedy and sampled, on each processor."""
+SWEEPS = ("sweep-cpu", "sweep-cpu-avx2", "open-avx2")
+"""Load sweeps on each processor, through tritonserver."""
 WORKLOADS = {
     "summarise": "summarisation (news)",
     "chat": "chat (MT-Bench)",
@@ -42,9 +44,9 @@ def _record(name: str) -> dict[str, Any]:
     return record
 
 
-def _records(name: str) -> list[dict[str, Any]]:
-    """Return a record of every processor that it was made on."""
-    return [_record(found) for suffix in ("", *OTHERS) if (RESULTS / f"{(found := name + suffix)}.json").is_file()]
+def _records(*names: str) -> list[dict[str, Any]]:
+    """Return those that there are of some records."""
+    return [_record(name) for name in names if (RESULTS / f"{name}.json").is_file()]
 
 
 def _processor(record: dict[str, Any]) -> str:
@@ -64,10 +66,10 @@ def _interval(ends: list[float] | None, places: int = 2) -> str:
 
 
 def serving() -> str:
-    """Return tables of tokens per second by workload: none, each fixed choice, Spindle; of every workload, ratios. For each processor one
-    a temperature of SmolLM2, one of the tiny family.
+    """Return tables of tokens per second by workload: none, each fixed choice, Spindle; of every workload, ratios. One a processor and
+    temperature of SmolLM2, one of the tiny family.
     """
-    return "\n".join(_serving_of(record) for name in ("workloads", "workloads-sampled", "tiny") for record in _records(name))
+    return "\n".join(map(_serving_of, _records(*WHOLE, "tiny")))
 
 
 def _serving_of(record: dict[str, Any]) -> str:
@@ -97,12 +99,14 @@ def _serving_of(record: dict[str, Any]) -> str:
 
 def headline() -> str:
     """Return the table of what Spindle brings over all workloads of a record together, by processor, temperature and load."""
-    records = [record for name in ("workloads", "workloads-sampled") for record in _records(name)]
+    records = _records(*WHOLE)
     rows, loads = [], dict.fromkeys(row["load"] for record in records for row in record["ratios"])
     for record in records:
         workload, settings = record["ratios"][-1]["workload"], record["settings"]  # the last rows are of all together
         ratios = {(row["load"], row["over"]): row for row in record["ratios"] if (row["workload"], row["policy"]) == (workload, SPINDLE)}
         for over in (NONE, BEST_FIXED):
+            if not any(of == over for _, of in ratios):
+                continue
             name = "no speculation" if over == NONE else f"the {over}"
             what = f"{_processor(record)}, {settings['max_tokens']} tokens, temperature {settings['temperature']:g}: over {name}"
             cells = (f"**{row['ratio']:.2f}** {_interval(row['interval_95'])}" for load in loads if (row := ratios[load, over]))
@@ -113,12 +117,12 @@ def headline() -> str:
 
 def forward() -> str:
     """Return the table of a pass of the engine against transformers'."""
-    records = {dtype: _record(f"forward-{dtype}")["results"] for dtype in ("bf16", "fp32")}
-    head = [
-        "engine step against transformers' eager forward, KV 256",
-        *(f"{r['tokens']} token{'s'[: r['tokens'] > 1]}" for r in records["bf16"]),
-    ]
-    return _table(head, *([dtype, *(f"{r['ms']['engine']:.1f} ms, {r['ratio']:.2f}x" for r in rows)] for dtype, rows in records.items()))
+    records = _records("forward-bf16", "forward-fp32", "forward-fp16")
+    tokens = [row["tokens"] for row in records[0]["results"]]
+    head = ["engine step against transformers' eager forward, KV 256", *(f"{n} token{'s'[: n > 1]}" for n in tokens)]
+    cells = ([f"{row['ms']['engine']:.1f} ms, {row['ratio']:.2f}x" for row in record["results"]] for record in records)
+    names = (f"{record['dtype']}, {_processor(record)}" for record in records)
+    return _table(head, *([name, *row] for name, row in zip(names, cells, strict=True)))
 
 
 def streaming() -> str:
@@ -142,8 +146,8 @@ def invariance() -> str:
 def sweep() -> str:
     """Return the table of the load sweep: mean latency by policy, processors and GPUs apart; what has not been run is empty."""
     parts = []
-    for name, title in (("sweep-cpu", "2 CPU cores, tritonserver"), ("sweep-gpu", "GPU, in process")):
-        records = _records(name)
+    for names, title in ((SWEEPS, "2 CPU cores, tritonserver"), (("sweep-gpu",), "GPU, in process")):
+        records = _records(*names)
         parts += [_sweep_of(record, f"{_processor(record)}, {title}") for record in records]
         if not records:
             parts.append(_table([f"{title}: not run", NONE, "best fixed", *ADAPTING, SPINDLE], ["", "", "", *[""] * len(ADAPTING), ""]))
@@ -210,15 +214,20 @@ def _ratio(row: dict[str, Any]) -> str:
 
 def simulation() -> str:
     """Return the table of the simulation's error by kind of policy, in per cent of the measured mean latency."""
-    record = _record("sweep-cpu") if (RESULTS / "sweep-cpu.json").is_file() else {}
-    errors = {row["policy"]: list[float]() for row in record.get("simulation", [])}
-    for row in record.get("simulation", []):
-        errors[row["policy"]] += [row["error"]] * row["below_saturation"]
+    found = [(_processor(record), record["simulation"]) for record in _records(*SWEEPS, "sampled-avx2") if "simulation" in record]
+    rows = [row for processor in dict.fromkeys(name for name, _ in found) for row in _simulated(processor, found)]
+    head = ["simulated over measured mean latency, below saturation", "within 10 %", "median error", "largest"]
+    return _table(head, *(rows or [["not run", "", "", ""]]))
+
+
+def _simulated(processor: str, found: list[tuple[str, list[dict[str, Any]]]]) -> list[list[str]]:
+    """Return the rows of a processor's records."""
+    points = [row for name, rows in found for row in rows if name == processor and row["below_saturation"]]
+    errors = {policy: [row["error"] for row in points if row["policy"] == policy] for policy in {row["policy"] for row in points}}
     kinds = {"no speculation": [NONE], "fixed choices": [name for name in errors if name.startswith("fixed-")]}
     kinds |= {"the other policies": [*ADAPTING], "Spindle": [SPINDLE]}
-    head = ["simulated over measured mean latency, below saturation", "within 10 %", "median error", "largest"]
-    rows = [[kind, *_errors([error for name in names for error in errors.get(name, [])])] for kind, names in kinds.items()]
-    return _table(head, *(rows if errors else [["not run", "", "", ""]]))
+    cells = {kind: _errors([error for name in names for error in errors.get(name, [])]) for kind, names in kinds.items()}
+    return [[f"{processor}: {kind}", *row] for kind, row in cells.items() if any(row)]
 
 
 def _errors(errors: list[float]) -> list[str]:
@@ -230,15 +239,15 @@ def _errors(errors: list[float]) -> list[str]:
 
 def peers() -> str:
     """Return a table a family of other stacks beside Spindle; one line where they were not run."""
-    families = _record("peers")["families"] if (RESULTS / "peers.json").is_file() else []
-    return "\n".join(map(_peers_of, families)) or _table(["other stacks on the same weights: not run"], [""])
+    found = [(family, _processor(record)) for record in _records("peers", "peers-avx2") for family in record["families"]]
+    return "\n".join(_peers_of(*each) for each in found) or _table(["other stacks on the same weights: not run"], [""])
 
 
-def _peers_of(family: dict[str, Any]) -> str:
+def _peers_of(family: dict[str, Any], processor: str) -> str:
     at = {(row["arm"], row["in_flight"]): row for row in family["rows"]}
     levels = sorted({in_flight for _, in_flight in at})
     blocks, load = max(row["spindle_over"]["blocks"] for row in family["rows"]), " to ".join(map(str, family["load_average"]))
-    head = [f"{family['family']}, tokens/s (blocks: {blocks}; load average of the machine: {load})", "reads"]
+    head = [f"{family['family']}, {processor}, tokens/s (blocks: {blocks}; load average of the machine: {load})", "reads"]
     for level in levels:
         head += [f"{level} in flight", "over its plain", "Spindle over it", "texts as its plain", "as Spindle's plain"]
     names = dict.fromkeys(name for name, _ in at)

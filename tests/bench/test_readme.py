@@ -30,7 +30,7 @@ def test_a_sweep_that_was_not_run_leaves_its_row_empty_and_a_record_fills_it(tmp
     assert "| mix, poisson-0.50 | 1.000 |  |  |  |  |  | 1.700 |" in readme.sweep()
     assert "| mix, closed-1 | 1.000 | 1.100 | 1.300 | 1.400 | 1.500 | 1.600 | 1.700 |" in readme.sweep()
     assert readme.sweep().count("not run") == 1
-    (tmp_path / "sweep-cpu-avx2.json").write_text(json.dumps({"summary": rows, "machine": {"processor": "A CPU (AVX2)"}}))
+    (tmp_path / "open-avx2.json").write_text(json.dumps({"summary": rows, "machine": {"processor": "A CPU (AVX2)"}}))
     assert "| AVX2, 2 CPU cores, tritonserver: mean latency, s, closed loop" in readme.sweep()
     assert readme.sweep().count("not run") == 0
 
@@ -46,11 +46,11 @@ def test_ablations_and_the_simulation_s_error_are_written_from_their_records(tmp
     assert "| trees (off by default) | 1.070 (1.020 to 1.120) |" in readme.ablations()
     errors = {("none", True): -0.02, ("fixed-d-1", True): 0.12, ("fixed-d-2", True): 0.04, ("ema", True): 0.01, ("spindle", False): 0.5}
     rows = [{"policy": policy, "below_saturation": below, "error": error} for (policy, below), error in errors.items()]
-    (tmp_path / "sweep-cpu.json").write_text(json.dumps({"simulation": rows}))
+    (tmp_path / "sweep-cpu.json").write_text(json.dumps({"simulation": rows, "machine": {"processor": "A CPU (AVX9)"}}))
     table = readme.simulation()
-    assert "| no speculation | 1 of 1 | -2.0% | -2.0% |" in table
-    assert "| fixed choices | 1 of 2 | +8.0% | +12.0% |" in table
-    assert "| Spindle |  |  |  |" in table
+    assert "| AVX9: no speculation | 1 of 1 | -2.0% | -2.0% |" in table
+    assert "| AVX9: fixed choices | 1 of 2 | +8.0% | +12.0% |" in table
+    assert "Spindle" not in table
 
 
 def test_served_tokens_are_written_by_temperature_with_ratios_of_every_workload(tmp_path, monkeypatch):
@@ -111,7 +111,7 @@ def test_peers_not_run_leave_one_line_and_a_record_has_a_row_for_each_also_the_s
         "skipped": {"openvino-plain": "no environment"},
         "load_average": [0.1, 2.5],
     }
-    (tmp_path / "peers.json").write_text(json.dumps({"families": [family]}))
+    (tmp_path / "peers.json").write_text(json.dumps({"families": [family], "machine": {"processor": "A CPU (AVX9)"}}))
     assert "(blocks: 3; load average of the machine: 0.1 to 2.5)" in readme.peers()
     cells = "20 | 1.25 | 1.25 (1.10 to 1.40) | 5 of 6 | 5 of 6"
     assert f"| vllm-draft | bf16 | {cells} |  |  |  |  |  |" in readme.peers()
