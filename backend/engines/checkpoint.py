@@ -102,6 +102,11 @@ def load(folder: str | Path, dtype: str = "bf16", device: str = "cpu") -> tuple[
     return config, {name: _convert(name, tensor, dtype, device) for name, tensor in weights.items()}
 
 
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a tensor multiplies rows, which a dtype of ``ROUNDED`` rounds: the embedding is looked up."""
+    return len(shape) == 2 and name != "model.embed_tokens.weight"
+
+
 def read_config(folder: Path) -> LlamaConfig:
     """Return the configuration in a folder. Raises CheckpointError when it is missing, damaged or not supported."""
     path = folder / "config.json"
@@ -214,7 +219,7 @@ def _read_tensors(path: Path) -> Weights:
 def _convert(name: str, tensor: torch.Tensor, dtype: str, device: str) -> torch.Tensor:
     if not tensor.is_floating_point():
         return tensor.to(device, torch.int64)
-    if dtype != "fp16" or tensor.dim() < 2 or name == "model.embed_tokens.weight":
+    if dtype != "fp16" or not is_matrix(name, tensor.shape):
         return tensor.to(device, DTYPES[dtype])
     if not (greatest := float(tensor.abs().max())) <= MOST_FP16:
         raise CheckpointError(f"tensor {name}: dtype fp16 holds up to {MOST_FP16:.0f}, got {greatest}")

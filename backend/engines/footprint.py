@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from backend.engines.checkpoint import DTYPES, ROUNDED, read_config
+from backend.engines.checkpoint import DTYPES, ROUNDED, is_matrix, read_config
 from backend.engines.llama import SMALL_WEIGHT
 from backend.memory import Footprint
 
@@ -44,7 +44,7 @@ def footprint(
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)  # packed apart from the embedding
         weights += item * prod(shapes["lm_head.weight"])
     if dtype in ROUNDED:  # to half of what activations have
-        matrices = [prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name != "model.embed_tokens.weight"]
+        matrices = [prod(shape) for name, shape in shapes.items() if is_matrix(name, shape)]
         weights -= item // 2 * sum(size for size in matrices if dtype == "int8" or size >= SMALL_WEIGHT)
     kv_row = 2 * config.num_kv_heads * config.head_dim
     attention = 2 * (config.num_heads * config.head_dim + kv_row)  # qkv, and again while rotated or joined

@@ -1,7 +1,7 @@
 """Matrices in fp16, products in fp32 (FBGEMM): half the bytes to read, for processors that have no products in bf16.
 
 A weight that was bf16 keeps all its bits here, but for those below 8e-6 (off by 3e-8 at the most), and activations are never rounded: texts
-are nearer to fp32's than those of bf16. On AVX2 it takes a third to a half of fp32's time at one to six rows (docs/results/fp16.md).
+are nearer to fp32's than those of bf16. On AVX2 products take a third to a half of fp32's time at one to six rows (docs/results/fp16.md).
 """
 
 from __future__ import annotations

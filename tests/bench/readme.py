@@ -109,7 +109,8 @@ def headline() -> str:
                 continue
             name = "no speculation" if over == NONE else f"the {over}"
             what = f"{_processor(record)}, {settings['max_tokens']} tokens, temperature {settings['temperature']:g}: over {name}"
-            cells = (f"**{row['ratio']:.2f}** {_interval(row['interval_95'])}" for load in loads if (row := ratios[load, over]))
+            found = (ratios.get((load, over)) for load in loads)
+            cells = ("" if row is None else f"**{row['ratio']:.2f}** {_interval(row['interval_95'])}" for row in found)
             rows.append([what, *cells])
     head = ["Spindle's tokens/s (95 % interval)", *(f"{load.removeprefix('closed-')} in flight" for load in loads)]
     return _table(head, *rows)

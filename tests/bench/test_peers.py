@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from backend import machine
 from backend.tokenizer import ByteTokenizer, load_tokenizer
 from backend.triton_adapter.paths import PROJECT_ROOT
 from engines_build.convert import checkpoint_name, unpermute
@@ -169,3 +170,15 @@ def test_transformers_serves_plain_and_with_lookup_the_same_text():
 
 def test_environments_are_in_the_cache(tmp_path):
     assert environment("vllm") == tmp_path / "peers" / "vllm"
+
+
+@pytest.mark.parametrize(
+    ("found", "dtype", "reads"), [("AVX2", "float32", "bf16 checkpoint, run in fp32"), ("AVX512-BF16", "bfloat16", "bf16 checkpoint")]
+)
+def test_stacks_that_would_crawl_in_bf16_run_in_fp32_and_say_so(monkeypatch, found, dtype, reads):
+    monkeypatch.setattr(machine, "instructions", lambda: found)
+    stacks = Peers({"target": {"engine": "torch", "model": str(TINY)}})
+    for name in ("transformers-plain", "vllm-plain"):
+        command = stacks._command(name)
+        assert command[command.index("--dtype") + 1] == dtype
+        assert stacks.weights(name) == reads

@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import save_file
 
 from backend import memory
-from backend.app import check_memory
+from backend.app import check_memory, make_engine
 from backend.config import ConfigError, parse_config
-from backend.engines import footprint
+from backend.engines import footprint, torch_engine
 from backend.engines.checkpoint import read_config
 from backend.engines.torch_engine import TorchEngine
 from backend.memory import PROCESS_BYTES, Footprint
@@ -161,3 +161,16 @@ def test_static_shapes_are_planned_with_the_sizes_that_they_are_rounded_up_to(tm
     assert passes("graphs", 8, 512) == passes("padded", 8, 512)
     rounded = passes("graphs", 5, 400) - passes("tiled", 5, 400)
     assert rounded == passes("graphs", 8, 512) - passes("tiled", 8, 512)
+
+
+@pytest.mark.parametrize(
+    ("instructions", "dtype", "warned"), [("AVX2", "bf16", True), ("AVX2", "fp16", False), ("AVX512-BF16", "bf16", False)]
+)
+def test_an_engine_s_dtype_is_logged_and_a_slow_one_warned_of(monkeypatch, caplog, instructions, dtype, warned):
+    monkeypatch.setattr("backend.machine.instructions", lambda: instructions)
+    monkeypatch.setattr(torch_engine, "TorchEngine", lambda *args, **options: options["dtype"])
+    config = parse_config({"target": {"engine": "torch", "model": "m", "dtype": dtype}})
+    with caplog.at_level("INFO"):
+        assert make_engine(config.target, config, 1) == dtype
+    assert f"target: {dtype} on " in caplog.text
+    assert ("dtype 'bf16' is slow" in caplog.text) is warned
