@@ -10,68 +10,69 @@ import numpy as np
 from .plan import NO_DRAFT, Plan, View
 
 MOST_STEPS = 8
-_LARGE = 4  # rows of which no single one can make the whole batch gain
+MOST_STEPS_OF_MANY = 16
+_MANY = 4  # rows of which no single one can make the whole batch gain or lose much
 _RATE = 0.1  # of a new step in the average of what planning takes
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A plan, and for how many steps more it holds.
+    """A plan, and for how many steps more it holds; ``requests`` are those of its rows, as bytes, which compare quickest.
 
-    It is for these ``requests`` and while the same drafts have something to propose for each of them (``offers``; None: whatever they
-    have). Both are as bytes, which compare quickest.
+    For a few requests it holds while these stay, while the same drafts have something to propose for each (``offers``, as bytes), and
+    while no prompt joins them: a match that lookup has just found may be half of a step's tokens. For many (``offers`` None) it holds
+    whoever comes and goes, while they are more than half and less than twice the ``rows`` that it was made for: planning anew
+    for each newcomer takes more of their time than the newcomer can gain until they are planned for.
     """
 
     plan: Plan
     steps: int
     requests: bytes
     offers: bytes | None
+    rows: int
 
-    def plan_for(self, view: View) -> Plan | None:
-        """Return the plan for the next step, its chains cut to their ceilings.
-
-        None where planning is due: after so many steps, when requests come or go, and when a draft begins or ceases to have anything for a
-        row, for a match that lookup has just found may be half of a step's tokens.
-        """
-        if not self.steps or view.request.tobytes() != self.requests or not _is_plain(view):
+    def next_step(self, view: View) -> tuple[Plan, Kept] | None:
+        """Return the plan for the next step, its chains cut to their ceilings, and what is left of it; None where planning is due."""
+        if not self.steps or not _is_whole(view):
             return None
-        if self.offers is None:
-            return self.plan
-        if view.cap_s < math.inf or _offers(view) != self.offers:
+        after = replace(self, steps=self.steps - 1)
+        if view.request.tobytes() != self.requests:
+            if self.offers is not None or view.limit is not None or not max(_MANY - 1, self.rows // 2) < len(view) < 2 * self.rows:
+                return None
+            after = replace(after, plan=self._taken_over(view), requests=view.request.tobytes())
+        if self.offers is not None and (view.prefill_tokens or _offers(view) != self.offers):
             return None
-        return self._within(view)
+        if not after.plan.length.any():
+            return after.plan, after
+        plan = None if view.cap_s < math.inf else _within(after.plan, view)
+        return None if plan is None else (plan, after)
 
-    def _within(self, view: View) -> Plan | None:
-        """Return the plan with its chains cut, None where they are too many tokens for the KV that is left."""
-        plan = self.plan
-        length = np.minimum(plan.length, np.minimum(view.ceiling[np.arange(len(view)), plan.draft], view.remaining - 1))
-        if view.headroom is not None and np.add.reduce(length) > view.headroom:
-            return None
-        if length.tobytes() == plan.length.tobytes():
-            return plan
-        return replace(plan, draft=np.where(length > 0, plan.draft, NO_DRAFT), length=length)
-
-    def after_a_step(self) -> Kept:
-        """Return what is left of it."""
-        return Kept(self.plan, self.steps - 1, self.requests, self.offers)
+    def _taken_over(self, view: View) -> Plan:
+        """Return the plan for the rows of a view: a newcomer takes the choice that most have."""
+        place = {request: row for row, request in enumerate(np.frombuffer(self.requests, np.int64).tolist())}
+        choices = list(zip(self.plan.draft.tolist(), self.plan.length.tolist(), strict=True))
+        usual = choices.index(max(choices, key=choices.count))
+        return self.plan.of_rows(np.array([place.get(request, usual) for request in view.request.tolist()]))
 
 
 def kept(plan: Plan, view: View, planning_s: float, share: float, rest_steps: int, *, chains: bool = True) -> Kept | None:
     """Return the plan as kept for so many steps that planning, which takes ``planning_s``, has its ``share`` of their time; None for none.
 
-    A large batch that gains nothing by speculating is not planned for in ``rest_steps`` steps at the least, whatever its drafts find
-    meanwhile. ``chains``: plans that speculate are kept too. One that tries something out is not: it was paid for once.
+    A large batch that gains nothing by speculating is not planned for in ``rest_steps`` steps at the least.
+    ``chains``: plans that speculate are kept too. One that tries something out is not: it was paid for once.
     """
-    speculates = bool(plan.length.any())
-    rests = not speculates and len(view) >= _LARGE
-    if not plan.predicted_s > 0 or plan.notes.get("probe") or not _is_plain(view) or not (chains or rests):
+    speculates, many = bool(plan.length.any()), len(view) >= _MANY
+    rests = many and not speculates
+    if not plan.predicted_s > 0 or plan.notes.get("probe") or not _is_whole(view) or not (chains or rests):
         return None
-    steps = max(min(int(planning_s / (share * plan.predicted_s)), MOST_STEPS), rest_steps if rests else 0)
+    if view.prefill_tokens and not rests:  # whose time has another shape: tokens beside a prompt cost little
+        return None
+    steps = min(int(planning_s / (share * plan.predicted_s)), MOST_STEPS_OF_MANY if many else MOST_STEPS)
+    steps = max(steps, rest_steps if rests else 0)
     if not steps or (speculates and plan.run is not None):
         return None
-    offers = None if rests else _offers(view)
     again = replace(plan, notes={"kept": steps, "why_not": plan.notes.get("why_not", {})})
-    return Kept(again, steps, view.request.tobytes(), offers)
+    return Kept(again, steps, view.request.tobytes(), None if many else _offers(view), len(view))
 
 
 def averaged(average_s: float, planning_s: float) -> float:
@@ -79,11 +80,21 @@ def averaged(average_s: float, planning_s: float) -> float:
     return average_s + _RATE * (planning_s - average_s) if average_s else planning_s
 
 
+def _within(plan: Plan, view: View) -> Plan | None:
+    """Return the plan with its chains cut, None where they are too many tokens for the KV that is left."""
+    length = np.minimum(plan.length, np.minimum(view.ceiling[np.arange(len(view)), plan.draft], view.remaining - 1))
+    if view.headroom is not None and np.add.reduce(length) > view.headroom:
+        return None
+    if length.tobytes() == plan.length.tobytes():
+        return plan
+    return replace(plan, draft=np.where(length > 0, plan.draft, NO_DRAFT), length=length)
+
+
 def _offers(view: View) -> bytes:
     offers: bytes = (view.ceiling > 0).tobytes()
     return offers
 
 
-def _is_plain(view: View) -> bool:
-    """Return whether all rows are ready and nothing else is in the step."""
-    return view.given is None and view.flying is None and not view.prefill_tokens and bool(view.ready.all())
+def _is_whole(view: View) -> bool:
+    """Return whether all rows are the planner's own and ready."""
+    return view.given is None and view.flying is None and bool(view.ready.all())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from .ranks import RankState
 from .selection import PROBING, SELECTIONS, THOMPSON, Draws, Explorer
 from .shapes import CHAINS_ONLY
 
+_TIMED_STEPS = 4  # of steps with a kept choice, which are alike, one in so many is held against its prediction
 _LOOK_STEPS = 4  # at most, from one look for a probe that found none to be had to the next: looking takes time too
 
 
@@ -166,9 +168,8 @@ class AdaptivePlanner:
         """
         if view.drafts != self.drafts:
             raise ValueError(f"view.drafts must be {self.drafts}, got {view.drafts}")
-        if state.kept and (plan := state.kept.plan_for(view)):
-            credit_s = state.credit_s + self.config.explore_share * plan.predicted_s
-            return plan, replace(state, view=view, credit_s=credit_s, kept=state.kept.after_a_step(), planned=False, behind=state.planned)
+        if state.kept and (again := state.kept.next_step(view)):
+            return self._again(*again, view, state)
         if self.config.selection == THOMPSON:
             draws = (state.draws or Draws()).next_step(view.request[ready_rows(view)].tolist(), len(self.drafts), rng)
             state = replace(state, draws=draws)
@@ -177,13 +178,23 @@ class AdaptivePlanner:
             return self._plan_one(view, state, acceptance)
         return self._plan_rows(view, state, acceptance)
 
+    def _again(self, plan: Plan, kept: Kept, view: View, state: PlannerState) -> tuple[Plan, PlannerState]:
+        """Return a kept plan for a view and the state after it: who has come is known from the first step on."""
+        acceptance, credit_s = state.acceptance, state.credit_s + self.config.explore_share * plan.predicted_s
+        if state.kept is None or kept.requests != state.kept.requests:
+            acceptance = self._acceptance.admit(acceptance, view.request.tolist(), None if view.group is None else view.group.tolist())
+        if view.prefill_tokens:
+            plan = replace(plan, predicted_s=plan.predicted_s + self._prefill_s(view, state, len(view)))
+        after = replace(state, acceptance=acceptance, view=view, credit_s=credit_s, kept=kept, planned=False, behind=state.planned)
+        return plan, after
+
     def _plan_one(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[Plan, PlannerState]:
         """Plan for a single row by plain numbers: what ``_plan_rows`` does, quicker."""
         hazard = self._acceptance.hazards_of(acceptance, view.request.item(), view.rule.item())
         problem = one_row(self.corrected(state), state.correction.tolist(), view, hazard, self._bounds)
         run, saved_s = self._free_run(problem.plain_s, view, state)
         problem = problem._replace(plain_s=problem.plain_s - saved_s)
-        prefill_s = extra_prefill_s(self.corrected(state), state.correction, view, 1)
+        prefill_s = self._prefill_s(view, state, 1)
         priced = self._priced_choice(problem, prefill_s, view, state)
         notes = self._notes(problem, priced, prefill_s, state)
         found = self._found(priced, view, state)
@@ -193,7 +204,8 @@ class AdaptivePlanner:
             notes["probe"] = found.probes
         tokens = found.result.value / problem.base_value if problem.base_value else 1.0
         plan = Plan(found.choice.draft, found.choice.length, found.result.step_s, tokens, priced.price, notes, run=run)
-        return plan, self._planned(state, acceptance, view, priced.goodput, found, Last(found.choice.length.item(), 1), plan)
+        last = Last(found.choice.length.item(), 1)
+        return plan, self._planned(state, acceptance, view, priced.goodput, found, last, plan, prefill_s)
 
     def problem(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[StepProblem, IntArray, Expected, Given]:
         """Return the choice that the planner has in a view, its rows of the view, what is expected of them, and what is given beside."""
@@ -218,7 +230,7 @@ class AdaptivePlanner:
         run, saved_s = self._free_run(problem.plain_s, view, state)
         if saved_s and not given.tokens:
             problem.verify_s[0] -= saved_s
-        prefill_s = extra_prefill_s(self.corrected(state), state.correction, view, len(rows) + len(given.rows) + given.tokens)
+        prefill_s = self._prefill_s(view, state, len(rows) + len(given.rows) + given.tokens)
         priced = self._priced_choice(problem, prefill_s, view, state)
         notes = self._notes(problem, priced, prefill_s, state)
         found = self._found(priced, view, state)
@@ -229,13 +241,21 @@ class AdaptivePlanner:
         tokens = _tokens(problem, view.weight[rows], found.choice, found.result.value - given.value) + given.expected_tokens
         plan = Plan(draft, length, found.result.step_s, tokens, priced.price, notes, run=run)
         last = state.last.followed_by(priced.choice, int(np.add.reduce(length)), priced.bound)
-        return plan, self._planned(state, acceptance, view, priced.goodput, found, last, plan)
+        return plan, self._planned(state, acceptance, view, priced.goodput, found, last, plan, prefill_s)
 
     def _planned(
-        self, state: PlannerState, acceptance: AcceptanceState, view: View, goodput: float, found: Found, last: Last, plan: Plan
+        self,
+        state: PlannerState,
+        acceptance: AcceptanceState,
+        view: View,
+        goodput: float,
+        found: Found,
+        last: Last,
+        plan: Plan,
+        prefill_s: float,
     ) -> PlannerState:
-        """Return the state after planning."""
-        share = self.config.planning_share
+        """Return the state after planning; a plan is kept for steps without the prefill that this one has."""
+        again, planning_s = replace(plan, predicted_s=plan.predicted_s - prefill_s), state.planning_s + state.learning_s
         return PlannerState(
             acceptance=acceptance,
             correction=state.correction,
@@ -245,7 +265,7 @@ class AdaptivePlanner:
             credit_s=found.credit_s,
             look=found.look,
             last=last,
-            kept=kept(plan, view, state.planning_s + state.learning_s, share, self.config.rest_steps, chains=self.keeps_chains),
+            kept=kept(again, view, planning_s, self.config.planning_share, self.config.rest_steps, chains=self.keeps_chains),
             planning_s=state.planning_s,
             learning_s=state.learning_s,
             planned=True,
@@ -268,6 +288,10 @@ class AdaptivePlanner:
             if priced.bound < math.inf:
                 notes["gap"] = (priced.bound - priced.result.objective(priced.price)) / priced.result.value
         return notes
+
+    def _prefill_s(self, view: View, state: PlannerState, tokens: int) -> float:
+        """Return how much longer a step of so many other tokens takes for its prefill."""
+        return extra_prefill_s(self.corrected(state), state.correction, view, tokens)
 
     def _free_run(self, plain_s: float, view: View, state: PlannerState) -> tuple[IntArray | None, float]:
         """Return what rows without a proposal run, as ``Plan.run``, and what of ``plain_s``, the time of a step, each such token saves."""
@@ -326,17 +350,18 @@ class AdaptivePlanner:
     def observe(self, outcome: Outcome, state: PlannerState, now: float) -> PlannerState:
         """Learn acceptance (chosen drafts and counterfactuals), and correct the latency model."""
         learning_s = averaged(state.learning_s, outcome.parts_s.get("learning", 0.0)) if state.behind else state.learning_s
-        if not state.planned and not len(outcome.finished):
-            return replace(state, unlearnt=(*state.unlearnt, outcome), learning_s=learning_s)
-        acceptance = self._acceptance.forget(self._learnt(state, now, outcome), outcome.finished.tolist())
-        after = replace(state, acceptance=acceptance, unlearnt=(), learning_s=learning_s)
-        if state.view is not None and len(outcome.request) and state.planned:  # kept steps are alike: planned ones tell enough of times
+        if not state.planned and len(outcome.request):
+            after = replace(state, unlearnt=(*state.unlearnt, outcome), learning_s=learning_s)
+        else:
+            after = replace(state, acceptance=self._learnt(state, now, outcome), unlearnt=(), learning_s=learning_s)
+        if state.view is not None and len(outcome.request) and (state.planned or state.kept is None or not state.kept.steps % _TIMED_STEPS):
             after.correction, after.target_shape = self._timed(outcome, state, state.view)
+        if state.planned and len(outcome.request):
             after.planning_s = averaged(state.planning_s, outcome.parts_s.get("planning", 0.0))
         return after
 
     def _learnt(self, state: PlannerState, now: float, *outcomes: Outcome) -> AcceptanceState:
-        """Return what is known of acceptance after the steps that were not learnt from, and these."""
+        """Return what is known of acceptance after the steps that were not learnt from, and these; requests that ended in them are gone."""
         acceptance, steps = self._acceptance.aged(state.acceptance, now), (*state.unlearnt, *outcomes)
         if not steps:
             return acceptance
@@ -348,14 +373,19 @@ class AdaptivePlanner:
                 chains.append((outcome.free_request, outcome.free_draft, free_rule, outcome.free_accepted, outcome.free_scored))
         request, draft, rule, accepted, scored = map(np.concatenate, zip(*chains, strict=True))
         emitted = np.concatenate([o.emitted for o in steps])
-        return self._acceptance.observe(acceptance, request, draft, rule, accepted, scored, emitted)
+        acceptance = self._acceptance.observe(acceptance, request, draft, rule, accepted, scored, emitted)
+        return self._acceptance.forget(acceptance, itertools.chain.from_iterable(o.finished.tolist() for o in steps))
 
     def _timed(self, outcome: Outcome, state: PlannerState, view: View) -> tuple[FloatArray, Shape]:
-        """Return the correction and the shape after the step's time is held against what the model says of the step as it was executed."""
+        """Return the correction and the shape after the step's time is held against what the model says of the step as it was executed.
+
+        Planning and learning are in no prediction: a choice is kept for so long that they take their share of the time, whatever it is.
+        """
         predicted_s, target = self._predicted_s(outcome, view)
         expected_s = predicted_s * state.correction
         step_s = float(expected_s.sum())
         measured_s = np.array([outcome.parts_s.get(name, 0.0) for name in self._parts])
+        measured_s[OVERHEAD] -= min(outcome.parts_s.get("planning", 0.0) + outcome.parts_s.get("learning", 0.0), measured_s.item(OVERHEAD))
         if not measured_s.any():  # an engine that times nothing but the whole: all parts share its surprise, which tells of no shape
             measured_s = expected_s * (outcome.measured_s / step_s if step_s > 0 else 0.0)
             return corrected(state.correction, predicted_s, measured_s), state.target_shape
