@@ -35,35 +35,38 @@ class Kept:
         """Return the plan for the next step, its chains cut to their ceilings, and what is left of it; None where planning is due."""
         if not self.steps or not _is_whole(view):
             return None
-        after = replace(self, steps=self.steps - 1)
+        after: Kept | None = replace(self, steps=self.steps - 1)
         if view.request.tobytes() != self.requests:
-            if self.offers is not None or view.limit is not None or not max(_MANY - 1, self.rows // 2) < len(view) < 2 * self.rows:
-                return None
-            after = replace(after, plan=self._taken_over(view), requests=view.request.tobytes())
-        if self.offers is not None and (view.prefill_tokens or _offers(view) != self.offers):
+            after = None if self.offers is not None else self._taken_over(view)
+        if after is None or (self.offers is not None and (view.prefill_tokens or _offers(view) != self.offers)):
             return None
         if not after.plan.length.any():
             return after.plan, after
         plan = None if view.cap_s < math.inf else _within(after.plan, view)
         return None if plan is None else (plan, after)
 
-    def _taken_over(self, view: View) -> Plan:
-        """Return the plan for the rows of a view: a newcomer takes the choice that most have."""
+    def _taken_over(self, view: View) -> Kept | None:
+        """Return what is left of it for the rows of a view: a newcomer takes the choice that most have, if its draft takes any number."""
         place = {request: row for row, request in enumerate(np.frombuffer(self.requests, np.int64).tolist())}
+        requests = view.request.tolist()
+        come = view.limit is not None and any(request not in place for request in requests)
+        if come or not max(_MANY - 1, self.rows // 2) < len(view) < 2 * self.rows:
+            return None
         choices = list(zip(self.plan.draft.tolist(), self.plan.length.tolist(), strict=True))
-        usual = choices.index(max(choices, key=choices.count))
-        return self.plan.of_rows(np.array([place.get(request, usual) for request in view.request.tolist()]))
+        usual = choices.index(max(choices, key=lambda choice: (choices.count(choice), choice)))
+        plan = self.plan.of_rows(np.array([place.get(request, usual) for request in requests]))
+        return replace(self, plan=plan, steps=self.steps - 1, requests=view.request.tobytes())
 
 
 def kept(plan: Plan, view: View, planning_s: float, share: float, rest_steps: int, *, chains: bool = True) -> Kept | None:
     """Return the plan as kept for so many steps that planning, which takes ``planning_s``, has its ``share`` of their time; None for none.
 
     A large batch that gains nothing by speculating is not planned for in ``rest_steps`` steps at the least.
-    ``chains``: plans that speculate are kept too. One that tries something out is not: it was paid for once.
+    ``chains``: plans that speculate are kept too.
     """
     speculates, many = bool(plan.length.any()), len(view) >= _MANY
     rests = many and not speculates
-    if not plan.predicted_s > 0 or plan.notes.get("probe") or not _is_whole(view) or not (chains or rests):
+    if not plan.predicted_s > 0 or not _is_whole(view) or not (chains or rests):
         return None
     if view.prefill_tokens and not rests:  # whose time has another shape: tokens beside a prompt cost little
         return None
@@ -76,8 +79,11 @@ def kept(plan: Plan, view: View, planning_s: float, share: float, rest_steps: in
 
 
 def averaged(average_s: float, planning_s: float) -> float:
-    """Return the average of what planning takes after a step in which it took ``planning_s``."""
-    return average_s + _RATE * (planning_s - average_s) if average_s else planning_s
+    """Return the average of what planning takes after a step in which it took ``planning_s``.
+
+    It begins at 0: first choices, made of hardly any evidence, are not kept for long.
+    """
+    return average_s + _RATE * (planning_s - average_s)
 
 
 def _within(plan: Plan, view: View) -> Plan | None:

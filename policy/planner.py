@@ -204,8 +204,8 @@ class AdaptivePlanner:
             notes["probe"] = found.probes
         tokens = found.result.value / problem.base_value if problem.base_value else 1.0
         plan = Plan(found.choice.draft, found.choice.length, found.result.step_s, tokens, priced.price, notes, run=run)
-        last = Last(found.choice.length.item(), 1)
-        return plan, self._planned(state, acceptance, view, priced.goodput, found, last, plan, prefill_s)
+        again = self._kept(plan, priced, found, ready_rows(view), prefill_s, view, state)
+        return plan, self._planned(state, acceptance, view, priced.goodput, found, Last(found.choice.length.item(), 1), again)
 
     def problem(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[StepProblem, IntArray, Expected, Given]:
         """Return the choice that the planner has in a view, its rows of the view, what is expected of them, and what is given beside."""
@@ -241,21 +241,13 @@ class AdaptivePlanner:
         tokens = _tokens(problem, view.weight[rows], found.choice, found.result.value - given.value) + given.expected_tokens
         plan = Plan(draft, length, found.result.step_s, tokens, priced.price, notes, run=run)
         last = state.last.followed_by(priced.choice, int(np.add.reduce(length)), priced.bound)
-        return plan, self._planned(state, acceptance, view, priced.goodput, found, last, plan, prefill_s)
+        again = self._kept(plan, priced, found, rows, prefill_s, view, state)
+        return plan, self._planned(state, acceptance, view, priced.goodput, found, last, again)
 
     def _planned(
-        self,
-        state: PlannerState,
-        acceptance: AcceptanceState,
-        view: View,
-        goodput: float,
-        found: Found,
-        last: Last,
-        plan: Plan,
-        prefill_s: float,
+        self, state: PlannerState, acceptance: AcceptanceState, view: View, goodput: float, found: Found, last: Last, again: Kept | None
     ) -> PlannerState:
-        """Return the state after planning; a plan is kept for steps without the prefill that this one has."""
-        again, planning_s = replace(plan, predicted_s=plan.predicted_s - prefill_s), state.planning_s + state.learning_s
+        """Return the state after planning."""
         return PlannerState(
             acceptance=acceptance,
             correction=state.correction,
@@ -265,13 +257,22 @@ class AdaptivePlanner:
             credit_s=found.credit_s,
             look=found.look,
             last=last,
-            kept=kept(again, view, planning_s, self.config.planning_share, self.config.rest_steps, chains=self.keeps_chains),
+            kept=again,
             planning_s=state.planning_s,
             learning_s=state.learning_s,
             planned=True,
             behind=state.planned,
             draws=state.draws,
         )
+
+    def _kept(
+        self, plan: Plan, priced: Priced, found: Found, rows: IntArray, prefill_s: float, view: View, state: PlannerState
+    ) -> Kept | None:
+        """Return what is kept of a plan: neither what it tries out, which is paid for once, nor the time of this step's prefill."""
+        again, planning_s = replace(plan, predicted_s=priced.result.step_s - prefill_s), state.planning_s + state.learning_s
+        if found.probes:
+            again.draft, again.length = _scattered(priced.choice, rows, len(view))
+        return kept(again, view, planning_s, self.config.planning_share, self.config.rest_steps, chains=self.keeps_chains)
 
     def _found(self, priced: Priced, view: View, state: PlannerState) -> Found:
         """Return the choice before a look for probes, the step's earning saved: who is in flight earns when it is planned for."""

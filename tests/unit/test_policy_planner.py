@@ -177,7 +177,7 @@ def test_those_in_prefill_make_time_dearer_as_they_wait_for_the_step_too():
 
 def test_the_price_is_that_of_a_step_without_its_prefill_however_little_of_it_is_realised():
     """A token brings its part of the prompts with it, so the time of prefill is no reason to speculate longer."""
-    p = planner(latency(free_tokens=1), **certain(0.7))
+    p = planner(latency(free_tokens=1), **certain(0.7), rest_steps=0)
     state, alone = p.start(), p.plan(view(4), p.start(), 0.0, RNG)[0]
     for _ in range(300):
         seen = view(4, prefill_tokens=256)
@@ -352,12 +352,29 @@ def test_a_rest_predicts_the_time_of_the_step_that_it_replaces():
     assert second.predicted_s == pytest.approx(first.predicted_s)
 
 
-@pytest.mark.parametrize("change", [{"request": np.arange(1, 5)}, {"prefill_tokens": 5}])
-def test_another_batch_or_a_prefill_ends_the_rest(change):
+@pytest.mark.parametrize(("rows", "rests"), [(8, True), (5, True), (15, True), (4, False), (16, False)])
+def test_a_rest_lasts_while_the_batch_is_about_as_large(rows, rests):
+    made = hopeless()
+    _, state = made.plan(view(rows=8, drafts=("small",)), made.start(), 0.0, RNG)
+    plan, _ = made.plan(view(rows=rows, drafts=("small",), request=np.arange(rows) + 3), state, 0.0, RNG)
+    assert ("kept" in plan.notes) == rests
+
+
+def test_a_rest_goes_on_beside_a_prompt_and_predicts_its_time():
     made = hopeless()
     _, state = made.plan(view(rows=4, drafts=("small",)), made.start(), 0.0, RNG)
-    plan, _ = made.plan(view(rows=4, drafts=("small",), **change), state, 0.0, RNG)
-    assert "kept" not in plan.notes
+    plan, _ = made.plan(view(rows=4, drafts=("small",), prefill_tokens=50), state, 0.0, RNG)
+    planned, _ = made.plan(view(rows=4, drafts=("small",), prefill_tokens=50), made.start(), 0.0, RNG)
+    assert "kept" in plan.notes
+    assert plan.predicted_s == pytest.approx(planned.predicted_s)
+
+
+def test_a_rest_that_began_beside_a_prompt_does_not_predict_it_again():
+    made, plain = hopeless(), view(rows=4, drafts=("small",))
+    _, state = made.plan(view(rows=4, drafts=("small",), prefill_tokens=50), made.start(), 0.0, RNG)
+    again, _ = made.plan(plain, state, 0.0, RNG)
+    assert "kept" in again.notes
+    assert again.predicted_s == pytest.approx(made.plan(plain, made.start(), 0.0, RNG)[0].predicted_s)
 
 
 def test_a_small_batch_never_rests():
