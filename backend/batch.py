@@ -53,18 +53,17 @@ class Batch:
     def view(self, drafting: Drafting, k_max: int, queued: int) -> View:
         """Return the decoding rows as the policy sees them, those in flight last and not ready; ``queued`` requests wait for admission."""
         rows, ready = self.decoding, len(self.decoding)
-        choices = np.array([drafting.ceilings(s.sequence, _most(s, k_max)) for s in rows], np.int64)
-        choices = choices.reshape(ready, len(drafting.names), 2)
+        ceiling, unseen = drafting.ceilings([s.sequence for s in rows], [_most(s, k_max) for s in rows])
         if self.flying:
             rows = rows + self.flying
-            choices = np.concatenate([choices, np.zeros((len(self.flying), *choices.shape[1:]), np.int64)])
+            ceiling, unseen = (np.pad(column, ((0, len(self.flying)), (0, 0))) for column in (ceiling, unseen))
         view = View(
             drafts=drafting.names,
             request=np.array([s.id for s in rows], np.int64),
             context=np.array([len(s.sequence.tokens) for s in rows], np.int64),
             remaining=np.array([s.remaining for s in rows], np.int64),
-            ceiling=choices[:, :, 0],
-            catchup=choices[:, :, 1],
+            ceiling=ceiling,
+            catchup=unseen,
             weight=np.ones(len(rows)),
             rule=np.array([rule_of(s.sequence.sampling) for s in rows], np.int64),
             ready=np.arange(len(rows)) < ready if self.flying else np.ones(ready, np.bool_),

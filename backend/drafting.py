@@ -48,20 +48,27 @@ class Drafting:
         """Return the same with these drafts."""
         return Drafting(drafts, self._stats, self._clock, most_nodes=self._most_nodes)
 
-    def ceilings(self, sequence: Sequence, most: int) -> list[tuple[int, int]]:
-        """Return, draft by draft, (tokens it could propose now, at most ``most``; committed tokens it has not seen)."""
-        now = self._clock()
-        return [
-            (draft.available(sequence, most), draft.unseen(sequence)) if most > 0 and self._resting_until_s[draft.name] <= now else (0, 0)
-            for draft in self.engines
-        ]
+    def ceilings(self, sequences: Seq[Sequence], most: Seq[int]) -> tuple[IntArray, IntArray]:
+        """Return by sequence and draft the tokens that it could propose now, at most ``most`` of each sequence, and the committed ones that
+        it has not seen, int64[n, D] each; 0 of both from a draft that rests.
+        """
+        now, asked = self._clock(), [(sequence, k) if k > 0 else None for sequence, k in zip(sequences, most, strict=True)]
+        ceiling, unseen = np.zeros((2, len(sequences), len(self.engines)), np.int64)
+        for d, draft in enumerate(self.engines):
+            if self._resting_until_s[draft.name] <= now:
+                ceiling[:, d] = [0 if pair is None else draft.available(*pair) for pair in asked]
+                unseen[:, d] = [0 if pair is None else draft.unseen(pair[0]) for pair in asked]
+        return ceiling, unseen
 
     def propose(self, sequences: Seq[Sequence], view: View, plan: Plan, log: StepLog) -> dict[int, Proposals]:
         """Return the proposals by sequence id; row i of view and plan belongs to ``sequences[i]``."""
         proposals = {sequence.id: Proposals() for sequence in sequences}
         seconds: dict[int, Proposal] = {}
         widths, second_draft, second_length = self._shape(sequences, plan)
+        wanted = set(plan.draft[plan.length > 0].tolist()) | (set() if second_draft is None else set(second_draft.tolist()))
         for d, draft in enumerate(self.engines):
+            if d not in wanted and not draft.limits.free:
+                continue
             chosen = _asked(sequences, plan.draft, plan.length, d)
             second = {} if second_draft is None or second_length is None else _asked(sequences, second_draft, second_length, d)
             asked = chosen | second

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,37 +17,54 @@ _RATE = 0.1  # of a new step in the average of what planning takes
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """A plan, and for how many steps more it holds; ``requests`` are those of its rows, as bytes, which compare quickest.
+class OfFew:
+    """Plans for a few ``requests`` (as bytes, which compare quickest), and for how many ``steps`` more they hold.
 
-    For a few requests it holds while these stay, while the same drafts have something to propose for each (``offers``, as bytes), and
-    while no prompt joins them: a match that lookup has just found may be half of a step's tokens. For many (``offers`` None) it holds
-    whoever comes and goes, while they are more than half and less than twice the ``rows`` that it was made for: planning anew
-    for each newcomer takes more of their time than the newcomer can gain until they are planned for.
+    They hold while these requests stay and no prompt joins them. Each is for what the drafts had to propose (``_offers``) when it was made,
+    for a match that lookup has just found may be half of a step's tokens; matches come and go, and so do plans.
+    """
+
+    plans: Mapping[bytes, Plan]
+    steps: int
+    requests: bytes
+
+    def next_step(self, view: View) -> tuple[Plan, Kept] | None:
+        """Return the plan for the next step, its chains cut to their ceilings, and what is left; None where planning is due."""
+        if not self.holds_for(view) or not (again := self.plans.get(_offers(view))):
+            return None
+        plan = _cut(again, view)
+        return None if plan is None else (plan, replace(self, steps=self.steps - 1))
+
+    def holds_for(self, view: View) -> bool:
+        """Return whether there is nothing new but what the drafts find."""
+        return bool(self.steps) and view.request.tobytes() == self.requests and not view.prefill_tokens and _is_whole(view)
+
+
+@dataclass(frozen=True, slots=True)
+class OfMany:
+    """A plan for many ``requests`` (as bytes), and for how many ``steps`` more it holds.
+
+    It holds whatever the drafts find and whoever comes and goes, while these are more than half and less than twice the ``rows`` that it
+    was made for: planning anew for each newcomer takes more of their time than the newcomer can gain until they are planned for.
     """
 
     plan: Plan
     steps: int
     requests: bytes
-    offers: bytes | None
     rows: int
 
     def next_step(self, view: View) -> tuple[Plan, Kept] | None:
-        """Return the plan for the next step, its chains cut to their ceilings, and what is left of it; None where planning is due."""
+        """Return the plan for the next step, its chains cut to their ceilings, and what is left; None where planning is due."""
         if not self.steps or not _is_whole(view):
             return None
-        after: Kept | None = replace(self, steps=self.steps - 1)
-        if view.request.tobytes() != self.requests:
-            after = None if self.offers is not None else self._taken_over(view)
-        if after is None or (self.offers is not None and (view.prefill_tokens or _offers(view) != self.offers)):
+        whole = self.plan if view.request.tobytes() == self.requests else self._taken_over(view)
+        plan = None if whole is None else _cut(whole, view)
+        if whole is None or plan is None:
             return None
-        if not after.plan.length.any():
-            return after.plan, after
-        plan = None if view.cap_s < math.inf else _within(after.plan, view)
-        return None if plan is None else (plan, after)
+        return plan, OfMany(whole, self.steps - 1, view.request.tobytes(), self.rows)
 
-    def _taken_over(self, view: View) -> Kept | None:
-        """Return what is left of it for the rows of a view: a newcomer takes the choice that most have, if its draft takes any number."""
+    def _taken_over(self, view: View) -> Plan | None:
+        """Return the plan for the rows of a view: a newcomer takes the choice that most have, if its draft takes any number."""
         place = {request: row for row, request in enumerate(np.frombuffer(self.requests, np.int64).tolist())}
         requests = view.request.tolist()
         come = view.limit is not None and any(request not in place for request in requests)
@@ -54,15 +72,19 @@ class Kept:
             return None
         choices = list(zip(self.plan.draft.tolist(), self.plan.length.tolist(), strict=True))
         usual = choices.index(max(choices, key=lambda choice: (choices.count(choice), choice)))
-        plan = self.plan.of_rows(np.array([place.get(request, usual) for request in requests]))
-        return replace(self, plan=plan, steps=self.steps - 1, requests=view.request.tobytes())
+        return self.plan.of_rows(np.array([place.get(request, usual) for request in requests]))
 
 
-def kept(plan: Plan, view: View, planning_s: float, share: float, rest_steps: int, *, chains: bool = True) -> Kept | None:
+Kept = OfFew | OfMany
+
+
+def kept(
+    plan: Plan, view: View, planning_s: float, share: float, rest_steps: int, before: Kept | None = None, *, chains: bool = True
+) -> Kept | None:
     """Return the plan as kept for so many steps that planning, which takes ``planning_s``, has its ``share`` of their time; None for none.
 
-    A large batch that gains nothing by speculating is not planned for in ``rest_steps`` steps at the least.
-    ``chains``: plans that speculate are kept too.
+    A large batch that gains nothing by speculating is not planned for in ``rest_steps`` steps at the least. What is kept from ``before``
+    for other offers of the drafts stays. ``chains``: plans that speculate are kept too.
     """
     speculates, many = bool(plan.length.any()), len(view) >= _MANY
     rests = many and not speculates
@@ -74,8 +96,11 @@ def kept(plan: Plan, view: View, planning_s: float, share: float, rest_steps: in
     steps = max(steps, rest_steps if rests else 0)
     if not steps or (speculates and plan.run is not None):
         return None
-    again = replace(plan, notes={"kept": steps, "why_not": plan.notes.get("why_not", {})})
-    return Kept(again, steps, view.request.tobytes(), None if many else _offers(view), len(view))
+    again, requests = replace(plan, notes={"kept": steps, "why_not": plan.notes.get("why_not", {})}), view.request.tobytes()
+    if many:
+        return OfMany(again, steps, requests, len(view))
+    others = before.plans if isinstance(before, OfFew) and before.holds_for(view) else {}
+    return OfFew({**others, _offers(view): again}, steps, requests)
 
 
 def averaged(average_s: float, planning_s: float) -> float:
@@ -86,10 +111,12 @@ def averaged(average_s: float, planning_s: float) -> float:
     return average_s + _RATE * (planning_s - average_s)
 
 
-def _within(plan: Plan, view: View) -> Plan | None:
-    """Return the plan with its chains cut, None where they are too many tokens for the KV that is left."""
+def _cut(plan: Plan, view: View) -> Plan | None:
+    """Return the plan with its chains cut to what can be proposed now, None where a step's time or the KV that is left is too short."""
+    if not plan.length.any():
+        return plan
     length = np.minimum(plan.length, np.minimum(view.ceiling[np.arange(len(view)), plan.draft], view.remaining - 1))
-    if view.headroom is not None and np.add.reduce(length) > view.headroom:
+    if view.cap_s < math.inf or (view.headroom is not None and np.add.reduce(length) > view.headroom):
         return None
     if length.tobytes() == plan.length.tobytes():
         return plan

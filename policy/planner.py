@@ -22,6 +22,7 @@ from .plan import BoolArray, FloatArray, IntArray, Outcome, Plan, View
 from .pricing import Priced, Problem, priced_choice
 from .probing import PROBE_FLOOR, affordable
 from .problem import NOTHING_GIVEN, Bounds, Given, extra_prefill_s, predicted_parts, step_problem
+from .promise import Promise
 from .ranks import RankState
 from .selection import PROBING, SELECTIONS, THOMPSON, Draws, Explorer
 from .shapes import CHAINS_ONLY
@@ -88,10 +89,11 @@ class PlannerState:
 
     ``goodput`` is the best goodput of the last batch without its prefill (tokens per second of the model's time; 0: unknown).
     ``credit_s`` is what may still be spent on probes, ``look`` the steps until the next look for one, ``last`` what is kept of the last
-    choice, ``kept`` the choice itself for some steps more. ``planning_s`` and ``learning_s`` are what a step takes that is ``planned``; of
-    the latter the next step tells, ``behind`` one that was. ``unlearnt`` are steps with a kept choice, which are learnt from together
-    when planning is due. ``draws`` belongs to Thompson's selection; ``ranks``, ``overlap_s``, ``overlaps`` and ``flying``
-    (``policy.cohorts``) belong to ``policy.shaped``.
+    choice, ``kept`` the choice itself for some steps more; ``trial_s`` is what the step in hand is to take if it probes. ``planning_s`` and
+    ``learning_s`` are what a step takes that is ``planned``; of the latter the next step tells, ``behind`` one that was. ``unlearnt`` are
+    steps with a kept choice, which are learnt from together when planning is due. ``promise`` is how far speculation held what it promised.
+    ``draws`` belongs to Thompson's selection; ``ranks``, ``overlap_s``, ``overlaps`` and ``flying`` (``policy.cohorts``) to
+    ``policy.shaped``.
     """
 
     acceptance: AcceptanceState
@@ -103,11 +105,13 @@ class PlannerState:
     look: int = 0
     last: Last = field(default_factory=Last)
     kept: Kept | None = None
+    trial_s: float = 0.0
     planning_s: float = 0.0
     learning_s: float = 0.0
     planned: bool = False
     behind: bool = False
     unlearnt: tuple[Outcome, ...] = ()
+    promise: Promise = field(default_factory=Promise)
     draws: Draws | None = None
     ranks: RankState | None = None
     overlap_s: float = 0.0
@@ -169,14 +173,20 @@ class AdaptivePlanner:
         if view.drafts != self.drafts:
             raise ValueError(f"view.drafts must be {self.drafts}, got {view.drafts}")
         if state.kept and (again := state.kept.next_step(view)):
-            return self._again(*again, view, state)
+            return self._promised(*self._again(*again, view, state), state)
         if self.config.selection == THOMPSON:
             draws = (state.draws or Draws()).next_step(view.request[ready_rows(view)].tolist(), len(self.drafts), rng)
             state = replace(state, draws=draws)
         acceptance = self.admitted(view, state, now)
         if len(view) == 1 and view.given is None and self.drafts and view.ready.item():
-            return self._plan_one(view, state, acceptance)
-        return self._plan_rows(view, state, acceptance)
+            return self._promised(*self._plan_one(view, state, acceptance), state)
+        return self._promised(*self._plan_rows(view, state, acceptance), state)
+
+    @staticmethod
+    def _promised(plan: Plan, after: PlannerState, before: PlannerState) -> tuple[Plan, PlannerState]:
+        """Note what a plan promises."""
+        after.promise = before.promise.of(plan)
+        return plan, after
 
     def _again(self, plan: Plan, kept: Kept, view: View, state: PlannerState) -> tuple[Plan, PlannerState]:
         """Return a kept plan for a view and the state after it: who has come is known from the first step on."""
@@ -258,6 +268,7 @@ class AdaptivePlanner:
             look=found.look,
             last=last,
             kept=again,
+            trial_s=found.result.step_s if found.probes else 0.0,
             planning_s=state.planning_s,
             learning_s=state.learning_s,
             planned=True,
@@ -272,7 +283,8 @@ class AdaptivePlanner:
         again, planning_s = replace(plan, predicted_s=priced.result.step_s - prefill_s), state.planning_s + state.learning_s
         if found.probes:
             again.draft, again.length = _scattered(priced.choice, rows, len(view))
-        return kept(again, view, planning_s, self.config.planning_share, self.config.rest_steps, chains=self.keeps_chains)
+        share, rest_steps = self.config.planning_share, self.config.rest_steps
+        return kept(again, view, planning_s, share, rest_steps, state.kept, chains=self.keeps_chains)
 
     def _found(self, priced: Priced, view: View, state: PlannerState) -> Found:
         """Return the choice before a look for probes, the step's earning saved: who is in flight earns when it is planned for."""
@@ -307,7 +319,7 @@ class AdaptivePlanner:
 
     def _priced_choice(self, problem: Problem, prefill_s: float, view: View, state: PlannerState) -> Priced:
         """Return the choice and its price, starting from the last step's."""
-        return priced_choice(problem, prefill_s, view, state.goodput, self.config.margin)
+        return priced_choice(problem, prefill_s, view, state.goodput, self.config.margin, state.promise.kept)
 
     def _may_look(self, state: PlannerState, found: Found) -> bool:
         """Return whether a probe may be looked for: its least price has been saved, and the last look was not just now.
@@ -346,7 +358,7 @@ class AdaptivePlanner:
 
     def stand_by(self, view: View, state: PlannerState) -> PlannerState:
         """Return the state before a step that another plans: its acceptance and times are learnt."""
-        return replace(state, view=view, planned=True)
+        return replace(state, view=view, planned=True, promise=replace(state.promise, seconds=0.0))
 
     def observe(self, outcome: Outcome, state: PlannerState, now: float) -> PlannerState:
         """Learn acceptance (chosen drafts and counterfactuals), and correct the latency model."""
@@ -357,6 +369,9 @@ class AdaptivePlanner:
             after = replace(state, acceptance=self._learnt(state, now, outcome), unlearnt=(), learning_s=learning_s)
         if state.view is not None and len(outcome.request) and (state.planned or state.kept is None or not state.kept.steps % _TIMED_STEPS):
             after.correction, after.target_shape = self._timed(outcome, state, state.view)
+        after.promise = state.promise.after(outcome)
+        if state.trial_s:
+            after.credit_s, after.trial_s = state.credit_s - self._trial_cost_s(outcome, state), 0.0
         if state.planned and len(outcome.request):
             after.planning_s = averaged(state.planning_s, outcome.parts_s.get("planning", 0.0))
         return after
@@ -376,6 +391,14 @@ class AdaptivePlanner:
         emitted = np.concatenate([o.emitted for o in steps])
         acceptance = self._acceptance.observe(acceptance, request, draft, rule, accepted, scored, emitted)
         return self._acceptance.forget(acceptance, itertools.chain.from_iterable(o.finished.tolist() for o in steps))
+
+    def _trial_cost_s(self, outcome: Outcome, state: PlannerState) -> float:
+        """Return what a probe took beyond its prediction, which it was paid by: the look for it, and a draft that was not in any cache.
+
+        Of one step's surprise only as much as the step was to take.
+        """
+        surprise_s = outcome.measured_s - outcome.parts_s.get("learning", 0.0) - state.planning_s - state.trial_s
+        return min(max(surprise_s, -state.trial_s), state.trial_s)
 
     def _timed(self, outcome: Outcome, state: PlannerState, view: View) -> tuple[FloatArray, Shape]:
         """Return the correction and the shape after the step's time is held against what the model says of the step as it was executed.

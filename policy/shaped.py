@@ -91,7 +91,7 @@ class ShapedPlanner(AdaptivePlanner):
             after = replace(after, overlap_s=state.overlap_s, overlaps=state.overlaps, flying=state.flying)
             plan, shape, after = self._in_cohorts(view, plan, after, shape, why_not)
         notes = {**plan.notes, "why_not": {name: why for name, why in why_not.items() if why}}
-        return replace(plan, notes=notes, shape=None if _is_empty(shape) else shape), after
+        return self._promised(replace(plan, notes=notes, shape=None if _is_empty(shape) else shape), after, state)
 
     def problem(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[StepProblem, IntArray, Expected, Given]:
         """Return the planner's choice, padding in its fixed time, and seconds known for as many tokens as trees may have."""

@@ -301,3 +301,23 @@ def test_steps_with_a_kept_choice_tell_what_they_take():
 def test_a_share_that_is_not_positive_is_refused():
     with pytest.raises(ValueError, match="planning_share must be > 0, got 0"):
         PlannerConfig(planning_share=0)
+
+
+@pytest.mark.parametrize("extra", [0.0, 0.004, 1.0])
+def test_a_probe_that_takes_longer_than_predicted_is_paid_for(extra):
+    """The look for it, and a draft that was in no cache; a pause of the machine counts for a step at most."""
+    loop, seen = Loop(0.0, most=1, explore_share=0.05), view()
+    for _ in range(300):
+        plan, state = loop.planner.plan(seen, loop.state, loop.now, RNG)
+        taken = np.minimum(plan.length, 1)
+        if plan.notes.get("probe"):
+            break
+        took_s = plan.predicted_s
+        made = Outcome(seen.request, plan.draft, plan.length, taken, taken + 1, plan.length, seen.rule, took_s, {"verify": took_s})
+        loop.state, loop.now = loop.planner.observe(made, state, loop.now), loop.now + took_s
+    assert state.trial_s == pytest.approx(plan.predicted_s)
+    took_s = plan.predicted_s + extra
+    made = Outcome(seen.request, plan.draft, plan.length, taken, taken + 1, plan.length, seen.rule, took_s, {"verify": took_s})
+    after = loop.planner.observe(made, state, loop.now)
+    assert after.credit_s == pytest.approx(state.credit_s - min(extra, plan.predicted_s))
+    assert not after.trial_s
