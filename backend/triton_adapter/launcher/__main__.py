@@ -37,12 +37,9 @@ def prepare(settings: Settings, config: ServingConfig, stop: threading.Event) ->
 def announce(settings: Settings, config: ServingConfig, start_s: float) -> None:
     """Say that the service answers, and how to ask it."""
     drafts = ", ".join(draft.name for draft in config.drafts) or "none"
-    ports = f"HTTP {settings.http_port}, gRPC {settings.grpc_port}, metrics {settings.metrics_port} on {settings.bind}"
-    if settings.openai_port:
-        ports += f"; OpenAI: http://{settings.client_host}:{settings.openai_port}/v1"
     url = f"http://{settings.client_host}:{settings.http_port}/v2/models/ensemble/generate"
     say(f"ready after {start_s:.1f} s: target {config.target.model or config.target.engine}, drafts {drafts}")
-    say(ports)
+    say(f"HTTP {settings.http_port}, gRPC {settings.grpc_port}, metrics {settings.metrics_port} on {settings.bind}")
     say(f"try: curl -s {url} -d '{json.dumps({'text_input': 'The capital of France is', 'max_tokens': 32})}'")
 
 

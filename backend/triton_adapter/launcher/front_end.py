@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -55,7 +56,20 @@ class FrontEnd:
             self._process = subprocess.Popen(command, cwd=PROJECT_ROOT, env=environment)
             if self._stop.is_set():
                 self._process.terminate()
+            self._say_when_it_listens(self._process)
             status = self._process.wait()
             if not self._stop.is_set():
                 say(f"the OpenAI front end ended with status {status}: starting it again in {BACKOFF_S:g} s")
             self._stop.wait(BACKOFF_S)
+
+    def _say_when_it_listens(self, process: subprocess.Popen[bytes]) -> None:
+        """Say where it answers once it does; nothing of one that ends before."""
+        address = self._settings.client_host, self._settings.openai_port
+        while process.poll() is None and not self._stop.is_set():
+            try:
+                socket.create_connection(address, timeout=1.0).close()
+            except OSError:  # noqa: PERF203 (it does not listen yet)
+                self._stop.wait(0.1)
+            else:
+                say(f"OpenAI front end and status page: http://{address[0]}:{address[1]} (models under /v1)")
+                return
