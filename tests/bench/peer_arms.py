@@ -11,12 +11,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from backend import cache, machine
+from backend import cache, machine, memory
 from backend.app import model_path
 from backend.config import EMBEDDED_MODEL, EngineConfig, parse_config
 from backend.tokenizer import IncrementalDecoder, Tokenizer, load_tokenizer
@@ -33,6 +34,8 @@ ALONE = ("transformers-draft", "transformers-lookup")
 """They serve one request at a time."""
 WORKERS = Path(__file__).parent
 QUIT_LIMIT_S = 20.0
+ROOM_BYTES = 4 << 30
+"""What a peer may need: vLLM with a model of 135 M parameters in fp32 and its KV."""
 
 
 class PeerArm:
@@ -84,11 +87,11 @@ class PeerArm:
 
 
 class Peers:
-    """Gives the arms of the peers, each started when first asked for."""
+    """Gives the arms of the peers, each started when first asked for; where memory runs short the one not used for longest ends."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = parse_config(config)
-        self._running: dict[str, PeerArm] = {}
+        self._running: OrderedDict[str, PeerArm] = OrderedDict()
 
     def missing(self, name: str) -> str:
         """Return why a peer cannot be run here, '' when it can."""
@@ -105,7 +108,10 @@ class Peers:
         """Return the arm and whether it has just begun."""
         fresh = name not in self._running
         if fresh:
+            while self._running and memory.host_bytes() < ROOM_BYTES:
+                self._running.popitem(last=False)[1].close()
             self._running[name] = PeerArm(self._command(name), load_tokenizer(model_path(self._config.target)))
+        self._running.move_to_end(name)
         return self._running[name], fresh
 
     def weights(self, name: str) -> str:

@@ -35,7 +35,7 @@ from backend.tokenizer import Tokenizer, load_tokenizer
 from backend.triton_adapter.paths import PROJECT_ROOT
 from engines_build.prepare import prepare
 from tests.bench import workloads
-from tests.bench.arms import Arm, Offer, Reply
+from tests.bench.arms import Offer, Reply
 from tests.bench.in_process import first_difference
 from tests.bench.paired import abba, median_interval
 from tests.bench.peer_arms import ALONE, PEERS, Peers
@@ -106,12 +106,12 @@ class Family:
         self._servers.close()
 
     def _serve(self, workload: str, block: int, in_flight: int, name: str) -> Run | None:
-        rng = random.Random(f"{self._options.seed}/{workload}/{block}/{in_flight}")
-        texts = rng.sample(self._texts[workload], max(self._options.requests, in_flight))
-        salt = f"{workload}/{block}/{in_flight}/{name}"
-        requests = [{"text_input": text, "max_tokens": self._options.max_tokens, "cache_salt": salt} for text in texts]
+        offer = self._offer(workload, block, in_flight, name)
         try:
-            served = self._arm(name).run(Offer(requests, in_flight))
+            arm, fresh = (self._peers if name in PEERS else self._servers).arm(name)
+            if fresh and block >= 0:  # it had to make room for another: what it serves first is not scored now either
+                arm.run(self._offer(workload, -1, in_flight, name))
+            served = arm.run(offer)
         except (RuntimeError, BrokenPipeError) as error:
             if name not in PEERS:
                 raise
@@ -119,9 +119,12 @@ class Family:
             return None
         return {"wall_s": served.wall_s, "replies": served.replies}
 
-    def _arm(self, name: str) -> Arm:
-        arm, _ = (self._peers if name in PEERS else self._servers).arm(name)
-        return arm
+    def _offer(self, workload: str, block: int, in_flight: int, name: str) -> Offer:
+        rng = random.Random(f"{self._options.seed}/{workload}/{block}/{in_flight}")
+        texts = rng.sample(self._texts[workload], max(self._options.requests, in_flight))
+        salt = f"{workload}/{block}/{in_flight}/{name}"
+        requests = [{"text_input": text, "max_tokens": self._options.max_tokens, "cache_salt": salt} for text in texts]
+        return Offer(requests, in_flight)
 
     def _rendered(self, workload: str, folder: Path) -> list[str]:
         messages = workloads.load(workload, MESSAGES, self._options.seed).messages

@@ -14,7 +14,7 @@ from backend import machine
 from backend.tokenizer import ByteTokenizer, load_tokenizer
 from backend.triton_adapter.paths import PROJECT_ROOT
 from engines_build.convert import checkpoint_name, unpermute
-from tests.bench import peer_models, peers
+from tests.bench import peer_arms, peer_models, peers
 from tests.bench.arms import Offer, Reply
 from tests.bench.peer_arms import WORKERS, PeerArm, Peers, environment
 from tests.bench.peer_worker import Transformers, _Clock, _events
@@ -71,6 +71,23 @@ def test_a_peer_answers_over_its_pipe_and_its_end_is_an_error():
 def test_a_peer_that_does_not_start_says_why():
     with pytest.raises(RuntimeError, match="status 1: ModuleNotFoundError: No module named 'nothing_such'"):
         PeerArm([sys.executable, "-c", "import nothing_such"], ByteTokenizer())
+
+
+@pytest.mark.parametrize(("free", "again"), [(8 << 30, False), (1 << 30, True)])
+def test_where_memory_runs_short_the_peer_not_used_for_longest_makes_room(free, again, monkeypatch):
+    code = f"print('ready', flush=True)\nwhile input(): print({json.dumps(ANSWER)!r}, flush=True)"
+    monkeypatch.setattr(Peers, "_command", lambda *_: [sys.executable, "-c", code])
+    monkeypatch.setattr(peer_arms.memory, "host_bytes", lambda: free)
+    stacks = Peers({"target": {"engine": "torch", "model": str(TINY)}})
+    first, fresh = stacks.arm("transformers-plain")
+    assert fresh
+    second, fresh = stacks.arm("openvino-plain")
+    assert fresh
+    assert second.run(Offer(REQUESTS[:1])).wall_s == 0.2
+    same, fresh = stacks.arm("transformers-plain")
+    assert (fresh, same is first) == (again, not again)
+    assert same.run(Offer(REQUESTS[:1])).wall_s == 0.2
+    stacks.close()
 
 
 def test_a_peer_without_its_environment_says_how_to_make_it():
