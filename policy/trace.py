@@ -22,6 +22,7 @@ from .hints import Last
 from .latency import LatencyCurve, LatencyModel
 from .plan import Outcome, Plan, Policy, Ran, TurnShape, View
 from .planner import AdaptivePlanner, PlannerConfig, PlannerState
+from .promise import Promise
 from .ranks import RankState
 from .selection import THOMPSON, Draws
 from .shaped import ShapedPlanner
@@ -29,7 +30,7 @@ from .shapes import Shapes
 
 SCHEMA = 3
 _KINDS = {"i": np.int64, "f": np.float64, "b": np.bool_}
-_RECORDS = (View, Plan, TurnShape, Outcome, Ran, PlannerState, Last, AcceptanceState, Draws, Groups, Law, Shape, RankState)
+_RECORDS = (View, Plan, TurnShape, Outcome, Ran, PlannerState, Last, AcceptanceState, Draws, Groups, Law, Promise, Shape, RankState)
 _CLASSES = {cls.__name__: cls for cls in _RECORDS}
 
 
