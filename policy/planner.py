@@ -358,7 +358,7 @@ class AdaptivePlanner:
 
     def stand_by(self, view: View, state: PlannerState) -> PlannerState:
         """Return the state before a step that another plans: its acceptance and times are learnt."""
-        return replace(state, view=view, planned=True, promise=replace(state.promise, seconds=0.0))
+        return replace(state, view=view, planned=True, trial_s=0.0, promise=replace(state.promise, seconds=0.0))
 
     def observe(self, outcome: Outcome, state: PlannerState, now: float) -> PlannerState:
         """Learn acceptance (chosen drafts and counterfactuals), and correct the latency model."""
@@ -370,7 +370,7 @@ class AdaptivePlanner:
         if state.view is not None and len(outcome.request) and (state.planned or state.kept is None or not state.kept.steps % _TIMED_STEPS):
             after.correction, after.target_shape = self._timed(outcome, state, state.view)
         after.promise = state.promise.after(outcome)
-        if state.trial_s:
+        if state.trial_s and outcome.ran is None:  # else it is of other rows
             after.credit_s, after.trial_s = state.credit_s - self._trial_cost_s(outcome, state), 0.0
         if state.planned and len(outcome.request):
             after.planning_s = averaged(state.planning_s, outcome.parts_s.get("planning", 0.0))
