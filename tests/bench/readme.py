@@ -69,7 +69,7 @@ def serving() -> str:
     """Return tables of tokens per second by workload: none, each fixed choice, Spindle; of every workload, ratios. One a processor and
     temperature of SmolLM2, one of the tiny family.
     """
-    return "\n".join(map(_serving_of, _records(*WHOLE, "tiny")))
+    return "\n".join(map(_serving_of, _records(*WHOLE, "tiny", "tiny-avx2")))
 
 
 def _serving_of(record: dict[str, Any]) -> str:
@@ -240,7 +240,7 @@ def _errors(errors: list[float]) -> list[str]:
 
 def peers() -> str:
     """Return a table a family of other stacks beside Spindle; one line where they were not run."""
-    found = [(family, _processor(record)) for record in _records("peers", "peers-avx2") for family in record["families"]]
+    found = [(family, _processor(record)) for record in _records("peers", "peers-avx2", "peers-smollm2-avx2") for family in record["families"]]
     return "\n".join(_peers_of(*each) for each in found) or _table(["other stacks on the same weights: not run"], [""])
 
 
