@@ -240,7 +240,8 @@ def _errors(errors: list[float]) -> list[str]:
 
 def peers() -> str:
     """Return a table a family of other stacks beside Spindle; one line where they were not run."""
-    found = [(family, _processor(record)) for record in _records("peers", "peers-avx2", "peers-smollm2-avx2") for family in record["families"]]
+    records = _records("peers", "peers-avx2", "peers-smollm2-avx2")
+    found = [(family, _processor(record)) for record in records for family in record["families"]]
     return "\n".join(_peers_of(*each) for each in found) or _table(["other stacks on the same weights: not run"], [""])
 
 
