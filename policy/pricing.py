@@ -34,7 +34,8 @@ def priced_choice(problem: Problem, prefill_s: float, view: View, known: float, 
     Dinkelbach's iteration (1967) finds the goodput that prices itself. A second of the step delays all that are admitted by one, and is
     worth what they would emit in it: those still in prefill, and those in other cohorts, count like the rows that decode. ``prefill_s``
     is how much longer the step takes for its prefill. Speculation that promises less than ``margin`` beyond plain decoding's goodput is
-    not chosen; of a part of the rows, less than that share of it. ``held`` is the share of such promises that was kept so far.
+    not chosen; of a part of the rows, less than that share of it. Nor is what would lose if no more than ``held`` of its goodput came
+    true, as so far.
     """
     rows, plain_s = problem.rows, problem.plain_s - prefill_s
     nothing = Score(problem.base_value, problem.plain_s, problem.plain_s)
@@ -51,6 +52,6 @@ def priced_choice(problem: Problem, prefill_s: float, view: View, known: float, 
         previous, goodput = goodput, result.value / (result.charged_s - prefill_s)
         if abs(goodput - previous) <= tolerance * previous:
             break
-    if result.value > problem.base_value and held * goodput < (1 + view.share * margin) * plain:
+    if result.value > problem.base_value and goodput < max(1 + view.share * margin, 1 / held) * plain:
         choice, result, goodput = no_speculation(rows), nothing, plain
     return Priced(choice, result, price, goodput, bound)

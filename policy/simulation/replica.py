@@ -196,8 +196,9 @@ class Replica:
         parts_s, step_s = shaped_step(self._deployment, view, plan.shape, work, self._cohorts)
         self._cohorts = cohorts_of(plan.shape)
         parts_s = {part: noise * s for part, s in parts_s.items()}
-        parts_s["overhead"] += self._planning_s
-        return self._decided(view, plan, chosen, ended, parts_s, noise * step_s + self._planning_s, now)
+        parts_s["planning"] = 0.0 if "kept" in plan.notes else self._planning_s  # a part of the overhead, as in the loop's log
+        parts_s["overhead"] += parts_s["planning"]
+        return self._decided(view, plan, chosen, ended, parts_s, noise * step_s + parts_s["planning"], now)
 
     def _decided(
         self, view: View, plan: Plan, chosen: IntArray, ended: list[int], parts_s: dict[str, float], step_s: float, now: float
