@@ -13,17 +13,17 @@ STEP_S = 0.01
 ROWS = 3
 
 
-def view(**changes):
-    shape = (ROWS, 2)
+def view(rows=ROWS, **changes):
+    shape = (rows, 2)
     fields = {
-        "request": np.arange(ROWS),
-        "context": np.full(ROWS, 100),
-        "remaining": np.full(ROWS, 1000),
+        "request": np.arange(rows),
+        "context": np.full(rows, 100),
+        "remaining": np.full(rows, 1000),
         "ceiling": np.full(shape, 8),
         "catchup": np.ones(shape, np.int64),
-        "weight": np.ones(ROWS),
-        "rule": np.zeros(ROWS, np.int64),
-        "ready": np.ones(ROWS, np.bool_),
+        "weight": np.ones(rows),
+        "rule": np.zeros(rows, np.int64),
+        "ready": np.ones(rows, np.bool_),
     }
     return View(("small", "lookup"), **fields | changes)
 
@@ -215,19 +215,7 @@ MANY = 6
 
 
 def many(request, **changes):
-    """Requests of which the first half have a match, so that choices differ."""
-    rows = len(request)
-    fields = {
-        "request": np.array(request),
-        "context": np.full(rows, 100),
-        "remaining": np.full(rows, 1000),
-        "ceiling": np.full((rows, 2), 8),
-        "catchup": np.ones((rows, 2), np.int64),
-        "weight": np.ones(rows),
-        "rule": np.zeros(rows, np.int64),
-        "ready": np.ones(rows, np.bool_),
-    }
-    return View(("small", "lookup"), **fields | changes)
+    return view(len(request), request=np.array(request), **changes)
 
 
 def settled_many():
