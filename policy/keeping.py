@@ -58,8 +58,7 @@ class OfMany:
         if not self.steps or not _is_whole(view):
             return None
         whole = self.plan if view.request.tobytes() == self.requests else self._taken_over(view)
-        plan = None if whole is None else _cut(whole, view)
-        if whole is None or plan is None:
+        if whole is None or (plan := _cut(whole, view)) is None:
             return None
         return plan, OfMany(whole, self.steps - 1, view.request.tobytes(), self.rows)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from policy import AdaptivePlanner, LatencyModel, LatencyTable, NoSpeculation, Outcome, Plan, PlannerConfig, Ran, TurnShape, View
+from policy import AdaptivePlanner, LatencyModel, LatencyTable, Outcome, Plan, PlannerConfig, Ran, TurnShape, View
 from policy.promise import Promise
 
 RNG = np.random.default_rng(0)
@@ -120,7 +120,6 @@ def test_while_another_plans_nothing_is_promised():
         LatencyModel.from_tables(LatencyTable.synthetic("t", {1: 0.01, 64: 0.02}), {"d": LatencyTable.synthetic("d", {1: 1e-4, 64: 1e-4})}),
     )
     _, state = planner.plan(view(), planner.start(), 0.0, RNG)
-    NoSpeculation().plan(view(), None, 0.0, RNG)
     assert state.promise.seconds > 0
     state = planner.observe(outcome(4.0), planner.stand_by(view(), state), 0.0)
     assert state.promise.promised == 0.0
