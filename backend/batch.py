@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -13,7 +13,7 @@ from backend.ports import Engine, Turn
 from backend.request import SamplingParams
 from backend.session import Session
 from backend.step_log import StepLog
-from policy import Plan, Rule, View
+from policy import IntArray, Plan, Rule, View
 
 
 @dataclass(slots=True)
@@ -50,16 +50,21 @@ class Batch:
                 batch.prefill_tokens += chunk
         return batch
 
-    def view(self, drafting: Drafting, k_max: int, queued: int) -> View:
-        """Return the decoding rows as the policy sees them, those in flight last and not ready; ``queued`` requests wait for admission."""
+    def view(self, drafting: Drafting, k_max: int, queued: int, needs_offers: Callable[[IntArray], bool]) -> View:
+        """Return the decoding rows as the policy sees them, those in flight last and not ready; ``queued`` requests wait for admission.
+
+        Drafts that are not free are asked what they could propose only where the plan for requests of these ids ``needs_offers``.
+        """
         rows, ready = self.decoding, len(self.decoding)
-        ceiling, unseen = drafting.ceilings([s.sequence for s in rows], [_most(s, k_max) for s in rows])
+        request = np.array([s.id for s in (*rows, *self.flying)], np.int64)
+        rests = not self.flying and self.aloft is None and not needs_offers(request)
+        ceiling, unseen = drafting.ceilings([s.sequence for s in rows], [_most(s, k_max) for s in rows], only_free=rests)
         if self.flying:
             rows = rows + self.flying
             ceiling, unseen = (np.pad(column, ((0, len(self.flying)), (0, 0))) for column in (ceiling, unseen))
         view = View(
             drafts=drafting.names,
-            request=np.array([s.id for s in rows], np.int64),
+            request=request,
             context=np.array([len(s.sequence.tokens) for s in rows], np.int64),
             remaining=np.array([s.remaining for s in rows], np.int64),
             ceiling=ceiling,

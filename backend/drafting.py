@@ -48,14 +48,14 @@ class Drafting:
         """Return the same with these drafts."""
         return Drafting(drafts, self._stats, self._clock, most_nodes=self._most_nodes)
 
-    def ceilings(self, sequences: Seq[Sequence], most: Seq[int]) -> tuple[IntArray, IntArray]:
+    def ceilings(self, sequences: Seq[Sequence], most: Seq[int], *, only_free: bool = False) -> tuple[IntArray, IntArray]:
         """Return by sequence and draft the tokens that it could propose now, at most ``most`` of each sequence, and the committed ones that
-        it has not seen, int64[n, D] each; 0 of both from a draft that rests.
+        it has not seen, int64[n, D] each; 0 of both from a draft that rests, or is not free where ``only_free`` are asked.
         """
         now, asked = self._clock(), [(sequence, k) if k > 0 else None for sequence, k in zip(sequences, most, strict=True)]
         ceiling, unseen = np.zeros((2, len(sequences), len(self.engines)), np.int64)
         for d, draft in enumerate(self.engines):
-            if self._resting_until_s[draft.name] <= now:
+            if self._resting_until_s[draft.name] <= now and (draft.limits.free or not only_free):
                 ceiling[:, d] = [0 if pair is None else draft.available(*pair) for pair in asked]
                 unseen[:, d] = [0 if pair is None else draft.unseen(pair[0]) for pair in asked]
         return ceiling, unseen

@@ -26,7 +26,7 @@ from backend.request import ErrorCode, RequestError
 from backend.session import Session
 from backend.stats import StepStats
 from backend.step_log import StepLog
-from policy import NoSpeculation, Outcome, Plan, Policy, View
+from policy import IntArray, NoSpeculation, Outcome, Plan, Policy, View
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class Orchestrator:
             return False
         landing = 1
         if batch or not self._flights:
-            view = batch.view(self._drafting, self._k_max, len(self._admission))
+            view = batch.view(self._drafting, self._k_max, len(self._admission), self._needs_offers)
             plan = self._plan(view, log)
             for flight in batch.flights(view, plan, log):
                 self._submit(flight)
@@ -254,6 +254,9 @@ class Orchestrator:
         told = plan if view.ready.all() else plan.of_rows(np.flatnonzero(view.ready))
         self._decisions.planned(view, told, self._clock(), lambda: self._policy.drift(self.policy_state))
         return plan
+
+    def _needs_offers(self, request: IntArray) -> bool:
+        return self._policy.needs_offers(request, self.policy_state)
 
     # -- draft and verify
 

@@ -80,6 +80,14 @@ def ascend(problem: StepProblem, price: float, limit_s: float = math.inf) -> tup
     return choice, result, bound
 
 
+def highest_objective(problem: StepProblem, price: float) -> float:
+    """Return a bound that the objective of no choice that speculates exceeds, at the theta of verification's cheapest tokens."""
+    terms = Terms.of(problem, price)
+    theta = float(((terms.verify[1:] - terms.verify[0]) / np.arange(1, len(terms.verify))).min())
+    wanted = np.maximum(terms.net - theta, 0.0)
+    return problem.base_value + _bound(terms, wanted) - float(terms.verify[0]) - price * problem.speculation_s
+
+
 def along(problem: StepProblem, price: float) -> tuple[Choice, Score] | None:
     """Return what an ascent from the hint's longest chains finds at once, at the slope around its tokens; None where that is no better than
     no speculation, or is not to be had so.

@@ -34,6 +34,11 @@ class NoSpeculation(_Stateless):
         del state, now, rng
         return _plan(np.full(len(view), NO_DRAFT), np.zeros(len(view), np.int64)), None
 
+    def needs_offers(self, request: IntArray, state: None) -> bool:
+        """Return False."""
+        del request, state
+        return False
+
 
 class FixedLength(_Stateless):
     """One draft and one length for everyone, as far as each request's ceiling allows."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .plan import NO_DRAFT, Plan, View
+from .plan import NO_DRAFT, FloatArray, IntArray, Plan, View
 
 MOST_STEPS = 8
-MOST_STEPS_OF_MANY = 16
+MOST_STEPS_OF_MANY = 32
 _MANY = 4  # rows of which no single one can make the whole batch gain or lose much
 _RATE = 0.1  # of a new step in the average of what planning takes
 
@@ -46,44 +46,65 @@ class OfMany:
 
     It holds whatever the drafts find and whoever comes and goes, while these are more than half and less than twice the ``rows`` that it
     was made for: planning anew for each newcomer takes more of their time than the newcomer can gain until they are planned for.
+    ``accepted`` float64[K + 1, n] are the tokens that a row's draft is expected to have accepted in chains of so many: where some can no
+    longer be had, what is left is to be judged anew. Without rows where the plan does not speculate.
     """
 
     plan: Plan
     steps: int
     requests: bytes
     rows: int
+    accepted: FloatArray
 
     def next_step(self, view: View) -> tuple[Plan, Kept] | None:
         """Return the plan for the next step, its chains cut to their ceilings, and what is left; None where planning is due."""
-        if not self.steps or not _is_whole(view):
+        if not self.steps or not _is_whole(view) or not self._lasts(len(view)):
             return None
-        whole = self.plan if view.request.tobytes() == self.requests else self._taken_over(view)
-        if whole is None or (plan := _cut(whole, view)) is None:
+        again = replace(self, steps=self.steps - 1) if view.request.tobytes() == self.requests else self._taken_over(view)
+        if again is None or (plan := _cut(again.plan, view)) is None:
             return None
-        return plan, OfMany(whole, self.steps - 1, view.request.tobytes(), self.rows)
+        if plan.length.any():
+            plan = replace(plan, predicted_tokens=len(view) + float(again.accepted[plan.length, np.arange(len(view))].sum()))
+        return plan, again
 
-    def _taken_over(self, view: View) -> Plan | None:
-        """Return the plan for the rows of a view: a newcomer takes the choice that most have, if its draft takes any number."""
+    def rests_for(self, request: IntArray) -> bool:
+        """Return whether requests of these ids, all ready, do not speculate in the next step, whatever the drafts find."""
+        return self.steps > 0 and self._lasts(len(request)) and not self.plan.length.any()
+
+    def _lasts(self, rows: int) -> bool:
+        return max(_MANY - 1, self.rows // 2) < rows < 2 * self.rows
+
+    def _taken_over(self, view: View) -> OfMany | None:
+        """Return the same for the rows of a view: a newcomer takes the choice that most have, if its draft takes any number."""
         place = {request: row for row, request in enumerate(np.frombuffer(self.requests, np.int64).tolist())}
-        requests = view.request.tolist()
-        come = view.limit is not None and any(request not in place for request in requests)
-        if come or not max(_MANY - 1, self.rows // 2) < len(view) < 2 * self.rows:
+        requests, speculates = view.request.tolist(), self.plan.length.any()
+        if speculates and view.limit is not None and any(request not in place for request in requests):
             return None
         choices = list(zip(self.plan.draft.tolist(), self.plan.length.tolist(), strict=True))
         usual = choices.index(max(choices, key=lambda choice: (choices.count(choice), choice)))
-        return self.plan.of_rows(np.array([place.get(request, usual) for request in requests]))
+        rows = np.array([place.get(request, usual) for request in requests])
+        accepted = self.accepted[:, rows] if speculates else self.accepted
+        return OfMany(self.plan.of_rows(rows), self.steps - 1, view.request.tobytes(), self.rows, accepted)
 
 
 Kept = OfFew | OfMany
 
 
 def kept(
-    plan: Plan, view: View, planning_s: float, share: float, rest_steps: int, before: Kept | None = None, *, chains: bool = True
+    plan: Plan,
+    view: View,
+    accepted: FloatArray,
+    planning_s: float,
+    share: float,
+    rest_steps: int,
+    before: Kept | None = None,
+    *,
+    chains: bool = True,
 ) -> Kept | None:
     """Return the plan as kept for so many steps that planning, which takes ``planning_s``, has its ``share`` of their time; None for none.
 
-    A large batch that gains nothing by speculating is not planned for in ``rest_steps`` steps at the least. What is kept from ``before``
-    for other offers of the drafts stays. ``chains``: plans that speculate are kept too.
+    ``accepted`` as in ``OfMany``. A large batch that gains nothing by speculating is not planned for in ``rest_steps`` steps at the least.
+    What is kept from ``before`` for other offers of the drafts stays. ``chains``: plans that speculate are kept too.
     """
     speculates, many = bool(plan.length.any()), len(view) >= _MANY
     rests = many and not speculates
@@ -97,7 +118,7 @@ def kept(
         return None
     again, requests = replace(plan, notes={"kept": steps, "why_not": plan.notes.get("why_not", {})}), view.request.tobytes()
     if many:
-        return OfMany(again, steps, requests, len(view))
+        return OfMany(again, steps, requests, len(view), accepted)
     others = before.plans if isinstance(before, OfFew) and before.holds_for(view) else {}
     return OfFew({**others, _offers(view): again}, steps, requests)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from .ascent import along, ascend, starts
+from .ascent import along, ascend, highest_objective, starts
 from .goodput import TIE, Choice, Score, StepProblem, no_speculation, score
 from .knapsack import by_totals
 from .one_row import OneRow
@@ -50,6 +50,17 @@ def best_choice(problem: StepProblem | OneRow, price: float) -> tuple[Choice, Sc
         return choice, result, bound
     result = score(problem, choice)
     return choice, result, result.objective(price)
+
+
+def within_reach(problem: StepProblem, goodput: float, prefill_s: float = 0.0) -> bool:
+    """Return False where no choice at all that speculates can have a goodput, in tokens per charged second but ``prefill_s``; else True.
+
+    A choice has it if its objective at that price of time, with those seconds given back, is not negative: so does none where a bound on
+    the objective is.
+    """
+    if not np.count_nonzero(problem.ceiling) or not problem.last_total():
+        return False
+    return highest_objective(problem, goodput) + goodput * prefill_s >= 0
 
 
 def _nothing(problem: StepProblem) -> tuple[Choice, Score]:

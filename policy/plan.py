@@ -235,6 +235,14 @@ class Policy(Protocol):
         """Choose (draft, length) for every ready row; ``now`` in seconds of any monotonic clock."""
         ...
 
+    def needs_offers(self, request: IntArray, state: Any) -> bool:
+        """Return whether the next plan, if it is for these requests (int64[n]), may depend on what drafts could propose.
+
+        Where it does not, the view's ``ceiling`` and ``catchup`` may be 0 for all but free drafts, whose proposals are evidence.
+        """
+        del request, state
+        return True
+
     def observe(self, outcome: Outcome, state: Any, now: float) -> Any:
         """Return the state after learning from a step; requests in ``outcome.finished`` are forgotten."""
         ...

@@ -14,14 +14,14 @@ from .correction import Shape, Target, corrected, correction_by_part, learnt, sh
 from .free_runs import free_run_tokens
 from .goodput import Choice, Score, StepProblem, no_speculation
 from .hints import Last
-from .keeping import Kept, averaged, kept
+from .keeping import Kept, OfMany, averaged, kept
 from .latency import OVERHEAD, VERIFY, LatencyModel
 from .learned import restored, saved
 from .one_row import one_row
 from .plan import BoolArray, FloatArray, IntArray, Outcome, Plan, View
-from .pricing import Priced, Problem, priced_choice
+from .pricing import Priced, Problem, priced_choice, promised_gain
 from .probing import PROBE_FLOOR, affordable
-from .problem import NOTHING_GIVEN, Bounds, Given, extra_prefill_s, predicted_parts, step_problem
+from .problem import NOTHING_GIVEN, Bounds, Given, chains_s, extra_prefill_s, predicted_parts, step_problem
 from .promise import Promise
 from .ranks import RankState
 from .selection import PROBING, SELECTIONS, THOMPSON, Draws, Explorer
@@ -29,6 +29,7 @@ from .shapes import CHAINS_ONLY
 
 _TIMED_STEPS = 4  # of steps with a kept choice, which are alike, one in so many is held against its prediction
 _LOOK_STEPS = 4  # at most, from one look for a probe that found none to be had to the next: looking takes time too
+_NONE_ACCEPTED = np.zeros((1, 0))
 
 
 class Found(NamedTuple):
@@ -182,6 +183,10 @@ class AdaptivePlanner:
             return self._promised(*self._plan_one(view, state, acceptance), state)
         return self._promised(*self._plan_rows(view, state, acceptance), state)
 
+    def needs_offers(self, request: IntArray, state: PlannerState) -> bool:
+        """Return False where a plan without speculation is kept for these requests."""
+        return not (isinstance(state.kept, OfMany) and state.kept.rests_for(request))
+
     @staticmethod
     def _promised(plan: Plan, after: PlannerState, before: PlannerState) -> tuple[Plan, PlannerState]:
         """Note what a plan promises."""
@@ -193,10 +198,21 @@ class AdaptivePlanner:
         acceptance, credit_s = state.acceptance, state.credit_s + self.config.explore_share * plan.predicted_s
         if state.kept is None or kept.requests != state.kept.requests:
             acceptance = self._acceptance.admit(acceptance, view.request.tolist(), None if view.group is None else view.group.tolist())
+        if isinstance(kept, OfMany) and plan.length.any() and plan.length is not kept.plan.length:
+            plan = self._judged_anew(plan, view, state)
         if view.prefill_tokens:
             plan = replace(plan, predicted_s=plan.predicted_s + self._prefill_s(view, state, len(view)))
         after = replace(state, acceptance=acceptance, view=view, credit_s=credit_s, kept=kept, planned=False, behind=state.planned)
         return plan, after
+
+    def _judged_anew(self, plan: Plan, view: View, state: PlannerState) -> Plan:
+        """Return a kept plan, of which some is no longer to be had, as it is predicted now; without speculation if that pays more."""
+        latency, nothing = self.corrected(state), no_speculation(len(view))
+        step_s = chains_s(latency, state.correction, view, Choice(plan.draft, plan.length))
+        plain_s = chains_s(latency, state.correction, view, nothing)
+        if plan.predicted_tokens * plain_s < promised_gain(1.0, self.config.margin, state.promise.kept) * len(view) * step_s:
+            return replace(plan, draft=nothing.draft, length=nothing.length, predicted_s=plain_s, predicted_tokens=float(len(view)))
+        return replace(plan, predicted_s=step_s)
 
     def _plan_one(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[Plan, PlannerState]:
         """Plan for a single row by plain numbers: what ``_plan_rows`` does, quicker."""
@@ -214,7 +230,7 @@ class AdaptivePlanner:
             notes["probe"] = found.probes
         tokens = found.result.value / problem.base_value if problem.base_value else 1.0
         plan = Plan(found.choice.draft, found.choice.length, found.result.step_s, tokens, priced.price, notes, run=run)
-        again = self._kept(plan, priced, found, ready_rows(view), prefill_s, view, state)
+        again = self._kept(plan, priced, found, ready_rows(view), _NONE_ACCEPTED, prefill_s, view, state)
         return plan, self._planned(state, acceptance, view, priced.goodput, found, Last(found.choice.length.item(), 1), again)
 
     def problem(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[StepProblem, IntArray, Expected, Given]:
@@ -251,7 +267,8 @@ class AdaptivePlanner:
         tokens = _tokens(problem, view.weight[rows], found.choice, found.result.value - given.value) + given.expected_tokens
         plan = Plan(draft, length, found.result.step_s, tokens, priced.price, notes, run=run)
         last = state.last.followed_by(priced.choice, int(np.add.reduce(length)), priced.bound)
-        again = self._kept(plan, priced, found, rows, prefill_s, view, state)
+        accepted = _accepted(problem, priced.choice, view, rows)
+        again = self._kept(plan, priced, found, rows, accepted, prefill_s, view, state)
         return plan, self._planned(state, acceptance, view, priced.goodput, found, last, again)
 
     def _planned(
@@ -277,14 +294,22 @@ class AdaptivePlanner:
         )
 
     def _kept(
-        self, plan: Plan, priced: Priced, found: Found, rows: IntArray, prefill_s: float, view: View, state: PlannerState
+        self,
+        plan: Plan,
+        priced: Priced,
+        found: Found,
+        rows: IntArray,
+        accepted: FloatArray,
+        prefill_s: float,
+        view: View,
+        state: PlannerState,
     ) -> Kept | None:
         """Return what is kept of a plan: neither what it tries out, which is paid for once, nor the time of this step's prefill."""
         again, planning_s = replace(plan, predicted_s=priced.result.step_s - prefill_s), state.planning_s + state.learning_s
         if found.probes:
             again.draft, again.length = _scattered(priced.choice, rows, len(view))
         share, rest_steps = self.config.planning_share, self.config.rest_steps
-        return kept(again, view, planning_s, share, rest_steps, state.kept, chains=self.keeps_chains)
+        return kept(again, view, accepted, planning_s, share, rest_steps, state.kept, chains=self.keeps_chains)
 
     def _found(self, priced: Priced, view: View, state: PlannerState) -> Found:
         """Return the choice before a look for probes, the step's earning saved: who is in flight earns when it is planned for."""
@@ -445,6 +470,16 @@ def _scattered(choice: Choice, rows: IntArray, n: int) -> Choice:
     whole = no_speculation(n)
     whole.draft[rows], whole.length[rows] = choice
     return whole
+
+
+def _accepted(problem: StepProblem, choice: Choice, view: View, rows: IntArray) -> FloatArray:
+    """Return what ``keeping.OfMany.accepted`` is of a choice for some rows of a view."""
+    used = choice.length.nonzero()[0]
+    if not len(used):
+        return _NONE_ACCEPTED
+    accepted = np.zeros((len(problem.gain) + 1, len(view)))
+    accepted[1:, rows[used]] = problem.value[:, choice.draft[used], used] / view.weight[rows[used]]
+    return accepted
 
 
 def _tokens(problem: StepProblem, weight: FloatArray, choice: Choice, value: float) -> float:

@@ -160,6 +160,14 @@ def extra_prefill_s(latency: LatencyModel, correction: FloatArray, view: View, t
     return float(correction[VERIFY] * (with_prefill - without))
 
 
+def chains_s(latency: LatencyModel, correction: FloatArray, view: View, choice: Choice) -> float:
+    """Return the seconds of a step of all rows of the view with these chains, without prompts, every catch-up whole."""
+    n, total = len(view), int(np.add.reduce(choice.length))
+    seconds = correction.item(VERIFY) * latency.target.seconds(n + total, n, int(np.add.reduce(view.context)))
+    seconds += correction.item(OVERHEAD) * (latency.overhead_s + latency.speculation_s * (total > 0))
+    return seconds + float(drafting_s(latency, view, np.arange(n), choice) @ correction[FIRST_DRAFT:])
+
+
 def drafting_s(latency: LatencyModel, view: View, rows: IntArray, choice: Choice) -> FloatArray:
     """Return the uncorrected seconds of every draft's forwards, float64[drafts], when ``rows`` of the view propose as chosen."""
     used = choice.length.nonzero()[0]

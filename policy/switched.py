@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .baselines import FixedLength, NoSpeculation
-from .plan import Outcome, Plan, Policy, View
+from .plan import IntArray, Outcome, Plan, Policy, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,14 @@ class SwitchedPolicy:
         plan, inner = self.policy.plan(replace(view, given=given), state.inner, now, rng)
         draft, length = (np.where(view.control, theirs, own) for theirs, own in ((given.draft, plan.draft), (given.length, plan.length)))
         return replace(plan, draft=draft, length=length), SwitchedState(inner, {})
+
+    def needs_offers(self, request: IntArray, state: SwitchedState) -> bool:
+        """Return the policy's answer where it alone decides; where nothing is to speculate, nothing is to be asked."""
+        switches = self._switches()
+        if switches.speculation == "off":
+            return False
+        alone = switches.speculation == "on" and switches.canary_share == 1
+        return not alone or self.policy.needs_offers(request, state.inner)
 
     def observe(self, outcome: Outcome, state: SwitchedState, now: float) -> SwitchedState:
         """Let the policy learn, whoever planned."""

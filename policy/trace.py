@@ -20,7 +20,7 @@ from .deviation import Law
 from .groups import Groups
 from .hints import Last
 from .latency import LatencyCurve, LatencyModel
-from .plan import Outcome, Plan, Policy, Ran, TurnShape, View
+from .plan import IntArray, Outcome, Plan, Policy, Ran, TurnShape, View
 from .planner import AdaptivePlanner, PlannerConfig, PlannerState
 from .promise import Promise
 from .ranks import RankState
@@ -55,6 +55,10 @@ class Traced(Policy):
         plan, after = self.planner.plan(view, state, now, rng)
         self._trace(state, plan={"view": view, "now": now, "plan": plan, **drawn})
         return plan, after
+
+    def needs_offers(self, request: IntArray, state: PlannerState) -> bool:
+        """Return the planner's."""
+        return self.planner.needs_offers(request, state)
 
     def observe(self, outcome: Outcome, state: PlannerState, now: float) -> PlannerState:
         """Learn, and trace it."""

@@ -27,7 +27,7 @@ from backend.ports import BLOCK_TOKENS, Engine, Proposal, Sequence
 from backend.request import ErrorCode, FinishReason, GenerationRequest, SamplingParams
 from backend.session import Delta, Session, Usage
 from backend.stats import Stats, StepStats
-from policy import NO_DRAFT, Outcome, Plan, TurnShape, View
+from policy import NO_DRAFT, Outcome, Plan, Policy, TurnShape, View
 from tests.forced_cohorts import ForcedCohorts
 
 GREEDY = SamplingParams()
@@ -104,7 +104,7 @@ class NoText:
         return ""
 
 
-class Scripted:
+class Scripted(Policy):
     """A policy that reads (draft column, length) off a script, another place of it in every step and for every request.
 
     A third and a fourth element make a tree: the widths by place, and a second draft (column, length). ``pieces`` are how contexts are cut,

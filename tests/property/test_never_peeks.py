@@ -16,7 +16,7 @@ import pytest
 from backend.engines import verification
 from backend.ports import Turn
 from backend.randomness import Purpose, uniforms
-from policy import NO_DRAFT, AdaptivePlanner, LatencyModel, Outcome, Plan, PlannerConfig, Rule, View
+from policy import NO_DRAFT, AdaptivePlanner, LatencyModel, Outcome, Plan, PlannerConfig, Policy, Rule, View
 from policy.shaped import ShapedPlanner
 from policy.shapes import Shapes
 from tests.contract.checks import LAW_DRAFTS, LAW_PROMPT, LAW_VOCAB, WIDE, chi_square, law_engine, marginal
@@ -27,7 +27,7 @@ TOKENS = 4
 CHANGED_FROM = len(LAW_PROMPT) + 2
 
 
-class Timeless:
+class Timeless(Policy):
     """A planner on a clock of its own: what a machine measures would make two runs differ by itself. Keeps views, states and plans."""
 
     def __init__(self, planner):
@@ -48,7 +48,7 @@ class Timeless:
         return self.planner.drift(state)
 
 
-class Peeking:
+class Peeking(Policy):
     """Gets hold of the loop. ``proposals``: speculates only where the draft is going to propose one of some tokens, which it finds
     out by running it; ``verdicts``: only where the number that decides about the first proposed token is going to be small.
     """

@@ -14,22 +14,18 @@ from backend.orchestrator import Orchestrator
 from backend.overlapped import Overlapped
 from backend.ports import Sequence, Turn
 from backend.request import ErrorCode, SamplingParams
-from policy import FixedLength, NoSpeculation, Policy
+from policy import FixedLength, NoSpeculation
 from tests.forced_cohorts import ForcedCohorts
 from tests.unit.test_orchestrator import RandomChoice, World, break_target, plain_text
 
 GUARD_S = 30.0
 
 
-class Random(RandomChoice, Policy):
-    """Any draft, any length, every step."""
-
-
 class Cohorts(World):
     """The same world, its batch cut into cohorts."""
 
     def __init__(self, cohorts=2, policy=None, **options):
-        super().__init__(ForcedCohorts(policy or Random(), cohorts), **options)
+        super().__init__(ForcedCohorts(policy or RandomChoice(), cohorts), **options)
         self.verifier = self.ledger._target = Overlapped(self.target)
         self.loop._target, self.loop._flights = self.verifier, Flights(self.verifier, self.loop._stats)
 
@@ -121,7 +117,7 @@ def test_a_target_that_raises_while_all_cohorts_are_waited_for_costs_nobody_a_to
             return policy.plan(view, state, now, rng)
 
     world, count = Cohorts(), itertools.count()
-    world.loop._policy = NowAndThen(Random(), 2)
+    world.loop._policy = NowAndThen(RandomChoice(), 2)
     break_target(monkeypatch, world, lambda turns: next(count) == submission)
     sinks = [world.submit(prompt) for prompt in ("abc", "defghijklmnop", "x", "yz")]
     world.run()

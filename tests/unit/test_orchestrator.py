@@ -3,6 +3,7 @@
 import itertools
 import math
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from backend.ports import Sequence
 from backend.request import ErrorCode, GenerationRequest, SamplingParams
 from backend.session import Session
 from backend.stats import Stats, StepStats
-from policy import NoSpeculation, Plan
+from policy import NoSpeculation, Plan, Policy
 
 EOS = 256
 
@@ -47,7 +48,7 @@ class Bytes:
         return ""
 
 
-class RandomChoice:
+class RandomChoice(Policy):
     """Any draft, any length, every step."""
 
     def start(self):
@@ -131,6 +132,34 @@ def test_greedy_text_does_not_depend_on_plan_batch_or_chunking(prompts, chunk, m
     world.run()
     assert [sink.text for sink in sinks] == [plain_text(prompt) for prompt in prompts]
     assert all(len(sink.ends) == 1 and sink.ends[0][0] == "length" for sink in sinks)
+
+
+@pytest.mark.parametrize("needs", [True, False])
+def test_drafts_are_asked_where_the_policy_needs_it_and_free_ones_always(needs):
+    seen, asked = [], []
+
+    class Watching(NoSpeculation):
+        def needs_offers(self, request, state):
+            asked.append(request.tolist())
+            return needs
+
+        def plan(self, view, state, now, rng):
+            seen.append((view.request.tolist(), view.ceiling.sum(0).tolist(), view.catchup.sum(0).tolist()))
+            return super().plan(view, state, now, rng)
+
+        def observe(self, outcome, state, now):
+            assert set(outcome.free_draft.tolist()) <= {1}
+            self.scored = getattr(self, "scored", 0) + int(outcome.free_scored.sum())
+
+    world = World(policy := Watching())
+    world.drafts[1].limits = replace(world.drafts[1].limits, free=True)
+    world.submit("prompt", 20)
+    world.run()
+    decoded = [view for view in seen if view[0]]
+    assert asked == [request for request, _, _ in seen]
+    assert all((ceiling[0] > 0 and catchup[0] > 0) == needs for _, ceiling, catchup in decoded[:-1])
+    assert all(ceiling[1] > 0 for _, ceiling, _ in decoded[:-1])
+    assert policy.scored > 0
 
 
 def test_the_policy_is_told_how_many_wait_for_the_end_of_their_prompts():

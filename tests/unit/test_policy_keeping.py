@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 from policy import AdaptivePlanner, LatencyModel, LatencyTable, Outcome, Plan, PlannerConfig, View
+from policy.goodput import no_speculation
 from policy.keeping import MOST_STEPS, kept
+from policy.problem import chains_s
+from policy.promise import Promise
 
 RNG = np.random.default_rng(0)
 STEP_S = 0.01
@@ -240,7 +243,7 @@ def test_many_keep_their_choices_whoever_comes_and_goes():
 def test_a_newcomer_takes_the_choice_that_most_have():
     seen = many(range(5))
     plan = Plan(np.array([0, 1, -1, 1, 0]), np.array([3, 2, 0, 2, 4]), STEP_S)
-    after, left = kept(plan, seen, 1.0, 0.02, 4).next_step(many([4, 9, 0, 1]))
+    after, left = kept(plan, seen, np.zeros((9, len(seen))), 1.0, 0.02, 4).next_step(many([4, 9, 0, 1]))
     assert after.draft.tolist() == [0, 1, 0, 1]
     assert after.length.tolist() == [4, 2, 3, 2]
     assert left.next_step(many([9, 0, 1, 4]))[0].length.tolist() == [2, 3, 2, 4]
@@ -265,11 +268,66 @@ def test_many_do_not_mind_what_the_drafts_find():
     assert plan.length[0] > 0
 
 
+def test_what_is_left_of_a_kept_choice_is_to_pay_by_itself():
+    """Speculation for the whole batch paid for the draft's forwards; for one row of it they take more than it gains."""
+    loop = settled_many()
+    loop.state = replace(loop.state, correction=loop.state.correction * np.array([1.0, 1.0, 8.0, 1.0]))
+    seen, draft = many(range(MANY)), np.zeros(MANY, np.int64)
+    chains = Plan(draft, np.full(MANY, 2), 2 * STEP_S, 3.0 * MANY, notes={"gain": 2.0})
+    accepted = np.minimum(np.arange(9), 2)[:, None] * np.ones(MANY)
+    one = np.zeros((MANY, 2), np.int64)
+    one[0] = 8
+    for ceiling, speculate in ((np.full((MANY, 2), 8), MANY), (one, 0)):
+        loop.state = replace(loop.state, kept=kept(chains, seen, accepted, 1.0, 0.02, 4), promise=Promise())
+        before = loop.state
+        plan, again = loop.step(replace(seen, ceiling=ceiling))
+        assert again
+        assert np.count_nonzero(plan.length) == speculate
+    assert plan.predicted_tokens == MANY
+    assert plan.predicted_s == chains_s(loop.planner.corrected(before), before.correction, seen, no_speculation(MANY))
+
+
+def test_what_is_left_of_a_kept_choice_is_predicted_anew():
+    loop = settled_many()
+    whole, again = loop.step(many(range(MANY)))
+    assert again
+    half = np.full((MANY, 2), 8)
+    half[: MANY // 2] = 1
+    less, again = loop.step(many(range(MANY), ceiling=half))
+    assert again
+    assert less.length.tolist() == [1] * (MANY // 2) + whole.length[MANY // 2 :].tolist()
+    assert MANY < less.predicted_tokens < whole.predicted_tokens
+    assert 0.5 * whole.predicted_s < less.predicted_s < whole.predicted_s
+
+
+def test_drafts_need_not_be_asked_while_a_large_batch_rests():
+    """Whatever they find, it does not speculate: while it is about as large, and until its steps are over."""
+    loop = Loop(1.0, most=0).settled()
+    seen = many(range(MANY))
+    for _ in range(100):
+        plan, _ = loop.step(seen)
+    while loop.state.kept.steps < 3:
+        loop.step(seen)
+    assert not plan.length.any()
+    assert [loop.planner.needs_offers(np.arange(rows), loop.state) for rows in (3, 4, MANY, 11, 12)] == [True, False, False, False, True]
+    while loop.state.kept.steps:
+        unasked = replace(seen, ceiling=np.zeros((MANY, 2), np.int64), catchup=np.zeros((MANY, 2), np.int64))
+        assert not loop.planner.needs_offers(seen.request, loop.state)
+        assert loop.step(unasked)[1]
+    assert loop.planner.needs_offers(seen.request, loop.state)
+
+
+def test_drafts_are_asked_where_a_kept_choice_speculates():
+    loop = settled_many()
+    assert loop.state.kept.plan.length.any()
+    assert loop.planner.needs_offers(np.arange(MANY), loop.state)
+
+
 def test_chains_that_were_chosen_beside_a_prompt_are_not_kept():
     """Tokens beside a prompt cost little."""
     chains = Plan(np.zeros(MANY, np.int64), np.full(MANY, 2), STEP_S)
-    assert kept(chains, many(range(MANY)), 1.0, 0.02, 4) is not None
-    assert kept(chains, many(range(MANY), prefill_tokens=5), 1.0, 0.02, 4) is None
+    assert kept(chains, many(range(MANY)), np.zeros((9, MANY)), 1.0, 0.02, 4) is not None
+    assert kept(chains, many(range(MANY), prefill_tokens=5), np.zeros((9, MANY)), 1.0, 0.02, 4) is None
 
 
 def test_planning_and_learning_are_in_no_prediction():

@@ -37,6 +37,21 @@ def test_off_takes_effect_at_the_next_step_and_on_again_at_once():
     assert lengths[0] == lengths[3] != [0, 0]
 
 
+@pytest.mark.parametrize(
+    ("switches", "needs"),
+    [
+        (Switches(), False),
+        (Switches(speculation="off"), False),
+        (Switches(speculation="shadow"), True),
+        (Switches(canary_share=0.5, fixed_draft="small", fixed_length=2), True),
+    ],
+)
+def test_drafts_are_asked_where_another_than_a_resting_policy_may_use_them(switches, needs):
+    for policy, resting in ((NoSpeculation(), True), (planner(), False)):
+        switched = SwitchedPolicy(policy, lambda: switches)
+        assert switched.needs_offers(np.arange(4), switched.start()) == (needs or not (resting or switches.speculation == "off"))
+
+
 def test_off_learns_what_is_free():
     lever = Lever(speculation="off")
     p = switched(lever, acceptance=planner().config.acceptance)
