@@ -5,7 +5,8 @@ from .baselines import BatchSchedule, FixedLength, NoSpeculation, RandomChoice
 from .carrying import carried
 from .latency import LatencyCurve, LatencyError, LatencyModel, LatencyTable, Provenance
 from .plan import NO_DRAFT, IntArray, Outcome, Plan, Policy, Ran, Rule, TurnShape, View
-from .planner import AdaptivePlanner, PlannerConfig, PlannerState
+from .planner import AdaptivePlanner
+from .planner_state import PlannerConfig, PlannerState
 from .published import AcceptanceAverage, SmartSpec, SpinSelection, ThroughputBandit
 from .switched import SwitchedPolicy, SwitchedState, Switches
 

@@ -6,7 +6,8 @@ import numpy as np
 
 from .goodput import Choice, Score, StepProblem, score
 from .plan import NO_DRAFT, Plan, TurnShape, View
-from .planner import AdaptivePlanner, PlannerState
+from .planner import AdaptivePlanner
+from .planner_state import PlannerState
 
 
 def explain(planner: AdaptivePlanner, view: View, state: PlannerState, plan: Plan, now: float) -> list[str]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from .plan import NO_DRAFT, FloatArray, IntArray, Plan, View
 
-MOST_STEPS = 8
+MOST_STEPS = 16
 MOST_STEPS_OF_MANY = 32
 _MANY = 4  # rows of which no single one can make the whole batch gain or lose much
 _RATE = 0.1  # of a new step in the average of what planning takes

@@ -17,7 +17,7 @@ from .ranks import COUNTS, RankModel, RankState
 
 if TYPE_CHECKING:
     from .acceptance import AcceptanceModel
-    from .planner import PlannerState
+    from .planner_state import PlannerState
 
 SCHEMA = 4
 _ARRAYS = ("draft_accepted", "draft_reached")

@@ -1,35 +1,31 @@
-"""The adaptive planner: acceptance estimates, measured times and a price of time, one joint choice per step, and a budget to explore."""
+"""The adaptive planner: from what was learnt and a price of time one joint choice per step, and a budget to explore."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .acceptance import AcceptanceConfig, AcceptanceModel, AcceptanceState, Expected
-from .correction import Shape, Target, corrected, correction_by_part, learnt, shaped
+from .acceptance import AcceptanceState, Expected
 from .free_runs import free_run_tokens
 from .goodput import Choice, Score, StepProblem, no_speculation
 from .hints import Last
-from .keeping import Kept, OfMany, averaged, kept
+from .keeping import Kept, OfMany, kept
 from .latency import OVERHEAD, VERIFY, LatencyModel
-from .learned import restored, saved
+from .learner import Learner
 from .one_row import one_row
-from .plan import BoolArray, FloatArray, IntArray, Outcome, Plan, View
+from .plan import BoolArray, FloatArray, IntArray, Plan, View
+from .planner_state import PlannerConfig, PlannerState
 from .pricing import Priced, Problem, priced_choice, promised_gain
 from .probing import PROBE_FLOOR, affordable
-from .problem import NOTHING_GIVEN, Bounds, Given, chains_s, extra_prefill_s, predicted_parts, step_problem
-from .promise import Promise
-from .ranks import RankState
-from .selection import PROBING, SELECTIONS, THOMPSON, Draws, Explorer
+from .problem import NOTHING_GIVEN, Bounds, Given, chains_s, extra_prefill_s, step_problem
+from .selection import THOMPSON, Draws, Explorer
 from .shapes import CHAINS_ONLY
 
-_TIMED_STEPS = 4  # of steps with a kept choice, which are alike, one in so many is held against its prediction
 _LOOK_STEPS = 4  # at most, from one look for a probe that found none to be had to the next: looking takes time too
-_NONE_ACCEPTED = np.zeros((1, 0))
+_NONE_ACCEPTED = np.zeros((1, 0))  # of a plan that does not speculate
 
 
 class Found(NamedTuple):
@@ -42,129 +38,19 @@ class Found(NamedTuple):
     look: int
 
 
-@dataclass(frozen=True, slots=True)
-class PlannerConfig:
-    """Constants of the planner; raises ValueError naming the one that is out of range.
-
-    ``selection`` says how drafts to try are found (``policy.selection``), ``explore_share`` is the share of step time that trying may cost,
-    ``optimism`` how many standard deviations it hopes for. ``switch_horizon_steps`` the most steps over which a catch-up is spread.
-    ``margin`` is the gain in goodput that speculation must promise: of many estimates the best is flattered, and a loss weighs more than
-    a gain missed. Planning and learning may take ``planning_share`` of step time: where they take more, a choice is kept for some steps; a
-    large batch that does not speculate keeps to that for ``rest_steps`` at the least (``policy.keeping``).
-    ``free_run_tokens`` are the most that a row runs in one turn (``policy.free_runs``).
-    ``catchup_scored`` says that the engines report how a draft that catches up would have guessed what it reads (``Outcome.free_*``).
-    """
-
-    k_max: int = 8
-    selection: str = PROBING
-    explore_share: float = 0.005
-    optimism: float = 1.5
-    switch_horizon_steps: float = 16.0
-    margin: float = 0.03
-    rest_steps: int = 4
-    planning_share: float = 0.01
-    free_run_tokens: int = 1
-    catchup_scored: bool = False
-    acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
-
-    def __post_init__(self) -> None:
-        if self.k_max < 0:
-            raise ValueError(f"k_max must be >= 0, got {self.k_max}")
-        if not 0 <= self.explore_share < 1:
-            raise ValueError(f"explore_share must be in [0, 1), got {self.explore_share}")
-        if self.free_run_tokens < 1:
-            raise ValueError(f"free_run_tokens must be >= 1, got {self.free_run_tokens}")
-        for name in ("margin", "rest_steps"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
-        for name in ("optimism", "switch_horizon_steps", "planning_share"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
-        if self.selection not in SELECTIONS:
-            raise ValueError(f"selection must be one of {list(SELECTIONS)}, got {self.selection!r}")
-
-
-@dataclass(slots=True, eq=False)
-class PlannerState:
-    """What the planner remembers. ``correction`` and ``target_shape`` as in ``policy.correction``; ``view`` the last one planned for.
-
-    ``goodput`` is the best goodput of the last batch without its prefill (tokens per second of the model's time; 0: unknown).
-    ``credit_s`` is what may still be spent on probes, ``look`` the steps until the next look for one, ``last`` what is kept of the last
-    choice, ``kept`` the choice itself for some steps more; ``trial_s`` is what the step in hand is to take if it probes. ``planning_s`` and
-    ``learning_s`` are what a step takes that is ``planned``; of the latter the next step tells, ``behind`` one that was. ``unlearnt`` are
-    steps with a kept choice, which are learnt from together when planning is due. ``promise`` is how far speculation held what it promised.
-    ``draws`` belongs to Thompson's selection; ``ranks``, ``overlap_s``, ``overlaps`` and ``flying`` (``policy.cohorts``) to
-    ``policy.shaped``.
-    """
-
-    acceptance: AcceptanceState
-    correction: FloatArray
-    target_shape: Shape = field(default_factory=Shape.flat)
-    view: View | None = None
-    goodput: float = 0.0
-    credit_s: float = 0.0
-    look: int = 0
-    last: Last = field(default_factory=Last)
-    kept: Kept | None = None
-    trial_s: float = 0.0
-    planning_s: float = 0.0
-    learning_s: float = 0.0
-    planned: bool = False
-    behind: bool = False
-    unlearnt: tuple[Outcome, ...] = ()
-    promise: Promise = field(default_factory=Promise)
-    draws: Draws | None = None
-    ranks: RankState | None = None
-    overlap_s: float = 0.0
-    overlaps: bool = False
-    flying: dict[int, tuple[int, int, int, int]] | None = None
-
-
-class AdaptivePlanner:
+class AdaptivePlanner(Learner):
     """Chooses (draft, length) for every ready row by the priced goodput of the whole batch; implements ``policy.plan.Policy``.
 
-    ``latency`` has one curve per name in ``drafts``, in that order. All figures come from it and from the outcomes: no clock, no files.
+    What it learns, and how, is the ``Learner``'s. Its methods return new states and leave the given one alone.
     """
 
     keeps_chains = True
 
     def __init__(self, drafts: tuple[str, ...], latency: LatencyModel, config: PlannerConfig | None = None) -> None:
         """Raise ValueError if ``latency`` does not have as many drafts as there are names."""
-        if len(latency.drafts) != len(drafts):
-            raise ValueError(f"latency must have one curve for each of the drafts {drafts}, got {len(latency.drafts)}")
-        self.drafts = tuple(drafts)
-        self.config = config or PlannerConfig()
-        self.latency = latency
+        super().__init__(drafts, latency, config)
         self._explorer = Explorer(self.config.selection, self.config.optimism, self.config.catchup_scored)
         self._bounds = Bounds(self.config.k_max, self.config.switch_horizon_steps)
-        self._parts = tuple(correction_by_part(latency.start(), self.drafts))
-        self._shaped: tuple[FloatArray | None, LatencyModel] = None, latency  # of the last state: the same array, the same model
-        self._acceptance = AcceptanceModel(len(drafts), self.config.k_max, self.config.acceptance)
-
-    def start(self) -> PlannerState:
-        """Return the state before the first step."""
-        return PlannerState(self._acceptance.start(), self.latency.start())
-
-    def save(self, state: PlannerState, now: float) -> dict[str, Any]:
-        """Return what was learnt, without the requests in flight (see ``policy.learned``)."""
-        return saved(replace(state, acceptance=self._learnt(state, now)) if state.unlearnt else state, now)
-
-    def load(self, data: dict[str, Any], now: float, idle_s: float) -> PlannerState:
-        """Return the state of what was saved ``idle_s`` ago. Raises LearnedError naming field and value."""
-        return restored(data, self.start(), self._acceptance, now, idle_s)
-
-    def drift(self, state: PlannerState) -> dict[str, float]:
-        """Return measured over predicted time by part of the step, for metrics; 1 = the latency tables still hold."""
-        return correction_by_part(state.correction, self.drafts)
-
-    def corrected(self, state: PlannerState) -> LatencyModel:
-        """Return the latency model with the shape that was learnt for the target's curve; all else is in ``state.correction``."""
-        applied = state.target_shape.applied
-        if applied is not self._shaped[0]:
-            self._shaped = applied, self.latency.with_target(shaped(self.latency.target, applied))
-        return self._shaped[1]
-
-    # -- plan
 
     def plan(self, view: View, state: PlannerState, now: float, rng: np.random.Generator) -> tuple[Plan, PlannerState]:
         """Choose for the ready rows, whatever their order; the others get no draft.
@@ -378,71 +264,6 @@ class AdaptivePlanner:
             return Found(probe.choice, probe.result, probe.rows, credit_s - probe.cost_s, found.look)
         steps = (probe.cost_s - credit_s) / (self.config.explore_share * result.step_s)
         return found._replace(credit_s=min(credit_s, max(result.step_s, probe.cost_s)), look=min(max(int(steps), 0), _LOOK_STEPS))
-
-    # -- observe
-
-    def stand_by(self, view: View, state: PlannerState) -> PlannerState:
-        """Return the state before a step that another plans: its acceptance and times are learnt."""
-        return replace(state, view=view, planned=True, trial_s=0.0, promise=replace(state.promise, seconds=0.0))
-
-    def observe(self, outcome: Outcome, state: PlannerState, now: float) -> PlannerState:
-        """Learn acceptance (chosen drafts and counterfactuals), and correct the latency model."""
-        learning_s = averaged(state.learning_s, outcome.parts_s.get("learning", 0.0)) if state.behind else state.learning_s
-        if not state.planned and len(outcome.request):
-            after = replace(state, unlearnt=(*state.unlearnt, outcome), learning_s=learning_s)
-        else:
-            after = replace(state, acceptance=self._learnt(state, now, outcome), unlearnt=(), learning_s=learning_s)
-        if state.view is not None and len(outcome.request) and (state.planned or state.kept is None or not state.kept.steps % _TIMED_STEPS):
-            after.correction, after.target_shape = self._timed(outcome, state, state.view)
-        after.promise = state.promise.after(outcome)
-        if state.trial_s and outcome.ran is None:  # else it is of other rows
-            after.credit_s, after.trial_s = state.credit_s - self._trial_cost_s(outcome, state), 0.0
-        if state.planned and len(outcome.request):
-            after.planning_s = averaged(state.planning_s, outcome.parts_s.get("planning", 0.0))
-        return after
-
-    def _learnt(self, state: PlannerState, now: float, *outcomes: Outcome) -> AcceptanceState:
-        """Return what is known of acceptance after the steps that were not learnt from, and these; requests that ended in them are gone."""
-        acceptance, steps = self._acceptance.aged(state.acceptance, now), (*state.unlearnt, *outcomes)
-        if not steps:
-            return acceptance
-        chains = [(o.request, o.draft, o.rule, o.accepted, o.scored) for o in steps]
-        for outcome in steps:
-            if len(outcome.free_request):
-                rules = dict(zip(outcome.request.tolist(), outcome.rule.tolist(), strict=True))
-                free_rule = np.array([rules.get(r, 0) for r in outcome.free_request.tolist()])
-                chains.append((outcome.free_request, outcome.free_draft, free_rule, outcome.free_accepted, outcome.free_scored))
-        request, draft, rule, accepted, scored = map(np.concatenate, zip(*chains, strict=True))
-        emitted = np.concatenate([o.emitted for o in steps])
-        acceptance = self._acceptance.observe(acceptance, request, draft, rule, accepted, scored, emitted)
-        return self._acceptance.forget(acceptance, itertools.chain.from_iterable(o.finished.tolist() for o in steps))
-
-    def _trial_cost_s(self, outcome: Outcome, state: PlannerState) -> float:
-        """Return what a probe took beyond its prediction, which it was paid by: the look for it, and a draft that was not in any cache.
-
-        Of one step's surprise only as much as the step was to take.
-        """
-        surprise_s = outcome.measured_s - outcome.parts_s.get("learning", 0.0) - state.planning_s - state.trial_s
-        return min(max(surprise_s, -state.trial_s), state.trial_s)
-
-    def _timed(self, outcome: Outcome, state: PlannerState, view: View) -> tuple[FloatArray, Shape]:
-        """Return the correction and the shape after the step's time is held against what the model says of the step as it was executed.
-
-        Planning and learning are in no prediction: a choice is kept for so long that they take their share of the time, whatever it is.
-        """
-        predicted_s, target = self._predicted_s(outcome, view)
-        expected_s = predicted_s * state.correction
-        step_s = float(expected_s.sum())
-        measured_s = np.array([outcome.parts_s.get(name, 0.0) for name in self._parts])
-        measured_s[OVERHEAD] -= min(outcome.parts_s.get("planning", 0.0) + outcome.parts_s.get("learning", 0.0), measured_s.item(OVERHEAD))
-        if not measured_s.any():  # an engine that times nothing but the whole: all parts share its surprise, which tells of no shape
-            measured_s = expected_s * (outcome.measured_s / step_s if step_s > 0 else 0.0)
-            return corrected(state.correction, predicted_s, measured_s), state.target_shape
-        return learnt(state.correction, state.target_shape, predicted_s, measured_s, target)
-
-    def _predicted_s(self, outcome: Outcome, view: View) -> tuple[FloatArray, Target]:
-        """Return the uncorrected seconds by part that a step of the last view should have taken as it was executed, and the target's."""
-        return predicted_parts(self.latency, outcome, view)
 
 
 def ready_rows(view: View) -> IntArray:

@@ -21,7 +21,8 @@ from .latency import VERIFY, LatencyModel
 from .learned import restored_ranks
 from .offers import Basis, Offer, merge_offer, tree_offer
 from .plan import NO_DRAFT, FloatArray, IntArray, Outcome, Plan, TurnShape, View
-from .planner import AdaptivePlanner, PlannerConfig, PlannerState, ready_rows
+from .planner import AdaptivePlanner, ready_rows
+from .planner_state import PlannerConfig, PlannerState
 from .problem import Given, extra_prefill_s
 from .ranks import RankModel
 from .shapes import (

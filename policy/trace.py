@@ -21,7 +21,8 @@ from .groups import Groups
 from .hints import Last
 from .latency import LatencyCurve, LatencyModel
 from .plan import IntArray, Outcome, Plan, Policy, Ran, TurnShape, View
-from .planner import AdaptivePlanner, PlannerConfig, PlannerState
+from .planner import AdaptivePlanner
+from .planner_state import PlannerConfig, PlannerState
 from .promise import Promise
 from .ranks import RankState
 from .selection import THOMPSON, Draws

@@ -12,7 +12,8 @@ from policy.acceptance import AcceptanceModel, AcceptanceState, Expected
 from policy.baselines import BatchSchedule, FixedLength, NoSpeculation
 from policy.latency import LatencyModel
 from policy.plan import FloatArray, IntArray, Policy, View
-from policy.planner import AdaptivePlanner, PlannerConfig, PlannerState
+from policy.planner import AdaptivePlanner
+from policy.planner_state import PlannerConfig, PlannerState
 from policy.pricing import Priced, Problem
 from policy.published import AcceptanceAverage, SmartSpec, SpinSelection
 from policy.shaped import ShapedPlanner

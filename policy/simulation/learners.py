@@ -11,7 +11,8 @@ from policy.acceptance import AcceptanceConfig, AcceptanceModel, AcceptanceState
 from policy.deviation import Law
 from policy.latency import LatencyModel
 from policy.plan import FloatArray, Outcome, Plan, Policy, View
-from policy.planner import AdaptivePlanner, PlannerConfig, PlannerState
+from policy.planner import AdaptivePlanner
+from policy.planner_state import PlannerConfig, PlannerState
 from policy.published import SpinSelection, ThroughputBandit
 
 from .deployment import Deployment
