@@ -425,7 +425,7 @@ def commit_what_was_accepted_behind_an_end(patch: Patch) -> None:
 @killed_by(checks.nothing_is_committed_beyond_an_end)
 def look_at_max_tokens_between_steps_only(patch: Patch) -> None:
     """The planner's ceiling would hide it: the last token of ``max_tokens`` is never a proposed one."""
-    wrap(patch, Drafting, "ceilings", lambda original, drafting, sequences, most: original(drafting, sequences, [K_MAX] * len(most)))
+    wrap(patch, Drafting, "ceilings", lambda original, drafting, seqs, most, **free: original(drafting, seqs, [K_MAX] * len(most), **free))
 
     def commit(original, self, tokens, *told):
         beyond = max(0, len(tokens) - self.remaining)
