@@ -84,7 +84,7 @@ class AdaptivePlanner(Learner):
         acceptance, credit_s = state.acceptance, state.credit_s + self.config.explore_share * plan.predicted_s
         if state.kept is None or kept.requests != state.kept.requests:
             acceptance = self._acceptance.admit(acceptance, view.request.tolist(), None if view.group is None else view.group.tolist())
-        if isinstance(kept, OfMany) and plan.length.any() and plan.length is not kept.plan.length:
+        if isinstance(kept, OfMany) and plan.length.any() and (plan.length is not kept.plan.length or len(view) != kept.rows):
             plan = self._judged_anew(plan, view, state)
         if view.prefill_tokens:
             plan = replace(plan, predicted_s=plan.predicted_s + self._prefill_s(view, state, len(view)))
@@ -92,7 +92,7 @@ class AdaptivePlanner(Learner):
         return plan, after
 
     def _judged_anew(self, plan: Plan, view: View, state: PlannerState) -> Plan:
-        """Return a kept plan, of which some is no longer to be had, as it is predicted now; without speculation if that pays more."""
+        """Return a kept plan, of which some is not to be had or for other rows, as predicted now; without speculation if that pays more."""
         latency, nothing = self.corrected(state), no_speculation(len(view))
         step_s = chains_s(latency, state.correction, view, Choice(plan.draft, plan.length))
         plain_s = chains_s(latency, state.correction, view, nothing)

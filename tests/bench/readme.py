@@ -21,9 +21,9 @@ README = PROJECT_ROOT / "README.md"
 RESULTS = PROJECT_ROOT / "docs" / "results"
 PICTURES = PROJECT_ROOT / "docs" / "pictures"
 PLACE = re.compile(r"(<!-- figures: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-WHOLE = ("workloads", "workloads-sampled", "sweep-cpu-avx2", "sampled-avx2")
-"""Records of a target's workloads, greedy and sampled, on each processor."""
-SWEEPS = ("sweep-cpu", "sweep-cpu-avx2", "open-avx2")
+WHOLE = ("workloads", "workloads-sampled", "level-avx2", "sweep-cpu-avx2", "sampled-avx2")
+"""Records of a target's workloads, greedy and sampled, on each processor; of several of the same the one to be quoted comes first."""
+SWEEPS = ("sweep-cpu", "sweep-cpu-avx2", "level-avx2", "open-avx2")
 """Load sweeps on each processor, through tritonserver."""
 WORKLOADS = {
     "summarise": "summarisation (news)",
@@ -100,7 +100,8 @@ def _serving_of(record: dict[str, Any]) -> str:
 def headline() -> str:
     """Return the table of what Spindle brings over all workloads of a record together, by processor, temperature and load."""
     records = _records(*WHOLE)
-    rows, loads = [], dict.fromkeys(row["load"] for record in records for row in record["ratios"])
+    rows: dict[str, list[str]] = {}
+    loads = dict.fromkeys(row["load"] for record in records for row in record["ratios"])
     for record in records:
         workload, settings = record["ratios"][-1]["workload"], record["settings"]  # the last rows are of all together
         ratios = {(row["load"], row["over"]): row for row in record["ratios"] if (row["workload"], row["policy"]) == (workload, SPINDLE)}
@@ -110,10 +111,10 @@ def headline() -> str:
             name = "no speculation" if over == NONE else f"the {over}"
             what = f"{_processor(record)}, {settings['max_tokens']} tokens, temperature {settings['temperature']:g}: over {name}"
             found = (ratios.get((load, over)) for load in loads)
-            cells = ("" if row is None else f"**{row['ratio']:.2f}** {_interval(row['interval_95'])}" for row in found)
-            rows.append([what, *cells])
+            cells = ["" if row is None else f"**{row['ratio']:.2f}** {_interval(row['interval_95'])}" for row in found]
+            rows.setdefault(what, cells)
     head = ["Spindle's tokens/s (95 % interval)", *(f"{load.removeprefix('closed-')} in flight" for load in loads)]
-    return _table(head, *rows)
+    return _table(head, *([what, *cells] for what, cells in rows.items()))
 
 
 def forward() -> str:

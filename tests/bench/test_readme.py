@@ -81,6 +81,11 @@ def test_served_tokens_are_written_by_temperature_with_ratios_of_every_workload(
     assert "| some-target, AVX9: tokens/s at temperature 0.8, by workload" in table
     assert "| AVX9, 24 tokens, temperature 0.8: over no speculation | **1.20** (1.10 to 1.30) |" in readme.headline()
     assert "| AVX9, 24 tokens, temperature 0: over the best fixed choice | **1.30** (1.10 to 1.30) |" in readme.headline()
+    other = {**record, "ratios": [{**row, "ratio": 2.0} for row in record["ratios"]]}
+    (tmp_path / f"{readme.WHOLE[-1]}.json").write_text(json.dumps(other))
+    assert "2.00" not in readme.headline()
+    (tmp_path / "workloads.json").unlink()
+    assert "| AVX9, 24 tokens, temperature 0: over no speculation | **2.00** (1.10 to 1.30) |" in readme.headline()
 
 
 def test_pictures_that_were_made_are_shown(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from policy import AdaptivePlanner, LatencyModel, LatencyTable, Outcome, Plan, PlannerConfig, View
-from policy.goodput import no_speculation
+from policy.goodput import Choice, no_speculation
 from policy.keeping import MOST_STEPS, kept
 from policy.problem import chains_s
 from policy.promise import Promise
@@ -298,6 +298,18 @@ def test_what_is_left_of_a_kept_choice_is_predicted_anew():
     assert less.length.tolist() == [1] * (MANY // 2) + whole.length[MANY // 2 :].tolist()
     assert MANY < less.predicted_tokens < whole.predicted_tokens
     assert 0.5 * whole.predicted_s < less.predicted_s < whole.predicted_s
+
+
+@pytest.mark.parametrize("rows", [4, 11])
+def test_a_kept_choice_is_predicted_for_those_who_are_there(rows):
+    """Else a batch that shrinks or grows would seem to break what was promised."""
+    loop = settled_many()
+    before, seen = loop.state, many(range(rows))
+    plan, again = loop.step(seen)
+    assert again
+    assert plan.length.all()
+    assert plan.predicted_s == chains_s(loop.planner.corrected(before), before.correction, seen, Choice(plan.draft, plan.length))
+    assert plan.predicted_tokens == pytest.approx(before.kept.plan.predicted_tokens * rows / MANY, rel=0.05)
 
 
 def test_drafts_need_not_be_asked_while_a_large_batch_rests():
