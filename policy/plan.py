@@ -39,8 +39,7 @@ class View:
     """The in-flight batch before a step. Nobody changes a view or a plan; that they are not frozen saves up to 6 us to make one.
 
     ``request[n]`` stable ids; ``context[n]`` committed tokens; ``remaining[n]`` tokens the request may still emit (>= 1);
-    ``ceiling[n, d]`` the most tokens draft d may propose for request i in this step (0 = cannot, or was not
-    asked: ``Policy.needs_offers``);
+    ``ceiling[n, d]`` the most tokens draft d may propose for request i in this step (0 = cannot, or was not asked: ``needs_offers``);
     ``catchup[n, d]`` committed tokens that draft d has not seen yet; ``weight[n]`` worth of one token of this request;
     ``rule[n]`` by which rule its proposals are accepted (``Rule``); ``ready[n]`` whether it is to be planned for (else it is in flight);
     ``flying`` what was planned for the rows in flight, where they and the ready ones are in one in-flight batch (TensorRT-LLM's executor);
