@@ -1,6 +1,7 @@
-"""The tables of README that are figures, written from the records in docs/results: ``python -m tests.bench.readme``.
+"""The tables of README and of docs/figures.md, written from the records in docs/results: ``python -m tests.bench.readme``.
 
-A table stands between ``<!-- figures: NAME -->`` and ``<!-- end -->``; what is there is replaced. A test holds README against the records.
+A table stands between ``<!-- figures: NAME -->`` and ``<!-- end -->``; what is there is replaced. A test holds the pages against
+the records.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ from tests.bench.sweep_arms import ADAPTING, AGAIN, NONE, SPINDLE, fixed_choice
 from tests.bench.sweep_figures import BEST_FIXED, EVERY, is_closed
 from tests.bench.sweep_simulation import WITHIN
 
-README = PROJECT_ROOT / "README.md"
+PAGES = (PROJECT_ROOT / "README.md", PROJECT_ROOT / "docs" / "figures.md")
 RESULTS = PROJECT_ROOT / "docs" / "results"
 PICTURES = PROJECT_ROOT / "docs" / "pictures"
 PLACE = re.compile(r"(<!-- figures: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 WHOLE = ("workloads", "workloads-sampled", "level-avx2", "sweep-cpu-avx2", "sampled-avx2")
 """Records of a target's workloads, greedy and sampled, on each processor; of several of the same the one to be quoted comes first."""
-SWEEPS = ("sweep-cpu", "sweep-cpu-avx2", "level-avx2", "open-avx2")
-"""Load sweeps on each processor, through tritonserver."""
+SWEEPS = ("sweep-cpu", "sweep-cpu-avx2", "open-avx2")
+"""Load sweeps on each processor, through tritonserver; of several with the same point the first has it."""
+STACKS = {"transformers-plain": "transformers", "vllm-plain": "vLLM", "openvino-plain": "OpenVINO GenAI", "llamacpp-plain": "llama.cpp"}
+"""The arms of the other stacks without speculation."""
 WORKLOADS = {
     "summarise": "summarisation (news)",
     "chat": "chat (MT-Bench)",
@@ -34,9 +37,9 @@ WORKLOADS = {
 }
 
 
-def written(readme: str) -> str:
-    """Return README with its tables anew. Raises KeyError for a name that no table has."""
-    return PLACE.sub(lambda place: place[1] + TABLES[place[2]]() + place[3], readme)
+def written(page: str) -> str:
+    """Return a page with its tables anew. Raises KeyError for a name that no table has."""
+    return PLACE.sub(lambda place: place[1] + TABLES[place[2]]() + place[3], page)
 
 
 def _record(name: str) -> dict[str, Any]:
@@ -149,34 +152,34 @@ def sweep() -> str:
     """Return the table of the load sweep: mean latency by policy, processors and GPUs apart; what has not been run is empty."""
     parts = []
     for names, title in ((SWEEPS, "2 CPU cores, tritonserver"), (("sweep-gpu",), "GPU, in process")):
-        records = _records(*names)
-        parts += [_sweep_of(record, f"{_processor(record)}, {title}") for record in records]
-        if not records:
+        rows: dict[str, dict[tuple[str, str], list[dict[str, Any]]]] = {}
+        for record in _records(*names):
+            points = rows.setdefault(f"{_processor(record)}, {title}", {})
+            found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+            for row in record["summary"]:
+                found.setdefault((row["workload"], row["load"]), []).append(row)
+            points |= {point: its for point, its in found.items() if point not in points}
+        parts += [_sweep_of(points, title) for title, points in rows.items()]
+        if not rows:
             parts.append(_table([f"{title}: not run", NONE, "best fixed", *ADAPTING, SPINDLE], ["", "", "", *[""] * len(ADAPTING), ""]))
     return "\n".join(parts)
 
 
-def _sweep_of(record: dict[str, Any], title: str) -> str:
+def _sweep_of(points: dict[tuple[str, str], list[dict[str, Any]]], title: str) -> str:
     """Return the closed and the open loops' tables."""
-    latency = {(row["workload"], row["load"], row["policy"]): row["mean_latency_s"] for row in record["summary"]}
     tables = []
     for words, closed in (("closed loop, in flight", True), ("open loop, share of capacity", False)):
-        rows = [_latencies(latency, point) for point in dict.fromkeys(key[:2] for key in latency) if is_closed(point[1]) is closed]
-        blocks = [row["warm_blocks"] for row in record["summary"] if is_closed(row["load"]) is closed]
-        head = [
-            f"{title}: mean latency, s, {words} (warm blocks: {min(blocks, default=0)} or more)",
-            NONE,
-            "best fixed",
-            *ADAPTING,
-            SPINDLE,
-        ]
-        tables += [_table(head, *rows)] if rows else []
+        own = {point: rows for point, rows in points.items() if is_closed(point[1]) is closed}
+        blocks = [row["warm_blocks"] for rows in own.values() for row in rows]
+        head = [f"{title}: mean latency, s, {words} (warm blocks: {min(blocks, default=0)} or more)"]
+        head += [NONE, "best fixed", *ADAPTING, SPINDLE]
+        tables += [_table(head, *(_latencies(point, rows) for point, rows in own.items()))] if own else []
     return "\n".join(tables)
 
 
-def _latencies(latency: dict[tuple[str, str, str], float], point: tuple[str, str]) -> list[str]:
+def _latencies(point: tuple[str, str], rows: list[dict[str, Any]]) -> list[str]:
     """Return a row of mean latencies; a policy that was not run leaves its cell empty, the best fixed choice is that in hindsight."""
-    own = {policy: value for (workload, load, policy), value in latency.items() if (workload, load) == point}
+    own = {row["policy"]: row["mean_latency_s"] for row in rows}
     fixed = [value for policy, value in own.items() if policy.startswith("fixed-")]
     cells = [own.get(NONE), min(fixed, default=None), *(own.get(policy) for policy in (*ADAPTING, SPINDLE))]
     return [", ".join(point), *("" if value is None else f"{value:.3f}" for value in cells)]
@@ -239,11 +242,34 @@ def _errors(errors: list[float]) -> list[str]:
     return [f"{near} of {len(errors)}", f"{median(errors):+.1%}", f"{max(errors, key=abs):+.1%}"]
 
 
+def stacks() -> str:
+    """Return the short table of the other stacks: Spindle over itself without speculation and over each of them, plain, by load."""
+    head = ["Spindle's tokens/s over", "in flight", "its own plain decoding", *STACKS.values()]
+    rows = []
+    for family, processor in _families():
+        over = {(row["arm"], row["in_flight"]): row["spindle_over"] for row in family["rows"]}
+        for level in sorted({level for _, level in over}):
+            cells = [over.get((arm, level)) for arm in (NONE, *STACKS)]
+            blocks = max(each["blocks"] for each in cells if each)
+            name = f"{family['family']}, {processor} (blocks: {blocks})"
+            rows.append([name, str(level), *("" if each is None else _over(each) for each in cells)])
+    return _table(head, *(rows or [["not run", *[""] * (len(head) - 1)]]))
+
+
 def peers() -> str:
     """Return a table a family of other stacks beside Spindle; one line where they were not run."""
-    records = _records("peers", "peers-avx2", "peers-smollm2-avx2")
-    found = [(family, _processor(record)) for record in records for family in record["families"]]
-    return "\n".join(_peers_of(*each) for each in found) or _table(["other stacks on the same weights: not run"], [""])
+    return "\n".join(_peers_of(*each) for each in _families()) or _table(["other stacks on the same weights: not run"], [""])
+
+
+def _families() -> list[tuple[dict[str, Any], str]]:
+    """Return the families that were run beside other stacks, each with its processor."""
+    return [
+        (family, _processor(record)) for record in _records("peers", "peers-avx2", "peers-smollm2-avx2") for family in record["families"]
+    ]
+
+
+def _over(ratio: dict[str, Any]) -> str:
+    return f"{ratio['median']:.2f} {_interval(ratio['interval_95'])}"
 
 
 def _peers_of(family: dict[str, Any], processor: str) -> str:
@@ -266,12 +292,11 @@ def _peers_of(family: dict[str, Any], processor: str) -> str:
 def _peer(row: dict[str, Any] | None) -> list[str]:
     if row is None:
         return [""] * 5
-    over = row["spindle_over"]
     same = (f"{row[key]['same']} of {row[key]['texts']}" for key in ("as_plain", "as_none"))
     return [
         f"{row['tokens_per_s']:.0f}",
         f"{row['over_plain']['median']:.2f}",
-        f"{over['median']:.2f} {_interval(over['interval_95'])}",
+        _over(row["spindle_over"]),
         *same,
     ]
 
@@ -291,6 +316,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "streaming": streaming,
     "invariance": invariance,
     "sweep": sweep,
+    "stacks": stacks,
     "peers": peers,
     "pictures": pictures,
     "ablations": ablations,
@@ -300,8 +326,9 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def main() -> None:
-    """Write README's tables."""
-    README.write_text(written(README.read_text("utf-8")), "utf-8")
+    """Write the pages' tables."""
+    for page in PAGES:
+        page.write_text(written(page.read_text("utf-8")), "utf-8")
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ import pytest
 from tests.bench import readme
 
 
-def test_the_figures_of_readme_are_those_of_the_records():
-    text = readme.README.read_text()
-    assert {place[1] for place in readme.PLACE.findall(text)} == set(readme.TABLES)
-    assert readme.written(text) == text, "run python -m tests.bench.readme"
+def test_the_figures_of_the_pages_are_those_of_the_records():
+    pages = [page.read_text() for page in readme.PAGES]
+    assert sorted(place[1] for page in pages for place in readme.PLACE.findall(page)) == sorted(readme.TABLES)
+    assert [readme.written(page) for page in pages] == pages, "run python -m tests.bench.readme"
 
 
 def test_a_table_of_no_known_name_is_an_error():
@@ -33,6 +33,11 @@ def test_a_sweep_that_was_not_run_leaves_its_row_empty_and_a_record_fills_it(tmp
     (tmp_path / "open-avx2.json").write_text(json.dumps({"summary": rows, "machine": {"processor": "A CPU (AVX2)"}}))
     assert "| AVX2, 2 CPU cores, tritonserver: mean latency, s, closed loop" in readme.sweep()
     assert readme.sweep().count("not run") == 0
+    slower = [{**row, "mean_latency_s": 9.0, "load": "closed-1"} for row in rows]
+    (tmp_path / "sweep-cpu-avx2.json").write_text(json.dumps({"summary": slower, "machine": {"processor": "A CPU (AVX2)"}}))
+    assert readme.sweep().count("| AVX2, 2 CPU cores") == 2, "records of one processor share its two tables"
+    assert "| mix, closed-1 | 9.000 | 9.000 |" in readme.sweep()
+    assert "| mix, poisson-0.50 | 1.000 |  |" in readme.sweep().split("| AVX2, 2 CPU")[2]
 
 
 def test_ablations_and_the_simulation_s_error_are_written_from_their_records(tmp_path, monkeypatch):
@@ -98,6 +103,7 @@ def test_pictures_that_were_made_are_shown(tmp_path, monkeypatch):
 def test_peers_not_run_leave_one_line_and_a_record_has_a_row_for_each_also_the_skipped(tmp_path, monkeypatch):
     monkeypatch.setattr(readme, "RESULTS", tmp_path)
     assert "not run" in readme.peers()
+    assert "not run" in readme.stacks()
     ratio, same = {"median": 1.25, "interval_95": [1.1, 1.4], "blocks": 3}, {"texts": 6, "same": 5}
     row = {
         "arm": "vllm-draft",
@@ -122,3 +128,8 @@ def test_peers_not_run_leave_one_line_and_a_record_has_a_row_for_each_also_the_s
     assert f"| vllm-draft | bf16 | {cells} |  |  |  |  |  |" in readme.peers()
     assert f"| Spindle, no speculation |  | {cells} | {cells} |" in readme.peers()
     assert "| openvino-plain | not run: no environment |  |" in readme.peers()
+    plain = {**row, "arm": "vllm-plain", "spindle_over": {**ratio, "median": 2.0}}
+    record = {"families": [{**family, "rows": [*rows, plain]}], "machine": {"processor": "A CPU (AVX9)"}}
+    (tmp_path / "peers.json").write_text(json.dumps(record))
+    assert "| tiny, AVX9 (blocks: 3) | 1 | 1.25 (1.10 to 1.40) |  | 2.00 (1.10 to 1.40) |  |  |" in readme.stacks()
+    assert "| tiny, AVX9 (blocks: 3) | 8 | 1.25 (1.10 to 1.40) |  |  |  |  |" in readme.stacks()
