@@ -177,6 +177,20 @@ def _sweep_of(points: dict[tuple[str, str], list[dict[str, Any]]], title: str) -
     return "\n".join(tables)
 
 
+def policies() -> str:
+    """Return the table of Spindle against the other policies, over all loads of a sweep together."""
+    found = [(_processor(record), {row["over"]: row for row in record["overall"]}) for record in _records(*SWEEPS) if record.get("overall")]
+    rows = [
+        [
+            f"{name} (warm blocks: {max(row['blocks'] for row in own.values())})",
+            *(_ratio(own.get(over)) for over in (BEST_FIXED, *ADAPTING)),
+        ]
+        for name, own in found
+    ]
+    head = ["Spindle's speed over, all loads together (95 %)", f"the {BEST_FIXED}", *ADAPTING]
+    return _table(head, *(rows or [["not run", *[""] * (len(head) - 1)]]))
+
+
 def _latencies(point: tuple[str, str], rows: list[dict[str, Any]]) -> list[str]:
     """Return a row of mean latencies; a policy that was not run leaves its cell empty, the best fixed choice is that in hindsight."""
     own = {row["policy"]: row["mean_latency_s"] for row in rows}
@@ -206,15 +220,15 @@ def ablations() -> str:
     rows = record["ablations"]
     points = list(dict.fromkeys((row["workload"], row["load"]) for row in rows))
     parts = list(dict.fromkeys((row["part"], row["by_default"]) for row in rows))
-    ratios = {(row["part"], row["workload"], row["load"]): _ratio(row) for row in rows}
+    ratios = {(row["part"], row["workload"], row["load"]): _ratio(row, 3) for row in rows}
     how = f" ({record['through']}; warm blocks: {rows[0]['blocks']})" if rows else ": not run"
     head = [f"Spindle's speed with a part over that without it{how}", *map(", ".join, points)]
     lines = [[f"{part}{'' if default else ' (off by default)'}", *(ratios[(part, *point)] for point in points)] for part, default in parts]
     return _table(head, *(lines or [[""]]))
 
 
-def _ratio(row: dict[str, Any]) -> str:
-    return f"{row['ratio']:.3f} {_interval(row['interval_95'], 3)}"
+def _ratio(row: dict[str, Any] | None, places: int = 2) -> str:
+    return "" if row is None else f"{row['ratio']:.{places}f} {_interval(row['interval_95'], places)}"
 
 
 def simulation() -> str:
@@ -316,6 +330,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "streaming": streaming,
     "invariance": invariance,
     "sweep": sweep,
+    "policies": policies,
     "stacks": stacks,
     "peers": peers,
     "pictures": pictures,

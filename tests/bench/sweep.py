@@ -287,6 +287,7 @@ def write(record: dict[str, Any], policies: list[str], path: Path) -> None:
     record |= {
         "summary": sweep_figures.summary(found, policies),
         "ratios": ratios,
+        "overall": sweep_figures.overall(found, policies),
         "claims": sweep_figures.claims(ratios),
         "ablations": sweep_figures.ablations(found, policies),
         "noise": sweep_figures.noise(found),

@@ -71,12 +71,30 @@ def compared(found: dict[Point, dict[int, dict[str, Run]]], policies: list[str])
 
     Where there are several workloads, the last rows are of ``EVERY`` one of them, load by load: a block of any of them is a pair.
     """
-    speeds = {point: {policy: [_speed(block, policy) for block in _warm(made)] for policy in policies} for point, made in found.items()}
+    speeds = _speeds(found, policies)
     return [
         {"workload": workload, "load": load, "policy": policy, "over": over, **interval(*pair)}
         for (workload, load), own in (speeds | _together(speeds)).items()
         for (policy, over), pair in _pairs(own).items()
     ]
+
+
+def overall(found: dict[Point, dict[int, dict[str, Run]]], policies: list[str]) -> list[dict[str, Any]]:
+    """Return the ratios of spindle to the other adapting policies and to the best fixed choice, of all points together: a warm block of any
+    is a pair.
+    """
+    pairs: dict[str, tuple[list[float], list[float]]] = {over: ([], []) for over in (*ADAPTING, BEST_FIXED)}
+    for own in _speeds(found, policies).values():
+        for (policy, over), pair in _pairs(own).items():
+            if policy == SPINDLE and over in pairs:
+                for every, speeds in zip(pairs[over], pair, strict=True):
+                    every.extend(speeds)
+    return [{"over": over, **interval(*pair)} for over, pair in pairs.items() if pair[0]]
+
+
+def _speeds(found: dict[Point, dict[int, dict[str, Run]]], policies: list[str]) -> dict[Point, dict[str, list[float]]]:
+    """Return the speed of every policy in each warm block, by point."""
+    return {point: {policy: [_speed(block, policy) for block in _warm(made)] for policy in policies} for point, made in found.items()}
 
 
 def _together(speeds: dict[Point, dict[str, list[float]]]) -> dict[Point, dict[str, list[float]]]:

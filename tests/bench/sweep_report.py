@@ -143,6 +143,11 @@ def _claims(record: dict[str, Any]) -> str:
     return line + _html_table(["over", "at least", *counts], cells, 1)
 
 
+def _overall(record: dict[str, Any]) -> str:
+    cells = ([r["over"], f"{r['ratio']:.3f}", _interval(r), r["blocks"]] for r in record.get("overall", []))
+    return _html_table(["over", "ratio", "95 % interval", "blocks"], cells, 1)
+
+
 def _every_claim(record: dict[str, Any]) -> str:
     head = ["workload", "load", "over", "at least", "ratio", "95 % interval", "blocks", ""]
     cells = (
@@ -288,6 +293,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
         "is open otherwise. The best fixed choice is, for each block, the one that was best in the other blocks.",
         _claims,
     ),
+    ("All loads together", "Spindle's speed over the other's; a warm block of any point is a pair.", _overall),
     (
         "Latency against the rate of requests",
         "Mean latency from the scheduled arrival; the rate as a share of what no speculation completes with every place taken. "

@@ -40,6 +40,16 @@ def test_a_sweep_that_was_not_run_leaves_its_row_empty_and_a_record_fills_it(tmp
     assert "| mix, poisson-0.50 | 1.000 |  |" in readme.sweep().split("| AVX2, 2 CPU")[2]
 
 
+def test_a_sweep_with_other_policies_has_a_row_of_all_its_loads(tmp_path, monkeypatch):
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    assert "| not run |" in readme.policies()
+    rows = [{"over": "ema", "ratio": 1.25, "interval_95": [1.1, 1.4], "blocks": 7}]
+    rows += [{"over": readme.BEST_FIXED, "ratio": 1.5, "interval_95": None, "blocks": 1}]
+    for name, overall in (("sweep-cpu", rows), ("open-avx2", [])):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"overall": overall, "machine": {"processor": "A CPU (AVX9)"}}))
+    assert readme.policies().splitlines()[2:] == ["| AVX9 (warm blocks: 7) | 1.50 (one block) |  | 1.25 (1.10 to 1.40) |  |  |"]
+
+
 def test_ablations_and_the_simulation_s_error_are_written_from_their_records(tmp_path, monkeypatch):
     monkeypatch.setattr(readme, "RESULTS", tmp_path)
     assert "not run" in readme.ablations()

@@ -152,6 +152,18 @@ def test_of_several_workloads_every_block_of_any_is_a_pair_of_all_together():
     ]
 
 
+def test_of_all_loads_together_every_warm_block_of_any_is_a_pair():
+    took = {"none": 4.0, "fixed-a-2": 3.0, "ema": 2.0, "spindle": 1.0, AGAIN: 4.0}
+    runs = [
+        run(policy, block, seconds, load) for load in ("closed-1", "closed-4") for block in (0, 1, 2) for policy, seconds in took.items()
+    ]
+    rows = {row["over"]: row for row in sweep_figures.overall(sweep_figures.blocks(runs, list(took)), list(took))}
+    assert {over: (row["ratio"], row["blocks"]) for over, row in rows.items()} == {"ema": (2.0, 4), BEST_FIXED: (3.0, 4)}
+    once = [made for made in runs if (made["load"], made["block"]) != ("closed-4", 2)]
+    rows = {row["over"]: row for row in sweep_figures.overall(sweep_figures.blocks(once, list(took)), list(took))}
+    assert {over: row["blocks"] for over, row in rows.items()} == {"ema": 3, BEST_FIXED: 2}  # of one block none is best in the others
+
+
 def test_speed_is_by_the_wall_in_a_closed_loop_and_by_latency_in_an_open_one():
     assert sweep_figures.speed({**run("none", 1, 2.0), "wall_s": 4.0}) == 2.5
     assert sweep_figures.speed({**run("none", 1, 2.0, "poisson-0.50"), "wall_s": 4.0}) == 5.0
