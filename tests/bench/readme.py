@@ -22,7 +22,7 @@ PAGES = (PROJECT_ROOT / "README.md", PROJECT_ROOT / "docs" / "figures.md")
 RESULTS = PROJECT_ROOT / "docs" / "results"
 PICTURES = PROJECT_ROOT / "docs" / "pictures"
 PLACE = re.compile(r"(<!-- figures: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-WHOLE = ("workloads", "workloads-sampled", "level-avx2", "sweep-cpu-avx2", "sampled-avx2")
+WHOLE = ("workloads", "workloads-sampled", "workloads-avx2", "level-avx2", "sweep-cpu-avx2", "sampled-avx2")
 """Records of a target's workloads, greedy and sampled, on each processor; of several of the same the one to be quoted comes first."""
 SWEEPS = ("sweep-cpu", "sweep-cpu-avx2", "open-avx2")
 """Load sweeps on each processor, through tritonserver; of several with the same point the first has it."""
