@@ -15,15 +15,15 @@ from typing import Any
 
 from backend.triton_adapter.paths import PROJECT_ROOT
 from tests.bench.sweep_arms import ADAPTING, AGAIN, NONE, SPINDLE, fixed_choice
-from tests.bench.sweep_figures import BEST_FIXED, EVERY, is_closed
+from tests.bench.sweep_figures import BEST_FIXED, EVERY, interval, is_closed, of_spindle
 from tests.bench.sweep_simulation import WITHIN
 
 PAGES = (PROJECT_ROOT / "README.md", PROJECT_ROOT / "docs" / "figures.md")
 RESULTS = PROJECT_ROOT / "docs" / "results"
 PICTURES = PROJECT_ROOT / "docs" / "pictures"
 PLACE = re.compile(r"(<!-- figures: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-WHOLE = ("workloads", "workloads-sampled", "workloads-avx2", "level-avx2", "sweep-cpu-avx2", "sampled-avx2")
-"""Records of a target's workloads, greedy and sampled, on each processor; of several of the same the one to be quoted comes first."""
+WHOLE = ("workloads", "workloads-sampled", "workloads-avx2", "level-avx2", "sweep-cpu-avx2", "sampled-avx2", "saturated-avx2")
+"""Records of a target's workloads, greedy and sampled, on each processor."""
 SWEEPS = ("sweep-cpu", "sweep-cpu-avx2", "open-avx2")
 """Load sweeps on each processor, through tritonserver; of several with the same point the first has it."""
 STACKS = {"transformers-plain": "transformers", "vllm-plain": "vLLM", "openvino-plain": "OpenVINO GenAI", "llamacpp-plain": "llama.cpp"}
@@ -101,23 +101,29 @@ def _serving_of(record: dict[str, Any]) -> str:
 
 
 def headline() -> str:
-    """Return the table of what Spindle brings over all workloads of a record together, by processor, temperature and load."""
-    records = _records(*WHOLE)
-    rows: dict[str, list[str]] = {}
-    loads = dict.fromkeys(row["load"] for record in records for row in record["ratios"])
-    for record in records:
-        workload, settings = record["ratios"][-1]["workload"], record["settings"]  # the last rows are of all together
-        ratios = {(row["load"], row["over"]): row for row in record["ratios"] if (row["workload"], row["policy"]) == (workload, SPINDLE)}
-        for over in (NONE, BEST_FIXED):
-            if not any(of == over for _, of in ratios):
-                continue
-            name = "no speculation" if over == NONE else f"the {over}"
-            what = f"{_processor(record)}, {settings['max_tokens']} tokens, temperature {settings['temperature']:g}: over {name}"
-            found = (ratios.get((load, over)) for load in loads)
-            cells = ["" if row is None else f"**{row['ratio']:.2f}** {_interval(row['interval_95'])}" for row in found]
-            rows.setdefault(what, cells)
-    head = ["Spindle's tokens/s (95 % interval)", *(f"{load.removeprefix('closed-')} in flight" for load in loads)]
-    return _table(head, *([what, *cells] for what, cells in rows.items()))
+    """Return the table of what Spindle brings in closed loops, over all workloads together, by processor, length, temperature and load;
+    records that agree in these count together.
+    """
+    found: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
+    for record in _records(*WHOLE, "open-avx2"):
+        settings = record["settings"]
+        which = f"{_processor(record)}, {settings['max_tokens']} tokens, temperature {settings['temperature']:g}"
+        for (load, over), pair in of_spindle(record["runs"]).items():
+            if over in (NONE, BEST_FIXED) and is_closed(load):
+                every = found.setdefault(f"{which}: over {'no speculation' if over == NONE else f'the {over}'}", {})
+                every[load] = (every[load][0] + pair[0], every[load][1] + pair[1]) if load in every else pair
+    loads = dict.fromkeys(load for pairs in found.values() for load in pairs)
+    head = ["Spindle's tokens/s (95 % interval; warm blocks)", *(f"{load.removeprefix('closed-')} in flight" for load in loads)]
+    return _table(head, *([which, *(_headlined(pairs.get(load)) for load in loads)] for which, pairs in found.items()))
+
+
+def _headlined(pair: tuple[list[float], list[float]] | None) -> str:
+    if pair is None:
+        return ""
+    found = interval(*pair)
+    return f"**{found['ratio']:.2f}** " + (
+        "(one block)" if found["interval_95"] is None else "({:.2f} to {:.2f}; {})".format(*found["interval_95"], found["blocks"])
+    )
 
 
 def forward() -> str:

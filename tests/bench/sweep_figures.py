@@ -92,6 +92,17 @@ def overall(found: dict[Point, dict[int, dict[str, Run]]], policies: list[str]) 
     return [{"over": over, **interval(*pair)} for over, pair in pairs.items() if pair[0]]
 
 
+def of_spindle(runs: Iterable[Run]) -> dict[tuple[str, str], tuple[list[float], list[float]]]:
+    """Return by load and other policy, or ``BEST_FIXED``, the speeds of spindle and of the other in each warm block, of ``EVERY`` workload
+    together.
+    """
+    every = list(runs)
+    policies = list(dict.fromkeys(run["policy"] for run in every))
+    speeds = _speeds(blocks(every, policies), policies)
+    speeds = _together(speeds) or speeds
+    return {(load, over): pair for (_, load), own in speeds.items() for (policy, over), pair in _pairs(own).items() if policy == SPINDLE}
+
+
 def _speeds(found: dict[Point, dict[int, dict[str, Run]]], policies: list[str]) -> dict[Point, dict[str, list[float]]]:
     """Return the speed of every policy in each warm block, by point."""
     return {point: {policy: [_speed(block, policy) for block in _warm(made)] for policy in policies} for point, made in found.items()}
