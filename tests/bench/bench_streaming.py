@@ -1,7 +1,7 @@
-"""``python -m tests.bench.bench_streaming``: what a streamed token costs between the loop and the client's hands.
+"""``python -m tests.bench.bench_streaming --out FILE``: what a streamed token costs between the loop and the client's hands.
 
 A real tritonserver serves the fake engine at a fixed step time; the engine process stamps every delta with the time of its emission, the
-client (one process, asynchronous gRPC, raw messages) subtracts it from the arrival. All processes share the machine. Prints JSON with, per
+client (one process, asynchronous gRPC, raw messages) subtracts it from the arrival. All processes share the machine. Writes JSON with, per
 number of streams, percentiles in milliseconds: ``overhead`` (emission to arrival, per delta), ``first_token`` (request written to first
 arrival, prefill step included) and ``inter_token`` (between arrivals of a stream).
 """
@@ -10,7 +10,7 @@ import argparse
 import asyncio
 import json
 import os
-import platform
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,6 +19,7 @@ import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2_grpc
 
+from backend import machine
 from tests.server.harness import Service, infer_request, text_of, write_engine_python
 
 
@@ -68,6 +69,7 @@ def main():
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--tokens", type=int, default=250)
     parser.add_argument("--step-s", type=float, default=0.02)
+    parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -79,12 +81,16 @@ def main():
             rows = [asyncio.run(measure(service.grpc, streams, arguments.tokens)) for streams in arguments.streams]
         finally:
             service.stop()
-    machine = {"cores": os.cpu_count(), "python": platform.python_version()}
-    print(
-        json.dumps(
-            {"step_s": arguments.step_s, "tokens": arguments.tokens, **machine, "load_1min": os.getloadavg()[0], "rows": rows}, indent=2
-        )
-    )
+    record = {
+        "benchmark": "cost of a streamed token, fake engine",
+        "command": ["python", "-m", "tests.bench.bench_streaming", *sys.argv[1:]],
+        "machine": machine.describe(),
+        "load_average": os.getloadavg()[0],
+        "step_s": arguments.step_s,
+        "tokens": arguments.tokens,
+        "rows": rows,
+    }
+    arguments.out.write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -138,8 +138,9 @@ def forward() -> str:
 
 def streaming() -> str:
     """Return the table of what a streamed token costs."""
-    rows = _record("streaming")["rows"]
-    head = ["a streamed token, emission in the engine to the client (20 ms steps, Python client on the same cores)"]
+    record = _record("streaming")
+    rows = record["rows"]
+    head = [f"{_processor(record)}: a streamed token, emission in the engine to the client (20 ms steps, Python client on the same cores)"]
     head += [f"{row['streams']} stream{'s'[: row['streams'] > 1]}" for row in rows]
     return _table(head, ["p50 / p99", *("{p50:.2g} / {p99:.2g} ms".format(**row["overhead_ms"]) for row in rows)])
 
@@ -221,16 +222,20 @@ def pictures() -> str:
 
 
 def ablations() -> str:
-    """Return the table of what each part and draft brings, by load; one line where it was not run."""
-    record = _record("ablations") if (RESULTS / "ablations.json").is_file() else {"ablations": []}
+    """Return a table a record of what each part and draft brings, by load; one line where it was not run."""
+    records = _records("ablations", "ablations-avx2")
+    return "\n".join(map(_ablations_of, records)) or _table(["Spindle's speed with a part over that without it: not run"], [""])
+
+
+def _ablations_of(record: dict[str, Any]) -> str:
     rows = record["ablations"]
     points = list(dict.fromkeys((row["workload"], row["load"]) for row in rows))
     parts = list(dict.fromkeys((row["part"], row["by_default"]) for row in rows))
     ratios = {(row["part"], row["workload"], row["load"]): _ratio(row, 3) for row in rows}
-    how = f" ({record['through']}; warm blocks: {rows[0]['blocks']})" if rows else ": not run"
-    head = [f"Spindle's speed with a part over that without it{how}", *map(", ".join, points)]
+    how = f"({record['through']}; warm blocks: {rows[0]['blocks']})"
+    head = [f"{_processor(record)}: Spindle's speed with a part over that without it {how}", *map(", ".join, points)]
     lines = [[f"{part}{'' if default else ' (off by default)'}", *(ratios[(part, *point)] for point in points)] for part, default in parts]
-    return _table(head, *(lines or [[""]]))
+    return _table(head, *lines)
 
 
 def _ratio(row: dict[str, Any] | None, places: int = 2) -> str:
@@ -323,9 +328,10 @@ def _peer(row: dict[str, Any] | None) -> list[str]:
 
 def planning() -> str:
     """Return the table of what planning and learning cost, by batch size."""
-    by_rows = _record("policy")["planning"]
+    record = _record("policy")
+    by_rows = record["planning"]
     kinds = {"planning": "plan_p50_us", "learning from the step": "observe_p50_us"}
-    head = ["CPU time a step, ms, by batch size", *by_rows]
+    head = [f"{_processor(record)}: CPU time a step, ms, by batch size", *by_rows]
     return _table(head, *([name, *(f"{figures[key] / 1e3:.2f}" for figures in by_rows.values())] for name, key in kinds.items()))
 
 

@@ -20,6 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from backend import machine
 from policy.goodput import NO_HINT, Choice
 from policy.hints import Last
 from policy.optimiser import best_choice
@@ -130,7 +131,7 @@ def main() -> None:
     command = f"python -m tests.bench.run --suite {options.suite} --seed {options.seed} --instances {options.instances}"
     figures = {
         "command": command,
-        "numpy": np.__version__,
+        "machine": machine.describe(),
         "timing": f"least of {ROUNDS} rounds",
         "load_average": os.getloadavg()[0],
         **policy(options.seed, options.instances),

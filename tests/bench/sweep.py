@@ -309,7 +309,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record["tables"] = {name: table.to_dict() for name, table in tables(parse_config(config)).items()}
     with tempfile.TemporaryDirectory() as folder:
         roster: Roster = (
-            InProcess(config, options.active) if options.in_process else Servers(config, options.active, Path(folder), options.servers)
+            InProcess(config, options.active, options.servers)
+            if options.in_process
+            else Servers(config, options.active, Path(folder), options.servers)
         )
         sweep = Sweep(options, record, roster)
         try:
@@ -354,7 +356,9 @@ def parse(command: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--active", type=int, default=16, help="places of the in-flight batch: with so many in flight it is saturated")
     parser.add_argument("--seed", type=int, default=0)
     room = max(2, min(8, host_bytes() // SERVER_BYTES))
-    parser.add_argument("--servers", type=int, default=room, help="running at once; the least recently used makes room")
+    parser.add_argument(
+        "--servers", type=int, default=room, help="running at once (in process: engines); the least recently used makes room"
+    )
     parser.add_argument(
         "--limit-s", type=float, default=math.inf, help="begin no run of a warm block after so long; the same command goes on"
     )

@@ -7,6 +7,7 @@ without one of its drafts.
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -167,35 +168,51 @@ class Servers:
 class InProcess:
     """Every arm in this process, without Triton. Those that speculate share their engines; ``none`` has a target without drafts.
 
-    An ablation has engines of its own, since a part may be theirs.
+    An ablation has engines of its own, since a part may be theirs; beyond ``most`` engines those not used for longest make room.
     """
 
-    def __init__(self, config: dict[str, Any], active: int) -> None:
+    def __init__(self, config: dict[str, Any], active: int, most: int) -> None:
         self.tuning = Tuning()
-        self._config, self._active = config, active
-        self._apps: dict[str, App] = {}
+        self._config, self._active, self._most = config, active, most
+        self._apps: OrderedDict[str, App] = OrderedDict()
         self._arms: dict[str, InProcessArm] = {}
 
     def arm(self, name: str) -> tuple[Arm, bool]:
-        """Return the arm."""
+        """Return the arm, and whether its engines or its policy had to be made."""
         key = NONE if name == AGAIN else name
         fresh = key not in self._arms
         if fresh:
             self._arms[key] = self._made(key)
+        self._apps.move_to_end(_engines_of(key))
         return self._arms[key], fresh
 
     def close(self) -> None:
         """Free the engines."""
-        for app in self._apps.values():
-            app.close()
+        while self._apps:
+            self._free()
 
     def _made(self, name: str) -> InProcessArm:
-        app = self._app(name if name == NONE or is_ablation(name) else SPINDLE)
+        app = self._app(_engines_of(name))
         config = replace(parse_config(arm_config(self._config, name, self.tuning, self._active)), drafts=app.config.drafts)
         return InProcessArm(app, make_policy(config, app.drafts, tables(config), app.step_stats, app.target.limits.tree, app.contention))
 
     def _app(self, name: str) -> App:
         if name not in self._apps:
+            while len(self._apps) >= self._most:
+                self._free()
             config = parse_config(arm_config(self._config, name, self.tuning, self._active))
             self._apps[name] = build(config, tables(config))
         return self._apps[name]
+
+    def _free(self) -> None:
+        """End the engines not used for longest, and the arms that stand on them."""
+        name, app = self._apps.popitem(last=False)
+        app.close()
+        self._arms = {key: arm for key, arm in self._arms.items() if _engines_of(key) != name}
+        del app
+        gc.collect()  # arms and engines refer to each other; the next ones need the memory
+
+
+def _engines_of(name: str) -> str:
+    """Return the arm whose engines an arm in process stands on."""
+    return name if name == NONE or is_ablation(name) else SPINDLE

@@ -55,9 +55,9 @@ def test_ablations_and_the_simulation_s_error_are_written_from_their_records(tmp
     assert "not run" in readme.ablations()
     assert "not run" in readme.simulation()
     row = {"workload": "mix", "load": "closed-1", "part": "trees", "by_default": False, "ratio": 1.07, "interval_95": [1.02, 1.12]}
-    record = {"through": "in process", "ablations": [{**row, "blocks": 5}]}
+    record = {"through": "in process", "ablations": [{**row, "blocks": 5}], "machine": {"processor": "A CPU (AVX9)"}}
     (tmp_path / "ablations.json").write_text(json.dumps(record))
-    assert "(in process; warm blocks: 5)" in readme.ablations()
+    assert "| AVX9: Spindle's speed with a part over that without it (in process; warm blocks: 5) | mix, closed-1 |" in readme.ablations()
     assert "| trees (off by default) | 1.070 (1.020 to 1.120) |" in readme.ablations()
     errors = {("none", True): -0.02, ("fixed-d-1", True): 0.12, ("fixed-d-2", True): 0.04, ("ema", True): 0.01, ("spindle", False): 0.5}
     rows = [{"policy": policy, "below_saturation": below, "error": error} for (policy, below), error in errors.items()]

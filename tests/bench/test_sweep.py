@@ -7,7 +7,7 @@ import pytest
 from tests.bench import arms, sweep, sweep_figures
 from tests.bench.arms import Offer, Served
 from tests.bench.sweep import Sweep, chosen, main
-from tests.bench.sweep_arms import AGAIN, Servers, Tuning, ablation_names, arm_config, fixed_choice, fixed_names
+from tests.bench.sweep_arms import AGAIN, InProcess, Servers, Tuning, ablation_names, arm_config, fixed_choice, fixed_names
 from tests.bench.sweep_figures import BEST_FIXED, EVERY
 from tests.bench.sweep_report import write_pictures, write_report
 from tests.bench.sweep_simulation import missing
@@ -89,6 +89,16 @@ def test_an_ablation_is_spindle_without_a_part_or_with_one_that_is_off():
     assert changes["without-d-1"] == {"drafts": FAKE["drafts"][1:]}
     with pytest.raises(KeyError, match="nothing"):
         arm_config(base, "without-nothing", TUNING, 8)
+
+
+def test_in_process_the_engines_not_used_for_longest_make_room():
+    roster = InProcess({**FAKE, "policy": {}}, 4, most=2)
+    try:
+        assert [roster.arm(name)[1] for name in ("none", "spindle", "fixed-d-1-2", "none-again")] == [True, True, True, False]
+        assert roster.arm("without-d-1")[1]  # in the place of those that Spindle and the fixed choices share
+        assert [roster.arm(name)[1] for name in ("none", "without-d-1", "spindle", "none")] == [False, False, True, True]
+    finally:
+        roster.close()
 
 
 def test_what_a_part_brings_is_the_speed_with_it_over_that_without_it():
