@@ -26,6 +26,8 @@ WHOLE = ("workloads", "workloads-sampled", "workloads-avx2", "level-avx2", "swee
 """Records of a target's workloads, greedy and sampled, on each processor."""
 SWEEPS = ("sweep-cpu", "sweep-cpu-avx2", "open-avx2")
 """Load sweeps on each processor, through tritonserver; of several with the same point the first has it."""
+PICTURED = {"sweep-cpu-avx2": "AVX2", "sweep-cpu": "AVX512-BF16"}
+"""Sweeps with pictures, the newest first, and their processors."""
 STACKS = {"transformers-plain": "transformers", "vllm-plain": "vLLM", "openvino-plain": "OpenVINO GenAI", "llamacpp-plain": "llama.cpp"}
 """The arms of the other stacks without speculation."""
 WORKLOADS = {
@@ -207,7 +209,7 @@ def _latencies(point: tuple[str, str], rows: list[dict[str, Any]]) -> list[str]:
 
 
 def pictures() -> str:
-    """Return the sweep's pictures, those that were made."""
+    """Return the sweeps' pictures, those that were made: of each kind the first processor's that has it."""
     words = {
         "latency": "mean latency against the rate of requests, by policy",
         "throughput": "tokens per second over no speculation against requests in flight, by policy",
@@ -215,9 +217,10 @@ def pictures() -> str:
         "ablations": "what each part brings",
         "simulation": "simulated against measured mean latency",
     }
-    lines = [
-        f"![{text}](docs/pictures/sweep-cpu-{name}.png)" for name, text in words.items() if (PICTURES / f"sweep-cpu-{name}.png").is_file()
-    ]
+    lines = []
+    for name, text in words.items():
+        made = [sweep for sweep in PICTURED if (PICTURES / f"{sweep}-{name}.png").is_file()]
+        lines += [f"![{text}, {PICTURED[sweep]}](docs/pictures/{sweep}-{name}.png)" for sweep in made[:1]]
     return "\n".join([*lines, ""])
 
 

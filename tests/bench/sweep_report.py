@@ -40,7 +40,8 @@ Row = dict[str, Any]
 
 def write_report(record: dict[str, Any], path: Path, results: Path = RESULTS) -> None:
     """Write the page of a record."""
-    record = {**record, "ablations": _ablations_of(record, results), "peers": _beside(results, "peers")}
+    families = [family for other in _beside(record, results, "peers") for family in other["families"]]
+    record = {**record, "ablations": _ablations_of(record, results), "peers": families}
     made = ((title, note, draw(record)) for title, note, draw in SECTIONS)
     body = "".join(f"<h2>{title}</h2><p class=note>{html.escape(note)}</p>{content}" for title, note, content in made if content)
     head = f"<h1>Load sweep</h1><p class=note>{_provenance(record)}</p>"
@@ -66,15 +67,14 @@ def write_pictures(record: dict[str, Any], folder: Path, name: str, results: Pat
     plots.plt.close("all")
 
 
-def _beside(results: Path, name: str) -> dict[str, Any]:
-    """Return another record of the results, empty where it was not made."""
-    path = results / f"{name}.json"
-    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+def _beside(record: dict[str, Any], results: Path, name: str) -> list[dict[str, Any]]:
+    """Return the records of the results, NAME.json and NAME-*.json, that were made on the record's processor."""
+    others = [json.loads(path.read_text("utf-8")) for path in sorted(results.glob(f"{name}*.json"))]
+    return [other for other in others if other["machine"]["processor"] == record["machine"]["processor"]]
 
 
 def _ablations_of(record: dict[str, Any], results: Path) -> list[Row]:
-    rows: list[Row] = record.get("ablations") or _beside(results, "ablations").get("ablations", [])
-    return rows
+    return record.get("ablations") or [row for other in _beside(record, results, "ablations") for row in other["ablations"]]
 
 
 def _provenance(record: dict[str, Any]) -> str:
@@ -216,7 +216,7 @@ def _ablations(record: dict[str, Any]) -> str:
 
 def _peers(record: dict[str, Any]) -> str:
     """Return a table of ``peers.json`` for each family of weights, and what was skipped and why."""
-    return "".join(_family(family) for family in record["peers"].get("families", []))
+    return "".join(_family(family) for family in record["peers"])
 
 
 def _family(family: dict[str, Any]) -> str:

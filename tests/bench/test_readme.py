@@ -130,7 +130,11 @@ def test_pictures_that_were_made_are_shown(tmp_path, monkeypatch):
     monkeypatch.setattr(readme, "PICTURES", tmp_path)
     assert "sweep-cpu" not in readme.pictures()
     (tmp_path / "sweep-cpu-speed.png").write_bytes(b"")
-    assert "(docs/pictures/sweep-cpu-speed.png)" in readme.pictures()
+    assert "by draft, length and load, AVX512-BF16](docs/pictures/sweep-cpu-speed.png)" in readme.pictures()
+    (tmp_path / "sweep-cpu-avx2-speed.png").write_bytes(b"")
+    assert readme.pictures().splitlines() == [
+        "![speed over no speculation by draft, length and load, AVX2](docs/pictures/sweep-cpu-avx2-speed.png)"
+    ]
 
 
 def test_peers_not_run_leave_one_line_and_a_record_has_a_row_for_each_also_the_skipped(tmp_path, monkeypatch):

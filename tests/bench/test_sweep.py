@@ -356,8 +356,11 @@ def test_the_page_has_the_ablations_and_peers_that_were_measured_apart(finished,
     record = json.loads(finished[1].read_text())
     ratio = {"workload": "mix", "load": "closed-1", "ratio": 1.07, "interval_95": [1.02, 1.12], "blocks": 4}
     parts = [{**ratio, "part": "trees", "by_default": False}, {**ratio, "part": "lookup", "by_default": True}]
-    (tmp_path / "ablations.json").write_text(json.dumps({"ablations": parts}))
-    (tmp_path / "peers.json").write_text(json.dumps({"families": [PEERS_FAMILY]}))
+    here = {"machine": record["machine"]}
+    (tmp_path / "ablations.json").write_text(json.dumps({**here, "ablations": parts}))
+    (tmp_path / "peers-other.json").write_text(json.dumps({**here, "families": [PEERS_FAMILY]}))
+    elsewhere = {"machine": {"processor": "Some CPU (AVX9)"}, "families": [{**PEERS_FAMILY, "family": "elsewhere"}]}
+    (tmp_path / "peers.json").write_text(json.dumps(elsewhere))
     write_report(record, tmp_path / "page.html", tmp_path)
     page = (tmp_path / "page.html").read_text()
     assert all(
@@ -370,6 +373,7 @@ def test_the_page_has_the_ablations_and_peers_that_were_measured_apart(finished,
             "third-stack: no environment",
         )
     )
+    assert "elsewhere" not in page
     write_report(record, tmp_path / "page.html", tmp_path / "nothing")
     assert "another-stack" not in (tmp_path / "page.html").read_text()
 
