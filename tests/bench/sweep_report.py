@@ -325,10 +325,10 @@ SECTIONS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
         "What each part brings",
         "Spindle's speed with a part over its speed without it, and 95 % intervals; parts are taken away one by one, those that are off "
         "by default are added. decomposition: padded attention whose contexts are cut where that pays, against tiled, which never pads. "
-        "Of this record or, where it has none, of docs/results/ablations.json.",
+        "Of this record or, where it has none, of docs/results/ablations*.json on this processor.",
         _ablations,
     ),
-    ("Other stacks", "The same weights and prompts on the same machine: docs/results/peers.json.", _peers),
+    ("Other stacks", "The same weights and prompts on the same processor: docs/results/peers*.json.", _peers),
     (
         "Where the time of a step goes",
         "emit: all but planning and the engines: taking requests in, committing, emitting.",
