@@ -85,8 +85,8 @@ def overall(found: dict[Point, dict[int, dict[str, Run]]], policies: list[str]) 
     """
     pairs: dict[str, tuple[list[float], list[float]]] = {over: ([], []) for over in (*ADAPTING, BEST_FIXED)}
     for own in _speeds(found, policies).values():
-        for (policy, over), pair in _pairs(own).items():
-            if policy == SPINDLE and over in pairs:
+        for (_, over), pair in _pairs(own).items():
+            if over in pairs:  # only spindle is over others than none
                 for every, speeds in zip(pairs[over], pair, strict=True):
                     every.extend(speeds)
     return [{"over": over, **interval(*pair)} for over, pair in pairs.items() if pair[0]]
