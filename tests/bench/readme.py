@@ -26,8 +26,8 @@ WHOLE = ("workloads", "workloads-sampled", "workloads-avx2", "level-avx2", "swee
 """Records of a target's workloads, greedy and sampled, on each processor."""
 SWEEPS = ("sweep-cpu", "sweep-cpu-avx2", "open-avx2")
 """Load sweeps on each processor, through tritonserver; of several with the same point the first has it."""
-PICTURED = {"sweep-cpu-avx2": "AVX2", "sweep-cpu": "AVX512-BF16"}
-"""Sweeps with pictures, the newest first, and their processors."""
+PICTURED = ("sweep-cpu-avx2", "sweep-cpu")
+"""Sweeps with pictures, the newest first."""
 STACKS = {"transformers-plain": "transformers", "vllm-plain": "vLLM", "openvino-plain": "OpenVINO GenAI", "llamacpp-plain": "llama.cpp"}
 """The arms of the other stacks without speculation."""
 WORKLOADS = {
@@ -189,13 +189,10 @@ def _sweep_of(points: dict[tuple[str, str], list[dict[str, Any]]], title: str) -
 def policies() -> str:
     """Return the table of Spindle against the other policies, over all loads of a sweep together."""
     found = [(_processor(record), {row["over"]: row for row in record["overall"]}) for record in _records(*SWEEPS) if record.get("overall")]
-    rows = [
-        [
-            f"{name} (warm blocks: {max(row['blocks'] for row in own.values())})",
-            *(_ratio(own.get(over)) for over in (BEST_FIXED, *ADAPTING)),
-        ]
-        for name, own in found
-    ]
+    rows = []
+    for name, own in found:
+        blocks = " to ".join(map(str, sorted({row["blocks"] for row in own.values()})))
+        rows.append([f"{name} (warm blocks: {blocks})", *(_ratio(own.get(over)) for over in (BEST_FIXED, *ADAPTING))])
     head = ["Spindle's speed over, all loads together (95 %)", f"the {BEST_FIXED}", *ADAPTING]
     return _table(head, *(rows or [["not run", *[""] * (len(head) - 1)]]))
 
@@ -220,7 +217,7 @@ def pictures() -> str:
     lines = []
     for name, text in words.items():
         made = [sweep for sweep in PICTURED if (PICTURES / f"{sweep}-{name}.png").is_file()]
-        lines += [f"![{text}, {PICTURED[sweep]}](docs/pictures/{sweep}-{name}.png)" for sweep in made[:1]]
+        lines += [f"![{text}, {_processor(_record(sweep))}](docs/pictures/{sweep}-{name}.png)" for sweep in made[:1]]
     return "\n".join([*lines, ""])
 
 

@@ -304,9 +304,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record = opened(options)
     record["command"] = ["python", "-m", "tests.bench.sweep", *command]
     config = record["settings"]["config"]
-    for name in [SPINDLE, *(ablation_names(config) if options.ablations else [])]:
-        prepare(parse_config(arm_config(config, name, Tuning(), options.active)))
-    record["tables"] = {name: table.to_dict() for name, table in tables(parse_config(config)).items()}
+    prepare(parse_config(arm_config(config, SPINDLE, Tuning(), options.active)))
+    measured = tables(parse_config(config))
+    record["tables"] = {name: table.to_dict() for name, table in measured.items()}
+    if options.ablations:  # an arm with tables of its own would have a number of threads of its own
+        config = {**config, "threads": next((table.provenance.threads for table in measured.values()), 1)}
+        for name in (SPINDLE, *ablation_names(config)):
+            prepare(parse_config(arm_config(config, name, Tuning(), options.active)))
     with tempfile.TemporaryDirectory() as folder:
         roster: Roster = (
             InProcess(config, options.active, options.servers)

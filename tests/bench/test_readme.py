@@ -47,7 +47,7 @@ def test_a_sweep_with_other_policies_has_a_row_of_all_its_loads(tmp_path, monkey
     rows += [{"over": readme.BEST_FIXED, "ratio": 1.5, "interval_95": None, "blocks": 1}]
     for name, overall in (("sweep-cpu", rows), ("open-avx2", [])):
         (tmp_path / f"{name}.json").write_text(json.dumps({"overall": overall, "machine": {"processor": "A CPU (AVX9)"}}))
-    assert readme.policies().splitlines()[2:] == ["| AVX9 (warm blocks: 7) | 1.50 (one block) |  | 1.25 (1.10 to 1.40) |  |  |"]
+    assert readme.policies().splitlines()[2:] == ["| AVX9 (warm blocks: 1 to 7) | 1.50 (one block) |  | 1.25 (1.10 to 1.40) |  |  |"]
 
 
 def test_ablations_and_the_simulation_s_error_are_written_from_their_records(tmp_path, monkeypatch):

@@ -1,6 +1,8 @@
 import argparse
 import json
 import re
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -317,6 +319,17 @@ def test_a_sweep_that_was_stopped_goes_on_where_it_was_and_runs_nothing_again(fi
     assert runs[: len(kept)] == kept
     key = ("workload", "load", "block", "policy")
     assert [[run[k] for k in key] for run in runs] == [[run[k] for k in key] for run in record["runs"]]
+
+
+def test_ablations_have_the_threads_that_spindle_s_tables_were_measured_with(tmp_path, monkeypatch):
+    config, prepared = tmp_path / "serving.json", []
+    config.write_text(json.dumps(FAKE))
+    monkeypatch.setattr(sweep, "prepare", prepared.append)
+    monkeypatch.setattr(sweep, "tables", lambda _: {"target": SimpleNamespace(to_dict=dict, provenance=SimpleNamespace(threads=3))})
+    monkeypatch.setattr(sweep, "InProcess", lambda config, *_: sys.exit(f"served with {config['threads']}"))
+    with pytest.raises(SystemExit, match="served with 3"):
+        main(["--in-process", "--quick", "--config", str(config), "--ablations", "--shares", "--out", str(tmp_path / "sweep.json")])
+    assert [made.threads for made in prepared] == ["auto", *[3] * (1 + len(ablation_names(FAKE)))]
 
 
 def test_a_record_of_other_settings_is_not_gone_on_with(finished):
