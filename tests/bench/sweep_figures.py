@@ -277,8 +277,11 @@ def _shares(counts: dict[str, float]) -> dict[str, float]:
     emitting).
     """
     parts = _by_label(counts, "spindle_step_part_seconds_total", "part")
-    if "overhead" not in parts:
+    if "rest" in parts:
+        parts["emit"] = parts.pop("rest")
+    elif "overhead" in parts:  # records until November 2026: it had planning and learning in it
+        parts["emit"] = parts.pop("overhead") - parts.get("planning", 0.0) - parts.get("learning", 0.0)
+    else:
         return {}
-    parts["emit"] = parts.pop("overhead") - parts.get("planning", 0.0) - parts.get("learning", 0.0)
     whole = sum(parts.values())
     return {part: round(seconds / whole, 5) for part, seconds in parts.items()}

@@ -265,6 +265,8 @@ def _sums(*runs: Run) -> dict[str, float]:
                 sums[name.partition('part="')[2].partition('"')[0]] += value
         sums["seconds"] += run["counts"]["spindle_step_seconds_sum"]
         sums["steps"] += run["counts"]["spindle_step_seconds_count"]
+    if "rest" in sums:  # older records have it whole, as overhead
+        sums["overhead"] = sums.pop("rest") + sums.get("planning", 0.0) + sums.get("learning", 0.0)
     return sums
 
 

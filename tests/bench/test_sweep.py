@@ -50,7 +50,7 @@ def run(policy, block, seconds, load="closed-2", tokens=10):
         'spindle_accepted_tokens_by_position_total{draft="d",position="1"}': 3.0,
         **{
             f'spindle_step_part_seconds_total{{part="{part}"}}': s
-            for part, s in (("planning", 1.0), ("learning", 0.5), ("verify", 6.0), ("overhead", 4.0))
+            for part, s in (("planning", 1.0), ("learning", 0.5), ("verify", 6.0), ("rest", 2.5))
         },
         'spindle_emitted_tokens_total{draft="d",arm="planner"}': 10.0,
         "spindle_step_seconds_sum": 4.0,
