@@ -1,10 +1,10 @@
 """Simulate a deployment from latency tables, true acceptance and arrivals, and see what every policy would make of it.
 
     python -m policy.simulate compare --deployment llama-8b-h100 --mix mix --rates 4,12,backlog --arms none,fixed:eagle:3 --html out.html
-    python -m policy.simulate evidence --json docs/results/simulation.json --html build/simulation.html
+    python -m policy.simulate evidence --json docs/results/simulation.json --html docs/results/simulation.html
     python -m policy.simulate fleet --replicas 1,8,1000 --arms none,adaptive
-    python -m policy.simulate shapes --cases trees,cohorts --json docs/results/shapes.json --html build/shapes.html
-    python -m policy.simulate regret --json docs/results/regret.json --html build/regret.html
+    python -m policy.simulate shapes --cases trees,cohorts --json docs/results/shapes.json --html docs/results/shapes.html
+    python -m policy.simulate regret --json docs/results/regret.json --html docs/results/regret.html
     python -m policy.simulate report FILE.json --html FILE.html
 
 ``compare`` runs what it is told. ``evidence`` runs the whole protocol: choices made on some seeds, reported on others.
