@@ -253,7 +253,7 @@ TEXT_OUTPUTS: tuple[Field, ...] = (
     *_SHARED_OUTPUTS,
     _f("output_tokens", "STRING", _ANY, "the bytes of the tokens that the response accounts for; none of a special one", added=True),
     _f("top_tokens", "STRING", _ROWS, "at each of them the bytes of the likeliest tokens, best first", added=True),
-    _f("top_log_probs", "FP32", _ROWS, "and their log-probabilities, of the same distribution as output_log_probs", added=True),
+    _f("top_log_probs", "FP32", _ROWS, "and their log-probabilities, of the same law as output_log_probs", added=True),
 )
 
 TOKEN_INPUTS: tuple[Field, ...] = (*_TOKEN_INPUTS, *_SHARED_INPUTS)
