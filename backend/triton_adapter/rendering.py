@@ -30,6 +30,24 @@ its sources; run on a fake only.
 """
 """What speculation leaves as it is, by number format and kind of request; README has the same."""
 
+BEHAVIOUR = """\
+- A bad tensor is INVALID_ARGUMENT, naming it and its value; a full queue or a dead engine
+  UNAVAILABLE; a cancelled request CANCELLED. Every request gets exactly one final reply.
+- Options hold inside an accepted run: each token is one that plain decoding would allow there. Words
+  are tokenised alone, without special tokens; one without tokens has no effect. Weights and
+  penalties are at most 1e6 in size. Where other options ban all that a grammar allows, the grammar
+  wins.
+- `output_log_probs` has as many entries as `num_output_tokens`, an end token included; over several
+  responses, text may come later than its tokens. `/generate` writes a list of one as a number.
+- `context_logits` and `generation_logits` are the model's own, before every option. They stay in
+  memory until they are sent: `limits.max_logits_bytes` bounds them.
+- A Triton batch over 1, or `num_return_sequences` over 1, needs decoupled mode and a streaming
+  interface: responses have `batch_index` and `sequence_index`, and the first error ends them all.
+- `stop` sent to `tensorrt_llm` ends the requests in flight there that have its request id. Triton's
+  `timeout` (microseconds) is obeyed; its `priority` is not, Python models are not told of it.
+"""
+"""How requests are answered, whatever tensors they use."""
+
 
 def render_config(model: Model, *, decoupled: bool = True, max_batch_size: int = 64) -> str:
     """Return a complete ``config.pbtxt``. ``spindle`` answers each command once, unbatched, whatever the settings."""
@@ -60,6 +78,10 @@ def render_contract() -> str:
         "## Guarantees",
         "",
         *GUARANTEES.splitlines(),
+        "",
+        "## Behaviour",
+        "",
+        *BEHAVIOUR.splitlines(),
     ]
     for model in MODELS:
         lines += ["", f"## `{model.name}`"]
