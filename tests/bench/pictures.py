@@ -79,7 +79,7 @@ def _labels(axis: Axes, fixed: dict[str, list[float]], theme: dict[str, str], co
     axis.text(end, 0.995, f"best fixed: {named(best)}", color=faint, va="center")
     axis.text(end, fixed[worst][-1], f"worst fixed: {named(worst)}", color=faint, va="center")
     axis.text(0.03, 0.985, "plain decoding", color=faint, va="top")
-    axis.text((count - 1) / 2, 0.88, "fixed choices of draft and length", color=theme["ink"], va="center", ha="center")
+    axis.text(0.62 * (count - 1), 0.89, "fixed choices of draft and length", color=theme["ink"], va="center", ha="center")
 
 
 def _frame(axis: Axes, loads: list[int], theme: dict[str, str]) -> None:
