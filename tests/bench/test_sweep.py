@@ -14,6 +14,8 @@ from tests.bench.sweep_figures import BEST_FIXED, EVERY
 from tests.bench.sweep_report import write_pictures, write_report
 from tests.bench.sweep_simulation import missing
 
+pytestmark = pytest.mark.slow
+
 FAKE = {
     "target": {"engine": "fake", "step_s": 0.001},
     "drafts": [{"name": "d-1", "engine": "fake", "agreement": 0.8}, {"name": "lookup", "engine": "lookup"}],
@@ -414,7 +416,6 @@ def test_a_server_that_is_given_up_while_it_starts_is_ended(tmp_path, monkeypatc
     assert made[0].process.poll() is not None
 
 
-@pytest.mark.server
 def test_servers_serve_both_loops_count_by_run_and_share_one_for_fixed_choices(tmp_path):
     servers = Servers(FAKE, 4, tmp_path, most=2)
     request = {"text_input": "one two one two", "max_tokens": 12, "cache_salt": "a"}
