@@ -92,7 +92,7 @@ def arm_config(config: dict[str, Any], name: str, tuning: Tuning, active: int) -
     policies: dict[str, dict[str, Any]] = {
         SPINDLE: {**base, "kind": "adaptive", "trace_file": ""},
         "schedule": {"draft": tuning.draft, "schedule": [{"batch": batch, "length": length} for batch, length in tuning.schedule]},
-        "ema": {"kind": "average", "draft": tuning.draft},
+        "ema": {"draft": tuning.draft},
         "smartspec": {"draft": tuning.draft},
         "spin": {"length": tuning.length},
     }

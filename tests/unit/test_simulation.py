@@ -222,7 +222,7 @@ def test_the_oracle_plans_with_the_true_hazards():
 
 @pytest.mark.parametrize(
     "arm",
-    ["none", "fixed:eagle:3", "schedule:1b", "average:eagle", "smartspec:1b", "spin:3", "adaptive", "per-step", "oracle"],
+    ["none", "fixed:eagle:3", "schedule:1b", "ema:eagle", "smartspec:1b", "spin:3", "adaptive", "per-step", "oracle"],
 )
 def test_every_arm_serves_a_small_load(arm):
     deployment = llama_8b_h100()
