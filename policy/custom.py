@@ -41,7 +41,9 @@ def found(path: str) -> Callable[..., Any]:
     except Exception as error:
         raise PolicyError(f"{path!r}: importing {module_name} {_said(error)}") from error
     if not hasattr(module, name):
-        raise PolicyError(f"{path!r}: {module_name} ({module.__file__}) has no {name!r}")
+        classes = [n for n, c in vars(module).items() if getattr(c, "__module__", "") == module_name]
+        has = f"has no {name!r}, it has {', '.join(classes) or 'none'}"
+        raise PolicyError(f"{path!r}: {module_name} ({module.__file__}) {has}")
     factory = getattr(module, name)
     if not callable(factory):
         raise PolicyError(f"{path!r} must be a class or a function, got {factory!r}")

@@ -25,7 +25,7 @@ import numpy as np
 from tqdm import tqdm
 
 from backend.app import latency_model, make_policy
-from backend.config import ServingConfig, parse_config
+from backend.config import PolicyConfig, ServingConfig, parse_config
 from backend.stats import Stats, StepStats
 from policy.latency import LatencyCurve, LatencyModel, LatencyTable
 from policy.plan import FloatArray, Outcome, Plan, Policy, View
@@ -33,7 +33,7 @@ from policy.simulation.deployment import Deployment
 from policy.simulation.fleet import simulate, simulate_closed
 from policy.simulation.workload import Acceptance, Drift, Workload, uniform
 from tests.bench.hazards import Hazards, fitted
-from tests.bench.sweep_arms import AGAIN, NONE, SPINDLE, Tuning, arm_config, fixed_choice
+from tests.bench.sweep_arms import NONE, SPINDLE, Tuning, arm_config, fixed_choice
 from tests.bench.sweep_figures import blocks, is_closed, level
 
 MOST_BLOCKS = 3
@@ -124,7 +124,8 @@ class Simulation:
             (*point, number, name): run for point, made in whole.items() for number, block in made.items() for name, run in block.items()
         }
         self._fixed = [name for name in names if name.startswith("fixed-")]
-        self.policies = [NONE, *self._fixed, *(n for n in names if n not in (NONE, AGAIN) and n in POLICIES)]
+        planners = [name for name in names if name in POLICIES or PolicyConfig(name).own]
+        self.policies = [NONE, *self._fixed, *planners]
         self.config = parse_config(arm_config(self._plain_config(), SPINDLE, self._tuning, self._settings["active"]))
         self._drafts = tuple(draft.name for draft in self.config.drafts)
         runs = [(key, run) for key, run in self.runs.items() if key[3] in self._fixed]

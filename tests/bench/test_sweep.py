@@ -233,7 +233,10 @@ def finished(tmp_path_factory):
 def test_a_policy_that_is_not_in_the_sweep_is_refused_by_name(tmp_path):
     config, out = tmp_path / "serving.json", tmp_path / "sweep.json"
     config.write_text(json.dumps(FAKE))
-    with pytest.raises(SystemExit, match="--policies: fixed-d-1-3 is none of fixed-d-1-2, fixed-lookup-2, schedule"):
+    with pytest.raises(
+        SystemExit,
+        match=r"--policies: fixed-d-1-3 is none of fixed-d-1-2, fixed-lookup-2, schedule.* or a dotted path like my_package\.MyPolicy",
+    ):
         main(["--in-process", "--config", str(config), "--out", str(out), "--lengths", "2", "--policies", "ema", "fixed-d-1-3"])
 
 
