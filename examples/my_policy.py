@@ -1,4 +1,4 @@
-"""A policy of your own in one class: the draft that pays best, and no draft once the batch is large."""
+"""A policy of your own: the draft that pays best, and none once the batch is large."""
 
 import numpy as np
 

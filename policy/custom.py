@@ -26,7 +26,7 @@ METHODS = ("start", "plan", "needs_offers", "observe", "stand_by", "save", "load
 
 
 class PolicyError(ValueError):
-    """A policy that cannot be used, or that failed; one line that names it and says what is wrong."""
+    """A policy that cannot be used, or that failed: one line that names it and the reason."""
 
 
 def found(path: str) -> Callable[..., Any]:
@@ -41,7 +41,8 @@ def found(path: str) -> Callable[..., Any]:
     except Exception as error:
         raise PolicyError(f"{path!r}: importing {module_name} {_said(error)}") from error
     if not hasattr(module, name):
-        classes = [n for n, c in vars(module).items() if getattr(c, "__module__", "") == module_name]
+        theirs = vars(module).items()
+        classes = [key for key, it in theirs if getattr(it, "__module__", "") == module_name]
         has = f"has no {name!r}, it has {', '.join(classes) or 'none'}"
         raise PolicyError(f"{path!r}: {module_name} ({module.__file__}) {has}")
     factory = getattr(module, name)
@@ -84,7 +85,7 @@ def made(
 
 
 class Guarded:
-    """A user's policy: what it raises becomes a PolicyError, and so does a plan nobody can follow."""
+    """A user's policy: what it raises, or a plan that nobody can follow, is a PolicyError."""
 
     def __init__(self, path: str, policy: Policy) -> None:
         self.path, self.policy = path, policy

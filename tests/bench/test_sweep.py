@@ -93,6 +93,23 @@ def test_an_ablation_is_spindle_without_a_part_or_with_one_that_is_off():
         arm_config(base, "without-nothing", TUNING, 8)
 
 
+def test_a_policy_of_one_s_own_is_an_arm_with_the_options_of_the_configuration():
+    own = "examples.my_policy.BestPaid"
+    base = {**FAKE, "policy": {"kind": own, "k_max": 4, "options": {"most_rows": 2}}}
+    made = {name: arm_config(base, name, TUNING, 8)["policy"] for name in ("spindle", "ema", own)}
+    assert made[own] == {**base["policy"], "keep_learned": False}
+    assert (made["spindle"]["kind"], made["spindle"]["options"]) == ("adaptive", {})
+    assert "options" not in made["ema"]
+    assert arm_config(FAKE, own, TUNING, 8)["policy"]["kind"] == own
+    roster = InProcess(base, 4, most=2)
+    try:
+        served = roster.arm(own)[0].run(Offer([{"text_input": "one two", "max_tokens": 12}] * 3, 3))
+        assert [reply.output_tokens for reply in served.replies] == [12] * 3
+        assert sum(reply.drafted for reply in served.replies) > 0
+    finally:
+        roster.close()
+
+
 def test_in_process_the_engines_not_used_for_longest_make_room():
     roster = InProcess({**FAKE, "policy": {}}, 4, most=2)
     try:
