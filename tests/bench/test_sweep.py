@@ -103,7 +103,7 @@ def test_a_policy_of_one_s_own_is_an_arm_with_the_options_of_the_configuration()
     assert arm_config(FAKE, own, TUNING, 8)["policy"]["kind"] == own
     roster = InProcess(base, 4, most=2)
     try:
-        served = roster.arm(own)[0].run(Offer([{"text_input": "one two", "max_tokens": 12}] * 3, 3))
+        served = roster.arm(own)[0].run(Offer([{"text_input": "one two", "max_tokens": 12}] * 3, 2))
         assert [reply.output_tokens for reply in served.replies] == [12] * 3
         assert sum(reply.drafted for reply in served.replies) > 0
     finally:
