@@ -1,5 +1,6 @@
 # make serve   serve the embedded model: HTTP_PORT, GRPC_PORT, METRICS_PORT, OPENAI_PORT, BIND, SPINDLE_CONFIG, SPINDLE_CACHE
-# make test    the whole check
+# make test    lint, types, import contracts and the everyday tests, before every commit
+# make test-all  the rest: deliberate faults, many draws, restarts, the real model, training
 # make bench   the load sweep: ARGS="--quick --out FILE" for eight minutes instead of hours, ARGS=--help for more
 # make audit   look the pinned packages up among known vulnerabilities (PyPI's advisories, over the network; not part of make test)
 # PYTHON       a Python 3.10, 3.11 or 3.12 with a shared library, for the virtual environment
@@ -8,7 +9,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: serve test bench audit clean
+.PHONY: serve test test-all bench audit clean
 
 serve: $(VENV)/.serve
 	@exec $(BIN)/python -m backend.triton_adapter.launcher
@@ -18,7 +19,10 @@ test: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest
+	$(BIN)/pytest -m "not slow"
+
+test-all: $(VENV)/.test
+	$(BIN)/pytest -m slow
 
 bench: $(VENV)/.test
 	$(BIN)/python -m tests.bench.sweep $(ARGS)

@@ -6,7 +6,8 @@ import itertools
 import logging
 import os
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
@@ -34,8 +35,8 @@ from backend.tokenizer import ByteTokenizer, IncrementalDecoder, Tokenizer, load
 from backend.trace_file import TraceFile
 from backend.tracing import Tracing
 from backend.trtllm_deployment import check_engines, make_trtllm, trtllm_tables
-from policy import LatencyTable
-from policy.published import AcceptanceAverage, SmartSpec, SpinSelection
+from policy import LatencyTable, custom
+from policy.published import AcceptanceEma, SmartSpec, SpinSelection
 from policy.shaped import ShapedPlanner
 from policy.shapes import Shapes
 from policy.trace import Traced
@@ -148,6 +149,9 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
     """
     if Path(policy.__file__).resolve().parent.parent != PROJECT_ROOT:
         raise ConfigError(f"policy was imported from {policy.__file__}, backend from {PROJECT_ROOT}: one of them is another project's")
+    if config.policy.own:
+        with _kind_named():
+            custom.found(config.policy.kind)  # a wrong path is said before engines are loaded
     tokenizer = _tokenizer(config)
     threads = 1
     if tables is None:
@@ -287,6 +291,10 @@ def make_policy(
     if config.policy.kind == "none" or not drafts:
         return policy.NoSpeculation()
     latency, names = latency_model(config, tables), tuple(draft.name for draft in config.drafts)
+    if config.policy.own:
+        asked = config.policy
+        with _kind_named():
+            return custom.made(asked.kind, names, latency, asked.k_max, asked.options)
     if config.policy.kind != "adaptive":
         return _baseline(config.policy, names, latency)
     scored = all(draft.limits.scores or draft.limits.free for draft in drafts)
@@ -305,6 +313,15 @@ def make_policy(
     return Traced(planner, TraceFile(Path(config.policy.trace_file), stats), config.policy.trace_lines)
 
 
+@contextmanager
+def _kind_named() -> Iterator[None]:
+    """Raise a user's policy's PolicyError as ConfigError that names the setting."""
+    try:
+        yield
+    except custom.PolicyError as error:
+        raise ConfigError(f"policy.kind {error}") from error
+
+
 def latency_model(config: ServingConfig, tables: Mapping[str, LatencyTable]) -> policy.LatencyModel:
     """Return the times of a deployment's passes by its tables. Raises LatencyError naming the engines that lack one."""
     known = {engine.name: tables.get(engine.name) or _known_times(engine) for engine in (config.target, *config.drafts)}
@@ -318,8 +335,8 @@ def _baseline(config: PolicyConfig, drafts: tuple[str, ...], latency: policy.Lat
             return policy.FixedLength(config.draft, config.length)
         case "schedule":
             return policy.BatchSchedule(config.draft, {step.batch: step.length for step in config.schedule})
-        case "average":
-            return AcceptanceAverage(config.draft)
+        case "ema":
+            return AcceptanceEma(config.draft)
         case "smartspec":
             return SmartSpec(drafts, config.draft, latency, config.k_max)
         case "spin":

@@ -56,6 +56,9 @@ class EngineConfig:
     worker: str = "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"
 
 
+POLICIES = ("adaptive", "none", "fixed", "schedule", "ema", "smartspec", "spin", "random")
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduleStep:
     """Up to ``batch`` requests that decode, ``length`` tokens are proposed."""
@@ -66,11 +69,13 @@ class ScheduleStep:
 
 @dataclass(frozen=True, slots=True)
 class PolicyConfig:
-    """Which policy plans: ``adaptive``, or one to compare it with.
+    """Which policy plans: ``adaptive``, one to compare it with (``POLICIES``), or a user's.
 
-    ``fixed`` uses ``draft`` and ``length`` always, ``schedule`` ``draft`` by a table of batch sizes; ``average`` (SGLang's) and
-    ``smartspec`` (as published) adapt the length of ``draft``, ``spin`` selects drafts for chains of ``length``; ``random`` (tests) draws
-    both in every step.
+    ``fixed`` uses ``draft`` and ``length`` always, ``schedule`` ``draft`` by a table of batch sizes;
+    ``ema`` (SGLang's acceptance average) and ``smartspec`` (as published) adapt the length of
+    ``draft``, ``spin`` selects drafts for chains of ``length``; ``random`` (tests) draws both in
+    every step. A dotted path, ``my_package.MyPolicy``, is a user's own (``policy.custom``), which
+    gets ``options`` as keyword arguments.
     ``selection`` is how the adaptive planner finds drafts worth a trial (``policy.selection``). It proposes up to ``tree_width`` candidates
     for a place (1: chains only) and, with ``merge_chains``, chains of two drafts for one verification, where they pay. ``cohorts`` above 1:
     the batch may be cut into so many, one of which is drafted for while another is verified, where that pays.
@@ -78,7 +83,8 @@ class PolicyConfig:
     lines of what the adaptive planner saw and decided, for ``python -m policy.replay``.
     """
 
-    kind: str = setting("adaptive", choices=("adaptive", "none", "fixed", "schedule", "average", "smartspec", "spin", "random"))
+    kind: str = "adaptive"
+    options: dict[str, Any] = field(default_factory=dict)
     k_max: int = setting(8, low=0, high=64)
     selection: str = setting("probing", choices=("probing", "ucb", "thompson"))
     draft: str = ""
@@ -91,6 +97,11 @@ class PolicyConfig:
     keep_learned: bool = True
     trace_file: str = ""
     trace_lines: int = setting(10_000, low=1)
+
+    @property
+    def own(self) -> bool:
+        """Whether the kind is the dotted path of a user's policy."""
+        return "." in self.kind and all(part.isidentifier() for part in self.kind.split("."))
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +246,15 @@ def _check_trtllm(config: ServingConfig) -> None:
 def _check_policy(policy: PolicyConfig, target: EngineConfig, drafts: list[str]) -> None:
     if policy.cohorts > 1 and target.attention == "padded":
         raise ConfigError(f"policy.cohorts must be 1 for a target whose attention is 'padded', got {policy.cohorts}")
-    if policy.kind in ("fixed", "schedule", "average", "smartspec") and policy.draft not in drafts:
+    if policy.kind == "average":
+        raise ConfigError("policy.kind 'average' is called 'ema'")
+    if policy.kind not in POLICIES and not policy.own:
+        known = f"one of {list(POLICIES)} or a dotted path like 'my_package.MyPolicy'"
+        raise ConfigError(f"policy.kind must be {known}, got {policy.kind!r}")
+    if policy.options and not policy.own:
+        whose = f"are for a policy of your own, not for {policy.kind!r}"
+        raise ConfigError(f"policy.options {whose}: got {policy.options!r}")
+    if policy.kind in ("fixed", "schedule", "ema", "smartspec") and policy.draft not in drafts:
         raise ConfigError(f"policy.draft must be one of {drafts}, got {policy.draft!r}")
     batches = [step.batch for step in policy.schedule]
     if policy.kind == "schedule" and (not batches or len(set(batches)) < len(batches)):
@@ -276,6 +295,8 @@ def _value(hint: Any, value: Any, path: str, metadata: Any) -> Any:
         if not isinstance(value, list):
             raise ConfigError(f"{path} must be a list, got {value!r}")
         return tuple(_value(typing.get_args(hint)[0], item, f"{path}[{i}]", {}) for i, item in enumerate(value))
+    if typing.get_origin(hint) is dict:  # an object of the user's own
+        hint = dict
     allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if float in allowed and type(value) is int:
         value = float(value)

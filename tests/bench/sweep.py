@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from backend import machine
 from backend.app import model_path
-from backend.config import parse_config
+from backend.config import PolicyConfig, parse_config
 from backend.memory import host_bytes
 from backend.triton_adapter.paths import PROJECT_ROOT
 from engines_build.prepare import prepare
@@ -97,11 +97,14 @@ class Sweep:
         self._config = record["settings"]["config"]
         self._messages = {name: self._rendered(name) for name in options.workloads}
         self._fixed = fixed_names(self._config, options.lengths)
-        if unknown := set(options.policies or ()) - {*self._fixed, *ADAPTING}:
-            raise SystemExit(f"--policies: {', '.join(sorted(unknown))} is none of {', '.join((*self._fixed, *ADAPTING))}")
+        known = [*self._fixed, *ADAPTING]
+        own = [name for name in options.policies or () if PolicyConfig(name).own]
+        if unknown := set(options.policies or ()) - {*known, *own}:
+            there = f"{', '.join(known)} or a dotted path like my_package.MyPolicy"
+            raise SystemExit(f"--policies: {', '.join(sorted(unknown))} is none of {there}")
         self._peers = Peers(self._config)
         record["skipped"] = {name: reason for name in options.peers if (reason := self._peers.missing(name))}
-        wanted = [name for name in (*self._fixed, *ADAPTING) if options.policies is None or name in options.policies]
+        wanted = own + [n for n in known if options.policies is None or n in options.policies]
         ablations = ablation_names(self._config) if options.ablations else []
         self.policies = [NONE, *wanted, SPINDLE, *ablations, *(name for name in options.peers if name not in record["skipped"]), AGAIN]
         self._deadline_s = time.monotonic() + options.limit_s
@@ -339,7 +342,7 @@ def parse(command: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--workloads", nargs="+", choices=[*workloads.NAMES, workloads.MIX], default=["chat", "summarise", "qa", "sql", "mix"]
     )
-    parser.add_argument("--policies", nargs="*", help="beside none and spindle; default: all")
+    parser.add_argument("--policies", nargs="*", help="beside none and spindle, your own by its dotted path; default: all but those")
     parser.add_argument("--ablations", action="store_true", help="spindle without each part and draft, or with a part that is off")
     parser.add_argument("--peers", nargs="*", default=[], choices=[*PEERS, "all"], help="other stacks, in closed loops only")
     parser.add_argument("--closed", nargs="+", type=int, default=[1, 2, 4, 8, 16, 24], help="requests in flight")

@@ -19,6 +19,8 @@ from tests.bench.arms import Offer, Reply
 from tests.bench.peer_arms import WORKERS, PeerArm, Peers, environment
 from tests.bench.peer_worker import Transformers, _Clock, _events
 
+pytestmark = pytest.mark.slow
+
 DRAFTS = PROJECT_ROOT / "engines_build" / "drafts"
 TINY, DRAFT = DRAFTS / "tiny-target", DRAFTS / "tiny-0.9m"
 REQUESTS = [{"text_input": text, "max_tokens": 2} for text in "abc"]

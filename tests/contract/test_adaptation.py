@@ -11,7 +11,7 @@ from backend.request import GenerationRequest
 from engines_build.prepare import bring_embedded_model
 from policy import LatencyTable
 
-pytestmark = pytest.mark.model
+pytestmark = pytest.mark.slow
 
 
 def chat(text):

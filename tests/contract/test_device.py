@@ -81,6 +81,7 @@ def pretended_beside(monkeypatch, side_stream=None):
         yield device
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["ragged", "graphs"])
 @pytest.mark.parametrize("scenario", [FREE, TREES, MIXED, ALIKE], ids=["chains", "trees", "options", "alike"])
 def test_cohorts_on_a_stream_beside_wait_for_all_that_crosses_and_texts_are_those_of_plain_decoding(monkeypatch, attention, scenario):

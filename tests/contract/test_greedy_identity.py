@@ -19,7 +19,7 @@ from policy import NO_DRAFT, LatencyTable, NoSpeculation, Plan, RandomChoice, Tu
 from tests.bench.in_process import Witness, first_difference, generate
 from tests.bench.prompts import PROMPTS
 
-pytestmark = pytest.mark.model
+pytestmark = pytest.mark.slow
 
 DRAFT = "engines_build/drafts/smollm2-135m-instruct-10m"
 MAX_TOKENS, SEEDED_TOKENS = 40, 24

@@ -96,6 +96,7 @@ def test_what_lookup_proposes_is_cut_where_the_grammar_ends_it():
     assert deployment.drafting.recorded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("coupled", [False, True], ids=["sampled", "plan-invariant"])
 def test_the_first_three_tokens_follow_the_target_s_law_under_the_grammar(coupled):
     tokens = Letters(

@@ -42,6 +42,7 @@ class Blind(Policy):
         return self.policy.drift(state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequences", SECONDS)
 @pytest.mark.parametrize("agreement", [0.6, 0.8])
 def test_seeing_what_is_in_flight_costs_no_goodput(monkeypatch, tmp_path, sequences, agreement):
@@ -88,6 +89,7 @@ def test_answers_that_are_there_are_all_taken_before_the_next_plan(monkeypatch, 
     assert all(view.ready.all() for view, _ in served.plans)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequences", [2, 16])
 @pytest.mark.parametrize("turn_s", [0.0, 0.4e-3, 4e-3])
 def test_the_length_of_free_runs_is_about_as_good_as_the_best_constant(monkeypatch, tmp_path, sequences, turn_s):

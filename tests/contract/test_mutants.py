@@ -4,6 +4,8 @@ import pytest
 
 from tests.contract import cohort_mutants, padded_mutants, tree_mutants
 
+pytestmark = pytest.mark.slow
+
 MUTANTS = cohort_mutants.MUTANTS | padded_mutants.MUTANTS | tree_mutants.MUTANTS
 
 

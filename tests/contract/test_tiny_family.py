@@ -18,6 +18,8 @@ from tests.bench.drafts import Model
 from tests.bench.in_process import Sink, Witness, generate
 from tests.contract.test_greedy_identity import check_equal
 
+pytestmark = pytest.mark.slow
+
 FOLDER = PROJECT_ROOT / "engines_build/drafts"
 NAMES = [member.name for member in DRAFTS]
 

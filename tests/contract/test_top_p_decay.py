@@ -9,6 +9,8 @@ from backend.request import SamplingParams
 from tests.contract import checks
 from tests.contract.scenarios import SCRIPT, TREE_SCRIPT, Ask, Scenario, serve
 
+pytestmark = pytest.mark.slow
+
 DECAYING = SamplingParams(1.0, top_p=0.95, top_p_decay=0.6, top_p_min=0.2, top_p_reset_id=2)
 ASKS = tuple(Ask(n % 6, 16, n // 4, sampling=replace(DECAYING, temperature=1.5, seed=n, coupled=True)) for n in range(8))
 

@@ -11,6 +11,8 @@ from engines_build.trt_layers import TrtGraph
 from engines_build.trt_library import Messages, TrtError, find_library
 from tests.contract.deployment import tiny_config
 
+pytestmark = pytest.mark.slow
+
 library = pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx-cu13 is not installed")
 
 PROFILES = [Profile(batch=8, queries=6, past=128, rows=6), Profile(batch=2, queries=64, past=128, rows=1)]

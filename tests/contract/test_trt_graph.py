@@ -10,6 +10,8 @@ from tests.contract import checks, tree_checks
 from tests.contract.onnx_runtime import onnx_engine
 from tests.contract.reference import Reference
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch):

@@ -32,6 +32,7 @@ def test_it_holds_that(check, behaviour, monkeypatch):
     check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", LAWS, ids=lambda check: check.__name__)
 def test_it_holds_in_law_that(check, monkeypatch):
     serve_with_trtllm(monkeypatch)

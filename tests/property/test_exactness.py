@@ -58,9 +58,10 @@ scenarios = st.builds(
 CHECKS = [checks.texts_are_those_of_plain_decoding, checks.log_probs_are_those_of_the_text, checks.kv_is_that_of_a_fresh_prefill]
 
 
+@pytest.mark.parametrize("examples", [20, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_whatever_is_asked_and_planned(check):
-    @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_whatever_is_asked_and_planned(check, examples):
+    @settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(scenarios)
     def holds(scenario):
         check(scenario)

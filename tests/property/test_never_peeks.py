@@ -244,6 +244,7 @@ def surprise(planner, law, rounds):
     return worst, sum(int(plan.length.sum()) for _, _, plan in policy.seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [honest, shaped])
 def test_the_honest_planner_leaves_the_target_s_law(law, make):
     worst, proposed = surprise(make(), law, 1500)
@@ -251,6 +252,7 @@ def test_the_honest_planner_leaves_the_target_s_law(law, make):
     assert worst < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["proposals", "verdicts"])
 def test_a_planner_that_peeks_shifts_the_law_and_is_caught(law, what):
     worst, proposed = surprise(Peeking(what), law, 1500)

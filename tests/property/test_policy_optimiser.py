@@ -60,6 +60,7 @@ def test_from_four_rows_to_eight_it_is_within_two_percent_of_the_step_s_tokens_a
     assert np.mean(np.array(losses) < 1e-9) > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "drafts", "k_max"), [(3, 3, 3), (4, 3, 3), (5, 2, 3), (6, 2, 3), (8, 2, 2)])
 def test_once_a_step_is_known_a_quick_choice_is_nearly_always_the_best_and_loses_half_a_percent_in_the_mean_at_most(rows, drafts, k_max):
     rng, losses = np.random.default_rng(4), []
@@ -153,6 +154,7 @@ def test_permuting_the_requests_permutes_the_plan(seed, rows, drafts, k_max):
     assert other.draft.tolist() == choice.draft[order].tolist()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=6)
 @given(SEEDS, st.integers(1, 3), st.integers(1, 3))
 def test_after_any_history_every_draft_comes_back(seed, rows, drafts):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -116,6 +117,7 @@ def lived(history, selection, rows, seed, holds):
 LIVES = {"history": HISTORIES, "selection": st.sampled_from(SELECTIONS), "rows": st.integers(1, 4), "seed": st.integers(0, 2**32)}
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=12)
 @given(**LIVES)
 def test_where_nothing_is_ever_accepted_again_every_draft_is_still_tried(history, selection, rows, seed):
@@ -123,6 +125,7 @@ def test_where_nothing_is_ever_accepted_again_every_draft_is_still_tried(history
     assert {draft for step in planned for draft, _ in step} == set(range(len(DRAFTS)))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=12)
 @given(**LIVES, draft=st.integers(0, len(DRAFTS) - 1), length=st.integers(1, K_MAX))
 def test_a_draft_that_comes_to_be_right_for_some_tokens_is_used_for_no_fewer(history, selection, rows, seed, draft, length):

@@ -1,18 +1,12 @@
+from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from backend.app import build
 from backend.config import load_config
 from backend.request import GenerationRequest
-from tests.server.harness import CONFIG, Service, write_engine_python
-
-
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.server)
+from tests.server.harness import CONFIG, STOP_LIMIT_S, Service, write_engine_python
 
 
 class _Collect:
@@ -55,22 +49,33 @@ def faulty_python(tmp_path_factory):
     return str(write_engine_python(tmp_path_factory.mktemp("python") / "python", "tests.server.faulty_engine"))
 
 
-@pytest.fixture(scope="session")
-def start_service(tmp_path_factory):
-    """Start services; what still runs at the end is stopped."""
-    services = []
+@contextmanager
+def services(tmp_path_factory):
+    """Give a function that starts services; what still runs at the end is stopped, all at once."""
+    started = []
 
     def start(config=CONFIG, *arguments, log=None, **environment):
-        services.append(Service(log or tmp_path_factory.mktemp("service") / "log", config, *arguments, **environment))
-        return services[-1]
+        log = log or tmp_path_factory.mktemp("service") / "log"
+        started.append(Service(log, config, *arguments, **environment))
+        return started[-1]
 
     yield start
-    for service in services:
-        if service.process.poll() is None:
-            service.stop()
+    running = [service for service in started if service.process.poll() is None]
+    for service in running:
+        service.process.terminate()
+    for service in running:
+        service.process.wait(STOP_LIMIT_S)
+
+
+@pytest.fixture(scope="module")
+def start_service(tmp_path_factory):
+    """Start services of a module's own."""
+    with services(tmp_path_factory) as start:
+        yield start
 
 
 @pytest.fixture(scope="session")
-def service(start_service):
+def service(tmp_path_factory):
     """The service that tests share; they must leave it as they found it."""
-    return start_service().wait_ready()
+    with services(tmp_path_factory) as start:
+        yield start().wait_ready()

@@ -17,6 +17,8 @@ from backend.triton_adapter.launcher.server import STUB_NAME
 from backend.triton_adapter.launcher.settings import python_library_folder
 from tests.server.harness import CONFIG, PROJECT_ROOT, Service, free_ports
 
+pytestmark = pytest.mark.slow
+
 
 class Container(Service):
     """``docker/serve.sh`` with this machine's tritonserver; stubs and engine run on this environment's Python."""

@@ -72,6 +72,7 @@ def test_a_dead_stub_is_noticed_and_the_service_comes_back(crashing, model):
     assert works_again(crashing)
 
 
+@pytest.mark.slow
 def test_a_dead_server_is_started_again(crashing):
     starts = crashing.log.read_text().count("spindle: try: curl")
     victim = crashing.pid_of("bin/tritonserver")
@@ -118,6 +119,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_a_frozen_reader_stalls_nobody_and_is_let_go(crashing, reference_text):
     client = subprocess.Popen([sys.executable, "-c", FROZEN, str(crashing.grpc)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert client.stdout.readline() == "all run\n"
@@ -149,6 +151,7 @@ def test_sigterm_drains_and_leaves_nothing_behind(crashing, reference_text):
     assert left_by(crashing, tree) == []
 
 
+@pytest.mark.slow
 def test_sigterm_under_load_answers_all_64_streams(start_service, tmp_path):
     config = tmp_path / "serving.json"
     config.write_text('{"target": {"engine": "fake", "step_s": 0.05}, "policy": {"kind": "none"}, "limits": {"max_active_requests": 48}}')
@@ -185,6 +188,7 @@ def final_or_error(stream):
     return endings[0]
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_takes_everything_with_it(start_service):
     service = start_service().wait_ready()
     tree = service.tree()
@@ -200,6 +204,7 @@ def test_a_killed_launcher_takes_everything_with_it(start_service):
     assert left_by(service, tree) == []
 
 
+@pytest.mark.slow
 def test_a_hanging_engine_is_killed_and_started_again(start_service):
     service = start_service().wait_ready()
     victim = service.health()["pid"]

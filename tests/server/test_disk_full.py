@@ -11,6 +11,8 @@ import pytest
 
 from tests.server.harness import CONFIG, PROJECT_ROOT, free_ports
 
+pytestmark = pytest.mark.slow
+
 MIB = 2048  # in the 512-byte blocks of ulimit -f
 
 

@@ -1,7 +1,11 @@
 """A few hundred malformed requests through every door; ``tests.bench.bench_fuzz`` sends thousands."""
 
+import pytest
+
 from tests.bench.bench_fuzz import fuzz
 from tests.server.harness import free_ports
+
+pytestmark = pytest.mark.slow
 
 
 def test_malformed_requests_are_answered_and_harm_nobody(start_service):

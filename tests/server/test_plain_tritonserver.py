@@ -11,6 +11,8 @@ from backend.triton_adapter.launcher.run_folder import packaged_libraries, packa
 from backend.triton_adapter.launcher.settings import python_library_folder
 from tests.server.harness import CONFIG, PROJECT_ROOT, Service, free_ports
 
+pytestmark = pytest.mark.slow
+
 
 class PlainServer(Service):
     """tritonserver on the committed model repository, as an operator with a Triton of his own starts it: no launcher."""

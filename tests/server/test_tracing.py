@@ -117,6 +117,7 @@ def test_the_launcher_s_own_probes_are_not_traced(traced, collector):
     assert len([span for span in collector.spans if span["name"] == "spindle"]) == seen
 
 
+@pytest.mark.slow
 def test_rate_zero_traces_only_requests_that_bring_a_context(start_service, collector, reference_text):
     service = start_service(TRACE_URL=collector.url, TRACE_RATE="0", OTEL_BSP_SCHEDULE_DELAY="200").wait_ready()
     before = len(collector.spans)

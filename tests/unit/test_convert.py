@@ -139,7 +139,7 @@ def test_a_missing_package_is_an_error_that_says_how_to_install_it(monkeypatch):
         convert.embedded_gguf()
 
 
-@pytest.mark.model
+@pytest.mark.slow
 def test_the_converted_model_answers_as_transformers_runs_it():
     folder = cache.model_folder(EMBEDDED_MODEL)
     if not folder.is_dir():

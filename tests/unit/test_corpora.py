@@ -5,6 +5,8 @@ import pytest
 
 from engines_build.corpora import Corpus, Document, ask_about, sql_question
 
+pytestmark = pytest.mark.slow
+
 SOURCES = ["sql", "stdlib"]
 
 

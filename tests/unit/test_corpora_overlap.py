@@ -6,6 +6,8 @@ from engines_build.corpora_evaluation import EvaluationError, mt_bench, sql_ques
 from engines_build.corpora_overlap import grams_of, overlap_counts, overlaps, without_overlap
 from engines_build.corpora_templates import COLUMNS, JUDGED_COLUMNS, JUDGED_TABLES, TABLES
 
+pytestmark = pytest.mark.slow
+
 THIRTEEN = "one two three four five six seven eight nine ten eleven twelve thirteen"
 
 

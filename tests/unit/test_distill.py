@@ -23,6 +23,8 @@ from engines_build.distill_train import (
     top_cross_entropy,
 )
 
+pytestmark = pytest.mark.slow
+
 SHORTLIST = 64
 
 

@@ -14,6 +14,8 @@ from engines_build.distill_arguments import parse
 from engines_build.distill_family import Member, dialogues_of, family_texts, pieces
 from engines_build.distill_train import Sample, Shape
 
+pytestmark = pytest.mark.slow
+
 MEMBER = Member("tiny-sql", Shape(32, 1, 16, 4096), ("sql",))
 
 

@@ -20,6 +20,8 @@ from engines_build.distill_unlikelihood import (
     unlikelihood,
 )
 
+pytestmark = pytest.mark.slow
+
 ENDS = {0, 2}
 
 

@@ -61,6 +61,7 @@ def test_greedy_speculation_emits_what_plain_decoding_emits():
     assert 20 < accepted < 150
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"top_k": 2}, {"top_p": 0.7}])
 @pytest.mark.parametrize("k", [0, 1, 2])
 def test_the_law_of_the_first_token_is_the_targets_whatever_the_draft(k, options):

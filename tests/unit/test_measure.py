@@ -12,6 +12,8 @@ from engines_build import measure
 from engines_build.timing import Case
 from policy.latency import SYNTHETIC, LatencyCurve, LatencyError
 
+pytestmark = pytest.mark.slow
+
 
 def checkpoint(folder, width=16, layers=1, vocab=32):
     folder.mkdir()

@@ -304,6 +304,7 @@ def _ceiling(remaining, drafts):
     return np.repeat(np.minimum(8, remaining - 1)[:, None], drafts, axis=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("hazard", [[[0.6, 0.8]], [[0.9, 0.9], [0.2, 0.2]], [[0.85, 0.4], [0.3, 0.9]]], ids=["uniform", "mixed", "hetero"])
 def test_the_planner_is_within_3_percent_of_the_best_fixed_choice_or_beats_it(rows, hazard):

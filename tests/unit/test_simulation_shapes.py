@@ -20,6 +20,8 @@ from policy.simulation.workload import Category, Mix, backlog, draw
 from policy.trace import Traced, replayed, same
 from policy.trees import tree_tokens
 
+pytestmark = pytest.mark.slow
+
 HAZARD = 0.6
 GUESSES = Guesses(sibling=0.4, decay=0.5, rescue=0.5)
 
