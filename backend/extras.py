@@ -72,8 +72,7 @@ class Gatherer:
     def of(cls, sequence: Sequence) -> Gatherer | None:
         """Return one for a sequence that asks for anything, else None."""
         asks = sequence.sampling.top_log_probs is not None or sequence.reads_context or sequence.generation_logits
-        prompt = Prompt(sequence.tokens[: sequence.prompt_tokens]) if sequence.prompt_log_probs else None
-        return cls(sequence, _prompt=prompt) if asks else None
+        return cls(sequence) if asks else None
 
     def add(self, tokens: Seq[int], extras: Extras | None) -> None:
         """Take those of the ``tokens`` that were committed in a step; what a resumed request runs again is not taken again."""
@@ -88,7 +87,9 @@ class Gatherer:
             rows = extras.context_logits[have - first : self.sequence.prompt_tokens - first]
             if self.sequence.context_logits:
                 self._context.append(rows)
-            if self._prompt is not None:
+            if self.sequence.prompt_log_probs and len(rows):
+                if self._prompt is None:
+                    self._prompt = Prompt(self.sequence.tokens[: self.sequence.prompt_tokens])
                 self._prompt.read(rows, have, self.sequence.sampling.top_log_probs or 0)
             self._context_rows += len(rows)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # imported where it is needed: TensorRT-LLM's container has a
 BoolArray = npt.NDArray[np.bool_]
 
 MOST_CHARACTERS = 256 * 1024
-MOST_TOLD = 400
+MOST_TOLD = 300
 _KEPT_MASKS = 64
 
 
@@ -162,11 +162,11 @@ def _grammar(kind: str, text: str) -> str:
 
 
 def _one_line(error: object) -> str:
-    """Return an error in one line, without the excerpts of source below it.
+    """Return an error in one line, without the excerpts of source and state below it.
 
     The reason often comes last, so that a long one is cut in its middle.
     """
-    told, *_ = re.split(r"^\s*\d+ \| ", str(error), maxsplit=1, flags=re.MULTILINE)
+    told, *_ = re.split(r"^\s*\d+ \| |<state>", str(error), maxsplit=1, flags=re.MULTILINE)
     line = " ".join(told.split()) or type(error).__name__
     return line if len(line) <= MOST_TOLD else f"{line[: MOST_TOLD // 2]} ... {line[-MOST_TOLD // 2 :]}"
 

@@ -90,7 +90,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class Options(_Body):
-    """What both kinds of completion have."""
+    """Both kinds of completion."""
 
     model: str = Field(description="the name that `/v1/models` has")
     max_tokens: int | None = Field(None, ge=1, le=INT32, description="the most tokens of a text")
@@ -100,7 +100,7 @@ class Options(_Body):
     stop: Annotated[list[str], BeforeValidator(_stop)] | None = Field(
         None, description="a text or several, before the first of which the output ends"
     )
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="the same seed, the same text")
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="what is drawn depends on it, not on the load")
     presence_penalty: float | None = Field(None, ge=-2, le=2, description="taken once from tokens that have occurred")
     frequency_penalty: float | None = Field(None, ge=-2, le=2, description="taken from them once for each occurrence")
     logit_bias: dict[Annotated[int, Field(ge=0, le=INT32)], Bias] | None = Field(
@@ -191,7 +191,7 @@ class ToolCall(_Body):
 
 
 class Message(_Body):
-    """One message of a chat. One that calls tools may have no content."""
+    """A message of a chat. One that calls tools may have no content."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
         description="a `developer` message is a `system` message to templates that know no developers"

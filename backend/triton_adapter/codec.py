@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from backend.request import GUIDE_TYPES, ErrorCode, GenerationRequest, RequestError
-from backend.triton_adapter.fields import NUMPY_TYPES, TEXT_INPUTS, TEXT_OUTPUTS, TOKEN_OUTPUTS, Field
+from backend.triton_adapter.fields import NUMPY_TYPES, TEXT_INPUTS, TEXT_OUTPUTS, TOKEN_INPUTS, TOKEN_OUTPUTS, Field
 from backend.wire import Message
 
 Array = npt.NDArray[Any]
 
 _OUTPUT_TYPES = {field.name: NUMPY_TYPES[field.dtype] for field in (*TEXT_OUTPUTS, *TOKEN_OUTPUTS)}
+
+_INPUT_NAMES = tuple({field.name: None for field in (*TEXT_INPUTS, *TOKEN_INPUTS)})
+LEAST_LIKENESS = 0.85
+"""Of two names, by ``difflib``, from which on one is a misspelling of the other: two letters of ``temperature``."""
 
 MOST_TOP_LOG_PROBS = 20
 _LOWEST = {"max_tokens": 1, "top_k": 0, "num_draft_tokens": 0, "min_tokens": 0}
@@ -101,6 +107,23 @@ def meanings(inputs: Mapping[str, Array], fields: Seq[Field]) -> dict[str, Any]:
         else:
             given[field.attribute] = _meaning(field, inputs[field.name])
     return given
+
+
+def check_parameters(parameters: Iterable[str]) -> None:
+    """Refuse a request parameter that is all but the name of an input: over HTTP a misspelt input comes as a parameter.
+
+    Others are left alone: NVIDIA's models accept any. Raises RequestError naming both.
+    """
+    for name in parameters:
+        if meant := _meant(name):
+            raise invalid(f"{name} is no input: did you mean {meant}?")
+
+
+@lru_cache(256)
+def _meant(name: str) -> str | None:
+    """Return the input that a name is a misspelling of. One that another of the models has is none."""
+    near = difflib.get_close_matches(name, _INPUT_NAMES, 1, LEAST_LIKENESS)
+    return near[0] if near and near[0] != name else None
 
 
 def asks_to_stop(inputs: Mapping[str, Array]) -> bool:
