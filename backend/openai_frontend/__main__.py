@@ -1,8 +1,9 @@
-"""``python -m backend.openai_frontend``: serve on ``OPENAI_PORT``, as the launcher does beside tritonserver.
+"""``python -m backend.openai_frontend``: serve on ``OPENAI_PORT``, as the launcher does beside
+tritonserver.
 
-``BIND``, ``GRPC_PORT`` and ``SPINDLE_CONFIG`` as the launcher has them; ``OPENAI_API_KEY``: who calls must have it;
-``OPENAI_CORS_ORIGINS``: sites, separated by commas, whose pages may call; ``OPENAI_CHAT_TEMPLATE``: a file to use instead of the
-model's own template.
+``BIND``, ``GRPC_PORT`` and ``SPINDLE_CONFIG`` as the launcher has them; ``OPENAI_API_KEY``: who
+calls must have it; ``OPENAI_CORS_ORIGINS``: sites, separated by commas, whose pages may call;
+``OPENAI_CHAT_TEMPLATE``: a file to use instead of the model's own template.
 """
 
 from __future__ import annotations
@@ -73,7 +74,11 @@ def version() -> str:
     try:
         return metadata.version("spindle")
     except metadata.PackageNotFoundError:
-        found = re.search(r'^version = "(.+)"$', (PROJECT_ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
+        found = re.search(
+            r'^version = "(.+)"$',
+            (PROJECT_ROOT / "pyproject.toml").read_text("utf-8"),
+            re.MULTILINE,
+        )
         return found[1] if found else "unknown"
 
 

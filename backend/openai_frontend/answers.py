@@ -1,4 +1,4 @@
-"""What goes to Triton for a body, and what comes back: an answer whole, or as server-sent events."""
+"""What goes to Triton for a body, and what comes back: an answer, whole or as it is written."""
 
 from __future__ import annotations
 
@@ -21,11 +21,21 @@ from backend.openai_frontend.triton import Piece, Triton
 
 
 def tensors(body: Options, max_tokens: int, *, echo: bool = False, top: int | None = None) -> dict[str, Any]:
-    """Return the inputs of the text model that a body's options mean. OpenAI's temperature is 1 unless given.
+    """Return the inputs of the text model that a body's options mean. OpenAI's temperature is 1
+    unless given.
 
-    ``top``: log-probabilities are wanted, and so many of the likeliest at each place; with ``echo`` of the prompt, too.
+    ``top``: log-probabilities are wanted, and so many of the likeliest at each place; with ``echo``
+    of the prompt, too.
     """
-    names = ("top_p", "top_k", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "num_draft_tokens")
+    names = (
+        "top_p",
+        "top_k",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "min_tokens",
+        "num_draft_tokens",
+    )
     options = {name: getattr(body, name) for name in names}
     options |= {
         "max_tokens": max_tokens,
@@ -48,7 +58,9 @@ def tensors(body: Options, max_tokens: int, *, echo: bool = False, top: int | No
 
 @dataclass(slots=True)
 class Answer:
-    """The texts that a body asks for: ``n`` for each of the ``prompts``, in the order of the choices."""
+    """The texts that a body asks for: ``n`` for each of the ``prompts``, in the order of the
+    choices.
+    """
 
     body: Options
     style: Style
@@ -56,12 +68,18 @@ class Answer:
     options: dict[str, Any]
 
     async def response(self, request: Request, triton: Triton) -> Response:
-        """Ask Triton and return its answer. A client that hangs up ends its request. Raises ApiError."""
+        """Ask Triton and return its answer. A client that hangs up ends its request. Raises
+        ApiError.
+        """
         echoed = [await _text(triton, prompt) if self.style.echo else "" for prompt in self.prompts]
         texts = [text for text in echoed for _ in range(self.body.n)]
         choices = [Choice(self.style, index, text) for index, text in enumerate(texts)]
         kind = self.style.kind
-        head = {"id": f"{kind.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": self.body.model}
+        head = {
+            "id": f"{kind.prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": self.body.model,
+        }
         fields = FIELDS if kind is COMPLETION else CHAT_FIELDS if self.style.tool is None else TOOL_FIELDS
         pieces = triton.generate(self.prompts, self.options, fields)
         if not self.body.stream:
@@ -78,7 +96,7 @@ class Answer:
         return JSONResponse({**head, "object": self.style.kind.whole, "choices": made, "usage": counts.usage()})
 
     async def _events(self, first: Piece, pieces: Any, choices: list[Choice], head: dict[str, Any]) -> AsyncIterator[str]:
-        """Yield server-sent events; the pieces' stream is cancelled when nobody listens any more."""
+        """Yield server-sent events; the requests are cancelled when nobody listens any more."""
         counts, options = Counts(self.style.silent), self.body.stream_options
         head = {**head, "object": self.style.kind.part}
         async with aclosing(pieces):
@@ -103,7 +121,9 @@ class Answer:
 
 
 class Counts:
-    """Tokens of a request: a prompt counts once, however many texts continue it; of a ``silent`` one nothing else does."""
+    """Tokens of a request: a prompt counts once, however many texts continue it; of a ``silent``
+    one nothing else does.
+    """
 
     def __init__(self, silent: bool = False) -> None:
         self._silent = silent
@@ -119,7 +139,11 @@ class Counts:
     def usage(self) -> dict[str, int]:
         """Return OpenAI's ``usage``."""
         inputs = sum(self._inputs.values())
-        return {"prompt_tokens": inputs, "completion_tokens": self._output, "total_tokens": inputs + self._output}
+        return {
+            "prompt_tokens": inputs,
+            "completion_tokens": self._output,
+            "total_tokens": inputs + self._output,
+        }
 
 
 def _event(body: dict[str, Any]) -> str:

@@ -1,4 +1,6 @@
-"""The routes: OpenAI's under ``/v1``; ``/tokenize`` and ``/detokenize``; ``/health`` and ``/version``; the status page ``/``."""
+"""The routes: OpenAI's under ``/v1``; ``/tokenize`` and ``/detokenize``; ``/health`` and
+``/version``; the status page ``/``.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,16 @@ DEFAULT_MAX_TOKENS = 16
 """OpenAI's own for completions."""
 DEFAULT_CHAT_TOKENS = 256
 OPEN_PATHS = ("/", "/health")
-"""What needs no key: the page has no secrets (what it shows asks for the key), and probes have none."""
+"""What needs no key: the page has no secrets (what it shows asks for the key), and probes have
+none.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class FrontEnd:
-    """Settings: where Triton's gRPC is, the model's public name, its chat template, and who may call ('': anyone; (): no site)."""
+    """Settings: where Triton's gRPC is, the model's public name, its chat template, and who may
+    call ('': anyone; (): no site).
+    """
 
     address: str
     model: str
@@ -91,7 +97,12 @@ def create_app(settings: FrontEnd) -> FastAPI:
         dependencies=[Depends(authorise)],
     )
     if settings.origins:
-        app.add_middleware(CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["GET", "POST"], allow_headers=["*"])
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
     handle_errors(app)
     _add_status(app, settings)
     _add_tokens(app, settings)
@@ -129,7 +140,11 @@ def _add_tokens(app: FastAPI, settings: FrontEnd) -> None:
         text = body.prompt if body.messages is None else settings.prompt(body.messages, body.tools)
         triton = request.app.state.triton
         tokens, health = await triton.tokenize(text), await triton.command("health")
-        return {"count": len(tokens), "max_model_len": health["max_context_tokens"], "tokens": tokens}
+        return {
+            "count": len(tokens),
+            "max_model_len": health["max_context_tokens"],
+            "tokens": tokens,
+        }
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
@@ -170,7 +185,10 @@ def _add_openai(app: FastAPI, settings: FrontEnd) -> None:
         options = tensors(body, body.max_completion_tokens or body.max_tokens or DEFAULT_CHAT_TOKENS, top=top)
         tool, schema = held_to(body)
         if schema is not None:
-            options |= {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": json.dumps(schema)}
+            options |= {
+                "guided_decoding_guide_type": "json_schema",
+                "guided_decoding_guide": json.dumps(schema),
+            }
         style = Style(CHAT, body.logprobs, tool, parallel=body.parallel_tool_calls)
         if body.tools and called and tool is None and settings.template is not None:
             style = replace(style, calls=settings.template.calls, names=tuple(body.function_names()))
@@ -178,7 +196,9 @@ def _add_openai(app: FastAPI, settings: FrontEnd) -> None:
 
 
 def held_to(body: ChatRequest) -> tuple[str | None, Any]:
-    """Return (the function that the text is a call of, '' for one that it names itself, or None; the JSON schema of the text or None)."""
+    """Return (the function that the text is a call of, '' for one that it names itself, or None;
+    the JSON schema of the text or None).
+    """
     functions = {tool.function.name: tool.function.model_dump() for tool in body.tools or ()}
     choice = body.tool_choice
     if choice is not None and choice.function is not None:

@@ -1,6 +1,8 @@
-"""Calls of tools in a text that may have some: how models write them, and how they are read as they come.
+"""Calls of tools in a text that may have some: how models write them, and how they are read as they
+come.
 
-With ``tool_choice`` ``required`` or a named function a grammar holds the text, and nothing of this is needed.
+With ``tool_choice`` ``required`` or a named function a grammar holds the text, and nothing of this
+is needed.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ _OTHER_FORMATS = ("<function=", "<arg_key>", "[ARGS]")
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How a model writes calls as JSON: each between ``opening`` and ``closing``, or (no ``closing``) as all of its text.
+    """How a model writes calls as JSON: each between ``opening`` and ``closing``, or (no
+    ``closing``) as all of its text.
 
-    Then ``opening`` may be missing, as it is often a special token, which is no text; the text begins with ``begins``.
-    ``marks`` are what a chat template is known by.
+    Then ``opening`` may be missing, as it is often a special token, which is no text; the text
+    begins with ``begins``. ``marks`` are what a chat template is known by.
     """
 
     name: str
@@ -49,14 +52,17 @@ class Call:
 
 
 def call_format(template: str) -> CallFormat | None:
-    """Return the format that a chat template teaches, None where it is not known or no tools are shown to the model."""
+    """Return the format that a chat template teaches, None where it is not known or no tools are
+    shown to the model.
+    """
     if "tools" not in template or any(mark in template for mark in _OTHER_FORMATS):
         return None
     return next((form for form in FORMATS if any(mark in template for mark in form.marks)), None)
 
 
 class CallReader:
-    """Separates a text that comes in pieces into content and calls: what may become a call is held back until that is known.
+    """Separates a text that comes in pieces into content and calls: what may become a call is held
+    back until that is known.
 
     What turns out to be no call of one of the functions ``names`` is content, letter by letter.
     """
@@ -89,7 +95,9 @@ class CallReader:
         return ("" if self._called and not content.strip() else content), calls
 
     def _next(self, ended: bool) -> tuple[str, str, str] | None:
-        """Return what is before the first call, the call and what is behind it; None where none is complete."""
+        """Return what is before the first call, the call and what is behind it; None where none is
+        complete.
+        """
         before, opening, rest = self._held.partition(self._form.opening)
         call, closing, behind = rest.partition(self._form.closing)
         return (before, call, behind) if opening and (closing or ended) else None
@@ -118,7 +126,9 @@ class CallReader:
 
 
 def parse_calls(text: str, names: Collection[str]) -> list[Call] | None:
-    """Return the calls of functions ``names`` that a text is, one or several or a list of them; None for any other text."""
+    """Return the calls of functions ``names`` that a text is, one or several or a list of them;
+    None for any other text.
+    """
     decoder, values, text = json.JSONDecoder(), [], text.strip()
     try:
         while text:

@@ -1,4 +1,6 @@
-"""What an answer's pieces look like as OpenAI's choices: text, chat messages, log-probabilities, tool calls."""
+"""What an answer's pieces look like as OpenAI's choices: text, chat messages, log-probabilities,
+tool calls.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,10 @@ CHAT = Kind("chatcmpl", "chat.completion", "chat.completion.chunk")
 class Style:
     """What a body asks of the choices.
 
-    ``tool``: the text is the arguments of this function, or ('') a call that names its own. ``calls``: the text may have calls of the
-    functions ``names`` in this format, of which only the first counts unless ``parallel``. ``echo``: the prompt is part of the text;
-    ``silent``: nothing else is.
+    ``tool``: the text is the arguments of this function, or ('') a call that names its own.
+    ``calls``: the text may have calls of the functions ``names`` in this format, of which only the
+    first counts unless ``parallel``. ``echo``: the prompt is part of the text; ``silent``: nothing
+    else is.
     """
 
     kind: Kind
@@ -46,7 +49,9 @@ class Style:
 
 @dataclass(slots=True)
 class Choice:
-    """One of the texts of an answer, as far as it has come. ``text`` begins as what is echoed of the prompt."""
+    """One of the texts of an answer, as far as it has come. ``text`` begins as what is echoed of
+    the prompt.
+    """
 
     style: Style
     index: int
@@ -76,13 +81,23 @@ class Choice:
         if self.style.kind is COMPLETION:
             return self._completion()
         content, calls = self._read()
-        message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": content if content or not calls else None,
+        }
         if calls:
             message["tool_calls"] = calls
-        return {"index": self.index, "message": message, "logprobs": self._chat_log_probs(), "finish_reason": self._reason()}
+        return {
+            "index": self.index,
+            "message": message,
+            "logprobs": self._chat_log_probs(),
+            "finish_reason": self._reason(),
+        }
 
     def part(self) -> dict[str, Any] | None:
-        """Return what is new as the choice of an event, and forget it; None while it may be part of a call."""
+        """Return what is new as the choice of an event, and forget it; None while it may be part of
+        a call.
+        """
         if self.style.kind is COMPLETION:
             made = self._completion()
         else:
@@ -96,13 +111,23 @@ class Choice:
             if calls:
                 first = self._calls - len(calls)
                 delta["tool_calls"] = [{"index": first + at, **call} for at, call in enumerate(calls)]
-            made = {"index": self.index, "delta": delta, "logprobs": self._chat_log_probs(), "finish_reason": self._reason()}
+            made = {
+                "index": self.index,
+                "delta": delta,
+                "logprobs": self._chat_log_probs(),
+                "finish_reason": self._reason(),
+            }
         self.tokens, self._begun = [], True
         return made
 
     def _completion(self) -> dict[str, Any]:
         text, self.text = self.text, ""
-        return {"index": self.index, "text": text, "logprobs": self._text_log_probs(), "finish_reason": self.reason}
+        return {
+            "index": self.index,
+            "text": text,
+            "logprobs": self._text_log_probs(),
+            "finish_reason": self.reason,
+        }
 
     def _reason(self) -> str | None:
         return "tool_calls" if self._calls and self.reason == "stop" else self.reason
@@ -126,7 +151,13 @@ class Choice:
     def _chat_log_probs(self) -> dict[str, Any] | None:
         if not self.style.log_probs:
             return None
-        content = [{**_told(token.data, token.log_prob), "top_logprobs": [_told(*best) for best in token.top]} for token in self.tokens]
+        content = [
+            {
+                **_told(token.data, token.log_prob),
+                "top_logprobs": [_told(*best) for best in token.top],
+            }
+            for token in self.tokens
+        ]
         return {"content": content, "refusal": None}
 
     def _text_log_probs(self) -> dict[str, Any] | None:
@@ -148,7 +179,9 @@ class Choice:
 
 
 def _forced_call(name: str, text: str) -> Call | None:
-    """Return a text that a grammar has held as a call; None where it names no function, as one that was cut may."""
+    """Return a text that a grammar has held as a call; None where it names no function, as one that
+    was cut may.
+    """
     if name:
         return Call(name, text)
     try:
@@ -168,7 +201,10 @@ def tool_schema(tools: Iterable[dict[str, Any]]) -> dict[str, Any]:
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": tool["name"]}, "parameters": tool.get("parameters") or {"type": "object"}},
+            "properties": {
+                "name": {"const": tool["name"]},
+                "parameters": tool.get("parameters") or {"type": "object"},
+            },
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }

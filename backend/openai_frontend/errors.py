@@ -25,7 +25,12 @@ _EXPECTED = {
     "dict": "an object",
     "model": "an object",
 }
-_BOUNDS = {"greater_than_equal": ">= {ge}", "greater_than": "> {gt}", "less_than_equal": "<= {le}", "less_than": "< {lt}"}
+_BOUNDS = {
+    "greater_than_equal": ">= {ge}",
+    "greater_than": "> {gt}",
+    "less_than_equal": "<= {le}",
+    "less_than": "< {lt}",
+}
 _TYPE_ERRORS = ("_type", "_parsing", "_from_float")
 _CODES = {401: "invalid_api_key", 405: "method_not_supported"}
 _MOST_SHOWN = 60
@@ -42,11 +47,15 @@ FIELDS = {
 }
 CHAT_FIELDS = {**FIELDS, "text_input": "messages", "guided_decoding_guide": "response_format"}
 TOOL_FIELDS = {**CHAT_FIELDS, "guided_decoding_guide": "tools"}
-"""Tensors of the text model whose field has another name: of a completion, of a chat, of one that must call a tool."""
+"""Tensors of the text model whose field has another name: of a completion, of a chat, of one that
+must call a tool.
+"""
 
 
 class ApiError(Exception):
-    """An answer other than the one asked for: an HTTP status, a sentence, the field that it is about, OpenAI's code."""
+    """An answer other than the one asked for: an HTTP status, a sentence, the field that it is
+    about, OpenAI's code.
+    """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -70,7 +79,9 @@ def wrong(message: str, field: str = "", code: str = "invalid_value") -> Pydanti
 
 
 def upstream_error(status: int, message: str, names: Mapping[str, str]) -> ApiError:
-    """Return what the text model answered; ``names`` are the fields of its tensors where these differ."""
+    """Return what the text model answered; ``names`` are the fields of its tensors where these
+    differ.
+    """
     found = re.match(r"[a-z_]+", message)
     if status != 400 or found is None or (found[0] not in names and "_" not in found[0]):
         return ApiError(status, message)
@@ -105,7 +116,10 @@ def _invalid_value(kind: str, param: str, context: Mapping[str, Any], error: Map
         bound = _BOUNDS[kind].format(**context)
         message = f"Invalid '{param}': expected a value {bound}, but got {given}"
     elif expected is not None and kind.endswith(_TYPE_ERRORS):
-        message, code = f"Invalid type for '{param}': expected {expected}, but got {given}", "invalid_type"
+        message, code = (
+            f"Invalid type for '{param}': expected {expected}, but got {given}",
+            "invalid_type",
+        )
     elif kind == "too_short":
         message = f"Invalid '{param}': expected at least {context['min_length']} of them, but got {given}"
     else:

@@ -1,4 +1,6 @@
-"""``python -m backend.openai_frontend.reference``: write the tables of fields into ``docs/reference/openai.md``."""
+"""``python -m backend.openai_frontend.reference``: write the tables of fields into
+``docs/reference/openai.md``.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ _FATES = ("served", schema.IGNORED, schema.REFUSED)
 
 
 def with_fields(page: str) -> str:
-    """Return a page with its tables as they should be: a kind of body each, and what becomes of its fields."""
+    """Return a page with its tables as they should be: a kind of body each, and what becomes of its
+    fields.
+    """
     lines = [_BEGIN, ""]
     for body in BODIES:
         title = (body.__doc__ or "").splitlines()[0].partition(".")[0].replace("``", "`")

@@ -1,7 +1,8 @@
 """What the front end takes: OpenAI's request bodies, and of every field what becomes of it.
 
-``docs/reference/openai.md`` has the fields as tables, written by ``backend.openai_frontend.reference``. An unknown field is an
-error, ``null`` is the same as no field.
+``docs/reference/openai.md`` has the fields as tables, written by
+``backend.openai_frontend.reference``. An unknown field is an error, ``null`` is the same as no
+field.
 """
 
 from __future__ import annotations
@@ -116,7 +117,10 @@ class Options(_Body):
     )
     top_k: int | None = Field(None, ge=0, le=INT32, description="Spindle's: of the k likeliest tokens; 0: off")
     repetition_penalty: float | None = Field(
-        None, gt=0, le=1e6, description="Spindle's: logits of tokens that have occurred are divided by it; 1: off"
+        None,
+        gt=0,
+        le=1e6,
+        description="Spindle's: logits of tokens that have occurred are divided by it; 1: off",
     )
     min_tokens: int | None = Field(None, ge=0, le=INT32, description="Spindle's: no end token in the first so many")
     user: Any = _ignored("labels the caller")
@@ -134,7 +138,12 @@ class CompletionRequest(Options):
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)] = Field(description="a text, token ids, or an array of either")
     max_tokens: int | None = Field(None, ge=0, le=INT32, description="16 unless given; 0 (with `echo`): the prompt alone")
     echo: bool = Field(False, description="the prompt before each text; with `logprobs` those of its tokens, too")
-    logprobs: int | None = Field(None, ge=0, le=5, description="log-probabilities, and so many of the likeliest tokens at each place")
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=5,
+        description="log-probabilities, and so many of the likeliest tokens at each place",
+    )
     suffix: Any = _refused("text is only continued", "")
     best_of: Any = _refused("texts are not ranked", 1)
 
@@ -181,7 +190,7 @@ class ToolCall(_Body):
     index: Any = _ignored("of a streamed call")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the call as chat templates take it: the arguments as an object where they are one."""
+        """Return the call as chat templates take it: its arguments as an object if they are one."""
         try:
             arguments = json.loads(self.function.arguments)
         except ValueError:
@@ -216,7 +225,10 @@ class Message(_Body):
         given = self.model_dump(include={"role", "name", "tool_call_id"}, exclude_none=True)
         if self.tool_calls:
             given["tool_calls"] = [call.as_dict() for call in self.tool_calls]
-        return {**given, "content": "".join(part.text + part.refusal for part in self.content or ())}
+        return {
+            **given,
+            "content": "".join(part.text + part.refusal for part in self.content or ()),
+        }
 
 
 def _json_schema(value: Any) -> dict[str, Any] | bool:
@@ -296,9 +308,13 @@ class ChatRequest(Options):
     response_format: ResponseFormat | None = Field(None, description="`text`, `json_object` or `json_schema`, held to by a grammar")
     tools: list[Tool] | None = Field(None, description="functions that the model may call")
     tool_choice: Annotated[ToolChoice, BeforeValidator(_tool_choice)] | None = Field(
-        None, description="`none`, `auto`, `required` or a function; a call that must come is held to by a grammar"
+        None,
+        description="`none`, `auto`, `required` or a function; a call that must come is held to by a grammar",
     )
-    parallel_tool_calls: bool = Field(True, description="false: the first call alone is given; a call that must come is always one")
+    parallel_tool_calls: bool = Field(
+        True,
+        description="false: the first call alone is given; a call that must come is always one",
+    )
     prediction: Any = _ignored("how much is guessed is decided without it")
     functions: Any = _refused("use tools", [])
     function_call: Any = _refused("use tool_choice", "none")

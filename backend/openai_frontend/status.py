@@ -1,4 +1,6 @@
-"""The status page: one file without outside resources, which reads ``/metrics`` and ``/explain`` and asks like any client."""
+"""The status page: one file without outside resources, which reads ``/metrics`` and ``/explain``
+and asks like any client.
+"""
 
 from __future__ import annotations
 

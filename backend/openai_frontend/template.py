@@ -13,13 +13,16 @@ from backend.openai_frontend.calls import call_format
 
 
 class ChatTemplate:
-    """Turns messages into the prompt of a model. A template can compute on what it is given, and no more: it runs in jinja2's sandbox.
+    """Turns messages into the prompt of a model. A template can compute on what it is given, and no
+    more: it runs in jinja2's sandbox.
 
     ``calls`` is the format in which the model writes calls of tools, None where it is not known.
     """
 
     def __init__(self, source: str, bos_token: str = "", eos_token: str = "", *, bos_added: bool = False) -> None:
-        """``bos_added``: the tokenizer begins every text by the begin token, so that the template's own is one too many."""
+        """``bos_added``: the tokenizer begins every text by the begin token, so that the template's
+        own is one too many.
+        """
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
         environment.globals["raise_exception"] = _raise
         environment.filters["tojson"] = _to_json  # jinja2's own writes for HTML: "<" would be "\\u003c"

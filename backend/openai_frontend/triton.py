@@ -1,4 +1,6 @@
-"""The way to Triton: one body, one gRPC stream, so that giving up one ends its requests and no others."""
+"""The way to Triton: one body, one gRPC stream, so that giving up one ends its requests and no
+others.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ _STATUS = {"INVALID_ARGUMENT": 400, "UNIMPLEMENTED": 400, "UNAVAILABLE": 503, "C
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token's bytes (none of a special one), its log-probability (None: of a text's first token), and (bytes,
-    log-probability) of the likeliest at its place.
+    """A token's bytes (none of a special one), its log-probability (None: of a text's first token),
+    and (bytes, log-probability) of the likeliest at its place.
     """
 
     data: bytes
@@ -34,7 +36,8 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is new of the text of ``prompt`` and ``sequence``; ``finish_reason`` and the counts come with its last piece.
+    """What is new of the text of ``prompt`` and ``sequence``; ``finish_reason`` and the counts come
+    with its last piece.
 
     ``tokens`` are there where they were asked for, and with the first piece ``prompt_tokens``.
     """
@@ -81,9 +84,11 @@ class Triton:
         return text.decode()
 
     async def generate(self, prompts: Sequence[str | list[int]], options: dict[str, Any], names: Mapping[str, str]) -> AsyncIterator[Piece]:
-        """Yield the pieces of the texts that continue the prompts, of which each is a request with the same options.
+        """Yield the pieces of the texts that continue the prompts, of which each is a request with
+        the same options.
 
-        ``names`` are what a client calls the inputs. Raises ApiError. Closing the iterator cancels them.
+        ``names`` are what a client calls the inputs. Raises ApiError. Closing the iterator cancels
+        them.
         """
         body = secrets.token_hex(8)
         made = [
@@ -164,7 +169,9 @@ def _piece(result: Any, names: Mapping[str, str]) -> Piece:
 
 
 def _tokens(result: Any, tokens: str, log_probs: str, top: str) -> list[Token]:
-    """Return the tokens of two outputs; where one more has a name than a log-probability, the first has none."""
+    """Return the tokens of two outputs; where one more has a name than a log-probability, the first
+    has none.
+    """
     data, values = result.as_numpy(tokens), result.as_numpy(log_probs)
     if data is None or values is None:
         return []
