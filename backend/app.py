@@ -78,11 +78,9 @@ class App:
 
     def session(self, request: GenerationRequest, sink: ReplySink) -> Session:
         """Tokenise and check a request. Raises RequestError naming the field and the value."""
-        if request.input_ids is None:
-            prompt = self.tokenizer.encode(request.text_input, self.config.add_special_tokens)
-        else:
-            prompt = list(request.input_ids)
-            check_ids(request, self.target.limits.vocab_size)
+        check_ids(request, self.target.limits.vocab_size)
+        ids = request.input_ids or request.prompt_token_ids
+        prompt = list(ids) if ids else self.tokenizer.encode(request.text_input, self.config.add_special_tokens)
         _check(request, len(prompt), self.max_context_tokens, self.tokenizer.vocab_size)
         end_ids = self.tokenizer.end_ids if request.end_id is None else frozenset({request.end_id} - {NO_END_ID})
         if self.config.target.engine == "trtllm":
@@ -92,10 +90,11 @@ class App:
             sampling = replace(sampling, guide=self.grammars.guide(request.guide_type, request.guide or "", end_ids))
         logits_bytes = _logits_bytes(request, len(prompt), self.target.limits.vocab_size, self.config.limits.max_logits_bytes)
         number, salt = next(self._ids), request.cache_salt or ""
-        if request.return_context_logits:
+        if request.return_context_logits or request.return_prompt_log_probs:
             salt = f"{salt}/{number}/{secrets.token_hex(8)}"  # KV that was found would have no logits
         sequence = Sequence(number, prompt, len(prompt), sampling, salt=salt)
         sequence.context_logits, sequence.generation_logits = request.return_context_logits, request.return_generation_logits
+        sequence.prompt_log_probs = request.return_prompt_log_probs
         session = Session(sequence, request, end_ids, IncrementalDecoder(self.tokenizer.token_bytes), sink)
         session.logits_bytes = logits_bytes
         session.control = self.switches.current().in_control(session.id)
@@ -135,7 +134,9 @@ def sampling_params(request: GenerationRequest, tokenizer: Tokenizer, end_ids: f
 
 def _bias(request: GenerationRequest, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
     """Return (token id, addend): every token of a word gets its weight, and weights of the same token add up."""
-    addends: dict[int, float] = dict(request.bias)
+    addends: dict[int, float] = {}
+    for token, addend in request.bias:
+        addends[token] = addends.get(token, 0.0) + addend
     for word, weight in zip(request.embedding_bias_words, request.embedding_bias_weights, strict=True):
         for token in tokenizer.encode(word, add_special_tokens=False):
             addends[token] = addends.get(token, 0.0) + weight
@@ -400,6 +401,7 @@ def _check_trtllm_turns(request: GenerationRequest) -> None:
         ("runtime_top_p_decay", None if request.top_p_decay == 1.0 else request.top_p_decay, anew),
         ("return_context_logits", request.return_context_logits or None, untold),
         ("return_generation_logits", request.return_generation_logits or None, untold),
+        ("return_prompt_log_probs", request.return_prompt_log_probs or None, untold),
         ("return_top_log_probs", request.top_log_probs, untold),
     ):
         if value is not None:
@@ -417,12 +419,13 @@ def _logits_bytes(request: GenerationRequest, prompt_tokens: int, vocab_size: in
 
 
 def check_ids(request: GenerationRequest, vocab_size: int) -> None:
-    """Check the token ids of a request that comes as such. Raises RequestError naming the tensor and the id."""
+    """Check what a request has as token ids. Raises RequestError naming the tensor and the id."""
     for name, ids in (
+        ("prompt_token_ids", request.prompt_token_ids),
         ("input_ids", request.input_ids or ()),
         ("stop_words_list", itertools.chain.from_iterable(request.stop_word_ids)),
         ("bad_words_list", itertools.chain.from_iterable(request.bad_word_ids)),
-        ("embedding_bias", (token for token, _ in request.bias)),
+        ("logit_bias_ids" if request.input_ids is None else "embedding_bias", (token for token, _ in request.bias)),
         ("runtime_top_p_reset_ids", () if request.top_p_reset_id in (None, NO_END_ID) else (request.top_p_reset_id,)),
     ):
         for token in ids:

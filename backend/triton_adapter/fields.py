@@ -138,6 +138,16 @@ _TEXT_INPUTS = (
     _f("top_p", "FP32", _ONE, "0 or 1: off"),
     _f("embedding_bias_words", "STRING", _ANY, "every token of a word gets its weight added to its logit"),
     _f("embedding_bias_weights", "FP32", _ANY, "as many as words"),
+    _f("logit_bias_ids", "INT32", _ANY, "tokens whose logits get an addend", added=True),
+    _f("logit_bias_values", "FP32", _ANY, "the addends, as many as ids", added=True),
+    _f("prompt_token_ids", "INT32", _ANY, "the prompt as tokens; text_input is '' then", added=True),
+    _f(
+        "return_prompt_log_probs",
+        "BOOL",
+        _ONE,
+        "ask for prompt_tokens and prompt_log_probs, and with return_top_log_probs for the likeliest; such a request shares no KV",
+        added=True,
+    ),
     _f(
         "return_top_log_probs",
         "INT32",
@@ -254,6 +264,16 @@ TEXT_OUTPUTS: tuple[Field, ...] = (
     _f("output_tokens", "STRING", _ANY, "the bytes of the tokens that the response accounts for; none of a special one", added=True),
     _f("top_tokens", "STRING", _ROWS, "at each of them the bytes of the likeliest tokens, best first", added=True),
     _f("top_log_probs", "FP32", _ROWS, "and their log-probabilities, of the same law as output_log_probs", added=True),
+    _f("prompt_tokens", "STRING", _ANY, "the bytes of the prompt's tokens, with the first response", added=True),
+    _f(
+        "prompt_log_probs",
+        "FP32",
+        _ANY,
+        "the log-probabilities of all of them but the first, of the model's own law",
+        added=True,
+    ),
+    _f("prompt_top_tokens", "STRING", _ROWS, "the likeliest tokens at each of these places", added=True),
+    _f("prompt_top_log_probs", "FP32", _ROWS, "and their log-probabilities", added=True),
 )
 
 TOKEN_INPUTS: tuple[Field, ...] = (*_TOKEN_INPUTS, *_SHARED_INPUTS)
