@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 .PHONY: serve test bench audit clean
 
 serve: $(VENV)/.serve
-	@exec $(BIN)/python -m backend.triton_adapter.launcher
+	@exec $(BIN)/python -m backend.cli serve $(ARGS)
 
 test: $(VENV)/.test
 	$(BIN)/ruff check .

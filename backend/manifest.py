@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,10 @@ from typing import Any
 from backend.config import ConfigError
 
 _SAMPLES, _SAMPLE_BYTES = 256, 4096
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
+FAMILIES = "Llama, Mistral without a sliding window, Qwen2 (Qwen2.5 too)"
+"""What the torch engines serve: as a ``config.json`` says it, and in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,37 @@ def read_manifest(folder: Path) -> Manifest:
         str(vocabulary),
         _layout_sha256(weights),
     )
+
+
+def check_folder(key: str, model: str, folder: Path, *, tokenizer: bool) -> None:
+    """Refuse a ``model`` that is no Hugging Face folder of a family that is served; ``tokenizer``: it needs one.
+
+    Raises ConfigError that begins with the ``key`` of the setting and says what to do.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{key} must be a folder, got {model!r}{_download(model)}")
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{key}: {folder} has no config.json. Give the folder of a Hugging Face checkpoint: "
+            "config.json, tokenizer.json and *.safetensors"
+        )
+    architecture = next(iter(_config(folder).get("architectures") or ["none"]))
+    if architecture not in ARCHITECTURES:
+        raise ConfigError(f"{key}: {folder} is a {architecture}, which is not supported. Supported are {FAMILIES}")
+    if tokenizer and not (folder / "tokenizer.json").is_file():
+        load = f"AutoTokenizer.from_pretrained({str(folder)!r})"
+        raise ConfigError(
+            f"{key}: {folder} has no tokenizer.json. Download it with the model; of an older tokenizer file make it: "
+            f'python -c "from transformers import AutoTokenizer; {load}.save_pretrained({str(folder)!r})"'
+        )
+
+
+def _download(model: str) -> str:
+    """Return how to get a model by its Hugging Face id, if it looks like one."""
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model):
+        return ", which is not there"
+    name = model.rpartition("/")[2]
+    return f". If that is a Hugging Face id, download it first: hf download {model} --local-dir {name}; then give {name}"
 
 
 def check_pair(target: Manifest, draft: Manifest) -> None:

@@ -24,7 +24,7 @@ def run_on_a_full_disk(command, folder, **environment):
 
 def test_a_run_folder_that_cannot_be_written_is_named(tmp_path):
     ports = dict(zip(("HTTP_PORT", "GRPC_PORT", "METRICS_PORT"), map(str, free_ports(3)), strict=True))
-    command = [sys.executable, "-m", "backend.triton_adapter.launcher"]
+    command = [sys.executable, "-m", "backend.cli", "serve"]
     status, output, left = run_on_a_full_disk(command, tmp_path, SPINDLE_CONFIG=str(CONFIG), **ports)
     assert status == 1
     assert f"spindle: error: the run folder {tmp_path}" in output
