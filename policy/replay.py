@@ -19,7 +19,11 @@ from .trace import Replanned, TraceError, replayed, same
 
 def main() -> int:
     """Replay a file; return 1 if a plan differs, 2 if the file is no trace or has no such step."""
-    parser = argparse.ArgumentParser(prog="spindle replay", description="Plan a trace of JSON lines again, compare, and explain.")
+    parser = argparse.ArgumentParser(
+        prog="spindle replay",
+        description="Plan a trace of JSON lines again, compare, and explain.",
+        epilog="example: spindle replay trace.jsonl --step 12",
+    )
     parser.add_argument("file", type=Path)
     parser.add_argument("--step", type=int, help="explain this plan (0: the first), request by request")
     options = parser.parse_args()

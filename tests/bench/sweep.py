@@ -334,7 +334,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(command: Sequence[str]) -> argparse.Namespace:
     """Read the command line; ``--quick`` changes defaults."""
-    parser = argparse.ArgumentParser(prog="spindle bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="spindle bench",
+        description=__doc__,
+        epilog="example: spindle bench --quick --out build/quick.json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--quick", action="store_true", help="a few points, small blocks, at most eight minutes")
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG)
     parser.add_argument("--in-process", action="store_true", help="step the loop here, without Triton")
