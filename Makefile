@@ -10,8 +10,8 @@ BIN := $(VENV)/bin
 
 .PHONY: serve test bench audit clean
 
-serve: $(VENV)/.serve
-	@exec $(BIN)/python -m backend.cli serve $(ARGS)
+serve: $(BIN)/spindle
+	@exec $(BIN)/spindle serve $(ARGS)
 
 test: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -28,6 +28,10 @@ $(VENV)/.serve: requirements.txt | $(BIN)/python
 	@echo "spindle: 1.5 GB with a CPU build of torch, more with CUDA"
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
 	@touch $@
+
+# The command of this source tree: what is changed here is what it runs.
+$(BIN)/spindle: $(VENV)/.serve
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 
 $(VENV)/.test: requirements-dev.txt $(VENV)/.serve
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt

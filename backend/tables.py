@@ -83,6 +83,6 @@ def read_table(path: Path) -> LatencyTable:
         raw = json.loads(path.read_text("utf-8"))
         return LatencyTable.from_dict(raw if isinstance(raw, dict) else {})
     except FileNotFoundError:
-        raise LatencyError(f"there is no latency table {path} ('python -m engines_build.prepare' measures one)") from None
+        raise LatencyError(f"there is no latency table {path} (`spindle prepare` measures one)") from None
     except (OSError, ValueError) as error:
         raise LatencyError(f"{path}: {error}") from error

@@ -30,9 +30,11 @@ def stage(name: str) -> Iterator[Progress]:
         return
     from tqdm import tqdm
 
-    with tqdm(desc=name, total=1.0, bar_format=BAR, file=sys.stdout, miniters=0) as bar:
+    with tqdm(desc=name, total=1.0, bar_format=BAR, file=sys.stdout, miniters=0, smoothing=0) as bar:
 
         def show(done: float, total: float) -> None:
+            if not bar.n:
+                bar.unpause()  # what came before is no guide to the time left
             bar.update(max(0.0, min(1.0, done / total) - bar.n))
 
         yield show

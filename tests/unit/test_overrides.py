@@ -39,7 +39,9 @@ def test_drafts_may_be_some_of_the_file_s_or_none(tmp_path):
     shipped = {draft.name: draft for draft in load_config(DEFAULT_CONFIG).drafts}
     assert effective(tmp_path, drafts="lookup,small").drafts == (shipped["lookup"], shipped["small"])
     assert effective(tmp_path, drafts="none").drafts == ()
-    with pytest.raises(LaunchError, match="--drafts must be none, or a list of name=FOLDER and of these names: lookup, small.* got 'tiny'"):
+    with pytest.raises(
+        LaunchError, match=r"--drafts must be none, or a list of name=FOLDER and of these names: lookup, small.* got 'tiny'"
+    ):
         effective(tmp_path, drafts="small,tiny")
 
 

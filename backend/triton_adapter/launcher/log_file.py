@@ -9,7 +9,7 @@ from typing import IO
 from backend import cache
 from backend.triton_adapter.launcher.settings import LaunchError, Settings
 
-OUR_ERROR = re.compile(r' (ERROR|CRITICAL) backend\.|"level": "(error|critical)"')
+OUR_ERROR = re.compile(r' (ERROR|CRITICAL) (backend\.|__main__:)|"level": "(error|critical)"')
 HARMLESS = re.compile(r"[IW]\d{4} |[+|]|\s*$")
 """Triton's information and warnings, its tables, empty lines."""
 
