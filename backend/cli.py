@@ -1,6 +1,7 @@
 """``spindle COMMAND``: everything that a user starts, by one name. Also ``python -m backend.cli``.
 
-What a command needs is imported when it runs, so that ``--help`` is quick and the runtime never imports the build tools.
+What a command needs is imported when it runs: ``--help`` is quick, and the runtime never imports the
+build tools.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from pathlib import Path
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 ELSEWHERE = {
-    "prepare": ("engines_build.prepare", "bring the models and latency tables that a configuration needs"),
+    "prepare": (
+        "engines_build.prepare",
+        "bring the models and latency tables that a configuration needs",
+    ),
     "measure": ("engines_build.measure", "measure again how fast the engines are here"),
     "simulate": ("policy.simulate", "try policies on a simulated deployment"),
     "replay": ("policy.replay", "read a trace of what the policy saw and decided"),
@@ -81,10 +85,8 @@ def _run_elsewhere(command: str, arguments: list[str]) -> int:
     if str(PROJECT_ROOT) not in sys.path:
         sys.path.insert(0, str(PROJECT_ROOT))
     if not PROJECT_ROOT.joinpath(*module.split(".")).with_suffix(".py").is_file():
-        print(
-            f"spindle: error: `spindle {command}` is not in the installed package. It runs in a clone of the source: make bench",
-            file=sys.stderr,
-        )
+        where = "is not in the installed package. It runs in a clone of the source: make bench"
+        print(f"spindle: error: `spindle {command}` {where}", file=sys.stderr)
         return 1
     sys.argv = [f"spindle {command}", *arguments]
     return int(importlib.import_module(module).main() or 0)
@@ -100,21 +102,28 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = commands.add_parser(
-        "serve", help="serve a model", description="Serve a model until Ctrl-C.", epilog=SERVE_EXAMPLES, formatter_class=text
+        "serve",
+        help="serve a model",
+        description="Serve a model until Ctrl-C.",
+        epilog=SERVE_EXAMPLES,
+        formatter_class=text,
     )
-    serve.add_argument("--model", help="a Hugging Face folder (Llama, Mistral, Qwen2), or the embedded model's name")
-    serve.add_argument("--drafts", help="none, or a list of name=FOLDER, lookup and names in the configuration")
+    serve.add_argument(
+        "--model",
+        help="a Hugging Face folder (Llama, Mistral, Qwen2), or the embedded model's name",
+    )
+    serve.add_argument("--drafts", help="none, or a list of name=FOLDER, lookup, names in the file")
     serve.add_argument("--dtype", help="of the target: auto, bf16, fp16, int8, fp32, fp64")
-    serve.add_argument("--policy", metavar="KIND", help="adaptive, none, fixed, ...: policy.kind in serving.json")
-    serve.add_argument("--verbose", action="store_true", help="print the log instead of writing it to a file")
+    serve.add_argument("--policy", metavar="KIND", help="adaptive, none, ...: policy.kind in serving.json")
+    serve.add_argument("--verbose", action="store_true", help="print the log: no file is written")
     doctor = commands.add_parser(
         "doctor",
         help="say what this machine can do and what is missing",
-        description="Say what this machine can do and what is missing. Ends with 1 if serving cannot work.",
+        description="Say what this machine can do. Ends with 1 if serving cannot work.",
         epilog="examples:\n  spindle doctor\n  spindle doctor --json --port 8080",
         formatter_class=text,
     )
-    doctor.add_argument("--json", action="store_true", help="print a list of objects: name, state, text")
+    doctor.add_argument("--json", action="store_true", help="print objects: name, state, text")
     for command in (serve, doctor):
         _add_places(command)
     for name, (_, what) in ELSEWHERE.items():
@@ -124,13 +133,21 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_places(parser: argparse.ArgumentParser) -> None:
     """Add the options that stand in for environment variables."""
-    parser.add_argument("--config", metavar="FILE", help="a serving.json (SPINDLE_CONFIG; default: the shipped one)")
-    parser.add_argument("--cache", metavar="FOLDER", help="converted models and tables (SPINDLE_CACHE; ~/.cache/spindle)")
+    parser.add_argument("--config", metavar="FILE", help="SPINDLE_CONFIG; the shipped serving.json")
+    parser.add_argument(
+        "--cache",
+        metavar="FOLDER",
+        help="converted models and tables (SPINDLE_CACHE; ~/.cache/spindle)",
+    )
     parser.add_argument("--bind", metavar="ADDRESS", help="where to listen (BIND; 127.0.0.1; all: 0.0.0.0)")
     parser.add_argument("--port", help="HTTP (HTTP_PORT; 8000)")
     parser.add_argument("--grpc-port", metavar="PORT", help="gRPC (GRPC_PORT; 8001)")
     parser.add_argument("--metrics-port", metavar="PORT", help="metrics (METRICS_PORT; 8002)")
-    parser.add_argument("--openai-port", metavar="PORT", help="OpenAI API and status page (OPENAI_PORT; 9000; 0: none)")
+    parser.add_argument(
+        "--openai-port",
+        metavar="PORT",
+        help="OpenAI API and status page (OPENAI_PORT; 9000; 0: none)",
+    )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from backend.triton_adapter.launcher.processes import command_line
 
 OK, WARNING, MISSING = "ok", "warning", "missing"
 CACHE_GB, TEMPORARY_GB, SHARED_MEMORY_GB = 0.5, 0.1, 0.06
-"""What is asked for: the embedded model while it is made, a run folder, the memory that six stubs share with tritonserver."""
+"""Room for the embedded model while it is made, for a run folder, for what stubs share with Triton."""
 NVIDIA_SMI_LIMIT_S = 20.0
 
 
@@ -45,7 +45,8 @@ def report(*, as_json: bool) -> int:
     else:
         for finding in found:
             print(f"{finding.name:<14} {finding.state:<8} {finding.text}")
-        print("spindle serve can work" if can_serve(found) else "spindle serve cannot work: mend what is missing")
+        outcome = "can work" if can_serve(found) else "cannot work: mend what is missing"
+        print(f"spindle serve {outcome}")
     return 0 if can_serve(found) else 1
 
 
@@ -71,7 +72,11 @@ def findings() -> list[Finding]:
         settings = launch.read_settings(os.environ)
     except launch.LaunchError as error:
         return [*found, Finding("ports", MISSING, str(error))]
-    return [*found, *ports(settings), *(deployment(settings.config) if installed.state == OK else [])]
+    return [
+        *found,
+        *ports(settings),
+        *(deployment(settings.config) if installed.state == OK else []),
+    ]
 
 
 def _checked(name: str, check: Callable[[], str]) -> Finding:
@@ -92,14 +97,19 @@ def packages() -> Finding:
         if found.partition("+")[0] != version:
             wrong.append(f"{name}=={version} (found: {found})")
     if wrong:
-        return Finding("packages", MISSING, f"pip install {' '.join(item.split(' ')[0] for item in wrong)}: {', '.join(wrong)}")
+        return Finding(
+            "packages",
+            MISSING,
+            f"pip install {' '.join(item.split(' ')[0] for item in wrong)}: {', '.join(wrong)}",
+        )
     return Finding("packages", OK, f"torch {metadata.version('torch')} and all others as pinned")
 
 
 def pinned() -> list[tuple[str, str]]:
-    """Return the names and versions of a clone's requirements.txt, else of the installed distribution."""
+    """Return the names and versions of a clone's requirements.txt, else of the distribution."""
     file = PROJECT_ROOT / "requirements.txt"
-    lines = file.read_text("utf-8").splitlines() if file.is_file() else metadata.requires("spindle") or []
+    in_clone = file.is_file()
+    lines = file.read_text("utf-8").splitlines() if in_clone else metadata.requires("spindle") or []
     found = (re.match(r"([\w.-]+)(?:\[.*?\])?==([\w.]+)", line) for line in lines)
     return [(match[1], match[2]) for match in found if match]
 
@@ -108,10 +118,15 @@ def processor() -> Finding:
     """Say what matrices are multiplied in, and so what ``auto`` means."""
     instructions = machine.instructions()
     if not instructions:
-        return Finding("processor", WARNING, f"{machine.processor()}: no AVX2, so dtype auto is fp32; slow")
+        text = f"{machine.processor()}: no AVX2, so dtype auto is fp32; slow"
+        return Finding("processor", WARNING, text)
     target = "bf16" if machine.multiplies_bf16() else "fp16"
     int8 = "int8 products" if machine.multiplies_int8() else "no int8 products"
-    return Finding("processor", OK, f"{machine.processor()}, {int8}: dtype auto is {target} for a target, fp16 for drafts")
+    return Finding(
+        "processor",
+        OK,
+        f"{machine.processor()}, {int8}: dtype auto is {target} for a target, fp16 for drafts",
+    )
 
 
 def memory() -> Finding:
@@ -120,7 +135,11 @@ def memory() -> Finding:
     total_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     text = f"{machine.cores()} cores, {total_gib:.1f} GiB of memory, {available_gib:.1f} free"
     if machine.cores() < 2:
-        return Finding("cores, memory", WARNING, f"{text}: the engine shares the only core with Triton; give it two")
+        return Finding(
+            "cores, memory",
+            WARNING,
+            f"{text}: the engine shares the only core with Triton; give it two",
+        )
     return Finding("cores, memory", OK, text)
 
 
@@ -131,14 +150,15 @@ def gpu() -> Finding:
     names: list[str] = []
     if program:
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            done = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_LIMIT_S, check=True)
-            names = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+            said = subprocess.check_output(query, text=True, timeout=NVIDIA_SMI_LIMIT_S)
+            names = [line.strip() for line in said.splitlines() if line.strip()]
     if not names:
         return Finding("gpu", OK, "none: the processor serves")
     with contextlib.suppress(metadata.PackageNotFoundError):
         if "+cpu" in metadata.version("torch"):
-            return Finding("gpu", WARNING, f"{'; '.join(names)}: not used, the installed torch is a CPU build")
-    return Finding("gpu", OK, f"{'; '.join(names)}: used by engines whose device in serving.json is cuda")
+            text = f"{'; '.join(names)}: not used, the installed torch is a CPU build"
+            return Finding("gpu", WARNING, text)
+    return Finding("gpu", OK, f"{'; '.join(names)}: used by engines whose device is cuda")
 
 
 def disks() -> list[Finding]:
@@ -153,7 +173,8 @@ def disks() -> list[Finding]:
 
 def disk(name: str, folder: Path, needed_gb: float, advice: str) -> Finding:
     """Say whether a folder, which need not exist yet, has so much room and can be written."""
-    there = next((place for place in (folder, *folder.absolute().parents) if place.is_dir()), Path("/"))
+    places = (folder, *folder.absolute().parents)
+    there = next((place for place in places if place.is_dir()), Path("/"))
     free_gb = shutil.disk_usage(there).free / 1e9
     if not os.access(there, os.W_OK):
         return Finding(name, MISSING, f"{folder} cannot be written: {advice}")
@@ -172,7 +193,13 @@ def ports(settings: launch.Settings) -> list[Finding]:
             text = f"{port} on {settings.bind}: {why}{listener(port)}. Choose another with {option}"
             found.append(Finding(label, MISSING, text))
         else:
-            found.append(Finding(label, OK, f"{port} on {settings.bind} is free" if port else "none: no OpenAI front end"))
+            found.append(
+                Finding(
+                    label,
+                    OK,
+                    f"{port} on {settings.bind} is free" if port else "none: no OpenAI front end",
+                )
+            )
     return found
 
 
@@ -210,7 +237,11 @@ def deployment(path: Path) -> list[Finding]:
     if config.target.engine != "torch":
         return found
     model = embedded_model(config)
-    return [*found, *([model] if model else []), *([tables(config)] if not model or model.state == OK else [])]
+    return [
+        *found,
+        *([model] if model else []),
+        *([tables(config)] if not model or model.state == OK else []),
+    ]
 
 
 def embedded_model(config: ServingConfig) -> Finding | None:
@@ -223,7 +254,8 @@ def embedded_model(config: ServingConfig) -> Finding | None:
     try:
         cache.check(folder)
     except cache.CacheError:
-        return Finding("model", WARNING, "not converted yet: the first start does it, or spindle prepare")
+        text = "not converted yet: the first start does it, or spindle prepare"
+        return Finding("model", WARNING, text)
     return Finding("model", OK, f"{EMBEDDED_MODEL} is converted")
 
 
@@ -234,9 +266,14 @@ def tables(config: ServingConfig) -> Finding:
 
     try:
         check_pairs(config)
-        missing = missing_tables(config, {engine.name: model_path(engine) for engine in timed_engines(config)})
+        folders = {engine.name: model_path(engine) for engine in timed_engines(config)}
+        missing = missing_tables(config, folders)
     except ValueError as error:
         return Finding("measured", MISSING, str(error))
     if missing:
-        return Finding("measured", WARNING, f"not yet: {', '.join(missing)}. The first start does it, or spindle prepare")
+        return Finding(
+            "measured",
+            WARNING,
+            f"not yet: {', '.join(missing)}. The first start does it, or spindle prepare",
+        )
     return Finding("measured", OK, "every engine of the configuration")

@@ -23,14 +23,15 @@ def set_up_messages(*, verbose: bool) -> None:
 
 @contextmanager
 def stage(name: str) -> Iterator[Progress]:
-    """Show a stage from its beginning to its end. Details (``verbose``) would cut a bar: a line then."""
+    """Show a stage from its beginning to its end. Details would cut a bar: a line then."""
     if not sys.stdout.isatty() or logger.isEnabledFor(logging.INFO):
         print(f"spindle: {name}", flush=True)
         yield lambda _done, _total: None
         return
     from tqdm import tqdm
 
-    with tqdm(desc=name, total=1.0, bar_format=BAR, file=sys.stdout, miniters=0, smoothing=0) as bar:
+    options = {"bar_format": BAR, "file": sys.stdout, "miniters": 0, "smoothing": 0}
+    with tqdm(desc=name, total=1.0, **options) as bar:
 
         def show(done: float, total: float) -> None:
             if not bar.n:

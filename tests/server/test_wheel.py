@@ -25,15 +25,20 @@ class Installed(Service):
         self.http, self.grpc, self.metrics, self.openai = free_ports(4)
         self.log = folder / "log"
         names = ("port", "grpc-port", "metrics-port", "openai-port")
-        ports = [
-            f"--{name}={port}" for name, port in zip(names, (self.http, self.grpc, self.metrics, self.openai), strict=True)
-        ]
+        ports = [f"--{name}={port}" for name, port in zip(names, (self.http, self.grpc, self.metrics, self.openai), strict=True)]
         kept = ("HOME", "LANG", "PATH")
-        environment = {"TMPDIR": str(folder), **{name: os.environ[name] for name in kept if name in os.environ}}
+        environment = {
+            "TMPDIR": str(folder),
+            **{name: os.environ[name] for name in kept if name in os.environ},
+        }
         command = [spindle, "serve", "--config", config, "--cache", folder / "cache", *ports]
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
-                list(map(str, command)), cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT
+                list(map(str, command)),
+                cwd=folder,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
             )
 
 
@@ -53,7 +58,11 @@ def sources():
 def told_of_the_source(pid):
     """Return whether a process has the source tree in its arguments, environment or current folder."""
     proc = Path("/proc", str(pid))
-    words = [*command_line(pid), proc.joinpath("environ").read_text(errors="replace"), os.readlink(proc / "cwd")]
+    words = [
+        *command_line(pid),
+        proc.joinpath("environ").read_text(errors="replace"),
+        os.readlink(proc / "cwd"),
+    ]
     return any(str(PROJECT_ROOT) in word for word in words)
 
 
@@ -80,6 +89,7 @@ def test_the_wheel_serves_in_an_empty_environment(tmp_path):
         assert "spindle: its answer: " in service.log.read_text()
     finally:
         assert service.stop() == 0
-    assert "is not in the installed package" in subprocess.run(
-        [programs / "spindle", "bench"], cwd=folder, capture_output=True, text=True, check=False
-    ).stderr
+    assert (
+        "is not in the installed package"
+        in subprocess.run([programs / "spindle", "bench"], cwd=folder, capture_output=True, text=True, check=False).stderr
+    )

@@ -23,7 +23,19 @@ def served(monkeypatch):
 
 def test_options_take_the_place_of_variables_and_the_rest_goes_to_triton(served, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    words = ["serve", "--port", "18000", "--openai-port=0", "--bind", "0.0.0.0", "--cache", "here", "--model", "m", "--verbose"]
+    words = [
+        "serve",
+        "--port",
+        "18000",
+        "--openai-port=0",
+        "--bind",
+        "0.0.0.0",
+        "--cache",
+        "here",
+        "--model",
+        "m",
+        "--verbose",
+    ]
     assert cli.main([*words, "--", "--log-verbose=1", "--", "x"]) == 0
     assert served == [((Overrides(model="m"), ["--log-verbose=1", "--", "x"]), {"verbose": True})]
     assert {name: os.environ[name] for name in ("HTTP_PORT", "OPENAI_PORT", "BIND", "SPINDLE_CACHE")} == {
@@ -52,14 +64,18 @@ def test_every_command_has_help_by_its_own_name_with_an_example(monkeypatch, cap
 
 
 def test_the_start_imports_nothing_heavy():
-    code = "import sys; from backend.cli import main\ntry: main(['--help'])\nfinally: sys.exit(len({'numpy', 'torch', 'yaml'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False).returncode == 0
+    heavy = "len({'numpy', 'torch', 'yaml'} & set(sys.modules))"
+    code = f"import sys, backend.cli\ntry: backend.cli.main(['--help'])\nfinally: sys.exit({heavy})"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True)
 
 
 def test_a_command_that_is_elsewhere_gives_its_own_errors_and_status(tmp_path):
     words = [sys.executable, "-m", "backend.cli", "replay", str(tmp_path / "absent")]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (2, f"error: [Errno 2] No such file or directory: '{tmp_path / 'absent'}'\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"error: [Errno 2] No such file or directory: '{tmp_path / 'absent'}'\n",
+    )
 
 
 def test_benchmarks_without_a_clone_say_where_they_are(monkeypatch, tmp_path, capsys):

@@ -2,7 +2,6 @@ import json
 import os
 import re
 import socket
-from types import SimpleNamespace
 
 import pytest
 
@@ -15,8 +14,18 @@ from tests.server.harness import free_ports
 @pytest.fixture
 def a_good_machine(monkeypatch, tmp_path):
     """Free ports, an empty cache."""
-    ports = dict(zip(("HTTP_PORT", "GRPC_PORT", "METRICS_PORT", "OPENAI_PORT"), map(str, free_ports(4)), strict=True))
-    for name, value in {**ports, "SPINDLE_CACHE": str(tmp_path / "cache"), "SPINDLE_CONFIG": str(DEFAULT_CONFIG)}.items():
+    ports = dict(
+        zip(
+            ("HTTP_PORT", "GRPC_PORT", "METRICS_PORT", "OPENAI_PORT"),
+            map(str, free_ports(4)),
+            strict=True,
+        )
+    )
+    for name, value in {
+        **ports,
+        "SPINDLE_CACHE": str(tmp_path / "cache"),
+        "SPINDLE_CONFIG": str(DEFAULT_CONFIG),
+    }.items():
         monkeypatch.setenv(name, value)
 
 
@@ -34,7 +43,11 @@ def test_a_machine_that_can_serve_is_told_what_is_not_prepared(a_good_machine, c
 def test_the_same_as_json(a_good_machine, capsys):
     assert doctor.report(as_json=True) == 0
     found = json.loads(capsys.readouterr().out)
-    assert {"name": "model", "state": "warning", "text": "not converted yet: the first start does it, or spindle prepare"} in found
+    assert {
+        "name": "model",
+        "state": "warning",
+        "text": "not converted yet: the first start does it, or spindle prepare",
+    } in found
 
 
 def test_a_missing_shared_library_is_named_with_its_package_and_ends_with_1(a_good_machine, monkeypatch, capsys):
@@ -49,7 +62,11 @@ def test_a_missing_shared_library_is_named_with_its_package_and_ends_with_1(a_go
 
 
 def test_a_package_that_is_missing_or_another_is_named_with_the_pinned_version(monkeypatch):
-    monkeypatch.setattr(doctor, "pinned", lambda: [("numpy", "1.0"), ("no-such-package", "2.0"), ("pytest", "9.2.0")])
+    monkeypatch.setattr(
+        doctor,
+        "pinned",
+        lambda: [("numpy", "1.0"), ("no-such-package", "2.0"), ("pytest", "9.2.0")],
+    )
     found = doctor.packages()
     assert found.state == "missing"
     assert found.text.startswith("pip install numpy==1.0 no-such-package==2.0: ")
@@ -87,9 +104,12 @@ def test_the_processor_says_what_auto_means(monkeypatch, tmp_path, flags, state,
 
 def test_a_gpu_that_the_installed_torch_cannot_use_is_a_warning(monkeypatch):
     monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
-    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="NVIDIA H100, 81559 MiB\n"))
+    monkeypatch.setattr(doctor.subprocess, "check_output", lambda *_, **__: "NVIDIA H100, 81559 MiB\n")
     monkeypatch.setattr(doctor.metadata, "version", lambda name: "2.13.0+cpu")
-    assert (doctor.gpu().state, doctor.gpu().text) == ("warning", "NVIDIA H100, 81559 MiB: not used, the installed torch is a CPU build")
+    assert (doctor.gpu().state, doctor.gpu().text) == (
+        "warning",
+        "NVIDIA H100, 81559 MiB: not used, the installed torch is a CPU build",
+    )
     monkeypatch.setattr(doctor.metadata, "version", lambda name: "2.13.0")
     assert doctor.gpu().state == "ok"
 

@@ -19,7 +19,10 @@ def names(config):
 
 
 def test_without_options_the_file_is_read_where_it_is(tmp_path):
-    assert write_overridden(DEFAULT_CONFIG, Overrides(), tmp_path) == (load_config(DEFAULT_CONFIG), DEFAULT_CONFIG)
+    assert write_overridden(DEFAULT_CONFIG, Overrides(), tmp_path) == (
+        load_config(DEFAULT_CONFIG),
+        DEFAULT_CONFIG,
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -37,10 +40,14 @@ def test_a_model_of_ones_own_is_served_with_lookup_alone_unless_drafts_are_given
 
 def test_drafts_may_be_some_of_the_file_s_or_none(tmp_path):
     shipped = {draft.name: draft for draft in load_config(DEFAULT_CONFIG).drafts}
-    assert effective(tmp_path, drafts="lookup,small").drafts == (shipped["lookup"], shipped["small"])
+    assert effective(tmp_path, drafts="lookup,small").drafts == (
+        shipped["lookup"],
+        shipped["small"],
+    )
     assert effective(tmp_path, drafts="none").drafts == ()
     with pytest.raises(
-        LaunchError, match=r"--drafts must be none, or a list of name=FOLDER and of these names: lookup, small.* got 'tiny'"
+        LaunchError,
+        match=r"--drafts must be none, or a list of name=FOLDER and of these names: lookup, small.* got 'tiny'",
     ):
         effective(tmp_path, drafts="small,tiny")
 
@@ -48,7 +55,10 @@ def test_drafts_may_be_some_of_the_file_s_or_none(tmp_path):
 def test_the_other_options_take_the_place_of_their_keys(tmp_path):
     config = effective(tmp_path, dtype="fp32", policy="none")
     assert (config.target.dtype, config.policy.kind, config.policy.k_max) == ("fp32", "none", 8)
-    with pytest.raises(ConfigError, match=r"serving\.json with the options of the command line: target\.dtype must be one of .*'fp8'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"serving\.json with the options of the command line: target\.dtype must be one of .*'fp8'",
+    ):
         effective(tmp_path, dtype="fp8")
 
 

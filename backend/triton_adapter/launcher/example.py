@@ -1,4 +1,4 @@
-"""A request that shows speculation at work: what it is, what the running service answers, and what that took."""
+"""A request that shows speculation at work, and what the running service makes of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from backend.triton_adapter.launcher.settings import Settings
 
 REQUEST: dict[str, Any] = {
-    "text_input": "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday, Monday, Tuesday,",
+    "text_input": "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday, Monday,",
     "max_tokens": 32,
     "temperature": 0,
     "exclude_input_in_output": True,
@@ -25,8 +25,9 @@ def command(settings: Settings) -> str:
 
 
 def results(settings: Settings) -> list[str]:
-    """Send the request and return what came of it, in lines; none where the service does not answer well."""
-    request = urllib.request.Request(_url(settings), json.dumps(REQUEST).encode(), {"Content-Type": "application/json"})
+    """Send the request and return what came of it, in lines; none where that fails."""
+    body, headers = json.dumps(REQUEST).encode(), {"Content-Type": "application/json"}
+    request = urllib.request.Request(_url(settings), body, headers)
     try:
         with urllib.request.urlopen(request, timeout=LIMIT_S) as response:
             return told(json.load(response))
@@ -35,13 +36,17 @@ def results(settings: Settings) -> list[str]:
 
 
 def told(reply: dict[str, Any]) -> list[str]:
-    """Return a reply in lines: its text, and how many steps speculation saved. Every step adds one token to those it accepts."""
+    """Return a reply in lines: its text, and how many steps speculation saved.
+
+    Every step adds one token to those it accepts.
+    """
     written, proposed = int(reply["num_output_tokens"]), int(reply["total_draft_tokens"])
     accepted = int(reply["total_accepted_draft_tokens"])
     lines = [f"its answer: {json.dumps(reply['text_output'], ensure_ascii=False)}"]
     if proposed:
         steps = written - accepted
-        lines += [f"{accepted} of {proposed} proposed tokens were accepted: {steps} steps instead of {written}"]
+        saved = f"{steps} steps instead of {written}"
+        lines += [f"{accepted} of {proposed} proposed tokens were accepted: {saved}"]
     return lines
 
 

@@ -1,4 +1,4 @@
-"""Where tritonserver, its stubs, the engine and the front end write when the terminal is for the user."""
+"""Where all processes of a service write when the terminal is for the user."""
 
 from __future__ import annotations
 
@@ -26,11 +26,15 @@ def open_log(path: Path) -> IO[bytes]:
         path.unlink(missing_ok=True)
         return path.open("ab", buffering=0)
     except OSError as error:
-        raise LaunchError(f"the log {path} cannot be written: {error.strerror}. --verbose prints it instead") from error
+        text = f"the log {path} cannot be written: {error.strerror}. --verbose prints it instead"
+        raise LaunchError(text) from error
 
 
 def reasons(path: Path) -> list[str]:
-    """Return the lines that probably say why a service did not start: our own errors, else the last that are not harmless."""
+    """Return the lines that probably say why a service did not start.
+
+    They are our own errors; where there is none, the last lines that are not harmless.
+    """
     lines = path.read_text("utf-8", errors="replace").splitlines()
     ours = [line for line in lines if OUR_ERROR.search(line)]
     return ours[-5:] or [line for line in lines if not HARMLESS.match(line)][-12:]

@@ -18,7 +18,11 @@ from backend.triton_adapter.launcher import example
 from backend.triton_adapter.launcher.front_end import FrontEnd
 from backend.triton_adapter.launcher.log_file import log_path, open_log, reasons
 from backend.triton_adapter.launcher.overrides import Overrides, write_overridden
-from backend.triton_adapter.launcher.run_folder import run_folder, write_backend, write_model_repository
+from backend.triton_adapter.launcher.run_folder import (
+    run_folder,
+    write_backend,
+    write_model_repository,
+)
 from backend.triton_adapter.launcher.say import give_up_unwritten, say
 from backend.triton_adapter.launcher.server import TritonServer
 from backend.triton_adapter.launcher.settings import (
@@ -39,11 +43,11 @@ class StoppedError(Exception):
 
 
 def serve(overrides: Overrides, arguments: list[str], *, verbose: bool) -> int:
-    """Serve until SIGINT or SIGTERM; ``arguments`` are for tritonserver. Returns the exit status."""
+    """Serve until SIGINT or SIGTERM; ``arguments`` are tritonserver's. Returns the exit status."""
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    os.environ["SPINDLE_CACHE"] = str(cache.root().absolute())  # other processes have another current folder
+    os.environ["SPINDLE_CACHE"] = str(cache.root().absolute())  # others have another current folder
     status = 0
     try:
         _run(stop, overrides, arguments, verbose)
@@ -59,7 +63,7 @@ def serve(overrides: Overrides, arguments: list[str], *, verbose: bool) -> int:
 
 
 def _run(stop: threading.Event, overrides: Overrides, arguments: list[str], verbose: bool) -> None:
-    """Serve until ``stop`` is set. Raises StoppedError, LaunchError or ConfigError when that is not possible."""
+    """Serve until ``stop`` is set. Raises StoppedError, LaunchError or ConfigError where it cannot."""
     settings = read_settings(os.environ)
     check_machine()
     check_ports(settings)
@@ -73,25 +77,36 @@ def _run(stop: threading.Event, overrides: Overrides, arguments: list[str], verb
             except LaunchError as error:
                 if log is None or stop.is_set():
                     raise
-                raise LaunchError("\n".join([f"{error}. Its log says:", *reasons(log), f"All of it: {log}"])) from None
+                lines = [f"{error}. Its log says:", *reasons(log), f"All of it: {log}"]
+                raise LaunchError("\n".join(lines)) from None
 
 
-def _files(settings: Settings, overrides: Overrides, folder: Path) -> tuple[Settings, ServingConfig]:
+def _files(
+    settings: Settings,
+    overrides: Overrides,
+    folder: Path,
+) -> tuple[Settings, ServingConfig]:
     """Fill the run folder. Raises LaunchError, ConfigError."""
     try:
         config, path = write_overridden(settings.config, overrides, folder)
         write_backend(folder)
         write_model_repository(folder, config)
     except OSError as error:
-        text = f"the run folder {folder} cannot be written: {error.strerror}. TMPDIR chooses another place"
-        raise LaunchError(text) from error
-    if overrides.model and not overrides.drafts and [draft.name for draft in config.drafts] == ["lookup"]:
-        say("--model without --drafts: the shipped drafts fit only the shipped model, so lookup is the only draft")
+        text = f"the run folder {folder} cannot be written: {error.strerror}"
+        raise LaunchError(f"{text}. TMPDIR chooses another place") from error
+    names = [draft.name for draft in config.drafts]
+    if overrides.model and not overrides.drafts and names == ["lookup"]:
+        say("lookup is the only draft: those that are shipped fit only the shipped model (--drafts)")
     return replace(settings, config=path), config
 
 
-def _prepare(settings: Settings, config: ServingConfig, stop: threading.Event, verbose: bool) -> None:
-    """Make the engines' files that a configuration needs, if they are missing. Raises StoppedError, LaunchError."""
+def _prepare(
+    settings: Settings,
+    config: ServingConfig,
+    stop: threading.Event,
+    verbose: bool,
+) -> None:
+    """Make what a configuration needs, where it is missing. Raises StoppedError, LaunchError."""
     if not any(engine.engine == "torch" for engine in (config.target, *config.drafts)):
         return
     command = [sys.executable, "-m", "engines_build.prepare", "--config", str(settings.config)]
@@ -103,7 +118,8 @@ def _prepare(settings: Settings, config: ServingConfig, stop: threading.Event, v
     if stop.is_set() or process.returncode == 1:  # it has said why
         raise StoppedError
     if process.returncode != 0:
-        raise LaunchError(f"preparing the models ended with status {process.returncode}: the lines above say why")
+        text = f"preparing the models ended with status {process.returncode}"
+        raise LaunchError(f"{text}: the lines above say why")
 
 
 def _supervise(
@@ -137,16 +153,26 @@ def _supervise(
         server.kill()
 
 
-def announce(settings: Settings, config: ServingConfig, start_s: float, front_end: FrontEnd, *, first: bool) -> None:
-    """Say that the service answers and how to ask it; at its ``first`` start show what an answer is."""
-    target = f"{Path(config.target.model).name} in {config.target.dtype}" if config.target.model else config.target.engine
+def announce(
+    settings: Settings,
+    config: ServingConfig,
+    start_s: float,
+    front_end: FrontEnd,
+    *,
+    first: bool,
+) -> None:
+    """Say that the service answers and how to ask it; at its ``first`` start show an answer."""
+    target = config.target.engine
+    if config.target.model:
+        target = f"{Path(config.target.model).name} in {config.target.dtype}"
     drafts = ", ".join(draft.name for draft in config.drafts) or "none"
     shown = example.results(settings) if first and config.target.engine != "fake" else []
     say(f"ready after {start_s:.1f} s: {target}, drafts {drafts}")
-    say(f"HTTP {settings.http_port}, gRPC {settings.grpc_port}, metrics {settings.metrics_port} on {settings.bind}")
+    http, grpc, metrics, _ = settings.ports
+    say(f"HTTP {http}, gRPC {grpc}, metrics {metrics} on {settings.bind}")
     if settings.openai_port:
-        answers = front_end.wait(FRONT_END_LIMIT_S if first else 0.0)
-        say(f"OpenAI API {front_end.url}/v1, status page {front_end.url}{'' if answers else ' (still starting)'}")
+        late = "" if front_end.wait(FRONT_END_LIMIT_S if first else 0.0) else " (still starting)"
+        say(f"OpenAI API {front_end.url}/v1, status page {front_end.url}{late}")
     say(f"try: {example.command(settings)}")
     for line in shown:
         say(line)
