@@ -215,7 +215,7 @@ def check_memory(config: ServingConfig, names: Collection[str] | None = None) ->
 
 
 def model_path(engine: EngineConfig) -> Path:
-    """Return the folder of an engine's checkpoint: the cache's for the embedded model; a relative one lies beside the packages."""
+    """Return the folder of an engine's checkpoint; a relative one lies beside the packages."""
     return cache.model_folder(EMBEDDED_MODEL) if engine.model == EMBEDDED_MODEL else PROJECT_ROOT / os.path.expanduser(engine.model)
 
 
@@ -239,9 +239,11 @@ def check_pairs(config: ServingConfig) -> None:
 
 def check_folders(config: ServingConfig) -> None:
     """Raise ConfigError for a torch engine whose ``model`` is not a folder that can be served."""
-    for key, engine in (("target", config.target), *((f"drafts[{i}]", draft) for i, draft in enumerate(config.drafts))):
+    keys = ("target", *(f"drafts[{index}]" for index in range(len(config.drafts))))
+    for key, engine in zip(keys, (config.target, *config.drafts), strict=True):
         if engine.engine == "torch" and engine.model != EMBEDDED_MODEL:
-            check_folder(f"{key}.model", engine.model, model_path(engine), tokenizer=key == "target")
+            needs = {"tokenizer": key == "target"}
+            check_folder(f"{key}.model", engine.model, model_path(engine), **needs)
 
 
 def make_engine(engine: EngineConfig, config: ServingConfig, threads: int, count: Callable[..., None] | None = None) -> Engine:

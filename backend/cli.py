@@ -1,7 +1,7 @@
 """``spindle COMMAND``: everything that a user starts, by one name. Also ``python -m backend.cli``.
 
-What a command needs is imported when it runs: ``--help`` is quick, and the runtime never imports the
-build tools.
+What a command needs is imported when it runs: ``--help`` is quick, and the runtime never imports
+the build tools.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ def _run_elsewhere(command: str, arguments: list[str]) -> int:
     module, _ = ELSEWHERE[command]
     if str(PROJECT_ROOT) not in sys.path:
         sys.path.insert(0, str(PROJECT_ROOT))
+    sys.path.append(os.getcwd())  # a policy of the user's
     if not PROJECT_ROOT.joinpath(*module.split(".")).with_suffix(".py").is_file():
         where = "is not in the installed package. It runs in a clone of the source: make bench"
         print(f"spindle: error: `spindle {command}` {where}", file=sys.stderr)
@@ -114,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("--drafts", help="none, or a list of name=FOLDER, lookup, names in the file")
     serve.add_argument("--dtype", help="of the target: auto, bf16, fp16, int8, fp32, fp64")
-    serve.add_argument("--policy", metavar="KIND", help="adaptive, none, ...: policy.kind in serving.json")
+    serve.add_argument("--policy", metavar="KIND", help="policy.kind: adaptive, none, ...")
     serve.add_argument("--verbose", action="store_true", help="print the log: no file is written")
     doctor = commands.add_parser(
         "doctor",
@@ -139,7 +140,7 @@ def _add_places(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="converted models and tables (SPINDLE_CACHE; ~/.cache/spindle)",
     )
-    parser.add_argument("--bind", metavar="ADDRESS", help="where to listen (BIND; 127.0.0.1; all: 0.0.0.0)")
+    parser.add_argument("--bind", metavar="ADDRESS", help="BIND; 127.0.0.1; everywhere: 0.0.0.0")
     parser.add_argument("--port", help="HTTP (HTTP_PORT; 8000)")
     parser.add_argument("--grpc-port", metavar="PORT", help="gRPC (GRPC_PORT; 8001)")
     parser.add_argument("--metrics-port", metavar="PORT", help="metrics (METRICS_PORT; 8002)")

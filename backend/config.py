@@ -13,7 +13,7 @@ from typing import Any
 from backend import machine
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
-"""Name of the model that ``spindle prepare`` brings out of a package; any other ``model`` is a folder."""
+"""Name of the model that ``spindle prepare`` brings; any other ``model`` is a folder."""
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 """Where the packages lie: a clone, or ``site-packages``."""
@@ -32,8 +32,10 @@ def setting(default: Any, *, low: float | None = None, high: float | None = None
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """A target or a draft. ``model`` is a folder or the embedded model's name (torch engines only). A relative folder is looked for
-    beside the ``serving.json``, then beside the packages (the drafts that are shipped).
+    """A target or a draft. ``model`` is a folder or the embedded model's name (torch engines only).
+
+    A relative folder is looked for beside the ``serving.json``, then beside the packages (there are
+    the shipped drafts).
 
     ``dtype`` ``auto`` is settled when the file is read (``settled_dtype``). ``attention`` of a torch engine runs decoding rows one by one
     (``ragged``), side by side in tiles of like lengths (``tiled``) or, in a target, padded to the longest (``padded``), cut into pieces

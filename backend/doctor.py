@@ -24,7 +24,7 @@ from backend.triton_adapter.launcher.processes import command_line
 
 OK, WARNING, MISSING = "ok", "warning", "missing"
 CACHE_GB, TEMPORARY_GB, SHARED_MEMORY_GB = 0.5, 0.1, 0.06
-"""Room for the embedded model while it is made, for a run folder, for what stubs share with Triton."""
+"""For the embedded model while it is made, for a run folder, for what stubs share with Triton."""
 NVIDIA_SMI_LIMIT_S = 20.0
 
 

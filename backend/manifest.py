@@ -54,9 +54,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_folder(key: str, model: str, folder: Path, *, tokenizer: bool) -> None:
-    """Refuse a ``model`` that is no Hugging Face folder of a family that is served; ``tokenizer``: it needs one.
+    """Refuse a ``model`` that is no Hugging Face folder of a family that is served.
 
-    Raises ConfigError that begins with the ``key`` of the setting and says what to do.
+    ``tokenizer``: it needs one. Raises ConfigError beginning with the ``key`` and saying what to do.
     """
     if not folder.is_dir():
         raise ConfigError(f"{key} must be a folder, got {model!r}{_download(model)}")
@@ -67,12 +67,14 @@ def check_folder(key: str, model: str, folder: Path, *, tokenizer: bool) -> None
         )
     architecture = next(iter(_config(folder).get("architectures") or ["none"]))
     if architecture not in ARCHITECTURES:
-        raise ConfigError(f"{key}: {folder} is a {architecture}, which is not supported. Supported are {FAMILIES}")
+        text = f"{key}: {folder} is a {architecture}, which is not supported"
+        raise ConfigError(f"{text}. Supported are {FAMILIES}")
     if tokenizer and not (folder / "tokenizer.json").is_file():
-        load = f"AutoTokenizer.from_pretrained({str(folder)!r})"
+        load, save = (f"{verb}_pretrained({str(folder)!r})" for verb in ("from", "save"))
         raise ConfigError(
-            f"{key}: {folder} has no tokenizer.json. Download it with the model; of an older tokenizer file make it: "
-            f'python -c "from transformers import AutoTokenizer; {load}.save_pretrained({str(folder)!r})"'
+            f"{key}: {folder} has no tokenizer.json. Download it with the model; of an older "
+            f'tokenizer file make it: python -c "from transformers import AutoTokenizer; '
+            f'AutoTokenizer.{load}.{save}"'
         )
 
 
@@ -81,7 +83,8 @@ def _download(model: str) -> str:
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model):
         return ", which is not there"
     name = model.rpartition("/")[2]
-    return f". If that is a Hugging Face id, download it first: hf download {model} --local-dir {name}; then give {name}"
+    command = f"hf download {model} --local-dir {name}"
+    return f". If that is a Hugging Face id, download it first: {command}; then give {name}"
 
 
 def check_pair(target: Manifest, draft: Manifest) -> None:

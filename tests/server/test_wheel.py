@@ -1,4 +1,4 @@
-"""The wheel alone: built, installed into an empty environment, and serving from a folder that has nothing to do with the source."""
+"""The wheel alone: built, installed into an empty environment, serving from an unrelated folder."""
 
 import json
 import os
@@ -25,7 +25,8 @@ class Installed(Service):
         self.http, self.grpc, self.metrics, self.openai = free_ports(4)
         self.log = folder / "log"
         names = ("port", "grpc-port", "metrics-port", "openai-port")
-        ports = [f"--{name}={port}" for name, port in zip(names, (self.http, self.grpc, self.metrics, self.openai), strict=True)]
+        numbers = (self.http, self.grpc, self.metrics, self.openai)
+        ports = [f"--{name}={port}" for name, port in zip(names, numbers, strict=True)]
         kept = ("HOME", "LANG", "PATH")
         environment = {
             "TMPDIR": str(folder),
@@ -44,19 +45,21 @@ class Installed(Service):
 
 def run(*command, **options):
     """Run a command and return what it printed; fails with what it said."""
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, **options)
+    words = list(map(str, command))
+    done = subprocess.run(words, capture_output=True, text=True, check=False, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def sources():
     """Return the files of the packages in the source tree."""
-    found = (path for package in PACKAGES for path in (PROJECT_ROOT / package).rglob("*") if path.is_file())
-    return {path.relative_to(PROJECT_ROOT).as_posix() for path in found if "__pycache__" not in path.parts}
+    found = (path for package in PACKAGES for path in (PROJECT_ROOT / package).rglob("*"))
+    names = (path.relative_to(PROJECT_ROOT).as_posix() for path in found if path.is_file())
+    return {name for name in names if "__pycache__" not in name}
 
 
 def told_of_the_source(pid):
-    """Return whether a process has the source tree in its arguments, environment or current folder."""
+    """Return whether a process has the source tree in its arguments, environment or folder."""
     proc = Path("/proc", str(pid))
     words = [
         *command_line(pid),
@@ -79,7 +82,8 @@ def test_the_wheel_serves_in_an_empty_environment(tmp_path):
     folder.mkdir()
     draft = {"name": "small", "engine": "torch", "model": f"{FAMILY}-0.3m"}
     config = folder / "serving.json"
-    config.write_text(json.dumps({"target": {"engine": "torch", "model": f"{FAMILY}-target"}, "drafts": [draft]}))
+    target = {"engine": "torch", "model": f"{FAMILY}-target"}
+    config.write_text(json.dumps({"target": target, "drafts": [draft]}))
     service = Installed(programs / "spindle", folder, config)
     try:
         service.wait_ready(limit_s=600)
@@ -89,7 +93,6 @@ def test_the_wheel_serves_in_an_empty_environment(tmp_path):
         assert "spindle: its answer: " in service.log.read_text()
     finally:
         assert service.stop() == 0
-    assert (
-        "is not in the installed package"
-        in subprocess.run([programs / "spindle", "bench"], cwd=folder, capture_output=True, text=True, check=False).stderr
-    )
+    command = [programs / "spindle", "bench"]
+    bench = subprocess.run(command, cwd=folder, capture_output=True, check=False)
+    assert b"is not in the installed package" in bench.stderr

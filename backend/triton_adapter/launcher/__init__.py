@@ -1,1 +1,1 @@
-"""``spindle serve``: run the packaged tritonserver with this project's models and keep it running."""
+"""``spindle serve``: run the packaged tritonserver with our models and keep it running."""

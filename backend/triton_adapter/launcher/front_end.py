@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from time import monotonic
 from typing import IO
 
 from backend.triton_adapter.launcher.say import say
@@ -22,7 +23,7 @@ class FrontEnd:
     """Runs from ``start`` to ``stop``; the process is tied to the thread that watches it."""
 
     def __init__(self, settings: Settings, output: IO[bytes] | None = None) -> None:
-        """Run it with these settings; its log goes to ``output``, by default where this process prints."""
+        """Run it with these settings; its log goes to ``output``, by default to the terminal."""
         self._settings = settings
         self._output = output
         self._listens = threading.Event()
@@ -41,9 +42,16 @@ class FrontEnd:
         """Where the status page is; the API is below it."""
         return f"http://{self._settings.client_host}:{self._settings.openai_port}"
 
-    def wait(self, limit_s: float) -> bool:
-        """Return whether it has answered within so many seconds."""
-        return self._listens.wait(limit_s)
+    @property
+    def listens(self) -> bool:
+        """Whether it has answered."""
+        return self._listens.is_set()
+
+    def wait(self, stop: threading.Event, limit_s: float) -> None:
+        """Wait until it answers, at the longest so many seconds or until ``stop`` is set."""
+        deadline_s = monotonic() + limit_s
+        while not (self.listens or stop.is_set()) and monotonic() < deadline_s:
+            self._listens.wait(0.1)
 
     def stop(self) -> None:
         """Take no more requests; those in flight may end. ``kill`` waits for them."""
@@ -66,7 +74,13 @@ class FrontEnd:
         command = tied(sys.executable, [sys.executable, "-m", "backend.openai_frontend"])
         environment = {**os.environ, "SPINDLE_CONFIG": str(self._settings.config)}
         while not self._stop.is_set():
-            self._process = subprocess.Popen(command, cwd=PROJECT_ROOT, env=environment, stdout=self._output, stderr=self._output)
+            self._process = subprocess.Popen(
+                command,
+                cwd=PROJECT_ROOT,
+                env=environment,
+                stdout=self._output,
+                stderr=self._output,
+            )
             if self._stop.is_set():
                 self._process.terminate()
             self._see_it_listen(self._process)

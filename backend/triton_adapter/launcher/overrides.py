@@ -41,7 +41,7 @@ class Overrides:
 
 
 def overridden(path: Path, overrides: Overrides) -> tuple[ServingConfig, dict[str, Any]]:
-    """Return a configuration with the options in their place, and the ``serving.json`` that says so.
+    """Return a configuration with the options in their place, and the same as ``serving.json``.
 
     Raises LaunchError or ConfigError naming the option or key and the value.
     """

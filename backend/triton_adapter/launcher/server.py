@@ -48,7 +48,7 @@ class TritonServer:
         arguments: Sequence[str],
         output: IO[bytes] | None = None,
     ) -> None:
-        """Run it with further ``arguments``; its log goes to ``output``, by default where this process prints."""
+        """Run it with further ``arguments``; its log goes to ``output``, else to the terminal."""
         self._settings = settings
         self._folder = folder
         self._arguments = arguments

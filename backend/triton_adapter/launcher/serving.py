@@ -47,6 +47,8 @@ def serve(overrides: Overrides, arguments: list[str], *, verbose: bool) -> int:
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
+    paths = (os.environ.get("PYTHONPATH"), os.getcwd())  # a policy of the user's may lie here
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     os.environ["SPINDLE_CACHE"] = str(cache.root().absolute())  # others have another current folder
     status = 0
     try:
@@ -63,7 +65,7 @@ def serve(overrides: Overrides, arguments: list[str], *, verbose: bool) -> int:
 
 
 def _run(stop: threading.Event, overrides: Overrides, arguments: list[str], verbose: bool) -> None:
-    """Serve until ``stop`` is set. Raises StoppedError, LaunchError or ConfigError where it cannot."""
+    """Serve until ``stop`` is set. Raises StoppedError, LaunchError or ConfigError."""
     settings = read_settings(os.environ)
     check_machine()
     check_ports(settings)
@@ -96,7 +98,7 @@ def _files(
         raise LaunchError(f"{text}. TMPDIR chooses another place") from error
     names = [draft.name for draft in config.drafts]
     if overrides.model and not overrides.drafts and names == ["lookup"]:
-        say("lookup is the only draft: those that are shipped fit only the shipped model (--drafts)")
+        say("lookup is the only draft: the shipped ones fit only the shipped model (see --drafts)")
     return replace(settings, config=path), config
 
 
@@ -139,6 +141,8 @@ def _supervise(
         nonlocal starts
         starts += 1
         front_end.start()
+        if settings.openai_port and starts == 1:
+            front_end.wait(stop, FRONT_END_LIMIT_S)
         announce(settings, config, start_s, front_end, first=starts == 1)
 
     def on_stop(text: str) -> None:
@@ -171,7 +175,7 @@ def announce(
     http, grpc, metrics, _ = settings.ports
     say(f"HTTP {http}, gRPC {grpc}, metrics {metrics} on {settings.bind}")
     if settings.openai_port:
-        late = "" if front_end.wait(FRONT_END_LIMIT_S if first else 0.0) else " (still starting)"
+        late = "" if front_end.listens else " (still starting)"
         say(f"OpenAI API {front_end.url}/v1, status page {front_end.url}{late}")
     say(f"try: {example.command(settings)}")
     for line in shown:

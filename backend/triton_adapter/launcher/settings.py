@@ -60,7 +60,7 @@ class Settings:
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
     """Return the settings of the variables ``*_PORT``, ``BIND``, ``SPINDLE_CONFIG`` and ``TRACE_*``. Raises LaunchError."""
-    ports = [_port(name, option, environment.get(name) or str(default)) for name, option, default in PORTS]
+    ports = [_port(name, option, environment.get(name) or str(port)) for name, option, port in PORTS]
     http, grpc, metrics, openai = ports
     if len(set(ports)) < len(ports):
         raise LaunchError(f"HTTP_PORT, GRPC_PORT, METRICS_PORT and OPENAI_PORT must differ, got {http}, {grpc}, {metrics} and {openai}")
@@ -93,7 +93,8 @@ def check_ports(settings: Settings) -> None:
     """Raise LaunchError when a port is in use or the address is not this machine's."""
     for (name, option, _), port in zip(PORTS, settings.ports, strict=True):
         if why := port_trouble(settings.bind, port):
-            raise LaunchError(f"{name} {port} cannot be used on BIND {settings.bind}: {why}. Choose another with {option}")
+            text = f"{name} {port} cannot be used on BIND {settings.bind}: {why}"
+            raise LaunchError(f"{text}. Choose another with {option}")
 
 
 def port_trouble(bind: str, port: int) -> str:
@@ -115,7 +116,7 @@ def check_machine() -> None:
 
 
 def check_system() -> str:
-    """Return the system and its glibc. Raises LaunchError for another than the packaged tritonserver was built for."""
+    """Return the system and its glibc. Raises LaunchError where tritonserver does not run."""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         raise LaunchError(f"the packaged tritonserver needs Linux on x86-64, this is {platform.system()} on {platform.machine()}")
     version = (os.confstr("CS_GNU_LIBC_VERSION") or "unknown").removeprefix("glibc ")
@@ -136,11 +137,13 @@ def check_python() -> str:
 
 
 def check_triton() -> str:
-    """Return the packaged tritonserver's version. Raises LaunchError where it, or its stub for this Python, is missing."""
+    """Return the tritonserver's package. Raises LaunchError where it, or its stub, is missing."""
     if importlib.util.find_spec("pytriton") is None:
-        raise LaunchError("the package nvidia-pytriton, which holds tritonserver, is not installed: pip install nvidia-pytriton==0.7.0")
+        text = "the package nvidia-pytriton, which holds tritonserver, is not installed"
+        raise LaunchError(f"{text}: pip install nvidia-pytriton==0.7.0")
     if not packaged_stub().is_file():
-        raise LaunchError(f"nvidia-pytriton has no Python stub for this Python: {packaged_stub()} is missing")
+        text = "nvidia-pytriton has no stub for this Python"
+        raise LaunchError(f"{text}: {packaged_stub()} is missing")
     return f"nvidia-pytriton {metadata.version('nvidia-pytriton')}, with its stub for this Python"
 
 
