@@ -29,9 +29,10 @@ def stage(name: str) -> Iterator[Progress]:
         yield lambda _done, _total: None
         return
     from tqdm import tqdm
+    from tqdm.contrib.logging import logging_redirect_tqdm
 
     options = {"bar_format": BAR, "file": sys.stdout, "miniters": 0, "smoothing": 0}
-    with tqdm(desc=name, total=1.0, **options) as bar:
+    with tqdm(desc=name, total=1.0, **options) as bar, logging_redirect_tqdm():
 
         def show(done: float, total: float) -> None:
             if not bar.n:

@@ -1,5 +1,6 @@
 import io
 import json
+import logging
 import os
 import re
 import subprocess
@@ -95,10 +96,15 @@ def test_a_stage_is_a_bar_on_a_terminal_and_a_line_elsewhere(monkeypatch, termin
     shown = io.StringIO()
     shown.isatty = lambda: terminal
     monkeypatch.setattr(sys, "stdout", shown)
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr(logging.root, "level", logging.root.level)
+    progress.set_up_messages(verbose=False)
     with progress.stage("measuring small") as report:
         report(1.0, 4.0)
+        logging.getLogger(__name__).warning("the machine is busy")
         report(3.0, 4.0)
     if terminal:
         assert re.search(r"measuring small 100% \|.*\| 00:\d\d, 00:00 left", shown.getvalue())
+        assert re.search(r"\r\s*\rspindle: the machine is busy\n", shown.getvalue())  # a line of its own
     else:
-        assert shown.getvalue() == "spindle: measuring small\n"
+        assert shown.getvalue() == "spindle: measuring small\nspindle: the machine is busy\n"
