@@ -96,7 +96,7 @@ def main() -> None:
     """Prepare for one configuration."""
     parser = argparse.ArgumentParser(
         prog="spindle prepare",
-        description="Bring what a configuration needs: the embedded model, latency tables.",
+        description="Bring the model and the latency tables that a configuration needs into the cache (SPINDLE_CACHE; ~/.cache/spindle).",
         epilog="example: spindle prepare --config my/serving.json",
     )
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="a serving.json")

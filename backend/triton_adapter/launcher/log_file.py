@@ -20,10 +20,11 @@ def log_path(settings: Settings) -> Path:
 
 
 def open_log(path: Path) -> IO[bytes]:
-    """Begin the file anew. Raises LaunchError."""
+    """Begin the file anew; the one before is kept beside it. Raises LaunchError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
+        if path.exists():
+            path.replace(path.with_suffix(".before.log"))
         return path.open("ab", buffering=0)
     except OSError as error:
         text = f"the log {path} cannot be written: {error.strerror}. --verbose prints it instead"
