@@ -15,7 +15,14 @@ from time import monotonic
 import policy
 from backend import cache, machine, memory
 from backend.admission import Admission
-from backend.config import EMBEDDED_MODEL, ConfigError, EngineConfig, PolicyConfig, ServingConfig
+from backend.config import (
+    EMBEDDED_MODEL,
+    PROJECT_ROOT,
+    ConfigError,
+    EngineConfig,
+    PolicyConfig,
+    ServingConfig,
+)
 from backend.contention import overlapped
 from backend.drafting import Drafting
 from backend.engines.fake import FakeEngine
@@ -23,7 +30,7 @@ from backend.engines.lookup import LookupEngine
 from backend.guides import Grammars
 from backend.kv_ledger import KVLedger
 from backend.learned import LearnedState, learned_key
-from backend.manifest import check_pair, read_manifest
+from backend.manifest import check_folder, check_pair, read_manifest
 from backend.orchestrator import Orchestrator
 from backend.ports import BLOCK_TOKENS, Engine, Sequence
 from backend.request import ErrorCode, GenerationRequest, RequestError, SamplingParams
@@ -42,8 +49,6 @@ from policy.shapes import Shapes
 from policy.trace import Traced
 
 logger = logging.getLogger(__name__)
-
-PROJECT_ROOT = Path(__file__).resolve().parent.parent
 
 OVERHEAD_S, SPECULATION_S, LOOKUP_S = 5e-4, 3e-4, 2e-5
 """Start values of what no table knows: a step's overhead, what speculating adds to it, a lookup. Measured steps correct them."""
@@ -215,7 +220,7 @@ def check_memory(config: ServingConfig, names: Collection[str] | None = None) ->
 
 
 def model_path(engine: EngineConfig) -> Path:
-    """Return the folder of an engine's checkpoint: the cache's for the embedded model, else relative to the project root."""
+    """Return the folder of an engine's checkpoint; a relative one lies beside the packages."""
     return cache.model_folder(EMBEDDED_MODEL) if engine.model == EMBEDDED_MODEL else PROJECT_ROOT / os.path.expanduser(engine.model)
 
 
@@ -231,9 +236,19 @@ def _tokenizer(config: ServingConfig) -> Tokenizer:
 def check_pairs(config: ServingConfig) -> None:
     """Raise ConfigError for a draft that has not its target's vocabulary, with the first token that differs."""
     check_engines(config, model_path)
+    check_folders(config)
     for draft in config.drafts:
         if draft.engine in ("torch", "trt_graph"):
             check_pair(read_manifest(model_path(config.target)), read_manifest(model_path(draft)))
+
+
+def check_folders(config: ServingConfig) -> None:
+    """Raise ConfigError for a torch engine whose ``model`` is not a folder that can be served."""
+    keys = ("target", *(f"drafts[{index}]" for index in range(len(config.drafts))))
+    for key, engine in zip(keys, (config.target, *config.drafts), strict=True):
+        if engine.engine == "torch" and engine.model != EMBEDDED_MODEL:
+            needs = {"tokenizer": key == "target"}
+            check_folder(f"{key}.model", engine.model, model_path(engine), **needs)
 
 
 def make_engine(engine: EngineConfig, config: ServingConfig, threads: int, count: Callable[..., None] | None = None) -> Engine:

@@ -13,7 +13,12 @@ from typing import Any
 from backend import machine
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
-"""Name of the model that ``make serve`` brings out of a package; any other ``model`` is a folder."""
+"""Name of the model that ``spindle prepare`` brings; any other ``model`` is a folder."""
+
+PROJECT_ROOT = Path(__file__).resolve().parent.parent
+"""Where the packages lie: a clone, or ``site-packages``."""
+
+DEFAULT_CONFIG = PROJECT_ROOT / "model_repository" / "spindle" / "1" / "serving.json"
 
 
 class ConfigError(ValueError):
@@ -27,7 +32,10 @@ def setting(default: Any, *, low: float | None = None, high: float | None = None
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """A target or a draft. ``model`` is a folder (relative to the project root) or the embedded model's name (torch engines only).
+    """A target or a draft. ``model`` is a folder or the embedded model's name (torch engines only).
+
+    A relative folder is looked for beside the ``serving.json``, then beside the packages (there are
+    the shipped drafts).
 
     ``dtype`` ``auto`` is settled when the file is read (``settled_dtype``). ``attention`` of a torch engine runs decoding rows one by one
     (``ragged``), side by side in tiles of like lengths (``tiled``) or, in a target, padded to the longest (``padded``), cut into pieces
@@ -174,16 +182,32 @@ class ServingConfig:
 
 def load_config(path: str | Path) -> ServingConfig:
     """Read a ``serving.json``. Raises ConfigError naming the file, key and value."""
+    raw = read_json(path)
     try:
-        raw = json.loads(Path(path).read_text("utf-8"))
+        return located(parse_config(raw), Path(path).absolute().parent)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def read_json(path: str | Path) -> Any:
+    """Return what a JSON file holds. Raises ConfigError naming the file."""
+    try:
+        return json.loads(Path(path).read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
-    try:
-        return parse_config(raw)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+
+
+def located(config: ServingConfig, folder: Path) -> ServingConfig:
+    """Return a configuration whose models that lie in ``folder`` have absolute names."""
+
+    def at(engine: EngineConfig) -> EngineConfig:
+        beside = folder / engine.model
+        found = engine.model not in ("", EMBEDDED_MODEL) and beside.is_dir()
+        return replace(engine, model=str(beside)) if found else engine
+
+    return replace(config, target=at(config.target), drafts=tuple(map(at, config.drafts)))
 
 
 def parse_config(raw: Any) -> ServingConfig:

@@ -1,11 +1,11 @@
 """Simulate a deployment from latency tables, true acceptance and arrivals, and see what every policy would make of it.
 
-    python -m policy.simulate compare --deployment llama-8b-h100 --mix mix --rates 4,12,backlog --arms none,fixed:eagle:3 --html out.html
-    python -m policy.simulate evidence --json docs/results/simulation.json --html docs/results/simulation.html
-    python -m policy.simulate fleet --replicas 1,8,1000 --arms none,adaptive
-    python -m policy.simulate shapes --cases trees,cohorts --json docs/results/shapes.json --html docs/results/shapes.html
-    python -m policy.simulate regret --json docs/results/regret.json --html docs/results/regret.html
-    python -m policy.simulate report FILE.json --html FILE.html
+    spindle simulate compare --deployment llama-8b-h100 --mix mix --rates 4,12,backlog --arms none,fixed:eagle:3 --html out.html
+    spindle simulate evidence --json docs/results/simulation.json --html docs/results/simulation.html
+    spindle simulate fleet --replicas 1,8,1000 --arms none,adaptive
+    spindle simulate shapes --cases trees,cohorts --json docs/results/shapes.json --html docs/results/shapes.html
+    spindle simulate regret --json docs/results/regret.json --html docs/results/regret.html
+    spindle simulate report FILE.json --html FILE.html
 
 ``compare`` runs what it is told. ``evidence`` runs the whole protocol: choices made on some seeds, reported on others.
 """
@@ -73,7 +73,7 @@ class Runner:
 
     def document(self) -> dict[str, Any]:
         """Return what is said of a document's making."""
-        command = "python -m policy.simulate " + " ".join(sys.argv[1:])
+        command = "spindle simulate " + " ".join(sys.argv[1:])
         speed = {"steps": self.steps, "wall_s": round(self.wall_s, 1), "steps_per_s": round(self.steps / max(self.wall_s, 1e-9), 1)}
         return {"command": command, "numpy": np.__version__, "jobs": self.jobs, **speed}
 
@@ -188,7 +188,7 @@ def recorded(path: str) -> Recorded:
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m policy.simulate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(prog="spindle simulate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     commands = parser.add_subparsers(dest="command", required=True)
     output = argparse.ArgumentParser(add_help=False)

@@ -302,6 +302,9 @@ def write(record: dict[str, Any], policies: list[str], path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the sweep, or go on with it, and write its record and report."""
+    if arguments is None:
+        text = "stopped: the same command goes on"
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(text))  # its servers end with it
     command = sys.argv[1:] if arguments is None else list(arguments)
     options = parse(command)
     record = opened(options)
@@ -335,7 +338,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(command: Sequence[str]) -> argparse.Namespace:
     """Read the command line; ``--quick`` changes defaults."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="spindle bench",
+        description=__doc__,
+        epilog="example: spindle bench --quick --out build/quick.json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--quick", action="store_true", help="a few points, small blocks, at most eight minutes")
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG)
     parser.add_argument("--in-process", action="store_true", help="step the loop here, without Triton")
@@ -385,5 +393,4 @@ def parse(command: Sequence[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped: the same command goes on"))  # its servers end with it
     main()

@@ -28,7 +28,7 @@ def fronted(start_service, tmp_path_factory):
     variables = {"OPENAI_API_KEY": KEY, "OPENAI_CHAT_TEMPLATE": str(template), "OPENAI_CORS_ORIGINS": "http://page.example"}
     service = start_service(OPENAI_PORT=str(port), **variables).wait_ready()
     service.openai = port
-    service.wait_until(lambda: f"spindle: OpenAI front end and status page: http://127.0.0.1:{port} " in service.log.read_text())
+    service.wait_until(lambda: f"spindle: OpenAI API http://127.0.0.1:{port}/v1" in service.log.read_text())
     assert post(service, "/v1/none", {})[0] == 404, "it was said to answer"
     return service
 
