@@ -68,3 +68,10 @@ def test_folders_beside_the_file_stay_what_they_are(tmp_path):
     file.write_text(json.dumps({"target": {"engine": "torch", "model": "weights"}}))
     assert load_config(file).target.model == str(tmp_path / "own" / "weights")
     assert effective(tmp_path, file, dtype="fp32").target.model == str(tmp_path / "own" / "weights")
+
+
+def test_another_policy_does_not_get_the_options_of_the_one_in_the_file(tmp_path):
+    own = {"kind": "my_package.MyPolicy", "options": {"most_rows": 8}, "k_max": 4}
+    (tmp_path / "mine.json").write_text(json.dumps({"target": {"engine": "fake"}, "policy": own}))
+    config = effective(tmp_path, tmp_path / "mine.json", policy="none")
+    assert (config.policy.kind, config.policy.options, config.policy.k_max) == ("none", {}, 4)

@@ -56,7 +56,8 @@ def overridden(path: Path, overrides: Overrides) -> tuple[ServingConfig, dict[st
     elif target.get("model", "") != config.target.model:
         raw["drafts"] = [LOOKUP]
     if overrides.policy is not None:
-        raw["policy"] = {**raw.get("policy", {}), "kind": overrides.policy}
+        kept = {key: value for key, value in raw.get("policy", {}).items() if key != "options"}
+        raw["policy"] = {**kept, "kind": overrides.policy}  # options are of the policy in the file
     try:
         effective = located(parse_config(raw), path.absolute().parent)
     except ConfigError as error:
