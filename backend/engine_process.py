@@ -86,10 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         app.switches.keep_in(arguments.socket.with_suffix(wire.SWITCHES_SUFFIX))
         warm_up(app)
         app.learned.restore()
+        server = Server(app, arguments.socket, arguments.config)
     except (cache.CacheError, OSError, ValueError, RuntimeError) as error:
         logger.error("cannot start: %s", error)
         return 1
-    server = Server(app, arguments.socket, arguments.config)
 
     def terminate(_signal: int, _frame: FrameType | None) -> None:
         server.drain(DRAIN_LIMIT_S)

@@ -435,8 +435,9 @@ def test_a_server_that_is_given_up_while_it_starts_is_ended(tmp_path, monkeypatc
     assert made[0].process.poll() is not None
 
 
-def test_servers_serve_both_loops_count_by_run_and_share_one_for_fixed_choices(tmp_path):
-    servers = Servers(FAKE, 4, tmp_path, most=2)
+def test_servers_serve_both_loops_count_by_run_and_share_one_for_fixed_choices(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("servers")  # a short path: sockets lie in it
+    servers = Servers(FAKE, 4, folder, most=2)
     request = {"text_input": "one two one two", "max_tokens": 12, "cache_salt": "a"}
     try:
         plain, fresh = servers.arm("none")

@@ -118,6 +118,13 @@ def places(monkeypatch, tmp_path):
     return tmp_path
 
 
+def test_a_folder_too_long_for_a_socket_is_refused_by_name():
+    folder = Path("/tmp") / ("long" * 25) / "spindle-run-12345678"
+    with pytest.raises(LaunchError, match=rf"TMPDIR {folder.parent} is 31 bytes too long"):
+        run_folder_module.socket_in(folder)
+    assert run_folder_module.socket_in(Path("/tmp/run")) == Path("/tmp/run/engine.sock")
+
+
 def test_a_run_folder_goes_with_its_shared_memory(places):
     with run_folder() as folder:
         (folder / "file").write_text("")

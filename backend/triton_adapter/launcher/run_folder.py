@@ -13,11 +13,14 @@ from pathlib import Path
 from backend.config import ServingConfig
 from backend.triton_adapter.fields import MODELS
 from backend.triton_adapter.launcher.package import packaged_stub, packaged_triton
+from backend.triton_adapter.launcher.settings import LaunchError
 from backend.triton_adapter.paths import PROJECT_ROOT
 from backend.triton_adapter.rendering import render_config
 
 PREFIX = "spindle-run-"
 SHARED_MEMORY = Path("/dev/shm")
+MOST_SOCKET_PATH_BYTES = 107
+"""Linux's limit, less the byte that ends it."""
 
 
 @contextmanager
@@ -39,6 +42,15 @@ def run_folder() -> Iterator[Path]:
     finally:
         _delete(folder)
         os.close(lock)
+
+
+def socket_in(folder: Path) -> Path:
+    """Return where the engine listens, in a run folder. Raises LaunchError for too long a path."""
+    path = folder / "engine.sock"
+    if (excess := len(os.fsencode(path)) - MOST_SOCKET_PATH_BYTES) > 0:
+        text = f"TMPDIR {folder.parent} is {excess} bytes too long for the path of a Unix socket"
+        raise LaunchError(f"{text}. Choose a shorter one")
+    return path
 
 
 def _locked(folder: Path) -> int | None:

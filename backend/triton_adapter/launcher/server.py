@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from backend.triton_adapter.launcher.package import packaged_libraries, packaged_triton
 from backend.triton_adapter.launcher.processes import command_line, descendants, is_running, kill_all
-from backend.triton_adapter.launcher.run_folder import SHARED_MEMORY
+from backend.triton_adapter.launcher.run_folder import SHARED_MEMORY, socket_in
 from backend.triton_adapter.launcher.say import say
 from backend.triton_adapter.launcher.settings import Settings, python_library_folder
 from backend.triton_adapter.paths import PROJECT_ROOT
@@ -51,6 +51,7 @@ class TritonServer:
         """Run it with further ``arguments``; its log goes to ``output``, else to the terminal."""
         self._settings = settings
         self._folder = folder
+        self._socket = socket_in(folder)
         self._arguments = arguments
         self._output = output
         self._process: subprocess.Popen[bytes] | None = None
@@ -166,7 +167,7 @@ class TritonServer:
             "PYTHONPATH": joined(str(PROJECT_ROOT), old.get("PYTHONPATH")),
             "SPINDLE_CONFIG": str(self._settings.config),
             "SPINDLE_POLICY_PATH": joined(str(Path(config).absolute().parent), str(Path.cwd())),
-            "SPINDLE_SOCKET": str(self._folder / "engine.sock"),
+            "SPINDLE_SOCKET": str(self._socket),
             "SPINDLE_PYTHON": old.get("SPINDLE_PYTHON") or sys.executable,
             **({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": self._settings.trace_url} if self._settings.trace_url else {}),
         }

@@ -20,6 +20,7 @@ from backend.triton_adapter.launcher.log_file import log_path, open_log, reasons
 from backend.triton_adapter.launcher.overrides import Overrides, write_overridden
 from backend.triton_adapter.launcher.run_folder import (
     run_folder,
+    socket_in,
     write_backend,
     write_model_repository,
 )
@@ -91,6 +92,7 @@ def _files(
     """Fill the run folder. Raises LaunchError, ConfigError."""
     try:
         config, path = write_overridden(settings.config, overrides, folder)
+        socket_in(folder)
         write_backend(folder)
         write_model_repository(folder, config)
     except OSError as error:
