@@ -50,11 +50,17 @@ def build(deployment: Deployment, run: Run, *, dry_run: bool = False) -> None:
 
 
 def check_checkpoints(deployment: Deployment, *, dry_run: bool = False) -> None:
-    """Compare the drafts' tokenizers with the target's, token by token. Raises ConfigError naming the first difference."""
+    """Look for what quantisation reads, and compare the drafts' tokenizers with the target's, token by token.
+
+    Raises ConfigError naming what is missing, or the first difference.
+    """
     missing = [engine.checkpoint for engine in deployment.engines if not Path(engine.checkpoint, "config.json").is_file()]
     if missing and dry_run:
         print(f"# not checked: there is no checkpoint {', '.join(missing)}")
         return
+    for engine in deployment.engines:
+        if engine.calibration and not Path(engine.calibration).is_dir():
+            raise ConfigError(f"calibration of {engine.name} must be a folder, got {engine.calibration!r}")
     target = read_manifest(Path(deployment.target.checkpoint))
     if target.max_context_tokens < deployment.max_context_tokens:
         raise ConfigError(
