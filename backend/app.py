@@ -6,7 +6,8 @@ import itertools
 import logging
 import os
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
@@ -14,7 +15,14 @@ from time import monotonic
 import policy
 from backend import cache, machine, memory
 from backend.admission import Admission
-from backend.config import EMBEDDED_MODEL, ConfigError, EngineConfig, PolicyConfig, ServingConfig
+from backend.config import (
+    EMBEDDED_MODEL,
+    PROJECT_ROOT,
+    ConfigError,
+    EngineConfig,
+    PolicyConfig,
+    ServingConfig,
+)
 from backend.contention import overlapped
 from backend.drafting import Drafting
 from backend.engines.fake import FakeEngine
@@ -22,7 +30,7 @@ from backend.engines.lookup import LookupEngine
 from backend.guides import Grammars
 from backend.kv_ledger import KVLedger
 from backend.learned import LearnedState, learned_key
-from backend.manifest import check_pair, read_manifest
+from backend.manifest import check_folder, check_pair, read_manifest
 from backend.orchestrator import Orchestrator
 from backend.ports import BLOCK_TOKENS, Engine, Sequence
 from backend.request import ErrorCode, GenerationRequest, RequestError, SamplingParams
@@ -34,15 +42,13 @@ from backend.tokenizer import ByteTokenizer, IncrementalDecoder, Tokenizer, load
 from backend.trace_file import TraceFile
 from backend.tracing import Tracing
 from backend.trtllm_deployment import check_engines, make_trtllm, trtllm_tables
-from policy import LatencyTable
-from policy.published import AcceptanceAverage, SmartSpec, SpinSelection
+from policy import LatencyTable, custom
+from policy.published import AcceptanceEma, SmartSpec, SpinSelection
 from policy.shaped import ShapedPlanner
 from policy.shapes import Shapes
 from policy.trace import Traced
 
 logger = logging.getLogger(__name__)
-
-PROJECT_ROOT = Path(__file__).resolve().parent.parent
 
 OVERHEAD_S, SPECULATION_S, LOOKUP_S = 5e-4, 3e-4, 2e-5
 """Start values of what no table knows: a step's overhead, what speculating adds to it, a lookup. Measured steps correct them."""
@@ -77,11 +83,9 @@ class App:
 
     def session(self, request: GenerationRequest, sink: ReplySink) -> Session:
         """Tokenise and check a request. Raises RequestError naming the field and the value."""
-        if request.input_ids is None:
-            prompt = self.tokenizer.encode(request.text_input, self.config.add_special_tokens)
-        else:
-            prompt = list(request.input_ids)
-            check_ids(request, self.target.limits.vocab_size)
+        check_ids(request, self.target.limits.vocab_size)
+        ids = request.input_ids or request.prompt_token_ids
+        prompt = list(ids) if ids else self.tokenizer.encode(request.text_input, self.config.add_special_tokens)
         _check(request, len(prompt), self.max_context_tokens, self.tokenizer.vocab_size)
         end_ids = self.tokenizer.end_ids if request.end_id is None else frozenset({request.end_id} - {NO_END_ID})
         if self.config.target.engine == "trtllm":
@@ -91,10 +95,11 @@ class App:
             sampling = replace(sampling, guide=self.grammars.guide(request.guide_type, request.guide or "", end_ids))
         logits_bytes = _logits_bytes(request, len(prompt), self.target.limits.vocab_size, self.config.limits.max_logits_bytes)
         number, salt = next(self._ids), request.cache_salt or ""
-        if request.return_context_logits:
+        if request.return_context_logits or request.return_prompt_log_probs:
             salt = f"{salt}/{number}/{secrets.token_hex(8)}"  # KV that was found would have no logits
         sequence = Sequence(number, prompt, len(prompt), sampling, salt=salt)
         sequence.context_logits, sequence.generation_logits = request.return_context_logits, request.return_generation_logits
+        sequence.prompt_log_probs = request.return_prompt_log_probs
         session = Session(sequence, request, end_ids, IncrementalDecoder(self.tokenizer.token_bytes), sink)
         session.logits_bytes = logits_bytes
         session.control = self.switches.current().in_control(session.id)
@@ -134,7 +139,9 @@ def sampling_params(request: GenerationRequest, tokenizer: Tokenizer, end_ids: f
 
 def _bias(request: GenerationRequest, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
     """Return (token id, addend): every token of a word gets its weight, and weights of the same token add up."""
-    addends: dict[int, float] = dict(request.bias)
+    addends: dict[int, float] = {}
+    for token, addend in request.bias:
+        addends[token] = addends.get(token, 0.0) + addend
     for word, weight in zip(request.embedding_bias_words, request.embedding_bias_weights, strict=True):
         for token in tokenizer.encode(word, add_special_tokens=False):
             addends[token] = addends.get(token, 0.0) + weight
@@ -148,6 +155,9 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
     """
     if Path(policy.__file__).resolve().parent.parent != PROJECT_ROOT:
         raise ConfigError(f"policy was imported from {policy.__file__}, backend from {PROJECT_ROOT}: one of them is another project's")
+    if config.policy.own:
+        with _kind_named():
+            custom.found(config.policy.kind)  # a wrong path is said before engines are loaded
     tokenizer = _tokenizer(config)
     threads = 1
     if tables is None:
@@ -210,7 +220,7 @@ def check_memory(config: ServingConfig, names: Collection[str] | None = None) ->
 
 
 def model_path(engine: EngineConfig) -> Path:
-    """Return the folder of an engine's checkpoint: the cache's for the embedded model, else relative to the project root."""
+    """Return the folder of an engine's checkpoint; a relative one lies beside the packages."""
     return cache.model_folder(EMBEDDED_MODEL) if engine.model == EMBEDDED_MODEL else PROJECT_ROOT / os.path.expanduser(engine.model)
 
 
@@ -226,9 +236,19 @@ def _tokenizer(config: ServingConfig) -> Tokenizer:
 def check_pairs(config: ServingConfig) -> None:
     """Raise ConfigError for a draft that has not its target's vocabulary, with the first token that differs."""
     check_engines(config, model_path)
+    check_folders(config)
     for draft in config.drafts:
         if draft.engine in ("torch", "trt_graph"):
             check_pair(read_manifest(model_path(config.target)), read_manifest(model_path(draft)))
+
+
+def check_folders(config: ServingConfig) -> None:
+    """Raise ConfigError for a torch engine whose ``model`` is not a folder that can be served."""
+    keys = ("target", *(f"drafts[{index}]" for index in range(len(config.drafts))))
+    for key, engine in zip(keys, (config.target, *config.drafts), strict=True):
+        if engine.engine == "torch" and engine.model != EMBEDDED_MODEL:
+            needs = {"tokenizer": key == "target"}
+            check_folder(f"{key}.model", engine.model, model_path(engine), **needs)
 
 
 def make_engine(engine: EngineConfig, config: ServingConfig, threads: int, count: Callable[..., None] | None = None) -> Engine:
@@ -287,6 +307,10 @@ def make_policy(
     if config.policy.kind == "none" or not drafts:
         return policy.NoSpeculation()
     latency, names = latency_model(config, tables), tuple(draft.name for draft in config.drafts)
+    if config.policy.own:
+        asked = config.policy
+        with _kind_named():
+            return custom.made(asked.kind, names, latency, asked.k_max, asked.options)
     if config.policy.kind != "adaptive":
         return _baseline(config.policy, names, latency)
     scored = all(draft.limits.scores or draft.limits.free for draft in drafts)
@@ -305,6 +329,15 @@ def make_policy(
     return Traced(planner, TraceFile(Path(config.policy.trace_file), stats), config.policy.trace_lines)
 
 
+@contextmanager
+def _kind_named() -> Iterator[None]:
+    """Raise a user's policy's PolicyError as ConfigError that names the setting."""
+    try:
+        yield
+    except custom.PolicyError as error:
+        raise ConfigError(f"policy.kind {error}") from error
+
+
 def latency_model(config: ServingConfig, tables: Mapping[str, LatencyTable]) -> policy.LatencyModel:
     """Return the times of a deployment's passes by its tables. Raises LatencyError naming the engines that lack one."""
     known = {engine.name: tables.get(engine.name) or _known_times(engine) for engine in (config.target, *config.drafts)}
@@ -318,8 +351,8 @@ def _baseline(config: PolicyConfig, drafts: tuple[str, ...], latency: policy.Lat
             return policy.FixedLength(config.draft, config.length)
         case "schedule":
             return policy.BatchSchedule(config.draft, {step.batch: step.length for step in config.schedule})
-        case "average":
-            return AcceptanceAverage(config.draft)
+        case "ema":
+            return AcceptanceEma(config.draft)
         case "smartspec":
             return SmartSpec(drafts, config.draft, latency, config.k_max)
         case "spin":
@@ -383,6 +416,7 @@ def _check_trtllm_turns(request: GenerationRequest) -> None:
         ("runtime_top_p_decay", None if request.top_p_decay == 1.0 else request.top_p_decay, anew),
         ("return_context_logits", request.return_context_logits or None, untold),
         ("return_generation_logits", request.return_generation_logits or None, untold),
+        ("return_prompt_log_probs", request.return_prompt_log_probs or None, untold),
         ("return_top_log_probs", request.top_log_probs, untold),
     ):
         if value is not None:
@@ -400,12 +434,13 @@ def _logits_bytes(request: GenerationRequest, prompt_tokens: int, vocab_size: in
 
 
 def check_ids(request: GenerationRequest, vocab_size: int) -> None:
-    """Check the token ids of a request that comes as such. Raises RequestError naming the tensor and the id."""
+    """Check what a request has as token ids. Raises RequestError naming the tensor and the id."""
     for name, ids in (
+        ("prompt_token_ids", request.prompt_token_ids),
         ("input_ids", request.input_ids or ()),
         ("stop_words_list", itertools.chain.from_iterable(request.stop_word_ids)),
         ("bad_words_list", itertools.chain.from_iterable(request.bad_word_ids)),
-        ("embedding_bias", (token for token, _ in request.bias)),
+        ("logit_bias_ids" if request.input_ids is None else "embedding_bias", (token for token, _ in request.bias)),
         ("runtime_top_p_reset_ids", () if request.top_p_reset_id in (None, NO_END_ID) else (request.top_p_reset_id,)),
     ):
         for token in ids:

@@ -127,7 +127,7 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-_MEND = "run 'python -m engines_build.prepare' to make it again"
+_MEND = "run `spindle prepare` to make it again"
 
 
 def _flush(path: Path) -> None:

@@ -13,7 +13,12 @@ from typing import Any
 from backend import machine
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
-"""Name of the model that ``make serve`` brings out of a package; any other ``model`` is a folder."""
+"""Name of the model that ``spindle prepare`` brings; any other ``model`` is a folder."""
+
+PROJECT_ROOT = Path(__file__).resolve().parent.parent
+"""Where the packages lie: a clone, or ``site-packages``."""
+
+DEFAULT_CONFIG = PROJECT_ROOT / "model_repository" / "spindle" / "1" / "serving.json"
 
 
 class ConfigError(ValueError):
@@ -27,7 +32,10 @@ def setting(default: Any, *, low: float | None = None, high: float | None = None
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """A target or a draft. ``model`` is a folder (relative to the project root) or the embedded model's name (torch engines only).
+    """A target or a draft. ``model`` is a folder or the embedded model's name (torch engines only).
+
+    A relative folder is looked for beside the ``serving.json``, then beside the packages (there are
+    the shipped drafts).
 
     ``dtype`` ``auto`` is settled when the file is read (``settled_dtype``). ``attention`` of a torch engine runs decoding rows one by one
     (``ragged``), side by side in tiles of like lengths (``tiled``) or, in a target, padded to the longest (``padded``), cut into pieces
@@ -56,6 +64,9 @@ class EngineConfig:
     worker: str = "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"
 
 
+POLICIES = ("adaptive", "none", "fixed", "schedule", "ema", "smartspec", "spin", "random")
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduleStep:
     """Up to ``batch`` requests that decode, ``length`` tokens are proposed."""
@@ -66,11 +77,13 @@ class ScheduleStep:
 
 @dataclass(frozen=True, slots=True)
 class PolicyConfig:
-    """Which policy plans: ``adaptive``, or one to compare it with.
+    """Which policy plans: ``adaptive``, one to compare it with (``POLICIES``), or a user's.
 
-    ``fixed`` uses ``draft`` and ``length`` always, ``schedule`` ``draft`` by a table of batch sizes; ``average`` (SGLang's) and
-    ``smartspec`` (as published) adapt the length of ``draft``, ``spin`` selects drafts for chains of ``length``; ``random`` (tests) draws
-    both in every step.
+    ``fixed`` uses ``draft`` and ``length`` always, ``schedule`` ``draft`` by a table of batch sizes;
+    ``ema`` (SGLang's acceptance average) and ``smartspec`` (as published) adapt the length of
+    ``draft``, ``spin`` selects drafts for chains of ``length``; ``random`` (tests) draws both in
+    every step. A dotted path, ``my_package.MyPolicy``, is a user's own (``policy.custom``), which
+    gets ``options`` as keyword arguments.
     ``selection`` is how the adaptive planner finds drafts worth a trial (``policy.selection``). It proposes up to ``tree_width`` candidates
     for a place (1: chains only) and, with ``merge_chains``, chains of two drafts for one verification, where they pay. ``cohorts`` above 1:
     the batch may be cut into so many, one of which is drafted for while another is verified, where that pays.
@@ -78,7 +91,8 @@ class PolicyConfig:
     lines of what the adaptive planner saw and decided, for ``python -m policy.replay``.
     """
 
-    kind: str = setting("adaptive", choices=("adaptive", "none", "fixed", "schedule", "average", "smartspec", "spin", "random"))
+    kind: str = "adaptive"
+    options: dict[str, Any] = field(default_factory=dict)
     k_max: int = setting(8, low=0, high=64)
     selection: str = setting("probing", choices=("probing", "ucb", "thompson"))
     draft: str = ""
@@ -91,6 +105,11 @@ class PolicyConfig:
     keep_learned: bool = True
     trace_file: str = ""
     trace_lines: int = setting(10_000, low=1)
+
+    @property
+    def own(self) -> bool:
+        """Whether the kind is the dotted path of a user's policy."""
+        return "." in self.kind and all(part.isidentifier() for part in self.kind.split("."))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,16 +182,32 @@ class ServingConfig:
 
 def load_config(path: str | Path) -> ServingConfig:
     """Read a ``serving.json``. Raises ConfigError naming the file, key and value."""
+    raw = read_json(path)
     try:
-        raw = json.loads(Path(path).read_text("utf-8"))
+        return located(parse_config(raw), Path(path).absolute().parent)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def read_json(path: str | Path) -> Any:
+    """Return what a JSON file holds. Raises ConfigError naming the file."""
+    try:
+        return json.loads(Path(path).read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
-    try:
-        return parse_config(raw)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+
+
+def located(config: ServingConfig, folder: Path) -> ServingConfig:
+    """Return a configuration whose models that lie in ``folder`` have absolute names."""
+
+    def at(engine: EngineConfig) -> EngineConfig:
+        beside = folder / engine.model
+        found = engine.model not in ("", EMBEDDED_MODEL) and beside.is_dir()
+        return replace(engine, model=str(beside)) if found else engine
+
+    return replace(config, target=at(config.target), drafts=tuple(map(at, config.drafts)))
 
 
 def parse_config(raw: Any) -> ServingConfig:
@@ -235,7 +270,15 @@ def _check_trtllm(config: ServingConfig) -> None:
 def _check_policy(policy: PolicyConfig, target: EngineConfig, drafts: list[str]) -> None:
     if policy.cohorts > 1 and target.attention == "padded":
         raise ConfigError(f"policy.cohorts must be 1 for a target whose attention is 'padded', got {policy.cohorts}")
-    if policy.kind in ("fixed", "schedule", "average", "smartspec") and policy.draft not in drafts:
+    if policy.kind == "average":
+        raise ConfigError("policy.kind 'average' is called 'ema'")
+    if policy.kind not in POLICIES and not policy.own:
+        known = f"one of {list(POLICIES)} or a dotted path like 'my_package.MyPolicy'"
+        raise ConfigError(f"policy.kind must be {known}, got {policy.kind!r}")
+    if policy.options and not policy.own:
+        whose = f"are for a policy of your own, not for {policy.kind!r}"
+        raise ConfigError(f"policy.options {whose}: got {policy.options!r}")
+    if policy.kind in ("fixed", "schedule", "ema", "smartspec") and policy.draft not in drafts:
         raise ConfigError(f"policy.draft must be one of {drafts}, got {policy.draft!r}")
     batches = [step.batch for step in policy.schedule]
     if policy.kind == "schedule" and (not batches or len(set(batches)) < len(batches)):
@@ -276,6 +319,8 @@ def _value(hint: Any, value: Any, path: str, metadata: Any) -> Any:
         if not isinstance(value, list):
             raise ConfigError(f"{path} must be a list, got {value!r}")
         return tuple(_value(typing.get_args(hint)[0], item, f"{path}[{i}]", {}) for i, item in enumerate(value))
+    if typing.get_origin(hint) is dict:  # an object of the user's own
+        hint = dict
     allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if float in allowed and type(value) is int:
         value = float(value)

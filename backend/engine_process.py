@@ -58,6 +58,16 @@ def warm_up(app: App) -> None:
     app.stats.drain()
 
 
+def policy_folders(config: Path) -> list[str]:
+    """Return where a user's policy is looked for at last, so that a file there hides nobody's.
+
+    Beside ``serving.json``, and where the launcher was started (``SPINDLE_POLICY_PATH``).
+    """
+    told = os.environ.get("SPINDLE_POLICY_PATH", "").split(os.pathsep)
+    folders = dict.fromkeys([str(config.absolute().parent), *filter(None, told)])
+    return [folder for folder in folders if folder not in sys.path]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the engine process; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -67,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     set_up_logging("engine", LogConfig())
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch loads: spinning threads starve the stubs of their cores
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches the whole group; the parent decides
+    sys.path += policy_folders(arguments.config)
     started = perf_counter()
     try:
         config = load_config(arguments.config)

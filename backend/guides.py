@@ -7,6 +7,7 @@ again, so that target and drafts share one, and a text never depends on what was
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:  # imported where it is needed: TensorRT-LLM's container has a
 BoolArray = npt.NDArray[np.bool_]
 
 MOST_CHARACTERS = 256 * 1024
+MOST_TOLD = 300
 _KEPT_MASKS = 64
 
 
@@ -45,10 +47,10 @@ class Grammars:
         try:
             grammar = _grammar(kind, text)
         except Exception as error:  # the converters raise what they like
-            raise _invalid(f"guided_decoding_guide is no {kind}: {_first_line(error)}") from None
+            raise _invalid(f"guided_decoding_guide is no {kind}: {_one_line(error)}") from None
         matcher = llguidance.LLMatcher(self._tokens, grammar, log_level=0)
         if matcher.is_error():
-            raise _invalid(f"guided_decoding_guide is no {kind} that can be served: {_first_line(matcher.get_error())}")
+            raise _invalid(f"guided_decoding_guide is no {kind} that can be served: {_one_line(matcher.get_error())}")
         guide = Guide(matcher, self._tokenizer.vocab_size, end_ids, self._tokens.eos_token)
         guide.masks([], [])  # the first may take a second, which is not to be the loop's
         if guide.failure is not None:
@@ -120,7 +122,7 @@ class Guide:
     def _made_mask(self) -> BoolArray:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
-            self.failure = _first_line(self._matcher.get_error())
+            self.failure = _one_line(self._matcher.get_error())
             bits = np.zeros_like(bits)
         mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
         ends = bool(mask[self._end_bit]) or self.failure is not None
@@ -159,8 +161,14 @@ def _grammar(kind: str, text: str) -> str:
     return matcher.grammar_from_regex(text) if kind == "regex" else matcher.grammar_from_lark(any_to_lark(text))
 
 
-def _first_line(error: object) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+def _one_line(error: object) -> str:
+    """Return an error in one line, without the excerpts of source and state below it.
+
+    The reason often comes last, so that a long one is cut in its middle.
+    """
+    told, *_ = re.split(r"^\s*\d+ \| |<state>", str(error), maxsplit=1, flags=re.MULTILINE)
+    line = " ".join(told.split()) or type(error).__name__
+    return line if len(line) <= MOST_TOLD else f"{line[: MOST_TOLD // 2]} ... {line[-MOST_TOLD // 2 :]}"
 
 
 def _invalid(message: str) -> RequestError:

@@ -86,15 +86,16 @@ class LearnedState:
     def save(self) -> None:
         """Write the file if there is anything new; a failure is counted."""
         with self._changing:
-            state, key = self._orchestrator.policy_state, self._key
-            data = self._policy.save(state, monotonic())
-        if not self._keep or not data or state is self._saved:
+            policy, state, key = self._policy, self._orchestrator.policy_state, self._key
+        if not self._keep or state is self._saved:
             return
         file = cache.learned_file(key)
         try:
+            if not (data := policy.save(state, monotonic())):
+                return
             text = json.dumps({"key": key, "saved_unix_s": time(), "state": data}, allow_nan=False)
             cache.publish_file(file, text)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError) as error:
             logger.error("what was learnt cannot be saved: %s: %s", file, error)
             self._stats.fallback("learned_state_unsaved")
         else:
@@ -106,9 +107,15 @@ class LearnedState:
 
 
 def learned_key(config: ServingConfig, folders: Mapping[str, Path]) -> str:
-    """Return a hash of all that the estimates depend on: the engines' settings and weights (``folders`` by engine name), and k_max."""
+    """Return a hash of all that the estimates depend on.
+
+    The engines' settings and weights (``folders`` by engine name), k_max, and a user's policy.
+    """
     engines = [
         {**asdict(engine), "model": weights_sha256(folders[engine.name]) if engine.name in folders else ""}
         for engine in (config.target, *config.drafts)
     ]
-    return hashlib.sha256(json.dumps({"engines": engines, "k_max": config.policy.k_max}).encode()).hexdigest()
+    depends: dict[str, Any] = {"engines": engines, "k_max": config.policy.k_max}
+    if config.policy.own:  # what it learns is of its own kind
+        depends |= {"policy": config.policy.kind, "options": config.policy.options}
+    return hashlib.sha256(json.dumps(depends).encode()).hexdigest()

@@ -18,6 +18,8 @@ _INSTRUCTIONS = (
 )
 """What a product of matrices may run on, the best first, and the flags of Linux that mean it."""
 
+_INT8 = {"avx_vnni", "avx512_vnni", "amx_int8"}
+
 _PACKAGES = ("torch", "numpy", "tokenizers", "tritonclient", "nvidia-pytriton")
 
 
@@ -36,6 +38,11 @@ def instructions() -> str:
 def multiplies_bf16() -> bool:
     """Return whether the processor has instructions for products in bf16: elsewhere they take several times as long as in fp32."""
     return instructions().endswith("BF16")
+
+
+def multiplies_int8() -> bool:
+    """Return whether the processor has instructions for products in int8 (VNNI, AMX)."""
+    return bool(_INT8 & set(_cpuinfo("flags").split()))
 
 
 def _cpuinfo(key: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,10 @@ from typing import Any
 from backend.config import ConfigError
 
 _SAMPLES, _SAMPLE_BYTES = 256, 4096
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
+FAMILIES = "Llama, Mistral without a sliding window, Qwen2 (Qwen2.5 too)"
+"""What the torch engines serve: as a ``config.json`` says it, and in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,40 @@ def read_manifest(folder: Path) -> Manifest:
         str(vocabulary),
         _layout_sha256(weights),
     )
+
+
+def check_folder(key: str, model: str, folder: Path, *, tokenizer: bool) -> None:
+    """Refuse a ``model`` that is no Hugging Face folder of a family that is served.
+
+    ``tokenizer``: it needs one. Raises ConfigError beginning with the ``key`` and saying what to do.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{key} must be a folder, got {model!r}{_download(model)}")
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{key}: {folder} has no config.json. Give the folder of a Hugging Face checkpoint: "
+            "config.json, tokenizer.json and *.safetensors"
+        )
+    architecture = next(iter(_config(folder).get("architectures") or ["none"]))
+    if architecture not in ARCHITECTURES:
+        text = f"{key}: {folder} is a {architecture}, which is not supported"
+        raise ConfigError(f"{text}. Supported are {FAMILIES}")
+    if tokenizer and not (folder / "tokenizer.json").is_file():
+        load, save = (f"{verb}_pretrained({str(folder)!r})" for verb in ("from", "save"))
+        raise ConfigError(
+            f"{key}: {folder} has no tokenizer.json. Download it with the model; of an older "
+            f'tokenizer file make it: python -c "from transformers import AutoTokenizer; '
+            f'AutoTokenizer.{load}.{save}"'
+        )
+
+
+def _download(model: str) -> str:
+    """Return how to get a model by its Hugging Face id, if it looks like one."""
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model):
+        return ", which is not there"
+    name = model.rpartition("/")[2]
+    command = f"hf download {model} --local-dir {name}"
+    return f". If that is a Hugging Face id, download it first: {command}; then give {name}"
 
 
 def check_pair(target: Manifest, draft: Manifest) -> None:

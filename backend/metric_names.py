@@ -54,7 +54,8 @@ SPINDLE_FAMILIES: tuple[Family, ...] = (
     Family(
         "spindle_step_part_seconds_total",
         _C,
-        "Time of steps by part: planning, learning (from the step before), draft:NAME, verify, overhead (the rest, with the first two)",
+        "Time of steps by part: planning, learning (from the step before), draft:NAME, verify, rest."
+        " They sum to the time of the steps, unless policy.cohorts runs some side by side",
         ("part",),
     ),
     Family("spindle_step_predicted_seconds", _H, "Predicted time of a step", (), _STEP_BUCKETS_S),

@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 MAX_FAILURES = 3
 """Failures in a row (a step that raises, or a submission of which nothing succeeds) after which the loop ends, to be started anew."""
 
+POLICY_LOG_PERIOD_S = 10.0
+"""At most so often a policy that fails is logged; ``spindle_fallback_total`` counts every time."""
+
 
 class Orchestrator:
     """Owns the in-flight batch. ``submit`` and ``wake`` may be called from any thread, all else from the loop's thread only.
@@ -78,6 +81,7 @@ class Orchestrator:
         self._finished: list[int] = []
         self._log: StepLog | None = None  # of the next step of a busy loop, whose time begins when the last one is learnt from
         self._failures = 0
+        self._policy_silent_until_s = -math.inf
         self.last_plan: tuple[View, Any, Plan, float] | None = None  # with the state that it was made from; other threads may read it
         self.alive_s = clock()
 
@@ -246,17 +250,35 @@ class Orchestrator:
             try:
                 plan, self.policy_state = self._policy.plan(view, state, now, self._rng)
             except Exception:
-                logger.exception("the policy failed; this step does not speculate")
-                self._stats.fallback("policy_error")
+                self._policy_failed("this step does not speculate")
                 plan, _ = NoSpeculation().plan(view, None, self._clock(), self._rng)
         if len(view):
             self.last_plan = (view, state, plan, now)
         told = plan if view.ready.all() else plan.of_rows(np.flatnonzero(view.ready))
-        self._decisions.planned(view, told, self._clock(), lambda: self._policy.drift(self.policy_state))
+        self._decisions.planned(view, told, self._clock(), self._drift)
         return plan
 
     def _needs_offers(self, request: IntArray) -> bool:
-        return self._policy.needs_offers(request, self.policy_state)
+        try:
+            return self._policy.needs_offers(request, self.policy_state)
+        except Exception:
+            self._policy_failed("all drafts are asked")
+            return True
+
+    def _drift(self) -> dict[str, float]:
+        try:
+            return self._policy.drift(self.policy_state)
+        except Exception:
+            self._policy_failed("no drift is shown")
+            return {}
+
+    def _policy_failed(self, consequence: str) -> None:
+        """Count the exception that is being handled, and log it now and then: each step may raise."""
+        self._stats.fallback("policy_error")
+        now = self._clock()
+        if now >= self._policy_silent_until_s:
+            self._policy_silent_until_s = now + POLICY_LOG_PERIOD_S
+            logger.exception("the policy failed; %s", consequence)
 
     # -- draft and verify
 
@@ -390,7 +412,7 @@ class Orchestrator:
             self._stats.step(flight.plan, outcome, self._drafting.names, log.control)
         self._stats.reuse(self._ledger.take_reuse())
         rows = log.decoding, log.batch_size - log.decoding, log.prefill_tokens
-        self._stats.state(*self.counts(), self._ledger.usage(), self._policy.drift(self.policy_state), rows)
+        self._stats.state(*self.counts(), self._ledger.usage(), self._drift(), rows)
 
     def _observe(self, outcome: Outcome, flight: Flight | None) -> None:
         try:
@@ -398,6 +420,5 @@ class Orchestrator:
                 self.policy_state = self._policy.stand_by(flight.view, self.policy_state)
             self.policy_state = self._policy.observe(outcome, self.policy_state, self._clock())
         except Exception:
-            logger.exception("the policy failed; it forgets what it has learnt")
-            self._stats.fallback("policy_error")
+            self._policy_failed("it forgets what it has learnt")
             self.policy_state = self._policy.start()

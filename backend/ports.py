@@ -34,7 +34,8 @@ class Sequence:
 
     ``keys[i]``, the ledger's too, names the content of complete block i (``backend.block_pool``): sequences with the same key may have that
     block in common. Whether its KV is there is each engine's own knowledge. ``salt`` keeps tenants' blocks apart. ``new_blocks`` and
-    ``reused_blocks`` count what the ledger gave it so far. ``context_logits`` and ``generation_logits`` ask a target for ``Extras``.
+    ``reused_blocks`` count what the ledger gave it so far. ``context_logits``, ``generation_logits`` and
+    ``prompt_log_probs`` (of which the log-probabilities of the prompt's tokens are kept) ask a target for ``Extras``.
     """
 
     id: int
@@ -49,6 +50,12 @@ class Sequence:
     reused_blocks: int = 0
     context_logits: bool = False
     generation_logits: bool = False
+    prompt_log_probs: bool = False
+
+    @property
+    def reads_context(self) -> bool:
+        """Whether a target is asked for ``Extras.context_logits``."""
+        return self.context_logits or self.prompt_log_probs
 
 
 @dataclass(frozen=True, slots=True)

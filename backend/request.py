@@ -133,8 +133,9 @@ class GenerationRequest:
 
     ``num_draft_tokens`` is a ceiling on the speculation length (0 = no speculation, None = the policy decides). Only requests of one
     ``cache_salt`` share KV. With ``input_ids`` the request is one of token ids, and gets token ids: ``text_input`` is empty then, and words
-    and weights (token id, addend) come as ids as well. ``timeout_s`` is the client's own limit on the request's life. ``guide`` is a
-    grammar of the kind ``guide_type`` that the output must follow.
+    and weights (token id, addend) come as ids as well. With ``prompt_token_ids`` only the prompt is one
+    of ids, and the request gets text. ``timeout_s`` is the client's own limit on the request's life.
+    ``guide`` is a grammar of the kind ``guide_type`` that the output must follow.
     """
 
     text_input: str
@@ -160,8 +161,10 @@ class GenerationRequest:
     top_log_probs: int | None = None
     return_context_logits: bool = False
     return_generation_logits: bool = False
+    return_prompt_log_probs: bool = False
     cache_salt: str | None = None
     input_ids: tuple[int, ...] | None = None
+    prompt_token_ids: tuple[int, ...] = ()
     stop_word_ids: tuple[tuple[int, ...], ...] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     bias: tuple[tuple[int, float], ...] = ()
@@ -179,7 +182,7 @@ class GenerationRequest:
     @classmethod
     def from_wire(cls, body: dict[str, Any]) -> GenerationRequest:
         """Rebuild a request from ``to_wire``'s dict; unknown keys are a TypeError (both ends are the same version)."""
-        lists = ("stop_words", "bad_words", "embedding_bias_words", "embedding_bias_weights", "input_ids")
+        lists = ("stop_words", "bad_words", "embedding_bias_words", "embedding_bias_weights", "input_ids", "prompt_token_ids")
         nested = ("stop_word_ids", "bad_word_ids", "bias")
         tuples: dict[str, Any] = {name: tuple(body[name]) for name in lists if name in body}
         return cls(**{**body, **tuples, **{name: tuple(map(tuple, body[name])) for name in nested if name in body}})

@@ -9,7 +9,9 @@ import selectors
 import socket
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -276,11 +278,12 @@ class Server:
                 self._app.orchestrator.wake()
         elif kind == "admin":
             if str(message.get("command")).split() == ["reload", "drafts"]:  # loading takes time: not on this thread
-                threading.Thread(target=self._reload, args=(connection, request_id), name="reload", daemon=True).start()
+                threading.Thread(target=self._answer, args=(connection, request_id, self._reload), name="reload", daemon=True).start()
             elif message.get("command") == "explain":
-                threading.Thread(target=self._explain, args=(connection, request_id), name="explain", daemon=True).start()
+                work = partial(explain_last, self._app.orchestrator)
+                threading.Thread(target=self._answer, args=(connection, request_id, work), name="explain", daemon=True).start()
             else:
-                self.post(connection, {"type": "admin", "id": request_id, "reply": self._admin(message.get("command"))})
+                self._answer(connection, request_id, partial(self._admin, message.get("command")))
         elif kind in ("encode", "decode"):
             self._tokenizers.submit(self._convert, connection, message)
         elif kind == "subscribe":
@@ -322,8 +325,21 @@ class Server:
             reply = {"type": "error", "code": ErrorCode.INTERNAL.value, "message": f"it could not be converted ({type(error).__name__})"}
         self.post(connection, {**reply, "id": message["id"]})
 
+    def _answer(self, connection: Connection, request_id: int, work: Callable[[], dict[str, Any]]) -> None:
+        """Reply to a command of the administrative interface (any thread)."""
+        try:
+            message: wire.Message = {"type": "admin", "reply": work()}
+        except RequestError as error:
+            message = {"type": "error", "code": error.code.value, "message": error.message}
+        except ConfigError as error:
+            message = {"type": "error", "code": ErrorCode.INVALID_ARGUMENT.value, "message": str(error)}
+        except Exception as error:  # whatever is wrong, the service goes on as it is
+            logger.exception("a command failed")
+            message = {"type": "error", "code": ErrorCode.INTERNAL.value, "message": f"the command failed: {error or type(error).__name__}"}
+        self.post(connection, {**message, "id": request_id})
+
     def _admin(self, command: Any) -> dict[str, Any]:
-        """Return the reply to a command of the administrative interface."""
+        """Return the reply to a command that takes no time. Raises ConfigError or RequestError."""
         match command.split() if isinstance(command, str) else []:
             case ["health"]:
                 return self._health()
@@ -332,38 +348,30 @@ class Server:
             case ["learned"]:
                 return self._app.learned.show()
             case ["set", *words]:
-                try:
-                    return self._app.switches.set(words)
-                except ConfigError as error:
-                    return {"error": str(error)}
-        return {"error": f"unknown command {command!r}; known: health, learned, explain, switches, set key=value ..., reload drafts"}
+                return self._app.switches.set(words)
+        known = "health, learned, explain, switches, set key=value ..., reload drafts"
+        raise RequestError(ErrorCode.INVALID_ARGUMENT, f"unknown command {command!r}; known: {known}")
 
-    def _explain(self, connection: Connection, request_id: int) -> None:
-        """Reply why the last plan is what it is (a thread of its own)."""
+    def _reload(self) -> dict[str, Any]:
+        """Take the drafts of the configuration file up (a thread of its own). Raises what is wrong with them."""
+        if not self._reloading.acquire(blocking=False):
+            raise RequestError(ErrorCode.UNAVAILABLE, "drafts are being reloaded already")
         try:
-            reply = explain_last(self._app.orchestrator)
-        except Exception as error:
-            logger.exception("the last plan could not be explained")
-            reply = {"error": f"the last plan could not be explained ({type(error).__name__})"}
-        self.post(connection, {"type": "admin", "id": request_id, "reply": reply})
-
-    def _reload(self, connection: Connection, request_id: int) -> None:
-        """Take the drafts of the configuration file up and reply (a thread of its own)."""
-        reply: dict[str, Any] = {"error": "drafts are being reloaded already"}
-        if self._reloading.acquire(blocking=False):
-            try:
-                reply = dict(reload_drafts(self._app, load_config(self._config)))
-            except Exception as error:  # whatever is wrong with a new draft, the service goes on as it is
-                logger.exception("the drafts could not be reloaded")
-                reply = {"error": str(error) or type(error).__name__}
-            finally:
-                self._reloading.release()
-        self.post(connection, {"type": "admin", "id": request_id, "reply": reply})
+            return dict(reload_drafts(self._app, load_config(self._config)))
+        finally:
+            self._reloading.release()
 
     def _health(self) -> dict[str, Any]:
         active, waiting = self._app.orchestrator.counts()
         uptime_s = round(monotonic() - self._started_s, 3)
-        return {"status": "ok", "active": active, "waiting": waiting, "uptime_s": uptime_s, "pid": os.getpid()}
+        return {
+            "status": "ok",
+            "active": active,
+            "waiting": waiting,
+            "uptime_s": uptime_s,
+            "pid": os.getpid(),
+            "max_context_tokens": self._app.max_context_tokens,
+        }
 
     def _info(self) -> dict[str, Any]:
         config = self._app.config

@@ -61,6 +61,19 @@ class Stats:
         }
 
 
+def exclusive_parts(parts_s: dict[str, float]) -> dict[str, float]:
+    """Return a step's times by part, seconds, so that none is counted twice.
+
+    The policy learns from ``overhead``, which has planning and learning in it; readers of the
+    metric get ``rest``, which has not.
+    """
+    own = {part: seconds for part, seconds in parts_s.items() if part != "overhead"}
+    if "overhead" in parts_s:
+        within = own.get("planning", 0.0) + own.get("learning", 0.0)
+        own["rest"] = max(0.0, parts_s["overhead"] - within)
+    return own
+
+
 class StepStats:
     """The service's metrics, one method per event; names as in ``backend.metric_names``."""
 
@@ -148,7 +161,7 @@ class StepStats:
         if plan.predicted_s:  # else nothing was predicted
             self._stats.observe("spindle_step_predicted_seconds", plan.predicted_s)
         self._stats.observe("spindle_planning_seconds", outcome.parts_s.get("planning", 0.0))
-        for part, seconds in outcome.parts_s.items():
+        for part, seconds in exclusive_parts(outcome.parts_s).items():
             self._stats.count("spindle_step_part_seconds_total", seconds, part=part)
         if plan.shadow is not None:
             self._shadow(plan.shadow, drafts)

@@ -83,6 +83,7 @@ def read_table(path: Path) -> LatencyTable:
         raw = json.loads(path.read_text("utf-8"))
         return LatencyTable.from_dict(raw if isinstance(raw, dict) else {})
     except FileNotFoundError:
-        raise LatencyError(f"there is no latency table {path} ('python -m engines_build.prepare' measures one)") from None
+        text = f"there is no latency table {path} (`spindle prepare` measures one)"
+        raise LatencyError(text) from None
     except (OSError, ValueError) as error:
         raise LatencyError(f"{path}: {error}") from error

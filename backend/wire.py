@@ -9,11 +9,12 @@ engine -> stub   hello{version, info}  chunk{id, text, tokens}  final{id, text, 
                  draft_tokens, accepted_draft_tokens, drafts, times_s, kv_blocks}  error{id, code, message}  admin{id, reply}
                  stats{counters, observations, gauges}  encoded{id, prompts, words, end_id, vocab_size}  decoded{id, texts}
 
-``id`` is chosen by the stub, unique in its connection. Every ``submit`` is answered by exactly one ``final`` or ``error``; the ``chunk``s
-of a streaming request come before it. ``trace`` comes with a request that Triton traces (its context: ``traceparent``
-and, if there is one, ``tracestate``). ``final.text`` is the last delta of a streaming request, the whole text of another.
+``id`` is chosen by the stub, unique in its connection. Every ``submit`` is answered by exactly one ``final`` or ``error``, every
+``admin`` by one ``admin`` or ``error``; the ``chunk``s of a streaming request come before it. ``trace`` comes with a request that
+Triton traces (its context: ``traceparent`` and, if there is one, ``tracestate``). ``final.text`` is the last delta of a streaming
+request, the whole text of another.
 ``bytes`` and ``top`` (tokens as Latin-1 text), ``context_logits`` and ``generation_logits`` (names of .npy files, which the stub removes)
-come where they were asked for.
+and ``prompt`` (``bytes`` of its tokens, ``log_probs`` and ``top`` of all but the first) come where they were asked for.
 """
 
 from __future__ import annotations

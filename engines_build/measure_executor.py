@@ -61,7 +61,7 @@ def measure_executors(config: ServingConfig, *, budget_s: float = BUDGET_S, most
             cases = [case for case in (target_cases() if engine is config.target else draft_cases()) if _fits(case, made, config)]
             rig = Rig(FilledEngine(made), rng)
             work = [lambda rig=rig, case=case: rig.time(case) for case in cases]
-            samples = interleave(work, budget_s=budget_s, rng=rng, report=lambda _round: None, most=most)
+            samples = interleave(work, budget_s=budget_s, rng=rng, report=_silent, most=most)
             table = tabulate(engine.name, cases, [lower_quartile(times) for times in samples], _provenance(engine))
             if engine is config.target:
                 table = replace(table, turn_s=_turn_s(rig, budget_s, rng, most))
@@ -74,11 +74,15 @@ def measure_executors(config: ServingConfig, *, budget_s: float = BUDGET_S, most
     return tables
 
 
+def _silent(_done_s: float, _expected_s: float) -> None:
+    """Say nothing of how far it is."""
+
+
 def _turn_s(rig: Rig, budget_s: float, rng: random.Random, most: int) -> float:
     """Return what a turn of one row takes beside its iterations: what a turn of one token does, less a token's part of a longer one."""
     cases = [Case(1, BASE_CONTEXT, run=tokens) for tokens in (1, RUN_TOKENS)]
     work = [lambda case=case: rig.time(case) for case in cases]
-    samples = interleave(work, budget_s=budget_s, rng=rng, report=lambda _round: None, most=most)
+    samples = interleave(work, budget_s=budget_s, rng=rng, report=_silent, most=most)
     one_s, run_s = (lower_quartile(times) for times in samples)
     return max(0.0, one_s - (run_s - one_s) / (RUN_TOKENS - 1))
 

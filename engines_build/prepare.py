@@ -1,4 +1,4 @@
-"""Bring everything that a serving configuration needs and this machine lacks: ``python -m engines_build.prepare --config FILE``.
+"""``spindle prepare``: bring what a serving configuration needs and this machine lacks.
 
 It converts the embedded model when a configuration names it and measures a latency table when none fits. What is there and whole is left
 alone, so a second run costs the reading of the files; what is damaged is made again.
@@ -7,14 +7,25 @@ alone, so a second run costs the reading of the files; what is damaged is made a
 from __future__ import annotations
 
 import argparse
+import logging
+import signal
 import sys
+import tempfile
 from pathlib import Path
 
 from backend import cache
-from backend.app import model_path
-from backend.config import EMBEDDED_MODEL, ServingConfig, load_config
+from backend.app import check_folders, model_path
+from backend.config import DEFAULT_CONFIG, EMBEDDED_MODEL, ServingConfig, load_config
 from backend.tables import missing_tables, timed_engines
 from engines_build.convert import convert, embedded_gguf
+from engines_build.progress import set_up_messages
+
+logger = logging.getLogger(__name__)
+
+CONVERT_S, CACHE_GB, DOWNLOAD_GB = 15, 0.27, 0.2
+"""Estimates: to download and convert the embedded model; in the cache; more while it is made."""
+MEASURE_S = 95
+"""An estimate: loading the engines, choosing the threads, ``measure.BUDGET_S``."""
 
 
 def prepare(config: ServingConfig) -> None:
@@ -22,41 +33,86 @@ def prepare(config: ServingConfig) -> None:
     engines = timed_engines(config)
     if config.target not in engines:
         return
+    check_folders(config)
     with cache.exclusive():
-        if any(engine.model == EMBEDDED_MODEL for engine in engines):
-            bring_embedded_model()
         folders = {engine.name: model_path(engine) for engine in engines}
+        embedded = any(engine.model == EMBEDDED_MODEL for engine in engines)
+        to_convert = embedded and not embedded_model_is_whole()
+        to_measure = to_convert or bool(missing_tables(config, folders))
+        announce(to_convert=to_convert, to_measure=to_measure)
+        if to_convert:
+            make_embedded_model()
         if missing := missing_tables(config, folders):
-            print(f"there is no sound latency table of {', '.join(missing)}: measuring", flush=True)
             from engines_build.measure import measure  # it imports torch, which a prepared machine need not
 
             measure(config, folders, missing)
 
 
-def bring_embedded_model() -> None:
-    """Convert the embedded model unless the cache holds all of it, by the hashes of its files. Raises ConvertError."""
+def announce(*, to_convert: bool, to_measure: bool) -> None:
+    """Say before it begins what it will take; nothing where nothing is to be done."""
+    if not (to_convert or to_measure):
+        return
+    both = {"the model is converted": to_convert, "the machine is measured": to_measure}
+    work = " and ".join(text for text, wanted in both.items() if wanted)
+    minutes = max(1, round((CONVERT_S * to_convert + MEASURE_S * to_measure) / 60))
+    disk = ""
+    if to_convert:
+        disk = f" and {CACHE_GB + DOWNLOAD_GB:.1f} GB of disk, of which {CACHE_GB:.2f} GB stay"
+    print(f"spindle: first start: {work}, once. The cache is {cache.root()}", flush=True)
+    print(f"spindle: this takes about {minutes} min{disk} (estimates)", flush=True)
+
+
+def embedded_model_is_whole() -> bool:
+    """Return whether the cache holds all of the embedded model, by the hashes of its files."""
     folder = cache.model_folder(EMBEDDED_MODEL)
-    if folder.exists():
-        try:
-            cache.check(folder, hashes=True)
-        except cache.CacheError as error:
-            print(f"making again what is damaged: {error}", flush=True)
-        else:
-            return
-    convert(embedded_gguf(), folder)
+    if not folder.exists():
+        return False
+    try:
+        cache.check(folder, hashes=True)
+    except cache.CacheError as error:
+        logger.warning("making again what is damaged: %s", error)
+        return False
+    return True
+
+
+def bring_embedded_model() -> None:
+    """Convert the embedded model unless the cache holds all of it. Raises ConvertError."""
+    if not embedded_model_is_whole():
+        make_embedded_model()
+
+
+def make_embedded_model() -> None:
+    """Convert the embedded model.
+
+    What it is made of lies where the cache's next writer removes what a killed one has left.
+    """
+    folder = cache.model_folder(EMBEDDED_MODEL)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".package.", dir=folder.parent) as package:
+        convert(embedded_gguf(Path(package)), folder)
 
 
 def main() -> None:
     """Prepare for one configuration."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--config", type=Path, required=True, help="a serving.json")
+    parser = argparse.ArgumentParser(
+        prog="spindle prepare",
+        description="Bring the model and the latency tables that a configuration needs into the cache (SPINDLE_CACHE; ~/.cache/spindle).",
+        epilog="example: spindle prepare --config my/serving.json",
+    )
+    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="a serving.json")
+    parser.add_argument("--verbose", action="store_true", help="print what was measured")
     args = parser.parse_args()
+    set_up_messages(verbose=args.verbose)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was begun is cleared away
     try:
         prepare(load_config(args.config))
     except OSError as error:
-        sys.exit(f"error: the cache {cache.root()} cannot be read or written: {error}. SPINDLE_CACHE chooses another place")
+        text = f"the cache {cache.root()} cannot be read or written: {error}"
+        sys.exit(f"spindle: error: {text}. SPINDLE_CACHE chooses another place")
     except ValueError as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"spindle: error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("spindle: stopped: what was finished is kept")
 
 
 if __name__ == "__main__":

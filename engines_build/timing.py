@@ -99,7 +99,7 @@ def interleave(
     *,
     budget_s: float,
     rng: random.Random,
-    report: Callable[[int], None],
+    report: Callable[[float, float], None],
     least: int = 3,
     most: int = 15,
     clock: Callable[[], float] = perf_counter,
@@ -108,16 +108,22 @@ def interleave(
 
     Round 0 warms up and is dropped; then there are from ``least`` to ``most`` rounds. Interleaving turns a slow spell of the machine into
     noise that a quantile ignores, where one case after another would bend the curve.
+
+    ``report`` gets after every piece of work the seconds that have passed and those that all of it
+    will probably take.
     """
     samples: list[list[float]] = [[] for _ in work]
     order = list(range(len(work)))
-    started = clock()
+    started, expected_s = clock(), budget_s
     for round_ in range(most + 1):
         elapsed_s = clock() - started
         if round_ > least and elapsed_s + elapsed_s / round_ > budget_s:
             break
-        report(round_)
+        if round_:
+            round_s = elapsed_s / round_
+            expected_s = min(max(budget_s, (least + 1) * round_s), (most + 1) * round_s)
         rng.shuffle(order)
         for index in order:
             samples[index].append(work[index]())
+            report(clock() - started, expected_s)
     return [seconds[1:] for seconds in samples]

@@ -7,13 +7,13 @@ from .latency import LatencyCurve, LatencyError, LatencyModel, LatencyTable, Pro
 from .plan import NO_DRAFT, IntArray, Outcome, Plan, Policy, Ran, Rule, TurnShape, View
 from .planner import AdaptivePlanner
 from .planner_state import PlannerConfig, PlannerState
-from .published import AcceptanceAverage, SmartSpec, SpinSelection, ThroughputBandit
+from .published import AcceptanceEma, SmartSpec, SpinSelection, ThroughputBandit
 from .switched import SwitchedPolicy, SwitchedState, Switches
 
 __all__ = [
     "NO_DRAFT",
-    "AcceptanceAverage",
     "AcceptanceConfig",
+    "AcceptanceEma",
     "AdaptivePlanner",
     "BatchSchedule",
     "FixedLength",

@@ -6,33 +6,16 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from .plan import NO_DRAFT, IntArray, Outcome, Plan, Policy, View
+from .plan import NO_DRAFT, IntArray, Plan, Policy, View
 
 
-class _Stateless(Policy):
-    """A planner whose state is nothing."""
-
-    def start(self) -> None:
-        """Return the empty state."""
-        return
-
-    def observe(self, outcome: Outcome, state: None, now: float) -> None:
-        """Learn nothing."""
-        del outcome, state, now
-
-    def drift(self, state: None) -> dict[str, float]:
-        """Return nothing: no time is predicted."""
-        del state
-        return {}
-
-
-class NoSpeculation(_Stateless):
+class NoSpeculation(Policy):
     """Plain decoding: k = 0 for everyone."""
 
     def plan(self, view: View, state: None, now: float, rng: np.random.Generator) -> tuple[Plan, None]:
         """Choose no draft."""
         del state, now, rng
-        return _plan(np.full(len(view), NO_DRAFT), np.zeros(len(view), np.int64)), None
+        return Plan(np.full(len(view), NO_DRAFT), np.zeros(len(view), np.int64)), None
 
     def needs_offers(self, request: IntArray, state: None) -> bool:
         """Return False."""
@@ -40,7 +23,7 @@ class NoSpeculation(_Stateless):
         return False
 
 
-class FixedLength(_Stateless):
+class FixedLength(Policy):
     """One draft and one length for everyone, as far as each request's ceiling allows."""
 
     def __init__(self, draft: str, length: int) -> None:
@@ -55,7 +38,7 @@ class FixedLength(_Stateless):
         return same_for_all(view, self.draft, self.length), None
 
 
-class BatchSchedule(_Stateless):
+class BatchSchedule(Policy):
     """One draft, its length by the number of requests that decode: TensorRT-LLM's ``draft_len_schedule``, vLLM's table per batch size.
 
     ``lengths`` maps the largest batch of each range to its k; a batch beyond the last range does not speculate.
@@ -74,17 +57,17 @@ class BatchSchedule(_Stateless):
         return same_for_all(view, self.draft, next((k for largest, k in self.lengths.items() if batch <= largest), 0)), None
 
 
-class RandomChoice(_Stateless):
+class RandomChoice(Policy):
     """Any draft and any length within the ceilings, drawn anew in every step: no text may depend on it."""
 
     def plan(self, view: View, state: None, now: float, rng: np.random.Generator) -> tuple[Plan, None]:
         """Draw a plan."""
         del state, now
         if not view.drafts or not len(view):
-            return _plan(np.full(len(view), NO_DRAFT), np.zeros(len(view), np.int64)), None
+            return Plan.within(view, NO_DRAFT, 0), None
         draft = rng.integers(0, len(view.drafts), len(view))
         ceiling = np.where(view.ready, view.ceiling[np.arange(len(view)), draft], 0)
-        return _plan(draft, rng.integers(0, ceiling + 1)), None
+        return Plan.within(view, draft, rng.integers(0, ceiling + 1)), None
 
 
 def same_for_all(view: View, draft: str, length: int | IntArray) -> Plan:
@@ -94,10 +77,4 @@ def same_for_all(view: View, draft: str, length: int | IntArray) -> Plan:
     """
     if draft not in view.drafts:
         raise ValueError(f"draft must be one of {view.drafts}, got {draft!r}")
-    column = view.drafts.index(draft)
-    return _plan(np.full(len(view), column), np.where(view.ready, np.minimum(length, view.ceiling[:, column]), 0))
-
-
-def _plan(draft: IntArray, length: IntArray) -> Plan:
-    """Return a plan in which k = 0 and no draft are the same thing."""
-    return Plan(np.where(length > 0, draft, NO_DRAFT), length)
+    return Plan.within(view, view.drafts.index(draft), length)

@@ -34,7 +34,7 @@ def explain(planner: AdaptivePlanner, view: View, state: PlannerState, plan: Pla
 
 def explain_batch(plan: Plan) -> str:
     """Return a line about the whole step: its figures, and why each shape beyond a chain was not used."""
-    text = f"{len(plan.length)} rows, {int(plan.length.sum())} tokens proposed, {plan.predicted_tokens:.2f} expected in "
+    text = f"{len(plan.length)} requests, {int(plan.length.sum())} tokens proposed, {plan.predicted_tokens:.2f} expected in "
     text += f"{1e3 * plan.predicted_s:.2f} ms, at {plan.price:.1f} tokens/s"
     if plan.shape is not None and plan.shape.cohort is not None:
         text += f"; {int(plan.shape.cohort.max()) + 1} cohorts"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, Protocol
@@ -153,6 +154,21 @@ class Plan:
     shape: TurnShape | None = None
     run: IntArray | None = None
 
+    @classmethod
+    def within(cls, view: View, draft: int | IntArray, length: int | IntArray) -> Plan:
+        """Return the plan of these choices, one for all rows or int64[n], as far as a row allows.
+
+        A length is cut to the row's ceiling; a row that is not ready, or is left without a
+        token, gets no draft.
+        """
+        rows = np.arange(len(view))
+        column: IntArray = np.broadcast_to(draft, len(view)).astype(np.int64)
+        if not view.drafts:
+            return cls(np.full(len(view), NO_DRAFT), np.zeros(len(view), np.int64))
+        most = np.where(view.ready & (column >= 0), view.ceiling[rows, column], 0)
+        cut: IntArray = np.minimum(np.maximum(length, 0), most).astype(np.int64)
+        return cls(np.where(cut > 0, column, NO_DRAFT), cut)
+
     def of_rows(self, rows: IntArray) -> Plan:
         """Return the plan of some of its rows; what is predicted is their share of the whole."""
         share = len(rows) / max(len(self.length), 1)
@@ -224,13 +240,15 @@ class Outcome:
 class Policy(Protocol):
     """A planner: pure functions of (view, state, now, rng); the state is opaque to the caller and never mutated in place.
 
-    What has a body here is enough for a policy that inherits it.
+    A policy that inherits this needs ``plan`` alone; the rest here is right for one that learns
+    and predicts nothing.
     """
 
     def start(self) -> Any:
         """Return the state before the first step."""
-        ...
+        return None
 
+    @abstractmethod
     def plan(self, view: View, state: Any, now: float, rng: np.random.Generator) -> tuple[Plan, Any]:
         """Choose (draft, length) for every ready row; ``now`` in seconds of any monotonic clock."""
         ...
@@ -245,7 +263,8 @@ class Policy(Protocol):
 
     def observe(self, outcome: Outcome, state: Any, now: float) -> Any:
         """Return the state after learning from a step; requests in ``outcome.finished`` are forgotten."""
-        ...
+        del outcome, now
+        return state
 
     def stand_by(self, view: View, state: Any) -> Any:
         """Return the state before a step that is planned by someone else: ``observe`` learns from it what does not depend on that."""
@@ -264,7 +283,8 @@ class Policy(Protocol):
 
     def drift(self, state: Any) -> dict[str, float]:
         """Return measured over predicted time by part of the step, for metrics; empty for a policy that predicts nothing."""
-        ...
+        del state
+        return {}
 
 
 def _taken(column: Any, rows: IntArray) -> Any:

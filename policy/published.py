@@ -15,20 +15,11 @@ import numpy as np
 
 from .baselines import same_for_all
 from .latency import LatencyCurve, LatencyModel
-from .plan import NO_DRAFT, FloatArray, IntArray, Outcome, Plan, Policy, View
+from .plan import NO_DRAFT, FloatArray, Outcome, Plan, Policy, View
 
 _FIT_TOKENS = 512
 _WINDOW_STEPS = 100
 _ALPHA_BOUNDS = (0.01, 0.99)
-
-
-class _Untimed(Policy):
-    """A policy that predicts no times."""
-
-    def drift(self, state: object) -> dict[str, float]:
-        """Return nothing."""
-        del state
-        return {}
 
 
 def expected_tokens(alpha: float, length: int) -> float:
@@ -66,7 +57,7 @@ class SmartSpecState:
     window: tuple[tuple[int, int], ...] = ()
 
 
-class SmartSpec(_Untimed):
+class SmartSpec(Policy):
     """SmartSpec as its published code decides: one draft, one acceptance rate alpha, one length k for the whole batch.
 
     Every ``update_steps`` steps k = 0, 1, ... are scored by goodput V/T and the scan stops at the first that is no better; k = 0 counts
@@ -134,7 +125,7 @@ class EmaSlot:
     steps: int = 0
 
 
-class AcceptanceAverage(_Untimed):
+class AcceptanceEma(Policy):
     """SGLang's adaptive ``num_steps``: an average of accepted tokens moves the length through a few candidates, by batch range.
 
     ``candidates`` maps the smallest batch of each range to its lengths (defaults as there). The average moves with each step's mean by
@@ -206,7 +197,7 @@ class SpinState:
     workload: FloatArray = field(default_factory=lambda: np.zeros((2, 0)))
 
 
-class SpinSelection(_Untimed):
+class SpinSelection(Policy):
     """SPIN's selection alone: explore then commit, in epochs, with a fixed length. SPIN's own epoch lengths are not public.
 
     An epoch begins with slots in which every request gets a random draft; for its rest a request keeps the draft by which most of its
@@ -240,8 +231,7 @@ class SpinSelection(_Untimed):
             if request not in assigned:
                 assigned[request] = int(rng.integers(len(self.drafts))) if exploring else self._best(request, state)
         draft = np.array([assigned[r] for r in view.request.tolist()], np.int64)
-        length: IntArray = np.minimum(self.length, view.ceiling[np.arange(len(view)), draft]) * view.ready
-        plan = Plan(np.where(length > 0, draft, NO_DRAFT), length)
+        plan = Plan.within(view, draft, self.length)
         return plan, replace(state, step=(state.step + 1) % self._epoch_steps, assigned=assigned)
 
     def observe(self, outcome: Outcome, state: SpinState, now: float) -> SpinState:
@@ -279,7 +269,7 @@ class BanditState:
     highest: float = 1e-9
 
 
-class ThroughputBandit(_Untimed):
+class ThroughputBandit(Policy):
     """UCB1 (Auer et al. 2002) for every request by itself, on its tokens per second with each arm, a draft with a length.
 
     Rewards are scaled by the highest seen. The time of a step is everybody's, so that a reward tells of the load and of the others' arms
@@ -302,8 +292,7 @@ class ThroughputBandit(_Untimed):
             arm, left = arms.get(request, (0, 0))
             arms[request] = (arm, left - 1) if left else (self._best(request, state, rng), self._hold_steps - 1)
         drafts, lengths = np.array([self.arms[arms.get(r, (0, 0))[0]] for r in view.request.tolist()], np.int64).reshape(-1, 2).T
-        length: IntArray = np.minimum(lengths, view.ceiling[np.arange(len(view)), drafts]) * view.ready
-        return Plan(np.where(length > 0, drafts, NO_DRAFT), length), replace(state, arm=arms)
+        return Plan.within(view, drafts, lengths), replace(state, arm=arms)
 
     def observe(self, outcome: Outcome, state: BanditState, now: float) -> BanditState:
         """Add each request's tokens per second to those of its arm, whatever length it had of it."""

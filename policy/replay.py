@@ -1,4 +1,4 @@
-"""Read a trace of the planner: ``python -m policy.replay FILE`` plans it again, compares, and says what was decided.
+"""``spindle replay FILE``: plan a trace again, compare, and say what was decided.
 
 ``--step N`` says of the N-th plan what every request got, and why.
 """
@@ -19,7 +19,11 @@ from .trace import Replanned, TraceError, replayed, same
 
 def main() -> int:
     """Replay a file; return 1 if a plan differs, 2 if the file is no trace or has no such step."""
-    parser = argparse.ArgumentParser(prog="python -m policy.replay", description="Plan a trace of JSON lines again, compare, and explain.")
+    parser = argparse.ArgumentParser(
+        prog="spindle replay",
+        description="Plan a trace of JSON lines again, compare, and explain.",
+        epilog="example: spindle replay trace.jsonl --step 12",
+    )
     parser.add_argument("file", type=Path)
     parser.add_argument("--step", type=int, help="explain this plan (0: the first), request by request")
     options = parser.parse_args()

@@ -1,11 +1,11 @@
 """Simulate a deployment from latency tables, true acceptance and arrivals, and see what every policy would make of it.
 
-    python -m policy.simulate compare --deployment llama-8b-h100 --mix mix --rates 4,12,backlog --arms none,fixed:eagle:3 --html out.html
-    python -m policy.simulate evidence --json docs/results/simulation.json --html docs/results/simulation.html
-    python -m policy.simulate fleet --replicas 1,8,1000 --arms none,adaptive
-    python -m policy.simulate shapes --cases trees,cohorts --json docs/results/shapes.json --html docs/results/shapes.html
-    python -m policy.simulate regret --json docs/results/regret.json --html docs/results/regret.html
-    python -m policy.simulate report FILE.json --html FILE.html
+    spindle simulate compare --deployment llama-8b-h100 --mix mix --rates 4,12,backlog --arms none,fixed:eagle:3 --html out.html
+    spindle simulate evidence --json docs/results/simulation.json --html docs/results/simulation.html
+    spindle simulate fleet --replicas 1,8,1000 --arms none,adaptive
+    spindle simulate shapes --cases trees,cohorts --json docs/results/shapes.json --html docs/results/shapes.html
+    spindle simulate regret --json docs/results/regret.json --html docs/results/regret.html
+    spindle simulate report FILE.json --html FILE.html
 
 ``compare`` runs what it is told. ``evidence`` runs the whole protocol: choices made on some seeds, reported on others.
 """
@@ -26,8 +26,10 @@ from typing import Any
 
 import numpy as np
 
+from policy.custom import PolicyError
 from policy.latency import LatencyTable
 from policy.simulation import presets, shape_cases
+from policy.simulation.arms import KNOWN, check_arms
 from policy.simulation.deployment import Deployment
 from policy.simulation.evidence import criteria, described
 from policy.simulation.experiments import BACKLOG, Result, Scenario, Task, compare, compare_arms, nominal_rate, run_once, summary
@@ -39,7 +41,7 @@ from policy.simulation.workload import Recorded
 
 TABLES = Path(__file__).parent / "simulation" / "tables"
 REGRET_SCENARIOS = ["70b-mix", "70b-mix-steady", "70b-mix-tagged", "70b-mix-tagged-steady"]
-SHIFT_ARMS = ["adaptive", "smartspec:eagle", "average:eagle"]
+SHIFT_ARMS = ["adaptive", "smartspec:eagle", "ema:eagle"]
 TUNING, REPORTING = [0, 1, 2], [3, 4, 5]
 
 
@@ -71,7 +73,7 @@ class Runner:
 
     def document(self) -> dict[str, Any]:
         """Return what is said of a document's making."""
-        command = "python -m policy.simulate " + " ".join(sys.argv[1:])
+        command = "spindle simulate " + " ".join(sys.argv[1:])
         speed = {"steps": self.steps, "wall_s": round(self.wall_s, 1), "steps_per_s": round(self.steps / max(self.wall_s, 1e-9), 1)}
         return {"command": command, "numpy": np.__version__, "jobs": self.jobs, **speed}
 
@@ -121,8 +123,9 @@ def compare_command(options: argparse.Namespace, run: Runner) -> dict[str, Any]:
     scenario = replace(scenario, variation=options.variation, requests=options.requests, table_error=options.table_error)
     scenario = replace(scenario, recorded=recorded(options.arrivals) if options.arrivals else None)
     loads = [BACKLOG if rate == "backlog" else float(rate) for rate in options.rates.split(",")]
-    seeds = [int(seed) for seed in options.seeds.split(",")]
-    comparison = described(compare_arms(scenario, loads, options.arms.split(","), seeds, run), [], seeds)
+    seeds, arms = [int(seed) for seed in options.seeds.split(",")], options.arms.split(",")
+    check_arms(arms, deployment, scenario.mix)
+    comparison = described(compare_arms(scenario, loads, arms, seeds, run), [], seeds)
     print(text(comparison))
     return {**run.document(), "comparisons": [comparison]}
 
@@ -131,8 +134,9 @@ def fleet_command(options: argparse.Namespace, run: Runner) -> dict[str, Any]:
     """Simulate fleets of the sizes asked for."""
     deployment = deployments()[options.deployment]
     scenario = Scenario("fleet", deployment, presets.MIXES[options.mix], rate_hz=options.rate)
-    sizes = [int(size) for size in options.replicas.split(",")]
-    cases = [(scenario, arm, size, 1.0, options.requests, options.seed) for size in sizes for arm in options.arms.split(",")]
+    sizes, arms = [int(size) for size in options.replicas.split(",")], options.arms.split(",")
+    check_arms(arms, deployment, scenario.mix)
+    cases = [(scenario, arm, size, 1.0, options.requests, options.seed) for size in sizes for arm in arms]
     started = perf_counter()
     rows = run.map(fleet_row, cases)
     run.wall_s, run.steps = perf_counter() - started, sum(row["steps"] for row in rows)
@@ -184,7 +188,7 @@ def recorded(path: str) -> Recorded:
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m policy.simulate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(prog="spindle simulate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     commands = parser.add_subparsers(dest="command", required=True)
     output = argparse.ArgumentParser(add_help=False)
@@ -193,7 +197,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     what = argparse.ArgumentParser(add_help=False)
     what.add_argument("--deployment", choices=list(deployments()), default="llama-8b-h100")
     what.add_argument("--mix", choices=list(presets.MIXES), default="mix")
-    what.add_argument("--arms", default="none,adaptive", help="see policy.simulation.arms.make_policy")
+    what.add_argument("--arms", default="none,adaptive", help=f"of {KNOWN}")
     one = commands.add_parser("compare", parents=[output, what], help="arms at request rates")
     one.add_argument("--rates", default="5,backlog", help="requests a second, or backlog")
     one.add_argument("--variation", type=float, default=1.0, help="of the gaps between arrivals: 1 Poisson, above it bursts")
@@ -225,9 +229,20 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run a command and write what was asked for."""
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command and write what was asked for; returns 2 for a policy that cannot be run."""
     options = _options(arguments)
+    if not {"", str(Path.cwd())} & {*sys.path}:
+        sys.path.append(str(Path.cwd()))  # where a user's policy may lie
+    try:
+        _main(options)
+    except PolicyError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _main(options: argparse.Namespace) -> None:
     if options.command == "report":
         document = json.loads(options.file.read_text())
     else:
@@ -263,4 +278,4 @@ def lines(document: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

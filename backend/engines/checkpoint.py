@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
+from backend.manifest import ARCHITECTURES, FAMILIES
+
 DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float32,
@@ -117,7 +118,8 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> LlamaCon
     """Turn a decoded ``config.json`` (of transformers 4 or 5) into a LlamaConfig; CheckpointError names what is not supported."""
     architecture = (raw.get("architectures") or ["none"])[0]
     if architecture not in ARCHITECTURES:
-        raise CheckpointError(f"{where}: architecture {architecture} is not supported; supported: {', '.join(ARCHITECTURES)}")
+        text = f"{where}: architecture {architecture} is not supported"
+        raise CheckpointError(f"{text}; supported: {FAMILIES}")
     qwen2 = architecture == "Qwen2ForCausalLM"
     windowed = bool(raw.get("use_sliding_window")) if qwen2 else raw.get("sliding_window") is not None
     for refused, setting in (
@@ -126,7 +128,8 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> LlamaCon
         (raw.get("quantization_config"), "quantization_config"),
     ):
         if refused:
-            raise CheckpointError(f"{where}: {setting} is not supported, got {raw.get(setting)!r}")
+            text = f"{where}: {setting} is not supported, got {raw.get(setting)!r}"
+            raise CheckpointError(f"{text}; supported: {FAMILIES}")
     if raw.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"{where}: hidden_act must be 'silu', got {raw['hidden_act']!r}")
     rope = _rope(raw, where)

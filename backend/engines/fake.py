@@ -118,7 +118,7 @@ class FakeEngine:
         if sequence.generation_logits and tokens:
             end = len(sequence.tokens)
             extras.logits = np.array([self._logits(text[: end + i]) for i in range(len(tokens))], np.float32)
-        if sequence.context_logits and start < sequence.prompt_tokens and start < turn.end:
+        if sequence.reads_context and start < sequence.prompt_tokens and start < turn.end:
             extras.context_logits = np.array([self._logits(text[: at + 1]) for at in range(start, turn.end)], np.float32)
         return extras if top or extras.logits is not None or extras.context_logits is not None else None
 

@@ -218,7 +218,7 @@ class TorchEngine:
         cache.roll_back(start)
         parents = request.tree.parents if request.tree else ()
         scored = self._take_rows_to_score(turn, cache, start)
-        context = turn.end - start if sequence.context_logits and not turn.keep_probs and start < sequence.prompt_tokens else 0
+        context = turn.end - start if sequence.reads_context and not turn.keep_probs and start < sequence.prompt_tokens else 0
         logits = max(scored + decides, context) + len(request.tokens)
         chunk = Chunk(tokens, start, cache.table, logits, parents, self._piece_tokens(turn, start)) if tokens else None
         return _Job(turn, cache, request, chunk, rows_scored=scored, context_rows=context)

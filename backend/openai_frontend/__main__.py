@@ -1,13 +1,16 @@
-"""``python -m backend.openai_frontend``: serve on ``OPENAI_PORT``, as the launcher does beside tritonserver.
+"""``python -m backend.openai_frontend``: serve on ``OPENAI_PORT``, as the launcher does beside
+tritonserver.
 
-``BIND``, ``GRPC_PORT`` and ``SPINDLE_CONFIG`` as the launcher has them; ``OPENAI_API_KEY``: who calls must have it;
-``OPENAI_CORS_ORIGINS``: sites, separated by commas, whose pages may call; ``OPENAI_CHAT_TEMPLATE``: a file to use instead of the
-model's own template.
+``BIND``, ``GRPC_PORT`` and ``SPINDLE_CONFIG`` as the launcher has them; ``OPENAI_API_KEY``: who
+calls must have it; ``OPENAI_CORS_ORIGINS``: sites, separated by commas, whose pages may call;
+``OPENAI_CHAT_TEMPLATE``: a file to use instead of the model's own template.
 """
 
 from __future__ import annotations
 
 import os
+import re
+from importlib import metadata
 from pathlib import Path
 
 import uvicorn
@@ -15,7 +18,8 @@ import uvicorn
 from backend import cache
 from backend.config import EMBEDDED_MODEL, load_config
 from backend.openai_frontend.app import FrontEnd, create_app
-from backend.openai_frontend.template import load_template
+from backend.openai_frontend.template import ChatTemplate, load_template
+from backend.triton_adapter.launcher.say import say
 from backend.triton_adapter.launcher.settings import read_settings
 from backend.triton_adapter.paths import PROJECT_ROOT
 
@@ -32,12 +36,15 @@ def main() -> None:
     if model:
         folder = cache.model_folder(model) if model == EMBEDDED_MODEL else PROJECT_ROOT / os.path.expanduser(model)
     file = environment.get("OPENAI_CHAT_TEMPLATE")
+    template = load_template(folder, Path(file) if file else None)
+    say(about_tools(template))
     front_end = FrontEnd(
         address=f"{settings.client_host}:{settings.grpc_port}",
         model=Path(model).name or "fake",
-        template=load_template(folder, Path(file) if file else None),
+        template=template,
         api_key=environment.get("OPENAI_API_KEY") or "",
         metrics_url=f"http://{settings.client_host}:{settings.metrics_port}/metrics",
+        version=version(),
         origins=tuple(filter(None, (environment.get("OPENAI_CORS_ORIGINS") or "").split(","))),
     )
     uvicorn.run(
@@ -49,6 +56,30 @@ def main() -> None:
         server_header=False,
         timeout_graceful_shutdown=GRACE_S,
     )
+
+
+def about_tools(template: ChatTemplate | None) -> str:
+    """Return what becomes of tools that may be called."""
+    if template is None:
+        return "the model has no chat template: chats are refused"
+    if template.calls is not None:
+        return f"calls of tools are read as {template.calls.name} models write them"
+    if not template.shows_tools:
+        return "the chat template shows no tools to the model: only calls that must come (tool_choice) come"
+    return "the chat template's format of calls is not known: with tool_choice auto they stay text"
+
+
+def version() -> str:
+    """Return the version of the distribution, in a clone that of its pyproject.toml."""
+    try:
+        return metadata.version("spindle")
+    except metadata.PackageNotFoundError:
+        found = re.search(
+            r'^version = "(.+)"$',
+            (PROJECT_ROOT / "pyproject.toml").read_text("utf-8"),
+            re.MULTILINE,
+        )
+        return found[1] if found else "unknown"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""What an answer's pieces look like as OpenAI's choices: text, chat messages, log-probabilities, tool calls."""
+"""What an answer's pieces look like as OpenAI's choices: text, chat messages, log-probabilities,
+tool calls.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from backend.openai_frontend.calls import Call, CallFormat, CallReader
 from backend.openai_frontend.triton import Piece, Token
 
 
@@ -26,16 +29,29 @@ CHAT = Kind("chatcmpl", "chat.completion", "chat.completion.chunk")
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """What a body asks of the choices. ``tool``: the text is the arguments of this function, or ('') a call that names its own."""
+    """What a body asks of the choices.
+
+    ``tool``: the text is the arguments of this function, or ('') a call that names its own.
+    ``calls``: the text may have calls of the functions ``names`` in this format, of which only the
+    first counts unless ``parallel``. ``echo``: the prompt is part of the text; ``silent``: nothing
+    else is.
+    """
 
     kind: Kind
     log_probs: bool = False
     tool: str | None = None
+    calls: CallFormat | None = None
+    names: tuple[str, ...] = ()
+    parallel: bool = True
+    echo: bool = False
+    silent: bool = False
 
 
 @dataclass(slots=True)
 class Choice:
-    """One of the texts of an answer, as far as it has come."""
+    """One of the texts of an answer, as far as it has come. ``text`` begins as what is echoed of
+    the prompt.
+    """
 
     style: Style
     index: int
@@ -44,59 +60,104 @@ class Choice:
     tokens: list[Token] = field(default_factory=list)
     _begun: bool = False
     _offset: int = 0
+    _calls: int = 0
+    _reader: CallReader | None = None
+
+    def __post_init__(self) -> None:
+        if self.style.calls is not None:
+            self._reader = CallReader(self.style.calls, self.style.names)
 
     def add(self, piece: Piece) -> None:
         """Take what is new."""
-        self.text += piece.text
-        self.reason = finish_reason(piece)
-        self.tokens += piece.tokens
+        self.tokens += piece.prompt_tokens
+        if not self.style.silent:
+            self.text += piece.text
+            self.tokens += [token for token in piece.tokens if token.data or self.style.echo]
+        if piece.finish_reason is not None:
+            self.reason = "length" if piece.finish_reason == "length" or self.style.silent else "stop"
 
     def whole(self) -> dict[str, Any]:
         """Return the choice of an answer that is not streamed."""
-        call = self._call() if self.style.tool is not None else None
         if self.style.kind is COMPLETION:
-            return self._completion(self.text)
-        message = (
-            {"role": "assistant", "content": self.text} if call is None else {"role": "assistant", "content": None, "tool_calls": [call]}
-        )
-        return {"index": self.index, "message": message, "logprobs": self._chat_log_probs(), "finish_reason": self._reason(call)}
+            return self._completion()
+        content, calls = self._read()
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": content if content or not calls else None,
+        }
+        if calls:
+            message["tool_calls"] = calls
+        return {
+            "index": self.index,
+            "message": message,
+            "logprobs": self._chat_log_probs(),
+            "finish_reason": self._reason(),
+        }
 
     def part(self) -> dict[str, Any] | None:
-        """Return what is new as the choice of an event, and forget it; None while a tool call is not complete."""
-        if self.style.tool is not None and self.reason is None:
-            return None
-        call = self._call() if self.style.tool is not None else None
-        text, self.text = self.text, ""
+        """Return what is new as the choice of an event, and forget it; None while it may be part of
+        a call.
+        """
         if self.style.kind is COMPLETION:
-            made = self._completion(text)
+            made = self._completion()
         else:
-            role: dict[str, Any] = {} if self._begun else {"role": "assistant"}
-            delta = role | ({"content": text} if call is None else {"tool_calls": [{"index": 0, **call}]})
-            made = {"index": self.index, "delta": delta, "logprobs": self._chat_log_probs(), "finish_reason": self._reason(call)}
+            content, calls = self._read()
+            held = self.style.tool is not None or self._reader is not None
+            if held and self.reason is None and not content and not calls:
+                return None
+            delta: dict[str, Any] = {} if self._begun else {"role": "assistant"}
+            if content or not calls:
+                delta["content"] = content
+            if calls:
+                first = self._calls - len(calls)
+                delta["tool_calls"] = [{"index": first + at, **call} for at, call in enumerate(calls)]
+            made = {
+                "index": self.index,
+                "delta": delta,
+                "logprobs": self._chat_log_probs(),
+                "finish_reason": self._reason(),
+            }
         self.tokens, self._begun = [], True
         return made
 
-    def _completion(self, text: str) -> dict[str, Any]:
-        return {"index": self.index, "text": text, "logprobs": self._text_log_probs(), "finish_reason": self.reason}
+    def _completion(self) -> dict[str, Any]:
+        text, self.text = self.text, ""
+        return {
+            "index": self.index,
+            "text": text,
+            "logprobs": self._text_log_probs(),
+            "finish_reason": self.reason,
+        }
 
-    def _reason(self, call: dict[str, Any] | None) -> str | None:
-        return "tool_calls" if call is not None and self.reason == "stop" else self.reason
+    def _reason(self) -> str | None:
+        return "tool_calls" if self._calls and self.reason == "stop" else self.reason
 
-    def _call(self) -> dict[str, Any] | None:
-        """Return the text as a tool call; None where it names no function, as one that was cut may."""
-        name, arguments = self.style.tool, self.text
-        if not name:
-            try:
-                call = json.loads(self.text)
-                name, arguments = call["name"], json.dumps(call["parameters"], ensure_ascii=False)
-            except (ValueError, KeyError, TypeError):
-                return None
-        return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {"name": name, "arguments": arguments}}
+    def _read(self) -> tuple[str, list[dict[str, Any]]]:
+        """Return (and forget) the content and the calls that are certain."""
+        ended, calls = self.reason is not None, list[Call]()
+        if self.style.tool is not None and not ended:
+            return "", []
+        content, self.text = self.text, ""
+        if self.style.tool is not None:
+            if (call := _forced_call(self.style.tool, content)) is not None:
+                content, calls = "", [call]
+        elif self._reader is not None:
+            content, calls = self._reader.read(content, ended=ended)
+            if not self.style.parallel:
+                calls = calls[: 1 - self._calls]
+        self._calls += len(calls)
+        return content, [_told_call(call) for call in calls]
 
     def _chat_log_probs(self) -> dict[str, Any] | None:
         if not self.style.log_probs:
             return None
-        content = [{**_told(token.data, token.log_prob), "top_logprobs": [_told(*best) for best in token.top]} for token in self.tokens]
+        content = [
+            {
+                **_told(token.data, token.log_prob),
+                "top_logprobs": [_told(*best) for best in token.top],
+            }
+            for token in self.tokens
+        ]
         return {"content": content, "refusal": None}
 
     def _text_log_probs(self) -> dict[str, Any] | None:
@@ -110,14 +171,29 @@ class Choice:
         return {
             "tokens": texts,
             "token_logprobs": [token.log_prob for token in self.tokens],
-            "top_logprobs": [{_text(data): log_prob for data, log_prob in token.top} for token in self.tokens],
+            "top_logprobs": [
+                None if token.log_prob is None else {_text(data): log_prob for data, log_prob in token.top} for token in self.tokens
+            ],
             "text_offset": offsets,
         }
 
 
-def finish_reason(piece: Piece) -> str | None:
-    """Return OpenAI's word for how a text ended."""
-    return None if piece.finish_reason is None else "length" if piece.finish_reason == "length" else "stop"
+def _forced_call(name: str, text: str) -> Call | None:
+    """Return a text that a grammar has held as a call; None where it names no function, as one that
+    was cut may.
+    """
+    if name:
+        return Call(name, text)
+    try:
+        call = json.loads(text)
+        return Call(call["name"], json.dumps(call["parameters"], ensure_ascii=False))
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _told_call(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
 def tool_schema(tools: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -125,7 +201,10 @@ def tool_schema(tools: Iterable[dict[str, Any]]) -> dict[str, Any]:
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": tool["name"]}, "parameters": tool.get("parameters") or {"type": "object"}},
+            "properties": {
+                "name": {"const": tool["name"]},
+                "parameters": tool.get("parameters") or {"type": "object"},
+            },
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
@@ -134,7 +213,7 @@ def tool_schema(tools: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return calls[0] if len(calls) == 1 else {"anyOf": calls}
 
 
-def _told(data: bytes, log_prob: float) -> dict[str, Any]:
+def _told(data: bytes, log_prob: float | None) -> dict[str, Any]:
     return {"token": _text(data), "logprob": log_prob, "bytes": list(data)}
 
 

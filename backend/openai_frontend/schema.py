@@ -1,102 +1,249 @@
-"""What the front end takes: OpenAI's request bodies. An unknown field is an error; a known one that is not served is refused by name."""
+"""What the front end takes: OpenAI's request bodies, and of every field what becomes of it.
+
+``docs/reference/openai.md`` has the fields as tables, written by
+``backend.openai_frontend.reference``. An unknown field is an error, ``null`` is the same as no
+field.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import difflib
+import json
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    model_validator,
+)
 
-_NOTHING: tuple[Any, ...] = (None, False, 0, {}, [], "none", "auto")
+from backend.openai_frontend.errors import wrong
+
+INT32 = 2**31 - 1
+MOST_PROMPTS = 256
+IGNORED, REFUSED = "ignored", "refused"
+
+
+def _ignored(does: str) -> Any:
+    """Return a field that is accepted, whatever its value."""
+    return Field(None, description=does, json_schema_extra={"fate": IGNORED})
+
+
+def _refused(why: str, *neutral: Any) -> Any:
+    """Return a field that is refused, unless its value asks for nothing."""
+    extra: dict[str, Any] = {"fate": REFUSED, "neutral": list(neutral)}
+    return Field(None, description=why, json_schema_extra=extra)
 
 
 class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="ignore")  # what is unknown is refused below, with its likely name
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, given: Any) -> Any:
+        """Refuse what is unknown or not served; leave out what is null."""
+        if not isinstance(given, dict):
+            return given
+        fields = {field.alias or name: field for name, field in cls.model_fields.items()}
+        for name, value in given.items():
+            if name not in fields:
+                near = difflib.get_close_matches(name, fields, 1, 0.75)
+                hint = f" Did you mean '{near[0]}'?" if near else ""
+                raise wrong(f"Unknown parameter: '{name}'.{hint}", name, "unknown_parameter")
+            extra = fields[name].json_schema_extra
+            if isinstance(extra, dict) and extra["fate"] == REFUSED and value is not None:
+                neutral = extra["neutral"]
+                if not isinstance(neutral, list) or value not in neutral:
+                    message = f"Unsupported parameter: '{name}' is not served: {fields[name].description}"
+                    raise wrong(message, name, "unsupported_parameter")
+        return {name: value for name, value in given.items() if value is not None}
+
+
+def _stop(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    """Return the prompts, each a text or token ids."""
+    prompts = [value] if isinstance(value, str) or _is_ids(value) else value
+    if not isinstance(prompts, list) or not all(isinstance(p, str) or _is_ids(p) for p in prompts):
+        raise wrong("prompt must be a string, an array of strings, of token ids, or of arrays of token ids")
+    if not 1 <= len(prompts) <= MOST_PROMPTS:
+        raise wrong(f"prompt must be 1 to {MOST_PROMPTS} prompts, got {len(prompts)}")
+    return prompts
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int and 0 <= token <= INT32 for token in value)
 
 
 class StreamOptions(_Body):
-    """``include_usage`` adds a last chunk with the token counts."""
+    """How a stream ends."""
 
-    include_usage: bool = False
-    include_obfuscation: bool = False
+    include_usage: bool = Field(False, description="a last chunk with the token counts")
+    include_obfuscation: Any = _ignored("no padding is sent")
+
+
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class Options(_Body):
-    """What both kinds of completion have. ``top_k``, ``repetition_penalty`` and ``min_tokens`` are this server's additions."""
+    """Both kinds of completion."""
 
-    model: str
-    max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    n: int = Field(1, ge=1, le=128)
-    stop: str | list[str] | None = None
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    user: str | None = None
-    top_k: int | None = Field(None, ge=0, le=2**31 - 1)
-    repetition_penalty: float | None = Field(None, gt=0, le=1e6)
-    min_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
-    logit_bias: Any = None
-
-    @model_validator(mode="after")
-    def _refuse(self) -> Options:
-        """Refuse what is not served."""
-        for name, field in type(self).model_fields.items():
-            if field.annotation is Any and getattr(self, name) not in _NOTHING:
-                raise ValueError(f"{name} is not served")
-        return self
+    model: str = Field(description="the name that `/v1/models` has")
+    max_tokens: int | None = Field(None, ge=1, le=INT32, description="the most tokens of a text")
+    temperature: float | None = Field(None, ge=0, le=2, description="0: greedy; absent: 1, as OpenAI has it")
+    top_p: float | None = Field(None, gt=0, le=1, description="of the likeliest tokens up to this share")
+    n: int = Field(1, ge=1, le=128, description="texts for every prompt; text i has the seed + i")
+    stop: Annotated[list[str], BeforeValidator(_stop)] | None = Field(
+        None, description="a text or several, before the first of which the output ends"
+    )
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="what is drawn depends on it, not on the load")
+    presence_penalty: float | None = Field(None, ge=-2, le=2, description="taken once from tokens that have occurred")
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, description="taken from them once for each occurrence")
+    logit_bias: dict[Annotated[int, Field(ge=0, le=INT32)], Bias] | None = Field(
+        None, description="token id -> addend to its logit, -100 to 100"
+    )
+    stream: bool = Field(False, description="server-sent events")
+    stream_options: StreamOptions | None = Field(None, description="`include_usage`")
+    num_draft_tokens: int | None = Field(
+        None,
+        ge=0,
+        le=INT32,
+        description="Spindle's: the most tokens to guess in a step; 0: no speculation for this request",
+    )
+    top_k: int | None = Field(None, ge=0, le=INT32, description="Spindle's: of the k likeliest tokens; 0: off")
+    repetition_penalty: float | None = Field(
+        None,
+        gt=0,
+        le=1e6,
+        description="Spindle's: logits of tokens that have occurred are divided by it; 1: off",
+    )
+    min_tokens: int | None = Field(None, ge=0, le=INT32, description="Spindle's: no end token in the first so many")
+    user: Any = _ignored("labels the caller")
+    metadata: Any = _ignored("labels the request for OpenAI's dashboard")
+    store: Any = _ignored("nothing is stored, and there is no interface to read it back")
+    service_tier: Any = _ignored("all requests are of one tier")
+    safety_identifier: Any = _ignored("labels the caller")
+    prompt_cache_key: Any = _ignored("prompts that begin alike share KV without it")
+    prompt_cache_retention: Any = _ignored("KV is kept by last use")
 
 
 class CompletionRequest(Options):
     """``POST /v1/completions``."""
 
-    prompt: str | list[str]
-    echo: bool = False
-    logprobs: int | None = Field(None, ge=0, le=5)
-    suffix: Any = None
-    best_of: Any = None
+    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)] = Field(description="a text, token ids, or an array of either")
+    max_tokens: int | None = Field(None, ge=0, le=INT32, description="16 unless given; 0 (with `echo`): the prompt alone")
+    echo: bool = Field(False, description="the prompt before each text; with `logprobs` those of its tokens, too")
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=5,
+        description="log-probabilities, and so many of the likeliest tokens at each place",
+    )
+    suffix: Any = _refused("text is only continued", "")
+    best_of: Any = _refused("texts are not ranked", 1)
 
     @model_validator(mode="after")
-    def _prompts_have_none(self) -> CompletionRequest:
-        if self.echo and self.logprobs is not None:
-            raise ValueError("logprobs is not served with echo: a prompt has none")
+    def _agree(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise wrong("max_tokens 0 asks for nothing without echo", "max_tokens")
         return self
 
 
-class Message(_Body):
-    """One message of a chat. Its content is text, or parts of type ``text``; one that calls tools may have none."""
+class ContentPart(_Body):
+    """A part of a message."""
 
-    role: str
-    content: str | list[dict[str, str]] | None = None
-    name: str | None = None
-    refusal: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
+    type: str
+    text: str = ""
+    refusal: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, given: Any) -> Any:
+        kind = given.get("type") if isinstance(given, dict) else None
+        if kind not in ("text", "refusal") or kind not in given:
+            raise wrong(f"only content parts of type text are served, got type {kind!r}", "type")
+        return given
+
+
+def _parts(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+class CalledFunction(_Body):
+    """A function that was called, and its arguments as JSON."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(_Body):
+    """A call in a conversation."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: Any = _ignored("of a streamed call")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the message as chat templates take it. Raises ValueError for content that is no text."""
-        given = self.model_dump(include={"role", "name", "tool_calls", "tool_call_id"}, exclude_none=True)
-        return {**given, "content": self._text()}
+        """Return the call as chat templates take it: its arguments as an object if they are one."""
+        try:
+            arguments = json.loads(self.function.arguments)
+        except ValueError:
+            arguments = self.function.arguments
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": self.type, "function": function}
 
-    def _text(self) -> str:
+
+class Message(_Body):
+    """A message of a chat. One that calls tools may have no content."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
+        description="a `developer` message is a `system` message to templates that know no developers"
+    )
+    content: Annotated[list[ContentPart], BeforeValidator(_parts)] | None = Field(None, description="a text, or parts of type `text`")
+    name: str | None = Field(None, description="for the chat template")
+    tool_calls: list[ToolCall] | None = Field(None, description="for the chat template")
+    tool_call_id: str | None = Field(None, description="for the chat template")
+    refusal: Any = _ignored("of an earlier answer")
+    annotations: Any = _ignored("of an earlier answer")
+    audio: Any = _refused("there is no audio")
+    function_call: Any = _refused("use tool_calls")
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
         if self.content is None and not self.tool_calls:
-            raise ValueError("messages: content must be text, got null")
-        if self.content is None or isinstance(self.content, str):
-            return self.content or ""
-        if any(part.get("type") != "text" or "text" not in part for part in self.content):
-            raise ValueError("messages: only content parts of type text are served")
-        return "".join(part["text"] for part in self.content)
+            raise wrong("content must be a text or parts of type text, got null", "content")
+        return self
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the message as chat templates take it."""
+        given = self.model_dump(include={"role", "name", "tool_call_id"}, exclude_none=True)
+        if self.tool_calls:
+            given["tool_calls"] = [call.as_dict() for call in self.tool_calls]
+        return {
+            **given,
+            "content": "".join(part.text + part.refusal for part in self.content or ()),
+        }
+
+
+def _json_schema(value: Any) -> dict[str, Any] | bool:
+    if not isinstance(value, (dict, bool)):
+        raise wrong("a schema must be an object or a boolean")
+    return value
 
 
 class JsonSchema(_Body):
-    """The schema that a text must keep; ``strict`` changes nothing, it is kept to the letter."""
+    """The schema that a text must keep."""
 
     name: str = ""
     description: str | None = None
-    schema_: dict[str, Any] | bool = Field(True, alias="schema")
-    strict: bool | None = None
+    schema_: Annotated[Any, PlainValidator(_json_schema)] = Field(True, alias="schema")
+    strict: Any = _ignored("a schema is always kept")
 
 
 class ResponseFormat(_Body):
@@ -108,7 +255,7 @@ class ResponseFormat(_Body):
     @model_validator(mode="after")
     def _has_its_schema(self) -> ResponseFormat:
         if (self.json_schema is None) == (self.type == "json_schema"):
-            raise ValueError("json_schema must be given with type json_schema, and only with it")
+            raise wrong("json_schema must be given with type json_schema, and only with it", "json_schema")
         return self
 
 
@@ -118,7 +265,7 @@ class Function(_Body):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    strict: Any = _ignored("the schema of a call that must come is always kept")
 
 
 class Tool(_Body):
@@ -135,33 +282,82 @@ class NamedFunction(_Body):
 
 
 class ToolChoice(_Body):
-    """The function that the model has to call."""
+    """Whether the model has to call a function, and which."""
 
-    type: Literal["function"]
-    function: NamedFunction
+    type: Literal["none", "auto", "required", "function"]
+    function: NamedFunction | None = None
+
+    @model_validator(mode="after")
+    def _names_one(self) -> ToolChoice:
+        if (self.function is None) == (self.type == "function"):
+            raise wrong("function must be given with type function, and only with it", "function")
+        return self
+
+
+def _tool_choice(value: Any) -> Any:
+    return {"type": value} if isinstance(value, str) else value
 
 
 class ChatRequest(Options):
     """``POST /v1/chat/completions``."""
 
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
-    logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=20)
-    response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
+    messages: list[Message] = Field(min_length=1, description="the conversation, by the model's chat template")
+    max_completion_tokens: int | None = Field(None, ge=1, le=INT32, description="goes before max_tokens; 256 where neither is given")
+    logprobs: bool = Field(False, description="log-probabilities of the tokens")
+    top_logprobs: int | None = Field(None, ge=0, le=20, description="so many of the likeliest tokens at each place")
+    response_format: ResponseFormat | None = Field(None, description="`text`, `json_object` or `json_schema`, held to by a grammar")
+    tools: list[Tool] | None = Field(None, description="functions that the model may call")
+    tool_choice: Annotated[ToolChoice, BeforeValidator(_tool_choice)] | None = Field(
+        None,
+        description="`none`, `auto`, `required` or a function; a call that must come is held to by a grammar",
+    )
+    parallel_tool_calls: bool = Field(
+        True,
+        description="false: the first call alone is given; a call that must come is always one",
+    )
+    prediction: Any = _ignored("how much is guessed is decided without it")
+    functions: Any = _refused("use tools", [])
+    function_call: Any = _refused("use tool_choice", "none")
+    reasoning_effort: Any = _refused("no model here can be told how long to reason", "none")
+    verbosity: Any = _refused("no model here can be told how much to say", "medium")
+    modalities: Any = _refused("answers are text", ["text"])
+    audio: Any = _refused("answers are text")
+    web_search_options: Any = _refused("nothing is searched")
 
     @model_validator(mode="after")
     def _agree(self) -> ChatRequest:
         """Check what must be given together."""
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs true")
-        names = [tool.function.name for tool in self.tools or ()]
-        wanted = self.tool_choice
-        if wanted == "required" and not names:
-            raise ValueError("tool_choice required needs tools")
-        if isinstance(wanted, ToolChoice) and wanted.function.name not in names:
-            raise ValueError(f"tool_choice: {wanted.function.name!r} is none of the tools {names}")
+            raise wrong("top_logprobs needs logprobs true", "top_logprobs")
+        names, wanted = self.function_names(), self.tool_choice
+        if wanted is not None and wanted.type == "required" and not names:
+            raise wrong("tool_choice required needs tools", "tool_choice")
+        if wanted is not None and wanted.function is not None and wanted.function.name not in names:
+            raise wrong(f"tool_choice: {wanted.function.name!r} is none of the tools {names}", "tool_choice")
         return self
+
+    def function_names(self) -> list[str]:
+        """Return the names of the tools."""
+        return [tool.function.name for tool in self.tools or ()]
+
+
+class TokenizeRequest(_Body):
+    """``POST /tokenize``."""
+
+    model: str | None = Field(None, description="the name that `/v1/models` has, if any")
+    prompt: str | None = Field(None, description="a text")
+    messages: list[Message] | None = Field(None, min_length=1, description="or a conversation")
+    tools: list[Tool] | None = Field(None, description="shown to the model with the conversation")
+
+    @model_validator(mode="after")
+    def _one_of(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise wrong("either prompt or messages must be given", "prompt")
+        return self
+
+
+class DetokenizeRequest(_Body):
+    """``POST /detokenize``."""
+
+    model: str | None = Field(None, description="the name that `/v1/models` has, if any")
+    tokens: list[Annotated[int, Field(ge=0, le=INT32)]] = Field(description="token ids")

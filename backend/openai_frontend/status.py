@@ -1,4 +1,6 @@
-"""The status page: one file without outside resources, which reads ``/metrics`` and ``/explain`` and asks like any client."""
+"""The status page: one file without outside resources, which reads ``/metrics`` and ``/explain``
+and asks like any client.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import asyncio
 import urllib.request
 from pathlib import Path
 
-from backend.openai_frontend.triton import UpstreamError
+from backend.openai_frontend.errors import ApiError
 
 PAGE = (Path(__file__).parent / "status.html").read_text("utf-8")
 PAGE_HEADERS = {
@@ -19,7 +21,7 @@ LIMIT_S = 5.0
 
 
 async def fetch_metrics(url: str) -> str:
-    """Return Triton's metrics. Raises UpstreamError where nobody answers."""
+    """Return Triton's metrics. Raises ApiError where nobody answers."""
 
     def fetch() -> str:
         with urllib.request.urlopen(url, timeout=LIMIT_S) as response:
@@ -29,4 +31,4 @@ async def fetch_metrics(url: str) -> str:
     try:
         return await asyncio.to_thread(fetch)
     except (OSError, ValueError):
-        raise UpstreamError(503, "Triton's metrics cannot be read") from None
+        raise ApiError(503, "Triton's metrics cannot be read") from None

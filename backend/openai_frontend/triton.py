@@ -1,45 +1,45 @@
-"""The way to Triton: one request, one gRPC stream, so that giving up one ends it and no other."""
+"""The way to Triton: one body, one gRPC stream, so that giving up one ends its requests and no
+others.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+import secrets
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 import numpy as np
 import tritonclient.grpc.aio as grpcclient
+from tritonclient.utils import InferenceServerException
 
-from backend.triton_adapter.fields import NUMPY_TYPES, TEXT_INPUTS
+from backend.openai_frontend.errors import ApiError, upstream_error
+from backend.triton_adapter.fields import MODELS, NUMPY_TYPES
 from backend.triton_adapter.responder import ERRORS_AS_OUTPUTS
 
-_TYPES = {field.name: field.dtype for field in TEXT_INPUTS}
+_TYPES = {field.name: field.dtype for model in MODELS for field in model.inputs}
 _STATUS = {"INVALID_ARGUMENT": 400, "UNIMPLEMENTED": 400, "UNAVAILABLE": 503, "CANCELLED": 499}
-
-
-class UpstreamError(Exception):
-    """What Triton answers instead of a text: an HTTP status and a sentence."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token's bytes, its log-probability, and (bytes, log-probability) of the likeliest at its place."""
+    """A token's bytes (none of a special one), its log-probability (None: of a text's first token),
+    and (bytes, log-probability) of the likeliest at its place.
+    """
 
     data: bytes
-    log_prob: float
+    log_prob: float | None
     top: list[tuple[bytes, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is new of the text of ``prompt`` and ``sequence``; ``finish_reason`` and the counts come with its last piece.
+    """What is new of the text of ``prompt`` and ``sequence``; ``finish_reason`` and the counts come
+    with its last piece.
 
-    ``tokens`` are there where they were asked for, without those that have no text.
+    ``tokens`` are there where they were asked for, and with the first piece ``prompt_tokens``.
     """
 
     prompt: int
@@ -49,6 +49,7 @@ class Piece:
     input_tokens: int = 0
     output_tokens: int = 0
     tokens: list[Token] = field(default_factory=list)
+    prompt_tokens: list[Token] = field(default_factory=list)
 
 
 class Triton:
@@ -63,90 +64,121 @@ class Triton:
         await self._client.close()
 
     async def command(self, command: str) -> dict[str, Any]:
-        """Return the reply to a command of the administrative interface. Raises UpstreamError."""
-        given = grpcclient.InferInput("command", [1], "BYTES")
-        given.set_data_from_numpy(np.array([command.encode()], np.object_))
+        """Return the reply to a command of the administrative interface. Raises ApiError."""
+        result = await self._infer("spindle", {"command": [command]})
+        reply: dict[str, Any] = json.loads(result.as_numpy("reply").item())
+        return reply
+
+    async def tokenize(self, text: str) -> list[int]:
+        """Return the token ids that a prompt has. Raises ApiError."""
+        given = {"QUERY": [[text]], "REQUEST_OUTPUT_LEN": [[1]]}
+        ids: list[int] = (await self._infer("preprocessing", given)).as_numpy("INPUT_ID")[0].tolist()
+        return ids
+
+    async def detokenize(self, ids: list[int]) -> str:
+        """Return the text of token ids, without special ones. Raises ApiError."""
+        if not ids:  # Triton takes no tensor without elements
+            return ""
+        given = {"TOKENS_BATCH": [[ids]], "SEQUENCE_LENGTH": [[len(ids)]]}
+        text: bytes = (await self._infer("postprocessing", given)).as_numpy("OUTPUT").item()
+        return text.decode()
+
+    async def generate(self, prompts: Sequence[str | list[int]], options: dict[str, Any], names: Mapping[str, str]) -> AsyncIterator[Piece]:
+        """Yield the pieces of the texts that continue the prompts, of which each is a request with
+        the same options.
+
+        ``names`` are what a client calls the inputs. Raises ApiError. Closing the iterator cancels
+        them.
+        """
+        body = secrets.token_hex(8)
+        made = [
+            {
+                "model_name": self._model,
+                "inputs": _tensors(_rows(prompt, options)),
+                "request_id": f"{body}/{index}",
+                "parameters": {ERRORS_AS_OUTPUTS: True},
+            }
+            for index, prompt in enumerate(prompts)
+        ]
 
         async def requests() -> AsyncIterator[dict[str, Any]]:
-            yield {"model_name": "spindle", "inputs": [given]}
+            for request in made:
+                yield request
 
         responses = self._client.stream_infer(requests())
         try:
             async for result, failure in responses:
                 if failure is not None:
-                    raise _refused(failure)
-                reply: dict[str, Any] = json.loads(result.as_numpy("reply").item())
-                return reply
+                    raise ApiError(503, str(failure))  # Triton's own: a model that is not there (again) yet
+                yield _piece(result, names)
         except grpc.RpcError as error:
-            raise UpstreamError(_STATUS.get(error.code().name, 500), str(error.details())) from None
-        finally:
-            responses.cancel()
-        raise UpstreamError(503, "no reply")
-
-    async def generate(self, prompts: list[str], options: dict[str, Any]) -> AsyncIterator[Piece]:
-        """Yield the pieces of the texts that continue the prompts. Raises UpstreamError. Closing the iterator cancels them."""
-        try:
-            inputs = _tensors(prompts, options)
-        except UnicodeEncodeError as error:
-            raise UpstreamError(400, f"text has a lone surrogate at character {error.start}") from None
-
-        async def requests() -> AsyncIterator[dict[str, Any]]:
-            yield {"model_name": self._model, "inputs": inputs, "parameters": {ERRORS_AS_OUTPUTS: True}}
-
-        responses = self._client.stream_infer(requests())
-        try:
-            async for result, failure in responses:
-                if failure is not None:
-                    raise _refused(failure)
-                yield _piece(result)
-        except grpc.RpcError as error:
-            raise UpstreamError(_STATUS.get(error.code().name, 500), str(error.details())) from None
+            raise ApiError(_STATUS.get(error.code().name, 500), str(error.details())) from None
         finally:
             responses.cancel()
 
+    async def _infer(self, model: str, values: dict[str, Any]) -> Any:
+        """Return one answer of a model. Raises ApiError."""
+        try:
+            return await self._client.infer(model, _tensors(values))
+        except InferenceServerException as error:
+            code = str(error.status()).removeprefix("StatusCode.")
+            raise ApiError(_STATUS.get(code, 500), error.message()) from None
 
-def _tensors(prompts: list[str], options: dict[str, Any]) -> list[Any]:
-    """Return the inputs: every prompt is an element of a batch, and all have the same options."""
+
+def _rows(prompt: str | list[int], options: dict[str, Any]) -> dict[str, list[list[Any]]]:
+    """Return the inputs of one text: a batch of one."""
+    given = {"text_input": prompt} if isinstance(prompt, str) else {"text_input": "", "prompt_token_ids": prompt}
+    values = {**given, **options}
+    return {name: [value if isinstance(value, list) else [value]] for name, value in values.items()}
+
+
+def _tensors(values: dict[str, Any]) -> list[Any]:
+    """Return inputs, by the types that they have. Raises ApiError for text that is none."""
     made = []
-    for name, value in {"text_input": None, **options}.items():
-        rows = [[prompt] for prompt in prompts] if name == "text_input" else [value if isinstance(value, list) else [value]] * len(prompts)
+    for name, value in values.items():
         strings = _TYPES[name] == "STRING"
-        array = np.array([[item.encode() for item in row] for row in rows] if strings else rows, dtype=NUMPY_TYPES[_TYPES[name]])
+        array = np.array(value, dtype=NUMPY_TYPES[_TYPES[name]])
+        if strings:
+            try:
+                array = np.array([text.encode() for text in array.flat], np.object_).reshape(array.shape)
+            except UnicodeEncodeError as error:
+                raise ApiError(400, f"text has a lone surrogate at character {error.start}") from None
         made.append(grpcclient.InferInput(name, array.shape, "BYTES" if strings else _TYPES[name]))
         made[-1].set_data_from_numpy(array)
     return made
 
 
-def _refused(failure: Exception) -> UpstreamError:
-    """Return what Triton's own refusal means: too many prompts, or a model that is not there (again) yet."""
-    return UpstreamError(400 if "batch-size" in str(failure) else 503, str(failure))
-
-
-def _piece(result: Any) -> Piece:
+def _piece(result: Any, names: Mapping[str, str]) -> Piece:
     def number(name: str) -> int:
         array = result.as_numpy(name)
         return 0 if array is None else int(array.item())
 
     text, reason = result.as_numpy("text_output").item().decode(), result.as_numpy("finish_reason")
     if reason is not None and reason.item().startswith(b"error:"):
-        raise UpstreamError(_STATUS.get(reason.item().decode().removeprefix("error:"), 500), text)
+        raise upstream_error(_STATUS.get(reason.item().decode().removeprefix("error:"), 500), text, names)
     return Piece(
-        number("batch_index"),
+        int(result.get_response().id.rpartition("/")[2]),
         number("sequence_index"),
         text,
         None if reason is None else reason.item().decode(),
         number("num_input_tokens"),
         number("num_output_tokens"),
-        _tokens(result),
+        _tokens(result, "output_tokens", "output_log_probs", "top"),
+        _tokens(result, "prompt_tokens", "prompt_log_probs", "prompt_top"),
     )
 
 
-def _tokens(result: Any) -> list[Token]:
-    data, log_probs = result.as_numpy("output_tokens"), result.as_numpy("output_log_probs")
-    if data is None or log_probs is None:
+def _tokens(result: Any, tokens: str, log_probs: str, top: str) -> list[Token]:
+    """Return the tokens of two outputs; where one more has a name than a log-probability, the first
+    has none.
+    """
+    data, values = result.as_numpy(tokens), result.as_numpy(log_probs)
+    if data is None or values is None:
         return []
-    names, values = result.as_numpy("top_tokens"), result.as_numpy("top_log_probs")
-    rows = (
-        [[]] * data.shape[1] if names is None else [list(zip(*row, strict=True)) for row in zip(names[0], values[0].tolist(), strict=True)]
-    )
-    return [Token(*token) for token in zip(data[0], log_probs[0, 0].tolist(), rows, strict=True) if token[0]]
+    names, likeliest = result.as_numpy(f"{top}_tokens"), result.as_numpy(f"{top}_log_probs")
+    rows: list[list[tuple[bytes, float]]] = [[] for _ in values.flat]
+    if names is not None:
+        rows = [list(zip(*row, strict=True)) for row in zip(names[0], likeliest[0].tolist(), strict=True)]
+    told = [Token(data[0, 0], None, [])] if data.size > values.size else []
+    places = zip(data[0, len(told) :], values.ravel().tolist(), rows, strict=True)
+    return told + [Token(*place) for place in places]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from backend.request import GUIDE_TYPES, ErrorCode, GenerationRequest, RequestError
-from backend.triton_adapter.fields import NUMPY_TYPES, TEXT_INPUTS, TEXT_OUTPUTS, TOKEN_OUTPUTS, Field
+from backend.triton_adapter.fields import NUMPY_TYPES, TEXT_INPUTS, TEXT_OUTPUTS, TOKEN_INPUTS, TOKEN_OUTPUTS, Field
 from backend.wire import Message
 
 Array = npt.NDArray[Any]
 
 _OUTPUT_TYPES = {field.name: NUMPY_TYPES[field.dtype] for field in (*TEXT_OUTPUTS, *TOKEN_OUTPUTS)}
+
+_INPUT_NAMES = tuple({field.name: None for field in (*TEXT_INPUTS, *TOKEN_INPUTS)})
+LEAST_LIKENESS = 0.85
+"""Of two names, by ``difflib``, from which on one is a misspelling of the other: two letters of ``temperature``."""
 
 MOST_TOP_LOG_PROBS = 20
 _LOWEST = {"max_tokens": 1, "top_k": 0, "num_draft_tokens": 0, "min_tokens": 0}
@@ -79,6 +85,7 @@ def _decode_row(inputs: Mapping[str, Array], fields: Seq[Field], decoupled: bool
         raise invalid(f"num_return_sequences must be between 1 and {MOST_SEQUENCES}, got {sequences}")
     names = ("num_input_tokens", "num_output_tokens", "perf_metrics")
     wanted = Wanted(tokens=tokens, **{name: bool(given.pop(f"return_{name}", False)) for name in names})
+    _join_bias(given)
     _check_guide(given)
     request = GenerationRequest(**given)
     _check(request, {field.attribute: field.name for field in fields}, decoupled)
@@ -100,6 +107,23 @@ def meanings(inputs: Mapping[str, Array], fields: Seq[Field]) -> dict[str, Any]:
         else:
             given[field.attribute] = _meaning(field, inputs[field.name])
     return given
+
+
+def check_parameters(parameters: Iterable[str]) -> None:
+    """Refuse a request parameter that is all but the name of an input: over HTTP a misspelt input comes as a parameter.
+
+    Others are left alone: NVIDIA's models accept any. Raises RequestError naming both.
+    """
+    for name in parameters:
+        if meant := _meant(name):
+            raise invalid(f"{name} is no input: did you mean {meant}?")
+
+
+@lru_cache(256)
+def _meant(name: str) -> str | None:
+    """Return the input that a name is a misspelling of. One that another of the models has is none."""
+    near = difflib.get_close_matches(name, _INPUT_NAMES, 1, LEAST_LIKENESS)
+    return near[0] if near and near[0] != name else None
 
 
 def asks_to_stop(inputs: Mapping[str, Array]) -> bool:
@@ -140,6 +164,12 @@ def _extras(deltas: Seq[Message]) -> dict[str, Any]:
         if rows:
             outputs["top_tokens"] = [[token.encode("latin-1") for token, _ in row] for row in rows]
             outputs["top_log_probs"] = [[value for _, value in row] for row in rows]
+    for prompt in (delta["prompt"] for delta in deltas if "prompt" in delta):  # one at the most
+        outputs["prompt_tokens"] = [token.encode("latin-1") for token in prompt["bytes"]]
+        outputs["prompt_log_probs"] = prompt["log_probs"]
+        if any(prompt["top"]):
+            outputs["prompt_top_tokens"] = [[token.encode("latin-1") for token, _ in row] for row in prompt["top"]]
+            outputs["prompt_top_log_probs"] = [[value for _, value in row] for row in prompt["top"]]
     for name, nesting in (("context_logits", 0), ("generation_logits", 1)):
         arrays = [delta[name] for delta in deltas if name in delta]
         if arrays:
@@ -253,8 +283,10 @@ def _text(name: str, value: bytes | str) -> str:
 
 def _check(request: GenerationRequest, names: Mapping[str, str], decoupled: bool) -> None:
     """Check the ranges; ``names`` are the model's for the request's attributes. Raises RequestError."""
-    if not request.text_input and request.input_ids is None:
+    if not (request.text_input or request.prompt_token_ids or request.input_ids is not None):
         raise invalid("text_input must not be empty, got ''")
+    if request.text_input and request.prompt_token_ids:
+        raise invalid(f"text_input must be empty beside prompt_token_ids, got {request.text_input[:40]!r}")
     if request.stream and not decoupled:
         raise invalid("Streaming is only supported in decoupled mode. Got stream true")
     for name, low in _LOWEST.items():
@@ -271,6 +303,15 @@ def _check(request: GenerationRequest, names: Mapping[str, str], decoupled: bool
         raise invalid(f"{names['top_p_min']} must be between 0 and 1, got {request.top_p_min:g}")
     if request.top_p is not None and not 0 <= request.top_p <= 1:
         raise invalid(f"{names['top_p']} must be between 0 and 1 (0 = off), got {request.top_p:g}")
+
+
+def _join_bias(given: dict[str, Any]) -> None:
+    """Make one bias of token ids and their addends. Raises RequestError."""
+    ids, addends = given.pop("logit_bias_ids", ()), given.pop("logit_bias_values", ())
+    if len(ids) != len(addends):
+        raise invalid(f"logit_bias_values must be as many as logit_bias_ids ({len(ids)}), got {len(addends)}")
+    if ids:
+        given["bias"] = tuple(zip(ids, addends, strict=True))
 
 
 def _check_guide(given: dict[str, Any]) -> None:
@@ -295,7 +336,7 @@ def _check_changes(request: GenerationRequest) -> None:
         ("presence_penalty", -LARGEST_CHANGE, [request.presence_penalty]),
         ("frequency_penalty", -LARGEST_CHANGE, [request.frequency_penalty]),
         ("embedding_bias_weights", -LARGEST_CHANGE, weights),
-        ("embedding_bias", -LARGEST_CHANGE, [addend for _, addend in request.bias]),
+        ("logit_bias_values" if request.input_ids is None else "embedding_bias", -LARGEST_CHANGE, [addend for _, addend in request.bias]),
     ):
         for value in values:
             if value is not None and not low <= value <= LARGEST_CHANGE:

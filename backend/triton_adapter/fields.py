@@ -1,7 +1,7 @@
 """The one table of the models' tensors, from which the codec, every ``config.pbtxt`` and ``docs/contract.md`` are made.
 
 Names, types and dims are those of NVIDIA's ``inflight_batcher_llm`` models, so that their clients need no change. A tensor that is not
-served is declared too: what asks for nothing is accepted, anything else is refused by an error that names the tensor and the reason.
+served is declared too: it accepts neutral values; anything else is refused by an error that names the tensor and the reason.
 ``tests/contract/test_recorded_contract.py`` holds the table against NVIDIA's own files.
 """
 
@@ -103,7 +103,7 @@ _SHARED_INPUTS = (
     _f("min_tokens", "INT32", _ONE, "no end token in the first so many; stop words and the length limit still end the text"),
     _f("presence_penalty", "FP32", _ONE, "taken once from the logits of tokens that have occurred; 0: off"),
     _f("frequency_penalty", "FP32", _ONE, "taken from them once for each occurrence; 0: off"),
-    _f("seed", "UINT64", _ONE, "the same seed gives the same text, whatever the speculation, batch or load"),
+    _f("seed", "UINT64", _ONE, "the same seed gives the same text, as far as the table of guarantees says"),
     _f("return_log_probs", "BOOL", _ONE, "ask for cum_log_probs and output_log_probs"),
     _f("return_num_input_tokens", "BOOL", _ONE, "ask for num_input_tokens"),
     _f("return_num_output_tokens", "BOOL", _ONE, "ask for num_output_tokens"),
@@ -138,6 +138,16 @@ _TEXT_INPUTS = (
     _f("top_p", "FP32", _ONE, "0 or 1: off"),
     _f("embedding_bias_words", "STRING", _ANY, "every token of a word gets its weight added to its logit"),
     _f("embedding_bias_weights", "FP32", _ANY, "as many as words"),
+    _f("logit_bias_ids", "INT32", _ANY, "tokens whose logits get an addend", added=True),
+    _f("logit_bias_values", "FP32", _ANY, "the addends, as many as ids", added=True),
+    _f("prompt_token_ids", "INT32", _ANY, "the prompt as tokens; text_input is '' then", added=True),
+    _f(
+        "return_prompt_log_probs",
+        "BOOL",
+        _ONE,
+        "ask for prompt_tokens and prompt_log_probs, and with return_top_log_probs for the likeliest; such a request shares no KV",
+        added=True,
+    ),
     _f(
         "return_top_log_probs",
         "INT32",
@@ -154,7 +164,7 @@ _TEXT_INPUTS = (
 
 _BLS_INPUTS = (
     _f("num_draft_tokens", "INT32", _ONE, "ceiling on the speculation length; 0: no speculation; absent: the policy decides"),
-    _hint("use_draft_logits", "BOOL", _ONE, "drafts are verified by their laws as it is"),
+    _hint("use_draft_logits", "BOOL", _ONE, "drafts are always verified by their probabilities"),
     _no(Reason.MULTIMODAL, "image_input", "FP16", (-1, 3, -1, -1)),
     _no(Reason.MULTIMODAL, "image_bytes_input", "UINT8", (-1, -1, -1, -1)),
     _no(Reason.MULTIMODAL, "image_url_input", "STRING", _ONE, ""),
@@ -163,7 +173,12 @@ _BLS_INPUTS = (
 
 _SHARED_OUTPUTS = (
     _f("cum_log_probs", "FP32", _ANY, "sum of the log-probabilities so far"),
-    _f("output_log_probs", "FP32", _ROWS, "those of the tokens that the response accounts for, an end token included"),
+    _f(
+        "output_log_probs",
+        "FP32",
+        _ROWS,
+        "of the response's tokens, an end token included; computed after penalties and temperature, before top_k and top_p",
+    ),
     _f("num_input_tokens", "INT32", _ONE, "with the last response"),
     _f("num_output_tokens", "INT32", _ONE, "with the last response, an end token included"),
     _f("acceptance_rate", "FP32", _ONE, "of all proposed tokens of the request; 0 where none was proposed"),
@@ -248,7 +263,17 @@ TEXT_OUTPUTS: tuple[Field, ...] = (
     *_SHARED_OUTPUTS,
     _f("output_tokens", "STRING", _ANY, "the bytes of the tokens that the response accounts for; none of a special one", added=True),
     _f("top_tokens", "STRING", _ROWS, "at each of them the bytes of the likeliest tokens, best first", added=True),
-    _f("top_log_probs", "FP32", _ROWS, "and their log-probabilities, of the same law as output_log_probs", added=True),
+    _f("top_log_probs", "FP32", _ROWS, "and their log-probabilities, computed as output_log_probs are", added=True),
+    _f("prompt_tokens", "STRING", _ANY, "the bytes of the prompt's tokens, with the first response", added=True),
+    _f(
+        "prompt_log_probs",
+        "FP32",
+        _ANY,
+        "the log-probabilities of all of them but the first, as the model gives them",
+        added=True,
+    ),
+    _f("prompt_top_tokens", "STRING", _ROWS, "the likeliest tokens at each of these places", added=True),
+    _f("prompt_top_log_probs", "FP32", _ROWS, "and their log-probabilities", added=True),
 )
 
 TOKEN_INPUTS: tuple[Field, ...] = (*_TOKEN_INPUTS, *_SHARED_INPUTS)

@@ -12,12 +12,12 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from backend.request import ErrorCode, RequestError
-from backend.triton_adapter.codec import Part, Wanted, asks_to_stop, decode
+from backend.triton_adapter.codec import Part, Wanted, asks_to_stop, check_parameters, decode
 from backend.triton_adapter.fields import MODELS
 from backend.triton_adapter.group import Group
 from backend.triton_adapter.link import EngineLink
 from backend.triton_adapter.paths import socket_path
-from backend.triton_adapter.responder import Responder, inputs_of, trace_context_of, wants_errors_as_outputs
+from backend.triton_adapter.responder import ERRORS_AS_OUTPUTS, Responder, inputs_of, parameters_of, trace_context_of
 from backend.triton_adapter.sender import Reply, ResponseSender, Senders
 from backend.triton_adapter.stub import set_up_stub
 from backend.wire import Message
@@ -46,8 +46,11 @@ class TritonPythonModel:
     def execute(self, requests: list[Any]) -> None:
         """Forward requests to the engine process."""
         for request in requests:
-            sender = Responder(pb_utils, request.get_response_sender(), errors_as_outputs=wants_errors_as_outputs(request))
+            parameters = parameters_of(request)
+            as_outputs = bool(parameters.get(ERRORS_AS_OUTPUTS))
+            sender = Responder(pb_utils, request.get_response_sender(), errors_as_outputs=as_outputs)
             try:
+                check_parameters(parameters)
                 self._forward(request, sender)
             except RequestError as error:
                 self._refuse(sender, error.code, error.message)

@@ -76,6 +76,8 @@ class TritonPythonModel:
         try:
             if message["type"] == "stats":
                 self._metrics.update(message)
+            elif message["type"] == "error":
+                self._fail(message["id"], RequestError(ErrorCode(message["code"]), message["message"]))
             elif message["type"] == "admin" and (responder := self._pending.pop(message["id"], None)) is not None:
                 reply = json.dumps(message["reply"], ensure_ascii=False)
                 responder.send({"reply": np.array([reply.encode()], dtype=np.object_)}, final=True)

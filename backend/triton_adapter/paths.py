@@ -11,7 +11,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-PROJECT_ROOT = Path(__file__).resolve().parents[2]
+from backend import config
+
+PROJECT_ROOT = config.PROJECT_ROOT
 
 
 def socket_path(args: dict[str, str]) -> Path:

@@ -62,10 +62,10 @@ def trace_context_of(request: Any) -> dict[str, str] | None:
     return json.loads(context) if context else None
 
 
-def wants_errors_as_outputs(request: Any) -> bool:
-    """Return whether a Triton request has the parameter ``ERRORS_AS_OUTPUTS``."""
-    parameters = request.parameters()
-    return ERRORS_AS_OUTPUTS in parameters and bool(json.loads(parameters).get(ERRORS_AS_OUTPUTS))
+def parameters_of(request: Any) -> dict[str, Any]:
+    """Return a Triton request's parameters; over HTTP these are all keys of a body that are no input."""
+    text = request.parameters()
+    return json.loads(text) if text else {}
 
 
 def inputs_of(request: Any) -> dict[str, Array]:

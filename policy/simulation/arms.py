@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -10,18 +11,31 @@ import numpy as np
 
 from policy.acceptance import AcceptanceModel, AcceptanceState, Expected
 from policy.baselines import BatchSchedule, FixedLength, NoSpeculation
+from policy.custom import PolicyError, made
 from policy.latency import LatencyModel
 from policy.plan import FloatArray, IntArray, Policy, View
 from policy.planner import AdaptivePlanner
 from policy.planner_state import PlannerConfig, PlannerState
 from policy.pricing import Priced, Problem
-from policy.published import AcceptanceAverage, SmartSpec, SpinSelection
+from policy.published import AcceptanceEma, SmartSpec, SpinSelection
 from policy.shaped import ShapedPlanner
 from policy.shapes import Shapes
 
 from .deployment import Deployment, Work, step_parts
-from .learners import learner
+from .learners import WITHOUT, learner
 from .workload import Drift, Mix, Workload, backlog, draw
+
+KNOWN = (
+    "none, fixed:DRAFT:K, schedule:DRAFT, ema:DRAFT, smartspec:DRAFT, spin:K, bandit:K, adaptive, "
+    "chains-only, ucb[:SHARE], thompson[:SHARE], spin:optimised, bandit:optimised, "
+    f"without:{'|'.join(WITHOUT)}, per-step, oracle, and your own: my_package.MyPolicy[:NAME=VALUE]"
+)
+"""The arms of ``make_policy``, for who mistypes one.
+
+``chains-only`` is adaptive but for the deployment's shapes; ``ucb`` and ``thompson`` are adaptive
+in these modes of selection, SHARE another share of time to explore; ``:optimised`` takes their
+drafts and our lengths; ``without:`` is adaptive without a part (``learners``).
+"""
 
 _PROFILE_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _PROFILE_REQUESTS = 500
@@ -101,10 +115,8 @@ def profiled_lengths(deployment: Deployment, mix: Mix, draft: str, seed: int) ->
 def make_policy(arm: str, deployment: Deployment, mix: Mix, workload: Workload, read: LatencyModel, seed: int) -> Policy:  # noqa: PLR0911
     """Return the policy of an arm; ``read`` is what it may know of times.
 
-    Arms: ``none``, ``fixed:DRAFT:K``, ``schedule:DRAFT``, ``average:DRAFT``, ``smartspec:DRAFT``, ``spin:K``, ``bandit:K`` (tokens per
-    second), ``adaptive``, ``chains-only`` (adaptive, but for the deployment's shapes), ``ucb`` and ``thompson`` (adaptive in these modes of
-    selection, ``:SHARE`` another share of time to explore), ``spin:optimised`` and ``bandit:optimised`` (their drafts, our lengths),
-    ``without:WHAT`` (adaptive without a part, see ``learners``), ``per-step``, ``oracle``. Raises ValueError for any other.
+    ``KNOWN`` lists the arms; a dotted path is a user's policy (``policy.custom``), behind it
+    ``:NAME=VALUE`` its options. Raises PolicyError for any other.
     """
     kind, *rest = arm.split(":")
     drafts, k_max = deployment.drafts, deployment.k_max
@@ -115,8 +127,8 @@ def make_policy(arm: str, deployment: Deployment, mix: Mix, workload: Workload, 
             return FixedLength(draft, int(length))
         case ["schedule", draft] if draft in drafts:
             return BatchSchedule(draft, profiled_lengths(deployment, mix, draft, seed))
-        case ["average", draft] if draft in drafts:
-            return AcceptanceAverage(draft)
+        case ["ema", draft] if draft in drafts:
+            return AcceptanceEma(draft)
         case ["smartspec", draft] if draft in drafts:
             return SmartSpec(drafts, draft, read, k_max)
         case ["spin", length] if length.isdigit():
@@ -129,6 +141,30 @@ def make_policy(arm: str, deployment: Deployment, mix: Mix, workload: Workload, 
             return PerStepGoodput(drafts, read, PlannerConfig(k_max=k_max, catchup_scored=True))
         case ["oracle"]:
             return Oracle(drafts, deployment.latency, workload.acceptance.hazard, k_max)
+        case [path, *options] if "." in path:
+            return made(path, drafts, read, k_max, _options(arm, options))
     if (found := learner(arm, deployment, read)) is not None:
         return found
-    raise ValueError(f"arm must be one of the documented ones with drafts of {drafts}, got {arm!r}")
+    raise PolicyError(f"there is no arm {arm!r}: there are {KNOWN}, with DRAFT one of {drafts}")
+
+
+def check_arms(arms: Iterable[str], deployment: Deployment, mix: Mix) -> None:
+    """Raise PolicyError, before anything is simulated, for an arm that there is not."""
+    drift = Drift.none(len(mix.categories), len(deployment.drafts))
+    workload = draw(mix, deployment.drafts, backlog(1), 0, deployment.k_max, 1.0, drift)
+    for arm in arms:
+        make_policy(arm, deployment, mix, workload, deployment.latency, 0)
+
+
+def _options(arm: str, words: list[str]) -> dict[str, Any]:
+    """Return the options of ``NAME=VALUE``; a value is JSON, or else the text as it is."""
+    options: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name.isidentifier():
+            raise PolicyError(f"{arm!r}: an option must be NAME=VALUE, got {word!r}")
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            options[name] = value
+    return options

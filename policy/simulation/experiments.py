@@ -100,7 +100,7 @@ def tuned_arms(deployment: Deployment) -> dict[str, list[str]]:
     """Return by baseline the variants of which tuning picks one per scenario."""
     return {
         "schedule": [f"schedule:{draft}" for draft in deployment.drafts],
-        "average": [f"average:{draft}" for draft in deployment.drafts],
+        "ema": [f"ema:{draft}" for draft in deployment.drafts],
         "smartspec": [f"smartspec:{draft}" for draft in deployment.drafts],
         "spin": [f"spin:{k}" for k in (2, 3, 5)],
     }

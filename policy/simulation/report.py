@@ -37,13 +37,15 @@ def load_name(load: float) -> str:
 def text(comparison: dict[str, Any]) -> str:
     """Return a comparison as a plain table: by load and arm latency, throughput and what adaptive makes of it."""
     lines = [f"{comparison['scenario']}: {comparison['provenance']}", f"load 1 = {comparison['rate_hz']:.3g} requests/s"]
-    lines.append(f"{'load':>8} {'arm':18} {'latency s':>10} {'p95 s':>8} {'tokens/s':>9} {'rows':>6} {'k':>5}  adaptive over it (95 %)")
+    width = max(17, *(len(arm) for point in comparison["points"] for arm in point["arms"])) + 1
+    columns = f"{'latency s':>10} {'p95 s':>8} {'tokens/s':>9} {'rows':>6} {'k':>5}"
+    lines.append(f"{'load':>8} {'arm':{width}} {columns}  adaptive over it (95 %)")
     for point in comparison["points"]:
         for arm, row in point["arms"].items():
             value, low, high = row["adaptive_over_it"]
             mark = "*" if arm == point["fixed"] else " "
             lines.append(
-                f"{load_name(point['load']):>8} {arm + mark:18} {row['latency_s']:10.3f} {row['latency_p95_s']:8.3f} "
+                f"{load_name(point['load']):>8} {arm + mark:{width}} {row['latency_s']:10.3f} {row['latency_p95_s']:8.3f} "
                 f"{row['tokens_per_s']:9.1f} {row['rows']:6.1f} {row['length']:5.2f}  {value:.3f} ({low:.3f} to {high:.3f})"
             )
     return "\n".join(lines)

@@ -14,6 +14,7 @@ import numpy as np
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from backend.openai_frontend.schema import ChatRequest, CompletionRequest
 from backend.triton_adapter.fields import MODELS, NUMPY_TYPES, Field
 from tests.server.harness import Service
 
@@ -113,19 +114,7 @@ def _http_cases() -> st.SearchStrategy[tuple[str, bytes]]:
     return st.one_of(*cases, st.tuples(st.just("/v2/models/spindle/generate"), encoded))
 
 
-_OPTIONS = ["model", "max_tokens", "temperature", "top_p", "n", "stop", "seed", "presence_penalty", "frequency_penalty", "stream"]
-_OPTIONS += [
-    "stream_options",
-    "user",
-    "top_k",
-    "repetition_penalty",
-    "min_tokens",
-    "logit_bias",
-    "logprobs",
-    "top_logprobs",
-    "response_format",
-]
-_OPTIONS += ["tools", "tool_choice", "messages", "prompt", "echo", "suffix", "best_of"]
+_OPTIONS = list({**CompletionRequest.model_fields, **ChatRequest.model_fields})
 
 
 def _openai_cases() -> st.SearchStrategy[tuple[str, bytes]]:

@@ -150,7 +150,8 @@ class Peers:
         else:
             form = {"openvino": "F16", "llamacpp": "BF16"}[stack]
             packaged = self._config.target.model == EMBEDDED_MODEL and name != BF16
-            models = ["--gguf", embedded_gguf() if packaged else as_gguf(target, target, form)]
+            own = packaged and embedded_gguf(cache.root() / "peers")
+            models = ["--gguf", own or as_gguf(target, target, form)]
             models += ["--draft-gguf", as_gguf(model_path(self._drafts()[0]), target, form)] if kind == "draft" else []
         return [*_COMMANDS[stack](name), *map(str, models), *own]
 

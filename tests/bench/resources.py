@@ -13,7 +13,7 @@ from backend.triton_adapter.launcher.processes import command_line
 from tests.server.harness import Service
 
 ROLES = {
-    "backend.triton_adapter.launcher": "launcher",
+    "backend.cli": "launcher",
     "backend.engine_process": "engine",
     "/ensemble/": "stub ensemble",
     "/tensorrt_llm_bls/": "stub tensorrt_llm_bls",

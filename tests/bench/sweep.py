@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from backend import machine
 from backend.app import model_path
-from backend.config import parse_config
+from backend.config import PolicyConfig, parse_config
 from backend.memory import host_bytes
 from backend.triton_adapter.paths import PROJECT_ROOT
 from engines_build.prepare import prepare
@@ -97,11 +97,14 @@ class Sweep:
         self._config = record["settings"]["config"]
         self._messages = {name: self._rendered(name) for name in options.workloads}
         self._fixed = fixed_names(self._config, options.lengths)
-        if unknown := set(options.policies or ()) - {*self._fixed, *ADAPTING}:
-            raise SystemExit(f"--policies: {', '.join(sorted(unknown))} is none of {', '.join((*self._fixed, *ADAPTING))}")
+        known = [*self._fixed, *ADAPTING]
+        own = [name for name in options.policies or () if PolicyConfig(name).own]
+        if unknown := set(options.policies or ()) - {*known, *own}:
+            there = f"{', '.join(known)} or a dotted path like my_package.MyPolicy"
+            raise SystemExit(f"--policies: {', '.join(sorted(unknown))} is none of {there}")
         self._peers = Peers(self._config)
         record["skipped"] = {name: reason for name in options.peers if (reason := self._peers.missing(name))}
-        wanted = [name for name in (*self._fixed, *ADAPTING) if options.policies is None or name in options.policies]
+        wanted = own + [n for n in known if options.policies is None or n in options.policies]
         ablations = ablation_names(self._config) if options.ablations else []
         self.policies = [NONE, *wanted, SPINDLE, *ablations, *(name for name in options.peers if name not in record["skipped"]), AGAIN]
         self._deadline_s = time.monotonic() + options.limit_s
@@ -299,6 +302,9 @@ def write(record: dict[str, Any], policies: list[str], path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the sweep, or go on with it, and write its record and report."""
+    if arguments is None:
+        text = "stopped: the same command goes on"
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(text))  # its servers end with it
     command = sys.argv[1:] if arguments is None else list(arguments)
     options = parse(command)
     record = opened(options)
@@ -332,14 +338,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(command: Sequence[str]) -> argparse.Namespace:
     """Read the command line; ``--quick`` changes defaults."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="spindle bench",
+        description=__doc__,
+        epilog="example: spindle bench --quick --out build/quick.json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--quick", action="store_true", help="a few points, small blocks, at most eight minutes")
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG)
     parser.add_argument("--in-process", action="store_true", help="step the loop here, without Triton")
     parser.add_argument(
         "--workloads", nargs="+", choices=[*workloads.NAMES, workloads.MIX], default=["chat", "summarise", "qa", "sql", "mix"]
     )
-    parser.add_argument("--policies", nargs="*", help="beside none and spindle; default: all")
+    parser.add_argument("--policies", nargs="*", help="beside none and spindle, your own by its dotted path; default: all but those")
     parser.add_argument("--ablations", action="store_true", help="spindle without each part and draft, or with a part that is off")
     parser.add_argument("--peers", nargs="*", default=[], choices=[*PEERS, "all"], help="other stacks, in closed loops only")
     parser.add_argument("--closed", nargs="+", type=int, default=[1, 2, 4, 8, 16, 24], help="requests in flight")
@@ -382,5 +393,4 @@ def parse(command: Sequence[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped: the same command goes on"))  # its servers end with it
     main()

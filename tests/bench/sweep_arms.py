@@ -2,7 +2,8 @@
 ``spin`` and ``spindle``. ``none`` has no draft loaded; ``none-again`` is the same arm a second time, which shows the noise.
 
 ``with-PART`` is spindle with a part that the configuration has off, ``without-PART`` spindle without one that it has on (``PARTS``) or
-without one of its drafts.
+without one of its drafts. A dotted path, ``my_package.MyPolicy``, is a policy of your own
+(``policy.custom``), its options those of the configuration.
 """
 
 from __future__ import annotations
@@ -90,9 +91,10 @@ def arm_config(config: dict[str, Any], name: str, tuning: Tuning, active: int) -
     base = config.get("policy", {})
     limits = {**config.get("limits", {}), "max_active_requests": active, "max_queued_requests": _UNLIMITED}
     policies: dict[str, dict[str, Any]] = {
-        SPINDLE: {**base, "kind": "adaptive", "trace_file": ""},
+        base.get("kind", ""): {"options": base.get("options", {})},  # of a user's own policy
+        SPINDLE: {**base, "kind": "adaptive", "options": {}, "trace_file": ""},
         "schedule": {"draft": tuning.draft, "schedule": [{"batch": batch, "length": length} for batch, length in tuning.schedule]},
-        "ema": {"kind": "average", "draft": tuning.draft},
+        "ema": {"draft": tuning.draft},
         "smartspec": {"draft": tuning.draft},
         "spin": {"length": tuning.length},
     }
@@ -102,7 +104,7 @@ def arm_config(config: dict[str, Any], name: str, tuning: Tuning, active: int) -
         draft, length = fixed_choice(name)
         policies[name] = {"kind": "fixed", "draft": draft, "length": length}
     shared = {key: base[key] for key in ("k_max", "seed") if key in base}
-    return {**config, "limits": limits, "policy": {"kind": name, **shared, **policies[name], "keep_learned": False}}
+    return {**config, "limits": limits, "policy": {"kind": name, **shared, **policies.get(name, {}), "keep_learned": False}}
 
 
 def tables(config: ServingConfig) -> dict[str, LatencyTable]:
@@ -161,7 +163,7 @@ class Servers:
         return (
             made
             if key != _SWITCHED
-            else {**made, "drafts": self._config["drafts"], "policy": {**self._config.get("policy", {}), "kind": "none"}}
+            else {**made, "drafts": self._config["drafts"], "policy": {**self._config.get("policy", {}), "kind": "none", "options": {}}}
         )
 
 

@@ -71,7 +71,7 @@ def compared(found: dict[Point, dict[int, dict[str, Run]]], policies: list[str])
 
     Where there are several workloads, the last rows are of ``EVERY`` one of them, load by load: a block of any of them is a pair.
     """
-    speeds = _speeds(found, policies)
+    speeds = block_speeds(found, policies)
     return [
         {"workload": workload, "load": load, "policy": policy, "over": over, **interval(*pair)}
         for (workload, load), own in (speeds | _together(speeds)).items()
@@ -84,7 +84,7 @@ def overall(found: dict[Point, dict[int, dict[str, Run]]], policies: list[str]) 
     is a pair.
     """
     pairs: dict[str, tuple[list[float], list[float]]] = {over: ([], []) for over in (*ADAPTING, BEST_FIXED)}
-    for own in _speeds(found, policies).values():
+    for own in block_speeds(found, policies).values():
         for (_, over), pair in _pairs(own).items():
             if over in pairs:  # only spindle is over others than none
                 for every, speeds in zip(pairs[over], pair, strict=True):
@@ -98,12 +98,12 @@ def of_spindle(runs: Iterable[Run]) -> dict[tuple[str, str], tuple[list[float], 
     """
     every = list(runs)
     policies = list(dict.fromkeys(run["policy"] for run in every))
-    speeds = _speeds(blocks(every, policies), policies)
+    speeds = block_speeds(blocks(every, policies), policies)
     speeds = _together(speeds) or speeds
     return {(load, over): pair for (_, load), own in speeds.items() for (policy, over), pair in _pairs(own).items() if policy == SPINDLE}
 
 
-def _speeds(found: dict[Point, dict[int, dict[str, Run]]], policies: list[str]) -> dict[Point, dict[str, list[float]]]:
+def block_speeds(found: dict[Point, dict[int, dict[str, Run]]], policies: list[str]) -> dict[Point, dict[str, list[float]]]:
     """Return the speed of every policy in each warm block, by point."""
     return {point: {policy: [_speed(block, policy) for block in _warm(made)] for policy in policies} for point, made in found.items()}
 
@@ -277,8 +277,11 @@ def _shares(counts: dict[str, float]) -> dict[str, float]:
     emitting).
     """
     parts = _by_label(counts, "spindle_step_part_seconds_total", "part")
-    if "overhead" not in parts:
+    if "rest" in parts:
+        parts["emit"] = parts.pop("rest")
+    elif "overhead" in parts:  # records until November 2026: it had planning and learning in it
+        parts["emit"] = parts.pop("overhead") - parts.get("planning", 0.0) - parts.get("learning", 0.0)
+    else:
         return {}
-    parts["emit"] = parts.pop("overhead") - parts.get("planning", 0.0) - parts.get("learning", 0.0)
     whole = sum(parts.values())
     return {part: round(seconds / whole, 5) for part, seconds in parts.items()}

@@ -18,6 +18,7 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from backend.config import PolicyConfig
 from tests.bench.peer_arms import PEERS
 from tests.bench.sweep_arms import ADAPTING, NONE, SPINDLE, fixed_choice, is_ablation
 from tests.bench.sweep_figures import is_closed, level
@@ -70,8 +71,9 @@ def _line(axis: Axes, policy: str, x: list[float], y: list[float]) -> None:
     if policy in COLOURS:
         width = 2.2 if policy == SPINDLE else 1.4
         axis.plot(x, y, marker=MARKERS[policy], markersize=6, color=COLOURS[policy], linewidth=width, label=policy, zorder=3)
-    elif policy in PEERS:
-        axis.plot(x, y, marker="x", linestyle=":", color=DRAFT_COLOURS[PEERS.index(policy) % 4], linewidth=1.2, label=policy, zorder=2)
+    elif policy in PEERS or PolicyConfig(policy).own:
+        colour = DRAFT_COLOURS[([*PEERS].index(policy) if policy in PEERS else len(policy)) % 4]
+        axis.plot(x, y, marker="x", linestyle=":", color=colour, linewidth=1.2, label=policy, zorder=2)
     else:
         axis.plot(x, y, marker=".", color="#cfcfcf", linewidth=0.9, zorder=1)
 

@@ -25,7 +25,7 @@ import numpy as np
 from tqdm import tqdm
 
 from backend.app import latency_model, make_policy
-from backend.config import ServingConfig, parse_config
+from backend.config import PolicyConfig, ServingConfig, parse_config
 from backend.stats import Stats, StepStats
 from policy.latency import LatencyCurve, LatencyModel, LatencyTable
 from policy.plan import FloatArray, Outcome, Plan, Policy, View
@@ -33,7 +33,7 @@ from policy.simulation.deployment import Deployment
 from policy.simulation.fleet import simulate, simulate_closed
 from policy.simulation.workload import Acceptance, Drift, Workload, uniform
 from tests.bench.hazards import Hazards, fitted
-from tests.bench.sweep_arms import AGAIN, NONE, SPINDLE, Tuning, arm_config, fixed_choice
+from tests.bench.sweep_arms import NONE, SPINDLE, Tuning, arm_config, fixed_choice
 from tests.bench.sweep_figures import blocks, is_closed, level
 
 MOST_BLOCKS = 3
@@ -124,7 +124,8 @@ class Simulation:
             (*point, number, name): run for point, made in whole.items() for number, block in made.items() for name, run in block.items()
         }
         self._fixed = [name for name in names if name.startswith("fixed-")]
-        self.policies = [NONE, *self._fixed, *(n for n in names if n not in (NONE, AGAIN) and n in POLICIES)]
+        planners = [name for name in names if name in POLICIES or PolicyConfig(name).own]
+        self.policies = [NONE, *self._fixed, *planners]
         self.config = parse_config(arm_config(self._plain_config(), SPINDLE, self._tuning, self._settings["active"]))
         self._drafts = tuple(draft.name for draft in self.config.drafts)
         runs = [(key, run) for key, run in self.runs.items() if key[3] in self._fixed]
@@ -265,6 +266,8 @@ def _sums(*runs: Run) -> dict[str, float]:
                 sums[name.partition('part="')[2].partition('"')[0]] += value
         sums["seconds"] += run["counts"]["spindle_step_seconds_sum"]
         sums["steps"] += run["counts"]["spindle_step_seconds_count"]
+    if "rest" in sums:  # older records have it whole, as overhead
+        sums["overhead"] = sums.pop("rest") + sums.get("planning", 0.0) + sums.get("learning", 0.0)
     return sums
 
 
@@ -312,7 +315,7 @@ def _row(simulation: Simulation, point: tuple[str, str], name: str, numbers: lis
         predicted += [run for run, block in zip(told, numbers, strict=True) if block]
     runs = [simulation.runs[workload, load, block, name] for block in numbers if block]
     seconds_s = [reply["total_s"] for run in runs for reply in run["replies"]], [second for run in predicted for second in run.latency_s]
-    measured_s, predicted_s = (float(np.mean(values)) for values in seconds_s)
+    measured_s, predicted_s = (round(float(np.mean(values)), 5) for values in seconds_s)  # as written: the error is that of the record
     sums, steps = _sums(*runs), sum(run.steps for run in predicted)
     step_s = sum(run.step_s for run in predicted) / steps
     active = simulation.config.limits.max_active_requests
@@ -320,8 +323,8 @@ def _row(simulation: Simulation, point: tuple[str, str], name: str, numbers: lis
         "workload": workload,
         "load": load,
         "policy": name,
-        "measured_s": round(measured_s, 5),
-        "predicted_s": round(predicted_s, 5),
+        "measured_s": measured_s,
+        "predicted_s": predicted_s,
         "error": round(predicted_s / measured_s - 1, 4),
         "steps_error": round(steps / DRAWS / sums["steps"] - 1, 4),
         "step_time_error": round(step_s / (sums["seconds"] / sums["steps"]) - 1, 4),

@@ -16,6 +16,7 @@ def asks(deployment):
     for number, sampling in enumerate([SamplingParams(top_log_probs=3, log_probs=True), *(replace(s, top_log_probs=2) for s in CROSSED)]):
         session = deployment.submit(PROMPTS[number % 6], 14, sampling, salt=str(number))
         session.sequence.context_logits = session.sequence.generation_logits = True
+        session.sequence.prompt_log_probs = True
         sessions.append(session)
     return sessions
 
@@ -35,6 +36,15 @@ def test_each_token_has_its_logits_and_each_of_the_prompt_too(script, attention,
         same = {"rtol": 0.0, "atol": 1e-5}
         assert np.allclose(extras.context_logits, [reference().logits(tokens[: at + 1]) for at in range(prompt_tokens)], **same)
         assert np.allclose(extras.logits, [reference().logits(tokens[:at]) for at in range(prompt_tokens, len(tokens))], **same)
+        laws = [reference().logits(tokens[:at]) for at in range(1, prompt_tokens)]
+        laws = [law - np.logaddexp.reduce(law) for law in laws]
+        assert extras.prompt.tokens == tokens[:prompt_tokens]
+        said = [law[token] for law, token in zip(laws, tokens[1:], strict=False)]
+        assert np.allclose(extras.prompt.log_probs, said, **same)
+        for law, best in zip(laws, extras.prompt.top, strict=True):
+            values = [value for _, value in best]
+            assert np.allclose(values, sorted(law, reverse=True)[: sampling.top_log_probs], **same)
+            assert np.allclose([law[token] for token, _ in best], values, **same)
         assert extras.logits.dtype == extras.context_logits.dtype == np.float32
         for at, best in enumerate(extras.top, prompt_tokens):
             law = reference().log_probs(tokens[:at], prompt_tokens, sampling)

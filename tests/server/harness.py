@@ -68,7 +68,7 @@ class Service:
         }
         self.openai = int(environment["OPENAI_PORT"])
         with log.open("wb") as output:
-            command = [sys.executable, "-m", "backend.triton_adapter.launcher", *arguments]
+            command = [sys.executable, "-m", "backend.cli", "serve", "--verbose", "--", *arguments]
             self.process = subprocess.Popen(command, cwd=PROJECT_ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
     def wait_until(self, condition, limit_s=START_LIMIT_S):

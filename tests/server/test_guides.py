@@ -52,7 +52,7 @@ def test_a_stream_of_token_ids_follows_the_grammar_over_grpc(client):  # noqa: F
         ({"guided_decoding_guide_type": "poem", "guided_decoding_guide": "x"}, "guided_decoding_guide_type must be one of"),
         ({"guided_decoding_guide_type": "regex"}, "guided_decoding_guide is required"),
         ({"guided_decoding_guide": "x"}, "guided_decoding_guide must come with guided_decoding_guide_type"),
-        ({"guided_decoding_guide_type": "regex", "guided_decoding_guide": "[x"}, "guided_decoding_guide is no regex"),
+        ({"guided_decoding_guide_type": "regex", "guided_decoding_guide": "[x"}, "error: unclosed character class"),
         ({"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": "{"}, "guided_decoding_guide is no json_schema"),
         ({"guided_decoding_guide_type": "json", "end_id": -1}, "end_id must not be -1"),
     ],

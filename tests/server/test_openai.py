@@ -3,17 +3,20 @@
 import json
 import signal
 import socket
+import time
 import urllib.error
 import urllib.request
 
 import openai
 import pytest
 
+from backend.triton_adapter.paths import PROJECT_ROOT
 from tests.server.harness import free_ports
 
 KEY = "a-key"
-REFUSES = "{% if messages[0].role == 'odd' %}{{ raise_exception('odd') }}{% endif %}"
-TEMPLATE = REFUSES + "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+REFUSES = "{% if messages[0].content == 'odd' %}{{ raise_exception('odd') }}{% endif %}"
+LLAMA = """{% if tools %}{# {"name": function name, "parameters": dictionary of argument name and its value} #}{% endif %}"""
+TEMPLATE = REFUSES + LLAMA + "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +28,7 @@ def fronted(start_service, tmp_path_factory):
     variables = {"OPENAI_API_KEY": KEY, "OPENAI_CHAT_TEMPLATE": str(template), "OPENAI_CORS_ORIGINS": "http://page.example"}
     service = start_service(OPENAI_PORT=str(port), **variables).wait_ready()
     service.openai = port
-    service.wait_until(lambda: f"spindle: OpenAI front end and status page: http://127.0.0.1:{port} " in service.log.read_text())
+    service.wait_until(lambda: f"spindle: OpenAI API http://127.0.0.1:{port}/v1" in service.log.read_text())
     assert post(service, "/v1/none", {})[0] == 404, "it was said to answer"
     return service
 
@@ -62,6 +65,9 @@ def expected(service, prompt, max_tokens, **inputs):
 
 def test_the_model_is_listed(client):
     assert [model.id for model in client.models.list()] == ["fake"]
+    assert client.models.retrieve("fake").id == "fake"
+    with pytest.raises(openai.NotFoundError, match="'other' does not exist"):
+        client.models.retrieve("other")
 
 
 def test_a_completion_is_the_model_s_text(client, fronted):
@@ -128,31 +134,35 @@ def test_a_chat_goes_through_the_template(client, fronted, stream):
 
 
 BAD = [
-    ({"model": "other"}, 404, "'other' does not exist"),
-    ({"max_tokens": 0}, 400, "max_tokens: .*greater than or equal to 1"),
-    ({"max_tokens": 100000}, 400, "max_tokens 100000 and a prompt"),
-    ({"temperature": 3}, 400, "temperature"),
-    ({"n": 0}, 400, "n: "),
-    ({"prompt": []}, 400, "prompt must not be empty"),
-    ({"prompt": ""}, 400, "text_input must not be empty"),
-    ({"prompt": [1, 2]}, 400, "prompt"),
-    ({"logprobs": 6}, 400, "logprobs: .*less than or equal to 5"),
-    ({"logprobs": 1, "echo": True}, 400, "logprobs is not served with echo"),
-    ({"logit_bias": {"5": 1}}, 400, "logit_bias is not served"),
-    ({"surprise": 1}, 400, "surprise: Extra inputs"),
+    ({"model": "other"}, 404, "model", "model_not_found", "'other' does not exist"),
+    ({"max_tokens": 0}, 400, "max_tokens", "invalid_value", "without echo"),
+    ({"max_tokens": "few"}, 400, "max_tokens", "invalid_type", 'expected an integer, but got "few"'),
+    ({"max_tokens": 100000}, 400, "max_tokens", "context_length_exceeded", "100000 and a prompt"),
+    ({"temperature": 3}, 400, "temperature", "invalid_value", "expected a value <= 2.0, but got 3"),
+    ({"temprature": 1}, 400, "temprature", "unknown_parameter", "Did you mean 'temperature'?"),
+    ({"surprise": 1}, 400, "surprise", "unknown_parameter", "Unknown parameter: 'surprise'"),
+    ({"suffix": "x"}, 400, "suffix", "unsupported_parameter", "'suffix' is not served"),
+    ({"prompt": None}, 400, "prompt", "missing_required_parameter", "Missing required parameter"),
+    ({"prompt": []}, 400, "prompt", "invalid_value", "must be 1 to 256 prompts, got 0"),
+    ({"prompt": [1, "a"]}, 400, "prompt", "invalid_value", "must be a string, an array of strings"),
+    ({"prompt": ""}, 400, "prompt", None, "prompt must not be empty"),
+    ({"prompt": [999]}, 400, "prompt", None, "prompt must be of token ids below 257, got 999"),
+    ({"logprobs": 6}, 400, "logprobs", "invalid_value", "<= 5, but got 6"),
+    ({"logit_bias": {"999": 1}}, 400, "logit_bias", None, "token ids below 257, got 999"),
+    ({"logit_bias": {"5": 101}}, 400, "logit_bias.5", "invalid_value", "<= 100"),
+    ({"num_draft_tokens": -1}, 400, "num_draft_tokens", "invalid_value", ">= 0, but got -1"),
 ]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("change", "status", "words"), BAD)
-def test_what_is_wrong_with_a_request_has_its_status_and_its_name(fronted, change, status, words, stream):
-    import re
-
+@pytest.mark.parametrize(("change", "status", "param", "code", "words"), BAD)
+def test_what_is_wrong_with_a_request_is_told_as_openai_does(fronted, change, status, param, code, words, stream):
     body = {"model": "fake", "prompt": "a", "max_tokens": 4, "stream": stream, **change}
     found, text, _ = post(fronted, "/v1/completions", body)
     assert found == status, text
-    assert re.search(words, json.loads(text)["error"]["message"]), text
-    assert not re.search(r"Traceback|\.py", text)
+    error = json.loads(text)["error"]
+    assert words in error.pop("message"), text
+    assert error == {"type": "invalid_request_error", "param": param, "code": code}
 
 
 SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 22, 333]}, "b": {"type": "boolean"}}, "required": ["n", "b"]}
@@ -162,32 +172,143 @@ TOOLS = [
     {"type": "function", "function": {"name": "clock"}},
 ]
 HI = [{"role": "user", "content": "hi"}]
+
+
+def part(**fields):
+    return {"messages": [{"role": "user", "content": [fields]}]}
+
+
 BAD_CHATS = [
-    ({"messages": []}, "messages"),
-    ({"messages": [{"role": "user"}]}, "content must be text, got null"),
-    ({"top_logprobs": 2}, "top_logprobs needs logprobs true"),
-    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: .*less than or equal to 20"),
-    ({"response_format": {"type": "json_schema"}}, "json_schema must be given"),
-    ({"response_format": {"type": "poem"}}, "response_format.type"),
+    ({"messages": []}, "messages", "at least 1"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "got null"),
+    ({"messages": [*HI, {"role": "robot", "content": "x"}]}, "messages[1].role", "\"robot\". Supported values are: 'system'"),
+    ({"messages": [{"role": "user", "contents": "x"}]}, "messages[0].contents", "Did you mean 'content'?"),
+    (part(type="image_url", image_url="u"), "messages[0].content[0].type", "only content parts of type text"),
+    ({"top_logprobs": 2}, "top_logprobs", "needs logprobs true"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "<= 20, but got 21"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "must be given"),
+    ({"response_format": {"type": "poem"}}, "response_format.type", "Supported values are: 'text'"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "x"}}}},
-        "guided_decoding_guide is no json_schema",
+        "response_format",
+        "response_format is no json_schema that can be served: Invalid type: x",
     ),
-    ({"tool_choice": "required"}, "tool_choice required needs tools"),
-    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "'other' is none of the tools"),
-    ({"tools": [{"type": "custom"}]}, "tools.0.type"),
-    ({"functions": []}, "functions: Extra inputs"),
+    ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice", "is none of the tools"),
+    ({"tools": [{"type": "custom"}]}, "tools[0].type", "Supported values are: 'function'"),
+    ({"functions": [{"name": "x"}]}, "functions", "not served: use tools"),
+    ({"reasoning_effort": "high"}, "reasoning_effort", "how long to reason"),
+    ({"max_completion_token": 5}, "max_completion_token", "Did you mean 'max_completion_tokens'?"),
 ]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("change", "words"), BAD_CHATS)
-def test_what_is_wrong_with_a_chat_is_named(fronted, change, words, stream):
-    import re
-
+@pytest.mark.parametrize(("change", "param", "words"), BAD_CHATS)
+def test_what_is_wrong_with_a_chat_is_named(fronted, change, param, words, stream):
     status, text, _ = post(fronted, "/v1/chat/completions", {"model": "fake", "messages": HI, "stream": stream, **change})
     assert status == 400, text
-    assert re.search(words, json.loads(text)["error"]["message"]), text
+    error = json.loads(text)["error"]
+    assert words in error["message"]
+    assert error["param"] == param
+
+
+def test_what_changes_no_answer_is_accepted(client):
+    harmless = {"metadata": {"a": "b"}, "store": True, "service_tier": "flex", "user": "me", "parallel_tool_calls": True}
+    more = {"safety_identifier": "s", "prompt_cache_key": "k", "modalities": ["text"], "stop": None, "seed": None}
+    options = {"model": "fake", "messages": HI, "max_tokens": 9, "temperature": 0}
+    plain = client.chat.completions.create(**options)
+    same = client.chat.completions.create(**options, **harmless, **more)
+    assert same.choices[0].message.content == plain.choices[0].message.content
+
+
+def test_a_developer_is_a_system_to_a_template_without_developers(client, fronted):
+    messages = [{"role": "developer", "content": "be kind"}, *HI]
+    reply = client.chat.completions.create(model="fake", messages=messages, max_tokens=9, temperature=0)
+    assert reply.choices[0].message.content == expected(fronted, "<system>be kind<user>hi<assistant>", 9)[0]
+
+
+def test_a_logit_bias_is_added_to_the_logits_of_its_tokens(client):
+    options = {"model": "fake", "prompt": "bias ", "max_tokens": 6, "temperature": 0}
+    assert client.completions.create(**options, logit_bias={str(ord("x")): 100}).choices[0].text == "xxxxxx"
+    plain = client.completions.create(**options).choices[0].text
+    assert client.completions.create(**options, logit_bias={str(ord("x")): 1}).choices[0].text == plain
+    banned = client.completions.create(**options, logit_bias={str(ord(plain[0])): -100}).choices[0].text
+    assert banned[0] != plain[0]
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_prompts_may_be_token_ids(client, echo):
+    options = {"model": "fake", "max_tokens": 8, "temperature": 0, "echo": echo}
+    texts = [choice.text for choice in client.completions.create(prompt=["ids ", "Grüße"], **options).choices]
+    ids = [list(b"ids "), list("Grüße".encode())]
+    reply = client.completions.create(prompt=ids, **options)
+    assert [choice.text for choice in reply.choices] == texts
+    assert reply.usage.prompt_tokens == sum(map(len, ids))
+    assert client.completions.create(prompt=ids[0], **options).choices[0].text == texts[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_is_echoed_with_its_log_probabilities(client, stream):
+    options = {"model": "fake", "max_tokens": 5, "logprobs": 2, "temperature": 0}
+    alone = client.completions.create(prompt="echo this", **options).choices[0]
+    reply = client.completions.create(prompt="echo this", echo=True, stream=stream, **options)
+    parts = [chunk.choices[0] for chunk in reply] if stream else [reply.choices[0]]
+    assert "".join(choice.text for choice in parts) == "echo this" + alone.text
+    tokens, values, best, offsets = (
+        [item for choice in parts for item in getattr(choice.logprobs, name)]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    )
+    assert "".join(tokens) == "echo this" + alone.text
+    assert offsets == list(range(14))
+    assert (values[0], best[0]) == (None, None)
+    assert (values[9:], best[9:]) == (alone.logprobs.token_logprobs, alone.logprobs.top_logprobs)
+    for at in range(1, 9):  # what the model would have written at each place of the prompt
+        one = client.completions.create(prompt="echo this"[:at], **{**options, "max_tokens": 1}).choices[0].logprobs
+        assert best[at] == pytest.approx(one.top_logprobs[0])
+        assert values[at] <= max(best[at].values())
+
+
+def test_a_prompt_can_be_scored_alone(client):
+    options = {"model": "fake", "prompt": "score", "logprobs": 1, "temperature": 0, "echo": True}
+    reply, more = client.completions.create(**options, max_tokens=0), client.completions.create(**options, max_tokens=1)
+    assert (reply.choices[0].text, reply.choices[0].finish_reason) == ("score", "length")
+    assert reply.choices[0].logprobs.token_logprobs == more.choices[0].logprobs.token_logprobs[:5]
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (5, 0)
+
+
+def test_a_request_may_do_without_speculation(client, fronted):
+    def counted():
+        return fronted.metric("spindle_emitted_tokens_total"), fronted.metric("spindle_draft_tokens_total")
+
+    options = {"model": "fake", "prompt": "guess ", "max_tokens": 60, "temperature": 0}
+    text = client.completions.create(**options).choices[0].text
+    before = counted()
+    while before != (now := (time.sleep(1.1), counted())[1]):  # they are told twice a second
+        before = now
+    assert before[1] > 0
+    assert client.completions.create(**options, extra_body={"num_draft_tokens": 0}).choices[0].text == text
+    fronted.wait_until(lambda: counted()[0] >= before[0] + 60, 10)
+    assert counted()[1] == before[1]
+
+
+def test_texts_are_tokenized_and_back(fronted):
+    status, text, _ = post(fronted, "/tokenize", {"model": "fake", "prompt": "Grüße"})
+    assert (status, json.loads(text)) == (200, {"count": 7, "max_model_len": 2048, "tokens": list("Grüße".encode())})
+    _, text, _ = post(fronted, "/tokenize", {"messages": HI})
+    chat = json.loads(text)["tokens"]
+    assert bytes(chat) == b"<user>hi<assistant>"
+    status, text, _ = post(fronted, "/detokenize", {"tokens": chat})
+    assert (status, json.loads(text)) == (200, {"prompt": "<user>hi<assistant>"})
+    assert json.loads(post(fronted, "/detokenize", {"tokens": []})[1]) == {"prompt": ""}
+    assert json.loads(post(fronted, "/tokenize", {})[1])["error"]["param"] == "prompt"
+    assert json.loads(post(fronted, "/detokenize", {"tokens": [-1]})[1])["error"]["param"] == "tokens[0]"
+    assert post(fronted, "/tokenize", {"model": "other", "prompt": "a"})[0] == 404
+
+
+def test_health_needs_no_key_and_the_version_is_the_project_s(fronted):
+    assert (get(fronted, "/health")[0], get(fronted, "/version")[0]) == (200, 401)
+    version = json.loads(get(fronted, "/version", Authorization=f"Bearer {KEY}")[1])["version"]
+    assert f'version = "{version}"' in (PROJECT_ROOT / "pyproject.toml").read_text()
 
 
 def check_tokens(tokens, text):
@@ -245,11 +366,43 @@ def test_a_tool_that_must_be_called_is_called_with_arguments_of_its_schema(clien
     assert json.loads(call.function.arguments).keys() == {"n", "b"}
 
 
-def test_a_tool_that_may_be_called_is_left_to_the_model_and_a_conversation_may_have_calls(client):
-    called = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+def called(**options):
+    """Return options by which the fake writes a call as Llama does: it is held to one by a schema."""
+    fields = {"name": {"const": "clock"}, "parameters": {"enum": [{"zone": "UTC"}]}}
+    schema = {"type": "object", "properties": fields, "required": ["name", "parameters"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "call", "schema": schema}}
+    return {"model": "fake", "messages": HI, "max_tokens": 300, "seed": 4, "response_format": form, **options}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_that_may_be_called_is_read_from_the_text(client, stream):
+    reply = client.chat.completions.create(**called(tools=TOOLS, stream=stream, logprobs=True))
+    if stream:
+        parts = [chunk.choices[0] for chunk in reply]
+        assert not any(choice.delta.content for choice in parts)
+        (call,), reason = [call for choice in parts for call in choice.delta.tool_calls or ()], parts[-1].finish_reason
+        assert (call.index, parts[0].delta.role) == (0, "assistant")
+    else:
+        choice = reply.choices[0]
+        (call,), reason = choice.message.tool_calls, choice.finish_reason
+        assert choice.message.content is None
+    assert (reason, call.function.name, json.loads(call.function.arguments)) == ("tool_calls", "clock", {"zone": "UTC"})
+    assert call.id.startswith("call_")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("tools", [{}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": TOOLS[:1]}], ids=["none", "not", "others"])
+def test_what_calls_none_of_the_tools_is_content(client, tools, stream):
+    reply = client.chat.completions.create(**called(**tools, stream=stream))
+    text = "".join(c.choices[0].delta.content or "" for c in reply) if stream else reply.choices[0].message.content
+    assert json.loads(text) == {"name": "clock", "parameters": {"zone": "UTC"}}
+
+
+def test_a_conversation_may_have_calls(client):
+    made = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
     messages = [
         *HI,
-        {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "assistant", "content": None, "tool_calls": [made]},
         {"role": "tool", "tool_call_id": "call_1", "content": "5"},
     ]
     reply = client.chat.completions.create(model="fake", messages=messages, max_tokens=5, tools=TOOLS, tool_choice="auto")
@@ -314,15 +467,13 @@ def test_a_body_over_the_limit_is_refused(fronted):
 
 def test_a_template_may_refuse_messages(client):
     with pytest.raises(openai.BadRequestError, match="chat template refuses them: odd"):
-        client.chat.completions.create(model="fake", messages=[{"role": "odd", "content": "x"}])
-    part = {"type": "image_url", "image_url": "u"}
-    with pytest.raises(openai.BadRequestError, match="only content parts of type text"):
-        client.chat.completions.create(model="fake", messages=[{"role": "user", "content": [part]}])
+        client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "odd"}])
 
 
 def test_without_the_key_nobody_is_served(fronted):
     for path in ("/v1/completions", "/v1/chat/completions"):
-        assert post(fronted, path, {}, Authorization="Bearer another")[0] == 401
+        status, text, _ = post(fronted, path, {}, Authorization="Bearer another")
+        assert (status, json.loads(text)["error"]["code"]) == (401, "invalid_api_key")
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"http://127.0.0.1:{fronted.openai}/v1", api_key="wrong").models.list()
 

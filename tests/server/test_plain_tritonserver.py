@@ -6,8 +6,9 @@ import time
 
 import pytest
 
+from backend.triton_adapter.launcher.package import packaged_libraries, packaged_triton
 from backend.triton_adapter.launcher.processes import descendants, is_running
-from backend.triton_adapter.launcher.run_folder import packaged_libraries, packaged_triton, write_backend
+from backend.triton_adapter.launcher.run_folder import write_backend
 from backend.triton_adapter.launcher.settings import python_library_folder
 from tests.server.harness import CONFIG, PROJECT_ROOT, Service, free_ports
 

@@ -12,10 +12,10 @@ from tests.server.harness import CONFIG
 
 @pytest.fixture
 def command(service):
-    def send(text):
-        status, body = service.post("/v2/models/spindle/generate", {"command": text})
-        assert status == 200, body
-        return json.loads(json.loads(body)["reply"])
+    def send(text, status=200):
+        found, body = service.post("/v2/models/spindle/generate", {"command": text})
+        assert found == status, body
+        return json.loads(body)["error"] if status != 200 else json.loads(json.loads(body)["reply"])
 
     started = send("switches")
     yield send
@@ -73,8 +73,8 @@ def test_both_arms_of_a_canary_have_their_figures(service, command):
     ],
 )
 def test_a_bad_command_is_answered_with_what_is_wrong(command, text, words):
-    reply = command(text)
-    assert all(word in reply["error"] for word in words)
+    message = command(text, status=400)
+    assert all(word in message for word in words)
 
 
 def test_the_kill_switch_outlasts_a_crash_of_the_engine_process(service, command):
@@ -96,11 +96,11 @@ def test_drafts_are_added_and_removed_while_it_serves(start_service, tmp_path, r
     config.write_text(json.dumps(settings))
     service = start_service(config).wait_ready()
 
-    def reload(drafts):
+    def reload(drafts, status=200):
         config.write_text(json.dumps({**settings, "drafts": drafts}))
-        status, body = service.post("/v2/models/spindle/generate", {"command": "reload drafts"})
-        assert status == 200, body
-        return json.loads(json.loads(body)["reply"])
+        found, body = service.post("/v2/models/spindle/generate", {"command": "reload drafts"})
+        assert found == status, body
+        return json.loads(body)["error"] if status != 200 else json.loads(json.loads(body)["reply"])
 
     texts = []
     clients = [
@@ -112,7 +112,7 @@ def test_drafts_are_added_and_removed_while_it_serves(start_service, tmp_path, r
     pid = service.health()["pid"]
     new = {**good, "name": "new"}
     assert reload([poor, new]) == {"drafts": ["poor", "new"], "added": ["new"], "removed": ["good"]}
-    assert "drafts[1].engine must be one of" in reload([poor, {**new, "engine": "oracle"}])["error"]
+    assert "drafts[1].engine must be one of" in reload([poor, {**new, "engine": "oracle"}], status=400)
     for client in clients:
         client.join(60)
     assert [(status, reply["text_output"]) for status, reply in texts] == [(200, reference_text("goes on", 400))] * 4

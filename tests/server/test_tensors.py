@@ -80,6 +80,9 @@ ONES = {"STRING": "x", "BOOL": True, "FP16": 0.5, "FP32": 0.5}
 TOGETHER = {
     "embedding_bias_words": {"embedding_bias_weights": [[0.5, 0.5]]},
     "embedding_bias_weights": {"embedding_bias_words": [["x", "y"]]},
+    "logit_bias_ids": {"logit_bias_values": [[0.5, 0.5]]},
+    "logit_bias_values": {"logit_bias_ids": [[2, 3]]},
+    "prompt_token_ids": {"text_input": [[""]]},
     "guided_decoding_guide_type": {"guided_decoding_guide": [["[xy]+"]], "end_id": [[256]]},
     "guided_decoding_guide": {"guided_decoding_guide_type": [["regex"]], "end_id": [[256]]},
 }

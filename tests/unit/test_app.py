@@ -10,7 +10,7 @@ from backend.request import FinishReason, GenerationRequest, RequestError, Sampl
 from backend.stats import Stats, StepStats
 from backend.tokenizer import ByteTokenizer
 from policy import AdaptivePlanner, BatchSchedule, FixedLength, LatencyError, LatencyTable, NoSpeculation
-from policy.published import AcceptanceAverage, SmartSpec, SpinSelection
+from policy.published import AcceptanceEma, SmartSpec, SpinSelection
 from policy.selection import SELECTIONS
 from policy.trace import replayed, same
 from tests.options import greedy
@@ -151,7 +151,7 @@ def test_a_run_ends_at_the_edge_of_the_context(policy):
         ({"kind": "none"}, NoSpeculation),
         ({"kind": "fixed", "draft": "d0", "length": 2}, FixedLength),
         ({"kind": "schedule", "draft": "d0", "schedule": [{"batch": 4, "length": 3}]}, BatchSchedule),
-        ({"kind": "average", "draft": "d0"}, AcceptanceAverage),
+        ({"kind": "ema", "draft": "d0"}, AcceptanceEma),
         ({"kind": "smartspec", "draft": "d0"}, SmartSpec),
         ({"kind": "spin", "length": 2}, SpinSelection),
     ],

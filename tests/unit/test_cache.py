@@ -52,7 +52,7 @@ def test_nothing_is_published_when_writing_fails(tmp_path):
 def test_a_file_of_another_size_is_named(tmp_path):
     write_model(tmp_path / "m")
     (tmp_path / "m" / "model.safetensors").write_text("weigh")
-    with pytest.raises(cache.CacheError, match=r"model\.safetensors has 5 bytes, its manifest says 7.*engines_build\.prepare"):
+    with pytest.raises(cache.CacheError, match=r"model\.safetensors has 5 bytes, its manifest says 7.*spindle prepare"):
         cache.check(tmp_path / "m")
 
 

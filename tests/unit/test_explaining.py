@@ -25,7 +25,7 @@ def stepped(requests, **settings):
 def test_each_request_of_the_last_plan_has_a_line():
     told = explain_last(stepped(3))
     assert told["age_s"] >= 0
-    assert told["step"].startswith("3 rows, ")
+    assert told["step"].startswith("3 requests, ")
     assert [line.split(":")[0] for line in told["requests"]] == ["request 1", "request 2", "request 3"]
     assert any("d x " in line for line in told["requests"])
 

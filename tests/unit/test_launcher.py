@@ -11,9 +11,11 @@ import pytest
 
 from backend.config import parse_config
 from backend.triton_adapter.fields import MODELS
+from backend.triton_adapter.launcher import example, serving, supervisor
 from backend.triton_adapter.launcher import run_folder as run_folder_module
 from backend.triton_adapter.launcher import settings as settings_module
-from backend.triton_adapter.launcher import supervisor
+from backend.triton_adapter.launcher.log_file import open_log, reasons
+from backend.triton_adapter.launcher.overrides import Overrides
 from backend.triton_adapter.launcher.processes import command_line, descendants, is_running, kill_all
 from backend.triton_adapter.launcher.run_folder import run_folder, write_backend, write_model_repository
 from backend.triton_adapter.launcher.server import TritonServer
@@ -234,6 +236,59 @@ def run(monkeypatch):
         return server.calls
 
     return supervise
+
+
+def test_why_a_start_failed_is_found_in_the_log(tmp_path):
+    triton = [
+        "I1123 01:10:41.893 1 server.cc:674] ",
+        "+-------+---------+",
+        "| Model | Status  |",
+        "Error: could not bind",
+    ]
+    engine = "2026-11-23 01:10:41 engine ERROR __main__: cannot start: no room"
+    log = tmp_path / "log"
+    log.write_text("\n".join(triton))
+    assert reasons(log) == ["Error: could not bind"]
+    log.write_text("\n".join([triton[0], engine, *triton[1:]]))
+    assert reasons(log) == [engine]
+
+
+def test_a_log_is_begun_anew_and_the_last_one_kept(tmp_path):
+    for text in (b"first", b"second", b"third"):
+        with open_log(tmp_path / "logs" / "serve.log") as log:
+            log.write(text)
+    kept = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
+    assert kept == {"serve.log": "third", "serve.before.log": "second"}
+
+
+def test_a_model_without_drafts_is_said_to_have_lookup_alone(tmp_path, capsys):
+    (tmp_path / "mine").mkdir()
+    overrides = Overrides(model=str(tmp_path / "mine"))
+    settings, config = serving._files(read_settings({}), overrides, tmp_path)
+    assert settings.config == tmp_path / "serving.json"
+    assert [draft.name for draft in config.drafts] == ["lookup"]
+    assert "lookup is the only draft" in capsys.readouterr().out
+
+
+def test_a_log_that_cannot_be_written_is_named_with_the_way_out(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(LaunchError, match=r"the log .*file/log cannot be written: .* --verbose prints it instead"):
+        open_log(tmp_path / "file" / "log")
+
+
+def test_the_example_says_what_speculation_saved():
+    reply = {
+        "text_output": " four",
+        "num_output_tokens": 32,
+        "total_draft_tokens": 27,
+        "total_accepted_draft_tokens": 26,
+    }
+    assert example.told(reply) == [
+        'its answer: " four"',
+        "26 of 27 proposed tokens were accepted: 6 steps instead of 32",
+    ]
+    reply |= {"total_draft_tokens": 0, "total_accepted_draft_tokens": 0}
+    assert example.told(reply) == ['its answer: " four"']
 
 
 def test_a_server_in_trouble_is_killed_and_started_again(run):

@@ -9,6 +9,8 @@ from backend import cache, learned
 from backend.config import parse_config
 from backend.learned import LearnedState, learned_key
 from backend.stats import Stats, StepStats
+from policy import Policy
+from policy.custom import Guarded
 from policy.learned import SCHEMA
 from tests.unit.test_policy_learned import taught
 from tests.unit.test_policy_planner import planner
@@ -93,6 +95,20 @@ def test_a_folder_that_cannot_be_written_costs_a_metric_and_the_old_file_stays(f
     assert (folder / "learned").read_text() == "in the way"
 
 
+@pytest.mark.parametrize("kept", [lambda *_: 1 / 0, lambda *_: {"a": {1}}, lambda *_: 3])
+def test_a_user_s_policy_whose_state_cannot_be_kept_costs_a_metric(kept):
+    class Mine(Policy):
+        def plan(self, view, state, now, rng):
+            raise NotImplementedError
+
+        save = kept
+
+    world = World()
+    world.learned._policy = Guarded("my_package.Mine", Mine())
+    world.learned.close()
+    assert world.fallbacks() == {"learned_state_unsaved": 1}
+
+
 def test_the_key_changes_with_whatever_the_estimates_depend_on(folder):
     def write(name, data):
         path = folder / name
@@ -108,11 +124,13 @@ def test_the_key_changes_with_whatever_the_estimates_depend_on(folder):
     assert learned_key(parse_config(moved), folders) == key
     others = [
         {**torch, "policy": {"k_max": 4}},
+        {**torch, "policy": {"kind": "my_package.Mine"}},
+        {**torch, "policy": {"kind": "my_package.Mine", "options": {"length": 2}}},
         {**torch, "drafts": [{**torch["drafts"][0], "dtype": "fp32"}]},
         {**torch, "drafts": [*torch["drafts"], {"name": "lookup", "engine": "lookup"}]},
     ]
     keys = {key, *(learned_key(parse_config(other), folders) for other in others)}
     write("n", b"\x00\x00\x80\x3f" * 2)
-    assert len(keys | {learned_key(parse_config(torch), folders)}) == 5
+    assert len(keys | {learned_key(parse_config(torch), folders)}) == 7
     fakes = [{**FAKE, "drafts": [{"name": "d0", "engine": "fake", "agreement": a}]} for a in (0.5, 0.6)]
     assert len({learned_key(parse_config(fake), {}) for fake in fakes}) == 2

@@ -4,7 +4,7 @@ import struct
 import pytest
 
 from backend.config import ConfigError
-from backend.manifest import check_pair, read_manifest
+from backend.manifest import check_folder, check_pair, read_manifest
 
 VOCABULARY = json.dumps({"model": {"vocab": {"a": 0, "b": 1}}})
 
@@ -19,6 +19,33 @@ def folder(path, name, tokenizer=VOCABULARY, shape=(2, 2), **config):
     if tokenizer is not None:
         (made / "tokenizer.json").write_text(tokenizer)
     return made
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("HuggingFaceTB/SmolLM2-360M", "hf download HuggingFaceTB/SmolLM2-360M --local-dir SmolLM2-360M; then give SmolLM2-360M$"),
+        ("/nowhere/at/all", "target.model must be a folder, got '/nowhere/at/all', which is not there$"),
+    ],
+)
+def test_what_is_no_folder_says_how_to_get_one(tmp_path, model, words):
+    with pytest.raises(ConfigError, match=words):
+        check_folder("target.model", model, tmp_path / model, tokenizer=True)
+
+
+def test_a_folder_that_cannot_be_served_says_what_it_lacks(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"target\.model: .*empty has no config\.json\. Give the folder of a Hugging Face checkpoint"):
+        check_folder("target.model", "empty", tmp_path / "empty", tokenizer=True)
+    other = folder(tmp_path, "gpt2", architectures=["GPT2LMHeadModel"])
+    with pytest.raises(
+        ConfigError, match=r"is a GPT2LMHeadModel, which is not supported\. Supported are Llama, Mistral without a sliding window, Qwen2"
+    ):
+        check_folder("target.model", "gpt2", other, tokenizer=True)
+    bare = folder(tmp_path, "bare", tokenizer=None)
+    with pytest.raises(ConfigError, match=r"bare has no tokenizer\.json\. Download it with the model; .*save_pretrained"):
+        check_folder("target.model", "bare", bare, tokenizer=True)
+    check_folder("drafts[0].model", "bare", bare, tokenizer=False)
 
 
 def test_a_draft_that_names_its_targets_tokenizer_pairs_with_it(tmp_path):

@@ -20,6 +20,7 @@ from backend.request import ErrorCode, GenerationRequest, SamplingParams
 from backend.session import Session
 from backend.stats import Stats, StepStats
 from policy import NoSpeculation, Plan, Policy
+from policy.custom import Guarded
 
 EOS = 256
 
@@ -330,15 +331,6 @@ def test_a_request_whose_tokens_cannot_be_taken_ends_alone(monkeypatch):
     assert fine.text == plain_text("def")
 
 
-def test_a_policy_that_cannot_learn_costs_what_it_has_learnt_only(monkeypatch):
-    world = World()
-    monkeypatch.setattr(RandomChoice, "observe", lambda *_: 1 / 0)
-    sink = world.submit("abc")
-    world.run()
-    assert sink.text == plain_text("abc")
-    assert world.counters()["spindle_fallback_total", "policy_error"] > 0
-
-
 def test_a_failing_draft_costs_speculation_only(monkeypatch):
     world = World(drafts=(1.0,))
     monkeypatch.setattr(world.drafts[0], "poll", lambda timeout_s: 1 / 0)
@@ -358,13 +350,32 @@ def test_a_turn_that_fails_alone_ends_its_request_only():
     assert fine.text == plain_text("def")
 
 
-def test_a_failing_policy_costs_speculation_only(monkeypatch):
+@pytest.mark.parametrize("method", ["plan", "observe", "needs_offers", "drift"])
+def test_whatever_of_a_policy_fails_in_every_step_no_request_does(monkeypatch, method):
     world = World()
-    monkeypatch.setattr(RandomChoice, "plan", lambda *_: 1 / 0)
+    monkeypatch.setattr(RandomChoice, method, lambda *_: 1 / 0)
+    sinks = [world.submit("abc"), world.submit("def", 5)]
+    world.run()
+    assert [sink.text for sink in sinks] == [plain_text("abc"), plain_text("def", 5)]
+    assert world.counters()["spindle_fallback_total", "policy_error"] > 0
+
+
+def test_a_plan_that_cannot_be_followed_is_not_and_its_policy_is_named_once_in_a_while(caplog):
+    class Greedy(RandomChoice):
+        def plan(self, view, state, now, rng):
+            return Plan(np.zeros(len(view), np.int64), np.full(len(view), 99)), state
+
+    world = World(policy=Guarded("my_package.Greedy", Greedy()))
+    ticks = itertools.count()
+    world.loop._clock = lambda: next(ticks) / 100  # 10 s, the time between two lines, are 1,000
     sink = world.submit("abc")
     world.run()
     assert sink.text == plain_text("abc")
-    assert world.counters()["spindle_fallback_total", "policy_error"] > 0
+    failures = world.counters()["spindle_fallback_total", "policy_error"]
+    lines = [record for record in caplog.records if "the policy failed" in record.message]
+    assert len(lines) == 1 < failures
+    assert "this step does not speculate" in lines[0].message
+    assert str(lines[0].exc_info[1]) == ("my_package.Greedy.plan: length[0] must be 0 to 8, its ceiling, got 99")
 
 
 def test_abort_ends_everything_once():

@@ -3,7 +3,7 @@ import pytest
 
 from policy import (
     NO_DRAFT,
-    AcceptanceAverage,
+    AcceptanceEma,
     BatchSchedule,
     LatencyCurve,
     LatencyModel,
@@ -116,16 +116,16 @@ def test_smartspec_counts_a_rejection_once_per_chain():
 
 
 def test_the_average_of_accepted_tokens_moves_through_the_candidates_both_ways():
-    assert run(AcceptanceAverage("a"), 1, 120, 8)[-1] == 7
-    assert run(AcceptanceAverage("a"), 1, 120, 0)[-1] == 1
-    shifted = run(AcceptanceAverage("a"), 1, 240, lambda step: 8 if step < 120 else 0)
+    assert run(AcceptanceEma("a"), 1, 120, 8)[-1] == 7
+    assert run(AcceptanceEma("a"), 1, 120, 0)[-1] == 1
+    shifted = run(AcceptanceEma("a"), 1, 240, lambda step: 8 if step < 120 else 0)
     assert (shifted[119], shifted[-1]) == (7, 1)
 
 
 def test_the_average_s_larger_batches_may_switch_off_and_probe_again():
-    off = run(AcceptanceAverage("a"), 8, 120, 0)
+    off = run(AcceptanceEma("a"), 8, 120, 0)
     assert {0, 1} <= set(off[40:])
-    assert set(run(AcceptanceAverage("a"), 64, 40, 8)) == {0}
+    assert set(run(AcceptanceEma("a"), 64, 40, 8)) == {0}
 
 
 def test_spin_explores_at_random_then_keeps_the_draft_with_more_accepted_per_second():
@@ -164,7 +164,7 @@ def test_spin_charges_a_draft_for_its_time():
 
 
 @pytest.mark.parametrize(
-    "policy", [SmartSpec(DRAFTS, "a", H100), AcceptanceAverage("a"), SpinSelection(DRAFTS, 3), ThroughputBandit(DRAFTS, [3])]
+    "policy", [SmartSpec(DRAFTS, "a", H100), AcceptanceEma("a"), SpinSelection(DRAFTS, 3), ThroughputBandit(DRAFTS, [3])]
 )
 def test_an_empty_batch_is_planned_and_ceilings_are_kept(policy):
     plan, state = policy.plan(view(0), policy.start(), 0.0, RNG)

@@ -1,5 +1,8 @@
+import io
 import json
+import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +11,7 @@ import pytest
 
 from backend import cache
 from backend.config import EMBEDDED_MODEL, parse_config
-from engines_build import measure, prepare
+from engines_build import measure, prepare, progress
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,7 +36,7 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(prepare, "missing_tables", missing_tables)
     monkeypatch.setattr(prepare, "convert", convert)
-    monkeypatch.setattr(prepare, "embedded_gguf", lambda: "model.gguf")
+    monkeypatch.setattr(prepare, "embedded_gguf", lambda folder: "model.gguf")
     monkeypatch.setattr(measure, "measure", lambda config, folders, names: done.append("measure"))
     return done
 
@@ -41,23 +44,27 @@ def calls(monkeypatch):
 EMBEDDED = parse_config({"target": {"engine": "torch", "model": EMBEDDED_MODEL}, "drafts": [{"engine": "lookup", "name": "lookup"}]})
 
 
-def test_what_is_missing_is_converted_then_measured_and_a_second_run_does_nothing(calls):
+def test_what_is_missing_is_converted_then_measured_and_a_second_run_does_nothing(calls, capsys):
     prepare.prepare(EMBEDDED)
     assert calls == ["convert", "measure"]
+    assert re.search(r"about 2 min and 0\.5 GB of disk, .* 0\.27 GB stay", capsys.readouterr().out)
     prepare.prepare(EMBEDDED)
     assert calls == ["convert", "measure"]
+    assert capsys.readouterr().out == ""
 
 
-def test_a_damaged_model_is_converted_again(calls, capsys):
+def test_a_damaged_model_is_converted_again(calls, caplog):
     prepare.prepare(EMBEDDED)
     (cache.model_folder(EMBEDDED_MODEL) / "model.safetensors").write_text("weightz")
     prepare.prepare(EMBEDDED)
     assert calls == ["convert", "measure", "convert"]
-    assert "model.safetensors has SHA-256" in capsys.readouterr().out
+    assert "model.safetensors has SHA-256" in caplog.text
     cache.check(cache.model_folder(EMBEDDED_MODEL), hashes=True)
 
 
 def test_a_model_in_a_folder_is_measured_but_not_converted(calls, tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    (tmp_path / "tokenizer.json").write_text("{}")
     prepare.prepare(parse_config({"target": {"engine": "torch", "model": str(tmp_path)}}))
     assert calls == ["measure"]
 
@@ -80,6 +87,24 @@ def test_a_bad_setting_ends_the_command_with_one_sentence(tmp_path):
     command = [sys.executable, "-m", "engines_build.prepare", "--config", str(config)]
     done = subprocess.run(command, cwd=PROJECT_ROOT, env=os.environ, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr.startswith("error: cannot read ")
-    assert "absent/folder" in done.stderr
+    assert "target.model must be a folder, got 'absent/folder'" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_stage_is_a_bar_on_a_terminal_and_a_line_elsewhere(monkeypatch, terminal):
+    shown = io.StringIO()
+    shown.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stdout", shown)
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr(logging.root, "level", logging.root.level)
+    progress.set_up_messages(verbose=False)
+    with progress.stage("measuring small") as report:
+        report(1.0, 4.0)
+        logging.getLogger(__name__).warning("the machine is busy")
+        report(3.0, 4.0)
+    if terminal:
+        assert re.search(r"measuring small 100% \|.*\| 00:\d\d, 00:00 left", shown.getvalue())
+        assert re.search(r"\r\s*\rspindle: the machine is busy\n", shown.getvalue())  # a line of its own
+    else:
+        assert shown.getvalue() == "spindle: measuring small\nspindle: the machine is busy\n"

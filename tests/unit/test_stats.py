@@ -1,7 +1,11 @@
+from time import sleep
+
 import numpy as np
+import pytest
 
 from backend import stats as module
 from backend.stats import Stats, StepStats
+from backend.step_log import StepLog
 from policy import NO_DRAFT, Outcome, Plan, Switches
 
 DRAFTS = ("small", "lookup")
@@ -65,3 +69,18 @@ def test_the_time_of_steps_is_counted_by_part():
     seen = figures(stats)
     assert seen["spindle_step_part_seconds_total", "verify"] == 0.03
     assert seen["spindle_step_part_seconds_total", "draft:small"] == 0.006
+
+
+def test_the_parts_of_a_step_sum_to_its_time():
+    log = StepLog(DRAFTS)
+    for part in ("learning", "planning", "draft:small", "verify"):
+        with log.part(part):
+            sleep(0.002)
+    outcome = log.outcome()
+    stats = Stats()
+    StepStats(stats).step(Plan(np.array([NO_DRAFT]), np.array([0])), outcome, DRAFTS, [])
+    parts = {key[1]: value for key, value in figures(stats).items() if key[0] == "spindle_step_part_seconds_total"}
+    assert set(parts) == {"learning", "planning", "draft:small", "verify", "rest"}
+    assert sum(parts.values()) == pytest.approx(outcome.measured_s)
+    assert all(parts[name] >= 0.002 for name in parts if name != "rest")
+    assert parts["rest"] < outcome.parts_s["overhead"]

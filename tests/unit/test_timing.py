@@ -73,7 +73,7 @@ def test_a_failing_turn_is_an_error_that_names_the_engine():
 
 
 def run(budget_s, **options):
-    clock, rounds, order = Clock(), [], []
+    clock, reports, order = Clock(), [], []
 
     def piece(name, seconds):
         def work():
@@ -84,15 +84,25 @@ def run(budget_s, **options):
         return work
 
     work = [piece("a", 1.0), piece("b", 2.0)]
-    return interleave(work, budget_s=budget_s, rng=random.Random(0), report=rounds.append, clock=clock, **options), rounds, order
+    samples = interleave(
+        work, budget_s=budget_s, rng=random.Random(0), report=lambda *seconds: reports.append(seconds), clock=clock, **options
+    )
+    return samples, reports, order
 
 
 def test_every_piece_runs_once_a_round_and_the_first_round_is_dropped():
-    samples, rounds, order = run(1000.0, most=5)
+    samples, _, order = run(1000.0, most=5)
     assert samples == [[1.0] * 5, [2.0] * 5]
-    assert rounds == [0, 1, 2, 3, 4, 5]
     assert [set(order[i : i + 2]) for i in range(0, 12, 2)] == [{"a", "b"}] * 6
     assert order != ["a", "b"] * 6
+
+
+@pytest.mark.parametrize(("budget_s", "rounds", "expected_s"), [(1000.0, 6, 18.0), (0.0, 4, 12.0), (15.5, 5, 15.5)])
+def test_it_says_how_far_it_is_after_every_piece(budget_s, rounds, expected_s):
+    _, reports, _ = run(budget_s, least=3, most=5)
+    assert len(reports) == 2 * rounds
+    assert [done_s for done_s, _ in reports] == sorted(done_s for done_s, _ in reports)
+    assert {all_s for _, all_s in reports[2:]} == {expected_s}  # the first round knows only the budget
 
 
 @pytest.mark.parametrize(("budget_s", "kept"), [(0.0, 3), (14.0, 3), (15.0, 4), (20.0, 5)])

@@ -1,1 +1,1 @@
-"""``python -m backend.triton_adapter.launcher``: run the packaged tritonserver with this project's models and keep it running."""
+"""``spindle serve``: run the packaged tritonserver with our models and keep it running."""

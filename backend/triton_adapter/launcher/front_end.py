@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 import threading
+from time import monotonic
+from typing import IO
 
 from backend.triton_adapter.launcher.say import say
 from backend.triton_adapter.launcher.settings import Settings
@@ -20,8 +22,11 @@ STOP_LIMIT_S = 12.0
 class FrontEnd:
     """Runs from ``start`` to ``stop``; the process is tied to the thread that watches it."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, output: IO[bytes] | None = None) -> None:
+        """Run it with these settings; its log goes to ``output``, by default to the terminal."""
         self._settings = settings
+        self._output = output
+        self._listens = threading.Event()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -31,6 +36,22 @@ class FrontEnd:
         if self._settings.openai_port and self._thread is None:
             self._thread = threading.Thread(target=self._run, name="front-end", daemon=True)
             self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """Where the status page is; the API is below it."""
+        return f"http://{self._settings.client_host}:{self._settings.openai_port}"
+
+    @property
+    def listens(self) -> bool:
+        """Whether it has answered."""
+        return self._listens.is_set()
+
+    def wait(self, stop: threading.Event, limit_s: float) -> None:
+        """Wait until it answers, at the longest so many seconds or until ``stop`` is set."""
+        deadline_s = monotonic() + limit_s
+        while not (self.listens or stop.is_set()) and monotonic() < deadline_s:
+            self._listens.wait(0.1)
 
     def stop(self) -> None:
         """Take no more requests; those in flight may end. ``kill`` waits for them."""
@@ -53,17 +74,23 @@ class FrontEnd:
         command = tied(sys.executable, [sys.executable, "-m", "backend.openai_frontend"])
         environment = {**os.environ, "SPINDLE_CONFIG": str(self._settings.config)}
         while not self._stop.is_set():
-            self._process = subprocess.Popen(command, cwd=PROJECT_ROOT, env=environment)
+            self._process = subprocess.Popen(
+                command,
+                cwd=PROJECT_ROOT,
+                env=environment,
+                stdout=self._output,
+                stderr=self._output,
+            )
             if self._stop.is_set():
                 self._process.terminate()
-            self._say_when_it_listens(self._process)
+            self._see_it_listen(self._process)
             status = self._process.wait()
             if not self._stop.is_set():
                 say(f"the OpenAI front end ended with status {status}: starting it again in {BACKOFF_S:g} s")
             self._stop.wait(BACKOFF_S)
 
-    def _say_when_it_listens(self, process: subprocess.Popen[bytes]) -> None:
-        """Say where it answers once it does; nothing of one that ends before."""
+    def _see_it_listen(self, process: subprocess.Popen[bytes]) -> None:
+        """Note when it answers, and say so of one that was started again."""
         address = self._settings.client_host, self._settings.openai_port
         while process.poll() is None and not self._stop.is_set():
             try:
@@ -71,5 +98,7 @@ class FrontEnd:
             except OSError:  # noqa: PERF203 (it does not listen yet)
                 self._stop.wait(0.1)
             else:
-                say(f"OpenAI front end and status page: http://{address[0]}:{address[1]} (models under /v1)")
+                if self._listens.is_set():
+                    say("the OpenAI front end answers again")
+                self._listens.set()
                 return

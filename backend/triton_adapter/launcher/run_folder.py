@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import fcntl
-import importlib.util
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +12,7 @@ from pathlib import Path
 
 from backend.config import ServingConfig
 from backend.triton_adapter.fields import MODELS
+from backend.triton_adapter.launcher.package import packaged_stub, packaged_triton
 from backend.triton_adapter.paths import PROJECT_ROOT
 from backend.triton_adapter.rendering import render_config
 
@@ -62,18 +61,6 @@ def _delete(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def packaged_triton() -> Path:
-    """Return the folder of the tritonserver inside nvidia-pytriton (found, not imported)."""
-    spec = importlib.util.find_spec("pytriton")
-    assert spec is not None and spec.submodule_search_locations  # checked at start  # noqa: PT018
-    return Path(spec.submodule_search_locations[0]) / "tritonserver"
-
-
-def packaged_libraries() -> Path:
-    """Return the folder of the libraries that tritonserver was packaged with."""
-    return packaged_triton().parent.parent / "nvidia_pytriton.libs"
-
-
 def write_backend(folder: Path) -> Path:
     """Put Triton's Python backend with the stub for this Python together; return the backend directory.
 
@@ -82,7 +69,7 @@ def write_backend(folder: Path) -> Path:
     triton = packaged_triton()
     python_backend = folder / "backends" / "python"
     python_backend.mkdir(parents=True)
-    stub = triton / "python_backend_stubs" / f"{sys.version_info[0]}.{sys.version_info[1]}" / "triton_python_backend_stub"
+    stub = packaged_stub()
     library = triton / "backends" / "python"
     for source in (library / "libtriton_python.so", library / "triton_python_backend_utils.py", stub):
         shutil.copy2(source, python_backend / source.name)

@@ -14,10 +14,11 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import IO, Any
 
+from backend.triton_adapter.launcher.package import packaged_libraries, packaged_triton
 from backend.triton_adapter.launcher.processes import command_line, descendants, is_running, kill_all
-from backend.triton_adapter.launcher.run_folder import SHARED_MEMORY, packaged_libraries, packaged_triton
+from backend.triton_adapter.launcher.run_folder import SHARED_MEMORY
 from backend.triton_adapter.launcher.say import say
 from backend.triton_adapter.launcher.settings import Settings, python_library_folder
 from backend.triton_adapter.paths import PROJECT_ROOT
@@ -40,10 +41,18 @@ GRPC_PING_TIMEOUT_S = 20
 class TritonServer:
     """A tritonserver process and its tree, from ``start`` to ``stop`` or ``kill``."""
 
-    def __init__(self, settings: Settings, folder: Path, arguments: Sequence[str]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        folder: Path,
+        arguments: Sequence[str],
+        output: IO[bytes] | None = None,
+    ) -> None:
+        """Run it with further ``arguments``; its log goes to ``output``, else to the terminal."""
         self._settings = settings
         self._folder = folder
         self._arguments = arguments
+        self._output = output
         self._process: subprocess.Popen[bytes] | None = None
         self._stubs: dict[int, str] = {}
         self._shm_prefix = ""
@@ -55,7 +64,12 @@ class TritonServer:
         self._shm_prefix = f"{self._folder.name}_{monotonic():.0f}_"  # by its beginning the run folder's end deletes it too
         self._ended.clear()
         self._process = subprocess.Popen(
-            tied(sys.executable, self._command()), env=self._environment(), cwd=PROJECT_ROOT, start_new_session=True
+            tied(sys.executable, self._command()),
+            env=self._environment(),
+            cwd=PROJECT_ROOT,
+            stdout=self._output,
+            stderr=self._output,
+            start_new_session=True,
         )
 
     def is_ready(self) -> bool:
@@ -144,12 +158,14 @@ class TritonServer:
             return ":".join(filter(None, parts))
 
         old = os.environ
+        config = old.get("SPINDLE_CONFIG") or self._settings.config  # the user's own file
         return {
             **old,
             "LD_LIBRARY_PATH": joined(str(python_library_folder()), str(packaged_libraries()), old.get("LD_LIBRARY_PATH")),
             "PATH": joined(str(Path(sys.executable).parent), old.get("PATH")),
             "PYTHONPATH": joined(str(PROJECT_ROOT), old.get("PYTHONPATH")),
             "SPINDLE_CONFIG": str(self._settings.config),
+            "SPINDLE_POLICY_PATH": joined(str(Path(config).absolute().parent), str(Path.cwd())),
             "SPINDLE_SOCKET": str(self._folder / "engine.sock"),
             "SPINDLE_PYTHON": old.get("SPINDLE_PYTHON") or sys.executable,
             **({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": self._settings.trace_url} if self._settings.trace_url else {}),

@@ -11,16 +11,23 @@ import sys
 import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from backend.triton_adapter.paths import PROJECT_ROOT
+from backend.config import DEFAULT_CONFIG
+from backend.triton_adapter.launcher.package import packaged_stub
 
-DEFAULT_CONFIG = PROJECT_ROOT / "model_repository" / "spindle" / "1" / "serving.json"
 MINIMUM_GLIBC = (2, 35)
 PYTHONS = ((3, 10), (3, 12))
 DEFAULT_TRACE_RATE = 1000
-_PORTS = (("HTTP_PORT", 8000), ("GRPC_PORT", 8001), ("METRICS_PORT", 8002), ("OPENAI_PORT", 9000))
+PORTS = (
+    ("HTTP_PORT", "--port", 8000),
+    ("GRPC_PORT", "--grpc-port", 8001),
+    ("METRICS_PORT", "--metrics-port", 8002),
+    ("OPENAI_PORT", "--openai-port", 9000),
+)
+"""Environment variable, option of the command line and default of each port."""
 
 
 class LaunchError(Exception):
@@ -45,10 +52,15 @@ class Settings:
         """The address by which this machine reaches the service."""
         return "127.0.0.1" if self.bind in ("", "0.0.0.0", "::") else self.bind
 
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """The ports in the order of ``PORTS``."""
+        return self.http_port, self.grpc_port, self.metrics_port, self.openai_port
+
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
     """Return the settings of the variables ``*_PORT``, ``BIND``, ``SPINDLE_CONFIG`` and ``TRACE_*``. Raises LaunchError."""
-    ports = [_port(name, environment.get(name) or str(default)) for name, default in _PORTS]
+    ports = [_port(name, option, environment.get(name) or str(port)) for name, option, port in PORTS]
     http, grpc, metrics, openai = ports
     if len(set(ports)) < len(ports):
         raise LaunchError(f"HTTP_PORT, GRPC_PORT, METRICS_PORT and OPENAI_PORT must differ, got {http}, {grpc}, {metrics} and {openai}")
@@ -69,42 +81,70 @@ def _trace(url: str, rate: str) -> tuple[str, int]:
     return url, int(rate) if rate else DEFAULT_TRACE_RATE
 
 
-def _port(name: str, value: str) -> int:
+def _port(name: str, option: str, value: str) -> int:
     if name == "OPENAI_PORT" and value == "0":
         return 0
     if not (value.isascii() and value.isdigit() and 1 <= int(value) <= 65535):
-        raise LaunchError(f"{name} must be a port from 1 to 65535, got {value!r}")
+        raise LaunchError(f"{name} ({option}) must be a port from 1 to 65535, got {value!r}")
     return int(value)
 
 
 def check_ports(settings: Settings) -> None:
     """Raise LaunchError when a port is in use or the address is not this machine's."""
-    ports = (settings.http_port, settings.grpc_port, settings.metrics_port, settings.openai_port)
-    for (name, _), port in zip(_PORTS, ports, strict=True):
-        family = socket.AF_INET6 if ":" in settings.bind else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((settings.bind, port))
-            except OSError as error:
-                raise LaunchError(
-                    f"{name} {port} cannot be used on BIND {settings.bind}: {error.strerror}. Set {name} to another"
-                ) from error
+    for (name, option, _), port in zip(PORTS, settings.ports, strict=True):
+        if why := port_trouble(settings.bind, port):
+            text = f"{name} {port} cannot be used on BIND {settings.bind}: {why}"
+            raise LaunchError(f"{text}. Choose another with {option}")
+
+
+def port_trouble(bind: str, port: int) -> str:
+    """Return why a port cannot be listened on; nothing where it can, or is 0."""
+    family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((bind, port))
+        except OSError as error:
+            return error.strerror or str(error)
+    return ""
 
 
 def check_machine() -> None:
-    """Raise LaunchError unless the packaged tritonserver runs here (x86-64 Linux, glibc, a Python with a shared library)."""
+    """Raise LaunchError unless the packaged tritonserver runs here."""
+    for check in (check_system, check_python, check_triton):
+        check()
+
+
+def check_system() -> str:
+    """Return the system and its glibc. Raises LaunchError where tritonserver does not run."""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         raise LaunchError(f"the packaged tritonserver needs Linux on x86-64, this is {platform.system()} on {platform.machine()}")
     version = (os.confstr("CS_GNU_LIBC_VERSION") or "unknown").removeprefix("glibc ")
     parts = version.split(".")
     if not all(part.isdigit() for part in parts) or tuple(map(int, parts)) < MINIMUM_GLIBC:
         raise LaunchError(f"the packaged tritonserver needs glibc 2.35 or newer (Ubuntu 22.04, Debian 12), this machine has {version}")
+    return f"Linux on x86-64, glibc {version}"
+
+
+def check_python() -> str:
+    """Return the version of Python and where its shared library is. Raises LaunchError."""
     if not PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]:
-        raise LaunchError(f"Python 3.10, 3.11 or 3.12 is needed, this is {platform.python_version()}: set PYTHON and run make again")
+        raise LaunchError(
+            f"Python 3.10, 3.11 or 3.12 is needed, this is {platform.python_version()}: "
+            "make an environment with one of these (make PYTHON=python3.11 serve)"
+        )
+    return f"{platform.python_version()}, its shared library in {python_library_folder()}"
+
+
+def check_triton() -> str:
+    """Return the tritonserver's package. Raises LaunchError where it, or its stub, is missing."""
     if importlib.util.find_spec("pytriton") is None:
-        raise LaunchError("the package nvidia-pytriton, which holds tritonserver, is not installed: run `make serve`, or pip install it")
-    python_library_folder()
+        text = "the package nvidia-pytriton, which holds tritonserver, is not installed"
+        raise LaunchError(f"{text}: pip install nvidia-pytriton==0.7.0")
+    if not packaged_stub().is_file():
+        text = "nvidia-pytriton has no stub for this Python"
+        raise LaunchError(f"{text}: {packaged_stub()} is missing")
+    return f"nvidia-pytriton {metadata.version('nvidia-pytriton')}, with its stub for this Python"
 
 
 def python_library_folder() -> Path:

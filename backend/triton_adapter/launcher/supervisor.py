@@ -30,7 +30,7 @@ def supervise(server: TritonServer, stop: threading.Event, on_ready: Callable[[f
         server.kill()
         was_ready = was_ready or ready_s is not None
         if not was_ready:
-            raise LaunchError(f"{trouble} before it was ready: the lines above say why")
+            raise LaunchError(f"{trouble} before it was ready")
         failures = 1 if ready_s is not None and monotonic() - ready_s >= STABLE_S else failures + 1
         if failures >= QUICK_FAILURES:
             raise LaunchError(f"{trouble}; that was failure {failures} in quick succession: giving up")

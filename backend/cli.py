@@ -1,0 +1,155 @@
+"""``spindle COMMAND``: everything that a user starts, by one name. Also ``python -m backend.cli``.
+
+What a command needs is imported when it runs: ``--help`` is quick, and the runtime never imports
+the build tools.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+PROJECT_ROOT = Path(__file__).resolve().parent.parent
+ELSEWHERE = {
+    "prepare": (
+        "engines_build.prepare",
+        "bring the models and latency tables that a configuration needs",
+    ),
+    "measure": ("engines_build.measure", "measure again how fast the engines are here"),
+    "simulate": ("policy.simulate", "try policies on a simulated deployment"),
+    "replay": ("policy.replay", "read a trace of what the policy saw and decided"),
+    "bench": ("tests.bench.sweep", "load the server and compare policies (in a clone only)"),
+}
+"""Commands that have an option parser of their own: where, and what they do."""
+
+EXAMPLES = """examples:
+  spindle serve                             the embedded model on HTTP 8000, gRPC 8001, OpenAI 9000
+  spindle serve --model ~/models/llama-1b   a model of your own
+  spindle doctor                            what this machine can do, and what is missing
+  spindle COMMAND --help                    the options of a command
+"""
+SERVE_EXAMPLES = """examples:
+  spindle serve
+  spindle serve --model ~/models/llama-1b --drafts small=~/models/llama-160m,lookup
+  spindle serve --port 8080 --dtype fp32 --policy none
+  spindle serve --config my/serving.json -- --log-verbose=1
+
+What follows -- goes to tritonserver. --model without --drafts serves with lookup as the only
+draft: the shipped drafts fit only the shipped model. The command `reload drafts` reads --config
+again; with --model, --drafts, --dtype or --policy it reads the file that these were written to.
+"""
+VARIABLES = {
+    "config": "SPINDLE_CONFIG",
+    "cache": "SPINDLE_CACHE",
+    "bind": "BIND",
+    "port": "HTTP_PORT",
+    "grpc_port": "GRPC_PORT",
+    "metrics_port": "METRICS_PORT",
+    "openai_port": "OPENAI_PORT",
+}
+"""The environment variable that each of these options takes the place of."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and words[0] in ELSEWHERE:
+        return _run_elsewhere(words[0], words[1:])
+    rest: list[str] = []
+    if "--" in words:
+        at = words.index("--")
+        words, rest = words[:at], words[at + 1 :]
+    options = _parser().parse_args(words)
+    for name, variable in VARIABLES.items():
+        if (value := getattr(options, name)) is not None:
+            paths = name in ("config", "cache")
+            os.environ[variable] = str(Path(value).expanduser().absolute()) if paths else value
+    if options.command == "doctor":
+        from backend.doctor import report
+
+        return report(as_json=options.json)
+    from backend.triton_adapter.launcher.overrides import Overrides
+    from backend.triton_adapter.launcher.serving import serve
+
+    overrides = Overrides(options.model, options.drafts, options.dtype, options.policy)
+    return serve(overrides, rest, verbose=options.verbose)
+
+
+def _run_elsewhere(command: str, arguments: list[str]) -> int:
+    """Run a command by its module's name, with the arguments that follow."""
+    module, _ = ELSEWHERE[command]
+    if str(PROJECT_ROOT) not in sys.path:
+        sys.path.insert(0, str(PROJECT_ROOT))
+    sys.path.append(os.getcwd())  # a policy of the user's
+    if not PROJECT_ROOT.joinpath(*module.split(".")).with_suffix(".py").is_file():
+        where = "is not in the installed package. It runs in a clone of the source: make bench"
+        print(f"spindle: error: `spindle {command}` {where}", file=sys.stderr)
+        return 1
+    sys.argv = [f"spindle {command}", *arguments]
+    return int(importlib.import_module(module).main() or 0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    text = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="spindle",
+        description="Speculative decoding that tunes itself, on Triton Inference Server.",
+        epilog=EXAMPLES,
+        formatter_class=text,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model",
+        description="Serve a model until Ctrl-C.",
+        epilog=SERVE_EXAMPLES,
+        formatter_class=text,
+    )
+    serve.add_argument(
+        "--model",
+        help="a Hugging Face folder (Llama, Mistral, Qwen2), or the embedded model's name",
+    )
+    serve.add_argument("--drafts", help="none, or a list of name=FOLDER, lookup, names in the file")
+    serve.add_argument("--dtype", help="of the target: auto, bf16, fp16, int8, fp32, fp64")
+    serve.add_argument("--policy", metavar="KIND", help="policy.kind: adaptive, none, ...")
+    serve.add_argument("--verbose", action="store_true", help="print the log: no file is written")
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what this machine can do and what is missing",
+        description="Say what this machine can do. Ends with 1 if serving cannot work.",
+        epilog="examples:\n  spindle doctor\n  spindle doctor --json --port 8080",
+        formatter_class=text,
+    )
+    doctor.add_argument("--json", action="store_true", help="print objects: name, state, text")
+    for command in (serve, doctor):
+        _add_places(command)
+    for name, (_, what) in ELSEWHERE.items():
+        commands.add_parser(name, help=what, add_help=False)
+    return parser
+
+
+def _add_places(parser: argparse.ArgumentParser) -> None:
+    """Add the options that stand in for environment variables."""
+    parser.add_argument("--config", metavar="FILE", help="SPINDLE_CONFIG; the shipped serving.json")
+    parser.add_argument(
+        "--cache",
+        metavar="FOLDER",
+        help="converted models and tables (SPINDLE_CACHE; ~/.cache/spindle)",
+    )
+    parser.add_argument("--bind", metavar="ADDRESS", help="BIND; 127.0.0.1; everywhere: 0.0.0.0")
+    parser.add_argument("--port", help="HTTP (HTTP_PORT; 8000)")
+    parser.add_argument("--grpc-port", metavar="PORT", help="gRPC (GRPC_PORT; 8001)")
+    parser.add_argument("--metrics-port", metavar="PORT", help="metrics (METRICS_PORT; 8002)")
+    parser.add_argument(
+        "--openai-port",
+        metavar="PORT",
+        help="OpenAI API and status page (OPENAI_PORT; 9000; 0: none)",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

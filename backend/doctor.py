@@ -1,0 +1,279 @@
+"""``spindle doctor``: what this machine can do, and what is missing, with what to do about it.
+
+It runs where packages are missing too: what needs them is imported once they are known to be there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+from backend import cache, machine
+from backend.config import EMBEDDED_MODEL, PROJECT_ROOT, ConfigError, ServingConfig, load_config
+from backend.triton_adapter.launcher import settings as launch
+from backend.triton_adapter.launcher.processes import command_line
+
+OK, WARNING, MISSING = "ok", "warning", "missing"
+CACHE_GB, TEMPORARY_GB, SHARED_MEMORY_GB = 0.5, 0.1, 0.06
+"""For the embedded model while it is made, for a run folder, for what stubs share with Triton."""
+NVIDIA_SMI_LIMIT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at. With ``missing`` serving cannot work."""
+
+    name: str
+    state: str
+    text: str
+
+
+def report(*, as_json: bool) -> int:
+    """Print what was found; return 1 if serving cannot work, else 0."""
+    found = findings()
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in found], indent=1))
+    else:
+        for finding in found:
+            print(f"{finding.name:<14} {finding.state:<8} {finding.text}")
+        outcome = "can work" if can_serve(found) else "cannot work: mend what is missing"
+        print(f"spindle serve {outcome}")
+    return 0 if can_serve(found) else 1
+
+
+def can_serve(found: list[Finding]) -> bool:
+    """Return whether nothing that serving needs is missing."""
+    return all(finding.state != MISSING for finding in found)
+
+
+def findings() -> list[Finding]:
+    """Look at everything."""
+    installed = packages()
+    found = [
+        _checked("system", launch.check_system),
+        _checked("python", launch.check_python),
+        _checked("tritonserver", launch.check_triton),
+        installed,
+        processor(),
+        memory(),
+        gpu(),
+        *disks(),
+    ]
+    try:
+        settings = launch.read_settings(os.environ)
+    except launch.LaunchError as error:
+        return [*found, Finding("ports", MISSING, str(error))]
+    return [
+        *found,
+        *ports(settings),
+        *(deployment(settings.config) if installed.state == OK else []),
+    ]
+
+
+def _checked(name: str, check: Callable[[], str]) -> Finding:
+    try:
+        return Finding(name, OK, check())
+    except launch.LaunchError as error:
+        return Finding(name, MISSING, str(error))
+
+
+def packages() -> Finding:
+    """Compare what is installed with what is pinned."""
+    wrong = []
+    for name, version in pinned():
+        try:
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found = "none"
+        if found.partition("+")[0] != version:
+            wrong.append(f"{name}=={version} (found: {found})")
+    if wrong:
+        return Finding(
+            "packages",
+            MISSING,
+            f"pip install {' '.join(item.split(' ')[0] for item in wrong)}: {', '.join(wrong)}",
+        )
+    return Finding("packages", OK, f"torch {metadata.version('torch')} and all others as pinned")
+
+
+def pinned() -> list[tuple[str, str]]:
+    """Return the names and versions of a clone's requirements.txt, else of the distribution."""
+    file = PROJECT_ROOT / "requirements.txt"
+    in_clone = file.is_file()
+    lines = file.read_text("utf-8").splitlines() if in_clone else metadata.requires("spindle") or []
+    found = (re.match(r"([\w.-]+)(?:\[.*?\])?==([\w.]+)", line) for line in lines)
+    return [(match[1], match[2]) for match in found if match]
+
+
+def processor() -> Finding:
+    """Say what matrices are multiplied in, and so what ``auto`` means."""
+    instructions = machine.instructions()
+    if not instructions:
+        text = f"{machine.processor()}: no AVX2, so dtype auto is fp32; slow"
+        return Finding("processor", WARNING, text)
+    target = "bf16" if machine.multiplies_bf16() else "fp16"
+    int8 = "int8 products" if machine.multiplies_int8() else "no int8 products"
+    return Finding(
+        "processor",
+        OK,
+        f"{machine.processor()}, {int8}: dtype auto is {target} for a target, fp16 for drafts",
+    )
+
+
+def memory() -> Finding:
+    """Say how many cores and how much memory there are."""
+    available_gib = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    total_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    text = f"{machine.cores()} cores, {total_gib:.1f} GiB of memory, {available_gib:.1f} free"
+    if machine.cores() < 2:
+        return Finding(
+            "cores, memory",
+            WARNING,
+            f"{text}: the engine shares the only core with Triton; give it two",
+        )
+    return Finding("cores, memory", OK, text)
+
+
+def gpu() -> Finding:
+    """Say which GPUs there are and whether the installed torch can use them."""
+    program = shutil.which("nvidia-smi")
+    query = [program or "", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    names: list[str] = []
+    if program:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            said = subprocess.check_output(query, text=True, timeout=NVIDIA_SMI_LIMIT_S)
+            names = [line.strip() for line in said.splitlines() if line.strip()]
+    if not names:
+        return Finding("gpu", OK, "none: the processor serves")
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        if "+cpu" in metadata.version("torch"):
+            text = f"{'; '.join(names)}: not used, the installed torch is a CPU build"
+            return Finding("gpu", WARNING, text)
+    return Finding("gpu", OK, f"{'; '.join(names)}: used by engines whose device is cuda")
+
+
+def disks() -> list[Finding]:
+    """Say how much room there is where files are written."""
+    places = (
+        ("cache", cache.root(), CACHE_GB, "--cache chooses another place"),
+        ("temporary", Path(tempfile.gettempdir()), TEMPORARY_GB, "TMPDIR chooses another place"),
+        ("shared memory", Path("/dev/shm"), SHARED_MEMORY_GB, "in a container: --shm-size 1g"),
+    )
+    return [disk(*place) for place in places]
+
+
+def disk(name: str, folder: Path, needed_gb: float, advice: str) -> Finding:
+    """Say whether a folder, which need not exist yet, has so much room and can be written."""
+    places = (folder, *folder.absolute().parents)
+    there = next((place for place in places if place.is_dir()), Path("/"))
+    free_gb = shutil.disk_usage(there).free / 1e9
+    if not os.access(there, os.W_OK):
+        return Finding(name, MISSING, f"{folder} cannot be written: {advice}")
+    text = f"{folder}, {free_gb:.1f} GB free"
+    if free_gb < needed_gb:
+        return Finding(name, WARNING, f"{text}, {needed_gb:g} GB may be needed: {advice}")
+    return Finding(name, OK, text)
+
+
+def ports(settings: launch.Settings) -> list[Finding]:
+    """Say of each port whether it can be listened on, else who does."""
+    found = []
+    for (name, option, _), port in zip(launch.PORTS, settings.ports, strict=True):
+        label = name.lower().replace("_", " ")
+        if why := launch.port_trouble(settings.bind, port):
+            text = f"{port} on {settings.bind}: {why}{listener(port)}. Choose another with {option}"
+            found.append(Finding(label, MISSING, text))
+        else:
+            found.append(
+                Finding(
+                    label,
+                    OK,
+                    f"{port} on {settings.bind} is free" if port else "none: no OpenAI front end",
+                )
+            )
+    return found
+
+
+def listener(port: int) -> str:
+    """Return who listens on a port, as far as this user may know."""
+    inodes = set(_listening(port))
+    for handle in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(handle) in inodes:
+                pid = int(handle.parts[2])
+                return f", by process {pid} ({' '.join(command_line(pid))[:60]})"
+    return ", by a process that this user cannot see" if inodes else ""
+
+
+def _listening(port: int) -> Iterator[str]:
+    """Yield the sockets that listen on a port, as /proc names them."""
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/net", table).read_text("utf-8").splitlines()[1:]:
+                words = line.split()
+                if words[3] == "0A" and int(words[1].rpartition(":")[2], 16) == port:
+                    yield f"socket:[{words[9]}]"
+
+
+def deployment(path: Path) -> list[Finding]:
+    """Say whether a configuration can be served, and what of it is prepared."""
+    from backend.app import check_folders  # numpy and others
+
+    try:
+        config = load_config(path)
+        check_folders(config)
+    except ConfigError as error:
+        return [Finding("configuration", MISSING, str(error))]
+    found = [Finding("configuration", OK, str(path))]
+    if config.target.engine != "torch":
+        return found
+    model = embedded_model(config)
+    return [
+        *found,
+        *([model] if model else []),
+        *([tables(config)] if not model or model.state == OK else []),
+    ]
+
+
+def embedded_model(config: ServingConfig) -> Finding | None:
+    """Say whether the embedded model is in the cache; None where it is not asked for."""
+    from backend.tables import timed_engines
+
+    if EMBEDDED_MODEL not in [engine.model for engine in timed_engines(config)]:
+        return None
+    folder = cache.model_folder(EMBEDDED_MODEL)
+    try:
+        cache.check(folder)
+    except cache.CacheError:
+        text = "not converted yet: the first start does it, or spindle prepare"
+        return Finding("model", WARNING, text)
+    return Finding("model", OK, f"{EMBEDDED_MODEL} is converted")
+
+
+def tables(config: ServingConfig) -> Finding:
+    """Say whether the engines were measured here, and whether the drafts fit the target."""
+    from backend.app import check_pairs, model_path
+    from backend.tables import missing_tables, timed_engines
+
+    try:
+        check_pairs(config)
+        folders = {engine.name: model_path(engine) for engine in timed_engines(config)}
+        missing = missing_tables(config, folders)
+    except ValueError as error:
+        return Finding("measured", MISSING, str(error))
+    if missing:
+        return Finding(
+            "measured",
+            WARNING,
+            f"not yet: {', '.join(missing)}. The first start does it, or spindle prepare",
+        )
+    return Finding("measured", OK, "every engine of the configuration")

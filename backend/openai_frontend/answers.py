@@ -1,0 +1,154 @@
+"""What goes to Triton for a body, and what comes back: an answer, whole or as it is written."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from backend.openai_frontend.choices import COMPLETION, Choice, Style
+from backend.openai_frontend.errors import CHAT_FIELDS, FIELDS, TOOL_FIELDS, ApiError
+from backend.openai_frontend.hangup import until_gone
+from backend.openai_frontend.schema import Options
+from backend.openai_frontend.triton import Piece, Triton
+
+
+def tensors(body: Options, max_tokens: int, *, echo: bool = False, top: int | None = None) -> dict[str, Any]:
+    """Return the inputs of the text model that a body's options mean. OpenAI's temperature is 1
+    unless given.
+
+    ``top``: log-probabilities are wanted, and so many of the likeliest at each place; with ``echo``
+    of the prompt, too.
+    """
+    names = (
+        "top_p",
+        "top_k",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "min_tokens",
+        "num_draft_tokens",
+    )
+    options = {name: getattr(body, name) for name in names}
+    options |= {
+        "max_tokens": max_tokens,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "seed": None if body.seed is None else body.seed % 2**64,
+        "stop_words": body.stop or None,
+        "logit_bias_ids": list(body.logit_bias) if body.logit_bias else None,
+        "logit_bias_values": list(body.logit_bias.values()) if body.logit_bias else None,
+        "num_return_sequences": body.n if body.n > 1 else None,
+        "stream": body.stream,
+        "exclude_input_in_output": True,
+        "return_num_input_tokens": True,
+        "return_num_output_tokens": True,
+        "return_log_probs": None if top is None else True,
+        "return_top_log_probs": top,
+        "return_prompt_log_probs": True if echo and top is not None else None,
+    }
+    return {name: value for name, value in options.items() if value is not None}
+
+
+@dataclass(slots=True)
+class Answer:
+    """The texts that a body asks for: ``n`` for each of the ``prompts``, in the order of the
+    choices.
+    """
+
+    body: Options
+    style: Style
+    prompts: list[str | list[int]]
+    options: dict[str, Any]
+
+    async def response(self, request: Request, triton: Triton) -> Response:
+        """Ask Triton and return its answer. A client that hangs up ends its request. Raises
+        ApiError.
+        """
+        echoed = [await _text(triton, prompt) if self.style.echo else "" for prompt in self.prompts]
+        texts = [text for text in echoed for _ in range(self.body.n)]
+        choices = [Choice(self.style, index, text) for index, text in enumerate(texts)]
+        kind = self.style.kind
+        head = {
+            "id": f"{kind.prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": self.body.model,
+        }
+        fields = FIELDS if kind is COMPLETION else CHAT_FIELDS if self.style.tool is None else TOOL_FIELDS
+        pieces = triton.generate(self.prompts, self.options, fields)
+        if not self.body.stream:
+            return await until_gone(request, self._whole(pieces, choices, head))
+        first = await anext(pieces)  # what is wrong with a request has a status of its own
+        return StreamingResponse(self._events(first, pieces, choices, head), media_type="text/event-stream")
+
+    async def _whole(self, pieces: AsyncIterator[Piece], choices: list[Choice], head: dict[str, Any]) -> Response:
+        counts = Counts(self.style.silent)
+        async for piece in pieces:
+            self._choice(choices, piece).add(piece)
+            counts.add(piece)
+        made = [choice.whole() for choice in choices]
+        return JSONResponse({**head, "object": self.style.kind.whole, "choices": made, "usage": counts.usage()})
+
+    async def _events(self, first: Piece, pieces: Any, choices: list[Choice], head: dict[str, Any]) -> AsyncIterator[str]:
+        """Yield server-sent events; the requests are cancelled when nobody listens any more."""
+        counts, options = Counts(self.style.silent), self.body.stream_options
+        head = {**head, "object": self.style.kind.part}
+        async with aclosing(pieces):
+            piece: Piece | None = first
+            try:
+                while piece is not None:
+                    choice = self._choice(choices, piece)
+                    choice.add(piece)
+                    if (made := choice.part()) is not None:
+                        yield _event({**head, "choices": [made]})
+                    counts.add(piece)
+                    piece = await anext(pieces, None)
+            except ApiError as error:
+                yield _event(error.body())
+                return
+            if options is not None and options.include_usage:
+                yield _event({**head, "choices": [], "usage": counts.usage()})
+            yield "data: [DONE]\n\n"
+
+    def _choice(self, choices: list[Choice], piece: Piece) -> Choice:
+        return choices[piece.prompt * self.body.n + piece.sequence]
+
+
+class Counts:
+    """Tokens of a request: a prompt counts once, however many texts continue it; of a ``silent``
+    one nothing else does.
+    """
+
+    def __init__(self, silent: bool = False) -> None:
+        self._silent = silent
+        self._inputs: dict[int, int] = {}
+        self._output = 0
+
+    def add(self, piece: Piece) -> None:
+        """Count a piece."""
+        if piece.finish_reason is not None:
+            self._inputs[piece.prompt] = piece.input_tokens
+            self._output += 0 if self._silent else piece.output_tokens
+
+    def usage(self) -> dict[str, int]:
+        """Return OpenAI's ``usage``."""
+        inputs = sum(self._inputs.values())
+        return {
+            "prompt_tokens": inputs,
+            "completion_tokens": self._output,
+            "total_tokens": inputs + self._output,
+        }
+
+
+def _event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+
+
+async def _text(triton: Triton, prompt: str | list[int]) -> str:
+    return prompt if isinstance(prompt, str) else await triton.detokenize(prompt)

@@ -1,0 +1,164 @@
+"""Errors in OpenAI's form: ``{"error": {"message", "type", "param", "code"}}``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from pydantic_core import PydanticCustomError
+from starlette.exceptions import HTTPException
+
+logger = logging.getLogger(__name__)
+
+_EXPECTED = {
+    "string": "a string",
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "list": "an array",
+    "dict": "an object",
+    "model": "an object",
+}
+_BOUNDS = {
+    "greater_than_equal": ">= {ge}",
+    "greater_than": "> {gt}",
+    "less_than_equal": "<= {le}",
+    "less_than": "< {lt}",
+}
+_TYPE_ERRORS = ("_type", "_parsing", "_from_float")
+_CODES = {401: "invalid_api_key", 405: "method_not_supported"}
+_MOST_SHOWN = 60
+
+FIELDS = {
+    "text_input": "prompt",
+    "prompt_token_ids": "prompt",
+    "stop_words": "stop",
+    "num_return_sequences": "n",
+    "logit_bias_ids": "logit_bias",
+    "logit_bias_values": "logit_bias",
+    "return_prompt_log_probs": "logprobs",
+    "return_top_log_probs": "logprobs",
+}
+CHAT_FIELDS = {**FIELDS, "text_input": "messages", "guided_decoding_guide": "response_format"}
+TOOL_FIELDS = {**CHAT_FIELDS, "guided_decoding_guide": "tools"}
+"""Tensors of the text model whose field has another name: of a completion, of a chat, of one that
+must call a tool.
+"""
+
+
+class ApiError(Exception):
+    """An answer other than the one asked for: an HTTP status, a sentence, the field that it is
+    about, OpenAI's code.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code or _CODES.get(status)
+
+    def body(self) -> dict[str, Any]:
+        """Return what the client gets."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        """Return it as a response."""
+        return JSONResponse(self.body(), self.status)
+
+
+def wrong(message: str, field: str = "", code: str = "invalid_value") -> PydanticCustomError:
+    """Return the error of a validator; ``field`` where it is not the validator's own."""
+    return PydanticCustomError("wrong", "{message}", {"message": message, "field": field, "code": code})
+
+
+def upstream_error(status: int, message: str, names: Mapping[str, str]) -> ApiError:
+    """Return what the text model answered; ``names`` are the fields of its tensors where these
+    differ.
+    """
+    found = re.match(r"[a-z_]+", message)
+    if status != 400 or found is None or (found[0] not in names and "_" not in found[0]):
+        return ApiError(status, message)
+    field = names.get(found[0], found[0])
+    code = "context_length_exceeded" if "exceed the context" in message or "is over the limit of" in message else None
+    return ApiError(status, field + message[found.end() :], field, code)
+
+
+def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """Return what is wrong with a body, by pydantic's first error."""
+    error = errors[0]
+    kind, context = error["type"], error.get("ctx", {})
+    param = _path([*error["loc"][1:], context.get("field", "")])
+    if kind == "wrong":
+        return ApiError(400, context["message"], param, context["code"])
+    if kind == "json_invalid":
+        return ApiError(400, f"The body is not JSON: {context.get('error', error['msg'])}")
+    if param is None:
+        return ApiError(400, "The body must be a JSON object, with Content-Type: application/json")
+    if kind == "missing":
+        return ApiError(400, f"Missing required parameter: '{param}'", param, "missing_required_parameter")
+    return _invalid_value(kind, param, context, error)
+
+
+def _invalid_value(kind: str, param: str, context: Mapping[str, Any], error: Mapping[str, Any]) -> ApiError:
+    """Return what is wrong with the value of a field."""
+    given, code = _shown(error.get("input")), "invalid_value"
+    expected = _EXPECTED.get(kind.partition("_")[0])
+    if kind == "literal_error":
+        message = f"Invalid value for '{param}': {given}. Supported values are: {context['expected']}"
+    elif kind in _BOUNDS:
+        bound = _BOUNDS[kind].format(**context)
+        message = f"Invalid '{param}': expected a value {bound}, but got {given}"
+    elif expected is not None and kind.endswith(_TYPE_ERRORS):
+        message, code = (
+            f"Invalid type for '{param}': expected {expected}, but got {given}",
+            "invalid_type",
+        )
+    elif kind == "too_short":
+        message = f"Invalid '{param}': expected at least {context['min_length']} of them, but got {given}"
+    else:
+        message = f"Invalid '{param}': {error['msg'].lower()}, but got {given}"
+    return ApiError(400, message, param, code)
+
+
+def handle_errors(app: FastAPI) -> None:
+    """Have an application answer every error in OpenAI's form."""
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        return invalid_body(error.errors()).response()
+
+    @app.exception_handler(ApiError)
+    async def refused(_: Request, error: ApiError) -> Response:
+        return error.response()
+
+    @app.exception_handler(HTTPException)
+    async def other(request: Request, error: HTTPException) -> Response:
+        message = str(error.detail)
+        if error.status_code in (404, 405):
+            message = f"Invalid URL: {request.method} {request.url.path}"
+        return ApiError(error.status_code, message).response()
+
+    @app.exception_handler(Exception)
+    async def unexpected(_: Request, error: Exception) -> Response:
+        logger.error("a request failed", exc_info=error)
+        return ApiError(500, "internal error").response()
+
+
+def _path(parts: Sequence[Any]) -> str | None:
+    """Return the place of an error as OpenAI writes it: ``messages[0].role``."""
+    path = ""
+    for part in parts:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if part and part != "[key]" else ""
+    return path.removeprefix(".") or None
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."

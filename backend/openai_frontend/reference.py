@@ -1,0 +1,70 @@
+"""``python -m backend.openai_frontend.reference``: write the tables of fields into
+``docs/reference/openai.md``.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from backend.openai_frontend import schema
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "openai.md"
+BODIES: tuple[type[BaseModel], ...] = (
+    schema.Options,
+    schema.CompletionRequest,
+    schema.ChatRequest,
+    schema.Message,
+    schema.TokenizeRequest,
+    schema.DetokenizeRequest,
+)
+_BEGIN, _END = "<!-- fields: python -m backend.openai_frontend.reference -->", "<!-- end -->"
+_FATES = ("served", schema.IGNORED, schema.REFUSED)
+
+
+def with_fields(page: str) -> str:
+    """Return a page with its tables as they should be: a kind of body each, and what becomes of its
+    fields.
+    """
+    lines = [_BEGIN, ""]
+    for body in BODIES:
+        title = (body.__doc__ or "").splitlines()[0].partition(".")[0].replace("``", "`")
+        lines += [f"### {title}", "", "| field | | what |", "| --- | --- | --- |"]
+        shared = schema.Options.model_fields if body is not schema.Options else {}
+        fields = {name: field for name, field in body.model_fields.items() if not _same(field, shared.get(name))}
+        rows = [(_fate(field), f"`{name}`", _what(field)) for name, field in fields.items()]
+        rows.sort(key=lambda row: _FATES.index(row[0]))
+        lines += [f"| {name} | {fate} | {what} |" for fate, name, what in rows]
+        lines.append("")
+    made = "\n".join([*lines, _END])
+    return re.sub(f"{re.escape(_BEGIN)}.*{re.escape(_END)}", lambda _: made, page, flags=re.DOTALL)
+
+
+def _same(field: FieldInfo, other: FieldInfo | None) -> bool:
+    return other is not None and field.description == other.description
+
+
+def _extra(field: FieldInfo) -> dict[str, object]:
+    return dict(field.json_schema_extra) if isinstance(field.json_schema_extra, dict) else {}
+
+
+def _fate(field: FieldInfo) -> str:
+    return str(_extra(field).get("fate", "served"))
+
+
+def _what(field: FieldInfo) -> str:
+    neutral = _extra(field).get("neutral") or []
+    accepted = f"; `{'`, `'.join(map(str, neutral))}` is accepted" if isinstance(neutral, list) and any(neutral) else ""
+    return ("**required**; " if field.is_required() else "") + (field.description or "") + accepted
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(with_fields(PAGE.read_text("utf-8")), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""What the command line says in place of ``serving.json``, and the file that this makes of both."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from backend.config import (
+    EMBEDDED_MODEL,
+    ConfigError,
+    ServingConfig,
+    load_config,
+    located,
+    parse_config,
+    read_json,
+)
+from backend.triton_adapter.launcher.settings import LaunchError
+
+LOOKUP = {"name": "lookup", "engine": "lookup"}
+
+
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """Options of ``spindle serve``; None: what ``serving.json`` says.
+
+    ``drafts`` is ``none``, or names of drafts in ``serving.json``, ``lookup`` and ``name=FOLDER``,
+    separated by commas.
+    """
+
+    model: str | None = None
+    drafts: str | None = None
+    dtype: str | None = None
+    policy: str | None = None
+
+    @property
+    def given(self) -> bool:
+        """Whether there is any."""
+        return any(getattr(self, field.name) is not None for field in fields(self))
+
+
+def overridden(path: Path, overrides: Overrides) -> tuple[ServingConfig, dict[str, Any]]:
+    """Return a configuration with the options in their place, and the same as ``serving.json``.
+
+    Raises LaunchError or ConfigError naming the option or key and the value.
+    """
+    config, raw = load_config(path), read_json(path)
+    raw["target"] = target = {"engine": config.target.engine, **raw.get("target", {})}
+    if overrides.model is not None:
+        target["model"] = folder_or_name(overrides.model)
+    if overrides.dtype is not None:
+        target["dtype"] = overrides.dtype
+    if overrides.drafts is not None:
+        raw["drafts"] = drafts(overrides.drafts, raw.get("drafts", []), config.target.engine)
+    elif target.get("model", "") != config.target.model:
+        raw["drafts"] = [LOOKUP]
+    if overrides.policy is not None:
+        kept = {key: value for key, value in raw.get("policy", {}).items() if key != "options"}
+        raw["policy"] = {**kept, "kind": overrides.policy}  # options are of the policy in the file
+    try:
+        effective = located(parse_config(raw), path.absolute().parent)
+    except ConfigError as error:
+        raise ConfigError(f"{path} with the options of the command line: {error}") from None
+    engines = (effective.target, *effective.drafts)
+    for written, engine in zip([target, *raw.get("drafts", [])], engines, strict=True):
+        written["model"] = engine.model
+    return effective, raw
+
+
+def write_overridden(path: Path, overrides: Overrides, folder: Path) -> tuple[ServingConfig, Path]:
+    """Write the file that both make into ``folder``; return the configuration and where it is.
+
+    Without options it is ``path`` itself.
+    """
+    if not overrides.given:
+        return load_config(path), path
+    config, raw = overridden(path, overrides)
+    written = folder / "serving.json"
+    written.write_text(json.dumps(raw, indent=2) + "\n", "utf-8")
+    return config, written
+
+
+def drafts(text: str, known: list[dict[str, Any]], engine: str) -> list[dict[str, Any]]:
+    """Return the entries that ``--drafts`` means. Raises LaunchError.
+
+    ``known`` are those of ``serving.json``; ``engine`` is the target's.
+    """
+    if text == "none":
+        return []
+    by_name = {"lookup": LOOKUP, **{draft.get("name"): draft for draft in known}}
+    found = []
+    for item in text.split(","):
+        name, equals, folder = item.partition("=")
+        if item in by_name:
+            found.append(dict(by_name[item]))
+        elif name and equals and folder:
+            found.append({"name": name, "engine": engine, "model": folder_or_name(folder)})
+        else:
+            allowed = f"name=FOLDER and of these names: {', '.join(filter(None, by_name))}"
+            raise LaunchError(f"--drafts must be none, or a list of {allowed}; got {item!r}")
+    return found
+
+
+def folder_or_name(model: str) -> str:
+    """Return a folder by its absolute path; what is none (a name, a mistake) as it is."""
+    folder = Path(model).expanduser()
+    return str(folder.resolve()) if model != EMBEDDED_MODEL and folder.is_dir() else model

@@ -1,0 +1,182 @@
+"""The composition of the launcher: check, prepare, start, watch, clean up."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import IO
+
+from backend import cache
+from backend.config import ConfigError, ServingConfig
+from backend.triton_adapter.launcher import example
+from backend.triton_adapter.launcher.front_end import FrontEnd
+from backend.triton_adapter.launcher.log_file import log_path, open_log, reasons
+from backend.triton_adapter.launcher.overrides import Overrides, write_overridden
+from backend.triton_adapter.launcher.run_folder import (
+    run_folder,
+    write_backend,
+    write_model_repository,
+)
+from backend.triton_adapter.launcher.say import give_up_unwritten, say
+from backend.triton_adapter.launcher.server import TritonServer
+from backend.triton_adapter.launcher.settings import (
+    LaunchError,
+    Settings,
+    check_machine,
+    check_ports,
+    read_settings,
+)
+from backend.triton_adapter.launcher.supervisor import supervise
+from backend.triton_adapter.paths import PROJECT_ROOT
+
+FRONT_END_LIMIT_S = 30.0
+
+
+class StoppedError(Exception):
+    """The service is not to start, and whoever wanted that knows why."""
+
+
+def serve(overrides: Overrides, arguments: list[str], *, verbose: bool) -> int:
+    """Serve until SIGINT or SIGTERM; ``arguments`` are tritonserver's. Returns the exit status."""
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    paths = (os.environ.get("PYTHONPATH"), os.getcwd())  # a policy of the user's may lie here
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    os.environ["SPINDLE_CACHE"] = str(cache.root().absolute())  # others have another current folder
+    status = 0
+    try:
+        _run(stop, overrides, arguments, verbose)
+    except StoppedError:
+        status = 0 if stop.is_set() else 1
+    except (LaunchError, ConfigError, OSError) as error:
+        say(f"error: {error}", sys.stderr)
+        status = 1
+    if stop.is_set():
+        say("stopped")
+    give_up_unwritten()
+    return status
+
+
+def _run(stop: threading.Event, overrides: Overrides, arguments: list[str], verbose: bool) -> None:
+    """Serve until ``stop`` is set. Raises StoppedError, LaunchError or ConfigError."""
+    settings = read_settings(os.environ)
+    check_machine()
+    check_ports(settings)
+    with run_folder() as folder:
+        settings, config = _files(settings, overrides, folder)
+        _prepare(settings, config, stop, verbose)
+        log = None if verbose else log_path(settings)
+        with open_log(log) if log else contextlib.nullcontext() as output:
+            try:
+                _supervise(settings, config, folder, arguments, stop, output)
+            except LaunchError as error:
+                if log is None or stop.is_set():
+                    raise
+                lines = [f"{error}. Its log says:", *reasons(log), f"All of it: {log}"]
+                raise LaunchError("\n".join(lines)) from None
+
+
+def _files(
+    settings: Settings,
+    overrides: Overrides,
+    folder: Path,
+) -> tuple[Settings, ServingConfig]:
+    """Fill the run folder. Raises LaunchError, ConfigError."""
+    try:
+        config, path = write_overridden(settings.config, overrides, folder)
+        write_backend(folder)
+        write_model_repository(folder, config)
+    except OSError as error:
+        text = f"the run folder {folder} cannot be written: {error.strerror}"
+        raise LaunchError(f"{text}. TMPDIR chooses another place") from error
+    names = [draft.name for draft in config.drafts]
+    if overrides.model and not overrides.drafts and names == ["lookup"]:
+        say("lookup is the only draft: the shipped ones fit only the shipped model (see --drafts)")
+    return replace(settings, config=path), config
+
+
+def _prepare(
+    settings: Settings,
+    config: ServingConfig,
+    stop: threading.Event,
+    verbose: bool,
+) -> None:
+    """Make what a configuration needs, where it is missing. Raises StoppedError, LaunchError."""
+    if not any(engine.engine == "torch" for engine in (config.target, *config.drafts)):
+        return
+    command = [sys.executable, "-m", "engines_build.prepare", "--config", str(settings.config)]
+    process = subprocess.Popen([*command, *(["--verbose"] if verbose else [])], cwd=PROJECT_ROOT)
+    while process.poll() is None:
+        if stop.wait(0.1):
+            process.terminate()
+            process.wait()
+    if stop.is_set() or process.returncode == 1:  # it has said why
+        raise StoppedError
+    if process.returncode != 0:
+        text = f"preparing the models ended with status {process.returncode}"
+        raise LaunchError(f"{text}: the lines above say why")
+
+
+def _supervise(
+    settings: Settings,
+    config: ServingConfig,
+    folder: Path,
+    arguments: list[str],
+    stop: threading.Event,
+    output: IO[bytes] | None,
+) -> None:
+    say("starting" if output is None else f"starting; the log is {output.name}")
+    server = TritonServer(settings, folder, arguments, output)
+    front_end = FrontEnd(settings, output)
+    starts = 0
+
+    def on_ready(start_s: float) -> None:
+        nonlocal starts
+        starts += 1
+        front_end.start()
+        if settings.openai_port and starts == 1:
+            front_end.wait(stop, FRONT_END_LIMIT_S)
+        announce(settings, config, start_s, front_end, first=starts == 1)
+
+    def on_stop(text: str) -> None:
+        say(text)
+        if stop.is_set():
+            front_end.stop()
+
+    try:
+        supervise(server, stop, on_ready, on_stop)
+    finally:
+        front_end.kill()
+        server.kill()
+
+
+def announce(
+    settings: Settings,
+    config: ServingConfig,
+    start_s: float,
+    front_end: FrontEnd,
+    *,
+    first: bool,
+) -> None:
+    """Say that the service answers and how to ask it; at its ``first`` start show an answer."""
+    target = config.target.engine
+    if config.target.model:
+        target = f"{Path(config.target.model).name} in {config.target.dtype}"
+    drafts = ", ".join(draft.name for draft in config.drafts) or "none"
+    shown = example.results(settings) if first and config.target.engine != "fake" else []
+    say(f"ready after {start_s:.1f} s: {target}, drafts {drafts}")
+    http, grpc, metrics, _ = settings.ports
+    say(f"HTTP {http}, gRPC {grpc}, metrics {metrics} on {settings.bind}")
+    if settings.openai_port:
+        late = "" if front_end.listens else " (still starting)"
+        say(f"OpenAI API {front_end.url}/v1, status page {front_end.url}{late}")
+    say(f"try: {example.command(settings)}")
+    for line in shown:
+        say(line)

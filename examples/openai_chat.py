@@ -1,0 +1,28 @@
+"""Stream a chat through the OpenAI front end: pip install openai."""
+
+import argparse
+
+import openai
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--url", default="http://localhost:9000")
+parser.add_argument("--prompt", default="Write a short poem about the sea.")
+parser.add_argument("--key", default="any", help="OPENAI_API_KEY of the server, where it has one")
+options = parser.parse_args()
+
+client = openai.OpenAI(base_url=f"{options.url}/v1", api_key=options.key)
+model = client.models.list().data[0].id
+stream = client.chat.completions.create(
+    model=model,
+    messages=[{"role": "user", "content": options.prompt}],
+    max_completion_tokens=48,
+    temperature=0,
+    stream=True,
+    stream_options={"include_usage": True},
+)
+for chunk in stream:
+    for choice in chunk.choices:
+        print(choice.delta.content or "", end="", flush=True)
+    if chunk.usage:
+        used = chunk.usage
+        print(f"\n{model}: {used.prompt_tokens} tokens read, {used.completion_tokens} written")

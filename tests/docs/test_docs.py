@@ -1,0 +1,111 @@
+"""The pages that people read: short enough, linked to what exists, and saying what the code says."""
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import yaml
+
+from backend.triton_adapter.rendering import GUARANTEES
+from tests.bench import pictures
+from tests.docs import settings_page
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+NEW = [README, *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md")), ROOT / "docs" / "architecture.md"]
+NEW += [*(ROOT / "docs" / "how-to").glob("*.md")]
+JARGON = ("law", "laws", "arm", "arms", "aloft", "turn", "turns", "warm block", "cold block")
+"""Words of this project's own that README does without."""
+
+
+def text_of(page):
+    """A page without its code, which holds no links."""
+    return re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
+
+
+def links(page):
+    found = re.findall(r"\]\(([^)\s]+)\)", text_of(page)) + re.findall(r'(?:src|srcset)="([^"]+)"', text_of(page))
+    return [link for link in found if not re.match(r"[a-z]+:", link)]
+
+
+def anchors(page):
+    """What GitHub makes of a page's headings."""
+    titles = re.findall(r"^#+ (.*)$", text_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+def test_readme_is_one_page_of_narrow_lines():
+    lines = README.read_text("utf-8").splitlines()
+    assert len(lines) <= 150
+    assert [line for line in lines if len(line) > 100] == []
+
+
+@pytest.mark.parametrize("page", NEW, ids=lambda page: page.name)
+def test_prose_has_at_most_100_columns(page):
+    prose = [line for line in text_of(page).splitlines() if not line.startswith("|")]
+    assert [line for line in prose if len(line) > 100] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings_that_exist(page):
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path) if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_readme_needs_no_words_of_this_project_s_own():
+    words = re.sub(r"`[^`]*`", "", text_of(README)).lower()
+    assert [word for word in JARGON if re.search(rf"\b{word}\b", words)] == []
+
+
+def test_readme_and_the_contract_guarantee_the_same():
+    table = GUARANTEES.split("\n\n")[0]
+    assert table in README.read_text("utf-8")
+    assert table in (ROOT / "docs" / "contract.md").read_text("utf-8")
+
+
+def test_every_alert_has_a_runbook():
+    rules = [rule for group in yaml.safe_load((ROOT / "docker/prometheus/alerts.yaml").read_text())["groups"] for rule in group["rules"]]
+    for rule in rules:
+        page, _, anchor = rule["annotations"]["runbook"].partition("#")
+        assert anchor == rule["alert"].lower()
+        assert anchor in anchors(ROOT / page)
+    panels = json.loads((ROOT / "docker/grafana/dashboards/spindle.json").read_text())["panels"]
+    monitor = (ROOT / "docs" / "how-to" / "monitor.md").read_text("utf-8")
+    for page in (README.read_text("utf-8"), monitor):
+        assert f"{len(panels)} Grafana panels" in page
+        assert re.search(rf"\b{len(rules)} (Prometheus )?alerts\b", page)
+
+
+def test_every_reason_of_a_fallback_is_explained():
+    sources = "".join(path.read_text("utf-8") for path in (ROOT / "backend").rglob("*.py"))
+    reasons = set(re.findall(r'fallback\("(\w+)"\)', sources)) | set(re.findall(r'fallback_total", reason="(\w+)"', sources))
+    monitor = (ROOT / "docs" / "how-to" / "monitor.md").read_text("utf-8")
+    assert {reason for reason in reasons if f"`{reason}`" not in monitor} == set()
+
+
+def test_the_settings_are_those_of_the_configuration():
+    page = settings_page.PAGE.read_text("utf-8")
+    assert settings_page.written(page) == page, "run python -m tests.docs.settings_page"
+    assert [line for line in page.splitlines() if re.search(r"\|\s*\|$", line)] == [], "settings without a sentence"
+    places = [place[1] for place in settings_page.PLACE.findall(page)]
+    assert places == ["", "target", "policy", "limits", "switches", "triton", "log"]
+
+
+def test_the_pictures_are_those_of_the_record():
+    found = pictures.ratios(json.loads(pictures.RECORD.read_text("utf-8")))
+    assert sorted(found[pictures.SPINDLE]) == [1, 4, 16]
+    means = {load: pictures.mean(own) for load, own in found[pictures.SPINDLE].items()}
+    assert [round(value, 2) for value in means.values()] == [1.3, 1.04, 1.04]
+    worst = min(pictures.mean(own[16]) for policy, own in found.items() if policy != pictures.SPINDLE)
+    assert round(worst, 2) == 0.74
+    for theme, colours in pictures.THEMES.items():
+        drawn = pictures.PICTURES / f"how-it-works-{theme}.svg"
+        assert drawn.read_text("utf-8") == pictures.how_it_works(colours), "run python -m tests.bench.pictures"
+        for name in ("how-it-works", "speed"):
+            assert ET.parse(pictures.PICTURES / f"{name}-{theme}.svg").getroot().tag.endswith("svg")

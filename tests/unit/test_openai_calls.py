@@ -1,0 +1,101 @@
+"""Calls read from a text, however it is cut into pieces."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backend.openai_frontend.calls import FORMATS, Call, CallReader, call_format
+from backend.openai_frontend.choices import CHAT, Choice, Style
+from backend.openai_frontend.triton import Piece
+
+HERMES, MISTRAL, LLAMA = FORMATS
+NAMES = ("clock", "weather")
+CLOCK, WEATHER = Call("clock", "{}"), Call("weather", '{"city": "Köln </b>"}')
+ASKS = '{"name": "weather", "arguments": {"city": "Köln </b>"}}'
+
+TEXTS = [
+    (HERMES, f"<tool_call>\n{ASKS}\n</tool_call>", "", [WEATHER]),
+    (HERMES, f"Let me see.\n<tool_call>{ASKS}</tool_call>\n", "Let me see.", [WEATHER]),
+    (HERMES, f'<tool_call>{ASKS}</tool_call>\n<tool_call>\n{{"name": "clock"}}\n</tool_call>', "", [WEATHER, CLOCK]),
+    (HERMES, f'<tool_call>[{ASKS}, {{"name": "clock", "arguments": "{{}}"}}]</tool_call>', "", [WEATHER, CLOCK]),
+    (HERMES, f"<tool_call>{ASKS}", "", [WEATHER]),  # it may end without the mark
+    (HERMES, "a <tool_call>no</tool_call> b", "a <tool_call>no</tool_call> b", []),
+    (HERMES, '<tool_call>{"name": "other"}</tool_call>', '<tool_call>{"name": "other"}</tool_call>', []),
+    (HERMES, '<tool_call>{"name": "clock", "argu', '<tool_call>{"name": "clock", "argu', []),
+    (HERMES, " 1 < 2 <tool <tool_ca ", " 1 < 2 <tool <tool_ca ", []),
+    (HERMES, ASKS, ASKS, []),
+    (HERMES, "", "", []),
+    (LLAMA, '{"name": "weather", "parameters": {"city": "Köln </b>"}}', "", [WEATHER]),
+    (LLAMA, f'<|python_tag|>{ASKS}; {{"name": "clock", "parameters": {{}}}}', "", [WEATHER, CLOCK]),
+    (LLAMA, f"\n {ASKS} that was it", f"\n {ASKS} that was it", []),
+    (LLAMA, '{"temperature": 5}', '{"temperature": 5}', []),
+    (LLAMA, "{ not JSON", "{ not JSON", []),
+    (LLAMA, f"It is {ASKS}", f"It is {ASKS}", []),
+    (MISTRAL, f' [{ASKS}, {{"name": "clock", "arguments": {{}}}}]', "", [WEATHER, CLOCK]),
+    (MISTRAL, f"[TOOL_CALLS] [{ASKS}]", "", [WEATHER]),
+    (MISTRAL, "[1] is a source, [TOOL", "[1] is a source, [TOOL", []),
+    (MISTRAL, "  ", "  ", []),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), TEXTS)
+@given(data=st.data())
+def test_a_text_has_the_same_calls_however_it_comes(form, text, content, calls, data):
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
+    pieces = [text[low:high] for low, high in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    reader = CallReader(form, NAMES)
+    found = [reader.read(piece, ended=False) for piece in pieces] + [reader.read("", ended=True)]
+    assert "".join(part for part, _ in found) == content
+    assert [call for _, some in found for call in some] == calls
+    for at in range(1, len(found)):  # what was sent is never more than the content's beginning
+        assert content.startswith("".join(part for part, _ in found[:at]))
+
+
+def test_plain_text_is_not_held_back():
+    reader = CallReader(HERMES, NAMES)
+    assert [reader.read(word, ended=False)[0] for word in ("It", " is", " five")] == ["It", " is", " five"]
+    reader = CallReader(LLAMA, NAMES)
+    assert [reader.read(word, ended=False)[0] for word in ("It", " is", " {")] == ["It", " is", " {"]
+
+
+TEMPLATES = {
+    "{% for tool in tools %}{{ tool | tojson }}{% endfor %}<tool_call>\n{...}\n</tool_call>": HERMES,
+    """{% if tools %}Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.""": LLAMA,
+    "{% if builtin_tools %}{{ '<|python_tag|>' }}{% endif %}": LLAMA,
+    "[AVAILABLE_TOOLS] {{ tools }}[/AVAILABLE_TOOLS]{{ '[TOOL_CALLS] [' }}": MISTRAL,
+    "{{ tools }}[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}": None,
+    "{{ tools }}<tool_call>\n<function=name>\n<parameter=city>": None,
+    "{{ tools }}<tool_call>name\n<arg_key>city</arg_key>": None,
+    "{{ messages[0].content }}<tool_call>": None,
+    "{% for tool in tools %}{{ tool }}{% endfor %}": None,
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_format_of_calls_is_known_by_the_chat_template(template):
+    assert call_format(template) == TEMPLATES[template]
+
+
+def test_a_streamed_call_leaks_no_text_and_only_the_first_is_given_where_one_is_wanted():
+    text = f"See:\n<tool_call>{ASKS}</tool_call><tool_call>{ASKS}</tool_call>"
+    for parallel in (True, False):
+        choice = Choice(Style(CHAT, calls=HERMES, names=NAMES, parallel=parallel), 0)
+        events = []
+        for at, letter in enumerate(text):
+            choice.add(Piece(0, 0, letter, "end_id" if at == len(text) - 1 else None))
+            events.append(choice.part())
+        deltas = [event["delta"] for event in events if event is not None]
+        assert "".join(delta.get("content", "") for delta in deltas) == "See:"
+        calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+        assert [call["index"] for call in calls] == [0, 1][: 1 + parallel]
+        assert json.loads(calls[0]["function"]["arguments"]) == {"city": "Köln </b>"}
+        assert events[-1]["finish_reason"] == "tool_calls"
+
+
+def test_a_text_that_was_cut_in_a_call_is_content_and_says_so():
+    choice = Choice(Style(CHAT, calls=HERMES, names=NAMES), 0)
+    choice.add(Piece(0, 0, '<tool_call>{"name": "cl', "length"))
+    assert choice.whole()["message"] == {"role": "assistant", "content": '<tool_call>{"name": "cl'}
+    assert choice.whole()["finish_reason"] == "length"

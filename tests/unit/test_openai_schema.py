@@ -1,0 +1,77 @@
+"""The fields of the OpenAI front end, and the page that lists them."""
+
+import pytest
+from pydantic import ValidationError
+
+from backend.openai_frontend import schema
+from backend.openai_frontend.errors import invalid_body, upstream_error
+from backend.openai_frontend.reference import BODIES, PAGE, with_fields
+from backend.openai_frontend.schema import ChatRequest, CompletionRequest, Message
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+ODD = object()
+
+
+def fields_of(fate):
+    """Return (body, name) of the fields of a fate."""
+    bodies = (CompletionRequest, ChatRequest)
+    found = [(body, name, field.json_schema_extra or {}) for body in bodies for name, field in body.model_fields.items()]
+    return [(body, name) for body, name, extra in found if extra.get("fate") == fate]
+
+
+def made(body, **more):
+    return body(**({"model": "m", "prompt": "a"} if body is CompletionRequest else CHAT), **more)
+
+
+def test_the_page_lists_every_field_as_it_is():
+    page = PAGE.read_text("utf-8")
+    assert page == with_fields(page), "write it by: python -m backend.openai_frontend.reference"
+    for body in BODIES:
+        for name, field in body.model_fields.items():
+            assert f"| `{name}` | " in page
+            assert field.description, name
+
+
+@pytest.mark.parametrize(("body", "name"), fields_of(schema.IGNORED))
+def test_what_is_ignored_takes_any_value(body, name):
+    for value in ({"a": 1}, "x", 5, [ODD], False):
+        made(body, **{name: value})
+
+
+@pytest.mark.parametrize(("body", "name"), fields_of(schema.REFUSED))
+def test_what_is_refused_is_named_but_for_null(body, name):
+    made(body, **{name: None})
+    with pytest.raises(ValidationError) as raised:
+        made(body, **{name: {"a": 1}})
+    error = invalid_body([{**error, "loc": ("body", *error["loc"])} for error in raised.value.errors()])
+    assert (error.param, error.code) == (name, "unsupported_parameter")
+    assert f"'{name}' is not served" in str(error)
+
+
+def test_null_is_the_same_as_no_field():
+    nothing = {name: None for name in ChatRequest.model_fields if name not in ("model", "messages")}
+    assert made(ChatRequest, **nothing) == made(ChatRequest)
+
+
+def test_a_message_of_an_answer_is_a_message_of_the_next_request():
+    answered = {"role": "assistant", "content": "a", "refusal": None, "annotations": [], "audio": None, "function_call": None}
+    assert Message(**answered).as_dict() == {"role": "assistant", "content": "a"}
+    call = {"id": "c", "type": "function", "index": 0, "function": {"name": "f", "arguments": '{"a": 1}'}}
+    assert Message(role="assistant", tool_calls=[call]).as_dict() == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("message", "names", "told", "param", "code"),
+    [
+        ("text_input must not be empty, got ''", {"text_input": "prompt"}, "prompt must not be empty, got ''", "prompt", None),
+        ("max_tokens 9 and a prompt of 8 tokens exceed the context of 16 tokens", {}, None, "max_tokens", "context_length_exceeded"),
+        ("the engine failed", {"text_input": "prompt"}, None, None, None),
+    ],
+)
+def test_the_model_s_own_refusal_names_the_field(message, names, told, param, code):
+    error = upstream_error(400, message, names)
+    assert (str(error), error.param, error.code) == (told or message, param, code)

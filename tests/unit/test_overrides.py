@@ -1,0 +1,77 @@
+import json
+
+import pytest
+
+from backend.config import DEFAULT_CONFIG, EMBEDDED_MODEL, ConfigError, load_config
+from backend.triton_adapter.launcher.overrides import Overrides, write_overridden
+from backend.triton_adapter.launcher.settings import LaunchError
+
+
+def effective(tmp_path, config=DEFAULT_CONFIG, **options):
+    """Return the configuration that options make, as the engine process reads it."""
+    config, written = write_overridden(config, Overrides(**options), tmp_path)
+    assert load_config(written) == config
+    return config
+
+
+def names(config):
+    return [draft.name for draft in config.drafts]
+
+
+def test_without_options_the_file_is_read_where_it_is(tmp_path):
+    assert write_overridden(DEFAULT_CONFIG, Overrides(), tmp_path) == (
+        load_config(DEFAULT_CONFIG),
+        DEFAULT_CONFIG,
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_of_ones_own_is_served_with_lookup_alone_unless_drafts_are_given(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "little").mkdir()
+    monkeypatch.chdir(tmp_path)
+    config = effective(tmp_path, model="mine")
+    assert (config.target.model, names(config)) == (str(tmp_path / "mine"), ["lookup"])
+    config = effective(tmp_path, model="mine", drafts="fast=little,lookup")
+    assert names(config) == ["fast", "lookup"]
+    assert (config.drafts[0].engine, config.drafts[0].model) == ("torch", str(tmp_path / "little"))
+    assert names(effective(tmp_path, model=EMBEDDED_MODEL)) == names(load_config(DEFAULT_CONFIG))
+
+
+def test_drafts_may_be_some_of_the_file_s_or_none(tmp_path):
+    shipped = {draft.name: draft for draft in load_config(DEFAULT_CONFIG).drafts}
+    assert effective(tmp_path, drafts="lookup,small").drafts == (
+        shipped["lookup"],
+        shipped["small"],
+    )
+    assert effective(tmp_path, drafts="none").drafts == ()
+    with pytest.raises(
+        LaunchError,
+        match=r"--drafts must be none, or a list of name=FOLDER and of these names: lookup, small.* got 'tiny'",
+    ):
+        effective(tmp_path, drafts="small,tiny")
+
+
+def test_the_other_options_take_the_place_of_their_keys(tmp_path):
+    config = effective(tmp_path, dtype="fp32", policy="none")
+    assert (config.target.dtype, config.policy.kind, config.policy.k_max) == ("fp32", "none", 8)
+    with pytest.raises(
+        ConfigError,
+        match=r"serving\.json with the options of the command line: target\.dtype must be one of .*'fp8'",
+    ):
+        effective(tmp_path, dtype="fp8")
+
+
+def test_folders_beside_the_file_stay_what_they_are(tmp_path):
+    (tmp_path / "own" / "weights").mkdir(parents=True)
+    file = tmp_path / "own" / "serving.json"
+    file.write_text(json.dumps({"target": {"engine": "torch", "model": "weights"}}))
+    assert load_config(file).target.model == str(tmp_path / "own" / "weights")
+    assert effective(tmp_path, file, dtype="fp32").target.model == str(tmp_path / "own" / "weights")
+
+
+def test_another_policy_does_not_get_the_options_of_the_one_in_the_file(tmp_path):
+    own = {"kind": "my_package.MyPolicy", "options": {"most_rows": 8}, "k_max": 4}
+    (tmp_path / "mine.json").write_text(json.dumps({"target": {"engine": "fake"}, "policy": own}))
+    config = effective(tmp_path, tmp_path / "mine.json", policy="none")
+    assert (config.policy.kind, config.policy.options, config.policy.k_max) == ("none", {}, 4)
