@@ -1,7 +1,7 @@
 # Spindle on TensorRT-LLM 1.2.1 engines, in NVIDIA's container. Build from the project's root:
 #   docker build -f docker/trtllm.Dockerfile -t spindle:trtllm .
 # RELEASE may be 26.04 to 26.07, which all hold TensorRT-LLM 1.2.1.
-# Not built or run yet: see docs/tensorrt_llm.md.
+# Not built or run yet: see docs/how-to/tensorrt-llm.md.
 ARG RELEASE=26.07
 FROM nvcr.io/nvidia/tritonserver:${RELEASE}-trtllm-python-py3
 
