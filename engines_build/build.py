@@ -172,7 +172,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("file", type=Path, nargs="?", help="a deployment file, YAML or JSON (docker/deployments has examples)")
     parser.add_argument("--dry-run", action="store_true", help="check what can be checked and print every command line")
-    parser.add_argument("--engine", choices=("trtllm", "trt_graph"), default="trtllm", help="trt_graph compiles here, without a GPU")
+    kinds = "trt_graph shows correctness and is no serving path; it compiles here, without a GPU"
+    parser.add_argument("--engine", choices=("trtllm", "trt_graph"), default="trtllm", help=kinds)
     trt = parser.add_argument_group("--engine trt_graph", "FILE is a serving.json, by default the repository's")
     trt.add_argument("--out", type=Path, help="the folder to fill")
     trt.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="of all models, instead of each one's own")
@@ -193,8 +194,8 @@ def main() -> None:
 def build_networks(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Compile the networks of a ``serving.json``."""
     from backend.engines.checkpoint import CheckpointError  # torch and TensorRT, only where they are asked for
-    from engines_build.trt_build import Choice, build_all
-    from engines_build.trt_library import TrtError
+    from engines_build.trt_graph.trt_build import Choice, build_all
+    from engines_build.trt_graph.trt_library import TrtError
 
     if args.out is None or args.dry_run:
         parser.error("--engine trt_graph needs --out and has no --dry-run")
