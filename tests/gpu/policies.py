@@ -66,7 +66,7 @@ def tables(job: Job) -> None:
         engine = engine_of(shape, job.device, blocks_for(cases), context, name=name)
         rig = Rig(engine, rng)
         work = [lambda rig=rig, case=case: rig.time(case) for case in cases]
-        samples = interleave(work, budget_s=budget_s, rng=rng, report=lambda _round: None)
+        samples = interleave(work, budget_s=budget_s, rng=rng, report=lambda _elapsed_s, _expected_s: None)
         table = tabulate(name, cases, [lower_quartile(times) for times in samples], provenance(job, shape))
         job.result["tables"][name] = table.to_dict() | {"rounds": len(samples[0])}
         job.keep()

@@ -1,8 +1,8 @@
 """What wants a GPU, in parts of at most 9 minutes: ``python -m tests.gpu.run PART... --out FOLDER``, or ``all``.
 
 Each part is a process of its own and leaves FOLDER/PART.json, whatever becomes of it: a part that fails, lacks a package, or is killed
-when its time is up says so there, with what it had found, and the next one runs. Nothing is downloaded. Torch, NumPy and safetensors
-suffice, but for the pytest suites of part b and for part f. ``--rehearse`` runs small shapes on a CPU, in about a minute.
+when its time is up says so there, with what it had found, and the next one runs. Nothing is downloaded. Torch and NumPy suffice,
+but for the pytest suites of part b and for part f. ``--rehearse`` runs small shapes on a CPU, in about a minute.
 """
 
 from __future__ import annotations
