@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.gpu import run
+from tests.gpu.policies import ACCEPTANCE, DRAFTS, Script
 from tests.gpu.run import PARTS, ROOT
 
 BARE = """
@@ -90,6 +91,21 @@ def test_a_part_that_fails_is_reported_and_the_next_one_runs(tmp_path):
     assert "run part e1 into the same folder first" in found["e2"]["error"]
     assert "e2: failed" in printed
     assert found["a"]["status"] == "ok"
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_made_up_acceptance_is_as_often_as_it_says_and_the_same_for_whoever_asks(draft):
+    one, other = Script(), Script()
+    for parity, rate in enumerate(ACCEPTANCE[draft]):
+        right = asked = 0
+        for number in range(100 + parity, 300, 2):
+            text = one.text(number)
+            assert other.text(number) == text
+            for start in (0, 3, 40):
+                assert one.proposal(number, draft, start, 8) == other.proposal(number, draft, 0, 48)[start : start + 8]
+            proposed = one.proposal(number, draft, 0, len(text))
+            right, asked = right + sum(map(int.__eq__, proposed, text)), asked + len(text)
+        assert abs(right / asked - rate) < 0.02
 
 
 def test_a_part_whose_time_is_up_is_killed_and_says_so(tmp_path, monkeypatch):
