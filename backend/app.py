@@ -271,7 +271,7 @@ def make_engine(engine: EngineConfig, config: ServingConfig, threads: int, count
     if engine.engine == "trtllm":
         return make_trtllm(engine, config, model_path, count)
     if engine.engine == "trt_graph":
-        from backend.engines.trt_graph_runtime import open_engine  # the same
+        from backend.engines.trt_graph.runtime import open_engine  # the same
 
         sizes = {"kv_blocks": kv_blocks, "max_context_tokens": max_context, "max_draft_tokens": max(1, k_max)}
         return open_engine(engine.name, model_path(engine), "cuda" if engine.device == "cpu" else engine.device, **sizes)

@@ -43,8 +43,8 @@ class EngineConfig:
     device. ``min_ngram``/``max_ngram`` belong to ``lookup``; ``seed``, ``agreement`` (how often a fake draft proposes what the fake target
     would emit) and ``step_s`` (seconds per pass) to ``fake``. ``trtllm`` engines (``model`` is a folder made by ``trtllm-build``) have
     ``gpus``, one a rank, the share of the memory beside weights that ``kv_share`` gives to KV, ``turn_timeout_s``, and the ``worker``
-    program of the ranks where an engine spans GPUs. Of ``trt_graph`` engines ``model`` is a folder made by ``engines_build.build --engine
-    trt_graph``, ``device`` a CUDA GPU.
+    program of the ranks where an engine spans GPUs. Of ``trt_graph`` engines (they show
+    correctness and are no serving path) ``model`` is a folder made by ``engines_build.build --engine trt_graph``, ``device`` a CUDA GPU.
     """
 
     engine: str = setting("torch", choices=("torch", "lookup", "fake", "trtllm", "trt_graph"))

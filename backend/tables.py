@@ -56,7 +56,7 @@ def table_file(engine: EngineConfig, folder: Path, threads: int | str) -> Path:
         "processor": machine.processor(),
         "cores": machine.cores(),
         "torch": machine.versions().get("torch"),
-        "engine": _engine_sha256(),
+        "engine": _engine_sha256(engine.engine),
         "layout_sha256": read_manifest(folder).layout_sha256,
         "dtype": engine.dtype,
         "device": engine.device,
@@ -70,10 +70,11 @@ def table_file(engine: EngineConfig, folder: Path, threads: int | str) -> Path:
     return cache.table_file(hashlib.sha256(json.dumps(subject).encode()).hexdigest()[:32])
 
 
-@lru_cache(maxsize=1)
-def _engine_sha256() -> str:
-    """Return a hash of the code that a pass runs: a faster engine is to be measured again."""
-    sources = sorted((Path(__file__).parent / "engines").glob("*.py"))
+@lru_cache
+def _engine_sha256(kind: str) -> str:
+    """Return a hash of the code that a pass runs (an engine may have a folder of its own): a faster one is to be measured again."""
+    engines = Path(__file__).parent / "engines"
+    sources = [*sorted(engines.glob("*.py")), *sorted((engines / kind).glob("*.py"))]
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 

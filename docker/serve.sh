@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Serve with the container's own tritonserver, and end when the service has not served for a while, so that the container is restarted:
 # Triton does not notice a stub process that has died. Beside it runs the OpenAI front end, by FRONT_END_PYTHON (empty: none).
-# HTTP_PORT, GRPC_PORT, METRICS_PORT, OPENAI_PORT (0: no front end), START_LIMIT_S, PROBE_PERIOD_S, PYTHON.
+# HTTP_PORT, GRPC_PORT, METRICS_PORT, OPENAI_PORT (0: no front end), START_LIMIT_S, PROBE_PERIOD_S,
+# PYTHON (for the healthcheck; by default the engine's, SPINDLE_PYTHON).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-PYTHON="${PYTHON:-python3}"
+PYTHON="${PYTHON:-${SPINDLE_PYTHON:-python3}}"
 START_LIMIT_S="${START_LIMIT_S:-900}"
 PROBE_PERIOD_S="${PROBE_PERIOD_S:-15}"
 TRITONSERVER="${TRITONSERVER:-tritonserver}"

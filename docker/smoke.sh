@@ -12,6 +12,7 @@ IMAGE="${IMAGE:-spindle:trtllm}"
 HTTP="http://127.0.0.1:${HTTP_PORT:-8000}"
 METRICS="http://127.0.0.1:${METRICS_PORT:-8002}/metrics"
 CONTAINER=spindle-smoke
+PYTHON=/opt/venv-tritonserver/bin/python3 # the container's
 START_LIMIT_S="${START_LIMIT_S:-900}"
 failed=0
 work="$(mktemp -d)"
@@ -81,7 +82,7 @@ becomes_healthy() {
 }
 
 survives_the_death_of_a_stub() { # in the container: the healthcheck sees it, serve.sh ends, docker starts it again
-    docker exec "$CONTAINER" python3 -c '
+    docker exec "$CONTAINER" "$PYTHON" -c '
 import os, pathlib, signal
 stubs = [p.parent.name for p in pathlib.Path("/proc").glob("[0-9]*/comm") if p.read_text().startswith("triton_python")]
 os.kill(int(stubs[0]), signal.SIGKILL)' || return 1
@@ -126,9 +127,9 @@ run=(docker run --rm --gpus all --shm-size 1g --volume "$work:/work" --volume "$
 if [ -n "${2:-}" ]; then run+=(--volume "$(realpath "$2"):/checkpoints/draft:ro"); fi
 
 item "image builds" docker build --file docker/trtllm.Dockerfile --tag "$IMAGE" .
-item "engines build" "${run[@]}" "$IMAGE" python3 -m engines_build.build /work/deployment.yaml
-item "a second build does nothing" "${run[@]}" "$IMAGE" python3 -m engines_build.build /work/deployment.yaml
-item "latency is measured" "${run[@]}" "$IMAGE" python3 -m engines_build.measure_executor --config /work/engines/serving.json
+item "engines build" "${run[@]}" "$IMAGE" "$PYTHON" -m engines_build.build /work/deployment.yaml
+item "a second build does nothing" "${run[@]}" "$IMAGE" "$PYTHON" -m engines_build.build /work/deployment.yaml
+item "latency is measured" "${run[@]}" "$IMAGE" "$PYTHON" -m engines_build.measure_executor --config /work/engines/serving.json
 item "the container starts" docker run --detach --name "$CONTAINER" --restart unless-stopped --gpus all --shm-size 1g \
     --publish "127.0.0.1:${HTTP_PORT:-8000}:8000" --publish "127.0.0.1:${METRICS_PORT:-8002}:8002" \
     --volume "$work:/work" --env SPINDLE_CONFIG=/work/engines/serving.json --env PROBE_PERIOD_S=5 "$IMAGE"

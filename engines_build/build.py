@@ -50,11 +50,17 @@ def build(deployment: Deployment, run: Run, *, dry_run: bool = False) -> None:
 
 
 def check_checkpoints(deployment: Deployment, *, dry_run: bool = False) -> None:
-    """Compare the drafts' tokenizers with the target's, token by token. Raises ConfigError naming the first difference."""
+    """Look for what quantisation reads, and compare the drafts' tokenizers with the target's, token by token.
+
+    Raises ConfigError naming what is missing, or the first difference.
+    """
     missing = [engine.checkpoint for engine in deployment.engines if not Path(engine.checkpoint, "config.json").is_file()]
     if missing and dry_run:
         print(f"# not checked: there is no checkpoint {', '.join(missing)}")
         return
+    for engine in deployment.engines:
+        if engine.calibration and not Path(engine.calibration).is_dir():
+            raise ConfigError(f"calibration of {engine.name} must be a folder, got {engine.calibration!r}")
     target = read_manifest(Path(deployment.target.checkpoint))
     if target.max_context_tokens < deployment.max_context_tokens:
         raise ConfigError(
@@ -166,7 +172,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("file", type=Path, nargs="?", help="a deployment file, YAML or JSON (docker/deployments has examples)")
     parser.add_argument("--dry-run", action="store_true", help="check what can be checked and print every command line")
-    parser.add_argument("--engine", choices=("trtllm", "trt_graph"), default="trtllm", help="trt_graph compiles here, without a GPU")
+    kinds = "trt_graph shows correctness and is no serving path; it compiles here, without a GPU"
+    parser.add_argument("--engine", choices=("trtllm", "trt_graph"), default="trtllm", help=kinds)
     trt = parser.add_argument_group("--engine trt_graph", "FILE is a serving.json, by default the repository's")
     trt.add_argument("--out", type=Path, help="the folder to fill")
     trt.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="of all models, instead of each one's own")
@@ -187,8 +194,8 @@ def main() -> None:
 def build_networks(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Compile the networks of a ``serving.json``."""
     from backend.engines.checkpoint import CheckpointError  # torch and TensorRT, only where they are asked for
-    from engines_build.trt_build import Choice, build_all
-    from engines_build.trt_library import TrtError
+    from engines_build.trt_graph.trt_build import Choice, build_all
+    from engines_build.trt_graph.trt_library import TrtError
 
     if args.out is None or args.dry_run:
         parser.error("--engine trt_graph needs --out and has no --dry-run")

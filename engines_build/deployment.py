@@ -20,13 +20,18 @@ FP8_KV_FORMATS = ("fp8", "w4a8_awq")
 
 @dataclass(frozen=True, slots=True)
 class EngineBuild:
-    """One engine: a Hugging Face ``checkpoint``, its ``family``, number format, ranks and ``gpus`` (as many as ranks)."""
+    """One engine: a Hugging Face ``checkpoint``, its ``family``, number format, ranks and ``gpus`` (as many as ranks).
+
+    ``calibration`` is what a ``quantisation`` is fitted to: a folder that ``datasets`` can load, whose split ``train`` has a
+    column ``text``. The quantiser's default is a data set that it would fetch.
+    """
 
     name: str = ""
     checkpoint: str = ""
     family: str = setting("llama", choices=FAMILIES)
     dtype: str = setting("bfloat16", choices=("auto", "float16", "bfloat16", "float32"))
     quantisation: str = setting("none", choices=QFORMATS)
+    calibration: str = ""
     fp8_kv_cache: bool = False
     tp_size: int = setting(1, low=1, high=64)
     pp_size: int = setting(1, low=1, high=64)
@@ -88,6 +93,12 @@ def _check_engine(where: str, engine: EngineBuild, names: list[str]) -> None:
         raise ConfigError(f"{where}.checkpoint must name a folder, got ''")
     if len(engine.gpus) != engine.tp_size * engine.pp_size:
         raise ConfigError(f"{where}.gpus must name tp_size * pp_size = {engine.tp_size * engine.pp_size} GPUs, got {list(engine.gpus)}")
+    if engine.quantisation != "none" and not engine.calibration:
+        raise ConfigError(
+            f"{where}.calibration must name a folder of texts for the quantisation {engine.quantisation!r}, or it would be fetched, got ''"
+        )
+    if engine.calibration and engine.quantisation == "none":
+        raise ConfigError(f"{where}.calibration needs a quantisation, got {engine.calibration!r}")
     if engine.fp8_kv_cache and engine.quantisation not in FP8_KV_FORMATS:
         raise ConfigError(
             f"{where}.fp8_kv_cache needs a quantisation of {list(FP8_KV_FORMATS)}, or KV is not reused, got {engine.quantisation!r}"

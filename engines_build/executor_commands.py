@@ -26,8 +26,9 @@ def convert_command(deployment: Deployment, engine: EngineBuild, output: Path) -
     common = ["--model_dir", engine.checkpoint, "--output_dir", str(output), "--dtype", engine.dtype, *parallel]
     if engine.quantisation == "none":
         return ["python3", str(examples / "models" / "core" / engine.family / "convert_checkpoint.py"), *common]
+    calibration = ["--calib_dataset", engine.calibration]
     kv = ["--kv_cache_dtype", "fp8"] if engine.fp8_kv_cache else []
-    return ["python3", str(examples / "quantization" / "quantize.py"), *common, "--qformat", engine.quantisation, *kv]
+    return ["python3", str(examples / "quantization" / "quantize.py"), *common, "--qformat", engine.quantisation, *calibration, *kv]
 
 
 def engine_command(deployment: Deployment, engine: EngineBuild, checkpoint: Path, output: Path) -> list[str]:

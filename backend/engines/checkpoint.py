@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from backend.manifest import ARCHITECTURES, FAMILIES
 
@@ -212,6 +211,8 @@ def _weight_files(folder: Path) -> list[Path]:
 def _read_tensors(path: Path) -> Weights:
     if not path.exists():
         raise CheckpointError(f"cannot read {path}: no such file")
+    from safetensors import SafetensorError, safe_open  # not wanted by engines of weights that are in memory
+
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys() if not name.endswith("rotary_emb.inv_freq")}  # noqa: SIM118

@@ -16,7 +16,7 @@ from pathlib import Path
 import onnxruntime
 import torch
 
-from engines_build.network_graph import F32, F64
+from engines_build.trt_graph.network_graph import F32, F64
 from tests.contract.network_cases import KINDS, disagreements, is_tie
 
 

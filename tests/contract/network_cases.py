@@ -11,14 +11,14 @@ import torch
 from backend.engines import verification
 from backend.engines.laws import Law
 from backend.engines.trees import Tree
-from backend.engines.trt_graph_inputs import COUPLED, GREEDY, SAMPLED, Inputs, Verification
+from backend.engines.trt_graph.inputs import COUPLED, GREEDY, SAMPLED, Inputs, Verification
 from backend.engines.verification import Request, Verdict, verify
 from backend.ports import Proposal
 from backend.request import SamplingParams
-from engines_build.network_graph import F32, F64
-from engines_build.network_laws import Vocabulary
-from engines_build.network_onnx import OnnxGraph
-from engines_build.network_verification import verify as describe
+from engines_build.trt_graph.network_graph import F32, F64
+from engines_build.trt_graph.network_laws import Vocabulary
+from engines_build.trt_graph.network_onnx import OnnxGraph
+from engines_build.trt_graph.network_verification import verify as describe
 
 VOCAB, LENGTH, WIDTH = 40, 5, 3
 KINDS = [Verification(mode, *shape) for mode in (GREEDY, SAMPLED, COUPLED) for shape in ((0, 0), (WIDTH, LENGTH))]

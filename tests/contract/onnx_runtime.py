@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from backend.engines.checkpoint import LlamaConfig, Weights
-from backend.engines.trt_graph import Shapes, TrtGraphEngine
-from backend.engines.trt_graph_inputs import COUPLED, GREEDY, SAMPLED, Tensors, Verification
-from engines_build.network import Step, describe
-from engines_build.network_graph import F32, F64
-from engines_build.network_onnx import OnnxGraph
+from backend.engines.trt_graph.engine import Shapes, TrtGraphEngine
+from backend.engines.trt_graph.inputs import COUPLED, GREEDY, SAMPLED, Tensors, Verification
+from engines_build.trt_graph.network import Step, describe
+from engines_build.trt_graph.network_graph import F32, F64
+from engines_build.trt_graph.network_onnx import OnnxGraph
 from tests.contract.network_cases import open_session, run
 
 WIDTH, DEPTH = 4, 4

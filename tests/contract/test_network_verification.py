@@ -13,13 +13,13 @@ pytest.importorskip("onnxruntime")
 
 from backend.engines.laws import Law, normalised, target_laws
 from backend.engines.trees import Tree
-from backend.engines.trt_graph_inputs import COUPLED, SAMPLED, Inputs, Verification
+from backend.engines.trt_graph.inputs import COUPLED, SAMPLED, Inputs, Verification
 from backend.engines.verification import Request
 from backend.ports import Proposal
 from backend.request import SamplingParams
-from engines_build.network_graph import F32, F64
-from engines_build.network_laws import Options, Vocabulary
-from engines_build.network_onnx import OnnxGraph
+from engines_build.trt_graph.network_graph import F32, F64
+from engines_build.trt_graph.network_laws import Options, Vocabulary
+from engines_build.trt_graph.network_onnx import OnnxGraph
 from tests.contract.network_cases import DTYPES, KINDS, Cases, disagreements, is_tie, open_session, outcome, run, session
 
 NAMES = [kind.name for kind in KINDS]

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from backend.engines.trt_graph_inputs import COUPLED, GREEDY, SAMPLED, Verification
-from engines_build.network import Step, describe
-from engines_build.network_graph import BF16
-from engines_build.trt_layers import TrtGraph
-from engines_build.trt_library import Messages
+from backend.engines.trt_graph.inputs import COUPLED, GREEDY, SAMPLED, Verification
+from engines_build.trt_graph.network import Step, describe
+from engines_build.trt_graph.network_graph import BF16
+from engines_build.trt_graph.trt_layers import TrtGraph
+from engines_build.trt_graph.trt_library import Messages
 from tests.contract.deployment import tiny_config
 
 library = pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx-cu13 is not installed")

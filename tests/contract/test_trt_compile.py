@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from backend.engines.trt_graph_inputs import GREEDY, Verification
-from engines_build.network import Step
-from engines_build.network_graph import BF16, F32
-from engines_build.trt_compile import Profile, compile_step
-from engines_build.trt_layers import TrtGraph
-from engines_build.trt_library import Messages, TrtError, find_library
+from backend.engines.trt_graph.inputs import GREEDY, Verification
+from engines_build.trt_graph.network import Step
+from engines_build.trt_graph.network_graph import BF16, F32
+from engines_build.trt_graph.trt_compile import Profile, compile_step
+from engines_build.trt_graph.trt_layers import TrtGraph
+from engines_build.trt_graph.trt_library import Messages, TrtError, find_library
 from tests.contract.deployment import tiny_config
 
 pytestmark = pytest.mark.slow

@@ -1,76 +1,163 @@
-"""Everything that wants a GPU, in one command: ``python -m tests.gpu.run --out FOLDER`` (twenty minutes by default).
+"""What wants a GPU, in parts of at most 9 minutes: ``python -m tests.gpu.run PART... --out FOLDER``, or ``all``.
 
-Writes ``tests.log`` (the engine on CUDA and the suites that it shares), ``steps.json`` (``bench_steps``), ``sweep-gpu.json`` and its page
-(the load sweep in process, on the tiny family, which is in the repository; its latency tables are measured first) and ``run.json``: device,
-versions, the commands and how each ended. Goes on behind a part that fails, and then exits with 1. Needs the packages of requirements.txt,
-but no tritonserver and no network.
+Each part is a process of its own and leaves FOLDER/PART.json, whatever becomes of it: a part that fails, lacks a package, or is killed
+when its time is up says so there, with what it had found, and the next one runs. Nothing is downloaded. Torch and NumPy suffice,
+but for the pytest suites of part b and for part f. ``--rehearse`` runs small shapes on a CPU, in about a minute.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.metadata
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
-import torch
+from tests.gpu.job import SEED, Job, LackError
 
-from backend import machine
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("torch", "numpy", "safetensors", "pytest", "tokenizers", "transformers")
+MARGIN_S = 30.0
+"""Before its limit a part should be done by itself."""
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
+
+class Part(NamedTuple):
+    """What a part does, its function, and seconds: ``expected_s`` on an H200 (an estimate), ``limit_s``, ``rehearsal_s``."""
+
+    what: str
+    function: str
+    expected_s: int
+    limit_s: int
+    rehearsal_s: int = 60
 
 
-def commands(out: Path, device: str, minutes: float) -> dict[str, list[str]]:
-    """Return the parts, each a module and its arguments."""
-    config = json.loads((HERE / "serving.json").read_text("utf-8"))
-    for engine in (config["target"], *config["drafts"]):
-        if "device" in engine:
-            engine["device"] = device
-    (out / "serving.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")
-    suites = ["tests/gpu", "tests/contract/test_static.py", "tests/contract/test_device.py", "tests/contract/test_padded.py"]
-    sweep = ["--in-process", "--config", str(out / "serving.json"), "--workloads", "sql", "--closed", "1", "8", "64"]
-    sweep += ["--active", "64", "--shares", "0.7", "--arrivals", "poisson", "--lengths", "2", "6", "--limit-s", str(30.0 * minutes)]
-    return {
-        "tests": ["pytest", "-q", *suites],
-        "steps": ["tests.gpu.bench_steps", "--device", device, "--out", str(out / "steps.json")],
-        "sweep": ["tests.bench.sweep", *sweep, "--out", str(out / "sweep-gpu.json")],
-    }
+PARTS = {
+    "a": Part("versions, copy bandwidth, matrix products", "parts.machine", 30, 60),
+    "b": Part("the engine against the host, and the tests on CUDA", "parts.tests", 180, 300),
+    "c": Part("step times and launches, 8B and 1B", "parts.steps", 480, 540),
+    "d": Part("share of the bytes-over-bandwidth floor", "parts.floor", 120, 180),
+    "e1": Part("latency tables of 8B, 1B and 135M", "policies.tables", 510, 540),
+    "e2": Part("no, fixed and adaptive speculation", "policies.policies", 480, 540),
+    "f": Part("a draft distilled at 100 times the CPU's budget", "parts.training", 510, 540, 240),
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run parts one after the other; the exit status is 0, for what failed is in the files."""
+    known = "\n".join(f"  {name:3} {part.what}: {part.expected_s} of {part.limit_s} s" for name, part in PARTS.items())
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=f"parts, with seconds expected on an H200 (an estimate) and the most they take:\n{known}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("parts", nargs="+", choices=[*PARTS, "all"], metavar="PART", help=f"{', '.join(PARTS)} or all")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--parts", nargs="+", default=["tests", "steps", "sweep"])
-    parser.add_argument("--device", default="cuda", help="another one tries the command out where there is no GPU")
-    parser.add_argument("--minutes", type=float, default=20.0, help="a half of it for the sweep; no part runs longer than all of it")
+    parser.add_argument("--rehearse", action="store_true", help="small shapes on the CPU")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("error: torch sees no CUDA GPU here")
-    out = args.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    device = torch.cuda.get_device_name() if args.device == "cuda" else args.device
-    report = {"device": device, "cuda": torch.version.cuda, "machine": machine.describe(), "seed": 0, "parts": {}}
-    environment = {**os.environ, "SPINDLE_CACHE": str(out / "cache"), "PYTHONUNBUFFERED": "1"}
-    for part, module in commands(out, args.device, args.minutes).items():
-        if part not in args.parts:
-            continue
-        command = ["-m", *module]
-        start = time.monotonic()
-        with (out / f"{part}.log").open("w", encoding="utf-8") as log:
-            try:
-                ended = subprocess.run(
-                    [sys.executable, *command], cwd=ROOT, env=environment, stdout=log, stderr=log, timeout=60.0 * args.minutes, check=False
-                ).returncode
-            except subprocess.TimeoutExpired:
-                ended = 124
-        report["parts"][part] = {"command": ["python", *command], "exit_status": ended, "wall_s": round(time.monotonic() - start, 1)}
-        (out / "run.json").write_text(json.dumps(report, indent=1) + "\n", "utf-8")
-        print(f"{part}: exit status {ended}, {report['parts'][part]['wall_s']} s, {out / part}.log", flush=True)
-    sys.exit(any(found["exit_status"] for found in report["parts"].values()))
+    args.out = args.out.resolve()
+    args.out.mkdir(parents=True, exist_ok=True)
+    chosen = list(PARTS) if "all" in args.parts else args.parts
+    if args.inside:
+        inside(chosen[0], args.out, rehearse=args.rehearse)
+        return
+    for name in chosen:
+        part = PARTS[name]
+        print(f"{name}: {part.what}; about {part.expected_s} s on an H200, at most {part.limit_s} s", flush=True)
+        report = run(name, args.out, rehearse=args.rehearse)
+        path = args.out / f"{name}.json"
+        path.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+        print(f"{name}: {report['status']} {report.get('error', '')[-300:]} {report['wall_s']} s, {path}", flush=True)
+
+
+def run(name: str, out: Path, *, rehearse: bool) -> dict[str, Any]:
+    """Run a part in a process of its own and return its report."""
+    part, start = PARTS[name], time.monotonic()
+    limit_s = part.rehearsal_s if rehearse else part.limit_s
+    found = out / f"{name}.part"
+    found.unlink(missing_ok=True)
+    command = ["-m", "tests.gpu.run", name, "--out", str(out), *(["--rehearse"] if rehearse else [])]
+    child = subprocess.Popen(
+        [sys.executable, *command, "--inside"], cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True, errors="replace"
+    )
+    try:
+        error = child.communicate(timeout=limit_s)[1]
+        status = f"ended with {child.returncode}"
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        error, status = child.communicate()[1], f"killed after {limit_s} s"
+    report: dict[str, Any] = {"part": name, "what": part.what, "status": status}
+    report |= {"command": ["python", *command], "seed": SEED, "rehearsal": rehearse}
+    report |= {"expected_s_on_h200": part.expected_s, "limit_s": limit_s, "wall_s": round(time.monotonic() - start, 1)}
+    if child.returncode:
+        report["error"] = error[-2000:]
+    if found.is_file():
+        report |= json.loads(found.read_text("utf-8"))
+        found.unlink()
+    return report
+
+
+def inside(name: str, out: Path, *, rehearse: bool) -> None:
+    """Do a part's work, in its own process, and leave what came of it in its file."""
+    part, start = PARTS[name], time.monotonic()
+    end_s = start + (part.rehearsal_s if rehearse else part.limit_s - MARGIN_S)
+    job = Job(name, out, "cpu" if rehearse else "cuda", rehearse, end_s)
+    job.keep(versions=versions())
+    try:
+        job.keep(**hardware(job.device))
+        function(part.function)(job)
+        job.keep(status="ok")
+    except LackError as error:
+        job.keep(status="lacks packages", error=f"not installed here: {error}")
+    except ModuleNotFoundError as error:
+        job.keep(status="lacks packages", error=f"not installed here: {error.name}")
+    except Exception:  # whatever it is, it is to be read in the file
+        job.keep(status="failed", error=traceback.format_exc()[-2000:])
+
+
+def function(name: str) -> Callable[[Job], None]:
+    """Return a part's function; its module is imported only now, for it may lack a package."""
+    module, _, attribute = name.partition(".")
+    found: Callable[[Job], None] = getattr(importlib.import_module(f"tests.gpu.{module}"), attribute)
+    return found
+
+
+def versions() -> dict[str, str | None]:
+    """Return what is installed of the packages that matter, None for what is not."""
+    return {"python": sys.version.split()[0]} | {package: version(package) for package in PACKAGES}
+
+
+def version(package: str) -> str | None:
+    """Return a package's version, None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def hardware(device: str) -> dict[str, Any]:
+    """Return processor and GPU. Raises RuntimeError where torch sees none and one is wanted."""
+    import torch
+
+    from backend import machine
+
+    found: dict[str, Any] = {"machine": machine.describe(), "device": device, "cuda": torch.version.cuda}
+    torch.set_num_threads(1)  # as the engine process has with a GPU
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise RuntimeError("torch sees no CUDA GPU here; --rehearse runs small shapes on the CPU")
+        seen = torch.cuda.get_device_properties(0)
+        found["gpu"] = {"name": seen.name, "memory_gib": round(seen.total_memory / 2**30, 1), "capability": [seen.major, seen.minor]}
+        found["gpu"] |= {"processors": seen.multi_processor_count}
+    return found
 
 
 if __name__ == "__main__":

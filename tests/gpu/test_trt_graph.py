@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from backend.engines.torch_engine import TorchEngine
-from backend.engines.trt_graph_runtime import TrtRuntime, open_engine
+from backend.engines.trt_graph.runtime import TrtRuntime, open_engine
 from backend.ports import Proposal, Sequence, Turn
 from backend.request import SamplingParams
 from tests.contract.deployment import tiny_config
@@ -25,7 +25,7 @@ def folders(tmp_path_factory):
     pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx-cu13 is not installed")
     from safetensors.torch import save_file
 
-    from engines_build.trt_build import Choice, build_all
+    from engines_build.trt_graph.trt_build import Choice, build_all
 
     root = tmp_path_factory.mktemp("trt_graph")
     model, config = root / "model", tiny_config(vocab=49152)

@@ -62,6 +62,7 @@ def test_a_quantised_engine_is_made_by_the_quantiser_and_keeps_its_paged_context
     lines = [parse(command) for command in dry_run(ROOT / "docker/deployments/llama-3.3-70b-tp4.yaml", capsys)]
     name, quantise = lines[0]
     assert (name, quantise.qformat, quantise.kv_cache_dtype, quantise.tp_size) == ("quantize", "fp8", "fp8", "4")
+    assert quantise.calib_dataset == "/models/calibration"
     assert (lines[1][1].use_fp8_context_fmha, lines[1][1].workers) == ("enable", "4")
 
 
@@ -100,6 +101,15 @@ def written(path, **changes):
             r"drafts\[0\].gpus must name tp_size \* pp_size = 2 GPUs, got \[0\]",
         ),
         ({"drafts": [{"name": "d", "checkpoint": "x", "fp8_kv_cache": True}]}, r"fp8_kv_cache needs a quantisation"),
+        (
+            {"target": {"name": "t", "checkpoint": "x", "quantisation": "fp8"}},
+            "target.calibration must name a folder of texts for the quantisation 'fp8'",
+        ),
+        ({"target": {"name": "t", "checkpoint": "x", "calibration": "/texts"}}, "target.calibration needs a quantisation, got '/texts'"),
+        (
+            {"drafts": [{"name": "q", "checkpoint": "x", "quantisation": "int4_awq", "calibration": "/no/texts"}]},
+            "calibration of q must be a folder, got '/no/texts'",
+        ),
         ({"max_context_tokens": 65}, "max_context_tokens 65 is over the 64 of"),
     ],
 )

@@ -4,10 +4,13 @@ import json
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from backend.metric_names import FAMILIES, Kind
 from engines_build.deployment import load_deployment
@@ -36,10 +39,57 @@ def test_dockerfiles_copy_what_is_there_and_run_as_another_than_root():
     for path in DOCKER.glob("*.Dockerfile"):
         text = path.read_text()
         assert re.search(r"^USER (?!root|0)", text, re.M)
-        assert re.search(r"^HEALTHCHECK .*healthcheck\.py", text, re.M)
+        assert re.search(r"^HEALTHCHECK (?:.*\\\n)?.*healthcheck\.py", text, re.M)
         for line in re.findall(r"^COPY (?:--\S+ )?(.+) \S+$", text, re.M):
             for source in line.split():
                 assert (ROOT / source).exists(), f"{path.name}: {source}"
+
+
+TRTLLM = (DOCKER / "trtllm.Dockerfile").read_text()
+PYTHON = "/opt/venv-tritonserver/bin/python3"  # where torch and tensorrt_llm are since 26.03
+
+
+def test_everything_in_nvidia_s_container_runs_on_the_python_that_has_tensorrt_llm():
+    assert re.search(r"^FROM nvcr.io/nvidia/tritonserver:\$\{RELEASE\}-trtllm-python-py3$", TRTLLM, re.M)
+    assert re.search(r"^ARG RELEASE=26.0[4-7]$", TRTLLM, re.M)
+    assert f"SPINDLE_PYTHON={PYTHON} " in TRTLLM
+    assert f'CMD ["{PYTHON}", "docker/healthcheck.py"]' in TRTLLM
+    instructions = "\n".join(line for line in TRTLLM.splitlines() if not line.startswith("#"))
+    smoke = (DOCKER / "smoke.sh").read_text()
+    assert f"PYTHON={PYTHON} " in smoke
+    in_container = [line for line in smoke.splitlines() if '"$IMAGE"' in line or "docker exec" in line]
+    for text in (instructions, *in_container):
+        assert re.findall(r"(?<![\w/-])(?:/usr/bin/)?python3?(?![\w.-])", text) == [], text
+
+
+def test_only_named_packages_are_installed_and_nothing_is_fetched_afterwards():
+    for line in re.findall(r"pip install .*", TRTLLM):
+        assert "--no-deps" in line
+    for name in ("trtllm", "frontend"):
+        lines = (DOCKER / f"{name}-requirements.txt").read_text().splitlines()
+        wanted = [line for line in lines if not line.startswith("#")]
+        assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in wanted)
+    for library in ("HF_HUB", "HF_DATASETS", "TRANSFORMERS"):
+        assert f"{library}_OFFLINE=1" in TRTLLM
+
+
+def installed_of(name):
+    """Return which of a file's packages are installed here, and what each of them requires beside extras."""
+    lines = (DOCKER / f"{name}-requirements.txt").read_text().splitlines()
+    wanted = {canonicalize_name(line.partition("==")[0]) for line in lines if not line.startswith("#")}
+    needs = {}
+    for package in wanted:
+        found = [Requirement(text) for text in metadata.requires(package) or ()]
+        apply = [need for need in found if need.marker is None or need.marker.evaluate({"extra": ""})]
+        needs[package] = {canonicalize_name(need.name) for need in apply}
+    return wanted, needs
+
+
+@pytest.mark.parametrize(("name", "there"), [("frontend", set()), ("trtllm", {"requests", "urllib3", "typing-extensions"})])
+def test_what_a_named_package_requires_is_named_too(name, there):
+    wanted, needs = installed_of(name)
+    for package, required in needs.items():
+        assert required <= wanted | there, package
 
 
 def test_the_compose_file_names_files_that_are_there():

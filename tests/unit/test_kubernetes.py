@@ -1,5 +1,6 @@
 """The Kubernetes manifests: valid by the API's own schemas, and held against what this project has."""
 
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -59,6 +60,8 @@ def test_what_is_asked_for_and_selected_is_there():
     dockerfile = (FOLDER.parent / "trtllm.Dockerfile").read_text()
     assert f"EXPOSE {' '.join(map(str, ports.values()))}" in dockerfile
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    for probe in ("startupProbe", "livenessProbe"):
+        assert json.dumps(container[probe]["exec"]["command"]) in dockerfile  # as in its HEALTHCHECK
     assert f"USER {pod['securityContext']['runAsUser']}" in dockerfile
 
 

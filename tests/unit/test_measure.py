@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from backend import machine
+from backend import machine, tables
 from backend.config import parse_config
 from backend.engines import footprint
 from backend.tables import load_tables, missing_tables, read_table, table_file, timed_engines
@@ -166,6 +166,25 @@ def test_what_times_depend_on_names_the_file(deployment):
     }
     assert len(files) == 5
     assert table_file(small, folders["target"], 1) in files  # the name of an engine is no matter of time
+
+
+def test_code_of_an_engine_with_a_folder_of_its_own_is_counted_for_that_engine_alone(tmp_path, monkeypatch):
+    (tmp_path / "engines" / "trt_graph").mkdir(parents=True)
+    (tmp_path / "engines" / "llama.py").write_text("common")
+    monkeypatch.setattr(tables, "__file__", str(tmp_path / "tables.py"))
+
+    def hashes():
+        tables._engine_sha256.cache_clear()
+        return [tables._engine_sha256(kind) for kind in ("torch", "trt_graph")]
+
+    alone = hashes()
+    (tmp_path / "engines" / "trt_graph" / "engine.py").write_text("its own")
+    both = hashes()
+    assert both[0] == alone[0]
+    assert both[1] != alone[1]
+    (tmp_path / "engines" / "llama.py").write_text("faster")
+    assert not set(hashes()) & set(both)
+    tables._engine_sha256.cache_clear()
 
 
 def test_a_table_of_a_gpu_is_for_gpus_of_its_name(deployment, monkeypatch):

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from backend.engines.trt_graph import Shapes
-from backend.engines.trt_graph_inputs import Verification
-from backend.engines.trt_graph_runtime import Manifest, TrtGraphError, TrtRuntime, _library, open_engine
+from backend.engines.trt_graph.engine import Shapes
+from backend.engines.trt_graph.inputs import Verification
+from backend.engines.trt_graph.runtime import Manifest, TrtGraphError, TrtRuntime, _library, open_engine
 
 MANIFEST = {
     "library": "tensorrt_rtx",

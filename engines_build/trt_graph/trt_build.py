@@ -18,11 +18,11 @@ from typing import Any
 from backend.app import model_path
 from backend.config import EngineConfig, ServingConfig, load_config
 from backend.engines.checkpoint import ROUNDED, load
-from backend.engines.trt_graph_inputs import COUPLED, GREEDY, SAMPLED, Verification
-from engines_build.network import Step
-from engines_build.network_graph import BF16, F16, F32
-from engines_build.trt_compile import Engine, Profile, compile_step
-from engines_build.trt_library import find_library
+from backend.engines.trt_graph.inputs import COUPLED, GREEDY, SAMPLED, Verification
+from engines_build.trt_graph.network import Step
+from engines_build.trt_graph.network_graph import BF16, F16, F32
+from engines_build.trt_graph.trt_compile import Engine, Profile, compile_step
+from engines_build.trt_graph.trt_library import find_library
 
 MANIFEST = "trt_graph.json"
 DTYPES = {"bf16": BF16, "fp16": F16, "fp32": F32}

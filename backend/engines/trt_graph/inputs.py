@@ -1,6 +1,6 @@
 """What a compiled verification reads beside the logits, made of requests, and the verdicts in what it returns.
 
-Names and meanings of the tensors are those of ``engines_build.network_verification``, which compiles it.
+Names and meanings of the tensors are those of ``engines_build.trt_graph.network_verification``, which compiles it.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ the candidates that a row decides about, in the order of their test (0: none).
 
 from __future__ import annotations
 
-from backend.engines.trt_graph_inputs import GREEDY, SAMPLED, Verification
-from engines_build.network_graph import BOOL, I32, Graph, Tensor, concatenated, where
-from engines_build.network_laws import Options, Vocabulary, normalised
+from backend.engines.trt_graph.inputs import GREEDY, SAMPLED, Verification
+from engines_build.trt_graph.network_graph import BOOL, I32, Graph, Tensor, concatenated, where
+from engines_build.trt_graph.network_laws import Options, Vocabulary, normalised
 
 
 def verify(graph: Graph, logits: Tensor, vocabulary: Vocabulary, kind: Verification) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engines_build.network_graph import BF16, BOOL, F16, F32, FP8, I32, INT8, Dimension, Graph, Tensor
-from engines_build.trt_library import Messages
+from engines_build.trt_graph.network_graph import BF16, BOOL, F16, F32, FP8, I32, INT8, Dimension, Graph, Tensor
+from engines_build.trt_graph.trt_library import Messages
 
 TORCH_NAMES = {torch.float32: F32, torch.float16: F16, torch.bfloat16: BF16, torch.int8: INT8, torch.float8_e4m3fn: FP8}
 UNARY = {"exp": "EXP", "sqrt": "SQRT", "not": "NOT"}

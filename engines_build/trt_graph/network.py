@@ -12,10 +12,10 @@ import numpy as np
 
 from backend.engines.checkpoint import LlamaConfig
 from backend.engines.llama import rope_tables
-from backend.engines.trt_graph_inputs import Verification
-from engines_build.network_graph import BOOL, F32, F64, I32, NUMPY, Graph, Tensor, concatenated, where
-from engines_build.network_laws import Vocabulary
-from engines_build.network_verification import verify
+from backend.engines.trt_graph.inputs import Verification
+from engines_build.trt_graph.network_graph import BOOL, F32, F64, I32, NUMPY, Graph, Tensor, concatenated, where
+from engines_build.trt_graph.network_laws import Vocabulary
+from engines_build.trt_graph.network_verification import verify
 
 MASKED = -1e30
 """The score of a key that a row must not see; finite, so that nothing but padding comes of a row that sees none."""

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from engines_build.network_graph import BOOL, F32, F64, I32, Dimension, Graph, Tensor
+from engines_build.trt_graph.network_graph import BOOL, F32, F64, I32, Dimension, Graph, Tensor
 
 OPSET = 18
 IR_VERSION = 9

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,12 @@ from typing import Any
 import torch
 
 from backend.engines.checkpoint import DTYPES, Weights, load
-from backend.engines.trt_graph import Shapes, TrtGraphEngine
-from backend.engines.trt_graph_inputs import Tensors, Verification
+from backend.engines.trt_graph.engine import Shapes, TrtGraphEngine
+from backend.engines.trt_graph.inputs import Tensors, Verification
 
 MANIFEST = "trt_graph.json"
+
+logger = logging.getLogger(__name__)
 
 
 class TrtGraphError(RuntimeError):
@@ -108,6 +111,7 @@ def open_engine(name: str, folder: Path, device: str, *, kv_blocks: int, max_con
         if asked > compiled:
             raise TrtGraphError(f"{what} {asked} is over the {compiled} that {folder} was built for")
     runtime = TrtRuntime(folder, device)
+    logger.warning("%s: the engine trt_graph shows correctness and is no serving path", name)
     sizes = {"kv_blocks": kv_blocks, "max_context_tokens": max_context_tokens, "max_draft_tokens": max_draft_tokens}
     return TrtGraphEngine.over(name, runtime.config, runtime, **sizes)
 

@@ -1,8 +1,9 @@
 """Engines whose decoder step, verification included, is one TensorRT network: token ids in, accepted tokens out.
 
-The network (``engines_build.network``) runs a padded batch over gathered keys; here its inputs are made of chunks, and the keys and values
-that come out are written to the pool. What is not compiled into a verification (options that change logits, log-probabilities, merged
-drafts with laws of their own, a draft's laws) takes the same network with logits as its output, and torch's rule.
+They show correctness and are no serving path. The network (``engines_build.trt_graph.network``) runs a padded batch over gathered
+keys; here its inputs are made of chunks, and the keys and values that come out are written to the pool. What is not compiled into a
+verification (options that change logits, log-probabilities, merged drafts with laws of their own, a draft's laws) takes the same network
+with logits as its output, and torch's rule.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from backend.engines.checkpoint import LlamaConfig
 from backend.engines.chunks import Chunk, ancestors
 from backend.engines.llama import Llama
 from backend.engines.torch_engine import RAGGED, TorchEngine, _Job, step_limits
-from backend.engines.trt_graph_inputs import GREEDY, Inputs, Tensors, Verification
+from backend.engines.trt_graph.inputs import GREEDY, Inputs, Tensors, Verification
 from backend.engines.verification import Request, Verdict
 from backend.ports import BLOCK_TOKENS
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engines_build.network_graph import F64, Graph, Tensor, where
+from engines_build.trt_graph.network_graph import F64, Graph, Tensor, where
 
 EXPONENT_STEPS = {F64: 10}
 """Powers of two down to 2**-1023; 7 steps, to 2**-127, for f32."""

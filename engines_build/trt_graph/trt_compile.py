@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from engines_build.network import Step, describe
-from engines_build.trt_layers import TrtGraph
-from engines_build.trt_library import Messages, has_attention
+from engines_build.trt_graph.network import Step, describe
+from engines_build.trt_graph.trt_layers import TrtGraph
+from engines_build.trt_graph.trt_library import Messages, has_attention
 
 MOST_SLOTS = 1 << 24
 """Token places of a KV pool that an engine is compiled for; the memory decides."""

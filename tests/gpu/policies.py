@@ -1,0 +1,304 @@
+"""Part (e): latency tables, then policies on real passes whose acceptance is made up, the same for every policy.
+
+A random-weight draft is never right. So every engine runs its passes for their time, and a script says what came of them: the text of the
+n-th request, and the places where each draft knows it. Whoever plans meets the same accepted and rejected tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import time
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+
+from backend import machine
+from backend.admission import Admission
+from backend.app import make_policy
+from backend.config import parse_config
+from backend.drafting import Drafting
+from backend.engines.torch_engine import TorchEngine
+from backend.kv_ledger import KVLedger
+from backend.orchestrator import Orchestrator
+from backend.ports import Completion, Sequence, Turn
+from backend.request import GenerationRequest, SamplingParams
+from backend.session import Session
+from backend.stats import Stats, StepStats
+from engines_build.measure import draft_cases, lower_quartile, tabulate, target_cases
+from engines_build.timing import Rig, blocks_for, interleave
+from policy import Policy
+from policy.latency import LatencyTable, Provenance
+from tests.gpu.job import SEED, Job
+from tests.gpu.models import engine_of
+
+TARGET, DRAFTS = "target", ("large", "small")
+ACCEPTANCE = {"large": (0.9, 0.6), "small": (0.85, 0.3)}
+"""Share of the places where a draft knows the text: of requests with an even number, and of the others."""
+
+VOCABULARY = 256
+K_MAX, PROMPT_TOKENS, NEW_TOKENS, ACTIVE = 8, 16, 100, 64
+LENGTHS = (1, 2, 4, 8)
+"""Of the fixed policies. Prompt, text and proposal end below 128 tokens, the least context of a static shape."""
+
+
+def shapes(job: Job) -> dict[str, str]:
+    """Return the shape of every engine by name."""
+    return dict(zip((TARGET, *DRAFTS), ("tiny", "tinier", "tinier") if job.rehearse else ("8b", "1b", "135m"), strict=True))
+
+
+def tables(job: Job) -> None:
+    """Part e1: measure the table of every engine as ``engines_build.measure`` does, one after the other."""
+    job.result["tables"] = {}
+    rng = random.Random(SEED)
+    for number, (name, shape) in enumerate(shapes(job).items()):
+        budget_s = job.left_s / (len(DRAFTS) + 1 - number) - (0 if job.rehearse else 20)
+        cases = target_cases() if name == TARGET else draft_cases()
+        if job.rehearse:
+            cases = [case for case in cases if case.rows <= 4 and case.context <= 64]
+            budget_s = 1.5
+        context = max(case.context + case.new for case in cases)
+        engine = engine_of(shape, job.device, blocks_for(cases), context, name=name)
+        rig = Rig(engine, rng)
+        work = [lambda rig=rig, case=case: rig.time(case) for case in cases]
+        samples = interleave(work, budget_s=budget_s, rng=rng, report=lambda _elapsed_s, _expected_s: None)
+        table = tabulate(name, cases, [lower_quartile(times) for times in samples], provenance(job, shape))
+        job.result["tables"][name] = table.to_dict() | {"rounds": len(samples[0])}
+        job.keep()
+        engine.close()
+
+
+def provenance(job: Job, shape: str) -> Provenance:
+    """Return where a table comes from."""
+    device = torch.cuda.get_device_name() if job.device == "cuda" else job.device
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return Provenance(machine.processor(), device, f"random {shape}", "", "bf16", 1, date, torch.__version__)
+
+
+class Script:
+    """What requests come to: ``text(n)``, prompt and answer of the n-th, and where a draft ``knows`` it."""
+
+    def __init__(self) -> None:
+        self._texts: dict[int, list[int]] = {}
+        self._known: dict[tuple[int, str], list[bool]] = {}
+
+    def text(self, number: int) -> list[int]:
+        """Return the tokens of a request, and of what could be proposed behind its end."""
+        if number not in self._texts:
+            rng, length = random.Random(number), PROMPT_TOKENS + NEW_TOKENS + 2 * K_MAX
+            self._texts[number] = rng.choices(range(VOCABULARY), k=length)
+            for draft, rates in ACCEPTANCE.items():
+                coins = random.Random(f"{number} {draft}")
+                self._known[number, draft] = [coins.random() < rates[number % 2] for _ in range(length)]
+        return self._texts[number]
+
+    def proposal(self, number: int, draft: str, start: int, count: int) -> list[int]:
+        """Return what a draft proposes from a place on: the text where it knows it, another token where not."""
+        known = self._known[number, draft]
+        return [(token + (not known[at])) % VOCABULARY for at, token in enumerate(self.text(number)[start : start + count], start)]
+
+
+class Paced:
+    """An engine that takes its time on the device and finds what the script says."""
+
+    def __init__(self, engine: TorchEngine, script: Script) -> None:
+        self.name, self._engine, self._script = engine.name, engine, script
+        self.limits = replace(engine.limits, vocab_size=VOCABULARY, tree=False, scores=False, siblings=False, overlaps=False)
+        self._turns: list[Turn] = []
+
+    def submit(self, turns: Seq[Turn]) -> None:
+        """Queue turns."""
+        self._turns += turns
+        self._engine.submit(turns)
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """Run what is queued, and say what was to come of it. Raises RuntimeError where a turn could not be run."""
+        turns, self._turns = self._turns, []
+        for done in self._engine.poll(timeout_s):
+            if done.error:
+                raise RuntimeError(done.error)
+        return [self._told(turn) for turn in turns]
+
+    def _told(self, turn: Turn) -> Completion:
+        number, text = turn.sequence.id, self._script.text(turn.sequence.id)
+        if turn.keep_probs:  # a draft's; the KV of what it ran counts as that of what it is said to have run
+            tokens = self._script.proposal(number, self.name, turn.end, turn.run)
+            cache = self._engine._caches.of(turn.sequence)
+            cache.ran[turn.end :] = tokens[: len(cache.ran) - turn.end]
+            cache.proposed = list(tokens)
+            return Completion(number, tokens)
+        proposed = turn.proposal.tokens if turn.proposal else []
+        pairs = zip(proposed, text[turn.end :], strict=False)
+        accepted = next((at for at, (one, other) in enumerate(pairs) if one != other), len(proposed))
+        return Completion(number, text[turn.end : turn.end + accepted + turn.run], accepted)
+
+    def cancel(self, sequence_ids: Iterable[int]) -> None:
+        """Forget sequences."""
+        gone = set(sequence_ids)
+        self._turns = [turn for turn in self._turns if turn.sequence.id not in gone]
+        self._engine.cancel(gone)
+
+    def unseen(self, sequence: Sequence) -> int:
+        """Return the tokens to catch up on."""
+        return self._engine.unseen(sequence)
+
+    def available(self, sequence: Sequence, length: int) -> int:
+        """Return how many tokens could be proposed."""
+        return self._engine.available(sequence, length)
+
+    def close(self) -> None:
+        """Release the model."""
+        self._engine.close()
+
+
+class Silent:
+    """A client that reads nothing, and a decoder of tokens without text."""
+
+    def __init__(self) -> None:
+        self.cancelled = self.ended = False
+
+    def chunk(self, delta: Any) -> None:
+        """Ignore."""
+
+    def final(self, delta: Any, reason: Any, usage: Any) -> None:
+        """Note the end."""
+        self.ended = True
+
+    def error(self, code: Any, message: str) -> None:
+        """Note the end; an error that nobody asked for is raised."""
+        self.ended = True
+        if not self.cancelled:
+            raise RuntimeError(f"{code}: {message}")
+
+    def push(self, token_id: int) -> str:
+        """Return no text."""
+        return ""
+
+    def finish(self) -> str:
+        """Return no text."""
+        return ""
+
+
+class ClosedLoop:
+    """So many requests in flight, each followed by the next; the n-th has the same prompt whoever serves it."""
+
+    def __init__(self, engines: list[Paced], script: Script, policy: Policy, in_flight: int) -> None:
+        self.tokens = self.steps = 0
+        self._script, self._in_flight, self._live = script, in_flight, list[Session]()
+        self._numbers = itertools.count(1)
+        step_stats = StepStats(Stats())
+        ledger = KVLedger({engine.name: engine.limits.kv_blocks for engine in engines}, K_MAX + 1, guaranteed=True)
+        self._loop = Orchestrator(
+            engines[0],
+            Drafting(engines[1:], step_stats, time.monotonic),
+            policy,
+            ledger,
+            Admission(ledger, ACTIVE, ACTIVE),
+            step_stats,
+            time.monotonic,
+            k_max=K_MAX,
+            prefill_chunk_tokens=PROMPT_TOKENS,
+            seed=SEED,
+        )
+
+    def run(self, seconds: float) -> float:
+        """Serve for so long; return how long it was. ``tokens`` and ``steps`` are counted from its beginning."""
+        self.steps, before, ended = 0, sum(session.output_tokens for session in self._live), 0
+        start = time.monotonic()
+        while (now := time.monotonic()) < start + seconds:
+            while len(self._live) < self._in_flight:
+                self._submit()
+            self._loop.step()
+            self.steps += 1
+            ended += sum(session.output_tokens for session in self._live if session.sink.ended)
+            self._live = [session for session in self._live if not session.sink.ended]
+        self.tokens = ended + sum(session.output_tokens for session in self._live) - before
+        return now - start
+
+    def _submit(self) -> None:
+        number = next(self._numbers)
+        sequence = Sequence(number, self._script.text(number)[:PROMPT_TOKENS], PROMPT_TOKENS, SamplingParams())
+        sink = Silent()
+        self._live.append(Session(sequence, GenerationRequest("", NEW_TOKENS), frozenset(), sink, sink))
+        self._loop.submit(self._live[-1])
+
+    def end(self) -> None:
+        """Let go of every request."""
+        for session in self._live:
+            session.sink.cancelled = True
+        while self._loop.step():
+            pass
+
+
+def arms() -> dict[str, dict[str, Any]]:
+    """Return the policies by name, as ``serving.json`` has them."""
+    fixed = {f"{draft} {k}": {"kind": "fixed", "draft": draft, "length": k} for draft in DRAFTS for k in LENGTHS}
+    return {"none": {"kind": "none"}, **fixed, "adaptive": {"kind": "adaptive"}}
+
+
+def policies(job: Job) -> None:
+    """Part e2: none, each fixed choice and the adaptive policy, in an order drawn anew for each of two rounds."""
+    path = job.out / "e1.json"
+    if not path.is_file() or len((json.loads(path.read_text("utf-8")).get("result") or {}).get("tables", {})) < len(shapes(job)):
+        raise RuntimeError(f"{path} has no latency tables: run part e1 into the same folder first")
+    stored = json.loads(path.read_text("utf-8"))["result"]["tables"]
+    latency = {name: LatencyTable.from_dict({k: v for k, v in table.items() if k != "rounds"}) for name, table in stored.items()}
+    blocks, context = ACTIVE * 8, PROMPT_TOKENS + NEW_TOKENS + K_MAX
+    script = Script()
+    engines = [Paced(engine_of(shape, job.device, blocks, context, name=name), script) for name, shape in shapes(job).items()]
+    loads = (1, 4) if job.rehearse else (1, 8, 32, 64)
+    cells = [(arm, load) for load in loads for arm in arms()]
+    rng, rounds = random.Random(SEED), 1 if job.rehearse else 2
+    each_s = 0.9 * job.left_s / ((rounds + 0.2) * len(cells))
+    for arm, load in cells:  # graphs are recorded before anything is measured
+        served(engines, script, arm, load, latency, (0.0, 0.02 if job.rehearse else 0.2 * each_s))
+    warm_s, measured_s = (0.05, 0.2) if job.rehearse else (0.25 * each_s, 0.75 * each_s)
+    job.result |= {"acceptance": ACCEPTANCE, "tokens": [PROMPT_TOKENS, NEW_TOKENS], "measured_s": round(measured_s, 3), "cells": []}
+    for round_ in range(rounds):
+        for arm, load in rng.sample(cells, len(cells)):
+            row = {"round": round_, "policy": arm, "in_flight": load}
+            job.result["cells"].append(row | served(engines, script, arm, load, latency, (warm_s, measured_s)))
+            job.keep()
+    job.result["summary"] = summary(job.result["cells"])
+
+
+def served(
+    engines: list[Paced], script: Script, arm: str, load: int, latency: dict[str, LatencyTable], spans_s: tuple[float, float]
+) -> dict[str, float]:
+    """Return what a policy made of a load in the second span; in the first it learns."""
+    named = [{"engine": "torch", "name": engine.name, "model": "none"} for engine in engines]
+    config = parse_config({"target": named[0], "drafts": named[1:], "policy": arms()[arm] | {"k_max": K_MAX}})
+    loop = ClosedLoop(engines, script, make_policy(config, engines[1:], latency, StepStats(Stats())), load)
+    loop.run(spans_s[0])
+    seconds = loop.run(spans_s[1])
+    loop.end()
+    return {
+        "tokens_per_s": round(loop.tokens / seconds, 2),
+        "step_ms": round(1e3 * seconds / max(1, loop.steps), 4),
+        "tokens_per_step_and_row": round(loop.tokens / max(1, loop.steps) / load, 3),
+    }
+
+
+def summary(cells: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return by load what adapting came to, against none and against the best fixed choice, by means over the rounds."""
+    found = {}
+    for load in sorted({cell["in_flight"] for cell in cells}):
+        rates: dict[str, list[float]] = {}
+        for cell in cells:
+            if cell["in_flight"] == load:
+                rates.setdefault(cell["policy"], []).append(cell["tokens_per_s"])
+        means = {arm: sum(values) / len(values) for arm, values in rates.items()}
+        best = max((arm for arm in means if arm not in ("none", "adaptive")), key=means.__getitem__)
+        adaptive = means["adaptive"]
+        found[str(load)] = {
+            "tokens_per_s": {arm: round(mean, 2) for arm, mean in means.items()},
+            "best_fixed": best,
+            "adaptive_over_best_fixed": round(adaptive / means[best], 3),
+            "adaptive_over_none": round(adaptive / means["none"], 3),
+        }
+    return found
