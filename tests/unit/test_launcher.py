@@ -11,7 +11,7 @@ import pytest
 
 from backend.config import parse_config
 from backend.triton_adapter.fields import MODELS
-from backend.triton_adapter.launcher import example, serving, supervisor
+from backend.triton_adapter.launcher import example, log_file, serving, supervisor
 from backend.triton_adapter.launcher import run_folder as run_folder_module
 from backend.triton_adapter.launcher import settings as settings_module
 from backend.triton_adapter.launcher.log_file import open_log, reasons
@@ -277,10 +277,24 @@ def test_a_model_without_drafts_is_said_to_have_lookup_alone(tmp_path, capsys):
     assert "lookup is the only draft" in capsys.readouterr().out
 
 
+def test_a_log_that_grows_long_is_moved_and_begun_again_under_its_writers(tmp_path, monkeypatch):
+    monkeypatch.setattr(log_file, "MOST_BYTES", 9)
+    monkeypatch.setattr(log_file, "SIZE_CHECK_PERIOD_S", 0.01)
+    path, before = tmp_path / "serve.log", tmp_path / "serve.before.log"
+    with open_log(path) as log:
+        log.write(b"more than nine")
+        deadline = time.monotonic() + 30
+        while path.stat().st_size and time.monotonic() < deadline:
+            time.sleep(0.01)
+        log.write(b"new")
+        assert (before.read_text(), path.read_text()) == ("more than nine", "new")
+
+
 def test_a_log_that_cannot_be_written_is_named_with_the_way_out(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(LaunchError, match=r"the log .*file/log cannot be written: .* --verbose prints it instead"):
-        open_log(tmp_path / "file" / "log")
+    words = r"the log .*file/log cannot be written: .* --verbose prints it instead"
+    with pytest.raises(LaunchError, match=words), open_log(tmp_path / "file" / "log"):
+        pass
 
 
 def test_the_example_says_what_speculation_saved():

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
 from backend import cache
 from backend.triton_adapter.launcher.settings import LaunchError, Settings
 
+MOST_BYTES = 64 * 2**20
+SIZE_CHECK_PERIOD_S = 5.0
 OUR_ERROR = re.compile(r' (ERROR|CRITICAL) (backend\.|__main__:)|"level": "(error|critical)"')
 HARMLESS = re.compile(r"[IW]\d{4} |[+|]|\s*$")
 """Triton's information and warnings, its tables, empty lines."""
@@ -19,16 +27,37 @@ def log_path(settings: Settings) -> Path:
     return cache.root() / "logs" / f"serve-{settings.http_port}.log"
 
 
-def open_log(path: Path) -> IO[bytes]:
-    """Begin the file anew; the one before is kept beside it. Raises LaunchError."""
+@contextmanager
+def open_log(path: Path) -> Iterator[IO[bytes]]:
+    """Begin the file anew, the one before is kept beside it, and keep it small while it is open.
+
+    Raises LaunchError.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            path.replace(path.with_suffix(".before.log"))
-        return path.open("ab", buffering=0)
+            path.replace(_before(path))
+        log = path.open("ab", buffering=0)
     except OSError as error:
         text = f"the log {path} cannot be written: {error.strerror}. --verbose prints it instead"
         raise LaunchError(text) from error
+    closed = threading.Event()
+    threading.Thread(target=_keep_small, args=(path, closed), name="log-size", daemon=True).start()
+    with log:
+        yield log
+    closed.set()
+
+
+def _keep_small(path: Path, closed: threading.Event) -> None:
+    while not closed.wait(SIZE_CHECK_PERIOD_S):
+        with contextlib.suppress(OSError):  # a full disk is no reason to end a service
+            if path.stat().st_size > MOST_BYTES:
+                shutil.copyfile(path, _before(path))
+                os.truncate(path, 0)  # who writes appends, so goes on at the beginning
+
+
+def _before(path: Path) -> Path:
+    return path.with_suffix(".before.log")
 
 
 def reasons(path: Path) -> list[str]:
