@@ -45,6 +45,7 @@ def tensors(body: Options, max_tokens: int, *, echo: bool = False, top: int | No
         "logit_bias_ids": list(body.logit_bias) if body.logit_bias else None,
         "logit_bias_values": list(body.logit_bias.values()) if body.logit_bias else None,
         "num_return_sequences": body.n if body.n > 1 else None,
+        "end_id": -1 if body.ignore_eos else None,
         "stream": body.stream,
         "exclude_input_in_output": True,
         "return_num_input_tokens": True,

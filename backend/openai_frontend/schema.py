@@ -123,6 +123,7 @@ class Options(_Body):
         description="Spindle's: logits of tokens that have occurred are divided by it; 1: off",
     )
     min_tokens: int | None = Field(None, ge=0, le=INT32, description="Spindle's: no end token in the first so many")
+    ignore_eos: bool = Field(False, description="vLLM's: no end token ends the text")
     user: Any = _ignored("labels the caller")
     metadata: Any = _ignored("labels the request for OpenAI's dashboard")
     store: Any = _ignored("nothing is stored, and there is no interface to read it back")

@@ -10,6 +10,7 @@ import urllib.request
 import openai
 import pytest
 
+from backend.tokenizer import BYTE_VALUES
 from backend.triton_adapter.paths import PROJECT_ROOT
 from tests.server.harness import free_ports
 
@@ -274,6 +275,16 @@ def test_a_prompt_can_be_scored_alone(client):
     assert (reply.choices[0].text, reply.choices[0].finish_reason) == ("score", "length")
     assert reply.choices[0].logprobs.token_logprobs == more.choices[0].logprobs.token_logprobs[:5]
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (5, 0)
+
+
+def test_a_text_may_go_on_behind_its_end(client):
+    """As load generators ask for it."""
+    end = {str(BYTE_VALUES): 100}
+    asked = {"model": "fake", "prompt": "x", "max_tokens": 8, "temperature": 0, "logit_bias": end}
+    ended = client.completions.create(**asked)
+    going = client.completions.create(**asked, extra_body={"ignore_eos": True})
+    assert (ended.choices[0].finish_reason, ended.usage.completion_tokens) == ("stop", 1)
+    assert (going.choices[0].finish_reason, going.usage.completion_tokens) == ("length", 8)
 
 
 def test_a_request_may_do_without_speculation(client, fronted):
