@@ -155,9 +155,7 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
     """
     if Path(policy.__file__).resolve().parent.parent != PROJECT_ROOT:
         raise ConfigError(f"policy was imported from {policy.__file__}, backend from {PROJECT_ROOT}: one of them is another project's")
-    if config.policy.own:
-        with _kind_named():
-            custom.found(config.policy.kind)  # a wrong path is said before engines are loaded
+    check_policy(config)
     tokenizer = _tokenizer(config)
     threads = 1
     if tables is None:
@@ -327,6 +325,13 @@ def make_policy(
     if not config.policy.trace_file:
         return planner
     return Traced(planner, TraceFile(Path(config.policy.trace_file), stats), config.policy.trace_lines)
+
+
+def check_policy(config: ServingConfig) -> None:
+    """Raise ConfigError where a user's policy is not to be found: before engines are loaded."""
+    if config.policy.own:
+        with _kind_named():
+            custom.found(config.policy.kind)
 
 
 @contextmanager

@@ -14,8 +14,9 @@ import tempfile
 from pathlib import Path
 
 from backend import cache
-from backend.app import check_folders, model_path
+from backend.app import check_folders, check_policy, model_path
 from backend.config import DEFAULT_CONFIG, EMBEDDED_MODEL, ServingConfig, load_config
+from backend.engine_process import policy_folders
 from backend.tables import missing_tables, timed_engines
 from engines_build.convert import convert, embedded_gguf
 from engines_build.progress import set_up_messages
@@ -104,8 +105,11 @@ def main() -> None:
     args = parser.parse_args()
     set_up_messages(verbose=args.verbose)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was begun is cleared away
+    sys.path += policy_folders(args.config)
     try:
-        prepare(load_config(args.config))
+        config = load_config(args.config)
+        check_policy(config)  # a mistake that needs no minutes of measuring to be said
+        prepare(config)
     except OSError as error:
         text = f"the cache {cache.root()} cannot be read or written: {error}"
         sys.exit(f"spindle: error: {text}. SPINDLE_CACHE chooses another place")

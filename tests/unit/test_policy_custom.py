@@ -7,8 +7,7 @@ import pytest
 from backend.app import build
 from backend.config import ConfigError, parse_config
 from backend.engine_process import policy_folders
-from backend.triton_adapter.launcher.server import TritonServer
-from backend.triton_adapter.launcher.settings import read_settings
+from backend.triton_adapter.launcher.settings import policy_path, read_settings
 from policy import NO_DRAFT, LatencyModel, Plan, View, simulate
 from policy.custom import PolicyError, fault, made
 
@@ -217,11 +216,8 @@ def test_it_lies_beside_serving_json_or_where_the_launcher_was_started(tmp_path,
     assert policy_folders(tmp_path / "serving.json") == [str(tmp_path)]
     (tmp_path / "start").mkdir()
     monkeypatch.chdir(tmp_path / "start")
-    monkeypatch.setenv("SPINDLE_CONFIG", str(tmp_path / "serving.json"))
-    settings = read_settings({})
-    server = TritonServer(settings, tmp_path, [])
-    environment = server._environment()
-    monkeypatch.setenv("SPINDLE_POLICY_PATH", environment["SPINDLE_POLICY_PATH"])
+    settings = read_settings({"SPINDLE_CONFIG": str(tmp_path / "serving.json")})
+    monkeypatch.setenv("SPINDLE_POLICY_PATH", policy_path(settings))
     told = policy_folders(tmp_path / "run" / "serving.json")
     assert told == [str(tmp_path / "run"), str(tmp_path), str(tmp_path / "start")]
     monkeypatch.syspath_prepend(tmp_path)

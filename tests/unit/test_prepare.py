@@ -81,6 +81,17 @@ def test_a_fake_target_needs_nothing_not_even_torch(tmp_path):
     assert not cache.root().exists()
 
 
+def test_a_policy_that_is_not_there_is_said_before_anything_is_made(tmp_path, monkeypatch, calls):
+    config = tmp_path / "serving.json"
+    target = {"engine": "torch", "model": EMBEDDED_MODEL}
+    config.write_text(json.dumps({"target": target, "policy": {"kind": "nowhere.Mine"}}))
+    monkeypatch.setattr(sys, "argv", ["prepare", "--config", str(config)])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit, match=r"policy.kind 'nowhere.Mine': there is no module 'nowhere'"):
+        prepare.main()
+    assert calls == []
+
+
 def test_a_bad_setting_ends_the_command_with_one_sentence(tmp_path):
     config = tmp_path / "serving.json"
     config.write_text(json.dumps({"target": {"engine": "torch", "model": "absent/folder"}}))

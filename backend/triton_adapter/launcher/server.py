@@ -159,14 +159,12 @@ class TritonServer:
             return ":".join(filter(None, parts))
 
         old = os.environ
-        config = old.get("SPINDLE_CONFIG") or self._settings.config  # the user's own file
         return {
             **old,
             "LD_LIBRARY_PATH": joined(str(python_library_folder()), str(packaged_libraries()), old.get("LD_LIBRARY_PATH")),
             "PATH": joined(str(Path(sys.executable).parent), old.get("PATH")),
             "PYTHONPATH": joined(str(PROJECT_ROOT), old.get("PYTHONPATH")),
             "SPINDLE_CONFIG": str(self._settings.config),
-            "SPINDLE_POLICY_PATH": joined(str(Path(config).absolute().parent), str(Path.cwd())),
             "SPINDLE_SOCKET": str(self._socket),
             "SPINDLE_PYTHON": old.get("SPINDLE_PYTHON") or sys.executable,
             **({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": self._settings.trace_url} if self._settings.trace_url else {}),

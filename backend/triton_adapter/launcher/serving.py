@@ -31,6 +31,7 @@ from backend.triton_adapter.launcher.settings import (
     Settings,
     check_machine,
     check_ports,
+    policy_path,
     read_settings,
 )
 from backend.triton_adapter.launcher.supervisor import supervise
@@ -48,8 +49,6 @@ def serve(overrides: Overrides, arguments: list[str], *, verbose: bool) -> int:
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    paths = (os.environ.get("PYTHONPATH"), os.getcwd())  # a policy of the user's may lie here
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     os.environ["SPINDLE_CACHE"] = str(cache.root().absolute())  # others have another current folder
     status = 0
     try:
@@ -68,6 +67,7 @@ def serve(overrides: Overrides, arguments: list[str], *, verbose: bool) -> int:
 def _run(stop: threading.Event, overrides: Overrides, arguments: list[str], verbose: bool) -> None:
     """Serve until ``stop`` is set. Raises StoppedError, LaunchError or ConfigError."""
     settings = read_settings(os.environ)
+    os.environ["SPINDLE_POLICY_PATH"] = policy_path(settings)
     check_machine()
     check_ports(settings)
     with run_folder() as folder:

@@ -89,6 +89,11 @@ def _port(name: str, option: str, value: str) -> int:
     return int(value)
 
 
+def policy_path(settings: Settings) -> str:
+    """Return where a user's policy may lie: beside ``serving.json``, and in the current folder."""
+    return os.pathsep.join([str(settings.config.absolute().parent), os.getcwd()])
+
+
 def check_ports(settings: Settings) -> None:
     """Raise LaunchError when a port is in use or the address is not this machine's."""
     for (name, option, _), port in zip(PORTS, settings.ports, strict=True):
