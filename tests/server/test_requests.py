@@ -1,7 +1,6 @@
 import asyncio
 import json
 import re
-import time
 from collections import Counter
 
 import grpc
@@ -119,30 +118,41 @@ async def cancelled_stream(service, index):
         return await call.code()
 
 
-def test_a_burst_with_cancellations_answers_every_request_once(service):
-    time.sleep(1.2)  # the counts of the requests before are exported twice a second
-    before = {name: service.metric("spindle_requests_total", outcome=name) for name in ("success", "cancelled")}
-
-    async def run():
-        requests = [
-            infer_request(NAMES[i % 2], f"b{i}", text_input=f"burst {i}", max_tokens=8 + i % 5, stream=i % 2 == 0, end_id=-1)
-            for i in range(400)
-        ]
-        kept = asyncio.gather(*(stream_texts(service, requests[i::8]) for i in range(8)))
-        gone = asyncio.gather(*(cancelled_stream(service, i) for i in range(100)))
-        return await kept, await gone
-
-    kept, gone = asyncio.run(run())
+async def burst(service):
+    """Send 400 requests on 8 streams beside 100 that are cancelled; return the finals and statuses."""
+    requests = [
+        infer_request(NAMES[i % 2], f"b{i}", text_input=f"burst {i}", max_tokens=8 + i % 5, stream=i % 2 == 0, end_id=-1)
+        for i in range(400)
+    ]
+    kept = asyncio.gather(*(stream_texts(service, requests[i::8]) for i in range(8)))
+    gone = asyncio.gather(*(cancelled_stream(service, i) for i in range(100)))
     finals = Counter()
-    for _, counts in kept:
+    for _, counts in await kept:
         finals.update(counts)
+    return finals, await gone
+
+
+def unless_triton_aborts(service, attempt):
+    """Return what an attempt does; once more where gRPC inside Triton 2.51 has aborted (seldom)."""
+    try:
+        return attempt()
+    except (grpc.RpcError, OSError):
+        if "ASSERTION FAILED: prior > 0" not in service.log.read_text(errors="replace"):
+            raise
+        service.wait_ready(2)
+        return attempt()
+
+
+@pytest.mark.slow
+def test_a_burst_with_cancellations_answers_every_request_once(start_service):
+    service = start_service().wait_ready()
+    finals, gone = unless_triton_aborts(service, lambda: asyncio.run(burst(service)))
     assert finals == {f"b{i}": 1 for i in range(400)}
     assert gone == [grpc.StatusCode.CANCELLED] * 100
-    time.sleep(1.0)
+    counted = {"success": 400, "cancelled": 100}
+    service.wait_until(lambda: {name: service.metric("spindle_requests_total", outcome=name) for name in counted} == counted)
     health = service.health()
     assert (health["active"], health["waiting"]) == (0, 0)
-    service.wait_until(lambda: service.metric("spindle_requests_total", outcome="cancelled") == before["cancelled"] + 100, 5)
-    assert service.metric("spindle_requests_total", outcome="success") == before["success"] + 400
 
 
 BAD = [
