@@ -30,6 +30,7 @@ class EngineFolder:
     max_input_len: int
     max_seq_len: int
     max_draft_len: int
+    max_num_tokens: int
     tokens_per_block: int
     verifies_drafts: bool
     paged_context_fmha: bool
@@ -53,9 +54,9 @@ class EngineFolder:
         """The longest text that every turn of it can be enqueued.
 
         The executor silently shortens what does not fit: the prompt with its draft in ``max_input_len``; prompt, ``max_tokens`` (up to
-        draft + 1) and draft in ``max_seq_len``.
+        draft + 1) and draft in ``max_seq_len``. A prompt with its draft has to fit one iteration as well, for it is not run in chunks.
         """
-        return min(self.max_input_len - self.max_draft_len, self.max_seq_len - 2 * self.max_draft_len)
+        return min(min(self.max_input_len, self.max_num_tokens) - self.max_draft_len, self.max_seq_len - 2 * self.max_draft_len)
 
     @property
     def weight_bytes(self) -> int:
@@ -82,6 +83,7 @@ def read_engine_folder(folder: Path) -> EngineFolder:
             max_input_len=int(build["max_input_len"]),
             max_seq_len=int(build["max_seq_len"]),
             max_draft_len=int(build.get("max_draft_len", 0)),
+            max_num_tokens=int(build["max_num_tokens"]),
             tokens_per_block=int(plugins["tokens_per_block"]),
             verifies_drafts=build.get("speculative_decoding_mode") in (DRAFT_TOKENS_EXTERNAL, "DRAFT_TOKENS_EXTERNAL"),
             paged_context_fmha=bool(plugins["use_paged_context_fmha"]),
@@ -117,6 +119,8 @@ def check_target(target: EngineFolder, k_max: int) -> None:
         wrong.append("it was built without --speculative_decoding_mode draft_tokens_external and --max_draft_len")
     elif target.max_draft_len < k_max:
         wrong.append(f"policy.k_max {k_max} is over its max_draft_len {target.max_draft_len}")
+    if target.logits_dtype != "float32":
+        wrong.append(f"its logits are {target.logits_dtype}, and those of drafts, which must be of the same type, are float32")
     _refuse(target, "target", wrong, max(k_max, 1))
 
 
@@ -161,7 +165,7 @@ def build_command(checkpoint: str, output: str, limits: Any, max_draft_len: int)
     command += ["--max_batch_size", str(limits.max_batch_size), "--max_beam_width", "1"]
     command += ["--max_input_len", str(base_seq_len + max_draft_len), "--max_seq_len", str(base_seq_len + max_draft_len)]
     command += ["--kv_cache_type", "paged", "--remove_input_padding", "enable", "--use_paged_context_fmha", "enable"]
-    command += ["--tokens_per_block", str(limits.tokens_per_block)]
+    command += ["--tokens_per_block", str(limits.tokens_per_block), "--logits_dtype", "float32"]
     command += ["--max_num_tokens", str(max(8192, limits.max_batch_size * (max_draft_len + 1)))]
     if getattr(limits, "gathers_generation_logits", True):
         command += ["--gather_generation_logits"]

@@ -51,7 +51,7 @@ def check_engines(config: ServingConfig, path: Callable[[EngineConfig], Path]) -
     if limits.prefill_chunk_tokens < limits.max_context_tokens:
         raise ConfigError(
             f"limits.prefill_chunk_tokens must be at least max_context_tokens {limits.max_context_tokens} with the engine "
-            f"'trtllm', whose executor cuts prompts itself, got {limits.prefill_chunk_tokens}"
+            f"'trtllm', which runs a prompt in one iteration, got {limits.prefill_chunk_tokens}"
         )
     return folders
 

@@ -18,7 +18,7 @@ from backend.engine_folder import EngineFolder, check_draft, check_target, read_
 
 _PARAMETER = re.compile(r'key:\s*"([^"]+)"\s*value:\s*\{\s*string_value:\s*"([^"]*)"', re.S)
 _SETTLED = ("enable_kv_cache_reuse", "enable_chunked_context", "exclude_input_in_output", "gpt_model_type", "FORCE_CPU_ONLY_INPUT_TENSORS")
-"""What is always so here, or each request's to say."""
+"""What is always the same here (chunked context: off), or each request's to say."""
 
 _USED = ("gpt_model_path", "gpu_device_ids", "executor_worker_path", "tokenizer_dir", "kv_cache_free_gpu_mem_fraction")
 

@@ -61,8 +61,8 @@ class _Flight:
 class TrtllmEngine:
     """One Executor. ``count(name, amount, **labels)`` gets the metrics, ``limits.max_draft_tokens`` is the engine's ``max_draft_len``.
 
-    Prompts are not cut here: the executor chunks them itself. A prefill chunk without tokens to run therefore completes at once and costs
-    nothing; the turn that ends the prompt runs all of it.
+    Prompts are not run in chunks: a prefill chunk without tokens to run completes at once and costs nothing; the turn that ends the prompt
+    runs all of it.
     """
 
     def __init__(
@@ -159,20 +159,8 @@ class TrtllmEngine:
     # -- the executor
 
     def _create(self) -> Any:
-        trtllm, settings = self._trtllm, self._settings
-        mode = trtllm.CommunicationMode.ORCHESTRATOR if settings.orchestrated else trtllm.CommunicationMode.LEADER
-        orchestrator = trtllm.OrchestratorConfig(True, settings.worker) if settings.orchestrated else None
-        config = trtllm.ExecutorConfig(
-            1,
-            kv_cache_config=trtllm.KvCacheConfig(enable_block_reuse=True, free_gpu_memory_fraction=settings.kv_fraction),
-            enable_chunked_context=True,
-            max_batch_size=self._engine.max_batch_size,
-            parallel_config=trtllm.ParallelConfig(
-                communication_mode=mode, device_ids=list(settings.gpus), orchestrator_config=orchestrator
-            ),
-            gather_generation_logits=True,
-        )
-        return trtllm.Executor(self._engine.folder, trtllm.ModelType.DECODER_ONLY, config)
+        config = executor_config(self._trtllm, self._engine, self._settings)
+        return self._trtllm.Executor(self._engine.folder, self._trtllm.ModelType.DECODER_ONLY, config)
 
     def _call(self, work: Callable[..., None], *arguments: Any) -> None:
         """Do some work with the executor; whatever it raises is its death, which voids all turns."""
@@ -225,7 +213,7 @@ class TrtllmEngine:
         """Return a turn's request; None for one that cannot be made, which completes with its error."""
         try:
             return self._requests.ask(turn, len(turn.sequence.tokens) - self.unseen(turn.sequence))
-        except (TurnError, ValueError, AssertionError) as error:
+        except Exception as error:  # of the bindings' constructors too: RuntimeError of C++, TypeError of nanobind
             self._done.append(Completion(turn.sequence.id, [], error=f"{self.name}: {error}"))
             return None
 
@@ -268,7 +256,7 @@ class TrtllmEngine:
             return
         asked = flight.asked
         try:
-            done = completion(asked, flight.tokens, reason == reasons.END_ID, result.generation_logits, self.limits.vocab_size)
+            done = completion(asked, flight.tokens, result.generation_logits, self.limits.vocab_size)
         except (TurnError, IndexError, ValueError) as error:
             self._end(request_id, error=str(error))
             return
@@ -321,6 +309,21 @@ class TrtllmEngine:
         self._count("spindle_engine_iteration_seconds_total", sum(i.iter_latency_ms for i in iterations) / 1000, engine=self.name)
         batches = [i.inflight_batching_stats for i in iterations if i.inflight_batching_stats is not None]
         self._count("spindle_engine_context_tokens_total", sum(b.num_ctx_tokens for b in batches), engine=self.name)
+
+
+def executor_config(trtllm: Any, engine: EngineFolder, settings: ExecutorSettings) -> Any:
+    """Return how an engine's executor is to be created."""
+    mode = trtllm.CommunicationMode.ORCHESTRATOR if settings.orchestrated else trtllm.CommunicationMode.LEADER
+    orchestrator = trtllm.OrchestratorConfig(True, settings.worker) if settings.orchestrated else None
+    return trtllm.ExecutorConfig(
+        1,
+        kv_cache_config=trtllm.KvCacheConfig(enable_block_reuse=True, free_gpu_memory_fraction=settings.kv_fraction),
+        # Chunks would lose drafts past the token budget, and leave unfinished blocks to be found where a text is cancelled.
+        enable_chunked_context=False,
+        max_batch_size=engine.max_batch_size,
+        parallel_config=trtllm.ParallelConfig(communication_mode=mode, device_ids=list(settings.gpus), orchestrator_config=orchestrator),
+        gather_generation_logits=True,
+    )
 
 
 def _uncounted(name: str, amount: float = 1, **labels: str) -> None:

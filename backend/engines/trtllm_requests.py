@@ -56,7 +56,8 @@ class Requests:
         self._outputs = {wants: self._output(wants) for wants in (False, True)}
         keep, config = timedelta(seconds=RETENTION_S), trtllm.KvCacheRetentionConfig
         prompt = config.TokenRangeRetentionConfig(0, None, RETENTION_PRIORITY, keep)
-        self._retention = config([prompt], RETENTION_PRIORITY, keep)
+        # All five: without the directory its default, None, is passed, which a std::string does not take.
+        self._retention = config([prompt], RETENTION_PRIORITY, keep, trtllm.KvCacheTransferMode.DRAM, "")
 
     def _output(self, wants_logits: bool) -> Any:
         return self._trtllm.OutputConfig(exclude_input_from_output=True, return_perf_metrics=True, return_generation_logits=wants_logits)
@@ -77,9 +78,9 @@ class Requests:
             sequence.tokens[: turn.end],
             length,
             streaming=turn.streamed and not wants_logits,
-            sampling_config=_sampling(self._trtllm, sampling, left, seed),
+            sampling_config=_sampling(self._trtllm, sampling, seed),
             output_config=self._outputs[wants_logits],
-            end_id=sampling.end_ids[0] if len(sampling.end_ids) == 1 else None,
+            end_id=None,  # there would be no row of logits for it: texts are cut behind their end here
             bad_words=_banned(sampling, left) or None,
             embedding_bias=_bias(sampling, engine.vocab_size) if sampling.bias else None,
             external_draft_tokens_config=self._trtllm.ExternalDraftTokensConfig(proposed, logits) if proposed else None,
@@ -92,12 +93,12 @@ class Requests:
         return Ask(turn, request, proposed, min(seen, turn.end - 1) // engine.tokens_per_block, 4 * rows * engine.padded_vocab_size, cut)
 
 
-def completion(asked: Ask, output: list[int], ended: bool, generation_logits: Any, vocab_size: int) -> Completion:
-    """Read an answer: what was accepted is the beginning of the output that was proposed (a rejected token is never drawn again)."""
+def completion(asked: Ask, output: list[int], generation_logits: Any, vocab_size: int) -> Completion:
+    """Read an answer up to its first end token: what was accepted is its beginning as far as it was proposed (a rejected token is never
+    drawn again).
+    """
     turn, sampling = asked.turn, asked.turn.sequence.sampling
-    tokens = list(output)
-    if ended and tokens[-1:] != [asked.request.end_id]:
-        tokens.append(int(asked.request.end_id))  # the decoder keeps the end token to itself
+    tokens = output[: next((i + 1 for i, token in enumerate(output) if token in sampling.end_ids), len(output))]
     if not tokens:
         raise TurnError(f"the executor returned no token for sequence {turn.sequence.id}")
     accepted = next(
@@ -117,17 +118,17 @@ def completion(asked: Ask, output: list[int], ended: bool, generation_logits: An
 def _cut(turn: Turn, left: int) -> tuple[list[int], int, bool]:
     """Return what is proposed, the most tokens of the turn, and whether it was cut.
 
-    The executor forbids one end token by itself for the ``left`` tokens that may not end; of several all are forbidden, for a whole turn.
+    End tokens are forbidden for whole turns: one with places on both sides of the ``left`` tokens that may not end stops between them.
     """
     proposed = list(turn.proposal.tokens) if turn.proposal else []
     length = len(proposed) + 1 if proposed else turn.run
-    if len(turn.sequence.sampling.end_ids) > 1 and 0 < left < length:
+    if turn.sequence.sampling.end_ids and 0 < left < length:
         return proposed[: left - 1], left, True
     return proposed, length, False
 
 
 def _banned(sampling: SamplingParams, left: int) -> list[list[int]]:
-    ends = [[token] for token in sampling.end_ids] if left and len(sampling.end_ids) > 1 else []
+    ends = [[token] for token in sampling.end_ids] if left else []
     return [list(word) for word in sampling.bad_words] + ends
 
 
@@ -138,16 +139,14 @@ def _check(sampling: SamplingParams) -> None:
         raise TurnError(f"top_k must be at most {TOP_K_MAX}, got {sampling.top_k}")
 
 
-def _sampling(trtllm: Any, sampling: SamplingParams, least_tokens: int, seed: int) -> Any:
-    """Name everything: with neither top_k nor top_p the decoder is greedy, without a seed its seed is 0, and without a least length it is 1
-    as soon as any request has given one, so that no turn could begin with the end token.
-    """
+def _sampling(trtllm: Any, sampling: SamplingParams, seed: int) -> Any:
+    """Name what has an unwanted default: with neither top_k nor top_p the decoder is greedy, without a seed its seed is 0."""
     law = {"top_k": 1} if sampling.greedy else {"top_k": sampling.top_k, "top_p": sampling.top_p}
     neutral = (("repetition_penalty", 1.0), ("presence_penalty", 0.0), ("frequency_penalty", 0.0))
     options = {name: getattr(sampling, name) for name, value in neutral if getattr(sampling, name) != value}
     if sampling.temperature > 0.0:
         options["temperature"] = sampling.temperature
-    return trtllm.SamplingConfig(1, seed=seed, min_tokens=least_tokens, **law, **options)
+    return trtllm.SamplingConfig(1, seed=seed, **law, **options)
 
 
 def _seed(seed: int, position: int, attempt: int, purpose: str) -> int:

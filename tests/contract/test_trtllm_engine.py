@@ -192,14 +192,47 @@ def test_iterations_of_the_executor_are_counted(tmp_path):
     assert rig.counts["spindle_engine_context_tokens_total", "target"] == 9
 
 
-def test_several_end_tokens_are_forbidden_for_whole_turns(tmp_path):
-    """The executor knows one end token; of several a turn is cut where they become allowed."""
+@pytest.mark.parametrize("ends", [(5,), (5, 6)])
+def test_end_tokens_are_forbidden_for_whole_turns(tmp_path, ends):
+    """The executor is told of no end; a turn is cut where they become allowed."""
     rig = Rig(tmp_path)
-    ends = SamplingParams(min_tokens=3, end_ids=(5, 6))
-    (done,) = rig.run(verify(sequence([1, 2, 3, 4], ends, prompt_tokens=3), [7, 8, 9]))
+    sampling = SamplingParams(min_tokens=3, end_ids=ends)
+    (done,) = rig.run(verify(sequence([1, 2, 3, 4], sampling, prompt_tokens=3), [7, 8, 9]))
     assert (len(done.tokens), done.accepted) == (1, 0)
     assert rig.counts["spindle_fallback_total", "turn_cut_at_min_tokens"] == 1
-    assert rig.executor.requests[-1].bad_words == [[5], [6]]
+    assert rig.executor.requests[-1].bad_words == [[end] for end in ends]
+
+
+@pytest.mark.parametrize("turn", [lambda seq: verify(seq, [3, 4, 5, 6]), lambda seq: Turn(seq, 2, run=4)], ids=["verified", "run"])
+def test_a_text_ends_behind_its_end_token_which_has_its_log_probability(tmp_path, turn):
+    """The executor returns no row of logits for an end that it is told of, so it is told of none."""
+    rig = Rig(tmp_path)
+    (done,) = rig.run(turn(sequence([1, 2], SamplingParams(log_probs=True, end_ids=(4,)))))
+    assert (done.error, done.tokens, len(done.log_probs)) == (None, [3, 4], 2)
+    assert done.accepted == (2 if rig.executor.requests[0].external_draft_tokens_config else 0)
+    assert rig.executor.requests[0].end_id is None
+
+
+def test_texts_beyond_the_token_budget_wait_and_lose_no_draft(tmp_path):
+    """A context counts whole though all of it is found. In chunks, drafts would be discarded and a cancelled text left unfinished."""
+    rig = Rig(tmp_path, max_num_tokens=64)
+    texts = [sequence([n, *range(20)], number=n) for n in range(1, 9)]
+    for _ in range(3):
+        for done in rig.run(*(verify(seq, [(seq.tokens[-1] + i) % VOCAB for i in (1, 2, 3)]) for seq in texts)):
+            assert (done.error, done.accepted) == (None, 3)
+            texts[done.sequence_id - 1].tokens += done.tokens
+    assert (rig.executor.discarded, rig.executor.chunks) == (0, 0)
+    assert rig.executor.iterations > 3
+
+
+def test_what_raises_while_a_request_is_made_is_that_turns_error(tmp_path):
+    """The constructors of C++ raise RuntimeError, those of nanobind TypeError; neither says anything of the executor."""
+    rig = Rig(tmp_path)
+    wrong = sequence([1, -(2**40)], number=1), sequence([1], SamplingParams(1.0, repetition_penalty=-1.0), number=2)
+    done = {c.sequence_id: c for c in rig.run(*(Turn(seq, len(seq.tokens)) for seq in wrong), Turn(sequence([1], number=3), 1))}
+    assert "input_token_ids must be list[int32]" in done[1].error
+    assert "repetition_penalty -1.0" in done[2].error
+    assert done[3].tokens == [2]
 
 
 # -- engine folders and memory
@@ -218,6 +251,8 @@ def test_engines_that_cannot_serve_are_refused_with_the_command_that_builds_them
         check_target(folder("plain"), 4)
     with pytest.raises(ConfigError, match="without --use_paged_context_fmha enable"):
         check_draft(folder("old", paged_context_fmha=False), target)
+    with pytest.raises(ConfigError, match=r"its logits are float16.*--logits_dtype float32"):
+        check_target(folder("half", max_draft_len=4, logits_dtype="float16"), 4)
     with pytest.raises(ConfigError, match="built as a target"):
         check_draft(target, target)
     with pytest.raises(ConfigError, match=f"vocabulary of 9 tokens, its target .* {VOCAB}"):
@@ -240,6 +275,7 @@ def test_the_longest_text_leaves_room_for_what_the_executor_would_silently_short
     engine = read_engine_folder(engine_folder(tmp_path, vocab_size=VOCAB, max_draft_len=4, max_seq_len=100))
     assert engine.max_context_tokens == 92
     assert replace(engine, max_input_len=50).max_context_tokens == 46
+    assert replace(engine, max_num_tokens=40).max_context_tokens == 36  # one without chunks runs a text at once
 
 
 def test_every_engine_gets_room_for_the_same_tokens_whatever_is_created_first():
