@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from backend.config import ConfigError, EngineConfig, ServingConfig
-from backend.engine_folder import EngineFolder, check_draft, check_target, read_engine_folder
+from backend.engine_folder import EngineFolder, check_draft, check_target, read_engine_folder, token_budget
 from backend.manifest import check_vocabulary
 from backend.ports import BLOCK_TOKENS
 from policy.latency import LatencyTable
@@ -48,6 +48,13 @@ def check_engines(config: ServingConfig, path: Callable[[EngineConfig], Path]) -
             f"limits.max_active_requests must be at most the target's max_batch_size {target.max_batch_size}, "
             f"got {limits.max_active_requests}"
         )
+    need = token_budget(1, limits.max_context_tokens, config.policy.k_max)
+    for folder in folders.values():
+        if folder.max_num_tokens < need:
+            raise ConfigError(
+                f"limits.max_context_tokens {limits.max_context_tokens} with policy.k_max {config.policy.k_max} needs engines with a "
+                f"max_num_tokens of at least {need}, got {folder.max_num_tokens} in {folder.folder}"
+            )
     if limits.prefill_chunk_tokens < limits.max_context_tokens:
         raise ConfigError(
             f"limits.prefill_chunk_tokens must be at least max_context_tokens {limits.max_context_tokens} with the engine "
@@ -92,7 +99,10 @@ def _kv_plan(engines: tuple[EngineConfig, ...], folders: tuple[EngineFolder, ...
     from backend.engines.trtllm_memory import EngineMemory, plan_kv
 
     free = {gpu: int(torch.cuda.mem_get_info(gpu)[0]) for engine in engines for gpu in engine.gpus}
-    memory = [EngineMemory(e.name, e.gpus, f.weight_bytes, f.kv_bytes_per_token) for e, f in zip(engines, folders, strict=True)]
+    memory = [
+        EngineMemory(engine.name, engine.gpus, folder.weight_bytes + folder.ranks * folder.activation_bytes, folder.kv_bytes_per_token)
+        for engine, folder in zip(engines, folders, strict=True)
+    ]
     return plan_kv(memory, free, min(engine.kv_share for engine in engines))
 
 

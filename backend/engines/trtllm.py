@@ -19,7 +19,7 @@ from typing import Any
 
 from backend.engine_folder import EngineFolder
 from backend.engines.trtllm_requests import Ask, Requests, TurnError, completion
-from backend.ports import Completion, EngineLimits, Sequence, Turn
+from backend.ports import BLOCK_TOKENS, Completion, EngineLimits, Sequence, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,9 @@ GRACE_S = 5.0
 """How long the executor may take to answer a request that it was told to cancel or whose time is up."""
 
 STATS_INTERVAL_S = 0.25
+
+ITERATIONS_IN_FLIGHT = 2
+"""The text in flight is at most what so many iterations take. Chosen with ``tests.bench.bench_token_budget``."""
 
 
 class EngineDiedError(RuntimeError):
@@ -59,7 +62,13 @@ class _Flight:
 
 
 class TrtllmEngine:
-    """One Executor. ``count(name, amount, **labels)`` gets the metrics, ``limits.max_draft_tokens`` is the engine's ``max_draft_len``.
+    """One Executor, with room for ``kv_blocks`` of KV (None: enough).
+
+    Its iterations have a budget, against which all texts in flight count whole, though most of each is found in the KV cache: past it
+    turns wait for each other. So ``limits.kv_blocks`` are never more than two iterations take, and the ledger holds back who would be
+    too many: while one half is verified, the other is drafted for.
+
+    ``count(name, amount, **labels)`` gets the metrics, ``limits.max_draft_tokens`` is the engine's ``max_draft_len``.
 
     Prompts are not run in chunks: a prefill chunk without tokens to run completes at once and costs nothing; the turn that ends the prompt
     runs all of it.
@@ -72,7 +81,7 @@ class TrtllmEngine:
         settings: ExecutorSettings,
         *,
         max_context_tokens: int,
-        kv_blocks: int = 0,
+        kv_blocks: int | None = None,
         bindings: Any = None,
         count: Callable[..., None] | None = None,
         clock: Callable[[], float] = monotonic,
@@ -80,7 +89,9 @@ class TrtllmEngine:
         self.name = name
         most = engine.max_draft_len if engine.verifies_drafts else engine.max_seq_len
         context = min(max_context_tokens, engine.max_context_tokens)
-        self.limits = EngineLimits(engine.vocab_size, context, most, engine.max_seq_len, kv_blocks, asynchronous=True)
+        budget_blocks = ITERATIONS_IN_FLIGHT * engine.max_num_tokens // BLOCK_TOKENS
+        blocks = budget_blocks if kv_blocks is None else min(kv_blocks, budget_blocks)
+        self.limits = EngineLimits(engine.vocab_size, context, most, engine.max_seq_len, blocks, asynchronous=True)
         self._engine, self._settings, self._count, self._clock = engine, settings, count or _uncounted, clock
         self._trtllm = bindings or load_bindings()
         self._requests = Requests(self._trtllm, engine, settings.turn_timeout_s, name)

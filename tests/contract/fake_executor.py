@@ -240,7 +240,7 @@ class Executor:
         while not any(at_s <= self._clock.now_s for at_s, _ in self._ready):
             next_s = self._ready[0][0] if self._ready else self._next_s()
             if next_s > deadline_s or next_s == math.inf:
-                if self._behaviour.clock and (self._queue or self._active):
+                if self._behaviour.clock and (self._queue or self._active or self._ready):
                     self._clock.now_s = deadline_s
                 return False
             self._clock.now_s = max(self._clock.now_s, next_s)
