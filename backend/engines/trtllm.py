@@ -8,7 +8,6 @@ verify (which ends the request) or tokens to run. Turns complete in any order. W
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
@@ -18,6 +17,7 @@ from time import monotonic
 from typing import Any
 
 from backend.engine_folder import EngineFolder
+from backend.engines.seen import Seen
 from backend.engines.trtllm_requests import Ask, Requests, TurnError, completion
 from backend.ports import BLOCK_TOKENS, Completion, EngineLimits, Sequence, Turn
 
@@ -40,8 +40,8 @@ class EngineDiedError(RuntimeError):
 class ExecutorSettings:
     """How an executor is created. ``gpus`` are device ids, one a rank; ``orchestrated`` runs the ranks in processes of their own (MPI).
 
-    ``kv_fraction`` is of the memory that is free when it is created (``backend.engines.trtllm_memory``). ``restarts``: a dead executor is
-    created anew, in the background (drafts); a target's death ends the process, which is started anew with everything in it.
+    ``kv_fraction`` is of the memory that is free when it is created (``backend.engines.trtllm_memory``). An executor's death ends its
+    process: a target's that of the loop, which is started anew with everything in it, a draft's its own (``backend.engines.apart``).
     """
 
     gpus: tuple[int, ...] = (0,)
@@ -49,7 +49,6 @@ class ExecutorSettings:
     orchestrated: bool = False
     worker: str = ""
     turn_timeout_s: float = 30.0
-    restarts: bool = False
 
 
 @dataclass(slots=True)
@@ -99,9 +98,8 @@ class TrtllmEngine:
         self._waiting: deque[Turn] = deque()
         self._flights: dict[int, _Flight] = {}  # by the executor's request id
         self._done: list[Completion] = []
-        self._ran: dict[int, tuple[int, list[int]]] = {}  # sequence id -> (text run, tokens run beyond it)
+        self._seen = Seen()
         self._stats_s = clock()
-        self._starting: threading.Thread | None = None
         self._executor: Any = self._create()
 
     # -- the port
@@ -110,7 +108,7 @@ class TrtllmEngine:
         """Queue turns. Raises EngineDiedError."""
         for turn in turns:
             if turn.run == 0 and turn.proposal is None:
-                self._ran[turn.sequence.id] = (turn.end, [])
+                self._seen.ran(turn.sequence.id, turn.end, [])
                 self._done.append(Completion(turn.sequence.id, []))
             else:
                 self._waiting.append(turn)
@@ -142,27 +140,20 @@ class TrtllmEngine:
                 self._executor.cancel_request(request_id)
             except Exception:
                 logger.exception("%s: request %d could not be cancelled", self.name, request_id)
-        for sequence_id in gone:
-            self._ran.pop(sequence_id, None)
+        self._seen.forget(gone)
 
     def unseen(self, sequence: Sequence) -> int:
         """Return the committed tokens that were not run in the last turn; the executor may recompute a part of a block besides."""
-        seen, beyond = self._ran.get(sequence.id, (0, []))
-        if sequence.tokens[seen : seen + len(beyond)] == beyond:  # as nearly always
-            return len(sequence.tokens) - seen - len(beyond)
-        matching = next((i for i, token in enumerate(beyond) if sequence.tokens[seen + i : seen + i + 1] != [token]), len(beyond))
-        return len(sequence.tokens) - seen - matching
+        return self._seen.unseen(sequence)
 
     def available(self, sequence: Sequence, length: int) -> int:
-        """Return how many tokens could be proposed now: none while the executor is being created anew."""
+        """Return how many tokens could be proposed now: none of a dead executor."""
         if self._executor is None:
             return 0
         return max(0, min(length, self.limits.max_draft_tokens, self.limits.max_context_tokens - len(sequence.tokens)))
 
     def close(self) -> None:
         """End the executor and its ranks."""
-        if self._starting is not None:
-            self._starting.join()
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.shutdown()
@@ -177,32 +168,17 @@ class TrtllmEngine:
         """Do some work with the executor; whatever it raises is its death, which voids all turns."""
         try:
             if self._executor is None:
-                raise EngineDiedError(f"{self.name} is being created anew")
+                raise EngineDiedError(f"{self.name} has died before")
             work(*arguments)
         except Exception as error:
             self._flights.clear()
             self._waiting.clear()
             self._done.clear()
-            self._ran.clear()
+            self._seen.clear()
             if self._executor is not None:
-                self._bury()
+                self._executor = None
+                self._count("spindle_engine_deaths_total", engine=self.name)
             raise EngineDiedError(f"the executor of {self.name} failed: {error}") from error
-
-    def _bury(self) -> None:
-        """Let go of the executor; where it is to come back, create another beside the loop."""
-        executor, self._executor = self._executor, None
-        self._count("spindle_engine_deaths_total", engine=self.name)
-
-        def replace() -> None:
-            try:
-                executor.shutdown()
-                if self._settings.restarts:
-                    self._executor = self._create()
-            except Exception:
-                logger.exception("%s could not be created anew; it stays out", self.name)
-
-        self._starting = threading.Thread(target=replace, name=f"create {self.name}", daemon=True)
-        self._starting.start()
 
     def _enqueue(self) -> None:
         """Hand over what waits, all at once: one by one the executor would begin an iteration with the first alone.
@@ -272,13 +248,15 @@ class TrtllmEngine:
             self._end(request_id, error=str(error))
             return
         del self._flights[request_id]
-        self._ran[done.sequence_id] = (asked.turn.end, done.tokens[:-1])
+        self._requests.over(asked)
+        self._seen.ran(done.sequence_id, asked.turn.end, done.tokens[:-1])
         self._done.append(replace(done, tokens=done.tokens[flight.told :]) if flight.told else done)
         self._account(asked, result.request_perf_metrics)
 
     def _end(self, request_id: int, error: str) -> None:
-        sequence = self._flights.pop(request_id).asked.turn.sequence
-        self._done.append(Completion(sequence.id, [], error=f"{self.name}: {error}"))
+        asked = self._flights.pop(request_id).asked
+        self._requests.over(asked)
+        self._done.append(Completion(asked.turn.sequence.id, [], error=f"{self.name}: {error}"))
 
     def _time_out(self) -> None:
         """Cancel what takes too long; an executor that does not even answer that is dead."""
@@ -333,7 +311,7 @@ def executor_config(trtllm: Any, engine: EngineFolder, settings: ExecutorSetting
         enable_chunked_context=False,
         max_batch_size=engine.max_batch_size,
         parallel_config=trtllm.ParallelConfig(communication_mode=mode, device_ids=list(settings.gpus), orchestrator_config=orchestrator),
-        gather_generation_logits=True,
+        gather_generation_logits=engine.verifies_drafts,  # for log-probabilities
     )
 
 
