@@ -20,10 +20,12 @@ DRAFT_TOKENS_EXTERNAL = 2
 
 @dataclass(frozen=True, slots=True)
 class EngineFolder:
-    """The limits of one engine, in tokens, requests and ranks. Every turn sends the whole text as a prompt: ``max_input_len`` bounds it.
+    """The limits of one engine, in tokens, requests and ranks. Every turn sends the whole text as a
+    prompt: ``max_input_len`` bounds it.
 
-    ``max_num_tokens`` is what an iteration takes, and every text in it counts whole: it bounds all texts in flight together.
-    ``activation_bytes`` are an estimate of what activations take on each GPU, which ``max_num_tokens`` decides.
+    ``max_num_tokens`` is what an iteration takes, and every text in it counts whole: it bounds all
+    texts in flight together. ``activation_bytes`` are an estimate of what activations take on each
+    GPU, which ``max_num_tokens`` decides.
     """
 
     folder: Path
@@ -62,8 +64,9 @@ class EngineFolder:
     def max_context_tokens(self) -> int:
         """The longest text that every turn of it can be enqueued.
 
-        The executor silently shortens what does not fit: the prompt with its draft in ``max_input_len``; prompt, ``max_tokens`` (up to
-        draft + 1) and draft in ``max_seq_len``. A prompt with its draft has to fit one iteration as well, for it is not run in chunks.
+        The executor silently shortens what does not fit: the prompt with its draft in
+        ``max_input_len``; prompt, ``max_tokens`` (up to draft + 1) and draft in ``max_seq_len``. A
+        prompt with its draft has to fit one iteration as well, for it is not run in chunks.
         """
         return min(min(self.max_input_len, self.max_num_tokens) - self.max_draft_len, self.max_seq_len - 2 * self.max_draft_len)
 
@@ -123,7 +126,8 @@ def _kv_bytes(pretrained: dict[str, Any]) -> int:
 
 
 def _activation_bytes(pretrained: dict[str, Any]) -> int:
-    """Return about the bytes of activations of one token on a rank: four rows of the hidden size and both halves of a gated MLP.
+    """Return about the bytes of activations of one token on a rank: four rows of the hidden size
+    and both halves of a gated MLP.
 
     Not measured: TensorRT plans this memory when it builds, and says how much it is in its log.
     """
@@ -133,8 +137,9 @@ def _activation_bytes(pretrained: dict[str, Any]) -> int:
 
 
 def token_budget(max_batch_size: int, max_context_tokens: int, max_draft_len: int, text_tokens: int = 0) -> int:
-    """Return ``max_num_tokens`` for an engine: ``text_tokens`` of text (0: a whole batch's, at most ``TEXT_TOKENS``), at least the longest
-    text with its draft, in blocks as the ledger counts them.
+    """Return ``max_num_tokens`` for an engine: ``text_tokens`` of text (0: a whole batch's, at
+    most ``TEXT_TOKENS``), at least the longest text with its draft, in blocks as the ledger
+    counts them.
     """
     longest = -(-(max_context_tokens + max_draft_len + 1) // BLOCK_TOKENS) * BLOCK_TOKENS
     return max(longest, text_tokens or min(max_batch_size * longest, TEXT_TOKENS), max_batch_size * (max_draft_len + 1))

@@ -67,7 +67,9 @@ def check_engines(config: ServingConfig, path: Callable[[EngineConfig], Path]) -
 def make_trtllm(
     engine: EngineConfig, config: ServingConfig, path: Callable[[EngineConfig], Path], count: Callable[..., None] | None
 ) -> Engine:
-    """Create an engine's executor, with its part of the memory: a draft's in a process of its own. Raises ConfigError."""
+    """Create an engine's executor, with its part of the memory: a draft's in a process of its
+    own. Raises ConfigError.
+    """
     from backend.engines.trtllm import GRACE_S, ExecutorSettings
 
     folders = check_engines(config, path)

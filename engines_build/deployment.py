@@ -36,12 +36,13 @@ class EngineBuild:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A target and its drafts, and the limits that all of them are built for. ``examples`` is the examples folder of TensorRT-LLM 1.2.1.
+    """A target and its drafts, and the limits that all of them are built for. ``examples`` is the
+    examples folder of TensorRT-LLM 1.2.1.
 
-    ``max_draft_len`` is baked into the target and bounds ``policy.k_max``. ``max_text_tokens`` is how
-    many tokens the texts in one iteration may have together (0: those of a full batch, at most 65,536);
-    twice that may be in flight; activations take memory by it. ``sampling_logits`` builds engines that return logits, which
-    requests that sample or want log-probabilities need.
+    ``max_draft_len`` is baked into the target and bounds ``policy.k_max``. ``max_text_tokens`` is
+    how many tokens the texts in one iteration may have together (0: those of a full batch, at most
+    65,536); twice that may be in flight; activations take memory by it. ``sampling_logits`` builds
+    engines that return logits, which requests that want log-probabilities need.
     """
 
     output: str = ""

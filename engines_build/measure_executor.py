@@ -89,10 +89,12 @@ def _turn_s(rig: Rig, budget_s: float, rng: random.Random, most: int) -> float:
 
 
 def past_budget(rig: Rig, max_num_tokens: int, rows: int, most_tokens: int) -> dict[str, list[float]] | None:
-    """Time a verification of half of ``rows`` texts that fill an iteration's budget, and one of all of them, which is past it.
+    """Time a verification of half of ``rows`` texts that fill an iteration's budget, and one of all
+    of them, which is past it.
 
-    Past it texts wait for the next iteration, and the loop reads times iteration by iteration: the table has no such cell, which a line
-    through the others could not follow. None where all texts of ``most_tokens`` fit together.
+    Past it texts wait for the next iteration, and the loop reads times iteration by iteration: the
+    table has no such cell, which a line through the others could not follow. None where all texts
+    of ``most_tokens`` fit together.
     """
     text = max_num_tokens // max(1, rows // 2)
     if rows < 2 or text > most_tokens:

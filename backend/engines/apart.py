@@ -1,8 +1,8 @@
 """A draft in a process of its own, so that building it anew never stalls the loop.
 
-TensorRT-LLM's executor keeps the interpreter's lock while it is built, for tens of seconds: in a thread
-of the loop's process everything would wait for it. The child has the engine and asks it; turns and
-completions cross a pipe, of a text only what is new.
+TensorRT-LLM's executor keeps the interpreter's lock while it is built, for tens of seconds: in a
+thread of the loop's process everything would wait for it. The child has the engine and asks it;
+turns and completions cross a pipe, of a text only what is new.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class DraftDiedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class _Ask:
-    """A turn as it crosses the pipe: ``tokens`` are the text's from ``start`` on, ``first`` describes a sequence that is new there."""
+    """A turn as it crosses the pipe: ``tokens`` are the text's from ``start`` on, ``first``
+    describes a sequence that is new there.
+    """
 
     number: int
     start: int
@@ -55,7 +57,9 @@ class _Ask:
 
 @dataclass(slots=True)
 class _Known:
-    """A sequence in the child, under a ``number`` that no other has had: answers of one that was cancelled are told by it."""
+    """A sequence in the child, under a ``number`` that no other has had: answers of one that was
+    cancelled are told by it.
+    """
 
     number: int
     told: int = 0  # tokens
@@ -69,10 +73,12 @@ class _Child:
 
 
 class EngineApart:
-    """An engine that is made and asked in a child process: ``make(count)`` is called there, and again after each death.
+    """An engine that is made and asked in a child process: ``make(count)`` is called there, and
+    again after each death.
 
-    ``make`` has to be picklable. The constructor waits for the engine, so that engines are made one after the other; raises
-    DraftDiedError where it cannot be made. ``answer_within_s``: a child that is silent for so long with turns in flight is dead.
+    ``make`` has to be picklable. The constructor waits for the engine, so that engines are made one
+    after the other; raises DraftDiedError where it cannot be made. ``answer_within_s``: a child
+    that is silent for so long with turns in flight is dead.
     """
 
     limits: EngineLimits
@@ -142,7 +148,9 @@ class EngineApart:
         return self._seen.unseen(sequence)
 
     def available(self, sequence: Sequence, length: int) -> int:
-        """Return how many tokens could be proposed now: none while the engine is being created anew."""
+        """Return how many tokens could be proposed now: none while the engine is being created
+        anew.
+        """
         if not self._is_ready():
             return 0
         return max(0, min(length, self.limits.max_draft_tokens, self.limits.max_context_tokens - len(sequence.tokens)))
@@ -255,7 +263,9 @@ class EngineApart:
 
 
 def serve(pipe: Connection, make: Callable[[Count], Engine], name: str) -> None:
-    """Make an engine and ask it what comes through the pipe, until that is closed (the child's only function)."""
+    """Make an engine and ask it what comes through the pipe, until that is closed (the child's
+    only function).
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches the whole group; the parent decides
     set_up_logging(name, LogConfig())
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -8,7 +8,9 @@ from backend.ports import Sequence
 
 
 class Seen:
-    """By sequence: a text that was run, and tokens beyond it that were run too, of which some may have been rejected."""
+    """By sequence: a text that was run, and tokens beyond it that were run too, of which some
+    may have been rejected.
+    """
 
     def __init__(self) -> None:
         self._ran: dict[int, tuple[int, list[int]]] = {}

@@ -29,7 +29,9 @@ GRACE_S = 5.0
 STATS_INTERVAL_S = 0.25
 
 ITERATIONS_IN_FLIGHT = 2
-"""The text in flight is at most what so many iterations take. Chosen with ``tests.bench.bench_token_budget``."""
+"""The text in flight is at most what so many iterations take. Chosen with
+``tests.bench.bench_token_budget``.
+"""
 
 
 class EngineDiedError(RuntimeError):
@@ -38,10 +40,13 @@ class EngineDiedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ExecutorSettings:
-    """How an executor is created. ``gpus`` are device ids, one a rank; ``orchestrated`` runs the ranks in processes of their own (MPI).
+    """How an executor is created. ``gpus`` are device ids, one a rank; ``orchestrated`` runs the
+    ranks in processes of their own (MPI).
 
-    ``kv_fraction`` is of the memory that is free when it is created (``backend.engines.trtllm_memory``). An executor's death ends its
-    process: a target's that of the loop, which is started anew with everything in it, a draft's its own (``backend.engines.apart``).
+    ``kv_fraction`` is of the memory that is free when it is created
+    (``backend.engines.trtllm_memory``). An executor's death ends its process: a target's that of
+    the loop, which is started anew with everything in it, a draft's its own
+    (``backend.engines.apart``).
     """
 
     gpus: tuple[int, ...] = (0,)
@@ -63,14 +68,16 @@ class _Flight:
 class TrtllmEngine:
     """One Executor, with room for ``kv_blocks`` of KV (None: enough).
 
-    Its iterations have a budget, against which all texts in flight count whole, though most of each is found in the KV cache: past it
-    turns wait for each other. So ``limits.kv_blocks`` are never more than two iterations take, and the ledger holds back who would be
-    too many: while one half is verified, the other is drafted for.
+    Its iterations have a budget, against which all texts in flight count whole, though most of each
+    is found in the KV cache: past it turns wait for each other. So ``limits.kv_blocks`` are never
+    more than two iterations take, and the ledger holds back who would be too many: while one half
+    is verified, the other is drafted for.
 
-    ``count(name, amount, **labels)`` gets the metrics, ``limits.max_draft_tokens`` is the engine's ``max_draft_len``.
+    ``count(name, amount, **labels)`` gets the metrics, ``limits.max_draft_tokens`` is the engine's
+    ``max_draft_len``.
 
-    Prompts are not run in chunks: a prefill chunk without tokens to run completes at once and costs nothing; the turn that ends the prompt
-    runs all of it.
+    Prompts are not run in chunks: a prefill chunk without tokens to run completes at once and costs
+    nothing; the turn that ends the prompt runs all of it.
     """
 
     def __init__(

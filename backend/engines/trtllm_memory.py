@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from backend.config import ConfigError
 
 RESERVE_BYTES = 2 << 30
-"""Kept free on each GPU for the decoder's buffers and CUDA itself, per engine. An estimate: not measured."""
+"""Kept free on each GPU for the decoder's buffers and CUDA itself, per engine. An estimate: not
+measured.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """One engine in the order of creation: its ``gpus``; its weights and activations, and bytes of KV a token, over all of them."""
+    """One engine in the order of creation: its ``gpus``; its weights and activations, and bytes
+    of KV a token, over all of them.
+    """
 
     name: str
     gpus: Sequence[int]
@@ -32,9 +36,9 @@ class KVPlan:
 def plan_kv(engines: Sequence[EngineMemory], free_bytes: Mapping[int, int], kv_share: float) -> KVPlan:
     """Divide the memory of the GPUs among engines that are created in this order.
 
-    The executor takes its fraction of what is free *then*, after its own weights and activations. All engines
-    get room for the same number of tokens, as many as the tightest GPU allows; ``kv_share`` of the room is
-    used. Raises ConfigError where those alone do not fit.
+    The executor takes its fraction of what is free *then*, after its own weights and activations.
+    All engines get room for the same number of tokens, as many as the tightest GPU allows;
+    ``kv_share`` of the room is used. Raises ConfigError where those alone do not fit.
     """
     tokens = min(_tokens(engines, gpu, free_bytes[gpu]) for gpu in {gpu for engine in engines for gpu in engine.gpus}) * kv_share
     fractions = {}

@@ -67,8 +67,9 @@ class Requests:
     def ask(self, turn: Turn, seen: int) -> Ask:
         """Make the request of a turn of which ``seen`` tokens were run before. Raises TurnError.
 
-        A draft (``keep_probs``) proposes what is likeliest, whatever the request samples: a point mass p, of which the target takes its own
-        law's share and so keeps that law. Sampling always says so with logits: without them the decoder draws twice where it rejects.
+        A draft (``keep_probs``) proposes what is likeliest, whatever the request samples: a point
+        mass p, of which the target takes its own law's share and so keeps that law. Sampling always
+        says so with logits: without them the decoder draws twice where it rejects.
         """
         sequence, sampling, engine = turn.sequence, turn.sequence.sampling, self._engine
         _check(sampling)
@@ -104,9 +105,11 @@ class Requests:
             self._free[len(asked.proposed)].append(asked.logits)
 
     def _draft_logits(self, turn: Turn, proposed: list[int]) -> torch.Tensor:
-        """Return logits [k, width] whose softmax is the law that the proposal was drawn from: that of a point mass where there is none.
+        """Return logits [k, width] whose softmax is the law that the proposal was drawn from: that
+        of a point mass where there is none.
 
-        Filling a row of 128,000 takes longer than making the request, so point masses are kept and used again once their request is over.
+        Filling a row of 128,000 takes longer than making the request, so point masses are kept and
+        used again once their request is over.
         """
         width, law = self._engine.padded_vocab_size, turn.proposal.probs if turn.proposal else None
         if law is None:
@@ -122,8 +125,8 @@ class Requests:
 
 
 def completion(asked: Ask, output: list[int], generation_logits: Any, vocab_size: int) -> Completion:
-    """Read an answer up to its first end token: what was accepted is its beginning as far as it was proposed (a rejected token is never
-    drawn again).
+    """Read an answer up to its first end token: what was accepted is its beginning as far as it
+    was proposed (a rejected token is never drawn again).
     """
     turn, sampling = asked.turn, asked.turn.sequence.sampling
     tokens = output[: next((i + 1 for i, token in enumerate(output) if token in sampling.end_ids), len(output))]
@@ -143,7 +146,8 @@ def completion(asked: Ask, output: list[int], generation_logits: Any, vocab_size
 def _cut(turn: Turn, left: int) -> tuple[list[int], int, bool]:
     """Return what is proposed, the most tokens of the turn, and whether it was cut.
 
-    End tokens are forbidden for whole turns: one with places on both sides of the ``left`` tokens that may not end stops between them.
+    End tokens are forbidden for whole turns: one with places on both sides of the ``left`` tokens
+    that may not end stops between them.
     """
     proposed = list(turn.proposal.tokens) if turn.proposal else []
     length = len(proposed) + 1 if proposed else turn.run
@@ -165,7 +169,9 @@ def _check(sampling: SamplingParams) -> None:
 
 
 def _sampling(trtllm: Any, sampling: SamplingParams, greedy: bool, seed: int) -> Any:
-    """Name what has an unwanted default: with neither top_k nor top_p the decoder is greedy, without a seed its seed is 0."""
+    """Name what has an unwanted default: with neither top_k nor top_p the decoder is greedy,
+    without a seed its seed is 0.
+    """
     law = {"top_k": 1} if greedy else {"top_k": sampling.top_k, "top_p": sampling.top_p}
     neutral = (("repetition_penalty", 1.0), ("presence_penalty", 0.0), ("frequency_penalty", 0.0))
     options = {name: getattr(sampling, name) for name, value in neutral if getattr(sampling, name) != value}

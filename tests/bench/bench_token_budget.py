@@ -1,8 +1,11 @@
-"""Tokens a second against the text in flight, at several token budgets: ``python -m tests.bench.bench_token_budget [--json FILE]``.
+"""Tokens a second against the text in flight, at several token budgets: ``python -m
+tests.bench.bench_token_budget [--json FILE]``.
 
-The loop, the planner and the adapter over fake executors in virtual time (``tests.contract.executor_time``): an 8B target and a
-1B draft that agrees in 0.8 of all places, latencies like an H200's; nothing ran on a GPU. Every text has ``--text`` tokens when its
-decoding begins. ``chunks`` is how the adapter was: 8,192 tokens an iteration, chunked context, every request admitted at once.
+The loop, the planner and the adapter over fake executors in virtual time
+(``tests.contract.executor_time``): an 8B target and a 1B draft that agrees in 0.8 of all places,
+latencies like an H200's; nothing ran on a GPU. Every text has ``--text`` tokens when its decoding
+begins. ``chunks`` is how the adapter was: 8,192 tokens an iteration, chunked context, every request
+admitted at once.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ CONTEXT_S = {"target": 32e-9, "draft": 8e-9}
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to run: the budget of an iteration (0: as derived), whether texts are cut, ``Served``'s ``capped``, and speculation."""
+    """One way to run: the budget of an iteration (0: as derived), whether texts are cut,
+    ``Served``'s ``capped``, and speculation.
+    """
 
     name: str
     max_num_tokens: int
@@ -51,7 +56,9 @@ def arms(text: int, most: int) -> list[Arm]:
 
 
 def goodput(arm: Arm, rows: int, text: int, seconds: float) -> dict[str, float]:
-    """Return tokens a second of virtual time once no prompt is left, and how many requests were active."""
+    """Return tokens a second of virtual time once no prompt is left, and how many requests were
+    active.
+    """
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         curves = {
             name: replace(curve, context_s=CONTEXT_S[name])

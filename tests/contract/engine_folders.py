@@ -21,7 +21,9 @@ def engine_folder(
     max_num_tokens: int = 0,
     logits_dtype: str = "float32",
 ) -> Path:
-    """Write and return ``parent/name``; ``max_draft_len`` above 0 makes a target; ``max_num_tokens`` 0 is enough for all texts."""
+    """Write and return ``parent/name``; ``max_draft_len`` above 0 makes a target;
+    ``max_num_tokens`` 0 is enough for all texts.
+    """
     folder = parent / name
     folder.mkdir(parents=True, exist_ok=True)
     config = {

@@ -103,8 +103,9 @@ class Served:
     def __init__(self, monkeypatch, folder: Path, policy: Policy, sequences: int, agreement: float, *, free_run_tokens: int = 1,
                  target: Behaviour | None = None, seed: int = 0, plain_share: float = 0.0, tokens: int = 0,
                  text_tokens: int = _TOKENS // 2, max_num_tokens: int = 0, chunked: bool = False, capped: float = 1.0) -> None:  # fmt: skip
-        """``tokens``: of every answer. ``text_tokens``: the longest. ``max_num_tokens``: of an iteration (0: enough). ``chunked``: what
-        does not fit is cut; ``capped``: what share of the engines' own bound on the text in flight holds (0: none).
+        """``tokens``: of every answer. ``text_tokens``: the longest. ``max_num_tokens``: of an
+        iteration (0: enough). ``chunked``: what does not fit is cut; ``capped``: what share of
+        the engines' own bound on the text in flight holds (0: none).
         """
         self._tokens, self._text_tokens, self._max_num_tokens, self._chunked = tokens, text_tokens, max_num_tokens, chunked
         self.clock = (target := target or Behaviour()).clock = Clock()

@@ -1,9 +1,12 @@
-"""A fake of ``tensorrt_llm.bindings.executor`` without model or GPU, written from the description of the API and of its C++ decoder.
+"""A fake of ``tensorrt_llm.bindings.executor`` without model or GPU, written from the description
+of the API and of its C++ decoder.
 
-``tensorrt_llm_executor_api.json`` says where that description comes from, and its signatures are bound as nanobind binds them. What differs
-from a step engine is here: requests wait in a queue, run iteration by iteration in one batch, and are answered late, out of order or in
-parts; a prompt's KV is found by blocks or is not; a request with draft tokens is over after one verification; every request is a new one,
-whose seed begins its stream of numbers anew. An iteration has a budget of tokens, against which every context counts whole, found or not.
+``tensorrt_llm_executor_api.json`` says where that description comes from, and its signatures are
+bound as nanobind binds them. What differs from a step engine is here: requests wait in a queue, run
+iteration by iteration in one batch, and are answered late, out of order or in parts; a prompt's KV
+is found by blocks or is not; a request with draft tokens is over after one verification; every
+request is a new one, whose seed begins its stream of numbers anew. An iteration has a budget of
+tokens, against which every context counts whole, found or not.
 """
 
 from __future__ import annotations
@@ -302,10 +305,12 @@ class Executor:
         self._stats.append(self._iteration_stats(stats))
 
     def _schedule(self) -> list[tuple[_Running, int]]:
-        """Return who runs now, and how much of its prompt (0: it generates): ``MicroBatchScheduler``, first come, first served.
+        """Return who runs now, and how much of its prompt (0: it generates):
+        ``MicroBatchScheduler``, first come, first served.
 
-        A context counts whole, for what is found of it is known only when it has its blocks. Without chunks who does not fit waits, and all
-        behind it. With chunks what does not fit is cut, and *then* draft tokens are discarded that would need room beyond it.
+        A context counts whole, for what is found of it is known only when it has its blocks.
+        Without chunks who does not fit waits, and all behind it. With chunks what does not fit is
+        cut, and *then* draft tokens are discarded that would need room beyond it.
         """
         scheduled: list[tuple[_Running, int]] = []
         left, contexts = self.budget, []

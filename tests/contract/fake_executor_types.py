@@ -1,4 +1,5 @@
-"""The plain values of a fake ``tensorrt_llm.bindings.executor``, made of ``tensorrt_llm_executor_api.json``.
+"""The plain values of a fake ``tensorrt_llm.bindings.executor``, made of
+``tensorrt_llm_executor_api.json``.
 
 A constructor binds its arguments by the recorded names, order, defaults and types, and raises what
 nanobind does where they do not fit, defaults included: ``std::string`` with the default none is a

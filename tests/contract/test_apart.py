@@ -1,4 +1,6 @@
-"""Drafts in processes of their own: the same proposals, and a loop that never waits for one to be made."""
+"""Drafts in processes of their own: the same proposals, and a loop that never waits for one to
+be made.
+"""
 
 import os
 import signal
@@ -55,7 +57,9 @@ def await_ready(engine, sequence):
 
 
 def test_turns_and_what_comes_of_them_are_those_of_the_engine_itself(tmp_path, apart):
-    """Texts that grow by what was right and by what was not, one that is cancelled and comes back, and an option."""
+    """Texts that grow by what was right and by what was not, one that is cancelled and comes
+    back, and an option.
+    """
     counts = []
     engines = [
         apart(partial(make, folder(tmp_path), Behaviour), count=lambda *given, **labels: counts.append(given)),
@@ -80,7 +84,9 @@ def test_turns_and_what_comes_of_them_are_those_of_the_engine_itself(tmp_path, a
 
 @pytest.mark.slow
 def test_a_draft_that_is_made_anew_does_not_stop_the_loop(tmp_path, apart):
-    """Its constructor keeps the interpreter's lock: in a thread of this process nothing else runs meanwhile."""
+    """Its constructor keeps the interpreter's lock: in a thread of this process nothing else
+    runs meanwhile.
+    """
     build_s, sequence = 1.5, Sequence(1, [1, 2], 2, SamplingParams())
 
     def longest_gap(goes_on):

@@ -1,6 +1,8 @@
-"""The fake executor: what it refuses as nanobind and the C++ sources do, and its decoder against laws worked out by hand.
+"""The fake executor: what it refuses as nanobind and the C++ sources do, and its decoder against
+laws worked out by hand.
 
-The real module is held against the same record where it can be imported (marker ``trtllm``: inside NVIDIA's container).
+The real module is held against the same record where it can be imported (marker ``trtllm``: inside
+NVIDIA's container).
 """
 
 from datetime import timedelta
@@ -225,7 +227,9 @@ def test_draft_logits_of_another_type_than_the_engines_are_refused(tmp_path):
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_past_the_token_budget_texts_wait_or_are_cut_and_their_drafts_discarded(tmp_path, chunked):
-    """Six texts of 10 tokens with drafts of 4 that are right, a budget of 48, and everything but the last block in the cache."""
+    """Six texts of 10 tokens with drafts of 4 that are right, a budget of 48, and everything but
+    the last block in the cache.
+    """
     folder = engine_folder(tmp_path, vocab_size=VOCAB, max_draft_len=4, max_num_tokens=48)
     texts = [[n, *(i % VOCAB for i in range(9))] for n in range(VOCAB)]
     output = types.OutputConfig(exclude_input_from_output=True)

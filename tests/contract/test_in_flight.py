@@ -67,7 +67,9 @@ def test_times_are_learnt_of_the_iterations_that_ran(monkeypatch, tmp_path, late
 
 
 def test_iterations_are_told_apart_where_the_text_in_flight_is_more_than_one_takes(monkeypatch, tmp_path):
-    """Who has not found room in an iteration was not in it. In chunks, as the adapter once ran, drafts would be discarded besides."""
+    """Who has not found room in an iteration was not in it. In chunks, as the adapter once ran,
+    drafts would be discarded besides.
+    """
     served = Served(monkeypatch, tmp_path, adaptive(0.8), 16, 0.8, tokens=100, max_num_tokens=512)
     served.goodput(0.5, 0.5)
     assert 2 < served.loop.counts()[0] < 16

@@ -51,7 +51,9 @@ def test_log_probabilities_are_those_of_the_text(monkeypatch):
 
 
 def test_a_copy_of_the_target_is_never_rejected(monkeypatch):
-    """Where texts are greedy, for so are its proposals. Without a least length: a turn is cut where ends are no longer forbidden."""
+    """Where texts are greedy, for so are its proposals. Without a least length: a turn is cut
+    where ends are no longer forbidden.
+    """
     serve_with_trtllm(monkeypatch)
     monkeypatch.setattr(checks, "MIXED", ALL_GREEDY)
     checks.a_copy_of_the_target_is_never_rejected()

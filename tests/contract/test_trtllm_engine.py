@@ -76,7 +76,9 @@ def test_a_turn_is_the_whole_text_with_a_draft_behind_it(tmp_path):
 
 
 def test_sampling_says_with_logits_that_a_proposal_is_a_point_mass(tmp_path):
-    """Logits of requests that are over are used again, and those in flight at once have their own."""
+    """Logits of requests that are over are used again, and those in flight at once have their
+    own.
+    """
     rig, given = Rig(tmp_path), []
     make = rig.engine._requests._draft_logits
     rig.engine._requests._draft_logits = lambda *args: given.append(make(*args)) or given[-1]
@@ -205,7 +207,9 @@ def test_end_tokens_are_forbidden_for_whole_turns(tmp_path, ends):
 
 @pytest.mark.parametrize("turn", [lambda seq: verify(seq, [3, 4, 5, 6]), lambda seq: Turn(seq, 2, run=4)], ids=["verified", "run"])
 def test_a_text_ends_behind_its_end_token_which_has_its_log_probability(tmp_path, turn):
-    """The executor returns no row of logits for an end that it is told of, so it is told of none."""
+    """The executor returns no row of logits for an end that it is told of, so it is told of
+    none.
+    """
     rig = Rig(tmp_path)
     (done,) = rig.run(turn(sequence([1, 2], SamplingParams(log_probs=True, end_ids=(4,)))))
     assert (done.error, done.tokens, len(done.log_probs)) == (None, [3, 4], 2)
@@ -214,7 +218,9 @@ def test_a_text_ends_behind_its_end_token_which_has_its_log_probability(tmp_path
 
 
 def test_texts_beyond_the_token_budget_wait_and_lose_no_draft(tmp_path):
-    """A context counts whole though all of it is found. In chunks, drafts would be discarded and a cancelled text left unfinished."""
+    """A context counts whole though all of it is found. In chunks, drafts would be discarded and
+    a cancelled text left unfinished.
+    """
     rig = Rig(tmp_path, max_num_tokens=64)
     texts = [sequence([n, *range(20)], number=n) for n in range(1, 9)]
     for _ in range(3):
@@ -226,7 +232,9 @@ def test_texts_beyond_the_token_budget_wait_and_lose_no_draft(tmp_path):
 
 
 def test_what_raises_while_a_request_is_made_is_that_turns_error(tmp_path):
-    """The constructors of C++ raise RuntimeError, those of nanobind TypeError; neither says anything of the executor."""
+    """The constructors of C++ raise RuntimeError, those of nanobind TypeError; neither says
+    anything of the executor.
+    """
     rig = Rig(tmp_path)
     wrong = sequence([1, -(2**40)], number=1), sequence([1], SamplingParams(1.0, repetition_penalty=-1.0), number=2)
     done = {c.sequence_id: c for c in rig.run(*(Turn(seq, len(seq.tokens)) for seq in wrong), Turn(sequence([1], number=3), 1))}

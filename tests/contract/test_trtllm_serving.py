@@ -3,6 +3,8 @@
 import json
 import random
 import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +15,8 @@ from backend.engine_folder import read_engine_folder
 from backend.engines import trtllm
 from backend.engines.trtllm import ExecutorSettings, TrtllmEngine
 from backend.request import GenerationRequest
-from engines_build.measure_executor import FilledEngine, measure_executors, past_budget
-from engines_build.timing import Rig
+from engines_build.measure_executor import FilledEngine, _fits, measure_executors, past_budget
+from engines_build.timing import Case, Rig
 from policy import LatencyCurve, LatencyTable
 from tests.contract import fake_executor
 from tests.contract.fake_executor import Behaviour, Clock, Executor
@@ -148,3 +150,15 @@ def test_a_verification_is_timed_past_the_token_budget_and_kept_apart(tmp_path):
     assert found["text_tokens"] == [160, 320]
     assert found["seconds"] == pytest.approx([0.01, 0.02])
     assert past_budget(rig, 160, rows=2, most_tokens=64) is None
+    config = parse_config(settings(tmp_path))
+    assert [rows for rows in range(1, 6) if _fits(Case(rows, 62), engine, config)] == [1, 2]  # three of 64 tokens are past it
+
+
+def test_activations_take_their_part_of_the_memory(tmp_path):
+    config = parse_config(settings(tmp_path))
+    engines = tuple(trtllm_deployment.trtllm_engines(config))
+    folders = tuple(read_engine_folder(Path(engine.model)) for engine in engines)
+    more = replace(folders[0], activation_bytes=folders[0].activation_bytes + (10 << 30)), *folders[1:]
+    tokens = [trtllm_deployment._kv_plan(engines, some).tokens for some in (folders, more)]
+    per_token = sum(folder.kv_bytes_per_token for folder in folders)
+    assert tokens[0] - tokens[1] == pytest.approx((10 << 30) / per_token * min(engine.kv_share for engine in engines), rel=1e-6)
