@@ -136,7 +136,9 @@ class Served:
         Executor.models[str(made)] = Model(law_, behaviour, kv_blocks=10**5)
         settings = ExecutorSettings(turn_timeout_s=1e6)
         engine = read_engine_folder(made)
-        bindings = _chunking() if self._chunked else fake_executor
+        bindings = fake_executor
+        if self._chunked:  # a text may then be longer than the budget
+            bindings, engine = _chunking(), replace(engine, max_num_tokens=10**7)
         return TrtllmEngine(name, engine, settings, max_context_tokens=self._text_tokens, bindings=bindings, clock=self.clock)
 
     def submit(self, sink: object = None, *, prompt: list[int] | None = None, tokens: int | None = None, **options) -> None:
