@@ -87,7 +87,7 @@ def test_a_draft_that_is_made_anew_does_not_stop_the_loop(tmp_path, apart):
     """Its constructor keeps the interpreter's lock: in a thread of this process nothing else
     runs meanwhile.
     """
-    build_s, sequence = 1.5, Sequence(1, [1, 2], 2, SamplingParams())
+    build_s, sequence = 3.0, Sequence(1, [1, 2], 2, SamplingParams())
 
     def longest_gap(goes_on):
         last_s, gap_s = time.monotonic(), 0.0
