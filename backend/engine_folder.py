@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from backend.config import ConfigError
+from backend.ports import BLOCK_TOKENS
+
+TEXT_TOKENS = 65_536
+"""Tokens of text that are in flight at most where an engine is built without saying how many."""
 
 DRAFT_TOKENS_EXTERNAL = 2
 """``build_config.speculative_decoding_mode`` of a target that verifies draft tokens from outside; 1 is none."""
@@ -16,7 +20,13 @@ DRAFT_TOKENS_EXTERNAL = 2
 
 @dataclass(frozen=True, slots=True)
 class EngineFolder:
-    """The limits of one engine, in tokens, requests and ranks. Every turn sends the whole text as a prompt: ``max_input_len`` bounds it."""
+    """The limits of one engine, in tokens, requests and ranks. Every turn sends the whole text as a
+    prompt: ``max_input_len`` bounds it.
+
+    ``max_num_tokens`` is what an iteration takes, and every text in it counts whole: it bounds all
+    texts in flight together. ``activation_bytes`` are an estimate of what activations take on each
+    GPU, which ``max_num_tokens`` decides.
+    """
 
     folder: Path
     version: str
@@ -30,6 +40,7 @@ class EngineFolder:
     max_input_len: int
     max_seq_len: int
     max_draft_len: int
+    max_num_tokens: int
     tokens_per_block: int
     verifies_drafts: bool
     paged_context_fmha: bool
@@ -37,6 +48,7 @@ class EngineFolder:
     gathers_context_logits: bool
     gathers_generation_logits: bool
     kv_bytes_per_token: int
+    activation_bytes: int
 
     @property
     def ranks(self) -> int:
@@ -52,10 +64,11 @@ class EngineFolder:
     def max_context_tokens(self) -> int:
         """The longest text that every turn of it can be enqueued.
 
-        The executor silently shortens what does not fit: the prompt with its draft in ``max_input_len``; prompt, ``max_tokens`` (up to
-        draft + 1) and draft in ``max_seq_len``.
+        The executor silently shortens what does not fit: the prompt with its draft in
+        ``max_input_len``; prompt, ``max_tokens`` (up to draft + 1) and draft in ``max_seq_len``. A
+        prompt with its draft has to fit one iteration as well, for it is not run in chunks.
         """
-        return min(self.max_input_len - self.max_draft_len, self.max_seq_len - 2 * self.max_draft_len)
+        return min(min(self.max_input_len, self.max_num_tokens) - self.max_draft_len, self.max_seq_len - 2 * self.max_draft_len)
 
     @property
     def weight_bytes(self) -> int:
@@ -82,6 +95,7 @@ def read_engine_folder(folder: Path) -> EngineFolder:
             max_input_len=int(build["max_input_len"]),
             max_seq_len=int(build["max_seq_len"]),
             max_draft_len=int(build.get("max_draft_len", 0)),
+            max_num_tokens=int(build["max_num_tokens"]),
             tokens_per_block=int(plugins["tokens_per_block"]),
             verifies_drafts=build.get("speculative_decoding_mode") in (DRAFT_TOKENS_EXTERNAL, "DRAFT_TOKENS_EXTERNAL"),
             paged_context_fmha=bool(plugins["use_paged_context_fmha"]),
@@ -89,6 +103,7 @@ def read_engine_folder(folder: Path) -> EngineFolder:
             gathers_context_logits=bool(build.get("gather_context_logits", False)),
             gathers_generation_logits=bool(build.get("gather_generation_logits", False)),
             kv_bytes_per_token=_kv_bytes(pretrained),
+            activation_bytes=int(build["max_num_tokens"]) * _activation_bytes(pretrained),
         )
     except OSError as error:
         raise ConfigError(f"cannot read {folder / 'config.json'}: {error.strerror}") from error
@@ -110,6 +125,26 @@ def _kv_bytes(pretrained: dict[str, Any]) -> int:
     return 2 * int(pretrained["num_hidden_layers"]) * kv_heads * head_size * width
 
 
+def _activation_bytes(pretrained: dict[str, Any]) -> int:
+    """Return about the bytes of activations of one token on a rank: four rows of the hidden size
+    and both halves of a gated MLP.
+
+    Not measured: TensorRT plans this memory when it builds, and says how much it is in its log.
+    """
+    hidden = int(pretrained["hidden_size"])
+    inner = int(pretrained.get("intermediate_size") or 4 * hidden) // int(pretrained.get("mapping", {}).get("tp_size", 1))
+    return (4 * hidden + 2 * inner) * (4 if pretrained.get("dtype") == "float32" else 2)
+
+
+def token_budget(max_batch_size: int, max_context_tokens: int, max_draft_len: int, text_tokens: int = 0) -> int:
+    """Return ``max_num_tokens`` for an engine: ``text_tokens`` of text (0: a whole batch's, at
+    most ``TEXT_TOKENS``), at least the longest text with its draft, in blocks as the ledger
+    counts them.
+    """
+    longest = -(-(max_context_tokens + max_draft_len + 1) // BLOCK_TOKENS) * BLOCK_TOKENS
+    return max(longest, text_tokens or min(max_batch_size * longest, TEXT_TOKENS), max_batch_size * (max_draft_len + 1))
+
+
 def check_target(target: EngineFolder, k_max: int) -> None:
     """Refuse a target that cannot verify drafts of ``k_max`` tokens. Raises ConfigError naming the folder and how to build it again."""
     wrong = _unfit(target)
@@ -117,6 +152,8 @@ def check_target(target: EngineFolder, k_max: int) -> None:
         wrong.append("it was built without --speculative_decoding_mode draft_tokens_external and --max_draft_len")
     elif target.max_draft_len < k_max:
         wrong.append(f"policy.k_max {k_max} is over its max_draft_len {target.max_draft_len}")
+    if target.logits_dtype != "float32":
+        wrong.append(f"its logits are {target.logits_dtype}, and those of drafts, which must be of the same type, are float32")
     _refuse(target, "target", wrong, max(k_max, 1))
 
 
@@ -161,8 +198,8 @@ def build_command(checkpoint: str, output: str, limits: Any, max_draft_len: int)
     command += ["--max_batch_size", str(limits.max_batch_size), "--max_beam_width", "1"]
     command += ["--max_input_len", str(base_seq_len + max_draft_len), "--max_seq_len", str(base_seq_len + max_draft_len)]
     command += ["--kv_cache_type", "paged", "--remove_input_padding", "enable", "--use_paged_context_fmha", "enable"]
-    command += ["--tokens_per_block", str(limits.tokens_per_block)]
-    command += ["--max_num_tokens", str(max(8192, limits.max_batch_size * (max_draft_len + 1)))]
+    command += ["--tokens_per_block", str(limits.tokens_per_block), "--logits_dtype", "float32"]
+    command += ["--max_num_tokens", str(limits.max_num_tokens)]
     if getattr(limits, "gathers_generation_logits", True):
         command += ["--gather_generation_logits"]
     if max_draft_len:

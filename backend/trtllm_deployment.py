@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from backend.config import ConfigError, EngineConfig, ServingConfig
-from backend.engine_folder import EngineFolder, check_draft, check_target, read_engine_folder
+from backend.engine_folder import EngineFolder, check_draft, check_target, read_engine_folder, token_budget
+from backend.engines.apart import EngineApart
 from backend.manifest import check_vocabulary
-from backend.ports import BLOCK_TOKENS
+from backend.ports import BLOCK_TOKENS, Engine
 from policy.latency import LatencyTable
 
 if TYPE_CHECKING:
-    from backend.engines.trtllm import TrtllmEngine
+    from backend.engines.trtllm import ExecutorSettings, TrtllmEngine
     from backend.engines.trtllm_memory import KVPlan
 
 LATENCY_FILE = "latency.json"
@@ -48,19 +49,28 @@ def check_engines(config: ServingConfig, path: Callable[[EngineConfig], Path]) -
             f"limits.max_active_requests must be at most the target's max_batch_size {target.max_batch_size}, "
             f"got {limits.max_active_requests}"
         )
+    need = token_budget(1, limits.max_context_tokens, config.policy.k_max)
+    for folder in folders.values():
+        if folder.max_num_tokens < need:
+            raise ConfigError(
+                f"limits.max_context_tokens {limits.max_context_tokens} with policy.k_max {config.policy.k_max} needs engines with a "
+                f"max_num_tokens of at least {need}, got {folder.max_num_tokens} in {folder.folder}"
+            )
     if limits.prefill_chunk_tokens < limits.max_context_tokens:
         raise ConfigError(
             f"limits.prefill_chunk_tokens must be at least max_context_tokens {limits.max_context_tokens} with the engine "
-            f"'trtllm', whose executor cuts prompts itself, got {limits.prefill_chunk_tokens}"
+            f"'trtllm', which runs a prompt in one iteration, got {limits.prefill_chunk_tokens}"
         )
     return folders
 
 
 def make_trtllm(
     engine: EngineConfig, config: ServingConfig, path: Callable[[EngineConfig], Path], count: Callable[..., None] | None
-) -> TrtllmEngine:
-    """Create an engine's executor, with its part of the memory. Raises ConfigError."""
-    from backend.engines.trtllm import ExecutorSettings, TrtllmEngine
+) -> Engine:
+    """Create an engine's executor, with its part of the memory: a draft's in a process of its
+    own. Raises ConfigError.
+    """
+    from backend.engines.trtllm import GRACE_S, ExecutorSettings
 
     folders = check_engines(config, path)
     plan = _kv_plan(tuple(trtllm_engines(config)), tuple(folders.values()))
@@ -70,18 +80,21 @@ def make_trtllm(
         orchestrated=any(folder.ranks > 1 for folder in folders.values()),
         worker=engine.worker,
         turn_timeout_s=engine.turn_timeout_s,
-        restarts=engine is not config.target,
     )
     context = config.limits.max_context_tokens
     usable = config.limits.max_active_requests * -(-(context + config.policy.k_max + 1) // BLOCK_TOKENS)  # more could never be filled
-    return TrtllmEngine(
-        engine.name,
-        folders[engine.name],
-        settings,
-        max_context_tokens=context,
-        kv_blocks=min(usable, plan.tokens // BLOCK_TOKENS),
-        count=count,
-    )
+    make = partial(_engine, engine.name, folders[engine.name], settings, context, min(usable, plan.tokens // BLOCK_TOKENS))
+    if engine is config.target:
+        return make(count)
+    return EngineApart(engine.name, make, answer_within_s=engine.turn_timeout_s + 2 * GRACE_S, count=count)
+
+
+def _engine(
+    name: str, folder: EngineFolder, settings: ExecutorSettings, context: int, kv_blocks: int, count: Callable[..., None] | None
+) -> TrtllmEngine:
+    from backend.engines.trtllm import TrtllmEngine
+
+    return TrtllmEngine(name, folder, settings, max_context_tokens=context, kv_blocks=kv_blocks, count=count)
 
 
 @lru_cache(maxsize=1)
@@ -92,7 +105,10 @@ def _kv_plan(engines: tuple[EngineConfig, ...], folders: tuple[EngineFolder, ...
     from backend.engines.trtllm_memory import EngineMemory, plan_kv
 
     free = {gpu: int(torch.cuda.mem_get_info(gpu)[0]) for engine in engines for gpu in engine.gpus}
-    memory = [EngineMemory(e.name, e.gpus, f.weight_bytes, f.kv_bytes_per_token) for e, f in zip(engines, folders, strict=True)]
+    memory = [
+        EngineMemory(engine.name, engine.gpus, folder.weight_bytes + folder.ranks * folder.activation_bytes, folder.kv_bytes_per_token)
+        for engine, folder in zip(engines, folders, strict=True)
+    ]
     return plan_kv(memory, free, min(engine.kv_share for engine in engines))
 
 

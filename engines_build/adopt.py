@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from backend.config import ConfigError
-from backend.engine_folder import EngineFolder, check_draft, check_target, read_engine_folder
+from backend.engine_folder import EngineFolder, check_draft, check_target, read_engine_folder, token_budget
+from backend.ports import BLOCK_TOKENS
 
 _PARAMETER = re.compile(r'key:\s*"([^"]+)"\s*value:\s*\{\s*string_value:\s*"([^"]*)"', re.S)
 _SETTLED = ("enable_kv_cache_reuse", "enable_chunked_context", "exclude_input_in_output", "gpt_model_type", "FORCE_CPU_ONLY_INPUT_TENSORS")
-"""What is always so here, or each request's to say."""
+"""What is always the same here (chunked context: off), or each request's to say."""
 
 _USED = ("gpt_model_path", "gpu_device_ids", "executor_worker_path", "tokenizer_dir", "kv_cache_free_gpu_mem_fraction")
 
@@ -46,16 +47,22 @@ def adopt(target_path: Path, draft_paths: list[Path]) -> tuple[dict[str, Any], l
     for draft in drafts:
         check_draft(draft, target)
     entries = [_entry(name, found, engine) for name, found, engine in zip(names, parameters, engines, strict=True)]
-    context = min(engine.max_context_tokens for engine in engines)
+    k_max, budget = min(target.max_draft_len, 64), min(engine.max_num_tokens for engine in engines)
+    context = min(*(engine.max_context_tokens for engine in engines), budget // BLOCK_TOKENS * BLOCK_TOKENS - k_max - 1)
     limits = {"max_active_requests": target.max_batch_size, "max_context_tokens": context, "prefill_chunk_tokens": context}
     settings = {
         "target": entries[0],
         "drafts": [*entries[1:], {"engine": "lookup", "name": "lookup"}],
-        "policy": {"k_max": min(target.max_draft_len, 64)},
+        "policy": {"k_max": k_max},
         "limits": limits,
         "plan_invariant": "never",
     }
-    return settings, [note for name, found in zip(names, parameters, strict=True) for note in _notes(name, found)]
+    notes = [note for name, found in zip(names, parameters, strict=True) for note in _notes(name, found)]
+    if budget < (whole := token_budget(target.max_batch_size, context, k_max)):
+        notes.append(
+            f"an iteration takes at most {budget} tokens of text, by the engines' max_num_tokens; build them with {whole} for more"
+        )
+    return settings, notes
 
 
 def _names(paths: list[Path]) -> list[str]:

@@ -72,10 +72,14 @@ def check_checkpoints(deployment: Deployment, *, dry_run: bool = False) -> None:
 
 def check_engines(deployment: Deployment, folders: dict[str, Path]) -> None:
     """Read what was built back, and refuse what cannot serve. Raises ConfigError."""
-    target = read_engine_folder(folders[deployment.target.name])
+    engines = {name: read_engine_folder(folder) for name, folder in folders.items()}
+    target = engines[deployment.target.name]
     check_target(target, deployment.max_draft_len)
     for draft in deployment.drafts:
-        check_draft(read_engine_folder(folders[draft.name]), target)
+        check_draft(engines[draft.name], target)
+    for name, engine in engines.items():
+        gib = engine.activation_bytes / (1 << 30)
+        print(f"{name}: {engine.max_num_tokens} tokens of text an iteration; activations take about {gib:.1f} GiB on each of its GPUs")
 
 
 def _build_engine(deployment: Deployment, engine: EngineBuild, output: Path, run: Run, *, dry_run: bool) -> None:

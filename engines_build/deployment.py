@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from backend.config import ConfigError, build_settings, setting
+from backend.engine_folder import token_budget
 
 FAMILIES = ("llama", "qwen")
 """Whose converter of ``examples/models/core`` is used; Mistral checkpoints are converted by Llama's."""
@@ -40,10 +41,13 @@ class EngineBuild:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A target and its drafts, and the limits that all of them are built for. ``examples`` is the examples folder of TensorRT-LLM 1.2.1.
+    """A target and its drafts, and the limits that all of them are built for. ``examples`` is the
+    examples folder of TensorRT-LLM 1.2.1.
 
-    ``max_draft_len`` is baked into the target and bounds ``policy.k_max``. ``sampling_logits`` builds engines that return logits, which
-    requests that sample or want log-probabilities need.
+    ``max_draft_len`` is baked into the target and bounds ``policy.k_max``. ``max_text_tokens`` is
+    how many tokens the texts in one iteration may have together (0: those of a full batch, at most
+    65,536); twice that may be in flight; activations take memory by it. ``sampling_logits`` builds
+    engines that return logits, which requests that want log-probabilities need.
     """
 
     output: str = ""
@@ -53,9 +57,15 @@ class Deployment:
     max_batch_size: int = setting(64, low=1, high=4096)
     max_context_tokens: int = setting(4096, low=16, high=1 << 20)
     max_draft_len: int = setting(8, low=1, high=256)
+    max_text_tokens: int = setting(0, low=0, high=1 << 22)
     tokens_per_block: int = setting(32, choices=(8, 16, 32, 64, 128))
     kv_share: float = setting(0.9, low=0.01, high=1.0)
     sampling_logits: bool = True
+
+    @property
+    def token_budget(self) -> int:
+        """``max_num_tokens`` of all engines."""
+        return token_budget(self.max_batch_size, self.max_context_tokens, self.max_draft_len, self.max_text_tokens)
 
     @property
     def engines(self) -> list[EngineBuild]:

@@ -15,6 +15,7 @@ class Limits:
 
     max_batch_size: int
     max_seq_len: int
+    max_num_tokens: int
     tokens_per_block: int
     gathers_generation_logits: bool
 
@@ -34,7 +35,13 @@ def convert_command(deployment: Deployment, engine: EngineBuild, output: Path) -
 def engine_command(deployment: Deployment, engine: EngineBuild, checkpoint: Path, output: Path) -> list[str]:
     """Return the ``trtllm-build`` command of a target (which verifies up to ``max_draft_len`` tokens) or of a plain draft."""
     is_target = engine is deployment.target
-    limits = Limits(deployment.max_batch_size, deployment.max_context_tokens, deployment.tokens_per_block, deployment.sampling_logits)
+    limits = Limits(
+        deployment.max_batch_size,
+        deployment.max_context_tokens,
+        deployment.token_budget,
+        deployment.tokens_per_block,
+        deployment.sampling_logits,
+    )
     command = build_command(str(checkpoint), str(output), limits, deployment.max_draft_len if is_target else 0)
     if engine.fp8_kv_cache:
         command += ["--use_fp8_context_fmha", "enable"]

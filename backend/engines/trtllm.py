@@ -8,7 +8,6 @@ verify (which ends the request) or tokens to run. Turns complete in any order. W
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
@@ -18,8 +17,9 @@ from time import monotonic
 from typing import Any
 
 from backend.engine_folder import EngineFolder
+from backend.engines.seen import Seen
 from backend.engines.trtllm_requests import Ask, Requests, TurnError, completion
-from backend.ports import Completion, EngineLimits, Sequence, Turn
+from backend.ports import BLOCK_TOKENS, Completion, EngineLimits, Sequence, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,11 @@ GRACE_S = 5.0
 
 STATS_INTERVAL_S = 0.25
 
+ITERATIONS_IN_FLIGHT = 2
+"""The text in flight is at most what so many iterations take. Chosen with
+``tests.bench.bench_token_budget``.
+"""
+
 
 class EngineDiedError(RuntimeError):
     """The executor is gone (a rank crashed, or it answers nothing): every turn in flight is void."""
@@ -35,10 +40,13 @@ class EngineDiedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ExecutorSettings:
-    """How an executor is created. ``gpus`` are device ids, one a rank; ``orchestrated`` runs the ranks in processes of their own (MPI).
+    """How an executor is created. ``gpus`` are device ids, one a rank; ``orchestrated`` runs the
+    ranks in processes of their own (MPI).
 
-    ``kv_fraction`` is of the memory that is free when it is created (``backend.engines.trtllm_memory``). ``restarts``: a dead executor is
-    created anew, in the background (drafts); a target's death ends the process, which is started anew with everything in it.
+    ``kv_fraction`` is of the memory that is free when it is created
+    (``backend.engines.trtllm_memory``). An executor's death ends its process: a target's that of
+    the loop, which is started anew with everything in it, a draft's its own
+    (``backend.engines.apart``).
     """
 
     gpus: tuple[int, ...] = (0,)
@@ -46,7 +54,6 @@ class ExecutorSettings:
     orchestrated: bool = False
     worker: str = ""
     turn_timeout_s: float = 30.0
-    restarts: bool = False
 
 
 @dataclass(slots=True)
@@ -59,9 +66,17 @@ class _Flight:
 
 
 class TrtllmEngine:
-    """One Executor. ``count(name, amount, **labels)`` gets the metrics, ``limits.max_draft_tokens`` is the engine's ``max_draft_len``.
+    """One Executor, with room for ``kv_blocks`` of KV (None: enough).
 
-    Prompts are not cut here: the executor chunks them itself. A prefill chunk without tokens to run therefore completes at once and costs
+    Its iterations have a budget, against which all texts in flight count whole, though most of each
+    is found in the KV cache: past it turns wait for each other. So ``limits.kv_blocks`` are never
+    more than two iterations take, and the ledger holds back who would be too many: while one half
+    is verified, the other is drafted for.
+
+    ``count(name, amount, **labels)`` gets the metrics, ``limits.max_draft_tokens`` is the engine's
+    ``max_draft_len``.
+
+    Prompts are not run in chunks: a prefill chunk without tokens to run completes at once and costs
     nothing; the turn that ends the prompt runs all of it.
     """
 
@@ -72,7 +87,7 @@ class TrtllmEngine:
         settings: ExecutorSettings,
         *,
         max_context_tokens: int,
-        kv_blocks: int = 0,
+        kv_blocks: int | None = None,
         bindings: Any = None,
         count: Callable[..., None] | None = None,
         clock: Callable[[], float] = monotonic,
@@ -80,7 +95,9 @@ class TrtllmEngine:
         self.name = name
         most = engine.max_draft_len if engine.verifies_drafts else engine.max_seq_len
         context = min(max_context_tokens, engine.max_context_tokens)
-        self.limits = EngineLimits(engine.vocab_size, context, most, engine.max_seq_len, kv_blocks, asynchronous=True)
+        budget_blocks = ITERATIONS_IN_FLIGHT * engine.max_num_tokens // BLOCK_TOKENS
+        blocks = budget_blocks if kv_blocks is None else min(kv_blocks, budget_blocks)
+        self.limits = EngineLimits(engine.vocab_size, context, most, engine.max_seq_len, blocks, asynchronous=True)
         self._engine, self._settings, self._count, self._clock = engine, settings, count or _uncounted, clock
         self._trtllm = bindings or load_bindings()
         self._requests = Requests(self._trtllm, engine, settings.turn_timeout_s, name)
@@ -88,9 +105,8 @@ class TrtllmEngine:
         self._waiting: deque[Turn] = deque()
         self._flights: dict[int, _Flight] = {}  # by the executor's request id
         self._done: list[Completion] = []
-        self._ran: dict[int, tuple[int, list[int]]] = {}  # sequence id -> (text run, tokens run beyond it)
+        self._seen = Seen()
         self._stats_s = clock()
-        self._starting: threading.Thread | None = None
         self._executor: Any = self._create()
 
     # -- the port
@@ -99,7 +115,7 @@ class TrtllmEngine:
         """Queue turns. Raises EngineDiedError."""
         for turn in turns:
             if turn.run == 0 and turn.proposal is None:
-                self._ran[turn.sequence.id] = (turn.end, [])
+                self._seen.ran(turn.sequence.id, turn.end, [])
                 self._done.append(Completion(turn.sequence.id, []))
             else:
                 self._waiting.append(turn)
@@ -131,27 +147,20 @@ class TrtllmEngine:
                 self._executor.cancel_request(request_id)
             except Exception:
                 logger.exception("%s: request %d could not be cancelled", self.name, request_id)
-        for sequence_id in gone:
-            self._ran.pop(sequence_id, None)
+        self._seen.forget(gone)
 
     def unseen(self, sequence: Sequence) -> int:
         """Return the committed tokens that were not run in the last turn; the executor may recompute a part of a block besides."""
-        seen, beyond = self._ran.get(sequence.id, (0, []))
-        if sequence.tokens[seen : seen + len(beyond)] == beyond:  # as nearly always
-            return len(sequence.tokens) - seen - len(beyond)
-        matching = next((i for i, token in enumerate(beyond) if sequence.tokens[seen + i : seen + i + 1] != [token]), len(beyond))
-        return len(sequence.tokens) - seen - matching
+        return self._seen.unseen(sequence)
 
     def available(self, sequence: Sequence, length: int) -> int:
-        """Return how many tokens could be proposed now: none while the executor is being created anew."""
+        """Return how many tokens could be proposed now: none of a dead executor."""
         if self._executor is None:
             return 0
         return max(0, min(length, self.limits.max_draft_tokens, self.limits.max_context_tokens - len(sequence.tokens)))
 
     def close(self) -> None:
         """End the executor and its ranks."""
-        if self._starting is not None:
-            self._starting.join()
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.shutdown()
@@ -159,51 +168,24 @@ class TrtllmEngine:
     # -- the executor
 
     def _create(self) -> Any:
-        trtllm, settings = self._trtllm, self._settings
-        mode = trtllm.CommunicationMode.ORCHESTRATOR if settings.orchestrated else trtllm.CommunicationMode.LEADER
-        orchestrator = trtllm.OrchestratorConfig(True, settings.worker) if settings.orchestrated else None
-        config = trtllm.ExecutorConfig(
-            1,
-            kv_cache_config=trtllm.KvCacheConfig(enable_block_reuse=True, free_gpu_memory_fraction=settings.kv_fraction),
-            enable_chunked_context=True,
-            max_batch_size=self._engine.max_batch_size,
-            parallel_config=trtllm.ParallelConfig(
-                communication_mode=mode, device_ids=list(settings.gpus), orchestrator_config=orchestrator
-            ),
-            gather_generation_logits=True,
-        )
-        return trtllm.Executor(self._engine.folder, trtllm.ModelType.DECODER_ONLY, config)
+        config = executor_config(self._trtllm, self._engine, self._settings)
+        return self._trtllm.Executor(self._engine.folder, self._trtllm.ModelType.DECODER_ONLY, config)
 
     def _call(self, work: Callable[..., None], *arguments: Any) -> None:
         """Do some work with the executor; whatever it raises is its death, which voids all turns."""
         try:
             if self._executor is None:
-                raise EngineDiedError(f"{self.name} is being created anew")
+                raise EngineDiedError(f"{self.name} has died before")
             work(*arguments)
         except Exception as error:
             self._flights.clear()
             self._waiting.clear()
             self._done.clear()
-            self._ran.clear()
+            self._seen.clear()
             if self._executor is not None:
-                self._bury()
+                self._executor = None
+                self._count("spindle_engine_deaths_total", engine=self.name)
             raise EngineDiedError(f"the executor of {self.name} failed: {error}") from error
-
-    def _bury(self) -> None:
-        """Let go of the executor; where it is to come back, create another beside the loop."""
-        executor, self._executor = self._executor, None
-        self._count("spindle_engine_deaths_total", engine=self.name)
-
-        def replace() -> None:
-            try:
-                executor.shutdown()
-                if self._settings.restarts:
-                    self._executor = self._create()
-            except Exception:
-                logger.exception("%s could not be created anew; it stays out", self.name)
-
-        self._starting = threading.Thread(target=replace, name=f"create {self.name}", daemon=True)
-        self._starting.start()
 
     def _enqueue(self) -> None:
         """Hand over what waits, all at once: one by one the executor would begin an iteration with the first alone.
@@ -225,7 +207,7 @@ class TrtllmEngine:
         """Return a turn's request; None for one that cannot be made, which completes with its error."""
         try:
             return self._requests.ask(turn, len(turn.sequence.tokens) - self.unseen(turn.sequence))
-        except (TurnError, ValueError, AssertionError) as error:
+        except Exception as error:  # of the bindings' constructors too: RuntimeError of C++, TypeError of nanobind
             self._done.append(Completion(turn.sequence.id, [], error=f"{self.name}: {error}"))
             return None
 
@@ -268,18 +250,20 @@ class TrtllmEngine:
             return
         asked = flight.asked
         try:
-            done = completion(asked, flight.tokens, reason == reasons.END_ID, result.generation_logits, self.limits.vocab_size)
+            done = completion(asked, flight.tokens, result.generation_logits, self.limits.vocab_size)
         except (TurnError, IndexError, ValueError) as error:
             self._end(request_id, error=str(error))
             return
         del self._flights[request_id]
-        self._ran[done.sequence_id] = (asked.turn.end, done.tokens[:-1])
+        self._requests.over(asked)
+        self._seen.ran(done.sequence_id, asked.turn.end, done.tokens[:-1])
         self._done.append(replace(done, tokens=done.tokens[flight.told :]) if flight.told else done)
         self._account(asked, result.request_perf_metrics)
 
     def _end(self, request_id: int, error: str) -> None:
-        sequence = self._flights.pop(request_id).asked.turn.sequence
-        self._done.append(Completion(sequence.id, [], error=f"{self.name}: {error}"))
+        asked = self._flights.pop(request_id).asked
+        self._requests.over(asked)
+        self._done.append(Completion(asked.turn.sequence.id, [], error=f"{self.name}: {error}"))
 
     def _time_out(self) -> None:
         """Cancel what takes too long; an executor that does not even answer that is dead."""
@@ -321,6 +305,21 @@ class TrtllmEngine:
         self._count("spindle_engine_iteration_seconds_total", sum(i.iter_latency_ms for i in iterations) / 1000, engine=self.name)
         batches = [i.inflight_batching_stats for i in iterations if i.inflight_batching_stats is not None]
         self._count("spindle_engine_context_tokens_total", sum(b.num_ctx_tokens for b in batches), engine=self.name)
+
+
+def executor_config(trtllm: Any, engine: EngineFolder, settings: ExecutorSettings) -> Any:
+    """Return how an engine's executor is to be created."""
+    mode = trtllm.CommunicationMode.ORCHESTRATOR if settings.orchestrated else trtllm.CommunicationMode.LEADER
+    orchestrator = trtllm.OrchestratorConfig(True, settings.worker) if settings.orchestrated else None
+    return trtllm.ExecutorConfig(
+        1,
+        kv_cache_config=trtllm.KvCacheConfig(enable_block_reuse=True, free_gpu_memory_fraction=settings.kv_fraction),
+        # Chunks would lose drafts past the token budget, and leave unfinished blocks to be found where a text is cancelled.
+        enable_chunked_context=False,
+        max_batch_size=engine.max_batch_size,
+        parallel_config=trtllm.ParallelConfig(communication_mode=mode, device_ids=list(settings.gpus), orchestrator_config=orchestrator),
+        gather_generation_logits=engine.verifies_drafts,  # for log-probabilities
+    )
 
 
 def _uncounted(name: str, amount: float = 1, **labels: str) -> None:

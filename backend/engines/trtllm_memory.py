@@ -8,16 +8,20 @@ from dataclasses import dataclass
 from backend.config import ConfigError
 
 RESERVE_BYTES = 2 << 30
-"""Kept free on each GPU for activations, the decoder's buffers and CUDA itself, per engine. An estimate: not measured."""
+"""Kept free on each GPU for the decoder's buffers and CUDA itself, per engine. An estimate: not
+measured.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """One engine in the order of creation: its ``gpus``, its weights over all of them, bytes of KV a token over all of them."""
+    """One engine in the order of creation: its ``gpus``; its weights and activations, and bytes
+    of KV a token, over all of them.
+    """
 
     name: str
     gpus: Sequence[int]
-    weight_bytes: int
+    fixed_bytes: int
     kv_bytes_per_token: int
 
 
@@ -32,15 +36,16 @@ class KVPlan:
 def plan_kv(engines: Sequence[EngineMemory], free_bytes: Mapping[int, int], kv_share: float) -> KVPlan:
     """Divide the memory of the GPUs among engines that are created in this order.
 
-    The executor takes its fraction of what is free *then*, after its own weights. All engines get room for the same number of tokens, as
-    many as the tightest GPU allows; ``kv_share`` of the room is used. Raises ConfigError where weights alone do not fit.
+    The executor takes its fraction of what is free *then*, after its own weights and activations.
+    All engines get room for the same number of tokens, as many as the tightest GPU allows;
+    ``kv_share`` of the room is used. Raises ConfigError where those alone do not fit.
     """
     tokens = min(_tokens(engines, gpu, free_bytes[gpu]) for gpu in {gpu for engine in engines for gpu in engine.gpus}) * kv_share
     fractions = {}
     left = dict(free_bytes)
     for engine in engines:
         for gpu in engine.gpus:
-            left[gpu] -= engine.weight_bytes // len(engine.gpus)
+            left[gpu] -= engine.fixed_bytes // len(engine.gpus)
         kv = tokens * engine.kv_bytes_per_token / len(engine.gpus)
         fractions[engine.name] = kv / min(left[gpu] for gpu in engine.gpus)
         for gpu in engine.gpus:
@@ -51,12 +56,12 @@ def plan_kv(engines: Sequence[EngineMemory], free_bytes: Mapping[int, int], kv_s
 def _tokens(engines: Sequence[EngineMemory], gpu: int, free: int) -> float:
     """Return how many tokens of KV of all its engines fit a GPU beside their weights."""
     here = [engine for engine in engines if gpu in engine.gpus]
-    weights = sum(engine.weight_bytes // len(engine.gpus) for engine in here)
-    room = free - weights - RESERVE_BYTES * len(here)
+    fixed = sum(engine.fixed_bytes // len(engine.gpus) for engine in here)
+    room = free - fixed - RESERVE_BYTES * len(here)
     if room <= 0:
         names = ", ".join(engine.name for engine in here)
         raise ConfigError(
-            f"GPU {gpu} has {free >> 20} MiB free, and {names} need {weights >> 20} MiB for weights and "
+            f"GPU {gpu} has {free >> 20} MiB free, and {names} need {fixed >> 20} MiB for weights and activations and "
             f"{(RESERVE_BYTES * len(here)) >> 20} MiB beside KV"
         )
     return room / sum(engine.kv_bytes_per_token / len(engine.gpus) for engine in here)

@@ -7,6 +7,7 @@ said anew with each request: how many tokens are left without an end, where the 
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 
 from backend.engine_folder import EngineFolder
-from backend.engines.laws import Law, target_laws
 from backend.engines.processing import WHOLE_VOCABULARY, process
 from backend.ports import Completion, Turn
 from backend.request import SamplingParams
@@ -45,6 +45,7 @@ class Ask:
     expected_blocks: int
     logits_bytes: int
     cut: bool
+    logits: torch.Tensor | None = None
 
 
 class Requests:
@@ -53,10 +54,12 @@ class Requests:
     def __init__(self, trtllm: Any, engine: EngineFolder, timeout_s: float, purpose: str) -> None:
         self._trtllm, self._engine, self._purpose = trtllm, engine, purpose
         self._timeout = timedelta(seconds=timeout_s)
+        self._free: dict[int, list[torch.Tensor]] = defaultdict(list)  # point masses by their rows
         self._outputs = {wants: self._output(wants) for wants in (False, True)}
         keep, config = timedelta(seconds=RETENTION_S), trtllm.KvCacheRetentionConfig
         prompt = config.TokenRangeRetentionConfig(0, None, RETENTION_PRIORITY, keep)
-        self._retention = config([prompt], RETENTION_PRIORITY, keep)
+        # All five: without the directory its default, None, is passed, which a std::string does not take.
+        self._retention = config([prompt], RETENTION_PRIORITY, keep, trtllm.KvCacheTransferMode.DRAM, "")
 
     def _output(self, wants_logits: bool) -> Any:
         return self._trtllm.OutputConfig(exclude_input_from_output=True, return_perf_metrics=True, return_generation_logits=wants_logits)
@@ -64,22 +67,25 @@ class Requests:
     def ask(self, turn: Turn, seen: int) -> Ask:
         """Make the request of a turn of which ``seen`` tokens were run before. Raises TurnError.
 
-        Sampling always gives the law of the draft: without it the decoder draws twice where it rejects, which does not keep the target's.
+        A draft (``keep_probs``) proposes what is likeliest, whatever the request samples: a point
+        mass p, of which the target takes its own law's share and so keeps that law. Sampling always
+        says so with logits: without them the decoder draws twice where it rejects.
         """
         sequence, sampling, engine = turn.sequence, turn.sequence.sampling, self._engine
         _check(sampling)
         left = max(0, sampling.min_tokens - (turn.end - sequence.prompt_tokens))
         proposed, length, cut = _cut(turn, left)
-        logits = _draft_logits(turn, proposed, engine.padded_vocab_size) if proposed and not sampling.greedy else None
-        wants_logits = sampling.log_probs or (turn.keep_probs and not sampling.greedy)
-        seed = 0 if sampling.greedy else _seed(sampling.seed, turn.end, sequence.attempt, self._purpose)
+        greedy = sampling.greedy or turn.keep_probs
+        logits = self._draft_logits(turn, proposed) if proposed and not greedy else None
+        wants_logits = sampling.log_probs and not turn.keep_probs
+        seed = 0 if greedy else _seed(sampling.seed, turn.end, sequence.attempt, self._purpose)
         request = self._trtllm.Request(
             sequence.tokens[: turn.end],
             length,
             streaming=turn.streamed and not wants_logits,
-            sampling_config=_sampling(self._trtllm, sampling, left, seed),
+            sampling_config=_sampling(self._trtllm, sampling, greedy, seed),
             output_config=self._outputs[wants_logits],
-            end_id=sampling.end_ids[0] if len(sampling.end_ids) == 1 else None,
+            end_id=None,  # there would be no row of logits for it: texts are cut behind their end here
             bad_words=_banned(sampling, left) or None,
             embedding_bias=_bias(sampling, engine.vocab_size) if sampling.bias else None,
             external_draft_tokens_config=self._trtllm.ExternalDraftTokensConfig(proposed, logits) if proposed else None,
@@ -89,45 +95,69 @@ class Requests:
             cache_salt_id=_salt(sequence.salt) if sequence.salt else None,
         )
         rows = (length if wants_logits else 0) + (0 if logits is None else len(proposed))
-        return Ask(turn, request, proposed, min(seen, turn.end - 1) // engine.tokens_per_block, 4 * rows * engine.padded_vocab_size, cut)
+        expected_blocks = min(seen, turn.end - 1) // engine.tokens_per_block
+        return Ask(turn, request, proposed, expected_blocks, 4 * rows * engine.padded_vocab_size, cut, logits)
+
+    def over(self, asked: Ask) -> None:
+        """Take back what a request that has ended does not need any more."""
+        if asked.logits is not None and asked.turn.proposal is not None and asked.turn.proposal.probs is None:
+            asked.logits[torch.arange(len(asked.proposed)), torch.tensor(asked.proposed)] = _NEVER
+            self._free[len(asked.proposed)].append(asked.logits)
+
+    def _draft_logits(self, turn: Turn, proposed: list[int]) -> torch.Tensor:
+        """Return logits [k, width] whose softmax is the law that the proposal was drawn from: that
+        of a point mass where there is none.
+
+        Filling a row of 128,000 takes longer than making the request, so point masses are kept and
+        used again once their request is over.
+        """
+        width, law = self._engine.padded_vocab_size, turn.proposal.probs if turn.proposal else None
+        if law is None:
+            free = self._free[len(proposed)]
+            logits = free.pop() if free else torch.full((len(proposed), width), _NEVER)
+            logits[torch.arange(len(proposed)), torch.tensor(proposed)] = 0.0
+            return logits
+        logits = torch.full((len(proposed), width), _NEVER)
+        for row in range(len(proposed)):
+            probs = law.dense(row, width)
+            logits[row, : len(probs)] = probs.log().clamp_(min=_NEVER).float()
+        return logits
 
 
-def completion(asked: Ask, output: list[int], ended: bool, generation_logits: Any, vocab_size: int) -> Completion:
-    """Read an answer: what was accepted is the beginning of the output that was proposed (a rejected token is never drawn again)."""
+def completion(asked: Ask, output: list[int], generation_logits: Any, vocab_size: int) -> Completion:
+    """Read an answer up to its first end token: what was accepted is its beginning as far as it
+    was proposed (a rejected token is never drawn again).
+    """
     turn, sampling = asked.turn, asked.turn.sequence.sampling
-    tokens = list(output)
-    if ended and tokens[-1:] != [asked.request.end_id]:
-        tokens.append(int(asked.request.end_id))  # the decoder keeps the end token to itself
+    tokens = output[: next((i + 1 for i, token in enumerate(output) if token in sampling.end_ids), len(output))]
     if not tokens:
         raise TurnError(f"the executor returned no token for sequence {turn.sequence.id}")
     accepted = next(
         (i for i, (a, b) in enumerate(zip(asked.proposed, tokens, strict=False)) if a != b), min(len(asked.proposed), len(tokens))
     )
-    probs = log_probs = None
+    log_probs = None
     if generation_logits is not None:
         rows = _processed(generation_logits, turn, tokens, vocab_size)
-        if turn.keep_probs and not sampling.greedy:
-            probs = Law(target_laws(rows, [sampling] * len(rows)))
-        if sampling.log_probs:
-            scores = (rows / (sampling.temperature or 1.0)).log_softmax(-1)
-            log_probs = scores[torch.arange(len(tokens)), torch.tensor(tokens)].tolist()
-    return Completion(turn.sequence.id, tokens, accepted, probs, log_probs)
+        scores = (rows / (sampling.temperature or 1.0)).log_softmax(-1)
+        log_probs = scores[torch.arange(len(tokens)), torch.tensor(tokens)].tolist()
+    return Completion(turn.sequence.id, tokens, accepted, log_probs=log_probs)
 
 
 def _cut(turn: Turn, left: int) -> tuple[list[int], int, bool]:
     """Return what is proposed, the most tokens of the turn, and whether it was cut.
 
-    The executor forbids one end token by itself for the ``left`` tokens that may not end; of several all are forbidden, for a whole turn.
+    End tokens are forbidden for whole turns: one with places on both sides of the ``left`` tokens
+    that may not end stops between them.
     """
     proposed = list(turn.proposal.tokens) if turn.proposal else []
     length = len(proposed) + 1 if proposed else turn.run
-    if len(turn.sequence.sampling.end_ids) > 1 and 0 < left < length:
+    if turn.sequence.sampling.end_ids and 0 < left < length:
         return proposed[: left - 1], left, True
     return proposed, length, False
 
 
 def _banned(sampling: SamplingParams, left: int) -> list[list[int]]:
-    ends = [[token] for token in sampling.end_ids] if left and len(sampling.end_ids) > 1 else []
+    ends = [[token] for token in sampling.end_ids] if left else []
     return [list(word) for word in sampling.bad_words] + ends
 
 
@@ -138,16 +168,16 @@ def _check(sampling: SamplingParams) -> None:
         raise TurnError(f"top_k must be at most {TOP_K_MAX}, got {sampling.top_k}")
 
 
-def _sampling(trtllm: Any, sampling: SamplingParams, least_tokens: int, seed: int) -> Any:
-    """Name everything: with neither top_k nor top_p the decoder is greedy, without a seed its seed is 0, and without a least length it is 1
-    as soon as any request has given one, so that no turn could begin with the end token.
+def _sampling(trtllm: Any, sampling: SamplingParams, greedy: bool, seed: int) -> Any:
+    """Name what has an unwanted default: with neither top_k nor top_p the decoder is greedy,
+    without a seed its seed is 0.
     """
-    law = {"top_k": 1} if sampling.greedy else {"top_k": sampling.top_k, "top_p": sampling.top_p}
+    law = {"top_k": 1} if greedy else {"top_k": sampling.top_k, "top_p": sampling.top_p}
     neutral = (("repetition_penalty", 1.0), ("presence_penalty", 0.0), ("frequency_penalty", 0.0))
     options = {name: getattr(sampling, name) for name, value in neutral if getattr(sampling, name) != value}
     if sampling.temperature > 0.0:
         options["temperature"] = sampling.temperature
-    return trtllm.SamplingConfig(1, seed=seed, min_tokens=least_tokens, **law, **options)
+    return trtllm.SamplingConfig(1, seed=seed, **law, **options)
 
 
 def _seed(seed: int, position: int, attempt: int, purpose: str) -> int:
@@ -162,19 +192,6 @@ def _salt(salt: str) -> int:
 def _bias(sampling: SamplingParams, vocab_size: int) -> torch.Tensor:
     tokens, addends = zip(*sampling.bias, strict=True)
     return torch.zeros(vocab_size).index_add_(0, torch.tensor(tokens), torch.tensor(addends))
-
-
-def _draft_logits(turn: Turn, proposed: list[int], width: int) -> torch.Tensor:
-    """Return logits [k, width] whose softmax is the law that the proposal was drawn from; a point mass where there is none."""
-    logits = torch.full((len(proposed), width), _NEVER)
-    law = turn.proposal.probs if turn.proposal else None
-    if law is None:
-        logits[torch.arange(len(proposed)), torch.tensor(proposed)] = 0.0
-        return logits
-    for row in range(len(proposed)):
-        probs = law.dense(row, width)
-        logits[row, : len(probs)] = probs.log().clamp_(min=_NEVER).float()
-    return logits
 
 
 def _processed(generation_logits: Any, turn: Turn, tokens: list[int], vocab_size: int) -> torch.Tensor:

@@ -18,8 +18,12 @@ def engine_folder(
     max_batch_size: int = 8,
     tp_size: int = 1,
     gather_generation_logits: bool = True,
+    max_num_tokens: int = 0,
+    logits_dtype: str = "float32",
 ) -> Path:
-    """Write and return ``parent/name``; ``max_draft_len`` above 0 makes a target."""
+    """Write and return ``parent/name``; ``max_draft_len`` above 0 makes a target;
+    ``max_num_tokens`` 0 is enough for all texts.
+    """
     folder = parent / name
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -27,7 +31,7 @@ def engine_folder(
         "pretrained_config": {
             "architecture": "LlamaForCausalLM",
             "dtype": "bfloat16",
-            "logits_dtype": "float32",
+            "logits_dtype": logits_dtype,
             "vocab_size": vocab_size,
             "hidden_size": 64,
             "num_hidden_layers": 2,
@@ -41,7 +45,7 @@ def engine_folder(
             "max_seq_len": max_seq_len,
             "max_batch_size": max_batch_size,
             "max_beam_width": 1,
-            "max_num_tokens": 512,
+            "max_num_tokens": max_num_tokens or max_batch_size * (max_seq_len + max_draft_len),
             "max_draft_len": max_draft_len,
             "speculative_decoding_mode": DRAFT_TOKENS_EXTERNAL if max_draft_len else 1,
             "kv_cache_type": "PAGED",

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -63,6 +64,15 @@ def law(agreement: float = 1.0) -> Callable[..., np.ndarray]:
     return logits
 
 
+def _chunking() -> SimpleNamespace:
+    """The fake with chunked context on, whatever its users say."""
+
+    def config(*args, **options):
+        return fake_executor.ExecutorConfig(*args, **{**options, "enable_chunked_context": True})
+
+    return SimpleNamespace(**{**vars(fake_executor), "ExecutorConfig": config})
+
+
 class NoText:
     def push(self, token_id):
         return ""
@@ -91,7 +101,13 @@ class Served:
     """So many sequences in flight at any time, of unequal lengths; ``plans`` are (view, plan) of every step."""
 
     def __init__(self, monkeypatch, folder: Path, policy: Policy, sequences: int, agreement: float, *, free_run_tokens: int = 1,
-                 target: Behaviour | None = None, seed: int = 0, plain_share: float = 0.0) -> None:  # fmt: skip
+                 target: Behaviour | None = None, seed: int = 0, plain_share: float = 0.0, tokens: int = 0,
+                 text_tokens: int = _TOKENS // 2, max_num_tokens: int = 0, chunked: bool = False, capped: float = 1.0) -> None:  # fmt: skip
+        """``tokens``: of every answer. ``text_tokens``: the longest. ``max_num_tokens``: of an
+        iteration (0: enough). ``chunked``: what does not fit is cut; ``capped``: what share of
+        the engines' own bound on the text in flight holds (0: none).
+        """
+        self._tokens, self._text_tokens, self._max_num_tokens, self._chunked = tokens, text_tokens, max_num_tokens, chunked
         self.clock = (target := target or Behaviour()).clock = Clock()
         for module in (asynchronous, flights, step_log):
             monkeypatch.setattr(module, "perf_counter", self.clock)
@@ -100,22 +116,30 @@ class Served:
         self.engines = [self._engine(folder, "target", law(), target), self._engine(folder, "draft", law(agreement), draft)]
         self.stats, self.policy, self.plans, self.fell_back = Stats(), policy, [], Counter()
         step_stats = StepStats(self.stats)
-        ledger = KVLedger({engine.name: 0 for engine in self.engines}, K_MAX + 1, guaranteed=True)
+        ledger = KVLedger({engine.name: int(engine.limits.kv_blocks * capped) for engine in self.engines}, K_MAX + 1, guaranteed=not capped)
         self.loop = Orchestrator(
             self.engines[0], Drafting(self.engines[1:], step_stats, self.clock), policy, ledger, Admission(ledger, sequences, 10**6),
-            step_stats, self.clock, k_max=K_MAX, prefill_chunk_tokens=10**6, free_run_tokens=free_run_tokens,
+            step_stats, self.clock, k_max=K_MAX, prefill_chunk_tokens=10**7, free_run_tokens=free_run_tokens,
         )  # fmt: skip
         self._numbers, self._rng, self._plain_share = itertools.count(1), random.Random(seed), plain_share
         for _ in range(sequences):
             self.submit()
 
     def _engine(self, folder: Path, name: str, law_, behaviour: Behaviour) -> TrtllmEngine:
-        sizes = {"max_seq_len": _TOKENS, "max_batch_size": 256, "tokens_per_block": 2}
+        sizes = {
+            "max_seq_len": self._text_tokens + 2 * K_MAX + 1,
+            "max_batch_size": 256,
+            "tokens_per_block": 2 if self._text_tokens < _TOKENS else 32,
+        }
+        sizes |= {"max_num_tokens": self._max_num_tokens}
         made = engine_folder(folder, name, vocab_size=VOCAB, max_draft_len=K_MAX if name == "target" else 0, **sizes)
         Executor.models[str(made)] = Model(law_, behaviour, kv_blocks=10**5)
         settings = ExecutorSettings(turn_timeout_s=1e6)
         engine = read_engine_folder(made)
-        return TrtllmEngine(name, engine, settings, max_context_tokens=_TOKENS // 2, bindings=fake_executor, clock=self.clock)
+        bindings = fake_executor
+        if self._chunked:  # a text may then be longer than the budget
+            bindings, engine = _chunking(), replace(engine, max_num_tokens=10**7)
+        return TrtllmEngine(name, engine, settings, max_context_tokens=self._text_tokens, bindings=bindings, clock=self.clock)
 
     def submit(self, sink: object = None, *, prompt: list[int] | None = None, tokens: int | None = None, **options) -> None:
         """Hand a new request to the loop."""
@@ -123,8 +147,15 @@ class Served:
         sequence = Sequence(next(self._numbers), list(prompt), len(prompt), SamplingParams())
         ceiling = 0 if self._rng.random() < self._plain_share else None
         ids = tuple(prompt) if sink is not None else None
-        request = GenerationRequest("", tokens or self._rng.randrange(16, 96), num_draft_tokens=ceiling, input_ids=ids, **options)
+        request = GenerationRequest(
+            "", tokens or self._tokens or self._rng.randrange(16, 96), num_draft_tokens=ceiling, input_ids=ids, **options
+        )
         self.loop.submit(Session(sequence, request, frozenset(), NoText(), sink or Sink(self)))
+
+    def until_decoding(self) -> None:
+        """Run until every active request has a token."""
+        while any(session.output_tokens == 0 for session in self.loop._active.values()) or not self.loop._active:
+            self.loop.step()
 
     def emitted(self) -> float:
         """Tokens emitted since the last call."""

@@ -23,17 +23,18 @@ class Decoder:
 
     dtype = torch.float32
 
-    def __init__(self, request: Request, law: Law, vocab_size: int, default_least_tokens: int = 0) -> None:
+    def __init__(self, request: Request, law: Law, vocab_size: int) -> None:
         self._request, self._law, self._vocab_size = request, law, vocab_size
         self._sampling = request.sampling_config
         self._rng = np.random.default_rng(self._sampling.seed or 0)  # no seed is seed 0
-        least = self._sampling.min_tokens
-        self._least_tokens = default_least_tokens if least is None else least
         self.tokens = list(request.input_token_ids)
         self.rows: list[np.ndarray] = []
+        draft = request.external_draft_tokens_config
+        self.draft_tokens = list(draft.tokens) if draft else []  # the scheduler may discard some
+        self.verified = False
         self._ended = False
-        self._verified = False
         assert not request.stop_words, "stop words are not faked"
+        assert self._sampling.min_tokens is None, "a least length is not faked"
 
     @property
     def output(self) -> list[int]:
@@ -47,11 +48,12 @@ class Decoder:
     def step(self) -> list[int]:
         """Run one iteration and return its tokens: one, or what a verification came to."""
         draft, before = self._request.external_draft_tokens_config, len(self.tokens)
-        if draft and not self._verified:
-            self._verified = True
-            self._verify(list(draft.tokens), draft.logits, draft.acceptance_threshold)
+        if self.draft_tokens and not self.verified:
+            self.verified = True
+            self._verify(self.draft_tokens, draft.logits, draft.acceptance_threshold)
         else:
             self._take(self._draw(self._probs()))
+        del self.rows[len(self.output) :]  # none behind the last token, and none for an end token
         return self.tokens[before:]
 
     def _verify(self, proposed: list[int], logits, threshold: float | None) -> None:
@@ -81,7 +83,7 @@ class Decoder:
             self.tokens.append(token)
 
     def _probs(self, keep: bool = True) -> np.ndarray:
-        """Bias, temperature, penalties, least length, bad words; then top-k and top-p."""
+        """Bias, temperature, penalties, bad words; then top-k and top-p."""
         sampling, request = self._sampling, self._request
         raw = self._law(self.tokens)
         if keep:
@@ -90,12 +92,11 @@ class Decoder:
         if request.embedding_bias is not None:
             scores += np.asarray(request.embedding_bias, np.float64)[: len(scores)]
         scores /= sampling.temperature or 1.0
-        for token in set(self.tokens):
-            factor = sampling.repetition_penalty or 1.0
+        factor = sampling.repetition_penalty or 1.0
+        penalised = sampling.repetition_penalty or sampling.presence_penalty or sampling.frequency_penalty
+        for token in set(self.tokens) if penalised else ():
             scores[token] = scores[token] * factor if scores[token] < 0 else scores[token] / factor
             scores[token] -= (sampling.presence_penalty or 0.0) + (sampling.frequency_penalty or 0.0) * self.tokens.count(token)
-        if request.end_id is not None and len(self.output) < self._least_tokens:
-            scores[request.end_id] = BANNED
         for *head, last in request.bad_words or []:
             if self.tokens[len(self.tokens) - len(head) :] == head:
                 scores[last] = BANNED

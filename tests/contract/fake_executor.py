@@ -1,13 +1,17 @@
-"""A fake of ``tensorrt_llm.bindings.executor`` without model or GPU, written from the description of the API and of its C++ decoder.
+"""A fake of ``tensorrt_llm.bindings.executor`` without model or GPU, written from the description
+of the API and of its C++ decoder.
 
-``tensorrt_llm_executor_api.json`` says where that description comes from. What differs from a step engine is here: requests wait in a
-queue, run iteration by iteration in one batch, and are answered late, out of order or in parts; a prompt's KV is found by blocks or is
-not; a request with draft tokens is over after one verification; every request is a new one, whose seed begins its stream of numbers anew.
-Once a request has given ``min_tokens``, those without it may not end with their first token.
+``tensorrt_llm_executor_api.json`` says where that description comes from, and its signatures are
+bound as nanobind binds them. What differs from a step engine is here: requests wait in a queue, run
+iteration by iteration in one batch, and are answered late, out of order or in parts; a prompt's KV
+is found by blocks or is not; a request with draft tokens is over after one verification; every
+request is a new one, whose seed begins its stream of numbers anew. An iteration has a budget of
+tokens, against which every context counts whole, found or not.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import time
@@ -28,12 +32,14 @@ from tests.contract.fake_executor_types import (
     FinishReason,
     InflightBatchingStats,
     IterationStats,
+    KvCacheMetrics,
     KvCacheStats,
     ModelType,
     Request,
     RequestPerfMetrics,
     Response,
     Result,
+    as_recorded,
 )
 
 DRAFT_TOKENS_EXTERNAL = 2
@@ -65,6 +71,7 @@ class Behaviour:
     clock: Clock | None = None  # on it an iteration takes what ``curve`` says, and handing over a request takes its caller ``enqueue_s``
     curve: LatencyCurve | None = None
     enqueue_s: float = 0.0
+    build_s: float = 0.0  # in which the constructor lets no other thread of its process run
     rng: np.random.Generator = field(init=False)
 
     def __post_init__(self) -> None:
@@ -88,11 +95,15 @@ class _Running:
     id: int
     request: Request
     decoder: Decoder
-    sent: int = 0
-    metrics: RequestPerfMetrics = field(default_factory=RequestPerfMetrics)
+    metrics: RequestPerfMetrics = field(default_factory=lambda: RequestPerfMetrics(kv_cache_metrics=KvCacheMetrics()))
     finish: FinishReason = FinishReason.NOT_FINISHED
-    started: bool = False
     arrived_s: float = 0.0
+    computed: int = 0  # of the prompt
+
+    @property
+    def remaining(self) -> int:
+        """Tokens of the prompt that are yet to be computed: 0 in the generation phase."""
+        return len(self.request.input_token_ids) - self.computed
 
 
 class Executor:
@@ -101,6 +112,7 @@ class Executor:
     models: ClassVar[dict[str, Model]] = {}
     created: ClassVar[list[Executor]] = []
 
+    @as_recorded
     def __init__(self, model_path: str | Path, model_type: ModelType, executor_config: ExecutorConfig) -> None:
         assert model_type is ModelType.DECODER_ONLY
         config = json.loads((Path(model_path) / "config.json").read_text())
@@ -110,18 +122,22 @@ class Executor:
         self.model_path = Path(model_path)
         self._model = self.models[str(model_path)]
         self._behaviour = self._model.behaviour
+        if self._behaviour.build_s:
+            ctypes.PyDLL(None).usleep(int(1e6 * self._behaviour.build_s))  # a PyDLL keeps the interpreter's lock
         self.external = self.build["speculative_decoding_mode"] == DRAFT_TOKENS_EXTERNAL
         reuse = executor_config.kv_cache_config.enable_block_reuse and self.plugins["use_paged_context_fmha"]
         if self.external and not reuse:
             raise RuntimeError("KV cache block reuse must be enabled for speculative decoding target model")
         if executor_config.max_beam_width > self.build.get("max_beam_width", 1):
             raise RuntimeError("max_beam_width exceeds that of the engine")
+        self.budget = executor_config.max_num_tokens or self.build["max_num_tokens"]
+        longest = min(self.build["max_seq_len"] - 1, self.build["max_input_len"])
+        self.longest_prompt = longest if executor_config.enable_chunked_context else min(longest, self.budget)
         self.prefixes = _Prefixes(self._model.kv_blocks, self.plugins["tokens_per_block"], reuse, executor_config.kv_cache_config)
-        self.iterations = 0
+        self.iterations = self.chunks = self.discarded = 0  # contexts left unfinished by an iteration; draft tokens never verified
         self.requests: list[Request] = []
         self.live = True
         self._ids = 0
-        self._least_tokens = False
         self._queue: deque[_Running] = deque()
         self._active: list[_Running] = []
         self._ready: list[tuple[float, Response]] = []  # and when each is there
@@ -132,10 +148,12 @@ class Executor:
 
     # -- the API
 
+    @as_recorded
     def enqueue_request(self, request: Request) -> int:
         (request_id,) = self.enqueue_requests([request])
         return request_id
 
+    @as_recorded
     def enqueue_requests(self, requests: list[Request]) -> list[int]:
         self._check_alive()
         limit = self.config.max_queue_size
@@ -153,14 +171,13 @@ class Executor:
             except RuntimeError as error:
                 self._ready.append((self._clock.now_s, Response(self._ids, error_msg=str(error), client_id=request.client_id)))
                 continue
-            self._least_tokens |= request.sampling_config.min_tokens is not None
-            decoder = Decoder(request, self._model.law, int(self.pretrained["vocab_size"]), int(self._least_tokens))
+            decoder = Decoder(request, self._model.law, int(self.pretrained["vocab_size"]))
             self._queue.append(_Running(self._ids, request, decoder, arrived_s=self._clock.now_s))
         return ids
 
+    @as_recorded
     def await_responses(self, timeout: timedelta | None = None) -> list[Response]:
         """Iterate until something is finished; the time is up when nothing can be."""
-        assert timeout is None or isinstance(timeout, timedelta), "the timeout is a timedelta"
         self._check_alive()
         deadline_s = math.inf if timeout is None else self._clock.now_s + timeout.total_seconds()
         if not self._wait(deadline_s):
@@ -180,9 +197,11 @@ class Executor:
         self._ready = [(0.0, response) for answer in late for response in answer] + later
         return [response for answer in now for response in answer]
 
+    @as_recorded
     def get_num_responses_ready(self, id: int | None = None) -> int:  # noqa: A002 the name in the API
         return sum(id in (None, response.request_id) and at_s <= self._clock.now_s for at_s, response in self._ready)
 
+    @as_recorded
     def cancel_request(self, id: int | None = None) -> None:  # noqa: A002
         self._check_alive()
         for running in [r for r in (*self._queue, *self._active) if r.id == id]:
@@ -224,7 +243,7 @@ class Executor:
         while not any(at_s <= self._clock.now_s for at_s, _ in self._ready):
             next_s = self._ready[0][0] if self._ready else self._next_s()
             if next_s > deadline_s or next_s == math.inf:
-                if self._behaviour.clock and (self._queue or self._active):
+                if self._behaviour.clock and (self._queue or self._active or self._ready):
                     self._clock.now_s = deadline_s
                 return False
             self._clock.now_s = max(self._clock.now_s, next_s)
@@ -244,10 +263,11 @@ class Executor:
         tokens, most_draft = len(request.input_token_ids), self.build["max_draft_len"] if self.external else 0
         if draft and len(draft.tokens) > most_draft:
             raise RuntimeError(f"Draft tokens length ({len(draft.tokens)}) exceeds maximum draft tokens length ({most_draft}).")
-        if tokens > self.build["max_input_len"]:
-            raise RuntimeError(f"Prompt length ({tokens}) exceeds maximum input length ({self.build['max_input_len']}).")
-        if tokens >= self.build["max_seq_len"]:
-            raise RuntimeError(f"Prompt length ({tokens}) exceeds maximum sequence length ({self.build['max_seq_len']}).")
+        if tokens + (len(draft.tokens) if draft else 0) > self.longest_prompt:
+            raise RuntimeError(f"Prompt length ({tokens}) exceeds maximum input length ({self.longest_prompt}).")
+        dtype = getattr(torch, self.pretrained["logits_dtype"])
+        if draft and draft.logits is not None and draft.logits.dtype != dtype:
+            raise RuntimeError(f"draft logits of {draft.logits.dtype} do not match the engine's logits of {dtype}")
         if max(request.input_token_ids) >= self.pretrained["vocab_size"]:
             raise RuntimeError("a token id is out of range")
         gathered = self.build.get("gather_generation_logits") or self.config.gather_generation_logits
@@ -269,33 +289,78 @@ class Executor:
         most = self.config.max_batch_size or self.build["max_batch_size"]
         while self._queue and len(self._active) < most and self._queue[0].arrived_s <= start_s:
             self._active.append(self._queue.popleft())
-        stats = InflightBatchingStats(num_scheduled_requests=len(self._active))
-        for running in self._active:
-            if running.started:
+        scheduled = self._schedule()
+        stats = InflightBatchingStats(num_scheduled_requests=len(scheduled))
+        for running, chunk in scheduled:
+            if chunk == 0:
                 stats.num_gen_requests += 1
             else:
-                self._prefill(running, stats)
+                self._prefill(running, chunk, stats)
         if self._behaviour.curve:
-            tokens, context = stats.num_ctx_tokens + stats.num_gen_requests, sum(len(r.decoder.tokens) for r in self._active)
-            self._ended_s = start_s + self._behaviour.curve.seconds(tokens, len(self._active), context)
-        for running in list(self._active):
-            tokens = running.decoder.step()
-            self._finish(running, tokens)
+            tokens, context = stats.num_ctx_tokens + stats.num_gen_requests, sum(len(r.decoder.tokens) for r, _ in scheduled)
+            self._ended_s = start_s + self._behaviour.curve.seconds(tokens, len(scheduled), context)
+        for running, _ in scheduled:
+            if running.remaining == 0:
+                self._finish(running, running.decoder.step())
         self._stats.append(self._iteration_stats(stats))
 
-    def _prefill(self, running: _Running, stats: InflightBatchingStats) -> None:
-        request = running.request
-        running.started = True
-        reused_tokens = self.prefixes.look_up(request, running.metrics.kv_cache_metrics)
-        draft = request.external_draft_tokens_config
+    def _schedule(self) -> list[tuple[_Running, int]]:
+        """Return who runs now, and how much of its prompt (0: it generates):
+        ``MicroBatchScheduler``, first come, first served.
+
+        A context counts whole, for what is found of it is known only when it has its blocks.
+        Without chunks who does not fit waits, and all behind it. With chunks what does not fit is
+        cut, and *then* draft tokens are discarded that would need room beyond it.
+        """
+        scheduled: list[tuple[_Running, int]] = []
+        left, contexts = self.budget, []
+        for running in self._active:
+            need = (running.remaining + len(running.decoder.draft_tokens)) if running.remaining else 1
+            if running.remaining and self.config.enable_chunked_context:
+                contexts.append(running)
+            elif need > left:
+                break
+            else:
+                left -= need
+                scheduled.append((running, running.remaining))
+        needed = sum(running.remaining + len(running.decoder.draft_tokens) for running in contexts)
+        sizes = [running.remaining for running in contexts] if needed <= left else self._chunks(contexts, left)
+        return scheduled + [pair for pair in zip(contexts, sizes, strict=True) if pair[1]]
+
+    def _chunks(self, contexts: list[_Running], budget: int) -> list[int]:
+        unit, left, sizes = self.prefixes.tokens_per_block, budget, []
+        for running in contexts:
+            size = min(left, running.remaining)
+            sizes.append(size if size == running.remaining else size // unit * unit)
+            left -= sizes[-1]
+        total = sum(sizes)
+        for running, size in zip(contexts, sizes, strict=True):
+            if size == running.remaining:
+                room = min(-size % unit, budget - total)
+                total += room
+                self.discarded += max(0, len(running.decoder.draft_tokens) - room)
+                del running.decoder.draft_tokens[room:]
+        return sizes
+
+    def _prefill(self, running: _Running, chunk: int, stats: InflightBatchingStats) -> None:
+        """Compute a chunk of a prompt; what of it is found makes it reach further."""
+        unit = self.prefixes.tokens_per_block
+        if running.computed == 0:
+            running.computed = self.prefixes.look_up(running.request, running.metrics.kv_cache_metrics)
+            running.metrics.first_iter = self.iterations
+            if chunk < running.remaining:
+                chunk = (running.computed + chunk) // unit * unit - running.computed
+        chunk = min(chunk, running.remaining)
+        running.computed += chunk
+        draft_tokens = 0 if running.remaining else len(running.decoder.draft_tokens)
+        self.chunks += running.remaining > 0
         stats.num_context_requests += 1
-        stats.num_ctx_tokens += len(request.input_token_ids) - reused_tokens + (len(draft.tokens) if draft else 0)
-        running.metrics.first_iter = self.iterations
+        stats.num_ctx_tokens += chunk + draft_tokens
 
     def _finish(self, running: _Running, tokens: list[int]) -> None:
         request, decoder = running.request, running.decoder
         running.finish = decoder.finish_reason()
-        if running.finish is FinishReason.NOT_FINISHED and request.external_draft_tokens_config:
+        if running.finish is FinishReason.NOT_FINISHED and decoder.verified:
             running.finish = FinishReason.LENGTH  # a request with draft tokens is over after its verification
         if running.finish is not FinishReason.NOT_FINISHED:
             self._active.remove(running)
@@ -316,9 +381,12 @@ class Executor:
             finish_reasons=[running.finish],
             decoding_iter=self.iterations,
         )
-        if request.output_config.return_generation_logits and decoder.rows:
-            rows = np.stack(decoder.rows[-len(new) :] if request.streaming else decoder.rows)
-            result.generation_logits = torch.from_numpy(rows).to(decoder.dtype)[None]
+        if request.output_config.return_generation_logits:
+            rows = decoder.rows[len(decoder.rows) - len(new) :] if request.streaming else decoder.rows
+            dtype = getattr(torch, self.pretrained["logits_dtype"])
+            result.generation_logits = torch.tensor(np.array(rows).reshape(len(rows), int(self.pretrained["vocab_size"])), dtype=dtype)[
+                None
+            ]
         if request.output_config.return_perf_metrics:
             running.metrics.last_iter = running.metrics.iter = self.iterations
             result.request_perf_metrics = running.metrics
@@ -348,21 +416,24 @@ class _Prefixes:
     def __init__(self, size: int, tokens_per_block: int, reuse: bool, config) -> None:
         self.size, self.tokens_per_block = size, tokens_per_block
         self._reuse, self._partial = reuse, config.enable_partial_reuse
-        self.blocks: OrderedDict[tuple, None] = OrderedDict()
-        self.behind: dict[tuple, set[tuple]] = {}  # the blocks behind each text
+        self.blocks: OrderedDict[int, tuple[int, tuple]] = OrderedDict()  # (the block before, tokens) by a hash of the whole text
+        self.behind: dict[int, set[tuple]] = {}  # the tokens of the blocks behind each block
 
     def look_up(self, request: Request, metrics) -> int:
         """Return how many tokens need no computing, and account for the prompt's blocks."""
-        tokens, salt, per_block = request.input_token_ids, request.cache_salt_id, self.tokens_per_block
+        tokens, per_block = request.input_token_ids, self.tokens_per_block
         usable = len(tokens) - 1  # the last token's logits are needed
-        whole = 0
-        while self._reuse and (whole + 1) * per_block <= usable and (salt, tuple(tokens[: (whole + 1) * per_block])) in self.blocks:
-            whole += 1
-            self.blocks.move_to_end((salt, tuple(tokens[: whole * per_block])))
+        before, whole = hash(request.cache_salt_id), 0
+        while self._reuse and (whole + 1) * per_block <= usable:
+            key = hash((before, tuple(tokens[whole * per_block : (whole + 1) * per_block])))
+            if key not in self.blocks:
+                break
+            self.blocks.move_to_end(key)
+            before, whole = key, whole + 1
         reused = whole * per_block
         if self._reuse and self._partial:
-            heads = self.behind.get((salt, tuple(tokens[:reused])), ())
-            reused += max((self._common(head[-per_block:], tokens[reused:usable]) for head in heads), default=0)
+            heads = self.behind.get(before, ())
+            reused += max((self._common(head, tokens[reused:usable]) for head in heads), default=0)
         metrics.num_reused_blocks = whole
         metrics.num_total_allocated_blocks = -(-len(tokens) // per_block)
         metrics.num_missed_blocks = metrics.num_new_allocated_blocks = metrics.num_total_allocated_blocks - whole
@@ -370,14 +441,17 @@ class _Prefixes:
         return reused
 
     def store(self, request: Request, tokens: list[int]) -> None:
-        for end in range(self.tokens_per_block, len(tokens) + 1, self.tokens_per_block):
-            key = (request.cache_salt_id, tuple(tokens[:end]))
-            self.blocks[key] = None
+        before = hash(request.cache_salt_id)
+        for start in range(0, len(tokens) - self.tokens_per_block + 1, self.tokens_per_block):
+            block = tuple(tokens[start : start + self.tokens_per_block])
+            key = hash((before, block))
+            self.blocks[key] = before, block
             self.blocks.move_to_end(key)
-            self.behind.setdefault((key[0], key[1][: -self.tokens_per_block]), set()).add(key[1])
+            self.behind.setdefault(before, set()).add(block)
+            before = key
         while len(self.blocks) > self.size:
-            (salt, text), _ = self.blocks.popitem(last=False)
-            self.behind[salt, text[: -self.tokens_per_block]].discard(text)
+            _, (before, block) = self.blocks.popitem(last=False)
+            self.behind[before].discard(block)
 
     def evict(self) -> None:
         self.blocks.clear()

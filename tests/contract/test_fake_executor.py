@@ -1,90 +1,88 @@
-"""The fake executor against the recorded API of ``tensorrt_llm.bindings.executor``, and its decoder against laws worked out by hand.
+"""The fake executor: what it refuses as nanobind and the C++ sources do, and its decoder against
+laws worked out by hand.
 
-The real module is held against the same record where it can be imported (marker ``trtllm``: inside NVIDIA's container).
+The real module is held against the same record where it can be imported (marker ``trtllm``: inside
+NVIDIA's container).
 """
 
-import dataclasses
-import inspect
-import json
 from datetime import timedelta
-from enum import Enum
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from backend.engine_folder import read_engine_folder
+from backend.engines.trtllm import ExecutorSettings, executor_config
+from backend.engines.trtllm_requests import Requests
+from backend.ports import Proposal, Sequence, Turn
+from backend.request import SamplingParams
 from tests.contract import fake_executor as trtllm
 from tests.contract import fake_executor_types as types
 from tests.contract.engine_folders import engine_folder
 
-RECORD = json.loads((Path(__file__).parent / "tensorrt_llm_executor_api.json").read_text())
-FAKED = [name for name in RECORD["classes"] if hasattr(trtllm, name) or hasattr(types, name)]
 VOCAB = 6
+KEEP = timedelta(seconds=1)
+RANGE = types.TokenRangeRetentionConfig(0, None, 80, KEEP)
 
 
-def faked(name):
-    return getattr(trtllm, name, None) or getattr(types, name)
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: types.KvCacheRetentionConfig([RANGE], 80, KEEP), "directory must be str, got None"),
+        (lambda: types.KvCacheRetentionConfig([RANGE], 80, 1000), "decode_duration_ms must be Optional.timedelta., got 1000"),
+        (lambda: types.TokenRangeRetentionConfig(0, None), "missing a required argument: 'priority'"),
+        (lambda: types.SamplingConfig(1, 50), "too many positional arguments"),
+        (lambda: types.SamplingConfig(top_k=1.0), "top_k must be Optional.int32., got 1.0"),
+        (lambda: types.SamplingConfig(seed=2**64), "seed must be Optional.uint64."),
+        (lambda: types.SamplingConfig(temp=1.0), "unexpected keyword argument 'temp'"),
+        (lambda: types.Request([1], 1, False), "too many positional arguments"),
+        (lambda: types.Request([np.int64(1)], 1), "input_token_ids must be list.int32."),
+        (lambda: types.Request([1], 1, sampling_config=None), "sampling_config must be SamplingConfig, got None"),
+        (lambda: types.Request([1], 1, bad_words=[2]), "bad_words must be Optional.list.list.int32..., got .2."),
+        (lambda: types.Request([1], 1, allotted_time_ms=5), "allotted_time_ms must be Optional.timedelta., got 5"),
+        (lambda: types.ExternalDraftTokensConfig([1], np.zeros((1, VOCAB))), "logits must be Optional.Tensor."),
+        (lambda: types.OrchestratorConfig(True, None), "worker_executable_path must be str, got None"),
+        (lambda: types.ExecutorConfig(1, parallel_config=types.KvCacheConfig()), "parallel_config must be Optional.ParallelConfig."),
+        (lambda: types.ExecutorConfig(1, batching_type="INFLIGHT_"), "batching_type must be BatchingType"),
+    ],
+)
+def test_a_call_that_nanobind_refuses_is_a_type_error(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
 
 
-def parameters(function):
-    """A signature as the record writes it."""
-    found = []
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.name in ("self", "_"):
-            continue
-        entry = {"name": parameter.name}
-        if parameter.kind is parameter.KEYWORD_ONLY:
-            entry["keyword_only"] = True
-        if parameter.default is not parameter.empty:
-            entry["default"] = written(parameter)
-        found.append(entry)
-    return found
+TURNS = {
+    "greedy": (SamplingParams(min_tokens=9, end_ids=(3,)), {"proposal": Proposal("d", [2, 3, 4])}),
+    "sampled": (SamplingParams(0.7, top_k=5, top_p=0.9, seed=2**63), {"proposal": Proposal("d", [2, 3])}),
+    "every option": (
+        SamplingParams(
+            1.0, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.5, bias=((2, 1.0),), bad_words=((1, 2),), log_probs=True
+        ),
+        {"run": 3},
+    ),
+    "streamed": (SamplingParams(), {"run": 3, "streamed": True}),
+}
 
 
-def written(parameter):
-    """A default: a plain value, the name of an enum's value, or the name of a class that is made anew each time."""
-    value = parameter.default
-    if repr(value) == "<factory>":
-        return f"{parameter.annotation}()"
-    return str(value) if isinstance(value, Enum) else value
+def make_all(module, folder):
+    """Make every object that the adapter makes, with its own calls."""
+    engine = read_engine_folder(folder)
+    for settings in (ExecutorSettings(), ExecutorSettings(gpus=(0, 1), orchestrated=True, worker="/opt/worker")):
+        executor_config(module, engine, settings)
+    requests = Requests(module, engine, 1.0, "target")
+    for number, (sampling, options) in enumerate(TURNS.values()):
+        requests.ask(Turn(Sequence(number, [1, 2, 1], 2, sampling, salt="tenant"), 3, **options), 2)
 
 
-def test_the_fake_has_what_this_project_uses():
-    used = {"Executor", "ExecutorConfig", "Request", "SamplingConfig", "OutputConfig", "ExternalDraftTokensConfig", "KvCacheConfig"}
-    assert used | {"KvCacheRetentionConfig", "ParallelConfig", "Response", "Result", "IterationStats"} <= set(FAKED)
-
-
-@pytest.mark.parametrize("name", [name for name in FAKED if RECORD["classes"][name]["constructors"][0] and name != "Response"])
-def test_constructors_are_those_of_the_record(name):
-    assert parameters(faked(name)) == RECORD["classes"][name]["constructors"][0]
-
-
-@pytest.mark.parametrize("name", FAKED)
-def test_attributes_are_some_of_the_record_and_no_others(name):
-    cls, entry = faked(name), RECORD["classes"][name]
-    ours = {f.name for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
-    assert ours <= {*entry["attributes"], *(p["name"] for c in entry["constructors"] for p in c)}
-
-
-@pytest.mark.parametrize("name", ["Executor", "Response"])
-def test_methods_are_some_of_the_record_and_no_others(name):
-    recorded = RECORD["classes"][name]["methods"]
-    for method, function in inspect.getmembers(faked(name), inspect.isfunction):
-        if not method.startswith("_"):
-            assert parameters(function) in recorded[method]
-
-
-@pytest.mark.parametrize("name", RECORD["enums"])
-def test_enums_are_those_of_the_record(name):
-    if hasattr(types, name):
-        assert [member.name for member in getattr(types, name)] == RECORD["enums"][name]
+def test_what_the_adapter_makes_fits_the_record(tmp_path):
+    make_all(trtllm, engine_folder(tmp_path, vocab_size=VOCAB, max_draft_len=4))
 
 
 @pytest.mark.trtllm
-def test_the_real_module_has_what_the_record_says():
+def test_what_the_adapter_makes_fits_the_real_module_which_has_what_the_record_says(tmp_path):
     real = pytest.importorskip("tensorrt_llm.bindings.executor")
-    for name, entry in RECORD["classes"].items():
+    make_all(real, engine_folder(tmp_path, vocab_size=VOCAB, max_draft_len=4))
+    for name, entry in types.RECORD["classes"].items():
         cls = getattr(real, name, None) or getattr(real.KvCacheRetentionConfig, name, None)
         assert cls is not None, f"{name} is missing"
         missing = [a for a in [*entry["attributes"], *entry["methods"]] if not hasattr(cls, a)]
@@ -136,8 +134,8 @@ def test_greedy_verification_accepts_what_the_target_would_write_and_ends_the_re
 def test_with_draft_logits_the_emitted_token_follows_the_targets_law(tmp_path):
     folder = engine_folder(tmp_path, vocab_size=3, max_draft_len=1)
     p, q = np.array([0.6, 0.3, 0.1]), np.array([0.2, 0.2, 0.6])
-    rng = np.random.default_rng(0)
-    asks = [request([int(rng.choice(3, p=q))], torch.log(torch.tensor(q))[None], seed=s, top_p=1.0, temperature=1.0) for s in range(6000)]
+    rng, logits = np.random.default_rng(0), torch.log(torch.tensor(q, dtype=torch.float32))[None]
+    asks = [request([int(rng.choice(3, p=q))], logits, seed=s, top_p=1.0, temperature=1.0) for s in range(6000)]
     _, answers = execute(folder, fixed(*p), asks)
     shares = np.bincount([a.result.output_token_ids[0][0] for a in answers], minlength=3) / len(answers)
     assert np.abs(shares - p).max() < 0.03
@@ -210,12 +208,54 @@ def test_cancelled_refused_full_and_dead(tmp_path):
         execute(folder, counting, [request()], model={"behaviour": trtllm.Behaviour(dies_at=1)})
 
 
-def test_a_request_with_min_tokens_keeps_all_later_ones_from_ending_at_once(tmp_path):
-    """The decoder's least length is 1 by default, once it is looked at: a turn of one token could never end the text."""
+def test_an_end_that_the_executor_is_told_of_has_no_row_of_logits(tmp_path):
     folder = engine_folder(tmp_path, vocab_size=VOCAB, max_draft_len=2)
-    ends = types.Request([1], 3, end_id=2, output_config=types.OutputConfig(exclude_input_from_output=True))
-    executor, (before,) = execute(folder, counting, [ends])
-    assert (before.result.finish_reasons, before.result.output_token_ids) == ([types.FinishReason.END_ID], [[]])
-    executor.enqueue_requests([request(min_tokens=1), ends])
-    after = {r.request_id: r for _ in range(3) for r in executor.await_responses()}
-    assert after[3].result.output_token_ids[0][:1] == [0]
+    output = types.OutputConfig(exclude_input_from_output=True, return_generation_logits=True)
+    draft = types.ExternalDraftTokensConfig([2, 3])
+    asks = [types.Request([1], 3, end_id=3, output_config=output, external_draft_tokens_config=d) for d in (draft, None)]
+    _, answers = execute(folder, counting, asks)
+    for answer in answers:
+        assert (answer.result.finish_reasons, answer.result.output_token_ids) == ([types.FinishReason.END_ID], [[2]])
+        assert tuple(answer.result.generation_logits.shape) == (1, 1, VOCAB)
+
+
+def test_draft_logits_of_another_type_than_the_engines_are_refused(tmp_path):
+    folder = engine_folder(tmp_path, vocab_size=VOCAB, max_draft_len=2, logits_dtype="float16")
+    _, (answer,) = execute(folder, counting, [request([2], torch.zeros(1, VOCAB), top_p=1.0)])
+    assert "do not match the engine's logits of torch.float16" in answer.error_msg
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_past_the_token_budget_texts_wait_or_are_cut_and_their_drafts_discarded(tmp_path, chunked):
+    """Six texts of 10 tokens with drafts of 4 that are right, a budget of 48, and everything but
+    the last block in the cache.
+    """
+    folder = engine_folder(tmp_path, vocab_size=VOCAB, max_draft_len=4, max_num_tokens=48)
+    texts = [[n, *(i % VOCAB for i in range(9))] for n in range(VOCAB)]
+    output = types.OutputConfig(exclude_input_from_output=True)
+
+    def ask(text, draft):
+        config = types.ExternalDraftTokensConfig([(text[-1] + i) % VOCAB for i in range(1, 5)]) if draft else None
+        return types.Request(text, 5 if draft else 1, output_config=output, external_draft_tokens_config=config)
+
+    executor, _ = execute(folder, counting, [ask(text, draft=False) for text in texts], enable_chunked_context=chunked)
+    before = executor.iterations
+    executor.enqueue_requests([ask(text, draft=True) for text in texts])
+    answers = []
+    while len(answers) < len(texts):
+        answers += executor.await_responses()
+    assert all(len(answer.result.output_token_ids[0]) == 5 for answer in answers)
+    if chunked:
+        assert executor.discarded >= 4 * 4
+        assert executor.iterations - before >= 5  # plain ones
+    else:
+        assert (executor.discarded, executor.iterations - before) == (0, 2)
+
+
+def test_a_text_longer_than_the_budget_runs_in_chunks_or_not_at_all(tmp_path):
+    folder = engine_folder(tmp_path, vocab_size=VOCAB, max_draft_len=4, max_num_tokens=16)
+    ask = types.Request([1] * 40, 1, output_config=types.OutputConfig(exclude_input_from_output=True))
+    executor, (answer,) = execute(folder, counting, [ask], enable_chunked_context=True)
+    assert (executor.chunks, answer.result.output_token_ids) == (2, [[2]])
+    _, (answer,) = execute(folder, counting, [ask])
+    assert "exceeds maximum input length (16)" in answer.error_msg

@@ -66,6 +66,20 @@ def test_times_are_learnt_of_the_iterations_that_ran(monkeypatch, tmp_path, late
     assert any(0 < np.count_nonzero(view.ready) < len(view) for view, _ in served.plans)
 
 
+def test_iterations_are_told_apart_where_the_text_in_flight_is_more_than_one_takes(monkeypatch, tmp_path):
+    """Who has not found room in an iteration was not in it. In chunks, as the adapter once ran,
+    drafts would be discarded besides.
+    """
+    served = Served(monkeypatch, tmp_path, adaptive(0.8), 16, 0.8, tokens=100, max_num_tokens=512)
+    served.goodput(0.5, 0.5)
+    assert 2 < served.loop.counts()[0] < 16
+    assert 0.95 < served.policy.drift(served.loop.policy_state)["verify"] < 1.05
+    assert served.engines[0]._executor.discarded == served.engines[0]._executor.chunks == 0
+    cut = Served(monkeypatch, tmp_path / "cut", adaptive(0.8), 16, 0.8, tokens=100, max_num_tokens=512, chunked=True)
+    cut.goodput(0.5, 0.5)
+    assert cut.engines[0]._executor.discarded > 50
+
+
 def test_who_is_in_flight_is_in_the_view_as_planned_and_once(monkeypatch, tmp_path):
     served = Served(monkeypatch, tmp_path, adaptive(0.8), 8, 0.8, **MIX)
     served.goodput(0.3, 0.1)

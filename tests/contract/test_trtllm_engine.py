@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from backend import drafting
 from backend.config import ConfigError
 from backend.engine_folder import check_draft, check_target, read_engine_folder
 from backend.engines import trtllm
@@ -16,11 +15,9 @@ from backend.engines.trtllm_memory import RESERVE_BYTES, EngineMemory, plan_kv
 from backend.ports import Proposal, Sequence, Turn
 from backend.request import SamplingParams
 from tests.contract import fake_executor
-from tests.contract.deployment import GREEDY, K_MAX, VOCAB, Deployment, Scripted, tiny_engine
+from tests.contract.deployment import GREEDY, K_MAX, VOCAB
 from tests.contract.engine_folders import engine_folder
 from tests.contract.fake_executor import Behaviour, Executor, Model
-from tests.contract.scenarios import PROMPTS, reference
-from tests.contract.trtllm_deployment import trtllm_engine
 
 
 def counting(tokens):
@@ -78,12 +75,35 @@ def test_a_turn_is_the_whole_text_with_a_draft_behind_it(tmp_path):
     assert rig.counts["spindle_engine_logits_bytes_total", "target"] == 0
 
 
-def test_sampling_gives_the_drafts_law_and_its_bytes_are_counted(tmp_path):
-    rig = Rig(tmp_path)
-    rig.run(verify(sequence([1, 2], SamplingParams(1.0)), [3, 4]))
-    logits = rig.executor.requests[0].external_draft_tokens_config.logits
-    assert logits.argmax(-1).tolist() == [3, 4]  # a point mass
-    assert rig.counts["spindle_engine_logits_bytes_total", "target"] == 4 * 2 * VOCAB
+def test_sampling_says_with_logits_that_a_proposal_is_a_point_mass(tmp_path):
+    """Logits of requests that are over are used again, and those in flight at once have their
+    own.
+    """
+    rig, given = Rig(tmp_path), []
+    make = rig.engine._requests._draft_logits
+    rig.engine._requests._draft_logits = lambda *args: given.append(make(*args)) or given[-1]
+    for proposed in ([3, 4], [3, 5]):
+        turns = [verify(sequence([n, 2], SamplingParams(1.0), n), proposed) for n in (1, 2)]
+        rig.engine.submit(turns)
+        first, second = given[-2:]
+        assert first.argmax(-1).tolist() == second.argmax(-1).tolist() == proposed
+        assert (first.exp().sum(-1) == 1.0).all()
+        assert first.data_ptr() != second.data_ptr()
+        while rig.engine.poll(0.1):
+            pass
+    assert len({logits.data_ptr() for logits in given}) == 2
+    assert rig.counts["spindle_engine_logits_bytes_total", "target"] == 4 * 4 * 2 * VOCAB
+
+
+def test_a_draft_proposes_what_is_likeliest_and_exchanges_no_logits(tmp_path):
+    rig = Rig(tmp_path, target=False)
+    sampling = SamplingParams(1.0, log_probs=True, bad_words=((4,),), seed=3)
+    (done,) = rig.run(Turn(sequence([1, 2], sampling), 2, run=2, keep_probs=True))
+    (request,) = rig.executor.requests
+    assert (done.tokens[0], done.probs, done.log_probs) == (3, None, None)
+    assert done.tokens[1] != 4  # the options hold
+    assert (request.sampling_config.top_k, request.output_config.return_generation_logits) == (1, False)
+    assert rig.counts["spindle_engine_logits_bytes_total", "target"] == 0
 
 
 def test_a_prefill_chunk_costs_nothing_and_the_turn_that_ends_the_prompt_runs_it_all(tmp_path):
@@ -155,24 +175,6 @@ def test_a_dead_target_stays_dead_and_its_turns_are_void(tmp_path):
     rig.engine.close()
 
 
-def test_a_dead_draft_falls_out_and_comes_back_and_no_text_changes(monkeypatch):
-    monkeypatch.setattr(drafting, "COOLDOWN_S", 3.0)
-    dying = Behaviour(dies_at=12)
-    draft = trtllm_engine(tiny_engine("twin"), target=False, behaviour=dying, settings=ExecutorSettings(restarts=True))
-    deployment = Deployment(trtllm_engine(tiny_engine(), target=True), [draft], Scripted([(0, 3)]))
-    sessions = [deployment.submit(prompt, 30) for prompt in PROMPTS[:3]]
-    lengths = []
-    while deployment.step():
-        if draft._starting is not None:
-            draft._starting.join()
-            dying.dies_at = None
-        lengths.append(sum(o.length.sum() for o in deployment.policy.outcomes[-1:]))
-    assert [s.sequence.tokens for s in sessions] == [reference().greedy(prompt, 30) for prompt in PROMPTS[:3]]
-    assert deployment.counters()["spindle_fallback_total", "draft_error"] == 1
-    assert 0 in lengths[3:]
-    assert lengths[-1] > 0 or max(lengths[-4:]) > 0
-
-
 def test_a_lost_prefix_is_an_alarm(tmp_path):
     for behaviour, alarms in ((Behaviour(), 0), (Behaviour(evicts=1.0), 1)):
         rig = Rig(tmp_path, behaviour)
@@ -192,14 +194,53 @@ def test_iterations_of_the_executor_are_counted(tmp_path):
     assert rig.counts["spindle_engine_context_tokens_total", "target"] == 9
 
 
-def test_several_end_tokens_are_forbidden_for_whole_turns(tmp_path):
-    """The executor knows one end token; of several a turn is cut where they become allowed."""
+@pytest.mark.parametrize("ends", [(5,), (5, 6)])
+def test_end_tokens_are_forbidden_for_whole_turns(tmp_path, ends):
+    """The executor is told of no end; a turn is cut where they become allowed."""
     rig = Rig(tmp_path)
-    ends = SamplingParams(min_tokens=3, end_ids=(5, 6))
-    (done,) = rig.run(verify(sequence([1, 2, 3, 4], ends, prompt_tokens=3), [7, 8, 9]))
+    sampling = SamplingParams(min_tokens=3, end_ids=ends)
+    (done,) = rig.run(verify(sequence([1, 2, 3, 4], sampling, prompt_tokens=3), [7, 8, 9]))
     assert (len(done.tokens), done.accepted) == (1, 0)
     assert rig.counts["spindle_fallback_total", "turn_cut_at_min_tokens"] == 1
-    assert rig.executor.requests[-1].bad_words == [[5], [6]]
+    assert rig.executor.requests[-1].bad_words == [[end] for end in ends]
+
+
+@pytest.mark.parametrize("turn", [lambda seq: verify(seq, [3, 4, 5, 6]), lambda seq: Turn(seq, 2, run=4)], ids=["verified", "run"])
+def test_a_text_ends_behind_its_end_token_which_has_its_log_probability(tmp_path, turn):
+    """The executor returns no row of logits for an end that it is told of, so it is told of
+    none.
+    """
+    rig = Rig(tmp_path)
+    (done,) = rig.run(turn(sequence([1, 2], SamplingParams(log_probs=True, end_ids=(4,)))))
+    assert (done.error, done.tokens, len(done.log_probs)) == (None, [3, 4], 2)
+    assert done.accepted == (2 if rig.executor.requests[0].external_draft_tokens_config else 0)
+    assert rig.executor.requests[0].end_id is None
+
+
+def test_texts_beyond_the_token_budget_wait_and_lose_no_draft(tmp_path):
+    """A context counts whole though all of it is found. In chunks, drafts would be discarded and
+    a cancelled text left unfinished.
+    """
+    rig = Rig(tmp_path, max_num_tokens=64)
+    texts = [sequence([n, *range(20)], number=n) for n in range(1, 9)]
+    for _ in range(3):
+        for done in rig.run(*(verify(seq, [(seq.tokens[-1] + i) % VOCAB for i in (1, 2, 3)]) for seq in texts)):
+            assert (done.error, done.accepted) == (None, 3)
+            texts[done.sequence_id - 1].tokens += done.tokens
+    assert (rig.executor.discarded, rig.executor.chunks) == (0, 0)
+    assert rig.executor.iterations > 3
+
+
+def test_what_raises_while_a_request_is_made_is_that_turns_error(tmp_path):
+    """The constructors of C++ raise RuntimeError, those of nanobind TypeError; neither says
+    anything of the executor.
+    """
+    rig = Rig(tmp_path)
+    wrong = sequence([1, -(2**40)], number=1), sequence([1], SamplingParams(1.0, repetition_penalty=-1.0), number=2)
+    done = {c.sequence_id: c for c in rig.run(*(Turn(seq, len(seq.tokens)) for seq in wrong), Turn(sequence([1], number=3), 1))}
+    assert "input_token_ids must be list[int32]" in done[1].error
+    assert "repetition_penalty -1.0" in done[2].error
+    assert done[3].tokens == [2]
 
 
 # -- engine folders and memory
@@ -218,6 +259,8 @@ def test_engines_that_cannot_serve_are_refused_with_the_command_that_builds_them
         check_target(folder("plain"), 4)
     with pytest.raises(ConfigError, match="without --use_paged_context_fmha enable"):
         check_draft(folder("old", paged_context_fmha=False), target)
+    with pytest.raises(ConfigError, match=r"its logits are float16.*--logits_dtype float32"):
+        check_target(folder("half", max_draft_len=4, logits_dtype="float16"), 4)
     with pytest.raises(ConfigError, match="built as a target"):
         check_draft(target, target)
     with pytest.raises(ConfigError, match=f"vocabulary of 9 tokens, its target .* {VOCAB}"):
@@ -240,6 +283,7 @@ def test_the_longest_text_leaves_room_for_what_the_executor_would_silently_short
     engine = read_engine_folder(engine_folder(tmp_path, vocab_size=VOCAB, max_draft_len=4, max_seq_len=100))
     assert engine.max_context_tokens == 92
     assert replace(engine, max_input_len=50).max_context_tokens == 46
+    assert replace(engine, max_num_tokens=40).max_context_tokens == 36  # one without chunks runs a text at once
 
 
 def test_every_engine_gets_room_for_the_same_tokens_whatever_is_created_first():

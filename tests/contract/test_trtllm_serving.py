@@ -1,19 +1,25 @@
 """A configuration of TensorRT-LLM engines, wired by the composition root over the fake executor, from settings to a reply."""
 
 import json
+import random
 import shutil
+from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from backend import app, trtllm_deployment
 from backend.config import ConfigError, parse_config
 from backend.engine_folder import read_engine_folder
 from backend.engines import trtllm
+from backend.engines.trtllm import ExecutorSettings, TrtllmEngine
 from backend.request import GenerationRequest
-from engines_build.measure_executor import measure_executors
-from policy import LatencyTable
+from engines_build.measure_executor import FilledEngine, _fits, measure_executors, past_budget
+from engines_build.timing import Case, Rig
+from policy import LatencyCurve, LatencyTable
 from tests.contract import fake_executor
-from tests.contract.fake_executor import Executor
+from tests.contract.fake_executor import Behaviour, Clock, Executor
 from tests.contract.trtllm_folders import TOKENIZER, folder, settings
 
 
@@ -21,6 +27,7 @@ from tests.contract.trtllm_folders import TOKENIZER, folder, settings
 def faked(monkeypatch):
     monkeypatch.setattr(trtllm, "load_bindings", lambda: fake_executor)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda gpu: (40 << 30, 80 << 30))
+    monkeypatch.setattr(trtllm_deployment, "EngineApart", lambda name, make, **options: make(options["count"]))  # see test_apart
     trtllm_deployment._kv_plan.cache_clear()
 
 
@@ -61,6 +68,19 @@ def test_as_many_requests_as_the_engine_takes_are_in_flight_at_once(tmp_path):
     made.close()
 
 
+def test_texts_in_flight_fit_two_iterations_of_every_engine(tmp_path):
+    raw = settings(tmp_path)
+    folder(tmp_path, "small", max_num_tokens=80)
+    made = app.build(parse_config(raw))
+    for _ in range(8):
+        made.orchestrator.submit(made.session(GenerationRequest("ab", 40), Reply()))
+    made.orchestrator.step()
+    assert made.orchestrator.counts() == (2, 6)  # ten blocks of 16, and each text has to have room to grow by four
+    while made.orchestrator.step():
+        assert 16 * made.orchestrator._ledger.usage()["used"] <= 160
+    made.close()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -72,6 +92,10 @@ def test_as_many_requests_as_the_engine_takes_are_in_flight_at_once(tmp_path):
         ),
         ({"limits": {"max_active_requests": 8, "max_context_tokens": 512}}, "prefill_chunk_tokens must be at least max_context_tokens 512"),
         ({"limits": {"max_active_requests": 8, "free_run_tokens": 6}}, "free_run_tokens must be at most 5 here, got 6"),
+        (
+            {"limits": {"max_active_requests": 8, "max_context_tokens": 1100, "prefill_chunk_tokens": 1100}},
+            "max_context_tokens 1100 with policy.k_max 4 needs engines with a max_num_tokens of at least 1120, got 1056",
+        ),
         ({"policy": {"k_max": 5}}, "k_max 5 is over its max_draft_len 4"),
     ],
 )
@@ -111,3 +135,30 @@ def test_what_a_turn_takes_is_measured_through_the_executor(tmp_path):
         assert LatencyTable.from_dict(json.loads((tmp_path / name / "latency.json").read_text())) == table
     assert max(tables["target"].tokens) == 8 * 4  # eight rows of three proposed tokens and the last one
     assert max(tables["small"].rows) == 8
+    assert all(tokens <= 8 * 160 for table in tables.values() for tokens in table.context_tokens)
+
+
+def test_a_verification_is_timed_past_the_token_budget_and_kept_apart(tmp_path):
+    """In virtual time, of iterations of 10 ms: within the budget one, with twice the text two."""
+    made = folder(tmp_path, "target", max_draft_len=4, max_num_tokens=160)
+    Executor.models[str(made)].behaviour = behaviour = Behaviour(clock=Clock(), curve=LatencyCurve(np.full(400, 0.01), 0.0))
+    engine = TrtllmEngine(
+        "target", read_engine_folder(made), ExecutorSettings(), max_context_tokens=64, bindings=fake_executor, clock=behaviour.clock
+    )
+    rig = Rig(FilledEngine(engine), random.Random(0), behaviour.clock)
+    found = past_budget(rig, 160, rows=8, most_tokens=64)
+    assert found["text_tokens"] == [160, 320]
+    assert found["seconds"] == pytest.approx([0.01, 0.02])
+    assert past_budget(rig, 160, rows=2, most_tokens=64) is None
+    config = parse_config(settings(tmp_path))
+    assert [rows for rows in range(1, 6) if _fits(Case(rows, 62), engine, config)] == [1, 2]  # three of 64 tokens are past it
+
+
+def test_activations_take_their_part_of_the_memory(tmp_path):
+    config = parse_config(settings(tmp_path))
+    engines = tuple(trtllm_deployment.trtllm_engines(config))
+    folders = tuple(read_engine_folder(Path(engine.model)) for engine in engines)
+    more = replace(folders[0], activation_bytes=folders[0].activation_bytes + (10 << 30)), *folders[1:]
+    tokens = [trtllm_deployment._kv_plan(engines, some).tokens for some in (folders, more)]
+    per_token = sum(folder.kv_bytes_per_token for folder in folders)
+    assert tokens[0] - tokens[1] == pytest.approx((10 << 30) / per_token * min(engine.kv_share for engine in engines), rel=1e-6)

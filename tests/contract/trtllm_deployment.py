@@ -32,7 +32,7 @@ def _with(scenario: scenarios.Scenario, change: Callable[[SamplingParams], Sampl
 MIXED = _with(scenarios.MIXED, lambda sampling: replace(sampling, coupled=False))
 """All options, without plan-invariant sampling: the executor draws its own numbers."""
 
-ONE_END = _with(MIXED, lambda sampling: replace(sampling, end_ids=sampling.end_ids[:1]))
+ALL_GREEDY = _with(MIXED, lambda sampling: replace(sampling, min_tokens=0, temperature=0.0))
 
 
 def trtllm_engine(like: TorchEngine, *, target: bool, behaviour: Behaviour | None = None, **options) -> TrtllmEngine:

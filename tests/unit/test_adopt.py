@@ -1,8 +1,11 @@
 """NVIDIA's filled model configurations become settings."""
 
+from pathlib import Path
+
 import pytest
 
 from backend.config import ConfigError, parse_config
+from backend.trtllm_deployment import check_engines
 from engines_build.adopt import adopt, read_parameters
 from tests.contract.engine_folders import engine_folder
 
@@ -44,6 +47,18 @@ def test_what_has_no_counterpart_is_named(tmp_path):
     _, notes = adopt(target, [draft])
     assert "tensorrt_llm: max_attention_window_size '1024' has no counterpart" in notes
     assert not [note for note in notes if "enable_kv_cache_reuse" in note or "lora" in note or "commented" in note]
+
+
+def test_engines_with_a_small_token_budget_get_settings_that_are_accepted_and_a_note(tmp_path):
+    big = engine_folder(tmp_path, "target", vocab_size=9, max_draft_len=5, max_num_tokens=100)
+    small = engine_folder(tmp_path, "draft", vocab_size=9, max_num_tokens=90)
+    paths = [model(tmp_path, f"{folder.name}_model", gpt_model_path=folder) for folder in (big, small)]
+    settings, notes = adopt(paths[0], paths[1:])
+    assert settings["limits"]["max_context_tokens"] == 80 - 5 - 1
+    assert notes == ["an iteration takes at most 90 tokens of text, by the engines' max_num_tokens; build them with 640 for more"]
+    for entry in (settings["target"], settings["drafts"][0]):
+        (Path(entry["model"]) / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    check_engines(parse_config(settings), lambda engine: Path(engine.model))
 
 
 def test_a_template_that_was_never_filled_is_refused(tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from backend.config import ConfigError, parse_config
+from backend.engine_folder import read_engine_folder, token_budget
 from engines_build.build import BuildError, build, run_program
 from engines_build.deployment import load_deployment
 from tests.contract.engine_folders import engine_folder
@@ -55,7 +56,34 @@ def test_the_examples_name_only_arguments_that_the_programs_have(path, capsys):
     assert all(draft.speculative_decoding_mode is None for draft in drafts)
     for engine in (target, *drafts):
         assert (engine.use_paged_context_fmha, engine.kv_cache_type, engine.max_beam_width) == ("enable", "paged", "1")
+        assert int(engine.max_num_tokens) >= deployment.max_context_tokens + deployment.max_draft_len
+        assert int(engine.max_num_tokens) == deployment.token_budget == 65_536
         assert int(engine.max_input_len) >= deployment.max_context_tokens  # every turn sends the whole text
+
+
+@pytest.mark.parametrize(
+    ("batch", "context", "draft", "asked", "budget"),
+    [
+        (64, 8192, 8, 0, 65_536),
+        (8, 1024, 8, 0, 8 * 1040),
+        (1, 131_072, 8, 0, 131_088),
+        (64, 8192, 8, 262_144, 262_144),
+        (64, 8192, 8, 100, 8208),
+    ],
+)
+def test_the_token_budget_is_for_all_texts_in_flight_and_at_least_one(batch, context, draft, asked, budget):
+    assert token_budget(batch, context, draft, asked) == budget
+
+
+def test_activations_are_estimated_by_the_token_budget(tmp_path):
+    """Of a gated MLP both halves and four rows of the hidden size: for Llama 3.1 8B in bfloat16
+    88 KiB a token, 5.5 GiB for 65,536.
+    """
+    made = engine_folder(tmp_path, vocab_size=VOCAB, max_num_tokens=65_536)
+    config = json.loads((made / "config.json").read_text())
+    config["pretrained_config"] |= {"hidden_size": 4096, "intermediate_size": 14_336}
+    (made / "config.json").write_text(json.dumps(config))
+    assert read_engine_folder(made).activation_bytes == 65_536 * 88 * 1024
 
 
 def test_a_quantised_engine_is_made_by_the_quantiser_and_keeps_its_paged_context(capsys):
