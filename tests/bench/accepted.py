@@ -63,8 +63,11 @@ def fixed(spine: torch.Tensor, ranks: torch.Tensor, widths: tuple[int, ...]) -> 
     return total
 
 
-def grow(first: torch.Tensor, behind: Callable[[list[int], list[int]], torch.Tensor]) -> tuple[list[int], list[int]]:
-    """Return tokens and parents of the best MOST nodes (or all) by the product of confidences to them.
+def grow(
+    first: torch.Tensor,
+    behind: Callable[[list[int], list[int]], torch.Tensor],
+) -> tuple[list[int], list[int]]:
+    """Return tokens and parents of the best MOST nodes (or all) by the product of confidences.
 
     ``first`` are the confidences [vocab] behind the text, ``behind`` those behind the last node.
     """

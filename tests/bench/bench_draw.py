@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,9 @@ from backend.engines.coupling import winner
 from backend.engines.processing import WHOLE_VOCABULARY
 from backend.randomness import Purpose, key
 from backend.request import SamplingParams
-from tests.bench.bench_coupling import (
+from tests.bench.coupled_draw import draw, draw_torch
+from tests.bench.drafts import Model
+from tests.bench.drawn_texts import (
     DRAFTS,
     SETTINGS,
     Text,
@@ -34,8 +37,6 @@ from tests.bench.bench_coupling import (
     read_prompts,
     record,
 )
-from tests.bench.coupled_draw import draw, draw_torch
-from tests.bench.drafts import Model
 
 THRESHOLDS = (1e-3, 1e-4, 1e-5)
 
@@ -43,10 +44,10 @@ THRESHOLDS = (1e-3, 1e-4, 1e-5)
 def cost(target: Model, args: argparse.Namespace) -> dict[str, Any]:
     """Return draws' times, the tails, how coupled a draft stays and what rounding moves."""
     draft = Model(args.drafts / DRAFTS[1], "fp32")
-    prompts, _ = read_prompts(target, args)
+    prompts, _, ends = read_prompts(target, args)
     rows = []
     for setting, params in SETTINGS.items():
-        texts = draw_texts(target, prompts, params, args.tokens, args.seed)
+        texts = draw_texts(target, prompts, params, args.tokens, ends, args.seed)
         laws = torch.cat([text.laws for text in texts])
         found: dict[str, Any] = {"setting": setting, "laws": len(laws)}
         found["tail_mass"] = {t: float((laws * (laws < t)).sum(-1).mean()) for t in THRESHOLDS}
@@ -64,16 +65,25 @@ def words_of(seed: int, count: int) -> np.ndarray:
     return key(seed, np.arange(count), Purpose.RACE)
 
 
+def with_numpy(threshold: float, laws: torch.Tensor, seed: int) -> np.ndarray:
+    """Draw for rows of tensors by NumPy."""
+    return draw(laws.numpy(), words_of(seed, len(laws)), threshold)
+
+
+def with_torch(threshold: float, laws: torch.Tensor, seed: int) -> torch.Tensor:
+    """Draw for rows of tensors by torch."""
+    words = torch.from_numpy(words_of(seed, len(laws)).view(np.int64))
+    return draw_torch(laws, words, threshold)
+
+
 def times(laws: torch.Tensor, rounds: int, seed: int) -> dict[str, Any]:
     """Return [median, mean] ms a row of CPU time by rows and draw."""
     arms: dict[str, Callable[[torch.Tensor, int], Any]] = {
         "today": lambda some, n: [winner(r, n, i, WHOLE_VOCABULARY) for i, r in enumerate(some)]
     }
     for threshold in THRESHOLDS:
-        arms[f"numpy {threshold}"] = lambda some, n, t=threshold: draw(some.numpy(), words_of(n, len(some)), t)
-        arms[f"torch {threshold}"] = lambda some, n, t=threshold: draw_torch(
-            some, torch.from_numpy(words_of(n, len(some)).view(np.int64)), t
-        )
+        arms[f"numpy {threshold}"] = partial(with_numpy, threshold)
+        arms[f"torch {threshold}"] = partial(with_torch, threshold)
     generator = torch.Generator().manual_seed(seed)
     report = {}
     for count in (1, 4, 16):
@@ -84,8 +94,13 @@ def times(laws: torch.Tensor, rounds: int, seed: int) -> dict[str, Any]:
                 start = time.thread_time()
                 arms[name](some, number)
                 taken[name].append(1e3 * (time.thread_time() - start) / count)
-        report[count] = {name: [round(statistics.median(v), 4), round(statistics.fmean(v), 4)] for name, v in taken.items()}
+        report[count] = {name: summary(values) for name, values in taken.items()}
     return report
+
+
+def summary(values: list[float]) -> list[float]:
+    """Return median and mean."""
+    return [round(statistics.median(values), 4), round(statistics.fmean(values), 4)]
 
 
 def coupled(texts: list[Text], draft: Model, params: SamplingParams, seed: int) -> dict[str, Any]:
