@@ -25,7 +25,7 @@ from backend.engines.coupling import winner
 from backend.engines.processing import WHOLE_VOCABULARY
 from backend.randomness import Purpose, key
 from backend.request import SamplingParams
-from tests.bench.coupled_draw import draw, draw_torch
+from tests.bench.coupled_draw import draw, draw_torch, noise
 from tests.bench.drafts import Model
 from tests.bench.drawn_texts import (
     DRAFTS,
@@ -76,10 +76,20 @@ def with_torch(threshold: float, laws: torch.Tensor, seed: int) -> torch.Tensor:
     return draw_torch(laws, words, threshold)
 
 
+def all_race(laws: torch.Tensor, seed: int) -> np.ndarray:
+    """Draw for rows of tensors by NumPy, the tail racing with the head."""
+    tokens = np.arange(laws.shape[1], dtype=np.uint64)
+    with np.errstate(divide="ignore"):
+        rows = zip(words_of(seed, len(laws)), laws.numpy(), strict=True)
+        times = [noise(word ^ tokens) / row for word, row in rows]
+    return np.array([row.argmin() for row in times])
+
+
 def times(laws: torch.Tensor, rounds: int, seed: int) -> dict[str, Any]:
     """Return [median, mean] ms a row of CPU time by rows and draw."""
     arms: dict[str, Callable[[torch.Tensor, int], Any]] = {
-        "today": lambda some, n: [winner(r, n, i, WHOLE_VOCABULARY) for i, r in enumerate(some)]
+        "today": lambda some, n: [winner(r, n, i, WHOLE_VOCABULARY) for i, r in enumerate(some)],
+        "numpy, all race": all_race,
     }
     for threshold in THRESHOLDS:
         arms[f"numpy {threshold}"] = partial(with_numpy, threshold)
@@ -104,15 +114,21 @@ def summary(values: list[float]) -> list[float]:
 
 
 def coupled(texts: list[Text], draft: Model, params: SamplingParams, seed: int) -> dict[str, Any]:
-    """Return how often the draft's first finisher is the target's, by threshold (0: all race)."""
+    """Return how often the draft's candidate is the target's draw, by threshold (0: all race).
+
+    The candidate is the draft's own draw, or the first finisher of its head alone.
+    """
     agreed: dict[float, list[np.ndarray]] = {t: [] for t in (0.0, *THRESHOLDS)}
     for number, text in enumerate(texts):
         words = words_of(seed + number, len(text.tokens))
         q = laws_of(draft.logits(text.prompt + text.tokens, len(text.prompt)), params).numpy()
         for threshold, found in agreed.items():
             least = max(threshold, 1e-30)
-            found.append(draw(text.laws.numpy(), words, least) == draw(q, words, least))
-    return {"agreement": {t: round(float(np.concatenate(v).mean()), 4) for t, v in agreed.items()}}
+            own = draw(text.laws.numpy(), words, least)
+            head = np.where(q < least, np.float32(0), q)
+            found.append(np.stack([own == draw(law, words, least) for law in (q, head)]))
+    shares = {t: np.concatenate(found, 1).mean(1) for t, found in agreed.items()}
+    return {"agreement": {t: [round(float(v), 4) for v in pair] for t, pair in shares.items()}}
 
 
 def rounding(texts: list[Text], target: Model, params: SamplingParams, seed: int) -> dict[str, Any]:

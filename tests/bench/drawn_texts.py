@@ -66,7 +66,7 @@ def draw_texts(
     for place in range(length):
         last = [(tokens[row] or prompt)[-1:] for row, prompt in enumerate(prompts)]
         starts = [len(prompt) + place - 1 for prompt in prompts]
-        rows = zip(last, starts, target._tables, strict=True)
+        rows = zip(last, starts, target._tables[: len(prompts)], strict=True)
         chunks = [Chunk(token, start, table, 1) for token, start, table in rows]
         found = laws_of(target._llama.forward(chunks).float(), params)
         times = torch.empty_like(found).exponential_(generator=generator) / found
