@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from backend.engines.chunks import Chunk
 from backend.engines.coupling import winner
 from backend.engines.processing import WHOLE_VOCABULARY
 from backend.randomness import Purpose, key
@@ -89,6 +90,7 @@ def times(laws: torch.Tensor, rounds: int, seed: int) -> dict[str, Any]:
     """Return [median, mean] ms a row of CPU time by rows and draw."""
     arms: dict[str, Callable[[torch.Tensor, int], Any]] = {
         "today": lambda some, n: [winner(r, n, i, WHOLE_VOCABULARY) for i, r in enumerate(some)],
+        "the words alone": lambda some, n: words_of(n, len(some)),
         "numpy, all race": all_race,
     }
     for threshold in THRESHOLDS:
@@ -134,8 +136,10 @@ def coupled(texts: list[Text], draft: Model, params: SamplingParams, seed: int) 
 def rounding(texts: list[Text], target: Model, params: SamplingParams, seed: int) -> dict[str, Any]:
     """Return how many draws differ between laws of one row a text and of a whole text a pass."""
     moved, draws, distances = dict.fromkeys(("race of the head", "inverse"), 0), 0, []
-    for number, text in enumerate(texts[::5]):
-        other = laws_of(target.logits(text.prompt + text.tokens, len(text.prompt)), params)
+    for number, text in list(enumerate(texts))[::5]:
+        own = target._tables[number]  # its prompt's KV is written again, others' stays
+        whole = Chunk((text.prompt + text.tokens)[:-1], 0, own, len(text.tokens))
+        other = laws_of(target._llama.forward([whole]).float(), params)
         distances.append(0.5 * (other.double() - text.laws.double()).abs().sum(-1))
         pair = [law.numpy() for law in (text.laws, other)]
         sums = [law.cumsum(-1) for law in pair]
