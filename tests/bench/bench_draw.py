@@ -10,6 +10,7 @@ threshold), and how many draws differ where the same laws come from passes of an
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -40,6 +41,8 @@ from tests.bench.drawn_texts import (
 )
 
 THRESHOLDS = (1e-3, 1e-4, 1e-5)
+SEEDS = 4
+"""That every law is drawn from, where agreement is counted."""
 
 
 def cost(target: Model, args: argparse.Namespace) -> dict[str, Any]:
@@ -122,13 +125,13 @@ def coupled(texts: list[Text], draft: Model, params: SamplingParams, seed: int) 
     """
     agreed: dict[float, list[np.ndarray]] = {t: [] for t in (0.0, *THRESHOLDS)}
     for number, text in enumerate(texts):
-        words = words_of(seed + number, len(text.tokens))
         q = laws_of(draft.logits(text.prompt + text.tokens, len(text.prompt)), params).numpy()
-        for threshold, found in agreed.items():
+        for threshold, again in itertools.product(agreed, range(SEEDS)):
+            words = words_of(seed + SEEDS * number + again, len(text.tokens))
             least = max(threshold, 1e-30)
             own = draw(text.laws.numpy(), words, least)
             head = np.where(q < least, np.float32(0), q)
-            found.append(np.stack([own == draw(law, words, least) for law in (q, head)]))
+            agreed[threshold].append(np.stack([own == draw(n, words, least) for n in (q, head)]))
     shares = {t: np.concatenate(found, 1).mean(1) for t, found in agreed.items()}
     return {"agreement": {t: [round(float(v), 4) for v in pair] for t, pair in shares.items()}}
 
