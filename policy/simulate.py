@@ -116,14 +116,26 @@ def evidence(options: argparse.Namespace, run: Runner) -> dict[str, Any]:
     return document
 
 
+def rates(text: str) -> list[float]:
+    """Return the loads of a list like ``3,8,backlog``. Raises ValueError, which argparse tells."""
+    found = [BACKLOG if rate == "backlog" else float(rate) for rate in text.split(",")]
+    if any(rate < 0 for rate in found):
+        raise ValueError("a rate below 0")
+    return found
+
+
+def seeds(text: str) -> list[int]:
+    """Return the seeds of a list like ``3,4,5``. Raises ValueError, which argparse tells."""
+    return [int(seed) for seed in text.split(",")]
+
+
 def compare_command(options: argparse.Namespace, run: Runner) -> dict[str, Any]:
     """Run the arms asked for at the rates asked for."""
     deployment = replace(deployments()[options.deployment], planning_s=options.planning_us / 1e6)
     scenario = Scenario(f"{deployment.name}-{options.mix}", deployment, presets.MIXES[options.mix])
     scenario = replace(scenario, variation=options.variation, requests=options.requests, table_error=options.table_error)
     scenario = replace(scenario, recorded=recorded(options.arrivals) if options.arrivals else None)
-    loads = [BACKLOG if rate == "backlog" else float(rate) for rate in options.rates.split(",")]
-    seeds, arms = [int(seed) for seed in options.seeds.split(",")], options.arms.split(",")
+    loads, seeds, arms = options.rates, options.seeds, options.arms.split(",")
     check_arms(arms, deployment, scenario.mix)
     comparison = described(compare_arms(scenario, loads, arms, seeds, run), [], seeds)
     print(text(comparison))
@@ -152,7 +164,7 @@ def shapes_command(options: argparse.Namespace, run: Runner) -> dict[str, Any]:
     names = options.cases.split(",") if options.cases else list(known)
     if unknown := set(names) - set(known):
         raise ValueError(f"cases must be of {list(known)}, got {sorted(unknown)}")
-    seeds = [int(seed) for seed in options.seeds.split(",")]
+    seeds = options.seeds
     started = perf_counter()
     points = shape_cases.run_cases(known, names, seeds, run.map)
     run.wall_s, run.steps = perf_counter() - started, sum(point["steps"] for point in points)
@@ -164,7 +176,7 @@ def shapes_command(options: argparse.Namespace, run: Runner) -> dict[str, Any]:
 
 def regret_command(options: argparse.Namespace, run: Runner) -> dict[str, Any]:
     """Run the ways to learn asked for, on mixes that drift and that do not, with tags of the requests' kinds and without."""
-    known, seeds = scenarios(options.requests), [int(seed) for seed in options.seeds.split(",")]
+    known, seeds = scenarios(options.requests), options.seeds
     rate_hz = options.rate or nominal_rate(known["70b-mix"][0], seeds[:1], run)
     document: dict[str, Any] = {"regret": []}
     for name in options.scenarios or REGRET_SCENARIOS:
@@ -199,11 +211,11 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     what.add_argument("--mix", choices=list(presets.MIXES), default="mix")
     what.add_argument("--arms", default="none,adaptive", help=f"of {KNOWN}")
     one = commands.add_parser("compare", parents=[output, what], help="arms at request rates")
-    one.add_argument("--rates", default="5,backlog", help="requests a second, or backlog")
+    one.add_argument("--rates", type=rates, default="5,backlog", help="requests a second, or backlog")
     one.add_argument("--variation", type=float, default=1.0, help="of the gaps between arrivals: 1 Poisson, above it bursts")
     one.add_argument("--arrivals", help="a log of requests instead (JSON lines)")
     one.add_argument("--requests", type=int, default=200)
-    one.add_argument("--seeds", default="3,4,5")
+    one.add_argument("--seeds", type=seeds, default="3,4,5")
     one.add_argument("--table-error", type=float, default=0.2)
     one.add_argument("--planning-us", type=float, default=0.0, help="what planning adds to a step of policies that predict its time")
     all_of_it = commands.add_parser("evidence", parents=[output], help="the whole protocol")
@@ -216,14 +228,14 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     fleet.add_argument("--seed", type=int, default=3)
     shapes = commands.add_parser("shapes", parents=[output], help="trees, merged chains, cohorts and cut contexts against chains")
     shapes.add_argument("--cases", help="which, all if not given")
-    shapes.add_argument("--seeds", default="0,1,2")
+    shapes.add_argument("--seeds", type=seeds, default="0,1,2")
     learning = commands.add_parser("regret", parents=[output], help="what ways to learn lose to the oracle")
     learning.add_argument("--scenarios", nargs="*", choices=REGRET_SCENARIOS)
     learning.add_argument("--ways", nargs="*", choices=[*SELECTIONS, *ABLATIONS], help="all if not given")
     learning.add_argument("--rate", type=float, help="requests a second at load 1; measured if not given")
     learning.add_argument("--load", type=float, default=0.5)
     learning.add_argument("--requests", type=int, default=150)
-    learning.add_argument("--seeds", default="0,1,2")
+    learning.add_argument("--seeds", type=seeds, default="0,1,2")
     again = commands.add_parser("report", parents=[output], help="a report of results that were kept")
     again.add_argument("file", type=Path)
     return parser.parse_args(arguments)

@@ -165,3 +165,11 @@ def test_regret_compares_runs_of_the_same_requests_in_which_nothing_drifts_where
     assert {way["regret_s"] for way in found["ways"]} == {0.5}
     assert "probing without groups" not in {way["way"] for way in found["ways"]}  # nobody tells this mix's kinds
     assert found["ways"][0]["curve"]["regret_s"][-1] == pytest.approx(20.0)
+
+
+@pytest.mark.parametrize(("option", "value"), [("--rates", "3,fast"), ("--rates", "-1"), ("--seeds", "x")])
+def test_a_list_that_is_none_is_told_by_its_option_and_value(option, value, capsys):
+    with pytest.raises(SystemExit) as ended:
+        simulate.main(["compare", f"{option}={value}"])
+    assert ended.value.code == 2
+    assert f"argument {option}: invalid {option[2:]} value: '{value}'" in capsys.readouterr().err
