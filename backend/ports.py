@@ -1,8 +1,8 @@
 """The seam between the loop and the engines: one completion-based port for targets and drafts alike.
 
 A *turn* tells an engine to bring its KV cache up to ``tokens[:end]`` of a sequence, to verify a proposal behind them and to run freely
-for ``run`` tokens. A prefill chunk is a turn with ``run = 0``, plain decoding has ``run = 1``, a draft proposes k tokens by ``run = k``
-with ``keep_probs``. Asynchronous engines (TensorRT-LLM's Executor) complete turns in any order; a step engine completes a whole
+for ``run`` tokens. A prefill chunk is a turn with ``run = 0``, plain decoding has ``run = 1``, a draft proposes by ``run = k`` with
+``nodes``. The target draws every token by itself; of a proposal it follows what it has drawn. Asynchronous engines (TensorRT-LLM's Executor) complete turns in any order; a step engine completes a whole
 submission at the next ``poll``.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,9 @@ from backend.request import SamplingParams
 BLOCK_TOKENS = 16
 """Tokens in one KV block."""
 
+ROOT = -1
+"""The parent of a proposal's nodes right behind the text."""
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -29,8 +32,7 @@ class Sequence:
 
     ``blocks[engine name]`` is that engine's KV block table, written by the ledger only: position p lives in block
     ``blocks[name][p // 16]`` at offset ``p % 16``. A table grows at its end only; a sequence that loses its table is cancelled in every
-    engine before its blocks are used again. ``attempt`` counts the turns that drew tokens; with seed, position and purpose it keys the
-    randomness, so that no discarded draw is used twice.
+    engine before its blocks are used again.
 
     ``keys[i]``, the ledger's too, names the content of complete block i (``backend.block_pool``): sequences with the same key may have that
     block in common. Whether its KV is there is each engine's own knowledge. ``salt`` keeps tenants' blocks apart. ``new_blocks`` and
@@ -43,7 +45,6 @@ class Sequence:
     prompt_tokens: int
     sampling: SamplingParams
     blocks: dict[str, list[int]] = field(default_factory=dict)
-    attempt: int = 0
     keys: list[bytes] = field(default_factory=list)
     salt: str = ""
     new_blocks: int = 0
@@ -60,31 +61,89 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """The tokens a draft proposes for a sequence and the law they were drawn from: a chain, or a tree for engines that verify trees.
+    """A tree of tokens that a draft proposes behind a sequence's text, best first; a chain is its
+    simplest case.
 
-    ``probs`` is the engines' own handle on q (rows = proposed positions), at the precision that it was sampled from; None means a point
-    mass (greedy draft or lookup).
-
-    A tree's spine is ``tokens``. ``siblings[j]`` are further candidates for the place of ``tokens[j]``, from the same law, behind which
-    nothing is proposed. ``others`` are other drafts' proposals behind the same text, each with its own law (merged chains). At every place
-    the candidates are tested in this order: the spine's, its siblings, then those of ``others`` in turn.
+    ``tokens[n]`` continues node ``parents[n]`` < n, or the text (``ROOT``); no two children of a node
+    have the same token. ``confidence[n]`` in [0, 1] is how likely the draft holds the whole path to
+    node n to be what the target draws. It never rises from node to node, so every prefix is a tree.
+    It decides what is verified, never what is accepted.
     """
 
     draft: str
     tokens: list[int]
-    probs: Any = None
-    siblings: Seq[Seq[int]] = ()
-    others: tuple[Proposal, ...] = ()
+    parents: list[int]
+    confidence: list[float]
+
+    @classmethod
+    def chain(cls, draft: str, tokens: Seq[int], confidence: Seq[float] = ()) -> Proposal:
+        """Return the chain of these tokens; without confidences each is held to be sure."""
+        parents = list(range(ROOT, len(tokens) - 1))
+        return cls(draft, list(tokens), parents, list(confidence) or [1.0] * len(tokens))
+
+    @classmethod
+    def best(cls, draft: str, nodes: Seq[tuple[int, int, float]], most: int) -> Proposal:
+        """Return the ``most`` best of nodes (token, parent, confidence of the path).
+
+        A parent comes before its children and is held for no less likely than they are.
+        """
+        order = sorted(range(len(nodes)), key=lambda node: -nodes[node][2])  # stable: parents first
+        place = {ROOT: ROOT, **{node: n for n, node in enumerate(order)}}
+        kept = [nodes[node] for node in order[:most]]
+        parents = [place[parent] for _, parent, _ in kept]
+        return cls(draft, [node[0] for node in kept], parents, [node[2] for node in kept])
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def first(self, nodes: int) -> Proposal:
+        """Return the tree of the best nodes, at most so many."""
+        if nodes >= len(self.tokens):
+            return self
+        columns = self.tokens[:nodes], self.parents[:nodes], self.confidence[:nodes]
+        return Proposal(self.draft, *columns)
+
+    def spine(self) -> Proposal:
+        """Return the chain of each node's best child, for an engine that verifies chains only."""
+        at, path = ROOT, []
+        for node, parent in enumerate(self.parents):
+            if parent == at:
+                path.append(node)
+                at = node
+        if len(path) == len(self.tokens):
+            return self
+        chosen = [self.tokens[n] for n in path], [self.confidence[n] for n in path]
+        return Proposal.chain(self.draft, *chosen)
+
+    @property
+    def depths(self) -> list[int]:
+        """How many tokens the path to each node has, itself counted."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent == ROOT else depths[parent] + 1)
+        return depths
+
+    @property
+    def depth(self) -> int:
+        """The most of its tokens that can be accepted."""
+        return max(self.depths, default=0)
 
     @property
     def is_chain(self) -> bool:
-        """Whether there is one candidate for every place."""
-        return not any(self.siblings) and not self.others
+        """Whether every node continues the one before it."""
+        return self.parents == list(range(ROOT, len(self.tokens) - 1))
 
-    @property
-    def nodes(self) -> int:
-        """How many tokens are proposed in all."""
-        return len(self.tokens) + sum(map(len, self.siblings)) + sum(other.nodes for other in self.others)
+    def followed(self, tokens: Iterable[int]) -> list[int]:
+        """Return the nodes of the longest start of ``tokens`` that is a path from the text."""
+        nodes = enumerate(zip(self.parents, self.tokens, strict=True))
+        children = {edge: node for node, edge in nodes}
+        path: list[int] = []
+        for token in tokens:
+            found = children.get((path[-1] if path else ROOT, token))
+            if found is None:
+                break
+            path.append(found)
+        return path
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +151,18 @@ class Turn:
     """One sequence's share of a submission (see the module docstring).
 
     ``end <= len(sequence.tokens)``; with ``run > 0`` or a proposal, ``end == len(sequence.tokens)``.
-    ``keep_probs`` asks for the law of the freely run tokens (a draft's q), ``widths[j]`` with it for so many candidates for the place of
-    the j-th of them, itself counted (1 behind their end). Engines that have no second choices ignore it.
-    ``streamed`` asks for the tokens of a free run as they come (``Completion.partial``), which asynchronous engines may heed.
-    ``piece_tokens`` above 0 has an engine that pads cut the context into pieces of so many tokens, whole blocks.
+    ``nodes`` above 0 asks a draft for a ``Completion.proposal`` of at most so many nodes, no path of
+    it longer than ``run``; a model makes it of ``run`` forward passes.
+    ``streamed`` asks for the tokens of a free run as they come (``Completion.partial``), which
+    asynchronous engines may heed. ``piece_tokens`` above 0 has an engine that pads cut the context
+    into pieces of so many tokens, whole blocks.
     """
 
     sequence: Sequence
     end: int
     run: int = 1
     proposal: Proposal | None = None
-    keep_probs: bool = False
-    widths: Seq[int] = ()
+    nodes: int = 0
     piece_tokens: int = 0
     streamed: bool = False
 
@@ -124,17 +183,14 @@ class Extras:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a turn came to: ``tokens`` = accepted proposal tokens, then the freely run ones; ``accepted`` counts the former. An engine may
-    stop behind an end token of the sequence.
+    """What a turn came to: ``tokens`` = accepted proposal tokens, then the freely run ones; ``accepted``
+    counts the former. An engine may stop behind an end token of the sequence.
 
-    ``probs`` is the handle on the law of the tokens where ``keep_probs`` was asked (None = point mass). ``log_probs`` holds the natural
-    logarithm of each token's probability where the sequence asks for it: of the model's law with the request's options and temperature,
-    before top-k and top-p.
-    ``siblings`` are the further candidates that ``widths`` asked for, place by place. Of a tree, ``along`` counts the accepted tokens that
-    are on the spine and on that of each of ``others``, and ``rank`` says which candidate of its draft was accepted where the spine ended
-    (2: the first sibling; 0: none).
+    ``proposal`` is what a draft was asked for (``Turn.nodes``); then there are no ``tokens``.
+    ``log_probs`` holds the natural logarithm of each token's probability where the sequence asks for
+    it: of the model's law with the request's options and temperature, before top-k and top-p.
     ``scored`` tells of a draft that catches up on tokens emitted without it what it would have had accepted of them: (accepted, length) of
-    the chains that it would have made, oldest first (greedy and plan-invariant sequences; as many tokens as the engine finds cheap).
+    the chains that it would have made, oldest first (as many tokens as the engine finds cheap).
     ``error`` is set, and everything else void, when this turn alone failed. ``partial``: the turn goes on, and has these tokens so far
     beyond those of the partial completions before; the last one has what is left.
     """
@@ -142,11 +198,8 @@ class Completion:
     sequence_id: int
     tokens: list[int]
     accepted: int = 0
-    probs: Any = None
+    proposal: Proposal | None = None
     log_probs: list[float] | None = None
-    siblings: list[list[int]] = field(default_factory=list)
-    along: list[int] = field(default_factory=list)
-    rank: int = 0
     scored: list[tuple[int, int]] = field(default_factory=list)
     error: str | None = None
     extras: Extras | None = None
@@ -158,8 +211,7 @@ class EngineLimits:
     """What an engine can do. ``kv_blocks`` is the size of its block pool (0 = it keeps no KV); tokens are counted, not bytes.
 
     ``free`` says that proposing costs next to nothing (lookup), so that the loop scores it on every step, chosen or not; ``tree`` that it
-    verifies trees; as a draft, ``scores`` that it scores what it catches up on (``Completion.scored``), ``siblings`` that it names
-    second choices (``Turn.widths``). ``pads``: verified rows are padded to the longest context, or cut (``Turn.piece_tokens``).
+    verifies trees; as a draft, ``scores`` that it scores what it catches up on (``Completion.scored``). ``pads``: verified rows are padded to the longest context, or cut (``Turn.piece_tokens``).
     ``overlaps``: while one thread is in ``poll``, another may ask about, and cancel, sequences that have no turn in flight.
     ``asynchronous``: turns run in one in-flight batch and complete each in its time, not all with the next ``poll``.
     """
@@ -172,7 +224,6 @@ class EngineLimits:
     free: bool = False
     tree: bool = False
     scores: bool = False
-    siblings: bool = False
     pads: bool = False
     overlaps: bool = False
     asynchronous: bool = False

@@ -59,9 +59,9 @@ class Guide(Protocol):
 class SamplingParams:
     """How tokens are drawn: temperature 0 or top_k 1 is greedy; top_k 0 and top_p 1.0 are off; ``seed`` keys the randomness.
 
-    ``coupled`` is plan-invariant sampling: every token is a function of its law, seed and position alone. The options change the logits
-    before the law is made of them: ``bias`` holds (token id, addend); the penalties count a token in prompt and output; ``end_ids`` are
-    impossible for the first ``min_tokens`` of the output, and so is the last token of a bad word (token ids) behind its others.
+    Every token is a function of its law, seed and position alone. The options change the logits before
+    the law is made of them: ``bias`` holds (token id, addend); the penalties count a token in prompt
+    and output; ``end_ids`` are impossible for the first ``min_tokens`` of the output, and so is the last token of a bad word (token ids) behind its others.
     ``log_probs`` asks for each emitted token's log-probability, ``top_log_probs`` for those of so many of the most likely tokens at its
     place (None: not asked). ``guide`` allows what its grammar does, whatever else bans it, and no more.
     ``top_p`` shrinks by the factor ``top_p_decay`` with every token of the output, down to ``top_p_min``, and is itself again behind the
@@ -72,7 +72,6 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
-    coupled: bool = False
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,19 +19,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 NO_DRAFT = -1
 
-_PER_ROW = ("request", "context", "remaining", "ceiling", "catchup", "weight", "rule", "ready", "control", "group")  # of a view
-
-
-class Rule(IntEnum):
-    """How a proposal is accepted: each rule has hazards of its own.
-
-    ``GREEDY`` when it is the arg-max, ``SAMPLED`` by rejection sampling, ``COUPLED`` when it is what the request's own noise makes of the
-    target's law (plan-invariant sampling).
-    """
-
-    GREEDY = 0
-    SAMPLED = 1
-    COUPLED = 2
+_PER_ROW = ("request", "context", "remaining", "ceiling", "catchup", "weight", "ready", "control", "group")  # of a view
 
 
 @dataclass(slots=True)
@@ -42,7 +29,7 @@ class View:
     ``request[n]`` stable ids; ``context[n]`` committed tokens; ``remaining[n]`` tokens the request may still emit (>= 1);
     ``ceiling[n, d]`` the most tokens draft d may propose for request i in this step (0 = cannot, or was not asked: ``needs_offers``);
     ``catchup[n, d]`` committed tokens that draft d has not seen yet; ``weight[n]`` worth of one token of this request;
-    ``rule[n]`` by which rule its proposals are accepted (``Rule``); ``ready[n]`` whether it is to be planned for (else it is in flight);
+    ``ready[n]`` whether it is to be planned for (else it is in flight);
     ``flying`` what was planned for the rows in flight, where they and the ready ones are in one in-flight batch (TensorRT-LLM's executor);
     None where they share no pass with them (cohorts) or nothing is in flight. ``prefill_tokens`` prompt tokens processed in the same step;
     ``prefilling`` requests admitted but still in prefill, those of this step's chunks included; ``queued`` requests waiting for admission.
@@ -60,7 +47,6 @@ class View:
     ceiling: IntArray
     catchup: IntArray
     weight: FloatArray
-    rule: IntArray
     ready: BoolArray
     prefill_tokens: int = 0
     queued: int = 0
@@ -108,29 +94,34 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class TurnShape:
-    """What a plan asks beyond one chain a row, of engines that declare that they can (``policy.shapes``); None: not asked.
+    """What a plan asks beyond a proposal for each row, of engines that declare that they can
+    (``policy.shapes``); None: not asked.
 
-    ``width[n, K]`` siblings at each depth of a row's tree, 0 behind its end: the row's length is its depth, the chain its spine.
-    ``second_draft[n]``, ``second_length[n]`` (``NO_DRAFT``, 0: none) a chain of another draft, tested where the first token of the row's
-    own
-    was rejected. ``cohort[n]`` the cohort of a row (-1: not ready). ``piece_tokens`` the length of the pieces that contexts are cut into.
+    ``cohort[n]`` the cohort of a row (-1: not ready). ``piece_tokens`` the length of the pieces that
+    contexts are cut into.
     """
 
-    width: IntArray | None = None
-    second_draft: IntArray | None = None
-    second_length: IntArray | None = None
     cohort: IntArray | None = None
     piece_tokens: int | None = None
 
-    def proposed(self, length: IntArray) -> IntArray:
-        """Return the tokens verified for each row, int64[n], beside one that is always there; ``length[n]`` of the chains."""
-        tokens = length if self.width is None else self.width.sum(1)
-        return tokens if self.second_length is None else tokens + self.second_length
-
     def of_rows(self, rows: IntArray) -> TurnShape:
         """Return the shape of some of its rows."""
-        columns = {name: _taken(getattr(self, name), rows) for name in ("width", "second_draft", "second_length", "cohort")}
-        return replace(self, **columns)
+        return replace(self, cohort=_taken(self.cohort, rows))
+
+
+@dataclass(slots=True)
+class Drafted:
+    """What the drafts propose for the rows of a plan: a tree of nodes for each row, best first.
+
+    Of node q, ``row[q]`` (rising) is its row, ``draft[q]`` the column of the draft, ``confidence[q]``
+    in [0, 1] how likely the draft holds the whole path to it (it never rises within a row),
+    ``drawn[q]`` whether the row's tokens are sampled.
+    """
+
+    row: IntArray
+    draft: IntArray
+    confidence: FloatArray
+    drawn: BoolArray
 
 
 @dataclass(slots=True)
@@ -205,14 +196,18 @@ class Ran:
 class Outcome:
     """What one step did, row by row of its plan's executed turns, and what was learnt for free.
 
-    ``request, draft, length, accepted, emitted`` are int64[m]; ``scored[m]`` is how many proposed positions count as evidence (the
-    positions seen before an EOS or stop cut; ``length`` otherwise). ``rule[m]`` as in the view.
+    ``request, draft, length, accepted, emitted`` are int64[m]: ``length`` the longest path that the
+    row's draft proposed, ``accepted`` how many emitted tokens are a path of its whole tree,
+    ``scored`` to which position that is known (not behind an end of the text, nor behind a path
+    that was not verified to its end). ``verified[m]`` nodes were verified.
+    ``node_*`` are the proposed nodes of which it is known whether their path is what the target
+    drew, ``node_held`` bool[q]; ``node_draft``, ``node_confidence``, ``node_drawn`` [q] as in
+    ``Drafted``.
     ``free_*`` (int64[f]) are counterfactual observations: draft ``free_draft`` would have had ``free_accepted`` of its first
     ``free_scored`` tokens accepted for ``free_request``. ``measured_s`` is the step's wall time; ``parts_s`` its parts by name
     (``verify``, ``draft:<name>``, ``overhead``); of cohorts each part's busy time.
 
-    ``shape`` is the plan's as executed, for these rows; ``accepted`` then counts along the row's chain (a tree's spine), ``rank[m]`` is the
-    sibling accepted where that ended (from 2 on; 0: none), ``second_accepted[m]`` how many of the second chain were.
+    ``shape`` is the plan's as executed, for these rows.
     ``ran`` is what the times are of, where it is not these rows.
     """
 
@@ -222,7 +217,7 @@ class Outcome:
     accepted: IntArray
     emitted: IntArray
     scored: IntArray
-    rule: IntArray
+    verified: IntArray
     measured_s: float
     parts_s: dict[str, float] = field(default_factory=dict)
     prefill_tokens: int = 0
@@ -232,9 +227,11 @@ class Outcome:
     free_scored: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     finished: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     shape: TurnShape | None = None
-    rank: IntArray | None = None
-    second_accepted: IntArray | None = None
     ran: Ran | None = None
+    node_draft: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    node_confidence: FloatArray = field(default_factory=lambda: np.zeros(0))
+    node_drawn: BoolArray = field(default_factory=lambda: np.zeros(0, np.bool_))
+    node_held: BoolArray = field(default_factory=lambda: np.zeros(0, np.bool_))
 
 
 class Policy(Protocol):
@@ -260,6 +257,14 @@ class Policy(Protocol):
         """
         del request, state
         return True
+
+    def trim(self, view: View, plan: Plan, drafted: Drafted, state: Any) -> IntArray:
+        """Return how many of each row's nodes are verified, int64[n], the best first; view and plan are of these rows.
+
+        Here as many as the plan has tokens for the row.
+        """
+        del view, drafted, state
+        return plan.length
 
     def observe(self, outcome: Outcome, state: Any, now: float) -> Any:
         """Return the state after learning from a step; requests in ``outcome.finished`` are forgotten."""
