@@ -169,7 +169,7 @@ _TEXT_INPUTS = (
 
 _BLS_INPUTS = (
     _f("num_draft_tokens", "INT32", _ONE, "ceiling on the speculation length; 0: no speculation; absent: the policy decides"),
-    _hint("use_draft_logits", "BOOL", _ONE, "drafts are always verified by their probabilities"),
+    _hint("use_draft_logits", "BOOL", _ONE, "what the target draws is accepted, whatever the draft's logits"),
     _no(Reason.MULTIMODAL, "image_input", "FP16", (-1, 3, -1, -1)),
     _no(Reason.MULTIMODAL, "image_bytes_input", "UINT8", (-1, -1, -1, -1)),
     _no(Reason.MULTIMODAL, "image_url_input", "STRING", _ONE, ""),
