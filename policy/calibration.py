@@ -87,10 +87,17 @@ class Calibration:
 
         The nodes are as in ``policy.plan.Drafted``.
         """
-        likely: FloatArray = np.interp(confidence + _APART * (2 * draft + drawn), self.knots, self.held_at)
+        place = confidence + _APART * (2 * draft + drawn)
+        likely: FloatArray = np.interp(place, self.knots, self.held_at)
         return likely
 
-    def learnt(self, draft: IntArray, drawn: BoolArray, confidence: FloatArray, held: BoolArray) -> Calibration:
+    def learnt(
+        self,
+        draft: IntArray,
+        drawn: BoolArray,
+        confidence: FloatArray,
+        held: BoolArray,
+    ) -> Calibration:
         """Return the calibration after nodes whose fate would be known whatever it is, [q] each."""
         if not len(draft):
             return self
@@ -100,7 +107,8 @@ class Calibration:
         keep = np.exp(new.sum(2, keepdims=True) / -_MEMORY_NODES)
         claimed = np.bincount(place, confidence, size).reshape(shape)
         true = np.bincount(place, held, size).reshape(shape)
-        return Calibration.of(keep * self.nodes + new, keep * self.claimed + claimed, keep * self.held + true)
+        nodes = keep * self.nodes + new
+        return Calibration.of(nodes, keep * self.claimed + claimed, keep * self.held + true)
 
     def reliability(self) -> list[Reliability]:
         """Return the points of which there is evidence, by draft, greedy before sampled."""

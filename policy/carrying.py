@@ -14,7 +14,8 @@ from .plan import FloatArray
 
 _PARTS = 2  # of the corrections the first are no draft's: verification and overhead
 _COUNTS = {
-    **{"draft_accepted": (1,), "draft_reached": (1,)},  # the axes over drafts
+    "draft_accepted": (1,),  # the axes over drafts
+    "draft_reached": (1,),
     **{f"calibration_{name}": (0,) for name in NODE_COUNTS},
 }
 _RANKS = {"sibling_accepted": (1,), "sibling_tested": (1,), "rescue_accepted": (1, 2), "rescue_tested": (1, 2)}
