@@ -34,8 +34,8 @@ _APART = 2.0  # from one map to the next, which lie on one axis for a single loo
 
 
 class Reliability(NamedTuple):
-    """A point of the reliability diagram: of ``nodes`` (fading) with ``claimed`` mean confidence the
-    share ``held`` is what the target drew.
+    """A point of the reliability diagram: of ``nodes`` (fading) with ``claimed`` mean confidence
+    the share ``held`` is what the target drew.
     """
 
     draft: int
@@ -121,7 +121,7 @@ class Calibration:
 
 
 def _rising(share: FloatArray, weight: FloatArray) -> FloatArray:
-    """Return the shares made to rise along the last axis, in place: the nearest in weighted squares.
+    """Return the shares made to rise along the last axis, in place; nearest in weighted squares.
 
     Neighbours that fall are pooled (pool adjacent violators, Ayer et al. 1955).
     """

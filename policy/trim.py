@@ -1,5 +1,5 @@
-"""How many of each row's best nodes the target verifies, decided over the whole batch once the drafts
-have proposed.
+"""How many of each row's best nodes the target verifies, decided over the whole batch once the
+drafts have proposed.
 
 What drafting took is spent. A node is worth the chance that its path is what the target draws,
 which is one more token of the row; the target's time for it has the plan's price. Of all rows'
@@ -49,12 +49,18 @@ def trimmed(
     return best_first(drafted.row, view.weight[drafted.row] * likely, verify_s, plan.price, rows)
 
 
-def best_first(row: IntArray, worth: FloatArray, verify_s: FloatArray, price: float, rows: int) -> IntArray:
+def best_first(
+    row: IntArray,
+    worth: FloatArray,
+    verify_s: FloatArray,
+    price: float,
+    rows: int,
+) -> IntArray:
     """Return how many nodes of each row have the highest net worth, int64[rows].
 
-    ``row[q]`` rises; ``worth[q]``, in tokens, does not within a row. ``verify_s[m]`` are the seconds
-    of the pass with m nodes, ``price`` is of a second in tokens. Of equal choices it is the one with
-    the fewest nodes.
+    ``row[q]`` rises; ``worth[q]``, in tokens, does not within a row. ``verify_s[m]`` are the
+    seconds of the pass with m nodes, ``price`` is of a second in tokens. Of equal choices it is
+    the one with the fewest nodes.
     """
     order = (-worth).argsort(kind="stable") if rows > 1 else slice(None)
     net = np.zeros(len(verify_s))
