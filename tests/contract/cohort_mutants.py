@@ -7,23 +7,24 @@ import numpy as np
 from backend.drafting import Proposals
 from backend.flights import Flights
 from policy import Plan
-from tests.contract import cohort_checks
+from tests.contract import checks, cohort_checks
 from tests.contract.mutants import MUTANTS, Patch, killed_by, wrap
+from tests.contract.scenarios import BUSY, in_cohorts
 
 __all__ = ["MUTANTS"]
 
 
-@killed_by(cohort_checks.every_row_of_a_cohort_gets_what_was_planned_for_it)
+@killed_by(cohort_checks.every_row_gets_what_was_planned_for_it)
 def give_a_cohort_the_plan_of_the_first(patch: Patch) -> None:
     wrap(patch, Plan, "of_rows", lambda original, plan, rows: original(plan, np.arange(len(rows))))
 
 
-@killed_by(cohort_checks.every_row_of_a_cohort_gets_what_was_planned_for_it)
+@killed_by(cohort_checks.every_row_gets_what_was_planned_for_it)
 def hide_what_is_in_flight_from_the_policy(patch: Patch) -> None:
     patch.setattr(Flights, "decoding", [])
 
 
-@killed_by(cohort_checks.goodput_of_cohorts_is_counted_once)
+@killed_by(checks.counts, in_cohorts(BUSY))
 def lose_the_proposals_of_a_second_flight(patch: Patch) -> None:
     """They are verified, but what was proposed is counted nowhere."""
 

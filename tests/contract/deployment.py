@@ -201,12 +201,12 @@ def grown(truth: Seq[int], rng: np.random.Generator) -> list[tuple[int, int, flo
     """
     nodes: list[tuple[int, int, float]] = []
     depth, children, tip = {ROOT: 0}, set[tuple[int, int]](), ROOT
-    for _ in range(int(rng.integers(1, 4 * K_MAX))):
+    for _ in range(int(rng.integers(2, 6 * K_MAX))):
         parent = tip if rng.random() < 0.4 else int(rng.integers(ROOT, len(nodes)))
         place = depth[parent]
         if place == len(truth):
             continue
-        token = truth[place] if rng.random() < 0.5 else int(rng.integers(VOCAB))
+        token = truth[place] if rng.random() < 0.6 else int(rng.integers(VOCAB))
         if (parent, token) not in children:
             confidence = (nodes[parent][2] if parent != ROOT else 1.0) * rng.choice([1.0, 0.9, 0.4])
             children.add((parent, token))

@@ -1,28 +1,34 @@
-"""Deliberate faults, one a function: each patches one place of the product and names the check of the suite that must notice."""
+"""Deliberate faults, one a function: each patches one place of the product and names what of the suite
+must notice.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
 from backend import block_pool, kv_ledger, session
 from backend.block_pool import BlockPool
 from backend.drafting import Drafting
-from backend.engines import coupling, kv_caches, llama, processing, torch_engine, verification
-from backend.engines.laws import Law
+from backend.engines import draw, kv_caches, llama, processing, torch_engine, verification
+from backend.engines.chunks import Chunk
 from backend.engines.torch_engine import TorchEngine
-from backend.engines.verification import Verdict
 from backend.kv_ledger import KVLedger
+from backend.orchestrator import Orchestrator
 from backend.ports import BLOCK_TOKENS, Proposal
-from backend.randomness import Purpose
 from backend.request import FinishReason, SamplingParams
+from backend.step_log import StepLog
 from tests.contract import checks
 from tests.contract.deployment import K_MAX
+from tests.contract.scenarios import ALIKE, BUSY, MIXED, Scenario
 
 Patch = pytest.MonkeyPatch
+CRAMPED_ALIKE = replace(ALIKE, kv_blocks=8)
 
 
 @dataclass(frozen=True)
@@ -30,17 +36,20 @@ class Mutant:
     """A fault and the check that kills it."""
 
     plant: Callable[[Patch], None]
-    killer: Callable[[], None]
+    killer: Callable[[], object]
 
 
 MUTANTS: dict[str, Mutant] = {}
 
 
-def killed_by(killer: Callable[[], None]) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
-    """Enter a fault into ``MUTANTS``."""
+def killed_by(
+    killer: Callable[..., object], scenario: Scenario | None = None
+) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+    """Enter a fault into ``MUTANTS``; with a scenario the killer is a property of it."""
 
     def enter(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        MUTANTS[plant.__name__] = Mutant(plant, killer)
+        check = killer if scenario is None else partial(checks.exact, scenario, killer)
+        MUTANTS[plant.__name__] = Mutant(plant, check)
         return plant
 
     return enter
@@ -55,66 +64,375 @@ def wrap(patch: Patch, owner: object, name: str, around: Callable) -> None:
 # -- acceptance and the token behind it
 
 
-@killed_by(checks.greedy_texts_are_those_of_plain_decoding)
-def accept_one_wrong_token(patch: Patch) -> None:
+def change_verdicts(patch: Patch, change: Callable) -> None:
+    """Have ``change(verdict, request, rows of logits)`` change every verdict behind a proposal."""
+
     def verify(original, logits, requests, columns):
-        verdicts = zip(original(logits, requests, columns), requests, strict=True)
-        return [replace(v, accepted=min(v.accepted + 1, len(r.tokens))) for v, r in verdicts]
+        verdicts, row = original(logits, requests, columns), 0
+        for verdict, request in zip(verdicts, requests, strict=True):
+            if request.tokens:
+                change(verdict, request, logits[row : row + request.rows])
+            row += request.rows
+        return verdicts
 
     wrap(patch, torch_engine, "verify", verify)
+
+
+def tell_alike(verdict) -> None:
+    """Have as many log-probabilities as tokens, so that it is the tokens that are noticed."""
+    wanted = len(verdict.path) + 1
+    verdict.log_probs = (verdict.log_probs * wanted)[:wanted] if verdict.log_probs else []
+
+
+def children(request, node: int) -> list[int]:
+    return [child for child, parent in enumerate(request.parents) if parent == node]
+
+
+@killed_by(checks.texts, BUSY)
+def accept_the_first_child_where_none_was_drawn(patch: Patch) -> None:
+    def change(verdict, request, rows):
+        verdict.path += children(request, verdict.path[-1] if verdict.path else -1)[:1]
+
+    change_verdicts(patch, change)
 
 
 @killed_by(checks.an_always_wrong_draft_gives_one_token_a_step)
 def accept_everything(patch: Patch) -> None:
-    def verify(original, logits, requests, columns):
-        return [replace(v, accepted=len(r.tokens)) for v, r in zip(original(logits, requests, columns), requests, strict=True)]
+    def change(verdict, request, rows):
+        verdict.path[:] = range(len(request.tokens))
 
-    wrap(patch, torch_engine, "verify", verify)
-
-
-@killed_by(checks.an_oracle_gives_k_plus_one_tokens_a_step)
-def never_accept_the_last_proposed_token(patch: Patch) -> None:
-    def leading(original, flags):
-        flags = list(flags)
-        return original([*flags[:-1], False]) if len(flags) > 1 else original(flags)
-
-    wrap(patch, verification, "leading", leading)
+    change_verdicts(patch, change)
 
 
-def bonus_row(patch: Patch, shift: int) -> None:
-    def greedy(original, rows, requests, firsts):
-        best = rows.argmax(-1).tolist()
-        verdicts = zip(original(rows, requests, firsts), requests, firsts, strict=True)
-        return [Verdict(v.accepted, best[first + min(max(v.accepted + shift, 0), len(r.tokens))]) for v, r, first in verdicts]
+@killed_by(checks.texts, BUSY)
+def accept_a_sibling_of_the_token_drawn(patch: Patch) -> None:
+    def change(verdict, request, rows):
+        if verdict.path:
+            verdict.path[-1] = children(request, request.parents[verdict.path[-1]])[0]
 
-    wrap(patch, verification, "_verify_greedy", greedy)
+    change_verdicts(patch, change)
 
 
-@killed_by(checks.greedy_texts_are_those_of_plain_decoding)
+@killed_by(checks.texts, BUSY)
+def accept_a_node_whose_parent_was_not_accepted(patch: Patch) -> None:
+    """Any node with the token drawn will do."""
+
+    def step(original, verdict, request):
+        last = verdict.path[-1] if verdict.path else -1
+        for node in range(last + 1, len(request.tokens)):
+            if request.tokens[node] == verdict.column:
+                verdict.path.append(node)
+                return True
+        return False
+
+    wrap(patch, verification, "_step", step)
+
+
+@killed_by(checks.counts, BUSY)
+def never_accept_the_last_node(patch: Patch) -> None:
+    """Costs time, never exactness: its token is the one drawn."""
+
+    def step(original, verdict, request):
+        found = original(verdict, request)
+        if found and verdict.path[-1] == len(request.tokens) - 1:
+            verdict.path.pop()
+            return False
+        return found
+
+    wrap(patch, verification, "_step", step)
+
+
+@killed_by(checks.texts, BUSY)
+def look_at_the_first_child_only(patch: Patch) -> None:
+    """Draws the same, but counts on the spine."""
+
+    def step(original, verdict, request):
+        found = original(verdict, request)
+        if found and len(verdict.path) > 1 and verdict.path[-1] != verdict.path[-2] + 1:
+            verdict.path[-1] = verdict.path[-2] + 1
+        return found
+
+    wrap(patch, verification, "_step", step)
+
+
+def take_the_bonus_from(patch: Patch, shift: int) -> None:
+    def change(verdict, request, rows):
+        row = max(0, min(len(request.tokens), (verdict.path[-1] if verdict.path else -1) + 1 + shift))
+        verdict.column = int(rows[row].argmax())
+
+    change_verdicts(patch, change)
+
+
+@killed_by(checks.texts, replace(BUSY, asks=tuple(replace(a, sampling=SamplingParams()) for a in BUSY.asks)))
 def take_the_bonus_from_the_row_before(patch: Patch) -> None:
-    bonus_row(patch, -1)
+    take_the_bonus_from(patch, -1)
 
 
-@killed_by(checks.greedy_texts_are_those_of_plain_decoding)
+@killed_by(checks.texts, replace(BUSY, asks=tuple(replace(a, sampling=SamplingParams()) for a in BUSY.asks)))
 def take_the_bonus_from_the_row_after(patch: Patch) -> None:
-    bonus_row(patch, 1)
+    take_the_bonus_from(patch, 1)
 
 
-@killed_by(checks.greedy_texts_are_those_of_plain_decoding)
+@killed_by(checks.texts, BUSY)
 def count_no_row_for_the_bonus(patch: Patch) -> None:
     """From the second request of a batch on, rows are those of another."""
 
     def firsts(original, requests):
-        places = original(requests)
-        return [max(place - index, 0) for index, place in enumerate(places)]
+        return [max(place - index, 0) for index, place in enumerate(original(requests))]
 
     wrap(patch, verification, "_firsts", firsts)
+
+
+# -- the draw
+
+
+def change_words(patch: Patch, change: Callable) -> None:
+    """Have ``change(word, seed, position)`` give the noise of a place."""
+    wrap(patch, verification, "word", lambda word, seed, position: change(word, seed, position))
+
+
+@killed_by(checks.texts, BUSY)
+def ignore_the_seed(patch: Patch) -> None:
+    change_words(patch, lambda word, seed, position: word(0, position))
+
+
+@killed_by(checks.texts, BUSY)
+def draw_without_the_position(patch: Patch) -> None:
+    change_words(patch, lambda word, seed, position: word(seed, 0))
+
+
+@killed_by(checks.texts, BUSY)
+def draw_for_the_place_before(patch: Patch) -> None:
+    """With noise that has been used: a token would tell of the next."""
+    change_words(patch, lambda word, seed, position: word(seed, position - 1))
+
+
+@killed_by(checks.texts, BUSY)
+def draw_a_run_with_the_noise_of_its_first_place(patch: Patch) -> None:
+    def behind(original, request, run):
+        return replace(original(request, run), position=request.position)
+
+    wrap(patch, verification.Request, "behind", behind)
+
+
+@killed_by(checks.texts, BUSY)
+def give_every_token_the_same_noise(patch: Patch) -> None:
+    def exponentials(original, words):
+        return original(words & ~np.uint64(31))
+
+    wrap(patch, draw, "exponentials", exponentials)
+
+
+def change_times(patch: Patch, change: Callable) -> None:
+    """Have ``change(times, tails, words)`` give the tails' exponentials of the target's race."""
+    times_of = draw._times
+
+    def race(original, heads, words, *others):
+        def times(*arguments):
+            times, tails, ends = times_of(*arguments)
+            return times, change(times, tails, words), ends
+
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(draw, "_times", times)
+            return original(heads, words, *others)
+
+    wrap(patch, draw, "race", race)
+
+
+TAILED = replace(
+    BUSY,
+    asks=tuple(
+        replace(ask, sampling=SamplingParams(0.45, seed=n), max_tokens=40, leaves=None)
+        for n, ask in enumerate(BUSY.asks)
+    ),
+)
+"""Where now and then a token of the tail is drawn."""
+
+
+@killed_by(checks.texts, TAILED)
+def never_let_the_tail_win(patch: Patch) -> None:
+    change_times(patch, lambda times, tails, words: np.full_like(tails, np.inf))
+
+
+@killed_by(checks.texts, TAILED)
+def let_the_tail_run_with_a_token_s_noise(patch: Patch) -> None:
+    change_times(patch, lambda times, tails, words: draw.exponentials(words))
+
+
+@killed_by(checks.texts, TAILED)
+def draw_from_the_tail_with_the_head_s_token(patch: Patch) -> None:
+    wrap(patch, draw, "_in_tail", lambda original, law, word, head, ids: head)
+
+
+@killed_by(checks.texts, TAILED)
+def race_for_a_head_that_depends_on_the_batch(patch: Patch) -> None:
+    def of(original, laws):
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(draw, "HEAD", 0.02 * len(laws))
+            return original(laws)
+
+    original = draw.Heads.of
+    patch.setattr(draw.Heads, "of", lambda laws: of(original, laws))
+
+
+@killed_by(checks.proposals, BUSY)
+def race_for_columns_of_a_shortlist(patch: Patch) -> None:
+    """Costs acceptance, never exactness."""
+
+    def finishers(original, laws, words, most, token_ids=None):
+        return original(laws, words, most)
+
+    wrap(patch, verification, "finishers", finishers)
+
+
+@killed_by(checks.proposals, BUSY)
+def propose_with_noise_of_its_own(patch: Patch) -> None:
+    """Costs acceptance, never exactness."""
+
+    def finishers(original, laws, words, *others):
+        return original(laws, words + np.uint64(1), *others)
+
+    wrap(patch, verification, "finishers", finishers)
+
+
+# -- the tree in a pass
+
+
+@killed_by(checks.texts, BUSY)
+def let_a_node_see_its_siblings(patch: Patch) -> None:
+    def ancestors(original, parents):
+        seen = original(parents)
+        for node, parent in enumerate(parents):
+            seen[node] |= torch.tensor([other == parent for other in parents])
+        return seen
+
+    wrap(patch, llama, "ancestors", ancestors)
+
+
+@killed_by(checks.texts, BUSY)
+def let_a_node_see_all_before_it(patch: Patch) -> None:
+    def ancestors(parents):
+        return torch.ones(len(parents), len(parents), dtype=torch.bool).tril()
+
+    patch.setattr(llama, "ancestors", ancestors)
+
+
+@killed_by(checks.texts, BUSY)
+def let_a_row_see_the_next_proposed_token(patch: Patch) -> None:
+    def mask(original, model, chunk):
+        made = original(model, chunk)
+        return made if made is None or len(chunk.tokens) < 2 else made.roll(-1, -2)
+
+    wrap(patch, llama.Llama, "_mask", mask)
+
+
+def move_nodes(patch: Patch, positions: Callable) -> None:
+    original = Chunk.positions.fget
+
+    def moved(chunk):
+        first = len(chunk.tokens) - len(chunk.parents)
+        return positions(original(chunk), first, chunk.parents)
+
+    patch.setattr(Chunk, "positions", property(moved))
+
+
+@killed_by(checks.texts, BUSY)
+def put_leaves_one_position_too_far(patch: Patch) -> None:
+    def positions(right, first, parents):
+        beyond = [row > first and row - first not in parents for row in range(len(right))]
+        return [at + far for at, far in zip(right, beyond, strict=True)]
+
+    move_nodes(patch, positions)
+
+
+@killed_by(checks.kv_is_fresh, BUSY)
+def give_nodes_the_positions_of_their_rows(patch: Patch) -> None:
+    move_nodes(patch, lambda right, first, parents: [*range(right[0], right[0] + len(right))])
+
+
+@killed_by(checks.kv_is_fresh, BUSY)
+def count_positions_of_a_run_one_too_high(patch: Patch) -> None:
+    def chunk(original, tokens, start, *others, **options):
+        return original(tokens, start + (len(tokens) > 2), *others, **options)
+
+    wrap(patch, torch_engine, "Chunk", chunk)
+
+
+# -- proposals and trims
+
+
+@killed_by(checks.proposals, BUSY)
+def cut_a_parent_before_its_child(patch: Patch) -> None:
+    """The last nodes of a tree are verified, not the best: each gets what is left of its path."""
+
+    def first(original, proposal, nodes):
+        if nodes >= len(proposal):
+            return proposal
+        away = len(proposal) - nodes
+        parents = [max(parent - away, -1) for parent in proposal.parents[away:]]
+        return Proposal(proposal.draft, proposal.tokens[away:], parents, proposal.confidence[away:])
+
+    wrap(patch, Proposal, "first", first)
+
+
+@killed_by(checks.counts, BUSY)
+def verify_all_that_was_proposed(patch: Patch) -> None:
+    """Costs time, never exactness: a trim that is not heard."""
+    wrap(patch, Proposal, "first", lambda original, proposal, nodes: proposal)
+
+
+@killed_by(checks.counts, BUSY)
+def forget_what_was_cut(patch: Patch) -> None:
+    """Outcomes tell of verified nodes only."""
+
+    def record(original, log, request, drafted, verified, emitted, *, drawn):
+        original(log, request, drafted and drafted.first(verified) or None, verified, emitted, drawn=drawn)
+
+    wrap(patch, StepLog, "record", record)
+
+
+@killed_by(checks.counts, BUSY)
+def count_all_emitted_but_the_last_as_accepted(patch: Patch) -> None:
+    """True of chains whose bonus is off the path."""
+
+    def record(original, log, *arguments, **options):
+        original(log, *arguments, **options)
+        *row, followed = log.rows[-1]
+        log.rows[-1] = (*row, min(max(row[4] - 1, 0), row[6]))
+
+    wrap(patch, StepLog, "record", record)
 
 
 # -- KV
 
 
-@killed_by(checks.greedy_texts_are_those_of_plain_decoding)
+@killed_by(checks.kv_is_fresh, BUSY)
+def leave_the_kv_of_accepted_nodes_where_it_was(patch: Patch) -> None:
+    patch.setattr(llama.Llama, "move", lambda model, sources, targets: None)
+
+
+@killed_by(checks.one_token_is_unseen, BUSY)
+def forget_the_kv_of_accepted_leaves(patch: Patch) -> None:
+    """Costs time, never exactness."""
+
+    def compact(original, engine, jobs):
+        original(engine, [job for job in jobs if job.path[-1] == len(job.path) - 1])
+
+    wrap(patch, TorchEngine, "_compact", compact)
+
+
+@killed_by(checks.kv_is_fresh, BUSY)
+def keep_the_kv_of_all_nodes(patch: Patch) -> None:
+    """As if a tree were the chain of its nodes."""
+
+    def compact(original, engine, jobs):
+        for job in jobs:
+            job.cache.ran += [job.request.tokens[node] for node in job.path]
+
+    wrap(patch, TorchEngine, "_compact", compact)
+
+
+@killed_by(checks.texts, BUSY)
 def skip_the_rollback(patch: Patch) -> None:
     """The target goes on behind everything that it has written, rejected tokens included."""
     written: dict[int, int] = {}
@@ -122,7 +440,8 @@ def skip_the_rollback(patch: Patch) -> None:
     def prepare(original, engine, turn):
         job = original(engine, turn)
         if engine.name == "target" and job.chunk:
-            start = min(max(job.chunk.start, written.get(turn.sequence.id, 0)), len(job.cache.table) - len(job.chunk.tokens))
+            room = len(job.cache.table) - len(job.chunk.tokens)
+            start = min(max(job.chunk.start, written.get(turn.sequence.id, 0)), room)
             written[turn.sequence.id] = start + len(job.chunk.tokens)
             job.chunk = replace(job.chunk, start=start)
         return job
@@ -130,15 +449,23 @@ def skip_the_rollback(patch: Patch) -> None:
     wrap(patch, TorchEngine, "_prepare", prepare)
 
 
-@killed_by(checks.kv_is_that_of_a_fresh_prefill)
-def keep_the_kv_of_rejected_tokens(patch: Patch) -> None:
+@killed_by(checks.kv_is_fresh, BUSY)
+def keep_the_kv_of_a_rejected_branch(patch: Patch) -> None:
+    """All nodes are taken for text, whatever was drawn."""
+
+    def compact(original, engine, jobs):
+        original(engine, jobs)
+        for job in jobs:
+            job.cache.ran += job.request.tokens[len(job.path) :]
+
     def seen(original, cache, tokens):
         return min(len(cache.ran), len(tokens))
 
+    wrap(patch, TorchEngine, "_compact", compact)
     wrap(patch, kv_caches.Cache, "seen", seen)
 
 
-@killed_by(checks.drafts_propose_what_they_would_decode)
+@killed_by(checks.proposals, BUSY)
 def keep_the_kv_of_a_draft_s_rejected_tokens(patch: Patch) -> None:
     """Costs acceptance, never exactness."""
 
@@ -151,7 +478,7 @@ def keep_the_kv_of_a_draft_s_rejected_tokens(patch: Patch) -> None:
     wrap(patch, TorchEngine, "_prepare", prepare)
 
 
-@killed_by(checks.the_target_lacks_one_token_behind_a_verification)
+@killed_by(checks.one_token_is_unseen, BUSY)
 def forget_the_kv_of_accepted_tokens(patch: Patch) -> None:
     """Costs time, never exactness."""
 
@@ -163,38 +490,22 @@ def forget_the_kv_of_accepted_tokens(patch: Patch) -> None:
     wrap(patch, TorchEngine, "_run", run)
 
 
-@killed_by(checks.kv_is_that_of_a_fresh_prefill)
-def count_positions_of_a_run_one_too_high(patch: Patch) -> None:
-    def chunk(original, tokens, start, *others):
-        return original(tokens, start + (len(tokens) > 2), *others)
-
-    wrap(patch, torch_engine, "Chunk", chunk)
-
-
-@killed_by(checks.greedy_texts_are_those_of_plain_decoding)
-def let_a_row_see_the_next_proposed_token(patch: Patch) -> None:
-    def mask(original, model, chunk):
-        made = original(model, chunk)
-        return made if made is None or len(chunk.tokens) < 2 else made.roll(-1, -2)
-
-    wrap(patch, llama.Llama, "_mask", mask)
-
-
 # -- prefix reuse
 
 
-@killed_by(checks.texts_that_begin_alike_share_kv_and_are_those_of_plain_decoding)
+@killed_by(checks.kv_is_fresh, ALIKE)
 def share_a_block_that_is_run_in_part(patch: Patch) -> None:
     def seen(original, caches, sequence):
         count = original(caches, sequence)
         begun = min(-(-count // BLOCK_TOKENS), len(sequence.keys))
-        caches.contents.update(zip(sequence.blocks.get(caches._name, [])[:begun], sequence.keys, strict=False))
+        blocks = sequence.blocks.get(caches._name, [])[:begun]
+        caches.contents.update(zip(blocks, sequence.keys, strict=False))
         return count
 
     wrap(patch, kv_caches.Caches, "seen", seen)
 
 
-@killed_by(checks.texts_that_begin_alike_share_kv_and_are_those_of_plain_decoding)
+@killed_by(checks.blocks_are_of_one_text, ALIKE)
 def share_blocks_of_proposed_tokens(patch: Patch) -> None:
     """The target names a block by the proposal that it has just written there, accepted or not."""
 
@@ -215,7 +526,7 @@ def ignore_the_salt(patch: Patch) -> None:
     patch.setattr(kv_ledger, "root_key", lambda salt: block_pool.root_key(""))
 
 
-@killed_by(checks.texts_that_begin_alike_share_a_pool_that_is_too_small)
+@killed_by(checks.blocks_are_of_one_text, CRAMPED_ALIKE)
 def evict_a_block_that_others_refer_to(patch: Patch) -> None:
     def drop(original, pool, table, valid):
         for block in table:
@@ -225,12 +536,12 @@ def evict_a_block_that_others_refer_to(patch: Patch) -> None:
     wrap(patch, BlockPool, "drop", drop)
 
 
-@killed_by(checks.texts_that_begin_alike_share_a_pool_that_is_too_small)
+@killed_by(checks.blocks_are_of_one_text, CRAMPED_ALIKE)
 def find_a_block_that_was_evicted(patch: Patch) -> None:
     patch.setattr(BlockPool, "_forget", lambda pool, block: None)
 
 
-@killed_by(checks.texts_that_begin_alike_share_kv_and_are_those_of_plain_decoding)
+@killed_by(checks.kv_is_fresh, ALIKE)
 def trust_the_content_of_a_block_that_was_given_to_another(patch: Patch) -> None:
     """The engine takes the ledger's word for KV that it may never have run."""
 
@@ -240,155 +551,56 @@ def trust_the_content_of_a_block_that_was_given_to_another(patch: Patch) -> None
     wrap(patch, kv_caches.Caches, "shared_blocks", shared)
 
 
-# -- the law
-
-
-@killed_by(checks.no_number_decides_twice)
-def reuse_the_accept_uniform_for_the_residual(patch: Patch) -> None:
-    def uniforms(original, seed, position, purpose, attempt, lane=0):
-        return original(seed, position, Purpose.ACCEPT if purpose is Purpose.EMIT else purpose, attempt, lane)
-
-    wrap(patch, verification, "uniforms", uniforms)
-
-
-@killed_by(checks.no_number_decides_twice)
-def draw_the_same_numbers_in_every_step(patch: Patch) -> None:
-    """Keeps the law (nobody looks at a number that a rejection discards) until an estimator scores discarded proposals."""
-
-    def uniforms(original, seed, position, purpose, attempt, lane=0):
-        return original(seed, position, purpose, 0, lane)
-
-    wrap(patch, verification, "uniforms", uniforms)
-
-
-@killed_by(checks.texts_sampled_with_a_draft_s_law_follow_the_target_s)
-def ignore_the_seed(patch: Patch) -> None:
-    def uniforms(original, seed, position, purpose, attempt, lane=0):
-        return original(0, position, purpose, attempt, lane)
-
-    wrap(patch, verification, "uniforms", uniforms)
-
-
-@killed_by(checks.texts_sampled_with_a_draft_s_law_follow_the_target_s)
-def correlate_a_rejection_with_its_replacement(patch: Patch) -> None:
-    """The accept uniform again, seen from its effect on the law."""
-    reuse_the_accept_uniform_for_the_residual(patch)
-
-
-@killed_by(checks.texts_sampled_with_a_draft_s_law_follow_the_target_s)
-def replace_a_rejected_token_from_the_whole_law(patch: Patch) -> None:
-    patch.setattr(verification, "residual", lambda target, token, law, row: target)
-
-
-@killed_by(checks.texts_sampled_with_a_reduced_law_follow_the_target_s)
-def keep_a_law_that_is_not_the_one_drawn_from(patch: Patch) -> None:
-    """q without temperature, top-k and top-p, of tokens drawn with them."""
-    drawn_from, sample = [], torch_engine.sample
-
-    def target_laws(original, scores, params):
-        drawn_from[:] = [original(scores, params)]
-        return scores.softmax(-1)
-
-    wrap(patch, torch_engine, "target_laws", target_laws)
-    patch.setattr(torch_engine, "sample", lambda laws, requests, purpose, lane: sample(drawn_from[0], requests, purpose, lane=lane))
-
-
-@killed_by(checks.texts_sampled_with_a_draft_s_law_follow_the_target_s)
-def take_a_greedy_draft_s_softmax_for_its_law(patch: Patch) -> None:
-    patch.setattr(torch_engine, "sample", lambda laws, requests, purpose, lane: laws.argmax(-1).tolist())
-
-
-@killed_by(checks.texts_sampled_with_a_shortlist_follow_the_target_s_law)
-def take_columns_of_a_shortlist_for_tokens(patch: Patch) -> None:
-    def dense(original, law, row, vocab_size):
-        return original(law if law.token_ids is None else Law(law.probs, torch.arange(law.probs.shape[1])), row, vocab_size)
-
-    wrap(patch, Law, "dense", dense)
-
-
-@killed_by(checks.texts_sampled_with_lookup_follow_the_target_s_law)
-def accept_a_point_mass_with_certainty_where_it_is_likely(patch: Patch) -> None:
-    def acceptance(original, laws, tokens, law):
-        chances = original(laws, tokens, law)
-        return chances if law is not None else torch.where(chances > 0.15, torch.ones_like(chances), chances)
-
-    wrap(patch, verification, "acceptance", acceptance)
-
-
-@killed_by(checks.texts_sampled_with_a_draft_s_law_follow_the_target_s)
-def drop_proposed_tokens_that_look_unlikely(patch: Patch) -> None:
-    """A length that depends on the tokens drawn (trap T2)."""
-
-    def propose(original, drafting, sequences, view, plan, log):
-        proposals = original(drafting, sequences, view, plan, log)
-        for row in proposals.values():
-            if row.chosen and row.chosen.probs is not None:
-                chances = row.chosen.probs.of(row.chosen.tokens).tolist()
-                length = next((i for i, chance in enumerate(chances) if chance < 0.3), len(chances))
-                row.chosen = Proposal(row.chosen.draft, row.chosen.tokens[:length], row.chosen.probs) if length else None
-        return proposals
-
-    wrap(patch, Drafting, "propose", propose)
-
-
-# -- plan-invariant sampling
-
-
-@killed_by(checks.plan_invariant_texts_follow_the_target_s_law)
-def key_the_noise_without_the_position(patch: Patch) -> None:
-    def key(original, seed, position, purpose):
-        return original(seed, 0, purpose)
-
-    wrap(patch, coupling, "key", key)
-
-
-@killed_by(checks.texts_with_options_are_those_of_plain_decoding)
-def key_the_noise_with_the_step(patch: Patch) -> None:
-    def coupled(original, columns, rows, requests, firsts):
-        moved = [replace(r, sampling=replace(r.sampling, seed=r.sampling.seed + r.attempt)) for r in requests]
-        return original(columns, rows, moved, firsts)
-
-    wrap(patch, verification, "_verify_coupled", coupled)
-
-
-@killed_by(checks.plan_invariant_texts_follow_the_target_s_law)
-def give_every_token_the_same_noise(patch: Patch) -> None:
-    def exponentials(original, word, tokens):
-        return original(word, torch.zeros_like(tokens))
-
-    wrap(patch, coupling, "exponentials", exponentials)
-
-
 # -- options, log-probabilities, ends
 
 
-@killed_by(checks.texts_with_options_are_those_of_plain_decoding)
+def blind_to_the_run(patch: Patch, **options) -> None:
+    """Have these options see the committed text only."""
+
+    def process(original, logits, sampling, before, prompt_tokens, columns):
+        committed = RUNS[-1] if RUNS else before
+        blind = {name: getattr(sampling, name) for name in options}
+        original(logits, replace(sampling, **options), before, prompt_tokens, columns)
+        original(logits, replace(SamplingParams(sampling.temperature), **blind), committed, prompt_tokens, columns)
+
+    RUNS: list[list[int]] = []
+
+    def scores(original, logits, places, columns):
+        found = []
+        for row, place in enumerate(places):
+            RUNS.append(place.before[: len(place.before) - len(place.run)])
+            found.append(original(logits[row : row + 1], [place], columns))
+            RUNS.pop()
+        return torch.cat(found)
+
+    wrap(patch, verification, "scores", scores)
+    wrap(patch, verification, "process", process)
+
+
+@killed_by(checks.texts, MIXED)
 def blind_penalties_to_the_run(patch: Patch) -> None:
-    def penalise(original, logits, sampling, before, proposed, columns):
-        original(logits, sampling, before, [], columns)
-
-    wrap(patch, processing, "_penalise", penalise)
+    blind_to_the_run(patch, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
 
 
-@killed_by(checks.texts_with_options_are_those_of_plain_decoding)
+@killed_by(checks.texts, MIXED)
 def blind_bad_words_to_the_run(patch: Patch) -> None:
-    def ban(original, logits, sampling, before, proposed, columns):
-        for row in range(len(logits)):
-            original(logits[row : row + 1], sampling, before, [], columns)
-
-    wrap(patch, processing, "_ban", ban)
+    blind_to_the_run(patch, bad_words=())
 
 
-@killed_by(checks.texts_with_options_are_those_of_plain_decoding)
-def count_min_tokens_from_the_start_of_the_step(patch: Patch) -> None:
-    def process(original, logits, sampling, before, output_tokens, proposed, columns):
-        whole_run = sampling.min_tokens if output_tokens >= sampling.min_tokens else output_tokens + len(logits)
-        original(logits, replace(sampling, min_tokens=whole_run), before, output_tokens, proposed, columns)
+@killed_by(checks.texts, MIXED)
+def count_min_tokens_without_the_run(patch: Patch) -> None:
+    blind_to_the_run(patch, min_tokens=0, end_ids=())
+
+
+@killed_by(checks.texts, MIXED)
+def count_min_tokens_from_the_prompt(patch: Patch) -> None:
+    def process(original, logits, sampling, before, prompt_tokens, columns):
+        original(logits, sampling, before, 0, columns)
 
     wrap(patch, verification, "process", process)
 
 
-@killed_by(checks.a_copy_of_the_target_is_never_rejected)
+@killed_by(checks.a_copy_of_the_target_is_rejected_for_its_tail_only)
 def let_drafts_ignore_the_options(patch: Patch) -> None:
     """Costs acceptance, never exactness."""
 
@@ -396,19 +608,27 @@ def let_drafts_ignore_the_options(patch: Patch) -> None:
         job = original(engine, turn)
         if engine.name != "target":
             kept = job.request.sampling
-            bare = SamplingParams(kept.temperature, kept.top_k, kept.top_p, kept.seed, kept.coupled)
+            bare = SamplingParams(kept.temperature, kept.top_k, kept.top_p, kept.seed)
             job.request = replace(job.request, sampling=bare)
         return job
 
     wrap(patch, TorchEngine, "_prepare", prepare)
 
 
-@killed_by(checks.log_probs_are_those_of_the_text)
-def take_log_probabilities_from_the_next_row(patch: Patch) -> None:
-    def with_log_probs(original, rows, request, first, verdict):
-        return original(rows.roll(-1, 0), request, first, verdict)
+@killed_by(checks.log_probs, MIXED)
+def take_log_probabilities_without_the_temperature(patch: Patch) -> None:
+    def tell(original, verdict, row, sampling):
+        original(verdict, row, replace(sampling, temperature=1.0))
 
-    wrap(patch, verification, "_with_log_probs", with_log_probs)
+    wrap(patch, verification, "_tell", tell)
+
+
+@killed_by(checks.log_probs, MIXED)
+def give_each_token_the_log_probability_of_the_next(patch: Patch) -> None:
+    def change(verdict, request, rows):
+        verdict.log_probs = verdict.log_probs[1:] + verdict.log_probs[:1]
+
+    change_verdicts(patch, change)
 
 
 @killed_by(checks.nothing_is_committed_beyond_an_end)
@@ -425,7 +645,9 @@ def commit_what_was_accepted_behind_an_end(patch: Patch) -> None:
 @killed_by(checks.nothing_is_committed_beyond_an_end)
 def look_at_max_tokens_between_steps_only(patch: Patch) -> None:
     """The planner's ceiling would hide it: the last token of ``max_tokens`` is never a proposed one."""
-    wrap(patch, Drafting, "ceilings", lambda original, drafting, seqs, most, **free: original(drafting, seqs, [K_MAX] * len(most), **free))
+
+    def ceilings(original, drafting, sequences, most, **options):
+        return original(drafting, sequences, [K_MAX] * len(most), **options)
 
     def commit(original, self, tokens, *told):
         beyond = max(0, len(tokens) - self.remaining)
@@ -435,4 +657,5 @@ def look_at_max_tokens_between_steps_only(patch: Patch) -> None:
             self.output_tokens += beyond
         return taken
 
+    wrap(patch, Drafting, "ceilings", ceilings)
     wrap(patch, session.Session, "commit", commit)

@@ -8,10 +8,13 @@ import torch
 
 from backend.engines import padded
 from backend.engines.padded import Padded
-from tests.contract import padded_checks
+from tests.contract import checks
 from tests.contract.mutants import MUTANTS, Patch, killed_by, wrap
+from tests.contract.scenarios import UNEVEN
 
 __all__ = ["MUTANTS"]
+
+PADDED, CUT = replace(UNEVEN, pieces=(0,)), replace(UNEVEN, pieces=(16,))
 
 
 def afterwards(patch: Patch, change) -> None:
@@ -24,12 +27,12 @@ def afterwards(patch: Patch, change) -> None:
     wrap(patch, Padded, "__init__", made)
 
 
-@killed_by(padded_checks.greedy_texts_of_cut_contexts_are_those_of_plain_decoding)
+@killed_by(checks.texts, CUT)
 def weigh_all_pieces_alike(patch: Patch) -> None:
     wrap(patch, Padded, "_merged", lambda original, attention, outputs, sums: original(attention, outputs, torch.zeros_like(sums)))
 
 
-@killed_by(padded_checks.greedy_texts_of_cut_contexts_are_those_of_plain_decoding)
+@killed_by(checks.texts, CUT)
 def weigh_pieces_by_their_greatest_score(patch: Patch) -> None:
     def merged(original, attention, outputs, sums):
         return original(attention, outputs, sums.amax(-1, keepdim=True).expand_as(sums))
@@ -37,7 +40,7 @@ def weigh_pieces_by_their_greatest_score(patch: Patch) -> None:
     wrap(patch, Padded, "_merged", merged)
 
 
-@killed_by(padded_checks.greedy_texts_of_cut_contexts_are_those_of_plain_decoding)
+@killed_by(checks.texts, CUT)
 def leave_out_the_last_piece(patch: Patch) -> None:
     def merged(original, attention, outputs, sums):
         last = torch.cat([attention._owner[1:] != attention._owner[:-1], torch.tensor([True])])
@@ -47,7 +50,7 @@ def leave_out_the_last_piece(patch: Patch) -> None:
     wrap(patch, Padded, "_merged", merged)
 
 
-@killed_by(padded_checks.greedy_texts_of_padded_rows_are_those_of_plain_decoding)
+@killed_by(checks.texts, PADDED)
 def read_what_lies_behind_a_context(patch: Patch) -> None:
     def change(attention):
         attention._tiles = [replace(tile, unused=tile.unused[:0]) for tile in attention._tiles]
@@ -55,7 +58,7 @@ def read_what_lies_behind_a_context(patch: Patch) -> None:
     afterwards(patch, change)
 
 
-@killed_by(padded_checks.greedy_texts_of_padded_rows_are_those_of_plain_decoding)
+@killed_by(checks.texts, PADDED)
 def let_a_padded_row_see_the_next_proposed_token(patch: Patch) -> None:
     def change(attention):
         attention._tiles = [replace(tile, mask=tile.mask.roll(1, -1)) for tile in attention._tiles]
@@ -63,18 +66,11 @@ def let_a_padded_row_see_the_next_proposed_token(patch: Patch) -> None:
     afterwards(patch, change)
 
 
-@killed_by(padded_checks.greedy_texts_of_cut_contexts_are_those_of_plain_decoding)
+@killed_by(checks.texts, CUT)
 def let_a_padded_leaf_see_its_siblings(patch: Patch) -> None:
     patch.setattr(padded, "ancestors", lambda parents: torch.ones(len(parents), len(parents), dtype=torch.bool).tril())
 
 
-@killed_by(padded_checks.kv_of_cut_contexts_is_that_of_a_fresh_prefill)
+@killed_by(checks.kv_is_fresh, CUT)
 def take_the_blocks_of_the_first_piece_for_all(patch: Patch) -> None:
     wrap(patch, padded, "_blocks", lambda original, chunks, owner, begin, width: original(chunks, owner, 0 * begin, width))
-
-
-@killed_by(padded_checks.outcomes_say_how_contexts_were_cut)
-def forget_how_contexts_were_cut(patch: Patch) -> None:
-    from backend.step_log import StepLog
-
-    wrap(patch, StepLog, "outcome", lambda original, log: (setattr(log, "piece_tokens", None), original(log))[1])

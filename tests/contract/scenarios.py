@@ -49,7 +49,8 @@ class Ask:
     sampling: SamplingParams = GREEDY
 
 
-SCRIPT = ((1, 4), (0, 2), (7, 4), (5, 3), (3, 3), (7, 2), (1, 1), (2, 4), (NO_DRAFT, 0), (7, 3), (1, 3), (3, 4), (4, 4), (2, 2), (6, 4), (7, 1), (0, 3))
+SCRIPT = ((1, 4), (0, 2), (7, 4), (4, 3), (5, 3), (3, 3), (7, 2), (1, 1), (2, 4), (NO_DRAFT, 0))
+SCRIPT += ((4, 2), (7, 3), (1, 3), (3, 4), (4, 4), (2, 2), (6, 4), (7, 1), (0, 3))
 """Every draft, many lengths; of no length that divides a batch's, so that requests and steps meet in ever new ways."""
 
 TRIMS = (NODES, NODES, 3, NODES, 1, 5, NODES, 0, 2, 4, NODES)
@@ -88,7 +89,8 @@ class Served(NamedTuple):
 def asks_of(*samplings: SamplingParams) -> tuple[Ask, ...]:
     """Requests that come, queue and go."""
     return tuple(
-        Ask(n, 16, n, 4 if n == 2 else None, sampling=samplings[n % len(samplings)]) for n in SHORT
+        Ask(n % 6, 24, n, 4 if n == 2 else None, sampling=samplings[n % len(samplings)])
+        for n in range(9)
     )
 
 
@@ -132,6 +134,18 @@ MIXED = Scenario(tuple(Ask(n % len(SHORT), 16, n // 4, sampling=s) for n, s in e
 LONG = tuple(Ask(n, 40, n // 2, sampling=s) for n, s in enumerate((GREEDY, SAMPLED, CROSSED[0], CROSSED[10], CROSSED[2])))
 CRAMPED = Scenario(LONG, kv_blocks=8)
 """Requests that each need three to five blocks in the end, and fewer at admission: some are pre-empted."""
+
+COHORTS = (2, 2, 2, 2, 2, 3, 1, 2, 2, 2, 4, 2, 1)
+"""Mostly two cohorts that go on; now and then everything is waited for and cut anew."""
+
+
+def in_cohorts(scenario: Scenario) -> Scenario:
+    return replace(scenario, cohorts=COHORTS)
+
+
+def in_earnest(scenario: Scenario) -> Scenario:
+    """As cohorts run outside of tests: nobody waits for the target's thread."""
+    return replace(in_cohorts(scenario), poisons=False)
 
 
 @cache

@@ -4,23 +4,107 @@ from dataclasses import replace
 
 import pytest
 
-from tests.contract import checks
-from tests.contract.scenarios import ALIKE, BUSY, CRAMPED, MIXED, UNEVEN
+from backend.request import SamplingParams
+from tests.contract import checks, cohort_checks
+from tests.contract.scenarios import (
+    ALIKE,
+    BUSY,
+    CRAMPED,
+    MIXED,
+    UNEVEN,
+    Ask,
+    Scenario,
+    asks_of,
+    in_cohorts,
+    in_earnest,
+)
 
 SETTLED = (*checks.ALL, checks.one_token_is_unseen)
+LATE = Scenario(tuple(Ask(n % 6, 24, n, n + 3 + n % 4 if n % 2 else None) for n in range(14)))
+"""Clients that leave while their cohort is being verified."""
+
+CUT = tuple(replace(ask, prompt=5 + n % 4) for n, ask in enumerate(MIXED.asks))
+DECAYING = SamplingParams(1.0, top_p=0.95, top_p_decay=0.6, top_p_min=0.2, top_p_reset_id=2)
+DECAYED = tuple(replace(DECAYING, temperature=1.5, seed=n) for n in range(2))
 SCENARIOS = {
     "busy": (BUSY, SETTLED),
     "options": (MIXED, SETTLED),
     "chains only": (replace(MIXED, nodes=0), SETTLED),
+    "decaying top-p": (Scenario(asks_of(*DECAYED), max_active=4), SETTLED),
     "plain": (replace(MIXED, script=((-1, 0),)), SETTLED),
     "oracle": (replace(MIXED, script=((6, 4),)), SETTLED),
     "alike": (ALIKE, checks.ALL),
     "alike in a small pool": (replace(ALIKE, kv_blocks=8), checks.ALL),
     "pre-empted": (CRAMPED, checks.ALL),
+    "pre-empted, nothing kept": (replace(CRAMPED, reuse=False), checks.ALL),
+    "padded": (replace(UNEVEN, pieces=(0,)), SETTLED),
+    "tiled": (replace(UNEVEN, pieces=(), attention="tiled"), SETTLED),
+    "in pieces": (UNEVEN, SETTLED),
+    "options in pieces": (replace(MIXED, asks=CUT, pieces=(16, 32)), SETTLED),
+    "static": (replace(BUSY, attention="graphs"), SETTLED),
+    "static options": (replace(MIXED, attention="graphs", chunk_tokens=40), SETTLED),
+    "static alike": (replace(ALIKE, attention="graphs"), checks.ALL),
+    "cohorts": (in_cohorts(BUSY), checks.ALL),
+    "options in cohorts": (in_cohorts(MIXED), checks.ALL),
+    "alike in cohorts": (in_cohorts(ALIKE), checks.ALL),
+    "uneven cohorts": (in_cohorts(replace(UNEVEN, pieces=())), checks.ENDS),
+    "cohorts in earnest": (in_earnest(BUSY), checks.ENDS),
+    "options in earnest": (in_earnest(MIXED), checks.ENDS),
+    "alike in earnest": (in_earnest(ALIKE), checks.ENDS),
+    "late": (replace(LATE, cohorts=(2,)), checks.ENDS),
+    "late in earnest": (replace(LATE, cohorts=(2,), poisons=False), checks.ENDS),
 }
+CHECKS = (
+    checks.branches_are_taken_and_trees_are_trimmed,
+    checks.a_copy_of_the_target_is_rejected_for_its_tail_only,
+    checks.tenants_share_nothing,
+    checks.an_always_wrong_draft_gives_one_token_a_step,
+    checks.an_oracle_gives_k_plus_one_tokens_a_step,
+    checks.nothing_is_committed_beyond_an_end,
+    *cohort_checks.SUITE,
+)
+LAWS = {"wide": checks.WIDE, "sharp": checks.SHARP, "options": checks.OPTIONS, "decaying": DECAYING}
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_it_is_exact(name):
     scenario, properties = SCENARIOS[name]
     checks.exact(scenario, *properties)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_it_holds_that(check):
+    check()
+
+
+def test_kv_is_shared_and_requests_are_pre_empted():
+    """Where nothing was, the scenarios that are there for it would show nothing."""
+    shared = checks.exact(ALIKE).deployment.counters()
+    assert shared["spindle_kv_reused_tokens_total",] >= 64
+    assert ("spindle_preemptions_total",) not in shared
+    for scenario in (CRAMPED, replace(ALIKE, kv_blocks=8)):
+        assert checks.exact(scenario).deployment.counters()["spindle_preemptions_total",] > 0
+
+
+def test_outcomes_say_how_contexts_were_cut():
+    """By them the planner judges the time of a step."""
+    _, deployment, _ = checks.exact(UNEVEN)
+    outcomes = [o for o in deployment.policy.outcomes if len(o.request)]
+    assert {o.shape.piece_tokens if o.shape else None for o in outcomes} == {None, 16, 32, 48, 96}
+
+
+def test_a_text_follows_the_target_s_law():
+    checks.texts_follow_the_target_s_law(checks.SHARP, ["other"], rounds=600)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cohorts", [(), (2, 2, 2, 2, 1)], ids=["together", "in cohorts"])
+@pytest.mark.parametrize("law", LAWS)
+def test_the_first_three_tokens_follow_the_target_s_law_whatever_is_planned(law, cohorts):
+    checks.texts_follow_the_target_s_law(LAWS[law], rounds=2_000, cohorts=cohorts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", checks.LAW_DRAFTS)
+def test_each_draft_leaves_the_target_s_law(draft):
+    checks.texts_follow_the_target_s_law(checks.WIDE, [draft])

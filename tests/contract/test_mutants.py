@@ -2,11 +2,11 @@
 
 import pytest
 
-from tests.contract import cohort_mutants, padded_mutants, tree_mutants
+from tests.contract import cohort_mutants, padded_mutants
 
 pytestmark = pytest.mark.slow
 
-MUTANTS = cohort_mutants.MUTANTS | padded_mutants.MUTANTS | tree_mutants.MUTANTS
+MUTANTS = cohort_mutants.MUTANTS | padded_mutants.MUTANTS
 
 
 @pytest.mark.parametrize("name", MUTANTS)
