@@ -89,35 +89,40 @@ def proposals(served: Served) -> None:
     """A draft that is behind, was rejected or has rested proposes as one that has just read the text;
     this moves speed only.
     """
-    for sequence, tokens, row in served.deployment.drafting.recorded:
-        draft = row.drafted and fresh().get(row.drafted.draft)
-        text = list(tokens)
-        for token in row.drafted.spine().tokens if draft else ():
-            best = draft.guess(text, sequence.prompt_tokens, sequence.sampling)
-            assert token == best, f"proposal of {row.drafted.draft}"
-            text.append(token)
+    for sequence, tokens, name, row in served.deployment.drafting.recorded:
+        if name in fresh():
+            assert row.drafted, f"no proposal of {name}"
+            text = list(tokens)
+            for token in row.drafted.spine().tokens:
+                best = fresh()[name].guess(text, sequence.prompt_tokens, sequence.sampling)
+                assert token == best, f"proposal of {name}"
+                text.append(token)
 
 
 def counts(served: Served) -> None:
     """Outcomes are what a recount of proposals and emitted tokens gives; replies and metrics agree."""
     deployment, texts = served.deployment, {s.id: s.sequence.tokens for s in served.sessions}
     done = {session.id: session.sequence.prompt_tokens for session in served.sessions}
-    last = {(s.id, len(tokens)): row for s, tokens, row in deployment.drafting.recorded}
+    rows = {(s.id, len(tokens)): row for s, tokens, _, row in deployment.drafting.recorded}
+    drafts, trimmed = deployment.drafting.names, deployment.policy.trimmed
+    greedy = {session.id: session.sequence.sampling.greedy for session in served.sessions}
     replied: dict[int, Counter[str]] = {session.id: Counter() for session in served.sessions}
     for outcome in deployment.policy.outcomes:
         nodes, unused = [], []
         for request, emitted in zip(outcome.request.tolist(), outcome.emitted.tolist(), strict=True):
             at = done[request]
             done[request] += emitted
-            row = last.get((request, at), Proposals())
-            tokens, drafts = texts[request][at : at + emitted], deployment.drafting.names
+            row = rows.get((request, at), Proposals())
+            tokens = texts[request][at : at + emitted]
             place = int(np.flatnonzero(outcome.request == request)[0])
-            expected = recounted(row, drafts, tokens)
+            expected = recounted(row.drafted, drafts, tokens, trimmed.get((request, at), 0))
             found = {name: getattr(outcome, name)[place].item() for name in expected}
             assert found == expected, f"counts of {row} that emitted {tokens}"
-            greedy = deployment_sampling(served, request).greedy
-            nodes += [(*node[:2], not greedy, node[2]) for node in fates(row, drafts, tokens)]
-            unused += [(request, *one) for one in free(row, drafts, tokens)]
+            for confidence, was_held in fates(row.drafted, tokens):
+                nodes.append((expected["draft"], confidence, not greedy[request], was_held))
+            for proposal in row.unused:
+                of_it = recounted(proposal, drafts, tokens, 0)
+                unused.append((request, of_it["draft"], of_it["accepted"], of_it["scored"]))
             replied[request].update(drafted=expected["verified"], accepted=expected["followed"])
         columns = outcome.node_draft, outcome.node_confidence, outcome.node_drawn, outcome.node_held
         assert [*zip(*(c.tolist() for c in columns), strict=True)] == nodes, "fates of nodes"
@@ -140,10 +145,6 @@ def counts(served: Served) -> None:
             assert said == (replied[session.id]["drafted"], replied[session.id]["accepted"]), "usage"
 
 
-def deployment_sampling(served: Served, request: int) -> SamplingParams:
-    return next(s.sequence.sampling for s in served.sessions if s.id == request)
-
-
 def paths(proposal: Proposal) -> list[tuple[int, ...]]:
     """The tokens up to each node."""
     found: list[tuple[int, ...]] = []
@@ -156,43 +157,29 @@ def held(path: tuple[int, ...], emitted: list[int]) -> bool:
     return list(path) == emitted[: len(path)]
 
 
-def recounted(row: Proposals, drafts: tuple[str, ...], emitted: list[int]) -> dict[str, int]:
+def recounted(
+    drafted: Proposal | None, drafts: tuple[str, ...], emitted: list[int], trim: int
+) -> dict[str, int]:
     """A row of an outcome, path by path."""
-    if row.drafted is None:
-        names = ("length", "accepted", "scored", "verified", "followed")
-        return {"draft": NO_DRAFT, **dict.fromkeys(names, 0)}
-    whole, verified = paths(row.drafted), len(row.chosen) if row.chosen else 0
-    length = max(map(len, whole))
+    whole = paths(drafted) if drafted else []
+    length = max(map(len, whole), default=0)
     return {
-        "draft": drafts.index(row.drafted.draft),
+        "draft": drafts.index(drafted.draft) if drafted else NO_DRAFT,
         "length": length,
         "accepted": max((len(path) for path in whole if held(path, emitted)), default=0),
         "scored": min(length, len(emitted)),
-        "verified": verified,
-        "followed": sum(held(path, emitted) for path in whole[:verified]),
+        "verified": min(trim, len(whole)),
+        "followed": sum(held(path, emitted) for path in whole[:trim]),
     }
 
 
-def fates(
-    row: Proposals, drafts: tuple[str, ...], emitted: list[int]
-) -> list[tuple[int, float, bool]]:
-    """(draft, confidence, held) of the nodes of which the emitted tokens tell."""
-    if row.drafted is None:
-        return []
+def fates(drafted: Proposal | None, emitted: list[int]) -> list[tuple[float, bool]]:
+    """(confidence, held) of the nodes of which the emitted tokens tell."""
     return [
-        (drafts.index(row.drafted.draft), confidence, held(path, emitted))
-        for path, confidence in zip(paths(row.drafted), row.drafted.confidence, strict=True)
+        (confidence, held(path, emitted))
+        for path, confidence in zip(paths(drafted), drafted.confidence, strict=True)
         if len(path) <= len(emitted) or path[: len(emitted)] != tuple(emitted)
-    ]
-
-
-def free(row: Proposals, drafts: tuple[str, ...], emitted: list[int]) -> list[tuple[int, int, int]]:
-    """(draft, accepted, scored) of unused proposals."""
-    found = []
-    for proposal in row.unused:
-        of_it = recounted(Proposals(proposal), drafts, emitted)
-        found.append((of_it["draft"], of_it["accepted"], of_it["scored"]))
-    return found
+    ] if drafted else []
 
 
 def free_rows(outcome: Outcome) -> list[tuple[int, ...]]:
@@ -253,7 +240,7 @@ ALL = (*ENDS, kv_is_fresh, blocks_are_of_one_text)
 def branches_are_taken_and_trees_are_trimmed(scenario: Scenario = BUSY) -> None:
     """A scenario in which nothing but spines was accepted, whole, would show nothing."""
     served, seen = exact(scenario), Counter()
-    for sequence, tokens, row in served.deployment.drafting.recorded:
+    for sequence, tokens, _, row in served.deployment.drafting.recorded:
         if row.drafted is not None:
             whole, rest = row.drafted, sequence.tokens[len(tokens) :]
             path, spine = whole.followed(rest), whole.spine()
@@ -278,7 +265,7 @@ def a_copy_of_the_target_is_rejected_for_its_tail_only(scenario: Scenario = MIXE
     """
     served = exact(replace(scenario, script=((0, 3), (0, 1), (0, 4)), trims=(K_MAX * 4,)))
     accepted = 0
-    for sequence, tokens, row in served.deployment.drafting.recorded:
+    for sequence, tokens, _, row in served.deployment.drafting.recorded:
         if row.drafted is None:
             continue
         rest = sequence.tokens[len(tokens) :]

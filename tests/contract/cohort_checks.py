@@ -48,12 +48,11 @@ def every_row_gets_what_was_planned_for_it() -> None:
         rows = np.flatnonzero(view.ready & (plan.length > 0))
         columns = view.request[rows], view.context[rows], plan.draft[rows], plan.length[rows]
         planned.update(zip(*(column.tolist() for column in columns), strict=True))
-    asked = {(s.id, len(tokens)): row for s, tokens, row in deployment.drafting.recorded}
     context = {session.id: session.sequence.prompt_tokens for session in sessions}
     for o in deployment.policy.outcomes:
         rows = zip(o.request.tolist(), o.draft.tolist(), o.emitted.tolist(), strict=True)
         for request, draft, emitted in rows:
-            if asked[request, context[request]].drafted if draft >= 0 else False:
+            if draft >= 0:
                 done[request, context[request], draft] += 1
             context[request] += emitted
     wanted = Counter((request, at, draft) for request, at, draft, _ in planned.elements())

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -121,6 +122,7 @@ class Scripted(Policy):
     ) -> None:
         self.script, self.trims, self.pieces = list(script), trims, pieces
         self.outcomes: list[Outcome] = []
+        self.trimmed: dict[tuple[int, int], int] = {}  # by request and context
 
     def start(self) -> int:
         return 0
@@ -132,7 +134,10 @@ class Scripted(Policy):
         return replace(plan, shape=TurnShape(piece_tokens=piece) if piece else None), state + 1
 
     def trim(self, view: View, plan: Plan, drafted: Drafted, state: int) -> np.ndarray:
-        return np.array([self.trims[(state + n) % len(self.trims)] for n in range(len(view))])
+        nodes = [self.trims[(state + n) % len(self.trims)] for n in range(len(view))]
+        places = zip(view.request.tolist(), view.context.tolist(), strict=True)
+        self.trimmed.update(zip(places, nodes, strict=True))
+        return np.array(nodes)
 
     def observe(self, outcome: Outcome, state: int, now: float) -> int:
         self.outcomes.append(outcome)
@@ -216,16 +221,29 @@ def grown(truth: Seq[int], rng: np.random.Generator) -> list[tuple[int, int, flo
     return nodes or [(truth[0], ROOT, 1.0)]
 
 
+class Asked(NamedTuple):
+    """A row of a step: the sequence and its tokens then, the draft that it was planned to have ("":
+    none), and what the drafts proposed.
+    """
+
+    sequence: Sequence
+    tokens: list[int]
+    draft: str
+    proposals: Proposals
+
+
 class RecordedDrafting(Drafting):
-    """Keeps what was proposed in ``recorded``: (sequence, its tokens then, proposals)."""
+    """Keeps all rows in ``recorded``."""
 
     def __init__(self, *arguments, **options) -> None:
         super().__init__(*arguments, **options)
-        self.recorded: list[tuple[Sequence, list[int], Proposals]] = []
+        self.recorded: list[Asked] = []
 
     def propose(self, sequences, view, plan, log):
         proposals = super().propose(sequences, view, plan, log)
-        self.recorded += [(s, list(s.tokens), proposals[s.id]) for s in sequences]
+        names = [self.names[d] if d != NO_DRAFT else "" for d in plan.draft.tolist()]
+        rows = zip(sequences, names, strict=True)
+        self.recorded += [Asked(s, list(s.tokens), name, proposals[s.id]) for s, name in rows]
         return proposals
 
 

@@ -10,11 +10,11 @@ from backend.engines import padded
 from backend.engines.padded import Padded
 from tests.contract import checks
 from tests.contract.mutants import MUTANTS, Patch, killed_by, wrap
-from tests.contract.scenarios import UNEVEN
+from tests.contract.scenarios import UNEVEN, greedily
 
 __all__ = ["MUTANTS"]
 
-PADDED, CUT = replace(UNEVEN, pieces=(0,)), replace(UNEVEN, pieces=(16,))
+PADDED, CUT = greedily(replace(UNEVEN, pieces=(0,))), replace(UNEVEN, pieces=(16,))
 
 
 def afterwards(patch: Patch, change) -> None:

@@ -96,6 +96,11 @@ def asks_of(*samplings: SamplingParams) -> tuple[Ask, ...]:
 
 BUSY = Scenario(asks_of(GREEDY, SAMPLED), max_active=4)
 
+TAILED = Scenario(
+    tuple(Ask(n, 24, sampling=SamplingParams(0.35, seed=seed)) for n, seed in ((5, 17), (3, 27)))
+)
+"""Seeds by which a token of the tail is drawn."""
+
 UNEVEN = Scenario(
     tuple(
         Ask(prompt, 16, n // 2, 6 if n == 3 else None, sampling=replace(SAMPLED, seed=n) if n % 3 else GREEDY)
@@ -146,6 +151,10 @@ def in_cohorts(scenario: Scenario) -> Scenario:
 def in_earnest(scenario: Scenario) -> Scenario:
     """As cohorts run outside of tests: nobody waits for the target's thread."""
     return replace(in_cohorts(scenario), poisons=False)
+
+
+def greedily(scenario: Scenario) -> Scenario:
+    return replace(scenario, asks=tuple(replace(ask, sampling=GREEDY) for ask in scenario.asks))
 
 
 @cache
