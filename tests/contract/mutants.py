@@ -25,10 +25,9 @@ from backend.request import FinishReason, SamplingParams
 from backend.step_log import StepLog
 from tests.contract import checks
 from tests.contract.deployment import K_MAX
-from tests.contract.scenarios import ALIKE, BUSY, MIXED, TAILED, Scenario, greedily
+from tests.contract.scenarios import ALIKE, BUSY, CROWDED, MIXED, TAILED, Scenario, greedily
 
 Patch = pytest.MonkeyPatch
-CRAMPED_ALIKE = replace(ALIKE, kv_blocks=8)
 
 
 @dataclass(frozen=True)
@@ -517,7 +516,7 @@ def ignore_the_salt(patch: Patch) -> None:
     patch.setattr(kv_ledger, "root_key", lambda salt: block_pool.root_key(""))
 
 
-@killed_by(checks.blocks_are_of_one_text, CRAMPED_ALIKE)
+@killed_by(checks.blocks_are_of_one_text, CROWDED)
 def evict_a_block_that_others_refer_to(patch: Patch) -> None:
     def drop(original, pool, table, valid):
         for block in table:
@@ -527,7 +526,7 @@ def evict_a_block_that_others_refer_to(patch: Patch) -> None:
     wrap(patch, BlockPool, "drop", drop)
 
 
-@killed_by(checks.blocks_are_of_one_text, CRAMPED_ALIKE)
+@killed_by(checks.blocks_are_of_one_text, CROWDED)
 def find_a_block_that_was_evicted(patch: Patch) -> None:
     patch.setattr(BlockPool, "_forget", lambda pool, block: None)
 

@@ -118,6 +118,9 @@ ALIKE = Scenario(
 )
 """Requests that begin alike: at the same time, in the middle of another's prefill, behind its end, after a cancellation."""
 
+CROWDED = replace(ALIKE, kv_blocks=7)
+"""The same in a pool that is too small for them."""
+
 BIGRAMS = tuple((first, last) for first in range(VOCAB) for last in (2, 7, 8, 10, 16, 18, 20))
 CROSSED = (
     SamplingParams(presence_penalty=0.6, frequency_penalty=0.3, log_probs=True),

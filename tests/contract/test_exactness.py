@@ -10,6 +10,7 @@ from tests.contract.scenarios import (
     ALIKE,
     BUSY,
     CRAMPED,
+    CROWDED,
     MIXED,
     TAILED,
     UNEVEN,
@@ -36,7 +37,7 @@ SCENARIOS = {
     "plain": (replace(MIXED, script=((-1, 0),)), SETTLED),
     "oracle": (replace(MIXED, script=((6, 4),)), SETTLED),
     "alike": (ALIKE, checks.ALL),
-    "alike in a small pool": (replace(ALIKE, kv_blocks=8), checks.ALL),
+    "crowded": (CROWDED, checks.ALL),
     "pre-empted": (CRAMPED, checks.ALL),
     "pre-empted, nothing kept": (replace(CRAMPED, reuse=False), checks.ALL),
     "padded": (replace(UNEVEN, pieces=(0,)), SETTLED),
@@ -84,7 +85,7 @@ def test_kv_is_shared_and_requests_are_pre_empted():
     shared = checks.exact(ALIKE).deployment.counters()
     assert shared["spindle_kv_reused_tokens_total",] >= 64
     assert ("spindle_preemptions_total",) not in shared
-    for scenario in (CRAMPED, replace(ALIKE, kv_blocks=8)):
+    for scenario in (CRAMPED, CROWDED):
         assert checks.exact(scenario).deployment.counters()["spindle_preemptions_total",] > 0
 
 

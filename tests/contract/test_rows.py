@@ -1,7 +1,8 @@
-"""Row i of a verification, or of a free run, decides as plain decoding does at that prefix: all options, rules and lengths crossed.
+"""What a verification accepts and draws is what plain decoding draws, token by token: all options,
+lengths and trees crossed.
 
-One contract for every engine that can be a target. Randomness is keyed by position, so a decision in a run has the very outcome that it has
-alone, and the property needs no statistics.
+One contract for every engine that can be a target. Noise is keyed by position, so a decision in a run
+has the very outcome that it has alone, and the property needs no statistics.
 """
 
 import itertools
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backend.engines.fake import VOCAB_SIZE, FakeEngine
-from backend.ports import Proposal, Sequence, Turn
+from backend.ports import ROOT, Proposal, Sequence, Turn
 from backend.request import SamplingParams
 from tests.contract.deployment import K_MAX, VOCAB, tiny_engine
 from tests.contract.trtllm_deployment import trtllm_engine
@@ -23,8 +24,9 @@ KINDS = {
     "fake": (lambda name: FakeEngine(name, kv_blocks=64, max_draft_tokens=K_MAX), VOCAB_SIZE, list(b"abcdefgh xyz")),
     "trtllm": (lambda name: trtllm_engine(tiny_engine(name), target=name == "target"), VOCAB, range(VOCAB)),
 }
+MOST_NODES = 7
 GREEDY_ONLY = ("trtllm",)
-"""Kinds whose random numbers are not keyed by position (their sampling is checked in law), whose turns stop behind an end token (so here
+"""Kinds whose random numbers are not the race's (their sampling is checked in law), whose turns stop behind an end token (so here
 there is none), and whose log-probabilities are those of fp32 logits."""
 
 
@@ -46,7 +48,7 @@ def samplings(draw, likely, greedy_only):
     if greedy_only or draw(st.booleans()):
         return SamplingParams(**options)
     law = {"temperature": draw(st.floats(0.3, 2.0)), "top_k": draw(st.integers(0, 8)), "top_p": draw(st.floats(0.3, 1.0))}
-    return SamplingParams(**law, seed=draw(st.integers(0, 2**64 - 1)), coupled=draw(st.booleans()), **options)
+    return SamplingParams(**law, seed=draw(st.integers(0, 2**64 - 1)), **options)
 
 
 def complete(engine, sequence, tokens, **turn):
@@ -64,7 +66,24 @@ def sequence_of(data, likely, greedy_only):
     output = data.draw(st.lists(st.sampled_from(likely), max_size=8), label="output")
     sampling = data.draw(samplings(likely, greedy_only), label="sampling")
     blocks = {name: [0, 1, 2] for name in ("target", "draft")}
-    return Sequence(0, [*prompt, *output], len(prompt), sampling, blocks, attempt=data.draw(st.integers(0, 9), label="attempt"))
+    return Sequence(0, [*prompt, *output], len(prompt), sampling, blocks)
+
+
+def tree_of(data, vocab, target, sequence):
+    """A tree whose tokens are here and there what the target draws behind their path."""
+    nodes, paths = [], {ROOT: []}
+    for _ in range(data.draw(st.integers(0, MOST_NODES), label="nodes")):
+        last = len(nodes) - 1
+        parent = data.draw(st.integers(ROOT, last), label="parent") if target.limits.tree else last
+        before = [*sequence.tokens, *paths[parent]]
+        if data.draw(st.booleans(), label="right"):
+            (token,) = complete(target, sequence, before).tokens
+        else:
+            token = data.draw(st.integers(0, vocab - 1), label="guess")
+        if len(paths[parent]) < K_MAX and (token, parent) not in nodes:
+            paths[len(nodes)] = [*paths[parent], token]
+            nodes.append((token, parent))
+    return Proposal("d", [t for t, _ in nodes], [p for _, p in nodes], [1.0] * len(nodes))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,43 +91,53 @@ def test_a_decision_in_a_run_is_the_one_that_is_made_alone(kind):
     new_engine, vocab, likely = KINDS[kind]
     target = new_engine("target")
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(st.data())
     def holds(data):
         sequence = sequence_of(data, likely, kind in GREEDY_ONLY)
-        proposed = []
-        for _ in range(data.draw(st.integers(0, K_MAX), label="k")):
-            guess = complete(target, sequence, [*sequence.tokens, *proposed]).tokens
-            proposed += guess if data.draw(st.booleans(), label="right") else [data.draw(st.integers(0, vocab - 1), label="guess")]
-        together = complete(target, sequence, sequence.tokens, proposal=Proposal("d", proposed))
-        assert together.tokens[: together.accepted] == proposed[: together.accepted]
+        proposal = tree_of(data, vocab, target, sequence)
+        together = complete(target, sequence, sequence.tokens, proposal=proposal)
+        assert together.accepted == len(proposal.followed(together.tokens))
         assert len(together.tokens) == len(together.log_probs) == together.accepted + 1
         for row, (token, log_prob) in enumerate(zip(together.tokens, together.log_probs, strict=True)):
-            proposal = Proposal("d", proposed[row : row + 1]) if row < len(proposed) else None
-            alone = complete(target, sequence, [*sequence.tokens, *proposed[:row]], proposal=proposal)
-            assert (alone.tokens[0], alone.accepted) == (token, int(row < together.accepted))
-            assert alone.log_probs[0] == pytest.approx(log_prob, abs=1e-5 if kind in GREEDY_ONLY else 1e-9)
-            if sequence.sampling.greedy or sequence.sampling.coupled:
-                assert complete(target, sequence, [*sequence.tokens, *together.tokens[:row]]).tokens == [token]
+            alone = complete(target, sequence, [*sequence.tokens, *together.tokens[:row]])
+            assert alone.tokens == [token]
+            tolerance = 1e-5 if kind in GREEDY_ONLY else 1e-9
+            assert alone.log_probs == pytest.approx([log_prob], abs=tolerance)
 
     holds()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_draft_s_free_run_is_that_of_single_steps_and_its_copy_as_target_accepts_it_whole(kind):
+def test_a_proposal_is_a_tree_along_single_steps_and_its_copy_as_target_accepts_it_whole(kind):
     new_engine, _, likely = KINDS[kind]
     target, draft = new_engine("target"), new_engine("draft")
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=75, deadline=None)
     @given(st.data())
     def holds(data):
         sequence = sequence_of(data, likely, kind in GREEDY_ONLY)
         k = data.draw(st.integers(1, K_MAX), label="k")
-        run = complete(draft, sequence, sequence.tokens, run=k, keep_probs=True)
-        for row, token in enumerate(run.tokens):
-            assert complete(draft, sequence, [*sequence.tokens, *run.tokens[:row]], run=1, keep_probs=True).tokens == [token]
-        verified = complete(target, sequence, sequence.tokens, proposal=Proposal("draft", run.tokens, run.probs))
-        assert verified.accepted == k
-        assert verified.tokens[-1:] == complete(target, sequence, [*sequence.tokens, *run.tokens]).tokens
+        nodes = data.draw(st.integers(1, MOST_NODES), label="nodes")
+        made = complete(draft, sequence, sequence.tokens, run=k, nodes=nodes).proposal
+        assert is_tree(made)
+        assert len(made) <= nodes
+        assert made.depth <= k
+        spine = made.spine()
+        for row, token in enumerate(spine.tokens):
+            before = [*sequence.tokens, *spine.tokens[:row]]
+            assert complete(draft, sequence, before, run=1, nodes=1).proposal.tokens == [token]
+        if sequence.sampling.greedy:
+            verified = made if target.limits.tree else spine
+            found = complete(target, sequence, sequence.tokens, proposal=verified)
+            assert found.accepted == made.depth == len(spine)
 
     holds()
+
+
+def is_tree(proposal):
+    """Whether parents come first, no two children of one are equal, and confidence never rises."""
+    edges = set(zip(proposal.parents, proposal.tokens, strict=True))
+    first = all(ROOT <= parent < node for node, parent in enumerate(proposal.parents))
+    falls = all(a >= b for a, b in itertools.pairwise([1.0, *proposal.confidence]))
+    return first and falls and len(edges) == len(proposal)

@@ -14,7 +14,6 @@ from pathlib import Path
 from backend.engine_folder import read_engine_folder
 from backend.engines.torch_engine import TorchEngine
 from backend.engines.trtllm import ExecutorSettings, TrtllmEngine
-from backend.request import SamplingParams
 from tests.contract import checks, fake_executor, scenarios
 from tests.contract.deployment import K_MAX, MAX_CONTEXT_TOKENS, Deployment
 from tests.contract.engine_folders import engine_folder
@@ -25,14 +24,18 @@ numbers = itertools.count(1)
 ENGINES = tempfile.TemporaryDirectory(prefix="spindle-fake-engines-")  # goes with the process
 
 
-def _with(scenario: scenarios.Scenario, change: Callable[[SamplingParams], SamplingParams]) -> scenarios.Scenario:
-    return replace(scenario, asks=tuple(replace(ask, sampling=change(ask.sampling)) for ask in scenario.asks))
+BUSY = scenarios.greedily(scenarios.BUSY)
+MIXED = replace(scenarios.MIXED, asks=tuple(a for a in scenarios.MIXED.asks if a.sampling.greedy))
+"""Greedy requests, for the executor draws by numbers of its own."""
 
-
-MIXED = _with(scenarios.MIXED, lambda sampling: replace(sampling, coupled=False))
-"""All options, without plan-invariant sampling: the executor draws its own numbers."""
-
-ALL_GREEDY = _with(MIXED, lambda sampling: replace(sampling, min_tokens=0, temperature=0.0))
+NO_LEAST = replace(
+    scenarios.MIXED,
+    asks=tuple(
+        replace(ask, sampling=replace(ask.sampling, min_tokens=0, temperature=0.0))
+        for ask in scenarios.MIXED.asks
+    ),
+)
+"""All options in greedy requests without a least length: a turn is cut where ends are no longer forbidden."""
 
 
 def trtllm_engine(like: TorchEngine, *, target: bool, behaviour: Behaviour | None = None, **options) -> TrtllmEngine:
@@ -64,4 +67,3 @@ def serve_with_trtllm(monkeypatch, behaviour: Callable[[], Behaviour] = Behaviou
 
     for module in (checks, scenarios):
         monkeypatch.setattr(module, "Deployment", deployment)
-    monkeypatch.setattr(checks, "MIXED", MIXED)
