@@ -67,8 +67,8 @@ class StepLog:
         """Note a decoding row: the tokens committed for it (``drawn``: sampled), and of what was drafted for
         it how many nodes were verified.
 
-        The tokens tell of every node, verified or not. Of those behind them nothing is known: not
-        behind an end of the text, nor behind a path that was not verified to its end.
+        The tokens tell of every node that follows the text or one that was verified. Of those behind
+        the tokens nothing is known, as behind an end of the text.
         """
         if drafted is None:
             self.rows.append((request, NO_DRAFT, 0, 0, len(emitted), 0, 0, 0))
@@ -78,8 +78,8 @@ class StepLog:
         row = (request, draft, length, len(path), len(emitted), scored, verified, followed)
         self.rows.append(row)
         held, unknown = set(path), _behind(drafted, path, len(emitted))
-        for node, confidence in enumerate(drafted.confidence):
-            if node not in unknown:
+        for node, (parent, confidence) in enumerate(zip(drafted.parents, drafted.confidence, strict=True)):
+            if parent < verified and node not in unknown:  # of others only failures are seen
                 self.nodes.append((draft, confidence, drawn, node in held))
 
     def record_free(self, request: int, proposal: Proposal, emitted: list[int]) -> None:
