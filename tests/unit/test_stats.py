@@ -45,6 +45,23 @@ def test_a_step_s_rows_are_counted_by_draft_and_arm():
     assert seen["spindle_step_predicted_seconds",] == [0.02]
 
 
+def test_nodes_are_counted_by_what_was_claimed_of_them():
+    stats, none = Stats(), np.zeros(0, np.int64)
+    nodes = {
+        "node_draft": np.array([0, 0, 1, 0]),
+        "node_confidence": np.array([0.91, 0.88, 1.0, 0.91]),
+        "node_drawn": np.array([True, True, False, False]),
+        "node_held": np.array([True, False, False, True]),
+    }
+    outcome = Outcome(*[none] * 7, measured_s=0.03, **nodes)
+    StepStats(stats).step(Plan(none, none), outcome, DRAFTS, [])
+    counted = {key[1:]: n for key, n in figures(stats).items() if key[0] == "spindle_draft_nodes_total"}
+    assert counted == {("small", "true", "0.94"): 2, ("lookup", "false", "1.0"): 1, ("small", "false", "0.94"): 1}
+    StepStats(stats).step(Plan(none, none), outcome, DRAFTS, [])
+    counted = {key[1:]: n for key, n in figures(stats).items() if key[0] == "spindle_draft_nodes_held_total"}
+    assert counted == {("small", "true", "0.94"): 1, ("lookup", "false", "1.0"): 0, ("small", "false", "0.94"): 1}
+
+
 def test_what_the_planner_would_have_done_is_counted_apart():
     stats = Stats()
     (step_stats := StepStats(stats)).switches(Switches(speculation="shadow"))
