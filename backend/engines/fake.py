@@ -284,8 +284,10 @@ def _processed(logits: FloatArray, context: list[int], sequence: Sequence) -> Fl
     if len(context) - sequence.prompt_tokens < sampling.min_tokens:
         logits[list(sampling.end_ids)] = _IMPOSSIBLE_LOGIT
     logits[sampling.banned(context, len(context))] = _IMPOSSIBLE_LOGIT
-    for mask in sampling.guide.masks(context[sequence.prompt_tokens :], ()) if sampling.guide else ():
-        logits[~mask] = _UNGRAMMATICAL_LOGIT
+    if sampling.guide is not None:
+        mask = sampling.guide.mask(context[sequence.prompt_tokens :])
+        if mask is not None:
+            logits[~mask] = _UNGRAMMATICAL_LOGIT
     return logits
 
 
