@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from backend.extras import Gathered, Gatherer
-from backend.ports import Completion, Extras, Proposal, Sequence
+from backend.ports import Extras, Proposal, Sequence
 from backend.request import ErrorCode, FinishReason, GenerationRequest, RequestError
 from backend.request_trace import RequestTrace
 
@@ -146,14 +146,10 @@ class Session:
             raise RequestError(ErrorCode.INTERNAL, f"the grammar could not be followed any further: {guide.failure}")
         return taken
 
-    def speculated(self, proposal: Proposal, completion: Completion, taken: int) -> None:
-        """Count a verified proposal of which ``taken`` tokens were committed: what a tree's second draft alone had right is its own."""
-        accepted = min(completion.accepted, taken)
-        own = min(completion.along[0] + (completion.rank > 0), accepted) if proposal.others else accepted
-        for one, mine in ((proposal, own), *((other, accepted - own) for other in proposal.others)):
-            proposed, before = self.drafts.get(one.draft, (0, 0))
-            nodes = len(one.tokens) + sum(map(len, one.siblings))
-            self.drafts[one.draft] = proposed + nodes, before + mine
+    def speculated(self, proposal: Proposal, accepted: int) -> None:
+        """Count a verified proposal of which so many tokens were committed."""
+        proposed, before = self.drafts.get(proposal.draft, (0, 0))
+        self.drafts[proposal.draft] = proposed + len(proposal), before + accepted
 
     @property
     def drafted(self) -> int:

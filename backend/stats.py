@@ -12,7 +12,7 @@ from backend import nvidia_metrics
 from backend.kv_ledger import Reuse
 from backend.nvidia_metrics import MODEL, Latest
 from backend.session import Usage
-from policy import NO_DRAFT, Outcome, Plan, Switches
+from policy import NO_DRAFT, BoolArray, Outcome, Plan, Switches
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -168,23 +168,7 @@ class StepStats:
         for d, theirs in sorted(set(zip(outcome.draft.tolist(), control, strict=True))):
             rows = (outcome.draft == d) & (np.array(control) == theirs)
             name, arm = drafts[d] if d != NO_DRAFT else "none", self._switches.arm(theirs)
-            self._draft(name, arm, outcome.length[rows], outcome.accepted[rows], outcome.emitted[rows])
-        if outcome.shape is not None:
-            self._beside_chains(outcome, drafts, control)
-
-    def _beside_chains(self, outcome: Outcome, drafts: tuple[str, ...], control: list[bool]) -> None:
-        """Count what trees propose beside their spines: siblings as their draft's, a second chain as its own draft's."""
-        shape, rank, second_accepted = outcome.shape, outcome.rank, outcome.second_accepted
-        if shape is None or shape.width is None or shape.second_draft is None or shape.second_length is None:
-            return
-        sibling = np.zeros_like(outcome.length) if rank is None else (rank > 0).astype(np.int64)
-        second = sibling * 0 if second_accepted is None else np.maximum(second_accepted - outcome.accepted - sibling, 0)
-        by_siblings = outcome.draft, shape.width.sum(1) - outcome.length, sibling
-        for column, proposed, accepted in (by_siblings, (shape.second_draft, shape.second_length, second)):
-            for row in np.flatnonzero(proposed > 0).tolist():
-                labels = {"draft": drafts[column[row]], "arm": self._switches.arm(control[row])}
-                self._stats.count("spindle_draft_tokens_total", int(proposed[row]), **labels)
-                self._stats.count("spindle_accepted_tokens_total", int(accepted[row]), **labels)
+            self._draft(name, arm, outcome, rows)
 
     def _shadow(self, plan: Plan, drafts: tuple[str, ...]) -> None:
         for d, k in zip(plan.draft.tolist(), plan.length.tolist(), strict=True):
@@ -192,13 +176,17 @@ class StepStats:
         self._stats.count("spindle_shadow_predicted_seconds_total", plan.predicted_s)
         self._stats.count("spindle_shadow_predicted_tokens_total", plan.predicted_tokens)
 
-    def _draft(self, name: str, arm: str, length: Any, accepted: Any, emitted: Any) -> None:
+    def _draft(self, name: str, arm: str, outcome: Outcome, rows: BoolArray) -> None:
+        emitted, length, accepted = (
+            column[rows] for column in (outcome.emitted, outcome.length, outcome.accepted)
+        )
         self._stats.count("spindle_emitted_tokens_total", int(emitted.sum()), draft=name, arm=arm)
         self._stats.observe("spindle_draft_length", *length.tolist(), draft=name, arm=arm)
         if name == "none":
             return
-        self._stats.count("spindle_draft_tokens_total", int(length.sum()), draft=name, arm=arm)
-        self._stats.count("spindle_accepted_tokens_total", int(accepted.sum()), draft=name, arm=arm)
+        verified, followed = (int(c[rows].sum()) for c in (outcome.verified, outcome.followed))
+        self._stats.count("spindle_draft_tokens_total", verified, draft=name, arm=arm)
+        self._stats.count("spindle_accepted_tokens_total", followed, draft=name, arm=arm)
         for position in range(1, int(length.max()) + 1):
             labels = {"draft": name, "position": str(position)}
             self._stats.count("spindle_draft_tokens_by_position_total", int((length >= position).sum()), **labels)

@@ -199,7 +199,8 @@ class Outcome:
     ``request, draft, length, accepted, emitted`` are int64[m]: ``length`` the longest path that the
     row's draft proposed, ``accepted`` how many emitted tokens are a path of its whole tree,
     ``scored`` to which position that is known (not behind an end of the text, nor behind a path
-    that was not verified to its end). ``verified[m]`` nodes were verified.
+    that was not verified to its end). ``verified[m]`` nodes were verified, of which
+    ``followed[m]`` were accepted (for metrics).
     ``node_*`` are the proposed nodes of which it is known whether their path is what the target
     drew, ``node_held`` bool[q]; ``node_draft``, ``node_confidence``, ``node_drawn`` [q] as in
     ``Drafted``.
@@ -228,6 +229,7 @@ class Outcome:
     finished: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     shape: TurnShape | None = None
     ran: Ran | None = None
+    followed: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     node_draft: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     node_confidence: FloatArray = field(default_factory=lambda: np.zeros(0))
     node_drawn: BoolArray = field(default_factory=lambda: np.zeros(0, np.bool_))
