@@ -84,7 +84,7 @@ class Cases:
         )
         tokens, parents = self._tree(int(rng.integers(0, NODES + 1)))
         position = int(rng.integers(1, 1000))
-        return Request(sampling, position, tokens, prompt_tokens=1, parents=parents)
+        return Request(sampling, position, tokens=tokens, parents=parents)
 
     def _tree(self, nodes: int) -> tuple[list[int], list[int]]:
         """A chain, or nodes that continue any before them; children of a node differ."""
@@ -142,4 +142,4 @@ def is_tie(request: Request, logits: torch.Tensor, theirs: Verdict, width: float
 
 
 def outcome(verdict: Verdict) -> tuple[list[int], int]:
-    return list(verdict.path), verdict.column
+    return verdict.path, verdict.column

@@ -10,7 +10,7 @@ pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 from backend.engines.draw import HEAD, draw
-from backend.engines.laws import normalised, target_laws
+from backend.engines.laws import target_laws
 from backend.engines.trt_graph.inputs import DRAWN, GREEDY, inputs_of, network_for, suits, verdicts_of
 from backend.engines.verification import Request
 from backend.ports import ROOT
@@ -100,9 +100,9 @@ def test_laws_are_those_of_torch(dtype, bound):
             rng.choice([0.3, 1.0, 2.0], 400), rng.choice([0, 2, 9, 299, 300], 400), rng.choice([1.0, 0.2, 0.9, 0.999], 400), strict=True
         )
     ]
-    inputs = inputs_of(DRAWN, [Request(param, 1, []) for param in params], vocab, DTYPES[dtype])
+    inputs = inputs_of(DRAWN, [Request(param, 1) for param in params], vocab, DTYPES[dtype])
     found = run(open_session(graph), {"logits": tensor, **inputs})["laws"]
-    expected = normalised(target_laws(tensor.flatten(0, 1), [param for param in params for _ in range(2)])).view_as(found)
+    expected = target_laws(tensor.flatten(0, 1), [param for param in params for _ in range(2)]).view_as(found)
     assert (found - expected).abs().max() < bound
 
 
@@ -110,20 +110,18 @@ def test_laws_are_those_of_torch(dtype, bound):
 def test_two_tokens_behind_a_tree_follow_the_target_s_laws(sampling):
     """Whatever is proposed: the first by its law, and behind a node that was followed the second by its own."""
     rng, vocab, texts = np.random.default_rng(1), 8, 20_000
-    tokens, parents = [2, 5, 1, 5], [ROOT, ROOT, 0, 1]
     logits = torch.from_numpy(rng.normal(size=(5, vocab)) * 1.5)
-    laws = normalised(target_laws(logits, [sampling] * 5)).numpy()
-    requests = [
-        Request(replace(sampling, seed=seed), 9, tokens, parents=parents) for seed in range(texts)
-    ]
+    laws = target_laws(logits, [sampling] * 5).numpy()
+    tree = {"tokens": [*laws[0].argsort()[-2:].tolist(), 1, 5], "parents": [ROOT, ROOT, 0, 1]}
+    requests = [Request(replace(sampling, seed=seed), 9, **tree) for seed in range(texts)]
     compiled, emitted = Compiled(DRAWN, F32, vocab), list[list[int]]()
     for first in range(0, texts, 1000):
         some = requests[first : first + 1000]
         verdicts = compiled.verdicts(some, logits.float().expand(len(some), -1, -1))
-        emitted += [[*(tokens[node] for node in one.path), one.column] for one in verdicts]
+        emitted += [[*(tree["tokens"][node] for node in one.path), one.column] for one in verdicts]
     fits([text[0] for text in emitted], laws[0])
     for node in (0, 1):
-        fits([text[1] for text in emitted if text[0] == tokens[node]], laws[node + 1])
+        fits([text[1] for text in emitted if text[0] == tree["tokens"][node]], laws[node + 1])
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.7, 3.0])
@@ -134,7 +132,7 @@ def test_tokens_follow_a_law_with_a_tail_of_any_mass(spread):
     law = logits.softmax(-1)[0].numpy()
     compiled, drawn = Compiled(DRAWN, F32, MANY), []
     for first in range(0, draws, 250):
-        some = [Request(SamplingParams(1.0, seed=seed), 3, []) for seed in range(first, first + 250)]
+        some = [Request(SamplingParams(1.0, seed=seed), 3) for seed in range(first, first + 250)]
         verdicts = compiled.verdicts(some, logits.float().expand(250, 1, -1))
         drawn += [verdict.column for verdict in verdicts]
     order = np.argsort(law, kind="stable")  # bins of like tokens, those of the tail among them
@@ -154,7 +152,7 @@ def fits(found, law, limit=4.5):
 
 
 def test_what_is_compiled_in():
-    plain = Request(SamplingParams(0.8), 1, [1, 2], parents=[ROOT, 0])
+    plain = Request(SamplingParams(0.8), 1, tokens=[1, 2], parents=[ROOT, 0])
     assert suits(plain)
     for option in ("log_probs", "repetition_penalty", "top_p_decay", "bias"):
         value = {"log_probs": True, "bias": ((1, 1.0),)}.get(option, 0.9)

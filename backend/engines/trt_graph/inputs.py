@@ -13,8 +13,7 @@ import torch
 
 from backend.engines.chunks import ancestors
 from backend.engines.draw import Heads, race
-from backend.engines.verification import Request, Verdict
-from backend.ports import ROOT
+from backend.engines.verification import Request, Verdict, follow
 from backend.randomness import word
 
 LOGITS, GREEDY, DRAWN = "logits", "greedy", "drawn"
@@ -48,11 +47,13 @@ def inputs_of(network: str, requests: Seq[Request], vocab_size: int, wide: torch
 
 def verdicts_of(network: str, requests: Seq[Request], outputs: Tensors) -> list[Verdict]:
     """Return the verdicts on requests from a verification's outputs. This waits for the device."""
-    if network == DRAWN:
-        own = iter(_drawn(requests, outputs))
-        return [_followed(one, [next(own) for _ in range(one.rows)]) for one in requests]
-    found = zip(*(outputs[name].tolist() for name in ("accepted", "path", "tokens")), strict=True)
-    return [Verdict([row - 1 for row in path[1 : n + 1]], tokens[n]) for n, path, tokens in found]
+    if network == GREEDY:
+        found = zip(*(outputs[key].tolist() for key in ("accepted", "path", "tokens")), strict=True)
+        return [Verdict([row - 1 for row in path[1 : n + 1]], own[n]) for n, path, own in found]
+    drawn, verdicts = iter(_drawn(requests, outputs)), [Verdict([], -1) for _ in requests]
+    for verdict, request in zip(verdicts, requests, strict=True):
+        follow(verdict, request, [next(drawn) for _ in range(request.rows)])
+    return verdicts
 
 
 def _trees(requests: Seq[Request]) -> Tensors:
@@ -102,14 +103,3 @@ def _words(request: Request) -> list[int]:
     for parent in request.parents:
         depths.append(depths[parent + 1] + 1)
     return [word(request.sampling.seed, request.position + depth) for depth in depths]
-
-
-def _followed(request: Request, own: Seq[int]) -> Verdict:
-    """Follow a tree along each row's own token."""
-    edges = zip(request.parents, request.tokens, strict=True)
-    children = {edge: node for node, edge in enumerate(edges)}
-    node, path = ROOT, list[int]()
-    while (child := children.get((node, own[node + 1]))) is not None:
-        node = child
-        path.append(node)
-    return Verdict(path, own[node + 1])
