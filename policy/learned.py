@@ -13,13 +13,12 @@ from .correction import MAX_CORRECTION, MAX_SHAPE, OCTAVES, Shape
 from .deviation import Law, bounded
 from .groups import Groups
 from .plan import FloatArray
-from .ranks import COUNTS, RankModel, RankState
 
 if TYPE_CHECKING:
     from .acceptance import AcceptanceModel
     from .planner_state import PlannerState
 
-SCHEMA = 4
+SCHEMA = 5
 _ARRAYS = ("draft_accepted", "draft_reached")
 _SHAPE = ("log_factor", "seen")
 _SIGNED = ("covariance", "shape_log_factor", "within", "precision", "pull")
@@ -96,18 +95,6 @@ def _law(data: Mapping[str, Any], name: str, start: Law) -> Law:
     law = Law(_array(data, name, start.covariance.shape), float(_array(data, "requests", ())))
     _check(name, law.covariance, np.allclose(law.covariance, bounded(law.covariance)))
     return law
-
-
-def restored_ranks(data: Any, model: RankModel, now: float, age_s: float) -> RankState:
-    """Return the counts of second guesses in ``data``, ``age_s`` after they were saved. Raises LearnedError for data that do not fit."""
-    if not isinstance(data, Mapping):
-        raise LearnedError(f"ranks must be an object, got {data!r}")
-    start = model.start()
-    counts = {name: _array(data, name, getattr(start, name).shape) for name in COUNTS}
-    for what in ("sibling", "rescue"):
-        accepted, tested = counts[f"{what}_accepted"], counts[f"{what}_tested"]
-        _check(f"{what}_accepted", accepted, accepted <= tested + 1e-6)
-    return model.aged(replace(start, now=now - age_s, **counts), now)
 
 
 def _array(data: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> FloatArray:

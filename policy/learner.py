@@ -85,15 +85,11 @@ class Learner:
         acceptance, steps = self._acceptance.aged(state.acceptance, now), (*state.unlearnt, *outcomes)
         if not steps:
             return acceptance
-        chains = [(o.request, o.draft, o.rule, o.accepted, o.scored) for o in steps]
-        for outcome in steps:
-            if len(outcome.free_request):
-                rules = dict(zip(outcome.request.tolist(), outcome.rule.tolist(), strict=True))
-                free_rule = np.array([rules.get(r, 0) for r in outcome.free_request.tolist()])
-                chains.append((outcome.free_request, outcome.free_draft, free_rule, outcome.free_accepted, outcome.free_scored))
-        request, draft, rule, accepted, scored = map(np.concatenate, zip(*chains, strict=True))
+        chains = [(o.request, o.draft, o.accepted, o.scored) for o in steps]
+        chains += [(o.free_request, o.free_draft, o.free_accepted, o.free_scored) for o in steps if len(o.free_request)]
+        request, draft, accepted, scored = map(np.concatenate, zip(*chains, strict=True))
         emitted = np.concatenate([o.emitted for o in steps])
-        acceptance = self._acceptance.observe(acceptance, request, draft, rule, accepted, scored, emitted)
+        acceptance = self._acceptance.observe(acceptance, request, draft, accepted, scored, emitted)
         return self._acceptance.forget(acceptance, itertools.chain.from_iterable(o.finished.tolist() for o in steps))
 
     def _trial_cost_s(self, outcome: Outcome, state: PlannerState) -> float:

@@ -102,7 +102,7 @@ class AdaptivePlanner(Learner):
 
     def _plan_one(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[Plan, PlannerState]:
         """Plan for a single row by plain numbers: what ``_plan_rows`` does, quicker."""
-        hazard = self._acceptance.hazards_of(acceptance, view.request.item(), view.rule.item())
+        hazard = self._acceptance.hazards_of(acceptance, view.request.item())
         problem = one_row(self.corrected(state), state.correction.tolist(), view, hazard, self._bounds)
         run, saved_s = self._free_run(problem.plain_s, view, state)
         problem = problem._replace(plain_s=problem.plain_s - saved_s)
@@ -122,7 +122,7 @@ class AdaptivePlanner(Learner):
     def problem(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[StepProblem, IntArray, Expected, Given]:
         """Return the choice that the planner has in a view, its rows of the view, what is expected of them, and what is given beside."""
         rows = ready_rows(view) if view.flying is None else view.request.argsort()
-        expected = self._acceptance.expected(acceptance, view.request[rows].tolist(), view.rule[rows])
+        expected = self._acceptance.expected(acceptance, view.request[rows].tolist())
         given, own = _split(view, rows, expected.hazard)
         if own is not None:
             rows, expected = rows[own], expected.rows(own)

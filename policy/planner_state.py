@@ -10,7 +10,6 @@ from .hints import Last
 from .keeping import Kept
 from .plan import FloatArray, Outcome, View
 from .promise import Promise
-from .ranks import RankState
 from .selection import PROBING, SELECTIONS, Draws
 
 
@@ -65,8 +64,7 @@ class PlannerState:
     choice, ``kept`` the choice itself for some steps more; ``trial_s`` is what the step in hand is to take if it probes. ``planning_s`` and
     ``learning_s`` are what a step takes that is ``planned``; of the latter the next step tells, ``behind`` one that was. ``unlearnt`` are
     steps with a kept choice, which are learnt from together when planning is due. ``promise`` is how far speculation held what it promised.
-    ``draws`` belongs to Thompson's selection; ``ranks``, ``overlap_s``, ``overlaps`` and ``flying`` (``policy.cohorts``) to
-    ``policy.shaped``.
+    ``draws`` belongs to Thompson's selection; ``overlap_s``, ``overlaps`` and ``flying`` (``policy.cohorts``) to ``policy.shaped``.
     """
 
     acceptance: AcceptanceState
@@ -86,7 +84,6 @@ class PlannerState:
     unlearnt: tuple[Outcome, ...] = ()
     promise: Promise = field(default_factory=Promise)
     draws: Draws | None = None
-    ranks: RankState | None = None
     overlap_s: float = 0.0
     overlaps: bool = False
-    flying: dict[int, tuple[int, int, int, int]] | None = None
+    flying: dict[int, tuple[int, int, int]] | None = None
