@@ -54,7 +54,9 @@ def test_greedy_is_no_option_temperature_zero_or_one_candidate():
 
 
 def test_requests_without_a_seed_differ():
-    assert len({params().seed for _ in range(10)}) == 10
+    seeds = {params().seed for _ in range(10)}
+    assert len(seeds) == 10
+    assert all(float(seed) == seed for seed in seeds)  # as readers of JSON keep numbers
 
 
 def test_words_become_token_ids_and_a_word_without_tokens_has_no_effect():
