@@ -292,7 +292,9 @@ class TorchEngine:
         """Run chunks, and decide about their last rows."""
         logits = self._score(self._model.forward([chunk for _, chunk in running]), running)
         self._ran(running)
-        self._decide(logits, [job for job, _ in running if job.turn.run])
+        deciding = [job for job, _ in running if job.turn.run]
+        if deciding:
+            self._decide(logits, deciding)
 
     def _ran(self, running: list[tuple[_Job, Chunk]]) -> None:
         """Note what of the text has KV now; accepted nodes are noted where they have their places."""
