@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from backend.engines.coupling import exponentials
 
 from backend.app import App
-from backend.engines.coupling import exponentials
 from backend.randomness import Purpose, key
 from backend.request import GenerationRequest, SamplingParams
 from backend.session import Session
