@@ -4,6 +4,8 @@ import math
 import numpy as np
 import pytest
 
+from backend.ports import Proposal
+from backend.step_log import StepLog
 from policy import AcceptanceConfig, AdaptivePlanner, LatencyCurve, LatencyModel, Outcome, PlannerConfig, View
 from policy.calibration import Calibration
 from policy.plan import Drafted, Plan
@@ -232,8 +234,18 @@ def test_a_planner_learns_from_every_step_what_confidences_are_worth(rows, plann
     assert p.trim(seen, priced, proposed, p.load(data, 0.0, 0.0)).tolist() == [0] * rows
 
 
+@pytest.mark.parametrize(("emitted", "fates"), [([7], "1- 4-"), ([1, 2], "1+ 2+ 4- 5-"), ([1, 7], "1+ 2- 4- 5-"), ([4, 7], "1- 4+")])
+def test_only_nodes_behind_the_text_or_a_verified_one_are_evidence(emitted, fates):
+    """Of the others only failures would ever be seen."""
+    verified = 0 if emitted[0] in {7, 4} else 1
+    made, tokens = StepLog(DRAFTS), [1, 2, 3, 4, 5, 6]  # 1 - 2 - 3, 4, and 5 behind 1 with 6 behind it
+    made.record(3, Proposal("small", tokens, [-1, 0, 1, -1, 0, 4], [1 - t / 10 for t in tokens]), verified, emitted, drawn=True)
+    done = made.outcome()
+    told = [f"{10 - 10 * c:.0f}{'-+'[held]}" for c, held in zip(done.node_confidence.tolist(), done.node_held.tolist(), strict=True)]
+    assert " ".join(told) == fates
+
+
 def test_a_draft_that_is_cut_short_is_not_believed_less_for_it():
-    """Of what is not verified only children of what is count: of deeper nodes failures alone are seen."""
     rng, hazard, nodes = np.random.default_rng(5), 0.8, 6
     confidence = hazard ** np.arange(1, nodes + 1)
     calibration, latency, verified = Calibration.none(2), line(1.0, 0.5), []
