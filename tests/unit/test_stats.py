@@ -19,7 +19,7 @@ def figures(stats):
 
 def step(draft, length, accepted):
     draft, length, accepted = (np.array(column) for column in (draft, length, accepted))
-    return Outcome(np.arange(len(draft)), draft, length, accepted, accepted + 1, length, np.zeros(len(draft), np.int64), 0.03)
+    return Outcome(np.arange(len(draft)), draft, length, accepted, accepted + 1, length, length, 0.03, followed=accepted)
 
 
 def test_observations_over_the_limit_are_dropped_and_counted(monkeypatch):
