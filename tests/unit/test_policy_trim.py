@@ -234,10 +234,19 @@ def test_a_planner_learns_from_every_step_what_confidences_are_worth(rows, plann
     assert p.trim(seen, priced, proposed, p.load(data, 0.0, 0.0)).tolist() == [0] * rows
 
 
-@pytest.mark.parametrize(("emitted", "fates"), [([7], "1- 4-"), ([1, 2], "1+ 2+ 4- 5-"), ([1, 7], "1+ 2- 4- 5-"), ([4, 7], "1- 4+")])
-def test_only_nodes_behind_the_text_or_a_verified_one_are_evidence(emitted, fates):
+@pytest.mark.parametrize(
+    ("verified", "emitted", "fates"),
+    [
+        (0, [7], "1- 4-"),
+        (0, [4], "1- 4+"),
+        (1, [1, 2], "1+ 2+ 4- 5-"),
+        (1, [1, 7], "1+ 2- 4- 5-"),
+        (6, [1, 7], "1+ 2- 3- 4- 5- 6-"),
+        (6, [1], "1+ 4-"),  # where the text ends
+    ],
+)
+def test_only_nodes_behind_the_text_or_a_verified_one_are_evidence(verified, emitted, fates):
     """Of the others only failures would ever be seen."""
-    verified = 0 if emitted[0] in {7, 4} else 1
     made, tokens = StepLog(DRAFTS), [1, 2, 3, 4, 5, 6]  # 1 - 2 - 3, 4, and 5 behind 1 with 6 behind it
     made.record(3, Proposal("small", tokens, [-1, 0, 1, -1, 0, 4], [1 - t / 10 for t in tokens]), verified, emitted, drawn=True)
     done = made.outcome()
