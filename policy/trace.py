@@ -30,7 +30,8 @@ from .shapes import Shapes
 
 SCHEMA = 4
 _KINDS = {"i": np.int64, "f": np.float64, "b": np.bool_}
-_RECORDS = (View, Plan, TurnShape, Outcome, Ran, PlannerState, Last, AcceptanceState, Draws, Groups, Law, Promise, Shape)
+_SEEN = (View, Plan, TurnShape, Outcome, Ran)
+_RECORDS = (*_SEEN, PlannerState, Last, AcceptanceState, Draws, Groups, Law, Promise, Shape)
 _CLASSES = {cls.__name__: cls for cls in _RECORDS}
 
 
