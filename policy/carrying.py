@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from .acceptance import AcceptanceConfig
+from .calibration import COUNTS as NODE_COUNTS
 from .groups import WITHIN_SHARE
 from .plan import FloatArray
 
 _PARTS = 2  # of the corrections the first are no draft's: verification and overhead
-_COUNTS = ("draft_accepted", "draft_reached")
+_COUNTS = ("draft_accepted", "draft_reached", *(f"calibration_{name}" for name in NODE_COUNTS))
 
 
 def carried(data: Mapping[str, Any], before: Sequence[str], after: Sequence[str]) -> dict[str, Any]:

@@ -16,13 +16,14 @@ from .keeping import Kept, OfMany, kept
 from .latency import OVERHEAD, VERIFY, LatencyModel
 from .learner import Learner
 from .one_row import one_row
-from .plan import BoolArray, FloatArray, IntArray, Plan, View
+from .plan import BoolArray, Drafted, FloatArray, IntArray, Plan, View
 from .planner_state import PlannerConfig, PlannerState
 from .pricing import Priced, Problem, priced_choice, promised_gain
 from .probing import PROBE_FLOOR, affordable
 from .problem import NOTHING_GIVEN, Bounds, Given, chains_s, extra_prefill_s, step_problem
 from .selection import THOMPSON, Draws, Explorer
 from .shapes import CHAINS_ONLY
+from .trim import trimmed
 
 _LOOK_STEPS = 4  # at most, from one look for a probe that found none to be had to the next: looking takes time too
 _NONE_ACCEPTED = np.zeros((1, 0))  # of a plan that does not speculate
@@ -72,6 +73,11 @@ class AdaptivePlanner(Learner):
     def needs_offers(self, request: IntArray, state: PlannerState) -> bool:
         """Return False where a plan without speculation is kept for these requests."""
         return not (isinstance(state.kept, OfMany) and state.kept.rests_for(request))
+
+    def trim(self, view: View, plan: Plan, drafted: Drafted, state: PlannerState) -> IntArray:
+        """Verify the nodes that are worth their time at the plan's price (``policy.trim``)."""
+        latency = self.corrected(state)
+        return trimmed(latency, state.correction, state.calibration, view, plan, drafted)
 
     @staticmethod
     def _promised(plan: Plan, after: PlannerState, before: PlannerState) -> tuple[Plan, PlannerState]:
@@ -165,6 +171,7 @@ class AdaptivePlanner(Learner):
             acceptance=acceptance,
             correction=state.correction,
             target_shape=state.target_shape,
+            calibration=self._calibrated(state),
             view=view,
             goodput=goodput,
             credit_s=found.credit_s,

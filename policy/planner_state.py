@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .acceptance import AcceptanceConfig, AcceptanceState
+from .calibration import Calibration
 from .correction import Shape
 from .hints import Last
 from .keeping import Kept
@@ -57,7 +58,8 @@ class PlannerConfig:
 
 @dataclass(slots=True, eq=False)
 class PlannerState:
-    """What the planner remembers. ``correction`` and ``target_shape`` as in ``policy.correction``; ``view`` the last one planned for.
+    """What the planner remembers. ``correction`` and ``target_shape`` as in ``policy.correction``; ``calibration`` of the
+    drafts' confidences; ``view`` the last one planned for.
 
     ``goodput`` is the best goodput of the last batch without its prefill (tokens per second of the model's time; 0: unknown).
     ``credit_s`` is what may still be spent on probes, ``look`` the steps until the next look for one, ``last`` what is kept of the last
@@ -70,6 +72,7 @@ class PlannerState:
 
     acceptance: AcceptanceState
     correction: FloatArray
+    calibration: Calibration
     target_shape: Shape = field(default_factory=Shape.flat)
     view: View | None = None
     goodput: float = 0.0
