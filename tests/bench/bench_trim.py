@@ -96,7 +96,8 @@ def times(rows: int, nodes: int) -> str:
         lambda: calibration.learnt(*columns, held),
     )
     trim, look, learn = map(median_us, calls)
-    return f"{rows:4} x {nodes:3}: trim {trim:5.1f}, look-up in it {look:4.1f}, learning {learn:5.1f}"
+    took = f"trim {trim:5.1f}, look-up in it {look:4.1f}, learning {learn:5.1f}"
+    return f"{rows:4} x {nodes:3}: {took}"
 
 
 def main() -> None:
