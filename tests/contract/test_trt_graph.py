@@ -51,6 +51,8 @@ def test_texts_are_those_of_the_torch_engine_and_trees_are_followed_in_every_net
     engine, rng = tiny_engine(), np.random.default_rng(0)
     texts = [plain(engine.of_torch(), sampling) for sampling in SAMPLINGS]
     sequences = [new_sequence(engine, number) for number in range(len(SAMPLINGS))]
+    engine.submit([Turn(one, 2, run=0) for one in sequences])
+    assert not any(done.tokens or done.error for done in engine.poll(0.0))
     followed = 0
     while going := [one for one in sequences if len(one.tokens) + K_MAX + 1 < len(texts[one.id])]:
         chosen = [one for one in going if rng.random() < 0.8]
