@@ -86,8 +86,11 @@ class SwitchedPolicy:
 
     def trim(self, view: View, plan: Plan, drafted: Drafted, state: SwitchedState) -> IntArray:
         """Return the policy's answer; rows that it did not plan for are verified as the plan has them."""
-        if self._switches().speculation != "on":
+        switches = self._switches()
+        if switches.speculation != "on":
             return plan.length
+        if switches.inter_token_cap_s > 0:
+            view = replace(view, cap_s=switches.inter_token_cap_s)
         nodes = self.policy.trim(view, plan, drafted, state.inner)
         return nodes if view.control is None else np.where(view.control, plan.length, nodes)
 

@@ -85,9 +85,9 @@ def test_padded_contexts_cost_their_padding_and_cut_ones_what_their_pieces_read(
 
 
 def test_a_recorded_simulation_with_shapes_replays_bit_for_bit():
-    made, lines = deployment(shapes=Shapes(cohorts=2, contention=1.05), max_active=6), []
+    (_, made, mix_), lines = cases()["cohorts"][1][0], []
     policy = Traced(ShapedPlanner(made.drafts, made.latency, shapes=made.shapes), lines.append, 500)
-    work = draw(mix(output=40), made.drafts, backlog(24), 0, made.k_max, 10.0)
+    work = draw(mix_, made.drafts, backlog(24), 0, made.k_max, 10.0)
     simulate(made, work, lambda: policy, 0)
     steps = list(replayed(lines))
     assert len(steps) > 50
