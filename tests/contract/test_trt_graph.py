@@ -9,10 +9,11 @@ pytest.importorskip("onnxruntime")
 from backend.engines.torch_engine import TorchEngine
 from backend.ports import ROOT, Proposal, Sequence, Turn
 from backend.request import SamplingParams
-from tests.contract import checks, tree_checks
+from tests.contract import checks
 from tests.contract.deployment import K_MAX, VOCAB, tiny_engine
 from tests.contract.onnx_runtime import onnx_engine
 from tests.contract.reference import Reference
+from tests.contract.test_exactness import SCENARIOS
 
 pytestmark = pytest.mark.slow
 
@@ -31,9 +32,10 @@ def compiled(monkeypatch):
     monkeypatch.setattr(Reference, "__init__", lambda self, engine: reference(self, engine.of_torch()))
 
 
-@pytest.mark.parametrize("check", [*checks.SUITE, *tree_checks.SUITE], ids=lambda check: check.__name__)
-def test_over_compiled_networks_it_holds_that(check):
-    check()
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_over_compiled_networks_it_is_exact(name):
+    scenario, properties = SCENARIOS[name]
+    checks.exact(scenario, *properties)
 
 
 SAMPLINGS = (
