@@ -56,6 +56,9 @@ OVERHEAD_S, SPECULATION_S, LOOKUP_S = 5e-4, 3e-4, 2e-5
 MERGE_TOKENS = 20.0
 """What merging a piece of a cut context costs in cached tokens read, by ``tests.bench.bench_padding``."""
 
+SEED_BITS = 53
+"""Of a random seed: the reply names it, and readers of JSON that know doubles only keep it."""
+
 LEAST_TEMPERATURE = 1e-5
 """Below it a temperature counts as 0: logits divided by it would leave the range of fp32."""
 NO_END_ID = -1
@@ -120,7 +123,7 @@ def sampling_params(request: GenerationRequest, tokenizer: Tokenizer, end_ids: f
         temperature=temperature,
         top_k=request.top_k or 0,
         top_p=request.top_p or 1.0,
-        seed=secrets.randbits(63) if request.seed is None else request.seed,
+        seed=secrets.randbits(SEED_BITS) if request.seed is None else request.seed,
         repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,

@@ -292,7 +292,9 @@ class TorchEngine:
         """Run chunks, and decide about their last rows."""
         logits = self._score(self._model.forward([chunk for _, chunk in running]), running)
         self._ran(running)
-        self._decide(logits, [job for job, _ in running if job.turn.run])
+        deciding = [job for job, _ in running if job.turn.run]
+        if deciding:
+            self._decide(logits, deciding)
 
     def _ran(self, running: list[tuple[_Job, Chunk]]) -> None:
         """Note what of the text has KV now; accepted nodes are noted where they have their places."""
@@ -329,7 +331,7 @@ class TorchEngine:
     def _decide(self, logits: torch.Tensor, jobs: list[_Job]) -> None:
         """Turn logits (for each job one row, and one for each proposed token) into tokens or nodes."""
         drafting = [job for job in jobs if job.turn.nodes]
-        if len(drafting) == len(jobs):
+        if drafting and len(drafting) == len(jobs):
             self._extend(logits, jobs)
             return
         if drafting:

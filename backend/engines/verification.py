@@ -102,7 +102,7 @@ def verify(
     plain = [index for index, request in enumerate(requests) if request.plain]
     best = arg_max(logits) if plain else []
     for index in plain:
-        _follow(verdicts[index], requests[index], best[firsts[index] :])
+        follow(verdicts[index], requests[index], best[firsts[index] :])
     walking = [index for index, request in enumerate(requests) if not request.plain]
     while walking:
         rows = [firsts[index] + 1 + _last(verdicts[index].path) for index in walking]
@@ -176,11 +176,11 @@ def _tell(verdict: Verdict, row: torch.Tensor, sampling: SamplingParams) -> None
         verdict.top.append(list(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
 
 
-def _follow(verdict: Verdict, request: Request, best: Seq[int]) -> None:
-    """Walk along the arg-maxes ``best`` of a request's rows."""
-    verdict.column = best[0]
+def follow(verdict: Verdict, request: Request, drawn: Seq[int]) -> None:
+    """Walk along the columns ``drawn`` at a request's rows."""
+    verdict.column = drawn[0]
     while _step(verdict, request):
-        verdict.column = best[1 + verdict.path[-1]]
+        verdict.column = drawn[1 + verdict.path[-1]]
 
 
 def _step(verdict: Verdict, request: Request) -> bool:

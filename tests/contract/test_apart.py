@@ -122,7 +122,7 @@ def test_a_dead_draft_falls_out_and_comes_back_and_no_text_changes(monkeypatch, 
         if draft._child is None or not draft._child.ready:
             assert draft.available(sessions[0].sequence, 1) == 0
             await_ready(draft, sessions[0].sequence)
-    assert [s.sequence.tokens for s in sessions] == [reference().greedy(prompt, 30) for prompt in PROMPTS[:3]]
+    assert [s.sequence.tokens for s in sessions] == [reference().text(prompt, 30) for prompt in PROMPTS[:3]]
     assert deployment.counters()["spindle_fallback_total", "draft_error"] == 1
     assert 0 in lengths[3:]
     assert max(lengths[-4:]) > 0
