@@ -28,8 +28,8 @@ PATIENCE_S = 60.0
 def apart(tmp_path):
     made = []
 
-    def start(create, **options):
-        made.append(EngineApart("draft", create, **{"answer_within_s": PATIENCE_S, **options}))
+    def start(create, name="draft", **options):
+        made.append(EngineApart(name, create, **{"answer_within_s": PATIENCE_S, **options}))
         return made[-1]
 
     yield start
@@ -113,7 +113,7 @@ def test_a_draft_that_is_made_anew_does_not_stop_the_loop(tmp_path, apart):
 
 def test_a_dead_draft_falls_out_and_comes_back_and_no_text_changes(monkeypatch, tmp_path, apart):
     monkeypatch.setattr(drafting, "COOLDOWN_S", 3.0)
-    draft = apart(partial(twin, tmp_path / "made"))
+    draft = apart(partial(twin, tmp_path / "made"), "twin")
     deployment = Deployment(trtllm_engine(tiny_engine(), target=True), [draft], Scripted([(0, 3)]))
     sessions = [deployment.submit(prompt, 30) for prompt in PROMPTS[:3]]
     lengths = []

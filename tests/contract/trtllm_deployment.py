@@ -8,13 +8,11 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from backend.engine_folder import read_engine_folder
 from backend.engines.torch_engine import TorchEngine
 from backend.engines.trtllm import ExecutorSettings, TrtllmEngine
-from backend.request import SamplingParams
 from tests.contract import checks, fake_executor, scenarios
 from tests.contract.deployment import K_MAX, MAX_CONTEXT_TOKENS, Deployment
 from tests.contract.engine_folders import engine_folder
@@ -23,13 +21,6 @@ from tests.contract.reference import Reference
 
 numbers = itertools.count(1)
 ENGINES = tempfile.TemporaryDirectory(prefix="spindle-fake-engines-")  # goes with the process
-
-
-def _with(scenario: scenarios.Scenario, change: Callable[[SamplingParams], SamplingParams]) -> scenarios.Scenario:
-    return replace(scenario, asks=tuple(replace(ask, sampling=change(ask.sampling)) for ask in scenario.asks))
-
-
-ALL_GREEDY = _with(scenarios.MIXED, lambda sampling: replace(sampling, min_tokens=0, temperature=0.0))
 
 
 def trtllm_engine(like: TorchEngine, *, target: bool, behaviour: Behaviour | None = None, **options) -> TrtllmEngine:
