@@ -56,6 +56,9 @@ OVERHEAD_S, SPECULATION_S, LOOKUP_S = 5e-4, 3e-4, 2e-5
 MERGE_TOKENS = 20.0
 """What merging a piece of a cut context costs in cached tokens read, by ``tests.bench.bench_padding``."""
 
+SEED_BITS = 53
+"""Of a random seed: the reply names it, and readers of JSON that know doubles only keep it."""
+
 LEAST_TEMPERATURE = 1e-5
 """Below it a temperature counts as 0: logits divided by it would leave the range of fp32."""
 NO_END_ID = -1
@@ -90,7 +93,7 @@ class App:
         end_ids = self.tokenizer.end_ids if request.end_id is None else frozenset({request.end_id} - {NO_END_ID})
         if self.config.target.engine == "trtllm":
             _check_trtllm_turns(request)
-        sampling = sampling_params(request, self.tokenizer, end_ids, self.config.plan_invariant)
+        sampling = sampling_params(request, self.tokenizer, end_ids)
         if request.guide_type is not None:
             sampling = replace(sampling, guide=self.grammars.guide(request.guide_type, request.guide or "", end_ids))
         logits_bytes = _logits_bytes(request, len(prompt), self.target.limits.vocab_size, self.config.limits.max_logits_bytes)
@@ -106,7 +109,7 @@ class App:
         return session
 
 
-def sampling_params(request: GenerationRequest, tokenizer: Tokenizer, end_ids: frozenset[int], plan_invariant: str) -> SamplingParams:
+def sampling_params(request: GenerationRequest, tokenizer: Tokenizer, end_ids: frozenset[int]) -> SamplingParams:
     """Return how to sample: nothing given means greedy, a seed is drawn for a request that gives none; words become token ids.
 
     Words are tokenised alone and without special tokens; one without tokens has no effect.
@@ -120,8 +123,7 @@ def sampling_params(request: GenerationRequest, tokenizer: Tokenizer, end_ids: f
         temperature=temperature,
         top_k=request.top_k or 0,
         top_p=request.top_p or 1.0,
-        seed=secrets.randbits(63) if request.seed is None else request.seed,
-        coupled=plan_invariant == "always" or (plan_invariant == "seeded" and request.seed is not None),
+        seed=secrets.randbits(SEED_BITS) if request.seed is None else request.seed,
         repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
@@ -177,7 +179,7 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
         guaranteed=config.limits.batch_scheduler_policy == "guaranteed_no_evict",
         target=target if config.limits.enable_kv_cache_reuse and config.target.engine != "trtllm" else None,
     )
-    planner = policy.SwitchedPolicy(make_policy(config, drafts, tables, step_stats, target.limits.tree, contention), switches.current)
+    planner = policy.SwitchedPolicy(make_policy(config, drafts, tables, step_stats, contention), switches.current)
     orchestrator = Orchestrator(
         target,
         Drafting(drafts, step_stats, monotonic, most_nodes=config.policy.k_max if target.limits.tree else 0),
@@ -296,10 +298,9 @@ def make_policy(
     drafts: list[Engine],
     tables: Mapping[str, LatencyTable],
     stats: StepStats,
-    trees: bool = False,
     contention: float | None = None,
 ) -> policy.Policy:
-    """Make the configured policy for these drafts; ``tables`` by the names of the engines that run a model, ``trees``: the target's,
+    """Make the configured policy for these drafts; ``tables`` by the names of the engines that run a model,
     ``contention`` as of ``backend.contention``.
     """
     if config.policy.kind == "none" or not drafts:
@@ -319,7 +320,7 @@ def make_policy(
         catchup_scored=scored,
     )
     planner = policy.AdaptivePlanner(names, latency, constants)
-    shapes = _shapes(config, drafts, trees, contention)
+    shapes = _shapes(config, contention)
     if shapes != Shapes():
         planner = ShapedPlanner(names, latency, constants, shapes)
     if not config.policy.trace_file:
@@ -367,25 +368,14 @@ def _baseline(config: PolicyConfig, drafts: tuple[str, ...], latency: policy.Lat
             return policy.RandomChoice()
 
 
-def _shapes(config: ServingConfig, drafts: list[Engine], trees: bool, contention: float | None) -> Shapes:
-    """Return what the planner may ask beyond chains side by side. Raises ConfigError where the target cannot verify ``trees``."""
-    pads, cohorts = config.target.attention == "padded", config.policy.cohorts
-    asked = config.policy.tree_width > 1 or config.policy.merge_chains
-    if not asked:
-        return Shapes(cohorts=cohorts, contention=contention, pads=pads, merge_tokens=MERGE_TOKENS if pads else 0.0)
-    if not trees:
-        raise ConfigError(
-            f"policy.tree_width must be 1 and policy.merge_chains false: engine {config.target.engine!r} verifies chains only"
-        )
+def _shapes(config: ServingConfig, contention: float | None) -> Shapes:
+    """Return what the planner may ask beyond proposals side by side."""
+    pads, merge_tokens = config.target.attention == "padded", MERGE_TOKENS
     return Shapes(
-        tree_width=config.policy.tree_width,
-        single_choice=tuple(column for column, draft in enumerate(drafts) if not draft.limits.siblings),
-        merges=config.policy.merge_chains,
-        most_nodes=max(1, config.policy.k_max),
-        cohorts=cohorts,
+        cohorts=config.policy.cohorts,
         contention=contention,
         pads=pads,
-        merge_tokens=MERGE_TOKENS if pads else 0.0,
+        merge_tokens=merge_tokens if pads else 0.0,
     )
 
 

@@ -107,7 +107,7 @@ class AsynchronousFlights(Flights):
             self._target.submit(flight.turns)
             alone, prompts = not self._turns, {turn.sequence.id for turn in flight.prefill}
             for turn in flight.turns:
-                tokens = 1 + (turn.proposal.nodes if turn.proposal else 0)
+                tokens = 1 + (len(turn.proposal) if turn.proposal else 0)
                 self._turns[turn.sequence.id] = Aloft(turn, started_s, alone, tokens, turn.sequence.id in prompts)
         completions = self._target.poll(0.0)
         waited = not completions
@@ -127,7 +127,7 @@ class AsynchronousFlights(Flights):
         of which the executor runs parts that it does not tell of, and where the answers had been waiting for the loop, it is not known.
         """
         log, rows = flight.log, flight.sessions
-        lengths = [len(chosen.tokens) if (chosen := self.proposals[s.id].chosen) else 0 for s in rows]
+        lengths = [len(drafted) if (drafted := self.proposals[s.id].drafted) else 0 for s in rows]
         log.ran = Ran(flight.view.request, flight.plan.draft, np.array(lengths, np.int64))
         over = [completion.sequence_id for completion in completions if not completion.partial]
         back = [self._turns.pop(sequence_id) for sequence_id in over if sequence_id in self._turns]
@@ -170,4 +170,10 @@ def _from_here(turn: Turn) -> Turn:
 
 
 _NONE = np.zeros(0, np.int64)
-NOTHING = View((), _NONE, _NONE, _NONE, _NONE.reshape(0, 0), _NONE.reshape(0, 0), np.zeros(0), _NONE, np.zeros(0, np.bool_))
+NOTHING = View(
+    (),
+    *(_NONE, _NONE, _NONE),
+    *(_NONE.reshape(0, 0), _NONE.reshape(0, 0)),
+    np.zeros(0),
+    np.zeros(0, np.bool_),
+)

@@ -10,10 +10,9 @@ import numpy as np
 from backend.drafting import Drafting
 from backend.flights import Flight
 from backend.ports import Engine, Turn
-from backend.request import SamplingParams
 from backend.session import Session
 from backend.step_log import StepLog
-from policy import IntArray, Plan, Rule, View
+from policy import IntArray, Plan, View
 
 
 @dataclass(slots=True)
@@ -70,7 +69,6 @@ class Batch:
             ceiling=ceiling,
             catchup=unseen,
             weight=np.ones(len(rows)),
-            rule=np.array([rule_of(s.sequence.sampling) for s in rows], np.int64),
             ready=np.arange(len(rows)) < ready if self.flying else np.ones(ready, np.bool_),
             prefill_tokens=self.prefill_tokens,
             queued=queued,
@@ -107,13 +105,6 @@ class Batch:
         log.decoding, log.prefill_tokens = len(flight.sessions), flight.view.prefill_tokens
         log.batch_size = log.decoding + len(flight.prefill)
         return flight
-
-
-def rule_of(sampling: SamplingParams) -> Rule:
-    """Return the rule by which a request's proposals are accepted."""
-    if sampling.greedy:
-        return Rule.GREEDY
-    return Rule.COUPLED if sampling.coupled else Rule.SAMPLED
 
 
 def _most(session: Session, k_max: int) -> int:

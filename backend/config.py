@@ -84,9 +84,9 @@ class PolicyConfig:
     ``draft``, ``spin`` selects drafts for chains of ``length``; ``random`` (tests) draws both in
     every step. A dotted path, ``my_package.MyPolicy``, is a user's own (``policy.custom``), which
     gets ``options`` as keyword arguments.
-    ``selection`` is how the adaptive planner finds drafts worth a trial (``policy.selection``). It proposes up to ``tree_width`` candidates
-    for a place (1: chains only) and, with ``merge_chains``, chains of two drafts for one verification, where they pay. ``cohorts`` above 1:
-    the batch may be cut into so many, one of which is drafted for while another is verified, where that pays.
+    ``selection`` is how the adaptive planner finds drafts worth a trial (``policy.selection``).
+    ``cohorts`` above 1: the batch may be cut into so many, one of which is drafted for while another is
+    verified, where that pays.
     ``keep_learned``: what was learnt outlasts the process, in the cache folder. ``trace_file`` (empty: none) gets the first ``trace_lines``
     lines of what the adaptive planner saw and decided, for ``python -m policy.replay``.
     """
@@ -98,8 +98,6 @@ class PolicyConfig:
     draft: str = ""
     length: int = setting(4, low=0, high=64)
     schedule: tuple[ScheduleStep, ...] = ()
-    tree_width: int = setting(1, low=1, high=16)
-    merge_chains: bool = False
     cohorts: int = setting(1, low=1, high=8)
     seed: int = 0
     keep_learned: bool = True
@@ -163,10 +161,7 @@ class SwitchesConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServingConfig:
-    """A whole deployment. ``threads`` is a number of CPU threads or ``auto`` (whichever of 1 and all cores was measured faster).
-
-    ``plan_invariant`` says which requests get the same text under any plan: ``seeded`` (those that give a seed), ``always`` or ``never``.
-    """
+    """A whole deployment. ``threads`` is a number of CPU threads or ``auto`` (whichever of 1 and all cores was measured faster)."""
 
     target: EngineConfig = field(default_factory=EngineConfig)
     drafts: tuple[EngineConfig, ...] = ()
@@ -177,7 +172,6 @@ class ServingConfig:
     log: LogConfig = field(default_factory=LogConfig)
     threads: int | str = "auto"
     add_special_tokens: bool = True
-    plan_invariant: str = setting("seeded", choices=("seeded", "always", "never"))
 
 
 def load_config(path: str | Path) -> ServingConfig:
@@ -258,10 +252,6 @@ def settled_dtype(engine: EngineConfig, *, target: bool) -> str:
 
 
 def _check_trtllm(config: ServingConfig) -> None:
-    if config.plan_invariant != "never":
-        raise ConfigError(
-            f"plan_invariant must be 'never' with a target of 'trtllm', whose decoder draws its own numbers, got {config.plan_invariant!r}"
-        )
     for index, draft in enumerate(config.drafts):
         if draft.engine not in ("trtllm", "lookup"):
             raise ConfigError(f"drafts[{index}].engine must be 'trtllm' or 'lookup' with a target of 'trtllm', got {draft.engine!r}")

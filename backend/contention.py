@@ -93,8 +93,10 @@ def repeated(engine: Engine, *, verifies: bool, rows: int = ROWS) -> Iterator[Ca
     def run() -> None:
         turns = []
         for sequence in sequences:
-            proposal = Proposal("", [rng.randrange(limits.vocab_size) for _ in range(length)]) if verifies and length else None
-            turns.append(Turn(sequence, tokens, run=1 if verifies else max(length, 1), proposal=proposal, keep_probs=not verifies))
+            proposed = [rng.randrange(limits.vocab_size) for _ in range(length if verifies else 0)]
+            proposal = Proposal.chain("", proposed) if proposed else None
+            run = 1 if verifies else max(length, 1)
+            turns.append(Turn(sequence, tokens, run, proposal, nodes=0 if verifies else run))
         engine.submit(turns)
         done: list[str | None] = []
         while len(done) < len(turns):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from backend.ports import Completion, Engine, Proposal, Sequence, Turn
 from backend.stats import StepStats
 from backend.step_log import StepLog
-from policy import IntArray, Plan, View
+from policy import Drafted, IntArray, Plan, View
 
 logger = logging.getLogger(__name__)
 
@@ -20,13 +20,19 @@ COOLDOWN_S = 10.0
 """How long a draft that raised is left out."""
 
 
+_EVERY_NODE = 256
+"""More nodes than there are: a target that verifies chains only gets the spine, whole."""
+
+
 @dataclass(slots=True)
 class Proposals:
     """One request's proposals in one step: the one to verify, and those of free drafts that are only scored.
 
-    ``scored`` are (draft, accepted, length) of chains that a draft which has caught up would have made of earlier tokens.
+    Of ``drafted`` the target verifies ``chosen``, its best nodes. ``scored`` are (draft, accepted, length)
+    of chains that a draft which has caught up would have made of earlier tokens.
     """
 
+    drafted: Proposal | None = None
     chosen: Proposal | None = None
     unused: list[Proposal] = field(default_factory=list)
     scored: list[tuple[str, int, int]] = field(default_factory=list)
@@ -35,8 +41,15 @@ class Proposals:
 class Drafting:
     """Runs the drafts. A draft that fails costs a step its speculation, never a request."""
 
-    def __init__(self, drafts: Seq[Engine], stats: StepStats, clock: Callable[[], float], *, most_nodes: int = 0) -> None:
-        """``most_nodes`` is the most tokens of a tree that the target can verify and has room for in KV; 0: it verifies chains only."""
+    def __init__(
+        self,
+        drafts: Seq[Engine],
+        stats: StepStats,
+        clock: Callable[[], float],
+        *,
+        most_nodes: int = 0,
+    ) -> None:
+        """``most_nodes`` is the most nodes of a tree that the target verifies; 0: it verifies chains only."""
         self.names = tuple(draft.name for draft in drafts)
         self.engines = tuple(drafts)
         self._stats = stats
@@ -60,53 +73,54 @@ class Drafting:
                 unseen[:, d] = [0 if pair is None else draft.unseen(pair[0]) for pair in asked]
         return ceiling, unseen
 
-    def propose(self, sequences: Seq[Sequence], view: View, plan: Plan, log: StepLog) -> dict[int, Proposals]:
-        """Return the proposals by sequence id; row i of view and plan belongs to ``sequences[i]``."""
+    def propose(
+        self, sequences: Seq[Sequence], view: View, plan: Plan, log: StepLog
+    ) -> dict[int, Proposals]:
+        """Return by sequence id what is drafted; row i of view and plan belongs to ``sequences[i]``."""
         proposals = {sequence.id: Proposals() for sequence in sequences}
-        seconds: dict[int, Proposal] = {}
-        widths, second_draft, second_length = self._shape(sequences, plan)
-        wanted = set(plan.draft[plan.length > 0].tolist()) | (set() if second_draft is None else set(second_draft.tolist()))
+        wanted = set(plan.draft[plan.length > 0].tolist())
         for d, draft in enumerate(self.engines):
             if d not in wanted and not draft.limits.free:
                 continue
-            chosen = _asked(sequences, plan.draft, plan.length, d)
-            second = {} if second_draft is None or second_length is None else _asked(sequences, second_draft, second_length, d)
-            asked = chosen | second
-            runs = {s.id: int(k) for s, k in zip(sequences, view.ceiling[:, d], strict=True) if k > 0} if draft.limits.free else asked
+            asked = _asked(sequences, plan.draft, plan.length, d)
+            runs = asked
+            if draft.limits.free:
+                ceiling = zip(sequences, view.ceiling[:, d].tolist(), strict=True)
+                runs = {s.id: asked.get(s.id, most) for s, most in ceiling if most > 0}
             turns = [
-                Turn(s, len(s.tokens), run=runs[s.id], keep_probs=True, widths=widths.get(s.id, ()) if s.id in chosen else ())
+                Turn(s, len(s.tokens), run=runs[s.id], nodes=self._most_nodes or _EVERY_NODE)
                 for s in sequences
                 if s.id in runs
             ]
             for completion in self._complete(draft, turns, log):
-                row, length = proposals[completion.sequence_id], asked.get(completion.sequence_id)
+                row, proposal = proposals[completion.sequence_id], completion.proposal
                 row.scored += [(draft.name, *chain) for chain in completion.scored]
-                if length is None:
-                    row.unused.append(Proposal(draft.name, completion.tokens))
+                if not proposal:
                     continue
-                proposal = Proposal(draft.name, completion.tokens[:length], completion.probs, completion.siblings[:length])
-                if completion.sequence_id in chosen:
-                    row.chosen = proposal
+                if not self._most_nodes:
+                    proposal = proposal.spine()
+                if completion.sequence_id in asked:
+                    row.drafted = proposal
                 else:
-                    seconds[completion.sequence_id] = proposal
-        for sequence_id, proposal in seconds.items():
-            first = proposals[sequence_id].chosen
-            proposals[sequence_id].chosen = replace(first, others=(proposal,)) if first else proposal
+                    row.unused.append(proposal)
         return proposals
 
-    def _shape(self, sequences: Seq[Sequence], plan: Plan) -> tuple[dict[int, list[int]], IntArray | None, IntArray | None]:
-        """Return the plan's widths by sequence id, and its second drafts and lengths, without those of rows with too many nodes."""
-        if plan.shape is None or (plan.shape.width is None and plan.shape.second_length is None):
-            return {}, None, None
-        fits = plan.shape.proposed(plan.length) <= np.maximum(plan.length, self._most_nodes)
-        for _ in range(int((~fits).sum())):
-            self._stats.fallback("tree_too_large")
-        width, second_length = plan.shape.width, plan.shape.second_length
-        widths = {}
-        if width is not None:
-            rows = np.flatnonzero(fits & (width.max(1) > 1)).tolist()
-            widths = {sequences[row].id: width[row, : plan.length[row]].tolist() for row in rows}
-        return widths, plan.shape.second_draft, None if second_length is None else np.where(fits, second_length, 0)
+    def drafted(self, sequences: Seq[Sequence], proposals: dict[int, Proposals]) -> Drafted | None:
+        """Return the nodes that were drafted for the rows of a plan; None where there are none."""
+        rows = [
+            (row, sequence, proposal)
+            for row, sequence in enumerate(sequences)
+            if (proposal := proposals[sequence.id].drafted) is not None
+        ]
+        if not rows:
+            return None
+        nodes = np.array([len(proposal) for _, _, proposal in rows])
+        columns = np.array(
+            [(row, self.names.index(p.draft), not s.sampling.greedy) for row, s, p in rows]
+        )
+        row, draft, drawn = columns.repeat(nodes, 0).T
+        confidence = np.array([c for _, _, proposal in rows for c in proposal.confidence])
+        return Drafted(row, draft, confidence, drawn.astype(np.bool_))
 
     def cancel(self, sequence_ids: Iterable[int]) -> None:
         """Make every draft forget sequences."""
@@ -133,7 +147,7 @@ class Drafting:
             if completion.error is not None:
                 logger.error("draft %s, sequence %d: %s", draft.name, completion.sequence_id, completion.error)
                 self._stats.fallback("draft_error")
-        return [completion for completion in completions if completion.error is None and completion.tokens]
+        return [completion for completion in completions if completion.error is None]
 
 
 def _asked(sequences: Seq[Sequence], draft: IntArray, length: IntArray, column: int) -> dict[int, int]:

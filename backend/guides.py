@@ -52,7 +52,7 @@ class Grammars:
         if matcher.is_error():
             raise _invalid(f"guided_decoding_guide is no {kind} that can be served: {_one_line(matcher.get_error())}")
         guide = Guide(matcher, self._tokenizer.vocab_size, end_ids, self._tokens.eos_token)
-        guide.masks([], [])  # the first may take a second, which is not to be the loop's
+        guide.mask([])  # the first may take a second, which is not to be the loop's
         if guide.failure is not None:
             raise _invalid(f"guided_decoding_guide is no {kind} that can be served: it allows no text ({guide.failure})")
         return guide
@@ -70,20 +70,11 @@ class Guide:
         self._trail: list[int] = []  # what the matcher has taken
         self._masks: dict[int, BoolArray] = {}  # by place, along the trail
 
-    def masks(self, output: Seq[int], proposed: Seq[int]) -> list[BoolArray]:
-        """Return what may follow ``output`` and each of the ``proposed`` tokens behind it, bool[vocab] each.
-
-        The list ends with the first proposed token that is not allowed, or ends the text: nothing behind it matters. It is empty where
-        ``output`` itself has left the grammar, as a draft may do that lacks a token.
+    def mask(self, output: Seq[int]) -> BoolArray | None:
+        """Return what may follow ``output``, bool[vocab]; None where it has left the grammar, as a draft
+        may do that lacks a token.
         """
-        if not self._stand_behind(output):
-            return []
-        found = [self._mask()]
-        for token in proposed:
-            if not self._take(token):
-                break
-            found.append(self._mask())
-        return found
+        return self._mask() if self._stand_behind(output) else None
 
     def allowed(self, output: Seq[int], proposed: Seq[int]) -> int:
         """Return how many of the proposed tokens the grammar takes; a token that ends the text is the last of them."""

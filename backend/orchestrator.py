@@ -15,7 +15,7 @@ import numpy as np
 
 from backend.admission import Admission
 from backend.asynchronous import AsynchronousFlights
-from backend.batch import Batch, rule_of
+from backend.batch import Batch
 from backend.decision_log import DecisionLog
 from backend.drafting import Drafting, Proposals
 from backend.flights import Flight, Flights
@@ -284,7 +284,9 @@ class Orchestrator:
 
     def _submit(self, flight: Flight) -> None:
         """Draft for a flight and give it to the target."""
-        proposals = self._drafting.propose([session.sequence for session in flight.sessions], flight.view, flight.plan, flight.log)
+        sequences = [session.sequence for session in flight.sessions]
+        proposals = self._drafting.propose(sequences, flight.view, flight.plan, flight.log)
+        self._trim(flight, proposals)
         shape = flight.plan.shape
         piece_tokens = flight.log.piece_tokens = shape.piece_tokens if shape else None
         runs = [self._free_run_tokens] * len(flight.sessions) if flight.plan.run is None else flight.plan.run.tolist()
@@ -294,6 +296,21 @@ class Orchestrator:
         )
         flight.turns = [*rows, *flight.prefill]
         self._flights.submit(flight, proposals)
+
+    def _trim(self, flight: Flight, proposals: dict[int, Proposals]) -> None:
+        """Choose which nodes of what was drafted the target verifies."""
+        drafted = self._drafting.drafted([s.sequence for s in flight.sessions], proposals)
+        if drafted is None:
+            return
+        with flight.log.part("planning"):
+            try:
+                nodes = self._policy.trim(flight.view, flight.plan, drafted, self.policy_state)
+            except Exception:
+                self._policy_failed("as many nodes are verified as were planned")
+                nodes = flight.plan.length
+        for session, most in zip(flight.sessions, nodes.tolist(), strict=True):
+            row = proposals[session.id]
+            row.chosen = row.drafted.first(most) if row.drafted and most > 0 else None
 
     def _turn(self, session: Session, proposal: Proposal | None, run: int, piece_tokens: int) -> Turn:
         """Verify a proposal, or else run as many tokens as planned, at most as a turn may: an engine that queues turns pays for each."""
@@ -337,13 +354,14 @@ class Orchestrator:
             session.trace.step(log, proposals.chosen, min(completion.accepted, taken), taken)
         if not taken:
             return  # a prefill chunk, which draws nothing
-        session.sequence.attempt += 1
         if proposals.chosen:
-            session.speculated(proposals.chosen, completion, taken)
+            session.speculated(proposals.chosen, min(completion.accepted, taken))
         log.control.append(session.control)
-        log.record(session.id, proposals.chosen, completion, taken, rule_of(session.sequence.sampling))
+        emitted, drawn = completion.tokens[:taken], not session.sequence.sampling.greedy
+        verified = len(proposals.chosen) if proposals.chosen else 0
+        log.record(session.id, proposals.drafted, verified, emitted, drawn=drawn)
         for unused in proposals.unused:
-            log.record_free(session.id, unused, completion.tokens[:taken])
+            log.record_free(session.id, unused, emitted)
         log.record_scored(session.id, proposals.scored)
         self._emit(session)
 
@@ -395,8 +413,7 @@ class Orchestrator:
     def _forget(self, session: Session) -> None:
         """Take a request out of the batch and the engines; should its turn be in flight, what that drew is never used."""
         self._active.pop(session.id, None)
-        if self._flights.forget(session.id):
-            session.sequence.attempt += 1
+        self._flights.forget(session.id)
         self._target.cancel([session.id])
         self._drafting.cancel([session.id])
 

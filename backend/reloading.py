@@ -47,7 +47,7 @@ def reload_drafts(app: App, config: ServingConfig) -> dict[str, list[str]]:
             made[draft] = make_engine(draft, config, threads)
         engines = [{**running, **made}[draft] for draft in config.drafts]
         key = learned_key(config, folders)
-        planned = make_policy(config, engines, tables, app.step_stats, app.target.limits.tree, app.contention)
+        planned = make_policy(config, engines, tables, app.step_stats, app.contention)
         planner = policy.SwitchedPolicy(planned, app.switches.current)
         changed = app.orchestrator.between_steps(lambda: _change(app, config, engines, planner, key))
         concurrent.futures.wait([changed], CHANGE_LIMIT_S)

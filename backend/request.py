@@ -46,8 +46,8 @@ class Guide(Protocol):
 
     failure: str | None
 
-    def masks(self, output: Seq[int], proposed: Seq[int]) -> list[npt.NDArray[np.bool_]]:
-        """Return which tokens may follow the output, and each of the proposed ones behind it up to the first that is not allowed."""
+    def mask(self, output: Seq[int]) -> npt.NDArray[np.bool_] | None:
+        """Return which tokens may follow the output; None where that has left the grammar."""
         ...
 
     def allowed(self, output: Seq[int], proposed: Seq[int]) -> int:

@@ -80,6 +80,7 @@ class Ticket:
                 "type": "final",
                 **self._server.body(delta),
                 "finish_reason": reason.value,
+                "seed": usage.seed,
                 "num_input_tokens": usage.input_tokens,
                 "num_output_tokens": usage.output_tokens,
                 "draft_tokens": usage.drafted,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from backend.extras import Gathered, Gatherer
-from backend.ports import Completion, Extras, Proposal, Sequence
+from backend.ports import Extras, Proposal, Sequence
 from backend.request import ErrorCode, FinishReason, GenerationRequest, RequestError
 from backend.request_trace import RequestTrace
 
@@ -33,6 +33,7 @@ class Usage:
 
     ``times_s``: when it arrived, was first admitted, and committed its first and its last token, on the loop's clock. ``new_blocks`` and
     ``reused_blocks`` of KV were allocated for it, or found. ``drafts`` has (proposed, accepted) by draft, of those that proposed.
+    ``seed`` is the one that a sampled text was drawn with, None for greedy.
     """
 
     input_tokens: int
@@ -43,6 +44,7 @@ class Usage:
     new_blocks: int = 0
     reused_blocks: int = 0
     drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,14 +148,10 @@ class Session:
             raise RequestError(ErrorCode.INTERNAL, f"the grammar could not be followed any further: {guide.failure}")
         return taken
 
-    def speculated(self, proposal: Proposal, completion: Completion, taken: int) -> None:
-        """Count a verified proposal of which ``taken`` tokens were committed: what a tree's second draft alone had right is its own."""
-        accepted = min(completion.accepted, taken)
-        own = min(completion.along[0] + (completion.rank > 0), accepted) if proposal.others else accepted
-        for one, mine in ((proposal, own), *((other, accepted - own) for other in proposal.others)):
-            proposed, before = self.drafts.get(one.draft, (0, 0))
-            nodes = len(one.tokens) + sum(map(len, one.siblings))
-            self.drafts[one.draft] = proposed + nodes, before + mine
+    def speculated(self, proposal: Proposal, accepted: int) -> None:
+        """Count a verified proposal of which so many tokens were committed."""
+        proposed, before = self.drafts.get(proposal.draft, (0, 0))
+        self.drafts[proposal.draft] = proposed + len(proposal), before + accepted
 
     @property
     def drafted(self) -> int:
@@ -189,7 +187,9 @@ class Session:
         arrived_s, sequence = self.arrived_s, self.sequence
         times_s = tuple(arrived_s if at is None else at for at in (arrived_s, self.admitted_s, self.first_commit_s, self.last_commit_s))
         counts = (sequence.prompt_tokens, self.output_tokens, self.drafted, self.accepted)
-        return Usage(*counts, times_s, sequence.new_blocks, sequence.reused_blocks, dict(self.drafts))
+        blocks = (sequence.new_blocks, sequence.reused_blocks)
+        seed = None if sequence.sampling.greedy else sequence.sampling.seed
+        return Usage(*counts, times_s, *blocks, dict(self.drafts), seed)
 
     def _take(self, token: int) -> None:
         self.sequence.tokens.append(token)

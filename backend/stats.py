@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,15 @@ from backend import nvidia_metrics
 from backend.kv_ledger import Reuse
 from backend.nvidia_metrics import MODEL, Latest
 from backend.session import Usage
-from policy import NO_DRAFT, Outcome, Plan, Switches
+from policy import NO_DRAFT, BoolArray, Outcome, Plan, Switches
+from policy.calibration import EDGES, Calibration
 
 Labels = tuple[tuple[str, str], ...]
 
 MAX_OBSERVATIONS = 4096
 """Observations kept of one series between two drains; beyond that they are dropped and counted."""
+
+_CLAIMED = [str(edge) for edge in (*EDGES, 1.0)]
 
 
 class Stats:
@@ -168,23 +172,18 @@ class StepStats:
         for d, theirs in sorted(set(zip(outcome.draft.tolist(), control, strict=True))):
             rows = (outcome.draft == d) & (np.array(control) == theirs)
             name, arm = drafts[d] if d != NO_DRAFT else "none", self._switches.arm(theirs)
-            self._draft(name, arm, outcome.length[rows], outcome.accepted[rows], outcome.emitted[rows])
-        if outcome.shape is not None:
-            self._beside_chains(outcome, drafts, control)
+            self._draft(name, arm, outcome, rows)
+        self._nodes(outcome, drafts)
 
-    def _beside_chains(self, outcome: Outcome, drafts: tuple[str, ...], control: list[bool]) -> None:
-        """Count what trees propose beside their spines: siblings as their draft's, a second chain as its own draft's."""
-        shape, rank, second_accepted = outcome.shape, outcome.rank, outcome.second_accepted
-        if shape is None or shape.width is None or shape.second_draft is None or shape.second_length is None:
-            return
-        sibling = np.zeros_like(outcome.length) if rank is None else (rank > 0).astype(np.int64)
-        second = sibling * 0 if second_accepted is None else np.maximum(second_accepted - outcome.accepted - sibling, 0)
-        by_siblings = outcome.draft, shape.width.sum(1) - outcome.length, sibling
-        for column, proposed, accepted in (by_siblings, (shape.second_draft, shape.second_length, second)):
-            for row in np.flatnonzero(proposed > 0).tolist():
-                labels = {"draft": drafts[column[row]], "arm": self._switches.arm(control[row])}
-                self._stats.count("spindle_draft_tokens_total", int(proposed[row]), **labels)
-                self._stats.count("spindle_accepted_tokens_total", int(accepted[row]), **labels)
+    def _nodes(self, outcome: Outcome, drafts: tuple[str, ...]) -> None:
+        """Count what became of nodes by what was claimed of them."""
+        columns = outcome.node_draft, outcome.node_drawn, Calibration.bins(outcome.node_confidence)
+        nodes = list(zip(*(column.tolist() for column in columns), strict=True))
+        held = Counter(compress(nodes, outcome.node_held.tolist()))
+        for (d, drawn, b), seen in Counter(nodes).items():
+            labels = {"draft": drafts[d], "drawn": str(drawn).lower(), "claimed": _CLAIMED[b]}
+            self._stats.count("spindle_draft_nodes_total", seen, **labels)
+            self._stats.count("spindle_draft_nodes_held_total", held[d, drawn, b], **labels)
 
     def _shadow(self, plan: Plan, drafts: tuple[str, ...]) -> None:
         for d, k in zip(plan.draft.tolist(), plan.length.tolist(), strict=True):
@@ -192,13 +191,15 @@ class StepStats:
         self._stats.count("spindle_shadow_predicted_seconds_total", plan.predicted_s)
         self._stats.count("spindle_shadow_predicted_tokens_total", plan.predicted_tokens)
 
-    def _draft(self, name: str, arm: str, length: Any, accepted: Any, emitted: Any) -> None:
+    def _draft(self, name: str, arm: str, outcome: Outcome, rows: BoolArray) -> None:
+        emitted, length, accepted = (column[rows] for column in (outcome.emitted, outcome.length, outcome.accepted))
         self._stats.count("spindle_emitted_tokens_total", int(emitted.sum()), draft=name, arm=arm)
         self._stats.observe("spindle_draft_length", *length.tolist(), draft=name, arm=arm)
         if name == "none":
             return
-        self._stats.count("spindle_draft_tokens_total", int(length.sum()), draft=name, arm=arm)
-        self._stats.count("spindle_accepted_tokens_total", int(accepted.sum()), draft=name, arm=arm)
+        verified, followed = (int(c[rows].sum()) for c in (outcome.verified, outcome.followed))
+        self._stats.count("spindle_draft_tokens_total", verified, draft=name, arm=arm)
+        self._stats.count("spindle_accepted_tokens_total", followed, draft=name, arm=arm)
         for position in range(1, int(length.max()) + 1):
             labels = {"draft": name, "position": str(position)}
             self._stats.count("spindle_draft_tokens_by_position_total", int((length >= position).sum()), **labels)

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 
-from backend.ports import Completion, Proposal
-from policy import NO_DRAFT, IntArray, Outcome, Ran, Rule, TurnShape
+from backend.ports import Proposal
+from policy import NO_DRAFT, Outcome, Ran, TurnShape
 
 
 @dataclass(slots=True)
 class StepLog:
-    """A step in the making. ``rows`` are (request, draft, length, accepted, emitted, scored, rule); ``free`` (request, draft, accepted,
-    scored) what a draft would have had accepted where it was not chosen; ``trees`` by the number of their row (widths, second draft, second
-    length, rank, accepted along the second chain); ``piece_tokens`` how contexts were cut; ``parts_s`` wall times by part (``planning`` and
-    ``learning`` from the step before, belong to ``overhead``). Of a cohort, ``waited_s`` is how long its turns were in flight and did not
-    run, and the step is counted from ``since_s`` on, when the cohort before it landed. ``ran`` as in ``Outcome``.
+    """A step in the making. ``rows`` are (request, draft, length, accepted, emitted, scored, verified,
+    followed) as in ``Outcome``, ``nodes`` (draft, confidence, drawn, held) of it; ``free`` (request, draft, accepted,
+    scored) what a draft would have had accepted where it was not chosen; ``piece_tokens`` how contexts
+    were cut; ``parts_s`` wall times by part (``planning`` and ``learning`` from the step before, belong
+    to ``overhead``). Of a cohort, ``waited_s`` is how long its turns were in flight and did not run, and
+    the step is counted from ``since_s`` on, when the cohort before it landed. ``ran`` as in ``Outcome``.
     """
 
     drafts: tuple[str, ...]
@@ -28,9 +29,9 @@ class StepLog:
     decoding: int = 0
     prefill_tokens: int = 0
     parts_s: dict[str, float] = field(default_factory=dict)
-    rows: list[tuple[int, int, int, int, int, int, int]] = field(default_factory=list)
+    rows: list[tuple[int, ...]] = field(default_factory=list)
     free: list[tuple[int, int, int, int]] = field(default_factory=list)
-    trees: dict[int, tuple[list[int], int, int, int, int]] = field(default_factory=dict)
+    nodes: list[tuple[int, float, bool, bool]] = field(default_factory=list)
     piece_tokens: int | None = None
     control: list[bool] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
@@ -54,31 +55,37 @@ class StepLog:
         self.parts_s["verify"] = self.parts_s.get("verify", 0.0) + ran_s
         self.waited_s, self.since_s = flown_s - ran_s, since_s
 
-    def record(self, request: int, proposal: Proposal | None, completion: Completion, taken: int, rule: Rule) -> None:
-        """Note one verified row of which ``taken`` tokens were committed (fewer than accepted + 1 when an end cut the run).
+    def record(
+        self,
+        request: int,
+        drafted: Proposal | None,
+        verified: int,
+        emitted: Seq[int],
+        *,
+        drawn: bool,
+    ) -> None:
+        """Note a decoding row: the tokens committed for it (``drawn``: sampled), and of what was drafted for
+        it how many nodes were verified.
 
-        Positions behind such a cut are no evidence: nobody will ever know whether the text would have gone on there. Of a tree, the row
-        tells of its spine.
+        The tokens tell of nodes that were not verified, too: of the path, as far as it is known, and of
+        each node whose parent was verified. (Of others only failures are ever seen.) Of what is behind
+        an end of the text nothing is known.
         """
-        length = len(proposal.tokens) if proposal else 0
-        draft = self.drafts.index(proposal.draft) if proposal else NO_DRAFT
-        accepted = completion.along[0] if completion.along else completion.accepted
-        cut = taken <= accepted
-        if proposal and not proposal.is_chain:
-            self.trees[len(self.rows)] = self._tree(proposal, completion, taken, 0 if cut else completion.rank)
-        self.rows.append((request, draft, length, min(accepted, taken), taken, taken if cut else length, rule))
-
-    def _tree(self, proposal: Proposal, completion: Completion, taken: int, rank: int) -> tuple[list[int], int, int, int, int]:
-        widths = [1 + len(siblings) for siblings in proposal.siblings] or [1] * len(proposal.tokens)
-        if not proposal.others:
-            return widths, NO_DRAFT, 0, rank, 0
-        (second,) = proposal.others
-        return widths, self.drafts.index(second.draft), len(second.tokens), rank, min(completion.along[1], taken)
+        if drafted is None:
+            self.rows.append((request, NO_DRAFT, 0, 0, len(emitted), 0, 0, 0))
+            return
+        draft, path, length = self.drafts.index(drafted.draft), drafted.followed(emitted), drafted.depth
+        scored, followed = min(len(emitted), length), sum(node < verified for node in path)
+        row = (request, draft, length, len(path), len(emitted), scored, verified, followed)
+        self.rows.append(row)
+        held, end = set(path), path[-1] if len(path) == len(emitted) else None
+        for node, parent in enumerate(drafted.parents):
+            if parent < verified and parent != end:
+                self.nodes.append((draft, drafted.confidence[node], drawn, node in held))
 
     def record_free(self, request: int, proposal: Proposal, emitted: list[int]) -> None:
         """Note how an unused proposal would have fared against the tokens that were emitted instead."""
-        scored = min(len(proposal.tokens), len(emitted))
-        accepted = next((j for j in range(scored) if proposal.tokens[j] != emitted[j]), scored)
+        scored, accepted = min(proposal.depth, len(emitted)), len(proposal.followed(emitted))
         self.free.append((request, self.drafts.index(proposal.draft), accepted, scored))
 
     def record_scored(self, request: int, chains: Iterable[tuple[str, int, int]]) -> None:
@@ -89,8 +96,10 @@ class StepLog:
         """Return the step as the policy learns it; call it last, it closes the clock."""
         now_s = perf_counter()
         engines_s = sum(seconds for part, seconds in self.parts_s.items() if part not in ("planning", "learning"))
-        request, draft, length, accepted, emitted, scored, rule = np.array(self.rows, np.int64).reshape(-1, 7).T
+        columns = np.array(self.rows, np.int64).reshape(-1, 8).T
+        request, draft, length, accepted, emitted, scored, verified, followed = columns
         free = np.array(self.free, np.int64).reshape(-1, 4).T
+        node_draft, confidence, drawn, held = zip(*self.nodes, strict=True) if self.nodes else ((),) * 4
         return Outcome(
             request=request,
             draft=draft,
@@ -98,7 +107,8 @@ class StepLog:
             accepted=accepted,
             emitted=emitted,
             scored=scored,
-            rule=rule,
+            verified=verified,
+            followed=followed,
             measured_s=now_s - max(self.started_s, self.since_s),
             parts_s={**self.parts_s, "overhead": max(0.0, now_s - self.started_s - engines_s - self.waited_s)},
             prefill_tokens=self.prefill_tokens,
@@ -107,23 +117,17 @@ class StepLog:
             free_accepted=free[2],
             free_scored=free[3],
             finished=np.array(self.finished, np.int64),
+            shape=self._shape(len(length)),
             ran=self.ran,
-            **self._shape(length),
+            node_draft=np.array(node_draft, np.int64),
+            node_confidence=np.array(confidence, np.float64),
+            node_drawn=np.array(drawn, np.bool_),
+            node_held=np.array(held, np.bool_),
         )
 
-    def _shape(self, length: IntArray) -> dict[str, Any]:
-        """Return the fields of the outcome that tell of more than chains; a row without a tree is one of width 1."""
-        cohort = np.zeros(len(length), np.int64) if self.cohort else None
-        if not self.trees:
-            told = self.piece_tokens or self.cohort
-            return {"shape": TurnShape(cohort=cohort, piece_tokens=self.piece_tokens)} if told else {}
-        width = (np.arange(int(length.max())) < length[:, None]).astype(np.int64)
-        second = np.tile(np.array([NO_DRAFT, 0, 0, 0]), (len(length), 1))
-        for row, (widths, *others) in self.trees.items():
-            width[row, : len(widths)] = widths
-            second[row] = others
-        return {
-            "shape": TurnShape(width, second[:, 0], second[:, 1], cohort, self.piece_tokens),
-            "rank": second[:, 2],
-            "second_accepted": second[:, 3],
-        }
+    def _shape(self, rows: int) -> TurnShape | None:
+        """Return how the turns were shaped; None where there was nothing to it."""
+        if not self.piece_tokens and not self.cohort:
+            return None
+        cohort = np.zeros(rows, np.int64) if self.cohort else None
+        return TurnShape(cohort=cohort, piece_tokens=self.piece_tokens)

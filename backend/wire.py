@@ -5,14 +5,16 @@ protocol version; a mismatch closes the connection with an error that names both
 
 stub -> engine   hello{version}  submit{id, request, trace}  cancel{id}  admin{id, command}  subscribe{}
                  encode{id, prompts, words}  decode{id, tokens}
-engine -> stub   hello{version, info}  chunk{id, text, tokens}  final{id, text, tokens, finish_reason, num_input_tokens, num_output_tokens,
-                 draft_tokens, accepted_draft_tokens, drafts, times_s, kv_blocks}  error{id, code, message}  admin{id, reply}
-                 stats{counters, observations, gauges}  encoded{id, prompts, words, end_id, vocab_size}  decoded{id, texts}
+engine -> stub   hello{version, info}  chunk{id, text, tokens}
+                 final{id, text, tokens, finish_reason, seed, num_input_tokens, num_output_tokens,
+                 draft_tokens, accepted_draft_tokens, drafts, times_s, kv_blocks}
+                 error{id, code, message}  admin{id, reply}  stats{counters, observations, gauges}
+                 encoded{id, prompts, words, end_id, vocab_size}  decoded{id, texts}
 
 ``id`` is chosen by the stub, unique in its connection. Every ``submit`` is answered by exactly one ``final`` or ``error``, every
 ``admin`` by one ``admin`` or ``error``; the ``chunk``s of a streaming request come before it. ``trace`` comes with a request that
 Triton traces (its context: ``traceparent`` and, if there is one, ``tracestate``). ``final.text`` is the last delta of a streaming
-request, the whole text of another.
+request, the whole text of another; ``final.seed`` is null for greedy.
 ``bytes`` and ``top`` (tokens as Latin-1 text), ``context_logits`` and ``generation_logits`` (names of .npy files, which the stub removes)
 and ``prompt`` (``bytes`` of its tokens, ``log_probs`` and ``top`` of all but the first) come where they were asked for.
 """

@@ -55,7 +55,6 @@ def adopt(target_path: Path, draft_paths: list[Path]) -> tuple[dict[str, Any], l
         "drafts": [*entries[1:], {"engine": "lookup", "name": "lookup"}],
         "policy": {"k_max": k_max},
         "limits": limits,
-        "plan_invariant": "never",
     }
     notes = [note for name, found in zip(names, parameters, strict=True) for note in _notes(name, found)]
     if budget < (whole := token_budget(target.max_batch_size, context, k_max)):

@@ -132,5 +132,4 @@ def serving(deployment: Deployment, folders: dict[str, Path]) -> dict[str, Any]:
         "drafts": [*(engine(draft) for draft in deployment.drafts), {"engine": "lookup", "name": "lookup"}],
         "policy": {"k_max": deployment.max_draft_len},
         "limits": limits,
-        "plan_invariant": "never",
     }

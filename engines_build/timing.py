@@ -67,8 +67,9 @@ class Rig:
         for sequence in sequences:
             self.engine.assume(sequence, case.context)
             self.engine.unseen(sequence)  # compares the assumed tokens now, not within the time
-        proposal = Proposal("fabricated", self._tokens(case.length)) if case.length else None
-        turns = [Turn(sequence, len(sequence.tokens), case.run, proposal, keep_probs=case.run > 1) for sequence in sequences]
+        proposal = Proposal.chain("", self._tokens(case.length)) if case.length else None
+        nodes = case.run if case.run > 1 else 0
+        turns = [Turn(s, len(s.tokens), case.run, proposal, nodes=nodes) for s in sequences]
         started = self._clock()
         self._complete(turns)
         seconds = self._clock() - started

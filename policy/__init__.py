@@ -4,7 +4,7 @@ from .acceptance import AcceptanceConfig
 from .baselines import BatchSchedule, FixedLength, NoSpeculation, RandomChoice
 from .carrying import carried
 from .latency import LatencyCurve, LatencyError, LatencyModel, LatencyTable, Provenance
-from .plan import NO_DRAFT, Drafted, IntArray, Outcome, Plan, Policy, Ran, TurnShape, View
+from .plan import NO_DRAFT, BoolArray, Drafted, IntArray, Outcome, Plan, Policy, Ran, TurnShape, View
 from .planner import AdaptivePlanner
 from .planner_state import PlannerConfig, PlannerState
 from .published import AcceptanceEma, SmartSpec, SpinSelection, ThroughputBandit
@@ -16,6 +16,7 @@ __all__ = [
     "AcceptanceEma",
     "AdaptivePlanner",
     "BatchSchedule",
+    "BoolArray",
     "Drafted",
     "FixedLength",
     "IntArray",

@@ -19,7 +19,7 @@ from .counting import Chains, add, follow, sums_by, up_to
 from .deviation import Law, at_odds, posterior, posterior_covariance, shifted, told, told_weight
 from .groups import NO_GROUP, Groups
 from .levels import Levels
-from .plan import BoolArray, FloatArray, IntArray, Rule
+from .plan import BoolArray, FloatArray, IntArray
 from .shifts import FEWEST_REQUESTS, common
 
 _FADE_SHARE = 0.01  # of the draft level's memory: so much time passes between two fadings, which touch every draft
@@ -29,7 +29,7 @@ _LAW_REQUESTS = 20.0  # what the first belief of how requests differ counts for
 _TELLING_REQUESTS = 10.0  # after so many half of what a request deviates is held to be its own, not the draft's
 
 _COLUMNS = (
-    *("request_class", "request_accepted", "request_reached", "request_shift", "request_tokens"),
+    *("request_accepted", "request_reached", "request_shift", "request_tokens"),
     *("request_group", "request_mean", "request_doubt", "request_recent"),
 )
 _SOURCE = ("request_group", "request_mean", "request_shift", "request_doubt")  # of a request, known as it comes
@@ -39,14 +39,6 @@ _EVIDENCE = ("request_accepted", "request_reached", "request_tokens", "request_r
 def _grown(column: Any, rows: int) -> Any:
     """Return a copy with so many rows more."""
     return np.concatenate([column, np.zeros((rows, *column.shape[1:]), column.dtype)]) if rows else column.copy()
-
-
-def _by_rule(table: FloatArray, rule: IntArray) -> FloatArray:
-    """Return the part of a table [rules, D, K] for requests of these rules, float64[K, D, n], or [K, D, 1] where all have the same."""
-    if len(rule) and rule.item(rule.argmin()) == rule.item(rule.argmax()):
-        rule = rule[:1]
-    part: FloatArray = table.take(rule, 0).transpose(2, 1, 0).copy()
-    return part
 
 
 def _only(slot: IntArray) -> int | None:
@@ -83,19 +75,18 @@ class AcceptanceConfig:
 
 @dataclass(slots=True, eq=False)
 class AcceptanceState:
-    """Evidence so far. Index ``c`` is the class of a request, the ``Rule`` it is verified by, which never changes.
+    """Evidence so far.
 
-    ``slots`` request id -> row of ``request_class`` int64[slots], ``request_accepted`` and ``request_reached`` float64[slots, drafts,
-    positions], ``request_shift`` float64[slots, drafts], by how much the request's logits differ from the draft's as far as is known, and
+    ``slots`` request id -> row of ``request_accepted`` and ``request_reached`` float64[slots, drafts, positions],
+    ``request_shift`` float64[slots, drafts], by how much the request's logits differ from the draft's as far as is known, and
     ``request_tokens`` float64[slots], emitted since it was admitted; ``request_group`` int64[slots] and what that let expect of the
     shift, ``request_mean`` float64[slots, drafts] with the covariance ``request_doubt``;
-    ``request_recent`` (see ``counting.follow``); ``draft_*`` float64[rules, drafts, positions].
+    ``request_recent`` (see ``counting.follow``); ``draft_*`` float64[drafts, positions].
     ``draft_hazard`` is the draft-level estimate made of the latter, ``law`` and ``groups`` how requests deviate from it.
     ``now`` is the time up to which the state has aged, ``unfaded_rows`` the row-steps by which the draft level has yet to fade.
     """
 
     slots: dict[int, int]
-    request_class: IntArray
     request_accepted: FloatArray
     request_reached: FloatArray
     request_shift: FloatArray
@@ -142,16 +133,14 @@ class AcceptanceModel:
 
     def start(self) -> AcceptanceState:
         """Return the state before any evidence."""
-        none = np.zeros((len(Rule), self._drafts, self._k_max))
+        none = np.zeros((self._drafts, self._k_max))
         empty = np.zeros((8, self._drafts, self._k_max))
         law = Law.prior(self._drafts, self._config.request_variance, _LAW_REQUESTS)
         groups = Groups.none(self._drafts, self._config.request_variance, _LAW_REQUESTS)
         hazard, shift = self._levels.hazards(none, none), np.zeros((8, self._drafts))
         group, doubt = np.full(8, NO_GROUP), np.zeros((8, self._drafts, self._drafts))
-        rule, recent = np.zeros(8, np.int64), np.zeros((8, self._drafts, 3))
-        return AcceptanceState(
-            {}, rule, empty, empty, shift, np.zeros(8), group, shift, doubt, recent, none, none, hazard, law, groups, -math.inf
-        )
+        requests = empty, empty, shift, np.zeros(8), group, shift, doubt, np.zeros((8, self._drafts, 3))
+        return AcceptanceState({}, *requests, none, none, hazard, law, groups, -math.inf)
 
     def admit(self, state: AcceptanceState, requests: list[int], group: list[int] | None = None) -> AcceptanceState:
         """Return the state with a slot for every request (``group`` of each, None: none); a new one has no evidence of its own yet."""
@@ -193,36 +182,31 @@ class AcceptanceModel:
             return {}
         law, groups, moved, hazard = state.law, state.groups, state.draft_accepted.copy(), state.draft_hazard.copy()
         slope, expected = state.draft_reached * hazard * (1 - hazard), np.zeros((1, self._drafts))
-        rules, weights, pulls = state.request_class.take(rows).tolist(), *self._told(state, rows)
-        for row, rule, weight, pull in zip(rows, rules, weights, pulls, strict=True):
+        for row, weight, pull in zip(rows, *self._told(state, rows), strict=True):
             mean, doubt = posterior(law.covariance[None], weight[None], pull[None], expected)
-            moved[rule] += slope[rule] * (mean[0] / (law.requests + 1))[:, None]
+            moved += slope * (mean[0] / (law.requests + 1))[:, None]
             most = self._config.law_memory_requests
             groups = groups.learnt(int(state.request_group[row]), law, (weight, pull), self.most_groups, most)
             law = law.learnt(mean[0], doubt[0], most)
         moved = np.clip(moved, 0.0, state.draft_reached)
-        for rule in set(rules):
-            self._levels.update(hazard, moved, state.draft_reached, range(rule * self._drafts, (rule + 1) * self._drafts))
+        self._levels.update(hazard, moved, state.draft_reached, range(self._drafts))
         return {"law": law, "groups": groups, "draft_accepted": moved, "draft_hazard": hazard}
 
     def _told(self, state: AcceptanceState, rows: Any) -> tuple[FloatArray, FloatArray]:
         """Return what the counts of requests tell of their deviations, weight and pull float64[n, drafts] (see ``policy.deviation``)."""
-        level = state.draft_hazard.take(state.request_class.take(rows), 0)
-        return told(level, state.request_shift.take(rows, 0), state.request_accepted.take(rows, 0), state.request_reached.take(rows, 0))
+        own = (column.take(rows, 0) for column in (state.request_shift, state.request_accepted, state.request_reached))
+        return told(state.draft_hazard, *own)
 
     def _believe(self, after: AcceptanceState, rows: IntArray) -> None:
         """Fill in ``request_shift`` as these requests' counts have it; what all deviate by is the level's."""
         weight, pull = self._told(after, rows)
         before, expected, doubt = (column.take(rows, 0) for column in (after.request_shift, after.request_mean, after.request_doubt))
         if len(rows) >= FEWEST_REQUESTS:
-            rule = after.request_class.take(rows)
-            for c in set(rule.tolist()):
-                alike = (rule == c).nonzero()[0]
-                change = common(expected[alike], doubt[alike].diagonal(axis1=1, axis2=2), weight[alike], pull[alike])
-                if change.any():
-                    self._levels.move(after.draft_hazard, after.draft_accepted, after.draft_reached, c, change)
-                    pull[alike] -= weight[alike] * change
-                    before[alike] -= change
+            change = common(expected, doubt.diagonal(axis1=1, axis2=2), weight, pull)
+            if change.any():
+                self._levels.move(after.draft_hazard, after.draft_accepted, after.draft_reached, change)
+                pull -= weight * change
+                before -= change
         mean, _ = posterior(doubt, weight, pull, expected)
         after.request_shift[rows] = before + np.clip(mean - before, -_MOST_STEP, _MOST_STEP)
 
@@ -239,7 +223,6 @@ class AcceptanceModel:
         state: AcceptanceState,
         request: IntArray,
         draft: IntArray,
-        rule: IntArray,
         accepted: IntArray,
         scored: IntArray,
         emitted: IntArray,
@@ -257,20 +240,20 @@ class AcceptanceModel:
         believes = after.unfaded_rows // _BELIEF_ROWS != state.unfaded_rows // _BELIEF_ROWS
         if after.unfaded_rows and not believes and not np.count_nonzero(scored):
             return after
-        chains, alone = Chains.of(slot, draft, rule, accepted, scored), _only(slot)
+        chains, alone = Chains.of(slot, draft, accepted, scored), _only(slot)
         if alone is not None and 0 < len(chains.slot) <= one_request.MOST_CHAINS:
-            pairs = one_request.count(after, chains, _own_share(after.law))
+            drafts = one_request.count(after, chains, _own_share(after.law))
         else:
-            pairs = self._count(after, chains) if len(chains.slot) else []
+            drafts = self._count(after, chains) if len(chains.slot) else []
         if not after.unfaded_rows and len(emitted):
             for counts in (after.draft_accepted, after.draft_reached):
                 np.multiply(counts, math.exp(-(state.unfaded_rows + len(emitted)) / self._config.draft_memory_rows), out=counts)
-            pairs = list(range(len(Rule) * self._drafts))
-        self._levels.update(after.draft_hazard, after.draft_accepted, after.draft_reached, pairs)
+            drafts = list(range(self._drafts))
+        self._levels.update(after.draft_hazard, after.draft_accepted, after.draft_reached, drafts)
         if alone is not None:
             one_request.believe(after, alone, _MOST_STEP)
             return after
-        touched = np.zeros(len(state.request_class) + 1, np.bool_)  # the last for those without a slot
+        touched = np.zeros(len(state.request_tokens) + 1, np.bool_)  # the last for those without a slot
         touched[slot] = True
         moved = touched[:-1].nonzero()[0]
         if len(moved):
@@ -279,12 +262,11 @@ class AcceptanceModel:
 
     def _stepped(self, state: AcceptanceState, slot: IntArray, emitted: IntArray) -> AcceptanceState:
         """Return a state of its own, to be filled in, after steps of the requests in these slots (-1: none), one for each time."""
-        places = len(state.request_class) + 1  # the first for those without a slot
+        places = len(state.request_tokens) + 1  # the first for those without a slot
         keep = np.exp(np.bincount(slot + 1, minlength=places)[1:] / -self._config.request_memory_steps)[:, None, None]
         rows = state.unfaded_rows + len(emitted)
         return AcceptanceState(
             slots=state.slots,
-            request_class=state.request_class.copy(),
             request_accepted=state.request_accepted * keep,
             request_reached=state.request_reached * keep,
             request_shift=state.request_shift.copy(),
@@ -303,62 +285,59 @@ class AcceptanceModel:
         )
 
     def _count(self, after: AcceptanceState, chains: Chains) -> list[int]:
-        """Count the chains in a state's tables, in place, and return the pairs (rule x draft) that they were of."""
-        pair, reach = chains.rule * self._drafts + chains.draft, up_to(self._k_max)
-        held, seen, pairs = reach.take(chains.held, 0), reach.take(chains.seen, 0), len(Rule) * self._drafts
-        level = after.draft_hazard.reshape(pairs, self._k_max).take(pair, 0)
-        place, shifts = chains.slot * self._drafts + chains.draft, after.request_shift.reshape(-1)
+        """Count the chains in a state's tables, in place, and return the drafts that they were of."""
+        draft, reach, drafts = chains.draft, up_to(self._k_max), self._drafts
+        held, seen = reach.take(chains.held, 0), reach.take(chains.seen, 0)
+        level = after.draft_hazard.take(draft, 0)
+        place, shifts = chains.slot * drafts + draft, after.request_shift.reshape(-1)
         strangers = chains.slot.item(chains.slot.argmin()) < 0
         shift = np.where(place < 0, 0.0, shifts.take(np.maximum(place, 0))) if strangers else shifts.take(place)
         expected = shifted(level, shift)
-        draft_accepted, draft_reached = after.draft_accepted.reshape(pairs, -1), after.draft_reached.reshape(pairs, -1)
-        draft_accepted += sums_by(pair, pairs, held + _own_share(after.law) * (level - expected) * seen)
-        draft_reached += sums_by(pair, pairs, seen)
-        np.maximum(np.minimum(draft_accepted, draft_reached, out=draft_accepted), 0.0, out=draft_accepted)
+        after.draft_accepted += sums_by(draft, drafts, held + _own_share(after.law) * (level - expected) * seen)
+        after.draft_reached += sums_by(draft, drafts, seen)
+        np.minimum(after.draft_accepted, after.draft_reached, out=after.draft_accepted)
+        np.maximum(after.draft_accepted, 0.0, out=after.draft_accepted)
         expected *= seen
-        own: tuple[Any, ...] = (chains.slot, chains.rule, place, held, seen, np.stack([chains.held, chains.seen, expected.sum(1)], axis=1))
+        own: tuple[Any, ...] = (place, held, seen, np.stack([chains.held, chains.seen, expected.sum(1)], axis=1))
         if strangers:
             known = (chains.slot >= 0).nonzero()[0]
             own = tuple(column.take(known, 0) for column in own)
         if len(own[0]):
             self._count_own(after, *own)
-        return list(set(pair.tolist()))
+        return list(set(draft.tolist()))
 
-    def _count_own(
-        self, after: AcceptanceState, slot: IntArray, rule: IntArray, place: IntArray, held: FloatArray, seen: FloatArray, told: FloatArray
-    ) -> None:
+    def _count_own(self, after: AcceptanceState, place: IntArray, held: FloatArray, seen: FloatArray, told: FloatArray) -> None:
         """Count chains of requests with a slot in their own tables, in place; ``place`` is slot x draft, ``told`` as in ``follow``."""
-        after.request_class[slot] = rule
         accepted, reached = after.request_accepted.reshape(-1, self._k_max), after.request_reached.reshape(-1, self._k_max)
         apart = bool(np.bincount(place).max() == 1)
         add(accepted, place, held, apart)
         add(reached, place, seen, apart)
         follow(after.request_recent.reshape(-1, 3), place, apart, told, accepted, reached)
 
-    def expected(self, state: AcceptanceState, request: list[int], rule: IntArray) -> Expected:
-        """Return what is expected of admitted requests (``rule`` int64[n]).
+    def expected(self, state: AcceptanceState, request: list[int]) -> Expected:
+        """Return what is expected of admitted requests.
 
         A request's deviation from a draft's level shifts every position of it, also those never reached; its own counts then refine each
         position.
         """
         slot = np.fromiter(map(state.slots.__getitem__, request), np.int64, len(request))
         reached = state.request_reached.take(slot, 0).transpose(2, 1, 0).copy()
-        believed = at_odds(_by_rule(state.draft_hazard, rule), np.exp(state.request_shift.take(slot, 0).T.copy()))
+        believed = at_odds(state.draft_hazard.T[:, :, None], np.exp(state.request_shift.take(slot, 0).T.copy()))
         hazard = self._config.position_strength * believed
         hazard += state.request_accepted.take(slot, 0).transpose(2, 1, 0)
         hazard /= reached + self._config.position_strength
         return Expected(slot, hazard.transpose(2, 1, 0), believed, reached)
 
-    def hazards(self, state: AcceptanceState, request: list[int], rule: IntArray) -> FloatArray:
+    def hazards(self, state: AcceptanceState, request: list[int]) -> FloatArray:
         """Return the hazards float64[n, drafts, positions] expected of admitted requests."""
-        return self.expected(state, request, rule).hazard
+        return self.expected(state, request).hazard
 
-    def hazards_of(self, state: AcceptanceState, request: int, rule: int) -> list[list[float]]:
+    def hazards_of(self, state: AcceptanceState, request: int) -> list[list[float]]:
         """Return ``hazards`` [drafts][positions] of one admitted request, by plain numbers: a few positions are quicker without arrays."""
         slot, position_strength, hazards = state.slots[request], self._config.position_strength, []
         accepted, reached = state.request_accepted[slot].tolist(), state.request_reached[slot].tolist()
         ratios = map(math.exp, state.request_shift[slot].tolist())
-        for held, seen, level, ratio in zip(accepted, reached, state.draft_hazard[rule].tolist(), ratios, strict=True):
+        for held, seen, level, ratio in zip(accepted, reached, state.draft_hazard.tolist(), ratios, strict=True):
             chain = []
             for a, r, h in zip(held, seen, level, strict=True):  # no comprehension, whose names in an outer scope take longer
                 odds = ratio * h
@@ -366,13 +345,13 @@ class AcceptanceModel:
             hazards.append(chain)
         return hazards
 
-    def doubt(self, state: AcceptanceState, expected: Expected, rule: IntArray) -> tuple[FloatArray, FloatArray]:
+    def doubt(self, state: AcceptanceState, expected: Expected) -> tuple[FloatArray, FloatArray]:
         """Return the standard deviations of the hazards, and the variance of requests' deviations, float64[n, drafts] (logits)."""
         own = self.covariance(state, expected).diagonal(axis1=1, axis2=2)
         hazard = expected.hazard.T
         variance = hazard * (1 - hazard)
         doubt = own.T * variance
-        doubt += _by_rule(1 / (state.draft_reached + self._config.prior_strength + 1), rule)
+        doubt += (1 / (state.draft_reached + self._config.prior_strength + 1)).T[:, :, None]
         doubt *= variance
         return np.sqrt(doubt, out=doubt).T, own
 

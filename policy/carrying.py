@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from .acceptance import AcceptanceConfig
+from .calibration import COUNTS as NODE_COUNTS
 from .groups import WITHIN_SHARE
 from .plan import FloatArray
 
 _PARTS = 2  # of the corrections the first are no draft's: verification and overhead
-_COUNTS = {"draft_accepted": (1,), "draft_reached": (1,)}  # the axes over drafts
-_RANKS = {"sibling_accepted": (1,), "sibling_tested": (1,), "rescue_accepted": (1, 2), "rescue_tested": (1, 2)}
+_COUNTS = ("draft_accepted", "draft_reached", *(f"calibration_{name}" for name in NODE_COUNTS))
 
 
 def carried(data: Mapping[str, Any], before: Sequence[str], after: Sequence[str]) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def carried(data: Mapping[str, Any], before: Sequence[str], after: Sequence[str]
     correction = [*data["correction"], 1.0]
     found = {
         **data,
-        **{name: _taken(data[name], index, *axes).tolist() for name, axes in _COUNTS.items()},
+        **{name: _taken(data[name], index, 0).tolist() for name in _COUNTS},
         "covariance": law(data["covariance"], variance),
         "correction": correction[:_PARTS] + [correction[i if i < 0 else _PARTS + i] for i in index],
     }
@@ -40,8 +40,6 @@ def carried(data: Mapping[str, Any], before: Sequence[str], after: Sequence[str]
         for group in data["groups"]["known"]
     ]
     found["groups"] = {**data["groups"], "within": law(data["groups"]["within"], WITHIN_SHARE * variance), "known": known}
-    if "ranks" in data:
-        found["ranks"] = {name: _taken(data["ranks"][name], index, *axes).tolist() for name, axes in _RANKS.items()}
     return found
 
 

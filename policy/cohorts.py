@@ -50,28 +50,27 @@ def best_cohorts(
     choice: Choice,
     contention: float | None,
     most: int,
-    proposed: IntArray | None = None,
     flying: Seq[IntArray] = (),
 ) -> CohortDecision:
     """Return the cohorts that a planned batch is to be cut into: M only where it makes the step of the whole batch shorter.
 
-    ``choice`` has a draft and a length for every row of the view, ``proposed`` (None: the lengths) the tokens to verify. ``contention`` is
-    how much longer both phases take side by side than alone, as measured on the machine (None: not measured, hence never more than one
-    cohort); ``most`` is what the engine can run (1: no cohorts). Rows are dealt in the view's order, so that a batch that stays keeps its
+    ``choice`` has a draft and a length for every row of the view. ``contention`` is how much longer both phases take side by side than
+    alone, as measured on the machine (None: not measured, hence never more than one cohort); ``most`` is what the engine can run (1: no
+    cohorts). Rows are dealt in the view's order, so that a batch that stays keeps its
     cohorts; prompt tokens go with the first. Where cohorts are ``flying`` (their rows, which are not ready), the ready ones are another,
     and the only question is whether to go on so. Raises ValueError for a contention below 1.
     """
     if contention is not None and not contention >= 1:
         raise ValueError(f"contention must be >= 1, got {contention}")
-    ready, nodes = view.ready.nonzero()[0], choice.length if proposed is None else proposed
+    ready = view.ready.nonzero()[0]
     rows = np.concatenate([ready, *flying])
-    one_s = pipelined_s(*_phases_s(latency, correction, view, choice, nodes, [rows]))
+    one_s = pipelined_s(*_phases_s(latency, correction, view, choice, [rows]))
     for missing, why in ((most <= 1, CHAINS_ONLY[COHORTS]), (contention is None, NOT_MEASURED), (len(rows) <= 1, ONE_ROW)):
         if missing:
             return CohortDecision(_numbered(view, [rows]), 1, one_s, why)
     assert contention is not None
     cuts = {m: np.array_split(rows, m) for m in range(2, min(most, len(rows)) + 1)} if not flying else {1 + len(flying): [ready, *flying]}
-    phases = {m: _phases_s(latency, correction, view, choice, nodes, cut) for m, cut in cuts.items()}
+    phases = {m: _phases_s(latency, correction, view, choice, cut) for m, cut in cuts.items()}
     seconds = {m: pipelined_s(*phases[m], contention) for m in cuts}
     best = min(seconds, key=lambda m: (seconds[m], m))
     draft_s = phases[best][0]
@@ -83,13 +82,13 @@ def best_cohorts(
 
 
 def _phases_s(
-    latency: LatencyModel, correction: FloatArray, view: View, choice: Choice, nodes: IntArray, cohorts: list[IntArray]
+    latency: LatencyModel, correction: FloatArray, view: View, choice: Choice, cohorts: list[IntArray]
 ) -> tuple[FloatArray, FloatArray]:
     """Return the seconds of drafting and of verifying by cohort; the step's overhead is spent by who drafts."""
     draft_s, verify_s = np.zeros(len(cohorts)), np.zeros(len(cohorts))
     for c, rows in enumerate(cohorts):
         length = choice.length[rows]
-        tokens = len(rows) + int(nodes[rows].sum()) + (view.prefill_tokens if c == 0 else 0)
+        tokens = len(rows) + int(length.sum()) + (view.prefill_tokens if c == 0 else 0)
         draft_s[c] = drafting_s(latency, view, rows, Choice(choice.draft[rows], length)) @ correction[FIRST_DRAFT:]
         verify_s[c] = correction[VERIFY] * latency.target.seconds(tokens, len(rows), int(view.context[rows].sum()))
         draft_s[c] += correction[OVERHEAD] * (latency.overhead_s + latency.speculation_s * bool(length.any()))
@@ -103,15 +102,15 @@ def _numbered(view: View, cohorts: list[IntArray]) -> IntArray:
     return cohort
 
 
-Flying = dict[int, tuple[int, int, int, int]]
-"""By request the number of its cohort, draft, length and tokens to verify: what was planned when it was ready last."""
+Flying = dict[int, tuple[int, int, int]]
+"""By request the number of its cohort, draft and length: what was planned when it was ready last."""
 
 
-def together(view: View, choice: Choice, nodes: IntArray, flying: Flying) -> tuple[Choice, IntArray, list[IntArray], Flying]:
-    """Return choice and tokens to verify of all rows of a view, those in flight as they were planned; the rows of each cohort in flight;
-    and what is in flight once the ready rows are, in a cohort of their own.
+def together(view: View, choice: Choice, flying: Flying) -> tuple[Choice, list[IntArray], Flying]:
+    """Return the choice of all rows of a view, those in flight as they were planned; the rows of each cohort in flight; and what is in
+    flight once the ready rows are, in a cohort of their own.
     """
-    draft, length, nodes = choice.draft.copy(), choice.length.copy(), nodes.copy()
+    draft, length = choice.draft.copy(), choice.length.copy()
     cohorts: dict[int, list[int]] = {}
     after: Flying = {}
     requests = view.request.tolist()
@@ -119,15 +118,15 @@ def together(view: View, choice: Choice, nodes: IntArray, flying: Flying) -> tup
         known = flying.get(requests[row])
         if known is not None:
             after[requests[row]] = known
-            number, draft[row], length[row], nodes[row] = known
+            number, draft[row], length[row] = known
             cohorts.setdefault(number, []).append(row)
     own = next(number for number in range(len(cohorts) + 1) if number not in cohorts)
-    after |= numbered(view, choice, nodes, np.where(view.ready, own, -1))
-    return Choice(draft, length), nodes, [np.array(rows) for rows in cohorts.values()], after
+    after |= numbered(view, choice, np.where(view.ready, own, -1))
+    return Choice(draft, length), [np.array(rows) for rows in cohorts.values()], after
 
 
-def numbered(view: View, choice: Choice, nodes: IntArray, cohort: IntArray) -> Flying:
+def numbered(view: View, choice: Choice, cohort: IntArray) -> Flying:
     """Return what will be in flight of the ready rows, ``cohort[n]`` their numbers."""
     rows = np.flatnonzero(view.ready)
-    columns = (column[rows].tolist() for column in (view.request, cohort, choice.draft, choice.length, nodes))
+    columns = (column[rows].tolist() for column in (view.request, cohort, choice.draft, choice.length))
     return {request: planned for request, *planned in zip(*columns, strict=True)}  # type: ignore[misc]

@@ -12,24 +12,21 @@ from .shifts import RECENT_KEEP, abrupt
 
 
 class Chains(NamedTuple):
-    """Chains of which something was seen, int64[m] each: ``slot`` of the request (-1: none), draft, rule, positions that held and were
-    seen.
-    """
+    """Chains of which something was seen, int64[m] each: ``slot`` of the request (-1: none), draft, positions that held and were seen."""
 
     slot: IntArray
     draft: IntArray
-    rule: IntArray
     held: IntArray
     seen: IntArray
 
     @classmethod
-    def of(cls, slot: IntArray, draft: IntArray, rule: IntArray, accepted: IntArray, scored: IntArray) -> Chains:
+    def of(cls, slot: IntArray, draft: IntArray, accepted: IntArray, scored: IntArray) -> Chains:
         """Return the chains with ``scored`` positions of which the first ``accepted`` held; none behind the first rejection was seen."""
         used = scored.nonzero()[0]
         if len(used) < len(scored):
-            slot, draft, rule, accepted, scored = (column.take(used) for column in (slot, draft, rule, accepted, scored))
+            slot, draft, accepted, scored = (column.take(used) for column in (slot, draft, accepted, scored))
         held = np.minimum(accepted, scored)
-        return cls(slot, draft, rule, held, np.minimum(held + 1, scored))
+        return cls(slot, draft, held, np.minimum(held + 1, scored))
 
 
 @lru_cache(maxsize=8)

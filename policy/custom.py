@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from .latency import LatencyModel
-from .plan import NO_DRAFT, IntArray, Outcome, Plan, Policy, View
+from .plan import NO_DRAFT, Drafted, IntArray, Outcome, Plan, Policy, View
 
 _WHERE = "installed, on PYTHONPATH, beside serving.json or in the folder of the command"
 _NOT_THEIRS = (__file__, importlib.__file__, typing.__file__)
@@ -114,6 +114,18 @@ class Guarded:
         """Return the policy's answer."""
         return bool(self._of("needs_offers", request, state))
 
+    def trim(self, view: View, plan: Plan, drafted: Drafted, state: Any) -> IntArray:
+        """Return how many of each row's nodes the policy has verified; what the plan has, of one that does not say."""
+        if not callable(getattr(self.policy, "trim", None)):
+            return plan.length
+        nodes = self._of("trim", view, plan, drafted, state)
+        wrong = _column_fault("nodes", nodes, len(view))
+        if not wrong and len(bad := np.flatnonzero(nodes < 0)):
+            wrong = f"nodes[{bad[0]}] must be >= 0, got {nodes[bad[0]]}"
+        if wrong:
+            raise PolicyError(f"{self.path}.trim: {wrong}")
+        return np.asarray(nodes, np.int64)
+
     def observe(self, outcome: Outcome, state: Any, now: float) -> Any:
         """Return the policy's state after a step."""
         return self._of("observe", outcome, state, now)
@@ -151,12 +163,8 @@ def fault(plan: Plan, view: View) -> str:
     """Return what of a plan cannot be done in a view: field, row and value; '' where all can."""
     rows = len(view)
     for name in ("draft", "length"):
-        column = getattr(plan, name)
-        if not (isinstance(column, np.ndarray) and np.issubdtype(column.dtype, np.integer)):
-            got = column.dtype if isinstance(column, np.ndarray) else type(column).__name__
-            return f"{name} must be an array of integers, got {got}"
-        if column.shape != (rows,):
-            return f"{name} must have the shape ({rows},), one for each row, got {column.shape}"
+        if wrong := _column_fault(name, getattr(plan, name), rows):
+            return wrong
     if not rows:
         return ""
     drafts = len(view.drafts)
@@ -169,6 +177,16 @@ def fault(plan: Plan, view: View) -> str:
     if len(bad := np.flatnonzero((plan.length < 0) | (plan.length > most))):
         row = int(bad[0])
         return f"length[{row}] must be 0 to {most[row]}, its ceiling, got {plan.length[row]}"
+    return ""
+
+
+def _column_fault(name: str, column: Any, rows: int) -> str:
+    """Return why something is no array of one integer for each row; '' where it is."""
+    if not (isinstance(column, np.ndarray) and np.issubdtype(column.dtype, np.integer)):
+        got = column.dtype if isinstance(column, np.ndarray) else type(column).__name__
+        return f"{name} must be an array of integers, got {got}"
+    if column.shape != (rows,):
+        return f"{name} must have the shape ({rows},), one for each row, got {column.shape}"
     return ""
 
 

@@ -28,12 +28,12 @@ def explain(planner: AdaptivePlanner, view: View, state: PlannerState, plan: Pla
     if not rests(plan):
         chosen = Choice(plan.draft[rows], plan.length[rows])
         for i, row in enumerate(rows.tolist()):
-            lines[row] += _why(problem, view.drafts, chosen, i, plan) + _shape(view.drafts, plan.shape, row)
+            lines[row] += _why(problem, view.drafts, chosen, i, plan) + _cohort(plan.shape, row)
     return lines
 
 
 def explain_batch(plan: Plan) -> str:
-    """Return a line about the whole step: its figures, and why each shape beyond a chain was not used."""
+    """Return a line about the whole step: its figures, and why each shape was not used."""
     text = f"{len(plan.length)} requests, {int(plan.length.sum())} tokens proposed, {plan.predicted_tokens:.2f} expected in "
     text += f"{1e3 * plan.predicted_s:.2f} ms, at {plan.price:.1f} tokens/s"
     if plan.shape is not None and plan.shape.cohort is not None:
@@ -48,16 +48,9 @@ def rests(plan: Plan) -> bool:
     return "kept" in plan.notes and not plan.length.any()
 
 
-def _shape(drafts: tuple[str, ...], shape: TurnShape | None, row: int) -> str:
-    """Return what a row got beyond a chain."""
-    if shape is None:
-        return ""
-    text = ""
-    if shape.width is not None and shape.width[row].max(initial=0) > 1:
-        text += f"; a tree of widths {'-'.join(str(w) for w in shape.width[row].tolist() if w)}"
-    if shape.second_draft is not None and shape.second_length is not None and shape.second_length[row]:
-        text += f"; beside it {drafts[shape.second_draft[row]]} x {shape.second_length[row]}"
-    return text if shape.cohort is None else f"{text}; in cohort {shape.cohort[row]}"
+def _cohort(shape: TurnShape | None, row: int) -> str:
+    """Return in which cohort a row is, if it is in one."""
+    return "" if shape is None or shape.cohort is None else f"; in cohort {shape.cohort[row]}"
 
 
 def _why(problem: StepProblem, drafts: tuple[str, ...], chosen: Choice, i: int, plan: Plan) -> str:
@@ -65,7 +58,8 @@ def _why(problem: StepProblem, drafts: tuple[str, ...], chosen: Choice, i: int, 
     present, price = (int(chosen.draft[i]), int(chosen.length[i])), plan.price
     without = score(problem, _with(chosen, i, (NO_DRAFT, 0)))
     options = [(d, k) for d in range(len(drafts)) for k in range(1, int(problem.ceiling[d, i]) + 1)]
-    scores = {option: score(problem, _with(chosen, i, option)) for option in options if not _bar(problem, chosen, i, option)}
+    able = [option for option in options if option == present or not _bar(problem, chosen, i, option)]
+    scores = {option: score(problem, _with(chosen, i, option)) for option in able}
     gains = {option: result.objective(price) - without.objective(price) for option, result in scores.items()}
     others = {option: gain for option, gain in gains.items() if option != present}
     next_best = max(others, key=lambda option: others[option], default=None)
@@ -74,8 +68,6 @@ def _why(problem: StepProblem, drafts: tuple[str, ...], chosen: Choice, i: int, 
             return f"none: {_barred(problem, chosen, i) or 'no draft can propose anything'}"
         margin = "the whole batch gains less than the margin by speculating; " if others[next_best] > 0 else ""
         return f"none: {margin}at best {_account(drafts, next_best, scores[next_best], without, price)}"
-    if present not in scores:  # a spine longer than its chain would have been allowed to be
-        return f"{_name(drafts, present)}: a shape of the whole batch, no chain would be planned so"
     text = _account(drafts, present, scores[present], without, price)
     if next_best is None or others[next_best] <= 0:
         text += f"; next best none, {gains[present]:.3f} less" if gains[present] >= 0 else "; none would be better"

@@ -8,7 +8,6 @@ verification and the drafts' common forwards couple rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -182,30 +181,3 @@ def summed(values: FloatArray) -> FloatArray:
     """Return the cumulative sums over positions, float64[K, D, n], by a product of matrices, which is quicker."""
     sums: FloatArray = _sums(len(values)).dot(values.reshape(len(values), -1)).reshape(values.shape)
     return sums
-
-
-def forward_tokens(problem: StepProblem, chains: Sequence[Choice]) -> IntArray:
-    """Return the tokens in every forward, int64[D, K], when each row drafts by all of these choices (merged chains have two)."""
-    k_max, drafts, _ = problem.gain.shape
-    tokens = np.zeros((drafts, k_max), np.int64)
-    for draft, length in chains:
-        rows = length.nonzero()[0]
-        for d in set(draft[rows].tolist()):
-            group = rows[draft[rows] == d]
-            tokens[d] += (length[group, None] > np.arange(k_max)).sum(0)
-            tokens[d, 0] += int((problem.first_tokens[d, group] - 1).sum())
-    return tokens
-
-
-def shaped_seconds(problem: StepProblem, chains: Sequence[Choice], proposed: int) -> tuple[float, float]:
-    """Return the seconds charged and those of the step, as ``score``, of rows with several chains and ``proposed`` tokens in all."""
-    seconds = float(problem.verify_s[proposed]) + problem.speculation_s * (proposed > 0)
-    seconds += float(problem.added_s(forward_tokens(problem, chains)).sum())
-    charged_s = step_s = seconds
-    for draft, length in chains:
-        rows = length.nonzero()[0]
-        place = draft[rows], rows
-        row_s, switch_s = float(length[rows] @ problem.row_s[place]), problem.switch_s[place]
-        charged_s += row_s + float((switch_s / problem.horizon[rows]).sum())
-        step_s += row_s + float(switch_s.sum())
-    return charged_s, step_s

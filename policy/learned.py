@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .calibration import COUNTS as NODE_COUNTS
+from .calibration import Calibration
 from .correction import MAX_CORRECTION, MAX_SHAPE, OCTAVES, Shape
 from .deviation import Law, bounded
 from .groups import Groups
 from .plan import FloatArray
-from .ranks import COUNTS, RankModel, RankState
 
 if TYPE_CHECKING:
     from .acceptance import AcceptanceModel
     from .planner_state import PlannerState
 
-SCHEMA = 4
+SCHEMA = 5
 _ARRAYS = ("draft_accepted", "draft_reached")
 _SHAPE = ("log_factor", "seen")
 _SIGNED = ("covariance", "shape_log_factor", "within", "precision", "pull")
@@ -46,6 +47,7 @@ def saved(state: PlannerState, now: float) -> dict[str, Any]:
         "requests": acceptance.law.requests,
         "groups": _saved_groups(acceptance.groups),
         "correction": state.correction.tolist(),
+        **{f"calibration_{name}": getattr(state.calibration, name).tolist() for name in NODE_COUNTS},
         **{f"shape_{name}": getattr(state.target_shape, name).tolist() for name in _SHAPE},
     }
 
@@ -60,12 +62,25 @@ def restored(data: Mapping[str, Any], start: PlannerState, model: AcceptanceMode
     _check("draft_accepted", arrays["draft_accepted"], arrays["draft_accepted"] <= arrays["draft_reached"] + 1e-6)
     law = _law(data, "covariance", start.acceptance.law)
     groups = _restored_groups(data.get("groups"), start.acceptance.groups, model.most_groups)
+    calibration = _calibration(data, start.calibration)
     _check("correction", correction, (correction >= 1 / MAX_CORRECTION) & (correction <= MAX_CORRECTION))
     _check("shape_log_factor", log_factor, abs(log_factor) <= MAX_SHAPE)
     age_s = float(_array(data, "age_s", ())) + max(0.0, idle_s)
     acceptance = replace(start.acceptance, law=law, groups=groups, now=now - age_s)
     acceptance = model.with_drafts(acceptance, arrays["draft_accepted"], arrays["draft_reached"])
-    return replace(start, acceptance=model.aged(acceptance, now), correction=correction, target_shape=Shape(log_factor, seen, log_factor))
+    shape = Shape(log_factor, seen, log_factor)
+    return replace(start, acceptance=model.aged(acceptance, now), correction=correction, calibration=calibration, target_shape=shape)
+
+
+def _calibration(data: Mapping[str, Any], start: Calibration) -> Calibration:
+    """Return the calibration of these counts; claims within their bins, and no more held than seen."""
+    names = [f"calibration_{name}" for name in NODE_COUNTS]
+    counts = [_array(data, name, start.nodes.shape) for name in names]
+    nodes, claimed, held = counts
+    low, high = Calibration.claims(nodes)
+    _check(names[1], claimed, (claimed >= low - 1e-6) & (claimed <= high + 1e-6))
+    _check(names[2], held, held <= nodes + 1e-6)
+    return Calibration.of(*counts)
 
 
 def _saved_groups(groups: Groups) -> dict[str, Any]:
@@ -96,18 +111,6 @@ def _law(data: Mapping[str, Any], name: str, start: Law) -> Law:
     law = Law(_array(data, name, start.covariance.shape), float(_array(data, "requests", ())))
     _check(name, law.covariance, np.allclose(law.covariance, bounded(law.covariance)))
     return law
-
-
-def restored_ranks(data: Any, model: RankModel, now: float, age_s: float) -> RankState:
-    """Return the counts of second guesses in ``data``, ``age_s`` after they were saved. Raises LearnedError for data that do not fit."""
-    if not isinstance(data, Mapping):
-        raise LearnedError(f"ranks must be an object, got {data!r}")
-    start = model.start()
-    counts = {name: _array(data, name, getattr(start, name).shape) for name in COUNTS}
-    for what in ("sibling", "rescue"):
-        accepted, tested = counts[f"{what}_accepted"], counts[f"{what}_tested"]
-        _check(f"{what}_accepted", accepted, accepted <= tested + 1e-6)
-    return model.aged(replace(start, now=now - age_s, **counts), now)
 
 
 def _array(data: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> FloatArray:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from .acceptance import AcceptanceModel, AcceptanceState
+from .calibration import Calibration
 from .correction import Shape, Target, corrected, correction_by_part, learnt, shaped
 from .keeping import averaged
 from .latency import OVERHEAD, LatencyModel
@@ -39,11 +40,15 @@ class Learner:
 
     def start(self) -> PlannerState:
         """Return the state before the first step."""
-        return PlannerState(self._acceptance.start(), self.latency.start())
+        calibration = Calibration.none(len(self.drafts))
+        return PlannerState(self._acceptance.start(), self.latency.start(), calibration)
 
     def save(self, state: PlannerState, now: float) -> dict[str, Any]:
         """Return what was learnt, without the requests in flight (see ``policy.learned``)."""
-        return saved(replace(state, acceptance=self._learnt(state, now)) if state.unlearnt else state, now)
+        if state.unlearnt:
+            acceptance, calibration = self._learnt(state, now), self._calibrated(state)
+            state = replace(state, acceptance=acceptance, calibration=calibration)
+        return saved(state, now)
 
     def load(self, data: dict[str, Any], now: float, idle_s: float) -> PlannerState:
         """Return the state of what was saved ``idle_s`` ago. Raises LearnedError naming field and value."""
@@ -70,7 +75,8 @@ class Learner:
         if not state.planned and len(outcome.request):
             after = replace(state, unlearnt=(*state.unlearnt, outcome), learning_s=learning_s)
         else:
-            after = replace(state, acceptance=self._learnt(state, now, outcome), unlearnt=(), learning_s=learning_s)
+            acceptance, calibration = self._learnt(state, now, outcome), self._calibrated(state, outcome)
+            after = replace(state, acceptance=acceptance, calibration=calibration, unlearnt=(), learning_s=learning_s)
         if state.view is not None and len(outcome.request) and (state.planned or state.kept is None or not state.kept.steps % _TIMED_STEPS):
             after.correction, after.target_shape = self._timed(outcome, state, state.view)
         after.promise = state.promise.after(outcome)
@@ -85,16 +91,21 @@ class Learner:
         acceptance, steps = self._acceptance.aged(state.acceptance, now), (*state.unlearnt, *outcomes)
         if not steps:
             return acceptance
-        chains = [(o.request, o.draft, o.rule, o.accepted, o.scored) for o in steps]
-        for outcome in steps:
-            if len(outcome.free_request):
-                rules = dict(zip(outcome.request.tolist(), outcome.rule.tolist(), strict=True))
-                free_rule = np.array([rules.get(r, 0) for r in outcome.free_request.tolist()])
-                chains.append((outcome.free_request, outcome.free_draft, free_rule, outcome.free_accepted, outcome.free_scored))
-        request, draft, rule, accepted, scored = map(np.concatenate, zip(*chains, strict=True))
+        chains = [(o.request, o.draft, o.accepted, o.scored) for o in steps]
+        chains += [(o.free_request, o.free_draft, o.free_accepted, o.free_scored) for o in steps if len(o.free_request)]
+        request, draft, accepted, scored = map(np.concatenate, zip(*chains, strict=True))
         emitted = np.concatenate([o.emitted for o in steps])
-        acceptance = self._acceptance.observe(acceptance, request, draft, rule, accepted, scored, emitted)
+        acceptance = self._acceptance.observe(acceptance, request, draft, accepted, scored, emitted)
         return self._acceptance.forget(acceptance, itertools.chain.from_iterable(o.finished.tolist() for o in steps))
+
+    @staticmethod
+    def _calibrated(state: PlannerState, *outcomes: Outcome) -> Calibration:
+        """Return what confidences are worth after the steps that were not learnt from, and these."""
+        steps = [o for o in (*state.unlearnt, *outcomes) if len(o.node_draft)]
+        if not steps:
+            return state.calibration
+        nodes = [(o.node_draft, o.node_drawn, o.node_confidence, o.node_held) for o in steps]
+        return state.calibration.learnt(*map(np.concatenate, zip(*nodes, strict=True)))
 
     def _trial_cost_s(self, outcome: Outcome, state: PlannerState) -> float:
         """Return what a probe took beyond its prediction, which it was paid by: the look for it, and a draft that was not in any cache.

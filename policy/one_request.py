@@ -19,12 +19,12 @@ MOST_CHAINS = 12  # beyond that arrays are quicker
 
 
 def count(after: AcceptanceState, chains: Chains, own_share: float) -> list[int]:
-    """Count the chains of one request that has a slot in a state's tables, in place; return the pairs (rule x draft) they were of.
+    """Count the chains of one request that has a slot in a state's tables, in place; return the drafts they were of.
 
     ``own_share`` is how much of what a request deviates is held to be its own.
     """
-    slot, rule, drafts = chains.slot.item(0), chains.rule.item(0), after.draft_hazard.shape[1]
-    levels, shifts = after.draft_hazard[rule].tolist(), after.request_shift[slot].tolist()
+    slot = chains.slot.item(0)
+    levels, shifts = after.draft_hazard.tolist(), after.request_shift[slot].tolist()
     told: dict[int, list[float]] = {}
     for draft, held, seen in zip(chains.draft.tolist(), chains.held.tolist(), chains.seen.tolist(), strict=True):
         ratio, own = math.exp(shifts[draft]), told.setdefault(draft, [0.0, 0.0, 0.0, 0])
@@ -37,16 +37,15 @@ def count(after: AcceptanceState, chains: Chains, own_share: float) -> list[int]
         own[0] += held
         own[1] += seen
         own[3] += 1
-        after.draft_accepted[rule, draft, :seen] += evidence
-        after.draft_reached[rule, draft, :seen] += 1.0
+        after.draft_accepted[draft, :seen] += evidence
+        after.draft_reached[draft, :seen] += 1.0
         after.request_accepted[slot, draft, :held] += 1.0
         after.request_reached[slot, draft, :seen] += 1.0
     for draft, own in told.items():
-        accepted, reached = after.draft_accepted[rule, draft], after.draft_reached[rule, draft].tolist()
+        accepted, reached = after.draft_accepted[draft], after.draft_reached[draft].tolist()
         accepted[:] = [min(max(a, 0.0), r) for a, r in zip(accepted.tolist(), reached, strict=True)]
         _follow(after, slot, draft, own[:3], RECENT_KEEP ** own[3])
-    after.request_class[slot] = rule
-    return [rule * drafts + draft for draft in told]
+    return list(told)
 
 
 def _follow(after: AcceptanceState, slot: int, draft: int, told: list[float], keep: float) -> None:
@@ -63,7 +62,7 @@ def _follow(after: AcceptanceState, slot: int, draft: int, told: list[float], ke
 
 def believe(after: AcceptanceState, slot: int, most_step: float) -> None:
     """Fill in ``request_shift`` of one slot as its counts have it; it moves by ``most_step`` (logits) at the most."""
-    levels = after.draft_hazard[after.request_class.item(slot)].tolist()
+    levels = after.draft_hazard.tolist()
     before = after.request_shift[slot].tolist()
     counts = zip(after.request_accepted[slot].tolist(), after.request_reached[slot].tolist(), strict=True)
     weights, pulls = [], []

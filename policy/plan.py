@@ -199,9 +199,11 @@ class Outcome:
     ``request, draft, length, accepted, emitted`` are int64[m]: ``length`` the longest path that the
     row's draft proposed, ``accepted`` how many emitted tokens are a path of its whole tree,
     ``scored`` to which position that is known (not behind an end of the text, nor behind a path
-    that was not verified to its end). ``verified[m]`` nodes were verified.
-    ``node_*`` are the proposed nodes of which it is known whether their path is what the target
-    drew, ``node_held`` bool[q]; ``node_draft``, ``node_confidence``, ``node_drawn`` [q] as in
+    that was not verified to its end). ``verified[m]`` nodes were verified, of which
+    ``followed[m]`` were accepted (for metrics).
+    ``node_*`` are the proposed nodes of which it was bound to be known whether their path is what
+    the target drew, ``node_held`` bool[q]: behind the text or a node that was verified, for of
+    others only failures are seen; ``node_draft``, ``node_confidence``, ``node_drawn`` [q] as in
     ``Drafted``.
     ``free_*`` (int64[f]) are counterfactual observations: draft ``free_draft`` would have had ``free_accepted`` of its first
     ``free_scored`` tokens accepted for ``free_request``. ``measured_s`` is the step's wall time; ``parts_s`` its parts by name
@@ -228,6 +230,7 @@ class Outcome:
     finished: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     shape: TurnShape | None = None
     ran: Ran | None = None
+    followed: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     node_draft: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     node_confidence: FloatArray = field(default_factory=lambda: np.zeros(0))
     node_drawn: BoolArray = field(default_factory=lambda: np.zeros(0, np.bool_))

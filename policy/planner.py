@@ -16,13 +16,14 @@ from .keeping import Kept, OfMany, kept
 from .latency import OVERHEAD, VERIFY, LatencyModel
 from .learner import Learner
 from .one_row import one_row
-from .plan import BoolArray, FloatArray, IntArray, Plan, View
+from .plan import BoolArray, Drafted, FloatArray, IntArray, Plan, View
 from .planner_state import PlannerConfig, PlannerState
 from .pricing import Priced, Problem, priced_choice, promised_gain
 from .probing import PROBE_FLOOR, affordable
 from .problem import NOTHING_GIVEN, Bounds, Given, chains_s, extra_prefill_s, step_problem
 from .selection import THOMPSON, Draws, Explorer
 from .shapes import CHAINS_ONLY
+from .trim import trimmed
 
 _LOOK_STEPS = 4  # at most, from one look for a probe that found none to be had to the next: looking takes time too
 _NONE_ACCEPTED = np.zeros((1, 0))  # of a plan that does not speculate
@@ -73,6 +74,11 @@ class AdaptivePlanner(Learner):
         """Return False where a plan without speculation is kept for these requests."""
         return not (isinstance(state.kept, OfMany) and state.kept.rests_for(request))
 
+    def trim(self, view: View, plan: Plan, drafted: Drafted, state: PlannerState) -> IntArray:
+        """Verify the nodes that are worth their time at the plan's price (``policy.trim``)."""
+        latency = self.corrected(state)
+        return trimmed(latency, state.correction, state.calibration, view, plan, drafted)
+
     @staticmethod
     def _promised(plan: Plan, after: PlannerState, before: PlannerState) -> tuple[Plan, PlannerState]:
         """Note what a plan promises."""
@@ -102,7 +108,7 @@ class AdaptivePlanner(Learner):
 
     def _plan_one(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[Plan, PlannerState]:
         """Plan for a single row by plain numbers: what ``_plan_rows`` does, quicker."""
-        hazard = self._acceptance.hazards_of(acceptance, view.request.item(), view.rule.item())
+        hazard = self._acceptance.hazards_of(acceptance, view.request.item())
         problem = one_row(self.corrected(state), state.correction.tolist(), view, hazard, self._bounds)
         run, saved_s = self._free_run(problem.plain_s, view, state)
         problem = problem._replace(plain_s=problem.plain_s - saved_s)
@@ -122,7 +128,7 @@ class AdaptivePlanner(Learner):
     def problem(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[StepProblem, IntArray, Expected, Given]:
         """Return the choice that the planner has in a view, its rows of the view, what is expected of them, and what is given beside."""
         rows = ready_rows(view) if view.flying is None else view.request.argsort()
-        expected = self._acceptance.expected(acceptance, view.request[rows].tolist(), view.rule[rows])
+        expected = self._acceptance.expected(acceptance, view.request[rows].tolist())
         given, own = _split(view, rows, expected.hazard)
         if own is not None:
             rows, expected = rows[own], expected.rows(own)
@@ -165,6 +171,7 @@ class AdaptivePlanner(Learner):
             acceptance=acceptance,
             correction=state.correction,
             target_shape=state.target_shape,
+            calibration=self._calibrated(state),
             view=view,
             goodput=goodput,
             credit_s=found.credit_s,

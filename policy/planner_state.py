@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .acceptance import AcceptanceConfig, AcceptanceState
+from .calibration import Calibration
 from .correction import Shape
 from .hints import Last
 from .keeping import Kept
 from .plan import FloatArray, Outcome, View
 from .promise import Promise
-from .ranks import RankState
 from .selection import PROBING, SELECTIONS, Draws
 
 
@@ -58,19 +58,20 @@ class PlannerConfig:
 
 @dataclass(slots=True, eq=False)
 class PlannerState:
-    """What the planner remembers. ``correction`` and ``target_shape`` as in ``policy.correction``; ``view`` the last one planned for.
+    """What the planner remembers. ``correction`` and ``target_shape`` as in ``policy.correction``; ``calibration`` of the
+    drafts' confidences; ``view`` the last one planned for.
 
     ``goodput`` is the best goodput of the last batch without its prefill (tokens per second of the model's time; 0: unknown).
     ``credit_s`` is what may still be spent on probes, ``look`` the steps until the next look for one, ``last`` what is kept of the last
     choice, ``kept`` the choice itself for some steps more; ``trial_s`` is what the step in hand is to take if it probes. ``planning_s`` and
     ``learning_s`` are what a step takes that is ``planned``; of the latter the next step tells, ``behind`` one that was. ``unlearnt`` are
     steps with a kept choice, which are learnt from together when planning is due. ``promise`` is how far speculation held what it promised.
-    ``draws`` belongs to Thompson's selection; ``ranks``, ``overlap_s``, ``overlaps`` and ``flying`` (``policy.cohorts``) to
-    ``policy.shaped``.
+    ``draws`` belongs to Thompson's selection; ``overlap_s``, ``overlaps`` and ``flying`` (``policy.cohorts``) to ``policy.shaped``.
     """
 
     acceptance: AcceptanceState
     correction: FloatArray
+    calibration: Calibration
     target_shape: Shape = field(default_factory=Shape.flat)
     view: View | None = None
     goodput: float = 0.0
@@ -86,7 +87,6 @@ class PlannerState:
     unlearnt: tuple[Outcome, ...] = ()
     promise: Promise = field(default_factory=Promise)
     draws: Draws | None = None
-    ranks: RankState | None = None
     overlap_s: float = 0.0
     overlaps: bool = False
-    flying: dict[int, tuple[int, int, int, int]] | None = None
+    flying: dict[int, tuple[int, int, int]] | None = None

@@ -186,33 +186,31 @@ def drafting_s(latency: LatencyModel, view: View, rows: IntArray, choice: Choice
 def predicted_parts(latency: LatencyModel, outcome: Outcome, view: View) -> tuple[FloatArray, Target]:
     """Return the uncorrected seconds by part (places as in ``policy.latency``) for the turns that ran, and those of the target.
 
-    A row that the view lacks has just ended its prompt: its tokens are among the prefill.
+    The target is charged for the nodes that it verified, a draft for a forward for each token of
+    ``length``. A row that the view lacks has just ended its prompt: its tokens are among the
+    prefill.
     """
     if outcome.ran is not None:
         return _parts_ran(latency, outcome.ran, view)
-    if len(view) == len(outcome.request) == 1 and outcome.shape is None and view.request.item() == outcome.request.item():
+    if len(view) == len(outcome.request) == 1 and view.request.item() == outcome.request.item():
         return _parts_of_one(latency, outcome, view)
     row = _rows_of(outcome.request, view)
     known = row >= 0
     length = np.where(known, outcome.length, 0)
     rows, context = int(known.sum()), int(view.context[row[known]].sum())
     predicted = np.zeros(FIRST_DRAFT + len(latency.drafts))
-    shape, chosen = outcome.shape, Choice(outcome.draft, length)
-    tokens = int((length if shape is None else shape.proposed(length)).sum()) + rows + outcome.prefill_tokens
+    tokens = int(outcome.verified[known].sum()) + rows + outcome.prefill_tokens
     base_s, whole_s = latency.target.at(tokens), latency.target.seconds(tokens, rows, context)
     predicted[VERIFY] = whole_s
     predicted[OVERHEAD] = latency.overhead_s + latency.speculation_s * bool(length.any())
-    if shape is not None and shape.second_draft is not None and shape.second_length is not None:
-        row = np.concatenate([row, row])
-        chosen = Choice(np.concatenate([outcome.draft, shape.second_draft]), np.concatenate([length, shape.second_length]))
-    predicted[FIRST_DRAFT:] = drafting_s(latency, view, row, chosen)
+    predicted[FIRST_DRAFT:] = drafting_s(latency, view, row, Choice(outcome.draft, length))
     return predicted, Target(tokens, base_s, whole_s - base_s)
 
 
 def _parts_of_one(latency: LatencyModel, outcome: Outcome, view: View) -> tuple[FloatArray, Target]:
     """Return ``predicted_parts`` of a single row by plain numbers."""
     length, context = outcome.length.item(), view.context.item()
-    tokens = length + 1 + outcome.prefill_tokens
+    tokens = outcome.verified.item() + 1 + outcome.prefill_tokens
     base_s, whole_s = latency.target.at(tokens), latency.target.seconds(tokens, 1, context)
     predicted = [0.0] * (FIRST_DRAFT + len(latency.drafts))
     predicted[VERIFY], predicted[OVERHEAD] = whole_s, latency.overhead_s + latency.speculation_s * (length > 0)

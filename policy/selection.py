@@ -78,7 +78,7 @@ class Explorer:
         else:
             assert draws is not None
             normal = np.array([draws.normal[r] for r in view.request[rows].tolist()])
-            belief = drawn(state, view.rule[rows], hazard, model.covariance(state, expected), normal)
+            belief = drawn(state, hazard, model.covariance(state, expected), normal)
         return believed(problem, weight, belief, hope, choice, price)
 
     def _hope(self, model: AcceptanceModel, state: AcceptanceState, view: View, rows: IntArray, expected: Expected) -> Hope:
@@ -86,7 +86,7 @@ class Explorer:
 
         A draft that catches up reads tokens emitted without it, and can tell of each whether it would have guessed it.
         """
-        spread, variance = model.doubt(state, expected, view.rule[rows])
+        spread, variance = model.doubt(state, expected)
         tokens: int | IntArray = PROBE_TOKENS
         if self.catchup_scored:
             emitted = state.request_tokens[expected.slot]
@@ -96,14 +96,14 @@ class Explorer:
         return Hope(np.minimum(hazard + self.optimism * spread, 1.0), self.optimism, evidence / (1 + evidence))
 
 
-def drawn(state: AcceptanceState, rule: IntArray, hazard: FloatArray, covariance: FloatArray, normal: FloatArray) -> FloatArray:
+def drawn(state: AcceptanceState, hazard: FloatArray, covariance: FloatArray, normal: FloatArray) -> FloatArray:
     """Return hazards [n, D, K] of requests that deviate from what is expected by a normal draw of a covariance [n, D, D] in logits.
 
     ``normal`` [n, D] are standard normal numbers. What is not known of a draft's level counts as deviation too.
     """
-    level = state.draft_hazard[rule, :, 0]
-    doubt = 1 / (level * (1 - level) * (state.draft_reached[rule, :, 0] + _LEAST_REACHED))
-    root = np.linalg.cholesky(covariance + doubt[:, :, None] * np.eye(level.shape[1]))
+    level = state.draft_hazard[:, 0]
+    doubt = 1 / (level * (1 - level) * (state.draft_reached[:, 0] + _LEAST_REACHED))
+    root = np.linalg.cholesky(covariance + np.diag(doubt))
     return shifted(hazard, (root @ normal[..., None])[..., 0])
 
 

@@ -1,4 +1,4 @@
-"""What an engine can do beyond one chain a row, and the words in which a plan says why it did not ask for it.
+"""What an engine can do beyond one proposal a row, and the words in which a plan says why it did not ask for it.
 
 Reasons are constants where the means are missing; where they are there but cost more than they bring, ``does not pay: 0.97`` has the gain
 over the cost.
@@ -8,24 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-TREES, MERGED, COHORTS, PIECES = "trees", "merged chains", "cohorts", "decomposition"
+COHORTS, PIECES = "cohorts", "decomposition"
 
-CHAINS_ONLY = {
-    TREES: "engine has no tree mask",
-    MERGED: "engine merges no chains",
-    COHORTS: "engine runs no cohorts",
-    PIECES: "engine does not pad",
-}
-"""Why nothing but chains is planned for an engine that declares nothing."""
+CHAINS_ONLY = {COHORTS: "engine runs no cohorts", PIECES: "engine does not pad"}
+"""Why nothing else is planned for an engine that declares nothing."""
 
 NO_SPECULATION = "no speculation"
 NOT_MEASURED = "contention is not measured"
 NOT_LONG_ENOUGH = "not yet for long enough"
 ONE_ROW = "one row"
-ONE_DRAFT = "one draft"
 OTHER_ARM = "rows of another arm"
-TWO_CHAINS = "rows have two chains"
-PAYS_MORE = {TREES: "trees pay more", MERGED: "merged chains pay more"}
 NOT_LONGER = "no context is longer than a block"
 
 
@@ -38,17 +30,11 @@ def does_not_pay(gain_over_cost: float) -> str:
 class Shapes:
     """Capabilities of an engine; nothing by default. Raises ValueError naming the one that is out of range.
 
-    Trees: up to ``tree_width`` siblings at a depth (1: chains only), none for the drafts ``single_choice`` (numbers), which name no second
-    choice. ``merges``: a second draft's chain in the same verification. Either way at most ``most_nodes`` proposed tokens a row.
     ``cohorts`` that can be in flight, and ``contention`` >= 1, how much longer drafting and verifying take side by side than alone (None:
     not measured). ``pads``: rows are padded to the longest context, unless it is told to cut
     contexts into pieces of whole ``block_tokens``, whose merging costs as much as reading ``merge_tokens`` cached tokens each.
     """
 
-    tree_width: int = 1
-    single_choice: tuple[int, ...] = ()
-    merges: bool = False
-    most_nodes: int = 64
     cohorts: int = 1
     contention: float | None = None
     pads: bool = False
@@ -56,7 +42,7 @@ class Shapes:
     block_tokens: int = 16
 
     def __post_init__(self) -> None:
-        for name in ("tree_width", "most_nodes", "cohorts", "block_tokens"):
+        for name in ("cohorts", "block_tokens"):
             if not getattr(self, name) >= 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
         if self.contention is not None and not self.contention >= 1:

@@ -3,7 +3,7 @@
     spindle simulate compare --deployment llama-8b-h100 --mix mix --rates 4,12,backlog --arms none,fixed:eagle:3 --html out.html
     spindle simulate evidence --json docs/results/simulation.json --html docs/results/simulation.html
     spindle simulate fleet --replicas 1,8,1000 --arms none,adaptive
-    spindle simulate shapes --cases trees,cohorts --json docs/results/shapes.json --html docs/results/shapes.html
+    spindle simulate shapes --cases cohorts --json docs/results/shapes.json --html docs/results/shapes.html
     spindle simulate regret --json docs/results/regret.json --html docs/results/regret.html
     spindle simulate report FILE.json --html FILE.html
 
@@ -18,7 +18,7 @@ import os
 import sys
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -159,8 +159,8 @@ def fleet_command(options: argparse.Namespace, run: Runner) -> dict[str, Any]:
 
 
 def shapes_command(options: argparse.Namespace, run: Runner) -> dict[str, Any]:
-    """Run the cases of trees, merged chains, cohorts and cut contexts asked for."""
-    known = shape_cases.cases(deployments()["smollm2-cpu"])
+    """Run the cases of cohorts and cut contexts asked for."""
+    known = shape_cases.cases()
     names = options.cases.split(",") if options.cases else list(known)
     if unknown := set(names) - set(known):
         raise ValueError(f"cases must be of {list(known)}, got {sorted(unknown)}")
@@ -171,7 +171,7 @@ def shapes_command(options: argparse.Namespace, run: Runner) -> dict[str, Any]:
     for point in points:
         print(json.dumps(point))
     titles = {name: known[name][0] for name in names}
-    return {**run.document(), "shapes": {"titles": titles, "seeds": seeds, "guesses": asdict(shape_cases.GUESSES), "points": points}}
+    return {**run.document(), "shapes": {"titles": titles, "seeds": seeds, "points": points}}
 
 
 def regret_command(options: argparse.Namespace, run: Runner) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     fleet.add_argument("--rate", type=float, default=10.0, help="requests a second and replica")
     fleet.add_argument("--requests", type=int, default=40, help="a replica")
     fleet.add_argument("--seed", type=int, default=3)
-    shapes = commands.add_parser("shapes", parents=[output], help="trees, merged chains, cohorts and cut contexts against chains")
+    shapes = commands.add_parser("shapes", parents=[output], help="cohorts and cut contexts against plain chains")
     shapes.add_argument("--cases", help="which, all if not given")
     shapes.add_argument("--seeds", type=seeds, default="0,1,2")
     learning = commands.add_parser("regret", parents=[output], help="what ways to learn lose to the oracle")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .baselines import FixedLength, NoSpeculation
-from .plan import IntArray, Outcome, Plan, Policy, View
+from .plan import Drafted, IntArray, Outcome, Plan, Policy, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,16 @@ class SwitchedPolicy:
             return False
         alone = switches.speculation == "on" and switches.canary_share == 1
         return not alone or self.policy.needs_offers(request, state.inner)
+
+    def trim(self, view: View, plan: Plan, drafted: Drafted, state: SwitchedState) -> IntArray:
+        """Return the policy's answer; rows that it did not plan for are verified as the plan has them."""
+        switches = self._switches()
+        if switches.speculation != "on":
+            return plan.length
+        if switches.inter_token_cap_s > 0:
+            view = replace(view, cap_s=switches.inter_token_cap_s)
+        nodes = self.policy.trim(view, plan, drafted, state.inner)
+        return nodes if view.control is None else np.where(view.control, plan.length, nodes)
 
     def observe(self, outcome: Outcome, state: SwitchedState, now: float) -> SwitchedState:
         """Let the policy learn, whoever planned."""

@@ -15,23 +15,25 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .acceptance import AcceptanceConfig, AcceptanceState
+from .calibration import Calibration
 from .correction import Shape
 from .deviation import Law
 from .groups import Groups
 from .hints import Last
 from .latency import LatencyCurve, LatencyModel
-from .plan import IntArray, Outcome, Plan, Policy, Ran, TurnShape, View
+from .plan import Drafted, IntArray, Outcome, Plan, Policy, Ran, TurnShape, View
 from .planner import AdaptivePlanner
 from .planner_state import PlannerConfig, PlannerState
 from .promise import Promise
-from .ranks import RankState
 from .selection import THOMPSON, Draws
 from .shaped import ShapedPlanner
 from .shapes import Shapes
 
-SCHEMA = 3
+SCHEMA = 4
 _KINDS = {"i": np.int64, "f": np.float64, "b": np.bool_}
-_RECORDS = (View, Plan, TurnShape, Outcome, Ran, PlannerState, Last, AcceptanceState, Draws, Groups, Law, Promise, Shape, RankState)
+_PLANS = (View, Plan, TurnShape, Outcome, Ran)
+_STATES = (PlannerState, Last, AcceptanceState, Calibration, Draws, Groups, Law, Promise, Shape)
+_RECORDS = (*_PLANS, *_STATES)
 _CLASSES = {cls.__name__: cls for cls in _RECORDS}
 
 
@@ -60,6 +62,10 @@ class Traced(Policy):
     def needs_offers(self, request: IntArray, state: PlannerState) -> bool:
         """Return the planner's."""
         return self.planner.needs_offers(request, state)
+
+    def trim(self, view: View, plan: Plan, drafted: Drafted, state: PlannerState) -> IntArray:
+        """Return the planner's."""
+        return self.planner.trim(view, plan, drafted, state)
 
     def observe(self, outcome: Outcome, state: PlannerState, now: float) -> PlannerState:
         """Learn, and trace it."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from policy.plan import Outcome, Plan, Policy, TurnShape, View
+from policy.plan import Drafted, IntArray, Outcome, Plan, Policy, TurnShape, View
 
 
 class ForcedCohorts(Policy):
@@ -27,6 +27,10 @@ class ForcedCohorts(Policy):
         cohort = np.full(len(view), -1, np.int64)
         cohort[ready] = 0 if len(ready) < len(view) else np.arange(len(view)) * self.cohorts // max(len(view), self.cohorts)
         return replace(plan, shape=replace(plan.shape or TurnShape(), cohort=cohort)), state
+
+    def trim(self, view: View, plan: Plan, drafted: Drafted, state: Any) -> IntArray:
+        """Return the policy's."""
+        return self.policy.trim(view, plan, drafted, state)
 
     def observe(self, outcome: Outcome, state: Any, now: float) -> Any:
         """Let the policy learn."""

@@ -25,7 +25,7 @@ def processed(logits: np.ndarray, tokens: list[int], prompt_tokens: int, samplin
         if tokens[len(tokens) - len(head) :] == head:
             scores[last] = -1e30
     if sampling.guide is not None:
-        scores[~sampling.guide.masks(tokens[prompt_tokens:], ())[0]] = -2e30
+        scores[~sampling.guide.mask(tokens[prompt_tokens:])] = -2e30
     return scores
 
 

@@ -49,9 +49,9 @@ class _Ask:
     number: int
     start: int
     tokens: list[int]
-    attempt: int
     end: int
     run: int
+    nodes: int
     first: tuple[int, SamplingParams, str] | None
 
 
@@ -106,7 +106,7 @@ class EngineApart:
     # -- the port
 
     def submit(self, turns: Seq[Turn]) -> None:
-        """Hand over turns that run freely. Raises DraftDiedError."""
+        """Hand over turns that ask for proposals or run freely. Raises DraftDiedError."""
         if not self._is_ready():
             raise DraftDiedError(f"{self.name} is being created anew")
         asks = [self._ask(turn) for turn in turns]
@@ -250,7 +250,8 @@ class EngineApart:
             known = self._known[sequence.id] = _Known(self._numbers)
             first = sequence.prompt_tokens, sequence.sampling, sequence.salt
         start, known.told = known.told, turn.end
-        return _Ask(known.number, start, sequence.tokens[start : turn.end], sequence.attempt, turn.end, turn.run, first)
+        new = sequence.tokens[start : turn.end]
+        return _Ask(known.number, start, new, turn.end, turn.run, turn.nodes, first)
 
     def _taken(self, completion: Completion) -> Completion | None:
         """Return a completion under its sequence's own id; None where that was cancelled."""
@@ -258,7 +259,9 @@ class EngineApart:
         if turn is None:
             return None
         if completion.error is None:
-            self._seen.ran(turn.sequence.id, turn.end, completion.tokens[:-1])
+            proposal = completion.proposal
+            ran = completion.tokens if proposal is None else proposal.spine().tokens
+            self._seen.ran(turn.sequence.id, turn.end, ran[:-1])
         return replace(completion, sequence_id=turn.sequence.id)
 
 
@@ -322,8 +325,7 @@ def _turn(sequences: dict[int, Sequence], ask: _Ask) -> Turn:
         sequences[ask.number] = Sequence(ask.number, [], prompt_tokens, sampling, salt=salt)
     sequence = sequences[ask.number]
     sequence.tokens[ask.start :] = ask.tokens
-    sequence.attempt = ask.attempt
-    return Turn(sequence, ask.end, run=ask.run, keep_probs=True)
+    return Turn(sequence, ask.end, run=ask.run, nodes=ask.nodes)
 
 
 def _end(child: _Child) -> None:

@@ -1,36 +1,32 @@
-"""What a draft would have had accepted: its pass over tokens that were emitted without it also tells what it would have proposed there."""
+"""What a draft would have had accepted: its pass over tokens that were emitted without it also tells
+what it would have proposed there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import torch
 
-from backend.engines.coupling import winner
-from backend.engines.laws import arg_max, target_laws
 from backend.engines.processing import Columns
-from backend.engines.verification import Request, scores
+from backend.engines.verification import Request, candidates
 
 SCORED_ROWS = 32
 """Rows of a submission, at most, whose logits are made for this alone."""
 
-RACE_ROWS = 4
-"""For how many of them a plan-invariant row counts: its race takes longer than its logits do."""
+DRAWN_ROWS = 4
+"""For how many of them a row of a sampled text counts: its race takes longer than its logits do."""
 
 
-def guesses(logits: torch.Tensor, request: Request, columns: Columns) -> list[int]:
-    """Return the token that a greedy or plan-invariant request takes in each row of ``logits`` [rows, S].
+def guesses(logits: torch.Tensor, first: Request, columns: Columns) -> list[int]:
+    """Return the token that a draft of these logits [n, S] would have proposed in each row's place.
 
-    Row i is that of the place ``request.position + i``, behind ``request.tokens[:i]``: all of those were emitted.
+    Row i is that of the place ``first.position + i`` of ``first.committed``, all emitted.
     """
-    sampling = request.sampling
-    rows = scores(logits, [request], columns) if request.reads_scores else logits
-    if sampling.greedy:
-        found = arg_max(rows)
-    else:
-        laws = target_laws(rows, request.row_params)
-        found = [winner(law, sampling.seed, request.position + row, columns) for row, law in enumerate(laws)]
-    return [columns.token(column) for column in found]
+    places = [replace(first, position=first.position + row) for row in range(len(logits))]
+    found = candidates(logits, places, 1, columns)
+    return [columns.token(row[0][0]) if row else -1 for row in found]
 
 
 def chains(guessed: Seq[int], emitted: Seq[int], most: int) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -68,7 +68,7 @@ def draw(laws: torch.Tensor, words: Words, token_ids: IntArray | None = None) ->
 def race(
     heads: Heads,
     words: Words,
-    law_of: Callable[[int], npt.NDArray[np.floating]],
+    law_of: Callable[[int], npt.NDArray[np.floating[Any]]],
     token_ids: IntArray | None = None,
 ) -> list[int]:
     """Return ``draw`` of laws by their heads; ``law_of(row)`` [S] is asked only where the tail wins."""
@@ -113,7 +113,7 @@ def _times(
 
 
 def _in_tail(
-    law: npt.NDArray[np.floating], word: np.uint64, head: int, token_ids: IntArray | None
+    law: npt.NDArray[np.floating[Any]], word: np.uint64, head: int, token_ids: IntArray | None
 ) -> int:
     """Return the column that wins among those below ``HEAD``; ``head`` where the tail was but rounding."""
     columns = np.flatnonzero((law > 0) & (law < HEAD))

@@ -1,9 +1,10 @@
-"""A seeded Markov engine: no model, a settable agreement between draft and target, and a settable time per pass.
+"""A seeded Markov engine: no model, a settable agreement of draft and target, and a settable time.
 
-It keeps the port's whole contract (catch-up, rollback, exact rejection sampling, plan-invariant sampling, options and log-probabilities,
-block tables that must cover what it writes and still hold what it reads), so that the loop, the wire and the Triton side are tested on it
-in milliseconds. Its logits are a function of the last ``ORDER`` tokens: four letters share the law, everything else is impossible unless an
-option makes it likely.
+It keeps the port's whole contract (catch-up, rollback, trees as a draft and as a target, options
+and log-probabilities, block tables that must cover what it writes and still hold what it reads), so
+that the loop, the wire and the Triton side are tested on it in milliseconds. Its logits are a
+function of the last ``ORDER`` tokens: four letters share the law, everything else is impossible
+unless an option makes it likely.
 """
 
 from __future__ import annotations
@@ -16,11 +17,22 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import numpy.typing as npt
 
-from backend.ports import BLOCK_TOKENS, Completion, EngineLimits, Extras, Proposal, Sequence, Turn
+from backend.ports import (
+    BLOCK_TOKENS,
+    ROOT,
+    Completion,
+    EngineLimits,
+    Extras,
+    Proposal,
+    Sequence,
+    Turn,
+)
+from backend.randomness import exponentials, word
 from backend.request import SamplingParams
 
 VOCAB_SIZE = 257
 """256 bytes and an end token, as ``backend.tokenizer.ByteTokenizer`` has them."""
+_TOKENS = np.arange(VOCAB_SIZE, dtype=np.uint64)
 
 ORDER = 8
 _LETTERS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz ", np.uint8).astype(np.int64)
@@ -28,9 +40,10 @@ _LOGITS = np.log([0.6, 0.25, 0.1, 0.05]) + 4.0
 _UNLIKELY_LOGIT = -26.0
 _IMPOSSIBLE_LOGIT = -1e30  # finite: a row in which everything is banned still has a law
 _UNGRAMMATICAL_LOGIT = -2e30
-_DRAFT, _ACCEPT, _SAMPLE, _COUPLED = range(4)
+_FAINT = 0.02  # a candidate so much less likely than the best one is not worth a node
 
 FloatArray = npt.NDArray[np.float64]
+Top = list[list[tuple[int, float]]]
 
 
 class FakeEngine:
@@ -48,7 +61,15 @@ class FakeEngine:
         max_draft_tokens: int = 64,
     ) -> None:
         self.name = name
-        self.limits = EngineLimits(VOCAB_SIZE, max_context_tokens, max_draft_tokens, max_draft_tokens, kv_blocks, overlaps=True)
+        most = max_draft_tokens, max_draft_tokens
+        self.limits = EngineLimits(
+            VOCAB_SIZE,
+            max_context_tokens,
+            *most,
+            kv_blocks,
+            tree=True,
+            overlaps=True,
+        )
         self._seed = seed
         self._agreement = agreement
         self._step_s = step_s
@@ -95,23 +116,29 @@ class FakeEngine:
         """Do nothing: there is nothing to release."""
 
     def _complete(self, turn: Turn) -> Completion:
-        sequence, proposed = turn.sequence, turn.proposal.tokens if turn.proposal else []
-        error = self._wrong_with_blocks(turn, turn.end + len(proposed) + max(0, turn.run - 1)) if self.limits.kv_blocks else None
-        if error:
-            return Completion(sequence.id, [], error=f"{self.name}: {error}")
-        start = min(turn.end - (turn.run > 0), len(sequence.tokens) - self.unseen(sequence))
-        tokens, accepted, laws, log_probs, top = self._run(turn)
+        sequence, nodes = turn.sequence, len(turn.proposal) if turn.proposal else 0
         if self.limits.kv_blocks:
-            self._write(turn, proposed or tokens[:-1])
-        self._ran[sequence.id] = (turn.end, tokens[:-1])
-        point_mass = sequence.sampling.greedy or sequence.sampling.coupled
-        probs = np.array(laws) if turn.keep_probs and not point_mass else None
+            error = self._wrong_with_blocks(turn, turn.end + nodes + max(0, turn.run - 1))
+            if error:
+                return Completion(sequence.id, [], error=f"{self.name}: {error}")
+        if turn.nodes:
+            spine, proposal = self._propose(turn)
+            self._keep(turn, spine[:-1])
+            return Completion(sequence.id, [], proposal=proposal)
+        start = min(turn.end - (turn.run > 0), len(sequence.tokens) - self.unseen(sequence))
+        tokens, accepted, log_probs, top = self._run(turn)
+        self._keep(turn, tokens[:-1])
         told = log_probs if sequence.sampling.log_probs else None
-        return Completion(
-            sequence.id, tokens, accepted, probs, told, extras=None if turn.keep_probs else self._extras(turn, start, tokens, top)
-        )
+        extras = self._extras(turn, start, tokens, top)
+        return Completion(sequence.id, tokens, accepted, log_probs=told, extras=extras)
 
-    def _extras(self, turn: Turn, start: int, tokens: list[int], top: list[list[tuple[int, float]]]) -> Extras | None:
+    def _keep(self, turn: Turn, beyond: list[int]) -> None:
+        """Note what a turn has run: the text, and tokens ``beyond`` it that may become text."""
+        if self.limits.kv_blocks:
+            self._write(turn, beyond)
+        self._ran[turn.sequence.id] = (turn.end, beyond)
+
+    def _extras(self, turn: Turn, start: int, tokens: list[int], top: Top) -> Extras | None:
         """Return what a sequence asks for beside its tokens; the turn has run it from token ``start`` on."""
         sequence, text = turn.sequence, [*turn.sequence.tokens, *tokens]
         extras = Extras(top, context_first=start)
@@ -133,13 +160,20 @@ class FakeEngine:
         return None
 
     def _write(self, turn: Turn, beyond: list[int]) -> None:
-        """Write the KV of the turn's text and of the tokens run ``beyond`` it, which may or may not become text."""
+        """Write the KV of the turn's text, of the proposal's nodes in their order and, over them,
+        of the tokens ``beyond`` the text: what was accepted moves to its place.
+        """
         sequence, blocks = turn.sequence, turn.sequence.blocks[self.name]
         marks = list(self._marks_of(sequence, turn.end))
+        pool = self._pool[blocks].ravel()
+        start = min(turn.end, len(sequence.tokens) - self.unseen(sequence))
+        if turn.proposal is not None:
+            nodes: list[int] = []
+            for token, parent in zip(turn.proposal.tokens, turn.proposal.parents, strict=True):
+                nodes.append(_mark(marks[-1] if parent == ROOT else nodes[parent], token))
+            pool[turn.end : turn.end + len(nodes)] = nodes
         for token in beyond:
             marks.append(_mark(marks[-1], token))
-        start = min(turn.end, len(sequence.tokens) - self.unseen(sequence))
-        pool = self._pool[blocks].ravel()
         pool[start : len(marks)] = marks[start:]
         self._pool[blocks] = pool.reshape(-1, BLOCK_TOKENS)
 
@@ -157,48 +191,70 @@ class FakeEngine:
         alike = (self._pool[b].tolist() == marks[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS] for i, b in enumerate(blocks))
         return BLOCK_TOKENS * next((i for i, same in enumerate(alike) if not same), len(blocks))
 
-    def _run(self, turn: Turn) -> tuple[list[int], int, list[FloatArray], list[float], list[list[tuple[int, float]]]]:
-        """Return (tokens, how many were accepted, the laws of the freely run ones, every token's log-probability, the likeliest tokens).
+    def _run(self, turn: Turn) -> tuple[list[int], int, list[float], Top]:
+        """Return (tokens, how many were accepted, their log-probabilities, the likeliest tokens).
 
-        Verification ends with the first rejection, whose place a draw from the residual law takes.
+        The path is followed as long as it has what the target draws; ``run`` tokens come behind it.
         """
-        sequence, proposed = turn.sequence, turn.proposal.tokens if turn.proposal else []
+        sequence, proposal = turn.sequence, turn.proposal
+        nodes = zip(proposal.parents, proposal.tokens, strict=True) if proposal else ()
+        children = {edge: node for node, edge in enumerate(nodes)}
         tokens: list[int] = []
-        laws: list[FloatArray] = []
         log_probs: list[float] = []
-        top: list[list[tuple[int, float]]] = []
+        top: Top = []
+        at: int | None = ROOT
         accepted, most = 0, sequence.sampling.top_log_probs or 0
-        while accepted == len(tokens) < len(proposed) or len(tokens) < accepted + turn.run:
-            law, scores = self._law([*sequence.tokens, *tokens], sequence)
-            if turn.proposal is not None and accepted == len(tokens) < len(proposed):
-                token, kept = _verified(law, turn.proposal, len(tokens), sequence)
-                accepted += kept
-            else:
-                token = _draw(law, sequence, len(tokens), _DRAFT if turn.keep_probs else _SAMPLE)
-                laws.append(law)
+        while len(tokens) < accepted + turn.run:
+            token, scores = self._next([*sequence.tokens, *tokens], sequence)
             tokens.append(token)
+            at = None if at is None else children.get((at, token))
+            accepted += at is not None
             if scores is not None:
                 log_probs.append(float(scores[token]))
                 if most:
-                    top.append([(int(best), float(scores[best])) for best in np.argsort(-scores, kind="stable")[:most]])
-        return tokens, accepted, laws, log_probs, top
+                    best = np.argsort(-scores, kind="stable")[:most]
+                    top.append([(int(token), float(scores[token])) for token in best])
+        return tokens, accepted, log_probs, top
 
-    def _law(self, context: list[int], sequence: Sequence) -> tuple[FloatArray, FloatArray | None]:
-        """Return the law of the next token [vocab] and, where options or log-probabilities need them, the log-probabilities [vocab].
+    def _propose(self, turn: Turn) -> tuple[list[int], Proposal]:
+        """Return the tokens that were run along the spine, and the tree of the best nodes."""
+        sequence = turn.sequence
+        spine: list[int] = []
+        nodes: list[tuple[int, int, float]] = []
+        at, held = ROOT, 1.0
+        for _ in range(turn.run):
+            chances, _ = self._chances([*sequence.tokens, *spine], sequence)
+            best = np.argsort(-chances, kind="stable")[: turn.nodes].tolist()
+            least = _FAINT * float(chances[best[0]])
+            found = [(t, at, held * float(chances[t])) for t in best if chances[t] >= least]
+            at, held = len(nodes), found[0][2]
+            spine.append(best[0])
+            nodes += found
+        return spine, Proposal.best(self.name, nodes, turn.nodes)
 
-        The law of a greedy or plan-invariant request is a point mass, so that one rule verifies all.
-        """
+    def _next(self, context: list[int], sequence: Sequence) -> tuple[int, FloatArray | None]:
+        """Return the token behind a text and, where computed, the log-probabilities [vocab]."""
         sampling = sequence.sampling
         if sampling.greedy and not (sampling.changes_logits or sampling.reads_log_probs):
-            return _point_mass(int(self._letters(context)[0])), None
+            return int(self._letters(context)[0]), None
+        chances, scores = self._chances(context, sequence)
+        return int(chances.argmax()), scores
+
+    def _chances(self, context: list[int], sequence: Sequence) -> tuple[FloatArray, FloatArray]:
+        """Return how likely each token [vocab] is the next one, the engine's own the likeliest, and
+        the log-probabilities [vocab] before top-k and top-p.
+
+        A greedy token is the likeliest by the law. Sampled tokens take the time E / p, E the noise
+        of their place: the sooner one comes in, the likelier another engine draws it too.
+        """
+        sampling = sequence.sampling
         scores = _log_softmax(_processed(self._logits(context), context, sequence))
         if sampling.greedy:
-            return _point_mass(int(scores.argmax())), scores
+            return np.exp(scores), scores
         law = _truncated(np.exp(scores), sampling.behind(context[sequence.prompt_tokens :]))
-        if sampling.coupled:  # least of E / p, with exponential noise E of the token's position alone
-            noise = np.random.default_rng((sampling.seed, len(context), _COUPLED)).standard_exponential(VOCAB_SIZE)
-            law = _point_mass(int((law / noise).argmax()))
-        return law, scores
+        noise = exponentials(np.uint64(word(sampling.seed, len(context))) ^ _TOKENS)
+        speeds: FloatArray = law / noise
+        return speeds / speeds.sum(), scores
 
     def _logits(self, context: list[int]) -> FloatArray:
         """Return the logits [vocab] behind a text, before any option."""
@@ -230,8 +286,10 @@ def _processed(logits: FloatArray, context: list[int], sequence: Sequence) -> Fl
     if len(context) - sequence.prompt_tokens < sampling.min_tokens:
         logits[list(sampling.end_ids)] = _IMPOSSIBLE_LOGIT
     logits[sampling.banned(context, len(context))] = _IMPOSSIBLE_LOGIT
-    for mask in sampling.guide.masks(context[sequence.prompt_tokens :], ()) if sampling.guide else ():
-        logits[~mask] = _UNGRAMMATICAL_LOGIT
+    if sampling.guide is not None:
+        mask = sampling.guide.mask(context[sequence.prompt_tokens :])
+        if mask is not None:
+            logits[~mask] = _UNGRAMMATICAL_LOGIT
     return logits
 
 
@@ -255,16 +313,6 @@ def _truncated(law: FloatArray, sampling: SamplingParams) -> FloatArray:
     return law
 
 
-def _verified(law: FloatArray, proposal: Proposal, j: int, sequence: Sequence) -> tuple[int, bool]:
-    """Return (token, whether it is the proposed one) of the chain rule at proposed position ``j``."""
-    token = proposal.tokens[j]
-    q = _point_mass(token) if proposal.probs is None else proposal.probs[j]
-    if _uniform(sequence, j, _ACCEPT) * q[token] < law[token]:
-        return token, True
-    residual = np.maximum(law - q, 0.0)
-    return _draw(residual if residual.any() else law, sequence, j, _SAMPLE), False
-
-
 def _candidates(salt: bytes, recent: bytes) -> npt.NDArray[np.int64]:
     digest = hashlib.blake2b(recent, key=salt, digest_size=8).digest()
     start, stride = digest[0] % 27, 1 + digest[1] % 8
@@ -274,21 +322,3 @@ def _candidates(salt: bytes, recent: bytes) -> npt.NDArray[np.int64]:
 
 def _fraction(seed: int, recent: bytes) -> float:
     return int.from_bytes(hashlib.blake2b(recent, key=b"agree%d" % seed, digest_size=8).digest(), "big") / 2.0**64
-
-
-def _point_mass(token: int) -> FloatArray:
-    law = np.zeros(VOCAB_SIZE)
-    law[token] = 1.0
-    return law
-
-
-def _uniform(sequence: Sequence, offset: int, purpose: int) -> float:
-    key = (sequence.sampling.seed, len(sequence.tokens) + offset, purpose, sequence.attempt)
-    return float(np.random.default_rng(key).random())
-
-
-def _draw(law: FloatArray, sequence: Sequence, offset: int, purpose: int) -> int:
-    if law.max() == 1.0:
-        return int(law.argmax())
-    cumulative = np.cumsum(law)
-    return int(np.searchsorted(cumulative, _uniform(sequence, offset, purpose) * cumulative[-1], side="right"))

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 import torch
 
 from backend.engines.chunks import KVTable
-from backend.ports import BLOCK_TOKENS, Sequence
+from backend.ports import BLOCK_TOKENS, Proposal, Sequence
 
 
 @dataclass(slots=True)
 class Cache:
     """What the KV pool holds of a sequence: the token ids run, position by position, of which the first ``agreed`` are committed.
 
-    The engine knows the content of the first ``named`` blocks by their keys. ``proposed`` is its last free run, from ``proposed_at`` on.
+    The engine knows the content of the first ``named`` blocks by their keys. ``proposed`` is its last proposal, for the places from ``proposed_at`` on.
     """
 
     blocks: list[int]
@@ -24,7 +24,7 @@ class Cache:
     agreed: int = 0
     named: int = 0
     proposed_at: int = 0
-    proposed: list[int] = field(default_factory=list)
+    proposed: Proposal | None = None
 
     def seen(self, tokens: list[int]) -> int:
         """Return how many of the committed ``tokens`` have KV here. Looks only at what is new since the last call."""
@@ -35,9 +35,9 @@ class Cache:
 
     def own_end(self, tokens: list[int]) -> int:
         """Return where the tokens end that the step of its last proposal emitted: what was accepted of it and one more."""
-        pairs = zip(self.proposed, tokens[self.proposed_at :], strict=False)
-        accepted = next((j for j, (mine, token) in enumerate(pairs) if mine != token), len(self.proposed))
-        return self.proposed_at + accepted + 1 if self.proposed else 0
+        if self.proposed is None:
+            return 0
+        return self.proposed_at + len(self.proposed.followed(tokens[self.proposed_at :])) + 1
 
     def roll_back(self, position: int) -> None:
         """Forget everything from ``position`` on: what was rejected, or is to be run again."""

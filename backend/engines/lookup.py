@@ -1,41 +1,64 @@
-"""Prompt lookup: a draft without a model, which proposes what followed the last earlier occurrence of the text's end.
+"""Prompt lookup: a draft without a model, which proposes what followed the text's end before.
 
-For n from ``max_ngram`` down to ``min_ngram``, the last n tokens are looked up among the earlier n-grams of prompt and output (Saxena,
-"Prompt Lookup Decoding", 2023); the most recent occurrence of the longest match wins. An index per sequence makes a step cost its new
-tokens, not its context.
+For n from ``max_ngram`` down to ``min_ngram``, the last n tokens are looked up among the earlier
+n-grams of prompt and output (Saxena, "Prompt Lookup Decoding", 2023). The most recent occurrences
+of the longest suffixes are read on together, as one tree. An index per sequence makes a step cost
+its new tokens, not its context.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
-from backend.ports import Completion, EngineLimits, Sequence, Turn
+from backend.ports import ROOT, Completion, EngineLimits, Proposal, Sequence, Turn
+
+MATCHES = 4
+"""How many occurrences are read on, and kept of each n-gram: the most recent ones."""
+DOUBT = 2
+"""Votes for a token that no match has (fitted)."""
 
 _UNLIMITED = 2**31 - 1
 
 
+class Match(NamedTuple):
+    """An earlier occurrence of the text's last ``size`` tokens, which ends before ``position``."""
+
+    position: int
+    size: int
+
+
 class LookupEngine:
-    """A point-mass draft over n-gram matches; it keeps no KV and can verify nothing.
+    """A draft over n-gram matches; it keeps no KV and can verify nothing."""
 
-    A match that runs into the end of the text is read on into its own proposal: text that repeats itself goes on repeating.
-    """
-
-    def __init__(self, name: str, *, max_draft_tokens: int, min_ngram: int = 2, max_ngram: int = 4, vocab_size: int = _UNLIMITED) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        max_draft_tokens: int,
+        min_ngram: int = 2,
+        max_ngram: int = 4,
+        vocab_size: int = _UNLIMITED,
+    ) -> None:
         if not 1 <= min_ngram <= max_ngram:
             raise ValueError(f"min_ngram must be from 1 to max_ngram {max_ngram}, got {min_ngram}")
         self.name = name
-        self.limits = EngineLimits(vocab_size, _UNLIMITED, max_draft_tokens, max_draft_tokens, kv_blocks=0, free=True)
+        most = max_draft_tokens, max_draft_tokens
+        self.limits = EngineLimits(vocab_size, _UNLIMITED, *most, kv_blocks=0, free=True)
         self._ngrams = (min_ngram, max_ngram)
         self._indices: dict[int, _Index] = {}
         self._completions: list[Completion] = []
 
     def submit(self, turns: Seq[Turn]) -> None:
-        """Look up a proposal of up to ``run`` tokens for every turn. A turn with a proposal to verify completes with an error."""
+        """Look up what every turn asks for; one with a proposal to verify gets an error."""
         for turn in turns:
-            error = None if turn.proposal is None else f"engine {self.name!r} (lookup) cannot verify a proposal"
-            tokens = [] if error else _grammatical(turn.sequence, self._propose(turn.sequence, turn.run))
-            self._completions.append(Completion(turn.sequence.id, tokens, error=error))
+            proposal = self._propose(turn) if turn.nodes else None
+            error = None
+            if turn.proposal is not None:
+                error = f"engine {self.name!r} (lookup) cannot verify a proposal"
+            done = Completion(turn.sequence.id, [], proposal=proposal, error=error)
+            self._completions.append(done)
 
     def poll(self, timeout_s: float) -> list[Completion]:
         """Return the completions of everything submitted."""
@@ -48,7 +71,7 @@ class LookupEngine:
         gone = set(sequence_ids)
         for sequence_id in gone:
             self._indices.pop(sequence_id, None)
-        self._completions = [completion for completion in self._completions if completion.sequence_id not in gone]
+        self._completions = [c for c in self._completions if c.sequence_id not in gone]
 
     def unseen(self, sequence: Sequence) -> int:
         """Return 0: looking up costs no forward pass, however much text is new."""
@@ -56,64 +79,112 @@ class LookupEngine:
         return 0
 
     def available(self, sequence: Sequence, length: int) -> int:
-        """Return ``length`` (at most ``max_draft_tokens``) where the end of the text occurred before, else 0."""
-        return 0 if self._match(sequence) is None else min(length, self.limits.max_draft_tokens)
+        """Return ``length``, at most ``max_draft_tokens``, where the end has a match, else 0."""
+        most = min(length, self.limits.max_draft_tokens)
+        return most if self._index(sequence).has_match(sequence.tokens) else 0
 
     def close(self) -> None:
         """Forget everything."""
         self._indices.clear()
         self._completions.clear()
 
-    def _match(self, sequence: Sequence) -> int | None:
+    def _index(self, sequence: Sequence) -> _Index:
         index = self._indices.get(sequence.id)
         if index is None:
             index = self._indices[sequence.id] = _Index(*self._ngrams)
-        return index.match(sequence.tokens)
+        return index
 
-    def _propose(self, sequence: Sequence, run: int) -> list[int]:
-        length = min(run, self.limits.max_draft_tokens)
-        start = self._match(sequence) if length > 0 else None
-        if start is None:
-            return []
-        proposal = sequence.tokens[start : start + length]
-        period = len(proposal)
-        return [proposal[i % period] for i in range(length)]
+    def _propose(self, turn: Turn) -> Proposal:
+        sequence, length = turn.sequence, min(turn.run, self.limits.max_draft_tokens)
+        paths = []
+        for match in self._index(sequence).matches(sequence.tokens):
+            path = _continuation(sequence.tokens, match.position, length)
+            paths.append((match.size, _grammatical(sequence, path)))
+        return Proposal.best(self.name, _merged(paths), turn.nodes)
 
 
-def _grammatical(sequence: Sequence, proposal: list[int]) -> list[int]:
-    """Cut a proposal before the first token that the request's grammar forbids; a point mass may be cut without moving any law."""
+def _continuation(tokens: list[int], position: int, length: int) -> list[int]:
+    """Return what follows ``position``. At the end of the text it is read on in the continuation
+    itself: text that repeats itself goes on repeating.
+    """
+    found = tokens[position : position + length]
+    period = len(found)
+    return found if period == length else [found[i % period] for i in range(length)]
+
+
+def _grammatical(sequence: Sequence, path: list[int]) -> list[int]:
+    """Cut a path before the first token that the request's grammar forbids."""
     guide = sequence.sampling.guide
-    return proposal if guide is None else proposal[: guide.allowed(sequence.tokens[sequence.prompt_tokens :], proposal)]
+    if guide is None:
+        return path
+    return path[: guide.allowed(sequence.tokens[sequence.prompt_tokens :], path)]
+
+
+def _merged(paths: Iterable[tuple[int, list[int]]]) -> list[tuple[int, int, float]]:
+    """Return the nodes (token, parent, confidence) of paths behind matches of so many tokens.
+
+    A path votes for each of its tokens by the length of its match, which every token before it has
+    made longer; two votes are for a token that no path has. So a single path's token is held for
+    n / (n + 2), and confidence rises with length and agreement and falls with depth. On source text
+    that was about how often it was right; what it is on other texts is for the policy to learn.
+    """
+    nodes: list[tuple[int, int]] = []
+    children: dict[tuple[int, int], int] = {}
+    votes: list[int] = []
+    cast = [DOUBT]  # behind the text, then behind each node
+    for size, path in paths:
+        at = ROOT
+        for vote, token in enumerate(path, size):
+            edge = token, at
+            node = children.get(edge)
+            if node is None:
+                node = children[edge] = len(nodes)
+                nodes.append(edge)
+                votes.append(0)
+                cast.append(DOUBT)
+            votes[node] += vote
+            cast[at + 1] += vote
+            at = node
+    held = [1.0]
+    for (_, parent), count in zip(nodes, votes, strict=True):
+        held.append(held[parent + 1] * count / cast[parent + 1])
+    return [(*node, confidence) for node, confidence in zip(nodes, held[1:], strict=True)]
 
 
 class _Index:
-    """Where each n-gram of one sequence last occurred, as the position of the token after it.
+    """Where each n-gram of one sequence occurred last, as the positions of the tokens after it.
 
-    The n-grams at the very end are left out until a token follows them, so a look-up never finds the end itself.
+    The n-grams at the very end are left out until a token follows them, so a look-up never finds
+    the end itself.
     """
 
     def __init__(self, min_ngram: int, max_ngram: int) -> None:
         self._sizes = range(max_ngram, min_ngram - 1, -1)
-        self._after: dict[tuple[int, ...], int] = {}
+        self._after: dict[tuple[int, ...], tuple[int, ...]] = {}  # the most recent first
         self._indexed = 0  # n-grams ending before this position are in the index
-        self._found: int | None = None
 
-    def match(self, tokens: list[int]) -> int | None:
-        """Return the position after the most recent earlier occurrence of the longest known suffix; None without one."""
-        end = len(tokens)
-        if end > self._indexed + 1:
-            for position in range(self._indexed + 1, end):
-                for size in self._sizes:
-                    if size <= position:
-                        self._after[tuple(tokens[position - size : position])] = position
-            self._indexed = end - 1
-            self._found = self._look_up(tokens)
-        return self._found
+    def has_match(self, tokens: list[int]) -> bool:
+        """Return whether the text's end occurred before."""
+        self._grow(tokens)
+        return tuple(tokens[-self._sizes[-1] :]) in self._after  # who matches more matches this too
 
-    def _look_up(self, tokens: list[int]) -> int | None:
+    def matches(self, tokens: list[int]) -> list[Match]:
+        """Return the last occurrences of the end, the longest first, then the most recent."""
+        self._grow(tokens)
+        found: dict[int, int] = {}
         for size in self._sizes:
-            if size < len(tokens):
-                position = self._after.get(tuple(tokens[-size:]))
-                if position is not None:
-                    return position
-        return None
+            if size < len(tokens) and len(found) < MATCHES:
+                for position in self._after.get(tuple(tokens[-size:]), ()):
+                    found.setdefault(position, size)
+        return [Match(*pair) for pair in found.items()][:MATCHES]
+
+    def _grow(self, tokens: list[int]) -> None:
+        end = len(tokens)
+        for position in range(self._indexed + 1, end):
+            for size in self._sizes:
+                if size <= position:
+                    ngram = tuple(tokens[position - size : position])
+                    before = self._after.get(ngram)
+                    kept = (position, *before[: MATCHES - 1]) if before else (position,)
+                    self._after[ngram] = kept
+        self._indexed = max(self._indexed, end - 1)

@@ -1,4 +1,4 @@
-"""What a request's options make of the logits, before a law is made of them; row i of a run sees the proposed tokens before it.
+"""What a request's options make of the logits behind a text, before a law is made of them.
 
 The options and their order are those of TensorRT-LLM's decoder: bias, temperature, repetition, presence and frequency penalty, minimum
 length, bad words, grammar; then top-k and top-p. Temperature is divided by later, so what follows it there is multiplied by it here.
@@ -26,10 +26,13 @@ class Columns:
     """Which token each column of a head's logits stands for: the whole vocabulary in order, or a draft's shortlist (``token_ids`` [S])."""
 
     token_ids: torch.Tensor | None = None
+    numbers: npt.NDArray[np.int64] | None = field(init=False)  # the same, on the host
     _column: dict[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
         ids = [] if self.token_ids is None else self.token_ids.tolist()
+        numbers = None if self.token_ids is None else np.array(ids, np.int64)
+        object.__setattr__(self, "numbers", numbers)
         object.__setattr__(self, "_column", {token: column for column, token in enumerate(ids)})
 
     def token(self, column: int) -> int:
@@ -48,57 +51,54 @@ WHOLE_VOCABULARY = Columns()
 
 
 def process(
-    logits: torch.Tensor, sampling: SamplingParams, before: Seq[int], output_tokens: int, proposed: Seq[int], columns: Columns
+    logits: torch.Tensor,
+    sampling: SamplingParams,
+    before: Seq[int],
+    prompt_tokens: int,
+    columns: Columns,
 ) -> None:
-    """Change the logits [len(proposed) + 1, S] of one request in place.
-
-    ``before`` are all tokens in front of the first row, ``output_tokens`` of which are output; row i is also behind ``proposed[:i]``.
-    """
+    """Change the logits [S] behind the tokens ``before`` in place; the first of these are the prompt."""
     if sampling.bias:
         ids, addends = zip(*sampling.bias, strict=True)
         found, places = columns.of(ids)
-        weights = torch.tensor([addends[place] for place in places], dtype=logits.dtype, device=logits.device)
-        logits.index_add_(1, torch.tensor(found, dtype=torch.int64, device=logits.device), weights.expand(len(logits), -1))
+        weights = [addends[place] for place in places]
+        added = torch.tensor(weights, dtype=logits.dtype, device=logits.device)
+        logits.index_add_(0, _index(found, logits), added)
     if sampling.penalised:
-        _penalise(logits, sampling, before, proposed, columns)
-    for row in range(min(len(logits), sampling.min_tokens - output_tokens)):
-        logits[row, columns.of(sampling.end_ids)[0]] = IMPOSSIBLE
+        _penalise(logits, sampling, before, columns)
+    if len(before) - prompt_tokens < sampling.min_tokens:
+        logits[columns.of(sampling.end_ids)[0]] = IMPOSSIBLE
     if sampling.bad_words:
-        _ban(logits, sampling, before, proposed, columns)
+        banned = columns.of(sampling.banned(before, len(before)))[0]
+        logits.index_fill_(0, _index(banned, logits), IMPOSSIBLE)
     if sampling.guide is not None:
-        _guide(logits, sampling.guide.masks(before[len(before) - output_tokens :], proposed), columns)
+        mask = sampling.guide.mask(before[prompt_tokens:])
+        if mask is not None:
+            _forbid(logits, mask, columns)
 
 
-def _penalise(logits: torch.Tensor, sampling: SamplingParams, before: Seq[int], proposed: Seq[int], columns: Columns) -> None:
-    """Lower the logits of the tokens that occur before each row, prompt included."""
-    ids, first = np.unique(np.array([*before, *proposed], np.int64), return_inverse=True)
-    counts = np.zeros((len(logits), len(ids)))
-    counts[:] = np.bincount(first[: len(before)], minlength=len(ids))
-    for row, token in enumerate(first[len(before) :].tolist(), start=1):
-        counts[row:, token] += 1
+def _penalise(
+    logits: torch.Tensor, sampling: SamplingParams, before: Seq[int], columns: Columns
+) -> None:
+    """Lower the logits of the tokens that occur in the text, prompt included."""
+    ids, counts = np.unique(np.array(before, np.int64), return_counts=True)
     found, places = columns.of(ids.tolist())
-    occurred = torch.from_numpy(counts[:, places]).to(logits)
-    values = logits[:, found]
+    occurred = torch.from_numpy(counts[places]).to(logits)
+    values = logits[found]
     factor = sampling.repetition_penalty
     lowered = torch.where(values < 0, values * factor, values / factor)
-    lowered -= (sampling.temperature or 1.0) * (sampling.presence_penalty + sampling.frequency_penalty * occurred)
-    logits[:, found] = torch.where(occurred > 0, lowered, values)
+    each = sampling.presence_penalty + sampling.frequency_penalty * occurred
+    logits[found] = lowered - (sampling.temperature or 1.0) * each
 
 
-def _ban(logits: torch.Tensor, sampling: SamplingParams, before: Seq[int], proposed: Seq[int], columns: Columns) -> None:
-    """Make the last token of every bad word impossible in the rows that are behind its other tokens."""
-    tokens = [*before, *proposed]
-    for row in range(len(logits)):
-        if banned := sampling.banned(tokens, len(before) + row):
-            found, _ = columns.of(banned)
-            logits[row].index_fill_(0, torch.tensor(found, dtype=torch.int64, device=logits.device), IMPOSSIBLE)
+def _forbid(logits: torch.Tensor, mask: npt.NDArray[np.bool_], columns: Columns) -> None:
+    """Forbid what a grammar's ``mask`` [vocab] does not allow."""
+    allowed = torch.from_numpy(mask).to(logits.device)
+    if columns.token_ids is not None:
+        allowed = allowed[columns.token_ids.long()]
+    logits[: len(allowed)].masked_fill_(~allowed, UNGRAMMATICAL)
+    logits[len(allowed) :] = UNGRAMMATICAL  # a vocabulary padded beyond the tokenizer's
 
 
-def _guide(logits: torch.Tensor, masks: Seq[npt.NDArray[np.bool_]], columns: Columns) -> None:
-    """Forbid in every row what its mask [vocab] does not allow; rows behind the last mask follow a token that is never accepted."""
-    for row, mask in enumerate(masks):
-        allowed = torch.from_numpy(mask).to(logits.device)
-        if columns.token_ids is not None:
-            allowed = allowed[columns.token_ids.long()]
-        logits[row, : len(allowed)].masked_fill_(~allowed, UNGRAMMATICAL)
-        logits[row, len(allowed) :] = UNGRAMMATICAL  # a vocabulary padded beyond the tokenizer's
+def _index(columns: Seq[int], logits: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(columns, dtype=torch.int64, device=logits.device)

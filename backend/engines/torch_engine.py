@@ -12,33 +12,49 @@ import torch
 
 from backend.engines.checkpoint import ROUNDED, LlamaConfig, Weights, load
 from backend.engines.chunks import Chunk
-from backend.engines.counterfactual import RACE_ROWS, SCORED_ROWS, chains, guesses
+from backend.engines.counterfactual import DRAWN_ROWS, SCORED_ROWS, chains, guesses
 from backend.engines.kv_caches import Cache, Caches
-from backend.engines.laws import Law, target_laws
 from backend.engines.llama import Llama
 from backend.engines.processing import Columns
 from backend.engines.side_stream import SideStream
-from backend.engines.verification import Request, Verdict, runners_up, sample, sample_more, scores, verify
-from backend.ports import BLOCK_TOKENS, Completion, EngineLimits, Extras, Sequence, Turn
-from backend.randomness import Purpose, draft_lane
+from backend.engines.verification import Request, Verdict, candidates, verify
+from backend.ports import (
+    BLOCK_TOKENS,
+    ROOT,
+    Completion,
+    EngineLimits,
+    Extras,
+    Proposal,
+    Sequence,
+    Turn,
+)
 
 RAGGED, TILED, PADDED, GRAPHS = "ragged", "tiled", "padded", "graphs"
 
 
+CANDIDATES = 4
+"""Tokens of a draft's forward that may become nodes; a fifth is hardly ever worth one."""
+
+
 @dataclass(slots=True)
 class _Job:
-    """A turn under way: its chunk of the first pass and what it has come to so far."""
+    """A turn under way: its chunk of the first pass and what it has come to so far.
+
+    ``tokens`` are accepted and emitted ones. A draft's are ``spine``, the likeliest path so far, which
+    ends in node ``last``, and all ``nodes`` (token, parent, confidence of the path) beside it.
+    """
 
     turn: Turn
     cache: Cache
     request: Request
     chunk: Chunk | None
     tokens: list[int] = field(default_factory=list)
-    accepted: int = 0
-    laws: list[torch.Tensor] = field(default_factory=list)
+    path: list[int] = field(default_factory=list)
+    spine: list[int] = field(default_factory=list)
+    nodes: list[tuple[int, int, float]] = field(default_factory=list)
+    last: int = ROOT
+    proposal: Proposal | None = None
     log_probs: list[float] = field(default_factory=list)
-    siblings: list[list[int]] = field(default_factory=list)
-    path: Seq[int] = ()
     rows_scored: int = 0
     scored: list[tuple[int, int]] = field(default_factory=list)
     context_rows: int = 0
@@ -47,14 +63,9 @@ class _Job:
     context_logits: torch.Tensor | None = None
 
     @property
-    def more_candidates(self) -> int:
-        """How many candidates are asked for beside the next token of a free run."""
-        return self.turn.widths[len(self.tokens)] - 1 if len(self.tokens) < len(self.turn.widths) else 0
-
-    @property
-    def keeps_law(self) -> bool:
-        """Whether the laws of its tokens are asked for; a greedy or coupled sequence's are point masses."""
-        return self.turn.keep_probs and not self.request.sampling.greedy and not self.request.sampling.coupled
+    def run(self) -> list[int]:
+        """The tokens that it has run, or is to run, beyond the text."""
+        return self.spine if self.turn.nodes else self.tokens
 
 
 class TorchEngine:
@@ -135,7 +146,6 @@ class TorchEngine:
     def _attach(self, name: str, model: Llama, limits: EngineLimits, attention: str) -> None:
         self.name, self.limits = name, limits
         self._attention = attention
-        self._lane = draft_lane(name)
         self._max_positions = limits.max_context_tokens + limits.max_draft_tokens
         self._model = model
         self._columns = Columns(model.token_ids)
@@ -208,17 +218,14 @@ class TorchEngine:
         self._check(turn, request, len(cache.table))
         decides = turn.run > 0
         start = min(self._caches.seen(sequence), turn.end - decides)  # the last row is run again where its logits are wanted
-        if turn.keep_probs and sequence.sampling.reads_log_probs:  # a draft's are nobody's
-            request = replace(request, sampling=replace(sequence.sampling, log_probs=False, top_log_probs=None))
-        if request.law is not None:
-            request.law.of(request.tokens)
-        tokens = sequence.tokens[start : turn.end] + request.tokens
+        tokens = [*sequence.tokens[start : turn.end], *request.tokens]
         if tokens and not (min(tokens) >= 0 and max(tokens) < self.limits.vocab_size):
             raise ValueError(f"token ids of sequence {sequence.id} must lie in 0..{self.limits.vocab_size - 1}")
         cache.roll_back(start)
-        parents = request.tree.parents if request.tree else ()
+        parents = turn.proposal.parents if turn.proposal and not turn.proposal.is_chain else ()
         scored = self._take_rows_to_score(turn, cache, start)
-        context = turn.end - start if sequence.reads_context and not turn.keep_probs and start < sequence.prompt_tokens else 0
+        reads_context = sequence.reads_context and not turn.nodes and start < sequence.prompt_tokens
+        context = turn.end - start if reads_context else 0
         logits = max(scored + decides, context) + len(request.tokens)
         chunk = Chunk(tokens, start, cache.table, logits, parents, self._piece_tokens(turn, start)) if tokens else None
         return _Job(turn, cache, request, chunk, rows_scored=scored, context_rows=context)
@@ -230,15 +237,14 @@ class TorchEngine:
         return turn.piece_tokens if self._attention == PADDED else 0
 
     def _take_rows_to_score(self, turn: Turn, cache: Cache, start: int) -> int:
-        """Return how many of the last committed tokens, run from ``start`` on, are scored: those of steps that did without this draft.
-
-        The first token has no row here. A sampled one would need the target's law, which nobody has kept.
+        """Return how many of the last committed tokens, run from ``start`` on, are scored: those of steps
+        that did without this draft. The first token has no row here.
         """
         sequence = turn.sequence
-        if not turn.keep_probs or not turn.run or not (sequence.sampling.greedy or sequence.sampling.coupled):
+        if not turn.nodes:
             return 0
         first = max(start + 1, sequence.prompt_tokens, cache.own_end(sequence.tokens))
-        price = 1 if sequence.sampling.greedy else RACE_ROWS
+        price = 1 if sequence.sampling.greedy else DRAWN_ROWS
         rows = max(0, min(turn.end - first, self._rows_to_score // price))
         self._rows_to_score -= rows * price
         return rows
@@ -247,18 +253,21 @@ class TorchEngine:
         name, length, proposed = f"turn of sequence {turn.sequence.id}", len(turn.sequence.tokens), len(request.tokens)
         if not 0 <= turn.end <= length or (turn.run and turn.end != length) or (turn.run and not length):
             raise ValueError(f"{name}: end must be the {length} tokens of the sequence (or fewer when run is 0), got {turn.end}")
-        if proposed and (turn.run != 1 or turn.keep_probs):
-            raise ValueError(f"{name}: run must be 1 and keep_probs false behind a proposal, got {turn.run} and {turn.keep_probs}")
+        if proposed and (turn.run != 1 or turn.nodes):
+            asked = f"got {turn.run} and {turn.nodes}"
+            raise ValueError(f"{name}: run must be 1 and nodes 0 behind a proposal, {asked}")
+        if turn.nodes and not turn.run:
+            raise ValueError(f"{name}: run must be 1 or more where nodes are asked for, got 0")
         if proposed and self._columns.token_ids is not None:
             raise ValueError(f"{name}: engine {self.name!r} has a shortlisted vocabulary and cannot verify")
         if not 0 <= turn.run <= self.limits.max_run_tokens:
             raise ValueError(f"{name}: run must be in 0..{self.limits.max_run_tokens}, got {turn.run}")
-        if len(turn.widths) > turn.run or (turn.widths and not turn.keep_probs):
-            raise ValueError(f"{name}: widths must be of at most the {turn.run} tokens of a run with keep_probs, got {list(turn.widths)}")
         if turn.piece_tokens < 0 or turn.piece_tokens % BLOCK_TOKENS:
             raise ValueError(f"{name}: piece_tokens must be whole blocks of {BLOCK_TOKENS}, got {turn.piece_tokens}")
         beyond = max(0, turn.run - 1)
-        needed, room = turn.end + proposed + beyond, min(capacity_tokens, self._max_positions + proposed - request.depth)
+        shared = proposed - turn.proposal.depth if turn.proposal else 0  # nodes at the same place
+        needed = turn.end + proposed + beyond
+        room = min(capacity_tokens, self._max_positions + shared)
         if needed > room:
             raise ValueError(f"{name}: needs KV for {needed} tokens, has {room}")
 
@@ -269,18 +278,28 @@ class TorchEngine:
             self._pass(running)
             deciding = [job for job, _ in running if job.turn.run]
             self._compact([job for job in deciding if job.path])
-            running = [(job, self._next_chunk(job)) for job in deciding if len(job.tokens) < job.turn.run and not job.request.tokens]
+            going = [job for job in deciding if self._goes_on(job)]
+            running = [(job, self._next_chunk(job)) for job in going]
+
+    @staticmethod
+    def _goes_on(job: _Job) -> bool:
+        """Whether a turn runs on: a free run to its end, a draft as long as it has candidates."""
+        if job.turn.nodes:
+            return len(job.spine) < job.turn.run and job.last != ROOT
+        return len(job.tokens) < job.turn.run and not job.request.tokens
 
     def _pass(self, running: list[tuple[_Job, Chunk]]) -> None:
         """Run chunks, and decide about their last rows."""
         logits = self._score(self._model.forward([chunk for _, chunk in running]), running)
         self._ran(running)
-        self._decide(logits, [job for job, _ in running if job.turn.run])
+        deciding = [job for job, _ in running if job.turn.run]
+        if deciding:
+            self._decide(logits, deciding)
 
     def _ran(self, running: list[tuple[_Job, Chunk]]) -> None:
-        """Note what has KV now; the nodes of a tree are yet to be moved to their places."""
+        """Note what of the text has KV now; accepted nodes are noted where they have their places."""
         for job, chunk in running:
-            job.cache.ran += chunk.tokens[: len(chunk.tokens) - len(chunk.parents)]
+            job.cache.ran += chunk.tokens[: len(chunk.tokens) - len(job.request.tokens)]
             job.cache.agreed = job.turn.end
 
     def _score(self, logits: torch.Tensor, running: list[tuple[_Job, Chunk]]) -> torch.Tensor:
@@ -294,58 +313,62 @@ class TorchEngine:
                 job.context_logits = logits[row : row + job.context_rows].to(torch.float32, copy=True)
                 job.context_rows = 0
             if job.rows_scored:
-                first, tokens = job.turn.end - job.rows_scored, job.turn.sequence.tokens
-                request = replace(job.request, position=first, tokens=tokens[first : job.turn.end - 1], committed=tokens[:first])
-                guessed = guesses(logits[rows], request, self._columns)
-                job.scored = chains(guessed, tokens[first : job.turn.end], self.limits.max_draft_tokens)
+                first = job.turn.end - job.rows_scored
+                emitted = job.turn.sequence.tokens[first : job.turn.end]
+                place = replace(job.request, position=first)
+                guessed = guesses(logits[rows], place, self._columns)
+                job.scored = chains(guessed, emitted, self.limits.max_draft_tokens)
                 job.rows_scored = 0
             row += chunk.logits
             deciding.append(logits[rows.stop : row])
         return torch.cat(deciding)
 
     def _next_chunk(self, job: _Job) -> Chunk:
-        job.request = replace(job.request, position=job.turn.end + len(job.tokens), run=job.tokens)
-        start = len(job.cache.ran)
-        return Chunk(job.tokens[-1:], start, job.cache.table, 1, piece_tokens=self._piece_tokens(job.turn, job.turn.end - 1))
+        job.request = job.request.behind([*job.run])
+        start, pieces = len(job.cache.ran), self._piece_tokens(job.turn, job.turn.end - 1)
+        return Chunk(job.run[-1:], start, job.cache.table, 1, piece_tokens=pieces)
 
     def _decide(self, logits: torch.Tensor, jobs: list[_Job]) -> None:
-        """Turn logits (for each job one row per proposed token, and one) into accepted and emitted tokens."""
-        keeping = [job for job in jobs if job.keeps_law]
-        if keeping:
-            rows, logits = _split(logits, jobs)
-            requests = [job.request for job in keeping]
-            laws = target_laws(scores(rows, requests, self._columns), [request.row_params[0] for request in requests])
-            for job, law, column in zip(keeping, laws, sample(laws, requests, Purpose.PROPOSE, lane=self._lane), strict=True):
-                if job.turn.widths:
-                    more = job.more_candidates
-                    self._keep(job, sample_more(law, job.request, self._lane, more) if more else [])
-                job.laws.append(law)
-                job.tokens.append(self._columns.token(column))
-        verifying = [job for job in jobs if not job.keeps_law]
+        """Turn logits (for each job one row, and one for each proposed token) into tokens or nodes."""
+        drafting = [job for job in jobs if job.turn.nodes]
+        if drafting and len(drafting) == len(jobs):
+            self._extend(logits, jobs)
+            return
+        if drafting:
+            verifies = [not job.turn.nodes for job in jobs for _ in range(job.request.rows)]
+            chosen = torch.tensor(verifies, device=logits.device)
+            self._extend(logits[~chosen], drafting)
+            jobs, logits = [job for job in jobs if not job.turn.nodes], logits[chosen]
         row = 0
-        for job, verdict in zip(verifying, verify(logits, [job.request for job in verifying], self._columns), strict=True):
-            if job.turn.widths:
-                more = job.more_candidates
-                self._keep(job, runners_up(logits[row : row + 1], job.request, self._columns, verdict.column, more) if more else [])
-            first, row = row, row + job.request.rows
+        verdicts = verify(logits, [job.request for job in jobs], self._columns)
+        for job, verdict in zip(jobs, verdicts, strict=True):
             self._take(job, verdict)
-            if job.turn.sequence.generation_logits and not job.turn.keep_probs:
-                places = [0, *(node + 1 for node in verdict.path)] if verdict.path else range(verdict.accepted + 1)
-                job.logits.append(logits[[first + place for place in places]].float())
+            if job.turn.sequence.generation_logits:
+                places = [row, *(row + 1 + node for node in verdict.path)]
+                job.logits.append(logits[places].float())
+            row += job.request.rows
+
+    def _extend(self, logits: torch.Tensor, jobs: list[_Job]) -> None:
+        """Make nodes of the likeliest tokens behind each draft's spine, from its row of ``logits``."""
+        places, most = [job.request for job in jobs], max(job.turn.nodes for job in jobs)
+        found = candidates(logits, places, min(CANDIDATES, most), self._columns)
+        for job, ones in zip(jobs, found, strict=True):
+            parent = job.last
+            path = job.nodes[parent][2] if parent != ROOT else 1.0
+            job.last = len(job.nodes) if ones else ROOT
+            job.nodes += [(self._columns.token(column), parent, path * p) for column, p in ones]
+            job.spine += [node[0] for node in job.nodes[job.last :][:1]] if ones else []
 
     def _take(self, job: _Job, verdict: Verdict) -> None:
         """Note the tokens that a verdict comes to."""
-        job.accepted, job.path = verdict.accepted, verdict.path
-        accepted = [job.request.tokens[n] for n in verdict.path] if verdict.path else job.request.tokens[: verdict.accepted]
+        job.path = verdict.path
+        accepted = [job.request.tokens[node] for node in verdict.path]
         job.tokens += [*accepted, self._columns.token(verdict.column)]
-        job.log_probs += verdict.log_probs or []
+        job.log_probs += verdict.log_probs
         job.top += verdict.top
 
-    def _keep(self, job: _Job, siblings: list[int]) -> None:
-        job.siblings.append([self._columns.token(column) for column in siblings])
-
     def _compact(self, jobs: list[_Job]) -> None:
-        """Move the KV of the accepted nodes of trees to where their tokens are in the text."""
+        """Move the KV of accepted nodes to where their tokens are in the text, and note it."""
         sources, targets = [], []
         for job in jobs:
             end, slots = job.turn.end, job.cache.table.slots
@@ -358,13 +381,18 @@ class TorchEngine:
             job.cache.ran += [job.request.tokens[node] for node in job.path]
 
     def _complete(self, job: _Job) -> Completion:
-        probs = Law(torch.stack(job.laws), self._model.token_ids) if job.laws else None
-        along, rank = job.request.tree.followed(job.path) if job.request.tree else ([], 0)
-        if job.turn.keep_probs:
-            job.cache.proposed_at, job.cache.proposed = job.turn.end, job.tokens
-        log_probs = job.log_probs if job.request.sampling.log_probs else None
-        found = job.turn.sequence.id, job.tokens, job.accepted, probs, log_probs or None, job.siblings, along, rank, job.scored
-        return Completion(*found, extras=_extras(job))
+        if job.turn.nodes:
+            job.proposal = Proposal.best(self.name, job.nodes, job.turn.nodes)
+            job.cache.proposed_at, job.cache.proposed = job.turn.end, job.proposal
+        return Completion(
+            job.turn.sequence.id,
+            job.tokens,
+            len(job.path),
+            job.proposal,
+            job.log_probs if job.request.sampling.log_probs and job.log_probs else None,
+            job.scored,
+            extras=_extras(job),
+        )
 
 
 def step_limits(config: LlamaConfig, kv_blocks: int, max_context_tokens: int, max_draft_tokens: int) -> EngineLimits:
@@ -377,7 +405,6 @@ def step_limits(config: LlamaConfig, kv_blocks: int, max_context_tokens: int, ma
         kv_blocks=kv_blocks,
         tree=config.draft_vocab_size == 0,
         scores=True,
-        siblings=True,
     )
 
 
@@ -388,9 +415,3 @@ def _extras(job: _Job) -> Extras | None:
     if job.context_logits is not None:
         extras.context_first, extras.context_logits = job.turn.end - len(job.context_logits), job.context_logits.cpu().numpy()
     return extras
-
-
-def _split(logits: torch.Tensor, jobs: list[_Job]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows of the jobs that keep their law and those of the others."""
-    keeps = torch.tensor([job.keeps_law for job in jobs for _ in range(job.request.rows)], device=logits.device)
-    return logits[keeps], logits[~keeps]

@@ -19,7 +19,7 @@ from typing import Any
 from backend.engine_folder import EngineFolder
 from backend.engines.seen import Seen
 from backend.engines.trtllm_requests import Ask, Requests, TurnError, completion
-from backend.ports import BLOCK_TOKENS, Completion, EngineLimits, Sequence, Turn
+from backend.ports import BLOCK_TOKENS, Completion, EngineLimits, Proposal, Sequence, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +76,10 @@ class TrtllmEngine:
     ``count(name, amount, **labels)`` gets the metrics, ``limits.max_draft_tokens`` is the engine's
     ``max_draft_len``.
 
+    It verifies chains. Its decoder draws by numbers of its own, which a turn seeds with the
+    request's seed and the place where it begins: every plan is lossless, but where a text is cut
+    into turns decides which text is drawn. As a draft it proposes a chain of its likeliest tokens.
+
     Prompts are not run in chunks: a prefill chunk without tokens to run completes at once and costs
     nothing; the turn that ends the prompt runs all of it.
     """
@@ -100,7 +104,7 @@ class TrtllmEngine:
         self.limits = EngineLimits(engine.vocab_size, context, most, engine.max_seq_len, blocks, asynchronous=True)
         self._engine, self._settings, self._count, self._clock = engine, settings, count or _uncounted, clock
         self._trtllm = bindings or load_bindings()
-        self._requests = Requests(self._trtllm, engine, settings.turn_timeout_s, name)
+        self._requests = Requests(self._trtllm, engine, settings.turn_timeout_s)
         self._tally: Counter[tuple[str, str]] = Counter()  # (metric, event) since the last report
         self._waiting: deque[Turn] = deque()
         self._flights: dict[int, _Flight] = {}  # by the executor's request id
@@ -257,6 +261,9 @@ class TrtllmEngine:
         del self._flights[request_id]
         self._requests.over(asked)
         self._seen.ran(done.sequence_id, asked.turn.end, done.tokens[:-1])
+        if asked.turn.nodes:
+            proposal = Proposal.chain(self.name, done.tokens)
+            done = Completion(done.sequence_id, [], proposal=proposal)
         self._done.append(replace(done, tokens=done.tokens[flight.told :]) if flight.told else done)
         self._account(asked, result.request_perf_metrics)
 

@@ -17,6 +17,7 @@ import torch
 from backend.engine_folder import EngineFolder
 from backend.engines.processing import WHOLE_VOCABULARY, process
 from backend.ports import Completion, Turn
+from backend.randomness import word
 from backend.request import SamplingParams
 
 TOP_K_MAX = 1024
@@ -49,12 +50,12 @@ class Ask:
 
 
 class Requests:
-    """Makes the requests of one engine; ``purpose`` keeps the streams of numbers of engines apart."""
+    """Makes the requests of one engine."""
 
-    def __init__(self, trtllm: Any, engine: EngineFolder, timeout_s: float, purpose: str) -> None:
-        self._trtllm, self._engine, self._purpose = trtllm, engine, purpose
+    def __init__(self, trtllm: Any, engine: EngineFolder, timeout_s: float) -> None:
+        self._trtllm, self._engine = trtllm, engine
         self._timeout = timedelta(seconds=timeout_s)
-        self._free: dict[int, list[torch.Tensor]] = defaultdict(list)  # point masses by their rows
+        self._free: dict[int, list[torch.Tensor]] = defaultdict(list)  # draft logits by their rows
         self._outputs = {wants: self._output(wants) for wants in (False, True)}
         keep, config = timedelta(seconds=RETENTION_S), trtllm.KvCacheRetentionConfig
         prompt = config.TokenRangeRetentionConfig(0, None, RETENTION_PRIORITY, keep)
@@ -67,18 +68,18 @@ class Requests:
     def ask(self, turn: Turn, seen: int) -> Ask:
         """Make the request of a turn of which ``seen`` tokens were run before. Raises TurnError.
 
-        A draft (``keep_probs``) proposes what is likeliest, whatever the request samples: a point
-        mass p, of which the target takes its own law's share and so keeps that law. Sampling always
-        says so with logits: without them the decoder draws twice where it rejects.
+        A draft (``turn.nodes``) proposes what is likeliest, whatever the request samples. Where the
+        target samples, draft logits say that the chain is certain, so that the decoder takes of it
+        its own law's share: without them it draws twice where it rejects.
         """
         sequence, sampling, engine = turn.sequence, turn.sequence.sampling, self._engine
-        _check(sampling)
+        _check(turn)
         left = max(0, sampling.min_tokens - (turn.end - sequence.prompt_tokens))
         proposed, length, cut = _cut(turn, left)
-        greedy = sampling.greedy or turn.keep_probs
-        logits = self._draft_logits(turn, proposed) if proposed and not greedy else None
-        wants_logits = sampling.log_probs and not turn.keep_probs
-        seed = 0 if greedy else _seed(sampling.seed, turn.end, sequence.attempt, self._purpose)
+        greedy = sampling.greedy or turn.nodes > 0
+        logits = self._draft_logits(proposed) if proposed and not greedy else None
+        wants_logits = sampling.log_probs and not turn.nodes
+        seed = 0 if greedy else word(sampling.seed, turn.end)  # a request begins its stream anew
         request = self._trtllm.Request(
             sequence.tokens[: turn.end],
             length,
@@ -100,27 +101,20 @@ class Requests:
 
     def over(self, asked: Ask) -> None:
         """Take back what a request that has ended does not need any more."""
-        if asked.logits is not None and asked.turn.proposal is not None and asked.turn.proposal.probs is None:
-            asked.logits[torch.arange(len(asked.proposed)), torch.tensor(asked.proposed)] = _NEVER
-            self._free[len(asked.proposed)].append(asked.logits)
+        if asked.logits is not None:
+            rows = len(asked.proposed)
+            asked.logits[torch.arange(rows), torch.tensor(asked.proposed)] = _NEVER
+            self._free[rows].append(asked.logits)
 
-    def _draft_logits(self, turn: Turn, proposed: list[int]) -> torch.Tensor:
-        """Return logits [k, width] whose softmax is the law that the proposal was drawn from: that
-        of a point mass where there is none.
+    def _draft_logits(self, proposed: list[int]) -> torch.Tensor:
+        """Return logits [k, width] whose softmax is certain of a chain.
 
-        Filling a row of 128,000 takes longer than making the request, so point masses are kept and
-        used again once their request is over.
+        Filling a row of 128,000 takes longer than making the request, so they are kept and used
+        again once their request is over.
         """
-        width, law = self._engine.padded_vocab_size, turn.proposal.probs if turn.proposal else None
-        if law is None:
-            free = self._free[len(proposed)]
-            logits = free.pop() if free else torch.full((len(proposed), width), _NEVER)
-            logits[torch.arange(len(proposed)), torch.tensor(proposed)] = 0.0
-            return logits
-        logits = torch.full((len(proposed), width), _NEVER)
-        for row in range(len(proposed)):
-            probs = law.dense(row, width)
-            logits[row, : len(probs)] = probs.log().clamp_(min=_NEVER).float()
+        rows, free = len(proposed), self._free[len(proposed)]
+        logits = free.pop() if free else torch.full((rows, self._engine.padded_vocab_size), _NEVER)
+        logits[torch.arange(rows), torch.tensor(proposed)] = 0.0
         return logits
 
 
@@ -150,7 +144,7 @@ def _cut(turn: Turn, left: int) -> tuple[list[int], int, bool]:
     that may not end stops between them.
     """
     proposed = list(turn.proposal.tokens) if turn.proposal else []
-    length = len(proposed) + 1 if proposed else turn.run
+    length = len(proposed) + 1 if proposed else min(turn.run, turn.nodes or turn.run)
     if turn.sequence.sampling.end_ids and 0 < left < length:
         return proposed[: left - 1], left, True
     return proposed, length, False
@@ -161,9 +155,10 @@ def _banned(sampling: SamplingParams, left: int) -> list[list[int]]:
     return [list(word) for word in sampling.bad_words] + ends
 
 
-def _check(sampling: SamplingParams) -> None:
-    if sampling.coupled:
-        raise TurnError("plan-invariant sampling is not to be had: TensorRT-LLM's decoder draws its own numbers (plan_invariant: 'never')")
+def _check(turn: Turn) -> None:
+    sampling = turn.sequence.sampling
+    if turn.proposal is not None and not turn.proposal.is_chain:
+        raise TurnError("a tree of tokens cannot be verified, a chain can")
     if sampling.top_k > TOP_K_MAX and not sampling.greedy:
         raise TurnError(f"top_k must be at most {TOP_K_MAX}, got {sampling.top_k}")
 
@@ -180,11 +175,6 @@ def _sampling(trtllm: Any, sampling: SamplingParams, greedy: bool, seed: int) ->
     return trtllm.SamplingConfig(1, seed=seed, **law, **options)
 
 
-def _seed(seed: int, position: int, attempt: int, purpose: str) -> int:
-    """Return 64 bits that no other turn of any engine has: a request begins its stream of numbers anew, so each turn needs its own."""
-    return int.from_bytes(hashlib.blake2b(f"{seed} {position} {attempt} {purpose}".encode(), digest_size=8).digest(), "big")
-
-
 def _salt(salt: str) -> int:
     return 1 + int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=7).digest(), "big")
 
@@ -199,6 +189,7 @@ def _processed(generation_logits: Any, turn: Turn, tokens: list[int], vocab_size
     sequence = turn.sequence
     rows = torch.as_tensor(generation_logits)[0, : len(tokens), :vocab_size].float().clone()
     if sequence.sampling.changes_logits:
-        before = sequence.tokens[: turn.end]
-        process(rows, sequence.sampling, before, turn.end - sequence.prompt_tokens, tokens[:-1], WHOLE_VOCABULARY)
+        text = [*sequence.tokens[: turn.end], *tokens]
+        for end, row in enumerate(rows, turn.end):
+            process(row, sequence.sampling, text[:end], sequence.prompt_tokens, WHOLE_VOCABULARY)
     return rows

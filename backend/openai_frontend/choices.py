@@ -57,6 +57,7 @@ class Choice:
     index: int
     text: str = ""
     reason: str | None = None
+    seed: int | None = None
     tokens: list[Token] = field(default_factory=list)
     _begun: bool = False
     _offset: int = 0
@@ -72,6 +73,7 @@ class Choice:
         self.tokens += piece.prompt_tokens
         if not self.style.silent:
             self.text += piece.text
+            self.seed = piece.seed
             self.tokens += [token for token in piece.tokens if token.data or self.style.echo]
         if piece.finish_reason is not None:
             self.reason = "length" if piece.finish_reason == "length" or self.style.silent else "stop"
@@ -91,7 +93,7 @@ class Choice:
             "index": self.index,
             "message": message,
             "logprobs": self._chat_log_probs(),
-            "finish_reason": self._reason(),
+            **self._ending(),
         }
 
     def part(self) -> dict[str, Any] | None:
@@ -115,7 +117,7 @@ class Choice:
                 "index": self.index,
                 "delta": delta,
                 "logprobs": self._chat_log_probs(),
-                "finish_reason": self._reason(),
+                **self._ending(),
             }
         self.tokens, self._begun = [], True
         return made
@@ -126,11 +128,14 @@ class Choice:
             "index": self.index,
             "text": text,
             "logprobs": self._text_log_probs(),
-            "finish_reason": self.reason,
+            **self._ending(),
         }
 
-    def _reason(self) -> str | None:
-        return "tool_calls" if self._calls and self.reason == "stop" else self.reason
+    def _ending(self) -> dict[str, Any]:
+        """Return how the text ended, if it has, and the seed that it was drawn with, if any."""
+        called = self._calls and self.reason == "stop"
+        ending = {"finish_reason": "tool_calls" if called else self.reason}
+        return ending if self.seed is None else {**ending, "seed": self.seed}
 
     def _read(self) -> tuple[str, list[dict[str, Any]]]:
         """Return (and forget) the content and the calls that are certain."""

@@ -101,7 +101,12 @@ class Options(_Body):
     stop: Annotated[list[str], BeforeValidator(_stop)] | None = Field(
         None, description="a text or several, before the first of which the output ends"
     )
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="what is drawn depends on it, not on the load")
+    seed: int | None = Field(
+        None,
+        ge=-(2**63),
+        lt=2**64,
+        description="the same seed gives the same text; absent: a random one, named in each choice",
+    )
     presence_penalty: float | None = Field(None, ge=-2, le=2, description="taken once from tokens that have occurred")
     frequency_penalty: float | None = Field(None, ge=-2, le=2, description="taken from them once for each occurrence")
     logit_bias: dict[Annotated[int, Field(ge=0, le=INT32)], Bias] | None = Field(

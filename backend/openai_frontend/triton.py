@@ -36,8 +36,8 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is new of the text of ``prompt`` and ``sequence``; ``finish_reason`` and the counts come
-    with its last piece.
+    """What is new of the text of ``prompt`` and ``sequence``; ``finish_reason``, the counts and
+    the ``seed`` of a sampled text come with its last piece.
 
     ``tokens`` are there where they were asked for, and with the first piece ``prompt_tokens``.
     """
@@ -48,6 +48,7 @@ class Piece:
     finish_reason: str | None = None
     input_tokens: int = 0
     output_tokens: int = 0
+    seed: int | None = None
     tokens: list[Token] = field(default_factory=list)
     prompt_tokens: list[Token] = field(default_factory=list)
 
@@ -154,6 +155,7 @@ def _piece(result: Any, names: Mapping[str, str]) -> Piece:
         return 0 if array is None else int(array.item())
 
     text, reason = result.as_numpy("text_output").item().decode(), result.as_numpy("finish_reason")
+    seed = result.as_numpy("seed")
     if reason is not None and reason.item().startswith(b"error:"):
         raise upstream_error(_STATUS.get(reason.item().decode().removeprefix("error:"), 500), text, names)
     return Piece(
@@ -163,6 +165,7 @@ def _piece(result: Any, names: Mapping[str, str]) -> Piece:
         None if reason is None else reason.item().decode(),
         number("num_input_tokens"),
         number("num_output_tokens"),
+        None if seed is None else seed.item(),
         _tokens(result, "output_tokens", "output_log_probs", "top"),
         _tokens(result, "prompt_tokens", "prompt_log_probs", "prompt_top"),
     )

@@ -191,6 +191,8 @@ def encode_final(message: Message, earlier: Seq[Message], wanted: Wanted) -> dic
     """Return the outputs of a successful last reply; ``earlier`` are the deltas that no response has carried yet."""
     drafted, accepted = message["draft_tokens"], message["accepted_draft_tokens"]
     outputs: dict[str, Any] = {"finish_reason": message["finish_reason"].encode()}
+    if message["seed"] is not None:
+        outputs["seed"] = message["seed"]
     if wanted.num_input_tokens:
         outputs["num_input_tokens"] = message["num_input_tokens"]
     if wanted.num_output_tokens:

@@ -103,7 +103,12 @@ _SHARED_INPUTS = (
     _f("min_tokens", "INT32", _ONE, "no end token in the first so many; stop words and the length limit still end the text"),
     _f("presence_penalty", "FP32", _ONE, "taken once from the logits of tokens that have occurred; 0: off"),
     _f("frequency_penalty", "FP32", _ONE, "taken from them once for each occurrence; 0: off"),
-    _f("seed", "UINT64", _ONE, "the same seed gives the same text, as far as the table of guarantees says"),
+    _f(
+        "seed",
+        "UINT64",
+        _ONE,
+        "the same seed gives the same text, as far as the guarantees say; absent: a random one",
+    ),
     _f("return_log_probs", "BOOL", _ONE, "ask for cum_log_probs and output_log_probs"),
     _f("return_num_input_tokens", "BOOL", _ONE, "ask for num_input_tokens"),
     _f("return_num_output_tokens", "BOOL", _ONE, "ask for num_output_tokens"),
@@ -164,7 +169,7 @@ _TEXT_INPUTS = (
 
 _BLS_INPUTS = (
     _f("num_draft_tokens", "INT32", _ONE, "ceiling on the speculation length; 0: no speculation; absent: the policy decides"),
-    _hint("use_draft_logits", "BOOL", _ONE, "drafts are always verified by their probabilities"),
+    _hint("use_draft_logits", "BOOL", _ONE, "what the target draws is accepted, whatever the draft's logits"),
     _no(Reason.MULTIMODAL, "image_input", "FP16", (-1, 3, -1, -1)),
     _no(Reason.MULTIMODAL, "image_bytes_input", "UINT8", (-1, -1, -1, -1)),
     _no(Reason.MULTIMODAL, "image_url_input", "STRING", _ONE, ""),
@@ -188,6 +193,13 @@ _SHARED_OUTPUTS = (
     _f("draft_tokens", "INT32", _ANY, "proposed by each of them", added=True),
     _f("accepted_draft_tokens", "INT32", _ANY, "of these, accepted", added=True),
     _f("finish_reason", "STRING", _ONE, "`length`, `end_id` or `stop_words`, with the last response", added=True),
+    _f(
+        "seed",
+        "UINT64",
+        _ONE,
+        "what a sampled text was drawn with: its own or the random one; with the last response",
+        added=True,
+    ),
     _f("batch_index", "INT32", _ONE, "which element of a Triton batch over 1 the response is of"),
     _f("sequence_index", "INT32", _ONE, "which of several num_return_sequences the response is of"),
     _f("kv_cache_alloc_new_blocks", "INT32", _ONE, "KV blocks of 16 tokens allocated for the request"),

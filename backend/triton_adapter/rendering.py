@@ -13,20 +13,22 @@ ORIGIN = "Rendered by `python -m backend.triton_adapter.rendering` from the tabl
 
 
 GUARANTEES = """\
-| | greedy | with a seed | sampled |
-| --- | --- | --- | --- |
-| fp32, fp16 | plain decoding's text [1] | one text, any load [1] | the target's distribution |
-| bf16, int8 | may part at near-ties [2] | may part at near-ties [2] | the same, as rounded |
-| TensorRT-LLM [3] | its decoder's own text | only with the same plans | the same, to about 1e-6 |
+| | greedy | sampled |
+| --- | --- | --- |
+| fp32, fp16 | plain decoding's text [1] | one text for a seed, any load [1] |
+| bf16, int8 | may part at near-ties [2] | may part at near-ties [2] |
+| TensorRT-LLM [3] | its decoder's own text | one text only with the same plans |
 
-*Greedy*: temperature 0. *With a seed*: sampled; "one text" means under any speculation, batch and
-load. *Sampled*: without a seed; each text is drawn from exactly the distribution that the target
-alone would draw from (`plan_invariant` can give such requests one text, too). [1] Up to near-ties,
-two tokens whose logits differ by less than rounding does. None was met in fp32 (16 of 16 greedy and
-160 of 160 seeded texts equal), none in fp16 (1,264 of 1,264 and 248 of 248). [2] Numbers this coarse
-depend on how many requests share a pass: 7 of 16 greedy texts of 64 tokens were equal, 161 of 220
-seeded ones of 24; plain decoding, run twice under load, 189 of 220. int8 was not compared. [3] From
-its sources; run on a fake only.
+*Greedy*: temperature 0. *Sampled*: a text depends on prompt, options and seed alone, whatever the
+speculation, batch and load; without a seed a random one is taken, which the reply names. Over the
+seeds texts come from exactly the distribution that the target alone would draw from, up to rounding;
+TensorRT-LLM draws by numbers of its own, from that distribution to about 1e-6. [1] Up to near-ties,
+two tokens whose logits or drawn times differ by less than rounding does. None was met in fp32 (16 of
+16 greedy and 160 of 160 sampled texts equal), none in fp16 (1,264 of 1,264 and 248 of 248). [2]
+Numbers this coarse depend on how many requests share a pass: 7 of 16 greedy texts of 64 tokens were
+equal, 161 of 220 sampled ones of 24; plain decoding, run twice under load, 189 of 220. int8 was not
+compared. Sampled counts are of the draw before this one ([ADR 0027](adr/0027-the-target-draws.md)).
+[3] From its sources; run on a fake only.
 """
 """What speculation leaves as it is, by number format and kind of request; README has the same."""
 

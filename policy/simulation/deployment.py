@@ -10,8 +10,6 @@ from policy.latency import LatencyCurve, LatencyModel
 from policy.plan import FloatArray, IntArray
 from policy.shapes import Shapes
 
-from .guesses import Guesses
-
 BLOCK_TOKENS = 16
 _KNOT_FACTOR = 8
 
@@ -22,7 +20,7 @@ class Deployment:
 
     ``noise`` is the standard deviation of the logarithm of a step's time; ``planning_s`` what a planning policy adds to each step;
     ``full_information`` lets policies learn in every step how each draft would have guessed, which no real server can.
-    ``shapes`` is what the engine can do beyond a chain a row, ``guesses`` how often second guesses hold in truth.
+    ``shapes`` is what the engine can do beyond a chain a row.
     """
 
     name: str
@@ -38,15 +36,11 @@ class Deployment:
     planning_s: float = 0.0
     full_information: bool = False
     shapes: Shapes = field(default_factory=Shapes)
-    guesses: Guesses = field(default_factory=Guesses)
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step runs: per chain its draft, length and what that draft has not seen yet (int64[n]); contexts in all.
-
-    ``verified`` (None: one more than its length for each chain) tokens of decoding rows are verified.
-    """
+    """What a step runs: per chain its draft, length and what that draft has not seen yet (int64[n]); contexts in all."""
 
     draft: IntArray
     length: IntArray
@@ -55,7 +49,6 @@ class Work:
     context_tokens: int
     prefill_tokens: int = 0
     free_rows: dict[int, int] = field(default_factory=dict)
-    verified: int | None = None
 
 
 def step_parts(latency: LatencyModel, work: Work, drafts: tuple[str, ...]) -> dict[str, float]:
@@ -65,7 +58,7 @@ def step_parts(latency: LatencyModel, work: Work, drafts: tuple[str, ...]) -> di
     verifies everything with the prompts' chunks in one pass. ``rows`` and ``context_tokens`` include those of the chunks.
     """
     proposed = int(work.length.sum())
-    tokens = (len(work.length) + proposed if work.verified is None else work.verified) + work.prefill_tokens
+    tokens = len(work.length) + proposed + work.prefill_tokens
     parts = {"verify": latency.target.seconds(tokens, work.rows, work.context_tokens)}
     parts["overhead"] = latency.overhead_s + latency.speculation_s * bool(proposed)
     for d, rows in work.free_rows.items():

@@ -12,13 +12,11 @@ import numpy as np
 from policy.plan import FloatArray, IntArray, Outcome, Plan, Policy, View
 
 from .deployment import BLOCK_TOKENS, Deployment, Work, blocks
-from .guesses import second_guesses, with_newcomers
-from .shaped_step import cohorts_of, shaped_step
+from .shaped_step import cohorts_of, shaped_step, with_newcomers
 from .workload import Workload
 
 _NONE = np.zeros(0, np.int64)
 _READ_TOKENS = 2  # a draft in use has at most so many to read: after a chain accepted whole, its last and the bonus token
-_REPLICA_SEEDS = 1000  # a fleet's replicas differ by multiples of it; what a request's tokens are does not depend on where it runs
 _SPARE_BLOCKS = 2  # for every active request, else the newcomer would be pre-empted at once
 
 
@@ -79,7 +77,7 @@ class Replica:
         self._queue: deque[int] = deque()
         self._prefill: list[_Prefill] = []
         self._rows = _NONE
-        self._seed, self._cohorts = seed % _REPLICA_SEEDS, 1
+        self._cohorts = 1
         self._pending: _Pending | None = None
         self._blocks = deployment.kv_tokens // BLOCK_TOKENS
         self._planning_s = deployment.planning_s * bool(policy.drift(self._state))
@@ -167,14 +165,11 @@ class Replica:
         if not self._all_found:
             ceiling = np.where(workload.acceptance.has_match(rows, emitted), ceiling, 0)
         catchup = np.where(self._free, 0, context[:, None] - progress.seen[rows])
-        ones, greedy = np.ones(len(rows)), np.zeros(len(rows), np.int64)
-        ready = np.ones(len(rows), np.bool_)
+        ones, ready = np.ones(len(rows)), np.ones(len(rows), np.bool_)
         names = self._deployment.drafts
         queued = len(self._queue)
         group = None if workload.group is None else workload.group[rows]
-        return View(
-            names, rows, context, remaining, ceiling, catchup, ones, greedy, ready, prefill_tokens, queued, len(self._prefill), group=group
-        )
+        return View(names, rows, context, remaining, ceiling, catchup, ones, ready, prefill_tokens, queued, len(self._prefill), group=group)
 
     def _begin(self, now: float) -> _Pending:
         ended, prefill_tokens, prefill_rows, prefill_context = self._chunks()
@@ -207,8 +202,7 @@ class Replica:
         rows, workload, length = view.request, self._workload, plan.length
         position = self._progress.emitted[rows]
         accepted = workload.acceptance.accepted(rows, position, chosen, length, now) if length.any() else np.zeros(len(rows), np.int64)
-        rank, second = second_guesses(self._deployment.guesses, self._seed, workload.acceptance, view, plan, position, accepted, now)
-        emitted = np.minimum(accepted + (rank > 0) + second + 1, workload.output_tokens[rows] - position)
+        emitted = np.minimum(accepted + 1, workload.output_tokens[rows] - position)
         request, first = rows, np.array(ended, np.int64)
         free = self._free_evidence(view, plan, emitted, now)
         tail = np.zeros(len(first), np.int64)
@@ -221,7 +215,7 @@ class Replica:
             accepted=np.concatenate([np.minimum(accepted, emitted), tail]),
             emitted=np.concatenate([emitted, tail + 1]),
             scored=np.concatenate([np.where(emitted <= accepted, emitted, length), tail]),
-            rule=np.concatenate([view.rule, tail]),
+            verified=np.concatenate([length, tail]),
             measured_s=step_s,
             parts_s=parts_s,
             prefill_tokens=view.prefill_tokens,
@@ -231,13 +225,9 @@ class Replica:
             free_scored=free[3],
             finished=finished,
             shape=with_newcomers(plan.shape, len(first)),
-            rank=np.concatenate([rank, tail]),
-            second_accepted=np.concatenate([second, tail]),
         )
-        held = int((accepted + (rank > 0) + second).sum())
-        proposed = int((length if plan.shape is None else plan.shape.proposed(length)).sum())
-        step = Step(now, step_s, len(rows), proposed, held, int(outcome.emitted.sum()), view.prefill_tokens, view.queued)
-        self._record(step)
+        told = int(length.sum()), int(accepted.sum()), int(outcome.emitted.sum())
+        self._record(Step(now, step_s, len(rows), *told, view.prefill_tokens, view.queued))
         return _Pending(outcome, rows, plan)
 
     def _free_evidence(self, view: View, plan: Plan, emitted: IntArray, now: float) -> tuple[IntArray, IntArray, IntArray, IntArray]:
@@ -276,7 +266,6 @@ class Replica:
             valid = np.minimum(outcome.accepted[drafted], plan.length[drafted] - 1)  # the last proposed token is never read by its draft
             context = self._workload.prompt_tokens[rows[drafted]] + progress.emitted[rows[drafted]]
             progress.seen[rows[drafted], plan.draft[drafted]] = context + valid
-        self._see_seconds(pending)
         progress.emitted[outcome.request] += outcome.emitted
         first = outcome.request[len(rows) :]
         progress.first_token_s[first] = np.fmin(progress.first_token_s[first], now)
@@ -291,13 +280,3 @@ class Replica:
             self._rows = self._rows[np.isnan(progress.finish_s[self._rows])]
         self._state = self._policy.observe(outcome, self._state, now)
         self._pending = None
-
-    def _see_seconds(self, pending: _Pending) -> None:
-        """Note what the drafts of second chains have seen of the text."""
-        outcome, rows, plan = pending
-        if plan.shape is None or plan.shape.second_draft is None or plan.shape.second_length is None or outcome.second_accepted is None:
-            return
-        both = np.flatnonzero(plan.shape.second_length)
-        valid = np.minimum(outcome.second_accepted[both], plan.shape.second_length[both] - 1)
-        context = self._workload.prompt_tokens[rows[both]] + self._progress.emitted[rows[both]]
-        self._progress.seen[rows[both], plan.shape.second_draft[both]] = context + valid

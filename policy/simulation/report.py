@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from html import escape
 from typing import Any
 
@@ -183,32 +182,19 @@ def _fleet(fleet: dict[str, Any]) -> str:
 
 
 def _shapes(shapes: dict[str, Any]) -> str:
-    """Return by case a table, and for points that are numbers of rows a chart of what shapes bring over chains."""
-    truth = ", ".join(f"{name} {value:g}" for name, value in shapes["guesses"].items())
-    parts = [
-        f"<p class='note'>Backlogs on seeds {shapes['seeds']}; policies read times that are off by up to 20 %. Second guesses: {truth}.</p>"
-    ]
+    """Return a table by case."""
+    parts = [f"<p class='note'>Backlogs on seeds {shapes['seeds']}; policies read times that are off by up to 20 %.</p>"]
     for case, title in shapes["titles"].items():
         points = [point for point in shapes["points"] if point["case"] == case]
         parts.append(f"<h2>{escape(title)}</h2>")
-        if all(point["point"].isdigit() for point in points):
-            x = [math.log2(int(point["point"])) for point in points]
-            lines = [Line("shapes / chains", x, [point["ratio"][0] for point in points]), Line("chains", x, [1.0] * len(x), dashed=True)]
-            parts.append(
-                line_chart("Throughput over that of chains only", "log2 of the requests in flight", "ratio", lines, from_zero=False)
-            )
-            lines = [
-                Line(name, x, [point[key] for point in points]) for name, key in (("tokens a row", "tokens_a_row"), ("depth", "depth"))
-            ]
-            parts.append(line_chart("Proposed tokens and depth of a row", "log2 of the requests in flight", "tokens", lines))
         rows = []
         for point in points:
             value, low, high = point["ratio"]
             why = ", ".join(f"{name} ({share:.0%})" for name, share in point["why_not"].items())
             figures = [f"{point['tokens_per_s']:,.0f}", f"{point['chains_tokens_per_s']:,.0f}", f"{value:.3f} ({low:.3f} to {high:.3f})"]
-            figures += [f"{point['shaped_share']:.0%}", f"{point['tokens_a_row']:.2f}", f"{point['depth']:.2f}"]
+            figures += [f"{point['shaped_share']:.0%}", f"{point['tokens_a_row']:.2f}"]
             rows.append([f"<td class='text'>{escape(point['point'])}</td>", *figures, f"<td class='text'>{escape(why)}</td>"])
-        header = ["point", "tokens/s", "chains only", "ratio (95 %)", "steps with it", "tokens a row", "depth", "not used"]
+        header = ["point", "tokens/s", "chains only", "ratio (95 %)", "steps with it", "tokens a row", "not used"]
         parts.append(_table(header, rows))
     return "".join(parts)
 

@@ -1,4 +1,4 @@
-"""Where trees, merged chains, cohorts and cut contexts pay, and where they do not: the adaptive planner with and without them."""
+"""Where cohorts and cut contexts pay, and where they do not: the adaptive planner with and without them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,9 @@ from policy.shapes import Shapes
 from .arms import make_policy
 from .deployment import Deployment, perturbed
 from .fleet import Run, simulate
-from .guesses import Guesses
-from .presets import CHAT, MIXED, Linear, llama_8b_h100
+from .presets import CHAT, Linear, llama_8b_h100
 from .statistics import Ratio, ratio_of_rates
 from .workload import Category, Mix, backlog, draw
-
-GUESSES = Guesses(sibling=0.35, decay=0.6, rescue=0.5)
-"""Made up, like the mixes: a sibling holds in 35 of 100 rejections, another draft's token half as often as by itself."""
 
 _TABLE_ERROR = 0.2
 
@@ -56,29 +52,16 @@ LONG_AND_SHORT = Mix(
     (Category("chat", 0.9, 100, 100, {"eagle": 0.7, "1b": 0.62}), Category("book", 0.1, 6000, 100, {"eagle": 0.8, "1b": 0.66})),
 )
 
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
-
-
 Cases = dict[str, tuple[str, list[tuple[str, Deployment, Mix]]]]
 """By name a title and (label, deployment, mix) of every point."""
 
 
-def cases(cpu: Deployment) -> Cases:
-    """Return by case its title and (label, deployment, mix) of its points; ``cpu`` has lookup as a second draft."""
-    small = replace(llama_8b_h100(), guesses=GUESSES)
-    trees, merges = replace(small, shapes=Shapes(tree_width=4)), replace(small, shapes=Shapes(merges=True))
-    bound, memory = (
-        _slow_draft(),
-        replace(small, drafts=("eagle",), latency=replace(small.latency, drafts=small.latency.drafts[:1]), free=(False,)),
-    )
+def cases() -> Cases:
+    """Return by case its title and (label, deployment, mix) of its points."""
+    small, bound = llama_8b_h100(), _slow_draft()
+    memory = replace(small, drafts=("eagle",), latency=replace(small.latency, drafts=small.latency.drafts[:1]), free=(False,))
     contention = [1.0, 1.1, 1.25]
     return {
-        "trees": ("Trees (up to 4 siblings) against chains, Llama-8B on H100, by requests in flight", _by_rows(trees, CHAT)),
-        "merged": (
-            "Merged chains against chains: Llama-8B with EAGLE and a 1B draft, SmolLM2 on a CPU with lookup, by requests in flight",
-            [(f"8B, {rows}", replace(merges, max_active=rows), MIXED) for rows in (1, 8, 64)]
-            + [(f"CPU, {rows}", replace(cpu, max_active=rows, guesses=GUESSES, shapes=Shapes(merges=True)), MIXED) for rows in (1, 4, 16)],
-        ),
         "cohorts": (
             "Two cohorts against one, 16 in flight, by contention",
             [(f"slow-draft, {c:g}", _cohorts(bound, c), EVEN) for c in contention]
@@ -94,16 +77,12 @@ def cases(cpu: Deployment) -> Cases:
     }
 
 
-def _by_rows(deployment: Deployment, mix: Mix) -> list[tuple[str, Deployment, Mix]]:
-    return [(str(rows), replace(deployment, max_active=rows), mix) for rows in ROWS]
-
-
 def _cohorts(deployment: Deployment, contention: float) -> Deployment:
     return replace(deployment, max_active=16, shapes=Shapes(cohorts=2, contention=contention))
 
 
 class Watched(ShapedPlanner):
-    """Counts what was planned: steps, those with each shape, widths, and reasons against."""
+    """Counts what was planned: steps, those with a shape, tokens, and reasons against."""
 
     def __init__(self, planner: ShapedPlanner) -> None:
         super().__init__(planner.drafts, planner.latency, planner.config, planner.shapes)
@@ -114,8 +93,7 @@ class Watched(ShapedPlanner):
         plan, after = super().plan(view, state, now, rng)
         self.counts["steps"] += 1
         self.counts["rows"] += len(view)
-        self.counts["tokens"] += int((plan.length if plan.shape is None else plan.shape.proposed(plan.length)).sum())
-        self.counts["depth"] += int(plan.length.sum())
+        self.counts["tokens"] += int(plan.length.sum())
         self.counts["shaped"] += plan.shape is not None
         for name, why in plan.notes["why_not"].items():
             self.counts[f"{name}: {why.split(':')[0]}"] += 1
@@ -149,14 +127,13 @@ def _tokens_per_s(run: Run) -> float:
 
 def _described(ratio: Ratio, rates: dict[str, list[float]], counts: Counter[str]) -> dict[str, Any]:
     rows, steps = max(counts["rows"], 1), max(counts["steps"], 1)
-    known = {"steps", "rows", "tokens", "depth", "shaped"}
+    known = {"steps", "rows", "tokens", "shaped"}
     return {
         "tokens_per_s": round(float(np.mean(rates["adaptive"])), 1),
         "chains_tokens_per_s": round(float(np.mean(rates["chains-only"])), 1),
         "ratio": [round(value, 4) for value in (ratio.value, ratio.low, ratio.high)],
         "shaped_share": round(counts["shaped"] / steps, 3),
         "tokens_a_row": round(counts["tokens"] / rows, 2),
-        "depth": round(counts["depth"] / rows, 2),
         "why_not": {name: round(count / steps, 3) for name, count in counts.most_common() if name not in known and "engine" not in name},
     }
 

@@ -1,4 +1,4 @@
-"""The true time of a step with trees, second chains, cohorts or cut contexts."""
+"""The true time of a step with cohorts or cut contexts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ from policy.cohorts import pipelined_s
 from policy.plan import IntArray, TurnShape, View
 
 from .deployment import Deployment, Work, step_parts
+
+
+def with_newcomers(shape: TurnShape | None, newcomers: int) -> TurnShape | None:
+    """Return a shape with rows for requests that have just ended their prompts, for an ``Outcome``."""
+    if shape is None or shape.cohort is None:
+        return shape
+    return replace(shape, cohort=np.concatenate([shape.cohort, np.full(newcomers, -1)]))
 
 
 def cohorts_of(shape: TurnShape | None) -> int:
@@ -53,13 +60,7 @@ def shaped_step(
 
 def _parts(deployment: Deployment, view: View, shape: TurnShape | None, work: Work, rows: IntArray) -> dict[str, float]:
     """Return the seconds by part of some rows of the view, one after the other."""
-    draft, length, catchup = work.draft[rows], work.length[rows], work.catchup[rows]
-    proposed = (work.length if shape is None else shape.proposed(work.length))[rows]
-    if shape is not None and shape.second_draft is not None and shape.second_length is not None:
-        second, more = shape.second_draft[rows], shape.second_length[rows]
-        draft, length = np.concatenate([draft, second]), np.concatenate([length, more])
-        catchup = np.concatenate([catchup, np.where(more > 0, view.catchup[rows, np.maximum(second, 0)], 0)])
-    part = replace(work, draft=draft, length=length, catchup=catchup, verified=len(rows) + int(proposed.sum()))
+    part = replace(work, draft=work.draft[rows], length=work.length[rows], catchup=work.catchup[rows])
     parts_s = step_parts(deployment.latency, part, view.drafts)
     if deployment.shapes.pads and len(rows):
         context, piece = view.context[rows], shape.piece_tokens if shape is not None else None

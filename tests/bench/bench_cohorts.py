@@ -139,7 +139,7 @@ def arms_of(config: ServingConfig, draft: str, length: int) -> tuple[dict[str, C
     alone, cut = (build(replace(config, policy=replace(config.policy, cohorts=n)), tables) for n in (1, 2))
 
     def planned(app: App) -> Arm:
-        return Arm(app, make_policy(app.config, app.drafts, tables, app.step_stats, app.target.limits.tree, app.contention))
+        return Arm(app, make_policy(app.config, app.drafts, tables, app.step_stats, app.contention))
 
     made: dict[str, Callable[[], Arm]] = {
         "one": lambda: Arm(alone, FixedLength(draft, length)),

@@ -49,7 +49,7 @@ class ClosedLoop:
         ceiling = np.repeat(np.minimum(K_MAX, self.remaining - 1), len(DRAFTS))
         return self.ids.tolist(), self.remaining.tolist(), ceiling.tolist(), self.catchup.ravel().tolist()
 
-    def step(self, plan: Any, rule: Any) -> Outcome:
+    def step(self, plan: Any) -> Outcome:
         """Draw what is accepted of a plan, and let requests end and arrive. Lookup is scored where another draft is used."""
         rows, rng, length = self._rows, self._rng, plan.length
         passed = rng.random((rows, K_MAX)) < RATES[self.ids % len(RATES), plan.draft][:, None]
@@ -58,7 +58,7 @@ class ClosedLoop:
         guessed = np.cumprod(rng.random((rows, K_MAX)) < RATES[self.ids % len(RATES), -1][:, None], axis=1).sum(axis=1)
         over = self.remaining <= accepted + 1
         outcome = Outcome(
-            *(self.ids, plan.draft, length, accepted, accepted + 1, length, rule),
+            *(self.ids, plan.draft, length, accepted, accepted + 1, length, length),
             measured_s=plan.predicted_s,
             free_request=self.ids[free],
             free_draft=np.full(int(free.sum()), DRAFTS.index("lookup")),
@@ -75,8 +75,8 @@ class ClosedLoop:
         return outcome
 
 
-def timed_plan(planner: AdaptivePlanner, state: Any, columns: tuple[list[int], ...], now: float) -> tuple[View, Any, Any, float]:
-    """Return the view of the columns, its plan, the state after it, and the microseconds that all of it took."""
+def timed_plan(planner: AdaptivePlanner, state: Any, columns: tuple[list[int], ...], now: float) -> tuple[Any, Any, float]:
+    """Return the plan for a view of the columns, the state after it, and the microseconds that all of it took."""
     ids, remaining, ceiling, catchup = columns
     context = [CONTEXT] * len(ids)
     started = thread_time()
@@ -88,21 +88,20 @@ def timed_plan(planner: AdaptivePlanner, state: Any, columns: tuple[list[int], .
         ceiling=np.array(ceiling).reshape(-1, len(DRAFTS)),
         catchup=np.array(catchup).reshape(-1, len(DRAFTS)),
         weight=np.ones(len(ids)),
-        rule=np.zeros(len(ids), np.int64),
         ready=np.ones(len(ids), np.bool_),
     )
     plan, state = planner.plan(view, state, now, RNG)
-    return view, plan, state, 1e6 * (thread_time() - started)
+    return plan, state, 1e6 * (thread_time() - started)
 
 
 def measure(rows: int, steps: int, seed: int) -> dict[str, float]:
     """Return medians and 95th percentiles in microseconds over a closed loop of ``rows`` requests, the first tenth dropped."""
     planner, rng = AdaptivePlanner(DRAFTS, model()), np.random.default_rng(seed)
-    cold_us = [timed_plan(planner, planner.start(), ClosedLoop(rows, rng).columns(), 0.0)[3] for _ in range(max(steps // 10, 5))]
+    cold_us = [timed_plan(planner, planner.start(), ClosedLoop(rows, rng).columns(), 0.0)[2] for _ in range(max(steps // 10, 5))]
     loop, state, plan_us, observe_us, lengths, gaps = ClosedLoop(rows, rng), planner.start(), [], [], [], []
     for step in range(steps):
-        view, plan, state, took_us = timed_plan(planner, state, loop.columns(), 0.01 * step)
-        outcome = loop.step(plan, view.rule)
+        plan, state, took_us = timed_plan(planner, state, loop.columns(), 0.01 * step)
+        outcome = loop.step(plan)
         started = thread_time()
         state = planner.observe(outcome, state, 0.01 * step)
         observe_us.append(1e6 * (thread_time() - started))
@@ -131,8 +130,8 @@ def flapping(rows: int, steps: int, seed: int) -> dict[str, float]:
     planner, rng = AdaptivePlanner(DRAFTS, model()), np.random.default_rng(seed)
     loop, state, plans = ClosedLoop(rows, rng, remaining=100 * steps), planner.start(), []
     for step in range(steps):
-        view, plan, state, _ = timed_plan(planner, state, loop.columns(), 0.01 * step)
-        state = planner.observe(loop.step(plan, view.rule), state, 0.01 * step)
+        plan, state, _ = timed_plan(planner, state, loop.columns(), 0.01 * step)
+        state = planner.observe(loop.step(plan), state, 0.01 * step)
         plans.append(plan)
     late = plans[steps // 2 :]
     pairs = [(one, two) for one, two in pairwise(late) if not one.notes["probe"] and not two.notes["probe"]]

@@ -239,7 +239,6 @@ def random_instance(rng: np.random.Generator, rows: int, drafts: int, k_max: int
         np.where(rng.random(shape) < 0.3, rng.integers(0, k_max + 1, shape), k_max),
         np.where(rng.random(shape) < 0.3, rng.integers(3, 400, shape), rng.integers(0, 3, shape)),
         rng.choice([0.5, 1.0, 1.0, 2.0], rows),
-        np.zeros(rows, np.int64),
         np.ones(rows, np.bool_),
         prefill_tokens=int(rng.choice([0, 0, 37])),
         limit=rng.integers(0, rows + 1, drafts) if rng.random() < 0.4 else None,

@@ -196,7 +196,7 @@ class InProcess:
     def _made(self, name: str) -> InProcessArm:
         app = self._app(_engines_of(name))
         config = replace(parse_config(arm_config(self._config, name, self.tuning, self._active)), drafts=app.config.drafts)
-        return InProcessArm(app, make_policy(config, app.drafts, tables(config), app.step_stats, app.target.limits.tree, app.contention))
+        return InProcessArm(app, make_policy(config, app.drafts, tables(config), app.step_stats, app.contention))
 
     def _app(self, name: str) -> App:
         if name not in self._apps:

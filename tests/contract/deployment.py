@@ -15,23 +15,24 @@ import numpy as np
 import torch
 
 from backend.admission import Admission
-from backend.drafting import Drafting
+from backend.drafting import Drafting, Proposals
 from backend.engines.checkpoint import LlamaConfig
-from backend.engines.lookup import LookupEngine
 from backend.engines.torch_engine import TorchEngine
 from backend.extras import Gathered
 from backend.kv_ledger import KVLedger
 from backend.orchestrator import Orchestrator
 from backend.overlapped import Overlapped
-from backend.ports import BLOCK_TOKENS, Engine, Proposal, Sequence
+from backend.ports import BLOCK_TOKENS, ROOT, Completion, Engine, EngineLimits, Proposal, Sequence, Turn
 from backend.request import ErrorCode, FinishReason, GenerationRequest, SamplingParams
 from backend.session import Delta, Session, Usage
 from backend.stats import Stats, StepStats
-from policy import NO_DRAFT, Outcome, Plan, Policy, TurnShape, View
+from policy import NO_DRAFT, Drafted, Outcome, Plan, Policy, TurnShape, View
 from tests.forced_cohorts import ForcedCohorts
 
 GREEDY = SamplingParams()
 VOCAB, K_MAX, BLOCKS = 24, 4, 64
+NODES = 7
+"""Nodes of a tree, at most: more than its longest path."""
 MAX_CONTEXT_TOKENS = 96
 
 numbers = itertools.count(1)
@@ -105,52 +106,37 @@ class NoText:
 
 
 class Scripted(Policy):
-    """A policy that reads (draft column, length) off a script, another place of it in every step and for every request.
+    """A policy that reads (draft column, length) off a script, another place of it in every step and
+    for every request.
 
-    A third and a fourth element make a tree: the widths by place, and a second draft (column, length). ``pieces`` are how contexts are cut,
-    step by step.
+    ``trims`` are how many nodes of a row's tree are verified, ``pieces`` how contexts are cut, step by
+    step.
     """
 
-    def __init__(self, script: Seq[tuple] = ((NO_DRAFT, 0),), pieces: Seq[int] = (0,)) -> None:
-        self.script = list(script)
-        self.pieces = pieces
+    def __init__(
+        self,
+        script: Seq[tuple[int, int]] = ((NO_DRAFT, 0),),
+        trims: Seq[int] = (NODES,),
+        pieces: Seq[int] = (0,),
+    ) -> None:
+        self.script, self.trims, self.pieces = list(script), trims, pieces
         self.outcomes: list[Outcome] = []
 
     def start(self) -> int:
         return 0
 
     def plan(self, view: View, state: int, now: float, rng: np.random.Generator) -> tuple[Plan, int]:
-        entries = [self.script[(state + row) % len(self.script)] for row in range(len(view))]
-        draft, length = self._chains(view, [entry[:2] for entry in entries])
-        shape = None
-        if any(len(entry) > 2 for entry in entries):
-            inside = np.arange(K_MAX) < length[:, None]
-            width = [[*(entry[2] if len(entry) > 2 else ()), *[1] * K_MAX][:K_MAX] for entry in entries]
-            second_draft, second_length = self._chains(view, [entry[3] if len(entry) > 3 else (NO_DRAFT, 0) for entry in entries])
-            second_length = np.where((second_draft == draft) | (length == 0), 0, second_length)
-            second_draft = np.where(second_length > 0, second_draft, NO_DRAFT)
-            shape = TurnShape(np.where(inside, np.reshape(width, inside.shape), 0), second_draft, second_length)
+        chosen = [self.script[(state + row) % len(self.script)] for row in range(len(view))]
+        plan = Plan.within(view, *np.array(chosen, np.int64).reshape(-1, 2).T)
         piece = self.pieces[state % len(self.pieces)]
-        if piece:
-            shape = replace(shape or TurnShape(), piece_tokens=piece)
-        return Plan(draft, length, shape=shape), state + 1
+        return replace(plan, shape=TurnShape(piece_tokens=piece) if piece else None), state + 1
 
-    @staticmethod
-    def _chains(view: View, chosen: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        draft, asked = np.array(chosen, np.int64).reshape(-1, 2).T
-        room = view.ceiling[np.arange(len(view)), draft] if view.drafts else 0 * draft
-        length = np.where(draft >= 0, np.minimum(asked, room), 0)
-        return np.where(length > 0, draft, NO_DRAFT), length
+    def trim(self, view: View, plan: Plan, drafted: Drafted, state: int) -> np.ndarray:
+        return np.array([self.trims[(state + n) % len(self.trims)] for n in range(len(view))])
 
     def observe(self, outcome: Outcome, state: int, now: float) -> int:
         self.outcomes.append(outcome)
         return state
-
-    def stand_by(self, view: View, state: int) -> int:
-        return state
-
-    def drift(self, state: int) -> dict[str, float]:
-        return {}
 
 
 class Cut(ForcedCohorts):
@@ -167,32 +153,79 @@ class Cut(ForcedCohorts):
         return plan, state
 
 
-class ForetoldDraft(LookupEngine):
-    """A point-mass draft that is told every text beforehand: it proposes the truth, or always something else."""
+class ForetoldDraft:
+    """A draft that is told every text beforehand: it proposes the truth, or always something else, or
+    (``bushy``) a tree in which the truth is somewhere, in part or not at all.
+    """
 
-    def __init__(self, name: str, *, lies: bool, vocab: int = VOCAB) -> None:
-        super().__init__(name, max_draft_tokens=K_MAX, vocab_size=vocab)
-        self.truth: dict[int, list[int]] = {}
-        self._shift = int(lies)
+    def __init__(self, name: str, *, lies: bool = False, bushy: bool = False) -> None:
+        self.name, self.truth = name, dict[int, list[int]]()
+        self.limits = EngineLimits(VOCAB, 2**31 - 1, K_MAX, K_MAX, kv_blocks=0, free=True)
+        self._shift, self._bushy, self._done = int(lies), bushy, list[Completion]()
+
+    def submit(self, turns: Seq[Turn]) -> None:
+        for turn in turns:
+            at = len(turn.sequence.tokens)
+            truth = self.truth[turn.sequence.id][at : at + turn.run]
+            if self._bushy:
+                nodes = grown(truth, np.random.default_rng([at, *truth]))
+                proposal = Proposal.best(self.name, nodes, turn.nodes)
+            else:
+                tokens = [(token + self._shift) % VOCAB for token in truth]
+                proposal = Proposal.chain(self.name, tokens).first(turn.nodes)
+            self._done.append(Completion(turn.sequence.id, [], proposal=proposal))
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        done, self._done = self._done, []
+        return done
+
+    def cancel(self, sequence_ids: Iterable[int]) -> None:
+        pass
+
+    def unseen(self, sequence: Sequence) -> int:
+        return 0
 
     def available(self, sequence: Sequence, length: int) -> int:
-        return max(0, min(length, self.limits.max_draft_tokens, len(self.truth.get(sequence.id, ())) - len(sequence.tokens)))
+        known = len(self.truth.get(sequence.id, ())) - len(sequence.tokens)
+        return max(0, min(length, K_MAX, known))
 
-    def _propose(self, sequence: Sequence, run: int) -> list[int]:
-        at = len(sequence.tokens)
-        return [(token + self._shift) % self.limits.vocab_size for token in self.truth[sequence.id][at : at + run]]
+    def close(self) -> None:
+        pass
+
+
+def grown(truth: Seq[int], rng: np.random.Generator) -> list[tuple[int, int, float]]:
+    """Nodes (token, parent, confidence) of a tree, grown at random and often behind what is true so far.
+
+    Under whatever parent, a node's token is often the true one of its place; so equal tokens have
+    different parents, and wrong siblings come before the right one and behind it.
+    """
+    nodes: list[tuple[int, int, float]] = []
+    depth, children, tip = {ROOT: 0}, set[tuple[int, int]](), ROOT
+    for _ in range(int(rng.integers(1, 4 * K_MAX))):
+        parent = tip if rng.random() < 0.4 else int(rng.integers(ROOT, len(nodes)))
+        place = depth[parent]
+        if place == len(truth):
+            continue
+        token = truth[place] if rng.random() < 0.5 else int(rng.integers(VOCAB))
+        if (parent, token) not in children:
+            confidence = (nodes[parent][2] if parent != ROOT else 1.0) * rng.choice([1.0, 0.9, 0.4])
+            children.add((parent, token))
+            depth[len(nodes)] = place + 1
+            tip = len(nodes) if parent == tip and token == truth[place] else tip
+            nodes.append((token, parent, float(confidence)))
+    return nodes or [(truth[0], ROOT, 1.0)]
 
 
 class RecordedDrafting(Drafting):
-    """Keeps what was proposed in ``recorded``: (sequence, its tokens then, proposal)."""
+    """Keeps what was proposed in ``recorded``: (sequence, its tokens then, proposals)."""
 
     def __init__(self, *arguments, **options) -> None:
         super().__init__(*arguments, **options)
-        self.recorded: list[tuple[Sequence, list[int], Proposal]] = []
+        self.recorded: list[tuple[Sequence, list[int], Proposals]] = []
 
     def propose(self, sequences, view, plan, log):
         proposals = super().propose(sequences, view, plan, log)
-        self.recorded += [(s, list(s.tokens), chosen) for s in sequences if (chosen := proposals[s.id].chosen)]
+        self.recorded += [(s, list(s.tokens), proposals[s.id]) for s in sequences]
         return proposals
 
 
@@ -200,6 +233,7 @@ class RecordedDrafting(Drafting):
 class Deployment:
     """One target, drafts, and the loop over them; ``watchers`` are called after every step, ``live`` sessions have not ended.
 
+    Trees have at most ``nodes``; 0: the target verifies chains only.
     ``cohorts`` are as in ``Cut``. Where something watches, the target has run what is in flight before it is looked at, though nobody has
     taken its tokens; else its thread runs beside the next steps (``poisons`` false: and nothing is poisoned, which would disturb it).
     """
@@ -211,6 +245,7 @@ class Deployment:
     free_run_tokens: int = 1
     max_active: int = 8
     kv_blocks: int = BLOCKS
+    nodes: int = NODES
     reuse: bool = True
     cohorts: Seq[int] = ()
     poisons: bool = True
@@ -225,8 +260,10 @@ class Deployment:
         pools = {engine.name: min(self.kv_blocks, engine.limits.kv_blocks) for engine in self.engines}
         self.verifier = Overlapped(self.target) if self.cohorts else self.target
         target = self.verifier if self.reuse else None
-        self.ledger = KVLedger(pools, K_MAX + 1, growth_blocks=0, target=target)  # admitted too soon, and therefore pre-empted often
-        self.drafting = RecordedDrafting(self.drafts, step_stats, clock, most_nodes=K_MAX + 1)
+        nodes = self.nodes if self.target.limits.tree else 0
+        # admitted too soon, and therefore pre-empted often
+        self.ledger = KVLedger(pools, max(nodes, K_MAX) + 1, growth_blocks=0, target=target)
+        self.drafting = RecordedDrafting(self.drafts, step_stats, clock, most_nodes=nodes)
         self.loop = Orchestrator(
             self.verifier,
             self.drafting,

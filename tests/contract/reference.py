@@ -11,8 +11,10 @@ import numpy as np
 import torch
 
 from backend.engines.chunks import Chunk, KVTable
+from backend.engines.draw import HEAD
 from backend.engines.llama import Llama
 from backend.engines.torch_engine import TorchEngine
+from backend.randomness import TAIL, exponentials, word
 from backend.request import SamplingParams
 from tests.options import processed, top_p_behind
 
@@ -22,11 +24,12 @@ PRISTINE = type("Pristine", (Llama,), {name: value for name, value in vars(Llama
 
 
 class Reference:
-    """Laws and greedy texts of an engine made for this purpose alone."""
+    """Laws and texts of an engine made for this purpose alone."""
 
     def __init__(self, engine: TorchEngine) -> None:
         self._model = engine._model
         self._model.__class__ = PRISTINE
+        self._vocab_size = engine.limits.vocab_size
         self._table = KVTable(range(engine.limits.kv_blocks), "cpu")
         self._logits: dict[tuple[int, ...], np.ndarray] = {}
         self._kv: dict[tuple[int, ...], torch.Tensor] = {}
@@ -36,7 +39,11 @@ class Reference:
         key = tuple(tokens)
         if key not in self._logits:
             with torch.inference_mode():
-                self._logits[key] = self._model.forward([Chunk(list(key), 0, self._table, 1)])[0].double().numpy()
+                row = self._model.forward([Chunk(list(key), 0, self._table, 1)])[0].double().numpy()
+            self._logits[key] = row
+            if self._model.token_ids is not None:  # a token that it does not have has no chance
+                self._logits[key] = np.full(self._vocab_size, -np.inf)
+                self._logits[key][self._model.token_ids.numpy()] = row
         return self._logits[key]
 
     def kv(self, tokens: Seq[int]) -> torch.Tensor:
@@ -65,14 +72,27 @@ class Reference:
         law[order[before >= top_p_behind(list(tokens[prompt_tokens:]), sampling)]] = 0.0
         return law / law.sum()
 
-    def greedy(self, prompt: Seq[int], count: int, sampling: SamplingParams = GREEDY) -> list[int]:
+    def text(self, prompt: Seq[int], count: int, sampling: SamplingParams = GREEDY) -> list[int]:
         """Prompt and the next ``count`` tokens, or fewer up to an end id."""
         tokens = list(prompt)
         for _ in range(count):
-            tokens.append(int(self.log_probs(tokens, len(prompt), sampling).argmax()))
+            tokens.append(self.next(tokens, len(prompt), sampling))
             if tokens[-1] in sampling.end_ids:
                 break
         return tokens
+
+    def next(self, tokens: Seq[int], prompt_tokens: int, sampling: SamplingParams) -> int:
+        """The token behind ``tokens``."""
+        if sampling.greedy:
+            return int(self.log_probs(tokens, prompt_tokens, sampling).argmax())
+        return drawn(self.law(tokens, prompt_tokens, sampling), sampling.seed, len(tokens))
+
+    def guess(self, tokens: Seq[int], prompt_tokens: int, sampling: SamplingParams) -> int:
+        """What this model, as a draft, proposes first behind ``tokens``; the head of its law has to have a token."""
+        if sampling.greedy:
+            return self.next(tokens, prompt_tokens, sampling)
+        law = self.law(tokens, prompt_tokens, sampling)
+        return drawn(np.where(law < HEAD, 0.0, law), sampling.seed, len(tokens))
 
     def joint(self, prompt: Seq[int], sampling: SamplingParams, length: int) -> dict[tuple[int, ...], float]:
         """The probability of each text of ``length`` tokens behind the prompt, or fewer up to an end id."""
@@ -82,3 +102,13 @@ class Reference:
                 chance, law = chances.pop(text), self.law([*prompt, *text], len(prompt), sampling)
                 chances |= {(*text, token): chance * float(p) for token, p in enumerate(law) if p > 0.0}
         return chances
+
+
+def drawn(law: np.ndarray, seed: int, position: int) -> int:
+    """The token that wins the race: the head's tokens against the tail as one, and then within the tail."""
+    place, tail = np.uint64(word(seed, position)), law < HEAD
+    with np.errstate(divide="ignore"):
+        times = exponentials(place ^ np.arange(len(law), dtype=np.uint64)) / law
+        of_tail = exponentials(np.array([place ^ TAIL]))[0] / law[tail].sum()
+    runs = tail if of_tail < times[~tail].min(initial=np.inf) else ~tail
+    return int(np.where(runs, times, np.inf).argmin())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -13,15 +14,27 @@ from backend.ports import Engine
 from backend.request import SamplingParams
 from backend.session import Session
 from policy import NO_DRAFT
-from tests.contract.deployment import K_MAX, VOCAB, Deployment, ForetoldDraft, Scripted, tiny_config, tiny_engine
+from tests.contract.deployment import (
+    K_MAX,
+    NODES,
+    VOCAB,
+    Deployment,
+    ForetoldDraft,
+    Scripted,
+    tiny_config,
+    tiny_engine,
+)
 from tests.contract.reference import Reference
 
 GREEDY = SamplingParams()
+SAMPLED = SamplingParams(0.9, seed=3)
 PROMPTS = ([1, 2, 3], [7] * 17, [5, 9, 11, 2, 0, 4], [20, 10, 10, 10, 16, 20, 10, 10, 10], [3, 21, 3, 21, 8, 3, 21], list(range(24)))
 PROMPTS += ([*range(24), *range(24)], [*range(24), *range(20), 1, 1], [*range(24), *range(8)])  # one beginning of two blocks
 SHORT = range(6)
-DRAFTS = ("twin", "near", "short", "fp32", "lookup", "liar", "oracle")
-"""The columns that a script may name: a copy of the target; others with noise, a shortlist, in fp32; lookup; wrong tokens; right ones."""
+DRAFTS = ("twin", "near", "short", "fp32", "lookup", "liar", "oracle", "bushy")
+"""The columns that a script may name: a copy of the target; others with noise, a shortlist, in fp32;
+lookup; wrong tokens; right ones; trees that have them somewhere.
+"""
 
 
 @dataclass(frozen=True)
@@ -36,15 +49,24 @@ class Ask:
     sampling: SamplingParams = GREEDY
 
 
+SCRIPT = ((1, 4), (0, 2), (7, 4), (5, 3), (3, 3), (7, 2), (1, 1), (2, 4), (NO_DRAFT, 0), (7, 3), (1, 3), (3, 4), (4, 4), (2, 2), (6, 4), (7, 1), (0, 3))
+"""Every draft, many lengths; of no length that divides a batch's, so that requests and steps meet in ever new ways."""
+
+TRIMS = (NODES, NODES, 3, NODES, 1, 5, NODES, 0, 2, 4, NODES)
+"""Mostly whole trees, now and then a few of their nodes or none."""
+
+
 @dataclass(frozen=True)
 class Scenario:
     """Requests, the policy's script (``Scripted``), and the limits of the deployment; the target pads where there are ``pieces``.
 
-    ``cohorts`` and ``poisons`` as of ``Deployment``.
+    ``nodes``, ``cohorts`` and ``poisons`` as of ``Deployment``.
     """
 
     asks: tuple[Ask, ...]
-    script: tuple[tuple, ...]
+    script: tuple[tuple[int, int], ...] = SCRIPT
+    trims: tuple[int, ...] = TRIMS
+    nodes: int = NODES
     chunk_tokens: int = 8
     max_active: int = 8
     kv_blocks: int = 64
@@ -55,44 +77,39 @@ class Scenario:
     poisons: bool = True
 
 
-SCRIPT = ((1, 4), (0, 2), (5, 3), (3, 3), (1, 1), (2, 4), (NO_DRAFT, 0), (1, 3), (3, 4), (4, 4), (2, 2), (6, 4), (0, 3))
-"""Every draft, many lengths; of no length that divides a batch's, so that requests and steps meet in ever new ways."""
+class Served(NamedTuple):
+    """What a scenario came to; ``sessions`` are in the order of its asks."""
 
-BUSY = Scenario(tuple(Ask(n, 16, arrival=n, leaves=4 if n == 2 else None) for n in SHORT), SCRIPT, max_active=4)
-"""Greedy requests that come, queue and go."""
+    scenario: Scenario
+    deployment: Deployment
+    sessions: list[Session]
 
-TREE_SCRIPT = (
-    (1, 3, (1, 2, 2)),
-    (3, 2, (3, 2)),
-    (6, 2, (2, 1), (5, 2)),
-    (5, 2, (1, 1), (6, 3)),
-    (1, 4),
-    (2, 2, (2, 3)),
-    (NO_DRAFT, 0),
-    (5, 1, (1,), (1, 4)),
-    (1, 2, (4, 1)),
-    (4, 2, (1, 1), (3, 3)),
-    (0, 1, (5,)),
-)
-"""Siblings at every place, chains of two drafts of which either may be wrong, and chains between; some with more nodes than fit."""
 
-TREES = replace(BUSY, script=TREE_SCRIPT)
+def asks_of(*samplings: SamplingParams) -> tuple[Ask, ...]:
+    """Requests that come, queue and go."""
+    return tuple(
+        Ask(n, 16, n, 4 if n == 2 else None, sampling=samplings[n % len(samplings)]) for n in SHORT
+    )
+
+
+BUSY = Scenario(asks_of(GREEDY, SAMPLED), max_active=4)
 
 UNEVEN = Scenario(
-    tuple(Ask(prompt, 16, arrival=number // 2, leaves=6 if number == 3 else None) for number, prompt in enumerate((7, 0, 1, 6, 2, 5, 8))),
-    (*TREE_SCRIPT, *SCRIPT),
+    tuple(
+        Ask(prompt, 16, n // 2, 6 if n == 3 else None, sampling=replace(SAMPLED, seed=n) if n % 3 else GREEDY)
+        for n, prompt in enumerate((7, 0, 1, 6, 2, 5, 8))
+    ),
     max_active=5,
     pieces=(16, 0, 32, 16, 48, 96, 16),
 )
 """Long contexts beside short ones in a target that pads, cut into other pieces in every step, or not."""
 
 ALIKE = Scenario(
-    (Ask(6, 12), Ask(6, 20), Ask(7, 12, 1), Ask(8, 16, 1, leaves=3), Ask(6, 9, 4), Ask(7, 12, 4, salt="b"), Ask(8, 16, 12), Ask(6, 12, 18)),
-    SCRIPT,
+    (Ask(6, 12), Ask(6, 20, sampling=SAMPLED), Ask(7, 12, 1), Ask(8, 16, 1, 3), Ask(6, 9, 4), Ask(7, 12, 4, salt="b"), Ask(8, 16, 12), Ask(6, 12, 18)),
     chunk_tokens=20,
-    kv_blocks=18,
+    kv_blocks=20,
 )
-"""Greedy requests that begin alike: at the same time, in the middle of another's prefill, behind its end, after a cancellation."""
+"""Requests that begin alike: at the same time, in the middle of another's prefill, behind its end, after a cancellation."""
 
 BIGRAMS = tuple((first, last) for first in range(VOCAB) for last in (2, 7, 8, 10, 16, 18, 20))
 CROSSED = (
@@ -102,15 +119,19 @@ CROSSED = (
     SamplingParams(min_tokens=3, end_ids=tuple(range(0, VOCAB, 2)), log_probs=True),
     SamplingParams(min_tokens=4, end_ids=tuple(range(0, VOCAB, 2)), frequency_penalty=0.2, log_probs=True),
     SamplingParams(min_tokens=5, end_ids=tuple(range(1, VOCAB, 2)), log_probs=True),
-    SamplingParams(0.9, seed=5, coupled=True, log_probs=True),
-    SamplingParams(1.2, top_k=6, top_p=0.9, seed=2**63 + 9, coupled=True, presence_penalty=0.5, bad_words=BIGRAMS[1::3], log_probs=True),
-    SamplingParams(0.8, seed=11, coupled=True, min_tokens=4, end_ids=tuple(range(0, VOCAB, 3)), repetition_penalty=0.8, log_probs=True),
+    SamplingParams(0.9, seed=5, log_probs=True),
+    SamplingParams(1.2, top_k=6, top_p=0.9, seed=2**63 + 9, presence_penalty=0.5, bad_words=BIGRAMS[1::3], log_probs=True),
+    SamplingParams(0.8, seed=11, min_tokens=4, end_ids=tuple(range(0, VOCAB, 3)), repetition_penalty=0.8, log_probs=True),
     SamplingParams(0.8, seed=3, min_tokens=3, end_ids=(1, 4), frequency_penalty=0.4, top_p=0.8, log_probs=True),
     SamplingParams(1.5, seed=4, bias=((5, 2.0),), bad_words=((5, 5),), log_probs=True),
 )
-"""All options, in greedy, plan-invariant and rejection-sampled requests."""
+"""All options, in greedy and in sampled requests."""
 
-MIXED = Scenario(tuple(Ask(n % len(SHORT), 16, n // 4, sampling=s) for n, s in enumerate(CROSSED)), SCRIPT, max_active=6)
+MIXED = Scenario(tuple(Ask(n % len(SHORT), 16, n // 4, sampling=s) for n, s in enumerate(CROSSED)), max_active=6)
+
+LONG = tuple(Ask(n, 40, n // 2, sampling=s) for n, s in enumerate((GREEDY, SAMPLED, CROSSED[0], CROSSED[10], CROSSED[2])))
+CRAMPED = Scenario(LONG, kv_blocks=8)
+"""Requests that each need three to five blocks in the end, and fewer at admission: some are pre-empted."""
 
 
 @cache
@@ -128,19 +149,21 @@ def new_drafts(attention: str = "ragged") -> list[Engine]:
         tiny_engine("fp32", seed=3, noise=0.05, dtype=torch.float32, attention=attention),
         LookupEngine("lookup", max_draft_tokens=K_MAX, vocab_size=VOCAB),
         ForetoldDraft("liar", lies=True),
-        ForetoldDraft("oracle", lies=False),
+        ForetoldDraft("oracle"),
+        ForetoldDraft("bushy", bushy=True),
     ]
 
 
-def serve(scenario: Scenario, *watchers: Callable[[Deployment], None]) -> tuple[Deployment, list[Session]]:
-    """Run a scenario to its end; the sessions are in the order of its asks."""
+def serve(scenario: Scenario, *watchers: Callable[[Deployment], None]) -> Served:
+    """Run a scenario to its end."""
     deployment = Deployment(
         tiny_engine(attention=scenario.attention or ("padded" if scenario.pieces else "ragged")),
         new_drafts(scenario.attention or "ragged"),
-        Scripted(scenario.script, scenario.pieces or (0,)),
+        Scripted(scenario.script, scenario.trims, scenario.pieces or (0,)),
         chunk_tokens=scenario.chunk_tokens,
         max_active=scenario.max_active,
         kv_blocks=scenario.kv_blocks,
+        nodes=scenario.nodes,
         reuse=scenario.reuse,
         cohorts=scenario.cohorts,
         poisons=scenario.poisons,
@@ -150,24 +173,18 @@ def serve(scenario: Scenario, *watchers: Callable[[Deployment], None]) -> tuple[
     for step in range(1 + max(max(ask.arrival, ask.leaves or 0) for ask in scenario.asks)):
         for number, ask in enumerate(scenario.asks):
             if ask.arrival == step:
-                session = sessions[number] = deployment.submit(PROMPTS[ask.prompt], ask.max_tokens, ask.sampling, ask.salt)
-                for draft in deployment.drafts[-2:]:
-                    draft.truth[session.id] = plain_text(ask) or reference().greedy(PROMPTS[ask.prompt], ask.max_tokens)
+                prompt = PROMPTS[ask.prompt]
+                session = deployment.submit(prompt, ask.max_tokens, ask.sampling, ask.salt)
+                sessions[number] = session
+                for draft in deployment.drafts[-3:]:
+                    draft.truth[session.id] = plain_text(ask)
             if ask.leaves == step:
                 sessions[number].sink.cancelled = True
         deployment.step()
     deployment.run()
-    return deployment, [sessions[number] for number in range(len(scenario.asks))]
+    return Served(scenario, deployment, [sessions[number] for number in range(len(scenario.asks))])
 
 
-def plain_text(ask: Ask) -> list[int] | None:
-    """The tokens that an ask must have: by the book where greedy, of plain decoding alone where plan-invariant, else unknown."""
-    prompt = PROMPTS[ask.prompt]
-    if ask.sampling.greedy:
-        return reference().greedy(prompt, ask.max_tokens, ask.sampling)
-    if not ask.sampling.coupled:
-        return None
-    deployment = Deployment(tiny_engine())
-    session = deployment.submit(prompt, ask.max_tokens, ask.sampling)
-    deployment.run()
-    return session.sequence.tokens
+def plain_text(ask: Ask) -> list[int]:
+    """The tokens that an ask must have: those of plain decoding alone, by the book."""
+    return reference().text(PROMPTS[ask.prompt], ask.max_tokens, ask.sampling)

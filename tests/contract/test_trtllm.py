@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.contract import checks
+from tests.contract import checks, scenarios
 from tests.contract.fake_executor import Behaviour
-from tests.contract.trtllm_deployment import ALL_GREEDY, MIXED, serve_with_trtllm
+from tests.contract.trtllm_deployment import ALL_GREEDY, serve_with_trtllm
 
 BEHAVIOURS = {"in order": Behaviour, "late and out of order": lambda: Behaviour(seed=3, late=0.4, shuffled=True, evicts=0.2)}
 SUITE = (
@@ -15,7 +15,9 @@ SUITE = (
     checks.an_oracle_gives_k_plus_one_tokens_a_step,
     checks.nothing_is_committed_beyond_an_end,
 )
-"""Without the checks that look into KV (the executor's own) and those of plan-invariant sampling (not to be had)."""
+"""Without the checks that look into KV (the executor's own), and that sampled texts are the same
+under any plan: the executor draws by numbers of its own.
+"""
 
 LAWS = (
     checks.texts_sampled_with_a_draft_s_law_follow_the_target_s,
@@ -47,7 +49,7 @@ def test_sampled_texts_with_every_option_follow_the_targets_law(monkeypatch):
 def test_log_probabilities_are_those_of_the_text(monkeypatch):
     """The decoder gives none behind a verification: they are made of its logits, which are fp32."""
     serve_with_trtllm(monkeypatch)
-    checks.log_probs_are_those_of_the_text(MIXED, tolerance=1e-5)
+    checks.log_probs_are_those_of_the_text(scenarios.MIXED, tolerance=1e-5)
 
 
 def test_a_copy_of_the_target_is_never_rejected(monkeypatch):
@@ -64,7 +66,7 @@ def test_a_copy_of_the_target_is_never_rejected(monkeypatch):
     [
         checks.greedy_texts_are_those_of_plain_decoding,
         checks.texts_with_options_are_those_of_plain_decoding,
-        lambda: checks.log_probs_are_those_of_the_text(MIXED, tolerance=1e-5),
+        lambda: checks.log_probs_are_those_of_the_text(scenarios.MIXED, tolerance=1e-5),
         lambda: checks.texts_follow_the_target_s_law(checks.OPTIONS, rounds=1_000),
     ],
     ids=["greedy", "options", "log-probabilities", "law"],

@@ -22,7 +22,7 @@ def served(*samplings, k=3, max_tokens=16, **options):
     sessions = []
     for number, sampling in enumerate(samplings):
         session = made.submit(PROMPTS[number % 6], max_tokens, sampling, **options)
-        draft.truth[session.id] = reference().greedy(PROMPTS[number % 6], max_tokens, sampling)
+        draft.truth[session.id] = reference().text(PROMPTS[number % 6], max_tokens, sampling)
         sessions.append(session)
     return made, sessions, executor
 
@@ -66,11 +66,11 @@ def test_a_turn_computes_what_is_new_and_not_the_whole_prefix_again():
 
 def test_min_tokens_holds_over_all_turns():
     """The BLS model sets min_tokens for the draft's sake and then forgets the user's."""
-    plain = reference().greedy(PROMPTS[0], 16)
+    plain = reference().text(PROMPTS[0], 16)
     end = plain[len(PROMPTS[0])]
     made, (session,), _ = served(SamplingParams(min_tokens=9, end_ids=(end,)))
     made.run()
-    assert session.sequence.tokens == reference().greedy(PROMPTS[0], 16, session.sequence.sampling)
+    assert session.sequence.tokens == reference().text(PROMPTS[0], 16, session.sequence.sampling)
     assert end not in session.sequence.tokens[len(PROMPTS[0]) :][:9]
 
 
@@ -78,7 +78,7 @@ def test_a_bias_holds_in_every_turn():
     sampling = SamplingParams(bias=((7, 3.0), (20, -2.0)))
     made, (session,), executor = served(sampling)
     made.run()
-    assert session.sequence.tokens == reference().greedy(PROMPTS[0], 16, sampling)
+    assert session.sequence.tokens == reference().text(PROMPTS[0], 16, sampling)
     assert all(request.embedding_bias[7] == 3.0 for request in executor.requests)
     assert len(executor.requests) > 3
 
@@ -87,7 +87,7 @@ def test_penalties_count_the_text_of_all_turns():
     sampling = SamplingParams(frequency_penalty=0.4, repetition_penalty=1.2)
     made, (session,), _ = served(sampling)
     made.run()
-    assert session.sequence.tokens == reference().greedy(PROMPTS[0], 16, sampling)
+    assert session.sequence.tokens == reference().text(PROMPTS[0], 16, sampling)
 
 
 def test_no_two_turns_begin_the_same_stream_of_numbers():
@@ -109,7 +109,7 @@ def test_statistics_are_those_of_all_turns():
 
 def test_a_stop_word_in_the_middle_of_an_accepted_run_ends_the_text_there(monkeypatch):
     monkeypatch.setattr(deployments, "NoText", Letters)
-    plain = reference().greedy(PROMPTS[1], 16)[len(PROMPTS[1]) :]
+    plain = reference().text(PROMPTS[1], 16)[len(PROMPTS[1]) :]
     word = "".join(map(Letters().push, plain[2:4]))  # with proposals of four it lies inside a run
     made, sessions, _ = served(SamplingParams(), SamplingParams(), k=4, stop_words=(word,))
     made.run()

@@ -29,10 +29,7 @@ def _with(scenario: scenarios.Scenario, change: Callable[[SamplingParams], Sampl
     return replace(scenario, asks=tuple(replace(ask, sampling=change(ask.sampling)) for ask in scenario.asks))
 
 
-MIXED = _with(scenarios.MIXED, lambda sampling: replace(sampling, coupled=False))
-"""All options, without plan-invariant sampling: the executor draws its own numbers."""
-
-ALL_GREEDY = _with(MIXED, lambda sampling: replace(sampling, min_tokens=0, temperature=0.0))
+ALL_GREEDY = _with(scenarios.MIXED, lambda sampling: replace(sampling, min_tokens=0, temperature=0.0))
 
 
 def trtllm_engine(like: TorchEngine, *, target: bool, behaviour: Behaviour | None = None, **options) -> TrtllmEngine:
@@ -64,4 +61,3 @@ def serve_with_trtllm(monkeypatch, behaviour: Callable[[], Behaviour] = Behaviou
 
     for module in (checks, scenarios):
         monkeypatch.setattr(module, "Deployment", deployment)
-    monkeypatch.setattr(checks, "MIXED", MIXED)

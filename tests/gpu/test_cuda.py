@@ -82,7 +82,7 @@ def test_a_greedy_step_of_a_recorded_size_waits_once():
     sequences = [Sequence(n, [1, 2, 3], 3, SamplingParams(), {"target": [n]}) for n in range(3)]
 
     def step():
-        engine.submit([Turn(sequence, 3, proposal=Proposal("draft", [4, 5])) for sequence in sequences])
+        engine.submit([Turn(sequence, 3, proposal=Proposal.chain("draft", [4, 5])) for sequence in sequences])
         assert not any(completion.error for completion in engine.poll(0.0))
 
     for _ in range(3):

@@ -98,19 +98,19 @@ def test_over_many_steps_plans_keep_to_what_is_allowed_repeat_and_follow_the_req
         assert view.limit is None or all(sum(one == d for one, _ in options(plan)) <= view.limit[d] for d in range(drafts))
         assert view.headroom is None or plan.length.sum() <= view.headroom
         accepted = rng.binomial(plan.length, 0.7)
-        outcome = Outcome(view.request, plan.draft, plan.length, accepted, accepted + 1, plan.length, view.rule, plan.predicted_s)
+        outcome = Outcome(view.request, plan.draft, plan.length, accepted, accepted + 1, plan.length, plan.length, plan.predicted_s)
         first, third = (planner.observe(outcome, state, 0.1 * step) for state in (first, third))
         second = planner.observe(_turns(outcome, order), second, 0.1 * step)
         instance = drifted(instance, options(plan), rng)
 
 
 def _rows(view, order):
-    names = ("request", "context", "remaining", "ceiling", "catchup", "weight", "rule", "ready")
+    names = ("request", "context", "remaining", "ceiling", "catchup", "weight", "ready")
     return replace(view, **{name: getattr(view, name)[order] for name in names})
 
 
 def _turns(outcome, order):
-    names = ("request", "draft", "length", "accepted", "emitted", "scored", "rule")
+    names = ("request", "draft", "length", "accepted", "emitted", "scored", "verified")
     return replace(outcome, **{name: getattr(outcome, name)[order] for name in names})
 
 
@@ -179,9 +179,8 @@ def test_after_any_history_every_draft_comes_back(seed, rows, drafts):
         if step > 500:
             used |= set(plan.draft[plan.length > 0].tolist())
         accepted = rng.binomial(plan.length, accepts)
-        nothing = np.zeros(rows, np.int64)
-        outcome = Outcome(view.request, plan.draft, plan.length, accepted, accepted + 1, plan.length, nothing, plan.predicted_s)
-        state = planner.observe(replace(outcome, finished=view.request if step % 40 == 39 else nothing[:0]), state, float(step))
+        outcome = Outcome(view.request, plan.draft, plan.length, accepted, accepted + 1, plan.length, plan.length, plan.predicted_s)
+        state = planner.observe(replace(outcome, finished=view.request[: rows * (step % 40 == 39)]), state, float(step))
     assert used == set(range(drafts))
 
 

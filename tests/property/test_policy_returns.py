@@ -81,7 +81,6 @@ class World:
             ceiling=np.tile(np.where(phase.allowed, K_MAX, 0), (rows, 1)),
             catchup=self.lag.copy(),
             weight=np.ones(rows),
-            rule=np.zeros(rows, np.int64),
             ready=np.ones(rows, np.bool_),
         )
         plan, state = self.planner.plan(view, self.state, self.now, self.rng)
@@ -90,9 +89,8 @@ class World:
         accepted = np.cumprod((self.rng.random((rows, K_MAX)) < phase.chance) & (np.arange(K_MAX) < most[:, None]), axis=1).sum(1)
         self.age += 1
         over = self.age >= phase.life
-        nothing = np.zeros(rows, np.int64)
         told = Outcome(
-            view.request, plan.draft, plan.length, accepted, accepted + 1, plan.length, nothing, 0.0, finished=self.request[over]
+            view.request, plan.draft, plan.length, accepted, accepted + 1, plan.length, plan.length, 0.0, finished=self.request[over]
         )
         verify_s, overhead_s, *drafts_s = predicted_parts(self.times, told, view)[0].tolist()
         parts_s = dict(zip(("verify", *(f"draft:{d}" for d in DRAFTS)), np.multiply([verify_s, *drafts_s], phase.slowness), strict=True))

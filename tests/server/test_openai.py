@@ -106,6 +106,29 @@ def test_several_prompts_and_several_texts_are_choices_in_order(client, fronted)
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (4 + 6, 40)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_can_be_had_again_by_the_seed_that_its_choice_names(client, stream):
+    def ask(**options):
+        """Return (text, seed) of each choice."""
+        options = {"model": "fake", "prompt": "again ", "max_tokens": 40, **options}
+        if not stream:
+            choices = client.completions.create(**options).choices
+            return [(choice.text, choice.seed) for choice in choices]
+        found = [["", None] for _ in range(options.get("n", 1))]
+        for chunk in client.completions.create(**options, stream=True):
+            (choice,) = chunk.choices
+            assert hasattr(choice, "seed") == (choice.finish_reason is not None)
+            found[choice.index][0] += choice.text
+            found[choice.index][1] = getattr(choice, "seed", None)
+        return [tuple(one) for one in found]
+
+    made = ask(n=3)
+    assert len(set(made)) == 3
+    for text, seed in made:
+        for body in ({}, {"num_draft_tokens": 0}):
+            assert ask(seed=seed, extra_body=body) == [(text, seed)]
+
+
 def test_a_streamed_completion_comes_in_parts_with_usage_at_the_end(client, fronted):
     options = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0, "max_tokens": 60}
     chunks = list(client.completions.create(model="fake", prompt="stream ", **options))

@@ -50,6 +50,22 @@ def test_no_draft_tokens_means_no_speculation(service):
     assert reply["total_accepted_draft_tokens"] > 0
 
 
+@pytest.mark.parametrize("model", NAMES)
+def test_a_sampled_text_can_be_had_again_by_the_seed_that_its_reply_names(service, model):
+    sampled = {"temperature": 1.0, "top_p": 0.95}
+    _, first = service.generate("again ", 40, model, **sampled)
+    _, other = service.generate("again ", 40, model, **sampled)
+    assert other["text_output"] != first["text_output"]
+    for option in ({}, {"num_draft_tokens": 0}):
+        _, again = service.generate("again ", 40, model, **sampled, seed=first["seed"], **option)
+        assert again == first
+
+
+def test_a_greedy_reply_names_no_seed(service):
+    _, reply = service.generate("abc", 5, seed=3)
+    assert "seed" not in reply
+
+
 def test_stop_words_end_the_text(service, reference_text):
     whole = reference_text("tell me ", 40)
     word = whole[10:13]

@@ -195,14 +195,18 @@ def test_a_triton_batch_and_several_texts_come_by_their_indices_and_end_once(cli
     assert texts == {(row, index): expected[row] for row in range(2) for index in range(3)}
 
 
-def test_several_sampled_texts_differ_and_the_seed_of_each_is_known(client):
+@pytest.mark.parametrize("given", [{"seed": [[40]]}, {}], ids=["seeded", "sampled"])
+def test_several_sampled_texts_differ_and_each_names_its_seed(client, given):
     sampled = {"text_input": [["sample "]], "max_tokens": [[30]], **END, "temperature": [[1.0]]}
-    responses = client.ask("tensorrt_llm_bls", **sampled, seed=[[40]], num_return_sequences=[[3]])
-    texts = {response["sequence_index"].item(): response["text_output"].item() for response in responses}
+    responses = client.ask("tensorrt_llm_bls", **sampled, **given, num_return_sequences=[[3]])
+    texts = {response["seed"].item(): response["text_output"].item() for response in responses}
     assert len(set(texts.values())) == 3
-    for index, text in texts.items():
-        (alone,) = client.ask("tensorrt_llm_bls", **sampled, seed=[[40 + index]])
-        assert alone["text_output"].item() == text
+    if given:
+        seeds = {response["sequence_index"].item(): response["seed"].item() for response in responses}
+        assert seeds == {0: 40, 1: 41, 2: 42}
+    for seed, text in texts.items():
+        (alone,) = client.ask("tensorrt_llm_bls", **sampled, seed=[[seed]])
+        assert (alone["text_output"].item(), alone["seed"].item()) == (text, seed)
         assert not {"sequence_index", "batch_index"} & set(alone)
 
 

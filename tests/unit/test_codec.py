@@ -17,7 +17,7 @@ SERVED = [field for field in TEXT_OUTPUTS if not field.refused]
 TIMES = {"arrival_time_ns": 1, "first_scheduled_time_ns": 2, "first_token_time_ns": 2**40, "last_token_time_ns": 2**41}
 BLOCKS = {"kv_cache_alloc_new_blocks": 5, "kv_cache_reused_blocks": 2, "kv_cache_alloc_total_blocks": 7}
 FINAL = {"finish_reason": "length", "num_input_tokens": 3, "num_output_tokens": 7, "draft_tokens": 8, "accepted_draft_tokens": 6}
-FINAL |= {"drafts": [["small", 5, 4], ["lookup", 3, 2]]}
+FINAL |= {"drafts": [["small", 5, 4], ["lookup", 3, 2]], "seed": 2**64 - 1}
 FINAL |= {"times_s": [time_ns / 1e9 for time_ns in TIMES.values()], "kv_blocks": [5, 2]}
 
 
@@ -295,6 +295,7 @@ def test_the_last_reply_has_what_was_asked_for_in_the_declared_types(tmp_path):
     assert {name: array.flatten().tolist() for name, array in outputs.items()} == {
         "text_output": [b"end"],
         "finish_reason": [b"length"],
+        "seed": [2**64 - 1],
         "num_input_tokens": [3],
         "num_output_tokens": [7],
         "acceptance_rate": [0.75],
@@ -318,7 +319,9 @@ def test_the_last_reply_has_what_was_asked_for_in_the_declared_types(tmp_path):
         "generation_logits": [1.5, -2.0],
         **{name: [value] for name, value in (TIMES | BLOCKS).items()},
     }
-    assert set(encode_final({**FINAL, "text": "end"}, [], Wanted())) == {"text_output", "finish_reason"}
+    least = {"text_output", "finish_reason"}
+    assert set(encode_final({**FINAL, "text": "end"}, [], Wanted())) == {*least, "seed"}
+    assert set(encode_final({**FINAL, "text": "end", "seed": None}, [], Wanted())) == least  # greedy
 
 
 def test_no_draft_tokens_mean_an_acceptance_rate_of_zero():

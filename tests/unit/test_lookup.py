@@ -2,8 +2,8 @@ import random
 
 import pytest
 
-from backend.engines.lookup import LookupEngine
-from backend.ports import Proposal, Sequence, Turn
+from backend.engines.lookup import DOUBT, MATCHES, LookupEngine
+from backend.ports import ROOT, Proposal, Sequence, Turn
 from backend.request import SamplingParams
 
 
@@ -11,72 +11,128 @@ def engine(**options):
     return LookupEngine("lookup", **{"max_draft_tokens": 8, **options})
 
 
-def sequence(tokens, sequence_id=1):
-    return Sequence(sequence_id, list(tokens), len(tokens), SamplingParams())
+def sequence(tokens, sequence_id=1, **options):
+    return Sequence(sequence_id, list(tokens), len(tokens), SamplingParams(**options))
 
 
-def propose(lookup, seq, run):
-    lookup.submit([Turn(seq, len(seq.tokens), run=run, keep_probs=True)])
+def propose(lookup, seq, run, nodes=99):
+    lookup.submit([Turn(seq, len(seq.tokens), run=run, nodes=nodes)])
     (completion,) = lookup.poll(0.0)
-    assert (completion.sequence_id, completion.probs, completion.error) == (seq.id, None, None)
-    return completion.tokens
+    assert (completion.sequence_id, completion.tokens, completion.error) == (seq.id, [], None)
+    tree = completion.proposal
+    assert (tree.draft, tree.depth <= run, len(tree) <= nodes) == ("lookup", True, True)
+    assert sorted(tree.confidence, reverse=True) == tree.confidence
+    assert len({*zip(tree.parents, tree.tokens, strict=True)}) == len(tree)
+    return tree
+
+
+def paths(tree):
+    """The confidence of every path."""
+    found = {ROOT: ()}
+    for node, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True)):
+        found[node] = (*found[parent], token)
+    return {found[node]: confidence for node, confidence in enumerate(tree.confidence)}
 
 
 def reference(tokens, run, min_ngram, max_ngram):
-    """The definition, by brute force: longest suffix first, most recent occurrence first, read on into the proposal itself."""
+    """The definition, by brute force: the confidence of every path."""
+    ends = {}
     for size in range(max_ngram, min_ngram - 1, -1):
-        for end in range(len(tokens) - 1, size - 1, -1):
-            if size < len(tokens) and tokens[end - size : end] == tokens[-size:]:
-                text = list(tokens)
-                for i in range(run):
-                    text.append(text[end + i])
-                return text[len(tokens) :]
-    return []
+        every = range(len(tokens) - 1, size - 1, -1)
+        places = [end for end in every if tokens[end - size : end] == tokens[-size:]]
+        for end in places[:MATCHES] if size < len(tokens) else ():
+            ends.setdefault(end, size)
+    read = []
+    for end, size in [*ends.items()][:MATCHES]:
+        text = list(tokens)
+        for i in range(run):
+            text.append(text[end + i])
+        read.append((size, tuple(text[len(tokens) :])))
+    found = {(): 1.0}
+    for depth in range(run):
+        for head in {path[:depth] for _, path in read}:
+            votes = {}
+            for size, path in read:
+                if path[:depth] == head:
+                    votes[path[depth]] = votes.get(path[depth], 0) + size + depth
+            for token, count in votes.items():
+                found[(*head, token)] = found[head] * count / (DOUBT + sum(votes.values()))
+    del found[()]
+    return found
 
 
-def test_the_continuation_of_the_longest_match_is_proposed():
-    seq = sequence([1, 2, 3, 4, 9, 2, 3, 5, 7, 1, 2, 3])
-    assert propose(engine(), seq, 3) == [4, 9, 2]  # (1, 2, 3) beats the later (2, 3)
+def test_the_continuation_of_the_longest_match_comes_first():
+    tree = propose(engine(), sequence([1, 2, 3, 4, 9, 2, 3, 5, 7, 1, 2, 3]), 3)
+    assert tree.spine().tokens == [4, 9, 2]  # (1, 2, 3) before the later (2, 3)
+    assert paths(tree)[5, 7, 1] < paths(tree)[4, 9, 2]
 
 
-def test_of_equal_matches_the_most_recent_wins():
-    assert propose(engine(), sequence([1, 2, 5, 1, 2, 6, 1, 2]), 2) == [6, 1]
+def test_of_equal_matches_the_most_recent_comes_first():
+    tree = propose(engine(), sequence([1, 2, 5, 1, 2, 6, 1, 2]), 2)
+    assert tree.spine().tokens == [6, 1]
+    assert tree.tokens[:2] == [6, 5]
+
+
+def test_matches_that_agree_share_a_path_and_are_held_for_likelier():
+    tree = propose(engine(), sequence([1, 2, 5, 8, 1, 2, 6, 8, 1, 2, 5, 9, 1, 2]), 2)
+    either = {(5, 9): 4 / 8 * 3 / 8, (5, 8): 4 / 8 * 3 / 8, (6, 8): 2 / 8 * 3 / 5}
+    assert paths(tree) == pytest.approx({(5,): 4 / 8, (6,): 2 / 8} | either)
+    assert tree.spine().tokens == [5, 9]
 
 
 def test_a_match_that_reaches_the_end_reads_on_into_the_proposal():
-    assert propose(engine(), sequence([5, 1, 2, 1, 2]), 5) == [1, 2, 1, 2, 1]
+    assert propose(engine(), sequence([5, 1, 2, 1, 2]), 5).tokens == [1, 2, 1, 2, 1]
 
 
 def test_without_a_match_nothing_is_available_or_proposed():
     lookup, seq = engine(), sequence([1, 2, 3, 4])
     assert lookup.available(seq, 4) == 0
-    assert propose(lookup, seq, 4) == []
+    assert propose(lookup, seq, 4).tokens == []
 
 
 def test_shorter_matches_than_min_ngram_do_not_count():
     seq = sequence([1, 2, 3, 1])
-    assert propose(engine(min_ngram=2), seq, 2) == []
-    assert propose(engine(min_ngram=1), seq, 2) == [2, 3]
+    assert propose(engine(min_ngram=2), seq, 2).tokens == []
+    assert propose(engine(min_ngram=1), seq, 2).tokens == [2, 3]
 
 
-def test_available_is_the_length_that_a_turn_returns():
+def test_available_is_the_depth_that_a_turn_returns():
     lookup, seq = engine(max_draft_tokens=3), sequence([1, 2, 3, 4, 1, 2])
     assert [lookup.available(seq, length) for length in (0, 2, 3, 9)] == [0, 2, 3, 3]
-    assert [len(propose(lookup, seq, length)) for length in (0, 2, 3, 9)] == [0, 2, 3, 3]
+    assert [propose(lookup, seq, length).depth for length in (0, 2, 3, 9)] == [0, 2, 3, 3]
 
 
 @pytest.mark.parametrize("ngrams", [(1, 1), (1, 3), (2, 4), (3, 3)])
 def test_a_growing_text_gets_what_the_definition_says(ngrams):
     rng = random.Random(7)
     lookup, seq = engine(min_ngram=ngrams[0], max_ngram=ngrams[1]), sequence([])
-    found = 0
+    trees = 0
     while len(seq.tokens) < 300:
         seq.tokens += rng.choices(range(6), k=rng.choice([0, 1, 1, 2, 5]))
         expected = reference(seq.tokens, 4, *ngrams)
-        assert lookup.available(seq, 4) == len(expected)
-        assert propose(lookup, seq, 4) == expected
-        found += bool(expected)
-    assert found > 20
+        assert lookup.available(seq, 4) == (4 if expected else 0)
+        tree = propose(lookup, seq, 4)
+        assert paths(tree) == pytest.approx(expected)
+        best = propose(lookup, seq, 4, nodes=5)
+        assert best == tree.first(5)
+        trees += not tree.is_chain
+    assert trees > 20
+
+
+def test_a_grammar_cuts_branches_and_no_others():
+    class Guide:
+        def allowed(self, output, proposed):
+            assert list(output) == []
+            return next((i for i, token in enumerate(proposed) if token in (8, 9)), len(proposed))
+
+    tree = propose(engine(), sequence([1, 2, 5, 8, 1, 2, 6, 7, 1, 2, 9, 3, 1, 2], guide=Guide()), 3)
+    assert {*paths(tree)} == {(5,), (6,), (6, 7), (6, 7, 1)}
+
+
+def test_memory_is_bounded_by_the_text():
+    lookup, seq = engine(), sequence([1, 1] * 500)
+    lookup.available(seq, 4)
+    assert [len(after) for after in lookup._indices[1]._after.values()] == [MATCHES] * 3
 
 
 def test_sequences_do_not_see_each_other_and_cancel_forgets():
@@ -91,12 +147,14 @@ def test_sequences_do_not_see_each_other_and_cancel_forgets():
 def test_a_prefill_turn_proposes_nothing_and_nothing_is_ever_unseen():
     lookup, seq = engine(), sequence([1, 2, 1, 2])
     assert lookup.unseen(seq) == 0
-    assert propose(lookup, seq, 0) == []
+    lookup.submit([Turn(seq, 4, run=0)])
+    (completion,) = lookup.poll(0.0)
+    assert (completion.tokens, completion.proposal) == ([], None)
 
 
 def test_verification_is_refused_turn_by_turn():
     lookup, seq = engine(), sequence([1, 2, 1, 2])
-    lookup.submit([Turn(seq, 4, run=1, proposal=Proposal("other", [3]))])
+    lookup.submit([Turn(seq, 4, run=1, proposal=Proposal.chain("other", [3]))])
     (completion,) = lookup.poll(0.0)
     assert "cannot verify" in completion.error
     assert completion.tokens == []

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.openai_frontend.calls import FORMATS, Call, CallReader, call_format
-from backend.openai_frontend.choices import CHAT, Choice, Style
+from backend.openai_frontend.choices import CHAT, COMPLETION, Choice, Style
 from backend.openai_frontend.triton import Piece
 
 HERMES, MISTRAL, LLAMA = FORMATS
@@ -99,3 +99,14 @@ def test_a_text_that_was_cut_in_a_call_is_content_and_says_so():
     choice.add(Piece(0, 0, '<tool_call>{"name": "cl', "length"))
     assert choice.whole()["message"] == {"role": "assistant", "content": '<tool_call>{"name": "cl'}
     assert choice.whole()["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("kind", [CHAT, COMPLETION])
+@pytest.mark.parametrize("seed", [2**64 - 1, None])
+def test_a_text_s_seed_comes_with_its_end(kind, seed):
+    choice, named = Choice(Style(kind), 0), {} if seed is None else {"seed": seed}
+    choice.add(Piece(0, 0, "a"))
+    assert "seed" not in choice.part()
+    choice.add(Piece(0, 0, "b", "length", seed=seed))
+    for made in (choice.part(), choice.whole()):
+        assert {name: made[name] for name in made if name == "seed"} == named

@@ -3,7 +3,6 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from policy import Rule
 from policy.acceptance import AcceptanceConfig, AcceptanceModel
 
 K = 8
@@ -20,25 +19,24 @@ def chains(rng, hazards, length, count):
     return np.cumprod(passed, axis=1).sum(axis=1)
 
 
-def learn(estimator, state, request, draft, accepted, scored, rule=Rule.GREEDY):
+def learn(estimator, state, request, draft, accepted, scored):
     rows = len(accepted)
     full = lambda value: np.full(rows, value)  # noqa: E731
     scored = np.broadcast_to(scored, rows)
-    return estimator.observe(state, full(request), full(draft), full(int(rule)), np.asarray(accepted), scored, NOBODY)
+    return estimator.observe(state, full(request), full(draft), np.asarray(accepted), scored, NOBODY)
 
 
 def step(estimator, state, request):
     nothing = np.zeros(1, np.int64)
-    return estimator.observe(state, np.array([request]), nothing - 1, nothing, nothing, nothing, nothing + 1)
+    return estimator.observe(state, np.array([request]), nothing - 1, nothing, nothing, nothing + 1)
 
 
-def hazards(estimator, state, request=0, rule=Rule.GREEDY):
-    return estimator.hazards(state, [request], np.array([rule], np.int64))[0]
+def hazards(estimator, state, request=0):
+    return estimator.hazards(state, [request])[0]
 
 
 def spread(estimator, state, request=1):
-    rule = np.zeros(1, np.int64)
-    return estimator.doubt(state, estimator.expected(state, [request], rule), rule)[0][0, 0, 0]
+    return estimator.doubt(state, estimator.expected(state, [request]))[0][0, 0, 0]
 
 
 def test_hazards_are_unbiased_under_planned_truncation():
@@ -57,7 +55,7 @@ def test_positions_behind_an_end_cut_are_no_evidence():
     for _ in range(100):
         state = learn(estimator, state, 0, 0, [2], 2)
     assert hazards(estimator, state)[0][:2].min() > 0.9
-    assert state.draft_reached[0, 0, 2] == 0
+    assert state.draft_reached[0, 2] == 0
 
 
 def test_unprobed_positions_inherit_the_last_hazard():
@@ -116,15 +114,6 @@ def test_difficulty_carries_over_to_positions_the_request_never_reached():
     before = hazards(estimator, state, 1)[0][3]
     state = learn(estimator, state, 1, 0, np.zeros(30, np.int64), 1)
     assert hazards(estimator, state, 1)[0][3] < before - 0.2
-
-
-def test_the_rules_of_acceptance_learn_apart():
-    estimator = model()
-    state = estimator.admit(estimator.start(), [1, 2])
-    state = learn(estimator, state, 9, 0, np.zeros(50, np.int64), 4, rule=Rule.SAMPLED)
-    assert hazards(estimator, state, 1, Rule.SAMPLED)[0][0] < 0.1
-    for other in (Rule.GREEDY, Rule.COUPLED):
-        assert hazards(estimator, state, 2, other)[0][0] == pytest.approx(0.6)
 
 
 def test_zero_acceptance_is_not_absorbing():
@@ -204,7 +193,7 @@ def test_a_level_is_not_that_of_the_requests_that_reach_late_positions():
         for _ in range(20):
             state = learn(estimator, state, request, 0, chains(rng, [(0.8, 0.4)[request % 2]] * 4, 4, 1), 4)
         state = estimator.forget(state, [request])
-    level = state.draft_hazard[0, 0]
+    level = state.draft_hazard[0]
     assert abs(level[3] - level[0]) < 0.1
 
 
@@ -252,7 +241,7 @@ def after_a_change(steps, rows=8):
     state, zeros = estimator.admit(estimator.start(), ids.tolist()), np.zeros(rows, np.int64)
     for step in range(60 + steps):
         accepted = np.full(rows, 4 if step < 60 else 0)
-        state = estimator.observe(state, ids, zeros, zeros, accepted, np.full(rows, 4), accepted + 1)
+        state = estimator.observe(state, ids, zeros, accepted, np.full(rows, 4), accepted + 1)
     return estimator, estimator.admit(state, [100])
 
 
@@ -284,7 +273,7 @@ def test_a_single_request_teaches_by_plain_numbers_what_it_teaches_by_arrays(mon
         rows = int(rng.integers(1, 5))
         draft, scored = rng.integers(0, 3, rows), rng.integers(0, K + 1, rows)
         accepted = np.minimum(rng.integers(0, K + 1, rows) * (turn % 40 > 20), scored)
-        columns = (np.full(rows, 90), draft, np.full(rows, int(Rule.SAMPLED)), accepted, scored, accepted[:1] + 1)
+        columns = (np.full(rows, 90), draft, accepted, scored, accepted[:1] + 1)
         one = plain.observe(one, *columns)
         with monkeypatch.context() as patched:
             patched.setattr("policy.acceptance._only", lambda slot: None)

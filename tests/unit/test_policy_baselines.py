@@ -20,7 +20,6 @@ def view(ceiling, ready=None, drafts=("small", "large")):
         ceiling,
         ceiling,
         np.ones(rows),
-        np.zeros(rows, np.int64),
         every if ready is None else np.array(ready),
     )
 
@@ -72,6 +71,5 @@ def test_an_empty_batch_is_planned_and_nothing_is_learnt(policy):
 
 def test_a_random_choice_among_no_drafts_is_none():
     nothing = np.zeros((2, 0), np.int64)
-    greedy, ready = np.zeros(2, np.int64), np.ones(2, np.bool_)
-    seen = View((), np.arange(2), np.full(2, 9), np.full(2, 9), nothing, nothing, np.ones(2), greedy, ready)
+    seen = View((), np.arange(2), np.full(2, 9), np.full(2, 9), nothing, nothing, np.ones(2), np.ones(2, np.bool_))
     assert planned(RandomChoice(), seen).draft.tolist() == [NO_DRAFT, NO_DRAFT]

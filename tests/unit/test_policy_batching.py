@@ -22,7 +22,6 @@ def view(context, **changes):
         "ceiling": np.full((n, 1), 8),
         "catchup": np.ones((n, 1), np.int64),
         "weight": np.ones(n),
-        "rule": np.zeros(n, np.int64),
         "ready": np.ones(n, np.bool_),
     }
     return View(**{**fields, **changes})

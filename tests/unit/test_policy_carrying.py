@@ -9,13 +9,10 @@ from tests.unit.test_policy_planner import DRAFTS, latency, planner
 
 
 def saved():
-    """What was learnt of the drafts small and large, as it is in a file, with a group and counts of second guesses."""
+    """What was learnt of the drafts small and large, as it is in a file, with a group."""
     data = planner().save(taught(planner()), 59.0)
     data["groups"]["known"] = [{"group": 7, "precision": [[3.0, 1.0], [1.0, 2.0]], "pull": [0.5, -0.25]}]
     data["correction"] = [1.1, 1.2, 1.3, 1.4]
-    sibling, rescue = np.arange(3 * 2 * 8 * 2).reshape(3, 2, 8, 2), np.arange(12).reshape(3, 2, 2)
-    data["ranks"] = {"sibling_accepted": sibling, "sibling_tested": sibling, "rescue_accepted": rescue, "rescue_tested": rescue}
-    data["ranks"] = {name: values.tolist() for name, values in data["ranks"].items()}
     return json.loads(json.dumps(data))
 
 
@@ -28,15 +25,14 @@ def test_what_is_known_of_a_draft_goes_with_its_name():
     data, swapped = saved(), carried(saved(), DRAFTS, DRAFTS[::-1])
     assert swapped != data
     assert carried(swapped, DRAFTS[::-1], DRAFTS) == data
-    assert np.array_equal(np.array(swapped["draft_reached"])[:, 0], np.array(data["draft_reached"])[:, 1])
+    assert np.array_equal(swapped["draft_reached"][0], data["draft_reached"][1])
     assert swapped["correction"] == [1.1, 1.2, 1.4, 1.3]
     assert swapped["groups"]["known"][0]["pull"] == [-0.25, 0.5]
-    assert np.array_equal(np.array(swapped["ranks"]["rescue_tested"])[:, 0, 1], np.array(data["ranks"]["rescue_tested"])[:, 1, 0])
 
 
 def test_of_a_new_draft_nothing_is_known():
     found = carried(saved(), DRAFTS, ("new", *DRAFTS))
-    assert not np.array(found["draft_reached"])[:, 0].any()
+    assert not np.array(found["draft_reached"])[0].any()
     assert found["correction"] == [1.1, 1.2, 1.0, 1.3, 1.4]
     covariance = np.array(found["covariance"])
     assert covariance[0].tolist() == [AcceptanceConfig().request_variance, 0, 0]
@@ -49,13 +45,12 @@ def test_a_planner_of_other_drafts_takes_it_up(after):
     tables = {name: LatencyTable.synthetic(name, {1: 0.1, 64: 0.2}) for name in after}
     other = planner(LatencyModel.from_tables(LatencyTable.synthetic("target", {1: 1.0, 64: 2.0}), tables), drafts=after)
     data = saved()
-    del data["ranks"]
     state = other.load(carried(data, DRAFTS, after), 5.0, 0.0)
     assert state.correction.tolist()[:2] == [1.1, 1.2]
     reached = np.array(data["draft_reached"])
     for column, name in enumerate(after):
-        known = reached[:, DRAFTS.index(name)] if name in DRAFTS else np.zeros_like(reached[:, 0])
-        np.testing.assert_allclose(state.acceptance.draft_reached[:, column], known, rtol=1e-6)
+        known = reached[DRAFTS.index(name)] if name in DRAFTS else np.zeros_like(reached[0])
+        np.testing.assert_allclose(state.acceptance.draft_reached[column], known, rtol=1e-6)
         if name in DRAFTS:
             before = planner(latency()).load(data, 5.0, 0.0).acceptance
-            assert np.allclose(state.acceptance.draft_hazard[:, column], before.draft_hazard[:, DRAFTS.index(name)])
+            assert np.allclose(state.acceptance.draft_hazard[column], before.draft_hazard[DRAFTS.index(name)])

@@ -8,7 +8,7 @@ from backend.app import build
 from backend.config import ConfigError, parse_config
 from backend.engine_process import policy_folders
 from backend.triton_adapter.launcher.settings import policy_path, read_settings
-from policy import NO_DRAFT, LatencyModel, Plan, View, simulate
+from policy import NO_DRAFT, Drafted, LatencyModel, Plan, View, simulate
 from policy.custom import PolicyError, fault, made
 
 GOOD = """
@@ -60,6 +60,21 @@ class Alone(Mine):
     def plan(self, view, state, now, rng):
         return Plan.within(view, 0, 1)
 
+class Trims(Mine):
+    def __init__(self, drafts, latency, k_max, nodes):
+        super().__init__(drafts, latency, k_max)
+        self.nodes = nodes
+
+    def trim(self, view, plan, drafted, state):
+        return self.nodes
+
+class Untrimmed:
+    start = needs_offers = observe = stand_by = save = load = drift = lambda self, *_: None
+    plan = Mine.plan
+
+    def __init__(self, drafts, latency, k_max):
+        self.length = 2
+
 class Undriven(Mine):
     def drift(self, state):
         return 1.0
@@ -90,7 +105,7 @@ def view(rows, ready=True):
     ones, full = np.ones(rows, np.int64), np.full(rows, 50)
     ceiling = np.repeat([[4, 2]], rows, axis=0)
     ready = np.full(rows, ready)
-    return View(("a", "b"), full, full, full, ceiling, 0 * ceiling, 1.0 * ones, 0 * ones, ready)
+    return View(("a", "b"), full, full, full, ceiling, 0 * ceiling, 1.0 * ones, ready)
 
 
 def make(path, **options):
@@ -169,6 +184,33 @@ def test_a_module_that_is_not_there_says_where_it_was_looked_for():
 def test_a_plan_that_nobody_can_follow_is_told_by_row(draft, length, words):
     said = fault(Plan(draft, length), view(2))
     assert said.startswith(words) if words else said == ""
+
+
+def trimmed(path, **options):
+    plan, drafted = Plan(np.array([0, 1]), np.array([3, 2])), Drafted(*np.zeros((4, 0)))
+    return make(path, **options).trim(view(2), plan, drafted, None)
+
+
+def test_how_much_is_verified_is_the_policy_s_word_or_as_planned(module):
+    name = module()
+    assert trimmed(f"{name}.Trims", nodes=np.array([0, 9])).tolist() == [0, 9]
+    assert trimmed(f"{name}.Mine").tolist() == [3, 2]
+    assert trimmed(f"{name}.Untrimmed").tolist() == [3, 2]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "words"),
+    [
+        ([1, 1], "nodes must be an array of integers, got list"),
+        (np.array([1.0, 1.0]), "nodes must be an array of integers, got float64"),
+        (np.array([1]), "nodes must have the shape (2,), one for each row, got (1,)"),
+        (np.array([1, -2]), "nodes[1] must be >= 0, got -2"),
+    ],
+)
+def test_an_answer_that_is_no_number_of_nodes_is_told_by_row(module, nodes, words):
+    with pytest.raises(PolicyError) as caught:
+        trimmed(f"{module()}.Trims", nodes=nodes)
+    assert str(caught.value).endswith(f".Trims.trim: {words}")
 
 
 def test_rows_in_flight_are_not_planned_for():

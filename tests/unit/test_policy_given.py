@@ -94,9 +94,9 @@ def test_a_step_that_another_plans_teaches_times_and_acceptance():
     waiting = p.stand_by(replace(seen, context=seen.context + 50), state)
     nothing = np.zeros(2, np.int64)
     plain = Outcome(
-        seen.request, nothing - 1, nothing, nothing, nothing + 1, nothing, seen.rule, 2.0, {"verify": 2.0}, free_request=np.array([0]),
+        seen.request, nothing - 1, nothing, nothing, nothing + 1, nothing, nothing, 2.0, {"verify": 2.0}, free_request=np.array([0]),
         free_draft=np.array([1]), free_accepted=np.array([3]), free_scored=np.array([4]),
     )  # fmt: skip
     after = p.observe(plain, waiting, 0.1)
     assert p.drift(after)["verify"] > p.drift(state)["verify"]
-    assert after.acceptance.draft_reached[0, 1].sum() > 3.5 > state.acceptance.draft_reached[0, 1].sum()
+    assert after.acceptance.draft_reached[1].sum() > 3.5 > state.acceptance.draft_reached[1].sum()

@@ -99,7 +99,7 @@ def test_times_are_those_of_what_ran_and_not_of_who_is_back():
     seen = in_flight(6, 2, np.zeros(6, np.int64), np.full(6, 3))
     back, none = np.array([4, 5]), np.zeros(2, np.int64)
     ran = Ran(np.array([0, 1]), np.zeros(2, np.int64), np.array([2, 2]), tokens=200, rows=9, context_tokens=900)
-    told = Outcome(back, none, none + 3, none + 3, none + 4, none + 3, none, 1.0, ran=ran)
+    told = Outcome(back, none, none + 3, none + 3, none + 4, none + 3, none + 3, 1.0, ran=ran)
     predicted, target = predicted_parts(H200, told, seen)
     assert predicted[0] == H200.target.seconds(200, 9, 900)
     assert predicted[2] == pytest.approx(2 * H200.drafts[0].at(2))

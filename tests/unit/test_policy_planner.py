@@ -14,7 +14,6 @@ from policy import (
     NoSpeculation,
     Outcome,
     PlannerConfig,
-    TurnShape,
     View,
 )
 from policy.problem import predicted_parts
@@ -33,7 +32,6 @@ def view(rows=1, drafts=DRAFTS, k=8, **changes):
         "ceiling": np.full(shape, k),
         "catchup": np.ones(shape, np.int64),
         "weight": np.ones(rows),
-        "rule": np.zeros(rows, np.int64),
         "ready": np.ones(rows, np.bool_),
     }
     return View(drafts, **{**fields, **changes})
@@ -58,7 +56,7 @@ def certain(rate, **config):
 
 def outcome(view_, plan, accepted, measured_s=1.0, **changes):
     accepted = np.minimum(accepted, plan.length)
-    return Outcome(view_.request, plan.draft, plan.length, accepted, accepted + 1, plan.length, view_.rule, measured_s, **changes)
+    return Outcome(view_.request, plan.draft, plan.length, accepted, accepted + 1, plan.length, plan.length, measured_s, **changes)
 
 
 # -- the seam
@@ -391,21 +389,23 @@ def test_a_step_of_nothing_but_prompts_that_end_is_learnt_from():
     _, state = made.plan(empty, made.start(), 0.0, RNG)
     ended = view(2)
     nothing = np.zeros(2, np.int64)
-    result = Outcome(
-        ended.request, nothing - 1, nothing, nothing, nothing + 1, nothing, ended.rule, 3.0, {"verify": 3.0}, prefill_tokens=40
-    )
+    result = Outcome(ended.request, nothing - 1, nothing, nothing, nothing + 1, nothing, nothing, 3.0, {"verify": 3.0}, prefill_tokens=40)
     after = made.observe(result, state, 0.1)
     assert made.drift(after)["verify"] > 1
 
 
-@pytest.mark.parametrize(("draft", "length", "catchup", "prefill"), [(0, 3, 1, 0), (1, 8, 40, 0), (1, 1, 0, 7), (-1, 0, 5, 300)])
-def test_the_time_of_one_row_is_predicted_by_plain_numbers_as_by_arrays(draft, length, catchup, prefill):
+@pytest.mark.parametrize(
+    ("draft", "length", "verified", "catchup", "prefill"), [(0, 3, 3, 1, 0), (1, 8, 2, 40, 0), (1, 1, 5, 0, 7), (-1, 0, 0, 5, 300)]
+)
+def test_the_time_of_one_row_is_predicted_by_plain_numbers_as_by_arrays(draft, length, verified, catchup, prefill):
     curve = LatencyCurve(1e-3 * np.arange(1.0, 65.0), 2e-4, 3e-5, 1e-6)
     model = LatencyModel(curve, (curve, LatencyCurve(curve.base_s / 7, 3e-5, 2e-6, 1e-7)), 2e-4, 3e-4)
-    now = view(1, catchup=np.full((1, 2), catchup), context=np.array([700]))
+    now, beside = (view(rows, catchup=np.full((rows, 2), catchup), context=np.full(rows, 700)) for rows in (1, 2))
     one = lambda value: np.array([value])  # noqa: E731
-    told = Outcome(now.request, one(draft), one(length), one(0), one(1), one(length), now.rule, 0.1, prefill_tokens=prefill)
+    told = Outcome(now.request, one(draft), one(length), one(0), one(1), one(length), one(verified), 0.1, prefill_tokens=prefill)
     plain, target = predicted_parts(model, told, now)
-    arrays, same = predicted_parts(model, replace(told, shape=TurnShape()), now)
+    arrays, same = predicted_parts(model, told, beside)
     assert plain == pytest.approx(arrays, rel=1e-12)
     assert target == pytest.approx(same, rel=1e-12)
+    assert target.tokens == 1 + verified + prefill
+    assert (plain[2:] > 0).tolist() == [draft == 0, draft == 1]

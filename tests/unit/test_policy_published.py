@@ -32,7 +32,6 @@ def view(rows, ceiling=8, context=512):
         np.full((rows, 2), ceiling),
         np.ones((rows, 2), np.int64),
         np.ones(rows),
-        np.zeros(rows, np.int64),
         np.ones(rows, np.bool_),
     )
 
@@ -47,7 +46,7 @@ def outcome(plan, accepted, finished=(), parts_s=None):
         held,
         held + 1,
         plan.length,
-        np.zeros(rows, np.int64),
+        plan.length,
         1.0,
         parts_s or {"verify": 1.0},
         finished=np.array(finished, np.int64),

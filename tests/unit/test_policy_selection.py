@@ -21,7 +21,7 @@ def judged(rows=4, rates=(0.7, None)):
     for draft, rate in enumerate(rates):
         for request in range(rows) if rate is not None else ():
             held = np.cumprod(rng.random((400, 4)) < rate, axis=1).sum(1)
-            state = model.observe(state, full(request), full(draft), full(0), held, full(4), NOTHING)
+            state = model.observe(state, full(request), full(draft), held, full(4), NOTHING)
     return model, state
 
 
@@ -29,7 +29,7 @@ def look(selection, rows=4, catchup=1, draws=None, rates=(0.7, None), price=PRIC
     """The step's problem, the best choice at mean estimates, and what is worth trying instead."""
     (model, state), seen = judged(rows, rates), view(rows, catchup=np.full((rows, 2), catchup))
     everyone = np.arange(rows)
-    expected = model.expected(state, everyone.tolist(), seen.rule)
+    expected = model.expected(state, everyone.tolist())
     given = Given(NOTHING, Choice(NOTHING, NOTHING))
     times = latency((0.1, 0.1))
     problem = step_problem(times, times.start(), seen, everyone, expected.hazard, given, Bounds(8, 16.0))
@@ -77,10 +77,10 @@ def test_draws_hold_for_sixteen_steps_and_newcomers_get_theirs():
 
 
 def test_drawn_hazards_have_the_spread_of_what_is_not_known():
-    (model, state), rng, zeros = judged(1), np.random.default_rng(2), np.zeros(1, np.int64)
-    expected = model.expected(state, [0], zeros)
+    (model, state), rng = judged(1), np.random.default_rng(2)
+    expected = model.expected(state, [0])
     hazard, covariance = expected.hazard, model.covariance(state, expected)
-    samples = np.array([drawn(state, zeros, hazard, covariance, rng.standard_normal((1, 2)))[0, :, 0] for _ in range(4000)])
+    samples = np.array([drawn(state, hazard, covariance, rng.standard_normal((1, 2)))[0, :, 0] for _ in range(4000)])
     logit = np.log(samples / (1 - samples)) - np.log(hazard[0, :, 0] / (1 - hazard[0, :, 0]))
     assert logit.mean(0) == pytest.approx([0.0, 0.0], abs=0.08)
     assert logit[:, 0].std() < 0.2

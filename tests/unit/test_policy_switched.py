@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from policy import NO_DRAFT, NoSpeculation, SwitchedPolicy, Switches
+from policy import NO_DRAFT, Drafted, FixedLength, NoSpeculation, SwitchedPolicy, Switches
 from tests.unit.test_policy_planner import RNG, certain, outcome, planner, view
 
 
@@ -50,6 +50,23 @@ def test_drafts_are_asked_where_another_than_a_resting_policy_may_use_them(switc
     for policy, resting in ((NoSpeculation(), True), (planner(), False)):
         switched = SwitchedPolicy(policy, lambda: switches)
         assert switched.needs_offers(np.arange(4), switched.start()) == (needs or not (resting or switches.speculation == "off"))
+
+
+class Trims(FixedLength):
+    """Has one node of each row verified."""
+
+    def trim(self, view, plan, drafted, state):
+        return np.ones(len(view), np.int64)
+
+
+@pytest.mark.parametrize(
+    ("mode", "control", "nodes"), [("on", None, [1, 1]), ("on", [True, False], [3, 1]), ("shadow", None, [3, 3]), ("off", None, [0, 0])]
+)
+def test_only_the_planner_s_own_rows_are_trimmed_by_it(mode, control, nodes):
+    p = SwitchedPolicy(Trims("small", 2), Lever(speculation=mode, fixed_draft="large", fixed_length=3))
+    seen = view(2, control=None if control is None else np.array(control))
+    plan, state = p.plan(seen, p.start(), 0.0, RNG)
+    assert p.trim(seen, plan, Drafted(*np.zeros((4, 0))), state).tolist() == nodes
 
 
 def test_off_learns_what_is_free():

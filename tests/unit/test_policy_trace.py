@@ -3,16 +3,17 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from policy import NO_DRAFT, LatencyCurve, LatencyModel, Outcome, Plan
+from policy import NO_DRAFT, Drafted, LatencyCurve, LatencyModel, Outcome, Plan
 from policy.explain import explain, explain_batch
 from policy.selection import SELECTIONS
 from policy.shaped import ShapedPlanner
 from policy.shapes import Shapes
-from policy.trace import Traced, TraceError, decoded, encoded, replayed, same
+from policy.trace import SCHEMA, Traced, TraceError, decoded, encoded, replayed, same
 from tests.unit.test_policy_planner import RNG, certain, latency, planner, view
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +36,7 @@ def traced(steps=60, most_lines=1000, **config):
             plan, state = policy.plan(seen, state, 0.3 * step, draws)
             accepted = rng.integers(0, plan.length + 1)
             outcome = Outcome(
-                *(seen.request, plan.draft, plan.length, accepted, accepted + 1, plan.length, seen.rule, float(rng.random())),
+                *(seen.request, plan.draft, plan.length, accepted, accepted + 1, plan.length, plan.length, float(rng.random())),
                 parts_s={"verify": float(rng.random())},
                 free_request=seen.request[:1],
                 free_draft=np.array([1]),
@@ -103,6 +104,19 @@ def test_what_is_no_trace_is_refused_with_its_line(line):
         list(replayed([*traced(steps=1)[:2], line]))
 
 
+def test_a_trace_of_before_is_refused_by_its_schema():
+    first, *_ = traced(steps=1)
+    with pytest.raises(TraceError, match=f"schema must be {SCHEMA}, got {SCHEMA - 1}"):
+        list(replayed([first.replace(f'"schema":{SCHEMA}', f'"schema":{SCHEMA - 1}')]))
+
+
+def test_what_is_verified_is_the_planner_s_word():
+    drafted = Drafted(*np.zeros((4, 0)))
+    inner = SimpleNamespace(trim=lambda view, plan, given, state: plan.length - 1 if given is drafted else None)
+    plan = Plan(np.zeros(2, np.int64), np.array([2, 3]))
+    assert Traced(inner, print, 9).trim(view(2), plan, drafted, None).tolist() == [1, 2]
+
+
 def test_the_command_counts_the_plans_and_shows_the_first_that_differs(tmp_path):
     lines, path = traced(steps=10), tmp_path / "trace.jsonl"
     path.write_text("\n".join(lines))
@@ -113,7 +127,7 @@ def test_the_command_counts_the_plans_and_shows_the_first_that_differs(tmp_path)
     assert rows.startswith("rows ")
     assert "small" in rows
     assert steps.startswith("steps 9: ")
-    assert "no trees: engine has no tree mask (9 steps)" in done.stdout
+    assert "no cohorts: engine runs no cohorts (9 steps)" in done.stdout
     assert hint.startswith("--step N, 0 to 8, ")
     head, *requests = run(path, "--step", "3").stdout.splitlines()
     assert head.startswith("queued ")
@@ -199,7 +213,8 @@ def test_a_row_without_a_place_is_told_so():
 def shaped_trace(shapes, steps=25):
     """The trace of a planner of shapes over a batch that changes, with evidence of what was tried."""
     lines, rng = [], np.random.default_rng(2)
-    model = LatencyModel(LatencyCurve(np.array([0.5, 0.501]), 0.001), (LatencyCurve(np.array([0.01, 0.012]), 0.002),) * 2)
+    target = LatencyCurve(np.array([0.05, 0.051]), 0.001, 0.0, 1e-4)
+    model = LatencyModel(target, (LatencyCurve(np.array([0.0, 0.008]), 0.008),) * 2)  # both phases scale with the rows
     policy = Traced(ShapedPlanner(("small", "large"), model, shapes=shapes), lines.append, 1000)
     state = policy.start()
     for step in range(steps):
@@ -209,21 +224,12 @@ def shaped_trace(shapes, steps=25):
             seen = replace(seen, control=rng.random(rows) < 0.5, given=Plan(np.zeros(rows, np.int64), np.full(rows, 2)), cap_s=0.6)
         plan, state = policy.plan(seen, state, 0.3 * step, RNG)
         accepted = rng.integers(0, plan.length + 1)
-        shape, rank, second = plan.shape, None, None
-        if shape is not None and shape.width is not None:
-            rank = np.where(accepted < plan.length, np.minimum(2, shape.width[np.arange(rows), np.minimum(accepted, 7)]), 0)
-            rank = np.where(rank > 1, rank, 0)
-        if shape is not None and shape.second_length is not None:
-            second = rng.integers(0, shape.second_length + 1)
-        done = (seen.request, plan.draft, plan.length, accepted, accepted + 1, plan.length, seen.rule, float(rng.random()))
-        state = policy.observe(Outcome(*done, shape=shape, rank=rank, second_accepted=second), state, 0.3 * step + 0.1)
+        done = (seen.request, plan.draft, plan.length, accepted, accepted + 1, plan.length, plan.length, float(rng.random()))
+        state = policy.observe(Outcome(*done, shape=plan.shape), state, 0.3 * step + 0.1)
     return lines
 
 
-@pytest.mark.parametrize(
-    "shapes",
-    [Shapes(tree_width=3, cohorts=2, contention=1.0), Shapes(merges=True), Shapes(pads=True, merge_tokens=8.0, tree_width=2)],
-)
+@pytest.mark.parametrize("shapes", [Shapes(cohorts=2, contention=1.0), Shapes(pads=True, merge_tokens=8.0)])
 def test_a_trace_with_shapes_replays_bit_for_bit(shapes):
     steps = list(replayed(shaped_trace(shapes)))
     assert len(steps) == 25
@@ -232,12 +238,9 @@ def test_a_trace_with_shapes_replays_bit_for_bit(shapes):
     used = next(step for step in steps if step.recorded.shape is not None)
     lines = explain(used.planner, used.view, used.state, used.plan, used.now)
     text = "\n".join([explain_batch(used.plan), *lines])
-    assert any(word in text for word in ("a tree of widths", "beside it", "in cohort", "cut into pieces"))
+    assert any(word in text for word in ("in cohort", "cut into pieces"))
 
 
 def test_a_line_about_the_batch_has_the_reason_of_every_shape_not_used():
     plan, _ = explained(planner(**certain(0.8)), view(2))
-    assert explain_batch(plan).endswith(
-        "; no trees: engine has no tree mask; no merged chains: engine merges no chains; no cohorts: engine runs no cohorts; "
-        "no decomposition: engine does not pad"
-    )
+    assert explain_batch(plan).endswith("; no cohorts: engine runs no cohorts; no decomposition: engine does not pad")

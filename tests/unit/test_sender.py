@@ -10,7 +10,7 @@ from backend.triton_adapter.codec import Wanted
 from backend.triton_adapter.sender import Reply, Senders
 
 FINAL = {"type": "final", "finish_reason": "length", "num_input_tokens": 1, "num_output_tokens": 1}
-FINAL |= {"draft_tokens": 0, "accepted_draft_tokens": 0}
+FINAL |= {"draft_tokens": 0, "accepted_draft_tokens": 0, "seed": None}
 
 
 class Client:

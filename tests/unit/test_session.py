@@ -1,3 +1,5 @@
+import pytest
+
 from backend.ports import Sequence
 from backend.request import FinishReason, GenerationRequest, SamplingParams
 from backend.session import Session
@@ -92,3 +94,11 @@ def test_a_stop_word_in_the_prompt_is_not_a_stop():
     made = session(max_tokens=3, stream=False, stop_words=["rom", "tab"])
     made.commit(ids("abc"))
     assert (made.take().text, made.finish_reason) == ("promptabc", FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize(("temperature", "seed"), [(0.8, 2**64 - 1), (0.0, None)])
+def test_the_usage_names_the_seed_of_a_sampled_text(temperature, seed):
+    sequence = Sequence(1, [7, 8], 2, SamplingParams(temperature, seed=2**64 - 1))
+    request = GenerationRequest("prompt", 4)
+    made = Session(sequence, request, frozenset({EOS}), LetterDecoder(), sink=None)
+    assert made.usage().seed == seed

@@ -1,29 +1,24 @@
-"""The simulated truth of trees, merged chains, cohorts and cut contexts against closed forms; and what the planner makes of it."""
+"""The simulated truth of cohorts and cut contexts against closed forms; and what the planner makes of it."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from policy import NO_DRAFT, LatencyCurve, LatencyModel, Plan
+from policy import LatencyCurve, LatencyModel, Plan
 from policy.cohorts import pipelined_s
-from policy.merging import merged_tokens
 from policy.plan import TurnShape
 from policy.shaped import ShapedPlanner
 from policy.shapes import Shapes
 from policy.simulation.deployment import Deployment
 from policy.simulation.fleet import simulate
-from policy.simulation.guesses import Guesses
 from policy.simulation.shape_cases import EVEN, cases, run_point
 from policy.simulation.workload import Category, Mix, backlog, draw
 from policy.trace import Traced, replayed, same
-from policy.trees import tree_tokens
 
 pytestmark = pytest.mark.slow
 
 HAZARD = 0.6
-GUESSES = Guesses(sibling=0.4, decay=0.5, rescue=0.5)
 
 
 def line(fixed_s, token_s, context_s=0.0):
@@ -32,7 +27,7 @@ def line(fixed_s, token_s, context_s=0.0):
 
 def deployment(**changes):
     model = LatencyModel(line(0.010, 1e-4), (line(0.001, 1e-5), line(0.001, 1e-5)))
-    return replace(Deployment("made-up", "made up", ("a", "b"), model, (False, False), noise=0.0, guesses=GUESSES), **changes)
+    return replace(Deployment("made-up", "made up", ("a", "b"), model, (False, False), noise=0.0), **changes)
 
 
 def mix(prompt=20, output=3000):
@@ -50,13 +45,7 @@ class Always:
         return None
 
     def plan(self, view, state, now, rng):
-        n, shape = len(view), self.shape(len(view))
-        length = np.minimum(self.length, view.ceiling[:, 0]) if n else np.zeros(0, np.int64)
-        if shape.width is not None:
-            shape = replace(shape, width=np.where(np.arange(shape.width.shape[1]) < length[:, None], shape.width, 0))
-        if shape.second_length is not None:
-            shape = replace(shape, second_length=np.minimum(shape.second_length, view.ceiling[:, 1]))
-        return Plan(np.where(length > 0, 0, NO_DRAFT), length, shape=shape if n else None), state
+        return replace(Plan.within(view, 0, self.length), shape=self.shape(len(view)) if len(view) else None), state
 
     def observe(self, outcome, state, now):
         self.outcomes.append(outcome)
@@ -71,30 +60,6 @@ def tokens_per_row(policy, made, requests=4):
     run = simulate(made, work, lambda: policy, 0)
     full = [step for step in run.steps if step.rows == requests]
     return sum(step.emitted for step in full) / sum(step.rows for step in full), run
-
-
-@pytest.mark.parametrize("width", [[1, 1, 1], [3, 2, 1], [2, 2, 2]])
-def test_a_simulated_tree_emits_what_the_formula_says(width):
-    rows = np.array(width)
-    found, _ = tokens_per_row(Always(3, lambda n: TurnShape(width=np.tile(rows, (n, 1)))), deployment())
-    hazard = np.array([[HAZARD, 0.4, 0.2]] * 3)
-    assert found == pytest.approx(tree_tokens(hazard, rows), rel=0.02)
-
-
-@pytest.mark.parametrize(("first", "second"), [(2, 2), (1, 3)])
-def test_simulated_merged_chains_emit_what_the_formula_says(first, second):
-    policy = Always(first, lambda n: TurnShape(second_draft=np.ones(n, np.int64), second_length=np.full(n, second)))
-    found, _ = tokens_per_row(policy, deployment())
-    assert found == pytest.approx(merged_tokens([np.full(first, HAZARD), np.array([0.25, *[0.5] * (second - 1)])]), rel=0.02)
-
-
-def test_all_widths_share_their_random_numbers_so_that_a_wider_tree_accepts_whatever_a_narrower_one_does():
-    request, position = np.zeros(500, np.int64), np.arange(500)
-    ranks = [GUESSES.ranks(1, request, position, np.full(500, width)) for width in (1, 2, 3, 4)]
-    assert not ranks[0].any()
-    for narrow, wide in pairwise(ranks):
-        assert (wide[narrow > 0] == narrow[narrow > 0]).all()
-    assert (ranks[3] == 2).mean() == pytest.approx(0.4, abs=0.06)
 
 
 def test_cohorts_take_the_pipeline_s_time_once_they_are_running():
@@ -120,9 +85,9 @@ def test_padded_contexts_cost_their_padding_and_cut_ones_what_their_pieces_read(
 
 
 def test_a_recorded_simulation_with_shapes_replays_bit_for_bit():
-    made, lines = deployment(shapes=Shapes(tree_width=3, cohorts=2, contention=1.05), max_active=6), []
+    (_, made, mix_), lines = cases()["cohorts"][1][0], []
     policy = Traced(ShapedPlanner(made.drafts, made.latency, shapes=made.shapes), lines.append, 500)
-    work = draw(mix(output=40), made.drafts, backlog(24), 0, made.k_max, 10.0)
+    work = draw(mix_, made.drafts, backlog(24), 0, made.k_max, 10.0)
     simulate(made, work, lambda: policy, 0)
     steps = list(replayed(lines))
     assert len(steps) > 50
@@ -130,18 +95,8 @@ def test_a_recorded_simulation_with_shapes_replays_bit_for_bit():
     assert all(same(step.recorded, step.plan) for step in steps)
 
 
-def test_trees_pay_at_few_rows_and_revert_to_chains_as_load_rises():
-    small = {label: (made, mix_) for label, made, mix_ in cases(deployment())["trees"][1]}
-    one, many = (run_point("trees", rows, *small[rows], [0], 2) for rows in ("1", "64"))
-    assert one["ratio"][0] > 1.1
-    assert many["ratio"][0] > 0.97
-    assert one["tokens_a_row"] - one["depth"] > 5
-    assert many["tokens_a_row"] - many["depth"] < 1
-    assert "trees: does not pay" in many["why_not"]
-
-
 def test_cohorts_pay_where_drafting_is_slow_and_the_target_is_busy_with_rows_and_are_refused_where_weights_bind():
-    points = {label: (made, mix_) for label, made, mix_ in cases(deployment())["cohorts"][1]}
+    points = {label: (made, mix_) for label, made, mix_ in cases()["cohorts"][1]}
     assert points["slow-draft, 1"][1] is EVEN
     busy, bound = (run_point("cohorts", label, *points[label], [0], 2) for label in ("slow-draft, 1", "8B on H100, 1.1"))
     assert busy["shaped_share"] > 0.5
@@ -151,9 +106,7 @@ def test_cohorts_pay_where_drafting_is_slow_and_the_target_is_busy_with_rows_and
 
 
 def test_cut_contexts_win_back_most_of_what_padding_costs_and_a_ragged_engine_has_nothing_to_gain():
-    padded, ragged = (
-        run_point("decomposition", label, made, mix_, [0], 1) for label, made, mix_ in cases(deployment())["decomposition"][1]
-    )
+    padded, ragged = (run_point("decomposition", label, made, mix_, [0], 1) for label, made, mix_ in cases()["decomposition"][1])
     assert padded["ratio"][0] > 1.5
     assert padded["tokens_per_s"] < 1.02 * ragged["tokens_per_s"]
     assert ragged["ratio"][0] == 1

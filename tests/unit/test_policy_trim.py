@@ -1,0 +1,246 @@
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from policy import AcceptanceConfig, AdaptivePlanner, LatencyCurve, LatencyModel, Outcome, PlannerConfig, View
+from policy.calibration import Calibration
+from policy.plan import Drafted, Plan
+from policy.trim import best_first, trimmed
+
+RNG = np.random.default_rng(0)
+DRAFTS = ("small", "large")
+
+
+def view(rows=1, **changes):
+    fields = {
+        "request": np.arange(rows),
+        "context": np.full(rows, 100),
+        "remaining": np.full(rows, 1000),
+        "ceiling": np.full((rows, 2), 8),
+        "catchup": np.ones((rows, 2), np.int64),
+        "weight": np.ones(rows),
+        "ready": np.ones(rows, np.bool_),
+    }
+    return View(DRAFTS, **{**fields, **changes})
+
+
+def drafted(*confidence, draft=0, drawn=False):
+    """What rows propose by the confidences of their nodes."""
+    row = np.repeat(np.arange(len(confidence)), [len(c) for c in confidence])
+    q = len(row)
+    return Drafted(row, np.full(q, draft), np.array([c for r in confidence for c in r], float), np.full(q, drawn))
+
+
+def target(verify_s):
+    """A target whose passes take these seconds, of 0 tokens on, and so many for any more."""
+    return LatencyModel.unit(2).with_target(LatencyCurve(np.array(verify_s, float), 0.0))
+
+
+def line(first_s, token_s, tokens=600):
+    return target(first_s + token_s * np.arange(tokens))
+
+
+def planned(length, price=1.0, **changes):
+    return Plan(np.where(np.array(length) > 0, 0, -1), np.array(length), price=price, **changes)
+
+
+def trim(latency, view_, plan, proposed, calibration=None, correction=None):
+    known = calibration or Calibration.none(2)
+    return trimmed(latency, latency.start() if correction is None else correction, known, view_, plan, proposed).tolist()
+
+
+# -- the choice
+
+
+def net(nodes, worth_by_row, verify_s, price):
+    return sum(sum(worth[:n]) for worth, n in zip(worth_by_row, nodes, strict=True)) - price * verify_s[sum(nodes)]
+
+
+def test_no_choice_of_prefixes_is_worth_more_on_any_staircase():
+    rng = np.random.default_rng(4)
+    for _ in range(400):
+        rows = int(rng.integers(1, 4))
+        worth = [np.cumprod(rng.random(rng.integers(0, 5)) ** 0.5) for _ in range(rows)]
+        sizes = [len(w) for w in worth]
+        steps = np.where(rng.random(sum(sizes) + 1) < 0.4, rng.random(sum(sizes) + 1), 0.0)
+        verify_s, price = 1 + np.cumsum(steps), rng.exponential(2.0)
+        chosen = best_first(np.repeat(np.arange(rows), sizes), np.concatenate(worth), verify_s, price, rows)
+        best = max(net(nodes, worth, verify_s, price) for nodes in itertools.product(*(range(s + 1) for s in sizes)))
+        assert net(chosen, worth, verify_s, price) == pytest.approx(best)
+        assert (chosen <= sizes).all()
+
+
+def test_a_step_of_the_staircase_is_climbed_for_what_lies_behind_it():
+    one_dear_step = target([1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 9.0])
+    assert trim(one_dear_step, view(), planned([4]), drafted([0.6] * 4)) == [4]
+    assert trim(one_dear_step, view(), planned([1]), drafted([0.6])) == [0]
+
+
+def test_where_time_is_free_all_are_verified_and_where_it_is_dear_none():
+    same = drafted([0.3] * 5, [0.3] * 3, [])
+    assert trim(line(1.0, 0.0), view(3), planned([5, 3, 0]), same) == [5, 3, 0]
+    assert trim(line(1.0, 1.0), view(3), planned([5, 3, 0]), same) == [0, 0, 0]
+
+
+def test_rows_whose_draft_is_sure_get_what_others_do_not():
+    proposed = drafted([0.9, 0.8, 0.7, 0.6], [0.5, 0.1, 0.01], [0.95])
+    assert trim(line(1.0, 0.55), view(3), planned([2, 3, 1]), proposed) == [4, 0, 1]
+
+
+def test_a_token_is_worth_what_its_request_s_tokens_are():
+    proposed = drafted([0.5, 0.5], [0.5, 0.5])
+    assert trim(line(1.0, 0.6), view(2, weight=np.array([2.0, 1.0])), planned([2, 2]), proposed) == [2, 0]
+
+
+@pytest.mark.parametrize(("length", "nodes"), [([3, 1, 0], [3, 1, 0]), ([8, 1, 2], [4, 1, 0])])
+def test_a_plan_without_a_price_is_followed_as_far_as_there_are_nodes(length, nodes):
+    proposed = drafted([0.9, 0.8, 0.1, 0.1], [0.9, 0.1], [])
+    assert trim(line(1.0, 9.0), view(3), planned(length, price=0.0), proposed) == nodes
+
+
+@pytest.mark.parametrize("rows", [0, 1, 4])
+def test_where_nothing_is_proposed_nothing_is_verified(rows):
+    assert trim(line(1.0, 0.1), view(rows), planned([2] * rows), drafted(*[[]] * rows)) == [0] * rows
+
+
+def test_a_huge_batch_is_trimmed_as_its_rows_would_be_where_no_token_is_cheaper_than_another():
+    rng = np.random.default_rng(3)
+    confidence = [np.cumprod(rng.random(8) ** 0.3).tolist() for _ in range(512)]
+    nodes = trim(line(1.0, 0.4, 8000), view(512), planned([4] * 512), drafted(*confidence))
+    assert nodes == [sum(c > 0.4 for c in row) for row in confidence]
+
+
+# -- the pass that it prices
+
+
+def stairs(edge, high_s=1.0):
+    """A target that takes ``high_s`` more from so many tokens on."""
+    return target([1.0] * edge + [1.0 + high_s] * 200)
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes"),
+    [
+        (2, {}),
+        (2, {"prefill_tokens": 6}),
+        (4, {"ready": np.array([True, True, False, False])}),  # a cohort of two: the others share no pass with it
+        (
+            4,
+            {
+                "ready": np.array([True, True, False, False]),
+                "flying": Plan(np.array([-1, -1, 0, 0]), np.array([0, 0, 3, 2])),
+            },
+        ),
+    ],
+)
+def test_the_staircase_begins_behind_what_the_pass_has_anyway(rows, changes):
+    seen = view(rows, **changes)
+    base = 2 + seen.prefill_tokens + (2 + 5 if seen.flying is not None else 0)
+    proposed = drafted([0.9, 0.5, 0.2], [0.8, 0.3, 0.1], *[[]] * (rows - 2))
+    assert trim(stairs(base + 4, 5.0), seen, planned([3, 3] + [0] * (rows - 2)), proposed)[:2] == [2, 1]
+
+
+def test_measured_times_count_and_not_the_table_s():
+    latency, slow = line(1.0, 0.1), np.array([4.0, 1.0, 1.0, 1.0])
+    proposed = drafted([0.9, 0.5, 0.3, 0.2])
+    assert trim(latency, view(), planned([4]), proposed) == [4]
+    assert trim(latency, view(), planned([4]), proposed, correction=slow) == [2]
+
+
+def test_no_step_is_longer_than_the_cap_or_than_its_plan():
+    latency, proposed = line(1.0, 0.1), drafted([0.9] * 8)
+    for cap_s, predicted_s, nodes in ((math.inf, 2.0, 8), (2.15, 2.0, 4), (2.0, 2.0, 3), (1.5, 2.0, 3)):
+        plan = planned([3], predicted_s=predicted_s)
+        assert trim(latency, view(cap_s=cap_s), plan, proposed) == [nodes]
+
+
+@pytest.mark.parametrize(("headroom", "nodes"), [(9, [4, 3]), (3, [2, 1]), (0, [0, 0])])
+def test_no_more_nodes_than_have_room(headroom, nodes):
+    proposed = drafted([0.9, 0.8, 0.5, 0.4], [0.85, 0.6, 0.55])
+    assert trim(line(1.0, 0.0), view(2, headroom=headroom), planned([4, 3]), proposed) == nodes
+
+
+# -- what confidences are worth
+
+
+def claiming(claimed, held, nodes=2000, draft=0):
+    rng, same = np.random.default_rng(1), np.full(nodes, draft)
+    return Calibration.none(2).learnt(same, same < 0, np.full(nodes, claimed), rng.random(nodes) < held)
+
+
+def test_a_draft_that_claims_too_much_is_cut_and_one_that_claims_too_little_extended():
+    proposed, latency = drafted([0.9, 0.9, 0.6, 0.6]), line(1.0, 0.5)
+    assert trim(latency, view(), planned([4]), proposed) == [4]
+    assert trim(latency, view(), planned([4]), proposed, claiming(0.9, 0.3)) == [0]
+    modest = drafted([0.4, 0.4, 0.4])
+    assert trim(latency, view(), planned([1]), modest) == [0]
+    assert trim(latency, view(), planned([1]), modest, claiming(0.4, 0.8)) == [3]
+
+
+# -- in the planner
+
+
+def planner(latency, **config):
+    sure = AcceptanceConfig(prior_hazard=0.8, prior_strength=1e12)
+    return AdaptivePlanner(DRAFTS, latency, PlannerConfig(acceptance=sure, explore_share=0.0, **config))
+
+
+def outcome(seen, plan, **changes):
+    n = len(seen)
+    none = np.zeros(n, np.int64)
+    columns = seen.request, plan.draft, plan.length, none, none + 1, plan.length, plan.length
+    return Outcome(*columns, measured_s=1.0, **changes)
+
+
+def fates(q, claimed, held, draft=0):
+    return {
+        "node_draft": np.full(q, draft),
+        "node_confidence": np.full(q, claimed),
+        "node_drawn": np.zeros(q, np.bool_),
+        "node_held": np.full(q, held),
+    }
+
+
+def test_the_planner_trims_by_the_price_of_its_plan():
+    p = planner(line(1.0, 0.05))
+    for rows in (1, 4):
+        plan, state = p.plan(view(rows), p.start(), 0.0, RNG)
+        token_s = 0.05 * plan.price
+        sure, unsure = [0.99] * 3 + [1.01 * token_s], [0.99 * token_s] * 4
+        assert plan.price > 0
+        assert p.trim(view(rows), plan, drafted(*[sure] * rows), state).tolist() == [4] * rows
+        assert p.trim(view(rows), plan, drafted(*[unsure] * rows), state).tolist() == [0] * rows
+
+
+@pytest.mark.parametrize("planning_s", [0.0, 10.0])  # each choice anew, or one kept for many steps
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_planner_learns_from_every_step_what_confidences_are_worth(rows, planning_s):
+    p = planner(line(1.0, 0.05), rest_steps=0)
+    state, seen, kept = p.start(), view(rows), 0
+    for step in range(60):
+        plan, state = p.plan(seen, state, float(step), RNG)
+        kept += not state.planned
+        done = outcome(seen, plan, **fates(8, 0.9, held=False), parts_s={"planning": planning_s})
+        state = p.observe(done, state, float(step))
+    assert (kept > 20) == (planning_s > 0)
+    data = p.save(state, 60.0)
+    assert np.sum(data["calibration_nodes"]) == pytest.approx(8 * 60, rel=0.05)
+    priced, proposed = planned([4] * rows, price=4.0), drafted(*[[0.9] * 4] * rows)
+    assert p.trim(seen, priced, proposed, p.start()).tolist() == [4] * rows
+    assert p.trim(seen, priced, proposed, p.load(data, 0.0, 0.0)).tolist() == [0] * rows
+
+
+def test_a_draft_that_is_cut_short_is_not_believed_less_for_it():
+    """Of what is not verified only children of what is count: of deeper nodes failures alone are seen."""
+    rng, hazard, nodes = np.random.default_rng(5), 0.8, 6
+    confidence = hazard ** np.arange(1, nodes + 1)
+    calibration, latency, verified = Calibration.none(2), line(1.0, 0.5), []
+    for _ in range(3000):
+        verified += trim(latency, view(), planned([nodes]), drafted(confidence), calibration)
+        known = min(verified[-1] + 1, nodes)
+        held = np.cumprod(rng.random(nodes) < hazard)[:known] > 0
+        none = np.zeros(known, np.int64)
+        calibration = calibration.learnt(none, none > 0, confidence[:known], held)
+    assert np.bincount(verified[1000:]).argmax() == 3
