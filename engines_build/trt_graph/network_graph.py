@@ -158,8 +158,6 @@ def _number(like: Tensor, value: float) -> Tensor:
 def concatenated(parts: Sequence[Tensor], axis: int) -> Tensor:
     """Return the parts one behind the other along an axis."""
     first = parts[0]
-    if len(parts) == 1:
-        return first
     return Tensor(first.graph, first.graph.concat([part.handle for part in parts], axis % first.rank), first.dtype, first.rank)
 
 
