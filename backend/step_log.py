@@ -78,9 +78,11 @@ class StepLog:
         scored, followed = min(len(emitted), length), sum(node < verified for node in path)
         row = (request, draft, length, len(path), len(emitted), scored, verified, followed)
         self.rows.append(row)
-        held, end = set(path), path[-1] if len(path) == len(emitted) else None
+        held, unknown = set(path), set(path[-1:] if len(path) == len(emitted) else [])
         for node, parent in enumerate(drafted.parents):
-            if parent < verified and parent != end:
+            if parent in unknown:
+                unknown.add(node)
+            elif parent < verified:
                 self.nodes.append((draft, drafted.confidence[node], drawn, node in held))
 
     def record_free(self, request: int, proposal: Proposal, emitted: list[int]) -> None:

@@ -85,7 +85,7 @@ class SwitchedPolicy:
         return not alone or self.policy.needs_offers(request, state.inner)
 
     def trim(self, view: View, plan: Plan, drafted: Drafted, state: SwitchedState) -> IntArray:
-        """Return the policy's answer; rows that it did not plan for are verified as the plan has them."""
+        """Return the policy's answer; rows that it did not plan are verified as planned."""
         switches = self._switches()
         if switches.speculation != "on":
             return plan.length

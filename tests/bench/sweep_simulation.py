@@ -5,8 +5,9 @@ texts) and, as the truth about drafts, for each request the acceptance that the 
 table has is measured once for the whole sweep, on its cold block, which is not scored (``Constants``). A planner's state goes on from block
 to block, as in the server.
 
-Left out: prefixes shared within a run, trees and cohorts, how acceptance changes within a text, contention between the client and the
-server beyond the constants, and noise: every step takes its mean time.
+Left out: prefixes shared within a run, trees and cohorts, how acceptance changes within a text,
+contention between the client and the server beyond the constants, and noise: every step takes its
+mean time.
 """
 
 from __future__ import annotations

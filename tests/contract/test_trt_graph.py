@@ -9,10 +9,11 @@ pytest.importorskip("onnxruntime")
 from backend.engines.torch_engine import TorchEngine
 from backend.ports import ROOT, Proposal, Sequence, Turn
 from backend.request import SamplingParams
-from tests.contract import checks, tree_checks
+from tests.contract import checks
 from tests.contract.deployment import K_MAX, VOCAB, tiny_engine
 from tests.contract.onnx_runtime import onnx_engine
 from tests.contract.reference import Reference
+from tests.contract.test_exactness import SCENARIOS
 
 pytestmark = pytest.mark.slow
 
@@ -31,9 +32,10 @@ def compiled(monkeypatch):
     monkeypatch.setattr(Reference, "__init__", lambda self, engine: reference(self, engine.of_torch()))
 
 
-@pytest.mark.parametrize("check", [*checks.SUITE, *tree_checks.SUITE], ids=lambda check: check.__name__)
-def test_over_compiled_networks_it_holds_that(check):
-    check()
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_over_compiled_networks_it_is_exact(name):
+    scenario, properties = SCENARIOS[name]
+    checks.exact(scenario, *properties)
 
 
 SAMPLINGS = (
@@ -51,6 +53,8 @@ def test_texts_are_those_of_the_torch_engine_and_trees_are_followed_in_every_net
     engine, rng = tiny_engine(), np.random.default_rng(0)
     texts = [plain(engine.of_torch(), sampling) for sampling in SAMPLINGS]
     sequences = [new_sequence(engine, number) for number in range(len(SAMPLINGS))]
+    engine.submit([Turn(one, 2, run=0) for one in sequences])
+    assert not any(done.tokens or done.error for done in engine.poll(0.0))
     followed = 0
     while going := [one for one in sequences if len(one.tokens) + K_MAX + 1 < len(texts[one.id])]:
         chosen = [one for one in going if rng.random() < 0.8]

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from backend.app import build, make_policy, sampling_params
-from backend.config import ConfigError, parse_config
+from backend.config import parse_config
 from backend.engines.fake import FakeEngine
 from backend.engines.lookup import LookupEngine
 from backend.request import FinishReason, GenerationRequest, RequestError, SamplingParams

@@ -56,10 +56,10 @@ def test_nodes_are_counted_by_what_was_claimed_of_them():
     outcome = Outcome(*[none] * 7, measured_s=0.03, **nodes)
     StepStats(stats).step(Plan(none, none), outcome, DRAFTS, [])
     counted = {key[1:]: n for key, n in figures(stats).items() if key[0] == "spindle_draft_nodes_total"}
-    assert counted == {("small", "true", "0.94"): 2, ("lookup", "false", "1.0"): 1, ("small", "false", "0.94"): 1}
+    assert counted == {("0.94", "small", "true"): 2, ("1.0", "lookup", "false"): 1, ("0.94", "small", "false"): 1}
     StepStats(stats).step(Plan(none, none), outcome, DRAFTS, [])
     counted = {key[1:]: n for key, n in figures(stats).items() if key[0] == "spindle_draft_nodes_held_total"}
-    assert counted == {("small", "true", "0.94"): 1, ("lookup", "false", "1.0"): 0, ("small", "false", "0.94"): 1}
+    assert counted == {("0.94", "small", "true"): 1, ("1.0", "lookup", "false"): 0, ("0.94", "small", "false"): 1}
 
 
 def test_what_the_planner_would_have_done_is_counted_apart():
