@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from backend.engines.coupling import exponentials
 
 from backend.app import App
 from backend.randomness import exponentials, word
