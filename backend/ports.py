@@ -26,6 +26,10 @@ ROOT = -1
 """The parent of a proposal's nodes right behind the text."""
 
 
+UNTOLD = 0.8
+"""The confidence in each token of a draft that tells none; it tells depths apart."""
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """What engines may know of a request. ``tokens`` (prompt and committed) grows only by ``Session.commit`` and never shrinks.
@@ -77,9 +81,10 @@ class Proposal:
 
     @classmethod
     def chain(cls, draft: str, tokens: Seq[int], confidence: Seq[float] = ()) -> Proposal:
-        """Return the chain of these tokens; without confidences each is held to be sure."""
+        """Return the chain of these tokens; a draft that tells no confidence gets one that falls."""
         parents = list(range(ROOT, len(tokens) - 1))
-        return cls(draft, list(tokens), parents, list(confidence) or [1.0] * len(tokens))
+        told = list(confidence) or [UNTOLD ** (place + 1) for place in range(len(tokens))]
+        return cls(draft, list(tokens), parents, told)
 
     @classmethod
     def best(cls, draft: str, nodes: Seq[tuple[int, int, float]], most: int) -> Proposal:
