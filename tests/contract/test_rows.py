@@ -46,7 +46,7 @@ def samplings(draw, likely, greedy_only):
     if greedy_only or draw(st.booleans()):
         return SamplingParams(**options)
     law = {"temperature": draw(st.floats(0.3, 2.0)), "top_k": draw(st.integers(0, 8)), "top_p": draw(st.floats(0.3, 1.0))}
-    return SamplingParams(**law, seed=draw(st.integers(0, 2**64 - 1)), coupled=draw(st.booleans()), **options)
+    return SamplingParams(**law, seed=draw(st.integers(0, 2**64 - 1)), **options)
 
 
 def complete(engine, sequence, tokens, **turn):
@@ -64,7 +64,7 @@ def sequence_of(data, likely, greedy_only):
     output = data.draw(st.lists(st.sampled_from(likely), max_size=8), label="output")
     sampling = data.draw(samplings(likely, greedy_only), label="sampling")
     blocks = {name: [0, 1, 2] for name in ("target", "draft")}
-    return Sequence(0, [*prompt, *output], len(prompt), sampling, blocks, attempt=data.draw(st.integers(0, 9), label="attempt"))
+    return Sequence(0, [*prompt, *output], len(prompt), sampling, blocks)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -80,34 +80,34 @@ def test_a_decision_in_a_run_is_the_one_that_is_made_alone(kind):
         for _ in range(data.draw(st.integers(0, K_MAX), label="k")):
             guess = complete(target, sequence, [*sequence.tokens, *proposed]).tokens
             proposed += guess if data.draw(st.booleans(), label="right") else [data.draw(st.integers(0, vocab - 1), label="guess")]
-        together = complete(target, sequence, sequence.tokens, proposal=Proposal("d", proposed))
+        together = complete(target, sequence, sequence.tokens, proposal=Proposal.chain("d", proposed))
         assert together.tokens[: together.accepted] == proposed[: together.accepted]
         assert len(together.tokens) == len(together.log_probs) == together.accepted + 1
         for row, (token, log_prob) in enumerate(zip(together.tokens, together.log_probs, strict=True)):
-            proposal = Proposal("d", proposed[row : row + 1]) if row < len(proposed) else None
+            proposal = Proposal.chain("d", proposed[row : row + 1]) if row < len(proposed) else None
             alone = complete(target, sequence, [*sequence.tokens, *proposed[:row]], proposal=proposal)
             assert (alone.tokens[0], alone.accepted) == (token, int(row < together.accepted))
             assert alone.log_probs[0] == pytest.approx(log_prob, abs=1e-5 if kind in GREEDY_ONLY else 1e-9)
-            if sequence.sampling.greedy or sequence.sampling.coupled:
-                assert complete(target, sequence, [*sequence.tokens, *together.tokens[:row]]).tokens == [token]
+            plain = complete(target, sequence, [*sequence.tokens, *together.tokens[:row]])
+            assert plain.tokens == [token]
 
     holds()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_draft_s_free_run_is_that_of_single_steps_and_its_copy_as_target_accepts_it_whole(kind):
+def test_a_draft_s_spine_is_its_free_run_which_its_copy_as_target_accepts_whole(kind):
     new_engine, _, likely = KINDS[kind]
     target, draft = new_engine("target"), new_engine("draft")
 
     @settings(max_examples=100, deadline=None)
     @given(st.data())
     def holds(data):
-        sequence = sequence_of(data, likely, kind in GREEDY_ONLY)
+        sequence = sequence_of(data, likely, greedy_only=True)  # drawn ones: a tail is not proposed
         k = data.draw(st.integers(1, K_MAX), label="k")
-        run = complete(draft, sequence, sequence.tokens, run=k, keep_probs=True)
-        for row, token in enumerate(run.tokens):
-            assert complete(draft, sequence, [*sequence.tokens, *run.tokens[:row]], run=1, keep_probs=True).tokens == [token]
-        verified = complete(target, sequence, sequence.tokens, proposal=Proposal("draft", run.tokens, run.probs))
+        run = complete(draft, sequence, sequence.tokens, run=k)
+        tree = complete(draft, sequence, sequence.tokens, run=k, nodes=99).proposal
+        assert tree.spine().tokens == run.tokens
+        verified = complete(target, sequence, sequence.tokens, proposal=tree.spine())
         assert verified.accepted == k
         assert verified.tokens[-1:] == complete(target, sequence, [*sequence.tokens, *run.tokens]).tokens
 

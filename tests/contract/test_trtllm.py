@@ -1,5 +1,5 @@
-"""The exactness suite on the TensorRT-LLM adapter, over the fake executor: in order, and with answers
-late, out of order, prefixes lost.
+"""The exactness suite on the TensorRT-LLM adapter, over the fake executor: in order, and with late
+answers, out of order, and prefixes lost.
 
 Without what looks into KV (the executor's own), and that sampled texts are the same under any plan:
 the executor draws by numbers of its own.
