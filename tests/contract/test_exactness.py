@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.contract import checks
-from tests.contract.scenarios import ALIKE, BUSY, CRAMPED, MIXED, UNEVEN
+from tests.contract.scenarios import ALIKE, BUSY, CRAMPED, MIXED
 
 SETTLED = (*checks.ALL, checks.one_token_is_unseen)
 SCENARIOS = {

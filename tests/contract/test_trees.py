@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from backend.engines.trees import Tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backend.engines.lookup import LookupEngine
-from backend.engines.trees import Tree
 from backend.ports import Proposal, Sequence, Turn
 from backend.request import SamplingParams
 from policy import LatencyModel, LatencyTable, PlannerConfig

@@ -9,10 +9,10 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from backend.engines.trees import Tree
 
 from backend.engines import verification
 from backend.engines.laws import Law, normalised
-from backend.engines.trees import Tree
 from backend.engines.verification import Request, verify
 from backend.ports import Proposal
 from backend.request import SamplingParams

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from backend.engines.trees import Tree
 
 from backend.drafting import Drafting
 from backend.engines import llama, torch_engine, verification
 from backend.engines.chunks import Chunk
 from backend.engines.torch_engine import TorchEngine
-from backend.engines.trees import Tree
 from backend.randomness import Purpose
 from tests.contract import tree_checks
 from tests.contract.mutants import MUTANTS, Patch, killed_by, wrap
