@@ -127,7 +127,7 @@ class AsynchronousFlights(Flights):
         of which the executor runs parts that it does not tell of, and where the answers had been waiting for the loop, it is not known.
         """
         log, rows = flight.log, flight.sessions
-        lengths = [len(chosen) if (chosen := self.proposals[s.id].chosen) else 0 for s in rows]
+        lengths = [len(drafted) if (drafted := self.proposals[s.id].drafted) else 0 for s in rows]
         log.ran = Ran(flight.view.request, flight.plan.draft, np.array(lengths, np.int64))
         over = [completion.sequence_id for completion in completions if not completion.partial]
         back = [self._turns.pop(sequence_id) for sequence_id in over if sequence_id in self._turns]

@@ -21,7 +21,7 @@ COOLDOWN_S = 10.0
 
 
 _EVERY_NODE = 256
-"""More nodes than there are: a target that verifies chains only gets the spine, whole."""
+"""More nodes than there are: what is not verified tells of a draft, too."""
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class Drafting:
                 ceiling = zip(sequences, view.ceiling[:, d].tolist(), strict=True)
                 runs = {s.id: asked.get(s.id, most) for s, most in ceiling if most > 0}
             turns = [
-                Turn(s, len(s.tokens), run=runs[s.id], nodes=self._most_nodes or _EVERY_NODE)
+                Turn(s, len(s.tokens), run=runs[s.id], nodes=_EVERY_NODE)
                 for s in sequences
                 if s.id in runs
             ]
@@ -106,9 +106,9 @@ class Drafting:
         return proposals
 
     def drafted(self, sequences: Seq[Sequence], proposals: dict[int, Proposals]) -> Drafted | None:
-        """Return the nodes that were drafted for the rows of a plan; None where there are none."""
+        """Return the nodes that could be verified for the rows of a plan; None where there are none."""
         rows = [
-            (row, sequence, proposal)
+            (row, sequence, proposal.first(self._most_nodes or _EVERY_NODE))
             for row, sequence in enumerate(sequences)
             if (proposal := proposals[sequence.id].drafted) is not None
         ]

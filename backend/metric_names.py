@@ -2,7 +2,9 @@
 
 Counters and histograms only count; rates are the reader's. ``arm`` is whose choice was applied: ``planner`` or, in a canary, ``fixed``;
 ``off`` and ``shadow`` while speculation is. Acceptance per position is
-``rate(spindle_accepted_tokens_by_position_total) / rate(spindle_draft_tokens_by_position_total)``.
+``rate(spindle_accepted_tokens_by_position_total) / rate(spindle_draft_tokens_by_position_total)``;
+how far a draft's confidence is to be believed is
+``rate(spindle_draft_nodes_held_total) / rate(spindle_draft_nodes_total)`` by ``claimed``.
 """
 
 from __future__ import annotations
@@ -44,6 +46,19 @@ SPINDLE_FAMILIES: tuple[Family, ...] = (
     Family("spindle_accepted_tokens_total", _C, "Proposed tokens accepted by the target, by draft and arm", ("draft", "arm")),
     Family("spindle_draft_tokens_by_position_total", _C, "Tokens proposed, by draft and position (from 1)", ("draft", "position")),
     Family("spindle_accepted_tokens_by_position_total", _C, "Proposed tokens accepted, by draft and position", ("draft", "position")),
+    Family(
+        "spindle_draft_nodes_total",
+        _C,
+        "Proposed tokens that were verified, or whose predecessor was, by draft, whether sampled,"
+        " and the confidence claimed for their path: its bin, by the upper edge",
+        ("draft", "drawn", "claimed"),
+    ),
+    Family(
+        "spindle_draft_nodes_held_total",
+        _C,
+        "Those of them whose whole path is what the target drew",
+        ("draft", "drawn", "claimed"),
+    ),
     Family("spindle_emitted_tokens_total", _C, "Tokens emitted (accepted and bonus), by the draft of their step and arm", ("draft", "arm")),
     Family("spindle_requests_total", _C, "Requests that got their final reply, by outcome", ("outcome",)),
     Family("spindle_preemptions_total", _C, "Times an active request gave its KV back to older ones, to be resumed later"),

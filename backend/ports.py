@@ -1,9 +1,10 @@
 """The seam between the loop and the engines: one completion-based port for targets and drafts alike.
 
-A *turn* tells an engine to bring its KV cache up to ``tokens[:end]`` of a sequence, to verify a proposal behind them and to run freely
-for ``run`` tokens. A prefill chunk is a turn with ``run = 0``, plain decoding has ``run = 1``, a draft proposes by ``run = k`` with
-``nodes``. The target draws every token by itself; of a proposal it follows what it has drawn. Asynchronous engines (TensorRT-LLM's Executor) complete turns in any order; a step engine completes a whole
-submission at the next ``poll``.
+A *turn* tells an engine to bring its KV cache up to ``tokens[:end]`` of a sequence, to verify a proposal
+behind them and to run freely for ``run`` tokens. A prefill chunk is a turn with ``run = 0``, plain
+decoding has ``run = 1``, a draft proposes by ``run = k`` with ``nodes``. The target draws every token by
+itself; of a proposal it follows what it has drawn. Asynchronous engines (TensorRT-LLM's Executor)
+complete turns in any order; a step engine completes a whole submission at the next ``poll``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ BLOCK_TOKENS = 16
 
 ROOT = -1
 """The parent of a proposal's nodes right behind the text."""
+
+
+UNTOLD = 0.8
+"""The confidence in each token of a draft that tells none; it tells depths apart."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,9 +82,10 @@ class Proposal:
 
     @classmethod
     def chain(cls, draft: str, tokens: Seq[int], confidence: Seq[float] = ()) -> Proposal:
-        """Return the chain of these tokens; without confidences each is held to be sure."""
+        """Return the chain of these tokens; a draft that tells no confidence gets one that falls."""
         parents = list(range(ROOT, len(tokens) - 1))
-        return cls(draft, list(tokens), parents, list(confidence) or [1.0] * len(tokens))
+        told = list(confidence) or [UNTOLD ** (place + 1) for place in range(len(tokens))]
+        return cls(draft, list(tokens), parents, told)
 
     @classmethod
     def best(cls, draft: str, nodes: Seq[tuple[int, int, float]], most: int) -> Proposal:
@@ -208,12 +214,15 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What an engine can do. ``kv_blocks`` is the size of its block pool (0 = it keeps no KV); tokens are counted, not bytes.
+    """What an engine can do. ``kv_blocks`` is the size of its block pool (0 = it keeps no KV); tokens are
+    counted, not bytes.
 
-    ``free`` says that proposing costs next to nothing (lookup), so that the loop scores it on every step, chosen or not; ``tree`` that it
-    verifies trees; as a draft, ``scores`` that it scores what it catches up on (``Completion.scored``). ``pads``: verified rows are padded to the longest context, or cut (``Turn.piece_tokens``).
-    ``overlaps``: while one thread is in ``poll``, another may ask about, and cancel, sequences that have no turn in flight.
-    ``asynchronous``: turns run in one in-flight batch and complete each in its time, not all with the next ``poll``.
+    ``free`` says that proposing costs next to nothing (lookup), so that the loop scores it on every step,
+    chosen or not; ``tree`` that it verifies trees; as a draft, ``scores`` that it scores what it catches
+    up on (``Completion.scored``). ``pads``: verified rows are padded to the longest context, or cut
+    (``Turn.piece_tokens``). ``overlaps``: while one thread is in ``poll``, another may ask about, and
+    cancel, sequences that have no turn in flight. ``asynchronous``: turns run in one in-flight batch and
+    complete each in its time, not all with the next ``poll``.
     """
 
     vocab_size: int

@@ -57,15 +57,17 @@ class Guide(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn: temperature 0 or top_k 1 is greedy; top_k 0 and top_p 1.0 are off; ``seed`` keys the randomness.
+    """How tokens are drawn: temperature 0 or top_k 1 is greedy; top_k 0 and top_p 1.0 are off.
 
-    Every token is a function of its law, seed and position alone. The options change the logits before
-    the law is made of them: ``bias`` holds (token id, addend); the penalties count a token in prompt
-    and output; ``end_ids`` are impossible for the first ``min_tokens`` of the output, and so is the last token of a bad word (token ids) behind its others.
-    ``log_probs`` asks for each emitted token's log-probability, ``top_log_probs`` for those of so many of the most likely tokens at its
+    Every token is a function of its law, ``seed`` and position alone. The options change the logits
+    before the law is made of them: ``bias`` holds (token id, addend); the penalties count a token in
+    prompt and output; ``end_ids`` are impossible for the first ``min_tokens`` of the output, and so is
+    the last token of a bad word (token ids) behind its others. ``log_probs`` asks for each emitted
+    token's log-probability, ``top_log_probs`` for those of so many of the most likely tokens at its
     place (None: not asked). ``guide`` allows what its grammar does, whatever else bans it, and no more.
-    ``top_p`` shrinks by the factor ``top_p_decay`` with every token of the output, down to ``top_p_min``, and is itself again behind the
-    token ``top_p_reset_id`` (factual-nucleus sampling, Lee et al., arXiv 2206.04624).
+    ``top_p`` shrinks by the factor ``top_p_decay`` with every token of the output, down to ``top_p_min``,
+    and is itself again behind the token ``top_p_reset_id`` (factual-nucleus sampling, Lee et al., arXiv
+    2206.04624).
     """
 
     temperature: float = 0.0

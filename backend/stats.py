@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,14 @@ from backend.kv_ledger import Reuse
 from backend.nvidia_metrics import MODEL, Latest
 from backend.session import Usage
 from policy import NO_DRAFT, BoolArray, Outcome, Plan, Switches
+from policy.calibration import EDGES, Calibration
 
 Labels = tuple[tuple[str, str], ...]
 
 MAX_OBSERVATIONS = 4096
 """Observations kept of one series between two drains; beyond that they are dropped and counted."""
+
+_CLAIMED = [str(edge) for edge in (*EDGES, 1.0)]
 
 
 class Stats:
@@ -169,6 +173,17 @@ class StepStats:
             rows = (outcome.draft == d) & (np.array(control) == theirs)
             name, arm = drafts[d] if d != NO_DRAFT else "none", self._switches.arm(theirs)
             self._draft(name, arm, outcome, rows)
+        self._nodes(outcome, drafts)
+
+    def _nodes(self, outcome: Outcome, drafts: tuple[str, ...]) -> None:
+        """Count what became of nodes by what was claimed of them."""
+        columns = outcome.node_draft, outcome.node_drawn, Calibration.bins(outcome.node_confidence)
+        nodes = list(zip(*(column.tolist() for column in columns), strict=True))
+        held = Counter(compress(nodes, outcome.node_held.tolist()))
+        for (d, drawn, b), seen in Counter(nodes).items():
+            labels = {"draft": drafts[d], "drawn": str(drawn).lower(), "claimed": _CLAIMED[b]}
+            self._stats.count("spindle_draft_nodes_total", seen, **labels)
+            self._stats.count("spindle_draft_nodes_held_total", held[d, drawn, b], **labels)
 
     def _shadow(self, plan: Plan, drafts: tuple[str, ...]) -> None:
         for d, k in zip(plan.draft.tolist(), plan.length.tolist(), strict=True):
@@ -177,9 +192,7 @@ class StepStats:
         self._stats.count("spindle_shadow_predicted_tokens_total", plan.predicted_tokens)
 
     def _draft(self, name: str, arm: str, outcome: Outcome, rows: BoolArray) -> None:
-        emitted, length, accepted = (
-            column[rows] for column in (outcome.emitted, outcome.length, outcome.accepted)
-        )
+        emitted, length, accepted = (column[rows] for column in (outcome.emitted, outcome.length, outcome.accepted))
         self._stats.count("spindle_emitted_tokens_total", int(emitted.sum()), draft=name, arm=arm)
         self._stats.observe("spindle_draft_length", *length.tolist(), draft=name, arm=arm)
         if name == "none":

@@ -67,8 +67,9 @@ class StepLog:
         """Note a decoding row: the tokens committed for it (``drawn``: sampled), and of what was drafted for
         it how many nodes were verified.
 
-        The tokens tell of every node, verified or not. Of those behind them nothing is known: not
-        behind an end of the text, nor behind a path that was not verified to its end.
+        The tokens tell of nodes that were not verified, too: of the path, as far as it is known, and of
+        each node whose parent was verified. (Of others only failures are ever seen.) Of what is behind
+        an end of the text nothing is known.
         """
         if drafted is None:
             self.rows.append((request, NO_DRAFT, 0, 0, len(emitted), 0, 0, 0))
@@ -77,10 +78,12 @@ class StepLog:
         scored, followed = min(len(emitted), length), sum(node < verified for node in path)
         row = (request, draft, length, len(path), len(emitted), scored, verified, followed)
         self.rows.append(row)
-        held, unknown = set(path), _behind(drafted, path, len(emitted))
-        for node, confidence in enumerate(drafted.confidence):
-            if node not in unknown:
-                self.nodes.append((draft, confidence, drawn, node in held))
+        held, unknown = set(path), set(path[-1:] if len(path) == len(emitted) else [])
+        for node, parent in enumerate(drafted.parents):
+            if parent in unknown:
+                unknown.add(node)
+            elif parent < verified:
+                self.nodes.append((draft, drafted.confidence[node], drawn, node in held))
 
     def record_free(self, request: int, proposal: Proposal, emitted: list[int]) -> None:
         """Note how an unused proposal would have fared against the tokens that were emitted instead."""
@@ -130,14 +133,3 @@ class StepLog:
             return None
         cohort = np.zeros(rows, np.int64) if self.cohort else None
         return TurnShape(cohort=cohort, piece_tokens=self.piece_tokens)
-
-
-def _behind(proposal: Proposal, path: Seq[int], emitted: int) -> set[int]:
-    """Return the nodes behind all ``emitted`` tokens, where these are a path: nobody knows of them."""
-    if not path or len(path) < emitted:
-        return set()
-    behind = {path[-1]}
-    for node, parent in enumerate(proposal.parents):
-        if parent in behind:
-            behind.add(node)
-    return behind - {path[-1]}

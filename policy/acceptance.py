@@ -77,10 +77,11 @@ class AcceptanceConfig:
 class AcceptanceState:
     """Evidence so far.
 
-    ``slots`` request id -> row of ``request_accepted`` and ``request_reached`` float64[slots, drafts, positions],
-    ``request_shift`` float64[slots, drafts], by how much the request's logits differ from the draft's as far as is known, and
-    ``request_tokens`` float64[slots], emitted since it was admitted; ``request_group`` int64[slots] and what that let expect of the
-    shift, ``request_mean`` float64[slots, drafts] with the covariance ``request_doubt``;
+    ``slots`` request id -> row of ``request_accepted`` and ``request_reached`` float64[slots,
+    drafts, positions], ``request_shift`` float64[slots, drafts], by how much the request's logits
+    differ from the draft's as far as is known, and ``request_tokens`` float64[slots], emitted since
+    it was admitted; ``request_group`` int64[slots] and what that let expect of the shift,
+    ``request_mean`` float64[slots, drafts] with the covariance ``request_doubt``;
     ``request_recent`` (see ``counting.follow``); ``draft_*`` float64[drafts, positions].
     ``draft_hazard`` is the draft-level estimate made of the latter, ``law`` and ``groups`` how requests deviate from it.
     ``now`` is the time up to which the state has aged, ``unfaded_rows`` the row-steps by which the draft level has yet to fade.
@@ -139,8 +140,9 @@ class AcceptanceModel:
         groups = Groups.none(self._drafts, self._config.request_variance, _LAW_REQUESTS)
         hazard, shift = self._levels.hazards(none, none), np.zeros((8, self._drafts))
         group, doubt = np.full(8, NO_GROUP), np.zeros((8, self._drafts, self._drafts))
-        requests = empty, empty, shift, np.zeros(8), group, shift, doubt, np.zeros((8, self._drafts, 3))
-        return AcceptanceState({}, *requests, none, none, hazard, law, groups, -math.inf)
+        recent, of_drafts = np.zeros((8, self._drafts, 3)), (none, none, hazard)
+        of_requests = empty, empty, shift, np.zeros(8), group, shift, doubt, recent
+        return AcceptanceState({}, *of_requests, *of_drafts, law, groups, -math.inf)
 
     def admit(self, state: AcceptanceState, requests: list[int], group: list[int] | None = None) -> AcceptanceState:
         """Return the state with a slot for every request (``group`` of each, None: none); a new one has no evidence of its own yet."""
@@ -194,8 +196,8 @@ class AcceptanceModel:
 
     def _told(self, state: AcceptanceState, rows: Any) -> tuple[FloatArray, FloatArray]:
         """Return what the counts of requests tell of their deviations, weight and pull float64[n, drafts] (see ``policy.deviation``)."""
-        own = (column.take(rows, 0) for column in (state.request_shift, state.request_accepted, state.request_reached))
-        return told(state.draft_hazard, *own)
+        own = state.request_shift, state.request_accepted, state.request_reached
+        return told(state.draft_hazard, *(column.take(rows, 0) for column in own))
 
     def _believe(self, after: AcceptanceState, rows: IntArray) -> None:
         """Fill in ``request_shift`` as these requests' counts have it; what all deviate by is the level's."""
@@ -204,7 +206,8 @@ class AcceptanceModel:
         if len(rows) >= FEWEST_REQUESTS:
             change = common(expected, doubt.diagonal(axis1=1, axis2=2), weight, pull)
             if change.any():
-                self._levels.move(after.draft_hazard, after.draft_accepted, after.draft_reached, change)
+                level = after.draft_hazard, after.draft_accepted, after.draft_reached
+                self._levels.move(*level, change)
                 pull -= weight * change
                 before -= change
         mean, _ = posterior(doubt, weight, pull, expected)
@@ -253,7 +256,7 @@ class AcceptanceModel:
         if alone is not None:
             one_request.believe(after, alone, _MOST_STEP)
             return after
-        touched = np.zeros(len(state.request_tokens) + 1, np.bool_)  # the last for those without a slot
+        touched = np.zeros(len(state.request_tokens) + 1, np.bool_)  # the last: without a slot
         touched[slot] = True
         moved = touched[:-1].nonzero()[0]
         if len(moved):
@@ -285,7 +288,7 @@ class AcceptanceModel:
         )
 
     def _count(self, after: AcceptanceState, chains: Chains) -> list[int]:
-        """Count the chains in a state's tables, in place, and return the drafts that they were of."""
+        """Count the chains in a state's tables, in place; return the drafts that they were of."""
         draft, reach, drafts = chains.draft, up_to(self._k_max), self._drafts
         held, seen = reach.take(chains.held, 0), reach.take(chains.seen, 0)
         level = after.draft_hazard.take(draft, 0)
@@ -293,12 +296,14 @@ class AcceptanceModel:
         strangers = chains.slot.item(chains.slot.argmin()) < 0
         shift = np.where(place < 0, 0.0, shifts.take(np.maximum(place, 0))) if strangers else shifts.take(place)
         expected = shifted(level, shift)
-        after.draft_accepted += sums_by(draft, drafts, held + _own_share(after.law) * (level - expected) * seen)
+        evidence = held + _own_share(after.law) * (level - expected) * seen
+        after.draft_accepted += sums_by(draft, drafts, evidence)
         after.draft_reached += sums_by(draft, drafts, seen)
         np.minimum(after.draft_accepted, after.draft_reached, out=after.draft_accepted)
         np.maximum(after.draft_accepted, 0.0, out=after.draft_accepted)
         expected *= seen
-        own: tuple[Any, ...] = (place, held, seen, np.stack([chains.held, chains.seen, expected.sum(1)], axis=1))
+        figures = np.stack([chains.held, chains.seen, expected.sum(1)], axis=1)
+        own: tuple[Any, ...] = (place, held, seen, figures)
         if strangers:
             known = (chains.slot >= 0).nonzero()[0]
             own = tuple(column.take(known, 0) for column in own)
@@ -306,8 +311,18 @@ class AcceptanceModel:
             self._count_own(after, *own)
         return list(set(draft.tolist()))
 
-    def _count_own(self, after: AcceptanceState, place: IntArray, held: FloatArray, seen: FloatArray, told: FloatArray) -> None:
-        """Count chains of requests with a slot in their own tables, in place; ``place`` is slot x draft, ``told`` as in ``follow``."""
+    def _count_own(
+        self,
+        after: AcceptanceState,
+        place: IntArray,
+        held: FloatArray,
+        seen: FloatArray,
+        told: FloatArray,
+    ) -> None:
+        """Count chains of requests with a slot in their own tables, in place.
+
+        ``place`` is slot x draft, ``told`` as in ``follow``.
+        """
         accepted, reached = after.request_accepted.reshape(-1, self._k_max), after.request_reached.reshape(-1, self._k_max)
         apart = bool(np.bincount(place).max() == 1)
         add(accepted, place, held, apart)
@@ -322,7 +337,8 @@ class AcceptanceModel:
         """
         slot = np.fromiter(map(state.slots.__getitem__, request), np.int64, len(request))
         reached = state.request_reached.take(slot, 0).transpose(2, 1, 0).copy()
-        believed = at_odds(state.draft_hazard.T[:, :, None], np.exp(state.request_shift.take(slot, 0).T.copy()))
+        ratio = np.exp(state.request_shift.take(slot, 0).T.copy())
+        believed = at_odds(state.draft_hazard.T[:, :, None], ratio)
         hazard = self._config.position_strength * believed
         hazard += state.request_accepted.take(slot, 0).transpose(2, 1, 0)
         hazard /= reached + self._config.position_strength
@@ -336,8 +352,9 @@ class AcceptanceModel:
         """Return ``hazards`` [drafts][positions] of one admitted request, by plain numbers: a few positions are quicker without arrays."""
         slot, position_strength, hazards = state.slots[request], self._config.position_strength, []
         accepted, reached = state.request_accepted[slot].tolist(), state.request_reached[slot].tolist()
+        levels = state.draft_hazard.tolist()
         ratios = map(math.exp, state.request_shift[slot].tolist())
-        for held, seen, level, ratio in zip(accepted, reached, state.draft_hazard.tolist(), ratios, strict=True):
+        for held, seen, level, ratio in zip(accepted, reached, levels, ratios, strict=True):
             chain = []
             for a, r, h in zip(held, seen, level, strict=True):  # no comprehension, whose names in an outer scope take longer
                 odds = ratio * h

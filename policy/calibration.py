@@ -91,6 +91,11 @@ class Calibration:
         likely: FloatArray = np.interp(place, self.knots, self.held_at)
         return likely
 
+    @staticmethod
+    def bins(confidence: FloatArray) -> IntArray:
+        """Return the bins of confidences, int64[q]."""
+        return EDGES.searchsorted(confidence, side="right")
+
     def learnt(
         self,
         draft: IntArray,
@@ -101,7 +106,7 @@ class Calibration:
         """Return the calibration after nodes whose fate would be known whatever it is, [q] each."""
         if not len(draft):
             return self
-        place = (2 * draft + drawn) * BINS + EDGES.searchsorted(confidence, side="right")
+        place = (2 * draft + drawn) * BINS + self.bins(confidence)
         size, shape = self.nodes.size, self.nodes.shape
         new = np.bincount(place, minlength=size).reshape(shape)
         keep = np.exp(new.sum(2, keepdims=True) / -_MEMORY_NODES)

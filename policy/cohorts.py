@@ -54,11 +54,13 @@ def best_cohorts(
 ) -> CohortDecision:
     """Return the cohorts that a planned batch is to be cut into: M only where it makes the step of the whole batch shorter.
 
-    ``choice`` has a draft and a length for every row of the view. ``contention`` is how much longer both phases take side by side than
-    alone, as measured on the machine (None: not measured, hence never more than one cohort); ``most`` is what the engine can run (1: no
-    cohorts). Rows are dealt in the view's order, so that a batch that stays keeps its
-    cohorts; prompt tokens go with the first. Where cohorts are ``flying`` (their rows, which are not ready), the ready ones are another,
-    and the only question is whether to go on so. Raises ValueError for a contention below 1.
+    ``choice`` has a draft and a length for every row of the view. ``contention`` is how much longer
+    both phases take side by side than alone, as measured on the machine (None: not measured, hence
+    never more than one cohort); ``most`` is what the engine can run (1: no cohorts). Rows are dealt
+    in the view's order, so that a batch that stays keeps its cohorts; prompt tokens go with the
+    first. Where cohorts are ``flying`` (their rows, which are not ready), the ready ones are
+    another, and the only question is whether to go on so. Raises ValueError for a contention below
+    1.
     """
     if contention is not None and not contention >= 1:
         raise ValueError(f"contention must be >= 1, got {contention}")
@@ -82,7 +84,11 @@ def best_cohorts(
 
 
 def _phases_s(
-    latency: LatencyModel, correction: FloatArray, view: View, choice: Choice, cohorts: list[IntArray]
+    latency: LatencyModel,
+    correction: FloatArray,
+    view: View,
+    choice: Choice,
+    cohorts: list[IntArray],
 ) -> tuple[FloatArray, FloatArray]:
     """Return the seconds of drafting and of verifying by cohort; the step's overhead is spent by who drafts."""
     draft_s, verify_s = np.zeros(len(cohorts)), np.zeros(len(cohorts))
@@ -103,12 +109,14 @@ def _numbered(view: View, cohorts: list[IntArray]) -> IntArray:
 
 
 Flying = dict[int, tuple[int, int, int]]
-"""By request the number of its cohort, draft and length: what was planned when it was ready last."""
+"""By request the number of its cohort, draft and length, as planned when it was ready last."""
 
 
 def together(view: View, choice: Choice, flying: Flying) -> tuple[Choice, list[IntArray], Flying]:
-    """Return the choice of all rows of a view, those in flight as they were planned; the rows of each cohort in flight; and what is in
-    flight once the ready rows are, in a cohort of their own.
+    """Return the choice of all rows of a view, those in flight as they were planned.
+
+    With it the rows of each cohort in flight, and what is in flight once the ready rows are, in a
+    cohort of their own.
     """
     draft, length = choice.draft.copy(), choice.length.copy()
     cohorts: dict[int, list[int]] = {}
@@ -128,5 +136,5 @@ def together(view: View, choice: Choice, flying: Flying) -> tuple[Choice, list[I
 def numbered(view: View, choice: Choice, cohort: IntArray) -> Flying:
     """Return what will be in flight of the ready rows, ``cohort[n]`` their numbers."""
     rows = np.flatnonzero(view.ready)
-    columns = (column[rows].tolist() for column in (view.request, cohort, choice.draft, choice.length))
-    return {request: planned for request, *planned in zip(*columns, strict=True)}  # type: ignore[misc]
+    columns = (column[rows].tolist() for column in (cohort, choice.draft, choice.length))
+    return dict(zip(view.request[rows].tolist(), zip(*columns, strict=True), strict=True))

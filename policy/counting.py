@@ -12,7 +12,10 @@ from .shifts import RECENT_KEEP, abrupt
 
 
 class Chains(NamedTuple):
-    """Chains of which something was seen, int64[m] each: ``slot`` of the request (-1: none), draft, positions that held and were seen."""
+    """Chains of which something was seen, int64[m] each.
+
+    ``slot`` of the request (-1: none), draft, positions that held and were seen.
+    """
 
     slot: IntArray
     draft: IntArray
@@ -24,7 +27,8 @@ class Chains(NamedTuple):
         """Return the chains with ``scored`` positions of which the first ``accepted`` held; none behind the first rejection was seen."""
         used = scored.nonzero()[0]
         if len(used) < len(scored):
-            slot, draft, accepted, scored = (column.take(used) for column in (slot, draft, accepted, scored))
+            slot, draft = slot.take(used), draft.take(used)
+            accepted, scored = accepted.take(used), scored.take(used)
         held = np.minimum(accepted, scored)
         return cls(slot, draft, held, np.minimum(held + 1, scored))
 

@@ -115,7 +115,7 @@ class Guarded:
         return bool(self._of("needs_offers", request, state))
 
     def trim(self, view: View, plan: Plan, drafted: Drafted, state: Any) -> IntArray:
-        """Return how many of each row's nodes the policy has verified; what the plan has, of one that does not say."""
+        """Return how many of each row's nodes are verified: as planned if it says nothing."""
         if not callable(getattr(self.policy, "trim", None)):
             return plan.length
         nodes = self._of("trim", view, plan, drafted, state)

@@ -58,7 +58,7 @@ def _why(problem: StepProblem, drafts: tuple[str, ...], chosen: Choice, i: int, 
     present, price = (int(chosen.draft[i]), int(chosen.length[i])), plan.price
     without = score(problem, _with(chosen, i, (NO_DRAFT, 0)))
     options = [(d, k) for d in range(len(drafts)) for k in range(1, int(problem.ceiling[d, i]) + 1)]
-    able = [option for option in options if option == present or not _bar(problem, chosen, i, option)]
+    able = [it for it in options if it == present or not _bar(problem, chosen, i, it)]
     scores = {option: score(problem, _with(chosen, i, option)) for option in able}
     gains = {option: result.objective(price) - without.objective(price) for option, result in scores.items()}
     others = {option: gain for option, gain in gains.items() if option != present}

@@ -92,7 +92,8 @@ class Learner:
         if not steps:
             return acceptance
         chains = [(o.request, o.draft, o.accepted, o.scored) for o in steps]
-        chains += [(o.free_request, o.free_draft, o.free_accepted, o.free_scored) for o in steps if len(o.free_request)]
+        free = [o for o in steps if len(o.free_request)]
+        chains += [(o.free_request, o.free_draft, o.free_accepted, o.free_scored) for o in free]
         request, draft, accepted, scored = map(np.concatenate, zip(*chains, strict=True))
         emitted = np.concatenate([o.emitted for o in steps])
         acceptance = self._acceptance.observe(acceptance, request, draft, accepted, scored, emitted)

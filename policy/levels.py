@@ -25,9 +25,16 @@ class Levels:
         self.update(hazard, accepted, reached, range(len(accepted)))
         return hazard
 
-    def update(self, hazard: FloatArray, accepted: FloatArray, reached: FloatArray, drafts: Iterable[int]) -> None:
-        """Make the hazards of some drafts anew, in place, each position's prior being the estimate of the one before it.
+    def update(
+        self,
+        hazard: FloatArray,
+        accepted: FloatArray,
+        reached: FloatArray,
+        drafts: Iterable[int],
+    ) -> None:
+        """Make the hazards of some drafts anew, in place.
 
+        Each position's prior is the estimate of the one before it.
         An unprobed position inherits the posterior predictive: after i more successes of one unknown rate ~ Beta(a, b) the next succeeds
         with (a + i) / (a + b + i), so that the product of the hazards is E[rate^j]; the plug-in power of the mean would understate it.
         a + b is the evidence of all positions so far: what is well known is inherited as it is.
@@ -35,7 +42,8 @@ class Levels:
         strength = self._strength
         for draft in drafts:
             inherited, evidence, chain = self._prior_hazard, strength, []
-            for a, r in zip(accepted[draft].tolist(), reached[draft].tolist(), strict=True):  # a few positions: quicker without arrays
+            # a few positions: quicker without arrays
+            for a, r in zip(accepted[draft].tolist(), reached[draft].tolist(), strict=True):
                 mean = (a + strength * inherited) / (r + strength)
                 chain.append(_MIN_HAZARD if mean < _MIN_HAZARD else _MAX_HAZARD if mean > _MAX_HAZARD else mean)
                 evidence += r
@@ -43,8 +51,17 @@ class Levels:
                 evidence += 1
             hazard[draft] = chain
 
-    def move(self, hazard: FloatArray, accepted: FloatArray, reached: FloatArray, change: FloatArray) -> None:
-        """Move the levels by ``change`` [drafts] (logits), in place; what was counted there before hardly counts."""
+    def move(
+        self,
+        hazard: FloatArray,
+        accepted: FloatArray,
+        reached: FloatArray,
+        change: FloatArray,
+    ) -> None:
+        """Move the levels by ``change`` [drafts] (logits), in place.
+
+        What was counted there before hardly counts.
+        """
         drafts = change.nonzero()[0]
         reached[drafts] *= _KEPT_AT_CHANGE
         accepted[drafts] = reached[drafts] * shifted(hazard[drafts], change[drafts])

@@ -19,9 +19,10 @@ MOST_CHAINS = 12  # beyond that arrays are quicker
 
 
 def count(after: AcceptanceState, chains: Chains, own_share: float) -> list[int]:
-    """Count the chains of one request that has a slot in a state's tables, in place; return the drafts they were of.
+    """Count the chains of one request that has a slot in a state's tables, in place.
 
-    ``own_share`` is how much of what a request deviates is held to be its own.
+    Return the drafts that they were of. ``own_share`` is how much of what a request deviates is
+    held to be its own.
     """
     slot = chains.slot.item(0)
     levels, shifts = after.draft_hazard.tolist(), after.request_shift[slot].tolist()

@@ -201,8 +201,9 @@ class Outcome:
     ``scored`` to which position that is known (not behind an end of the text, nor behind a path
     that was not verified to its end). ``verified[m]`` nodes were verified, of which
     ``followed[m]`` were accepted (for metrics).
-    ``node_*`` are the proposed nodes of which it is known whether their path is what the target
-    drew, ``node_held`` bool[q]; ``node_draft``, ``node_confidence``, ``node_drawn`` [q] as in
+    ``node_*`` are the proposed nodes of which it was bound to be known whether their path is what
+    the target drew, ``node_held`` bool[q]: behind the text or a node that was verified, for of
+    others only failures are seen; ``node_draft``, ``node_confidence``, ``node_drawn`` [q] as in
     ``Drafted``.
     ``free_*`` (int64[f]) are counterfactual observations: draft ``free_draft`` would have had ``free_accepted`` of its first
     ``free_scored`` tokens accepted for ``free_request``. ``measured_s`` is the step's wall time; ``parts_s`` its parts by name

@@ -76,8 +76,9 @@ class AdaptivePlanner(Learner):
 
     def trim(self, view: View, plan: Plan, drafted: Drafted, state: PlannerState) -> IntArray:
         """Verify the nodes that are worth their time at the plan's price (``policy.trim``)."""
-        latency = self.corrected(state)
-        return trimmed(latency, state.correction, state.calibration, view, plan, drafted)
+        latency, whole = self.corrected(state), state.view or view
+        aloft = 0 if whole.flying is None else _aloft(whole, whole.flying)
+        return trimmed(latency, state.correction, state.calibration, view, plan, drafted, aloft)
 
     @staticmethod
     def _promised(plan: Plan, after: PlannerState, before: PlannerState) -> tuple[Plan, PlannerState]:
@@ -277,6 +278,11 @@ def ready_rows(view: View) -> IntArray:
     """Return the rows that a choice is made for, by request: the batch's order makes no difference, not even among rows wholly alike."""
     rows: IntArray = view.request.argsort()
     return rows.compress(view.ready.take(rows))
+
+
+def _aloft(view: View, flying: Plan) -> int:
+    """Return the tokens of the rows in flight in the target's batch."""
+    return int(np.count_nonzero(~view.ready) + flying.length[~view.ready].sum())
 
 
 def _split(view: View, rows: IntArray, hazard: FloatArray) -> tuple[Given, BoolArray | None]:

@@ -66,7 +66,8 @@ class PlannerState:
     choice, ``kept`` the choice itself for some steps more; ``trial_s`` is what the step in hand is to take if it probes. ``planning_s`` and
     ``learning_s`` are what a step takes that is ``planned``; of the latter the next step tells, ``behind`` one that was. ``unlearnt`` are
     steps with a kept choice, which are learnt from together when planning is due. ``promise`` is how far speculation held what it promised.
-    ``draws`` belongs to Thompson's selection; ``overlap_s``, ``overlaps`` and ``flying`` (``policy.cohorts``) to ``policy.shaped``.
+    ``draws`` belongs to Thompson's selection; ``overlap_s``, ``overlaps`` and ``flying``
+    (``policy.cohorts``) to ``policy.shaped``.
     """
 
     acceptance: AcceptanceState

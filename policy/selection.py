@@ -96,7 +96,12 @@ class Explorer:
         return Hope(np.minimum(hazard + self.optimism * spread, 1.0), self.optimism, evidence / (1 + evidence))
 
 
-def drawn(state: AcceptanceState, hazard: FloatArray, covariance: FloatArray, normal: FloatArray) -> FloatArray:
+def drawn(
+    state: AcceptanceState,
+    hazard: FloatArray,
+    covariance: FloatArray,
+    normal: FloatArray,
+) -> FloatArray:
     """Return hazards [n, D, K] of requests that deviate from what is expected by a normal draw of a covariance [n, D, D] in logits.
 
     ``normal`` [n, D] are standard normal numbers. What is not known of a draft's level counts as deviation too.

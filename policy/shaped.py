@@ -1,7 +1,8 @@
 """The adaptive planner for engines that can do more than one proposal a row: cohorts, cut contexts.
 
-The joint choice of chains comes first and stays the fall-back. Cohorts are judged last, by the times of what was chosen. How contexts
-are cut depends on nothing that is chosen: it is a part of the step's fixed time.
+The joint choice of drafts and lengths comes first. Cohorts are judged by the times of what was
+chosen. How contexts are cut depends on nothing that is chosen: it is a part of the step's fixed
+time.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class ShapedPlanner(AdaptivePlanner):
     # -- plan
 
     def plan(self, view: View, state: PlannerState, now: float, rng: np.random.Generator) -> tuple[Plan, PlannerState]:
-        """Choose chains, then the shape that they get."""
+        """Choose drafts and lengths, then the shape that they get."""
         plan, after = super().plan(view, state, now, rng)
         cut = self._cut(view.context[view.ready])
         why_not = {**CHAINS_ONLY, PIECES: cut.why_not}
@@ -57,8 +58,9 @@ class ShapedPlanner(AdaptivePlanner):
         problem, rows, expected, given = super().problem(view, state, acceptance)
         if self.shapes.pads:
             context = view.context[view.ready]
-            padding_s = state.correction[VERIFY] * self._padding_s(self._cut(context).work_tokens, context)
-            problem = replace(problem, verify_s=problem.verify_s + padding_s)
+            padding_s = self._padding_s(self._cut(context).work_tokens, context)
+            verify_s = problem.verify_s + state.correction[VERIFY] * padding_s
+            problem = replace(problem, verify_s=verify_s)
         return problem, rows, expected, given
 
     def _in_cohorts(
@@ -73,8 +75,9 @@ class ShapedPlanner(AdaptivePlanner):
         if not choice.length.any():
             why_not[COHORTS] = NO_SPECULATION
             return plan, shape, replace(after, overlap_s=0.0, overlaps=False, flying=None)
-        latency, shapes, share = self.corrected(after), self.shapes, np.count_nonzero(view.ready) / len(view)
-        found = best_cohorts(latency, after.correction, view, choice, shapes.contention, shapes.cohorts, others)
+        share, most = np.count_nonzero(view.ready) / len(view), self.shapes.cohorts
+        times, contention = (self.corrected(after), after.correction), self.shapes.contention
+        found = best_cohorts(*times, view, choice, contention, most, others)
         overlap_s = min(max(after.overlap_s + share * found.gain_s, 0.0), found.fill_s)
         overlaps = found.cut is not None and overlap_s > 0 and (after.overlaps or overlap_s >= found.fill_s)
         why_not[COHORTS] = "" if overlaps else found.why_not or NOT_LONG_ENOUGH
@@ -111,10 +114,16 @@ class ShapedPlanner(AdaptivePlanner):
         predicted[VERIFY] += padding_s
         return predicted, target._replace(other_s=target.other_s + padding_s)
 
-    def _predicted_cohorts_s(self, outcome: Outcome, cohort: IntArray, view: View) -> tuple[FloatArray, Target]:
+    def _predicted_cohorts_s(
+        self,
+        outcome: Outcome,
+        cohort: IntArray,
+        view: View,
+    ) -> tuple[FloatArray, Target]:
         """Return the busy seconds of all cohorts; the target's forwards are told by the tokens of the first."""
         contention = self.shapes.contention or 1.0
-        parts = [_part(outcome, np.flatnonzero(cohort == c), c) for c in range(int(cohort.max()) + 1)]
+        count = int(cohort.max()) + 1
+        parts = [_part(outcome, np.flatnonzero(cohort == c), c) for c in range(count)]
         seconds, targets = zip(*(AdaptivePlanner._predicted_s(self, part, view) for part in parts), strict=True)
         base_s, other_s = (contention * sum(column) for column in zip(*(target[1:] for target in targets), strict=True))
         return contention * np.sum(seconds, axis=0), Target(targets[0].tokens, base_s, other_s)
@@ -131,6 +140,8 @@ def _is_empty(shape: TurnShape) -> bool:
 
 
 def _part(outcome: Outcome, rows: IntArray, cohort: int) -> Outcome:
-    """Return the outcome of one cohort, as far as its time depends on it; prompts go with the first."""
-    columns = {name: getattr(outcome, name)[rows] for name in ("request", "draft", "length", "accepted", "emitted", "scored", "verified")}
-    return replace(outcome, **columns, prefill_tokens=outcome.prefill_tokens if cohort == 0 else 0, shape=None)
+    """Return one cohort's outcome as far as its time depends on it; the first has the prompts."""
+    names = ("request", "draft", "length", "verified")
+    columns = {name: getattr(outcome, name)[rows] for name in names}
+    prefill_tokens = outcome.prefill_tokens if cohort == 0 else 0
+    return replace(outcome, **columns, prefill_tokens=prefill_tokens, shape=None)

@@ -1,4 +1,4 @@
-"""What an engine can do beyond one proposal a row, and the words in which a plan says why it did not ask for it.
+"""What an engine can do beyond one proposal a row, and why a plan did not ask for it.
 
 Reasons are constants where the means are missing; where they are there but cost more than they bring, ``does not pay: 0.97`` has the gain
 over the cost.

@@ -3,7 +3,7 @@
     spindle simulate compare --deployment llama-8b-h100 --mix mix --rates 4,12,backlog --arms none,fixed:eagle:3 --html out.html
     spindle simulate evidence --json docs/results/simulation.json --html docs/results/simulation.html
     spindle simulate fleet --replicas 1,8,1000 --arms none,adaptive
-    spindle simulate shapes --cases cohorts --json docs/results/shapes.json --html docs/results/shapes.html
+    spindle simulate shapes --cases cohorts --json out.json --html out.html
     spindle simulate regret --json docs/results/regret.json --html docs/results/regret.html
     spindle simulate report FILE.json --html FILE.html
 
@@ -226,7 +226,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     fleet.add_argument("--rate", type=float, default=10.0, help="requests a second and replica")
     fleet.add_argument("--requests", type=int, default=40, help="a replica")
     fleet.add_argument("--seed", type=int, default=3)
-    shapes = commands.add_parser("shapes", parents=[output], help="cohorts and cut contexts against plain chains")
+    about = "cohorts and cut contexts against plain chains"
+    shapes = commands.add_parser("shapes", parents=[output], help=about)
     shapes.add_argument("--cases", help="which, all if not given")
     shapes.add_argument("--seeds", type=seeds, default="0,1,2")
     learning = commands.add_parser("regret", parents=[output], help="what ways to learn lose to the oracle")

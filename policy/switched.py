@@ -85,9 +85,12 @@ class SwitchedPolicy:
         return not alone or self.policy.needs_offers(request, state.inner)
 
     def trim(self, view: View, plan: Plan, drafted: Drafted, state: SwitchedState) -> IntArray:
-        """Return the policy's answer; rows that it did not plan for are verified as the plan has them."""
-        if self._switches().speculation != "on":
+        """Return the policy's answer; rows that it did not plan are verified as planned."""
+        switches = self._switches()
+        if switches.speculation != "on":
             return plan.length
+        if switches.inter_token_cap_s > 0:
+            view = replace(view, cap_s=switches.inter_token_cap_s)
         nodes = self.policy.trim(view, plan, drafted, state.inner)
         return nodes if view.control is None else np.where(view.control, plan.length, nodes)
 

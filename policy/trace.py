@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .acceptance import AcceptanceConfig, AcceptanceState
+from .calibration import Calibration
 from .correction import Shape
 from .deviation import Law
 from .groups import Groups
@@ -30,7 +31,9 @@ from .shapes import Shapes
 
 SCHEMA = 4
 _KINDS = {"i": np.int64, "f": np.float64, "b": np.bool_}
-_RECORDS = (View, Plan, TurnShape, Outcome, Ran, PlannerState, Last, AcceptanceState, Draws, Groups, Law, Promise, Shape)
+_PLANS = (View, Plan, TurnShape, Outcome, Ran)
+_STATES = (PlannerState, Last, AcceptanceState, Calibration, Draws, Groups, Law, Promise, Shape)
+_RECORDS = (*_PLANS, *_STATES)
 _CLASSES = {cls.__name__: cls for cls in _RECORDS}
 
 

@@ -26,20 +26,19 @@ def trimmed(
     view: View,
     plan: Plan,
     drafted: Drafted,
+    aloft: int = 0,
 ) -> IntArray:
     """Return how many of each row's nodes are verified, int64[n]; view and plan are of these rows.
 
-    ``latency`` has the shape that was learnt for the target's curve. A plan without a price is
-    followed as far as there are nodes. No step is longer than the view's cap, or than the plan
-    where that is.
+    ``aloft`` tokens of rows in flight are in the same pass. ``latency`` has the shape that was
+    learnt for the target's curve. A plan without a price is followed as far as there are nodes. No
+    step is longer than the view's cap, or than the plan where that is.
     """
     rows, nodes = len(view), len(drafted.row)
     if not plan.price or not nodes:
         return np.minimum(plan.length, np.bincount(drafted.row, minlength=rows))
-    flying = 0 if view.flying is None else int(np.add.reduce(view.flying.length))
-    if view.headroom is not None:
-        nodes = max(min(nodes, view.headroom - flying), 0)
-    tokens, scale = view.prefill_tokens + view.decoding + flying, correction.item(VERIFY)
+    tokens = view.prefill_tokens + np.count_nonzero(view.ready) + aloft
+    scale = correction.item(VERIFY)
     verify_s = scale * latency.target.run(tokens, nodes + 1)
     if view.cap_s < math.inf:
         planned_s = scale * latency.target.at(tokens + int(np.add.reduce(plan.length)))

@@ -36,13 +36,13 @@ FloatArray = npt.NDArray[np.float64]
 class Heads(NamedTuple):
     """The heads of some laws: token ``columns`` int64[q] of row ``rows`` int64[q] (rising), with ``masses`` float64[q].
 
-    ``totals`` float64[n] are the laws' whole masses, 1 but for rounding.
+    ``totals`` float[n] are the laws' whole masses, 1 but for rounding.
     """
 
     rows: IntArray
     columns: IntArray
     masses: FloatArray
-    totals: FloatArray
+    totals: npt.NDArray[np.floating[Any]]
 
     @classmethod
     def of(cls, laws: torch.Tensor) -> Heads:
@@ -50,11 +50,11 @@ class Heads(NamedTuple):
         if laws.device.type == "cpu":
             array = laws.numpy()
             rows, columns = np.divmod(np.flatnonzero(array >= HEAD), array.shape[1])
-            return cls(rows, columns, array[rows, columns].astype(np.float64), array.sum(-1, dtype=np.float64))
+            return cls(rows, columns, array[rows, columns].astype(np.float64), array.sum(-1))
         places = (laws >= HEAD).nonzero()
         found = places.cpu().numpy()
         masses = laws[places[:, 0], places[:, 1]].double().cpu().numpy()
-        return cls(found[:, 0], found[:, 1], masses, laws.sum(-1, dtype=torch.float64).cpu().numpy())
+        return cls(found[:, 0], found[:, 1], masses, laws.sum(-1).cpu().numpy())
 
 
 def draw(laws: torch.Tensor, words: Words, token_ids: IntArray | None = None) -> list[int]:
@@ -84,9 +84,7 @@ def race(
     return winners
 
 
-def finishers(
-    laws: torch.Tensor, words: Words, most: int, token_ids: IntArray | None = None
-) -> list[list[tuple[int, float]]]:
+def finishers(laws: torch.Tensor, words: Words, most: int, token_ids: IntArray | None = None) -> list[list[tuple[int, float]]]:
     """Return by row the columns that come in first in the heads' races, at most ``most``, and how likely each is what
     the target draws by the same noise, were its law the draft's but for a usual error.
     """
@@ -101,9 +99,7 @@ def finishers(
     return found
 
 
-def _times(
-    heads: Heads, words: Words, token_ids: IntArray | None
-) -> tuple[FloatArray, FloatArray, Seq[int]]:
+def _times(heads: Heads, words: Words, token_ids: IntArray | None) -> tuple[FloatArray, FloatArray, Seq[int]]:
     """Return what each token of the heads takes, the tails' exponentials, and where rows begin and end."""
     tokens = heads.columns if token_ids is None else token_ids[heads.columns]
     hashed = np.concatenate((words[heads.rows] ^ tokens.astype(np.uint64), words ^ TAIL))
@@ -112,9 +108,7 @@ def _times(
     return times, tails, heads.rows.searchsorted(np.arange(len(words) + 1)).tolist()
 
 
-def _in_tail(
-    law: npt.NDArray[np.floating[Any]], word: np.uint64, head: int, token_ids: IntArray | None
-) -> int:
+def _in_tail(law: npt.NDArray[np.floating[Any]], word: np.uint64, head: int, token_ids: IntArray | None) -> int:
     """Return the column that wins among those below ``HEAD``; ``head`` where the tail was but rounding."""
     columns = np.flatnonzero((law > 0) & (law < HEAD))
     if not len(columns):

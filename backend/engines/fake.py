@@ -40,6 +40,7 @@ _LOGITS = np.log([0.6, 0.25, 0.1, 0.05]) + 4.0
 _UNLIKELY_LOGIT = -26.0
 _IMPOSSIBLE_LOGIT = -1e30  # finite: a row in which everything is banned still has a law
 _UNGRAMMATICAL_LOGIT = -2e30
+_FAINT = 0.02  # a candidate so much less likely than the best one is not worth a node
 
 FloatArray = npt.NDArray[np.float64]
 Top = list[list[tuple[int, float]]]
@@ -224,7 +225,8 @@ class FakeEngine:
         for _ in range(turn.run):
             chances, _ = self._chances([*sequence.tokens, *spine], sequence)
             best = np.argsort(-chances, kind="stable")[: turn.nodes].tolist()
-            found = [(t, at, held * float(chances[t])) for t in best if chances[t] > 0.0]
+            least = _FAINT * float(chances[best[0]])
+            found = [(t, at, held * float(chances[t])) for t in best if chances[t] >= least]
             at, held = len(nodes), found[0][2]
             spine.append(best[0])
             nodes += found
@@ -284,8 +286,10 @@ def _processed(logits: FloatArray, context: list[int], sequence: Sequence) -> Fl
     if len(context) - sequence.prompt_tokens < sampling.min_tokens:
         logits[list(sampling.end_ids)] = _IMPOSSIBLE_LOGIT
     logits[sampling.banned(context, len(context))] = _IMPOSSIBLE_LOGIT
-    for mask in sampling.guide.masks(context[sequence.prompt_tokens :], ()) if sampling.guide else ():
-        logits[~mask] = _UNGRAMMATICAL_LOGIT
+    if sampling.guide is not None:
+        mask = sampling.guide.mask(context[sequence.prompt_tokens :])
+        if mask is not None:
+            logits[~mask] = _UNGRAMMATICAL_LOGIT
     return logits
 
 

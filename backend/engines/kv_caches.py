@@ -13,9 +13,11 @@ from backend.ports import BLOCK_TOKENS, Proposal, Sequence
 
 @dataclass(slots=True)
 class Cache:
-    """What the KV pool holds of a sequence: the token ids run, position by position, of which the first ``agreed`` are committed.
+    """What the KV pool holds of a sequence: the token ids run, position by position, of which the
+    first ``agreed`` are committed.
 
-    The engine knows the content of the first ``named`` blocks by their keys. ``proposed`` is its last proposal, for the places from ``proposed_at`` on.
+    The engine knows the content of the first ``named`` blocks by their keys. ``proposed`` is its last
+    proposal, for the places from ``proposed_at`` on.
     """
 
     blocks: list[int]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from backend.request import SamplingParams
 FAINT = 0.02
 """A candidate that a draft holds for so much less likely than its best is not worth a node."""
 
-_NUCLEUS_HEAD = 256
+_HEADS = (1e-3, 1e-5, 0.0)  # a nucleus is looked for among the tokens above these, one after the other
 
 
 def target_laws(logits: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
@@ -48,31 +47,33 @@ def target_laws(logits: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tens
 def _nucleus(laws: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Keep the most probable tokens that together reach ``top_p`` [rows], and have them sum to one.
 
-    A nucleus is mostly small, and sorting a whole vocabulary costs 30 times as much as finding its head.
+    A nucleus is mostly small, and sorting a whole vocabulary costs 30 times as much as its head.
     """
-    width, vocab = min(_NUCLEUS_HEAD, laws.shape[-1]), laws.shape[-1]
-    thresholds, reached = _crossing(laws.topk(width).values, top_p)
-    if width < vocab and not bool(reached.all()):
-        beyond = ~reached
-        thresholds[beyond] = _crossing(laws[beyond].sort(dim=-1, descending=True).values, top_p[beyond])[0]
+    if laws.device.type == "cpu":
+        pairs = zip(laws.numpy(), top_p.tolist(), strict=True)
+        thresholds = torch.tensor([_least(law, share) for law, share in pairs], dtype=laws.dtype)
+    else:
+        ordered = laws.sort(dim=-1, descending=True).values
+        count = (ordered.cumsum(-1) - ordered < top_p[:, None]).sum(-1).clamp_(min=1)
+        thresholds = ordered.gather(1, count[:, None] - 1)[:, 0]
     kept = laws.masked_fill_(laws < thresholds[:, None], 0.0)
     return kept.div_(kept.sum(-1, keepdim=True))
 
 
-def _crossing(ordered: torch.Tensor, top_p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the probability [rows] at which descending rows reach ``top_p`` and whether they do."""
-    total = ordered.cumsum(-1)
-    count = (total - ordered < top_p[:, None]).sum(-1).clamp_(min=1)
-    return ordered.gather(1, count[:, None] - 1)[:, 0], total[:, -1] >= top_p
+def _least(law: npt.NDArray[np.floating[Any]], share: float) -> float:
+    """Return the probability at which the greatest of a law [S] reach a share of it."""
+    for bound in _HEADS:
+        head = law[law >= bound]
+        if head.sum() >= share:
+            break
+    ordered = np.sort(head)[::-1]
+    return float(ordered[min(int(ordered.cumsum().searchsorted(share)), len(ordered) - 1)])
 
 
 def arg_max(logits: torch.Tensor) -> list[int]:
-    """Return the column of each row's greatest logit, the first of equals. (NumPy's is 4 to 17 times as fast on CPUs.)"""
-    columns: list[int]
-    if logits.device.type == "cpu":
-        columns = _array(logits).argmax(-1).tolist()
-    else:
-        columns = logits.argmax(-1).tolist()
+    """Return the column of each row's greatest logit, the first of equals."""
+    cpu = logits.device.type == "cpu"  # there NumPy's takes a quarter of torch's time, or less
+    columns: list[int] = (_array(logits) if cpu else logits).argmax(-1).tolist()
     return columns
 
 

@@ -331,7 +331,7 @@ class TorchEngine:
     def _decide(self, logits: torch.Tensor, jobs: list[_Job]) -> None:
         """Turn logits (for each job one row, and one for each proposed token) into tokens or nodes."""
         drafting = [job for job in jobs if job.turn.nodes]
-        if len(drafting) == len(jobs):
+        if drafting and len(drafting) == len(jobs):
             self._extend(logits, jobs)
             return
         if drafting:

@@ -189,6 +189,7 @@ def _processed(generation_logits: Any, turn: Turn, tokens: list[int], vocab_size
     sequence = turn.sequence
     rows = torch.as_tensor(generation_logits)[0, : len(tokens), :vocab_size].float().clone()
     if sequence.sampling.changes_logits:
-        before = sequence.tokens[: turn.end]
-        process(rows, sequence.sampling, before, turn.end - sequence.prompt_tokens, tokens[:-1], WHOLE_VOCABULARY)
+        text = [*sequence.tokens[: turn.end], *tokens]
+        for end, row in enumerate(rows, turn.end):
+            process(row, sequence.sampling, text[:end], sequence.prompt_tokens, WHOLE_VOCABULARY)
     return rows

@@ -68,12 +68,6 @@ class Request:
         decays = self.sampling.top_p_decay != 1.0
         return self.sampling.behind(self.before[self.prompt_tokens :]) if decays else self.sampling
 
-    @property
-    def plain(self) -> bool:
-        """Whether the arg-max of the model's own logits is all that is wanted."""
-        sampling = self.sampling
-        return sampling.greedy and not sampling.changes_logits and not sampling.reads_log_probs
-
 
 @dataclass(slots=True)
 class Verdict:
@@ -89,9 +83,7 @@ class Verdict:
     top: list[list[tuple[int, float]]] = field(default_factory=list)
 
 
-def verify(
-    logits: torch.Tensor, requests: Seq[Request], columns: Columns = WHOLE_VOCABULARY
-) -> list[Verdict]:
+def verify(logits: torch.Tensor, requests: Seq[Request], columns: Columns = WHOLE_VOCABULARY) -> list[Verdict]:
     """Return the verdict on each request.
 
     ``logits`` [rows, S] holds ``Request.rows`` rows a request, in order: the first is behind the text,
@@ -99,22 +91,18 @@ def verify(
     """
     firsts = _firsts(requests)
     verdicts = [Verdict([], -1) for _ in requests]
-    plain = [index for index, request in enumerate(requests) if request.plain]
-    best = arg_max(logits) if plain else []
-    for index in plain:
-        _follow(verdicts[index], requests[index], best[firsts[index] :])
-    walking = [index for index, request in enumerate(requests) if not request.plain]
+    walking = list(range(len(requests)))
     while walking:
         rows = [firsts[index] + 1 + _last(verdicts[index].path) for index in walking]
         places = [_place(requests[index], verdicts[index].path) for index in walking]
-        _draw(logits[rows], places, [verdicts[index] for index in walking], columns)
+        chosen = torch.tensor(rows, device=logits.device)
+        told = [verdicts[index] for index in walking]
+        _draw(logits.index_select(0, chosen), places, told, columns)
         walking = [index for index in walking if _step(verdicts[index], requests[index])]
     return verdicts
 
 
-def candidates(
-    logits: torch.Tensor, places: Seq[Request], most: int, columns: Columns = WHOLE_VOCABULARY
-) -> list[list[tuple[int, float]]]:
+def candidates(logits: torch.Tensor, places: Seq[Request], most: int, columns: Columns = WHOLE_VOCABULARY) -> list[list[tuple[int, float]]]:
     """Return by place the columns that a draft of these logits [n, S] holds for likeliest to be what the
     target draws, best first, at most ``most``, with its confidence in each.
     """
@@ -149,9 +137,7 @@ def scores(logits: torch.Tensor, places: Seq[Request], columns: Columns) -> torc
     return wide
 
 
-def _draw(
-    logits: torch.Tensor, places: Seq[Request], verdicts: Seq[Verdict], columns: Columns
-) -> None:
+def _draw(logits: torch.Tensor, places: Seq[Request], verdicts: Seq[Verdict], columns: Columns) -> None:
     """Draw the token of every place from its row of logits [n, S], and tell each verdict of it."""
     rows = scores(logits, places, columns)
     drawn = [row for row, place in enumerate(places) if not place.sampling.greedy]
@@ -176,11 +162,11 @@ def _tell(verdict: Verdict, row: torch.Tensor, sampling: SamplingParams) -> None
         verdict.top.append(list(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
 
 
-def _follow(verdict: Verdict, request: Request, best: Seq[int]) -> None:
-    """Walk along the arg-maxes ``best`` of a request's rows."""
-    verdict.column = best[0]
+def follow(verdict: Verdict, request: Request, drawn: Seq[int]) -> None:
+    """Walk along the columns ``drawn`` at a request's rows."""
+    verdict.column = drawn[0]
     while _step(verdict, request):
-        verdict.column = best[1 + verdict.path[-1]]
+        verdict.column = drawn[1 + verdict.path[-1]]
 
 
 def _step(verdict: Verdict, request: Request) -> bool:

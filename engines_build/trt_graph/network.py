@@ -12,7 +12,7 @@ import numpy as np
 
 from backend.engines.checkpoint import LlamaConfig
 from backend.engines.llama import rope_tables
-from backend.engines.trt_graph.inputs import Verification
+from backend.engines.trt_graph.inputs import LOGITS
 from engines_build.trt_graph.network_graph import BOOL, F32, F64, I32, NUMPY, Graph, Tensor, concatenated, where
 from engines_build.trt_graph.network_laws import Vocabulary
 from engines_build.trt_graph.network_verification import verify
@@ -23,7 +23,7 @@ MASKED = -1e30
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What is compiled: a model's step with ``verification``, or with the ``logits`` as its output (None).
+    """What is compiled: a model's step with a verification (``greedy``, ``drawn``), or ``logits``.
 
     ``dtype`` is the model's (f64, f32, f16, bf16).
     """
@@ -31,12 +31,7 @@ class Step:
     config: LlamaConfig
     dtype: str
     max_positions: int
-    verification: Verification | None = None
-
-    @property
-    def name(self) -> str:
-        """What files and messages call it."""
-        return self.verification.name if self.verification else "logits"
+    network: str = LOGITS
 
     @property
     def wide(self) -> str:
@@ -61,10 +56,11 @@ def describe(graph: Graph, step: Step) -> None:
     logits = decoder.logits(hidden, graph.input("wanted", I32, "batch", "rows"))
     for layer, kv in enumerate(written):
         graph.output(f"kv_{layer}", kv)
-    if step.verification is None:
+    if step.network == LOGITS:
         graph.output("logits", logits)
     else:
-        verify(graph, logits, Vocabulary(graph, step.config.draft_vocab_size or step.config.vocab_size, step.wide), step.verification)
+        vocabulary = Vocabulary(graph, step.config.vocab_size, step.wide)
+        verify(graph, logits, vocabulary, step.network)
 
 
 class Decoder:

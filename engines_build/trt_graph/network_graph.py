@@ -62,10 +62,6 @@ class Tensor:
         """Return where both are equal."""
         return self._with("equal", other, BOOL)
 
-    def maximum(self, other: Tensor | float) -> Tensor:
-        """Return the greater of both, element by element."""
-        return self._with("max", other)
-
     def exp(self) -> Tensor:
         """Return e to this power."""
         return self._new(self.graph.unary("exp", self.handle))
@@ -89,6 +85,14 @@ class Tensor:
     def cumsum(self, axis: int) -> Tensor:
         """Return the running sums along an axis, each with its own element."""
         return self._new(self.graph.cumsum(self.handle, axis % self.rank))
+
+    def topk(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return the ``count`` greatest of the last axis, greatest first, and where each was (i32).
+
+        Which of equals come first, or at all, is open.
+        """
+        values, indices = self.graph.topk(self.handle, count, self.rank - 1)
+        return self._new(values), self._new(indices, dtype=I32)
 
     def softmax(self) -> Tensor:
         """Return the softmax over the last axis."""
@@ -154,8 +158,6 @@ def _number(like: Tensor, value: float) -> Tensor:
 def concatenated(parts: Sequence[Tensor], axis: int) -> Tensor:
     """Return the parts one behind the other along an axis."""
     first = parts[0]
-    if len(parts) == 1:
-        return first
     return Tensor(first.graph, first.graph.concat([part.handle for part in parts], axis % first.rank), first.dtype, first.rank)
 
 
@@ -194,7 +196,7 @@ class Graph(ABC):
 
     @abstractmethod
     def binary(self, operation: str, left: Any, right: Any) -> Any:
-        """add, sub, mul, div, max, less, greater, equal, and, or."""
+        """add, sub, mul, div, less, greater, equal, and, or."""
 
     @abstractmethod
     def unary(self, operation: str, value: Any) -> Any:
@@ -207,6 +209,10 @@ class Graph(ABC):
     @abstractmethod
     def cumsum(self, value: Any, axis: int) -> Any:
         """Inclusive running sums."""
+
+    @abstractmethod
+    def topk(self, value: Any, count: int, axis: int) -> tuple[Any, Any]:
+        """Find the greatest along an axis, falling, and their indices (i32)."""
 
     @abstractmethod
     def softmax(self, value: Any, axis: int) -> Any:

@@ -38,15 +38,11 @@ class Vocabulary:
 
     def __init__(self, graph: Graph, size: int, dtype: str) -> None:
         self.size, self.dtype = size, dtype
-        self.columns = graph.constant(np.arange(size, dtype=np.int32)[None, None])
+        self._columns = graph.constant(np.arange(size, dtype=np.int32)[None, None])
 
     def arg_max(self, values: Tensor) -> Tensor:
         """Return the column [batch, rows, 1] of each row's greatest value, the first of equals."""
-        return self._first(values >= values.amax(-1))
-
-    def one_hot(self, tokens: Tensor) -> Tensor:
-        """Return point masses on ``tokens`` [batch, rows, 1] (i32)."""
-        return self.columns.equals(tokens).to(self.dtype)
+        return where(values >= values.amax(-1), self._columns, self.size).amin(-1)
 
     def laws(self, logits: Tensor, options: Options) -> Tensor:
         """Return the laws that logits stand for, each summing to one: temperature, then top-k, then top-p.
@@ -59,26 +55,8 @@ class Vocabulary:
         masses = (scores / where(greedy, options.temperature + 1.0, options.temperature)).exp()
         masses = self._keep(masses, (masses > -1.0).to(self.dtype), options.top_k)
         masses = self._keep(masses, masses, options.top_p * masses.sum(-1))
-        return where(greedy, self.one_hot(self.arg_max(scores)), normalised(masses))
-
-    def draw(self, laws: Tensor, numbers: Tensor) -> Tensor:
-        """Invert distribution functions at uniforms ``numbers`` [batch, rows, 1]; a column without mass is never drawn."""
-        total = laws.cumsum(-1)
-        possible = laws > 0.0
-        beyond = possible & (total > numbers * laws.sum(-1))
-        found = self._first(beyond)
-        last = where(possible, self.columns, -1).amax(-1)  # sums may round to less than their total
-        return where(found < self.size, found, last)
-
-    def residual(self, laws: Tensor, drawn_from: Tensor) -> Tensor:
-        """Return what is left of laws p when a token of q is rejected: norm((p - q)+), or p itself where p = q but for rounding."""
-        rest = (laws - drawn_from).maximum(0.0)
-        left = rest.sum(-1)
-        return where(left > 0.0, rest / where(left > 0.0, left, 1.0), laws)
-
-    def _first(self, chosen: Tensor) -> Tensor:
-        """Return the first column that is chosen, else ``size``."""
-        return where(chosen, self.columns, self.size).amin(-1)
+        point = self._columns.equals(self.arg_max(scores)).to(self.dtype)
+        return where(greedy, point, masses / masses.sum(-1))
 
     def _keep(self, masses: Tensor, weights: Tensor, limit: Tensor) -> Tensor:
         """Zero all but the columns that have less than ``limit`` of weight on greater masses; the greatest mass is 1.
@@ -98,8 +76,3 @@ class Vocabulary:
         for step in range(FRACTION_STEPS.get(self.dtype, 23)):
             threshold = descend(threshold, threshold - unit * 2.0 ** -(step + 2))
         return where(masses >= threshold, masses, 0.0)
-
-
-def normalised(masses: Tensor) -> Tensor:
-    """Return rows that sum to one."""
-    return masses / masses.sum(-1)

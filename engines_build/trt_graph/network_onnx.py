@@ -16,7 +16,7 @@ OPSET = 18
 IR_VERSION = 9
 TYPES = {F64: TensorProto.DOUBLE, F32: TensorProto.FLOAT, I32: TensorProto.INT32, BOOL: TensorProto.BOOL}
 BINARY = {
-    "add": "Add", "sub": "Sub", "mul": "Mul", "div": "Div", "max": "Max",
+    "add": "Add", "sub": "Sub", "mul": "Mul", "div": "Div",
     "less": "Less", "greater": "Greater", "equal": "Equal", "and": "And", "or": "Or",
 }  # fmt: skip
 UNARY = {"exp": "Exp", "sqrt": "Sqrt", "not": "Not"}
@@ -71,6 +71,11 @@ class OnnxGraph(Graph):
 
     def cumsum(self, value: str, axis: int) -> str:
         return self._node("CumSum", [value, self._constant(np.array(axis, np.int64))])
+
+    def topk(self, value: str, count: int, axis: int) -> tuple[str, str]:
+        values = self._node("TopK", [value, self._sizes([count])], axis=axis)
+        self._nodes[-1].output.append(f"{values} indices")
+        return values, self.cast(f"{values} indices", I32)
 
     def softmax(self, value: str, axis: int) -> str:
         return self._node("Softmax", [value], axis=axis)

@@ -1,7 +1,8 @@
 """Build the trt_graph engines of a ``serving.json``: every torch target and draft of it becomes a folder of compiled networks.
 
-A folder holds the checkpoint's own files and weights, one engine for each network (``logits``, and verifications by mode and shape), and
-``trt_graph.json``, written last. Weights are inputs of the engines and are not in them, unless they are asked to be inside.
+A folder holds the checkpoint's own files and weights, one engine for each network (``logits``, of a
+target ``greedy`` and ``drawn`` too), and ``trt_graph.json``, written last. Weights are inputs of
+the engines and are not in them, unless they are asked to be inside.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any
 from backend.app import model_path
 from backend.config import EngineConfig, ServingConfig, load_config
 from backend.engines.checkpoint import ROUNDED, load
-from backend.engines.trt_graph.inputs import COUPLED, GREEDY, SAMPLED, Verification
+from backend.engines.trt_graph.engine import Shapes
+from backend.engines.trt_graph.inputs import DRAWN, GREEDY, LOGITS
 from engines_build.trt_graph.network import Step
 from engines_build.trt_graph.network_graph import BF16, F16, F32
 from engines_build.trt_graph.trt_compile import Engine, Profile, compile_step
@@ -62,17 +64,21 @@ def build_folder(engine: EngineConfig, config: ServingConfig, folder: Path, choi
     if dtype == "fp16":
         weights = {name: tensor.half() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
     weights.pop("lm_head.token_ids", None)
-    kinds = verifications(config, engine is config.target)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MANIFEST).unlink(missing_ok=True)
     k_max, context = max(1, config.policy.k_max), config.limits.max_context_tokens
     record: dict[str, Any] = {}
-    for kind in (None, *kinds):
-        step = Step(model, DTYPES[dtype], context + k_max + 1, kind)
-        made = compile_step(library, step, weights, profiles(config, kind), shared=not choice.weights_inside, native=choice.native)
-        (folder / f"{step.name}.engine").write_bytes(made.blob)
-        record[step.name] = {"layers": made.layers, "seconds": round(made.seconds, 1), "megabytes": round(len(made.blob) / 1e6, 2)}
-        report(f"{engine.name} {step.name}: {_words(made)}")
+    for network in (LOGITS, GREEDY, DRAWN) if engine is config.target else (LOGITS,):
+        step = Step(model, DTYPES[dtype], context + k_max + 1, network)
+        shapes, shared = profiles(config, network), not choice.weights_inside
+        made = compile_step(library, step, weights, shapes, shared=shared, native=choice.native)
+        (folder / f"{network}.engine").write_bytes(made.blob)
+        record[network] = {
+            "layers": made.layers,
+            "seconds": round(made.seconds, 1),
+            "megabytes": round(len(made.blob) / 1e6, 2),
+        }
+        report(f"{engine.name} {network}: {_words(made)}")
     _copy(source, folder)
     manifest = {
         "library": library.__name__,
@@ -81,33 +87,24 @@ def build_folder(engine: EngineConfig, config: ServingConfig, folder: Path, choi
         "shared": not choice.weights_inside,
         "max_context_tokens": context,
         "max_draft_tokens": k_max,
-        "passes": [{"batch": profile.batch, "queries": profile.queries} for profile in profiles(config, None)],
-        "verifications": [asdict(kind) for kind in kinds],
+        "passes": [asdict(Shapes(one.batch, one.queries)) for one in profiles(config, LOGITS)],
         "engines": {name: f"{name}.engine" for name in record},
     }
     (folder / "build.json").write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", "utf-8")
 
 
-def verifications(config: ServingConfig, target: bool) -> list[Verification]:
-    """Return what is compiled in: all modes, for the target also trees where the policy makes them.
-
-    Drafts draw from logits: for shortlists of some thousand columns TensorRT-RTX 1.7 does not come to an end with laws.
-    """
-    if not target:
-        return [Verification(GREEDY)]
-    modes, most = (GREEDY, SAMPLED, COUPLED), max(1, config.policy.k_max)
-    trees = config.policy.tree_width > 1 or config.policy.merge_chains
-    width = min(most, 2 * config.policy.tree_width) if config.policy.merge_chains else config.policy.tree_width
-    return [Verification(mode) for mode in modes] + ([Verification(mode, width, most) for mode in modes] if trees else [])
-
-
-def profiles(config: ServingConfig, kind: Verification | None) -> list[Profile]:
+def profiles(config: ServingConfig, network: str) -> list[Profile]:
     """Return the shapes of decoding and of prefill; only logits are wanted of more rows than a proposal has."""
     queries, limits = config.policy.k_max + 2, config.limits
     chunk = max(queries, limits.prefill_chunk_tokens + 1)
     shapes = ((limits.max_active_requests, queries), (PREFILL_BATCH, chunk))
-    return [Profile(batch, rows, limits.max_context_tokens + queries, rows if kind is None else queries) for batch, rows in shapes]
+    past = limits.max_context_tokens + queries
+    found = []
+    for batch, rows in shapes:
+        decided = rows if network == LOGITS else queries
+        found.append(Profile(batch, rows, past, decided))
+    return found
 
 
 def _copy(source: Path, folder: Path) -> None:

@@ -77,10 +77,10 @@ def compile_step(
     config = builder.create_builder_config()
     for profile in profiles:
         if config.add_optimization_profile(_shapes(builder.create_optimization_profile(), network, profile)) < 0:
-            raise messages.error(f"profile {profile} of {step.name}")
+            raise messages.error(f"profile {profile} of {step.network}")
     blob = builder.build_serialized_network(network, config)
     if blob is None:
-        raise messages.error(f"engine {step.name}")
+        raise messages.error(f"engine {step.network}")
     return Engine(bytes(blob), network.num_layers, time.monotonic() - begin)
 
 

@@ -16,7 +16,7 @@ from engines_build.trt_graph.trt_library import Messages
 TORCH_NAMES = {torch.float32: F32, torch.float16: F16, torch.bfloat16: BF16, torch.int8: INT8, torch.float8_e4m3fn: FP8}
 UNARY = {"exp": "EXP", "sqrt": "SQRT", "not": "NOT"}
 BINARY = {
-    "add": "SUM", "sub": "SUB", "mul": "PROD", "div": "DIV", "max": "MAX",
+    "add": "SUM", "sub": "SUB", "mul": "PROD", "div": "DIV",
     "less": "LESS", "greater": "GREATER", "equal": "EQUAL", "and": "AND", "or": "OR",
 }  # fmt: skip
 
@@ -105,6 +105,10 @@ class TrtGraph(Graph):
         where = self.constant(np.array(axis, np.int32)).handle
         return self._add("add_cumulative", value, where, self._trt.CumulativeOperation.SUM, False, False)
 
+    def topk(self, value: Any, count: int, axis: int) -> tuple[Any, Any]:
+        layer = self._layer("add_topk", value, self._trt.TopKOperation.MAX, count, 1 << axis)
+        return layer.get_output(0), layer.get_output(1)
+
     def softmax(self, value: Any, axis: int) -> Any:
         return self._add("add_softmax", value, change=lambda layer: setattr(layer, "axes", 1 << axis))
 
@@ -176,9 +180,13 @@ class TrtGraph(Graph):
 
     def _add(self, method: str, *arguments: Any, change: Callable[[Any], Any] | None = None) -> Any:
         """Add a layer and return its output. Raises TrtError in the library's words."""
-        layer = getattr(self._network, method)(*arguments)
-        if layer is None:
-            raise self._messages.error(method)
+        layer = self._layer(method, *arguments)
         if change:
             change(layer)
         return layer.get_output(0)
+
+    def _layer(self, method: str, *arguments: Any) -> Any:
+        layer = getattr(self._network, method)(*arguments)
+        if layer is None:
+            raise self._messages.error(method)
+        return layer

@@ -40,7 +40,9 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step runs: per chain its draft, length and what that draft has not seen yet (int64[n]); contexts in all."""
+    """What a step runs: the tokens of the contexts in all, and of each chain, int64[n], its draft,
+    its length and what that draft has not seen yet.
+    """
 
     draft: IntArray
     length: IntArray

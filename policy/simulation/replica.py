@@ -169,7 +169,9 @@ class Replica:
         names = self._deployment.drafts
         queued = len(self._queue)
         group = None if workload.group is None else workload.group[rows]
-        return View(names, rows, context, remaining, ceiling, catchup, ones, ready, prefill_tokens, queued, len(self._prefill), group=group)
+        columns = rows, context, remaining, ceiling, catchup, ones, ready
+        waiting = prefill_tokens, queued, len(self._prefill)
+        return View(names, *columns, *waiting, group=group)
 
     def _begin(self, now: float) -> _Pending:
         ended, prefill_tokens, prefill_rows, prefill_context = self._chunks()

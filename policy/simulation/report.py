@@ -183,7 +183,8 @@ def _fleet(fleet: dict[str, Any]) -> str:
 
 def _shapes(shapes: dict[str, Any]) -> str:
     """Return a table by case."""
-    parts = [f"<p class='note'>Backlogs on seeds {shapes['seeds']}; policies read times that are off by up to 20 %.</p>"]
+    read = "policies read times that are off by up to 20 %"
+    parts = [f"<p class='note'>Backlogs on seeds {shapes['seeds']}; {read}.</p>"]
     for case, title in shapes["titles"].items():
         points = [point for point in shapes["points"] if point["case"] == case]
         parts.append(f"<h2>{escape(title)}</h2>")
@@ -194,8 +195,8 @@ def _shapes(shapes: dict[str, Any]) -> str:
             figures = [f"{point['tokens_per_s']:,.0f}", f"{point['chains_tokens_per_s']:,.0f}", f"{value:.3f} ({low:.3f} to {high:.3f})"]
             figures += [f"{point['shaped_share']:.0%}", f"{point['tokens_a_row']:.2f}"]
             rows.append([f"<td class='text'>{escape(point['point'])}</td>", *figures, f"<td class='text'>{escape(why)}</td>"])
-        header = ["point", "tokens/s", "chains only", "ratio (95 %)", "steps with it", "tokens a row", "not used"]
-        parts.append(_table(header, rows))
+        header = ["point", "tokens/s", "chains only", "ratio (95 %)", "steps with it"]
+        parts.append(_table([*header, "tokens a row", "not used"], rows))
     return "".join(parts)
 
 

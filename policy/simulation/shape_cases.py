@@ -1,4 +1,4 @@
-"""Where cohorts and cut contexts pay, and where they do not: the adaptive planner with and without them."""
+"""Where cohorts and cut contexts pay: the adaptive planner with and without them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ Cases = dict[str, tuple[str, list[tuple[str, Deployment, Mix]]]]
 def cases() -> Cases:
     """Return by case its title and (label, deployment, mix) of its points."""
     small, bound = llama_8b_h100(), _slow_draft()
-    memory = replace(small, drafts=("eagle",), latency=replace(small.latency, drafts=small.latency.drafts[:1]), free=(False,))
+    latency = replace(small.latency, drafts=small.latency.drafts[:1])
+    memory = replace(small, drafts=("eagle",), latency=latency, free=(False,))
     contention = [1.0, 1.1, 1.25]
     return {
         "cohorts": (

@@ -13,7 +13,7 @@ from .deployment import Deployment, Work, step_parts
 
 
 def with_newcomers(shape: TurnShape | None, newcomers: int) -> TurnShape | None:
-    """Return a shape with rows for requests that have just ended their prompts, for an ``Outcome``."""
+    """Return a shape with rows for requests that have just ended their prompts."""
     if shape is None or shape.cohort is None:
         return shape
     return replace(shape, cohort=np.concatenate([shape.cohort, np.full(newcomers, -1)]))
@@ -60,7 +60,8 @@ def shaped_step(
 
 def _parts(deployment: Deployment, view: View, shape: TurnShape | None, work: Work, rows: IntArray) -> dict[str, float]:
     """Return the seconds by part of some rows of the view, one after the other."""
-    part = replace(work, draft=work.draft[rows], length=work.length[rows], catchup=work.catchup[rows])
+    columns = {name: getattr(work, name)[rows] for name in ("draft", "length", "catchup")}
+    part = replace(work, **columns)
     parts_s = step_parts(deployment.latency, part, view.drafts)
     if deployment.shapes.pads and len(rows):
         context, piece = view.context[rows], shape.piece_tokens if shape is not None else None

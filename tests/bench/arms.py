@@ -19,6 +19,7 @@ import numpy as np
 
 from backend.app import App
 from backend.request import GenerationRequest
+from backend.triton_adapter.paths import PROJECT_ROOT
 from policy import Policy
 from tests.bench import load
 from tests.server.harness import Service
@@ -88,13 +89,19 @@ class Arm(Protocol):
 
 
 class ServerArm:
-    """A tritonserver of its own, started by the launcher."""
+    """A tritonserver of its own, started by the launcher of the checkout ``root``."""
 
-    def __init__(self, config: dict[str, Any], folder: Path) -> None:
+    def __init__(
+        self,
+        config: dict[str, Any],
+        folder: Path,
+        root: Path = PROJECT_ROOT,
+        **environment: str,
+    ) -> None:
         folder.mkdir(parents=True)
         path = folder / "serving.json"
         path.write_text(json.dumps(config), "utf-8")
-        self._service = Service(folder / "log", path)
+        self._service = Service(folder / "log", path, root=root, **environment)
         try:
             self._service.wait_ready(limit_s=READY_LIMIT_S)
         except BaseException:

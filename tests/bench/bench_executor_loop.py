@@ -75,7 +75,6 @@ def settings(folder: Path, sequences: int, run_tokens: int | None) -> dict:
         "drafts": drafts,
         "policy": policy,
         "limits": limits,
-        "plan_invariant": "never",
     }
 
 

@@ -2,12 +2,11 @@
 
     python -m tests.bench.bench_identity greedy     --config model_repository/spindle/1/serving.json
     python -m tests.bench.bench_identity seeded     --config model_repository/spindle/1/serving.json --dtype fp32
-    python -m tests.bench.bench_identity acceptance --config model_repository/spindle/1/serving.json
 
 ``greedy`` compares, for every prompt of ``tests.bench.prompts``, the adaptive text with that of ``num_draft_tokens = 0``. ``seeded``
-does so for plan-invariant texts under ``--variations`` draws of policy, load, batch mix and prefill chunk. Where two texts part, the gap
+does so for sampled texts under ``--variations`` draws of policy, load, batch mix and prefill chunk. Where two texts part, the gap
 between the two tokens is taken in fp64: bf16 keeps 8 bits, so that logits between 16 and 32 are 0.125 apart, and rows of another batch
-shape may round a tie the other way. ``acceptance`` compares plan-invariant sampling with rejection sampling: same prompts, draft, length.
+shape may round a tie the other way.
 """
 
 from __future__ import annotations
@@ -16,20 +15,17 @@ import argparse
 import json
 import random
 import sys
-from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from backend import machine
 from backend.app import App, build, model_path
 from backend.config import load_config
 from backend.request import GenerationRequest
 from backend.session import Session
-from policy import FixedLength, NoSpeculation, Outcome, Policy, RandomChoice
-from tests.bench.in_process import Sink, Witness, first_difference, generate, serve
+from policy import FixedLength, NoSpeculation, Policy, RandomChoice
+from tests.bench.in_process import Witness, first_difference, generate
 from tests.bench.prompts import PROMPTS
 from tests.bench.workloads import render
 
@@ -39,25 +35,20 @@ SEEDED = {"temperature": 0.8, "top_p": 0.95}
 def main() -> None:
     """Run one of the comparisons and print it."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("comparison", choices=["greedy", "seeded", "acceptance"])
+    parser.add_argument("comparison", choices=["greedy", "seeded"])
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help="of target and drafts, instead of the configured one")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--variations", type=int, default=20, help="of a seeded text")
-    parser.add_argument("--repeats", type=int, default=4, help="of every prompt, in acceptance")
-    parser.add_argument("--length", type=int, default=4, help="of every proposal, in acceptance")
-    parser.add_argument("--together", type=int, default=8, help="requests in flight, in acceptance")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     config = load_config(arguments.config)
     if arguments.dtype:
         typed = [replace(engine, dtype=arguments.dtype) for engine in (config.target, *config.drafts)]
         config = replace(config, target=typed[0], drafts=tuple(typed[1:]))
-    if arguments.comparison == "acceptance":  # lengths are fixed there: no measured tables are needed
-        config = replace(config, policy=replace(config.policy, kind="none"))
-    app, folder = build(config, {} if config.policy.kind == "none" else None), model_path(config.target)
+    app, folder = build(config), model_path(config.target)
     prompts = {name: [render(message, folder) for message in messages] for name, messages in PROMPTS.items()}
-    run = {"greedy": greedy, "seeded": seeded, "acceptance": acceptance}[arguments.comparison]
+    run = {"greedy": greedy, "seeded": seeded}[arguments.comparison]
     record = {
         "machine": machine.describe(),
         "command": ["python", "-m", "tests.bench.bench_identity", *sys.argv[1:]],
@@ -110,72 +101,6 @@ def compared(pairs: list[tuple[Any, Session, Session]], witness: Witness) -> dic
             gap = witness.greedy_gap(tokens[:at], *rivals) if sampling.greedy else witness.race_gap(tokens[:at], *rivals, sampling)
             differences.append({"text": name, "position": at - one.sequence.prompt_tokens, "logit_gap": float(f"{gap:.3g}")})
     return {"compared": len(pairs), "equal": len(pairs) - len(differences), "differences": differences}
-
-
-class Counting:
-    """A policy that counts, by position in the proposal, how often it was reached and accepted, request by request."""
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self.reached: defaultdict[int, Any] = defaultdict(lambda: np.zeros(64, np.int64))
-        self.accepted: defaultdict[int, Any] = defaultdict(lambda: np.zeros(64, np.int64))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._policy, name)
-
-    def observe(self, outcome: Outcome, state: Any, now: float) -> Any:
-        """Count, then pass on."""
-        for request, accepted, scored in zip(outcome.request.tolist(), outcome.accepted, outcome.scored, strict=True):
-            self.reached[request][: min(scored, accepted + 1)] += 1
-            self.accepted[request][:accepted] += 1
-        return self._policy.observe(outcome, state, now)
-
-    def add(self, other: Counting) -> None:
-        """Take over another's counts, of other requests."""
-        self.reached.update(other.reached)
-        self.accepted.update(other.accepted)
-
-
-def acceptance(app: App, prompts: dict[str, list[str]], witness: Witness, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Acceptance under both rules, by draft, temperature and workload, each prompt with several seeds."""
-    del witness
-    rows: list[dict[str, Any]] = []
-    for draft in app.config.drafts:
-        for temperature in (0.8, 1.0):
-            pooled = {rule: Counting(FixedLength(draft.name, arguments.length)) for rule in ("rejection", "plan_invariant")}
-            for workload, texts in prompts.items():
-                counts = {rule: Counting(FixedLength(draft.name, arguments.length)) for rule in pooled}
-                for rule, total in pooled.items():
-                    asks = [GenerationRequest(p, arguments.max_tokens, temperature=temperature) for p in texts * arguments.repeats]
-                    sessions = [app.session(ask, Sink()) for ask in asks]
-                    for number, session in enumerate(sessions):
-                        kept = session.sequence.sampling
-                        session.sequence.sampling = replace(kept, coupled=rule == "plan_invariant", seed=arguments.seed + number)
-                    serve(app, sessions, arguments.together, counts[rule])
-                    total.add(counts[rule])
-                rows.append(_row(draft.name, temperature, workload, counts, arguments.seed))
-            rows.append(_row(draft.name, temperature, "all", pooled, arguments.seed))
-    requests = arguments.repeats * len(next(iter(prompts.values())))
-    return {"seed": arguments.seed, "length": arguments.length, "requests_per_row": requests, "rows": rows}
-
-
-def _row(draft: str, temperature: float, workload: str, counts: dict[str, Counting], seed: int) -> dict[str, Any]:
-    arms = {rule: figures(counted, seed) for rule, counted in counts.items()}
-    return {"draft": draft, "temperature": temperature, "workload": workload, **arms}
-
-
-def figures(counts: Counting, seed: int) -> dict[str, Any]:
-    """Return the share accepted of all positions reached, its 95 % interval (bootstrap over requests), and that of the first three."""
-    reached, accepted = (np.array([by[request] for request in counts.reached]) for by in (counts.reached, counts.accepted))
-    drawn = np.random.default_rng(seed).integers(0, len(reached), (2_000, len(reached)))
-    shares = accepted.sum(1)[drawn].sum(1) / np.maximum(reached.sum(1)[drawn].sum(1), 1)
-    by_position = accepted.sum(0) / np.maximum(reached.sum(0), 1)
-    return {
-        "accepted_share": round(float(accepted.sum() / max(1, reached.sum())), 4),
-        "interval": [round(float(bound), 4) for bound in np.quantile(shares, [0.025, 0.975])],
-        "first_positions": [round(float(share), 4) for share in by_position[:3]],
-        "reached": int(reached.sum()),
-    }
 
 
 def _policies(app: App) -> list[tuple[str, Policy | None]]:

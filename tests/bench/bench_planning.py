@@ -75,8 +75,13 @@ class ClosedLoop:
         return outcome
 
 
-def timed_plan(planner: AdaptivePlanner, state: Any, columns: tuple[list[int], ...], now: float) -> tuple[Any, Any, float]:
-    """Return the plan for a view of the columns, the state after it, and the microseconds that all of it took."""
+def timed_plan(
+    planner: AdaptivePlanner,
+    state: Any,
+    columns: tuple[list[int], ...],
+    now: float,
+) -> tuple[Any, Any, float]:
+    """Return the plan for a view of the columns, the state after it, and the microseconds."""
     ids, remaining, ceiling, catchup = columns
     context = [CONTEXT] * len(ids)
     started = thread_time()
@@ -97,7 +102,8 @@ def timed_plan(planner: AdaptivePlanner, state: Any, columns: tuple[list[int], .
 def measure(rows: int, steps: int, seed: int) -> dict[str, float]:
     """Return medians and 95th percentiles in microseconds over a closed loop of ``rows`` requests, the first tenth dropped."""
     planner, rng = AdaptivePlanner(DRAFTS, model()), np.random.default_rng(seed)
-    cold_us = [timed_plan(planner, planner.start(), ClosedLoop(rows, rng).columns(), 0.0)[2] for _ in range(max(steps // 10, 5))]
+    loops = (ClosedLoop(rows, rng) for _ in range(max(steps // 10, 5)))
+    cold_us = [timed_plan(planner, planner.start(), loop.columns(), 0.0)[2] for loop in loops]
     loop, state, plan_us, observe_us, lengths, gaps = ClosedLoop(rows, rng), planner.start(), [], [], [], []
     for step in range(steps):
         plan, state, took_us = timed_plan(planner, state, loop.columns(), 0.01 * step)

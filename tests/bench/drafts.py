@@ -107,11 +107,10 @@ def by_lookup(prompt: list[int], text: list[int]) -> Run:
 
     def run(at: int, length: int) -> int:
         sequence = Sequence(at, prompt + text[:at], len(prompt), SamplingParams(), {})
-        engine.submit([Turn(sequence, len(sequence.tokens), run=length)])
-        proposed = engine.poll(0.0)[0].tokens
+        engine.submit([Turn(sequence, len(sequence.tokens), run=length, nodes=length)])
+        proposal = engine.poll(0.0)[0].proposal
         engine.cancel([at])
-        pairs = zip(proposed, text[at:], strict=False)
-        return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(proposed), len(text) - at))
+        return len(proposal.followed(text[at:])) if proposal else 0
 
     return run
 

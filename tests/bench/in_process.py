@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from backend.app import App
-from backend.engines.coupling import exponentials
-from backend.randomness import Purpose, key
+from backend.randomness import exponentials, word
 from backend.request import GenerationRequest, SamplingParams
 from backend.session import Session
 from policy import Policy
@@ -89,6 +89,7 @@ class Witness:
 
     def race_gap(self, tokens: list[int], one: int, other: int, sampling: SamplingParams) -> float:
         """Return by how much, in scaled logits, the race between two tokens was decided (without top-k, top-p and options)."""
-        noise = exponentials(int(key(sampling.seed, len(tokens), Purpose.RACE).astype("int64")), torch.tensor([one, other]))
+        place = np.uint64(word(sampling.seed, len(tokens)))
+        noise = exponentials(place ^ np.array([one, other], np.uint64))
         logits = self.logits(tokens)
         return abs(float(logits[one] - logits[other]) / sampling.temperature - math.log(float(noise[0] / noise[1])))

@@ -24,8 +24,6 @@ from tests.bench.arms import Arm, InProcessArm, ServerArm
 NONE, AGAIN, SPINDLE = "none", "none-again", "spindle"
 ADAPTING = ("schedule", "ema", "smartspec", "spin")
 PARTS: dict[str, tuple[str, str, Any, Any]] = {
-    "trees": ("policy", "tree_width", 1, 2),
-    "merged-chains": ("policy", "merge_chains", False, True),
     "cohorts": ("policy", "cohorts", 1, 2),
     "decomposition": ("target", "attention", "tiled", "padded"),
     "prefix-reuse": ("limits", "enable_kv_cache_reuse", False, True),
@@ -62,9 +60,9 @@ def is_ablation(name: str) -> bool:
 
 
 def ablation_names(config: dict[str, Any]) -> list[str]:
-    """Return the arms that differ from spindle by one part or draft; the engines with parts of their own for torch targets alone."""
+    """Return the arms that differ from spindle by one part or draft; decomposition for torch targets alone."""
     torch = config["target"].get("engine", "torch") == "torch"
-    parts = [part for part in PARTS if torch or part not in ("trees", "merged-chains", "decomposition")]
+    parts = [part for part in PARTS if torch or part != "decomposition"]
     named = [f"{'without' if _has(config, part) else 'with'}-{part}" for part in parts]
     return [*named, *(f"without-{draft['name']}" for draft in config["drafts"])]
 

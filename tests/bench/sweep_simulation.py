@@ -5,8 +5,9 @@ texts) and, as the truth about drafts, for each request the acceptance that the 
 table has is measured once for the whole sweep, on its cold block, which is not scored (``Constants``). A planner's state goes on from block
 to block, as in the server.
 
-Left out: prefixes shared within a run, trees, merged chains and cohorts, how acceptance changes within a text, contention between the
-client and the server beyond the constants, and noise: every step takes its mean time.
+Left out: prefixes shared within a run, trees and cohorts, how acceptance changes within a text,
+contention between the client and the server beyond the constants, and noise: every step takes its
+mean time.
 """
 
 from __future__ import annotations
@@ -133,9 +134,9 @@ class Simulation:
         self._hazards = fitted([(key[:3], *fixed_choice(key[3]), run) for key, run in runs], self._drafts, free, self.config.policy.k_max)
 
     def _plain_config(self) -> dict[str, Any]:
-        """Return the configuration with chains only."""
+        """Return the configuration without cohorts."""
         config = self._settings["config"]
-        return {**config, "policy": {**config.get("policy", {}), "tree_width": 1, "merge_chains": False, "cohorts": 1}}
+        return {**config, "policy": {**config.get("policy", {}), "cohorts": 1}}
 
     def policy(self, name: str) -> Lasting:
         """Return an arm's policy, which reads the tables as they are."""

@@ -1,13 +1,9 @@
 import itertools
-from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 
-from backend.engines.coupling import winner
-from backend.engines.processing import WHOLE_VOCABULARY
-from backend.randomness import Purpose, key
 from tests.bench.accepted import (
     MOST,
     chain,
@@ -19,65 +15,8 @@ from tests.bench.accepted import (
     race_ranks,
     rejection_ranks,
 )
-from tests.bench.coupled_draw import draw, draw_torch
-from tests.contract.checks import chi_square
 
 VOCAB = 12
-LAW = np.array([0.3, 0.2, 0.15, 0.1, 0.08, 0.06, 0.05, 0.03, 0.02, 0.01, 0.0, 0.0], np.float32)
-
-
-def words(count, seed=3):
-    return key(seed, np.arange(count), Purpose.RACE)
-
-
-@pytest.mark.parametrize("threshold", [2.0, 0.25, 0.055, 1e-3])
-def test_the_draw_follows_the_law_whatever_the_threshold(threshold):
-    count = 10_000
-    assert follows(draw(np.tile(LAW, (count, 1)), words(count), threshold), LAW)
-
-
-def follows(tokens, law):
-    """Whether tokens are what a law of this mass gives, by chi-square."""
-    shares = law.astype(float) / law.sum(dtype=float)
-    statistic, bound = chi_square(Counter(tokens.tolist()), dict(enumerate(shares.tolist())))
-    return statistic < bound
-
-
-def test_a_draw_is_the_same_in_any_batch_in_torch_and_with_all_tokens_todays():
-    laws = torch.rand(24, 300, generator=torch.Generator().manual_seed(0)) ** 6
-    laws /= laws.sum(-1, keepdim=True)
-    noise = words(24)
-    for threshold in (2.0, 0.02, 0.004, 1e-30):
-        whole = draw(laws.numpy(), noise, threshold)
-        rows = [draw(laws.numpy()[i : i + 1], noise[i : i + 1], threshold)[0] for i in range(24)]
-        tensors = draw_torch(laws, torch.from_numpy(noise.view(np.int64)), threshold)
-        assert whole.tolist() == rows == tensors.tolist()
-    today = [winner(law, 3, row, WHOLE_VOCABULARY) for row, law in enumerate(laws)]
-    assert whole.tolist() == today
-
-
-def test_draft_and_target_stay_coupled_in_the_head():
-    """Where both laws have the same head, the tail costs hardly any agreement."""
-    count, shared = 6_000, 0.053
-    other = LAW * np.array([1.2, 0.9, 0.8, 1.1, 1.3, 1, 1, 1, 1, 1, 0, 0], np.float32)
-    other /= other.sum()
-    laws, drafts = (np.tile(law, (count, 1)) for law in (LAW, other))
-    agreed = {}
-    for threshold in (1e-3, shared):
-        pair = [draw(some, words(count), threshold) for some in (laws, drafts)]
-        agreed[threshold] = (pair[0] == pair[1]).mean()
-    p, q = (torch.from_numpy(law)[None].repeat(VOCAB, 1) for law in (LAW, other))
-    chances = race_chance(p, q, torch.arange(VOCAB)[:, None])
-    assert agreed[1e-3] == pytest.approx(float((chances * p[0]).sum()), abs=0.015)
-    assert agreed[shared] == pytest.approx(agreed[1e-3], abs=0.02)
-
-
-def test_a_tail_that_is_only_rounding_leaves_it_to_the_head():
-    law = np.array([[1.0, 1e-3, 0.0]], np.float32)
-    assert set(draw(np.repeat(law, 500, 0), words(500), 0.9).tolist()) <= {0, 1}
-    alone = np.zeros((500, 3), np.float32)
-    alone[:, 2] = 0.3
-    assert (draw(alone, words(500), 0.01) == 2).all()
 
 
 def laws_of_two(seed=1):

@@ -67,13 +67,13 @@ def run(policy, block, seconds, load="closed-2", tokens=10):
 
 
 def test_a_policy_is_a_patched_configuration():
-    base = {**FAKE, "policy": {"k_max": 4, "tree_width": 2}, "limits": {"max_active_requests": 64, "kv_cache_tokens": 1024}}
+    base = {**FAKE, "policy": {"k_max": 4, "cohorts": 2}, "limits": {"max_active_requests": 64, "kv_cache_tokens": 1024}}
     made = {name: arm_config(base, name, TUNING, 8) for name in POLICIES}
     assert made["none"]["drafts"] == []
     assert made["fixed-d-1-2"]["policy"] == {"kind": "fixed", "k_max": 4, "draft": "d-1", "length": 2, "keep_learned": False}
     assert made["schedule"]["policy"]["schedule"] == [{"batch": 1, "length": 3}, {"batch": 8, "length": 0}]
     assert (made["ema"]["policy"]["kind"], made["spin"]["policy"]["length"]) == ("ema", 3)
-    assert (made["spindle"]["policy"]["kind"], made["spindle"]["policy"]["tree_width"]) == ("adaptive", 2)
+    assert (made["spindle"]["policy"]["kind"], made["spindle"]["policy"]["cohorts"]) == ("adaptive", 2)
     assert {config["limits"]["max_active_requests"] for config in made.values()} == {8}
     assert all(config["limits"]["kv_cache_tokens"] == 1024 for config in made.values())
 
@@ -81,12 +81,11 @@ def test_a_policy_is_a_patched_configuration():
 def test_an_ablation_is_spindle_without_a_part_or_with_one_that_is_off():
     base = {"target": {"engine": "torch"}, "drafts": FAKE["drafts"], "policy": {"k_max": 4, "cohorts": 2}}
     names = ablation_names(base)
-    assert names[:5] == ["with-trees", "with-merged-chains", "without-cohorts", "with-decomposition", "without-prefix-reuse"]
-    assert names[5:] == ["without-d-1", "without-lookup"]
+    assert names[:3] == ["without-cohorts", "with-decomposition", "without-prefix-reuse"]
+    assert names[3:] == ["without-d-1", "without-lookup"]
     made = {name: arm_config(base, name, TUNING, 8) for name in names}
     spindle = arm_config(base, "spindle", TUNING, 8)
     changes = {name: {key: config[key] for key in config if config[key] != spindle.get(key)} for name, config in made.items()}
-    assert changes["with-trees"] == {"policy": {**spindle["policy"], "tree_width": 2}}
     assert changes["without-cohorts"] == {"policy": {**spindle["policy"], "cohorts": 1}}
     assert changes["with-decomposition"] == {"target": {"engine": "torch", "attention": "padded"}}
     assert changes["without-prefix-reuse"] == {"limits": {**spindle["limits"], "enable_kv_cache_reuse": False}}
@@ -123,10 +122,10 @@ def test_in_process_the_engines_not_used_for_longest_make_room():
 
 
 def test_what_a_part_brings_is_the_speed_with_it_over_that_without_it():
-    policies = ["none", "spindle", "with-trees", "without-d-1"]
+    policies = ["none", "spindle", "with-cohorts", "without-d-1"]
     runs = [run(policy, block, seconds) for block in (0, 1, 2) for policy, seconds in zip(policies, (2, 1, 4, 2), strict=True)]
     rows = sweep_figures.ablations(sweep_figures.blocks(runs, policies), policies)
-    assert [(row["part"], row["by_default"], row["ratio"]) for row in rows] == [("trees", False, 0.25), ("d-1", True, 2.0)]
+    assert [(row["part"], row["by_default"], row["ratio"]) for row in rows] == [("cohorts", False, 0.25), ("d-1", True, 2.0)]
 
 
 def test_a_fixed_choice_is_named_by_its_draft_and_length():
@@ -389,7 +388,7 @@ def test_the_report_is_one_page_without_links_that_tells_missed_claims(finished,
 def test_the_page_has_the_ablations_and_peers_that_were_measured_apart(finished, tmp_path):
     record = json.loads(finished[1].read_text())
     ratio = {"workload": "mix", "load": "closed-1", "ratio": 1.07, "interval_95": [1.02, 1.12], "blocks": 4}
-    parts = [{**ratio, "part": "trees", "by_default": False}, {**ratio, "part": "lookup", "by_default": True}]
+    parts = [{**ratio, "part": "cohorts", "by_default": False}, {**ratio, "part": "lookup", "by_default": True}]
     here = {"machine": record["machine"]}
     (tmp_path / "ablations.json").write_text(json.dumps({**here, "ablations": parts}))
     (tmp_path / "peers-other.json").write_text(json.dumps({**here, "families": [PEERS_FAMILY]}))
@@ -400,7 +399,7 @@ def test_the_page_has_the_ablations_and_peers_that_were_measured_apart(finished,
     assert all(
         words in page
         for words in (
-            '<td class="text">trees</td>',
+            '<td class="text">cohorts</td>',
             "1.020 to 1.120",
             "another-stack",
             "1.25 (1.20 to 1.30)",

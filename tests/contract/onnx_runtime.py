@@ -6,14 +6,11 @@ import torch
 
 from backend.engines.checkpoint import LlamaConfig, Weights
 from backend.engines.trt_graph.engine import Shapes, TrtGraphEngine
-from backend.engines.trt_graph.inputs import COUPLED, GREEDY, SAMPLED, Tensors, Verification
+from backend.engines.trt_graph.inputs import Tensors
 from engines_build.trt_graph.network import Step, describe
 from engines_build.trt_graph.network_graph import F32, F64
 from engines_build.trt_graph.network_onnx import OnnxGraph
 from tests.contract.network_cases import open_session, run
-
-WIDTH, DEPTH = 4, 4
-VERIFICATIONS = tuple(Verification(mode, *shape) for mode in (GREEDY, SAMPLED, COUPLED) for shape in ((0, 0), (WIDTH, DEPTH)))
 
 
 class OnnxRuntime:
@@ -21,11 +18,11 @@ class OnnxRuntime:
 
     passes = (Shapes(4, 6), Shapes(2, 20))
 
-    def __init__(self, config: LlamaConfig, weights: Weights, max_positions: int, verifications=VERIFICATIONS) -> None:
+    def __init__(self, config: LlamaConfig, weights: Weights, max_positions: int) -> None:
         weights = dict(weights)
         self.token_ids = weights.pop("lm_head.token_ids", None)
         self.device, self.dtype = torch.device("cpu"), weights["model.norm.weight"].dtype
-        self.verifications = verifications
+        self.verifies = config.draft_vocab_size == 0
         self.ran: dict[str, int] = {}
         self._config, self._positions, self._weights, self._sessions = config, max_positions, weights, {}
 
@@ -38,9 +35,9 @@ class OnnxRuntime:
         return run(self._sessions[network], tensors)
 
     def _open(self, network: str):
-        kind = next((one for one in self.verifications if one.name == network), None)
         graph = OnnxGraph({name: weight.numpy() for name, weight in self._weights.items()})
-        describe(graph, Step(self._config, F64 if self.dtype == torch.float64 else F32, self._positions, kind))
+        dtype = F64 if self.dtype == torch.float64 else F32
+        describe(graph, Step(self._config, dtype, self._positions, network))
         return open_session(graph)
 
 

@@ -28,8 +28,8 @@ PATIENCE_S = 60.0
 def apart(tmp_path):
     made = []
 
-    def start(create, **options):
-        made.append(EngineApart("draft", create, **{"answer_within_s": PATIENCE_S, **options}))
+    def start(create, name="draft", **options):
+        made.append(EngineApart(name, create, **{"answer_within_s": PATIENCE_S, **options}))
         return made[-1]
 
     yield start
@@ -70,10 +70,10 @@ def test_turns_and_what_comes_of_them_are_those_of_the_engine_itself(tmp_path, a
     for engine in engines:
         texts = [Sequence(n, [n, 2, 3], 3, SamplingParams(0.7, bad_words=((9,),), seed=n)) for n in range(1, 5)]
         for step in range(4):
-            done = run(engine, [Turn(text, len(text.tokens), run=3, keep_probs=True) for text in texts])
+            done = run(engine, [Turn(text, len(text.tokens), run=3, nodes=3) for text in texts])
             for text in texts:
-                answers.append((done[text.id].tokens, done[text.id].probs))
-                text.tokens += [*done[text.id].tokens[: text.id - 1], step]
+                answers.append(done[text.id].proposal)
+                text.tokens += [*done[text.id].proposal.tokens[: text.id - 1], step]
                 answers.append(engine.unseen(text))
             engine.cancel([texts[step].id])
             answers.append([engine.unseen(text) for text in texts])
@@ -89,8 +89,9 @@ def test_a_draft_that_is_made_anew_does_not_stop_the_loop(tmp_path, apart):
     """
     build_s, sequence = 3.0, Sequence(1, [1, 2], 2, SamplingParams())
 
-    def longest_gap(goes_on):
+    def longest_gap(goes_on, begin=lambda: None):
         last_s, gap_s = time.monotonic(), 0.0
+        begin()
         while goes_on():
             time.sleep(0.001)
             now_s = time.monotonic()
@@ -99,21 +100,20 @@ def test_a_draft_that_is_made_anew_does_not_stop_the_loop(tmp_path, apart):
 
     behaviour = partial(slow_when_made_anew, tmp_path / "made", build_s)
     draft = apart(partial(make, folder(tmp_path), behaviour))
-    assert run(draft, [Turn(sequence, 2, run=2, keep_probs=True)])[1].tokens == [3, 4]
+    assert run(draft, [Turn(sequence, 2, run=2, nodes=2)])[1].proposal.tokens == [3, 4]
     os.kill(draft._child.process.pid, signal.SIGKILL)
     with pytest.raises(DraftDiedError):
-        run(draft, [Turn(sequence, 2, run=2, keep_probs=True)])
+        run(draft, [Turn(sequence, 2, run=2, nodes=2)])
     assert longest_gap(lambda: draft.available(sequence, 1) == 0) < build_s
-    assert run(draft, [Turn(sequence, 2, run=2, keep_probs=True)])[1].tokens == [3, 4]
+    assert run(draft, [Turn(sequence, 2, run=2, nodes=2)])[1].proposal.tokens == [3, 4]
 
     thread = threading.Thread(target=make, args=(folder(tmp_path), behaviour, None))
-    thread.start()
-    assert longest_gap(thread.is_alive) >= build_s
+    assert longest_gap(thread.is_alive, thread.start) >= build_s
 
 
 def test_a_dead_draft_falls_out_and_comes_back_and_no_text_changes(monkeypatch, tmp_path, apart):
     monkeypatch.setattr(drafting, "COOLDOWN_S", 3.0)
-    draft = apart(partial(twin, tmp_path / "made"))
+    draft = apart(partial(twin, tmp_path / "made"), "twin")
     deployment = Deployment(trtllm_engine(tiny_engine(), target=True), [draft], Scripted([(0, 3)]))
     sessions = [deployment.submit(prompt, 30) for prompt in PROMPTS[:3]]
     lengths = []

@@ -52,8 +52,8 @@ def test_a_call_that_nanobind_refuses_is_a_type_error(call, message):
 
 
 TURNS = {
-    "greedy": (SamplingParams(min_tokens=9, end_ids=(3,)), {"proposal": Proposal("d", [2, 3, 4])}),
-    "sampled": (SamplingParams(0.7, top_k=5, top_p=0.9, seed=2**63), {"proposal": Proposal("d", [2, 3])}),
+    "greedy": (SamplingParams(min_tokens=9, end_ids=(3,)), {"proposal": Proposal.chain("d", [2, 3, 4])}),
+    "sampled": (SamplingParams(0.7, top_k=5, top_p=0.9, seed=2**63), {"proposal": Proposal.chain("d", [2, 3])}),
     "every option": (
         SamplingParams(
             1.0, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.5, bias=((2, 1.0),), bad_words=((1, 2),), log_probs=True
@@ -69,7 +69,7 @@ def make_all(module, folder):
     engine = read_engine_folder(folder)
     for settings in (ExecutorSettings(), ExecutorSettings(gpus=(0, 1), orchestrated=True, worker="/opt/worker")):
         executor_config(module, engine, settings)
-    requests = Requests(module, engine, 1.0, "target")
+    requests = Requests(module, engine, 1.0)
     for number, (sampling, options) in enumerate(TURNS.values()):
         requests.ask(Turn(Sequence(number, [1, 2, 1], 2, sampling, salt="tenant"), 3, **options), 2)
 

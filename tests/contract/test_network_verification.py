@@ -1,8 +1,6 @@
-"""The verification that TensorRT compiles, run by ONNX Runtime, is the torch rule: decisions, laws, and by enumeration the emitted law."""
+"""The verifications that TensorRT compiles, run by ONNX Runtime, are the torch rule: verdicts, laws, what is drawn of them."""
 
-import itertools
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import pytest
@@ -11,38 +9,80 @@ import torch
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
-from backend.engines.laws import Law, normalised, target_laws
-from backend.engines.trees import Tree
-from backend.engines.trt_graph.inputs import COUPLED, SAMPLED, Inputs, Verification
+from backend.engines.draw import HEAD, draw
+from backend.engines.laws import target_laws
+from backend.engines.trt_graph.inputs import DRAWN, GREEDY, inputs_of, network_for, suits, verdicts_of
 from backend.engines.verification import Request
-from backend.ports import Proposal
+from backend.ports import ROOT
+from backend.randomness import word
 from backend.request import SamplingParams
 from engines_build.trt_graph.network_graph import F32, F64
 from engines_build.trt_graph.network_laws import Options, Vocabulary
 from engines_build.trt_graph.network_onnx import OnnxGraph
-from tests.contract.network_cases import DTYPES, KINDS, Cases, disagreements, is_tie, open_session, outcome, run, session
+from tests.contract.network_cases import DTYPES, VERIFICATIONS, Cases, Compiled, disagreements, is_tie, open_session, outcome, run
 
-NAMES = [kind.name for kind in KINDS]
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=NAMES)
-def test_every_verdict_is_the_torch_rule_s_in_fp64(kind):
-    assert not disagreements(kind, F64, 500, seed=7)
+MANY = 3000
+"""Columns of laws of which heads are a part: more than TopK takes."""
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=NAMES)
-def test_every_verdict_is_the_torch_rule_s_in_fp32_but_for_ties_of_a_millionth(kind):
-    assert all(is_tie(request, logits, theirs) for request, logits, _, theirs in disagreements(kind, F32, 500, seed=8))
+@pytest.mark.parametrize("network", VERIFICATIONS)
+def test_every_verdict_is_the_torch_rule_s_in_fp64(network):
+    assert not disagreements(network, F64, 1000, seed=7)
+    assert not disagreements(network, F64, 60, seed=8, vocab=MANY, batch=30)
 
 
-def test_a_network_that_reads_another_number_is_noticed():
-    kind, seeds = Verification(SAMPLED), Cases(Verification(SAMPLED), F64, 9)
-    requests, logits = seeds.batch(200)
-    inputs = Inputs(logits.shape[-1], torch.float64)
-    network, tensors = session(kind, F64), {"logits": logits, **inputs.of(kind, requests)}
-    right = inputs.verdicts(kind, requests, run(network, tensors))
-    wrong = inputs.verdicts(kind, requests, run(network, tensors | {"accept": tensors["accept"].flip(0)}))
-    assert sum(outcome(a) != outcome(b) for a, b in zip(right, wrong, strict=True)) > 20
+@pytest.mark.parametrize("network", VERIFICATIONS)
+def test_every_verdict_is_the_torch_rule_s_in_fp32_but_for_ties_of_a_millionth(network):
+    found = disagreements(network, F32, 1000, seed=9)
+    found += disagreements(network, F32, 60, seed=10, vocab=MANY, batch=30)
+    assert len(found) <= (network == DRAWN) * 2
+    assert all(is_tie(request, logits, theirs) for request, logits, _, theirs in found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [40, MANY])
+def test_a_token_is_the_one_that_is_drawn_of_the_network_s_own_law(dtype, vocab):
+    compiled, source = Compiled(DRAWN, dtype, vocab), Cases(DRAWN, dtype, 11, vocab)
+    requests, logits = source.batch(60)
+    requests = [replace(request, tokens=[], parents=[]) for request in requests]
+    outputs = compiled.outputs(requests, logits[:, :1])
+    words = np.array([word(one.sampling.seed, one.position) for one in requests], np.uint64)
+    verdicts = verdicts_of(DRAWN, requests, outputs)
+    assert [verdict.column for verdict in verdicts] == draw(outputs["laws"][:, 0], words)
+
+
+def test_cases_reach_all_that_can_happen():
+    """Paths of any length, off the first child too, and tokens of heads as of tails, which read the law."""
+    greedy, (requests, logits) = Compiled(GREEDY, F64), Cases(GREEDY, F64, 7).batch(500)
+    paths = [verdict.path for verdict in greedy.verdicts(requests, logits)]
+    assert {len(path) for path in paths} >= set(range(5))
+    assert any(path != list(range(len(path))) for path in paths)
+    drawn, (requests, logits) = Compiled(DRAWN, F64, MANY), Cases(DRAWN, F64, 8, MANY).batch(60)
+    outputs, columns = drawn.outputs(requests, logits), []
+    for number, verdict in enumerate(drawn.verdicts(requests, logits)):
+        last = verdict.path[-1] + 1 if verdict.path else 0
+        columns.append(float(outputs["laws"][number, last, verdict.column]))
+    assert 5 < sum(mass < HEAD for mass in columns) < 55
+
+
+def test_requests_at_temperature_0_among_drawn_ones_are_greedy():
+    _, drawn = Compiled(GREEDY, F32), Compiled(DRAWN, F32)
+    requests, logits = Cases(GREEDY, F32, 12).batch(100)
+    alone = [outcome(one) for one in Compiled(GREEDY, F32).verdicts(requests, logits)]
+    others, more = Cases(DRAWN, F32, 13).batch(100)
+    rows = max(logits.shape[1], more.shape[1])
+    both = [torch.nn.functional.pad(one, (0, 0, 0, rows - one.shape[1])) for one in (logits, more)]
+    mixed = drawn.verdicts(requests + others, torch.cat(both))
+    assert [outcome(one) for one in mixed[:100]] == alone
+    assert [outcome(one) for one in mixed[100:]] == [outcome(one) for one in drawn.verdicts(others, more)]
+
+
+def test_another_seed_or_position_is_noticed():
+    compiled, (requests, logits) = Compiled(DRAWN, F64), Cases(DRAWN, F64, 14).batch(200)
+    right = compiled.verdicts(requests, logits)
+    later = [replace(request, position=request.position + 1) for request in requests]
+    wrong = compiled.verdicts(later, logits)
+    assert sum(outcome(a) != outcome(b) for a, b in zip(right, wrong, strict=True)) > 40
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(F32, 1e-6), (F64, 1e-12)])
@@ -60,117 +100,63 @@ def test_laws_are_those_of_torch(dtype, bound):
             rng.choice([0.3, 1.0, 2.0], 400), rng.choice([0, 2, 9, 299, 300], 400), rng.choice([1.0, 0.2, 0.9, 0.999], 400), strict=True
         )
     ]
-    requests = [Request(param, 1, 0, []) for param in params]
-    found = run(open_session(graph), {"logits": tensor, **Inputs(vocab, DTYPES[dtype])._options(requests)})["laws"]
-    expected = normalised(target_laws(tensor.flatten(0, 1), [param for param in params for _ in range(2)])).view_as(found)
+    inputs = inputs_of(DRAWN, [Request(param, 1) for param in params], vocab, DTYPES[dtype])
+    found = run(open_session(graph), {"logits": tensor, **inputs})["laws"]
+    expected = target_laws(tensor.flatten(0, 1), [param for param in params for _ in range(2)]).view_as(found)
     assert (found - expected).abs().max() < bound
 
 
-TINY, BITS, DIGIT = 4, 24, 8
+@pytest.mark.parametrize("sampling", [SamplingParams(1.0), SamplingParams(0.8, top_k=5, top_p=0.9)])
+def test_two_tokens_behind_a_tree_follow_the_target_s_laws(sampling):
+    """Whatever is proposed: the first by its law, and behind a node that was followed the second by its own."""
+    rng, vocab, texts = np.random.default_rng(1), 8, 20_000
+    logits = torch.from_numpy(rng.normal(size=(5, vocab)) * 1.5)
+    laws = target_laws(logits, [sampling] * 5).numpy()
+    tree = {"tokens": [*laws[0].argsort()[-2:].tolist(), 1, 5], "parents": [ROOT, ROOT, 0, 1]}
+    requests = [Request(replace(sampling, seed=seed), 9, **tree) for seed in range(texts)]
+    compiled, emitted = Compiled(DRAWN, F32, vocab), list[list[int]]()
+    for first in range(0, texts, 1000):
+        some = requests[first : first + 1000]
+        verdicts = compiled.verdicts(some, logits.float().expand(len(some), -1, -1))
+        emitted += [[*(tree["tokens"][node] for node in one.path), one.column] for one in verdicts]
+    fits([text[0] for text in emitted], laws[0])
+    for node in (0, 1):
+        fits([text[1] for text in emitted if text[0] == tree["tokens"][node]], laws[node + 1])
 
 
-@cache
-def tiny_session(kind):
-    return session(kind, F32, TINY)
+@pytest.mark.parametrize("spread", [0.0, 0.7, 3.0])
+def test_tokens_follow_a_law_with_a_tail_of_any_mass(spread):
+    """Flat, its head is empty; steep, its tail is all but that."""
+    rng, draws = np.random.default_rng(2), 4000
+    logits = torch.from_numpy(rng.normal(size=(1, MANY)) * spread)
+    law = logits.softmax(-1)[0].numpy()
+    compiled, drawn = Compiled(DRAWN, F32, MANY), []
+    for first in range(0, draws, 250):
+        some = [Request(SamplingParams(1.0, seed=seed), 3) for seed in range(first, first + 250)]
+        verdicts = compiled.verdicts(some, logits.float().expand(250, 1, -1))
+        drawn += [verdict.column for verdict in verdicts]
+    order = np.argsort(law, kind="stable")  # bins of like tokens, those of the tail among them
+    bins = np.empty(MANY, np.int64)
+    bins[order] = np.minimum(law[order].cumsum() * 20, 19.0).astype(np.int64)
+    fits(bins[drawn], np.bincount(bins, law, 20))
 
 
-class Decisions:
-    """What the compiled arithmetic does with its uniforms, found by bisection: the chance that a candidate passes, the law behind it."""
-
-    def __init__(self, kind: Verification, request: Request, logits: torch.Tensor) -> None:
-        self._kind, self._request, self._inputs = kind, request, Inputs(TINY, torch.float32)
-        self._network = tiny_session(kind)
-        self._fixed = {"logits": logits[None].float(), **self._inputs.of(kind, [request])}
-
-    def passes(self, row: int, rank: int, before: list[tuple[int, int, float]]) -> float:
-        """The chance that the candidate of a row passes, where the (row, rank) of ``before`` have these numbers."""
-        return self._bisect("accept", (row, rank), before, lambda verdict: self._chose(verdict, row, rank))
-
-    def law(self, row: int, before: list[tuple[int, int, float]]) -> list[float]:
-        """The law of the token emitted at a row."""
-        heights = [self._bisect("emit", (row,), before, lambda verdict, column=column: verdict.column <= column) for column in range(TINY)]
-        return np.diff([0.0, *heights]).tolist()
-
-    def _chose(self, verdict, row, rank):
-        if not self._kind.width:
-            return verdict.accepted > row
-        children = [child for child, parent in enumerate(self._request.tree.parents) if parent == row - 1]
-        return children[rank] in verdict.path
-
-    def _bisect(self, name, place, before, predicate):
-        """The share of uniforms, from 0 on, for which the predicate holds: it holds below a height and not above."""
-        height = 0.0
-        for digits in range(DIGIT, BITS + 1, DIGIT):
-            trials = height + np.arange(1, 2**DIGIT + 1) * 2.0**-digits
-            height += sum(map(predicate, self._verdicts(name, place, trials - 2.0**-BITS, before))) * 2.0**-digits
-            if height == 1.0:
-                break
-        return height
-
-    def _verdicts(self, name, place, numbers, before):
-        tensors = {key: tensor.repeat(len(numbers), *[1] * (tensor.ndim - 1)) for key, tensor in self._fixed.items()}
-        for row, rank, value in before:
-            tensors["accept"][:, row, rank] = value
-        tensors[name][(slice(None), *place)] = torch.from_numpy(numbers).float()
-        return self._inputs.verdicts(self._kind, [self._request] * len(numbers), run(self._network, tensors))
+def fits(found, law, limit=4.5):
+    """Chi-square against a law, as a normal deviate (Wilson and Hilferty): beyond 4.5 once in 300,000."""
+    counts, possible = np.bincount(found, minlength=len(law)), law > 0
+    assert not counts[~possible].any()
+    expected, free = law[possible] / law[possible].sum() * len(found), possible.sum() - 1
+    square = ((counts[possible] - expected) ** 2 / expected).sum()
+    deviate = ((square / free) ** (1 / 3) - 1 + 2 / (9 * free)) / (2 / (9 * free)) ** 0.5
+    assert deviate < limit, (square, free)
 
 
-PASS, FAIL = 0.0, 1.0 - 2.0**-24
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_by_enumeration_a_compiled_chain_emits_the_target_s_law(seed):
-    rng = np.random.default_rng(seed)
-    logits, law = torch.from_numpy(rng.normal(size=(3, TINY)) * 2), torch.from_numpy(rng.dirichlet([0.7] * TINY, size=2)).float()
-    sampling = SamplingParams(0.8, top_k=3 + seed % 2, top_p=0.95)
-    target = normalised(target_laws(logits.float(), [sampling] * 3)).numpy()
-    emitted = np.zeros((TINY, TINY, TINY))
-    for chain in itertools.product(range(TINY), repeat=2):
-        request = Request(sampling, 5, 0, list(chain), Law(law))
-        decisions = Decisions(Verification(SAMPLED), request, logits)
-        drawn = float(normalised(law)[0, chain[0]] * normalised(law)[1, chain[1]])
-        first, second = decisions.passes(0, 0, [(1, 0, FAIL)]), decisions.passes(1, 0, [(0, 0, PASS)])
-        laws = [decisions.law(0, [(0, 0, FAIL)]), decisions.law(1, [(0, 0, PASS), (1, 0, FAIL)])]
-        laws.append(decisions.law(2, [(0, 0, PASS), (1, 0, PASS)]))
-        if first < 1.0:
-            emitted += drawn * (1.0 - first) * np.array(laws[0])[:, None, None] * target[1][:, None] * target[2]
-        if second < 1.0:
-            emitted[chain[0]] += drawn * first * (1.0 - second) * np.array(laws[1])[:, None] * target[2]
-        emitted[chain] += drawn * first * second * np.array(laws[2])
-    expected = target[0][:, None, None] * target[1][:, None] * target[2]
-    assert np.abs(emitted - expected).max() < 1e-6
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_by_enumeration_a_compiled_tree_emits_the_target_s_law(seed):
-    """Two candidates drawn from one law for one place; the rows behind them are laws of their own and emit as they are."""
-    rng = np.random.default_rng(10 + seed)
-    logits, law = torch.from_numpy(rng.normal(size=(3, TINY)) * 2), torch.from_numpy(rng.dirichlet([0.7] * TINY, size=1)).float()
-    sampling = SamplingParams(1.0, top_p=0.9)
-    target = normalised(target_laws(logits[:1].float(), [sampling]))[0].numpy()
-    emitted = np.zeros(TINY)
-    for pair in itertools.product(range(TINY), repeat=2):
-        tree = Tree.of(Proposal("draft", [pair[0]], Law(law), [[pair[1]]]), drawn=True)
-        decisions = Decisions(Verification(SAMPLED, 2, 1), Request(sampling, 5, 0, tree.tokens, tree=tree), logits)
-        drawn = float(normalised(law)[0, pair[0]] * normalised(law)[0, pair[1]])
-        first = decisions.passes(0, 0, [(0, 1, FAIL)])
-        second = decisions.passes(0, 1, [(0, 0, FAIL)]) if first < 1.0 else 0.0
-        emitted[pair[0]] += drawn * first
-        emitted[pair[1]] += drawn * (1.0 - first) * second
-        if first < 1.0 and second < 1.0:
-            emitted += drawn * (1.0 - first) * (1.0 - second) * np.array(decisions.law(0, [(0, 0, FAIL), (0, 1, FAIL)]))
-    assert np.abs(emitted - target).max() < 1e-6
-
-
-def test_a_verification_says_what_it_suits():
-    plain, coupled = SamplingParams(0.8), SamplingParams(0.8, coupled=True)
-    chain = Request(plain, 1, 0, [1, 2])
-    assert Verification(SAMPLED).suits(chain)
-    assert Verification(SAMPLED, 2, 2).suits(chain)
-    assert not Verification(SAMPLED, 2, 1).suits(chain)
-    assert Verification(COUPLED).suits(replace(chain, sampling=coupled))
-    assert not Verification(COUPLED).suits(chain)
-    for option in ({"log_probs": True}, {"repetition_penalty": 1.1}, {"bias": ((1, 1.0),)}):
-        assert not Verification(SAMPLED).suits(replace(chain, sampling=replace(plain, **option)))
-    wide = Tree.of(Proposal("draft", [1], None, [[2, 3]]), drawn=False)
-    assert not Verification(SAMPLED, 2, 1).suits(replace(chain, tokens=wide.tokens, tree=wide))
+def test_what_is_compiled_in():
+    plain = Request(SamplingParams(0.8), 1, tokens=[1, 2], parents=[ROOT, 0])
+    assert suits(plain)
+    for option in ("log_probs", "repetition_penalty", "top_p_decay", "bias"):
+        value = {"log_probs": True, "bias": ((1, 1.0),)}.get(option, 0.9)
+        assert not suits(replace(plain, sampling=replace(plain.sampling, **{option: value})))
+    greedy = replace(plain, sampling=SamplingParams())
+    assert network_for([greedy]) == GREEDY
+    assert network_for([greedy, plain]) == DRAWN

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from backend.engines.trt_graph.inputs import COUPLED, GREEDY, SAMPLED, Verification
+from backend.engines.trt_graph.inputs import DRAWN, GREEDY, LOGITS
 from engines_build.trt_graph.network import Step, describe
 from engines_build.trt_graph.network_graph import BF16
 from engines_build.trt_graph.trt_layers import TrtGraph
@@ -17,7 +17,6 @@ library = pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx-cu13 is not i
 
 RECORD = json.loads((Path(__file__).parent / "tensorrt_api.json").read_text())
 PLAIN = ("Weights", "Permutation")
-KINDS = [None, *(Verification(mode, *shape) for mode in (GREEDY, SAMPLED, COUPLED) for shape in ((), (2, 4)))]
 
 
 class Library:
@@ -86,10 +85,10 @@ def quantised(weights):
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=[kind.name if kind else "logits" for kind in KINDS])
-def test_a_step_asks_for_nothing_that_tensorrt_10_has_not(kind):
+@pytest.mark.parametrize("network", [LOGITS, GREEDY, DRAWN])
+def test_a_step_asks_for_nothing_that_tensorrt_10_has_not(network):
     weights = {name: torch.randn(shape).bfloat16() for name, shape in tiny_config().shapes().items()}
-    step = Step(tiny_config(), BF16, 160, kind)
+    step = Step(tiny_config(), BF16, 160, network)
     assert described(step, weights) > 100
     assert described(step, quantised(weights)) > 100
 
@@ -97,4 +96,4 @@ def test_a_step_asks_for_nothing_that_tensorrt_10_has_not(kind):
 def test_the_native_attention_layer_is_none_of_tensorrt_10():
     weights = {name: torch.randn(shape).bfloat16() for name, shape in tiny_config().shapes().items()}
     with pytest.raises(KeyError, match="Attention"):
-        described(Step(tiny_config(), BF16, 160, None), weights, native=True)
+        described(Step(tiny_config(), BF16, 160), weights, native=True)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from backend.engines.trt_graph.inputs import GREEDY, Verification
+from backend.engines.trt_graph.inputs import DRAWN, GREEDY, LOGITS
 from engines_build.trt_graph.network import Step
 from engines_build.trt_graph.network_graph import BF16, F32
 from engines_build.trt_graph.trt_compile import Profile, compile_step
@@ -16,22 +16,23 @@ pytestmark = pytest.mark.slow
 library = pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx-cu13 is not installed")
 
 PROFILES = [Profile(batch=8, queries=6, past=128, rows=6), Profile(batch=2, queries=64, past=128, rows=1)]
-KINDS = [None, Verification(GREEDY), Verification(GREEDY, 2, 4)]
 
 
 def tiny_weights(dtype, config=None):
     return {name: torch.randn(shape).to(dtype) for name, shape in (config or tiny_config()).shapes().items()}
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=[kind.name if kind else "logits" for kind in KINDS])
-def test_every_step_compiles_for_every_profile(kind):
-    engine = compile_step(library, Step(tiny_config(), BF16, 160, kind), tiny_weights(torch.bfloat16), PROFILES)
+@pytest.mark.parametrize("network", [LOGITS, GREEDY, DRAWN])
+def test_every_step_compiles_for_every_profile(network):
+    config = tiny_config(vocab=49152)  # laws of few columns do not come to an end
+    weights = tiny_weights(torch.bfloat16, config)
+    engine = compile_step(library, Step(config, BF16, 160, network), weights, PROFILES)
     assert engine.blob
     assert engine.layers > 100
 
 
 def test_weights_are_inputs_of_the_engine_or_inside_it_and_attention_is_native_or_primitive():
-    step = Step(tiny_config(vocab=1 << 17), F32, 160, Verification(GREEDY))
+    step = Step(tiny_config(vocab=1 << 17), F32, 160, GREEDY)
     weights = tiny_weights(torch.float32, step.config)
     matrix = weights["lm_head.weight"].numel() * 4
     ways = {"shared": {"native": False}, "inside": {"shared": False, "native": True}}
@@ -40,7 +41,7 @@ def test_weights_are_inputs_of_the_engine_or_inside_it_and_attention_is_native_o
 
 
 def test_int8_weights_with_a_scale_for_each_row_compile():
-    step, weights = Step(tiny_config(), BF16, 160, Verification(GREEDY)), dict(tiny_weights(torch.bfloat16))
+    step, weights = Step(tiny_config(), BF16, 160, GREEDY), dict(tiny_weights(torch.bfloat16))
     for name, weight in weights.items():
         if name.endswith("_proj.weight"):
             scales = weight.float().abs().amax(1) / 127

@@ -1,68 +1,90 @@
-"""The exactness suite on the TensorRT-LLM adapter, over the fake executor: in order, and with answers late, out of order, prefixes lost."""
+"""The exactness suite on the TensorRT-LLM adapter, over the fake executor: in order, and with late
+answers, out of order, and prefixes lost.
 
-from functools import partial
+Without what looks into KV (the executor's own), and that sampled texts are the same under any plan:
+the executor draws by numbers of its own.
+"""
+
+from dataclasses import replace
 
 import pytest
 
-from tests.contract import checks, scenarios
+from tests.contract import checks
 from tests.contract.fake_executor import Behaviour
-from tests.contract.trtllm_deployment import BUSY, MIXED, NO_LEAST, serve_with_trtllm
+from tests.contract.scenarios import BUSY, MIXED, Scenario
+from tests.contract.trtllm_deployment import serve_with_trtllm
 
-BEHAVIOURS = {"in order": Behaviour, "late and out of order": lambda: Behaviour(seed=3, late=0.4, shuffled=True, evicts=0.2)}
-TEXTS = {
-    "greedy texts": partial(checks.exact, BUSY, checks.texts, checks.counts),
-    "texts with options": partial(checks.exact, MIXED, checks.texts, checks.counts),
+BEHAVIOURS = {
+    "in order": Behaviour,
+    "late and out of order": lambda: Behaviour(seed=3, late=0.4, shuffled=True, evicts=0.2),
 }
-LOG_PROBS = partial(checks.log_probs, tolerance=1e-5)
-"""The decoder gives none behind a verification: they are made of its logits, which are fp32."""
 
-SUITE = TEXTS | {
-    "proposals": partial(checks.exact, BUSY, checks.proposals),
-    "an always wrong draft": checks.an_always_wrong_draft_gives_one_token_a_step,
-    "an oracle": checks.an_oracle_gives_k_plus_one_tokens_a_step,
-    "ends": checks.nothing_is_committed_beyond_an_end,
+
+def greedy(scenario: Scenario) -> Scenario:
+    """The same requests, all greedy."""
+    samplings = [replace(ask.sampling, temperature=0.0) for ask in scenario.asks]
+    asks = zip(scenario.asks, samplings, strict=True)
+    return replace(scenario, asks=tuple(replace(ask, sampling=sampling) for ask, sampling in asks))
+
+
+def log_probs(served):
+    """They are made of the executor's logits, which are fp32."""
+    checks.log_probs(served, tolerance=1e-5)
+
+
+GREEDY = {"busy": greedy(BUSY), "options": greedy(MIXED)}
+FORETOLD = (
+    checks.an_always_wrong_draft_gives_one_token_a_step,
+    checks.an_oracle_gives_k_plus_one_tokens_a_step,
+    checks.nothing_is_committed_beyond_an_end,
+)
+LAWS = {
+    "all drafts": lambda: checks.texts_follow_the_target_s_law(checks.OPTIONS),
+    "a draft": lambda: checks.texts_follow_the_target_s_law(checks.WIDE, ["other"], 3_000),
+    "a reduced law": lambda: checks.texts_follow_the_target_s_law(checks.SHARP, ["other", "fp32"]),
+    "a shortlist": lambda: checks.texts_follow_the_target_s_law(checks.WIDE, ["short"]),
+    "lookup": lambda: checks.texts_follow_the_target_s_law(checks.WIDE, ["lookup"]),
 }
-"""Without the checks that look into KV (the executor's own) and texts of sampled requests."""
 
 
 @pytest.mark.parametrize("behaviour", BEHAVIOURS)
-@pytest.mark.parametrize("name", SUITE)
-def test_it_holds_of(name, behaviour, monkeypatch):
+@pytest.mark.parametrize("scenario", GREEDY)
+def test_greedy_texts_are_exact(scenario, behaviour, monkeypatch):
     serve_with_trtllm(monkeypatch, BEHAVIOURS[behaviour])
-    SUITE[name]()
+    checks.exact(GREEDY[scenario], checks.texts, log_probs, checks.proposals)
+
+
+@pytest.mark.parametrize("behaviour", BEHAVIOURS)
+@pytest.mark.parametrize("check", FORETOLD, ids=lambda check: check.__name__)
+def test_it_holds_that(check, behaviour, monkeypatch):
+    serve_with_trtllm(monkeypatch, BEHAVIOURS[behaviour])
+    check()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", checks.LAW_DRAFTS)
-def test_each_draft_leaves_the_target_s_law(draft, monkeypatch):
+@pytest.mark.parametrize("law", LAWS)
+def test_sampled_texts_follow_the_target_s_law(law, monkeypatch):
     serve_with_trtllm(monkeypatch)
-    checks.texts_follow_the_target_s_law(checks.WIDE, [draft])
+    LAWS[law]()
 
 
-def test_sampled_texts_with_every_option_follow_the_targets_law(monkeypatch):
+def test_log_probabilities_are_those_of_sampled_texts(monkeypatch):
     serve_with_trtllm(monkeypatch)
-    checks.texts_follow_the_target_s_law(checks.OPTIONS)
-
-
-def test_log_probabilities_are_those_of_the_text(monkeypatch):
-    serve_with_trtllm(monkeypatch)
-    checks.exact(scenarios.MIXED, LOG_PROBS)
+    checks.exact(MIXED, log_probs)
 
 
 def test_a_copy_of_the_target_is_never_rejected(monkeypatch):
+    """Where texts are greedy, for so are its proposals."""
     serve_with_trtllm(monkeypatch)
-    checks.a_copy_of_the_target_is_rejected_for_its_tail_only(NO_LEAST)
+    checks.a_copy_of_the_target_is_rejected_for_its_tail_only(GREEDY["options"])
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        *TEXTS.values(),
-        partial(checks.exact, scenarios.MIXED, LOG_PROBS),
-        partial(checks.texts_follow_the_target_s_law, checks.OPTIONS, rounds=1_000),
-    ],
-    ids=[*TEXTS, "log-probabilities", "law"],
-)
-def test_free_runs_of_several_tokens_change_no_text_and_no_law(check, monkeypatch):
+@pytest.mark.parametrize("scenario", GREEDY)
+def test_free_runs_of_several_tokens_change_no_text(scenario, monkeypatch):
     serve_with_trtllm(monkeypatch, free_run_tokens=3)
-    check()
+    checks.exact(GREEDY[scenario], checks.texts, log_probs)
+
+
+def test_free_runs_of_several_tokens_change_no_law(monkeypatch):
+    serve_with_trtllm(monkeypatch, free_run_tokens=3)
+    checks.texts_follow_the_target_s_law(checks.OPTIONS, rounds=1_000)

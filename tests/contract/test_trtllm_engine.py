@@ -12,7 +12,7 @@ from backend.engine_folder import check_draft, check_target, read_engine_folder
 from backend.engines import trtllm
 from backend.engines.trtllm import EngineDiedError, ExecutorSettings, TrtllmEngine
 from backend.engines.trtllm_memory import RESERVE_BYTES, EngineMemory, plan_kv
-from backend.ports import Proposal, Sequence, Turn
+from backend.ports import ROOT, Proposal, Sequence, Turn
 from backend.request import SamplingParams
 from tests.contract import fake_executor
 from tests.contract.deployment import GREEDY, K_MAX, VOCAB
@@ -22,6 +22,9 @@ from tests.contract.fake_executor import Behaviour, Executor, Model
 
 def counting(tokens):
     return np.eye(VOCAB)[(tokens[-1] + 1) % VOCAB] * 9.0
+
+
+TREE = Proposal("d", [2, 3], [ROOT, ROOT], [0.6, 0.3])
 
 
 class Rig:
@@ -61,7 +64,7 @@ def sequence(tokens, sampling=GREEDY, number=1, prompt_tokens=None, **options):
 
 
 def verify(seq, proposed):
-    return Turn(seq, len(seq.tokens), proposal=Proposal("d", list(proposed)))
+    return Turn(seq, len(seq.tokens), proposal=Proposal.chain("d", list(proposed)))
 
 
 def test_a_turn_is_the_whole_text_with_a_draft_behind_it(tmp_path):
@@ -75,7 +78,7 @@ def test_a_turn_is_the_whole_text_with_a_draft_behind_it(tmp_path):
     assert rig.counts["spindle_engine_logits_bytes_total", "target"] == 0
 
 
-def test_sampling_says_with_logits_that_a_proposal_is_a_point_mass(tmp_path):
+def test_sampling_says_with_logits_that_a_proposal_is_certain(tmp_path):
     """Logits of requests that are over are used again, and those in flight at once have their
     own.
     """
@@ -98,10 +101,12 @@ def test_sampling_says_with_logits_that_a_proposal_is_a_point_mass(tmp_path):
 def test_a_draft_proposes_what_is_likeliest_and_exchanges_no_logits(tmp_path):
     rig = Rig(tmp_path, target=False)
     sampling = SamplingParams(1.0, log_probs=True, bad_words=((4,),), seed=3)
-    (done,) = rig.run(Turn(sequence([1, 2], sampling), 2, run=2, keep_probs=True))
+    (done,) = rig.run(Turn(sequence([1, 2], sampling), 2, run=2, nodes=9))
     (request,) = rig.executor.requests
-    assert (done.tokens[0], done.probs, done.log_probs) == (3, None, None)
-    assert done.tokens[1] != 4  # the options hold
+    assert (done.tokens, done.log_probs) == ([], None)
+    assert done.proposal == Proposal.chain("target", done.proposal.tokens)
+    assert done.proposal.tokens[0] == 3
+    assert done.proposal.tokens[1] != 4  # the options hold
     assert (request.sampling_config.top_k, request.output_config.return_generation_logits) == (1, False)
     assert rig.counts["spindle_engine_logits_bytes_total", "target"] == 0
 
@@ -134,7 +139,7 @@ def test_what_one_turn_has_wrong_is_its_own_error(tmp_path):
     bad = [
         (verify(sequence([1], number=1), range(2, 2 + K_MAX + 1)), "exceeds maximum draft tokens length"),
         (Turn(sequence([1], SamplingParams(1.0, top_k=2000), 2), 1), "top_k must be at most 1024, got 2000"),
-        (Turn(sequence([1], SamplingParams(1.0, coupled=True), 3), 1), "plan-invariant sampling is not to be had"),
+        (Turn(sequence([1], number=3), 1, proposal=TREE), "a tree of tokens cannot be verified"),
     ]
     done = {c.sequence_id: c for c in rig.run(*(turn for turn, _ in bad), Turn(sequence([1], number=4), 1))}
     for turn, message in bad:

@@ -84,7 +84,6 @@ def test_texts_in_flight_fit_two_iterations_of_every_engine(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"plan_invariant": "seeded"}, "plan_invariant must be 'never'"),
         ({"drafts": [{"name": "t", "engine": "torch", "model": "x"}]}, r"drafts\[0\].engine must be 'trtllm' or 'lookup'"),
         (
             {"limits": {"max_active_requests": 9, "max_context_tokens": 64}},

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from backend.engine_folder import read_engine_folder
@@ -22,20 +21,6 @@ from tests.contract.reference import Reference
 
 numbers = itertools.count(1)
 ENGINES = tempfile.TemporaryDirectory(prefix="spindle-fake-engines-")  # goes with the process
-
-
-BUSY = scenarios.greedily(scenarios.BUSY)
-MIXED = replace(scenarios.MIXED, asks=tuple(a for a in scenarios.MIXED.asks if a.sampling.greedy))
-"""Greedy requests, for the executor draws by numbers of its own."""
-
-NO_LEAST = replace(
-    scenarios.MIXED,
-    asks=tuple(
-        replace(ask, sampling=replace(ask.sampling, min_tokens=0, temperature=0.0))
-        for ask in scenarios.MIXED.asks
-    ),
-)
-"""All options in greedy requests without a least length: a turn is cut where ends are no longer forbidden."""
 
 
 def trtllm_engine(like: TorchEngine, *, target: bool, behaviour: Behaviour | None = None, **options) -> TrtllmEngine:

@@ -30,5 +30,5 @@ def settings(path, **changes):
     target = {"engine": "trtllm", "model": str(folder(path, "target", max_draft_len=4))}
     draft = {"engine": "trtllm", "name": "small", "model": str(folder(path, "small"))}
     limits = {"max_active_requests": 8, "max_context_tokens": 64, "prefill_chunk_tokens": 64}
-    raw = {"target": target, "drafts": [draft], "policy": {"k_max": 4, "keep_learned": False}, "limits": limits, "plan_invariant": "never"}
-    return raw | changes
+    policy = {"k_max": 4, "keep_learned": False}
+    return {"target": target, "drafts": [draft], "policy": policy, "limits": limits} | changes

@@ -67,7 +67,7 @@ def stepper(engine: TorchEngine, context: int, lengths: Seq[int], chunk: int = 0
         count = blocks_of(context, new + length)
         sequence = Sequence(number, tokens[: context + new], context, SamplingParams(), {engine.name: list(range(first, first + count))})
         first += count
-        proposal = Proposal("random", tokens[context + new :]) if length else None
+        proposal = Proposal.chain("random", tokens[context + new :]) if length else None
         turns.append(Turn(sequence, context + new, run=int(number < len(lengths)), proposal=proposal))
 
     def step() -> float:

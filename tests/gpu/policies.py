@@ -26,7 +26,7 @@ from backend.drafting import Drafting
 from backend.engines.torch_engine import TorchEngine
 from backend.kv_ledger import KVLedger
 from backend.orchestrator import Orchestrator
-from backend.ports import Completion, Sequence, Turn
+from backend.ports import Completion, Proposal, Sequence, Turn
 from backend.request import GenerationRequest, SamplingParams
 from backend.session import Session
 from backend.stats import Stats, StepStats
@@ -108,7 +108,8 @@ class Paced:
 
     def __init__(self, engine: TorchEngine, script: Script) -> None:
         self.name, self._engine, self._script = engine.name, engine, script
-        self.limits = replace(engine.limits, vocab_size=VOCABULARY, tree=False, scores=False, siblings=False, overlaps=False)
+        limits = replace(engine.limits, vocab_size=VOCABULARY, tree=False)
+        self.limits = replace(limits, scores=False, overlaps=False)
         self._turns: list[Turn] = []
 
     def submit(self, turns: Seq[Turn]) -> None:
@@ -126,12 +127,12 @@ class Paced:
 
     def _told(self, turn: Turn) -> Completion:
         number, text = turn.sequence.id, self._script.text(turn.sequence.id)
-        if turn.keep_probs:  # a draft's; the KV of what it ran counts as that of what it is said to have run
+        if turn.nodes:  # a draft's; the KV of what it ran counts as that of what it is said to have run
             tokens = self._script.proposal(number, self.name, turn.end, turn.run)
             cache = self._engine._caches.of(turn.sequence)
             cache.ran[turn.end :] = tokens[: len(cache.ran) - turn.end]
-            cache.proposed = list(tokens)
-            return Completion(number, tokens)
+            cache.proposed = Proposal.chain(self.name, tokens)
+            return Completion(number, [], proposal=cache.proposed)
         proposed = turn.proposal.tokens if turn.proposal else []
         pairs = zip(proposed, text[turn.end :], strict=False)
         accepted = next((at for at, (one, other) in enumerate(pairs) if one != other), len(proposed))

@@ -18,7 +18,7 @@ from tests.contract import checks
 from tests.contract.cohort_checks import COHORTS, FREE, NUMBERS
 from tests.contract.deployment import VOCAB, tiny_config, tiny_engine
 from tests.contract.on_device import engines_on
-from tests.contract.scenarios import BUSY, MIXED, TREES, serve
+from tests.contract.scenarios import BUSY, MIXED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU here")]
 
@@ -26,22 +26,21 @@ ATTENTIONS = ("ragged", "tiled", "padded", "graphs")
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("scenario", [BUSY, TREES, MIXED], ids=["chains", "trees", "options"])
+@pytest.mark.parametrize("scenario", [BUSY, MIXED], ids=["busy", "options"])
 def test_texts_in_fp64_are_those_of_plain_decoding_on_the_host(attention, scenario):
+    pieces = (16, 0, 32) if attention == "padded" else ()
     with engines_on(torch.device("cuda")):
-        served, sessions = serve(replace(scenario, attention=attention, pieces=(16, 0, 32) if attention == "padded" else ()))
-    assert served.target._model.device.type == "cuda"
-    checks.texts_are(scenario, sessions)
+        served = checks.exact(replace(scenario, attention=attention, pieces=pieces), checks.texts)
+    assert served.deployment.target._model.device.type == "cuda"
 
 
 @pytest.mark.parametrize("attention", ["ragged", "tiled", "graphs"])
-@pytest.mark.parametrize("scenario", [COHORTS, FREE, replace(TREES, cohorts=NUMBERS), replace(MIXED, cohorts=NUMBERS, poisons=False)])
+@pytest.mark.parametrize("scenario", [COHORTS, FREE, replace(MIXED, cohorts=NUMBERS, poisons=False)])
 def test_texts_of_cohorts_on_two_streams_are_those_of_plain_decoding_on_the_host(attention, scenario):
     """Graphs are recorded by the target's thread while the drafts run, too."""
     with engines_on(torch.device("cuda")):
-        served, sessions = serve(replace(scenario, attention=attention))
-    assert served.verifier._behind != nullcontext
-    checks.texts_are(scenario, sessions)
+        served = checks.exact(replace(scenario, attention=attention), checks.texts)
+    assert served.deployment.verifier._behind != nullcontext
 
 
 def test_the_target_s_thread_runs_on_another_stream_and_finds_what_the_loop_queued():
@@ -82,7 +81,7 @@ def test_a_greedy_step_of_a_recorded_size_waits_once():
     sequences = [Sequence(n, [1, 2, 3], 3, SamplingParams(), {"target": [n]}) for n in range(3)]
 
     def step():
-        engine.submit([Turn(sequence, 3, proposal=Proposal("draft", [4, 5])) for sequence in sequences])
+        engine.submit([Turn(sequence, 3, proposal=Proposal.chain("draft", [4, 5])) for sequence in sequences])
         assert not any(completion.error for completion in engine.poll(0.0))
 
     for _ in range(3):

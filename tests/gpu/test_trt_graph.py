@@ -8,14 +8,14 @@ import torch
 
 from backend.engines.torch_engine import TorchEngine
 from backend.engines.trt_graph.runtime import TrtRuntime, open_engine
-from backend.ports import Proposal, Sequence, Turn
+from backend.ports import ROOT, Proposal, Sequence, Turn
 from backend.request import SamplingParams
 from tests.contract.deployment import tiny_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU: trt_graph was not run")]
 
 SIZES = {"kv_blocks": 64, "max_context_tokens": 512, "max_draft_tokens": 4}
-SERVING = {"target": {"engine": "torch", "dtype": "fp32"}, "policy": {"kind": "adaptive", "k_max": 4, "tree_width": 2}}
+SERVING = {"target": {"engine": "torch", "dtype": "fp32"}, "policy": {"kind": "adaptive", "k_max": 4}}
 SERVING["limits"] = {"max_context_tokens": 512, "kv_cache_tokens": 1024, "max_active_requests": 8}
 
 
@@ -42,12 +42,10 @@ def folders(tmp_path_factory):
     return model, root / "out" / "target"
 
 
-def decode(engine, prompt, steps, sampling, proposal=()):
+def decode(engine, prompt, steps, sampling, proposal=None):
     sequence = Sequence(1, list(prompt), len(prompt), sampling, blocks={engine.name: list(range(32))})
     for _ in range(steps):
-        proposed = Proposal("draft", list(proposal)) if proposal else None
-        sequence.attempt += 1
-        engine.submit([Turn(sequence, len(sequence.tokens), proposal=proposed)])
+        engine.submit([Turn(sequence, len(sequence.tokens), proposal=proposal)])
         (done,) = engine.poll(0.0)
         assert done.error is None
         sequence.tokens += done.tokens
@@ -59,12 +57,15 @@ def test_the_engines_are_valid_for_this_gpu(folders):
     TrtRuntime(folders[1])  # asks get_engine_validity first, and says what the library says
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.8, seed=3), SamplingParams(0.8, seed=3, coupled=True)])
+TREE = Proposal("draft", [5, 6, 7, 8], [ROOT, 0, ROOT, 2], [1.0] * 4)
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.8, seed=3)])
 def test_the_ids_are_those_of_torch_in_fp32(folders, sampling):
     model, folder = folders
     compiled = open_engine("target", folder, "cuda", **SIZES)
     plain = TorchEngine("target", model, dtype="fp32", device="cuda", **SIZES)
-    for proposal in ((), (5, 6, 7)):
+    for proposal in (None, Proposal.chain("draft", [5, 6, 7]), TREE):
         assert decode(compiled, [1, 2, 3], 16, sampling, proposal) == decode(plain, [1, 2, 3], 16, sampling, proposal)
 
 

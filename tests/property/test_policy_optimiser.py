@@ -98,7 +98,8 @@ def test_over_many_steps_plans_keep_to_what_is_allowed_repeat_and_follow_the_req
         assert view.limit is None or all(sum(one == d for one, _ in options(plan)) <= view.limit[d] for d in range(drafts))
         assert view.headroom is None or plan.length.sum() <= view.headroom
         accepted = rng.binomial(plan.length, 0.7)
-        outcome = Outcome(view.request, plan.draft, plan.length, accepted, accepted + 1, plan.length, plan.length, plan.predicted_s)
+        done = view.request, plan.draft, plan.length, accepted, accepted + 1
+        outcome = Outcome(*done, plan.length, plan.length, plan.predicted_s)
         first, third = (planner.observe(outcome, state, 0.1 * step) for state in (first, third))
         second = planner.observe(_turns(outcome, order), second, 0.1 * step)
         instance = drifted(instance, options(plan), rng)
@@ -179,8 +180,10 @@ def test_after_any_history_every_draft_comes_back(seed, rows, drafts):
         if step > 500:
             used |= set(plan.draft[plan.length > 0].tolist())
         accepted = rng.binomial(plan.length, accepts)
-        outcome = Outcome(view.request, plan.draft, plan.length, accepted, accepted + 1, plan.length, plan.length, plan.predicted_s)
-        state = planner.observe(replace(outcome, finished=view.request[: rows * (step % 40 == 39)]), state, float(step))
+        done = view.request, plan.draft, plan.length, accepted, accepted + 1
+        outcome = Outcome(*done, plan.length, plan.length, plan.predicted_s)
+        finished = view.request[: rows * (step % 40 == 39)]
+        state = planner.observe(replace(outcome, finished=finished), state, float(step))
     assert used == set(range(drafts))
 
 

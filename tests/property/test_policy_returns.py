@@ -89,9 +89,8 @@ class World:
         accepted = np.cumprod((self.rng.random((rows, K_MAX)) < phase.chance) & (np.arange(K_MAX) < most[:, None]), axis=1).sum(1)
         self.age += 1
         over = self.age >= phase.life
-        told = Outcome(
-            view.request, plan.draft, plan.length, accepted, accepted + 1, plan.length, plan.length, 0.0, finished=self.request[over]
-        )
+        done = view.request, plan.draft, plan.length, accepted, accepted + 1
+        told = Outcome(*done, plan.length, plan.length, 0.0, finished=self.request[over])
         verify_s, overhead_s, *drafts_s = predicted_parts(self.times, told, view)[0].tolist()
         parts_s = dict(zip(("verify", *(f"draft:{d}" for d in DRAFTS)), np.multiply([verify_s, *drafts_s], phase.slowness), strict=True))
         told = replace(told, measured_s=overhead_s + sum(parts_s.values()), parts_s=parts_s)

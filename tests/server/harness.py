@@ -51,9 +51,9 @@ def write_engine_python(path, module):
 
 
 class Service:
-    """A launcher process and what it serves."""
+    """A launcher process and what it serves; ``root`` is the checkout that it runs."""
 
-    def __init__(self, log, config, *arguments, **environment):
+    def __init__(self, log, config, *arguments, root=PROJECT_ROOT, **environment):
         self.http, self.grpc, self.metrics = free_ports(3)
         self.log = log
         ports = {"HTTP_PORT": str(self.http), "GRPC_PORT": str(self.grpc), "METRICS_PORT": str(self.metrics)}
@@ -69,7 +69,7 @@ class Service:
         self.openai = int(environment["OPENAI_PORT"])
         with log.open("wb") as output:
             command = [sys.executable, "-m", "backend.cli", "serve", "--verbose", "--", *arguments]
-            self.process = subprocess.Popen(command, cwd=PROJECT_ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(command, cwd=root, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
     def wait_until(self, condition, limit_s=START_LIMIT_S):
         """Return the condition's first true value; fails with the log after the limit or when the launcher has ended."""

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from backend.app import build, make_policy, sampling_params
-from backend.config import ConfigError, parse_config
+from backend.config import parse_config
 from backend.engines.fake import FakeEngine
 from backend.engines.lookup import LookupEngine
 from backend.request import FinishReason, GenerationRequest, RequestError, SamplingParams
@@ -25,8 +25,8 @@ class Sink:
         self.reply = reply
 
 
-def params(plan_invariant="never", end_ids=(), **options):
-    return sampling_params(GenerationRequest("a", 1, **options), ByteTokenizer(), frozenset(end_ids), plan_invariant)
+def params(end_ids=(), **options):
+    return sampling_params(GenerationRequest("a", 1, **options), ByteTokenizer(), frozenset(end_ids))
 
 
 @pytest.mark.parametrize(
@@ -67,11 +67,6 @@ def test_words_become_token_ids_and_a_word_without_tokens_has_no_effect():
 def test_the_weights_of_a_token_add_up_over_a_word_and_over_words():
     words = {"embedding_bias_words": ("aab", "", "b", "c"), "embedding_bias_weights": (1.5, 9.0, -1.5, 2.0)}
     assert params(**words).bias == ((97, 3.0), (99, 2.0))
-
-
-@pytest.mark.parametrize(("setting", "seeded", "unseeded"), [("seeded", True, False), ("always", True, True), ("never", False, False)])
-def test_plan_invariance_follows_the_setting_and_the_seed(setting, seeded, unseeded):
-    assert (params(setting, seed=0, temperature=1.0).coupled, params(setting, temperature=1.0).coupled) == (seeded, unseeded)
 
 
 @pytest.mark.parametrize(("end_id", "expected"), [(None, (256,)), (101, (101,)), (-1, ())])
@@ -169,20 +164,10 @@ def test_the_configured_policy_is_built_and_serves(settings, kind):
     assert (usage.drafted == 0) == (kind is NoSpeculation)
 
 
-@pytest.mark.parametrize("settings", [{"tree_width": 2}, {"merge_chains": True}])
-def test_trees_are_planned_for_a_target_that_verifies_them_and_refused_for_one_that_does_not(settings):
-    config = parse_config({**FAKE, "policy": {"k_max": 6, **settings}})
-    planner = make_policy(config, [FakeEngine("d0")], {}, StepStats(Stats()), trees=True)
-    assert (planner.shapes.tree_width, planner.shapes.merges) == (settings.get("tree_width", 1), "merge_chains" in settings)
-    assert (planner.shapes.most_nodes, planner.shapes.single_choice) == (6, (0,))
-    with pytest.raises(ConfigError, match="engine 'fake' verifies chains only"):
-        build(config)
-
-
 def test_contexts_are_planned_to_be_cut_where_the_target_pads_them():
     config = parse_config({**FAKE, "target": {"engine": "torch", "model": "m", "attention": "padded"}})
     planner = make_policy(config, [FakeEngine("d0")], {"target": LatencyTable.synthetic("target", {1: 1.0, 2: 1.1})}, StepStats(Stats()))
-    assert (planner.shapes.pads, planner.shapes.tree_width, planner.shapes.merge_tokens > 0) == (True, 1, True)
+    assert (planner.shapes.pads, planner.shapes.merge_tokens > 0) == (True, True)
 
 
 def test_a_deployment_without_drafts_does_not_speculate():

@@ -58,7 +58,6 @@ def test_what_auto_means_hangs_on_what_the_processor_multiplies(monkeypatch, ins
         ({"target": TORCH, "limits": {"max_active_requests": 0}}, ["limits.max_active_requests", "0"]),
         ({"target": TORCH, "log": {"format": "xml"}}, ["log.format", "xml", "json"]),
         ({"target": TORCH, "log": {"level": "INFO"}}, ["log.level", "INFO", "info"]),
-        ({"target": TORCH, "plan_invariant": "sometimes"}, ["plan_invariant", "sometimes", "seeded"]),
         ({"target": TORCH, "threads": 0}, ["threads", "0"]),
         ({"target": TORCH, "threads": "all"}, ["threads", "all"]),
         ([], ["object"]),

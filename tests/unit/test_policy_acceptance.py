@@ -23,7 +23,8 @@ def learn(estimator, state, request, draft, accepted, scored):
     rows = len(accepted)
     full = lambda value: np.full(rows, value)  # noqa: E731
     scored = np.broadcast_to(scored, rows)
-    return estimator.observe(state, full(request), full(draft), np.asarray(accepted), scored, NOBODY)
+    held = np.asarray(accepted)
+    return estimator.observe(state, full(request), full(draft), held, scored, NOBODY)
 
 
 def step(estimator, state, request):

@@ -71,5 +71,6 @@ def test_an_empty_batch_is_planned_and_nothing_is_learnt(policy):
 
 def test_a_random_choice_among_no_drafts_is_none():
     nothing = np.zeros((2, 0), np.int64)
-    seen = View((), np.arange(2), np.full(2, 9), np.full(2, 9), nothing, nothing, np.ones(2), np.ones(2, np.bool_))
+    full, ready = np.full(2, 9), np.ones(2, np.bool_)
+    seen = View((), np.arange(2), full, full, nothing, nothing, np.ones(2), ready)
     assert planned(RandomChoice(), seen).draft.tolist() == [NO_DRAFT, NO_DRAFT]

@@ -53,4 +53,5 @@ def test_a_planner_of_other_drafts_takes_it_up(after):
         np.testing.assert_allclose(state.acceptance.draft_reached[column], known, rtol=1e-6)
         if name in DRAFTS:
             before = planner(latency()).load(data, 5.0, 0.0).acceptance
-            assert np.allclose(state.acceptance.draft_hazard[column], before.draft_hazard[DRAFTS.index(name)])
+            known = before.draft_hazard[DRAFTS.index(name)]
+            assert np.allclose(state.acceptance.draft_hazard[column], known)

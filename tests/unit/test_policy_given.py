@@ -94,7 +94,8 @@ def test_a_step_that_another_plans_teaches_times_and_acceptance():
     waiting = p.stand_by(replace(seen, context=seen.context + 50), state)
     nothing = np.zeros(2, np.int64)
     plain = Outcome(
-        seen.request, nothing - 1, nothing, nothing, nothing + 1, nothing, nothing, 2.0, {"verify": 2.0}, free_request=np.array([0]),
+        seen.request, nothing - 1, nothing, nothing, nothing + 1, nothing, nothing,
+        2.0, {"verify": 2.0}, free_request=np.array([0]),
         free_draft=np.array([1]), free_accepted=np.array([3]), free_scored=np.array([4]),
     )  # fmt: skip
     after = p.observe(plain, waiting, 0.1)

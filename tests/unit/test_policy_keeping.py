@@ -52,7 +52,8 @@ class Loop:
         again = "kept" in plan.notes
         parts_s = {"verify": STEP_S, "planning": 1e-6 if again else self.planning_s}
         taken = np.minimum(plan.length, self.most)
-        made = Outcome(seen.request, plan.draft, plan.length, taken, taken + 1, plan.length, plan.length, STEP_S, parts_s)
+        done = seen.request, plan.draft, plan.length, taken, taken + 1
+        made = Outcome(*done, plan.length, plan.length, STEP_S, parts_s)
         self.state, self.now = self.planner.observe(made, self.state, self.now), self.now + STEP_S
         return plan, again
 
@@ -147,7 +148,8 @@ def test_learning_from_a_planned_step_counts_as_planning():
     for _ in range(200):
         plan, loop.state = loop.planner.plan(seen, loop.state, loop.now, RNG)
         parts_s = {"verify": STEP_S, "planning": 1e-4, "learning": 1e-3}
-        made = Outcome(seen.request, plan.draft, plan.length, plan.length, plan.length + 1, plan.length, plan.length, STEP_S, parts_s)
+        done = seen.request, plan.draft, plan.length, plan.length, plan.length + 1
+        made = Outcome(*done, plan.length, plan.length, STEP_S, parts_s)
         loop.state = loop.planner.observe(made, loop.state, loop.now)
         most = max(most, loop.state.kept.steps if loop.state.kept else 0)
     assert most == 5  # 1.1 ms at 2 % of 10 ms
@@ -177,10 +179,9 @@ def test_what_waits_to_be_learnt_is_saved_and_is_learnt_when_a_request_ends():
     assert np.sum(loop.planner.save(loop.state, loop.now)["draft_reached"]) > reached + 2
     seen = view()
     plan, state = loop.planner.plan(seen, loop.state, loop.now, RNG)
-    done = Outcome(
-        seen.request, plan.draft, plan.length, plan.length, plan.length + 1, plan.length, plan.length, STEP_S, finished=seen.request
-    )
-    state = loop.planner.observe(done, state, loop.now)
+    done = seen.request, plan.draft, plan.length, plan.length, plan.length + 1, plan.length
+    told = Outcome(*done, plan.length, STEP_S, finished=seen.request)
+    state = loop.planner.observe(told, state, loop.now)
     assert len(state.unlearnt) == 4
     others = loop.planner.admitted(replace(view(), request=np.arange(ROWS) + 10), state, loop.now)
     assert set(others.slots) == {10, 11, 12}
@@ -348,7 +349,8 @@ def test_planning_and_learning_are_in_no_prediction():
             seen = view()
             plan, loop.state = loop.planner.plan(seen, loop.state, loop.now, RNG)
             parts_s = {"verify": STEP_S, "overhead": 1e-4 + 2 * loop.planning_s, "planning": loop.planning_s, "learning": loop.planning_s}
-            made = Outcome(seen.request, plan.draft, plan.length, plan.length, plan.length + 1, plan.length, plan.length, STEP_S, parts_s)
+            done = seen.request, plan.draft, plan.length, plan.length, plan.length + 1
+            made = Outcome(*done, plan.length, plan.length, STEP_S, parts_s)
             loop.state = loop.planner.observe(made, loop.state, loop.now)
     without, with_planning = (loop.planner.drift(loop.state)["overhead"] for loop in loops)
     assert with_planning == pytest.approx(without)
@@ -363,7 +365,8 @@ def test_steps_with_a_kept_choice_tell_what_they_take():
         plan, loop.state = loop.planner.plan(seen, loop.state, loop.now, RNG)
         slow += (planned := "kept" not in plan.notes)
         parts_s = {"verify": STEP_S * (2 if planned else 1), "planning": 1.0}
-        made = Outcome(seen.request, plan.draft, plan.length, plan.length, plan.length + 1, plan.length, plan.length, STEP_S, parts_s)
+        done = seen.request, plan.draft, plan.length, plan.length, plan.length + 1
+        made = Outcome(*done, plan.length, plan.length, STEP_S, parts_s)
         loop.state = loop.planner.observe(made, loop.state, loop.now)
     assert 0 < slow < 60
     assert loop.planner.drift(loop.state)["verify"] < 1.5 * before
@@ -384,11 +387,13 @@ def test_a_probe_that_takes_longer_than_predicted_is_paid_for(extra):
         if plan.notes.get("probe"):
             break
         took_s = plan.predicted_s
-        made = Outcome(seen.request, plan.draft, plan.length, taken, taken + 1, plan.length, plan.length, took_s, {"verify": took_s})
+        done = seen.request, plan.draft, plan.length, taken, taken + 1
+        made = Outcome(*done, plan.length, plan.length, took_s, {"verify": took_s})
         loop.state, loop.now = loop.planner.observe(made, state, loop.now), loop.now + took_s
     assert state.trial_s == pytest.approx(plan.predicted_s)
     took_s = plan.predicted_s + extra
-    made = Outcome(seen.request, plan.draft, plan.length, taken, taken + 1, plan.length, plan.length, took_s, {"verify": took_s})
+    done = seen.request, plan.draft, plan.length, taken, taken + 1
+    made = Outcome(*done, plan.length, plan.length, took_s, {"verify": took_s})
     after = loop.planner.observe(made, state, loop.now)
     assert after.credit_s == pytest.approx(state.credit_s - min(extra, plan.predicted_s))
     assert not after.trial_s

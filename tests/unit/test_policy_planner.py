@@ -56,7 +56,8 @@ def certain(rate, **config):
 
 def outcome(view_, plan, accepted, measured_s=1.0, **changes):
     accepted = np.minimum(accepted, plan.length)
-    return Outcome(view_.request, plan.draft, plan.length, accepted, accepted + 1, plan.length, plan.length, measured_s, **changes)
+    done = view_.request, plan.draft, plan.length, accepted, accepted + 1
+    return Outcome(*done, plan.length, plan.length, measured_s, **changes)
 
 
 # -- the seam
@@ -389,20 +390,25 @@ def test_a_step_of_nothing_but_prompts_that_end_is_learnt_from():
     _, state = made.plan(empty, made.start(), 0.0, RNG)
     ended = view(2)
     nothing = np.zeros(2, np.int64)
-    result = Outcome(ended.request, nothing - 1, nothing, nothing, nothing + 1, nothing, nothing, 3.0, {"verify": 3.0}, prefill_tokens=40)
+    done = ended.request, nothing - 1, nothing, nothing, nothing + 1, nothing, nothing
+    result = Outcome(*done, 3.0, {"verify": 3.0}, prefill_tokens=40)
     after = made.observe(result, state, 0.1)
     assert made.drift(after)["verify"] > 1
 
 
 @pytest.mark.parametrize(
-    ("draft", "length", "verified", "catchup", "prefill"), [(0, 3, 3, 1, 0), (1, 8, 2, 40, 0), (1, 1, 5, 0, 7), (-1, 0, 0, 5, 300)]
+    "row",
+    [(0, 3, 3, 1, 0), (1, 8, 2, 40, 0), (1, 1, 5, 0, 7), (-1, 0, 0, 5, 300)],
 )
-def test_the_time_of_one_row_is_predicted_by_plain_numbers_as_by_arrays(draft, length, verified, catchup, prefill):
+def test_the_time_of_one_row_is_predicted_by_plain_numbers_as_by_arrays(row):
+    draft, length, verified, catchup, prefill = row
     curve = LatencyCurve(1e-3 * np.arange(1.0, 65.0), 2e-4, 3e-5, 1e-6)
     model = LatencyModel(curve, (curve, LatencyCurve(curve.base_s / 7, 3e-5, 2e-6, 1e-7)), 2e-4, 3e-4)
-    now, beside = (view(rows, catchup=np.full((rows, 2), catchup), context=np.full(rows, 700)) for rows in (1, 2))
+    columns = ({"catchup": np.full((n, 2), catchup), "context": np.full(n, 700)} for n in (1, 2))
+    now, beside = (view(len(own["context"]), **own) for own in columns)
     one = lambda value: np.array([value])  # noqa: E731
-    told = Outcome(now.request, one(draft), one(length), one(0), one(1), one(length), one(verified), 0.1, prefill_tokens=prefill)
+    done = map(one, (draft, length, 0, 1, length, verified))
+    told = Outcome(now.request, *done, 0.1, prefill_tokens=prefill)
     plain, target = predicted_parts(model, told, now)
     arrays, same = predicted_parts(model, told, beside)
     assert plain == pytest.approx(arrays, rel=1e-12)

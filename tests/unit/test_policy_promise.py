@@ -19,7 +19,8 @@ def plan(length=2, tokens=8.0, seconds=STEP_S):
 def outcome(emitted, seconds=STEP_S, length=2, **changes):
     each, rows = np.full(ROWS, emitted / ROWS), np.arange(ROWS)
     lengths = np.full(ROWS, length)
-    made = Outcome(rows, np.zeros(ROWS, np.int64), lengths, lengths, each, lengths, lengths, seconds, {"verify": seconds})
+    done = rows, np.zeros(ROWS, np.int64), lengths, lengths, each, lengths, lengths
+    made = Outcome(*done, seconds, {"verify": seconds})
     return replace(made, **changes)
 
 
@@ -82,7 +83,8 @@ def test_a_step_without_speculation_promises_nothing_and_lets_what_was_fade():
 def view(rows=ROWS):
     columns = {"request": np.arange(rows), "context": np.full(rows, 100), "remaining": np.full(rows, 1000), "weight": np.ones(rows)}
     columns["ready"] = np.ones(rows, np.bool_)
-    return View(("small",), ceiling=np.full((rows, 1), 8), catchup=np.ones((rows, 1), np.int64), **columns)
+    columns |= {"ceiling": np.full((rows, 1), 8), "catchup": np.ones((rows, 1), np.int64)}
+    return View(("small",), **columns)
 
 
 def steps(planner, state, count, seconds_of):
@@ -96,7 +98,8 @@ def steps(planner, state, count, seconds_of):
         accepted = np.array([next((j for j in range(k) if rng.random() > 0.8), k) for k in made.length.tolist()])
         # an engine that tells nothing but the whole would have it corrected: here the table seems to hold, part by part
         parts_s = {"verify": planner.latency.target.seconds(int(made.length.sum()) + ROWS, ROWS, 400), "overhead": 0.0}
-        told = Outcome(seen.request, made.draft, made.length, accepted, accepted + 1, made.length, made.length, took_s, parts_s)
+        done = seen.request, made.draft, made.length, accepted, accepted + 1
+        told = Outcome(*done, made.length, made.length, took_s, parts_s)
         state = planner.observe(told, state, 0.01 * step)
     return lengths, state
 

@@ -80,7 +80,8 @@ def test_drawn_hazards_have_the_spread_of_what_is_not_known():
     (model, state), rng = judged(1), np.random.default_rng(2)
     expected = model.expected(state, [0])
     hazard, covariance = expected.hazard, model.covariance(state, expected)
-    samples = np.array([drawn(state, hazard, covariance, rng.standard_normal((1, 2)))[0, :, 0] for _ in range(4000)])
+    normals = (rng.standard_normal((1, 2)) for _ in range(4000))
+    samples = np.array([drawn(state, hazard, covariance, one)[0, :, 0] for one in normals])
     logit = np.log(samples / (1 - samples)) - np.log(hazard[0, :, 0] / (1 - hazard[0, :, 0]))
     assert logit.mean(0) == pytest.approx([0.0, 0.0], abs=0.08)
     assert logit[:, 0].std() < 0.2

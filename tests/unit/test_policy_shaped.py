@@ -1,4 +1,4 @@
-"""The planner of engines that can do more than one proposal a row: what it plans, what it refuses and why, what it learns."""
+"""The planner of engines that can do more than one proposal a row: what it plans and refuses."""
 
 from dataclasses import replace
 
@@ -21,7 +21,8 @@ def line(fixed_s, token_s, context_s=0.0):
 def shaped(model, drafts=ONE, rate=0.6, **shapes):
     """A planner that knows the acceptance rate of chains and does not explore."""
     acceptance = AcceptanceConfig(prior_hazard=rate, prior_strength=UNSHAKEABLE, request_variance=1e-3)
-    return ShapedPlanner(drafts, model, PlannerConfig(acceptance=acceptance, explore_share=0.0, k_max=4), Shapes(**shapes))
+    config = PlannerConfig(acceptance=acceptance, explore_share=0.0, k_max=4)
+    return ShapedPlanner(drafts, model, config, Shapes(**shapes))
 
 
 def planned(made, seen, steps=1):
@@ -107,7 +108,10 @@ def test_a_padding_engine_s_contexts_are_cut_and_the_padding_that_is_left_is_pai
     assert even.notes["why_not"][PIECES].startswith("does not pay: 0.")
 
 
-@pytest.mark.parametrize("setting", [{"cohorts": 0}, {"contention": 0.9}, {"merge_tokens": -1.0}, {"block_tokens": 0}])
+@pytest.mark.parametrize(
+    "setting",
+    [{"cohorts": 0}, {"contention": 0.9}, {"merge_tokens": -1.0}, {"block_tokens": 0}],
+)
 def test_a_capability_out_of_range_is_an_error_that_names_it(setting):
     ((name, value),) = setting.items()
     with pytest.raises(ValueError, match=f"{name} must be >= .*, got {value}"):

@@ -60,10 +60,17 @@ class Trims(FixedLength):
 
 
 @pytest.mark.parametrize(
-    ("mode", "control", "nodes"), [("on", None, [1, 1]), ("on", [True, False], [3, 1]), ("shadow", None, [3, 3]), ("off", None, [0, 0])]
+    ("mode", "control", "nodes"),
+    [
+        ("on", None, [1, 1]),
+        ("on", [True, False], [3, 1]),
+        ("shadow", None, [3, 3]),
+        ("off", None, [0, 0]),
+    ],
 )
 def test_only_the_planner_s_own_rows_are_trimmed_by_it(mode, control, nodes):
-    p = SwitchedPolicy(Trims("small", 2), Lever(speculation=mode, fixed_draft="large", fixed_length=3))
+    lever = Lever(speculation=mode, fixed_draft="large", fixed_length=3)
+    p = SwitchedPolicy(Trims("small", 2), lever)
     seen = view(2, control=None if control is None else np.array(control))
     plan, state = p.plan(seen, p.start(), 0.0, RNG)
     assert p.trim(seen, plan, Drafted(*np.zeros((4, 0))), state).tolist() == nodes

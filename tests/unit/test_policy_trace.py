@@ -36,7 +36,8 @@ def traced(steps=60, most_lines=1000, **config):
             plan, state = policy.plan(seen, state, 0.3 * step, draws)
             accepted = rng.integers(0, plan.length + 1)
             outcome = Outcome(
-                *(seen.request, plan.draft, plan.length, accepted, accepted + 1, plan.length, plan.length, float(rng.random())),
+                *(seen.request, plan.draft, plan.length, accepted, accepted + 1),
+                *(plan.length, plan.length, float(rng.random())),
                 parts_s={"verify": float(rng.random())},
                 free_request=seen.request[:1],
                 free_draft=np.array([1]),
@@ -112,7 +113,7 @@ def test_a_trace_of_before_is_refused_by_its_schema():
 
 def test_what_is_verified_is_the_planner_s_word():
     drafted = Drafted(*np.zeros((4, 0)))
-    inner = SimpleNamespace(trim=lambda view, plan, given, state: plan.length - 1 if given is drafted else None)
+    inner = SimpleNamespace(trim=lambda view, plan, given, _: plan.length - (given is drafted))
     plan = Plan(np.zeros(2, np.int64), np.array([2, 3]))
     assert Traced(inner, print, 9).trim(view(2), plan, drafted, None).tolist() == [1, 2]
 
@@ -214,7 +215,8 @@ def shaped_trace(shapes, steps=25):
     """The trace of a planner of shapes over a batch that changes, with evidence of what was tried."""
     lines, rng = [], np.random.default_rng(2)
     target = LatencyCurve(np.array([0.05, 0.051]), 0.001, 0.0, 1e-4)
-    model = LatencyModel(target, (LatencyCurve(np.array([0.0, 0.008]), 0.008),) * 2)  # both phases scale with the rows
+    draft = LatencyCurve(np.array([0.0, 0.008]), 0.008)
+    model = LatencyModel(target, (draft, draft))  # both phases scale with the rows
     policy = Traced(ShapedPlanner(("small", "large"), model, shapes=shapes), lines.append, 1000)
     state = policy.start()
     for step in range(steps):
@@ -224,12 +226,16 @@ def shaped_trace(shapes, steps=25):
             seen = replace(seen, control=rng.random(rows) < 0.5, given=Plan(np.zeros(rows, np.int64), np.full(rows, 2)), cap_s=0.6)
         plan, state = policy.plan(seen, state, 0.3 * step, RNG)
         accepted = rng.integers(0, plan.length + 1)
-        done = (seen.request, plan.draft, plan.length, accepted, accepted + 1, plan.length, plan.length, float(rng.random()))
-        state = policy.observe(Outcome(*done, shape=plan.shape), state, 0.3 * step + 0.1)
+        done = seen.request, plan.draft, plan.length, accepted, accepted + 1, plan.length
+        told = Outcome(*done, plan.length, float(rng.random()), shape=plan.shape)
+        state = policy.observe(told, state, 0.3 * step + 0.1)
     return lines
 
 
-@pytest.mark.parametrize("shapes", [Shapes(cohorts=2, contention=1.0), Shapes(pads=True, merge_tokens=8.0)])
+@pytest.mark.parametrize(
+    "shapes",
+    [Shapes(cohorts=2, contention=1.0), Shapes(pads=True, merge_tokens=8.0)],
+)
 def test_a_trace_with_shapes_replays_bit_for_bit(shapes):
     steps = list(replayed(shaped_trace(shapes)))
     assert len(steps) == 25
@@ -243,4 +249,5 @@ def test_a_trace_with_shapes_replays_bit_for_bit(shapes):
 
 def test_a_line_about_the_batch_has_the_reason_of_every_shape_not_used():
     plan, _ = explained(planner(**certain(0.8)), view(2))
-    assert explain_batch(plan).endswith("; no cohorts: engine runs no cohorts; no decomposition: engine does not pad")
+    why_not = "; no cohorts: engine runs no cohorts; no decomposition: engine does not pad"
+    assert explain_batch(plan).endswith(why_not)

@@ -4,6 +4,8 @@ import math
 import numpy as np
 import pytest
 
+from backend.ports import Proposal
+from backend.step_log import StepLog
 from policy import AcceptanceConfig, AdaptivePlanner, LatencyCurve, LatencyModel, Outcome, PlannerConfig, View
 from policy.calibration import Calibration
 from policy.plan import Drafted, Plan
@@ -46,9 +48,10 @@ def planned(length, price=1.0, **changes):
     return Plan(np.where(np.array(length) > 0, 0, -1), np.array(length), price=price, **changes)
 
 
-def trim(latency, view_, plan, proposed, calibration=None, correction=None):
+def trim(latency, view_, plan, proposed, calibration=None, correction=None, aloft=0):
     known = calibration or Calibration.none(2)
-    return trimmed(latency, latency.start() if correction is None else correction, known, view_, plan, proposed).tolist()
+    factors = latency.start() if correction is None else correction
+    return trimmed(latency, factors, known, view_, plan, proposed, aloft).tolist()
 
 
 # -- the choice
@@ -121,25 +124,18 @@ def stairs(edge, high_s=1.0):
 
 
 @pytest.mark.parametrize(
-    ("rows", "changes"),
+    ("rows", "changes", "aloft"),
     [
-        (2, {}),
-        (2, {"prefill_tokens": 6}),
-        (4, {"ready": np.array([True, True, False, False])}),  # a cohort of two: the others share no pass with it
-        (
-            4,
-            {
-                "ready": np.array([True, True, False, False]),
-                "flying": Plan(np.array([-1, -1, 0, 0]), np.array([0, 0, 3, 2])),
-            },
-        ),
+        (2, {}, 0),
+        (2, {"prefill_tokens": 6}, 0),
+        (2, {}, 7),
+        (4, {"ready": np.array([True, True, False, False])}, 0),  # others share no pass with a cohort
     ],
 )
-def test_the_staircase_begins_behind_what_the_pass_has_anyway(rows, changes):
-    seen = view(rows, **changes)
-    base = 2 + seen.prefill_tokens + (2 + 5 if seen.flying is not None else 0)
-    proposed = drafted([0.9, 0.5, 0.2], [0.8, 0.3, 0.1], *[[]] * (rows - 2))
-    assert trim(stairs(base + 4, 5.0), seen, planned([3, 3] + [0] * (rows - 2)), proposed)[:2] == [2, 1]
+def test_the_staircase_begins_behind_what_the_pass_has_anyway(rows, changes, aloft):
+    seen, latency = view(rows, **changes), stairs(2 + changes.get("prefill_tokens", 0) + aloft + 4, 5.0)
+    proposed, plan = drafted([0.9, 0.5, 0.2], [0.8, 0.3, 0.1], *[[]] * (rows - 2)), planned([3, 3] + [0] * (rows - 2))
+    assert trim(latency, seen, plan, proposed, aloft=aloft)[:2] == [2, 1]
 
 
 def test_measured_times_count_and_not_the_table_s():
@@ -154,12 +150,6 @@ def test_no_step_is_longer_than_the_cap_or_than_its_plan():
     for cap_s, predicted_s, nodes in ((math.inf, 2.0, 8), (2.15, 2.0, 4), (2.0, 2.0, 3), (1.5, 2.0, 3)):
         plan = planned([3], predicted_s=predicted_s)
         assert trim(latency, view(cap_s=cap_s), plan, proposed) == [nodes]
-
-
-@pytest.mark.parametrize(("headroom", "nodes"), [(9, [4, 3]), (3, [2, 1]), (0, [0, 0])])
-def test_no_more_nodes_than_have_room(headroom, nodes):
-    proposed = drafted([0.9, 0.8, 0.5, 0.4], [0.85, 0.6, 0.55])
-    assert trim(line(1.0, 0.0), view(2, headroom=headroom), planned([4, 3]), proposed) == nodes
 
 
 # -- what confidences are worth
@@ -214,6 +204,16 @@ def test_the_planner_trims_by_the_price_of_its_plan():
         assert p.trim(view(rows), plan, drafted(*[unsure] * rows), state).tolist() == [0] * rows
 
 
+def test_rows_in_flight_beside_the_planned_ones_have_their_tokens_in_the_pass():
+    seen, p = view(2, request=np.array([5, 6])), planner(stairs(2 + 4 + 3, 5.0))
+    in_flight = planned([1, 1])  # 4 tokens
+    whole = seen.beside(view(2), in_flight)
+    _, state = p.plan(whole, p.start(), 0.0, RNG)
+    proposed = drafted([0.9, 0.5, 0.2], [0.8, 0.3, 0.1])
+    assert p.trim(whole.of_rows(np.arange(2)), planned([3, 3]), proposed, state).tolist() == [1, 1]
+    assert p.trim(seen, planned([3, 3]), proposed, p.plan(seen, p.start(), 0.0, RNG)[1]).tolist() == [3, 3]
+
+
 @pytest.mark.parametrize("planning_s", [0.0, 10.0])  # each choice anew, or one kept for many steps
 @pytest.mark.parametrize("rows", [1, 4])
 def test_a_planner_learns_from_every_step_what_confidences_are_worth(rows, planning_s):
@@ -232,8 +232,27 @@ def test_a_planner_learns_from_every_step_what_confidences_are_worth(rows, plann
     assert p.trim(seen, priced, proposed, p.load(data, 0.0, 0.0)).tolist() == [0] * rows
 
 
+@pytest.mark.parametrize(
+    ("verified", "emitted", "fates"),
+    [
+        (0, [7], "1- 4-"),
+        (0, [4], "1- 4+"),
+        (1, [1, 2], "1+ 2+ 4- 5-"),
+        (1, [1, 7], "1+ 2- 4- 5-"),
+        (6, [1, 7], "1+ 2- 3- 4- 5- 6-"),
+        (6, [1], "1+ 4-"),  # where the text ends
+    ],
+)
+def test_only_nodes_behind_the_text_or_a_verified_one_are_evidence(verified, emitted, fates):
+    """Of the others only failures would ever be seen."""
+    made, tokens = StepLog(DRAFTS), [1, 2, 3, 4, 5, 6]  # 1 - 2 - 3, 4, and 5 behind 1 with 6 behind it
+    made.record(3, Proposal("small", tokens, [-1, 0, 1, -1, 0, 4], [1 - t / 10 for t in tokens]), verified, emitted, drawn=True)
+    done = made.outcome()
+    told = [f"{10 - 10 * c:.0f}{'-+'[held]}" for c, held in zip(done.node_confidence.tolist(), done.node_held.tolist(), strict=True)]
+    assert " ".join(told) == fates
+
+
 def test_a_draft_that_is_cut_short_is_not_believed_less_for_it():
-    """Of what is not verified only children of what is count: of deeper nodes failures alone are seen."""
     rng, hazard, nodes = np.random.default_rng(5), 0.8, 6
     confidence = hazard ** np.arange(1, nodes + 1)
     calibration, latency, verified = Calibration.none(2), line(1.0, 0.5), []

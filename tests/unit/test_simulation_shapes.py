@@ -1,4 +1,4 @@
-"""The simulated truth of cohorts and cut contexts against closed forms; and what the planner makes of it."""
+"""The simulated truth of cohorts and cut contexts, and what the planner makes of it."""
 
 from dataclasses import replace
 
@@ -27,7 +27,8 @@ def line(fixed_s, token_s, context_s=0.0):
 
 def deployment(**changes):
     model = LatencyModel(line(0.010, 1e-4), (line(0.001, 1e-5), line(0.001, 1e-5)))
-    return replace(Deployment("made-up", "made up", ("a", "b"), model, (False, False), noise=0.0), **changes)
+    made = Deployment("made-up", "made up", ("a", "b"), model, (False, False), noise=0.0)
+    return replace(made, **changes)
 
 
 def mix(prompt=20, output=3000):
@@ -45,7 +46,8 @@ class Always:
         return None
 
     def plan(self, view, state, now, rng):
-        return replace(Plan.within(view, 0, self.length), shape=self.shape(len(view)) if len(view) else None), state
+        shape = self.shape(len(view)) if len(view) else None
+        return replace(Plan.within(view, 0, self.length), shape=shape), state
 
     def observe(self, outcome, state, now):
         self.outcomes.append(outcome)
@@ -85,9 +87,9 @@ def test_padded_contexts_cost_their_padding_and_cut_ones_what_their_pieces_read(
 
 
 def test_a_recorded_simulation_with_shapes_replays_bit_for_bit():
-    made, lines = deployment(shapes=Shapes(cohorts=2, contention=1.05), max_active=6), []
+    (_, made, mix_), lines = cases()["cohorts"][1][0], []
     policy = Traced(ShapedPlanner(made.drafts, made.latency, shapes=made.shapes), lines.append, 500)
-    work = draw(mix(output=40), made.drafts, backlog(24), 0, made.k_max, 10.0)
+    work = draw(mix_, made.drafts, backlog(24), 0, made.k_max, 10.0)
     simulate(made, work, lambda: policy, 0)
     steps = list(replayed(lines))
     assert len(steps) > 50
@@ -106,7 +108,8 @@ def test_cohorts_pay_where_drafting_is_slow_and_the_target_is_busy_with_rows_and
 
 
 def test_cut_contexts_win_back_most_of_what_padding_costs_and_a_ragged_engine_has_nothing_to_gain():
-    padded, ragged = (run_point("decomposition", label, made, mix_, [0], 1) for label, made, mix_ in cases()["decomposition"][1])
+    points = cases()["decomposition"][1]
+    padded, ragged = (run_point("decomposition", *point, [0], 1) for point in points)
     assert padded["ratio"][0] > 1.5
     assert padded["tokens_per_s"] < 1.02 * ragged["tokens_per_s"]
     assert ragged["ratio"][0] == 1

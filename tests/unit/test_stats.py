@@ -19,7 +19,7 @@ def figures(stats):
 
 def step(draft, length, accepted):
     draft, length, accepted = (np.array(column) for column in (draft, length, accepted))
-    return Outcome(np.arange(len(draft)), draft, length, accepted, accepted + 1, length, np.zeros(len(draft), np.int64), 0.03)
+    return Outcome(np.arange(len(draft)), draft, length, accepted, accepted + 1, length, length, 0.03, followed=accepted)
 
 
 def test_observations_over_the_limit_are_dropped_and_counted(monkeypatch):
@@ -43,6 +43,23 @@ def test_a_step_s_rows_are_counted_by_draft_and_arm():
     assert seen["spindle_accepted_tokens_total", "fixed", "small"] == 1
     assert seen["spindle_draft_length", "fixed", "small"] == [2, 2]
     assert seen["spindle_step_predicted_seconds",] == [0.02]
+
+
+def test_nodes_are_counted_by_what_was_claimed_of_them():
+    stats, none = Stats(), np.zeros(0, np.int64)
+    nodes = {
+        "node_draft": np.array([0, 0, 1, 0]),
+        "node_confidence": np.array([0.91, 0.88, 1.0, 0.91]),
+        "node_drawn": np.array([True, True, False, False]),
+        "node_held": np.array([True, False, False, True]),
+    }
+    outcome = Outcome(*[none] * 7, measured_s=0.03, **nodes)
+    StepStats(stats).step(Plan(none, none), outcome, DRAFTS, [])
+    counted = {key[1:]: n for key, n in figures(stats).items() if key[0] == "spindle_draft_nodes_total"}
+    assert counted == {("0.94", "small", "true"): 2, ("1.0", "lookup", "false"): 1, ("0.94", "small", "false"): 1}
+    StepStats(stats).step(Plan(none, none), outcome, DRAFTS, [])
+    counted = {key[1:]: n for key, n in figures(stats).items() if key[0] == "spindle_draft_nodes_held_total"}
+    assert counted == {("0.94", "small", "true"): 1, ("1.0", "lookup", "false"): 0, ("0.94", "small", "false"): 1}
 
 
 def test_what_the_planner_would_have_done_is_counted_apart():

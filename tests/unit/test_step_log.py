@@ -45,14 +45,14 @@ def test_a_tree_tells_of_the_path_that_was_emitted_on_whatever_branch():
 def test_nodes_that_were_not_verified_are_judged_by_the_tokens_emitted():
     outcome = outcome_of(TREE, 1, [1, 2])  # 2 is the target's own, and what the tree has there
     assert (outcome.accepted.tolist(), outcome.scored.tolist(), outcome.followed.tolist()) == ([2], [2], [1])
-    assert outcome.node_confidence.tolist() == [0.8, 0.5, 0.4, 0.3]  # nobody knows of 3
-    assert outcome.node_held.tolist() == [True, False, True, False]
+    assert outcome.node_confidence.tolist() == [0.8, 0.5, 0.4]  # of others only failures are seen
+    assert outcome.node_held.tolist() == [True, False, True]
 
 
 def test_a_row_of_which_nothing_was_verified_is_evidence_too():
     outcome = outcome_of(TREE, 0, [4], drawn=True)
     assert (outcome.accepted.tolist(), outcome.scored.tolist(), outcome.followed.tolist()) == ([1], [1], [0])
-    assert outcome.node_held.tolist() == [False, True, False, False]
+    assert outcome.node_held.tolist() == [False, True]
     assert outcome.node_drawn.all()
 
 

@@ -50,7 +50,7 @@ def ended_trace(ending=None, flags="01"):
     for phase in ("queue", "prefill"):
         trace.enter(phase)
     trace.step(step_log(), None, 0, 1)
-    trace.step(step_log(), Proposal("small", [1, 2, 3]), 2, 3)
+    trace.step(step_log(), Proposal.chain("small", [1, 2, 3]), 2, 3)
     trace.end(ending or FINAL)
     return trace
 

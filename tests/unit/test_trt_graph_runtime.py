@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from backend.engines.trt_graph.engine import Shapes
-from backend.engines.trt_graph.inputs import Verification
 from backend.engines.trt_graph.runtime import Manifest, TrtGraphError, TrtRuntime, _library, open_engine
 
 MANIFEST = {
@@ -17,7 +16,6 @@ MANIFEST = {
     "max_context_tokens": 128,
     "max_draft_tokens": 4,
     "passes": [{"batch": 8, "queries": 6}],
-    "verifications": [{"mode": "greedy", "width": 0, "depth": 0}],
     "engines": {"logits": "logits.engine"},
 }
 SIZES = {"kv_blocks": 8, "max_context_tokens": 128, "max_draft_tokens": 4}
@@ -32,7 +30,7 @@ def folder(tmp_path):
 def test_a_manifest_is_read(folder):
     manifest = Manifest.read(folder)
     assert manifest.passes == (Shapes(8, 6),)
-    assert manifest.verifications == (Verification("greedy"),)
+    assert manifest.engines == {"logits": "logits.engine"}
 
 
 @pytest.mark.parametrize("text", ["{", "[]", json.dumps({**MANIFEST, "extra": 1}), json.dumps({**MANIFEST, "passes": [{"batch": 1}]})])

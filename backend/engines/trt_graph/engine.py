@@ -2,8 +2,8 @@
 
 They show correctness and are no serving path. The network (``engines_build.trt_graph.network``) runs a padded batch over gathered
 keys; here its inputs are made of chunks, and the keys and values that come out are written to the pool. What is not compiled into a
-verification (options that change logits, log-probabilities, merged drafts with laws of their own, a draft's laws) takes the same network
-with logits as its output, and torch's rule.
+verification (options that change logits, log-probabilities, what a draft proposes) takes the same
+network with logits as its output, and torch's rule.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ from backend.engines.checkpoint import LlamaConfig
 from backend.engines.chunks import Chunk, ancestors
 from backend.engines.llama import Llama
 from backend.engines.torch_engine import RAGGED, TorchEngine, _Job, step_limits
-from backend.engines.trt_graph.inputs import GREEDY, Inputs, Tensors, Verification
+from backend.engines.trt_graph.inputs import (
+    LOGITS,
+    Tensors,
+    inputs_of,
+    network_for,
+    suits,
+    verdicts_of,
+)
 from backend.engines.verification import Request, Verdict
 from backend.ports import BLOCK_TOKENS
 
@@ -35,16 +42,19 @@ class Shapes:
 
 
 class Runtime(Protocol):
-    """Compiled networks of one model on a device, with the weights; ``passes`` from few queries to many."""
+    """Compiled networks of one model on a device, with the weights.
+
+    ``passes`` go from few queries to many; ``verifies``: the verifications are among the networks.
+    """
 
     device: torch.device
     dtype: torch.dtype
-    verifications: Seq[Verification]
+    verifies: bool
     passes: Seq[Shapes]
     token_ids: torch.Tensor | None
 
     def run(self, network: str, tensors: Tensors) -> Tensors:
-        """Run ``logits`` or a verification by its name; inputs and outputs are on the device. ``pools`` are inputs too."""
+        """Run a network by its name; inputs, pools too, and outputs are on the device."""
         ...
 
 
@@ -69,8 +79,7 @@ class CompiledModel:
         self._pool = torch.zeros(shape, device=self.device, dtype=self.dtype)
         self._pools = {f"pool_{layer}": pool for layer, pool in enumerate(self._pool)}
         self._layers = [PoolLayer(pool[:-1]) for pool in self._pool]
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        self._inputs = Inputs(config.draft_vocab_size or config.vocab_size, wide, self.device, self.token_ids)
+        self._wide = torch.float64 if self.dtype == torch.float64 else torch.float32
 
     def forward(self, chunks: Seq[Chunk]) -> torch.Tensor:
         """Run the chunks, writing their KV; return the logits of the rows that want them, chunk by chunk: [rows, vocab]."""
@@ -78,23 +87,25 @@ class CompiledModel:
         chunks = [self._tail(chunk) for chunk in chunks]
         found: list[torch.Tensor] = [torch.empty(0)] * len(chunks)
         for group in self._passes(chunks):
-            logits = self._run("logits", [chunks[number] for number in group], {})["logits"]
+            logits = self._run(LOGITS, [chunks[number] for number in group], {})["logits"]
             for row, number in enumerate(group):
                 found[number] = logits[row, : chunks[number].logits]
         return torch.cat([part for parts, tail in zip(before, found, strict=True) for part in (*parts, tail)])
 
-    def decide(self, verification: Verification, chunks: Seq[Chunk], requests: Seq[Request]) -> list[Verdict]:
+    def decide(self, chunks: Seq[Chunk], requests: Seq[Request]) -> list[Verdict]:
         """Run chunks of which the last rows are the requests', writing their KV, and return the verdicts on these."""
         for chunk in chunks:
             self._run_long(chunk)
         chunks = [self._tail(chunk) for chunk in chunks]
-        verdicts = [Verdict(0, 0)] * len(chunks)
+        verdicts: dict[int, Verdict] = {}
         for group in self._passes(chunks):
             chosen = [requests[number] for number in group]
-            outputs = self._run(verification.name, [chunks[number] for number in group], self._inputs.of(verification, chosen))
-            for number, verdict in zip(group, self._inputs.verdicts(verification, chosen, outputs), strict=True):
-                verdicts[number] = verdict
-        return verdicts
+            network = network_for(chosen)
+            inputs = inputs_of(network, chosen, self.config.vocab_size, self._wide)
+            inputs = {name: tensor.to(self.device) for name, tensor in inputs.items()}
+            outputs = self._run(network, [chunks[number] for number in group], inputs)
+            verdicts |= zip(group, verdicts_of(network, chosen, outputs), strict=True)
+        return [verdicts[number] for number in range(len(chunks))]
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy the KV of slots [n] to others [n] in every layer, as if all at once."""
@@ -112,7 +123,7 @@ class CompiledModel:
             tokens = chunk.tokens[first : min(cut, first + self._longest)]
             behind = len(chunk.tokens) - first - len(tokens)
             logits = min(len(tokens), max(0, chunk.logits - behind))
-            outputs = self._run("logits", [Chunk(tokens, chunk.start + first, chunk.table, logits)], {})
+            outputs = self._run(LOGITS, [Chunk(tokens, chunk.start + first, chunk.table, logits)], {})
             found.append(outputs["logits"][0, :logits])
         return found
 
@@ -169,7 +180,7 @@ class TrtGraphEngine(TorchEngine):
     """The step engine over compiled networks; what its turns mean is ``TorchEngine``'s."""
 
     _compiled: CompiledModel
-    _verifications: list[Verification]
+    _verifies: bool
 
     @classmethod
     def over(
@@ -181,7 +192,7 @@ class TrtGraphEngine(TorchEngine):
         with torch.inference_mode():
             engine._compiled = CompiledModel(config, runtime, kv_blocks)
         engine._attach(name, cast(Llama, engine._compiled), limits, RAGGED)
-        engine._verifications = sorted(runtime.verifications, key=lambda one: (one.width, one.mode != GREEDY))
+        engine._verifies = runtime.verifies
         return engine
 
     def close(self) -> None:
@@ -190,26 +201,22 @@ class TrtGraphEngine(TorchEngine):
         del self._compiled
 
     def _pass(self, running: list[tuple[_Job, Chunk]]) -> None:
-        """Decide about chunks where they are run, in as few kinds of passes as there may be, and about the rest from logits."""
-        left = running
-        while True:
-            suited = {kind: [pair for pair in left if _suits(kind, *pair)] for kind in self._verifications}
-            kind = max(self._verifications, key=lambda kind: len(suited[kind]), default=None)
-            if kind is None or not suited[kind]:
-                break
-            self._decide_inside(kind, suited[kind])
-            left = [pair for pair in left if pair not in suited[kind]]
-        if left:
-            super()._pass(left)
-
-    def _decide_inside(self, kind: Verification, pairs: list[tuple[_Job, Chunk]]) -> None:
-        verdicts = self._compiled.decide(kind, [chunk for _, chunk in pairs], [job.request for job, _ in pairs])
-        self._ran(pairs)
-        for (job, _), verdict in zip(pairs, verdicts, strict=True):
-            self._take(job, verdict)
+        """Decide about chunks inside the networks where that is compiled, else from logits."""
+        inside, others = list[tuple[_Job, Chunk]](), list[tuple[_Job, Chunk]]()
+        for pair in running:
+            (inside if self._verifies and _suits(*pair) else others).append(pair)
+        if inside:
+            jobs, chunks = zip(*inside, strict=True)
+            verdicts = self._compiled.decide(chunks, [job.request for job in jobs])
+            self._ran(inside)
+            for job, verdict in zip(jobs, verdicts, strict=True):
+                self._take(job, verdict)
+        if others:
+            super()._pass(others)
 
 
-def _suits(kind: Verification, job: _Job, chunk: Chunk) -> bool:
-    """Whether nothing is wanted of a chunk but the verdict that a verification gives."""
-    more = job.keeps_law or job.rows_scored or job.context_rows or job.turn.widths or job.turn.sequence.generation_logits
-    return not more and chunk.logits == job.request.rows and kind.suits(job.request)
+def _suits(job: _Job, chunk: Chunk) -> bool:
+    """Whether nothing is wanted of a chunk but a verdict that is compiled in."""
+    turn = job.turn
+    more = turn.nodes or job.rows_scored or job.context_rows or turn.sequence.generation_logits
+    return not more and chunk.logits == job.request.rows and suits(job.request)

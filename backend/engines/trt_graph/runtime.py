@@ -18,7 +18,7 @@ import torch
 
 from backend.engines.checkpoint import DTYPES, Weights, load
 from backend.engines.trt_graph.engine import Shapes, TrtGraphEngine
-from backend.engines.trt_graph.inputs import Tensors, Verification
+from backend.engines.trt_graph.inputs import GREEDY, Tensors
 
 MANIFEST = "trt_graph.json"
 
@@ -40,7 +40,6 @@ class Manifest:
     max_context_tokens: int
     max_draft_tokens: int
     passes: tuple[Shapes, ...]
-    verifications: tuple[Verification, ...]
     engines: dict[str, str]
 
     @classmethod
@@ -50,7 +49,6 @@ class Manifest:
         try:
             raw = json.loads(path.read_text("utf-8"))
             raw["passes"] = tuple(Shapes(**one) for one in raw["passes"])
-            raw["verifications"] = tuple(Verification(**one) for one in raw["verifications"])
             return cls(**raw)
         except OSError as error:
             raise TrtGraphError(
@@ -72,7 +70,7 @@ class TrtRuntime:
         self._trt = _library(manifest)
         self.config, weights = load(folder, manifest.dtype, device)
         self.device, self.dtype = torch.device(device), DTYPES[manifest.dtype]
-        self.verifications: Seq[Verification] = manifest.verifications
+        self.verifies = GREEDY in manifest.engines
         self.passes: Seq[Shapes] = manifest.passes
         self.token_ids = weights.pop("lm_head.token_ids", None)
         self._weights: Weights = weights if manifest.shared else {}
