@@ -122,6 +122,11 @@ class Drafting:
         confidence = np.array([c for _, _, proposal in rows for c in proposal.confidence])
         return Drafted(row, draft, confidence, drawn.astype(np.bool_))
 
+    def best(self, drafted: Proposal | None, nodes: int) -> Proposal | None:
+        """Return the tree of so many nodes, at most what the target verifies; None where that is none."""
+        most = min(nodes, self._most_nodes or _EVERY_NODE)
+        return drafted.first(most) if drafted and most > 0 else None
+
     def cancel(self, sequence_ids: Iterable[int]) -> None:
         """Make every draft forget sequences."""
         for draft in self.engines:

@@ -310,7 +310,7 @@ class Orchestrator:
                 nodes = flight.plan.length
         for session, most in zip(flight.sessions, nodes.tolist(), strict=True):
             row = proposals[session.id]
-            row.chosen = row.drafted.first(most) if row.drafted and most > 0 else None
+            row.chosen = self._drafting.best(row.drafted, most)
 
     def _turn(self, session: Session, proposal: Proposal | None, run: int, piece_tokens: int) -> Turn:
         """Verify a proposal, or else run as many tokens as planned, at most as a turn may: an engine that queues turns pays for each."""

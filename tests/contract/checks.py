@@ -115,10 +115,11 @@ def counts(served: Served) -> None:
             row = rows.get((request, at), Proposals())
             tokens = texts[request][at : at + emitted]
             place = int(np.flatnonzero(outcome.request == request)[0])
-            expected = recounted(row.drafted, drafts, tokens, trimmed.get((request, at), 0))
+            trim = min(trimmed.get((request, at), 0), served.scenario.nodes or K_MAX)
+            expected = recounted(row.drafted, drafts, tokens, trim)
             found = {name: getattr(outcome, name)[place].item() for name in expected}
             assert found == expected, f"counts of {row} that emitted {tokens}"
-            for confidence, was_held in fates(row.drafted, tokens):
+            for confidence, was_held in fates(row.drafted, tokens, trim):
                 nodes.append((expected["draft"], confidence, not greedy[request], was_held))
             for proposal in row.unused:
                 of_it = recounted(proposal, drafts, tokens, 0)
@@ -173,13 +174,14 @@ def recounted(
     }
 
 
-def fates(drafted: Proposal | None, emitted: list[int]) -> list[tuple[float, bool]]:
-    """(confidence, held) of the nodes of which the emitted tokens tell."""
-    return [
-        (confidence, held(path, emitted))
-        for path, confidence in zip(paths(drafted), drafted.confidence, strict=True)
-        if len(path) <= len(emitted) or path[: len(emitted)] != tuple(emitted)
-    ] if drafted else []
+def fates(drafted: Proposal | None, emitted: list[int], trim: int) -> list[tuple[float, bool]]:
+    """(confidence, held) of the nodes right behind what was verified, if the text reaches them."""
+    found = []
+    for node, path in enumerate(paths(drafted) if drafted else []):
+        reached = len(path) <= len(emitted) or path[: len(emitted)] != tuple(emitted)
+        if drafted.parents[node] < trim and reached:
+            found.append((drafted.confidence[node], held(path, emitted)))
+    return found
 
 
 def free_rows(outcome: Outcome) -> list[tuple[int, ...]]:

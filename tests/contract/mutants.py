@@ -25,7 +25,7 @@ from backend.request import FinishReason, SamplingParams
 from backend.step_log import StepLog
 from tests.contract import checks
 from tests.contract.deployment import K_MAX
-from tests.contract.scenarios import ALIKE, BUSY, CROWDED, MIXED, TAILED, Scenario, greedily
+from tests.contract.scenarios import ALIKE, BUSY, CRAMPED, CROWDED, MIXED, TAILED, Scenario, greedily
 
 Patch = pytest.MonkeyPatch
 
@@ -367,7 +367,7 @@ def cut_a_parent_before_its_child(patch: Patch) -> None:
 @killed_by(checks.counts, BUSY)
 def verify_all_that_was_proposed(patch: Patch) -> None:
     """Costs time, never exactness: a trim that is not heard."""
-    wrap(patch, Proposal, "first", lambda original, proposal, nodes: proposal)
+    wrap(patch, Drafting, "best", lambda original, drafting, drafted, nodes: original(drafting, drafted, 99))
 
 
 @killed_by(checks.counts, BUSY)
@@ -539,6 +539,13 @@ def trust_the_content_of_a_block_that_was_given_to_another(patch: Patch) -> None
         return min((len(sequence.tokens) - 1) // BLOCK_TOKENS, len(sequence.keys))
 
     wrap(patch, kv_caches.Caches, "shared_blocks", shared)
+
+
+@killed_by(checks.texts, CRAMPED)
+def go_on_without_the_kv_that_was_given_back(patch: Patch) -> None:
+    """Engines are not told of a lost block table."""
+    patch.setattr(TorchEngine, "cancel", lambda engine, ids: None)
+    patch.setattr(kv_caches.Cache, "grew_into", lambda cache, blocks: True)
 
 
 # -- options, log-probabilities, ends

@@ -9,16 +9,15 @@ import pytest
 import torch
 
 from backend.engines.torch_engine import TorchEngine
-from tests.contract import checks, deployment
-from tests.contract.scenarios import BUSY, MIXED, reference
+from tests.contract import deployment
+from tests.contract.scenarios import BUSY, MIXED, plain_text
 
 
 @contextmanager
 def engines_on(device: torch.device) -> Iterator[None]:
     """Put every engine made of weights there; what is compared with has been made on the host before."""
-    reference()
     for ask in (*BUSY.asks, *MIXED.asks):
-        checks.plain_text(ask)
+        plain_text(ask)
     from_weights = TorchEngine.from_weights
 
     def put(name, config, weights, **options):

@@ -32,7 +32,7 @@ def test_texts_are_those_of_plain_decoding_and_a_sure_draft_is_right_from_its_fi
     drafted = [(session.drafted, session.accepted) for session in sessions]
     deployment.run()
     for session, prompt, (proposed, accepted) in zip(sessions, PROMPTS, drafted, strict=True):
-        assert session.sequence.tokens == reference.greedy(prompt, LENGTH)
+        assert session.sequence.tokens == reference.text(prompt, LENGTH)
         assert session.drafted - proposed == session.accepted - accepted > 0
     assert deployment.counters().get(("spindle_fallback_total", "draft_error"), 0) == 0
 
@@ -51,5 +51,5 @@ def test_drafts_of_other_shapes_come_and_go_in_every_step():
         chosen = [engine for place, engine in enumerate(engines) if (step + 1) >> place & 1]
         change(deployment, chosen, [(column, 2 + step % 3) for column in range(-1, len(chosen))])
     deployment.run()
-    assert [session.sequence.tokens for session in sessions] == [reference.greedy(prompt, LENGTH) for prompt in PROMPTS]
+    assert [session.sequence.tokens for session in sessions] == [reference.text(prompt, LENGTH) for prompt in PROMPTS]
     assert sum(session.accepted for session in sessions) > 0

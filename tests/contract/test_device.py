@@ -11,11 +11,10 @@ from backend.engines.torch_engine import TorchEngine
 from backend.ports import Proposal, Sequence, Turn
 from backend.request import SamplingParams
 from tests.contract import checks
-from tests.contract.cohort_checks import FREE, NUMBERS
 from tests.contract.deployment import tiny_engine
 from tests.contract.on_device import engines_on
 from tests.contract.pretend_device import DEVICE, OnDevice, PretendDevice
-from tests.contract.scenarios import ALIKE, BUSY, MIXED, TREES, serve
+from tests.contract.scenarios import ALIKE, BUSY, MIXED, in_earnest, serve
 
 
 @contextmanager
@@ -26,13 +25,13 @@ def pretended():
 
 
 @pytest.mark.parametrize("attention", ["ragged", "tiled", "padded", "graphs"])
-@pytest.mark.parametrize("scenario", [BUSY, TREES, MIXED], ids=["chains", "trees", "options"])
+@pytest.mark.parametrize("scenario", [BUSY, MIXED], ids=["busy", "options"])
 def test_texts_of_a_device_are_those_of_plain_decoding_and_nothing_meets_the_host_s(attention, scenario):
     with pretended():
         pieces = (16, 0, 32) if attention == "padded" else ()
-        served, sessions = serve(replace(scenario, attention=attention, pieces=pieces))
-        assert isinstance(served.target._model._pool, OnDevice)
-        checks.texts_are(scenario, sessions)
+        served = serve(replace(scenario, attention=attention, pieces=pieces))
+        assert isinstance(served.deployment.target._model._pool, OnDevice)
+        checks.texts(served)
 
 
 def step(engine, turns):
@@ -52,7 +51,7 @@ def test_a_greedy_step_in_static_shapes_uploads_once_and_waits_once(requests, pr
             step(engine, [Turn(sequence, 3) for sequence in sequences])  # records the size
         for _ in range(2):
             device.counted.clear()
-            proposal = Proposal("draft", [4] * proposed) if proposed else None
+            proposal = Proposal.chain("draft", [4] * proposed) if proposed else None
             completions = step(engine, [Turn(sequence, len(sequence.tokens), proposal=proposal) for sequence in sequences])
             for sequence, completion in zip(sequences, completions, strict=True):
                 sequence.tokens += completion.tokens[-1:]
@@ -83,23 +82,12 @@ def pretended_beside(monkeypatch, side_stream=None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["ragged", "graphs"])
-@pytest.mark.parametrize("scenario", [FREE, TREES, MIXED, ALIKE], ids=["chains", "trees", "options", "alike"])
+@pytest.mark.parametrize("scenario", [BUSY, MIXED, ALIKE], ids=["busy", "options", "alike"])
 def test_cohorts_on_a_stream_beside_wait_for_all_that_crosses_and_texts_are_those_of_plain_decoding(monkeypatch, attention, scenario):
     with pretended_beside(monkeypatch):
-        served, sessions = serve(replace(scenario, attention=attention, cohorts=NUMBERS, poisons=False))
-        checks.texts_are(scenario, sessions)
-        assert ("spindle_fallback_total", "target_error") not in served.counters()
-
-
-def test_a_target_that_waits_for_nothing_but_what_was_loaded_is_found_out(monkeypatch):
-    """The drafts' laws are what crosses in every step."""
-
-    def waits_once(device):
-        event = device.streams.event()
-        return lambda: device._queued_on("side", event)
-
-    with pytest.raises(AssertionError, match="has not waited for default"), pretended_beside(monkeypatch, waits_once):
-        serve(replace(MIXED, cohorts=NUMBERS, poisons=False))
+        served = serve(in_earnest(replace(scenario, attention=attention)))
+        checks.texts(served)
+        assert ("spindle_fallback_total", "target_error") not in served.deployment.counters()
 
 
 def test_the_rules_of_streams_are_kept():

@@ -7,7 +7,7 @@ import pytest
 
 from backend.request import SamplingParams
 from tests.contract.deployment import Deployment, Scripted, tiny_engine
-from tests.contract.scenarios import CROSSED, PROMPTS, SCRIPT, TREE_SCRIPT, new_drafts, reference
+from tests.contract.scenarios import CROSSED, PROMPTS, SCRIPT, TRIMS, new_drafts, reference
 
 
 def asks(deployment):
@@ -21,11 +21,11 @@ def asks(deployment):
     return sessions
 
 
-@pytest.mark.parametrize("script", [SCRIPT, TREE_SCRIPT, ((6, 4),)], ids=["chains", "trees", "oracle"])
+@pytest.mark.parametrize("script", [SCRIPT, ((6, 4),)], ids=["trees", "oracle"])
 @pytest.mark.parametrize(("attention", "kv_blocks"), [("ragged", 64), ("tiled", 9), ("padded", 64)], ids=["ragged", "little KV", "padded"])
 def test_each_token_has_its_logits_and_each_of_the_prompt_too(script, attention, kv_blocks):
     engine = tiny_engine(attention=attention)
-    deployment = Deployment(engine, new_drafts(attention), Scripted(script), chunk_tokens=5, max_active=6, kv_blocks=kv_blocks)
+    deployment = Deployment(engine, new_drafts(attention), Scripted(script, TRIMS), chunk_tokens=5, max_active=6, kv_blocks=kv_blocks)
     sessions = asks(deployment)
     deployment.run()
     assert (deployment.counters().get(("spindle_preemptions_total",), 0) > 0) == (kv_blocks < 64)

@@ -5,7 +5,8 @@ import pytest
 from backend import drafting
 from backend.engines import torch_engine
 from backend.engines.llama import Llama
-from tests.contract.checks import greedy_texts_are_those_of_plain_decoding, kv_is_that_of_a_fresh_prefill
+from tests.contract import checks
+from tests.contract.scenarios import BUSY
 
 
 def break_now_and_then(monkeypatch, owner, name):
@@ -23,10 +24,9 @@ def break_now_and_then(monkeypatch, owner, name):
     return calls
 
 
-@pytest.mark.parametrize("check", [greedy_texts_are_those_of_plain_decoding, kv_is_that_of_a_fresh_prefill])
 @pytest.mark.parametrize(("owner", "name"), [(Llama, "forward"), (torch_engine, "verify")])
-def test_passes_that_raise_change_no_text(monkeypatch, owner, name, check):
+def test_passes_that_raise_change_no_text(monkeypatch, owner, name):
     calls = break_now_and_then(monkeypatch, owner, name)
     monkeypatch.setattr(drafting, "COOLDOWN_S", 0.0)
-    check()
+    checks.exact(BUSY, checks.texts, checks.kv_is_fresh)
     assert len(calls) > 30

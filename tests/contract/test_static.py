@@ -1,7 +1,6 @@
-"""Passes in static shapes, as CUDA graphs replay them (here run anew each time): the exactness suite, and every row as it is alone."""
+"""Passes in static shapes, as CUDA graphs replay them (here run anew each time): every row is as it is alone."""
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,33 +11,7 @@ from hypothesis import strategies as st
 from backend.engines.chunks import Chunk, KVTable
 from backend.engines.static import MOST_QUERIES, Inputs, Size
 from backend.ports import BLOCK_TOKENS
-from tests.contract import checks
 from tests.contract.deployment import BLOCKS, VOCAB, tiny_engine
-from tests.contract.scenarios import ALIKE, BUSY, MIXED, SCRIPT, TREES
-
-
-def static(scenario):
-    return replace(scenario, attention="graphs")
-
-
-@pytest.mark.parametrize(
-    "scenario", [BUSY, TREES, MIXED, replace(BUSY, chunk_tokens=40)], ids=["chains", "trees", "options", "long chunks"]
-)
-def test_texts_are_those_of_plain_decoding(scenario):
-    checks.texts_are_those_of_plain_decoding(static(scenario))
-
-
-def test_texts_that_begin_alike_share_kv_and_are_those_of_plain_decoding():
-    checks.texts_that_begin_alike_share_kv_and_are_those_of_plain_decoding(static(ALIKE))
-
-
-@pytest.mark.parametrize("scenario", [BUSY, replace(TREES, script=(*TREES.script, *SCRIPT))], ids=["chains", "trees"])
-def test_kv_is_that_of_a_fresh_prefill(scenario):
-    checks.kv_is_that_of_a_fresh_prefill(static(scenario))
-
-
-def test_log_probs_are_those_of_the_text():
-    checks.log_probs_are_those_of_the_text(static(MIXED))
 
 
 @st.composite

@@ -15,10 +15,9 @@ from backend.engines.torch_engine import TorchEngine
 from backend.ports import Proposal, Sequence, Turn
 from backend.request import SamplingParams
 from tests.contract import checks
-from tests.contract.cohort_checks import COHORTS, FREE, NUMBERS
 from tests.contract.deployment import VOCAB, tiny_config, tiny_engine
 from tests.contract.on_device import engines_on
-from tests.contract.scenarios import BUSY, MIXED
+from tests.contract.scenarios import BUSY, MIXED, in_cohorts, in_earnest
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU here")]
 
@@ -35,7 +34,7 @@ def test_texts_in_fp64_are_those_of_plain_decoding_on_the_host(attention, scenar
 
 
 @pytest.mark.parametrize("attention", ["ragged", "tiled", "graphs"])
-@pytest.mark.parametrize("scenario", [COHORTS, FREE, replace(MIXED, cohorts=NUMBERS, poisons=False)])
+@pytest.mark.parametrize("scenario", [in_cohorts(BUSY), in_earnest(BUSY), in_earnest(MIXED)])
 def test_texts_of_cohorts_on_two_streams_are_those_of_plain_decoding_on_the_host(attention, scenario):
     """Graphs are recorded by the target's thread while the drafts run, too."""
     with engines_on(torch.device("cuda")):

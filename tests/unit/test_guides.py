@@ -37,33 +37,33 @@ def letters(mask):
 @pytest.mark.parametrize("kind", GUIDES)
 def test_a_text_of_the_grammar_is_allowed_token_by_token_and_then_may_end(grammars, kind):
     guide, text = made(grammars, kind), list(GUIDES[kind][1].encode())
-    masks = guide.masks([], text)
-    assert len(masks) == len(text) + 1
+    masks = [guide.mask(text[:at]) for at in range(len(text) + 1)]
     assert all(mask[token] for mask, token in zip(masks, text, strict=False))
     assert masks[-1][END]
     assert not masks[0][END]
 
 
-def test_masks_end_behind_the_first_token_that_is_not_allowed(grammars):
+def test_behind_a_token_that_is_not_allowed_there_is_no_mask(grammars):
     guide = made(grammars)
-    masks = guide.masks(list(b"ab"), list(b"cax"))
-    assert [letters(mask) for mask in masks] == ["acx", "d"]
+    assert letters(guide.mask(list(b"ab"))) == "acx"
+    assert letters(guide.mask(list(b"abc"))) == "d"
+    assert guide.mask(list(b"abca")) is None
     assert guide.allowed(list(b"ab"), list(b"cax")) == 1
-    assert guide.masks(list(b"b"), []) == []
+    assert guide.mask(list(b"b")) is None
 
 
 def test_a_guide_can_be_asked_about_any_place_in_any_order(grammars):
     guide, text = made(grammars), list(b"ab" * 100 + b"cd")
     for end in (202, 3, 150, 0, 202, 101):
-        assert letters(guide.masks(text[:end], [])[0]) == ("b" if end % 2 else "acx" if end else "ac")
+        assert letters(guide.mask(text[:end])) == ("b" if end % 2 else "acx" if end else "ac")
 
 
 def test_a_request_s_own_end_ids_end_the_text_and_an_end_is_no_token_of_the_grammar(grammars):
     guide = made(grammars, end_ids=frozenset({ord("x"), 7}))
-    assert letters(guide.masks(list(b"ab"), [])[0]) == "acx"
-    assert guide.masks(list(b"ab"), [ord("x"), 3])[1:] == []
-    masks = made(grammars, end_ids=frozenset({7})).masks(list(b"abx"), [])
-    assert masks[0].nonzero()[0].tolist() == [7]
+    assert letters(guide.mask(list(b"ab"))) == "acx"
+    assert guide.mask(list(b"abx")) is None
+    mask = made(grammars, end_ids=frozenset({7})).mask(list(b"abx"))
+    assert mask.nonzero()[0].tolist() == [7]
 
 
 def test_an_end_counts_among_the_allowed_proposals_where_the_text_may_end(grammars):
@@ -75,7 +75,7 @@ def test_an_end_counts_among_the_allowed_proposals_where_the_text_may_end(gramma
 def test_a_guide_made_in_one_thread_serves_another(grammars):
     with ThreadPoolExecutor(1) as pool:
         guide = pool.submit(made, grammars).result()
-    assert letters(guide.masks([], [])[0]) == "ac"
+    assert letters(guide.mask([])) == "ac"
 
 
 @pytest.mark.parametrize(
@@ -113,5 +113,5 @@ def test_a_grammar_beyond_the_parsers_limits_allows_nothing_but_an_end_and_says_
     guide = made(grammars)
     guide._matcher.consume_token(ord("!"))  # the parser's own errors are for good
     guide._masks.clear()
-    assert guide.masks([], [])[0].nonzero()[0].tolist() == [END]
+    assert guide.mask([]).nonzero()[0].tolist() == [END]
     assert guide.failure
