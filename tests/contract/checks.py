@@ -77,9 +77,7 @@ def log_probs(served: Served, tolerance: float = 1e-9) -> None:
             continue
         tokens, prompt_tokens, sampling = sequence.tokens, sequence.prompt_tokens, sequence.sampling
         places = range(prompt_tokens, len(tokens))
-        expected = [
-            reference().log_probs(tokens[:at], prompt_tokens, sampling)[tokens[at]] for at in places
-        ]
+        expected = [reference().log_probs(tokens[:at], prompt_tokens, sampling)[tokens[at]] for at in places]
         assert len(sink.log_probs) == len(expected), "log-probabilities"
         same = np.allclose(sink.log_probs, expected, rtol=0.0, atol=tolerance)
         assert same, f"log-probabilities under {sampling}"
@@ -158,9 +156,7 @@ def held(path: tuple[int, ...], emitted: list[int]) -> bool:
     return list(path) == emitted[: len(path)]
 
 
-def recounted(
-    drafted: Proposal | None, drafts: tuple[str, ...], emitted: list[int], trim: int
-) -> dict[str, int]:
+def recounted(drafted: Proposal | None, drafts: tuple[str, ...], emitted: list[int], trim: int) -> dict[str, int]:
     """A row of an outcome, path by path."""
     whole = paths(drafted) if drafted else []
     length = max(map(len, whole), default=0)

@@ -88,17 +88,12 @@ class Served(NamedTuple):
 
 def asks_of(*samplings: SamplingParams) -> tuple[Ask, ...]:
     """Requests that come, queue and go."""
-    return tuple(
-        Ask(n % 6, 24, n, 4 if n == 2 else None, sampling=samplings[n % len(samplings)])
-        for n in range(9)
-    )
+    return tuple(Ask(n % 6, 24, n, 4 if n == 2 else None, sampling=samplings[n % len(samplings)]) for n in range(9))
 
 
 BUSY = Scenario(asks_of(GREEDY, SAMPLED), max_active=4)
 
-TAILED = Scenario(
-    tuple(Ask(n, 24, sampling=SamplingParams(0.35, seed=seed)) for n, seed in ((5, 17), (3, 27)))
-)
+TAILED = Scenario(tuple(Ask(n, 24, sampling=SamplingParams(0.35, seed=seed)) for n, seed in ((5, 17), (3, 27))))
 """Seeds by which a token of the tail is drawn."""
 
 UNEVEN = Scenario(
@@ -112,7 +107,16 @@ UNEVEN = Scenario(
 """Long contexts beside short ones in a target that pads, cut into other pieces in every step, or not."""
 
 ALIKE = Scenario(
-    (Ask(6, 12), Ask(6, 20, sampling=SAMPLED), Ask(7, 12, 1), Ask(8, 16, 1, 3), Ask(6, 9, 4), Ask(7, 12, 4, salt="b"), Ask(8, 16, 12), Ask(6, 12, 18)),
+    (
+        Ask(6, 12),
+        Ask(6, 20, sampling=SAMPLED),
+        Ask(7, 12, 1),
+        Ask(8, 16, 1, 3),
+        Ask(6, 9, 4),
+        Ask(7, 12, 4, salt="b"),
+        Ask(8, 16, 12),
+        Ask(6, 12, 18),
+    ),
     chunk_tokens=20,
     kv_blocks=20,
 )

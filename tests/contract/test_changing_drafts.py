@@ -24,7 +24,7 @@ def change(deployment, drafts, script):
 def test_texts_are_those_of_plain_decoding_and_a_sure_draft_is_right_from_its_first_proposal(before):
     reference = Reference(tiny_engine("reference"))
     wrong, sure = tiny_engine("wrong", seed=5, noise=2.0), tiny_engine("sure")
-    deployment = Deployment(tiny_engine(), [wrong], Scripted([(0, 3)]))
+    deployment = Deployment(tiny_engine(), [wrong], Scripted([(0, 3)]), nodes=0)
     sessions = [deployment.submit(prompt, LENGTH) for prompt in PROMPTS]
     for _ in range(before):
         deployment.step()

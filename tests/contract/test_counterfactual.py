@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from backend.engines.counterfactual import RACE_ROWS, SCORED_ROWS, chains
+from backend.engines.counterfactual import DRAWN_ROWS, SCORED_ROWS, chains
 from backend.ports import Sequence, Turn
 from backend.request import SamplingParams
 from policy import NO_DRAFT
@@ -15,12 +15,13 @@ from tests.contract.deployment import K_MAX, Deployment, Scripted, tiny_config, 
 from tests.contract.scenarios import PROMPTS
 
 numbers = itertools.count(10**6)
+ALL_NODES = 99
 BLOCKS = {"target": list(range(4)), "draft": list(range(4))}
 SAMPLINGS = {
     "greedy": SamplingParams(),
-    "plan-invariant": SamplingParams(0.9, top_k=9, seed=5, coupled=True),
+    "sampled": SamplingParams(0.9, top_k=9, seed=5),
     "greedy with options": SamplingParams(repetition_penalty=1.3, frequency_penalty=0.2, bad_words=((7,), (3, 20)), bias=((2, 1.0),)),
-    "plan-invariant with options": SamplingParams(1.2, seed=8, coupled=True, presence_penalty=0.5, min_tokens=40, end_ids=(1, 2)),
+    "sampled with options": SamplingParams(1.2, seed=8, presence_penalty=0.5, min_tokens=40, end_ids=(1, 2)),
 }
 DRAFTS = {
     "near": lambda: tiny_engine("draft", seed=1, noise=0.06),
@@ -40,7 +41,7 @@ def alone(engine, sequence, end, **turn):
     other = replace(sequence, id=next(numbers), tokens=sequence.tokens[:end])
     completion = complete(engine, other, **turn)
     engine.cancel([other.id])
-    return completion.tokens
+    return completion.proposal.spine().tokens
 
 
 def emit(sequence, count):
@@ -55,7 +56,7 @@ def replayed(draft, sequence, begin, k=K_MAX):
     found, at, tokens = [], begin, sequence.tokens
     while at < len(tokens):
         length = min(k, len(tokens) - at)
-        proposed = alone(draft, sequence, at, run=length, keep_probs=True)
+        proposed = alone(draft, sequence, at, run=length, nodes=ALL_NODES)
         accepted = next((j for j in range(length) if proposed[j] != tokens[at + j]), length)
         found.append((accepted, length))
         at += accepted + 1
@@ -71,34 +72,32 @@ def new_sequence(sampling, prompt=(3, 1, 4, 1, 5)):
 def test_a_draft_that_was_idle_is_credited_with_exactly_the_chains_of_a_replay(draft, sampling):
     draft, sequence = DRAFTS[draft](), new_sequence(SAMPLINGS[sampling])
     emit(sequence, 3)
-    first = complete(draft, sequence, run=2, keep_probs=True)
+    first = complete(draft, sequence, run=2, nodes=ALL_NODES)
     assert first.scored == replayed(draft, sequence, 5)  # all three tokens of the output so far
-    accepted = next(
-        (j for j, pair in enumerate(zip(first.tokens, alone(tiny_engine(), sequence, 8, run=2), strict=True)) if len({*pair}) > 1), 2
-    )
+    text = Sequence(0, [*sequence.tokens], 5, sequence.sampling, BLOCKS)
+    emit(text, 3)
+    accepted = len(first.proposal.followed(text.tokens[8:]))
     emit(sequence, accepted + 1)  # the step that it proposed in
     begin = len(sequence.tokens)
     emit(sequence, 20)
-    found = complete(draft, sequence, run=3, keep_probs=True)
-    assert found.tokens == alone(draft, sequence, begin + 20, run=3, keep_probs=True)
-    rows = 20 if sequence.sampling.greedy else SCORED_ROWS // RACE_ROWS
+    found = complete(draft, sequence, run=3, nodes=ALL_NODES)
+    assert found.proposal.spine().tokens == alone(draft, sequence, begin + 20, run=3, nodes=ALL_NODES)
+    rows = 20 if sequence.sampling.greedy else SCORED_ROWS // DRAWN_ROWS
     assert found.scored == replayed(draft, sequence, begin + 20 - rows)
 
 
 def test_a_draft_in_use_is_never_credited_twice():
     draft, sequence = tiny_engine("draft"), new_sequence(SamplingParams())  # a copy: everything is accepted
     for _ in range(4):
-        completion = complete(draft, sequence, run=3, keep_probs=True)
+        completion = complete(draft, sequence, run=3, nodes=ALL_NODES)
         assert completion.scored == []
         emit(sequence, 4)
 
 
-def test_neither_prompt_tokens_nor_sampled_ones_are_scored():
+def test_prompt_tokens_are_not_scored():
     draft = DRAFTS["near"]()
-    assert complete(draft, new_sequence(SamplingParams(), range(20)), run=2, keep_probs=True).scored == []
-    sampled = new_sequence(SamplingParams(0.8, seed=3))
-    emit(sampled, 9)
-    assert complete(draft, sampled, run=2, keep_probs=True).scored == []
+    sequence = new_sequence(SamplingParams(), range(20))
+    assert complete(draft, sequence, run=2, nodes=ALL_NODES).scored == []
 
 
 def test_a_submission_scores_a_bounded_number_of_the_last_tokens(monkeypatch):
@@ -109,11 +108,12 @@ def test_a_submission_scores_a_bounded_number_of_the_last_tokens(monkeypatch):
         sequence.blocks["draft"] = [4 * len(made) + n for n in range(4)]
         emit(sequence, 8)
         made.append(sequence)
-    draft.submit([Turn(sequence, len(sequence.tokens), run=1, keep_probs=True) for sequence in made])
+    draft.submit([Turn(sequence, len(sequence.tokens), run=1, nodes=ALL_NODES) for sequence in made])
     first, second = draft.poll(0.0)
     assert first.scored == replayed(draft, made[0], 5)
     assert second.scored == replayed(draft, made[1], 9)
-    assert first.tokens == second.tokens == alone(draft, made[0], 13, run=1, keep_probs=True)
+    spines = [each.proposal.spine().tokens for each in (first, second)]
+    assert spines == [alone(draft, made[0], 13, run=1, nodes=ALL_NODES)] * 2
 
 
 def test_the_policy_is_told_what_a_draft_that_rested_would_have_had_accepted():
@@ -164,9 +164,10 @@ def test_scoring_changes_no_kv():
     fresh = replace(
         sequence, id=next(numbers), prompt_tokens=25, blocks={"draft": list(range(4, 8))}
     )  # all of it is prompt: nothing is scored
-    scored, plain = (complete(draft, each, run=1, keep_probs=True) for each in (sequence, fresh))
+    scored, plain = (complete(draft, each, run=1, nodes=ALL_NODES) for each in (sequence, fresh))
     assert scored.scored
     assert not plain.scored
-    assert scored.tokens == plain.tokens
+    assert scored.proposal.tokens == plain.proposal.tokens
+    assert scored.proposal.parents == plain.proposal.parents
     kv = [torch.stack([layer.pool[n * 64 : n * 64 + 25] for layer in draft._model._layers]) for n in range(2)]
     assert np.allclose(*kv, atol=1e-12)

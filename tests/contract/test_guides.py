@@ -11,7 +11,7 @@ from backend.guides import Grammars
 from backend.request import SamplingParams
 from tests.contract import checks
 from tests.contract.deployment import VOCAB
-from tests.contract.scenarios import DRAFTS, PROMPTS, SCRIPT, TREE_SCRIPT, Ask, Scenario, reference, serve
+from tests.contract.scenarios import DRAFTS, PROMPTS, SCRIPT, Ask, Scenario, reference
 
 END = VOCAB - 1
 PATTERN = "(a[b-h]*i|j[k-p]+q)+"
@@ -44,12 +44,12 @@ class ByTheBook:
 
     failure = None
 
-    def masks(self, output, proposed):
+    def mask(self, output):
         text = "".join(chr(ord("a") + token) for token in output)
         allowed = [ord(letter) - ord("a") for letter in STATES[automaton(text)]]
         mask = np.zeros(VOCAB, bool)
         mask[allowed + ([END] if text and automaton(text) == 0 else [])] = True
-        return [mask]
+        return mask
 
 
 def guide():
@@ -64,56 +64,50 @@ KINDS = (
     options(),
     options(min_tokens=6, presence_penalty=0.4),
     options(bad_words=((8,), (16,)), bias=((END, 3.0),)),
-    options(temperature=0.9, seed=5, coupled=True),
-    options(temperature=1.3, top_p=0.9, seed=6, coupled=True, frequency_penalty=0.3),
+    options(temperature=0.9, seed=5),
+    options(temperature=1.3, top_p=0.9, seed=6, frequency_penalty=0.3),
     options(temperature=0.8, seed=7),
 )
-SCENARIO = Scenario(tuple(Ask(n % 6, 16, n // 4, sampling=s) for n, s in enumerate([*KINDS, *KINDS])), SCRIPT, max_active=6)
+SCENARIO = Scenario(tuple(Ask(n % 6, 16, n // 4, sampling=s) for n, s in enumerate([*KINDS, *KINDS])), max_active=6)
 
 
-@pytest.mark.parametrize("script", [SCRIPT, TREE_SCRIPT, ((6, 4),), ((0, 4), (4, 3))], ids=["chains", "trees", "oracle", "twin, lookup"])
+@pytest.mark.parametrize("script", [SCRIPT, ((6, 4),), ((0, 4), (4, 3))], ids=["trees", "oracle", "twin, lookup"])
 def test_texts_are_those_of_plain_decoding_under_the_grammar(script):
-    deployment, sessions = serve(replace(SCENARIO, script=script))
-    checks.texts_are(SCENARIO, sessions)
-    for ask, session in zip(SCENARIO.asks, sessions, strict=True):
+    scenario = replace(SCENARIO, script=script)
+    served = checks.exact(scenario, checks.texts, checks.log_probs, checks.counts)
+    for ask, session in zip(SCENARIO.asks, served.sessions, strict=True):
         prompt, output = PROMPTS[ask.prompt], session.sequence.tokens[len(PROMPTS[ask.prompt]) :]
         automaton("".join(chr(ord("a") + token) for token in output if token != END))
-        if ask.sampling.greedy:
-            by_the_book = replace(ask.sampling, guide=ByTheBook())
-            assert session.sequence.tokens == reference().text(prompt, ask.max_tokens, by_the_book)
-    assert sum(int(outcome.accepted.sum()) for outcome in deployment.policy.outcomes) > 20
-
-
-def test_log_probabilities_are_those_of_the_law_under_the_grammar():
-    checks.log_probs_are_those_of_the_text(SCENARIO)
+        by_the_book = replace(ask.sampling, guide=ByTheBook())
+        assert session.sequence.tokens == reference().text(prompt, ask.max_tokens, by_the_book)
+    assert sum(int(outcome.accepted.sum()) for outcome in served.deployment.policy.outcomes) > 20
 
 
 def test_what_lookup_proposes_is_cut_where_the_grammar_ends_it():
-    deployment, _ = serve(replace(SCENARIO, script=((DRAFTS.index("lookup"), 4),)))
-    for sequence, tokens, proposal in deployment.drafting.recorded:
-        allowed = guide().allowed(tokens[sequence.prompt_tokens :], proposal.tokens)
-        assert 0 < len(proposal.tokens) == allowed
-    assert deployment.drafting.recorded
+    lookup = replace(SCENARIO, script=((DRAFTS.index("lookup"), 4),))
+    recorded = [row for row in checks.exact(lookup).deployment.drafting.recorded if row.proposals.drafted]
+    for sequence, tokens, _, row in recorded:
+        for path in checks.paths(row.drafted):
+            assert guide().allowed(tokens[sequence.prompt_tokens :], path) == len(path)
+    assert recorded
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("coupled", [False, True], ids=["sampled", "plan-invariant"])
-def test_the_first_three_tokens_follow_the_target_s_law_under_the_grammar(coupled):
+def test_the_first_three_tokens_follow_the_target_s_law_under_the_grammar():
     tokens = Letters(
         checks.LAW_VOCAB, (*(bytes([ord("a") + n]) for n in range(checks.LAW_VOCAB - 1)), b""), frozenset({checks.LAW_VOCAB - 1})
     )
     made = Grammars(tokens).guide("regex", "(a[bc]|b[a-c]*d|c)+", tokens.end_ids)
-    checks.texts_follow_the_target_s_law(replace(checks.WIDE, guide=made, coupled=coupled, end_ids=tuple(tokens.end_ids)))
+    checks.texts_follow_the_target_s_law(replace(checks.WIDE, guide=made, end_ids=tuple(tokens.end_ids)))
 
 
-FAULTS = {
-    "no mask behind the first row": lambda logits, masks, columns: WHOLE(logits, masks[:1], columns),
-    "each row has the next one's mask": lambda logits, masks, columns: WHOLE(logits, masks[1:] or masks, columns),
-}
-WHOLE = processing._guide
+def test_a_wrong_mask_would_be_noticed():
+    """That of the place before."""
+    forbid, masks = processing._forbid, []
 
+    def forbid_late(logits, mask, columns):
+        masks.append(mask)
+        forbid(logits, masks[-2:][0], columns)
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_mask_would_be_noticed(fault):
-    with patch.object(processing, "_guide", FAULTS[fault]), pytest.raises((AssertionError, IndexError)):
+    with patch.object(processing, "_forbid", forbid_late), pytest.raises(AssertionError):
         test_texts_are_those_of_plain_decoding_under_the_grammar(SCRIPT)

@@ -74,7 +74,7 @@ def test_an_oracle_s_proposal_is_accepted_whole_with_a_bonus_token(engine, k):
     sequence = new_sequence(blocks=(5, 9, 7))
     for _ in range(3):
         done = len(sequence.tokens) - 5
-        proposal = Proposal("oracle", expected[done : done + k])
+        proposal = Proposal.chain("oracle", expected[done : done + k])
         (completion,) = step(engine, Turn(sequence, len(sequence.tokens), proposal=proposal))
         assert completion.accepted == k
         assert completion.tokens == expected[done : done + k + 1]
@@ -87,7 +87,7 @@ def test_kv_after_a_rollback_equals_a_fresh_prefill(engine, right):
     expected = plain(engine, new_sequence(), 6)
     sequence = new_sequence(blocks=(9, 5, 6))
     tokens = [*expected[:right], *((token + 1) % VOCAB for token in expected[right:4])]
-    (completion,) = step(engine, Turn(sequence, 5, proposal=Proposal("d", tokens)))
+    (completion,) = step(engine, Turn(sequence, 5, proposal=Proposal.chain("d", tokens)))
     assert completion.tokens == expected[: right + 1]
     sequence.tokens += completion.tokens
     assert engine.unseen(sequence) == 1
@@ -98,17 +98,16 @@ def test_kv_after_a_rollback_equals_a_fresh_prefill(engine, right):
     assert torch.allclose(kv(engine, sequence, seen), kv(engine, fresh, seen), atol=1e-12)
 
 
-def test_a_free_run_equals_as_many_single_steps_and_its_own_accepted_tokens_need_no_catch_up(engine):
+def test_a_free_run_equals_as_many_single_steps_and_its_own_tokens_need_no_catch_up(engine):
     expected = plain(engine, new_sequence(), 6)
     sequence = new_sequence(blocks=(3, 4, 5))
-    (completion,) = step(engine, Turn(sequence, 5, run=4, keep_probs=True))
+    (completion,) = step(engine, Turn(sequence, 5, run=4))
     assert completion.tokens == expected[:4]
-    assert completion.probs is None  # greedy: a point mass
     sequence.tokens += [*completion.tokens[:2], (completion.tokens[2] + 1) % VOCAB]
     assert engine.unseen(sequence) == 1
     full = new_sequence(blocks=(6, 7, 8))
     step(engine, Turn(full, 5, run=4))
-    full.tokens += expected[:5]  # all four and the target's bonus token
+    full.tokens += expected[:5]  # all four and one more
     assert engine.unseen(full) == 2
     assert plain(engine, full, 1) == expected[5:]
 
@@ -119,28 +118,91 @@ def test_free_runs_of_different_lengths_share_their_passes(engine):
     assert [completion.tokens for completion in step(engine, *turns)] == [expected[:1], expected[:4], expected[:2], []]
 
 
-def test_a_sampled_free_run_keeps_the_law_that_it_drew_from():
-    sampling = SamplingParams(temperature=0.9, top_k=5, seed=4)
-    for name, shortlist in (("full", 0), ("short", 7)):
-        engine = new_engine(name, shortlist)
-        (completion,) = step(engine, Turn(new_sequence(sampling=sampling, name=name), 5, run=3, keep_probs=True))
-        law = completion.probs
-        assert law.probs.shape == (3, shortlist or VOCAB)
-        assert ((law.probs > 0).sum(-1) == 5).all()
-        assert (law.of(completion.tokens) > 0).all()
-        allowed = set(range(VOCAB)) if law.token_ids is None else set(law.token_ids.tolist())
-        assert set(completion.tokens) <= allowed
-        (again,) = step(engine, Turn(new_sequence(sampling=sampling, name=name, blocks=(7, 8)), 5, run=3, keep_probs=True))
-        assert again.tokens == completion.tokens  # randomness is keyed, not drawn from a state
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.9, seed=3)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("shortlist", [0, 15])
+def test_a_draft_s_tree_is_its_free_run_with_what_it_would_choose_next_beside_it(sampling, shortlist):
+    draft = new_engine("draft", shortlist)
+    (run,) = step(draft, Turn(new_sequence(sampling=sampling, name="draft"), 5, run=3))
+    turn = Turn(new_sequence(sampling=sampling, name="draft", blocks=(5, 6)), 5, run=3, nodes=99)
+    (drafted,) = step(draft, turn)
+    tree = drafted.proposal
+    assert (drafted.tokens, tree.spine().tokens) == ([], run.tokens)
+    assert len(tree) > 3
+    assert set(tree.parents) <= {-1, *tree.followed(run.tokens)}  # leaves beside the spine
+    banned = []
+    for token in [t for t, parent in zip(tree.tokens, tree.parents, strict=True) if parent == -1]:
+        options = SamplingParams(sampling.temperature, seed=3, bad_words=tuple(banned))
+        again = new_sequence(sampling=options, name="draft", blocks=(7, 8))
+        assert step(draft, Turn(again, 5, run=1, nodes=1))[0].proposal.tokens == [token]
+        banned.append((token,))
 
 
-def test_sampled_attempts_draw_anew(engine):
-    sequence = new_sequence(sampling=SamplingParams(temperature=5.0))
-    drawn = set()
-    for attempt in range(12):
-        sequence.attempt = attempt
-        drawn.add(step(engine, Turn(sequence, 5))[0].tokens[0])
-    assert len(drawn) > 3
+def test_a_draft_has_the_kv_of_its_own_spine():
+    draft, sequence = new_engine("draft"), new_sequence(name="draft")
+    (drafted,) = step(draft, Turn(sequence, 5, run=4, nodes=2))
+    spine = plain(new_engine(), new_sequence(), 4)
+    assert drafted.proposal.tokens[0] == spine[0]
+    sequence.tokens += spine  # also what was not verified
+    assert draft.unseen(sequence) == 1
+
+
+BRANCHES = {  # nodes as (token of the text or a wrong one, parent), and how many are accepted
+    "a sibling of the root's first": (lambda t: [(wrong(t[0]), -1), (7, 0), (t[0], -1)], 1),
+    "a leaf behind the spine": (lambda t: [(t[0], -1), (wrong(t[1]), 0), (t[1], 0)], 2),
+    "another branch to its end": (
+        lambda t: [(wrong(t[0]), -1), (t[0], -1), (t[1], 0), (t[1], 1), (t[2], 2), (wrong(t[2]), 3), (t[2], 3)],
+        3,
+    ),
+    "the first of two": (lambda t: [(t[0], -1), (t[1], 0), (wrong(t[0]), -1), (t[1], 2), (t[2], 1)], 3),
+    "nothing": (lambda t: [(wrong(t[0]), -1), (t[1], 0), (t[2], 1)], 0),
+    "no nodes": (lambda t: [], 0),
+}
+
+
+def wrong(token):
+    return (token + 1) % VOCAB
+
+
+def branches(name, text):
+    nodes = BRANCHES[name][0](text)
+    return Proposal("d", [t for t, _ in nodes], [p for _, p in nodes], [1.0] * len(nodes))
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_what_is_accepted_has_the_kv_of_a_fresh_prefill_and_text_goes_on_as_without(engine, name):
+    expected = plain(engine, new_sequence(), 8)
+    sequence, accepted = new_sequence(blocks=(5, 9, 7)), BRANCHES[name][1]
+    (completion,) = step(engine, Turn(sequence, 5, proposal=branches(name, expected)))
+    assert completion.accepted == accepted
+    assert completion.tokens == expected[: accepted + 1]
+    sequence.tokens += completion.tokens
+    assert engine.unseen(sequence) == 1
+    fresh = new_sequence(prompt=sequence.tokens, blocks=(12, 13))
+    step(engine, Turn(fresh, len(fresh.tokens), run=0))
+    seen = len(sequence.tokens) - 1
+    assert torch.allclose(kv(engine, sequence, seen), kv(engine, fresh, seen), atol=1e-12)
+    plain(engine, sequence, 8 - len(completion.tokens))
+    assert sequence.tokens[5:] == expected
+
+
+def test_trees_chains_and_prompts_share_a_pass(engine):
+    text = plain(engine, new_sequence(), 4)
+    rows = {name: new_sequence(blocks=(3 * n, 3 * n + 1)) for n, name in enumerate(BRANCHES)}
+    prompt = new_sequence(blocks=(20,))
+    turns = [Turn(rows[name], 5, proposal=branches(name, text)) for name in BRANCHES]
+    together = step(engine, *turns, Turn(prompt, 3, run=0))[:-1]
+    for name, completion in zip(BRANCHES, together, strict=True):
+        (alone,) = step(new_engine(), Turn(new_sequence(), 5, proposal=branches(name, text)))
+        assert (completion.tokens, completion.accepted) == (alone.tokens, alone.accepted)
+
+
+def test_a_tree_may_end_beyond_the_context_as_deep_as_a_chain_may(engine):
+    sequence = new_sequence(prompt=[1] * 96, blocks=range(8))
+    nodes = [(token, parent) for parent in range(-1, 3) for token in (1, 2, 3)]
+    parents = [-1, -1, -1, 0, 0, 0, 3, 3, 3, 6, 6, 6]
+    proposal = Proposal("d", [token for token, _ in nodes], parents, [1.0] * 12)
+    (completion,) = step(engine, Turn(sequence, 96, proposal=proposal))
+    assert completion.error is None
 
 
 def test_an_error_ends_its_own_turn_only(engine):
@@ -152,7 +214,7 @@ def test_an_error_ends_its_own_turn_only(engine):
         Turn(bad_block, 5),
         Turn(good, 5),
         Turn(bad_token, 2),
-        Turn(full, 14, proposal=Proposal("d", [1, 2, 3])),
+        Turn(full, 14, proposal=Proposal.chain("d", [1, 2, 3])),
     ]
     errors = [completion.error for completion in step(engine, *turns)]
     assert errors[2] is None
@@ -168,8 +230,11 @@ def test_an_error_ends_its_own_turn_only(engine):
         ({"end": 4}, "got 4"),
         ({"end": 9, "run": 0}, "got 9"),
         ({"run": 5}, "run must be in 0..4, got 5"),
-        ({"run": 2, "proposal": Proposal("d", [1])}, "behind a proposal, got 2"),
-        ({"proposal": Proposal("d", [1, VOCAB])}, "must lie in 0..39"),
+        ({"run": 2, "proposal": Proposal.chain("d", [1])}, "behind a proposal, got 2 and 0"),
+        ({"nodes": 3, "proposal": Proposal.chain("d", [1])}, "behind a proposal, got 1 and 3"),
+        ({"run": 0, "nodes": 3}, "run must be 1 or more where nodes are asked for, got 0"),
+        ({"proposal": Proposal("d", [1, 2], [-1, 1], [1.0, 1.0])}, "parent must be an earlier node or -1, got [-1, 1]"),
+        ({"proposal": Proposal.chain("d", [1, VOCAB])}, "must lie in 0..39"),
     ],
 )
 def test_a_turn_that_makes_no_sense_is_an_error_that_says_why(engine, turn, message):
@@ -178,18 +243,9 @@ def test_a_turn_that_makes_no_sense_is_an_error_that_says_why(engine, turn, mess
     assert completion.tokens == []
 
 
-def test_a_proposal_that_its_law_cannot_have_given_is_an_error(engine):
-    sequence = new_sequence(sampling=SamplingParams(temperature=1.0))
-    (drafted,) = step(engine, Turn(sequence, 5, run=2, keep_probs=True))
-    with torch.inference_mode():
-        drafted.probs.probs[1, drafted.tokens[1]] = 0.0
-    (completion,) = step(engine, Turn(sequence, 5, proposal=Proposal("d", drafted.tokens, drafted.probs)))
-    assert "probability 0" in completion.error
-
-
 def test_a_shortlisted_draft_cannot_verify():
     engine = new_engine("short", 7)
-    (completion,) = step(engine, Turn(new_sequence(name="short"), 5, proposal=Proposal("d", [1])))
+    (completion,) = step(engine, Turn(new_sequence(name="short"), 5, proposal=Proposal.chain("d", [1])))
     assert "shortlisted" in completion.error
 
 
@@ -242,5 +298,5 @@ def test_assumed_tokens_count_as_seen(engine):
     sequence = new_sequence()
     engine.assume(sequence, 4)
     assert engine.unseen(sequence) == 1
-    (completion,) = step(engine, Turn(sequence, 5, proposal=Proposal("bench", [1, 2])))
+    (completion,) = step(engine, Turn(sequence, 5, proposal=Proposal.chain("bench", [1, 2])))
     assert completion.error is None

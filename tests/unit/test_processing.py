@@ -1,4 +1,4 @@
-"""Options on logits: TensorRT-LLM's order, and row i of a run sees the proposed tokens before it."""
+"""Options on logits, in TensorRT-LLM's order."""
 
 import numpy as np
 import torch
@@ -42,27 +42,30 @@ params = st.builds(
 
 
 @settings(deadline=None)
-@given(sampling=params, before=st.lists(tokens, min_size=1, max_size=8), prompt=st.integers(1, 8), proposed=st.lists(tokens, max_size=4))
-def test_every_row_of_a_run_is_what_plain_decoding_has_there(sampling, before, prompt, proposed):
+@given(sampling=params, before=st.lists(tokens, min_size=1, max_size=12), prompt=st.integers(1, 8))
+def test_logits_are_changed_by_the_book(sampling, before, prompt):
     prompt = min(prompt, len(before))
-    logits = torch.from_numpy(np.random.default_rng(len(before)).normal(size=(len(proposed) + 1, VOCAB)) * 3)
-    rows = logits.clone()
-    process(rows, sampling, before, len(before) - prompt, proposed, WHOLE_VOCABULARY)
-    for i, row in enumerate(rows):
-        expected = alone(logits[i].numpy(), sampling, before + proposed[:i], prompt)
-        possible = np.isfinite(expected)
-        assert np.allclose(row.numpy()[possible] / (sampling.temperature or 1.0), expected[possible], rtol=1e-12)
-        assert (row.numpy()[~possible] == IMPOSSIBLE).all()
+    logits = torch.from_numpy(np.random.default_rng(len(before)).normal(size=VOCAB) * 3)
+    row = logits.clone()
+    process(row, sampling, before, prompt, WHOLE_VOCABULARY)
+    expected = alone(logits.numpy(), sampling, before, prompt)
+    possible = np.isfinite(expected)
+    scaled = row.numpy()[possible] / (sampling.temperature or 1.0)
+    assert np.allclose(scaled, expected[possible], rtol=1e-12)
+    assert (row.numpy()[~possible] == IMPOSSIBLE).all()
 
 
 def test_a_shortlisted_head_is_changed_where_it_has_the_token():
-    sampling = SamplingParams(bias=((7, 5.0), (9, 1.0)), bad_words=((3,), (7,)), min_tokens=2, end_ids=(9, 11), presence_penalty=0.5)
-    logits = torch.zeros(2, 3, dtype=torch.float64)
-    process(logits, sampling, [4, 8], 1, [9], Columns(torch.tensor([9, 7, 4])))
-    assert logits.tolist() == [[IMPOSSIBLE, IMPOSSIBLE, -0.5], [0.5, IMPOSSIBLE, -0.5]]
+    words = {"bad_words": ((3,), (7,)), "min_tokens": 2, "end_ids": (9, 11)}
+    sampling = SamplingParams(bias=((7, 5.0), (9, 1.0)), presence_penalty=0.5, **words)
+    columns, rows = Columns(torch.tensor([9, 7, 4])), torch.zeros(2, 3, dtype=torch.float64)
+    process(rows[0], sampling, [4, 8], 1, columns)
+    process(rows[1], sampling, [4, 8, 9], 1, columns)
+    assert rows.tolist() == [[IMPOSSIBLE, IMPOSSIBLE, -0.5], [0.5, IMPOSSIBLE, -0.5]]
 
 
 def test_a_row_in_which_everything_is_banned_still_has_a_law():
-    logits = torch.zeros(1, VOCAB)
-    process(logits, SamplingParams(bad_words=tuple((token,) for token in range(VOCAB))), [1], 0, [], WHOLE_VOCABULARY)
+    logits = torch.zeros(VOCAB)
+    banned = tuple((token,) for token in range(VOCAB))
+    process(logits, SamplingParams(bad_words=banned), [1], 0, WHOLE_VOCABULARY)
     assert torch.isfinite(logits.softmax(-1)).all()
