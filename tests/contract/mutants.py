@@ -15,11 +15,10 @@ import torch
 from backend import block_pool, kv_ledger, session
 from backend.block_pool import BlockPool
 from backend.drafting import Drafting
-from backend.engines import draw, kv_caches, llama, processing, torch_engine, verification
+from backend.engines import draw, kv_caches, llama, torch_engine, verification
 from backend.engines.chunks import Chunk
 from backend.engines.torch_engine import TorchEngine
 from backend.kv_ledger import KVLedger
-from backend.orchestrator import Orchestrator
 from backend.ports import BLOCK_TOKENS, Proposal
 from backend.request import FinishReason, SamplingParams
 from backend.step_log import StepLog
@@ -187,7 +186,7 @@ def count_no_row_for_the_bonus(patch: Patch) -> None:
 
 def change_words(patch: Patch, change: Callable) -> None:
     """Have ``change(word, seed, position)`` give the noise of a place."""
-    wrap(patch, verification, "word", lambda word, seed, position: change(word, seed, position))
+    wrap(patch, verification, "word", change)
 
 
 @killed_by(checks.texts, BUSY)
@@ -375,7 +374,7 @@ def forget_what_was_cut(patch: Patch) -> None:
     """Outcomes tell of verified nodes only."""
 
     def record(original, log, request, drafted, verified, emitted, *, drawn):
-        original(log, request, drafted and drafted.first(verified) or None, verified, emitted, drawn=drawn)
+        original(log, request, (drafted and drafted.first(verified)) or None, verified, emitted, drawn=drawn)
 
     wrap(patch, StepLog, "record", record)
 
@@ -541,7 +540,7 @@ def trust_the_content_of_a_block_that_was_given_to_another(patch: Patch) -> None
     wrap(patch, kv_caches.Caches, "shared_blocks", shared)
 
 
-@killed_by(checks.texts, CRAMPED)
+@killed_by(checks.texts, greedily(CRAMPED))
 def go_on_without_the_kv_that_was_given_back(patch: Patch) -> None:
     """Engines are not told of a lost block table."""
     patch.setattr(TorchEngine, "cancel", lambda engine, ids: None)

@@ -1,4 +1,4 @@
-"""No text depends on how it came about: plans, drafts, trees and trims, arrivals and departures, chunks, batches and pool sizes, all of them drawn."""
+"""No text depends on how it came about: plans, trees, trims, drafts, arrivals, chunks, batches and pools are drawn."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings

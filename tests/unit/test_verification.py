@@ -8,8 +8,8 @@ import torch
 
 from backend.engines.draw import draw
 from backend.engines.laws import arg_max, target_laws
-from backend.engines.verification import Request, candidates, verify
 from backend.engines.processing import WHOLE_VOCABULARY
+from backend.engines.verification import Request, candidates, verify
 from backend.ports import Proposal, Sequence
 from backend.randomness import word
 from backend.request import SamplingParams
