@@ -76,7 +76,7 @@ class Overlapped:
 
     def _run(self, turns: list[Turn], behind: AbstractContextManager[None]) -> tuple[list[Completion], float]:
         started_s = perf_counter()
-        with behind:  # until it ends ``turns`` keeps the laws' memory, which the stream reads
+        with behind:
             self._engine.submit(turns)
             completions = self._engine.poll(0.0)
         return completions, perf_counter() - started_s

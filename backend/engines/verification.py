@@ -63,6 +63,12 @@ class Request:
         return [*self.committed[: self.position - len(self.run)], *self.run]
 
     @property
+    def plain(self) -> bool:
+        """Whether the arg-max of the model's own logits is all that is wanted."""
+        sampling = self.sampling
+        return sampling.greedy and not sampling.changes_logits and not sampling.reads_log_probs
+
+    @property
     def params(self) -> SamplingParams:
         """How the token at ``position`` is drawn."""
         decays = self.sampling.top_p_decay != 1.0
@@ -91,13 +97,18 @@ def verify(logits: torch.Tensor, requests: Seq[Request], columns: Columns = WHOL
     """
     firsts = _firsts(requests)
     verdicts = [Verdict([], -1) for _ in requests]
-    walking = list(range(len(requests)))
+    plain: list[int] = []
+    if logits.device.type != "cpu":  # which is asked once; a processor would make more rows than it needs
+        plain = [index for index, request in enumerate(requests) if request.plain]
+        best = arg_max(logits) if plain else []
+        for index in plain:
+            follow(verdicts[index], requests[index], best[firsts[index] :])
+    walking = [index for index in range(len(requests)) if index not in plain]
     while walking:
         rows = [firsts[index] + 1 + _last(verdicts[index].path) for index in walking]
         places = [_place(requests[index], verdicts[index].path) for index in walking]
-        chosen = torch.tensor(rows, device=logits.device)
         told = [verdicts[index] for index in walking]
-        _draw(logits.index_select(0, chosen), places, told, columns)
+        _draw(_select(logits, rows), places, told, columns)
         walking = [index for index in walking if _step(verdicts[index], requests[index])]
     return verdicts
 
@@ -167,6 +178,13 @@ def follow(verdict: Verdict, request: Request, drawn: Seq[int]) -> None:
     verdict.column = drawn[0]
     while _step(verdict, request):
         verdict.column = drawn[1 + verdict.path[-1]]
+
+
+def _select(rows: torch.Tensor, places: list[int]) -> torch.Tensor:
+    """Return the rows at ``places``, without a copy where these are all of them."""
+    if len(places) == len(rows):
+        return rows
+    return rows.index_select(0, torch.tensor(places, device=rows.device))
 
 
 def _step(verdict: Verdict, request: Request) -> bool:

@@ -29,11 +29,12 @@ def test_texts_are_those_of_plain_decoding_and_a_sure_draft_is_right_from_its_fi
     for _ in range(before):
         deployment.step()
     change(deployment, [sure], [(0, K_MAX)])
-    drafted = [(session.drafted, session.accepted) for session in sessions]
     deployment.run()
-    for session, prompt, (proposed, accepted) in zip(sessions, PROMPTS, drafted, strict=True):
+    for session, prompt in zip(sessions, PROMPTS, strict=True):
         assert session.sequence.tokens == reference.text(prompt, LENGTH)
-        assert session.drafted - proposed == session.accepted - accepted > 0
+    outcomes = deployment.loop.policy.outcomes
+    assert all((outcome.accepted == outcome.scored).all() for outcome in outcomes)
+    assert sum(int(outcome.accepted.sum()) for outcome in outcomes) > 20
     assert deployment.counters().get(("spindle_fallback_total", "draft_error"), 0) == 0
 
 

@@ -6,7 +6,7 @@ from safetensors import safe_open
 from backend.config import EMBEDDED_MODEL, load_config
 from backend.engines.checkpoint import load
 from backend.manifest import check_pair, read_manifest
-from backend.ports import Completion, Proposal, Sequence
+from backend.ports import Proposal, Sequence
 from backend.request import GenerationRequest, SamplingParams
 from backend.session import Session
 
@@ -48,13 +48,12 @@ def test_the_default_configuration_serves_every_draft_shipped_for_its_target_and
     assert (config.policy.kind, config.switches.speculation, config.switches.canary_share) == ("adaptive", "on", 1.0)
 
 
-def test_a_request_s_drafts_are_told_one_by_one_also_of_a_tree_of_two():
-    session = Session(Sequence(1, [1], 1, SamplingParams()), GenerationRequest("", 9), frozenset(), None, None)
-    session.speculated(Proposal("small", [5, 6, 7]), Completion(1, [5, 6, 9], accepted=2), 3)
-    session.speculated(Proposal("small", [5, 6, 7]), Completion(1, [5, 6, 9], accepted=2), 1)
-    tree = Proposal("lookup", [5, 6], siblings=[[8], []], others=(Proposal("small", [1, 2, 3]),))
-    session.speculated(tree, Completion(1, [1, 2, 4], accepted=2, along=[0, 2]), 3)
-    session.speculated(tree, Completion(1, [8, 4], accepted=1, along=[0, 0], rank=2), 2)
-    assert session.drafts == {"small": (12, 5), "lookup": (6, 1)}
-    assert (session.drafted, session.accepted) == (18, 6)
+def test_a_request_s_drafts_are_told_one_by_one():
+    sequence, request = Sequence(1, [1], 1, SamplingParams()), GenerationRequest("", 9)
+    session = Session(sequence, request, frozenset(), None, None)
+    session.speculated(Proposal.chain("small", [5, 6, 7]), 2)
+    session.speculated(Proposal.chain("small", [5, 6, 7]), 1)
+    session.speculated(Proposal("lookup", [5, 8, 6], [-1, -1, 0], [0.5, 0.4, 0.3]), 1)
+    assert session.drafts == {"small": (6, 3), "lookup": (3, 1)}
+    assert (session.drafted, session.accepted) == (9, 4)
     assert session.usage().drafts == session.drafts

@@ -1,11 +1,9 @@
 """The stream beside the drafts': who waits for what, and in which order, on recording fakes of CUDA's streams."""
 
 import threading
-import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,7 +12,7 @@ from backend.engines import static
 from backend.engines.fake import FakeEngine
 from backend.engines.side_stream import SideStream
 from backend.overlapped import Overlapped
-from backend.ports import Proposal, Sequence, StreamsBeside, Turn
+from backend.ports import Sequence, StreamsBeside, Turn
 from backend.request import SamplingParams
 from tests.contract.deployment import tiny_engine
 
@@ -93,20 +91,6 @@ def test_a_submission_that_raises_leaves_the_stream_and_the_next_runs_under_it(m
     assert [c.sequence_id for c in beside.poll(0.0)] == [2]
     beside.close()
     assert [word for word, _ in engine.log if word[:5] in ("enter", "leave")] == ["enter 1", "leave 1", "enter 2", "leave 2"]
-
-
-def test_what_a_proposal_was_drawn_from_lives_until_the_stream_has_run():
-    engine, law = OnStream(), np.full((1, 257), 1 / 257)
-    engine.watched = weakref.ref(law)
-    beside = Overlapped(engine)
-    engine.may_run.clear()
-    beside.submit([turn(1, Proposal("draft", [99], law))])
-    del law
-    engine.may_run.set()
-    beside.poll(0.0)
-    beside.close()
-    assert engine.log[-1] == ("leave 1", True)
-    assert engine.watched() is None
 
 
 def test_an_engine_on_the_host_or_without_streams_runs_as_it_is():
