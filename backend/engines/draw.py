@@ -109,9 +109,14 @@ def _times(heads: Heads, words: Words, token_ids: IntArray | None) -> tuple[Floa
 
 
 def _in_tail(law: npt.NDArray[np.floating[Any]], word: np.uint64, head: int, token_ids: IntArray | None) -> int:
-    """Return the column that wins among those below ``HEAD``; ``head`` where the tail was but rounding."""
+    """Return the column that wins among those below ``HEAD``; ``head`` where the tail was but rounding.
+
+    Raises ValueError for a law without any probability: its logits were no numbers.
+    """
     columns = np.flatnonzero((law > 0) & (law < HEAD))
     if not len(columns):
+        if head < 0:
+            raise ValueError("no token has a probability: the logits are no numbers")
         return head
     tokens = columns if token_ids is None else token_ids[columns]
     return int(columns[(exponentials(word ^ tokens.astype(np.uint64)) / law[columns]).argmin()])
