@@ -73,9 +73,7 @@ class Drafting:
                 unseen[:, d] = [0 if pair is None else draft.unseen(pair[0]) for pair in asked]
         return ceiling, unseen
 
-    def propose(
-        self, sequences: Seq[Sequence], view: View, plan: Plan, log: StepLog
-    ) -> dict[int, Proposals]:
+    def propose(self, sequences: Seq[Sequence], view: View, plan: Plan, log: StepLog) -> dict[int, Proposals]:
         """Return by sequence id what is drafted; row i of view and plan belongs to ``sequences[i]``."""
         proposals = {sequence.id: Proposals() for sequence in sequences}
         wanted = set(plan.draft[plan.length > 0].tolist())
@@ -87,11 +85,7 @@ class Drafting:
             if draft.limits.free:
                 ceiling = zip(sequences, view.ceiling[:, d].tolist(), strict=True)
                 runs = {s.id: asked.get(s.id, most) for s, most in ceiling if most > 0}
-            turns = [
-                Turn(s, len(s.tokens), run=runs[s.id], nodes=_EVERY_NODE)
-                for s in sequences
-                if s.id in runs
-            ]
+            turns = [Turn(s, len(s.tokens), run=runs[s.id], nodes=_EVERY_NODE) for s in sequences if s.id in runs]
             for completion in self._complete(draft, turns, log):
                 row, proposal = proposals[completion.sequence_id], completion.proposal
                 row.scored += [(draft.name, *chain) for chain in completion.scored]
@@ -115,9 +109,7 @@ class Drafting:
         if not rows:
             return None
         nodes = np.array([len(proposal) for _, _, proposal in rows])
-        columns = np.array(
-            [(row, self.names.index(p.draft), not s.sampling.greedy) for row, s, p in rows]
-        )
+        columns = np.array([(row, self.names.index(p.draft), not s.sampling.greedy) for row, s, p in rows])
         row, draft, drawn = columns.repeat(nodes, 0).T
         confidence = np.array([c for _, _, proposal in rows for c in proposal.confidence])
         return Drafted(row, draft, confidence, drawn.astype(np.bool_))

@@ -305,10 +305,11 @@ class Orchestrator:
         with flight.log.part("planning"):
             try:
                 nodes = self._policy.trim(flight.view, flight.plan, drafted, self.policy_state)
+                chosen = list(zip(flight.sessions, nodes.tolist(), strict=True))
             except Exception:
                 self._policy_failed("as many nodes are verified as were planned")
-                nodes = flight.plan.length
-        for session, most in zip(flight.sessions, nodes.tolist(), strict=True):
+                chosen = list(zip(flight.sessions, flight.plan.length.tolist(), strict=True))
+        for session, most in chosen:
             row = proposals[session.id]
             row.chosen = self._drafting.best(row.drafted, most)
 
