@@ -100,7 +100,7 @@ def ratios(runs: Iterable[Run], seed: int) -> list[dict[str, Any]]:
             logs.setdefault((way, at), {})[block] = math.log(speed(run) / speed(other))
     groups = {f"{way}, {at} in flight": [(way, at)] for way, at in logs}
     groups |= {way: [point for point in logs if point[0] == way] for way, _ in logs}
-    groups["all"] = list(logs)
+    groups |= {"all": list(logs)} if logs else {}
     found = []
     for name, points in groups.items():
         blocks = [b for b in logs[points[0]] if all(b in logs[point] for point in points)]
