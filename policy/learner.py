@@ -12,12 +12,14 @@ from .acceptance import AcceptanceModel, AcceptanceState
 from .calibration import Calibration
 from .correction import Shape, Target, corrected, correction_by_part, learnt, shaped
 from .keeping import averaged
-from .latency import OVERHEAD, LatencyModel
+from .latency import FIRST_DRAFT, OVERHEAD, VERIFY, LatencyModel
 from .learned import restored, saved
 from .plan import FloatArray, Outcome, View
 from .planner_state import PlannerConfig, PlannerState
 from .problem import predicted_parts
 
+_SURE_TOKENS = 20.0  # of a plan, for which each is taken to bring one node
+_MEMORY_TOKENS = 2000.0  # of plans with a draft, of which it is known how many nodes they brought
 _TIMED_STEPS = 4  # of steps with a kept choice, which are alike, one in so many is held against its prediction
 
 
@@ -36,12 +38,13 @@ class Learner:
         self.latency = latency
         self._parts = tuple(correction_by_part(latency.start(), self.drafts))
         self._shaped: tuple[FloatArray | None, LatencyModel] = None, latency  # of the last state: the same array, the same model
+        self._charged: tuple[LatencyModel | None, tuple[float, ...], LatencyModel] = None, (), latency
         self._acceptance = AcceptanceModel(len(drafts), self.config.k_max, self.config.acceptance)
 
     def start(self) -> PlannerState:
         """Return the state before the first step."""
-        calibration = Calibration.none(len(self.drafts))
-        return PlannerState(self._acceptance.start(), self.latency.start(), calibration)
+        calibration, nodes = Calibration.none(len(self.drafts)), np.zeros((2, len(self.drafts)))
+        return PlannerState(self._acceptance.start(), self.latency.start(), calibration, nodes)
 
     def save(self, state: PlannerState, now: float) -> dict[str, Any]:
         """Return what was learnt, without the requests in flight (see ``policy.learned``)."""
@@ -65,6 +68,24 @@ class Learner:
             self._shaped = applied, self.latency.with_target(shaped(self.latency.target, applied))
         return self._shaped[1]
 
+    def charged(self, state: PlannerState, rows: int) -> LatencyModel:
+        """Return ``corrected`` with every draft's forward charged for the nodes that it brings beyond one.
+
+        A plan counts a proposed token as one node; how many the trim verifies for it is learnt by draft.
+        A node's seconds are the mean of the next four of each of the rows.
+        """
+        latency, correction = self.corrected(state), state.correction
+        first_s, last_s = latency.target.at(rows), latency.target.at(5 * rows)
+        node_s = correction.item(VERIFY) * (last_s - first_s) / max(4 * rows, 1)
+        verified, planned = state.nodes
+        more = (verified + _SURE_TOKENS) / (planned + _SURE_TOKENS) - 1
+        extra_s = tuple(float(f"{s:.1e}") for s in more * node_s / correction[FIRST_DRAFT:])
+        if self._charged[0] is not latency or self._charged[1] != extra_s:
+            pairs = zip(latency.drafts, extra_s, strict=True)
+            drafts = tuple(replace(c, row_s=max(c.row_s + s, 0.0)) for c, s in pairs)
+            self._charged = latency, extra_s, replace(latency, drafts=drafts)
+        return self._charged[2]
+
     def stand_by(self, view: View, state: PlannerState) -> PlannerState:
         """Return the state before a step that another plans: its acceptance and times are learnt."""
         return replace(state, view=view, planned=True, trial_s=0.0, promise=replace(state.promise, seconds=0.0))
@@ -79,6 +100,7 @@ class Learner:
             after = replace(state, acceptance=acceptance, calibration=calibration, unlearnt=(), learning_s=learning_s)
         if state.view is not None and len(outcome.request) and (state.planned or state.kept is None or not state.kept.steps % _TIMED_STEPS):
             after.correction, after.target_shape = self._timed(outcome, state, state.view)
+        after.nodes = self._counted(outcome, state.nodes)
         after.promise = state.promise.after(outcome)
         if state.trial_s and outcome.ran is None:  # else it is of other rows
             after.credit_s, after.trial_s = state.credit_s - self._trial_cost_s(outcome, state), 0.0
@@ -98,6 +120,17 @@ class Learner:
         emitted = np.concatenate([o.emitted for o in steps])
         acceptance = self._acceptance.observe(acceptance, request, draft, accepted, scored, emitted)
         return self._acceptance.forget(acceptance, itertools.chain.from_iterable(o.finished.tolist() for o in steps))
+
+    def _counted(self, outcome: Outcome, nodes: FloatArray) -> FloatArray:
+        """Return ``PlannerState.nodes`` after a step."""
+        used = outcome.draft >= 0
+        if not used.any():
+            return nodes
+        draft, size = outcome.draft[used], len(self.drafts)
+        both = outcome.verified[used], outcome.length[used]
+        new = np.array([np.bincount(draft, counts, size) for counts in both])
+        counted: FloatArray = nodes * np.exp(-new[1] / _MEMORY_TOKENS) + new
+        return counted
 
     @staticmethod
     def _calibrated(state: PlannerState, *outcomes: Outcome) -> Calibration:

@@ -100,7 +100,7 @@ class AdaptivePlanner(Learner):
 
     def _judged_anew(self, plan: Plan, view: View, state: PlannerState) -> Plan:
         """Return a kept plan, of which some is not to be had or for other rows, as predicted now; without speculation if that pays more."""
-        latency, nothing = self.corrected(state), no_speculation(len(view))
+        latency, nothing = self.charged(state, len(view)), no_speculation(len(view))
         step_s = chains_s(latency, state.correction, view, Choice(plan.draft, plan.length))
         plain_s = chains_s(latency, state.correction, view, nothing)
         if plan.predicted_tokens * plain_s < promised_gain(1.0, self.config.margin, state.promise.kept) * len(view) * step_s:
@@ -110,7 +110,8 @@ class AdaptivePlanner(Learner):
     def _plan_one(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[Plan, PlannerState]:
         """Plan for a single row by plain numbers: what ``_plan_rows`` does, quicker."""
         hazard = self._acceptance.hazards_of(acceptance, view.request.item())
-        problem = one_row(self.corrected(state), state.correction.tolist(), view, hazard, self._bounds)
+        latency = self.charged(state, 1)
+        problem = one_row(latency, state.correction.tolist(), view, hazard, self._bounds)
         run, saved_s = self._free_run(problem.plain_s, view, state)
         problem = problem._replace(plain_s=problem.plain_s - saved_s)
         prefill_s = self._prefill_s(view, state, 1)
@@ -134,7 +135,8 @@ class AdaptivePlanner(Learner):
         if own is not None:
             rows, expected = rows[own], expected.rows(own)
         hint = state.last.hint(len(rows))
-        problem = step_problem(self.corrected(state), state.correction, view, rows, expected.hazard, given, self._bounds, hint)
+        latency = self.charged(state, view.decoding)
+        problem = step_problem(latency, state.correction, view, rows, expected.hazard, given, self._bounds, hint)
         return problem, rows, expected, given
 
     def admitted(self, view: View, state: PlannerState, now: float) -> AcceptanceState:
@@ -173,6 +175,7 @@ class AdaptivePlanner(Learner):
             correction=state.correction,
             target_shape=state.target_shape,
             calibration=self._calibrated(state),
+            nodes=state.nodes,
             view=view,
             goodput=goodput,
             credit_s=found.credit_s,

@@ -59,7 +59,8 @@ class PlannerConfig:
 @dataclass(slots=True, eq=False)
 class PlannerState:
     """What the planner remembers. ``correction`` and ``target_shape`` as in ``policy.correction``; ``calibration`` of the
-    drafts' confidences; ``view`` the last one planned for.
+    drafts' confidences; ``nodes`` float64[2, drafts] how many were verified and how many tokens planned for them (fading); ``view`` the
+    last one planned for.
 
     ``goodput`` is the best goodput of the last batch without its prefill (tokens per second of the model's time; 0: unknown).
     ``credit_s`` is what may still be spent on probes, ``look`` the steps until the next look for one, ``last`` what is kept of the last
@@ -73,6 +74,7 @@ class PlannerState:
     acceptance: AcceptanceState
     correction: FloatArray
     calibration: Calibration
+    nodes: FloatArray
     target_shape: Shape = field(default_factory=Shape.flat)
     view: View | None = None
     goodput: float = 0.0

@@ -415,3 +415,26 @@ def test_the_time_of_one_row_is_predicted_by_plain_numbers_as_by_arrays(row):
     assert target == pytest.approx(same, rel=1e-12)
     assert target.tokens == 1 + verified + prefill
     assert (plain[2:] > 0).tolist() == [draft == 0, draft == 1]
+
+
+def test_a_draft_is_charged_for_the_nodes_that_are_verified_for_it():
+    p = planner(latency((0.05, 0.05), token_s=0.03, free_tokens=1), **certain(0.5))
+    seen, nodes = view(8), {}
+    for name, brought in (("as planned", 1), ("bushy", 4), ("trimmed", 0.25)):
+        state = p.start()
+        state.nodes = np.array([[brought * 1000.0] * 2, [1000.0] * 2])
+        plan, _ = p.plan(seen, state, 0.0, RNG)
+        nodes[name] = int(plan.length.sum())
+    assert nodes["bushy"] < nodes["as planned"] <= nodes["trimmed"]
+
+
+def test_how_many_nodes_a_token_of_a_plan_brings_is_learnt_by_draft():
+    p, seen = planner(**certain(0.9)), view(2)
+    plan, state = p.plan(seen, p.start(), 0.0, RNG)
+    told = replace(outcome(seen, plan, plan.length), verified=3 * plan.length)
+    used = plan.draft[0]
+    for _ in range(200):
+        state = p.observe(told, replace(state, view=seen, planned=True), 0.0)
+    verified, planned = state.nodes
+    assert verified[used] / planned[used] == pytest.approx(3)
+    assert not state.nodes[:, 1 - used].any()
