@@ -21,9 +21,10 @@ from .plan import NO_DRAFT, FloatArray, IntArray
 _POLISHED_ROWS = 16  # beyond that a single row can gain little for the whole batch
 _PRICE_ROUNDS = 3
 _TOLERANCE = 0.03  # of the price, whose error costs in second order; the next step goes on
-_SLOPES = 2  # of verification tried at most
+_SLOPES = 2  # of verification tried at most, the first of them none
 _SCARCITIES = (1.0, 3.0, 9.0)  # prices tried under a cap, as multiples: seconds are scarcer there
 _NOTHING = 1e-300
+_CLOSE = 0.05  # tokens for a token more: prices of verification this near choose alike
 
 
 class Priced(NamedTuple):
@@ -106,10 +107,8 @@ def _joined(
     net = problem.gain - dear * (token_s + problem.row_s)
     charge = dear * (problem.charge_s + (problem.first_tokens - 1) * token_s[0])
     chains = np.cumsum(dear * (one_s.T - token_s[:, :, 0]) + np.zeros(net.shape[:2]), axis=0)
-    total = min(2 * rows, last)
+    slope = 0.0  # at first as if verification were free
     for _ in range(_SLOPES):
-        low, high = max(total - total // 4 - 1, 0), min(total + total // 4 + 1, last)
-        slope = dear * (problem.verify_s.item(high) - problem.verify_s.item(low)) / (high - low)
         worth = summed(np.maximum(net - slope, 0.0)) - charge
         longest = _opened(worth, chains)
         if not longest.any():
@@ -119,7 +118,9 @@ def _joined(
         if scored.objective(price) > result.objective(price) + TIE * (result.value + 1):
             choice, result = candidate, scored
         total = int(candidate.length.sum())
-        if low <= total <= high:
+        low, high = max(total - total // 4 - 1, 0), min(total + total // 4 + 1, last)
+        before, slope = slope, dear * (problem.verify_s.item(high) - problem.verify_s.item(low)) / (high - low)
+        if abs(slope - before) <= _CLOSE:
             break
     return choice, result
 

@@ -92,7 +92,6 @@ def timed_plan(
         remaining=np.array(remaining),
         ceiling=np.array(ceiling).reshape(-1, len(DRAFTS)),
         catchup=np.array(catchup).reshape(-1, len(DRAFTS)),
-        weight=np.ones(len(ids)),
         ready=np.ones(len(ids), np.bool_),
     )
     plan, state = planner.plan(view, state, now, RNG)
