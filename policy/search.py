@@ -10,7 +10,7 @@ changes of one row at a time, which is exact for a single row.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from .plan import NO_DRAFT, FloatArray, IntArray
 
 _POLISHED_ROWS = 16  # beyond that a single row can gain little for the whole batch
 _PRICE_ROUNDS = 3
-_TOLERANCE = 0.03  # of the price, whose error costs in second order; the next step goes on
+_TOLERANCE = 0.06  # of the price, whose error costs in second order; the next step goes on
 _SLOPES = 2  # of verification tried at most, the first of them none
 _SCARCITIES = (1.0, 3.0, 9.0)  # prices tried under a cap, as multiples: seconds are scarcer there
 _NOTHING = 1e-300
@@ -56,13 +56,13 @@ def best(
     """
     plain_s = problem.plain_s - prefill_s
     plain = problem.base_value / plain_s if problem.base_value else known
-    nothing = Score(problem.base_value, problem.plain_s, problem.plain_s)
+    nothing = _plain(problem)
     if not problem.rows:
         return Priced(no_speculation(0), nothing, 0.0, plain)
-    goodput = known or plain
+    search, goodput = _Search(problem), known or plain
     for _ in range(_PRICE_ROUNDS):
         price = waiting * goodput
-        choice, result = best_choice(problem, price)
+        choice, result = search.best(price)
         before, goodput = goodput, result.value / (result.charged_s - prefill_s)
         if abs(goodput - before) <= _TOLERANCE * before:
             break
@@ -77,113 +77,224 @@ def best_choice(problem: StepProblem, price: float) -> tuple[Choice, Score]:
     It is never worse than no speculation, and within ``problem.limit_s``. Of equal choices the one
     with the fewest proposed tokens.
     """
-    choice = no_speculation(problem.rows)
-    result = score(problem, choice)
-    if not np.count_nonzero(problem.ceiling) or not problem.last_total():
+    return _Search(problem).best(price)
+
+
+class _Search:
+    """A problem, with what of its search no price changes."""
+
+    def __init__(self, problem: StepProblem) -> None:
+        self._problem, self._last = problem, problem.last_total()
+        self._capped = problem.cap_s < math.inf
+
+    def best(self, price: float) -> tuple[Choice, Score]:
+        """Return what ``best_choice`` does."""
+        problem = self._problem
+        choice, result = no_speculation(problem.rows), _plain(problem)
+        if not self._last or not np.count_nonzero(problem.ceiling):
+            return choice, result
+        if problem.rows > 1:
+            for scarcity in _SCARCITIES if self._capped else (1.0,):
+                choice, result = self._joined(price, scarcity, choice, result)
+        if problem.rows <= _POLISHED_ROWS:
+            choice, result = self._polished(price, choice, result)
         return choice, result
-    if problem.rows > 1:
-        for scarcity in (1.0,) if problem.cap_s == math.inf else _SCARCITIES:
-            choice, result = _joined(problem, price, scarcity, choice, result)
-    if problem.rows <= _POLISHED_ROWS:
-        choice = _polished(problem, price, choice, result.step_s)
-        result = score(problem, choice)
-    return choice, result
+
+    @cached_property
+    def _lines(self) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Seconds by the lines of the drafts' forwards: of a row's token [K, D, n], of its joining a
+        draft [D, n], of opening all depths up to one [K, D].
+        """
+        problem = self._problem
+        one_s, most_s = problem.added_s(1), problem.added_s(problem.rows)
+        token_s = np.minimum((most_s - one_s) / (problem.rows - 1), one_s)
+        opening_s = np.zeros(problem.gain.shape[:2]) + (one_s - token_s).T
+        token_s = token_s.T[:, :, None]
+        charge_s = problem.charge_s + (problem.first_tokens - 1) * token_s[0]
+        return token_s + problem.row_s, charge_s, opening_s.cumsum(axis=0)
+
+    def _joined(
+        self,
+        price: float,
+        scarcity: float,
+        choice: Choice,
+        result: Score,
+    ) -> tuple[Choice, Score]:
+        """Return the better of a choice and what is best by the order in which tokens join, scored.
+
+        Seconds count ``scarcity`` times their price for the order.
+        """
+        problem, dear = self._problem, price * scarcity
+        token_s, charge_s, chain_s = self._lines
+        net = problem.gain - dear * token_s
+        charge, chains = dear * charge_s, dear * chain_s
+        slope = 0.0  # what a verified token more costs: at first as if it were free
+        for _ in range(_SLOPES):
+            wanted = net - slope
+            worth = summed(np.maximum(wanted, 0.0, out=wanted))
+            worth -= charge
+            longest = _opened(worth, chains)
+            if not max(longest):
+                break
+            candidate = self._on_staircases(price, net, charge, worth, longest)
+            scored = score(problem, candidate)
+            if scored.objective(price) > result.objective(price) + TIE * (result.value + 1):
+                choice, result = candidate, scored
+            before, slope = slope, dear * self._slope_s(int(np.add.reduce(candidate.length)))
+            if abs(slope - before) <= _CLOSE:
+                break
+        return choice, result
+
+    def _slope_s(self, total: int) -> float:
+        """Return the seconds of a verified token more, from a quarter below a total to a quarter
+        above.
+        """
+        verify_s, near = self._problem.verify_s, total // 4 + 1
+        low, high = max(total - near, 0), min(total + near, self._last)
+        return (verify_s.item(high) - verify_s.item(low)) / (high - low)
+
+    def _on_staircases(
+        self,
+        price: float,
+        net: FloatArray,
+        charge: FloatArray,
+        worth: FloatArray,
+        longest: list[int],
+    ) -> Choice:
+        """Return the best choice of one draft for each row by depth and total, as the tokens join.
+
+        A charge is deducted from what a row's tokens are worth in proportion, so that its chain
+        stays in order. Objectives are exact: each token adds what its draft's forward then takes
+        longer.
+        """
+        problem = self._problem
+        (k_max, drafts, rows), depths = problem.gain.shape, max(longest)
+        used = [d for d, k in enumerate(longest) if k]
+        pick = np.array(used)[np.array([worth[longest[d] - 1, d] for d in used]).argmax(0)]
+        place = pick * rows + np.arange(rows)
+        own = net.reshape(k_max, -1)[:depths].take(place, 1)
+        np.maximum(own, 0.0, out=own)
+        own *= np.arange(depths)[:, None] < np.array(longest)[pick]
+        own *= np.maximum(1 - charge.take(place) / np.maximum(np.add.reduce(own), _NOTHING), 0.0)
+        count = min(int(np.count_nonzero(own)), self._last)
+        if not count:
+            return no_speculation(rows)
+        order = (-own).ravel().argsort(kind="stable")[:count]
+        depth = order // rows
+        row = order - depth * rows
+        first, place = depth == 0, place.take(row)
+        tokens = np.where(first, problem.first_tokens.take(place), 1)
+        charged_s = _added_s(problem, pick.take(row), depth, tokens)
+        charged_s += problem.row_s.take(place) + first * problem.charge_s.take(place)
+        joined = problem.gain.take(depth * (drafts * rows) + place) - price * charged_s
+        within = depth <= np.arange(depths)[:, None]
+        verify_s = problem.verify_s.take(within.cumsum(axis=1)) + problem.speculation_s
+        objective = (joined * within).cumsum(axis=1) - price * verify_s
+        if self._capped:
+            uncharged_s = first * (problem.switch_s - problem.charge_s).take(place)
+            step_s = verify_s + ((charged_s + uncharged_s) * within).cumsum(axis=1)
+            objective[step_s > problem.limit_s] = -np.inf
+            if objective.max() == -np.inf:
+                return no_speculation(rows)
+        deepest, last = divmod(int(objective.argmax()), count)
+        length = np.bincount(row[: last + 1][within[deepest, : last + 1]], minlength=rows)
+        return Choice(np.where(length > 0, pick, NO_DRAFT), length)
+
+    @cached_property
+    def _options(self) -> _Options:
+        return _Options(self._problem)
+
+    def _polished(self, price: float, choice: Choice, result: Score) -> tuple[Choice, Score]:
+        """Return the choice improved one row at a time by the change that gains most, until none
+        does, and its score.
+        """
+        problem, options = self._problem, self._options
+        k_max, _, rows = problem.gain.shape
+        own, row = options.value - price * options.charged_s, np.arange(rows)
+        option = (choice.draft * k_max + choice.length) * (choice.length > 0)
+        step_s, changed = result.step_s, False
+        for _ in range(2 * rows - 1):
+            shared_s = options.shared_s(option)
+            gained = own - price * shared_s
+            gained -= gained[row, option][:, None]
+            if self._capped:
+                longer_s = shared_s + options.whole_s
+                longer_s -= longer_s[row, option][:, None]
+                gained[step_s + longer_s > problem.limit_s] = -np.inf
+            i, chosen = divmod(int(gained.argmax()), gained.shape[1])
+            if not gained.item(i, chosen) > TIE * (problem.base_value + 1.0):
+                break
+            option[i], changed = chosen, True
+            if self._capped:
+                step_s += longer_s.item(i, chosen)
+        if not changed:
+            return choice, result
+        choice = Choice(options.draft.take(option), options.length.take(option))
+        return choice, score(problem, choice)
 
 
-def _joined(
-    problem: StepProblem,
-    price: float,
-    scarcity: float,
-    choice: Choice,
-    result: Score,
-) -> tuple[Choice, Score]:
-    """Return the better of a choice and what is best by the order in which tokens join, scored.
+class _Options:
+    """What every row may do, O options: none, every length of the first draft, of the second, ...
 
-    Seconds count ``scarcity`` times their price for the order.
+    ``draft[O]``, ``length[O]``; ``value[n, O]`` tokens; ``charged_s[n, O]`` seconds that the row
+    alone takes, as charged (inf: not to be had), and ``whole_s[n, O]`` catch-up included.
     """
-    rows, last, dear = problem.rows, problem.last_total(), price * scarcity
-    one_s = problem.added_s(1)
-    token_s = np.minimum((problem.added_s(rows) - one_s) / (rows - 1), one_s).T[:, :, None]
-    net = problem.gain - dear * (token_s + problem.row_s)
-    charge = dear * (problem.charge_s + (problem.first_tokens - 1) * token_s[0])
-    chains = np.cumsum(dear * (one_s.T - token_s[:, :, 0]) + np.zeros(net.shape[:2]), axis=0)
-    slope = 0.0  # at first as if verification were free
-    for _ in range(_SLOPES):
-        worth = summed(np.maximum(net - slope, 0.0)) - charge
-        longest = _opened(worth, chains)
-        if not longest.any():
-            break
-        candidate = _on_staircases(problem, price, net, charge, worth, longest)
-        scored = score(problem, candidate)
-        if scored.objective(price) > result.objective(price) + TIE * (result.value + 1):
-            choice, result = candidate, scored
-        total = int(candidate.length.sum())
-        low, high = max(total - total // 4 - 1, 0), min(total + total // 4 + 1, last)
-        before, slope = slope, dear * (problem.verify_s.item(high) - problem.verify_s.item(low)) / (high - low)
-        if abs(slope - before) <= _CLOSE:
-            break
-    return choice, result
+
+    def __init__(self, problem: StepProblem) -> None:
+        k_max, drafts, rows = problem.gain.shape
+        self.draft, self.length, self._uses, self._covers = _all_options(drafts, k_max)
+        depth = np.arange(1, k_max + 1)[:, None, None]
+        alone_s = depth * problem.row_s + problem.charge_s
+        alone_s[depth > problem.ceiling] = np.inf
+        self.value, self.charged_s = _by_option(problem.value), _by_option(alone_s)
+        self.whole_s = self.charged_s
+        if problem.cap_s < math.inf:
+            self.whole_s = _by_option(alone_s + (problem.switch_s - problem.charge_s))
+        self._joining = np.ones((rows, drafts * k_max), np.int64)
+        self._joining[:, ::k_max] = problem.first_tokens.T
+        self._start = _starts(drafts, k_max, problem.forward_s.shape[1])
+        if problem.given is not None:
+            self._start = self._start + problem.given.ravel()
+        self._forward_s, self._verify_s = problem.forward_s, problem.verify_s.copy()
+        self._verify_s[1:] += problem.speculation_s
+
+    def shared_s(self, option: IntArray) -> FloatArray:
+        """Return the seconds [n, O] of verification with each option of a row, the others' being
+        ``option`` int64[n], and by how much longer drafting takes for it.
+        """
+        mine = self._uses.take(option, 0) * self._joining
+        others = self._start + (np.add.reduce(mine) - mine)
+        added_s = self._forward_s.take(others + self._joining) - self._forward_s.take(others)
+        rest = self.length.take(option)
+        rest = np.add.reduce(rest) - rest
+        seconds: FloatArray = added_s.dot(self._covers)
+        seconds += self._verify_s.take(np.add.outer(rest, self.length))
+        return seconds
 
 
-def _opened(worth: FloatArray, chains: FloatArray) -> IntArray:
-    """Return the longest chain of every draft, int64[D], 0 for those that stay closed.
+def _plain(problem: StepProblem) -> Score:
+    """Return the score of no speculation."""
+    return Score(problem.base_value, problem.plain_s, problem.plain_s)
+
+
+def _opened(worth: FloatArray, chains: FloatArray) -> list[int]:
+    """Return the longest chain of every draft, 0 for those that stay closed.
 
     ``worth[K, D, n]`` is what a row has of a draft whose longest chain is k + 1, ``chains[K, D]``
     what its forwards cost all rows together.
     """
-    drafts = worth.shape[1]
-    longest, paid, own = np.zeros(drafts, np.int64), np.zeros(drafts), np.zeros(worth.shape[2])
+    _, drafts, rows = worth.shape
+    longest, costs, own = [0] * drafts, chains, np.zeros(rows)
     for _ in range(2 * drafts):
-        gained = np.maximum(worth, own).sum(2) - np.maximum(chains - paid, 0.0)
-        highest = float(gained.max())
-        if not highest > float(own.sum()) + TIE:
+        gained = np.add.reduce(np.maximum(worth, own), axis=2) - costs
+        highest = gained.item(gained.argmax())
+        if not highest > float(np.add.reduce(own)) + TIE:
             break
         k, d = divmod(int((gained >= highest - TIE).argmax()), drafts)  # of equal ones the shortest
-        longest[d], paid[d] = k + 1, chains[k, d]
-        own = np.maximum(own, worth[k, d])
+        longest[d], own = k + 1, np.maximum(own, worth[k, d])
+        costs = costs.copy()
+        costs[:, d] = np.maximum(chains[:, d] - chains[k, d], 0.0)
     return longest
-
-
-def _on_staircases(
-    problem: StepProblem,
-    price: float,
-    net: FloatArray,
-    charge: FloatArray,
-    worth: FloatArray,
-    longest: IntArray,
-) -> Choice:
-    """Return the best choice of one draft for each row by depth and total, as the tokens join.
-
-    A charge is deducted from what a row's tokens are worth in proportion, so that its chain stays
-    in order. Objectives are exact: each token adds what its draft's forward then takes longer.
-    """
-    (depths, rows), row = (int(longest.max()), problem.rows), np.arange(problem.rows)
-    of_draft = worth[np.maximum(longest, 1) - 1, np.arange(len(longest))]
-    pick = np.where(longest[:, None] > 0, of_draft, -np.inf).argmax(0)
-    own = np.maximum(net[:depths, pick, row], 0.0)
-    own[np.arange(depths)[:, None] >= longest[pick]] = 0.0
-    own *= np.maximum(1 - charge[pick, row] / np.maximum(own.sum(0), _NOTHING), 0.0)
-    count = min(int(np.count_nonzero(own)), problem.last_total())
-    if not count:
-        return no_speculation(rows)
-    place = np.argsort(-own, axis=None, kind="stable")[:count]
-    depth, i = np.divmod(place, rows)
-    d, first = pick[i], depth == 0
-    charged_s = _added_s(problem, d, depth, np.where(first, problem.first_tokens[d, i], 1))
-    charged_s += problem.row_s[d, i] + first * problem.charge_s[d, i]
-    within = depth <= np.arange(depths)[:, None]
-    verify_s = problem.verify_s[np.cumsum(within, axis=1)] + problem.speculation_s
-    joined = (problem.gain[depth, d, i] - price * charged_s) * within
-    objective = np.cumsum(joined, axis=1) - price * verify_s
-    if problem.cap_s < math.inf:
-        uncharged_s = first * (problem.switch_s - problem.charge_s)[d, i]
-        step_s = verify_s + np.cumsum((charged_s + uncharged_s) * within, axis=1)
-        objective[step_s > problem.limit_s] = -np.inf
-        if objective.max() == -np.inf:
-            return no_speculation(rows)
-    deepest, last = divmod(int(objective.argmax()), count)
-    length = np.bincount(i[: last + 1][within[deepest, : last + 1]], minlength=rows)
-    return Choice(np.where(length > 0, pick, NO_DRAFT), length)
 
 
 def _added_s(problem: StepProblem, d: IntArray, depth: IntArray, tokens: IntArray) -> FloatArray:
@@ -203,48 +314,10 @@ def _added_s(problem: StepProblem, d: IntArray, depth: IntArray, tokens: IntArra
     return seconds
 
 
-def _polished(problem: StepProblem, price: float, choice: Choice, step_s: float) -> Choice:
-    """Return the choice improved one row at a time by the change that gains most, until none does.
-    The step takes ``step_s`` as chosen.
-
-    A row's options O are none, every length of the first draft, of the second, and so on.
-    """
-    k_max, drafts, rows = problem.gain.shape
-    draft, length, uses, covers = _options(drafts, k_max)
-    depth, row = np.arange(1, k_max + 1)[:, None, None], np.arange(rows)
-    alone_s = depth * problem.row_s
-    alone = problem.value - price * (alone_s + problem.charge_s)
-    alone[depth > problem.ceiling] = -np.inf
-    own = _by_option(alone)
-    joining = np.ones((rows, drafts * k_max), np.int64)
-    joining[:, ::k_max] = problem.first_tokens.T
-    start = np.arange(drafts).repeat(k_max) * problem.forward_s.shape[1]
-    if problem.given is not None:
-        start += problem.given.ravel()
-    verify_s = problem.verify_s.copy()
-    verify_s[1:] += problem.speculation_s
-    capped = problem.cap_s < math.inf
-    whole_s = _by_option(alone_s + problem.switch_s) if capped else own
-    option = np.where(choice.length > 0, choice.draft * k_max + choice.length, 0)
-    for _ in range(2 * rows - 1):
-        mine = uses[option] * joining
-        others = start + mine.sum(0) - mine
-        added_s = problem.forward_s.take(others + joining) - problem.forward_s.take(others)
-        rest = length[option]
-        rest = rest.sum() - rest
-        seconds = added_s @ covers + verify_s.take(np.add.outer(rest, length))
-        objective = own - price * seconds
-        gained = objective - objective[row, option][:, None]
-        if capped:
-            changed_s = seconds + whole_s
-            changed_s -= changed_s[row, option][:, None]
-            gained[step_s + changed_s > problem.limit_s] = -np.inf
-        i, chosen = divmod(int(gained.argmax()), len(length))
-        if not gained.item(i, chosen) > TIE * (problem.base_value + 1.0):
-            break
-        option[i] = chosen
-        step_s += changed_s.item(i, chosen) if capped else 0.0
-    return Choice(draft[option], length[option])
+@lru_cache(maxsize=64)
+def _starts(drafts: int, k_max: int, most: int) -> IntArray:
+    """Return where the seconds of each draft's forwards [D, most] begin, int64[D K]."""
+    return np.arange(drafts).repeat(k_max) * most
 
 
 def _by_option(values: FloatArray) -> FloatArray:
@@ -255,9 +328,9 @@ def _by_option(values: FloatArray) -> FloatArray:
 
 
 @lru_cache(maxsize=64)
-def _options(drafts: int, k_max: int) -> tuple[IntArray, IntArray, IntArray, FloatArray]:
-    """Return a row's options: draft[O], length[O], the forwards [O, D K] that each takes part in,
-    and the same as a matrix [D K, O].
+def _all_options(drafts: int, k_max: int) -> tuple[IntArray, IntArray, IntArray, FloatArray]:
+    """Return draft[O] and length[O] of a row's options, the forwards [O, D K] that each takes part
+    in, and the same as a matrix [D K, O].
     """
     draft = np.r_[NO_DRAFT, np.arange(drafts).repeat(k_max)]
     length = np.r_[0, np.tile(np.arange(1, k_max + 1), drafts)]

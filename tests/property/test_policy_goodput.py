@@ -80,7 +80,16 @@ def test_for_one_row_the_choice_is_the_best_there_is(seed, drafts, k_max, price,
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 2), st.integers(1, 3), st.floats(0.05, 3.0), st.booleans(), st.booleans(), st.booleans())
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 4),
+    st.integers(1, 2),
+    st.integers(1, 3),
+    st.floats(0.05, 3.0),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
 def test_no_choice_is_out_of_bounds_or_worse_than_plain_decoding(seed, rows, drafts, k_max, price, beside, capped, short):
     """Beside given rows, under a cap, and where there is no room for all tokens."""
     rng = np.random.default_rng(seed)

@@ -8,7 +8,6 @@ from policy import (
     AcceptanceConfig,
     AdaptivePlanner,
     FixedLength,
-    LatencyCurve,
     LatencyModel,
     LatencyTable,
     NoSpeculation,
@@ -16,7 +15,6 @@ from policy import (
     PlannerConfig,
     View,
 )
-from policy.problem import predicted_parts
 
 DRAFTS = ("small", "large")
 RNG = np.random.default_rng(0)
