@@ -19,8 +19,8 @@ from .goodput import TIE, Choice, Score, StepProblem, no_speculation, score, sum
 from .plan import NO_DRAFT, FloatArray, IntArray
 
 _POLISHED_ROWS = 16  # beyond that a single row can gain little for the whole batch
-_PRICE_ROUNDS = 3
-_TOLERANCE = 0.06  # of the price, whose error costs in second order; the next step goes on
+_COLD, _WARM = (4, 0.01), (2, 0.05)  # rounds of pricing, and an error that ends them: it costs in
+# second order, and the next step goes on
 _SLOPES = 2  # of verification tried at most, the first of them none
 _SCARCITIES = (1.0, 3.0, 9.0)  # prices tried under a cap, as multiples: seconds are scarcer there
 _NOTHING = 1e-300
@@ -60,11 +60,12 @@ def best(
     if not problem.rows:
         return Priced(no_speculation(0), nothing, 0.0, plain)
     search, goodput = _Search(problem), known or plain
-    for _ in range(_PRICE_ROUNDS):
+    rounds, tolerance = _WARM if known else _COLD
+    for _ in range(rounds):
         price = waiting * goodput
         choice, result = search.best(price)
         before, goodput = goodput, result.value / (result.charged_s - prefill_s)
-        if abs(goodput - before) <= _TOLERANCE * before:
+        if abs(goodput - before) <= tolerance * before:
             break
     if result.value > problem.base_value and goodput < least_gain * plain:
         choice, result, goodput = no_speculation(problem.rows), nothing, plain
