@@ -18,10 +18,10 @@ import numpy as np
 from .goodput import TIE, Choice, Score, StepProblem, no_speculation, score, summed
 from .plan import NO_DRAFT, FloatArray, IntArray
 
-_POLISHED_ROWS = 16  # beyond that a single row can gain little for the whole batch
+_FEW_ROWS = 16  # beyond that no single row is much to the whole batch
 _COLD, _WARM = (4, 0.01), (2, 0.05)  # rounds of pricing, and an error that ends them: it costs in
 # second order, and the next step goes on
-_SLOPES = 2  # of verification tried at most, the first of them none
+_SLOPES = 2  # of verification tried at most
 _SCARCITIES = (1.0, 3.0, 9.0)  # prices tried under a cap, as multiples: seconds are scarcer there
 _NOTHING = 1e-300
 _CLOSE = 0.05  # tokens for a token more: prices of verification this near choose alike
@@ -97,7 +97,7 @@ class _Search:
         if problem.rows > 1:
             for scarcity in _SCARCITIES if self._capped else (1.0,):
                 choice, result = self._joined(price, scarcity, choice, result)
-        if problem.rows <= _POLISHED_ROWS:
+        if problem.rows <= _FEW_ROWS:
             choice, result = self._polished(price, choice, result)
         return choice, result
 
@@ -129,7 +129,9 @@ class _Search:
         token_s, charge_s, chain_s = self._lines
         net = problem.gain - dear * token_s
         charge, chains = dear * charge_s, dear * chain_s
-        slope = 0.0  # what a verified token more costs: at first as if it were free
+        # What a verified token more costs. At first nothing: so the staircase is looked at to its
+        # end; many rows smooth it, and begin around two tokens a row.
+        slope = 0.0 if problem.rows <= _FEW_ROWS else dear * self._slope_s(2 * problem.rows)
         for _ in range(_SLOPES):
             wanted = net - slope
             worth = summed(np.maximum(wanted, 0.0, out=wanted))
@@ -151,7 +153,7 @@ class _Search:
         above.
         """
         verify_s, near = self._problem.verify_s, total // 4 + 1
-        low, high = max(total - near, 0), min(total + near, self._last)
+        low, high = max(min(total, self._last) - near, 0), min(total + near, self._last)
         return (verify_s.item(high) - verify_s.item(low)) / (high - low)
 
     def _on_staircases(
@@ -304,12 +306,12 @@ def _added_s(problem: StepProblem, d: IntArray, depth: IntArray, tokens: IntArra
     """
     forward = d * len(problem.gain) + depth
     by = forward.argsort(kind="stable")
-    forward, joining = forward[by], tokens[by]
+    forward, joining = forward.take(by), tokens.take(by)
     before = joining.cumsum() - joining
-    before -= before[forward.searchsorted(forward)]  # within one forward
+    before -= before.take(forward.searchsorted(forward))  # within one forward
     if problem.given is not None:
-        before += problem.given.ravel()[forward]
-    before += d[by] * problem.forward_s.shape[1]
+        before += problem.given.take(forward)
+    before += d.take(by) * problem.forward_s.shape[1]
     seconds = np.empty(len(d))
     seconds[by] = problem.forward_s.take(before + joining) - problem.forward_s.take(before)
     return seconds
