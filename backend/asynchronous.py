@@ -174,6 +174,5 @@ NOTHING = View(
     (),
     *(_NONE, _NONE, _NONE),
     *(_NONE.reshape(0, 0), _NONE.reshape(0, 0)),
-    np.zeros(0),
     np.zeros(0, np.bool_),
 )

@@ -68,7 +68,6 @@ class Batch:
             remaining=np.array([s.remaining for s in rows], np.int64),
             ceiling=ceiling,
             catchup=unseen,
-            weight=np.ones(len(rows)),
             ready=np.arange(len(rows)) < ready if self.flying else np.ones(ready, np.bool_),
             prefill_tokens=self.prefill_tokens,
             queued=queued,

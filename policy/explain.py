@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from .goodput import Choice, Score, StepProblem, score
 from .plan import NO_DRAFT, Plan, TurnShape, View
 from .planner import AdaptivePlanner
 from .planner_state import PlannerState
+
+_CAP = "the cap on the step's time"
 
 
 def explain(planner: AdaptivePlanner, view: View, state: PlannerState, plan: Plan, now: float) -> list[str]:
@@ -58,14 +58,14 @@ def _why(problem: StepProblem, drafts: tuple[str, ...], chosen: Choice, i: int, 
     present, price = (int(chosen.draft[i]), int(chosen.length[i])), plan.price
     without = score(problem, _with(chosen, i, (NO_DRAFT, 0)))
     options = [(d, k) for d in range(len(drafts)) for k in range(1, int(problem.ceiling[d, i]) + 1)]
-    able = [it for it in options if it == present or not _bar(problem, chosen, i, it)]
+    able = [it for it in options if it == present or not _over_cap(problem, chosen, i, it)]
     scores = {option: score(problem, _with(chosen, i, option)) for option in able}
     gains = {option: result.objective(price) - without.objective(price) for option, result in scores.items()}
     others = {option: gain for option, gain in gains.items() if option != present}
     next_best = max(others, key=lambda option: others[option], default=None)
     if not present[1]:
         if next_best is None:
-            return f"none: {_barred(problem, chosen, i) or 'no draft can propose anything'}"
+            return f"none: {_CAP if options else 'no draft can propose anything'}"
         margin = "the whole batch gains less than the margin by speculating; " if others[next_best] > 0 else ""
         return f"none: {margin}at best {_account(drafts, next_best, scores[next_best], without, price)}"
     text = _account(drafts, present, scores[present], without, price)
@@ -83,14 +83,7 @@ def _limit(problem: StepProblem, chosen: Choice, i: int) -> str:
     draft, length = int(chosen.draft[i]), int(chosen.length[i])
     if length == problem.ceiling[draft, i]:
         return "; its ceiling"
-    bar = _bar(problem, chosen, i, (draft, length + 1))
-    return f"; longer: {bar}" if bar else ""
-
-
-def _barred(problem: StepProblem, chosen: Choice, i: int) -> str:
-    """Return what keeps row i from any draft that could propose something."""
-    able = problem.ceiling[:, i].nonzero()[0].tolist()
-    return _bar(problem, chosen, i, (able[0], 1)) if able else ""
+    return f"; longer: {_CAP}" if _over_cap(problem, chosen, i, (draft, length + 1)) else ""
 
 
 def _account(drafts: tuple[str, ...], option: tuple[int, int], result: Score, without: Score, price: float) -> str:
@@ -102,15 +95,11 @@ def _name(drafts: tuple[str, ...], option: tuple[int, int]) -> str:
     return f"{drafts[option[0]]} x {option[1]}"
 
 
-def _bar(problem: StepProblem, chosen: Choice, i: int, option: tuple[int, int]) -> str:
-    """Return what forbids an option of row i, all other rows' choices as they are; empty if nothing does."""
-    others = np.delete(chosen.draft, i)
-    if problem.limit is not None and int((others == option[0]).sum()) >= problem.limit[option[0]]:
-        return "no place left with the draft"
-    if int(chosen.length.sum()) - int(chosen.length[i]) + option[1] > problem.last_total():
-        return "no room in KV"
-    changed = _with(chosen, i, option)
-    return "the cap on the step's time" if score(problem, changed).step_s > problem.limit_s else ""
+def _over_cap(problem: StepProblem, chosen: Choice, i: int, option: tuple[int, int]) -> bool:
+    """Return whether the step would be too long with an option of row i, all other rows' choices as
+    they are.
+    """
+    return score(problem, _with(chosen, i, option)).step_s > problem.limit_s
 
 
 def _with(choice: Choice, i: int, option: tuple[int, int]) -> Choice:

@@ -1,6 +1,6 @@
 """One step's choice as numbers: what every chain brings, what every forward costs, and the exact score of a choice.
 
-The objective is sum_i w_i E[emitted_i] - price * T, T being shared by the batch. With k_i <= remaining_i - 1 a step can never emit more
+The objective is sum_i E[emitted_i] - price * T, T being shared by the batch. With k_i <= remaining_i - 1 a step can never emit more
 than remains, so E[min(emitted, remaining)] = 1 + sum_{j<=k} s_j. The price of time (lambda, in tokens per second) couples steps; the shared
 verification and the drafts' common forwards couple rows.
 """
@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .latency import lines_below
 from .plan import NO_DRAFT, FloatArray, IntArray
 
 TIE = 1e-9  # relative: of choices this close the one with the fewest tokens wins
@@ -27,33 +26,24 @@ class Choice(NamedTuple):
     length: IntArray
 
 
-class Hint(NamedTuple):
-    """What the last choice says of the next: about how many ``tokens`` are best (0: unknown), and the longest chain of every draft in use.
-
-    Where ``caps`` is None nothing is known, and the next choice is worth a long search.
-    """
-
-    tokens: int = 0
-    caps: dict[int, int] | None = None
-
-
-NO_HINT = Hint()
-
-
 @dataclass(eq=False)
 class StepProblem:
-    """One step's choice: n rows, D drafts, up to K tokens a row. Rows come last, for what is summed over rows lies together.
+    """One step's choice: n rows, D drafts, up to K tokens a row. Rows come last, for what is summed
+    over rows lies together.
 
-    Tokens: ``gain[K, D, n]`` expected and weighted, that position j adds (falling in j; 0 beyond ``ceiling[D, n]``, where nothing is ever
-    chosen); ``base_value`` the weighted bonus tokens; ``first_tokens[D, n]`` read by a row's first draft forward (1 or 2).
-    Seconds: ``verify_s[m]`` of the step with m proposed tokens, m = 0..n K, and no drafting, staircases allowed and inf where there is no
-    room for so many; ``speculation_s`` once if any row speculates; ``forward_s[D, t]`` of a draft forward of t tokens, 0 at 0, up to 2n and
-    the given ones; ``row_s[D, n]`` per row and draft forward on top (its KV); ``switch_s[D, n]`` of catch-up beyond the first tokens, which
-    the objective spreads over ``horizon[n]`` steps. Neither ``verify_s`` nor ``forward_s`` ever falls.
+    Tokens: ``gain[K, D, n]`` expected, that position j adds (falling in j; 0 beyond
+    ``ceiling[D, n]``, where nothing is ever chosen); ``base_value`` the bonus tokens;
+    ``first_tokens[D, n]`` read by a row's first draft forward (1 or 2).
+    Seconds: ``verify_s[m]`` of the step with m proposed tokens, m = 0..n K, and no drafting,
+    staircases allowed and inf where there is no room for so many; ``speculation_s`` once if any row
+    speculates; ``forward_s[D, t]`` of a draft forward of t tokens, 0 at 0, up to 2n and the given
+    ones; ``row_s[D, n]`` per row and draft forward on top (its KV); ``switch_s[D, n]`` of catch-up
+    beyond the first tokens, which the objective spreads over ``horizon[n]`` steps. Neither
+    ``verify_s`` nor ``forward_s`` ever falls.
 
-    ``limit[D]`` (None: none) is the most rows that a draft takes. ``given[D, K]`` (None: none) are the tokens of rows outside this choice
-    in the drafts' forwards. Those forwards are paid for in ``verify_s``; here they make the ones that share them cheaper. ``cap_s`` is the
-    longest step to be chosen (see ``limit_s``). ``line_s`` are the lines of ``lines`` if known, ``hint`` what is known of the answer.
+    ``given[D, K]`` (None: none) are the tokens of rows outside this choice in the drafts' forwards.
+    Those forwards are paid for in ``verify_s``; here they make the ones that share them cheaper.
+    ``cap_s`` is the longest step to be chosen (see ``limit_s``).
     """
 
     gain: FloatArray
@@ -66,11 +56,8 @@ class StepProblem:
     row_s: FloatArray
     switch_s: FloatArray
     horizon: FloatArray
-    limit: IntArray | None = None
     given: IntArray | None = None
     cap_s: float = math.inf
-    line_s: tuple[FloatArray, FloatArray] | None = None
-    hint: Hint = NO_HINT
 
     @property
     def rows(self) -> int:
@@ -106,24 +93,6 @@ class StepProblem:
             return self.forward_s.take(start + tokens)
         return self.forward_s.take(start + self.given + tokens) - self.forward_s.take(start + self.given)
 
-    def chain_s(self, rows: int) -> FloatArray:
-        """Return the seconds [D, K + 1] that the forwards 2..k of ``rows`` chains of length k take."""
-        forward_s = self.added_s(rows)
-        if self.given is None:
-            alike: FloatArray = np.maximum(np.arange(-1, len(self.gain)), 0) * forward_s
-            return alike
-        return np.concatenate([np.zeros((len(forward_s), 2)), np.cumsum(forward_s[:, 1:], axis=1)], axis=1)
-
-    def lines(self) -> tuple[FloatArray, FloatArray]:
-        """Return lines below the seconds of the drafts' forwards: of a token more [D], and of opening each depth [K, D]."""
-        k_max, _, rows = self.gain.shape
-        if self.line_s is not None and self.given is None:
-            return self.line_s
-        if self.given is None:
-            token_s, opening_s = lines_below(self.forward_s[None, :, 1 : 2 * rows + 1])
-            return token_s, np.ones((k_max, 1)) * opening_s
-        return lines_below(np.stack([self.added_s(m + 1) for m in range(2 * rows)], axis=2).transpose(1, 0, 2))
-
     def last_total(self) -> int:
         """Return the most tokens for which there is room."""
         last = len(self.verify_s) - 1
@@ -131,7 +100,7 @@ class StepProblem:
 
 
 class Score(NamedTuple):
-    """Expected weighted tokens, the seconds charged for them (catch-up spread over its horizon), and what the step itself takes."""
+    """Expected tokens, the seconds charged for them (catch-up spread over its horizon), and what the step itself takes."""
 
     value: float
     charged_s: float

@@ -78,8 +78,6 @@ class OfMany:
         """Return the same for the rows of a view: a newcomer takes the choice that most have, if its draft takes any number."""
         place = {request: row for row, request in enumerate(np.frombuffer(self.requests, np.int64).tolist())}
         requests, speculates = view.request.tolist(), self.plan.length.any()
-        if speculates and view.limit is not None and any(request not in place for request in requests):
-            return None
         choices = list(zip(self.plan.draft.tolist(), self.plan.length.tolist(), strict=True))
         usual = choices.index(max(choices, key=lambda choice: (choices.count(choice), choice)))
         rows = np.array([place.get(request, usual) for request in requests])
@@ -132,11 +130,11 @@ def averaged(average_s: float, planning_s: float) -> float:
 
 
 def _cut(plan: Plan, view: View) -> Plan | None:
-    """Return the plan with its chains cut to what can be proposed now, None where a step's time or the KV that is left is too short."""
+    """Return the plan with its chains cut to what can be proposed now, None where a step's time is capped."""
     if not plan.length.any():
         return plan
     length = np.minimum(plan.length, np.minimum(view.ceiling[np.arange(len(view)), plan.draft], view.remaining - 1))
-    if view.cap_s < math.inf or (view.headroom is not None and np.add.reduce(length) > view.headroom):
+    if view.cap_s < math.inf:
         return None
     if length.tobytes() == plan.length.tobytes():
         return plan

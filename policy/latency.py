@@ -212,7 +212,6 @@ class CurveStack:
         self._start = (self._last + 1) * np.arange(len(curves))[:, None]
         self.row_s = np.array([curve.row_s for curve in curves])
         self.context_s = np.array([curve.context_s for curve in curves])
-        self._lines: dict[int, tuple[FloatArray, FloatArray]] = {}
 
     def base(self, tokens: IntArray) -> FloatArray:
         """Return base seconds for token counts int64[curves, n]."""
@@ -235,24 +234,6 @@ class CurveStack:
     def run(self, count: int) -> FloatArray:
         """Return base seconds for 0 .. count - 1 tokens, float64[curves, count]."""
         return self._base_s[:, :count] if count <= self._last + 1 else self.base(np.arange(count)[None])
-
-    def lines(self, rows: int) -> tuple[FloatArray, FloatArray]:
-        """Return ``lines_below`` the forwards of up to twice so many tokens, float64[curves] each; kept, for batches come again."""
-        if rows not in self._lines:
-            token_s, opening_s = lines_below(self.run(2 * rows + 1)[None, :, 1:])
-            self._lines[rows] = token_s, opening_s[0]
-        return self._lines[rows]
-
-
-def lines_below(seconds: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return slope [D] and start [depths, D] of lines that no forward is below; ``seconds[depths, D, 2n]`` of 1 .. 2n tokens.
-
-    The slope is the chord's over the first n, as far as no start becomes negative by it.
-    """
-    tokens, rows = np.arange(1, seconds.shape[2] + 1), seconds.shape[2] // 2
-    chord = (seconds[:, :, rows - 1] - seconds[:, :, 0]) / max(rows - 1, 1)
-    slope: FloatArray = np.minimum(chord, (seconds / tokens).min(2)).min(0)
-    return slope, (seconds - slope[:, None] * tokens).min(2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,7 +19,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 NO_DRAFT = -1
 
-_PER_ROW = ("request", "context", "remaining", "ceiling", "catchup", "weight", "ready", "control", "group")  # of a view
+_PER_ROW = ("request", "context", "remaining", "ceiling", "catchup", "ready", "control", "group")  # of a view
 
 
 @dataclass(slots=True)
@@ -28,15 +28,14 @@ class View:
 
     ``request[n]`` stable ids; ``context[n]`` committed tokens; ``remaining[n]`` tokens the request may still emit (>= 1);
     ``ceiling[n, d]`` the most tokens draft d may propose for request i in this step (0 = cannot, or was not asked: ``needs_offers``);
-    ``catchup[n, d]`` committed tokens that draft d has not seen yet; ``weight[n]`` worth of one token of this request;
+    ``catchup[n, d]`` committed tokens that draft d has not seen yet;
     ``ready[n]`` whether it is to be planned for (else it is in flight);
     ``flying`` what was planned for the rows in flight, where they and the ready ones are in one in-flight batch (TensorRT-LLM's executor);
     None where they share no pass with them (cohorts) or nothing is in flight. ``prefill_tokens`` prompt tokens processed in the same step;
     ``prefilling`` requests admitted but still in prefill, those of this step's chunks included; ``queued`` requests waiting for admission.
 
     ``control[n]`` are the requests of a canary's other arm: where ``given`` is set, their choice is made there and not by the policy.
-    ``cap_s`` is the longest step (seconds) that may be planned, unless one without speculation takes longer anyway. ``limit[d]`` (None:
-    none) is the most requests that draft d can serve in one step, ``headroom`` (None: enough) the most proposed tokens with room in KV.
+    ``cap_s`` is the longest step (seconds) that may be planned, unless one without speculation takes longer anyway.
     ``group[n]`` (None: none) names a source that requests share, -1 for none: requests of one source are expected to be alike.
     """
 
@@ -46,7 +45,6 @@ class View:
     remaining: IntArray
     ceiling: IntArray
     catchup: IntArray
-    weight: FloatArray
     ready: BoolArray
     prefill_tokens: int = 0
     queued: int = 0
@@ -54,8 +52,6 @@ class View:
     control: BoolArray | None = None
     given: Plan | None = None
     cap_s: float = math.inf
-    limit: IntArray | None = None
-    headroom: int | None = None
     group: IntArray | None = None
     flying: Plan | None = None
 
@@ -130,7 +126,7 @@ class Plan:
 
     ``predicted_s`` is the predicted step time (seconds), ``predicted_tokens`` the expected emitted tokens, ``price`` the price of
     time in tokens per second used; ``run[n]`` (None: as many as a turn may) what a row without a proposal runs freely in its turn;
-    ``notes`` holds figures for traces (dual bound, reasons), never needed to execute the plan;
+    ``notes`` holds figures for traces (gain, reasons), never needed to execute the plan;
     ``shadow`` is what the planner would have done where something else is done. ``shape`` is None where every row has one chain;
     ``notes["why_not"]`` says for each shape why it was not used.
     """

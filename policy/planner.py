@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,16 +10,15 @@ import numpy as np
 from .acceptance import AcceptanceState, Expected
 from .free_runs import free_run_tokens
 from .goodput import Choice, Score, StepProblem, no_speculation
-from .hints import Last
 from .keeping import Kept, OfMany, kept
 from .latency import OVERHEAD, VERIFY, LatencyModel
 from .learner import Learner
-from .one_row import one_row
 from .plan import BoolArray, Drafted, FloatArray, IntArray, Plan, View
 from .planner_state import PlannerConfig, PlannerState
-from .pricing import Priced, Problem, priced_choice, promised_gain
 from .probing import PROBE_FLOOR, affordable
 from .problem import NOTHING_GIVEN, Bounds, Given, chains_s, extra_prefill_s, step_problem
+from .promise import promised_gain
+from .search import Priced, best
 from .selection import THOMPSON, Draws, Explorer
 from .shapes import CHAINS_ONLY
 from .trim import trimmed
@@ -66,8 +64,6 @@ class AdaptivePlanner(Learner):
             draws = (state.draws or Draws()).next_step(view.request[ready_rows(view)].tolist(), len(self.drafts), rng)
             state = replace(state, draws=draws)
         acceptance = self.admitted(view, state, now)
-        if len(view) == 1 and view.given is None and self.drafts and view.ready.item():
-            return self._promised(*self._plan_one(view, state, acceptance), state)
         return self._promised(*self._plan_rows(view, state, acceptance), state)
 
     def needs_offers(self, request: IntArray, state: PlannerState) -> bool:
@@ -107,26 +103,6 @@ class AdaptivePlanner(Learner):
             return replace(plan, draft=nothing.draft, length=nothing.length, predicted_s=plain_s, predicted_tokens=float(len(view)))
         return replace(plan, predicted_s=step_s)
 
-    def _plan_one(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[Plan, PlannerState]:
-        """Plan for a single row by plain numbers: what ``_plan_rows`` does, quicker."""
-        hazard = self._acceptance.hazards_of(acceptance, view.request.item())
-        latency = self.charged(state, 1)
-        problem = one_row(latency, state.correction.tolist(), view, hazard, self._bounds)
-        run, saved_s = self._free_run(problem.plain_s, view, state)
-        problem = problem._replace(plain_s=problem.plain_s - saved_s)
-        prefill_s = self._prefill_s(view, state, 1)
-        priced = self._priced_choice(problem, prefill_s, view, state)
-        notes = self._notes(problem, priced, prefill_s, state)
-        found = self._found(priced, view, state)
-        if self._may_look(state, found):
-            as_rows, rows, expected, _ = self.problem(view, state, acceptance)
-            found = self._looked(as_rows, view, rows, expected, acceptance, priced.price, found, state.draws)
-            notes["probe"] = found.probes
-        tokens = found.result.value / problem.base_value if problem.base_value else 1.0
-        plan = Plan(found.choice.draft, found.choice.length, found.result.step_s, tokens, priced.price, notes, run=run)
-        again = self._kept(plan, priced, found, ready_rows(view), _NONE_ACCEPTED, prefill_s, view, state)
-        return plan, self._planned(state, acceptance, view, priced.goodput, found, Last(found.choice.length.item(), 1), again)
-
     def problem(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[StepProblem, IntArray, Expected, Given]:
         """Return the choice that the planner has in a view, its rows of the view, what is expected of them, and what is given beside."""
         rows = ready_rows(view) if view.flying is None else view.request.argsort()
@@ -134,9 +110,16 @@ class AdaptivePlanner(Learner):
         given, own = _split(view, rows, expected.hazard)
         if own is not None:
             rows, expected = rows[own], expected.rows(own)
-        hint = state.last.hint(len(rows))
-        latency = self.charged(state, view.decoding)
-        problem = step_problem(latency, state.correction, view, rows, expected.hazard, given, self._bounds, hint)
+        latency, correction = self.charged(state, view.decoding), state.correction
+        problem = step_problem(
+            latency,
+            correction,
+            view,
+            rows,
+            expected.hazard,
+            given,
+            self._bounds,
+        )
         return problem, rows, expected, given
 
     def admitted(self, view: View, state: PlannerState, now: float) -> AcceptanceState:
@@ -159,15 +142,13 @@ class AdaptivePlanner(Learner):
             found = self._looked(problem, view, rows, expected, acceptance, priced.price, found, state.draws)
             notes["probe"] = found.probes
         draft, length = _scattered(found.choice, rows, len(view))
-        tokens = _tokens(problem, view.weight[rows], found.choice, found.result.value - given.value) + given.expected_tokens
-        plan = Plan(draft, length, found.result.step_s, tokens, priced.price, notes, run=run)
-        last = state.last.followed_by(priced.choice, int(np.add.reduce(length)), priced.bound)
+        plan = Plan(draft, length, found.result.step_s, found.result.value, priced.price, notes, run=run)
         accepted = _accepted(problem, priced.choice, view, rows)
         again = self._kept(plan, priced, found, rows, accepted, prefill_s, view, state)
-        return plan, self._planned(state, acceptance, view, priced.goodput, found, last, again)
+        return plan, self._planned(state, acceptance, view, priced.goodput, found, again)
 
     def _planned(
-        self, state: PlannerState, acceptance: AcceptanceState, view: View, goodput: float, found: Found, last: Last, again: Kept | None
+        self, state: PlannerState, acceptance: AcceptanceState, view: View, goodput: float, found: Found, again: Kept | None
     ) -> PlannerState:
         """Return the state after planning."""
         return PlannerState(
@@ -180,7 +161,6 @@ class AdaptivePlanner(Learner):
             goodput=goodput,
             credit_s=found.credit_s,
             look=found.look,
-            last=last,
             kept=again,
             trial_s=found.result.step_s if found.probes else 0.0,
             planning_s=state.planning_s,
@@ -213,15 +193,11 @@ class AdaptivePlanner(Learner):
         credit_s = state.credit_s + view.share * self.config.explore_share * priced.result.step_s
         return Found(priced.choice, priced.result, 0, credit_s, max(state.look - 1, 0))
 
-    def _notes(self, problem: Problem, priced: Priced, prefill_s: float, state: PlannerState) -> dict[str, Any]:
-        """Return figures for traces: ``gain`` over not speculating; in a step that searched, ``gap``, how much better the
-        best choice may be by the dual bound, as a share of the tokens.
-        """
+    def _notes(self, problem: StepProblem, priced: Priced, prefill_s: float, state: PlannerState) -> dict[str, Any]:
+        """Return figures for traces; ``gain`` is over not speculating."""
         notes: dict[str, Any] = {"probe": 0, "credit_s": state.credit_s, "why_not": CHAINS_ONLY}
         if problem.base_value:
             notes["gain"] = priced.goodput * (problem.plain_s - prefill_s) / problem.base_value
-            if priced.bound < math.inf:
-                notes["gap"] = (priced.bound - priced.result.objective(priced.price)) / priced.result.value
         return notes
 
     def _prefill_s(self, view: View, state: PlannerState, tokens: int) -> float:
@@ -239,9 +215,14 @@ class AdaptivePlanner(Learner):
         tokens = free_run_tokens(turn_s, token_s, wait_s, self.config.margin, self.config.rest_steps, most)
         return np.full(len(view), tokens), turn_s - (turn_s + wait_s * (tokens > 1)) / tokens
 
-    def _priced_choice(self, problem: Problem, prefill_s: float, view: View, state: PlannerState) -> Priced:
-        """Return the choice and its price, starting from the last step's."""
-        return priced_choice(problem, prefill_s, view, state.goodput, self.config.margin, state.promise.kept)
+    def _priced_choice(self, problem: StepProblem, prefill_s: float, view: View, state: PlannerState) -> Priced:
+        """Return the choice and its price, starting from the last step's.
+
+        Those still in prefill, and those in other cohorts, wait for the step like the rows that decode.
+        """
+        least_gain = promised_gain(view.share, self.config.margin, state.promise.kept)
+        waiting = 1 + (view.prefilling + len(view) - view.decoding) / max(view.decoding, 1)
+        return best(problem, known=state.goodput, waiting=waiting, prefill_s=prefill_s, least_gain=least_gain)
 
     def _may_look(self, state: PlannerState, found: Found) -> bool:
         """Return whether a probe may be looked for: its least price has been saved, and the last look was not just now.
@@ -315,15 +296,5 @@ def _accepted(problem: StepProblem, choice: Choice, view: View, rows: IntArray) 
     if not len(used):
         return _NONE_ACCEPTED
     accepted = np.zeros((len(problem.gain) + 1, len(view)))
-    accepted[1:, rows[used]] = problem.value[:, choice.draft[used], used] / view.weight[rows[used]]
+    accepted[1:, rows[used]] = problem.value[:, choice.draft[used], used]
     return accepted
-
-
-def _tokens(problem: StepProblem, weight: FloatArray, choice: Choice, value: float) -> float:
-    """Return the expected emitted tokens of a choice, unweighted."""
-    if not np.count_nonzero(weight != 1):
-        return value
-    rows = choice.length.nonzero()[0]
-    gain = problem.gain[:, choice.draft[rows], rows]
-    gain[np.arange(len(gain))[:, None] >= choice.length[rows]] = 0.0
-    return float(len(weight) + (gain.sum(0) / weight[rows]).sum())

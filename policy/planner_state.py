@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from .acceptance import AcceptanceConfig, AcceptanceState
 from .calibration import Calibration
 from .correction import Shape
-from .hints import Last
 from .keeping import Kept
 from .plan import FloatArray, Outcome, View
 from .promise import Promise
@@ -63,8 +62,8 @@ class PlannerState:
     last one planned for.
 
     ``goodput`` is the best goodput of the last batch without its prefill (tokens per second of the model's time; 0: unknown).
-    ``credit_s`` is what may still be spent on probes, ``look`` the steps until the next look for one, ``last`` what is kept of the last
-    choice, ``kept`` the choice itself for some steps more; ``trial_s`` is what the step in hand is to take if it probes. ``planning_s`` and
+    ``credit_s`` is what may still be spent on probes, ``look`` the steps until the next look for one,
+    ``kept`` the last choice for some steps more; ``trial_s`` is what the step in hand is to take if it probes. ``planning_s`` and
     ``learning_s`` are what a step takes that is ``planned``; of the latter the next step tells, ``behind`` one that was. ``unlearnt`` are
     steps with a kept choice, which are learnt from together when planning is due. ``promise`` is how far speculation held what it promised.
     ``draws`` belongs to Thompson's selection; ``overlap_s``, ``overlaps`` and ``flying``
@@ -80,7 +79,6 @@ class PlannerState:
     goodput: float = 0.0
     credit_s: float = 0.0
     look: int = 0
-    last: Last = field(default_factory=Last)
     kept: Kept | None = None
     trial_s: float = 0.0
     planning_s: float = 0.0

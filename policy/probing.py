@@ -66,7 +66,7 @@ def affordable(problem: StepProblem, trial: Trial, choice: Choice, result: Score
         chosen = order[:count]
         candidate = Choice(choice.draft.copy(), choice.length.copy())
         candidate.draft[chosen], candidate.length[chosen] = draft[chosen], length[chosen]
-        if _over_limit(problem, candidate) or candidate.length.sum() > problem.last_total():
+        if candidate.length.sum() > problem.last_total():
             continue
         outcome = score(problem, candidate)
         lost_s = (result.value - outcome.value) / price + outcome.step_s - result.step_s
@@ -77,18 +77,12 @@ def affordable(problem: StepProblem, trial: Trial, choice: Choice, result: Score
     return Probe(choice, result, 0, cost_s) if cost_s else None
 
 
-def _over_limit(problem: StepProblem, choice: Choice) -> bool:
-    if problem.limit is None:
-        return False
-    return bool((np.bincount(choice.draft[choice.length > 0], minlength=len(problem.limit)) > problem.limit).any())
-
-
-def probe(problem: StepProblem, weight: FloatArray, hope: Hope, choice: Choice, price: float) -> Trial | None:
+def probe(problem: StepProblem, hope: Hope, choice: Choice, price: float) -> Trial | None:
     """Return the look at the one draft that most is hoped of, or None if even optimism sees no gain."""
     k_max, _, n = problem.gain.shape
     if k_max == 0 or n == 0:
         return None
-    length, upside, worth, loss = worth_of_knowing(problem, weight, hope, choice, price)
+    length, upside, worth, loss = worth_of_knowing(problem, hope, choice, price)
     cost = price * (problem.forward_s[:, 1:2] + problem.switch_s) + loss + 1e-9
     surplus = np.where((upside > 0) & (worth > 0), worth - price * problem.switch_s - loss, -np.inf)
     gains = np.maximum(surplus, 0.0).sum(1) - price * problem.forward_s[:, 1]
@@ -104,14 +98,13 @@ def probe(problem: StepProblem, weight: FloatArray, hope: Hope, choice: Choice, 
     return Trial(order, np.full(n, draft), length[draft], worth[draft]) if len(order) else None
 
 
-def worth_of_knowing(problem: StepProblem, weight: FloatArray, hope: Hope, choice: Choice, price: float) -> Prospects:
+def worth_of_knowing(problem: StepProblem, hope: Hope, choice: Choice, price: float) -> Prospects:
     """Return what a look at each draft may bring each row; forwards are shared as if all rows took part."""
     k_max, drafts, n = problem.gain.shape
     last = max(problem.last_total(), 1)
     token_s = (problem.verify_s[min(last, len(problem.verify_s) - 1)] - problem.verify_s[0]) / last
     shared = price * ((token_s + problem.forward_s[:, n : n + 1] / n) + problem.row_s)  # [D, n]
     hoped, mean = hope.hazard[:, :, :k_max].transpose(2, 1, 0).copy(), problem.value
-    hoped[0] *= weight
     for before, at in pairwise(hoped):
         np.multiply(before, at, out=at)
     hoped = summed(hoped)

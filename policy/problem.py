@@ -1,8 +1,7 @@
-"""From a view of the batch to the optimiser's problem, and from a step as it was executed back to what it should have taken."""
+"""From a view of the batch to a step as numbers, and from a step as it was executed back to what it should have taken."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -10,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .correction import Target
-from .goodput import NO_HINT, Choice, Hint, StepProblem, no_speculation
+from .goodput import Choice, StepProblem, no_speculation
 from .latency import FIRST_DRAFT, OVERHEAD, VERIFY, LatencyModel
 from .plan import BoolArray, FloatArray, IntArray, Outcome, Ran, View
 
@@ -26,15 +25,15 @@ class Bounds(NamedTuple):
 class Given:
     """Rows of the view whose choice is not the planner's; it is taken as it is and costs what it costs.
 
-    ``tokens`` are proposed, ``expected_tokens`` is what they are expected to emit, ``value`` the same weighted. Of these rows, those
-    ``flying`` bool[rows] (None: none) are in flight in the target's batch: they hold their tokens there, and were drafted for earlier.
+    ``tokens`` are proposed, ``expected_tokens`` is what they are expected to emit. Of these rows,
+    those ``flying`` bool[rows] (None: none) are in flight in the target's batch: they hold their
+    tokens there, and were drafted for earlier.
     """
 
     rows: IntArray
     choice: Choice
     tokens: int = 0
     expected_tokens: float = 0.0
-    value: float = 0.0
     flying: BoolArray | None = None
 
     @classmethod
@@ -42,7 +41,7 @@ class Given:
         """Return the rows with what ``hazard`` float64[rows, drafts, positions] lets expect of them."""
         emitted = _tokens_by_row(hazard, choice)
         flying = None if view.flying is None else ~view.ready[rows]
-        return cls(rows, choice, int(choice.length.sum()), float(emitted.sum()), float(emitted @ view.weight[rows]), flying)
+        return cls(rows, choice, int(choice.length.sum()), float(emitted.sum()), flying)
 
     def part(self, flying: bool) -> tuple[IntArray, Choice]:
         """Return the rows that are in flight, or those that are not, and their choice."""
@@ -50,11 +49,6 @@ class Given:
             return (self.rows[:0], no_speculation(0)) if flying else (self.rows, self.choice)
         some = self.flying == flying
         return self.rows[some], Choice(self.choice.draft[some], self.choice.length[some])
-
-    def rows_of_drafts(self, drafts: int) -> IntArray:
-        """Return how many of the rows each draft has in this step, int64[drafts]."""
-        _, choice = self.part(flying=False)
-        return np.bincount(choice.draft[choice.length > 0], minlength=drafts)
 
     def occupancy(self, view: View, k_max: int) -> IntArray | None:
         """Return the tokens in the drafts' forwards, int64[drafts, k_max], as ``StepProblem.given``; None when there are none."""
@@ -80,7 +74,6 @@ def step_problem(
     hazard: FloatArray,
     given: Given,
     bounds: Bounds,
-    hint: Hint = NO_HINT,
 ) -> StepProblem:
     """Return the choice that these rows of the view have beside what is given; ``hazard`` float64[rows, drafts, positions].
 
@@ -89,11 +82,9 @@ def step_problem(
     forward takes as long for few rows as for many, a row pays what it would pay in a batch that drafts at once.
     """
     n, everyone = len(rows), len(rows) + len(given.rows)
-    context, remaining, weight = view.context.take(rows), view.remaining.take(rows), view.weight.take(rows)
+    context, remaining = view.context.take(rows), view.remaining.take(rows)
     ceiling, catchup = view.ceiling.take(rows, 0).T.copy(), view.catchup.take(rows, 0).T.copy()  # rows lie together
     ceiling = np.minimum(ceiling, np.minimum(remaining - 1, bounds.k_max))
-    if view.limit is not None:
-        ceiling = ceiling * (view.limit > 0)[:, None]
     k_max = ceiling.item(ceiling.argmax()) if ceiling.size else 0
     share = 1 - len(given.part(flying=True)[0]) / max(everyone, 1)
     target, drafts, scale = latency.target, latency.stack, share * correction[FIRST_DRAFT:, None]
@@ -102,17 +93,14 @@ def step_problem(
     verify_s = target.run(base, n * k_max + 1) if base else np.zeros(1)
     context_tokens = float(np.add.reduce(context)) + (float(view.context[given.rows].sum()) if everyone > n else 0.0)
     verify_s = verify_scale * verify_s + (verify_scale * (everyone * target.row_s + context_tokens * target.context_s) + overhead_s)
-    if view.headroom is not None:
-        verify_s[max(view.headroom - given.tokens, 0) + 1 :] = math.inf
     catchup = np.maximum(catchup, 1)
     first_tokens = np.minimum(catchup, 2)  # a chain accepted whole leaves two tokens unseen: no switch yet
     forward_s = scale * drafts.run(max(2 * everyone, 2) + 1)
     forward_s[:, 0] = 0.0
-    token_s, opening_s = drafts.lines(max(n, 1))
     return StepProblem(
-        gains(hazard, ceiling, weight, k_max),
+        gains(hazard, ceiling, k_max),
         ceiling,
-        float(np.add.reduce(weight)) + given.value,
+        n + given.expected_tokens,
         verify_s,
         speculation_s,
         forward_s,
@@ -120,11 +108,8 @@ def step_problem(
         scale * (drafts.row_s[:, None] + drafts.context_s[:, None] * context),
         scale * drafts.beyond_two(catchup),
         np.minimum(np.maximum(remaining / 2, 1.0), bounds.horizon_steps),
-        None if view.limit is None else view.limit - given.rows_of_drafts(len(drafts.row_s)),
         given.occupancy(view, k_max),
         view.cap_s,
-        (scale[:, 0] * token_s, (scale[:, 0] * opening_s)[None].repeat(k_max, 0)),
-        hint,
     )
 
 
@@ -140,11 +125,9 @@ def _fixed_s(latency: LatencyModel, correction: FloatArray, view: View, given: G
     return overhead_s + share * (speculation_s + float(drafting_s(latency, view, *now) @ drafts_scale)), 0.0
 
 
-def gains(hazard: FloatArray, ceiling: IntArray, weight: FloatArray, k_max: int) -> FloatArray:
-    """Return the weighted survival float64[positions, drafts, rows], 0 beyond the ceilings."""
+def gains(hazard: FloatArray, ceiling: IntArray, k_max: int) -> FloatArray:
+    """Return the survival float64[positions, drafts, rows], 0 beyond the ceilings."""
     gain = hazard[:, :, :k_max].transpose(2, 1, 0).copy()
-    if k_max:
-        gain[0] *= weight
     for before, at in pairwise(gain):
         np.multiply(before, at, out=at)
     if ceiling.size and ceiling.item(ceiling.argmin()) < k_max:
@@ -192,8 +175,6 @@ def predicted_parts(latency: LatencyModel, outcome: Outcome, view: View) -> tupl
     """
     if outcome.ran is not None:
         return _parts_ran(latency, outcome.ran, view)
-    if len(view) == len(outcome.request) == 1 and view.request.item() == outcome.request.item():
-        return _parts_of_one(latency, outcome, view)
     row = _rows_of(outcome.request, view)
     known = row >= 0
     length = np.where(known, outcome.length, 0)
@@ -205,20 +186,6 @@ def predicted_parts(latency: LatencyModel, outcome: Outcome, view: View) -> tupl
     predicted[OVERHEAD] = latency.overhead_s + latency.speculation_s * bool(length.any())
     predicted[FIRST_DRAFT:] = drafting_s(latency, view, row, Choice(outcome.draft, length))
     return predicted, Target(tokens, base_s, whole_s - base_s)
-
-
-def _parts_of_one(latency: LatencyModel, outcome: Outcome, view: View) -> tuple[FloatArray, Target]:
-    """Return ``predicted_parts`` of a single row by plain numbers."""
-    length, context = outcome.length.item(), view.context.item()
-    tokens = outcome.verified.item() + 1 + outcome.prefill_tokens
-    base_s, whole_s = latency.target.at(tokens), latency.target.seconds(tokens, 1, context)
-    predicted = [0.0] * (FIRST_DRAFT + len(latency.drafts))
-    predicted[VERIFY], predicted[OVERHEAD] = whole_s, latency.overhead_s + latency.speculation_s * (length > 0)
-    if length:
-        draft = outcome.draft.item()
-        curve, first = latency.drafts[draft], max(view.catchup.item(0, draft), 1)
-        predicted[FIRST_DRAFT + draft] = curve.at(first) + (length - 1) * curve.at(1) + length * (curve.row_s + curve.context_s * context)
-    return np.array(predicted), Target(tokens, base_s, whole_s - base_s)
 
 
 def _parts_ran(latency: LatencyModel, ran: Ran, view: View) -> tuple[FloatArray, Target]:

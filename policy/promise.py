@@ -11,6 +11,16 @@ _MEMORY_TOKENS = 2000.0  # emitted, with speculation or without: what was promis
 _PRIOR_TOKENS = 100.0  # for which a promise is taken at its word
 
 
+def promised_gain(share: float, margin: float, held: float) -> float:
+    """Return what speculation must promise, as a multiple of plain decoding's goodput, to be chosen
+    for this ``share`` of the rows.
+
+    It is ``margin`` more; and it is not to lose if no more than ``held`` of its goodput comes true,
+    as so far.
+    """
+    return max(1 + share * margin, 1 / held)
+
+
 @dataclass(frozen=True, slots=True)
 class Promise:
     """Tokens ``promised`` by fading steps that speculated, and how many of them were ``held``: as many as the step would have emitted in

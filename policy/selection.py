@@ -16,10 +16,10 @@ import numpy as np
 from .acceptance import AcceptanceModel, AcceptanceState, Expected
 from .deviation import shifted
 from .goodput import Choice, StepProblem
-from .optimiser import best_choice
 from .plan import FloatArray, IntArray, View
 from .probing import PROBE_TOKENS, Hope, Trial, probe, worth_of_knowing
 from .problem import gains
+from .search import best_choice
 
 PROBING, UCB, THOMPSON = "probing", "ucb", "thompson"
 SELECTIONS = (PROBING, UCB, THOMPSON)
@@ -68,10 +68,10 @@ class Explorer:
 
         None if nothing is. ``draws`` hold numbers for the requests where the mode is ``thompson``.
         """
-        weight, hazard = view.weight[rows], expected.hazard
+        hazard = expected.hazard
         hope = self._hope(model, state, view, rows, expected)
         if self.selection == PROBING:
-            return probe(problem, weight, hope, choice, price)
+            return probe(problem, hope, choice, price)
         if self.selection == UCB:
             own = choice.draft[:, None, None] == np.arange(hazard.shape[1])[:, None]
             belief = np.where(own, hazard, hope.hazard)
@@ -79,7 +79,7 @@ class Explorer:
             assert draws is not None
             normal = np.array([draws.normal[r] for r in view.request[rows].tolist()])
             belief = drawn(state, hazard, model.covariance(state, expected), normal)
-        return believed(problem, weight, belief, hope, choice, price)
+        return believed(problem, belief, hope, choice, price)
 
     def _hope(self, model: AcceptanceModel, state: AcceptanceState, view: View, rows: IntArray, expected: Expected) -> Hope:
         """Return what optimism expects of the rows, and how much of the doubt a look at each draft would settle.
@@ -112,7 +112,7 @@ def drawn(
     return shifted(hazard, (root @ normal[..., None])[..., 0])
 
 
-def believed(problem: StepProblem, weight: FloatArray, belief: FloatArray, hope: Hope, choice: Choice, price: float) -> Trial | None:
+def believed(problem: StepProblem, belief: FloatArray, hope: Hope, choice: Choice, price: float) -> Trial | None:
     """Return the rows that would get another draft or a longer chain if their hazards were ``belief`` [n, D, K], the most hopeful first.
 
     A row that would get less stays as it is: it would teach nothing.
@@ -120,7 +120,7 @@ def believed(problem: StepProblem, weight: FloatArray, belief: FloatArray, hope:
     k_max, _, n = problem.gain.shape
     if k_max == 0 or n == 0:
         return None
-    hopeful = replace(problem, gain=gains(belief, problem.ceiling, weight, k_max))
+    hopeful = replace(problem, gain=gains(belief, problem.ceiling, k_max))
     draft, length = best_choice(hopeful, price)[0]
     row = np.arange(n)
     changed = (length > 0) & ((draft != choice.draft) | (length > choice.length))
@@ -129,5 +129,5 @@ def believed(problem: StepProblem, weight: FloatArray, belief: FloatArray, hope:
     value = np.concatenate([np.zeros((1, *hopeful.gain.shape[1:])), np.cumsum(hopeful.gain, axis=0)])
     hoped = value[length, draft, row] - value[choice.length, choice.draft, row]
     order = np.flatnonzero(changed)[np.argsort(-hoped[changed], kind="stable")]
-    worth = worth_of_knowing(problem, weight, hope, choice, price).worth[draft, row]
+    worth = worth_of_knowing(problem, hope, choice, price).worth[draft, row]
     return Trial(order, draft, length, worth)

@@ -45,7 +45,7 @@ def trimmed(
         longest_s = planned_s + max(view.cap_s - plan.predicted_s, 0.0)
         verify_s = verify_s[: max(int(verify_s.searchsorted(longest_s * (1 + TIE), "right")), 1)]
     likely = calibration.probability(drafted.draft, drafted.drawn, drafted.confidence)
-    return best_first(drafted.row, view.weight[drafted.row] * likely, verify_s, plan.price, rows)
+    return best_first(drafted.row, likely, verify_s, plan.price, rows)
 
 
 def best_first(

@@ -12,12 +12,13 @@ import numpy as np
 from policy.acceptance import AcceptanceModel, AcceptanceState, Expected
 from policy.baselines import BatchSchedule, FixedLength, NoSpeculation
 from policy.custom import PolicyError, made
+from policy.goodput import StepProblem
 from policy.latency import LatencyModel
 from policy.plan import FloatArray, IntArray, Policy, View
 from policy.planner import AdaptivePlanner
 from policy.planner_state import PlannerConfig, PlannerState
-from policy.pricing import Priced, Problem
 from policy.published import AcceptanceEma, SmartSpec, SpinSelection
+from policy.search import Priced
 from policy.shaped import ShapedPlanner
 from policy.shapes import Shapes
 
@@ -47,7 +48,7 @@ Truth = Callable[[IntArray, float], FloatArray]
 class PerStepGoodput(AdaptivePlanner):
     """The adaptive planner with the plain objective V/T of the step, its prefill included and nobody's wait for it."""
 
-    def _priced_choice(self, problem: Problem, prefill_s: float, view: View, state: PlannerState) -> Priced:
+    def _priced_choice(self, problem: StepProblem, prefill_s: float, view: View, state: PlannerState) -> Priced:
         del prefill_s
         return super()._priced_choice(problem, 0.0, replace(view, prefilling=0), state)
 

@@ -92,7 +92,6 @@ def timed_plan(
         remaining=np.array(remaining),
         ceiling=np.array(ceiling).reshape(-1, len(DRAFTS)),
         catchup=np.array(catchup).reshape(-1, len(DRAFTS)),
-        weight=np.ones(len(ids)),
         ready=np.ones(len(ids), np.bool_),
     )
     plan, state = planner.plan(view, state, now, RNG)
@@ -104,7 +103,7 @@ def measure(rows: int, steps: int, seed: int) -> dict[str, float]:
     planner, rng = AdaptivePlanner(DRAFTS, model()), np.random.default_rng(seed)
     loops = (ClosedLoop(rows, rng) for _ in range(max(steps // 10, 5)))
     cold_us = [timed_plan(planner, planner.start(), loop.columns(), 0.0)[2] for loop in loops]
-    loop, state, plan_us, observe_us, lengths, gaps = ClosedLoop(rows, rng), planner.start(), [], [], [], []
+    loop, state, plan_us, observe_us, lengths = ClosedLoop(rows, rng), planner.start(), [], [], []
     for step in range(steps):
         plan, state, took_us = timed_plan(planner, state, loop.columns(), 0.01 * step)
         outcome = loop.step(plan)
@@ -113,7 +112,6 @@ def measure(rows: int, steps: int, seed: int) -> dict[str, float]:
         observe_us.append(1e6 * (thread_time() - started))
         plan_us.append(took_us)
         lengths.append(plan.length.mean())
-        gaps.append(plan.notes.get("gap", 0.0))
     warm = slice(steps // 10, None)
     figures = {
         "plan_p50_us": median(plan_us[warm]),
@@ -121,10 +119,8 @@ def measure(rows: int, steps: int, seed: int) -> dict[str, float]:
         "cold_p50_us": median(cold_us),
         "observe_p50_us": median(observe_us[warm]),
         "mean_length": float(np.mean(lengths[warm])),
-        "gap_p50": median(gaps[warm]),
-        "gap_max": max(gaps[warm]),
     }
-    return {name: round(value, 4 if name.startswith(("gap", "mean")) else 1) for name, value in figures.items()}
+    return {name: round(value, 4 if name.startswith("mean") else 1) for name, value in figures.items()}
 
 
 def flapping(rows: int, steps: int, seed: int) -> dict[str, float]:

@@ -85,7 +85,7 @@ def times(rows: int, nodes: int) -> str:
     confidence = np.cumprod(rng.random((rows, nodes)) ** 0.3, 1).ravel()
     drafted = Drafted(row, row % 2, confidence, row % 3 == 0)
     ones, square = np.ones(rows, np.int64), np.ones((rows, 2), np.int64)
-    view = View(("a", "b"), np.arange(rows), ones, ones, square, square, ones / 1.0, ones > 0)
+    view = View(("a", "b"), np.arange(rows), ones, ones, square, square, ones > 0)
     plan = Plan(np.zeros(rows, np.int64), ones, price=20.0)
     target = LatencyCurve(np.linspace(0.02, 0.05, 300), 1e-4)
     latency, held = LatencyModel.unit(2).with_target(target), rng.random(n) < 0.5

@@ -1,8 +1,8 @@
 """The best plan of a step by another road: the formulas of the design in plain loops, sharing no code with the policy but its tables.
 
 Up to three rows every choice is tried; up to eight, a dynamic program over the rows whose state is how many rows each draft has at each
-depth. Instances are random: staircases, catch-up, limits of drafts, ceilings, remaining tokens, KV headroom, and where wanted a cap on the
-step's time (which enumeration alone knows) and rows whose choice is given.
+depth. Instances are random: staircases, catch-up, ceilings, remaining tokens, and where wanted a cap on the step's time (which enumeration
+alone knows) and rows whose choice is given.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from policy import NO_DRAFT, LatencyCurve, LatencyModel, View
-from policy.goodput import NO_HINT, Hint, StepProblem
 from policy.goodput import Choice as Columns
-from policy.one_row import OneRow, one_row
+from policy.goodput import StepProblem
 from policy.problem import NOTHING_GIVEN, Bounds, Given, step_problem
 
 Choice = tuple[tuple[int, int], ...]
@@ -44,28 +43,21 @@ class Instance:
     price: float
     given: Choice = ()
 
-    def problem(self, hint: Hint = NO_HINT) -> StepProblem:
-        """Return it as the optimiser gets it."""
+    def problem(self) -> StepProblem:
+        """Return it as the search gets it."""
         own, given = np.arange(self.rows), NOTHING_GIVEN
         if self.given:
             choice = Columns(*np.array(self.given).T)
             given = Given.of(self.view, np.arange(self.rows, len(self.view)), choice, self.hazard[self.rows :])
-        return step_problem(self.latency, self.correction, self.view, own, self.hazard[: self.rows], given, self.bounds, hint)
+        return step_problem(self.latency, self.correction, self.view, own, self.hazard[: self.rows], given, self.bounds)
 
     @property
     def rows(self) -> int:
         """Return how many rows are to be chosen for."""
         return len(self.view) - len(self.given)
 
-    def one_row(self) -> OneRow:
-        """Return it as the scalar path gets it."""
-        return one_row(self.latency, self.correction.tolist(), self.view, self.hazard[0].tolist(), self.bounds)
-
     def longest(self, row: int, draft: int) -> int:
         """Return the most tokens that a draft may propose for a row."""
-        limit = self.view.limit
-        if limit is not None and limit[draft] < 1:
-            return 0
         return int(min(self.view.ceiling[row, draft], self.view.remaining[row] - 1, self.bounds.k_max))
 
     def options(self, row: int) -> list[tuple[int, int]]:
@@ -78,9 +70,8 @@ class Instance:
     def worth(self, row: int, option: tuple[int, int]) -> float:
         """Return a row's tokens, less the price of what it alone takes: reading its KV, and its share of the catch-up."""
         draft, length = option
-        weight = float(self.view.weight[row])
         if not length:
-            return weight
+            return 1.0
         survival, tokens = 1.0, 1.0
         for j in range(length):
             survival *= float(self.hazard[row, draft, j])
@@ -89,7 +80,7 @@ class Instance:
         reading_s = length * (curve.row_s + curve.context_s * float(self.view.context[row]))
         catchup_s = self._base(draft, self.unseen(row, draft)) - self._base(draft, self.first(row, draft))
         steps = min(max(float(self.view.remaining[row]) / 2, 1.0), self.bounds.horizon_steps)
-        return weight * tokens - self.price * scale * (reading_s + catchup_s / steps)
+        return tokens - self.price * scale * (reading_s + catchup_s / steps)
 
     def unseen(self, row: int, draft: int) -> int:
         """Return the tokens that a draft reads for a row before it proposes."""
@@ -108,8 +99,7 @@ class Instance:
             tokens = view.prefill_tokens + rows + proposed
             base = float(target.base(np.array(tokens))) + rows * target.row_s + float(view.context.sum()) * target.context_s
             other = self.latency.overhead_s + (self.latency.speculation_s if proposed else 0.0)
-            over = view.headroom is not None and proposed > view.headroom
-            seconds.append(float("inf") if over else float(self.correction[0]) * base + float(self.correction[1]) * other)
+            seconds.append(float(self.correction[0]) * base + float(self.correction[1]) * other)
         return seconds
 
     def forwards_s(self, draft: int, tokens: tuple[int, ...]) -> float:
@@ -117,7 +107,7 @@ class Instance:
         return float(self.correction[2 + draft]) * sum(self._base(draft, t) for t in tokens if t)
 
     def objective(self, choice: Choice) -> float:
-        """Return the priced objective of a choice for all rows; -inf where it breaks a limit or the cap."""
+        """Return the priced objective of a choice for all rows; -inf where it breaks the cap."""
         shared_s = self.shared_s(choice)
         if self.view.cap_s < float("inf") and shared_s + self.alone_s(choice) > max(self.view.cap_s, self.plain_s) * (1 + 1e-9):
             return -float("inf")
@@ -140,12 +130,10 @@ class Instance:
         return seconds
 
     def shared_s(self, choice: Choice) -> float:
-        """Return the seconds of verification and of the drafts' forwards; inf where a draft has more rows than it serves."""
+        """Return the seconds of verification and of the drafts' forwards."""
         shared_s = self.verify_s[sum(length for _, length in choice)]
         for d in range(len(self.view.drafts)):
             group = [(row, length) for row, (draft, length) in enumerate(choice) if draft == d]
-            if self.view.limit is not None and len(group) > self.view.limit[d]:
-                return float("inf")
             depths = [sum(length > j for _, length in group) for j in range(1, self.bounds.k_max)]
             shared_s += self.forwards_s(d, (sum(self.first(row, d) for row, _ in group), *depths))
         return shared_s
@@ -183,9 +171,6 @@ def best_by_rows(instance: Instance) -> float:
 
 
 def _shared(instance: Instance, state: tuple[tuple[int, ...], ...]) -> float:
-    limit = instance.view.limit
-    if limit is not None and any(tokens[1] > most for tokens, most in zip(state, limit.tolist(), strict=True)):
-        return -float("inf")
     seconds = instance.verify_s[sum(sum(tokens[1:]) for tokens in state)]
     for d, tokens in enumerate(state):
         seconds += instance.forwards_s(d, (tokens[0], *tokens[2:]))
@@ -204,9 +189,7 @@ def with_given(instance: Instance, rng: np.random.Generator) -> Instance:
     rows = len(view) - int(rng.integers(1, min(3, len(view))))
     catchup = view.catchup.copy()
     catchup[rows:] = np.minimum(catchup[rows:], 2)
-    limit = None if view.limit is None else view.limit + len(view) - rows
-    headroom = None if view.headroom is None else view.headroom + (len(view) - rows) * instance.bounds.k_max
-    changed = replace(instance, view=replace(view, catchup=catchup, limit=limit, headroom=headroom))
+    changed = replace(instance, view=replace(view, catchup=catchup))
     options = [changed.options(row) for row in range(rows, len(view))]
     return replace(changed, given=tuple(row[int(rng.integers(len(row)))] for row in options))
 
@@ -238,17 +221,14 @@ def random_instance(rng: np.random.Generator, rows: int, drafts: int, k_max: int
         remaining,
         np.where(rng.random(shape) < 0.3, rng.integers(0, k_max + 1, shape), k_max),
         np.where(rng.random(shape) < 0.3, rng.integers(3, 400, shape), rng.integers(0, 3, shape)),
-        rng.choice([0.5, 1.0, 1.0, 2.0], rows),
         np.ones(rows, np.bool_),
         prefill_tokens=int(rng.choice([0, 0, 37])),
-        limit=rng.integers(0, rows + 1, drafts) if rng.random() < 0.4 else None,
-        headroom=int(rng.integers(0, rows * k_max + 1)) if rng.random() < 0.3 else None,
     )
     target = _staircase(rng, 1.0, 37 + rows * (k_max + 1), 0.1)
     curves = tuple(_staircase(rng, float(rng.uniform(0.01, 0.3)), 2 * rows, 0.15) for _ in range(drafts))
     hazard = rng.uniform(0.1, 0.98, (*shape, 1)) * rng.uniform(0.7, 1.0, (*shape, k_max))
     latency = LatencyModel(target, curves, overhead_s=0.02, speculation_s=float(rng.choice([0.0, 0.05])))
-    price = float(rng.uniform(0.5, 2.5)) * float(view.weight.sum())  # around the goodput, at which the question is open
+    price = float(rng.uniform(0.5, 2.5)) * rows  # around the goodput, at which the question is open
     return Instance(view, hazard, latency, rng.uniform(0.8, 1.25, 2 + drafts), Bounds(k_max, 16.0), price)
 
 

@@ -1,10 +1,9 @@
-"""A suite of measurements as one JSON file: ``python -m tests.bench.run --suite policy --out FILE [--seed 0] [--instances 12000]``.
+"""A suite of measurements as one JSON file: ``python -m tests.bench.run --suite policy --out FILE [--seed 0] [--instances 2000]``.
 
-``policy``: what planning costs (``bench_planning``), and how good the optimiser's choice is. ``brute_force_mismatches`` counts, of
-``instances`` random ones of up to three rows, those where it is worth less than the best of all choices by the oracle's scoring.
-``gap`` (by rows x drafts x positions) is the distribution of what is lost at three to eight rows, both by the search of a first step (cold)
-and by the knapsack of all others (warm); ``bound_distance`` of what the dual bound leaves open above: all as a share of what the step's
-time is worth in tokens. ``flapping`` is how often a steady request's choice changes.
+``policy``: what planning costs (``bench_planning``), and how good the search is. ``lost`` is the distribution of what its choice is worth
+less than the best of all choices by the oracle's scoring, as a share of what the step's time is worth in tokens: on ``instances`` of each
+size up to three rows, every fourth under a cap and every fourth beside given rows, and by rows x drafts x positions on a fifth as many of
+three to eight rows. ``flapping`` is how often a steady request's choice changes.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from backend import machine
-from policy.goodput import NO_HINT, Choice
-from policy.hints import Last
-from policy.optimiser import best_choice
+from policy.goodput import Choice
+from policy.search import best_choice
 from tests.bench.bench_planning import flapping, measure
 from tests.bench.oracle import (
     Instance,
@@ -38,7 +37,6 @@ from tests.bench.oracle import (
 ROUNDS = 5
 BATCHES = (1, 2, 3, 4, 8, 16, 64, 256)
 MIDDLE = ((3, 4, 3), (4, 3, 3), (4, 4, 2), (5, 2, 3), (6, 2, 3), (7, 2, 2), (8, 2, 2))
-LARGE = ((9, 4, 8), (16, 4, 8), (64, 4, 8), (256, 4, 8))
 
 
 def found(instance: Instance, choice: Choice) -> float:
@@ -51,45 +49,38 @@ def options(choice: Choice) -> tuple[tuple[int, int], ...]:
     return tuple(zip(choice.draft.tolist(), choice.length.tolist(), strict=True))
 
 
-def mismatches(count: int, rng: np.random.Generator) -> int:
-    """Return how many of so many instances of up to three rows have a better choice than the optimiser's; some with given rows or a cap."""
-    missed = 0
-    for _ in range(count):
-        instance = random_instance(rng, *sizes(rng))
-        if len(instance.view) > 1 and rng.random() < 0.25:
+def small(rows: int, count: int, rng: np.random.Generator) -> Iterable[Instance]:
+    """Yield instances that can be enumerated, some with given rows or a cap."""
+    while count:
+        size = sizes(rng)
+        if size[0] != rows:
+            continue
+        instance = random_instance(rng, *size)
+        if rows > 1 and rng.random() < 0.25:
             instance = with_given(instance, rng)
         if rng.random() < 0.25:
             instance = with_cap(instance, rng)
-        best = best_by_enumeration(instance)
-        missed += abs(found(instance, best_choice(instance.problem(), instance.price)[0]) - best) > 1e-9 * (1 + abs(best))
-    return missed
+        count -= 1
+        yield instance
 
 
-def losses(size: tuple[int, int, int], count: int, rng: np.random.Generator) -> tuple[list[float], list[float]]:
-    """Return what the choice loses against the best one, as a share: where nothing is known, and once a step has been planned."""
-    cold, warm = [], []
-    for _ in range(count):
-        instance = random_instance(rng, *size)
-        best = best_by_rows(instance)
-        for hint, lost in ((NO_HINT, cold), (Last(rows=instance.rows).hint(instance.rows), warm)):
-            choice, result, _ = best_choice(instance.problem(hint), instance.price)
-            lost.append((best - found(instance, choice)) / (instance.price * result.charged_s))
-    return cold, warm
+def losses(instances: Iterable[Instance], best: Callable[[Instance], float]) -> list[float]:
+    """Return what the choice loses against the best one, as a share."""
+    lost = []
+    for instance in instances:
+        choice, result = best_choice(instance.problem(), instance.price)
+        lost.append((best(instance) - found(instance, choice)) / (instance.price * result.charged_s))
+    return lost
 
 
-def gaps(count: int, rng: np.random.Generator) -> dict[str, dict[str, Any]]:
-    """Return the distributions of what is lost, cold and warm, by size."""
-    return {
-        "x".join(map(str, size)): {name: distribution(lost) for name, lost in zip(("cold", "warm"), losses(size, count, rng), strict=True)}
-        for size in MIDDLE
-    }
-
-
-def distances(size: tuple[int, int, int], count: int, rng: np.random.Generator) -> list[float]:
-    """Return how far the choice is below the dual bound, as a share."""
-    instances = [random_instance(rng, *size) for _ in range(count)]
-    answers = [(instance.price, *best_choice(instance.problem(), instance.price)[1:]) for instance in instances]
-    return [(bound - result.objective(price)) / (price * result.charged_s) for price, result, bound in answers]
+def lost(count: int, seed: int) -> dict[str, dict[str, Any]]:
+    """Return the distributions of what is lost, by size."""
+    rng = np.random.default_rng([seed, 0])
+    by_size = {str(rows): losses(small(rows, count, rng), best_by_enumeration) for rows in (1, 2, 3)}
+    for size in MIDDLE:
+        instances = (random_instance(rng, *size) for _ in range(count // 5))
+        by_size["x".join(map(str, size))] = losses(instances, best_by_rows)
+    return {size: distribution(values) for size, values in by_size.items()}
 
 
 def distribution(values: list[float]) -> dict[str, float]:
@@ -107,15 +98,11 @@ def timed(seed: int) -> dict[str, dict[str, float]]:
 
 def policy(seed: int, instances: int) -> dict[str, Any]:
     """Run the suite of the policy."""
-    enumerated, solved, bounded = (np.random.default_rng([seed, part]) for part in range(3))
     planning = timed(seed)
     return {
         "plan_p50_us": {rows: figures["plan_p50_us"] for rows, figures in planning.items()},
         "planning": planning,
-        "brute_force_instances": instances,
-        "brute_force_mismatches": mismatches(instances, enumerated),
-        "gap": gaps(instances // 60, solved),
-        "bound_distance": {"x".join(map(str, size)): distribution(distances(size, instances // 60, bounded)) for size in LARGE},
+        "lost": lost(instances, seed),
         "flapping": {str(rows): flapping(rows, 400, seed) for rows in (1, 4, 16, 64)},
     }
 
@@ -126,7 +113,7 @@ def main() -> None:
     parser.add_argument("--suite", choices=["policy"], required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--instances", type=int, default=12_000)
+    parser.add_argument("--instances", type=int, default=2_000)
     options = parser.parse_args()
     command = f"python -m tests.bench.run --suite {options.suite} --seed {options.seed} --instances {options.instances}"
     figures = {

@@ -1,4 +1,4 @@
-"""The optimiser against enumeration of every choice, on small random instances."""
+"""The search against enumeration of every choice, on small random instances."""
 
 import itertools
 from dataclasses import replace
@@ -9,22 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policy.goodput import Choice, StepProblem, no_speculation, score
-from policy.optimiser import best_choice, within_reach
 from policy.plan import NO_DRAFT
+from policy.search import best_choice
 
 
 def problem(rng, rows, drafts, k_max, *, flat=False, switches=True, **changes):
     """A random instance: noisy staircase verification, falling gains, ceilings, catch-up."""
     steps = rng.exponential(0.3, rows * k_max + 1) * (rng.random(rows * k_max + 1) < 0.4)
     forwards = np.cumsum(rng.exponential(0.05, (drafts, 2 * rows)) * (rng.random((drafts, 2 * rows)) < 0.5), axis=1) * (not flat)
-    weight = rng.choice([1.0, 0.5, 2.0], rows)
     hazard = rng.uniform(0.1, 0.98, (rows, drafts, 1)) * rng.uniform(0.7, 1.0, (rows, drafts, k_max))
     ceiling = rng.integers(0, k_max + 1, (drafts, rows))
-    gain = (np.cumprod(hazard, axis=2) * weight[:, None, None]).transpose(2, 1, 0)
+    gain = np.cumprod(hazard, axis=2).transpose(2, 1, 0)
     made = StepProblem(
         gain=gain * (np.arange(k_max)[:, None, None] < ceiling),
         ceiling=ceiling,
-        base_value=float(weight.sum()),
+        base_value=float(rows),
         verify_s=1.0 + np.cumsum(steps),
         speculation_s=float(rng.choice([0.0, 0.1])),
         forward_s=np.c_[np.zeros(drafts), rng.uniform(0.01, 0.4, (drafts, 1)) + forwards],
@@ -61,91 +60,62 @@ def brute_force(p, price):
     return max(result.objective(price) for choice in every_choice(p) if (result := score(p, choice)).step_s <= p.limit_s)
 
 
-@settings(deadline=None, max_examples=300)
-@given(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.floats(1.0, 1.5), st.booleans(), st.booleans())
-def test_what_is_said_to_be_out_of_reach_is(seed, rows, drafts, k_max, gain, beside, capped):
-    rng = np.random.default_rng(seed)
-    p = problem(rng, rows, drafts, k_max, flat=bool(seed % 2))
-    p = with_given(rng, p) if beside else p
-    p = with_cap(rng, p) if capped and p.ceiling.any() else p
-    prefill_s = float(rng.choice([0.0, 0.3]))
-    wanted = gain * p.base_value / (p.plain_s - prefill_s)
-    goodputs = [result.value / (result.charged_s - prefill_s) for c in every_choice(p) if c.length.any() for result in [score(p, c)]]
-    if not within_reach(p, wanted, prefill_s):
-        assert max(goodputs, default=0.0) < wanted + 1e-9
-
-
-def test_what_is_far_out_of_reach_is_said_to_be():
-    """The bound is of use: of instances in which nothing gains 3 %, it tells most."""
-    told = hopeless = 0
-    for seed in range(300):
-        p = problem(np.random.default_rng(seed), 3, 2, 3)
-        wanted = 1.03 * p.base_value / p.plain_s
-        if max((s.value / s.charged_s for c in every_choice(p) if c.length.any() for s in [score(p, c)]), default=0.0) < wanted:
-            hopeless += 1
-            told += not within_reach(p, wanted)
-    assert hopeless > 20
-    assert told > hopeless / 2
-
-
 def is_legal(p, choice):
     rows = np.flatnonzero(choice.length)
     return ((choice.draft == NO_DRAFT) == (choice.length == 0)).all() and (choice.length[rows] <= p.ceiling[choice.draft[rows], rows]).all()
 
 
 @settings(deadline=None, max_examples=150)
-@given(st.integers(0, 2**32), st.integers(1, 2), st.integers(1, 3), st.integers(1, 4), st.floats(0.05, 3.0))
-def test_up_to_two_rows_the_choice_is_the_best_there_is(seed, rows, drafts, k_max, price):
-    p = problem(np.random.default_rng(seed), rows, drafts, k_max)
-    choice, result, _ = best_choice(p, price)
-    assert is_legal(p, choice)
-    assert result == score(p, choice)
-    assert result.objective(price) == pytest.approx(brute_force(p, price), abs=1e-6)
-
-
-@settings(deadline=None, max_examples=150)
-@given(st.integers(0, 2**32), st.integers(1, 2), st.integers(1, 3), st.integers(1, 4), st.floats(0.05, 3.0))
-def test_beside_given_rows_and_under_a_cap_it_is_the_best_there_is_too(seed, rows, drafts, k_max, price):
+@given(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 4), st.floats(0.05, 3.0), st.booleans(), st.booleans())
+def test_for_one_row_the_choice_is_the_best_there_is(seed, drafts, k_max, price, beside, capped):
     rng = np.random.default_rng(seed)
-    p = with_cap(rng, with_given(rng, problem(rng, rows, drafts, k_max)))
-    choice, result, _ = best_choice(p, price)
+    p = problem(rng, 1, drafts, k_max)
+    p = with_given(rng, p) if beside else p
+    p = with_cap(rng, p) if capped else p
+    choice, result = best_choice(p, price)
     assert is_legal(p, choice)
     assert result == score(p, choice)
     assert result.step_s <= p.limit_s
     assert result.objective(price) == pytest.approx(brute_force(p, price), abs=1e-6)
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.integers(0, 2**32), st.integers(1, 2), st.integers(1, 3), st.floats(0.05, 3.0))
-def test_with_three_rows_and_more_no_choice_exceeds_the_cap_or_is_worse_than_plain_decoding(seed, drafts, k_max, price):
+@settings(deadline=None, max_examples=100)
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 4),
+    st.integers(1, 2),
+    st.integers(1, 3),
+    st.floats(0.05, 3.0),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
+def test_no_choice_is_out_of_bounds_or_worse_than_plain_decoding(seed, rows, drafts, k_max, price, beside, capped, short):
+    """Beside given rows, under a cap, and where there is no room for all tokens."""
     rng = np.random.default_rng(seed)
-    p = with_cap(rng, with_given(rng, problem(rng, 3, drafts, k_max)))
-    choice, result, _ = best_choice(p, price)
+    p = problem(rng, rows, drafts, k_max)
+    p = with_given(rng, p) if beside else p
+    p = with_cap(rng, p) if capped else p
+    if short:
+        verify_s = p.verify_s.copy()
+        verify_s[int(rng.integers(1, len(verify_s) + 1)) :] = np.inf
+        p = replace(p, verify_s=verify_s)
+    choice, result = best_choice(p, price)
     assert is_legal(p, choice)
-    assert result.step_s <= p.limit_s
-    assert brute_force(p, price) + 1e-9 >= result.objective(price) >= score(p, no_speculation(3)).objective(price) - 1e-9
+    assert result.step_s <= min(p.limit_s, 1e9)
+    assert result.objective(price) >= score(p, no_speculation(rows)).objective(price) - 1e-9
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**32), st.integers(3, 4), st.integers(1, 3), st.floats(0.05, 3.0))
-def test_one_draft_of_constant_cost_is_solved_to_the_best_on_any_staircase(seed, rows, k_max, price):
+def test_one_draft_of_constant_cost_is_solved_nearly_to_the_best_on_any_staircase(seed, rows, k_max, price):
     p = problem(np.random.default_rng(seed), rows, 1, k_max, flat=True, switches=False)
-    assert best_choice(p, price)[1].objective(price) == pytest.approx(brute_force(p, price), abs=1e-6)
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.integers(0, 2**32), st.integers(1, 2), st.integers(1, 3), st.floats(0.05, 3.0))
-def test_with_three_rows_and_more_the_choice_is_legal_and_no_worse_than_plain_decoding(seed, drafts, k_max, price):
-    p = problem(np.random.default_rng(seed), 3, drafts, k_max)
-    choice, result, _ = best_choice(p, price)
-    assert is_legal(p, choice)
-    best, found = brute_force(p, price), result.objective(price)
-    assert best + 1e-9 >= found >= score(p, no_speculation(3)).objective(price) - 1e-9
+    assert brute_force(p, price) - best_choice(p, price)[1].objective(price) < 0.05 * rows
 
 
 @pytest.mark.parametrize(("change", "most"), [(lambda rng, p: p, 0.005), (with_given, 0.005), (with_cap, 0.01)])
-def test_with_three_rows_and_more_the_choice_is_the_best_nearly_always(change, most):
-    """The ascent takes a draft's forward to cost the same per row; these instances do not. Losses in tokens per row."""
+def test_with_three_rows_the_choice_is_the_best_nearly_always(change, most):
+    """Losses in tokens per row."""
     rng, losses = np.random.default_rng(0), []
     for _ in range(100):
         p, price = change(rng, problem(rng, 3, 2, 3)), float(rng.uniform(0.05, 3))

@@ -80,7 +80,6 @@ class World:
             remaining=np.full(rows, 100),
             ceiling=np.tile(np.where(phase.allowed, K_MAX, 0), (rows, 1)),
             catchup=self.lag.copy(),
-            weight=np.ones(rows),
             ready=np.ones(rows, np.bool_),
         )
         plan, state = self.planner.plan(view, self.state, self.now, self.rng)

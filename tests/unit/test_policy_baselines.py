@@ -19,7 +19,6 @@ def view(ceiling, ready=None, drafts=("small", "large")):
         full,
         ceiling,
         ceiling,
-        np.ones(rows),
         every if ready is None else np.array(ready),
     )
 
@@ -72,5 +71,5 @@ def test_an_empty_batch_is_planned_and_nothing_is_learnt(policy):
 def test_a_random_choice_among_no_drafts_is_none():
     nothing = np.zeros((2, 0), np.int64)
     full, ready = np.full(2, 9), np.ones(2, np.bool_)
-    seen = View((), np.arange(2), full, full, nothing, nothing, np.ones(2), ready)
+    seen = View((), np.arange(2), full, full, nothing, nothing, ready)
     assert planned(RandomChoice(), seen).draft.tolist() == [NO_DRAFT, NO_DRAFT]

@@ -21,7 +21,6 @@ def view(context, **changes):
         "remaining": np.full(n, 50),
         "ceiling": np.full((n, 1), 8),
         "catchup": np.ones((n, 1), np.int64),
-        "weight": np.ones(n),
         "ready": np.ones(n, np.bool_),
     }
     return View(**{**fields, **changes})

@@ -102,10 +102,10 @@ def module(tmp_path, monkeypatch):
 
 
 def view(rows, ready=True):
-    ones, full = np.ones(rows, np.int64), np.full(rows, 50)
+    full = np.full(rows, 50)
     ceiling = np.repeat([[4, 2]], rows, axis=0)
     ready = np.full(rows, ready)
-    return View(("a", "b"), full, full, full, ceiling, 0 * ceiling, 1.0 * ones, ready)
+    return View(("a", "b"), full, full, full, ceiling, 0 * ceiling, ready)
 
 
 def make(path, **options):

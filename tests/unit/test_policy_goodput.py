@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from policy.goodput import Choice, StepProblem, score
-from policy.optimiser import best_choice
 from policy.plan import NO_DRAFT
+from policy.search import best_choice
 
 
 def problem(survival, *, verify_s, forward_s=0.1, ceiling=None, **changes):
@@ -45,7 +45,7 @@ def test_a_tie_goes_to_less_speculation(rows):
 @pytest.mark.parametrize("rows", [1, 2, 3, 8])
 def test_no_choice_exceeds_a_ceiling(rows):
     ceiling = np.array([[3, 0], [0, 2], [0, 0], [1, 1]] * 2)[:rows]
-    choice, _, _ = best_choice(problem(np.full((rows, 2, 4), 0.9), verify_s=flat, forward_s=0.0, ceiling=ceiling), 1.0)
+    choice, _ = best_choice(problem(np.full((rows, 2, 4), 0.9), verify_s=flat, forward_s=0.0, ceiling=ceiling), 1.0)
     assert choice.length.tolist() == ceiling.max(1).tolist()
     assert (choice.draft[choice.length == 0] == NO_DRAFT).all()
 
@@ -61,14 +61,14 @@ def test_the_staircase_is_looked_at_beyond_a_drop(rows):
 
 def test_each_row_gets_the_draft_that_suits_it():
     survival = [[chain(0.9), chain(0.2)], [chain(0.2), chain(0.9)], [chain(0.9), chain(0.2)], [chain(0.2), chain(0.9)]]
-    choice, _, _ = best_choice(problem(survival, verify_s=lambda m: 1 + 0.01 * m, forward_s=0.05), price=4.0)
+    choice, _ = best_choice(problem(survival, verify_s=lambda m: 1 + 0.01 * m, forward_s=0.05), price=4.0)
     assert choice.draft.tolist() == [0, 1, 0, 1]
     assert choice.length.min() >= 2
 
 
 def test_rows_share_one_draft_when_running_two_costs_more_than_it_brings():
     survival = [[chain(0.9), chain(0.88)], [chain(0.88), chain(0.9)]] * 4
-    choice, _, _ = best_choice(problem(survival, verify_s=lambda m: 1 + 0.01 * m, forward_s=0.1), price=8.0)
+    choice, _ = best_choice(problem(survival, verify_s=lambda m: 1 + 0.01 * m, forward_s=0.1), price=8.0)
     assert len(set(choice.draft.tolist())) == 1
 
 
@@ -77,7 +77,7 @@ def test_of_equal_drafts_the_cheaper_runs_whatever_its_column():
     for cheap in (0, 1):
         forward_s = np.c_[np.zeros(2), np.full((2, 10), 0.3)]
         forward_s[cheap, 1:] = 0.02
-        choice, _, _ = best_choice(replace(problem(survival, verify_s=flat), forward_s=forward_s), 5.0)
+        choice, _ = best_choice(replace(problem(survival, verify_s=flat), forward_s=forward_s), 5.0)
         assert set(choice.draft.tolist()) == {cheap}
 
 
@@ -87,7 +87,7 @@ def test_a_catch_up_is_charged_over_the_steps_it_will_serve():
     soon_over = problem(survival, verify_s=flat, horizon=np.ones(3), **switch)
     long_to_go = problem(survival, verify_s=flat, horizon=np.full(3, 16.0), **switch)
     assert best_choice(soon_over, 3.0)[0].length.sum() == 0
-    chosen, _, _ = best_choice(long_to_go, 3.0)
+    chosen, _ = best_choice(long_to_go, 3.0)
     assert chosen.length.min() > 0
     charged, whole = score(long_to_go, chosen)[1:]
     assert whole - charged == pytest.approx(3 * (1.0 - 1 / 16))

@@ -24,7 +24,6 @@ def view(rows=ROWS, **changes):
         "remaining": np.full(rows, 1000),
         "ceiling": np.full(shape, 8),
         "catchup": np.ones(shape, np.int64),
-        "weight": np.ones(rows),
         "ready": np.ones(rows, np.bool_),
     }
     return View(("small", "lookup"), **fields | changes)
@@ -97,7 +96,6 @@ def test_what_is_kept_are_the_same_chains_cut_to_what_is_left_of_a_request():
         {"cap_s": 0.5},
         {"ready": np.array([True, True, False])},
         {"ceiling": np.array([[8, 8], [8, 8], [8, 0]])},
-        {"headroom": 1},
     ],
     ids=lambda changes: next(iter(changes)),
 )

@@ -8,7 +8,6 @@ from policy import (
     AcceptanceConfig,
     AdaptivePlanner,
     FixedLength,
-    LatencyCurve,
     LatencyModel,
     LatencyTable,
     NoSpeculation,
@@ -16,7 +15,6 @@ from policy import (
     PlannerConfig,
     View,
 )
-from policy.problem import predicted_parts
 
 DRAFTS = ("small", "large")
 RNG = np.random.default_rng(0)
@@ -31,7 +29,6 @@ def view(rows=1, drafts=DRAFTS, k=8, **changes):
         "remaining": np.full(rows, 1000),
         "ceiling": np.full(shape, k),
         "catchup": np.ones(shape, np.int64),
-        "weight": np.ones(rows),
         "ready": np.ones(rows, np.bool_),
     }
     return View(drafts, **{**fields, **changes})
@@ -394,27 +391,6 @@ def test_a_step_of_nothing_but_prompts_that_end_is_learnt_from():
     result = Outcome(*done, 3.0, {"verify": 3.0}, prefill_tokens=40)
     after = made.observe(result, state, 0.1)
     assert made.drift(after)["verify"] > 1
-
-
-@pytest.mark.parametrize(
-    "row",
-    [(0, 3, 3, 1, 0), (1, 8, 2, 40, 0), (1, 1, 5, 0, 7), (-1, 0, 0, 5, 300)],
-)
-def test_the_time_of_one_row_is_predicted_by_plain_numbers_as_by_arrays(row):
-    draft, length, verified, catchup, prefill = row
-    curve = LatencyCurve(1e-3 * np.arange(1.0, 65.0), 2e-4, 3e-5, 1e-6)
-    model = LatencyModel(curve, (curve, LatencyCurve(curve.base_s / 7, 3e-5, 2e-6, 1e-7)), 2e-4, 3e-4)
-    columns = ({"catchup": np.full((n, 2), catchup), "context": np.full(n, 700)} for n in (1, 2))
-    now, beside = (view(len(own["context"]), **own) for own in columns)
-    one = lambda value: np.array([value])  # noqa: E731
-    done = map(one, (draft, length, 0, 1, length, verified))
-    told = Outcome(now.request, *done, 0.1, prefill_tokens=prefill)
-    plain, target = predicted_parts(model, told, now)
-    arrays, same = predicted_parts(model, told, beside)
-    assert plain == pytest.approx(arrays, rel=1e-12)
-    assert target == pytest.approx(same, rel=1e-12)
-    assert target.tokens == 1 + verified + prefill
-    assert (plain[2:] > 0).tolist() == [draft == 0, draft == 1]
 
 
 def test_a_draft_is_charged_for_the_nodes_that_are_verified_for_it():

@@ -81,7 +81,7 @@ def test_a_step_without_speculation_promises_nothing_and_lets_what_was_fade():
 
 
 def view(rows=ROWS):
-    columns = {"request": np.arange(rows), "context": np.full(rows, 100), "remaining": np.full(rows, 1000), "weight": np.ones(rows)}
+    columns = {"request": np.arange(rows), "context": np.full(rows, 100), "remaining": np.full(rows, 1000)}
     columns["ready"] = np.ones(rows, np.bool_)
     columns |= {"ceiling": np.full((rows, 1), 8), "catchup": np.ones((rows, 1), np.int64)}
     return View(("small",), **columns)

@@ -4,9 +4,9 @@ import pytest
 from policy import AcceptanceConfig, PlannerConfig
 from policy.acceptance import AcceptanceModel
 from policy.goodput import Choice, score
-from policy.optimiser import best_choice
 from policy.probing import affordable
 from policy.problem import Bounds, Given, step_problem
+from policy.search import best_choice
 from policy.selection import SELECTIONS, Draws, Explorer, drawn
 from tests.unit.test_policy_planner import RNG, latency, outcome, planner, view
 
@@ -33,7 +33,7 @@ def look(selection, rows=4, catchup=1, draws=None, rates=(0.7, None), price=PRIC
     given = Given(NOTHING, Choice(NOTHING, NOTHING))
     times = latency((0.1, 0.1))
     problem = step_problem(times, times.start(), seen, everyone, expected.hazard, given, Bounds(8, 16.0))
-    choice, *_ = best_choice(problem, price)
+    choice, _ = best_choice(problem, price)
     explorer = Explorer(selection, 1.5, False)
     return problem, choice, explorer.trial(model, state, problem, seen, everyone, expected, choice, price, draws)
 

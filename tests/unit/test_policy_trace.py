@@ -29,7 +29,7 @@ def traced(steps=60, most_lines=1000, **config):
         seen = view(rows, request=np.arange(rows) + step // 10, catchup=rng.integers(0, 9, (rows, 2)), context=rng.integers(9, 99, rows))
         if step % 7 == 3:
             given = Plan(np.zeros(rows, np.int64), np.full(rows, 2))
-            seen = replace(seen, control=rng.random(rows) < 0.5, given=given, queued=2, prefill_tokens=5, headroom=9)
+            seen = replace(seen, control=rng.random(rows) < 0.5, given=given, queued=2, prefill_tokens=5)
         if step % 11 == 5:
             state = policy.stand_by(seen, state)
         else:
@@ -90,7 +90,7 @@ def test_a_trace_is_bounded_and_what_there_is_of_it_replays():
 
 
 def test_what_is_encoded_comes_back_the_same():
-    seen = view(3, cap_s=np.inf, limit=np.array([1, 2]), given=Plan(np.full(3, NO_DRAFT), np.zeros(3, np.int64)))
+    seen = view(3, cap_s=np.inf, given=Plan(np.full(3, NO_DRAFT), np.zeros(3, np.int64)))
     back = decoded(json.loads(json.dumps(encoded(seen))))
     assert encoded(back) == encoded(seen)
     assert (back.ceiling.dtype, back.ready.dtype, back.drafts) == (np.int64, np.bool_, seen.drafts)
@@ -195,7 +195,6 @@ def test_a_rest_and_a_margin_are_named():
 @pytest.mark.parametrize(
     ("bound", "why"),
     [
-        ({"headroom": 3}, "; longer: no room in KV"),
         ({"cap_s": 1.35}, "; longer: the cap on the step's time"),
         ({"ceiling": np.full((1, 2), 2)}, "; its ceiling"),
     ],
@@ -206,8 +205,8 @@ def test_what_keeps_a_chain_short_is_named(bound, why):
     assert line.endswith(why)
 
 
-def test_a_row_without_a_place_is_told_so():
-    _, lines = explained(planner(**certain(0.9)), view(2, drafts=("small", "large"), limit=np.array([0, 0])))
+def test_a_row_that_no_draft_can_serve_is_told_so():
+    _, lines = explained(planner(**certain(0.9)), view(2, ceiling=np.zeros((2, 2), np.int64)))
     assert all(line.endswith("none: no draft can propose anything") for line in lines)
 
 
@@ -221,7 +220,7 @@ def shaped_trace(shapes, steps=25):
     state = policy.start()
     for step in range(steps):
         rows = int(rng.integers(1, 6))
-        seen = view(rows, request=np.arange(rows) + step // 10, context=rng.integers(16, 900, rows), headroom=40 if step % 5 == 2 else None)
+        seen = view(rows, request=np.arange(rows) + step // 10, context=rng.integers(16, 900, rows))
         if step % 7 == 3:
             seen = replace(seen, control=rng.random(rows) < 0.5, given=Plan(np.zeros(rows, np.int64), np.full(rows, 2)), cap_s=0.6)
         plan, state = policy.plan(seen, state, 0.3 * step, RNG)

@@ -22,7 +22,6 @@ def view(rows=1, **changes):
         "remaining": np.full(rows, 1000),
         "ceiling": np.full((rows, 2), 8),
         "catchup": np.ones((rows, 2), np.int64),
-        "weight": np.ones(rows),
         "ready": np.ones(rows, np.bool_),
     }
     return View(DRAFTS, **{**fields, **changes})
@@ -90,11 +89,6 @@ def test_where_time_is_free_all_are_verified_and_where_it_is_dear_none():
 def test_rows_whose_draft_is_sure_get_what_others_do_not():
     proposed = drafted([0.9, 0.8, 0.7, 0.6], [0.5, 0.1, 0.01], [0.95])
     assert trim(line(1.0, 0.55), view(3), planned([2, 3, 1]), proposed) == [4, 0, 1]
-
-
-def test_a_token_is_worth_what_its_request_s_tokens_are():
-    proposed = drafted([0.5, 0.5], [0.5, 0.5])
-    assert trim(line(1.0, 0.6), view(2, weight=np.array([2.0, 1.0])), planned([2, 2]), proposed) == [2, 0]
 
 
 @pytest.mark.parametrize(("length", "nodes"), [([3, 1, 0], [3, 1, 0]), ([8, 1, 2], [4, 1, 0])])

@@ -1,4 +1,4 @@
-"""The optimiser against an oracle that shares no scoring code with it, and what holds of every plan."""
+"""The search against an oracle that shares no scoring code with it, and what holds of every plan."""
 
 from dataclasses import replace
 
@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policy import AcceptanceConfig, AdaptivePlanner, NoSpeculation, Outcome, PlannerConfig
-from policy.hints import Last
-from policy.optimiser import best_choice
+from policy.search import best_choice
 from tests.bench.oracle import best_by_enumeration, best_by_rows, drifted, random_instance, sizes, with_cap, with_given
 
 RNG = np.random.default_rng(0)
@@ -24,19 +23,29 @@ def objective(instance, choice):
     return instance.objective((*options(choice), *instance.given))
 
 
-def test_up_to_three_rows_the_choice_is_worth_as_much_as_the_best_there_is():
-    rng = np.random.default_rng(1)
+def loss(instance, best):
+    """What the choice loses against the best one, as a share of what the step's time is worth."""
+    choice, result = best_choice(instance.problem(), instance.price)
+    found = objective(instance, choice)
+    assert result.objective(instance.price) == pytest.approx(found, rel=1e-9, abs=1e-9)
+    lost = best(instance) - found
+    assert lost > -1e-9
+    return lost / (instance.price * result.charged_s)
+
+
+def test_up_to_three_rows_it_nearly_always_finds_the_best_choice_there_is():
+    """Beside given rows and under caps too; for a single row always."""
+    rng, losses = np.random.default_rng(1), []
     for _ in range(300):
         instance = random_instance(rng, *sizes(rng))
         if len(instance.view) > 1 and rng.random() < 0.25:
             instance = with_given(instance, rng)
         if rng.random() < 0.25:
             instance = with_cap(instance, rng)
-        choice, result, bound = best_choice(instance.problem(), instance.price)
-        best = best_by_enumeration(instance)
-        assert objective(instance, choice) == pytest.approx(best, rel=1e-9, abs=1e-9)
-        assert result.objective(instance.price) == pytest.approx(best, rel=1e-9, abs=1e-9)
-        assert bound == pytest.approx(best, rel=1e-9, abs=1e-9)
+        losses.append(loss(instance, best_by_enumeration))
+        assert instance.rows > 1 or losses[-1] < 1e-9
+    assert np.mean(losses) < 0.005
+    assert np.mean(np.array(losses) < 1e-9) > 0.9
 
 
 def test_the_two_oracles_agree():
@@ -46,33 +55,12 @@ def test_the_two_oracles_agree():
         assert best_by_rows(instance) == pytest.approx(best_by_enumeration(instance), rel=1e-9, abs=1e-9)
 
 
-def test_from_four_rows_to_eight_it_is_within_two_percent_of_the_step_s_tokens_and_under_the_bound():
-    rng, losses = np.random.default_rng(3), []
-    for rows, drafts, k_max, count in ((4, 3, 3, 40), (5, 2, 3, 40), (6, 2, 3, 20), (8, 2, 2, 20)):
-        for _ in range(count):
-            instance = random_instance(rng, rows, drafts, k_max)
-            choice, result, bound = best_choice(instance.problem(), instance.price)
-            best, found = best_by_rows(instance), objective(instance, choice)
-            assert result.objective(instance.price) == pytest.approx(found, rel=1e-9, abs=1e-9)
-            assert found <= best + 1e-9 <= bound + 1e-8
-            losses.append((best - found) / (instance.price * result.charged_s))
-    assert max(losses) < 0.02
-    assert np.mean(np.array(losses) < 1e-9) > 0.9
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("rows", "drafts", "k_max"), [(3, 3, 3), (4, 3, 3), (5, 2, 3), (6, 2, 3), (8, 2, 2)])
-def test_once_a_step_is_known_a_quick_choice_is_nearly_always_the_best_and_loses_half_a_percent_in_the_mean_at_most(rows, drafts, k_max):
-    rng, losses = np.random.default_rng(4), []
-    for _ in range(40):
-        instance = random_instance(rng, rows, drafts, k_max)
-        choice, result, bound = best_choice(instance.problem(Last(rows=rows).hint(rows)), instance.price)
-        best, found = best_by_rows(instance), objective(instance, choice)
-        assert result.objective(instance.price) == pytest.approx(found, rel=1e-9, abs=1e-9)
-        assert found <= best + 1e-9 <= bound + 1e-8
-        losses.append((best - found) / (instance.price * result.charged_s))
+@pytest.mark.parametrize(("rows", "drafts", "k_max"), [(4, 3, 3), (5, 2, 3), (6, 2, 3), (8, 2, 2)])
+def test_from_four_rows_to_eight_it_loses_little(rows, drafts, k_max):
+    rng = np.random.default_rng(3)
+    losses = [loss(random_instance(rng, rows, drafts, k_max), best_by_rows) for _ in range(30)]
     assert np.mean(losses) < 0.005
-    assert np.mean(np.array(losses) < 1e-9) > 0.85
+    assert max(losses) < 0.06
 
 
 @settings(deadline=None, max_examples=15)
@@ -82,7 +70,7 @@ def test_over_many_steps_plans_keep_to_what_is_allowed_repeat_and_follow_the_req
     rng = np.random.default_rng(seed)
     instance = random_instance(rng, rows, drafts, k_max)
     if alike:
-        columns = "context", "remaining", "ceiling", "catchup", "weight"
+        columns = "context", "remaining", "ceiling", "catchup"
         first_row = {name: getattr(instance.view, name)[:1].repeat(rows, axis=0) for name in columns}
         instance = replace(instance, view=replace(instance.view, **first_row))
     planner = AdaptivePlanner(instance.view.drafts, instance.latency, PlannerConfig(k_max=k_max, explore_share=0.0))
@@ -95,8 +83,6 @@ def test_over_many_steps_plans_keep_to_what_is_allowed_repeat_and_follow_the_req
         assert options(again) == options(plan)
         assert options(other) == tuple(options(plan)[i] for i in order)
         assert all(k <= (instance.longest(row, d) if k else 0) for row, (d, k) in enumerate(options(plan)))
-        assert view.limit is None or all(sum(one == d for one, _ in options(plan)) <= view.limit[d] for d in range(drafts))
-        assert view.headroom is None or plan.length.sum() <= view.headroom
         accepted = rng.binomial(plan.length, 0.7)
         done = view.request, plan.draft, plan.length, accepted, accepted + 1
         outcome = Outcome(*done, plan.length, plan.length, plan.predicted_s)
@@ -106,7 +92,7 @@ def test_over_many_steps_plans_keep_to_what_is_allowed_repeat_and_follow_the_req
 
 
 def _rows(view, order):
-    names = ("request", "context", "remaining", "ceiling", "catchup", "weight", "ready")
+    names = ("request", "context", "remaining", "ceiling", "catchup", "ready")
     return replace(view, **{name: getattr(view, name)[order] for name in names})
 
 
@@ -116,29 +102,18 @@ def _turns(outcome, order):
 
 
 @settings(deadline=None, max_examples=100)
-@given(SEEDS, st.integers(1, 4), st.integers(1, 8))
-def test_one_row_is_planned_alike_by_plain_numbers_and_by_arrays(seed, drafts, k_max):
-    instance = random_instance(np.random.default_rng(seed), 1, drafts, k_max)
-    plain, plain_score, plain_bound = instance.one_row().best(instance.price)
-    choice, result, bound = best_choice(instance.problem(), instance.price)
-    assert (plain.draft.tolist(), plain.length.tolist()) == (choice.draft.tolist(), choice.length.tolist())
-    assert plain_score == pytest.approx(result)
-    assert plain_bound == pytest.approx(bound)
-
-
-@settings(deadline=None, max_examples=100)
 @given(SEEDS, st.integers(1, 40), st.integers(1, 4), st.integers(1, 8), st.booleans())
-def test_no_choice_exceeds_a_ceiling_a_limit_the_room_or_the_cap_nor_is_worse_than_none(seed, rows, drafts, k_max, capped):
+def test_no_choice_exceeds_a_ceiling_or_the_cap_nor_is_worse_than_none(seed, rows, drafts, k_max, capped):
     rng = np.random.default_rng(seed)
     instance = random_instance(rng, rows, drafts, k_max)
     cap_s = float(rng.uniform(0.5, 3.0)) if capped else np.inf
     instance = replace(instance, view=replace(instance.view, cap_s=cap_s))
-    choice, result, bound = best_choice(instance.problem(), instance.price)
+    choice, result = best_choice(instance.problem(), instance.price)
     assert (choice.length <= [instance.longest(i, d) if d >= 0 else 0 for i, d in enumerate(choice.draft.tolist())]).all()
-    assert objective(instance, choice) > -np.inf  # the oracle's word for a broken limit
+    assert objective(instance, choice) > -np.inf  # the oracle's word for a broken cap
     assert result.step_s <= max(cap_s, instance.verify_s[0]) * (1 + 1e-6)
     nothing = instance.objective(((-1, 0),) * rows)
-    assert nothing - 1e-9 <= objective(instance, choice) <= bound + 1e-9
+    assert objective(instance, choice) >= nothing - 1e-9
 
 
 @settings(deadline=None, max_examples=60)
@@ -148,8 +123,8 @@ def test_permuting_the_requests_permutes_the_plan(seed, rows, drafts, k_max):
     instance = random_instance(rng, rows, drafts, k_max)
     order, view = rng.permutation(rows), instance.view
     permuted = _rows(view, order)
-    choice, result, _ = best_choice(instance.problem(), instance.price)
-    other, again, _ = best_choice(replace(instance, view=permuted, hazard=instance.hazard[order]).problem(), instance.price)
+    choice, result = best_choice(instance.problem(), instance.price)
+    other, again = best_choice(replace(instance, view=permuted, hazard=instance.hazard[order]).problem(), instance.price)
     assert again.objective(instance.price) == pytest.approx(result.objective(instance.price), rel=1e-9)
     assert other.length.tolist() == choice.length[order].tolist()
     assert other.draft.tolist() == choice.draft[order].tolist()
@@ -168,8 +143,6 @@ def test_after_any_history_every_draft_comes_back(seed, rows, drafts):
     state, used, accepts = planner.start(), set(), float(rng.choice([0.0, 0.3]))
     base = replace(
         instance.view,
-        limit=None,
-        headroom=None,
         cap_s=np.inf,
         ceiling=np.full((rows, drafts), 4),
         catchup=np.ones((rows, drafts), np.int64),
