@@ -109,7 +109,7 @@ class AdaptivePlanner(Learner):
 
     def _plan_one(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[Plan, PlannerState]:
         """Plan for a single row by plain numbers: what ``_plan_rows`` does, quicker."""
-        hazard = self._acceptance.hazards_of(acceptance, view.request.item())
+        hazard = self._acceptance.hazards(acceptance, [view.request.item()])[0].tolist()
         problem = one_row(self.corrected(state), state.correction.tolist(), view, hazard, self._bounds)
         run, saved_s = self._free_run(problem.plain_s, view, state)
         problem = problem._replace(plain_s=problem.plain_s - saved_s)

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from .acceptance import AcceptanceModel, AcceptanceState, Expected
-from .deviation import shifted
+from .acceptance import AcceptanceModel, AcceptanceState, Expected, shifted
 from .goodput import Choice, StepProblem
 from .optimiser import best_choice
 from .plan import FloatArray, IntArray, View
@@ -78,7 +77,7 @@ class Explorer:
         else:
             assert draws is not None
             normal = np.array([draws.normal[r] for r in view.request[rows].tolist()])
-            belief = drawn(state, hazard, model.covariance(state, expected), normal)
+            belief = drawn(state, expected, normal)
         return believed(problem, weight, belief, hope, choice, price)
 
     def _hope(self, model: AcceptanceModel, state: AcceptanceState, view: View, rows: IntArray, expected: Expected) -> Hope:
@@ -86,30 +85,26 @@ class Explorer:
 
         A draft that catches up reads tokens emitted without it, and can tell of each whether it would have guessed it.
         """
-        spread, variance = model.doubt(state, expected)
+        spread = model.spread(state, expected)
         tokens: int | IntArray = PROBE_TOKENS
         if self.catchup_scored:
             emitted = state.request_tokens[expected.slot]
             tokens = PROBE_TOKENS + np.minimum(view.catchup[rows] - 1, emitted[:, None].astype(np.int64))
         hazard, first = expected.hazard, expected.hazard[:, :, 0]
-        evidence = variance * tokens * first * (1 - first)
+        evidence = expected.variance * tokens * first * (1 - first)
         return Hope(np.minimum(hazard + self.optimism * spread, 1.0), self.optimism, evidence / (1 + evidence))
 
 
-def drawn(
-    state: AcceptanceState,
-    hazard: FloatArray,
-    covariance: FloatArray,
-    normal: FloatArray,
-) -> FloatArray:
-    """Return hazards [n, D, K] of requests that deviate from what is expected by a normal draw of a covariance [n, D, D] in logits.
+def drawn(state: AcceptanceState, expected: Expected, normal: FloatArray) -> FloatArray:
+    """Return hazards [n, D, K] of requests that deviate from what is expected by a normal draw.
 
-    ``normal`` [n, D] are standard normal numbers. What is not known of a draft's level counts as deviation too.
+    ``normal`` [n, D] are standard normal numbers. What is not known of a draft's level counts as
+    deviation too.
     """
     level = state.draft_hazard[:, 0]
     doubt = 1 / (level * (1 - level) * (state.draft_reached[:, 0] + _LEAST_REACHED))
-    root = np.linalg.cholesky(covariance + np.diag(doubt))
-    return shifted(hazard, (root @ normal[..., None])[..., 0])
+    shift = np.sqrt(expected.variance + doubt) * normal
+    return shifted(expected.hazard, shift[:, :, None])
 
 
 def believed(problem: StepProblem, weight: FloatArray, belief: FloatArray, hope: Hope, choice: Choice, price: float) -> Trial | None:

@@ -17,8 +17,6 @@ import numpy as np
 from .acceptance import AcceptanceConfig, AcceptanceState
 from .calibration import Calibration
 from .correction import Shape
-from .deviation import Law
-from .groups import Groups
 from .hints import Last
 from .latency import LatencyCurve, LatencyModel
 from .plan import Drafted, IntArray, Outcome, Plan, Policy, Ran, TurnShape, View
@@ -29,10 +27,10 @@ from .selection import THOMPSON, Draws
 from .shaped import ShapedPlanner
 from .shapes import Shapes
 
-SCHEMA = 4
+SCHEMA = 5
 _KINDS = {"i": np.int64, "f": np.float64, "b": np.bool_}
 _PLANS = (View, Plan, TurnShape, Outcome, Ran)
-_STATES = (PlannerState, Last, AcceptanceState, Calibration, Draws, Groups, Law, Promise, Shape)
+_STATES = (PlannerState, Last, AcceptanceState, Calibration, Draws, Promise, Shape)
 _RECORDS = (*_PLANS, *_STATES)
 _CLASSES = {cls.__name__: cls for cls in _RECORDS}
 
