@@ -6,11 +6,11 @@ before it were; counted where a position was *reached*, it is unbiased under any
 1 + sum_{j<=k} s_j.
 
 A draft's level is made of counts. A request deviates from it by x logits at all positions of a
-draft, x normal around 0 with a variance that finished requests teach. Its chains tell of x as
-normal observations would (Laplace's approximation): ``weight`` w = sum h (1 - h) over the
-positions reached and ``pull`` = w x + sum (accepted - h), with h at the present x. Both add up,
-fade, and follow when the level moves by c: pull - w c. What is believed is the posterior with the
-variance v = V / (1 + w V) and the mean v pull.
+draft, x normal around 0 with a variance V that finished requests teach. Its counts tell of x as
+normal observations would (Laplace's approximation): with the hazards h at the present x they have
+the weight w = sum reached h (1 - h) and the surprise s = sum (accepted - reached h); what is
+believed next is v (w x + s) with the variance v = V / (1 + w V), one Newton step towards the most
+likely x.
 """
 
 from __future__ import annotations
@@ -68,11 +68,12 @@ class AcceptanceConfig:
 class AcceptanceState:
     """Evidence so far, of D drafts and K positions.
 
-    ``slots`` is by request id its place in ``evidence`` float64[2, slots, D], the weight and the
-    pull of all its chains, in ``recent`` of the same shape, weight and surprise (accepted less
-    expected) of the last few, and in ``request_tokens`` float64[slots], emitted since it came.
-    The last slot is nobody's. ``groups`` (the least recently used first) have slots too: what is
-    known of a group is the evidence of its members. ``source`` is by request id its group.
+    ``slots`` is by request id its place in ``counts`` float64[2, slots, D, K] (accepted, reached),
+    ``deviation`` float64[slots, D], what they make of it in logits, ``recent`` float64[2, slots, D],
+    surprise and its variance in the last few chains, and ``request_tokens`` float64[slots], emitted
+    since it came. The last slot is nobody's. ``groups`` (the least recently used first) have slots
+    too: what is known of a group are the counts of its members. ``source`` is by request id its
+    group.
     ``draft_accepted``, ``draft_reached`` and the level made of them, ``draft_hazard``, are
     float64[D, K]; ``variance`` float64[D] is that between requests, learnt from so many
     ``requests``. ``now`` is the time up to which the drafts' counts have faded, ``rows`` the
@@ -82,7 +83,8 @@ class AcceptanceState:
     slots: dict[int, int]
     groups: dict[int, int]
     source: dict[int, int]
-    evidence: FloatArray
+    counts: FloatArray
+    deviation: FloatArray
     recent: FloatArray
     request_tokens: FloatArray
     draft_accepted: FloatArray
@@ -97,17 +99,15 @@ class AcceptanceState:
 class Expected(NamedTuple):
     """What is expected of requests in some ``slot`` int64[n].
 
-    ``hazard`` float64[n, D, K], positions first in memory (sums over rows are quick);
-    ``variance`` float64[n, D] of what is not known of their deviations, in logits.
+    ``hazard`` float64[n, D, K], positions first in memory: what is summed over rows lies together.
     """
 
     slot: IntArray
     hazard: FloatArray
-    variance: FloatArray
 
     def rows(self, chosen: IntArray | BoolArray) -> Expected:
         """Return what is expected of some of them."""
-        return Expected(self.slot[chosen], self.hazard[chosen], self.variance[chosen])
+        return Expected(self.slot[chosen], self.hazard[chosen])
 
 
 def shifted(hazard: FloatArray, shift: FloatArray) -> FloatArray:
@@ -120,12 +120,6 @@ def _at_odds(hazard: FloatArray, ratio: FloatArray) -> FloatArray:
     found: FloatArray = ratio * hazard  # the odds, at first
     found /= found + (1.0 - hazard)
     return found
-
-
-def _blurred(evidence: FloatArray, variance: FloatArray) -> FloatArray:
-    """Return the evidence [2, D] on one member of a group as evidence on another, or on them all."""
-    told: FloatArray = evidence / (1.0 + _GROUP_SHARE * variance * evidence[0])
-    return told
 
 
 @lru_cache(maxsize=8)
@@ -149,9 +143,10 @@ class AcceptanceModel:
     def start(self) -> AcceptanceState:
         """Return the state before any evidence."""
         none, rows = np.zeros((self._drafts, self._k_max)), np.zeros((2, 9, self._drafts))
+        counts, tokens = np.zeros((2, 9, self._drafts, self._k_max)), np.zeros(9)
         variance = np.full(self._drafts, self._config.request_variance)
-        of_drafts = none, none, none + self._config.prior_hazard, variance, _LAW_REQUESTS
-        state = AcceptanceState({}, {}, {}, rows, rows, np.zeros(9), *of_drafts, -math.inf)
+        of_drafts = none, none, none, variance, _LAW_REQUESTS
+        state = AcceptanceState({}, {}, {}, counts, rows[0], rows, tokens, *of_drafts, -math.inf)
         return self.with_drafts(state, none, none)
 
     def admit(
@@ -174,8 +169,9 @@ class AcceptanceModel:
             after.source = {**state.source, **source}
             for request, name in source.items():
                 if name in state.groups:
-                    known = state.evidence[:, state.groups[name]]
-                    after.evidence[:, after.slots[request]] = _blurred(known, state.variance)
+                    slot, of_group = after.slots[request], state.groups[name]
+                    after.counts[:, slot] = self._blurred(state, state.counts[:, of_group])
+                    after.deviation[slot] = 0.5*state.deviation[of_group]
         return after
 
     def forget(self, state: AcceptanceState, requests: Iterable[int]) -> AcceptanceState:
@@ -190,11 +186,13 @@ class AcceptanceModel:
         after = self._taught_groups(state, gone)
         after.slots = state.slots.copy()
         rows = [after.slots.pop(request) for request in gone]
-        after.evidence[:, rows] = after.recent[:, rows] = 0.0
+        for column in (after.counts, after.recent, after.deviation[None]):
+            column[:, rows] = 0.0
         after.request_tokens[rows] = 0.0
-        seen = [row for row in rows if state.evidence[0, row].any()]
+        seen = [row for row in rows if state.counts[1, row].any()]
         if seen:
-            variance, mean = self._posterior(state, state.evidence[:, seen])
+            told = state.counts[:, seen], state.deviation[seen]
+            mean, variance = self._believed(state, *told)
             total = state.requests + len(seen)
             step = (mean * mean + variance - state.variance).sum(0) / total
             after.variance = np.clip(state.variance + step, MIN_VARIANCE, MAX_VARIANCE)
@@ -203,7 +201,7 @@ class AcceptanceModel:
             slope = reached * hazard * (1.0 - hazard)
             moved = state.draft_accepted + slope * (mean.sum(0) / total)[:, None]
             after.draft_accepted = np.clip(moved, 0.0, reached)
-            self._relevel(after, range(self._drafts))
+            after.draft_hazard = self._levels(after, range(self._drafts))
         return after
 
     def _with_room(self, state: AcceptanceState, count: int) -> tuple[AcceptanceState, list[int]]:
@@ -212,20 +210,15 @@ class AcceptanceModel:
         used = {*state.slots.values(), *state.groups.values()}
         free = [slot for slot in range(nobody + count) if slot not in used][:count]
         more = free[-1] + 1 - nobody if free else 0
-        columns = state.evidence, state.recent, state.request_tokens[None, :, None]
+        columns = state.counts, state.recent, state.deviation[None], state.request_tokens[None]
         if more > 0:
             more = max(more, nobody // 2)
             columns = tuple(
-                np.concatenate([c, np.zeros((len(c), more, c.shape[2]))], 1) for c in columns
+                np.concatenate([c, np.zeros((len(c), more, *c.shape[2:]))], 1) for c in columns
             )
-        evidence, recent, tokens = columns
-        return replace(
-            state,
-            evidence=evidence.copy(),
-            recent=recent.copy(),
-            request_tokens=tokens[0, :, 0].copy(),
-            draft_hazard=state.draft_hazard.copy(),
-        ), free
+        counts, recent, deviation, tokens = (column.copy() for column in columns)
+        rows = {"deviation": deviation[0], "request_tokens": tokens[0]}
+        return replace(state, counts=counts, recent=recent, **rows), free
 
     # -- groups
 
@@ -237,27 +230,35 @@ class AcceptanceModel:
         """Return the state with what is known of other groups, weight and pull [2, D] each."""
         after, free = self._with_room(state, len(groups))
         after.groups = {**state.groups, **dict(zip(groups, free, strict=True))}
-        for slot, evidence in zip(free, groups.values(), strict=True):
-            after.evidence[:, slot] = evidence
+        for slot, counts in zip(free, groups.values(), strict=True):
+            after.counts[:, slot] = counts
         return after
+
+    def _blurred(self, state: AcceptanceState, counts: FloatArray) -> FloatArray:
+        """Return counts [2, D, K] of one member of a group as counts of another, or of them all.
+
+        They tell no more than a member's deviation from its group lets them.
+        """
+        weight = (counts[1] * state.draft_hazard * (1.0 - state.draft_hazard)).sum(1)
+        told: FloatArray = counts / (1.0 + _GROUP_SHARE * state.variance * weight)[:, None]
+        return told
 
     def _taught_groups(self, state: AcceptanceState, gone: list[int]) -> AcceptanceState:
         """Return a state whose rows may be written to, groups having learnt from these requests."""
         members = [(request, state.source[request]) for request in gone if request in state.source]
         new = {group for _, group in members}.difference(state.groups)
         after, free = self._with_room(state, len(new))
-        after.source, groups, evidence = state.source.copy(), state.groups.copy(), after.evidence
+        after.source, groups, counts = state.source.copy(), state.groups.copy(), after.counts
         keep = math.exp(-1 / _GROUP_MEMORY_REQUESTS)
         for request, group in members:
             slot = groups.pop(group, None)
             slot = groups[group] = free.pop() if slot is None else slot
-            known = _blurred(evidence[:, slot], state.variance)
-            own = state.evidence[:, state.slots[request]] - known  # it began with what was known
-            own = np.where(own[0] > 0, own, 0.0)
-            evidence[:, slot] = keep * evidence[:, slot] + _blurred(own, state.variance)
+            known = self._blurred(state, counts[:, slot])
+            own = np.maximum(state.counts[:, state.slots[request]] - known, 0.0)
+            counts[:, slot] = keep * counts[:, slot] + self._blurred(state, own)
             del after.source[request]
-        while len(groups) > self._config.most_groups:
-            evidence[:, groups.pop(next(iter(groups)))] = 0.0
+        while len(groups) > self.most_groups:
+            counts[:, groups.pop(next(iter(groups)))] = 0.0
         after.groups = groups
         return after
 
@@ -285,10 +286,8 @@ class AcceptanceModel:
         reached: FloatArray,
     ) -> AcceptanceState:
         """Return the state with this draft-level evidence, float64[D, K]."""
-        hazard, evidence = state.draft_hazard.copy(), state.evidence.copy()
-        counts = {"draft_accepted": accepted, "draft_reached": reached}
-        after = replace(state, **counts, draft_hazard=hazard, evidence=evidence)
-        self._relevel(after, range(self._drafts))
+        after = replace(state, draft_accepted=accepted, draft_reached=reached)
+        after.draft_hazard = self._levels(after, range(self._drafts))
         return after
 
     def observe(
@@ -313,12 +312,13 @@ class AcceptanceModel:
         slot = np.array([slots.get(r, nobody) for r in request.tolist()], np.int64)
         stepped = slot[: len(emitted)]
         steps = np.bincount(stepped, minlength=nobody + 1)
-        keep = np.exp(steps / -self._config.request_memory_steps)[:, None]
+        keep = np.exp(steps / -self._config.request_memory_steps)[:, None, None]
         after = AcceptanceState(
             slots=slots,
             groups=state.groups,
             source=state.source,
-            evidence=state.evidence * keep,
+            counts=state.counts * keep,
+            deviation=state.deviation,
             recent=state.recent,
             request_tokens=state.request_tokens + np.bincount(stepped, emitted, nobody + 1),
             draft_accepted=state.draft_accepted,
@@ -330,73 +330,87 @@ class AcceptanceModel:
             rows=state.rows + len(emitted),
         )
         if np.count_nonzero(scored):
-            variance, deviation = self._posterior(state, state.evidence)
-            self._count(after, slot, np.maximum(draft, 0), accepted, scored, deviation)
+            told = self._told(slot, draft, accepted, scored, nobody + 1)
             moved = set(draft[scored > 0].tolist())
+            hazard = _at_odds(state.draft_hazard, np.exp(state.deviation)[:, :, None])
+            self._count(after, told, hazard)
+            self._follow(after, told, hazard)
+            after.deviation, variance = self._believed(state, after.counts, state.deviation, hazard)
             if len(emitted) >= _FEWEST_REQUESTS:
                 flying = steps[:-1].nonzero()[0]
-                share = (state.evidence[0] * variance).take(flying, 0)
-                moved |= self._changed(after, share, deviation.take(flying, 0))
-            after.draft_hazard = state.draft_hazard.copy()
-            self._relevel(after, moved)
+                mean, doubt = after.deviation.take(flying, 0), variance.take(flying, 0)
+                moved |= self._changed(after, mean, 1.0 - doubt / state.variance)
+            after.draft_hazard = self._levels(after, moved)
         return after
 
-    def _count(
+    def _told(
         self,
-        after: AcceptanceState,
         slot: IntArray,
         draft: IntArray,
         accepted: IntArray,
         scored: IntArray,
-        deviation: FloatArray,
-    ) -> None:
-        """Add chains to a state's evidence, in place, given what requests deviate [slots, D]."""
+        slots: int,
+    ) -> FloatArray:
+        """Return what chains add to the counts of ``slots`` slots, float64[2, slots, D, K]."""
         held = np.minimum(accepted, scored)
-        first, level = _first(self._k_max), after.draft_hazard
-        seen = first.take(np.minimum(held + 1, scored), 0)
-        place = slot * self._drafts + draft
-        ratio = np.exp(deviation.take(place))[:, None]
-        hazard = _at_odds(level.take(draft, 0), ratio)
-        hazard *= seen
-
-        finished = after.requests - _LAW_REQUESTS
-        own_share = finished / (finished + _TELLING_REQUESTS)
-        of_draft = (draft == self._column).astype(np.float64)
-        reached = of_draft.dot(seen)
-        surprise = level * reached - of_draft.dot(hazard)
-        told = of_draft.dot(first.take(held, 0)) + own_share * surprise
-        after.draft_reached = after.draft_reached + reached
-        counts = np.maximum(after.draft_accepted + told, 0.0)
-        after.draft_accepted = np.minimum(counts, after.draft_reached, out=counts)
-
-        expected = hazard.sum(1)
-        surprise = held - expected
-        weight = expected - np.einsum("ij,ij->i", hazard, hazard)
-        weight = np.maximum(weight, np.abs(surprise) / _MOST_STEP)
-        size = deviation.size
-        told = np.array([np.bincount(place, weight, size), np.bincount(place, surprise, size)])
-        told = told.reshape(2, *deviation.shape)
-        told[:, -1] = 0.0  # nobody's
-        after.evidence += told
-        after.evidence[1] += told[0] * deviation
-        self._follow(after, told, deviation)
+        seen = np.minimum(held + 1, scored)
+        ends, places = self._k_max + 1, slots * self._drafts * (self._k_max + 1)
+        place = ends * (slot * self._drafts + np.maximum(draft, 0))
+        places_of = np.concatenate([place + held, place + (seen + places)])
+        ended = np.bincount(places_of, minlength=2 * places).astype(np.float64)
+        told: FloatArray = ended.reshape(-1, ends).dot(_first(self._k_max))
+        return told.reshape(2, slots, self._drafts, self._k_max)
 
     @staticmethod
-    def _follow(after: AcceptanceState, told: FloatArray, deviation: FloatArray) -> None:
-        """Follow recent chains, of which so much was ``told`` [2, slots, D], in place.
+    def _count(after: AcceptanceState, told: FloatArray, hazard: FloatArray) -> None:
+        """Add what chains told, given the ``hazard`` [slots, D, K] expected, in place."""
+        finished = after.requests - _LAW_REQUESTS
+        own_share = finished / (finished + _TELLING_REQUESTS)
+        accepted, reached = told.sum(1)
+        surprise = after.draft_hazard * reached - (told[1] * hazard).sum(0)
+        after.draft_reached = after.draft_reached + reached
+        counts = np.maximum(after.draft_accepted + accepted + own_share * surprise, 0.0)
+        after.draft_accepted = np.minimum(counts, after.draft_reached, out=counts)
+        after.counts += told
+        after.counts[:, -1] = 0.0
 
-        Of a request that changed at once only the recent evidence is kept.
-        """
-        recent = after.recent * np.where(told[0] > 0, _RECENT_KEEP, 1.0)
-        recent += told
+    @staticmethod
+    def _follow(after: AcceptanceState, told: FloatArray, hazard: FloatArray) -> None:
+        """Follow recent chains, in place; of a request that changed at once only the newest count."""
+        accepted, reached = told.sum(3)
+        expected = told[1] * hazard
+        recent = after.recent * np.where(reached > 0, _RECENT_KEEP, 1.0)
+        recent[0] += accepted - expected.sum(2)
+        recent[1] += (expected * (1.0 - hazard)).sum(2)
         after.recent = recent
-        changed = recent[1] ** 2 > _REQUEST_DEVIATIONS**2 * (recent[0] + _FLOOR)
+        changed = recent[0] ** 2 > _REQUEST_DEVIATIONS**2 * (recent[1] + _FLOOR)
         if np.count_nonzero(changed):
-            weight, surprise = recent[:, changed]
-            after.evidence[:, changed] = weight, weight * deviation[changed] + surprise
+            after.counts[:, changed] = told[:, changed]
             recent[:, changed] = 0.0
 
-    def _changed(self, after: AcceptanceState, share: FloatArray, mean: FloatArray) -> set[int]:
+    @staticmethod
+    def _believed(
+        state: AcceptanceState,
+        counts: FloatArray,
+        deviation: FloatArray,
+        hazard: FloatArray | None = None,
+    ) -> tuple[FloatArray, FloatArray]:
+        """Return mean and variance [n, D] of deviations by these counts [2, n, D, K].
+
+        They are found from a ``deviation`` near by, at which the ``hazard`` is that.
+        """
+        if hazard is None:
+            hazard = _at_odds(state.draft_hazard, np.exp(deviation)[:, :, None])
+        accepted, reached = counts
+        expected = reached * hazard
+        surprise = (accepted - expected).sum(2)
+        weight = (expected * (1.0 - hazard)).sum(2)
+        variance = state.variance / (1.0 + weight * state.variance)
+        step = variance * (weight * deviation + surprise) - deviation
+        step = np.minimum(np.maximum(step, -_MOST_STEP), _MOST_STEP)
+        return deviation + step, variance
+
+    def _changed(self, after: AcceptanceState, mean: FloatArray, share: FloatArray) -> set[int]:
         """Move the levels by what all requests in flight deviate by, in place; return which.
 
         ``share`` [n, D] is how much of a request's deviation is known, w V / (1 + w V), ``mean``
@@ -415,9 +429,8 @@ class AcceptanceModel:
             after.draft_accepted[drafts] = reached * shifted(after.draft_hazard[drafts], change)
         return set(drafts.tolist())
 
-    def _relevel(self, after: AcceptanceState, drafts: Iterable[int]) -> None:
-        """Make the levels of some drafts anew of their counts, in place; what requests and groups
-        deviate by follows.
+    def _levels(self, state: AcceptanceState, drafts: Iterable[int]) -> FloatArray:
+        """Return the drafts' levels [D, K], those of some made anew of their counts.
 
         Each position's prior is the estimate of the one before it. An unprobed position inherits
         the posterior predictive: after i more successes of one unknown rate ~ Beta(a, b) the next
@@ -425,49 +438,44 @@ class AcceptanceModel:
         plug-in power of the mean would understate it. a + b is the evidence of all positions so
         far: what is well known is inherited as it is.
         """
-        strength, change = self._config.prior_strength, [0.0] * self._drafts
-        if not self._k_max:
-            return
+        strength, hazard = self._config.prior_strength, state.draft_hazard.copy()
         for draft in drafts:
             inherited, evidence, chain = self._config.prior_hazard, strength, []
-            counts = after.draft_accepted[draft].tolist(), after.draft_reached[draft].tolist()
+            counts = state.draft_accepted[draft].tolist(), state.draft_reached[draft].tolist()
             for a, r in zip(*counts, strict=True):  # a few positions: quicker without arrays
                 mean = (a + strength * inherited) / (r + strength)
                 chain.append(min(max(mean, _MIN_HAZARD), _MAX_HAZARD))
                 evidence += r
                 inherited = (mean * evidence + 1) / (evidence + 1)
                 evidence += 1
-            before, now = after.draft_hazard.item(draft, 0), chain[0]
-            change[draft] = math.log(now * (1 - before) / (before * (1 - now)))
-            after.draft_hazard[draft] = chain
-        after.evidence[1] -= after.evidence[0] * change
+            hazard[draft] = chain
+        return hazard
 
     # -- what is expected
 
     def expected(self, state: AcceptanceState, request: list[int]) -> Expected:
         """Return what is expected of admitted requests."""
         slot = np.fromiter(map(state.slots.__getitem__, request), np.int64, len(request))
-        variance, deviation = self._posterior(state, state.evidence.take(slot, 1))
-        hazard = _at_odds(state.draft_hazard.T[:, :, None], np.exp(deviation.T.copy()))
-        return Expected(slot, hazard.transpose(2, 1, 0), variance)
+        ratio = np.exp(state.deviation.take(slot, 0).T.copy())
+        hazard = _at_odds(state.draft_hazard.T[:, :, None], ratio)
+        return Expected(slot, hazard.transpose(2, 1, 0))
 
     def hazards(self, state: AcceptanceState, request: list[int]) -> FloatArray:
         """Return the hazards float64[n, D, K] expected of admitted requests."""
         return self.expected(state, request).hazard
 
-    def spread(self, state: AcceptanceState, expected: Expected) -> FloatArray:
-        """Return the standard deviations of the hazards, float64[n, D, K]."""
-        hazard = expected.hazard.T
+    def doubt(
+        self,
+        state: AcceptanceState,
+        expected: Expected,
+    ) -> tuple[FloatArray, FloatArray]:
+        """Return what is not known: the standard deviations of the hazards, float64[n, D, K], and
+        the variance of the requests' deviations, float64[n, D] (logits).
+        """
+        hazard = expected.hazard
         slope = hazard * (1.0 - hazard)
-        doubt = expected.variance.T * slope
-        level = state.draft_reached + self._config.prior_strength + 1.0
-        doubt += (1.0 / level).T[:, :, None]
-        doubt *= slope
-        return np.sqrt(doubt, out=doubt).T
-
-    @staticmethod
-    def _posterior(state: AcceptanceState, evidence: Any) -> tuple[FloatArray, FloatArray]:
-        """Return variance and mean [n, D] of deviations of which this is the ``evidence``."""
-        weight, pull = evidence
+        weight = (state.counts[1].take(expected.slot, 0) * slope).sum(2)
         variance = state.variance / (1.0 + weight * state.variance)
-        return variance, variance * pull
+        level = state.draft_reached + self._config.prior_strength + 1.0
+        spread = slope * (variance[:, :, None] * slope + 1.0 / level)
+        return np.sqrt(spread, out=spread), variance

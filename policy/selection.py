@@ -77,7 +77,7 @@ class Explorer:
         else:
             assert draws is not None
             normal = np.array([draws.normal[r] for r in view.request[rows].tolist()])
-            belief = drawn(state, expected, normal)
+            belief = drawn(state, hazard, model.doubt(state, expected)[1], normal)
         return believed(problem, weight, belief, hope, choice, price)
 
     def _hope(self, model: AcceptanceModel, state: AcceptanceState, view: View, rows: IntArray, expected: Expected) -> Hope:
@@ -85,26 +85,30 @@ class Explorer:
 
         A draft that catches up reads tokens emitted without it, and can tell of each whether it would have guessed it.
         """
-        spread = model.spread(state, expected)
+        spread, variance = model.doubt(state, expected)
         tokens: int | IntArray = PROBE_TOKENS
         if self.catchup_scored:
             emitted = state.request_tokens[expected.slot]
             tokens = PROBE_TOKENS + np.minimum(view.catchup[rows] - 1, emitted[:, None].astype(np.int64))
         hazard, first = expected.hazard, expected.hazard[:, :, 0]
-        evidence = expected.variance * tokens * first * (1 - first)
+        evidence = variance * tokens * first * (1 - first)
         return Hope(np.minimum(hazard + self.optimism * spread, 1.0), self.optimism, evidence / (1 + evidence))
 
 
-def drawn(state: AcceptanceState, expected: Expected, normal: FloatArray) -> FloatArray:
+def drawn(
+    state: AcceptanceState,
+    hazard: FloatArray,
+    variance: FloatArray,
+    normal: FloatArray,
+) -> FloatArray:
     """Return hazards [n, D, K] of requests that deviate from what is expected by a normal draw.
 
-    ``normal`` [n, D] are standard normal numbers. What is not known of a draft's level counts as
-    deviation too.
+    It is of a ``variance`` [n, D] in logits, by standard normal numbers ``normal`` [n, D]. What is
+    not known of a draft's level counts as deviation too.
     """
     level = state.draft_hazard[:, 0]
     doubt = 1 / (level * (1 - level) * (state.draft_reached[:, 0] + _LEAST_REACHED))
-    shift = np.sqrt(expected.variance + doubt) * normal
-    return shifted(expected.hazard, shift[:, :, None])
+    return shifted(hazard, (np.sqrt(variance + doubt) * normal)[:, :, None])
 
 
 def believed(problem: StepProblem, weight: FloatArray, belief: FloatArray, hope: Hope, choice: Choice, price: float) -> Trial | None:

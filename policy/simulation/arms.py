@@ -76,7 +76,7 @@ class _Known(AcceptanceModel):
 
     def expected(self, state: AcceptanceState, request: list[int]) -> Expected:
         hazard = self._truth(np.array(request, np.int64), state.now)
-        return Expected(np.zeros(len(request), np.int64), hazard, np.zeros(hazard.shape[:2]))
+        return Expected(np.zeros(len(request), np.int64), hazard)
 
 
 class Oracle(AdaptivePlanner):
