@@ -6,11 +6,11 @@ before it were; counted where a position was *reached*, it is unbiased under any
 1 + sum_{j<=k} s_j.
 
 A draft's level is made of counts. A request deviates from it by x logits at all positions of a
-draft, x normal around 0 with a variance V that finished requests teach. Its counts tell of x as
-normal observations would (Laplace's approximation): with the hazards h at the present x they have
-the weight w = sum reached h (1 - h) and the surprise s = sum (accepted - reached h); what is
-believed next is v (w x + s) with the variance v = V / (1 + w V), one Newton step towards the most
-likely x.
+draft, x normal around 0 with a variance that finished requests teach, or around what its group
+(``View.group``) lets expect. Its counts tell of x as normal observations would (Laplace's
+approximation): with the hazards h at the present x they have the weight w = sum reached h (1 - h)
+and the surprise s = sum (accepted - reached h). Around a mean m with a variance V it is next
+believed to be v (w x + s + m / V), with v = V / (1 + w V): one Newton step to the likeliest x.
 """
 
 from __future__ import annotations
@@ -69,10 +69,11 @@ class AcceptanceState:
     """Evidence so far, of D drafts and K positions.
 
     ``slots`` is by request id its place in ``counts`` float64[2, slots, D, K] (accepted, reached),
-    ``deviation`` float64[slots, D], what they make of it in logits, ``recent`` float64[2, slots, D],
-    surprise and its variance in the last few chains, and ``request_tokens`` float64[slots], emitted
-    since it came. The last slot is nobody's. ``groups`` (the least recently used first) have slots
-    too: what is known of a group are the counts of its members. ``source`` is by request id its
+    ``prior`` float64[2, slots, D], mean and variance of what it was expected to deviate by in
+    logits, ``deviation`` float64[slots, D], what that and the counts make of it, ``recent``
+    float64[2, slots, D], surprise and its variance in the last few chains, and ``request_tokens``
+    float64[slots], emitted since it came. The last slot is nobody's. ``groups`` (the least recently
+    used first) have slots too, with the counts of their members. ``source`` is by request id its
     group.
     ``draft_accepted``, ``draft_reached`` and the level made of them, ``draft_hazard``, are
     float64[D, K]; ``variance`` float64[D] is that between requests, learnt from so many
@@ -84,6 +85,7 @@ class AcceptanceState:
     groups: dict[int, int]
     source: dict[int, int]
     counts: FloatArray
+    prior: FloatArray
     deviation: FloatArray
     recent: FloatArray
     request_tokens: FloatArray
@@ -122,6 +124,25 @@ def _at_odds(hazard: FloatArray, ratio: FloatArray) -> FloatArray:
     return found
 
 
+def _fitted(
+    prior: FloatArray,
+    counts: FloatArray,
+    deviation: FloatArray,
+    hazard: FloatArray,
+) -> tuple[FloatArray, FloatArray]:
+    """Return mean and variance [n, D] of deviations by these counts [2, n, D, K].
+
+    They are found from a ``deviation`` near by, at which the ``hazard`` is that.
+    """
+    expected = counts[1] * hazard
+    surprise = (counts[0] - expected).sum(2)
+    weight = (expected * (1.0 - hazard)).sum(2)
+    variance = prior[1] / (1.0 + weight * prior[1])
+    step = variance * (weight * deviation + surprise + prior[0] / prior[1]) - deviation
+    step = np.minimum(np.maximum(step, -_MOST_STEP), _MOST_STEP)
+    return deviation + step, variance
+
+
 @lru_cache(maxsize=8)
 def _first(k_max: int) -> FloatArray:
     """Return the matrix whose row j is 1 at the first j positions, float64[k_max + 1, k_max]."""
@@ -143,10 +164,23 @@ class AcceptanceModel:
     def start(self) -> AcceptanceState:
         """Return the state before any evidence."""
         none, rows = np.zeros((self._drafts, self._k_max)), np.zeros((2, 9, self._drafts))
-        counts, tokens = np.zeros((2, 9, self._drafts, self._k_max)), np.zeros(9)
         variance = np.full(self._drafts, self._config.request_variance)
-        of_drafts = none, none, none, variance, _LAW_REQUESTS
-        state = AcceptanceState({}, {}, {}, counts, rows[0], rows, tokens, *of_drafts, -math.inf)
+        state = AcceptanceState(
+            slots={},
+            groups={},
+            source={},
+            counts=np.zeros((*rows.shape, self._k_max)),
+            prior=rows + variance,
+            deviation=rows[0],
+            recent=rows,
+            request_tokens=np.zeros(9),
+            draft_accepted=none,
+            draft_reached=none,
+            draft_hazard=none,
+            variance=variance,
+            requests=_LAW_REQUESTS,
+            now=-math.inf,
+        )
         return self.with_drafts(state, none, none)
 
     def admit(
@@ -169,9 +203,11 @@ class AcceptanceModel:
             after.source = {**state.source, **source}
             for request, name in source.items():
                 if name in state.groups:
-                    slot, of_group = after.slots[request], state.groups[name]
-                    after.counts[:, slot] = self._blurred(state, state.counts[:, of_group])
-                    after.deviation[slot] = 0.5*state.deviation[of_group]
+                    slot, told = after.slots[request], [state.groups[name]]
+                    mean, variance = self._believed(state, told)
+                    within = _GROUP_SHARE * state.variance
+                    after.prior[:, slot] = mean[0], variance[0] + within
+                    after.deviation[slot] = mean[0]
         return after
 
     def forget(self, state: AcceptanceState, requests: Iterable[int]) -> AcceptanceState:
@@ -186,13 +222,10 @@ class AcceptanceModel:
         after = self._taught_groups(state, gone)
         after.slots = state.slots.copy()
         rows = [after.slots.pop(request) for request in gone]
-        for column in (after.counts, after.recent, after.deviation[None]):
-            column[:, rows] = 0.0
-        after.request_tokens[rows] = 0.0
+        after.counts[:, rows] = 0.0
         seen = [row for row in rows if state.counts[1, row].any()]
         if seen:
-            told = state.counts[:, seen], state.deviation[seen]
-            mean, variance = self._believed(state, *told)
+            mean, variance = self._believed(state, seen)
             total = state.requests + len(seen)
             step = (mean * mean + variance - state.variance).sum(0) / total
             after.variance = np.clip(state.variance + step, MIN_VARIANCE, MAX_VARIANCE)
@@ -205,20 +238,28 @@ class AcceptanceModel:
         return after
 
     def _with_room(self, state: AcceptanceState, count: int) -> tuple[AcceptanceState, list[int]]:
-        """Return a state whose rows may be written to, and so many free slots of it."""
+        """Return a state whose rows may be written to, and so many slots of it, free and empty."""
         nobody = len(state.request_tokens) - 1
         used = {*state.slots.values(), *state.groups.values()}
         free = [slot for slot in range(nobody + count) if slot not in used][:count]
-        more = free[-1] + 1 - nobody if free else 0
-        columns = state.counts, state.recent, state.deviation[None], state.request_tokens[None]
-        if more > 0:
-            more = max(more, nobody // 2)
-            columns = tuple(
-                np.concatenate([c, np.zeros((len(c), more, *c.shape[2:]))], 1) for c in columns
-            )
-        counts, recent, deviation, tokens = (column.copy() for column in columns)
-        rows = {"deviation": deviation[0], "request_tokens": tokens[0]}
-        return replace(state, counts=counts, recent=recent, **rows), free
+        more = max(free[-1] + 1 - nobody, nobody // 2) if free and free[-1] >= nobody else 0
+
+        def grown(column: FloatArray, axis: int) -> FloatArray:
+            shape = (*column.shape[:axis], more, *column.shape[axis + 1 :])
+            return np.concatenate([column, np.zeros(shape)], axis) if more else column.copy()
+
+        after = replace(
+            state,
+            counts=grown(state.counts, 1),
+            prior=grown(state.prior, 1),
+            deviation=grown(state.deviation, 0),
+            recent=grown(state.recent, 1),
+            request_tokens=grown(state.request_tokens, 0),
+        )
+        fresh = [*free, *range(nobody, nobody + more + 1)]
+        after.prior[0, fresh], after.prior[1, fresh] = 0.0, state.variance
+        after.deviation[free] = after.recent[:, free] = after.request_tokens[free] = 0.0
+        return after, free
 
     # -- groups
 
@@ -253,9 +294,8 @@ class AcceptanceModel:
         for request, group in members:
             slot = groups.pop(group, None)
             slot = groups[group] = free.pop() if slot is None else slot
-            known = self._blurred(state, counts[:, slot])
-            own = np.maximum(state.counts[:, state.slots[request]] - known, 0.0)
-            counts[:, slot] = keep * counts[:, slot] + self._blurred(state, own)
+            told = self._blurred(state, state.counts[:, state.slots[request]])
+            counts[:, slot] = keep * counts[:, slot] + told
             del after.source[request]
         while len(groups) > self.most_groups:
             counts[:, groups.pop(next(iter(groups)))] = 0.0
@@ -318,6 +358,7 @@ class AcceptanceModel:
             groups=state.groups,
             source=state.source,
             counts=state.counts * keep,
+            prior=state.prior,
             deviation=state.deviation,
             recent=state.recent,
             request_tokens=state.request_tokens + np.bincount(stepped, emitted, nobody + 1),
@@ -335,11 +376,9 @@ class AcceptanceModel:
             hazard = _at_odds(state.draft_hazard, np.exp(state.deviation)[:, :, None])
             self._count(after, told, hazard)
             self._follow(after, told, hazard)
-            after.deviation, variance = self._believed(state, after.counts, state.deviation, hazard)
+            after.deviation, variance = _fitted(state.prior, after.counts, state.deviation, hazard)
             if len(emitted) >= _FEWEST_REQUESTS:
-                flying = steps[:-1].nonzero()[0]
-                mean, doubt = after.deviation.take(flying, 0), variance.take(flying, 0)
-                moved |= self._changed(after, mean, 1.0 - doubt / state.variance)
+                moved |= self._changed(after, variance, steps[:-1].nonzero()[0])
             after.draft_hazard = self._levels(after, moved)
         return after
 
@@ -388,39 +427,25 @@ class AcceptanceModel:
             after.counts[:, changed] = told[:, changed]
             recent[:, changed] = 0.0
 
+    def _believed(self, state: AcceptanceState, slots: list[int]) -> tuple[FloatArray, FloatArray]:
+        """Return mean and variance [n, D] of deviations as the counts of some slots have them."""
+        deviation = state.deviation[slots]
+        hazard = _at_odds(state.draft_hazard, np.exp(deviation)[:, :, None])
+        return _fitted(state.prior[:, slots], state.counts[:, slots], deviation, hazard)
+
     @staticmethod
-    def _believed(
-        state: AcceptanceState,
-        counts: FloatArray,
-        deviation: FloatArray,
-        hazard: FloatArray | None = None,
-    ) -> tuple[FloatArray, FloatArray]:
-        """Return mean and variance [n, D] of deviations by these counts [2, n, D, K].
+    def _changed(after: AcceptanceState, variance: FloatArray, flying: IntArray) -> set[int]:
+        """Move the levels by what all in flight deviate by unexpectedly, in place; return which.
 
-        They are found from a ``deviation`` near by, at which the ``hazard`` is that.
+        A request whose deviation had the variance V and now has v shows a change common to all with
+        the precision (1 - v / V) / V. Where the best estimate of it may be chance it is none.
         """
-        if hazard is None:
-            hazard = _at_odds(state.draft_hazard, np.exp(deviation)[:, :, None])
-        accepted, reached = counts
-        expected = reached * hazard
-        surprise = (accepted - expected).sum(2)
-        weight = (expected * (1.0 - hazard)).sum(2)
-        variance = state.variance / (1.0 + weight * state.variance)
-        step = variance * (weight * deviation + surprise) - deviation
-        step = np.minimum(np.maximum(step, -_MOST_STEP), _MOST_STEP)
-        return deviation + step, variance
-
-    def _changed(self, after: AcceptanceState, mean: FloatArray, share: FloatArray) -> set[int]:
-        """Move the levels by what all requests in flight deviate by, in place; return which.
-
-        ``share`` [n, D] is how much of a request's deviation is known, w V / (1 + w V), ``mean``
-        what is believed of it: share times what it showed. A change common to all shows in each
-        with the variance V / share. Where the best estimate of it may be chance it is none.
-        """
-        total = np.maximum(share.sum(0), 1e-9)
-        change = mean.sum(0) / total
-        sure = change**2 * total > _COMMON_DEVIATIONS**2 * after.variance
-        sure &= total**2 >= _FEWEST_REQUESTS * (share**2).sum(0)
+        mean, before = after.prior.take(flying, 1)
+        precision = (1.0 - variance.take(flying, 0) / before) / before
+        total = np.maximum(precision.sum(0), 1e-9)
+        change = ((after.deviation.take(flying, 0) - mean) / before).sum(0) / total
+        sure = change**2 * total > _COMMON_DEVIATIONS**2
+        sure &= total**2 >= _FEWEST_REQUESTS * (precision**2).sum(0)
         drafts = sure.nonzero()[0]
         if len(drafts):
             change = np.clip(change[drafts], -_MOST_CHANGE, _MOST_CHANGE)[:, None]
@@ -475,7 +500,8 @@ class AcceptanceModel:
         hazard = expected.hazard
         slope = hazard * (1.0 - hazard)
         weight = (state.counts[1].take(expected.slot, 0) * slope).sum(2)
-        variance = state.variance / (1.0 + weight * state.variance)
+        before = state.prior[1].take(expected.slot, 0)
+        variance = before / (1.0 + weight * before)
         level = state.draft_reached + self._config.prior_strength + 1.0
         spread = slope * (variance[:, :, None] * slope + 1.0 / level)
         return np.sqrt(spread, out=spread), variance
