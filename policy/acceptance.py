@@ -10,7 +10,8 @@ draft, x normal around 0 with a variance that finished requests teach, or around
 (``View.group``) lets expect. Its counts tell of x as normal observations would (Laplace's
 approximation): with the hazards h at the present x they have the weight w = sum reached h (1 - h)
 and the surprise s = sum (accepted - reached h). Around a mean m with a variance V it is next
-believed to be v (w x + s + m / V), with v = V / (1 + w V): one Newton step to the likeliest x.
+believed to be v (w x + s + m / V), with v = 1 / (w + 1 / V): one Newton step to the likeliest x.
+At last the request's own counts refine each position.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class AcceptanceConfig:
     prior_hazard: float = 0.6
     prior_strength: float = 4.0
     request_variance: float = 0.4
+    position_strength: float = 30.0
     request_memory_steps: float = 100.0
     draft_memory_rows: float = 8000.0
     law_memory_requests: float = 200.0
@@ -69,12 +71,11 @@ class AcceptanceState:
     """Evidence so far, of D drafts and K positions.
 
     ``slots`` is by request id its place in ``counts`` float64[2, slots, D, K] (accepted, reached),
-    ``prior`` float64[2, slots, D], mean and variance of what it was expected to deviate by in
-    logits, ``deviation`` float64[slots, D], what that and the counts make of it, ``recent``
-    float64[2, slots, D], surprise and its variance in the last few chains, and ``request_tokens``
-    float64[slots], emitted since it came. The last slot is nobody's. ``groups`` (the least recently
-    used first) have slots too, with the counts of their members. ``source`` is by request id its
-    group.
+    ``prior`` float64[2, slots, D] of what it deviates by (1 / V and m / V, in logits),
+    ``deviation`` float64[slots, D], what that and the counts make of it, ``recent`` float64[2,
+    slots, D], weight and surprise of the last few chains, and ``request_tokens`` float64[slots],
+    emitted since it came. The last slot is nobody's. ``groups`` (the least recently used first)
+    have slots too, with the counts of their members. ``source`` is by request id its group.
     ``draft_accepted``, ``draft_reached`` and the level made of them, ``draft_hazard``, are
     float64[D, K]; ``variance`` float64[D] is that between requests, learnt from so many
     ``requests``. ``now`` is the time up to which the drafts' counts have faded, ``rows`` the
@@ -124,23 +125,31 @@ def _at_odds(hazard: FloatArray, ratio: FloatArray) -> FloatArray:
     return found
 
 
-def _fitted(
-    prior: FloatArray,
-    counts: FloatArray,
-    deviation: FloatArray,
-    hazard: FloatArray,
-) -> tuple[FloatArray, FloatArray]:
-    """Return mean and variance [n, D] of deviations by these counts [2, n, D, K].
+def _evidence(counts: FloatArray, hazard: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Return weight and surprise [..., n, D] of counts [..., 2, n, D, K] at a hazard [n, D, K]."""
+    expected = counts[..., 1, :, :, :] * hazard
+    surprise = np.add.reduce(counts[..., 0, :, :, :] - expected, -1)
+    expected *= 1.0 - hazard
+    return np.add.reduce(expected, -1), surprise
 
-    They are found from a ``deviation`` near by, at which the ``hazard`` is that.
-    """
-    expected = counts[1] * hazard
-    surprise = (counts[0] - expected).sum(2)
-    weight = (expected * (1.0 - hazard)).sum(2)
-    variance = prior[1] / (1.0 + weight * prior[1])
-    step = variance * (weight * deviation + surprise + prior[0] / prior[1]) - deviation
-    step = np.minimum(np.maximum(step, -_MOST_STEP), _MOST_STEP)
-    return deviation + step, variance
+
+def _believed(
+    prior: FloatArray,
+    weight: FloatArray,
+    surprise: FloatArray,
+    deviation: FloatArray,
+) -> tuple[FloatArray, FloatArray]:
+    """Return mean and variance [n, D] of deviations by the evidence found at a ``deviation``."""
+    variance = 1.0 / (weight + prior[0])
+    step = weight * deviation
+    step += surprise
+    step += prior[1]
+    step *= variance
+    step -= deviation
+    np.minimum(step, _MOST_STEP, out=step)
+    np.maximum(step, -_MOST_STEP, out=step)
+    step += deviation
+    return step, variance
 
 
 @lru_cache(maxsize=8)
@@ -157,20 +166,20 @@ class AcceptanceModel:
         self._k_max = k_max
         self._config = config
         self.most_groups = config.most_groups
-        self._column = np.arange(drafts)[:, None]
 
     # -- who is in flight
 
     def start(self) -> AcceptanceState:
         """Return the state before any evidence."""
-        none, rows = np.zeros((self._drafts, self._k_max)), np.zeros((2, 9, self._drafts))
+        rows, none = np.zeros((2, 9, self._drafts)), np.zeros((self._drafts, self._k_max))
+        weight = np.array([1.0 / self._config.request_variance, 0.0])[:, None, None]
         variance = np.full(self._drafts, self._config.request_variance)
         state = AcceptanceState(
             slots={},
             groups={},
             source={},
             counts=np.zeros((*rows.shape, self._k_max)),
-            prior=rows + variance,
+            prior=rows + weight,
             deviation=rows[0],
             recent=rows,
             request_tokens=np.zeros(9),
@@ -204,9 +213,9 @@ class AcceptanceModel:
             for request, name in source.items():
                 if name in state.groups:
                     slot, told = after.slots[request], [state.groups[name]]
-                    mean, variance = self._believed(state, told)
-                    within = _GROUP_SHARE * state.variance
-                    after.prior[:, slot] = mean[0], variance[0] + within
+                    mean, variance = self._posterior(state, told)
+                    weight = 1.0 / (variance[0] + _GROUP_SHARE * state.variance)
+                    after.prior[:, slot] = weight, weight * mean[0]
                     after.deviation[slot] = mean[0]
         return after
 
@@ -225,7 +234,7 @@ class AcceptanceModel:
         after.counts[:, rows] = 0.0
         seen = [row for row in rows if state.counts[1, row].any()]
         if seen:
-            mean, variance = self._believed(state, seen)
+            mean, variance = self._posterior(state, seen)
             total = state.requests + len(seen)
             step = (mean * mean + variance - state.variance).sum(0) / total
             after.variance = np.clip(state.variance + step, MIN_VARIANCE, MAX_VARIANCE)
@@ -257,7 +266,7 @@ class AcceptanceModel:
             request_tokens=grown(state.request_tokens, 0),
         )
         fresh = [*free, *range(nobody, nobody + more + 1)]
-        after.prior[0, fresh], after.prior[1, fresh] = 0.0, state.variance
+        after.prior[0, fresh], after.prior[1, fresh] = 1.0 / state.variance, 0.0
         after.deviation[free] = after.recent[:, free] = after.request_tokens[free] = 0.0
         return after, free
 
@@ -372,11 +381,13 @@ class AcceptanceModel:
         )
         if np.count_nonzero(scored):
             told = self._told(slot, draft, accepted, scored, nobody + 1)
-            moved = set(draft[scored > 0].tolist())
             hazard = _at_odds(state.draft_hazard, np.exp(state.deviation)[:, :, None])
-            self._count(after, told, hazard)
-            self._follow(after, told, hazard)
-            after.deviation, variance = _fitted(state.prior, after.counts, state.deviation, hazard)
+            after.counts += told
+            weight, surprise = _evidence(np.array([told, after.counts]), hazard)
+            evidence = weight[1], surprise[1]
+            after.deviation, variance = _believed(state.prior, *evidence, state.deviation)
+            self._follow(after, told, weight[0], surprise[0])
+            moved = self._count(after, *told.sum(1), np.add.reduce(told[1] * hazard))
             if len(emitted) >= _FEWEST_REQUESTS:
                 moved |= self._changed(after, variance, steps[:-1].nonzero()[0])
             after.draft_hazard = self._levels(after, moved)
@@ -395,43 +406,53 @@ class AcceptanceModel:
         seen = np.minimum(held + 1, scored)
         ends, places = self._k_max + 1, slots * self._drafts * (self._k_max + 1)
         place = ends * (slot * self._drafts + np.maximum(draft, 0))
-        places_of = np.concatenate([place + held, place + (seen + places)])
-        ended = np.bincount(places_of, minlength=2 * places).astype(np.float64)
-        told: FloatArray = ended.reshape(-1, ends).dot(_first(self._k_max))
+        ended = np.bincount(np.concatenate([place + held, place + (seen + places)]), None, 2 * places)
+        told: FloatArray = ended.reshape(-1, ends).astype(np.float64).dot(_first(self._k_max))
         return told.reshape(2, slots, self._drafts, self._k_max)
 
     @staticmethod
-    def _count(after: AcceptanceState, told: FloatArray, hazard: FloatArray) -> None:
-        """Add what chains told, given the ``hazard`` [slots, D, K] expected, in place."""
+    def _count(
+        after: AcceptanceState,
+        accepted: FloatArray,
+        reached: FloatArray,
+        expected: FloatArray,
+    ) -> set[int]:
+        """Count for the drafts what all chains told and what was expected of them [D, K], in place.
+
+        Return which drafts they were of.
+        """
         finished = after.requests - _LAW_REQUESTS
-        own_share = finished / (finished + _TELLING_REQUESTS)
-        accepted, reached = told.sum(1)
-        surprise = after.draft_hazard * reached - (told[1] * hazard).sum(0)
+        surprise = after.draft_hazard * reached - expected
+        surprise *= finished / (finished + _TELLING_REQUESTS)
+        surprise += after.draft_accepted + accepted
         after.draft_reached = after.draft_reached + reached
-        counts = np.maximum(after.draft_accepted + accepted + own_share * surprise, 0.0)
-        after.draft_accepted = np.minimum(counts, after.draft_reached, out=counts)
-        after.counts += told
-        after.counts[:, -1] = 0.0
+        np.maximum(surprise, 0.0, out=surprise)
+        after.draft_accepted = np.minimum(surprise, after.draft_reached, out=surprise)
+        return set(reached[:, 0].nonzero()[0].tolist())
 
     @staticmethod
-    def _follow(after: AcceptanceState, told: FloatArray, hazard: FloatArray) -> None:
+    def _follow(
+        after: AcceptanceState,
+        told: FloatArray,
+        weight: FloatArray,
+        surprise: FloatArray,
+    ) -> None:
         """Follow recent chains, in place; of a request that changed at once only the newest count."""
-        accepted, reached = told.sum(3)
-        expected = told[1] * hazard
-        recent = after.recent * np.where(reached > 0, _RECENT_KEEP, 1.0)
-        recent[0] += accepted - expected.sum(2)
-        recent[1] += (expected * (1.0 - hazard)).sum(2)
-        after.recent = recent
-        changed = recent[0] ** 2 > _REQUEST_DEVIATIONS**2 * (recent[1] + _FLOOR)
+        after.recent = recent = after.recent * np.where(weight > 0, _RECENT_KEEP, 1.0)
+        recent[0] += weight
+        recent[1] += surprise
+        after.counts[:, -1] = 0.0
+        changed = recent[1] ** 2 > _REQUEST_DEVIATIONS**2 * (recent[0] + _FLOOR)
         if np.count_nonzero(changed):
             after.counts[:, changed] = told[:, changed]
             recent[:, changed] = 0.0
 
-    def _believed(self, state: AcceptanceState, slots: list[int]) -> tuple[FloatArray, FloatArray]:
+    def _posterior(self, state: AcceptanceState, slots: list[int]) -> tuple[FloatArray, FloatArray]:
         """Return mean and variance [n, D] of deviations as the counts of some slots have them."""
         deviation = state.deviation[slots]
         hazard = _at_odds(state.draft_hazard, np.exp(deviation)[:, :, None])
-        return _fitted(state.prior[:, slots], state.counts[:, slots], deviation, hazard)
+        evidence = _evidence(state.counts[:, slots], hazard)
+        return _believed(state.prior[:, slots], *evidence, deviation)
 
     @staticmethod
     def _changed(after: AcceptanceState, variance: FloatArray, flying: IntArray) -> set[int]:
@@ -440,10 +461,10 @@ class AcceptanceModel:
         A request whose deviation had the variance V and now has v shows a change common to all with
         the precision (1 - v / V) / V. Where the best estimate of it may be chance it is none.
         """
-        mean, before = after.prior.take(flying, 1)
-        precision = (1.0 - variance.take(flying, 0) / before) / before
+        weight, pull = after.prior.take(flying, 1)
+        precision = weight * (1.0 - variance.take(flying, 0) * weight)
         total = np.maximum(precision.sum(0), 1e-9)
-        change = ((after.deviation.take(flying, 0) - mean) / before).sum(0) / total
+        change = (weight * after.deviation.take(flying, 0) - pull).sum(0) / total
         sure = change**2 * total > _COMMON_DEVIATIONS**2
         sure &= total**2 >= _FEWEST_REQUESTS * (precision**2).sum(0)
         drafts = sure.nonzero()[0]
@@ -469,7 +490,8 @@ class AcceptanceModel:
             counts = state.draft_accepted[draft].tolist(), state.draft_reached[draft].tolist()
             for a, r in zip(*counts, strict=True):  # a few positions: quicker without arrays
                 mean = (a + strength * inherited) / (r + strength)
-                chain.append(min(max(mean, _MIN_HAZARD), _MAX_HAZARD))
+                low = _MIN_HAZARD if mean < _MIN_HAZARD else mean
+                chain.append(_MAX_HAZARD if low > _MAX_HAZARD else low)
                 evidence += r
                 inherited = (mean * evidence + 1) / (evidence + 1)
                 evidence += 1
@@ -483,6 +505,10 @@ class AcceptanceModel:
         slot = np.fromiter(map(state.slots.__getitem__, request), np.int64, len(request))
         ratio = np.exp(state.deviation.take(slot, 0).T.copy())
         hazard = _at_odds(state.draft_hazard.T[:, :, None], ratio)
+        accepted, reached = state.counts.take(slot, 1).transpose(0, 3, 2, 1).copy()
+        hazard *= self._config.position_strength
+        hazard += accepted
+        hazard /= reached + self._config.position_strength
         return Expected(slot, hazard.transpose(2, 1, 0))
 
     def hazards(self, state: AcceptanceState, request: list[int]) -> FloatArray:
@@ -500,8 +526,7 @@ class AcceptanceModel:
         hazard = expected.hazard
         slope = hazard * (1.0 - hazard)
         weight = (state.counts[1].take(expected.slot, 0) * slope).sum(2)
-        before = state.prior[1].take(expected.slot, 0)
-        variance = before / (1.0 + weight * before)
+        variance = 1.0 / (weight + state.prior[0].take(expected.slot, 0))
         level = state.draft_reached + self._config.prior_strength + 1.0
         spread = slope * (variance[:, :, None] * slope + 1.0 / level)
         return np.sqrt(spread, out=spread), variance
