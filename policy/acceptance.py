@@ -31,7 +31,6 @@ MIN_VARIANCE, MAX_VARIANCE = 1e-3, 9.0  # of deviations
 _LAW_REQUESTS = 20.0  # what the first belief of how requests differ counts for
 _TELLING_REQUESTS = 10.0  # after so many half of a deviation is the request's own, not the draft's
 _MOST_STEP = 2.0  # logits: farther from a level than this Laplace's approximation overshoots
-_FADE_SHARE = 0.01  # of the draft level's memory: so much passes between two fadings
 
 _NO_GROUP = -1
 _GROUP_SHARE = 0.5  # of the variance between requests: by what members of one group differ
@@ -39,10 +38,7 @@ _GROUP_MEMORY_REQUESTS = 30.0  # of a group, which drifts
 
 _RECENT_KEEP = 0.75  # per step with a chain: a memory of four
 _FLOOR = 0.3  # of a variance: one surprise alone, however unlikely, changes nothing
-_REQUEST_DEVIATIONS, _COMMON_DEVIATIONS = 3.0, 8.0  # beyond which a change is no chance
-_FEWEST_REQUESTS = 3.0  # fewer cannot tell a draft's change from difficult requests
-_MOST_CHANGE = 4.0  # logits
-_KEPT_AT_CHANGE = 0.1  # of a level's counts, where it changes at once
+_CHANGE_DEVIATIONS = 3.0  # beyond which a change is no chance
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +56,7 @@ class AcceptanceConfig:
     request_variance: float = 0.4
     position_strength: float = 30.0
     request_memory_steps: float = 100.0
-    draft_memory_rows: float = 8000.0
+    draft_memory_chains: float = 500.0
     law_memory_requests: float = 200.0
     most_groups: int = 128
     half_life_s: float = 900.0
@@ -78,8 +74,7 @@ class AcceptanceState:
     have slots too, with the counts of their members. ``source`` is by request id its group.
     ``draft_accepted``, ``draft_reached`` and the level made of them, ``draft_hazard``, are
     float64[D, K]; ``variance`` float64[D] is that between requests, learnt from so many
-    ``requests``. ``now`` is the time up to which the drafts' counts have faded, ``rows`` the
-    row-steps by which they have yet to.
+    ``requests``. ``now`` is the time up to which the drafts' counts have faded.
     """
 
     slots: dict[int, int]
@@ -96,7 +91,6 @@ class AcceptanceState:
     variance: FloatArray
     requests: float
     now: float
-    rows: int = 0
 
 
 class Expected(NamedTuple):
@@ -314,18 +308,14 @@ class AcceptanceModel:
     # -- learning
 
     def aged(self, state: AcceptanceState, now: float) -> AcceptanceState:
-        """Return the state whose draft-level evidence has faded towards the prior.
-
-        It fades by the time passed and the row-steps taken, a little now and then: at each fading
-        all levels are made anew.
+        """Return the state whose draft-level evidence has faded towards the prior by the time
+        passed; a second at the least, finer steps change nothing.
         """
-        memory_rows, passed_s = self._config.draft_memory_rows, max(now - state.now, 0.0)
-        if state.now == -math.inf:
-            passed_s, state = 0.0, replace(state, now=now)  # the first call sets the clock
-        if passed_s <= 1.0 and state.rows < _FADE_SHARE * memory_rows:
-            return state
-        keep = 0.5 ** (passed_s / self._config.half_life_s) * math.exp(-state.rows / memory_rows)
-        after = replace(state, now=max(now, state.now), rows=0)
+        passed_s = now - state.now
+        if not 1.0 < passed_s < math.inf:  # the first call sets the clock
+            return state if passed_s <= 1.0 else replace(state, now=now)
+        keep = 0.5 ** (passed_s / self._config.half_life_s)
+        after = replace(state, now=now)
         return self.with_drafts(after, keep * state.draft_accepted, keep * state.draft_reached)
 
     def with_drafts(
@@ -377,7 +367,6 @@ class AcceptanceModel:
             variance=state.variance,
             requests=state.requests,
             now=state.now,
-            rows=state.rows + len(emitted),
         )
         if np.count_nonzero(scored):
             told = self._told(slot, draft, accepted, scored, nobody + 1)
@@ -385,11 +374,9 @@ class AcceptanceModel:
             after.counts += told
             weight, surprise = _evidence(np.array([told, after.counts]), hazard)
             evidence = weight[1], surprise[1]
-            after.deviation, variance = _believed(state.prior, *evidence, state.deviation)
+            after.deviation, _ = _believed(state.prior, *evidence, state.deviation)
             self._follow(after, told, weight[0], surprise[0])
             moved = self._count(after, *told.sum(1), np.add.reduce(told[1] * hazard))
-            if len(emitted) >= _FEWEST_REQUESTS:
-                moved |= self._changed(after, variance, steps[:-1].nonzero()[0])
             after.draft_hazard = self._levels(after, moved)
         return after
 
@@ -410,8 +397,8 @@ class AcceptanceModel:
         told: FloatArray = ended.reshape(-1, ends).astype(np.float64).dot(_first(self._k_max))
         return told.reshape(2, slots, self._drafts, self._k_max)
 
-    @staticmethod
     def _count(
+        self,
         after: AcceptanceState,
         accepted: FloatArray,
         reached: FloatArray,
@@ -424,8 +411,9 @@ class AcceptanceModel:
         finished = after.requests - _LAW_REQUESTS
         surprise = after.draft_hazard * reached - expected
         surprise *= finished / (finished + _TELLING_REQUESTS)
-        surprise += after.draft_accepted + accepted
-        after.draft_reached = after.draft_reached + reached
+        keep = np.exp(reached[:, :1] / -self._config.draft_memory_chains)
+        surprise += accepted + keep * after.draft_accepted
+        after.draft_reached = reached + keep * after.draft_reached
         np.maximum(surprise, 0.0, out=surprise)
         after.draft_accepted = np.minimum(surprise, after.draft_reached, out=surprise)
         return set(reached[:, 0].nonzero()[0].tolist())
@@ -442,7 +430,7 @@ class AcceptanceModel:
         recent[0] += weight
         recent[1] += surprise
         after.counts[:, -1] = 0.0
-        changed = recent[1] ** 2 > _REQUEST_DEVIATIONS**2 * (recent[0] + _FLOOR)
+        changed = recent[1] ** 2 > _CHANGE_DEVIATIONS**2 * (recent[0] + _FLOOR)
         if np.count_nonzero(changed):
             after.counts[:, changed] = told[:, changed]
             recent[:, changed] = 0.0
@@ -453,27 +441,6 @@ class AcceptanceModel:
         hazard = _at_odds(state.draft_hazard, np.exp(deviation)[:, :, None])
         evidence = _evidence(state.counts[:, slots], hazard)
         return _believed(state.prior[:, slots], *evidence, deviation)
-
-    @staticmethod
-    def _changed(after: AcceptanceState, variance: FloatArray, flying: IntArray) -> set[int]:
-        """Move the levels by what all in flight deviate by unexpectedly, in place; return which.
-
-        A request whose deviation had the variance V and now has v shows a change common to all with
-        the precision (1 - v / V) / V. Where the best estimate of it may be chance it is none.
-        """
-        weight, pull = after.prior.take(flying, 1)
-        precision = weight * (1.0 - variance.take(flying, 0) * weight)
-        total = np.maximum(precision.sum(0), 1e-9)
-        change = (weight * after.deviation.take(flying, 0) - pull).sum(0) / total
-        sure = change**2 * total > _COMMON_DEVIATIONS**2
-        sure &= total**2 >= _FEWEST_REQUESTS * (precision**2).sum(0)
-        drafts = sure.nonzero()[0]
-        if len(drafts):
-            change = np.clip(change[drafts], -_MOST_CHANGE, _MOST_CHANGE)[:, None]
-            reached = _KEPT_AT_CHANGE * after.draft_reached[drafts]
-            after.draft_reached[drafts] = reached
-            after.draft_accepted[drafts] = reached * shifted(after.draft_hazard[drafts], change)
-        return set(drafts.tolist())
 
     def _levels(self, state: AcceptanceState, drafts: Iterable[int]) -> FloatArray:
         """Return the drafts' levels [D, K], those of some made anew of their counts.
