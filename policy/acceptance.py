@@ -20,35 +20,37 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from .plan import BoolArray, FloatArray, IntArray
 
-_MIN_HAZARD, _MAX_HAZARD = 0.02, 0.995
 MIN_VARIANCE, MAX_VARIANCE = 1e-3, 9.0  # of deviations
-_LAW_REQUESTS = 20.0  # what the first belief of how requests differ counts for
+_MIN_HAZARD, _MAX_HAZARD = 0.02, 0.995
+_FIRST_REQUESTS = 20.0  # what the first belief of how requests differ counts for
 _TELLING_REQUESTS = 10.0  # after so many half of a deviation is the request's own, not the draft's
-_MOST_STEP = 2.0  # logits: farther from a level than this Laplace's approximation overshoots
+_MOST_STEP = 2.0  # logits: farther from where it was made Laplace's approximation overshoots
+
+_NEWTON_STEPS = 8  # of what comes from a file: all other counts grow step by step
 
 _NO_GROUP = -1
 _GROUP_SHARE = 0.5  # of the variance between requests: by what members of one group differ
 _GROUP_MEMORY_REQUESTS = 30.0  # of a group, which drifts
 
 _RECENT_KEEP = 0.75  # per step with a chain: a memory of four
-_FLOOR = 0.3  # of a variance: one surprise alone, however unlikely, changes nothing
-_CHANGE_DEVIATIONS = 3.0  # beyond which a change is no chance
+_CHANGE_DEVIATIONS = 3.0  # beyond which a surprise is no chance
+_FLOOR = 0.3  # of its variance: one surprise alone, however unlikely, changes nothing
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceConfig:
     """Priors and memories.
 
-    Strengths count pseudo-observations; memories count a request's steps, row-steps of the whole
-    batch, and finished requests. ``request_variance`` (of logits) is only the start: how unlike
-    requests are is learnt. ``half_life_s`` is the time in which a draft's evidence loses half its
-    weight even if nothing runs. Of groups of requests the ``most_groups`` last used are remembered.
+    Strengths count pseudo-observations; memories count a request's steps, a draft's chains, and
+    finished requests. ``request_variance`` (of logits) is only the start: how unlike requests are
+    is learnt. ``half_life_s`` is the time in which a draft's evidence loses half its weight even if
+    nothing runs. Of groups of requests the ``most_groups`` last used are remembered.
     """
 
     prior_hazard: float = 0.6
@@ -71,7 +73,7 @@ class AcceptanceState:
     ``deviation`` float64[slots, D], what that and the counts make of it, ``recent`` float64[2,
     slots, D], weight and surprise of the last few chains, and ``request_tokens`` float64[slots],
     emitted since it came. The last slot is nobody's. ``groups`` (the least recently used first)
-    have slots too, with the counts of their members. ``source`` is by request id its group.
+    have slots too, with the counts of their members; ``source`` is by request id its group.
     ``draft_accepted``, ``draft_reached`` and the level made of them, ``draft_hazard``, are
     float64[D, K]; ``variance`` float64[D] is that between requests, learnt from so many
     ``requests``. ``now`` is the time up to which the drafts' counts have faded.
@@ -109,12 +111,7 @@ class Expected(NamedTuple):
 
 def shifted(hazard: FloatArray, shift: FloatArray) -> FloatArray:
     """Return hazards whose logits are higher by ``shift``; the shapes broadcast."""
-    return _at_odds(hazard, np.exp(shift))
-
-
-def _at_odds(hazard: FloatArray, ratio: FloatArray) -> FloatArray:
-    """Return hazards whose odds are those of ``hazard`` times a ratio."""
-    found: FloatArray = ratio * hazard  # the odds, at first
+    found: FloatArray = np.exp(shift) * hazard  # the odds, at first
     found /= found + (1.0 - hazard)
     return found
 
@@ -146,6 +143,67 @@ def _believed(
     return step, variance
 
 
+def _posterior(
+    state: AcceptanceState,
+    slots: list[int] | slice,
+) -> tuple[FloatArray, FloatArray]:
+    """Return mean and variance [n, D] of deviations as the counts of some slots have them."""
+    deviation = state.deviation[slots]
+    evidence = _evidence(state.counts[:, slots], shifted(state.draft_hazard, deviation[:, :, None]))
+    return _believed(state.prior[:, slots], *evidence, deviation)
+
+
+def _follow(
+    after: AcceptanceState,
+    told: FloatArray,
+    weight: FloatArray,
+    surprise: FloatArray,
+) -> None:
+    """Follow recent chains, in place; of a request that changed at once only the newest count."""
+    after.recent = recent = after.recent * np.where(weight > 0, _RECENT_KEEP, 1.0)
+    recent[0] += weight
+    recent[1] += surprise
+    changed = recent[1] ** 2 > _CHANGE_DEVIATIONS**2 * (recent[0] + _FLOOR)
+    if np.count_nonzero(changed):
+        after.counts[:, changed] = told[:, changed]
+        recent[:, changed] = 0.0
+
+
+def _blurred(state: AcceptanceState, counts: FloatArray) -> FloatArray:
+    """Return counts [2, D, K] of a request as counts of its group.
+
+    They tell no more of it than a member's deviation from its group lets them.
+    """
+    weight = (counts[1] * state.draft_hazard * (1.0 - state.draft_hazard)).sum(1)
+    told: FloatArray = counts / (1.0 + _GROUP_SHARE * state.variance * weight)[:, None]
+    return told
+
+
+def _with_room(state: AcceptanceState, count: int) -> tuple[AcceptanceState, list[int]]:
+    """Return a state whose rows may be written to, and so many slots of it, free and empty."""
+    nobody = len(state.request_tokens) - 1
+    used = {*state.slots.values(), *state.groups.values()}
+    free = [slot for slot in range(nobody + count) if slot not in used][:count]
+    more = max(free[-1] + 1 - nobody, nobody // 2) if free and free[-1] >= nobody else 0
+
+    def grown(column: FloatArray, axis: int) -> FloatArray:
+        shape = (*column.shape[:axis], more, *column.shape[axis + 1 :])
+        return np.concatenate([column, np.zeros(shape)], axis)
+
+    after = replace(
+        state,
+        counts=grown(state.counts, 1),
+        prior=grown(state.prior, 1),
+        deviation=grown(state.deviation, 0),
+        recent=grown(state.recent, 1),
+        request_tokens=grown(state.request_tokens, 0),
+    )
+    fresh = [*free, *range(nobody, nobody + more + 1)]
+    after.prior[0, fresh], after.prior[1, fresh] = 1.0 / state.variance, 0.0
+    after.deviation[free] = after.recent[:, free] = after.request_tokens[free] = 0.0
+    return after, free
+
+
 @lru_cache(maxsize=8)
 def _first(k_max: int) -> FloatArray:
     """Return the matrix whose row j is 1 at the first j positions, float64[k_max + 1, k_max]."""
@@ -156,24 +214,19 @@ class AcceptanceModel:
     """The estimator: its methods return new states and leave the given one alone."""
 
     def __init__(self, drafts: int, k_max: int, config: AcceptanceConfig) -> None:
-        self._drafts = drafts
-        self._k_max = k_max
-        self._config = config
+        self._drafts, self._k_max, self._config = drafts, k_max, config
         self.most_groups = config.most_groups
-
-    # -- who is in flight
 
     def start(self) -> AcceptanceState:
         """Return the state before any evidence."""
-        rows, none = np.zeros((2, 9, self._drafts)), np.zeros((self._drafts, self._k_max))
-        weight = np.array([1.0 / self._config.request_variance, 0.0])[:, None, None]
         variance = np.full(self._drafts, self._config.request_variance)
+        rows, none = np.zeros((2, 9, self._drafts)), np.zeros((self._drafts, self._k_max))
         state = AcceptanceState(
             slots={},
             groups={},
             source={},
             counts=np.zeros((*rows.shape, self._k_max)),
-            prior=rows + weight,
+            prior=np.stack([rows[0] + 1.0 / variance, rows[1]]),
             deviation=rows[0],
             recent=rows,
             request_tokens=np.zeros(9),
@@ -181,7 +234,7 @@ class AcceptanceModel:
             draft_reached=none,
             draft_hazard=none,
             variance=variance,
-            requests=_LAW_REQUESTS,
+            requests=_FIRST_REQUESTS,
             now=-math.inf,
         )
         return self.with_drafts(state, none, none)
@@ -199,18 +252,16 @@ class AcceptanceModel:
         new = {r: i for i, r in enumerate(requests) if r not in state.slots}
         if not new:
             return state
-        after, free = self._with_room(state, len(new))
+        after, free = _with_room(state, len(new))
         after.slots = {**state.slots, **dict(zip(new, free, strict=True))}
         if group is not None and self.most_groups:
             source = {r: group[i] for r, i in new.items() if group[i] != _NO_GROUP}
             after.source = {**state.source, **source}
-            for request, name in source.items():
-                if name in state.groups:
-                    slot, told = after.slots[request], [state.groups[name]]
-                    mean, variance = self._posterior(state, told)
-                    weight = 1.0 / (variance[0] + _GROUP_SHARE * state.variance)
-                    after.prior[:, slot] = weight, weight * mean[0]
-                    after.deviation[slot] = mean[0]
+            for request in (r for r, its in source.items() if its in state.groups):
+                mean, variance = _posterior(state, [state.groups[source[request]]])
+                weight = 1.0 / (variance[0] + _GROUP_SHARE * state.variance)
+                after.prior[:, after.slots[request]] = weight, weight * mean[0]
+                after.deviation[after.slots[request]] = mean[0]
         return after
 
     def forget(self, state: AcceptanceState, requests: Iterable[int]) -> AcceptanceState:
@@ -228,11 +279,12 @@ class AcceptanceModel:
         after.counts[:, rows] = 0.0
         seen = [row for row in rows if state.counts[1, row].any()]
         if seen:
-            mean, variance = self._posterior(state, seen)
+            mean, variance = _posterior(state, seen)
             total = state.requests + len(seen)
             step = (mean * mean + variance - state.variance).sum(0) / total
             after.variance = np.clip(state.variance + step, MIN_VARIANCE, MAX_VARIANCE)
             after.requests = min(total, self._config.law_memory_requests)
+            after.prior[0, [*after.groups.values()]] = 1.0 / after.variance
             hazard, reached = state.draft_hazard, state.draft_reached
             slope = reached * hazard * (1.0 - hazard)
             moved = state.draft_accepted + slope * (mean.sum(0) / total)[:, None]
@@ -240,83 +292,48 @@ class AcceptanceModel:
             after.draft_hazard = self._levels(after, range(self._drafts))
         return after
 
-    def _with_room(self, state: AcceptanceState, count: int) -> tuple[AcceptanceState, list[int]]:
-        """Return a state whose rows may be written to, and so many slots of it, free and empty."""
-        nobody = len(state.request_tokens) - 1
-        used = {*state.slots.values(), *state.groups.values()}
-        free = [slot for slot in range(nobody + count) if slot not in used][:count]
-        more = max(free[-1] + 1 - nobody, nobody // 2) if free and free[-1] >= nobody else 0
-
-        def grown(column: FloatArray, axis: int) -> FloatArray:
-            shape = (*column.shape[:axis], more, *column.shape[axis + 1 :])
-            return np.concatenate([column, np.zeros(shape)], axis) if more else column.copy()
-
-        after = replace(
-            state,
-            counts=grown(state.counts, 1),
-            prior=grown(state.prior, 1),
-            deviation=grown(state.deviation, 0),
-            recent=grown(state.recent, 1),
-            request_tokens=grown(state.request_tokens, 0),
-        )
-        fresh = [*free, *range(nobody, nobody + more + 1)]
-        after.prior[0, fresh], after.prior[1, fresh] = 1.0 / state.variance, 0.0
-        after.deviation[free] = after.recent[:, free] = after.request_tokens[free] = 0.0
-        return after, free
-
-    # -- groups
-
-    def with_groups(
-        self,
-        state: AcceptanceState,
-        groups: dict[int, FloatArray],
-    ) -> AcceptanceState:
-        """Return the state with what is known of other groups, weight and pull [2, D] each."""
-        after, free = self._with_room(state, len(groups))
-        after.groups = {**state.groups, **dict(zip(groups, free, strict=True))}
-        for slot, counts in zip(free, groups.values(), strict=True):
-            after.counts[:, slot] = counts
-        return after
-
-    def _blurred(self, state: AcceptanceState, counts: FloatArray) -> FloatArray:
-        """Return counts [2, D, K] of one member of a group as counts of another, or of them all.
-
-        They tell no more than a member's deviation from its group lets them.
-        """
-        weight = (counts[1] * state.draft_hazard * (1.0 - state.draft_hazard)).sum(1)
-        told: FloatArray = counts / (1.0 + _GROUP_SHARE * state.variance * weight)[:, None]
-        return told
-
     def _taught_groups(self, state: AcceptanceState, gone: list[int]) -> AcceptanceState:
         """Return a state whose rows may be written to, groups having learnt from these requests."""
         members = [(request, state.source[request]) for request in gone if request in state.source]
         new = {group for _, group in members}.difference(state.groups)
-        after, free = self._with_room(state, len(new))
+        after, free = _with_room(state, len(new))
         after.source, groups, counts = state.source.copy(), state.groups.copy(), after.counts
         keep = math.exp(-1 / _GROUP_MEMORY_REQUESTS)
         for request, group in members:
             slot = groups.pop(group, None)
             slot = groups[group] = free.pop() if slot is None else slot
-            told = self._blurred(state, state.counts[:, state.slots[request]])
-            counts[:, slot] = keep * counts[:, slot] + told
+            own = state.counts[:, state.slots[request]]
+            counts[:, slot] = keep * counts[:, slot] + _blurred(state, own)
             del after.source[request]
         while len(groups) > self.most_groups:
             counts[:, groups.pop(next(iter(groups)))] = 0.0
         after.groups = groups
         return after
 
-    # -- learning
+    def with_groups(self, state: AcceptanceState, groups: dict[int, FloatArray]) -> AcceptanceState:
+        """Return the state with these groups, counts [2, D, K] each, the least recent first."""
+        after, free = _with_room(replace(state, groups={}), len(groups))
+        after.groups = dict(zip(groups, free, strict=True))
+        for slot, counts in zip(free, groups.values(), strict=True):
+            after.counts[:, slot] = counts
+        for _ in range(_NEWTON_STEPS):
+            after.deviation, _ = _posterior(after, slice(None))
+        return after
 
     def aged(self, state: AcceptanceState, now: float) -> AcceptanceState:
-        """Return the state whose draft-level evidence has faded towards the prior by the time
-        passed; a second at the least, finer steps change nothing.
+        """Return the state whose draft-level evidence has faded towards the prior by the time.
+
+        A second at the least: finer steps change nothing. The first call sets the clock. Requests
+        are believed anew too, whose counts have faded while nothing was proposed.
         """
         passed_s = now - state.now
-        if not 1.0 < passed_s < math.inf:  # the first call sets the clock
+        if not 1.0 < passed_s < math.inf:
             return state if passed_s <= 1.0 else replace(state, now=now)
         keep = 0.5 ** (passed_s / self._config.half_life_s)
-        after = replace(state, now=now)
-        return self.with_drafts(after, keep * state.draft_accepted, keep * state.draft_reached)
+        after = self.with_drafts(state, keep * state.draft_accepted, keep * state.draft_reached)
+        after.deviation, _ = _posterior(after, slice(None))
+        after.now = now
+        return after
 
     def with_drafts(
         self,
@@ -341,11 +358,9 @@ class AcceptanceModel:
         """Learn from m chains: row r saw ``scored[r]`` positions, the first ``accepted[r]`` held.
 
         Positions behind the first rejection were not reached and are no evidence. Requests without
-        a slot teach the draft level only. It learns from what surprises in view of the request:
-        late positions are reached by easy requests, which says nothing of the draft. The first
-        rows are those that took a step and ``emitted`` so many tokens: by it their own older
-        evidence fades, and in time all drafts'. A request may be there several times, for several
-        steps.
+        a slot teach the draft level only. The first rows are those that took a step and ``emitted``
+        so many tokens: by it their own older evidence fades. A request may be there several times,
+        for several steps.
         """
         nobody, slots = len(state.request_tokens) - 1, state.slots
         slot = np.array([slots.get(r, nobody) for r in request.tolist()], np.int64)
@@ -370,14 +385,14 @@ class AcceptanceModel:
         )
         if np.count_nonzero(scored):
             told = self._told(slot, draft, accepted, scored, nobody + 1)
-            hazard = _at_odds(state.draft_hazard, np.exp(state.deviation)[:, :, None])
+            hazard = shifted(state.draft_hazard, state.deviation[:, :, None])
             after.counts += told
+            after.counts[:, -1] = 0.0
             weight, surprise = _evidence(np.array([told, after.counts]), hazard)
-            evidence = weight[1], surprise[1]
-            after.deviation, _ = _believed(state.prior, *evidence, state.deviation)
-            self._follow(after, told, weight[0], surprise[0])
-            moved = self._count(after, *told.sum(1), np.add.reduce(told[1] * hazard))
-            after.draft_hazard = self._levels(after, moved)
+            evidence = weight[1], surprise[1], state.deviation
+            after.deviation, _ = _believed(state.prior, *evidence)
+            _follow(after, told, weight[0], surprise[0])
+            self._count(after, *np.add.reduce(told, 1), np.add.reduce(told[1] * hazard))
         return after
 
     def _told(
@@ -389,12 +404,13 @@ class AcceptanceModel:
         slots: int,
     ) -> FloatArray:
         """Return what chains add to the counts of ``slots`` slots, float64[2, slots, D, K]."""
+        ends, places = self._k_max + 1, slots * self._drafts * (self._k_max + 1)
         held = np.minimum(accepted, scored)
         seen = np.minimum(held + 1, scored)
-        ends, places = self._k_max + 1, slots * self._drafts * (self._k_max + 1)
         place = ends * (slot * self._drafts + np.maximum(draft, 0))
-        ended = np.bincount(np.concatenate([place + held, place + (seen + places)]), None, 2 * places)
-        told: FloatArray = ended.reshape(-1, ends).astype(np.float64).dot(_first(self._k_max))
+        end = np.concatenate([place + held, place + (seen + places)])
+        chains = np.bincount(end, minlength=2 * places).astype(np.float64)
+        told: FloatArray = chains.reshape(-1, ends).dot(_first(self._k_max))
         return told.reshape(2, slots, self._drafts, self._k_max)
 
     def _count(
@@ -403,44 +419,24 @@ class AcceptanceModel:
         accepted: FloatArray,
         reached: FloatArray,
         expected: FloatArray,
-    ) -> set[int]:
-        """Count for the drafts what all chains told and what was expected of them [D, K], in place.
-
-        Return which drafts they were of.
-        """
-        finished = after.requests - _LAW_REQUESTS
-        surprise = after.draft_hazard * reached - expected
-        surprise *= finished / (finished + _TELLING_REQUESTS)
-        keep = np.exp(reached[:, :1] / -self._config.draft_memory_chains)
-        surprise += accepted + keep * after.draft_accepted
-        after.draft_reached = reached + keep * after.draft_reached
-        np.maximum(surprise, 0.0, out=surprise)
-        after.draft_accepted = np.minimum(surprise, after.draft_reached, out=surprise)
-        return set(reached[:, 0].nonzero()[0].tolist())
-
-    @staticmethod
-    def _follow(
-        after: AcceptanceState,
-        told: FloatArray,
-        weight: FloatArray,
-        surprise: FloatArray,
     ) -> None:
-        """Follow recent chains, in place; of a request that changed at once only the newest count."""
-        after.recent = recent = after.recent * np.where(weight > 0, _RECENT_KEEP, 1.0)
-        recent[0] += weight
-        recent[1] += surprise
-        after.counts[:, -1] = 0.0
-        changed = recent[1] ** 2 > _CHANGE_DEVIATIONS**2 * (recent[0] + _FLOOR)
-        if np.count_nonzero(changed):
-            after.counts[:, changed] = told[:, changed]
-            recent[:, changed] = 0.0
+        """Let the drafts' levels learn from all chains, and what was expected of them, [D, K].
 
-    def _posterior(self, state: AcceptanceState, slots: list[int]) -> tuple[FloatArray, FloatArray]:
-        """Return mean and variance [n, D] of deviations as the counts of some slots have them."""
-        deviation = state.deviation[slots]
-        hazard = _at_odds(state.draft_hazard, np.exp(deviation)[:, :, None])
-        evidence = _evidence(state.counts[:, slots], hazard)
-        return _believed(state.prior[:, slots], *evidence, deviation)
+        They learn from what surprises in view of the request: late positions are reached by easy
+        requests, which says nothing of the draft. At first, while it is not known how requests
+        differ, all is taken for the draft's.
+        """
+        finished = after.requests - _FIRST_REQUESTS
+        told = after.draft_hazard * reached
+        told -= expected
+        told *= finished / (finished + _TELLING_REQUESTS)
+        told += accepted
+        keep = np.exp(reached[:, :1] / -self._config.draft_memory_chains)
+        told += keep * after.draft_accepted
+        after.draft_reached = reached + keep * after.draft_reached
+        np.maximum(told, 0.0, out=told)
+        after.draft_accepted = np.minimum(told, after.draft_reached, out=told)
+        after.draft_hazard = self._levels(after, reached[:, 0].nonzero()[0].tolist())
 
     def _levels(self, state: AcceptanceState, drafts: Iterable[int]) -> FloatArray:
         """Return the drafts' levels [D, K], those of some made anew of their counts.
@@ -465,14 +461,12 @@ class AcceptanceModel:
             hazard[draft] = chain
         return hazard
 
-    # -- what is expected
-
     def expected(self, state: AcceptanceState, request: list[int]) -> Expected:
         """Return what is expected of admitted requests."""
         slot = np.fromiter(map(state.slots.__getitem__, request), np.int64, len(request))
-        ratio = np.exp(state.deviation.take(slot, 0).T.copy())
-        hazard = _at_odds(state.draft_hazard.T[:, :, None], ratio)
+        deviation = state.deviation.take(slot, 0).T.copy()
         accepted, reached = state.counts.take(slot, 1).transpose(0, 3, 2, 1).copy()
+        hazard = shifted(state.draft_hazard.T[:, :, None], deviation)
         hazard *= self._config.position_strength
         hazard += accepted
         hazard /= reached + self._config.position_strength
@@ -482,18 +476,15 @@ class AcceptanceModel:
         """Return the hazards float64[n, D, K] expected of admitted requests."""
         return self.expected(state, request).hazard
 
-    def doubt(
-        self,
-        state: AcceptanceState,
-        expected: Expected,
-    ) -> tuple[FloatArray, FloatArray]:
-        """Return what is not known: the standard deviations of the hazards, float64[n, D, K], and
-        the variance of the requests' deviations, float64[n, D] (logits).
+    def doubt(self, state: AcceptanceState, expected: Expected) -> tuple[FloatArray, FloatArray]:
+        """Return what is not known of requests.
+
+        The standard deviations of their hazards, float64[n, D, K], and the variance of what they
+        deviate by, float64[n, D] (logits).
         """
-        hazard = expected.hazard
-        slope = hazard * (1.0 - hazard)
+        slope = expected.hazard * (1.0 - expected.hazard)
         weight = (state.counts[1].take(expected.slot, 0) * slope).sum(2)
         variance = 1.0 / (weight + state.prior[0].take(expected.slot, 0))
-        level = state.draft_reached + self._config.prior_strength + 1.0
-        spread = slope * (variance[:, :, None] * slope + 1.0 / level)
+        level = 1.0 / (state.draft_reached + self._config.prior_strength + 1.0)
+        spread = slope * (variance[:, :, None] * slope + level)
         return np.sqrt(spread, out=spread), variance

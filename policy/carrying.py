@@ -27,11 +27,13 @@ def carried(data: Mapping[str, Any], before: Sequence[str], after: Sequence[str]
         **{name: _taken(data[name], index).tolist() for name in _COUNTS},
         "variance": [unknown if i < 0 else data["variance"][i] for i in index],
         "correction": correction[:_PARTS] + [correction[i if i < 0 else _PARTS + i] for i in index],
-        "groups": [
-            {**group, **{name: _taken(group[name], index).tolist() for name in ("weight", "pull")}}
-            for group in data["groups"]
-        ],
+        "groups": [_group(group, index) for group in data["groups"]],
     }
+
+
+def _group(data: Mapping[str, Any], index: list[int]) -> dict[str, Any]:
+    counts = {name: _taken(data[name], index).tolist() for name in ("accepted", "reached")}
+    return {**data, **counts}
 
 
 def _taken(values: Any, index: list[int]) -> FloatArray:

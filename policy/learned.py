@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SCHEMA = 6
 _ARRAYS = ("draft_accepted", "draft_reached")
 _SHAPE = ("log_factor", "seen")
-_SIGNED = ("shape_log_factor", "pull")
+_SIGNED = ("shape_log_factor",)
 
 
 class LearnedError(ValueError):
@@ -62,7 +62,7 @@ def restored(data: Mapping[str, Any], start: PlannerState, model: AcceptanceMode
     variance = _array(data, "variance", start.acceptance.variance.shape)
     _check("variance", variance, (variance >= MIN_VARIANCE) & (variance <= MAX_VARIANCE))
     requests = float(_array(data, "requests", ()))
-    groups = _groups(data.get("groups"), len(variance), model.most_groups)
+    groups = _groups(data.get("groups"), arrays["draft_reached"].shape, model.most_groups)
     calibration = _calibration(data, start.calibration)
     _check("correction", correction, (correction >= 1 / MAX_CORRECTION) & (correction <= MAX_CORRECTION))
     _check("shape_log_factor", log_factor, abs(log_factor) <= MAX_SHAPE)
@@ -87,13 +87,12 @@ def _calibration(data: Mapping[str, Any], start: Calibration) -> Calibration:
 
 def _saved_groups(acceptance: AcceptanceState) -> list[dict[str, Any]]:
     """Return groups as plain data, the least recently used first: their keys mean the same in every process."""
-    evidence = acceptance.evidence
-    told = {group: evidence[:, slot].tolist() for group, slot in acceptance.groups.items()}
-    return [{"group": group, "weight": w, "pull": pull} for group, (w, pull) in told.items()]
+    counts = {group: acceptance.counts[:, slot].tolist() for group, slot in acceptance.groups.items()}
+    return [{"group": group, "accepted": a, "reached": r} for group, (a, r) in counts.items()]
 
 
-def _groups(data: Any, drafts: int, most: int) -> dict[int, FloatArray]:
-    """Return what is known of groups, float64[2, drafts] each; of more than ``most`` the last used.
+def _groups(data: Any, shape: tuple[int, ...], most: int) -> dict[int, FloatArray]:
+    """Return the counts of groups, two of this shape each; of more than ``most`` the last used.
 
     Raises LearnedError for data that do not fit.
     """
@@ -103,12 +102,14 @@ def _groups(data: Any, drafts: int, most: int) -> dict[int, FloatArray]:
     for entry in data[max(len(data) - most, 0) :]:
         if not isinstance(entry, Mapping) or type(entry.get("group")) is not int or not -(1 << 63) <= entry["group"] < 1 << 63:
             raise LearnedError(f"groups must have integers of 64 bits as 'group', got {entry!r}")
-        known[entry["group"]] = np.array([_array(entry, name, (drafts,)) for name in ("weight", "pull")])
+        counts = accepted, reached = [_array(entry, name, shape) for name in ("accepted", "reached")]
+        _check("accepted", accepted, accepted <= reached + 1e-6)
+        known[entry["group"]] = np.array(counts)
     return known
 
 
 def _array(data: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> FloatArray:
-    """Return a field as an array; all but pulls and logarithms are counts, times and factors, hence never negative."""
+    """Return a field as an array; all but logarithms are counts, times and factors, hence never negative."""
     try:
         value = np.array(data[name], np.float64)
     except KeyError:
