@@ -392,7 +392,7 @@ class AcceptanceModel:
             evidence = weight[1], surprise[1], state.deviation
             after.deviation, _ = _believed(state.prior, *evidence)
             _follow(after, told, weight[0], surprise[0])
-            self._count(after, *np.add.reduce(told, 1), np.add.reduce(told[1] * hazard))
+            self._count(after, np.add.reduce(told, 1), np.add.reduce(told[1] * hazard))
         return after
 
     def _told(
@@ -413,29 +413,24 @@ class AcceptanceModel:
         told: FloatArray = chains.reshape(-1, ends).dot(_first(self._k_max))
         return told.reshape(2, slots, self._drafts, self._k_max)
 
-    def _count(
-        self,
-        after: AcceptanceState,
-        accepted: FloatArray,
-        reached: FloatArray,
-        expected: FloatArray,
-    ) -> None:
-        """Let the drafts' levels learn from all chains, and what was expected of them, [D, K].
+    def _count(self, after: AcceptanceState, told: FloatArray, expected: FloatArray) -> None:
+        """Let the drafts' levels learn, in place, from what all chains told [2, D, K] and what was
+        expected of them [D, K].
 
         They learn from what surprises in view of the request: late positions are reached by easy
         requests, which says nothing of the draft. At first, while it is not known how requests
         differ, all is taken for the draft's.
         """
         finished = after.requests - _FIRST_REQUESTS
-        told = after.draft_hazard * reached
-        told -= expected
-        told *= finished / (finished + _TELLING_REQUESTS)
-        told += accepted
+        accepted, reached = told
         keep = np.exp(reached[:, :1] / -self._config.draft_memory_chains)
-        told += keep * after.draft_accepted
+        held = after.draft_hazard * reached - expected
+        held *= finished / (finished + _TELLING_REQUESTS)
+        held += accepted
+        held += keep * after.draft_accepted
         after.draft_reached = reached + keep * after.draft_reached
-        np.maximum(told, 0.0, out=told)
-        after.draft_accepted = np.minimum(told, after.draft_reached, out=told)
+        np.maximum(held, 0.0, out=held)
+        after.draft_accepted = np.minimum(held, after.draft_reached, out=held)
         after.draft_hazard = self._levels(after, reached[:, 0].nonzero()[0].tolist())
 
     def _levels(self, state: AcceptanceState, drafts: Iterable[int]) -> FloatArray:
