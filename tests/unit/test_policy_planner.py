@@ -239,7 +239,7 @@ def test_counterfactual_scores_teach_a_draft_that_never_ran():
 
 
 def test_after_any_bad_history_every_draft_comes_back():
-    p = planner(latency((0.05, 0.1)), acceptance=AcceptanceConfig(draft_memory_rows=300.0, request_memory_steps=50.0))
+    p = planner(latency((0.05, 0.1)), acceptance=AcceptanceConfig(draft_memory_chains=300.0, request_memory_steps=50.0))
     state, used = p.start(), set()
     for step in range(1500):
         seen = view(1, request=np.array([step // 50]))
@@ -259,7 +259,7 @@ def test_finished_requests_leave_nothing_behind():
         plan, state = p.plan(seen, state, 0.0, RNG)
         state = p.observe(outcome(seen, plan, plan.length, finished=seen.request), state, 0.0)
     assert state.acceptance.slots == {}
-    assert len(state.acceptance.request_reached) < 16
+    assert len(state.acceptance.request_tokens) < 16
 
 
 # -- against the arms, in a seeded world of Bernoulli acceptance
