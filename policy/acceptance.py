@@ -19,12 +19,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from .plan import BoolArray, FloatArray, IntArray
+
+Evidence = tuple[FloatArray, FloatArray]
 
 MIN_VARIANCE, MAX_VARIANCE = 1e-3, 9.0  # of deviations
 _MIN_HAZARD, _MAX_HAZARD = 0.02, 0.995
@@ -116,7 +117,7 @@ def shifted(hazard: FloatArray, shift: FloatArray) -> FloatArray:
     return found
 
 
-def _evidence(counts: FloatArray, hazard: FloatArray) -> tuple[FloatArray, FloatArray]:
+def _evidence(counts: FloatArray, hazard: FloatArray) -> Evidence:
     """Return weight and surprise [..., n, D] of counts [..., 2, n, D, K] at a hazard [n, D, K]."""
     expected = counts[..., 1, :, :, :] * hazard
     surprise = np.add.reduce(counts[..., 0, :, :, :] - expected, -1)
@@ -124,42 +125,24 @@ def _evidence(counts: FloatArray, hazard: FloatArray) -> tuple[FloatArray, Float
     return np.add.reduce(expected, -1), surprise
 
 
-def _believed(
-    prior: FloatArray,
-    weight: FloatArray,
-    surprise: FloatArray,
-    deviation: FloatArray,
-) -> tuple[FloatArray, FloatArray]:
+def _believed(prior: FloatArray, evidence: Evidence, deviation: FloatArray) -> Evidence:
     """Return mean and variance [n, D] of deviations by the evidence found at a ``deviation``."""
+    weight, surprise = evidence
     variance = 1.0 / (weight + prior[0])
-    step = weight * deviation
-    step += surprise
-    step += prior[1]
-    step *= variance
-    step -= deviation
-    np.minimum(step, _MOST_STEP, out=step)
-    np.maximum(step, -_MOST_STEP, out=step)
-    step += deviation
-    return step, variance
+    step = variance * (weight * deviation + surprise + prior[1]) - deviation
+    return deviation + np.minimum(np.maximum(step, -_MOST_STEP), _MOST_STEP), variance
 
 
-def _posterior(
-    state: AcceptanceState,
-    slots: list[int] | slice,
-) -> tuple[FloatArray, FloatArray]:
+def _posterior(state: AcceptanceState, slots: list[int] | slice) -> Evidence:
     """Return mean and variance [n, D] of deviations as the counts of some slots have them."""
     deviation = state.deviation[slots]
     evidence = _evidence(state.counts[:, slots], shifted(state.draft_hazard, deviation[:, :, None]))
-    return _believed(state.prior[:, slots], *evidence, deviation)
+    return _believed(state.prior[:, slots], evidence, deviation)
 
 
-def _follow(
-    after: AcceptanceState,
-    told: FloatArray,
-    weight: FloatArray,
-    surprise: FloatArray,
-) -> None:
+def _follow(after: AcceptanceState, told: FloatArray, evidence: Evidence) -> None:
     """Follow recent chains, in place; of a request that changed at once only the newest count."""
+    weight, surprise = evidence
     after.recent = recent = after.recent * np.where(weight > 0, _RECENT_KEEP, 1.0)
     recent[0] += weight
     recent[1] += surprise
@@ -204,17 +187,12 @@ def _with_room(state: AcceptanceState, count: int) -> tuple[AcceptanceState, lis
     return after, free
 
 
-@lru_cache(maxsize=8)
-def _first(k_max: int) -> FloatArray:
-    """Return the matrix whose row j is 1 at the first j positions, float64[k_max + 1, k_max]."""
-    return np.tri(k_max + 1, k_max, -1)
-
-
 class AcceptanceModel:
     """The estimator: its methods return new states and leave the given one alone."""
 
     def __init__(self, drafts: int, k_max: int, config: AcceptanceConfig) -> None:
         self._drafts, self._k_max, self._config = drafts, k_max, config
+        self._first = np.tri(k_max + 1, k_max, -1)  # row j is 1 at the first j positions
         self.most_groups = config.most_groups
 
     def start(self) -> AcceptanceState:
@@ -367,50 +345,30 @@ class AcceptanceModel:
         stepped = slot[: len(emitted)]
         steps = np.bincount(stepped, minlength=nobody + 1)
         keep = np.exp(steps / -self._config.request_memory_steps)[:, None, None]
-        after = AcceptanceState(
-            slots=slots,
-            groups=state.groups,
-            source=state.source,
-            counts=state.counts * keep,
-            prior=state.prior,
-            deviation=state.deviation,
-            recent=state.recent,
-            request_tokens=state.request_tokens + np.bincount(stepped, emitted, nobody + 1),
-            draft_accepted=state.draft_accepted,
-            draft_reached=state.draft_reached,
-            draft_hazard=state.draft_hazard,
-            variance=state.variance,
-            requests=state.requests,
-            now=state.now,
-        )
+        tokens = state.request_tokens + np.bincount(stepped, emitted, nobody + 1)
+        after = replace(state, counts=state.counts * keep, request_tokens=tokens)
         if np.count_nonzero(scored):
-            told = self._told(slot, draft, accepted, scored, nobody + 1)
+            told = self._told((slot, draft, accepted, scored), nobody + 1)
             hazard = shifted(state.draft_hazard, state.deviation[:, :, None])
             after.counts += told
             after.counts[:, -1] = 0.0
             weight, surprise = _evidence(np.array([told, after.counts]), hazard)
-            evidence = weight[1], surprise[1], state.deviation
-            after.deviation, _ = _believed(state.prior, *evidence)
-            _follow(after, told, weight[0], surprise[0])
+            evidence = weight[1], surprise[1]
+            after.deviation, _ = _believed(state.prior, evidence, state.deviation)
+            _follow(after, told, (weight[0], surprise[0]))
             self._count(after, np.add.reduce(told, 1), np.add.reduce(told[1] * hazard))
         return after
 
-    def _told(
-        self,
-        slot: IntArray,
-        draft: IntArray,
-        accepted: IntArray,
-        scored: IntArray,
-        slots: int,
-    ) -> FloatArray:
-        """Return what chains add to the counts of ``slots`` slots, float64[2, slots, D, K]."""
+    def _told(self, chains: tuple[IntArray, ...], slots: int) -> FloatArray:
+        """Return what chains (slot, draft, accepted, scored) add to counts of so many slots."""
+        slot, draft, accepted, scored = chains
         ends, places = self._k_max + 1, slots * self._drafts * (self._k_max + 1)
         held = np.minimum(accepted, scored)
         seen = np.minimum(held + 1, scored)
         place = ends * (slot * self._drafts + np.maximum(draft, 0))
         end = np.concatenate([place + held, place + (seen + places)])
-        chains = np.bincount(end, minlength=2 * places).astype(np.float64)
-        told: FloatArray = chains.reshape(-1, ends).dot(_first(self._k_max))
+        ended = np.bincount(end, minlength=2 * places).astype(np.float64)
+        told: FloatArray = ended.reshape(-1, ends).dot(self._first)
         return told.reshape(2, slots, self._drafts, self._k_max)
 
     def _count(self, after: AcceptanceState, told: FloatArray, expected: FloatArray) -> None:
