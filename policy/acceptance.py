@@ -25,7 +25,7 @@ import numpy as np
 
 from .plan import BoolArray, FloatArray, IntArray
 
-Evidence = tuple[FloatArray, FloatArray]
+_Pair = tuple[FloatArray, FloatArray]
 
 MIN_VARIANCE, MAX_VARIANCE = 1e-3, 9.0  # of deviations
 _MIN_HAZARD, _MAX_HAZARD = 0.02, 0.995
@@ -117,7 +117,7 @@ def shifted(hazard: FloatArray, shift: FloatArray) -> FloatArray:
     return found
 
 
-def _evidence(counts: FloatArray, hazard: FloatArray) -> Evidence:
+def _evidence(counts: FloatArray, hazard: FloatArray) -> _Pair:
     """Return weight and surprise [..., n, D] of counts [..., 2, n, D, K] at a hazard [n, D, K]."""
     expected = counts[..., 1, :, :, :] * hazard
     surprise = np.add.reduce(counts[..., 0, :, :, :] - expected, -1)
@@ -125,7 +125,7 @@ def _evidence(counts: FloatArray, hazard: FloatArray) -> Evidence:
     return np.add.reduce(expected, -1), surprise
 
 
-def _believed(prior: FloatArray, evidence: Evidence, deviation: FloatArray) -> Evidence:
+def _believed(prior: FloatArray, evidence: _Pair, deviation: FloatArray) -> _Pair:
     """Return mean and variance [n, D] of deviations by the evidence found at a ``deviation``."""
     weight, surprise = evidence
     variance = 1.0 / (weight + prior[0])
@@ -133,14 +133,14 @@ def _believed(prior: FloatArray, evidence: Evidence, deviation: FloatArray) -> E
     return deviation + np.minimum(np.maximum(step, -_MOST_STEP), _MOST_STEP), variance
 
 
-def _posterior(state: AcceptanceState, slots: list[int] | slice) -> Evidence:
+def _posterior(state: AcceptanceState, slots: list[int] | slice) -> _Pair:
     """Return mean and variance [n, D] of deviations as the counts of some slots have them."""
     deviation = state.deviation[slots]
     evidence = _evidence(state.counts[:, slots], shifted(state.draft_hazard, deviation[:, :, None]))
     return _believed(state.prior[:, slots], evidence, deviation)
 
 
-def _follow(after: AcceptanceState, told: FloatArray, evidence: Evidence) -> None:
+def _follow(after: AcceptanceState, told: FloatArray, evidence: _Pair) -> None:
     """Follow recent chains, in place; of a request that changed at once only the newest count."""
     weight, surprise = evidence
     after.recent = recent = after.recent * np.where(weight > 0, _RECENT_KEEP, 1.0)
@@ -199,22 +199,11 @@ class AcceptanceModel:
         """Return the state before any evidence."""
         variance = np.full(self._drafts, self._config.request_variance)
         rows, none = np.zeros((2, 9, self._drafts)), np.zeros((self._drafts, self._k_max))
-        state = AcceptanceState(
-            slots={},
-            groups={},
-            source={},
-            counts=np.zeros((*rows.shape, self._k_max)),
-            prior=np.stack([rows[0] + 1.0 / variance, rows[1]]),
-            deviation=rows[0],
-            recent=rows,
-            request_tokens=np.zeros(9),
-            draft_accepted=none,
-            draft_reached=none,
-            draft_hazard=none,
-            variance=variance,
-            requests=_FIRST_REQUESTS,
-            now=-math.inf,
-        )
+        counts, prior = np.zeros((*rows.shape, self._k_max)), rows + 0.0
+        prior[0] = 1.0 / variance
+        of_requests = counts, prior, rows[0], rows, np.zeros(9)
+        of_drafts = none, none, none, variance, _FIRST_REQUESTS
+        state = AcceptanceState({}, {}, {}, *of_requests, *of_drafts, -math.inf)
         return self.with_drafts(state, none, none)
 
     def admit(
