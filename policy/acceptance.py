@@ -48,8 +48,8 @@ _FLOOR = 0.3  # of its variance: one surprise alone, however unlikely, changes n
 class AcceptanceConfig:
     """Priors and memories.
 
-    Strengths count pseudo-observations; memories count a request's steps, a draft's chains, and
-    finished requests. ``request_variance`` (of logits) is only the start: how unlike requests are
+    Strengths count pseudo-observations; memories count a request's steps, a draft's own chains and
+    row-steps of the whole batch, and finished requests. ``request_variance`` (of logits) is only the start: how unlike requests are
     is learnt. ``half_life_s`` is the time in which a draft's evidence loses half its weight even if
     nothing runs. Of groups of requests the ``most_groups`` last used are remembered.
     """
@@ -60,6 +60,7 @@ class AcceptanceConfig:
     position_strength: float = 30.0
     request_memory_steps: float = 100.0
     draft_memory_chains: float = 500.0
+    draft_memory_rows: float = 8000.0
     law_memory_requests: float = 200.0
     most_groups: int = 128
     half_life_s: float = 900.0
@@ -290,8 +291,8 @@ class AcceptanceModel:
     def aged(self, state: AcceptanceState, now: float) -> AcceptanceState:
         """Return the state whose draft-level evidence has faded towards the prior by the time.
 
-        A second at the least: finer steps change nothing. The first call sets the clock. Requests
-        are believed anew too, whose counts have faded while nothing was proposed.
+        A second at the least: finer steps change nothing. The first call sets the clock. Levels of
+        drafts and requests whose counts have faded while nothing was proposed are made anew too.
         """
         passed_s = now - state.now
         if not 1.0 < passed_s < math.inf:
@@ -326,8 +327,8 @@ class AcceptanceModel:
 
         Positions behind the first rejection were not reached and are no evidence. Requests without
         a slot teach the draft level only. The first rows are those that took a step and ``emitted``
-        so many tokens: by it their own older evidence fades. A request may be there several times,
-        for several steps.
+        so many tokens: by it their own older evidence fades, and a little all drafts'. A request may
+        be there several times, for several steps.
         """
         nobody, slots = len(state.request_tokens) - 1, state.slots
         slot = np.array([slots.get(r, nobody) for r in request.tolist()], np.int64)
@@ -336,6 +337,9 @@ class AcceptanceModel:
         keep = np.exp(steps / -self._config.request_memory_steps)[:, None, None]
         tokens = state.request_tokens + np.bincount(stepped, emitted, nobody + 1)
         after = replace(state, counts=state.counts * keep, request_tokens=tokens)
+        fading = math.exp(-len(emitted) / self._config.draft_memory_rows)
+        after.draft_accepted = fading * state.draft_accepted
+        after.draft_reached = fading * state.draft_reached
         if np.count_nonzero(scored):
             told = self._told((slot, draft, accepted, scored), nobody + 1)
             hazard = shifted(state.draft_hazard, state.deviation[:, :, None])

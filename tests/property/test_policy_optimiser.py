@@ -163,7 +163,7 @@ def test_after_any_history_every_draft_comes_back(seed, rows, drafts):
     rng = np.random.default_rng(seed)
     instance = random_instance(rng, rows, drafts, 4)
     latency = replace(instance.latency, drafts=tuple(replace(c, base_s=np.full(2, 0.02), slope_s=0.0) for c in instance.latency.drafts))
-    config = PlannerConfig(k_max=4, explore_share=0.05, acceptance=AcceptanceConfig(draft_memory_chains=100.0, request_memory_steps=30.0))
+    config = PlannerConfig(k_max=4, explore_share=0.05, acceptance=AcceptanceConfig(draft_memory_rows=100.0, request_memory_steps=30.0))
     planner = AdaptivePlanner(instance.view.drafts, latency, config)
     state, used, accepts = planner.start(), set(), float(rng.choice([0.0, 0.3]))
     base = replace(

@@ -12,7 +12,7 @@ from policy.problem import predicted_parts
 from policy.selection import SELECTIONS
 
 DRAFTS, K_MAX, PROMPT = ("a", "b", "c"), 4, 50
-FORGETFUL = AcceptanceConfig(draft_memory_chains=100.0, request_memory_steps=30.0)
+FORGETFUL = AcceptanceConfig(draft_memory_rows=100.0, request_memory_steps=30.0)
 
 
 def times(*costs_s):

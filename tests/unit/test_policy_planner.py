@@ -239,7 +239,7 @@ def test_counterfactual_scores_teach_a_draft_that_never_ran():
 
 
 def test_after_any_bad_history_every_draft_comes_back():
-    p = planner(latency((0.05, 0.1)), acceptance=AcceptanceConfig(draft_memory_chains=300.0, request_memory_steps=50.0))
+    p = planner(latency((0.05, 0.1)), acceptance=AcceptanceConfig(draft_memory_rows=300.0, request_memory_steps=50.0))
     state, used = p.start(), set()
     for step in range(1500):
         seen = view(1, request=np.array([step // 50]))
