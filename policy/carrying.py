@@ -9,7 +9,6 @@ import numpy as np
 
 from .acceptance import AcceptanceConfig
 from .calibration import COUNTS as NODE_COUNTS
-from .groups import WITHIN_SHARE
 from .plan import FloatArray
 
 _PARTS = 2  # of the corrections the first are no draft's: verification and overhead
@@ -19,33 +18,26 @@ _COUNTS = ("draft_accepted", "draft_reached", *(f"calibration_{name}" for name i
 def carried(data: Mapping[str, Any], before: Sequence[str], after: Sequence[str]) -> dict[str, Any]:
     """Return what a planner of the drafts ``before`` has saved (``policy.learned``) as one of the drafts ``after`` can load it.
 
-    Of a new draft nothing is known: requests are believed to differ by it as they do by any, and independently of the others.
+    Of a new draft nothing is known: requests are believed to differ by it as they do by any.
     """
     index = [list(before).index(name) if name in before else -1 for name in after]
-    variance = AcceptanceConfig().request_variance
-
-    def law(values: Any, start: float) -> list[Any]:
-        square: FloatArray = _taken(values, index, 0, 1) + np.diag([start if i < 0 else 0.0 for i in index])
-        return list(square.tolist())
-
-    correction = [*data["correction"], 1.0]
-    found = {
+    unknown, correction = AcceptanceConfig().request_variance, [*data["correction"], 1.0]
+    return {
         **data,
-        **{name: _taken(data[name], index, 0).tolist() for name in _COUNTS},
-        "covariance": law(data["covariance"], variance),
+        **{name: _taken(data[name], index).tolist() for name in _COUNTS},
+        "variance": [unknown if i < 0 else data["variance"][i] for i in index],
         "correction": correction[:_PARTS] + [correction[i if i < 0 else _PARTS + i] for i in index],
+        "groups": [_group(group, index) for group in data["groups"]],
     }
-    known = [
-        {**group, "precision": _taken(group["precision"], index, 0, 1).tolist(), "pull": _taken(group["pull"], index, 0).tolist()}
-        for group in data["groups"]["known"]
-    ]
-    found["groups"] = {**data["groups"], "within": law(data["groups"]["within"], WITHIN_SHARE * variance), "known": known}
-    return found
 
 
-def _taken(values: Any, index: list[int], *axes: int) -> FloatArray:
-    """Return the entries of ``index`` along each of ``axes``; -1 is zeros."""
+def _group(data: Mapping[str, Any], index: list[int]) -> dict[str, Any]:
+    counts = {name: _taken(data[name], index).tolist() for name in ("accepted", "reached")}
+    return {**data, **counts}
+
+
+def _taken(values: Any, index: list[int]) -> FloatArray:
+    """Return the rows of ``index``; -1 is zeros."""
     array = np.array(values, np.float64)
-    for axis in axes:
-        array = np.pad(array, [(0, int(axis == other)) for other in range(array.ndim)]).take(index, axis)
-    return array
+    rows: FloatArray = np.concatenate([array, np.zeros((1, *array.shape[1:]))]).take(index, 0)
+    return rows

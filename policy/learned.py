@@ -9,21 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .acceptance import MAX_VARIANCE, MIN_VARIANCE
 from .calibration import COUNTS as NODE_COUNTS
 from .calibration import Calibration
 from .correction import MAX_CORRECTION, MAX_SHAPE, OCTAVES, Shape
-from .deviation import Law, bounded
-from .groups import Groups
 from .plan import FloatArray
 
 if TYPE_CHECKING:
-    from .acceptance import AcceptanceModel
+    from .acceptance import AcceptanceModel, AcceptanceState
     from .planner_state import PlannerState
 
-SCHEMA = 5
+SCHEMA = 6
 _ARRAYS = ("draft_accepted", "draft_reached")
 _SHAPE = ("log_factor", "seen")
-_SIGNED = ("covariance", "shape_log_factor", "within", "precision", "pull")
+_SIGNED = ("shape_log_factor",)
 
 
 class LearnedError(ValueError):
@@ -43,9 +42,9 @@ def saved(state: PlannerState, now: float) -> dict[str, Any]:
         "schema": SCHEMA,
         "age_s": max(0.0, now - acceptance.now),
         **{name: getattr(acceptance, name).tolist() for name in _ARRAYS},
-        "covariance": acceptance.law.covariance.tolist(),
-        "requests": acceptance.law.requests,
-        "groups": _saved_groups(acceptance.groups),
+        "variance": acceptance.variance.tolist(),
+        "requests": acceptance.requests,
+        "groups": _saved_groups(acceptance),
         "correction": state.correction.tolist(),
         **{f"calibration_{name}": getattr(state.calibration, name).tolist() for name in NODE_COUNTS},
         **{f"shape_{name}": getattr(state.target_shape, name).tolist() for name in _SHAPE},
@@ -60,14 +59,17 @@ def restored(data: Mapping[str, Any], start: PlannerState, model: AcceptanceMode
     correction = _array(data, "correction", start.correction.shape)
     log_factor, seen = (_array(data, f"shape_{name}", (OCTAVES,)) for name in _SHAPE)
     _check("draft_accepted", arrays["draft_accepted"], arrays["draft_accepted"] <= arrays["draft_reached"] + 1e-6)
-    law = _law(data, "covariance", start.acceptance.law)
-    groups = _restored_groups(data.get("groups"), start.acceptance.groups, model.most_groups)
+    variance = _array(data, "variance", start.acceptance.variance.shape)
+    _check("variance", variance, (variance >= MIN_VARIANCE) & (variance <= MAX_VARIANCE))
+    requests = float(_array(data, "requests", ()))
+    groups = _groups(data.get("groups"), arrays["draft_reached"].shape, model.most_groups)
     calibration = _calibration(data, start.calibration)
     _check("correction", correction, (correction >= 1 / MAX_CORRECTION) & (correction <= MAX_CORRECTION))
     _check("shape_log_factor", log_factor, abs(log_factor) <= MAX_SHAPE)
     age_s = float(_array(data, "age_s", ())) + max(0.0, idle_s)
-    acceptance = replace(start.acceptance, law=law, groups=groups, now=now - age_s)
-    acceptance = model.with_drafts(acceptance, arrays["draft_accepted"], arrays["draft_reached"])
+    acceptance = model.with_drafts(start.acceptance, arrays["draft_accepted"], arrays["draft_reached"])
+    acceptance = replace(acceptance, variance=variance, requests=requests, now=now - age_s)
+    acceptance = model.with_groups(acceptance, groups)
     shape = Shape(log_factor, seen, log_factor)
     return replace(start, acceptance=model.aged(acceptance, now), correction=correction, calibration=calibration, target_shape=shape)
 
@@ -83,38 +85,31 @@ def _calibration(data: Mapping[str, Any], start: Calibration) -> Calibration:
     return Calibration.of(*counts)
 
 
-def _saved_groups(groups: Groups) -> dict[str, Any]:
+def _saved_groups(acceptance: AcceptanceState) -> list[dict[str, Any]]:
     """Return groups as plain data, the least recently used first: their keys mean the same in every process."""
-    return {
-        "within": groups.within.covariance.tolist(),
-        "requests": groups.within.requests,
-        "known": [{"group": key, "precision": p.tolist(), "pull": pull.tolist()} for key, (p, pull) in groups.known.items()],
-    }
+    counts = {group: acceptance.counts[:, slot].tolist() for group, slot in acceptance.groups.items()}
+    return [{"group": group, "accepted": a, "reached": r} for group, (a, r) in counts.items()]
 
 
-def _restored_groups(data: Any, start: Groups, most: int) -> Groups:
-    """Return the groups in ``data``, of more than ``most`` the last used. Raises LearnedError for data that do not fit."""
-    if not isinstance(data, Mapping) or not isinstance(data.get("known"), list):
-        raise LearnedError(f"groups must be an object with a list 'known', got {data!r}")
-    drafts, known = len(start.within.covariance), {}
-    for entry in data["known"][max(len(data["known"]) - most, 0) :]:
+def _groups(data: Any, shape: tuple[int, ...], most: int) -> dict[int, FloatArray]:
+    """Return the counts of groups, two of this shape each; of more than ``most`` the last used.
+
+    Raises LearnedError for data that do not fit.
+    """
+    if not isinstance(data, list):
+        raise LearnedError(f"groups must be a list, got {data!r}")
+    known = {}
+    for entry in data[max(len(data) - most, 0) :]:
         if not isinstance(entry, Mapping) or type(entry.get("group")) is not int or not -(1 << 63) <= entry["group"] < 1 << 63:
-            raise LearnedError(f"groups.known must have integers of 64 bits as 'group', got {entry!r}")
-        precision, pull = _array(entry, "precision", (drafts, drafts)), _array(entry, "pull", (drafts,))
-        _check("precision", precision, np.allclose(precision, precision.T) and np.linalg.eigvalsh(precision)[0] > -1e-6)
-        known[entry["group"]] = precision, pull
-    return Groups(known, _law(data, "within", start.within))
-
-
-def _law(data: Mapping[str, Any], name: str, start: Law) -> Law:
-    """Return a law of deviations, its covariance in the field ``name``."""
-    law = Law(_array(data, name, start.covariance.shape), float(_array(data, "requests", ())))
-    _check(name, law.covariance, np.allclose(law.covariance, bounded(law.covariance)))
-    return law
+            raise LearnedError(f"groups must have integers of 64 bits as 'group', got {entry!r}")
+        counts = accepted, reached = [_array(entry, name, shape) for name in ("accepted", "reached")]
+        _check("accepted", accepted, accepted <= reached + 1e-6)
+        known[entry["group"]] = np.array(counts)
+    return known
 
 
 def _array(data: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> FloatArray:
-    """Return a field as an array; all but covariances and logarithms are counts, times and factors, hence never negative."""
+    """Return a field as an array; all but logarithms are counts, times and factors, hence never negative."""
     try:
         value = np.array(data[name], np.float64)
     except KeyError:

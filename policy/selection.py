@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from .acceptance import AcceptanceModel, AcceptanceState, Expected
-from .deviation import shifted
+from .acceptance import AcceptanceModel, AcceptanceState, Expected, shifted
 from .goodput import Choice, StepProblem
 from .plan import FloatArray, IntArray, View
 from .probing import PROBE_TOKENS, Hope, Trial, probe, worth_of_knowing
@@ -78,7 +77,7 @@ class Explorer:
         else:
             assert draws is not None
             normal = np.array([draws.normal[r] for r in view.request[rows].tolist()])
-            belief = drawn(state, hazard, model.covariance(state, expected), normal)
+            belief = drawn(state, hazard, model.doubt(state, expected)[1], normal)
         return believed(problem, belief, hope, choice, price)
 
     def _hope(self, model: AcceptanceModel, state: AcceptanceState, view: View, rows: IntArray, expected: Expected) -> Hope:
@@ -99,17 +98,17 @@ class Explorer:
 def drawn(
     state: AcceptanceState,
     hazard: FloatArray,
-    covariance: FloatArray,
+    variance: FloatArray,
     normal: FloatArray,
 ) -> FloatArray:
-    """Return hazards [n, D, K] of requests that deviate from what is expected by a normal draw of a covariance [n, D, D] in logits.
+    """Return hazards [n, D, K] of requests that deviate from what is expected by a normal draw.
 
-    ``normal`` [n, D] are standard normal numbers. What is not known of a draft's level counts as deviation too.
+    It is of a ``variance`` [n, D] in logits, by standard normal numbers ``normal`` [n, D]. What is
+    not known of a draft's level counts as deviation too.
     """
     level = state.draft_hazard[:, 0]
     doubt = 1 / (level * (1 - level) * (state.draft_reached[:, 0] + _LEAST_REACHED))
-    root = np.linalg.cholesky(covariance + np.diag(doubt))
-    return shifted(hazard, (root @ normal[..., None])[..., 0])
+    return shifted(hazard, (np.sqrt(variance + doubt) * normal)[:, :, None])
 
 
 def believed(problem: StepProblem, belief: FloatArray, hope: Hope, choice: Choice, price: float) -> Trial | None:

@@ -17,8 +17,6 @@ import numpy as np
 from .acceptance import AcceptanceConfig, AcceptanceState
 from .calibration import Calibration
 from .correction import Shape
-from .deviation import Law
-from .groups import Groups
 from .latency import LatencyCurve, LatencyModel
 from .plan import Drafted, IntArray, Outcome, Plan, Policy, Ran, TurnShape, View
 from .planner import AdaptivePlanner
@@ -31,7 +29,7 @@ from .shapes import Shapes
 SCHEMA = 5
 _KINDS = {"i": np.int64, "f": np.float64, "b": np.bool_}
 _PLANS = (View, Plan, TurnShape, Outcome, Ran)
-_STATES = (PlannerState, AcceptanceState, Calibration, Draws, Groups, Law, Promise, Shape)
+_STATES = (PlannerState, AcceptanceState, Calibration, Draws, Promise, Shape)
 _RECORDS = (*_PLANS, *_STATES)
 _CLASSES = {cls.__name__: cls for cls in _RECORDS}
 

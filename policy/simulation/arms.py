@@ -77,11 +77,7 @@ class _Known(AcceptanceModel):
 
     def expected(self, state: AcceptanceState, request: list[int]) -> Expected:
         hazard = self._truth(np.array(request, np.int64), state.now)
-        return Expected(np.zeros(len(request), np.int64), hazard, hazard.T, np.zeros_like(hazard.T))
-
-    def hazards_of(self, state: AcceptanceState, request: int) -> list[list[float]]:
-        hazard: list[list[float]] = self._truth(np.array([request]), state.now)[0].tolist()
-        return hazard
+        return Expected(np.zeros(len(request), np.int64), hazard)
 
 
 class Oracle(AdaptivePlanner):

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from policy.acceptance import AcceptanceConfig, AcceptanceModel, AcceptanceState
-from policy.deviation import Law
+from policy.acceptance import AcceptanceConfig
 from policy.latency import LatencyModel
-from policy.plan import FloatArray, Outcome, Plan, Policy, View
+from policy.plan import Outcome, Plan, Policy, View
 from policy.planner import AdaptivePlanner
 from policy.planner_state import PlannerConfig, PlannerState
 from policy.published import SpinSelection, ThroughputBandit
@@ -44,23 +43,6 @@ class Selected(Policy):
         return self._planner.drift(state[1])
 
 
-class _DiagonalLaw(Law):
-    """A law by which a draft tells nothing of another."""
-
-    def learnt(self, mean: FloatArray, covariance: FloatArray, most_requests: float) -> Law:
-        law = Law.learnt(self, mean, covariance, most_requests)
-        return _DiagonalLaw(np.diag(np.diag(law.covariance)), law.requests)
-
-
-class _Diagonal(AcceptanceModel):
-    """The estimator without what it learns of one draft from another."""
-
-    def start(self) -> AcceptanceState:
-        state = super().start()
-        law, within = (_DiagonalLaw(law.covariance, law.requests) for law in (state.law, state.groups.within))
-        return replace(state, law=law, groups=replace(state.groups, within=within))
-
-
 class _Deaf(AdaptivePlanner):
     """The planner without the scores of drafts that catch up; those of free drafts it keeps."""
 
@@ -74,7 +56,7 @@ class _Deaf(AdaptivePlanner):
         return super().observe(replace(outcome, **columns), state, now)
 
 
-WITHOUT = ("covariance", "groups", "catch-up", "probes")
+WITHOUT = ("groups", "catch-up", "probes")
 """What ``without:...`` takes away from the adaptive planner."""
 
 
@@ -85,11 +67,7 @@ def _without(what: str, deployment: Deployment, read: LatencyModel) -> AdaptiveP
             return _Deaf(drafts, read, replace(config, catchup_scored=False), deployment.free)
         case "groups":
             return AdaptivePlanner(drafts, read, replace(config, acceptance=AcceptanceConfig(most_groups=0)))
-        case "probes":
-            return AdaptivePlanner(drafts, read, replace(config, explore_share=0.0))
-    planner = AdaptivePlanner(drafts, read, config)
-    planner._acceptance = _Diagonal(len(drafts), config.k_max, config.acceptance)
-    return planner
+    return AdaptivePlanner(drafts, read, replace(config, explore_share=0.0))
 
 
 def learner(arm: str, deployment: Deployment, read: LatencyModel) -> Policy | None:

@@ -34,7 +34,6 @@ SELECTIONS = {
 
 ABLATIONS = {
     "probing without probes": "without:probes",
-    "probing without the learnt covariance": "without:covariance",
     "probing without catch-up scores": "without:catch-up",
     "probing without groups": "without:groups",
 }

@@ -1,5 +1,3 @@
-from dataclasses import fields
-
 import numpy as np
 import pytest
 
@@ -118,15 +116,15 @@ def test_difficulty_carries_over_to_positions_the_request_never_reached():
 
 
 def test_zero_acceptance_is_not_absorbing():
-    """By steps of the request and of the batch, and by time alone, the estimate comes back to the prior."""
-    estimator = model(half_life_s=100.0, draft_memory_rows=200.0)
+    """By steps of the request its estimate comes back to the draft's, and by time that to the prior."""
+    estimator = model(half_life_s=100.0)
     state = estimator.aged(estimator.admit(estimator.start(), [1]), now=0.0)
     state = learn(estimator, state, 1, 0, np.zeros(200, np.int64), 4)
     assert hazards(estimator, state, 1)[0][0] < 0.1
     stepped = state
-    for _ in range(2000):
-        stepped = step(estimator, stepped, 1)
-    assert hazards(estimator, stepped, 1)[0][0] > 0.55
+    for turn in range(1, 2001):
+        stepped = estimator.aged(step(estimator, stepped, 1), now=0.01 * turn)
+    assert hazards(estimator, stepped, 1)[0][0] == pytest.approx(stepped.draft_hazard[0, 0], rel=0.01)
     waited = estimator.admit(estimator.forget(estimator.aged(state, now=2000.0), [1]), [2])
     assert hazards(estimator, waited, 2)[0][0] > 0.55
 
@@ -142,10 +140,10 @@ def test_the_spread_narrows_with_evidence():
 def test_the_given_state_is_left_alone():
     estimator = model()
     state = estimator.admit(estimator.start(), [1])
-    before = [getattr(state, name).copy() for name in ("request_accepted", "request_reached", "draft_accepted", "draft_reached")]
+    before = [getattr(state, name).copy() for name in ("counts", "deviation", "draft_accepted", "draft_reached")]
     later = learn(estimator, state, 1, 0, [3], 4)
     later = estimator.forget(step(estimator, estimator.aged(later, 1e6), 1), [1])
-    after = [getattr(state, name) for name in ("request_accepted", "request_reached", "draft_accepted", "draft_reached")]
+    after = [getattr(state, name) for name in ("counts", "deviation", "draft_accepted", "draft_reached")]
     assert all((a == b).all() for a, b in zip(before, after, strict=True))
     assert state.slots == {1: 0}
     assert later.slots == {}
@@ -157,32 +155,8 @@ def test_slots_are_reused_and_come_back_empty():
     state = learn(estimator, state, 7, 0, np.zeros(30, np.int64), 1)
     state = estimator.admit(estimator.forget(state, [7, 1234]), [50])
     assert state.slots[50] == 7
-    assert state.request_reached[7].sum() == 0
+    assert state.counts[:, 7].sum() == 0
     assert sorted(state.slots.values()) == list(range(20))
-
-
-def test_evidence_on_one_draft_tells_of_the_other_what_past_requests_showed():
-    """Where easy requests were easy for both drafts it raises the other's hazards; where each draft liked other texts it lowers them."""
-    alike, opposed = (_other_draft_after_success(rates) for rates in ([(0.9, 0.9), (0.3, 0.3)], [(0.9, 0.3), (0.3, 0.9)]))
-    assert alike > 0.1
-    assert opposed < -0.1
-
-
-def _other_draft_after_success(rates):
-    """By how much draft 1's first hazard moves with accepted tokens of draft 0, after 100 requests of these kinds were tried with both."""
-    estimator, rng = model(drafts=2), np.random.default_rng(7)
-    state = estimator.start()
-    for request in range(100):
-        state = estimator.admit(state, [request])
-        for _ in range(6):
-            for draft in (0, 1):
-                state = learn(estimator, state, request, draft, chains(rng, [rates[request % 2][draft]] * 4, 4, 1), 4)
-        state = estimator.forget(state, [request])
-    state = estimator.admit(state, [999])
-    after = state
-    for _ in range(6):
-        after = learn(estimator, after, 999, 0, [4], 4)
-    return hazards(estimator, after, 999)[1][0] - hazards(estimator, state, 999)[1][0]
 
 
 def test_a_level_is_not_that_of_the_requests_that_reach_late_positions():
@@ -233,7 +207,7 @@ def test_only_the_groups_last_used_are_remembered():
     estimator, rng = model(drafts=2, most_groups=2), np.random.default_rng(1)
     state = estimator.admit(state, [50], [9])
     state = estimator.forget(learn(estimator, state, 50, 0, chains(rng, [0.5] * 4, 4, 3), 4), [50])
-    assert list(state.groups.known) == [1, 9]
+    assert list(state.groups) == [1, 9]
 
 
 def after_a_change(steps, rows=8):
@@ -252,35 +226,10 @@ def test_a_request_whose_tokens_are_suddenly_rejected_is_seen_anew_within_twenty
 
 
 def test_a_change_common_to_all_in_flight_is_the_draft_s_and_newcomers_know_it():
-    before, after = (hazards(*after_a_change(steps), 100)[0][0] for steps in (0, 30))
+    before, after = (hazards(*after_a_change(steps), 100)[0][0] for steps in (0, 60))
     assert before > 0.9
     assert after < 0.4
 
 
 def test_one_request_s_change_is_not_the_draft_s():
     assert hazards(*after_a_change(30, rows=1), 100)[0][0] > 0.6
-
-
-def test_a_single_request_teaches_by_plain_numbers_what_it_teaches_by_arrays(monkeypatch):
-    """Steps of some chains of some drafts, such that change abruptly among them; finished requests have taught how they differ."""
-    rng, plain = np.random.default_rng(5), model(drafts=3)
-    state = plain.start()
-    for request in range(30):
-        state = plain.admit(state, [request])
-        accepted = rng.integers(0, 4, 3)
-        state = plain.forget(learn(plain, state, request, request % 3, accepted, 3), [request])
-    one = many = plain.admit(state, [90, 91])
-    for turn in range(120):
-        rows = int(rng.integers(1, 5))
-        draft, scored = rng.integers(0, 3, rows), rng.integers(0, K + 1, rows)
-        accepted = np.minimum(rng.integers(0, K + 1, rows) * (turn % 40 > 20), scored)
-        columns = (np.full(rows, 90), draft, accepted, scored, accepted[:1] + 1)
-        one = plain.observe(one, *columns)
-        with monkeypatch.context() as patched:
-            patched.setattr("policy.acceptance._only", lambda slot: None)
-            many = plain.observe(many, *columns)
-        for item in fields(one):
-            value = getattr(one, item.name)
-            if isinstance(value, np.ndarray):
-                np.testing.assert_allclose(getattr(many, item.name), value, rtol=1e-9, atol=1e-12, err_msg=f"{item.name}, turn {turn}")
-    assert one.request_shift[one.slots[90]].any()

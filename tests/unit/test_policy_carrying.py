@@ -11,7 +11,7 @@ from tests.unit.test_policy_planner import DRAFTS, latency, planner
 def saved():
     """What was learnt of the drafts small and large, as it is in a file, with a group."""
     data = planner().save(taught(planner()), 59.0)
-    data["groups"]["known"] = [{"group": 7, "precision": [[3.0, 1.0], [1.0, 2.0]], "pull": [0.5, -0.25]}]
+    data["groups"] = [{"group": 7, "accepted": [[1.0] * 8, [0.5] * 8], "reached": [[3.0] * 8] * 2}]
     data["correction"] = [1.1, 1.2, 1.3, 1.4]
     return json.loads(json.dumps(data))
 
@@ -27,17 +27,16 @@ def test_what_is_known_of_a_draft_goes_with_its_name():
     assert carried(swapped, DRAFTS[::-1], DRAFTS) == data
     assert np.array_equal(swapped["draft_reached"][0], data["draft_reached"][1])
     assert swapped["correction"] == [1.1, 1.2, 1.4, 1.3]
-    assert swapped["groups"]["known"][0]["pull"] == [-0.25, 0.5]
+    assert swapped["groups"][0]["accepted"] == [[0.5] * 8, [1.0] * 8]
 
 
 def test_of_a_new_draft_nothing_is_known():
     found = carried(saved(), DRAFTS, ("new", *DRAFTS))
     assert not np.array(found["draft_reached"])[0].any()
     assert found["correction"] == [1.1, 1.2, 1.0, 1.3, 1.4]
-    covariance = np.array(found["covariance"])
-    assert covariance[0].tolist() == [AcceptanceConfig().request_variance, 0, 0]
-    assert np.array_equal(covariance[1:, 1:], saved()["covariance"])
-    assert found["groups"]["known"][0]["precision"][0] == [0, 0, 0]
+    unknown = AcceptanceConfig().request_variance
+    assert found["variance"] == [unknown, *saved()["variance"]]
+    assert found["groups"][0]["reached"][0] == [0] * 8
 
 
 @pytest.mark.parametrize("after", [("new", "large"), ("small",), ("a", "b", "small", "large")])

@@ -79,15 +79,15 @@ def test_draws_hold_for_sixteen_steps_and_newcomers_get_theirs():
 def test_drawn_hazards_have_the_spread_of_what_is_not_known():
     (model, state), rng = judged(1), np.random.default_rng(2)
     expected = model.expected(state, [0])
-    hazard, covariance = expected.hazard, model.covariance(state, expected)
+    hazard, variance = expected.hazard, model.doubt(state, expected)[1]
     normals = (rng.standard_normal((1, 2)) for _ in range(4000))
-    samples = np.array([drawn(state, hazard, covariance, one)[0, :, 0] for one in normals])
+    samples = np.array([drawn(state, hazard, variance, one)[0, :, 0] for one in normals])
     logit = np.log(samples / (1 - samples)) - np.log(hazard[0, :, 0] / (1 - hazard[0, :, 0]))
     assert logit.mean(0) == pytest.approx([0.0, 0.0], abs=0.08)
     assert logit[:, 0].std() < 0.2
     assert logit[:, 1].std() > 0.7
     level = 1 / (0.24 * 5)  # of a draft never seen, prior hazard 0.6
-    assert logit[:, 1].var() == pytest.approx(covariance[0, 1, 1] + level, rel=0.1)
+    assert logit[:, 1].var() == pytest.approx(variance[0, 1] + level, rel=0.1)
 
 
 @pytest.mark.parametrize("selection", SELECTIONS)
