@@ -42,11 +42,12 @@ from backend.tokenizer import ByteTokenizer, IncrementalDecoder, Tokenizer, load
 from backend.trace_file import TraceFile
 from backend.tracing import Tracing
 from backend.trtllm_deployment import check_engines, make_trtllm, trtllm_tables
-from policy import LatencyTable, custom
-from policy.published import AcceptanceEma, SmartSpec, SpinSelection
-from policy.shaped import ShapedPlanner
-from policy.shapes import Shapes
-from policy.trace import Traced
+from policy import LatencyTable, wrappers
+from policy.baselines import AcceptanceEma, SmartSpec, SpinSelection
+from policy.decomposition import Decomposition
+from policy.pipelining import FreeRuns, Pipelining
+from policy.planner import Execution
+from policy.replay import Traced
 
 logger = logging.getLogger(__name__)
 
@@ -309,20 +310,15 @@ def make_policy(
     if config.policy.own:
         asked = config.policy
         with _kind_named():
-            return custom.made(asked.kind, names, latency, asked.k_max, asked.options)
+            return wrappers.made(asked.kind, names, latency, asked.k_max, asked.options)
     if config.policy.kind != "adaptive":
         return _baseline(config.policy, names, latency)
     scored = all(draft.limits.scores or draft.limits.free for draft in drafts)
     constants = policy.PlannerConfig(
         k_max=config.policy.k_max,
-        selection=config.policy.selection,
-        free_run_tokens=config.limits.free_run_tokens,
         catchup_scored=scored,
     )
-    planner = policy.AdaptivePlanner(names, latency, constants)
-    shapes = _shapes(config, contention)
-    if shapes != Shapes():
-        planner = ShapedPlanner(names, latency, constants, shapes)
+    planner = policy.AdaptivePlanner(names, latency, constants, _execution(config, contention))
     if not config.policy.trace_file:
         return planner
     return Traced(planner, TraceFile(Path(config.policy.trace_file), stats), config.policy.trace_lines)
@@ -332,7 +328,7 @@ def check_policy(config: ServingConfig) -> None:
     """Raise ConfigError where a user's policy is not to be found: before engines are loaded."""
     if config.policy.own:
         with _kind_named():
-            custom.found(config.policy.kind)
+            wrappers.found(config.policy.kind)
 
 
 @contextmanager
@@ -340,7 +336,7 @@ def _kind_named() -> Iterator[None]:
     """Raise a user's policy's PolicyError as ConfigError that names the setting."""
     try:
         yield
-    except custom.PolicyError as error:
+    except wrappers.PolicyError as error:
         raise ConfigError(f"policy.kind {error}") from error
 
 
@@ -368,15 +364,15 @@ def _baseline(config: PolicyConfig, drafts: tuple[str, ...], latency: policy.Lat
             return policy.RandomChoice()
 
 
-def _shapes(config: ServingConfig, contention: float | None) -> Shapes:
-    """Return what the planner may ask beyond proposals side by side."""
-    pads, merge_tokens = config.target.attention == "padded", MERGE_TOKENS
-    return Shapes(
-        cohorts=config.policy.cohorts,
-        contention=contention,
-        pads=pads,
-        merge_tokens=merge_tokens if pads else 0.0,
-    )
+def _execution(config: ServingConfig, contention: float | None) -> Execution | None:
+    """Return how plans are executed, where that is more than all rows in one pass."""
+    if config.policy.cohorts > 1:
+        return Pipelining(config.policy.cohorts, contention)
+    if config.target.attention == "padded":
+        return Decomposition(MERGE_TOKENS, BLOCK_TOKENS)
+    if config.limits.free_run_tokens > 1:
+        return FreeRuns(config.limits.free_run_tokens)
+    return None
 
 
 def _known_times(engine: EngineConfig) -> LatencyTable | None:

@@ -17,7 +17,8 @@ from policy import IntArray, Plan, View
 
 @dataclass(slots=True)
 class Batch:
-    """The rows that decode (the plan is about them) and the chunks of prompts still in prefill; ``flying`` decode in another cohort.
+    """The rows that decode (the plan is about them) and the chunks of prompts still in prefill; ``flying`` decode in
+    another flight.
 
     ``aloft`` are the rows in flight in one in-flight batch with these, and what was planned for them.
     """
@@ -78,24 +79,25 @@ class Batch:
         return view if self.aloft is None else view.beside(*self.aloft)
 
     def flights(self, view: View, plan: Plan, log: StepLog) -> Iterator[Flight]:
-        """Yield what is to be drafted for and submitted one after the other: the plan's cohorts, prompts with the first; else everything.
+        """Yield what is to be drafted for and submitted one after the other: the plan's
+        flights, prompts with the first; else everything.
 
         ``log`` is that of the first; the next one's begins when it is asked for.
         """
-        cohort = plan.shape.cohort if plan.shape else None
-        if cohort is None and not self.flying:
+        number = plan.flight
+        if number is None and not self.flying:
             if self.aloft is not None:
                 ready = np.arange(len(self.decoding))
                 view, plan = view.of_rows(ready), plan.of_rows(ready)
             yield self._noted(Flight(self.decoding, self.prefill, view, plan, log))
             return
-        cohort = np.zeros(len(self.decoding), np.int64) if cohort is None else cohort[: len(self.decoding)]
-        for number in range(max(1, int(cohort.max(initial=0)) + 1)):
-            rows = np.flatnonzero(cohort == number)
-            first = number == 0
+        number = np.zeros(len(self.decoding), np.int64) if number is None else number[: len(self.decoding)]
+        for one in range(max(1, int(number.max(initial=0)) + 1)):
+            rows = np.flatnonzero(number == one)
+            first = one == 0
             part = view.of_rows(rows) if first else replace(view.of_rows(rows), prefill_tokens=0)
             own = log if first else StepLog(log.drafts)
-            own.cohort = True
+            own.beside = True
             yield self._noted(Flight([self.decoding[row] for row in rows], self.prefill if first else [], part, plan.of_rows(rows), own))
 
     @staticmethod

@@ -80,11 +80,10 @@ class PolicyConfig:
     """Which policy plans: ``adaptive``, one to compare it with (``POLICIES``), or a user's.
 
     ``fixed`` uses ``draft`` and ``length`` always, ``schedule`` ``draft`` by a table of batch sizes;
-    ``ema`` (SGLang's acceptance average) and ``smartspec`` (as published) adapt the length of
+    ``ema`` (SGLang's acceptance EMA) and ``smartspec`` (as published) adapt the length of
     ``draft``, ``spin`` selects drafts for chains of ``length``; ``random`` (tests) draws both in
-    every step. A dotted path, ``my_package.MyPolicy``, is a user's own (``policy.custom``), which
+    every step. A dotted path, ``my_package.MyPolicy``, is a user's own (``policy.wrappers``), which
     gets ``options`` as keyword arguments.
-    ``selection`` is how the adaptive planner finds drafts worth a trial (``policy.selection``).
     ``cohorts`` above 1: the batch may be cut into so many, one of which is drafted for while another is
     verified, where that pays.
     ``keep_learned``: what was learnt outlasts the process, in the cache folder. ``trace_file`` (empty: none) gets the first ``trace_lines``
@@ -94,7 +93,6 @@ class PolicyConfig:
     kind: str = "adaptive"
     options: dict[str, Any] = field(default_factory=dict)
     k_max: int = setting(8, low=0, high=64)
-    selection: str = setting("probing", choices=("probing", "ucb", "thompson"))
     draft: str = ""
     length: int = setting(4, low=0, high=64)
     schedule: tuple[ScheduleStep, ...] = ()

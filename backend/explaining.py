@@ -6,9 +6,8 @@ from time import monotonic
 from typing import Any
 
 from backend.orchestrator import Orchestrator
-from policy import AdaptivePlanner, Policy, SwitchedPolicy
-from policy.explain import explain, explain_batch
-from policy.trace import Traced
+from policy import AdaptivePlanner, Policy, Wrapper
+from policy.replay import explain, explain_batch
 
 MOST_ROWS = 64
 """A row costs some ms, which the loop's thread shares."""
@@ -23,16 +22,13 @@ def explain_last(orchestrator: Orchestrator) -> dict[str, Any]:
         return {"age_s": None, "step": "no step has been planned yet", "requests": []}
     view, state, plan, now = last
     reply: dict[str, Any] = {"age_s": round(monotonic() - now, 3), "step": explain_batch(plan), "requests": []}
-    planner = _planner(orchestrator.policy)
+    planner: Policy = orchestrator.policy
+    while isinstance(planner, Wrapper):
+        planner, state = planner.policy, state.inner
     if not isinstance(planner, AdaptivePlanner):
         reply["requests"] = ["the policy of this server is not the adaptive one"]
     elif len(view) > MOST_ROWS:
         reply["requests"] = [f"{len(view)} requests are more than the {MOST_ROWS} that are explained while serving"]
     else:
-        reply["requests"] = explain(planner, view, state.inner, plan, now)
+        reply["requests"] = explain(planner, view, state, plan, now)
     return reply
-
-
-def _planner(policy: Policy) -> Any:
-    inner: Any = policy.policy if isinstance(policy, SwitchedPolicy) else policy
-    return inner.planner if isinstance(inner, Traced) else inner

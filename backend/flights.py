@@ -1,4 +1,4 @@
-"""What the target has been given and has not yet answered: one batch, or several cohorts in the order in which they were submitted."""
+"""What the target has been given and has not yet answered: one batch, or several in the order in which they were submitted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Flight:
-    """A cohort's way through a step, from its plan to what is learnt of it: the rows of view and plan are ``sessions``.
+    """A flight's way through a step, from its plan to what is learnt of it: the rows of view and plan are ``sessions``.
 
     ``turns`` are what the target is given: theirs and the chunks of prompts.
     """
@@ -54,7 +54,7 @@ class Flights:
 
     @property
     def decoding(self) -> list[Session]:
-        """The sessions in flight that the next view shows beside those that are ready; none where cohorts cannot be."""
+        """The sessions in flight that the next view shows beside those that are ready; none where the target has them in one batch."""
         if self._overlapped is None:
             return []
         return [session for flight in self._flights for session in flight.sessions if session.id in self.proposals]

@@ -70,7 +70,7 @@ SPINDLE_FAMILIES: tuple[Family, ...] = (
         "spindle_step_part_seconds_total",
         _C,
         "Time of steps by part: planning, learning (from the step before), draft:NAME, verify, rest."
-        " They sum to the time of the steps, unless policy.cohorts runs some side by side",
+        " They sum to the time of the steps, unless parts of a batch run side by side",
         ("part",),
     ),
     Family("spindle_step_predicted_seconds", _H, "Predicted time of a step", (), _STEP_BUCKETS_S),

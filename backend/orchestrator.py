@@ -147,8 +147,9 @@ class Orchestrator:
     def step(self) -> bool:
         """Take one step of what is ready; False when there was nothing to do. Read it as the life of a request.
 
-        Cohorts are drafted for and submitted one by one, and the step ends with the first that is back: while the next step plans and
-        drafts for it, the target verifies the others. A plan without cohorts waits for all.
+        A plan's flights are drafted for and submitted one by one, and the step ends with the first that
+        is back: while the next step plans and drafts for it, the target verifies the others. A plan
+        that numbers no flights waits for all.
         """
         self._change()
         log, self._log = self._log or StepLog(self._drafting.names), None
@@ -164,7 +165,7 @@ class Orchestrator:
             plan = self._plan(view, log)
             for flight in batch.flights(view, plan, log):
                 self._submit(flight)
-            landing = 1 if plan.shape and plan.shape.cohort is not None else len(self._flights)
+            landing = len(self._flights) if plan.flight is None else 1
         for _ in range(landing):
             if self._flights:  # those behind one that failed are void
                 self._land(log)
@@ -287,11 +288,10 @@ class Orchestrator:
         sequences = [session.sequence for session in flight.sessions]
         proposals = self._drafting.propose(sequences, flight.view, flight.plan, flight.log)
         self._trim(flight, proposals)
-        shape = flight.plan.shape
-        piece_tokens = flight.log.piece_tokens = shape.piece_tokens if shape else None
+        piece_tokens = flight.log.piece_tokens = flight.plan.piece_tokens
         runs = [self._free_run_tokens] * len(flight.sessions) if flight.plan.run is None else flight.plan.run.tolist()
         rows = (
-            self._turn(session, proposals[session.id].chosen, run, piece_tokens or 0)
+            self._turn(session, proposals[session.id].chosen, run, piece_tokens)
             for session, run in zip(flight.sessions, runs, strict=True)
         )
         flight.turns = [*rows, *flight.prefill]
@@ -434,7 +434,7 @@ class Orchestrator:
 
     def _observe(self, outcome: Outcome, flight: Flight | None) -> None:
         try:
-            if flight is not None and flight.log.cohort:  # another view has been planned for since
+            if flight is not None and flight.log.beside:  # another view has been planned for since
                 self.policy_state = self._policy.stand_by(flight.view, self.policy_state)
             self.policy_state = self._policy.observe(outcome, self.policy_state, self._clock())
         except Exception:

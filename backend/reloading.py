@@ -68,11 +68,10 @@ def reload_drafts(app: App, config: ServingConfig) -> dict[str, list[str]]:
 
 def _change(app: App, config: ServingConfig, engines: list[Engine], planner: policy.Policy, key: str) -> None:
     """Let the loop draft with these engines (loop's thread)."""
-    before, after = ([draft.name for draft in one.drafts] for one in (app.config, config))
     app.switches.change_drafts(config)
     with app.learned.changing(planner, key) as data:
         now = monotonic()
-        state = planner.load(policy.carried(data, before, after), now, 0.0) if data else planner.start()
+        state = planner.load(data, now, 0.0) if data else planner.start()
         app.orchestrator.draft_with(engines, planner, state)
     app.config = config
     app.drafts[:] = engines

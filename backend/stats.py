@@ -14,7 +14,7 @@ from backend.kv_ledger import Reuse
 from backend.nvidia_metrics import MODEL, Latest
 from backend.session import Usage
 from policy import NO_DRAFT, BoolArray, Outcome, Plan, Switches
-from policy.calibration import EDGES, Calibration
+from policy.trim import EDGES, Calibration
 
 Labels = tuple[tuple[str, str], ...]
 

@@ -11,7 +11,7 @@ from time import perf_counter
 import numpy as np
 
 from backend.ports import Proposal
-from policy import NO_DRAFT, Outcome, Ran, TurnShape
+from policy import NO_DRAFT, Outcome, Ran
 
 
 @dataclass(slots=True)
@@ -20,8 +20,8 @@ class StepLog:
     followed) as in ``Outcome``, ``nodes`` (draft, confidence, drawn, held) of it; ``free`` (request, draft, accepted,
     scored) what a draft would have had accepted where it was not chosen; ``piece_tokens`` how contexts
     were cut; ``parts_s`` wall times by part (``planning`` and ``learning`` from the step before, belong
-    to ``overhead``). Of a cohort, ``waited_s`` is how long its turns were in flight and did not run, and
-    the step is counted from ``since_s`` on, when the cohort before it landed. ``ran`` as in ``Outcome``.
+    to ``overhead``). Of a flight that ran ``beside`` another, ``waited_s`` is how long its turns were in flight and did not run, and
+    the step is counted from ``since_s`` on, when the flight before it landed. ``ran`` as in ``Outcome``.
     """
 
     drafts: tuple[str, ...]
@@ -32,10 +32,10 @@ class StepLog:
     rows: list[tuple[int, ...]] = field(default_factory=list)
     free: list[tuple[int, int, int, int]] = field(default_factory=list)
     nodes: list[tuple[int, float, bool, bool]] = field(default_factory=list)
-    piece_tokens: int | None = None
+    piece_tokens: int = 0
     control: list[bool] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
-    cohort: bool = False
+    beside: bool = False
     ran: Ran | None = None
     waited_s: float = 0.0
     since_s: float = 0.0
@@ -119,17 +119,11 @@ class StepLog:
             free_accepted=free[2],
             free_scored=free[3],
             finished=np.array(self.finished, np.int64),
-            shape=self._shape(len(length)),
+            flight=np.zeros(len(length), np.int64) if self.beside else None,
+            piece_tokens=self.piece_tokens,
             ran=self.ran,
             node_draft=np.array(node_draft, np.int64),
             node_confidence=np.array(confidence, np.float64),
             node_drawn=np.array(drawn, np.bool_),
             node_held=np.array(held, np.bool_),
         )
-
-    def _shape(self, rows: int) -> TurnShape | None:
-        """Return how the turns were shaped; None where there was nothing to it."""
-        if not self.piece_tokens and not self.cohort:
-            return None
-        cohort = np.zeros(rows, np.int64) if self.cohort else None
-        return TurnShape(cohort=cohort, piece_tokens=self.piece_tokens)

@@ -1,14 +1,29 @@
 """Pure decisions: which draft and how many tokens, for every request, before every step."""
 
 from .acceptance import AcceptanceConfig
-from .baselines import BatchSchedule, FixedLength, NoSpeculation, RandomChoice
-from .carrying import carried
+from .baselines import (
+    AcceptanceEma,
+    BatchSchedule,
+    FixedLength,
+    NoSpeculation,
+    RandomChoice,
+    SmartSpec,
+    SpinSelection,
+)
 from .latency import LatencyCurve, LatencyError, LatencyModel, LatencyTable, Provenance
-from .plan import NO_DRAFT, BoolArray, Drafted, IntArray, Outcome, Plan, Policy, Ran, TurnShape, View
-from .planner import AdaptivePlanner
-from .planner_state import PlannerConfig, PlannerState
-from .published import AcceptanceEma, SmartSpec, SpinSelection, ThroughputBandit
-from .switched import SwitchedPolicy, SwitchedState, Switches
+from .plan import (
+    NO_DRAFT,
+    BoolArray,
+    Drafted,
+    IntArray,
+    Outcome,
+    Plan,
+    Policy,
+    Ran,
+    View,
+)
+from .planner import AdaptivePlanner, PlannerConfig, PlannerState
+from .wrappers import SwitchedPolicy, Switches, Wrapper
 
 __all__ = [
     "NO_DRAFT",
@@ -36,10 +51,7 @@ __all__ = [
     "SmartSpec",
     "SpinSelection",
     "SwitchedPolicy",
-    "SwitchedState",
     "Switches",
-    "ThroughputBandit",
-    "TurnShape",
     "View",
-    "carried",
+    "Wrapper",
 ]

@@ -1,17 +1,16 @@
-"""How likely a draft's tokens are accepted: a level per draft, a deviation per request.
+"""How likely a draft's tokens are accepted: a level by draft and position, a deviation by request.
 
-The hazard h_j = accepted_j / reached_j is the chance that position j is accepted given that all
-before it were; counted where a position was *reached*, it is unbiased under any planned length
-(accepted / k is not). Survival is s_j = h_1 ... h_j, the expected tokens of a step
-1 + sum_{j<=k} s_j.
+The hazard h_j = accepted_j / reached_j is the chance that position j is accepted, given that all
+before it were. Counted where a position was *reached*, it is unbiased whatever lengths were planned
+(accepted / k is not). Survival is s_j = h_1 ... h_j; a step of k tokens emits 1 + sum_{j<=k} s_j.
 
-A draft's level is made of counts. A request deviates from it by x logits at all positions of a
-draft, x normal around 0 with a variance that finished requests teach, or around what its group
-(``View.group``) lets expect. Its counts tell of x as normal observations would (Laplace's
-approximation): with the hazards h at the present x they have the weight w = sum reached h (1 - h)
-and the surprise s = sum (accepted - reached h). Around a mean m with a variance V it is next
-believed to be v (w x + s + m / V), with v = 1 / (w + 1 / V): one Newton step to the likeliest x.
-At last the request's own counts refine each position.
+A draft's level is its counts. A request deviates from it by x logits at all positions of a draft.
+Before any evidence x is normal around 0, with a variance that finished requests teach, or around
+what its group (``View.group``) lets expect. Its counts are taken as normal observations of x
+(Laplace's approximation): with the hazards h at the present x they have the weight
+w = sum reached h (1 - h) and the surprise s = sum (accepted - reached h). With a prior of mean m
+and variance V, x becomes v (w x + s + m / V), where v = 1 / (w + 1 / V): one Newton step towards
+the likeliest x. At last the request's own counts refine each position.
 """
 
 from __future__ import annotations
@@ -27,58 +26,54 @@ from .plan import BoolArray, FloatArray, IntArray
 
 _Pair = tuple[FloatArray, FloatArray]
 
-MIN_VARIANCE, MAX_VARIANCE = 1e-3, 9.0  # of deviations
+MIN_VARIANCE, MAX_VARIANCE = 1e-3, 9.0  # of deviations between requests
 _MIN_HAZARD, _MAX_HAZARD = 0.02, 0.995
-_FIRST_REQUESTS = 20.0  # what the first belief of how requests differ counts for
-_TELLING_REQUESTS = 10.0  # after so many half of a deviation is the request's own, not the draft's
-_MOST_STEP = 2.0  # logits: farther from where it was made Laplace's approximation overshoots
-
-_NEWTON_STEPS = 8  # of what comes from a file: all other counts grow step by step
-
+_POSITION_CHAINS = 30.0  # of a request, that count as much as its deviation does at a position
+_DRAFT_MEMORY_CHAINS = 500.0  # of a draft's own chains
+_VARIANCE_MEMORY_REQUESTS = 200.0
+_FIRST_REQUESTS = 20.0  # that the first belief of how requests differ counts for
+_TELLING_REQUESTS = 10.0  # after so many, half of a deviation is the request's and not the draft's
+_MOST_STEP = 2.0  # logits: farther away Laplace's approximation overshoots
+_NEWTON_STEPS = 8  # for counts that come all at once; others grow step by step
 _NO_GROUP = -1
-_GROUP_SHARE = 0.5  # of the variance between requests: by what members of one group differ
-_GROUP_MEMORY_REQUESTS = 30.0  # of a group, which drifts
-
-_RECENT_KEEP = 0.75  # per step with a chain: a memory of four
-_CHANGE_DEVIATIONS = 3.0  # beyond which a surprise is no chance
-_FLOOR = 0.3  # of its variance: one surprise alone, however unlikely, changes nothing
+_GROUP_SHARE = 0.5  # of the variance between requests: that between members of one group
+_GROUP_MEMORY_REQUESTS = 30.0
+_RECENT_KEEP = 0.75  # in a step with a chain: a memory of four steps
+_CHANGE_DEVIATIONS = 3.0  # a recent surprise beyond is no chance
+_LEAST_VARIANCE = 0.3  # of a recent surprise: one rejection, however unlikely, is no change
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceConfig:
     """Priors and memories.
 
-    Strengths count pseudo-observations; memories count a request's steps, a draft's own chains and
-    row-steps of the whole batch, and finished requests. ``request_variance`` (of logits) is only the start: how unlike requests are
-    is learnt. ``half_life_s`` is the time in which a draft's evidence loses half its weight even if
-    nothing runs. Of groups of requests the ``most_groups`` last used are remembered.
+    ``prior_strength`` counts chains that the prior hazard is worth, ``request_variance`` (squared
+    logits) is the first belief of how unlike requests are. Evidence fades by 1/e in
+    ``request_memory_steps`` steps of a request and ``draft_memory_rows`` steps of any requests, and
+    by half in ``half_life_s`` even if nothing runs. The ``most_groups`` last used are remembered.
     """
 
     prior_hazard: float = 0.6
     prior_strength: float = 4.0
     request_variance: float = 0.4
-    position_strength: float = 30.0
     request_memory_steps: float = 100.0
-    draft_memory_chains: float = 500.0
     draft_memory_rows: float = 8000.0
-    law_memory_requests: float = 200.0
     most_groups: int = 128
     half_life_s: float = 900.0
 
 
 @dataclass(slots=True, eq=False)
 class AcceptanceState:
-    """Evidence so far, of D drafts and K positions.
+    """Evidence so far, of D drafts, K positions and S slots: one slot a request or group.
 
-    ``slots`` is by request id its place in ``counts`` float64[2, slots, D, K] (accepted, reached),
-    ``prior`` float64[2, slots, D] of what it deviates by (1 / V and m / V, in logits),
-    ``deviation`` float64[slots, D], what that and the counts make of it, ``recent`` float64[2,
-    slots, D], weight and surprise of the last few chains, and ``request_tokens`` float64[slots],
-    emitted since it came. The last slot is nobody's. ``groups`` (the least recently used first)
-    have slots too, with the counts of their members; ``source`` is by request id its group.
-    ``draft_accepted``, ``draft_reached`` and the level made of them, ``draft_hazard``, are
-    float64[D, K]; ``variance`` float64[D] is that between requests, learnt from so many
-    ``requests``. ``now`` is the time up to which the drafts' counts have faded.
+    ``slots`` and ``groups`` (least recently used first) are the slots by request and group id,
+    ``source`` the group by request id. The last slot is nobody's. By slot: ``counts``
+    float64[2, K, D, S] (accepted, reached), ``prior`` float64[2, D, S] of the deviation (1 / V and
+    m / V), ``deviation`` float64[D, S] in logits, ``hazard`` float64[K, D, S] at that deviation,
+    ``recent`` float64[2, D, S] weight and surprise of the last few chains, and ``request_tokens``
+    float64[S] emitted since it came. By draft: ``draft_accepted``, ``draft_reached`` and the level
+    made of them, ``draft_hazard``, float64[D, K]; ``variance`` float64[D] between requests, learnt
+    from ``requests`` of them. ``now`` (seconds) is the time up to which the levels have faded.
     """
 
     slots: dict[int, int]
@@ -87,6 +82,7 @@ class AcceptanceState:
     counts: FloatArray
     prior: FloatArray
     deviation: FloatArray
+    hazard: FloatArray
     recent: FloatArray
     request_tokens: FloatArray
     draft_accepted: FloatArray
@@ -98,36 +94,33 @@ class AcceptanceState:
 
 
 class Expected(NamedTuple):
-    """What is expected of requests in some ``slot`` int64[n].
-
-    ``hazard`` float64[n, D, K], positions first in memory: what is summed over rows lies together.
-    """
+    """What is expected of requests: their ``slot`` int64[n] and ``hazard`` float64[K, D, n]."""
 
     slot: IntArray
     hazard: FloatArray
 
     def rows(self, chosen: IntArray | BoolArray) -> Expected:
         """Return what is expected of some of them."""
-        return Expected(self.slot[chosen], self.hazard[chosen])
+        return Expected(self.slot[chosen], self.hazard[:, :, chosen])
 
 
 def shifted(hazard: FloatArray, shift: FloatArray) -> FloatArray:
     """Return hazards whose logits are higher by ``shift``; the shapes broadcast."""
-    found: FloatArray = np.exp(shift) * hazard  # the odds, at first
-    found /= found + (1.0 - hazard)
-    return found
+    odds: FloatArray = np.exp(shift) * hazard
+    odds /= odds + (1.0 - hazard)
+    return odds
 
 
 def _evidence(counts: FloatArray, hazard: FloatArray) -> _Pair:
-    """Return weight and surprise [..., n, D] of counts [..., 2, n, D, K] at a hazard [n, D, K]."""
-    expected = counts[..., 1, :, :, :] * hazard
-    surprise = np.add.reduce(counts[..., 0, :, :, :] - expected, -1)
+    """Return weight and surprise [..., D, n] of counts [2, ..., K, D, n] at a hazard [K, D, n]."""
+    expected = counts[1] * hazard
+    surprise = np.add.reduce(counts[0] - expected, -3)
     expected *= 1.0 - hazard
-    return np.add.reduce(expected, -1), surprise
+    return np.add.reduce(expected, -3), surprise
 
 
 def _believed(prior: FloatArray, evidence: _Pair, deviation: FloatArray) -> _Pair:
-    """Return mean and variance [n, D] of deviations by the evidence found at a ``deviation``."""
+    """Return mean and variance [D, n] of deviations by the evidence found at a ``deviation``."""
     weight, surprise = evidence
     variance = 1.0 / (weight + prior[0])
     step = variance * (weight * deviation + surprise + prior[1]) - deviation
@@ -135,76 +128,76 @@ def _believed(prior: FloatArray, evidence: _Pair, deviation: FloatArray) -> _Pai
 
 
 def _posterior(state: AcceptanceState, slots: list[int] | slice) -> _Pair:
-    """Return mean and variance [n, D] of deviations as the counts of some slots have them."""
-    deviation = state.deviation[slots]
-    evidence = _evidence(state.counts[:, slots], shifted(state.draft_hazard, deviation[:, :, None]))
-    return _believed(state.prior[:, slots], evidence, deviation)
+    """Return mean and variance [D, n] of the deviations of some slots, one Newton step on."""
+    evidence = _evidence(state.counts[..., slots], state.hazard[..., slots])
+    return _believed(state.prior[..., slots], evidence, state.deviation[:, slots])
 
 
-def _follow(after: AcceptanceState, told: FloatArray, evidence: _Pair) -> None:
-    """Follow recent chains, in place; of a request that changed at once only the newest count."""
-    weight, surprise = evidence
-    after.recent = recent = after.recent * np.where(weight > 0, _RECENT_KEEP, 1.0)
-    recent[0] += weight
-    recent[1] += surprise
-    changed = recent[1] ** 2 > _CHANGE_DEVIATIONS**2 * (recent[0] + _FLOOR)
-    if np.count_nonzero(changed):
-        after.counts[:, changed] = told[:, changed]
-        recent[:, changed] = 0.0
-
-
-def _blurred(state: AcceptanceState, counts: FloatArray) -> FloatArray:
-    """Return counts [2, D, K] of a request as counts of its group.
-
-    They tell no more of it than a member's deviation from its group lets them.
-    """
-    weight = (counts[1] * state.draft_hazard * (1.0 - state.draft_hazard)).sum(1)
-    told: FloatArray = counts / (1.0 + _GROUP_SHARE * state.variance * weight)[:, None]
-    return told
+def _set_hazards(after: AcceptanceState) -> None:
+    """Make the slots' hazards anew of levels and deviations."""
+    after.hazard = shifted(after.draft_hazard.T[:, :, None], after.deviation)
 
 
 def _with_room(state: AcceptanceState, count: int) -> tuple[AcceptanceState, list[int]]:
-    """Return a state whose rows may be written to, and so many slots of it, free and empty."""
+    """Return a state whose slots may be written to, and ``count`` free ones, empty."""
     nobody = len(state.request_tokens) - 1
     used = {*state.slots.values(), *state.groups.values()}
     free = [slot for slot in range(nobody + count) if slot not in used][:count]
     more = max(free[-1] + 1 - nobody, nobody // 2) if free and free[-1] >= nobody else 0
 
-    def grown(column: FloatArray, axis: int) -> FloatArray:
-        shape = (*column.shape[:axis], more, *column.shape[axis + 1 :])
-        return np.concatenate([column, np.zeros(shape)], axis)
+    def grown(column: FloatArray) -> FloatArray:
+        return np.concatenate([column, np.zeros((*column.shape[:-1], more))], -1)
 
     after = replace(
         state,
-        counts=grown(state.counts, 1),
-        prior=grown(state.prior, 1),
-        deviation=grown(state.deviation, 0),
-        recent=grown(state.recent, 1),
-        request_tokens=grown(state.request_tokens, 0),
+        counts=grown(state.counts),
+        prior=grown(state.prior),
+        deviation=grown(state.deviation),
+        hazard=grown(state.hazard),
+        recent=grown(state.recent),
+        request_tokens=grown(state.request_tokens),
     )
     fresh = [*free, *range(nobody, nobody + more + 1)]
-    after.prior[0, fresh], after.prior[1, fresh] = 1.0 / state.variance, 0.0
-    after.deviation[free] = after.recent[:, free] = after.request_tokens[free] = 0.0
+    after.prior[0][:, fresh], after.prior[1][:, fresh] = 1.0 / state.variance[:, None], 0.0
+    after.deviation[:, free] = after.recent[..., free] = after.request_tokens[free] = 0.0
     return after, free
 
 
 class AcceptanceModel:
-    """The estimator: its methods return new states and leave the given one alone."""
+    """The estimator: pure, its methods return new states and leave the given one alone.
+
+    Another estimator takes its place with a state of its own and seven methods: ``start``,
+    ``admit``, ``forget``, ``observe``, ``aged``, ``expected`` and ``doubt``. The rest is for what
+    outlasts a restart.
+    """
 
     def __init__(self, drafts: int, k_max: int, config: AcceptanceConfig) -> None:
         self._drafts, self._k_max, self._config = drafts, k_max, config
-        self._first = np.tri(k_max + 1, k_max, -1)  # row j is 1 at the first j positions
+        self._passed = np.tri(k_max + 1, k_max, -1).T  # [j, end]: 1 where the end is behind j
         self.most_groups = config.most_groups
 
     def start(self) -> AcceptanceState:
         """Return the state before any evidence."""
-        variance = np.full(self._drafts, self._config.request_variance)
-        rows, none = np.zeros((2, 9, self._drafts)), np.zeros((self._drafts, self._k_max))
-        counts, prior = np.zeros((*rows.shape, self._k_max)), rows + 0.0
-        prior[0] = 1.0 / variance
-        of_requests = counts, prior, rows[0], rows, np.zeros(9)
-        of_drafts = none, none, none, variance, _FIRST_REQUESTS
-        state = AcceptanceState({}, {}, {}, *of_requests, *of_drafts, -math.inf)
+        drafts, k_max, slots = self._drafts, self._k_max, 9
+        variance, none = np.full(drafts, self._config.request_variance), np.zeros((drafts, k_max))
+        pair = np.zeros((2, drafts, slots))
+        state = AcceptanceState(
+            slots={},
+            groups={},
+            source={},
+            counts=np.zeros((2, k_max, drafts, slots)),
+            prior=pair + np.array([1.0, 0.0])[:, None, None] / variance[:, None],
+            deviation=pair[0],
+            hazard=np.zeros((k_max, drafts, slots)),
+            recent=pair,
+            request_tokens=np.zeros(slots),
+            draft_accepted=none,
+            draft_reached=none,
+            draft_hazard=none,
+            variance=variance,
+            requests=_FIRST_REQUESTS,
+            now=-math.inf,
+        )
         return self.with_drafts(state, none, none)
 
     def admit(
@@ -217,9 +210,9 @@ class AcceptanceModel:
 
         A new one is believed to be as its group, as far as that is known, else as all are.
         """
-        new = {r: i for i, r in enumerate(requests) if r not in state.slots}
-        if not new:
+        if all(map(state.slots.__contains__, requests)):
             return state
+        new = {r: i for i, r in enumerate(requests) if r not in state.slots}
         after, free = _with_room(state, len(new))
         after.slots = {**state.slots, **dict(zip(new, free, strict=True))}
         if group is not None and self.most_groups:
@@ -227,72 +220,71 @@ class AcceptanceModel:
             after.source = {**state.source, **source}
             for request in (r for r, its in source.items() if its in state.groups):
                 mean, variance = _posterior(state, [state.groups[source[request]]])
-                weight = 1.0 / (variance[0] + _GROUP_SHARE * state.variance)
-                after.prior[:, after.slots[request]] = weight, weight * mean[0]
-                after.deviation[after.slots[request]] = mean[0]
+                weight = 1.0 / (variance[:, 0] + _GROUP_SHARE * state.variance)
+                slot = after.slots[request]
+                after.prior[..., slot] = weight, weight * mean[:, 0]
+                after.deviation[:, slot] = mean[:, 0]
+        level = after.draft_hazard.T[:, :, None]
+        after.hazard[..., free] = shifted(level, after.deviation[:, free])
         return after
 
     def forget(self, state: AcceptanceState, requests: Iterable[int]) -> AcceptanceState:
         """Return the state without these requests; unknown ones do not matter.
 
-        What they showed teaches how unlike requests are, the drafts' levels their mean (one made
-        of counts alone would be that of the requests that use a draft most), and their groups.
+        They teach how unlike requests are, their groups, and the drafts' levels their mean (a level
+        of counts alone would be that of the requests that use a draft most).
         """
         gone = [request for request in requests if request in state.slots]
         if not gone:
             return state
         after = self._taught_groups(state, gone)
         after.slots = state.slots.copy()
-        rows = [after.slots.pop(request) for request in gone]
-        after.counts[:, rows] = 0.0
-        seen = [row for row in rows if state.counts[1, row].any()]
+        slots = [after.slots.pop(request) for request in gone]
+        after.counts[..., slots] = 0.0
+        seen = [slot for slot in slots if state.counts[1, ..., slot].any()]
         if seen:
             mean, variance = _posterior(state, seen)
             total = state.requests + len(seen)
-            step = (mean * mean + variance - state.variance).sum(0) / total
+            step = (mean * mean + variance - state.variance[:, None]).sum(1) / total
             after.variance = np.clip(state.variance + step, MIN_VARIANCE, MAX_VARIANCE)
-            after.requests = min(total, self._config.law_memory_requests)
-            after.prior[0, [*after.groups.values()]] = 1.0 / after.variance
-            hazard, reached = state.draft_hazard, state.draft_reached
-            slope = reached * hazard * (1.0 - hazard)
-            moved = state.draft_accepted + slope * (mean.sum(0) / total)[:, None]
+            after.requests = min(total, _VARIANCE_MEMORY_REQUESTS)
+            after.prior[0][:, [*after.groups.values()]] = 1.0 / after.variance[:, None]
+            level, reached = state.draft_hazard, state.draft_reached
+            slope = reached * level * (1.0 - level)
+            moved = state.draft_accepted + slope * (mean.sum(1) / total)[:, None]
             after.draft_accepted = np.clip(moved, 0.0, reached)
             after.draft_hazard = self._levels(after, range(self._drafts))
+        _set_hazards(after)
         return after
 
     def _taught_groups(self, state: AcceptanceState, gone: list[int]) -> AcceptanceState:
-        """Return a state whose rows may be written to, groups having learnt from these requests."""
+        """Return a state whose slots may be written to, groups having learnt from these requests.
+
+        Counts teach a group no more than a member's deviation from it allows.
+        """
         members = [(request, state.source[request]) for request in gone if request in state.source]
         new = {group for _, group in members}.difference(state.groups)
         after, free = _with_room(state, len(new))
         after.source, groups, counts = state.source.copy(), state.groups.copy(), after.counts
-        keep = math.exp(-1 / _GROUP_MEMORY_REQUESTS)
+        keep, slope = math.exp(-1 / _GROUP_MEMORY_REQUESTS), state.draft_hazard.T
+        slope = slope * (1.0 - slope)
         for request, group in members:
             slot = groups.pop(group, None)
             slot = groups[group] = free.pop() if slot is None else slot
-            own = state.counts[:, state.slots[request]]
-            counts[:, slot] = keep * counts[:, slot] + _blurred(state, own)
+            own = state.counts[..., state.slots[request]]
+            weight = (own[1] * slope).sum(0)
+            counts[..., slot] *= keep
+            counts[..., slot] += own / (1.0 + _GROUP_SHARE * state.variance * weight)
             del after.source[request]
         while len(groups) > self.most_groups:
-            counts[:, groups.pop(next(iter(groups)))] = 0.0
+            counts[..., groups.pop(next(iter(groups)))] = 0.0
         after.groups = groups
         return after
 
-    def with_groups(self, state: AcceptanceState, groups: dict[int, FloatArray]) -> AcceptanceState:
-        """Return the state with these groups, counts [2, D, K] each, the least recent first."""
-        after, free = _with_room(replace(state, groups={}), len(groups))
-        after.groups = dict(zip(groups, free, strict=True))
-        for slot, counts in zip(free, groups.values(), strict=True):
-            after.counts[:, slot] = counts
-        for _ in range(_NEWTON_STEPS):
-            after.deviation, _ = _posterior(after, slice(None))
-        return after
-
     def aged(self, state: AcceptanceState, now: float) -> AcceptanceState:
-        """Return the state whose draft-level evidence has faded towards the prior by the time.
+        """Return the state at a time (seconds of any monotonic clock): levels fade to the prior.
 
-        A second at the least: finer steps change nothing. The first call sets the clock. Levels of
-        drafts and requests whose counts have faded while nothing was proposed are made anew too.
+        The first call sets the clock; less than a second changes nothing.
         """
         passed_s = now - state.now
         if not 1.0 < passed_s < math.inf:
@@ -300,18 +292,8 @@ class AcceptanceModel:
         keep = 0.5 ** (passed_s / self._config.half_life_s)
         after = self.with_drafts(state, keep * state.draft_accepted, keep * state.draft_reached)
         after.deviation, _ = _posterior(after, slice(None))
+        _set_hazards(after)
         after.now = now
-        return after
-
-    def with_drafts(
-        self,
-        state: AcceptanceState,
-        accepted: FloatArray,
-        reached: FloatArray,
-    ) -> AcceptanceState:
-        """Return the state with this draft-level evidence, float64[D, K]."""
-        after = replace(state, draft_accepted=accepted, draft_reached=reached)
-        after.draft_hazard = self._levels(after, range(self._drafts))
         return after
 
     def observe(
@@ -323,65 +305,79 @@ class AcceptanceModel:
         scored: IntArray,
         emitted: IntArray,
     ) -> AcceptanceState:
-        """Learn from m chains: row r saw ``scored[r]`` positions, the first ``accepted[r]`` held.
+        """Learn from chains, int64[m] each: ``accepted`` of the first ``scored`` positions held.
 
         Positions behind the first rejection were not reached and are no evidence. Requests without
-        a slot teach the draft level only. The first rows are those that took a step and ``emitted``
-        so many tokens: by it their own older evidence fades, and a little all drafts'. A request may
-        be there several times, for several steps.
+        a slot teach the draft's level only. The first rows took a step and ``emitted`` so many
+        tokens: by it their older evidence fades, and a little all drafts'. A request may be there
+        several times, for several steps.
         """
-        nobody, slots = len(state.request_tokens) - 1, state.slots
-        slot = np.array([slots.get(r, nobody) for r in request.tolist()], np.int64)
+        size, of = len(state.request_tokens), state.slots.get
+        slot = np.array([of(r, size - 1) for r in request.tolist()], np.int64)
         stepped = slot[: len(emitted)]
-        steps = np.bincount(stepped, minlength=nobody + 1)
-        keep = np.exp(steps / -self._config.request_memory_steps)[:, None, None]
-        tokens = state.request_tokens + np.bincount(stepped, emitted, nobody + 1)
-        after = replace(state, counts=state.counts * keep, request_tokens=tokens)
+        keep = np.exp(np.bincount(stepped, minlength=size) / -self._config.request_memory_steps)
         fading = math.exp(-len(emitted) / self._config.draft_memory_rows)
-        after.draft_accepted = fading * state.draft_accepted
-        after.draft_reached = fading * state.draft_reached
+        after = replace(
+            state,
+            counts=state.counts * keep,
+            request_tokens=state.request_tokens + np.bincount(stepped, emitted, size),
+            draft_accepted=fading * state.draft_accepted,
+            draft_reached=fading * state.draft_reached,
+        )
         if np.count_nonzero(scored):
-            told = self._told((slot, draft, accepted, scored), nobody + 1)
-            hazard = shifted(state.draft_hazard, state.deviation[:, :, None])
+            told = self._told(np.maximum(draft, 0) * size + slot, accepted, scored, size)
             after.counts += told
-            after.counts[:, -1] = 0.0
-            weight, surprise = _evidence(np.array([told, after.counts]), hazard)
-            evidence = weight[1], surprise[1]
+            after.counts[..., -1] = 0.0
+            evidence = _evidence(after.counts, state.hazard)
             after.deviation, _ = _believed(state.prior, evidence, state.deviation)
-            _follow(after, told, (weight[0], surprise[0]))
-            self._count(after, np.add.reduce(told, 1), np.add.reduce(told[1] * hazard))
+            self._follow(after, told)
+            self._teach_levels(after, told)
+            _set_hazards(after)
         return after
 
-    def _told(self, chains: tuple[IntArray, ...], slots: int) -> FloatArray:
-        """Return what chains (slot, draft, accepted, scored) add to counts of so many slots."""
-        slot, draft, accepted, scored = chains
-        ends, places = self._k_max + 1, slots * self._drafts * (self._k_max + 1)
+    def _told(
+        self, column: IntArray, accepted: IntArray, scored: IntArray, slots: int
+    ) -> FloatArray:
+        """Return what chains add to counts [2, K, D, slots]; ``column`` is of the last two axes.
+
+        They are counted by where they end; a position was passed by those that end behind it.
+        """
+        columns, ends = self._drafts * slots, self._k_max + 1
         held = np.minimum(accepted, scored)
         seen = np.minimum(held + 1, scored)
-        place = ends * (slot * self._drafts + np.maximum(draft, 0))
-        end = np.concatenate([place + held, place + (seen + places)])
-        ended = np.bincount(end, minlength=2 * places).astype(np.float64)
-        told: FloatArray = ended.reshape(-1, ends).dot(self._first)
-        return told.reshape(2, slots, self._drafts, self._k_max)
+        place = np.concatenate([held * columns + column, (ends + seen) * columns + column])
+        ended = np.bincount(place, minlength=2 * ends * columns).reshape(2, ends, columns)
+        told: FloatArray = self._passed @ ended.astype(np.float64)
+        return told.reshape(2, self._k_max, self._drafts, slots)
 
-    def _count(self, after: AcceptanceState, told: FloatArray, expected: FloatArray) -> None:
-        """Let the drafts' levels learn, in place, from what all chains told [2, D, K] and what was
-        expected of them [D, K].
+    @staticmethod
+    def _follow(after: AcceptanceState, told: FloatArray) -> None:
+        """Where the last few chains cannot be chance, let only the newest count, in place."""
+        weight, surprise = _evidence(told, after.hazard)
+        after.recent = recent = after.recent * np.where(weight > 0, _RECENT_KEEP, 1.0)
+        recent[0] += weight
+        recent[1] += surprise
+        changed = recent[1] ** 2 > _CHANGE_DEVIATIONS**2 * (recent[0] + _LEAST_VARIANCE)
+        if np.count_nonzero(changed):
+            after.counts[..., changed] = told[..., changed]
+            recent[:, changed] = 0.0
+
+    def _teach_levels(self, after: AcceptanceState, told: FloatArray) -> None:
+        """Let the drafts' levels learn, in place, from what all chains told, [2, K, D, S].
 
         They learn from what surprises in view of the request: late positions are reached by easy
         requests, which says nothing of the draft. At first, while it is not known how requests
         differ, all is taken for the draft's.
         """
         finished = after.requests - _FIRST_REQUESTS
-        accepted, reached = told
-        keep = np.exp(reached[:, :1] / -self._config.draft_memory_chains)
-        held = after.draft_hazard * reached - expected
-        held *= finished / (finished + _TELLING_REQUESTS)
-        held += accepted
-        held += keep * after.draft_accepted
-        after.draft_reached = reached + keep * after.draft_reached
-        np.maximum(held, 0.0, out=held)
-        after.draft_accepted = np.minimum(held, after.draft_reached, out=held)
+        accepted, reached = np.add.reduce(told, 3).transpose(0, 2, 1)
+        expected = np.add.reduce(told[1] * after.hazard, 2).T
+        keep = np.exp(reached[:, :1] / -_DRAFT_MEMORY_CHAINS)
+        explained = after.draft_hazard * reached - expected
+        explained *= finished / (finished + _TELLING_REQUESTS)
+        held = keep * after.draft_accepted + accepted + explained
+        after.draft_reached = keep * after.draft_reached + reached
+        after.draft_accepted = np.minimum(np.maximum(held, 0.0), after.draft_reached)
         after.draft_hazard = self._levels(after, reached[:, 0].nonzero()[0].tolist())
 
     def _levels(self, state: AcceptanceState, drafts: Iterable[int]) -> FloatArray:
@@ -410,27 +406,46 @@ class AcceptanceModel:
     def expected(self, state: AcceptanceState, request: list[int]) -> Expected:
         """Return what is expected of admitted requests."""
         slot = np.fromiter(map(state.slots.__getitem__, request), np.int64, len(request))
-        deviation = state.deviation.take(slot, 0).T.copy()
-        accepted, reached = state.counts.take(slot, 1).transpose(0, 3, 2, 1).copy()
-        hazard = shifted(state.draft_hazard.T[:, :, None], deviation)
-        hazard *= self._config.position_strength
+        accepted, reached = state.counts.take(slot, 3)
+        hazard = state.hazard.take(slot, 2)
+        hazard *= _POSITION_CHAINS
         hazard += accepted
-        hazard /= reached + self._config.position_strength
-        return Expected(slot, hazard.transpose(2, 1, 0))
+        hazard /= reached + _POSITION_CHAINS
+        return Expected(slot, hazard)
 
-    def hazards(self, state: AcceptanceState, request: list[int]) -> FloatArray:
-        """Return the hazards float64[n, D, K] expected of admitted requests."""
-        return self.expected(state, request).hazard
-
-    def doubt(self, state: AcceptanceState, expected: Expected) -> tuple[FloatArray, FloatArray]:
-        """Return what is not known of requests.
-
-        The standard deviations of their hazards, float64[n, D, K], and the variance of what they
-        deviate by, float64[n, D] (logits).
+    def doubt(self, state: AcceptanceState, expected: Expected) -> _Pair:
+        """Return what is not known of requests: the standard deviations of their hazards,
+        float64[K, D, n], and the variance of their deviations, float64[D, n] (squared logits).
         """
         slope = expected.hazard * (1.0 - expected.hazard)
-        weight = (state.counts[1].take(expected.slot, 0) * slope).sum(2)
-        variance = 1.0 / (weight + state.prior[0].take(expected.slot, 0))
-        level = 1.0 / (state.draft_reached + self._config.prior_strength + 1.0)
-        spread = slope * (variance[:, :, None] * slope + level)
-        return np.sqrt(spread, out=spread), variance
+        weight = (state.counts[1].take(expected.slot, 2) * slope).sum(0)
+        variance = 1.0 / (weight + state.prior[0].take(expected.slot, 1))
+        level = 1.0 / (state.draft_reached.T[:, :, None] + self._config.prior_strength + 1.0)
+        return np.sqrt(slope * (variance * slope + level)), variance
+
+    def with_drafts(
+        self, state: AcceptanceState, accepted: FloatArray, reached: FloatArray
+    ) -> AcceptanceState:
+        """Return the state with this evidence by draft, float64[D, K] each."""
+        after = replace(state, draft_accepted=accepted, draft_reached=reached)
+        after.draft_hazard = self._levels(after, range(self._drafts))
+        _set_hazards(after)
+        return after
+
+    def with_groups(self, state: AcceptanceState, groups: dict[int, FloatArray]) -> AcceptanceState:
+        """Return the state with these groups, counts [2, D, K] each, the least recent first."""
+        after, free = _with_room(replace(state, groups={}), len(groups))
+        after.groups = dict(zip(groups, free, strict=True))
+        for slot, counts in zip(free, groups.values(), strict=True):
+            after.counts[..., slot] = counts.transpose(0, 2, 1)
+        for _ in range(_NEWTON_STEPS):
+            _set_hazards(after)
+            after.deviation, _ = _posterior(after, slice(None))
+        _set_hazards(after)
+        return after
+
+    @staticmethod
+    def by_group(state: AcceptanceState) -> dict[int, FloatArray]:
+        """Return the counts [2, D, K] of the groups, as ``with_groups`` takes them."""
+        counts = state.counts.transpose(3, 0, 2, 1)
+        return {group: counts[slot] for group, slot in state.groups.items()}

@@ -1,127 +1,178 @@
-"""What the planner has learnt as plain data: for a file, and back from one into another process."""
+"""What the planner has learnt as plain data: for a file, and back into another process.
+
+What is known of a draft goes with its name: a planner takes up the drafts that it has, and begins
+afresh with those that are new to it.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .acceptance import MAX_VARIANCE, MIN_VARIANCE
-from .calibration import COUNTS as NODE_COUNTS
-from .calibration import Calibration
-from .correction import MAX_CORRECTION, MAX_SHAPE, OCTAVES, Shape
+from .acceptance import MAX_VARIANCE, MIN_VARIANCE, AcceptanceModel, AcceptanceState
+from .latency import MAX_CORRECTION, MAX_SHAPE, Correction
 from .plan import FloatArray
+from .trim import Calibration
 
-if TYPE_CHECKING:
-    from .acceptance import AcceptanceModel, AcceptanceState
-    from .planner_state import PlannerState
-
-SCHEMA = 6
-_ARRAYS = ("draft_accepted", "draft_reached")
-_SHAPE = ("log_factor", "seen")
-_SIGNED = ("shape_log_factor",)
+SCHEMA = 7
+_FACTORS = (1 / MAX_CORRECTION, MAX_CORRECTION)
+_RANGES = {
+    "factor": _FACTORS,
+    "overhead_factor": _FACTORS,
+    "log_factor": (-MAX_SHAPE, MAX_SHAPE),
+    "variance": (MIN_VARIANCE, MAX_VARIANCE),
+}
+_SLACK = 1e-6  # by which sums of counts may be off
 
 
 class LearnedError(ValueError):
     """Learnt data that cannot be used; the message names the field and the value."""
 
 
-def saved(state: PlannerState, now: float) -> dict[str, Any]:
-    """Return what outlasts the requests of a state, JSON-able; empty before the first step.
+class Learnt(NamedTuple):
+    """What outlasts the requests of a planner's state, under the names that it has there."""
 
-    Evidence by draft, how requests and their groups deviate from it, and the correction of times. ``age_s`` is how long ago the evidence
-    was aged: clocks of two processes have nothing in common.
+    acceptance: AcceptanceState
+    calibration: Calibration
+    correction: Correction
+
+
+def saved(learnt: Learnt, drafts: Sequence[str], now: float) -> dict[str, Any]:
+    """Return what was learnt as JSON-able data; empty before the first step.
+
+    ``age_s`` is how long ago the evidence was aged: clocks of two processes have nothing in common.
+    Groups of requests have keys that mean the same in every process; the last used come last.
     """
-    acceptance = state.acceptance
+    acceptance = learnt.acceptance
     if acceptance.now == -math.inf:
         return {}
-    return {
-        "schema": SCHEMA,
-        "age_s": max(0.0, now - acceptance.now),
-        **{name: getattr(acceptance, name).tolist() for name in _ARRAYS},
-        "variance": acceptance.variance.tolist(),
-        "requests": acceptance.requests,
-        "groups": _saved_groups(acceptance),
-        "correction": state.correction.tolist(),
-        **{f"calibration_{name}": getattr(state.calibration, name).tolist() for name in NODE_COUNTS},
-        **{f"shape_{name}": getattr(state.target_shape, name).tolist() for name in _SHAPE},
-    }
+    groups = [
+        {"group": group, "drafts": _by_name(drafts, _counts(counts))}
+        for group, counts in AcceptanceModel.by_group(acceptance).items()
+    ]
+    age_s = max(0.0, now - acceptance.now)
+    return {"schema": SCHEMA, **_plain(learnt, drafts), "age_s": age_s, "groups": groups}
 
 
-def restored(data: Mapping[str, Any], start: PlannerState, model: AcceptanceModel, now: float, idle_s: float) -> PlannerState:
-    """Return ``start`` with the data in it, ``idle_s`` after they were saved. Raises LearnedError for data that do not fit."""
-    if data.get("schema") != SCHEMA:
-        raise LearnedError(f"schema must be {SCHEMA}, got {data.get('schema')!r}")
-    arrays = {name: _array(data, name, getattr(start.acceptance, name).shape) for name in _ARRAYS}
-    correction = _array(data, "correction", start.correction.shape)
-    log_factor, seen = (_array(data, f"shape_{name}", (OCTAVES,)) for name in _SHAPE)
-    _check("draft_accepted", arrays["draft_accepted"], arrays["draft_accepted"] <= arrays["draft_reached"] + 1e-6)
-    variance = _array(data, "variance", start.acceptance.variance.shape)
-    _check("variance", variance, (variance >= MIN_VARIANCE) & (variance <= MAX_VARIANCE))
-    requests = float(_array(data, "requests", ()))
-    groups = _groups(data.get("groups"), arrays["draft_reached"].shape, model.most_groups)
-    calibration = _calibration(data, start.calibration)
-    _check("correction", correction, (correction >= 1 / MAX_CORRECTION) & (correction <= MAX_CORRECTION))
-    _check("shape_log_factor", log_factor, abs(log_factor) <= MAX_SHAPE)
-    age_s = float(_array(data, "age_s", ())) + max(0.0, idle_s)
-    acceptance = model.with_drafts(start.acceptance, arrays["draft_accepted"], arrays["draft_reached"])
-    acceptance = replace(acceptance, variance=variance, requests=requests, now=now - age_s)
-    acceptance = model.with_groups(acceptance, groups)
-    shape = Shape(log_factor, seen, log_factor)
-    return replace(start, acceptance=model.aged(acceptance, now), correction=correction, calibration=calibration, target_shape=shape)
-
-
-def _calibration(data: Mapping[str, Any], start: Calibration) -> Calibration:
-    """Return the calibration of these counts; claims within their bins, and no more held than seen."""
-    names = [f"calibration_{name}" for name in NODE_COUNTS]
-    counts = [_array(data, name, start.nodes.shape) for name in names]
-    nodes, claimed, held = counts
-    low, high = Calibration.claims(nodes)
-    _check(names[1], claimed, (claimed >= low - 1e-6) & (claimed <= high + 1e-6))
-    _check(names[2], held, held <= nodes + 1e-6)
-    return Calibration.of(*counts)
-
-
-def _saved_groups(acceptance: AcceptanceState) -> list[dict[str, Any]]:
-    """Return groups as plain data, the least recently used first: their keys mean the same in every process."""
-    counts = {group: acceptance.counts[:, slot].tolist() for group, slot in acceptance.groups.items()}
-    return [{"group": group, "accepted": a, "reached": r} for group, (a, r) in counts.items()]
-
-
-def _groups(data: Any, shape: tuple[int, ...], most: int) -> dict[int, FloatArray]:
-    """Return the counts of groups, two of this shape each; of more than ``most`` the last used.
+def restored(
+    data: Mapping[str, Any],
+    start: Learnt,
+    drafts: Sequence[str],
+    model: AcceptanceModel,
+    now: float,
+    idle_s: float,
+) -> Learnt:
+    """Return ``start``, of these drafts, with what was saved ``idle_s`` ago.
 
     Raises LearnedError for data that do not fit.
     """
-    if not isinstance(data, list):
-        raise LearnedError(f"groups must be a list, got {data!r}")
-    known = {}
-    for entry in data[max(len(data) - most, 0) :]:
-        if not isinstance(entry, Mapping) or type(entry.get("group")) is not int or not -(1 << 63) <= entry["group"] < 1 << 63:
+    if data.get("schema") != SCHEMA:
+        raise LearnedError(f"schema must be {SCHEMA}, got {data.get('schema')!r}")
+    known, entries = _fitted(data, _plain(start, drafts)), data.get("groups")
+    if not isinstance(entries, list):
+        raise LearnedError(f"groups must be a list, got {entries!r}")
+    groups, none = {}, _by_name(drafts, _counts(np.zeros((2, *start.acceptance.draft_reached.shape))))
+    for entry in entries[max(len(entries) - model.most_groups, 0) :]:
+        group = entry.get("group") if isinstance(entry, Mapping) else None
+        if type(group) is not int or not -(1 << 63) <= group < 1 << 63:
             raise LearnedError(f"groups must have integers of 64 bits as 'group', got {entry!r}")
-        counts = accepted, reached = [_array(entry, name, shape) for name in ("accepted", "reached")]
-        _check("accepted", accepted, accepted <= reached + 1e-6)
-        known[entry["group"]] = np.array(counts)
-    return known
+        counts = _stacked(_fitted(entry, {"drafts": none}, f"groups.{group}.")["drafts"])
+        groups[group] = np.array([counts["accepted"], counts["reached"]])
+    target, of = known["target"], _stacked(known["drafts"])
+    acceptance = model.with_drafts(start.acceptance, of["accepted"], of["reached"])
+    then = now - float(known["age_s"]) - max(0.0, idle_s)
+    requests = float(known["requests"])
+    acceptance = replace(acceptance, variance=of["variance"], requests=requests, now=then)
+    return Learnt(
+        model.aged(model.with_groups(acceptance, groups), now),
+        Calibration.of(of["nodes"], of["claimed"], of["held"]),
+        Correction(
+            np.array([target["factor"], target["overhead_factor"], *of["factor"]]),
+            *(target["log_factor"], target["seen"], target["log_factor"]),
+        ),
+    )
 
 
-def _array(data: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> FloatArray:
-    """Return a field as an array; all but logarithms are counts, times and factors, hence never negative."""
+def _plain(learnt: Learnt, drafts: Sequence[str]) -> dict[str, Any]:
+    """Return what was learnt but for groups; its age is left to who knows the time."""
+    acceptance, calibration, correction = learnt
+    target_factor, overhead_factor, *factors = correction.factor.tolist()
+    columns = {
+        "factor": np.array(factors),
+        "variance": acceptance.variance,
+        "accepted": acceptance.draft_accepted,
+        "reached": acceptance.draft_reached,
+        **{name: getattr(calibration, name) for name in ("nodes", "claimed", "held")},
+    }
+    return {
+        "age_s": 0.0,
+        "requests": acceptance.requests,
+        "target": {
+            "factor": target_factor,
+            "overhead_factor": overhead_factor,
+            "log_factor": correction.log_factor.tolist(),
+            "seen": correction.seen.tolist(),
+        },
+        "drafts": _by_name(drafts, columns),
+    }
+
+
+def _counts(both: FloatArray) -> dict[str, FloatArray]:
+    return {"accepted": both[0], "reached": both[1]}
+
+
+def _by_name(drafts: Sequence[str], columns: Mapping[str, FloatArray]) -> dict[str, Any]:
+    names = enumerate(drafts)
+    return {draft: {name: c[d].tolist() for name, c in columns.items()} for d, draft in names}
+
+
+def _stacked(drafts: Mapping[str, Mapping[str, FloatArray]]) -> dict[str, FloatArray]:
+    """Return the inverse of ``_by_name``."""
+    entries = list(drafts.values())
+    return {name: np.array([entry[name] for entry in entries]) for name in entries[0]}
+
+
+def _fitted(data: Any, form: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Return the fields of ``form`` as arrays of the shapes there; a new draft has the form's.
+
+    Raises LearnedError for a field that is missing, or a value that cannot be.
+    """
+    if not isinstance(data, Mapping):
+        raise LearnedError(f"{where[:-1]} must be an object, got {data!r}")
+    fitted: dict[str, Any] = {}
+    for name, part in form.items():
+        if name not in data and not where.endswith("drafts."):
+            raise LearnedError(f"{where}{name} is missing")
+        value, path = data.get(name, part), f"{where}{name}"
+        inner = isinstance(part, Mapping)
+        fitted[name] = _fitted(value, part, f"{path}.") if inner else _numbers(value, part, path)
+    for name, whole in (("accepted", "reached"), ("held", "nodes")):
+        if name in fitted:
+            _check(f"{where}{name}", fitted[name], 0.0, fitted[whole] + _SLACK)
+    if "claimed" in fitted:
+        least, most = Calibration.claims(fitted["nodes"])
+        _check(f"{where}claimed", fitted["claimed"], least - _SLACK, most + _SLACK)
+    return fitted
+
+
+def _numbers(value: Any, like: Any, path: str) -> FloatArray:
+    """Return a value as an array of the shape of another, in the range of the field's name."""
     try:
-        value = np.array(data[name], np.float64)
-    except KeyError:
-        raise LearnedError(f"{name} is missing") from None
-    except (TypeError, ValueError):
-        raise LearnedError(f"{name} must be numbers, got {data[name]!r}") from None
-    if value.shape != shape:
-        raise LearnedError(f"{name} must have the shape {shape}, got {value.shape}")
-    _check(name, value, np.isfinite(value) & ((value >= 0) | (name in _SIGNED)))
-    return value
+        numbers = np.array(value, np.float64)
+    except (TypeError, ValueError, OverflowError):
+        raise LearnedError(f"{path} must be numbers, got {value!r}") from None
+    if numbers.shape != np.shape(like):
+        raise LearnedError(f"{path} must have the shape {np.shape(like)}, got {numbers.shape}")
+    least, most = _RANGES.get(path.rpartition(".")[2], (0.0, sys.float_info.max))
+    _check(path, numbers, least, most)
+    return numbers
 
 
-def _check(name: str, value: Any, good: Any) -> None:
-    if not np.all(good):
-        raise LearnedError(f"{name} is out of range: {np.asarray(value).tolist()}")
+def _check(path: str, value: FloatArray, least: Any, most: Any) -> None:
+    if not np.all((value >= least) & (value <= most)):
+        raise LearnedError(f"{path} is out of range: {value.tolist()}")

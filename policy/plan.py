@@ -1,6 +1,8 @@
-"""What the policy sees, what it answers and what it is told afterwards: struct-of-arrays, one row per request.
+"""What a policy sees, what it answers, and what it is told afterwards; one row for each request.
 
-``n`` rows are the requests of the in-flight batch, ``d`` columns the drafts in the order of ``View.drafts``.
+``n`` are the rows of a view, the requests of the in-flight batch; ``d`` its drafts, columns in the
+order of ``View.drafts``. Nobody changes a record that was handed over: that they are not all frozen
+saves the microseconds that freezing takes.
 """
 
 from __future__ import annotations
@@ -19,24 +21,35 @@ BoolArray = npt.NDArray[np.bool_]
 
 NO_DRAFT = -1
 
-_PER_ROW = ("request", "context", "remaining", "ceiling", "catchup", "ready", "control", "group")  # of a view
+_ROWS_OF_VIEW = (
+    "request",
+    "context",
+    "remaining",
+    "ceiling",
+    "catchup",
+    "ready",
+    "control",
+    "group",
+)
 
 
 @dataclass(slots=True)
 class View:
-    """The in-flight batch before a step. Nobody changes a view or a plan; that they are not frozen saves up to 6 us to make one.
+    """The in-flight batch before a step.
 
-    ``request[n]`` stable ids; ``context[n]`` committed tokens; ``remaining[n]`` tokens the request may still emit (>= 1);
-    ``ceiling[n, d]`` the most tokens draft d may propose for request i in this step (0 = cannot, or was not asked: ``needs_offers``);
-    ``catchup[n, d]`` committed tokens that draft d has not seen yet;
-    ``ready[n]`` whether it is to be planned for (else it is in flight);
-    ``flying`` what was planned for the rows in flight, where they and the ready ones are in one in-flight batch (TensorRT-LLM's executor);
-    None where they share no pass with them (cohorts) or nothing is in flight. ``prefill_tokens`` prompt tokens processed in the same step;
-    ``prefilling`` requests admitted but still in prefill, those of this step's chunks included; ``queued`` requests waiting for admission.
+    ``request[n]`` ids; ``context[n]`` committed tokens; ``remaining[n]`` >= 1 tokens that the
+    request may still emit; ``ceiling[n, d]`` the most tokens that draft d may propose (0: none, or
+    it was not asked, see ``Policy.needs_offers``); ``catchup[n, d]`` committed tokens that draft d
+    has not seen; ``ready[n]`` whether the row is planned for, else it is in flight.
 
-    ``control[n]`` are the requests of a canary's other arm: where ``given`` is set, their choice is made there and not by the policy.
-    ``cap_s`` is the longest step (seconds) that may be planned, unless one without speculation takes longer anyway.
-    ``group[n]`` (None: none) names a source that requests share, -1 for none: requests of one source are expected to be alike.
+    ``prefill_tokens`` prompt tokens share the step, ``prefilling`` requests are in prefill,
+    ``queued`` wait for admission. ``group[n]`` names a source of requests that are expected to be
+    alike, -1 for none. ``cap_s`` is the longest step (seconds) to be planned, unless one without
+    speculation takes longer.
+
+    Two plans are made elsewhere: ``given`` for the rows ``control[n]`` (a canary's other arm);
+    ``flying`` for the rows in flight in one pass with the ready ones (TensorRT-LLM's executor;
+    None where rows in flight share no pass with them).
     """
 
     drafts: tuple[str, ...]
@@ -60,7 +73,7 @@ class View:
 
     @property
     def decoding(self) -> int:
-        """How many rows share the step: the ready ones and, in one in-flight batch with them, those in flight."""
+        """How many rows share the step: ready ones, and those in flight in one pass with them."""
         return len(self) if self.flying is not None else int(np.count_nonzero(self.ready))
 
     @property
@@ -70,65 +83,38 @@ class View:
 
     def of_rows(self, rows: IntArray) -> View:
         """Return the view of some of its rows."""
-        columns: dict[str, Any] = {name: _taken(getattr(self, name), rows) for name in _PER_ROW}
+        columns: dict[str, Any] = {
+            name: _taken(getattr(self, name), rows) for name in _ROWS_OF_VIEW
+        }
         for name in ("given", "flying"):
             plan = getattr(self, name)
             columns[name] = None if plan is None else plan.of_rows(rows)
         return replace(self, **columns)
 
     def beside(self, flying: View, choices: Plan) -> View:
-        """Return the view of these ready rows and, behind them, of those of another view that are in flight with these ``choices``."""
+        """Return the view of these rows and, behind them, of those in flight with ``choices``."""
         ready = np.arange(len(self) + len(flying)) < len(self)
-        pairs = {name: (getattr(self, name), getattr(flying, name)) for name in _PER_ROW}
-        columns: dict[str, Any] = {
-            name: None if one is None or other is None else np.concatenate([one, other]) for name, (one, other) in pairs.items()
-        }
-        draft, length = np.full(len(ready), NO_DRAFT), np.zeros(len(ready), np.int64)
-        draft[~ready], length[~ready] = choices.draft, choices.length
-        return replace(self, **columns | {"ready": ready, "flying": Plan(draft, length)})
-
-
-@dataclass(frozen=True, slots=True)
-class TurnShape:
-    """What a plan asks beyond a proposal for each row, of engines that declare that they can
-    (``policy.shapes``); None: not asked.
-
-    ``cohort[n]`` the cohort of a row (-1: not ready). ``piece_tokens`` the length of the pieces that
-    contexts are cut into.
-    """
-
-    cohort: IntArray | None = None
-    piece_tokens: int | None = None
-
-    def of_rows(self, rows: IntArray) -> TurnShape:
-        """Return the shape of some of its rows."""
-        return replace(self, cohort=_taken(self.cohort, rows))
-
-
-@dataclass(slots=True)
-class Drafted:
-    """What the drafts propose for the rows of a plan: a tree of nodes for each row, best first.
-
-    Of node q, ``row[q]`` (rising) is its row, ``draft[q]`` the column of the draft, ``confidence[q]``
-    in [0, 1] how likely the draft holds the whole path to it (it never rises within a row),
-    ``drawn[q]`` whether the row's tokens are sampled.
-    """
-
-    row: IntArray
-    draft: IntArray
-    confidence: FloatArray
-    drawn: BoolArray
+        columns: dict[str, Any] = {}
+        for name in _ROWS_OF_VIEW:
+            one, other = getattr(self, name), getattr(flying, name)
+            columns[name] = None if one is None or other is None else np.concatenate([one, other])
+        plan = Plan.nothing(len(ready))
+        plan.draft[~ready], plan.length[~ready] = choices.draft, choices.length
+        return replace(self, **columns | {"ready": ready, "flying": plan})
 
 
 @dataclass(slots=True)
 class Plan:
-    """One choice per row of the view: ``draft[n]`` (column, ``NO_DRAFT`` for none) and ``length[n]`` (k; 0 = no speculation).
+    """A choice for each row: ``draft[n]`` (column or ``NO_DRAFT``), ``length[n]`` tokens of it.
 
-    ``predicted_s`` is the predicted step time (seconds), ``predicted_tokens`` the expected emitted tokens, ``price`` the price of
-    time in tokens per second used; ``run[n]`` (None: as many as a turn may) what a row without a proposal runs freely in its turn;
-    ``notes`` holds figures for traces (gain, reasons), never needed to execute the plan;
-    ``shadow`` is what the planner would have done where something else is done. ``shape`` is None where every row has one chain;
-    ``notes["why_not"]`` says for each shape why it was not used.
+    ``predicted_s`` seconds of the step, ``predicted_tokens`` emitted in it, ``price`` of a second
+    in tokens that it was made at (0: none); ``notes`` are figures and reasons for traces;
+    ``shadow`` is what the policy would have done where something else is done.
+
+    Of engines that can: ``flight[n]`` numbers parts of the batch that go one behind the other, one
+    drafted for while another is verified (None: all go together; -1: not ready); contexts are cut
+    into pieces of ``piece_tokens`` (0: not cut); ``run[n]`` tokens that a row without a proposal
+    runs in its turn (None: as many as a turn may).
     """
 
     draft: IntArray
@@ -138,21 +124,25 @@ class Plan:
     price: float = 0.0
     notes: dict[str, Any] = field(default_factory=dict)
     shadow: Plan | None = None
-    shape: TurnShape | None = None
+    flight: IntArray | None = None
+    piece_tokens: int = 0
     run: IntArray | None = None
 
     @classmethod
-    def within(cls, view: View, draft: int | IntArray, length: int | IntArray) -> Plan:
-        """Return the plan of these choices, one for all rows or int64[n], as far as a row allows.
+    def nothing(cls, rows: int) -> Plan:
+        """Return the plan of no speculation."""
+        return cls(np.zeros(rows, np.int64) + NO_DRAFT, np.zeros(rows, np.int64))
 
-        A length is cut to the row's ceiling; a row that is not ready, or is left without a
-        token, gets no draft.
+    @classmethod
+    def within(cls, view: View, draft: int | IntArray, length: int | IntArray) -> Plan:
+        """Return the plan of these choices, one for all rows or int64[n], cut to the ceilings.
+
+        A row that is not ready, or is left without a token, gets no draft.
         """
-        rows = np.arange(len(view))
-        column: IntArray = np.broadcast_to(draft, len(view)).astype(np.int64)
         if not view.drafts:
-            return cls(np.full(len(view), NO_DRAFT), np.zeros(len(view), np.int64))
-        most = np.where(view.ready & (column >= 0), view.ceiling[rows, column], 0)
+            return cls.nothing(len(view))
+        column: IntArray = np.broadcast_to(draft, len(view)).astype(np.int64)
+        most = np.where(view.ready & (column >= 0), view.ceiling[np.arange(len(view)), column], 0)
         cut: IntArray = np.minimum(np.maximum(length, 0), most).astype(np.int64)
         return cls(np.where(cut > 0, column, NO_DRAFT), cut)
 
@@ -166,17 +156,33 @@ class Plan:
             predicted_s=share * self.predicted_s,
             predicted_tokens=share * self.predicted_tokens,
             shadow=None if self.shadow is None else self.shadow.of_rows(rows),
-            shape=None if self.shape is None else self.shape.of_rows(rows),
+            flight=_taken(self.flight, rows),
             run=_taken(self.run, rows),
         )
 
 
+@dataclass(slots=True)
+class Drafted:
+    """What the drafts propose for the rows of a plan: a tree of q nodes for each row, best first.
+
+    Of a node, ``row[q]`` (rising) is its row, ``draft[q]`` the column of the draft,
+    ``confidence[q]`` in [0, 1] how likely the draft holds the whole path to it (it never rises
+    within a row), ``drawn[q]`` whether the row's tokens are sampled.
+    """
+
+    row: IntArray
+    draft: IntArray
+    confidence: FloatArray
+    drawn: BoolArray
+
+
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What the times of a step on an asynchronous engine are of: not of its own rows, for answers come late and drafts are for others.
+    """What the times of a step on an asynchronous engine are of: not of the step's own rows.
 
-    ``tokens`` in all for ``rows`` with ``context_tokens`` were the batch of which ``parts_s["verify"]`` are so many ``iterations``, in one
-    turn (0: they were not timed). ``request``, ``draft``, ``length`` int64[m] say for whom it was drafted.
+    ``tokens`` in all for ``rows`` with ``context_tokens`` were the batch of which
+    ``parts_s["verify"]`` are so many ``iterations``, in one turn (0: they were not timed).
+    ``request``, ``draft``, ``length`` int64[m] say for whom it was drafted.
     """
 
     request: IntArray
@@ -190,23 +196,22 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one step did, row by row of its plan's executed turns, and what was learnt for free.
+    """What one step did, turn by turn, and what was learnt for free.
 
-    ``request, draft, length, accepted, emitted`` are int64[m]: ``length`` the longest path that the
-    row's draft proposed, ``accepted`` how many emitted tokens are a path of its whole tree,
-    ``scored`` to which position that is known (not behind an end of the text, nor behind a path
-    that was not verified to its end). ``verified[m]`` nodes were verified, of which
-    ``followed[m]`` were accepted (for metrics).
-    ``node_*`` are the proposed nodes of which it was bound to be known whether their path is what
-    the target drew, ``node_held`` bool[q]: behind the text or a node that was verified, for of
-    others only failures are seen; ``node_draft``, ``node_confidence``, ``node_drawn`` [q] as in
-    ``Drafted``.
-    ``free_*`` (int64[f]) are counterfactual observations: draft ``free_draft`` would have had ``free_accepted`` of its first
-    ``free_scored`` tokens accepted for ``free_request``. ``measured_s`` is the step's wall time; ``parts_s`` its parts by name
-    (``verify``, ``draft:<name>``, ``overhead``); of cohorts each part's busy time.
+    ``request, draft, length, accepted, emitted, scored, verified`` int64[m]: ``length`` is the
+    longest path that the draft proposed, ``accepted`` how many emitted tokens are a path of its
+    tree, ``scored`` to which position that is known (not behind an end of the text, nor behind a
+    path that was not verified to its end); ``verified`` nodes, of which ``followed`` were accepted.
 
-    ``shape`` is the plan's as executed, for these rows.
-    ``ran`` is what the times are of, where it is not these rows.
+    ``measured_s`` is the step's wall time, ``parts_s`` its parts by name (``verify``,
+    ``draft:<name>``, ``overhead``, which includes ``planning`` and the last step's ``learning``);
+    ``flight`` and ``piece_tokens`` are the plan's, as executed; ``ran`` is what the times are of,
+    where it is not these rows. Requests in ``finished`` are over.
+
+    ``free_*`` int64[f]: draft ``free_draft`` would have had ``free_accepted`` of its first
+    ``free_scored`` tokens accepted for ``free_request``. ``node_*`` [q] are the nodes of which it
+    was bound to be known whether the target drew their path (``node_held``): behind the text or
+    behind a verified node, for of others only failures are seen; else as in ``Drafted``.
     """
 
     request: IntArray
@@ -224,7 +229,8 @@ class Outcome:
     free_accepted: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     free_scored: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     finished: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    shape: TurnShape | None = None
+    flight: IntArray | None = None
+    piece_tokens: int = 0
     ran: Ran | None = None
     followed: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     node_draft: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -234,10 +240,10 @@ class Outcome:
 
 
 class Policy(Protocol):
-    """A planner: pure functions of (view, state, now, rng); the state is opaque to the caller and never mutated in place.
+    """Pure functions of (view, state, now, rng); the state is opaque and never changed in place.
 
-    A policy that inherits this needs ``plan`` alone; the rest here is right for one that learns
-    and predicts nothing.
+    A policy that inherits this needs ``plan`` alone: the rest here is right for one that learns and
+    predicts nothing. ``now`` is in seconds of any monotonic clock.
     """
 
     def start(self) -> Any:
@@ -245,48 +251,54 @@ class Policy(Protocol):
         return None
 
     @abstractmethod
-    def plan(self, view: View, state: Any, now: float, rng: np.random.Generator) -> tuple[Plan, Any]:
-        """Choose (draft, length) for every ready row; ``now`` in seconds of any monotonic clock."""
+    def plan(
+        self, view: View, state: Any, now: float, rng: np.random.Generator
+    ) -> tuple[Plan, Any]:
+        """Choose a draft and a length for every ready row."""
         ...
 
     def needs_offers(self, request: IntArray, state: Any) -> bool:
-        """Return whether the next plan, if it is for these requests (int64[n]), may depend on what drafts could propose.
+        """Return whether the next plan may depend on what drafts could propose.
 
-        Where it does not, the view's ``ceiling`` and ``catchup`` may be 0 for all but free drafts, whose proposals are evidence.
+        Where it does not, if it is for these requests int64[n], the view's ``ceiling`` and
+        ``catchup`` may be 0 for all but free drafts, whose proposals are evidence.
         """
         del request, state
         return True
 
     def trim(self, view: View, plan: Plan, drafted: Drafted, state: Any) -> IntArray:
-        """Return how many of each row's nodes are verified, int64[n], the best first; view and plan are of these rows.
+        """Return how many of each row's nodes are verified, int64[n], the best first.
 
-        Here as many as the plan has tokens for the row.
+        View and plan are of these rows. Here as many as the plan has tokens for the row.
         """
         del view, drafted, state
         return plan.length
 
     def observe(self, outcome: Outcome, state: Any, now: float) -> Any:
-        """Return the state after learning from a step; requests in ``outcome.finished`` are forgotten."""
+        """Return the state after learning from a step; finished requests are forgotten."""
         del outcome, now
         return state
 
     def stand_by(self, view: View, state: Any) -> Any:
-        """Return the state before a step that is planned by someone else: ``observe`` learns from it what does not depend on that."""
+        """Return the state before a step that someone else plans, and ``observe`` learns from."""
         del view
         return state
 
     def save(self, state: Any, now: float) -> dict[str, Any]:
-        """Return what of the state is worth keeping over a restart, JSON-able; empty for a policy that learns nothing."""
+        """Return what is worth keeping over a restart, JSON-able; empty: nothing."""
         del state, now
         return {}
 
     def load(self, data: dict[str, Any], now: float, idle_s: float) -> Any:
-        """Return the state of what was saved ``idle_s`` ago. Raises ValueError, naming field and value, for data that do not fit."""
+        """Return the state of what was saved ``idle_s`` ago.
+
+        Raises ValueError, naming field and value, for data that do not fit.
+        """
         del data, now, idle_s
         return self.start()
 
     def drift(self, state: Any) -> dict[str, float]:
-        """Return measured over predicted time by part of the step, for metrics; empty for a policy that predicts nothing."""
+        """Return measured over predicted time by part of the step; empty: nothing is predicted."""
         del state
         return {}
 

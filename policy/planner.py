@@ -1,300 +1,538 @@
-"""The adaptive planner: from what was learnt and a price of time one joint choice per step, and a budget to explore."""
+"""The adaptive planner: before every step one joint choice of drafts and lengths, by what was
+learnt of acceptance and of times; after it, what the step taught.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, NamedTuple
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 
-from .acceptance import AcceptanceState, Expected
-from .free_runs import free_run_tokens
-from .goodput import Choice, Score, StepProblem, no_speculation
-from .keeping import Kept, OfMany, kept
-from .latency import OVERHEAD, VERIFY, LatencyModel
-from .learner import Learner
-from .plan import BoolArray, Drafted, FloatArray, IntArray, Plan, View
-from .planner_state import PlannerConfig, PlannerState
-from .probing import PROBE_FLOOR, affordable
-from .problem import NOTHING_GIVEN, Bounds, Given, chains_s, extra_prefill_s, step_problem
-from .promise import promised_gain
-from .search import Priced, best
-from .selection import THOMPSON, Draws, Explorer
-from .shapes import CHAINS_ONLY
-from .trim import trimmed
+from .acceptance import AcceptanceConfig, AcceptanceModel, AcceptanceState, Expected
+from .exploration import TRIAL_TOKENS, Hope, trial
+from .latency import OVERHEAD, Correction, LatencyModel, Predicted, Times
+from .learned import Learnt, restored, saved
+from .plan import NO_DRAFT, BoolArray, Drafted, FloatArray, IntArray, Outcome, Plan, Policy, View
+from .problem import (
+    NOTHING_GIVEN,
+    Choice,
+    Given,
+    Score,
+    StepProblem,
+    extra_prefill_s,
+    predicted_parts,
+    step_problem,
+)
+from .search import FEW_ROWS, Priced, best
+from .trim import Calibration, trimmed
 
-_LOOK_STEPS = 4  # at most, from one look for a probe that found none to be had to the next: looking takes time too
-_NONE_ACCEPTED = np.zeros((1, 0))  # of a plan that does not speculate
-
-
-class Found(NamedTuple):
-    """A choice with its score and the rows that probe in it; what may still be spent on probes, and the steps until the next look."""
-
-    choice: Choice
-    result: Score
-    probes: int
-    credit_s: float
-    look: int
+_MANY = 4  # rows of which no single one makes the whole batch gain or lose much
+_FEW_STEPS, _MANY_STEPS = 16, 32  # that a choice is kept at most
+_WARM_PLANS = 8  # that begin with the plan before them, until one is searched for from nothing
+_LOOK_STEPS = 4  # from one look for a trial to the next: looking takes time too
+_SURE_TOKENS = 20.0  # of a plan, for which each is taken to bring one node
+_MEMORY_TOKENS = 2000.0  # of plans, of which it is known how many nodes they brought
+_TIMED_STEPS = 4  # of steps with a kept choice, which are alike, one in so many is timed
 
 
-class AdaptivePlanner(Learner):
-    """Chooses (draft, length) for every ready row by the priced goodput of the whole batch; implements ``policy.plan.Policy``.
-
-    What it learns, and how, is the ``Learner``'s. Its methods return new states and leave the given one alone.
+class Execution(Protocol):
+    """How an engine executes a plan, where that is more than all rows side by side in one pass:
+    ``policy.pipelining``, ``policy.decomposition``. ``memory`` is its own, and is not changed.
     """
 
-    keeps_chains = True
+    def start(self) -> Any:
+        """Return its memory before the first step."""
 
-    def __init__(self, drafts: tuple[str, ...], latency: LatencyModel, config: PlannerConfig | None = None) -> None:
+    def prepare(self, problem: StepProblem, view: View, times: Times) -> None:
+        """Put into the problem's seconds, in place, what does not depend on what is chosen."""
+
+    def execute(self, plan: Plan, view: View, times: Times, memory: Any) -> tuple[Plan, Any]:
+        """Return the plan with how it is executed, and the memory."""
+
+    def predicted(self, times: Times, outcome: Outcome, view: View) -> Predicted:
+        """Return the seconds that a step should have taken as it was executed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerConfig:
+    """Constants of the planner; raises ValueError naming the one that is out of range.
+
+    ``k_max`` tokens are speculated at most. ``explore_share`` of the time goes into trials, which
+    hope for ``optimism`` standard deviations. A catch-up is spread over at most
+    ``switch_horizon_steps``. ``margin`` is the gain in goodput that speculation must promise: the
+    best of many estimates is flattered, and a loss weighs more than a gain missed. Planning and
+    learning may take ``planning_share`` of the time; where they take more, choices are kept.
+    ``waiting_price``: the price of time counts those who wait for the step without a row in it
+    (else plain V/T). ``catchup_scored``: engines report how a draft that catches up would have
+    guessed what it reads.
+    """
+
+    k_max: int = 8
+    explore_share: float = 0.005
+    optimism: float = 1.5
+    switch_horizon_steps: float = 16.0
+    margin: float = 0.03
+    planning_share: float = 0.01
+    waiting_price: bool = True
+    catchup_scored: bool = False
+    acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.explore_share < 1:
+            raise ValueError(f"explore_share must be in [0, 1), got {self.explore_share}")
+        for name, least in (("k_max", 0), ("margin", 0)):
+            if not getattr(self, name) >= least:
+                raise ValueError(f"{name} must be >= {least}, got {getattr(self, name)}")
+        for name in ("optimism", "switch_horizon_steps", "planning_share"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Plans that are kept while planning would take more than its share of the time.
+
+    Of a few requests one for each set of drafts that had something to propose: a match that lookup
+    has just found may be half of a step's tokens. Many requests have one, whatever is found and
+    whoever comes and goes, while they are more than half and less than twice the ``rows`` that it
+    was made for: a newcomer takes the usual choice. ``request`` are theirs, as bytes;
+    ``prefill_s`` of what the plans predict was the time of prefill.
+    """
+
+    request: bytes
+    rows: int
+    plans: Mapping[bytes, Plan]
+    prefill_s: float = 0.0
+
+    @staticmethod
+    def key(view: View) -> bytes:
+        """Return which of the plans is for a view."""
+        return (view.ceiling > 0).tobytes() if len(view) < _MANY else b""
+
+    def plan(self, view: View) -> Plan | None:
+        """Return the plan for a view, cut to its ceilings, None where one is to be made."""
+        request, n = view.request.tobytes(), len(view)
+        if view.given is not None or view.flying is not None or not view.ready.all():
+            return None
+        if (plan := self.plans.get(self.key(view))) is None:
+            return None
+        speculates = plan.length.any()
+        if speculates and (view.cap_s < math.inf or (view.prefill_tokens and n < _MANY)):
+            return None
+        if request != self.request:
+            if not self.lasts(n):
+                return None
+            plan = self._handed_on(plan, view)
+        again = replace(plan, notes={"kept": True}, predicted_s=plan.predicted_s - self.prefill_s)
+        if speculates:
+            ceiling = view.ceiling.ravel().take(np.arange(n) * len(view.drafts) + plan.draft)
+            again.length = np.minimum(plan.length, np.minimum(ceiling, view.remaining - 1))
+            again.draft = np.where(again.length > 0, plan.draft, NO_DRAFT)
+        return again
+
+    def lasts(self, rows: int) -> bool:
+        """Return whether it holds for so many rows, others among them."""
+        return max(_MANY - 1, self.rows // 2) < rows < 2 * self.rows
+
+    def _handed_on(self, plan: Plan, view: View) -> Plan:
+        place = {r: row for row, r in enumerate(np.frombuffer(self.request, np.int64).tolist())}
+        choices = list(zip(plan.draft.tolist(), plan.length.tolist(), strict=True))
+        usual = choices.index(max(choices, key=lambda choice: (choices.count(choice), choice)))
+        return plan.of_rows(np.array([place.get(r, usual) for r in view.request.tolist()]))
+
+
+@dataclass(slots=True, eq=False)
+class PlannerState:
+    """What the planner remembers from step to step.
+
+    ``nodes`` float64[2, drafts]: how many nodes were verified and how many tokens planned (fading);
+    ``brought`` float64[drafts] how many nodes more than one a token of a plan brings, by these.
+    ``view`` is the last one planned for, ``planned`` whether its plan was made anew; ``goodput`` of
+    the batch then, in tokens per second without prefill (0: unknown). ``credit_s`` is saved for
+    trials, ``look_s`` of it make the next look worth while. ``debt_s`` is what planning and
+    learning took beyond their share; while there is any, plans are ``kept``, and their steps
+    ``unlearnt`` until a plan is due. ``last`` is the last choice, by its
+    requests' sorted ids; ``warm`` plans began with the one before them.
+    ``memory`` is the execution's.
+    """
+
+    acceptance: AcceptanceState
+    correction: Correction
+    calibration: Calibration
+    nodes: FloatArray
+    brought: FloatArray
+    memory: Any = None
+    view: View | None = None
+    planned: bool = False
+    goodput: float = 0.0
+    credit_s: float = 0.0
+    look_s: float = 0.0
+    debt_s: float = 0.0
+    kept: Kept | None = None
+    last: tuple[bytes, Choice] | None = None
+    warm: int = 0
+    unlearnt: tuple[Outcome, ...] = ()
+
+
+class AdaptivePlanner(Policy):
+    """Chooses for all ready rows by the priced goodput of the whole batch (``policy.plan.Policy``).
+
+    All figures come from the outcomes and from ``latency``, which has one curve for each of the
+    ``drafts``, in order: no clock, no files. ``execution`` tells what the engine does beyond one
+    pass for all rows (None: nothing); ``estimator`` replaces how acceptance is learnt.
+    """
+
+    def __init__(
+        self,
+        drafts: tuple[str, ...],
+        latency: LatencyModel,
+        config: PlannerConfig | None = None,
+        execution: Execution | None = None,
+        estimator: AcceptanceModel | None = None,
+    ) -> None:
         """Raise ValueError if ``latency`` does not have as many drafts as there are names."""
-        super().__init__(drafts, latency, config)
-        self._explorer = Explorer(self.config.selection, self.config.optimism, self.config.catchup_scored)
-        self._bounds = Bounds(self.config.k_max, self.config.switch_horizon_steps)
+        if len(latency.drafts) != len(drafts):
+            names = f"one curve for each of the drafts {drafts}"
+            raise ValueError(f"latency must have {names}, got {len(latency.drafts)}")
+        self.drafts, self.latency, self.execution = tuple(drafts), latency, execution
+        self.config = config or PlannerConfig()
+        size = len(drafts), self.config.k_max
+        self.estimator = estimator or AcceptanceModel(*size, self.config.acceptance)
+        self._parts = ("verify", "overhead", *(f"draft:{name}" for name in drafts))
 
-    def plan(self, view: View, state: PlannerState, now: float, rng: np.random.Generator) -> tuple[Plan, PlannerState]:
+    def start(self) -> PlannerState:
+        """Return the state before the first step."""
+        drafts = len(self.drafts)
+        return PlannerState(
+            acceptance=self.estimator.start(),
+            correction=Correction.start(drafts),
+            calibration=Calibration.none(drafts),
+            nodes=np.zeros((2, drafts)),
+            brought=np.zeros(drafts),
+            memory=self.execution.start() if self.execution else None,
+        )
+
+    # -- before a step
+
+    def plan(
+        self, view: View, state: PlannerState, now: float, rng: np.random.Generator
+    ) -> tuple[Plan, PlannerState]:
         """Choose for the ready rows, whatever their order; the others get no draft.
 
         Raises ValueError for a view with other drafts than the planner's.
         """
+        del rng
         if view.drafts != self.drafts:
             raise ValueError(f"view.drafts must be {self.drafts}, got {view.drafts}")
-        if state.kept and (again := state.kept.next_step(view)):
-            return self._promised(*self._again(*again, view, state), state)
-        if self.config.selection == THOMPSON:
-            draws = (state.draws or Draws()).next_step(view.request[ready_rows(view)].tolist(), len(self.drafts), rng)
-            state = replace(state, draws=draws)
-        acceptance = self.admitted(view, state, now)
-        return self._promised(*self._plan_rows(view, state, acceptance), state)
+        kept = state.kept.plan(view) if state.kept is not None and state.debt_s > 0 else None
+        plan, after = (
+            self._anew(view, state, now) if kept is None else self._again(kept, view, state)
+        )
+        if self.execution is not None:
+            times = self.times(state, view.decoding)
+            plan, after.memory = self.execution.execute(plan, view, times, state.memory)
+        return plan, after
+
+    def _again(self, plan: Plan, view: View, state: PlannerState) -> tuple[Plan, PlannerState]:
+        """Return a kept plan for a view, and the state: who has come is known from now on."""
+        if view.prefill_tokens:
+            plan.predicted_s += extra_prefill_s(self.times(state, len(view)), view, len(view))
+        credit_s = state.credit_s + self.config.explore_share * plan.predicted_s
+        acceptance = self._admitted(state.acceptance, view)
+        return plan, replace(
+            state, acceptance=acceptance, view=view, planned=False, credit_s=credit_s
+        )
+
+    def _anew(self, view: View, state: PlannerState, now: float) -> tuple[Plan, PlannerState]:
+        """Return a new plan: what the step can be, the best of it at the price of time, a trial."""
+        config, decoding = self.config, view.decoding
+        after = self.admitted(view, state, now)
+        after.view, after.planned = view, True
+        times = self.times(state, decoding)
+        problem, rows, expected, given = self.problem(view, after, times)
+        prefill_s = extra_prefill_s(times, view, len(rows) + len(given.rows) + given.tokens)
+        waiting = 1 + (view.prefilling + len(view) - decoding) / max(decoding, 1)
+        request = view.request.take(rows).tobytes()
+        start = self._start(problem, request, state)
+        after.warm = 0 if start is None else state.warm + 1
+        priced = best(
+            problem,
+            known=state.goodput,
+            waiting=waiting if config.waiting_price else 1.0,
+            prefill_s=prefill_s if config.waiting_price else 0.0,
+            least_gain=1 + view.share * config.margin,
+            start=start,
+        )
+        plan = _whole(view, rows, priced.choice, priced.result, priced.price)
+        plan.notes["credit_s"] = state.credit_s
+        if problem.base_value:
+            plain_s = problem.plain_s - prefill_s
+            plan.notes["gain"] = priced.goodput * plain_s / problem.base_value
+        after.last = request, priced.choice
+        after.goodput, after.kept = priced.goodput, self._kept(plan, prefill_s, view, state)
+        after.credit_s += view.share * config.explore_share * plan.predicted_s
+        if config.explore_share and after.credit_s >= after.look_s and problem.gain.size:
+            plan = self._explored(plan, problem, priced, rows, expected, after)
+        return plan, after
+
+    @staticmethod
+    def _start(problem: StepProblem, request: bytes, state: PlannerState) -> Choice | None:
+        """Return the last choice for the same few requests, None where the next is due to be
+        searched for from nothing.
+        """
+        few, last = 1 < problem.rows <= FEW_ROWS, state.last
+        if last is None or not few or state.warm >= _WARM_PLANS or last[0] != request:
+            return None
+        draft, length = last[1]
+        if not length.any():
+            return None  # no single row may be worth a draft's forwards that several are
+        length = np.minimum(length, problem.ceiling[draft, np.arange(problem.rows)])
+        return Choice(np.where(length > 0, draft, NO_DRAFT), length)
+
+    def _explored(
+        self,
+        plan: Plan,
+        problem: StepProblem,
+        priced: Priced,
+        rows: IntArray,
+        expected: Expected,
+        after: PlannerState,
+    ) -> Plan:
+        """Return the plan with a trial in it, where one is afforded; ``after`` has paid for it, in
+        place, and knows when the next look is worth while.
+        """
+        assert after.view is not None
+        view, step_s = after.view, plan.predicted_s
+        hope = self._hope(after.acceptance, view, rows, expected)
+        found = trial(problem, hope, *priced[:3], after.credit_s)
+        earned_s = _LOOK_STEPS * self.config.explore_share * step_s
+        if found is None or not found.rows:
+            most_s = step_s if found is None else max(found.cost_s, step_s)
+            after.credit_s = min(after.credit_s, most_s)
+            after.look_s = after.credit_s + earned_s
+            return plan
+        after.credit_s -= found.cost_s
+        after.look_s = after.credit_s + earned_s
+        tried = _whole(view, rows, found.choice, found.result, plan.price)
+        tried.notes = plan.notes | {"trial": found.rows}
+        return tried
+
+    def problem(
+        self, view: View, state: PlannerState, times: Times | None = None
+    ) -> tuple[StepProblem, IntArray, Expected, Given]:
+        """Return the choice that the planner has in a view, its rows of the view, what is expected
+        of them, and what is given beside. Every request has been admitted.
+
+        Rows are by request: the batch's order makes no difference, not even among rows alike.
+        """
+        rows: IntArray = view.request.argsort()
+        if view.flying is None:
+            rows = rows.compress(view.ready.take(rows))
+        given = NOTHING_GIVEN
+        if view.given is not None or view.flying is not None:
+            choices, theirs = _given_choices(view)
+            others, rows = rows[theirs[rows]], rows[~theirs[rows]]
+            hazard = self.estimator.expected(state.acceptance, view.request[others].tolist()).hazard
+            choice = Choice(choices.draft[others], choices.length[others])
+            given = Given.of(others, choice, hazard)
+        expected = self.estimator.expected(state.acceptance, view.request.take(rows).tolist())
+        times = times or self.times(state, view.decoding)
+        limits = self.config.k_max, self.config.switch_horizon_steps
+        problem = step_problem(times, view, rows, expected.hazard, given, *limits)
+        if self.execution is not None:
+            self.execution.prepare(problem, view, times)
+        return problem, rows, expected, given
+
+    def admitted(self, view: View, state: PlannerState, now: float) -> PlannerState:
+        """Return the state at a time, with a place for the requests of a view."""
+        after = self._learnt(state, now)
+        after.acceptance = self._admitted(after.acceptance, view)
+        return after
+
+    def times(self, state: PlannerState, rows: int) -> Times:
+        """Return the corrected seconds of a step, drafting charged for the nodes that it brings.
+
+        A plan counts a proposed token as one node; how many the trim verifies for it is learnt by
+        draft. A node's seconds are the mean of the next four of each of the rows.
+        """
+        times = state.correction.times(self.latency)
+        node_s = (times.verify_at(5 * rows) - times.verify_at(rows)) / max(4 * rows, 1)
+        times.draft_row_s = np.maximum(times.draft_row_s + node_s * state.brought, 0.0)
+        return times
 
     def needs_offers(self, request: IntArray, state: PlannerState) -> bool:
         """Return False where a plan without speculation is kept for these requests."""
-        return not (isinstance(state.kept, OfMany) and state.kept.rests_for(request))
+        if state.debt_s <= 0 or state.kept is None or not state.kept.lasts(len(request)):
+            return True
+        plan = state.kept.plans.get(b"")
+        return plan is None or bool(plan.length.any())
 
     def trim(self, view: View, plan: Plan, drafted: Drafted, state: PlannerState) -> IntArray:
         """Verify the nodes that are worth their time at the plan's price (``policy.trim``)."""
-        latency, whole = self.corrected(state), state.view or view
-        aloft = 0 if whole.flying is None else _aloft(whole, whole.flying)
-        return trimmed(latency, state.correction, state.calibration, view, plan, drafted, aloft)
+        times, whole, aloft = state.correction.times(self.latency), state.view or view, 0
+        if whole.flying is not None:
+            aloft = int(np.count_nonzero(~whole.ready) + whole.flying.length[~whole.ready].sum())
+        return trimmed(times, state.calibration, view, plan, drafted, aloft)
 
-    @staticmethod
-    def _promised(plan: Plan, after: PlannerState, before: PlannerState) -> tuple[Plan, PlannerState]:
-        """Note what a plan promises."""
-        after.promise = before.promise.of(plan)
-        return plan, after
+    def _admitted(self, acceptance: AcceptanceState, view: View) -> AcceptanceState:
+        """Return the estimator's state with a place for all who share the step."""
+        if view.decoding == len(view):
+            group = None if view.group is None else view.group.tolist()
+            return self.estimator.admit(acceptance, view.request.tolist(), group)
+        group = None if view.group is None else view.group[view.ready].tolist()
+        return self.estimator.admit(acceptance, view.request[view.ready].tolist(), group)
 
-    def _again(self, plan: Plan, kept: Kept, view: View, state: PlannerState) -> tuple[Plan, PlannerState]:
-        """Return a kept plan for a view and the state after it: who has come is known from the first step on."""
-        acceptance, credit_s = state.acceptance, state.credit_s + self.config.explore_share * plan.predicted_s
-        if state.kept is None or kept.requests != state.kept.requests:
-            acceptance = self._acceptance.admit(acceptance, view.request.tolist(), None if view.group is None else view.group.tolist())
-        if isinstance(kept, OfMany) and plan.length.any() and (plan.length is not kept.plan.length or len(view) != kept.rows):
-            plan = self._judged_anew(plan, view, state)
-        if view.prefill_tokens:
-            plan = replace(plan, predicted_s=plan.predicted_s + self._prefill_s(view, state, len(view)))
-        after = replace(state, acceptance=acceptance, view=view, credit_s=credit_s, kept=kept, planned=False, behind=state.planned)
-        return plan, after
+    def _kept(self, plan: Plan, prefill_s: float, view: View, state: PlannerState) -> Kept | None:
+        """Return what is kept of a plan."""
+        rests = len(view) >= _MANY and not plan.length.any()
+        if not rests and (self.execution is not None or view.prefill_tokens):
+            return None  # beside a prompt, tokens cost little
+        before, request, plans = state.kept, view.request.tobytes(), {Kept.key(view): plan}
+        if before is not None and before.request == request and state.debt_s > 0:
+            plans = {**before.plans, **plans}
+        return Kept(request, len(view), plans, prefill_s)
 
-    def _judged_anew(self, plan: Plan, view: View, state: PlannerState) -> Plan:
-        """Return a kept plan, of which some is not to be had or for other rows, as predicted now; without speculation if that pays more."""
-        latency, nothing = self.charged(state, len(view)), no_speculation(len(view))
-        step_s = chains_s(latency, state.correction, view, Choice(plan.draft, plan.length))
-        plain_s = chains_s(latency, state.correction, view, nothing)
-        if plan.predicted_tokens * plain_s < promised_gain(1.0, self.config.margin, state.promise.kept) * len(view) * step_s:
-            return replace(plan, draft=nothing.draft, length=nothing.length, predicted_s=plain_s, predicted_tokens=float(len(view)))
-        return replace(plan, predicted_s=step_s)
+    def _hope(
+        self, acceptance: AcceptanceState, view: View, rows: IntArray, expected: Expected
+    ) -> Hope:
+        """Return what optimism expects of the rows.
 
-    def problem(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[StepProblem, IntArray, Expected, Given]:
-        """Return the choice that the planner has in a view, its rows of the view, what is expected of them, and what is given beside."""
-        rows = ready_rows(view) if view.flying is None else view.request.argsort()
-        expected = self._acceptance.expected(acceptance, view.request[rows].tolist())
-        given, own = _split(view, rows, expected.hazard)
-        if own is not None:
-            rows, expected = rows[own], expected.rows(own)
-        latency, correction = self.charged(state, view.decoding), state.correction
-        problem = step_problem(
-            latency,
-            correction,
-            view,
-            rows,
-            expected.hazard,
-            given,
-            self._bounds,
-        )
-        return problem, rows, expected, given
+        A draft that catches up reads tokens emitted without it, and can tell of each whether it
+        would have guessed it.
+        """
+        spread, variance = self.estimator.doubt(acceptance, expected)
+        tokens: int | IntArray = TRIAL_TOKENS
+        if self.config.catchup_scored:
+            emitted = acceptance.request_tokens[expected.slot].astype(np.int64)
+            tokens = TRIAL_TOKENS + np.minimum(view.catchup[rows].T - 1, emitted)
+        hazard = expected.hazard
+        evidence = variance * tokens * hazard[0] * (1 - hazard[0])
+        hoped = np.minimum(hazard + self.config.optimism * spread, 1.0)
+        return Hope(hoped, self.config.optimism, evidence / (1 + evidence))
 
-    def admitted(self, view: View, state: PlannerState, now: float) -> AcceptanceState:
-        """Return the estimator's state at a time, with a place for the requests of a view that share its step."""
-        ready = slice(None) if view.decoding == len(view) else view.ready
-        group = None if view.group is None else view.group[ready].tolist()
-        return self._acceptance.admit(self._learnt(state, now), view.request[ready].tolist(), group)
+    # -- after a step
 
-    def _plan_rows(self, view: View, state: PlannerState, acceptance: AcceptanceState) -> tuple[Plan, PlannerState]:
-        """Plan for any number of rows, and look for a probe when it is time."""
-        problem, rows, expected, given = self.problem(view, state, acceptance)
-        run, saved_s = self._free_run(problem.plain_s, view, state)
-        if saved_s and not given.tokens:
-            problem.verify_s[0] -= saved_s
-        prefill_s = self._prefill_s(view, state, len(rows) + len(given.rows) + given.tokens)
-        priced = self._priced_choice(problem, prefill_s, view, state)
-        notes = self._notes(problem, priced, prefill_s, state)
-        found = self._found(priced, view, state)
-        if self._may_look(state, found):
-            found = self._looked(problem, view, rows, expected, acceptance, priced.price, found, state.draws)
-            notes["probe"] = found.probes
-        draft, length = _scattered(found.choice, rows, len(view))
-        plan = Plan(draft, length, found.result.step_s, found.result.value, priced.price, notes, run=run)
-        accepted = _accepted(problem, priced.choice, view, rows)
-        again = self._kept(plan, priced, found, rows, accepted, prefill_s, view, state)
-        return plan, self._planned(state, acceptance, view, priced.goodput, found, again)
+    def observe(self, outcome: Outcome, state: PlannerState, now: float) -> PlannerState:
+        """Learn acceptance, times and what confidences are worth; of steps with a kept plan all at
+        once when a plan is due.
+        """
+        if state.planned or not len(outcome.request):
+            after = self._learnt(state, now, outcome)
+        else:
+            after = replace(state, unlearnt=(*state.unlearnt, outcome))
+        timed = state.planned or not len(state.unlearnt) % _TIMED_STEPS
+        if state.view is not None and len(outcome.request) and timed:
+            after.correction = self._timed(outcome, state, state.view)
+        used = outcome.draft >= 0
+        if used.any():
+            both = outcome.verified[used], outcome.length[used]
+            new = [np.bincount(outcome.draft[used], counts, len(self.drafts)) for counts in both]
+            after.nodes = state.nodes * np.exp(-new[1] / _MEMORY_TOKENS) + np.array(new)
+            verified, planned = after.nodes + _SURE_TOKENS
+            after.brought = verified / planned - 1
+        after.debt_s = self._debt_s(outcome, state)
+        return after
 
-    def _planned(
-        self, state: PlannerState, acceptance: AcceptanceState, view: View, goodput: float, found: Found, again: Kept | None
-    ) -> PlannerState:
-        """Return the state after planning."""
-        return PlannerState(
-            acceptance=acceptance,
-            correction=state.correction,
-            target_shape=state.target_shape,
-            calibration=self._calibrated(state),
-            nodes=state.nodes,
-            view=view,
-            goodput=goodput,
-            credit_s=found.credit_s,
-            look=found.look,
-            kept=again,
-            trial_s=found.result.step_s if found.probes else 0.0,
-            planning_s=state.planning_s,
-            learning_s=state.learning_s,
-            planned=True,
-            behind=state.planned,
-            draws=state.draws,
+    def _debt_s(self, outcome: Outcome, state: PlannerState) -> float:
+        """Return ``PlannerState.debt_s`` after a step, so much that it is paid off in some steps.
+
+        A kept plan takes next to nothing; learning is told of the step before.
+        """
+        parts_s, earned_s = outcome.parts_s, self.config.planning_share * outcome.measured_s
+        debt_s = state.debt_s - earned_s
+        if state.planned:
+            debt_s += parts_s.get("planning", 0.0)
+        if not state.unlearnt:
+            debt_s += parts_s.get("learning", 0.0)
+        most_s = (_MANY_STEPS if len(outcome.request) >= _MANY else _FEW_STEPS) * earned_s
+        return min(max(debt_s, 0.0), most_s)
+
+    def stand_by(self, view: View, state: PlannerState) -> PlannerState:
+        """Return the state before a step that another plans; what it shows is learnt."""
+        return replace(state, view=view, planned=True)
+
+    def drift(self, state: PlannerState) -> dict[str, float]:
+        """Return measured over predicted time by part of the step; 1: the tables still hold."""
+        return dict(zip(self._parts, state.correction.factor.tolist(), strict=True))
+
+    def save(self, state: PlannerState, now: float) -> dict[str, Any]:
+        """Return what was learnt, without the requests in flight (``policy.learned``)."""
+        return saved(
+            _known(self._learnt(state, now) if state.unlearnt else state), self.drafts, now
         )
 
-    def _kept(
-        self,
-        plan: Plan,
-        priced: Priced,
-        found: Found,
-        rows: IntArray,
-        accepted: FloatArray,
-        prefill_s: float,
-        view: View,
-        state: PlannerState,
-    ) -> Kept | None:
-        """Return what is kept of a plan: neither what it tries out, which is paid for once, nor the time of this step's prefill."""
-        again, planning_s = replace(plan, predicted_s=priced.result.step_s - prefill_s), state.planning_s + state.learning_s
-        if found.probes:
-            again.draft, again.length = _scattered(priced.choice, rows, len(view))
-        share, rest_steps = self.config.planning_share, self.config.rest_steps
-        return kept(again, view, accepted, planning_s, share, rest_steps, state.kept, chains=self.keeps_chains)
+    def load(self, data: dict[str, Any], now: float, idle_s: float) -> PlannerState:
+        """Return the state of what was saved ``idle_s`` ago. Raises LearnedError."""
+        start = self.start()
+        known = restored(data, _known(start), self.drafts, self.estimator, now, idle_s)
+        return replace(start, **known._asdict())
 
-    def _found(self, priced: Priced, view: View, state: PlannerState) -> Found:
-        """Return the choice before a look for probes, the step's earning saved: who is in flight earns when it is planned for."""
-        credit_s = state.credit_s + view.share * self.config.explore_share * priced.result.step_s
-        return Found(priced.choice, priced.result, 0, credit_s, max(state.look - 1, 0))
+    def _learnt(self, state: PlannerState, now: float, *outcomes: Outcome) -> PlannerState:
+        """Return the state after the steps that were not learnt from, and these."""
+        acceptance, calibration = self.estimator.aged(state.acceptance, now), state.calibration
+        if steps := (*state.unlearnt, *outcomes):
+            chains = [(o.request, o.draft, o.accepted, o.scored) for o in steps]
+            free = [o for o in steps if len(o.free_request)]
+            chains += [(o.free_request, o.free_draft, o.free_accepted, o.free_scored) for o in free]
+            emitted = np.concatenate([o.emitted for o in steps])
+            columns = [np.concatenate(column) for column in zip(*chains, strict=True)]
+            request, draft, accepted, scored = columns
+            told = request, draft, accepted, scored, emitted
+            acceptance = self.estimator.observe(acceptance, *told)
+            over = itertools.chain.from_iterable(o.finished.tolist() for o in steps)
+            acceptance = self.estimator.forget(acceptance, over)
+            nodes = [
+                (o.node_draft, o.node_drawn, o.node_confidence, o.node_held)
+                for o in steps
+                if len(o.node_draft)
+            ]
+            if nodes:
+                calibration = calibration.learnt(*map(np.concatenate, zip(*nodes, strict=True)))
+        return replace(state, acceptance=acceptance, calibration=calibration, unlearnt=())
 
-    def _notes(self, problem: StepProblem, priced: Priced, prefill_s: float, state: PlannerState) -> dict[str, Any]:
-        """Return figures for traces; ``gain`` is over not speculating."""
-        notes: dict[str, Any] = {"probe": 0, "credit_s": state.credit_s, "why_not": CHAINS_ONLY}
-        if problem.base_value:
-            notes["gain"] = priced.goodput * (problem.plain_s - prefill_s) / problem.base_value
-        return notes
+    def _timed(self, outcome: Outcome, state: PlannerState, view: View) -> Correction:
+        """Return the correction after the step's time is held against what the model says of it.
 
-    def _prefill_s(self, view: View, state: PlannerState, tokens: int) -> float:
-        """Return how much longer a step of so many other tokens takes for its prefill."""
-        return extra_prefill_s(self.corrected(state), state.correction, view, tokens)
-
-    def _free_run(self, plain_s: float, view: View, state: PlannerState) -> tuple[IntArray | None, float]:
-        """Return what rows without a proposal run, as ``Plan.run``, and what of ``plain_s``, the time of a step, each such token saves."""
-        most, correction = self.config.free_run_tokens, state.correction
-        if most == 1:
-            return None, 0.0
-        turn_s = correction.item(VERIFY) * self.latency.turn_s + correction.item(OVERHEAD) * self.latency.overhead_s
-        token_s = max(plain_s - turn_s, 0.0)
-        wait_s = token_s if view.decoding + view.prefilling > 1 else 0.0
-        tokens = free_run_tokens(turn_s, token_s, wait_s, self.config.margin, self.config.rest_steps, most)
-        return np.full(len(view), tokens), turn_s - (turn_s + wait_s * (tokens > 1)) / tokens
-
-    def _priced_choice(self, problem: StepProblem, prefill_s: float, view: View, state: PlannerState) -> Priced:
-        """Return the choice and its price, starting from the last step's.
-
-        Those still in prefill, and those in other cohorts, wait for the step like the rows that decode.
+        Planning and learning are in no prediction. An engine that times nothing but the whole: all
+        parts share its surprise, which tells of no shape.
         """
-        least_gain = promised_gain(view.share, self.config.margin, state.promise.kept)
-        waiting = 1 + (view.prefilling + len(view) - view.decoding) / max(view.decoding, 1)
-        return best(problem, known=state.goodput, waiting=waiting, prefill_s=prefill_s, least_gain=least_gain)
+        parts_s, correction = outcome.parts_s, state.correction
+        plain = Correction.start(len(self.drafts)).times(self.latency)
+        predicted = self.predicted(plain, outcome, view)
+        measured_s = np.array([parts_s.get(name, 0.0) for name in self._parts])
+        own_s = parts_s.get("planning", 0.0) + parts_s.get("learning", 0.0)
+        measured_s[OVERHEAD] = max(measured_s[OVERHEAD] - own_s, 0.0)
+        return correction.learnt(predicted, measured_s, outcome.measured_s)
 
-    def _may_look(self, state: PlannerState, found: Found) -> bool:
-        """Return whether a probe may be looked for: its least price has been saved, and the last look was not just now.
-
-        Each step earns ``explore_share`` of its time.
-        """
-        saved_s = found.credit_s * len(found.choice.length)
-        return state.look == 0 and self.config.explore_share > 0 and saved_s >= PROBE_FLOOR * found.result.step_s
-
-    def _looked(
-        self,
-        problem: StepProblem,
-        view: View,
-        rows: IntArray,
-        expected: Expected,
-        acceptance: AcceptanceState,
-        price: float,
-        found: Found,
-        draws: Draws | None,
-    ) -> Found:
-        """Return the choice with a trial in it if one is affordable.
-
-        Credit can always be saved up to the price of the cheapest probe, so that no draft stays out for good.
-        """
-        choice, result, _, credit_s, _ = found
-        trial = self._explorer.trial(self._acceptance, acceptance, problem, view, rows, expected, choice, price, draws)
-        probe = affordable(problem, trial, choice, result, price, credit_s) if trial is not None else None
-        if probe is None:
-            return found._replace(credit_s=min(credit_s, result.step_s), look=_LOOK_STEPS)
-        if probe.rows:
-            return Found(probe.choice, probe.result, probe.rows, credit_s - probe.cost_s, found.look)
-        steps = (probe.cost_s - credit_s) / (self.config.explore_share * result.step_s)
-        return found._replace(credit_s=min(credit_s, max(result.step_s, probe.cost_s)), look=min(max(int(steps), 0), _LOOK_STEPS))
+    def predicted(self, times: Times, outcome: Outcome, view: View) -> Predicted:
+        """Return the seconds by part that a step should have taken as it was executed."""
+        executed = self.execution.predicted if self.execution is not None else predicted_parts
+        return executed(times, outcome, view)
 
 
-def ready_rows(view: View) -> IntArray:
-    """Return the rows that a choice is made for, by request: the batch's order makes no difference, not even among rows wholly alike."""
-    rows: IntArray = view.request.argsort()
-    return rows.compress(view.ready.take(rows))
+def _known(state: PlannerState) -> Learnt:
+    return Learnt(state.acceptance, state.calibration, state.correction)
 
 
-def _aloft(view: View, flying: Plan) -> int:
-    """Return the tokens of the rows in flight in the target's batch."""
-    return int(np.count_nonzero(~view.ready) + flying.length[~view.ready].sum())
+def _whole(view: View, rows: IntArray, choice: Choice, result: Score, price: float) -> Plan:
+    """Return the plan of a choice for some rows of a view, the others doing nothing."""
+    plan = Plan.nothing(len(view))
+    plan.draft[rows], plan.length[rows] = choice
+    plan.predicted_s, plan.predicted_tokens, plan.price = result.step_s, result.value, price
+    return plan
 
 
-def _split(view: View, rows: IntArray, hazard: FloatArray) -> tuple[Given, BoolArray | None]:
-    """Return what is given of these rows, and which of them are the planner's own (None: all)."""
-    own, choice = np.ones(len(view), np.bool_), no_speculation(len(view))
-    for plan, others in ((view.given, view.control), (view.flying, ~view.ready)):
-        if plan is not None and others is not None:
-            own &= ~others
-            choice.draft[others], choice.length[others] = plan.draft[others], plan.length[others]
-    own = own[rows]
-    if own.all():
-        return NOTHING_GIVEN, None
-    theirs = rows[~own]
-    return Given.of(view, theirs, Choice(choice.draft[theirs], choice.length[theirs]), hazard[~own]), own
-
-
-def _scattered(choice: Choice, rows: IntArray, n: int) -> Choice:
-    """Return the choice of some rows as one of all, the others doing nothing."""
-    whole = no_speculation(n)
-    whole.draft[rows], whole.length[rows] = choice
-    return whole
-
-
-def _accepted(problem: StepProblem, choice: Choice, view: View, rows: IntArray) -> FloatArray:
-    """Return what ``keeping.OfMany.accepted`` is of a choice for some rows of a view."""
-    used = choice.length.nonzero()[0]
-    if not len(used):
-        return _NONE_ACCEPTED
-    accepted = np.zeros((len(problem.gain) + 1, len(view)))
-    accepted[1:, rows[used]] = problem.value[:, choice.draft[used], used]
-    return accepted
+def _given_choices(view: View) -> tuple[Plan, BoolArray]:
+    """Return what was chosen elsewhere, for the rows in flight and for another arm's, and which
+    rows these are.
+    """
+    choice, theirs = Plan.nothing(len(view)), np.zeros(len(view), np.bool_)
+    for plan, some in ((view.given, view.control), (view.flying, ~view.ready)):
+        if plan is not None and some is not None:
+            choice.draft[some], choice.length[some] = plan.draft[some], plan.length[some]
+            theirs |= some
+    return choice, theirs

@@ -1,58 +1,215 @@
-"""From a view of the batch to a step as numbers, and from a step as it was executed back to what it should have taken."""
+"""One step as numbers: what every chain brings, what every forward costs, and the exact score of a
+choice; and what a step that was executed should have taken.
+
+The objective is sum_i E[emitted_i] - price * T. A chain of k <= remaining_i - 1 tokens can never
+emit more than remains, so E[min(emitted, remaining)] = 1 + sum_{j<=k} s_j with the survival s_j =
+h_1 ... h_j. The price of time (tokens per second) couples steps; the shared verification and the
+drafts' common forwards couple rows.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from .correction import Target
-from .goodput import Choice, StepProblem, no_speculation
-from .latency import FIRST_DRAFT, OVERHEAD, VERIFY, LatencyModel
-from .plan import BoolArray, FloatArray, IntArray, Outcome, Ran, View
+from .latency import FIRST_DRAFT, OVERHEAD, VERIFY, Predicted, Times
+from .plan import NO_DRAFT, FloatArray, IntArray, Outcome, View
+
+TIE = 1e-9  # relative: of choices this close the one with the fewest tokens wins
 
 
-class Bounds(NamedTuple):
-    """``k_max`` tokens a row, and the most steps over which a catch-up is spread."""
+class Choice(NamedTuple):
+    """A draft (column or NO_DRAFT) and a length for every row, int64[n] each."""
 
-    k_max: int
-    horizon_steps: float
+    draft: IntArray
+    length: IntArray
+
+    def of(self, rows: IntArray) -> Choice:
+        """Return the choice of some rows."""
+        return Choice(self.draft[rows], self.length[rows])
+
+
+class Score(NamedTuple):
+    """Expected tokens, the seconds charged for them (catch-up spread over its horizon), and what
+    the step itself takes.
+    """
+
+    value: float
+    charged_s: float
+    step_s: float
+
+    def objective(self, price: float) -> float:
+        """Return the priced objective, in tokens."""
+        return self.value - price * self.charged_s
+
+
+@dataclass(eq=False)
+class StepProblem:
+    """One step's choice: n rows, D drafts, up to K tokens a row.
+
+    Tokens: ``gain[K, D, n]`` expected, that position j adds (falling in j; 0 beyond
+    ``ceiling[D, n]``, where nothing is ever chosen); ``base_value`` the bonus tokens;
+    ``first_tokens[D, n]`` read by a row's first draft forward (1 or 2).
+    Seconds: ``verify_s[m]`` of the step with m proposed tokens, m = 0..n K, and no drafting,
+    staircases allowed and inf where there is no room for so many; ``speculation_s`` once if any row
+    speculates; ``forward_s[D, t]`` of a draft forward of t tokens, 0 at 0, up to 2n and the given
+    ones; ``row_s[D, n]`` per row and draft forward on top (its KV); ``switch_s[D, n]`` of catch-up
+    beyond the first tokens, which the objective spreads over ``horizon[n]`` steps. Neither
+    ``verify_s`` nor ``forward_s`` ever falls.
+
+    ``given[D, K]`` (None: none) are tokens of rows outside this choice in the drafts' forwards.
+    Those forwards are paid for in ``verify_s``; here they make cheaper what shares them.
+    ``cap_s`` is the longest step to be chosen (see ``limit_s``).
+    """
+
+    gain: FloatArray
+    ceiling: IntArray
+    base_value: float
+    verify_s: FloatArray
+    speculation_s: float
+    forward_s: FloatArray
+    first_tokens: IntArray
+    row_s: FloatArray
+    switch_s: FloatArray
+    horizon: FloatArray
+    given: IntArray | None = None
+    cap_s: float = math.inf
+
+    @property
+    def rows(self) -> int:
+        """Return n."""
+        return self.gain.shape[2]
+
+    @property
+    def plain_s(self) -> float:
+        """Return the seconds of the step without speculation."""
+        return float(self.verify_s[0])
+
+    @property
+    def plain(self) -> Score:
+        """Return the score of no speculation."""
+        return Score(self.base_value, self.plain_s, self.plain_s)
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds that no choice may exceed: the cap, or a step without speculation if longer."""
+        return max(self.cap_s, self.plain_s) * (1 + TIE)
+
+    @cached_property
+    def value(self) -> FloatArray:
+        """What a chain of k + 1 tokens brings, float64[K, D, n]."""
+        return summed(self.gain)
+
+    @cached_property
+    def charge_s(self) -> FloatArray:
+        """Catch-up seconds charged to this step, float64[D, n]."""
+        spread: FloatArray = self.switch_s / self.horizon
+        return spread
+
+    def added_s(self, tokens: IntArray | int) -> FloatArray:
+        """Return the seconds [D, K], or [D, 1] for all alike, that so many tokens (broadcast) add
+        to each draft's forwards.
+        """
+        drafts, most = self.forward_s.shape
+        start = np.arange(0, drafts * most, most)[:, None]
+        if self.given is None:
+            return self.forward_s.take(start + tokens)
+        start = start + self.given
+        return self.forward_s.take(start + tokens) - self.forward_s.take(start)
+
+    def last_total(self) -> int:
+        """Return the most tokens for which there is room."""
+        last = len(self.verify_s) - 1
+        if self.verify_s[last] < math.inf:
+            return last
+        return int(self.verify_s.searchsorted(math.inf)) - 1
+
+
+def no_speculation(rows: int) -> Choice:
+    """Return the choice of k = 0 everywhere."""
+    return Choice(np.zeros(rows, np.int64) + NO_DRAFT, np.zeros(rows, np.int64))
+
+
+def score(problem: StepProblem, choice: Choice) -> Score:
+    """Return exact tokens and seconds of a choice."""
+    rows = choice.length.nonzero()[0]
+    if not len(rows):
+        return problem.plain
+    k_max, drafts, n = problem.gain.shape
+    draft, length = choice if len(rows) == n else choice.of(rows)
+    place = draft * n + rows
+    value = problem.value.take((length - 1) * (drafts * n) + place)
+    ends = np.bincount(draft * k_max + length - 1, minlength=drafts * k_max)
+    tokens = ends.reshape(drafts, k_max).dot(_up_to(k_max))
+    tokens[:, 0] = np.bincount(draft, problem.first_tokens.take(place), drafts)
+    seconds = problem.verify_s.item(np.add.reduce(length)) + problem.speculation_s
+    seconds += float(length.dot(problem.row_s.take(place)))
+    seconds += float(np.add.reduce(problem.added_s(tokens), axis=None))
+    charged_s = seconds + float(np.add.reduce(problem.charge_s.take(place)))
+    step_s = seconds + float(np.add.reduce(problem.switch_s.take(place)))
+    return Score(problem.base_value + float(np.add.reduce(value)), charged_s, step_s)
+
+
+@lru_cache(maxsize=64)
+def _up_to(k_max: int) -> IntArray:
+    """Return the matrix whose row k is 1 at positions up to k."""
+    return np.tri(k_max, dtype=np.int64)
+
+
+@lru_cache(maxsize=64)
+def _sums(k_max: int) -> FloatArray:
+    """Return the same for sums, by a product of matrices, which is quicker."""
+    return np.tri(k_max)
+
+
+def summed(values: FloatArray) -> FloatArray:
+    """Return the cumulative sums over positions, float64[K, D, n]."""
+    sums: FloatArray = _sums(len(values)).dot(values.reshape(len(values), -1)).reshape(values.shape)
+    return sums
+
+
+def survival(hazard: FloatArray) -> FloatArray:
+    """Return the cumulative products over positions, float64[K, D, n]."""
+    product: FloatArray = np.multiply.accumulate(hazard, 0)
+    return product
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Given:
-    """Rows of the view whose choice is not the planner's; it is taken as it is and costs what it costs.
+    """Rows of a view whose choice is made elsewhere and costs what it costs.
 
-    ``tokens`` are proposed, ``expected_tokens`` is what they are expected to emit. Of these rows,
-    those ``flying`` bool[rows] (None: none) are in flight in the target's batch: they hold their
-    tokens there, and were drafted for earlier.
+    ``expected_tokens`` is what they are expected to emit. Rows that are not ready are in flight in
+    the target's batch: they hold their tokens there, and were drafted for earlier.
     """
 
     rows: IntArray
     choice: Choice
-    tokens: int = 0
     expected_tokens: float = 0.0
-    flying: BoolArray | None = None
 
     @classmethod
-    def of(cls, view: View, rows: IntArray, choice: Choice, hazard: FloatArray) -> Given:
-        """Return the rows with what ``hazard`` float64[rows, drafts, positions] lets expect of them."""
-        emitted = _tokens_by_row(hazard, choice)
-        flying = None if view.flying is None else ~view.ready[rows]
-        return cls(rows, choice, int(choice.length.sum()), float(emitted.sum()), flying)
+    def of(cls, rows: IntArray, choice: Choice, hazard: FloatArray) -> Given:
+        """Return rows with what ``hazard`` float64[K, drafts, rows] lets expect of them."""
+        within = np.arange(len(hazard))[:, None] < choice.length
+        gained = survival(hazard)[:, choice.draft, np.arange(len(rows))] if hazard.size else within
+        return cls(rows, choice, float(len(rows) + (gained * within).sum()))
 
-    def part(self, flying: bool) -> tuple[IntArray, Choice]:
-        """Return the rows that are in flight, or those that are not, and their choice."""
-        if self.flying is None:
-            return (self.rows[:0], no_speculation(0)) if flying else (self.rows, self.choice)
-        some = self.flying == flying
-        return self.rows[some], Choice(self.choice.draft[some], self.choice.length[some])
+    @property
+    def tokens(self) -> int:
+        """Return how many are proposed."""
+        return int(self.choice.length.sum())
+
+    def part(self, view: View, ready: bool) -> tuple[IntArray, Choice]:
+        """Return the rows that are ready, or those in flight, and their choice."""
+        some = view.ready[self.rows] == ready
+        return self.rows[some], self.choice.of(some)
 
     def occupancy(self, view: View, k_max: int) -> IntArray | None:
-        """Return the tokens in the drafts' forwards, int64[drafts, k_max], as ``StepProblem.given``; None when there are none."""
-        rows, (draft, length) = self.part(flying=False)
+        """Return ``StepProblem.given``."""
+        rows, (draft, length) = self.part(view, ready=True)
         if not length.any() or not k_max:
             return None
         tokens = np.zeros((len(view.drafts), k_max), np.int64)
@@ -62,143 +219,128 @@ class Given:
             tokens[d, 0] = int(np.clip(view.catchup[rows[group], d], 1, 2).sum())
         return tokens
 
+    def fixed_s(self, times: Times, view: View, share: float) -> tuple[float, float]:
+        """Return the seconds of a step whatever is chosen, verification apart, and those once any
+        of ``share`` of its rows speculates.
+        """
+        fixed_s, speculation_s = times.overhead_s, times.speculation_s
+        for ready, part in ((False, 1 - share), (True, share)):
+            rows, choice = self.part(view, ready)
+            if choice.length.any():
+                drafting = float(drafting_s(times, view, rows, choice).sum())
+                fixed_s += part * (times.speculation_s + drafting)
+                speculation_s = 0.0 if ready else speculation_s
+        return fixed_s, share * speculation_s
+
 
 NOTHING_GIVEN = Given(np.zeros(0, np.int64), no_speculation(0))
 
 
 def step_problem(
-    latency: LatencyModel,
-    correction: FloatArray,
+    times: Times,
     view: View,
     rows: IntArray,
     hazard: FloatArray,
     given: Given,
-    bounds: Bounds,
+    most: int,
+    horizon_steps: float,
 ) -> StepProblem:
-    """Return the choice that these rows of the view have beside what is given; ``hazard`` float64[rows, drafts, positions].
+    """Return the choice that these rows of the view have beside what is given, of at most ``most``
+    tokens a row; ``hazard`` float64[K, drafts, rows], catch-ups spread over ``horizon_steps``.
 
-    Beside rows in flight, drafting is priced by the share of the rows that wait for it: the target verifies the others meanwhile, and
-    their own drafting, by the same share, was before. In the mean over a round of all rows that is the step's time, and where a draft's
-    forward takes as long for few rows as for many, a row pays what it would pay in a batch that drafts at once.
+    Beside rows in flight, drafting is priced by the share of the rows that wait for it: the target
+    verifies the others meanwhile, and their own drafting, by the same share, was before. In the
+    mean over a round of all rows that is the step's time, and where a draft's forward takes as long
+    for few rows as for many, a row pays what it would pay in a batch that drafts at once.
     """
-    n, everyone = len(rows), len(rows) + len(given.rows)
+    n = len(rows)
     context, remaining = view.context.take(rows), view.remaining.take(rows)
-    ceiling, catchup = view.ceiling.take(rows, 0).T.copy(), view.catchup.take(rows, 0).T.copy()  # rows lie together
-    ceiling = np.minimum(ceiling, np.minimum(remaining - 1, bounds.k_max))
+    ceiling = np.minimum(view.ceiling.take(rows, 0).T, np.minimum(remaining - 1, most))
     k_max = ceiling.item(ceiling.argmax()) if ceiling.size else 0
-    share = 1 - len(given.part(flying=True)[0]) / max(everyone, 1)
-    target, drafts, scale = latency.target, latency.stack, share * correction[FIRST_DRAFT:, None]
-    verify_scale, (overhead_s, speculation_s) = correction.item(VERIFY), _fixed_s(latency, correction, view, given, share)
-    base = view.prefill_tokens + everyone + given.tokens
-    verify_s = target.run(base, n * k_max + 1) if base else np.zeros(1)
-    context_tokens = float(np.add.reduce(context)) + (float(view.context[given.rows].sum()) if everyone > n else 0.0)
-    verify_s = verify_scale * verify_s + (verify_scale * (everyone * target.row_s + context_tokens * target.context_s) + overhead_s)
-    catchup = np.maximum(catchup, 1)
-    first_tokens = np.minimum(catchup, 2)  # a chain accepted whole leaves two tokens unseen: no switch yet
-    forward_s = scale * drafts.run(max(2 * everyone, 2) + 1)
-    forward_s[:, 0] = 0.0
+    everyone, tokens, share, context_tokens = n, 0, 1.0, int(np.add.reduce(context))
+    fixed_s, speculation_s, occupied = times.overhead_s, times.speculation_s, None
+    if len(given.rows):
+        everyone, tokens = n + len(given.rows), given.tokens
+        context_tokens += int(view.context[given.rows].sum())
+        share = 1 - np.count_nonzero(~view.ready[given.rows]) / everyone
+        fixed_s, speculation_s = given.fixed_s(times, view, share)
+        occupied = given.occupancy(view, k_max)
+    first = view.prefill_tokens + everyone + tokens
+    verify_s = times.verify_s(first, n * k_max + 1) if first else np.zeros(1)
+    verify_s += fixed_s + everyone * times.row_s + context_tokens * times.context_s
+    catchup = np.maximum(view.catchup.take(rows, 0).T, 1)
+    row_s = times.draft_row_s[:, None] + times.draft_context_s[:, None] * context
+    forward_s, switch_s = times.forward_s(max(2 * everyone, 2) + 1), times.switch_s(catchup)
+    if share < 1:
+        row_s, forward_s, switch_s = share * row_s, share * forward_s, share * switch_s
+    gain = survival(hazard[:k_max])
+    if ceiling.size and ceiling.item(ceiling.argmin()) < k_max:
+        gain *= np.arange(k_max)[:, None, None] < ceiling
     return StepProblem(
-        gains(hazard, ceiling, k_max),
-        ceiling,
-        n + given.expected_tokens,
-        verify_s,
-        speculation_s,
-        forward_s,
-        first_tokens,
-        scale * (drafts.row_s[:, None] + drafts.context_s[:, None] * context),
-        scale * drafts.beyond_two(catchup),
-        np.minimum(np.maximum(remaining / 2, 1.0), bounds.horizon_steps),
-        given.occupancy(view, k_max),
-        view.cap_s,
+        gain=gain,
+        ceiling=ceiling,
+        base_value=n + given.expected_tokens,
+        verify_s=verify_s,
+        speculation_s=speculation_s,
+        forward_s=forward_s,
+        first_tokens=np.minimum(catchup, 2),  # a chain accepted whole leaves two: no switch yet
+        row_s=row_s,
+        switch_s=switch_s,
+        horizon=np.minimum(np.maximum(remaining / 2, 1.0), horizon_steps),
+        given=occupied,
+        cap_s=view.cap_s,
     )
 
 
-def _fixed_s(latency: LatencyModel, correction: FloatArray, view: View, given: Given, share: float) -> tuple[float, float]:
-    """Return the seconds that a step has whatever is chosen, verification apart, and those once any of ``share`` of its rows speculates."""
-    scale, drafts_scale = correction.item(OVERHEAD), correction[FIRST_DRAFT:]
-    overhead_s, speculation_s = scale * latency.overhead_s, scale * latency.speculation_s
-    now, flown = given.part(flying=False), given.part(flying=True)
-    if flown[1].length.any():
-        overhead_s += (1 - share) * (speculation_s + float(drafting_s(latency, view, *flown) @ drafts_scale))
-    if not now[1].length.any():
-        return overhead_s, share * speculation_s
-    return overhead_s + share * (speculation_s + float(drafting_s(latency, view, *now) @ drafts_scale)), 0.0
-
-
-def gains(hazard: FloatArray, ceiling: IntArray, k_max: int) -> FloatArray:
-    """Return the survival float64[positions, drafts, rows], 0 beyond the ceilings."""
-    gain = hazard[:, :, :k_max].transpose(2, 1, 0).copy()
-    for before, at in pairwise(gain):
-        np.multiply(before, at, out=at)
-    if ceiling.size and ceiling.item(ceiling.argmin()) < k_max:
-        gain *= np.arange(k_max)[:, None, None] < ceiling
-    return gain
-
-
-def extra_prefill_s(latency: LatencyModel, correction: FloatArray, view: View, tokens: int) -> float:
+def extra_prefill_s(times: Times, view: View, tokens: int) -> float:
     """Return how much longer a step of so many other tokens takes for its prefill tokens."""
     if not view.prefill_tokens:
         return 0.0
-    with_prefill, without = latency.target.base(np.array([view.prefill_tokens + tokens, tokens]))
-    return float(correction[VERIFY] * (with_prefill - without))
+    return times.verify_at(view.prefill_tokens + tokens) - times.verify_at(tokens)
 
 
-def chains_s(latency: LatencyModel, correction: FloatArray, view: View, choice: Choice) -> float:
-    """Return the seconds of a step of all rows of the view with these chains, without prompts, every catch-up whole."""
-    n, total = len(view), int(np.add.reduce(choice.length))
-    seconds = correction.item(VERIFY) * latency.target.seconds(n + total, n, int(np.add.reduce(view.context)))
-    seconds += correction.item(OVERHEAD) * (latency.overhead_s + latency.speculation_s * (total > 0))
-    return seconds + float(drafting_s(latency, view, np.arange(n), choice) @ correction[FIRST_DRAFT:])
-
-
-def drafting_s(latency: LatencyModel, view: View, rows: IntArray, choice: Choice) -> FloatArray:
-    """Return the uncorrected seconds of every draft's forwards, float64[drafts], when ``rows`` of the view propose as chosen."""
-    used = choice.length.nonzero()[0]
+def drafting_s(times: Times, view: View, rows: IntArray, choice: Choice) -> FloatArray:
+    """Return the seconds of every draft's forwards, float64[drafts], when rows of the view propose
+    as chosen.
+    """
+    used, drafts = choice.length.nonzero()[0], len(times.draft_row_s)
     if not len(used):
-        return np.zeros(len(latency.drafts))
-    draft, length, rows, stack = choice.draft[used], choice.length[used], rows[used], latency.stack
-    member = (draft[:, None] == np.arange(len(latency.drafts))).astype(np.float64)
+        return np.zeros(drafts)
+    (draft, length), rows = choice.of(used), rows[used]
+    member = (draft[:, None] == np.arange(drafts)).astype(np.float64)
     alive = (np.arange(length.item(length.argmax()))[:, None] < length).astype(np.float64)
     alive[0] = np.maximum(view.catchup[rows, draft], 1)
-    tokens = alive.dot(member).T
-    row_s = length * (stack.row_s.take(draft) + stack.context_s.take(draft) * view.context[rows])
-    seconds: FloatArray = (stack.base(tokens.astype(np.int64)) * (tokens > 0)).sum(1) + row_s.dot(member)
+    tokens = alive.dot(member).T.astype(np.int64)
+    row_s = times.draft_row_s.take(draft) + times.draft_context_s.take(draft) * view.context[rows]
+    seconds: FloatArray = times.forwards_s(tokens).sum(1) + (length * row_s).dot(member)
     return seconds
 
 
-def predicted_parts(latency: LatencyModel, outcome: Outcome, view: View) -> tuple[FloatArray, Target]:
-    """Return the uncorrected seconds by part (places as in ``policy.latency``) for the turns that ran, and those of the target.
+def predicted_parts(times: Times, outcome: Outcome, view: View) -> Predicted:
+    """Return the seconds by part of the turns that ran.
 
     The target is charged for the nodes that it verified, a draft for a forward for each token of
     ``length``. A row that the view lacks has just ended its prompt: its tokens are among the
-    prefill.
+    prefill. What ``Outcome.ran`` tells of is timed instead of the rows, where it is there.
     """
-    if outcome.ran is not None:
-        return _parts_ran(latency, outcome.ran, view)
-    row = _rows_of(outcome.request, view)
-    known = row >= 0
-    length = np.where(known, outcome.length, 0)
-    rows, context = int(known.sum()), int(view.context[row[known]].sum())
-    predicted = np.zeros(FIRST_DRAFT + len(latency.drafts))
-    tokens = int(outcome.verified[known].sum()) + rows + outcome.prefill_tokens
-    base_s, whole_s = latency.target.at(tokens), latency.target.seconds(tokens, rows, context)
-    predicted[VERIFY] = whole_s
-    predicted[OVERHEAD] = latency.overhead_s + latency.speculation_s * bool(length.any())
-    predicted[FIRST_DRAFT:] = drafting_s(latency, view, row, Choice(outcome.draft, length))
-    return predicted, Target(tokens, base_s, whole_s - base_s)
-
-
-def _parts_ran(latency: LatencyModel, ran: Ran, view: View) -> tuple[FloatArray, Target]:
-    row = _rows_of(ran.request, view)
-    length = np.where(row >= 0, ran.length, 0)
-    predicted = np.zeros(FIRST_DRAFT + len(latency.drafts))
-    predicted[OVERHEAD] = latency.overhead_s + latency.speculation_s * bool(length.any())
-    predicted[FIRST_DRAFT:] = drafting_s(latency, view, row, Choice(ran.draft, length))
-    if not ran.tokens:
-        return predicted, Target(0, 0.0, 0.0)
-    base_s, whole_s = latency.target.at(ran.tokens), latency.target.seconds(ran.tokens, ran.rows, ran.context_tokens)
-    predicted[VERIFY] = ran.iterations * whole_s - (ran.iterations - 1) * latency.turn_s  # which is in the table, once an iteration
-    return predicted, Target(ran.tokens, ran.iterations * base_s, predicted.item(VERIFY) - ran.iterations * base_s)
+    who, ran = outcome.ran or outcome, outcome.ran
+    row = _rows_of(who.request, view)
+    length = np.where(row >= 0, who.length, 0)
+    parts = np.zeros(FIRST_DRAFT + len(times.draft_row_s))
+    parts[OVERHEAD] = times.overhead_s + times.speculation_s * bool(length.any())
+    parts[FIRST_DRAFT:] = drafting_s(times, view, row, Choice(who.draft, length))
+    if ran is None:
+        known = row >= 0
+        rows, context, passes = int(known.sum()), int(view.context[row[known]].sum()), 1
+        tokens = int(outcome.verified[known].sum()) + rows + outcome.prefill_tokens
+    else:
+        rows, context, passes, tokens = ran.rows, ran.context_tokens, ran.iterations, ran.tokens
+        if not tokens:
+            return Predicted(0, 0.0, parts)
+    base_s, other_s = times.verify_at(tokens), rows * times.row_s + context * times.context_s
+    turns_s = (passes - 1) * times.turn_s  # which is in the table, once a pass
+    parts[VERIFY] = passes * (base_s + other_s) - turns_s
+    return Predicted(tokens, passes * base_s, parts)
 
 
 def _rows_of(request: IntArray, view: View) -> IntArray:
@@ -207,9 +349,3 @@ def _rows_of(request: IntArray, view: View) -> IntArray:
         return np.arange(len(view))
     place = {known: row for row, known in enumerate(view.request.tolist())}
     return np.array([place.get(r, -1) for r in request.tolist()], np.int64)
-
-
-def _tokens_by_row(hazard: FloatArray, choice: Choice) -> FloatArray:
-    survival = np.cumprod(hazard, axis=2)[np.arange(len(hazard)), choice.draft] if hazard.size else np.zeros((len(hazard), 0))
-    tokens: FloatArray = 1.0 + np.where(np.arange(survival.shape[1]) < choice.length[:, None], survival, 0.0).sum(1)
-    return tokens

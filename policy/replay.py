@@ -1,20 +1,295 @@
-"""``spindle replay FILE``: plan a trace again, compare, and say what was decided.
+"""What a planner saw and decided: recorded as JSON lines, planned again, and explained.
 
-``--step N`` says of the N-th plan what every request got, and why.
+The first line of a trace holds the planner (drafts, times, constants) and its state; each other one
+a view with its plan, an outcome, or a view that someone else planned for. From them the same plans
+are made again, bit for bit: floating-point numbers survive JSON as they are.
+
+``spindle replay FILE`` plans a trace again, compares, and says what was decided. ``--step N`` says
+of the N-th plan what every request got, and why.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import numpy as np
+from numpy.random import Generator as Rng
 
-from .explain import explain, explain_batch, rests
-from .plan import Plan
-from .trace import Replanned, TraceError, replayed, same
+from .decomposition import Decomposition
+from .latency import LatencyModel
+from .pipelining import FreeRuns, Overlap, Pipelining
+from .plan import NO_DRAFT, Outcome, Plan, View
+from .planner import AdaptivePlanner, PlannerConfig, PlannerState
+from .problem import Choice, Score, StepProblem, score
+from .wrappers import Wrapped, Wrapper
+
+Option = tuple[int, int]
+"""A draft and a length."""
+
+_NOTHING = (NO_DRAFT, 0)
+_CAP = "the cap on the step's time"
+
+
+def explain(
+    planner: AdaptivePlanner, view: View, state: PlannerState, plan: Plan, now: float
+) -> list[str]:
+    """Return a line for each row of a view about the plan that was made of it and this state.
+
+    Tokens and seconds are marginal: with the row's chain against without it, all others' chains as
+    they are. The price turns the seconds, catch-up spread over its horizon, into tokens. Of a
+    shape only what the row got is told; ``explain_batch`` has the rest.
+    """
+    problem, rows, _, given = planner.problem(view, planner.admitted(view, state, now))
+    chosen, place = Choice(plan.draft[rows], plan.length[rows]), {r: i for i, r in enumerate(rows)}
+    lines = []
+    for row, request in enumerate(view.request.tolist()):
+        if not view.ready[row]:
+            why = "none: it takes no part in this step"
+        elif row in given.rows:
+            why = "its choice is given, not planned"
+        elif rests(plan):
+            why = "none: a plan without speculation is kept for some steps"
+        else:
+            why = _Row(problem, view.drafts, chosen, place[row], plan.price).why(plan)
+            if plan.flight is not None:
+                why += f"; in flight {plan.flight[row]}"
+        lines.append(f"request {request}: {why}")
+    return lines
+
+
+def explain_batch(plan: Plan) -> str:
+    """Return a line about the whole step: its figures, and why each shape was not used."""
+    text = f"{len(plan.length)} requests, {int(plan.length.sum())} tokens proposed, "
+    text += f"{plan.predicted_tokens:.2f} expected in {1e3 * plan.predicted_s:.2f} ms, "
+    text += f"at {plan.price:.1f} tokens/s"
+    if plan.flight is not None:
+        text += f"; {int(plan.flight.max()) + 1} flights"
+    if plan.piece_tokens:
+        text += f"; contexts cut into pieces of {plan.piece_tokens} tokens"
+    why_not = plan.notes.get("why_not", {})
+    return text + "".join(f"; no {name}: {why}" for name, why in why_not.items())
+
+
+def rests(plan: Plan) -> bool:
+    """Return whether it is kept from a step that found no gain in speculating."""
+    return "kept" in plan.notes and not plan.length.any()
+
+
+class _Row:
+    """Row i of a problem: what its options bring and cost, all other rows' choices as they are."""
+
+    def __init__(
+        self, problem: StepProblem, drafts: tuple[str, ...], chosen: Choice, i: int, price: float
+    ) -> None:
+        self._problem, self._drafts, self._chosen = problem, drafts, chosen
+        self._i, self._price = i, price
+        self._without = self._score(_NOTHING)
+
+    def why(self, plan: Plan) -> str:
+        """Return why the row has what it has."""
+        present = int(self._chosen.draft[self._i]), int(self._chosen.length[self._i])
+        ceiling = self._problem.ceiling[:, self._i].tolist()
+        options = [(d, k) for d, most in enumerate(ceiling) for k in range(1, most + 1)]
+        scores = {option: self._score(option) for option in options}
+        gains = {
+            option: result.objective(self._price) - self._without.objective(self._price)
+            for option, result in scores.items()
+            if option == present or result.step_s <= self._problem.limit_s
+        }
+        gain = gains.pop(present, 0.0)
+        best = max(gains, key=lambda option: gains[option], default=_NOTHING)
+        most = gains.get(best, 0.0)
+        if present[1] == 0:
+            if best == _NOTHING:
+                return f"none: {_CAP if options else 'no draft can propose anything'}"
+            margin = "the whole batch gains less than the margin by speculating; "
+            return f"none: {margin if most > 0 else ''}at best {self._account(best, scores[best])}"
+        text = self._account(present, scores[present])
+        if most > 0:
+            text += f"; next best {self._name(best)}, {gain - most:.3f} less"
+        else:
+            text += f"; next best none, {gain:.3f} less" if gain >= 0 else "; none would be better"
+        draft, length = present
+        if length == ceiling[draft]:
+            text += "; its ceiling"
+        elif scores[draft, length + 1].step_s > self._problem.limit_s:
+            text += f"; longer: {_CAP}"
+        return text + ("; a trial" if plan.notes.get("trial") and gain < max(most, 0.0) else "")
+
+    def _score(self, option: Option) -> Score:
+        choice = Choice(self._chosen.draft.copy(), self._chosen.length.copy())
+        choice.draft[self._i], choice.length[self._i] = option
+        return score(self._problem, choice)
+
+    def _account(self, option: Option, result: Score) -> str:
+        tokens = result.value - self._without.value
+        seconds = result.charged_s - self._without.charged_s
+        text = f"{self._name(option)}: +{tokens:.3f} tokens for {1e3 * seconds:+.3f} ms"
+        return f"{text}, worth {self._price * seconds:.3f} at {self._price:.1f} tokens/s"
+
+    def _name(self, option: Option) -> str:
+        return f"{self._drafts[option[0]]} x {option[1]}"
+
+
+SCHEMA = 6
+
+
+class TraceError(ValueError):
+    """A trace that cannot be replayed; the message says where and why."""
+
+
+class Traced(Wrapper):
+    """A planner that hands each line of its trace to ``emit``; none after ``most_lines``."""
+
+    def __init__(
+        self, planner: AdaptivePlanner, emit: Callable[[str], None], most_lines: int
+    ) -> None:
+        super().__init__(planner)
+        self._planner, self._emit, self._most, self._lines = planner, emit, most_lines, 0
+
+    def plan(self, view: View, state: Wrapped, now: float, rng: Rng) -> tuple[Plan, Wrapped]:
+        plan, after = super().plan(view, state, now, rng)
+        self._trace(state, plan={"view": view, "now": now, "plan": plan})
+        return plan, after
+
+    def observe(self, outcome: Outcome, state: Wrapped, now: float) -> Wrapped:
+        self._trace(state, observe={"outcome": outcome, "now": now})
+        return super().observe(outcome, state, now)
+
+    def stand_by(self, view: View, state: Wrapped) -> Wrapped:
+        self._trace(state, stand_by={"view": view})
+        return super().stand_by(view, state)
+
+    def _trace(self, state: Wrapped, **event: Any) -> None:
+        """Emit an event, the first behind the planner and the state that it found."""
+        begin = {"planner": _described(self._planner), "state": state.inner}
+        for data in ([event] if self._lines else [begin, event])[: self._most - self._lines]:
+            self._lines += 1
+            self._emit(json.dumps(encoded(data), separators=(",", ":")))
+
+
+class Replanned(NamedTuple):
+    """A recorded plan and the one that the planner makes now, with all that it was made from."""
+
+    recorded: Plan
+    plan: Plan
+    planner: AdaptivePlanner
+    view: View
+    state: PlannerState
+    now: float
+
+
+def replayed(lines: Iterable[str]) -> Iterator[Replanned]:
+    """Yield every recorded plan with the one that the planner makes now.
+
+    Raises TraceError for lines that are no trace.
+    """
+    planner: AdaptivePlanner | None = None
+    state: Any = None
+    rng = np.random.default_rng(0)  # the planner draws nothing
+    for number, line in enumerate(lines, 1):
+        replanned = None
+        try:
+            data = json.loads(line)
+            if planner is None:
+                planner, state = _planner(data["planner"]), decoded(data["state"])
+                continue
+            match decoded(data):
+                case {"plan": {"view": view, "now": now, "plan": recorded}}:
+                    plan, after = planner.plan(view, state, now, rng)
+                    replanned = Replanned(recorded, plan, planner, view, state, now)
+                    state = after
+                case {"observe": {"outcome": outcome, "now": now}}:
+                    state = planner.observe(outcome, state, now)
+                case {"stand_by": {"view": view}}:
+                    state = planner.stand_by(view, state)
+                case _:
+                    raise ValueError("no plan, observe or stand_by")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise TraceError(f"line {number} is no line of a trace: {error!r}") from error
+        if replanned is not None:
+            yield replanned
+
+
+def same(one: Plan, other: Plan) -> bool:
+    """Return whether two plans are equal to the last bit."""
+    return json.dumps(encoded(one)) == json.dumps(encoded(other))
+
+
+def _described(planner: AdaptivePlanner) -> dict[str, Any]:
+    made_of = {"drafts": planner.drafts, "latency": planner.latency, "config": planner.config}
+    return {"schema": SCHEMA, **made_of, "execution": planner.execution}
+
+
+def _planner(data: dict[str, Any]) -> AdaptivePlanner:
+    if data["schema"] != SCHEMA:
+        raise ValueError(f"schema must be {SCHEMA}, got {data['schema']!r}")
+    del data["schema"]
+    return AdaptivePlanner(**decoded(data))
+
+
+def _records(*kinds: Any) -> dict[str, type]:
+    """Return the dataclasses among types, and all that their fields can hold, by name."""
+    found: dict[str, type] = {}
+    pending = list(kinds)
+    while pending:
+        kind = pending.pop()
+        if isinstance(kind, type) and is_dataclass(kind) and kind.__name__ not in found:
+            found[kind.__name__] = kind
+            pending += get_type_hints(kind).values()
+        pending += get_args(kind)
+    return found
+
+
+_RECORDS = _records(View, Plan, Outcome, PlannerState, PlannerConfig, LatencyModel)
+_RECORDS |= _records(Pipelining, Overlap, Decomposition, FreeRuns)
+_DTYPES = {"i": np.int64, "f": np.float64, "b": np.bool_}
+
+
+def encoded(value: Any) -> Any:
+    """Return records, arrays and what holds them as JSON-able data, the inverse of ``decoded``."""
+    if isinstance(value, np.ndarray):
+        return {"shape": list(value.shape), value.dtype.kind: value.ravel().tolist()}
+    if is_dataclass(value):
+        names = [field.name for field in fields(value) if field.init]
+        return {
+            "is": type(value).__name__,
+            **{name: encoded(getattr(value, name)) for name in names},
+        }
+    if isinstance(value, dict):
+        if any(not isinstance(key, str) for key in value):
+            return {"pairs": [[key, encoded(item)] for key, item in value.items()]}
+        return {key: encoded(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [encoded(item) for item in value]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def decoded(data: Any) -> Any:
+    """Return what ``encoded`` was made of; lists become tuples.
+
+    Raises KeyError or TypeError for other data.
+    """
+    if isinstance(data, list):
+        return tuple(decoded(item) for item in data)
+    if not isinstance(data, dict):
+        return data
+    if "pairs" in data:
+        return {key: decoded(item) for key, item in data["pairs"]}
+    if "is" in data:
+        members = {name: decoded(item) for name, item in data.items() if name != "is"}
+        return _RECORDS[data["is"]](**members)
+    if "shape" in data:
+        ((kind, values),) = ((key, item) for key, item in data.items() if key != "shape")
+        return np.array(values, _DTYPES[kind]).reshape(data["shape"])
+    return {key: decoded(item) for key, item in data.items()}
 
 
 def main() -> int:
@@ -25,7 +300,7 @@ def main() -> int:
         epilog="example: spindle replay trace.jsonl --step 12",
     )
     parser.add_argument("file", type=Path)
-    parser.add_argument("--step", type=int, help="explain this plan (0: the first), request by request")
+    parser.add_argument("--step", type=int, help="explain this plan (0: the first)")
     options = parser.parse_args()
     plans: list[Plan] = []
     drafts: tuple[str, ...] = ()
@@ -36,7 +311,8 @@ def main() -> int:
                     print("\n".join(explained(step)))
                     return 0
                 if not same(step.recorded, step.plan):
-                    print(f"plan {len(plans)} differs:\n  recorded {step.recorded}\n  now      {step.plan}")
+                    print(f"plan {len(plans)} differs:")
+                    print(f"  recorded {step.recorded}\n  now      {step.plan}")
                     return 1
                 plans.append(step.recorded)
                 drafts = step.planner.drafts
@@ -51,9 +327,10 @@ def main() -> int:
 
 
 def explained(step: Replanned) -> list[str]:
-    """Return a line about the step and one for each of its requests; it is the plan of now that is explained."""
-    lines = [f"queued {step.view.queued}, {step.view.prefill_tokens} prompt tokens; {explain_batch(step.plan)}"]
-    return lines + explain(step.planner, step.view, step.state, step.plan, step.now)
+    """Return a line about the step, planned now, and one for each of its requests."""
+    seen = f"queued {step.view.queued}, {step.view.prefill_tokens} prompt tokens"
+    lines = explain(step.planner, step.view, step.state, step.plan, step.now)
+    return [f"{seen}; {explain_batch(step.plan)}", *lines]
 
 
 def summary(plans: list[Plan], drafts: tuple[str, ...]) -> list[str]:
@@ -61,18 +338,22 @@ def summary(plans: list[Plan], drafts: tuple[str, ...]) -> list[str]:
     planned = [plan for plan in plans if len(plan.length)]
     if not planned:
         return []
-    draft, length = np.concatenate([plan.draft for plan in planned]), np.concatenate([plan.length for plan in planned])
+    draft = np.concatenate([plan.draft for plan in planned])
+    length = np.concatenate([plan.length for plan in planned])
     shares = [f"none {(length == 0).mean():.0%}"]
     for d, name in enumerate(drafts):
         rows = (draft == d) & (length > 0)
         if rows.any():
             shares.append(f"{name} {rows.mean():.0%} (mean length {length[rows].mean():.1f})")
-    counts = Counter("resting" if rests(plan) else "probing" if plan.notes.get("probe") else "" for plan in planned)
+    resting = sum(rests(plan) for plan in planned)
+    trying = sum(bool(plan.notes.get("trial")) for plan in planned)
     step_ms = 1e3 * np.median([plan.predicted_s for plan in planned])
-    why_not = Counter(f"no {name}: {why.split(':')[0]}" for plan in planned for name, why in plan.notes.get("why_not", {}).items())
+    reasons = (plan.notes.get("why_not", {}).items() for plan in planned)
+    why_not = Counter(f"no {name}: {why.split(':')[0]}" for all_ in reasons for name, why in all_)
     return [
         f"rows {len(length)}: {', '.join(shares)}",
-        f"steps {len(planned)}: {counts['resting']} resting, {counts['probing']} probing; predicted {step_ms:.2f} ms (median)",
+        f"steps {len(planned)}: {resting} resting, {trying} trying; "
+        f"predicted {step_ms:.2f} ms (median)",
         *(f"{why} ({count} steps)" for why, count in why_not.most_common()),
         f"--step N, 0 to {len(plans) - 1}, says why each request got what it got",
     ]

@@ -4,7 +4,8 @@ Drafts open one by one, as long as what the rows have of one more pays for its f
 taken to cost a line's worth here: the greedy rule of facility location (Cornuejols, Fisher and
 Nemhauser, 1977). Then tokens join in the order of what they bring, and the best depth and total win
 by the real staircases of drafting and verification. In small batches the choice is polished by
-changes of one row at a time, which is exact for a single row.
+changes of one row at a time, which is exact for a single row; there the last step's choice will do
+to begin with.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .goodput import TIE, Choice, Score, StepProblem, no_speculation, score, summed
 from .plan import NO_DRAFT, FloatArray, IntArray
+from .problem import TIE, Choice, Score, StepProblem, no_speculation, score, summed
 
-_FEW_ROWS = 16  # beyond that no single row is much to the whole batch
+FEW_ROWS = 16  # beyond that no single row is much to the whole batch
 _COLD, _WARM = (4, 0.01), (2, 0.05)  # rounds of pricing, and an error that ends them: it costs in
 # second order, and the next step goes on
 _SLOPES = 2  # of verification tried at most
@@ -45,6 +46,7 @@ def best(
     waiting: float = 1.0,
     prefill_s: float = 0.0,
     least_gain: float = 1.0,
+    start: Choice | None = None,
 ) -> Priced:
     """Return the best choice at the price of time, from the ``known`` goodput (0: none) on.
 
@@ -52,23 +54,23 @@ def best(
     all that are admitted by one, and is worth what they would emit in it: the price is ``waiting``
     times the goodput, which is how many there are for each row that decodes. ``prefill_s`` is how
     much longer the step takes for its prefill. Speculation of less than ``least_gain`` times plain
-    decoding's goodput is not chosen.
+    decoding's goodput is not chosen. A small batch may ``start`` from a choice, for one that is
+    allowed.
     """
     plain_s = problem.plain_s - prefill_s
     plain = problem.base_value / plain_s if problem.base_value else known
-    nothing = _plain(problem)
     if not problem.rows:
-        return Priced(no_speculation(0), nothing, 0.0, plain)
-    search, goodput = _Search(problem), known or plain
+        return Priced(no_speculation(0), problem.plain, 0.0, plain)
+    search, goodput = Search(problem), known or plain
     rounds, tolerance = _WARM if known else _COLD
     for _ in range(rounds):
         price = waiting * goodput
-        choice, result = search.best(price)
+        choice, result = search.best(price, start)
         before, goodput = goodput, result.value / (result.charged_s - prefill_s)
         if abs(goodput - before) <= tolerance * before:
             break
     if result.value > problem.base_value and goodput < least_gain * plain:
-        choice, result, goodput = no_speculation(problem.rows), nothing, plain
+        choice, result, goodput = no_speculation(problem.rows), problem.plain, plain
     return Priced(choice, result, price, goodput)
 
 
@@ -78,33 +80,48 @@ def best_choice(problem: StepProblem, price: float) -> tuple[Choice, Score]:
     It is never worse than no speculation, and within ``problem.limit_s``. Of equal choices the one
     with the fewest proposed tokens.
     """
-    return _Search(problem).best(price)
+    return Search(problem).best(price)
 
 
-class _Search:
+class Search:
     """A problem, with what of its search no price changes."""
 
     def __init__(self, problem: StepProblem) -> None:
         self._problem, self._last = problem, problem.last_total()
         self._capped = problem.cap_s < math.inf
+        self._able = bool(self._last and np.count_nonzero(problem.ceiling))
 
-    def best(self, price: float) -> tuple[Choice, Score]:
-        """Return what ``best_choice`` does."""
+    def best(self, price: float, start: Choice | None = None) -> tuple[Choice, Score]:
+        """Return what ``best_choice`` does; a small batch from a choice on, where there is one."""
         problem = self._problem
-        choice, result = no_speculation(problem.rows), _plain(problem)
-        if not self._last or not np.count_nonzero(problem.ceiling):
+        choice, result = no_speculation(problem.rows), problem.plain
+        if not self._able:
             return choice, result
-        if problem.rows > 1:
+        if problem.rows > FEW_ROWS or (problem.rows > 1 and start is None):
             for scarcity in _SCARCITIES if self._capped else (1.0,):
                 choice, result = self._joined(price, scarcity, choice, result)
-        if problem.rows <= _FEW_ROWS:
+        elif start is not None and problem.rows > 1:
+            choice, result = self._better(price, start, choice, result)
+        if problem.rows <= FEW_ROWS:
             choice, result = self._polished(price, choice, result)
         return choice, result
 
+    def _better(
+        self, price: float, candidate: Choice, choice: Choice, result: Score
+    ) -> tuple[Choice, Score]:
+        """Return the better of two choices, and its score."""
+        found = score(self._problem, candidate)
+        gained = found.objective(price) - result.objective(price)
+        if found.step_s <= self._problem.limit_s and gained > TIE * (result.value + 1):
+            return candidate, found
+        return choice, result
+
+    # -- all rows at once
+
     @cached_property
     def _lines(self) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Seconds by the lines of the drafts' forwards: of a row's token [K, D, n], of its joining a
-        draft [D, n], of opening all depths up to one [K, D].
+        """Seconds by the lines of the drafts' forwards: of a row's token [K, D, n], of its joining
+        a draft [D, n], of opening all depths up to one [K, D].
         """
         problem = self._problem
         one_s, most_s = problem.added_s(1), problem.added_s(problem.rows)
@@ -115,11 +132,7 @@ class _Search:
         return token_s + problem.row_s, charge_s, opening_s.cumsum(axis=0)
 
     def _joined(
-        self,
-        price: float,
-        scarcity: float,
-        choice: Choice,
-        result: Score,
+        self, price: float, scarcity: float, choice: Choice, result: Score
     ) -> tuple[Choice, Score]:
         """Return the better of a choice and what is best by the order in which tokens join, scored.
 
@@ -131,25 +144,21 @@ class _Search:
         charge, chains = dear * charge_s, dear * chain_s
         # What a verified token more costs. At first nothing: so the staircase is looked at to its
         # end; many rows smooth it, and begin around two tokens a row.
-        slope = 0.0 if problem.rows <= _FEW_ROWS else dear * self._slope_s(2 * problem.rows)
+        slope = 0.0 if problem.rows <= FEW_ROWS else dear * self._slope_s(2 * problem.rows)
         for _ in range(_SLOPES):
-            wanted = net - slope
-            worth = summed(np.maximum(wanted, 0.0, out=wanted))
-            worth -= charge
+            worth = summed(np.maximum(net - slope, 0.0)) - charge
             longest = _opened(worth, chains)
             if not max(longest):
                 break
             candidate = self._on_staircases(price, net, charge, worth, longest)
-            scored = score(problem, candidate)
-            if scored.objective(price) > result.objective(price) + TIE * (result.value + 1):
-                choice, result = candidate, scored
+            choice, result = self._better(price, candidate, choice, result)
             before, slope = slope, dear * self._slope_s(int(np.add.reduce(candidate.length)))
             if abs(slope - before) <= _CLOSE:
                 break
         return choice, result
 
     def _slope_s(self, total: int) -> float:
-        """Return the seconds of a verified token more, from a quarter below a total to a quarter
+        """Return the seconds of a verified token more, from a quarter below a total to as much
         above.
         """
         verify_s, near = self._problem.verify_s, total // 4 + 1
@@ -183,8 +192,7 @@ class _Search:
         if not count:
             return no_speculation(rows)
         order = (-own).ravel().argsort(kind="stable")[:count]
-        depth = order // rows
-        row = order - depth * rows
+        depth, row = np.divmod(order, rows)
         first, place = depth == 0, place.take(row)
         tokens = np.where(first, problem.first_tokens.take(place), 1)
         charged_s = _added_s(problem, pick.take(row), depth, tokens)
@@ -203,81 +211,82 @@ class _Search:
         length = np.bincount(row[: last + 1][within[deepest, : last + 1]], minlength=rows)
         return Choice(np.where(length > 0, pick, NO_DRAFT), length)
 
+    # -- one row at a time
+
     @cached_property
-    def _options(self) -> _Options:
-        return _Options(self._problem)
+    def _options(self) -> tuple[FloatArray, FloatArray, FloatArray, IntArray, IntArray]:
+        """What each row may do, O options: none, then every length by every draft (as [K, D]).
+
+        Tokens [O, n]; seconds [O, n] that the row alone takes, as charged (inf: not to be had) and,
+        catch-up whole, as they pass; the tokens that it adds to every forward [K D, n]; and where
+        the seconds of each forward begin in ``forward_s``, given tokens included, [K D, 1].
+        """
+        problem = self._problem
+        k_max, drafts, rows = problem.gain.shape
+        value, charged_s = np.zeros((2, 1 + k_max * drafts, rows))
+        depth = np.arange(1, k_max + 1)[:, None, None]
+        alone_s = depth * problem.row_s + problem.charge_s
+        alone_s[depth > problem.ceiling] = np.inf
+        value[1:], charged_s[1:] = (v.reshape(-1, rows) for v in (problem.value, alone_s))
+        passing_s = charged_s
+        if self._capped:
+            passing_s = charged_s.copy()
+            passing_s[1:] += np.tile(problem.switch_s - problem.charge_s, (k_max, 1))
+        joining = np.ones((k_max * drafts, rows), np.int64)
+        joining[:drafts] = problem.first_tokens
+        begin = np.tile(np.arange(drafts) * problem.forward_s.shape[1], k_max)
+        if problem.given is not None:
+            begin += problem.given.T.ravel()
+        return value, charged_s, passing_s, joining, begin[:, None]
+
+    def _shared_s(self, option: IntArray, length: IntArray) -> FloatArray:
+        """Return the seconds [O, n] of verification with each option of a row, the others' being
+        ``option`` with these lengths, and by how much longer drafting takes for it.
+        """
+        problem, (*_, joining, begin) = self._problem, self._options
+        k_max, drafts, rows = problem.gain.shape
+        mine = _forwards_of(drafts, k_max).take(option, 1) * joining
+        others = begin + (np.add.reduce(mine, 1)[:, None] - mine)
+        added_s = problem.forward_s.take(others + joining) - problem.forward_s.take(others)
+        rest = np.add.reduce(length) - length
+        proposed = np.arange(1, k_max + 1)[:, None] + rest
+        verify_s = problem.verify_s.take(proposed) + problem.speculation_s
+        seconds = np.empty((1 + k_max * drafts, rows))
+        seconds[0] = problem.verify_s.take(rest) + problem.speculation_s * (rest > 0)
+        chains_s = summed(added_s.reshape(k_max, drafts, rows)) + verify_s[:, None]
+        seconds[1:] = chains_s.reshape(-1, rows)
+        return seconds
 
     def _polished(self, price: float, choice: Choice, result: Score) -> tuple[Choice, Score]:
         """Return the choice improved one row at a time by the change that gains most, until none
         does, and its score.
         """
-        problem, options = self._problem, self._options
-        k_max, _, rows = problem.gain.shape
-        own, row = options.value - price * options.charged_s, np.arange(rows)
-        option = (choice.draft * k_max + choice.length) * (choice.length > 0)
+        problem = self._problem
+        _, drafts, rows = problem.gain.shape
+        value, charged_s, passing_s, *_ = self._options
+        own, row = value - price * charged_s, np.arange(rows)
+        length = choice.length
+        option = np.maximum(1 + (length - 1) * drafts + choice.draft, 0)
         step_s, changed = result.step_s, False
         for _ in range(2 * rows - 1):
-            shared_s = options.shared_s(option)
+            shared_s = self._shared_s(option, length)
             gained = own - price * shared_s
-            gained -= gained[row, option][:, None]
+            gained -= gained[option, row]
             if self._capped:
-                longer_s = shared_s + options.whole_s
-                longer_s -= longer_s[row, option][:, None]
+                longer_s = shared_s + passing_s
+                longer_s -= longer_s[option, row]
                 gained[step_s + longer_s > problem.limit_s] = -np.inf
-            i, chosen = divmod(int(gained.argmax()), gained.shape[1])
-            if not gained.item(i, chosen) > TIE * (problem.base_value + 1.0):
+            chosen, i = divmod(int(gained.argmax()), rows)
+            if not gained.item(chosen, i) > TIE * (problem.base_value + 1.0):
                 break
             option[i], changed = chosen, True
+            length = (option + drafts - 1) // drafts
             if self._capped:
-                step_s += longer_s.item(i, chosen)
+                step_s += longer_s.item(chosen, i)
         if not changed:
             return choice, result
-        choice = Choice(options.draft.take(option), options.length.take(option))
+        choice = Choice(np.where(option > 0, (option - 1) % drafts, NO_DRAFT), length)
         return choice, score(problem, choice)
-
-
-class _Options:
-    """What every row may do, O options: none, every length of the first draft, of the second, ...
-
-    ``draft[O]``, ``length[O]``; ``value[n, O]`` tokens; ``charged_s[n, O]`` seconds that the row
-    alone takes, as charged (inf: not to be had), and ``whole_s[n, O]`` catch-up included.
-    """
-
-    def __init__(self, problem: StepProblem) -> None:
-        k_max, drafts, rows = problem.gain.shape
-        self.draft, self.length, self._uses, self._covers = _all_options(drafts, k_max)
-        depth = np.arange(1, k_max + 1)[:, None, None]
-        alone_s = depth * problem.row_s + problem.charge_s
-        alone_s[depth > problem.ceiling] = np.inf
-        self.value, self.charged_s = _by_option(problem.value), _by_option(alone_s)
-        self.whole_s = self.charged_s
-        if problem.cap_s < math.inf:
-            self.whole_s = _by_option(alone_s + (problem.switch_s - problem.charge_s))
-        self._joining = np.ones((rows, drafts * k_max), np.int64)
-        self._joining[:, ::k_max] = problem.first_tokens.T
-        self._start = _starts(drafts, k_max, problem.forward_s.shape[1])
-        if problem.given is not None:
-            self._start = self._start + problem.given.ravel()
-        self._forward_s, self._verify_s = problem.forward_s, problem.verify_s.copy()
-        self._verify_s[1:] += problem.speculation_s
-
-    def shared_s(self, option: IntArray) -> FloatArray:
-        """Return the seconds [n, O] of verification with each option of a row, the others' being
-        ``option`` int64[n], and by how much longer drafting takes for it.
-        """
-        mine = self._uses.take(option, 0) * self._joining
-        others = self._start + (np.add.reduce(mine) - mine)
-        added_s = self._forward_s.take(others + self._joining) - self._forward_s.take(others)
-        rest = self.length.take(option)
-        rest = np.add.reduce(rest) - rest
-        seconds: FloatArray = added_s.dot(self._covers)
-        seconds += self._verify_s.take(np.add.outer(rest, self.length))
-        return seconds
-
-
-def _plain(problem: StepProblem) -> Score:
-    """Return the score of no speculation."""
-    return Score(problem.base_value, problem.plain_s, problem.plain_s)
 
 
 def _opened(worth: FloatArray, chains: FloatArray) -> list[int]:
@@ -318,25 +327,9 @@ def _added_s(problem: StepProblem, d: IntArray, depth: IntArray, tokens: IntArra
 
 
 @lru_cache(maxsize=64)
-def _starts(drafts: int, k_max: int, most: int) -> IntArray:
-    """Return where the seconds of each draft's forwards [D, most] begin, int64[D K]."""
-    return np.arange(drafts).repeat(k_max) * most
-
-
-def _by_option(values: FloatArray) -> FloatArray:
-    """Return values [K, D, n] by row and option, float64[n, O], 0 for none."""
-    options = np.zeros((values.shape[2], 1 + values.shape[0] * values.shape[1]))
-    options[:, 1:] = values.transpose(2, 1, 0).reshape(len(options), -1)
-    return options
-
-
-@lru_cache(maxsize=64)
-def _all_options(drafts: int, k_max: int) -> tuple[IntArray, IntArray, IntArray, FloatArray]:
-    """Return draft[O] and length[O] of a row's options, the forwards [O, D K] that each takes part
-    in, and the same as a matrix [D K, O].
-    """
-    draft = np.r_[NO_DRAFT, np.arange(drafts).repeat(k_max)]
-    length = np.r_[0, np.tile(np.arange(1, k_max + 1), drafts)]
-    of_draft = draft[:, None] == np.arange(drafts).repeat(k_max)
-    uses = of_draft & (length[:, None] > np.tile(np.arange(k_max), drafts))
-    return draft, length, uses.astype(np.int64), uses.T.astype(np.float64)
+def _forwards_of(drafts: int, k_max: int) -> IntArray:
+    """Return which forwards each option takes part in, [K D, O]."""
+    option, forward = np.arange(1 + k_max * drafts) - 1, np.arange(k_max * drafts)[:, None]
+    alike = option % drafts == forward % drafts
+    takes: IntArray = ((option >= 0) & alike & (forward <= option)).astype(np.int64)
+    return takes

@@ -1,27 +1,128 @@
-"""How many of each row's best nodes the target verifies, decided over the whole batch once the
-drafts have proposed.
+"""Which nodes the target verifies, once the drafts have proposed, and what their claims are worth.
 
-What drafting took is spent. A node is worth the chance that its path is what the target draws,
-which is one more token of the row; the target's time for it has the plan's price. Of all rows'
-nodes those worth most are verified, as many as leave the most: over the whole staircase, for one
-step of it may lose what the next ones bring.
+What drafting took is spent. A node is worth the chance that its path is what the target draws: one
+more token of its row. Its verification costs time at the plan's price. Over the whole batch the
+nodes worth most are verified, as many as leave the most: every total is looked at, for a step of
+the staircase may lose what the next nodes bring.
+
+The chance is the draft's own confidence, calibrated (``Calibration``). A node may teach only if its
+fate is known whatever the target drew, its parent being the text or verified: of deeper nodes only
+failures are seen, and a draft that is cut short once would be believed less and less.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
-from .calibration import Calibration
-from .goodput import TIE
-from .latency import VERIFY, LatencyModel
-from .plan import Drafted, FloatArray, IntArray, Plan, View
+from .latency import Times
+from .plan import BoolArray, Drafted, FloatArray, IntArray, Plan, View
+from .problem import TIE
+
+EDGES = np.array(
+    [0.01, 0.02, 0.04, 0.07, 0.12, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.98],
+)
+"""Of the bins of confidence, finer towards 0 and 1; each bin holds its lower edge."""
+
+BINS = len(EDGES) + 1
+COUNTS = ("nodes", "claimed", "held")
+_BOUNDS = np.concatenate([[0.0], EDGES, [1.0]])
+_MIDDLE = (_BOUNDS[:-1] + _BOUNDS[1:]) / 2
+_PRIOR_NODES = 8.0  # that a bin's claim counts for
+_MEMORY_NODES = 20_000.0  # of a draft, greedy or sampled: a few thousand steps of a row
+_APART = 2.0  # from one map to the next: all lie on one axis, for one look-up
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Calibration:
+    """What confidences are worth, by draft and apart for greedy and sampled (``drawn``) rows.
+
+    Fading counts by bin, float64[drafts, 2, BINS] each: ``nodes``, the sum ``claimed`` of their
+    confidences, and how many ``held``. The map is linear between the bins' means, each shrunk
+    towards the claim itself; it never falls, so that a row's best-first order stays. The maps lie
+    one behind the other: ``held_at`` at confidence ``knots``.
+    """
+
+    nodes: FloatArray
+    claimed: FloatArray
+    held: FloatArray
+    knots: FloatArray
+    held_at: FloatArray
+
+    @classmethod
+    def of(cls, nodes: FloatArray, claimed: FloatArray, held: FloatArray) -> Calibration:
+        """Return the calibration with these counts."""
+        weight = nodes + _PRIOR_NODES
+        mean = (claimed + _PRIOR_NODES * _MIDDLE) / weight
+        share = _rising((held + _PRIOR_NODES * _MIDDLE) / weight, weight)
+        knots, held_at = np.zeros((2, *nodes.shape[:2], BINS + 2))
+        knots[..., 1:-1], held_at[..., 1:-1] = mean, share
+        knots[..., -1] = 1.0
+        held_at[..., -1] = np.minimum(share[..., -1] / mean[..., -1], 1.0)
+        knots += _APART * np.arange(knots[..., 0].size).reshape(*nodes.shape[:2], 1)
+        return cls(nodes, claimed, held, knots.ravel(), held_at.ravel())
+
+    @classmethod
+    def none(cls, drafts: int) -> Calibration:
+        """Return what is known before any node: every claim is believed."""
+        zero = np.zeros((drafts, 2, BINS))
+        return cls.of(zero, zero, zero)
+
+    @staticmethod
+    def claims(nodes: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Return the least and the most that so many nodes can claim, float64[..., BINS] each."""
+        return nodes * _BOUNDS[:-1], nodes * _BOUNDS[1:]
+
+    @staticmethod
+    def bins(confidence: FloatArray) -> IntArray:
+        """Return the bins of confidences, int64[q]."""
+        return EDGES.searchsorted(confidence, side="right")
+
+    def probability(self, draft: IntArray, drawn: BoolArray, confidence: FloatArray) -> FloatArray:
+        """Return how likely the target draws the paths to nodes (as in ``Drafted``), [q] each."""
+        place = confidence + _APART * (2 * draft + drawn)
+        likely: FloatArray = np.interp(place, self.knots, self.held_at)
+        return likely
+
+    def learnt(
+        self, draft: IntArray, drawn: BoolArray, confidence: FloatArray, held: BoolArray
+    ) -> Calibration:
+        """Return the calibration after nodes whose fate would be known whatever it is, [q] each."""
+        if not len(draft):
+            return self
+        place = (2 * draft + drawn) * BINS + self.bins(confidence)
+        size, shape = self.nodes.size, self.nodes.shape
+        new = np.bincount(place, minlength=size).reshape(shape)
+        claimed = np.bincount(place, confidence, size).reshape(shape)
+        true = np.bincount(place, held, size).reshape(shape)
+        keep = np.exp(new.sum(2, keepdims=True) / -_MEMORY_NODES)
+        return self.of(
+            keep * self.nodes + new, keep * self.claimed + claimed, keep * self.held + true
+        )
+
+
+def _rising(share: FloatArray, weight: FloatArray) -> FloatArray:
+    """Return shares made to rise along the last axis, in place: nearest in weighted squares.
+
+    Neighbours that fall are pooled (pool adjacent violators, Ayer et al. 1955).
+    """
+    for place in zip(*(share[..., 1:] < share[..., :-1]).any(-1).nonzero(), strict=True):
+        pools: list[tuple[float, float, int]] = []  # mean, weight, bins
+        for pool in zip(share[place].tolist(), weight[place].tolist(), [1] * BINS, strict=True):
+            mean, mass, bins = pool
+            while pools and pools[-1][0] >= mean:
+                before, more, others = pools.pop()
+                mean = (before * more + mean * mass) / (more + mass)
+                mass, bins = mass + more, bins + others
+            pools.append((mean, mass, bins))
+        share[place] = [mean for mean, _, bins in pools for _ in range(bins)]
+    return share
 
 
 def trimmed(
-    latency: LatencyModel,
-    correction: FloatArray,
+    times: Times,
     calibration: Calibration,
     view: View,
     plan: Plan,
@@ -30,18 +131,16 @@ def trimmed(
 ) -> IntArray:
     """Return how many of each row's nodes are verified, int64[n]; view and plan are of these rows.
 
-    ``aloft`` tokens of rows in flight are in the same pass. ``latency`` has the shape that was
-    learnt for the target's curve. A plan without a price is followed as far as there are nodes. No
-    step is longer than the view's cap, or than the plan where that is.
+    ``aloft`` tokens of rows in flight are in the same pass. A plan without a price is followed as
+    far as there are nodes. No step is longer than the view's cap, or than its plan.
     """
     rows, nodes = len(view), len(drafted.row)
     if not plan.price or not nodes:
         return np.minimum(plan.length, np.bincount(drafted.row, minlength=rows))
     tokens = view.prefill_tokens + np.count_nonzero(view.ready) + aloft
-    scale = correction.item(VERIFY)
-    verify_s = scale * latency.target.run(tokens, nodes + 1)
+    verify_s = times.verify_s(tokens, nodes + 1)
     if view.cap_s < math.inf:
-        planned_s = scale * latency.target.at(tokens + int(np.add.reduce(plan.length)))
+        planned_s = times.verify_at(tokens + int(np.add.reduce(plan.length)))
         longest_s = planned_s + max(view.cap_s - plan.predicted_s, 0.0)
         verify_s = verify_s[: max(int(verify_s.searchsorted(longest_s * (1 + TIE), "right")), 1)]
     likely = calibration.probability(drafted.draft, drafted.drawn, drafted.confidence)
@@ -49,20 +148,15 @@ def trimmed(
 
 
 def best_first(
-    row: IntArray,
-    worth: FloatArray,
-    verify_s: FloatArray,
-    price: float,
-    rows: int,
+    row: IntArray, worth: FloatArray, verify_s: FloatArray, price: float, rows: int
 ) -> IntArray:
-    """Return how many nodes of each row have the highest net worth, int64[rows].
+    """Return how many nodes of each row have the highest net worth together, int64[rows].
 
-    ``row[q]`` rises; ``worth[q]``, in tokens, does not within a row. ``verify_s[m]`` are the
-    seconds of the pass with m nodes, ``price`` is of a second in tokens. Of equal choices it is
-    the one with the fewest nodes.
+    ``row[q]`` rises; ``worth[q]``, in tokens, never does within a row. ``verify_s[m]`` are the
+    seconds of a pass with m nodes, ``price`` the tokens that a second is worth. Of equal choices it
+    is the one with the fewest nodes.
     """
     order = (-worth).argsort(kind="stable") if rows > 1 else slice(None)
-    net = np.zeros(len(verify_s))
-    worth[order][: len(verify_s) - 1].cumsum(out=net[1:])
-    net -= price * verify_s
+    net = -price * verify_s
+    net[1:] += worth[order][: len(verify_s) - 1].cumsum()
     return np.bincount(row[order][: net.argmax()], minlength=rows)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from policy.plan import Drafted, IntArray, Outcome, Plan, Policy, TurnShape, View
+from policy.plan import Drafted, IntArray, Outcome, Plan, Policy, View
 
 
 class ForcedCohorts(Policy):
@@ -26,7 +26,7 @@ class ForcedCohorts(Policy):
         ready = np.flatnonzero(view.ready)
         cohort = np.full(len(view), -1, np.int64)
         cohort[ready] = 0 if len(ready) < len(view) else np.arange(len(view)) * self.cohorts // max(len(view), self.cohorts)
-        return replace(plan, shape=replace(plan.shape or TurnShape(), cohort=cohort)), state
+        return replace(plan, flight=cohort), state
 
     def trim(self, view: View, plan: Plan, drafted: Drafted, state: Any) -> IntArray:
         """Return the policy's."""

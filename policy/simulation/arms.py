@@ -1,4 +1,6 @@
-"""The arms of a comparison: baselines, the adaptive planner, and two that only a simulation can have."""
+"""The arms of a comparison: baselines, the adaptive planner whole and without a part, and an oracle
+that only a simulation can have.
+"""
 
 from __future__ import annotations
 
@@ -9,34 +11,24 @@ from typing import Any
 
 import numpy as np
 
-from policy.acceptance import AcceptanceModel, AcceptanceState, Expected
-from policy.baselines import BatchSchedule, FixedLength, NoSpeculation
-from policy.custom import PolicyError, made
-from policy.goodput import StepProblem
+from policy.acceptance import AcceptanceConfig, AcceptanceModel, AcceptanceState, Expected
+from policy.baselines import (
+    AcceptanceEma,
+    BatchSchedule,
+    FixedLength,
+    NoSpeculation,
+    SmartSpec,
+    SpinSelection,
+)
+from policy.decomposition import Decomposition
 from policy.latency import LatencyModel
-from policy.plan import FloatArray, IntArray, Policy, View
-from policy.planner import AdaptivePlanner
-from policy.planner_state import PlannerConfig, PlannerState
-from policy.published import AcceptanceEma, SmartSpec, SpinSelection
-from policy.search import Priced
-from policy.shaped import ShapedPlanner
-from policy.shapes import Shapes
+from policy.pipelining import Pipelining
+from policy.plan import Drafted, FloatArray, IntArray, Outcome, Plan, Policy, View
+from policy.planner import AdaptivePlanner, PlannerConfig, PlannerState
+from policy.wrappers import PolicyError, made
 
 from .deployment import Deployment, Work, step_parts
-from .learners import WITHOUT, learner
 from .workload import Drift, Mix, Workload, backlog, draw
-
-KNOWN = (
-    "none, fixed:DRAFT:K, schedule:DRAFT, ema:DRAFT, smartspec:DRAFT, spin:K, bandit:K, adaptive, "
-    "chains-only, ucb[:SHARE], thompson[:SHARE], spin:optimised, bandit:optimised, "
-    f"without:{'|'.join(WITHOUT)}, per-step, oracle, and your own: my_package.MyPolicy[:NAME=VALUE]"
-)
-"""The arms of ``make_policy``, for who mistypes one.
-
-``chains-only`` is adaptive but for the deployment's shapes; ``ucb`` and ``thompson`` are adaptive
-in these modes of selection, SHARE another share of time to explore; ``:optimised`` takes their
-drafts and our lengths; ``without:`` is adaptive without a part (``learners``).
-"""
 
 _PROFILE_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _PROFILE_REQUESTS = 500
@@ -45,22 +37,16 @@ Truth = Callable[[IntArray, float], FloatArray]
 """The true hazards [n, drafts, positions] of requests at a time."""
 
 
-class PerStepGoodput(AdaptivePlanner):
-    """The adaptive planner with the plain objective V/T of the step, its prefill included and nobody's wait for it."""
-
-    def _priced_choice(self, problem: StepProblem, prefill_s: float, view: View, state: PlannerState) -> Priced:
-        del prefill_s
-        return super()._priced_choice(problem, 0.0, replace(view, prefilling=0), state)
-
-
 class _Known(AcceptanceModel):
     """An estimator that knows the truth."""
 
     def __init__(self, truth: Truth, drafts: int, k_max: int) -> None:
-        super().__init__(drafts, k_max, PlannerConfig().acceptance)
+        super().__init__(drafts, k_max, AcceptanceConfig())
         self._truth = truth
 
-    def admit(self, state: AcceptanceState, requests: list[int], group: list[int] | None = None) -> AcceptanceState:
+    def admit(
+        self, state: AcceptanceState, requests: list[int], group: list[int] | None = None
+    ) -> AcceptanceState:
         del requests, group
         return state
 
@@ -77,70 +63,142 @@ class _Known(AcceptanceModel):
 
     def expected(self, state: AcceptanceState, request: list[int]) -> Expected:
         hazard = self._truth(np.array(request, np.int64), state.now)
-        return Expected(np.zeros(len(request), np.int64), hazard)
+        return Expected(np.zeros(len(request), np.int64), hazard.transpose(2, 1, 0))
 
 
 class Oracle(AdaptivePlanner):
-    """The planner's own optimiser with true hazards and true times: what is left to gain by knowing more."""
+    """The planner with true hazards and true times: what is left to gain by knowing more."""
 
-    def __init__(self, drafts: tuple[str, ...], latency: LatencyModel, truth: Truth, k_max: int) -> None:
-        super().__init__(drafts, latency, PlannerConfig(k_max=k_max, explore_share=0.0, margin=0.0, rest_steps=0))
-        self._acceptance = _Known(truth, len(drafts), k_max)
+    def __init__(
+        self,
+        drafts: tuple[str, ...],
+        latency: LatencyModel,
+        truth: Truth,
+        config: PlannerConfig,
+        execution: Pipelining | Decomposition | None = None,
+    ) -> None:
+        config = replace(config, explore_share=0.0, margin=0.0)
+        known = _Known(truth, len(drafts), config.k_max)
+        super().__init__(drafts, latency, config, execution, known)
+
+
+class _Lacking(AdaptivePlanner):
+    """The adaptive planner without something that no constant switches off."""
+
+    def __init__(self, lacks: str, deployment: Deployment, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._lacks, self._free = lacks, np.array(deployment.free)
+
+    def trim(self, view: View, plan: Plan, drafted: Drafted, state: PlannerState) -> IntArray:
+        if self._lacks == "trim":
+            return plan.length
+        return super().trim(view, plan, drafted, state)
+
+    def observe(self, outcome: Outcome, state: PlannerState, now: float) -> PlannerState:
+        if self._lacks == "catch-up":
+            kept = self._free[outcome.free_draft]
+            names = ("free_request", "free_draft", "free_accepted", "free_scored")
+            columns = {name: getattr(outcome, name)[kept] for name in names}
+            outcome = replace(outcome, **columns)
+        after = super().observe(outcome, state, now)
+        if self._lacks == "correction":
+            after.correction = state.correction
+        elif self._lacks == "shape":
+            after.correction = replace(after.correction, applied=None)
+        elif self._lacks == "charge":
+            after.brought = np.zeros(len(self.drafts))
+        return after
+
+
+WITHOUT: dict[str, dict[str, Any]] = {
+    "deviation": {"acceptance": AcceptanceConfig(request_variance=1e-3, most_groups=0)},
+    "groups": {"acceptance": AcceptanceConfig(most_groups=0)},
+    "exploration": {"explore_share": 0.0},
+    "keeping": {"planning_share": 1e9},
+    "waiting": {"waiting_price": False},
+    "margin": {"margin": 0.0},
+    "catch-up": {"catchup_scored": False},
+    "correction": {},
+    "shape": {},
+    "trim": {},
+    "charge": {},
+}
+"""Parts of the adaptive planner that ``without:PART`` takes away, with the constants for it."""
+
+KNOWN = (
+    "none, fixed:DRAFT:K, schedule:DRAFT, ema:DRAFT, smartspec:DRAFT, spin:K, adaptive, oracle, "
+    f"without:{'|'.join(WITHOUT)}, and your own: my_package.MyPolicy[:NAME=VALUE]"
+)
+"""The arms of ``make_policy``, for who mistypes one."""
 
 
 def profiled_lengths(deployment: Deployment, mix: Mix, draft: str, seed: int) -> dict[int, int]:
-    """Return a table batch size -> length as profiling would fill it: the best V/T at true times and the mix's mean acceptance."""
-    workload = draw(mix, deployment.drafts, backlog(_PROFILE_REQUESTS), seed, deployment.k_max, 1.0, Drift.none(len(mix.categories), 2))
-    everyone = np.arange(len(workload))
+    """Return a table batch size -> length as profiling would fill it: the best V/T at true times
+    and the mix's mean acceptance.
+    """
+    drift = Drift.none(len(mix.categories), len(deployment.drafts))
+    arrivals = backlog(_PROFILE_REQUESTS)
+    workload = draw(mix, deployment.drafts, arrivals, seed, deployment.k_max, 1.0, drift)
     column = deployment.drafts.index(draft)
-    survival = np.cumprod(workload.acceptance.hazard(everyone, 0.0)[:, column], axis=1)
-    tokens = 1 + np.concatenate([[0.0], np.cumsum((survival * workload.acceptance.found[:, column, None]).mean(0))])
+    hazard = workload.acceptance.hazard(np.arange(len(workload)), 0.0)[:, column]
+    found = workload.acceptance.found[:, column, None]
+    survival = (np.cumprod(hazard, axis=1) * found).mean(0)
+    tokens = 1 + np.concatenate([[0.0], np.cumsum(survival)])
     context = int(workload.prompt_tokens.mean() + workload.output_tokens.mean() / 2)
     lengths = {}
     for rows in [b for b in _PROFILE_BATCHES if b <= deployment.max_active]:
         ones = np.ones(rows, np.int64)
-        times = [
-            sum(step_parts(deployment.latency, Work(ones * column, ones * k, ones, rows, rows * context), deployment.drafts).values())
+        works = (
+            Work(ones * column, ones * k, ones * k, ones, rows, rows * context)
             for k in range(deployment.k_max + 1)
+        )
+        seconds = [
+            sum(step_parts(deployment.latency, work, deployment.drafts).values()) for work in works
         ]
-        lengths[rows] = int(np.argmax(tokens / np.array(times)))
+        lengths[rows] = int(np.argmax(tokens / np.array(seconds)))
     return lengths
 
 
-def make_policy(arm: str, deployment: Deployment, mix: Mix, workload: Workload, read: LatencyModel, seed: int) -> Policy:  # noqa: PLR0911
+def make_policy(
+    arm: str, deployment: Deployment, mix: Mix, workload: Workload, read: LatencyModel, seed: int
+) -> Policy:
     """Return the policy of an arm; ``read`` is what it may know of times.
 
-    ``KNOWN`` lists the arms; a dotted path is a user's policy (``policy.custom``), behind it
+    ``KNOWN`` lists the arms; a dotted path is a user's policy (``policy.wrappers``), behind it
     ``:NAME=VALUE`` its options. Raises PolicyError for any other.
     """
-    kind, *rest = arm.split(":")
     drafts, k_max = deployment.drafts, deployment.k_max
-    match kind, *rest:
+    config, execution = PlannerConfig(k_max=k_max, catchup_scored=True), deployment.execution
+    policy: Policy
+    match arm.split(":"):
         case ["none"]:
-            return NoSpeculation()
+            policy = NoSpeculation()
         case ["fixed", draft, length] if draft in drafts and length.isdigit():
-            return FixedLength(draft, int(length))
+            policy = FixedLength(draft, int(length))
         case ["schedule", draft] if draft in drafts:
-            return BatchSchedule(draft, profiled_lengths(deployment, mix, draft, seed))
+            policy = BatchSchedule(draft, profiled_lengths(deployment, mix, draft, seed))
         case ["ema", draft] if draft in drafts:
-            return AcceptanceEma(draft)
+            policy = AcceptanceEma(draft)
         case ["smartspec", draft] if draft in drafts:
-            return SmartSpec(drafts, draft, read, k_max)
+            policy = SmartSpec(drafts, draft, read, k_max)
         case ["spin", length] if length.isdigit():
-            return SpinSelection(drafts, int(length))
-        case ["adaptive"] if deployment.shapes != Shapes():
-            return ShapedPlanner(drafts, read, PlannerConfig(k_max=k_max, catchup_scored=True), deployment.shapes)
-        case ["adaptive"] | ["chains-only"]:
-            return AdaptivePlanner(drafts, read, PlannerConfig(k_max=k_max, catchup_scored=True))
-        case ["per-step"]:
-            return PerStepGoodput(drafts, read, PlannerConfig(k_max=k_max, catchup_scored=True))
+            policy = SpinSelection(drafts, int(length))
+        case ["adaptive"]:
+            policy = AdaptivePlanner(drafts, read, config, execution)
+        case ["without", "execution"]:
+            policy = AdaptivePlanner(drafts, read, config)
+        case ["without", part] if part in WITHOUT:
+            config = replace(config, **WITHOUT[part])
+            policy = _Lacking(part, deployment, drafts, read, config, execution)
         case ["oracle"]:
-            return Oracle(drafts, deployment.latency, workload.acceptance.hazard, k_max)
+            truth = workload.acceptance.hazard
+            policy = Oracle(drafts, deployment.latency, truth, config, execution)
         case [path, *options] if "." in path:
-            return made(path, drafts, read, k_max, _options(arm, options))
-    if (found := learner(arm, deployment, read)) is not None:
-        return found
-    raise PolicyError(f"there is no arm {arm!r}: there are {KNOWN}, with DRAFT one of {drafts}")
+            policy = made(path, drafts, read, k_max, _options(arm, options))
+        case _:
+            where = f"there are {KNOWN}, with DRAFT one of {drafts}"
+            raise PolicyError(f"there is no arm {arm!r}: {where}")
+    return policy
 
 
 def check_arms(arms: Iterable[str], deployment: Deployment, mix: Mix) -> None:

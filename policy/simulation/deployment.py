@@ -1,4 +1,4 @@
-"""What a simulated server is: its true times, limits, and what of its tables a policy is given to read."""
+"""What a simulated server is: its true times and limits, and what of its tables a policy reads."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from policy.decomposition import Decomposition
 from policy.latency import LatencyCurve, LatencyModel
-from policy.plan import FloatArray, IntArray
-from policy.shapes import Shapes
+from policy.pipelining import Pipelining, pipelined_s
+from policy.plan import FloatArray, IntArray, Plan, View
 
 BLOCK_TOKENS = 16
 _KNOT_FACTOR = 8
@@ -16,11 +17,14 @@ _KNOT_FACTOR = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Deployment:
-    """One replica. ``latency`` is the truth; ``free[d]`` marks a draft without model (lookup), which is scored in every step.
+    """One replica. ``latency`` is the truth; ``free[d]`` marks a draft without model (lookup), that
+    is scored in every step; ``telling[d]`` is how far the draft's confidence in a token tells
+    whether it holds (``workload.Acceptance.confidence``; 0: nothing beyond its hazard).
 
-    ``noise`` is the standard deviation of the logarithm of a step's time; ``planning_s`` what a planning policy adds to each step;
-    ``full_information`` lets policies learn in every step how each draft would have guessed, which no real server can.
-    ``shapes`` is what the engine can do beyond a chain a row.
+    ``noise`` is the standard deviation of the logarithm of a step's time; ``planning_s`` by batch
+    size, as (rows, seconds) in order, what planning and learning add to a step that is planned for;
+    ``full_information`` lets policies learn in every step how each draft would have guessed, which
+    no real server can. ``execution`` is what the engine does beyond one pass for all rows.
     """
 
     name: str
@@ -28,24 +32,33 @@ class Deployment:
     drafts: tuple[str, ...]
     latency: LatencyModel
     free: tuple[bool, ...]
+    telling: tuple[float, ...] = ()
     k_max: int = 8
     max_active: int = 64
     prefill_chunk_tokens: int = 2048
     kv_tokens: int = 1 << 17
     noise: float = 0.03
-    planning_s: float = 0.0
+    planning_s: tuple[tuple[int, float], ...] = ()
     full_information: bool = False
-    shapes: Shapes = field(default_factory=Shapes)
+    execution: Pipelining | Decomposition | None = None
+
+    def planned_s(self, rows: int) -> float:
+        """Return what planning for so many rows takes, linear between the batch sizes."""
+        if not self.planning_s:
+            return 0.0
+        sizes, seconds = zip(*self.planning_s, strict=True)
+        return float(np.interp(rows, sizes, seconds))
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step runs: the tokens of the contexts in all, and of each chain, int64[n], its draft,
-    its length and what that draft has not seen yet.
+    """What a step runs: of each row, int64[n], its draft, the length that is drafted, the nodes
+    that are verified, and what that draft has not seen yet; the tokens of the contexts in all.
     """
 
     draft: IntArray
     length: IntArray
+    verified: IntArray
     catchup: IntArray
     rows: int
     context_tokens: int
@@ -56,13 +69,13 @@ class Work:
 def step_parts(latency: LatencyModel, work: Work, drafts: tuple[str, ...]) -> dict[str, float]:
     """Return the seconds of a step by part, in the names of ``Outcome.parts_s``.
 
-    A draft's first forward reads the tokens that each row of its group lacks, each further one a token per row still drafting; the target
-    verifies everything with the prompts' chunks in one pass. ``rows`` and ``context_tokens`` include those of the chunks.
+    A draft's first forward reads the tokens that each row of its group lacks, each further one a
+    token per row still drafting; the target verifies everything with the prompts' chunks in one
+    pass. ``rows`` and ``context_tokens`` include those of the chunks.
     """
-    proposed = int(work.length.sum())
-    tokens = len(work.length) + proposed + work.prefill_tokens
+    tokens = len(work.length) + int(work.verified.sum()) + work.prefill_tokens
     parts = {"verify": latency.target.seconds(tokens, work.rows, work.context_tokens)}
-    parts["overhead"] = latency.overhead_s + latency.speculation_s * bool(proposed)
+    parts["overhead"] = latency.overhead_s + latency.speculation_s * bool(work.length.any())
     for d, rows in work.free_rows.items():
         parts[f"draft:{drafts[d]}"] = latency.drafts[d].seconds(rows, rows)
     for d in set(work.draft[work.length > 0].tolist()) - set(work.free_rows):
@@ -70,15 +83,68 @@ def step_parts(latency: LatencyModel, work: Work, drafts: tuple[str, ...]) -> di
         length, curve = work.length[group], latency.drafts[d]
         alive = (length[:, None] > np.arange(1, int(length.max()))).sum(0)
         forwards = np.concatenate([[np.maximum(work.catchup[group], 1).sum()], alive])
-        mean_context = work.context_tokens / max(work.rows, 1)
-        parts[f"draft:{drafts[d]}"] = float(curve.base(forwards).sum() + length.sum() * (curve.row_s + curve.context_s * mean_context))
+        row_s = curve.row_s + curve.context_s * work.context_tokens / max(work.rows, 1)
+        parts[f"draft:{drafts[d]}"] = float(curve.base(forwards).sum() + length.sum() * row_s)
     return parts
 
 
-def perturbed(latency: LatencyModel, share: float, seed: int) -> LatencyModel:
-    """Return what a policy reads: every entry off by up to ``share``, independently at 1, 8, 64, ... tokens of every engine.
+def step_time(
+    deployment: Deployment, view: View, plan: Plan, work: Work, flights_before: int
+) -> tuple[dict[str, float], float]:
+    """Return the busy seconds by part, and those of the step, fewer where flights overlap.
 
-    Between these the error is linear in the logarithm of the tokens, so that both level and shape of a curve are wrong.
+    A batch that was not cut like this in the step before has nothing in flight: its first flight's
+    drafting overlaps nothing.
+    """
+    if plan.flight is None or not isinstance(deployment.execution, Pipelining):
+        parts_s = _parts(deployment, view, plan, work, np.arange(len(view)))
+        return parts_s, sum(parts_s.values())
+    contention, busy_s = deployment.execution.contention or 1.0, dict[str, float]()
+    draft_s, verify_s = [], []
+    flights = int(plan.flight.max()) + 1
+    chunks = work.rows - len(work.length), work.context_tokens - int(view.context.sum())
+    for number in range(flights):
+        rows = np.flatnonzero(plan.flight == number)
+        own, first = (len(rows), int(view.context[rows].sum())), number == 0
+        part = replace(
+            work,
+            rows=own[0] + first * chunks[0],
+            context_tokens=own[1] + first * chunks[1],
+            prefill_tokens=first * work.prefill_tokens,
+            free_rows=work.free_rows if first else {},
+        )
+        parts_s = _parts(deployment, view, plan, part, rows)
+        verify_s.append(parts_s["verify"])
+        draft_s.append(sum(parts_s.values()) - verify_s[-1])
+        for name, seconds in parts_s.items():
+            busy_s[name] = busy_s.get(name, 0.0) + contention * seconds
+    step_s = pipelined_s(np.array(draft_s), np.array(verify_s), contention)
+    return busy_s, step_s + (draft_s[0] if flights_before != flights else 0.0)
+
+
+def _parts(
+    deployment: Deployment, view: View, plan: Plan, work: Work, rows: IntArray
+) -> dict[str, float]:
+    """Return the seconds by part of some rows of the view, one after the other."""
+    names = ("draft", "length", "verified", "catchup")
+    part = replace(work, **{name: getattr(work, name)[rows] for name in names})
+    parts_s, latency = step_parts(deployment.latency, part, view.drafts), deployment.latency
+    if isinstance(deployment.execution, Decomposition) and len(rows):
+        context = view.context[rows]
+        read = float(len(rows) * int(context.max()))
+        if plan.piece_tokens:
+            pieces = int((-(-context // plan.piece_tokens)).sum())
+            read = (plan.piece_tokens + deployment.execution.merge_tokens) * pieces
+        parts_s["verify"] += latency.target.context_s * (read - int(context.sum()))
+    return parts_s
+
+
+def perturbed(latency: LatencyModel, share: float, seed: int) -> LatencyModel:
+    """Return what a policy reads: every entry off by up to ``share``, independently at 1, 8, 64,
+    ... tokens of every engine.
+
+    Between these the error is linear in the logarithm of the tokens, so that both level and shape
+    of a curve are wrong.
     """
     rng = np.random.default_rng([seed, 5])
 
@@ -90,7 +156,10 @@ def perturbed(latency: LatencyModel, share: float, seed: int) -> LatencyModel:
         knots = np.arange(int(np.ceil(np.log(len(tokens)) / np.log(_KNOT_FACTOR))) + 2)
         wrong = np.interp(np.log(tokens) / np.log(_KNOT_FACTOR), knots, factor(len(knots)))
         base_s = np.maximum.accumulate(true.base_s * np.concatenate([wrong[:1], wrong[:-1]]))
-        return LatencyCurve(base_s, true.slope_s * float(factor()[0]), true.row_s * float(factor()[0]), true.context_s * float(factor()[0]))
+        slope_s, row_s, context_s = (
+            value * float(factor()[0]) for value in (true.slope_s, true.row_s, true.context_s)
+        )
+        return LatencyCurve(base_s, slope_s, row_s, context_s)
 
     return replace(
         latency,

@@ -25,6 +25,7 @@ def described(comparison: Comparison, tuning: list[int], reporting: list[int]) -
         "variation": scenario.variation,
         "requests": scenario.requests,
         "rate_hz": scenario.rate_hz,
+        "planning_us": [(rows, round(1e6 * s, 1)) for rows, s in scenario.deployment.planning_s],
         "table_error": scenario.table_error,
         "tuning_seeds": tuning,
         "reporting_seeds": reporting,
@@ -37,7 +38,11 @@ def _point(comparison: Comparison, load: float, seeds: list[int]) -> dict[str, A
     results, fixed = comparison.results, comparison.fixed[load]
     point: dict[str, Any] = {"load": load, "fixed": fixed, "arms": {}}
     for arm in comparison.arms[load]:
-        runs = [r for task, r in results.items() if task.arm == arm and task.load == load and task.seed in seeds]
+        runs = [
+            r
+            for task, r in results.items()
+            if task.arm == arm and task.load == load and task.seed in seeds
+        ]
         latency_s = np.concatenate([run.latency_s for run in runs])
         point["arms"][arm] = {
             "latency_s": _figure(latency_s.mean()),
@@ -45,11 +50,16 @@ def _point(comparison: Comparison, load: float, seeds: list[int]) -> dict[str, A
             "first_token_s": _figure(np.concatenate([run.first_token_s for run in runs]).mean()),
             "tokens_per_s": _figure(np.mean([run.tokens_per_s for run in runs])),
             "rows": _figure(np.mean([run.rows for run in runs])),
-            "length": _figure(np.sum([run.proposed for run in runs]) / max(np.sum([run.rows for run in runs]), 1e-9)),
+            "length": _figure(
+                np.sum([run.proposed for run in runs])
+                / max(np.sum([run.rows for run in runs]), 1e-9)
+            ),
             "adaptive_over_it": _interval(compared(results, "adaptive", arm, load, seeds)),
         }
     if "oracle" in comparison.arms[load]:
-        point["gap"] = _figure(pooled(results, fixed, load, seeds) / pooled(results, "oracle", load, seeds))
+        point["gap"] = _figure(
+            pooled(results, fixed, load, seeds) / pooled(results, "oracle", load, seeds)
+        )
         point["captured"] = _figure(captured(results, "adaptive", fixed, load, seeds))
     return point
 
@@ -70,13 +80,23 @@ def _criteria_at(comparison: dict[str, Any], point: dict[str, Any]) -> list[dict
     over_none = point["arms"]["none"]["adaptive_over_it"]
     rows = []
     if load == BACKLOG:
-        rows.append(_row(where, load, f"capacity over {fixed}", ">= 0.98", over_fixed, over_fixed[0] >= 0.98))
+        rows.append(
+            _row(
+                where, load, f"capacity over {fixed}", ">= 0.98", over_fixed, over_fixed[0] >= 0.98
+            )
+        )
     elif load <= _UTILISATION:
-        rows.append(_row(where, load, f"latency over {fixed}", "<= 1.03", over_fixed, over_fixed[0] <= 1.03))
-        rows.append(_row(where, load, "latency over none", "<= 1.02", over_none, over_none[0] <= 1.02))
+        rows.append(
+            _row(where, load, f"latency over {fixed}", "<= 1.03", over_fixed, over_fixed[0] <= 1.03)
+        )
+        rows.append(
+            _row(where, load, "latency over none", "<= 1.02", over_none, over_none[0] <= 1.02)
+        )
     if point["gap"] >= _GAP and comparison["mix"] in {"mix", "mix-tagged"}:
         what = f"share captured of the gap {point['gap']:.2f} from {fixed} to the oracle"
-        rows.append(_row(where, load, what, ">= 0.80", [point["captured"]], point["captured"] >= 0.8))
+        rows.append(
+            _row(where, load, what, ">= 0.80", [point["captured"]], point["captured"] >= 0.8)
+        )
     return rows
 
 
@@ -106,9 +126,18 @@ def _loads(loads: list[float]) -> str:
     return ", ".join("backlog" if load == BACKLOG else f"{load:g}" for load in loads) or "none"
 
 
-def _row(where: str, load: float, what: str, wanted: str, found: list[float], met: bool) -> dict[str, Any]:
+def _row(
+    where: str, load: float, what: str, wanted: str, found: list[float], met: bool
+) -> dict[str, Any]:
     text = f"{found[0]:.3f}" + (f" ({found[1]:.3f} to {found[2]:.3f})" if len(found) == 3 else "")
-    return {"scenario": where, "load": load, "what": what, "wanted": wanted, "found": text, "met": bool(met)}
+    return {
+        "scenario": where,
+        "load": load,
+        "what": what,
+        "wanted": wanted,
+        "found": text,
+        "met": bool(met),
+    }
 
 
 def _interval(ratio: Ratio) -> list[float]:

@@ -73,7 +73,10 @@ def simulate(
     """
     steps: list[Step] = []
     progress = Progress.of(len(workload), len(deployment.drafts))
-    fleet = [Replica(deployment, workload, progress, make_policy(), seed + 1000 * r, steps.append) for r in range(replicas)]
+    fleet = [
+        Replica(deployment, workload, progress, make_policy(), seed + 1000 * r, steps.append)
+        for r in range(replicas)
+    ]
     events: list[tuple[float, int]] = []
     idle = [True] * replicas
     arrivals = workload.arrival_s.tolist()
@@ -96,10 +99,24 @@ def simulate(
         if until is not None:
             heapq.heappush(events, (until, chosen))
     arrived = workload.arrival_s
-    return Run(workload, progress.finish_s - arrived, progress.first_token_s - arrived, steps, now, sum(r.preemptions for r in fleet))
+    return Run(
+        workload,
+        progress.finish_s - arrived,
+        progress.first_token_s - arrived,
+        steps,
+        now,
+        sum(r.preemptions for r in fleet),
+    )
 
 
-def simulate_closed(deployment: Deployment, workload: Workload, policy: Policy, seed: int, in_flight: int, way_s: float = 0.0) -> Run:
+def simulate_closed(
+    deployment: Deployment,
+    workload: Workload,
+    policy: Policy,
+    seed: int,
+    in_flight: int,
+    way_s: float = 0.0,
+) -> Run:
     """Serve the requests in order, so many at a time, on one replica; arrivals of the workload do not count.
 
     Where one ends the next is sent, and is there ``way_s`` later; times count from its sending.
@@ -122,7 +139,14 @@ def simulate_closed(deployment: Deployment, workload: Workload, policy: Policy, 
             ends_s = now if ends_s is None else ends_s
             continue
         if ends_s is None:
-            return Run(workload, progress.finish_s - sent_s, progress.first_token_s - sent_s, steps, now, replica.preemptions)
+            return Run(
+                workload,
+                progress.finish_s - sent_s,
+                progress.first_token_s - sent_s,
+                steps,
+                now,
+                replica.preemptions,
+            )
         now, before = ends_s, replica.outstanding
         ends_s = replica.advance(now)
         room += before - replica.outstanding

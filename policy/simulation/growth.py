@@ -19,7 +19,9 @@ NOTE = (
 )
 
 
-def fleet_row(scenario: Scenario, arm: str, replicas: int, load: float, requests_each: int, seed: int) -> dict[str, Any]:
+def fleet_row(
+    scenario: Scenario, arm: str, replicas: int, load: float, requests_each: int, seed: int
+) -> dict[str, Any]:
     """Simulate a fleet and return its figures; every replica has a policy and a state of its own."""
     deployment, mix = scenario.deployment, scenario.mix
     rate_hz = load * scenario.rate_hz * replicas
@@ -28,7 +30,13 @@ def fleet_row(scenario: Scenario, arm: str, replicas: int, load: float, requests
     drift = Drift.swing(mix, deployment.drafts, period_s, 4 * float(arrivals[-1]))
     workload = draw(mix, deployment.drafts, arrivals, seed, deployment.k_max, period_s, drift)
     read = perturbed(deployment.latency, scenario.table_error, seed)
-    run = simulate(deployment, workload, lambda: make_policy(arm, deployment, mix, workload, read, seed), seed, replicas)
+    run = simulate(
+        deployment,
+        workload,
+        lambda: make_policy(arm, deployment, mix, workload, read, seed),
+        seed,
+        replicas,
+    )
     last_s = float(arrivals[-1])
     return {
         "replicas": replicas,

@@ -7,12 +7,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from policy.latency import LatencyCurve, LatencyModel, LatencyTable
-from policy.nonnegative import nonnegative_least_squares
+from policy.decomposition import Decomposition
+from policy.latency import LatencyCurve, LatencyModel, LatencyTable, nonnegative_least_squares
+from policy.pipelining import Pipelining
 from policy.plan import FloatArray
 
 from .deployment import Deployment
 from .workload import Category, Mix
+
+TELLING, LOOKUP_TELLING = 0.7, 0.35
+"""How far confidences tell (``workload.Acceptance.confidence``): of a token that holds and one that
+does not, a model ranks the right one above in 84 of 100 pairs, the length of a match in 69.
+"""
 
 _GRID_TOKENS = 4096
 _SPECULATION_SHARE = 0.05  # of a target step: the published models' overhead of speculating
@@ -20,7 +26,7 @@ _SPECULATION_SHARE = 0.05  # of a target step: the published models' overhead of
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A forward in milliseconds: ``fixed + token * tokens + row * rows + context * cached tokens``."""
+    """Milliseconds of a forward: ``fixed + token * tokens + row * rows + context * cached``."""
 
     fixed: float
     token: float
@@ -38,10 +44,18 @@ class Linear:
 
         That is over the batches, contexts and lengths of the published profiling grid. A negative term is an artefact of collinearity.
         """
-        batches, contexts, lengths = [1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 128], range(128, 2049, 240), range(8)
-        cells = np.array([(1, b * (k + 1), b, b * c) for b in batches for c in contexts for k in lengths], float)
+        batches, contexts, lengths = (
+            [1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 128],
+            range(128, 2049, 240),
+            range(8),
+        )
+        cells = np.array(
+            [(1, b * (k + 1), b, b * c) for b in batches for c in contexts for k in lengths], float
+        )
         milliseconds = cells @ np.array([self.fixed, self.token, self.row, self.context])
-        fixed, token, row, context = nonnegative_least_squares(cells / milliseconds[:, None], np.ones(len(cells))).tolist()
+        fixed, token, row, context = nonnegative_least_squares(
+            cells / milliseconds[:, None], np.ones(len(cells))
+        ).tolist()
         return Linear(fixed, token, row, context)
 
 
@@ -51,7 +65,9 @@ LLAMA_70B = Linear(18.34535, 6.40216301e-2, -3.97382298e-2, 6.24369264e-5)
 EAGLE_8B = Linear(0.452175870, 4.38694070e-5, 5.52805909e-3, 2.89700974e-6)
 EAGLE_8B_STEP_MS = 0.4471109584
 # Derived, not measured: a memory-bound forward scales with the bytes that it reads (weights 1.24 / 8.03, KV per token a quarter).
-LLAMA_1B = Linear(6.938699571857084 * 1.24 / 8.03, 1.84383603e-2 * 1.24 / 8.03, 0.0, 4.85907942e-5 / 4)
+LLAMA_1B = Linear(
+    6.938699571857084 * 1.24 / 8.03, 1.84383603e-2 * 1.24 / 8.03, 0.0, 4.85907942e-5 / 4
+)
 _PUBLISHED = "SmartSpec authors' fits on H100 (vLLM fork, batch-dsd b08a7d37), negative terms repaired by NNLS on their profiling grid"
 _DERIVED = "Llama-1B draft derived from the 8B's by bytes read"
 
@@ -64,7 +80,10 @@ def llama_8b_h100() -> Deployment:
         speculation_s=(EAGLE_8B_STEP_MS + _SPECULATION_SHARE * LLAMA_8B.fixed) / 1e3,
     )
     provenance = f"{_PUBLISHED}; {_DERIVED}"
-    return Deployment("llama-8b-h100", provenance, ("eagle", "1b"), latency, (False, False), max_active=128, kv_tokens=327_680)
+    drafts = ("eagle", "1b")
+    two = (False,) * 2, (TELLING,) * 2
+    deployment = Deployment("llama-8b-h100", provenance, drafts, latency, *two)
+    return replace(deployment, max_active=128, kv_tokens=327_680)
 
 
 def llama_70b_h100() -> Deployment:
@@ -76,29 +95,135 @@ def llama_70b_h100() -> Deployment:
     )
     provenance = f"{_PUBLISHED} (TP4); {_DERIVED}"
     drafts = ("1b-prose", "1b-code")
-    return Deployment("llama-70b-4xh100", provenance, drafts, latency, (False, False), max_active=128, kv_tokens=327_680)
+    two = (False,) * 2, (TELLING,) * 2
+    deployment = Deployment("llama-70b-4xh100", provenance, drafts, latency, *two)
+    return replace(deployment, max_active=128, kv_tokens=327_680)
+
+
+def specialists(good: float, poor: float) -> tuple[Deployment, Mix]:
+    """Return the 8B with four heads, each for one of four workloads, and their mix.
+
+    A head is accepted at ``good`` on its own workload and ``poor`` elsewhere; its token takes 5 % of
+    a target pass.
+    """
+    names = tuple(f"head-{kind}" for kind in ("chat", "code", "summary", "sql"))
+    pass_ms = LLAMA_8B.repaired().fixed
+    head = Linear(0.05 * pass_ms, 4.4e-5, 0.0, 2.9e-6).curve()
+    latency = LatencyModel(
+        LLAMA_8B.repaired().curve(), (head,) * 4, speculation_s=0.05 * pass_ms / 1e3
+    )
+    categories = tuple(
+        Category(
+            name.removeprefix("head-"),
+            0.25,
+            300,
+            200,
+            {n: good if n == name else poor for n in names},
+        )
+        for name in names
+    )
+    mix = Mix(f"specialists-{good:g}", categories, spread=0.3, draft_spread=0.2)
+    provenance = f"{_PUBLISHED}; heads made up"
+    telling = (TELLING,) * 4
+    return Deployment("llama-8b-4-heads", provenance, names, latency, (False,) * 4, telling), mix
+
+
+def slow_draft(contention: float) -> tuple[Deployment, Mix]:
+    """Return a made-up server whose draft is slow, and right nearly always: what SPIN's pipelining
+    is for.
+    """
+    latency = LatencyModel(
+        Linear(12.0, 0.05, 0.0, 0.0).curve(), (Linear(2.0, 0.02, 0.0, 0.0).curve(),)
+    )
+    provenance = "made up: verifying 12 ms + 0.05 ms a token, drafting 2 ms + 0.02 ms a row"
+    deployment = Deployment("slow-draft", provenance, ("1b",), latency, (False,), max_active=16)
+    mix = Mix("even", (Category("chat", 1.0, 300, 150, {"1b": 0.97}),), {"1b": 0.98})
+    return replace(deployment, execution=Pipelining(2, contention)), mix
+
+
+def padded() -> tuple[Deployment, Mix]:
+    """Return the 8B on an engine that pads, contexts weighing as much as its weights (40 times the
+    published price of a cached token), one request in ten long: what SPIN's decomposition is for.
+    """
+    ragged = llama_8b_h100()
+    target = ragged.latency.target
+    dearer = replace(target, context_s=40 * target.context_s)
+    latency = replace(ragged.latency, target=dearer)
+    deployment = replace(ragged, name="padded", latency=latency, execution=Decomposition(16.0, 16))
+    hazards = {"eagle": 0.7, "1b": 0.62}, {"eagle": 0.8, "1b": 0.66}
+    chat, book = (
+        Category("chat", 0.9, 100, 100, hazards[0]),
+        Category("book", 0.1, 6000, 100, hazards[1]),
+    )
+    return replace(deployment, max_active=32), Mix("long-and-short", (chat, book))
 
 
 def smollm2_cpu(tables: Mapping[str, LatencyTable]) -> Deployment:
     """SmolLM2-135M on one CPU thread with its 10M draft and lookup, from measured tables ``target`` and ``small``."""
     lookup = LatencyCurve(np.full(2, 2e-5), 0.0)
     latency = LatencyModel(
-        LatencyCurve.fit(tables["target"]), (LatencyCurve.fit(tables["small"]), lookup), overhead_s=5e-4, speculation_s=3e-4
+        LatencyCurve.fit(tables["target"]),
+        (LatencyCurve.fit(tables["small"]), lookup),
+        overhead_s=5e-4,
+        speculation_s=3e-4,
     )
     source = tables["target"].provenance
     provenance = f"measured: {source.machine}, {source.dtype}, {source.threads} thread, {source.date}, torch {source.torch_version}"
-    small = Deployment("smollm2-cpu", provenance, ("small", "lookup"), latency, (False, True))
+    telling = (TELLING, LOOKUP_TELLING)
+    small = Deployment(
+        "smollm2-cpu", provenance, ("small", "lookup"), latency, (False, True), telling
+    )
     return replace(small, max_active=32, prefill_chunk_tokens=256, kv_tokens=32768)
 
 
 # Mixes are made up, in the range of acceptance that the published microbenchmarks sweep (0.3 to 0.9); hazards by draft name. EAGLE's fall
 # with depth as in the authors' measured table.
-_DECAY = {"eagle": 0.93, "1b": 0.98, "1b-prose": 0.98, "1b-code": 0.98, "small": 0.97, "lookup": 1.0}
-_CHAT = {"eagle": 0.70, "1b": 0.62, "1b-prose": 0.72, "1b-code": 0.50, "small": 0.60, "lookup": 0.30}
-_CODE = {"eagle": 0.55, "1b": 0.86, "1b-prose": 0.55, "1b-code": 0.90, "small": 0.62, "lookup": 0.85}
-_SUMMARY = {"eagle": 0.80, "1b": 0.66, "1b-prose": 0.80, "1b-code": 0.60, "small": 0.50, "lookup": 0.70}
-_HARD = {"eagle": 0.25, "1b": 0.30, "1b-prose": 0.35, "1b-code": 0.30, "small": 0.20, "lookup": 0.10}
-_FOUND = {"chat": {"lookup": 0.25}, "code": {"lookup": 0.70}, "summary": {"lookup": 0.50}, "hard": {"lookup": 0.15}}
+_DECAY = {
+    "eagle": 0.93,
+    "1b": 0.98,
+    "1b-prose": 0.98,
+    "1b-code": 0.98,
+    "small": 0.97,
+    "lookup": 1.0,
+}
+_CHAT = {
+    "eagle": 0.70,
+    "1b": 0.62,
+    "1b-prose": 0.72,
+    "1b-code": 0.50,
+    "small": 0.60,
+    "lookup": 0.30,
+}
+_CODE = {
+    "eagle": 0.55,
+    "1b": 0.86,
+    "1b-prose": 0.55,
+    "1b-code": 0.90,
+    "small": 0.62,
+    "lookup": 0.85,
+}
+_SUMMARY = {
+    "eagle": 0.80,
+    "1b": 0.66,
+    "1b-prose": 0.80,
+    "1b-code": 0.60,
+    "small": 0.50,
+    "lookup": 0.70,
+}
+_HARD = {
+    "eagle": 0.25,
+    "1b": 0.30,
+    "1b-prose": 0.35,
+    "1b-code": 0.30,
+    "small": 0.20,
+    "lookup": 0.10,
+}
+_FOUND = {
+    "chat": {"lookup": 0.25},
+    "code": {"lookup": 0.70},
+    "summary": {"lookup": 0.50},
+    "hard": {"lookup": 0.15},
+}
 
 
 CHAT = Mix("chat", (Category("chat", 1.0, 300, 150, _CHAT, found=_FOUND["chat"]),), _DECAY)
@@ -107,16 +232,44 @@ CHAT = Mix("chat", (Category("chat", 1.0, 300, 150, _CHAT, found=_FOUND["chat"])
 MIXED = Mix(
     "mix",
     (
-        Category("chat", 0.35, 300, 150, _CHAT, {"eagle": 0.8, "1b-prose": 0.8, "small": 0.8}, _FOUND["chat"]),
-        Category("code", 0.30, 400, 200, _CODE, {"1b": 0.8, "1b-code": 0.8, "lookup": 0.8}, _FOUND["code"]),
-        Category("summary", 0.20, 1000, 100, _SUMMARY, {"eagle": 0.8, "1b-prose": 0.8, "lookup": 0.8}, _FOUND["summary"]),
+        Category(
+            "chat",
+            0.35,
+            300,
+            150,
+            _CHAT,
+            {"eagle": 0.8, "1b-prose": 0.8, "small": 0.8},
+            _FOUND["chat"],
+        ),
+        Category(
+            "code",
+            0.30,
+            400,
+            200,
+            _CODE,
+            {"1b": 0.8, "1b-code": 0.8, "lookup": 0.8},
+            _FOUND["code"],
+        ),
+        Category(
+            "summary",
+            0.20,
+            1000,
+            100,
+            _SUMMARY,
+            {"eagle": 0.8, "1b-prose": 0.8, "lookup": 0.8},
+            _FOUND["summary"],
+        ),
         Category("hard", 0.15, 200, 200, _HARD, {}, _FOUND["hard"]),
     ),
     _DECAY,
 )
 """Four kinds that like different drafts, and drift."""
 
-PREFILL_HEAVY = Mix("prefill-heavy", (Category("summary", 1.0, 1500, 60, _SUMMARY, found=_FOUND["summary"]),), _DECAY)
+PREFILL_HEAVY = Mix(
+    "prefill-heavy",
+    (Category("summary", 1.0, 1500, 60, _SUMMARY, found=_FOUND["summary"]),),
+    _DECAY,
+)
 """Long prompts, short answers: most steps carry a chunk of somebody's prompt."""
 
 TAGGED = replace(MIXED, name="mix-tagged", grouped=True)

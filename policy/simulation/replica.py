@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from policy.plan import FloatArray, IntArray, Outcome, Plan, Policy, View
+from policy.plan import Drafted, FloatArray, IntArray, Outcome, Plan, Policy, View
 
-from .deployment import BLOCK_TOKENS, Deployment, Work, blocks
-from .shaped_step import cohorts_of, shaped_step, with_newcomers
+from .deployment import BLOCK_TOKENS, Deployment, Work, blocks, step_time
 from .workload import Workload
 
 _NONE = np.zeros(0, np.int64)
@@ -46,7 +45,12 @@ class Progress:
     def of(cls, requests: int, drafts: int) -> Progress:
         """Return the state before anything has happened."""
         unknown = np.full(requests, np.nan)
-        return cls(np.zeros(requests, np.int64), np.zeros((requests, drafts), np.int64), unknown, unknown.copy())
+        return cls(
+            np.zeros(requests, np.int64),
+            np.zeros((requests, drafts), np.int64),
+            unknown,
+            unknown.copy(),
+        )
 
 
 class _Pending(NamedTuple):
@@ -68,19 +72,30 @@ class Replica:
     """A server's loop. ``advance`` ends the step in progress and begins the next; between two calls time stands still for it."""
 
     def __init__(
-        self, deployment: Deployment, workload: Workload, progress: Progress, policy: Policy, seed: int, record: Callable[[Step], None]
+        self,
+        deployment: Deployment,
+        workload: Workload,
+        progress: Progress,
+        policy: Policy,
+        seed: int,
+        record: Callable[[Step], None],
     ) -> None:
         self._deployment, self._workload, self._progress = deployment, workload, progress
         self._policy, self._state = policy, policy.start()
-        self._policy_rng, self._noise_rng = np.random.default_rng([seed, 6]), np.random.default_rng([seed, 7])
+        self._policy_rng, self._noise_rng = (
+            np.random.default_rng([seed, 6]),
+            np.random.default_rng([seed, 7]),
+        )
         self._record = record
         self._queue: deque[int] = deque()
         self._prefill: list[_Prefill] = []
         self._rows = _NONE
-        self._cohorts = 1
+        self._flights = 1
         self._pending: _Pending | None = None
         self._blocks = deployment.kv_tokens // BLOCK_TOKENS
-        self._planning_s = deployment.planning_s * bool(policy.drift(self._state))
+        self._plans = bool(policy.drift(self._state))
+        telling = deployment.telling or (0.0,) * len(deployment.drafts)
+        self._telling = np.array(telling)
         self._all_found = bool((workload.acceptance.found == 1).all())
         self._free = np.array(deployment.free, np.bool_)
         self._scored = self._free | deployment.full_information
@@ -89,9 +104,16 @@ class Replica:
 
     def offer(self, request: int) -> None:
         """Take a request. Raises ValueError for one that could never hold its KV."""
-        life_tokens = self._workload.prompt_tokens[request] + self._workload.max_tokens[request] + self._deployment.k_max + 1
+        life_tokens = (
+            self._workload.prompt_tokens[request]
+            + self._workload.max_tokens[request]
+            + self._deployment.k_max
+            + 1
+        )
         if blocks(life_tokens) > self._blocks:
-            raise ValueError(f"request {request} may need {life_tokens} tokens of KV, more than kv_tokens={self._deployment.kv_tokens}")
+            raise ValueError(
+                f"request {request} may need {life_tokens} tokens of KV, more than kv_tokens={self._deployment.kv_tokens}"
+            )
         self.outstanding += 1
         self._queue.append(request)
 
@@ -114,7 +136,9 @@ class Replica:
         return blocks(tokens + self._deployment.k_max + 1)
 
     def _active(self) -> IntArray:
-        return np.concatenate([self._rows, np.array([prefill.request for prefill in self._prefill], np.int64)])
+        return np.concatenate(
+            [self._rows, np.array([prefill.request for prefill in self._prefill], np.int64)]
+        )
 
     def _make_room(self) -> None:
         """Pre-empt the latest requests while KV runs out: each becomes the first to wait, and its prompt and text are prefilled again."""
@@ -161,7 +185,9 @@ class Replica:
         emitted = progress.emitted[rows]
         context = workload.prompt_tokens[rows] + emitted
         remaining = workload.max_tokens[rows] - emitted
-        ceiling = np.repeat(np.minimum(self._deployment.k_max, remaining - 1)[:, None], len(self._free), axis=1)
+        ceiling = np.repeat(
+            np.minimum(self._deployment.k_max, remaining - 1)[:, None], len(self._free), axis=1
+        )
         if not self._all_found:
             ceiling = np.where(workload.acceptance.has_match(rows, emitted), ceiling, 0)
         catchup = np.where(self._free, 0, context[:, None] - progress.seen[rows])
@@ -179,10 +205,13 @@ class Replica:
         plan, self._state = self._policy.plan(view, self._state, now, self._policy_rng)
         n = len(view)
         chosen = np.where(plan.draft >= 0, plan.draft, 0)
-        free_rows = {d: int((view.ceiling[:, d] > 0).sum()) for d in np.flatnonzero(self._free).tolist()} if n else {}
+        verified, confidence = self._trimmed(view, plan, now)
+        free = np.flatnonzero(self._free).tolist() if n else []
+        free_rows = {d: int((view.ceiling[:, d] > 0).sum()) for d in free}
         work = Work(
             plan.draft,
             plan.length,
+            verified,
             view.catchup[np.arange(n), chosen] if view.drafts else plan.length,
             rows=n + prefill_rows,
             context_tokens=int(view.context.sum()) + prefill_context,
@@ -190,34 +219,74 @@ class Replica:
             free_rows={d: rows for d, rows in free_rows.items() if rows},
         )
         noise = float(np.exp(self._deployment.noise * self._noise_rng.standard_normal()))
-        parts_s, step_s = shaped_step(self._deployment, view, plan.shape, work, self._cohorts)
-        self._cohorts = cohorts_of(plan.shape)
+        parts_s, step_s = step_time(self._deployment, view, plan, work, self._flights)
+        self._flights = 1 if plan.flight is None else int(plan.flight.max()) + 1
         parts_s = {part: noise * s for part, s in parts_s.items()}
-        parts_s["planning"] = 0.0 if "kept" in plan.notes else self._planning_s  # a part of the overhead, as in the loop's log
-        parts_s["overhead"] += parts_s["planning"]
-        return self._decided(view, plan, chosen, ended, parts_s, noise * step_s + parts_s["planning"], now)
+        planned = self._plans and "kept" not in plan.notes
+        planning_s = self._deployment.planned_s(n) if planned else 0.0
+        parts_s |= {"planning": planning_s, "overhead": parts_s["overhead"] + planning_s}
+        step_s = noise * step_s + planning_s
+        return self._decided(view, plan, verified, confidence, ended, parts_s, step_s, now)
+
+    def _trimmed(self, view: View, plan: Plan, now: float) -> tuple[IntArray, FloatArray]:
+        """Return how many nodes of each row's chain are verified, and what the drafts claim of
+        their paths, float64[n, K].
+        """
+        used = np.flatnonzero(plan.length)
+        claims = np.zeros((len(view), self._deployment.k_max))
+        if not len(used) or not self._telling.any():
+            return plan.length, claims
+        request, draft, length = view.request[used], plan.draft[used], plan.length[used]
+        position, telling = self._progress.emitted[request], self._telling[draft]
+        acceptance = self._workload.acceptance
+        paths = acceptance.confidence(request, position, draft, telling, now).cumprod(1)
+        claims[used] = paths
+        row = used.repeat(length)
+        of = np.arange(paths.shape[1]) < length[:, None]
+        drafted = Drafted(row, plan.draft[row], paths[of], np.zeros(len(row), np.bool_))
+        nodes = self._policy.trim(view, plan, drafted, self._state)
+        return np.minimum(nodes, plan.length), claims
 
     def _decided(
-        self, view: View, plan: Plan, chosen: IntArray, ended: list[int], parts_s: dict[str, float], step_s: float, now: float
+        self,
+        view: View,
+        plan: Plan,
+        verified: IntArray,
+        claims: FloatArray,
+        ended: list[int],
+        parts_s: dict[str, float],
+        step_s: float,
+        now: float,
     ) -> _Pending:
         """Return what the step does: acceptance by the truth, cut where a text ends."""
         rows, workload, length = view.request, self._workload, plan.length
-        position = self._progress.emitted[rows]
-        accepted = workload.acceptance.accepted(rows, position, chosen, length, now) if length.any() else np.zeros(len(rows), np.int64)
+        position, held = self._progress.emitted[rows], np.zeros(len(rows), np.int64)
+        if length.any():
+            chosen = np.where(plan.draft >= 0, plan.draft, 0)
+            held = workload.acceptance.accepted(rows, position, chosen, length, now)
+        accepted = np.minimum(held, verified)
         emitted = np.minimum(accepted + 1, workload.output_tokens[rows] - position)
-        request, first = rows, np.array(ended, np.int64)
-        free = self._free_evidence(view, plan, emitted, now)
+        first = np.array(ended, np.int64)
         tail = np.zeros(len(first), np.int64)
-        over = position + emitted >= workload.output_tokens[rows], self._progress.emitted[first] + 1 >= workload.output_tokens[first]
-        finished = np.concatenate([rows[over[0]], first[over[1]]])
+        over = (
+            position + emitted >= workload.output_tokens[rows],
+            self._progress.emitted[first] + 1 >= workload.output_tokens[first],
+        )
+        free = self._free_evidence(view, plan, emitted, now)
+        depth = np.arange(claims.shape[1])
+        # Of a node behind the text or a verified one it is bound to be known whether it holds.
+        told = (depth < length[:, None]) & (depth <= verified[:, None]) & (depth < emitted[:, None])
+        told &= self._telling.any()
+        node_row = np.nonzero(told)[0]
         outcome = Outcome(
-            request=np.concatenate([request, first]),
+            request=np.concatenate([rows, first]),
             draft=np.concatenate([plan.draft, tail - 1]),
             length=np.concatenate([length, tail]),
-            accepted=np.concatenate([np.minimum(accepted, emitted), tail]),
+            accepted=np.concatenate([np.minimum(held, emitted), tail]),
             emitted=np.concatenate([emitted, tail + 1]),
-            scored=np.concatenate([np.where(emitted <= accepted, emitted, length), tail]),
-            verified=np.concatenate([length, tail]),
+            scored=np.concatenate([np.minimum(emitted, length), tail]),
+            verified=np.concatenate([verified, tail]),
+            followed=np.concatenate([np.minimum(accepted, emitted), tail]),
             measured_s=step_s,
             parts_s=parts_s,
             prefill_tokens=view.prefill_tokens,
@@ -225,14 +294,21 @@ class Replica:
             free_draft=free[1],
             free_accepted=free[2],
             free_scored=free[3],
-            finished=finished,
-            shape=with_newcomers(plan.shape, len(first)),
+            finished=np.concatenate([rows[over[0]], first[over[1]]]),
+            flight=None if plan.flight is None else np.concatenate([plan.flight, tail - 1]),
+            piece_tokens=plan.piece_tokens,
+            node_draft=plan.draft[node_row],
+            node_confidence=claims[told],
+            node_drawn=np.zeros(len(node_row), np.bool_),
+            node_held=(depth < held[:, None])[told],
         )
-        told = int(length.sum()), int(accepted.sum()), int(outcome.emitted.sum())
-        self._record(Step(now, step_s, len(rows), *told, view.prefill_tokens, view.queued))
+        figures = int(length.sum()), int(accepted.sum()), int(outcome.emitted.sum())
+        self._record(Step(now, step_s, len(rows), *figures, view.prefill_tokens, view.queued))
         return _Pending(outcome, rows, plan)
 
-    def _free_evidence(self, view: View, plan: Plan, emitted: IntArray, now: float) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    def _free_evidence(
+        self, view: View, plan: Plan, emitted: IntArray, now: float
+    ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
         """Return (request, draft, accepted, scored) of what is learnt without a token of its own, int64[f] each.
 
         Drafts without a model are scored in every step against the tokens that were emitted. A model that catches up reads tokens
@@ -243,20 +319,33 @@ class Replica:
             row = np.flatnonzero((view.ceiling[:, d] > 0) & (plan.draft != d))
             scored = np.minimum(view.ceiling[row, d], emitted[row])
             request = view.request[row]
-            held = self._workload.acceptance.accepted(request, self._progress.emitted[request], np.full(len(row), d), scored, now)
-            chains += zip(request.tolist(), [d] * len(row), held.tolist(), scored.tolist(), strict=True)
+            held = self._workload.acceptance.accepted(
+                request, self._progress.emitted[request], np.full(len(row), d), scored, now
+            )
+            chains += zip(
+                request.tolist(), [d] * len(row), held.tolist(), scored.tolist(), strict=True
+            )
         for row in np.flatnonzero(plan.length > 0).tolist():
-            chains += self._caught_up(int(view.request[row]), int(plan.draft[row]), int(view.catchup[row, plan.draft[row]]), now)
+            chains += self._caught_up(
+                int(view.request[row]),
+                int(plan.draft[row]),
+                int(view.catchup[row, plan.draft[row]]),
+                now,
+            )
         columns = np.array(chains, np.int64).reshape(-1, 4).T
         return columns[0], columns[1], columns[2], columns[3]
 
-    def _caught_up(self, request: int, draft: int, catchup: int, now: float) -> list[tuple[int, int, int, int]]:
+    def _caught_up(
+        self, request: int, draft: int, catchup: int, now: float
+    ) -> list[tuple[int, int, int, int]]:
         """Return what a draft's pass over ``catchup`` tokens tells of those that it had to guess; the first is read, not guessed."""
         end = int(self._progress.emitted[request])
         begin = max(end - catchup + 1, 0)
         if catchup <= _READ_TOKENS or begin >= end:
             return []
-        chains = self._workload.acceptance.scored(request, draft, begin, end, self._deployment.k_max, now)
+        chains = self._workload.acceptance.scored(
+            request, draft, begin, end, self._deployment.k_max, now
+        )
         return [(request, draft, *chain) for chain in chains]
 
     # -- end
@@ -265,7 +354,9 @@ class Replica:
         progress, (outcome, rows, plan) = self._progress, pending
         drafted = np.flatnonzero(plan.length > 0)
         if len(drafted):
-            valid = np.minimum(outcome.accepted[drafted], plan.length[drafted] - 1)  # the last proposed token is never read by its draft
+            valid = np.minimum(
+                outcome.accepted[drafted], plan.length[drafted] - 1
+            )  # the last proposed token is never read by its draft
             context = self._workload.prompt_tokens[rows[drafted]] + progress.emitted[rows[drafted]]
             progress.seen[rows[drafted], plan.draft[drafted]] = context + valid
         progress.emitted[outcome.request] += outcome.emitted

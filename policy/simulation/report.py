@@ -24,8 +24,6 @@ svg .title { font-size: 13.5px; font-weight: 600; } svg .grid { stroke: #e6e6e6;
 
 
 _TEXT = {"arm", "way", "what", "point", "not used"}
-_PART = "probing without"
-_REGRETS = ("latency_s", "regret_s", "first_half_s", "second_half_s")
 
 
 def load_name(load: float) -> str:
@@ -35,7 +33,10 @@ def load_name(load: float) -> str:
 
 def text(comparison: dict[str, Any]) -> str:
     """Return a comparison as a plain table: by load and arm latency, throughput and what adaptive makes of it."""
-    lines = [f"{comparison['scenario']}: {comparison['provenance']}", f"load 1 = {comparison['rate_hz']:.3g} requests/s"]
+    lines = [
+        f"{comparison['scenario']}: {comparison['provenance']}",
+        f"load 1 = {comparison['rate_hz']:.3g} requests/s",
+    ]
     width = max(17, *(len(arm) for point in comparison["points"] for arm in point["arms"])) + 1
     columns = f"{'latency s':>10} {'p95 s':>8} {'tokens/s':>9} {'rows':>6} {'k':>5}"
     lines.append(f"{'load':>8} {'arm':{width}} {columns}  adaptive over it (95 %)")
@@ -47,17 +48,6 @@ def text(comparison: dict[str, Any]) -> str:
                 f"{load_name(point['load']):>8} {arm + mark:{width}} {row['latency_s']:10.3f} {row['latency_p95_s']:8.3f} "
                 f"{row['tokens_per_s']:9.1f} {row['rows']:6.1f} {row['length']:5.2f}  {value:.3f} ({low:.3f} to {high:.3f})"
             )
-    return "\n".join(lines)
-
-
-def regret_text(scenario: dict[str, Any]) -> str:
-    """Return the regrets of a scenario as a plain table."""
-    lines = [f"{scenario['scenario']} at load {scenario['load']:g}: the oracle's mean latency is {scenario['oracle_latency_s']:.3f} s"]
-    lines.append(f"{'way':42} {'latency s':>9} {'regret s':>9} {'1st half':>9} {'2nd half':>9}  over probing (95 %)")
-    for way in scenario["ways"]:
-        figures = " ".join(f"{way[key]:9.3f}" for key in _REGRETS)
-        value, low, high = way["over_probing"]
-        lines.append(f"{way['way']:42} {figures}  {value:.3f} ({low:.3f} to {high:.3f})")
     return "\n".join(lines)
 
 
@@ -76,18 +66,21 @@ def html(document: dict[str, Any]) -> str:
         body.append(_shift(shifts))
     if fleet := document.get("fleet"):
         body.append(_fleet(fleet))
-    if shapes := document.get("shapes"):
-        body.append(_shapes(shapes))
-    for scenario in document.get("regret", []):
-        body.append(_regret(scenario))
     head = f"<meta charset='utf-8'><title>Simulated deployments</title><style>{_STYLE}</style>"
-    return f"<!doctype html><html lang='en'><head>{head}</head><body>{''.join(body)}</body></html>\n"
+    return (
+        f"<!doctype html><html lang='en'><head>{head}</head><body>{''.join(body)}</body></html>\n"
+    )
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
-    head = "".join(f"<th{' class=text' if name in _TEXT else ''}>{escape(name)}</th>" for name in header)
+    head = "".join(
+        f"<th{' class=text' if name in _TEXT else ''}>{escape(name)}</th>" for name in header
+    )
     body = "".join(
-        "<tr>" + "".join(cell if cell.startswith("<td") else f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+        "<tr>"
+        + "".join(cell if cell.startswith("<td") else f"<td>{escape(cell)}</td>" for cell in row)
+        + "</tr>"
+        for row in rows
     )
     return f"<div class='scroll'><table><tr>{head}</tr>{body}</table></div>"
 
@@ -105,7 +98,9 @@ def _criteria(rows: list[dict[str, Any]]) -> str:
         ]
         for row in rows
     ]
-    return f"<p>{met} of {len(rows)} met.</p>" + _table(["scenario", "load", "what", "wanted", "found (95 %)", ""], cells)
+    return f"<p>{met} of {len(rows)} met.</p>" + _table(
+        ["scenario", "load", "what", "wanted", "found (95 %)", ""], cells
+    )
 
 
 def _comparison(comparison: dict[str, Any]) -> str:
@@ -128,22 +123,45 @@ def _comparison(comparison: dict[str, Any]) -> str:
                     f"<td class='text'>{escape(arm)}{' (best fixed)' if arm == point['fixed'] else ''}</td>",
                 ]
                 + [f"{row[key]:.4g}" for key in ("latency_s", "latency_p95_s", "first_token_s")]
-                + [f"{row['tokens_per_s']:.4g}" if row["tokens_per_s"] else "-", f"{row['rows']:.1f}", f"{row['length']:.2f}"]
+                + [
+                    f"{row['tokens_per_s']:.4g}" if row["tokens_per_s"] else "-",
+                    f"{row['rows']:.1f}",
+                    f"{row['length']:.2f}",
+                ]
                 + ["" if arm == "adaptive" else f"{value:.3f} ({low:.3f} to {high:.3f})"]
             )
-    header = ["load", "arm", "latency s", "p95 s", "first token s", "tokens/s queued", "rows", "mean k", "adaptive over it (95 %)"]
+    header = [
+        "load",
+        "arm",
+        "latency s",
+        "p95 s",
+        "first token s",
+        "tokens/s queued",
+        "rows",
+        "mean k",
+        "adaptive over it (95 %)",
+    ]
     note = "<p class='note'>The last column compares latency, in a backlog throughput.</p>"
     return "".join(parts) + _table(header, rows) + note
 
 
 def _latency_chart(points: list[dict[str, Any]]) -> str:
     """Return the arms that are there at every load, over the best fixed choice."""
-    names = [arm for arm in points[0]["arms"] if arm not in {"none", points[0]["fixed"]} and all(arm in point["arms"] for point in points)]
+    names = [
+        arm
+        for arm in points[0]["arms"]
+        if arm not in {"none", points[0]["fixed"]} and all(arm in point["arms"] for point in points)
+    ]
     lines = []
     for name in sorted(names, key=lambda arm: arm != "adaptive")[:9]:
-        y = [point["arms"][name]["latency_s"] / point["arms"][point["fixed"]]["latency_s"] for point in points]
-        lines.append(Line(name, [point["load"] for point in points], y, dashed=name in {"oracle", "per-step"}))
-    return line_chart("Mean latency over that of the best fixed choice", "load", "ratio", lines, from_zero=False)
+        y = [
+            point["arms"][name]["latency_s"] / point["arms"][point["fixed"]]["latency_s"]
+            for point in points
+        ]
+        lines.append(Line(name, [point["load"] for point in points], y, dashed=name in {"oracle"}))
+    return line_chart(
+        "Mean latency over that of the best fixed choice", "load", "ratio", lines, from_zero=False
+    )
 
 
 def _shift(shifts: list[dict[str, Any]]) -> str:
@@ -152,17 +170,38 @@ def _shift(shifts: list[dict[str, Any]]) -> str:
         chosen = [shift for shift in shifts if shift["output_tokens"] == tokens]
         first = min(shift["seed"] for shift in chosen)
         lines = [
-            Line(s["arm"], s["curve"]["seconds"], s["curve"]["length"], dashed=s["arm"] == "oracle", points=False)
+            Line(
+                s["arm"],
+                s["curve"]["seconds"],
+                s["curve"]["length"],
+                dashed=s["arm"] == "oracle",
+                points=False,
+            )
             for s in chosen
             if s["seed"] == first
         ]
-        parts.append(line_chart(f"Mean length, requests of {tokens} tokens", "seconds", "proposed tokens a row", lines))
+        parts.append(
+            line_chart(
+                f"Mean length, requests of {tokens} tokens",
+                "seconds",
+                "proposed tokens a row",
+                lines,
+            )
+        )
     rows = []
     for shift in shifts:
-        cells = [str(shift["output_tokens"]), f"<td class='text'>{escape(shift['arm'])}</td>", str(shift["seed"])]
+        cells = [
+            str(shift["output_tokens"]),
+            f"<td class='text'>{escape(shift['arm'])}</td>",
+            str(shift["seed"]),
+        ]
         for phase in PHASES:
             found = shift[phase]
-            cells.append("never" if found["steps"] is None else f"{found['steps']} steps, {found['seconds']:.2f} s")
+            cells.append(
+                "never"
+                if found["steps"] is None
+                else f"{found['steps']} steps, {found['seconds']:.2f} s"
+            )
             cells.append(f"{found['near_share']:.0%}")
         rows.append(cells)
     header = ["tokens", "arm", "seed", "start", "near", "0.9 to 0.1", "near", "0.1 to 0.9", "near"]
@@ -172,49 +211,24 @@ def _shift(shifts: list[dict[str, Any]]) -> str:
 
 def _fleet(fleet: dict[str, Any]) -> str:
     rows = [
-        [f"{row['replicas']:,}", f"<td class='text'>{escape(row['arm'])}</td>", f"{row['requests']:,}"]
+        [
+            f"{row['replicas']:,}",
+            f"<td class='text'>{escape(row['arm'])}</td>",
+            f"{row['requests']:,}",
+        ]
         + [f"{row[key]:,.4g}" for key in ("latency_s", "latency_p95_s")]
         + [f"{row['tokens_per_s']:,.0f}", f"{row['steps']:,}"]
         for row in fleet["rows"]
     ]
-    header = ["replicas", "arm", "requests", "latency s", "p95 s", "tokens/s while requests arrive", "steps"]
-    return f"<h2>{escape(fleet['title'])}</h2><p class='note'>{escape(fleet['note'])}</p>" + _table(header, rows)
-
-
-def _shapes(shapes: dict[str, Any]) -> str:
-    """Return a table by case."""
-    read = "policies read times that are off by up to 20 %"
-    parts = [f"<p class='note'>Backlogs on seeds {shapes['seeds']}; {read}.</p>"]
-    for case, title in shapes["titles"].items():
-        points = [point for point in shapes["points"] if point["case"] == case]
-        parts.append(f"<h2>{escape(title)}</h2>")
-        rows = []
-        for point in points:
-            value, low, high = point["ratio"]
-            why = ", ".join(f"{name} ({share:.0%})" for name, share in point["why_not"].items())
-            figures = [f"{point['tokens_per_s']:,.0f}", f"{point['chains_tokens_per_s']:,.0f}", f"{value:.3f} ({low:.3f} to {high:.3f})"]
-            figures += [f"{point['shaped_share']:.0%}", f"{point['tokens_a_row']:.2f}"]
-            rows.append([f"<td class='text'>{escape(point['point'])}</td>", *figures, f"<td class='text'>{escape(why)}</td>"])
-        header = ["point", "tokens/s", "chains only", "ratio (95 %)", "steps with it"]
-        parts.append(_table([*header, "tokens a row", "not used"], rows))
-    return "".join(parts)
-
-
-def _regret(scenario: dict[str, Any]) -> str:
-    """Return the cumulative regrets of a scenario as a chart of ways to select, and a table of all."""
-    drawn = [way for way in scenario["ways"] if not way["way"].startswith(_PART)]
-    lines = [Line(w["way"], w["curve"]["request"], w["curve"]["regret_s"], dashed=w["way"] == "probing", points=False) for w in drawn]
-    parts = [
-        f"<h2>{escape(scenario['scenario'])}</h2><p class='note'>{scenario['requests']} requests a run at load {scenario['load']:g} of "
-        f"{scenario['rate_hz']:.3g} requests a second, seeds {scenario['seeds']}; times are known exactly. Regret: latency less that of "
-        f"the same request under the oracle, whose mean is {scenario['oracle_latency_s']:.3f} s.</p>",
-        line_chart("Regret, summed up in order of arrival (mean of the seeds)", "requests", "seconds of latency", lines, from_zero=False),
+    header = [
+        "replicas",
+        "arm",
+        "requests",
+        "latency s",
+        "p95 s",
+        "tokens/s while requests arrive",
+        "steps",
     ]
-    rows = []
-    for way in scenario["ways"]:
-        value, low, high = way["over_probing"]
-        cells = [f"<td class='text'>{escape(way['way'])}</td>", *(f"{way[key]:.3f}" for key in _REGRETS)]
-        over = "" if way["arm"] == "adaptive" else f"{value:.3f} ({low:.3f} to {high:.3f})"
-        rows.append([*cells, ", ".join(f"{s:.3f}" for s in way["by_seed_s"]), f"{way['of_latency']:.1%}", over])
-    header = ["way", "latency s", "regret s", "first half", "second half", "by seed", "of the latency", "latency over probing (95 %)"]
-    return "".join(parts) + _table(header, rows)
+    return f"<h2>{escape(fleet['title'])}</h2><p class='note'>{escape(fleet['note'])}</p>" + _table(
+        header, rows
+    )

@@ -24,7 +24,12 @@ _FASTEST_HZ = 800  # tokens a second of one request, more than any arm reaches
 
 
 def shift_test(
-    deployment: Deployment, arms: list[str], seed: int, output_tokens: int, table_error: float, phase_s: float
+    deployment: Deployment,
+    arms: list[str],
+    seed: int,
+    output_tokens: int,
+    table_error: float,
+    phase_s: float,
 ) -> list[dict[str, Any]]:
     """Return by arm the mean length over time and, for both shifts, steps and seconds until it is within a token of the oracle's.
 
@@ -32,17 +37,31 @@ def shift_test(
     after ``phase_s`` and twice that.
     """
     deployment = replace(deployment, max_active=_ROWS)
-    curves = {arm: _mean_lengths(deployment, arm, seed, output_tokens, table_error, phase_s) for arm in [*arms, "oracle"]}
+    curves = {
+        arm: _mean_lengths(deployment, arm, seed, output_tokens, table_error, phase_s)
+        for arm in [*arms, "oracle"]
+    }
     times, lengths = curves["oracle"]
     levels = [
-        float(np.median(lengths[(times >= (phase + 0.5) * phase_s) & (times < (phase + 1) * phase_s)])) for phase in range(len(PHASES))
+        float(
+            np.median(lengths[(times >= (phase + 0.5) * phase_s) & (times < (phase + 1) * phase_s)])
+        )
+        for phase in range(len(PHASES))
     ]
     return [
-        {"arm": arm, "output_tokens": output_tokens, "seed": seed, **_followed(*curve, levels, phase_s)} for arm, curve in curves.items()
+        {
+            "arm": arm,
+            "output_tokens": output_tokens,
+            "seed": seed,
+            **_followed(*curve, levels, phase_s),
+        }
+        for arm, curve in curves.items()
     ]
 
 
-def _followed(times: FloatArray, lengths: FloatArray, levels: list[float], phase_s: float) -> dict[str, Any]:
+def _followed(
+    times: FloatArray, lengths: FloatArray, levels: list[float], phase_s: float
+) -> dict[str, Any]:
     """Return by phase when the lengths first come within a token of its level, and for which share of its steps they are."""
     result: dict[str, Any] = {}
     for phase, (name, level) in enumerate(zip(PHASES, levels, strict=True)):
@@ -57,11 +76,22 @@ def _followed(times: FloatArray, lengths: FloatArray, levels: list[float], phase
             "near_share": float(near.mean()),
         }
     keep = np.linspace(0, len(times) - 1, min(len(times), _CURVE_POINTS)).astype(int)
-    return {**result, "curve": {"seconds": times[keep].round(3).tolist(), "length": lengths[keep].round(2).tolist()}}
+    return {
+        **result,
+        "curve": {
+            "seconds": times[keep].round(3).tolist(),
+            "length": lengths[keep].round(2).tolist(),
+        },
+    }
 
 
 def _mean_lengths(
-    deployment: Deployment, arm: str, seed: int, output_tokens: int, table_error: float, phase_s: float
+    deployment: Deployment,
+    arm: str,
+    seed: int,
+    output_tokens: int,
+    table_error: float,
+    phase_s: float,
 ) -> tuple[FloatArray, FloatArray]:
     """Return the steps' start times and the mean proposed tokens per row, smoothed over the last five steps."""
     mix = Mix(
@@ -73,11 +103,18 @@ def _mean_lengths(
     )
     drop = np.log(LOW / (1 - LOW)) - np.log(HIGH / (1 - HIGH))
     knots_s = np.array([phase_s, phase_s + 1e-3, 2 * phase_s, 2 * phase_s + 1e-3])
-    drift = Drift(knots_s, np.array([0.0, drop, drop, 0.0])[:, None, None] * np.ones((1, 1, len(deployment.drafts))))
+    drift = Drift(
+        knots_s,
+        np.array([0.0, drop, drop, 0.0])[:, None, None] * np.ones((1, 1, len(deployment.drafts))),
+    )
     requests = max(_ROWS, int(_ROWS * 3 * phase_s * _FASTEST_HZ / output_tokens))
     workload = draw(mix, deployment.drafts, backlog(requests), seed, deployment.k_max, 1.0, drift)
-    policy = make_policy(arm, deployment, mix, workload, perturbed(deployment.latency, table_error, seed), seed)
-    steps: list[Step] = simulate(deployment, workload, lambda: policy, seed, until_s=3 * phase_s).steps
+    policy = make_policy(
+        arm, deployment, mix, workload, perturbed(deployment.latency, table_error, seed), seed
+    )
+    steps: list[Step] = simulate(
+        deployment, workload, lambda: policy, seed, until_s=3 * phase_s
+    ).steps
     times = np.array([step.start_s for step in steps])
     each = np.array([step.proposed / max(step.rows, 1) for step in steps])
     mean = np.convolve(each, np.ones(_SMOOTH_STEPS) / _SMOOTH_STEPS)[: len(each)]

@@ -39,7 +39,9 @@ def ratio_of_rates(arm: list[float], other: list[float]) -> Ratio:
     logs = np.log(np.array(arm) / np.array(other))
     half = 0.0
     if len(logs) > 1:
-        half = _STUDENT[min(len(logs), len(_STUDENT)) - 1] * float(logs.std(ddof=1)) / len(logs) ** 0.5
+        half = (
+            _STUDENT[min(len(logs), len(_STUDENT)) - 1] * float(logs.std(ddof=1)) / len(logs) ** 0.5
+        )
     mean = float(logs.mean())
     return Ratio(float(np.exp(mean)), float(np.exp(mean - half)), float(np.exp(mean + half)))
 
@@ -48,5 +50,7 @@ _STUDENT = (0.0, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262,
 
 
 def _block_sums(runs: list[FloatArray]) -> FloatArray:
-    sums: FloatArray = np.concatenate([np.add.reduceat(run, np.arange(0, len(run), BLOCK_REQUESTS)) for run in runs])
+    sums: FloatArray = np.concatenate(
+        [np.add.reduceat(run, np.arange(0, len(run), BLOCK_REQUESTS)) for run in runs]
+    )
     return sums

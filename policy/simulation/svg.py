@@ -7,7 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-COLOURS = ("#1b6ca8", "#c44e1c", "#2f8f4e", "#8a4fb0", "#b0902c", "#4d4d4d", "#c2427e", "#2aa5a5", "#7a5c3e")
+COLOURS = (
+    "#1b6ca8",
+    "#c44e1c",
+    "#2f8f4e",
+    "#8a4fb0",
+    "#b0902c",
+    "#4d4d4d",
+    "#c2427e",
+    "#2aa5a5",
+    "#7a5c3e",
+)
 _LEFT, _TOP, _BOTTOM, _LEGEND, _LEGEND_MARK, _LETTER = 64, 34, 44, 170, 48, 6.5
 
 
@@ -22,34 +32,58 @@ class Line:
     points: bool = True
 
 
-def line_chart(title: str, x_label: str, y_label: str, lines: Sequence[Line], from_zero: bool = True) -> str:
+def line_chart(
+    title: str, x_label: str, y_label: str, lines: Sequence[Line], from_zero: bool = True
+) -> str:
     """Return a chart with ticks at round numbers and a legend on the right."""
     legend = max(_LEGEND, math.ceil(_LEGEND_MARK + _LETTER * max(len(line.name) for line in lines)))
     width, height = 590 + legend, 320
     x_low, x_high = min(min(line.x) for line in lines), max(max(line.x) for line in lines)
-    y_ticks = ticks(0.0 if from_zero else min(min(line.y) for line in lines), max(max(line.y) for line in lines))
+    y_ticks = ticks(
+        0.0 if from_zero else min(min(line.y) for line in lines), max(max(line.y) for line in lines)
+    )
     y_low, y_span = y_ticks[0], y_ticks[-1] - y_ticks[0]
     inner_w, inner_h = width - _LEFT - legend, height - _TOP - _BOTTOM
 
     def place(x: float, y: float) -> tuple[float, float]:
-        return _LEFT + (x - x_low) / ((x_high - x_low) or 1) * inner_w, _TOP + (1 - (y - y_low) / y_span) * inner_h
+        return _LEFT + (x - x_low) / ((x_high - x_low) or 1) * inner_w, _TOP + (
+            1 - (y - y_low) / y_span
+        ) * inner_h
 
-    parts = [f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" aria-label="{escape(title)}">']
+    parts = [
+        f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" aria-label="{escape(title)}">'
+    ]
     parts.append(f'<text x="{_LEFT}" y="18" class="title">{escape(title)}</text>')
     for tick in y_ticks:
         _, y = place(x_low, tick)
-        parts.append(f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_LEFT + inner_w}" y2="{y:.1f}" class="grid"/>')
+        parts.append(
+            f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_LEFT + inner_w}" y2="{y:.1f}" class="grid"/>'
+        )
         parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>')
     for tick in [t for t in ticks(x_low, x_high) if x_low - 1e-9 <= t <= x_high + 1e-9]:
         x, _ = place(tick, y_low)
-        parts.append(f'<line x1="{x:.1f}" y1="{_TOP + inner_h}" x2="{x:.1f}" y2="{_TOP + inner_h + 4}" class="axis"/>')
-        parts.append(f'<text x="{x:.1f}" y="{_TOP + inner_h + 17}" text-anchor="middle">{tick:g}</text>')
+        parts.append(
+            f'<line x1="{x:.1f}" y1="{_TOP + inner_h}" x2="{x:.1f}" y2="{_TOP + inner_h + 4}" class="axis"/>'
+        )
+        parts.append(
+            f'<text x="{x:.1f}" y="{_TOP + inner_h + 17}" text-anchor="middle">{tick:g}</text>'
+        )
     middle = _TOP + inner_h / 2
-    parts.append(f'<text x="{_LEFT + inner_w / 2}" y="{height - 8}" text-anchor="middle">{escape(x_label)}</text>')
-    parts.append(f'<text x="14" y="{middle}" text-anchor="middle" transform="rotate(-90 14 {middle})">{escape(y_label)}</text>')
+    parts.append(
+        f'<text x="{_LEFT + inner_w / 2}" y="{height - 8}" text-anchor="middle">{escape(x_label)}</text>'
+    )
+    parts.append(
+        f'<text x="14" y="{middle}" text-anchor="middle" transform="rotate(-90 14 {middle})">{escape(y_label)}</text>'
+    )
     for index, line in enumerate(lines):
-        parts += _series(line, COLOURS[index % len(COLOURS)], [place(x, y) for x, y in zip(line.x, line.y, strict=True)])
-        parts += _legend(line, COLOURS[index % len(COLOURS)], _LEFT + inner_w + 14, _TOP + 8 + 18 * index)
+        parts += _series(
+            line,
+            COLOURS[index % len(COLOURS)],
+            [place(x, y) for x, y in zip(line.x, line.y, strict=True)],
+        )
+        parts += _legend(
+            line, COLOURS[index % len(COLOURS)], _LEFT + inner_w + 14, _TOP + 8 + 18 * index
+        )
     return "\n".join([*parts, "</svg>"])
 
 

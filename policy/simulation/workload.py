@@ -64,10 +64,17 @@ class Drift:
     @classmethod
     def swing(cls, mix: Mix, drafts: tuple[str, ...], period_s: float, horizon_s: float) -> Drift:
         """Return a sine per category and draft; neighbouring categories and drafts are out of phase, so that the best draft changes."""
-        amplitude = np.array([[category.swing.get(name, 0.0) for name in drafts] for category in mix.categories])
+        amplitude = np.array(
+            [[category.swing.get(name, 0.0) for name in drafts] for category in mix.categories]
+        )
         knots_s = np.arange(0.0, horizon_s + period_s, period_s / _SWING_KNOTS)
-        phase = np.arange(len(mix.categories))[:, None] / len(mix.categories) + np.arange(len(drafts)) / 2
-        return cls(knots_s, amplitude * np.sin(2 * np.pi * (knots_s[:, None, None] / period_s + phase)))
+        phase = (
+            np.arange(len(mix.categories))[:, None] / len(mix.categories)
+            + np.arange(len(drafts)) / 2
+        )
+        return cls(
+            knots_s, amplitude * np.sin(2 * np.pi * (knots_s[:, None, None] / period_s + phase))
+        )
 
     def at(self, now: float) -> FloatArray:
         """Return the offsets [categories, drafts] at a time, the last ones beyond the last knot."""
@@ -87,7 +94,8 @@ class Acceptance:
 
     The token at an output position is accepted from a draft iff the position's uniform number is below the draft's hazard, so that all
     arms, drafts and lengths share one draw per position, and a position is judged only once in an arm.
-    ``logit[N, D]``, ``category[N]``, ``decay[D, K]``, ``found[N, D]``; ``start[N]`` where a request's positions begin in ``uniform``.
+    ``logit[N, D]``, ``category[N]``, ``decay[D, K]``, ``found[N, D]``; ``start[N]`` where a
+    request's positions begin in ``uniform``, ``match`` and ``normal``.
     """
 
     logit: FloatArray
@@ -98,6 +106,7 @@ class Acceptance:
     start: IntArray
     uniform: FloatArray
     match: FloatArray
+    normal: FloatArray
 
     def first_hazard(self, request: IntArray, now: float) -> FloatArray:
         """Return the acceptance of a first proposed token, float64[n, D]."""
@@ -109,16 +118,45 @@ class Acceptance:
         """Return all hazards, float64[n, D, K]."""
         return self.first_hazard(request, now)[:, :, None] * self.decay
 
-    def accepted(self, request: IntArray, position: IntArray, draft: IntArray, length: IntArray, now: float) -> IntArray:
+    def accepted(
+        self, request: IntArray, position: IntArray, draft: IntArray, length: IntArray, now: float
+    ) -> IntArray:
         """Return how many of ``length[n]`` tokens proposed by ``draft[n]`` from output ``position[n]`` on are accepted, int64[n]."""
         depth = np.arange(int(length.max(initial=0)))
-        hazard = self.first_hazard(request, now)[np.arange(len(request)), draft][:, None] * self.decay[draft, : len(depth)]
+        hazard = (
+            self.first_hazard(request, now)[np.arange(len(request)), draft][:, None]
+            * self.decay[draft, : len(depth)]
+        )
         drawn = self.uniform[(self.start[request] + position)[:, None] + depth]
         held = (drawn < hazard) & (depth < length[:, None])
         run: IntArray = np.logical_and.accumulate(held, axis=1).sum(1)
         return run
 
-    def scored(self, request: int, draft: int, begin: int, end: int, k_max: int, now: float) -> list[tuple[int, int]]:
+    def confidence(
+        self,
+        request: IntArray,
+        position: IntArray,
+        draft: IntArray,
+        telling: FloatArray,
+        now: float,
+    ) -> FloatArray:
+        """Return what drafts claim of the next tokens that they propose, float64[n, K].
+
+        A draft knows its hazard h and sees, through noise, whether its token holds: x, normal about
+        +m or -m with the deviation 1, m = ``telling[n]``. It claims what then is likely, the logit
+        of h plus 2 m x; so claims hold as often as they say, and tell the more the greater m is.
+        """
+        decay = self.decay[draft]
+        hazard = self.first_hazard(request, now)[np.arange(len(request)), draft][:, None] * decay
+        place = (self.start[request] + position)[:, None] + np.arange(decay.shape[1])
+        side = np.where(self.uniform[place] < hazard, 1.0, -1.0) * telling[:, None]
+        logit = np.log(hazard / (1 - hazard)) + 2 * telling[:, None] * (side + self.normal[place])
+        claims: FloatArray = 1 / (1 + np.exp(-logit))
+        return claims
+
+    def scored(
+        self, request: int, draft: int, begin: int, end: int, k_max: int, now: float
+    ) -> list[tuple[int, int]]:
         """Return (accepted, scored) of the chains that a draft would have made of the output positions begin..end-1, in order.
 
         A chain ends at its first mismatch, which the target's own token repairs, or after ``k_max`` tokens and the bonus token behind them.
@@ -136,7 +174,9 @@ class Acceptance:
 
     def has_match(self, request: IntArray, position: IntArray) -> FloatArray:
         """Return bool[n, D]: whether each draft can propose anything at an output position."""
-        drawn: FloatArray = self.match[self.start[request] + position][:, None] < self.found[request]
+        drawn: FloatArray = (
+            self.match[self.start[request] + position][:, None] < self.found[request]
+        )
         return drawn
 
 
@@ -186,16 +226,28 @@ def backlog(requests: int) -> FloatArray:
 
 
 def draw(
-    mix: Mix, drafts: tuple[str, ...], arrivals: FloatArray | Recorded, seed: int, k_max: int, period_s: float, drift: Drift | None = None
+    mix: Mix,
+    drafts: tuple[str, ...],
+    arrivals: FloatArray | Recorded,
+    seed: int,
+    k_max: int,
+    period_s: float,
+    drift: Drift | None = None,
 ) -> Workload:
     """Draw the requests of a mix; all but their arrivals depends on the seed alone. Acceptance drifts by the mix, unless it is given."""
     times = arrivals.arrival_s if isinstance(arrivals, Recorded) else arrivals
     rng = np.random.default_rng([seed, 1])
     shares = np.array([category.share for category in mix.categories])
     category: IntArray = rng.choice(len(shares), len(times), p=shares / shares.sum())
-    prompt = _lengths(rng, np.array([c.prompt_tokens for c in mix.categories])[category], mix.length_spread)
-    output = _lengths(rng, np.array([c.output_tokens for c in mix.categories])[category], mix.length_spread)
-    own = mix.spread * rng.standard_normal((len(times), 1)) + mix.draft_spread * rng.standard_normal((len(times), len(drafts)))
+    prompt = _lengths(
+        rng, np.array([c.prompt_tokens for c in mix.categories])[category], mix.length_spread
+    )
+    output = _lengths(
+        rng, np.array([c.output_tokens for c in mix.categories])[category], mix.length_spread
+    )
+    own = mix.spread * rng.standard_normal(
+        (len(times), 1)
+    ) + mix.draft_spread * rng.standard_normal((len(times), len(drafts)))
     if isinstance(arrivals, Recorded):
         category, prompt, output = arrivals.category, arrivals.prompt_tokens, arrivals.output_tokens
     most = 4 * np.array([c.output_tokens for c in mix.categories])[category]
@@ -204,7 +256,10 @@ def draw(
     found = np.array([[c.found.get(name, 1.0) for name in drafts] for c in mix.categories])
     room = output + k_max
     start = np.concatenate([[0], np.cumsum(room)[:-1]])
-    index = np.repeat(np.arange(len(times)), room), np.arange(int(room.sum())) - np.repeat(start, room)
+    index = (
+        np.repeat(np.arange(len(times)), room),
+        np.arange(int(room.sum())) - np.repeat(start, room),
+    )
     acceptance = Acceptance(
         logit=np.log(level / (1 - level))[category] + own,
         category=category,
@@ -214,6 +269,7 @@ def draw(
         start=start,
         uniform=uniform(seed, 3, *index),
         match=uniform(seed, 4, *index),
+        normal=_normal(uniform(seed, 5, *index), uniform(seed, 6, *index)),
     )
     return Workload(times, prompt, output, most, acceptance, category if mix.grouped else None)
 
@@ -222,6 +278,12 @@ def _lengths(rng: np.random.Generator, mean: IntArray, spread: float) -> IntArra
     factor = np.exp(spread * rng.standard_normal(len(mean)) - spread**2 / 2)
     lengths: IntArray = np.maximum((mean * factor).round().astype(np.int64), 1)
     return lengths
+
+
+def _normal(one: FloatArray, other: FloatArray) -> FloatArray:
+    """Return standard normal numbers of two uniform ones (Box and Muller 1958)."""
+    normal: FloatArray = np.sqrt(-2 * np.log1p(-one)) * np.cos(2 * np.pi * other)
+    return normal
 
 
 def uniform(seed: int, purpose: int, request: IntArray, position: IntArray) -> FloatArray:

@@ -34,7 +34,6 @@ from backend.request import GenerationRequest
 from backend.session import Session
 from backend.tables import load_tables
 from policy import FixedLength, Plan, Policy, View
-from policy.shapes import COHORTS
 from tests.bench import workloads
 from tests.bench.in_process import Sink
 from tests.bench.paired import abba, median_interval
@@ -99,8 +98,8 @@ class Arm(Policy):
     def summary(self) -> dict[str, Any]:
         """Return the rate, the share of plans in cohorts, and the commonest reasons against them."""
         speculating = [plan for plan in self.plans if len(plan.length)]
-        cut = [plan for plan in speculating if plan.shape is not None and plan.shape.cohort is not None]
-        reasons = [plan.notes.get("why_not", {}).get(COHORTS, "") for plan in speculating]
+        cut = [plan for plan in speculating if plan.flight is not None]
+        reasons = [plan.notes.get("why_not", {}).get("cohorts", "") for plan in speculating]
         kinds = sorted({reason.split(":")[0] for reason in reasons if reason})
         told = {kind: round(sum(reason.startswith(kind) for reason in reasons) / len(reasons), 3) for kind in kinds}
         return {"tokens_per_s": round(median(self.rates), 2), "in_cohorts": round(len(cut) / max(len(speculating), 1), 3), "why_not": told}

@@ -20,9 +20,9 @@ from collections.abc import Callable
 import numpy as np
 
 from policy import LatencyCurve, LatencyModel, View
-from policy.calibration import Calibration
+from policy.latency import Times
 from policy.plan import Drafted, Plan
-from policy.trim import best_first, trimmed
+from policy.trim import Calibration, best_first, trimmed
 
 ROWS, TOKENS, STEPS = 4, 8, 1500
 PRICES = (0.6, 0.3, 0.15)
@@ -74,7 +74,7 @@ def median_us(call: Callable[[], object]) -> float:
     return 1e6 * statistics.median(times)
 
 
-def times(rows: int, nodes: int) -> str:
+def costs(rows: int, nodes: int) -> str:
     """Return what the trim, the look-up and learning take for so many nodes a row."""
     rng, n, calibration = np.random.default_rng(0), rows * nodes, Calibration.none(2)
     for _ in range(50):
@@ -88,10 +88,10 @@ def times(rows: int, nodes: int) -> str:
     view = View(("a", "b"), np.arange(rows), ones, ones, square, square, ones > 0)
     plan = Plan(np.zeros(rows, np.int64), ones, price=20.0)
     target = LatencyCurve(np.linspace(0.02, 0.05, 300), 1e-4)
-    latency, held = LatencyModel.unit(2).with_target(target), rng.random(n) < 0.5
-    correction, columns = latency.start(), (drafted.draft, drafted.drawn, confidence)
+    latency, held = LatencyModel(target, LatencyModel.unit(2).drafts), rng.random(n) < 0.5
+    times, columns = Times(latency, np.ones(4)), (drafted.draft, drafted.drawn, confidence)
     calls: tuple[Callable[[], object], ...] = (
-        lambda: trimmed(latency, correction, calibration, view, plan, drafted),
+        lambda: trimmed(times, calibration, view, plan, drafted),
         lambda: calibration.probability(*columns),
         lambda: calibration.learnt(*columns, held),
     )
@@ -111,7 +111,7 @@ def main() -> None:
             cells = (f"{s:.3f} ({n:.2f})" for s, n in zip(share, nodes, strict=True))
             print(f"claims {claims:10} {arm:10}", *cells)
     for rows, nodes in ((1, 8), (1, 64), (8, 8), (8, 64), (64, 8)):
-        print(times(rows, nodes))
+        print(costs(rows, nodes))
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from policy import NO_DRAFT, LatencyCurve, LatencyModel, View
-from policy.goodput import Choice as Columns
-from policy.goodput import StepProblem
-from policy.problem import NOTHING_GIVEN, Bounds, Given, step_problem
+from policy.latency import Correction
+from policy.problem import Choice as Columns
+from policy.problem import NOTHING_GIVEN, Given, StepProblem, step_problem
 
 Choice = tuple[tuple[int, int], ...]
 """(draft, length) by row."""
@@ -39,7 +39,8 @@ class Instance:
     hazard: np.ndarray
     latency: LatencyModel
     correction: np.ndarray
-    bounds: Bounds
+    k_max: int
+    horizon_steps: float
     price: float
     given: Choice = ()
 
@@ -48,8 +49,11 @@ class Instance:
         own, given = np.arange(self.rows), NOTHING_GIVEN
         if self.given:
             choice = Columns(*np.array(self.given).T)
-            given = Given.of(self.view, np.arange(self.rows, len(self.view)), choice, self.hazard[self.rows :])
-        return step_problem(self.latency, self.correction, self.view, own, self.hazard[: self.rows], given, self.bounds)
+            theirs = np.arange(self.rows, len(self.view))
+            given = Given.of(theirs, choice, self.hazard[self.rows :].transpose(2, 1, 0))
+        times = Correction(self.correction).times(self.latency)
+        hazard = self.hazard[: self.rows].transpose(2, 1, 0)
+        return step_problem(times, self.view, own, hazard, given, self.k_max, self.horizon_steps)
 
     @property
     def rows(self) -> int:
@@ -58,7 +62,7 @@ class Instance:
 
     def longest(self, row: int, draft: int) -> int:
         """Return the most tokens that a draft may propose for a row."""
-        return int(min(self.view.ceiling[row, draft], self.view.remaining[row] - 1, self.bounds.k_max))
+        return int(min(self.view.ceiling[row, draft], self.view.remaining[row] - 1, self.k_max))
 
     def options(self, row: int) -> list[tuple[int, int]]:
         """Return a row's options."""
@@ -79,7 +83,7 @@ class Instance:
         curve, scale = self.latency.drafts[draft], float(self.correction[2 + draft])
         reading_s = length * (curve.row_s + curve.context_s * float(self.view.context[row]))
         catchup_s = self._base(draft, self.unseen(row, draft)) - self._base(draft, self.first(row, draft))
-        steps = min(max(float(self.view.remaining[row]) / 2, 1.0), self.bounds.horizon_steps)
+        steps = min(max(float(self.view.remaining[row]) / 2, 1.0), self.horizon_steps)
         return tokens - self.price * scale * (reading_s + catchup_s / steps)
 
     def unseen(self, row: int, draft: int) -> int:
@@ -95,7 +99,7 @@ class Instance:
         """Return the seconds of the step by proposed tokens, drafting apart."""
         view, target, rows = self.view, self.latency.target, len(self.view)
         seconds = []
-        for proposed in range(rows * self.bounds.k_max + 1):
+        for proposed in range(rows * self.k_max + 1):
             tokens = view.prefill_tokens + rows + proposed
             base = float(target.base(np.array(tokens))) + rows * target.row_s + float(view.context.sum()) * target.context_s
             other = self.latency.overhead_s + (self.latency.speculation_s if proposed else 0.0)
@@ -134,7 +138,7 @@ class Instance:
         shared_s = self.verify_s[sum(length for _, length in choice)]
         for d in range(len(self.view.drafts)):
             group = [(row, length) for row, (draft, length) in enumerate(choice) if draft == d]
-            depths = [sum(length > j for _, length in group) for j in range(1, self.bounds.k_max)]
+            depths = [sum(length > j for _, length in group) for j in range(1, self.k_max)]
             shared_s += self.forwards_s(d, (sum(self.first(row, d) for row, _ in group), *depths))
         return shared_s
 
@@ -153,7 +157,7 @@ def best_by_rows(instance: Instance) -> float:
 
     The state is, by draft, the tokens of the first forward and the rows at every depth; what it reaches best is all that matters of how.
     """
-    drafts, k_max = range(len(instance.view.drafts)), instance.bounds.k_max
+    drafts, k_max = range(len(instance.view.drafts)), instance.k_max
     reached = {((0,) * (k_max + 1),) * len(drafts): 0.0}
     for row in range(len(instance.view)):
         steps = [(d, k, instance.worth(row, (d, k)), instance.first(row, d) if k else 0) for d, k in instance.options(row)]
@@ -229,7 +233,7 @@ def random_instance(rng: np.random.Generator, rows: int, drafts: int, k_max: int
     hazard = rng.uniform(0.1, 0.98, (*shape, 1)) * rng.uniform(0.7, 1.0, (*shape, k_max))
     latency = LatencyModel(target, curves, overhead_s=0.02, speculation_s=float(rng.choice([0.0, 0.05])))
     price = float(rng.uniform(0.5, 2.5)) * rows  # around the goodput, at which the question is open
-    return Instance(view, hazard, latency, rng.uniform(0.8, 1.25, 2 + drafts), Bounds(k_max, 16.0), price)
+    return Instance(view, hazard, latency, rng.uniform(0.8, 1.25, 2 + drafts), k_max, 16.0, price)
 
 
 def _staircase(rng: np.random.Generator, first_s: float, tokens: int, stair: float) -> LatencyCurve:

@@ -122,7 +122,7 @@ def policies() -> str:
         own = {row["over"]: row for row in record["overall"]}
         cells = (f"{own[over]['ratio']:.2f} ({_interval(own[over]['interval_95'])})" for over in (BEST_FIXED, *ADAPTING))
         rows.append([_processor(record), *cells])
-    names = {"schedule": "table by batch size", "ema": "acceptance average", "smartspec": "SmartSpec", "spin": "SPIN's selection"}
+    names = {"schedule": "table by batch size", "ema": "acceptance EMA", "smartspec": "SmartSpec", "spin": "SPIN's selection"}
     return _table(["Spindle's speed over", BEST_FIXED, *(names.get(name, name) for name in ADAPTING)], *rows)
 
 

@@ -1,9 +1,12 @@
-"""A suite of measurements as one JSON file: ``python -m tests.bench.run --suite policy --out FILE [--seed 0] [--instances 2000]``.
+"""How good the search is and what planning costs, as one JSON file:
 
-``policy``: what planning costs (``bench_planning``), and how good the search is. ``lost`` is the distribution of what its choice is worth
-less than the best of all choices by the oracle's scoring, as a share of what the step's time is worth in tokens: on ``instances`` of each
-size up to three rows, every fourth under a cap and every fourth beside given rows, and by rows x drafts x positions on a fifth as many of
-three to eight rows. ``flapping`` is how often a steady request's choice changes.
+    python -m tests.bench.run --out FILE [--seed 0] [--instances 4000]
+
+``lost`` is the distribution of what the search's choice is worth less than the best of all choices
+by the oracle's scoring, as a share of what the step's time is worth in tokens: on ``instances`` of
+each size up to three rows, every fourth under a cap and every fourth beside given rows, and by rows
+x drafts x positions on half as many of three to eight rows. ``planning`` is by drafts and batch
+(``bench_planning``). ``flapping`` is how often a steady request's choice changes.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from backend import machine
-from policy.goodput import Choice
+from policy.problem import Choice
 from policy.search import best_choice
 from tests.bench.bench_planning import flapping, measure
 from tests.bench.oracle import (
@@ -35,8 +38,8 @@ from tests.bench.oracle import (
 )
 
 ROUNDS = 5
-BATCHES = (1, 2, 3, 4, 8, 16, 64, 256)
-MIDDLE = ((3, 4, 3), (4, 3, 3), (4, 4, 2), (5, 2, 3), (6, 2, 3), (7, 2, 2), (8, 2, 2))
+BATCHES = (1, 4, 16, 64, 256)
+MIDDLE = ((4, 3, 3), (5, 2, 3), (6, 2, 3), (8, 2, 2))
 
 
 def found(instance: Instance, choice: Choice) -> float:
@@ -69,59 +72,60 @@ def losses(instances: Iterable[Instance], best: Callable[[Instance], float]) -> 
     lost = []
     for instance in instances:
         choice, result = best_choice(instance.problem(), instance.price)
-        lost.append((best(instance) - found(instance, choice)) / (instance.price * result.charged_s))
+        missed = best(instance) - found(instance, choice)
+        lost.append(missed / (instance.price * result.charged_s))
     return lost
 
 
 def lost(count: int, seed: int) -> dict[str, dict[str, Any]]:
     """Return the distributions of what is lost, by size."""
     rng = np.random.default_rng([seed, 0])
-    by_size = {str(rows): losses(small(rows, count, rng), best_by_enumeration) for rows in (1, 2, 3)}
+    by_size = {
+        str(rows): losses(small(rows, count, rng), best_by_enumeration) for rows in (1, 2, 3)
+    }
     for size in MIDDLE:
-        instances = (random_instance(rng, *size) for _ in range(count // 5))
+        instances = (random_instance(rng, *size) for _ in range(count // 2))
         by_size["x".join(map(str, size))] = losses(instances, best_by_rows)
     return {size: distribution(values) for size, values in by_size.items()}
 
 
 def distribution(values: list[float]) -> dict[str, float]:
     """Return what a list of shares comes to; ``none`` is how many of them are nil."""
-    quantiles = {f"p{q}": float(np.quantile(values, q / 100)) for q in (50, 90, 95, 99)}
-    figures = {"mean": float(np.mean(values)), **quantiles, "worst": max(values), "none": float(np.mean(np.array(values) < 1e-9))}
-    return {"instances": len(values), **{name: round(max(value, 0.0), 5) for name, value in figures.items()}}
+    shares = np.array(values)
+    quantiles = {f"p{q}": float(np.quantile(shares, q / 100)) for q in (50, 90, 95, 99)}
+    nil = float(np.mean(shares < 1e-9))
+    figures = {"mean": float(shares.mean()), **quantiles, "worst": float(shares.max()), "none": nil}
+    rounded = {name: round(max(value, 0.0), 5) for name, value in figures.items()}
+    return {"instances": len(values), **rounded}
 
 
-def timed(seed: int) -> dict[str, dict[str, float]]:
-    """Return what planning costs by batch size: of every figure the least of several rounds over all sizes, for others use the machine."""
-    rounds = [{str(rows): measure(rows, 300, seed) for rows in BATCHES} for _ in range(ROUNDS)]
-    return {rows: {name: min(each[rows][name] for each in rounds) for name in rounds[0][rows]} for rows in rounds[0]}
-
-
-def policy(seed: int, instances: int) -> dict[str, Any]:
-    """Run the suite of the policy."""
-    planning = timed(seed)
+def timed(drafts: int, seed: int) -> dict[str, dict[str, float]]:
+    """Return what planning costs by batch size: of every figure the least of several rounds over
+    all sizes, for others use the machine.
+    """
+    rounds = [{str(n): measure(n, drafts, 300, seed) for n in BATCHES} for _ in range(ROUNDS)]
     return {
-        "plan_p50_us": {rows: figures["plan_p50_us"] for rows, figures in planning.items()},
-        "planning": planning,
-        "lost": lost(instances, seed),
-        "flapping": {str(rows): flapping(rows, 400, seed) for rows in (1, 4, 16, 64)},
+        rows: {name: min(each[rows][name] for each in rounds) for name in figures}
+        for rows, figures in rounds[0].items()
     }
 
 
 def main() -> None:
-    """Run a suite and write its figures."""
+    """Measure, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--suite", choices=["policy"], required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--instances", type=int, default=2_000)
+    parser.add_argument("--instances", type=int, default=4_000)
     options = parser.parse_args()
-    command = f"python -m tests.bench.run --suite {options.suite} --seed {options.seed} --instances {options.instances}"
+    arguments = f"--seed {options.seed} --instances {options.instances}"
     figures = {
-        "command": command,
+        "command": f"python -m tests.bench.run {arguments}",
         "machine": machine.describe(),
         "timing": f"least of {ROUNDS} rounds",
         "load_average": os.getloadavg()[0],
-        **policy(options.seed, options.instances),
+        "planning": {str(drafts): timed(drafts, options.seed) for drafts in (2, 4)},
+        "lost": lost(options.instances, options.seed),
+        "flapping": {str(rows): flapping(rows, 400, options.seed) for rows in (1, 4, 16, 64)},
     }
     options.out.write_text(json.dumps(figures, indent=2) + "\n")
 

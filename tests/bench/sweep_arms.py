@@ -3,7 +3,7 @@
 
 ``with-PART`` is spindle with a part that the configuration has off, ``without-PART`` spindle without one that it has on (``PARTS``) or
 without one of its drafts. A dotted path, ``my_package.MyPolicy``, is a policy of your own
-(``policy.custom``), its options those of the configuration.
+(``policy.wrappers``), its options those of the configuration.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ class Simulation:
         limits = config.limits
         sizes = {"max_active": limits.max_active_requests, "prefill_chunk_tokens": limits.prefill_chunk_tokens}
         sizes |= {"kv_tokens": limits.kv_cache_tokens, "k_max": config.policy.k_max}
-        return Deployment("sweep", "measured", drafts, latency, free, **sizes, noise=0.0, planning_s=constants.planning_s)
+        return Deployment("sweep", "measured", drafts, latency, free, **sizes, noise=0.0, planning_s=((1, constants.planning_s),))
 
     def _workload(
         self, key: tuple[str, str, int], replies: list[dict[str, Any]], deployment: Deployment, constants: Constants, draw: int

@@ -27,7 +27,7 @@ from backend.ports import BLOCK_TOKENS, ROOT, Completion, Engine, EngineLimits, 
 from backend.request import ErrorCode, FinishReason, GenerationRequest, SamplingParams
 from backend.session import Delta, Session, Usage
 from backend.stats import Stats, StepStats
-from policy import NO_DRAFT, Drafted, Outcome, Plan, Policy, TurnShape, View
+from policy import NO_DRAFT, Drafted, Outcome, Plan, Policy, View
 from tests.forced_cohorts import ForcedCohorts
 
 GREEDY = SamplingParams()
@@ -131,7 +131,7 @@ class Scripted(Policy):
         chosen = [self.script[(state + row) % len(self.script)] for row in range(len(view))]
         plan = Plan.within(view, *np.array(chosen, np.int64).reshape(-1, 2).T)
         piece = self.pieces[state % len(self.pieces)]
-        return replace(plan, shape=TurnShape(piece_tokens=piece) if piece else None), state + 1
+        return replace(plan, piece_tokens=piece or 0), state + 1
 
     def trim(self, view: View, plan: Plan, drafted: Drafted, state: int) -> np.ndarray:
         nodes = [self.trims[(state + n) % len(self.trims)] for n in range(len(view))]

@@ -12,9 +12,8 @@ from backend.engines import llama, padded
 from backend.engines.chunks import Chunk, KVTable
 from backend.ports import BLOCK_TOKENS, Sequence, Turn
 from backend.request import SamplingParams
-from policy import LatencyModel, LatencyTable, PlannerConfig
-from policy.shaped import ShapedPlanner
-from policy.shapes import Shapes
+from policy import AdaptivePlanner, LatencyModel, LatencyTable, PlannerConfig
+from policy.decomposition import Decomposition
 from tests.contract.deployment import BLOCKS, VOCAB, Deployment, tiny_engine
 from tests.contract.scenarios import PROMPTS, reference
 
@@ -93,7 +92,7 @@ def test_pieces_that_are_not_of_whole_blocks_end_their_turn_alone(piece):
 def test_the_planner_cuts_uneven_contexts_of_a_target_that_pads_and_leaves_even_ones():
     target = LatencyTable.synthetic("target", {1: 1.0, 64: 1.1})
     latency = LatencyModel.from_tables(target, {"near": LatencyTable.synthetic("near", {1: 0.05, 64: 0.06})}, 1e-3, 1e-3)
-    planner = ShapedPlanner(("near",), latency, PlannerConfig(k_max=4), Shapes(pads=True, merge_tokens=8.0))
+    planner = AdaptivePlanner(("near",), latency, PlannerConfig(k_max=4), Decomposition(8.0, 16))
     cut = {}
     for name, prompts in {"uneven": (PROMPTS[6], *[PROMPTS[0]] * 4), "even": [PROMPTS[1]] * 5}.items():
         deployment = Deployment(tiny_engine(attention="padded"), [tiny_engine("near", seed=1, noise=0.2)], planner)
@@ -104,6 +103,6 @@ def test_the_planner_cuts_uneven_contexts_of_a_target_that_pads_and_leaves_even_
         deployment.run()
         planner.observe = observe
         assert [session.sequence.tokens for session in sessions] == [reference().text(p, 8) for p in prompts]
-        cut[name] = [o.shape.piece_tokens if o.shape else None for o in outcomes if len(o.request) == len(prompts)]
+        cut[name] = [o.piece_tokens for o in outcomes if len(o.request) == len(prompts)]
     assert set(cut["uneven"]) == {16}
-    assert set(cut["even"]) == {None}
+    assert set(cut["even"]) == {0}

@@ -9,7 +9,7 @@ import pytest
 
 from backend.config import parse_config
 from policy import LatencyModel, simulate
-from policy.custom import PolicyError, made
+from policy.wrappers import PolicyError, made
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "how-to" / "own-policy.md").read_text("utf-8")

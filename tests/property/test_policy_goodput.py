@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policy.goodput import Choice, StepProblem, no_speculation, score
 from policy.plan import NO_DRAFT
+from policy.problem import Choice, StepProblem, no_speculation, score
 from policy.search import best_choice
 
 

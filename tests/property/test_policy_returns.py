@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policy import AcceptanceConfig, AdaptivePlanner, LatencyModel, LatencyTable, Outcome, PlannerConfig, View
+from policy.latency import Correction
 from policy.problem import predicted_parts
-from policy.selection import SELECTIONS
 
 DRAFTS, K_MAX, PROMPT = ("a", "b", "c"), 4, 50
 FORGETFUL = AcceptanceConfig(draft_memory_rows=100.0, request_memory_steps=30.0)
@@ -60,10 +60,11 @@ HISTORIES = st.lists(PHASES, min_size=1, max_size=3)
 class World:
     """A closed loop of a few rows around a planner; what has been planned stays in ``planned``, one set of (draft, length) a step."""
 
-    def __init__(self, selection, rows, seed, times=TIMES):
-        config = PlannerConfig(k_max=K_MAX, selection=selection, explore_share=0.05, acceptance=FORGETFUL)
+    def __init__(self, rows, seed, times=TIMES):
+        config = PlannerConfig(k_max=K_MAX, explore_share=0.05, acceptance=FORGETFUL)
         self.planner, self.rng = AdaptivePlanner(DRAFTS, times, config), np.random.default_rng(seed)
-        self.times, self.state, self.now, self.rows, self.planned = times, self.planner.start(), 0.0, rows, []
+        self.times = Correction.start(len(DRAFTS)).times(times)
+        self.state, self.now, self.rows, self.planned = self.planner.start(), 0.0, rows, []
         self.request, self.age, self.lag = np.arange(rows), np.zeros(rows, np.int64), np.full((rows, len(DRAFTS)), PROMPT)
 
     def live(self, phase):
@@ -90,7 +91,7 @@ class World:
         over = self.age >= phase.life
         done = view.request, plan.draft, plan.length, accepted, accepted + 1
         told = Outcome(*done, plan.length, plan.length, 0.0, finished=self.request[over])
-        verify_s, overhead_s, *drafts_s = predicted_parts(self.times, told, view)[0].tolist()
+        verify_s, overhead_s, *drafts_s = predicted_parts(self.times, told, view).parts.tolist()
         parts_s = dict(zip(("verify", *(f"draft:{d}" for d in DRAFTS)), np.multiply([verify_s, *drafts_s], phase.slowness), strict=True))
         told = replace(told, measured_s=overhead_s + sum(parts_s.values()), parts_s=parts_s)
         self.state = self.planner.observe(told, state, self.now)
@@ -102,36 +103,36 @@ class World:
         self.age[over], self.lag[over] = 0, PROMPT
 
 
-def lived(history, selection, rows, seed, holds):
+def lived(history, rows, seed, holds):
     """Return what is planned in the last steps of a life in which, after a history, so many tokens of each draft hold for good."""
-    world = World(selection, rows, seed)
+    world = World(rows, seed)
     for phase in (*history, Phase(600, holds, 1.0, ALL, 40, IN_TIME, 0.0)):
         world.live(phase)
     return world.planned[-300:]
 
 
-LIVES = {"history": HISTORIES, "selection": st.sampled_from(SELECTIONS), "rows": st.integers(1, 4), "seed": st.integers(0, 2**32)}
+LIVES = {"history": HISTORIES, "rows": st.integers(1, 4), "seed": st.integers(0, 2**32)}
 
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=12)
 @given(**LIVES)
-def test_where_nothing_is_ever_accepted_again_every_draft_is_still_tried(history, selection, rows, seed):
-    planned = lived(history, selection, rows, seed, (0,) * len(DRAFTS))
+def test_where_nothing_is_ever_accepted_again_every_draft_is_still_tried(history, rows, seed):
+    planned = lived(history, rows, seed, (0,) * len(DRAFTS))
     assert {draft for step in planned for draft, _ in step} == set(range(len(DRAFTS)))
 
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=12)
 @given(**LIVES, draft=st.integers(0, len(DRAFTS) - 1), length=st.integers(1, K_MAX))
-def test_a_draft_that_comes_to_be_right_for_some_tokens_is_used_for_no_fewer(history, selection, rows, seed, draft, length):
-    planned = lived(history, selection, rows, seed, tuple(length if d == draft else 0 for d in range(len(DRAFTS))))
+def test_a_draft_that_comes_to_be_right_for_some_tokens_is_used_for_no_fewer(history, rows, seed, draft, length):
+    planned = lived(history, rows, seed, tuple(length if d == draft else 0 for d in range(len(DRAFTS))))
     assert np.mean([any(d == draft and k >= length for d, k in step) for step in planned]) > 0.5
 
 
 def test_a_draft_that_was_too_slow_to_pay_is_used_again_once_it_is_not():
     """All its tokens hold, but eight times as slow as its table it does not pay; and a draft that is not used is not timed."""
-    world = World("probing", 2, 0, times(0.2, 0.2, 0.2))
+    world = World(2, 0, times(0.2, 0.2, 0.2))
     alone, holds = (True, False, False), (K_MAX,) * len(DRAFTS)
     world.live(Phase(200, holds, 1.0, alone, 40, (1.0, 8.0, 1.0, 1.0), 0.0))
     assert np.mean([bool(step) for step in world.planned[-100:]]) < 0.05

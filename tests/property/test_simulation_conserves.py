@@ -10,7 +10,7 @@ from policy.simulation.fleet import least_outstanding, round_robin, simulate
 from policy.simulation.presets import MIXES, llama_8b_h100
 from policy.simulation.workload import bursty, draw
 
-ARMS = ["none", "fixed:eagle:8", "schedule:1b", "ema:eagle", "smartspec:1b", "spin:3", "adaptive", "per-step", "oracle"]
+ARMS = ["none", "fixed:eagle:8", "schedule:1b", "ema:eagle", "smartspec:1b", "spin:3", "adaptive", "oracle"]
 
 
 class Watched:

@@ -10,9 +10,8 @@ from backend.request import FinishReason, GenerationRequest, RequestError, Sampl
 from backend.stats import Stats, StepStats
 from backend.tokenizer import ByteTokenizer
 from policy import AdaptivePlanner, BatchSchedule, FixedLength, LatencyError, LatencyTable, NoSpeculation
-from policy.published import AcceptanceEma, SmartSpec, SpinSelection
-from policy.selection import SELECTIONS
-from policy.trace import replayed, same
+from policy.baselines import AcceptanceEma, SmartSpec, SpinSelection
+from policy.replay import replayed, same
 from tests.options import greedy
 
 FAKE = {"target": {"engine": "fake"}, "drafts": [{"name": "d0", "engine": "fake"}, {"name": "lookup", "engine": "lookup"}]}
@@ -167,7 +166,7 @@ def test_the_configured_policy_is_built_and_serves(settings, kind):
 def test_contexts_are_planned_to_be_cut_where_the_target_pads_them():
     config = parse_config({**FAKE, "target": {"engine": "torch", "model": "m", "attention": "padded"}})
     planner = make_policy(config, [FakeEngine("d0")], {"target": LatencyTable.synthetic("target", {1: 1.0, 2: 1.1})}, StepStats(Stats()))
-    assert (planner.shapes.pads, planner.shapes.merge_tokens > 0) == (True, True)
+    assert planner.execution.merge_tokens > 0
 
 
 def test_a_deployment_without_drafts_does_not_speculate():
@@ -212,18 +211,3 @@ def test_a_probe_counts_on_being_scored_only_where_every_draft_that_runs_is(scor
     drafts = [FakeEngine("d0"), LookupEngine("lookup", max_draft_tokens=8)]
     drafts[0].limits = replace(drafts[0].limits, scores=scores)
     assert make_policy(config, drafts, {}, StepStats(Stats())).config.catchup_scored is expected
-
-
-def test_the_selection_of_the_configuration_is_the_planner_s():
-    assert SELECTIONS == ("probing", "ucb", "thompson")
-    for selection in SELECTIONS:
-        planner = build(parse_config({**FAKE, "policy": {"selection": selection}})).orchestrator._policy.policy
-        assert planner.config.selection == selection
-
-
-def test_a_selection_by_draws_serves_and_its_trace_replays_bit_for_bit(tmp_path):
-    path = tmp_path / "trace.jsonl"
-    served({"selection": "thompson", "trace_file": str(path)})
-    steps = list(replayed(path.read_text().splitlines()))
-    assert all(same(step.recorded, step.plan) for step in steps)
-    assert any(step.recorded.length.any() for step in steps)

@@ -184,7 +184,7 @@ def test_the_policy_learns_of_each_cohort_in_its_own_view_and_times(monkeypatch)
     assert len(flown) > 6
     for view, outcome in flown:
         assert view == outcome.request.tolist()
-        assert outcome.shape.cohort.tolist() == [0] * len(view)
+        assert outcome.flight.tolist() == [0] * len(view)
         assert outcome.parts_s["verify"] >= 0.004
         assert outcome.parts_s["draft:draft0"] >= 0.001
 

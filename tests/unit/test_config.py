@@ -42,7 +42,7 @@ def test_what_auto_means_hangs_on_what_the_processor_multiplies(monkeypatch, ins
         ({"target": TORCH, "drafts": [{"engine": "lookup", "name": "target"}]}, ["drafts[0].name", "target"]),
         ({"target": TORCH, "drafts": [{"engine": "lookup", "name": "a", "min_ngram": 5}]}, ["drafts[0].min_ngram", "5"]),
         ({"target": TORCH, "policy": {"k_max": -1}}, ["policy.k_max", "-1"]),
-        ({"target": TORCH, "policy": {"selection": "softmax"}}, ["policy.selection", "softmax", "thompson"]),
+        ({"target": TORCH, "policy": {"selection": "ucb"}}, ["policy", "selection"]),
         ({"target": TORCH, "policy": {"k_max": True}}, ["policy.k_max", "True"]),
         ({"target": TORCH, "policy": {"kind": "fixed", "draft": "x"}}, ["policy.draft", "x"]),
         ({"target": TORCH, "policy": {"kind": "smartspec"}}, ["policy.draft", "''"]),

@@ -13,10 +13,11 @@ from backend.engines.lookup import LookupEngine
 from backend.flights import Flights
 from backend.overlapped import Overlapped
 from backend.request import GenerationRequest
-from policy.shaped import ShapedPlanner
+from policy import AdaptivePlanner
+from policy.pipelining import Pipelining
 from tests.bench.in_process import generate
 from tests.contract.deployment import tiny_engine
-from tests.unit.test_policy_shaped import OVERLAPPING, shaped
+from tests.unit.test_policy_pipelining import OVERLAPPING, knowing
 
 FAKE = {
     "target": {"engine": "fake", "step_s": 0.004},
@@ -70,14 +71,14 @@ def test_cohorts_are_refused_where_they_cannot_be():
 
 def test_the_adaptive_policy_cuts_a_batch_where_it_thinks_that_pays_and_no_text_changes(monkeypatch):
     config = parse_config({**FAKE, "target": {"engine": "fake"}, "drafts": [{**FAKE["drafts"][0], "step_s": 0.0}]})
-    monkeypatch.setattr(ShapedPlanner, "_timed", lambda planner, outcome, state, view: (state.correction, state.target_shape))
+    monkeypatch.setattr(AdaptivePlanner, "_timed", lambda planner, outcome, state, view: state.correction)
     texts, flights = {}, []
     land = Flights.land
     monkeypatch.setattr(Flights, "land", lambda self, log: flights.append(len(self)) or land(self, log))
     for cohorts in (1, 2):
         flights.clear()
         app = build(replace(config, policy=replace(config.policy, cohorts=cohorts)), {})
-        planner = shaped(OVERLAPPING, ("d0",), rate=0.97, cohorts=cohorts, contention=1.0)
+        planner = knowing(OVERLAPPING, Pipelining(cohorts, 1.0), drafts=("d0",))
         sessions = generate(app, [GenerationRequest(f"prompt {i}", 150 + i, end_id=-1) for i in range(16)], 16, planner)
         texts[cohorts] = [session.sequence.tokens for session in sessions]
         app.close()

@@ -10,8 +10,8 @@ from backend.config import parse_config
 from backend.learned import LearnedState, learned_key
 from backend.stats import Stats, StepStats
 from policy import Policy
-from policy.custom import Guarded
 from policy.learned import SCHEMA
+from policy.wrappers import Guarded
 from tests.unit.test_policy_learned import taught
 from tests.unit.test_policy_planner import planner
 
@@ -39,7 +39,8 @@ def test_what_one_process_saves_at_its_end_the_next_one_takes_up():
     one.learned.start()
     one.learned.close()
     other.learned.restore()
-    assert np.allclose(other.learned.show()["draft_reached"], one.learned.show()["draft_reached"], rtol=0.05)
+    shown, before = (world.learned.show()["drafts"]["small"]["reached"] for world in (other, one))
+    assert np.allclose(shown, before, rtol=0.05)
     assert other.learned.show()["restored_age_s"] < 60
     assert one.fallbacks() == other.fallbacks() == {}
 
@@ -105,6 +106,7 @@ def test_a_user_s_policy_whose_state_cannot_be_kept_costs_a_metric(kept):
 
     world = World()
     world.learned._policy = Guarded("my_package.Mine", Mine())
+    world.loop.policy_state = world.learned._policy.start()
     world.learned.close()
     assert world.fallbacks() == {"learned_state_unsaved": 1}
 

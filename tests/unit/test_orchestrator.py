@@ -20,7 +20,7 @@ from backend.request import ErrorCode, GenerationRequest, SamplingParams
 from backend.session import Session
 from backend.stats import Stats, StepStats
 from policy import NoSpeculation, Plan, Policy
-from policy.custom import Guarded
+from policy.wrappers import Guarded
 
 EOS = 256
 

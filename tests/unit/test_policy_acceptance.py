@@ -31,7 +31,7 @@ def step(estimator, state, request):
 
 
 def hazards(estimator, state, request=0):
-    return estimator.hazards(state, [request])[0]
+    return estimator.expected(state, [request]).hazard[:, :, 0].T
 
 
 def spread(estimator, state, request=1):
@@ -155,7 +155,7 @@ def test_slots_are_reused_and_come_back_empty():
     state = learn(estimator, state, 7, 0, np.zeros(30, np.int64), 1)
     state = estimator.admit(estimator.forget(state, [7, 1234]), [50])
     assert state.slots[50] == 7
-    assert state.counts[:, 7].sum() == 0
+    assert state.counts[..., 7].sum() == 0
     assert sorted(state.slots.values()) == list(range(20))
 
 

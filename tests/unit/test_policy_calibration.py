@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from policy import AdaptivePlanner, LatencyModel
-from policy.calibration import BINS, COUNTS, EDGES, Calibration, Reliability
-from policy.carrying import carried
 from policy.learned import LearnedError
+from policy.trim import BINS, EDGES, Calibration
 
 CLAIMS = np.linspace(0, 1, 401)
 
@@ -112,15 +111,6 @@ def test_no_nodes_teach_nothing_and_are_worth_nothing():
     assert len(start.probability(none, none > 0, none / 1.0)) == 0
 
 
-def test_the_reliability_of_a_draft_is_what_it_claimed_and_what_held():
-    assert Calibration.none(2).reliability() == []
-    start = Calibration.none(2)
-    nodes = np.array([1, 1, 1, 0]), np.array([True, True, True, False]), np.array([0.5, 0.52, 0.9, 0.1])
-    after = start.learnt(*nodes, np.array([True, False, True, False]))
-    assert [(p.draft, p.drawn) for p in after.reliability()] == [(0, False), (1, True), (1, True)]
-    assert after.reliability()[1] == Reliability(1, True, pytest.approx(0.51), 0.5, 2.0)
-
-
 def test_bins_hold_their_lower_edges():
     assert len(EDGES) + 1 == BINS
     nodes = np.zeros(len(EDGES), np.int64)
@@ -152,7 +142,7 @@ def test_what_confidences_are_worth_outlasts_a_restart():
 def test_what_a_draft_s_confidence_is_worth_goes_with_its_name():
     known = taught(0.9, 0.4, 1000, draft=1)
     names = ("large", "new")
-    back = planner(names).load(carried(saved(known), ("small", "large"), names), 0.0, 0.0).calibration
+    back = planner(names).load(saved(known), 0.0, 0.0).calibration
     assert map_of(back, 0) == pytest.approx(map_of(known, 1))
     assert map_of(back, 1) == pytest.approx(CLAIMS)
 
@@ -170,15 +160,16 @@ def test_what_a_draft_s_confidence_is_worth_goes_with_its_name():
     ],
 )
 def test_counts_that_cannot_be_are_refused_by_their_name(name, change):
-    field = f"calibration_{name}"
     data = saved(taught(0.9, 0.5, 1000))
-    with pytest.raises(LearnedError, match=field):
-        planner().load({**data, field: change(np.array(data[field])).tolist()}, 0.0, 0.0)
+    entry = data["drafts"]["small"]
+    entry[name] = change(np.array(entry[name])).tolist()
+    with pytest.raises(LearnedError, match=f"drafts.small.{name}"):
+        planner().load(data, 0.0, 0.0)
 
 
-@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("name", ["nodes", "claimed", "held"])
 def test_counts_that_are_missing_are_named(name):
     data = saved(taught(0.9, 0.5, 100))
-    del data[f"calibration_{name}"]
-    with pytest.raises(LearnedError, match=f"calibration_{name} is missing"):
+    del data["drafts"]["small"][name]
+    with pytest.raises(LearnedError, match=f"drafts.small.{name} is missing"):
         planner().load(data, 0.0, 0.0)

@@ -9,7 +9,7 @@ from backend.config import ConfigError, parse_config
 from backend.engine_process import policy_folders
 from backend.triton_adapter.launcher.settings import policy_path, read_settings
 from policy import NO_DRAFT, Drafted, LatencyModel, Plan, View, simulate
-from policy.custom import PolicyError, fault, made
+from policy.wrappers import PolicyError, fault, made
 
 GOOD = """
 from policy import Plan, Policy
@@ -68,13 +68,6 @@ class Trims(Mine):
     def trim(self, view, plan, drafted, state):
         return self.nodes
 
-class Untrimmed:
-    start = needs_offers = observe = stand_by = save = load = drift = lambda self, *_: None
-    plan = Mine.plan
-
-    def __init__(self, drafts, latency, k_max):
-        self.length = 2
-
 class Undriven(Mine):
     def drift(self, state):
         return 1.0
@@ -117,9 +110,11 @@ def test_a_class_or_a_function_is_made_into_a_policy_with_its_options(module):
     for path, options, length in (("Mine", {}, 2), ("Mine", {"length": 3}, 3), ("mine", {}, 4)):
         policy = make(f"{name}.{path}", **options)
         plan, state = policy.plan(view(2), policy.start(), 0.0, rng)
-        assert (plan.length.tolist(), plan.draft.tolist(), state) == ([length] * 2, [0, 0], None)
-    assert (policy.drift(None), policy.save(None, 0.0)) == ({}, {})
-    assert (policy.policy.drafts, policy.policy.k_max) == (("a", "b"), 4)
+        assert (plan.length.tolist(), plan.draft.tolist()) == ([length] * 2, [0, 0])
+        assert state == policy.start()
+    assert (policy.drift(state), policy.save(state, 0.0)) == ({}, {})
+    mine = policy.policy.policy
+    assert (mine.drafts, mine.k_max) == (("a", "b"), 4)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +128,7 @@ def test_a_class_or_a_function_is_made_into_a_policy_with_its_options(module):
         ("Mine", {"size": 1}, "but takes (drafts, latency, k_max, length=2): got an unexpected"),
         ("Breaks", {}, "raised ZeroDivisionError: division by zero (own_policy_"),
         ("Startless", {}, "Startless.start raised IndexError: list index out of range (own_p"),
-        ("Bare", {}, "made a Bare without start, plan, needs_offers, observe"),
+        ("Bare", {}, "made a Bare without start, plan, needs_offers, trim, obs"),
         ("Inner.Policy", {}, "there is no module 'own_policy_"),
     ],
 )
@@ -188,14 +183,14 @@ def test_a_plan_that_nobody_can_follow_is_told_by_row(draft, length, words):
 
 def trimmed(path, **options):
     plan, drafted = Plan(np.array([0, 1]), np.array([3, 2])), Drafted(*np.zeros((4, 0)))
-    return make(path, **options).trim(view(2), plan, drafted, None)
+    policy = make(path, **options)
+    return policy.trim(view(2), plan, drafted, policy.start())
 
 
 def test_how_much_is_verified_is_the_policy_s_word_or_as_planned(module):
     name = module()
     assert trimmed(f"{name}.Trims", nodes=np.array([0, 9])).tolist() == [0, 9]
     assert trimmed(f"{name}.Mine").tolist() == [3, 2]
-    assert trimmed(f"{name}.Untrimmed").tolist() == [3, 2]
 
 
 @pytest.mark.parametrize(
@@ -240,7 +235,7 @@ def settings(kind, **policy):
 def test_serving_json_names_a_policy_and_its_options(module):
     name = module()
     app = build(settings(f"{name}.Mine", options={"length": 4}, k_max=6))
-    policy = app.orchestrator.policy.policy.policy
+    policy = app.orchestrator.policy.policy.policy.policy
     assert (type(policy).__name__, policy.drafts, policy.k_max) == ("Mine", ("a",), 6)
     assert policy.length == 4
 

@@ -5,17 +5,17 @@ import json
 import numpy as np
 import pytest
 
-from policy import LatencyError, LatencyModel, LatencyTable
-from policy.free_runs import free_run_tokens
-from tests.unit.test_policy_planner import RNG, certain, latency, planner, view
+from policy import AdaptivePlanner, LatencyError, LatencyModel, LatencyTable, PlannerConfig
+from policy.pipelining import FreeRuns, free_run_tokens
+from tests.unit.test_policy_planner import DRAFTS, RNG, certain, latency, planner, view
 
-CONSTANTS = {"token_s": 0.01, "margin": 0.03, "rest_steps": 4, "most": 64}
+CONSTANTS = {"token_s": 0.01, "most": 64}
 
 
 def cost_s(tokens, turn_s, wait_s):
     if tokens == 1:
         return turn_s
-    return (turn_s + wait_s) / tokens + CONSTANTS["margin"] * CONSTANTS["token_s"] / CONSTANTS["rest_steps"] * (tokens - 1) / 2
+    return (turn_s + wait_s) / tokens + 0.03 * CONSTANTS["token_s"] / 4 * (tokens - 1) / 2
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.01])
@@ -30,8 +30,6 @@ def test_it_grows_with_the_overhead_from_one_to_the_most(wait_s):
     runs = [free_run_tokens(turn_s, wait_s=wait_s, **CONSTANTS) for turn_s in np.linspace(0, 0.2, 50)]
     assert runs == sorted(runs)
     assert (runs[0], runs[-1]) == (1, 64)
-    assert free_run_tokens(1.0, 0.01, 0.0, 0.03, 0, 64) == 1  # a planner that never rests
-    assert free_run_tokens(1e-6, 0.01, 0.0, 0.0, 4, 64) == 64  # one that gains nothing by planning
 
 
 def test_a_small_overhead_is_not_worth_ending_apart():
@@ -44,14 +42,14 @@ def test_a_small_overhead_is_not_worth_ending_apart():
 def test_a_row_that_rests_runs_and_speculation_has_to_beat_that(rows, turn_s):
     base = latency()
     model = LatencyModel(base.target, base.drafts, turn_s=turn_s)
-    resting = planner(model, **certain(0.02), free_run_tokens=8)
+    resting = AdaptivePlanner(DRAFTS, model, PlannerConfig(**certain(0.02)), FreeRuns(8))
     state = resting.start()
     for _ in range(3):  # the third time at rest, where there are enough rows
         plan, state = resting.plan(view(rows), state, 0.0, RNG)
         assert not plan.length.any()
         step_s = base.target.seconds(rows)
         wait_s = (step_s - turn_s) * (rows > 1)
-        assert plan.run.tolist() == [free_run_tokens(turn_s, step_s - turn_s, wait_s, 0.03, 4, 8)] * rows
+        assert plan.run.tolist() == [free_run_tokens(turn_s, step_s - turn_s, wait_s, 8)] * rows
     m = plan.run[0]
     assert plan.predicted_s == pytest.approx(step_s - turn_s + (turn_s + wait_s * (m > 1)) / m)
     assert planner(model, **certain(0.02)).plan(view(rows), resting.start(), 0.0, RNG)[0].run is None
@@ -61,7 +59,7 @@ def test_where_long_runs_save_more_than_speculation_brings_there_is_none():
     base = latency()
     model = LatencyModel(base.target, base.drafts, turn_s=0.8)
     for most, speculates in ((1, True), (16, False)):
-        made = planner(model, **certain(0.6), free_run_tokens=most)
+        made = AdaptivePlanner(DRAFTS, model, PlannerConfig(**certain(0.6)), FreeRuns(most))
         assert bool(made.plan(view(), made.start(), 0.0, RNG)[0].length.any()) == speculates
 
 

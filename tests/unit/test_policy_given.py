@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 
 from policy import NO_DRAFT, Outcome, Plan
-from policy.goodput import Choice, score
-from policy.problem import NOTHING_GIVEN, Bounds, Given, step_problem
+from policy.latency import Correction
+from policy.problem import NOTHING_GIVEN, Choice, Given, score, step_problem
 from tests.unit.test_policy_planner import RNG, certain, latency, outcome, planner, view
-
-CORRECTION = np.ones(4)
 
 
 def staircase():
@@ -29,15 +27,15 @@ def test_given_rows_cost_and_yield_what_they_would_in_one_joint_choice():
     for _ in range(200):
         n = int(rng.integers(2, 6))
         seen = view(n, k=4, context=rng.integers(10, 300, n), catchup=rng.integers(1, 3, (n, 2)), prefill_tokens=int(rng.integers(0, 9)))
-        hazard = rng.uniform(0.2, 0.9, (n, 2, 4))
+        hazard = rng.uniform(0.2, 0.9, (4, 2, n))
         draft, length = rng.integers(0, 2, n), rng.integers(0, 5, n)
         everyone = Choice(np.where(length > 0, draft, NO_DRAFT), length)
         own = rng.random(n) < 0.5
         mine, theirs = np.flatnonzero(own), np.flatnonzero(~own)
-        bounds = Bounds(4, 16.0)
-        joint = score(step_problem(staircase(), CORRECTION, seen, np.arange(n), hazard, NOTHING_GIVEN, bounds), everyone)
-        given = Given.of(seen, theirs, Choice(everyone.draft[theirs], length[theirs]), hazard[theirs])
-        problem = step_problem(staircase(), CORRECTION, seen, mine, hazard[mine], given, bounds)
+        times = Correction.start(2).times(staircase())
+        joint = score(step_problem(times, seen, np.arange(n), hazard, NOTHING_GIVEN, 4, 16.0), everyone)
+        given = Given.of(theirs, Choice(everyone.draft[theirs], length[theirs]), hazard[:, :, theirs])
+        problem = step_problem(times, seen, mine, hazard[:, :, mine], given, 4, 16.0)
         beside = score(problem, Choice(everyone.draft[mine], length[mine]))
         assert beside.step_s == pytest.approx(joint.step_s)
         assert beside.value == pytest.approx(joint.value)

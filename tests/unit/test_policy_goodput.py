@@ -3,8 +3,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from policy.goodput import Choice, StepProblem, score
 from policy.plan import NO_DRAFT
+from policy.problem import Choice, StepProblem, score
 from policy.search import best_choice
 
 

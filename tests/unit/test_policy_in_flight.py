@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from policy import BatchSchedule, LatencyCurve, LatencyModel, Outcome, Plan, Ran
+from policy.latency import Correction
 from policy.problem import predicted_parts
-from policy.trace import decoded, encoded
+from policy.replay import decoded, encoded
 from tests.unit.test_policy_planner import RNG, certain, planner, view
 
 DRAFT = ("small",)
@@ -100,12 +101,13 @@ def test_times_are_those_of_what_ran_and_not_of_who_is_back():
     back, none = np.array([4, 5]), np.zeros(2, np.int64)
     ran = Ran(np.array([0, 1]), np.zeros(2, np.int64), np.array([2, 2]), tokens=200, rows=9, context_tokens=900)
     told = Outcome(back, none, none + 3, none + 3, none + 4, none + 3, none + 3, 1.0, ran=ran)
-    predicted, target = predicted_parts(H200, told, seen)
-    assert predicted[0] == H200.target.seconds(200, 9, 900)
-    assert predicted[2] == pytest.approx(2 * H200.drafts[0].at(2))
-    assert target.tokens == 200
-    untimed, target = predicted_parts(H200, replace(told, ran=replace(ran, tokens=0)), seen)
-    assert (untimed[0], target.tokens) == (0.0, 0)
+    times = Correction.start(1).times(H200)
+    predicted = predicted_parts(times, told, seen)
+    assert predicted.parts[0] == pytest.approx(H200.target.seconds(200, 9, 900))
+    assert predicted.parts[2] == pytest.approx(2 * H200.drafts[0].at(2))
+    assert predicted.tokens == 200
+    untimed = predicted_parts(times, replace(told, ran=replace(ran, tokens=0)), seen)
+    assert (untimed.parts[0], untimed.tokens) == (0.0, 0)
     made = planner(H200, DRAFT)
     state = made.observe(replace(told, ran=replace(ran, tokens=0), parts_s={"overhead": 1e-4}), made.stand_by(seen, made.start()), 0.0)
     assert made.drift(state)["verify"] == 1.0

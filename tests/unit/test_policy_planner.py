@@ -173,7 +173,7 @@ def test_those_in_prefill_make_time_dearer_as_they_wait_for_the_step_too():
 
 def test_the_price_is_that_of_a_step_without_its_prefill_however_little_of_it_is_realised():
     """A token brings its part of the prompts with it, so the time of prefill is no reason to speculate longer."""
-    p = planner(latency(free_tokens=1), **certain(0.7), rest_steps=0)
+    p = planner(latency(free_tokens=1), **certain(0.7))
     state, alone = p.start(), p.plan(view(4), p.start(), 0.0, RNG)[0]
     for _ in range(300):
         seen = view(4, prefill_tokens=256)
@@ -328,56 +328,39 @@ def test_a_gain_below_the_margin_is_not_worth_speculating():
     assert careful.plan(now, careful.start(), 0.0, RNG)[0].length.tolist() == [0]
 
 
-def hopeless():
-    return planner(latency(draft_s=(0.9,), token_s=0.1, free_tokens=1), ("small",), **certain(0.1), rest_steps=3)
-
-
-def test_a_batch_that_gains_nothing_is_planned_again_after_its_rest():
-    made, now = hopeless(), view(rows=4, drafts=("small",))
-    state, notes = made.start(), []
-    for _ in range(6):
-        plan, state = made.plan(now, state, 0.0, RNG)
-        assert plan.length.tolist() == [0] * 4
-        notes.append("kept" in plan.notes)
-    assert notes == [False, True, True, True, False, True]
+def rested(rows=4, **changes):
+    """A planner whose drafts never pay, and its state after a plan, while planning is too dear."""
+    model = latency(draft_s=(0.9,), token_s=0.1, free_tokens=1)
+    made = planner(model, ("small",), **certain(0.1))
+    seen = view(rows, ("small",), **changes)
+    plan, state = made.plan(seen, made.start(), 0.0, RNG)
+    assert not plan.length.any()
+    return made, replace(state, debt_s=1.0), plan
 
 
 def test_a_rest_predicts_the_time_of_the_step_that_it_replaces():
-    made, now = hopeless(), view(rows=4, drafts=("small",))
-    first, state = made.plan(now, made.start(), 0.0, RNG)
-    second, _ = made.plan(now, state, 0.0, RNG)
+    made, state, first = rested()
+    second, _ = made.plan(view(4, ("small",)), state, 0.0, RNG)
+    assert "kept" in second.notes
     assert second.predicted_s == pytest.approx(first.predicted_s)
 
 
-@pytest.mark.parametrize(("rows", "rests"), [(8, True), (5, True), (15, True), (4, False), (16, False)])
+@pytest.mark.parametrize(
+    ("rows", "rests"), [(8, True), (5, True), (15, True), (4, False), (16, False)]
+)
 def test_a_rest_lasts_while_the_batch_is_about_as_large(rows, rests):
-    made = hopeless()
-    _, state = made.plan(view(rows=8, drafts=("small",)), made.start(), 0.0, RNG)
-    plan, _ = made.plan(view(rows=rows, drafts=("small",), request=np.arange(rows) + 3), state, 0.0, RNG)
-    assert ("kept" in plan.notes) == rests
+    made, state, _ = rested(8)
+    seen = view(rows, ("small",), request=np.arange(rows) + 3)
+    assert ("kept" in made.plan(seen, state, 0.0, RNG)[0].notes) == rests
 
 
-def test_a_rest_goes_on_beside_a_prompt_and_predicts_its_time():
-    made = hopeless()
-    _, state = made.plan(view(rows=4, drafts=("small",)), made.start(), 0.0, RNG)
-    plan, _ = made.plan(view(rows=4, drafts=("small",), prefill_tokens=50), state, 0.0, RNG)
-    planned, _ = made.plan(view(rows=4, drafts=("small",), prefill_tokens=50), made.start(), 0.0, RNG)
+@pytest.mark.parametrize(("before", "now"), [(0, 50), (50, 0)])
+def test_a_rest_goes_on_beside_a_prompt_and_predicts_its_time(before, now):
+    made, state, _ = rested(prefill_tokens=before)
+    seen = view(4, ("small",), prefill_tokens=now)
+    plan, _ = made.plan(seen, state, 0.0, RNG)
     assert "kept" in plan.notes
-    assert plan.predicted_s == pytest.approx(planned.predicted_s)
-
-
-def test_a_rest_that_began_beside_a_prompt_does_not_predict_it_again():
-    made, plain = hopeless(), view(rows=4, drafts=("small",))
-    _, state = made.plan(view(rows=4, drafts=("small",), prefill_tokens=50), made.start(), 0.0, RNG)
-    again, _ = made.plan(plain, state, 0.0, RNG)
-    assert "kept" in again.notes
-    assert again.predicted_s == pytest.approx(made.plan(plain, made.start(), 0.0, RNG)[0].predicted_s)
-
-
-def test_a_small_batch_never_rests():
-    made, now = hopeless(), view(rows=2, drafts=("small",))
-    _, state = made.plan(now, made.start(), 0.0, RNG)
-    assert "kept" not in made.plan(now, state, 0.0, RNG)[0].notes
+    assert plan.predicted_s == pytest.approx(made.plan(seen, made.start(), 0.0, RNG)[0].predicted_s)
 
 
 def test_a_step_of_nothing_but_prompts_that_end_is_learnt_from():
@@ -398,7 +381,7 @@ def test_a_draft_is_charged_for_the_nodes_that_are_verified_for_it():
     seen, nodes = view(8), {}
     for name, brought in (("as planned", 1), ("bushy", 4), ("trimmed", 0.25)):
         state = p.start()
-        state.nodes = np.array([[brought * 1000.0] * 2, [1000.0] * 2])
+        state.brought = np.full(2, brought - 1.0)
         plan, _ = p.plan(seen, state, 0.0, RNG)
         nodes[name] = int(plan.length.sum())
     assert nodes["bushy"] < nodes["as planned"] <= nodes["trimmed"]

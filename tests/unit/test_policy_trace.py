@@ -8,12 +8,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from policy import NO_DRAFT, Drafted, LatencyCurve, LatencyModel, Outcome, Plan
-from policy.explain import explain, explain_batch
-from policy.selection import SELECTIONS
-from policy.shaped import ShapedPlanner
-from policy.shapes import Shapes
-from policy.trace import SCHEMA, Traced, TraceError, decoded, encoded, replayed, same
+from policy import NO_DRAFT, AdaptivePlanner, Drafted, LatencyCurve, LatencyModel, Outcome, Plan
+from policy.decomposition import Decomposition
+from policy.pipelining import FreeRuns, Pipelining
+from policy.replay import (
+    SCHEMA,
+    Traced,
+    TraceError,
+    decoded,
+    encoded,
+    explain,
+    explain_batch,
+    replayed,
+    same,
+)
+from policy.wrappers import Wrapped
 from tests.unit.test_policy_planner import RNG, certain, latency, planner, view
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,21 +65,10 @@ def test_a_trace_replays_to_the_same_plans_bit_for_bit():
     assert any(step.recorded.length.any() for step in plans)
 
 
-@pytest.mark.parametrize("selection", SELECTIONS)
-def test_a_trace_of_any_selection_replays_bit_for_bit_draws_included(selection):
-    lines = traced(selection=selection, explore_share=0.3)
-    plans = list(replayed(lines))
+def test_a_trace_of_trials_replays_bit_for_bit():
+    plans = list(replayed(traced(explore_share=0.3)))
     assert all(same(step.recorded, step.plan) for step in plans)
-    assert any(step.plan.notes.get("probe") for step in plans)
-    assert ('"rng"' in lines[1]) == (selection == "thompson")
-
-
-def test_without_the_state_of_its_generator_a_trace_of_draws_would_not_replay():
-    lines = traced(selection="thompson")
-    events = [json.loads(line) for line in lines]
-    for event in events:
-        event.get("plan", {}).pop("rng", None)
-    assert not all(same(step.recorded, step.plan) for step in replayed(map(json.dumps, events)))
+    assert any(step.plan.notes.get("trial") for step in plans)
 
 
 def test_a_changed_outcome_is_noticed():
@@ -115,7 +113,8 @@ def test_what_is_verified_is_the_planner_s_word():
     drafted = Drafted(*np.zeros((4, 0)))
     inner = SimpleNamespace(trim=lambda view, plan, given, _: plan.length - (given is drafted))
     plan = Plan(np.zeros(2, np.int64), np.array([2, 3]))
-    assert Traced(inner, print, 9).trim(view(2), plan, drafted, None).tolist() == [1, 2]
+    nodes = Traced(inner, print, 9).trim(view(2), plan, drafted, Wrapped(None))
+    assert nodes.tolist() == [1, 2]
 
 
 def test_the_command_counts_the_plans_and_shows_the_first_that_differs(tmp_path):
@@ -128,7 +127,6 @@ def test_the_command_counts_the_plans_and_shows_the_first_that_differs(tmp_path)
     assert rows.startswith("rows ")
     assert "small" in rows
     assert steps.startswith("steps 9: ")
-    assert "no cohorts: engine runs no cohorts (9 steps)" in done.stdout
     assert hint.startswith("--step N, 0 to 8, ")
     head, *requests = run(path, "--step", "3").stdout.splitlines()
     assert head.startswith("queued ")
@@ -185,7 +183,7 @@ def test_a_rest_and_a_margin_are_named():
     made = planner(latency((0.9, 0.95), token_s=0.1, free_tokens=1), **certain(0.1))
     seen = view(4)
     _, state = made.plan(seen, made.start(), 0.0, RNG)
-    plan, lines = explained(made, seen, state)
+    plan, lines = explained(made, seen, replace(state, debt_s=1.0))
     assert "kept" in plan.notes
     assert all("is kept for some steps" in line for line in lines)
     close = planner(latency((0.45, 9.0), token_s=0.0), **certain(0.5), margin=0.05)
@@ -210,13 +208,13 @@ def test_a_row_that_no_draft_can_serve_is_told_so():
     assert all(line.endswith("none: no draft can propose anything") for line in lines)
 
 
-def shaped_trace(shapes, steps=25):
-    """The trace of a planner of shapes over a batch that changes, with evidence of what was tried."""
+def executed_trace(execution, steps=25):
+    """The trace of a planner with an execution over a batch that changes, with evidence of what was tried."""
     lines, rng = [], np.random.default_rng(2)
     target = LatencyCurve(np.array([0.05, 0.051]), 0.001, 0.0, 1e-4)
     draft = LatencyCurve(np.array([0.0, 0.008]), 0.008)
     model = LatencyModel(target, (draft, draft))  # both phases scale with the rows
-    policy = Traced(ShapedPlanner(("small", "large"), model, shapes=shapes), lines.append, 1000)
+    policy = Traced(AdaptivePlanner(("small", "large"), model, execution=execution), lines.append, 1000)
     state = policy.start()
     for step in range(steps):
         rows = int(rng.integers(1, 6))
@@ -226,27 +224,30 @@ def shaped_trace(shapes, steps=25):
         plan, state = policy.plan(seen, state, 0.3 * step, RNG)
         accepted = rng.integers(0, plan.length + 1)
         done = seen.request, plan.draft, plan.length, accepted, accepted + 1, plan.length
-        told = Outcome(*done, plan.length, float(rng.random()), shape=plan.shape)
+        told = Outcome(*done, plan.length, float(rng.random()), flight=plan.flight)
         state = policy.observe(told, state, 0.3 * step + 0.1)
     return lines
 
 
 @pytest.mark.parametrize(
-    "shapes",
-    [Shapes(cohorts=2, contention=1.0), Shapes(pads=True, merge_tokens=8.0)],
+    "execution", [Pipelining(2, 1.0), Decomposition(8.0, 16), FreeRuns(8)]
 )
-def test_a_trace_with_shapes_replays_bit_for_bit(shapes):
-    steps = list(replayed(shaped_trace(shapes)))
+def test_a_trace_with_an_execution_replays_bit_for_bit(execution):
+    steps = list(replayed(executed_trace(execution)))
     assert len(steps) == 25
     assert all(same(step.recorded, step.plan) for step in steps)
-    assert sum(step.recorded.shape is not None for step in steps) > 2
-    used = next(step for step in steps if step.recorded.shape is not None)
+    used = [s for s in steps if s.plan.flight is not None or s.plan.piece_tokens]
+    if isinstance(execution, FreeRuns):
+        assert all(step.plan.run is not None for step in steps)
+        return
+    assert len(used) > 2
+    used = used[0]
     lines = explain(used.planner, used.view, used.state, used.plan, used.now)
     text = "\n".join([explain_batch(used.plan), *lines])
-    assert any(word in text for word in ("in cohort", "cut into pieces"))
+    assert any(word in text for word in ("in flight", "cut into pieces"))
 
 
-def test_a_line_about_the_batch_has_the_reason_of_every_shape_not_used():
-    plan, _ = explained(planner(**certain(0.8)), view(2))
-    why_not = "; no cohorts: engine runs no cohorts; no decomposition: engine does not pad"
-    assert explain_batch(plan).endswith(why_not)
+def test_a_line_about_the_batch_says_why_it_is_not_cut():
+    made = AdaptivePlanner(("small", "large"), latency(), execution=Pipelining(2, None))
+    plan, _ = explained(made, view(2))
+    assert explain_batch(plan).endswith("; no cohorts: contention is not measured")

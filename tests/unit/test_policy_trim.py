@@ -7,9 +7,9 @@ import pytest
 from backend.ports import Proposal
 from backend.step_log import StepLog
 from policy import AcceptanceConfig, AdaptivePlanner, LatencyCurve, LatencyModel, Outcome, PlannerConfig, View
-from policy.calibration import Calibration
+from policy.latency import Times
 from policy.plan import Drafted, Plan
-from policy.trim import best_first, trimmed
+from policy.trim import Calibration, best_first, trimmed
 
 RNG = np.random.default_rng(0)
 DRAFTS = ("small", "large")
@@ -36,7 +36,8 @@ def drafted(*confidence, draft=0, drawn=False):
 
 def target(verify_s):
     """A target whose passes take these seconds, of 0 tokens on, and so many for any more."""
-    return LatencyModel.unit(2).with_target(LatencyCurve(np.array(verify_s, float), 0.0))
+    curve = LatencyCurve(np.array(verify_s, float), 0.0)
+    return LatencyModel(curve, LatencyModel.unit(2).drafts)
 
 
 def line(first_s, token_s, tokens=600):
@@ -49,8 +50,8 @@ def planned(length, price=1.0, **changes):
 
 def trim(latency, view_, plan, proposed, calibration=None, correction=None, aloft=0):
     known = calibration or Calibration.none(2)
-    factors = latency.start() if correction is None else correction
-    return trimmed(latency, factors, known, view_, plan, proposed, aloft).tolist()
+    factors = np.ones(2 + len(latency.drafts)) if correction is None else correction
+    return trimmed(Times(latency, factors), known, view_, plan, proposed, aloft).tolist()
 
 
 # -- the choice
@@ -211,7 +212,7 @@ def test_rows_in_flight_beside_the_planned_ones_have_their_tokens_in_the_pass():
 @pytest.mark.parametrize("planning_s", [0.0, 10.0])  # each choice anew, or one kept for many steps
 @pytest.mark.parametrize("rows", [1, 4])
 def test_a_planner_learns_from_every_step_what_confidences_are_worth(rows, planning_s):
-    p = planner(line(1.0, 0.05), rest_steps=0)
+    p = planner(line(1.0, 0.05))
     state, seen, kept = p.start(), view(rows), 0
     for step in range(60):
         plan, state = p.plan(seen, state, float(step), RNG)
@@ -220,7 +221,8 @@ def test_a_planner_learns_from_every_step_what_confidences_are_worth(rows, plann
         state = p.observe(done, state, float(step))
     assert (kept > 20) == (planning_s > 0)
     data = p.save(state, 60.0)
-    assert np.sum(data["calibration_nodes"]) == pytest.approx(8 * 60, rel=0.05)
+    nodes = sum(np.sum(draft["nodes"]) for draft in data["drafts"].values())
+    assert nodes == pytest.approx(8 * 60, rel=0.05)
     priced, proposed = planned([4] * rows, price=4.0), drafted(*[[0.9] * 4] * rows)
     assert p.trim(seen, priced, proposed, p.start()).tolist() == [4] * rows
     assert p.trim(seen, priced, proposed, p.load(data, 0.0, 0.0)).tolist() == [0] * rows

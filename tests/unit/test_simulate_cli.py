@@ -8,7 +8,6 @@ import pytest
 from policy import simulate
 from policy.simulation.experiments import BACKLOG, Result, Scenario, Task, captured, compare, compared
 from policy.simulation.presets import MIXED, llama_8b_h100
-from policy.simulation.regret import ABLATIONS, SELECTIONS, regret, steady
 from policy.simulation.shift import shift_test
 from policy.simulation.statistics import ratio_of_means, ratio_of_rates
 from policy.simulation.svg import Line, line_chart, ticks
@@ -59,7 +58,7 @@ def test_choices_are_made_on_the_tuning_seeds_alone():
     assert comparison.fixed == {0.5: "fixed:1b:2", BACKLOG: "fixed:1b:2"}
     assert comparison.tuned["schedule"] == "schedule:1b"
     assert [{task.seed for task in tasks} for tasks in asked] == [{0, 1}, {3, 4}]
-    assert {"adaptive", "oracle", "per-step", "none"} <= {task.arm for task in asked[1]}
+    assert {"adaptive", "oracle", "none"} <= {task.arm for task in asked[1]}
 
 
 def result(latency_s, tokens_per_s=None):
@@ -122,49 +121,17 @@ def test_the_shift_test_sees_the_oracle_follow_at_once_and_no_speculation_never(
     assert seen["fixed:eagle:8"]["down"]["steps"] is None
 
 
-def test_the_cases_of_shapes_are_run_told_and_drawn(tmp_path, capsys):
-    simulate.main(["--jobs", "1", "shapes", "--cases", "decomposition", "--seeds", "0", "--html", str(tmp_path / "out.html")])
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
-    assert [line["point"] for line in lines] == ["padding engine", "ragged engine"]
-    page = (tmp_path / "out.html").read_text()
-    assert "Contexts cut against padded" in page
-    assert f"{lines[0]['ratio'][0]:.3f}" in page
-    with pytest.raises(ValueError, match=r"cases must be of .*, got \['nonsense'\]"):
-        simulate.main(["--jobs", "1", "shapes", "--cases", "nonsense"])
-
-
-def test_regret_is_summed_up_against_the_oracle_told_and_drawn(tmp_path, capsys):
-    options = ["--rate", "15", "--requests", "12", "--seeds", "0", "--scenarios", "70b-mix-steady", "--ways", "ucb", "full information"]
-    simulate.main(["--jobs", "1", "regret", *options, "--json", str(tmp_path / "r.json"), "--html", str(tmp_path / "r.html")])
-    assert "full information" in capsys.readouterr().out
-    (scenario,) = json.loads((tmp_path / "r.json").read_text())["regret"]
-    ucb, full = scenario["ways"]
-    assert (ucb["way"], full["way"]) == ("ucb", "full information")
-    assert full["regret_s"] == pytest.approx(full["latency_s"] - scenario["oracle_latency_s"], abs=2e-3)
-    assert full["curve"]["regret_s"][-1] == pytest.approx(12 * full["regret_s"], rel=1e-3)
-    assert full["regret_s"] == pytest.approx((full["first_half_s"] + full["second_half_s"]) / 2, abs=1e-3)
-    page = (tmp_path / "r.html").read_text()
-    assert page.count("<svg") == 1
-    assert "70b-mix-steady" in page
-    simulate.main(["report", str(tmp_path / "r.json"), "--html", str(tmp_path / "again.html")])
+def test_a_part_is_taken_away_told_and_drawn(tmp_path, capsys):
+    asked = ["--scenarios", "70b-mix", "--parts", "trim", "--seeds", "0", "--requests", "6"]
+    files = ["--json", str(tmp_path / "w.json"), "--html", str(tmp_path / "w.html")]
+    simulate.main(["--jobs", "1", "worth", *asked, *files])
+    assert "without:trim" in capsys.readouterr().out
+    (scenario,) = json.loads((tmp_path / "w.json").read_text())["comparisons"]
+    assert len(scenario["points"]) == 3
+    assert scenario["planning_us"][0][0] == 1
+    page = (tmp_path / "w.html").read_text()
+    simulate.main(["report", str(tmp_path / "w.json"), "--html", str(tmp_path / "again.html")])
     assert (tmp_path / "again.html").read_text() == page
-
-
-def test_regret_compares_runs_of_the_same_requests_in_which_nothing_drifts_where_that_is_asked():
-    mix = steady(MIXED)
-    assert all(not category.swing for category in mix.categories)
-    asked = []
-
-    def run(scenario, tasks):
-        asked.append((scenario.deployment.full_information, {task.arm for task in tasks}))
-        return {task: result(1.0 if task.arm == "oracle" else 1.5) for task in tasks}
-
-    found = regret(Scenario("made up", llama_8b_h100(), mix), 0.5, [0, 1], run, [*SELECTIONS, *ABLATIONS])
-    assert [informed for informed, _ in asked] == [False, True]
-    assert asked[1][1] == {"adaptive"}
-    assert {way["regret_s"] for way in found["ways"]} == {0.5}
-    assert "probing without groups" not in {way["way"] for way in found["ways"]}  # nobody tells this mix's kinds
-    assert found["ways"][0]["curve"]["regret_s"][-1] == pytest.approx(20.0)
 
 
 @pytest.mark.parametrize(("option", "value"), [("--rates", "3,fast"), ("--rates", "-1"), ("--seeds", "x")])

@@ -1,0 +1,112 @@
+"""Trials: what is worth trying, what it costs, and that nothing stays out for good."""
+
+import numpy as np
+import pytest
+
+from policy import AcceptanceConfig
+from policy.acceptance import AcceptanceModel
+from policy.exploration import Hope, trial
+from policy.latency import Correction
+from policy.problem import NOTHING_GIVEN, score, step_problem
+from policy.search import best_choice
+from tests.unit.test_policy_planner import RNG, latency, outcome, planner, view
+
+NOTHING = np.zeros(0, np.int64)
+PRICE = 1.0
+
+
+def judged(rows=4, rates=(0.7, None)):
+    """An estimator and its state.
+
+    By draft the rate at which 400 chains of each row were accepted, None: nothing is known.
+    """
+    model, rng = AcceptanceModel(2, 8, AcceptanceConfig()), np.random.default_rng(0)
+    state = model.admit(model.start(), list(range(rows)))
+    for draft, rate in enumerate(rates):
+        for request in range(rows) if rate is not None else ():
+            held = np.cumprod(rng.random((400, 4)) < rate, axis=1).sum(1)
+            told = np.full(400, request), np.full(400, draft), held, np.full(400, 4), NOTHING
+            state = model.observe(state, *told)
+    return model, state
+
+
+def look(credit_s, rows=4, catchup=1, rates=(0.7, None), price=PRICE):
+    """The step's problem, the best choice at mean estimates, and the trial that is afforded."""
+    model, state = judged(rows, rates)
+    seen = view(rows, catchup=np.full((rows, 2), catchup))
+    everyone = np.arange(rows)
+    expected = model.expected(state, everyone.tolist())
+    times = Correction.start(2).times(latency((0.1, 0.1)))
+    problem = step_problem(times, seen, everyone, expected.hazard, NOTHING_GIVEN, 8, 16.0)
+    choice, result = best_choice(problem, price)
+    spread, variance = model.doubt(state, expected)
+    evidence = variance * 2 * 0.24
+    hope = Hope(np.minimum(expected.hazard + 1.5 * spread, 1.0), 1.5, evidence / (1 + evidence))
+    return problem, choice, trial(problem, hope, choice, result, price, credit_s)
+
+
+def test_what_is_not_known_is_tried_and_what_is_known_to_be_worse_is_not():
+    _, choice, found = look(1e6)
+    assert set(choice.draft.tolist()) == {0}
+    changed = found.choice.draft != choice.draft
+    assert np.count_nonzero(changed) == found.rows > 0
+    assert set(found.choice.draft[changed].tolist()) == {1}
+    assert (found.choice.length[changed] > 0).all()
+    assert look(1e6, rates=(0.7, 0.1))[2] is None
+
+
+def test_a_trial_is_paid_from_what_was_saved_or_does_not_happen():
+    problem, choice, none = look(0.0, catchup=200)
+    assert none.rows == 0
+    assert none.choice.draft.tolist() == choice.draft.tolist()
+    _, _, paid = look(1e6, catchup=200)
+    assert paid.rows == problem.rows
+    assert paid.cost_s > 0
+    assert paid.result == score(problem, paid.choice)
+    _, _, least = look(0.5 * paid.cost_s, catchup=200)
+    assert least.rows < paid.rows
+    assert least.rows == 0 or least.cost_s <= 0.5 * paid.cost_s
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+def test_exploring_loses_no_more_than_its_share_of_time_and_one_step_saved(rows):
+    """No draft is ever any good: what trying them costs at mean estimates is what is bought."""
+    share, made = 0.02, planner(latency((0.05, 0.3)), explore_share=0.02)
+    state, spent, seconds, rng = made.start(), 0.0, 0.0, np.random.default_rng(3)
+    for step in range(300):
+        seen = view(rows, catchup=np.full((rows, 2), 30))
+        before = state.credit_s
+        plan, state = made.plan(seen, state, float(step), rng)
+        seconds += plan.predicted_s
+        if plan.notes.get("trial"):
+            spent += max(before + share * plan.predicted_s - state.credit_s, 0.0)
+        assert state.credit_s >= -1e-9
+        none = np.zeros(rows, np.int64)
+        told = outcome(seen, plan, none, plan.predicted_s)
+        state = made.observe(told, state, float(step))
+    assert 0 < spent <= share * seconds * 1.5 + 1e-9
+
+
+def test_without_a_budget_nothing_is_tried():
+    made = planner(latency((0.1, 0.1)), explore_share=0.0)
+    state = made.start()
+    for step in range(100):
+        plan, state = made.plan(view(4), state, float(step), RNG)
+        assert "trial" not in plan.notes
+        told = outcome(view(4), plan, plan.length, plan.predicted_s)
+        state = made.observe(told, state, float(step))
+
+
+def test_the_better_draft_is_found_by_trying_it():
+    """Draft 1 is always accepted, draft 0 half the time; only trials can tell."""
+    made = planner(latency((0.1, 0.1)), explore_share=0.02)
+    state, used, rng = made.start(), [], np.random.default_rng(4)
+    for step in range(400):
+        seen = view(4, catchup=np.full((4, 2), 20))
+        plan, state = made.plan(seen, state, float(step), rng)
+        used.append((plan.draft == 1).mean())
+        half = np.minimum(plan.length, rng.geometric(0.5, 4) - 1)
+        accepted = np.where(plan.draft == 1, plan.length, half)
+        told = outcome(seen, plan, accepted, plan.predicted_s)
+        state = made.observe(told, state, float(step))
+    assert np.mean(used[-100:]) > 0.9
