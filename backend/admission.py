@@ -20,7 +20,9 @@ class Admission:
     back when they run out. ``max_logits_bytes`` is for all that are admitted and have not ended.
     """
 
-    def __init__(self, ledger: KVLedger, max_active: int, max_queued: int, max_logits_bytes: float = math.inf) -> None:
+    def __init__(
+        self, ledger: KVLedger, max_active: int, max_queued: int, max_logits_bytes: float = math.inf
+    ) -> None:
         self._ledger = ledger
         self._max_active = max_active
         self._max_queued = max_queued
@@ -40,7 +42,9 @@ class Admission:
                 "than this server has",
             )
         if len(self._queue) >= self._max_queued:
-            raise RequestError(ErrorCode.UNAVAILABLE, f"Exceeds maximum queue size {self._max_queued}")
+            raise RequestError(
+                ErrorCode.UNAVAILABLE, f"Exceeds maximum queue size {self._max_queued}"
+            )
         self._queue.append(session)
 
     def admit(self, active: int) -> list[Session]:
@@ -48,7 +52,10 @@ class Admission:
         admitted: list[Session] = []
         while self._queue and active + len(admitted) < self._max_active:
             session = self._queue[0]
-            if not (self._has_room_for_logits(session) and self._ledger.reserve(session.sequence, _life_tokens(session))):
+            if not (
+                self._has_room_for_logits(session)
+                and self._ledger.reserve(session.sequence, _life_tokens(session))
+            ):
                 break  # the head waits; letting smaller ones pass could starve it
             if session.logits_bytes:
                 self._logits_bytes[session.id] = session.logits_bytes

@@ -89,28 +89,50 @@ class App:
         """Tokenise and check a request. Raises RequestError naming the field and the value."""
         check_ids(request, self.target.limits.vocab_size)
         ids = request.input_ids or request.prompt_token_ids
-        prompt = list(ids) if ids else self.tokenizer.encode(request.text_input, self.config.add_special_tokens)
+        prompt = (
+            list(ids)
+            if ids
+            else self.tokenizer.encode(request.text_input, self.config.add_special_tokens)
+        )
         _check(request, len(prompt), self.max_context_tokens, self.tokenizer.vocab_size)
-        end_ids = self.tokenizer.end_ids if request.end_id is None else frozenset({request.end_id} - {NO_END_ID})
+        end_ids = (
+            self.tokenizer.end_ids
+            if request.end_id is None
+            else frozenset({request.end_id} - {NO_END_ID})
+        )
         if self.config.target.engine == "trtllm":
             _check_trtllm_turns(request)
         sampling = sampling_params(request, self.tokenizer, end_ids)
         if request.guide_type is not None:
-            sampling = replace(sampling, guide=self.grammars.guide(request.guide_type, request.guide or "", end_ids))
-        logits_bytes = _logits_bytes(request, len(prompt), self.target.limits.vocab_size, self.config.limits.max_logits_bytes)
+            sampling = replace(
+                sampling,
+                guide=self.grammars.guide(request.guide_type, request.guide or "", end_ids),
+            )
+        logits_bytes = _logits_bytes(
+            request, len(prompt), self.target.limits.vocab_size, self.config.limits.max_logits_bytes
+        )
         number, salt = next(self._ids), request.cache_salt or ""
         if request.return_context_logits or request.return_prompt_log_probs:
-            salt = f"{salt}/{number}/{secrets.token_hex(8)}"  # KV that was found would have no logits
+            salt = (
+                f"{salt}/{number}/{secrets.token_hex(8)}"  # KV that was found would have no logits
+            )
         sequence = Sequence(number, prompt, len(prompt), sampling, salt=salt)
-        sequence.context_logits, sequence.generation_logits = request.return_context_logits, request.return_generation_logits
+        sequence.context_logits, sequence.generation_logits = (
+            request.return_context_logits,
+            request.return_generation_logits,
+        )
         sequence.prompt_log_probs = request.return_prompt_log_probs
-        session = Session(sequence, request, end_ids, IncrementalDecoder(self.tokenizer.token_bytes), sink)
+        session = Session(
+            sequence, request, end_ids, IncrementalDecoder(self.tokenizer.token_bytes), sink
+        )
         session.logits_bytes = logits_bytes
         session.control = self.switches.current().in_control(session.id)
         return session
 
 
-def sampling_params(request: GenerationRequest, tokenizer: Tokenizer, end_ids: frozenset[int]) -> SamplingParams:
+def sampling_params(
+    request: GenerationRequest, tokenizer: Tokenizer, end_ids: frozenset[int]
+) -> SamplingParams:
     """Return how to sample: nothing given means greedy, a seed is drawn for a request that gives none; words become token ids.
 
     Words are tokenised alone and without special tokens; one without tokens has no effect.
@@ -119,13 +141,17 @@ def sampling_params(request: GenerationRequest, tokenizer: Tokenizer, end_ids: f
     temperature = 1.0 if request.temperature is None else request.temperature
     if greedy or temperature < LEAST_TEMPERATURE:
         temperature = 0.0
-    bad_words = (tuple(tokenizer.encode(word, add_special_tokens=False)) for word in request.bad_words)
+    bad_words = (
+        tuple(tokenizer.encode(word, add_special_tokens=False)) for word in request.bad_words
+    )
     return SamplingParams(
         temperature=temperature,
         top_k=request.top_k or 0,
         top_p=request.top_p or 1.0,
         seed=secrets.randbits(SEED_BITS) if request.seed is None else request.seed,
-        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+        repetition_penalty=1.0
+        if request.repetition_penalty is None
+        else request.repetition_penalty,
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         min_tokens=request.min_tokens or 0,
@@ -145,7 +171,9 @@ def _bias(request: GenerationRequest, tokenizer: Tokenizer) -> tuple[tuple[int, 
     addends: dict[int, float] = {}
     for token, addend in request.bias:
         addends[token] = addends.get(token, 0.0) + addend
-    for word, weight in zip(request.embedding_bias_words, request.embedding_bias_weights, strict=True):
+    for word, weight in zip(
+        request.embedding_bias_words, request.embedding_bias_weights, strict=True
+    ):
         for token in tokenizer.encode(word, add_special_tokens=False):
             addends[token] = addends.get(token, 0.0) + weight
     return tuple((token, addend) for token, addend in sorted(addends.items()) if addend)
@@ -157,12 +185,16 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
     Raises ConfigError, LatencyError (a table is missing) or the engine's own error when something does not fit.
     """
     if Path(policy.__file__).resolve().parent.parent != PROJECT_ROOT:
-        raise ConfigError(f"policy was imported from {policy.__file__}, backend from {PROJECT_ROOT}: one of them is another project's")
+        raise ConfigError(
+            f"policy was imported from {policy.__file__}, backend from {PROJECT_ROOT}: one of them is another project's"
+        )
     check_policy(config)
     tokenizer = _tokenizer(config)
     threads = 1
     if tables is None:
-        tables, threads = load_tables(config, {engine.name: model_path(engine) for engine in timed_engines(config)})
+        tables, threads = load_tables(
+            config, {engine.name: model_path(engine) for engine in timed_engines(config)}
+        )
         tables = {**tables, **trtllm_tables(config, model_path)}
     check_memory(config)
     stats = Stats()
@@ -171,22 +203,39 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
     contention = None
     if config.policy.cohorts > 1:
         target, contention = overlapped(target, drafts)
-    cpu_only = all(engine.engine != "trtllm" and engine.device == "cpu" for engine in (config.target, *config.drafts))
+    cpu_only = all(
+        engine.engine != "trtllm" and engine.device == "cpu"
+        for engine in (config.target, *config.drafts)
+    )
     step_stats = StepStats(stats, config.limits.max_active_requests, cpu_only=cpu_only)
     switches = SwitchBoard(config, step_stats)
     ledger = KVLedger(
         {engine.name: engine.limits.kv_blocks for engine in (target, *drafts)},
         headroom_tokens=config.policy.k_max + 1,
         guaranteed=config.limits.batch_scheduler_policy == "guaranteed_no_evict",
-        target=target if config.limits.enable_kv_cache_reuse and config.target.engine != "trtllm" else None,
+        target=target
+        if config.limits.enable_kv_cache_reuse and config.target.engine != "trtllm"
+        else None,
     )
-    planner = policy.SwitchedPolicy(make_policy(config, drafts, tables, step_stats, contention), switches.current)
+    planner = policy.SwitchedPolicy(
+        make_policy(config, drafts, tables, step_stats, contention), switches.current
+    )
     orchestrator = Orchestrator(
         target,
-        Drafting(drafts, step_stats, monotonic, most_nodes=config.policy.k_max if target.limits.tree else 0),
+        Drafting(
+            drafts,
+            step_stats,
+            monotonic,
+            most_nodes=config.policy.k_max if target.limits.tree else 0,
+        ),
         planner,
         ledger,
-        Admission(ledger, config.limits.max_active_requests, config.limits.max_queued_requests, config.limits.max_logits_bytes),
+        Admission(
+            ledger,
+            config.limits.max_active_requests,
+            config.limits.max_queued_requests,
+            config.limits.max_logits_bytes,
+        ),
         step_stats,
         monotonic,
         k_max=config.policy.k_max,
@@ -208,7 +257,20 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
     max_context = min(config.limits.max_context_tokens, target.limits.max_context_tokens)
     ids, grammars = itertools.count(1), Grammars(tokenizer)
     engines = orchestrator, target, drafts, tokenizer
-    return App(config, *engines, stats, step_stats, switches, learned, tracing, max_context, contention, close, grammars, ids)
+    return App(
+        config,
+        *engines,
+        stats,
+        step_stats,
+        switches,
+        learned,
+        tracing,
+        max_context,
+        contention,
+        close,
+        grammars,
+        ids,
+    )
 
 
 def check_memory(config: ServingConfig, names: Collection[str] | None = None) -> None:
@@ -222,7 +284,11 @@ def check_memory(config: ServingConfig, names: Collection[str] | None = None) ->
 
 def model_path(engine: EngineConfig) -> Path:
     """Return the folder of an engine's checkpoint; a relative one lies beside the packages."""
-    return cache.model_folder(EMBEDDED_MODEL) if engine.model == EMBEDDED_MODEL else PROJECT_ROOT / os.path.expanduser(engine.model)
+    return (
+        cache.model_folder(EMBEDDED_MODEL)
+        if engine.model == EMBEDDED_MODEL
+        else PROJECT_ROOT / os.path.expanduser(engine.model)
+    )
 
 
 def _tokenizer(config: ServingConfig) -> Tokenizer:
@@ -252,7 +318,12 @@ def check_folders(config: ServingConfig) -> None:
             check_folder(f"{key}.model", engine.model, model_path(engine), **needs)
 
 
-def make_engine(engine: EngineConfig, config: ServingConfig, threads: int, count: Callable[..., None] | None = None) -> Engine:
+def make_engine(
+    engine: EngineConfig,
+    config: ServingConfig,
+    threads: int,
+    count: Callable[..., None] | None = None,
+) -> Engine:
     """Load a target or a draft; ``count(name, amount, **labels)`` gets the metrics of its own."""
     max_context, k_max = config.limits.max_context_tokens, config.policy.k_max
     kv_blocks = config.limits.kv_cache_tokens // BLOCK_TOKENS
@@ -268,19 +339,43 @@ def make_engine(engine: EngineConfig, config: ServingConfig, threads: int, count
             max_draft_tokens=max(1, k_max),
         )
     if engine.engine == "lookup":
-        return LookupEngine(engine.name, min_ngram=engine.min_ngram, max_ngram=engine.max_ngram, max_draft_tokens=max(1, k_max))
+        return LookupEngine(
+            engine.name,
+            min_ngram=engine.min_ngram,
+            max_ngram=engine.max_ngram,
+            max_draft_tokens=max(1, k_max),
+        )
     if engine.engine == "trtllm":
         return make_trtllm(engine, config, model_path, count)
     if engine.engine == "trt_graph":
         from backend.engines.trt_graph.runtime import open_engine  # the same
 
-        sizes = {"kv_blocks": kv_blocks, "max_context_tokens": max_context, "max_draft_tokens": max(1, k_max)}
-        return open_engine(engine.name, model_path(engine), "cuda" if engine.device == "cpu" else engine.device, **sizes)
-    from backend.engines.torch_engine import TorchEngine  # a heavy import, only where it is asked for
+        sizes = {
+            "kv_blocks": kv_blocks,
+            "max_context_tokens": max_context,
+            "max_draft_tokens": max(1, k_max),
+        }
+        return open_engine(
+            engine.name,
+            model_path(engine),
+            "cuda" if engine.device == "cpu" else engine.device,
+            **sizes,
+        )
+    from backend.engines.torch_engine import (
+        TorchEngine,  # a heavy import, only where it is asked for
+    )
 
-    logger.info("%s: %s on %s", engine.name, engine.dtype, machine.processor() if engine.device == "cpu" else engine.device)
+    logger.info(
+        "%s: %s on %s",
+        engine.name,
+        engine.dtype,
+        machine.processor() if engine.device == "cpu" else engine.device,
+    )
     if engine.dtype == "bf16" and engine.device == "cpu" and not machine.multiplies_bf16():
-        logger.warning("%s: dtype 'bf16' is slow on a processor without products in bf16; 'auto' is what is fast here", engine.name)
+        logger.warning(
+            "%s: dtype 'bf16' is slow on a processor without products in bf16; 'auto' is what is fast here",
+            engine.name,
+        )
     return TorchEngine(
         engine.name,
         model_path(engine),
@@ -321,7 +416,9 @@ def make_policy(
     planner = policy.AdaptivePlanner(names, latency, constants, _execution(config, contention))
     if not config.policy.trace_file:
         return planner
-    return Traced(planner, TraceFile(Path(config.policy.trace_file), stats), config.policy.trace_lines)
+    return Traced(
+        planner, TraceFile(Path(config.policy.trace_file), stats), config.policy.trace_lines
+    )
 
 
 def check_policy(config: ServingConfig) -> None:
@@ -342,17 +439,26 @@ def _kind_named() -> Iterator[None]:
 
 def latency_model(config: ServingConfig, tables: Mapping[str, LatencyTable]) -> policy.LatencyModel:
     """Return the times of a deployment's passes by its tables. Raises LatencyError naming the engines that lack one."""
-    known = {engine.name: tables.get(engine.name) or _known_times(engine) for engine in (config.target, *config.drafts)}
-    return policy.LatencyModel.from_tables(known.pop(config.target.name), known, OVERHEAD_S, SPECULATION_S)
+    known = {
+        engine.name: tables.get(engine.name) or _known_times(engine)
+        for engine in (config.target, *config.drafts)
+    }
+    return policy.LatencyModel.from_tables(
+        known.pop(config.target.name), known, OVERHEAD_S, SPECULATION_S
+    )
 
 
-def _baseline(config: PolicyConfig, drafts: tuple[str, ...], latency: policy.LatencyModel) -> policy.Policy:
+def _baseline(
+    config: PolicyConfig, drafts: tuple[str, ...], latency: policy.LatencyModel
+) -> policy.Policy:
     """Make a policy that the adaptive one is compared with."""
     match config.kind:
         case "fixed":
             return policy.FixedLength(config.draft, config.length)
         case "schedule":
-            return policy.BatchSchedule(config.draft, {step.batch: step.length for step in config.schedule})
+            return policy.BatchSchedule(
+                config.draft, {step.batch: step.length for step in config.schedule}
+            )
         case "ema":
             return AcceptanceEma(config.draft)
         case "smartspec":
@@ -378,22 +484,34 @@ def _execution(config: ServingConfig, contention: float | None) -> Execution | N
 def _known_times(engine: EngineConfig) -> LatencyTable | None:
     """Return the times of an engine whose cost needs no measuring; None for one that runs a model."""
     seconds = {"fake": engine.step_s or 1e-6, "lookup": LOOKUP_S}.get(engine.engine)
-    return None if seconds is None else policy.LatencyTable.synthetic(engine.name, {1: seconds, 64: seconds})
+    return (
+        None
+        if seconds is None
+        else policy.LatencyTable.synthetic(engine.name, {1: seconds, 64: seconds})
+    )
 
 
-def _check(request: GenerationRequest, prompt_tokens: int, max_context: int, vocab_size: int) -> None:
+def _check(
+    request: GenerationRequest, prompt_tokens: int, max_context: int, vocab_size: int
+) -> None:
     """Check what needs the tokenizer and the limits; types and ranges were checked where the tensors were decoded."""
 
     def refuse(message: str) -> None:
         raise RequestError(ErrorCode.INVALID_ARGUMENT, message)
 
-    prompt, length = ("text_input", "max_tokens") if request.input_ids is None else ("input_ids", "request_output_len")
+    prompt, length = (
+        ("text_input", "max_tokens")
+        if request.input_ids is None
+        else ("input_ids", "request_output_len")
+    )
     if prompt_tokens == 0:
         refuse(f"{prompt} has no tokens: {request.text_input!r}")
     if prompt_tokens >= max_context:
         refuse(f"{prompt} of {prompt_tokens} tokens is over the limit of {max_context - 1}")
     if prompt_tokens + request.max_tokens > max_context:
-        refuse(f"{length} {request.max_tokens} and a prompt of {prompt_tokens} tokens exceed the context of {max_context} tokens")
+        refuse(
+            f"{length} {request.max_tokens} and a prompt of {prompt_tokens} tokens exceed the context of {max_context} tokens"
+        )
     for name, value in (("end_id", request.end_id), ("pad_id", request.pad_id)):
         if value is not None and not NO_END_ID <= value < vocab_size:
             refuse(f"{name} must be -1 or a token id below {vocab_size}, got {value}")
@@ -401,7 +519,10 @@ def _check(request: GenerationRequest, prompt_tokens: int, max_context: int, voc
 
 def _check_trtllm_turns(request: GenerationRequest) -> None:
     """Refuse what TensorRT-LLM's executor would begin anew in every turn, or does not tell of one. Raises RequestError."""
-    anew, untold = "TensorRT-LLM's executor would begin it anew in every turn", "the TensorRT-LLM engine does not tell it turn by turn"
+    anew, untold = (
+        "TensorRT-LLM's executor would begin it anew in every turn",
+        "the TensorRT-LLM engine does not tell it turn by turn",
+    )
     for name, value, reason in (
         ("guided_decoding_guide_type", request.guide_type, anew),
         ("runtime_top_p_decay", None if request.top_p_decay == 1.0 else request.top_p_decay, anew),
@@ -411,14 +532,23 @@ def _check_trtllm_turns(request: GenerationRequest) -> None:
         ("return_top_log_probs", request.top_log_probs, untold),
     ):
         if value is not None:
-            raise RequestError(ErrorCode.UNIMPLEMENTED, f"{name} is not supported: {reason}, got {value!r}")
+            raise RequestError(
+                ErrorCode.UNIMPLEMENTED, f"{name} is not supported: {reason}, got {value!r}"
+            )
 
 
-def _logits_bytes(request: GenerationRequest, prompt_tokens: int, vocab_size: int, limit_bytes: int) -> int:
+def _logits_bytes(
+    request: GenerationRequest, prompt_tokens: int, vocab_size: int, limit_bytes: int
+) -> int:
     """Return what the logits that a request asks for take: they are kept in memory until it ends. Raises RequestError beyond the limit."""
-    rows = request.return_context_logits * prompt_tokens + request.return_generation_logits * request.max_tokens
+    rows = (
+        request.return_context_logits * prompt_tokens
+        + request.return_generation_logits * request.max_tokens
+    )
     if (size := rows * vocab_size * 4) > limit_bytes:
-        name = "return_context_logits" if request.return_context_logits else "return_generation_logits"
+        name = (
+            "return_context_logits" if request.return_context_logits else "return_generation_logits"
+        )
         message = f"{name}: {rows} rows of {vocab_size} logits are {size} bytes, over limits.max_logits_bytes, {limit_bytes}"
         raise RequestError(ErrorCode.INVALID_ARGUMENT, message)
     return size
@@ -431,9 +561,18 @@ def check_ids(request: GenerationRequest, vocab_size: int) -> None:
         ("input_ids", request.input_ids or ()),
         ("stop_words_list", itertools.chain.from_iterable(request.stop_word_ids)),
         ("bad_words_list", itertools.chain.from_iterable(request.bad_word_ids)),
-        ("logit_bias_ids" if request.input_ids is None else "embedding_bias", (token for token, _ in request.bias)),
-        ("runtime_top_p_reset_ids", () if request.top_p_reset_id in (None, NO_END_ID) else (request.top_p_reset_id,)),
+        (
+            "logit_bias_ids" if request.input_ids is None else "embedding_bias",
+            (token for token, _ in request.bias),
+        ),
+        (
+            "runtime_top_p_reset_ids",
+            () if request.top_p_reset_id in (None, NO_END_ID) else (request.top_p_reset_id,),
+        ),
     ):
         for token in ids:
             if not 0 <= token < vocab_size:
-                raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{name} must be of token ids below {vocab_size}, got {token}")
+                raise RequestError(
+                    ErrorCode.INVALID_ARGUMENT,
+                    f"{name} must be of token ids below {vocab_size}, got {token}",
+                )

@@ -61,7 +61,10 @@ class AsynchronousFlights(Flights):
         if self._rows is None:
             return None
         view, plan = self._rows
-        rows = np.array([row for row, request in enumerate(view.request.tolist()) if request in self.proposals], np.int64)
+        rows = np.array(
+            [row for row, request in enumerate(view.request.tolist()) if request in self.proposals],
+            np.int64,
+        )
         self._rows = (view.of_rows(rows), plan.of_rows(rows)) if len(rows) else None
         return self._rows
 
@@ -74,7 +77,10 @@ class AsynchronousFlights(Flights):
         """Take a flight, which is handed over when it lands."""
         before, view, plan = self.aloft, flight.view, flight.plan
         if before is not None:
-            draft, length = (np.concatenate([getattr(p, name) for p in (plan, before[1])]) for name in ("draft", "length"))
+            draft, length = (
+                np.concatenate([getattr(p, name) for p in (plan, before[1])])
+                for name in ("draft", "length")
+            )
             view, plan = view.beside(*before), Plan(draft, length)
         self._rows = (view, plan) if len(view) else None
         super().submit(flight, proposals)
@@ -84,17 +90,32 @@ class AsynchronousFlights(Flights):
 
         A target that raises fails only the turns that raise again alone.
         """
-        flight = self._flights.popleft() if self._flights else Flight([], [], NOTHING, Plan(NOTHING.request, NOTHING.request), log)
+        flight = (
+            self._flights.popleft()
+            if self._flights
+            else Flight([], [], NOTHING, Plan(NOTHING.request, NOTHING.request), log)
+        )
         try:
             return flight, self._exchange(flight), False
         except Exception:
             logger.exception("the target failed; what was in flight is run again without proposals")
         self._stats.fallback("target_error")
-        turns = {**{i: aloft.turn for i, aloft in self._turns.items()}, **{turn.sequence.id: turn for turn in flight.turns}}
+        turns = {
+            **{i: aloft.turn for i, aloft in self._turns.items()},
+            **{turn.sequence.id: turn for turn in flight.turns},
+        }
         again = [_from_here(turn) for i, turn in turns.items() if i in self.proposals]
-        self.proposals, self._turns, self._boundary_s = {i: Proposals() for i in turns if i in self.proposals}, {}, None
+        self.proposals, self._turns, self._boundary_s = (
+            {i: Proposals() for i in turns if i in self.proposals},
+            {},
+            None,
+        )
         completions = run_again(self._target, again) if again else []
-        return flight, completions, bool(completions) and all(completion.error is not None for completion in completions)
+        return (
+            flight,
+            completions,
+            bool(completions) and all(completion.error is not None for completion in completions),
+        )
 
     def forget(self, sequence_id: int) -> bool:
         """Take a sequence out; return whether its turn was in flight."""
@@ -108,7 +129,9 @@ class AsynchronousFlights(Flights):
             alone, prompts = not self._turns, {turn.sequence.id for turn in flight.prefill}
             for turn in flight.turns:
                 tokens = 1 + (len(turn.proposal) if turn.proposal else 0)
-                self._turns[turn.sequence.id] = Aloft(turn, started_s, alone, tokens, turn.sequence.id in prompts)
+                self._turns[turn.sequence.id] = Aloft(
+                    turn, started_s, alone, tokens, turn.sequence.id in prompts
+                )
         completions = self._target.poll(0.0)
         waited = not completions
         if waited:
@@ -139,14 +162,28 @@ class AsynchronousFlights(Flights):
             self._stats.fallback("step_untimed")
             return
         took_s, iterations = timed
-        there = back + [aloft for aloft in self._turns.values() if aloft.turn.run > 1 and aloft.since_s < ended_s - took_s]
+        there = back + [
+            aloft
+            for aloft in self._turns.values()
+            if aloft.turn.run > 1 and aloft.since_s < ended_s - took_s
+        ]
         context_tokens = sum(aloft.turn.end for aloft in there)
         tokens = sum(aloft.tokens for aloft in there)
         log.parts_s["verify"] = took_s
-        log.ran = Ran(log.ran.request, log.ran.draft, log.ran.length, tokens, len(there), context_tokens, iterations)
+        log.ran = Ran(
+            log.ran.request,
+            log.ran.draft,
+            log.ran.length,
+            tokens,
+            len(there),
+            context_tokens,
+            iterations,
+        )
 
 
-def _timed(back: Seq[Aloft], boundary_s: float | None, ended_s: float | None) -> tuple[float, int] | None:
+def _timed(
+    back: Seq[Aloft], boundary_s: float | None, ended_s: float | None
+) -> tuple[float, int] | None:
     """Return the seconds of the turns that are back, and how many iterations they were; None where that cannot be told.
 
     A turn begins at once where nothing else was in flight, else with the iteration behind the next boundary. Runs of n tokens are n
@@ -159,7 +196,11 @@ def _timed(back: Seq[Aloft], boundary_s: float | None, ended_s: float | None) ->
     if len(iterations) > 1 or len(since) > 1:
         return None
     (count,), (since_s,) = iterations, since
-    if since_s is None or any(not aloft.alone and aloft.since_s > since_s for aloft in back) or (count > 1 and not back[0].alone):
+    if (
+        since_s is None
+        or any(not aloft.alone and aloft.since_s > since_s for aloft in back)
+        or (count > 1 and not back[0].alone)
+    ):
         return None
     return ended_s - since_s, count
 

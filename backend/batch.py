@@ -50,7 +50,9 @@ class Batch:
                 batch.prefill_tokens += chunk
         return batch
 
-    def view(self, drafting: Drafting, k_max: int, queued: int, needs_offers: Callable[[IntArray], bool]) -> View:
+    def view(
+        self, drafting: Drafting, k_max: int, queued: int, needs_offers: Callable[[IntArray], bool]
+    ) -> View:
         """Return the decoding rows as the policy sees them, those in flight last and not ready; ``queued`` requests wait for admission.
 
         Drafts that are not free are asked what they could propose only where the plan for requests of these ids ``needs_offers``.
@@ -58,10 +60,14 @@ class Batch:
         rows, ready = self.decoding, len(self.decoding)
         request = np.array([s.id for s in (*rows, *self.flying)], np.int64)
         rests = not self.flying and self.aloft is None and not needs_offers(request)
-        ceiling, unseen = drafting.ceilings([s.sequence for s in rows], [_most(s, k_max) for s in rows], only_free=rests)
+        ceiling, unseen = drafting.ceilings(
+            [s.sequence for s in rows], [_most(s, k_max) for s in rows], only_free=rests
+        )
         if self.flying:
             rows = rows + self.flying
-            ceiling, unseen = (np.pad(column, ((0, len(self.flying)), (0, 0))) for column in (ceiling, unseen))
+            ceiling, unseen = (
+                np.pad(column, ((0, len(self.flying)), (0, 0))) for column in (ceiling, unseen)
+            )
         view = View(
             drafts=drafting.names,
             request=request,
@@ -91,14 +97,26 @@ class Batch:
                 view, plan = view.of_rows(ready), plan.of_rows(ready)
             yield self._noted(Flight(self.decoding, self.prefill, view, plan, log))
             return
-        number = np.zeros(len(self.decoding), np.int64) if number is None else number[: len(self.decoding)]
+        number = (
+            np.zeros(len(self.decoding), np.int64)
+            if number is None
+            else number[: len(self.decoding)]
+        )
         for one in range(max(1, int(number.max(initial=0)) + 1)):
             rows = np.flatnonzero(number == one)
             first = one == 0
             part = view.of_rows(rows) if first else replace(view.of_rows(rows), prefill_tokens=0)
             own = log if first else StepLog(log.drafts)
             own.beside = True
-            yield self._noted(Flight([self.decoding[row] for row in rows], self.prefill if first else [], part, plan.of_rows(rows), own))
+            yield self._noted(
+                Flight(
+                    [self.decoding[row] for row in rows],
+                    self.prefill if first else [],
+                    part,
+                    plan.of_rows(rows),
+                    own,
+                )
+            )
 
     @staticmethod
     def _noted(flight: Flight) -> Flight:

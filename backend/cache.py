@@ -50,7 +50,11 @@ def exclusive() -> Iterator[None]:
     root().mkdir(parents=True, exist_ok=True)
     with (root() / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for leftover in (path for folder in ("models", "latency", "learned") for path in (root() / folder).glob(".*")):
+        for leftover in (
+            path
+            for folder in ("models", "latency", "learned")
+            for path in (root() / folder).glob(".*")
+        ):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         yield
 
@@ -65,8 +69,14 @@ def publish(folder: Path, provenance: dict[str, Any]) -> Iterator[Path]:
     fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         yield fresh
-        files = {path.relative_to(fresh).as_posix(): describe(path) for path in sorted(fresh.rglob("*")) if path.is_file()}
-        (fresh / MANIFEST).write_text(json.dumps({"provenance": provenance, "files": files}, indent=1) + "\n", "utf-8")
+        files = {
+            path.relative_to(fresh).as_posix(): describe(path)
+            for path in sorted(fresh.rglob("*"))
+            if path.is_file()
+        }
+        (fresh / MANIFEST).write_text(
+            json.dumps({"provenance": provenance, "files": files}, indent=1) + "\n", "utf-8"
+        )
         for path in fresh.rglob("*"):
             _flush(path)
         _flush(fresh)
@@ -107,9 +117,13 @@ def check(folder: Path, *, hashes: bool = False) -> dict[str, Any]:
         size = path.stat().st_size if path.is_file() else None
         if size != expected["bytes"]:
             found = "is missing" if size is None else f"has {size} bytes"
-            raise CacheError(f"{path} {found}, its manifest says {expected['bytes']} bytes; {_MEND}")
+            raise CacheError(
+                f"{path} {found}, its manifest says {expected['bytes']} bytes; {_MEND}"
+            )
         if hashes and (found := sha256(path)) != expected["sha256"]:
-            raise CacheError(f"{path} has SHA-256 {found}, its manifest says {expected['sha256']}; {_MEND}")
+            raise CacheError(
+                f"{path} has SHA-256 {found}, its manifest says {expected['sha256']}; {_MEND}"
+            )
     return manifest
 
 

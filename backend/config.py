@@ -25,7 +25,13 @@ class ConfigError(ValueError):
     """A setting that cannot be used; the message names the key and the value."""
 
 
-def setting(default: Any, *, low: float | None = None, high: float | None = None, choices: tuple[Any, ...] = ()) -> Any:
+def setting(
+    default: Any,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[Any, ...] = (),
+) -> Any:
     """Declare a setting and what it may be."""
     return field(default=default, metadata={"low": low, "high": high, "choices": choices})
 
@@ -125,7 +131,9 @@ class LimitsConfig:
     prefill_chunk_tokens: int = setting(256, low=1)
     free_run_tokens: int = setting(1, low=1, high=256)
     kv_cache_tokens: int = setting(32768, low=256)
-    batch_scheduler_policy: str = setting("max_utilization", choices=("max_utilization", "guaranteed_no_evict"))
+    batch_scheduler_policy: str = setting(
+        "max_utilization", choices=("max_utilization", "guaranteed_no_evict")
+    )
     enable_kv_cache_reuse: bool = True
     max_logits_bytes: int = setting(64 * 1024 * 1024, low=0)
 
@@ -205,35 +213,62 @@ def located(config: ServingConfig, folder: Path) -> ServingConfig:
 def parse_config(raw: Any) -> ServingConfig:
     """Check a decoded ``serving.json``. Raises ConfigError naming key and value."""
     config: ServingConfig = build_settings(ServingConfig, raw, "")
-    drafts = tuple(replace(draft, dtype=settled_dtype(draft, target=False)) for draft in config.drafts)
-    config = replace(config, target=replace(config.target, dtype=settled_dtype(config.target, target=True)), drafts=drafts)
+    drafts = tuple(
+        replace(draft, dtype=settled_dtype(draft, target=False)) for draft in config.drafts
+    )
+    config = replace(
+        config,
+        target=replace(config.target, dtype=settled_dtype(config.target, target=True)),
+        drafts=drafts,
+    )
     if config.threads != "auto" and (not isinstance(config.threads, int) or config.threads < 1):
-        raise ConfigError(f"threads must be 'auto' or a number of at least 1, got {config.threads!r}")
+        raise ConfigError(
+            f"threads must be 'auto' or a number of at least 1, got {config.threads!r}"
+        )
     if config.target.engine == "lookup":
-        raise ConfigError("target.engine must be 'torch', 'trtllm', 'trt_graph' or 'fake', got 'lookup'")
+        raise ConfigError(
+            "target.engine must be 'torch', 'trtllm', 'trt_graph' or 'fake', got 'lookup'"
+        )
     names = [config.target.name, *(draft.name for draft in config.drafts)]
     for index, draft in enumerate(config.drafts):
         if names.count(draft.name) > 1 or draft.name in ("", "none"):
-            raise ConfigError(f"drafts[{index}].name must be unique and neither '', 'none' nor the target's, got {draft.name!r}")
+            raise ConfigError(
+                f"drafts[{index}].name must be unique and neither '', 'none' nor the target's, got {draft.name!r}"
+            )
         if draft.min_ngram > draft.max_ngram:
-            raise ConfigError(f"drafts[{index}].min_ngram must be at most max_ngram {draft.max_ngram}, got {draft.min_ngram}")
-    for where, engine in [("target", config.target), *((f"drafts[{i}]", d) for i, d in enumerate(config.drafts))]:
+            raise ConfigError(
+                f"drafts[{index}].min_ngram must be at most max_ngram {draft.max_ngram}, got {draft.min_ngram}"
+            )
+    for where, engine in [
+        ("target", config.target),
+        *((f"drafts[{i}]", d) for i, d in enumerate(config.drafts)),
+    ]:
         if engine.engine in ("torch", "trtllm", "trt_graph") and not engine.model:
-            raise ConfigError(f"{where}.model must name a folder or {EMBEDDED_MODEL!r}, got {engine.model!r}")
+            raise ConfigError(
+                f"{where}.model must name a folder or {EMBEDDED_MODEL!r}, got {engine.model!r}"
+            )
         if engine.engine in ("trtllm", "trt_graph") and engine.model == EMBEDDED_MODEL:
             raise ConfigError(f"{where}.model must name an engine folder, got {engine.model!r}")
         if engine.dtype in ("fp16", "int8") and (engine.engine, engine.device) != ("torch", "cpu"):
             raise ConfigError(
                 f"{where}.dtype may be {engine.dtype!r} for a torch engine on the device 'cpu', got {engine.engine!r} on {engine.device!r}"
             )
-        if engine.attention == "padded" and (engine.engine != "torch" or engine is not config.target):
-            raise ConfigError(f"{where}.attention must be 'ragged' or 'tiled' but for a torch target, got 'padded'")
+        if engine.attention == "padded" and (
+            engine.engine != "torch" or engine is not config.target
+        ):
+            raise ConfigError(
+                f"{where}.attention must be 'ragged' or 'tiled' but for a torch target, got 'padded'"
+            )
     _check_policy(config.policy, config.target, names[1:])
     if config.target.engine == "trtllm":
         _check_trtllm(config)
-    most_run = config.policy.k_max + 1 if config.target.engine == "trtllm" else 1  # what KV is reserved for
+    most_run = (
+        config.policy.k_max + 1 if config.target.engine == "trtllm" else 1
+    )  # what KV is reserved for
     if config.limits.free_run_tokens > most_run:
-        raise ConfigError(f"limits.free_run_tokens must be at most {most_run} here, got {config.limits.free_run_tokens}")
+        raise ConfigError(
+            f"limits.free_run_tokens must be at most {most_run} here, got {config.limits.free_run_tokens}"
+        )
     _check_switches(config.switches, config)
     return config
 
@@ -252,12 +287,16 @@ def settled_dtype(engine: EngineConfig, *, target: bool) -> str:
 def _check_trtllm(config: ServingConfig) -> None:
     for index, draft in enumerate(config.drafts):
         if draft.engine not in ("trtllm", "lookup"):
-            raise ConfigError(f"drafts[{index}].engine must be 'trtllm' or 'lookup' with a target of 'trtllm', got {draft.engine!r}")
+            raise ConfigError(
+                f"drafts[{index}].engine must be 'trtllm' or 'lookup' with a target of 'trtllm', got {draft.engine!r}"
+            )
 
 
 def _check_policy(policy: PolicyConfig, target: EngineConfig, drafts: list[str]) -> None:
     if policy.cohorts > 1 and target.attention == "padded":
-        raise ConfigError(f"policy.cohorts must be 1 for a target whose attention is 'padded', got {policy.cohorts}")
+        raise ConfigError(
+            f"policy.cohorts must be 1 for a target whose attention is 'padded', got {policy.cohorts}"
+        )
     if policy.kind == "average":
         raise ConfigError("policy.kind 'average' is called 'ema'")
     if policy.kind not in POLICIES and not policy.own:
@@ -270,7 +309,9 @@ def _check_policy(policy: PolicyConfig, target: EngineConfig, drafts: list[str])
         raise ConfigError(f"policy.draft must be one of {drafts}, got {policy.draft!r}")
     batches = [step.batch for step in policy.schedule]
     if policy.kind == "schedule" and (not batches or len(set(batches)) < len(batches)):
-        raise ConfigError(f"policy.schedule must have a length for each of some different batch sizes, got those of {batches}")
+        raise ConfigError(
+            f"policy.schedule must have a length for each of some different batch sizes, got those of {batches}"
+        )
 
 
 def parse_switches(raw: Any, config: ServingConfig) -> SwitchesConfig:
@@ -283,9 +324,13 @@ def parse_switches(raw: Any, config: ServingConfig) -> SwitchesConfig:
 def _check_switches(switches: SwitchesConfig, config: ServingConfig) -> None:
     names, k_max = [draft.name for draft in config.drafts], config.policy.k_max
     if switches.fixed_length > k_max:
-        raise ConfigError(f"switches.fixed_length must be at most policy.k_max {k_max}, got {switches.fixed_length}")
+        raise ConfigError(
+            f"switches.fixed_length must be at most policy.k_max {k_max}, got {switches.fixed_length}"
+        )
     if switches.fixed_draft not in names and (switches.fixed_length or switches.fixed_draft):
-        raise ConfigError(f"switches.fixed_draft must be one of {names}, got {switches.fixed_draft!r}")
+        raise ConfigError(
+            f"switches.fixed_draft must be one of {names}, got {switches.fixed_draft!r}"
+        )
 
 
 def build_settings(cls: type[Any], raw: Any, path: str) -> Any:
@@ -297,7 +342,12 @@ def build_settings(cls: type[Any], raw: Any, path: str) -> Any:
     for key in raw:
         if key not in fields:
             raise ConfigError(f"unknown key {_join(path, key)!r}; known here: {', '.join(fields)}")
-    return cls(**{key: _value(hints[key], value, _join(path, key), fields[key].metadata) for key, value in raw.items()})
+    return cls(
+        **{
+            key: _value(hints[key], value, _join(path, key), fields[key].metadata)
+            for key, value in raw.items()
+        }
+    )
 
 
 def _value(hint: Any, value: Any, path: str, metadata: Any) -> Any:
@@ -306,14 +356,19 @@ def _value(hint: Any, value: Any, path: str, metadata: Any) -> Any:
     if typing.get_origin(hint) is tuple:
         if not isinstance(value, list):
             raise ConfigError(f"{path} must be a list, got {value!r}")
-        return tuple(_value(typing.get_args(hint)[0], item, f"{path}[{i}]", {}) for i, item in enumerate(value))
+        return tuple(
+            _value(typing.get_args(hint)[0], item, f"{path}[{i}]", {})
+            for i, item in enumerate(value)
+        )
     if typing.get_origin(hint) is dict:  # an object of the user's own
         hint = dict
     allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if float in allowed and type(value) is int:
         value = float(value)
     if type(value) not in allowed:
-        raise ConfigError(f"{path} must be {' or '.join(kind.__name__ for kind in allowed)}, got {value!r}")
+        raise ConfigError(
+            f"{path} must be {' or '.join(kind.__name__ for kind in allowed)}, got {value!r}"
+        )
     _check_range(value, path, metadata)
     return value
 

@@ -24,10 +24,17 @@ ROWS, CONTEXT_TOKENS, LENGTH, ROUNDS = 4, 4 * BLOCK_TOKENS - 8, 4, 5
 def overlapped(target: Engine, drafts: Seq[Engine]) -> tuple[Engine, float | None]:
     """Return the target with a thread of its own, and the contention. Raises ConfigError where it cannot have one."""
     if not target.limits.overlaps:
-        raise ConfigError(f"policy.cohorts must be 1: the engine of {target.name!r} runs no cohorts")
-    threaded = Overlapped(target)  # measured as it will run: on CUDA its graphs and their workspaces belong to its thread and stream
+        raise ConfigError(
+            f"policy.cohorts must be 1: the engine of {target.name!r} runs no cohorts"
+        )
+    threaded = Overlapped(
+        target
+    )  # measured as it will run: on CUDA its graphs and their workspaces belong to its thread and stream
     contention = measure(threaded, drafts)
-    logger.info("contention of drafting and verifying: %s", "not measured" if contention is None else f"{contention:.2f}")
+    logger.info(
+        "contention of drafting and verifying: %s",
+        "not measured" if contention is None else f"{contention:.2f}",
+    )
     return threaded, contention
 
 
@@ -38,7 +45,11 @@ def measure(target: Engine, drafts: Seq[Engine]) -> float | None:
     """
     with ExitStack() as stack:
         verify = stack.enter_context(repeated(target, verifies=True))
-        runs = [stack.enter_context(repeated(draft, verifies=False)) for draft in drafts if not draft.limits.free]
+        runs = [
+            stack.enter_context(repeated(draft, verifies=False))
+            for draft in drafts
+            if not draft.limits.free
+        ]
         if not runs:
             return None
         verify_s, *draft_s = (_seconds(run) for run in (verify, *runs))

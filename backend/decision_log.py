@@ -40,7 +40,9 @@ class DecisionLog:
         self._started_s = 0.0
         self._unsaid = 0
 
-    def planned(self, view: View, plan: Plan, now_s: float, drift: Callable[[], dict[str, float]]) -> None:
+    def planned(
+        self, view: View, plan: Plan, now_s: float, drift: Callable[[], dict[str, float]]
+    ) -> None:
         """Note a step's plan; ``now_s`` in seconds of a monotonic clock, ``drift`` as of ``Policy.drift``, called only for a line."""
         if not len(plan.length):
             return
@@ -58,22 +60,50 @@ class DecisionLog:
         self._unsaid += _changes(plans)
         before = self._regime
         main = int(rows.argmax())
-        if before is not None and rows[main] - rows[self._names.index(before.draft)] <= NEW_DRAFT_SHARE * len(length):
+        if before is not None and rows[main] - rows[
+            self._names.index(before.draft)
+        ] <= NEW_DRAFT_SHARE * len(length):
             main = self._names.index(before.draft)
         mean = float(length[draft == main - 1].mean()) if rows[main] else 0.0
         regime = Regime(self._names[main], mean)
-        if before is not None and regime.draft == before.draft and abs(regime.length - before.length) < NEW_LENGTH_TOKENS:
+        if (
+            before is not None
+            and regime.draft == before.draft
+            and abs(regime.length - before.length) < NEW_LENGTH_TOKENS
+        ):
             return
         self._regime = regime
         figures = _figures(plans, drift())
-        self._tell(before, regime, {"batch_size": round(len(length) / len(plans), 1), "queued": view.queued, **figures}, rows / len(length))
+        self._tell(
+            before,
+            regime,
+            {"batch_size": round(len(length) / len(plans), 1), "queued": view.queued, **figures},
+            rows / len(length),
+        )
 
-    def _tell(self, before: Regime | None, regime: Regime, figures: dict[str, Any], share: Any) -> None:
+    def _tell(
+        self, before: Regime | None, regime: Regime, figures: dict[str, Any], share: Any
+    ) -> None:
         """Log the change; ``step_changes`` counts the steps since the last line whose mean length differed from the step before."""
-        known = {} if before is None else {"before_draft": before.draft, "before_length": round(before.length, 1)}
-        shares = {name: round(float(part), 2) for name, part in zip(self._names, share, strict=True) if part}
-        chosen = {"draft": regime.draft, "length": round(regime.length, 1), **known, "row_share": shares}
-        logger.info("speculation changed", extra=fields(**chosen, **figures, step_changes=self._unsaid))
+        known = (
+            {}
+            if before is None
+            else {"before_draft": before.draft, "before_length": round(before.length, 1)}
+        )
+        shares = {
+            name: round(float(part), 2)
+            for name, part in zip(self._names, share, strict=True)
+            if part
+        }
+        chosen = {
+            "draft": regime.draft,
+            "length": round(regime.length, 1),
+            **known,
+            "row_share": shares,
+        }
+        logger.info(
+            "speculation changed", extra=fields(**chosen, **figures, step_changes=self._unsaid)
+        )
         self._unsaid = 0
 
 
@@ -85,7 +115,9 @@ def _changes(plans: list[Plan]) -> int:
 
 def _figures(plans: list[Plan], drift: dict[str, float]) -> dict[str, Any]:
     """Return why, as far as the policy says: mean step time, price (tokens/s) and gain over not speculating; the drift."""
-    priced = [plan for plan in plans if "gain" in plan.notes]  # neither of a batch that rests nor of a policy that does not predict
+    priced = [
+        plan for plan in plans if "gain" in plan.notes
+    ]  # neither of a batch that rests nor of a policy that does not predict
     figures: dict[str, Any] = {}
     if predicted_s := np.mean([plan.predicted_s for plan in plans]):
         figures["predicted_s"] = round(float(predicted_s), 5)

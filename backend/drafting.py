@@ -61,11 +61,16 @@ class Drafting:
         """Return the same with these drafts."""
         return Drafting(drafts, self._stats, self._clock, most_nodes=self._most_nodes)
 
-    def ceilings(self, sequences: Seq[Sequence], most: Seq[int], *, only_free: bool = False) -> tuple[IntArray, IntArray]:
+    def ceilings(
+        self, sequences: Seq[Sequence], most: Seq[int], *, only_free: bool = False
+    ) -> tuple[IntArray, IntArray]:
         """Return by sequence and draft the tokens that it could propose now, at most ``most`` of each sequence, and the committed ones that
         it has not seen, int64[n, D] each; 0 of both from a draft that rests, or is not free where ``only_free`` are asked.
         """
-        now, asked = self._clock(), [(sequence, k) if k > 0 else None for sequence, k in zip(sequences, most, strict=True)]
+        now, asked = (
+            self._clock(),
+            [(sequence, k) if k > 0 else None for sequence, k in zip(sequences, most, strict=True)],
+        )
         ceiling, unseen = np.zeros((2, len(sequences), len(self.engines)), np.int64)
         for d, draft in enumerate(self.engines):
             if self._resting_until_s[draft.name] <= now and (draft.limits.free or not only_free):
@@ -73,7 +78,9 @@ class Drafting:
                 unseen[:, d] = [0 if pair is None else draft.unseen(pair[0]) for pair in asked]
         return ceiling, unseen
 
-    def propose(self, sequences: Seq[Sequence], view: View, plan: Plan, log: StepLog) -> dict[int, Proposals]:
+    def propose(
+        self, sequences: Seq[Sequence], view: View, plan: Plan, log: StepLog
+    ) -> dict[int, Proposals]:
         """Return by sequence id what is drafted; row i of view and plan belongs to ``sequences[i]``."""
         proposals = {sequence.id: Proposals() for sequence in sequences}
         wanted = set(plan.draft[plan.length > 0].tolist())
@@ -85,7 +92,11 @@ class Drafting:
             if draft.limits.free:
                 ceiling = zip(sequences, view.ceiling[:, d].tolist(), strict=True)
                 runs = {s.id: asked.get(s.id, most) for s, most in ceiling if most > 0}
-            turns = [Turn(s, len(s.tokens), run=runs[s.id], nodes=_EVERY_NODE) for s in sequences if s.id in runs]
+            turns = [
+                Turn(s, len(s.tokens), run=runs[s.id], nodes=_EVERY_NODE)
+                for s in sequences
+                if s.id in runs
+            ]
             for completion in self._complete(draft, turns, log):
                 row, proposal = proposals[completion.sequence_id], completion.proposal
                 row.scored += [(draft.name, *chain) for chain in completion.scored]
@@ -109,7 +120,9 @@ class Drafting:
         if not rows:
             return None
         nodes = np.array([len(proposal) for _, _, proposal in rows])
-        columns = np.array([(row, self.names.index(p.draft), not s.sampling.greedy) for row, s, p in rows])
+        columns = np.array(
+            [(row, self.names.index(p.draft), not s.sampling.greedy) for row, s, p in rows]
+        )
         row, draft, drawn = columns.repeat(nodes, 0).T
         confidence = np.array([c for _, _, proposal in rows for c in proposal.confidence])
         return Drafted(row, draft, confidence, drawn.astype(np.bool_))
@@ -142,11 +155,22 @@ class Drafting:
             return []
         for completion in completions:
             if completion.error is not None:
-                logger.error("draft %s, sequence %d: %s", draft.name, completion.sequence_id, completion.error)
+                logger.error(
+                    "draft %s, sequence %d: %s",
+                    draft.name,
+                    completion.sequence_id,
+                    completion.error,
+                )
                 self._stats.fallback("draft_error")
         return [completion for completion in completions if completion.error is None]
 
 
-def _asked(sequences: Seq[Sequence], draft: IntArray, length: IntArray, column: int) -> dict[int, int]:
+def _asked(
+    sequences: Seq[Sequence], draft: IntArray, length: IntArray, column: int
+) -> dict[int, int]:
     """Return by sequence id the tokens (above 0) that are asked of one draft; ``draft`` and ``length`` as in ``Plan``."""
-    return {s.id: k for s, k in zip(sequences, np.where(draft == column, length, 0).tolist(), strict=True) if k > 0}
+    return {
+        s.id: k
+        for s, k in zip(sequences, np.where(draft == column, length, 0).tolist(), strict=True)
+        if k > 0
+    }

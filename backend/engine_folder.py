@@ -68,7 +68,10 @@ class EngineFolder:
         ``max_input_len``; prompt, ``max_tokens`` (up to draft + 1) and draft in ``max_seq_len``. A
         prompt with its draft has to fit one iteration as well, for it is not run in chunks.
         """
-        return min(min(self.max_input_len, self.max_num_tokens) - self.max_draft_len, self.max_seq_len - 2 * self.max_draft_len)
+        return min(
+            min(self.max_input_len, self.max_num_tokens) - self.max_draft_len,
+            self.max_seq_len - 2 * self.max_draft_len,
+        )
 
     @property
     def weight_bytes(self) -> int:
@@ -97,9 +100,11 @@ def read_engine_folder(folder: Path) -> EngineFolder:
             max_draft_len=int(build.get("max_draft_len", 0)),
             max_num_tokens=int(build["max_num_tokens"]),
             tokens_per_block=int(plugins["tokens_per_block"]),
-            verifies_drafts=build.get("speculative_decoding_mode") in (DRAFT_TOKENS_EXTERNAL, "DRAFT_TOKENS_EXTERNAL"),
+            verifies_drafts=build.get("speculative_decoding_mode")
+            in (DRAFT_TOKENS_EXTERNAL, "DRAFT_TOKENS_EXTERNAL"),
             paged_context_fmha=bool(plugins["use_paged_context_fmha"]),
-            paged_kv_cache=str(build.get("kv_cache_type", "")).upper() == "PAGED" or bool(plugins.get("paged_kv_cache")),
+            paged_kv_cache=str(build.get("kv_cache_type", "")).upper() == "PAGED"
+            or bool(plugins.get("paged_kv_cache")),
             gathers_context_logits=bool(build.get("gather_context_logits", False)),
             gathers_generation_logits=bool(build.get("gather_generation_logits", False)),
             kv_bytes_per_token=_kv_bytes(pretrained),
@@ -108,8 +113,14 @@ def read_engine_folder(folder: Path) -> EngineFolder:
     except OSError as error:
         raise ConfigError(f"cannot read {folder / 'config.json'}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{folder / 'config.json'} is not the config of a TensorRT-LLM engine: {error!r}") from error
-    missing = [f"rank{rank}.engine" for rank in range(found.ranks) if not (folder / f"rank{rank}.engine").is_file()]
+        raise ConfigError(
+            f"{folder / 'config.json'} is not the config of a TensorRT-LLM engine: {error!r}"
+        ) from error
+    missing = [
+        f"rank{rank}.engine"
+        for rank in range(found.ranks)
+        if not (folder / f"rank{rank}.engine").is_file()
+    ]
     if missing:
         raise ConfigError(f"{folder} lacks {', '.join(missing)}")
     return found
@@ -120,7 +131,9 @@ def _kv_bytes(pretrained: dict[str, Any]) -> int:
     heads = int(pretrained["num_attention_heads"])
     head_size = int(pretrained.get("head_size") or int(pretrained["hidden_size"]) // heads)
     kv_heads = int(pretrained.get("num_key_value_heads") or heads)
-    quantised = str((pretrained.get("quantization") or {}).get("kv_cache_quant_algo") or "").upper() in ("FP8", "INT8")
+    quantised = str(
+        (pretrained.get("quantization") or {}).get("kv_cache_quant_algo") or ""
+    ).upper() in ("FP8", "INT8")
     width = 1 if quantised else 4 if pretrained.get("dtype") == "float32" else 2
     return 2 * int(pretrained["num_hidden_layers"]) * kv_heads * head_size * width
 
@@ -132,28 +145,40 @@ def _activation_bytes(pretrained: dict[str, Any]) -> int:
     Not measured: TensorRT plans this memory when it builds, and says how much it is in its log.
     """
     hidden = int(pretrained["hidden_size"])
-    inner = int(pretrained.get("intermediate_size") or 4 * hidden) // int(pretrained.get("mapping", {}).get("tp_size", 1))
+    inner = int(pretrained.get("intermediate_size") or 4 * hidden) // int(
+        pretrained.get("mapping", {}).get("tp_size", 1)
+    )
     return (4 * hidden + 2 * inner) * (4 if pretrained.get("dtype") == "float32" else 2)
 
 
-def token_budget(max_batch_size: int, max_context_tokens: int, max_draft_len: int, text_tokens: int = 0) -> int:
+def token_budget(
+    max_batch_size: int, max_context_tokens: int, max_draft_len: int, text_tokens: int = 0
+) -> int:
     """Return ``max_num_tokens`` for an engine: ``text_tokens`` of text (0: a whole batch's, at
     most ``TEXT_TOKENS``), at least the longest text with its draft, in blocks as the ledger
     counts them.
     """
     longest = -(-(max_context_tokens + max_draft_len + 1) // BLOCK_TOKENS) * BLOCK_TOKENS
-    return max(longest, text_tokens or min(max_batch_size * longest, TEXT_TOKENS), max_batch_size * (max_draft_len + 1))
+    return max(
+        longest,
+        text_tokens or min(max_batch_size * longest, TEXT_TOKENS),
+        max_batch_size * (max_draft_len + 1),
+    )
 
 
 def check_target(target: EngineFolder, k_max: int) -> None:
     """Refuse a target that cannot verify drafts of ``k_max`` tokens. Raises ConfigError naming the folder and how to build it again."""
     wrong = _unfit(target)
     if not target.verifies_drafts or target.max_draft_len < 1:
-        wrong.append("it was built without --speculative_decoding_mode draft_tokens_external and --max_draft_len")
+        wrong.append(
+            "it was built without --speculative_decoding_mode draft_tokens_external and --max_draft_len"
+        )
     elif target.max_draft_len < k_max:
         wrong.append(f"policy.k_max {k_max} is over its max_draft_len {target.max_draft_len}")
     if target.logits_dtype != "float32":
-        wrong.append(f"its logits are {target.logits_dtype}, and those of drafts, which must be of the same type, are float32")
+        wrong.append(
+            f"its logits are {target.logits_dtype}, and those of drafts, which must be of the same type, are float32"
+        )
     _refuse(target, "target", wrong, max(k_max, 1))
 
 
@@ -172,7 +197,9 @@ def check_draft(draft: EngineFolder, target: EngineFolder) -> None:
 def _unfit(engine: EngineFolder) -> list[str]:
     wrong = []
     if not engine.paged_context_fmha:
-        wrong.append("it was built without --use_paged_context_fmha enable, so KV cannot be reused between turns")
+        wrong.append(
+            "it was built without --use_paged_context_fmha enable, so KV cannot be reused between turns"
+        )
     if not engine.paged_kv_cache:
         wrong.append("it was built without a paged KV cache")
     if engine.gathers_context_logits:
@@ -184,8 +211,12 @@ def _unfit(engine: EngineFolder) -> list[str]:
 
 def _refuse(engine: EngineFolder, role: str, wrong: list[str], max_draft_len: int) -> None:
     if wrong:
-        command = shlex.join(build_command("CHECKPOINT_DIR", str(engine.folder), engine, max_draft_len))
-        raise ConfigError(f"{role} engine {engine.folder} cannot serve: {'; '.join(wrong)}. Build it again: {command}")
+        command = shlex.join(
+            build_command("CHECKPOINT_DIR", str(engine.folder), engine, max_draft_len)
+        )
+        raise ConfigError(
+            f"{role} engine {engine.folder} cannot serve: {'; '.join(wrong)}. Build it again: {command}"
+        )
 
 
 def build_command(checkpoint: str, output: str, limits: Any, max_draft_len: int) -> list[str]:
@@ -193,15 +224,34 @@ def build_command(checkpoint: str, output: str, limits: Any, max_draft_len: int)
 
     ``max_draft_len`` 0 makes a draft. The builder adds ``max_draft_len`` to ``max_seq_len`` by itself.
     """
-    base_seq_len = limits.max_seq_len - (limits.max_draft_len if getattr(limits, "verifies_drafts", False) else 0)
+    base_seq_len = limits.max_seq_len - (
+        limits.max_draft_len if getattr(limits, "verifies_drafts", False) else 0
+    )
     command = ["trtllm-build", "--checkpoint_dir", checkpoint, "--output_dir", output]
     command += ["--max_batch_size", str(limits.max_batch_size), "--max_beam_width", "1"]
-    command += ["--max_input_len", str(base_seq_len + max_draft_len), "--max_seq_len", str(base_seq_len + max_draft_len)]
-    command += ["--kv_cache_type", "paged", "--remove_input_padding", "enable", "--use_paged_context_fmha", "enable"]
+    command += [
+        "--max_input_len",
+        str(base_seq_len + max_draft_len),
+        "--max_seq_len",
+        str(base_seq_len + max_draft_len),
+    ]
+    command += [
+        "--kv_cache_type",
+        "paged",
+        "--remove_input_padding",
+        "enable",
+        "--use_paged_context_fmha",
+        "enable",
+    ]
     command += ["--tokens_per_block", str(limits.tokens_per_block), "--logits_dtype", "float32"]
     command += ["--max_num_tokens", str(limits.max_num_tokens)]
     if getattr(limits, "gathers_generation_logits", True):
         command += ["--gather_generation_logits"]
     if max_draft_len:
-        command += ["--speculative_decoding_mode", "draft_tokens_external", "--max_draft_len", str(max_draft_len)]
+        command += [
+            "--speculative_decoding_mode",
+            "draft_tokens_external",
+            "--max_draft_len",
+            str(max_draft_len),
+        ]
     return command

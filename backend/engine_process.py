@@ -49,7 +49,13 @@ def warm_up(app: App) -> None:
     """Serve a greedy and a sampled request, so that the first client pays for no allocation. Raises RuntimeError when one fails."""
     for temperature in (0.0, 0.8):
         sink = _WarmUpSink()
-        request = GenerationRequest("Spindle warms up. Spindle warms up.", WARM_UP_TOKENS, temperature=temperature, end_id=-1, seed=0)
+        request = GenerationRequest(
+            "Spindle warms up. Spindle warms up.",
+            WARM_UP_TOKENS,
+            temperature=temperature,
+            end_id=-1,
+            seed=0,
+        )
         app.orchestrator.submit(app.session(request, sink))
         while app.orchestrator.step():
             pass
@@ -75,8 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--socket", type=Path, required=True)
     arguments = parser.parse_args(argv)
     set_up_logging("engine", LogConfig())
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch loads: spinning threads starve the stubs of their cores
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches the whole group; the parent decides
+    os.environ.setdefault(
+        "OMP_WAIT_POLICY", "passive"
+    )  # read when torch loads: spinning threads starve the stubs of their cores
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a terminal's Ctrl-C reaches the whole group; the parent decides
     sys.path += policy_folders(arguments.config)
     started = perf_counter()
     try:

@@ -21,14 +21,20 @@ def explain_last(orchestrator: Orchestrator) -> dict[str, Any]:
     if (last := orchestrator.last_plan) is None:
         return {"age_s": None, "step": "no step has been planned yet", "requests": []}
     view, state, plan, now = last
-    reply: dict[str, Any] = {"age_s": round(monotonic() - now, 3), "step": explain_batch(plan), "requests": []}
+    reply: dict[str, Any] = {
+        "age_s": round(monotonic() - now, 3),
+        "step": explain_batch(plan),
+        "requests": [],
+    }
     planner: Policy = orchestrator.policy
     while isinstance(planner, Wrapper):
         planner, state = planner.policy, state.inner
     if not isinstance(planner, AdaptivePlanner):
         reply["requests"] = ["the policy of this server is not the adaptive one"]
     elif len(view) > MOST_ROWS:
-        reply["requests"] = [f"{len(view)} requests are more than the {MOST_ROWS} that are explained while serving"]
+        reply["requests"] = [
+            f"{len(view)} requests are more than the {MOST_ROWS} that are explained while serving"
+        ]
     else:
         reply["requests"] = explain(planner, view, state, plan, now)
     return reply

@@ -71,7 +71,11 @@ class Gatherer:
     @classmethod
     def of(cls, sequence: Sequence) -> Gatherer | None:
         """Return one for a sequence that asks for anything, else None."""
-        asks = sequence.sampling.top_log_probs is not None or sequence.reads_context or sequence.generation_logits
+        asks = (
+            sequence.sampling.top_log_probs is not None
+            or sequence.reads_context
+            or sequence.generation_logits
+        )
         return cls(sequence) if asks else None
 
     def add(self, tokens: Seq[int], extras: Extras | None) -> None:
@@ -127,8 +131,15 @@ class ExtrasFiles:
             body["top"] = self._texts(extras.top)
         if extras.prompt is not None:
             names = [self._text(token) for token in extras.prompt.tokens]
-            body["prompt"] = {"bytes": names, "log_probs": extras.prompt.log_probs, "top": self._texts(extras.prompt.top)}
-        for name, array in (("generation_logits", extras.logits), ("context_logits", extras.context_logits)):
+            body["prompt"] = {
+                "bytes": names,
+                "log_probs": extras.prompt.log_probs,
+                "top": self._texts(extras.prompt.top),
+            }
+        for name, array in (
+            ("generation_logits", extras.logits),
+            ("context_logits", extras.context_logits),
+        ):
             if array is not None:
                 body[name] = self._written(array)
         return body
@@ -147,4 +158,6 @@ class ExtrasFiles:
         return [[(self._text(token), log_prob) for token, log_prob in row] for row in rows]
 
     def _text(self, token: int) -> str:
-        return (self._token_bytes[token] if token < len(self._token_bytes) else b"").decode("latin-1")
+        return (self._token_bytes[token] if token < len(self._token_bytes) else b"").decode(
+            "latin-1"
+        )

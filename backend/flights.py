@@ -57,7 +57,12 @@ class Flights:
         """The sessions in flight that the next view shows beside those that are ready; none where the target has them in one batch."""
         if self._overlapped is None:
             return []
-        return [session for flight in self._flights for session in flight.sessions if session.id in self.proposals]
+        return [
+            session
+            for flight in self._flights
+            for session in flight.sessions
+            if session.id in self.proposals
+        ]
 
     def submit(self, flight: Flight, proposals: dict[int, Proposals]) -> None:
         """Give a flight's turns to the target, which begins with them now where it is ``Overlapped``, else when the flight is to land."""
@@ -94,7 +99,11 @@ class Flights:
         self.proposals = {turn.sequence.id: Proposals() for turn in flight.turns}
         with flight.log.part("verify"):
             completions = run_again(self._target, flight.turns) if flight.turns else []
-        return flight, completions, bool(completions) and all(completion.error is not None for completion in completions)
+        return (
+            flight,
+            completions,
+            bool(completions) and all(completion.error is not None for completion in completions),
+        )
 
     def forget(self, sequence_id: int) -> bool:
         """Take a sequence out; return whether its turn was in flight."""

@@ -39,29 +39,41 @@ class Grammars:
         import llguidance
 
         if not end_ids:
-            raise _invalid("end_id must not be -1 beside guided_decoding_guide_type: nothing could end the text")
+            raise _invalid(
+                "end_id must not be -1 beside guided_decoding_guide_type: nothing could end the text"
+            )
         if len(text) > MOST_CHARACTERS:
-            raise _invalid(f"guided_decoding_guide must have at most {MOST_CHARACTERS} characters, got {len(text)}")
+            raise _invalid(
+                f"guided_decoding_guide must have at most {MOST_CHARACTERS} characters, got {len(text)}"
+            )
         if self._tokens is None:
-            self._tokens = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer)))
+            self._tokens = llguidance.LLTokenizer(
+                llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer))
+            )
         try:
             grammar = _grammar(kind, text)
         except Exception as error:  # the converters raise what they like
             raise _invalid(f"guided_decoding_guide is no {kind}: {_one_line(error)}") from None
         matcher = llguidance.LLMatcher(self._tokens, grammar, log_level=0)
         if matcher.is_error():
-            raise _invalid(f"guided_decoding_guide is no {kind} that can be served: {_one_line(matcher.get_error())}")
+            raise _invalid(
+                f"guided_decoding_guide is no {kind} that can be served: {_one_line(matcher.get_error())}"
+            )
         guide = Guide(matcher, self._tokenizer.vocab_size, end_ids, self._tokens.eos_token)
         guide.mask([])  # the first may take a second, which is not to be the loop's
         if guide.failure is not None:
-            raise _invalid(f"guided_decoding_guide is no {kind} that can be served: it allows no text ({guide.failure})")
+            raise _invalid(
+                f"guided_decoding_guide is no {kind} that can be served: it allows no text ({guide.failure})"
+            )
         return guide
 
 
 class Guide:
     """One request's grammar. ``failure`` is set when it grew beyond the parser's limits; then nothing but an end is allowed."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, end_ids: frozenset[int], end_bit: int) -> None:
+    def __init__(
+        self, matcher: llguidance.LLMatcher, vocab_size: int, end_ids: frozenset[int], end_bit: int
+    ) -> None:
         self.failure: str | None = None
         self._matcher = matcher
         self._vocab_size = vocab_size
@@ -80,8 +92,14 @@ class Guide:
         """Return how many of the proposed tokens the grammar takes; a token that ends the text is the last of them."""
         if not self._stand_behind(output):
             return 0
-        count = next((count for count, token in enumerate(proposed) if not self._take(token)), len(proposed))
-        ends = count < len(proposed) and proposed[count] in self._end_ids and bool(self._mask()[proposed[count]])
+        count = next(
+            (count for count, token in enumerate(proposed) if not self._take(token)), len(proposed)
+        )
+        ends = (
+            count < len(proposed)
+            and proposed[count] in self._end_ids
+            and bool(self._mask()[proposed[count]])
+        )
         return count + ends
 
     def _stand_behind(self, output: Seq[int]) -> bool:
@@ -89,7 +107,9 @@ class Guide:
         trail = self._trail
         common = min(len(trail), len(output))
         if trail[:common] != list(output[:common]):
-            common = next(at for at, (a, b) in enumerate(zip(trail, output, strict=False)) if a != b)
+            common = next(
+                at for at, (a, b) in enumerate(zip(trail, output, strict=False)) if a != b
+            )
         if common < len(trail):
             self._matcher.rollback(len(trail) - common)
             del trail[common:]
@@ -130,12 +150,19 @@ class _Vocabulary:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.eos_token_id = min(tokenizer.end_ids)
-        self.tokens = [token or b"\xff[%d]" % index for index, token in enumerate(tokenizer.token_bytes)]
-        self.special_token_ids = [index for index, token in enumerate(tokenizer.token_bytes) if not token]
+        self.tokens = [
+            token or b"\xff[%d]" % index for index, token in enumerate(tokenizer.token_bytes)
+        ]
+        self.special_token_ids = [
+            index for index, token in enumerate(tokenizer.token_bytes) if not token
+        ]
 
     def __call__(self, text: bytes | str) -> list[int]:
         """Encode a text."""
-        return self._tokenizer.encode(text if isinstance(text, str) else text.decode("utf-8", "replace"), add_special_tokens=False)
+        return self._tokenizer.encode(
+            text if isinstance(text, str) else text.decode("utf-8", "replace"),
+            add_special_tokens=False,
+        )
 
 
 def _grammar(kind: str, text: str) -> str:
@@ -149,7 +176,11 @@ def _grammar(kind: str, text: str) -> str:
         if not isinstance(schema, (dict, bool)):
             raise ValueError("a schema must be an object or a boolean")
         return matcher.grammar_from_json_schema(json.dumps(schema))
-    return matcher.grammar_from_regex(text) if kind == "regex" else matcher.grammar_from_lark(any_to_lark(text))
+    return (
+        matcher.grammar_from_regex(text)
+        if kind == "regex"
+        else matcher.grammar_from_lark(any_to_lark(text))
+    )
 
 
 def _one_line(error: object) -> str:
@@ -159,7 +190,11 @@ def _one_line(error: object) -> str:
     """
     told, *_ = re.split(r"^\s*\d+ \| |<state>", str(error), maxsplit=1, flags=re.MULTILINE)
     line = " ".join(told.split()) or type(error).__name__
-    return line if len(line) <= MOST_TOLD else f"{line[: MOST_TOLD // 2]} ... {line[-MOST_TOLD // 2 :]}"
+    return (
+        line
+        if len(line) <= MOST_TOLD
+        else f"{line[: MOST_TOLD // 2]} ... {line[-MOST_TOLD // 2 :]}"
+    )
 
 
 def _invalid(message: str) -> RequestError:

@@ -29,6 +29,10 @@ def run_again(target: Engine, turns: Seq[Turn]) -> list[Completion]:
     except Exception as error:
         if len(plain) == 1:
             logger.exception("sequence %d fails the target", plain[0].sequence.id)
-            return [Completion(plain[0].sequence.id, [], error=f"the engine failed ({type(error).__name__})")]
+            return [
+                Completion(
+                    plain[0].sequence.id, [], error=f"the engine failed ({type(error).__name__})"
+                )
+            ]
     half = len(plain) // 2
     return run_again(target, plain[:half]) + run_again(target, plain[half:])

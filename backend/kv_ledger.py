@@ -77,7 +77,9 @@ class KVLedger:
         of the last token is its own: that token is run again for its logits, and a shared block is never written twice.
         """
         shared = self._shared_blocks(sequence)
-        need = self.blocks_needed(life_tokens if self._guaranteed else len(sequence.tokens)) - len(shared)
+        need = self.blocks_needed(life_tokens if self._guaranteed else len(sequence.tokens)) - len(
+            shared
+        )
         idle = sum(map(self._pool.is_cached, shared))
         if self._pool.available - idle < need + self._growth_blocks * len(self._tables):
             return False
@@ -90,7 +92,9 @@ class KVLedger:
             self._publish(sequence, table, len(shared))
             self._reuse.reused += len(shared)
             self._reuse.missed += (len(sequence.tokens) - 1) // BLOCK_TOKENS - len(shared)
-            self._reuse.tokens += len(sequence.tokens) - self._target.unseen(sequence) if shared else 0
+            self._reuse.tokens += (
+                len(sequence.tokens) - self._target.unseen(sequence) if shared else 0
+            )
         return True
 
     def grow(self, sequence: Sequence) -> bool:
@@ -135,7 +139,11 @@ class KVLedger:
 
     def usage(self) -> dict[str, int]:
         """Return how many blocks are ``used`` and how many ``free``; of the latter ``cached`` ones have KV that can be used again."""
-        return {"used": self._pool.size - self._pool.available, "free": self._pool.available, "cached": self._pool.cached}
+        return {
+            "used": self._pool.size - self._pool.available,
+            "free": self._pool.available,
+            "cached": self._pool.cached,
+        }
 
     def take_reuse(self) -> Reuse:
         """Return what prefix reuse has come to since the last call."""
@@ -154,7 +162,9 @@ class KVLedger:
         keys, tokens = sequence.keys, sequence.tokens
         for index in range(len(keys), len(tokens) // BLOCK_TOKENS):
             parent = keys[-1] if keys else root_key(sequence.salt)
-            keys.append(block_key(parent, tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]))
+            keys.append(
+                block_key(parent, tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS])
+            )
 
     def _publish(self, sequence: Sequence, table: list[int], start: int) -> None:
         for index in range(start, len(sequence.keys)):

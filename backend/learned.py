@@ -31,7 +31,9 @@ class LearnedState:
     A file that does not fit is ignored and one that cannot be written is missed, with a metric; neither ever costs a request.
     """
 
-    def __init__(self, policy: Policy, orchestrator: Orchestrator, stats: StepStats, key: str, *, keep: bool) -> None:
+    def __init__(
+        self, policy: Policy, orchestrator: Orchestrator, stats: StepStats, key: str, *, keep: bool
+    ) -> None:
         self._policy, self._key = policy, key
         self._orchestrator = orchestrator
         self._stats = stats
@@ -44,7 +46,10 @@ class LearnedState:
 
     def show(self) -> dict[str, Any]:
         """Return what is known now, and how old was what this process began with (seconds; None: it began with nothing)."""
-        return {"restored_age_s": self._restored_age_s, **self._policy.save(self._orchestrator.policy_state, monotonic())}
+        return {
+            "restored_age_s": self._restored_age_s,
+            **self._policy.save(self._orchestrator.policy_state, monotonic()),
+        }
 
     def restore(self) -> None:
         """Let the policy begin with what the file has, if it fits; call it before the loop runs."""
@@ -55,11 +60,17 @@ class LearnedState:
             if content["key"] != self._key:
                 raise ValueError(f"key must be {self._key!r}, got {content['key']!r}")
             idle_s = max(0.0, time() - float(content["saved_unix_s"]))
-            self._orchestrator.policy_state = self._policy.load(content["state"], monotonic(), idle_s)
+            self._orchestrator.policy_state = self._policy.load(
+                content["state"], monotonic(), idle_s
+            )
         except FileNotFoundError:
             logger.info("nothing was learnt here before")
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            logger.warning("what was learnt before cannot be used: %s: %r", cache.learned_file(self._key), error)
+            logger.warning(
+                "what was learnt before cannot be used: %s: %r",
+                cache.learned_file(self._key),
+                error,
+            )
             self._stats.fallback("learned_state_unusable")
         else:
             self._restored_age_s = round(idle_s, 1)
@@ -112,7 +123,10 @@ def learned_key(config: ServingConfig, folders: Mapping[str, Path]) -> str:
     The engines' settings and weights (``folders`` by engine name), k_max, and a user's policy.
     """
     engines = [
-        {**asdict(engine), "model": weights_sha256(folders[engine.name]) if engine.name in folders else ""}
+        {
+            **asdict(engine),
+            "model": weights_sha256(folders[engine.name]) if engine.name in folders else "",
+        }
         for engine in (config.target, *config.drafts)
     ]
     depends: dict[str, Any] = {"engines": engines, "k_max": config.policy.k_max}

@@ -27,7 +27,9 @@ def fields(**values: Any) -> dict[str, Any]:
 def set_up_logging(process: str, config: LogConfig) -> None:
     """Send all log lines of this process to standard error; ``process`` names it in each. May be called again with other settings."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter(process) if config.format == "json" else TextFormatter(process))
+    handler.setFormatter(
+        JsonFormatter(process) if config.format == "json" else TextFormatter(process)
+    )
     handler.addFilter(FloodGate())
     logging.basicConfig(level=config.level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
@@ -44,11 +46,18 @@ class TextFormatter(logging.Formatter):
     """``TIME PROCESS LEVEL LOGGER: MESSAGE key=value ...``; a traceback follows on lines of its own."""
 
     def __init__(self, process: str) -> None:
-        super().__init__(f"%(asctime)s {process.replace('%', '%%')} %(levelname)s %(name)s: %(message)s")
+        super().__init__(
+            f"%(asctime)s {process.replace('%', '%%')} %(levelname)s %(name)s: %(message)s"
+        )
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's name)
         """Return the line without a traceback."""
-        return " ".join((super().formatMessage(record), *(f"{key}={value}" for key, value in _fields_of(record).items())))
+        return " ".join(
+            (
+                super().formatMessage(record),
+                *(f"{key}={value}" for key, value in _fields_of(record).items()),
+            )
+        )
 
 
 class JsonFormatter(logging.Formatter):
@@ -86,7 +95,9 @@ class FloodGate(logging.Filter):
         """Return whether the record may pass."""
         kind = (record.name, record.levelno, str(record.msg))
         with self._lock:
-            if len(self._seen) > MAX_KINDS:  # messages made without arguments: forgetting a count is better than growing
+            if (
+                len(self._seen) > MAX_KINDS
+            ):  # messages made without arguments: forgetting a count is better than growing
                 self._seen.clear()
             started_s, passed, held = self._seen.get(kind, (record.created, 0, 0))
             if not 0 <= record.created - started_s < PERIOD_S:

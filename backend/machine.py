@@ -51,7 +51,15 @@ def _cpuinfo(key: str) -> str:
         lines = CPUINFO.read_text("utf-8").splitlines()
     except OSError:
         return ""
-    return next((value.strip() for line in lines for name, _, value in [line.partition(":")] if name.strip() == key), "")
+    return next(
+        (
+            value.strip()
+            for line in lines
+            for name, _, value in [line.partition(":")]
+            if name.strip() == key
+        ),
+        "",
+    )
 
 
 def cores() -> int:
@@ -62,7 +70,9 @@ def cores() -> int:
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the installed packages that time depends on, without importing them."""
     found = {package: _version(package) for package in _PACKAGES}
-    return {"python": platform.python_version()} | {package: version for package, version in found.items() if version}
+    return {"python": platform.python_version()} | {
+        package: version for package, version in found.items() if version
+    }
 
 
 def _version(package: str) -> str | None:

@@ -40,9 +40,13 @@ def read_manifest(folder: Path) -> Manifest:
     if not weights:
         raise ConfigError(f"{folder} has no .safetensors file")
     tokenizer = folder / "tokenizer.json"
-    vocabulary = vocabulary_sha256(tokenizer) if tokenizer.exists() else config.get("vocabulary_sha256")
+    vocabulary = (
+        vocabulary_sha256(tokenizer) if tokenizer.exists() else config.get("vocabulary_sha256")
+    )
     if not vocabulary:
-        raise ConfigError(f"{folder} has neither a tokenizer.json nor a vocabulary_sha256 in its config.json")
+        raise ConfigError(
+            f"{folder} has neither a tokenizer.json nor a vocabulary_sha256 in its config.json"
+        )
     return Manifest(
         folder,
         next(iter(config.get("architectures") or ["unknown"])),
@@ -103,7 +107,9 @@ def check_pair(target: Manifest, draft: Manifest) -> None:
 def check_vocabulary(target: Path, draft: Path) -> None:
     """Refuse a draft folder whose ``tokenizer.json`` is not its target's; one that has none is taken at its word. Raises ConfigError."""
     if difference := _first_difference(target, draft):
-        raise ConfigError(f"draft {draft} has not the vocabulary of its target {target}{difference}")
+        raise ConfigError(
+            f"draft {draft} has not the vocabulary of its target {target}{difference}"
+        )
 
 
 def _first_difference(target: Path, draft: Path) -> str:
@@ -112,23 +118,33 @@ def _first_difference(target: Path, draft: Path) -> str:
     if not all(file.exists() for file in files):
         return ""
     ours, theirs = (dict(vocabulary(file)) for file in files)
-    token_id = min((i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i)), default=None)
+    token_id = min(
+        (i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i)), default=None
+    )
     if token_id is None:
         return ""
-    names = [json.dumps(tokens[token_id], ensure_ascii=False) if token_id in tokens else "no token" for tokens in (theirs, ours)]
+    names = [
+        json.dumps(tokens[token_id], ensure_ascii=False) if token_id in tokens else "no token"
+        for tokens in (theirs, ours)
+    ]
     return f"; first difference: id {token_id} is {names[0]} in the draft, {names[1]} in the target"
 
 
 def vocabulary_sha256(tokenizer: Path) -> str:
     """Return a hash of a ``tokenizer.json``'s tokens by id: equal ids mean equal tokens, however the file was written."""
-    return hashlib.sha256(json.dumps(vocabulary(tokenizer), ensure_ascii=False).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(vocabulary(tokenizer), ensure_ascii=False).encode()
+    ).hexdigest()
 
 
 def vocabulary(tokenizer: Path) -> list[tuple[int, str]]:
     """Return the tokens of a ``tokenizer.json`` by ascending id. Raises ConfigError for a file that cannot be read."""
     try:
         spec = json.loads(tokenizer.read_text("utf-8"))
-        tokens = {**spec["model"]["vocab"], **{added["content"]: added["id"] for added in spec.get("added_tokens", ())}}
+        tokens = {
+            **spec["model"]["vocab"],
+            **{added["content"]: added["id"] for added in spec.get("added_tokens", ())},
+        }
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"cannot read the vocabulary of {tokenizer}: {error!r}") from error
     return sorted((token_id, token) for token, token_id in tokens.items())
@@ -165,7 +181,9 @@ def _config(folder: Path) -> dict[str, Any]:
 def _positive(config: dict[str, Any], key: str, folder: Path) -> int:
     value = config.get(key)
     if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{folder / 'config.json'}: {key} must be a positive number, got {value!r}")
+        raise ConfigError(
+            f"{folder / 'config.json'}: {key} must be a positive number, got {value!r}"
+        )
     return value
 
 
@@ -174,5 +192,7 @@ def _layout_sha256(files: list[Path]) -> str:
     for file in files:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
-            digest.update(f"{file.name} {file.stat().st_size} ".encode() + stream.read(min(length, 1 << 26)))
+            digest.update(
+                f"{file.name} {file.stat().st_size} ".encode() + stream.read(min(length, 1 << 26))
+            )
     return digest.hexdigest()

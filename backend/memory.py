@@ -39,9 +39,16 @@ def plan(config: ServingConfig, folders: Mapping[str, Path]) -> dict[str, Footpr
         if engine.name in folders:
             verified = k_max if engine is config.target else 0
             rows = limits.max_active_requests * (1 + verified)
-            padded = limits.max_active_requests * limits.max_context_tokens if engine.attention == "padded" else 0
+            padded = (
+                limits.max_active_requests * limits.max_context_tokens
+                if engine.attention == "padded"
+                else 0
+            )
             if engine.attention == "graphs":  # sizes are powers of two
-                padded = prod(1 << (most - 1).bit_length() for most in (limits.max_active_requests, limits.max_context_tokens))
+                padded = prod(
+                    1 << (most - 1).bit_length()
+                    for most in (limits.max_active_requests, limits.max_context_tokens)
+                )
             footprints[engine.name] = footprint(
                 folders[engine.name],
                 engine.dtype,
@@ -63,17 +70,26 @@ def process_bytes(config: ServingConfig) -> int:
     return PROCESS_BYTES + 2 * config.limits.max_logits_bytes
 
 
-def check(footprints: Mapping[str, Footprint], available: Mapping[str, int], process_bytes: int = PROCESS_BYTES) -> str:
+def check(
+    footprints: Mapping[str, Footprint],
+    available: Mapping[str, int],
+    process_bytes: int = PROCESS_BYTES,
+) -> str:
     """Return the plan in a line; ``available`` is the bytes on each device, ``process_bytes`` the host's share beside the engines.
 
     Raises ConfigError with every number where they are too few.
     """
     lines = []
     for device, free in available.items():
-        parts = {name: footprint for name, footprint in footprints.items() if footprint.device == device}
+        parts = {
+            name: footprint for name, footprint in footprints.items() if footprint.device == device
+        }
         process = process_bytes if device == "cpu" else 0
         needed = process + sum(footprint.total for footprint in parts.values())
-        numbers = [f"{name} {_gib(f.weights)} weights + {_gib(f.kv)} KV + {_gib(f.passes)} passes" for name, f in parts.items()]
+        numbers = [
+            f"{name} {_gib(f.weights)} weights + {_gib(f.kv)} KV + {_gib(f.passes)} passes"
+            for name, f in parts.items()
+        ]
         line = f"{device} has {_gib(free)} GiB and {_gib(needed)} are needed ({', '.join(numbers)}, process {_gib(process)})"
         if needed > free:
             raise ConfigError(
@@ -95,7 +111,9 @@ def available_bytes(engine: EngineConfig) -> int:
 
 def host_bytes(root: Path = Path("/")) -> int:
     """Return what Linux can still give this process: what the machine has, or what the tightest control group (v1 or v2) leaves."""
-    meminfo = dict(line.split(":") for line in (root / "proc/meminfo").read_text("utf-8").splitlines())
+    meminfo = dict(
+        line.split(":") for line in (root / "proc/meminfo").read_text("utf-8").splitlines()
+    )
     return min([int(meminfo["MemAvailable"].split()[0]) << 10, *_left_by_groups(root)])
 
 
@@ -105,7 +123,10 @@ def _left_by_groups(root: Path) -> Iterator[int]:
     for line in (root / "proc/self/cgroup").read_text("utf-8").splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
-            names, top = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"), mounted / "memory"
+            names, top = (
+                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+                mounted / "memory",
+            )
         elif not controllers:
             names, top = ("memory.max", "memory.current", "inactive_file"), mounted
         else:
@@ -114,9 +135,16 @@ def _left_by_groups(root: Path) -> Iterator[int]:
         for folder in (group, *group.parents):
             if folder.is_relative_to(top) and (folder / names[0]).exists():
                 limit = (folder / names[0]).read_text("utf-8").strip()
-                stat = dict(item.split() for item in (folder / "memory.stat").read_text("utf-8").splitlines())
+                stat = dict(
+                    item.split()
+                    for item in (folder / "memory.stat").read_text("utf-8").splitlines()
+                )
                 if limit != "max":
-                    yield int(limit) - int((folder / names[1]).read_text("utf-8")) + int(stat.get(names[2], 0))
+                    yield (
+                        int(limit)
+                        - int((folder / names[1]).read_text("utf-8"))
+                        + int(stat.get(names[2], 0))
+                    )
 
 
 def _gib(size: int) -> str:

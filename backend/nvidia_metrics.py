@@ -47,7 +47,10 @@ def export(latest: Latest, max_requests: int, cpu_only: bool, gauge: Callable[..
             "context": latest.prefilling,
             "waiting": latest.active + latest.queued - scheduled,
         },
-        ("nv_trt_llm_runtime_memory_metrics", "memory_type"): {"cpu": _resident_bytes(), **({"gpu": 0, "pinned": 0} if cpu_only else {})},
+        ("nv_trt_llm_runtime_memory_metrics", "memory_type"): {
+            "cpu": _resident_bytes(),
+            **({"gpu": 0, "pinned": 0} if cpu_only else {}),
+        },
         ("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type"): {
             "max": used + free,
             "free": free,
@@ -62,7 +65,10 @@ def export(latest: Latest, max_requests: int, cpu_only: bool, gauge: Callable[..
             "micro_batch_id": 0,
             "paused_requests": latest.paused,
         },
-        ("nv_trt_llm_general_metrics", "general_type"): {"timestamp": round(time.time() * 1e6), "iteration_counter": latest.steps},
+        ("nv_trt_llm_general_metrics", "general_type"): {
+            "timestamp": round(time.time() * 1e6),
+            "iteration_counter": latest.steps,
+        },
     }
     for (name, label), series in families.items():
         for kind, value in series.items():

@@ -77,12 +77,18 @@ class Orchestrator:
         self._work = threading.Event()
         self._decisions = DecisionLog(drafting.names)
         self._active: dict[int, Session] = {}
-        self._flights = (AsynchronousFlights if target.limits.asynchronous else Flights)(target, stats)
+        self._flights = (AsynchronousFlights if target.limits.asynchronous else Flights)(
+            target, stats
+        )
         self._finished: list[int] = []
-        self._log: StepLog | None = None  # of the next step of a busy loop, whose time begins when the last one is learnt from
+        self._log: StepLog | None = (
+            None  # of the next step of a busy loop, whose time begins when the last one is learnt from
+        )
         self._failures = 0
         self._policy_silent_until_s = -math.inf
-        self.last_plan: tuple[View, Any, Plan, float] | None = None  # with the state that it was made from; other threads may read it
+        self.last_plan: tuple[View, Any, Plan, float] | None = (
+            None  # with the state that it was made from; other threads may read it
+        )
         self.alive_s = clock()
 
     @property
@@ -94,7 +100,9 @@ class Orchestrator:
         """Hand over a session; it will get exactly one final reply."""
         session.arrived_s = self._clock()
         limit_s = session.request.timeout_s
-        session.deadline_s = session.arrived_s + (self._max_request_s if limit_s is None else min(limit_s, self._max_request_s))
+        session.deadline_s = session.arrived_s + (
+            self._max_request_s if limit_s is None else min(limit_s, self._max_request_s)
+        )
         self._inbox.append(session)
         self._work.set()
 
@@ -141,7 +149,11 @@ class Orchestrator:
                 self._work.wait(timeout=1.0)
             elif self._failures == failures:
                 self._failures = 0
-        reason = "the server is shutting down" if stop.is_set() else "the engine keeps failing: it is being restarted"
+        reason = (
+            "the server is shutting down"
+            if stop.is_set()
+            else "the engine keeps failing: it is being restarted"
+        )
         self.abort(ErrorCode.UNAVAILABLE, reason)
 
     def step(self) -> bool:
@@ -175,7 +187,11 @@ class Orchestrator:
 
     def _ready(self) -> Batch:
         """Return what is not in flight; nothing while the loop is to change between two steps."""
-        idle = (session for session in self._active.values() if session.id not in self._flights.proposals and not self._changes)
+        idle = (
+            session
+            for session in self._active.values()
+            if session.id not in self._flights.proposals and not self._changes
+        )
         batch = Batch.of(idle, self._target, self._prefill_chunk_tokens)
         batch.flying, batch.aloft = self._flights.decoding, self._flights.aloft
         batch.prefilling += self._flights.prefilling
@@ -211,7 +227,10 @@ class Orchestrator:
         def is_over(session: Session) -> bool:
             return session.sink.cancelled or session.deadline_s < now_s
 
-        for session in [*self._admission.remove(is_over), *filter(is_over, list(self._active.values()))]:
+        for session in [
+            *self._admission.remove(is_over),
+            *filter(is_over, list(self._active.values())),
+        ]:
             if session.sink.cancelled:
                 self._cancelled(session)
             else:
@@ -219,7 +238,10 @@ class Orchestrator:
         for session in self._admission.make_room(self._active.values()):
             self._forget(session)
             self._stats.preemption()
-            logger.info("request pre-empted", extra=fields(request=session.id, output_tokens=session.output_tokens))
+            logger.info(
+                "request pre-empted",
+                extra=fields(request=session.id, output_tokens=session.output_tokens),
+            )
             if session.trace is not None:
                 session.trace.enter("queue")
         self._admit()
@@ -231,7 +253,12 @@ class Orchestrator:
             try:
                 self._admission.offer(session)
             except RequestError as error:
-                logger.warning("request refused", extra=fields(code=error.code.value, reason=error.message, waiting=len(self._admission)))
+                logger.warning(
+                    "request refused",
+                    extra=fields(
+                        code=error.code.value, reason=error.message, waiting=len(self._admission)
+                    ),
+                )
                 self._reply_error(session, error.code, error.message)
             self._admit()  # one by one: nobody is refused for a full queue while places are free
 
@@ -289,7 +316,11 @@ class Orchestrator:
         proposals = self._drafting.propose(sequences, flight.view, flight.plan, flight.log)
         self._trim(flight, proposals)
         piece_tokens = flight.log.piece_tokens = flight.plan.piece_tokens
-        runs = [self._free_run_tokens] * len(flight.sessions) if flight.plan.run is None else flight.plan.run.tolist()
+        runs = (
+            [self._free_run_tokens] * len(flight.sessions)
+            if flight.plan.run is None
+            else flight.plan.run.tolist()
+        )
         rows = (
             self._turn(session, proposals[session.id].chosen, run, piece_tokens)
             for session, run in zip(flight.sessions, runs, strict=True)
@@ -313,11 +344,20 @@ class Orchestrator:
             row = proposals[session.id]
             row.chosen = self._drafting.best(row.drafted, most)
 
-    def _turn(self, session: Session, proposal: Proposal | None, run: int, piece_tokens: int) -> Turn:
+    def _turn(
+        self, session: Session, proposal: Proposal | None, run: int, piece_tokens: int
+    ) -> Turn:
         """Verify a proposal, or else run as many tokens as planned, at most as a turn may: an engine that queues turns pays for each."""
         run = 1 if proposal else min(run, self._free_run_tokens, session.remaining)
         streamed = run > 1 and session.request.stream
-        return Turn(session.sequence, len(session.sequence.tokens), run, proposal, piece_tokens=piece_tokens, streamed=streamed)
+        return Turn(
+            session.sequence,
+            len(session.sequence.tokens),
+            run,
+            proposal,
+            piece_tokens=piece_tokens,
+            streamed=streamed,
+        )
 
     def _land(self, log: StepLog) -> None:
         """Wait for the oldest flight, or for what an asynchronous target has done, take its tokens and learn from it."""
@@ -347,9 +387,15 @@ class Orchestrator:
             self._fail(session, error.code, error.message)
         except Exception as error:
             logger.exception("the tokens of request %d could not be taken", session.id)
-            self._fail(session, ErrorCode.INTERNAL, f"the request could not be continued ({type(error).__name__})")
+            self._fail(
+                session,
+                ErrorCode.INTERNAL,
+                f"the request could not be continued ({type(error).__name__})",
+            )
 
-    def _take(self, session: Session, completion: Completion, proposals: Proposals, log: StepLog) -> None:
+    def _take(
+        self, session: Session, completion: Completion, proposals: Proposals, log: StepLog
+    ) -> None:
         taken = session.commit(completion.tokens, completion.log_probs, completion.extras)
         if session.trace is not None:
             session.trace.step(log, proposals.chosen, min(completion.accepted, taken), taken)

@@ -29,13 +29,20 @@ class Overlapped:
         self.name, self.limits = engine.name, engine.limits
         self.took_s = 0.0
         self._engine = engine
-        self._behind = (engine.side_stream() if isinstance(engine, StreamsBeside) else None) or nullcontext
+        self._behind = (
+            engine.side_stream() if isinstance(engine, StreamsBeside) else None
+        ) or nullcontext
         self._thread = ThreadPoolExecutor(1, engine.name)
         self._flying: deque[tuple[set[int], Future[tuple[list[Completion], float]]]] = deque()
 
     def submit(self, turns: Seq[Turn]) -> None:
         """Start turns behind those that are in flight."""
-        self._flying.append(({turn.sequence.id for turn in turns}, self._thread.submit(self._run, list(turns), self._behind())))
+        self._flying.append(
+            (
+                {turn.sequence.id for turn in turns},
+                self._thread.submit(self._run, list(turns), self._behind()),
+            )
+        )
 
     def poll(self, timeout_s: float) -> list[Completion]:  # noqa: ARG002 (as long as a step engine takes)
         """Return the completions of the oldest submission. Raises what it raised; then all others are void too."""
@@ -74,7 +81,9 @@ class Overlapped:
         self._thread.shutdown()
         self._engine.close()
 
-    def _run(self, turns: list[Turn], behind: AbstractContextManager[None]) -> tuple[list[Completion], float]:
+    def _run(
+        self, turns: list[Turn], behind: AbstractContextManager[None]
+    ) -> tuple[list[Completion], float]:
         started_s = perf_counter()
         with behind:
             self._engine.submit(turns)

@@ -27,15 +27,25 @@ def reload_drafts(app: App, config: ServingConfig) -> dict[str, list[str]]:
     What was learnt of the drafts that stay is kept. Raises ConfigError where anything but drafts differs, a switch needs a draft that goes
     or a draft does not fit the target; LatencyError where one was never measured; then nothing has changed. Any thread but the loop's.
     """
-    differing = [field.name for field in fields(config) if getattr(config, field.name) != getattr(app.config, field.name)]
+    differing = [
+        field.name
+        for field in fields(config)
+        if getattr(config, field.name) != getattr(app.config, field.name)
+    ]
     if others := [name for name in differing if name != "drafts"]:
-        raise ConfigError(f"only drafts can change while the service runs; {', '.join(others)} differs and needs a restart")
+        raise ConfigError(
+            f"only drafts can change while the service runs; {', '.join(others)} differs and needs a restart"
+        )
     if config.policy.trace_file:
-        raise ConfigError(f"drafts cannot change while policy.trace_file is written, got {config.policy.trace_file!r}")
+        raise ConfigError(
+            f"drafts cannot change while policy.trace_file is written, got {config.policy.trace_file!r}"
+        )
     running = dict(zip(app.config.drafts, app.drafts, strict=True))
     added = [draft for draft in config.drafts if draft not in running]
     if any(draft.engine == "trtllm" for draft in added):
-        raise ConfigError("a draft of the engine 'trtllm' is added by a restart: the memory of the GPUs is planned for all engines at once")
+        raise ConfigError(
+            "a draft of the engine 'trtllm' is added by a restart: the memory of the GPUs is planned for all engines at once"
+        )
     app.switches.check(config)
     check_pairs(config)
     folders = {engine.name: model_path(engine) for engine in timed_engines(config)}
@@ -49,10 +59,14 @@ def reload_drafts(app: App, config: ServingConfig) -> dict[str, list[str]]:
         key = learned_key(config, folders)
         planned = make_policy(config, engines, tables, app.step_stats, app.contention)
         planner = policy.SwitchedPolicy(planned, app.switches.current)
-        changed = app.orchestrator.between_steps(lambda: _change(app, config, engines, planner, key))
+        changed = app.orchestrator.between_steps(
+            lambda: _change(app, config, engines, planner, key)
+        )
         concurrent.futures.wait([changed], CHANGE_LIMIT_S)
         if changed.cancel():  # it has not begun
-            raise ConfigError(f"the loop has found no moment without a turn in flight within {CHANGE_LIMIT_S:g} s")
+            raise ConfigError(
+                f"the loop has found no moment without a turn in flight within {CHANGE_LIMIT_S:g} s"
+            )
         changed.result()
     except BaseException:
         for engine in made.values():
@@ -61,12 +75,18 @@ def reload_drafts(app: App, config: ServingConfig) -> dict[str, list[str]]:
     removed = [draft for draft in running if draft not in config.drafts]
     for draft in removed:
         running[draft].close()
-    reply = {"drafts": [draft.name for draft in config.drafts], "added": [d.name for d in added], "removed": [d.name for d in removed]}
+    reply = {
+        "drafts": [draft.name for draft in config.drafts],
+        "added": [d.name for d in added],
+        "removed": [d.name for d in removed],
+    }
     logger.warning("drafts changed: %s", reply)
     return reply
 
 
-def _change(app: App, config: ServingConfig, engines: list[Engine], planner: policy.Policy, key: str) -> None:
+def _change(
+    app: App, config: ServingConfig, engines: list[Engine], planner: policy.Policy, key: str
+) -> None:
     """Let the loop draft with these engines (loop's thread)."""
     app.switches.change_drafts(config)
     with app.learned.changing(planner, key) as data:

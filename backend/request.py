@@ -87,25 +87,40 @@ class SamplingParams:
     top_p_decay: float = 1.0
     top_p_min: float = 0.0
     top_p_reset_id: int = -1
-    _endings: dict[int, dict[tuple[int, ...], list[int]]] = field(init=False, repr=False, compare=False)
+    _endings: dict[int, dict[tuple[int, ...], list[int]]] = field(
+        init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
-        endings: dict[int, dict[tuple[int, ...], list[int]]] = {}  # by length and tokens of what comes before a bad word's last token
+        endings: dict[
+            int, dict[tuple[int, ...], list[int]]
+        ] = {}  # by length and tokens of what comes before a bad word's last token
         for *others, last in self.bad_words:
             endings.setdefault(len(others), {}).setdefault(tuple(others), []).append(last)
         object.__setattr__(self, "_endings", endings)
 
     def banned(self, tokens: Seq[int], end: int) -> list[int]:
         """Return the tokens that would complete a bad word behind ``tokens[:end]``; the cost is that of those found, not of all."""
-        found = (endings.get(tuple(tokens[end - length : end]), ()) for length, endings in self._endings.items() if length <= end)
+        found = (
+            endings.get(tuple(tokens[end - length : end]), ())
+            for length, endings in self._endings.items()
+            if length <= end
+        )
         return [last for lasts in found for last in lasts]
 
     def behind(self, output: Seq[int]) -> SamplingParams:
         """Return the same with the ``top_p`` that holds behind the tokens ``output``."""
         if self.top_p_decay == 1.0 or not output:
             return self
-        since = next((n for n, token in enumerate(reversed(output)) if token == self.top_p_reset_id), len(output))
-        return self if since == 0 else replace(self, top_p=max(self.top_p * self.top_p_decay**since, self.top_p_min))
+        since = next(
+            (n for n, token in enumerate(reversed(output)) if token == self.top_p_reset_id),
+            len(output),
+        )
+        return (
+            self
+            if since == 0
+            else replace(self, top_p=max(self.top_p * self.top_p_decay**since, self.top_p_min))
+        )
 
     @property
     def greedy(self) -> bool:
@@ -120,12 +135,20 @@ class SamplingParams:
     @property
     def penalised(self) -> bool:
         """Whether a token's logit depends on how often it has occurred."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
 
     @property
     def changes_logits(self) -> bool:
         """Whether any option makes the law another one than the model's."""
-        return self.penalised or bool(self.bias or self.bad_words or (self.min_tokens and self.end_ids)) or self.guide is not None
+        return (
+            self.penalised
+            or bool(self.bias or self.bad_words or (self.min_tokens and self.end_ids))
+            or self.guide is not None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +206,20 @@ class GenerationRequest:
     @classmethod
     def from_wire(cls, body: dict[str, Any]) -> GenerationRequest:
         """Rebuild a request from ``to_wire``'s dict; unknown keys are a TypeError (both ends are the same version)."""
-        lists = ("stop_words", "bad_words", "embedding_bias_words", "embedding_bias_weights", "input_ids", "prompt_token_ids")
+        lists = (
+            "stop_words",
+            "bad_words",
+            "embedding_bias_words",
+            "embedding_bias_weights",
+            "input_ids",
+            "prompt_token_ids",
+        )
         nested = ("stop_word_ids", "bad_word_ids", "bias")
         tuples: dict[str, Any] = {name: tuple(body[name]) for name in lists if name in body}
-        return cls(**{**body, **tuples, **{name: tuple(map(tuple, body[name])) for name in nested if name in body}})
+        return cls(
+            **{
+                **body,
+                **tuples,
+                **{name: tuple(map(tuple, body[name])) for name in nested if name in body},
+            }
+        )

@@ -59,11 +59,17 @@ class RequestTrace:
         now_s, phase = perf_counter(), len(self.phases) - 1
         draft, length = (proposal.draft, len(proposal.tokens)) if proposal else ("none", 0)
         batch = (log.batch_size, log.prefill_tokens, log.parts_s)
-        self.steps.append(Step(phase, log.started_s, now_s, draft, length, accepted, emitted, *batch))
+        self.steps.append(
+            Step(phase, log.started_s, now_s, draft, length, accepted, emitted, *batch)
+        )
         if emitted and self.phases[phase].name == "prefill":
             self.phases.append(Phase("decode", now_s))
 
     def end(self, message: dict[str, Any]) -> None:
         """Note the last reply; its text is no business of a trace."""
-        self.ending = {key: value for key, value in message.items() if key not in ("text", "log_probs", "bytes", "top")}
+        self.ending = {
+            key: value
+            for key, value in message.items()
+            if key not in ("text", "log_probs", "bytes", "top")
+        }
         self.ended_s = perf_counter()

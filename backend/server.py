@@ -62,7 +62,9 @@ class Connection:
 class Ticket:
     """A request's ``ReplySink``: it turns replies into frames and lets exactly one final reply through, which also ends its trace."""
 
-    def __init__(self, server: Server, connection: Connection, request_id: int, trace: RequestTrace | None) -> None:
+    def __init__(
+        self, server: Server, connection: Connection, request_id: int, trace: RequestTrace | None
+    ) -> None:
         self.cancelled = False
         self.trace = trace
         self._server = server
@@ -71,7 +73,9 @@ class Ticket:
 
     def chunk(self, delta: Delta) -> None:
         """Send what is new."""
-        self._server.post(self._connection, {"type": "chunk", "id": self._id, **self._server.body(delta)})
+        self._server.post(
+            self._connection, {"type": "chunk", "id": self._id, **self._server.body(delta)}
+        )
 
     def final(self, delta: Delta, reason: FinishReason, usage: Usage) -> None:
         """Send the last reply."""
@@ -155,7 +159,9 @@ class Server:
         """
         listener = self._listen()
         stop = threading.Event()
-        loop = threading.Thread(target=self._app.orchestrator.run, args=(stop,), name="loop", daemon=True)
+        loop = threading.Thread(
+            target=self._app.orchestrator.run, args=(stop,), name="loop", daemon=True
+        )
         loop.start()
         next_stats_s = monotonic()
         while not self._done() and self._is_well(loop) and os.getppid() == self._parent:
@@ -200,7 +206,9 @@ class Server:
     def _done(self) -> bool:
         if self._drain_until_s is None:
             return False
-        return monotonic() >= self._drain_until_s or not any(c.tickets or c.frames or c.unsent for c in self._connections)
+        return monotonic() >= self._drain_until_s or not any(
+            c.tickets or c.frames or c.unsent for c in self._connections
+        )
 
     # -- sockets
 
@@ -215,7 +223,9 @@ class Server:
             except (OSError, wire.WireError) as error:
                 self._drop(connection, error)
             except Exception as error:
-                logger.exception("a message could not be handled: its connection is closed, the others go on")
+                logger.exception(
+                    "a message could not be handled: its connection is closed, the others go on"
+                )
                 self._drop(connection, error)
         elif key.fileobj is self._woken:
             self._woken.recv(4096)
@@ -271,18 +281,36 @@ class Server:
             wire.check_hello(message)
             connection.greeted = True
         elif kind == "submit":
-            self._submit(connection, request_id, message["request"], self._app.tracing.begin(message.get("trace")))
+            self._submit(
+                connection,
+                request_id,
+                message["request"],
+                self._app.tracing.begin(message.get("trace")),
+            )
         elif kind == "cancel":
             ticket = connection.tickets.get(request_id)
             if ticket is not None:  # else its last reply has just crossed the cancellation
                 ticket.cancelled = True
                 self._app.orchestrator.wake()
         elif kind == "admin":
-            if str(message.get("command")).split() == ["reload", "drafts"]:  # loading takes time: not on this thread
-                threading.Thread(target=self._answer, args=(connection, request_id, self._reload), name="reload", daemon=True).start()
+            if str(message.get("command")).split() == [
+                "reload",
+                "drafts",
+            ]:  # loading takes time: not on this thread
+                threading.Thread(
+                    target=self._answer,
+                    args=(connection, request_id, self._reload),
+                    name="reload",
+                    daemon=True,
+                ).start()
             elif message.get("command") == "explain":
                 work = partial(explain_last, self._app.orchestrator)
-                threading.Thread(target=self._answer, args=(connection, request_id, work), name="explain", daemon=True).start()
+                threading.Thread(
+                    target=self._answer,
+                    args=(connection, request_id, work),
+                    name="explain",
+                    daemon=True,
+                ).start()
             else:
                 self._answer(connection, request_id, partial(self._admin, message.get("command")))
         elif kind in ("encode", "decode"):
@@ -292,7 +320,13 @@ class Server:
         else:
             raise wire.WireError(f"unknown message type {kind!r}")
 
-    def _submit(self, connection: Connection, request_id: int, body: dict[str, Any], trace: RequestTrace | None) -> None:
+    def _submit(
+        self,
+        connection: Connection,
+        request_id: int,
+        body: dict[str, Any],
+        trace: RequestTrace | None,
+    ) -> None:
         ticket = Ticket(self, connection, request_id, trace)
         connection.tickets[request_id] = ticket
         if self._drain_until_s is not None:
@@ -306,14 +340,19 @@ class Server:
             session = self._app.session(GenerationRequest.from_wire(body), ticket)
             if ticket.trace is not None:
                 session.trace = ticket.trace
-                session.trace.attributes |= {"gen_ai.request.max_tokens": session.request.max_tokens, "spindle.control": session.control}
+                session.trace.attributes |= {
+                    "gen_ai.request.max_tokens": session.request.max_tokens,
+                    "spindle.control": session.control,
+                }
                 session.trace.enter("queue")
             self._app.orchestrator.submit(session)
         except RequestError as error:
             ticket.error(error.code, error.message)
         except Exception as error:
             logger.exception("a request could not be prepared")
-            ticket.error(ErrorCode.INTERNAL, f"the request could not be prepared ({type(error).__name__})")
+            ticket.error(
+                ErrorCode.INTERNAL, f"the request could not be prepared ({type(error).__name__})"
+            )
 
     def _convert(self, connection: Connection, message: wire.Message) -> None:
         """Answer those who tokenise for themselves (tokeniser thread)."""
@@ -323,20 +362,34 @@ class Server:
             reply = {"type": "error", "code": error.code.value, "message": error.message}
         except Exception as error:
             logger.exception("a text could not be converted")
-            reply = {"type": "error", "code": ErrorCode.INTERNAL.value, "message": f"it could not be converted ({type(error).__name__})"}
+            reply = {
+                "type": "error",
+                "code": ErrorCode.INTERNAL.value,
+                "message": f"it could not be converted ({type(error).__name__})",
+            }
         self.post(connection, {**reply, "id": message["id"]})
 
-    def _answer(self, connection: Connection, request_id: int, work: Callable[[], dict[str, Any]]) -> None:
+    def _answer(
+        self, connection: Connection, request_id: int, work: Callable[[], dict[str, Any]]
+    ) -> None:
         """Reply to a command of the administrative interface (any thread)."""
         try:
             message: wire.Message = {"type": "admin", "reply": work()}
         except RequestError as error:
             message = {"type": "error", "code": error.code.value, "message": error.message}
         except ConfigError as error:
-            message = {"type": "error", "code": ErrorCode.INVALID_ARGUMENT.value, "message": str(error)}
+            message = {
+                "type": "error",
+                "code": ErrorCode.INVALID_ARGUMENT.value,
+                "message": str(error),
+            }
         except Exception as error:  # whatever is wrong, the service goes on as it is
             logger.exception("a command failed")
-            message = {"type": "error", "code": ErrorCode.INTERNAL.value, "message": f"the command failed: {error or type(error).__name__}"}
+            message = {
+                "type": "error",
+                "code": ErrorCode.INTERNAL.value,
+                "message": f"the command failed: {error or type(error).__name__}",
+            }
         self.post(connection, {**message, "id": request_id})
 
     def _admin(self, command: Any) -> dict[str, Any]:
@@ -351,7 +404,9 @@ class Server:
             case ["set", *words]:
                 return self._app.switches.set(words)
         known = "health, learned, explain, switches, set key=value ..., reload drafts"
-        raise RequestError(ErrorCode.INVALID_ARGUMENT, f"unknown command {command!r}; known: {known}")
+        raise RequestError(
+            ErrorCode.INVALID_ARGUMENT, f"unknown command {command!r}; known: {known}"
+        )
 
     def _reload(self) -> dict[str, Any]:
         """Take the drafts of the configuration file up (a thread of its own). Raises what is wrong with them."""

@@ -88,7 +88,14 @@ class Session:
     took: an end id, and the stop word (token ids of the output) that ended it, too.
     """
 
-    def __init__(self, sequence: Sequence, request: GenerationRequest, end_ids: frozenset[int], decoder: Decoder, sink: ReplySink) -> None:
+    def __init__(
+        self,
+        sequence: Sequence,
+        request: GenerationRequest,
+        end_ids: frozenset[int],
+        decoder: Decoder,
+        sink: ReplySink,
+    ) -> None:
         self.sequence = sequence
         self.request = request
         self.sink = sink
@@ -98,7 +105,9 @@ class Session:
         self.drafts: dict[str, tuple[int, int]] = {}  # (proposed, accepted)
         self.logits_bytes = 0  # of those that it keeps until they are sent, at the most
         self.control = False  # of a canary's two arms the one that takes the fixed choice
-        self.group = hash(tuple(sequence.tokens[:_SOURCE_TOKENS]))  # prompts of one source begin alike; equal in every process
+        self.group = hash(
+            tuple(sequence.tokens[:_SOURCE_TOKENS])
+        )  # prompts of one source begin alike; equal in every process
         self.arrived_s = 0.0
         self.deadline_s = math.inf
         self.admitted_s: float | None = None
@@ -109,10 +118,14 @@ class Session:
         self._stop_words = tuple(word for word in request.stop_words if word)
         self._longest_stop_word = max(map(len, self._stop_words), default=0)
         self._held = "" if request.stream or request.exclude_input_in_output else request.text_input
-        self._searched = len(self._held)  # no stop word begins before here: the prompt is never searched
+        self._searched = len(
+            self._held
+        )  # no stop word begins before here: the prompt is never searched
         self._tokens: list[int] | None = None
         if request.input_ids is not None:
-            self._tokens = [] if request.stream or request.exclude_input_in_output else list(request.input_ids)
+            self._tokens = (
+                [] if request.stream or request.exclude_input_in_output else list(request.input_ids)
+            )
         self._log_probs: list[float] | None = [] if sequence.sampling.log_probs else None
         self._cum_log_prob = 0.0
         self._extras = Gatherer.of(sequence)
@@ -127,7 +140,9 @@ class Session:
         """Tokens that may still be emitted."""
         return self.request.max_tokens - self.output_tokens
 
-    def commit(self, tokens: Seq[int], log_probs: Seq[float] | None = None, extras: Extras | None = None) -> int:
+    def commit(
+        self, tokens: Seq[int], log_probs: Seq[float] | None = None, extras: Extras | None = None
+    ) -> int:
         """Take the tokens of one step in order and return how many were taken; fewer than given means finished.
 
         Raises RequestError where the request's grammar is beyond its parser's limits.
@@ -145,7 +160,10 @@ class Session:
             self._extras.add(tokens[:taken], extras)
         guide = self.sequence.sampling.guide
         if guide is not None and guide.failure is not None:
-            raise RequestError(ErrorCode.INTERNAL, f"the grammar could not be followed any further: {guide.failure}")
+            raise RequestError(
+                ErrorCode.INTERNAL,
+                f"the grammar could not be followed any further: {guide.failure}",
+            )
         return taken
 
     def speculated(self, proposal: Proposal, accepted: int) -> None:
@@ -169,14 +187,22 @@ class Session:
         if log_probs is None and tokens is None and self._extras is None:
             return Delta(text)
         extras = None
-        if text or tokens or self.finish_reason is not None:  # else there will be no reply to carry them
+        if (
+            text or tokens or self.finish_reason is not None
+        ):  # else there will be no reply to carry them
             self._log_probs = None if log_probs is None else []
             self._tokens = None if tokens is None else []
             extras = self._extras.take() if self._extras else None
-        return Delta(text, log_probs, None if log_probs is None else self._cum_log_prob, tokens, extras)
+        return Delta(
+            text, log_probs, None if log_probs is None else self._cum_log_prob, tokens, extras
+        )
 
     def _take_text(self) -> str:
-        keep = 0 if self.finish_reason is not None else _longest_prefix_at_end(self._held[self._searched :], self._stop_words)
+        keep = (
+            0
+            if self.finish_reason is not None
+            else _longest_prefix_at_end(self._held[self._searched :], self._stop_words)
+        )
         cut = len(self._held) - keep
         text, self._held = self._held[:cut], self._held[cut:]
         self._searched = max(0, self._searched - cut)
@@ -185,7 +211,10 @@ class Session:
     def usage(self) -> Usage:
         """Return the token counts so far."""
         arrived_s, sequence = self.arrived_s, self.sequence
-        times_s = tuple(arrived_s if at is None else at for at in (arrived_s, self.admitted_s, self.first_commit_s, self.last_commit_s))
+        times_s = tuple(
+            arrived_s if at is None else at
+            for at in (arrived_s, self.admitted_s, self.first_commit_s, self.last_commit_s)
+        )
         counts = (sequence.prompt_tokens, self.output_tokens, self.drafted, self.accepted)
         blocks = (sequence.new_blocks, sequence.reused_blocks)
         seed = None if sequence.sampling.greedy else sequence.sampling.seed
@@ -223,7 +252,11 @@ class Session:
     def _cut_at_stop_word(self) -> bool:
         if not self._stop_words:
             return False
-        found = [at for at in (self._held.find(word, self._searched) for word in self._stop_words) if at >= 0]
+        found = [
+            at
+            for at in (self._held.find(word, self._searched) for word in self._stop_words)
+            if at >= 0
+        ]
         if not found:
             self._searched = max(self._searched, len(self._held) - self._longest_stop_word + 1)
             return False

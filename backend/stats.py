@@ -45,7 +45,9 @@ class Stats:
             room = MAX_OBSERVATIONS - len(series)
             series += values[:room]
             if room < len(values):
-                self._counters["spindle_fallback_total", (("reason", "observations_dropped"),)] += len(values) - room
+                self._counters["spindle_fallback_total", (("reason", "observations_dropped"),)] += (
+                    len(values) - room
+                )
 
     def gauge(self, name: str, value: float, **labels: str) -> None:
         """Set a gauge."""
@@ -60,7 +62,9 @@ class Stats:
             gauges = dict(self._gauges)
         return {
             "counters": [[name, dict(labels), value] for (name, labels), value in counters.items()],
-            "observations": [[name, dict(labels), values] for (name, labels), values in observations.items()],
+            "observations": [
+                [name, dict(labels), values] for (name, labels), values in observations.items()
+            ],
             "gauges": [[name, dict(labels), value] for (name, labels), value in gauges.items()],
         }
 
@@ -93,19 +97,39 @@ class StepStats:
     def export(self) -> None:
         """Set the gauges that show the latest step (any thread)."""
         nvidia_metrics.export(self._latest, self._max_requests, self._cpu_only, self._stats.gauge)
-        for kind in ("kv_cache_transfer_ms", "request_count"):  # there is none, but the series are expected
-            self._stats.count("nv_trt_llm_disaggregated_serving_metrics", 0, disaggregated_serving_type=kind, **MODEL)
+        for kind in (
+            "kv_cache_transfer_ms",
+            "request_count",
+        ):  # there is none, but the series are expected
+            self._stats.count(
+                "nv_trt_llm_disaggregated_serving_metrics",
+                0,
+                disaggregated_serving_type=kind,
+                **MODEL,
+            )
 
     def finished(self, usage: Usage) -> None:
         """Record the lengths of a request that succeeded."""
-        self._stats.observe("nv_llm_input_token_len", usage.input_tokens, response_metric_type="total_input_tokens", **MODEL)
-        self._stats.observe("nv_llm_output_token_len", usage.output_tokens, response_metric_type="total_output_tokens", **MODEL)
+        self._stats.observe(
+            "nv_llm_input_token_len",
+            usage.input_tokens,
+            response_metric_type="total_input_tokens",
+            **MODEL,
+        )
+        self._stats.observe(
+            "nv_llm_output_token_len",
+            usage.output_tokens,
+            response_metric_type="total_output_tokens",
+            **MODEL,
+        )
 
     def switches(self, switches: Switches) -> None:
         """Set the gauges of the switches; what is counted from now on is labelled by them (any thread)."""
         self._switches = switches
         for mode in ("on", "off", "shadow"):
-            self._stats.gauge("spindle_speculation_mode", float(mode == switches.speculation), mode=mode)
+            self._stats.gauge(
+                "spindle_speculation_mode", float(mode == switches.speculation), mode=mode
+            )
         self._stats.gauge("spindle_canary_share", switches.canary_share)
         self._stats.gauge("spindle_inter_token_cap_seconds", switches.inter_token_cap_s)
 
@@ -132,7 +156,11 @@ class StepStats:
 
     def reuse(self, reuse: Reuse) -> None:
         """Count what prefix reuse has come to since the last time."""
-        for event, blocks in (("reused", reuse.reused), ("missed", reuse.missed), ("evicted", reuse.evicted)):
+        for event, blocks in (
+            ("reused", reuse.reused),
+            ("missed", reuse.missed),
+            ("evicted", reuse.evicted),
+        ):
             if blocks:
                 self._stats.count("spindle_kv_block_events_total", blocks, event=event)
         self._latest.reused_blocks += reuse.reused
@@ -140,7 +168,12 @@ class StepStats:
             self._stats.count("spindle_kv_reused_tokens_total", reuse.tokens)
 
     def state(
-        self, active: int, queued: int, kv_blocks: dict[str, int], drift: dict[str, float], rows: tuple[int, int, int] = (0, 0, 0)
+        self,
+        active: int,
+        queued: int,
+        kv_blocks: dict[str, int],
+        drift: dict[str, float],
+        rows: tuple[int, int, int] = (0, 0, 0),
     ) -> None:
         """Set the gauges: load, KV blocks by state, and measured over predicted time by part of the step.
 
@@ -148,7 +181,9 @@ class StepStats:
         """
         before = self._latest
         steps = before.steps + (rows[0] + rows[1] > 0)
-        self._latest = Latest(active, queued, *rows, self._preempted, kv_blocks, steps, before.reused_blocks)
+        self._latest = Latest(
+            active, queued, *rows, self._preempted, kv_blocks, steps, before.reused_blocks
+        )
         self._preempted = 0
         self._stats.gauge("spindle_active_requests", active)
         self._stats.gauge("spindle_queued_requests", queued)
@@ -157,7 +192,9 @@ class StepStats:
         for part, ratio in drift.items():
             self._stats.gauge("spindle_latency_drift", ratio, part=part)
 
-    def step(self, plan: Plan, outcome: Outcome, drafts: tuple[str, ...], control: list[bool]) -> None:
+    def step(
+        self, plan: Plan, outcome: Outcome, drafts: tuple[str, ...], control: list[bool]
+    ) -> None:
         """Record one step; ``control`` says of each row of the outcome whether it is of the control arm."""
         self._stats.count("spindle_steps_total")
         self._stats.observe("spindle_batch_size", len(plan.length))
@@ -192,7 +229,9 @@ class StepStats:
         self._stats.count("spindle_shadow_predicted_tokens_total", plan.predicted_tokens)
 
     def _draft(self, name: str, arm: str, outcome: Outcome, rows: BoolArray) -> None:
-        emitted, length, accepted = (column[rows] for column in (outcome.emitted, outcome.length, outcome.accepted))
+        emitted, length, accepted = (
+            column[rows] for column in (outcome.emitted, outcome.length, outcome.accepted)
+        )
         self._stats.count("spindle_emitted_tokens_total", int(emitted.sum()), draft=name, arm=arm)
         self._stats.observe("spindle_draft_length", *length.tolist(), draft=name, arm=arm)
         if name == "none":
@@ -202,5 +241,11 @@ class StepStats:
         self._stats.count("spindle_accepted_tokens_total", followed, draft=name, arm=arm)
         for position in range(1, int(length.max()) + 1):
             labels = {"draft": name, "position": str(position)}
-            self._stats.count("spindle_draft_tokens_by_position_total", int((length >= position).sum()), **labels)
-            self._stats.count("spindle_accepted_tokens_by_position_total", int((accepted >= position).sum()), **labels)
+            self._stats.count(
+                "spindle_draft_tokens_by_position_total", int((length >= position).sum()), **labels
+            )
+            self._stats.count(
+                "spindle_accepted_tokens_by_position_total",
+                int((accepted >= position).sum()),
+                **labels,
+            )

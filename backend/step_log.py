@@ -74,7 +74,11 @@ class StepLog:
         if drafted is None:
             self.rows.append((request, NO_DRAFT, 0, 0, len(emitted), 0, 0, 0))
             return
-        draft, path, length = self.drafts.index(drafted.draft), drafted.followed(emitted), drafted.depth
+        draft, path, length = (
+            self.drafts.index(drafted.draft),
+            drafted.followed(emitted),
+            drafted.depth,
+        )
         scored, followed = min(len(emitted), length), sum(node < verified for node in path)
         row = (request, draft, length, len(path), len(emitted), scored, verified, followed)
         self.rows.append(row)
@@ -92,16 +96,25 @@ class StepLog:
 
     def record_scored(self, request: int, chains: Iterable[tuple[str, int, int]]) -> None:
         """Note (draft, accepted, length) of chains that a draft would have made of tokens emitted without it."""
-        self.free += [(request, self.drafts.index(draft), accepted, length) for draft, accepted, length in chains]
+        self.free += [
+            (request, self.drafts.index(draft), accepted, length)
+            for draft, accepted, length in chains
+        ]
 
     def outcome(self) -> Outcome:
         """Return the step as the policy learns it; call it last, it closes the clock."""
         now_s = perf_counter()
-        engines_s = sum(seconds for part, seconds in self.parts_s.items() if part not in ("planning", "learning"))
+        engines_s = sum(
+            seconds
+            for part, seconds in self.parts_s.items()
+            if part not in ("planning", "learning")
+        )
         columns = np.array(self.rows, np.int64).reshape(-1, 8).T
         request, draft, length, accepted, emitted, scored, verified, followed = columns
         free = np.array(self.free, np.int64).reshape(-1, 4).T
-        node_draft, confidence, drawn, held = zip(*self.nodes, strict=True) if self.nodes else ((),) * 4
+        node_draft, confidence, drawn, held = (
+            zip(*self.nodes, strict=True) if self.nodes else ((),) * 4
+        )
         return Outcome(
             request=request,
             draft=draft,
@@ -112,7 +125,10 @@ class StepLog:
             verified=verified,
             followed=followed,
             measured_s=now_s - max(self.started_s, self.since_s),
-            parts_s={**self.parts_s, "overhead": max(0.0, now_s - self.started_s - engines_s - self.waited_s)},
+            parts_s={
+                **self.parts_s,
+                "overhead": max(0.0, now_s - self.started_s - engines_s - self.waited_s),
+            },
             prefill_tokens=self.prefill_tokens,
             free_request=free[0],
             free_draft=free[1],

@@ -40,7 +40,11 @@ class SwitchBoard:
             try:
                 self._file.write_text(json.dumps(self.show()), "utf-8")
             except OSError as error:
-                logger.error("the switches would not outlive this process: cannot write %s: %s", self._file, error.strerror)
+                logger.error(
+                    "the switches would not outlive this process: cannot write %s: %s",
+                    self._file,
+                    error.strerror,
+                )
                 self._stats.fallback("switches_not_kept")
         return self.show()
 

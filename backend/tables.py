@@ -16,10 +16,16 @@ from policy.latency import LatencyError, LatencyTable
 
 def timed_engines(config: ServingConfig) -> list[EngineConfig]:
     """Return the engines whose passes are measured, the target first: those that run a model."""
-    return [engine for engine in (config.target, *config.drafts) if engine.engine in ("torch", "trt_graph")]
+    return [
+        engine
+        for engine in (config.target, *config.drafts)
+        if engine.engine in ("torch", "trt_graph")
+    ]
 
 
-def load_tables(config: ServingConfig, folders: Mapping[str, Path]) -> tuple[dict[str, LatencyTable], int]:
+def load_tables(
+    config: ServingConfig, folders: Mapping[str, Path]
+) -> tuple[dict[str, LatencyTable], int]:
     """Return the tables by engine name, and the number of threads that they were measured with: serve with as many.
 
     ``folders`` are the checkpoints of ``timed_engines`` by engine name. A target whose threads are ``auto`` was measured with the faster
@@ -31,7 +37,9 @@ def load_tables(config: ServingConfig, folders: Mapping[str, Path]) -> tuple[dic
         path = table_file(engine, folders[engine.name], threads)
         tables[engine.name] = read_table(path)
         threads = tables[engine.name].provenance.threads
-    return tables, 1 if threads == "auto" else int(threads)  # nothing was measured where no model runs
+    return tables, 1 if threads == "auto" else int(
+        threads
+    )  # nothing was measured where no model runs
 
 
 def missing_tables(config: ServingConfig, folders: Mapping[str, Path]) -> list[str]:
@@ -40,10 +48,14 @@ def missing_tables(config: ServingConfig, folders: Mapping[str, Path]) -> list[s
     found = _table(target, folders, config.threads)
     if found is None:
         return [engine.name for engine in (target, *drafts)]
-    return [draft.name for draft in drafts if _table(draft, folders, found.provenance.threads) is None]
+    return [
+        draft.name for draft in drafts if _table(draft, folders, found.provenance.threads) is None
+    ]
 
 
-def _table(engine: EngineConfig, folders: Mapping[str, Path], threads: int | str) -> LatencyTable | None:
+def _table(
+    engine: EngineConfig, folders: Mapping[str, Path], threads: int | str
+) -> LatencyTable | None:
     try:
         return read_table(table_file(engine, folders[engine.name], threads))
     except LatencyError:

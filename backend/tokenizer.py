@@ -62,7 +62,9 @@ class IncrementalDecoder:
 
     def push(self, token_id: int) -> str:
         """Return the text that this token completes, often empty."""
-        return self._text(self._token_bytes[token_id] if token_id < len(self._token_bytes) else b"", final=False)
+        return self._text(
+            self._token_bytes[token_id] if token_id < len(self._token_bytes) else b"", final=False
+        )
 
     def finish(self) -> str:
         """Return U+FFFD for the bytes still held back, else nothing."""
@@ -111,18 +113,28 @@ class FolderTokenizer:
         return ids
 
 
-def convert(tokenizer: Tokenizer, message: dict[str, Any], add_special_tokens: bool) -> dict[str, Any]:
+def convert(
+    tokenizer: Tokenizer, message: dict[str, Any], add_special_tokens: bool
+) -> dict[str, Any]:
     """Return the reply to a message ``encode`` or ``decode`` of the wire; words have no special tokens. Raises RequestError."""
     if message["type"] == "encode":
         prompts = [tokenizer.encode(text, add_special_tokens) for text in message["prompts"]]
         words = [tokenizer.encode(word, add_special_tokens=False) for word in message["words"]]
         end_id = min(tokenizer.end_ids)
-        return {"type": "encoded", "prompts": prompts, "words": words, "end_id": end_id, "vocab_size": tokenizer.vocab_size}
+        return {
+            "type": "encoded",
+            "prompts": prompts,
+            "words": words,
+            "end_id": end_id,
+            "vocab_size": tokenizer.vocab_size,
+        }
     texts = []
     for tokens in message["tokens"]:
         decoder = IncrementalDecoder(tokenizer.token_bytes)
         if tokens and min(tokens) < 0:
-            raise RequestError(ErrorCode.INVALID_ARGUMENT, f"TOKENS_BATCH must be of token ids, got {min(tokens)}")
+            raise RequestError(
+                ErrorCode.INVALID_ARGUMENT, f"TOKENS_BATCH must be of token ids, got {min(tokens)}"
+            )
         texts.append("".join(map(decoder.push, tokens)) + decoder.finish())
     return {"type": "decoded", "texts": texts}
 
@@ -147,7 +159,9 @@ def load_tokenizer(folder: Path) -> FolderTokenizer:
     return FolderTokenizer(table, _end_ids(folder), strips_space, library)
 
 
-def _token_bytes(vocabulary: dict[str, int], spec: dict[str, Any]) -> tuple[tuple[bytes, ...], bool]:
+def _token_bytes(
+    vocabulary: dict[str, int], spec: dict[str, Any]
+) -> tuple[tuple[bytes, ...], bool]:
     """Return the bytes of every token and whether the decoder drops a leading space, as ``spec['decoder']`` says."""
     decoder = spec.get("decoder") or {}
     kind = decoder.get("type")
@@ -156,7 +170,9 @@ def _token_bytes(vocabulary: dict[str, int], spec: dict[str, Any]) -> tuple[tupl
     elif kind == "Sequence" and (steps := _metaspace_steps(decoder)) is not None:
         to_bytes, strips_space = _metaspace, "Strip" in steps
     else:
-        raise TokenizerError(f"decoder {json.dumps(decoder, ensure_ascii=False)} is not supported; known: ByteLevel, Llama 2's Sequence")
+        raise TokenizerError(
+            f"decoder {json.dumps(decoder, ensure_ascii=False)} is not supported; known: ByteLevel, Llama 2's Sequence"
+        )
     table = [b""] * (max(vocabulary.values(), default=-1) + 1)
     for token, token_id in vocabulary.items():
         table[token_id] = to_bytes(token)
@@ -171,16 +187,25 @@ def _metaspace_steps(decoder: dict[str, Any]) -> list[str] | None:
     replace = {"type": "Replace", "pattern": {"String": _SPACE_MARK}, "content": " "}
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     steps = decoder["decoders"]
-    if steps in ([replace, {"type": "ByteFallback"}, {"type": "Fuse"}], [replace, {"type": "ByteFallback"}, {"type": "Fuse"}, strip]):
+    if steps in (
+        [replace, {"type": "ByteFallback"}, {"type": "Fuse"}],
+        [replace, {"type": "ByteFallback"}, {"type": "Fuse"}, strip],
+    ):
         return [step["type"] for step in steps]
     return None
 
 
 def _byte_level_alphabet() -> dict[str, int]:
     """Return GPT-2's characters for bytes: a printable byte stands for itself, the others for the characters from U+0100 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     others = [value for value in range(BYTE_VALUES) if value not in printable]
-    return {chr(value): value for value in printable} | {chr(BYTE_VALUES + i): value for i, value in enumerate(others)}
+    return {chr(value): value for value in printable} | {
+        chr(BYTE_VALUES + i): value for i, value in enumerate(others)
+    }
 
 
 _ALPHABET = _byte_level_alphabet()
@@ -211,7 +236,9 @@ def _end_ids(folder: Path) -> frozenset[int]:
             return frozenset({value})
         if isinstance(value, list) and value:
             return frozenset(value)
-    raise TokenizerError(f"{folder} has eos_token_id neither in generation_config.json nor in config.json")
+    raise TokenizerError(
+        f"{folder} has eos_token_id neither in generation_config.json nor in config.json"
+    )
 
 
 def _read(path: Path) -> bytes:

@@ -41,7 +41,9 @@ class Tracing:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         if any(environment.get(name) for name in ENDPOINTS):
-            self._thread = threading.Thread(target=self._run, args=_sdk(), name="traces", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, args=_sdk(), name="traces", daemon=True
+            )
             self._thread.start()
 
     def begin(self, context: dict[str, str] | None) -> RequestTrace | None:
@@ -116,7 +118,9 @@ def spans_of(trace: RequestTrace, tracer: Tracer) -> Iterator[ReadableSpan]:
     def at(seconds: float) -> int:
         return int((seconds + trace.epoch_s) * 1e9)
 
-    def start(name: str, context: Any, started_s: float, attributes: dict[str, Any] | None = None) -> Any:
+    def start(
+        name: str, context: Any, started_s: float, attributes: dict[str, Any] | None = None
+    ) -> Any:
         return tracer.start_span(name, context, start_time=at(started_s), attributes=attributes)
 
     def ended(span: Any, ended_s: float) -> Any:
@@ -124,7 +128,9 @@ def spans_of(trace: RequestTrace, tracer: Tracer) -> Iterator[ReadableSpan]:
         return span
 
     parent = TraceContextTextMapPropagator().extract(trace.context)
-    request = start("spindle.request", parent, trace.phases[0].started_s, _request_attributes(trace))
+    request = start(
+        "spindle.request", parent, trace.phases[0].started_s, _request_attributes(trace)
+    )
     if not request.is_recording():  # the caller's own decision, in its context
         return
     ends_s = [*(phase.started_s for phase in trace.phases[1:]), trace.ended_s]
@@ -132,7 +138,9 @@ def spans_of(trace: RequestTrace, tracer: Tracer) -> Iterator[ReadableSpan]:
         span = start(f"spindle.{phase.name}", set_span_in_context(request), phase.started_s)
         inside = set_span_in_context(span)
         for step in (step for step in trace.steps if step.phase == index):
-            yield ended(start("spindle.step", inside, step.started_s, _step_attributes(step)), step.ended_s)
+            yield ended(
+                start("spindle.step", inside, step.started_s, _step_attributes(step)), step.ended_s
+            )
         yield ended(span, end_s)
     if (first := next((step for step in trace.steps if step.emitted), None)) is not None:
         request.add_event("first_token", timestamp=at(first.ended_s))
@@ -171,5 +179,8 @@ def _step_attributes(step: Step) -> dict[str, Any]:
         "spindle.emitted": step.emitted,
         "spindle.batch_size": step.batch_size,
         "spindle.prefill_tokens": step.prefill_tokens,
-        **{f"spindle.time.{part.replace(':', '.')}_s": seconds for part, seconds in step.parts_s.items()},
+        **{
+            f"spindle.time.{part.replace(':', '.')}_s": seconds
+            for part, seconds in step.parts_s.items()
+        },
     }

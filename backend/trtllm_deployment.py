@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from backend.config import ConfigError, EngineConfig, ServingConfig
-from backend.engine_folder import EngineFolder, check_draft, check_target, read_engine_folder, token_budget
+from backend.engine_folder import (
+    EngineFolder,
+    check_draft,
+    check_target,
+    read_engine_folder,
+    token_budget,
+)
 from backend.engines.apart import EngineApart
 from backend.manifest import check_vocabulary
 from backend.ports import BLOCK_TOKENS, Engine
@@ -27,17 +33,23 @@ def trtllm_engines(config: ServingConfig) -> list[EngineConfig]:
     return [engine for engine in (config.target, *config.drafts) if engine.engine == "trtllm"]
 
 
-def check_engines(config: ServingConfig, path: Callable[[EngineConfig], Path]) -> dict[str, EngineFolder]:
+def check_engines(
+    config: ServingConfig, path: Callable[[EngineConfig], Path]
+) -> dict[str, EngineFolder]:
     """Read the folders and check them against each other and the settings. Raises ConfigError naming what does not fit."""
     folders = {engine.name: read_engine_folder(path(engine)) for engine in trtllm_engines(config)}
     if not folders:
         return folders
     for engine in trtllm_engines(config):
         if len(engine.gpus) != folders[engine.name].ranks:
-            raise ConfigError(f"{engine.name}.gpus must name {folders[engine.name].ranks} GPUs, got {list(engine.gpus)}")
+            raise ConfigError(
+                f"{engine.name}.gpus must name {folders[engine.name].ranks} GPUs, got {list(engine.gpus)}"
+            )
     target = folders.get(config.target.name)
     if target is None:
-        raise ConfigError(f"drafts of the engine 'trtllm' need a target of it, got {config.target.engine!r}")
+        raise ConfigError(
+            f"drafts of the engine 'trtllm' need a target of it, got {config.target.engine!r}"
+        )
     check_target(target, config.policy.k_max)
     for name, folder in folders.items():
         if name != config.target.name:
@@ -65,7 +77,10 @@ def check_engines(config: ServingConfig, path: Callable[[EngineConfig], Path]) -
 
 
 def make_trtllm(
-    engine: EngineConfig, config: ServingConfig, path: Callable[[EngineConfig], Path], count: Callable[..., None] | None
+    engine: EngineConfig,
+    config: ServingConfig,
+    path: Callable[[EngineConfig], Path],
+    count: Callable[..., None] | None,
 ) -> Engine:
     """Create an engine's executor, with its part of the memory: a draft's in a process of its
     own. Raises ConfigError.
@@ -82,19 +97,37 @@ def make_trtllm(
         turn_timeout_s=engine.turn_timeout_s,
     )
     context = config.limits.max_context_tokens
-    usable = config.limits.max_active_requests * -(-(context + config.policy.k_max + 1) // BLOCK_TOKENS)  # more could never be filled
-    make = partial(_engine, engine.name, folders[engine.name], settings, context, min(usable, plan.tokens // BLOCK_TOKENS))
+    usable = config.limits.max_active_requests * -(
+        -(context + config.policy.k_max + 1) // BLOCK_TOKENS
+    )  # more could never be filled
+    make = partial(
+        _engine,
+        engine.name,
+        folders[engine.name],
+        settings,
+        context,
+        min(usable, plan.tokens // BLOCK_TOKENS),
+    )
     if engine is config.target:
         return make(count)
-    return EngineApart(engine.name, make, answer_within_s=engine.turn_timeout_s + 2 * GRACE_S, count=count)
+    return EngineApart(
+        engine.name, make, answer_within_s=engine.turn_timeout_s + 2 * GRACE_S, count=count
+    )
 
 
 def _engine(
-    name: str, folder: EngineFolder, settings: ExecutorSettings, context: int, kv_blocks: int, count: Callable[..., None] | None
+    name: str,
+    folder: EngineFolder,
+    settings: ExecutorSettings,
+    context: int,
+    kv_blocks: int,
+    count: Callable[..., None] | None,
 ) -> TrtllmEngine:
     from backend.engines.trtllm import TrtllmEngine
 
-    return TrtllmEngine(name, folder, settings, max_context_tokens=context, kv_blocks=kv_blocks, count=count)
+    return TrtllmEngine(
+        name, folder, settings, max_context_tokens=context, kv_blocks=kv_blocks, count=count
+    )
 
 
 @lru_cache(maxsize=1)
@@ -106,14 +139,23 @@ def _kv_plan(engines: tuple[EngineConfig, ...], folders: tuple[EngineFolder, ...
 
     free = {gpu: int(torch.cuda.mem_get_info(gpu)[0]) for engine in engines for gpu in engine.gpus}
     memory = [
-        EngineMemory(engine.name, engine.gpus, folder.weight_bytes + folder.ranks * folder.activation_bytes, folder.kv_bytes_per_token)
+        EngineMemory(
+            engine.name,
+            engine.gpus,
+            folder.weight_bytes + folder.ranks * folder.activation_bytes,
+            folder.kv_bytes_per_token,
+        )
         for engine, folder in zip(engines, folders, strict=True)
     ]
     return plan_kv(memory, free, min(engine.kv_share for engine in engines))
 
 
-def trtllm_tables(config: ServingConfig, path: Callable[[EngineConfig], Path]) -> Mapping[str, LatencyTable]:
+def trtllm_tables(
+    config: ServingConfig, path: Callable[[EngineConfig], Path]
+) -> Mapping[str, LatencyTable]:
     """Return the latency tables that lie beside the engines. Raises LatencyError for one that is missing or unsound."""
     from backend.tables import read_table
 
-    return {engine.name: read_table(path(engine) / LATENCY_FILE) for engine in trtllm_engines(config)}
+    return {
+        engine.name: read_table(path(engine) / LATENCY_FILE) for engine in trtllm_engines(config)
+    }

@@ -42,7 +42,9 @@ class WireError(Exception):
 
 def encode(message: Message) -> bytes:
     """Return the frame of a message."""
-    body = json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    body = json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode(
+        "utf-8", "surrogatepass"
+    )
     return _LENGTH.pack(len(body)) + body
 
 
@@ -88,5 +90,7 @@ def check_hello(message: Message) -> Message:
     if message.get("type") != "hello":
         raise WireError(f"expected hello, got {message.get('type')!r}")
     if message.get("version") != VERSION:
-        raise WireError(f"peer speaks protocol version {message.get('version')!r}, this side {VERSION}")
+        raise WireError(
+            f"peer speaks protocol version {message.get('version')!r}, this side {VERSION}"
+        )
     return message

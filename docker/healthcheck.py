@@ -25,7 +25,9 @@ REFUSED = {"text_input": "a", "max_tokens": 0}
 def answer(url: str, model: str, request: dict[str, Any]) -> tuple[int, str]:
     """Return the status and body of a model's answer. Raises OSError where there is none."""
     try:
-        with urllib.request.urlopen(f"{url}/v2/models/{model}/generate", json.dumps(request).encode(), timeout=TIMEOUT_S) as reply:
+        with urllib.request.urlopen(
+            f"{url}/v2/models/{model}/generate", json.dumps(request).encode(), timeout=TIMEOUT_S
+        ) as reply:
             return reply.status, reply.read().decode(errors="replace")
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode(errors="replace")
@@ -55,7 +57,11 @@ def without_stub() -> list[str]:
         except OSError:
             continue  # it has just ended
         if Path(arguments[0]).name == "triton_python_backend_stub":
-            served |= {path.parts[-3] for path in map(Path, arguments) if path.name == "model.py" and REPOSITORY in path.parents}
+            served |= {
+                path.parts[-3]
+                for path in map(Path, arguments)
+                if path.name == "model.py" and REPOSITORY in path.parents
+            }
     models = {path.parts[-3] for path in REPOSITORY.glob("*/1/model.py")}
     return sorted(models - served) if served else []
 

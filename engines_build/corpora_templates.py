@@ -234,27 +234,89 @@ SQL_ANSWERS = [
 """What answers the question of the same place in ``SQL_SHAPES``."""
 
 JUDGED_TABLES = [
-    *("wells", "mines", "vineyards", "lighthouses", "bridges", "quarries", "ferries", "auctions", "telescopes", "glaciers", "dams"),
-    *("tournaments", "recipes", "parishes", "satellites", "kennels", "podcasts", "tariffs", "permits", "harvests", "archives"),
+    *(
+        "wells",
+        "mines",
+        "vineyards",
+        "lighthouses",
+        "bridges",
+        "quarries",
+        "ferries",
+        "auctions",
+        "telescopes",
+        "glaciers",
+        "dams",
+    ),
+    *(
+        "tournaments",
+        "recipes",
+        "parishes",
+        "satellites",
+        "kennels",
+        "podcasts",
+        "tariffs",
+        "permits",
+        "harvests",
+        "archives",
+    ),
 ]
 """Tables of the SQL that models are judged by; none is in ``TABLES``."""
 
 JUDGED_COLUMNS = [
-    *("depth", "region", "keeper", "tonnage", "founded", "altitude", "grade", "licence", "fee", "length_m", "opened", "operator"),
-    *("material", "visitors", "budget", "harbour", "voltage", "season", "supplier", "yield", "acidity", "headcount"),
+    *(
+        "depth",
+        "region",
+        "keeper",
+        "tonnage",
+        "founded",
+        "altitude",
+        "grade",
+        "licence",
+        "fee",
+        "length_m",
+        "opened",
+        "operator",
+    ),
+    *(
+        "material",
+        "visitors",
+        "budget",
+        "harbour",
+        "voltage",
+        "season",
+        "supplier",
+        "yield",
+        "acidity",
+        "headcount",
+    ),
 ]
 
 JUDGED_QUESTIONS = [
-    ("mean {b} of the {t} whose {a} starts with K", "SELECT AVG({b}) FROM {t} WHERE {a} LIKE 'K%';"),
+    (
+        "mean {b} of the {t} whose {a} starts with K",
+        "SELECT AVG({b}) FROM {t} WHERE {a} LIKE 'K%';",
+    ),
     ("smallest and largest {b} in {t}", "SELECT MIN({b}), MAX({b}) FROM {t};"),
-    ("every {a} with the {c} of its {o}", "SELECT x.{a}, y.{c} FROM {t} x JOIN {o} y ON x.{o}_no = y.{o}_no;"),
-    ("{t} in which {b} lies between {k} and {n}", "SELECT * FROM {t} WHERE {b} BETWEEN {k} AND {n};"),
+    (
+        "every {a} with the {c} of its {o}",
+        "SELECT x.{a}, y.{c} FROM {t} x JOIN {o} y ON x.{o}_no = y.{o}_no;",
+    ),
+    (
+        "{t} in which {b} lies between {k} and {n}",
+        "SELECT * FROM {t} WHERE {b} BETWEEN {k} AND {n};",
+    ),
     ("raise {d} by a tenth in all {o}", "UPDATE {o} SET {d} = {d} * 1.1;"),
     (
         "sum of {b} per {c}, only sums over {n}",
         "SELECT y.{c}, SUM(x.{b}) FROM {t} x JOIN {o} y ON x.{o}_no = y.{o}_no GROUP BY y.{c} HAVING SUM(x.{b}) > {n};",
     ),
-    ("{o} without an entry in {t}", "SELECT * FROM {o} y WHERE NOT EXISTS (SELECT 1 FROM {t} x WHERE x.{o}_no = y.{o}_no);"),
-    ("second highest {d} of {o}", "SELECT MAX({d}) FROM {o} WHERE {d} < (SELECT MAX({d}) FROM {o});"),
+    (
+        "{o} without an entry in {t}",
+        "SELECT * FROM {o} y WHERE NOT EXISTS (SELECT 1 FROM {t} x WHERE x.{o}_no = y.{o}_no);",
+    ),
+    (
+        "second highest {d} of {o}",
+        "SELECT MAX({d}) FROM {o} WHERE {d} < (SELECT MAX({d}) FROM {o});",
+    ),
 ]
 """Questions and answers of that SQL; their wording is not that of ``SQL_SHAPES``."""

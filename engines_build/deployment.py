@@ -65,7 +65,9 @@ class Deployment:
     @property
     def token_budget(self) -> int:
         """``max_num_tokens`` of all engines."""
-        return token_budget(self.max_batch_size, self.max_context_tokens, self.max_draft_len, self.max_text_tokens)
+        return token_budget(
+            self.max_batch_size, self.max_context_tokens, self.max_draft_len, self.max_text_tokens
+        )
 
     @property
     def engines(self) -> list[EngineBuild]:
@@ -91,18 +93,25 @@ def _checked(deployment: Deployment) -> Deployment:
     if not deployment.output:
         raise ConfigError("output must name a folder, got ''")
     names = [engine.name for engine in deployment.engines]
-    for where, engine in [("target", deployment.target), *((f"drafts[{i}]", d) for i, d in enumerate(deployment.drafts))]:
+    for where, engine in [
+        ("target", deployment.target),
+        *((f"drafts[{i}]", d) for i, d in enumerate(deployment.drafts)),
+    ]:
         _check_engine(where, engine, names)
     return deployment
 
 
 def _check_engine(where: str, engine: EngineBuild, names: list[str]) -> None:
     if engine.name in ("", "none") or names.count(engine.name) > 1:
-        raise ConfigError(f"{where}.name must be unique and neither '' nor 'none', got {engine.name!r}")
+        raise ConfigError(
+            f"{where}.name must be unique and neither '' nor 'none', got {engine.name!r}"
+        )
     if not engine.checkpoint:
         raise ConfigError(f"{where}.checkpoint must name a folder, got ''")
     if len(engine.gpus) != engine.tp_size * engine.pp_size:
-        raise ConfigError(f"{where}.gpus must name tp_size * pp_size = {engine.tp_size * engine.pp_size} GPUs, got {list(engine.gpus)}")
+        raise ConfigError(
+            f"{where}.gpus must name tp_size * pp_size = {engine.tp_size * engine.pp_size} GPUs, got {list(engine.gpus)}"
+        )
     if engine.quantisation != "none" and not engine.calibration:
         raise ConfigError(
             f"{where}.calibration must name a folder of texts for the quantisation {engine.quantisation!r}, or it would be fetched, got ''"
@@ -119,7 +128,12 @@ def serving(deployment: Deployment, folders: dict[str, Path]) -> dict[str, Any]:
     """Return the ``serving.json`` of a deployment whose engines lie in ``folders``, by name."""
 
     def engine(build: EngineBuild) -> dict[str, Any]:
-        settings = {"engine": "trtllm", "name": build.name, "model": str(folders[build.name]), "gpus": list(build.gpus)}
+        settings = {
+            "engine": "trtllm",
+            "name": build.name,
+            "model": str(folders[build.name]),
+            "gpus": list(build.gpus),
+        }
         return settings | {"kv_share": deployment.kv_share}
 
     limits = {
@@ -129,7 +143,10 @@ def serving(deployment: Deployment, folders: dict[str, Path]) -> dict[str, Any]:
     }
     return {
         "target": engine(deployment.target),
-        "drafts": [*(engine(draft) for draft in deployment.drafts), {"engine": "lookup", "name": "lookup"}],
+        "drafts": [
+            *(engine(draft) for draft in deployment.drafts),
+            {"engine": "lookup", "name": "lookup"},
+        ],
         "policy": {"k_max": deployment.max_draft_len},
         "limits": limits,
     }

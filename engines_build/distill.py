@@ -25,7 +25,14 @@ from backend.engines.checkpoint import LlamaConfig, Weights, load
 from backend.manifest import check_pair, read_manifest, weights_sha256
 from engines_build.corpora import WORKLOADS
 from engines_build.corpora_evaluation import JUDGED, EvaluationError
-from engines_build.corpora_overlap import GRAM_WORDS, Grams, OverlapError, grams_of, overlap_counts, overlaps
+from engines_build.corpora_overlap import (
+    GRAM_WORDS,
+    Grams,
+    OverlapError,
+    grams_of,
+    overlap_counts,
+    overlaps,
+)
 from engines_build.distill_arguments import parse
 from engines_build.distill_card import command_line, model_card, target_card
 from engines_build.distill_export import export, parameters, read_draft
@@ -72,16 +79,34 @@ def distil(args: argparse.Namespace) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     config, weights = load(args.target, "bf16", args.device)
     shards, held_out = generate(args, config, weights, tokenizer, start)
-    samples = unjudged(args, [s for s in first_tokens(load_samples(shards), args.tokens) if s.workload in args.workloads], tokenizer)
+    samples = unjudged(
+        args,
+        [
+            s
+            for s in first_tokens(load_samples(shards), args.tokens)
+            if s.workload in args.workloads
+        ],
+        tokenizer,
+    )
     torch.manual_seed(args.seed)
     if args.start:
         check_pair(read_manifest(args.target), read_manifest(args.start))
         draft, shortlist = read_draft(args.start)
         shape = shape_of(draft)
     else:
-        shape = Shape(args.hidden, args.layers, args.head_dim, min(args.shortlist, config.vocab_size))
-        shortlist = choose_shortlist(samples, shape.shortlist, config.vocab_size, eos_token_ids(tokenizer))
-        draft = build(shape, weights["model.embed_tokens.weight"], shortlist, tokenizer, config.max_position_embeddings)
+        shape = Shape(
+            args.hidden, args.layers, args.head_dim, min(args.shortlist, config.vocab_size)
+        )
+        shortlist = choose_shortlist(
+            samples, shape.shortlist, config.vocab_size, eos_token_ids(tokenizer)
+        )
+        draft = build(
+            shape,
+            weights["model.embed_tokens.weight"],
+            shortlist,
+            tokenizer,
+            config.max_position_embeddings,
+        )
     end = start + 60 * args.minutes
     run = args.work / run_name(shape, len(samples), args.train_tokens, args.seed)
     if args.start:
@@ -89,14 +114,25 @@ def distil(args: argparse.Namespace) -> dict[str, Any]:
     elif args.warm_up_tokens:
         plain = plain_samples(args.train.texts, tokenizer, args.warm_up_tokens, args.seed)
         budget = Budget(sum(len(s.tokens) for s in plain), args.batch, args.learning_rate, end)
-        Trainer(draft, shortlist, plain, args.device, args.seed, run.with_name(run.name + "-warm-up")).run(budget)
+        Trainer(
+            draft, shortlist, plain, args.device, args.seed, run.with_name(run.name + "-warm-up")
+        ).run(budget)
     budget = Budget(args.train_tokens, args.batch, args.learning_rate, end)
     line = Trainer(draft, shortlist, samples, args.device, args.seed, run).run(budget)
     report = {"training": line, "scores": scored(draft, shortlist, held_out, args.device)}
-    report |= {"generated_tokens": sum(len(s.tokens) - s.prompt_tokens for s in samples), "sequences": len(samples)}
-    report |= {"set_tokens": sum(len(s.tokens) for s in samples), "parameters": parameters(draft), "wall_s": time.monotonic() - start}
+    report |= {
+        "generated_tokens": sum(len(s.tokens) - s.prompt_tokens for s in samples),
+        "sequences": len(samples),
+    }
+    report |= {
+        "set_tokens": sum(len(s.tokens) for s in samples),
+        "parameters": parameters(draft),
+        "wall_s": time.monotonic() - start,
+    }
     export(draft, shortlist, args.target / "tokenizer.json", args.out)
-    (args.out / "README.md").write_text(model_card(args, shape, report, command_line(args)), encoding="utf-8")
+    (args.out / "README.md").write_text(
+        model_card(args, shape, report, command_line(args)), encoding="utf-8"
+    )
     return report
 
 
@@ -109,7 +145,9 @@ def claim(work: Path, target: Path) -> None:
     note.write_text(weights + "\n", "utf-8")
 
 
-def generate(args: argparse.Namespace, config: LlamaConfig, weights: Weights, tokenizer: Any, start: float) -> tuple[Shards, Shards]:
+def generate(
+    args: argparse.Namespace, config: LlamaConfig, weights: Weights, tokenizer: Any, start: float
+) -> tuple[Shards, Shards]:
     """Bring training and held-out shards up to the tokens asked for, as far as the time goes; returns both."""
     shards, held_out = Shards(args.work / "train"), Shards(args.work / "held_out")
     for corpus, store, tokens, slots in (
@@ -119,7 +157,9 @@ def generate(args: argparse.Namespace, config: LlamaConfig, weights: Weights, to
         if store.generated < tokens:
             teacher = Teacher(config, weights, min(slots, args.slots))
             workloads = list(WORKLOADS) if corpus.held_out else args.workloads
-            generator = Generator(teacher, tokenizer, corpus, store, 1.0 if corpus.held_out else 0.5, workloads)
+            generator = Generator(
+                teacher, tokenizer, corpus, store, 1.0 if corpus.held_out else 0.5, workloads
+            )
             generator.run(tokens, start + 60 * _GENERATE_SHARE * args.minutes)
     return shards, held_out
 
@@ -133,7 +173,9 @@ def first_tokens(samples: list[Sample], tokens: int) -> list[Sample]:
 def judged_by(args: argparse.Namespace) -> dict[str, Grams]:
     """Return the runs of words of everything that models are judged by: the held-out documents and the sets of ``--judged``."""
     held_out = grams_of(d.text for d in args.held_out.documents(*args.held_out.sources))
-    return {"held-out documents": held_out} | {name: grams_of(JUDGED[name]()) for name in args.judged}
+    return {"held-out documents": held_out} | {
+        name: grams_of(JUDGED[name]()) for name in args.judged
+    }
 
 
 def unjudged(args: argparse.Namespace, samples: list[Sample], tokenizer: Any) -> list[Sample]:
@@ -145,13 +187,21 @@ def unjudged(args: argparse.Namespace, samples: list[Sample], tokenizer: Any) ->
     refuse_overlap("training documents", args.train.texts, judged)
     texts = [tokenizer.decode(s.tokens.tolist(), skip_special_tokens=True) for s in samples]
     if args.drop_overlap:
-        kept = [s for s, text in zip(samples, texts, strict=True) if not any(overlaps(text, runs) for runs in judged.values())]
-        print(f"overlap: {len(samples) - len(kept)} of {len(samples)} sequences left out", flush=True)
+        kept = [
+            s
+            for s, text in zip(samples, texts, strict=True)
+            if not any(overlaps(text, runs) for runs in judged.values())
+        ]
+        print(
+            f"overlap: {len(samples) - len(kept)} of {len(samples)} sequences left out", flush=True
+        )
         samples = kept
     else:
         refuse_overlap("sequences", texts, judged)
     if not samples:
-        raise ValueError(f"--workloads: no sequence of {', '.join(args.workloads)} in {args.work / 'train'}; generate some first")
+        raise ValueError(
+            f"--workloads: no sequence of {', '.join(args.workloads)} in {args.work / 'train'}; generate some first"
+        )
     return samples
 
 
@@ -159,15 +209,22 @@ def refuse_overlap(what: str, texts: list[str], judged: dict[str, Grams]) -> Non
     """Raise OverlapError, with the counts, where ``texts`` share a run of words with what models are judged by."""
     if counts := overlap_counts(texts, judged):
         found = ", ".join(f"{count} with {name}" for name, count in counts.items())
-        raise OverlapError(f"{what}: of {len(texts)}, these share a run of {GRAM_WORDS} words with an evaluation set: {found}")
+        raise OverlapError(
+            f"{what}: of {len(texts)}, these share a run of {GRAM_WORDS} words with an evaluation set: {found}"
+        )
 
 
-def scored(draft: LlamaForCausalLM, shortlist: Tensor, held_out: Shards, device: str) -> dict[str, dict[str, float]]:
+def scored(
+    draft: LlamaForCausalLM, shortlist: Tensor, held_out: Shards, device: str
+) -> dict[str, dict[str, float]]:
     """Score the draft as it will be stored, showing every line."""
     draft.bfloat16().float()
     scores = evaluate(draft, shortlist, load_samples(held_out), device)
     for workload, score in scores.items():
-        print(f"evaluate: {workload} " + " ".join(f"{k} {v:.3f}" for k, v in score.items()), flush=True)
+        print(
+            f"evaluate: {workload} " + " ".join(f"{k} {v:.3f}" for k, v in score.items()),
+            flush=True,
+        )
     return scores
 
 
@@ -185,48 +242,92 @@ def make_target(args: argparse.Namespace, out: Path) -> None:
     start = time.monotonic()
     dialogues: list[str] = []
     if args.dialogues:
-        dialogues = dialogues_of(load_samples(Shards(args.dialogues)), AutoTokenizer.from_pretrained(args.dialogue_tokenizer))
+        dialogues = dialogues_of(
+            load_samples(Shards(args.dialogues)),
+            AutoTokenizer.from_pretrained(args.dialogue_tokenizer),
+        )
     texts = family_texts(args.train, dialogues)
     if args.drop_overlap:
         judged = judged_by(args)
-        texts = [text for text in texts if not any(overlaps(text, runs) for runs in judged.values())]
+        texts = [
+            text for text in texts if not any(overlaps(text, runs) for runs in judged.values())
+        ]
     refuse_overlap("texts", texts, judged_by(args))
     if not (out / "tokenizer.json").is_file():
         train_tokenizer(texts, out)
     tokenizer = AutoTokenizer.from_pretrained(out)
     samples: list[Sample] = list(pieces(texts, tokenizer))
-    print(f"target: {len(texts)} texts, {sum(len(s.tokens) for s in samples)} tokens in a pass", flush=True)
+    print(
+        f"target: {len(texts)} texts, {sum(len(s.tokens) for s in samples)} tokens in a pass",
+        flush=True,
+    )
     torch.manual_seed(args.seed)
     shape = Shape(args.hidden, args.layers, args.head_dim, VOCABULARY)
     model = untrained(shape)
-    budget = Budget(args.target_tokens, _TARGET_BATCH, _TARGET_LEARNING_RATE, start + 60 * args.minutes, embedding_rate=1.0)
-    line = Trainer(model, torch.arange(VOCABULARY), samples, args.device, args.seed, args.work / TARGET_NAME).run(budget)
-    report: dict[str, Any] = {"training": line, "parameters": parameters(model), "before": held_out(args, model, tokenizer)}
+    budget = Budget(
+        args.target_tokens,
+        _TARGET_BATCH,
+        _TARGET_LEARNING_RATE,
+        start + 60 * args.minutes,
+        embedding_rate=1.0,
+    )
+    line = Trainer(
+        model, torch.arange(VOCABULARY), samples, args.device, args.seed, args.work / TARGET_NAME
+    ).run(budget)
+    report: dict[str, Any] = {
+        "training": line,
+        "parameters": parameters(model),
+        "before": held_out(args, model, tokenizer),
+    }
     if args.unlikelihood_tokens:
-        run = args.work / f"{TARGET_NAME}-unlikelihood{args.unlikelihood_tokens}-after{line['tokens']}"
-        budget = replace(budget, tokens=args.unlikelihood_tokens, learning_rate=_UNLIKELIHOOD_LEARNING_RATE)
+        run = (
+            args.work
+            / f"{TARGET_NAME}-unlikelihood{args.unlikelihood_tokens}-after{line['tokens']}"
+        )
+        budget = replace(
+            budget, tokens=args.unlikelihood_tokens, learning_rate=_UNLIKELIHOOD_LEARNING_RATE
+        )
         report |= {
             "unlikelihood": Unlikelihood(model, samples, args, run, tokenizer).run(budget),
             "after": held_out(args, model, tokenizer),
         }
     model.bfloat16().float()
-    report |= {"texts": len(texts), "dialogues": len(dialogues), "set_tokens": sum(len(s.tokens) for s in samples)}
+    report |= {
+        "texts": len(texts),
+        "dialogues": len(dialogues),
+        "set_tokens": sum(len(s.tokens) for s in samples),
+    }
     report["wall_s"] = time.monotonic() - start
     export(model, None, out / "tokenizer.json", out)
-    (out / "README.md").write_text(target_card(args, out.name, shape, report, command_line(args)), encoding="utf-8")
+    (out / "README.md").write_text(
+        target_card(args, out.name, shape, report, command_line(args)), encoding="utf-8"
+    )
 
 
-def held_out(args: argparse.Namespace, model: LlamaForCausalLM, tokenizer: Any) -> dict[str, dict[str, float]]:
+def held_out(
+    args: argparse.Namespace, model: LlamaForCausalLM, tokenizer: Any
+) -> dict[str, dict[str, float]]:
     """Score the family's target as it would be stored: loss by held-out source, repetition of its greedy answers by workload."""
     stored = copy.deepcopy(model).bfloat16().float()
     losses = held_out_losses(stored, args.held_out, tokenizer, args.device)
-    return {"losses": losses, "repetition": greedy_repetition(stored, args.held_out, tokenizer, args.device)}
+    return {
+        "losses": losses,
+        "repetition": greedy_repetition(stored, args.held_out, tokenizer, args.device),
+    }
 
 
 def draft_arguments(args: argparse.Namespace, target: Path, member: Member) -> argparse.Namespace:
     """Return the arguments that distil one draft of the family."""
-    values = vars(args) | {"target": target, "out": args.out / member.name, "workloads": list(member.workloads or args.workloads)}
-    values |= {"hidden": member.shape.hidden, "layers": member.shape.layers, "head_dim": member.shape.head_dim}
+    values = vars(args) | {
+        "target": target,
+        "out": args.out / member.name,
+        "workloads": list(member.workloads or args.workloads),
+    }
+    values |= {
+        "hidden": member.shape.hidden,
+        "layers": member.shape.layers,
+        "head_dim": member.shape.head_dim,
+    }
     return argparse.Namespace(**values | {"shortlist": member.shape.shortlist})
 
 

@@ -9,7 +9,12 @@ from typing import Any
 
 from engines_build.corpora import LICENCES
 from engines_build.corpora_overlap import GRAM_WORDS
-from engines_build.distill_generate import MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, SAMPLED_TEMPERATURE, TOP_K
+from engines_build.distill_generate import (
+    MAX_NEW_TOKENS,
+    MAX_PROMPT_TOKENS,
+    SAMPLED_TEMPERATURE,
+    TOP_K,
+)
 from engines_build.distill_train import POSITIONS, Shape
 from engines_build.distill_unlikelihood import CONTINUATIONS, NEW_TOKENS
 
@@ -109,15 +114,34 @@ _UNLIKELIHOOD = """Then {read} tokens were read while it unlearnt its greedy loo
 
 def command_line(args: argparse.Namespace) -> str:
     """Return the command that ``args`` were parsed from, folders by their last name."""
-    return shlex.join(["python", "-m", "engines_build.distill", *(Path(a).name if "/" in a else a for a in args.command)])
+    return shlex.join(
+        [
+            "python",
+            "-m",
+            "engines_build.distill",
+            *(Path(a).name if "/" in a else a for a in args.command),
+        ]
+    )
 
 
 def model_card(args: argparse.Namespace, shape: Shape, report: dict[str, Any], command: str) -> str:
     """Write the README.md of a draft from the run's arguments and its report."""
     scores, line = report["scores"], report["training"]
-    columns = ("agreement", "overlap", "tokens_per_step_2", "tokens_per_step_4", "tokens_per_step_8")
-    lines = [f"| {w} | {s['tokens']:.0f} | " + " | ".join(f"{s[c]:.2f}" for c in columns) + " |" for w, s in scores.items()]
-    positions = [f"| {w} | " + " | ".join(f"{s[f'accepted_{j}']:.2f}" for j in POSITIONS) + " |" for w, s in scores.items()]
+    columns = (
+        "agreement",
+        "overlap",
+        "tokens_per_step_2",
+        "tokens_per_step_4",
+        "tokens_per_step_8",
+    )
+    lines = [
+        f"| {w} | {s['tokens']:.0f} | " + " | ".join(f"{s[c]:.2f}" for c in columns) + " |"
+        for w, s in scores.items()
+    ]
+    positions = [
+        f"| {w} | " + " | ".join(f"{s[f'accepted_{j}']:.2f}" for j in POSITIONS) + " |"
+        for w, s in scores.items()
+    ]
     return _CARD.format(
         name=args.out.name,
         target=args.target.name,
@@ -164,7 +188,9 @@ def _beginning(args: argparse.Namespace, shape: Shape) -> str:
     )
 
 
-def target_card(args: argparse.Namespace, name: str, shape: Shape, report: dict[str, Any], command: str) -> str:
+def target_card(
+    args: argparse.Namespace, name: str, shape: Shape, report: dict[str, Any], command: str
+) -> str:
     """Write the README.md of the family's target."""
     line = report["training"]
     return _TARGET_CARD.format(
@@ -198,13 +224,18 @@ def _unlearnt(report: dict[str, Any]) -> str:
     """Return what the card says of the phase against loops."""
     if "after" not in report:
         return "No training against loops."
-    return _UNLIKELIHOOD.format(read=f"{report['unlikelihood']['tokens']:,}", new=NEW_TOKENS, texts=CONTINUATIONS)
+    return _UNLIKELIHOOD.format(
+        read=f"{report['unlikelihood']['tokens']:,}", new=NEW_TOKENS, texts=CONTINUATIONS
+    )
 
 
 def _rows(report: dict[str, Any], what: str) -> str:
     """Return a line for each source or workload: its value, and where there was a phase against loops those before and after it."""
     stages = [report[stage][what] for stage in ("before", "after") if stage in report]
-    return "\n".join(f"| {name} | " + ", then ".join(f"{stage[name]:.2f}" for stage in stages) + " |" for name in stages[0])
+    return "\n".join(
+        f"| {name} | " + ", then ".join(f"{stage[name]:.2f}" for stage in stages) + " |"
+        for name in stages[0]
+    )
 
 
 def licences(args: argparse.Namespace) -> str:

@@ -14,8 +14,23 @@ from backend.manifest import vocabulary_sha256
 
 MAX_FILE_BYTES = 16 * 2**20
 _CONFIG_KEYS = {
-    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("head_dim", "hidden_act", "rms_norm_eps", "rope_parameters", "max_position_embeddings", "tie_word_embeddings"),
+    *(
+        "model_type",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    ),
+    *(
+        "head_dim",
+        "hidden_act",
+        "rms_norm_eps",
+        "rope_parameters",
+        "max_position_embeddings",
+        "tie_word_embeddings",
+    ),
     *("attention_bias", "mlp_bias", "bos_token_id", "eos_token_id"),
 }
 
@@ -27,21 +42,32 @@ def export(model: LlamaForCausalLM, shortlist: Tensor | None, tokenizer: Path, o
     its config.json; a whole model has no ``shortlist`` and brings its tokenizer along.
     """
     out.mkdir(parents=True, exist_ok=True)
-    tensors = {name: t.detach().bfloat16().cpu().contiguous() for name, t in model.state_dict().items()}
+    tensors = {
+        name: t.detach().bfloat16().cpu().contiguous() for name, t in model.state_dict().items()
+    }
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
     config = {k: v for k, v in model.config.to_dict().items() if k in _CONFIG_KEYS}
     config |= {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
     if shortlist is not None:
         tensors["lm_head.token_ids"] = shortlist.int()
-        config |= {"draft_vocab_size": len(shortlist), "vocabulary_sha256": vocabulary_sha256(tokenizer)}
+        config |= {
+            "draft_vocab_size": len(shortlist),
+            "vocabulary_sha256": vocabulary_sha256(tokenizer),
+        }
     write_weights(tensors, out)
-    (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (out / "config.json").write_text(
+        json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )
 
 
 def read_draft(folder: Path) -> tuple[LlamaForCausalLM, Tensor]:
     """Return a draft that ``export`` has written, in fp32, and its shortlist. Raises ValueError for a folder that is none."""
-    tensors = {name: t for file in sorted(folder.glob("model*.safetensors")) for name, t in load_file(file).items()}
+    tensors = {
+        name: t
+        for file in sorted(folder.glob("model*.safetensors"))
+        for name, t in load_file(file).items()
+    }
     if "lm_head.token_ids" not in tensors:
         raise ValueError(f"--start: {folder} is no draft with a shortlist")
     shortlist = tensors.pop("lm_head.token_ids").long()
@@ -57,7 +83,10 @@ def write_weights(tensors: dict[str, Tensor], out: Path) -> None:
         old.unlink()
     files: list[dict[str, Tensor]] = [{}]
     for name, t in sorted(tensors.items(), key=lambda item: -item[1].nbytes):
-        if files[-1] and sum(o.nbytes for o in files[-1].values()) + t.nbytes > MAX_FILE_BYTES - 2**16:
+        if (
+            files[-1]
+            and sum(o.nbytes for o in files[-1].values()) + t.nbytes > MAX_FILE_BYTES - 2**16
+        ):
             files.append({})
         files[-1][name] = t
     if len(files) == 1:
@@ -67,8 +96,13 @@ def write_weights(tensors: dict[str, Tensor], out: Path) -> None:
     for file, name in zip(files, names, strict=True):
         save_file(file, out / name, metadata={"format": "pt"})
     where = {tensor: name for file, name in zip(files, names, strict=True) for tensor in file}
-    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": where}
-    (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    index = {
+        "metadata": {"total_size": sum(t.nbytes for t in tensors.values())},
+        "weight_map": where,
+    }
+    (out / "model.safetensors.index.json").write_text(
+        json.dumps(index, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 def parameters(model: torch.nn.Module) -> int:

@@ -54,12 +54,21 @@ DRAFTS = (
 def family_texts(corpus: Corpus, dialogues: list[str]) -> list[str]:
     """Return what the target is trained on, in a seeded order: documents, SQL questions with answers, ``dialogues``."""
     rng = random.Random(f"family/{corpus.seed}")
-    texts = [d.text for d in corpus.documents("postgresql", "sqlite", "python", "stdlib", "wordnet", "chatterbot")]
+    texts = [
+        d.text
+        for d in corpus.documents(
+            "postgresql", "sqlite", "python", "stdlib", "wordnet", "chatterbot"
+        )
+    ]
     for schema in corpus.documents("sql"):
         for _ in range(_QUESTIONS_PER_SCHEMA):
             question, answer = sql_example(schema, rng)
             prompt = f"{schema.text}\n\n{question}"
-            texts.append(f"{prompt}\n{answer}" if rng.random() < 0.35 else f"{as_message(prompt)}{answer}{STOP}")
+            texts.append(
+                f"{prompt}\n{answer}"
+                if rng.random() < 0.35
+                else f"{as_message(prompt)}{answer}{STOP}"
+            )
     texts += dialogues * _DIALOGUE_COPIES
     rng.shuffle(texts)
     return texts
@@ -79,17 +88,33 @@ def dialogues_of(samples: list[Sample], tokenizer: Any) -> list[str]:
 def train_tokenizer(texts: list[str], folder: Path) -> None:
     """Write a byte-level BPE tokenizer of ``VOCABULARY`` tokens with the special ones of ``CHAT_TEMPLATE``."""
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bpe.pre_tokenizer, bpe.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=[END, START, STOP], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[END, START, STOP],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
     bpe.train_from_iterator(texts, trainer)
     folder.mkdir(parents=True, exist_ok=True)
     bpe.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, "chat_template": CHAT_TEMPLATE}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
     settings |= {"bos_token": START, "eos_token": STOP, "pad_token": END}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(settings, indent=1) + "\n", encoding="utf-8"
+    )
     ends = {"bos_token_id": 1, "eos_token_id": [2, 0], "pad_token_id": 0}
-    (folder / "generation_config.json").write_text(json.dumps(ends, indent=1) + "\n", encoding="utf-8")
+    (folder / "generation_config.json").write_text(
+        json.dumps(ends, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def pieces(texts: list[str], tokenizer: Any) -> Iterator[Sample]:
@@ -100,7 +125,13 @@ def pieces(texts: list[str], tokenizer: Any) -> Iterator[Sample]:
         while len(kept) >= PIECE_TOKENS:
             piece = torch.tensor(kept[:PIECE_TOKENS], dtype=torch.int32)
             del kept[:PIECE_TOKENS]
-            yield Sample(piece, 1, "text", piece[1:, None], torch.zeros(PIECE_TOKENS - 1, 1, dtype=torch.half))
+            yield Sample(
+                piece,
+                1,
+                "text",
+                piece[1:, None],
+                torch.zeros(PIECE_TOKENS - 1, 1, dtype=torch.half),
+            )
 
 
 def untrained(shape: Shape) -> LlamaForCausalLM:
@@ -124,12 +155,19 @@ def untrained(shape: Shape) -> LlamaForCausalLM:
 
 
 @torch.no_grad()
-def held_out_losses(model: LlamaForCausalLM, corpus: Corpus, tokenizer: Any, device: str, tokens: int = 20_000) -> dict[str, float]:
+def held_out_losses(
+    model: LlamaForCausalLM, corpus: Corpus, tokenizer: Any, device: str, tokens: int = 20_000
+) -> dict[str, float]:
     """Return the mean loss (nats a token) on the held-out documents of each source, on about ``tokens`` of each."""
     losses = {}
     for source in corpus.sources:
         texts = [d.text for d in corpus.documents(source)]
-        samples = [s for s, _ in zip(pieces(texts, tokenizer), range(max(tokens // PIECE_TOKENS, 1)), strict=False)]
+        samples = [
+            s
+            for s, _ in zip(
+                pieces(texts, tokenizer), range(max(tokens // PIECE_TOKENS, 1)), strict=False
+            )
+        ]
         values = [_loss(model, samples[i : i + 8], device) for i in range(0, len(samples), 8)]
         if values:
             losses[source] = float(torch.cat(values).mean())
@@ -139,4 +177,6 @@ def held_out_losses(model: LlamaForCausalLM, corpus: Corpus, tokenizer: Any, dev
 def _loss(model: LlamaForCausalLM, samples: list[Sample], device: str) -> Tensor:
     logits = model.lm_head(hidden_states(model, samples, device)[:, :-1].float())
     following = torch.stack([s.tokens[1:] for s in samples]).long().to(device)
-    return nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="none").cpu()
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1), following.flatten(), reduction="none"
+    ).cpu()

@@ -44,9 +44,17 @@ class Teacher:
     """
 
     def __init__(self, config: LlamaConfig, weights: Weights, slots: int):
-        self.heads, self.kv_heads, self.head_dim, self.eps = config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
+        self.heads, self.kv_heads, self.head_dim, self.eps = (
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.rms_norm_eps,
+        )
         self.layers = [_fused(weights, f"model.layers.{i}.") for i in range(config.num_layers)]
-        self.embedding, self.norm = weights["model.embed_tokens.weight"], weights["model.norm.weight"]
+        self.embedding, self.norm = (
+            weights["model.embed_tokens.weight"],
+            weights["model.norm.weight"],
+        )
         self.head = weights.get("lm_head.weight", self.embedding)
         self.device, self.slots = self.embedding.device, slots
         room = MAX_PROMPT_TOKENS + MAX_NEW_TOKENS
@@ -62,9 +70,18 @@ class Teacher:
         cos, sin = self.cos[:n, None], self.sin[:n, None]
         for i, layer in enumerate(self.layers):
             q, k, v = self._project(layer, x, cos, sin)
-            self.keys[i, slot, :, :n], self.values[i, slot, :, :n] = k.transpose(0, 1), v.transpose(0, 1)
+            self.keys[i, slot, :, :n], self.values[i, slot, :, :n] = (
+                k.transpose(0, 1),
+                v.transpose(0, 1),
+            )
             q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-            x = self._feed_forward(layer, x, F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1))
+            x = self._feed_forward(
+                layer,
+                x,
+                F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[
+                    0
+                ].transpose(0, 1),
+            )
         self.lengths[slot] = n
         return F.rms_norm(x[-1:], self.norm.shape, self.norm, self.eps) @ self.head.T
 
@@ -73,25 +90,39 @@ class Teacher:
         rows, at = torch.arange(self.slots, device=self.device), self.lengths
         x = self.embedding[tokens]
         cos, sin = self.cos[at][:, None], self.sin[at][:, None]
-        blocks = [(b, int(n.max()) + 1) for b, n in zip(rows.split(_BLOCK_SLOTS), at.split(_BLOCK_SLOTS), strict=True)]
+        blocks = [
+            (b, int(n.max()) + 1)
+            for b, n in zip(rows.split(_BLOCK_SLOTS), at.split(_BLOCK_SLOTS), strict=True)
+        ]
         spans = [(slice(int(b[0]), int(b[-1]) + 1), longest) for b, longest in blocks]
-        masks = [(torch.arange(longest, device=self.device) <= at[span, None])[:, None, None, :] for span, longest in spans]
+        masks = [
+            (torch.arange(longest, device=self.device) <= at[span, None])[:, None, None, :]
+            for span, longest in spans
+        ]
         for i, layer in enumerate(self.layers):
             q, k, v = self._project(layer, x, cos, sin)
             self.keys[i, rows, :, at], self.values[i, rows, :, at] = k, v
             q = q.view(self.slots, self.kv_heads, -1, self.head_dim)
             keys, values = self.keys[i], self.values[i]
             out = [
-                F.scaled_dot_product_attention(q[span], keys[span, :, :longest], values[span, :, :longest], attn_mask=mask)
+                F.scaled_dot_product_attention(
+                    q[span], keys[span, :, :longest], values[span, :, :longest], attn_mask=mask
+                )
                 for (span, longest), mask in zip(spans, masks, strict=True)
             ]
             x = self._feed_forward(layer, x, torch.cat(out))
         self.lengths = at + 1
         return F.rms_norm(x, self.norm.shape, self.norm, self.eps) @ self.head.T
 
-    def _project(self, layer: dict[str, Tensor], x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(
+        self, layer: dict[str, Tensor], x: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [n, heads, head_dim], keys and values [n, kv_heads, head_dim] of hidden states [n, hidden]."""
-        qkv = F.linear(F.rms_norm(x, self.norm.shape, layer["attention_norm"], self.eps), layer["qkv"], layer.get("qkv_bias"))
+        qkv = F.linear(
+            F.rms_norm(x, self.norm.shape, layer["attention_norm"], self.eps),
+            layer["qkv"],
+            layer.get("qkv_bias"),
+        )
         qkv = qkv.view(x.shape[0], -1, self.head_dim)
         qk, v = qkv[:, : -self.kv_heads], qkv[:, -self.kv_heads :]
         qk = qk * cos + qk.roll(self.head_dim // 2, -1) * sin
@@ -99,7 +130,9 @@ class Teacher:
 
     def _feed_forward(self, layer: dict[str, Tensor], x: Tensor, attended: Tensor) -> Tensor:
         x = x + F.linear(attended.reshape(x.shape[0], -1), layer["o"], layer.get("o_bias"))
-        gate, up = (F.rms_norm(x, self.norm.shape, layer["mlp_norm"], self.eps) @ layer["gate_up"].T).chunk(2, dim=-1)
+        gate, up = (
+            F.rms_norm(x, self.norm.shape, layer["mlp_norm"], self.eps) @ layer["gate_up"].T
+        ).chunk(2, dim=-1)
         return x + (F.silu(gate) * up) @ layer["down"].T
 
 
@@ -141,7 +174,9 @@ class _Row:
         """Whether the text is over, full, or repeats its last 8 tokens for the third time in 64 (a loop teaches nothing more)."""
         new = self.tokens[self.prompt_tokens :]
         tail, recent = new[-8:], new[-64:]
-        looping = len(new) >= 24 and sum(recent[i : i + 8] == tail for i in range(len(recent) - 7)) >= 3
+        looping = (
+            len(new) >= 24 and sum(recent[i : i + 8] == tail for i in range(len(recent) - 7)) >= 3
+        )
         return new[-1] in eos or len(new) >= MAX_NEW_TOKENS or looping
 
 
@@ -190,10 +225,22 @@ class Generator:
     """
 
     def __init__(
-        self, teacher: Teacher, tokenizer: Any, corpus: Corpus, shards: Shards, greedy_share: float, workloads: Sequence[str] | None = None
+        self,
+        teacher: Teacher,
+        tokenizer: Any,
+        corpus: Corpus,
+        shards: Shards,
+        greedy_share: float,
+        workloads: Sequence[str] | None = None,
     ):
         self.workloads = [w for w in corpus.workloads if workloads is None or w in workloads]
-        self.teacher, self.tokenizer, self.corpus, self.shards, self.greedy_share = teacher, tokenizer, corpus, shards, greedy_share
+        self.teacher, self.tokenizer, self.corpus, self.shards, self.greedy_share = (
+            teacher,
+            tokenizer,
+            corpus,
+            shards,
+            greedy_share,
+        )
         self.eos = eos_token_ids(tokenizer)
         self.replies: deque[str] = deque(maxlen=64)
         self.noise = torch.Generator().manual_seed(corpus.seed * 1_000_003 + len(shards.paths()))
@@ -206,7 +253,9 @@ class Generator:
         finished: list[_Row] = []
         rows = [self._start(slot) for slot in range(self.teacher.slots)]
         while self.shards.generated < tokens and time.monotonic() < deadline:
-            logits = self.teacher.decode(torch.tensor([r.tokens[-1] for r in rows], device=self.teacher.device))
+            logits = self.teacher.decode(
+                torch.tensor([r.tokens[-1] for r in rows], device=self.teacher.device)
+            )
             self._extend(rows, logits)
             for slot, row in enumerate(rows):
                 if row.ended(self.eos):
@@ -217,14 +266,22 @@ class Generator:
                 self.shards.write(finished)
                 finished.clear()
                 rate = (self.shards.generated - before) / (time.monotonic() - start)
-                print(f"generate: {self.shards.generated} tokens, {self.shards.next_prompt} prompts, {rate:.0f} tok/s", flush=True)
+                print(
+                    f"generate: {self.shards.generated} tokens, {self.shards.next_prompt} prompts, {rate:.0f} tok/s",
+                    flush=True,
+                )
         self.shards.write(finished + rows)
 
     def _start(self, slot: int) -> _Row:
         prompt = self._next_prompt()
         ids = encode(self.tokenizer, prompt)
         greedy = self.rng.random() < self.greedy_share
-        row = _Row(_WORKLOAD_NAMES.index(prompt.workload), len(ids), ids[:], 0.0 if greedy else SAMPLED_TEMPERATURE)
+        row = _Row(
+            _WORKLOAD_NAMES.index(prompt.workload),
+            len(ids),
+            ids[:],
+            0.0 if greedy else SAMPLED_TEMPERATURE,
+        )
         top_logprobs, top_ids = _top(self.teacher.prefill(slot, ids))
         following = torch.tensor(ids[1:], dtype=torch.long)[:, None].expand(-1, top_ids.shape[1])
         certain = torch.full(following.shape, -math.inf)
@@ -236,17 +293,30 @@ class Generator:
 
     def _next_prompt(self) -> Prompt:
         self.shards.next_prompt += 1
-        if not self.corpus.held_out and self.replies and "qa" in self.workloads and self.rng.random() < _FOLLOW_UP_SHARE:
+        if (
+            not self.corpus.held_out
+            and self.replies
+            and "qa" in self.workloads
+            and self.rng.random() < _FOLLOW_UP_SHARE
+        ):
             workload = self.rng.choice(["summarise", "qa"])
-            return Prompt(workload, ask_about(self.rng.choice(self.replies), workload, self.rng), self.rng.random() < 0.35)
+            return Prompt(
+                workload,
+                ask_about(self.rng.choice(self.replies), workload, self.rng),
+                self.rng.random() < 0.35,
+            )
         index = self.shards.next_prompt - 1
         if self.corpus.held_out:
             return self.corpus.prompt(index, self.workloads[index % len(self.workloads)])
-        return self.corpus.prompt(index, self.rng.choices(self.workloads, [WORKLOADS[w] for w in self.workloads])[0])
+        return self.corpus.prompt(
+            index, self.rng.choices(self.workloads, [WORKLOADS[w] for w in self.workloads])[0]
+        )
 
     def _extend(self, rows: list[_Row], logits: Tensor) -> None:
         top_logprobs, top_ids = _top(logits)
-        chosen = self._choose(top_logprobs, top_ids, torch.tensor([r.temperature for r in rows])).tolist()
+        chosen = self._choose(
+            top_logprobs, top_ids, torch.tensor([r.temperature for r in rows])
+        ).tolist()
         for i, row in enumerate(rows):
             row.top_ids.append(top_ids[i : i + 1])
             row.top_logprobs.append(top_logprobs[i : i + 1])
@@ -261,7 +331,9 @@ class Generator:
     def _remember(self, row: _Row) -> None:
         """Keep a long answer of a chat as the article of later summaries and questions: prose on more topics than the documents have."""
         if _WORKLOAD_NAMES[row.workload] == "chat" and len(row.tokens) - row.prompt_tokens > 100:
-            self.replies.append(self.tokenizer.decode(row.tokens[row.prompt_tokens :], skip_special_tokens=True))
+            self.replies.append(
+                self.tokenizer.decode(row.tokens[row.prompt_tokens :], skip_special_tokens=True)
+            )
 
 
 def _top(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -276,7 +348,9 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
     if prompt.raw or tokenizer.chat_template is None:
         return list(tokenizer(prompt.text)["input_ids"])[:MAX_PROMPT_TOKENS]
     message = tokenizer.decode(tokenizer(prompt.text)["input_ids"][: MAX_PROMPT_TOKENS - 64])
-    text = tokenizer.apply_chat_template([{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
+    )
     return list(tokenizer(text)["input_ids"])[:MAX_PROMPT_TOKENS]
 
 

@@ -49,7 +49,9 @@ class Shape:
 def shape_of(draft: LlamaForCausalLM) -> Shape:
     """Return what a draft is made of."""
     config = draft.config
-    return Shape(config.hidden_size, config.num_hidden_layers, config.head_dim, draft.lm_head.out_features)
+    return Shape(
+        config.hidden_size, config.num_hidden_layers, config.head_dim, draft.lm_head.out_features
+    )
 
 
 @dataclass(slots=True)
@@ -87,9 +89,19 @@ def plain_samples(texts: list[str], tokenizer: Any, tokens: int, seed: int) -> l
     """Cut the beginnings of ``texts`` into samples of ``_PLAIN_TOKENS``, about ``tokens`` in all, whose law is the next token itself."""
     rng, samples = random.Random(seed), []
     for text in rng.sample(texts, len(texts)):
-        for piece in torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int32).split(_PLAIN_TOKENS)[:_PLAIN_PIECES]:
+        for piece in torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int32).split(
+            _PLAIN_TOKENS
+        )[:_PLAIN_PIECES]:
             if len(piece) > 8 and tokens > 0:
-                samples.append(Sample(piece, 1, "text", piece[1:, None], torch.zeros(len(piece) - 1, 1, dtype=torch.half)))
+                samples.append(
+                    Sample(
+                        piece,
+                        1,
+                        "text",
+                        piece[1:, None],
+                        torch.zeros(len(piece) - 1, 1, dtype=torch.half),
+                    )
+                )
                 tokens -= len(piece)
     return samples
 
@@ -99,12 +111,16 @@ def choose_shortlist(samples: list[Sample], size: int, vocab: int, always: set[i
     mass = torch.zeros(vocab, dtype=torch.float64)
     for s in samples:
         own = slice(s.prompt_tokens - 1, None)
-        mass.index_add_(0, s.top_ids[own].flatten().long(), s.top_logprobs[own].flatten().double().exp())
+        mass.index_add_(
+            0, s.top_ids[own].flatten().long(), s.top_logprobs[own].flatten().double().exp()
+        )
     mass[list(always)] = math.inf
     return mass.topk(size).indices.sort().values
 
 
-def build(shape: Shape, embedding: Tensor, shortlist: Tensor, tokenizer: Any, positions: int) -> LlamaForCausalLM:
+def build(
+    shape: Shape, embedding: Tensor, shortlist: Tensor, tokenizer: Any, positions: int
+) -> LlamaForCausalLM:
     """Make an untrained draft whose embedding and head are the teacher's ``embedding`` [vocab, d], projected onto its leading directions.
 
     ``positions`` is the teacher's longest context. The projection (principal components, uncentred) keeps which tokens are alike, most of
@@ -129,7 +145,12 @@ def build(shape: Shape, embedding: Tensor, shortlist: Tensor, tokenizer: Any, po
     draft.lm_head = nn.Linear(shape.hidden, len(shortlist), bias=False)
     with torch.no_grad():
         table = embedding.float().cpu()
-        projected = table @ torch.linalg.eigh(table.T @ table).eigenvectors[:, -min(shape.hidden, table.shape[1]) :]
+        projected = (
+            table
+            @ torch.linalg.eigh(table.T @ table).eigenvectors[
+                :, -min(shape.hidden, table.shape[1]) :
+            ]
+        )
         projected = nn.functional.pad(projected, (0, shape.hidden - projected.shape[1]))
         projected /= projected.square().mean().sqrt()
         draft.model.embed_tokens.weight.copy_(EMBEDDING_RMS * projected)
@@ -160,9 +181,20 @@ class Trainer:
     the steps since the line before.
     """
 
-    def __init__(self, draft: LlamaForCausalLM, shortlist: Tensor, samples: list[Sample], device: str, seed: int, run: Path):
+    def __init__(
+        self,
+        draft: LlamaForCausalLM,
+        shortlist: Tensor,
+        samples: list[Sample],
+        device: str,
+        seed: int,
+        run: Path,
+    ):
         self.draft, self.samples, self.device, self.seed = draft.to(device), samples, device, seed
-        self.checkpoint, self.curve = run.with_name(run.name + ".pt"), run.with_name(run.name + ".jsonl")
+        self.checkpoint, self.curve = (
+            run.with_name(run.name + ".pt"),
+            run.with_name(run.name + ".jsonl"),
+        )
         run.parent.mkdir(parents=True, exist_ok=True)
         self.index = torch.full((draft.config.vocab_size,), -1, dtype=torch.long)
         self.index[shortlist] = torch.arange(len(shortlist))
@@ -172,8 +204,13 @@ class Trainer:
         """Train within ``budget`` and return the last line of the curve."""
         embedding = self.draft.model.embed_tokens.weight
         others = [p for p in self.draft.parameters() if p is not embedding]
-        groups = [{"params": [embedding], "rate": budget.embedding_rate, "weight_decay": 0.0}, {"params": others, "rate": 1.0}]
-        optimiser = torch.optim.AdamW(groups, lr=budget.learning_rate, betas=(0.9, 0.98), weight_decay=0.1, fused=True)
+        groups = [
+            {"params": [embedding], "rate": budget.embedding_rate, "weight_decay": 0.0},
+            {"params": others, "rate": 1.0},
+        ]
+        optimiser = torch.optim.AdamW(
+            groups, lr=budget.learning_rate, betas=(0.9, 0.98), weight_decay=0.1, fused=True
+        )
         state = self._resume(optimiser)
         start = saved = time.monotonic()
         seen: list[dict[str, float]] = []
@@ -184,9 +221,14 @@ class Trainer:
                 break
             for group in optimiser.param_groups:
                 fall = 0.03 + 0.97 * (1 + math.cos(math.pi * done)) / 2
-                group["lr"] = group["rate"] * budget.learning_rate * min((step + 1) / _RISE_STEPS, fall)
+                group["lr"] = (
+                    group["rate"] * budget.learning_rate * min((step + 1) / _RISE_STEPS, fall)
+                )
             seen.append(self._step(step, chosen, optimiser))
-            state["step"], state["tokens"] = step + 1, state["tokens"] + sum(len(s.tokens) for s in chosen)
+            state["step"], state["tokens"] = (
+                step + 1,
+                state["tokens"] + sum(len(s.tokens) for s in chosen),
+            )
             if state["step"] % _STEPS_PER_LINE == 0:
                 self._report(state, seen, now - start)
                 if now - saved > _CHECKPOINT_S:
@@ -203,12 +245,21 @@ class Trainer:
         state["line"] = {"step": state["step"], "tokens": state["tokens"], **means}
         with self.curve.open("a", encoding="utf-8") as file:
             file.write(json.dumps(state["line"]) + "\n")
-        print(f"train: {self.curve.stem} " + " ".join(f"{k} {v}" for k, v in state["line"].items()) + f" {wall_s:.0f} s", flush=True)
+        print(
+            f"train: {self.curve.stem} "
+            + " ".join(f"{k} {v}" for k, v in state["line"].items())
+            + f" {wall_s:.0f} s",
+            flush=True,
+        )
 
     def _resume(self, optimiser: torch.optim.Optimizer) -> dict[str, Any]:
         if not self.checkpoint.exists():
             self.curve.unlink(missing_ok=True)
-            return {"step": 0, "tokens": 0, "line": {"loss": math.nan, "agreement": math.nan, "tokens": 0}}
+            return {
+                "step": 0,
+                "tokens": 0,
+                "line": {"loss": math.nan, "agreement": math.nan, "tokens": 0},
+            }
         saved = torch.load(self.checkpoint, map_location=self.device)
         self.draft.load_state_dict(saved["draft"])
         optimiser.load_state_dict(saved["optimiser"])
@@ -220,7 +271,10 @@ class Trainer:
     def _save(self, state: dict[str, Any], optimiser: torch.optim.Optimizer) -> None:
         """Write the checkpoint; it appears whole or not at all."""
         fresh = self.checkpoint.with_suffix(".tmp")
-        torch.save({"draft": self.draft.state_dict(), "optimiser": optimiser.state_dict(), "state": state}, fresh)
+        torch.save(
+            {"draft": self.draft.state_dict(), "optimiser": optimiser.state_dict(), "state": state},
+            fresh,
+        )
         fresh.rename(self.checkpoint)
 
     def _batches(self, batch: int, first: int) -> Iterator[tuple[int, list[Sample]]]:
@@ -235,7 +289,9 @@ class Trainer:
                 if pass_ * steps + at >= first:
                     yield pass_ * steps + at, chosen
 
-    def _step(self, step: int, samples: list[Sample], optimiser: torch.optim.Optimizer) -> dict[str, float]:
+    def _step(
+        self, step: int, samples: list[Sample], optimiser: torch.optim.Optimizer
+    ) -> dict[str, float]:
         """Take one optimiser step; return what the curve shows of it."""
         loss, seen = self._loss(step, samples)
         optimiser.zero_grad()
@@ -251,8 +307,14 @@ class Trainer:
         wanted = [torch.arange(len(s.tokens) - 1) >= s.prompt_tokens - 1 for s in samples]
         wanted = [w | (torch.rand(len(w), generator=noise) < PROMPT_SHARE) for w in wanted]
         x = torch.cat([h[: len(w)][w.to(self.device)] for h, w in zip(hidden, wanted, strict=True)])
-        places = self.index[torch.cat([s.top_ids[w] for s, w in zip(samples, wanted, strict=True)]).long()].to(self.device)
-        logprobs = torch.cat([s.top_logprobs[w] for s, w in zip(samples, wanted, strict=True)]).float().to(self.device)
+        places = self.index[
+            torch.cat([s.top_ids[w] for s, w in zip(samples, wanted, strict=True)]).long()
+        ].to(self.device)
+        logprobs = (
+            torch.cat([s.top_logprobs[w] for s, w in zip(samples, wanted, strict=True)])
+            .float()
+            .to(self.device)
+        )
         with torch.autocast(self.device, torch.bfloat16):
             logits = self.draft.lm_head(x)
         loss = top_cross_entropy(logits.float(), places, logprobs)
@@ -276,14 +338,20 @@ def top_cross_entropy(logits: Tensor, places: Tensor, logprobs: Tensor) -> Tenso
 
 def hidden_states(draft: LlamaForCausalLM, samples: list[Sample], device: str) -> Tensor:
     """Last hidden states [batch, longest, hidden]; the padding lies behind the texts, where causal attention does not look."""
-    tokens = nn.utils.rnn.pad_sequence([s.tokens.long() for s in samples], batch_first=True).to(device)
+    tokens = nn.utils.rnn.pad_sequence([s.tokens.long() for s in samples], batch_first=True).to(
+        device
+    )
     with torch.autocast(device, torch.bfloat16):
         return draft.model(input_ids=tokens, use_cache=False).last_hidden_state
 
 
 @torch.no_grad()
 def evaluate(
-    draft: LlamaForCausalLM, shortlist: Tensor, samples: list[Sample], device: str, lengths: tuple[int, ...] = (2, 4, 8)
+    draft: LlamaForCausalLM,
+    shortlist: Tensor,
+    samples: list[Sample],
+    device: str,
+    lengths: tuple[int, ...] = (2, 4, 8),
 ) -> dict[str, dict[str, float]]:
     """Score a draft on greedy answers of the teacher, by workload.
 
@@ -303,10 +371,16 @@ def evaluate(
         overlaps[s.workload].append(overlap.masked_fill(places < 0, 0.0).sum(dim=1))
     scores = {}
     for workload, runs in sorted(matches.items()):
-        found = {"tokens": float(sum(len(r) for r in runs)), "agreement": torch.cat(runs).float().mean().item()}
+        found = {
+            "tokens": float(sum(len(r) for r in runs)),
+            "agreement": torch.cat(runs).float().mean().item(),
+        }
         found["overlap"] = torch.cat(overlaps[workload]).mean().item()
         found |= {f"tokens_per_step_{k}": tokens_per_step(runs, k) for k in lengths}
-        scores[workload] = found | {f"accepted_{j}": share for j, share in zip(POSITIONS, accepted_by_position(runs), strict=True)}
+        scores[workload] = found | {
+            f"accepted_{j}": share
+            for j, share in zip(POSITIONS, accepted_by_position(runs), strict=True)
+        }
     return scores
 
 
@@ -314,7 +388,9 @@ def greedy_steps(match: list[bool], k: int) -> list[int]:
     """Return how many of ``k`` proposed tokens each greedy step accepts, given where the draft's choice equals the teacher's."""
     accepted, at = [], 0
     while at < len(match):
-        run = next((i for i, hit in enumerate(match[at : at + k]) if not hit), min(k, len(match) - at))
+        run = next(
+            (i for i, hit in enumerate(match[at : at + k]) if not hit), min(k, len(match) - at)
+        )
         accepted.append(run)
         at += run + 1
     return accepted
@@ -322,7 +398,9 @@ def greedy_steps(match: list[bool], k: int) -> list[int]:
 
 def tokens_per_step(matches: list[Tensor], k: int) -> float:
     """Mean tokens emitted by a greedy step that proposes ``k``, given where the draft's choice equals the teacher's along its own text."""
-    return sum(len(match) for match in matches) / sum(len(greedy_steps(match.tolist(), k)) for match in matches)
+    return sum(len(match) for match in matches) / sum(
+        len(greedy_steps(match.tolist(), k)) for match in matches
+    )
 
 
 def accepted_by_position(matches: list[Tensor]) -> list[float]:
@@ -333,4 +411,12 @@ def accepted_by_position(matches: list[Tensor]) -> list[float]:
 
 def run_name(shape: Shape, sequences: int, tokens: int, seed: int) -> str:
     """Name a training run by what its checkpoint depends on."""
-    return "-".join(f"{k}{v}" for k, v in {**asdict(shape), "sequences": sequences, "tokens": tokens, "seed": seed}.items())
+    return "-".join(
+        f"{k}{v}"
+        for k, v in {
+            **asdict(shape),
+            "sequences": sequences,
+            "tokens": tokens,
+            "seed": seed,
+        }.items()
+    )

@@ -42,12 +42,23 @@ class Unlikelihood(Trainer):
     Raises ValueError where the corpus makes no prompt but SQL.
     """
 
-    def __init__(self, model: LlamaForCausalLM, samples: list[Sample], args: argparse.Namespace, run: Path, tokenizer: Any):
-        super().__init__(model, torch.arange(model.config.vocab_size), samples, args.device, args.seed, run)
+    def __init__(
+        self,
+        model: LlamaForCausalLM,
+        samples: list[Sample],
+        args: argparse.Namespace,
+        run: Path,
+        tokenizer: Any,
+    ):
+        super().__init__(
+            model, torch.arange(model.config.vocab_size), samples, args.device, args.seed, run
+        )
         self.corpus, self.tokenizer = args.train, tokenizer
         self.workloads = [w for w in args.train.workloads if w != LEFT_OUT]
         if not self.workloads:
-            raise ValueError(f"--unlikelihood-tokens: the sources {', '.join(args.train.sources)} make prompts of {LEFT_OUT} alone; give 0")
+            raise ValueError(
+                f"--unlikelihood-tokens: the sources {', '.join(args.train.sources)} make prompts of {LEFT_OUT} alone; give 0"
+            )
 
     def _loss(self, step: int, samples: list[Sample]) -> tuple[Tensor, dict[str, float]]:
         loss, seen = super()._loss(step, samples)
@@ -57,29 +68,49 @@ class Unlikelihood(Trainer):
         return loss + _WEIGHT * unlikelihood(self.draft, texts, self.device), seen
 
 
-def short_prompts(corpus: Corpus, tokenizer: Any, workloads: Sequence[str], first: int = 0) -> list[list[int]]:
+def short_prompts(
+    corpus: Corpus, tokenizer: Any, workloads: Sequence[str], first: int = 0
+) -> list[list[int]]:
     """Return the next ``CONTINUATIONS`` prompts of at most ``PROMPT_TOKENS`` tokens from index ``first`` on, of ``workloads`` in turn."""
     prompts = (corpus.prompt(index, workloads[index % len(workloads)]) for index in count(first))
     encoded = (encode(tokenizer, prompt) for prompt in prompts)
-    return list(islice((tokens for tokens in encoded if 0 < len(tokens) <= PROMPT_TOKENS), CONTINUATIONS))
+    return list(
+        islice((tokens for tokens in encoded if 0 < len(tokens) <= PROMPT_TOKENS), CONTINUATIONS)
+    )
 
 
 @torch.no_grad()
-def continued(model: LlamaForCausalLM, prompts: list[list[int]], ends: set[int], device: str) -> list[Text]:
+def continued(
+    model: LlamaForCausalLM, prompts: list[list[int]], ends: set[int], device: str
+) -> list[Text]:
     """Return each prompt with its greedy continuation, up to one of ``ends`` (kept) or ``NEW_TOKENS``."""
     longest = max(map(len, prompts))
     tokens = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)
     there = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
-    settings = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": sorted(ends), "pad_token_id": 0}
+    settings = {
+        "do_sample": False,
+        "max_new_tokens": NEW_TOKENS,
+        "eos_token_id": sorted(ends),
+        "pad_token_id": 0,
+    }
     found = model.generate(tokens, attention_mask=there, **settings)[:, longest:].tolist()
-    stops = [next((i + 1 for i, token in enumerate(text) if token in ends), len(text)) for text in found]
+    stops = [
+        next((i + 1 for i, token in enumerate(text) if token in ends), len(text)) for text in found
+    ]
     return [(prompt, text[:stop]) for prompt, text, stop in zip(prompts, found, stops, strict=True)]
 
 
-def greedy_repetition(model: LlamaForCausalLM, corpus: Corpus, tokenizer: Any, device: str) -> dict[str, float]:
+def greedy_repetition(
+    model: LlamaForCausalLM, corpus: Corpus, tokenizer: Any, device: str
+) -> dict[str, float]:
     """Return the share of repeated runs in the model's greedy answers to the first short prompts of each workload."""
-    prompts = {workload: short_prompts(corpus, tokenizer, [workload]) for workload in corpus.workloads}
-    texts = {workload: continued(model, of, eos_token_ids(tokenizer), device) for workload, of in prompts.items()}
+    prompts = {
+        workload: short_prompts(corpus, tokenizer, [workload]) for workload in corpus.workloads
+    }
+    texts = {
+        workload: continued(model, of, eos_token_ids(tokenizer), device)
+        for workload, of in prompts.items()
+    }
     return {workload: share_repeated([new for _, new in of]) for workload, of in texts.items()}
 
 
@@ -104,12 +135,22 @@ def share_repeated(texts: list[list[int]], size: int = RUN_TOKENS) -> float:
 def unlikelihood(model: LlamaForCausalLM, texts: list[Text], device: str) -> Tensor:
     """Return the mean over all tokens of the continuations of ``-log(1 - p)``, which those not repeated have as 0 (nats)."""
     marks = [torch.tensor([False] * len(prompt) + repeated(new))[1:] for prompt, new in texts]
-    whole = nn.utils.rnn.pad_sequence([torch.tensor(prompt + new) for prompt, new in texts], batch_first=True).to(device)
+    whole = nn.utils.rnn.pad_sequence(
+        [torch.tensor(prompt + new) for prompt, new in texts], batch_first=True
+    ).to(device)
     with torch.autocast(device, torch.bfloat16):
         hidden = model.model(input_ids=whole, use_cache=False).last_hidden_state
-        x = torch.cat([h[: len(mark)][mark.to(device)] for h, mark in zip(hidden, marks, strict=True)])
+        x = torch.cat(
+            [h[: len(mark)][mark.to(device)] for h, mark in zip(hidden, marks, strict=True)]
+        )
         logits = model.lm_head(x)
-    wrong = torch.cat([row[1 : len(mark) + 1][mark.to(device)] for row, mark in zip(whole, marks, strict=True)])
+    wrong = torch.cat(
+        [row[1 : len(mark) + 1][mark.to(device)] for row, mark in zip(whole, marks, strict=True)]
+    )
     every = logits.float()
-    others = every.scatter(1, wrong[:, None], -torch.inf)  # 1 - p itself would round to 0 where a loop is certain, and teach nothing
-    return (every.logsumexp(dim=1) - others.logsumexp(dim=1)).sum() / sum(len(new) for _, new in texts)
+    others = every.scatter(
+        1, wrong[:, None], -torch.inf
+    )  # 1 - p itself would round to 0 where a loop is certain, and teach nothing
+    return (every.logsumexp(dim=1) - others.logsumexp(dim=1)).sum() / sum(
+        len(new) for _, new in texts
+    )

@@ -24,15 +24,37 @@ def convert_command(deployment: Deployment, engine: EngineBuild, output: Path) -
     """Return the command that makes a TensorRT-LLM checkpoint: the family's converter, or ``quantize.py`` where numbers change."""
     examples = Path(deployment.examples)
     parallel = ["--tp_size", str(engine.tp_size), "--pp_size", str(engine.pp_size)]
-    common = ["--model_dir", engine.checkpoint, "--output_dir", str(output), "--dtype", engine.dtype, *parallel]
+    common = [
+        "--model_dir",
+        engine.checkpoint,
+        "--output_dir",
+        str(output),
+        "--dtype",
+        engine.dtype,
+        *parallel,
+    ]
     if engine.quantisation == "none":
-        return ["python3", str(examples / "models" / "core" / engine.family / "convert_checkpoint.py"), *common]
+        return [
+            "python3",
+            str(examples / "models" / "core" / engine.family / "convert_checkpoint.py"),
+            *common,
+        ]
     calibration = ["--calib_dataset", engine.calibration]
     kv = ["--kv_cache_dtype", "fp8"] if engine.fp8_kv_cache else []
-    return ["python3", str(examples / "quantization" / "quantize.py"), *common, "--qformat", engine.quantisation, *calibration, *kv]
+    return [
+        "python3",
+        str(examples / "quantization" / "quantize.py"),
+        *common,
+        "--qformat",
+        engine.quantisation,
+        *calibration,
+        *kv,
+    ]
 
 
-def engine_command(deployment: Deployment, engine: EngineBuild, checkpoint: Path, output: Path) -> list[str]:
+def engine_command(
+    deployment: Deployment, engine: EngineBuild, checkpoint: Path, output: Path
+) -> list[str]:
     """Return the ``trtllm-build`` command of a target (which verifies up to ``max_draft_len`` tokens) or of a plain draft."""
     is_target = engine is deployment.target
     limits = Limits(
@@ -42,7 +64,11 @@ def engine_command(deployment: Deployment, engine: EngineBuild, checkpoint: Path
         deployment.tokens_per_block,
         deployment.sampling_logits,
     )
-    command = build_command(str(checkpoint), str(output), limits, deployment.max_draft_len if is_target else 0)
+    command = build_command(
+        str(checkpoint), str(output), limits, deployment.max_draft_len if is_target else 0
+    )
     if engine.fp8_kv_cache:
         command += ["--use_fp8_context_fmha", "enable"]
-    return command + (["--workers", str(engine.tp_size * engine.pp_size)] if len(engine.gpus) > 1 else [])
+    return command + (
+        ["--workers", str(engine.tp_size * engine.pp_size)] if len(engine.gpus) > 1 else []
+    )

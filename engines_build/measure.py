@@ -43,7 +43,10 @@ BASE_CONTEXT = 64
 LONG_CONTEXTS = (512, 1536)
 _LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 15)
 _BATCHES = {2: (0, 1, 3, 7), 4: (0, 1, 3, 7), 8: (0, 1, 3, 7), 16: (0, 1, 3), 32: (0, 1), 64: (0,)}
-_CHUNKS = (128, 256)  # without logits, hence cheaper than a verification: only sizes that verification seldom has
+_CHUNKS = (
+    128,
+    256,
+)  # without logits, hence cheaper than a verification: only sizes that verification seldom has
 _CATCH_UPS = (2, 4, 8, 16, 64, 256)
 _RUN = 6
 _SEED = 0
@@ -54,9 +57,17 @@ def target_cases() -> list[Case]:
     """Return the cases of a target: verification of one row and of batches, prefill chunks, long contexts."""
     return [
         *(Case(1, BASE_CONTEXT, length=length) for length in _LENGTHS),
-        *(Case(rows, BASE_CONTEXT, length=length) for rows, lengths in _BATCHES.items() for length in lengths),
+        *(
+            Case(rows, BASE_CONTEXT, length=length)
+            for rows, lengths in _BATCHES.items()
+            for length in lengths
+        ),
         *(Case(1, BASE_CONTEXT, new=chunk, run=0) for chunk in _CHUNKS),
-        *(Case(rows, context, length=length) for context in LONG_CONTEXTS for rows, length in ((1, 0), (1, 3), (4, 1))),
+        *(
+            Case(rows, context, length=length)
+            for context in LONG_CONTEXTS
+            for rows, length in ((1, 0), (1, 3), (4, 1))
+        ),
     ]
 
 
@@ -71,7 +82,12 @@ def draft_cases() -> list[Case]:
 
 def probe_cases() -> list[Case]:
     """Return the few cases by which the number of threads is chosen."""
-    return [Case(1, BASE_CONTEXT), Case(1, BASE_CONTEXT, length=4), Case(8, BASE_CONTEXT, length=1), Case(1, BASE_CONTEXT, new=64, run=0)]
+    return [
+        Case(1, BASE_CONTEXT),
+        Case(1, BASE_CONTEXT, length=4),
+        Case(8, BASE_CONTEXT, length=1),
+        Case(1, BASE_CONTEXT, new=64, run=0),
+    ]
 
 
 def lower_quartile(seconds: Sequence[float]) -> float:
@@ -79,33 +95,53 @@ def lower_quartile(seconds: Sequence[float]) -> float:
     return quantiles(seconds, n=4, method="inclusive")[0]
 
 
-def tabulate(engine: str, cases: Sequence[Case], seconds: Sequence[float], provenance: Provenance) -> LatencyTable:
+def tabulate(
+    engine: str, cases: Sequence[Case], seconds: Sequence[float], provenance: Provenance
+) -> LatencyTable:
     """Return the table of measured submissions: a chain of ``run`` equal passes counts as one pass of its share of the time."""
     return LatencyTable(
         engine,
         rows=tuple(case.rows for case in cases),
         tokens=tuple(case.query_tokens for case in cases),
         context_tokens=tuple(case.rows * case.context for case in cases),
-        seconds=tuple(time_s / max(1, case.run) for case, time_s in zip(cases, seconds, strict=True)),
+        seconds=tuple(
+            time_s / max(1, case.run) for case, time_s in zip(cases, seconds, strict=True)
+        ),
         provenance=provenance,
     )
 
 
-def measure(config: ServingConfig, folders: Mapping[str, Path], names: Sequence[str] = (), *, budget_s: float = BUDGET_S) -> None:
+def measure(
+    config: ServingConfig,
+    folders: Mapping[str, Path],
+    names: Sequence[str] = (),
+    *,
+    budget_s: float = BUDGET_S,
+) -> None:
     """Measure engines of a deployment (these; none named: all) and put their tables into the cache. ``folders``: all checkpoints by name.
 
     Where the target is not among them its table says with how many threads.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch comes: idle threads that spin would slow the others
+    os.environ.setdefault(
+        "OMP_WAIT_POLICY", "passive"
+    )  # before torch comes: idle threads that spin would slow the others
     engines = [engine for engine in timed_engines(config) if not names or engine.name in names]
-    cases = {engine.name: target_cases() if engine is config.target else draft_cases() for engine in engines}
+    cases = {
+        engine.name: target_cases() if engine is config.target else draft_cases()
+        for engine in engines
+    }
     with stage(f"measuring {', '.join(cases)}") as progress:
         measured = config.target not in engines
         threads = _threads_of(config, folders[config.target.name], measured=measured)
         seconds = _time_all(config.target, engines, folders, cases, threads, budget_s, progress)
     for engine in engines:
         own, folder = cases[engine.name], folders[engine.name]
-        table = tabulate(engine.name, own, [seconds[engine.name, case] for case in own], _provenance(engine, folder, threads))
+        table = tabulate(
+            engine.name,
+            own,
+            [seconds[engine.name, case] for case in own],
+            _provenance(engine, folder, threads),
+        )
         path = table_file(engine, folder, config.threads if engine is config.target else threads)
         cache.publish_file(path, json.dumps(table.to_dict(), indent=1) + "\n")
         logger.info("%s: %s", engine.name, _digest(table))
@@ -122,8 +158,16 @@ def _time_all(
 ) -> dict[tuple[str, Case], float]:
     """Return the seconds of every engine's cases, each draft's behind a pass of the target."""
     rng, before = random.Random(_SEED), Case(1, BASE_CONTEXT)
-    rigs = {target.name: _rig(target, folders[target.name], cases.get(target.name, [before]), threads, rng)}
-    rigs |= {engine.name: _rig(engine, folders[engine.name], cases[engine.name], threads, rng) for engine in engines if engine != target}
+    rigs = {
+        target.name: _rig(
+            target, folders[target.name], cases.get(target.name, [before]), threads, rng
+        )
+    }
+    rigs |= {
+        engine.name: _rig(engine, folders[engine.name], cases[engine.name], threads, rng)
+        for engine in engines
+        if engine != target
+    }
     work = [(name, case) for name in cases for case in cases[name]]
 
     def time(name: str, case: Case) -> float:
@@ -140,7 +184,9 @@ def _time_all(
     )
     share = (process_time() - cpu_s) / (perf_counter() - wall_s)
     if target.device == "cpu" and share < _QUIET_SHARE:
-        text = "the machine is busy: measuring had %.0f%% of a core. Once it is quiet: spindle measure"
+        text = (
+            "the machine is busy: measuring had %.0f%% of a core. Once it is quiet: spindle measure"
+        )
         logger.warning(text, 100 * share)
     return {item: lower_quartile(times) for item, times in zip(work, samples, strict=True)}
 
@@ -187,7 +233,9 @@ def choose_threads(target: EngineConfig, folder: Path) -> int:
     return cores if total[cores] < MIN_THREAD_GAIN * total[1] else 1
 
 
-def _rig(engine: EngineConfig, folder: Path, cases: Sequence[Case], threads: int, rng: random.Random) -> Rig:
+def _rig(
+    engine: EngineConfig, folder: Path, cases: Sequence[Case], threads: int, rng: random.Random
+) -> Rig:
     from backend.engines.torch_engine import TorchEngine
 
     gc.collect()  # an engine that is no longer used goes before the next is loaded
@@ -220,7 +268,9 @@ def _provenance(engine: EngineConfig, folder: Path, threads: int) -> Provenance:
 
 def _digest(table: LatencyTable) -> str:
     curve = LatencyCurve.fit(table)
-    points = ", ".join(f"{count}: {curve.seconds(count) * 1e3:.2f}" for count in (1, 2, 5, 8, 16, 64))
+    points = ", ".join(
+        f"{count}: {curve.seconds(count) * 1e3:.2f}" for count in (1, 2, 5, 8, 16, 64)
+    )
     return f"ms by query tokens {points}; per row {curve.row_s * 1e3:.3f}, per 1000 cached tokens {curve.context_s * 1e6:.2f}"
 
 
@@ -237,7 +287,9 @@ def main() -> None:
     )
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="a serving.json")
     parser.add_argument("--verbose", action="store_true", help="print the figures")
-    parser.add_argument("--threads", type=_threads, help="auto, all or a number, in place of the configuration's")
+    parser.add_argument(
+        "--threads", type=_threads, help="auto, all or a number, in place of the configuration's"
+    )
     args = parser.parse_args()
     set_up_messages(verbose=args.verbose)
     try:

@@ -55,22 +55,38 @@ class FilledEngine:
         return getattr(self._engine, name)
 
 
-def measure_executors(config: ServingConfig, *, budget_s: float = BUDGET_S, most: int = 15) -> dict[str, LatencyTable]:
+def measure_executors(
+    config: ServingConfig, *, budget_s: float = BUDGET_S, most: int = 15
+) -> dict[str, LatencyTable]:
     """Measure every engine of a deployment with all of them loaded, write their tables, and return them by name."""
-    engines = {engine.name: make_trtllm(engine, config, model_path, None) for engine in trtllm_engines(config)}
+    engines = {
+        engine.name: make_trtllm(engine, config, model_path, None)
+        for engine in trtllm_engines(config)
+    }
     rng, tables = random.Random(0), {}
     try:
         for engine in trtllm_engines(config):
             made = engines[engine.name]
-            cases = [case for case in (target_cases() if engine is config.target else draft_cases()) if _fits(case, made, config)]
+            cases = [
+                case
+                for case in (target_cases() if engine is config.target else draft_cases())
+                if _fits(case, made, config)
+            ]
             rig = Rig(FilledEngine(made), rng)
             work = [lambda rig=rig, case=case: rig.time(case) for case in cases]
             samples = interleave(work, budget_s=budget_s, rng=rng, report=_silent, most=most)
-            table = tabulate(engine.name, cases, [lower_quartile(times) for times in samples], _provenance(engine))
+            table = tabulate(
+                engine.name,
+                cases,
+                [lower_quartile(times) for times in samples],
+                _provenance(engine),
+            )
             if engine is config.target:
                 table = replace(table, turn_s=_turn_s(rig, budget_s, rng, most))
                 _write_budget(rig, engine, made, config)
-            cache.publish_file(model_path(engine) / LATENCY_FILE, json.dumps(table.to_dict(), indent=1) + "\n")
+            cache.publish_file(
+                model_path(engine) / LATENCY_FILE, json.dumps(table.to_dict(), indent=1) + "\n"
+            )
             tables[engine.name] = table
             print(f"{model_path(engine) / LATENCY_FILE}: {len(cases)} cells", flush=True)
     finally:
@@ -92,7 +108,9 @@ def _turn_s(rig: Rig, budget_s: float, rng: random.Random, most: int) -> float:
     return max(0.0, one_s - (run_s - one_s) / (RUN_TOKENS - 1))
 
 
-def past_budget(rig: Rig, max_num_tokens: int, rows: int, most_tokens: int) -> dict[str, list[float]] | None:
+def past_budget(
+    rig: Rig, max_num_tokens: int, rows: int, most_tokens: int
+) -> dict[str, list[float]] | None:
     """Time a verification of half of ``rows`` texts that fill an iteration's budget, and one of all
     of them, which is past it.
 
@@ -104,25 +122,43 @@ def past_budget(rig: Rig, max_num_tokens: int, rows: int, most_tokens: int) -> d
     if rows < 2 or text > most_tokens:
         return None
     cases = [Case(count, text - 2, length=1) for count in (rows // 2, rows)]
-    return {"text_tokens": [case.rows * text for case in cases], "seconds": [rig.time(case) for case in cases]}
+    return {
+        "text_tokens": [case.rows * text for case in cases],
+        "seconds": [rig.time(case) for case in cases],
+    }
 
 
-def _write_budget(rig: Rig, engine: EngineConfig, made: TrtllmEngine, config: ServingConfig) -> None:
+def _write_budget(
+    rig: Rig, engine: EngineConfig, made: TrtllmEngine, config: ServingConfig
+) -> None:
     budget = read_engine_folder(model_path(engine)).max_num_tokens
-    found = past_budget(rig, budget, config.limits.max_active_requests, made.limits.max_context_tokens)
+    found = past_budget(
+        rig, budget, config.limits.max_active_requests, made.limits.max_context_tokens
+    )
     if found is None:
         print(f"{engine.name}: all texts fit its token budget of {budget}", flush=True)
         return
     within_s, past_s = found["seconds"]
-    cache.publish_file(model_path(engine) / BUDGET_FILE, json.dumps({"max_num_tokens": budget, **found}) + "\n")
-    print(f"{engine.name}: {past_s / within_s:.1f} times as long with twice the text of its token budget of {budget}", flush=True)
+    cache.publish_file(
+        model_path(engine) / BUDGET_FILE, json.dumps({"max_num_tokens": budget, **found}) + "\n"
+    )
+    print(
+        f"{engine.name}: {past_s / within_s:.1f} times as long with twice the text of its token budget of {budget}",
+        flush=True,
+    )
 
 
 def _fits(case: Case, engine: TrtllmEngine, config: ServingConfig) -> bool:
     """Whether an engine can be asked for a case; a chunk without tokens to run is no work of its own there."""
     longest = case.context + case.new + case.length + case.run
-    enough = case.rows <= config.limits.max_active_requests and longest <= engine.limits.max_context_tokens
-    enough = enough and case.rows * longest * ITERATIONS_IN_FLIGHT <= engine.limits.kv_blocks * BLOCK_TOKENS  # within the token budget
+    enough = (
+        case.rows <= config.limits.max_active_requests
+        and longest <= engine.limits.max_context_tokens
+    )
+    enough = (
+        enough
+        and case.rows * longest * ITERATIONS_IN_FLIGHT <= engine.limits.kv_blocks * BLOCK_TOKENS
+    )  # within the token budget
     return enough and case.run > 0 and case.length <= engine.limits.max_draft_tokens
 
 
@@ -146,7 +182,12 @@ def _provenance(engine: EngineConfig) -> Provenance:
 def main() -> None:
     """Measure the engines of one configuration, whether or not tables are there."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--config", type=Path, required=True, help="the serving.json that engines_build.build has written")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        required=True,
+        help="the serving.json that engines_build.build has written",
+    )
     args = parser.parse_args()
     try:
         measure_executors(load_config(args.config))

@@ -44,7 +44,9 @@ def prepare(config: ServingConfig) -> None:
         if to_convert:
             make_embedded_model()
         if missing := missing_tables(config, folders):
-            from engines_build.measure import measure  # it imports torch, which a prepared machine need not
+            from engines_build.measure import (
+                measure,  # it imports torch, which a prepared machine need not
+            )
 
             measure(config, folders, missing)
 

@@ -55,7 +55,12 @@ def blocks_for(cases: Iterable[Case]) -> int:
 class Rig:
     """An engine and the sequences to run it on. All cases use the same KV blocks: the values there do not change the time."""
 
-    def __init__(self, engine: MeasurableEngine, rng: random.Random, clock: Callable[[], float] = perf_counter) -> None:
+    def __init__(
+        self,
+        engine: MeasurableEngine,
+        rng: random.Random,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
         self.engine = engine
         self._rng = rng
         self._clock = clock

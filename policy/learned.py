@@ -76,7 +76,10 @@ def restored(
     known, entries = _fitted(data, _plain(start, drafts)), data.get("groups")
     if not isinstance(entries, list):
         raise LearnedError(f"groups must be a list, got {entries!r}")
-    groups, none = {}, _by_name(drafts, _counts(np.zeros((2, *start.acceptance.draft_reached.shape))))
+    groups, none = (
+        {},
+        _by_name(drafts, _counts(np.zeros((2, *start.acceptance.draft_reached.shape)))),
+    )
     for entry in entries[max(len(entries) - model.most_groups, 0) :]:
         group = entry.get("group") if isinstance(entry, Mapping) else None
         if type(group) is not int or not -(1 << 63) <= group < 1 << 63:

@@ -15,7 +15,11 @@ class Collector:
     def take(self, body):
         for resource in body["resourceSpans"]:
             service = attributes(resource["resource"])["service.name"]
-            self.spans += [{**span, "service": service} for scope in resource["scopeSpans"] for span in scope["spans"]]
+            self.spans += [
+                {**span, "service": service}
+                for scope in resource["scopeSpans"]
+                for span in scope["spans"]
+            ]
 
     def trace(self, trace_id):
         """Return a trace's spans by name, in order of their start."""

@@ -20,12 +20,18 @@ class ForcedCohorts(Policy):
         """Return the policy's."""
         return self.policy.start()
 
-    def plan(self, view: View, state: Any, now: float, rng: np.random.Generator) -> tuple[Plan, Any]:
+    def plan(
+        self, view: View, state: Any, now: float, rng: np.random.Generator
+    ) -> tuple[Plan, Any]:
         """Plan, and cut a batch of which nothing is in flight; else what is ready is one of its cohorts."""
         plan, state = self.policy.plan(view, state, now, rng)
         ready = np.flatnonzero(view.ready)
         cohort = np.full(len(view), -1, np.int64)
-        cohort[ready] = 0 if len(ready) < len(view) else np.arange(len(view)) * self.cohorts // max(len(view), self.cohorts)
+        cohort[ready] = (
+            0
+            if len(ready) < len(view)
+            else np.arange(len(view)) * self.cohorts // max(len(view), self.cohorts)
+        )
         return replace(plan, flight=cohort), state
 
     def trim(self, view: View, plan: Plan, drafted: Drafted, state: Any) -> IntArray:

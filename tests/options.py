@@ -10,15 +10,23 @@ from backend.request import SamplingParams
 LETTER_LOGITS = [4.0 + math.log(share) for share in (0.6, 0.25, 0.1, 0.05)]
 
 
-def processed(logits: np.ndarray, tokens: list[int], prompt_tokens: int, sampling: SamplingParams) -> np.ndarray:
+def processed(
+    logits: np.ndarray, tokens: list[int], prompt_tokens: int, sampling: SamplingParams
+) -> np.ndarray:
     """The options in TensorRT-LLM's order: bias, temperature, penalties, minimum length, bad words."""
     scores = logits.copy()
     for token, addend in sampling.bias:
         scores[token] += addend
     scores /= sampling.temperature or 1.0
     for token in set(tokens):
-        scores[token] = scores[token] * sampling.repetition_penalty if scores[token] < 0 else scores[token] / sampling.repetition_penalty
-        scores[token] -= sampling.presence_penalty + sampling.frequency_penalty * tokens.count(token)
+        scores[token] = (
+            scores[token] * sampling.repetition_penalty
+            if scores[token] < 0
+            else scores[token] / sampling.repetition_penalty
+        )
+        scores[token] -= sampling.presence_penalty + sampling.frequency_penalty * tokens.count(
+            token
+        )
     if len(tokens) - prompt_tokens < sampling.min_tokens:
         scores[list(sampling.end_ids)] = -1e30
     for *head, last in sampling.bad_words:
@@ -33,11 +41,17 @@ def top_p_behind(output: list[int], sampling: SamplingParams) -> float:
     """``top_p`` as it decays, token by token."""
     top_p = sampling.top_p
     for token in output:
-        top_p = sampling.top_p if token == sampling.top_p_reset_id else max(top_p * sampling.top_p_decay, sampling.top_p_min)
+        top_p = (
+            sampling.top_p
+            if token == sampling.top_p_reset_id
+            else max(top_p * sampling.top_p_decay, sampling.top_p_min)
+        )
     return top_p
 
 
-def greedy(prompt: str, max_tokens: int, sampling: SamplingParams) -> tuple[list[int], list[float], bool]:
+def greedy(
+    prompt: str, max_tokens: int, sampling: SamplingParams
+) -> tuple[list[int], list[float], bool]:
     """Return the tokens that the fake target writes behind a prompt, their log-probabilities, and whether an end id ended them."""
     tokens = list(prompt.encode())
     prompt_tokens, log_probs = len(tokens), []

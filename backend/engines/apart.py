@@ -93,7 +93,12 @@ class EngineApart:
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.name = name
-        self._make, self._count, self._clock, self._answer_within_s = make, count or _uncounted, clock, answer_within_s
+        self._make, self._count, self._clock, self._answer_within_s = (
+            make,
+            count or _uncounted,
+            clock,
+            answer_within_s,
+        )
         self._numbers = 0
         self._known: dict[int, _Known] = {}  # by sequence id
         self._flying: dict[int, Turn] = {}  # by number
@@ -125,7 +130,9 @@ class EngineApart:
             completions, counts = body
             for name, amount, labels in counts:
                 self._count(name, amount, **labels)
-            done += [mine for completion in completions if (mine := self._taken(completion)) is not None]
+            done += [
+                mine for completion in completions if (mine := self._taken(completion)) is not None
+            ]
         if self._flying and not done and self._clock() - self._heard_s > self._answer_within_s:
             self._died(f"no answer for {self._answer_within_s:g} s")
         return done
@@ -153,7 +160,14 @@ class EngineApart:
         """
         if not self._is_ready():
             return 0
-        return max(0, min(length, self.limits.max_draft_tokens, self.limits.max_context_tokens - len(sequence.tokens)))
+        return max(
+            0,
+            min(
+                length,
+                self.limits.max_draft_tokens,
+                self.limits.max_context_tokens - len(sequence.tokens),
+            ),
+        )
 
     def close(self) -> None:
         """End the process."""
@@ -175,7 +189,9 @@ class EngineApart:
     def _launch(self) -> _Child:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(theirs, self._make, self.name), name=self.name, daemon=True)
+        process = context.Process(
+            target=serve, args=(theirs, self._make, self.name), name=self.name, daemon=True
+        )
         process.start()
         theirs.close()
         return _Child(process, ours)
@@ -269,7 +285,9 @@ def serve(pipe: Connection, make: Callable[[Count], Engine], name: str) -> None:
     """Make an engine and ask it what comes through the pipe, until that is closed (the child's
     only function).
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches the whole group; the parent decides
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a terminal's Ctrl-C reaches the whole group; the parent decides
     set_up_logging(name, LogConfig())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     counts: list[tuple[str, float, dict[str, str]]] = []

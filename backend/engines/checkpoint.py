@@ -56,15 +56,28 @@ class LlamaConfig:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor that a checkpoint of this model must hold, by its Hugging Face name."""
         hidden, ffn, head = self.hidden_size, self.intermediate_size, self.head_dim
-        widths = {"q_proj": self.num_heads * head, "k_proj": self.num_kv_heads * head, "v_proj": self.num_kv_heads * head}
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden), "model.norm.weight": (hidden,)}
+        widths = {
+            "q_proj": self.num_heads * head,
+            "k_proj": self.num_kv_heads * head,
+            "v_proj": self.num_kv_heads * head,
+        }
+        shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (self.vocab_size, hidden),
+            "model.norm.weight": (hidden,),
+        }
         if self.draft_vocab_size:
-            shapes |= {"lm_head.weight": (self.draft_vocab_size, hidden), "lm_head.token_ids": (self.draft_vocab_size,)}
+            shapes |= {
+                "lm_head.weight": (self.draft_vocab_size, hidden),
+                "lm_head.token_ids": (self.draft_vocab_size,),
+            }
         elif not self.tied:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         for index in range(self.num_layers):
             at = f"model.layers.{index}."
-            shapes |= {at + "input_layernorm.weight": (hidden,), at + "post_attention_layernorm.weight": (hidden,)}
+            shapes |= {
+                at + "input_layernorm.weight": (hidden,),
+                at + "post_attention_layernorm.weight": (hidden,),
+            }
             for name, width in widths.items():
                 shapes[f"{at}self_attn.{name}.weight"] = (width, hidden)
                 if self.qkv_bias:
@@ -72,7 +85,10 @@ class LlamaConfig:
             shapes[at + "self_attn.o_proj.weight"] = (hidden, self.num_heads * head)
             if self.output_bias:
                 shapes[at + "self_attn.o_proj.bias"] = (hidden,)
-            shapes |= {at + "mlp.gate_proj.weight": (ffn, hidden), at + "mlp.up_proj.weight": (ffn, hidden)}
+            shapes |= {
+                at + "mlp.gate_proj.weight": (ffn, hidden),
+                at + "mlp.up_proj.weight": (ffn, hidden),
+            }
             shapes[at + "mlp.down_proj.weight"] = (hidden, ffn)
         return shapes
 
@@ -80,7 +96,9 @@ class LlamaConfig:
 Weights = dict[str, torch.Tensor]
 
 
-def load(folder: str | Path, dtype: str = "bf16", device: str = "cpu") -> tuple[LlamaConfig, Weights]:
+def load(
+    folder: str | Path, dtype: str = "bf16", device: str = "cpu"
+) -> tuple[LlamaConfig, Weights]:
     """Return the configuration and the weights, by Hugging Face name, in ``dtype`` (one of ``DTYPES``) on ``device``.
 
     Of ``fp16`` the matrices are in that already, so that memory never holds them in fp32. Raises CheckpointError for a missing or damaged
@@ -120,7 +138,9 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> LlamaCon
         text = f"{where}: architecture {architecture} is not supported"
         raise CheckpointError(f"{text}; supported: {FAMILIES}")
     qwen2 = architecture == "Qwen2ForCausalLM"
-    windowed = bool(raw.get("use_sliding_window")) if qwen2 else raw.get("sliding_window") is not None
+    windowed = (
+        bool(raw.get("use_sliding_window")) if qwen2 else raw.get("sliding_window") is not None
+    )
     for refused, setting in (
         (windowed, "sliding_window"),
         (raw.get("mlp_bias"), "mlp_bias"),
@@ -159,21 +179,33 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> LlamaCon
     return config
 
 
-def check_weights(config: LlamaConfig, weights: Mapping[str, torch.Tensor], where: str = "weights") -> None:
+def check_weights(
+    config: LlamaConfig, weights: Mapping[str, torch.Tensor], where: str = "weights"
+) -> None:
     """Raise CheckpointError unless the tensors are exactly those of ``config.shapes()`` and the head's token ids are of the vocabulary."""
     expected = config.shapes()
     unexpected = sorted(name for name in weights if name not in expected)
     if unexpected:
-        raise CheckpointError(f"{where}: unexpected tensor {unexpected[0]} ({len(unexpected)} in all)")
+        raise CheckpointError(
+            f"{where}: unexpected tensor {unexpected[0]} ({len(unexpected)} in all)"
+        )
     for name, shape in expected.items():
         if name not in weights:
             raise CheckpointError(f"{where}: tensor {name} is missing")
         if tuple(weights[name].shape) != shape:
-            raise CheckpointError(f"{where}: tensor {name} must have shape {list(shape)}, got {list(weights[name].shape)}")
+            raise CheckpointError(
+                f"{where}: tensor {name} must have shape {list(shape)}, got {list(weights[name].shape)}"
+            )
     if config.draft_vocab_size:
         ids = weights["lm_head.token_ids"]
-        if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(set(ids.tolist())) != len(ids):
-            raise CheckpointError(f"{where}: lm_head.token_ids must be different ids below {config.vocab_size}")
+        if (
+            int(ids.min()) < 0
+            or int(ids.max()) >= config.vocab_size
+            or len(set(ids.tolist())) != len(ids)
+        ):
+            raise CheckpointError(
+                f"{where}: lm_head.token_ids must be different ids below {config.vocab_size}"
+            )
 
 
 def _rope(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -181,8 +213,18 @@ def _rope(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
     if rope["rope_type"] not in ROPE_TYPES:
-        raise CheckpointError(f"{where}: rope_type must be one of {', '.join(ROPE_TYPES)}, got {rope['rope_type']!r}")
-    needed = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
+        raise CheckpointError(
+            f"{where}: rope_type must be one of {', '.join(ROPE_TYPES)}, got {rope['rope_type']!r}"
+        )
+    needed = {
+        "linear": ("factor",),
+        "llama3": (
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
+        ),
+    }
     for name in needed.get(rope["rope_type"], ()):
         if name not in rope:
             raise CheckpointError(f"{where}: rope_type {rope['rope_type']!r} needs {name}")
@@ -211,11 +253,18 @@ def _weight_files(folder: Path) -> list[Path]:
 def _read_tensors(path: Path) -> Weights:
     if not path.exists():
         raise CheckpointError(f"cannot read {path}: no such file")
-    from safetensors import SafetensorError, safe_open  # not wanted by engines of weights that are in memory
+    from safetensors import (  # not wanted by engines of weights that are in memory
+        SafetensorError,
+        safe_open,
+    )
 
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys() if not name.endswith("rotary_emb.inv_freq")}  # noqa: SIM118
+            return {
+                name: file.get_tensor(name)
+                for name in file.keys()  # noqa: SIM118
+                if not name.endswith("rotary_emb.inv_freq")
+            }
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
 
@@ -226,5 +275,7 @@ def _convert(name: str, tensor: torch.Tensor, dtype: str, device: str) -> torch.
     if dtype != "fp16" or not is_matrix(name, tensor.shape):
         return tensor.to(device, DTYPES[dtype])
     if not (greatest := float(tensor.abs().max())) <= MOST_FP16:
-        raise CheckpointError(f"tensor {name}: dtype fp16 holds up to {MOST_FP16:.0f}, got {greatest}")
+        raise CheckpointError(
+            f"tensor {name}: dtype fp16 holds up to {MOST_FP16:.0f}, got {greatest}"
+        )
     return tensor.to(device, torch.float16)

@@ -29,7 +29,9 @@ class KVTable:
     @cached_property
     def slots(self) -> torch.Tensor:
         """The slot of every position, on the device."""
-        return (self.blocks[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS, device=self._device)).flatten()
+        return (
+            self.blocks[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS, device=self._device)
+        ).flatten()
 
     def __len__(self) -> int:
         return len(self.numbers) * BLOCK_TOKENS
@@ -39,7 +41,9 @@ class KVTable:
 
         It copies whole blocks, also where they are neighbours: attention over a view of the pool takes 1.1 to 1.9 times as long on a CPU.
         """
-        blocks = pool.view(-1, BLOCK_TOKENS, *pool.shape[1:]).index_select(0, self.blocks[: -(-positions // BLOCK_TOKENS)])
+        blocks = pool.view(-1, BLOCK_TOKENS, *pool.shape[1:]).index_select(
+            0, self.blocks[: -(-positions // BLOCK_TOKENS)]
+        )
         return blocks.flatten(0, 1)[:positions]
 
 

@@ -76,7 +76,9 @@ def race(
     winners = []
     for row, (start, end) in enumerate(itertools.pairwise(ends)):
         first = start + int(times[start:end].argmin()) if start < end else -1
-        rest = float(heads.totals[row] - heads.masses[start:end].sum())  # rounding may leave it below 0
+        rest = float(
+            heads.totals[row] - heads.masses[start:end].sum()
+        )  # rounding may leave it below 0
         winner = int(heads.columns[first]) if first >= 0 else -1
         if first < 0 or tails[row] < times[first] * rest:
             winner = _in_tail(law_of(row), words[row], winner, token_ids)
@@ -84,7 +86,9 @@ def race(
     return winners
 
 
-def finishers(laws: torch.Tensor, words: Words, most: int, token_ids: IntArray | None = None) -> list[list[tuple[int, float]]]:
+def finishers(
+    laws: torch.Tensor, words: Words, most: int, token_ids: IntArray | None = None
+) -> list[list[tuple[int, float]]]:
     """Return by row the columns that come in first in the heads' races, at most ``most``, and how likely each is what
     the target draws by the same noise, were its law the draft's but for a usual error.
     """
@@ -99,16 +103,22 @@ def finishers(laws: torch.Tensor, words: Words, most: int, token_ids: IntArray |
     return found
 
 
-def _times(heads: Heads, words: Words, token_ids: IntArray | None) -> tuple[FloatArray, FloatArray, Seq[int]]:
+def _times(
+    heads: Heads, words: Words, token_ids: IntArray | None
+) -> tuple[FloatArray, FloatArray, Seq[int]]:
     """Return what each token of the heads takes, the tails' exponentials, and where rows begin and end."""
     tokens = heads.columns if token_ids is None else token_ids[heads.columns]
     hashed = np.concatenate((words[heads.rows] ^ tokens.astype(np.uint64), words ^ TAIL))
-    times, tails = np.split(exponentials(hashed), [len(tokens)])  # together: a call costs more than a row
+    times, tails = np.split(
+        exponentials(hashed), [len(tokens)]
+    )  # together: a call costs more than a row
     times /= heads.masses
     return times, tails, heads.rows.searchsorted(np.arange(len(words) + 1)).tolist()
 
 
-def _in_tail(law: npt.NDArray[np.floating[Any]], word: np.uint64, head: int, token_ids: IntArray | None) -> int:
+def _in_tail(
+    law: npt.NDArray[np.floating[Any]], word: np.uint64, head: int, token_ids: IntArray | None
+) -> int:
     """Return the column that wins among those below ``HEAD``; ``head`` where the tail was but rounding.
 
     Raises ValueError for a law without any probability: its logits were no numbers.

@@ -74,9 +74,15 @@ class FakeEngine:
         self._agreement = agreement
         self._step_s = step_s
         self._queued: list[Turn] = []
-        self._ran: dict[int, tuple[int, list[int]]] = {}  # sequence id -> (verified length, tokens run beyond it)
-        self._marks: dict[int, list[int]] = {}  # sequence id -> what KV of its committed tokens looks like
-        self._pool = np.zeros((kv_blocks, BLOCK_TOKENS), np.int64)  # KV: a hash of the text (and salt) up to each position
+        self._ran: dict[
+            int, tuple[int, list[int]]
+        ] = {}  # sequence id -> (verified length, tokens run beyond it)
+        self._marks: dict[
+            int, list[int]
+        ] = {}  # sequence id -> what KV of its committed tokens looks like
+        self._pool = np.zeros(
+            (kv_blocks, BLOCK_TOKENS), np.int64
+        )  # KV: a hash of the text (and salt) up to each position
 
     def submit(self, turns: Seq[Turn]) -> None:
         """Queue turns."""
@@ -102,7 +108,14 @@ class FakeEngine:
     def unseen(self, sequence: Sequence) -> int:
         """Return the committed tokens that this engine has not run on, nor on those of another sequence with the same blocks."""
         verified, beyond = self._ran.get(sequence.id) or (self._shared(sequence), [])
-        matching = next((i for i, token in enumerate(beyond) if sequence.tokens[verified + i : verified + i + 1] != [token]), len(beyond))
+        matching = next(
+            (
+                i
+                for i, token in enumerate(beyond)
+                if sequence.tokens[verified + i : verified + i + 1] != [token]
+            ),
+            len(beyond),
+        )
         return len(sequence.tokens) - verified - matching
 
     def available(self, sequence: Sequence, length: int) -> int:
@@ -144,10 +157,18 @@ class FakeEngine:
         extras = Extras(top, context_first=start)
         if sequence.generation_logits and tokens:
             end = len(sequence.tokens)
-            extras.logits = np.array([self._logits(text[: end + i]) for i in range(len(tokens))], np.float32)
+            extras.logits = np.array(
+                [self._logits(text[: end + i]) for i in range(len(tokens))], np.float32
+            )
         if sequence.reads_context and start < sequence.prompt_tokens and start < turn.end:
-            extras.context_logits = np.array([self._logits(text[: at + 1]) for at in range(start, turn.end)], np.float32)
-        return extras if top or extras.logits is not None or extras.context_logits is not None else None
+            extras.context_logits = np.array(
+                [self._logits(text[: at + 1]) for at in range(start, turn.end)], np.float32
+            )
+        return (
+            extras
+            if top or extras.logits is not None or extras.context_logits is not None
+            else None
+        )
 
     def _wrong_with_blocks(self, turn: Turn, written_tokens: int) -> str | None:
         """Return what is wrong with a turn's block table, if anything: too short, or not the KV of its text."""
@@ -186,9 +207,16 @@ class FakeEngine:
 
     def _shared(self, sequence: Sequence) -> int:
         """Return how many leading tokens of a sequence that has not run here have KV in its blocks already."""
-        blocks = sequence.blocks.get(self.name, ())[: len(sequence.keys)] if self.limits.kv_blocks else ()
+        blocks = (
+            sequence.blocks.get(self.name, ())[: len(sequence.keys)]
+            if self.limits.kv_blocks
+            else ()
+        )
         marks = self._marks_of(sequence, len(blocks) * BLOCK_TOKENS) if blocks else []
-        alike = (self._pool[b].tolist() == marks[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS] for i, b in enumerate(blocks))
+        alike = (
+            self._pool[b].tolist() == marks[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS]
+            for i, b in enumerate(blocks)
+        )
         return BLOCK_TOKENS * next((i for i, same in enumerate(alike) if not same), len(blocks))
 
     def _run(self, turn: Turn) -> tuple[list[int], int, list[float], Top]:
@@ -321,4 +349,9 @@ def _candidates(salt: bytes, recent: bytes) -> npt.NDArray[np.int64]:
 
 
 def _fraction(seed: int, recent: bytes) -> float:
-    return int.from_bytes(hashlib.blake2b(recent, key=b"agree%d" % seed, digest_size=8).digest(), "big") / 2.0**64
+    return (
+        int.from_bytes(
+            hashlib.blake2b(recent, key=b"agree%d" % seed, digest_size=8).digest(), "big"
+        )
+        / 2.0**64
+    )

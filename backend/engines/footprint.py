@@ -41,20 +41,29 @@ def footprint(
     shapes = config.shapes()
     weights = item * sum(map(prod, shapes.values()))
     if config.tied and not config.draft_vocab_size and device == "cpu":
-        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)  # packed apart from the embedding
+        shapes["lm_head.weight"] = (
+            config.vocab_size,
+            config.hidden_size,
+        )  # packed apart from the embedding
         weights += item * prod(shapes["lm_head.weight"])
     if dtype in ROUNDED:  # to half of what activations have
         matrices = [prod(shape) for name, shape in shapes.items() if is_matrix(name, shape)]
-        weights -= item // 2 * sum(size for size in matrices if dtype == "int8" or size >= SMALL_WEIGHT)
+        weights -= (
+            item // 2 * sum(size for size in matrices if dtype == "int8" or size >= SMALL_WEIGHT)
+        )
     kv_row = 2 * config.num_kv_heads * config.head_dim
-    attention = 2 * (config.num_heads * config.head_dim + kv_row)  # qkv, and again while rotated or joined
+    attention = 2 * (
+        config.num_heads * config.head_dim + kv_row
+    )  # qkv, and again while rotated or joined
     row = 4 * config.hidden_size + attention + 3 * config.intermediate_size
     if dtype == "int8":
         row += 12 * config.intermediate_size  # fp32 products of two digits, and their sum
     vocab = config.draft_vocab_size or config.vocab_size
     passes = rows * row * item + vocab * (logit_rows * LOGIT_BYTES + law_rows * LAW_BYTES)
     passes += vocab * min(kept_rows, kept_bytes // (4 * vocab)) * (item + 4)
-    passes += padded_tokens * (kv_row + padded_queries * config.num_heads // config.num_kv_heads) * item
+    passes += (
+        padded_tokens * (kv_row + padded_queries * config.num_heads // config.num_kv_heads) * item
+    )
     return Footprint(device, weights, kv_tokens * config.num_layers * kv_row * item, passes)
 
 

@@ -20,7 +20,9 @@ class Fp16Linear:
         """Pack a weight [out, in] that fp16 can hold; CheckpointError where the processor has no such products."""
         if not supported():
             raise CheckpointError("dtype fp16 needs a CPU with AVX2")
-        self._packed: torch.ScriptObject = torch.ops.quantized.linear_prepack_fp16(weight.float(), None)
+        self._packed: torch.ScriptObject = torch.ops.quantized.linear_prepack_fp16(
+            weight.float(), None
+        )
         self._bias = bias
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:

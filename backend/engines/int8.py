@@ -52,15 +52,21 @@ def _pack(weight: torch.Tensor) -> torch.ScriptObject:
     scales = wide.abs().amax(1).clamp_(min=1e-30) / MOST
     whole = (wide / scales[:, None]).round_().to(torch.int8)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch means to drop quantised tensors some day; here they only carry weight and scales
-        tensor = torch._make_per_channel_quantized_tensor(whole, scales.double(), torch.zeros(len(whole), dtype=torch.int64), 0)
+        warnings.simplefilter(
+            "ignore"
+        )  # torch means to drop quantised tensors some day; here they only carry weight and scales
+        tensor = torch._make_per_channel_quantized_tensor(
+            whole, scales.double(), torch.zeros(len(whole), dtype=torch.int64), 0
+        )
     packed: torch.ScriptObject = torch.ops.quantized.linear_prepack(tensor, None)
     return packed
 
 
 def _multiply(digits: torch.Tensor, packed: torch.ScriptObject) -> torch.Tensor:
     """Return the products with a weight in fp32 (FBGEMM sums them in int32)."""
-    product: torch.Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(digits, 1.0, ZERO_POINT, packed)
+    product: torch.Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+        digits, 1.0, ZERO_POINT, packed
+    )
     return product
 
 

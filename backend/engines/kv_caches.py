@@ -69,14 +69,18 @@ class Caches:
         cache = self._caches.get(sequence.id)
         if cache is None or cache.blocks != blocks:
             if min(blocks) < 0 or max(blocks) >= self._kv_blocks:
-                raise ValueError(f"block table of sequence {sequence.id} must lie in 0..{self._kv_blocks - 1}, got {blocks}")
+                raise ValueError(
+                    f"block table of sequence {sequence.id} must lie in 0..{self._kv_blocks - 1}, got {blocks}"
+                )
             table = KVTable(blocks, self._device)
             if cache and cache.grew_into(blocks):
                 known, cache.blocks, cache.table = len(cache.blocks), list(blocks), table
             else:
                 known = self.shared_blocks(sequence, blocks)
                 tokens = known * BLOCK_TOKENS
-                cache = self._caches[sequence.id] = Cache(list(blocks), table, sequence.tokens[:tokens], tokens, known)
+                cache = self._caches[sequence.id] = Cache(
+                    list(blocks), table, sequence.tokens[:tokens], tokens, known
+                )
             for block in blocks[known:]:  # to be written now
                 self.contents.pop(block, None)
         return cache
@@ -98,7 +102,10 @@ class Caches:
     def shared_blocks(self, sequence: Sequence, blocks: list[int]) -> int:
         """Return how many leading blocks of a new table have the sequence's KV already, run for another or before it lost its blocks."""
         pairs = enumerate(zip(blocks, sequence.keys, strict=False))
-        return next((i for i, (block, key) in pairs if self.contents.get(block) != key), min(len(blocks), len(sequence.keys)))
+        return next(
+            (i for i, (block, key) in pairs if self.contents.get(block) != key),
+            min(len(blocks), len(sequence.keys)),
+        )
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         """Forget sequences; what is known of the blocks' content stays."""

@@ -14,7 +14,11 @@ from backend.request import SamplingParams
 FAINT = 0.02
 """A candidate that a draft holds for so much less likely than its best is not worth a node."""
 
-_HEADS = (1e-3, 1e-5, 0.0)  # a nucleus is looked for among the tokens above these, one after the other
+_HEADS = (
+    1e-3,
+    1e-5,
+    0.0,
+)  # a nucleus is looked for among the tokens above these, one after the other
 
 
 def target_laws(logits: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
@@ -28,19 +32,26 @@ def target_laws(logits: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tens
     device = logits.device
     temperature = torch.tensor([param.temperature for param in params], dtype=wide, device=device)
     scores = logits.to(wide)
-    scores = (scores - scores.amax(-1, keepdim=True)).div_(temperature[:, None])  # the greatest is 0: no temperature overflows it
+    scores = (scores - scores.amax(-1, keepdim=True)).div_(
+        temperature[:, None]
+    )  # the greatest is 0: no temperature overflows it
     vocab = scores.shape[-1]
     limits = [min(param.top_k, vocab) or vocab for param in params]
     if min(limits) < vocab:
         last = torch.tensor(limits, device=device)[:, None] - 1
         widest = max((limit for limit in limits if limit < vocab), default=1)
         best = scores.topk(widest).values
-        threshold = best.gather(1, last.clamp(max=widest - 1)).masked_fill(last >= vocab - 1, -torch.inf)
+        threshold = best.gather(1, last.clamp(max=widest - 1)).masked_fill(
+            last >= vocab - 1, -torch.inf
+        )
         scores = scores.masked_fill(scores < threshold, -torch.inf)
     nuclei = [row for row, param in enumerate(params) if param.top_p < 1.0]
     laws = scores.softmax(-1)
     if nuclei:
-        laws[nuclei] = _nucleus(laws[nuclei], torch.tensor([params[row].top_p for row in nuclei], dtype=wide, device=device))
+        laws[nuclei] = _nucleus(
+            laws[nuclei],
+            torch.tensor([params[row].top_p for row in nuclei], dtype=wide, device=device),
+        )
     return laws
 
 
@@ -87,7 +98,9 @@ def likeliest(logits: torch.Tensor, most: int) -> list[list[tuple[int, float]]]:
         rows = [list(zip(*pair, strict=True)) for pair in pairs]
         return [[one for one in row if one[1] >= FAINT * row[0][1]] for row in rows]
     found = []
-    for row in _array(logits):  # few columns are near the greatest: torch's topk takes 3 times as long
+    for row in _array(
+        logits
+    ):  # few columns are near the greatest: torch's topk takes 3 times as long
         masses = np.exp(row - row.max())
         near = np.flatnonzero(masses >= FAINT)
         near = near[np.argsort(-masses[near], kind="stable")[:most]]

@@ -44,7 +44,11 @@ class Linear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._packed = _packs(weight)
         self._padded = weight.dtype == torch.float32 and weight.shape[1] >= SHORT_ROW
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS) if self._packed else weight.contiguous()
+        self._weight = (
+            torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
+            if self._packed
+            else weight.contiguous()
+        )
         self._bias = bias
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
@@ -53,7 +57,9 @@ class Linear:
             count = len(rows)
             if self._padded and count < MIN_FP32_ROWS:
                 rows = functional.pad(rows, (0, 0, 0, MIN_FP32_ROWS - count))
-            product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
+            product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+                rows, self._weight, self._bias, "none", [], ""
+            )
             return product[:count]
         return functional.linear(rows, self._weight, self._bias)
 
@@ -102,13 +108,25 @@ class Llama:
         self._norm = weights["model.norm.weight"]
         self._head = self._linear(weights.get("lm_head.weight", self._embedding))
         self.token_ids = weights.get("lm_head.token_ids")
-        shape = (config.num_layers, (kv_blocks + static) * BLOCK_TOKENS, 2 * config.num_kv_heads, config.head_dim)
+        shape = (
+            config.num_layers,
+            (kv_blocks + static) * BLOCK_TOKENS,
+            2 * config.num_kv_heads,
+            config.head_dim,
+        )
         self._pool = torch.zeros(shape, device=self.device, dtype=self.dtype)
         self._layers = [self._layer(weights, index, pool) for index, pool in enumerate(self._pool)]
         cos, sin = rope_tables(config, max_positions)
         self._cos, self._sin = (table.to(self.device, self.dtype)[:, None] for table in (cos, sin))
         group, record = config.num_heads // config.num_kv_heads, recorder(self.device)
-        passes = StaticPasses(self._run, scratch_block=kv_blocks, group=group, dtype=self.dtype, device=self.device, record=record)
+        passes = StaticPasses(
+            self._run,
+            scratch_block=kv_blocks,
+            group=group,
+            dtype=self.dtype,
+            device=self.device,
+            record=record,
+        )
         self._static = passes if static else None
 
     def _linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
@@ -123,16 +141,24 @@ class Llama:
             return weights.pop(f"model.layers.{index}.{name}")
 
         def bias(*names: str) -> torch.Tensor | None:
-            present = [weights.pop(key) for name in names if (key := f"model.layers.{index}.self_attn.{name}.bias") in weights]
+            present = [
+                weights.pop(key)
+                for name in names
+                if (key := f"model.layers.{index}.self_attn.{name}.bias") in weights
+            ]
             return torch.cat(present) if present else None
 
-        qkv = torch.cat([get(f"self_attn.{name}.weight") for name in ("q_proj", "k_proj", "v_proj")])
+        qkv = torch.cat(
+            [get(f"self_attn.{name}.weight") for name in ("q_proj", "k_proj", "v_proj")]
+        )
         return Layer(
             attention_norm=get("input_layernorm.weight"),
             qkv=self._linear(qkv, bias("q_proj", "k_proj", "v_proj")),
             output=self._linear(get("self_attn.o_proj.weight"), bias("o_proj")),
             mlp_norm=get("post_attention_layernorm.weight"),
-            gate_up=self._linear(torch.cat([get("mlp.gate_proj.weight"), get("mlp.up_proj.weight")])),
+            gate_up=self._linear(
+                torch.cat([get("mlp.gate_proj.weight"), get("mlp.up_proj.weight")])
+            ),
             down=self._linear(get("mlp.down_proj.weight")),
             pool=pool,
         )
@@ -144,36 +170,64 @@ class Llama:
         """
         if not any(chunk.logits for chunk in chunks):
             self._hidden(chunks)
-            return torch.empty(0, self.config.draft_vocab_size or self.config.vocab_size, device=self.device, dtype=self.dtype)
-        hidden = functional.rms_norm(self._hidden(chunks), (self.config.hidden_size,), self._norm, self.config.rms_norm_eps)
+            return torch.empty(
+                0,
+                self.config.draft_vocab_size or self.config.vocab_size,
+                device=self.device,
+                dtype=self.dtype,
+            )
+        hidden = functional.rms_norm(
+            self._hidden(chunks), (self.config.hidden_size,), self._norm, self.config.rms_norm_eps
+        )
         return self._head(hidden)
 
     def _hidden(self, chunks: Seq[Chunk]) -> torch.Tensor:
         """Run the chunks; return the hidden states of the rows that want logits."""
         if self._static and self._static.takes(chunks):
             return self._static(chunks)
-        ids = torch.tensor([token for chunk in chunks for token in chunk.tokens], device=self.device)
-        positions = torch.tensor([p for chunk in chunks for p in chunk.positions], device=self.device)
-        slots = _joined([chunk.table.slots[chunk.start : chunk.start + len(chunk.tokens)] for chunk in chunks])
+        ids = torch.tensor(
+            [token for chunk in chunks for token in chunk.tokens], device=self.device
+        )
+        positions = torch.tensor(
+            [p for chunk in chunks for p in chunk.positions], device=self.device
+        )
+        slots = _joined(
+            [chunk.table.slots[chunk.start : chunk.start + len(chunk.tokens)] for chunk in chunks]
+        )
         hidden = self._run(ids, positions, slots, self._attention(chunks))
         wanted = _logit_rows(chunks)
-        return hidden if len(wanted) == len(ids) else hidden[torch.tensor(wanted, dtype=torch.int64, device=self.device)]
+        return (
+            hidden
+            if len(wanted) == len(ids)
+            else hidden[torch.tensor(wanted, dtype=torch.int64, device=self.device)]
+        )
 
-    def _run(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def _run(
+        self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
         """Run the layers on tokens [rows], writing KV to ``slots``; return hidden states [rows, hidden]."""
         config, heads, kv_heads = self.config, self.config.num_heads, self.config.num_kv_heads
         cos, sin = self._cos[positions], self._sin[positions]
         hidden = self._embedding[ids]
         for layer in self._layers:
-            normed = functional.rms_norm(hidden, (config.hidden_size,), layer.attention_norm, config.rms_norm_eps)
+            normed = functional.rms_norm(
+                hidden, (config.hidden_size,), layer.attention_norm, config.rms_norm_eps
+            )
             qkv = layer.qkv(normed).view(-1, heads + 2 * kv_heads, config.head_dim)
             rotated = qkv[:, : heads + kv_heads]
             swapped = torch.roll(rotated, config.head_dim // 2, -1)
             rotated.mul_(cos).addcmul_(swapped, sin)
             layer.pool.index_copy_(0, slots, qkv[:, heads:])
             hidden += layer.output(attend(qkv, layer.pool))
-            gate_up = layer.gate_up(functional.rms_norm(hidden, (config.hidden_size,), layer.mlp_norm, config.rms_norm_eps))
-            gate, up = gate_up[:, : config.intermediate_size], gate_up[:, config.intermediate_size :]
+            gate_up = layer.gate_up(
+                functional.rms_norm(
+                    hidden, (config.hidden_size,), layer.mlp_norm, config.rms_norm_eps
+                )
+            )
+            gate, up = (
+                gate_up[:, : config.intermediate_size],
+                gate_up[:, config.intermediate_size :],
+            )
             hidden += layer.down(functional.silu(gate).mul_(up))
         return hidden
 
@@ -186,7 +240,9 @@ class Llama:
         rows = len(chunk.tokens)
         if rows == 1:
             return None
-        mask = torch.full((rows, chunk.start + rows), -math.inf, device=self.device, dtype=self.dtype).triu_(chunk.start + 1)
+        mask = torch.full(
+            (rows, chunk.start + rows), -math.inf, device=self.device, dtype=self.dtype
+        ).triu_(chunk.start + 1)
         if chunk.parents:
             nodes = ancestors(chunk.parents).to(self.device)
             mask[-len(nodes) :, -len(nodes) :].masked_fill_(~nodes, -math.inf)
@@ -202,10 +258,21 @@ class Llama:
         firsts = [0, *accumulate(len(chunk.tokens) for chunk in chunks)]
         group = self.config.num_heads // self.config.num_kv_heads
         padded = [
-            Padded([chunks[n] for n in numbers], [firsts[n] for n in numbers], group, self.dtype, self.device, uniform=self._pads)
+            Padded(
+                [chunks[n] for n in numbers],
+                [firsts[n] for n in numbers],
+                group,
+                self.dtype,
+                self.device,
+                uniform=self._pads,
+            )
             for numbers in together
         ]
-        others = torch.tensor([row for n in alone for row in range(firsts[n], firsts[n + 1])], dtype=torch.int64, device=self.device)
+        others = torch.tensor(
+            [row for n in alone for row in range(firsts[n], firsts[n + 1])],
+            dtype=torch.int64,
+            device=self.device,
+        )
         order = torch.cat([*(part.rows for part in padded), others]).argsort()
 
         def both(qkv: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
@@ -229,7 +296,13 @@ class Llama:
             by_rows.setdefault(len(chunks[number].tokens), []).append(number)
         return [numbers for numbers in by_rows.values() if len(numbers) > 1]
 
-    def _attend(self, qkv: torch.Tensor, pool: torch.Tensor, chunks: Seq[Chunk], masks: Seq[torch.Tensor | None]) -> torch.Tensor:
+    def _attend(
+        self,
+        qkv: torch.Tensor,
+        pool: torch.Tensor,
+        chunks: Seq[Chunk],
+        masks: Seq[torch.Tensor | None],
+    ) -> torch.Tensor:
         """Return attention's output [rows, heads x head_dim], each chunk over its own keys.
 
         The query heads of a KV head are folded into the query length, so that keys are read once per KV head and never repeated.
@@ -241,10 +314,18 @@ class Llama:
             rows, table = len(chunk.tokens), chunk.table
             keys = chunk.start + rows
             kv = table.read(pool, keys).transpose(0, 1)[None]
-            queries = qkv[row : row + rows, : kv_heads * group].view(rows, kv_heads, group, head_dim)
+            queries = qkv[row : row + rows, : kv_heads * group].view(
+                rows, kv_heads, group, head_dim
+            )
             queries = queries.permute(1, 2, 0, 3).reshape(1, kv_heads, group * rows, head_dim)
-            output = functional.scaled_dot_product_attention(queries, kv[:, :kv_heads], kv[:, kv_heads:], attn_mask=mask)
-            outputs.append(output.reshape(kv_heads, group, rows, head_dim).permute(2, 0, 1, 3).reshape(rows, kv_heads * group * head_dim))
+            output = functional.scaled_dot_product_attention(
+                queries, kv[:, :kv_heads], kv[:, kv_heads:], attn_mask=mask
+            )
+            outputs.append(
+                output.reshape(kv_heads, group, rows, head_dim)
+                .permute(2, 0, 1, 3)
+                .reshape(rows, kv_heads * group * head_dim)
+            )
             row += rows
         return _joined(outputs)
 
@@ -255,12 +336,16 @@ def rope_tables(config: LlamaConfig, positions: int) -> tuple[torch.Tensor, torc
     With that sign, rotating is ``x * cos + roll(x, head_dim / 2) * sin``. Scaling as in transformers: ``linear`` divides the frequencies by
     the factor; ``llama3`` does so for long waves only and passes smoothly to short ones (Llama 3.1's ``config.json``).
     """
-    inverse = 1.0 / config.rope_theta ** (torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim)
+    inverse = 1.0 / config.rope_theta ** (
+        torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    )
     rope = config.rope
     if rope["rope_type"] == "linear":
         inverse = inverse / rope["factor"]
     elif rope["rope_type"] == "llama3":
-        waves = rope["original_max_position_embeddings"] * inverse / (2 * math.pi)  # waves that fit the original context
+        waves = (
+            rope["original_max_position_embeddings"] * inverse / (2 * math.pi)
+        )  # waves that fit the original context
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
         smooth = ((waves - low) / (high - low)).clamp(0.0, 1.0)
         inverse = (1 - smooth) * inverse / rope["factor"] + smooth * inverse

@@ -77,7 +77,9 @@ def process(
             _forbid(logits, mask, columns)
 
 
-def _penalise(logits: torch.Tensor, sampling: SamplingParams, before: Seq[int], columns: Columns) -> None:
+def _penalise(
+    logits: torch.Tensor, sampling: SamplingParams, before: Seq[int], columns: Columns
+) -> None:
     """Lower the logits of the tokens that occur in the text, prompt included."""
     ids, counts = np.unique(np.array(before, np.int64), return_counts=True)
     found, places = columns.of(ids.tolist())

@@ -24,7 +24,14 @@ class Seen:
         seen, beyond = self._ran.get(sequence.id, (0, []))
         if sequence.tokens[seen : seen + len(beyond)] == beyond:  # as nearly always
             return len(sequence.tokens) - seen - len(beyond)
-        matching = next((i for i, token in enumerate(beyond) if sequence.tokens[seen + i : seen + i + 1] != [token]), len(beyond))
+        matching = next(
+            (
+                i
+                for i, token in enumerate(beyond)
+                if sequence.tokens[seen + i : seen + i + 1] != [token]
+            ),
+            len(beyond),
+        )
         return len(sequence.tokens) - seen - matching
 
     def forget(self, sequence_ids: Iterable[int]) -> None:

@@ -48,14 +48,25 @@ class Size(NamedTuple):
         """Return the least size with room for the chunks: powers of two, and for their rows also one more than these."""
         queries = max(len(chunk.tokens) for chunk in chunks)
         blocks = max(_blocks(chunk) for chunk in chunks)
-        return cls(_power_of_two(len(chunks)), 1 + _power_of_two(queries - 1), max(LEAST_BLOCKS, _power_of_two(blocks)))
+        return cls(
+            _power_of_two(len(chunks)),
+            1 + _power_of_two(queries - 1),
+            max(LEAST_BLOCKS, _power_of_two(blocks)),
+        )
 
 
 class StaticPasses:
     """Runs passes of short chunks through a decoder's ``layers``; ``record`` makes of work on the device what repeats it."""
 
     def __init__(
-        self, layers: Layers, *, scratch_block: int, group: int, dtype: torch.dtype, device: torch.device, record: Callable[[Work], Work]
+        self,
+        layers: Layers,
+        *,
+        scratch_block: int,
+        group: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        record: Callable[[Work], Work],
     ) -> None:
         self._layers, self._group, self._dtype = layers, group, dtype
         self._scratch_block, self._device, self._record = scratch_block, device, record
@@ -78,7 +89,12 @@ class StaticPasses:
         return work().index_select(0, inputs["wanted"][:wanted])
 
     def _work(self, inputs: Inputs) -> torch.Tensor:
-        return self._layers(inputs["ids"], inputs["positions"], inputs["slots"], _Attention(inputs, self._group, self._dtype))
+        return self._layers(
+            inputs["ids"],
+            inputs["positions"],
+            inputs["slots"],
+            _Attention(inputs, self._group, self._dtype),
+        )
 
 
 class Inputs:
@@ -92,11 +108,18 @@ class Inputs:
     def __init__(self, size: Size, scratch_block: int, device: torch.device) -> None:
         self.size, self._scratch_block, self._device = size, scratch_block, device
         rows = size.sequences * size.queries
-        self._shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("ids", "positions", "slots", "wanted"), (rows,))
+        self._shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
+            ("ids", "positions", "slots", "wanted"), (rows,)
+        )
         self._shapes |= dict.fromkeys(("context", "end"), (size.sequences,))
-        self._shapes |= {"blocks": (size.sequences, size.blocks), "seen": (size.sequences, size.queries, size.queries)}
+        self._shapes |= {
+            "blocks": (size.sequences, size.blocks),
+            "seen": (size.sequences, size.queries, size.queries),
+        }
         pinned = device.type == "cuda"
-        self._host = torch.zeros(sum(map(prod, self._shapes.values())), dtype=torch.int64, pin_memory=pinned)
+        self._host = torch.zeros(
+            sum(map(prod, self._shapes.values())), dtype=torch.int64, pin_memory=pinned
+        )
         self._there = self._host.to(device)
         self._sent = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
         self._views = self._cut(self._there)
@@ -118,7 +141,12 @@ class Inputs:
 
     def _write(self, chunks: Seq[Chunk]) -> int:
         to, queries, wanted = self._written, self.size.queries, list[int]()
-        for name, unused in {"ids": 0, "positions": 0, "slots": self._scratch_block * BLOCK_TOKENS, "blocks": self._scratch_block}.items():
+        for name, unused in {
+            "ids": 0,
+            "positions": 0,
+            "slots": self._scratch_block * BLOCK_TOKENS,
+            "blocks": self._scratch_block,
+        }.items():
             to[name].fill(unused)
         to["context"].fill(0)
         to["end"].fill(1)
@@ -129,18 +157,25 @@ class Inputs:
             place = np.arange(chunk.start, chunk.start + rows)
             to["ids"][first : first + rows] = chunk.tokens
             to["positions"][first : first + rows] = chunk.positions
-            to["slots"][first : first + rows] = blocks[place // BLOCK_TOKENS] * BLOCK_TOKENS + place % BLOCK_TOKENS
+            to["slots"][first : first + rows] = (
+                blocks[place // BLOCK_TOKENS] * BLOCK_TOKENS + place % BLOCK_TOKENS
+            )
             to["blocks"][number, :held] = blocks
             to["context"][number], to["end"][number] = chunk.start, chunk.start + rows
             if nodes:
-                to["seen"][number, rows - nodes : rows, rows - nodes : rows] = ancestors(chunk.parents).numpy()
+                to["seen"][number, rows - nodes : rows, rows - nodes : rows] = ancestors(
+                    chunk.parents
+                ).numpy()
             wanted += range(first + rows - chunk.logits, first + rows)
         to["wanted"][: len(wanted)] = wanted
         return len(wanted)
 
     def _cut(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
         parts = whole.split([prod(shape) for shape in self._shapes.values()])  # type: ignore[no-untyped-call]
-        return {name: part.view(shape) for part, (name, shape) in zip(parts, self._shapes.items(), strict=True)}
+        return {
+            name: part.view(shape)
+            for part, (name, shape) in zip(parts, self._shapes.items(), strict=True)
+        }
 
 
 class _Attention:
@@ -150,8 +185,12 @@ class _Attention:
         self._size, self._group, self._blocks = inputs.size, group, inputs["blocks"].flatten()
         queries, device = inputs.size.queries, inputs["context"].device
         position = torch.arange(inputs.size.blocks * BLOCK_TOKENS, device=device)
-        token = (position - inputs["context"][:, None])[:, None].expand(-1, queries, -1)  # its number among the pass's
-        seen = inputs["seen"].gather(2, token.clamp(0, queries - 1)).bool() & (token < queries) | (token < 0)
+        token = (position - inputs["context"][:, None])[:, None].expand(
+            -1, queries, -1
+        )  # its number among the pass's
+        seen = inputs["seen"].gather(2, token.clamp(0, queries - 1)).bool() & (token < queries) | (
+            token < 0
+        )
         mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, FAR)
         self._mask = mask.repeat(1, group, 1)[:, None]
         self._unused = (position >= inputs["end"][:, None])[..., None, None]
@@ -162,11 +201,21 @@ class _Attention:
         kv_heads, head_dim, group = pool.shape[1] // 2, pool.shape[2], self._group
         kv = pool.view(-1, BLOCK_TOKENS * 2 * kv_heads * head_dim).index_select(0, self._blocks)
         kv = kv.view(sequences, blocks * BLOCK_TOKENS, 2 * kv_heads, head_dim)
-        kv = kv.masked_fill_(self._unused, 0.0).transpose(1, 2)  # a weight of zero does not undo what is no number
-        rows = qkv[:, : kv_heads * group].view(sequences, queries, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
+        kv = kv.masked_fill_(self._unused, 0.0).transpose(
+            1, 2
+        )  # a weight of zero does not undo what is no number
+        rows = (
+            qkv[:, : kv_heads * group]
+            .view(sequences, queries, kv_heads, group, head_dim)
+            .permute(0, 2, 3, 1, 4)
+        )
         rows = rows.reshape(sequences, kv_heads, group * queries, head_dim)
-        output = functional.scaled_dot_product_attention(rows, kv[:, :kv_heads], kv[:, kv_heads:], attn_mask=self._mask)
-        output = output.reshape(sequences, kv_heads, group, queries, head_dim).permute(0, 3, 1, 2, 4)
+        output = functional.scaled_dot_product_attention(
+            rows, kv[:, :kv_heads], kv[:, kv_heads:], attn_mask=self._mask
+        )
+        output = output.reshape(sequences, kv_heads, group, queries, head_dim).permute(
+            0, 3, 1, 2, 4
+        )
         return output.reshape(sequences * queries, kv_heads * group * head_dim)
 
 

@@ -96,7 +96,16 @@ class TorchEngine:
         if threads is not None:
             torch.set_num_threads(threads)
         config, weights = load(folder, dtype, device)
-        self._set_up(name, config, weights, kv_blocks, max_context_tokens, max_draft_tokens, attention, dtype if dtype in ROUNDED else "")
+        self._set_up(
+            name,
+            config,
+            weights,
+            kv_blocks,
+            max_context_tokens,
+            max_draft_tokens,
+            attention,
+            dtype if dtype in ROUNDED else "",
+        )
 
     @classmethod
     def from_weights(
@@ -115,7 +124,16 @@ class TorchEngine:
         is what those are rounded to (one of ``ROUNDED``; empty: nothing).
         """
         engine = cls.__new__(cls)
-        engine._set_up(name, config, dict(weights), kv_blocks, max_context_tokens, max_draft_tokens, attention, matrices)
+        engine._set_up(
+            name,
+            config,
+            dict(weights),
+            kv_blocks,
+            max_context_tokens,
+            max_draft_tokens,
+            attention,
+            matrices,
+        )
         return engine
 
     def _set_up(
@@ -190,7 +208,9 @@ class TorchEngine:
 
     def available(self, sequence: Sequence, length: int) -> int:
         """Return ``length`` cut to the engine's limit and to the room left in the context and in the sequence's blocks."""
-        room = min(self.limits.max_context_tokens, len(sequence.blocks.get(self.name, ())) * BLOCK_TOKENS) - len(sequence.tokens)
+        room = min(
+            self.limits.max_context_tokens, len(sequence.blocks.get(self.name, ())) * BLOCK_TOKENS
+        ) - len(sequence.tokens)
         return max(0, min(length, self.limits.max_draft_tokens, room))
 
     def assume(self, sequence: Sequence, tokens: int) -> None:
@@ -217,17 +237,25 @@ class TorchEngine:
         request = Request.of(sequence, turn.proposal)
         self._check(turn, request, len(cache.table))
         decides = turn.run > 0
-        start = min(self._caches.seen(sequence), turn.end - decides)  # the last row is run again where its logits are wanted
+        start = min(
+            self._caches.seen(sequence), turn.end - decides
+        )  # the last row is run again where its logits are wanted
         tokens = [*sequence.tokens[start : turn.end], *request.tokens]
         if tokens and not (min(tokens) >= 0 and max(tokens) < self.limits.vocab_size):
-            raise ValueError(f"token ids of sequence {sequence.id} must lie in 0..{self.limits.vocab_size - 1}")
+            raise ValueError(
+                f"token ids of sequence {sequence.id} must lie in 0..{self.limits.vocab_size - 1}"
+            )
         cache.roll_back(start)
         parents = turn.proposal.parents if turn.proposal and not turn.proposal.is_chain else ()
         scored = self._take_rows_to_score(turn, cache, start)
         reads_context = sequence.reads_context and not turn.nodes and start < sequence.prompt_tokens
         context = turn.end - start if reads_context else 0
         logits = max(scored + decides, context) + len(request.tokens)
-        chunk = Chunk(tokens, start, cache.table, logits, parents, self._piece_tokens(turn, start)) if tokens else None
+        chunk = (
+            Chunk(tokens, start, cache.table, logits, parents, self._piece_tokens(turn, start))
+            if tokens
+            else None
+        )
         return _Job(turn, cache, request, chunk, rows_scored=scored, context_rows=context)
 
     def _piece_tokens(self, turn: Turn, start: int) -> int | None:
@@ -250,20 +278,36 @@ class TorchEngine:
         return rows
 
     def _check(self, turn: Turn, request: Request, capacity_tokens: int) -> None:
-        name, length, proposed = f"turn of sequence {turn.sequence.id}", len(turn.sequence.tokens), len(request.tokens)
-        if not 0 <= turn.end <= length or (turn.run and turn.end != length) or (turn.run and not length):
-            raise ValueError(f"{name}: end must be the {length} tokens of the sequence (or fewer when run is 0), got {turn.end}")
+        name, length, proposed = (
+            f"turn of sequence {turn.sequence.id}",
+            len(turn.sequence.tokens),
+            len(request.tokens),
+        )
+        if (
+            not 0 <= turn.end <= length
+            or (turn.run and turn.end != length)
+            or (turn.run and not length)
+        ):
+            raise ValueError(
+                f"{name}: end must be the {length} tokens of the sequence (or fewer when run is 0), got {turn.end}"
+            )
         if proposed and (turn.run != 1 or turn.nodes):
             asked = f"got {turn.run} and {turn.nodes}"
             raise ValueError(f"{name}: run must be 1 and nodes 0 behind a proposal, {asked}")
         if turn.nodes and not turn.run:
             raise ValueError(f"{name}: run must be 1 or more where nodes are asked for, got 0")
         if proposed and self._columns.token_ids is not None:
-            raise ValueError(f"{name}: engine {self.name!r} has a shortlisted vocabulary and cannot verify")
+            raise ValueError(
+                f"{name}: engine {self.name!r} has a shortlisted vocabulary and cannot verify"
+            )
         if not 0 <= turn.run <= self.limits.max_run_tokens:
-            raise ValueError(f"{name}: run must be in 0..{self.limits.max_run_tokens}, got {turn.run}")
+            raise ValueError(
+                f"{name}: run must be in 0..{self.limits.max_run_tokens}, got {turn.run}"
+            )
         if turn.piece_tokens < 0 or turn.piece_tokens % BLOCK_TOKENS:
-            raise ValueError(f"{name}: piece_tokens must be whole blocks of {BLOCK_TOKENS}, got {turn.piece_tokens}")
+            raise ValueError(
+                f"{name}: piece_tokens must be whole blocks of {BLOCK_TOKENS}, got {turn.piece_tokens}"
+            )
         beyond = max(0, turn.run - 1)
         shared = proposed - turn.proposal.depth if turn.proposal else 0  # nodes at the same place
         needed = turn.end + proposed + beyond
@@ -310,7 +354,9 @@ class TorchEngine:
         for job, chunk in running:
             rows = slice(row, row + max(job.rows_scored, job.context_rows - (job.turn.run > 0)))
             if job.context_rows:
-                job.context_logits = logits[row : row + job.context_rows].to(torch.float32, copy=True)
+                job.context_logits = logits[row : row + job.context_rows].to(
+                    torch.float32, copy=True
+                )
                 job.context_rows = 0
             if job.rows_scored:
                 first = job.turn.end - job.rows_scored
@@ -395,7 +441,9 @@ class TorchEngine:
         )
 
 
-def step_limits(config: LlamaConfig, kv_blocks: int, max_context_tokens: int, max_draft_tokens: int) -> EngineLimits:
+def step_limits(
+    config: LlamaConfig, kv_blocks: int, max_context_tokens: int, max_draft_tokens: int
+) -> EngineLimits:
     """Return the limits of an engine that runs whole steps of a Llama; with a shortlist in its head it is a draft and verifies no trees."""
     return EngineLimits(
         vocab_size=config.vocab_size,
@@ -413,5 +461,8 @@ def _extras(job: _Job) -> Extras | None:
         return None
     extras = Extras(job.top, torch.cat(job.logits).cpu().numpy() if job.logits else None)
     if job.context_logits is not None:
-        extras.context_first, extras.context_logits = job.turn.end - len(job.context_logits), job.context_logits.cpu().numpy()
+        extras.context_first, extras.context_logits = (
+            job.turn.end - len(job.context_logits),
+            job.context_logits.cpu().numpy(),
+        )
     return extras

@@ -101,8 +101,15 @@ class TrtllmEngine:
         context = min(max_context_tokens, engine.max_context_tokens)
         budget_blocks = ITERATIONS_IN_FLIGHT * engine.max_num_tokens // BLOCK_TOKENS
         blocks = budget_blocks if kv_blocks is None else min(kv_blocks, budget_blocks)
-        self.limits = EngineLimits(engine.vocab_size, context, most, engine.max_seq_len, blocks, asynchronous=True)
-        self._engine, self._settings, self._count, self._clock = engine, settings, count or _uncounted, clock
+        self.limits = EngineLimits(
+            engine.vocab_size, context, most, engine.max_seq_len, blocks, asynchronous=True
+        )
+        self._engine, self._settings, self._count, self._clock = (
+            engine,
+            settings,
+            count or _uncounted,
+            clock,
+        )
         self._trtllm = bindings or load_bindings()
         self._requests = Requests(self._trtllm, engine, settings.turn_timeout_s)
         self._tally: Counter[tuple[str, str]] = Counter()  # (metric, event) since the last report
@@ -145,7 +152,9 @@ class TrtllmEngine:
         gone = set(sequence_ids)
         self._waiting = deque(turn for turn in self._waiting if turn.sequence.id not in gone)
         self._done = [completion for completion in self._done if completion.sequence_id not in gone]
-        for request_id in [i for i, flight in self._flights.items() if flight.asked.turn.sequence.id in gone]:
+        for request_id in [
+            i for i, flight in self._flights.items() if flight.asked.turn.sequence.id in gone
+        ]:
             del self._flights[request_id]
             try:
                 self._executor.cancel_request(request_id)
@@ -161,7 +170,14 @@ class TrtllmEngine:
         """Return how many tokens could be proposed now: none of a dead executor."""
         if self._executor is None:
             return 0
-        return max(0, min(length, self.limits.max_draft_tokens, self.limits.max_context_tokens - len(sequence.tokens)))
+        return max(
+            0,
+            min(
+                length,
+                self.limits.max_draft_tokens,
+                self.limits.max_context_tokens - len(sequence.tokens),
+            ),
+        )
 
     def close(self) -> None:
         """End the executor and its ranks."""
@@ -173,7 +189,9 @@ class TrtllmEngine:
 
     def _create(self) -> Any:
         config = executor_config(self._trtllm, self._engine, self._settings)
-        return self._trtllm.Executor(self._engine.folder, self._trtllm.ModelType.DECODER_ONLY, config)
+        return self._trtllm.Executor(
+            self._engine.folder, self._trtllm.ModelType.DECODER_ONLY, config
+        )
 
     def _call(self, work: Callable[..., None], *arguments: Any) -> None:
         """Do some work with the executor; whatever it raises is its death, which voids all turns."""
@@ -211,7 +229,9 @@ class TrtllmEngine:
         """Return a turn's request; None for one that cannot be made, which completes with its error."""
         try:
             return self._requests.ask(turn, len(turn.sequence.tokens) - self.unseen(turn.sequence))
-        except Exception as error:  # of the bindings' constructors too: RuntimeError of C++, TypeError of nanobind
+        except (
+            Exception
+        ) as error:  # of the bindings' constructors too: RuntimeError of C++, TypeError of nanobind
             self._done.append(Completion(turn.sequence.id, [], error=f"{self.name}: {error}"))
             return None
 
@@ -244,17 +264,26 @@ class TrtllmEngine:
             if result.is_final:
                 self._take(response.request_id, flight, result)
             elif flight.tokens[flight.told :]:
-                self._done.append(Completion(flight.asked.turn.sequence.id, flight.tokens[flight.told :], partial=True))
+                self._done.append(
+                    Completion(
+                        flight.asked.turn.sequence.id, flight.tokens[flight.told :], partial=True
+                    )
+                )
                 flight.told = len(flight.tokens)
 
     def _take(self, request_id: int, flight: _Flight, result: Any) -> None:
         reason, reasons = result.finish_reasons[0], self._trtllm.FinishReason
         if flight.cancelled or reason in (reasons.CANCELLED, reasons.TIMED_OUT):
-            self._end(request_id, error=f"the turn has not ended within {self._settings.turn_timeout_s:g} s")
+            self._end(
+                request_id,
+                error=f"the turn has not ended within {self._settings.turn_timeout_s:g} s",
+            )
             return
         asked = flight.asked
         try:
-            done = completion(asked, flight.tokens, result.generation_logits, self.limits.vocab_size)
+            done = completion(
+                asked, flight.tokens, result.generation_logits, self.limits.vocab_size
+            )
         except (TurnError, IndexError, ValueError) as error:
             self._end(request_id, error=str(error))
             return
@@ -278,7 +307,9 @@ class TrtllmEngine:
         for request_id, flight in list(self._flights.items()):
             late_s = now - flight.since_s - self._settings.turn_timeout_s
             if late_s > GRACE_S:
-                raise EngineDiedError(f"request {request_id} was not answered for {now - flight.since_s:.0f} s")
+                raise EngineDiedError(
+                    f"request {request_id} was not answered for {now - flight.since_s:.0f} s"
+                )
             if late_s > 0 and not flight.cancelled:
                 flight.cancelled = True
                 self._count("spindle_fallback_total", reason="engine_timeout")
@@ -293,7 +324,9 @@ class TrtllmEngine:
         kv = metrics.kv_cache_metrics
         self._tally["spindle_engine_kv_blocks_total", "reused"] += kv.num_reused_blocks
         self._tally["spindle_engine_kv_blocks_total", "missed"] += kv.num_missed_blocks
-        self._tally["spindle_engine_kv_reuse_failures_total", ""] += kv.num_reused_blocks < asked.expected_blocks
+        self._tally["spindle_engine_kv_reuse_failures_total", ""] += (
+            kv.num_reused_blocks < asked.expected_blocks
+        )
 
     def _report(self) -> None:
         """Hand over what was counted and, now and then, the executor's iterations: what they ran and how long they took."""
@@ -309,22 +342,44 @@ class TrtllmEngine:
         except RuntimeError:
             return  # the next turn will notice
         self._count("spindle_engine_iterations_total", len(iterations), engine=self.name)
-        self._count("spindle_engine_iteration_seconds_total", sum(i.iter_latency_ms for i in iterations) / 1000, engine=self.name)
-        batches = [i.inflight_batching_stats for i in iterations if i.inflight_batching_stats is not None]
-        self._count("spindle_engine_context_tokens_total", sum(b.num_ctx_tokens for b in batches), engine=self.name)
+        self._count(
+            "spindle_engine_iteration_seconds_total",
+            sum(i.iter_latency_ms for i in iterations) / 1000,
+            engine=self.name,
+        )
+        batches = [
+            i.inflight_batching_stats for i in iterations if i.inflight_batching_stats is not None
+        ]
+        self._count(
+            "spindle_engine_context_tokens_total",
+            sum(b.num_ctx_tokens for b in batches),
+            engine=self.name,
+        )
 
 
 def executor_config(trtllm: Any, engine: EngineFolder, settings: ExecutorSettings) -> Any:
     """Return how an engine's executor is to be created."""
-    mode = trtllm.CommunicationMode.ORCHESTRATOR if settings.orchestrated else trtllm.CommunicationMode.LEADER
-    orchestrator = trtllm.OrchestratorConfig(True, settings.worker) if settings.orchestrated else None
+    mode = (
+        trtllm.CommunicationMode.ORCHESTRATOR
+        if settings.orchestrated
+        else trtllm.CommunicationMode.LEADER
+    )
+    orchestrator = (
+        trtllm.OrchestratorConfig(True, settings.worker) if settings.orchestrated else None
+    )
     return trtllm.ExecutorConfig(
         1,
-        kv_cache_config=trtllm.KvCacheConfig(enable_block_reuse=True, free_gpu_memory_fraction=settings.kv_fraction),
+        kv_cache_config=trtllm.KvCacheConfig(
+            enable_block_reuse=True, free_gpu_memory_fraction=settings.kv_fraction
+        ),
         # Chunks would lose drafts past the token budget, and leave unfinished blocks to be found where a text is cancelled.
         enable_chunked_context=False,
         max_batch_size=engine.max_batch_size,
-        parallel_config=trtllm.ParallelConfig(communication_mode=mode, device_ids=list(settings.gpus), orchestrator_config=orchestrator),
+        parallel_config=trtllm.ParallelConfig(
+            communication_mode=mode,
+            device_ids=list(settings.gpus),
+            orchestrator_config=orchestrator,
+        ),
         gather_generation_logits=engine.verifies_drafts,  # for log-probabilities
     )
 
@@ -338,5 +393,7 @@ def load_bindings() -> Any:
     try:
         import tensorrt_llm.bindings.executor as trtllm
     except ImportError as error:
-        raise EngineDiedError(f"the engine 'trtllm' needs TensorRT-LLM 1.2.1, which cannot be imported here: {error}") from error
+        raise EngineDiedError(
+            f"the engine 'trtllm' needs TensorRT-LLM 1.2.1, which cannot be imported here: {error}"
+        ) from error
     return trtllm

@@ -33,14 +33,22 @@ class KVPlan:
     tokens: int
 
 
-def plan_kv(engines: Sequence[EngineMemory], free_bytes: Mapping[int, int], kv_share: float) -> KVPlan:
+def plan_kv(
+    engines: Sequence[EngineMemory], free_bytes: Mapping[int, int], kv_share: float
+) -> KVPlan:
     """Divide the memory of the GPUs among engines that are created in this order.
 
     The executor takes its fraction of what is free *then*, after its own weights and activations.
     All engines get room for the same number of tokens, as many as the tightest GPU allows;
     ``kv_share`` of the room is used. Raises ConfigError where those alone do not fit.
     """
-    tokens = min(_tokens(engines, gpu, free_bytes[gpu]) for gpu in {gpu for engine in engines for gpu in engine.gpus}) * kv_share
+    tokens = (
+        min(
+            _tokens(engines, gpu, free_bytes[gpu])
+            for gpu in {gpu for engine in engines for gpu in engine.gpus}
+        )
+        * kv_share
+    )
     fractions = {}
     left = dict(free_bytes)
     for engine in engines:

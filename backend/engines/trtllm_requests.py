@@ -60,10 +60,16 @@ class Requests:
         keep, config = timedelta(seconds=RETENTION_S), trtllm.KvCacheRetentionConfig
         prompt = config.TokenRangeRetentionConfig(0, None, RETENTION_PRIORITY, keep)
         # All five: without the directory its default, None, is passed, which a std::string does not take.
-        self._retention = config([prompt], RETENTION_PRIORITY, keep, trtllm.KvCacheTransferMode.DRAM, "")
+        self._retention = config(
+            [prompt], RETENTION_PRIORITY, keep, trtllm.KvCacheTransferMode.DRAM, ""
+        )
 
     def _output(self, wants_logits: bool) -> Any:
-        return self._trtllm.OutputConfig(exclude_input_from_output=True, return_perf_metrics=True, return_generation_logits=wants_logits)
+        return self._trtllm.OutputConfig(
+            exclude_input_from_output=True,
+            return_perf_metrics=True,
+            return_generation_logits=wants_logits,
+        )
 
     def ask(self, turn: Turn, seen: int) -> Ask:
         """Make the request of a turn of which ``seen`` tokens were run before. Raises TurnError.
@@ -89,7 +95,9 @@ class Requests:
             end_id=None,  # there would be no row of logits for it: texts are cut behind their end here
             bad_words=_banned(sampling, left) or None,
             embedding_bias=_bias(sampling, engine.vocab_size) if sampling.bias else None,
-            external_draft_tokens_config=self._trtllm.ExternalDraftTokensConfig(proposed, logits) if proposed else None,
+            external_draft_tokens_config=self._trtllm.ExternalDraftTokensConfig(proposed, logits)
+            if proposed
+            else None,
             kv_cache_retention_config=self._retention,
             priority=TURN_PRIORITY if seen else PROMPT_PRIORITY,
             allotted_time_ms=self._timeout,
@@ -97,7 +105,15 @@ class Requests:
         )
         rows = (length if wants_logits else 0) + (0 if logits is None else len(proposed))
         expected_blocks = min(seen, turn.end - 1) // engine.tokens_per_block
-        return Ask(turn, request, proposed, expected_blocks, 4 * rows * engine.padded_vocab_size, cut, logits)
+        return Ask(
+            turn,
+            request,
+            proposed,
+            expected_blocks,
+            4 * rows * engine.padded_vocab_size,
+            cut,
+            logits,
+        )
 
     def over(self, asked: Ask) -> None:
         """Take back what a request that has ended does not need any more."""
@@ -118,16 +134,21 @@ class Requests:
         return logits
 
 
-def completion(asked: Ask, output: list[int], generation_logits: Any, vocab_size: int) -> Completion:
+def completion(
+    asked: Ask, output: list[int], generation_logits: Any, vocab_size: int
+) -> Completion:
     """Read an answer up to its first end token: what was accepted is its beginning as far as it
     was proposed (a rejected token is never drawn again).
     """
     turn, sampling = asked.turn, asked.turn.sequence.sampling
-    tokens = output[: next((i + 1 for i, token in enumerate(output) if token in sampling.end_ids), len(output))]
+    tokens = output[
+        : next((i + 1 for i, token in enumerate(output) if token in sampling.end_ids), len(output))
+    ]
     if not tokens:
         raise TurnError(f"the executor returned no token for sequence {turn.sequence.id}")
     accepted = next(
-        (i for i, (a, b) in enumerate(zip(asked.proposed, tokens, strict=False)) if a != b), min(len(asked.proposed), len(tokens))
+        (i for i, (a, b) in enumerate(zip(asked.proposed, tokens, strict=False)) if a != b),
+        min(len(asked.proposed), len(tokens)),
     )
     log_probs = None
     if generation_logits is not None:
@@ -169,7 +190,9 @@ def _sampling(trtllm: Any, sampling: SamplingParams, greedy: bool, seed: int) ->
     """
     law = {"top_k": 1} if greedy else {"top_k": sampling.top_k, "top_p": sampling.top_p}
     neutral = (("repetition_penalty", 1.0), ("presence_penalty", 0.0), ("frequency_penalty", 0.0))
-    options = {name: getattr(sampling, name) for name, value in neutral if getattr(sampling, name) != value}
+    options = {
+        name: getattr(sampling, name) for name, value in neutral if getattr(sampling, name) != value
+    }
     if sampling.temperature > 0.0:
         options["temperature"] = sampling.temperature
     return trtllm.SamplingConfig(1, seed=seed, **law, **options)
@@ -184,7 +207,9 @@ def _bias(sampling: SamplingParams, vocab_size: int) -> torch.Tensor:
     return torch.zeros(vocab_size).index_add_(0, torch.tensor(tokens), torch.tensor(addends))
 
 
-def _processed(generation_logits: Any, turn: Turn, tokens: list[int], vocab_size: int) -> torch.Tensor:
+def _processed(
+    generation_logits: Any, turn: Turn, tokens: list[int], vocab_size: int
+) -> torch.Tensor:
     """Return the rows [len(tokens), vocab] of the emitted tokens with the request's options; ``generation_logits`` are [1, rows, width]."""
     sequence = turn.sequence
     rows = torch.as_tensor(generation_logits)[0, : len(tokens), :vocab_size].float().clone()

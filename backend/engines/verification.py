@@ -89,7 +89,9 @@ class Verdict:
     top: list[list[tuple[int, float]]] = field(default_factory=list)
 
 
-def verify(logits: torch.Tensor, requests: Seq[Request], columns: Columns = WHOLE_VOCABULARY) -> list[Verdict]:
+def verify(
+    logits: torch.Tensor, requests: Seq[Request], columns: Columns = WHOLE_VOCABULARY
+) -> list[Verdict]:
     """Return the verdict on each request.
 
     ``logits`` [rows, S] holds ``Request.rows`` rows a request, in order: the first is behind the text,
@@ -98,7 +100,9 @@ def verify(logits: torch.Tensor, requests: Seq[Request], columns: Columns = WHOL
     firsts = _firsts(requests)
     verdicts = [Verdict([], -1) for _ in requests]
     plain: list[int] = []
-    if logits.device.type != "cpu":  # which is asked once; a processor would make more rows than it needs
+    if (
+        logits.device.type != "cpu"
+    ):  # which is asked once; a processor would make more rows than it needs
         plain = [index for index, request in enumerate(requests) if request.plain]
         best = arg_max(logits) if plain else []
         for index in plain:
@@ -113,7 +117,9 @@ def verify(logits: torch.Tensor, requests: Seq[Request], columns: Columns = WHOL
     return verdicts
 
 
-def candidates(logits: torch.Tensor, places: Seq[Request], most: int, columns: Columns = WHOLE_VOCABULARY) -> list[list[tuple[int, float]]]:
+def candidates(
+    logits: torch.Tensor, places: Seq[Request], most: int, columns: Columns = WHOLE_VOCABULARY
+) -> list[list[tuple[int, float]]]:
     """Return by place the columns that a draft of these logits [n, S] holds for likeliest to be what the
     target draws, best first, at most ``most``, with its confidence in each.
     """
@@ -148,7 +154,9 @@ def scores(logits: torch.Tensor, places: Seq[Request], columns: Columns) -> torc
     return wide
 
 
-def _draw(logits: torch.Tensor, places: Seq[Request], verdicts: Seq[Verdict], columns: Columns) -> None:
+def _draw(
+    logits: torch.Tensor, places: Seq[Request], verdicts: Seq[Verdict], columns: Columns
+) -> None:
     """Draw the token of every place from its row of logits [n, S], and tell each verdict of it."""
     rows = scores(logits, places, columns)
     drawn = [row for row, place in enumerate(places) if not place.sampling.greedy]

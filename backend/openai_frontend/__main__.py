@@ -34,7 +34,11 @@ def main() -> None:
     model = load_config(settings.config).target.model
     folder = None
     if model:
-        folder = cache.model_folder(model) if model == EMBEDDED_MODEL else PROJECT_ROOT / os.path.expanduser(model)
+        folder = (
+            cache.model_folder(model)
+            if model == EMBEDDED_MODEL
+            else PROJECT_ROOT / os.path.expanduser(model)
+        )
     file = environment.get("OPENAI_CHAT_TEMPLATE")
     template = load_template(folder, Path(file) if file else None)
     say(about_tools(template))

@@ -20,7 +20,9 @@ from backend.openai_frontend.schema import Options
 from backend.openai_frontend.triton import Piece, Triton
 
 
-def tensors(body: Options, max_tokens: int, *, echo: bool = False, top: int | None = None) -> dict[str, Any]:
+def tensors(
+    body: Options, max_tokens: int, *, echo: bool = False, top: int | None = None
+) -> dict[str, Any]:
     """Return the inputs of the text model that a body's options mean. OpenAI's temperature is 1
     unless given.
 
@@ -81,22 +83,36 @@ class Answer:
             "created": int(time.time()),
             "model": self.body.model,
         }
-        fields = FIELDS if kind is COMPLETION else CHAT_FIELDS if self.style.tool is None else TOOL_FIELDS
+        fields = (
+            FIELDS
+            if kind is COMPLETION
+            else CHAT_FIELDS
+            if self.style.tool is None
+            else TOOL_FIELDS
+        )
         pieces = triton.generate(self.prompts, self.options, fields)
         if not self.body.stream:
             return await until_gone(request, self._whole(pieces, choices, head))
         first = await anext(pieces)  # what is wrong with a request has a status of its own
-        return StreamingResponse(self._events(first, pieces, choices, head), media_type="text/event-stream")
+        return StreamingResponse(
+            self._events(first, pieces, choices, head), media_type="text/event-stream"
+        )
 
-    async def _whole(self, pieces: AsyncIterator[Piece], choices: list[Choice], head: dict[str, Any]) -> Response:
+    async def _whole(
+        self, pieces: AsyncIterator[Piece], choices: list[Choice], head: dict[str, Any]
+    ) -> Response:
         counts = Counts(self.style.silent)
         async for piece in pieces:
             self._choice(choices, piece).add(piece)
             counts.add(piece)
         made = [choice.whole() for choice in choices]
-        return JSONResponse({**head, "object": self.style.kind.whole, "choices": made, "usage": counts.usage()})
+        return JSONResponse(
+            {**head, "object": self.style.kind.whole, "choices": made, "usage": counts.usage()}
+        )
 
-    async def _events(self, first: Piece, pieces: Any, choices: list[Choice], head: dict[str, Any]) -> AsyncIterator[str]:
+    async def _events(
+        self, first: Piece, pieces: Any, choices: list[Choice], head: dict[str, Any]
+    ) -> AsyncIterator[str]:
         """Yield server-sent events; the requests are cancelled when nobody listens any more."""
         counts, options = Counts(self.style.silent), self.body.stream_options
         head = {**head, "object": self.style.kind.part}

@@ -85,7 +85,9 @@ def create_app(settings: FrontEnd) -> FastAPI:
         if request.url.path in OPEN_PATHS:
             return
         given = request.headers.get("authorization", "").encode()
-        if settings.api_key and not hmac.compare_digest(given, f"Bearer {settings.api_key}".encode()):
+        if settings.api_key and not hmac.compare_digest(
+            given, f"Bearer {settings.api_key}".encode()
+        ):
             raise ApiError(401, "the API key is missing or wrong")
 
     app = FastAPI(
@@ -174,7 +176,9 @@ def _add_openai(app: FastAPI, settings: FrontEnd) -> None:
         # the text model writes one token at least: of max_tokens 0 it is not told
         options = tensors(body, max(1, most), echo=body.echo, top=body.logprobs)
         style = Style(COMPLETION, body.logprobs is not None, echo=body.echo, silent=most == 0)
-        return await Answer(body, style, body.prompt, options).response(request, request.app.state.triton)
+        return await Answer(body, style, body.prompt, options).response(
+            request, request.app.state.triton
+        )
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
@@ -182,7 +186,9 @@ def _add_openai(app: FastAPI, settings: FrontEnd) -> None:
         called = body.tool_choice is None or body.tool_choice.type != "none"
         prompt = settings.prompt(body.messages, body.tools if called else None)
         top = (body.top_logprobs or 0) if body.logprobs else None
-        options = tensors(body, body.max_completion_tokens or body.max_tokens or DEFAULT_CHAT_TOKENS, top=top)
+        options = tensors(
+            body, body.max_completion_tokens or body.max_tokens or DEFAULT_CHAT_TOKENS, top=top
+        )
         tool, schema = held_to(body)
         if schema is not None:
             options |= {
@@ -191,8 +197,12 @@ def _add_openai(app: FastAPI, settings: FrontEnd) -> None:
             }
         style = Style(CHAT, body.logprobs, tool, parallel=body.parallel_tool_calls)
         if body.tools and called and tool is None and settings.template is not None:
-            style = replace(style, calls=settings.template.calls, names=tuple(body.function_names()))
-        return await Answer(body, style, [prompt], options).response(request, request.app.state.triton)
+            style = replace(
+                style, calls=settings.template.calls, names=tuple(body.function_names())
+            )
+        return await Answer(body, style, [prompt], options).response(
+            request, request.app.state.triton
+        )
 
 
 def held_to(body: ChatRequest) -> tuple[str | None, Any]:

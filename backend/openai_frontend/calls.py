@@ -118,7 +118,9 @@ class CallReader:
         if not self._plain and ended:
             if (calls := parse_calls(text, self._names)) is not None:
                 return "", calls
-        elif not self._plain and (start.startswith(begins) or begins.startswith(start) or opening.startswith(text)):
+        elif not self._plain and (
+            start.startswith(begins) or begins.startswith(start) or opening.startswith(text)
+        ):
             return "", []
         self._plain = True
         content, self._held = self._held, ""

@@ -76,7 +76,9 @@ class Choice:
             self.seed = piece.seed
             self.tokens += [token for token in piece.tokens if token.data or self.style.echo]
         if piece.finish_reason is not None:
-            self.reason = "length" if piece.finish_reason == "length" or self.style.silent else "stop"
+            self.reason = (
+                "length" if piece.finish_reason == "length" or self.style.silent else "stop"
+            )
 
     def whole(self) -> dict[str, Any]:
         """Return the choice of an answer that is not streamed."""
@@ -112,7 +114,9 @@ class Choice:
                 delta["content"] = content
             if calls:
                 first = self._calls - len(calls)
-                delta["tool_calls"] = [{"index": first + at, **call} for at, call in enumerate(calls)]
+                delta["tool_calls"] = [
+                    {"index": first + at, **call} for at, call in enumerate(calls)
+                ]
             made = {
                 "index": self.index,
                 "delta": delta,
@@ -177,7 +181,10 @@ class Choice:
             "tokens": texts,
             "token_logprobs": [token.log_prob for token in self.tokens],
             "top_logprobs": [
-                None if token.log_prob is None else {_text(data): log_prob for data, log_prob in token.top} for token in self.tokens
+                None
+                if token.log_prob is None
+                else {_text(data): log_prob for data, log_prob in token.top}
+                for token in self.tokens
             ],
             "text_offset": offsets,
         }

@@ -57,7 +57,9 @@ class ApiError(Exception):
     about, OpenAI's code.
     """
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
@@ -66,7 +68,9 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """Return what the client gets."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        return {
+            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        }
 
     def response(self) -> Response:
         """Return it as a response."""
@@ -75,7 +79,9 @@ class ApiError(Exception):
 
 def wrong(message: str, field: str = "", code: str = "invalid_value") -> PydanticCustomError:
     """Return the error of a validator; ``field`` where it is not the validator's own."""
-    return PydanticCustomError("wrong", "{message}", {"message": message, "field": field, "code": code})
+    return PydanticCustomError(
+        "wrong", "{message}", {"message": message, "field": field, "code": code}
+    )
 
 
 def upstream_error(status: int, message: str, names: Mapping[str, str]) -> ApiError:
@@ -86,7 +92,11 @@ def upstream_error(status: int, message: str, names: Mapping[str, str]) -> ApiEr
     if status != 400 or found is None or (found[0] not in names and "_" not in found[0]):
         return ApiError(status, message)
     field = names.get(found[0], found[0])
-    code = "context_length_exceeded" if "exceed the context" in message or "is over the limit of" in message else None
+    code = (
+        "context_length_exceeded"
+        if "exceed the context" in message or "is over the limit of" in message
+        else None
+    )
     return ApiError(status, field + message[found.end() :], field, code)
 
 
@@ -102,16 +112,22 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if param is None:
         return ApiError(400, "The body must be a JSON object, with Content-Type: application/json")
     if kind == "missing":
-        return ApiError(400, f"Missing required parameter: '{param}'", param, "missing_required_parameter")
+        return ApiError(
+            400, f"Missing required parameter: '{param}'", param, "missing_required_parameter"
+        )
     return _invalid_value(kind, param, context, error)
 
 
-def _invalid_value(kind: str, param: str, context: Mapping[str, Any], error: Mapping[str, Any]) -> ApiError:
+def _invalid_value(
+    kind: str, param: str, context: Mapping[str, Any], error: Mapping[str, Any]
+) -> ApiError:
     """Return what is wrong with the value of a field."""
     given, code = _shown(error.get("input")), "invalid_value"
     expected = _EXPECTED.get(kind.partition("_")[0])
     if kind == "literal_error":
-        message = f"Invalid value for '{param}': {given}. Supported values are: {context['expected']}"
+        message = (
+            f"Invalid value for '{param}': {given}. Supported values are: {context['expected']}"
+        )
     elif kind in _BOUNDS:
         bound = _BOUNDS[kind].format(**context)
         message = f"Invalid '{param}': expected a value {bound}, but got {given}"
@@ -121,7 +137,9 @@ def _invalid_value(kind: str, param: str, context: Mapping[str, Any], error: Map
             "invalid_type",
         )
     elif kind == "too_short":
-        message = f"Invalid '{param}': expected at least {context['min_length']} of them, but got {given}"
+        message = (
+            f"Invalid '{param}': expected at least {context['min_length']} of them, but got {given}"
+        )
     else:
         message = f"Invalid '{param}': {error['msg'].lower()}, but got {given}"
     return ApiError(400, message, param, code)
@@ -155,7 +173,9 @@ def _path(parts: Sequence[Any]) -> str | None:
     """Return the place of an error as OpenAI writes it: ``messages[0].role``."""
     path = ""
     for part in parts:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if part and part != "[key]" else ""
+        path += (
+            f"[{part}]" if isinstance(part, int) else f".{part}" if part and part != "[key]" else ""
+        )
     return path.removeprefix(".") or None
 
 

@@ -34,7 +34,11 @@ def with_fields(page: str) -> str:
         title = (body.__doc__ or "").splitlines()[0].partition(".")[0].replace("``", "`")
         lines += [f"### {title}", "", "| field | | what |", "| --- | --- | --- |"]
         shared = schema.Options.model_fields if body is not schema.Options else {}
-        fields = {name: field for name, field in body.model_fields.items() if not _same(field, shared.get(name))}
+        fields = {
+            name: field
+            for name, field in body.model_fields.items()
+            if not _same(field, shared.get(name))
+        }
         rows = [(_fate(field), f"`{name}`", _what(field)) for name, field in fields.items()]
         rows.sort(key=lambda row: _FATES.index(row[0]))
         lines += [f"| {name} | {fate} | {what} |" for fate, name, what in rows]
@@ -57,7 +61,11 @@ def _fate(field: FieldInfo) -> str:
 
 def _what(field: FieldInfo) -> str:
     neutral = _extra(field).get("neutral") or []
-    accepted = f"; `{'`, `'.join(map(str, neutral))}` is accepted" if isinstance(neutral, list) and any(neutral) else ""
+    accepted = (
+        f"; `{'`, `'.join(map(str, neutral))}` is accepted"
+        if isinstance(neutral, list) and any(neutral)
+        else ""
+    )
     return ("**required**; " if field.is_required() else "") + (field.description or "") + accepted
 
 

@@ -39,7 +39,9 @@ def _refused(why: str, *neutral: Any) -> Any:
 
 
 class _Body(BaseModel):
-    model_config = ConfigDict(extra="ignore")  # what is unknown is refused below, with its likely name
+    model_config = ConfigDict(
+        extra="ignore"
+    )  # what is unknown is refused below, with its likely name
 
     @model_validator(mode="before")
     @classmethod
@@ -57,7 +59,9 @@ class _Body(BaseModel):
             if isinstance(extra, dict) and extra["fate"] == REFUSED and value is not None:
                 neutral = extra["neutral"]
                 if not isinstance(neutral, list) or value not in neutral:
-                    message = f"Unsupported parameter: '{name}' is not served: {fields[name].description}"
+                    message = (
+                        f"Unsupported parameter: '{name}' is not served: {fields[name].description}"
+                    )
                     raise wrong(message, name, "unsupported_parameter")
         return {name: value for name, value in given.items() if value is not None}
 
@@ -70,14 +74,20 @@ def _prompts(value: Any) -> list[str | list[int]]:
     """Return the prompts, each a text or token ids."""
     prompts = [value] if isinstance(value, str) or _is_ids(value) else value
     if not isinstance(prompts, list) or not all(isinstance(p, str) or _is_ids(p) for p in prompts):
-        raise wrong("prompt must be a string, an array of strings, of token ids, or of arrays of token ids")
+        raise wrong(
+            "prompt must be a string, an array of strings, of token ids, or of arrays of token ids"
+        )
     if not 1 <= len(prompts) <= MOST_PROMPTS:
         raise wrong(f"prompt must be 1 to {MOST_PROMPTS} prompts, got {len(prompts)}")
     return prompts
 
 
 def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(token) is int and 0 <= token <= INT32 for token in value)
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(type(token) is int and 0 <= token <= INT32 for token in value)
+    )
 
 
 class StreamOptions(_Body):
@@ -95,8 +105,12 @@ class Options(_Body):
 
     model: str = Field(description="the name that `/v1/models` has")
     max_tokens: int | None = Field(None, ge=1, le=INT32, description="the most tokens of a text")
-    temperature: float | None = Field(None, ge=0, le=2, description="0: greedy; absent: 1, as OpenAI has it")
-    top_p: float | None = Field(None, gt=0, le=1, description="of the likeliest tokens up to this share")
+    temperature: float | None = Field(
+        None, ge=0, le=2, description="0: greedy; absent: 1, as OpenAI has it"
+    )
+    top_p: float | None = Field(
+        None, gt=0, le=1, description="of the likeliest tokens up to this share"
+    )
     n: int = Field(1, ge=1, le=128, description="texts for every prompt; text i has the seed + i")
     stop: Annotated[list[str], BeforeValidator(_stop)] | None = Field(
         None, description="a text or several, before the first of which the output ends"
@@ -107,8 +121,12 @@ class Options(_Body):
         lt=2**64,
         description="the same seed gives the same text; absent: a random one, named in each choice",
     )
-    presence_penalty: float | None = Field(None, ge=-2, le=2, description="taken once from tokens that have occurred")
-    frequency_penalty: float | None = Field(None, ge=-2, le=2, description="taken from them once for each occurrence")
+    presence_penalty: float | None = Field(
+        None, ge=-2, le=2, description="taken once from tokens that have occurred"
+    )
+    frequency_penalty: float | None = Field(
+        None, ge=-2, le=2, description="taken from them once for each occurrence"
+    )
     logit_bias: dict[Annotated[int, Field(ge=0, le=INT32)], Bias] | None = Field(
         None, description="token id -> addend to its logit, -100 to 100"
     )
@@ -120,14 +138,18 @@ class Options(_Body):
         le=INT32,
         description="Spindle's: the most tokens to guess in a step; 0: no speculation for this request",
     )
-    top_k: int | None = Field(None, ge=0, le=INT32, description="Spindle's: of the k likeliest tokens; 0: off")
+    top_k: int | None = Field(
+        None, ge=0, le=INT32, description="Spindle's: of the k likeliest tokens; 0: off"
+    )
     repetition_penalty: float | None = Field(
         None,
         gt=0,
         le=1e6,
         description="Spindle's: logits of tokens that have occurred are divided by it; 1: off",
     )
-    min_tokens: int | None = Field(None, ge=0, le=INT32, description="Spindle's: no end token in the first so many")
+    min_tokens: int | None = Field(
+        None, ge=0, le=INT32, description="Spindle's: no end token in the first so many"
+    )
     ignore_eos: bool = Field(False, description="vLLM's: no end token ends the text")
     user: Any = _ignored("labels the caller")
     metadata: Any = _ignored("labels the request for OpenAI's dashboard")
@@ -141,9 +163,15 @@ class Options(_Body):
 class CompletionRequest(Options):
     """``POST /v1/completions``."""
 
-    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)] = Field(description="a text, token ids, or an array of either")
-    max_tokens: int | None = Field(None, ge=0, le=INT32, description="16 unless given; 0 (with `echo`): the prompt alone")
-    echo: bool = Field(False, description="the prompt before each text; with `logprobs` those of its tokens, too")
+    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)] = Field(
+        description="a text, token ids, or an array of either"
+    )
+    max_tokens: int | None = Field(
+        None, ge=0, le=INT32, description="16 unless given; 0 (with `echo`): the prompt alone"
+    )
+    echo: bool = Field(
+        False, description="the prompt before each text; with `logprobs` those of its tokens, too"
+    )
     logprobs: int | None = Field(
         None,
         ge=0,
@@ -211,7 +239,9 @@ class Message(_Body):
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
         description="a `developer` message is a `system` message to templates that know no developers"
     )
-    content: Annotated[list[ContentPart], BeforeValidator(_parts)] | None = Field(None, description="a text, or parts of type `text`")
+    content: Annotated[list[ContentPart], BeforeValidator(_parts)] | None = Field(
+        None, description="a text, or parts of type `text`"
+    )
     name: str | None = Field(None, description="for the chat template")
     tool_calls: list[ToolCall] | None = Field(None, description="for the chat template")
     tool_call_id: str | None = Field(None, description="for the chat template")
@@ -261,7 +291,9 @@ class ResponseFormat(_Body):
     @model_validator(mode="after")
     def _has_its_schema(self) -> ResponseFormat:
         if (self.json_schema is None) == (self.type == "json_schema"):
-            raise wrong("json_schema must be given with type json_schema, and only with it", "json_schema")
+            raise wrong(
+                "json_schema must be given with type json_schema, and only with it", "json_schema"
+            )
         return self
 
 
@@ -307,11 +339,19 @@ def _tool_choice(value: Any) -> Any:
 class ChatRequest(Options):
     """``POST /v1/chat/completions``."""
 
-    messages: list[Message] = Field(min_length=1, description="the conversation, by the model's chat template")
-    max_completion_tokens: int | None = Field(None, ge=1, le=INT32, description="goes before max_tokens; 256 where neither is given")
+    messages: list[Message] = Field(
+        min_length=1, description="the conversation, by the model's chat template"
+    )
+    max_completion_tokens: int | None = Field(
+        None, ge=1, le=INT32, description="goes before max_tokens; 256 where neither is given"
+    )
     logprobs: bool = Field(False, description="log-probabilities of the tokens")
-    top_logprobs: int | None = Field(None, ge=0, le=20, description="so many of the likeliest tokens at each place")
-    response_format: ResponseFormat | None = Field(None, description="`text`, `json_object` or `json_schema`, held to by a grammar")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=20, description="so many of the likeliest tokens at each place"
+    )
+    response_format: ResponseFormat | None = Field(
+        None, description="`text`, `json_object` or `json_schema`, held to by a grammar"
+    )
     tools: list[Tool] | None = Field(None, description="functions that the model may call")
     tool_choice: Annotated[ToolChoice, BeforeValidator(_tool_choice)] | None = Field(
         None,
@@ -339,7 +379,9 @@ class ChatRequest(Options):
         if wanted is not None and wanted.type == "required" and not names:
             raise wrong("tool_choice required needs tools", "tool_choice")
         if wanted is not None and wanted.function is not None and wanted.function.name not in names:
-            raise wrong(f"tool_choice: {wanted.function.name!r} is none of the tools {names}", "tool_choice")
+            raise wrong(
+                f"tool_choice: {wanted.function.name!r} is none of the tools {names}", "tool_choice"
+            )
         return self
 
     def function_names(self) -> list[str]:

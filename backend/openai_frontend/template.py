@@ -19,13 +19,19 @@ class ChatTemplate:
     ``calls`` is the format in which the model writes calls of tools, None where it is not known.
     """
 
-    def __init__(self, source: str, bos_token: str = "", eos_token: str = "", *, bos_added: bool = False) -> None:
+    def __init__(
+        self, source: str, bos_token: str = "", eos_token: str = "", *, bos_added: bool = False
+    ) -> None:
         """``bos_added``: the tokenizer begins every text by the begin token, so that the template's
         own is one too many.
         """
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
         environment.globals["raise_exception"] = _raise
-        environment.filters["tojson"] = _to_json  # jinja2's own writes for HTML: "<" would be "\\u003c"
+        environment.filters["tojson"] = (
+            _to_json  # jinja2's own writes for HTML: "<" would be "\\u003c"
+        )
         self._template = environment.from_string(source)
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._bos_added = bos_added
@@ -33,13 +39,20 @@ class ChatTemplate:
         self.shows_tools = "tools" in source
         self.calls = call_format(source)
 
-    def prompt(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
+    def prompt(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+    ) -> str:
         """Return the text to complete. Raises ValueError where the template refuses the messages."""
         if not self._developers:
             known = {"developer": "system"}
-            messages = [{**message, "role": known.get(message["role"], message["role"])} for message in messages]
+            messages = [
+                {**message, "role": known.get(message["role"], message["role"])}
+                for message in messages
+            ]
         try:
-            text = self._template.render(messages=messages, tools=tools, add_generation_prompt=True, **self._tokens)
+            text = self._template.render(
+                messages=messages, tools=tools, add_generation_prompt=True, **self._tokens
+            )
         except (TemplateError, TypeError) as error:
             raise ValueError(f"messages: the model's chat template refuses them: {error}") from None
         return text.removeprefix(self._tokens["bos_token"]) if self._bos_added else text

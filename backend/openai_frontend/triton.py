@@ -73,7 +73,9 @@ class Triton:
     async def tokenize(self, text: str) -> list[int]:
         """Return the token ids that a prompt has. Raises ApiError."""
         given = {"QUERY": [[text]], "REQUEST_OUTPUT_LEN": [[1]]}
-        ids: list[int] = (await self._infer("preprocessing", given)).as_numpy("INPUT_ID")[0].tolist()
+        ids: list[int] = (
+            (await self._infer("preprocessing", given)).as_numpy("INPUT_ID")[0].tolist()
+        )
         return ids
 
     async def detokenize(self, ids: list[int]) -> str:
@@ -84,7 +86,9 @@ class Triton:
         text: bytes = (await self._infer("postprocessing", given)).as_numpy("OUTPUT").item()
         return text.decode()
 
-    async def generate(self, prompts: Sequence[str | list[int]], options: dict[str, Any], names: Mapping[str, str]) -> AsyncIterator[Piece]:
+    async def generate(
+        self, prompts: Sequence[str | list[int]], options: dict[str, Any], names: Mapping[str, str]
+    ) -> AsyncIterator[Piece]:
         """Yield the pieces of the texts that continue the prompts, of which each is a request with
         the same options.
 
@@ -110,7 +114,9 @@ class Triton:
         try:
             async for result, failure in responses:
                 if failure is not None:
-                    raise ApiError(503, str(failure))  # Triton's own: a model that is not there (again) yet
+                    raise ApiError(
+                        503, str(failure)
+                    )  # Triton's own: a model that is not there (again) yet
                 yield _piece(result, names)
         except grpc.RpcError as error:
             raise ApiError(_STATUS.get(error.code().name, 500), str(error.details())) from None
@@ -128,7 +134,11 @@ class Triton:
 
 def _rows(prompt: str | list[int], options: dict[str, Any]) -> dict[str, list[list[Any]]]:
     """Return the inputs of one text: a batch of one."""
-    given = {"text_input": prompt} if isinstance(prompt, str) else {"text_input": "", "prompt_token_ids": prompt}
+    given = (
+        {"text_input": prompt}
+        if isinstance(prompt, str)
+        else {"text_input": "", "prompt_token_ids": prompt}
+    )
     values = {**given, **options}
     return {name: [value if isinstance(value, list) else [value]] for name, value in values.items()}
 
@@ -141,9 +151,13 @@ def _tensors(values: dict[str, Any]) -> list[Any]:
         array = np.array(value, dtype=NUMPY_TYPES[_TYPES[name]])
         if strings:
             try:
-                array = np.array([text.encode() for text in array.flat], np.object_).reshape(array.shape)
+                array = np.array([text.encode() for text in array.flat], np.object_).reshape(
+                    array.shape
+                )
             except UnicodeEncodeError as error:
-                raise ApiError(400, f"text has a lone surrogate at character {error.start}") from None
+                raise ApiError(
+                    400, f"text has a lone surrogate at character {error.start}"
+                ) from None
         made.append(grpcclient.InferInput(name, array.shape, "BYTES" if strings else _TYPES[name]))
         made[-1].set_data_from_numpy(array)
     return made
@@ -157,7 +171,9 @@ def _piece(result: Any, names: Mapping[str, str]) -> Piece:
     text, reason = result.as_numpy("text_output").item().decode(), result.as_numpy("finish_reason")
     seed = result.as_numpy("seed")
     if reason is not None and reason.item().startswith(b"error:"):
-        raise upstream_error(_STATUS.get(reason.item().decode().removeprefix("error:"), 500), text, names)
+        raise upstream_error(
+            _STATUS.get(reason.item().decode().removeprefix("error:"), 500), text, names
+        )
     return Piece(
         int(result.get_response().id.rpartition("/")[2]),
         number("sequence_index"),
@@ -181,7 +197,10 @@ def _tokens(result: Any, tokens: str, log_probs: str, top: str) -> list[Token]:
     names, likeliest = result.as_numpy(f"{top}_tokens"), result.as_numpy(f"{top}_log_probs")
     rows: list[list[tuple[bytes, float]]] = [[] for _ in values.flat]
     if names is not None:
-        rows = [list(zip(*row, strict=True)) for row in zip(names[0], likeliest[0].tolist(), strict=True)]
+        rows = [
+            list(zip(*row, strict=True))
+            for row in zip(names[0], likeliest[0].tolist(), strict=True)
+        ]
     told = [Token(data[0, 0], None, [])] if data.size > values.size else []
     places = zip(data[0, len(told) :], values.ravel().tolist(), rows, strict=True)
     return told + [Token(*place) for place in places]

@@ -15,7 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from backend.request import GUIDE_TYPES, ErrorCode, GenerationRequest, RequestError
-from backend.triton_adapter.fields import NUMPY_TYPES, TEXT_INPUTS, TEXT_OUTPUTS, TOKEN_INPUTS, TOKEN_OUTPUTS, Field
+from backend.triton_adapter.fields import (
+    NUMPY_TYPES,
+    TEXT_INPUTS,
+    TEXT_OUTPUTS,
+    TOKEN_INPUTS,
+    TOKEN_OUTPUTS,
+    Field,
+)
 from backend.wire import Message
 
 Array = npt.NDArray[Any]
@@ -53,7 +60,11 @@ Part = tuple[GenerationRequest, Wanted]
 
 
 def decode(
-    inputs: Mapping[str, Array], fields: Seq[Field] = TEXT_INPUTS, *, decoupled: bool = True, timeout_s: float | None = None
+    inputs: Mapping[str, Array],
+    fields: Seq[Field] = TEXT_INPUTS,
+    *,
+    decoupled: bool = True,
+    timeout_s: float | None = None,
 ) -> list[Part]:
     """Return the requests that one Triton request's tensors (batch dimension first) mean, and the outputs that each wants.
 
@@ -62,29 +73,47 @@ def decode(
     batch = max((len(array) for array in inputs.values() if array.ndim), default=1)
     parts: list[Part] = []
     for row in range(batch):
-        request, wanted, sequences = _decode_row({name: array[row : row + 1] for name, array in inputs.items()}, fields, decoupled)
+        request, wanted, sequences = _decode_row(
+            {name: array[row : row + 1] for name, array in inputs.items()}, fields, decoupled
+        )
         request = replace(request, timeout_s=timeout_s)
         wanted = replace(wanted, batch_index=row if batch > 1 else None)
         for index in range(sequences):
             seed = None if request.seed is None else (request.seed + index) % 2**64
-            parts.append((replace(request, seed=seed), replace(wanted, sequence_index=index if sequences > 1 else None)))
+            parts.append(
+                (
+                    replace(request, seed=seed),
+                    replace(wanted, sequence_index=index if sequences > 1 else None),
+                )
+            )
     if len(parts) > 1 and not decoupled:
-        raise invalid(f"a batch or num_return_sequences over 1 is only supported in decoupled mode, got {len(parts)} texts")
+        raise invalid(
+            f"a batch or num_return_sequences over 1 is only supported in decoupled mode, got {len(parts)} texts"
+        )
     return parts
 
 
-def _decode_row(inputs: Mapping[str, Array], fields: Seq[Field], decoupled: bool) -> tuple[GenerationRequest, Wanted, int]:
+def _decode_row(
+    inputs: Mapping[str, Array], fields: Seq[Field], decoupled: bool
+) -> tuple[GenerationRequest, Wanted, int]:
     """Return what one element of the batch means, and how many texts it asks for."""
     given = meanings(inputs, fields)
     tokens = "input_lengths" in given
     if tokens:
-        given |= {"text_input": "", "input_ids": _prompt(given.pop("input_ids", ()), given.pop("input_lengths"))}
+        given |= {
+            "text_input": "",
+            "input_ids": _prompt(given.pop("input_ids", ()), given.pop("input_lengths")),
+        }
         given.pop("stop", None)
     sequences = given.pop("num_return_sequences", 1)
     if not 1 <= sequences <= MOST_SEQUENCES:
-        raise invalid(f"num_return_sequences must be between 1 and {MOST_SEQUENCES}, got {sequences}")
+        raise invalid(
+            f"num_return_sequences must be between 1 and {MOST_SEQUENCES}, got {sequences}"
+        )
     names = ("num_input_tokens", "num_output_tokens", "perf_metrics")
-    wanted = Wanted(tokens=tokens, **{name: bool(given.pop(f"return_{name}", False)) for name in names})
+    wanted = Wanted(
+        tokens=tokens, **{name: bool(given.pop(f"return_{name}", False)) for name in names}
+    )
     _join_bias(given)
     _check_guide(given)
     request = GenerationRequest(**given)
@@ -149,7 +178,9 @@ def encode_chunk(deltas: Seq[Message], wanted: Wanted) -> dict[str, Array]:
     if wanted.sequence_index is not None:
         outputs["sequence_index"] = [wanted.sequence_index]
     if deltas and "log_probs" in deltas[-1]:
-        outputs["output_log_probs"] = [[value for delta in deltas for value in delta["log_probs"]]]  # one beam
+        outputs["output_log_probs"] = [
+            [value for delta in deltas for value in delta["log_probs"]]
+        ]  # one beam
         outputs["cum_log_probs"] = [deltas[-1]["cum_log_prob"]]
     outputs |= _extras(deltas)
     return {name: _batch_of_one(name, value) for name, value in outputs.items()}
@@ -159,7 +190,9 @@ def _extras(deltas: Seq[Message]) -> dict[str, Any]:
     """Return the outputs that few requests ask for."""
     outputs: dict[str, Any] = {}
     if any("top" in delta for delta in deltas):
-        outputs["output_tokens"] = [token.encode("latin-1") for delta in deltas for token in delta.get("bytes", ())]
+        outputs["output_tokens"] = [
+            token.encode("latin-1") for delta in deltas for token in delta.get("bytes", ())
+        ]
         rows = [row for delta in deltas for row in delta.get("top", ())]
         if rows:
             outputs["top_tokens"] = [[token.encode("latin-1") for token, _ in row] for row in rows]
@@ -168,7 +201,9 @@ def _extras(deltas: Seq[Message]) -> dict[str, Any]:
         outputs["prompt_tokens"] = [token.encode("latin-1") for token in prompt["bytes"]]
         outputs["prompt_log_probs"] = prompt["log_probs"]
         if any(prompt["top"]):
-            outputs["prompt_top_tokens"] = [[token.encode("latin-1") for token, _ in row] for row in prompt["top"]]
+            outputs["prompt_top_tokens"] = [
+                [token.encode("latin-1") for token, _ in row] for row in prompt["top"]
+            ]
             outputs["prompt_top_log_probs"] = [[value for _, value in row] for row in prompt["top"]]
     for name, nesting in (("context_logits", 0), ("generation_logits", 1)):
         arrays = [delta[name] for delta in deltas if name in delta]
@@ -201,13 +236,21 @@ def encode_final(message: Message, earlier: Seq[Message], wanted: Wanted) -> dic
         outputs["acceptance_rate"] = accepted / drafted if drafted else 0.0
         outputs["total_accepted_draft_tokens"] = accepted
         outputs["total_draft_tokens"] = drafted
-        outputs |= dict(zip(_TIMES, (round(time_s * 1e9) for time_s in message["times_s"]), strict=True))
+        outputs |= dict(
+            zip(_TIMES, (round(time_s * 1e9) for time_s in message["times_s"]), strict=True)
+        )
         new, reused = message["kv_blocks"]
-        outputs |= {"kv_cache_alloc_new_blocks": new, "kv_cache_reused_blocks": reused, "kv_cache_alloc_total_blocks": new + reused}
+        outputs |= {
+            "kv_cache_alloc_new_blocks": new,
+            "kv_cache_reused_blocks": reused,
+            "kv_cache_alloc_total_blocks": new + reused,
+        }
     lists = {name: [value] for name, value in outputs.items()}
     if wanted.perf_metrics:
         lists |= _by_draft(message["drafts"])
-    return encode_chunk([*earlier, message], wanted) | {name: _batch_of_one(name, values) for name, values in lists.items()}
+    return encode_chunk([*earlier, message], wanted) | {
+        name: _batch_of_one(name, values) for name, values in lists.items()
+    }
 
 
 def _by_draft(drafts: Seq[Seq[Any]]) -> dict[str, list[Any]]:
@@ -215,7 +258,11 @@ def _by_draft(drafts: Seq[Seq[Any]]) -> dict[str, list[Any]]:
     if not drafts:
         return {}
     names, proposed, accepted = (list(column) for column in zip(*drafts, strict=True))
-    return {"draft_names": [name.encode() for name in names], "draft_tokens": proposed, "accepted_draft_tokens": accepted}
+    return {
+        "draft_names": [name.encode() for name in names],
+        "draft_tokens": proposed,
+        "accepted_draft_tokens": accepted,
+    }
 
 
 def _batch_of_one(name: str, value: Any) -> Array:
@@ -255,7 +302,9 @@ def _words(field: Field, array: Array) -> tuple[tuple[int, ...], ...]:
     ids, ends = array[0].tolist()
     ends = [end for end in ends if end != -1]
     if any(not low < end <= len(ids) for low, end in zip([0, *ends], ends, strict=False)):
-        raise invalid(f"{field.name} must have rising ends of words, at most {len(ids)}, in its second row, got {ends}")
+        raise invalid(
+            f"{field.name} must have rising ends of words, at most {len(ids)}, in its second row, got {ends}"
+        )
     return tuple(tuple(ids[low:end]) for low, end in zip([0, *ends], ends, strict=False))
 
 
@@ -267,11 +316,17 @@ def _prompt(ids: tuple[int, ...], length: int) -> tuple[int, ...]:
 
 def _refuse(field: Field, array: Array) -> None:
     """Raise RequestError (UNIMPLEMENTED) unless a tensor that is not served asks for nothing."""
-    values = (value.decode(errors="replace") if isinstance(value, bytes) else value for value in array.flat)
+    values = (
+        value.decode(errors="replace") if isinstance(value, bytes) else value
+        for value in array.flat
+    )
     asking = next((value for value in values if value not in field.neutral), None)
     if asking is not None and field.refused is not None:
         got = repr(asking) if array.size == 1 else f"a tensor of shape {list(array.shape)}"
-        raise RequestError(ErrorCode.UNIMPLEMENTED, f"{field.name} is not supported: {field.refused.value}, got {got}")
+        raise RequestError(
+            ErrorCode.UNIMPLEMENTED,
+            f"{field.name} is not supported: {field.refused.value}, got {got}",
+        )
 
 
 def _text(name: str, value: bytes | str) -> str:
@@ -280,7 +335,9 @@ def _text(name: str, value: bytes | str) -> str:
     try:
         return value.decode()
     except UnicodeDecodeError as error:
-        raise invalid(f"{name} is not valid UTF-8: byte {value[error.start]:#04x} at offset {error.start}") from None
+        raise invalid(
+            f"{name} is not valid UTF-8: byte {value[error.start]:#04x} at offset {error.start}"
+        ) from None
 
 
 def _check(request: GenerationRequest, names: Mapping[str, str], decoupled: bool) -> None:
@@ -288,7 +345,9 @@ def _check(request: GenerationRequest, names: Mapping[str, str], decoupled: bool
     if not (request.text_input or request.prompt_token_ids or request.input_ids is not None):
         raise invalid("text_input must not be empty, got ''")
     if request.text_input and request.prompt_token_ids:
-        raise invalid(f"text_input must be empty beside prompt_token_ids, got {request.text_input[:40]!r}")
+        raise invalid(
+            f"text_input must be empty beside prompt_token_ids, got {request.text_input[:40]!r}"
+        )
     if request.stream and not decoupled:
         raise invalid("Streaming is only supported in decoupled mode. Got stream true")
     for name, low in _LOWEST.items():
@@ -296,11 +355,19 @@ def _check(request: GenerationRequest, names: Mapping[str, str], decoupled: bool
         if value is not None and value < low:
             raise invalid(f"{names[name]} must be at least {low}, got {value}")
     if request.top_log_probs is not None and not 0 <= request.top_log_probs <= MOST_TOP_LOG_PROBS:
-        raise invalid(f"{names['top_log_probs']} must be between 0 and {MOST_TOP_LOG_PROBS}, got {request.top_log_probs}")
-    if request.temperature is not None and not (math.isfinite(request.temperature) and request.temperature >= 0):
-        raise invalid(f"temperature must be a finite number of at least 0, got {request.temperature:g}")
+        raise invalid(
+            f"{names['top_log_probs']} must be between 0 and {MOST_TOP_LOG_PROBS}, got {request.top_log_probs}"
+        )
+    if request.temperature is not None and not (
+        math.isfinite(request.temperature) and request.temperature >= 0
+    ):
+        raise invalid(
+            f"temperature must be a finite number of at least 0, got {request.temperature:g}"
+        )
     if request.top_p_decay is not None and not 0 < request.top_p_decay <= 1:
-        raise invalid(f"{names['top_p_decay']} must be over 0 and at most 1, got {request.top_p_decay:g}")
+        raise invalid(
+            f"{names['top_p_decay']} must be over 0 and at most 1, got {request.top_p_decay:g}"
+        )
     if request.top_p_min is not None and not 0 <= request.top_p_min <= 1:
         raise invalid(f"{names['top_p_min']} must be between 0 and 1, got {request.top_p_min:g}")
     if request.top_p is not None and not 0 <= request.top_p <= 1:
@@ -311,7 +378,9 @@ def _join_bias(given: dict[str, Any]) -> None:
     """Make one bias of token ids and their addends. Raises RequestError."""
     ids, addends = given.pop("logit_bias_ids", ()), given.pop("logit_bias_values", ())
     if len(ids) != len(addends):
-        raise invalid(f"logit_bias_values must be as many as logit_bias_ids ({len(ids)}), got {len(addends)}")
+        raise invalid(
+            f"logit_bias_values must be as many as logit_bias_ids ({len(ids)}), got {len(addends)}"
+        )
     if ids:
         given["bias"] = tuple(zip(ids, addends, strict=True))
 
@@ -320,11 +389,15 @@ def _check_guide(given: dict[str, Any]) -> None:
     """Check the guide, and forget one that is empty. Raises RequestError."""
     kind, text = (given.get(name) or None for name in ("guide_type", "guide"))
     if kind not in (None, *GUIDE_TYPES):
-        raise invalid(f"guided_decoding_guide_type must be one of {', '.join(GUIDE_TYPES)}, got {kind!r}")
+        raise invalid(
+            f"guided_decoding_guide_type must be one of {', '.join(GUIDE_TYPES)}, got {kind!r}"
+        )
     if kind is None and text is not None:
         raise invalid("guided_decoding_guide must come with guided_decoding_guide_type, got none")
     if kind not in (None, "json") and text is None:
-        raise invalid(f"guided_decoding_guide is required beside guided_decoding_guide_type {kind!r}, got none")
+        raise invalid(
+            f"guided_decoding_guide is required beside guided_decoding_guide_type {kind!r}, got none"
+        )
     given |= {"guide_type": kind, "guide": text}
 
 
@@ -332,17 +405,25 @@ def _check_changes(request: GenerationRequest) -> None:
     """Check the options that change logits. Raises RequestError."""
     words, weights = request.embedding_bias_words, request.embedding_bias_weights
     if len(words) != len(weights):
-        raise invalid(f"embedding_bias_weights must be as many as embedding_bias_words ({len(words)}), got {len(weights)}")
+        raise invalid(
+            f"embedding_bias_weights must be as many as embedding_bias_words ({len(words)}), got {len(weights)}"
+        )
     for name, low, values in (
         ("repetition_penalty", float(np.float32(1 / LARGEST_CHANGE)), [request.repetition_penalty]),
         ("presence_penalty", -LARGEST_CHANGE, [request.presence_penalty]),
         ("frequency_penalty", -LARGEST_CHANGE, [request.frequency_penalty]),
         ("embedding_bias_weights", -LARGEST_CHANGE, weights),
-        ("logit_bias_values" if request.input_ids is None else "embedding_bias", -LARGEST_CHANGE, [addend for _, addend in request.bias]),
+        (
+            "logit_bias_values" if request.input_ids is None else "embedding_bias",
+            -LARGEST_CHANGE,
+            [addend for _, addend in request.bias],
+        ),
     ):
         for value in values:
             if value is not None and not low <= value <= LARGEST_CHANGE:
-                raise invalid(f"{name} must be between {low:g} and {LARGEST_CHANGE:g}, got {value:g}")
+                raise invalid(
+                    f"{name} must be between {low:g} and {LARGEST_CHANGE:g}, got {value:g}"
+                )
 
 
 def invalid(message: str) -> RequestError:

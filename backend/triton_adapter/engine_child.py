@@ -25,7 +25,18 @@ class EngineChild:
 
     def __init__(self, config: Path, socket: Path) -> None:
         python = engine_python()
-        self._command = tied(python, [python, "-m", "backend.engine_process", "--config", str(config), "--socket", str(socket)])
+        self._command = tied(
+            python,
+            [
+                python,
+                "-m",
+                "backend.engine_process",
+                "--config",
+                str(config),
+                "--socket",
+                str(socket),
+            ],
+        )
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()
         self._came_up = False
@@ -82,7 +93,9 @@ class EngineChild:
 
     def _run_once(self) -> int:
         """Run the process to its end and return its status."""
-        self._process = subprocess.Popen(self._command, cwd=PROJECT_ROOT, env=engine_environment(), start_new_session=True)
+        self._process = subprocess.Popen(
+            self._command, cwd=PROJECT_ROOT, env=engine_environment(), start_new_session=True
+        )
         logger.info("engine process %d started", self._process.pid)
         return self._process.wait()
 
@@ -93,7 +106,13 @@ def engine_environment() -> dict[str, str]:
     The policy's matrices have a few rows; for those OpenBLAS wakes a thread that spins half of the time, on a core that Triton could use.
     """
     environment = {"OPENBLAS_NUM_THREADS": "1", **os.environ}
-    libraries = [folder for folder in environment.get("LD_LIBRARY_PATH", "").split(":") if folder and "pytriton" not in folder]
+    libraries = [
+        folder
+        for folder in environment.get("LD_LIBRARY_PATH", "").split(":")
+        if folder and "pytriton" not in folder
+    ]
     environment["LD_LIBRARY_PATH"] = ":".join(libraries)
-    environment["PYTHONPATH"] = ":".join(filter(None, [str(PROJECT_ROOT), environment.get("PYTHONPATH")]))
+    environment["PYTHONPATH"] = ":".join(
+        filter(None, [str(PROJECT_ROOT), environment.get("PYTHONPATH")])
+    )
     return environment

@@ -84,7 +84,9 @@ def _hint(name: str, dtype: str, dims: tuple[int, ...], does: str) -> Field:
     return Field(name, dtype, dims, f"checked, without effect: {does}", effect=False)
 
 
-def _no(reason: Reason, name: str, dtype: str, dims: tuple[int, ...] = (1,), *neutral: Any) -> Field:
+def _no(
+    reason: Reason, name: str, dtype: str, dims: tuple[int, ...] = (1,), *neutral: Any
+) -> Field:
     return Field(name, dtype, dims, refused=reason, neutral=neutral)
 
 
@@ -93,15 +95,30 @@ _ONE, _ANY, _ROWS = (1,), (-1,), (-1, -1)
 _SHARED_INPUTS = (
     _f("end_id", "INT32", _ONE, "token that ends the text; -1: none; absent: the model's own"),
     _f("pad_id", "INT32", _ONE, "checked, without effect: nothing is padded"),
-    _f("temperature", "FP32", _ONE, "none of the three given, temperature 0 (below 1e-5) or top_k 1: greedy"),
+    _f(
+        "temperature",
+        "FP32",
+        _ONE,
+        "none of the three given, temperature 0 (below 1e-5) or top_k 1: greedy",
+    ),
     _f(
         "repetition_penalty",
         "FP32",
         _ONE,
         "over 0; logits of tokens that have occurred are divided by it (negative ones multiplied); 1: off",
     ),
-    _f("min_tokens", "INT32", _ONE, "no end token in the first so many; stop words and the length limit still end the text"),
-    _f("presence_penalty", "FP32", _ONE, "taken once from the logits of tokens that have occurred; 0: off"),
+    _f(
+        "min_tokens",
+        "INT32",
+        _ONE,
+        "no end token in the first so many; stop words and the length limit still end the text",
+    ),
+    _f(
+        "presence_penalty",
+        "FP32",
+        _ONE,
+        "taken once from the logits of tokens that have occurred; 0: off",
+    ),
     _f("frequency_penalty", "FP32", _ONE, "taken from them once for each occurrence; 0: off"),
     _f(
         "seed",
@@ -113,9 +130,21 @@ _SHARED_INPUTS = (
     _f("return_num_input_tokens", "BOOL", _ONE, "ask for num_input_tokens"),
     _f("return_num_output_tokens", "BOOL", _ONE, "ask for num_output_tokens"),
     _f("return_perf_metrics", "BOOL", _ONE, "ask for acceptance, times and KV blocks"),
-    _f("exclude_input_in_output", "BOOL", _ONE, "absent or false: a reply that is not streamed repeats the prompt"),
-    _f("num_return_sequences", "INT32", _ONE, "so many independent texts (decoupled mode); text i has the seed + i"),
-    _f("return_context_logits", "BOOL", _ONE, "ask for context_logits; such a request shares no KV"),
+    _f(
+        "exclude_input_in_output",
+        "BOOL",
+        _ONE,
+        "absent or false: a reply that is not streamed repeats the prompt",
+    ),
+    _f(
+        "num_return_sequences",
+        "INT32",
+        _ONE,
+        "so many independent texts (decoupled mode); text i has the seed + i",
+    ),
+    _f(
+        "return_context_logits", "BOOL", _ONE, "ask for context_logits; such a request shares no KV"
+    ),
     _f("return_generation_logits", "BOOL", _ONE, "ask for generation_logits"),
     _f(
         "guided_decoding_guide_type",
@@ -124,7 +153,13 @@ _SHARED_INPUTS = (
         "`json`, `json_schema`, `regex` or `ebnf_grammar` (GBNF or Lark); '': none",
         key="guide_type",
     ),
-    _f("guided_decoding_guide", "STRING", _ONE, "the grammar that the output must follow; of `json` none is needed", key="guide"),
+    _f(
+        "guided_decoding_guide",
+        "STRING",
+        _ONE,
+        "the grammar that the output must follow; of `json` none is needed",
+        key="guide",
+    ),
     _no(Reason.BEAMS, "beam_width", "INT32", _ONE, 1),
     _no(Reason.LORA, "lora_task_id", "UINT64"),
     _no(Reason.LORA, "lora_weights", "FP16", _ROWS),
@@ -134,18 +169,36 @@ _SHARED_INPUTS = (
 )
 
 _TEXT_INPUTS = (
-    _f("text_input", "STRING", _ONE, "raw text; the chat template is the client's business", required=True),
+    _f(
+        "text_input",
+        "STRING",
+        _ONE,
+        "raw text; the chat template is the client's business",
+        required=True,
+    ),
     _f("max_tokens", "INT32", _ONE, "1 up to what the context holds", required=True),
     _f("stream", "BOOL", _ONE, "send deltas (decoupled mode only)"),
     _f("stop_words", "STRING", _ANY, "end before the first of them, wherever token borders fall"),
-    _f("bad_words", "STRING", _ANY, "never write one of these token sequences (a word and the same word behind a space are two)"),
+    _f(
+        "bad_words",
+        "STRING",
+        _ANY,
+        "never write one of these token sequences (a word and the same word behind a space are two)",
+    ),
     _f("top_k", "INT32", _ONE, "0: off"),
     _f("top_p", "FP32", _ONE, "0 or 1: off"),
-    _f("embedding_bias_words", "STRING", _ANY, "every token of a word gets its weight added to its logit"),
+    _f(
+        "embedding_bias_words",
+        "STRING",
+        _ANY,
+        "every token of a word gets its weight added to its logit",
+    ),
     _f("embedding_bias_weights", "FP32", _ANY, "as many as words"),
     _f("logit_bias_ids", "INT32", _ANY, "tokens whose logits get an addend", added=True),
     _f("logit_bias_values", "FP32", _ANY, "the addends, as many as ids", added=True),
-    _f("prompt_token_ids", "INT32", _ANY, "the prompt as tokens; text_input is '' then", added=True),
+    _f(
+        "prompt_token_ids", "INT32", _ANY, "the prompt as tokens; text_input is '' then", added=True
+    ),
     _f(
         "return_prompt_log_probs",
         "BOOL",
@@ -164,12 +217,28 @@ _TEXT_INPUTS = (
     _hint("length_penalty", "FP32", _ONE, "it ranks beams"),
     _no(Reason.ENCODER, "decoder_text_input", "STRING", _ONE, ""),
     _no(Reason.MULTIMODAL, "prompt_table_extra_id", "UINT64"),
-    _f("cache_salt", "STRING", _ONE, "only requests of the same salt share KV, which keeps tenants apart", added=True),
+    _f(
+        "cache_salt",
+        "STRING",
+        _ONE,
+        "only requests of the same salt share KV, which keeps tenants apart",
+        added=True,
+    ),
 )
 
 _BLS_INPUTS = (
-    _f("num_draft_tokens", "INT32", _ONE, "ceiling on the speculation length; 0: no speculation; absent: the policy decides"),
-    _hint("use_draft_logits", "BOOL", _ONE, "what the target draws is accepted, whatever the draft's logits"),
+    _f(
+        "num_draft_tokens",
+        "INT32",
+        _ONE,
+        "ceiling on the speculation length; 0: no speculation; absent: the policy decides",
+    ),
+    _hint(
+        "use_draft_logits",
+        "BOOL",
+        _ONE,
+        "what the target draws is accepted, whatever the draft's logits",
+    ),
     _no(Reason.MULTIMODAL, "image_input", "FP16", (-1, 3, -1, -1)),
     _no(Reason.MULTIMODAL, "image_bytes_input", "UINT8", (-1, -1, -1, -1)),
     _no(Reason.MULTIMODAL, "image_url_input", "STRING", _ONE, ""),
@@ -186,13 +255,30 @@ _SHARED_OUTPUTS = (
     ),
     _f("num_input_tokens", "INT32", _ONE, "with the last response"),
     _f("num_output_tokens", "INT32", _ONE, "with the last response, an end token included"),
-    _f("acceptance_rate", "FP32", _ONE, "of all proposed tokens of the request; 0 where none was proposed"),
+    _f(
+        "acceptance_rate",
+        "FP32",
+        _ONE,
+        "of all proposed tokens of the request; 0 where none was proposed",
+    ),
     _f("total_accepted_draft_tokens", "INT32", _ONE, "over the whole request"),
     _f("total_draft_tokens", "INT32", _ONE, "over the whole request"),
-    _f("draft_names", "STRING", _ANY, "the drafts that proposed tokens for the request; absent where none did", added=True),
+    _f(
+        "draft_names",
+        "STRING",
+        _ANY,
+        "the drafts that proposed tokens for the request; absent where none did",
+        added=True,
+    ),
     _f("draft_tokens", "INT32", _ANY, "proposed by each of them", added=True),
     _f("accepted_draft_tokens", "INT32", _ANY, "of these, accepted", added=True),
-    _f("finish_reason", "STRING", _ONE, "`length`, `end_id` or `stop_words`, with the last response", added=True),
+    _f(
+        "finish_reason",
+        "STRING",
+        _ONE,
+        "`length`, `end_id` or `stop_words`, with the last response",
+        added=True,
+    ),
     _f(
         "seed",
         "UINT64",
@@ -202,24 +288,52 @@ _SHARED_OUTPUTS = (
     ),
     _f("batch_index", "INT32", _ONE, "which element of a Triton batch over 1 the response is of"),
     _f("sequence_index", "INT32", _ONE, "which of several num_return_sequences the response is of"),
-    _f("kv_cache_alloc_new_blocks", "INT32", _ONE, "KV blocks of 16 tokens allocated for the request"),
+    _f(
+        "kv_cache_alloc_new_blocks",
+        "INT32",
+        _ONE,
+        "KV blocks of 16 tokens allocated for the request",
+    ),
     _f("kv_cache_reused_blocks", "INT32", _ONE, "blocks whose KV was there"),
     _f("kv_cache_alloc_total_blocks", "INT32", _ONE, "their sum"),
     _f("arrival_time_ns", "INT64", _ONE, "on the engine's steady clock, as all times"),
     _f("first_scheduled_time_ns", "INT64", _ONE, "joined the in-flight batch"),
     _f("first_token_time_ns", "INT64", _ONE, "first token committed"),
     _f("last_token_time_ns", "INT64", _ONE, "last token committed"),
-    _f("context_logits", "FP32", _ROWS, "the model's own, behind every token of the prompt; with the first response"),
-    _f("generation_logits", "FP32", (-1, -1, -1), "the model's own, before all options, that the tokens of the response were drawn behind"),
+    _f(
+        "context_logits",
+        "FP32",
+        _ROWS,
+        "the model's own, behind every token of the prompt; with the first response",
+    ),
+    _f(
+        "generation_logits",
+        "FP32",
+        (-1, -1, -1),
+        "the model's own, before all options, that the tokens of the response were drawn behind",
+    ),
 )
 
 _TOKEN_INPUTS = (
     _f("input_ids", "INT32", _ANY, "the prompt; required, though optional as a tensor"),
     _f("input_lengths", "INT32", _ONE, "how many of them count", required=True),
-    _f("request_output_len", "INT32", _ONE, "1 up to what the context holds", required=True, key="max_tokens"),
+    _f(
+        "request_output_len",
+        "INT32",
+        _ONE,
+        "1 up to what the context holds",
+        required=True,
+        key="max_tokens",
+    ),
     _f("streaming", "BOOL", _ONE, "send deltas (decoupled mode only)", key="stream"),
     _f("stop", "BOOL", _ONE, "end the request in flight that has this request's id"),
-    _f("stop_words_list", "INT32", (2, -1), "words as ids, and where each of them ends; padded with -1", key="stop_word_ids"),
+    _f(
+        "stop_words_list",
+        "INT32",
+        (2, -1),
+        "words as ids, and where each of them ends; padded with -1",
+        key="stop_word_ids",
+    ),
     _f("bad_words_list", "INT32", (2, -1), "in the same way", key="bad_word_ids"),
     _f("embedding_bias", "FP32", _ANY, "an addend for the logit of every token", key="bias"),
     _f("runtime_top_k", "INT32", _ONE, "0: off", key="top_k"),
@@ -232,13 +346,24 @@ _TOKEN_INPUTS = (
         "over 0, at most 1; top_p is multiplied by it with every token of the output",
         key="top_p_decay",
     ),
-    _f("runtime_top_p_reset_ids", "INT32", _ONE, "token behind which top_p is itself again; -1: none", key="top_p_reset_id"),
+    _f(
+        "runtime_top_p_reset_ids",
+        "INT32",
+        _ONE,
+        "token behind which top_p is itself again; -1: none",
+        key="top_p_reset_id",
+    ),
     _hint("len_penalty", "FP32", _ONE, "it ranks beams"),
     _hint("early_stopping", "BOOL", _ONE, "it ends beams"),
     _hint("beam_search_diversity_rate", "FP32", _ONE, "it ranks beams"),
     _hint("draft_input_ids", "INT32", _ANY, "the service drafts itself; the tokens are the same"),
     _hint("draft_logits", "FP32", _ROWS, "as draft_input_ids"),
-    _hint("draft_acceptance_threshold", "FP32", _ONE, "no draft token is accepted that the target would not write"),
+    _hint(
+        "draft_acceptance_threshold",
+        "FP32",
+        _ONE,
+        "no draft token is accepted that the target would not write",
+    ),
     _hint("lookahead_window_size", "INT32", _ONE, "the policy decides how to speculate"),
     _hint("lookahead_ngram_size", "INT32", _ONE, "as lookahead_window_size"),
     _hint("lookahead_verification_set_size", "INT32", _ONE, "as lookahead_window_size"),
@@ -251,7 +376,12 @@ _TOKEN_INPUTS = (
     _no(Reason.DISAGGREGATED, "context_phase_params", "UINT8", _ANY),
     _no(Reason.ENCODER, "encoder_input_features", "FP16", _ROWS),
     _no(Reason.ENCODER, "encoder_output_lengths", "INT32", _ONE, 0),
-    _hint("decoder_input_ids", "INT32", _ANY, "preprocessing makes one where there is no decoder text; see decoder_input_lengths"),
+    _hint(
+        "decoder_input_ids",
+        "INT32",
+        _ANY,
+        "preprocessing makes one where there is no decoder text; see decoder_input_lengths",
+    ),
     _no(Reason.ENCODER, "decoder_input_lengths", "INT32", _ONE, 0, 1),
     _no(Reason.ENCODER, "cross_attention_mask", "BOOL", _ROWS),
     _no(Reason.ENCODER, "skip_cross_attn_blocks", "BOOL", _ONE, False),
@@ -263,7 +393,12 @@ _TOKEN_INPUTS = (
 )
 
 _TOKEN_OUTPUTS = (
-    _f("output_ids", "INT32", _ROWS, "the tokens, or what is new of a streamed request; the end id or stop word that ended it included"),
+    _f(
+        "output_ids",
+        "INT32",
+        _ROWS,
+        "the tokens, or what is new of a streamed request; the end id or stop word that ended it included",
+    ),
     _f("sequence_length", "INT32", _ANY, "how many they are"),
     _no(Reason.DISAGGREGATED, "context_phase_params", "UINT8", _ANY),
 )
@@ -273,10 +408,34 @@ TEXT_INPUTS: tuple[Field, ...] = (*_TEXT_INPUTS, *_SHARED_INPUTS, *_BLS_INPUTS)
 TEXT_OUTPUTS: tuple[Field, ...] = (
     _f("text_output", "STRING", _ANY, "the text, or what is new of a streamed one"),
     *_SHARED_OUTPUTS,
-    _f("output_tokens", "STRING", _ANY, "the bytes of the tokens that the response accounts for; none of a special one", added=True),
-    _f("top_tokens", "STRING", _ROWS, "at each of them the bytes of the likeliest tokens, best first", added=True),
-    _f("top_log_probs", "FP32", _ROWS, "and their log-probabilities, computed as output_log_probs are", added=True),
-    _f("prompt_tokens", "STRING", _ANY, "the bytes of the prompt's tokens, with the first response", added=True),
+    _f(
+        "output_tokens",
+        "STRING",
+        _ANY,
+        "the bytes of the tokens that the response accounts for; none of a special one",
+        added=True,
+    ),
+    _f(
+        "top_tokens",
+        "STRING",
+        _ROWS,
+        "at each of them the bytes of the likeliest tokens, best first",
+        added=True,
+    ),
+    _f(
+        "top_log_probs",
+        "FP32",
+        _ROWS,
+        "and their log-probabilities, computed as output_log_probs are",
+        added=True,
+    ),
+    _f(
+        "prompt_tokens",
+        "STRING",
+        _ANY,
+        "the bytes of the prompt's tokens, with the first response",
+        added=True,
+    ),
     _f(
         "prompt_log_probs",
         "FP32",
@@ -284,7 +443,13 @@ TEXT_OUTPUTS: tuple[Field, ...] = (
         "the log-probabilities of all of them but the first, as the model gives them",
         added=True,
     ),
-    _f("prompt_top_tokens", "STRING", _ROWS, "the likeliest tokens at each of these places", added=True),
+    _f(
+        "prompt_top_tokens",
+        "STRING",
+        _ROWS,
+        "the likeliest tokens at each of these places",
+        added=True,
+    ),
     _f("prompt_top_log_probs", "FP32", _ROWS, "and their log-probabilities", added=True),
 )
 
@@ -332,7 +497,9 @@ POSTPROCESSING_INPUTS: tuple[Field, ...] = (
     _f("TOKENS_BATCH", "INT32", _ROWS, "tokens of each beam", required=True),
     _f("SEQUENCE_LENGTH", "INT32", _ANY, "how many of them count", required=True),
 )
-_POSTPROCESSING_OUTPUTS = (_f("OUTPUT", "STRING", _ANY, "text of each beam, special tokens left out"),)
+_POSTPROCESSING_OUTPUTS = (
+    _f("OUTPUT", "STRING", _ANY, "text of each beam, special tokens left out"),
+)
 
 MODELS: tuple[Model, ...] = (
     Model("ensemble", TEXT_INPUTS, TEXT_OUTPUTS),
@@ -340,5 +507,10 @@ MODELS: tuple[Model, ...] = (
     Model("tensorrt_llm", TOKEN_INPUTS, TOKEN_OUTPUTS),
     Model("preprocessing", PREPROCESSING_INPUTS, _PREPROCESSING_OUTPUTS, decoupled=False),
     Model("postprocessing", POSTPROCESSING_INPUTS, _POSTPROCESSING_OUTPUTS, decoupled=False),
-    Model("spindle", (_f("command", "STRING", _ONE, "administration", required=True),), (Field("reply", "STRING"),), settings=False),
+    Model(
+        "spindle",
+        (_f("command", "STRING", _ONE, "administration", required=True),),
+        (Field("reply", "STRING"),),
+        settings=False,
+    ),
 )

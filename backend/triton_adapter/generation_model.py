@@ -17,7 +17,13 @@ from backend.triton_adapter.fields import MODELS
 from backend.triton_adapter.group import Group
 from backend.triton_adapter.link import EngineLink
 from backend.triton_adapter.paths import socket_path
-from backend.triton_adapter.responder import ERRORS_AS_OUTPUTS, Responder, inputs_of, parameters_of, trace_context_of
+from backend.triton_adapter.responder import (
+    ERRORS_AS_OUTPUTS,
+    Responder,
+    inputs_of,
+    parameters_of,
+    trace_context_of,
+)
 from backend.triton_adapter.sender import Reply, ResponseSender, Senders
 from backend.triton_adapter.stub import set_up_stub
 from backend.wire import Message
@@ -48,7 +54,9 @@ class TritonPythonModel:
         for request in requests:
             parameters = parameters_of(request)
             as_outputs = bool(parameters.get(ERRORS_AS_OUTPUTS))
-            sender = Responder(pb_utils, request.get_response_sender(), errors_as_outputs=as_outputs)
+            sender = Responder(
+                pb_utils, request.get_response_sender(), errors_as_outputs=as_outputs
+            )
             try:
                 check_parameters(parameters)
                 self._forward(request, sender)
@@ -56,7 +64,11 @@ class TritonPythonModel:
                 self._refuse(sender, error.code, error.message)
             except Exception as error:
                 logger.exception("a request could not be read")
-                self._refuse(sender, ErrorCode.INTERNAL, f"the request could not be read ({type(error).__name__})")
+                self._refuse(
+                    sender,
+                    ErrorCode.INTERNAL,
+                    f"the request could not be read ({type(error).__name__})",
+                )
 
     def finalize(self) -> None:
         """End the threads; Triton has waited for the requests in flight."""
@@ -68,27 +80,49 @@ class TritonPythonModel:
         inputs, client_id = inputs_of(request), request.request_id()
         if asks_to_stop(inputs):
             if not client_id:
-                raise RequestError(ErrorCode.INVALID_ARGUMENT, "A request id must be provided for request cancellation. Got stop true")
+                raise RequestError(
+                    ErrorCode.INVALID_ARGUMENT,
+                    "A request id must be provided for request cancellation. Got stop true",
+                )
             self._senders.stop(client_id)
             sender.send({}, final=True)
             return
         timeout_us = request.timeout()
-        parts = decode(inputs, self._inputs, decoupled=self._decoupled, timeout_s=timeout_us / 1e6 if timeout_us else None)
+        parts = decode(
+            inputs,
+            self._inputs,
+            decoupled=self._decoupled,
+            timeout_s=timeout_us / 1e6 if timeout_us else None,
+        )
         context = trace_context_of(request)
         self._link.wait()
         shared = sender if len(parts) == 1 else Group(sender, len(parts))
         for part in parts:
             self._submit(part, shared, client_id, context)
 
-    def _submit(self, part: Part, sender: ResponseSender, client_id: str, context: dict[str, str] | None) -> None:
+    def _submit(
+        self, part: Part, sender: ResponseSender, client_id: str, context: dict[str, str] | None
+    ) -> None:
         body, wanted = part
         message: Message = {"type": "submit", "request": body.to_wire()}
         if context is not None:
             message["trace"] = context
         request_id = next(self._ids)
-        with self._registering:  # a connection is lost before or after, never between: see _engine_lost
-            limit_s = self._link.info.get("max_request_s", 0.0)  # without an engine nothing can be sent anyway
-            self._senders.open(Reply(request_id, sender, wanted, monotonic() + limit_s + DEADLINE_GRACE_S, client_id=client_id))
+        with (
+            self._registering
+        ):  # a connection is lost before or after, never between: see _engine_lost
+            limit_s = self._link.info.get(
+                "max_request_s", 0.0
+            )  # without an engine nothing can be sent anyway
+            self._senders.open(
+                Reply(
+                    request_id,
+                    sender,
+                    wanted,
+                    monotonic() + limit_s + DEADLINE_GRACE_S,
+                    client_id=client_id,
+                )
+            )
             try:
                 self._link.send(message | {"id": request_id})
             except RequestError as error:
@@ -101,7 +135,10 @@ class TritonPythonModel:
 
     def _engine_lost(self) -> None:
         with self._registering:
-            self._senders.fail_all(ErrorCode.UNAVAILABLE, "the engine process has ended: it is being restarted, or the server shuts down")
+            self._senders.fail_all(
+                ErrorCode.UNAVAILABLE,
+                "the engine process has ended: it is being restarted, or the server shuts down",
+            )
 
     def _cancel(self, request_id: int) -> None:
         try:

@@ -64,12 +64,16 @@ class EngineLink:
         with self._send_lock:
             sock = self._sock
             if sock is None:
-                raise RequestError(ErrorCode.UNAVAILABLE, "the engine is starting or restarting: try again later")
+                raise RequestError(
+                    ErrorCode.UNAVAILABLE, "the engine is starting or restarting: try again later"
+                )
             try:
                 sock.sendall(frame)
             except OSError as error:
                 self._shut(sock)  # half a frame may be out: this connection is of no more use
-                raise RequestError(ErrorCode.UNAVAILABLE, f"the engine does not take requests: {error}") from error
+                raise RequestError(
+                    ErrorCode.UNAVAILABLE, f"the engine does not take requests: {error}"
+                ) from error
 
     def close(self) -> None:
         """End the connection and the thread."""
@@ -93,8 +97,12 @@ class EngineLink:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.connect(str(self._path))
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_LIMIT_S, 0))
-            sock.sendall(b"".join(wire.encode(message) for message in (wire.hello(), *self._greeting)))
+            sock.setsockopt(
+                socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_LIMIT_S, 0)
+            )
+            sock.sendall(
+                b"".join(wire.encode(message) for message in (wire.hello(), *self._greeting))
+            )
         except OSError:
             sock.close()
             raise

@@ -24,7 +24,12 @@ class MetricExporter:
             Kind.HISTOGRAM: pb_utils.MetricFamily.HISTOGRAM,
         }
         self._families = {
-            family.name: (family, pb_utils.MetricFamily(name=family.name, description=family.help, kind=kinds[family.kind]))
+            family.name: (
+                family,
+                pb_utils.MetricFamily(
+                    name=family.name, description=family.help, kind=kinds[family.kind]
+                ),
+            )
             for family in FAMILIES
         }
         self._series: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}

@@ -44,13 +44,17 @@ class TritonPythonModel:
         path = socket_path(args)
         path.unlink(missing_ok=True)
         path.with_suffix(SWITCHES_SUFFIX).unlink(missing_ok=True)
-        self._link = EngineLink(path, self._received, self._engine_lost, greeting=({"type": "subscribe"},))
+        self._link = EngineLink(
+            path, self._received, self._engine_lost, greeting=({"type": "subscribe"},)
+        )
         self._child = EngineChild(config_path(args), path)
         self._child.start()
         self._link.start()
         while not self._link.wait(0.1):
             if self._child.failed_to_start:
-                raise RuntimeError("the engine process ended before it was ready; its own log lines say why")
+                raise RuntimeError(
+                    "the engine process ended before it was ready; its own log lines say why"
+                )
         self._child.ready()
         threading.Thread(target=self._watch_silence, name="engine-watch", daemon=True).start()
 
@@ -61,7 +65,13 @@ class TritonPythonModel:
             self._pending[request_id] = Responder(pb_utils, request.get_response_sender())
             self._link.wait()
             try:
-                self._link.send({"type": "admin", "id": request_id, "command": decode_command(inputs_of(request))})
+                self._link.send(
+                    {
+                        "type": "admin",
+                        "id": request_id,
+                        "command": decode_command(inputs_of(request)),
+                    }
+                )
             except RequestError as error:
                 self._fail(request_id, error)
 
@@ -77,8 +87,13 @@ class TritonPythonModel:
             if message["type"] == "stats":
                 self._metrics.update(message)
             elif message["type"] == "error":
-                self._fail(message["id"], RequestError(ErrorCode(message["code"]), message["message"]))
-            elif message["type"] == "admin" and (responder := self._pending.pop(message["id"], None)) is not None:
+                self._fail(
+                    message["id"], RequestError(ErrorCode(message["code"]), message["message"])
+                )
+            elif (
+                message["type"] == "admin"
+                and (responder := self._pending.pop(message["id"], None)) is not None
+            ):
                 reply = json.dumps(message["reply"], ensure_ascii=False)
                 responder.send({"reply": np.array([reply.encode()], dtype=np.object_)}, final=True)
         except Exception:  # the link's thread must live on
@@ -86,7 +101,12 @@ class TritonPythonModel:
 
     def _engine_lost(self) -> None:
         for request_id in list(self._pending):
-            self._fail(request_id, RequestError(ErrorCode.UNAVAILABLE, "the engine process has ended: it is being restarted"))
+            self._fail(
+                request_id,
+                RequestError(
+                    ErrorCode.UNAVAILABLE, "the engine process has ended: it is being restarted"
+                ),
+            )
 
     def _fail(self, request_id: int, error: RequestError) -> None:
         if (responder := self._pending.pop(request_id, None)) is not None:
@@ -98,6 +118,8 @@ class TritonPythonModel:
             if not self._link.wait(0.0):
                 self._heard_s = monotonic()
             elif monotonic() - self._heard_s > SILENCE_LIMIT_S:
-                logger.error("the engine process has been silent for %.0f s: killed", SILENCE_LIMIT_S)
+                logger.error(
+                    "the engine process has been silent for %.0f s: killed", SILENCE_LIMIT_S
+                )
                 self._child.kill()
                 self._heard_s = monotonic()

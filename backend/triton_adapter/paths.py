@@ -27,14 +27,18 @@ def socket_path(args: dict[str, str]) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise PermissionError(f"{folder} must belong to user {os.getuid()} and be closed to others, it has mode {status.st_mode & 0o777:o}")
+        raise PermissionError(
+            f"{folder} must belong to user {os.getuid()} and be closed to others, it has mode {status.st_mode & 0o777:o}"
+        )
     repository = Path(args["model_repository"]).resolve().parent
     return folder / f"{hashlib.sha256(os.fsencode(repository)).hexdigest()[:16]}.sock"
 
 
 def config_path(args: dict[str, str]) -> Path:
     """Return the serving configuration: by default ``serving.json`` in the version folder of the model ``spindle``."""
-    default = Path(args["model_repository"]).parent / "spindle" / args["model_version"] / "serving.json"
+    default = (
+        Path(args["model_repository"]).parent / "spindle" / args["model_version"] / "serving.json"
+    )
     return Path(os.environ.get("SPINDLE_CONFIG") or default).resolve()
 
 

@@ -89,7 +89,9 @@ def render_contract() -> str:
         lines += ["", f"## `{model.name}`"]
         for kind, tensors in (("input", model.inputs), ("output", model.outputs)):
             lines += ["", f"| {kind} | type | what it does |", "| --- | --- | --- |"]
-            lines += [f"| `{f.name}` | {f.dtype} [{_dims(f)}] | {_note(f, kind)} |" for f in tensors]
+            lines += [
+                f"| `{f.name}` | {f.dtype} [{_dims(f)}] | {_note(f, kind)} |" for f in tensors
+            ]
     return "\n".join(lines) + "\n"
 
 
@@ -107,14 +109,20 @@ def _note(field: Field, kind: str) -> str:
         word = "refused" if kind == "input" else "never sent"
         neutral = f"; neutral: {', '.join(map(repr, field.neutral))}" if field.neutral else ""
         return f"{word}: {field.refused.value}{neutral}"
-    return ("**required**; " if field.required else "") + field.does + (" (an addition)" if field.added else "")
+    return (
+        ("**required**; " if field.required else "")
+        + field.does
+        + (" (an addition)" if field.added else "")
+    )
 
 
 def main() -> None:
     """Write the committed files (the defaults)."""
     root = Path(__file__).resolve().parents[2]
     for model in MODELS:
-        (root / "model_repository" / model.name / "config.pbtxt").write_text(render_config(model), "utf-8")
+        (root / "model_repository" / model.name / "config.pbtxt").write_text(
+            render_config(model), "utf-8"
+        )
     (root / "docs" / "contract.md").write_text(render_contract(), "utf-8")
 
 

@@ -41,10 +41,20 @@ class Responder:
 
     def fail(self, code: ErrorCode, message: str) -> None:
         """Send the error that ends the request."""
-        message = message if len(message) <= MOST_MESSAGE_CHARACTERS else message[:MOST_MESSAGE_CHARACTERS] + "..."
+        message = (
+            message
+            if len(message) <= MOST_MESSAGE_CHARACTERS
+            else message[:MOST_MESSAGE_CHARACTERS] + "..."
+        )
         if self._as_outputs:
             told = {"finish_reason": f"error:{code.value}", "text_output": message}
-            self.send({name: np.array([[text.encode("utf-8", "replace")]], np.object_) for name, text in told.items()}, final=True)
+            self.send(
+                {
+                    name: np.array([[text.encode("utf-8", "replace")]], np.object_)
+                    for name, text in told.items()
+                },
+                final=True,
+            )
             return
         name = _TRITON_NAMES.get(code, code.value)
         error = self._pb_utils.TritonError(message, getattr(self._pb_utils.TritonError, name))

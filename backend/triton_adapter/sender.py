@@ -123,7 +123,9 @@ class _Shard:
                 if item is None:
                     return
                 self._guard(self._handle, item)
-            for request_id in {item["id"] for item in batch if isinstance(item, dict) and item["type"] == "chunk"}:
+            for request_id in {
+                item["id"] for item in batch if isinstance(item, dict) and item["type"] == "chunk"
+            }:
                 self._guard(self._flush, request_id)
             if monotonic() >= self._next_check_s:
                 self._next_check_s = monotonic() + CANCELLATION_CHECK_PERIOD_S
@@ -155,9 +157,17 @@ class _Shard:
         elif item["type"] == "stop":
             if item["client_id"] == reply.client_id:
                 self._cancel(reply.id)
-                self._end(reply, lambda: reply.sender.send(encode_chunk(reply.deltas, reply.wanted), final=True))
+                self._end(
+                    reply,
+                    lambda: reply.sender.send(encode_chunk(reply.deltas, reply.wanted), final=True),
+                )
         elif item["type"] == "final":
-            self._end(reply, lambda: reply.sender.send(encode_final(item, reply.deltas, reply.wanted), final=True))
+            self._end(
+                reply,
+                lambda: reply.sender.send(
+                    encode_final(item, reply.deltas, reply.wanted), final=True
+                ),
+            )
         else:
             self._fail(reply, ErrorCode(item["code"]), item["message"])
 
@@ -187,7 +197,9 @@ class _Shard:
     def _fail(self, reply: Reply, code: ErrorCode, message: str) -> None:
         self._end(reply, lambda: reply.sender.fail(code, message), (code, message))
 
-    def _end(self, reply: Reply, send: Callable[[], None], failure: tuple[ErrorCode, str] = UNSENT) -> None:
+    def _end(
+        self, reply: Reply, send: Callable[[], None], failure: tuple[ErrorCode, str] = UNSENT
+    ) -> None:
         """Send the last response. Where that fails (shared memory is full), ``failure`` is tried again at every check for a while."""
         try:
             send()

@@ -29,5 +29,7 @@ def _beat() -> None:
     """
     never = threading.Event()
     while True:
-        faulthandler.dump_traceback_later(STUCK_LIMIT_S, exit=True, file=sys.__stderr__ or sys.stderr)
+        faulthandler.dump_traceback_later(
+            STUCK_LIMIT_S, exit=True, file=sys.__stderr__ or sys.stderr
+        )
         never.wait(HEARTBEAT_S)

@@ -24,7 +24,9 @@ def decode_texts(inputs: Mapping[str, Array]) -> tuple[list[dict[str, Any]], Mes
     for row in rows:
         words, weights = row.get("EMBEDDING_BIAS_WORDS", ()), row.get("EMBEDDING_BIAS_WEIGHTS", ())
         if len(words) != len(weights):
-            raise invalid(f"EMBEDDING_BIAS_WEIGHTS must be as many as EMBEDDING_BIAS_WORDS ({len(words)}), got {len(weights)}")
+            raise invalid(
+                f"EMBEDDING_BIAS_WEIGHTS must be as many as EMBEDDING_BIAS_WORDS ({len(words)}), got {len(weights)}"
+            )
     words = [word for row in rows for name in _WORDS for word in row.get(name, ())]
     return rows, {"type": "encode", "prompts": [row["QUERY"] for row in rows], "words": words}
 
@@ -44,13 +46,18 @@ def encode_ids(rows: Seq[dict[str, Any]], reply: Message) -> dict[str, Array]:
         "OUT_END_ID": end_ids,
         "OUT_PAD_ID": pad_ids,
     }
-    padded = [prompt + [pad] * (longest - len(prompt)) for prompt, pad in zip(reply["prompts"], pad_ids, strict=True)]
+    padded = [
+        prompt + [pad] * (longest - len(prompt))
+        for prompt, pad in zip(reply["prompts"], pad_ids, strict=True)
+    ]
     return {
         "INPUT_ID": np.array(padded, np.int32),
         **{name: np.array(values, np.int32)[:, None] for name, values in columns.items()},
         "BAD_WORDS_IDS": _word_lists([row["BAD_WORDS_DICT"] for row in ids]),
         "STOP_WORDS_IDS": _word_lists([row["STOP_WORDS_DICT"] for row in ids]),
-        "EMBEDDING_BIAS": _bias([(row["EMBEDDING_BIAS_WORDS"]) for row in ids], rows, reply["vocab_size"]),
+        "EMBEDDING_BIAS": _bias(
+            [(row["EMBEDDING_BIAS_WORDS"]) for row in ids], rows, reply["vocab_size"]
+        ),
         "OUT_PROMPT_TABLE_EXTRA_IDS": np.empty((len(rows), 0), np.uint64),
     }
 
@@ -62,9 +69,16 @@ def decode_tokens(inputs: Mapping[str, Array]) -> tuple[tuple[int, int], Message
     """
     tokens, lengths = (inputs[field.name] for field in POSTPROCESSING_INPUTS)
     if tokens.ndim != 3 or tokens.dtype != np.int32:
-        raise invalid(f"TOKENS_BATCH must be INT32 of shape [batch, beams, tokens], got {tokens.dtype} of {list(tokens.shape)}")
-    if lengths.shape != tokens.shape[:2] or not ((lengths >= 0) & (lengths <= tokens.shape[2])).all():
-        raise invalid(f"SEQUENCE_LENGTH must be [batch, beams] lengths of at most {tokens.shape[2]}, got {lengths.tolist()}")
+        raise invalid(
+            f"TOKENS_BATCH must be INT32 of shape [batch, beams, tokens], got {tokens.dtype} of {list(tokens.shape)}"
+        )
+    if (
+        lengths.shape != tokens.shape[:2]
+        or not ((lengths >= 0) & (lengths <= tokens.shape[2])).all()
+    ):
+        raise invalid(
+            f"SEQUENCE_LENGTH must be [batch, beams] lengths of at most {tokens.shape[2]}, got {lengths.tolist()}"
+        )
     beams = tokens.reshape(-1, tokens.shape[2])
     ids = [row[:length].tolist() for row, length in zip(beams, lengths.reshape(-1), strict=True)]
     return (tokens.shape[0], tokens.shape[1]), {"type": "decode", "tokens": ids}
@@ -72,7 +86,9 @@ def decode_tokens(inputs: Mapping[str, Array]) -> tuple[tuple[int, int], Message
 
 def encode_texts(shape: tuple[int, int], reply: Message) -> dict[str, Array]:
     """Return the output of ``postprocessing``."""
-    return {"OUTPUT": np.array([text.encode() for text in reply["texts"]], np.object_).reshape(shape)}
+    return {
+        "OUTPUT": np.array([text.encode() for text in reply["texts"]], np.object_).reshape(shape)
+    }
 
 
 def _rows(inputs: Mapping[str, Array]) -> list[dict[str, Array]]:
@@ -85,7 +101,9 @@ def _word_lists(rows: Seq[list[list[int]]]) -> Array:
     kept = [[word for word in words if word] for words in rows]
     if not any(kept):
         return np.empty((len(rows), 2, 0), np.int32)
-    lists = np.stack([np.zeros((len(rows), max(sum(map(len, words)) for words in kept)), np.int32)] * 2, axis=1)
+    lists = np.stack(
+        [np.zeros((len(rows), max(sum(map(len, words)) for words in kept)), np.int32)] * 2, axis=1
+    )
     lists[:, 1] = -1
     for row, words in enumerate(kept):
         flat = [token for word in words for token in word]

@@ -16,7 +16,12 @@ from backend.triton_adapter.link import EngineLink
 from backend.triton_adapter.paths import socket_path
 from backend.triton_adapter.responder import Responder, inputs_of
 from backend.triton_adapter.stub import set_up_stub
-from backend.triton_adapter.tokens_codec import decode_texts, decode_tokens, encode_ids, encode_texts
+from backend.triton_adapter.tokens_codec import (
+    decode_texts,
+    decode_tokens,
+    encode_ids,
+    encode_texts,
+)
 from backend.wire import Message
 
 logger = logging.getLogger(__name__)
@@ -52,7 +57,9 @@ class TritonPythonModel:
             except Exception as error:
                 logger.exception("a request could not be read")
                 self._pending.pop(request_id, None)
-                responder.fail(ErrorCode.INTERNAL, f"the request could not be read ({type(error).__name__})")
+                responder.fail(
+                    ErrorCode.INTERNAL, f"the request could not be read ({type(error).__name__})"
+                )
 
     def finalize(self) -> None:
         """End the connection."""
@@ -76,10 +83,14 @@ class TritonPythonModel:
                 responder.send(encode(message), final=True)
         except Exception as error:  # the link's thread must live on
             logger.exception("a reply could not be sent")
-            responder.fail(ErrorCode.INTERNAL, f"the reply could not be sent ({type(error).__name__})")
+            responder.fail(
+                ErrorCode.INTERNAL, f"the reply could not be sent ({type(error).__name__})"
+            )
 
     def _engine_lost(self) -> None:
         for request_id in list(self._pending):
             responder, _ = self._pending.pop(request_id, (None, None))
             if responder is not None:
-                responder.fail(ErrorCode.UNAVAILABLE, "the engine process has ended: it is being restarted")
+                responder.fail(
+                    ErrorCode.UNAVAILABLE, "the engine process has ended: it is being restarted"
+                )

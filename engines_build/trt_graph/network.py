@@ -13,7 +13,17 @@ import numpy as np
 from backend.engines.checkpoint import LlamaConfig
 from backend.engines.llama import rope_tables
 from backend.engines.trt_graph.inputs import LOGITS
-from engines_build.trt_graph.network_graph import BOOL, F32, F64, I32, NUMPY, Graph, Tensor, concatenated, where
+from engines_build.trt_graph.network_graph import (
+    BOOL,
+    F32,
+    F64,
+    I32,
+    NUMPY,
+    Graph,
+    Tensor,
+    concatenated,
+    where,
+)
 from engines_build.trt_graph.network_laws import Vocabulary
 from engines_build.trt_graph.network_verification import verify
 
@@ -68,29 +78,53 @@ class Decoder:
 
     def __init__(self, graph: Graph, step: Step) -> None:
         self._graph, self._step, self._config = graph, step, step.config
-        cos, sin = (table.double().numpy() for table in rope_tables(step.config, step.max_positions))
-        self._cos, self._sin = (graph.constant(table.astype(NUMPY[step.wide])).to(step.dtype) for table in (cos, sin))
+        cos, sin = (
+            table.double().numpy() for table in rope_tables(step.config, step.max_positions)
+        )
+        self._cos, self._sin = (
+            graph.constant(table.astype(NUMPY[step.wide])).to(step.dtype) for table in (cos, sin)
+        )
         self._swap = graph.constant(np.array([1, 0], np.int32))
         self._embedding = graph.table("model.embed_tokens.weight")
 
     def pool(self, layer: int) -> Tensor:
         """Declare the KV pool of a layer as an input."""
-        return self._graph.input(f"pool_{layer}", self._step.dtype, "slots", 2 * self._config.num_kv_heads, self._config.head_dim)
+        return self._graph.input(
+            f"pool_{layer}",
+            self._step.dtype,
+            "slots",
+            2 * self._config.num_kv_heads,
+            self._config.head_dim,
+        )
 
-    def run(self, ids: Tensor, positions: Tensor, mask: Tensor, memories: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def run(
+        self, ids: Tensor, positions: Tensor, mask: Tensor, memories: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
         """Return the last hidden states [batch, queries, hidden], not normed, and every layer's new keys and values."""
-        cos, sin = (table.take(positions).reshape(0, 0, 1, self._config.head_dim) for table in (self._cos, self._sin))
+        cos, sin = (
+            table.take(positions).reshape(0, 0, 1, self._config.head_dim)
+            for table in (self._cos, self._sin)
+        )
         hidden, written = self._embedding.take(ids), []
         for layer, memory in enumerate(memories):
             at = f"model.layers.{layer}."
             normed = self._norm(hidden, at + "input_layernorm.weight")
-            query, key, value = (self._project(normed, f"{at}self_attn.{name}_proj", self._config.qkv_bias) for name in "qkv")
+            query, key, value = (
+                self._project(normed, f"{at}self_attn.{name}_proj", self._config.qkv_bias)
+                for name in "qkv"
+            )
             kv = concatenated([self._rotated(self._heads(key), cos, sin), self._heads(value)], 2)
             written.append(kv)
-            attended = self._attend(self._rotated(self._heads(query), cos, sin), concatenated([memory, kv], 1), mask)
-            hidden = hidden + self._project(attended, at + "self_attn.o_proj", self._config.output_bias)
+            attended = self._attend(
+                self._rotated(self._heads(query), cos, sin), concatenated([memory, kv], 1), mask
+            )
+            hidden = hidden + self._project(
+                attended, at + "self_attn.o_proj", self._config.output_bias
+            )
             normed = self._norm(hidden, at + "post_attention_layernorm.weight")
-            gate, up = (self._graph.linear(normed, f"{at}mlp.{name}_proj.weight") for name in ("gate", "up"))
+            gate, up = (
+                self._graph.linear(normed, f"{at}mlp.{name}_proj.weight") for name in ("gate", "up")
+            )
             hidden = hidden + self._graph.linear(self._silu(gate) * up, at + "mlp.down_proj.weight")
         return hidden, written
 
@@ -98,11 +132,16 @@ class Decoder:
         """Return the logits [batch, rows, vocab] of the rows that are ``wanted`` [batch, rows] of all flattened."""
         chosen = hidden.reshape(-1, self._config.hidden_size).take(wanted)
         tied = self._config.tied and not self._config.draft_vocab_size
-        return self._graph.linear(self._norm(chosen, "model.norm.weight"), "model.embed_tokens.weight" if tied else "lm_head.weight")
+        return self._graph.linear(
+            self._norm(chosen, "model.norm.weight"),
+            "model.embed_tokens.weight" if tied else "lm_head.weight",
+        )
 
     def _norm(self, hidden: Tensor, name: str) -> Tensor:
         wide = hidden.to(self._step.wide)
-        scale = ((wide * wide).sum(-1) * (1.0 / self._config.hidden_size) + self._config.rms_norm_eps).sqrt()
+        scale = (
+            (wide * wide).sum(-1) * (1.0 / self._config.hidden_size) + self._config.rms_norm_eps
+        ).sqrt()
         return (wide / scale).to(self._step.dtype) * self._graph.table(name).reshape(1, 1, -1)
 
     def _project(self, rows: Tensor, name: str, biased: bool) -> Tensor:
@@ -114,7 +153,10 @@ class Decoder:
 
     def _rotated(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         halves = heads.reshape(0, 0, 0, 2, self._config.head_dim // 2)
-        return heads * cos + halves.take(self._swap, axis=3).reshape(0, 0, 0, self._config.head_dim) * sin
+        return (
+            heads * cos
+            + halves.take(self._swap, axis=3).reshape(0, 0, 0, self._config.head_dim) * sin
+        )
 
     def _attend(self, query: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
         """Return attention's output [batch, queries, heads x head_dim] of ``query`` [batch, queries, heads, head_dim]."""
@@ -123,14 +165,20 @@ class Decoder:
         key, value = (kv.slice(2, first, kv_heads) for first in (0, kv_heads))
         if self._graph.native:
             scaled = (query * head_dim**-0.5).transpose(0, 2, 1, 3)
-            attended = self._graph.attention(scaled, key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3), mask.unsqueeze(1))
+            attended = self._graph.attention(
+                scaled, key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3), mask.unsqueeze(1)
+            )
             return attended.transpose(0, 2, 1, 3).reshape(0, 0, kv_heads * group * head_dim)
         query = query.reshape(0, 0, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
         key = key.reshape(0, 0, kv_heads, 1, head_dim).transpose(0, 2, 3, 4, 1)
         value = value.reshape(0, 0, kv_heads, 1, head_dim).transpose(0, 2, 3, 1, 4)
         scores = query.matmul(key).to(self._step.wide) * head_dim**-0.5
         chances = where(mask.unsqueeze(1, 2), scores, MASKED).softmax().to(self._step.dtype)
-        return chances.matmul(value).transpose(0, 3, 1, 2, 4).reshape(0, 0, kv_heads * group * head_dim)
+        return (
+            chances.matmul(value)
+            .transpose(0, 3, 1, 2, 4)
+            .reshape(0, 0, kv_heads * group * head_dim)
+        )
 
     def _silu(self, values: Tensor) -> Tensor:
         wide = values.to(self._step.wide)

@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-F64, F32, F16, BF16, I32, BOOL, INT8, FP8 = "f64", "f32", "f16", "bf16", "i32", "bool", "int8", "fp8"
+F64, F32, F16, BF16, I32, BOOL, INT8, FP8 = (
+    "f64",
+    "f32",
+    "f16",
+    "bf16",
+    "i32",
+    "bool",
+    "int8",
+    "fp8",
+)
 NUMPY = {F64: np.float64, F32: np.float32, I32: np.int32, BOOL: np.bool_}
 
 Dimension = int | str
@@ -100,7 +109,11 @@ class Tensor:
 
     def to(self, dtype: str) -> Tensor:
         """Return the values as another dtype."""
-        return self if dtype == self.dtype else self._new(self.graph.cast(self.handle, dtype), dtype=dtype)
+        return (
+            self
+            if dtype == self.dtype
+            else self._new(self.graph.cast(self.handle, dtype), dtype=dtype)
+        )
 
     def reshape(self, *sizes: int) -> Tensor:
         """Return another shape: 0 keeps the size in that place, one -1 takes what is left."""
@@ -120,7 +133,9 @@ class Tensor:
 
     def take(self, indices: Tensor, axis: int = 0) -> Tensor:
         """Return what lies at ``indices`` (i32, any rank) of an axis."""
-        return self._new(self.graph.gather(self.handle, indices.handle, axis), rank=self.rank - 1 + indices.rank)
+        return self._new(
+            self.graph.gather(self.handle, indices.handle, axis), rank=self.rank - 1 + indices.rank
+        )
 
     def pick(self, indices: Tensor, axis: int) -> Tensor:
         """Return one element for each of ``indices`` (i32, this rank, same sizes but along ``axis``), at that index of ``axis``."""
@@ -134,7 +149,9 @@ class Tensor:
         if not isinstance(other, Tensor):
             other = _number(self, other)
         if (self.dtype, self.rank) != (other.dtype, other.rank):
-            raise TypeError(f"{operation} of {self.dtype} of rank {self.rank} and {other.dtype} of rank {other.rank}")
+            raise TypeError(
+                f"{operation} of {self.dtype} of rank {self.rank} and {other.dtype} of rank {other.rank}"
+            )
         return self._new(self.graph.binary(operation, self.handle, other.handle), dtype=dtype)
 
     def _new(self, handle: Any, *, dtype: str | None = None, rank: int | None = None) -> Tensor:
@@ -146,19 +163,33 @@ def where(condition: Tensor, chosen: Tensor, otherwise: Tensor | float) -> Tenso
     if not isinstance(otherwise, Tensor):
         otherwise = _number(chosen, otherwise)
     if chosen.dtype != otherwise.dtype or not condition.rank == chosen.rank == otherwise.rank:
-        raise TypeError(f"select of {chosen.dtype} of rank {chosen.rank} and {otherwise.dtype} of rank {otherwise.rank}")
+        raise TypeError(
+            f"select of {chosen.dtype} of rank {chosen.rank} and {otherwise.dtype} of rank {otherwise.rank}"
+        )
     graph = chosen.graph
-    return Tensor(graph, graph.select(condition.handle, chosen.handle, otherwise.handle), chosen.dtype, chosen.rank)
+    return Tensor(
+        graph,
+        graph.select(condition.handle, chosen.handle, otherwise.handle),
+        chosen.dtype,
+        chosen.rank,
+    )
 
 
 def _number(like: Tensor, value: float) -> Tensor:
-    return like.graph.constant(np.full((1,) * like.rank, value, NUMPY.get(like.dtype, np.float32))).to(like.dtype)
+    return like.graph.constant(
+        np.full((1,) * like.rank, value, NUMPY.get(like.dtype, np.float32))
+    ).to(like.dtype)
 
 
 def concatenated(parts: Sequence[Tensor], axis: int) -> Tensor:
     """Return the parts one behind the other along an axis."""
     first = parts[0]
-    return Tensor(first.graph, first.graph.concat([part.handle for part in parts], axis % first.rank), first.dtype, first.rank)
+    return Tensor(
+        first.graph,
+        first.graph.concat([part.handle for part in parts], axis % first.rank),
+        first.dtype,
+        first.rank,
+    )
 
 
 class Graph(ABC):

@@ -30,7 +30,12 @@ class Options:
     @classmethod
     def declare(cls, graph: Graph, dtype: str) -> Options:
         """Declare them as inputs [batch]."""
-        return cls(*(graph.input(name, dtype, "batch").reshape(0, 1, 1) for name in ("temperature", "top_k", "top_p")))
+        return cls(
+            *(
+                graph.input(name, dtype, "batch").reshape(0, 1, 1)
+                for name in ("temperature", "top_k", "top_p")
+            )
+        )
 
 
 class Vocabulary:

@@ -14,7 +14,12 @@ from engines_build.trt_graph.network_graph import BOOL, F32, F64, I32, Dimension
 
 OPSET = 18
 IR_VERSION = 9
-TYPES = {F64: TensorProto.DOUBLE, F32: TensorProto.FLOAT, I32: TensorProto.INT32, BOOL: TensorProto.BOOL}
+TYPES = {
+    F64: TensorProto.DOUBLE,
+    F32: TensorProto.FLOAT,
+    I32: TensorProto.INT32,
+    BOOL: TensorProto.BOOL,
+}
 BINARY = {
     "add": "Add", "sub": "Sub", "mul": "Mul", "div": "Div",
     "less": "Less", "greater": "Greater", "equal": "Equal", "and": "And", "or": "Or",
@@ -36,8 +41,12 @@ class OnnxGraph(Graph):
 
     def model(self) -> onnx.ModelProto:
         """Return the model, checked."""
-        graph = helper.make_graph(self._nodes, "network", self._inputs, self._outputs, list(self._initialisers.values()))
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
+        graph = helper.make_graph(
+            self._nodes, "network", self._inputs, self._outputs, list(self._initialisers.values())
+        )
+        model = helper.make_model(
+            graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION
+        )
         onnx.checker.check_model(model)
         return model
 
@@ -47,18 +56,28 @@ class OnnxGraph(Graph):
 
     def output(self, name: str, tensor: Tensor) -> None:
         self._nodes.append(helper.make_node("Identity", [tensor.handle], [name]))
-        self._outputs.append(helper.make_tensor_value_info(name, TYPES[tensor.dtype], [None] * tensor.rank))
+        self._outputs.append(
+            helper.make_tensor_value_info(name, TYPES[tensor.dtype], [None] * tensor.rank)
+        )
 
     def constant(self, array: npt.NDArray[Any]) -> Tensor:
-        dtype = next(name for name, kind in ((F64, "f8"), (F32, "f4"), (I32, "i4"), (BOOL, "b1")) if array.dtype.str[1:] == kind)
+        dtype = next(
+            name
+            for name, kind in ((F64, "f8"), (F32, "f4"), (I32, "i4"), (BOOL, "b1"))
+            if array.dtype.str[1:] == kind
+        )
         return Tensor(self, self._constant(array), dtype, array.ndim)
 
     def table(self, name: str) -> Tensor:
         return self._initialiser(name, self._weights[name])
 
     def linear(self, rows: Tensor, name: str) -> Tensor:
-        weight = self._initialiser(f"{name} transposed", np.ascontiguousarray(self._weights[name].T))
-        return Tensor(self, self._node("MatMul", [rows.handle, weight.handle]), rows.dtype, rows.rank)
+        weight = self._initialiser(
+            f"{name} transposed", np.ascontiguousarray(self._weights[name].T)
+        )
+        return Tensor(
+            self, self._node("MatMul", [rows.handle, weight.handle]), rows.dtype, rows.rank
+        )
 
     def binary(self, operation: str, left: str, right: str) -> str:
         return self._node(BINARY[operation], [left, right])
@@ -93,7 +112,9 @@ class OnnxGraph(Graph):
         return self._node("Transpose", [value], perm=list(order))
 
     def slice(self, value: str, axis: int, start: int, size: int) -> str:
-        return self._node("Slice", [value, self._sizes([start]), self._sizes([start + size]), self._sizes([axis])])
+        return self._node(
+            "Slice", [value, self._sizes([start]), self._sizes([start + size]), self._sizes([axis])]
+        )
 
     def concat(self, values: Sequence[str], axis: int) -> str:
         return self._node("Concat", list(values), axis=axis)

@@ -46,7 +46,9 @@ def build_all(config_file: Path, output: Path, choice: Choice, report: Report = 
     """Build the engines of a configuration and write ``serving.json`` for them. Raises ConfigError, CheckpointError or TrtError."""
     config, library = load_config(config_file), find_library(choice.library)
     raw = json.loads(config_file.read_text("utf-8"))
-    for engine, entry in zip((config.target, *config.drafts), (raw["target"], *raw.get("drafts", [])), strict=True):
+    for engine, entry in zip(
+        (config.target, *config.drafts), (raw["target"], *raw.get("drafts", [])), strict=True
+    ):
         if engine.engine == "torch":
             folder = output / engine.name
             build_folder(engine, config, folder, choice, library, report)
@@ -57,12 +59,25 @@ def build_all(config_file: Path, output: Path, choice: Choice, report: Report = 
     report(f"{output / 'serving.json'} is ready; it needs a CUDA GPU to serve")
 
 
-def build_folder(engine: EngineConfig, config: ServingConfig, folder: Path, choice: Choice, library: ModuleType, report: Report) -> None:
+def build_folder(
+    engine: EngineConfig,
+    config: ServingConfig,
+    folder: Path,
+    choice: Choice,
+    library: ModuleType,
+    report: Report,
+) -> None:
     """Compile one model's networks."""
-    source, dtype = model_path(engine), choice.dtype or ("bf16" if engine.dtype in ROUNDED else engine.dtype)
+    source, dtype = (
+        model_path(engine),
+        choice.dtype or ("bf16" if engine.dtype in ROUNDED else engine.dtype),
+    )
     model, weights = load(source, "fp32" if dtype == "fp16" else dtype)
     if dtype == "fp16":
-        weights = {name: tensor.half() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+        weights = {
+            name: tensor.half() if tensor.is_floating_point() else tensor
+            for name, tensor in weights.items()
+        }
     weights.pop("lm_head.token_ids", None)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MANIFEST).unlink(missing_ok=True)

@@ -72,11 +72,23 @@ def compile_step(
     builder = library.Builder(messages.logger)
     typed = 1 << int(library.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     network = builder.create_network(typed)
-    graph = TrtGraph(library, network, messages, weights, shared=shared, native=has_attention(library) if native is None else native)
+    graph = TrtGraph(
+        library,
+        network,
+        messages,
+        weights,
+        shared=shared,
+        native=has_attention(library) if native is None else native,
+    )
     describe(graph, step)
     config = builder.create_builder_config()
     for profile in profiles:
-        if config.add_optimization_profile(_shapes(builder.create_optimization_profile(), network, profile)) < 0:
+        if (
+            config.add_optimization_profile(
+                _shapes(builder.create_optimization_profile(), network, profile)
+            )
+            < 0
+        ):
             raise messages.error(f"profile {profile} of {step.network}")
     blob = builder.build_serialized_network(network, config)
     if blob is None:

@@ -24,7 +24,9 @@ def find_library(name: str | None = None) -> ModuleType:
                 return importlib.import_module(candidate)
             except (ImportError, OSError) as error:
                 raise TrtError(f"{candidate} cannot be imported: {error}") from error
-    raise TrtError(f"{name or ' or '.join(LIBRARIES)} is not installed; TensorRT-RTX comes with: pip install tensorrt-rtx-cu13")
+    raise TrtError(
+        f"{name or ' or '.join(LIBRARIES)} is not installed; TensorRT-RTX comes with: pip install tensorrt-rtx-cu13"
+    )
 
 
 def without_gpu(library: ModuleType) -> bool:
@@ -49,7 +51,9 @@ class Messages:
                 library.ILogger.__init__(self)
 
             def log(self, level: Any, message: str) -> None:
-                no_gpu = "catchCudaError" in message and "cudaError 35" in message  # said by the way, where there is none
+                no_gpu = (
+                    "catchCudaError" in message and "cudaError 35" in message
+                )  # said by the way, where there is none
                 if level in {severity.INTERNAL_ERROR, severity.ERROR} and not no_gpu:
                     kept.append(message)
 

@@ -29,7 +29,15 @@ READY_LIMIT_S = 600.0
 SETTLE_S = 0.6
 """The engine process hands its counts to Triton every 0.5 s."""
 CONNECTIONS = 16
-FLAGS = dict.fromkeys(("exclude_input_in_output", "return_num_input_tokens", "return_num_output_tokens", "return_perf_metrics"), True)
+FLAGS = dict.fromkeys(
+    (
+        "exclude_input_in_output",
+        "return_num_input_tokens",
+        "return_num_output_tokens",
+        "return_perf_metrics",
+    ),
+    True,
+)
 COUNTED = re.compile(
     r"spindle_((steps|fallback|preemptions|emitted_tokens|draft_tokens|accepted_tokens|step_part_seconds)_total"
     r"|(draft|accepted)_tokens_by_position_total|(step|planning|step_predicted)_seconds_(sum|count)|batch_size_(sum|count))"
@@ -139,18 +147,24 @@ class ServerArm:
         async def one(number: int, channel: grpc.aio.Channel) -> Reply:
             if offer.at_s is None:
                 async with places:
-                    return await self._ask(offer.requests[number], channel, time.perf_counter(), start_s)
+                    return await self._ask(
+                        offer.requests[number], channel, time.perf_counter(), start_s
+                    )
             due_s = start_s + offer.at_s[number]
             await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
             return await self._ask(offer.requests[number], channel, due_s, start_s)
 
-        replies = await asyncio.gather(*(one(i, channels[i % CONNECTIONS]) for i in range(len(offer.requests))))
+        replies = await asyncio.gather(
+            *(one(i, channels[i % CONNECTIONS]) for i in range(len(offer.requests)))
+        )
         for channel in channels:
             await channel.close()
         return replies
 
     @staticmethod
-    async def _ask(request: dict[str, Any], channel: grpc.aio.Channel, due_s: float, start_s: float) -> Reply:
+    async def _ask(
+        request: dict[str, Any], channel: grpc.aio.Channel, due_s: float, start_s: float
+    ) -> Reply:
         served = await load.serve(channel, "ensemble", {**request, **FLAGS})
         if served.outcome != load.FINAL:
             raise RuntimeError(f"a request ended with {served.outcome}: {served.message}")
@@ -170,7 +184,9 @@ class ServerArm:
         )
 
     def _counts(self) -> Counts:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._service.metrics}/metrics", timeout=10) as response:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{self._service.metrics}/metrics", timeout=10
+        ) as response:
             lines = response.read().decode().splitlines()
         series = (line.rpartition(" ") for line in lines if COUNTED.match(line))
         return {name: float(value) for name, _, value in series}
@@ -209,7 +225,9 @@ class InProcessArm:
                 if due_s > now_s or (offer.at_s is None and running >= offer.concurrency):
                     break
                 sinks.append(_Sink(due_s, now_s - due_s, due_s - start_s))
-                request = GenerationRequest(**offer.requests[waiting.popleft()], stream=True, exclude_input_in_output=True)
+                request = GenerationRequest(
+                    **offer.requests[waiting.popleft()], stream=True, exclude_input_in_output=True
+                )
                 loop.submit(self._app.session(request, sinks[-1]))
                 running += 1
             if not loop.step() and waiting and offer.at_s is not None:

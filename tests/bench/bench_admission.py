@@ -21,11 +21,21 @@ from backend.ports import BLOCK_TOKENS, Sequence
 from backend.request import GenerationRequest, SamplingParams
 from backend.session import Session
 
-REQUESTS, PROMPT_TOKENS, MAX_TOKENS, HEADROOM_TOKENS, CHUNK_TOKENS, MAX_ACTIVE = 200, 100, 512, 9, 256, 64
+REQUESTS, PROMPT_TOKENS, MAX_TOKENS, HEADROOM_TOKENS, CHUNK_TOKENS, MAX_ACTIVE = (
+    200,
+    100,
+    512,
+    9,
+    256,
+    64,
+)
 STEP_S, ROW_S, PREFILL_TOKEN_S = 0.027, 0.0035, 0.0015
 POOLS_TOKENS = (4096, 8192, 16384)
 MEAN_TOKENS = {"ending early": 100, "full length": None}
-ARMS = {"guaranteed_no_evict": None, **{f"max_utilization, {blocks} blocks to grow": blocks for blocks in (0, 2, 4, 8, 16)}}
+ARMS = {
+    "guaranteed_no_evict": None,
+    **{f"max_utilization, {blocks} blocks to grow": blocks for blocks in (0, 2, 4, 8, 16)},
+}
 
 
 class _Client:
@@ -35,19 +45,36 @@ class _Client:
 class Simulation:
     """A batch that only counts tokens; ``growth_blocks`` None reserves whole lives."""
 
-    def __init__(self, pool_tokens: int, growth_blocks: int | None, mean_tokens: int | None, seed: int) -> None:
+    def __init__(
+        self, pool_tokens: int, growth_blocks: int | None, mean_tokens: int | None, seed: int
+    ) -> None:
         rng = random.Random(seed)
         pools = {"target": pool_tokens // BLOCK_TOKENS}
-        self.ledger = KVLedger(pools, HEADROOM_TOKENS, guaranteed=growth_blocks is None, growth_blocks=growth_blocks or 0)
+        self.ledger = KVLedger(
+            pools,
+            HEADROOM_TOKENS,
+            guaranteed=growth_blocks is None,
+            growth_blocks=growth_blocks or 0,
+        )
         self.admission = Admission(self.ledger, MAX_ACTIVE, REQUESTS)
         self.left: dict[int, int] = {}
         self.unseen: dict[int, int] = {}
         self.active: dict[int, Session] = {}
-        self.time_s, self.preemptions, self.recomputed_tokens, self.steps, self.rows = 0.0, 0, 0, 0, 0
+        self.time_s, self.preemptions, self.recomputed_tokens, self.steps, self.rows = (
+            0.0,
+            0,
+            0,
+            0,
+            0,
+        )
         for number in range(REQUESTS):
             sequence = Sequence(number, [0] * PROMPT_TOKENS, PROMPT_TOKENS, SamplingParams())
             request = GenerationRequest("", MAX_TOKENS)
-            self.left[number] = MAX_TOKENS if mean_tokens is None else min(MAX_TOKENS, 1 + int(rng.expovariate(1 / mean_tokens)))
+            self.left[number] = (
+                MAX_TOKENS
+                if mean_tokens is None
+                else min(MAX_TOKENS, 1 + int(rng.expovariate(1 / mean_tokens)))
+            )
             self.admission.offer(Session(sequence, request, frozenset(), None, _Client()))
 
     def run(self) -> dict[str, float]:
@@ -96,12 +123,26 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     seed = parser.parse_args().seed
     figures = [
-        {"pool_tokens": pool, "texts": texts, "arm": arm, **Simulation(pool, growth, mean, seed).run()}
+        {
+            "pool_tokens": pool,
+            "texts": texts,
+            "arm": arm,
+            **Simulation(pool, growth, mean, seed).run(),
+        }
         for pool in POOLS_TOKENS
         for texts, mean in MEAN_TOKENS.items()
         for arm, growth in ARMS.items()
     ]
-    print(json.dumps({"command": f"python -m tests.bench.bench_admission --seed {seed}", "seed": seed, "runs": figures}, indent=1))
+    print(
+        json.dumps(
+            {
+                "command": f"python -m tests.bench.bench_admission --seed {seed}",
+                "seed": seed,
+                "runs": figures,
+            },
+            indent=1,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -56,7 +56,9 @@ class Arm(Policy):
         """Return the policy's."""
         return self.policy.start()
 
-    def plan(self, view: View, state: Any, now: float, rng: np.random.Generator) -> tuple[Plan, Any]:
+    def plan(
+        self, view: View, state: Any, now: float, rng: np.random.Generator
+    ) -> tuple[Plan, Any]:
         """Plan, and note it."""
         plan, state = self.policy.plan(view, state, now, rng)
         self.plans.append(plan)
@@ -77,7 +79,11 @@ class Arm(Policy):
     def serve(self, requests: Sequence[GenerationRequest], in_flight: int) -> float:
         """Serve requests, so many at a time, and return tokens per second of wall time."""
         loop = self.app.orchestrator
-        waiting, running, sessions = [self.app.session(request, Sink()) for request in requests], list[Session](), list[Session]()
+        waiting, running, sessions = (
+            [self.app.session(request, Sink()) for request in requests],
+            list[Session](),
+            list[Session](),
+        )
         kept = loop._policy, loop.policy_state
         loop._policy, loop.policy_state = self, self.state or self.start()
         started_s = time.perf_counter()
@@ -101,18 +107,30 @@ class Arm(Policy):
         cut = [plan for plan in speculating if plan.flight is not None]
         reasons = [plan.notes.get("why_not", {}).get("cohorts", "") for plan in speculating]
         kinds = sorted({reason.split(":")[0] for reason in reasons if reason})
-        told = {kind: round(sum(reason.startswith(kind) for reason in reasons) / len(reasons), 3) for kind in kinds}
-        return {"tokens_per_s": round(median(self.rates), 2), "in_cohorts": round(len(cut) / max(len(speculating), 1), 3), "why_not": told}
+        told = {
+            kind: round(sum(reason.startswith(kind) for reason in reasons) / len(reasons), 3)
+            for kind in kinds
+        }
+        return {
+            "tokens_per_s": round(median(self.rates), 2),
+            "in_cohorts": round(len(cut) / max(len(speculating), 1), 3),
+            "why_not": told,
+        }
 
 
 def phases(config: ServingConfig, draft: str, rounds: int) -> list[dict[str, float]]:
     """Return the medians in ms by batch size, and the most that two cohorts could gain."""
     app = build(replace(config, policy=replace(config.policy, kind="none")), {})
-    engines = {"verify": app.target, "draft": app.drafts[app.orchestrator._drafting.names.index(draft)]}
+    engines = {
+        "verify": app.target,
+        "draft": app.drafts[app.orchestrator._drafting.names.index(draft)],
+    }
     times: dict[tuple[str, int], list[float]] = {}
     with ExitStack() as stack:
         runs = {
-            (phase, rows): stack.enter_context(repeated(engine, verifies=phase == "verify", rows=rows))
+            (phase, rows): stack.enter_context(
+                repeated(engine, verifies=phase == "verify", rows=rows)
+            )
             for rows in (1, 2, 4, 8, 16)
             for phase, engine in engines.items()
         }
@@ -124,18 +142,33 @@ def phases(config: ServingConfig, draft: str, rounds: int) -> list[dict[str, flo
                     times.setdefault(key, []).append(1e3 * (time.thread_time() - started_s))
     found = []
     for rows in (2, 4, 8, 16):
-        whole, half = ({phase: median(times[phase, n]) for phase in engines} for n in (rows, rows // 2))
+        whole, half = (
+            {phase: median(times[phase, n]) for phase in engines} for n in (rows, rows // 2)
+        )
         most = sum(whole.values()) / (2 * max(half.values()))
         told = {f"{phase}_ms": round(value, 2) for phase, value in whole.items()}
-        found.append({"rows": rows, **told, **{f"{p}_half_ms": round(v, 2) for p, v in half.items()}, "most_gain": round(most, 3)})
+        found.append(
+            {
+                "rows": rows,
+                **told,
+                **{f"{p}_half_ms": round(v, 2) for p, v in half.items()},
+                "most_gain": round(most, 3),
+            }
+        )
     return found
 
 
-def arms_of(config: ServingConfig, draft: str, length: int) -> tuple[dict[str, Callable[[], Arm]], float | None]:
+def arms_of(
+    config: ServingConfig, draft: str, length: int
+) -> tuple[dict[str, Callable[[], Arm]], float | None]:
     """Return how to make the arms, and the contention that was measured."""
     config = replace(config, policy=replace(config.policy, keep_learned=False, trace_file=""))
-    tables, _ = load_tables(config, {engine.name: model_path(engine) for engine in timed_engines(config)})
-    alone, cut = (build(replace(config, policy=replace(config.policy, cohorts=n)), tables) for n in (1, 2))
+    tables, _ = load_tables(
+        config, {engine.name: model_path(engine) for engine in timed_engines(config)}
+    )
+    alone, cut = (
+        build(replace(config, policy=replace(config.policy, cohorts=n)), tables) for n in (1, 2)
+    )
 
     def planned(app: App) -> Arm:
         return Arm(app, make_policy(app.config, app.drafts, tables, app.step_stats, app.contention))
@@ -150,17 +183,29 @@ def arms_of(config: ServingConfig, draft: str, length: int) -> tuple[dict[str, C
     return made, cut.contention
 
 
-def point(made: dict[str, Callable[[], Arm]], in_flight: int, config: ServingConfig, options: argparse.Namespace) -> dict[str, Any]:
+def point(
+    made: dict[str, Callable[[], Arm]],
+    in_flight: int,
+    config: ServingConfig,
+    options: argparse.Namespace,
+) -> dict[str, Any]:
     """Measure all arms at one load."""
     arms = {name: make() for name, make in made.items()}
     size = options.per_block * in_flight
-    messages, folder = workloads.load(options.workload, size * (options.blocks + 1), options.seed).messages, model_path(config.target)
+    messages, folder = (
+        workloads.load(options.workload, size * (options.blocks + 1), options.seed).messages,
+        model_path(config.target),
+    )
     loads = []
     for block in range(options.blocks + 1):
         texts = (messages[(block * size + i) % len(messages)] for i in range(size))
-        requests = [GenerationRequest(workloads.render(text, folder), options.max_tokens) for text in texts]
+        requests = [
+            GenerationRequest(workloads.render(text, folder), options.max_tokens) for text in texts
+        ]
         for name in abba(list(arms), block):
-            own = [replace(request, cache_salt=f"{block}/{name}") for request in requests]  # arms share engines, and must share no KV
+            own = [
+                replace(request, cache_salt=f"{block}/{name}") for request in requests
+            ]  # arms share engines, and must share no KV
             rate = arms[name].serve(own, in_flight)
             if block:
                 arms[name].rates.append(rate)
@@ -169,7 +214,9 @@ def point(made: dict[str, Callable[[], Arm]], in_flight: int, config: ServingCon
         loads.append(os.getloadavg()[0])
     ratios = {}
     for over, under in PAIRS:
-        pairs = [one / other for one, other in zip(arms[over].rates, arms[under].rates, strict=True)]
+        pairs = [
+            one / other for one, other in zip(arms[over].rates, arms[under].rates, strict=True)
+        ]
         low, high = median_interval(pairs, options.seed)
         ratios[f"{over} / {under}"] = [round(median(pairs), 3), round(low, 3), round(high, 3)]
     told = {name: arm.summary() for name, arm in arms.items()}
@@ -185,7 +232,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = phases(config, options.draft, options.phases)
         print(json.dumps(found, indent=1))
         earlier = json.loads(options.out.read_text("utf-8")) if options.out.exists() else {}
-        told = {"draft": options.draft, "rounds": options.phases, "machine": machine.describe(), "by_rows": found}
+        told = {
+            "draft": options.draft,
+            "rounds": options.phases,
+            "machine": machine.describe(),
+            "by_rows": found,
+        }
         options.out.write_text(json.dumps({**earlier, "phases": told}, indent=1) + "\n", "utf-8")
         return
     made, contention = arms_of(config, options.draft, options.length)
@@ -206,16 +258,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(command: list[str]) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--workload", choices=[workloads.MIX, *workloads.NAMES], default=workloads.MIX)
+    parser.add_argument(
+        "--workload", choices=[workloads.MIX, *workloads.NAMES], default=workloads.MIX
+    )
     parser.add_argument("--draft", default="large", help="of the arms with a fixed choice")
     parser.add_argument("--length", type=int, default=4)
     parser.add_argument("--in-flight", nargs="+", type=int, default=[4, 16])
     parser.add_argument("--blocks", type=int, default=6, help="timed blocks a load")
-    parser.add_argument("--per-block", type=int, default=1, help="requests for each that is in flight")
+    parser.add_argument(
+        "--per-block", type=int, default=1, help="requests for each that is in flight"
+    )
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--phases", type=int, default=0, help="measure the phases alone, in so many rounds")
+    parser.add_argument(
+        "--phases", type=int, default=0, help="measure the phases alone, in so many rounds"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args(command)

@@ -38,16 +38,27 @@ def stepper(engine: TorchEngine, sequences: int, proposed: int, context: int) ->
     generator = torch.Generator().manual_seed(sequences)
     made = []
     for number in range(sequences):
-        tokens = torch.randint(0, engine.limits.vocab_size, (context + 1 + proposed,), generator=generator).tolist()
+        tokens = torch.randint(
+            0, engine.limits.vocab_size, (context + 1 + proposed,), generator=generator
+        ).tolist()
         table = list(range(number * blocks, (number + 1) * blocks))
-        sequence = Sequence(number, tokens[: context + 1], context, SamplingParams(), {engine.name: table})
+        sequence = Sequence(
+            number, tokens[: context + 1], context, SamplingParams(), {engine.name: table}
+        )
         made.append((sequence, Proposal("bench", tokens[context + 1 :]) if proposed else None))
 
     def step() -> None:
         for sequence, _ in made:
             engine.assume(sequence, context)
-        engine.submit([Turn(sequence, context + 1, proposal=proposal, piece_tokens=0) for sequence, proposal in made])
-        if error := next((completion.error for completion in engine.poll(0.0) if completion.error), None):
+        engine.submit(
+            [
+                Turn(sequence, context + 1, proposal=proposal, piece_tokens=0)
+                for sequence, proposal in made
+            ]
+        )
+        if error := next(
+            (completion.error for completion in engine.poll(0.0) if completion.error), None
+        ):
             raise RuntimeError(error)
 
     return step
@@ -57,7 +68,9 @@ def times(engines: dict[str, TorchEngine], context: int, rounds: int) -> list[di
     """Return the medians of every step, in CPU ms, and their ratios to the first dtype's."""
     rows = []
     for sequences, proposed in STEPS:
-        steps = {name: stepper(engine, sequences, proposed, context) for name, engine in engines.items()}
+        steps = {
+            name: stepper(engine, sequences, proposed, context) for name, engine in engines.items()
+        }
         taken: dict[str, list[float]] = {name: [] for name in steps}
         for index in range(rounds + 1):
             for name in [*steps, *reversed(steps)]:
@@ -69,12 +82,24 @@ def times(engines: dict[str, TorchEngine], context: int, rounds: int) -> list[di
             engine.cancel(range(sequences))
         medians = {name: statistics.median(values) for name, values in taken.items()}
         first = next(iter(medians))
-        ratios = {n: statistics.median(a / b for a, b in zip(taken[first], taken[n], strict=True)) for n in list(medians)[1:]}
-        rows.append({"sequences": sequences, "proposed": proposed, "cpu_ms": medians, f"{first}_over": ratios})
+        ratios = {
+            n: statistics.median(a / b for a, b in zip(taken[first], taken[n], strict=True))
+            for n in list(medians)[1:]
+        }
+        rows.append(
+            {
+                "sequences": sequences,
+                "proposed": proposed,
+                "cpu_ms": medians,
+                f"{first}_over": ratios,
+            }
+        )
     return rows
 
 
-def fidelity(engines: dict[str, TorchEngine], exact: TorchEngine, texts: list[list[int]]) -> dict[str, dict[str, float]]:
+def fidelity(
+    engines: dict[str, TorchEngine], exact: TorchEngine, texts: list[list[int]]
+) -> dict[str, dict[str, float]]:
     """Return, by dtype: share of equal arg-maxes, mean KL from the fp32 law, mean loss on the text."""
 
     def laws(engine: TorchEngine, text: list[int]) -> torch.Tensor:
@@ -88,9 +113,14 @@ def fidelity(engines: dict[str, TorchEngine], exact: TorchEngine, texts: list[li
             found = reference if engine is exact else laws(engine, text)
             same = (found.argmax(-1) == reference.argmax(-1)).double().mean()
             divergence = (reference.exp() * (reference - found)).sum(-1).mean().double()
-            sums[name] += torch.stack([same, divergence, -found[:-1].gather(1, target).mean().double()])
+            sums[name] += torch.stack(
+                [same, divergence, -found[:-1].gather(1, target).mean().double()]
+            )
     keys = ("arg_max_equal", "kl_mean", "loss_mean")
-    return {name: dict(zip(keys, (total / len(texts)).tolist(), strict=True)) for name, total in sums.items()}
+    return {
+        name: dict(zip(keys, (total / len(texts)).tolist(), strict=True))
+        for name, total in sums.items()
+    }
 
 
 def main() -> None:
@@ -107,20 +137,47 @@ def main() -> None:
 
     def engine(dtype: str) -> TorchEngine:
         most = max(args.context, EXCERPT_TOKENS) + 16
-        return TorchEngine(dtype, args.model, dtype=dtype, kv_blocks=blocks, max_context_tokens=most, threads=1, attention="tiled")
+        return TorchEngine(
+            dtype,
+            args.model,
+            dtype=dtype,
+            kv_blocks=blocks,
+            max_context_tokens=most,
+            threads=1,
+            attention="tiled",
+        )
 
     engines = {dtype: engine(dtype) for dtype in args.dtypes}
     steps = times(engines, args.context, args.rounds)
-    tokenizer, articles = load_tokenizer(args.model), workloads.load("summarise", args.texts, args.seed)
+    tokenizer, articles = (
+        load_tokenizer(args.model),
+        workloads.load("summarise", args.texts, args.seed),
+    )
     texts = [tokenizer.encode(message, False)[:EXCERPT_TOKENS] for message in articles.messages]
     with torch.inference_mode():
         kept = fidelity(engines, engine("fp32"), texts)
     sizes = {"kv_tokens": 0, "rows": 0, "logit_rows": 0, "law_rows": 0}
     weights = {dtype: footprint(args.model, dtype, "cpu", **sizes).weights for dtype in args.dtypes}
-    command = [args.model.name if word == str(args.model) else word for word in ["python", "-m", "tests.bench.bench_dtypes", *sys.argv[1:]]]
-    settings = {"command": command, "seed": args.seed, "context": args.context, "rounds": args.rounds, "threads": 1}
+    command = [
+        args.model.name if word == str(args.model) else word
+        for word in ["python", "-m", "tests.bench.bench_dtypes", *sys.argv[1:]]
+    ]
+    settings = {
+        "command": command,
+        "seed": args.seed,
+        "context": args.context,
+        "rounds": args.rounds,
+        "threads": 1,
+    }
     texts_are = {"source": articles.source, "tokens": sum(map(len, texts))}
-    report = {**settings, "machine": machine.describe(), "steps": steps, "texts": texts_are, "against_fp32": kept, "weight_bytes": weights}
+    report = {
+        **settings,
+        "machine": machine.describe(),
+        "steps": steps,
+        "texts": texts_are,
+        "against_fp32": kept,
+        "weight_bytes": weights,
+    }
     args.out.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
     print(json.dumps({"steps": steps, "against_fp32": kept, "weight_bytes": weights}, indent=1))
 

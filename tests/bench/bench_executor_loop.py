@@ -63,7 +63,12 @@ class Clock:
 
 
 def settings(folder: Path, sequences: int, run_tokens: int | None) -> dict:
-    limits = {"max_active_requests": sequences, "max_queued_requests": sequences, "max_context_tokens": 512, "prefill_chunk_tokens": 512}
+    limits = {
+        "max_active_requests": sequences,
+        "max_queued_requests": sequences,
+        "max_context_tokens": 512,
+        "prefill_chunk_tokens": 512,
+    }
     target = engine(folder, "target", max_draft_len=4, max_batch_size=256, max_seq_len=600)
     policy = {"k_max": 4, "keep_learned": False}
     if run_tokens is not None:
@@ -112,18 +117,30 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             seconds = measure(sequences, Path(folder))
         median = statistics.median(seconds)
-        result[sequences] = {"median_s": median, "p90_s": float(np.quantile(seconds, 0.9)), "share_of_10_ms": median / STEP_S}
-        print(f"{sequences:4} sequences: {median * 1e3:6.2f} ms a step, {median / sequences * 1e6:6.1f} us a turn")
+        result[sequences] = {
+            "median_s": median,
+            "p90_s": float(np.quantile(seconds, 0.9)),
+            "share_of_10_ms": median / STEP_S,
+        }
+        print(
+            f"{sequences:4} sequences: {median * 1e3:6.2f} ms a step, {median / sequences * 1e6:6.1f} us a turn"
+        )
     runs = {}
     for tokens in RUNS:
         with tempfile.TemporaryDirectory() as folder:
             median = statistics.median(measure(SEQUENCES[-1], Path(folder), tokens))
-        runs[tokens] = {"median_s": median, "iteration_s": median / tokens, "share_of_10_ms": median / tokens / STEP_S}
+        runs[tokens] = {
+            "median_s": median,
+            "iteration_s": median / tokens,
+            "share_of_10_ms": median / tokens / STEP_S,
+        }
         print(
             f"{SEQUENCES[-1]:4} sequences, runs of {tokens}: {median * 1e3:6.2f} ms a turn of all, {median / tokens * 1e3:.2f} an iteration"
         )
     if args.json:
-        args.json.write_text(json.dumps({"steps": STEPS, "sequences": result, "free_runs": runs}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({"steps": STEPS, "sequences": result, "free_runs": runs}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -79,19 +79,47 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     longest = args.context + max(args.tokens)
-    engine = TorchEngine("lean", args.model, dtype=args.dtype, kv_blocks=longest // BLOCK_TOKENS + 2, max_context_tokens=longest, threads=1)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=DTYPES[args.dtype], attn_implementation="sdpa").eval()
+    engine = TorchEngine(
+        "lean",
+        args.model,
+        dtype=args.dtype,
+        kv_blocks=longest // BLOCK_TOKENS + 2,
+        max_context_tokens=longest,
+        threads=1,
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=DTYPES[args.dtype], attn_implementation="sdpa"
+    ).eval()
     tokens = torch.randint(0, model.config.vocab_size, (longest,)).tolist()
     rows = []
     with torch.inference_mode():
         for count in args.tokens:
             text = tokens[: args.context + count]
-            medians = abba({"engine": engine_arm(engine, text, count), "transformers": transformers_arm(model, text, count)}, args.rounds)
-            rows.append({"tokens": count, "ms": medians, "ratio": medians["transformers"] / medians["engine"]})
+            medians = abba(
+                {
+                    "engine": engine_arm(engine, text, count),
+                    "transformers": transformers_arm(model, text, count),
+                },
+                args.rounds,
+            )
+            rows.append(
+                {
+                    "tokens": count,
+                    "ms": medians,
+                    "ratio": medians["transformers"] / medians["engine"],
+                }
+            )
             engine.cancel([0])
     command = ["python", "-m", "tests.bench.bench_forward", *sys.argv[1:]]
     command = [args.model.name if word == str(args.model) else word for word in command]
-    report = {"command": command, "seed": args.seed, "dtype": args.dtype, "context": args.context, "threads": 1, "rounds": args.rounds}
+    report = {
+        "command": command,
+        "seed": args.seed,
+        "dtype": args.dtype,
+        "context": args.context,
+        "threads": 1,
+        "rounds": args.rounds,
+    }
     print(json.dumps(report | {"machine": machine.describe(), "results": rows}, indent=1))
 
 

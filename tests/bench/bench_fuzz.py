@@ -27,7 +27,15 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from backend import machine
 from backend.triton_adapter.paths import PROJECT_ROOT
-from tests.bench.fuzzing import GRPC_CASES, HTTP_CASES, OPENAI_CASES, Answer, send_grpc, send_http, send_openai
+from tests.bench.fuzzing import (
+    GRPC_CASES,
+    HTTP_CASES,
+    OPENAI_CASES,
+    Answer,
+    send_grpc,
+    send_http,
+    send_openai,
+)
 from tests.bench.resources import Watch
 from tests.server.harness import Service, free_ports
 
@@ -51,7 +59,13 @@ class Door:
 
     def run(self, count: int, number: int) -> None:
         """Send so many cases, one after another."""
-        quiet = settings(max_examples=count, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+        quiet = settings(
+            max_examples=count,
+            deadline=None,
+            database=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
 
         @seed(number)
         @quiet
@@ -64,7 +78,9 @@ class Door:
                 answer = Answer(type(error).__name__, f"no answer: {error!r}")
             self.kinds[answer.kind] += 1
             if answer.problem:
-                self.problems.append(f"{self.name}: {answer.kind}: {answer.problem} for {str(case)[:600]}")
+                self.problems.append(
+                    f"{self.name}: {answer.kind}: {answer.problem} for {str(case)[:600]}"
+                )
 
         try:
             self._repeat(one, count)
@@ -98,7 +114,10 @@ def fuzz(service: Service, requests: int, number: int) -> tuple[dict[str, Any], 
             Door("grpc", GRPC_CASES, lambda case: send_grpc(channel, case)),
             Door("openai", OPENAI_CASES, lambda case: send_openai(service, case)),
         ]
-        threads = [threading.Thread(target=door.run, args=(-(-requests // len(doors)), number)) for door in doors]
+        threads = [
+            threading.Thread(target=door.run, args=(-(-requests // len(doors)), number))
+            for door in doors
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -115,7 +134,10 @@ def fuzz(service: Service, requests: int, number: int) -> tuple[dict[str, Any], 
         violations.append(f"requests are left in the engine: {health}")
     if service.generate("ab", 4)[0] != 200:
         violations.append("a good request is refused at the end")
-    figures = {"sent": {door.name: door.sent for door in doors}, "answers": {door.name: dict(door.kinds.most_common()) for door in doors}}
+    figures = {
+        "sent": {door.name: door.sent for door in doors},
+        "answers": {door.name: dict(door.kinds.most_common()) for door in doors},
+    }
     return {**figures, "seconds": round(took_s, 1), "resources": resources}, violations
 
 
@@ -127,10 +149,15 @@ def main() -> int:
         config.write_text(json.dumps(FAKE))
         (port,) = free_ports(1)
         template = Path(name) / "chat.jinja"
-        template.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>")
-        service = Service(args.log or Path(name) / "log", config, OPENAI_PORT=str(port), OPENAI_CHAT_TEMPLATE=str(template)).wait_ready(
-            limit_s=600
+        template.write_text(
+            "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
         )
+        service = Service(
+            args.log or Path(name) / "log",
+            config,
+            OPENAI_PORT=str(port),
+            OPENAI_CHAT_TEMPLATE=str(template),
+        ).wait_ready(limit_s=600)
         try:
             service.wait_for_front_end()
             figures, violations = fuzz(service, args.requests, args.seed)
@@ -153,7 +180,9 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, help="keep the service's log here")

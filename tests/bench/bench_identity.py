@@ -37,17 +37,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("comparison", choices=["greedy", "seeded"])
     parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help="of target and drafts, instead of the configured one")
+    parser.add_argument(
+        "--dtype",
+        choices=["bf16", "fp16", "fp32"],
+        help="of target and drafts, instead of the configured one",
+    )
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--variations", type=int, default=20, help="of a seeded text")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     config = load_config(arguments.config)
     if arguments.dtype:
-        typed = [replace(engine, dtype=arguments.dtype) for engine in (config.target, *config.drafts)]
+        typed = [
+            replace(engine, dtype=arguments.dtype) for engine in (config.target, *config.drafts)
+        ]
         config = replace(config, target=typed[0], drafts=tuple(typed[1:]))
     app, folder = build(config), model_path(config.target)
-    prompts = {name: [render(message, folder) for message in messages] for name, messages in PROMPTS.items()}
+    prompts = {
+        name: [render(message, folder) for message in messages]
+        for name, messages in PROMPTS.items()
+    }
     run = {"greedy": greedy, "seeded": seeded}[arguments.comparison]
     record = {
         "machine": machine.describe(),
@@ -58,36 +67,74 @@ def main() -> None:
     print(json.dumps({**record, **run(app, prompts, Witness(folder), arguments)}, indent=1))
 
 
-def greedy(app: App, prompts: dict[str, list[str]], witness: Witness, arguments: argparse.Namespace) -> dict[str, Any]:
+def greedy(
+    app: App, prompts: dict[str, list[str]], witness: Witness, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """Adaptive texts, one request at a time, against those without speculation."""
     asked = [prompt for texts in prompts.values() for prompt in texts]
-    plain = generate(app, [GenerationRequest(prompt, arguments.max_tokens, num_draft_tokens=0) for prompt in asked])
+    plain = generate(
+        app,
+        [GenerationRequest(prompt, arguments.max_tokens, num_draft_tokens=0) for prompt in asked],
+    )
     adaptive = generate(app, [GenerationRequest(prompt, arguments.max_tokens) for prompt in asked])
-    return compared([(number, *pair) for number, pair in enumerate(zip(plain, adaptive, strict=True))], witness)
+    return compared(
+        [(number, *pair) for number, pair in enumerate(zip(plain, adaptive, strict=True))], witness
+    )
 
 
-def seeded(app: App, prompts: dict[str, list[str]], witness: Witness, arguments: argparse.Namespace) -> dict[str, Any]:
+def seeded(
+    app: App, prompts: dict[str, list[str]], witness: Witness, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """Plan-invariant texts of half of the prompts, alone and without speculation, against the same under varied plans and loads."""
     rng = random.Random(arguments.seed)
     asked = [prompt for texts in prompts.values() for prompt in texts[:2]]
     others = [prompt for texts in prompts.values() for prompt in texts[2:]]
-    requests = [GenerationRequest(p, arguments.max_tokens, seed=arguments.seed + n, **SEEDED) for n, p in enumerate(asked)]
+    requests = [
+        GenerationRequest(p, arguments.max_tokens, seed=arguments.seed + n, **SEEDED)
+        for n, p in enumerate(asked)
+    ]
     plain = generate(app, requests, policy=NoSpeculation())
     pairs, varied = [], []
     for number in range(arguments.variations):
         name, policy = _policies(app)[number % len(_policies(app))]
-        together, strangers, chunk_tokens = rng.choice([1, 2, 3, 5, 8, 16]), rng.choice([0, 2, 4, 8]), rng.choice([16, 64, 256])
+        together, strangers, chunk_tokens = (
+            rng.choice([1, 2, 3, 5, 8, 16]),
+            rng.choice([0, 2, 4, 8]),
+            rng.choice([16, 64, 256]),
+        )
         app.orchestrator._prefill_chunk_tokens = chunk_tokens
-        crowd = [GenerationRequest(rng.choice(others), rng.randint(1, arguments.max_tokens), temperature=1.0) for _ in range(strangers)]
+        crowd = [
+            GenerationRequest(
+                rng.choice(others), rng.randint(1, arguments.max_tokens), temperature=1.0
+            )
+            for _ in range(strangers)
+        ]
         order = rng.sample(range(len(requests) + strangers), len(requests) + strangers)
         sessions = generate(app, [[*requests, *crowd][place] for place in order], together, policy)
         served = dict(zip(order, sessions, strict=True))
         mine = [served[place] for place in range(len(requests))]
         pairs += [(f"{number}/{n}", *pair) for n, pair in enumerate(zip(plain, mine, strict=True))]
-        figures = {"drafted": sum(s.drafted for s in mine), "accepted": sum(s.accepted for s in mine)}
-        varied.append({"policy": name, "together": together, "strangers": strangers, "chunk_tokens": chunk_tokens, **figures})
+        figures = {
+            "drafted": sum(s.drafted for s in mine),
+            "accepted": sum(s.accepted for s in mine),
+        }
+        varied.append(
+            {
+                "policy": name,
+                "together": together,
+                "strangers": strangers,
+                "chunk_tokens": chunk_tokens,
+                **figures,
+            }
+        )
     texts = len({tuple(session.sequence.tokens) for session in plain})
-    return {"seed": arguments.seed, **SEEDED, "different_texts": texts, "variations": varied, **compared(pairs, witness)}
+    return {
+        "seed": arguments.seed,
+        **SEEDED,
+        "different_texts": texts,
+        "variations": varied,
+        **compared(pairs, witness),
+    }
 
 
 def compared(pairs: list[tuple[Any, Session, Session]], witness: Witness) -> dict[str, Any]:
@@ -98,14 +145,32 @@ def compared(pairs: list[tuple[Any, Session, Session]], witness: Witness) -> dic
         at = first_difference(tokens, other.sequence.tokens)
         if at is not None:
             rivals = tokens[at], other.sequence.tokens[at]
-            gap = witness.greedy_gap(tokens[:at], *rivals) if sampling.greedy else witness.race_gap(tokens[:at], *rivals, sampling)
-            differences.append({"text": name, "position": at - one.sequence.prompt_tokens, "logit_gap": float(f"{gap:.3g}")})
-    return {"compared": len(pairs), "equal": len(pairs) - len(differences), "differences": differences}
+            gap = (
+                witness.greedy_gap(tokens[:at], *rivals)
+                if sampling.greedy
+                else witness.race_gap(tokens[:at], *rivals, sampling)
+            )
+            differences.append(
+                {
+                    "text": name,
+                    "position": at - one.sequence.prompt_tokens,
+                    "logit_gap": float(f"{gap:.3g}"),
+                }
+            )
+    return {
+        "compared": len(pairs),
+        "equal": len(pairs) - len(differences),
+        "differences": differences,
+    }
 
 
 def _policies(app: App) -> list[tuple[str, Policy | None]]:
     """Return the policies that a seeded text is served under; None is the configured one."""
-    fixed = [(f"fixed {d.name} {k}", FixedLength(d.name, k)) for d in app.config.drafts for k in (2, app.config.policy.k_max)]
+    fixed = [
+        (f"fixed {d.name} {k}", FixedLength(d.name, k))
+        for d in app.config.drafts
+        for k in (2, app.config.policy.k_max)
+    ]
     return [("configured", None), ("random", RandomChoice()), *fixed, ("none", NoSpeculation())]
 
 

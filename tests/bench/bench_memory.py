@@ -33,7 +33,9 @@ MIB = 2**20
 def resident() -> dict[str, float]:
     """Return what is resident now and was at most since the last call, in MiB, and start counting anew."""
     status = Path("/proc/self/status").read_text("utf-8")
-    now, peak = (int(re.search(rf"{name}:\s+(\d+)", status)[1]) / 1024 for name in ("VmRSS", "VmHWM"))  # type: ignore[index]
+    now, peak = (
+        int(re.search(rf"{name}:\s+(\d+)", status)[1]) / 1024 for name in ("VmRSS", "VmHWM")
+    )  # type: ignore[index]
     Path("/proc/self/clear_refs").write_text("5")
     return {"rss_mib": round(now, 1), "peak_mib": round(peak, 1)}
 
@@ -50,7 +52,9 @@ def touch_kv(app: App) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every stage and write the record."""
     command = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--max-tokens", type=int, default=12)
     parser.add_argument("--active", type=int, default=64, help="limits.max_active_requests")
@@ -59,19 +63,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(command)
     config = load_config(options.config)
     limits = replace(config.limits, max_active_requests=options.active)
-    config = replace(config, limits=limits, policy=replace(config.policy, kind="none", keep_learned=False))
-    footprints = memory.plan(config, {engine.name: model_path(engine) for engine in timed_engines(config)})
+    config = replace(
+        config, limits=limits, policy=replace(config.policy, kind="none", keep_learned=False)
+    )
+    footprints = memory.plan(
+        config, {engine.name: model_path(engine) for engine in timed_engines(config)}
+    )
     stages = {"imported": resident()}
     app = build(config, {})
     stages["loaded"] = resident()
     touch_kv(app)
     stages["KV touched"] = resident()
-    messages, folder = workloads.load(workloads.MIX, options.active, options.seed).messages, model_path(config.target)
+    messages, folder = (
+        workloads.load(workloads.MIX, options.active, options.seed).messages,
+        model_path(config.target),
+    )
     prompts = [workloads.render(messages[i % len(messages)], folder) for i in range(options.active)]
-    requests = [GenerationRequest(prompt, options.max_tokens, temperature=0.8, top_p=0.9, seed=i) for i, prompt in enumerate(prompts)]
+    requests = [
+        GenerationRequest(prompt, options.max_tokens, temperature=0.8, top_p=0.9, seed=i)
+        for i, prompt in enumerate(prompts)
+    ]
     generate(app, requests, options.active, RandomChoice())
     stages["served"] = resident()
-    planned = sum(footprint.total for footprint in footprints.values()) + memory.process_bytes(config)
+    planned = sum(footprint.total for footprint in footprints.values()) + memory.process_bytes(
+        config
+    )
     record: dict[str, Any] = {
         "benchmark": "planned and resident memory",
         "command": ["python", "-m", "tests.bench.bench_memory", *command],
@@ -80,7 +96,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "planned_mib": round(planned / MIB, 1),
         "process_mib": memory.process_bytes(config) / MIB,
         "engines": {
-            name: {part: round(size / MIB, 1) for part, size in asdict(f).items() if part != "device"} for name, f in footprints.items()
+            name: {
+                part: round(size / MIB, 1) for part, size in asdict(f).items() if part != "device"
+            }
+            for name, f in footprints.items()
         },
         "measured": stages,
     }

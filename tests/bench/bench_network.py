@@ -23,7 +23,9 @@ from tests.contract.network_cases import VERIFICATIONS, disagreements, is_tie
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--cases", type=int, default=100_000, help="of each verification, in float32")
+    parser.add_argument(
+        "--cases", type=int, default=100_000, help="of each verification, in float32"
+    )
     parser.add_argument("--wide-cases", type=int, default=10_000, help="the same in float64")
     parser.add_argument("--only", choices=VERIFICATIONS)
     parser.add_argument("--seed", type=int, default=1)
@@ -43,7 +45,11 @@ def main() -> None:
             print(json.dumps(row), flush=True)
     record = {
         "command": "python -m tests.bench.bench_network " + " ".join(sys.argv[1:]),
-        "versions": {"onnxruntime": onnxruntime.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {
+            "onnxruntime": onnxruntime.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
         "rows": rows,
     }
     args.out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")

@@ -60,7 +60,11 @@ class Load:
                     done.append(await self._one(connection))
             return done
 
-        served = [one for some in await asyncio.gather(*(client() for _ in range(concurrency))) for one in some]
+        served = [
+            one
+            for some in await asyncio.gather(*(client() for _ in range(concurrency)))
+            for one in some
+        ]
         in_time = [one for one in served if one.ended_s <= start_s + seconds]
         return len(in_time) / seconds, in_time
 
@@ -81,7 +85,11 @@ class Load:
 
     async def _one(self, connection: grpc.aio.Channel) -> Served:
         text = self._rng.choice(self._texts)
-        return await serve(connection, "ensemble", {"text_input": text, "max_tokens": self._max_tokens, "return_num_output_tokens": True})
+        return await serve(
+            connection,
+            "ensemble",
+            {"text_input": text, "max_tokens": self._max_tokens, "return_num_output_tokens": True},
+        )
 
 
 def summarise(served: list[Served]) -> dict[str, Any]:
@@ -95,28 +103,46 @@ def summarise(served: list[Served]) -> dict[str, Any]:
         "output_tokens": sum(one.output_tokens for one in ended),
         "inter_token_ms": percentiles_ms([one.token_s for one in ended if one.token_s is not None]),
         "inter_response_ms": percentiles_ms([gap for one in ended for gap in one.gaps_s]),
-        "first_text_ms": percentiles_ms([one.arrivals_s[0] - one.sent_s for one in ended if one.arrivals_s]),
+        "first_text_ms": percentiles_ms(
+            [one.arrivals_s[0] - one.sent_s for one in ended if one.arrivals_s]
+        ),
         "refused_after_ms": percentiles_ms(refused),
     }
 
 
 def check(capacity: dict[str, Any], overload: dict[str, Any]) -> tuple[dict[str, float], list[str]]:
     """Return the ratios of inter-token times, overload over capacity, and what was violated."""
-    ratios = {name: round(overload["inter_token_ms"][name] / capacity["inter_token_ms"][name], 3) for name in ("p50", "p95")}
-    violations = [f"inter-token time {name} is {ratio} of that at capacity" for name, ratio in ratios.items() if ratio > LIMIT]
-    if odd := {outcome: n for outcome, n in overload["outcomes"].items() if outcome not in (FINAL, REFUSED)}:
+    ratios = {
+        name: round(overload["inter_token_ms"][name] / capacity["inter_token_ms"][name], 3)
+        for name in ("p50", "p95")
+    }
+    violations = [
+        f"inter-token time {name} is {ratio} of that at capacity"
+        for name, ratio in ratios.items()
+        if ratio > LIMIT
+    ]
+    if odd := {
+        outcome: n for outcome, n in overload["outcomes"].items() if outcome not in (FINAL, REFUSED)
+    }:
         violations.append(f"requests ended otherwise: {odd}")
     if REFUSED not in overload["outcomes"]:
         violations.append("no request was refused")
     return ratios, violations
 
 
-async def measure(port: int, texts: list[str], args: argparse.Namespace) -> tuple[float, dict[str, Any], dict[str, Any]]:
+async def measure(
+    port: int, texts: list[str], args: argparse.Namespace
+) -> tuple[float, dict[str, Any], dict[str, Any]]:
     """Return the capacity in requests per second, the figures at it and those at ``--times`` of it."""
     load = Load(port, texts, args.max_tokens, args.seed)
     await load.closed(args.active, args.warm_up_s)
-    rate, served = await load.closed(args.active + 1, args.capacity_s)  # one waits, so that no place is ever empty
-    print(f"capacity: {rate:.2f} requests/s, {percentiles_ms([one.token_s for one in served if one.token_s])} ms a token", flush=True)
+    rate, served = await load.closed(
+        args.active + 1, args.capacity_s
+    )  # one waits, so that no place is ever empty
+    print(
+        f"capacity: {rate:.2f} requests/s, {percentiles_ms([one.token_s for one in served if one.token_s])} ms a token",
+        flush=True,
+    )
     return rate, summarise(served), summarise(await load.open(args.times * rate, 60 * args.minutes))
 
 
@@ -124,14 +150,22 @@ def main() -> int:
     """Run the benchmark, print and write the record; return the exit status."""
     args = _arguments()
     raw = json.loads(args.config.read_text("utf-8"))
-    raw["limits"] = {**raw.get("limits", {}), "max_active_requests": args.active, "max_queued_requests": args.queued}
+    raw["limits"] = {
+        **raw.get("limits", {}),
+        "max_active_requests": args.active,
+        "max_queued_requests": args.queued,
+    }
     with tempfile.TemporaryDirectory() as name:
         config = Path(name) / "serving.json"
         config.write_text(json.dumps(raw))
         target = load_config(config).target
         messages = [message for kind in PROMPTS.values() for message in kind]
         service = Service(Path(name) / "log", config).wait_ready(limit_s=600)
-        texts = messages if target.engine == "fake" else [render(message, model_path(target)) for message in messages]
+        texts = (
+            messages
+            if target.engine == "fake"
+            else [render(message, model_path(target)) for message in messages]
+        )
         try:
             rate, capacity, overload = asyncio.run(measure(service.grpc, texts, args))
         finally:
@@ -159,9 +193,13 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=5)
-    parser.add_argument("--times", type=float, default=2.0, help="offered load as a multiple of the capacity")
+    parser.add_argument(
+        "--times", type=float, default=2.0, help="offered load as a multiple of the capacity"
+    )
     parser.add_argument("--active", type=int, default=8, help="max_active_requests")
     parser.add_argument("--queued", type=int, default=8, help="max_queued_requests")
     parser.add_argument("--max-tokens", type=int, default=64)
@@ -169,7 +207,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--warm-up-s", type=float, default=20)
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=PROJECT_ROOT / "docs" / "results" / "overload.json")
+    parser.add_argument(
+        "--out", type=Path, default=PROJECT_ROOT / "docs" / "results" / "overload.json"
+    )
     return parser.parse_args()
 
 

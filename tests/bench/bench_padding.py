@@ -51,14 +51,25 @@ def cases(seed: int) -> dict[str, list[int]]:
     }
 
 
-def step(engine: TorchEngine, contexts: list[int], length: int, attention: str, piece_tokens: int) -> Callable[[], None]:
+def step(
+    engine: TorchEngine, contexts: list[int], length: int, attention: str, piece_tokens: int
+) -> Callable[[], None]:
     """Return a verification of random tokens behind contexts that are taken as seen but for the last token."""
     rng, first, turns = np.random.default_rng(len(contexts)), itertools.count(), []
     for number, context in enumerate(contexts):
         text = rng.integers(0, engine.limits.vocab_size, context + 1 + length).tolist()
         blocks = list(itertools.islice(first, -(-len(text) // BLOCK_TOKENS)))
-        sequence = Sequence(number, text[: context + 1], context, SamplingParams(), {engine.name: blocks})
-        turns.append(Turn(sequence, context + 1, proposal=Proposal("bench", text[context + 1 :]), piece_tokens=piece_tokens))
+        sequence = Sequence(
+            number, text[: context + 1], context, SamplingParams(), {engine.name: blocks}
+        )
+        turns.append(
+            Turn(
+                sequence,
+                context + 1,
+                proposal=Proposal("bench", text[context + 1 :]),
+                piece_tokens=piece_tokens,
+            )
+        )
 
     def run() -> None:
         engine._attention, engine._model._pads = attention, attention == PADDED
@@ -77,22 +88,34 @@ def step(engine: TorchEngine, contexts: list[int], length: int, attention: str, 
     return run
 
 
-def measure(engine: TorchEngine, contexts: list[int], length: int, rounds: int, seed: int) -> dict[str, Any]:
+def measure(
+    engine: TorchEngine, contexts: list[int], length: int, rounds: int, seed: int
+) -> dict[str, Any]:
     """Return the arms' medians in ms, and ragged over each, by pairs, with their intervals."""
     reads = np.array(contexts) + 1
     decided = best_piece(reads, True, MERGE_TOKENS, BLOCK_TOKENS)
-    pieces = {"padded": 0} | {f"cut {tokens}": tokens for tokens in LENGTHS if tokens < max(contexts)}
+    pieces = {"padded": 0} | {
+        f"cut {tokens}": tokens for tokens in LENGTHS if tokens < max(contexts)
+    }
     pieces["decided"] = decided.piece_tokens
     arms = {name: step(engine, contexts, length, name, 0) for name in (RAGGED, TILED)}
-    arms |= {name: step(engine, contexts, length, PADDED, tokens) for name, tokens in pieces.items()}
+    arms |= {
+        name: step(engine, contexts, length, PADDED, tokens) for name, tokens in pieces.items()
+    }
     for block in range(rounds + 1):
         for name in abba(list(arms), block):
             arms[name]()
     taken = {name: run.samples[1:] for name, run in arms.items()}  # type: ignore[attr-defined]
-    ratios = {name: [one / other for one, other in zip(taken[RAGGED], times, strict=True)] for name, times in taken.items()}
+    ratios = {
+        name: [one / other for one, other in zip(taken[RAGGED], times, strict=True)]
+        for name, times in taken.items()
+    }
     return {
         "ms": {name: round(1e3 * statistics.median(times), 2) for name, times in taken.items()},
-        "ragged_over": {n: [round(x, 3) for x in (statistics.median(r), *median_interval(r, seed))] for n, r in ratios.items()},
+        "ragged_over": {
+            n: [round(x, 3) for x in (statistics.median(r), *median_interval(r, seed))]
+            for n, r in ratios.items()
+        },
         "decided_piece_tokens": decided.piece_tokens,
         "work": {name: work(reads, tokens) for name, tokens in pieces.items()},
     }
@@ -112,10 +135,21 @@ def fitted(found: dict[str, dict[str, Any]]) -> dict[str, float]:
     many = [case for case in found.values() if len(case["work"]) > 2]
     for number, case in enumerate(many):
         for name, (pieces, tokens) in case["work"].items():
-            rows.append([tokens, pieces if case["work"]["padded"][0] != pieces else 0, *(float(number == n) for n in range(len(many)))])
+            rows.append(
+                [
+                    tokens,
+                    pieces if case["work"]["padded"][0] != pieces else 0,
+                    *(float(number == n) for n in range(len(many))),
+                ]
+            )
             seconds.append(1e3 * case["ms"][name])
-    (token_us, piece_us, *_), *_ = np.linalg.lstsq(np.array(rows, float), np.array(seconds), rcond=None)
-    return {"token_us": round(float(token_us), 3), "merge_tokens": round(float(piece_us / token_us), 1)}
+    (token_us, piece_us, *_), *_ = np.linalg.lstsq(
+        np.array(rows, float), np.array(seconds), rcond=None
+    )
+    return {
+        "token_us": round(float(token_us), 3),
+        "merge_tokens": round(float(piece_us / token_us), 1),
+    }
 
 
 def main() -> None:
@@ -129,8 +163,13 @@ def main() -> None:
     arguments = parser.parse_args()
     target = replace(load_config(arguments.config).target, dtype=arguments.dtype)
     folder, blocks = model_path(target), 16 * 1024 // BLOCK_TOKENS + 64
-    engine = TorchEngine("target", folder, dtype=target.dtype, kv_blocks=blocks, max_context_tokens=2048, threads=1)
-    found = {name: measure(engine, c, arguments.length, arguments.rounds, arguments.seed) for name, c in cases(arguments.seed).items()}
+    engine = TorchEngine(
+        "target", folder, dtype=target.dtype, kv_blocks=blocks, max_context_tokens=2048, threads=1
+    )
+    found = {
+        name: measure(engine, c, arguments.length, arguments.rounds, arguments.seed)
+        for name, c in cases(arguments.seed).items()
+    }
     report = {
         "command": "python -m tests.bench.bench_padding " + " ".join(sys.argv[1:]),
         "seed": arguments.seed,

@@ -53,7 +53,9 @@ class Clock:
         return timed
 
 
-def parts(engine: TorchEngine, sequences: int, proposed: int, context: int, rounds: int) -> dict[str, float]:
+def parts(
+    engine: TorchEngine, sequences: int, proposed: int, context: int, rounds: int
+) -> dict[str, float]:
     """Return the median CPU ms of a step's parts, and of the step without clocks inside (``step``)."""
     step, found = stepper(engine, sequences, proposed, context), defaultdict(list)
     for _ in range(rounds):
@@ -71,7 +73,9 @@ def parts(engine: TorchEngine, sequences: int, proposed: int, context: int, roun
         )
         with ExitStack() as patches:
             for where, function, part in clocks:
-                patches.enter_context(patch.object(where, function, clock.around(part, getattr(where, function))))
+                patches.enter_context(
+                    patch.object(where, function, clock.around(part, getattr(where, function)))
+                )
             start = time.thread_time()
             step()
             whole = time.thread_time() - start
@@ -90,12 +94,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    options = {"dtype": args.dtype, "kv_blocks": 300, "max_context_tokens": args.context + 16, "threads": 1}
+    options = {
+        "dtype": args.dtype,
+        "kv_blocks": 300,
+        "max_context_tokens": args.context + 16,
+        "threads": 1,
+    }
     engine = TorchEngine("parts", args.model, attention="tiled", **options)
-    rows = [{"sequences": n, "proposed": k, "cpu_ms": parts(engine, n, k, args.context, args.rounds)} for n, k in STEPS]
+    rows = [
+        {"sequences": n, "proposed": k, "cpu_ms": parts(engine, n, k, args.context, args.rounds)}
+        for n, k in STEPS
+    ]
     words = ["python", "-m", "tests.bench.bench_parts", *sys.argv[1:]]
     command = [args.model.name if word == str(args.model) else word for word in words]
-    report = {"command": command, "seed": 0, "context": args.context, "machine": machine.describe(), "steps": rows}
+    report = {
+        "command": command,
+        "seed": 0,
+        "context": args.context,
+        "machine": machine.describe(),
+        "steps": rows,
+    }
     args.out.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
     print(json.dumps(rows))
 

@@ -35,14 +35,36 @@ LIMIT_S = 120
 def command(folder: Path, port: int, model: str, streams: int, requests: int) -> list[str]:
     """Return the command line; its files are in ``folder``."""
     tool = Path(sysconfig.get_path("scripts")) / "perf_analyzer"
-    inputs = ["--input-data", str(folder / "in.json"), "--profile-export-file", str(folder / f"profile-{streams}.json")]
+    inputs = [
+        "--input-data",
+        str(folder / "in.json"),
+        "--profile-export-file",
+        str(folder / f"profile-{streams}.json"),
+    ]
     load = ["--concurrency-range", str(streams), "--request-count", str(requests)]
-    return [str(tool), "-m", model, "-i", "grpc", "--streaming", "--async", "-u", f"localhost:{port}", *inputs, *load]
+    return [
+        str(tool),
+        "-m",
+        model,
+        "-i",
+        "grpc",
+        "--streaming",
+        "--async",
+        "-u",
+        f"localhost:{port}",
+        *inputs,
+        *load,
+    ]
 
 
 def prepare(folder: Path) -> dict[str, str]:
     """Write the input and link the libraries; return the environment."""
-    prompt = {"text_input": ["Tell me a story."], "max_tokens": [TOKENS], "stream": [True], "end_id": [-1]}
+    prompt = {
+        "text_input": ["Tell me a story."],
+        "max_tokens": [TOKENS],
+        "stream": [True],
+        "end_id": [-1],
+    }
     (folder / "in.json").write_text(json.dumps({"data": [prompt]}))
     for name, pattern in LIBRARIES.items():
         (found, *_) = (Path(sysconfig.get_path("purelib")) / "nvidia_pytriton.libs").glob(pattern)
@@ -58,21 +80,32 @@ def figures(profile: Path) -> dict[str, Any]:
         times_s = [at_ns / 1e9 for at_ns in request["response_timestamps"]]
         first.append(times_s[0] - request["timestamp"] / 1e9)
         between += [later - earlier for earlier, later in itertools.pairwise(times_s)]
-    return {"requests": len(first), "first_token_ms": percentiles_ms(first), "inter_token_ms": percentiles_ms(between)}
+    return {
+        "requests": len(first),
+        "first_token_ms": percentiles_ms(first),
+        "inter_token_ms": percentiles_ms(between),
+    }
 
 
 def main() -> int:
     """Run, print and write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--model", default="tensorrt_llm_bls")
-    parser.add_argument("--out", type=Path, default=PROJECT_ROOT / "docs" / "results" / "perf-analyzer.json")
+    parser.add_argument(
+        "--out", type=Path, default=PROJECT_ROOT / "docs" / "results" / "perf-analyzer.json"
+    )
     args = parser.parse_args()
     rows: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "serving.json").write_text(json.dumps(FAKE))
-        service, environment = Service(folder / "log", folder / "serving.json").wait_ready(), prepare(folder)
+        service, environment = (
+            Service(folder / "log", folder / "serving.json").wait_ready(),
+            prepare(folder),
+        )
         try:
             for streams in args.streams:
                 line = command(folder, service.grpc, args.model, streams, max(10, 3 * streams))

@@ -62,16 +62,25 @@ def serve(app: App, prompt: list[int]) -> tuple[float, list[int]]:
     return first_s, sequence.tokens[len(prompt) :]
 
 
-def compare(apps: dict[str, App], stream: list[int], tokens: int, rounds: int, seed: int) -> list[dict[str, object]]:
+def compare(
+    apps: dict[str, App], stream: list[int], tokens: int, rounds: int, seed: int
+) -> list[dict[str, object]]:
     """Return a row for each share: medians in ms, the ratio off / on with its interval, and how many texts were the same."""
     rng = random.Random(seed)
-    times: dict[float, dict[str, list[float]]] = {share: {name: [] for name in apps} for share in SHARES}
+    times: dict[float, dict[str, list[float]]] = {
+        share: {name: [] for name in apps} for share in SHARES
+    }
     same = dict.fromkeys(SHARES, 0)
     for index in range(rounds + 1):
         for share in rng.sample(SHARES, len(SHARES)):
             shared = int(share * tokens)
-            windows = [stream[at : at + tokens] for at in rng.sample(range(len(stream) - tokens), 3)]
-            before, prompt = windows[0][:shared] + windows[1][shared:], windows[0][:shared] + windows[2][shared:]
+            windows = [
+                stream[at : at + tokens] for at in rng.sample(range(len(stream) - tokens), 3)
+            ]
+            before, prompt = (
+                windows[0][:shared] + windows[1][shared:],
+                windows[0][:shared] + windows[2][shared:],
+            )
             texts = []
             for name in abba(list(apps), index):
                 serve(apps[name], before)
@@ -85,18 +94,27 @@ def compare(apps: dict[str, App], stream: list[int], tokens: int, rounds: int, s
         ratios = [off / on for off, on in zip(arms["off"], arms["on"], strict=True)]
         medians = {name: round(median(values), 1) for name, values in arms.items()}
         interval = [round(bound, 3) for bound in median_interval(ratios, seed)]
-        row = {"share": share, "ms": medians, "off_over_on": round(median(ratios), 3), "interval": interval}
+        row = {
+            "share": share,
+            "ms": medians,
+            "off_over_on": round(median(ratios), 3),
+            "interval": interval,
+        }
         rows.append(row | {"same_texts": same[share], "texts": rounds})
     return rows
 
 
-def overhead(rows: int = 64, prompt_tokens: int = 512, steps: int = 160) -> dict[str, dict[str, float]]:
+def overhead(
+    rows: int = 64, prompt_tokens: int = 512, steps: int = 160
+) -> dict[str, dict[str, float]]:
     """Return microseconds of the ledger, without and with reuse, in which no text is like another: admitting one, and a row in a step."""
     found = {}
     for name in ("off", "on"):
         target = FakeEngine("target", kv_blocks=8192) if name == "on" else None
         ledger = KVLedger({"target": 8192}, 9, growth_blocks=0, target=target)
-        sequences = [Sequence(n, [n] * prompt_tokens, prompt_tokens, SamplingParams()) for n in range(rows)]
+        sequences = [
+            Sequence(n, [n] * prompt_tokens, prompt_tokens, SamplingParams()) for n in range(rows)
+        ]
         started = time.perf_counter()
         for sequence in sequences:
             assert ledger.reserve(sequence, prompt_tokens + steps)
@@ -106,8 +124,14 @@ def overhead(rows: int = 64, prompt_tokens: int = 512, steps: int = 160) -> dict
                 sequence.tokens.append(step)
                 ledger.grow(sequence)
         grown_s = time.perf_counter() - admitted
-        found[name] = {"admission_us": 1e6 * (admitted - started) / rows, "row_and_step_us": 1e6 * grown_s / rows / steps}
-    return {name: {key: round(value, 2) for key, value in figures.items()} for name, figures in found.items()}
+        found[name] = {
+            "admission_us": 1e6 * (admitted - started) / rows,
+            "row_and_step_us": 1e6 * grown_s / rows / steps,
+        }
+    return {
+        name: {key: round(value, 2) for key, value in figures.items()}
+        for name, figures in found.items()
+    }
 
 
 def apps_of(config: ServingConfig, tokens: int) -> dict[str, App]:
@@ -115,7 +139,10 @@ def apps_of(config: ServingConfig, tokens: int) -> dict[str, App]:
     limits = replace(config.limits, kv_cache_tokens=16 * tokens)
     plain = replace(config, drafts=(), policy=replace(config.policy, kind="none"))
     arms = {"off": False, "on": True}
-    return {name: build(replace(plain, limits=replace(limits, enable_kv_cache_reuse=on)), {}) for name, on in arms.items()}
+    return {
+        name: build(replace(plain, limits=replace(limits, enable_kv_cache_reuse=on)), {})
+        for name, on in arms.items()
+    }
 
 
 def main() -> None:
@@ -128,9 +155,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     config = load_config(arguments.config)
-    apps = apps_of(replace(config, target=replace(config.target, dtype=arguments.dtype)), arguments.tokens)
+    apps = apps_of(
+        replace(config, target=replace(config.target, dtype=arguments.dtype)), arguments.tokens
+    )
     encode = apps["on"].tokenizer.encode
-    stream = [token for messages in PROMPTS.values() for message in messages for token in encode(message, False)]
+    stream = [
+        token
+        for messages in PROMPTS.values()
+        for message in messages
+        for token in encode(message, False)
+    ]
     rows = compare(apps, stream, arguments.tokens, arguments.rounds, arguments.seed)
     report = {
         "command": "python -m tests.bench.bench_prefix " + " ".join(sys.argv[1:]),

@@ -36,7 +36,10 @@ from tests.server.harness import Service, free_ports
 
 FAKE = {
     "target": {"engine": "fake", "step_s": 0.03},
-    "drafts": [{"name": "good", "engine": "fake", "agreement": 0.8}, {"name": "poor", "engine": "fake", "agreement": 0.3}],
+    "drafts": [
+        {"name": "good", "engine": "fake", "agreement": 0.8},
+        {"name": "poor", "engine": "fake", "agreement": 0.3},
+    ],
     "policy": {"kind": "random", "k_max": 4},
 }
 MODELS = ("ensemble", "tensorrt_llm_bls")
@@ -76,13 +79,31 @@ class Soak:
             for number in itertools.count():
                 if time.perf_counter() >= self.end_s:
                     return
-                kind = rng.choices(("cancels", "slow", "plain"), (CANCELLED_SHARE, SLOW_SHARE, 1 - CANCELLED_SHARE - SLOW_SHARE))[0]
-                served = await self._one(connection, session, kind, f"client {index} request {number} ", rng)
+                kind = rng.choices(
+                    ("cancels", "slow", "plain"),
+                    (CANCELLED_SHARE, SLOW_SHARE, 1 - CANCELLED_SHARE - SLOW_SHARE),
+                )[0]
+                served = await self._one(
+                    connection, session, kind, f"client {index} request {number} ", rng
+                )
                 if served.outcome not in (FINAL, CANCELLED):
-                    await asyncio.sleep(rng.uniform(0.2, 1.0))  # as a client would before it tries again
+                    await asyncio.sleep(
+                        rng.uniform(0.2, 1.0)
+                    )  # as a client would before it tries again
 
-    async def _one(self, connection: Any, session: aiohttp.ClientSession, kind: str, text: str, rng: random.Random) -> Served:
-        inputs = {"text_input": text + "x" * rng.randrange(200), "max_tokens": rng.randrange(4, 120), "end_id": -1}
+    async def _one(
+        self,
+        connection: Any,
+        session: aiohttp.ClientSession,
+        kind: str,
+        text: str,
+        rng: random.Random,
+    ) -> Served:
+        inputs = {
+            "text_input": text + "x" * rng.randrange(200),
+            "max_tokens": rng.randrange(4, 120),
+            "end_id": -1,
+        }
         pause_s = rng.uniform(0.05, 0.5)
         stop_at = rng.randrange(8)
         self.sent += 1
@@ -99,19 +120,33 @@ class Soak:
         if served.message:
             self.messages[served.message[:100]] += 1
         if kind == "plain" and served.outcome == FINAL:
-            self.gaps_s += [(at_s, gap_s) for at_s, gap_s in zip(served.arrivals_s[1:], served.gaps_s, strict=True)]
+            self.gaps_s += [
+                (at_s, gap_s)
+                for at_s, gap_s in zip(served.arrivals_s[1:], served.gaps_s, strict=True)
+            ]
         return served
 
-    def _address(self, door: str, inputs: dict[str, Any], rng: random.Random) -> tuple[str, dict[str, Any]]:
+    def _address(
+        self, door: str, inputs: dict[str, Any], rng: random.Random
+    ) -> tuple[str, dict[str, Any]]:
         stream = rng.random() < 0.7
         if door == "http":
             route = "generate_stream" if stream else "generate"
-            return f"http://127.0.0.1:{self.service.http}/v2/models/{rng.choice(MODELS)}/{route}", {**inputs, "stream": stream}
+            return f"http://127.0.0.1:{self.service.http}/v2/models/{rng.choice(MODELS)}/{route}", {
+                **inputs,
+                "stream": stream,
+            }
         body = {"model": "fake", "max_tokens": inputs["max_tokens"], "stream": stream}
         if rng.random() < 0.5:
-            return f"http://127.0.0.1:{self.service.openai}/v1/completions", {**body, "prompt": inputs["text_input"]}
+            return f"http://127.0.0.1:{self.service.openai}/v1/completions", {
+                **body,
+                "prompt": inputs["text_input"],
+            }
         messages = [{"role": "user", "content": inputs["text_input"]}]
-        return f"http://127.0.0.1:{self.service.openai}/v1/chat/completions", {**body, "messages": messages}
+        return f"http://127.0.0.1:{self.service.openai}/v1/chat/completions", {
+            **body,
+            "messages": messages,
+        }
 
     async def _sample(self) -> None:
         while time.perf_counter() < self.end_s:
@@ -143,21 +178,39 @@ class Soak:
             return
         os.kill(pid, signal.SIGKILL)
         killed_s = time.perf_counter()
-        while not await asyncio.to_thread(self._all_answer) and time.perf_counter() < killed_s + RECOVERY_LIMIT_S:
+        while (
+            not await asyncio.to_thread(self._all_answer)
+            and time.perf_counter() < killed_s + RECOVERY_LIMIT_S
+        ):
             await asyncio.sleep(0.05)
         took_s = round(time.perf_counter() - killed_s, 2)
         self.recoveries.append(
-            {"killed": victim, "at_s": round(killed_s + 60 * self.args.minutes - self.end_s, 1), "recovered_after_s": took_s}
+            {
+                "killed": victim,
+                "at_s": round(killed_s + 60 * self.args.minutes - self.end_s, 1),
+                "recovered_after_s": took_s,
+            }
         )
         print(f"killed the {victim}: everything answered again after {took_s} s", flush=True)
         if took_s >= RECOVERY_LIMIT_S:
-            self.violations.append(f"after the {victim} was killed the service did not come back within {RECOVERY_LIMIT_S:.0f} s")
+            self.violations.append(
+                f"after the {victim} was killed the service did not come back within {RECOVERY_LIMIT_S:.0f} s"
+            )
 
     def _all_answer(self) -> bool:
         body = {"text_input": "are you there? ", "max_tokens": 2, "end_id": -1}
         try:
-            answers = [self.service.post(f"/v2/models/{model}/generate", body, timeout=10)[0] for model in MODELS]
-            return answers == [200, 200] and self.service.post("/v2/models/spindle/generate", {"command": "health"}, timeout=10)[0] == 200
+            answers = [
+                self.service.post(f"/v2/models/{model}/generate", body, timeout=10)[0]
+                for model in MODELS
+            ]
+            return (
+                answers == [200, 200]
+                and self.service.post(
+                    "/v2/models/spindle/generate", {"command": "health"}, timeout=10
+                )[0]
+                == 200
+            )
         except OSError:
             return False
 
@@ -172,7 +225,9 @@ class Soak:
         self.violations += [f"{self.outcomes[outcome]} requests got {outcome}" for outcome in odd]
         third_s = (60 * self.args.minutes) / 3
         starts = [self.end_s - third_s * n for n in (3, 2, 1)]
-        thirds = [[gap for at, gap in self.gaps_s if start <= at < start + third_s] for start in starts]
+        thirds = [
+            [gap for at, gap in self.gaps_s if start <= at < start + third_s] for start in starts
+        ]
         return {
             "sent": self.sent,
             "outcomes": dict(self.outcomes),
@@ -203,9 +258,16 @@ def main() -> int:
         if args.config is None:
             config.write_text(json.dumps(FAKE))
         template = Path(name) / "chat.jinja"
-        template.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>")
+        template.write_text(
+            "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+        )
         (port,) = free_ports(1)
-        service = Service(Path(name) / "log", config.resolve(), OPENAI_PORT=str(port), OPENAI_CHAT_TEMPLATE=str(template))
+        service = Service(
+            Path(name) / "log",
+            config.resolve(),
+            OPENAI_PORT=str(port),
+            OPENAI_CHAT_TEMPLATE=str(template),
+        )
         service.wait_ready(limit_s=600)
         service.wait_for_front_end()
         soak = Soak(service, args)
@@ -240,11 +302,20 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--streams", type=int, default=48)
-    parser.add_argument("--kill-minutes", type=float, default=5, help="in every such period one engine process and one stub are killed")
-    parser.add_argument("--config", type=Path, help="a serving.json (default: the fake engine at 30 ms a step)")
+    parser.add_argument(
+        "--kill-minutes",
+        type=float,
+        default=5,
+        help="in every such period one engine process and one stub are killed",
+    )
+    parser.add_argument(
+        "--config", type=Path, help="a serving.json (default: the fake engine at 30 ms a step)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=PROJECT_ROOT / "docs" / "results" / "soak.json")
     return parser.parse_args()

@@ -35,7 +35,9 @@ async def one_stream(stub, index, tokens):
         now = time.monotonic_ns()
         assert not message.error_message, message.error_message
         arrivals.append(now)
-        stamps = [stamp for stamp in text_of(message.infer_response).split(";") if len(stamp) > 8]  # the last reply is not stamped
+        stamps = [
+            stamp for stamp in text_of(message.infer_response).split(";") if len(stamp) > 8
+        ]  # the last reply is not stamped
         overheads += [(now - int(stamp)) / 1e6 for stamp in stamps]
     return overheads, (arrivals[0] - written) / 1e6, [gap / 1e6 for gap in np.diff(arrivals)]
 
@@ -47,7 +49,9 @@ async def measure(port, streams, tokens):
     stubs = [service_pb2_grpc.GRPCInferenceServiceStub(channel) for channel in channels]
     try:
         await asyncio.gather(*(one_stream(stub, 0, 4) for stub in stubs))  # connects
-        results = await asyncio.gather(*(one_stream(stub, i, tokens) for i, stub in enumerate(stubs)))
+        results = await asyncio.gather(
+            *(one_stream(stub, i, tokens) for i, stub in enumerate(stubs))
+        )
     finally:
         for channel in channels:
             await channel.close()
@@ -74,11 +78,21 @@ def main():
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = folder / "serving.json"
-        config.write_text(json.dumps({"target": {"engine": "fake", "step_s": arguments.step_s}, "policy": {"kind": "none"}}))
+        config.write_text(
+            json.dumps(
+                {
+                    "target": {"engine": "fake", "step_s": arguments.step_s},
+                    "policy": {"kind": "none"},
+                }
+            )
+        )
         python = write_engine_python(folder / "python", "tests.bench.stamping_engine")
         service = Service(folder / "log", config, SPINDLE_PYTHON=str(python)).wait_ready()
         try:
-            rows = [asyncio.run(measure(service.grpc, streams, arguments.tokens)) for streams in arguments.streams]
+            rows = [
+                asyncio.run(measure(service.grpc, streams, arguments.tokens))
+                for streams in arguments.streams
+            ]
         finally:
             service.stop()
     record = {

@@ -67,7 +67,10 @@ def goodput(arm: Arm, rows: int, text: int, seconds: float) -> dict[str, float]:
         patch.setattr(executor_time, "TARGET", curves["target"])
         patch.setattr(executor_time, "DRAFT", curves["draft"])
         patch.setattr(executor_time, "PROMPT_TOKENS", text)
-        again = {"target": 15.5 * 20e-6, "draft": 15.5 * 2.5e-6}  # what of a block of 32 is computed again, by row
+        again = {
+            "target": 15.5 * 20e-6,
+            "draft": 15.5 * 2.5e-6,
+        }  # what of a block of 32 is computed again, by row
         told = {name: replace(curve, row_s=again[name]) for name, curve in curves.items()}
         latency = LatencyModel(told["target"], (told["draft"],))
         acceptance = AcceptanceConfig(prior_hazard=AGREEMENT, prior_strength=1e12)
@@ -83,7 +86,9 @@ def goodput(arm: Arm, rows: int, text: int, seconds: float) -> dict[str, float]:
         return {
             "tokens_per_s": round(tokens_per_s),
             "active": served.loop.counts()[0],
-            "drift": round(float(served.policy.drift(served.loop.policy_state).get("verify", 1.0)), 3),
+            "drift": round(
+                float(served.policy.drift(served.loop.policy_state).get("verify", 1.0)), 3
+            ),
             "discarded": executor.discarded,
         }
 
@@ -91,18 +96,34 @@ def goodput(arm: Arm, rows: int, text: int, seconds: float) -> dict[str, float]:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--text", type=int, nargs="+", default=[8192, 1024], help="tokens of each text when it begins to be decoded")
+    parser.add_argument(
+        "--text",
+        type=int,
+        nargs="+",
+        default=[8192, 1024],
+        help="tokens of each text when it begins to be decoded",
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 64], help="requests")
     parser.add_argument("--seconds", type=float, default=1.0, help="virtual time of each figure")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results = []
     for text in args.text:
-        print("tokens a second (requests in flight)".ljust(38), *(f"{rows:>5} x {text}" for rows in args.rows))
+        print(
+            "tokens a second (requests in flight)".ljust(38),
+            *(f"{rows:>5} x {text}" for rows in args.rows),
+        )
         for arm in arms(text, max(args.rows)):
             found = [goodput(arm, rows, text, args.seconds) for rows in args.rows]
-            results += [{"arm": arm.name, "rows": rows, "text": text, **one} for rows, one in zip(args.rows, found, strict=True)]
-            print(arm.name.ljust(38), *(f"{one['tokens_per_s']:>5} ({one['active']:>2})" for one in found), flush=True)
+            results += [
+                {"arm": arm.name, "rows": rows, "text": text, **one}
+                for rows, one in zip(args.rows, found, strict=True)
+            ]
+            print(
+                arm.name.ljust(38),
+                *(f"{one['tokens_per_s']:>5} ({one['active']:>2})" for one in found),
+                flush=True,
+            )
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n")
 

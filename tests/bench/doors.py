@@ -16,14 +16,23 @@ Pause = Callable[[int], Awaitable[None]]
 
 
 async def serve_http(
-    session: aiohttp.ClientSession, url: str, body: dict[str, Any], pause: Pause | None = None, cancel_after: int | None = None
+    session: aiohttp.ClientSession,
+    url: str,
+    body: dict[str, Any],
+    pause: Pause | None = None,
+    cancel_after: int | None = None,
 ) -> Served:
     """Send a request and read its events or its one body to the end; after ``cancel_after`` of them the client hangs up."""
     served = Served(time.perf_counter())
     try:
-        async with session.post(url, json=body, timeout=aiohttp.ClientTimeout(ANSWER_LIMIT_S)) as response:
+        async with session.post(
+            url, json=body, timeout=aiohttp.ClientTimeout(ANSWER_LIMIT_S)
+        ) as response:
             if response.status != 200:
-                served.outcome, served.message = f"HTTP {response.status}", (await response.text())[:200]
+                served.outcome, served.message = (
+                    f"HTTP {response.status}",
+                    (await response.text())[:200],
+                )
             elif response.content_type == "text/event-stream":
                 await _events(response, served, pause, cancel_after)
             else:
@@ -43,7 +52,9 @@ def _whole(text: str, served: Served) -> None:
     served.message = str(body.get("error", ""))
 
 
-async def _events(response: Any, served: Served, pause: Pause | None, cancel_after: int | None) -> None:
+async def _events(
+    response: Any, served: Served, pause: Pause | None, cancel_after: int | None
+) -> None:
     """Triton's last event has a finish reason, the front end's is [DONE]; an error ends either, and nothing may come behind an end."""
     ends = 0
     async for raw in response.content:

@@ -39,7 +39,9 @@ class Model:
         with torch.inference_mode():
             self._llama = Llama(config, weights, kv_blocks=rows * blocks, max_positions=MAX_TOKENS)
         self.token_ids = self._llama.token_ids
-        self._tables = [KVTable(list(range(row * blocks, (row + 1) * blocks)), "cpu") for row in range(rows)]
+        self._tables = [
+            KVTable(list(range(row * blocks, (row + 1) * blocks)), "cpu") for row in range(rows)
+        ]
 
     @torch.inference_mode()
     def logits(self, tokens: list[int], first: int) -> torch.Tensor:
@@ -47,14 +49,23 @@ class Model:
 
         A shortlisted draft has -inf for what it cannot propose.
         """
-        found = self._llama.forward([Chunk(tokens[:-1], 0, self._tables[0], len(tokens) - first)]).float()
+        found = self._llama.forward(
+            [Chunk(tokens[:-1], 0, self._tables[0], len(tokens) - first)]
+        ).float()
         if self.token_ids is None:
             return found
         whole = found.new_full((len(found), self.vocab_size), -torch.inf)
         return whole.index_copy_(1, self.token_ids, found)
 
     @torch.inference_mode()
-    def answers(self, prompts: list[list[int]], temperature: float, length: int, ends: frozenset[int], seed: int) -> list[list[int]]:
+    def answers(
+        self,
+        prompts: list[list[int]],
+        temperature: float,
+        length: int,
+        ends: frozenset[int],
+        seed: int,
+    ) -> list[list[int]]:
         """Return what follows each prompt, up to ``length`` tokens or an end token; the full law at ``temperature``, 0 being greedy."""
         noise = torch.Generator().manual_seed(seed)
         texts: list[list[int]] = [[] for _ in prompts]
@@ -64,22 +75,34 @@ class Model:
             for row in running:
                 own = texts[row]
                 new = own[-1:] or prompts[row]
-                chunks.append(Chunk(new, len(prompts[row]) + len(own) - len(new), self._tables[row], 1))
+                chunks.append(
+                    Chunk(new, len(prompts[row]) + len(own) - len(new), self._tables[row], 1)
+                )
             logits = self._llama.forward(chunks).float()
             if temperature > 0:
-                logits = logits / temperature - torch.empty_like(logits).exponential_(generator=noise).log()
+                logits = (
+                    logits / temperature
+                    - torch.empty_like(logits).exponential_(generator=noise).log()
+                )
             for row, token in zip(running, logits.argmax(dim=1).tolist(), strict=True):
                 texts[row].append(token)
-            running = [row for row in running if len(texts[row]) < length and texts[row][-1] not in ends]
+            running = [
+                row for row in running if len(texts[row]) < length and texts[row][-1] not in ends
+            ]
         return texts
 
 
-def accepting(draft: torch.Tensor, target: torch.Tensor, tokens: list[int], temperature: float) -> np.ndarray:
+def accepting(
+    draft: torch.Tensor, target: torch.Tensor, tokens: list[int], temperature: float
+) -> np.ndarray:
     """Return the probability that each of ``tokens`` [n] would have been accepted, from the logits [n, vocab] before it."""
     ids = torch.tensor(tokens)
     if temperature == 0:
         return (draft.argmax(dim=1) == ids).double().numpy()
-    p, q = ((logits / temperature).log_softmax(dim=1).gather(1, ids[:, None])[:, 0] for logits in (target, draft))
+    p, q = (
+        (logits / temperature).log_softmax(dim=1).gather(1, ids[:, None])[:, 0]
+        for logits in (target, draft)
+    )
     return (q - p).exp().clamp(max=1).double().numpy()
 
 
@@ -87,7 +110,11 @@ def overlap(draft: torch.Tensor, target: torch.Tensor, temperature: float) -> to
     """Return the probability [n] that a sampled proposal is accepted, ``sum min(p, q)``; at temperature 0 whether both choose the same."""
     if temperature == 0:
         return (draft.argmax(dim=1) == target.argmax(dim=1)).double()
-    return torch.minimum((draft / temperature).softmax(dim=1), (target / temperature).softmax(dim=1)).sum(dim=1).double()
+    return (
+        torch.minimum((draft / temperature).softmax(dim=1), (target / temperature).softmax(dim=1))
+        .sum(dim=1)
+        .double()
+    )
 
 
 def by_coins(accepting: np.ndarray, coins: np.ndarray) -> Run:
@@ -129,7 +156,9 @@ def tokens_per_step(texts: list[tuple[int, list[int]]]) -> float:
     return sum(tokens for tokens, _ in texts) / sum(len(taken) for _, taken in texts)
 
 
-def interval(texts: list[tuple[int, list[int]]], rng: np.random.Generator, draws: int = 1000) -> tuple[float, float]:
+def interval(
+    texts: list[tuple[int, list[int]]], rng: np.random.Generator, draws: int = 1000
+) -> tuple[float, float]:
     """Return the 95 % interval of ``tokens_per_step`` by resampling texts."""
     counts = np.array([(tokens, len(taken)) for tokens, taken in texts])
     drawn = counts[rng.integers(len(counts), size=(draws, len(counts)))].sum(axis=1)

@@ -48,11 +48,28 @@ NUMBERS = (
 TEXTS = st.one_of(
     st.text(max_size=40),
     st.builds(str.__mul__, st.sampled_from(["a", "é", "[", "(a|"]), st.integers(0, 5000)),
-    st.sampled_from(["", "a", "\x00", "\ud800", "\ufeff", "{}", "[", '{"type":"object"}', "(((", "a{9999}", "json", "regex"]),
+    st.sampled_from(
+        [
+            "",
+            "a",
+            "\x00",
+            "\ud800",
+            "\ufeff",
+            "{}",
+            "[",
+            '{"type":"object"}',
+            "(((",
+            "a{9999}",
+            "json",
+            "regex",
+        ]
+    ),
 )
 JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), st.sampled_from(NUMBERS), st.integers(), TEXTS),
-    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=8), inner, max_size=4)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
     max_leaves=8,
 )
 
@@ -68,7 +85,13 @@ class Answer:
 def judged(kind: str, text: str, allowed: bool) -> Answer:
     """Return an answer whose text or kind may be a violation."""
     leak = LEAKS.search(text)
-    problem = f"it tells {leak[0]!r}: {text[:300]}" if leak else "" if allowed else f"it must not come: {text[:300]}"
+    problem = (
+        f"it tells {leak[0]!r}: {text[:300]}"
+        if leak
+        else ""
+        if allowed
+        else f"it must not come: {text[:300]}"
+    )
     return Answer(kind, problem)
 
 
@@ -77,10 +100,18 @@ def judged(kind: str, text: str, allowed: bool) -> Answer:
 
 def _bodies(start: dict[str, Any], names: list[str]) -> st.SearchStrategy[bytes]:
     """Return bodies that begin as a good one, some members of which are spoilt, lost or new; now and then no JSON at all."""
-    spoilt = st.dictionaries(st.one_of(st.sampled_from(names), st.text(max_size=12)), JSON, min_size=0, max_size=4)
+    spoilt = st.dictionaries(
+        st.one_of(st.sampled_from(names), st.text(max_size=12)), JSON, min_size=0, max_size=4
+    )
     lost = st.sets(st.sampled_from(sorted(start)), max_size=2) if start else st.just(set())
-    made = st.tuples(spoilt, lost).map(lambda pair: {name: value for name, value in {**start, **pair[0]}.items() if name not in pair[1]})
-    encoded = st.one_of(made, JSON).map(lambda body: json.dumps(body).encode("utf-8", "surrogatepass"))
+    made = st.tuples(spoilt, lost).map(
+        lambda pair: {
+            name: value for name, value in {**start, **pair[0]}.items() if name not in pair[1]
+        }
+    )
+    encoded = st.one_of(made, JSON).map(
+        lambda body: json.dumps(body).encode("utf-8", "surrogatepass")
+    )
     cut = st.tuples(encoded, st.integers(0, 60)).map(lambda pair: pair[0][: -pair[1] or None])
     return st.one_of(encoded, encoded, encoded, cut, st.binary(max_size=80))
 
@@ -90,7 +121,9 @@ def _infer_bodies() -> st.SearchStrategy[bytes]:
         {
             "name": st.one_of(st.sampled_from([field.name for field in MODELS[0].inputs]), TEXTS),
             "shape": st.one_of(st.lists(st.integers(-2, 5), max_size=4), JSON),
-            "datatype": st.one_of(st.sampled_from(["BYTES", "INT32", "BOOL", "FP32", "UINT64", "x"]), JSON),
+            "datatype": st.one_of(
+                st.sampled_from(["BYTES", "INT32", "BOOL", "FP32", "UINT64", "x"]), JSON
+            ),
             "data": JSON,
         }
     )
@@ -106,9 +139,21 @@ def _http_cases() -> st.SearchStrategy[tuple[str, bytes]]:
         if model.name == "tensorrt_llm":
             start = {"input_ids": [97, 98], "input_lengths": 2, "request_output_len": 4}
         bodies = _bodies(start, [field.name for field in model.inputs])
-        cases += [st.tuples(st.just(f"/v2/models/{model.name}/{route}"), bodies) for route in ("generate", "generate_stream")]
+        cases += [
+            st.tuples(st.just(f"/v2/models/{model.name}/{route}"), bodies)
+            for route in ("generate", "generate_stream")
+        ]
         cases.append(st.tuples(st.just(f"/v2/models/{model.name}/infer"), _infer_bodies()))
-    commands = ["health", "switches", "learned", "explain", "set", "set a", "set speculation=sideways", ""]
+    commands = [
+        "health",
+        "switches",
+        "learned",
+        "explain",
+        "set",
+        "set a",
+        "set speculation=sideways",
+        "",
+    ]
     command = st.fixed_dictionaries({"command": st.one_of(JSON, TEXTS, st.sampled_from(commands))})
     encoded = command.map(lambda body: json.dumps(body).encode("utf-8", "surrogatepass"))
     return st.one_of(*cases, st.tuples(st.just("/v2/models/spindle/generate"), encoded))
@@ -121,7 +166,10 @@ def _openai_cases() -> st.SearchStrategy[tuple[str, bytes]]:
     common = {"model": "fake", "max_tokens": 4}
     return st.one_of(
         st.tuples(st.just("/v1/completions"), _bodies({**common, "prompt": "ab"}, _OPTIONS)),
-        st.tuples(st.just("/v1/chat/completions"), _bodies({**common, "messages": [{"role": "user", "content": "ab"}]}, _OPTIONS)),
+        st.tuples(
+            st.just("/v1/chat/completions"),
+            _bodies({**common, "messages": [{"role": "user", "content": "ab"}]}, _OPTIONS),
+        ),
     )
 
 
@@ -133,7 +181,11 @@ def small(body: bytes, *names: str) -> bytes:
     try:
         value = json.loads(body)
         for name in names:
-            if isinstance(value, dict) and isinstance(value.get(name), int) and value[name] > MOST_TOKENS:
+            if (
+                isinstance(value, dict)
+                and isinstance(value.get(name), int)
+                and value[name] > MOST_TOKENS
+            ):
                 value[name] = MOST_TOKENS if value[name] <= 4096 else value[name]
         return json.dumps(value).encode("utf-8", "surrogatepass")
     except (ValueError, RecursionError):
@@ -154,7 +206,9 @@ def post(port: int, path: str, body: bytes) -> tuple[int, str]:
 def send_http(service: Service, case: tuple[str, bytes]) -> Answer:
     """Send a case to Triton's HTTP interface; 500 is Triton's own word for a wrong JSON type."""
     path, body = case
-    status, text = post(service.http, path, small(body, "max_tokens", "request_output_len", "num_return_sequences"))
+    status, text = post(
+        service.http, path, small(body, "max_tokens", "request_output_len", "num_return_sequences")
+    )
     own_parser = status == 500 and "Traceback" not in text
     return judged(str(status), text, status in (200, 400, 404, 501) or own_parser)
 
@@ -162,7 +216,9 @@ def send_http(service: Service, case: tuple[str, bytes]) -> Answer:
 def send_openai(service: Service, case: tuple[str, bytes]) -> Answer:
     """Send a case to the OpenAI front end."""
     path, body = case
-    status, text = post(service.openai, path, small(body, "max_tokens", "max_completion_tokens", "n"))
+    status, text = post(
+        service.openai, path, small(body, "max_tokens", "max_completion_tokens", "n")
+    )
     return judged(str(status), text, status in (200, 400, 404))
 
 
@@ -189,22 +245,34 @@ def _good(field: Field, value: Any) -> Tensor:
             raw = np.array([value], np.float64).astype(kind).tobytes()
     else:
         whole = int(value) if math.isfinite(value) else 0
-        raw = (whole % 2 ** (8 * kind.itemsize)).to_bytes(kind.itemsize, "little") if kind.kind != "b" else bytes([whole % 2])
+        raw = (
+            (whole % 2 ** (8 * kind.itemsize)).to_bytes(kind.itemsize, "little")
+            if kind.kind != "b"
+            else bytes([whole % 2])
+        )
     return Tensor(field.name, field.dtype, (1, 1), raw)
 
 
 def _spoilt(fields: tuple[Field, ...]) -> st.SearchStrategy[Tensor]:
-    shapes = st.one_of(st.just((1, 1)), st.just((1,)), st.lists(st.integers(0, 4), max_size=4).map(tuple))
+    shapes = st.one_of(
+        st.just((1, 1)), st.just((1,)), st.lists(st.integers(0, 4), max_size=4).map(tuple)
+    )
     wild = st.builds(
         Tensor,
         st.one_of(st.sampled_from([field.name for field in fields]), st.text(max_size=10)),
-        st.sampled_from(["BYTES", "INT32", "FP32", "BOOL", "UINT64", "FP16", "UINT8", "INT64", "", "X"]),
+        st.sampled_from(
+            ["BYTES", "INT32", "FP32", "BOOL", "UINT64", "FP16", "UINT8", "INT64", "", "X"]
+        ),
         shapes,
         st.binary(max_size=32),
     )
-    values = st.one_of(st.sampled_from([number for number in NUMBERS if abs(number) < 1e300]), st.integers(-5, 5))
+    values = st.one_of(
+        st.sampled_from([number for number in NUMBERS if abs(number) < 1e300]), st.integers(-5, 5)
+    )
     typed = [
-        (TEXTS if field.dtype == "STRING" else values).map(lambda value, field=field: _good(field, value))
+        (TEXTS if field.dtype == "STRING" else values).map(
+            lambda value, field=field: _good(field, value)
+        )
         for field in fields
         if field.dims in ((1,), (-1,))
     ]
@@ -217,7 +285,9 @@ def _grpc_cases() -> st.SearchStrategy[tuple[str, list[Tensor]]]:
         fields = {field.name: field for field in model.inputs}
         start = [_good(fields[name], value) for name, value in _STARTS[model.name].items()]
         spoilt = st.lists(_spoilt(model.inputs), max_size=4)
-        merged = st.tuples(spoilt, st.integers(0, 2**6)).map(lambda pair, start=start: _merge(start, *pair))
+        merged = st.tuples(spoilt, st.integers(0, 2**6)).map(
+            lambda pair, start=start: _merge(start, *pair)
+        )
         cases.append(st.tuples(st.just(model.name), merged))
     return st.one_of(*cases)
 
@@ -233,12 +303,20 @@ _STARTS: dict[str, dict[str, Any]] = {
 
 def _merge(start: list[Tensor], spoilt: list[Tensor], lost: int) -> list[Tensor]:
     named = {tensor.name: tensor for tensor in (*start, *spoilt)}
-    kept = [tensor for index, tensor in enumerate(named.values()) if lost % 7 != index or index >= len(start)]
+    kept = [
+        tensor
+        for index, tensor in enumerate(named.values())
+        if lost % 7 != index or index >= len(start)
+    ]
     return [_bounded(tensor) for tensor in kept]
 
 
 def _bounded(tensor: Tensor) -> Tensor:
-    if tensor.name in ("max_tokens", "request_output_len", "num_return_sequences") and tensor.datatype == "INT32" and len(tensor.raw) == 4:
+    if (
+        tensor.name in ("max_tokens", "request_output_len", "num_return_sequences")
+        and tensor.datatype == "INT32"
+        and len(tensor.raw) == 4
+    ):
         value = int.from_bytes(tensor.raw, "little", signed=True)
         if MOST_TOKENS < value <= 4096:
             return Tensor(tensor.name, "INT32", tensor.shape, MOST_TOKENS.to_bytes(4, "little"))
@@ -259,14 +337,22 @@ def send_grpc(channel: grpc.Channel, case: tuple[str, list[Tensor]]) -> Answer:
     for tensor in tensors:
         request.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         request.raw_input_contents.append(tensor.raw)
-    call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(iter([request]), timeout=ANSWER_LIMIT_S)
+    call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(
+        iter([request]), timeout=ANSWER_LIMIT_S
+    )
     finals, refusals, text = 0, 0, ""
     try:
         for message in call:
             final = message.infer_response.parameters["triton_final_response"].bool_param
             finals += final
-            refusals += bool(message.error_message) and not final  # what Triton's core refuses has no final flag
+            refusals += (
+                bool(message.error_message) and not final
+            )  # what Triton's core refuses has no final flag
             text += message.error_message
     except grpc.RpcError as error:
         return judged(error.code().name, error.details() or "", allowed=False)
-    return judged("refused by Triton" if refusals else "refused" if text else "OK", text, finals + refusals == 1)
+    return judged(
+        "refused by Triton" if refusals else "refused" if text else "OK",
+        text,
+        finals + refusals == 1,
+    )

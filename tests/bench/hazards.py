@@ -19,7 +19,9 @@ from policy.plan import FloatArray
 
 LEAST, MOST = 0.001, 0.999
 _HALVINGS, _ROUNDS = 30, 4
-_ACCEPTED = re.compile(r'spindle_accepted_tokens_by_position_total\{draft="([^"]*)",position="(\d+)"\}')
+_ACCEPTED = re.compile(
+    r'spindle_accepted_tokens_by_position_total\{draft="([^"]*)",position="(\d+)"\}'
+)
 
 Key = tuple[str, str, int]
 Observed = tuple[Key, str, int, dict[str, Any]]
@@ -44,7 +46,9 @@ class Hazards:
         return self.hazard[begin:end], self.found[begin:end]
 
 
-def fitted(observed: Sequence[Observed], drafts: Sequence[str], free: Sequence[bool], k_max: int) -> Hazards:
+def fitted(
+    observed: Sequence[Observed], drafts: Sequence[str], free: Sequence[bool], k_max: int
+) -> Hazards:
     """Fit hazards to the runs of fixed choices, request by request."""
     start: dict[Key, tuple[int, int]] = {}
     count = 0
@@ -64,7 +68,9 @@ def fitted(observed: Sequence[Observed], drafts: Sequence[str], free: Sequence[b
     return Hazards(hazard, found, decay, start)
 
 
-def _chances(runs: list[tuple[tuple[int, int], int, dict[str, Any]]], count: int, k_max: int) -> tuple[FloatArray, FloatArray, FloatArray]:
+def _chances(
+    runs: list[tuple[tuple[int, int], int, dict[str, Any]]], count: int, k_max: int
+) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Return, by request, how often each position was proposed [requests, k_max], the tokens accepted, and the steps that decoded."""
     chances, accepted, steps = np.zeros((count, k_max)), np.zeros(count), np.zeros(count)
     for (begin, end), length, run in runs:
@@ -89,7 +95,9 @@ def _by_position(runs: list[dict[str, Any]], draft: str, k_max: int) -> FloatArr
     return np.array([places[position + 1] for position in range(k_max)])
 
 
-def _solved(chances: FloatArray, accepted: FloatArray, places: FloatArray) -> tuple[FloatArray, FloatArray]:
+def _solved(
+    chances: FloatArray, accepted: FloatArray, places: FloatArray
+) -> tuple[FloatArray, FloatArray]:
     """Return the hazards [requests] and the decays [k_max] that agree with each other."""
     powers, factor = np.arange(1, chances.shape[1] + 1), np.ones(chances.shape[1])
     hazard = np.full(len(chances), LEAST)

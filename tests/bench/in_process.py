@@ -36,12 +36,16 @@ class Sink:
         raise RuntimeError(f"{code}: {message}")
 
 
-def generate(app: App, requests: Iterable[GenerationRequest], together: int = 1, policy: Policy | None = None) -> list[Session]:
+def generate(
+    app: App, requests: Iterable[GenerationRequest], together: int = 1, policy: Policy | None = None
+) -> list[Session]:
     """Serve requests, up to ``together`` at a time (closed loop), and return their sessions in order; ``policy`` replaces the app's own."""
     return serve(app, [app.session(request, Sink()) for request in requests], together, policy)
 
 
-def serve(app: App, sessions: list[Session], together: int = 1, policy: Policy | None = None) -> list[Session]:
+def serve(
+    app: App, sessions: list[Session], together: int = 1, policy: Policy | None = None
+) -> list[Session]:
     """The same for sessions that the caller has made."""
     loop, waiting, running = app.orchestrator, deque(sessions), list[Session]()
     kept = loop._policy, loop.policy_state
@@ -62,7 +66,9 @@ def serve(app: App, sessions: list[Session], together: int = 1, policy: Policy |
 
 def first_difference(one: list[int], other: list[int]) -> int | None:
     """Return the index of the first token that differs, None where one text goes on as the other as far as both go."""
-    return next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
+    return next(
+        (i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None
+    )
 
 
 class Witness:
@@ -92,4 +98,7 @@ class Witness:
         place = np.uint64(word(sampling.seed, len(tokens)))
         noise = exponentials(place ^ np.array([one, other], np.uint64))
         logits = self.logits(tokens)
-        return abs(float(logits[one] - logits[other]) / sampling.temperature - math.log(float(noise[0] / noise[1])))
+        return abs(
+            float(logits[one] - logits[other]) / sampling.temperature
+            - math.log(float(noise[0] / noise[1]))
+        )

@@ -43,7 +43,10 @@ class Served:
     @property
     def gaps_s(self) -> list[float]:
         """Times between two responses that carry text."""
-        return [later - earlier for earlier, later in zip(self.arrivals_s, self.arrivals_s[1:], strict=False)]
+        return [
+            later - earlier
+            for earlier, later in zip(self.arrivals_s, self.arrivals_s[1:], strict=False)
+        ]
 
     @property
     def token_s(self) -> float | None:
@@ -55,7 +58,11 @@ class Served:
 
 def channel(port: int) -> grpc.aio.Channel:
     """Return a connection of its own, which looks for a restarted server every second."""
-    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_reconnect_backoff_ms", 1000), ("grpc.initial_reconnect_backoff_ms", 100)]
+    options = [
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+    ]
     return grpc.aio.insecure_channel(f"127.0.0.1:{port}", options)
 
 
@@ -74,7 +81,9 @@ async def serve(
     """
     stub = service_pb2_grpc.GRPCInferenceServiceStub(connection)
     served = Served(time.perf_counter())
-    call = stub.ModelStreamInfer(metadata=(("triton_grpc_error", "true"),) if codes else None, timeout=ANSWER_LIMIT_S)
+    call = stub.ModelStreamInfer(
+        metadata=(("triton_grpc_error", "true"),) if codes else None, timeout=ANSWER_LIMIT_S
+    )
     try:
         await call.write(infer_request(model, stream=True, **inputs))
         await call.done_writing()
@@ -91,14 +100,21 @@ async def serve(
     return served
 
 
-async def _read(call: Any, served: Served, pause: Callable[[int], Awaitable[None]] | None, cancel_after: int | None) -> None:
+async def _read(
+    call: Any,
+    served: Served,
+    pause: Callable[[int], Awaitable[None]] | None,
+    cancel_after: int | None,
+) -> None:
     finals = 0
     while cancel_after is None or served.responses < cancel_after:
         if pause is not None:
             await pause(served.responses)
         message = await call.read()
         if message is grpc.aio.EOF:
-            served.outcome = "error" if served.message else FINAL if finals == 1 else f"{finals} final responses"
+            served.outcome = (
+                "error" if served.message else FINAL if finals == 1 else f"{finals} final responses"
+            )
             return
         served.responses += 1
         served.message = served.message or message.error_message
@@ -112,15 +128,22 @@ async def _read(call: Any, served: Served, pause: Callable[[int], Awaitable[None
 
 def _take(response: Any, served: Served) -> None:
     """Note what the outputs of a response say; those that were not asked for are not there."""
-    raw = dict(zip((output.name for output in response.outputs), response.raw_output_contents, strict=True))
+    raw = dict(
+        zip((output.name for output in response.outputs), response.raw_output_contents, strict=True)
+    )
     served.text += raw.get("text_output", b"")[4:].decode()
     served.finish_reason = raw.get("finish_reason", b"")[4:].decode() or served.finish_reason
     for name, field_name in _COUNTS.items():
         if name in raw:
             setattr(served, field_name, int.from_bytes(raw[name], "little"))
     if "draft_names" in raw:
-        proposed, accepted = (np.frombuffer(raw[name], np.int32).tolist() for name in ("draft_tokens", "accepted_draft_tokens"))
-        served.drafts = dict(zip(_strings(raw["draft_names"]), zip(proposed, accepted, strict=True), strict=True))
+        proposed, accepted = (
+            np.frombuffer(raw[name], np.int32).tolist()
+            for name in ("draft_tokens", "accepted_draft_tokens")
+        )
+        served.drafts = dict(
+            zip(_strings(raw["draft_names"]), zip(proposed, accepted, strict=True), strict=True)
+        )
 
 
 def _strings(raw: bytes) -> list[str]:
@@ -143,4 +166,8 @@ _COUNTS = {
 
 def percentiles_ms(values_s: list[float]) -> dict[str, float] | None:
     """Return the 50th, 95th and 99th percentile in milliseconds."""
-    return {f"p{q}": round(1e3 * float(np.percentile(values_s, q)), 2) for q in (50, 95, 99)} if values_s else None
+    return (
+        {f"p{q}": round(1e3 * float(np.percentile(values_s, q)), 2) for q in (50, 95, 99)}
+        if values_s
+        else None
+    )

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from policy import NO_DRAFT, LatencyCurve, LatencyModel, View
 from policy.latency import Correction
-from policy.problem import Choice as Columns
 from policy.problem import NOTHING_GIVEN, Given, StepProblem, step_problem
+from policy.problem import Choice as Columns
 
 Choice = tuple[tuple[int, int], ...]
 """(draft, length) by row."""
@@ -82,7 +82,9 @@ class Instance:
             tokens += survival
         curve, scale = self.latency.drafts[draft], float(self.correction[2 + draft])
         reading_s = length * (curve.row_s + curve.context_s * float(self.view.context[row]))
-        catchup_s = self._base(draft, self.unseen(row, draft)) - self._base(draft, self.first(row, draft))
+        catchup_s = self._base(draft, self.unseen(row, draft)) - self._base(
+            draft, self.first(row, draft)
+        )
         steps = min(max(float(self.view.remaining[row]) / 2, 1.0), self.horizon_steps)
         return tokens - self.price * scale * (reading_s + catchup_s / steps)
 
@@ -101,7 +103,11 @@ class Instance:
         seconds = []
         for proposed in range(rows * self.k_max + 1):
             tokens = view.prefill_tokens + rows + proposed
-            base = float(target.base(np.array(tokens))) + rows * target.row_s + float(view.context.sum()) * target.context_s
+            base = (
+                float(target.base(np.array(tokens)))
+                + rows * target.row_s
+                + float(view.context.sum()) * target.context_s
+            )
             other = self.latency.overhead_s + (self.latency.speculation_s if proposed else 0.0)
             seconds.append(float(self.correction[0]) * base + float(self.correction[1]) * other)
         return seconds
@@ -113,9 +119,14 @@ class Instance:
     def objective(self, choice: Choice) -> float:
         """Return the priced objective of a choice for all rows; -inf where it breaks the cap."""
         shared_s = self.shared_s(choice)
-        if self.view.cap_s < float("inf") and shared_s + self.alone_s(choice) > max(self.view.cap_s, self.plain_s) * (1 + 1e-9):
+        if self.view.cap_s < float("inf") and shared_s + self.alone_s(choice) > max(
+            self.view.cap_s, self.plain_s
+        ) * (1 + 1e-9):
             return -float("inf")
-        return sum(self.worth(row, option) for row, option in enumerate(choice)) - self.price * shared_s
+        return (
+            sum(self.worth(row, option) for row, option in enumerate(choice))
+            - self.price * shared_s
+        )
 
     @cached_property
     def plain_s(self) -> float:
@@ -129,8 +140,12 @@ class Instance:
         for row, (d, length) in enumerate(choice):
             if length:
                 curve, scale = self.latency.drafts[d], float(self.correction[2 + d])
-                seconds += scale * length * (curve.row_s + curve.context_s * float(self.view.context[row]))
-                seconds += scale * (self._base(d, self.unseen(row, d)) - self._base(d, self.first(row, d)))
+                seconds += (
+                    scale * length * (curve.row_s + curve.context_s * float(self.view.context[row]))
+                )
+                seconds += scale * (
+                    self._base(d, self.unseen(row, d)) - self._base(d, self.first(row, d))
+                )
         return seconds
 
     def shared_s(self, choice: Choice) -> float:
@@ -160,13 +175,19 @@ def best_by_rows(instance: Instance) -> float:
     drafts, k_max = range(len(instance.view.drafts)), instance.k_max
     reached = {((0,) * (k_max + 1),) * len(drafts): 0.0}
     for row in range(len(instance.view)):
-        steps = [(d, k, instance.worth(row, (d, k)), instance.first(row, d) if k else 0) for d, k in instance.options(row)]
+        steps = [
+            (d, k, instance.worth(row, (d, k)), instance.first(row, d) if k else 0)
+            for d, k in instance.options(row)
+        ]
         following: dict[tuple[tuple[int, ...], ...], float] = {}
         for state, value in reached.items():
             for d, k, worth, first in steps:
                 after = state
                 if k:
-                    tokens = (state[d][0] + first, *(n + (j < k) for j, n in enumerate(state[d][1:])))
+                    tokens = (
+                        state[d][0] + first,
+                        *(n + (j < k) for j, n in enumerate(state[d][1:])),
+                    )
                     after = (*state[:d], tokens, *state[d + 1 :])
                 if value + worth > following.get(after, -float("inf")):
                     following[after] = value + worth
@@ -211,13 +232,20 @@ def drifted(instance: Instance, choice: Choice, rng: np.random.Generator) -> Ins
     )
     noise = rng.normal(0.0, 0.1, (*used.shape, 1)) + rng.normal(0.0, 0.02, instance.hazard.shape)
     odds = instance.hazard / (1 - instance.hazard) * np.exp(noise)
-    return replace(instance, view=following, hazard=odds / (1 + odds), price=instance.price * float(rng.uniform(0.97, 1.03)))
+    return replace(
+        instance,
+        view=following,
+        hazard=odds / (1 + odds),
+        price=instance.price * float(rng.uniform(0.97, 1.03)),
+    )
 
 
 def random_instance(rng: np.random.Generator, rows: int, drafts: int, k_max: int) -> Instance:
     """Return an instance with everything that makes one hard."""
     shape = (rows, drafts)
-    remaining = np.where(rng.random(rows) < 0.2, rng.integers(1, k_max + 2, rows), rng.integers(k_max + 1, 200, rows))
+    remaining = np.where(
+        rng.random(rows) < 0.2, rng.integers(1, k_max + 2, rows), rng.integers(k_max + 1, 200, rows)
+    )
     view = View(
         tuple(f"d{d}" for d in range(drafts)),
         np.arange(rows),
@@ -229,9 +257,13 @@ def random_instance(rng: np.random.Generator, rows: int, drafts: int, k_max: int
         prefill_tokens=int(rng.choice([0, 0, 37])),
     )
     target = _staircase(rng, 1.0, 37 + rows * (k_max + 1), 0.1)
-    curves = tuple(_staircase(rng, float(rng.uniform(0.01, 0.3)), 2 * rows, 0.15) for _ in range(drafts))
+    curves = tuple(
+        _staircase(rng, float(rng.uniform(0.01, 0.3)), 2 * rows, 0.15) for _ in range(drafts)
+    )
     hazard = rng.uniform(0.1, 0.98, (*shape, 1)) * rng.uniform(0.7, 1.0, (*shape, k_max))
-    latency = LatencyModel(target, curves, overhead_s=0.02, speculation_s=float(rng.choice([0.0, 0.05])))
+    latency = LatencyModel(
+        target, curves, overhead_s=0.02, speculation_s=float(rng.choice([0.0, 0.05]))
+    )
     price = float(rng.uniform(0.5, 2.5)) * rows  # around the goodput, at which the question is open
     return Instance(view, hazard, latency, rng.uniform(0.8, 1.25, 2 + drafts), k_max, 16.0, price)
 
@@ -240,10 +272,19 @@ def _staircase(rng: np.random.Generator, first_s: float, tokens: int, stair: flo
     """Return a curve of flat treads and sudden stairs, each a share of the first forward high."""
     stairs = rng.exponential(stair, tokens) * (rng.random(tokens) < rng.choice([0.1, 0.4, 1.0]))
     base_s = first_s * (1 + np.concatenate([[0.0, 0.0], np.cumsum(stairs)]))
-    return LatencyCurve(base_s, first_s * stair / 4, first_s * float(rng.choice([0.0, 0.01])), first_s * float(rng.choice([0.0, 1e-5])))
+    return LatencyCurve(
+        base_s,
+        first_s * stair / 4,
+        first_s * float(rng.choice([0.0, 0.01])),
+        first_s * float(rng.choice([0.0, 1e-5])),
+    )
 
 
 def sizes(rng: np.random.Generator) -> tuple[int, int, int]:
     """Return rows, drafts and positions of an instance small enough to enumerate."""
     rows = int(rng.integers(1, 4))
-    return rows, int(rng.integers(1, 4 if rows == 3 else 5)), int(rng.integers(1, {1: 9, 2: 6, 3: 3}[rows]))
+    return (
+        rows,
+        int(rng.integers(1, 4 if rows == 3 else 5)),
+        int(rng.integers(1, {1: 9, 2: 6, 3: 3}[rows])),
+    )

@@ -14,7 +14,9 @@ def abba(arms: Sequence[str], block: int) -> list[str]:
     return list(arms) if block % 2 == 0 else list(reversed(arms))
 
 
-def median_interval(ratios: Sequence[float], seed: int, confidence: float = 0.95) -> tuple[float, float]:
+def median_interval(
+    ratios: Sequence[float], seed: int, confidence: float = 0.95
+) -> tuple[float, float]:
     """Return the percentile bootstrap interval of the median, resampling blocks (Efron 1979)."""
     rng = random.Random(seed)
     medians = sorted(median(rng.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))

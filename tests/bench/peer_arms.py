@@ -42,9 +42,19 @@ class PeerArm:
     """A worker process."""
 
     def __init__(self, command: list[str], tokenizer: Tokenizer) -> None:
-        patient = {**os.environ, "OMP_WAIT_POLICY": "passive"}  # threads that spin lose many times over where others use the cores
+        patient = {
+            **os.environ,
+            "OMP_WAIT_POLICY": "passive",
+        }  # threads that spin lose many times over where others use the cores
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed with the worker)
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=patient)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=patient,
+        )
         self._tokenizer = tokenizer
         self._read()
 
@@ -54,7 +64,11 @@ class PeerArm:
             raise ValueError("a peer serves closed loops only")
         assert self._process.stdin is not None
         prompts = [self._tokenizer.encode(request["text_input"]) for request in offer.requests]
-        work = {"prompts": prompts, "max_tokens": offer.requests[0]["max_tokens"], "concurrency": offer.concurrency}
+        work = {
+            "prompts": prompts,
+            "max_tokens": offer.requests[0]["max_tokens"],
+            "concurrency": offer.concurrency,
+        }
         self._process.stdin.write(json.dumps(work) + "\n")
         self._process.stdin.flush()
         answer = json.loads(self._read())
@@ -74,8 +88,19 @@ class PeerArm:
 
     def _reply(self, tokens: list[int], first_s: float, total_s: float) -> Reply:
         decoder = IncrementalDecoder(self._tokenizer.token_bytes)
-        text = "".join(decoder.push(token) for token in tokens if token not in self._tokenizer.end_ids) + decoder.finish()
-        return Reply(text, len(tokens), drafted=0, accepted=0, finish_reason="", first_s=first_s, total_s=total_s)
+        text = (
+            "".join(decoder.push(token) for token in tokens if token not in self._tokenizer.end_ids)
+            + decoder.finish()
+        )
+        return Reply(
+            text,
+            len(tokens),
+            drafted=0,
+            accepted=0,
+            finish_reason="",
+            first_s=first_s,
+            total_s=total_s,
+        )
 
     def _read(self) -> str:
         assert self._process.stdout is not None
@@ -83,7 +108,9 @@ class PeerArm:
             return line
         status = self._process.wait()
         self._log.seek(0)
-        raise RuntimeError(f"the peer ended with status {status}: {(self._log.read().strip() or 'it wrote nothing').splitlines()[-1]}")
+        raise RuntimeError(
+            f"the peer ended with status {status}: {(self._log.read().strip() or 'it wrote nothing').splitlines()[-1]}"
+        )
 
 
 class Peers:
@@ -110,7 +137,9 @@ class Peers:
         if fresh:
             while self._running and memory.host_bytes() < ROOM_BYTES:
                 self._running.popitem(last=False)[1].close()
-            self._running[name] = PeerArm(self._command(name), load_tokenizer(model_path(self._config.target)))
+            self._running[name] = PeerArm(
+                self._command(name), load_tokenizer(model_path(self._config.target))
+            )
         self._running.move_to_end(name)
         return self._running[name], fresh
 
@@ -132,27 +161,53 @@ class Peers:
             self._running.popitem()[1].close()
 
     def _gguf_kind(self, kind: str) -> str:
-        return "Q4_1 GGUF, as packaged" if self._config.target.model == EMBEDDED_MODEL else f"{kind} GGUF"
+        return (
+            "Q4_1 GGUF, as packaged"
+            if self._config.target.model == EMBEDDED_MODEL
+            else f"{kind} GGUF"
+        )
 
     def _drafts(self) -> list[EngineConfig]:
         """Return the drafts that run a model, the largest first."""
         found = [draft for draft in self._config.drafts if draft.engine == "torch"]
-        return sorted(found, key=lambda draft: -sum(file.stat().st_size for file in model_path(draft).glob("*.safetensors")))
+        return sorted(
+            found,
+            key=lambda draft: (
+                -sum(file.stat().st_size for file in model_path(draft).glob("*.safetensors"))
+            ),
+        )
 
     def _command(self, name: str) -> list[str]:
         stack, _, kind = name.partition("-")
-        target, tokenizer = model_path(self._config.target), load_tokenizer(model_path(self._config.target))
+        target, tokenizer = (
+            model_path(self._config.target),
+            load_tokenizer(model_path(self._config.target)),
+        )
         threads = self._config.threads if isinstance(self._config.threads, int) else 1
-        own = ["--threads", str(threads), *(word for end in sorted(tokenizer.end_ids, reverse=True) for word in ("--ends", str(end)))]
+        own = [
+            "--threads",
+            str(threads),
+            *(
+                word
+                for end in sorted(tokenizer.end_ids, reverse=True)
+                for word in ("--ends", str(end))
+            ),
+        ]
         if stack in ("transformers", "vllm"):
             models = ["--model", target, "--dtype", _dtype()]
-            models += ["--draft", whole_head(model_path(self._drafts()[0]))] if kind == "draft" else []
+            models += (
+                ["--draft", whole_head(model_path(self._drafts()[0]))] if kind == "draft" else []
+            )
         else:
             form = {"openvino": "F16", "llamacpp": "BF16"}[stack]
             packaged = self._config.target.model == EMBEDDED_MODEL and name != BF16
             own = packaged and embedded_gguf(cache.root() / "peers")
             models = ["--gguf", own or as_gguf(target, target, form)]
-            models += ["--draft-gguf", as_gguf(model_path(self._drafts()[0]), target, form)] if kind == "draft" else []
+            models += (
+                ["--draft-gguf", as_gguf(model_path(self._drafts()[0]), target, form)]
+                if kind == "draft"
+                else []
+            )
         return [*_COMMANDS[stack](name), *map(str, models), *own]
 
 
@@ -170,13 +225,18 @@ def _ready(stack: str) -> bool:
     if stack == "transformers":
         return True
     if stack == "llamacpp":
-        return shutil.which("node") is not None and (environment(stack) / "node_modules" / "node-llama-cpp").is_dir()
+        return (
+            shutil.which("node") is not None
+            and (environment(stack) / "node_modules" / "node-llama-cpp").is_dir()
+        )
     return (environment(stack) / "bin" / "python").is_file()
 
 
 def _python(name: str) -> list[str]:
     stack = name.partition("-")[0]
-    python = sys.executable if stack == "transformers" else str(environment(stack) / "bin" / "python")
+    python = (
+        sys.executable if stack == "transformers" else str(environment(stack) / "bin" / "python")
+    )
     return [python, str(WORKERS / "peer_worker.py"), name]
 
 
@@ -184,4 +244,9 @@ def _node(name: str) -> list[str]:
     return ["node", str(WORKERS / "peer_worker.mjs"), name, "--root", str(environment("llamacpp"))]
 
 
-_COMMANDS: dict[str, Callable[[str], list[str]]] = {"transformers": _python, "vllm": _python, "openvino": _python, "llamacpp": _node}
+_COMMANDS: dict[str, Callable[[str], list[str]]] = {
+    "transformers": _python,
+    "vllm": _python,
+    "openvino": _python,
+    "llamacpp": _node,
+}

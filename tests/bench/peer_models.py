@@ -37,9 +37,16 @@ def whole_head(folder: Path) -> Path:
         ids, rows = made.pop(HEAD_IDS).long(), made[HEAD].float()
         made[HEAD] = rows.mean(0).repeat(size, 1)
         made[HEAD][ids] = rows
-        own = {key: value for key, value in config.items() if key not in ("draft_vocab_size", "vocabulary_sha256")}
+        own = {
+            key: value
+            for key, value in config.items()
+            if key not in ("draft_vocab_size", "vocabulary_sha256")
+        }
         with tempfile.TemporaryDirectory(dir=place.parent) as fresh:
-            save_file({name: tensor.bfloat16().contiguous() for name, tensor in made.items()}, Path(fresh) / "model.safetensors")
+            save_file(
+                {name: tensor.bfloat16().contiguous() for name, tensor in made.items()},
+                Path(fresh) / "model.safetensors",
+            )
             (Path(fresh) / "config.json").write_text(json.dumps(own, indent=1) + "\n", "utf-8")
             shutil.copytree(fresh, place)
     return place
@@ -57,7 +64,9 @@ def as_gguf(folder: Path, target: Path, kind: str) -> Path:
         _add_config(writer, folder.name, config)
         _add_tokenizer(writer, target)
         for name, tensor in _tensors(source).items():
-            _add_tensor(writer, name, tensor.float().numpy(), config, gguf.GGMLQuantizationType[kind])
+            _add_tensor(
+                writer, name, tensor.float().numpy(), config, gguf.GGMLQuantizationType[kind]
+            )
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -67,13 +76,19 @@ def as_gguf(folder: Path, target: Path, kind: str) -> Path:
 
 
 def _place(folder: Path, name: str) -> Path:
-    place = cache.root() / "peers" / "models" / f"{folder.name}-{weights_sha256(folder)[:12]}-{name}"
+    place = (
+        cache.root() / "peers" / "models" / f"{folder.name}-{weights_sha256(folder)[:12]}-{name}"
+    )
     place.parent.mkdir(parents=True, exist_ok=True)
     return place
 
 
 def _tensors(folder: Path) -> Tensors:
-    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
 
 
 def _add_config(writer: gguf.GGUFWriter, name: str, config: dict[str, Any]) -> None:
@@ -94,15 +109,27 @@ def _add_config(writer: gguf.GGUFWriter, name: str, config: dict[str, Any]) -> N
 
 def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
     """Add the byte-level BPE tokenizer of a folder, as llama.cpp names the two that this project has."""
-    tokenizer, own = (json.loads((folder / name).read_text("utf-8")) for name in ("tokenizer.json", "tokenizer_config.json"))
+    tokenizer, own = (
+        json.loads((folder / name).read_text("utf-8"))
+        for name in ("tokenizer.json", "tokenizer_config.json")
+    )
     model, special = tokenizer["model"], {token["id"] for token in tokenizer["added_tokens"]}
-    digits = any(step["type"] == "Digits" for step in tokenizer["pre_tokenizer"].get("pretokenizers", []))
+    digits = any(
+        step["type"] == "Digits" for step in tokenizer["pre_tokenizer"].get("pretokenizers", [])
+    )
     words = sorted(model["vocab"], key=model["vocab"].__getitem__)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm" if digits else "gpt-2")
     writer.add_token_list(words)
-    writer.add_token_types([gguf.TokenType.CONTROL if i in special else gguf.TokenType.NORMAL for i in range(len(words))])
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
+    writer.add_token_types(
+        [
+            gguf.TokenType.CONTROL if i in special else gguf.TokenType.NORMAL
+            for i in range(len(words))
+        ]
+    )
+    writer.add_token_merges(
+        [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    )
     writer.add_bos_token_id(model["vocab"][own["bos_token"]])
     writer.add_eos_token_id(model["vocab"][own["eos_token"]])
     writer.add_pad_token_id(model["vocab"][own["pad_token"]])
@@ -110,17 +137,29 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
     writer.add_chat_template(own["chat_template"])
 
 
-def _add_tensor(writer: gguf.GGUFWriter, name: str, weight: np.ndarray, config: dict[str, Any], kind: gguf.GGMLQuantizationType) -> None:
+def _add_tensor(
+    writer: gguf.GGUFWriter,
+    name: str,
+    weight: np.ndarray,
+    config: dict[str, Any],
+    kind: gguf.GGMLQuantizationType,
+) -> None:
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     part = name.split(".")[-2]
     if part in heads:
         weight = permute(weight, heads[part])
     kept = gguf.GGMLQuantizationType.F32 if weight.ndim == 1 else kind
-    writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), gguf.quantize(np.ascontiguousarray(weight), kept), raw_dtype=kept)
+    writer.add_tensor(
+        names.get_name(name, try_suffixes=(".weight",)),
+        gguf.quantize(np.ascontiguousarray(weight), kept),
+        raw_dtype=kept,
+    )
 
 
 def permute(weight: np.ndarray, heads: int) -> np.ndarray:
     """Put the rows of a q or k projection [heads * d, columns] in llama.cpp's order: the inverse of ``engines_build.convert.unpermute``."""
     rows, columns = weight.shape
-    return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    return (
+        weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    )

@@ -40,7 +40,9 @@ class Transformers:
 
         torch.set_num_threads(options.threads)
         self._torch, self._ends = torch, options.ends
-        self._model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype)).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(
+            options.model, dtype=getattr(torch, options.dtype)
+        ).eval()
         self._batches = kind == "plain"
         self._more: dict[str, Any] = {}
         if kind == "draft":
@@ -49,7 +51,10 @@ class Transformers:
             draft.generation_config.num_assistant_tokens_schedule = "constant"
             self._more = {"assistant_model": draft}
         elif kind == "lookup":
-            self._more = {"prompt_lookup_num_tokens": DRAFT_TOKENS, "max_matching_ngram_size": LOOKUP_NGRAM[1]}
+            self._more = {
+                "prompt_lookup_num_tokens": DRAFT_TOKENS,
+                "max_matching_ngram_size": LOOKUP_NGRAM[1],
+            }
 
     def serve(self, prompts: list[list[int]], max_tokens: int, concurrency: int) -> list[Reply]:
         """Serve in waves; a request is due when one of those in flight before it has ended."""
@@ -60,8 +65,12 @@ class Transformers:
             made, first_s = self._generate(prompts[begin : begin + size], max_tokens)
             now_s = time.perf_counter()
             for tokens in made:
-                due_s = started_s if len(replies) < concurrency else ended_s[len(replies) - concurrency]
-                replies.append({"tokens": tokens, "first_s": first_s - due_s, "total_s": now_s - due_s})
+                due_s = (
+                    started_s if len(replies) < concurrency else ended_s[len(replies) - concurrency]
+                )
+                replies.append(
+                    {"tokens": tokens, "first_s": first_s - due_s, "total_s": now_s - due_s}
+                )
                 ended_s.append(now_s)
         return replies
 
@@ -80,12 +89,22 @@ class Transformers:
                 return input_ids.new_zeros(input_ids.shape[0], dtype=bool)
 
         width = max(map(len, prompts))
-        inputs = self._torch.tensor([[self._ends[0]] * (width - len(prompt)) + prompt for prompt in prompts])
-        mask = self._torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        inputs = self._torch.tensor(
+            [[self._ends[0]] * (width - len(prompt)) + prompt for prompt in prompts]
+        )
+        mask = self._torch.tensor(
+            [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        )
         ends = {"eos_token_id": self._ends, "pad_token_id": self._ends[0]}
         with self._torch.inference_mode():
             made = self._model.generate(
-                inputs, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False, stopping_criteria=[Watch()], **ends, **self._more
+                inputs,
+                attention_mask=mask,
+                max_new_tokens=max_tokens,
+                do_sample=False,
+                stopping_criteria=[Watch()],
+                **ends,
+                **self._more,
             )
         return [_cut(row[width:].tolist(), self._ends) for row in made], seen_s[0]
 
@@ -102,8 +121,14 @@ class OpenVino:
         threads = {"INFERENCE_NUM_THREADS": options.threads}
         more: dict[str, Any] = {"prompt_lookup": True} if kind == "lookup" else {}
         if kind == "draft":
-            more = {"draft_model": openvino_genai.draft_model(_openvino_folder(options.draft_gguf), "CPU", **threads)}
-        self._pipeline = openvino_genai.ContinuousBatchingPipeline(options.gguf, scheduler, "CPU", threads | more)
+            more = {
+                "draft_model": openvino_genai.draft_model(
+                    _openvino_folder(options.draft_gguf), "CPU", **threads
+                )
+            }
+        self._pipeline = openvino_genai.ContinuousBatchingPipeline(
+            options.gguf, scheduler, "CPU", threads | more
+        )
         self._requests = 0
 
     def serve(self, prompts: list[list[int]], max_tokens: int, concurrency: int) -> list[Reply]:
@@ -133,7 +158,11 @@ class OpenVino:
         import openvino
 
         config = self._genai.GenerationConfig()
-        config.max_new_tokens, config.do_sample, config.apply_chat_template = max_tokens, False, False
+        config.max_new_tokens, config.do_sample, config.apply_chat_template = (
+            max_tokens,
+            False,
+            False,
+        )
         config.set_eos_token_id(self._ends[0])
         config.stop_token_ids = {*self._ends}
         if self._kind != "plain":
@@ -141,7 +170,9 @@ class OpenVino:
         if self._kind == "lookup":
             config.max_ngram_size = LOOKUP_NGRAM[1]
         self._requests += 1
-        return self._pipeline.add_request(self._requests, openvino.Tensor(np.array([prompt])), config)
+        return self._pipeline.add_request(
+            self._requests, openvino.Tensor(np.array([prompt])), config
+        )
 
 
 def _openvino_folder(gguf: str) -> str:
@@ -168,7 +199,11 @@ class Vllm:
             self._port = free.getsockname()[1]
         self._model, self._ends = options.model, options.ends
         speculation: dict[str, Any] = {
-            "draft": {"method": "draft_model", "model": options.draft, "num_speculative_tokens": DRAFT_TOKENS},
+            "draft": {
+                "method": "draft_model",
+                "model": options.draft,
+                "num_speculative_tokens": DRAFT_TOKENS,
+            },
             "lookup": {
                 "method": "ngram",
                 "num_speculative_tokens": DRAFT_TOKENS,
@@ -176,12 +211,32 @@ class Vllm:
                 "prompt_lookup_max": LOOKUP_NGRAM[1],
             },
         }
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", options.model, "--dtype", options.dtype]
-        command += ["--host", "127.0.0.1", "--port", str(self._port), "--enforce-eager", "--max-model-len", str(CONTEXT_TOKENS)]
+        command = [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            options.model,
+            "--dtype",
+            options.dtype,
+        ]
+        command += [
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self._port),
+            "--enforce-eager",
+            "--max-model-len",
+            str(CONTEXT_TOKENS),
+        ]
         command += ["--max-num-seqs", str(PLACES), "--kv-cache-memory-bytes", str(1 << 29)]
         if kind in speculation:
             command += ["--speculative-config", json.dumps(speculation[kind])]
-        own = {"OMP_NUM_THREADS": str(options.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
+        own = {
+            "OMP_NUM_THREADS": str(options.threads),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "HF_HUB_OFFLINE": "1",
+        }
         own |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
         self._process = subprocess.Popen(command, env=os.environ | own, stdout=sys.stderr)
         self._runs = 0
@@ -208,16 +263,30 @@ class Vllm:
         self._process.kill()
         raise RuntimeError(f"vLLM was not ready: status {self._process.wait()}")
 
-    def _get(self, method: str, path: str, body: dict[str, Any] | None = None) -> http.client.HTTPResponse:
+    def _get(
+        self, method: str, path: str, body: dict[str, Any] | None = None
+    ) -> http.client.HTTPResponse:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=START_LIMIT_S)
-        connection.request(method, path, json.dumps(body) if body else None, {"Content-Type": "application/json"})
+        connection.request(
+            method, path, json.dumps(body) if body else None, {"Content-Type": "application/json"}
+        )
         return connection.getresponse()
 
     def _ask(self, prompt: list[int], max_tokens: int) -> Reply:
         clock = _Clock()
         clock.begin()
-        body = {"model": self._model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
-        body |= {"return_token_ids": True, "stop_token_ids": self._ends, "cache_salt": str(self._runs)}
+        body = {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "stream": True,
+        }
+        body |= {
+            "return_token_ids": True,
+            "stop_token_ids": self._ends,
+            "cache_salt": str(self._runs),
+        }
         response = self._get("POST", "/v1/completions", body)
         if response.status != http.client.OK:
             raise RuntimeError(f"vLLM answered {response.status}: {response.read().decode()}")
@@ -249,7 +318,11 @@ class _Clock:
         self._tokens += tokens
 
     def ended(self, ends: list[int]) -> Reply:
-        return {"tokens": _cut(self._tokens, ends), "first_s": self._first_s - self._begun_s, "total_s": self._last_s - self._begun_s}
+        return {
+            "tokens": _cut(self._tokens, ends),
+            "first_s": self._first_s - self._begun_s,
+            "total_s": self._last_s - self._begun_s,
+        }
 
 
 def _cut(tokens: list[int], ends: list[int]) -> list[int]:
@@ -266,7 +339,9 @@ def main() -> None:
     parser.add_argument("name", help="STACK-KIND")
     parser.add_argument("--model", help="a Hugging Face folder")
     parser.add_argument("--draft", help="another, whose head scores the whole vocabulary")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the model")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the model"
+    )
     parser.add_argument("--gguf")
     parser.add_argument("--draft-gguf")
     parser.add_argument("--ends", type=int, action="append", help="tokens that end a text")
@@ -280,7 +355,11 @@ def main() -> None:
         for line in sys.stdin:
             work, started_s = json.loads(line), time.perf_counter()
             replies = made.serve(work["prompts"], work["max_tokens"], work["concurrency"])
-            print(json.dumps({"replies": replies, "wall_s": time.perf_counter() - started_s}), file=answers, flush=True)
+            print(
+                json.dumps({"replies": replies, "wall_s": time.perf_counter() - started_s}),
+                file=answers,
+                flush=True,
+            )
     finally:
         made.close()
 

@@ -46,7 +46,10 @@ ACTIVE = max(IN_FLIGHT)
 MESSAGES = 240
 MAX_PROMPT_CHARACTERS = 1500
 """Longer messages would spend the time on prompts and not on what is compared."""
-CONFIGS = {"tiny": Path(__file__).with_name("tiny.json"), "smollm2": PROJECT_ROOT / "model_repository" / "spindle" / "1" / "serving.json"}
+CONFIGS = {
+    "tiny": Path(__file__).with_name("tiny.json"),
+    "smollm2": PROJECT_ROOT / "model_repository" / "spindle" / "1" / "serving.json",
+}
 """The quick one first: what it does not use of its half of the time the other has."""
 Run = dict[str, Any]
 
@@ -58,9 +61,19 @@ class Family:
         self._options = options
         self._config = {**json.loads(CONFIGS[name].read_text("utf-8")), "threads": 1}
         prepare(parse_config(arm_config(self._config, SPINDLE, Tuning(), ACTIVE)))
-        self._servers, self._peers = Servers(self._config, ACTIVE, folder, most=2), Peers(self._config)
-        self.skipped = {name: reason for name in options.peers if (reason := self._peers.missing(name))}
-        self._names = [NONE, SPINDLE, *(name for name in options.peers if name not in self.skipped), AGAIN]
+        self._servers, self._peers = (
+            Servers(self._config, ACTIVE, folder, most=2),
+            Peers(self._config),
+        )
+        self.skipped = {
+            name: reason for name in options.peers if (reason := self._peers.missing(name))
+        }
+        self._names = [
+            NONE,
+            SPINDLE,
+            *(name for name in options.peers if name not in self.skipped),
+            AGAIN,
+        ]
         source = model_path(parse_config(self._config).target)
         self.tokenizer: Tokenizer = load_tokenizer(source)
         self._texts = {workload: self._rendered(workload, source) for workload in options.workloads}
@@ -82,7 +95,9 @@ class Family:
     def start(self) -> None:
         """Start all, as many at once as there are cores, and let them serve a few prompts that are not scored."""
         with ThreadPoolExecutor(machine.cores()) as starting:
-            begun = {name: starting.submit(self._peers.arm, name) for name in self.names if name in PEERS}
+            begun = {
+                name: starting.submit(self._peers.arm, name) for name in self.names if name in PEERS
+            }
             for name in (NONE, SPINDLE):
                 self._servers.arm(name)
         for name, start in begun.items():
@@ -96,9 +111,20 @@ class Family:
         """Let every arm serve the same requests, alone and together."""
         for workload in self._texts:
             for place, in_flight in enumerate(IN_FLIGHT):
-                for name in abba([name for name in self.names if in_flight == 1 or name not in ALONE], number + place):
+                for name in abba(
+                    [name for name in self.names if in_flight == 1 or name not in ALONE],
+                    number + place,
+                ):
                     if run := self._serve(workload, number, in_flight, name):
-                        self.runs.append({"workload": workload, "in_flight": in_flight, "block": number, "arm": name, **run})
+                        self.runs.append(
+                            {
+                                "workload": workload,
+                                "in_flight": in_flight,
+                                "block": number,
+                                "arm": name,
+                                **run,
+                            }
+                        )
 
     def close(self) -> None:
         """End all."""
@@ -109,7 +135,9 @@ class Family:
         offer = self._offer(workload, block, in_flight, name)
         try:
             arm, fresh = (self._peers if name in PEERS else self._servers).arm(name)
-            if fresh and block >= 0:  # it had to make room for another: what it serves first is not scored now either
+            if (
+                fresh and block >= 0
+            ):  # it had to make room for another: what it serves first is not scored now either
                 arm.run(self._offer(workload, -1, in_flight, name))
             served = arm.run(offer)
         except (RuntimeError, BrokenPipeError) as error:
@@ -123,23 +151,37 @@ class Family:
         rng = random.Random(f"{self._options.seed}/{workload}/{block}/{in_flight}")
         texts = rng.sample(self._texts[workload], max(self._options.requests, in_flight))
         salt = f"{workload}/{block}/{in_flight}/{name}"
-        requests = [{"text_input": text, "max_tokens": self._options.max_tokens, "cache_salt": salt} for text in texts]
+        requests = [
+            {"text_input": text, "max_tokens": self._options.max_tokens, "cache_salt": salt}
+            for text in texts
+        ]
         return Offer(requests, in_flight)
 
     def _rendered(self, workload: str, folder: Path) -> list[str]:
         messages = workloads.load(workload, MESSAGES, self._options.seed).messages
-        return [workloads.render(message, folder) for message in messages if len(message) < MAX_PROMPT_CHARACTERS]
+        return [
+            workloads.render(message, folder)
+            for message in messages
+            if len(message) < MAX_PROMPT_CHARACTERS
+        ]
 
 
 def rows(family: Family, seed: int) -> list[dict[str, Any]]:
     """Return a row an arm and number in flight, of the arms that have run in every block."""
-    found = {(run["workload"], run["in_flight"], run["block"], run["arm"]): run for run in family.runs}
+    found = {
+        (run["workload"], run["in_flight"], run["block"], run["arm"]): run for run in family.runs
+    }
     points = sorted({key[:3] for key in found})
     made = []
     for workload, in_flight in dict.fromkeys(point[:2] for point in points):
         blocks = [point for point in points if point[:2] == (workload, in_flight)]
-        for name in (name for name in family.names if all((*block, name) in found for block in blocks)):
-            own, none, plain, spindle = ([found[(*block, arm)] for block in blocks] for arm in (name, NONE, plain_of(name), SPINDLE))
+        for name in (
+            name for name in family.names if all((*block, name) in found for block in blocks)
+        ):
+            own, none, plain, spindle = (
+                [found[(*block, arm)] for block in blocks]
+                for arm in (name, NONE, plain_of(name), SPINDLE)
+            )
             replies = [reply for run in own for reply in run["replies"]]
             made.append(
                 {
@@ -147,7 +189,9 @@ def rows(family: Family, seed: int) -> list[dict[str, Any]]:
                     "in_flight": in_flight,
                     "arm": name,
                     "tokens_per_s": round(median(map(speed, own)), 2),
-                    "mean_latency_s": round(sum(reply.total_s for reply in replies) / len(replies), 4),
+                    "mean_latency_s": round(
+                        sum(reply.total_s for reply in replies) / len(replies), 4
+                    ),
                     "first_token_p50_s": round(median(reply.first_s for reply in replies), 4),
                     "over_plain": ratio(own, plain, seed),
                     "over_none": ratio(own, none, seed),
@@ -179,16 +223,24 @@ def ratio(ours: list[Run], theirs: list[Run], seed: int) -> dict[str, Any]:
 def exactness(ours: list[Run], theirs: list[Run], tokenizer: Tokenizer) -> dict[str, Any]:
     """Return how many texts are the same, and the first token that differs of each that is not (as this tokenizer cuts both texts)."""
     pairs: list[tuple[Reply, Reply]] = [
-        pair for one, other in zip(ours, theirs, strict=True) for pair in zip(one["replies"], other["replies"], strict=True)
+        pair
+        for one, other in zip(ours, theirs, strict=True)
+        for pair in zip(one["replies"], other["replies"], strict=True)
     ]
     parted = [(a.text, b.text) for a, b in pairs if a.text != b.text]
     first = (first_difference(tokenizer.encode(a), tokenizer.encode(b)) for a, b in parted)
     shorter = (min(len(tokenizer.encode(text)) for text in pair) for pair in parted)
     places = sorted(end if at is None else at for at, end in zip(first, shorter, strict=True))
-    return {"texts": len(pairs), "same": len(pairs) - len(parted), "first_difference_tokens": places}
+    return {
+        "texts": len(pairs),
+        "same": len(pairs) - len(parted),
+        "first_difference_tokens": places,
+    }
 
 
-def measured(name: str, options: argparse.Namespace, limit_s: float, folder: Path) -> dict[str, Any]:
+def measured(
+    name: str, options: argparse.Namespace, limit_s: float, folder: Path
+) -> dict[str, Any]:
     """Measure a family; no block is begun after so long."""
     begun_s = time.monotonic()
     family = Family(name, options, folder)
@@ -202,7 +254,11 @@ def measured(name: str, options: argparse.Namespace, limit_s: float, folder: Pat
             if block and spent_s + each_s > limit_s:
                 break
             family.block(block)
-            print(f"{name}: block {block + 1} of {options.blocks}, {time.monotonic() - begun_s:.0f} s", file=sys.stderr, flush=True)
+            print(
+                f"{name}: block {block + 1} of {options.blocks}, {time.monotonic() - begun_s:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
     finally:
         family.close()
     load.append(os.getloadavg()[0])
@@ -225,7 +281,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "time_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": ["python", "-m", "tests.bench.peers", *command],
         "machine": machine.describe(),
-        "settings": {key: getattr(options, key) for key in ("seed", "blocks", "requests", "max_tokens", "workloads")},
+        "settings": {
+            key: getattr(options, key)
+            for key in ("seed", "blocks", "requests", "max_tokens", "workloads")
+        },
         "families": [],
     }
     for number, name in enumerate(options.families):
@@ -238,15 +297,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(command: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--families", nargs="+", choices=CONFIGS, default=list(CONFIGS))
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS)
-    parser.add_argument("--workloads", nargs="+", choices=[*workloads.NAMES, workloads.MIX], default=[workloads.MIX])
-    parser.add_argument("--blocks", type=int, default=6, help="at the most: none is begun that would end after the limit")
-    parser.add_argument("--requests", type=int, default=2, help="of a block, at the least; one for each in flight else")
+    parser.add_argument(
+        "--workloads", nargs="+", choices=[*workloads.NAMES, workloads.MIX], default=[workloads.MIX]
+    )
+    parser.add_argument(
+        "--blocks",
+        type=int,
+        default=6,
+        help="at the most: none is begun that would end after the limit",
+    )
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=2,
+        help="of a block, at the least; one for each in flight else",
+    )
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit-s", type=float, default=570.0, help="for everything, the start of the stacks included")
+    parser.add_argument(
+        "--limit-s",
+        type=float,
+        default=570.0,
+        help="for everything, the start of the stacks included",
+    )
     parser.add_argument("--out", type=Path, default=PROJECT_ROOT / "build" / "peers.json")
     options = parser.parse_args(command)
     for name in {plain_of(name) for name in options.peers} - {*options.peers}:
@@ -257,5 +335,7 @@ def parse(command: Sequence[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # what it has started ends with it
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit("stopped")
+    )  # what it has started ends with it
     main()

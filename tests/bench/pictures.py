@@ -22,8 +22,22 @@ from tests.bench.sweep_figures import block_speeds, blocks, level
 RECORD = PROJECT_ROOT / "docs" / "results" / "sweep-cpu-avx2.json"
 PICTURES = PROJECT_ROOT / "docs" / "pictures"
 THEMES = {
-    "light": {"ink": "#1f2328", "faint": "#59636e", "line": "#0969da", "band": "#d6dae0", "box": "#f6f8fa", "edge": "#d1d9e0"},
-    "dark": {"ink": "#f0f6fc", "faint": "#9198a1", "line": "#4493f8", "band": "#3d444d", "box": "#151b23", "edge": "#3d444d"},
+    "light": {
+        "ink": "#1f2328",
+        "faint": "#59636e",
+        "line": "#0969da",
+        "band": "#d6dae0",
+        "box": "#f6f8fa",
+        "edge": "#d1d9e0",
+    },
+    "dark": {
+        "ink": "#f0f6fc",
+        "faint": "#9198a1",
+        "line": "#4493f8",
+        "band": "#3d444d",
+        "box": "#151b23",
+        "edge": "#3d444d",
+    },
 }
 """Colours on GitHub's own backgrounds, white and #0d1117."""
 
@@ -33,10 +47,14 @@ Ratios = dict[str, dict[int, list[float]]]
 def ratios(record: dict[str, Any]) -> Ratios:
     """Return {policy: {requests in flight: speed over plain decoding in each warm block}}."""
     policies = list(dict.fromkeys(run["policy"] for run in record["runs"]))
-    found: Ratios = {policy: {} for policy in policies if policy == SPINDLE or policy.startswith("fixed-")}
+    found: Ratios = {
+        policy: {} for policy in policies if policy == SPINDLE or policy.startswith("fixed-")
+    }
     for (_, load), speeds in block_speeds(blocks(record["runs"], policies), policies).items():
         for policy, own in found.items():
-            own[int(level(load))] = [ours / plain for ours, plain in zip(speeds[policy], speeds[NONE], strict=True)]
+            own[int(level(load))] = [
+                ours / plain for ours, plain in zip(speeds[policy], speeds[NONE], strict=True)
+            ]
     return found
 
 
@@ -54,13 +72,30 @@ def speed(found: Ratios, theme: dict[str, str]) -> plt.Figure:
     x = range(len(loads))
     low, high = np.min([*fixed.values()], axis=0), np.max([*fixed.values()], axis=0)
     axis.fill_between(x, low, high, color=theme["band"], linewidth=0, zorder=1)
-    axis.plot([0, len(loads) - 1], [1, 1], color=theme["faint"], linewidth=1, linestyle=(0, (4, 3)), zorder=2)
+    axis.plot(
+        [0, len(loads) - 1],
+        [1, 1],
+        color=theme["faint"],
+        linewidth=1,
+        linestyle=(0, (4, 3)),
+        zorder=2,
+    )
     axis.plot(x, means[SPINDLE], color=theme["line"], linewidth=2.5, zorder=3)
     for place, load in enumerate(loads):
         own = found[SPINDLE][load]
-        axis.plot([place] * len(own), own, "o", color=theme["line"], markersize=5, alpha=0.55, zorder=4)
+        axis.plot(
+            [place] * len(own), own, "o", color=theme["line"], markersize=5, alpha=0.55, zorder=4
+        )
         words = f"{means[SPINDLE][place]:.2f}"
-        axis.annotate(words, (place, max(own)), (0, 7), textcoords="offset points", ha="center", color=theme["line"], weight="bold")
+        axis.annotate(
+            words,
+            (place, max(own)),
+            (0, 7),
+            textcoords="offset points",
+            ha="center",
+            color=theme["line"],
+            weight="bold",
+        )
     _labels(axis, fixed, theme, len(loads))
     _frame(axis, loads, theme)
     return figure
@@ -68,7 +103,10 @@ def speed(found: Ratios, theme: dict[str, str]) -> plt.Figure:
 
 def _labels(axis: Axes, fixed: dict[str, list[float]], theme: dict[str, str], count: int) -> None:
     """Name the line and the band's edges where they end, by the choice that is best and worst there."""
-    worst, best = min(fixed, key=lambda policy: fixed[policy][-1]), max(fixed, key=lambda policy: fixed[policy][-1])
+    worst, best = (
+        min(fixed, key=lambda policy: fixed[policy][-1]),
+        max(fixed, key=lambda policy: fixed[policy][-1]),
+    )
 
     def named(policy: str) -> str:
         draft, length = fixed_choice(policy)
@@ -79,7 +117,14 @@ def _labels(axis: Axes, fixed: dict[str, list[float]], theme: dict[str, str], co
     axis.text(end, 0.995, f"best fixed: {named(best)}", color=faint, va="center")
     axis.text(end, fixed[worst][-1], f"worst fixed: {named(worst)}", color=faint, va="center")
     axis.text(0.03, 0.985, "plain decoding", color=faint, va="top")
-    axis.text(0.62 * (count - 1), 0.89, "fixed choices of draft and length", color=theme["ink"], va="center", ha="center")
+    axis.text(
+        0.62 * (count - 1),
+        0.89,
+        "fixed choices of draft and length",
+        color=theme["ink"],
+        va="center",
+        ha="center",
+    )
 
 
 def _frame(axis: Axes, loads: list[int], theme: dict[str, str]) -> None:
@@ -101,17 +146,25 @@ def how_it_works(theme: dict[str, str]) -> str:
     ink, faint, line = theme["ink"], theme["faint"], theme["line"]
     parts: list[str] = []
 
-    def box(x: int, y: int, w: int, h: int, *, fill: str = theme["box"], edge: str = theme["edge"]) -> None:
+    def box(
+        x: int, y: int, w: int, h: int, *, fill: str = theme["box"], edge: str = theme["edge"]
+    ) -> None:
         parts.append(BOX.format(x=x, y=y, w=w, h=h, fill=fill, edge=edge))
 
-    def words(x: int, y: int, *lines: str, bold: bool = False, colour: str = faint, size: int = 12) -> None:
+    def words(
+        x: int, y: int, *lines: str, bold: bool = False, colour: str = faint, size: int = 12
+    ) -> None:
         weight = ' font-weight="600"' if bold else ""
         for number, text in enumerate(lines):
-            parts.append(f'<text x="{x}" y="{y + 16 * number}" fill="{colour}" font-size="{size}"{weight}>{text}</text>')
+            parts.append(
+                f'<text x="{x}" y="{y + 16 * number}" fill="{colour}" font-size="{size}"{weight}>{text}</text>'
+            )
 
     def arrow(path: str, *, both: bool = False) -> None:
         start = ' marker-start="url(#a)"' if both else ""
-        parts.append(f'<path d="{path}" fill="none" stroke="{line}" stroke-width="2" marker-end="url(#a)"{start}/>')
+        parts.append(
+            f'<path d="{path}" fill="none" stroke="{line}" stroke-width="2" marker-end="url(#a)"{start}/>'
+        )
 
     def head(x: int, y: int, title: str, *lines: str) -> None:
         words(x, y, title, bold=True, colour=ink, size=14)

@@ -112,7 +112,9 @@ def headline() -> str:
 
 def speed() -> str:
     """Return Spindle over plain decoding and over the best fixed choice, all that was measured."""
-    return _speeds(sorted(measured(), key=lambda kind: (kind[0] != "AVX2", kind[1], -kind[2])), counts=True)
+    return _speeds(
+        sorted(measured(), key=lambda kind: (kind[0] != "AVX2", kind[1], -kind[2])), counts=True
+    )
 
 
 def policies() -> str:
@@ -120,10 +122,20 @@ def policies() -> str:
     rows = []
     for record in map(_record, SWEEPS):
         own = {row["over"]: row for row in record["overall"]}
-        cells = (f"{own[over]['ratio']:.2f} ({_interval(own[over]['interval_95'])})" for over in (BEST_FIXED, *ADAPTING))
+        cells = (
+            f"{own[over]['ratio']:.2f} ({_interval(own[over]['interval_95'])})"
+            for over in (BEST_FIXED, *ADAPTING)
+        )
         rows.append([_processor(record), *cells])
-    names = {"schedule": "table by batch size", "ema": "acceptance EMA", "smartspec": "SmartSpec", "spin": "SPIN's selection"}
-    return _table(["Spindle's speed over", BEST_FIXED, *(names.get(name, name) for name in ADAPTING)], *rows)
+    names = {
+        "schedule": "table by batch size",
+        "ema": "acceptance EMA",
+        "smartspec": "SmartSpec",
+        "spin": "SPIN's selection",
+    }
+    return _table(
+        ["Spindle's speed over", BEST_FIXED, *(names.get(name, name) for name in ADAPTING)], *rows
+    )
 
 
 def stacks() -> str:
@@ -135,12 +147,26 @@ def stacks() -> str:
             over = {(row["arm"], row["in_flight"]): row["spindle_over"] for row in family["rows"]}
             for level in sorted({level for _, level in over}):
                 found = (over.get((arm, level)) for arm in STACKS)
-                cells = ("" if each is None else f"{each['median']:.2f} ({_interval(each['interval_95'])})" for each in found)
-                rows.append([f"{FAMILIES[family['family']]}, {_processor(record)}", str(level), *cells])
-    return _table(head, *sorted(rows, key=lambda row: (not row[0].startswith("SmolLM2"), row[0], int(row[1]))))
+                cells = (
+                    ""
+                    if each is None
+                    else f"{each['median']:.2f} ({_interval(each['interval_95'])})"
+                    for each in found
+                )
+                rows.append(
+                    [f"{FAMILIES[family['family']]}, {_processor(record)}", str(level), *cells]
+                )
+    return _table(
+        head, *sorted(rows, key=lambda row: (not row[0].startswith("SmolLM2"), row[0], int(row[1])))
+    )
 
 
-TABLES: dict[str, Callable[[], str]] = {"headline": headline, "speed": speed, "policies": policies, "stacks": stacks}
+TABLES: dict[str, Callable[[], str]] = {
+    "headline": headline,
+    "speed": speed,
+    "policies": policies,
+    "stacks": stacks,
+}
 
 
 def main() -> None:

@@ -63,13 +63,19 @@ class Watch:
             line = " ".join(command_line(pid))
             role = next((role for word, role in ROLES.items() if word in line), None)
             try:
-                status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line)
+                status = dict(
+                    line.split(":\t", 1)
+                    for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+                    if ":\t" in line
+                )
                 handles = len(os.listdir(f"/proc/{pid}/fd"))
             except OSError:
                 continue  # it has just ended
             if role is not None and "VmRSS" in status:
                 rss_mib = round(int(status["VmRSS"].split()[0]) / 1024, 1)
-                self.samples.append(Sample(at_s, role, pid, rss_mib, int(status["Threads"]), handles))
+                self.samples.append(
+                    Sample(at_s, role, pid, rss_mib, int(status["Threads"]), handles)
+                )
         sizes = [path.stat().st_size for path in self._service.shared_memory() if path.exists()]
         self.shared.append(SharedMemory(at_s, len(sizes), round(sum(sizes) / 2**20, 2)))
 
@@ -91,9 +97,15 @@ class Watch:
                 last = [value for at_s, value in values if at_s >= end_s * 2 / 3]
                 if not first or not last:
                     continue
-                thirds = {"first_third": median(first), "last_third": median(last), "most": max(value for _, value in values)}
+                thirds = {
+                    "first_third": median(first),
+                    "last_third": median(last),
+                    "most": max(value for _, value in values),
+                }
                 summary.setdefault(role, {})[name] = thirds
                 factor, addend = ROOM.get(name, ROOM["handles"])
                 if thirds["last_third"] > factor * thirds["first_third"] + addend:
-                    grown.append(f"{role}: {name} grew from {thirds['first_third']} to {thirds['last_third']}")
+                    grown.append(
+                        f"{role}: {name} grew from {thirds['first_third']} to {thirds['last_third']}"
+                    )
         return summary, grown

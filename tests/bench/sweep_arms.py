@@ -87,11 +87,18 @@ def arm_config(config: dict[str, Any], name: str, tuning: Tuning, active: int) -
     if is_ablation(name):
         return arm_config(_ablated(config, name), SPINDLE, tuning, active)
     base = config.get("policy", {})
-    limits = {**config.get("limits", {}), "max_active_requests": active, "max_queued_requests": _UNLIMITED}
+    limits = {
+        **config.get("limits", {}),
+        "max_active_requests": active,
+        "max_queued_requests": _UNLIMITED,
+    }
     policies: dict[str, dict[str, Any]] = {
         base.get("kind", ""): {"options": base.get("options", {})},  # of a user's own policy
         SPINDLE: {**base, "kind": "adaptive", "options": {}, "trace_file": ""},
-        "schedule": {"draft": tuning.draft, "schedule": [{"batch": batch, "length": length} for batch, length in tuning.schedule]},
+        "schedule": {
+            "draft": tuning.draft,
+            "schedule": [{"batch": batch, "length": length} for batch, length in tuning.schedule],
+        },
         "ema": {"draft": tuning.draft},
         "smartspec": {"draft": tuning.draft},
         "spin": {"length": tuning.length},
@@ -102,12 +109,18 @@ def arm_config(config: dict[str, Any], name: str, tuning: Tuning, active: int) -
         draft, length = fixed_choice(name)
         policies[name] = {"kind": "fixed", "draft": draft, "length": length}
     shared = {key: base[key] for key in ("k_max", "seed") if key in base}
-    return {**config, "limits": limits, "policy": {"kind": name, **shared, **policies.get(name, {}), "keep_learned": False}}
+    return {
+        **config,
+        "limits": limits,
+        "policy": {"kind": name, **shared, **policies.get(name, {}), "keep_learned": False},
+    }
 
 
 def tables(config: ServingConfig) -> dict[str, LatencyTable]:
     """Return the latency tables that a deployment on this machine is served with, by engine; none for engines without a model."""
-    return load_tables(config, {engine.name: model_path(engine) for engine in timed_engines(config)})[0]
+    return load_tables(
+        config, {engine.name: model_path(engine) for engine in timed_engines(config)}
+    )[0]
 
 
 class Roster(Protocol):
@@ -144,11 +157,15 @@ class Servers:
             while len(self._running) >= self._most:
                 self._running.popitem(last=False)[1].close()
             self._starts += 1
-            self._running[key] = ServerArm(self._serving(key), self._folder / f"{self._starts}-{key}")
+            self._running[key] = ServerArm(
+                self._serving(key), self._folder / f"{self._starts}-{key}"
+            )
         self._running.move_to_end(key)
         server = self._running[key]
         if key == _SWITCHED:
-            server.command("set canary_share=0 fixed_draft={} fixed_length={}".format(*fixed_choice(name)))
+            server.command(
+                "set canary_share=0 fixed_draft={} fixed_length={}".format(*fixed_choice(name))
+            )
         return server, fresh
 
     def close(self) -> None:
@@ -157,11 +174,17 @@ class Servers:
             self._running.popitem()[1].close()
 
     def _serving(self, key: str) -> dict[str, Any]:
-        made = arm_config(self._config, NONE if key == _SWITCHED else key, self.tuning, self._active)
+        made = arm_config(
+            self._config, NONE if key == _SWITCHED else key, self.tuning, self._active
+        )
         return (
             made
             if key != _SWITCHED
-            else {**made, "drafts": self._config["drafts"], "policy": {**self._config.get("policy", {}), "kind": "none", "options": {}}}
+            else {
+                **made,
+                "drafts": self._config["drafts"],
+                "policy": {**self._config.get("policy", {}), "kind": "none", "options": {}},
+            }
         )
 
 
@@ -193,8 +216,13 @@ class InProcess:
 
     def _made(self, name: str) -> InProcessArm:
         app = self._app(_engines_of(name))
-        config = replace(parse_config(arm_config(self._config, name, self.tuning, self._active)), drafts=app.config.drafts)
-        return InProcessArm(app, make_policy(config, app.drafts, tables(config), app.step_stats, app.contention))
+        config = replace(
+            parse_config(arm_config(self._config, name, self.tuning, self._active)),
+            drafts=app.config.drafts,
+        )
+        return InProcessArm(
+            app, make_policy(config, app.drafts, tables(config), app.step_stats, app.contention)
+        )
 
     def _app(self, name: str) -> App:
         if name not in self._apps:

@@ -44,7 +44,14 @@ def level(load: str) -> float:
 def speed(run: Run) -> float:
     """Return emitted tokens per second: of the run in a closed loop, of latency in an open one."""
     tokens = sum(reply["output_tokens"] for reply in run["replies"])
-    return float(tokens / (run["wall_s"] if is_closed(run["load"]) else sum(reply["total_s"] for reply in run["replies"])))
+    return float(
+        tokens
+        / (
+            run["wall_s"]
+            if is_closed(run["load"])
+            else sum(reply["total_s"] for reply in run["replies"])
+        )
+    )
 
 
 def blocks(runs: Iterable[Run], policies: list[str]) -> dict[Point, dict[int, dict[str, Run]]]:
@@ -52,11 +59,16 @@ def blocks(runs: Iterable[Run], policies: list[str]) -> dict[Point, dict[int, di
     found: dict[Point, dict[int, dict[str, Run]]] = defaultdict(lambda: defaultdict(dict))
     for run in runs:
         found[run["workload"], run["load"]][run["block"]][run["policy"]] = run
-    whole = {point: {n: block for n, block in sorted(made.items()) if not {*policies} - {*block}} for point, made in found.items()}
+    whole = {
+        point: {n: block for n, block in sorted(made.items()) if not {*policies} - {*block}}
+        for point, made in found.items()
+    }
     return {point: made for point, made in whole.items() if made}
 
 
-def summary(found: dict[Point, dict[int, dict[str, Run]]], policies: list[str]) -> list[dict[str, Any]]:
+def summary(
+    found: dict[Point, dict[int, dict[str, Run]]], policies: list[str]
+) -> list[dict[str, Any]]:
     """Return a row a point and policy: of the warm blocks, or of the cold one where it is all there is (``warm_blocks`` 0)."""
     return [
         {"workload": workload, "load": load, "policy": policy, **_row(_warm(made), made, policy)}
@@ -66,7 +78,9 @@ def summary(found: dict[Point, dict[int, dict[str, Run]]], policies: list[str]) 
     ]
 
 
-def compared(found: dict[Point, dict[int, dict[str, Run]]], policies: list[str]) -> list[dict[str, Any]]:
+def compared(
+    found: dict[Point, dict[int, dict[str, Run]]], policies: list[str]
+) -> list[dict[str, Any]]:
     """Return ratios of speeds: every policy over none, and spindle over each other one and over the best fixed choice.
 
     Where there are several workloads, the last rows are of ``EVERY`` one of them, load by load: a block of any of them is a pair.
@@ -79,11 +93,15 @@ def compared(found: dict[Point, dict[int, dict[str, Run]]], policies: list[str])
     ]
 
 
-def overall(found: dict[Point, dict[int, dict[str, Run]]], policies: list[str]) -> list[dict[str, Any]]:
+def overall(
+    found: dict[Point, dict[int, dict[str, Run]]], policies: list[str]
+) -> list[dict[str, Any]]:
     """Return the ratios of spindle to the other adapting policies and to the best fixed choice, of all points together: a warm block of any
     is a pair.
     """
-    pairs: dict[str, tuple[list[float], list[float]]] = {over: ([], []) for over in (*ADAPTING, BEST_FIXED)}
+    pairs: dict[str, tuple[list[float], list[float]]] = {
+        over: ([], []) for over in (*ADAPTING, BEST_FIXED)
+    }
     for own in block_speeds(found, policies).values():
         for (_, over), pair in _pairs(own).items():
             if over in pairs:  # only spindle is over others than none
@@ -100,12 +118,22 @@ def of_spindle(runs: Iterable[Run]) -> dict[tuple[str, str], tuple[list[float], 
     policies = list(dict.fromkeys(run["policy"] for run in every))
     speeds = block_speeds(blocks(every, policies), policies)
     speeds = _together(speeds) or speeds
-    return {(load, over): pair for (_, load), own in speeds.items() for (policy, over), pair in _pairs(own).items() if policy == SPINDLE}
+    return {
+        (load, over): pair
+        for (_, load), own in speeds.items()
+        for (policy, over), pair in _pairs(own).items()
+        if policy == SPINDLE
+    }
 
 
-def block_speeds(found: dict[Point, dict[int, dict[str, Run]]], policies: list[str]) -> dict[Point, dict[str, list[float]]]:
+def block_speeds(
+    found: dict[Point, dict[int, dict[str, Run]]], policies: list[str]
+) -> dict[Point, dict[str, list[float]]]:
     """Return the speed of every policy in each warm block, by point."""
-    return {point: {policy: [_speed(block, policy) for block in _warm(made)] for policy in policies} for point, made in found.items()}
+    return {
+        point: {policy: [_speed(block, policy) for block in _warm(made)] for policy in policies}
+        for point, made in found.items()
+    }
 
 
 def _together(speeds: dict[Point, dict[str, list[float]]]) -> dict[Point, dict[str, list[float]]]:
@@ -114,14 +142,22 @@ def _together(speeds: dict[Point, dict[str, list[float]]]) -> dict[Point, dict[s
     for load in dict.fromkeys(load for _, load in speeds):
         every = [own for (_, at), own in speeds.items() if at == load]
         if len(every) > 1:
-            found[EVERY, load] = {policy: [value for own in every for value in own[policy]] for policy in every[0]}
+            found[EVERY, load] = {
+                policy: [value for own in every for value in own[policy]] for policy in every[0]
+            }
     return found
 
 
-def _pairs(speeds: dict[str, list[float]]) -> dict[tuple[str, str], tuple[list[float], list[float]]]:
+def _pairs(
+    speeds: dict[str, list[float]],
+) -> dict[tuple[str, str], tuple[list[float], list[float]]]:
     others = [policy for policy in speeds if policy not in (NONE, AGAIN)]
     pairs = {(policy, NONE): (speeds[policy], speeds[NONE]) for policy in others}
-    pairs |= {(SPINDLE, policy): (speeds[SPINDLE], speeds[policy]) for policy in others if policy != SPINDLE}
+    pairs |= {
+        (SPINDLE, policy): (speeds[SPINDLE], speeds[policy])
+        for policy in others
+        if policy != SPINDLE
+    }
     if best := best_fixed(speeds):
         pairs[SPINDLE, BEST_FIXED] = speeds[SPINDLE], best
     return pairs
@@ -133,7 +169,10 @@ def best_fixed(speeds: dict[str, list[float]]) -> list[float]:
     count = len(speeds[SPINDLE])
     if not fixed or count < 2:
         return []
-    chosen = [max(fixed, key=lambda policy: np.delete(fixed[policy], block).mean()) for block in range(count)]
+    chosen = [
+        max(fixed, key=lambda policy: np.delete(fixed[policy], block).mean())
+        for block in range(count)
+    ]
     return [speeds[policy][block] for block, policy in enumerate(chosen)]
 
 
@@ -152,18 +191,33 @@ def noise(found: dict[Point, dict[int, dict[str, Run]]]) -> list[dict[str, Any]]
         if all(AGAIN in block for block in made.values())
     }
     rows = (speeds | _together(speeds)).items()
-    return [{"workload": workload, "load": load, **interval(own[AGAIN], own[NONE])} for (workload, load), own in rows]
+    return [
+        {"workload": workload, "load": load, **interval(own[AGAIN], own[NONE])}
+        for (workload, load), own in rows
+    ]
 
 
-def ablations(found: dict[Point, dict[int, dict[str, Run]]], policies: list[str]) -> list[dict[str, Any]]:
+def ablations(
+    found: dict[Point, dict[int, dict[str, Run]]], policies: list[str]
+) -> list[dict[str, Any]]:
     """Return for each part of spindle, or draft of its, the speed with it over that without it."""
     rows = []
     for (workload, load), made in found.items():
         for arm in filter(is_ablation, policies):
             kind, _, part = arm.partition("-")
-            own, whole = ([speed(block[policy]) for block in _warm(made)] for policy in (arm, SPINDLE))
+            own, whole = (
+                [speed(block[policy]) for block in _warm(made)] for policy in (arm, SPINDLE)
+            )
             pair = (own, whole) if kind == "with" else (whole, own)
-            rows.append({"workload": workload, "load": load, "part": part, "by_default": kind == "without", **interval(*pair)})
+            rows.append(
+                {
+                    "workload": workload,
+                    "load": load,
+                    "part": part,
+                    "by_default": kind == "without",
+                    **interval(*pair),
+                }
+            )
     return rows
 
 
@@ -177,7 +231,14 @@ def claims(ratios: list[dict[str, Any]]) -> list[dict[str, Any]]:
         low, high = row["interval_95"] or (0.0, float("inf"))
         verdict = "holds" if low >= bar else "missed" if high < bar else "open"
         made.append(
-            {**{key: row[key] for key in ("workload", "load", "over", "ratio", "interval_95", "blocks")}, "bar": bar, "verdict": verdict}
+            {
+                **{
+                    key: row[key]
+                    for key in ("workload", "load", "over", "ratio", "interval_95", "blocks")
+                },
+                "bar": bar,
+                "verdict": verdict,
+            }
         )
     return made
 
@@ -201,7 +262,9 @@ def _warm(made: dict[int, dict[str, Run]]) -> list[dict[str, Run]]:
 
 def _runs(block: dict[str, Run], policy: str) -> list[Run]:
     """Return a policy's runs of a block."""
-    return [block[name] for name in ((NONE, AGAIN) if policy == NONE else (policy,)) if name in block]
+    return [
+        block[name] for name in ((NONE, AGAIN) if policy == NONE else (policy,)) if name in block
+    ]
 
 
 def _speed(block: dict[str, Run], policy: str) -> float:
@@ -209,12 +272,18 @@ def _speed(block: dict[str, Run], policy: str) -> float:
     return float(np.exp(np.mean([np.log(speed(run)) for run in _runs(block, policy)])))
 
 
-def _row(warm: list[dict[str, Run]], made: dict[int, dict[str, Run]], policy: str) -> dict[str, Any]:
+def _row(
+    warm: list[dict[str, Run]], made: dict[int, dict[str, Run]], policy: str
+) -> dict[str, Any]:
     pairs = [(run, block[NONE]) for block in warm for run in _runs(block, policy)]
     runs = [run for run, _ in pairs]
-    replies, plain_replies = ([reply for pair in pairs for reply in pair[which]["replies"]] for which in (0, 1))
+    replies, plain_replies = (
+        [reply for pair in pairs for reply in pair[which]["replies"]] for which in (0, 1)
+    )
     latency, first = ([reply[key] for reply in replies] for key in ("total_s", "first_s"))
-    tokens, drafted, accepted = (sum(reply[key] for reply in replies) for key in ("output_tokens", "drafted", "accepted"))
+    tokens, drafted, accepted = (
+        sum(reply[key] for reply in replies) for key in ("output_tokens", "drafted", "accepted")
+    )
     cold = [reply["total_s"] for run in _runs(made.get(0, {}), policy) for reply in run["replies"]]
     counts: dict[str, float] = defaultdict(float)
     for run in runs:
@@ -227,12 +296,19 @@ def _row(warm: list[dict[str, Run]], made: dict[int, dict[str, Run]], policy: st
         "latency_per_token_s": sum(latency) / tokens,
         "first_token_p50_s": np.median(first),
         "first_token_p99_s": np.quantile(first, 0.99),
-        "inter_token_s": np.mean([reply["token_s"] for reply in replies if reply["token_s"] is not None] or [0.0]),
+        "inter_token_s": np.mean(
+            [reply["token_s"] for reply in replies if reply["token_s"] is not None] or [0.0]
+        ),
         "inter_response_p99_s": np.median([run["gap_p99_s"] for run in runs]),
         "tokens_per_s": tokens / sum(run["wall_s"] for run in runs),
         "looping_share": np.mean([reply["repeated_4grams"] > LOOPING_SHARE for reply in replies]),
         "wasted_draft_tokens_per_token": (drafted - accepted) / tokens,
-        "same_text_as_none": np.mean([ours["text"] == plain["text"] for ours, plain in zip(replies, plain_replies, strict=True)]),
+        "same_text_as_none": np.mean(
+            [
+                ours["text"] == plain["text"]
+                for ours, plain in zip(replies, plain_replies, strict=True)
+            ]
+        ),
         "sent_late_p99_s": np.quantile([reply["late_s"] for reply in replies], 0.99),
     }
     return {
@@ -247,7 +323,9 @@ def _row(warm: list[dict[str, Run]], made: dict[int, dict[str, Run]], policy: st
         "predicted_over_measured_step_time": _predicted(counts),
         "tokens_by_draft": _by_label(counts, "spindle_emitted_tokens_total", "draft"),
         "draft_tokens_per_emitted_token": round(drafted / tokens, 4),
-        "mean_batch": round(counts["spindle_batch_size_sum"] / max(1.0, counts["spindle_batch_size_count"]), 3),
+        "mean_batch": round(
+            counts["spindle_batch_size_sum"] / max(1.0, counts["spindle_batch_size_count"]), 3
+        ),
     }
 
 
@@ -268,8 +346,14 @@ def _by_label(counts: dict[str, float], name: str, label: str) -> dict[str, floa
 
 def _by_position(counts: dict[str, float]) -> dict[str, float]:
     """Return the share of the tokens proposed at each position that were accepted (with all before them), over all drafts."""
-    proposed, accepted = (_by_label(counts, f"spindle_{kind}_tokens_by_position_total", "position") for kind in ("draft", "accepted"))
-    return {position: round(accepted.get(position, 0.0) / proposed[position], 4) for position in sorted(proposed, key=int)}
+    proposed, accepted = (
+        _by_label(counts, f"spindle_{kind}_tokens_by_position_total", "position")
+        for kind in ("draft", "accepted")
+    )
+    return {
+        position: round(accepted.get(position, 0.0) / proposed[position], 4)
+        for position in sorted(proposed, key=int)
+    }
 
 
 def _shares(counts: dict[str, float]) -> dict[str, float]:
@@ -280,7 +364,9 @@ def _shares(counts: dict[str, float]) -> dict[str, float]:
     if "rest" in parts:
         parts["emit"] = parts.pop("rest")
     elif "overhead" in parts:  # records until November 2026: it had planning and learning in it
-        parts["emit"] = parts.pop("overhead") - parts.get("planning", 0.0) - parts.get("learning", 0.0)
+        parts["emit"] = (
+            parts.pop("overhead") - parts.get("planning", 0.0) - parts.get("learning", 0.0)
+        )
     else:
         return {}
     whole = sum(parts.values())

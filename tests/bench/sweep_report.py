@@ -40,16 +40,24 @@ Row = dict[str, Any]
 
 def write_report(record: dict[str, Any], path: Path, results: Path = RESULTS) -> None:
     """Write the page of a record."""
-    families = [family for other in _beside(record, results, "peers") for family in other["families"]]
+    families = [
+        family for other in _beside(record, results, "peers") for family in other["families"]
+    ]
     record = {**record, "ablations": _ablations_of(record, results), "peers": families}
     made = ((title, note, draw(record)) for title, note, draw in SECTIONS)
-    body = "".join(f"<h2>{title}</h2><p class=note>{html.escape(note)}</p>{content}" for title, note, content in made if content)
+    body = "".join(
+        f"<h2>{title}</h2><p class=note>{html.escape(note)}</p>{content}"
+        for title, note, content in made
+        if content
+    )
     head = f"<h1>Load sweep</h1><p class=note>{_provenance(record)}</p>"
     start = f"<!doctype html><html lang=en><meta charset=utf-8><title>Load sweep</title><style>{STYLE}</style>"
     path.write_text(f"{start}<body>{head}{body}</body></html>\n", "utf-8")
 
 
-def write_pictures(record: dict[str, Any], folder: Path, name: str, results: Path = RESULTS) -> None:
+def write_pictures(
+    record: dict[str, Any], folder: Path, name: str, results: Path = RESULTS
+) -> None:
     """Write the figures that a README shows as PNG, those that the record has; of the heat maps the last workload's."""
     folder.mkdir(parents=True, exist_ok=True)
     figures = {
@@ -63,24 +71,32 @@ def write_pictures(record: dict[str, Any], folder: Path, name: str, results: Pat
         if figure:
             buffer = io.BytesIO()
             figure.savefig(buffer, format="png", dpi=110, bbox_inches="tight")
-            Image.open(buffer).convert("RGB").quantize(COLOURS).save(folder / f"{name}-{what}.png", optimize=True)
+            Image.open(buffer).convert("RGB").quantize(COLOURS).save(
+                folder / f"{name}-{what}.png", optimize=True
+            )
     plots.plt.close("all")
 
 
 def _beside(record: dict[str, Any], results: Path, name: str) -> list[dict[str, Any]]:
     """Return the records of the results, NAME.json and NAME-*.json, that were made on the record's processor."""
     others = [json.loads(path.read_text("utf-8")) for path in sorted(results.glob(f"{name}*.json"))]
-    return [other for other in others if other["machine"]["processor"] == record["machine"]["processor"]]
+    return [
+        other for other in others if other["machine"]["processor"] == record["machine"]["processor"]
+    ]
 
 
 def _ablations_of(record: dict[str, Any], results: Path) -> list[Row]:
-    return record.get("ablations") or [row for other in _beside(record, results, "ablations") for row in other["ablations"]]
+    return record.get("ablations") or [
+        row for other in _beside(record, results, "ablations") for row in other["ablations"]
+    ]
 
 
 def _provenance(record: dict[str, Any]) -> str:
     settings, tuning = record["settings"], record.get("tuning", {})
     blocks = {row["warm_blocks"] for row in record["summary"]} or {0}
-    capacity = ", ".join(f"{name} {rate:.2f}" for name, rate in record.get("capacity_requests_per_s", {}).items())
+    capacity = ", ".join(
+        f"{name} {rate:.2f}" for name, rate in record.get("capacity_requests_per_s", {}).items()
+    )
     lines = [
         " ".join(record["command"]),
         f"{record['time_utc']}, {record['through']}; seed {settings['seed']}, temperature {settings['temperature']:g}, at most "
@@ -89,7 +105,9 @@ def _provenance(record: dict[str, Any]) -> str:
         f"capacity of no speculation, requests a second: {capacity}",
         *(f"not run: {name}: {reason}" for name, reason in record.get("skipped", {}).items()),
         *(
-            [f"baselines are told: draft {tuning.get('draft')}, length {tuning.get('length')}, by batch size {tuning.get('schedule')}"]
+            [
+                f"baselines are told: draft {tuning.get('draft')}, length {tuning.get('length')}, by batch size {tuning.get('schedule')}"
+            ]
             if tuning
             else []
         ),
@@ -108,12 +126,17 @@ def _image(figure: Figure | None, words: str) -> str:
     return f'<img alt="{html.escape(words)}" src="data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}">'
 
 
-def _drawn(draw: Callable[[dict[str, Any]], Figure | None], words: str) -> Callable[[dict[str, Any]], str]:
+def _drawn(
+    draw: Callable[[dict[str, Any]], Figure | None], words: str
+) -> Callable[[dict[str, Any]], str]:
     return lambda record: _image(draw(record), words)
 
 
 def _heat_maps(record: dict[str, Any]) -> str:
-    return "".join(f"<h3>{name}</h3>{_image(figure, f'speed over no speculation, {name}')}" for name, figure in plots.heat_maps(record))
+    return "".join(
+        f"<h3>{name}</h3>{_image(figure, f'speed over no speculation, {name}')}"
+        for name, figure in plots.heat_maps(record)
+    )
 
 
 def _html_table(head: list[str], rows: Iterable[list[Any]], text: int) -> str:
@@ -126,7 +149,11 @@ def _html_table(head: list[str], rows: Iterable[list[Any]], text: int) -> str:
 
     lines = ["".join(cell("td", column, value) for column, value in enumerate(row)) for row in rows]
     top = "".join(cell("th", column, value) for column, value in enumerate(head))
-    return f"<table><tr>{top}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>" if lines else ""
+    return (
+        f"<table><tr>{top}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+        if lines
+        else ""
+    )
 
 
 def _interval(row: Row) -> str:
@@ -135,16 +162,29 @@ def _interval(row: Row) -> str:
 
 def _claims(record: dict[str, Any]) -> str:
     rows = record["claims"]
-    counts = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in ("holds", "open", "missed")}
-    line = f"<p>{', '.join(f'{count} {verdict}' for verdict, count in counts.items())}, of {len(rows)}.</p>" if rows else ""
+    counts = {
+        verdict: sum(row["verdict"] == verdict for row in rows)
+        for verdict in ("holds", "open", "missed")
+    }
+    line = (
+        f"<p>{', '.join(f'{count} {verdict}' for verdict, count in counts.items())}, of {len(rows)}.</p>"
+        if rows
+        else ""
+    )
     kinds = Counter((row["over"], row["bar"], row["verdict"]) for row in rows)
     bars = dict.fromkeys((over, bar) for over, bar, _ in kinds)
-    cells = ([over, f"{bar:.2f}", *(kinds[over, bar, verdict] for verdict in counts)] for over, bar in bars)
+    cells = (
+        [over, f"{bar:.2f}", *(kinds[over, bar, verdict] for verdict in counts)]
+        for over, bar in bars
+    )
     return line + _html_table(["over", "at least", *counts], cells, 1)
 
 
 def _overall(record: dict[str, Any]) -> str:
-    cells = ([r["over"], f"{r['ratio']:.3f}", _interval(r), r["blocks"]] for r in record.get("overall", []))
+    cells = (
+        [r["over"], f"{r['ratio']:.3f}", _interval(r), r["blocks"]]
+        for r in record.get("overall", [])
+    )
     return _html_table(["over", "ratio", "95 % interval", "blocks"], cells, 1)
 
 
@@ -167,7 +207,10 @@ def _every_claim(record: dict[str, Any]) -> str:
 
 
 def _noise(record: dict[str, Any]) -> str:
-    cells = ([r["workload"], r["load"], f"{r['ratio']:.3f}", _interval(r), r["blocks"]] for r in record["noise"])
+    cells = (
+        [r["workload"], r["load"], f"{r['ratio']:.3f}", _interval(r), r["blocks"]]
+        for r in record["noise"]
+    )
     return _html_table(["workload", "load", "ratio", "95 % interval", "blocks"], cells, 2)
 
 
@@ -196,22 +239,47 @@ def _table(record: dict[str, Any]) -> str:
                 row["workload"],
                 row["load"],
                 row["policy"],
-                *("" if row[key] is None else format(row[key], form) for key, form in columns.values()),
+                *(
+                    "" if row[key] is None else format(row[key], form)
+                    for key, form in columns.values()
+                ),
             ]
             for row in rows
         )
-        tables += [f"<h3>{title}</h3>", _html_table(["workload", "load", "policy", *columns], cells, 3)] if rows else []
+        tables += (
+            [f"<h3>{title}</h3>", _html_table(["workload", "load", "policy", *columns], cells, 3)]
+            if rows
+            else []
+        )
     return "".join(tables)
 
 
 def _ablations(record: dict[str, Any]) -> str:
     rows = record["ablations"]
-    head = ["part", "by default", "workload", "load", "with it over without", "95 % interval", "blocks"]
+    head = [
+        "part",
+        "by default",
+        "workload",
+        "load",
+        "with it over without",
+        "95 % interval",
+        "blocks",
+    ]
     cells = (
-        [r["part"], "on" if r["by_default"] else "off", r["workload"], r["load"], f"{r['ratio']:.3f}", _interval(r), r["blocks"]]
+        [
+            r["part"],
+            "on" if r["by_default"] else "off",
+            r["workload"],
+            r["load"],
+            f"{r['ratio']:.3f}",
+            _interval(r),
+            r["blocks"],
+        ]
         for r in rows
     )
-    return _image(plots.ablations_figure(rows), "speed with each part over speed without it") + _html_table(head, cells, 4)
+    return _image(
+        plots.ablations_figure(rows), "speed with each part over speed without it"
+    ) + _html_table(head, cells, 4)
 
 
 def _peers(record: dict[str, Any]) -> str:
@@ -244,8 +312,9 @@ def _family(family: dict[str, Any]) -> str:
         for row in family["rows"]
     )
     skipped = "; ".join(f"{name}: {reason}" for name, reason in family["skipped"].items())
-    return f"<h3>{html.escape(family['family'])}</h3>{_html_table(head, cells, 2)}" + f"<p class=note>{html.escape(skipped)}</p>" * bool(
-        skipped
+    return (
+        f"<h3>{html.escape(family['family'])}</h3>{_html_table(head, cells, 2)}"
+        + f"<p class=note>{html.escape(skipped)}</p>" * bool(skipped)
     )
 
 
@@ -259,10 +328,24 @@ def _simulation(record: dict[str, Any]) -> str:
         return f"<p>Not simulated: {html.escape(why)}.</p>"
     rows = record.get("simulation", [])
     near = [abs(row["error"]) <= WITHIN for row in rows if row["below_saturation"]]
-    line = f"<p>Below saturation {sum(near)} of {len(near)} points are within {WITHIN:.0%}.</p>" if near else ""
+    line = (
+        f"<p>Below saturation {sum(near)} of {len(near)} points are within {WITHIN:.0%}.</p>"
+        if near
+        else ""
+    )
     constants = record.get("simulation_constants", {})
     told = f"<p class=note>{html.escape(', '.join(f'{key} {_constant(value)}' for key, value in constants.items()))}</p>"
-    head = ["workload", "load", "policy", "measured, s", "simulated, s", "error", "of steps", "of a step's time", ""]
+    head = [
+        "workload",
+        "load",
+        "policy",
+        "measured, s",
+        "simulated, s",
+        "error",
+        "of steps",
+        "of a step's time",
+        "",
+    ]
     cells = (
         [
             r["workload"],
@@ -276,14 +359,21 @@ def _simulation(record: dict[str, Any]) -> str:
         for r in rows
     )
     return (
-        line + _image(plots.simulation_figure(record), "simulated against measured mean latency") + told + _html_table(head, cells, 3)
+        line
+        + _image(plots.simulation_figure(record), "simulated against measured mean latency")
+        + told
+        + _html_table(head, cells, 3)
         if rows
         else ""
     )
 
 
 def _constant(value: Any) -> str:
-    return ", ".join(f"{name} {each:.3g}" for name, each in value.items()) if isinstance(value, dict) else f"{value:.3g}"
+    return (
+        ", ".join(f"{name} {each:.3g}" for name, each in value.items())
+        if isinstance(value, dict)
+        else f"{value:.3g}"
+    )
 
 
 SECTIONS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
@@ -293,7 +383,11 @@ SECTIONS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
         "is open otherwise. The best fixed choice is, for each block, the one that was best in the other blocks.",
         _claims,
     ),
-    ("All loads together", "Spindle's speed over the other's; a warm block of any point is a pair.", _overall),
+    (
+        "All loads together",
+        "Spindle's speed over the other's; a warm block of any point is a pair.",
+        _overall,
+    ),
     (
         "Latency against the rate of requests",
         "Mean latency from the scheduled arrival; the rate as a share of what no speculation completes with every place taken. "
@@ -303,7 +397,10 @@ SECTIONS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
     (
         "Tokens per second against requests in flight",
         "Closed loop, over no speculation. Grey: fixed choices.",
-        _drawn(plots.throughput_figure, "tokens per second over no speculation against requests in flight, by policy"),
+        _drawn(
+            plots.throughput_figure,
+            "tokens per second over no speculation against requests in flight, by policy",
+        ),
     ),
     (
         "Speed over no speculation",
@@ -328,7 +425,11 @@ SECTIONS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
         "Of this record or, where it has none, of docs/results/ablations*.json on this processor.",
         _ablations,
     ),
-    ("Other stacks", "The same weights and prompts on the same processor: docs/results/peers*.json.", _peers),
+    (
+        "Other stacks",
+        "The same weights and prompts on the same processor: docs/results/peers*.json.",
+        _peers,
+    ),
     (
         "Where the time of a step goes",
         "emit: all but planning and the engines: taking requests in, committing, emitting.",
@@ -350,9 +451,17 @@ SECTIONS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
         "Share of the tokens proposed at a position that were accepted with all before them.",
         _drawn(plots.positions_figure, "acceptance by position and policy"),
     ),
-    ("Noise", "The same arm (no speculation) run twice in each block, the second over the first: the A/A run.", _noise),
+    (
+        "Noise",
+        "The same arm (no speculation) run twice in each block, the second over the first: the A/A run.",
+        _noise,
+    ),
     ("Every claim", "", _every_claim),
-    ("All figures", "Times in seconds, of warm blocks where there are any; cold: mean latency of the first block.", _table),
+    (
+        "All figures",
+        "Times in seconds, of warm blocks where there are any; cold: mean latency of the first block.",
+        _table,
+    ),
 )
 
 

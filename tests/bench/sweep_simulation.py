@@ -65,13 +65,23 @@ class Constants:
 
     def corrected(self, latency: LatencyModel, names: Iterable[str]) -> LatencyModel:
         """Return the tables' times as these constants have them."""
-        drafts = tuple(_scaled(curve, self.drafts.get(name, 1.0)) for name, curve in zip(names, latency.drafts, strict=True))
+        drafts = tuple(
+            _scaled(curve, self.drafts.get(name, 1.0))
+            for name, curve in zip(names, latency.drafts, strict=True)
+        )
         target = _scaled(latency.target, self.target)
-        return LatencyModel(target, drafts, overhead_s=self.overhead_s, speculation_s=self.speculation_s)
+        return LatencyModel(
+            target, drafts, overhead_s=self.overhead_s, speculation_s=self.speculation_s
+        )
 
 
 def _scaled(curve: LatencyCurve, factor: float) -> LatencyCurve:
-    return LatencyCurve(factor * curve.base_s, factor * curve.slope_s, factor * curve.row_s, factor * curve.context_s)
+    return LatencyCurve(
+        factor * curve.base_s,
+        factor * curve.slope_s,
+        factor * curve.row_s,
+        factor * curve.context_s,
+    )
 
 
 class Lasting(Policy):
@@ -87,7 +97,9 @@ class Lasting(Policy):
         self._began_s = self._now_s
         return self._state
 
-    def plan(self, view: View, state: Any, now: float, rng: np.random.Generator) -> tuple[Plan, Any]:
+    def plan(
+        self, view: View, state: Any, now: float, rng: np.random.Generator
+    ) -> tuple[Plan, Any]:
         """Plan on a clock that goes on."""
         return self._policy.plan(view, state, self._began_s + now, rng)
 
@@ -118,20 +130,32 @@ class Simulation:
     def __init__(self, record: dict[str, Any]) -> None:
         self._settings = record["settings"]
         self._tuning = _tuning(record)
-        self._tables = {name: LatencyTable.from_dict(table) for name, table in record["tables"].items()}
+        self._tables = {
+            name: LatencyTable.from_dict(table) for name, table in record["tables"].items()
+        }
         names = dict.fromkeys(run["policy"] for run in record["runs"])
         whole = blocks(record["runs"], list(names))
         self.runs = {
-            (*point, number, name): run for point, made in whole.items() for number, block in made.items() for name, run in block.items()
+            (*point, number, name): run
+            for point, made in whole.items()
+            for number, block in made.items()
+            for name, run in block.items()
         }
         self._fixed = [name for name in names if name.startswith("fixed-")]
         planners = [name for name in names if name in POLICIES or PolicyConfig(name).own]
         self.policies = [NONE, *self._fixed, *planners]
-        self.config = parse_config(arm_config(self._plain_config(), SPINDLE, self._tuning, self._settings["active"]))
+        self.config = parse_config(
+            arm_config(self._plain_config(), SPINDLE, self._tuning, self._settings["active"])
+        )
         self._drafts = tuple(draft.name for draft in self.config.drafts)
         runs = [(key, run) for key, run in self.runs.items() if key[3] in self._fixed]
         free = [draft.engine == "lookup" for draft in self.config.drafts]
-        self._hazards = fitted([(key[:3], *fixed_choice(key[3]), run) for key, run in runs], self._drafts, free, self.config.policy.k_max)
+        self._hazards = fitted(
+            [(key[:3], *fixed_choice(key[3]), run) for key, run in runs],
+            self._drafts,
+            free,
+            self.config.policy.k_max,
+        )
 
     def _plain_config(self) -> dict[str, Any]:
         """Return the configuration without cohorts."""
@@ -140,21 +164,32 @@ class Simulation:
 
     def policy(self, name: str) -> Lasting:
         """Return an arm's policy, which reads the tables as they are."""
-        config = parse_config(arm_config(self._plain_config(), name, self._tuning, self._settings["active"]))
-        engines = [SimpleNamespace(limits=SimpleNamespace(scores=True, free=draft.engine == "lookup")) for draft in config.drafts]
+        config = parse_config(
+            arm_config(self._plain_config(), name, self._tuning, self._settings["active"])
+        )
+        engines = [
+            SimpleNamespace(limits=SimpleNamespace(scores=True, free=draft.engine == "lookup"))
+            for draft in config.drafts
+        ]
         return Lasting(make_policy(config, engines, self._tables, StepStats(Stats())))  # type: ignore[arg-type]
 
-    def simulated(self, key: tuple[str, str, int], policy: Lasting, name: str, constants: Constants, draw: int) -> Simulated:
+    def simulated(
+        self, key: tuple[str, str, int], policy: Lasting, name: str, constants: Constants, draw: int
+    ) -> Simulated:
         """Serve a block's requests."""
         deployment = self._deployment(name, constants)
         measured = self.runs[(*key, name)]["replies"]
         workload, load = self._workload(key, measured, deployment, constants, draw), key[1]
         if is_closed(load):
-            run = simulate_closed(deployment, workload, policy, draw, int(level(load)), constants.way_s)
+            run = simulate_closed(
+                deployment, workload, policy, draw, int(level(load)), constants.way_s
+            )
         else:
             run = simulate(deployment, workload, lambda: policy, draw)
         latency_s = run.latency_s + constants.way_s * (not is_closed(load))
-        return Simulated(latency_s.tolist(), len(run.steps), sum(step.seconds for step in run.steps))
+        return Simulated(
+            latency_s.tolist(), len(run.steps), sum(step.seconds for step in run.steps)
+        )
 
     def _deployment(self, name: str, constants: Constants) -> Deployment:
         config: ServingConfig = self.config
@@ -163,20 +198,45 @@ class Simulation:
         latency = replace(latency, drafts=latency.drafts[: len(drafts)])
         free = tuple(draft.engine == "lookup" for draft in config.drafts)[: len(drafts)]
         limits = config.limits
-        sizes = {"max_active": limits.max_active_requests, "prefill_chunk_tokens": limits.prefill_chunk_tokens}
+        sizes = {
+            "max_active": limits.max_active_requests,
+            "prefill_chunk_tokens": limits.prefill_chunk_tokens,
+        }
         sizes |= {"kv_tokens": limits.kv_cache_tokens, "k_max": config.policy.k_max}
-        return Deployment("sweep", "measured", drafts, latency, free, **sizes, noise=0.0, planning_s=((1, constants.planning_s),))
+        return Deployment(
+            "sweep",
+            "measured",
+            drafts,
+            latency,
+            free,
+            **sizes,
+            noise=0.0,
+            planning_s=((1, constants.planning_s),),
+        )
 
     def _workload(
-        self, key: tuple[str, str, int], replies: list[dict[str, Any]], deployment: Deployment, constants: Constants, draw: int
+        self,
+        key: tuple[str, str, int],
+        replies: list[dict[str, Any]],
+        deployment: Deployment,
+        constants: Constants,
+        draw: int,
     ) -> Workload:
         """Return a block's requests as they were served."""
         count = len(replies)
-        due_s, prompt, output = (np.array([reply[name] for reply in replies]) for name in ("due_s", "input_tokens", "output_tokens"))
+        due_s, prompt, output = (
+            np.array([reply[name] for reply in replies])
+            for name in ("due_s", "input_tokens", "output_tokens")
+        )
         room = output + deployment.k_max
         start = np.concatenate([[0], np.cumsum(room)[:-1]])
-        index = np.repeat(np.arange(count), room), np.arange(int(room.sum())) - np.repeat(start, room)
-        strata = np.concatenate([_strata(int(size), draw, number) for number, size in enumerate(room)])
+        index = (
+            np.repeat(np.arange(count), room),
+            np.arange(int(room.sum())) - np.repeat(start, room),
+        )
+        strata = np.concatenate(
+            [_strata(int(size), draw, number) for number, size in enumerate(room)]
+        )
         truth: Hazards = self._hazards
         hazard, found = (values[:, : len(deployment.drafts)] for values in truth.of(key))
         acceptance = Acceptance(
@@ -194,25 +254,49 @@ class Simulation:
 
     def constants(self) -> Constants:
         """Measure the constants: each a median over runs, since others may have used the machine meanwhile."""
-        cold = {key: _sums(run) for key, run in self.runs.items() if key[2] == 0 and is_closed(key[1])}
-        steady = [key for key in cold if key[3] in (NONE, *self._fixed)]  # these do the same in any time
+        cold = {
+            key: _sums(run) for key, run in self.runs.items() if key[2] == 0 and is_closed(key[1])
+        }
+        steady = [
+            key for key in cold if key[3] in (NONE, *self._fixed)
+        ]  # these do the same in any time
         tabled = {key: self._tabled(key) for key in steady}
 
         def factor(part: str, keys: Iterable[RunKey]) -> float:
             pairs = ((cold[key].get(part, 0.0), tabled[key].get(part, 0.0)) for key in keys)
-            return _middle([measured / predicted for measured, predicted in pairs if measured > 0 and predicted > 0], 1.0)
+            return _middle(
+                [
+                    measured / predicted
+                    for measured, predicted in pairs
+                    if measured > 0 and predicted > 0
+                ],
+                1.0,
+            )
 
-        drafts = {draft: factor(f"draft:{draft}", [key for key in steady if draft == _draft(key[3])]) for draft in self._drafts}
+        drafts = {
+            draft: factor(f"draft:{draft}", [key for key in steady if draft == _draft(key[3])])
+            for draft in self._drafts
+        }
         most = max(level(key[1]) for key in cold)
-        beside = {name: _middle([s["overhead"] / s["steps"] for key, s in cold.items() if key[3] == name]) for name in self.policies}
+        beside = {
+            name: _middle([s["overhead"] / s["steps"] for key, s in cold.items() if key[3] == name])
+            for name in self.policies
+        }
         between = {
-            name: _middle([self._between(key) for key in cold if key[3] == name and level(key[1]) == most > 1]) for name in (NONE, SPINDLE)
+            name: _middle(
+                [self._between(key) for key in cold if key[3] == name and level(key[1]) == most > 1]
+            )
+            for name in (NONE, SPINDLE)
         }
         overhead_s = beside[NONE] + between[NONE]
         speculation_s = max(0.0, _middle([beside[name] for name in self._fixed]) - beside[NONE])
         planning_s = max(0.0, beside[SPINDLE] + between[SPINDLE] - overhead_s - speculation_s)
-        way_s = _middle([self._way(key, between[NONE]) for key in cold if key[3] == NONE and level(key[1]) == 1])
-        return Constants(factor("verify", steady), drafts, overhead_s, speculation_s, planning_s, way_s)
+        way_s = _middle(
+            [self._way(key, between[NONE]) for key in cold if key[3] == NONE and level(key[1]) == 1]
+        )
+        return Constants(
+            factor("verify", steady), drafts, overhead_s, speculation_s, planning_s, way_s
+        )
 
     def _tabled(self, key: RunKey) -> dict[str, float]:
         """Return the seconds of a run by part, by the tables alone."""
@@ -228,7 +312,10 @@ class Simulation:
 
     def _way(self, key: RunKey, between_s: float) -> float:
         """Return the seconds of a request outside of steps, of a run with one in flight."""
-        sums, replies = _sums(self.runs[key]), [reply["total_s"] for reply in self.runs[key]["replies"]]
+        sums, replies = (
+            _sums(self.runs[key]),
+            [reply["total_s"] for reply in self.runs[key]["replies"]],
+        )
         return max(0.0, (sum(replies) - sums["seconds"] - between_s * sums["steps"]) / len(replies))
 
 
@@ -255,7 +342,15 @@ POLICIES = ("schedule", "ema", "smartspec", "spin", SPINDLE)
 
 def _tuning(record: dict[str, Any]) -> Tuning:
     told = record.get("tuning")
-    return Tuning(told["draft"], told["length"], tuple((batch, length) for batch, length in told["schedule"])) if told else Tuning()
+    return (
+        Tuning(
+            told["draft"],
+            told["length"],
+            tuple((batch, length) for batch, length in told["schedule"]),
+        )
+        if told
+        else Tuning()
+    )
 
 
 def _sums(*runs: Run) -> dict[str, float]:
@@ -283,7 +378,11 @@ def missing(record: dict[str, Any]) -> str:
         return "the record has no prompt lengths or tables"
     if not any(run["policy"].startswith("fixed-") for run in runs):
         return "no fixed choice was run, which would tell acceptance"
-    return "" if any(is_closed(run["load"]) for run in runs) else "there is no closed loop to measure constants in"
+    return (
+        ""
+        if any(is_closed(run["load"]) for run in runs)
+        else "there is no closed loop to measure constants in"
+    )
 
 
 def simulated(record: dict[str, Any]) -> dict[str, Any]:
@@ -298,25 +397,43 @@ def simulated(record: dict[str, Any]) -> dict[str, Any]:
     constants, rows = simulation.constants(), []
     points = dict.fromkeys(key[:2] for key in simulation.runs)
     work = [(*point, name) for point in points for name in simulation.policies]
-    for workload, load, name in tqdm(work, desc="simulation", unit="point", mininterval=0.2 if sys.stderr.isatty() else 30):
-        numbers = sorted(key[2] for key in simulation.runs if key[:2] == (workload, load) and key[3] == name)[: MOST_BLOCKS + 1]
+    for workload, load, name in tqdm(
+        work, desc="simulation", unit="point", mininterval=0.2 if sys.stderr.isatty() else 30
+    ):
+        numbers = sorted(
+            key[2] for key in simulation.runs if key[:2] == (workload, load) and key[3] == name
+        )[: MOST_BLOCKS + 1]
         rows.append(_row(simulation, (workload, load), name, numbers, constants))
     told = {"blocks": MOST_BLOCKS, "draws": DRAWS, **asdict(constants)}
     return {"simulation": [row for row in rows if row], "simulation_constants": told}
 
 
-def _row(simulation: Simulation, point: tuple[str, str], name: str, numbers: list[int], constants: Constants) -> dict[str, Any]:
+def _row(
+    simulation: Simulation,
+    point: tuple[str, str],
+    name: str,
+    numbers: list[int],
+    constants: Constants,
+) -> dict[str, Any]:
     if not any(numbers):
         return {}
     workload, load = point
     predicted: list[Simulated] = []
     for draw in range(DRAWS):
         policy = simulation.policy(name)
-        told = [simulation.simulated((workload, load, block), policy, name, constants, draw) for block in numbers]
+        told = [
+            simulation.simulated((workload, load, block), policy, name, constants, draw)
+            for block in numbers
+        ]
         predicted += [run for run, block in zip(told, numbers, strict=True) if block]
     runs = [simulation.runs[workload, load, block, name] for block in numbers if block]
-    seconds_s = [reply["total_s"] for run in runs for reply in run["replies"]], [second for run in predicted for second in run.latency_s]
-    measured_s, predicted_s = (round(float(np.mean(values)), 5) for values in seconds_s)  # as written: the error is that of the record
+    seconds_s = (
+        [reply["total_s"] for run in runs for reply in run["replies"]],
+        [second for run in predicted for second in run.latency_s],
+    )
+    measured_s, predicted_s = (
+        round(float(np.mean(values)), 5) for values in seconds_s
+    )  # as written: the error is that of the record
     sums, steps = _sums(*runs), sum(run.steps for run in predicted)
     step_s = sum(run.step_s for run in predicted) / steps
     active = simulation.config.limits.max_active_requests
@@ -342,7 +459,10 @@ def main() -> None:
     record |= simulated(record)
     options.record.write_text(json.dumps(record) + "\n", "utf-8")
     near = [abs(row["error"]) <= WITHIN for row in record["simulation"] if row["below_saturation"]]
-    print(record.get("simulation_missing") or f"{sum(near)} of {len(near)} within {WITHIN:.0%} below saturation")
+    print(
+        record.get("simulation_missing")
+        or f"{sum(near)} of {len(near)} within {WITHIN:.0%} below saturation"
+    )
 
 
 if __name__ == "__main__":

@@ -56,9 +56,15 @@ def figures(p50, p95, **outcomes):
     ("overload", "violations"),
     [
         (figures(120, 240, final=5, UNAVAILABLE=5), []),
-        (figures(131, 240, final=5, UNAVAILABLE=5), ["inter-token time p50 is 1.31 of that at capacity"]),
+        (
+            figures(131, 240, final=5, UNAVAILABLE=5),
+            ["inter-token time p50 is 1.31 of that at capacity"],
+        ),
         (figures(100, 200, final=5), ["no request was refused"]),
-        (figures(100, 200, final=5, UNAVAILABLE=5, INTERNAL=1), ["requests ended otherwise: {'INTERNAL': 1}"]),
+        (
+            figures(100, 200, final=5, UNAVAILABLE=5, INTERNAL=1),
+            ["requests ended otherwise: {'INTERNAL': 1}"],
+        ),
     ],
 )
 def test_an_overload_that_hurts_the_admitted_is_a_violation(overload, violations):

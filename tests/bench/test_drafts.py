@@ -2,7 +2,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.bench.drafts import accepting, by_coins, by_lookup, interval, overlap, steps, tokens_per_step
+from tests.bench.drafts import (
+    accepting,
+    by_coins,
+    by_lookup,
+    interval,
+    overlap,
+    steps,
+    tokens_per_step,
+)
 
 
 def test_a_greedy_step_is_a_run_of_hits_and_the_targets_token():
@@ -18,7 +26,9 @@ def test_tokens_a_step_of_a_constant_acceptance_are_the_geometric_sum(length):
     tokens, share = 60_000, 0.6
     run = by_coins(np.full(tokens, share), rng.random(tokens))
     expected = (1 - share ** (length + 1)) / (1 - share)
-    assert tokens_per_step([(tokens, steps(run, tokens, length))]) == pytest.approx(expected, rel=0.01)
+    assert tokens_per_step([(tokens, steps(run, tokens, length))]) == pytest.approx(
+        expected, rel=0.01
+    )
 
 
 def test_a_token_of_the_targets_law_is_accepted_as_often_as_a_sampled_proposal():
@@ -26,7 +36,9 @@ def test_a_token_of_the_targets_law_is_accepted_as_often_as_a_sampled_proposal()
     target, draft = (torch.randn(1, 12, generator=generator) for _ in range(2))
     draft[0, 3] = -torch.inf  # not in the draft's shortlist
     count = 40_000
-    tokens = torch.multinomial((target / 0.8).softmax(dim=1)[0], count, replacement=True, generator=generator).tolist()
+    tokens = torch.multinomial(
+        (target / 0.8).softmax(dim=1)[0], count, replacement=True, generator=generator
+    ).tolist()
     accepted = accepting(draft.expand(count, -1), target.expand(count, -1), tokens, 0.8).mean()
     assert accepted == pytest.approx(float(overlap(draft, target, 0.8)), abs=0.01)
     assert 0.2 < accepted < 0.9

@@ -4,7 +4,12 @@ from tests.bench.paired import abba, median_interval, repeated_share
 
 
 def test_the_arms_change_places_from_block_to_block():
-    assert [abba(("a", "b"), block) for block in range(4)] == [["a", "b"], ["b", "a"], ["a", "b"], ["b", "a"]]
+    assert [abba(("a", "b"), block) for block in range(4)] == [
+        ["a", "b"],
+        ["b", "a"],
+        ["a", "b"],
+        ["b", "a"],
+    ]
 
 
 def test_the_interval_holds_the_median_and_narrows_with_more_blocks():
@@ -21,7 +26,13 @@ def test_the_interval_is_that_of_its_seed_and_of_one_value_a_point():
 
 
 @pytest.mark.parametrize(
-    ("text", "share"), [("", 0.0), ("a b c", 0.0), ("one two three four five six", 0.0), ("a b c d a b c d a b c d", 5 / 9)]
+    ("text", "share"),
+    [
+        ("", 0.0),
+        ("a b c", 0.0),
+        ("one two three four five six", 0.0),
+        ("a b c d a b c d a b c d", 5 / 9),
+    ],
 )
 def test_repetition_is_the_share_of_4_grams_seen_before(text, share):
     assert repeated_share(text) == pytest.approx(share)

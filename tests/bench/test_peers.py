@@ -32,12 +32,20 @@ def cache_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("SPINDLE_CACHE", str(tmp_path))
 
 
-@pytest.mark.parametrize(("kind", "asked"), [("plain", [["a", "b"], ["c"]]), ("lookup", [["a"], ["b"], ["c"]])])
-def test_a_stack_that_batches_gets_as_many_requests_at_once_as_are_in_flight(kind, asked, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "asked"), [("plain", [["a", "b"], ["c"]]), ("lookup", [["a"], ["b"], ["c"]])]
+)
+def test_a_stack_that_batches_gets_as_many_requests_at_once_as_are_in_flight(
+    kind, asked, monkeypatch
+):
     seen = []
     stack = object.__new__(Transformers)
     stack._batches = kind == "plain"
-    monkeypatch.setattr(stack, "_generate", lambda prompts, _: (seen.append(prompts), ([[1]] * len(prompts), 0.0))[1])
+    monkeypatch.setattr(
+        stack,
+        "_generate",
+        lambda prompts, _: (seen.append(prompts), ([[1]] * len(prompts), 0.0))[1],
+    )
     replies = stack.serve(["a", "b", "c"], 2, 2)
     assert seen == asked
     assert [reply["tokens"] for reply in replies] == [[1], [1], [1]]
@@ -62,7 +70,12 @@ def test_a_peer_answers_over_its_pipe_and_its_end_is_an_error():
     code = f"print('ready'); work = input(); print({json.dumps(ANSWER)!r}); import sys; print(work, file=sys.stderr)"
     peer = PeerArm([sys.executable, "-c", code], ByteTokenizer())
     served = peer.run(Offer(REQUESTS[:1]))
-    assert (served.wall_s, served.replies[0].text, served.replies[0].output_tokens, served.replies[0].drafted) == (0.2, "A", 2, 0)
+    assert (
+        served.wall_s,
+        served.replies[0].text,
+        served.replies[0].output_tokens,
+        served.replies[0].drafted,
+    ) == (0.2, "A", 2, 0)
     with pytest.raises((RuntimeError, BrokenPipeError)):
         peer.run(Offer(REQUESTS[:1]))
     with pytest.raises(ValueError, match="closed"):
@@ -71,7 +84,9 @@ def test_a_peer_answers_over_its_pipe_and_its_end_is_an_error():
 
 
 def test_a_peer_that_does_not_start_says_why():
-    with pytest.raises(RuntimeError, match="status 1: ModuleNotFoundError: No module named 'nothing_such'"):
+    with pytest.raises(
+        RuntimeError, match="status 1: ModuleNotFoundError: No module named 'nothing_such'"
+    ):
         PeerArm([sys.executable, "-c", "import nothing_such"], ByteTokenizer())
 
 
@@ -103,8 +118,17 @@ def test_a_peer_without_its_environment_says_how_to_make_it():
 def test_the_script_of_environments_knows_every_stack_and_refuses_others():
     script = (WORKERS / "peers.sh").read_text()
     assert all(f"    {stack})" in script for stack in ("openvino", "vllm", "llamacpp"))
-    run = subprocess.run(["sh", str(WORKERS / "peers.sh"), "nothing"], capture_output=True, text=True, timeout=30, check=False)
-    assert (run.returncode, run.stderr) == (2, "peers.sh: no peer 'nothing': openvino, vllm, llamacpp\n")
+    run = subprocess.run(
+        ["sh", str(WORKERS / "peers.sh"), "nothing"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert (run.returncode, run.stderr) == (
+        2,
+        "peers.sh: no peer 'nothing': openvino, vllm, llamacpp\n",
+    )
 
 
 def test_a_whole_head_proposes_what_the_narrow_one_does(tmp_path):
@@ -116,13 +140,19 @@ def test_a_whole_head_proposes_what_the_narrow_one_does(tmp_path):
     tensors = load_file(narrow / "model.safetensors")
     ids = torch.randperm(config["vocab_size"])[:100]
     rows = tensors[peer_models.HEAD][:100]
-    peer_models.save_file(tensors | {peer_models.HEAD: rows.contiguous(), peer_models.HEAD_IDS: ids}, narrow / "model.safetensors")
+    peer_models.save_file(
+        tensors | {peer_models.HEAD: rows.contiguous(), peer_models.HEAD_IDS: ids},
+        narrow / "model.safetensors",
+    )
     made = peer_models.whole_head(narrow)
     whole = load_file(made / "model.safetensors")
     assert peer_models.HEAD_IDS not in whole
     assert whole[peer_models.HEAD].shape == (config["vocab_size"], config["hidden_size"])
     hidden = torch.randn(500, config["hidden_size"])
-    assert torch.equal((hidden @ whole[peer_models.HEAD].float().T).argmax(1), ids[(hidden @ rows.float().T).argmax(1)])
+    assert torch.equal(
+        (hidden @ whole[peer_models.HEAD].float().T).argmax(1),
+        ids[(hidden @ rows.float().T).argmax(1)],
+    )
     assert "draft_vocab_size" not in json.loads((made / "config.json").read_text())
     assert peer_models.whole_head(TINY) == TINY
 
@@ -146,25 +176,44 @@ def test_a_gguf_file_has_the_checkpoints_weights_and_tokenizer():
 
 
 def run(texts, wall_s=1.0):
-    return {"wall_s": wall_s, "replies": [Reply(text, len(text), 0, 0, "", 0.1, 0.2) for text in texts]}
+    return {
+        "wall_s": wall_s,
+        "replies": [Reply(text, len(text), 0, 0, "", 0.1, 0.2) for text in texts],
+    }
 
 
 def test_texts_that_part_are_counted_with_the_token_where_they_do():
-    found = peers.exactness([run(["same", "abcd", "ab"])], [run(["same", "abXd", "abc"])], ByteTokenizer())
+    found = peers.exactness(
+        [run(["same", "abcd", "ab"])], [run(["same", "abXd", "abc"])], ByteTokenizer()
+    )
     assert found == {"texts": 3, "same": 1, "first_difference_tokens": [2, 2]}
 
 
 def test_a_row_holds_an_arm_against_its_own_plain_one_and_against_spindle():
     arms = {"none": 4.0, "spindle": 2.0, "vllm-plain": 8.0, "vllm-draft": 4.0, "none-again": 4.0}
     runs = [
-        {"workload": "mix", "in_flight": 1, "block": block, "arm": arm, **run(["abcd"], wall_s * (1 + block))}
+        {
+            "workload": "mix",
+            "in_flight": 1,
+            "block": block,
+            "arm": arm,
+            **run(["abcd"], wall_s * (1 + block)),
+        }
         for block in range(3)
         for arm, wall_s in arms.items()
     ]
     made = peers.rows(SimpleNamespace(runs=runs, names=[*arms], tokenizer=ByteTokenizer()), seed=0)
     draft = next(row for row in made if row["arm"] == "vllm-draft")
-    assert (draft["over_plain"]["median"], draft["over_none"]["median"], draft["spindle_over"]["median"]) == (2.0, 1.0, 2.0)
-    assert (draft["tokens_per_s"], draft["over_plain"]["blocks"], draft["as_plain"]["same"]) == (0.5, 3, 3)
+    assert (
+        draft["over_plain"]["median"],
+        draft["over_none"]["median"],
+        draft["spindle_over"]["median"],
+    ) == (2.0, 1.0, 2.0)
+    assert (draft["tokens_per_s"], draft["over_plain"]["blocks"], draft["as_plain"]["same"]) == (
+        0.5,
+        3,
+        3,
+    )
 
 
 def test_a_peer_without_its_plain_arm_is_refused(capsys):
@@ -179,7 +228,9 @@ def test_transformers_serves_plain_and_with_lookup_the_same_text():
         known = Peers({"target": {"engine": "torch", "model": str(TINY)}, "threads": 1})
         try:
             arm, _ = known.arm(f"transformers-{kind}")
-            served = arm.run(Offer([{"text_input": "CREATE TABLE t (a INTEGER, b", "max_tokens": 8}] * 3, 2))
+            served = arm.run(
+                Offer([{"text_input": "CREATE TABLE t (a INTEGER, b", "max_tokens": 8}] * 3, 2)
+            )
         finally:
             known.close()
         texts[kind] = [reply.text for reply in served.replies]
@@ -192,7 +243,11 @@ def test_environments_are_in_the_cache(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("found", "dtype", "reads"), [("AVX2", "float32", "bf16 checkpoint, run in fp32"), ("AVX512-BF16", "bfloat16", "bf16 checkpoint")]
+    ("found", "dtype", "reads"),
+    [
+        ("AVX2", "float32", "bf16 checkpoint, run in fp32"),
+        ("AVX512-BF16", "bfloat16", "bf16 checkpoint"),
+    ],
 )
 def test_stacks_that_would_crawl_in_bf16_run_in_fp32_and_say_so(monkeypatch, found, dtype, reads):
     monkeypatch.setattr(machine, "instructions", lambda: found)

@@ -8,7 +8,9 @@ from tests.bench import readme
 
 def test_the_measured_tables_of_the_pages_are_those_of_the_records():
     pages = [page.read_text() for page in readme.PAGES]
-    assert sorted(place[1] for page in pages for place in readme.PLACE.findall(page)) == sorted(readme.TABLES)
+    assert sorted(place[1] for page in pages for place in readme.PLACE.findall(page)) == sorted(
+        readme.TABLES
+    )
     assert [readme.written(page) for page in pages] == pages, "run python -m tests.bench.readme"
 
 
@@ -17,7 +19,9 @@ def test_a_table_of_no_known_name_is_an_error():
         readme.written("<!-- table: nothing -->\n<!-- end -->")
 
 
-def test_records_that_agree_in_processor_length_and_temperature_count_together(tmp_path, monkeypatch):
+def test_records_that_agree_in_processor_length_and_temperature_count_together(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(readme, "RESULTS", tmp_path)
     monkeypatch.setattr(readme, "RECORDS", ("first", "second", "sampled"))
     took = {"none": 8.0, "fixed-a-2": 6.0, "spindle": 4.0}
@@ -31,20 +35,30 @@ def test_records_that_agree_in_processor_length_and_temperature_count_together(t
     record = {"machine": {"processor": "A CPU (AVX9)"}, "settings": settings, "runs": runs}
     (tmp_path / "first.json").write_text(json.dumps(record))
     (tmp_path / "second.json").write_text(json.dumps({**record, "runs": slower}))
-    (tmp_path / "sampled.json").write_text(json.dumps({**record, "settings": {**settings, "temperature": 0.8}}))
+    (tmp_path / "sampled.json").write_text(
+        json.dumps({**record, "settings": {**settings, "temperature": 0.8}})
+    )
     greedy, _, sampled, best = readme.speed().splitlines()[2:]
     assert greedy.startswith("| plain decoding, AVX9, greedy, 24 tokens | 1.41 (")
     assert greedy.endswith("; 4) |")
     assert sampled == "| plain decoding, AVX9, temperature 0.8, 24 tokens | 2.00 (2.00–2.00; 2) |"
-    assert best == "| the best fixed choice, AVX9, temperature 0.8, 24 tokens | 1.50 (1.50–1.50; 2) |"
+    assert (
+        best == "| the best fixed choice, AVX9, temperature 0.8, 24 tokens | 1.50 (1.50–1.50; 2) |"
+    )
     assert "poisson" not in readme.speed()
 
 
 def test_a_stack_that_was_not_run_leaves_its_cell_empty(tmp_path, monkeypatch):
     monkeypatch.setattr(readme, "RESULTS", tmp_path)
     ratio = {"median": 1.25, "interval_95": [1.1, 1.4], "blocks": 3}
-    rows = [{"arm": "vllm-plain", "in_flight": 8, "spindle_over": ratio}, {"arm": "none", "in_flight": 1, "spindle_over": ratio}]
-    record = {"families": [{"family": "tiny", "rows": rows}], "machine": {"processor": "A CPU (AVX9)"}}
+    rows = [
+        {"arm": "vllm-plain", "in_flight": 8, "spindle_over": ratio},
+        {"arm": "none", "in_flight": 1, "spindle_over": ratio},
+    ]
+    record = {
+        "families": [{"family": "tiny", "rows": rows}],
+        "machine": {"processor": "A CPU (AVX9)"},
+    }
     for name in ("peers", "peers-avx2", "peers-smollm2-avx2"):
         (tmp_path / f"{name}.json").write_text(json.dumps(record))
     table = readme.stacks().splitlines()

@@ -9,7 +9,16 @@ import pytest
 from tests.bench import arms, sweep, sweep_figures
 from tests.bench.arms import Offer, Served
 from tests.bench.sweep import Sweep, chosen, main
-from tests.bench.sweep_arms import AGAIN, InProcess, Servers, Tuning, ablation_names, arm_config, fixed_choice, fixed_names
+from tests.bench.sweep_arms import (
+    AGAIN,
+    InProcess,
+    Servers,
+    Tuning,
+    ablation_names,
+    arm_config,
+    fixed_choice,
+    fixed_names,
+)
 from tests.bench.sweep_figures import BEST_FIXED, EVERY
 from tests.bench.sweep_report import write_pictures, write_report
 from tests.bench.sweep_simulation import missing
@@ -18,17 +27,35 @@ pytestmark = pytest.mark.slow
 
 FAKE = {
     "target": {"engine": "fake", "step_s": 0.001},
-    "drafts": [{"name": "d-1", "engine": "fake", "agreement": 0.8}, {"name": "lookup", "engine": "lookup"}],
+    "drafts": [
+        {"name": "d-1", "engine": "fake", "agreement": 0.8},
+        {"name": "lookup", "engine": "lookup"},
+    ],
     "policy": {"k_max": 4},
 }
-POLICIES = ["none", "fixed-d-1-2", "fixed-lookup-2", "schedule", "ema", "smartspec", "spin", "spindle"]
+POLICIES = [
+    "none",
+    "fixed-d-1-2",
+    "fixed-lookup-2",
+    "schedule",
+    "ema",
+    "smartspec",
+    "spin",
+    "spindle",
+]
 RATIO = {"median": 1.25, "interval_95": [1.2, 1.3], "blocks": 4}
 TEXTS = {"same": 3, "texts": 4}
 PEERS_FAMILY = {
     "family": "tiny",
     "skipped": {"third-stack": "no environment"},
     "rows": [
-        {"workload": "chat", "in_flight": 1, "arm": "another-stack", "tokens_per_s": 9.0, "mean_latency_s": 0.5}
+        {
+            "workload": "chat",
+            "in_flight": 1,
+            "arm": "another-stack",
+            "tokens_per_s": 9.0,
+            "mean_latency_s": 0.5,
+        }
         | {"over_plain": RATIO, "spindle_over": RATIO, "as_plain": TEXTS, "as_none": TEXTS}
     ],
 }
@@ -67,28 +94,53 @@ def run(policy, block, seconds, load="closed-2", tokens=10):
 
 
 def test_a_policy_is_a_patched_configuration():
-    base = {**FAKE, "policy": {"k_max": 4, "cohorts": 2}, "limits": {"max_active_requests": 64, "kv_cache_tokens": 1024}}
+    base = {
+        **FAKE,
+        "policy": {"k_max": 4, "cohorts": 2},
+        "limits": {"max_active_requests": 64, "kv_cache_tokens": 1024},
+    }
     made = {name: arm_config(base, name, TUNING, 8) for name in POLICIES}
     assert made["none"]["drafts"] == []
-    assert made["fixed-d-1-2"]["policy"] == {"kind": "fixed", "k_max": 4, "draft": "d-1", "length": 2, "keep_learned": False}
-    assert made["schedule"]["policy"]["schedule"] == [{"batch": 1, "length": 3}, {"batch": 8, "length": 0}]
+    assert made["fixed-d-1-2"]["policy"] == {
+        "kind": "fixed",
+        "k_max": 4,
+        "draft": "d-1",
+        "length": 2,
+        "keep_learned": False,
+    }
+    assert made["schedule"]["policy"]["schedule"] == [
+        {"batch": 1, "length": 3},
+        {"batch": 8, "length": 0},
+    ]
     assert (made["ema"]["policy"]["kind"], made["spin"]["policy"]["length"]) == ("ema", 3)
-    assert (made["spindle"]["policy"]["kind"], made["spindle"]["policy"]["cohorts"]) == ("adaptive", 2)
+    assert (made["spindle"]["policy"]["kind"], made["spindle"]["policy"]["cohorts"]) == (
+        "adaptive",
+        2,
+    )
     assert {config["limits"]["max_active_requests"] for config in made.values()} == {8}
     assert all(config["limits"]["kv_cache_tokens"] == 1024 for config in made.values())
 
 
 def test_an_ablation_is_spindle_without_a_part_or_with_one_that_is_off():
-    base = {"target": {"engine": "torch"}, "drafts": FAKE["drafts"], "policy": {"k_max": 4, "cohorts": 2}}
+    base = {
+        "target": {"engine": "torch"},
+        "drafts": FAKE["drafts"],
+        "policy": {"k_max": 4, "cohorts": 2},
+    }
     names = ablation_names(base)
     assert names[:3] == ["without-cohorts", "with-decomposition", "without-prefix-reuse"]
     assert names[3:] == ["without-d-1", "without-lookup"]
     made = {name: arm_config(base, name, TUNING, 8) for name in names}
     spindle = arm_config(base, "spindle", TUNING, 8)
-    changes = {name: {key: config[key] for key in config if config[key] != spindle.get(key)} for name, config in made.items()}
+    changes = {
+        name: {key: config[key] for key in config if config[key] != spindle.get(key)}
+        for name, config in made.items()
+    }
     assert changes["without-cohorts"] == {"policy": {**spindle["policy"], "cohorts": 1}}
     assert changes["with-decomposition"] == {"target": {"engine": "torch", "attention": "padded"}}
-    assert changes["without-prefix-reuse"] == {"limits": {**spindle["limits"], "enable_kv_cache_reuse": False}}
+    assert changes["without-prefix-reuse"] == {
+        "limits": {**spindle["limits"], "enable_kv_cache_reuse": False}
+    }
     assert changes["without-d-1"] == {"drafts": FAKE["drafts"][1:]}
     with pytest.raises(KeyError, match="nothing"):
         arm_config(base, "without-nothing", TUNING, 8)
@@ -114,32 +166,66 @@ def test_a_policy_of_one_s_own_is_an_arm_with_the_options_of_the_configuration()
 def test_in_process_the_engines_not_used_for_longest_make_room():
     roster = InProcess({**FAKE, "policy": {}}, 4, most=2)
     try:
-        assert [roster.arm(name)[1] for name in ("none", "spindle", "fixed-d-1-2", "none-again")] == [True, True, True, False]
-        assert roster.arm("without-d-1")[1]  # in the place of those that Spindle and the fixed choices share
-        assert [roster.arm(name)[1] for name in ("none", "without-d-1", "spindle", "none")] == [False, False, True, True]
+        assert [
+            roster.arm(name)[1] for name in ("none", "spindle", "fixed-d-1-2", "none-again")
+        ] == [True, True, True, False]
+        assert roster.arm("without-d-1")[
+            1
+        ]  # in the place of those that Spindle and the fixed choices share
+        assert [roster.arm(name)[1] for name in ("none", "without-d-1", "spindle", "none")] == [
+            False,
+            False,
+            True,
+            True,
+        ]
     finally:
         roster.close()
 
 
 def test_what_a_part_brings_is_the_speed_with_it_over_that_without_it():
     policies = ["none", "spindle", "with-cohorts", "without-d-1"]
-    runs = [run(policy, block, seconds) for block in (0, 1, 2) for policy, seconds in zip(policies, (2, 1, 4, 2), strict=True)]
+    runs = [
+        run(policy, block, seconds)
+        for block in (0, 1, 2)
+        for policy, seconds in zip(policies, (2, 1, 4, 2), strict=True)
+    ]
     rows = sweep_figures.ablations(sweep_figures.blocks(runs, policies), policies)
-    assert [(row["part"], row["by_default"], row["ratio"]) for row in rows] == [("cohorts", False, 0.25), ("d-1", True, 2.0)]
+    assert [(row["part"], row["by_default"], row["ratio"]) for row in rows] == [
+        ("cohorts", False, 0.25),
+        ("d-1", True, 2.0),
+    ]
 
 
 def test_a_fixed_choice_is_named_by_its_draft_and_length():
-    assert fixed_names(FAKE, [2, 10]) == ["fixed-d-1-2", "fixed-d-1-10", "fixed-lookup-2", "fixed-lookup-10"]
+    assert fixed_names(FAKE, [2, 10]) == [
+        "fixed-d-1-2",
+        "fixed-d-1-10",
+        "fixed-lookup-2",
+        "fixed-lookup-10",
+    ]
     assert fixed_choice("fixed-d-1-10") == ("d-1", 10)
 
 
 def test_baselines_are_told_the_best_draft_and_its_best_length_at_each_batch_size():
-    rates = {"none": {"1": 10, "8": 50}, "fixed-a-2": {"1": 20, "8": 40}, "fixed-a-4": {"1": 18, "8": 45}, "fixed-b-2": {"1": 30, "8": 1}}
-    assert chosen(rates, ["fixed-a-2", "fixed-a-4", "fixed-b-2"]) == {"draft": "a", "length": 4, "schedule": [[1, 2], [8, 0]]}
+    rates = {
+        "none": {"1": 10, "8": 50},
+        "fixed-a-2": {"1": 20, "8": 40},
+        "fixed-a-4": {"1": 18, "8": 45},
+        "fixed-b-2": {"1": 30, "8": 1},
+    }
+    assert chosen(rates, ["fixed-a-2", "fixed-a-4", "fixed-b-2"]) == {
+        "draft": "a",
+        "length": 4,
+        "schedule": [[1, 2], [8, 0]],
+    }
 
 
 def test_a_ratio_is_that_within_blocks_and_a_block_that_lacks_a_policy_does_not_count():
-    runs = [run(policy, block, seconds) for block in (0, 1, 2) for policy, seconds in (("none", 2.0 + block), ("spindle", 1.0 + block / 2))]
+    runs = [
+        run(policy, block, seconds)
+        for block in (0, 1, 2)
+        for policy, seconds in (("none", 2.0 + block), ("spindle", 1.0 + block / 2))
+    ]
     runs.append(run("spindle", 3, 9.0))
     found = sweep_figures.blocks(runs, ["none", "spindle"])
     assert list(found["mix", "closed-2"]) == [0, 1, 2]
@@ -151,12 +237,18 @@ def test_a_ratio_is_that_within_blocks_and_a_block_that_lacks_a_policy_does_not_
 
 def test_a_machine_that_slows_down_within_a_block_favours_nobody_over_the_two_runs_of_none():
     took = {"none": 1.0, "spindle": 2.0, AGAIN: 4.0}
-    found = sweep_figures.blocks([run(policy, block, seconds) for block in (0, 1) for policy, seconds in took.items()], list(took))
+    found = sweep_figures.blocks(
+        [run(policy, block, seconds) for block in (0, 1) for policy, seconds in took.items()],
+        list(took),
+    )
     (row,) = sweep_figures.compared(found, list(took))
     assert row["ratio"] == pytest.approx(1.0)
     assert [row["ratio"] for row in sweep_figures.noise(found)] == [0.25]
     plain = sweep_figures.summary(found, list(took))[0]
-    assert (plain["mean_latency_s"], plain["requests"]) == (2.5, 2 * len(run("none", 1, 1.0)["replies"]))
+    assert (plain["mean_latency_s"], plain["requests"]) == (
+        2.5,
+        2 * len(run("none", 1, 1.0)["replies"]),
+    )
 
 
 def test_of_several_workloads_every_block_of_any_is_a_pair_of_all_together():
@@ -169,14 +261,22 @@ def test_of_several_workloads_every_block_of_any_is_a_pair_of_all_together():
         for policy, took in zip(policies, own, strict=True)
     ]
     found = sweep_figures.blocks(runs, policies)
-    ratios = {(r["workload"], r["policy"], r["over"]): r for r in sweep_figures.compared(found, policies)}
+    ratios = {
+        (r["workload"], r["policy"], r["over"]): r for r in sweep_figures.compared(found, policies)
+    }
     every = ratios[EVERY, "spindle", "none"]
     assert (every["ratio"], every["blocks"]) == (pytest.approx((2 * 32**0.5) ** 0.5, abs=1e-4), 2)
     assert every["interval_95"][0] < 4.0 < every["interval_95"][1]
     assert ratios["sql", "spindle", "none"]["interval_95"] is None
     assert ratios[EVERY, "spindle", BEST_FIXED]["ratio"] == pytest.approx(3.0)
-    assert [row["ratio"] for row in sweep_figures.noise(found) if row["workload"] == EVERY] == [pytest.approx(2**0.5, abs=1e-4)]
-    assert [(claim["bar"], claim["over"]) for claim in sweep_figures.claims(list(ratios.values())) if claim["workload"] == EVERY] == [
+    assert [row["ratio"] for row in sweep_figures.noise(found) if row["workload"] == EVERY] == [
+        pytest.approx(2**0.5, abs=1e-4)
+    ]
+    assert [
+        (claim["bar"], claim["over"])
+        for claim in sweep_figures.claims(list(ratios.values()))
+        if claim["workload"] == EVERY
+    ] == [
         (0.98, "none"),
         (0.97, BEST_FIXED),
     ]
@@ -185,13 +285,28 @@ def test_of_several_workloads_every_block_of_any_is_a_pair_of_all_together():
 def test_of_all_loads_together_every_warm_block_of_any_is_a_pair():
     took = {"none": 4.0, "fixed-a-2": 3.0, "ema": 2.0, "spindle": 1.0, AGAIN: 4.0}
     runs = [
-        run(policy, block, seconds, load) for load in ("closed-1", "closed-4") for block in (0, 1, 2) for policy, seconds in took.items()
+        run(policy, block, seconds, load)
+        for load in ("closed-1", "closed-4")
+        for block in (0, 1, 2)
+        for policy, seconds in took.items()
     ]
-    rows = {row["over"]: row for row in sweep_figures.overall(sweep_figures.blocks(runs, list(took)), list(took))}
-    assert {over: (row["ratio"], row["blocks"]) for over, row in rows.items()} == {"ema": (2.0, 4), BEST_FIXED: (3.0, 4)}
+    rows = {
+        row["over"]: row
+        for row in sweep_figures.overall(sweep_figures.blocks(runs, list(took)), list(took))
+    }
+    assert {over: (row["ratio"], row["blocks"]) for over, row in rows.items()} == {
+        "ema": (2.0, 4),
+        BEST_FIXED: (3.0, 4),
+    }
     once = [made for made in runs if (made["load"], made["block"]) != ("closed-4", 2)]
-    rows = {row["over"]: row for row in sweep_figures.overall(sweep_figures.blocks(once, list(took)), list(took))}
-    assert {over: row["blocks"] for over, row in rows.items()} == {"ema": 3, BEST_FIXED: 2}  # of one block none is best in the others
+    rows = {
+        row["over"]: row
+        for row in sweep_figures.overall(sweep_figures.blocks(once, list(took)), list(took))
+    }
+    assert {over: row["blocks"] for over, row in rows.items()} == {
+        "ema": 3,
+        BEST_FIXED: 2,
+    }  # of one block none is best in the others
 
 
 def test_speed_is_by_the_wall_in_a_closed_loop_and_by_latency_in_an_open_one():
@@ -200,22 +315,47 @@ def test_speed_is_by_the_wall_in_a_closed_loop_and_by_latency_in_an_open_one():
 
 
 def test_the_best_fixed_choice_of_a_block_is_chosen_on_the_other_blocks():
-    speeds = {"spindle": [1.0, 1.0, 1.0], "fixed-a-1": [9.0, 1.0, 1.0], "fixed-a-2": [2.0, 3.0, 3.0]}
+    speeds = {
+        "spindle": [1.0, 1.0, 1.0],
+        "fixed-a-1": [9.0, 1.0, 1.0],
+        "fixed-a-2": [2.0, 3.0, 3.0],
+    }
     assert sweep_figures.best_fixed(speeds) == [2.0, 1.0, 1.0]
     assert sweep_figures.best_fixed({"spindle": [1.0], "fixed-a-1": [1.0]}) == []
 
 
-@pytest.mark.parametrize(("ends", "verdict"), [((1.5, 1.9), "holds"), ((1.4, 1.6), "open"), ((1.2, 1.49), "missed"), (None, "open")])
+@pytest.mark.parametrize(
+    ("ends", "verdict"),
+    [((1.5, 1.9), "holds"), ((1.4, 1.6), "open"), ((1.2, 1.49), "missed"), (None, "open")],
+)
 def test_a_claim_holds_only_where_its_interval_clears_the_bar(ends, verdict):
-    row = {"workload": "mix", "load": "closed-1", "policy": "spindle", "over": "none", "ratio": 1.5, "interval_95": ends, "blocks": 8}
+    row = {
+        "workload": "mix",
+        "load": "closed-1",
+        "policy": "spindle",
+        "over": "none",
+        "ratio": 1.5,
+        "interval_95": ends,
+        "blocks": 8,
+    }
     (claim,) = sweep_figures.claims([row])
     assert (claim["bar"], claim["verdict"]) == (1.5, verdict)
 
 
 def test_bars_stand_where_a_claim_is_made():
     row = {"workload": "sql", "policy": "spindle", "ratio": 1.0, "interval_95": None, "blocks": 1}
-    places = [("closed-1", "none"), ("closed-4", "none"), ("closed-24", "none"), ("poisson-0.50", "none"), ("bursty-1.10", "none")]
-    places += [("closed-4", sweep_figures.BEST_FIXED), ("poisson-0.50", "ema"), ("closed-4", "fixed-a-1")]
+    places = [
+        ("closed-1", "none"),
+        ("closed-4", "none"),
+        ("closed-24", "none"),
+        ("poisson-0.50", "none"),
+        ("bursty-1.10", "none"),
+    ]
+    places += [
+        ("closed-4", sweep_figures.BEST_FIXED),
+        ("poisson-0.50", "ema"),
+        ("closed-4", "fixed-a-1"),
+    ]
     made = sweep_figures.claims([{**row, "load": load, "over": over} for load, over in places])
     assert [(claim["load"], claim["over"], claim["bar"]) for claim in made] == [
         ("closed-1", "none", 1.0),
@@ -227,11 +367,18 @@ def test_bars_stand_where_a_claim_is_made():
 
 
 def test_a_row_tells_of_the_warm_blocks_and_of_the_cold_one_apart():
-    found = sweep_figures.blocks([run("none", 0, 8.0), run("none", 1, 2.0), run("none", 2, 4.0)], ["none"])
+    found = sweep_figures.blocks(
+        [run("none", 0, 8.0), run("none", 1, 2.0), run("none", 2, 4.0)], ["none"]
+    )
     (row,) = sweep_figures.summary(found, ["none", AGAIN])
     assert (row["mean_latency_s"], row["cold_mean_latency_s"], row["warm_blocks"]) == (3.0, 8.0, 2)
     assert row["acceptance_by_position"] == {"1": 0.75}
-    assert row["step_time_share"] == {"planning": 0.1, "learning": 0.05, "verify": 0.6, "emit": 0.25}
+    assert row["step_time_share"] == {
+        "planning": 0.1,
+        "learning": 0.05,
+        "verify": 0.6,
+        "emit": 0.25,
+    }
     assert (row["wasted_draft_tokens_per_token"], row["mean_batch"]) == (0.2, 1.5)
     assert row["predicted_over_measured_step_time"] == 0.75
 
@@ -241,8 +388,33 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sweep")
     config, out = folder / "serving.json", folder / "sweep.json"
     config.write_text(json.dumps(FAKE))
-    small = ["--workloads", "sql", "--closed", "1", "3", "--shares", "0.8", "--lengths", "2", "--blocks", "1", "--active", "3"]
-    size = ["--requests", "4", "--requests-closed", "2", "--max-tokens", "8", "--config", str(config), "--out", str(out)]
+    small = [
+        "--workloads",
+        "sql",
+        "--closed",
+        "1",
+        "3",
+        "--shares",
+        "0.8",
+        "--lengths",
+        "2",
+        "--blocks",
+        "1",
+        "--active",
+        "3",
+    ]
+    size = [
+        "--requests",
+        "4",
+        "--requests-closed",
+        "2",
+        "--max-tokens",
+        "8",
+        "--config",
+        str(config),
+        "--out",
+        str(out),
+    ]
     command = ["--quick", "--in-process", *small, *size]
     main(command)
     return command, out
@@ -255,7 +427,20 @@ def test_a_policy_that_is_not_in_the_sweep_is_refused_by_name(tmp_path):
         SystemExit,
         match=r"--policies: fixed-d-1-3 is none of fixed-d-1-2, fixed-lookup-2, schedule.* or a dotted path like my_package\.MyPolicy",
     ):
-        main(["--in-process", "--config", str(config), "--out", str(out), "--lengths", "2", "--policies", "ema", "fixed-d-1-3"])
+        main(
+            [
+                "--in-process",
+                "--config",
+                str(config),
+                "--out",
+                str(out),
+                "--lengths",
+                "2",
+                "--policies",
+                "ema",
+                "fixed-d-1-3",
+            ]
+        )
 
 
 def test_a_quick_sweep_has_a_row_for_every_policy_and_load(finished):
@@ -263,7 +448,10 @@ def test_a_quick_sweep_has_a_row_for_every_policy_and_load(finished):
     rows = record["summary"]
     assert [row["policy"] for row in rows if row["load"] == "closed-3"] == POLICIES
     assert {row["load"] for row in rows} == {"closed-1", "closed-3", "poisson-0.80"}
-    assert all(row["mean_latency_s"] > 0 and row["requests"] >= 2 and row["warm_blocks"] == 1 for row in rows)
+    assert all(
+        row["mean_latency_s"] > 0 and row["requests"] >= 2 and row["warm_blocks"] == 1
+        for row in rows
+    )
     drafted = {row["policy"]: row["draft_tokens_per_emitted_token"] for row in rows}
     assert drafted["none"] == 0 < drafted["fixed-d-1-2"]
     assert [row["load"] for row in record["noise"]] == ["closed-1", "closed-3", "poisson-0.80"]
@@ -272,13 +460,26 @@ def test_a_quick_sweep_has_a_row_for_every_policy_and_load(finished):
 
 def test_every_row_of_the_summary_has_what_the_issue_asks_for(finished):
     record = json.loads(finished[1].read_text())
-    numbers = ["mean_latency_s", "p50_latency_s", "p99_latency_s", "first_token_p50_s", "inter_token_s", "tokens_per_s"]
-    keys = {"workload": str, "load": str, "policy": str, "acceptance_by_position": dict, "step_time_share": dict} | dict.fromkeys(
-        numbers, float
-    )
+    numbers = [
+        "mean_latency_s",
+        "p50_latency_s",
+        "p99_latency_s",
+        "first_token_p50_s",
+        "inter_token_s",
+        "tokens_per_s",
+    ]
+    keys = {
+        "workload": str,
+        "load": str,
+        "policy": str,
+        "acceptance_by_position": dict,
+        "step_time_share": dict,
+    } | dict.fromkeys(numbers, float)
     for row in record["summary"]:
         assert {key: type(row[key]) for key in keys} == keys
-        assert re.fullmatch(r"none|fixed-(d-1|lookup)-\d+|schedule|ema|smartspec|spin|spindle", row["policy"])
+        assert re.fullmatch(
+            r"none|fixed-(d-1|lookup)-\d+|schedule|ema|smartspec|spin|spindle", row["policy"]
+        )
         assert re.fullmatch(r"(closed-\d+|(poisson|bursty)-\d\.\d\d)", row["load"])
 
 
@@ -287,12 +488,21 @@ def test_a_sweep_is_simulated_point_by_point(finished):
     rows = {(row["load"], row["policy"]): row for row in record["simulation"]}
     measured = {(row["load"], row["policy"]): row["mean_latency_s"] for row in record["summary"]}
     assert rows.keys() == measured.keys()
-    assert all(row["measured_s"] == measured[key] for key, row in rows.items() if key[1] != "none")  # none has a second run there
+    assert all(
+        row["measured_s"] == measured[key] for key, row in rows.items() if key[1] != "none"
+    )  # none has a second run there
     assert all(row["predicted_s"] > 0 for row in rows.values())
     errors = [round(row["predicted_s"] / row["measured_s"] - 1, 4) for row in rows.values()]
     assert [row["error"] for row in rows.values()] == errors
-    assert [row["below_saturation"] for row in rows.values() if row["policy"] == "none"] == [True, False, True]
-    assert missing({**record, "runs": [run for run in record["runs"] if not run["block"]]}) == "there is no warm block"
+    assert [row["below_saturation"] for row in rows.values() if row["policy"] == "none"] == [
+        True,
+        False,
+        True,
+    ]
+    assert (
+        missing({**record, "runs": [run for run in record["runs"] if not run["block"]]})
+        == "there is no warm block"
+    )
 
 
 def test_a_warm_prefix_is_served_just_before():
@@ -305,7 +515,9 @@ def test_a_warm_prefix_is_served_just_before():
 
     sweep = object.__new__(Sweep)
     sweep._messages = {"sql": [f"message {number}" for number in range(20)]}
-    sweep._options = argparse.Namespace(seed=0, max_tokens=8, temperature=0.0, requests_closed=4, prefix="warm", active=2)
+    sweep._options = argparse.Namespace(
+        seed=0, max_tokens=8, temperature=0.0, requests_closed=4, prefix="warm", active=2
+    )
     sweep._roster = argparse.Namespace(arm=lambda policy: (Noting(), False))
     sweep._block("sql", "closed-2", 1, "none")
     assert served == [[1] * 4, [8] * 4]
@@ -315,15 +527,24 @@ def test_policies_get_the_same_requests_and_reuse_no_kv_of_each_other():
     sweep = object.__new__(Sweep)
     sweep._messages = {"sql": [f"message {number}" for number in range(20)]}
     sweep._options = argparse.Namespace(seed=0, max_tokens=8, temperature=0.0, requests_closed=4)
-    one, other, later = (sweep._offer("sql", "closed-2", block, policy).requests for block, policy in ((1, "a"), (1, "b"), (2, "a")))
-    assert [request["text_input"] for request in one] == [request["text_input"] for request in other]
+    one, other, later = (
+        sweep._offer("sql", "closed-2", block, policy).requests
+        for block, policy in ((1, "a"), (1, "b"), (2, "a"))
+    )
+    assert [request["text_input"] for request in one] == [
+        request["text_input"] for request in other
+    ]
     assert len({requests[0]["cache_salt"] for requests in (one, other, later)}) == 3
 
 
 def test_all_policies_of_a_block_write_the_same_texts_to_the_same_requests(finished):
     runs = json.loads(finished[1].read_text())["runs"]
     for load in ("closed-3", "poisson-0.80"):
-        texts = [[reply["text"] for reply in run["replies"]] for run in runs if (run["load"], run["block"]) == (load, 1)]
+        texts = [
+            [reply["text"] for reply in run["replies"]]
+            for run in runs
+            if (run["load"], run["block"]) == (load, 1)
+        ]
         assert len(texts) == len(POLICIES) + 1
         assert all(each == texts[0] for each in texts)
 
@@ -338,17 +559,36 @@ def test_a_sweep_that_was_stopped_goes_on_where_it_was_and_runs_nothing_again(fi
     runs = json.loads(again.read_text())["runs"]
     assert runs[: len(kept)] == kept
     key = ("workload", "load", "block", "policy")
-    assert [[run[k] for k in key] for run in runs] == [[run[k] for k in key] for run in record["runs"]]
+    assert [[run[k] for k in key] for run in runs] == [
+        [run[k] for k in key] for run in record["runs"]
+    ]
 
 
 def test_ablations_have_the_threads_that_spindle_s_tables_were_measured_with(tmp_path, monkeypatch):
     config, prepared = tmp_path / "serving.json", []
     config.write_text(json.dumps(FAKE))
     monkeypatch.setattr(sweep, "prepare", prepared.append)
-    monkeypatch.setattr(sweep, "tables", lambda _: {"target": SimpleNamespace(to_dict=dict, provenance=SimpleNamespace(threads=3))})
-    monkeypatch.setattr(sweep, "InProcess", lambda config, *_: sys.exit(f"served with {config['threads']}"))
+    monkeypatch.setattr(
+        sweep,
+        "tables",
+        lambda _: {"target": SimpleNamespace(to_dict=dict, provenance=SimpleNamespace(threads=3))},
+    )
+    monkeypatch.setattr(
+        sweep, "InProcess", lambda config, *_: sys.exit(f"served with {config['threads']}")
+    )
     with pytest.raises(SystemExit, match="served with 3"):
-        main(["--in-process", "--quick", "--config", str(config), "--ablations", "--shares", "--out", str(tmp_path / "sweep.json")])
+        main(
+            [
+                "--in-process",
+                "--quick",
+                "--config",
+                str(config),
+                "--ablations",
+                "--shares",
+                "--out",
+                str(tmp_path / "sweep.json"),
+            ]
+        )
     assert [made.threads for made in prepared] == ["auto", *[3] * (1 + len(ablation_names(FAKE)))]
 
 
@@ -368,7 +608,10 @@ def test_a_sweep_out_of_time_leaves_a_record_and_says_so(finished, tmp_path, cap
     main([*finished[0][:-1], str(out), "--limit-s", "0"])
     record = json.loads(out.read_text())
     assert {run["block"] for run in record["runs"]} == {0}
-    assert all(row["warm_blocks"] == 0 and row["mean_latency_s"] == row["cold_mean_latency_s"] for row in record["summary"])
+    assert all(
+        row["warm_blocks"] == 0 and row["mean_latency_s"] == row["cold_mean_latency_s"]
+        for row in record["summary"]
+    )
     assert {claim["verdict"] for claim in record["claims"]} == {"open"}
     assert "the same command goes on" in capsys.readouterr().out
 
@@ -387,12 +630,24 @@ def test_the_report_is_one_page_without_links_that_tells_missed_claims(finished,
 
 def test_the_page_has_the_ablations_and_peers_that_were_measured_apart(finished, tmp_path):
     record = json.loads(finished[1].read_text())
-    ratio = {"workload": "mix", "load": "closed-1", "ratio": 1.07, "interval_95": [1.02, 1.12], "blocks": 4}
-    parts = [{**ratio, "part": "cohorts", "by_default": False}, {**ratio, "part": "lookup", "by_default": True}]
+    ratio = {
+        "workload": "mix",
+        "load": "closed-1",
+        "ratio": 1.07,
+        "interval_95": [1.02, 1.12],
+        "blocks": 4,
+    }
+    parts = [
+        {**ratio, "part": "cohorts", "by_default": False},
+        {**ratio, "part": "lookup", "by_default": True},
+    ]
     here = {"machine": record["machine"]}
     (tmp_path / "ablations.json").write_text(json.dumps({**here, "ablations": parts}))
     (tmp_path / "peers-other.json").write_text(json.dumps({**here, "families": [PEERS_FAMILY]}))
-    elsewhere = {"machine": {"processor": "Some CPU (AVX9)"}, "families": [{**PEERS_FAMILY, "family": "elsewhere"}]}
+    elsewhere = {
+        "machine": {"processor": "Some CPU (AVX9)"},
+        "families": [{**PEERS_FAMILY, "family": "elsewhere"}],
+    }
     (tmp_path / "peers.json").write_text(json.dumps(elsewhere))
     write_report(record, tmp_path / "page.html", tmp_path)
     page = (tmp_path / "page.html").read_text()
@@ -415,9 +670,15 @@ def test_pictures_are_small_and_those_that_the_record_has_not_are_left_out(finis
     record = json.loads(finished[1].read_text())
     write_pictures(record, tmp_path, "sweep", tmp_path)
     written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert set(written) == {f"sweep-{what}.png" for what in ("latency", "throughput", "speed", "simulation")}
-    assert all(picture.startswith(b"\x89PNG") and len(picture) < 150_000 for picture in written.values())
-    write_pictures(record | {"summary": [], "ratios": [], "simulation": []}, tmp_path, "empty", tmp_path)
+    assert set(written) == {
+        f"sweep-{what}.png" for what in ("latency", "throughput", "speed", "simulation")
+    }
+    assert all(
+        picture.startswith(b"\x89PNG") and len(picture) < 150_000 for picture in written.values()
+    )
+    write_pictures(
+        record | {"summary": [], "ratios": [], "simulation": []}, tmp_path, "empty", tmp_path
+    )
     assert {path.name for path in tmp_path.iterdir()} == set(written)
 
 
@@ -450,18 +711,30 @@ def test_servers_serve_both_loops_count_by_run_and_share_one_for_fixed_choices(t
         assert fresh
         drafted = two.run(Offer([request] * 2, 2))
         assert {reply.text for reply in drafted.replies} == {reply.text for reply in served.replies}
-        assert drafted.counts['spindle_draft_tokens_by_position_total{draft="d-1",position="2"}'] > 0
-        assert all(reply.input_tokens and sum(reply.drafts["d-1"]) == reply.drafted + reply.accepted for reply in drafted.replies)
+        assert (
+            drafted.counts['spindle_draft_tokens_by_position_total{draft="d-1",position="2"}'] > 0
+        )
+        assert all(
+            reply.input_tokens and sum(reply.drafts["d-1"]) == reply.drafted + reply.accepted
+            for reply in drafted.replies
+        )
         four, fresh = servers.arm("fixed-d-1-4")
         assert (four, fresh) == (two, False)
-        assert four.run(Offer([request])).counts['spindle_draft_tokens_by_position_total{draft="d-1",position="4"}'] > 0
+        assert (
+            four.run(Offer([request])).counts[
+                'spindle_draft_tokens_by_position_total{draft="d-1",position="4"}'
+            ]
+            > 0
+        )
         assert servers.arm("spindle")[1]
         assert servers.arm("none")[1]  # it was not used for longest, and only two may run
     finally:
         servers.close()
 
 
-def test_a_peer_that_cannot_run_is_skipped_with_the_reason_and_needs_a_closed_loop(finished, tmp_path, capsys):
+def test_a_peer_that_cannot_run_is_skipped_with_the_reason_and_needs_a_closed_loop(
+    finished, tmp_path, capsys
+):
     small = [
         "--quick",
         "--in-process",
@@ -479,7 +752,9 @@ def test_a_peer_that_cannot_run_is_skipped_with_the_reason_and_needs_a_closed_lo
     out = tmp_path / "sweep.json"
     main([*small, "--policies", "--shares", "--peers", "transformers-plain", "--out", str(out)])
     record = json.loads(out.read_text())
-    assert record["skipped"] == {"transformers-plain": "peers run checkpoints only, not the engine 'fake'"}
+    assert record["skipped"] == {
+        "transformers-plain": "peers run checkpoints only, not the engine 'fake'"
+    }
     assert [row["policy"] for row in record["summary"]] == ["none", "spindle"]
     assert "tuning" not in record
     with pytest.raises(SystemExit):
@@ -490,7 +765,10 @@ def test_a_peer_that_cannot_run_is_skipped_with_the_reason_and_needs_a_closed_lo
 def test_the_share_of_texts_that_are_those_of_plain_decoding_is_told():
     plain, other = run("none", 1, 1.0), run("spindle", 1, 1.0)
     plain["replies"], other["replies"] = (
-        [{**r["replies"][0], "text": text} for text in texts] for r, texts in ((plain, "ab"), (other, "ac"))
+        [{**r["replies"][0], "text": text} for text in texts]
+        for r, texts in ((plain, "ab"), (other, "ac"))
     )
     found = sweep_figures.blocks([plain, other], ["none", "spindle"])
-    assert [row["same_text_as_none"] for row in sweep_figures.summary(found, ["none", "spindle"])] == [1.0, 0.5]
+    assert [
+        row["same_text_as_none"] for row in sweep_figures.summary(found, ["none", "spindle"])
+    ] == [1.0, 0.5]

@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engines_build.corpora import Corpus
-from engines_build.corpora_evaluation import LEE_NEWS, MT_BENCH, WIKIPEDIA, lee_news, mt_bench, wikipedia_questions
+from engines_build.corpora_evaluation import (
+    LEE_NEWS,
+    MT_BENCH,
+    WIKIPEDIA,
+    lee_news,
+    mt_bench,
+    wikipedia_questions,
+)
 
 NAMES = ("chat", "summarise", "qa", "sql", "code")
 MIX = "mix"
@@ -39,7 +46,10 @@ def load(name: str, count: int, seed: int) -> Workload:
     """
     if name == MIX:
         parts = [load(part, -(-count // len(NAMES)), seed) for part in NAMES]
-        turns = zip(*(itertools.islice(itertools.cycle(part.messages), count) for part in parts), strict=True)
+        turns = zip(
+            *(itertools.islice(itertools.cycle(part.messages), count) for part in parts),
+            strict=True,
+        )
         chosen = itertools.islice(itertools.chain.from_iterable(turns), count)
         return Workload(name, tuple(chosen), "; ".join(part.source for part in parts))
     if name not in NAMES:
@@ -48,11 +58,19 @@ def load(name: str, count: int, seed: int) -> Workload:
         return _generated(name, count, seed)
     messages, source = {
         "chat": lambda: (mt_bench(), MT_BENCH),
-        "summarise": lambda: ([f"Summarise the following article in three sentences.\n\n{text}" for text in lee_news()], LEE_NEWS),
+        "summarise": lambda: (
+            [
+                f"Summarise the following article in three sentences.\n\n{text}"
+                for text in lee_news()
+            ],
+            LEE_NEWS,
+        ),
         "qa": lambda: (wikipedia_questions(), WIKIPEDIA),
     }[name]()
     chosen = random.Random(f"{name}/{seed}").sample(messages, min(count, len(messages)))
-    return Workload(name, tuple(chosen), f"{source.requirement}:{source.member} sha256 {source.sha256}")
+    return Workload(
+        name, tuple(chosen), f"{source.requirement}:{source.member} sha256 {source.sha256}"
+    )
 
 
 def render(message: str, folder: Path) -> str:
@@ -60,8 +78,12 @@ def render(message: str, folder: Path) -> str:
     import jinja2.sandbox
 
     config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
-    template = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(config["chat_template"])
-    return template.render(messages=[{"role": "user", "content": message}], add_generation_prompt=True)
+    template = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True
+    ).from_string(config["chat_template"])
+    return template.render(
+        messages=[{"role": "user", "content": message}], add_generation_prompt=True
+    )
 
 
 def _generated(name: str, count: int, seed: int) -> Workload:
@@ -71,4 +93,6 @@ def _generated(name: str, count: int, seed: int) -> Workload:
     while len(messages) < count:
         messages.setdefault(corpus.prompt(index, name).text)
         index += 1
-    return Workload(name, tuple(messages), f"engines_build.corpora {name}, held out, digest {corpus.digest}")
+    return Workload(
+        name, tuple(messages), f"engines_build.corpora {name}, held out, digest {corpus.digest}"
+    )

@@ -22,7 +22,9 @@ def make(folder: Path, behaviour: Callable[[], Behaviour], count) -> TrtllmEngin
     Executor.models[str(folder)] = Model(counting, behaviour())
     settings = ExecutorSettings(turn_timeout_s=600.0)
     engine = read_engine_folder(folder)
-    return TrtllmEngine("draft", engine, settings, max_context_tokens=96, bindings=fake_executor, count=count)
+    return TrtllmEngine(
+        "draft", engine, settings, max_context_tokens=96, bindings=fake_executor, count=count
+    )
 
 
 def twin(marker: Path, _count) -> TrtllmEngine:

@@ -77,7 +77,9 @@ def log_probs(served: Served, tolerance: float = 1e-9) -> None:
             continue
         tokens, prompt_tokens, sampling = sequence.tokens, sequence.prompt_tokens, sequence.sampling
         places = range(prompt_tokens, len(tokens))
-        expected = [reference().log_probs(tokens[:at], prompt_tokens, sampling)[tokens[at]] for at in places]
+        expected = [
+            reference().log_probs(tokens[:at], prompt_tokens, sampling)[tokens[at]] for at in places
+        ]
         assert len(sink.log_probs) == len(expected), "log-probabilities"
         same = np.allclose(sink.log_probs, expected, rtol=0.0, atol=tolerance)
         assert same, f"log-probabilities under {sampling}"
@@ -107,7 +109,9 @@ def counts(served: Served) -> None:
     replied: dict[int, Counter[str]] = {session.id: Counter() for session in served.sessions}
     for outcome in deployment.policy.outcomes:
         nodes, unused = [], []
-        for request, emitted in zip(outcome.request.tolist(), outcome.emitted.tolist(), strict=True):
+        for request, emitted in zip(
+            outcome.request.tolist(), outcome.emitted.tolist(), strict=True
+        ):
             at = done[request]
             done[request] += emitted
             row = rows.get((request, at), Proposals())
@@ -141,7 +145,9 @@ def counts(served: Served) -> None:
         if usage is not None:
             assert usage.output_tokens == len(session.sequence.tokens) - usage.input_tokens
             said = usage.drafted, usage.accepted
-            assert said == (replied[session.id]["drafted"], replied[session.id]["accepted"]), "usage"
+            assert said == (replied[session.id]["drafted"], replied[session.id]["accepted"]), (
+                "usage"
+            )
 
 
 def paths(proposal: Proposal) -> list[tuple[int, ...]]:
@@ -156,7 +162,9 @@ def held(path: tuple[int, ...], emitted: list[int]) -> bool:
     return list(path) == emitted[: len(path)]
 
 
-def recounted(drafted: Proposal | None, drafts: tuple[str, ...], emitted: list[int], trim: int) -> dict[str, int]:
+def recounted(
+    drafted: Proposal | None, drafts: tuple[str, ...], emitted: list[int], trim: int
+) -> dict[str, int]:
     """A row of an outcome, path by path."""
     whole = paths(drafted) if drafted else []
     length = max(map(len, whole), default=0)
@@ -324,7 +332,9 @@ def an_always_wrong_draft_gives_one_token_a_step(k: int = 3) -> None:
 def an_oracle_gives_k_plus_one_tokens_a_step(k: int = 3) -> None:
     for rows in foretold(lies=False, k=k):
         assert len(rows) == 1 + math.ceil(13 / (k + 1))  # the first token comes with the prefill
-        assert all((accepted, emitted) == (drafted, drafted + 1) for drafted, accepted, emitted in rows)
+        assert all(
+            (accepted, emitted) == (drafted, drafted + 1) for drafted, accepted, emitted in rows
+        )
 
 
 def nothing_is_committed_beyond_an_end(k: int = K_MAX) -> None:
@@ -356,19 +366,25 @@ LAW_PROMPT = [1, 2, 3, 1, 2, 3]
 LAW_VOCAB = 5
 WIDE, SHARP = SamplingParams(1.0), SamplingParams(0.5, top_k=4, top_p=0.9)
 PENALTIES = {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": -0.2}
-OPTIONS = SamplingParams(1.3, **PENALTIES, min_tokens=2, end_ids=(4,), bad_words=((1, 2), (0, 0)), bias=((0, 0.5),))
+OPTIONS = SamplingParams(
+    1.3, **PENALTIES, min_tokens=2, end_ids=(4,), bad_words=((1, 2), (0, 0)), bias=((0, 0.5),)
+)
 LAW_DRAFTS: dict[str, Callable[[], Engine]] = {
     "other": lambda: law_engine("other", seed=1, noise=1.5),
     "short": lambda: law_engine("short", seed=2, noise=1.0, shortlist=3),
     "fp32": lambda: law_engine("fp32", seed=3, noise=1.0, dtype=torch.float32),
-    "lookup": lambda: LookupEngine("lookup", max_draft_tokens=K_MAX, vocab_size=LAW_VOCAB, min_ngram=1),
+    "lookup": lambda: LookupEngine(
+        "lookup", max_draft_tokens=K_MAX, vocab_size=LAW_VOCAB, min_ngram=1
+    ),
 }
 """Drafts unlike the target: one as precise, one with a shortlist, one in fp32, and one without a model."""
 
 
 def law_engine(name: str = "target", shortlist: int = 0, **options) -> TorchEngine:
     """An engine whose law is wide, on a vocabulary that can be enumerated."""
-    return tiny_engine(name, config=tiny_config(LAW_VOCAB, layers=1, shortlist=shortlist), scale=0.4, **options)
+    return tiny_engine(
+        name, config=tiny_config(LAW_VOCAB, layers=1, shortlist=shortlist), scale=0.4, **options
+    )
 
 
 def texts_follow_the_target_s_law(
@@ -385,25 +401,37 @@ def texts_follow_the_target_s_law(
     made = [LAW_DRAFTS[name]() for name in drafts]
     script = [(column, k) for k in (2, 2, 1) for column in range(len(made))] + [(NO_DRAFT, 0)]
     policy = Scripted(script, trims=(7, 7, 2, 7, 3, 0))
-    deployment = Deployment(law_engine(), made, policy, chunk_tokens=200, max_active=64, cohorts=cohorts)
-    sessions = [deployment.submit(LAW_PROMPT, 4, replace(sampling, seed=seed)) for seed in range(rounds)]
+    deployment = Deployment(
+        law_engine(), made, policy, chunk_tokens=200, max_active=64, cohorts=cohorts
+    )
+    sessions = [
+        deployment.submit(LAW_PROMPT, 4, replace(sampling, seed=seed)) for seed in range(rounds)
+    ]
     deployment.run(rounds)
     found = Counter(tuple(session.sequence.tokens[len(LAW_PROMPT) :][:3]) for session in sessions)
     law = Reference(law_engine()).joint(LAW_PROMPT, sampling, 3)
     for length in (1, 2, 3):
         statistic, bound = chi_square(marginal(found, length), marginal(law, length))
-        assert statistic < bound, f"law of the first {length} tokens: {statistic:.0f} is beyond {bound:.0f}"
+        assert statistic < bound, (
+            f"law of the first {length} tokens: {statistic:.0f} is beyond {bound:.0f}"
+        )
 
 
 def chi_square(counts: Mapping, law: Mapping) -> tuple[float, float]:
     """Pearson's statistic, cells expected less than five times taken together, and the bound that it passes once in a million."""
     total = sum(counts.values())
-    assert set(counts) <= {cell for cell, p in law.items() if p > 0}, "a text that has no probability"
+    assert set(counts) <= {cell for cell, p in law.items() if p > 0}, (
+        "a text that has no probability"
+    )
     big = {cell: p for cell, p in law.items() if p * total >= 5}
     rest = total * (1 - sum(big.values())), total - sum(counts[cell] for cell in big)
-    cells = [(total * p, counts[cell]) for cell, p in big.items()] + ([rest] if rest[0] >= 5 else [])
+    cells = [(total * p, counts[cell]) for cell, p in big.items()] + (
+        [rest] if rest[0] >= 5 else []
+    )
     freedom = len(cells) - 1
-    bound = freedom * (1 - 2 / (9 * freedom) + 4.7534 * math.sqrt(2 / (9 * freedom))) ** 3  # Wilson and Hilferty
+    bound = (
+        freedom * (1 - 2 / (9 * freedom) + 4.7534 * math.sqrt(2 / (9 * freedom))) ** 3
+    )  # Wilson and Hilferty
     return sum((found - expected) ** 2 / expected for expected, found in cells), bound
 
 

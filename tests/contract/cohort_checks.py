@@ -57,7 +57,9 @@ def every_row_gets_what_was_planned_for_it() -> None:
             context[request] += emitted
     wanted = Counter((request, at, draft) for request, at, draft, _ in planned.elements())
     assert not done - wanted, "a row that was not planned so"
-    assert sum((wanted - done).values()) <= 1, "a row that was planned and not run, beside the one whose client left"
+    assert sum((wanted - done).values()) <= 1, (
+        "a row that was planned and not run, beside the one whose client left"
+    )
 
 
 SUITE = (texts_survive_pre_emption_in_flight, every_row_gets_what_was_planned_for_it)

@@ -23,7 +23,16 @@ from backend.extras import Gathered
 from backend.kv_ledger import KVLedger
 from backend.orchestrator import Orchestrator
 from backend.overlapped import Overlapped
-from backend.ports import BLOCK_TOKENS, ROOT, Completion, Engine, EngineLimits, Proposal, Sequence, Turn
+from backend.ports import (
+    BLOCK_TOKENS,
+    ROOT,
+    Completion,
+    Engine,
+    EngineLimits,
+    Proposal,
+    Sequence,
+    Turn,
+)
 from backend.request import ErrorCode, FinishReason, GenerationRequest, SamplingParams
 from backend.session import Delta, Session, Usage
 from backend.stats import Stats, StepStats
@@ -59,14 +68,26 @@ def tiny_engine(
     config = config or tiny_config()
     common, own = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
     full = tiny_config(config.vocab_size, layers=config.num_layers).shapes()
-    weights = {key: torch.randn(shape, generator=common, dtype=torch.float64) for key, shape in full.items()}
-    weights = {key: scale * (w + noise * torch.randn(w.shape, generator=own, dtype=torch.float64)) for key, w in weights.items()}
+    weights = {
+        key: torch.randn(shape, generator=common, dtype=torch.float64)
+        for key, shape in full.items()
+    }
+    weights = {
+        key: scale * (w + noise * torch.randn(w.shape, generator=own, dtype=torch.float64))
+        for key, w in weights.items()
+    }
     if config.draft_vocab_size:
         ids = torch.randperm(config.vocab_size, generator=own)[: config.draft_vocab_size]
         weights |= {"lm_head.weight": weights["lm_head.weight"][ids], "lm_head.token_ids": ids}
     weights = {key: w if key.endswith("token_ids") else w.to(dtype) for key, w in weights.items()}
     return TorchEngine.from_weights(
-        name, config, weights, kv_blocks=kv_blocks, max_context_tokens=MAX_CONTEXT_TOKENS, max_draft_tokens=K_MAX, attention=attention
+        name,
+        config,
+        weights,
+        kv_blocks=kv_blocks,
+        max_context_tokens=MAX_CONTEXT_TOKENS,
+        max_draft_tokens=K_MAX,
+        attention=attention,
     )
 
 
@@ -127,7 +148,9 @@ class Scripted(Policy):
     def start(self) -> int:
         return 0
 
-    def plan(self, view: View, state: int, now: float, rng: np.random.Generator) -> tuple[Plan, int]:
+    def plan(
+        self, view: View, state: int, now: float, rng: np.random.Generator
+    ) -> tuple[Plan, int]:
         chosen = [self.script[(state + row) % len(self.script)] for row in range(len(view))]
         plan = Plan.within(view, *np.array(chosen, np.int64).reshape(-1, 2).T)
         piece = self.pieces[state % len(self.pieces)]
@@ -151,9 +174,15 @@ class Cut(ForcedCohorts):
         super().__init__(policy, 1)
         self.numbers, self.planned = itertools.cycle(numbers), []
 
-    def plan(self, view: View, state: int, now: float, rng: np.random.Generator) -> tuple[Plan, int]:
+    def plan(
+        self, view: View, state: int, now: float, rng: np.random.Generator
+    ) -> tuple[Plan, int]:
         self.cohorts = next(self.numbers)
-        plan, state = super().plan(view, state, now, rng) if self.cohorts > 1 else self.policy.plan(view, state, now, rng)
+        plan, state = (
+            super().plan(view, state, now, rng)
+            if self.cohorts > 1
+            else self.policy.plan(view, state, now, rng)
+        )
         self.planned.append((view, plan))
         return plan, state
 
@@ -275,7 +304,9 @@ class Deployment:
         self.stats = Stats()
         step_stats, clock = StepStats(self.stats), itertools.count().__next__
         self.engines = [self.target, *self.drafts]
-        pools = {engine.name: min(self.kv_blocks, engine.limits.kv_blocks) for engine in self.engines}
+        pools = {
+            engine.name: min(self.kv_blocks, engine.limits.kv_blocks) for engine in self.engines
+        }
         self.verifier = Overlapped(self.target) if self.cohorts else self.target
         target = self.verifier if self.reuse else None
         nodes = self.nodes if self.target.limits.tree else 0
@@ -296,10 +327,23 @@ class Deployment:
             seed=self.seed,
         )
 
-    def submit(self, prompt: Seq[int], max_tokens: int, sampling: SamplingParams = GREEDY, salt: str = "", **options) -> Session:
+    def submit(
+        self,
+        prompt: Seq[int],
+        max_tokens: int,
+        sampling: SamplingParams = GREEDY,
+        salt: str = "",
+        **options,
+    ) -> Session:
         """Hand a request to the loop and return its session."""
         sequence = Sequence(next(numbers), list(prompt), len(prompt), sampling, salt=salt)
-        session = Session(sequence, GenerationRequest("", max_tokens, **options), frozenset(sampling.end_ids), NoText(), Sink())
+        session = Session(
+            sequence,
+            GenerationRequest("", max_tokens, **options),
+            frozenset(sampling.end_ids),
+            NoText(),
+            Sink(),
+        )
         self.live.append(session)
         self.loop.submit(session)
         return session
@@ -333,7 +377,10 @@ class Deployment:
 
     def counters(self) -> dict[tuple[str, ...], float]:
         """The metrics' counters since the last call, by name and label values."""
-        return {(name, *labels.values()): value for name, labels, value in self.stats.drain()["counters"]}
+        return {
+            (name, *labels.values()): value
+            for name, labels, value in self.stats.drain()["counters"]
+        }
 
 
 def slots(engine: TorchEngine, sequence: Sequence, tokens: int) -> list[int]:
@@ -359,7 +406,11 @@ def poison(engine: TorchEngine, sequences: Iterable[Sequence]) -> None:
     So rejected tokens, headroom and blocks without content are.
     """
     live = {slot for s in sequences for slot in slots(engine, s, usable(engine, s))}
-    known = {block * BLOCK_TOKENS + offset for block in engine._caches.contents for offset in range(BLOCK_TOKENS)}
+    known = {
+        block * BLOCK_TOKENS + offset
+        for block in engine._caches.contents
+        for offset in range(BLOCK_TOKENS)
+    }
     kept = torch.tensor(sorted(live | known), dtype=torch.int64)
     with torch.inference_mode():
         for layer in engine._model._layers:

@@ -40,7 +40,9 @@ _TOKENS = 2048
 
 def line(fixed_s: float, token_s: float, flat_tokens: int) -> LatencyCurve:
     """A forward bound by its weights up to so many tokens, and by arithmetic beyond."""
-    return LatencyCurve(fixed_s + token_s * np.maximum(np.arange(_TOKENS + 1) - flat_tokens, 0), token_s)
+    return LatencyCurve(
+        fixed_s + token_s * np.maximum(np.arange(_TOKENS + 1) - flat_tokens, 0), token_s
+    )
 
 
 TARGET = line(5e-3, 20e-6, 64)
@@ -107,21 +109,37 @@ class Served:
         iteration (0: enough). ``chunked``: what does not fit is cut; ``capped``: what share of
         the engines' own bound on the text in flight holds (0: none).
         """
-        self._tokens, self._text_tokens, self._max_num_tokens, self._chunked = tokens, text_tokens, max_num_tokens, chunked
+        self._tokens, self._text_tokens, self._max_num_tokens, self._chunked = (
+            tokens,
+            text_tokens,
+            max_num_tokens,
+            chunked,
+        )
         self.clock = (target := target or Behaviour()).clock = Clock()
         for module in (asynchronous, flights, step_log):
             monkeypatch.setattr(module, "perf_counter", self.clock)
         target.curve = TARGET
         draft = Behaviour(clock=self.clock, curve=DRAFT)
-        self.engines = [self._engine(folder, "target", law(), target), self._engine(folder, "draft", law(agreement), draft)]
+        self.engines = [
+            self._engine(folder, "target", law(), target),
+            self._engine(folder, "draft", law(agreement), draft),
+        ]
         self.stats, self.policy, self.plans, self.fell_back = Stats(), policy, [], Counter()
         step_stats = StepStats(self.stats)
-        ledger = KVLedger({engine.name: int(engine.limits.kv_blocks * capped) for engine in self.engines}, K_MAX + 1, guaranteed=not capped)
+        ledger = KVLedger(
+            {engine.name: int(engine.limits.kv_blocks * capped) for engine in self.engines},
+            K_MAX + 1,
+            guaranteed=not capped,
+        )
         self.loop = Orchestrator(
             self.engines[0], Drafting(self.engines[1:], step_stats, self.clock), policy, ledger, Admission(ledger, sequences, 10**6),
             step_stats, self.clock, k_max=K_MAX, prefill_chunk_tokens=10**7, free_run_tokens=free_run_tokens,
         )  # fmt: skip
-        self._numbers, self._rng, self._plain_share = itertools.count(1), random.Random(seed), plain_share
+        self._numbers, self._rng, self._plain_share = (
+            itertools.count(1),
+            random.Random(seed),
+            plain_share,
+        )
         for _ in range(sequences):
             self.submit()
 
@@ -132,29 +150,52 @@ class Served:
             "tokens_per_block": 2 if self._text_tokens < _TOKENS else 32,
         }
         sizes |= {"max_num_tokens": self._max_num_tokens}
-        made = engine_folder(folder, name, vocab_size=VOCAB, max_draft_len=K_MAX if name == "target" else 0, **sizes)
+        made = engine_folder(
+            folder, name, vocab_size=VOCAB, max_draft_len=K_MAX if name == "target" else 0, **sizes
+        )
         Executor.models[str(made)] = Model(law_, behaviour, kv_blocks=10**5)
         settings = ExecutorSettings(turn_timeout_s=1e6)
         engine = read_engine_folder(made)
         bindings = fake_executor
         if self._chunked:  # a text may then be longer than the budget
             bindings, engine = _chunking(), replace(engine, max_num_tokens=10**7)
-        return TrtllmEngine(name, engine, settings, max_context_tokens=self._text_tokens, bindings=bindings, clock=self.clock)
+        return TrtllmEngine(
+            name,
+            engine,
+            settings,
+            max_context_tokens=self._text_tokens,
+            bindings=bindings,
+            clock=self.clock,
+        )
 
-    def submit(self, sink: object = None, *, prompt: list[int] | None = None, tokens: int | None = None, **options) -> None:
+    def submit(
+        self,
+        sink: object = None,
+        *,
+        prompt: list[int] | None = None,
+        tokens: int | None = None,
+        **options,
+    ) -> None:
         """Hand a new request to the loop."""
         prompt = prompt or [self._rng.randrange(VOCAB) for _ in range(PROMPT_TOKENS)]
         sequence = Sequence(next(self._numbers), list(prompt), len(prompt), SamplingParams())
         ceiling = 0 if self._rng.random() < self._plain_share else None
         ids = tuple(prompt) if sink is not None else None
         request = GenerationRequest(
-            "", tokens or self._tokens or self._rng.randrange(16, 96), num_draft_tokens=ceiling, input_ids=ids, **options
+            "",
+            tokens or self._tokens or self._rng.randrange(16, 96),
+            num_draft_tokens=ceiling,
+            input_ids=ids,
+            **options,
         )
         self.loop.submit(Session(sequence, request, frozenset(), NoText(), sink or Sink(self)))
 
     def until_decoding(self) -> None:
         """Run until every active request has a token."""
-        while any(session.output_tokens == 0 for session in self.loop._active.values()) or not self.loop._active:
+        while (
+            any(session.output_tokens == 0 for session in self.loop._active.values())
+            or not self.loop._active
+        ):
             self.loop.step()
 
     def emitted(self) -> float:

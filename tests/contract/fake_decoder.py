@@ -43,7 +43,11 @@ class Decoder:
     def finish_reason(self) -> FinishReason:
         if self._ended:
             return FinishReason.END_ID
-        return FinishReason.LENGTH if len(self.output) >= self._request.max_tokens else FinishReason.NOT_FINISHED
+        return (
+            FinishReason.LENGTH
+            if len(self.output) >= self._request.max_tokens
+            else FinishReason.NOT_FINISHED
+        )
 
     def step(self) -> list[int]:
         """Run one iteration and return its tokens: one, or what a verification came to."""
@@ -57,8 +61,14 @@ class Decoder:
         return self.tokens[before:]
 
     def _verify(self, proposed: list[int], logits, threshold: float | None) -> None:
-        laws = None if logits is None else _softmax(np.asarray(logits, np.float64)[:, : self._vocab_size])
-        self.rows += [self._law([*self.tokens, *proposed[:row]]) for row in range(len(proposed) + 1)]  # all places, in one pass
+        laws = (
+            None
+            if logits is None
+            else _softmax(np.asarray(logits, np.float64)[:, : self._vocab_size])
+        )
+        self.rows += [
+            self._law([*self.tokens, *proposed[:row]]) for row in range(len(proposed) + 1)
+        ]  # all places, in one pass
         for row, token in enumerate(proposed):
             probs = self._probs(keep=False)
             own = self._draw(probs)
@@ -93,10 +103,14 @@ class Decoder:
             scores += np.asarray(request.embedding_bias, np.float64)[: len(scores)]
         scores /= sampling.temperature or 1.0
         factor = sampling.repetition_penalty or 1.0
-        penalised = sampling.repetition_penalty or sampling.presence_penalty or sampling.frequency_penalty
+        penalised = (
+            sampling.repetition_penalty or sampling.presence_penalty or sampling.frequency_penalty
+        )
         for token in set(self.tokens) if penalised else ():
             scores[token] = scores[token] * factor if scores[token] < 0 else scores[token] / factor
-            scores[token] -= (sampling.presence_penalty or 0.0) + (sampling.frequency_penalty or 0.0) * self.tokens.count(token)
+            scores[token] -= (sampling.presence_penalty or 0.0) + (
+                sampling.frequency_penalty or 0.0
+            ) * self.tokens.count(token)
         for *head, last in request.bad_words or []:
             if self.tokens[len(self.tokens) - len(head) :] == head:
                 scores[last] = BANNED

@@ -68,7 +68,9 @@ class Behaviour:
     dies_at: int | None = None  # iteration from which on every call raises
     mute: bool = False  # requests are taken and never answered
     iteration_s: float = 0.0
-    clock: Clock | None = None  # on it an iteration takes what ``curve`` says, and handing over a request takes its caller ``enqueue_s``
+    clock: Clock | None = (
+        None  # on it an iteration takes what ``curve`` says, and handing over a request takes its caller ``enqueue_s``
+    )
     curve: LatencyCurve | None = None
     enqueue_s: float = 0.0
     build_s: float = 0.0  # in which the constructor lets no other thread of its process run
@@ -95,7 +97,9 @@ class _Running:
     id: int
     request: Request
     decoder: Decoder
-    metrics: RequestPerfMetrics = field(default_factory=lambda: RequestPerfMetrics(kv_cache_metrics=KvCacheMetrics()))
+    metrics: RequestPerfMetrics = field(
+        default_factory=lambda: RequestPerfMetrics(kv_cache_metrics=KvCacheMetrics())
+    )
     finish: FinishReason = FinishReason.NOT_FINISHED
     arrived_s: float = 0.0
     computed: int = 0  # of the prompt
@@ -113,7 +117,9 @@ class Executor:
     created: ClassVar[list[Executor]] = []
 
     @as_recorded
-    def __init__(self, model_path: str | Path, model_type: ModelType, executor_config: ExecutorConfig) -> None:
+    def __init__(
+        self, model_path: str | Path, model_type: ModelType, executor_config: ExecutorConfig
+    ) -> None:
         assert model_type is ModelType.DECODER_ONLY
         config = json.loads((Path(model_path) / "config.json").read_text())
         self.build, self.pretrained = config["build_config"], config["pretrained_config"]
@@ -123,18 +129,34 @@ class Executor:
         self._model = self.models[str(model_path)]
         self._behaviour = self._model.behaviour
         if self._behaviour.build_s:
-            ctypes.PyDLL(None).usleep(int(1e6 * self._behaviour.build_s))  # a PyDLL keeps the interpreter's lock
+            ctypes.PyDLL(None).usleep(
+                int(1e6 * self._behaviour.build_s)
+            )  # a PyDLL keeps the interpreter's lock
         self.external = self.build["speculative_decoding_mode"] == DRAFT_TOKENS_EXTERNAL
-        reuse = executor_config.kv_cache_config.enable_block_reuse and self.plugins["use_paged_context_fmha"]
+        reuse = (
+            executor_config.kv_cache_config.enable_block_reuse
+            and self.plugins["use_paged_context_fmha"]
+        )
         if self.external and not reuse:
-            raise RuntimeError("KV cache block reuse must be enabled for speculative decoding target model")
+            raise RuntimeError(
+                "KV cache block reuse must be enabled for speculative decoding target model"
+            )
         if executor_config.max_beam_width > self.build.get("max_beam_width", 1):
             raise RuntimeError("max_beam_width exceeds that of the engine")
         self.budget = executor_config.max_num_tokens or self.build["max_num_tokens"]
         longest = min(self.build["max_seq_len"] - 1, self.build["max_input_len"])
-        self.longest_prompt = longest if executor_config.enable_chunked_context else min(longest, self.budget)
-        self.prefixes = _Prefixes(self._model.kv_blocks, self.plugins["tokens_per_block"], reuse, executor_config.kv_cache_config)
-        self.iterations = self.chunks = self.discarded = 0  # contexts left unfinished by an iteration; draft tokens never verified
+        self.longest_prompt = (
+            longest if executor_config.enable_chunked_context else min(longest, self.budget)
+        )
+        self.prefixes = _Prefixes(
+            self._model.kv_blocks,
+            self.plugins["tokens_per_block"],
+            reuse,
+            executor_config.kv_cache_config,
+        )
+        self.iterations = self.chunks = self.discarded = (
+            0  # contexts left unfinished by an iteration; draft tokens never verified
+        )
         self.requests: list[Request] = []
         self.live = True
         self._ids = 0
@@ -158,7 +180,9 @@ class Executor:
         self._check_alive()
         limit = self.config.max_queue_size
         if limit and len(self._queue) + len(requests) > limit:
-            raise RuntimeError(f"Maximum queue size of {limit} has been reached, please try again later")
+            raise RuntimeError(
+                f"Maximum queue size of {limit} has been reached, please try again later"
+            )
         ids = []
         self._clock.now_s += len(requests) * self._behaviour.enqueue_s
         self._catch_up()
@@ -169,7 +193,12 @@ class Executor:
             try:
                 self._validate(request)
             except RuntimeError as error:
-                self._ready.append((self._clock.now_s, Response(self._ids, error_msg=str(error), client_id=request.client_id)))
+                self._ready.append(
+                    (
+                        self._clock.now_s,
+                        Response(self._ids, error_msg=str(error), client_id=request.client_id),
+                    )
+                )
                 continue
             decoder = Decoder(request, self._model.law, int(self.pretrained["vocab_size"]))
             self._queue.append(_Running(self._ids, request, decoder, arrived_s=self._clock.now_s))
@@ -181,7 +210,11 @@ class Executor:
         self._check_alive()
         deadline_s = math.inf if timeout is None else self._clock.now_s + timeout.total_seconds()
         if not self._wait(deadline_s):
-            if timeout is not None and (self._active or self._queue) and self._behaviour.clock is None:
+            if (
+                timeout is not None
+                and (self._active or self._queue)
+                and self._behaviour.clock is None
+            ):
                 time.sleep(min(0.02, timeout.total_seconds()))
             return []
         groups: dict[int, list[Response]] = {}
@@ -199,7 +232,10 @@ class Executor:
 
     @as_recorded
     def get_num_responses_ready(self, id: int | None = None) -> int:  # noqa: A002 the name in the API
-        return sum(id in (None, response.request_id) and at_s <= self._clock.now_s for at_s, response in self._ready)
+        return sum(
+            id in (None, response.request_id) and at_s <= self._clock.now_s
+            for at_s, response in self._ready
+        )
 
     @as_recorded
     def cancel_request(self, id: int | None = None) -> None:  # noqa: A002
@@ -260,17 +296,28 @@ class Executor:
 
     def _validate(self, request: Request) -> None:
         draft = request.external_draft_tokens_config
-        tokens, most_draft = len(request.input_token_ids), self.build["max_draft_len"] if self.external else 0
+        tokens, most_draft = (
+            len(request.input_token_ids),
+            self.build["max_draft_len"] if self.external else 0,
+        )
         if draft and len(draft.tokens) > most_draft:
-            raise RuntimeError(f"Draft tokens length ({len(draft.tokens)}) exceeds maximum draft tokens length ({most_draft}).")
+            raise RuntimeError(
+                f"Draft tokens length ({len(draft.tokens)}) exceeds maximum draft tokens length ({most_draft})."
+            )
         if tokens + (len(draft.tokens) if draft else 0) > self.longest_prompt:
-            raise RuntimeError(f"Prompt length ({tokens}) exceeds maximum input length ({self.longest_prompt}).")
+            raise RuntimeError(
+                f"Prompt length ({tokens}) exceeds maximum input length ({self.longest_prompt})."
+            )
         dtype = getattr(torch, self.pretrained["logits_dtype"])
         if draft and draft.logits is not None and draft.logits.dtype != dtype:
-            raise RuntimeError(f"draft logits of {draft.logits.dtype} do not match the engine's logits of {dtype}")
+            raise RuntimeError(
+                f"draft logits of {draft.logits.dtype} do not match the engine's logits of {dtype}"
+            )
         if max(request.input_token_ids) >= self.pretrained["vocab_size"]:
             raise RuntimeError("a token id is out of range")
-        gathered = self.build.get("gather_generation_logits") or self.config.gather_generation_logits
+        gathered = (
+            self.build.get("gather_generation_logits") or self.config.gather_generation_logits
+        )
         if request.output_config.return_generation_logits and not gathered:
             raise RuntimeError("generation logits were not gathered")
         if request.sampling_config.beam_width != 1 and self.external:
@@ -297,7 +344,10 @@ class Executor:
             else:
                 self._prefill(running, chunk, stats)
         if self._behaviour.curve:
-            tokens, context = stats.num_ctx_tokens + stats.num_gen_requests, sum(len(r.decoder.tokens) for r, _ in scheduled)
+            tokens, context = (
+                stats.num_ctx_tokens + stats.num_gen_requests,
+                sum(len(r.decoder.tokens) for r, _ in scheduled),
+            )
             self._ended_s = start_s + self._behaviour.curve.seconds(tokens, len(scheduled), context)
         for running, _ in scheduled:
             if running.remaining == 0:
@@ -315,7 +365,9 @@ class Executor:
         scheduled: list[tuple[_Running, int]] = []
         left, contexts = self.budget, []
         for running in self._active:
-            need = (running.remaining + len(running.decoder.draft_tokens)) if running.remaining else 1
+            need = (
+                (running.remaining + len(running.decoder.draft_tokens)) if running.remaining else 1
+            )
             if running.remaining and self.config.enable_chunked_context:
                 contexts.append(running)
             elif need > left:
@@ -324,7 +376,11 @@ class Executor:
                 left -= need
                 scheduled.append((running, running.remaining))
         needed = sum(running.remaining + len(running.decoder.draft_tokens) for running in contexts)
-        sizes = [running.remaining for running in contexts] if needed <= left else self._chunks(contexts, left)
+        sizes = (
+            [running.remaining for running in contexts]
+            if needed <= left
+            else self._chunks(contexts, left)
+        )
         return scheduled + [pair for pair in zip(contexts, sizes, strict=True) if pair[1]]
 
     def _chunks(self, contexts: list[_Running], budget: int) -> list[int]:
@@ -346,7 +402,9 @@ class Executor:
         """Compute a chunk of a prompt; what of it is found makes it reach further."""
         unit = self.prefixes.tokens_per_block
         if running.computed == 0:
-            running.computed = self.prefixes.look_up(running.request, running.metrics.kv_cache_metrics)
+            running.computed = self.prefixes.look_up(
+                running.request, running.metrics.kv_cache_metrics
+            )
             running.metrics.first_iter = self.iterations
             if chunk < running.remaining:
                 chunk = (running.computed + chunk) // unit * unit - running.computed
@@ -361,7 +419,9 @@ class Executor:
         request, decoder = running.request, running.decoder
         running.finish = decoder.finish_reason()
         if running.finish is FinishReason.NOT_FINISHED and decoder.verified:
-            running.finish = FinishReason.LENGTH  # a request with draft tokens is over after its verification
+            running.finish = (
+                FinishReason.LENGTH
+            )  # a request with draft tokens is over after its verification
         if running.finish is not FinishReason.NOT_FINISHED:
             self._active.remove(running)
             self.prefixes.store(request, decoder.tokens[:-1])  # the last token was never run
@@ -371,7 +431,9 @@ class Executor:
     def _respond(self, running: _Running, new: list[int]) -> None:
         request, decoder = running.request, running.decoder
         done = running.finish is not FinishReason.NOT_FINISHED
-        output = new if request.streaming and not request.return_all_generated_tokens else decoder.output
+        output = (
+            new if request.streaming and not request.return_all_generated_tokens else decoder.output
+        )
         if not request.output_config.exclude_input_from_output and not request.streaming:
             output = request.input_token_ids + output
         result = Result(
@@ -382,15 +444,19 @@ class Executor:
             decoding_iter=self.iterations,
         )
         if request.output_config.return_generation_logits:
-            rows = decoder.rows[len(decoder.rows) - len(new) :] if request.streaming else decoder.rows
+            rows = (
+                decoder.rows[len(decoder.rows) - len(new) :] if request.streaming else decoder.rows
+            )
             dtype = getattr(torch, self.pretrained["logits_dtype"])
-            result.generation_logits = torch.tensor(np.array(rows).reshape(len(rows), int(self.pretrained["vocab_size"])), dtype=dtype)[
-                None
-            ]
+            result.generation_logits = torch.tensor(
+                np.array(rows).reshape(len(rows), int(self.pretrained["vocab_size"])), dtype=dtype
+            )[None]
         if request.output_config.return_perf_metrics:
             running.metrics.last_iter = running.metrics.iter = self.iterations
             result.request_perf_metrics = running.metrics
-        self._ready.append((self._ended_s, Response(running.id, result=result, client_id=request.client_id)))
+        self._ready.append(
+            (self._ended_s, Response(running.id, result=result, client_id=request.client_id))
+        )
 
     def _iteration_stats(self, stats: InflightBatchingStats) -> IterationStats:
         held = len(self.prefixes.blocks)
@@ -416,7 +482,9 @@ class _Prefixes:
     def __init__(self, size: int, tokens_per_block: int, reuse: bool, config) -> None:
         self.size, self.tokens_per_block = size, tokens_per_block
         self._reuse, self._partial = reuse, config.enable_partial_reuse
-        self.blocks: OrderedDict[int, tuple[int, tuple]] = OrderedDict()  # (the block before, tokens) by a hash of the whole text
+        self.blocks: OrderedDict[int, tuple[int, tuple]] = (
+            OrderedDict()
+        )  # (the block before, tokens) by a hash of the whole text
         self.behind: dict[int, set[tuple]] = {}  # the tokens of the blocks behind each block
 
     def look_up(self, request: Request, metrics) -> int:
@@ -436,7 +504,9 @@ class _Prefixes:
             reused += max((self._common(head, tokens[reused:usable]) for head in heads), default=0)
         metrics.num_reused_blocks = whole
         metrics.num_total_allocated_blocks = -(-len(tokens) // per_block)
-        metrics.num_missed_blocks = metrics.num_new_allocated_blocks = metrics.num_total_allocated_blocks - whole
+        metrics.num_missed_blocks = metrics.num_new_allocated_blocks = (
+            metrics.num_total_allocated_blocks - whole
+        )
         metrics.kv_cache_hit_rate = whole / metrics.num_total_allocated_blocks
         return reused
 
@@ -459,4 +529,7 @@ class _Prefixes:
 
     @staticmethod
     def _common(ours, theirs) -> int:
-        return next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+        return next(
+            (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
+            min(len(ours), len(theirs)),
+        )

@@ -22,7 +22,14 @@ import torch
 
 RECORD = json.loads((Path(__file__).parent / "tensorrt_llm_executor_api.json").read_text())
 _INTEGERS = {"int32": (-(2**31), 2**31), "uint64": (0, 2**64)}
-_PLAIN = {"bool": bool, "float": (int, float), "str": str, "path": (str, PathLike), "timedelta": timedelta, "Tensor": torch.Tensor}
+_PLAIN = {
+    "bool": bool,
+    "float": (int, float),
+    "str": str,
+    "path": (str, PathLike),
+    "timedelta": timedelta,
+    "Tensor": torch.Tensor,
+}
 _NAMES: dict[str, type] = {name: Enum(name, values) for name, values in RECORD["enums"].items()}
 
 
@@ -33,7 +40,11 @@ def fits(value: object, kind: str) -> bool:
         return value is None or fits(value, inner)
     if outer == "list" and isinstance(value, (list, tuple)):
         if inner in _INTEGERS and value:
-            return set(map(type, value)) == {int} and fits(min(value), inner) and fits(max(value), inner)
+            return (
+                set(map(type, value)) == {int}
+                and fits(min(value), inner)
+                and fits(max(value), inner)
+            )
         return all(fits(item, inner) for item in value)
     if kind in _INTEGERS:
         low, high = _INTEGERS[kind]
@@ -59,13 +70,21 @@ class Declared:
         for name, kind in self.kinds.items():
             default = self.signature.parameters[name].default
             bound[name] = value = given[name] if name in given else _made(default)
-            if not (name not in given and isinstance(value, str) and kind != "str") and not fits(value, kind):
-                raise TypeError(f"{self.name}(): incompatible function arguments: {name} must be {kind}, got {value!r:.80}")
+            if not (name not in given and isinstance(value, str) and kind != "str") and not fits(
+                value, kind
+            ):
+                raise TypeError(
+                    f"{self.name}(): incompatible function arguments: {name} must be {kind}, got {value!r:.80}"
+                )
         return bound
 
 
 def _parameter(p: dict[str, Any]) -> inspect.Parameter:
-    kind = inspect.Parameter.KEYWORD_ONLY if p.get("keyword_only") else inspect.Parameter.POSITIONAL_OR_KEYWORD
+    kind = (
+        inspect.Parameter.KEYWORD_ONLY
+        if p.get("keyword_only")
+        else inspect.Parameter.POSITIONAL_OR_KEYWORD
+    )
     return inspect.Parameter(p["name"], kind, default=p.get("default", inspect.Parameter.empty))
 
 
@@ -84,7 +103,10 @@ def as_recorded(method: Callable) -> Callable:
     """Let a method of ``Executor`` take what the record says, in its first signature."""
     entry = RECORD["classes"]["Executor"]
     name = method.__name__
-    declared = Declared(f"Executor.{name}", (entry["constructors"] if name == "__init__" else entry["methods"][name])[0])
+    declared = Declared(
+        f"Executor.{name}",
+        (entry["constructors"] if name == "__init__" else entry["methods"][name])[0],
+    )
 
     @functools.wraps(method)
     def checked(self, *args, **kwargs):
@@ -100,7 +122,9 @@ def _given(name: str, check: Callable[[Any], None] = lambda made: None) -> type:
 
     def __init__(self, *args, **kwargs):
         values = declared.bind(args, kwargs)
-        vars(self).update({"request_type" if key == "type" else key: value for key, value in values.items()})
+        vars(self).update(
+            {"request_type" if key == "type" else key: value for key, value in values.items()}
+        )
         check(self)
 
     def __setattr__(self, key, value):
@@ -118,7 +142,9 @@ def _told(name: str, default: object = 0) -> type:
     attributes = RECORD["classes"][name]["attributes"]
 
     def __init__(self, **values):
-        assert set(values) <= set(attributes), f"{name} has no {sorted(set(values) - set(attributes))}"
+        assert set(values) <= set(attributes), (
+            f"{name} has no {sorted(set(values) - set(attributes))}"
+        )
         vars(self).update({key: values.get(key, default) for key in attributes})
 
     return type(name, (), {"__init__": __init__})
@@ -133,20 +159,28 @@ def _check_sampling(made) -> None:
     _check(made.temperature is None or made.temperature > 0, f"temperature {made.temperature}")
     _check(made.top_k is None or made.top_k >= 0, f"top_k {made.top_k}")
     _check(made.top_p is None or 0 < made.top_p <= 1, f"top_p {made.top_p}")
-    _check(made.repetition_penalty is None or made.repetition_penalty > 0, f"repetition_penalty {made.repetition_penalty}")
+    _check(
+        made.repetition_penalty is None or made.repetition_penalty > 0,
+        f"repetition_penalty {made.repetition_penalty}",
+    )
 
 
 def _check_draft(made) -> None:
     _check(len(made.tokens) > 0, "draft tokens must not be empty")
     _check(made.logits is None or made.logits.dim() == 2, "draft logits must have two dimensions")
-    _check(made.logits is None or len(made.logits) == len(made.tokens), "as many rows of draft logits as draft tokens")
+    _check(
+        made.logits is None or len(made.logits) == len(made.tokens),
+        "as many rows of draft logits as draft tokens",
+    )
 
 
 def _check_request(made) -> None:
     _check(len(made.input_token_ids) > 0, "input token ids must not be empty")
     _check(made.max_tokens > 0, f"max_tokens {made.max_tokens}")
     _check(0.0 <= made.priority <= 1.0, f"priority {made.priority}")
-    _check(made.cache_salt_id is None or made.cache_salt_id > 0, f"cache_salt_id {made.cache_salt_id}")
+    _check(
+        made.cache_salt_id is None or made.cache_salt_id > 0, f"cache_salt_id {made.cache_salt_id}"
+    )
 
 
 ModelType, FinishReason = _NAMES["ModelType"], _NAMES["FinishReason"]
@@ -174,7 +208,13 @@ IterationStats = _told("IterationStats", None)
 class Response:
     """``result`` raises for a response with an error, and ``error_msg`` for one without."""
 
-    def __init__(self, request_id: int, error_msg: str | None = None, result: Any = None, client_id: int | None = None) -> None:
+    def __init__(
+        self,
+        request_id: int,
+        error_msg: str | None = None,
+        result: Any = None,
+        client_id: int | None = None,
+    ) -> None:
         self.request_id, self.client_id = request_id, client_id
         self._error_msg, self._result = error_msg, result
 

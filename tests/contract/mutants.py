@@ -24,7 +24,16 @@ from backend.request import FinishReason, SamplingParams
 from backend.step_log import StepLog
 from tests.contract import checks
 from tests.contract.deployment import K_MAX
-from tests.contract.scenarios import ALIKE, BUSY, CRAMPED, CROWDED, MIXED, TAILED, Scenario, greedily
+from tests.contract.scenarios import (
+    ALIKE,
+    BUSY,
+    CRAMPED,
+    CROWDED,
+    MIXED,
+    TAILED,
+    Scenario,
+    greedily,
+)
 
 Patch = pytest.MonkeyPatch
 
@@ -56,7 +65,9 @@ def killed_by(
 def wrap(patch: Patch, owner: object, name: str, around: Callable) -> None:
     """Replace ``owner.name`` by ``around(original, *arguments)``."""
     original = getattr(owner, name)
-    patch.setattr(owner, name, lambda *arguments, **options: around(original, *arguments, **options))
+    patch.setattr(
+        owner, name, lambda *arguments, **options: around(original, *arguments, **options)
+    )
 
 
 # -- acceptance and the token behind it
@@ -155,7 +166,9 @@ def look_at_the_first_child_only(patch: Patch) -> None:
 
 def take_the_bonus_from(patch: Patch, shift: int) -> None:
     def change(verdict, request, rows):
-        row = max(0, min(len(request.tokens), (verdict.path[-1] if verdict.path else -1) + 1 + shift))
+        row = max(
+            0, min(len(request.tokens), (verdict.path[-1] if verdict.path else -1) + 1 + shift)
+        )
         verdict.column = int(rows[row].argmax())
 
     change_verdicts(patch, change)
@@ -366,7 +379,12 @@ def cut_a_parent_before_its_child(patch: Patch) -> None:
 @killed_by(checks.counts, BUSY)
 def verify_all_that_was_proposed(patch: Patch) -> None:
     """Costs time, never exactness: a trim that is not heard."""
-    wrap(patch, Drafting, "best", lambda original, drafting, drafted, nodes: original(drafting, drafted, 99))
+    wrap(
+        patch,
+        Drafting,
+        "best",
+        lambda original, drafting, drafted, nodes: original(drafting, drafted, 99),
+    )
 
 
 @killed_by(checks.counts, BUSY)
@@ -374,7 +392,14 @@ def forget_what_was_cut(patch: Patch) -> None:
     """Outcomes tell of verified nodes only."""
 
     def record(original, log, request, drafted, verified, emitted, *, drawn):
-        original(log, request, (drafted and drafted.first(verified)) or None, verified, emitted, drawn=drawn)
+        original(
+            log,
+            request,
+            (drafted and drafted.first(verified)) or None,
+            verified,
+            emitted,
+            drawn=drawn,
+        )
 
     wrap(patch, StepLog, "record", record)
 
@@ -557,7 +582,13 @@ def blind_to_the_run(patch: Patch, **options) -> None:
         committed = RUNS[-1] if RUNS else before
         blind = {name: getattr(sampling, name) for name in options}
         original(logits, replace(sampling, **options), before, prompt_tokens, columns)
-        original(logits, replace(SamplingParams(sampling.temperature), **blind), committed, prompt_tokens, columns)
+        original(
+            logits,
+            replace(SamplingParams(sampling.temperature), **blind),
+            committed,
+            prompt_tokens,
+            columns,
+        )
 
     RUNS: list[list[int]] = []
 

@@ -36,10 +36,14 @@ def session(network: str, dtype: str, vocab: int = VOCAB) -> onnxruntime.Inferen
 def open_session(graph: OnnxGraph) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
-    return onnxruntime.InferenceSession(graph.model().SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(
+        graph.model().SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
 
 
-def run(network: onnxruntime.InferenceSession, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def run(
+    network: onnxruntime.InferenceSession, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     names = [output.name for output in network.get_outputs()]
     found = network.run(names, {name: tensor.numpy() for name, tensor in tensors.items()})
     return dict(zip(names, map(torch.from_numpy, found), strict=True))
@@ -119,14 +123,20 @@ def by_rule(requests: Seq[Request], logits: torch.Tensor) -> list[Verdict]:
 Disagreement = tuple[Request, torch.Tensor, Verdict, Verdict]
 
 
-def disagreements(network: str, dtype: str, cases: int, seed: int, vocab: int = VOCAB, batch: int = 250) -> list[Disagreement]:
+def disagreements(
+    network: str, dtype: str, cases: int, seed: int, vocab: int = VOCAB, batch: int = 250
+) -> list[Disagreement]:
     """Return the cases whose verdict is not the torch rule's: request, logits, its verdict and the network's."""
     compiled, source = Compiled(network, dtype, vocab), Cases(network, dtype, seed, vocab)
     found: list[Disagreement] = []
     for _ in range(cases // batch):
         requests, logits = source.batch(batch)
         both = by_rule(requests, logits), compiled.verdicts(requests, logits)
-        found += [case for case in zip(requests, logits, *both, strict=True) if outcome(case[2]) != outcome(case[3])]
+        found += [
+            case
+            for case in zip(requests, logits, *both, strict=True)
+            if outcome(case[2]) != outcome(case[3])
+        ]
     return found
 
 

@@ -21,7 +21,9 @@ def engines_on(device: torch.device) -> Iterator[None]:
     from_weights = TorchEngine.from_weights
 
     def put(name, config, weights, **options):
-        return from_weights(name, config, {key: weight.to(device) for key, weight in weights.items()}, **options)
+        return from_weights(
+            name, config, {key: weight.to(device) for key, weight in weights.items()}, **options
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TorchEngine, "from_weights", put)

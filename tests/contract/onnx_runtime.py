@@ -24,11 +24,19 @@ class OnnxRuntime:
         self.device, self.dtype = torch.device("cpu"), weights["model.norm.weight"].dtype
         self.verifies = config.draft_vocab_size == 0
         self.ran: dict[str, int] = {}
-        self._config, self._positions, self._weights, self._sessions = config, max_positions, weights, {}
+        self._config, self._positions, self._weights, self._sessions = (
+            config,
+            max_positions,
+            weights,
+            {},
+        )
 
     def run(self, network: str, tensors: Tensors) -> Tensors:
         batch, queries = tensors["ids"].shape
-        assert any(batch <= shapes.batch and queries <= shapes.queries for shapes in self.passes), (batch, queries)
+        assert any(batch <= shapes.batch and queries <= shapes.queries for shapes in self.passes), (
+            batch,
+            queries,
+        )
         if network not in self._sessions:
             self._sessions[network] = self._open(network)
         self.ran[network] = self.ran.get(network, 0) + 1
@@ -41,8 +49,21 @@ class OnnxRuntime:
         return open_session(graph)
 
 
-def onnx_engine(name: str, config: LlamaConfig, weights: Weights, *, max_context_tokens: int, max_draft_tokens: int, kv_blocks: int, **_):
+def onnx_engine(
+    name: str,
+    config: LlamaConfig,
+    weights: Weights,
+    *,
+    max_context_tokens: int,
+    max_draft_tokens: int,
+    kv_blocks: int,
+    **_,
+):
     """An engine over networks that ONNX Runtime executes, made as ``TorchEngine.from_weights`` is."""
     runtime = OnnxRuntime(config, weights, max_context_tokens + max_draft_tokens + 1)
-    sizes = {"kv_blocks": kv_blocks, "max_context_tokens": max_context_tokens, "max_draft_tokens": max_draft_tokens}
+    sizes = {
+        "kv_blocks": kv_blocks,
+        "max_context_tokens": max_context_tokens,
+        "max_draft_tokens": max_draft_tokens,
+    }
     return TrtGraphEngine.over(name, config, runtime, **sizes)

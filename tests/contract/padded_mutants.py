@@ -29,7 +29,14 @@ def afterwards(patch: Patch, change) -> None:
 
 @killed_by(checks.texts, CUT)
 def weigh_all_pieces_alike(patch: Patch) -> None:
-    wrap(patch, Padded, "_merged", lambda original, attention, outputs, sums: original(attention, outputs, torch.zeros_like(sums)))
+    wrap(
+        patch,
+        Padded,
+        "_merged",
+        lambda original, attention, outputs, sums: original(
+            attention, outputs, torch.zeros_like(sums)
+        ),
+    )
 
 
 @killed_by(checks.texts, CUT)
@@ -45,7 +52,9 @@ def leave_out_the_last_piece(patch: Patch) -> None:
     def merged(original, attention, outputs, sums):
         last = torch.cat([attention._owner[1:] != attention._owner[:-1], torch.tensor([True])])
         alone = attention._owner.bincount()[attention._owner] == 1
-        return original(attention, outputs, sums.masked_fill((last & ~alone)[:, None, None], padded.FAR))
+        return original(
+            attention, outputs, sums.masked_fill((last & ~alone)[:, None, None], padded.FAR)
+        )
 
     wrap(patch, Padded, "_merged", merged)
 
@@ -68,9 +77,18 @@ def let_a_padded_row_see_the_next_proposed_token(patch: Patch) -> None:
 
 @killed_by(checks.texts, CUT)
 def let_a_padded_leaf_see_its_siblings(patch: Patch) -> None:
-    patch.setattr(padded, "ancestors", lambda parents: torch.ones(len(parents), len(parents), dtype=torch.bool).tril())
+    patch.setattr(
+        padded,
+        "ancestors",
+        lambda parents: torch.ones(len(parents), len(parents), dtype=torch.bool).tril(),
+    )
 
 
 @killed_by(checks.kv_is_fresh, CUT)
 def take_the_blocks_of_the_first_piece_for_all(patch: Patch) -> None:
-    wrap(patch, padded, "_blocks", lambda original, chunks, owner, begin, width: original(chunks, owner, 0 * begin, width))
+    wrap(
+        patch,
+        padded,
+        "_blocks",
+        lambda original, chunks, owner, begin, width: original(chunks, owner, 0 * begin, width),
+    )

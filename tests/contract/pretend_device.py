@@ -26,7 +26,16 @@ MAY_MIX = {"__getitem__", "__setitem__", "copy_", "to"}
 """An index may lie on the host, and a copy may cross."""
 ASKS_SHAPE = {"__get__", "__len__", "dim", "numel", "size", "stride"}
 """These look at no memory."""
-IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__"}
+IN_PLACE = {
+    "__setitem__",
+    "__iadd__",
+    "__isub__",
+    "__imul__",
+    "__itruediv__",
+    "__iand__",
+    "__ior__",
+    "__ixor__",
+}
 """These write to their first argument, and so do all whose names end with one underscore."""
 
 
@@ -62,7 +71,9 @@ class PretendDevice(TorchFunctionMode):
             self.broken.append(rule)
             raise AssertionError(rule)
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name, kwargs = getattr(function, "__name__", str(function)), dict(kwargs or {})
         tensors = list(_tensors([args, kwargs]))
         there = [tensor for tensor in tensors if isinstance(tensor, OnDevice)]
@@ -73,9 +84,14 @@ class PretendDevice(TorchFunctionMode):
             self._queue(name, there, [])
             return function(*_plain(args), **_plain(kwargs))
         if there and name not in MAY_MIX:
-            strangers = [tensor for tensor in tensors if not isinstance(tensor, OnDevice) and tensor.dim()]
+            strangers = [
+                tensor for tensor in tensors if not isinstance(tensor, OnDevice) and tensor.dim()
+            ]
             shapes = [list(tensor.shape) for tensor in strangers[:1]]
-            self._must(not strangers, f"{name} of a tensor on the device and one on the host of shape {shapes}")
+            self._must(
+                not strangers,
+                f"{name} of a tensor on the device and one on the host of shape {shapes}",
+            )
         if name not in ASKS_SHAPE:
             in_place = name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
             written = _tensors([args[:1] if in_place else (), kwargs.get("out")])
@@ -83,29 +99,55 @@ class PretendDevice(TorchFunctionMode):
         target = bool(there)
         self.counted[name] += target and name in SIZED_BY_VALUES
         if name == "to" or "device" in kwargs:
-            named = [value for value in (*args, *kwargs.values()) if isinstance(value, (torch.device, str))]
+            named = [
+                value
+                for value in (*args, *kwargs.values())
+                if isinstance(value, (torch.device, str))
+            ]
             if named:
                 target = torch.device(named[0]) == DEVICE
-                self.counted["upload"] += target and (name == "tensor" or (bool(tensors) and not there))
-                args = tuple(value for value in args if not isinstance(value, (torch.device, str))) if name == "to" else args
+                self.counted["upload"] += target and (
+                    name == "tensor" or (bool(tensors) and not there)
+                )
+                args = (
+                    tuple(value for value in args if not isinstance(value, (torch.device, str)))
+                    if name == "to"
+                    else args
+                )
                 kwargs.pop("device", None)
                 if name == "to" and len(args) == 1 and not kwargs:
-                    return self._new(args[0].clone().as_subclass(OnDevice if target else torch.Tensor), there)
-        if target and name in ("copy_", "to") and len(args) > 1 and isinstance(args[1], torch.Tensor):
+                    return self._new(
+                        args[0].clone().as_subclass(OnDevice if target else torch.Tensor), there
+                    )
+        if (
+            target
+            and name in ("copy_", "to")
+            and len(args) > 1
+            and isinstance(args[1], torch.Tensor)
+        ):
             self.counted["upload"] += not all(isinstance(tensor, OnDevice) for tensor in args[:2])
-        if name == "__getitem__" and there and any(t.dtype == torch.bool and t.dim() for t in _tensors([args[1]])):
+        if (
+            name == "__getitem__"
+            and there
+            and any(t.dtype == torch.bool and t.dim() for t in _tensors([args[1]]))
+        ):
             self.counted["mask"] += 1
         found = function(*_plain(args), **_plain(kwargs))
         return self._new(_wrapped(found), there) if target else found
 
     def _queue(self, name: str, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
         missed = self.streams.queue(reads, writes) if reads or writes else set()
-        self._must(not missed, f"{name} on stream {self.streams.current!r}, which has not waited for {', '.join(sorted(missed))}")
+        self._must(
+            not missed,
+            f"{name} on stream {self.streams.current!r}, which has not waited for {', '.join(sorted(missed))}",
+        )
 
     def _new(self, found: Any, given: list[torch.Tensor]) -> Any:
         """Note what memory is new among ``found``: no view of what was ``given``."""
         known = {memory(tensor) for tensor in given}
-        self.streams.made(t for t in _tensors([found]) if isinstance(t, OnDevice) and memory(t) not in known)
+        self.streams.made(
+            t for t in _tensors([found]) if isinstance(t, OnDevice) and memory(t) not in known
+        )
         return found
 
 
@@ -120,7 +162,10 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _plain(value: Any) -> Any:
-    return _mapped(value, lambda tensor: tensor.as_subclass(torch.Tensor) if isinstance(tensor, OnDevice) else tensor)
+    return _mapped(
+        value,
+        lambda tensor: tensor.as_subclass(torch.Tensor) if isinstance(tensor, OnDevice) else tensor,
+    )
 
 
 def _wrapped(value: Any) -> Any:

@@ -59,7 +59,11 @@ class PretendStreams:
             self._read.setdefault(place, {})[stream] = self._given[stream]
         for place in written:
             self._written[place] = stream, self._given[stream]
-        return {other for other, number in before if other != stream and number > self._waited[stream][other]}
+        return {
+            other
+            for other, number in before
+            if other != stream and number > self._waited[stream][other]
+        }
 
     def made(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note that memory is the current stream's and new, whoever had it before."""

@@ -19,7 +19,9 @@ from backend.request import SamplingParams
 from tests.options import processed, top_p_behind
 
 GREEDY = SamplingParams()
-PRISTINE = type("Pristine", (Llama,), {name: value for name, value in vars(Llama).items() if callable(value)})
+PRISTINE = type(
+    "Pristine", (Llama,), {name: value for name, value in vars(Llama).items() if callable(value)}
+)
 """The forward pass as it was before any mutant patched it."""
 
 
@@ -52,10 +54,14 @@ class Reference:
         if key not in self._kv:  # a draft at rest has the same from step to step
             with torch.inference_mode():
                 self._model.forward([Chunk(list(key), 0, self._table, 1)])
-                self._kv[key] = torch.stack([layer.pool[: len(key)].clone() for layer in self._model._layers])
+                self._kv[key] = torch.stack(
+                    [layer.pool[: len(key)].clone() for layer in self._model._layers]
+                )
         return self._kv[key]
 
-    def log_probs(self, tokens: Seq[int], prompt_tokens: int, sampling: SamplingParams) -> np.ndarray:
+    def log_probs(
+        self, tokens: Seq[int], prompt_tokens: int, sampling: SamplingParams
+    ) -> np.ndarray:
         """Log-probabilities [vocab] behind ``tokens``, with options and temperature and before top-k and top-p."""
         scores = processed(self.logits(tokens), list(tokens), prompt_tokens, sampling)
         scores -= scores.max()
@@ -94,13 +100,21 @@ class Reference:
         law = self.law(tokens, prompt_tokens, sampling)
         return drawn(np.where(law < HEAD, 0.0, law), sampling.seed, len(tokens))
 
-    def joint(self, prompt: Seq[int], sampling: SamplingParams, length: int) -> dict[tuple[int, ...], float]:
+    def joint(
+        self, prompt: Seq[int], sampling: SamplingParams, length: int
+    ) -> dict[tuple[int, ...], float]:
         """The probability of each text of ``length`` tokens behind the prompt, or fewer up to an end id."""
         chances: dict[tuple[int, ...], float] = {(): 1.0}
         for size in range(length):
-            for text in [text for text in chances if len(text) == size and text[-1:] not in {(end,) for end in sampling.end_ids}]:
+            for text in [
+                text
+                for text in chances
+                if len(text) == size and text[-1:] not in {(end,) for end in sampling.end_ids}
+            ]:
                 chance, law = chances.pop(text), self.law([*prompt, *text], len(prompt), sampling)
-                chances |= {(*text, token): chance * float(p) for token, p in enumerate(law) if p > 0.0}
+                chances |= {
+                    (*text, token): chance * float(p) for token, p in enumerate(law) if p > 0.0
+                }
         return chances
 
 

@@ -28,8 +28,19 @@ from tests.contract.reference import Reference
 
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(0.9, seed=3)
-PROMPTS = ([1, 2, 3], [7] * 17, [5, 9, 11, 2, 0, 4], [20, 10, 10, 10, 16, 20, 10, 10, 10], [3, 21, 3, 21, 8, 3, 21], list(range(24)))
-PROMPTS += ([*range(24), *range(24)], [*range(24), *range(20), 1, 1], [*range(24), *range(8)])  # one beginning of two blocks
+PROMPTS = (
+    [1, 2, 3],
+    [7] * 17,
+    [5, 9, 11, 2, 0, 4],
+    [20, 10, 10, 10, 16, 20, 10, 10, 10],
+    [3, 21, 3, 21, 8, 3, 21],
+    list(range(24)),
+)
+PROMPTS += (
+    [*range(24), *range(24)],
+    [*range(24), *range(20), 1, 1],
+    [*range(24), *range(8)],
+)  # one beginning of two blocks
 SHORT = range(6)
 DRAFTS = ("twin", "near", "short", "fp32", "lookup", "liar", "oracle", "bushy")
 """The columns that a script may name: a copy of the target; others with noise, a shortlist, in fp32;
@@ -88,17 +99,28 @@ class Served(NamedTuple):
 
 def asks_of(*samplings: SamplingParams) -> tuple[Ask, ...]:
     """Requests that come, queue and go."""
-    return tuple(Ask(n % 6, 24, n, 4 if n == 2 else None, sampling=samplings[n % len(samplings)]) for n in range(9))
+    return tuple(
+        Ask(n % 6, 24, n, 4 if n == 2 else None, sampling=samplings[n % len(samplings)])
+        for n in range(9)
+    )
 
 
 BUSY = Scenario(asks_of(GREEDY, SAMPLED), max_active=4)
 
-TAILED = Scenario(tuple(Ask(n, 24, sampling=SamplingParams(0.35, seed=seed)) for n, seed in ((5, 17), (3, 27))))
+TAILED = Scenario(
+    tuple(Ask(n, 24, sampling=SamplingParams(0.35, seed=seed)) for n, seed in ((5, 17), (3, 27)))
+)
 """Seeds by which a token of the tail is drawn."""
 
 UNEVEN = Scenario(
     tuple(
-        Ask(prompt, 16, n // 2, 6 if n == 3 else None, sampling=replace(SAMPLED, seed=n) if n % 3 else GREEDY)
+        Ask(
+            prompt,
+            16,
+            n // 2,
+            6 if n == 3 else None,
+            sampling=replace(SAMPLED, seed=n) if n % 3 else GREEDY,
+        )
         for n, prompt in enumerate((7, 0, 1, 6, 2, 5, 8))
     ),
     max_active=5,
@@ -128,22 +150,51 @@ CROWDED = replace(ALIKE, kv_blocks=7)
 BIGRAMS = tuple((first, last) for first in range(VOCAB) for last in (2, 7, 8, 10, 16, 18, 20))
 CROSSED = (
     SamplingParams(presence_penalty=0.6, frequency_penalty=0.3, log_probs=True),
-    SamplingParams(repetition_penalty=1.4, bias=((20, -1.5), (3, 0.8)), bad_words=((10,), *BIGRAMS[::2]), log_probs=True),
+    SamplingParams(
+        repetition_penalty=1.4,
+        bias=((20, -1.5), (3, 0.8)),
+        bad_words=((10,), *BIGRAMS[::2]),
+        log_probs=True,
+    ),
     SamplingParams(bad_words=BIGRAMS, log_probs=True),
     SamplingParams(min_tokens=3, end_ids=tuple(range(0, VOCAB, 2)), log_probs=True),
-    SamplingParams(min_tokens=4, end_ids=tuple(range(0, VOCAB, 2)), frequency_penalty=0.2, log_probs=True),
+    SamplingParams(
+        min_tokens=4, end_ids=tuple(range(0, VOCAB, 2)), frequency_penalty=0.2, log_probs=True
+    ),
     SamplingParams(min_tokens=5, end_ids=tuple(range(1, VOCAB, 2)), log_probs=True),
     SamplingParams(0.9, seed=5, log_probs=True),
-    SamplingParams(1.2, top_k=6, top_p=0.9, seed=2**63 + 9, presence_penalty=0.5, bad_words=BIGRAMS[1::3], log_probs=True),
-    SamplingParams(0.8, seed=11, min_tokens=4, end_ids=tuple(range(0, VOCAB, 3)), repetition_penalty=0.8, log_probs=True),
-    SamplingParams(0.8, seed=3, min_tokens=3, end_ids=(1, 4), frequency_penalty=0.4, top_p=0.8, log_probs=True),
+    SamplingParams(
+        1.2,
+        top_k=6,
+        top_p=0.9,
+        seed=2**63 + 9,
+        presence_penalty=0.5,
+        bad_words=BIGRAMS[1::3],
+        log_probs=True,
+    ),
+    SamplingParams(
+        0.8,
+        seed=11,
+        min_tokens=4,
+        end_ids=tuple(range(0, VOCAB, 3)),
+        repetition_penalty=0.8,
+        log_probs=True,
+    ),
+    SamplingParams(
+        0.8, seed=3, min_tokens=3, end_ids=(1, 4), frequency_penalty=0.4, top_p=0.8, log_probs=True
+    ),
     SamplingParams(1.5, seed=4, bias=((5, 2.0),), bad_words=((5, 5),), log_probs=True),
 )
 """All options, in greedy and in sampled requests."""
 
-MIXED = Scenario(tuple(Ask(n % len(SHORT), 16, n // 4, sampling=s) for n, s in enumerate(CROSSED)), max_active=6)
+MIXED = Scenario(
+    tuple(Ask(n % len(SHORT), 16, n // 4, sampling=s) for n, s in enumerate(CROSSED)), max_active=6
+)
 
-LONG = tuple(Ask(n, 40, n // 2, sampling=s) for n, s in enumerate((GREEDY, SAMPLED, CROSSED[0], CROSSED[10], CROSSED[2])))
+LONG = tuple(
+    Ask(n, 40, n // 2, sampling=s)
+    for n, s in enumerate((GREEDY, SAMPLED, CROSSED[0], CROSSED[10], CROSSED[2]))
+)
 CRAMPED = Scenario(LONG, kv_blocks=8)
 """Requests that each need three to five blocks in the end, and fewer at admission: some are pre-empted."""
 
@@ -175,7 +226,9 @@ def new_drafts(attention: str = "ragged") -> list[Engine]:
     return [
         tiny_engine("twin", attention=attention),
         tiny_engine("near", seed=1, noise=0.05, attention=attention),
-        tiny_engine("short", config=tiny_config(shortlist=15), seed=2, noise=0.05, attention=attention),
+        tiny_engine(
+            "short", config=tiny_config(shortlist=15), seed=2, noise=0.05, attention=attention
+        ),
         tiny_engine("fp32", seed=3, noise=0.05, dtype=torch.float32, attention=attention),
         LookupEngine("lookup", max_draft_tokens=K_MAX, vocab_size=VOCAB),
         ForetoldDraft("liar", lies=True),

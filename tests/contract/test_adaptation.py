@@ -21,7 +21,11 @@ def chat(text):
 CONFIG = {
     "target": {"engine": "torch", "model": "smollm2-135m-instruct", "dtype": "bf16"},
     "drafts": [
-        {"name": "small", "engine": "torch", "model": "engines_build/drafts/smollm2-135m-instruct-10m"},
+        {
+            "name": "small",
+            "engine": "torch",
+            "model": "engines_build/drafts/smollm2-135m-instruct-10m",
+        },
         {"name": "lookup", "engine": "lookup"},
     ],
     "policy": {"kind": "adaptive"},
@@ -36,7 +40,10 @@ ARTICLE = (
     "The crane, built in 1911 to lift coal from steam colliers, has not moved since 1974. A developer had offered to pay for its removal."
 )
 COPYING = [chat(f"Summarise: {ARTICLE}"), chat(f"Repeat this text word for word: {ARTICLE}")]
-CHATTING = [chat("Why is the sky blue? Explain it to a child."), chat("Write a short poem about a lighthouse keeper and her dog.")]
+CHATTING = [
+    chat("Why is the sky blue? Explain it to a child."),
+    chat("Write a short poem about a lighthouse keeper and her dog."),
+]
 
 
 class Recorder:
@@ -49,7 +56,9 @@ class Recorder:
         return getattr(self.policy, name)
 
     def observe(self, outcome, state, now):
-        for request, draft, length in zip(outcome.request.tolist(), outcome.draft.tolist(), outcome.length.tolist(), strict=True):
+        for request, draft, length in zip(
+            outcome.request.tolist(), outcome.draft.tolist(), outcome.length.tolist(), strict=True
+        ):
             self.chosen[request][("small", "lookup", "none")[draft], length] += 1
         return self.policy.observe(outcome, state, now)
 
@@ -70,22 +79,32 @@ def test_texts_that_copy_themselves_and_free_texts_get_other_drafts_and_lengths(
     app = build(parse_config(CONFIG), TABLES)
     loop = app.orchestrator
     recorder = loop._policy = Recorder(loop._policy)
-    sessions = [app.session(GenerationRequest(text, 48, end_id=-1), Sink()) for text in (*COPYING, *CHATTING)]
+    sessions = [
+        app.session(GenerationRequest(text, 48, end_id=-1), Sink())
+        for text in (*COPYING, *CHATTING)
+    ]
     for session in sessions:
         loop.submit(session)
     while loop.step():
         pass
-    copying, chatting = (sum((recorder.chosen[s.id] for s in half), Counter()) for half in (sessions[:2], sessions[2:]))
+    copying, chatting = (
+        sum((recorder.chosen[s.id] for s in half), Counter())
+        for half in (sessions[:2], sessions[2:])
+    )
 
     def mean_length(chosen):
         return sum(length * count for (_, length), count in chosen.items()) / chosen.total()
 
     def share_of_lookup(chosen):
-        return sum(count for (draft, _), count in chosen.items() if draft == "lookup") / chosen.total()
+        return (
+            sum(count for (draft, _), count in chosen.items() if draft == "lookup") / chosen.total()
+        )
 
     assert mean_length(copying) > mean_length(chatting)
     assert share_of_lookup(copying) > 2 * share_of_lookup(chatting)
-    counters = {(name, labels.get("draft")): value for name, labels, value in app.stats.drain()["counters"]}
+    counters = {
+        (name, labels.get("draft")): value for name, labels, value in app.stats.drain()["counters"]
+    }
     assert counters["spindle_accepted_tokens_total", "lookup"] > 40
     assert counters["spindle_draft_tokens_total", "small"] > 0
     app.close()

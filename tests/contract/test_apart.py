@@ -62,13 +62,19 @@ def test_turns_and_what_comes_of_them_are_those_of_the_engine_itself(tmp_path, a
     """
     counts = []
     engines = [
-        apart(partial(make, folder(tmp_path), Behaviour), count=lambda *given, **labels: counts.append(given)),
+        apart(
+            partial(make, folder(tmp_path), Behaviour),
+            count=lambda *given, **labels: counts.append(given),
+        ),
         make(folder(tmp_path), Behaviour, None),
     ]
     assert engines[0].limits == engines[1].limits
     answers = []
     for engine in engines:
-        texts = [Sequence(n, [n, 2, 3], 3, SamplingParams(0.7, bad_words=((9,),), seed=n)) for n in range(1, 5)]
+        texts = [
+            Sequence(n, [n, 2, 3], 3, SamplingParams(0.7, bad_words=((9,),), seed=n))
+            for n in range(1, 5)
+        ]
         for step in range(4):
             done = run(engine, [Turn(text, len(text.tokens), run=3, nodes=3) for text in texts])
             for text in texts:
@@ -122,7 +128,9 @@ def test_a_dead_draft_falls_out_and_comes_back_and_no_text_changes(monkeypatch, 
         if draft._child is None or not draft._child.ready:
             assert draft.available(sessions[0].sequence, 1) == 0
             await_ready(draft, sessions[0].sequence)
-    assert [s.sequence.tokens for s in sessions] == [reference().text(prompt, 30) for prompt in PROMPTS[:3]]
+    assert [s.sequence.tokens for s in sessions] == [
+        reference().text(prompt, 30) for prompt in PROMPTS[:3]
+    ]
     assert deployment.counters()["spindle_fallback_total", "draft_error"] == 1
     assert 0 in lengths[3:]
     assert max(lengths[-4:]) > 0
@@ -131,7 +139,11 @@ def test_a_dead_draft_falls_out_and_comes_back_and_no_text_changes(monkeypatch, 
 @pytest.mark.slow
 def test_a_draft_that_says_nothing_is_dead_and_one_that_cannot_be_made_is_an_error(tmp_path, apart):
     now_s = [0.0]
-    draft = apart(partial(make, folder(tmp_path), partial(Behaviour, mute=True)), answer_within_s=5.0, clock=lambda: now_s[0])
+    draft = apart(
+        partial(make, folder(tmp_path), partial(Behaviour, mute=True)),
+        answer_within_s=5.0,
+        clock=lambda: now_s[0],
+    )
     draft.submit([Turn(Sequence(1, [1, 2], 2, SamplingParams()), 2)])
     assert draft.poll(0.01) == []
     now_s[0] = 5.1

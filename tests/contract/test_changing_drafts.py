@@ -13,7 +13,9 @@ LENGTH = 30
 def change(deployment, drafts, script):
     """Let the loop draft with these between two steps."""
     policy = Scripted(script)
-    done = deployment.loop.between_steps(lambda: deployment.loop.draft_with(drafts, policy, policy.start()))
+    done = deployment.loop.between_steps(
+        lambda: deployment.loop.draft_with(drafts, policy, policy.start())
+    )
     deployment.engines = [deployment.target, *drafts]
     deployment.step()
     assert done.done()
@@ -21,7 +23,9 @@ def change(deployment, drafts, script):
 
 
 @pytest.mark.parametrize("before", [0, 1, 7], ids=["in prefill", "after a step", "in decode"])
-def test_texts_are_those_of_plain_decoding_and_a_sure_draft_is_right_from_its_first_proposal(before):
+def test_texts_are_those_of_plain_decoding_and_a_sure_draft_is_right_from_its_first_proposal(
+    before,
+):
     reference = Reference(tiny_engine("reference"))
     wrong, sure = tiny_engine("wrong", seed=5, noise=2.0), tiny_engine("sure")
     deployment = Deployment(tiny_engine(), [wrong], Scripted([(0, 3)]), nodes=0)
@@ -52,5 +56,7 @@ def test_drafts_of_other_shapes_come_and_go_in_every_step():
         chosen = [engine for place, engine in enumerate(engines) if (step + 1) >> place & 1]
         change(deployment, chosen, [(column, 2 + step % 3) for column in range(-1, len(chosen))])
     deployment.run()
-    assert [session.sequence.tokens for session in sessions] == [reference.text(prompt, LENGTH) for prompt in PROMPTS]
+    assert [session.sequence.tokens for session in sessions] == [
+        reference.text(prompt, LENGTH) for prompt in PROMPTS
+    ]
     assert sum(session.accepted for session in sessions) > 0

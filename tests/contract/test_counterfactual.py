@@ -20,8 +20,12 @@ BLOCKS = {"target": list(range(4)), "draft": list(range(4))}
 SAMPLINGS = {
     "greedy": SamplingParams(),
     "sampled": SamplingParams(0.9, top_k=9, seed=5),
-    "greedy with options": SamplingParams(repetition_penalty=1.3, frequency_penalty=0.2, bad_words=((7,), (3, 20)), bias=((2, 1.0),)),
-    "sampled with options": SamplingParams(1.2, seed=8, presence_penalty=0.5, min_tokens=40, end_ids=(1, 2)),
+    "greedy with options": SamplingParams(
+        repetition_penalty=1.3, frequency_penalty=0.2, bad_words=((7,), (3, 20)), bias=((2, 1.0),)
+    ),
+    "sampled with options": SamplingParams(
+        1.2, seed=8, presence_penalty=0.5, min_tokens=40, end_ids=(1, 2)
+    ),
 }
 DRAFTS = {
     "near": lambda: tiny_engine("draft", seed=1, noise=0.06),
@@ -64,7 +68,13 @@ def replayed(draft, sequence, begin, k=K_MAX):
 
 
 def new_sequence(sampling, prompt=(3, 1, 4, 1, 5)):
-    return Sequence(next(numbers), list(prompt), len(prompt), sampling, {name: list(table) for name, table in BLOCKS.items()})
+    return Sequence(
+        next(numbers),
+        list(prompt),
+        len(prompt),
+        sampling,
+        {name: list(table) for name, table in BLOCKS.items()},
+    )
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -81,13 +91,18 @@ def test_a_draft_that_was_idle_is_credited_with_exactly_the_chains_of_a_replay(d
     begin = len(sequence.tokens)
     emit(sequence, 20)
     found = complete(draft, sequence, run=3, nodes=ALL_NODES)
-    assert found.proposal.spine().tokens == alone(draft, sequence, begin + 20, run=3, nodes=ALL_NODES)
+    assert found.proposal.spine().tokens == alone(
+        draft, sequence, begin + 20, run=3, nodes=ALL_NODES
+    )
     rows = 20 if sequence.sampling.greedy else SCORED_ROWS // DRAWN_ROWS
     assert found.scored == replayed(draft, sequence, begin + 20 - rows)
 
 
 def test_a_draft_in_use_is_never_credited_twice():
-    draft, sequence = tiny_engine("draft"), new_sequence(SamplingParams())  # a copy: everything is accepted
+    draft, sequence = (
+        tiny_engine("draft"),
+        new_sequence(SamplingParams()),
+    )  # a copy: everything is accepted
     for _ in range(4):
         completion = complete(draft, sequence, run=3, nodes=ALL_NODES)
         assert completion.scored == []
@@ -108,7 +123,9 @@ def test_a_submission_scores_a_bounded_number_of_the_last_tokens(monkeypatch):
         sequence.blocks["draft"] = [4 * len(made) + n for n in range(4)]
         emit(sequence, 8)
         made.append(sequence)
-    draft.submit([Turn(sequence, len(sequence.tokens), run=1, nodes=ALL_NODES) for sequence in made])
+    draft.submit(
+        [Turn(sequence, len(sequence.tokens), run=1, nodes=ALL_NODES) for sequence in made]
+    )
     first, second = draft.poll(0.0)
     assert first.scored == replayed(draft, made[0], 5)
     assert second.scored == replayed(draft, made[1], 9)
@@ -125,9 +142,13 @@ def test_the_policy_is_told_what_a_draft_that_rested_would_have_had_accepted():
     told = []
     for outcome in deployment.policy.outcomes:
         if outcome.length.any():
-            text = Sequence(0, session.sequence.tokens[:done], len(PROMPTS[0]), SamplingParams(), BLOCKS)
+            text = Sequence(
+                0, session.sequence.tokens[:done], len(PROMPTS[0]), SamplingParams(), BLOCKS
+            )
             told += zip(outcome.free_accepted.tolist(), outcome.free_scored.tolist(), strict=True)
-            assert told[len(told) - len(outcome.free_scored) :] == replayed(DRAFTS["near"](), text, own_end)
+            assert told[len(told) - len(outcome.free_scored) :] == replayed(
+                DRAFTS["near"](), text, own_end
+            )
             assert set(outcome.free_request.tolist()) <= {session.id}
             assert not outcome.free_draft.any()
             own_end = done + int(outcome.emitted[0])
@@ -142,7 +163,11 @@ def test_the_policy_is_told_what_a_draft_that_rested_would_have_had_accepted():
     [
         ([], [], []),
         ([1, 2, 3], [1, 2, 3], [(3, 3)]),
-        ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 9, 6], [(4, 4), (1, 1)]),  # the fifth is the target's bonus
+        (
+            [1, 2, 3, 4, 5, 6],
+            [1, 2, 3, 4, 9, 6],
+            [(4, 4), (1, 1)],
+        ),  # the fifth is the target's bonus
         ([9, 9, 9], [1, 2, 3], [(0, 3), (0, 2), (0, 1)]),
         (
             [1, 9, 3, 4, 5, 6, 7],
@@ -154,7 +179,9 @@ def test_the_policy_is_told_what_a_draft_that_rested_would_have_had_accepted():
         ),
     ],
 )
-def test_emitted_tokens_are_cut_into_the_chains_that_guesses_would_have_made(guessed, emitted, expected):
+def test_emitted_tokens_are_cut_into_the_chains_that_guesses_would_have_made(
+    guessed, emitted, expected
+):
     assert chains(guessed, emitted, 4) == expected
 
 
@@ -169,5 +196,8 @@ def test_scoring_changes_no_kv():
     assert not plain.scored
     assert scored.proposal.tokens == plain.proposal.tokens
     assert scored.proposal.parents == plain.proposal.parents
-    kv = [torch.stack([layer.pool[n * 64 : n * 64 + 25] for layer in draft._model._layers]) for n in range(2)]
+    kv = [
+        torch.stack([layer.pool[n * 64 : n * 64 + 25] for layer in draft._model._layers])
+        for n in range(2)
+    ]
     assert np.allclose(*kv, atol=1e-12)

@@ -26,7 +26,9 @@ def pretended():
 
 @pytest.mark.parametrize("attention", ["ragged", "tiled", "padded", "graphs"])
 @pytest.mark.parametrize("scenario", [BUSY, MIXED], ids=["busy", "options"])
-def test_texts_of_a_device_are_those_of_plain_decoding_and_nothing_meets_the_host_s(attention, scenario):
+def test_texts_of_a_device_are_those_of_plain_decoding_and_nothing_meets_the_host_s(
+    attention, scenario
+):
     with pretended():
         pieces = (16, 0, 32) if attention == "padded" else ()
         served = serve(replace(scenario, attention=attention, pieces=pieces))
@@ -46,13 +48,19 @@ def step(engine, turns):
 def test_a_greedy_step_in_static_shapes_uploads_once_and_waits_once(requests, proposed):
     with pretended() as device:
         engine = tiny_engine(attention="graphs")
-        sequences = [Sequence(n, [1, 2, 3 + n], 3, SamplingParams(), {"target": [n]}) for n in range(requests)]
+        sequences = [
+            Sequence(n, [1, 2, 3 + n], 3, SamplingParams(), {"target": [n]})
+            for n in range(requests)
+        ]
         for _ in range(2):
             step(engine, [Turn(sequence, 3) for sequence in sequences])  # records the size
         for _ in range(2):
             device.counted.clear()
             proposal = Proposal.chain("draft", [4] * proposed) if proposed else None
-            completions = step(engine, [Turn(sequence, len(sequence.tokens), proposal=proposal) for sequence in sequences])
+            completions = step(
+                engine,
+                [Turn(sequence, len(sequence.tokens), proposal=proposal) for sequence in sequences],
+            )
             for sequence, completion in zip(sequences, completions, strict=True):
                 sequence.tokens += completion.tokens[-1:]
             counted = +device.counted
@@ -76,14 +84,20 @@ def test_the_device_s_rules_are_kept():
 def pretended_beside(monkeypatch, side_stream=None):
     """The same with a stream for the target's thread."""
     with pretended() as device, monkeypatch.context() as patch:
-        patch.setattr(TorchEngine, "side_stream", lambda engine: (side_stream or PretendDevice.side_stream)(device))
+        patch.setattr(
+            TorchEngine,
+            "side_stream",
+            lambda engine: (side_stream or PretendDevice.side_stream)(device),
+        )
         yield device
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["ragged", "graphs"])
 @pytest.mark.parametrize("scenario", [BUSY, MIXED, ALIKE], ids=["busy", "options", "alike"])
-def test_cohorts_on_a_stream_beside_wait_for_all_that_crosses_and_texts_are_those_of_plain_decoding(monkeypatch, attention, scenario):
+def test_cohorts_on_a_stream_beside_wait_for_all_that_crosses_and_texts_are_those_of_plain_decoding(
+    monkeypatch, attention, scenario
+):
     with pretended_beside(monkeypatch):
         served = serve(in_earnest(replace(scenario, attention=attention)))
         checks.texts(served)
@@ -100,9 +114,13 @@ def test_the_rules_of_streams_are_kept():
         with late:
             made = there + 1
             made += 1
-        with pytest.raises(AssertionError, match="on stream 'default', which has not waited for side"):
+        with pytest.raises(
+            AssertionError, match="on stream 'default', which has not waited for side"
+        ):
             made.tolist()
-        with pytest.raises(AssertionError, match="on stream 'default', which has not waited for side"):
+        with pytest.raises(
+            AssertionError, match="on stream 'default', which has not waited for side"
+        ):
             there[0] = 2.0  # it is being read
         assert there.tolist() == [1.0, 1.0, 1.0]
         assert len(device.broken) == 3

@@ -13,7 +13,12 @@ from tests.contract.scenarios import CROSSED, PROMPTS, SCRIPT, TRIMS, new_drafts
 def asks(deployment):
     """Submit requests of every kind that want everything, and return their sessions."""
     sessions = []
-    for number, sampling in enumerate([SamplingParams(top_log_probs=3, log_probs=True), *(replace(s, top_log_probs=2) for s in CROSSED)]):
+    for number, sampling in enumerate(
+        [
+            SamplingParams(top_log_probs=3, log_probs=True),
+            *(replace(s, top_log_probs=2) for s in CROSSED),
+        ]
+    ):
         session = deployment.submit(PROMPTS[number % 6], 14, sampling, salt=str(number))
         session.sequence.context_logits = session.sequence.generation_logits = True
         session.sequence.prompt_log_probs = True
@@ -22,20 +27,43 @@ def asks(deployment):
 
 
 @pytest.mark.parametrize("script", [SCRIPT, ((6, 4),)], ids=["trees", "oracle"])
-@pytest.mark.parametrize(("attention", "kv_blocks"), [("ragged", 64), ("tiled", 9), ("padded", 64)], ids=["ragged", "little KV", "padded"])
+@pytest.mark.parametrize(
+    ("attention", "kv_blocks"),
+    [("ragged", 64), ("tiled", 9), ("padded", 64)],
+    ids=["ragged", "little KV", "padded"],
+)
 def test_each_token_has_its_logits_and_each_of_the_prompt_too(script, attention, kv_blocks):
     engine = tiny_engine(attention=attention)
-    deployment = Deployment(engine, new_drafts(attention), Scripted(script, TRIMS), chunk_tokens=5, max_active=6, kv_blocks=kv_blocks)
+    deployment = Deployment(
+        engine,
+        new_drafts(attention),
+        Scripted(script, TRIMS),
+        chunk_tokens=5,
+        max_active=6,
+        kv_blocks=kv_blocks,
+    )
     sessions = asks(deployment)
     deployment.run()
     assert (deployment.counters().get(("spindle_preemptions_total",), 0) > 0) == (kv_blocks < 64)
     for session in sessions:
-        tokens, prompt_tokens, sampling = session.sequence.tokens, session.sequence.prompt_tokens, session.sequence.sampling
+        tokens, prompt_tokens, sampling = (
+            session.sequence.tokens,
+            session.sequence.prompt_tokens,
+            session.sequence.sampling,
+        )
         extras = session.sink.extras
         assert extras.tokens == tokens[prompt_tokens:]
         same = {"rtol": 0.0, "atol": 1e-5}
-        assert np.allclose(extras.context_logits, [reference().logits(tokens[: at + 1]) for at in range(prompt_tokens)], **same)
-        assert np.allclose(extras.logits, [reference().logits(tokens[:at]) for at in range(prompt_tokens, len(tokens))], **same)
+        assert np.allclose(
+            extras.context_logits,
+            [reference().logits(tokens[: at + 1]) for at in range(prompt_tokens)],
+            **same,
+        )
+        assert np.allclose(
+            extras.logits,
+            [reference().logits(tokens[:at]) for at in range(prompt_tokens, len(tokens))],
+            **same,
+        )
         laws = [reference().logits(tokens[:at]) for at in range(1, prompt_tokens)]
         laws = [law - np.logaddexp.reduce(law) for law in laws]
         assert extras.prompt.tokens == tokens[:prompt_tokens]
@@ -48,7 +76,9 @@ def test_each_token_has_its_logits_and_each_of_the_prompt_too(script, attention,
         assert extras.logits.dtype == extras.context_logits.dtype == np.float32
         for at, best in enumerate(extras.top, prompt_tokens):
             law = reference().log_probs(tokens[:at], prompt_tokens, sampling)
-            assert [value for _, value in best] == pytest.approx(sorted(law, reverse=True)[: len(best)])
+            assert [value for _, value in best] == pytest.approx(
+                sorted(law, reverse=True)[: len(best)]
+            )
             assert [law[token] for token, _ in best] == pytest.approx([value for _, value in best])
             assert len(best) == sampling.top_log_probs
         assert len(extras.top) == len(extras.tokens)

@@ -28,22 +28,52 @@ RANGE = types.TokenRangeRetentionConfig(0, None, 80, KEEP)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: types.KvCacheRetentionConfig([RANGE], 80, KEEP), "directory must be str, got None"),
-        (lambda: types.KvCacheRetentionConfig([RANGE], 80, 1000), "decode_duration_ms must be Optional.timedelta., got 1000"),
-        (lambda: types.TokenRangeRetentionConfig(0, None), "missing a required argument: 'priority'"),
+        (
+            lambda: types.KvCacheRetentionConfig([RANGE], 80, KEEP),
+            "directory must be str, got None",
+        ),
+        (
+            lambda: types.KvCacheRetentionConfig([RANGE], 80, 1000),
+            "decode_duration_ms must be Optional.timedelta., got 1000",
+        ),
+        (
+            lambda: types.TokenRangeRetentionConfig(0, None),
+            "missing a required argument: 'priority'",
+        ),
         (lambda: types.SamplingConfig(1, 50), "too many positional arguments"),
         (lambda: types.SamplingConfig(top_k=1.0), "top_k must be Optional.int32., got 1.0"),
         (lambda: types.SamplingConfig(seed=2**64), "seed must be Optional.uint64."),
         (lambda: types.SamplingConfig(temp=1.0), "unexpected keyword argument 'temp'"),
         (lambda: types.Request([1], 1, False), "too many positional arguments"),
         (lambda: types.Request([np.int64(1)], 1), "input_token_ids must be list.int32."),
-        (lambda: types.Request([1], 1, sampling_config=None), "sampling_config must be SamplingConfig, got None"),
-        (lambda: types.Request([1], 1, bad_words=[2]), "bad_words must be Optional.list.list.int32..., got .2."),
-        (lambda: types.Request([1], 1, allotted_time_ms=5), "allotted_time_ms must be Optional.timedelta., got 5"),
-        (lambda: types.ExternalDraftTokensConfig([1], np.zeros((1, VOCAB))), "logits must be Optional.Tensor."),
-        (lambda: types.OrchestratorConfig(True, None), "worker_executable_path must be str, got None"),
-        (lambda: types.ExecutorConfig(1, parallel_config=types.KvCacheConfig()), "parallel_config must be Optional.ParallelConfig."),
-        (lambda: types.ExecutorConfig(1, batching_type="INFLIGHT_"), "batching_type must be BatchingType"),
+        (
+            lambda: types.Request([1], 1, sampling_config=None),
+            "sampling_config must be SamplingConfig, got None",
+        ),
+        (
+            lambda: types.Request([1], 1, bad_words=[2]),
+            "bad_words must be Optional.list.list.int32..., got .2.",
+        ),
+        (
+            lambda: types.Request([1], 1, allotted_time_ms=5),
+            "allotted_time_ms must be Optional.timedelta., got 5",
+        ),
+        (
+            lambda: types.ExternalDraftTokensConfig([1], np.zeros((1, VOCAB))),
+            "logits must be Optional.Tensor.",
+        ),
+        (
+            lambda: types.OrchestratorConfig(True, None),
+            "worker_executable_path must be str, got None",
+        ),
+        (
+            lambda: types.ExecutorConfig(1, parallel_config=types.KvCacheConfig()),
+            "parallel_config must be Optional.ParallelConfig.",
+        ),
+        (
+            lambda: types.ExecutorConfig(1, batching_type="INFLIGHT_"),
+            "batching_type must be BatchingType",
+        ),
     ],
 )
 def test_a_call_that_nanobind_refuses_is_a_type_error(call, message):
@@ -52,11 +82,23 @@ def test_a_call_that_nanobind_refuses_is_a_type_error(call, message):
 
 
 TURNS = {
-    "greedy": (SamplingParams(min_tokens=9, end_ids=(3,)), {"proposal": Proposal.chain("d", [2, 3, 4])}),
-    "sampled": (SamplingParams(0.7, top_k=5, top_p=0.9, seed=2**63), {"proposal": Proposal.chain("d", [2, 3])}),
+    "greedy": (
+        SamplingParams(min_tokens=9, end_ids=(3,)),
+        {"proposal": Proposal.chain("d", [2, 3, 4])},
+    ),
+    "sampled": (
+        SamplingParams(0.7, top_k=5, top_p=0.9, seed=2**63),
+        {"proposal": Proposal.chain("d", [2, 3])},
+    ),
     "every option": (
         SamplingParams(
-            1.0, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.5, bias=((2, 1.0),), bad_words=((1, 2),), log_probs=True
+            1.0,
+            repetition_penalty=1.1,
+            presence_penalty=0.5,
+            frequency_penalty=0.5,
+            bias=((2, 1.0),),
+            bad_words=((1, 2),),
+            log_probs=True,
         ),
         {"run": 3},
     ),
@@ -67,7 +109,10 @@ TURNS = {
 def make_all(module, folder):
     """Make every object that the adapter makes, with its own calls."""
     engine = read_engine_folder(folder)
-    for settings in (ExecutorSettings(), ExecutorSettings(gpus=(0, 1), orchestrated=True, worker="/opt/worker")):
+    for settings in (
+        ExecutorSettings(),
+        ExecutorSettings(gpus=(0, 1), orchestrated=True, worker="/opt/worker"),
+    ):
         executor_config(module, engine, settings)
     requests = Requests(module, engine, 1.0)
     for number, (sampling, options) in enumerate(TURNS.values()):
@@ -94,7 +139,11 @@ def test_what_the_adapter_makes_fits_the_real_module_which_has_what_the_record_s
 
 def execute(folder, law, requests, **config):
     trtllm.Executor.models[str(folder)] = trtllm.Model(law, **config.pop("model", {}))
-    executor = trtllm.Executor(folder, trtllm.ModelType.DECODER_ONLY, trtllm.ExecutorConfig(gather_generation_logits=True, **config))
+    executor = trtllm.Executor(
+        folder,
+        trtllm.ModelType.DECODER_ONLY,
+        trtllm.ExecutorConfig(gather_generation_logits=True, **config),
+    )
     ids = executor.enqueue_requests(requests)
     answers = {}
     while len(answers) < len(ids):
@@ -114,7 +163,13 @@ def request(draft=None, logits=None, max_tokens=1, **options):
     sampling = types.SamplingConfig(**options) if options else types.SamplingConfig()
     config = types.ExternalDraftTokensConfig(draft, logits) if draft else None
     output = types.OutputConfig(exclude_input_from_output=True, return_perf_metrics=True)
-    return types.Request([1], max_tokens, sampling_config=sampling, external_draft_tokens_config=config, output_config=output)
+    return types.Request(
+        [1],
+        max_tokens,
+        sampling_config=sampling,
+        external_draft_tokens_config=config,
+        output_config=output,
+    )
 
 
 def counting(tokens):
@@ -125,9 +180,19 @@ def counting(tokens):
 def test_greedy_verification_accepts_what_the_target_would_write_and_ends_the_request(tmp_path):
     folder = engine_folder(tmp_path, vocab_size=VOCAB, max_draft_len=4)
     _, (right, half, wrong) = execute(
-        folder, counting, [request([2, 3, 4], max_tokens=9), request([2, 5, 4], max_tokens=9), request([3], max_tokens=9)]
+        folder,
+        counting,
+        [
+            request([2, 3, 4], max_tokens=9),
+            request([2, 5, 4], max_tokens=9),
+            request([3], max_tokens=9),
+        ],
     )
-    assert [answer.result.output_token_ids[0] for answer in (right, half, wrong)] == [[2, 3, 4, 5], [2, 3], [2]]
+    assert [answer.result.output_token_ids[0] for answer in (right, half, wrong)] == [
+        [2, 3, 4, 5],
+        [2, 3],
+        [2],
+    ]
     assert right.result.is_final
 
 
@@ -135,16 +200,25 @@ def test_with_draft_logits_the_emitted_token_follows_the_targets_law(tmp_path):
     folder = engine_folder(tmp_path, vocab_size=3, max_draft_len=1)
     p, q = np.array([0.6, 0.3, 0.1]), np.array([0.2, 0.2, 0.6])
     rng, logits = np.random.default_rng(0), torch.log(torch.tensor(q, dtype=torch.float32))[None]
-    asks = [request([int(rng.choice(3, p=q))], logits, seed=s, top_p=1.0, temperature=1.0) for s in range(6000)]
+    asks = [
+        request([int(rng.choice(3, p=q))], logits, seed=s, top_p=1.0, temperature=1.0)
+        for s in range(6000)
+    ]
     _, answers = execute(folder, fixed(*p), asks)
-    shares = np.bincount([a.result.output_token_ids[0][0] for a in answers], minlength=3) / len(answers)
+    shares = np.bincount([a.result.output_token_ids[0][0] for a in answers], minlength=3) / len(
+        answers
+    )
     assert np.abs(shares - p).max() < 0.03
 
 
 def test_without_draft_logits_sampling_does_not_keep_the_law(tmp_path):
     """Two draws where one is due: the reason why the adapter always gives draft logits where it samples."""
     folder = engine_folder(tmp_path, vocab_size=2, max_draft_len=1)
-    _, answers = execute(folder, fixed(0.5, 0.5), [request([0], seed=s, top_p=1.0, temperature=1.0) for s in range(4000)])
+    _, answers = execute(
+        folder,
+        fixed(0.5, 0.5),
+        [request([0], seed=s, top_p=1.0, temperature=1.0) for s in range(4000)],
+    )
     share = np.mean([a.result.output_token_ids[0][0] == 0 for a in answers])
     assert share == pytest.approx(0.75, abs=0.03)
 
@@ -167,19 +241,26 @@ def test_a_target_without_block_reuse_is_refused(tmp_path):
 def test_a_second_request_finds_the_blocks_of_the_first_but_for_another_salt(tmp_path):
     folder = engine_folder(tmp_path, vocab_size=VOCAB, max_draft_len=2, tokens_per_block=4)
     prompt = [n % VOCAB for n in range(10)]
-    first, again, salted = (types.Request(prompt, 1, output_config=types.OutputConfig(return_perf_metrics=True)) for _ in range(3))
+    first, again, salted = (
+        types.Request(prompt, 1, output_config=types.OutputConfig(return_perf_metrics=True))
+        for _ in range(3)
+    )
     salted.cache_salt_id = 7
     executor, _ = execute(folder, counting, [first])
     for later, reused in ((again, 2), (salted, 0)):
         executor.enqueue_request(later)
         (answer,) = executor.await_responses()
         assert answer.result.request_perf_metrics.kv_cache_metrics.num_reused_blocks == reused
-    assert [s.inflight_batching_stats.num_ctx_tokens for s in executor.get_latest_iteration_stats()] == [10, 2, 10]
+    assert [
+        s.inflight_batching_stats.num_ctx_tokens for s in executor.get_latest_iteration_stats()
+    ] == [10, 2, 10]
 
 
 def test_responses_come_late_out_of_order_and_in_parts(tmp_path):
     folder = engine_folder(tmp_path, vocab_size=VOCAB, max_draft_len=2)
-    trtllm.Executor.models[str(folder)] = trtllm.Model(counting, trtllm.Behaviour(late=0.5, shuffled=True))
+    trtllm.Executor.models[str(folder)] = trtllm.Model(
+        counting, trtllm.Behaviour(late=0.5, shuffled=True)
+    )
     executor = trtllm.Executor(folder, trtllm.ModelType.DECODER_ONLY, trtllm.ExecutorConfig())
     ids = executor.enqueue_requests([types.Request([1], 3, streaming=True) for _ in range(8)])
     order, parts, done = [], {i: [] for i in ids}, set()
@@ -202,7 +283,9 @@ def test_cancelled_refused_full_and_dead(tmp_path):
     executor.cancel_request(number)
     (answer,) = executor.await_responses()
     assert answer.result.finish_reasons == [types.FinishReason.CANCELLED]
-    _, (refused,) = execute(folder, counting, [request()], model={"behaviour": trtllm.Behaviour(refuses=1.0)})
+    _, (refused,) = execute(
+        folder, counting, [request()], model={"behaviour": trtllm.Behaviour(refuses=1.0)}
+    )
     assert refused.error_msg == "injected failure"
     with pytest.raises(RuntimeError, match="died"):
         execute(folder, counting, [request()], model={"behaviour": trtllm.Behaviour(dies_at=1)})
@@ -212,10 +295,16 @@ def test_an_end_that_the_executor_is_told_of_has_no_row_of_logits(tmp_path):
     folder = engine_folder(tmp_path, vocab_size=VOCAB, max_draft_len=2)
     output = types.OutputConfig(exclude_input_from_output=True, return_generation_logits=True)
     draft = types.ExternalDraftTokensConfig([2, 3])
-    asks = [types.Request([1], 3, end_id=3, output_config=output, external_draft_tokens_config=d) for d in (draft, None)]
+    asks = [
+        types.Request([1], 3, end_id=3, output_config=output, external_draft_tokens_config=d)
+        for d in (draft, None)
+    ]
     _, answers = execute(folder, counting, asks)
     for answer in answers:
-        assert (answer.result.finish_reasons, answer.result.output_token_ids) == ([types.FinishReason.END_ID], [[2]])
+        assert (answer.result.finish_reasons, answer.result.output_token_ids) == (
+            [types.FinishReason.END_ID],
+            [[2]],
+        )
         assert tuple(answer.result.generation_logits.shape) == (1, 1, VOCAB)
 
 
@@ -235,10 +324,18 @@ def test_past_the_token_budget_texts_wait_or_are_cut_and_their_drafts_discarded(
     output = types.OutputConfig(exclude_input_from_output=True)
 
     def ask(text, draft):
-        config = types.ExternalDraftTokensConfig([(text[-1] + i) % VOCAB for i in range(1, 5)]) if draft else None
-        return types.Request(text, 5 if draft else 1, output_config=output, external_draft_tokens_config=config)
+        config = (
+            types.ExternalDraftTokensConfig([(text[-1] + i) % VOCAB for i in range(1, 5)])
+            if draft
+            else None
+        )
+        return types.Request(
+            text, 5 if draft else 1, output_config=output, external_draft_tokens_config=config
+        )
 
-    executor, _ = execute(folder, counting, [ask(text, draft=False) for text in texts], enable_chunked_context=chunked)
+    executor, _ = execute(
+        folder, counting, [ask(text, draft=False) for text in texts], enable_chunked_context=chunked
+    )
     before = executor.iterations
     executor.enqueue_requests([ask(text, draft=True) for text in texts])
     answers = []
@@ -254,7 +351,9 @@ def test_past_the_token_budget_texts_wait_or_are_cut_and_their_drafts_discarded(
 
 def test_a_text_longer_than_the_budget_runs_in_chunks_or_not_at_all(tmp_path):
     folder = engine_folder(tmp_path, vocab_size=VOCAB, max_draft_len=4, max_num_tokens=16)
-    ask = types.Request([1] * 40, 1, output_config=types.OutputConfig(exclude_input_from_output=True))
+    ask = types.Request(
+        [1] * 40, 1, output_config=types.OutputConfig(exclude_input_from_output=True)
+    )
     executor, (answer,) = execute(folder, counting, [ask], enable_chunked_context=True)
     assert (executor.chunks, answer.result.output_token_ids) == (2, [[2]])
     _, (answer,) = execute(folder, counting, [ask])

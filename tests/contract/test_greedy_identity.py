@@ -30,7 +30,10 @@ NEAR_TIE = 2e-3
 SCHEMA = json.dumps(
     {
         "type": "object",
-        "properties": {"colour": {"enum": ["red", "green", "blue"]}, "count": {"type": "integer", "minimum": 0, "maximum": 999}},
+        "properties": {
+            "colour": {"enum": ["red", "green", "blue"]},
+            "count": {"type": "integer", "minimum": 0, "maximum": 999},
+        },
         "required": ["colour", "count"],
         "additionalProperties": False,
     }
@@ -38,7 +41,10 @@ SCHEMA = json.dumps(
 
 CONFIG = {
     "target": {"engine": "torch", "model": "smollm2-135m-instruct", "dtype": "fp32"},
-    "drafts": [{"name": "small", "engine": "torch", "model": DRAFT, "dtype": "fp32"}, {"name": "lookup", "engine": "lookup"}],
+    "drafts": [
+        {"name": "small", "engine": "torch", "model": DRAFT, "dtype": "fp32"},
+        {"name": "lookup", "engine": "lookup"},
+    ],
     "limits": {"kv_cache_tokens": 16384},
 }
 TABLES = {
@@ -48,7 +54,13 @@ TABLES = {
 
 
 WITNESS = Witness(model_path(parse_config(CONFIG).target))
-SEEDED = {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.1, "bad_words": (" the", "\n\n"), "min_tokens": 10}
+SEEDED = {
+    "temperature": 0.9,
+    "top_p": 0.95,
+    "repetition_penalty": 1.1,
+    "bad_words": (" the", "\n\n"),
+    "min_tokens": 10,
+}
 
 
 class RandomTrees(RandomChoice):
@@ -99,17 +111,30 @@ def requests(prompts):
 
 
 def seeded_requests(prompts):
-    return [GenerationRequest(prompt, SEEDED_TOKENS, seed=number, **SEEDED) for number, prompt in enumerate(prompts[::4])]
+    return [
+        GenerationRequest(prompt, SEEDED_TOKENS, seed=number, **SEEDED)
+        for number, prompt in enumerate(prompts[::4])
+    ]
 
 
 def check_equal(plain, sessions, witness=WITNESS):
     for number, (one, other) in enumerate(zip(plain, sessions, strict=True)):
-        expected, found, sampling = one.sequence.tokens, other.sequence.tokens, one.sequence.sampling
+        expected, found, sampling = (
+            one.sequence.tokens,
+            other.sequence.tokens,
+            one.sequence.sampling,
+        )
         at = first_difference(expected, found)
         if at is not None:
             pair = expected[at], found[at]
-            size = witness.greedy_gap(expected[:at], *pair) if sampling.greedy else witness.race_gap(expected[:at], *pair, sampling)
-            logging.getLogger(__name__).warning("prompt %d differs at token %d, a tie within %.2e", number, at, size)
+            size = (
+                witness.greedy_gap(expected[:at], *pair)
+                if sampling.greedy
+                else witness.race_gap(expected[:at], *pair, sampling)
+            )
+            logging.getLogger(__name__).warning(
+                "prompt %d differs at token %d, a tie within %.2e", number, at, size
+            )
             assert size < NEAR_TIE
 
 
@@ -136,18 +161,29 @@ def test_random_drafts_and_trees_in_every_step_do_not_change_the_text(app, promp
 
 @pytest.mark.parametrize("options", [{}, {"seed": 3, "temperature": 0.8}], ids=["greedy", "seeded"])
 def test_guided_text_is_the_same_with_speculation_and_is_json(app, prompts, options):
-    requests = [GenerationRequest(prompt, 60, guide_type="json_schema", guide=SCHEMA, **options) for prompt in prompts[::4]]
+    requests = [
+        GenerationRequest(prompt, 60, guide_type="json_schema", guide=SCHEMA, **options)
+        for prompt in prompts[::4]
+    ]
     plain = generate(app, requests, policy=NoSpeculation())
     sessions = generate(app, requests, together=3, policy=RandomTrees())
     assert sum(session.accepted for session in sessions) > 10
     check_equal(plain, sessions)
-    texts = [app.tokenizer._library.decode(s.sequence.tokens[s.sequence.prompt_tokens :]) for s in sessions if s.finish_reason == "end_id"]
+    texts = [
+        app.tokenizer._library.decode(s.sequence.tokens[s.sequence.prompt_tokens :])
+        for s in sessions
+        if s.finish_reason == "end_id"
+    ]
     assert texts
     assert all(json.loads(text).keys() == {"colour", "count"} for text in texts)
 
 
-@pytest.mark.parametrize(("together", "policy"), [(2, RandomChoice()), (3, RandomTrees()), (4, None)])
-def test_a_seeded_text_with_options_is_the_same_under_any_plan_and_load(app, prompts, seeded, together, policy):
+@pytest.mark.parametrize(
+    ("together", "policy"), [(2, RandomChoice()), (3, RandomTrees()), (4, None)]
+)
+def test_a_seeded_text_with_options_is_the_same_under_any_plan_and_load(
+    app, prompts, seeded, together, policy
+):
     sessions = generate(app, seeded_requests(prompts), together, policy)
     assert sum(session.drafted for session in sessions) > 0 or policy is None
     check_equal(seeded, sessions)

@@ -68,10 +68,14 @@ KINDS = (
     options(temperature=1.3, top_p=0.9, seed=6, frequency_penalty=0.3),
     options(temperature=0.8, seed=7),
 )
-SCENARIO = Scenario(tuple(Ask(n % 6, 16, n // 4, sampling=s) for n, s in enumerate([*KINDS, *KINDS])), max_active=6)
+SCENARIO = Scenario(
+    tuple(Ask(n % 6, 16, n // 4, sampling=s) for n, s in enumerate([*KINDS, *KINDS])), max_active=6
+)
 
 
-@pytest.mark.parametrize("script", [SCRIPT, ((6, 4),), ((0, 4), (4, 3))], ids=["trees", "oracle", "twin, lookup"])
+@pytest.mark.parametrize(
+    "script", [SCRIPT, ((6, 4),), ((0, 4), (4, 3))], ids=["trees", "oracle", "twin, lookup"]
+)
 def test_texts_are_those_of_plain_decoding_under_the_grammar(script):
     scenario = replace(SCENARIO, script=script)
     served = checks.exact(scenario, checks.texts, checks.log_probs, checks.counts)
@@ -85,7 +89,9 @@ def test_texts_are_those_of_plain_decoding_under_the_grammar(script):
 
 def test_what_lookup_proposes_is_cut_where_the_grammar_ends_it():
     lookup = replace(SCENARIO, script=((DRAFTS.index("lookup"), 4),))
-    recorded = [row for row in checks.exact(lookup).deployment.drafting.recorded if row.proposals.drafted]
+    recorded = [
+        row for row in checks.exact(lookup).deployment.drafting.recorded if row.proposals.drafted
+    ]
     for sequence, tokens, _, row in recorded:
         for path in checks.paths(row.drafted):
             assert guide().allowed(tokens[sequence.prompt_tokens :], path) == len(path)
@@ -95,10 +101,14 @@ def test_what_lookup_proposes_is_cut_where_the_grammar_ends_it():
 @pytest.mark.slow
 def test_the_first_three_tokens_follow_the_target_s_law_under_the_grammar():
     tokens = Letters(
-        checks.LAW_VOCAB, (*(bytes([ord("a") + n]) for n in range(checks.LAW_VOCAB - 1)), b""), frozenset({checks.LAW_VOCAB - 1})
+        checks.LAW_VOCAB,
+        (*(bytes([ord("a") + n]) for n in range(checks.LAW_VOCAB - 1)), b""),
+        frozenset({checks.LAW_VOCAB - 1}),
     )
     made = Grammars(tokens).guide("regex", "(a[bc]|b[a-c]*d|c)+", tokens.end_ids)
-    checks.texts_follow_the_target_s_law(replace(checks.WIDE, guide=made, end_ids=tuple(tokens.end_ids)))
+    checks.texts_follow_the_target_s_law(
+        replace(checks.WIDE, guide=made, end_ids=tuple(tokens.end_ids))
+    )
 
 
 def test_a_wrong_mask_would_be_noticed():

@@ -16,7 +16,11 @@ MIX = {"free_run_tokens": 5, "plain_share": 0.5}
 
 def adaptive(rate, turn_s=0.0, **config):
     acceptance = AcceptanceConfig(prior_hazard=rate, prior_strength=1e12)
-    return AdaptivePlanner(("draft",), latency(turn_s), PlannerConfig(k_max=K_MAX, acceptance=acceptance, explore_share=0.0, **config))
+    return AdaptivePlanner(
+        ("draft",),
+        latency(turn_s),
+        PlannerConfig(k_max=K_MAX, acceptance=acceptance, explore_share=0.0, **config),
+    )
 
 
 class Blind(Policy):
@@ -47,7 +51,9 @@ class Blind(Policy):
 @pytest.mark.parametrize("agreement", [0.6, 0.8])
 def test_seeing_what_is_in_flight_costs_no_goodput(monkeypatch, tmp_path, sequences, agreement):
     seen, blind = (
-        Served(monkeypatch, tmp_path / name, policy, sequences, agreement, **MIX).goodput(SECONDS[sequences], SECONDS[sequences] / 2)
+        Served(monkeypatch, tmp_path / name, policy, sequences, agreement, **MIX).goodput(
+            SECONDS[sequences], SECONDS[sequences] / 2
+        )
         for name, policy in (("seen", adaptive(agreement)), ("blind", Blind(adaptive(agreement))))
     )
     assert seen > 0.97 * blind
@@ -56,7 +62,9 @@ def test_seeing_what_is_in_flight_costs_no_goodput(monkeypatch, tmp_path, sequen
 @pytest.mark.parametrize("late", [0.0, 0.4])
 def test_times_are_learnt_of_the_iterations_that_ran(monkeypatch, tmp_path, late):
     """The tables are right, so every factor stays near 1, though answers are of turns that were handed over in other steps."""
-    served = Served(monkeypatch, tmp_path, adaptive(0.8), 16, 0.8, target=Behaviour(late=late), **MIX)
+    served = Served(
+        monkeypatch, tmp_path, adaptive(0.8), 16, 0.8, target=Behaviour(late=late), **MIX
+    )
     served.goodput(1.0, 0.1)
     drift = served.policy.drift(served.loop.policy_state)
     assert 0.9 < drift["verify"] < 1.1
@@ -66,7 +74,9 @@ def test_times_are_learnt_of_the_iterations_that_ran(monkeypatch, tmp_path, late
     assert any(0 < np.count_nonzero(view.ready) < len(view) for view, _ in served.plans)
 
 
-def test_iterations_are_told_apart_where_the_text_in_flight_is_more_than_one_takes(monkeypatch, tmp_path):
+def test_iterations_are_told_apart_where_the_text_in_flight_is_more_than_one_takes(
+    monkeypatch, tmp_path
+):
     """Who has not found room in an iteration was not in it. In chunks, as the adapter once ran,
     drafts would be discarded besides.
     """
@@ -75,7 +85,16 @@ def test_iterations_are_told_apart_where_the_text_in_flight_is_more_than_one_tak
     assert 2 < served.loop.counts()[0] < 16
     assert 0.95 < served.policy.drift(served.loop.policy_state)["verify"] < 1.05
     assert served.engines[0]._executor.discarded == served.engines[0]._executor.chunks == 0
-    cut = Served(monkeypatch, tmp_path / "cut", adaptive(0.8), 16, 0.8, tokens=100, max_num_tokens=512, chunked=True)
+    cut = Served(
+        monkeypatch,
+        tmp_path / "cut",
+        adaptive(0.8),
+        16,
+        0.8,
+        tokens=100,
+        max_num_tokens=512,
+        chunked=True,
+    )
     cut.goodput(0.5, 0.5)
     assert cut.engines[0]._executor.discarded > 50
 
@@ -86,13 +105,21 @@ def test_who_is_in_flight_is_in_the_view_as_planned_and_once(monkeypatch, tmp_pa
     planned, shown = {}, 0
     for view, plan in served.plans:
         assert len(set(view.request.tolist())) == len(view) <= 8
-        assert not np.diff(view.ready.astype(int)).max(initial=-1) > 0  # behind those that are ready
+        assert (
+            not np.diff(view.ready.astype(int)).max(initial=-1) > 0
+        )  # behind those that are ready
         assert (view.flying is None) == view.ready.all()
         for row in np.flatnonzero(~view.ready).tolist():
             shown += 1
             assert (view.flying.draft[row], view.flying.length[row]) == planned[view.request[row]]
         ready = np.flatnonzero(view.ready)
-        planned |= dict(zip(view.request[ready].tolist(), zip(plan.draft[ready], plan.length[ready], strict=True), strict=True))
+        planned |= dict(
+            zip(
+                view.request[ready].tolist(),
+                zip(plan.draft[ready], plan.length[ready], strict=True),
+                strict=True,
+            )
+        )
     assert shown > 50
 
 
@@ -106,12 +133,22 @@ def test_answers_that_are_there_are_all_taken_before_the_next_plan(monkeypatch, 
 @pytest.mark.slow
 @pytest.mark.parametrize("sequences", [2, 16])
 @pytest.mark.parametrize("turn_s", [0.0, 0.4e-3, 4e-3])
-def test_the_length_of_free_runs_is_about_as_good_as_the_best_constant(monkeypatch, tmp_path, sequences, turn_s):
+def test_the_length_of_free_runs_is_about_as_good_as_the_best_constant(
+    monkeypatch, tmp_path, sequences, turn_s
+):
     """With a draft that is always wrong; turns cost the loop's thread so many seconds for all sequences."""
 
     def goodput(policy, tokens):
         target = Behaviour(enqueue_s=turn_s / sequences)
-        served = Served(monkeypatch, tmp_path / str(tokens), policy, sequences, 0.0, free_run_tokens=tokens, target=target)
+        served = Served(
+            monkeypatch,
+            tmp_path / str(tokens),
+            policy,
+            sequences,
+            0.0,
+            free_run_tokens=tokens,
+            target=target,
+        )
         return served.goodput(1.5, 0.2), served
 
     best = max(goodput(NoSpeculation(), tokens)[0] for tokens in (1, 2, 4, 9))
@@ -169,7 +206,9 @@ def test_a_stop_word_inside_a_streamed_free_run_ends_it_at_once(monkeypatch, tmp
     target_law = served.engines[0]._executor._model.law
     for _ in range(6):
         plain.append(int(np.argmax(target_law(plain))))
-    served.submit(Client(), stream=True, prompt=plain[:4], tokens=60, stop_word_ids=((plain[6], plain[7]),))
+    served.submit(
+        Client(), stream=True, prompt=plain[:4], tokens=60, stop_word_ids=((plain[6], plain[7]),)
+    )
     while not ends and served.loop.step():
         pass
     ((_, reason, tokens),) = ends

@@ -11,7 +11,14 @@ pytest.importorskip("onnxruntime")
 
 from backend.engines.draw import HEAD, draw
 from backend.engines.laws import target_laws
-from backend.engines.trt_graph.inputs import DRAWN, GREEDY, inputs_of, network_for, suits, verdicts_of
+from backend.engines.trt_graph.inputs import (
+    DRAWN,
+    GREEDY,
+    inputs_of,
+    network_for,
+    suits,
+    verdicts_of,
+)
 from backend.engines.verification import Request
 from backend.ports import ROOT
 from backend.randomness import word
@@ -19,7 +26,17 @@ from backend.request import SamplingParams
 from engines_build.trt_graph.network_graph import F32, F64
 from engines_build.trt_graph.network_laws import Options, Vocabulary
 from engines_build.trt_graph.network_onnx import OnnxGraph
-from tests.contract.network_cases import DTYPES, VERIFICATIONS, Cases, Compiled, disagreements, is_tie, open_session, outcome, run
+from tests.contract.network_cases import (
+    DTYPES,
+    VERIFICATIONS,
+    Cases,
+    Compiled,
+    disagreements,
+    is_tie,
+    open_session,
+    outcome,
+    run,
+)
 
 MANY = 3000
 """Columns of laws of which heads are a part: more than TopK takes."""
@@ -74,7 +91,9 @@ def test_requests_at_temperature_0_among_drawn_ones_are_greedy():
     both = [torch.nn.functional.pad(one, (0, 0, 0, rows - one.shape[1])) for one in (logits, more)]
     mixed = drawn.verdicts(requests + others, torch.cat(both))
     assert [outcome(one) for one in mixed[:100]] == alone
-    assert [outcome(one) for one in mixed[100:]] == [outcome(one) for one in drawn.verdicts(others, more)]
+    assert [outcome(one) for one in mixed[100:]] == [
+        outcome(one) for one in drawn.verdicts(others, more)
+    ]
 
 
 def test_another_seed_or_position_is_noticed():
@@ -89,7 +108,9 @@ def test_another_seed_or_position_is_noticed():
 def test_laws_are_those_of_torch(dtype, bound):
     graph, vocab = OnnxGraph(), 300
     logits = graph.input("logits", dtype, "batch", "rows", vocab)
-    graph.output("laws", Vocabulary(graph, vocab, dtype).laws(logits, Options.declare(graph, dtype)))
+    graph.output(
+        "laws", Vocabulary(graph, vocab, dtype).laws(logits, Options.declare(graph, dtype))
+    )
     rng = np.random.default_rng(0)
     values = rng.normal(size=(400, 2, vocab)) * rng.choice([0.5, 3.0, 10.0], size=(400, 1, 1))
     values[::5] = np.round(values[::5])
@@ -97,12 +118,17 @@ def test_laws_are_those_of_torch(dtype, bound):
     params = [
         SamplingParams(float(t), int(k), float(p))
         for t, k, p in zip(
-            rng.choice([0.3, 1.0, 2.0], 400), rng.choice([0, 2, 9, 299, 300], 400), rng.choice([1.0, 0.2, 0.9, 0.999], 400), strict=True
+            rng.choice([0.3, 1.0, 2.0], 400),
+            rng.choice([0, 2, 9, 299, 300], 400),
+            rng.choice([1.0, 0.2, 0.9, 0.999], 400),
+            strict=True,
         )
     ]
     inputs = inputs_of(DRAWN, [Request(param, 1) for param in params], vocab, DTYPES[dtype])
     found = run(open_session(graph), {"logits": tensor, **inputs})["laws"]
-    expected = target_laws(tensor.flatten(0, 1), [param for param in params for _ in range(2)]).view_as(found)
+    expected = target_laws(
+        tensor.flatten(0, 1), [param for param in params for _ in range(2)]
+    ).view_as(found)
     assert (found - expected).abs().max() < bound
 
 

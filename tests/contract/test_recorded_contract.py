@@ -28,7 +28,9 @@ def test_all_recorded_models_are_served():
 
 def parsed(name):
     """Return a committed config.pbtxt as Triton's own message."""
-    return text_format.Parse((REPOSITORY / name / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
+    return text_format.Parse(
+        (REPOSITORY / name / "config.pbtxt").read_text(), model_config_pb2.ModelConfig()
+    )
 
 
 def shape(tensor):
@@ -38,10 +40,15 @@ def shape(tensor):
 @pytest.mark.parametrize("name", SERVED)
 def test_every_recorded_tensor_is_there_with_its_type_dims_and_optionality(name):
     config = parsed(name)
-    inputs = {tensor.name: {"type": shape(tensor), "optional": tensor.optional} for tensor in config.input}
+    inputs = {
+        tensor.name: {"type": shape(tensor), "optional": tensor.optional} for tensor in config.input
+    }
     outputs = {tensor.name: shape(tensor) for tensor in config.output}
     recorded = RECORDED[name]
-    expected = {n: {"type": (t["dtype"], t["dims"]), "optional": t["optional"]} for n, t in recorded["inputs"].items()}
+    expected = {
+        n: {"type": (t["dtype"], t["dims"]), "optional": t["optional"]}
+        for n, t in recorded["inputs"].items()
+    }
     assert {n: inputs.get(n) for n in expected} == expected
     expected = {n: (t["dtype"], t["dims"]) for n, t in recorded["outputs"].items()}
     assert {n: outputs.get(n) for n in expected} == expected

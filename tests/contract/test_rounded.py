@@ -14,8 +14,16 @@ from tests.contract.deployment import Deployment, Scripted, tiny_engine
 from tests.contract.scenarios import BUSY, PROMPTS, greedily, serve
 
 KINDS = [
-    pytest.param("int8", marks=pytest.mark.skipif(not int8._exact(), reason="no exact int8 products on this processor")),
-    pytest.param("fp16", marks=pytest.mark.skipif(not fp16.supported(), reason="no fp16 matrices on this processor")),
+    pytest.param(
+        "int8",
+        marks=pytest.mark.skipif(
+            not int8._exact(), reason="no exact int8 products on this processor"
+        ),
+    ),
+    pytest.param(
+        "fp16",
+        marks=pytest.mark.skipif(not fp16.supported(), reason="no fp16 matrices on this processor"),
+    ),
 ]
 
 
@@ -26,7 +34,9 @@ def rounded(monkeypatch, request):
     monkeypatch.setattr(llama, "SMALL_WEIGHT", 0)
 
     def made(name, config, weights, **options):
-        return from_weights(name, config, weights, **options, matrices=request.param if name == "target" else "")
+        return from_weights(
+            name, config, weights, **options, matrices=request.param if name == "target" else ""
+        )
 
     monkeypatch.setattr(TorchEngine, "from_weights", made)
 
@@ -48,4 +58,7 @@ def test_greedy_texts_are_those_of_its_own_plain_decoding(rounded, attention):
 
 def test_it_is_another_model_than_the_one_it_was_made_of(rounded):
     plain = tiny_engine("plain")._model
-    assert not torch.equal(plain._head(torch.eye(16, dtype=torch.float64)), tiny_engine()._model._head(torch.eye(16, dtype=torch.float64)))
+    assert not torch.equal(
+        plain._head(torch.eye(16, dtype=torch.float64)),
+        tiny_engine()._model._head(torch.eye(16, dtype=torch.float64)),
+    )

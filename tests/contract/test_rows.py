@@ -21,8 +21,16 @@ from tests.contract.trtllm_deployment import trtllm_engine
 numbers = itertools.count(1)
 KINDS = {
     "torch": (tiny_engine, VOCAB, range(VOCAB)),
-    "fake": (lambda name: FakeEngine(name, kv_blocks=64, max_draft_tokens=K_MAX), VOCAB_SIZE, list(b"abcdefgh xyz")),
-    "trtllm": (lambda name: trtllm_engine(tiny_engine(name), target=name == "target"), VOCAB, range(VOCAB)),
+    "fake": (
+        lambda name: FakeEngine(name, kv_blocks=64, max_draft_tokens=K_MAX),
+        VOCAB_SIZE,
+        list(b"abcdefgh xyz"),
+    ),
+    "trtllm": (
+        lambda name: trtllm_engine(tiny_engine(name), target=name == "target"),
+        VOCAB,
+        range(VOCAB),
+    ),
 }
 MOST_NODES = 7
 GREEDY_ONLY = ("trtllm",)
@@ -39,7 +47,10 @@ def samplings(draw, likely, greedy_only):
         "frequency_penalty": draw(st.sampled_from([0.0, 0.3])),
         "min_tokens": draw(st.integers(0, 6)),
         "end_ids": tuple(draw(st.lists(tokens, max_size=6))),
-        "bad_words": tuple(tuple(word) for word in draw(st.lists(st.lists(tokens, min_size=1, max_size=3), max_size=8))),
+        "bad_words": tuple(
+            tuple(word)
+            for word in draw(st.lists(st.lists(tokens, min_size=1, max_size=3), max_size=8))
+        ),
         "bias": tuple(draw(st.lists(st.tuples(tokens, st.floats(-4.0, 30.0)), max_size=3))),
         "log_probs": True,
     }
@@ -47,7 +58,11 @@ def samplings(draw, likely, greedy_only):
         options["end_ids"] = ()
     if greedy_only or draw(st.booleans()):
         return SamplingParams(**options)
-    law = {"temperature": draw(st.floats(0.3, 2.0)), "top_k": draw(st.integers(0, 8)), "top_p": draw(st.floats(0.3, 1.0))}
+    law = {
+        "temperature": draw(st.floats(0.3, 2.0)),
+        "top_k": draw(st.integers(0, 8)),
+        "top_p": draw(st.floats(0.3, 1.0)),
+    }
     return SamplingParams(**law, seed=draw(st.integers(0, 2**64 - 1)), **options)
 
 
@@ -99,7 +114,9 @@ def test_a_decision_in_a_run_is_the_one_that_is_made_alone(kind):
         together = complete(target, sequence, sequence.tokens, proposal=proposal)
         assert together.accepted == len(proposal.followed(together.tokens))
         assert len(together.tokens) == len(together.log_probs) == together.accepted + 1
-        for row, (token, log_prob) in enumerate(zip(together.tokens, together.log_probs, strict=True)):
+        for row, (token, log_prob) in enumerate(
+            zip(together.tokens, together.log_probs, strict=True)
+        ):
             alone = complete(target, sequence, [*sequence.tokens, *together.tokens[:row]])
             assert alone.tokens == [token]
             tolerance = 1e-5 if kind in GREEDY_ONLY else 1e-9

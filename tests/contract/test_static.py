@@ -38,7 +38,9 @@ def test_every_row_of_a_static_pass_is_what_it_is_alone():
             plain._pool.fill_(torch.nan)
             together, alone = [], []
             for context, new, parents, logits in drawn:
-                table = KVTable([next(blocks) for _ in range(-(-(context + new) // BLOCK_TOKENS))], "cpu")
+                table = KVTable(
+                    [next(blocks) for _ in range(-(-(context + new) // BLOCK_TOKENS))], "cpu"
+                )
                 tokens = rng.integers(0, VOCAB, context + new).tolist()
                 if context:
                     for each in (model, plain):
@@ -48,7 +50,9 @@ def test_every_row_of_a_static_pass_is_what_it_is_alone():
             assert torch.allclose(model.forward(together), torch.cat(alone), rtol=0.0, atol=1e-11)
             for chunk in together:
                 slots = chunk.table.slots[: chunk.start + len(chunk.tokens)]
-                assert torch.allclose(model._pool[:, slots], plain._pool[:, slots], rtol=0.0, atol=1e-11)
+                assert torch.allclose(
+                    model._pool[:, slots], plain._pool[:, slots], rtol=0.0, atol=1e-11
+                )
 
     holds()
     assert 1 < len(model._static._passes) <= 60
@@ -65,7 +69,14 @@ def test_a_size_is_recorded_once_and_repeated_for_other_chunks():
 
 
 @pytest.mark.parametrize(
-    ("lengths", "size"), [([1], (1, 1, 8)), ([1, 2], (2, 2, 8)), ([3, 1, 1], (4, 3, 8)), ([4], (1, 5, 8)), ([9], (1, 9, 8))]
+    ("lengths", "size"),
+    [
+        ([1], (1, 1, 8)),
+        ([1, 2], (2, 2, 8)),
+        ([3, 1, 1], (4, 3, 8)),
+        ([4], (1, 5, 8)),
+        ([9], (1, 9, 8)),
+    ],
 )
 def test_sizes_grow_by_powers_of_two(lengths, size):
     table = KVTable(range(20), "cpu")

@@ -29,8 +29,17 @@ def engine(name):
 
 
 def config(*names, **settings):
-    drafts = [engine(name) if name != "lookup" else {"name": name, "engine": "lookup"} for name in names]
-    return parse_config({"target": {**engine("tiny-target"), "name": "target"}, "drafts": drafts, "threads": 1, **settings})
+    drafts = [
+        engine(name) if name != "lookup" else {"name": name, "engine": "lookup"} for name in names
+    ]
+    return parse_config(
+        {
+            "target": {**engine("tiny-target"), "name": "target"},
+            "drafts": drafts,
+            "threads": 1,
+            **settings,
+        }
+    )
 
 
 TABLES = {"target": LatencyTable.synthetic("target", {1: 0.004, 8: 0.005, 64: 0.02})}
@@ -55,7 +64,11 @@ def app():
 
 @pytest.fixture(scope="module")
 def requests():
-    texts = [*messages("sql", 6, 1), "What is a window?", "Explain what an index of a database is good for."]
+    texts = [
+        *messages("sql", 6, 1),
+        "What is a window?",
+        "Explain what an index of a database is good for.",
+    ]
     return [GenerationRequest(as_message(text), 48) for text in texts]
 
 
@@ -87,13 +100,18 @@ def test_trained_drafts_come_and_go_under_requests_in_flight(requests, plain):
     while any(not session.sink.ended for session in sessions):
         app.orchestrator.step()
     check_equal(plain, sessions, Witness(FOLDER / "tiny-target"))
-    assert not [name for name, _, _ in app.stats.drain()["counters"] if name == "spindle_fallback_total"]
+    assert not [
+        name for name, _, _ in app.stats.drain()["counters"] if name == "spindle_fallback_total"
+    ]
     app.close()
 
 
 @pytest.mark.parametrize("workload", ["chat", "summarise", "code"])
 def test_the_target_does_not_loop_where_it_decodes_greedily(workload):
-    target, tokenizer = Model(FOLDER / "tiny-target", "fp32", rows=8), load_tokenizer(FOLDER / "tiny-target")
+    target, tokenizer = (
+        Model(FOLDER / "tiny-target", "fp32", rows=8),
+        load_tokenizer(FOLDER / "tiny-target"),
+    )
     prompts = [tokenizer.encode(as_message(message)) for message in messages(workload, 8, 1)]
     answers = target.answers(prompts, 0.0, 96, tokenizer.end_ids, 0)
     assert sum(map(len, answers)) > 200

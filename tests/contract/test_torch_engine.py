@@ -25,7 +25,9 @@ numbers = itertools.count(1)
 
 
 def new_sequence(*, prompt=(3, 1, 4, 1, 5), blocks=(0, 1, 2), sampling=None, name="target"):
-    return Sequence(next(numbers), list(prompt), len(prompt), sampling or SamplingParams(), {name: list(blocks)})
+    return Sequence(
+        next(numbers), list(prompt), len(prompt), sampling or SamplingParams(), {name: list(blocks)}
+    )
 
 
 def step(engine, *turns):
@@ -114,13 +116,25 @@ def test_a_free_run_equals_as_many_single_steps_and_its_own_tokens_need_no_catch
 
 def test_free_runs_of_different_lengths_share_their_passes(engine):
     expected = plain(engine, new_sequence(), 4)
-    turns = [Turn(new_sequence(blocks=(3 * i + 3, 3 * i + 4)), 5, run=run) for i, run in enumerate((1, 4, 2, 0))]
-    assert [completion.tokens for completion in step(engine, *turns)] == [expected[:1], expected[:4], expected[:2], []]
+    turns = [
+        Turn(new_sequence(blocks=(3 * i + 3, 3 * i + 4)), 5, run=run)
+        for i, run in enumerate((1, 4, 2, 0))
+    ]
+    assert [completion.tokens for completion in step(engine, *turns)] == [
+        expected[:1],
+        expected[:4],
+        expected[:2],
+        [],
+    ]
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.9, seed=3)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), SamplingParams(0.9, seed=3)], ids=["greedy", "sampled"]
+)
 @pytest.mark.parametrize("shortlist", [0, 15])
-def test_a_draft_s_tree_is_its_free_run_with_what_it_would_choose_next_beside_it(sampling, shortlist):
+def test_a_draft_s_tree_is_its_free_run_with_what_it_would_choose_next_beside_it(
+    sampling, shortlist
+):
     draft = new_engine("draft", shortlist)
     (run,) = step(draft, Turn(new_sequence(sampling=sampling, name="draft"), 5, run=3))
     turn = Turn(new_sequence(sampling=sampling, name="draft", blocks=(5, 6)), 5, run=3, nodes=99)
@@ -150,10 +164,21 @@ BRANCHES = {  # nodes as (token of the text or a wrong one, parent), and how man
     "a sibling of the root's first": (lambda t: [(wrong(t[0]), -1), (7, 0), (t[0], -1)], 1),
     "a leaf behind the spine": (lambda t: [(t[0], -1), (wrong(t[1]), 0), (t[1], 0)], 2),
     "another branch to its end": (
-        lambda t: [(wrong(t[0]), -1), (t[0], -1), (t[1], 0), (t[1], 1), (t[2], 2), (wrong(t[2]), 3), (t[2], 3)],
+        lambda t: [
+            (wrong(t[0]), -1),
+            (t[0], -1),
+            (t[1], 0),
+            (t[1], 1),
+            (t[2], 2),
+            (wrong(t[2]), 3),
+            (t[2], 3),
+        ],
         3,
     ),
-    "the first of two": (lambda t: [(t[0], -1), (t[1], 0), (wrong(t[0]), -1), (t[1], 2), (t[2], 1)], 3),
+    "the first of two": (
+        lambda t: [(t[0], -1), (t[1], 0), (wrong(t[0]), -1), (t[1], 2), (t[2], 1)],
+        3,
+    ),
     "nothing": (lambda t: [(wrong(t[0]), -1), (t[1], 0), (t[2], 1)], 0),
     "no nodes": (lambda t: [], 0),
 }
@@ -233,7 +258,10 @@ def test_an_error_ends_its_own_turn_only(engine):
         ({"run": 2, "proposal": Proposal.chain("d", [1])}, "behind a proposal, got 2 and 0"),
         ({"nodes": 3, "proposal": Proposal.chain("d", [1])}, "behind a proposal, got 1 and 3"),
         ({"run": 0, "nodes": 3}, "run must be 1 or more where nodes are asked for, got 0"),
-        ({"proposal": Proposal("d", [1, 2], [-1, 1], [1.0, 1.0])}, "parent must be an earlier node or -1, got [-1, 1]"),
+        (
+            {"proposal": Proposal("d", [1, 2], [-1, 1], [1.0, 1.0])},
+            "parent must be an earlier node or -1, got [-1, 1]",
+        ),
         ({"proposal": Proposal.chain("d", [1, VOCAB])}, "must lie in 0..39"),
     ],
 )
@@ -245,7 +273,9 @@ def test_a_turn_that_makes_no_sense_is_an_error_that_says_why(engine, turn, mess
 
 def test_a_shortlisted_draft_cannot_verify():
     engine = new_engine("short", 7)
-    (completion,) = step(engine, Turn(new_sequence(name="short"), 5, proposal=Proposal.chain("d", [1])))
+    (completion,) = step(
+        engine, Turn(new_sequence(name="short"), 5, proposal=Proposal.chain("d", [1]))
+    )
     assert "shortlisted" in completion.error
 
 

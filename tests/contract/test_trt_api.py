@@ -56,7 +56,9 @@ class Layer:
 
     def _checked(self, name):
         kind = type(self._layer).__name__
-        assert name in RECORD["attributes"]["ILayer"] + RECORD["attributes"].get(kind, []), f"{kind}.{name}"
+        assert name in RECORD["attributes"]["ILayer"] + RECORD["attributes"].get(kind, []), (
+            f"{kind}.{name}"
+        )
 
     def __getattr__(self, name):
         self._checked(name)
@@ -81,19 +83,26 @@ def quantised(weights):
     for name, weight in weights.items():
         if name.endswith("_proj.weight"):
             scales = weight.float().abs().amax(1) / 127
-            found[name] = ((weight.float() / scales[:, None]).round().to(torch.int8), scales.bfloat16())
+            found[name] = (
+                (weight.float() / scales[:, None]).round().to(torch.int8),
+                scales.bfloat16(),
+            )
     return found
 
 
 @pytest.mark.parametrize("network", [LOGITS, GREEDY, DRAWN])
 def test_a_step_asks_for_nothing_that_tensorrt_10_has_not(network):
-    weights = {name: torch.randn(shape).bfloat16() for name, shape in tiny_config().shapes().items()}
+    weights = {
+        name: torch.randn(shape).bfloat16() for name, shape in tiny_config().shapes().items()
+    }
     step = Step(tiny_config(), BF16, 160, network)
     assert described(step, weights) > 100
     assert described(step, quantised(weights)) > 100
 
 
 def test_the_native_attention_layer_is_none_of_tensorrt_10():
-    weights = {name: torch.randn(shape).bfloat16() for name, shape in tiny_config().shapes().items()}
+    weights = {
+        name: torch.randn(shape).bfloat16() for name, shape in tiny_config().shapes().items()
+    }
     with pytest.raises(KeyError, match="Attention"):
         described(Step(tiny_config(), BF16, 160), weights, native=True)

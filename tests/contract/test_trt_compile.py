@@ -15,11 +15,17 @@ pytestmark = pytest.mark.slow
 
 library = pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx-cu13 is not installed")
 
-PROFILES = [Profile(batch=8, queries=6, past=128, rows=6), Profile(batch=2, queries=64, past=128, rows=1)]
+PROFILES = [
+    Profile(batch=8, queries=6, past=128, rows=6),
+    Profile(batch=2, queries=64, past=128, rows=1),
+]
 
 
 def tiny_weights(dtype, config=None):
-    return {name: torch.randn(shape).to(dtype) for name, shape in (config or tiny_config()).shapes().items()}
+    return {
+        name: torch.randn(shape).to(dtype)
+        for name, shape in (config or tiny_config()).shapes().items()
+    }
 
 
 @pytest.mark.parametrize("network", [LOGITS, GREEDY, DRAWN])
@@ -36,7 +42,10 @@ def test_weights_are_inputs_of_the_engine_or_inside_it_and_attention_is_native_o
     weights = tiny_weights(torch.float32, step.config)
     matrix = weights["lm_head.weight"].numel() * 4
     ways = {"shared": {"native": False}, "inside": {"shared": False, "native": True}}
-    sizes = {name: len(compile_step(library, step, weights, PROFILES[:1], **way).blob) for name, way in ways.items()}
+    sizes = {
+        name: len(compile_step(library, step, weights, PROFILES[:1], **way).blob)
+        for name, way in ways.items()
+    }
     assert sizes["inside"] > matrix + sizes["shared"]
 
 
@@ -45,7 +54,10 @@ def test_int8_weights_with_a_scale_for_each_row_compile():
     for name, weight in weights.items():
         if name.endswith("_proj.weight"):
             scales = weight.float().abs().amax(1) / 127
-            weights[name] = ((weight.float() / scales[:, None]).round().to(torch.int8), scales.bfloat16())
+            weights[name] = (
+                (weight.float() / scales[:, None]).round().to(torch.int8),
+                scales.bfloat16(),
+            )
     assert compile_step(library, step, weights, PROFILES[:1], shared=False).blob
 
 

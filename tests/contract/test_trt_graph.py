@@ -29,10 +29,16 @@ def compiled(monkeypatch):
         return engine
 
     monkeypatch.setattr(TorchEngine, "from_weights", staticmethod(from_weights))
-    monkeypatch.setattr(Reference, "__init__", lambda self, engine: reference(self, engine.of_torch()))
+    monkeypatch.setattr(
+        Reference, "__init__", lambda self, engine: reference(self, engine.of_torch())
+    )
 
 
-ONE_FLIGHT = [name for name, (scenario, _) in SCENARIOS.items() if not (scenario.cohorts or scenario.attention or scenario.pieces)]
+ONE_FLIGHT = [
+    name
+    for name, (scenario, _) in SCENARIOS.items()
+    if not (scenario.cohorts or scenario.attention or scenario.pieces)
+]
 """The engine runs beside no other's work, and attends in one way."""
 
 
@@ -63,7 +69,10 @@ def test_texts_are_those_of_the_torch_engine_and_trees_are_followed_in_every_net
     while going := [one for one in sequences if len(one.tokens) + K_MAX + 1 < len(texts[one.id])]:
         chosen = [one for one in going if rng.random() < 0.8]
         trees = [tree(texts[one.id][len(one.tokens) :], rng) for one in chosen]
-        turns = [Turn(one, len(one.tokens), proposal=nodes) for one, nodes in zip(chosen, trees, strict=True)]
+        turns = [
+            Turn(one, len(one.tokens), proposal=nodes)
+            for one, nodes in zip(chosen, trees, strict=True)
+        ]
         engine.submit(turns)
         for done, one in zip(engine.poll(0.0), chosen, strict=True):
             assert done.error is None
@@ -95,4 +104,6 @@ def tree(text, rng):
         pair = [(text[depth], path), wrong][:: rng.choice([1, -1])]
         edges += pair
         path = edges.index((text[depth], path) if rng.random() < 0.8 else wrong)
-    return Proposal("draft", [token for token, _ in edges], [parent for _, parent in edges], [1.0] * len(edges))
+    return Proposal(
+        "draft", [token for token, _ in edges], [parent for _, parent in edges], [1.0] * len(edges)
+    )

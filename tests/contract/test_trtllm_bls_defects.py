@@ -51,17 +51,24 @@ def test_many_requests_speculate_in_one_batch_of_the_executor():
     made, sessions, executor = served(*[SamplingParams()] * 6)
     made.run()
     assert [s.sequence.tokens for s in sessions] == [plain_text(Ask(n, 16)) for n in range(6)]
-    batches = [stats.inflight_batching_stats.num_scheduled_requests for stats in executor.get_latest_iteration_stats()]
+    batches = [
+        stats.inflight_batching_stats.num_scheduled_requests
+        for stats in executor.get_latest_iteration_stats()
+    ]
     assert max(batches) == 6
 
 
 def test_a_turn_computes_what_is_new_and_not_the_whole_prefix_again():
     made, _, executor = served(SamplingParams(), max_tokens=40)
     made.run()
-    computed = [s.inflight_batching_stats.num_ctx_tokens for s in executor.get_latest_iteration_stats()]
+    computed = [
+        s.inflight_batching_stats.num_ctx_tokens for s in executor.get_latest_iteration_stats()
+    ]
     per_block = executor.prefixes.tokens_per_block
     assert len(computed) > 8
-    assert max(computed[1:]) <= 3 + 1 + per_block  # the draft, the last token, and what of a block was not complete
+    assert (
+        max(computed[1:]) <= 3 + 1 + per_block
+    )  # the draft, the last token, and what of a block was not complete
 
 
 def test_min_tokens_holds_over_all_turns():
@@ -95,14 +102,20 @@ def test_no_two_turns_begin_the_same_stream_of_numbers():
     made.run()
     seeds = Counter(request.sampling_config.seed for request in executor.requests)
     assert len(seeds) > 6
-    assert max(seeds.values()) <= 2  # equal requests of one seed may share numbers, turns of one request may not
+    assert (
+        max(seeds.values()) <= 2
+    )  # equal requests of one seed may share numbers, turns of one request may not
     del sessions
 
 
 def test_statistics_are_those_of_all_turns():
     made, (session,), executor = served(SamplingParams())
     made.run()
-    drafted = sum(len(r.external_draft_tokens_config.tokens) for r in executor.requests if r.external_draft_tokens_config)
+    drafted = sum(
+        len(r.external_draft_tokens_config.tokens)
+        for r in executor.requests
+        if r.external_draft_tokens_config
+    )
     assert session.sink.usage.drafted == drafted > 6
     assert session.sink.usage.accepted == drafted
 
@@ -120,12 +133,17 @@ def test_a_stop_word_in_the_middle_of_an_accepted_run_ends_the_text_there(monkey
     assert session.output_tokens == written.index(word) + len(word)
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(log_probs=True), SamplingParams(0.7, seed=1, log_probs=True)])
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(log_probs=True), SamplingParams(0.7, seed=1, log_probs=True)]
+)
 def test_log_probabilities_are_those_of_all_tokens(sampling):
     made, (session,), _ = served(sampling)
     made.run()
     tokens, prompt_tokens = session.sequence.tokens, session.sequence.prompt_tokens
-    expected = [reference().log_probs(tokens[:at], prompt_tokens, sampling)[tokens[at]] for at in range(prompt_tokens, len(tokens))]
+    expected = [
+        reference().log_probs(tokens[:at], prompt_tokens, sampling)[tokens[at]]
+        for at in range(prompt_tokens, len(tokens))
+    ]
     assert session.sink.log_probs == pytest.approx(expected, abs=1e-5)
 
 

@@ -31,7 +31,9 @@ class Rig:
     """An engine on a law that counts, its metrics, and a clock that is set by hand."""
 
     def __init__(self, tmp_path, behaviour=None, *, settings=None, target=True, **folder):
-        self.folder = engine_folder(tmp_path, vocab_size=VOCAB, max_draft_len=K_MAX if target else 0, **folder)
+        self.folder = engine_folder(
+            tmp_path, vocab_size=VOCAB, max_draft_len=K_MAX if target else 0, **folder
+        )
         Executor.models[str(self.folder)] = Model(counting, behaviour or Behaviour())
         self.counts, self.now_s = Counter(), 0.0
         self.engine = TrtllmEngine(
@@ -107,7 +109,10 @@ def test_a_draft_proposes_what_is_likeliest_and_exchanges_no_logits(tmp_path):
     assert done.proposal == Proposal.chain("target", done.proposal.tokens)
     assert done.proposal.tokens[0] == 3
     assert done.proposal.tokens[1] != 4  # the options hold
-    assert (request.sampling_config.top_k, request.output_config.return_generation_logits) == (1, False)
+    assert (request.sampling_config.top_k, request.output_config.return_generation_logits) == (
+        1,
+        False,
+    )
     assert rig.counts["spindle_engine_logits_bytes_total", "target"] == 0
 
 
@@ -122,13 +127,19 @@ def test_a_prefill_chunk_costs_nothing_and_the_turn_that_ends_the_prompt_runs_it
 
 def test_many_turns_complete_whatever_the_order_and_a_full_queue(tmp_path):
     rig = Rig(tmp_path, Behaviour(seed=1, late=0.5, shuffled=True))
-    done = rig.run(*(verify(sequence([1, n % VOCAB], number=n), [(n + 1) % VOCAB]) for n in range(1, 40)))
-    assert {c.sequence_id: c.tokens for c in done} == {n: [(n + 1) % VOCAB, (n + 2) % VOCAB] for n in range(1, 40)}
+    done = rig.run(
+        *(verify(sequence([1, n % VOCAB], number=n), [(n + 1) % VOCAB]) for n in range(1, 40))
+    )
+    assert {c.sequence_id: c.tokens for c in done} == {
+        n: [(n + 1) % VOCAB, (n + 2) % VOCAB] for n in range(1, 40)
+    }
 
 
 def test_a_full_queue_is_waited_for(tmp_path, monkeypatch):
     config = fake_executor.ExecutorConfig
-    monkeypatch.setattr(fake_executor, "ExecutorConfig", lambda *a, **k: config(*a, **k, max_queue_size=3))
+    monkeypatch.setattr(
+        fake_executor, "ExecutorConfig", lambda *a, **k: config(*a, **k, max_queue_size=3)
+    )
     rig = Rig(tmp_path)
     assert len(rig.run(*(Turn(sequence([1], number=n), 1) for n in range(1, 9)))) == 8
     assert rig.counts["spindle_fallback_total", "engine_queue_full"] > 0
@@ -137,11 +148,20 @@ def test_a_full_queue_is_waited_for(tmp_path, monkeypatch):
 def test_what_one_turn_has_wrong_is_its_own_error(tmp_path):
     rig = Rig(tmp_path)
     bad = [
-        (verify(sequence([1], number=1), range(2, 2 + K_MAX + 1)), "exceeds maximum draft tokens length"),
-        (Turn(sequence([1], SamplingParams(1.0, top_k=2000), 2), 1), "top_k must be at most 1024, got 2000"),
+        (
+            verify(sequence([1], number=1), range(2, 2 + K_MAX + 1)),
+            "exceeds maximum draft tokens length",
+        ),
+        (
+            Turn(sequence([1], SamplingParams(1.0, top_k=2000), 2), 1),
+            "top_k must be at most 1024, got 2000",
+        ),
         (Turn(sequence([1], number=3), 1, proposal=TREE), "a tree of tokens cannot be verified"),
     ]
-    done = {c.sequence_id: c for c in rig.run(*(turn for turn, _ in bad), Turn(sequence([1], number=4), 1))}
+    done = {
+        c.sequence_id: c
+        for c in rig.run(*(turn for turn, _ in bad), Turn(sequence([1], number=4), 1))
+    }
     for turn, message in bad:
         assert message in done[turn.sequence.id].error
     assert done[4].tokens == [2]
@@ -155,7 +175,9 @@ def test_a_cancelled_sequence_completes_no_more(tmp_path):
     assert rig.engine.unseen(sequence([1, 2], number=1)) == 2
 
 
-def test_a_turn_that_takes_too_long_is_cancelled_and_one_that_is_never_answered_is_a_dead_executor(tmp_path):
+def test_a_turn_that_takes_too_long_is_cancelled_and_one_that_is_never_answered_is_a_dead_executor(
+    tmp_path,
+):
     rig = Rig(tmp_path, Behaviour(mute=True))
     rig.engine.submit([Turn(sequence([1]), 1)])
     assert rig.engine.poll(0.0) == []
@@ -210,7 +232,11 @@ def test_end_tokens_are_forbidden_for_whole_turns(tmp_path, ends):
     assert rig.executor.requests[-1].bad_words == [[end] for end in ends]
 
 
-@pytest.mark.parametrize("turn", [lambda seq: verify(seq, [3, 4, 5, 6]), lambda seq: Turn(seq, 2, run=4)], ids=["verified", "run"])
+@pytest.mark.parametrize(
+    "turn",
+    [lambda seq: verify(seq, [3, 4, 5, 6]), lambda seq: Turn(seq, 2, run=4)],
+    ids=["verified", "run"],
+)
 def test_a_text_ends_behind_its_end_token_which_has_its_log_probability(tmp_path, turn):
     """The executor returns no row of logits for an end that it is told of, so it is told of
     none.
@@ -229,7 +255,9 @@ def test_texts_beyond_the_token_budget_wait_and_lose_no_draft(tmp_path):
     rig = Rig(tmp_path, max_num_tokens=64)
     texts = [sequence([n, *range(20)], number=n) for n in range(1, 9)]
     for _ in range(3):
-        for done in rig.run(*(verify(seq, [(seq.tokens[-1] + i) % VOCAB for i in (1, 2, 3)]) for seq in texts)):
+        for done in rig.run(
+            *(verify(seq, [(seq.tokens[-1] + i) % VOCAB for i in (1, 2, 3)]) for seq in texts)
+        ):
             assert (done.error, done.accepted) == (None, 3)
             texts[done.sequence_id - 1].tokens += done.tokens
     assert (rig.executor.discarded, rig.executor.chunks) == (0, 0)
@@ -241,8 +269,16 @@ def test_what_raises_while_a_request_is_made_is_that_turns_error(tmp_path):
     anything of the executor.
     """
     rig = Rig(tmp_path)
-    wrong = sequence([1, -(2**40)], number=1), sequence([1], SamplingParams(1.0, repetition_penalty=-1.0), number=2)
-    done = {c.sequence_id: c for c in rig.run(*(Turn(seq, len(seq.tokens)) for seq in wrong), Turn(sequence([1], number=3), 1))}
+    wrong = (
+        sequence([1, -(2**40)], number=1),
+        sequence([1], SamplingParams(1.0, repetition_penalty=-1.0), number=2),
+    )
+    done = {
+        c.sequence_id: c
+        for c in rig.run(
+            *(Turn(seq, len(seq.tokens)) for seq in wrong), Turn(sequence([1], number=3), 1)
+        )
+    }
     assert "input_token_ids must be list[int32]" in done[1].error
     assert "repetition_penalty -1.0" in done[2].error
     assert done[3].tokens == [2]
@@ -258,9 +294,13 @@ def test_engines_that_cannot_serve_are_refused_with_the_command_that_builds_them
     target = folder("target", max_draft_len=4)
     check_target(target, 4)
     check_draft(folder("draft"), target)
-    with pytest.raises(ConfigError, match=r"k_max 6 is over its max_draft_len 4.*trtllm-build .*--max_draft_len 6"):
+    with pytest.raises(
+        ConfigError, match=r"k_max 6 is over its max_draft_len 4.*trtllm-build .*--max_draft_len 6"
+    ):
         check_target(target, 6)
-    with pytest.raises(ConfigError, match="without --speculative_decoding_mode draft_tokens_external"):
+    with pytest.raises(
+        ConfigError, match="without --speculative_decoding_mode draft_tokens_external"
+    ):
         check_target(folder("plain"), 4)
     with pytest.raises(ConfigError, match="without --use_paged_context_fmha enable"):
         check_draft(folder("old", paged_context_fmha=False), target)
@@ -285,15 +325,22 @@ def test_a_folder_that_is_no_engine_is_an_error_that_names_it(tmp_path):
 
 
 def test_the_longest_text_leaves_room_for_what_the_executor_would_silently_shorten(tmp_path):
-    engine = read_engine_folder(engine_folder(tmp_path, vocab_size=VOCAB, max_draft_len=4, max_seq_len=100))
+    engine = read_engine_folder(
+        engine_folder(tmp_path, vocab_size=VOCAB, max_draft_len=4, max_seq_len=100)
+    )
     assert engine.max_context_tokens == 92
     assert replace(engine, max_input_len=50).max_context_tokens == 46
-    assert replace(engine, max_num_tokens=40).max_context_tokens == 36  # one without chunks runs a text at once
+    assert (
+        replace(engine, max_num_tokens=40).max_context_tokens == 36
+    )  # one without chunks runs a text at once
 
 
 def test_every_engine_gets_room_for_the_same_tokens_whatever_is_created_first():
     gib = 1 << 30
-    engines = [EngineMemory("1b", [0], 2 * gib, 32 << 10), EngineMemory("8b", [0], 16 * gib, 128 << 10)]
+    engines = [
+        EngineMemory("1b", [0], 2 * gib, 32 << 10),
+        EngineMemory("8b", [0], 16 * gib, 128 << 10),
+    ]
     free = {0: 78 * gib}
     plan = plan_kv(engines, free, kv_share=1.0)
     fractions = plan.fractions
@@ -302,24 +349,41 @@ def test_every_engine_gets_room_for_the_same_tokens_whatever_is_created_first():
     assert plan.tokens == int(tokens)
     first = fractions["1b"] * (free[0] - 2 * gib)
     second = fractions["8b"] * (free[0] - 18 * gib - first)
-    assert (first, second) == (pytest.approx(tokens * (32 << 10)), pytest.approx(tokens * (128 << 10), rel=1e-6))
+    assert (first, second) == (
+        pytest.approx(tokens * (32 << 10)),
+        pytest.approx(tokens * (128 << 10), rel=1e-6),
+    )
     with pytest.raises(ConfigError, match="GPU 0 has 10240 MiB free, and 1b, 8b need"):
         plan_kv(engines, {0: 10 * gib}, kv_share=1.0)
 
 
 def test_an_engine_over_several_gpus_takes_its_part_of_each():
     gib = 1 << 30
-    engines = [EngineMemory("1b", [0], 2 * gib, 32 << 10), EngineMemory("70b", [0, 1], 80 * gib, 320 << 10)]
+    engines = [
+        EngineMemory("1b", [0], 2 * gib, 32 << 10),
+        EngineMemory("70b", [0, 1], 80 * gib, 320 << 10),
+    ]
     fractions = plan_kv(engines, {0: 79 * gib, 1: 79 * gib}, kv_share=0.9).fractions
     kv = fractions["1b"] * 77 * gib
-    assert fractions["70b"] * (37 * gib - kv) == pytest.approx(kv / (32 << 10) * (160 << 10), rel=1e-6)
+    assert fractions["70b"] * (37 * gib - kv) == pytest.approx(
+        kv / (32 << 10) * (160 << 10), rel=1e-6
+    )
 
 
 def test_ranks_in_processes_of_their_own_and_the_devices_are_told_to_the_executor(tmp_path):
-    rig = Rig(tmp_path, settings=ExecutorSettings(gpus=(2, 3), kv_fraction=0.4, orchestrated=True, worker="/opt/worker"), tp_size=2)
+    rig = Rig(
+        tmp_path,
+        settings=ExecutorSettings(
+            gpus=(2, 3), kv_fraction=0.4, orchestrated=True, worker="/opt/worker"
+        ),
+        tp_size=2,
+    )
     config = rig.executor.config
     assert config.parallel_config.communication_mode is fake_executor.CommunicationMode.ORCHESTRATOR
-    assert (config.parallel_config.device_ids, config.kv_cache_config.free_gpu_memory_fraction) == ([2, 3], 0.4)
+    assert (config.parallel_config.device_ids, config.kv_cache_config.free_gpu_memory_fraction) == (
+        [2, 3],
+        0.4,
+    )
     assert config.parallel_config.orchestrator_config.worker_executable_path == "/opt/worker"
 
 
@@ -333,7 +397,11 @@ def test_the_turns_of_a_submission_are_in_one_iteration(tmp_path, monkeypatch):
     rig = Rig(tmp_path)
     calls = []
     enqueue = rig.executor.enqueue_requests
-    monkeypatch.setattr(rig.executor, "enqueue_requests", lambda requests: calls.append(len(requests)) or enqueue(requests))
+    monkeypatch.setattr(
+        rig.executor,
+        "enqueue_requests",
+        lambda requests: calls.append(len(requests)) or enqueue(requests),
+    )
     rig.run(*(Turn(sequence([1, 2, number]), 3) for number in range(3)))
     assert calls == [3]
 
@@ -354,5 +422,7 @@ def test_tokens_of_a_streamed_run_come_in_parts_and_once(tmp_path):
 
 def test_turns_with_logits_are_not_streamed(tmp_path):
     rig = Rig(tmp_path)
-    (done,) = rig.run(Turn(sequence(range(6), SamplingParams(log_probs=True)), 6, run=3, streamed=True))
+    (done,) = rig.run(
+        Turn(sequence(range(6), SamplingParams(log_probs=True)), 6, run=3, streamed=True)
+    )
     assert (len(done.tokens), len(done.log_probs), done.partial) == (3, 3, False)

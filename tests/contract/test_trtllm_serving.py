@@ -27,7 +27,9 @@ from tests.contract.trtllm_folders import TOKENIZER, folder, settings
 def faked(monkeypatch):
     monkeypatch.setattr(trtllm, "load_bindings", lambda: fake_executor)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda gpu: (40 << 30, 80 << 30))
-    monkeypatch.setattr(trtllm_deployment, "EngineApart", lambda name, make, **options: make(options["count"]))  # see test_apart
+    monkeypatch.setattr(
+        trtllm_deployment, "EngineApart", lambda name, make, **options: make(options["count"])
+    )  # see test_apart
     trtllm_deployment._kv_plan.cache_clear()
 
 
@@ -47,13 +49,18 @@ class Reply:
 def test_a_request_is_served_with_drafts_of_another_engine(tmp_path):
     made = app.build(parse_config(settings(tmp_path)))
     reply = Reply()
-    made.orchestrator.submit(made.session(GenerationRequest("ab", 12, exclude_input_in_output=True), reply))
+    made.orchestrator.submit(
+        made.session(GenerationRequest("ab", 12, exclude_input_in_output=True), reply)
+    )
     while made.orchestrator.step():
         pass
     made.close()
     assert reply.text == "cdefghabcdef"
     assert reply.usage.accepted > 0
-    target, small = (executor.config.kv_cache_config.free_gpu_memory_fraction for executor in Executor.created[-2:])
+    target, small = (
+        executor.config.kv_cache_config.free_gpu_memory_fraction
+        for executor in Executor.created[-2:]
+    )
     assert 0.2 < target < small < 1.0  # each takes its fraction of what the one before has left
 
 
@@ -75,7 +82,10 @@ def test_texts_in_flight_fit_two_iterations_of_every_engine(tmp_path):
     for _ in range(8):
         made.orchestrator.submit(made.session(GenerationRequest("ab", 40), Reply()))
     made.orchestrator.step()
-    assert made.orchestrator.counts() == (2, 6)  # ten blocks of 16, and each text has to have room to grow by four
+    assert made.orchestrator.counts() == (
+        2,
+        6,
+    )  # ten blocks of 16, and each text has to have room to grow by four
     while made.orchestrator.step():
         assert 16 * made.orchestrator._ledger.usage()["used"] <= 160
     made.close()
@@ -84,15 +94,30 @@ def test_texts_in_flight_fit_two_iterations_of_every_engine(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"drafts": [{"name": "t", "engine": "torch", "model": "x"}]}, r"drafts\[0\].engine must be 'trtllm' or 'lookup'"),
+        (
+            {"drafts": [{"name": "t", "engine": "torch", "model": "x"}]},
+            r"drafts\[0\].engine must be 'trtllm' or 'lookup'",
+        ),
         (
             {"limits": {"max_active_requests": 9, "max_context_tokens": 64}},
             "max_active_requests must be at most the target's max_batch_size 8, got 9",
         ),
-        ({"limits": {"max_active_requests": 8, "max_context_tokens": 512}}, "prefill_chunk_tokens must be at least max_context_tokens 512"),
-        ({"limits": {"max_active_requests": 8, "free_run_tokens": 6}}, "free_run_tokens must be at most 5 here, got 6"),
         (
-            {"limits": {"max_active_requests": 8, "max_context_tokens": 1100, "prefill_chunk_tokens": 1100}},
+            {"limits": {"max_active_requests": 8, "max_context_tokens": 512}},
+            "prefill_chunk_tokens must be at least max_context_tokens 512",
+        ),
+        (
+            {"limits": {"max_active_requests": 8, "free_run_tokens": 6}},
+            "free_run_tokens must be at most 5 here, got 6",
+        ),
+        (
+            {
+                "limits": {
+                    "max_active_requests": 8,
+                    "max_context_tokens": 1100,
+                    "prefill_chunk_tokens": 1100,
+                }
+            },
             "max_context_tokens 1100 with policy.k_max 4 needs engines with a max_num_tokens of at least 1120, got 1056",
         ),
         ({"policy": {"k_max": 5}}, "k_max 5 is over its max_draft_len 4"),
@@ -125,14 +150,23 @@ def test_what_a_turn_takes_is_measured_through_the_executor(tmp_path):
     for engine in ("target", "small"):
         (tmp_path / engine / "latency.json").unlink()
     config = parse_config(
-        raw | {"policy": {"k_max": 4}, "limits": raw["limits"] | {"max_context_tokens": 128, "prefill_chunk_tokens": 128}}
+        raw
+        | {
+            "policy": {"k_max": 4},
+            "limits": raw["limits"] | {"max_context_tokens": 128, "prefill_chunk_tokens": 128},
+        }
     )
     for engine in ("target", "small"):
         folder(tmp_path, engine, max_draft_len=4 if engine == "target" else 0, max_seq_len=160)
     tables = measure_executors(config, budget_s=0.0, most=3)
     for name, table in tables.items():
-        assert LatencyTable.from_dict(json.loads((tmp_path / name / "latency.json").read_text())) == table
-    assert max(tables["target"].tokens) == 8 * 4  # eight rows of three proposed tokens and the last one
+        assert (
+            LatencyTable.from_dict(json.loads((tmp_path / name / "latency.json").read_text()))
+            == table
+        )
+    assert (
+        max(tables["target"].tokens) == 8 * 4
+    )  # eight rows of three proposed tokens and the last one
     assert max(tables["small"].rows) == 8
     assert all(tokens <= 8 * 160 for table in tables.values() for tokens in table.context_tokens)
 
@@ -140,9 +174,16 @@ def test_what_a_turn_takes_is_measured_through_the_executor(tmp_path):
 def test_a_verification_is_timed_past_the_token_budget_and_kept_apart(tmp_path):
     """In virtual time, of iterations of 10 ms: within the budget one, with twice the text two."""
     made = folder(tmp_path, "target", max_draft_len=4, max_num_tokens=160)
-    Executor.models[str(made)].behaviour = behaviour = Behaviour(clock=Clock(), curve=LatencyCurve(np.full(400, 0.01), 0.0))
+    Executor.models[str(made)].behaviour = behaviour = Behaviour(
+        clock=Clock(), curve=LatencyCurve(np.full(400, 0.01), 0.0)
+    )
     engine = TrtllmEngine(
-        "target", read_engine_folder(made), ExecutorSettings(), max_context_tokens=64, bindings=fake_executor, clock=behaviour.clock
+        "target",
+        read_engine_folder(made),
+        ExecutorSettings(),
+        max_context_tokens=64,
+        bindings=fake_executor,
+        clock=behaviour.clock,
     )
     rig = Rig(FilledEngine(engine), random.Random(0), behaviour.clock)
     found = past_budget(rig, 160, rows=8, most_tokens=64)
@@ -150,14 +191,22 @@ def test_a_verification_is_timed_past_the_token_budget_and_kept_apart(tmp_path):
     assert found["seconds"] == pytest.approx([0.01, 0.02])
     assert past_budget(rig, 160, rows=2, most_tokens=64) is None
     config = parse_config(settings(tmp_path))
-    assert [rows for rows in range(1, 6) if _fits(Case(rows, 62), engine, config)] == [1, 2]  # three of 64 tokens are past it
+    assert [rows for rows in range(1, 6) if _fits(Case(rows, 62), engine, config)] == [
+        1,
+        2,
+    ]  # three of 64 tokens are past it
 
 
 def test_activations_take_their_part_of_the_memory(tmp_path):
     config = parse_config(settings(tmp_path))
     engines = tuple(trtllm_deployment.trtllm_engines(config))
     folders = tuple(read_engine_folder(Path(engine.model)) for engine in engines)
-    more = replace(folders[0], activation_bytes=folders[0].activation_bytes + (10 << 30)), *folders[1:]
+    more = (
+        replace(folders[0], activation_bytes=folders[0].activation_bytes + (10 << 30)),
+        *folders[1:],
+    )
     tokens = [trtllm_deployment._kv_plan(engines, some).tokens for some in (folders, more)]
     per_token = sum(folder.kv_bytes_per_token for folder in folders)
-    assert tokens[0] - tokens[1] == pytest.approx((10 << 30) / per_token * min(engine.kv_share for engine in engines), rel=1e-6)
+    assert tokens[0] - tokens[1] == pytest.approx(
+        (10 << 30) / per_token * min(engine.kv_share for engine in engines), rel=1e-6
+    )

@@ -23,7 +23,9 @@ numbers = itertools.count(1)
 ENGINES = tempfile.TemporaryDirectory(prefix="spindle-fake-engines-")  # goes with the process
 
 
-def trtllm_engine(like: TorchEngine, *, target: bool, behaviour: Behaviour | None = None, **options) -> TrtllmEngine:
+def trtllm_engine(
+    like: TorchEngine, *, target: bool, behaviour: Behaviour | None = None, **options
+) -> TrtllmEngine:
     """An engine over the fake executor with the law and the name of a torch engine; its time stands still, and iterations stay unread."""
     root = Path(ENGINES.name) / str(next(numbers))
     settings = options.pop("settings", ExecutorSettings())
@@ -37,17 +39,33 @@ def trtllm_engine(like: TorchEngine, *, target: bool, behaviour: Behaviour | Non
     )
     Executor.models[str(folder)] = Model(Reference(like).logits, behaviour or Behaviour())
     return TrtllmEngine(
-        like.name, read_engine_folder(folder), settings, max_context_tokens=MAX_CONTEXT_TOKENS, bindings=fake_executor, clock=lambda: 0.0
+        like.name,
+        read_engine_folder(folder),
+        settings,
+        max_context_tokens=MAX_CONTEXT_TOKENS,
+        bindings=fake_executor,
+        clock=lambda: 0.0,
     )
 
 
-def serve_with_trtllm(monkeypatch, behaviour: Callable[[], Behaviour] = Behaviour, free_run_tokens: int = 1) -> None:
+def serve_with_trtllm(
+    monkeypatch, behaviour: Callable[[], Behaviour] = Behaviour, free_run_tokens: int = 1
+) -> None:
     """Make the suite's deployments run on it: the target, and of the drafts those that are plain engines."""
 
     def deployment(target, drafts=(), *arguments, **options):
-        made = [trtllm_engine(d, target=False, behaviour=behaviour()) if d.name in ("twin", "near", "other") else d for d in drafts]
+        made = [
+            trtllm_engine(d, target=False, behaviour=behaviour())
+            if d.name in ("twin", "near", "other")
+            else d
+            for d in drafts
+        ]
         return Deployment(
-            trtllm_engine(target, target=True, behaviour=behaviour()), made, *arguments, free_run_tokens=free_run_tokens, **options
+            trtllm_engine(target, target=True, behaviour=behaviour()),
+            made,
+            *arguments,
+            free_run_tokens=free_run_tokens,
+            **options,
         )
 
     for module in (checks, scenarios):

@@ -11,18 +11,32 @@ TOKENIZER = {
     "version": "1.0",
     "added_tokens": [],
     "model": {"type": "BPE", "vocab": {token: i for i, token in enumerate(TOKENS)}, "merges": []},
-    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-    "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+    "pre_tokenizer": {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    },
+    "decoder": {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    },
 }
 
 
 def folder(path, name, **options):
     made = engine_folder(path, name, vocab_size=len(TOKENS), **options)
     (made / "tokenizer.json").write_text(json.dumps(TOKENIZER))
-    table = LatencyTable.synthetic(name, dict.fromkeys((1, 64), 0.02 if name == "target" else 0.0002))
+    table = LatencyTable.synthetic(
+        name, dict.fromkeys((1, 64), 0.02 if name == "target" else 0.0002)
+    )
     (made / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
     (made / "latency.json").write_text(json.dumps(table.to_dict()))
-    Executor.models[str(made)] = Model(lambda tokens: [5.0 * (i == tokens[-1] % 8 + 1) for i in range(len(TOKENS))])
+    Executor.models[str(made)] = Model(
+        lambda tokens: [5.0 * (i == tokens[-1] % 8 + 1) for i in range(len(TOKENS))]
+    )
     return made
 
 

@@ -15,7 +15,11 @@ from tests.docs import settings_page
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-NEW = [README, *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md")), ROOT / "docs" / "architecture.md"]
+NEW = [
+    README,
+    *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md")),
+    ROOT / "docs" / "architecture.md",
+]
 NEW += [*(ROOT / "docs" / "how-to").glob("*.md")]
 JARGON = ("law", "laws", "arm", "arms", "aloft", "turn", "turns", "warm block", "cold block")
 """Words of this project's own that README does without."""
@@ -27,7 +31,9 @@ def text_of(page):
 
 
 def links(page):
-    found = re.findall(r"\]\(([^)\s]+)\)", text_of(page)) + re.findall(r'(?:src|srcset)="([^"]+)"', text_of(page))
+    found = re.findall(r"\]\(([^)\s]+)\)", text_of(page)) + re.findall(
+        r'(?:src|srcset)="([^"]+)"', text_of(page)
+    )
     return [link for link in found if not re.match(r"[a-z]+:", link)]
 
 
@@ -70,7 +76,11 @@ def test_readme_and_the_contract_guarantee_the_same():
 
 
 def test_every_alert_has_a_runbook():
-    rules = [rule for group in yaml.safe_load((ROOT / "docker/prometheus/alerts.yaml").read_text())["groups"] for rule in group["rules"]]
+    rules = [
+        rule
+        for group in yaml.safe_load((ROOT / "docker/prometheus/alerts.yaml").read_text())["groups"]
+        for rule in group["rules"]
+    ]
     for rule in rules:
         page, _, anchor = rule["annotations"]["runbook"].partition("#")
         assert anchor == rule["alert"].lower()
@@ -84,7 +94,9 @@ def test_every_alert_has_a_runbook():
 
 def test_every_reason_of_a_fallback_is_explained():
     sources = "".join(path.read_text("utf-8") for path in (ROOT / "backend").rglob("*.py"))
-    reasons = set(re.findall(r'fallback\("(\w+)"\)', sources)) | set(re.findall(r'fallback_total", reason="(\w+)"', sources))
+    reasons = set(re.findall(r'fallback\("(\w+)"\)', sources)) | set(
+        re.findall(r'fallback_total", reason="(\w+)"', sources)
+    )
     monitor = (ROOT / "docs" / "how-to" / "monitor.md").read_text("utf-8")
     assert {reason for reason in reasons if f"`{reason}`" not in monitor} == set()
 
@@ -92,7 +104,9 @@ def test_every_reason_of_a_fallback_is_explained():
 def test_the_settings_are_those_of_the_configuration():
     page = settings_page.PAGE.read_text("utf-8")
     assert settings_page.written(page) == page, "run python -m tests.docs.settings_page"
-    assert [line for line in page.splitlines() if re.search(r"\|\s*\|$", line)] == [], "settings without a sentence"
+    assert [line for line in page.splitlines() if re.search(r"\|\s*\|$", line)] == [], (
+        "settings without a sentence"
+    )
     places = [place[1] for place in settings_page.PLACE.findall(page)]
     assert places == ["", "target", "policy", "limits", "switches", "triton", "log"]
 
@@ -102,10 +116,14 @@ def test_the_pictures_are_those_of_the_record():
     assert sorted(found[pictures.SPINDLE]) == [1, 4, 16]
     means = {load: pictures.mean(own) for load, own in found[pictures.SPINDLE].items()}
     assert [round(value, 2) for value in means.values()] == [1.3, 1.04, 1.04]
-    worst = min(pictures.mean(own[16]) for policy, own in found.items() if policy != pictures.SPINDLE)
+    worst = min(
+        pictures.mean(own[16]) for policy, own in found.items() if policy != pictures.SPINDLE
+    )
     assert round(worst, 2) == 0.74
     for theme, colours in pictures.THEMES.items():
         drawn = pictures.PICTURES / f"how-it-works-{theme}.svg"
-        assert drawn.read_text("utf-8") == pictures.how_it_works(colours), "run python -m tests.bench.pictures"
+        assert drawn.read_text("utf-8") == pictures.how_it_works(colours), (
+            "run python -m tests.bench.pictures"
+        )
         for name in ("how-it-works", "speed"):
             assert ET.parse(pictures.PICTURES / f"{name}-{theme}.svg").getroot().tag.endswith("svg")

@@ -39,17 +39,33 @@ def weights_of(config: LlamaConfig, device: str) -> dict[str, torch.Tensor]:
     return made
 
 
-def engine_of(shape: str, device: str, kv_blocks: int, context: int, *, name: str = "", attention: str = "graphs") -> TorchEngine:
+def engine_of(
+    shape: str,
+    device: str,
+    kv_blocks: int,
+    context: int,
+    *,
+    name: str = "",
+    attention: str = "graphs",
+) -> TorchEngine:
     """Make an engine of a shape whose sequences hold up to ``context`` tokens."""
     config = SHAPES[shape]
     sizes = {"kv_blocks": kv_blocks, "max_context_tokens": context, "max_draft_tokens": 16}
-    return TorchEngine.from_weights(name or shape, config, weights_of(config, device), attention=attention, **sizes)
+    return TorchEngine.from_weights(
+        name or shape, config, weights_of(config, device), attention=attention, **sizes
+    )
 
 
 def read_bytes(config: LlamaConfig, context_tokens: int) -> int:
     """Return what a step cannot help reading: every matrix once (of the embedding, the head) and the KV of the contexts."""
-    numbers = sum(prod(shape) for name, shape in config.shapes().items() if "embed_tokens" not in name or config.tied)
-    return 2 * (numbers + context_tokens * config.num_layers * 2 * config.num_kv_heads * config.head_dim)
+    numbers = sum(
+        prod(shape)
+        for name, shape in config.shapes().items()
+        if "embed_tokens" not in name or config.tied
+    )
+    return 2 * (
+        numbers + context_tokens * config.num_layers * 2 * config.num_kv_heads * config.head_dim
+    )
 
 
 def blocks_of(context: int, new: int) -> int:
@@ -57,18 +73,32 @@ def blocks_of(context: int, new: int) -> int:
     return -(-(context + new) // BLOCK_TOKENS)
 
 
-def stepper(engine: TorchEngine, context: int, lengths: Seq[int], chunk: int = 0) -> Callable[[], float]:
+def stepper(
+    engine: TorchEngine, context: int, lengths: Seq[int], chunk: int = 0
+) -> Callable[[], float]:
     """Return a step that says how many seconds it took: a sequence for each of ``lengths`` (proposed tokens) behind ``context``
     tokens that are taken as run, and beside them a prefill of ``chunk`` tokens.
     """
     generator, turns, first = torch.Generator().manual_seed(len(lengths)), [], 0
-    for number, (new, length) in enumerate([*((1, length) for length in lengths), *([(chunk, 0)] if chunk else [])]):
-        tokens = torch.randint(0, engine.limits.vocab_size, (context + new + length,), generator=generator).tolist()
+    for number, (new, length) in enumerate(
+        [*((1, length) for length in lengths), *([(chunk, 0)] if chunk else [])]
+    ):
+        tokens = torch.randint(
+            0, engine.limits.vocab_size, (context + new + length,), generator=generator
+        ).tolist()
         count = blocks_of(context, new + length)
-        sequence = Sequence(number, tokens[: context + new], context, SamplingParams(), {engine.name: list(range(first, first + count))})
+        sequence = Sequence(
+            number,
+            tokens[: context + new],
+            context,
+            SamplingParams(),
+            {engine.name: list(range(first, first + count))},
+        )
         first += count
         proposal = Proposal.chain("random", tokens[context + new :]) if length else None
-        turns.append(Turn(sequence, context + new, run=int(number < len(lengths)), proposal=proposal))
+        turns.append(
+            Turn(sequence, context + new, run=int(number < len(lengths)), proposal=proposal)
+        )
 
     def step() -> float:
         for turn in turns:
@@ -79,7 +109,9 @@ def stepper(engine: TorchEngine, context: int, lengths: Seq[int], chunk: int = 0
         completions = engine.poll(0.0)
         seconds = time.perf_counter() - start
         engine.cancel([turn.sequence.id for turn in turns])
-        if error := next((completion.error for completion in completions if completion.error), None):
+        if error := next(
+            (completion.error for completion in completions if completion.error), None
+        ):
             raise RuntimeError(error)
         return seconds
 
@@ -100,7 +132,9 @@ def launches(step: Callable[[], float], device: str) -> dict[str, float]:
     """Return what the host launches in one step, and how long the device was at work in it (0 on a CPU)."""
     on_gpu = device == "cuda"
     step()
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as seen:
+    with profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    ) as seen:
         step()  # has waited for its results
     events = list(seen.events())
     names = Counter(event.name for event in events)

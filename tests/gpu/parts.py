@@ -14,7 +14,17 @@ from typing import Any
 import torch
 
 from tests.gpu.job import Job, LackError
-from tests.gpu.models import SHAPES, blocks_of, copy_bandwidth, engine_of, launches, read_bytes, seconds_of, stepper, timed
+from tests.gpu.models import (
+    SHAPES,
+    blocks_of,
+    copy_bandwidth,
+    engine_of,
+    launches,
+    read_bytes,
+    seconds_of,
+    stepper,
+    timed,
+)
 
 ROOT = Path(__file__).parents[2]
 LONGEST = 8
@@ -28,7 +38,9 @@ def machine(job: Job) -> None:
     job.keep()
     side = 256 if job.rehearse else 8192
     square = torch.randn(side, side, device=device, dtype=torch.bfloat16)
-    job.result["matmul_tflops"] = {str(side): round(2 * side**3 / seconds_of(lambda: square @ square, device) / 1e12, 3)}
+    job.result["matmul_tflops"] = {
+        str(side): round(2 * side**3 / seconds_of(lambda: square @ square, device) / 1e12, 3)
+    }
     inner, outer = (128, 256) if job.rehearse else (4096, 14336)
     weight = torch.randn(outer, inner, device=device, dtype=torch.bfloat16)
     job.result["weight_gb_s"] = {}
@@ -41,15 +53,37 @@ def machine(job: Job) -> None:
 
 def tests(job: Job) -> None:
     """Part b: a product of the engine on the device against the host's, then the suites that want a GPU, by pytest."""
-    job.result["differences"] = {mode: differences(mode, job.device) for mode in ("ragged", "tiled", "padded", "graphs")}
+    job.result["differences"] = {
+        mode: differences(mode, job.device) for mode in ("ragged", "tiled", "padded", "graphs")
+    }
     job.keep()
     need("pytest")
     suites = ["tests/gpu/test_cuda.py"]
     if not job.rehearse:
         suites += [f"tests/contract/test_{name}.py" for name in ("static", "device", "padded")]
-    command = ["-m", "pytest", "-q", "-o", "addopts=--import-mode=importlib", "-p", "no:cacheprovider", *suites]
-    ended = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=job.left_s, check=False)
-    job.result["pytest"] = {"command": ["python", *command], "exit_status": ended.returncode, "tail": ended.stdout[-3000:]}
+    command = [
+        "-m",
+        "pytest",
+        "-q",
+        "-o",
+        "addopts=--import-mode=importlib",
+        "-p",
+        "no:cacheprovider",
+        *suites,
+    ]
+    ended = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=job.left_s,
+        check=False,
+    )
+    job.result["pytest"] = {
+        "command": ["python", *command],
+        "exit_status": ended.returncode,
+        "tail": ended.stdout[-3000:],
+    }
     if ended.returncode not in (0, 5):
         raise RuntimeError(f"pytest ended with {ended.returncode}: {ended.stdout[-600:]}")
 
@@ -61,12 +95,24 @@ def differences(attention: str, device: str) -> float:
 
     config, found = SHAPES["tiny"], []
     generator = torch.Generator().manual_seed(0)
-    weights = {name: 0.1 * torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in config.shapes().items()}
+    weights = {
+        name: 0.1 * torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in config.shapes().items()
+    }
     for where, mode in ((device, attention), ("cpu", "ragged")):
         here = {name: weight.to(where) for name, weight in weights.items()}
-        engine = TorchEngine.from_weights("target", config, here, kv_blocks=16, max_context_tokens=64, attention=mode)
+        engine = TorchEngine.from_weights(
+            "target", config, here, kv_blocks=16, max_context_tokens=64, attention=mode
+        )
         chunks = [
-            Chunk(list(range(1, rows + 1)), 0, KVTable([4 * n, 4 * n + 1], where), rows, piece_tokens=0) for n, rows in enumerate((5, 2, 9))
+            Chunk(
+                list(range(1, rows + 1)),
+                0,
+                KVTable([4 * n, 4 * n + 1], where),
+                rows,
+                piece_tokens=0,
+            )
+            for n, rows in enumerate((5, 2, 9))
         ]
         with torch.inference_mode():
             found.append(engine._model.forward(chunks).cpu())
@@ -82,7 +128,11 @@ def sizes(job: Job) -> tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...], 
 
 def lengths_of(kind: str, batch: int) -> list[int]:
     """Return the proposed tokens of every row."""
-    return list(itertools.islice(itertools.cycle((0, 2, 4, LONGEST)), batch)) if kind == "mixed" else [int(kind)] * batch
+    return (
+        list(itertools.islice(itertools.cycle((0, 2, 4, LONGEST)), batch))
+        if kind == "mixed"
+        else [int(kind)] * batch
+    )
 
 
 def cells(job: Job) -> Iterator[dict[str, Any]]:
@@ -91,7 +141,9 @@ def cells(job: Job) -> Iterator[dict[str, Any]]:
     for context in contexts:
         for kind, batch in itertools.product(("0", "4", "mixed", str(LONGEST)), batches):
             yield {"context": context, "batch": batch, "k": kind, "chunk": 0}
-        for kind, batch in itertools.product(("0", "mixed"), batches if context == contexts[0] else ()):
+        for kind, batch in itertools.product(
+            ("0", "mixed"), batches if context == contexts[0] else ()
+        ):
             yield {"context": context, "batch": batch, "k": kind, "chunk": chunk}
 
 
@@ -105,7 +157,10 @@ def steps(job: Job) -> None:
         share_s = job.left_s / (len(engines) - number)
         end_s = job.left_s - share_s
         engine = engine_of(shape, job.device, blocks, max(contexts) + chunk, attention=attention)
-        for kind, batch, beside in [*itertools.product(("0", "4"), (batches[0], batches[-1]), (0,)), ("4", batches[-1], chunk)]:
+        for kind, batch, beside in [
+            *itertools.product(("0", "4"), (batches[0], batches[-1]), (0,)),
+            ("4", batches[-1], chunk),
+        ]:
             cell = {"context": contexts[0], "batch": batch, "k": kind, "chunk": beside}
             attempt(job, "launches", engine, shape, attention, cell, profiled=True)
         for cell in cells(job):
@@ -118,13 +173,24 @@ def steps(job: Job) -> None:
         release(job.device)
 
 
-def attempt(job: Job, kind: str, engine: Any, shape: str, attention: str, cell: dict[str, Any], *, profiled: bool = False) -> None:
+def attempt(
+    job: Job,
+    kind: str,
+    engine: Any,
+    shape: str,
+    attention: str,
+    cell: dict[str, Any],
+    *,
+    profiled: bool = False,
+) -> None:
     """Measure one step (its time; ``profiled`` what it launches, too) and keep what came of it, if only the error."""
     row = {"shape": shape, "attention": attention, **cell}
     try:
         step = stepper(engine, cell["context"], lengths_of(cell["k"], cell["batch"]), cell["chunk"])
         with torch.inference_mode():
-            row |= timed(step, 0.02 if job.rehearse else 0.25) | (launches(step, job.device) if profiled else {})
+            row |= timed(step, 0.02 if job.rehearse else 0.25) | (
+                launches(step, job.device) if profiled else {}
+            )
     except RuntimeError as error:  # out of memory is one
         row["error"] = str(error)[:300]
         release(job.device)
@@ -161,22 +227,52 @@ def training(job: Job) -> None:
     """Part f: a draft of the tiny target, distilled with 100 times the tokens that a CPU was given (as far as the time goes)."""
     need("safetensors", "tokenizers", "transformers")
     tokens = (1_000, 4_000) if job.rehearse else (4_000_000, 400_000_000)
-    numbers = {"tokens": tokens[0], "train-tokens": tokens[1], "held-out-tokens": 400 if job.rehearse else 12_000, "warm-up-tokens": 0}
-    numbers |= {"minutes": round(0.9 * job.left_s / 60, 2), "batch": 4 if job.rehearse else 192, "slots": 8 if job.rehearse else 512}
-    words = {"target": "engines_build/drafts/tiny-target", "out": str(job.out / "draft"), "device": job.device}
-    words |= {"sources": "sql,stdlib", "workloads": "sql,code,qa,summarise", "judged": "sql"}  # all on this machine
-    numbers |= {"hidden": 32 if job.rehearse else 256, "layers": 1 if job.rehearse else 4, "shortlist": 4096}
+    numbers = {
+        "tokens": tokens[0],
+        "train-tokens": tokens[1],
+        "held-out-tokens": 400 if job.rehearse else 12_000,
+        "warm-up-tokens": 0,
+    }
+    numbers |= {
+        "minutes": round(0.9 * job.left_s / 60, 2),
+        "batch": 4 if job.rehearse else 192,
+        "slots": 8 if job.rehearse else 512,
+    }
+    words = {
+        "target": "engines_build/drafts/tiny-target",
+        "out": str(job.out / "draft"),
+        "device": job.device,
+    }
+    words |= {
+        "sources": "sql,stdlib",
+        "workloads": "sql,code,qa,summarise",
+        "judged": "sql",
+    }  # all on this machine
+    numbers |= {
+        "hidden": 32 if job.rehearse else 256,
+        "layers": 1 if job.rehearse else 4,
+        "shortlist": 4096,
+    }
     command = ["-m", "engines_build.distill", "--drop-overlap"]
     for name, value in (words | numbers).items():
         command += [f"--{name}", str(value)]
     job.result["command"] = ["python", *command]
     job.keep()
-    ended = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=job.left_s, check=False)
+    ended = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=job.left_s,
+        check=False,
+    )
     lines = ended.stdout.splitlines()
     job.result["training"] = [line for line in lines if line.startswith("train:")][-5:]
     job.result["scores"] = [line for line in lines if line.startswith("evaluate:")]
     if ended.returncode:
-        raise RuntimeError(f"engines_build.distill ended with {ended.returncode}: {ended.stderr[-600:]}")
+        raise RuntimeError(
+            f"engines_build.distill ended with {ended.returncode}: {ended.stderr[-600:]}"
+        )
 
 
 def need(*packages: str) -> None:

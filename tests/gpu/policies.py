@@ -49,7 +49,13 @@ LENGTHS = (1, 2, 4, 8)
 
 def shapes(job: Job) -> dict[str, str]:
     """Return the shape of every engine by name."""
-    return dict(zip((TARGET, *DRAFTS), ("tiny", "tinier", "tinier") if job.rehearse else ("8b", "1b", "135m"), strict=True))
+    return dict(
+        zip(
+            (TARGET, *DRAFTS),
+            ("tiny", "tinier", "tinier") if job.rehearse else ("8b", "1b", "135m"),
+            strict=True,
+        )
+    )
 
 
 def tables(job: Job) -> None:
@@ -66,8 +72,12 @@ def tables(job: Job) -> None:
         engine = engine_of(shape, job.device, blocks_for(cases), context, name=name)
         rig = Rig(engine, rng)
         work = [lambda rig=rig, case=case: rig.time(case) for case in cases]
-        samples = interleave(work, budget_s=budget_s, rng=rng, report=lambda _elapsed_s, _expected_s: None)
-        table = tabulate(name, cases, [lower_quartile(times) for times in samples], provenance(job, shape))
+        samples = interleave(
+            work, budget_s=budget_s, rng=rng, report=lambda _elapsed_s, _expected_s: None
+        )
+        table = tabulate(
+            name, cases, [lower_quartile(times) for times in samples], provenance(job, shape)
+        )
         job.result["tables"][name] = table.to_dict() | {"rounds": len(samples[0])}
         job.keep()
         engine.close()
@@ -77,7 +87,9 @@ def provenance(job: Job, shape: str) -> Provenance:
     """Return where a table comes from."""
     device = torch.cuda.get_device_name() if job.device == "cuda" else job.device
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return Provenance(machine.processor(), device, f"random {shape}", "", "bf16", 1, date, torch.__version__)
+    return Provenance(
+        machine.processor(), device, f"random {shape}", "", "bf16", 1, date, torch.__version__
+    )
 
 
 class Script:
@@ -94,13 +106,18 @@ class Script:
             self._texts[number] = rng.choices(range(VOCABULARY), k=length)
             for draft, rates in ACCEPTANCE.items():
                 coins = random.Random(f"{number} {draft}")
-                self._known[number, draft] = [coins.random() < rates[number % 2] for _ in range(length)]
+                self._known[number, draft] = [
+                    coins.random() < rates[number % 2] for _ in range(length)
+                ]
         return self._texts[number]
 
     def proposal(self, number: int, draft: str, start: int, count: int) -> list[int]:
         """Return what a draft proposes from a place on: the text where it knows it, another token where not."""
         known = self._known[number, draft]
-        return [(token + (not known[at])) % VOCABULARY for at, token in enumerate(self.text(number)[start : start + count], start)]
+        return [
+            (token + (not known[at])) % VOCABULARY
+            for at, token in enumerate(self.text(number)[start : start + count], start)
+        ]
 
 
 class Paced:
@@ -127,7 +144,9 @@ class Paced:
 
     def _told(self, turn: Turn) -> Completion:
         number, text = turn.sequence.id, self._script.text(turn.sequence.id)
-        if turn.nodes:  # a draft's; the KV of what it ran counts as that of what it is said to have run
+        if (
+            turn.nodes
+        ):  # a draft's; the KV of what it ran counts as that of what it is said to have run
             tokens = self._script.proposal(number, self.name, turn.end, turn.run)
             cache = self._engine._caches.of(turn.sequence)
             cache.ran[turn.end :] = tokens[: len(cache.ran) - turn.end]
@@ -135,7 +154,9 @@ class Paced:
             return Completion(number, [], proposal=cache.proposed)
         proposed = turn.proposal.tokens if turn.proposal else []
         pairs = zip(proposed, text[turn.end :], strict=False)
-        accepted = next((at for at, (one, other) in enumerate(pairs) if one != other), len(proposed))
+        accepted = next(
+            (at for at, (one, other) in enumerate(pairs) if one != other), len(proposed)
+        )
         return Completion(number, text[turn.end : turn.end + accepted + turn.run], accepted)
 
     def cancel(self, sequence_ids: Iterable[int]) -> None:
@@ -188,12 +209,16 @@ class Silent:
 class ClosedLoop:
     """So many requests in flight, each followed by the next; the n-th has the same prompt whoever serves it."""
 
-    def __init__(self, engines: list[Paced], script: Script, policy: Policy, in_flight: int) -> None:
+    def __init__(
+        self, engines: list[Paced], script: Script, policy: Policy, in_flight: int
+    ) -> None:
         self.tokens = self.steps = 0
         self._script, self._in_flight, self._live = script, in_flight, list[Session]()
         self._numbers = itertools.count(1)
         step_stats = StepStats(Stats())
-        ledger = KVLedger({engine.name: engine.limits.kv_blocks for engine in engines}, K_MAX + 1, guaranteed=True)
+        ledger = KVLedger(
+            {engine.name: engine.limits.kv_blocks for engine in engines}, K_MAX + 1, guaranteed=True
+        )
         self._loop = Orchestrator(
             engines[0],
             Drafting(engines[1:], step_stats, time.monotonic),
@@ -223,9 +248,13 @@ class ClosedLoop:
 
     def _submit(self) -> None:
         number = next(self._numbers)
-        sequence = Sequence(number, self._script.text(number)[:PROMPT_TOKENS], PROMPT_TOKENS, SamplingParams())
+        sequence = Sequence(
+            number, self._script.text(number)[:PROMPT_TOKENS], PROMPT_TOKENS, SamplingParams()
+        )
         sink = Silent()
-        self._live.append(Session(sequence, GenerationRequest("", NEW_TOKENS), frozenset(), sink, sink))
+        self._live.append(
+            Session(sequence, GenerationRequest("", NEW_TOKENS), frozenset(), sink, sink)
+        )
         self._loop.submit(self._live[-1])
 
     def end(self) -> None:
@@ -238,20 +267,32 @@ class ClosedLoop:
 
 def arms() -> dict[str, dict[str, Any]]:
     """Return the policies by name, as ``serving.json`` has them."""
-    fixed = {f"{draft} {k}": {"kind": "fixed", "draft": draft, "length": k} for draft in DRAFTS for k in LENGTHS}
+    fixed = {
+        f"{draft} {k}": {"kind": "fixed", "draft": draft, "length": k}
+        for draft in DRAFTS
+        for k in LENGTHS
+    }
     return {"none": {"kind": "none"}, **fixed, "adaptive": {"kind": "adaptive"}}
 
 
 def policies(job: Job) -> None:
     """Part e2: none, each fixed choice and the adaptive policy, in an order drawn anew for each of two rounds."""
     path = job.out / "e1.json"
-    if not path.is_file() or len((json.loads(path.read_text("utf-8")).get("result") or {}).get("tables", {})) < len(shapes(job)):
+    if not path.is_file() or len(
+        (json.loads(path.read_text("utf-8")).get("result") or {}).get("tables", {})
+    ) < len(shapes(job)):
         raise RuntimeError(f"{path} has no latency tables: run part e1 into the same folder first")
     stored = json.loads(path.read_text("utf-8"))["result"]["tables"]
-    latency = {name: LatencyTable.from_dict({k: v for k, v in table.items() if k != "rounds"}) for name, table in stored.items()}
+    latency = {
+        name: LatencyTable.from_dict({k: v for k, v in table.items() if k != "rounds"})
+        for name, table in stored.items()
+    }
     blocks, context = ACTIVE * 8, PROMPT_TOKENS + NEW_TOKENS + K_MAX
     script = Script()
-    engines = [Paced(engine_of(shape, job.device, blocks, context, name=name), script) for name, shape in shapes(job).items()]
+    engines = [
+        Paced(engine_of(shape, job.device, blocks, context, name=name), script)
+        for name, shape in shapes(job).items()
+    ]
     loads = (1, 4) if job.rehearse else (1, 8, 32, 64)
     cells = [(arm, load) for load in loads for arm in arms()]
     rng, rounds = random.Random(SEED), 1 if job.rehearse else 2
@@ -259,22 +300,38 @@ def policies(job: Job) -> None:
     for arm, load in cells:  # graphs are recorded before anything is measured
         served(engines, script, arm, load, latency, (0.0, 0.02 if job.rehearse else 0.2 * each_s))
     warm_s, measured_s = (0.05, 0.2) if job.rehearse else (0.25 * each_s, 0.75 * each_s)
-    job.result |= {"acceptance": ACCEPTANCE, "tokens": [PROMPT_TOKENS, NEW_TOKENS], "measured_s": round(measured_s, 3), "cells": []}
+    job.result |= {
+        "acceptance": ACCEPTANCE,
+        "tokens": [PROMPT_TOKENS, NEW_TOKENS],
+        "measured_s": round(measured_s, 3),
+        "cells": [],
+    }
     for round_ in range(rounds):
         for arm, load in rng.sample(cells, len(cells)):
             row = {"round": round_, "policy": arm, "in_flight": load}
-            job.result["cells"].append(row | served(engines, script, arm, load, latency, (warm_s, measured_s)))
+            job.result["cells"].append(
+                row | served(engines, script, arm, load, latency, (warm_s, measured_s))
+            )
             job.keep()
     job.result["summary"] = summary(job.result["cells"])
 
 
 def served(
-    engines: list[Paced], script: Script, arm: str, load: int, latency: dict[str, LatencyTable], spans_s: tuple[float, float]
+    engines: list[Paced],
+    script: Script,
+    arm: str,
+    load: int,
+    latency: dict[str, LatencyTable],
+    spans_s: tuple[float, float],
 ) -> dict[str, float]:
     """Return what a policy made of a load in the second span; in the first it learns."""
     named = [{"engine": "torch", "name": engine.name, "model": "none"} for engine in engines]
-    config = parse_config({"target": named[0], "drafts": named[1:], "policy": arms()[arm] | {"k_max": K_MAX}})
-    loop = ClosedLoop(engines, script, make_policy(config, engines[1:], latency, StepStats(Stats())), load)
+    config = parse_config(
+        {"target": named[0], "drafts": named[1:], "policy": arms()[arm] | {"k_max": K_MAX}}
+    )
+    loop = ClosedLoop(
+        engines, script, make_policy(config, engines[1:], latency, StepStats(Stats())), load
+    )
     loop.run(spans_s[0])
     seconds = loop.run(spans_s[1])
     loop.end()

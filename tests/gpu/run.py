@@ -52,13 +52,22 @@ PARTS = {
 
 def main() -> None:
     """Run parts one after the other; the exit status is 0, for what failed is in the files."""
-    known = "\n".join(f"  {name:3} {part.what}: {part.expected_s} of {part.limit_s} s" for name, part in PARTS.items())
+    known = "\n".join(
+        f"  {name:3} {part.what}: {part.expected_s} of {part.limit_s} s"
+        for name, part in PARTS.items()
+    )
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog=f"parts, with seconds expected on an H200 (an estimate) and the most they take:\n{known}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("parts", nargs="+", choices=[*PARTS, "all"], metavar="PART", help=f"{', '.join(PARTS)} or all")
+    parser.add_argument(
+        "parts",
+        nargs="+",
+        choices=[*PARTS, "all"],
+        metavar="PART",
+        help=f"{', '.join(PARTS)} or all",
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rehearse", action="store_true", help="small shapes on the CPU")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
@@ -71,11 +80,17 @@ def main() -> None:
         return
     for name in chosen:
         part = PARTS[name]
-        print(f"{name}: {part.what}; about {part.expected_s} s on an H200, at most {part.limit_s} s", flush=True)
+        print(
+            f"{name}: {part.what}; about {part.expected_s} s on an H200, at most {part.limit_s} s",
+            flush=True,
+        )
         report = run(name, args.out, rehearse=args.rehearse)
         path = args.out / f"{name}.json"
         path.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
-        print(f"{name}: {report['status']} {report.get('error', '')[-300:]} {report['wall_s']} s, {path}", flush=True)
+        print(
+            f"{name}: {report['status']} {report.get('error', '')[-300:]} {report['wall_s']} s, {path}",
+            flush=True,
+        )
 
 
 def run(name: str, out: Path, *, rehearse: bool) -> dict[str, Any]:
@@ -84,9 +99,21 @@ def run(name: str, out: Path, *, rehearse: bool) -> dict[str, Any]:
     limit_s = part.rehearsal_s if rehearse else part.limit_s
     found = out / f"{name}.part"
     found.unlink(missing_ok=True)
-    command = ["-m", "tests.gpu.run", name, "--out", str(out), *(["--rehearse"] if rehearse else [])]
+    command = [
+        "-m",
+        "tests.gpu.run",
+        name,
+        "--out",
+        str(out),
+        *(["--rehearse"] if rehearse else []),
+    ]
     child = subprocess.Popen(
-        [sys.executable, *command, "--inside"], cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True, errors="replace"
+        [sys.executable, *command, "--inside"],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        errors="replace",
     )
     try:
         error = child.communicate(timeout=limit_s)[1]
@@ -96,7 +123,11 @@ def run(name: str, out: Path, *, rehearse: bool) -> dict[str, Any]:
         error, status = child.communicate()[1], f"killed after {limit_s} s"
     report: dict[str, Any] = {"part": name, "what": part.what, "status": status}
     report |= {"command": ["python", *command], "seed": SEED, "rehearsal": rehearse}
-    report |= {"expected_s_on_h200": part.expected_s, "limit_s": limit_s, "wall_s": round(time.monotonic() - start, 1)}
+    report |= {
+        "expected_s_on_h200": part.expected_s,
+        "limit_s": limit_s,
+        "wall_s": round(time.monotonic() - start, 1),
+    }
     if child.returncode:
         report["error"] = error[-2000:]
     if found.is_file():
@@ -126,7 +157,9 @@ def inside(name: str, out: Path, *, rehearse: bool) -> None:
 def function(name: str) -> Callable[[Job], None]:
     """Return a part's function; its module is imported only now, for it may lack a package."""
     module, _, attribute = name.partition(".")
-    found: Callable[[Job], None] = getattr(importlib.import_module(f"tests.gpu.{module}"), attribute)
+    found: Callable[[Job], None] = getattr(
+        importlib.import_module(f"tests.gpu.{module}"), attribute
+    )
     return found
 
 
@@ -149,13 +182,23 @@ def hardware(device: str) -> dict[str, Any]:
 
     from backend import machine
 
-    found: dict[str, Any] = {"machine": machine.describe(), "device": device, "cuda": torch.version.cuda}
+    found: dict[str, Any] = {
+        "machine": machine.describe(),
+        "device": device,
+        "cuda": torch.version.cuda,
+    }
     torch.set_num_threads(1)  # as the engine process has with a GPU
     if device == "cuda":
         if not torch.cuda.is_available():
-            raise RuntimeError("torch sees no CUDA GPU here; --rehearse runs small shapes on the CPU")
+            raise RuntimeError(
+                "torch sees no CUDA GPU here; --rehearse runs small shapes on the CPU"
+            )
         seen = torch.cuda.get_device_properties(0)
-        found["gpu"] = {"name": seen.name, "memory_gib": round(seen.total_memory / 2**30, 1), "capability": [seen.major, seen.minor]}
+        found["gpu"] = {
+            "name": seen.name,
+            "memory_gib": round(seen.total_memory / 2**30, 1),
+            "capability": [seen.major, seen.minor],
+        }
         found["gpu"] |= {"processors": seen.multi_processor_count}
     return found
 

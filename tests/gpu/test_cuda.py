@@ -19,7 +19,10 @@ from tests.contract.deployment import VOCAB, tiny_config, tiny_engine
 from tests.contract.on_device import engines_on
 from tests.contract.scenarios import BUSY, MIXED, in_cohorts, in_earnest
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU here")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU here"),
+]
 
 ATTENTIONS = ("ragged", "tiled", "padded", "graphs")
 
@@ -35,7 +38,9 @@ def test_texts_in_fp64_are_those_of_plain_decoding_on_the_host(attention, scenar
 
 @pytest.mark.parametrize("attention", ["ragged", "tiled", "graphs"])
 @pytest.mark.parametrize("scenario", [in_cohorts(BUSY), in_earnest(BUSY), in_earnest(MIXED)])
-def test_texts_of_cohorts_on_two_streams_are_those_of_plain_decoding_on_the_host(attention, scenario):
+def test_texts_of_cohorts_on_two_streams_are_those_of_plain_decoding_on_the_host(
+    attention, scenario
+):
     """Graphs are recorded by the target's thread while the drafts run, too."""
     with engines_on(torch.device("cuda")):
         served = checks.exact(replace(scenario, attention=attention), checks.texts)
@@ -65,22 +70,36 @@ def test_the_target_s_thread_runs_on_another_stream_and_finds_what_the_loop_queu
 def test_a_replayed_graph_gives_what_a_plain_pass_gives(dtype):
     torch.manual_seed(0)
     with engines_on(torch.device("cuda")), torch.inference_mode():
-        graphs, plain = (tiny_engine(attention=attention, dtype=dtype)._model for attention in ("graphs", "ragged"))
+        graphs, plain = (
+            tiny_engine(attention=attention, dtype=dtype)._model
+            for attention in ("graphs", "ragged")
+        )
         for lengths in ((5, 2, 9), (1, 1, 1), (4, 3, 8), (5, 2, 9)):
             tables = [KVTable(range(6 * n, 6 * n + 6), "cuda") for n in range(3)]
-            chunks = [Chunk(torch.randint(0, VOCAB, (k,)).tolist(), 0, table, k) for k, table in zip(lengths, tables, strict=True)]
+            chunks = [
+                Chunk(torch.randint(0, VOCAB, (k,)).tolist(), 0, table, k)
+                for k, table in zip(lengths, tables, strict=True)
+            ]
             tolerance = {torch.float64: 1e-10, torch.float32: 1e-3, torch.bfloat16: 0.5}[dtype]
-            assert torch.allclose(graphs.forward(chunks), plain.forward(chunks), rtol=0.0, atol=tolerance)
+            assert torch.allclose(
+                graphs.forward(chunks), plain.forward(chunks), rtol=0.0, atol=tolerance
+            )
     assert len(graphs._static._passes) == 2
 
 
 def test_a_greedy_step_of_a_recorded_size_waits_once():
-    weights = {key: torch.randn(shape, device="cuda") for key, shape in tiny_config().shapes().items()}
-    engine = TorchEngine.from_weights("target", tiny_config(), weights, kv_blocks=8, max_context_tokens=64, attention="graphs")
+    weights = {
+        key: torch.randn(shape, device="cuda") for key, shape in tiny_config().shapes().items()
+    }
+    engine = TorchEngine.from_weights(
+        "target", tiny_config(), weights, kv_blocks=8, max_context_tokens=64, attention="graphs"
+    )
     sequences = [Sequence(n, [1, 2, 3], 3, SamplingParams(), {"target": [n]}) for n in range(3)]
 
     def step():
-        engine.submit([Turn(sequence, 3, proposal=Proposal.chain("draft", [4, 5])) for sequence in sequences])
+        engine.submit(
+            [Turn(sequence, 3, proposal=Proposal.chain("draft", [4, 5])) for sequence in sequences]
+        )
         assert not any(completion.error for completion in engine.poll(0.0))
 
     for _ in range(3):

@@ -20,13 +20,31 @@ LACKING = {"safetensors", "pytest", "_pytest", "transformers", "tokenizers", "ya
 find = PathFinder.find_spec
 PathFinder.find_spec = classmethod(lambda _, name, *more: None if name.partition(".")[0] in LACKING else find(name, *more))
 """
-ENVELOPE = {"part", "what", "status", "command", "seed", "rehearsal", "expected_s_on_h200", "limit_s", "wall_s", "versions"}
+ENVELOPE = {
+    "part",
+    "what",
+    "status",
+    "command",
+    "seed",
+    "rehearsal",
+    "expected_s_on_h200",
+    "limit_s",
+    "wall_s",
+    "versions",
+}
 LOADS, ARMS = 2, 10
 
 
 def rehearse(parts, out, **environment):
     command = [sys.executable, "-m", "tests.gpu.run", *parts, "--out", str(out), "--rehearse"]
-    ended = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ended.returncode == 0, ended.stderr
     return {path.stem: json.loads(path.read_text()) for path in out.glob("*.json")}, ended.stdout
 
@@ -57,10 +75,21 @@ def test_every_part_leaves_its_file_and_says_how_long_it_is_expected_to_take(bar
 @pytest.mark.slow
 def test_what_lacks_packages_says_which_and_the_others_run_without(bare):
     found, _ = bare
-    lacking = {name: report["error"] for name, report in found.items() if report["status"] == "lacks packages"}
-    assert lacking == {"b": "not installed here: pytest", "f": "not installed here: safetensors, tokenizers, transformers"}
-    assert {report["status"] for name, report in found.items() if name not in lacking} == {"ok"}, found
-    assert max(found["b"]["result"]["differences"].values()) < 1e-9  # found before pytest was wanted
+    lacking = {
+        name: report["error"]
+        for name, report in found.items()
+        if report["status"] == "lacks packages"
+    }
+    assert lacking == {
+        "b": "not installed here: pytest",
+        "f": "not installed here: safetensors, tokenizers, transformers",
+    }
+    assert {report["status"] for name, report in found.items() if name not in lacking} == {"ok"}, (
+        found
+    )
+    assert (
+        max(found["b"]["result"]["differences"].values()) < 1e-9
+    )  # found before pytest was wanted
 
 
 @pytest.mark.slow
@@ -71,7 +100,14 @@ def test_the_parts_find_what_they_are_for(bare):
     steps = found["c"]["steps"]
     assert found["c"]["left_out"] == 0
     assert not [row for row in steps if "error" in row]
-    for varied, values in {"shape": 2, "attention": 2, "context": 2, "batch": 2, "k": 4, "chunk": 2}.items():
+    for varied, values in {
+        "shape": 2,
+        "attention": 2,
+        "context": 2,
+        "batch": 2,
+        "k": 4,
+        "chunk": 2,
+    }.items():
         assert len({row[varied] for row in steps}) == values
     assert all(row["operators"] > 0 for row in found["c"]["launches"])
     assert all(row["share"] > 0 and row["floor_ms"] > 0 for row in found["d"]["steps"])
@@ -102,7 +138,10 @@ def test_made_up_acceptance_is_as_often_as_it_says_and_the_same_for_whoever_asks
             text = one.text(number)
             assert other.text(number) == text
             for start in (0, 3, 40):
-                assert one.proposal(number, draft, start, 8) == other.proposal(number, draft, 0, 48)[start : start + 8]
+                assert (
+                    one.proposal(number, draft, start, 8)
+                    == other.proposal(number, draft, 0, 48)[start : start + 8]
+                )
             proposed = one.proposal(number, draft, 0, len(text))
             right, asked = right + sum(map(int.__eq__, proposed, text)), asked + len(text)
         assert abs(right / asked - rate) < 0.02
@@ -131,8 +170,18 @@ def test_a_gpu_that_is_not_there_is_a_failure_in_the_file(tmp_path):
 
 
 def test_everything_that_it_needs_is_small_enough_to_carry():
-    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
-    needed = [name for name in tracked if name.startswith(("policy/", "backend/", "engines_build/", "tests/", "pyproject"))]
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split("\0")
+    needed = [
+        name
+        for name in tracked
+        if name.startswith(("policy/", "backend/", "engines_build/", "tests/", "pyproject"))
+    ]
     others = ("engines_build/drafts/smollm2",)
-    size = sum((ROOT / name).stat().st_size for name in needed if not name.startswith(others) and (ROOT / name).is_file())
+    size = sum(
+        (ROOT / name).stat().st_size
+        for name in needed
+        if not name.startswith(others) and (ROOT / name).is_file()
+    )
     assert 0 < size < 64 << 20

@@ -12,10 +12,16 @@ from backend.ports import ROOT, Proposal, Sequence, Turn
 from backend.request import SamplingParams
 from tests.contract.deployment import tiny_config
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU: trt_graph was not run")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU: trt_graph was not run"),
+]
 
 SIZES = {"kv_blocks": 64, "max_context_tokens": 512, "max_draft_tokens": 4}
-SERVING = {"target": {"engine": "torch", "dtype": "fp32"}, "policy": {"kind": "adaptive", "k_max": 4}}
+SERVING = {
+    "target": {"engine": "torch", "dtype": "fp32"},
+    "policy": {"kind": "adaptive", "k_max": 4},
+}
 SERVING["limits"] = {"max_context_tokens": 512, "kv_cache_tokens": 1024, "max_active_requests": 8}
 
 
@@ -30,12 +36,30 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("trt_graph")
     model, config = root / "model", tiny_config(vocab=49152)
     model.mkdir()
-    raw = {"architectures": ["LlamaForCausalLM"], "vocab_size": config.vocab_size, "hidden_size": config.hidden_size}
-    raw |= {"intermediate_size": config.intermediate_size, "num_hidden_layers": config.num_layers, "head_dim": config.head_dim}
-    raw |= {"num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads, "rms_norm_eps": config.rms_norm_eps}
+    raw = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+    }
+    raw |= {
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "head_dim": config.head_dim,
+    }
+    raw |= {
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "rms_norm_eps": config.rms_norm_eps,
+    }
     (model / "config.json").write_text(json.dumps(raw))
     generator = torch.Generator().manual_seed(0)
-    save_file({name: 0.3 * torch.randn(shape, generator=generator) for name, shape in config.shapes().items()}, model / "model.safetensors")
+    save_file(
+        {
+            name: 0.3 * torch.randn(shape, generator=generator)
+            for name, shape in config.shapes().items()
+        },
+        model / "model.safetensors",
+    )
     serving = {**SERVING, "target": {**SERVING["target"], "model": str(model)}}
     (root / "serving.json").write_text(json.dumps(serving))
     build_all(root / "serving.json", root / "out", Choice())
@@ -43,7 +67,9 @@ def folders(tmp_path_factory):
 
 
 def decode(engine, prompt, steps, sampling, proposal=None):
-    sequence = Sequence(1, list(prompt), len(prompt), sampling, blocks={engine.name: list(range(32))})
+    sequence = Sequence(
+        1, list(prompt), len(prompt), sampling, blocks={engine.name: list(range(32))}
+    )
     for _ in range(steps):
         engine.submit([Turn(sequence, len(sequence.tokens), proposal=proposal)])
         (done,) = engine.poll(0.0)
@@ -66,12 +92,17 @@ def test_the_ids_are_those_of_torch_in_fp32(folders, sampling):
     compiled = open_engine("target", folder, "cuda", **SIZES)
     plain = TorchEngine("target", model, dtype="fp32", device="cuda", **SIZES)
     for proposal in (None, Proposal.chain("draft", [5, 6, 7]), TREE):
-        assert decode(compiled, [1, 2, 3], 16, sampling, proposal) == decode(plain, [1, 2, 3], 16, sampling, proposal)
+        assert decode(compiled, [1, 2, 3], 16, sampling, proposal) == decode(
+            plain, [1, 2, 3], 16, sampling, proposal
+        )
 
 
 def test_a_step_is_timed_beside_torch_s(folders, capsys):
     model, folder = folders
-    engines = [open_engine("target", folder, "cuda", **SIZES), TorchEngine("target", model, dtype="fp32", device="cuda", **SIZES)]
+    engines = [
+        open_engine("target", folder, "cuda", **SIZES),
+        TorchEngine("target", model, dtype="fp32", device="cuda", **SIZES),
+    ]
     for engine in engines:
         decode(engine, [1, 2, 3], 20, SamplingParams())
     seconds = []
@@ -81,5 +112,7 @@ def test_a_step_is_timed_beside_torch_s(folders, capsys):
         torch.cuda.synchronize()
         seconds.append((time.perf_counter() - begin) / 100)
     with capsys.disabled():
-        print(f"\n{torch.cuda.get_device_name()}: {1e3 * seconds[0]:.2f} ms a step compiled, {1e3 * seconds[1]:.2f} ms torch")
+        print(
+            f"\n{torch.cuda.get_device_name()}: {1e3 * seconds[0]:.2f} ms a step compiled, {1e3 * seconds[1]:.2f} ms torch"
+        )
     assert min(seconds) > 0.0

@@ -26,9 +26,27 @@ def byte_level():
 
 
 def metaspace():
-    words = [SPECIAL, *(f"<0x{value:02X}>" for value in range(256)), "▁", "▁the", "▁▁", "é", "€", "a"]
-    library = tokenizers.Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True))
-    library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    words = [
+        SPECIAL,
+        *(f"<0x{value:02X}>" for value in range(256)),
+        "▁",
+        "▁the",
+        "▁▁",
+        "é",
+        "€",
+        "a",
+    ]
+    library = tokenizers.Tokenizer(
+        models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True)
+    )
+    library.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     library.add_special_tokens([SPECIAL])
     return library
 
@@ -55,13 +73,19 @@ def test_any_ids_of_a_byte_level_tokenizer_decode_as_the_library_decodes_them(da
     assert "".join(decode("byte_level", ids)) == LIBRARIES["byte_level"].decode(ids)
 
 
-@given(st.lists(st.sampled_from(["▁", "▁the", "▁▁", "é", "€", "a", SPECIAL, *"ñ€😀 \n"]), max_size=30))
+@given(
+    st.lists(st.sampled_from(["▁", "▁the", "▁▁", "é", "€", "a", SPECIAL, *"ñ€😀 \n"]), max_size=30)
+)
 def test_ids_of_a_byte_fallback_tokenizer_whose_bytes_are_text_decode_as_in_the_library(pieces):
     library = LIBRARIES["metaspace"]
     ids = []
     for piece in pieces:
         known = library.token_to_id(piece)
-        ids += [known] if known is not None else [library.token_to_id(f"<0x{value:02X}>") for value in piece.encode()]
+        ids += (
+            [known]
+            if known is not None
+            else [library.token_to_id(f"<0x{value:02X}>") for value in piece.encode()]
+        )
     assert "".join(decode("metaspace", ids)) == library.decode(ids)
 
 

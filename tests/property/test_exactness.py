@@ -21,8 +21,17 @@ options = {
     "bias": st.lists(st.tuples(tokens, st.floats(-3.0, 3.0)), max_size=3).map(tuple),
     "log_probs": st.booleans(),
 }
-laws = {"temperature": st.floats(0.3, 2.0), "top_k": st.integers(0, VOCAB), "top_p": st.floats(0.3, 1.0), "seed": st.integers(0, 2**64 - 1)}
-samplings = st.just(GREEDY) | st.builds(SamplingParams, **options) | st.builds(SamplingParams, **laws, **options)
+laws = {
+    "temperature": st.floats(0.3, 2.0),
+    "top_k": st.integers(0, VOCAB),
+    "top_p": st.floats(0.3, 1.0),
+    "seed": st.integers(0, 2**64 - 1),
+}
+samplings = (
+    st.just(GREEDY)
+    | st.builds(SamplingParams, **options)
+    | st.builds(SamplingParams, **laws, **options)
+)
 
 
 drafts, lengths = st.integers(-1, len(DRAFTS) - 1), st.integers(0, K_MAX)
@@ -33,7 +42,14 @@ def asks(draw):
     arrival = draw(st.integers(0, 6))
     leaves = draw(st.none() | st.integers(arrival + 1, arrival + 6))
     salt = draw(st.sampled_from(["", "", "tenant"]))
-    return Ask(draw(st.integers(0, len(PROMPTS) - 1)), draw(st.integers(1, 18)), arrival, leaves, salt, draw(samplings))
+    return Ask(
+        draw(st.integers(0, len(PROMPTS) - 1)),
+        draw(st.integers(1, 18)),
+        arrival,
+        leaves,
+        salt,
+        draw(samplings),
+    )
 
 
 scenarios = st.builds(

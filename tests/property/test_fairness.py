@@ -60,14 +60,28 @@ class Bytes:
 class World:
     """A loop over fake engines whose KV pools notice a slot that holds another text."""
 
-    def __init__(self, blocks, max_active=64, chunk=64, policy=None, guaranteed=False, growth_blocks=0, reuse=True):
+    def __init__(
+        self,
+        blocks,
+        max_active=64,
+        chunk=64,
+        policy=None,
+        guaranteed=False,
+        growth_blocks=0,
+        reuse=True,
+    ):
         agreements = {"target": 1.0, "good": 0.9, "bad": 0.4}
-        engines = [FakeEngine(name, seed=i, agreement=a, kv_blocks=blocks) for i, (name, a) in enumerate(agreements.items())]
+        engines = [
+            FakeEngine(name, seed=i, agreement=a, kv_blocks=blocks)
+            for i, (name, a) in enumerate(agreements.items())
+        ]
         self.stats, self.ids, self.steps = Stats(), itertools.count(1), 0
         stats, clock = StepStats(self.stats), itertools.count().__next__
         pools = {engine.name: blocks for engine in engines}
         target = engines[0] if reuse else None
-        self.ledger = KVLedger(pools, K_MAX + 1, guaranteed=guaranteed, growth_blocks=growth_blocks, target=target)
+        self.ledger = KVLedger(
+            pools, K_MAX + 1, guaranteed=guaranteed, growth_blocks=growth_blocks, target=target
+        )
         self.admission = Admission(self.ledger, max_active, 1000)
         self.loop = Orchestrator(
             engines[0],
@@ -83,10 +97,14 @@ class World:
 
     def submit(self, arrival):
         number = next(self.ids)
-        tokens = [97 + (number % 2 * 7 + i * i) % 26 for i in range(arrival.prompt_tokens)]  # one of two beginnings
+        tokens = [
+            97 + (number % 2 * 7 + i * i) % 26 for i in range(arrival.prompt_tokens)
+        ]  # one of two beginnings
         sampling = SamplingParams(arrival.temperature, seed=number)
         request = GenerationRequest("", arrival.max_tokens, stream=True)
-        session = Session(Sequence(number, tokens, len(tokens), sampling), request, frozenset(), Bytes(), Sink())
+        session = Session(
+            Sequence(number, tokens, len(tokens), sampling), request, frozenset(), Bytes(), Sink()
+        )
         self.loop.submit(session)
         return session
 
@@ -99,12 +117,18 @@ class World:
         assert order == sorted(order)
         assert worked or not len(self.admission)
         tables = [session.sequence.blocks["target"] for session in active]
-        assert self.ledger.usage()["used"] == len({block for table in tables for block in table})  # who is gone holds nothing
+        assert self.ledger.usage()["used"] == len(
+            {block for table in tables for block in table}
+        )  # who is gone holds nothing
         assert not any(session.sequence.blocks for session in self.admission._queue)
         return worked
 
     def preemptions(self):
-        return sum(value for name, _, value in self.stats.drain()["counters"] if name == "spindle_preemptions_total")
+        return sum(
+            value
+            for name, _, value in self.stats.drain()["counters"]
+            if name == "spindle_preemptions_total"
+        )
 
 
 def serve(world, arrivals):
@@ -115,7 +139,11 @@ def serve(world, arrivals):
             sessions.append((world.submit(waiting[0]), waiting[0].cancel_after))
             waiting.pop(0)
         for session, cancel_after in sessions:
-            if cancel_after is not None and session.output_tokens >= cancel_after and not session.sink.ends:
+            if (
+                cancel_after is not None
+                and session.output_tokens >= cancel_after
+                and not session.sink.ends
+            ):
                 session.sink.cancelled = True
         if not world.step() and not waiting:
             return [session for session, _ in sessions]
@@ -128,7 +156,11 @@ def plain(arrivals, blocks=10_000):
 
 def bound(arrivals, chunk):
     """Steps that suffice: each request in turn is the oldest and, at worst, then starts with a prefill of all it has."""
-    return max(a.step for a in arrivals) + 1 + sum(-(-a.life // chunk) + a.max_tokens + 1 for a in arrivals)
+    return (
+        max(a.step for a in arrivals)
+        + 1
+        + sum(-(-a.life // chunk) + a.max_tokens + 1 for a in arrivals)
+    )
 
 
 ARRIVALS = st.lists(
@@ -170,7 +202,15 @@ def test_every_request_ends_in_bounded_steps_and_no_greedy_text_changes(
     arrivals, extra_blocks, max_active, chunk, guaranteed, growth_blocks, speculate, reuse
 ):
     blocks = -(-(max(a.life for a in arrivals) + K_MAX + 1) // BLOCK_TOKENS) + extra_blocks
-    world = World(blocks, max_active, chunk, RandomChoice() if speculate else NoSpeculation(), guaranteed, growth_blocks, reuse)
+    world = World(
+        blocks,
+        max_active,
+        chunk,
+        RandomChoice() if speculate else NoSpeculation(),
+        guaranteed,
+        growth_blocks,
+        reuse,
+    )
     sessions = serve(world, arrivals)
     assert world.steps <= bound(arrivals, chunk)
     usage = world.ledger.usage()
@@ -184,12 +224,17 @@ def test_every_request_ends_in_bounded_steps_and_no_greedy_text_changes(
             assert session.sink.ends == [ErrorCode.CANCELLED]
         else:
             assert session.sink.ends == ["length"]
-            assert session.sink.text == text or (speculate and arrival.temperature > 0)  # a plan may change what is drawn, not its law
+            assert session.sink.text == text or (
+                speculate and arrival.temperature > 0
+            )  # a plan may change what is drawn, not its law
 
 
 def test_requests_that_fit_only_one_by_one_are_preempted_and_resumed_without_a_change():
     arrivals = [Arrival(0, 20, 120, temperature) for temperature in (0.0, 0.8) * 4]
-    small, ample = World(blocks=24, policy=NoSpeculation()), World(blocks=1000, policy=NoSpeculation())
+    small, ample = (
+        World(blocks=24, policy=NoSpeculation()),
+        World(blocks=1000, policy=NoSpeculation()),
+    )
     texts = [session.sink.text for session in serve(small, arrivals)]
     assert texts == [session.sink.text for session in serve(ample, arrivals)]
     assert small.preemptions() >= 4

@@ -16,8 +16,12 @@ from policy.search import best_choice
 def problem(rng, rows, drafts, k_max, *, flat=False, switches=True, **changes):
     """A random instance: noisy staircase verification, falling gains, ceilings, catch-up."""
     steps = rng.exponential(0.3, rows * k_max + 1) * (rng.random(rows * k_max + 1) < 0.4)
-    forwards = np.cumsum(rng.exponential(0.05, (drafts, 2 * rows)) * (rng.random((drafts, 2 * rows)) < 0.5), axis=1) * (not flat)
-    hazard = rng.uniform(0.1, 0.98, (rows, drafts, 1)) * rng.uniform(0.7, 1.0, (rows, drafts, k_max))
+    forwards = np.cumsum(
+        rng.exponential(0.05, (drafts, 2 * rows)) * (rng.random((drafts, 2 * rows)) < 0.5), axis=1
+    ) * (not flat)
+    hazard = rng.uniform(0.1, 0.98, (rows, drafts, 1)) * rng.uniform(
+        0.7, 1.0, (rows, drafts, k_max)
+    )
     ceiling = rng.integers(0, k_max + 1, (drafts, rows))
     gain = np.cumprod(hazard, axis=2).transpose(2, 1, 0)
     made = StepProblem(
@@ -27,7 +31,9 @@ def problem(rng, rows, drafts, k_max, *, flat=False, switches=True, **changes):
         verify_s=1.0 + np.cumsum(steps),
         speculation_s=float(rng.choice([0.0, 0.1])),
         forward_s=np.c_[np.zeros(drafts), rng.uniform(0.01, 0.4, (drafts, 1)) + forwards],
-        first_tokens=rng.integers(1, 3, (drafts, rows)) if switches else np.ones((drafts, rows), np.int64),
+        first_tokens=rng.integers(1, 3, (drafts, rows))
+        if switches
+        else np.ones((drafts, rows), np.int64),
         row_s=rng.uniform(0, 0.02, (drafts, rows)) * switches,
         switch_s=rng.choice([0.0, 0.5], (drafts, rows)) * switches,
         horizon=rng.uniform(1, 16, rows),
@@ -44,29 +50,47 @@ def with_given(rng, p):
 
 def with_cap(rng, p):
     """The same under a cap on the step's time, somewhere between plain decoding and everything."""
-    longest = max(score(p, Choice(np.full(p.rows, d), p.ceiling[d])).step_s for d in range(p.gain.shape[1]))
+    longest = max(
+        score(p, Choice(np.full(p.rows, d), p.ceiling[d])).step_s for d in range(p.gain.shape[1])
+    )
     return replace(p, cap_s=float(rng.uniform(0.9 * p.verify_s[0], longest)))
 
 
 def every_choice(p):
     _, drafts, rows = p.gain.shape
-    options = [[(NO_DRAFT, 0), *((d, k) for d in range(drafts) for k in range(1, p.ceiling[d, i] + 1))] for i in range(rows)]
+    options = [
+        [(NO_DRAFT, 0), *((d, k) for d in range(drafts) for k in range(1, p.ceiling[d, i] + 1))]
+        for i in range(rows)
+    ]
     for combination in itertools.product(*options):
         draft, length = np.array(combination).T
         yield Choice(draft, length)
 
 
 def brute_force(p, price):
-    return max(result.objective(price) for choice in every_choice(p) if (result := score(p, choice)).step_s <= p.limit_s)
+    return max(
+        result.objective(price)
+        for choice in every_choice(p)
+        if (result := score(p, choice)).step_s <= p.limit_s
+    )
 
 
 def is_legal(p, choice):
     rows = np.flatnonzero(choice.length)
-    return ((choice.draft == NO_DRAFT) == (choice.length == 0)).all() and (choice.length[rows] <= p.ceiling[choice.draft[rows], rows]).all()
+    return ((choice.draft == NO_DRAFT) == (choice.length == 0)).all() and (
+        choice.length[rows] <= p.ceiling[choice.draft[rows], rows]
+    ).all()
 
 
 @settings(deadline=None, max_examples=150)
-@given(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 4), st.floats(0.05, 3.0), st.booleans(), st.booleans())
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.floats(0.05, 3.0),
+    st.booleans(),
+    st.booleans(),
+)
 def test_for_one_row_the_choice_is_the_best_there_is(seed, drafts, k_max, price, beside, capped):
     rng = np.random.default_rng(seed)
     p = problem(rng, 1, drafts, k_max)
@@ -90,7 +114,9 @@ def test_for_one_row_the_choice_is_the_best_there_is(seed, drafts, k_max, price,
     st.booleans(),
     st.booleans(),
 )
-def test_no_choice_is_out_of_bounds_or_worse_than_plain_decoding(seed, rows, drafts, k_max, price, beside, capped, short):
+def test_no_choice_is_out_of_bounds_or_worse_than_plain_decoding(
+    seed, rows, drafts, k_max, price, beside, capped, short
+):
     """Beside given rows, under a cap, and where there is no room for all tokens."""
     rng = np.random.default_rng(seed)
     p = problem(rng, rows, drafts, k_max)
@@ -108,17 +134,23 @@ def test_no_choice_is_out_of_bounds_or_worse_than_plain_decoding(seed, rows, dra
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**32), st.integers(3, 4), st.integers(1, 3), st.floats(0.05, 3.0))
-def test_one_draft_of_constant_cost_is_solved_nearly_to_the_best_on_any_staircase(seed, rows, k_max, price):
+def test_one_draft_of_constant_cost_is_solved_nearly_to_the_best_on_any_staircase(
+    seed, rows, k_max, price
+):
     p = problem(np.random.default_rng(seed), rows, 1, k_max, flat=True, switches=False)
     assert brute_force(p, price) - best_choice(p, price)[1].objective(price) < 0.05 * rows
 
 
-@pytest.mark.parametrize(("change", "most"), [(lambda rng, p: p, 0.005), (with_given, 0.005), (with_cap, 0.01)])
+@pytest.mark.parametrize(
+    ("change", "most"), [(lambda rng, p: p, 0.005), (with_given, 0.005), (with_cap, 0.01)]
+)
 def test_with_three_rows_the_choice_is_the_best_nearly_always(change, most):
     """Losses in tokens per row."""
     rng, losses = np.random.default_rng(0), []
     for _ in range(100):
         p, price = change(rng, problem(rng, 3, 2, 3)), float(rng.uniform(0.05, 3))
-        losses.append((brute_force(p, price) - best_choice(p, price)[1].objective(price)) / p.base_value)
+        losses.append(
+            (brute_force(p, price) - best_choice(p, price)[1].objective(price)) / p.base_value
+        )
     assert np.mean(losses) < most
     assert np.mean(np.array(losses) < 1e-9) > 0.8

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policy import AcceptanceConfig, AdaptivePlanner, LatencyModel, LatencyTable, Outcome, PlannerConfig, View
+from policy import (
+    AcceptanceConfig,
+    AdaptivePlanner,
+    LatencyModel,
+    LatencyTable,
+    Outcome,
+    PlannerConfig,
+    View,
+)
 from policy.latency import Correction
 from policy.problem import predicted_parts
 
@@ -17,7 +25,10 @@ FORGETFUL = AcceptanceConfig(draft_memory_rows=100.0, request_memory_steps=30.0)
 
 def times(*costs_s):
     """A target of a second, and what a forward of each draft takes."""
-    drafts = {d: LatencyTable.synthetic(d, {1: cost_s, 64: 2 * cost_s}) for d, cost_s in zip(DRAFTS, costs_s, strict=True)}
+    drafts = {
+        d: LatencyTable.synthetic(d, {1: cost_s, 64: 2 * cost_s})
+        for d, cost_s in zip(DRAFTS, costs_s, strict=True)
+    }
     return LatencyModel.from_tables(LatencyTable.synthetic("target", {1: 1.0, 64: 1.2}), drafts)
 
 
@@ -65,7 +76,11 @@ class World:
         self.planner, self.rng = AdaptivePlanner(DRAFTS, times, config), np.random.default_rng(seed)
         self.times = Correction.start(len(DRAFTS)).times(times)
         self.state, self.now, self.rows, self.planned = self.planner.start(), 0.0, rows, []
-        self.request, self.age, self.lag = np.arange(rows), np.zeros(rows, np.int64), np.full((rows, len(DRAFTS)), PROMPT)
+        self.request, self.age, self.lag = (
+            np.arange(rows),
+            np.zeros(rows, np.int64),
+            np.full((rows, len(DRAFTS)), PROMPT),
+        )
 
     def live(self, phase):
         for _ in range(phase.steps):
@@ -84,15 +99,28 @@ class World:
             ready=np.ones(rows, np.bool_),
         )
         plan, state = self.planner.plan(view, self.state, self.now, self.rng)
-        self.planned.append({(d, k) for d, k in zip(plan.draft.tolist(), plan.length.tolist(), strict=True) if k})
-        most = np.minimum(np.where(plan.draft >= 0, np.array(phase.holds)[plan.draft], 0), plan.length)
-        accepted = np.cumprod((self.rng.random((rows, K_MAX)) < phase.chance) & (np.arange(K_MAX) < most[:, None]), axis=1).sum(1)
+        self.planned.append(
+            {(d, k) for d, k in zip(plan.draft.tolist(), plan.length.tolist(), strict=True) if k}
+        )
+        most = np.minimum(
+            np.where(plan.draft >= 0, np.array(phase.holds)[plan.draft], 0), plan.length
+        )
+        accepted = np.cumprod(
+            (self.rng.random((rows, K_MAX)) < phase.chance) & (np.arange(K_MAX) < most[:, None]),
+            axis=1,
+        ).sum(1)
         self.age += 1
         over = self.age >= phase.life
         done = view.request, plan.draft, plan.length, accepted, accepted + 1
         told = Outcome(*done, plan.length, plan.length, 0.0, finished=self.request[over])
         verify_s, overhead_s, *drafts_s = predicted_parts(self.times, told, view).parts.tolist()
-        parts_s = dict(zip(("verify", *(f"draft:{d}" for d in DRAFTS)), np.multiply([verify_s, *drafts_s], phase.slowness), strict=True))
+        parts_s = dict(
+            zip(
+                ("verify", *(f"draft:{d}" for d in DRAFTS)),
+                np.multiply([verify_s, *drafts_s], phase.slowness),
+                strict=True,
+            )
+        )
         told = replace(told, measured_s=overhead_s + sum(parts_s.values()), parts_s=parts_s)
         self.state = self.planner.observe(told, state, self.now)
         self.now += told.measured_s
@@ -125,8 +153,12 @@ def test_where_nothing_is_ever_accepted_again_every_draft_is_still_tried(history
 @pytest.mark.slow
 @settings(deadline=None, max_examples=12)
 @given(**LIVES, draft=st.integers(0, len(DRAFTS) - 1), length=st.integers(1, K_MAX))
-def test_a_draft_that_comes_to_be_right_for_some_tokens_is_used_for_no_fewer(history, rows, seed, draft, length):
-    planned = lived(history, rows, seed, tuple(length if d == draft else 0 for d in range(len(DRAFTS))))
+def test_a_draft_that_comes_to_be_right_for_some_tokens_is_used_for_no_fewer(
+    history, rows, seed, draft, length
+):
+    planned = lived(
+        history, rows, seed, tuple(length if d == draft else 0 for d in range(len(DRAFTS)))
+    )
     assert np.mean([any(d == draft and k >= length for d, k in step) for step in planned]) > 0.5
 
 

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from policy import AcceptanceConfig, AdaptivePlanner, NoSpeculation, Outcome, PlannerConfig
 from policy.search import best_choice
-from tests.bench.oracle import best_by_enumeration, best_by_rows, drifted, random_instance, sizes, with_cap, with_given
+from tests.bench.oracle import (
+    best_by_enumeration,
+    best_by_rows,
+    drifted,
+    random_instance,
+    sizes,
+    with_cap,
+    with_given,
+)
 
 RNG = np.random.default_rng(0)
 SEEDS = st.integers(0, 2**32)
@@ -52,7 +60,9 @@ def test_the_two_oracles_agree():
     rng = np.random.default_rng(2)
     for _ in range(60):
         instance = random_instance(rng, *sizes(rng))
-        assert best_by_rows(instance) == pytest.approx(best_by_enumeration(instance), rel=1e-9, abs=1e-9)
+        assert best_by_rows(instance) == pytest.approx(
+            best_by_enumeration(instance), rel=1e-9, abs=1e-9
+        )
 
 
 @pytest.mark.parametrize(("rows", "drafts", "k_max"), [(4, 3, 3), (5, 2, 3), (6, 2, 3), (8, 2, 2)])
@@ -65,15 +75,21 @@ def test_from_four_rows_to_eight_it_loses_little(rows, drafts, k_max):
 
 @settings(deadline=None, max_examples=15)
 @given(SEEDS, st.integers(1, 20), st.integers(1, 3), st.integers(1, 6), st.booleans())
-def test_over_many_steps_plans_keep_to_what_is_allowed_repeat_and_follow_the_requests_in_any_order(seed, rows, drafts, k_max, alike):
+def test_over_many_steps_plans_keep_to_what_is_allowed_repeat_and_follow_the_requests_in_any_order(
+    seed, rows, drafts, k_max, alike
+):
     """Two planners see the same batch, the other's rows in another order in every step; a third sees what the first does."""
     rng = np.random.default_rng(seed)
     instance = random_instance(rng, rows, drafts, k_max)
     if alike:
         columns = "context", "remaining", "ceiling", "catchup"
-        first_row = {name: getattr(instance.view, name)[:1].repeat(rows, axis=0) for name in columns}
+        first_row = {
+            name: getattr(instance.view, name)[:1].repeat(rows, axis=0) for name in columns
+        }
         instance = replace(instance, view=replace(instance.view, **first_row))
-    planner = AdaptivePlanner(instance.view.drafts, instance.latency, PlannerConfig(k_max=k_max, explore_share=0.0))
+    planner = AdaptivePlanner(
+        instance.view.drafts, instance.latency, PlannerConfig(k_max=k_max, explore_share=0.0)
+    )
     first = second = third = planner.start()
     for step in range(12):
         view, order = instance.view, rng.permutation(rows)
@@ -82,7 +98,9 @@ def test_over_many_steps_plans_keep_to_what_is_allowed_repeat_and_follow_the_req
         again, third = planner.plan(view, third, 0.1 * step, RNG)
         assert options(again) == options(plan)
         assert options(other) == tuple(options(plan)[i] for i in order)
-        assert all(k <= (instance.longest(row, d) if k else 0) for row, (d, k) in enumerate(options(plan)))
+        assert all(
+            k <= (instance.longest(row, d) if k else 0) for row, (d, k) in enumerate(options(plan))
+        )
         accepted = rng.binomial(plan.length, 0.7)
         done = view.request, plan.draft, plan.length, accepted, accepted + 1
         outcome = Outcome(*done, plan.length, plan.length, plan.predicted_s)
@@ -103,13 +121,18 @@ def _turns(outcome, order):
 
 @settings(deadline=None, max_examples=100)
 @given(SEEDS, st.integers(1, 40), st.integers(1, 4), st.integers(1, 8), st.booleans())
-def test_no_choice_exceeds_a_ceiling_or_the_cap_nor_is_worse_than_none(seed, rows, drafts, k_max, capped):
+def test_no_choice_exceeds_a_ceiling_or_the_cap_nor_is_worse_than_none(
+    seed, rows, drafts, k_max, capped
+):
     rng = np.random.default_rng(seed)
     instance = random_instance(rng, rows, drafts, k_max)
     cap_s = float(rng.uniform(0.5, 3.0)) if capped else np.inf
     instance = replace(instance, view=replace(instance.view, cap_s=cap_s))
     choice, result = best_choice(instance.problem(), instance.price)
-    assert (choice.length <= [instance.longest(i, d) if d >= 0 else 0 for i, d in enumerate(choice.draft.tolist())]).all()
+    assert (
+        choice.length
+        <= [instance.longest(i, d) if d >= 0 else 0 for i, d in enumerate(choice.draft.tolist())]
+    ).all()
     assert objective(instance, choice) > -np.inf  # the oracle's word for a broken cap
     assert result.step_s <= max(cap_s, instance.verify_s[0]) * (1 + 1e-6)
     nothing = instance.objective(((-1, 0),) * rows)
@@ -124,8 +147,12 @@ def test_permuting_the_requests_permutes_the_plan(seed, rows, drafts, k_max):
     order, view = rng.permutation(rows), instance.view
     permuted = _rows(view, order)
     choice, result = best_choice(instance.problem(), instance.price)
-    other, again = best_choice(replace(instance, view=permuted, hazard=instance.hazard[order]).problem(), instance.price)
-    assert again.objective(instance.price) == pytest.approx(result.objective(instance.price), rel=1e-9)
+    other, again = best_choice(
+        replace(instance, view=permuted, hazard=instance.hazard[order]).problem(), instance.price
+    )
+    assert again.objective(instance.price) == pytest.approx(
+        result.objective(instance.price), rel=1e-9
+    )
     assert other.length.tolist() == choice.length[order].tolist()
     assert other.draft.tolist() == choice.draft[order].tolist()
 
@@ -137,8 +164,17 @@ def test_after_any_history_every_draft_comes_back(seed, rows, drafts):
     """For so many steps nothing at all is accepted, or some of it; then new requests come to a fleet that has learnt that."""
     rng = np.random.default_rng(seed)
     instance = random_instance(rng, rows, drafts, 4)
-    latency = replace(instance.latency, drafts=tuple(replace(c, base_s=np.full(2, 0.02), slope_s=0.0) for c in instance.latency.drafts))
-    config = PlannerConfig(k_max=4, explore_share=0.05, acceptance=AcceptanceConfig(draft_memory_rows=100.0, request_memory_steps=30.0))
+    latency = replace(
+        instance.latency,
+        drafts=tuple(
+            replace(c, base_s=np.full(2, 0.02), slope_s=0.0) for c in instance.latency.drafts
+        ),
+    )
+    config = PlannerConfig(
+        k_max=4,
+        explore_share=0.05,
+        acceptance=AcceptanceConfig(draft_memory_rows=100.0, request_memory_steps=30.0),
+    )
     planner = AdaptivePlanner(instance.view.drafts, latency, config)
     state, used, accepts = planner.start(), set(), float(rng.choice([0.0, 0.3]))
     base = replace(
@@ -148,7 +184,9 @@ def test_after_any_history_every_draft_comes_back(seed, rows, drafts):
         catchup=np.ones((rows, drafts), np.int64),
     )
     for step in range(1000):
-        view = replace(base, request=np.arange(rows) + rows * (step // 40), remaining=np.full(rows, 100))
+        view = replace(
+            base, request=np.arange(rows) + rows * (step // 40), remaining=np.full(rows, 100)
+        )
         plan, state = planner.plan(view, state, float(step), RNG)
         if step > 500:
             used |= set(plan.draft[plan.length > 0].tolist())
@@ -165,7 +203,9 @@ def test_a_plan_is_never_predicted_to_be_worse_than_no_speculation():
     for _ in range(100):
         rows, drafts = int(rng.integers(1, 20)), int(rng.integers(1, 4))
         instance = random_instance(rng, rows, drafts, 6)
-        planner = AdaptivePlanner(instance.view.drafts, instance.latency, PlannerConfig(k_max=6, explore_share=0.0))
+        planner = AdaptivePlanner(
+            instance.view.drafts, instance.latency, PlannerConfig(k_max=6, explore_share=0.0)
+        )
         plan, _ = planner.plan(instance.view, planner.start(), 0.0, RNG)
         none, _ = NoSpeculation().plan(instance.view, None, 0.0, RNG)
         assert plan.notes["gain"] >= 1 - 1e-9

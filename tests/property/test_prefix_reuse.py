@@ -22,7 +22,9 @@ class Reuse(RuleBasedStateMachine):
         super().__init__()
         self.number, self.size, self.held, self.paused = 0, 24, {}, []
         self.target = FakeEngine("target", kv_blocks=self.size, max_draft_tokens=8)
-        self.ledger = KVLedger({"target": self.size, "draft": self.size}, HEADROOM, growth_blocks=0, target=self.target)
+        self.ledger = KVLedger(
+            {"target": self.size, "draft": self.size}, HEADROOM, growth_blocks=0, target=self.target
+        )
 
     def admit(self, sequence):
         before = self.ledger.usage()
@@ -54,7 +56,11 @@ class Reuse(RuleBasedStateMachine):
     def a_chunk_is_run(self, data, share):
         sequence = self.some(data)
         unseen = self.target.unseen(sequence)
-        end = len(sequence.tokens) - unseen + max(1, int(unseen * share)) if unseen else len(sequence.tokens)
+        end = (
+            len(sequence.tokens) - unseen + max(1, int(unseen * share))
+            if unseen
+            else len(sequence.tokens)
+        )
         self.complete(Turn(sequence, end, run=0))
 
     @precondition(lambda self: self.held)
@@ -62,7 +68,9 @@ class Reuse(RuleBasedStateMachine):
     def a_token_is_committed(self, data):
         sequence = self.some(data)
         if self.ledger.grow(sequence) and len(sequence.tokens) < 90:
-            sequence.tokens.append(self.complete(Turn(sequence, len(sequence.tokens))).tokens[0] % 2 + 1)
+            sequence.tokens.append(
+                self.complete(Turn(sequence, len(sequence.tokens))).tokens[0] % 2 + 1
+            )
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), preempted=st.booleans())
@@ -95,7 +103,9 @@ class Reuse(RuleBasedStateMachine):
                 text = (sequence.salt, tuple(sequence.tokens[: (index + 1) * BLOCK_TOKENS]))
                 assert content.setdefault(block, text) == text
             complete = (len(sequence.tokens) - 1) // BLOCK_TOKENS
-            assert all(references[block] == 1 or index < complete for index, block in enumerate(table))
+            assert all(
+                references[block] == 1 or index < complete for index, block in enumerate(table)
+            )
         assert pool._references == [references[block] for block in range(self.size)]
         assert len(pool._free) + len(pool._cached) + len(references) == self.size
         assert not set(pool._free) & set(pool._cached)

@@ -23,12 +23,17 @@ def run(blocks, stop_words, max_tokens, *, stream):
     request = GenerationRequest(PROMPT, max_tokens, stream=stream, stop_words=tuple(stop_words))
     prompt = TOKENIZER.encode(PROMPT)
     sequence = Sequence(1, list(prompt), len(prompt), SamplingParams(log_probs=True))
-    session = Session(sequence, request, frozenset({END_ID}), IncrementalDecoder(TOKENIZER.token_bytes), sink=None)
+    session = Session(
+        sequence, request, frozenset({END_ID}), IncrementalDecoder(TOKENIZER.token_bytes), sink=None
+    )
     text, log_probs, total = "", [], 0.0
     for block in blocks:
         start = session.output_tokens
         taken = session.commit(block, [-0.5 - (start + i) for i in range(len(block))])
-        assert (session.output_tokens, session.remaining) == (start + taken, max_tokens - start - taken)
+        assert (session.output_tokens, session.remaining) == (
+            start + taken,
+            max_tokens - start - taken,
+        )
         assert sequence.tokens[len(prompt) + start :] == block[:taken]
         if stream or session.finish_reason:
             delta = session.take()
@@ -36,16 +41,26 @@ def run(blocks, stop_words, max_tokens, *, stream):
                 text, total = text + delta.text, delta.cum_log_prob
                 log_probs += delta.log_probs
         if session.finish_reason:
-            return text if stream else text.removeprefix(PROMPT), session.finish_reason.value, session.output_tokens, log_probs, total
+            return (
+                text if stream else text.removeprefix(PROMPT),
+                session.finish_reason.value,
+                session.output_tokens,
+                log_probs,
+                total,
+            )
     return text, None, session.output_tokens, log_probs, total
 
 
 def expected(tokens, stop_words, max_tokens):
     """Return (text, reason, tokens) by looking at the whole text behind every token."""
     for count in range(1, len(tokens) + 1):
-        reason = "end_id" if tokens[count - 1] == END_ID else "length" if count == max_tokens else None
+        reason = (
+            "end_id" if tokens[count - 1] == END_ID else "length" if count == max_tokens else None
+        )
         data = bytes(token for token in tokens[:count] if token != END_ID)
-        text = codecs.getincrementaldecoder("utf-8")("replace").decode(data, final=reason is not None)
+        text = codecs.getincrementaldecoder("utf-8")("replace").decode(
+            data, final=reason is not None
+        )
         found = [text.index(word) for word in stop_words if word in text]
         if found:
             return text[: min(found)], "stop_words", count
@@ -54,9 +69,16 @@ def expected(tokens, stop_words, max_tokens):
     return text, None, len(tokens)
 
 
-texts = st.lists(st.sampled_from([*(letter.encode() for letter in LETTERS), b"\xf0", b"\x80", b"\xe2\x82", bytes([0])]), max_size=12)
+texts = st.lists(
+    st.sampled_from(
+        [*(letter.encode() for letter in LETTERS), b"\xf0", b"\x80", b"\xe2\x82", bytes([0])]
+    ),
+    max_size=12,
+)
 tokens = texts.map(lambda parts: list(b"".join(parts))).flatmap(
-    lambda data: st.integers(0, 3 * len(data)).map(lambda end: [*data[:end], END_ID, *data[end:]] if end < len(data) else data)
+    lambda data: st.integers(0, 3 * len(data)).map(
+        lambda end: [*data[:end], END_ID, *data[end:]] if end < len(data) else data
+    )
 )
 
 
@@ -71,7 +93,9 @@ tokens = texts.map(lambda parts: list(b"".join(parts))).flatmap(
 @example(tokens=[*"a€".encode()[:3], END_ID], cuts=[], stop_words=["\ufffd"], max_tokens=9)
 @example(tokens=list("é😀é".encode()), cuts=[1, 4], stop_words=["é😀é"], max_tokens=8)
 @pytest.mark.parametrize("stream", [True, False])
-def test_any_cut_into_runs_gives_the_replies_of_one_token_at_a_time(tokens, cuts, stop_words, max_tokens, stream):
+def test_any_cut_into_runs_gives_the_replies_of_one_token_at_a_time(
+    tokens, cuts, stop_words, max_tokens, stream
+):
     borders = sorted({0, len(tokens), *(cut for cut in cuts if cut < len(tokens))})
     blocks = [tokens[a:b] for a, b in pairwise(borders)]
     text, reason, taken, log_probs, total = run(blocks, stop_words, max_tokens, stream=stream)

@@ -10,7 +10,16 @@ from policy.simulation.fleet import least_outstanding, round_robin, simulate
 from policy.simulation.presets import MIXES, llama_8b_h100
 from policy.simulation.workload import bursty, draw
 
-ARMS = ["none", "fixed:eagle:8", "schedule:1b", "ema:eagle", "smartspec:1b", "spin:3", "adaptive", "oracle"]
+ARMS = [
+    "none",
+    "fixed:eagle:8",
+    "schedule:1b",
+    "ema:eagle",
+    "smartspec:1b",
+    "spin:3",
+    "adaptive",
+    "oracle",
+]
 
 
 class Watched:
@@ -58,7 +67,9 @@ def test_whatever_is_simulated_every_token_is_emitted_once_and_time_goes_forward
     arm, mix, requests, rate_hz, variation, max_active, chunk, spare_blocks, replicas, router, seed
 ):
     deployment = replace(llama_8b_h100(), max_active=max_active, prefill_chunk_tokens=chunk)
-    workload = draw(MIXES[mix], deployment.drafts, bursty(requests, rate_hz, variation, seed), seed, 8, 1.0)
+    workload = draw(
+        MIXES[mix], deployment.drafts, bursty(requests, rate_hz, variation, seed), seed, 8, 1.0
+    )
     shorter = np.minimum(workload.output_tokens, 40)
     workload = replace(workload, output_tokens=shorter, max_tokens=shorter + 5)
     largest = int((workload.prompt_tokens + workload.max_tokens).max()) + 9
@@ -66,7 +77,9 @@ def test_whatever_is_simulated_every_token_is_emitted_once_and_time_goes_forward
     policies = []
 
     def policy():
-        policies.append(Watched(make_policy(arm, deployment, MIXES[mix], workload, deployment.latency, seed)))
+        policies.append(
+            Watched(make_policy(arm, deployment, MIXES[mix], workload, deployment.latency, seed))
+        )
         return policies[-1]
 
     run = simulate(deployment, workload, policy, seed, replicas, router)

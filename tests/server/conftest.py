@@ -46,7 +46,11 @@ def reference_text():
 @pytest.fixture(scope="session")
 def faulty_python(tmp_path_factory):
     """Return a Python for ``SPINDLE_PYTHON`` that runs tests.server.faulty_engine as the engine process."""
-    return str(write_engine_python(tmp_path_factory.mktemp("python") / "python", "tests.server.faulty_engine"))
+    return str(
+        write_engine_python(
+            tmp_path_factory.mktemp("python") / "python", "tests.server.faulty_engine"
+        )
+    )
 
 
 @contextmanager

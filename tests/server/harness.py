@@ -56,7 +56,11 @@ class Service:
     def __init__(self, log, config, *arguments, root=PROJECT_ROOT, **environment):
         self.http, self.grpc, self.metrics = free_ports(3)
         self.log = log
-        ports = {"HTTP_PORT": str(self.http), "GRPC_PORT": str(self.grpc), "METRICS_PORT": str(self.metrics)}
+        ports = {
+            "HTTP_PORT": str(self.http),
+            "GRPC_PORT": str(self.grpc),
+            "METRICS_PORT": str(self.metrics),
+        }
         environment = {
             **os.environ,
             **ports,
@@ -69,7 +73,9 @@ class Service:
         self.openai = int(environment["OPENAI_PORT"])
         with log.open("wb") as output:
             command = [sys.executable, "-m", "backend.cli", "serve", "--verbose", "--", *arguments]
-            self.process = subprocess.Popen(command, cwd=root, env=environment, stdout=output, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                command, cwd=root, env=environment, stdout=output, stderr=subprocess.STDOUT
+            )
 
     def wait_until(self, condition, limit_s=START_LIMIT_S):
         """Return the condition's first true value; fails with the log after the limit or when the launcher has ended."""
@@ -85,7 +91,10 @@ class Service:
 
     def wait_ready(self, starts=1, limit_s=START_LIMIT_S):
         """Wait until the launcher has announced so many starts."""
-        self.wait_until(lambda: self.log.read_text(errors="replace").count("spindle: try: curl") >= starts, limit_s)
+        self.wait_until(
+            lambda: self.log.read_text(errors="replace").count("spindle: try: curl") >= starts,
+            limit_s,
+        )
         return self
 
     def wait_for_front_end(self):
@@ -110,7 +119,9 @@ class Service:
     def post(self, path, body, timeout=30):
         """Return (status, body as text) of a POST; ``body`` is bytes or a JSON-able object."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{self.http}{path}", data, {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.http}{path}", data, {"Content-Type": "application/json"}
+        )
         try:
             with urllib.request.urlopen(request, timeout=timeout) as response:
                 return response.status, response.read().decode()
@@ -131,11 +142,17 @@ class Service:
 
     def metric(self, name, **labels):
         """Return the sum of the series of a metric that have the labels."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics}/metrics", timeout=10) as response:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{self.metrics}/metrics", timeout=10
+        ) as response:
             lines = response.read().decode().splitlines()
         series = [re.fullmatch(rf"{name}(?:\{{(.*)\}})? (\S+)", line) for line in lines]
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
-        return sum(float(found[2]) for found in series if found and all(pair in (found[1] or "") for pair in wanted))
+        return sum(
+            float(found[2])
+            for found in series
+            if found and all(pair in (found[1] or "") for pair in wanted)
+        )
 
     # -- gRPC
 
@@ -157,12 +174,21 @@ class Service:
 
     def shared_memory(self):
         """Return the shared memory of the service: Triton's log says what its run folder, and so its regions, are called."""
-        folders = re.findall(r"model_repository_path\[0\]\s*\|\s*(\S+)/model_repository", self.log.read_text(errors="replace"))
-        return [region for folder in set(folders) for region in Path("/dev/shm").glob(f"{Path(folder).name}_*")]
+        folders = re.findall(
+            r"model_repository_path\[0\]\s*\|\s*(\S+)/model_repository",
+            self.log.read_text(errors="replace"),
+        )
+        return [
+            region
+            for folder in set(folders)
+            for region in Path("/dev/shm").glob(f"{Path(folder).name}_*")
+        ]
 
     def pid_of(self, *words):
         """Return the process of the tree whose command line has all the words."""
-        found = [pid for pid in self.tree() if all(word in " ".join(command_line(pid)) for word in words)]
+        found = [
+            pid for pid in self.tree() if all(word in " ".join(command_line(pid)) for word in words)
+        ]
         assert len(found) == 1, (words, found)
         return found[0]
 
@@ -174,9 +200,15 @@ def infer_request(model, request_id="", empty_final=True, **inputs):
         request.parameters["triton_enable_empty_final_response"].bool_param = True
     for name, value in inputs.items():
         dtype = DTYPES[name]
-        request.inputs.add(name=name, datatype="BYTES" if dtype == "STRING" else dtype, shape=[1, 1])
+        request.inputs.add(
+            name=name, datatype="BYTES" if dtype == "STRING" else dtype, shape=[1, 1]
+        )
         raw = value if isinstance(value, bytes) else str(value).encode()
-        request.raw_input_contents.append(struct.pack("<I", len(raw)) + raw if dtype == "STRING" else struct.pack(PACK[dtype], value))
+        request.raw_input_contents.append(
+            struct.pack("<I", len(raw)) + raw
+            if dtype == "STRING"
+            else struct.pack(PACK[dtype], value)
+        )
     return request
 
 

@@ -24,7 +24,15 @@ def narrow(start_service, tmp_path_factory):
     """A service of two places, where a long prompt takes seconds to enter and a long text many more to write."""
     config = tmp_path_factory.mktemp("narrow") / "serving.json"
     limits = {"max_active_requests": 2, "prefill_chunk_tokens": 4}
-    config.write_text(json.dumps({"target": {"engine": "fake", "step_s": 0.01}, "policy": {"kind": "none"}, "limits": limits}))
+    config.write_text(
+        json.dumps(
+            {
+                "target": {"engine": "fake", "step_s": 0.01},
+                "policy": {"kind": "none"},
+                "limits": limits,
+            }
+        )
+    )
     return start_service(config).wait_ready()
 
 
@@ -36,7 +44,14 @@ def counts(service):
 @contextmanager
 def both_places_taken(service):
     with service.stub() as stub:
-        request = infer_request("ensemble", text_input="holds its place ", max_tokens=LONG, stream=True, end_id=-1, empty_final=False)
+        request = infer_request(
+            "ensemble",
+            text_input="holds its place ",
+            max_tokens=LONG,
+            stream=True,
+            end_id=-1,
+            empty_final=False,
+        )
         calls = [stub.ModelStreamInfer(iter([request])) for _ in range(2)]
         for call in calls:
             next(call)
@@ -118,7 +133,9 @@ def killed_client(service, text):
 
 @contextmanager
 def http_stream(service, text):
-    body = json.dumps({"text_input": text, "max_tokens": LONG, "stream": True, "end_id": -1}).encode()
+    body = json.dumps(
+        {"text_input": text, "max_tokens": LONG, "stream": True, "end_id": -1}
+    ).encode()
     head = f"POST /v2/models/ensemble/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     with socket.create_connection(("127.0.0.1", service.http)) as connection:
         connection.sendall(head + body)
@@ -154,4 +171,6 @@ def test_triton_2_51_sees_an_http_stream_hang_up_at_its_first_event_only(narrow)
         with http_stream(narrow, "victim "):
             narrow.wait_until(lambda: counts(narrow) == (2, 1), 10)
         calls.pop().cancel()
-        narrow.wait_until(lambda: counts(narrow) == (1, 0), 5)  # the victim took the place, wrote a token, and was gone
+        narrow.wait_until(
+            lambda: counts(narrow) == (1, 0), 5
+        )  # the victim took the place, wrote a token, and was gone

@@ -28,7 +28,9 @@ class Container(Service):
         self.http, self.grpc, self.metrics, self.openai = free_ports(4)
         self.log = folder / "log"
         self.environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("SPINDLE_")},
+            **{
+                name: value for name, value in os.environ.items() if not name.startswith("SPINDLE_")
+            },
             "LD_LIBRARY_PATH": f"{python_library_folder()}:{packaged_libraries()}",
             "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}",
             "PYTHONPATH": str(PROJECT_ROOT),
@@ -43,14 +45,32 @@ class Container(Service):
             "PROBE_PERIOD_S": "1",
         }
         addresses = [f"--{name}-address=127.0.0.1" for name in ("http", "grpc", "metrics")]
-        command = ["bash", "docker/serve.sh", f"--backend-directory={write_backend(folder)}", *addresses]
+        command = [
+            "bash",
+            "docker/serve.sh",
+            f"--backend-directory={write_backend(folder)}",
+            *addresses,
+        ]
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
-                command, cwd=PROJECT_ROOT, env=self.environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                cwd=PROJECT_ROOT,
+                env=self.environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     def run(self, *command):
-        return subprocess.run(command, cwd=PROJECT_ROOT, env=self.environment, capture_output=True, text=True, timeout=120, check=False)
+        return subprocess.run(
+            command,
+            cwd=PROJECT_ROOT,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
 
     def healthy(self):
         return self.run(sys.executable, "docker/healthcheck.py").returncode == 0
@@ -58,14 +78,20 @@ class Container(Service):
     def lists_models(self):
         """Return whether the OpenAI front end answers."""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.openai}/v1/models", timeout=5) as reply:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{self.openai}/v1/models", timeout=5
+            ) as reply:
                 return json.load(reply)["object"] == "list"
         except OSError:
             return False
 
     def front_end(self):
         """Return the pid of the OpenAI front end, None while there is none."""
-        pids = [p for p in descendants(self.process.pid) if "backend.openai_frontend" in (command_line(p) or [])]
+        pids = [
+            p
+            for p in descendants(self.process.pid)
+            if "backend.openai_frontend" in (command_line(p) or [])
+        ]
         return pids[0] if pids else None
 
     def end(self):
@@ -87,7 +113,9 @@ def test_the_smoke_test_passes_item_by_item_and_a_dead_stub_ends_the_container(c
     lines = found.stdout.splitlines()
     assert [line for line in lines if not line.startswith("PASS  ")] == [], found.stderr
     assert (found.returncode, len(lines)) == (0, 8)
-    stubs = [p for p in descendants(container.process.pid) if STUB_NAME in (command_line(p) or [""])[0]]
+    stubs = [
+        p for p in descendants(container.process.pid) if STUB_NAME in (command_line(p) or [""])[0]
+    ]
     stub = next(p for p in stubs if "model_repository/postprocessing/" in " ".join(command_line(p)))
     os.kill(stub, signal.SIGKILL)
     container.wait_until(lambda: not container.healthy())
@@ -108,7 +136,9 @@ def test_an_openai_front_end_that_dies_is_started_again(container):
     container.wait_until(container.lists_models)
     first = container.front_end()
     os.kill(first, signal.SIGKILL)
-    container.wait_until(lambda: container.front_end() not in (None, first) and container.lists_models())
+    container.wait_until(
+        lambda: container.front_end() not in (None, first) and container.lists_models()
+    )
     assert container.healthy()
 
 
@@ -136,6 +166,14 @@ def test_the_smoke_test_fails_where_nothing_serves():
     http, metrics = free_ports(2)
     environment = {**os.environ, "HTTP_PORT": str(http), "METRICS_PORT": str(metrics)}
     command = ["bash", "docker/smoke.sh", "--running"]
-    found = subprocess.run(command, cwd=PROJECT_ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    found = subprocess.run(
+        command,
+        cwd=PROJECT_ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert found.returncode == 1
     assert re.findall("^(?:PASS|FAIL)", found.stdout, re.M) == ["FAIL"] * 8

@@ -24,7 +24,15 @@ def streams_when(service, action, count=4, limit_s=10):
     with service.stub() as stub:
         names = ("ensemble", "tensorrt_llm_bls")
         requests = [
-            infer_request(names[i % 2], text_input=f"{i}", max_tokens=2000, stream=True, end_id=-1, empty_final=False) for i in range(count)
+            infer_request(
+                names[i % 2],
+                text_input=f"{i}",
+                max_tokens=2000,
+                stream=True,
+                end_id=-1,
+                empty_final=False,
+            )
+            for i in range(count)
         ]
         streams = [stub.ModelStreamInfer(iter([request]), timeout=30) for request in requests]
         for stream in streams:
@@ -57,7 +65,9 @@ def test_streams_get_an_error_and_the_engine_comes_back(crashing):
     status, reply = crashing.generate("waits for it ", 4)  # within the grace period
     assert status == 200, reply
     assert crashing.health()["pid"] != victim
-    assert crashing.log.read_text().count("spindle: try: curl") == 1  # the server itself never stopped
+    assert (
+        crashing.log.read_text().count("spindle: try: curl") == 1
+    )  # the server itself never stopped
 
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls", "spindle"])
@@ -65,9 +75,14 @@ def test_a_dead_stub_is_noticed_and_the_service_comes_back(crashing, model):
     starts = crashing.log.read_text().count("spindle: try: curl")
     victim = crashing.pid_of("triton_python_backend_stub ", f"/{model}/")
     endings = streams_when(crashing, lambda: os.kill(victim, signal.SIGKILL))
-    assert all(ending == grpc.StatusCode.UNAVAILABLE or "engine process has ended" in ending for ending in endings)
+    assert all(
+        ending == grpc.StatusCode.UNAVAILABLE or "engine process has ended" in ending
+        for ending in endings
+    )
     crashing.wait_ready(starts + 1)
-    log = crashing.log.read_text()  # Triton 2.51 aborts if the stub held a lock of the memory that they share
+    log = (
+        crashing.log.read_text()
+    )  # Triton 2.51 aborts if the stub held a lock of the memory that they share
     assert f"of model {model} has died" in log or "tritonserver ended with status -6" in log
     assert works_again(crashing)
 
@@ -85,7 +100,14 @@ def test_a_dead_server_is_started_again(crashing):
 def test_a_request_that_the_engine_cannot_run_fails_alone(crashing, reference_text):
     engine = crashing.health()["pid"]
     with crashing.stub() as stub:
-        request = infer_request("ensemble", text_input="healthy ", max_tokens=500, stream=True, end_id=-1, empty_final=False)
+        request = infer_request(
+            "ensemble",
+            text_input="healthy ",
+            max_tokens=500,
+            stream=True,
+            end_id=-1,
+            empty_final=False,
+        )
         stream = iter(stub.ModelStreamInfer(iter([request])))
         text = text_of(next(stream).infer_response)
         for _ in range(5):
@@ -94,7 +116,9 @@ def test_a_request_that_the_engine_cannot_run_fails_alone(crashing, reference_te
         text += "".join(text_of(message.infer_response) for message in stream)
     assert text == reference_text("healthy ", 500)
     assert crashing.health()["pid"] == engine
-    crashing.wait_until(lambda: crashing.metric("spindle_fallback_total", reason="target_error") >= 5, 5)
+    crashing.wait_until(
+        lambda: crashing.metric("spindle_fallback_total", reason="target_error") >= 5, 5
+    )
 
 
 def test_an_engine_that_fails_for_good_is_started_again(crashing):
@@ -121,12 +145,21 @@ sys.stdin.read()
 
 @pytest.mark.slow
 def test_a_frozen_reader_stalls_nobody_and_is_let_go(crashing, reference_text):
-    client = subprocess.Popen([sys.executable, "-c", FROZEN, str(crashing.grpc)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    client = subprocess.Popen(
+        [sys.executable, "-c", FROZEN, str(crashing.grpc)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert client.stdout.readline() == "all run\n"
     client.send_signal(signal.SIGSTOP)
     try:
-        assert crashing.generate("others ", 200)[1]["text_output"] == "others " + reference_text("others ", 200)
-        crashing.wait_until(lambda: crashing.health()["active"] == 0, 7)  # at 4 ms a step they would have written for 8 s
+        assert crashing.generate("others ", 200)[1]["text_output"] == "others " + reference_text(
+            "others ", 200
+        )
+        crashing.wait_until(
+            lambda: crashing.health()["active"] == 0, 7
+        )  # at 4 ms a step they would have written for 8 s
     finally:
         client.kill()
         client.wait()
@@ -134,14 +167,25 @@ def test_a_frozen_reader_stalls_nobody_and_is_let_go(crashing, reference_text):
 
 def left_by(service, tree):
     """Return the processes, shared memory and files that a service has left."""
-    return [pid for pid in tree if is_running(pid)] + service.run_folders() + service.shared_memory()
+    return (
+        [pid for pid in tree if is_running(pid)] + service.run_folders() + service.shared_memory()
+    )
 
 
 def test_sigterm_drains_and_leaves_nothing_behind(crashing, reference_text):
-    crashing.wait_until(lambda: len(crashing.tree()) == 2 + len(MODELS))  # tritonserver, stubs, the engine; nobody else for long
+    crashing.wait_until(
+        lambda: len(crashing.tree()) == 2 + len(MODELS)
+    )  # tritonserver, stubs, the engine; nobody else for long
     tree = crashing.tree()
     with crashing.stub() as stub:
-        request = infer_request("ensemble", text_input="last ", max_tokens=400, stream=True, end_id=-1, empty_final=False)
+        request = infer_request(
+            "ensemble",
+            text_input="last ",
+            max_tokens=400,
+            stream=True,
+            end_id=-1,
+            empty_final=False,
+        )
         stream = iter(stub.ModelStreamInfer(iter([request])))
         first = text_of(next(stream).infer_response)
         crashing.process.send_signal(signal.SIGTERM)
@@ -154,12 +198,19 @@ def test_sigterm_drains_and_leaves_nothing_behind(crashing, reference_text):
 @pytest.mark.slow
 def test_sigterm_under_load_answers_all_64_streams(start_service, tmp_path):
     config = tmp_path / "serving.json"
-    config.write_text('{"target": {"engine": "fake", "step_s": 0.05}, "policy": {"kind": "none"}, "limits": {"max_active_requests": 48}}')
+    config.write_text(
+        '{"target": {"engine": "fake", "step_s": 0.05}, "policy": {"kind": "none"}, "limits": {"max_active_requests": 48}}'
+    )
     service = start_service(config).wait_ready()
     tree = service.tree()
     with service.stub() as stub:
-        lengths = [60 if i % 2 else 500 for i in range(64)]  # the long ones cannot end in time, and 16 still wait
-        requests = [infer_request("ensemble", text_input=f"{i}", max_tokens=n, stream=True, end_id=-1) for i, n in enumerate(lengths)]
+        lengths = [
+            60 if i % 2 else 500 for i in range(64)
+        ]  # the long ones cannot end in time, and 16 still wait
+        requests = [
+            infer_request("ensemble", text_input=f"{i}", max_tokens=n, stream=True, end_id=-1)
+            for i, n in enumerate(lengths)
+        ]
         streams = [stub.ModelStreamInfer(iter([request]), timeout=30) for request in requests[:48]]
         for stream in streams:
             next(stream)
@@ -167,7 +218,9 @@ def test_sigterm_under_load_answers_all_64_streams(start_service, tmp_path):
         service.wait_until(lambda: service.health()["waiting"] == 16, 5)
         service.process.send_signal(signal.SIGTERM)
         endings = [final_or_error(stream) for stream in streams]
-    assert [ending for ending, length in zip(endings[:48], lengths, strict=False) if length == 60] == ["final"] * 24
+    assert [
+        ending for ending, length in zip(endings[:48], lengths, strict=False) if length == 60
+    ] == ["final"] * 24
     assert set(endings) <= {"final", "the server is shutting down", grpc.StatusCode.UNAVAILABLE}
     assert service.process.wait(15) == 0
     assert left_by(service, tree) == []
@@ -200,7 +253,9 @@ def test_a_killed_launcher_takes_everything_with_it(start_service):
     assert [pid for pid in tree if is_running(pid)] == []
     assert service.shared_memory()
     assert len(service.run_folders()) == 1
-    start_service(TMPDIR=str(service.log.parent)).wait_ready().stop()  # the next start deletes what nobody was left to delete
+    start_service(
+        TMPDIR=str(service.log.parent)
+    ).wait_ready().stop()  # the next start deletes what nobody was left to delete
     assert left_by(service, tree) == []
 
 
@@ -224,7 +279,9 @@ def test_a_port_in_use_is_named(service, tmp_path):
 
 def test_an_engine_that_cannot_start_ends_the_launcher_with_its_reason(tmp_path):
     config = tmp_path / "serving.json"
-    config.write_text('{"target": {"engine": "fake"}, "drafts": [{"name": "d", "engine": "torch", "model": "nowhere"}]}')
+    config.write_text(
+        '{"target": {"engine": "fake"}, "drafts": [{"name": "d", "engine": "torch", "model": "nowhere"}]}'
+    )
     service = Service(tmp_path / "log", config)
     assert service.process.wait(60) == 1
     assert "spindle: error:" in service.log.read_text()

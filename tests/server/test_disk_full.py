@@ -20,14 +20,30 @@ def run_on_a_full_disk(command, folder, **environment):
     """Run a command that can write no file over 1 MiB; return (status, output, what it left in the folder)."""
     shell = f"ulimit -f {MIB}; exec {shlex.join(command)}"
     environment = {**os.environ, "TMPDIR": str(folder), **environment}
-    run = subprocess.run(["sh", "-c", shell], cwd=PROJECT_ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    return run.returncode, run.stdout + run.stderr, sorted(path.name for path in folder.rglob("*") if path.name != ".lock")
+    run = subprocess.run(
+        ["sh", "-c", shell],
+        cwd=PROJECT_ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return (
+        run.returncode,
+        run.stdout + run.stderr,
+        sorted(path.name for path in folder.rglob("*") if path.name != ".lock"),
+    )
 
 
 def test_a_run_folder_that_cannot_be_written_is_named(tmp_path):
-    ports = dict(zip(("HTTP_PORT", "GRPC_PORT", "METRICS_PORT"), map(str, free_ports(3)), strict=True))
+    ports = dict(
+        zip(("HTTP_PORT", "GRPC_PORT", "METRICS_PORT"), map(str, free_ports(3)), strict=True)
+    )
     command = [sys.executable, "-m", "backend.cli", "serve"]
-    status, output, left = run_on_a_full_disk(command, tmp_path, SPINDLE_CONFIG=str(CONFIG), **ports)
+    status, output, left = run_on_a_full_disk(
+        command, tmp_path, SPINDLE_CONFIG=str(CONFIG), **ports
+    )
     assert status == 1
     assert f"spindle: error: the run folder {tmp_path}" in output
     assert "TMPDIR chooses another place" in output
@@ -66,5 +82,10 @@ def test_a_full_log_costs_nobody_anything(unlogged):
     unlogged.wait_until(lambda: answers(unlogged) and unlogged.health()["pid"] != engine)
     stub = unlogged.pid_of("triton_python_backend_stub ", "/ensemble/")
     os.kill(stub, signal.SIGKILL)
-    unlogged.wait_until(lambda: answers(unlogged) and unlogged.pid_of("triton_python_backend_stub ", "/ensemble/") != stub)
+    unlogged.wait_until(
+        lambda: (
+            answers(unlogged)
+            and unlogged.pid_of("triton_python_backend_stub ", "/ensemble/") != stub
+        )
+    )
     assert unlogged.stop() == 0

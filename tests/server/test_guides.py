@@ -9,16 +9,31 @@ import pytest
 from tests.server.test_tensors import client, token_request  # noqa: F401 (a fixture)
 
 PATTERN = "([a-f]{3}[0-9]){2,4}(yes|no)"
-SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}, "b": {"type": "boolean"}}, "required": ["n", "b"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer"}, "b": {"type": "boolean"}},
+    "required": ["n", "b"],
+}
 SCHEMA["additionalProperties"] = False
-GUIDE = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": PATTERN, "end_id": 256, "exclude_input_in_output": True}
+GUIDE = {
+    "guided_decoding_guide_type": "regex",
+    "guided_decoding_guide": PATTERN,
+    "end_id": 256,
+    "exclude_input_in_output": True,
+}
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 4}, {"temperature": 1.0}], ids=["greedy", "seeded", "sampled"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 0.9, "seed": 4}, {"temperature": 1.0}],
+    ids=["greedy", "seeded", "sampled"],
+)
 def test_a_text_follows_the_regex_whatever_is_speculated(service, options):
     texts = set()
     for length in (0, 4, 4, 2):
-        status, reply = service.generate("ab", 40, **GUIDE, **options, num_draft_tokens=length, return_perf_metrics=True)
+        status, reply = service.generate(
+            "ab", 40, **GUIDE, **options, num_draft_tokens=length, return_perf_metrics=True
+        )
         assert (status, reply.get("finish_reason")) == (200, "end_id"), reply
         assert re.fullmatch(PATTERN, reply["text_output"])
         assert (reply["total_draft_tokens"] > 0) == (length > 0)
@@ -28,20 +43,39 @@ def test_a_text_follows_the_regex_whatever_is_speculated(service, options):
 
 def test_json_and_grammars_hold_too(service):
     ask = {"end_id": 256, "exclude_input_in_output": True, "temperature": 1.0, "seed": 1}
-    _, reply = service.generate("ab", 400, guided_decoding_guide_type="json_schema", guided_decoding_guide=json.dumps(SCHEMA), **ask)
+    _, reply = service.generate(
+        "ab",
+        400,
+        guided_decoding_guide_type="json_schema",
+        guided_decoding_guide=json.dumps(SCHEMA),
+        **ask,
+    )
     if reply["finish_reason"] == "end_id":  # a fake may write a number without end
         assert json.loads(reply["text_output"]).keys() == {"n", "b"}
     assert reply["text_output"].lstrip().startswith("{")
     _, reply = service.generate("ab", 5, guided_decoding_guide_type="json", **ask)
-    assert reply["text_output"].lstrip()[:1] in set('{["-0123456789tfn') or not reply["text_output"].strip()
-    _, reply = service.generate("ab", 50, guided_decoding_guide_type="ebnf_grammar", guided_decoding_guide='root ::= "x" root | "y"', **ask)
+    assert (
+        reply["text_output"].lstrip()[:1] in set('{["-0123456789tfn')
+        or not reply["text_output"].strip()
+    )
+    _, reply = service.generate(
+        "ab",
+        50,
+        guided_decoding_guide_type="ebnf_grammar",
+        guided_decoding_guide='root ::= "x" root | "y"',
+        **ask,
+    )
     assert re.fullmatch("x*y?", reply["text_output"])
 
 
 def test_a_stream_of_token_ids_follows_the_grammar_over_grpc(client):  # noqa: F811
     ask = {name: [[value]] for name, value in GUIDE.items()}
-    responses = client.ask("tensorrt_llm", **{**token_request("ab", 40), **ask, "streaming": [[True]]})
-    tokens = np.concatenate([response["output_ids"] for response in responses], axis=2)[0, 0].tolist()
+    responses = client.ask(
+        "tensorrt_llm", **{**token_request("ab", 40), **ask, "streaming": [[True]]}
+    )
+    tokens = np.concatenate([response["output_ids"] for response in responses], axis=2)[
+        0, 0
+    ].tolist()
     assert tokens.pop() == 256
     assert re.fullmatch(PATTERN, bytes(tokens).decode())
 
@@ -49,11 +83,23 @@ def test_a_stream_of_token_ids_follows_the_grammar_over_grpc(client):  # noqa: F
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({"guided_decoding_guide_type": "poem", "guided_decoding_guide": "x"}, "guided_decoding_guide_type must be one of"),
+        (
+            {"guided_decoding_guide_type": "poem", "guided_decoding_guide": "x"},
+            "guided_decoding_guide_type must be one of",
+        ),
         ({"guided_decoding_guide_type": "regex"}, "guided_decoding_guide is required"),
-        ({"guided_decoding_guide": "x"}, "guided_decoding_guide must come with guided_decoding_guide_type"),
-        ({"guided_decoding_guide_type": "regex", "guided_decoding_guide": "[x"}, "error: unclosed character class"),
-        ({"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": "{"}, "guided_decoding_guide is no json_schema"),
+        (
+            {"guided_decoding_guide": "x"},
+            "guided_decoding_guide must come with guided_decoding_guide_type",
+        ),
+        (
+            {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "[x"},
+            "error: unclosed character class",
+        ),
+        (
+            {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": "{"},
+            "guided_decoding_guide is no json_schema",
+        ),
         ({"guided_decoding_guide_type": "json", "end_id": -1}, "end_id must not be -1"),
     ],
 )
@@ -65,4 +111,6 @@ def test_a_guide_that_is_wrong_is_refused_by_name(service, inputs, message):
 
 def test_an_empty_guide_asks_for_nothing(service):
     plain = service.generate("ab", 12)
-    assert service.generate("ab", 12, guided_decoding_guide_type="", guided_decoding_guide="") == plain
+    assert (
+        service.generate("ab", 12, guided_decoding_guide_type="", guided_decoding_guide="") == plain
+    )

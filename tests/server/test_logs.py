@@ -18,5 +18,13 @@ def test_every_process_of_ours_writes_json_lines_when_asked_to(start_service, tm
     assert not [line for line in lines if " backend." in line]  # nothing in the text form
     ours = [json.loads(line) for line in lines if line.startswith("{")]
     refused = next(line for line in ours if line["event"] == "request refused")
-    assert (refused["process"], refused["level"], refused["code"], refused["waiting"]) == ("engine", "warning", "INVALID_ARGUMENT", 0)
-    assert any(line["process"] == "spindle" and line["event"] == "the engine process ended with status -9" for line in ours)
+    assert (refused["process"], refused["level"], refused["code"], refused["waiting"]) == (
+        "engine",
+        "warning",
+        "INVALID_ARGUMENT",
+        0,
+    )
+    assert any(
+        line["process"] == "spindle" and line["event"] == "the engine process ended with status -9"
+        for line in ours
+    )

@@ -6,10 +6,19 @@ import urllib.request
 
 MODEL = {"model": "tensorrt_llm", "version": "1"}
 SERIES = {
-    "nv_trt_llm_request_metrics": ("request_type", {"active", "max", "scheduled", "context", "waiting"}),
+    "nv_trt_llm_request_metrics": (
+        "request_type",
+        {"active", "max", "scheduled", "context", "waiting"},
+    ),
     "nv_trt_llm_runtime_memory_metrics": ("memory_type", {"cpu", "gpu", "pinned"}),
-    "nv_trt_llm_kv_cache_block_metrics": ("kv_cache_block_type", {"max", "free", "used", "tokens_per", "reused", "fraction"}),
-    "nv_trt_llm_disaggregated_serving_metrics": ("disaggregated_serving_type", {"kv_cache_transfer_ms", "request_count"}),
+    "nv_trt_llm_kv_cache_block_metrics": (
+        "kv_cache_block_type",
+        {"max", "free", "used", "tokens_per", "reused", "fraction"},
+    ),
+    "nv_trt_llm_disaggregated_serving_metrics": (
+        "disaggregated_serving_type",
+        {"kv_cache_transfer_ms", "request_count"},
+    ),
     "nv_trt_llm_inflight_batcher_metrics": (
         "inflight_batcher_specific_metric",
         {"total_context_tokens", "generation_requests", "micro_batch_id", "paused_requests"},
@@ -22,10 +31,16 @@ SERIES = {
 
 def series(service):
     """Return {name: {(label, value), ...} sets} of what is exported."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{service.metrics}/metrics", timeout=10) as response:
+    with urllib.request.urlopen(
+        f"http://127.0.0.1:{service.metrics}/metrics", timeout=10
+    ) as response:
         lines = response.read().decode().splitlines()
     found = [re.fullmatch(r"(nv_(?:trt_)?llm_\w+)\{(.*)\} (\S+)", line) for line in lines]
-    return [(match[1], dict(re.findall(r'(\w+)="([^"]*)"', match[2])), float(match[3])) for match in found if match]
+    return [
+        (match[1], dict(re.findall(r'(\w+)="([^"]*)"', match[2])), float(match[3]))
+        for match in found
+        if match
+    ]
 
 
 def test_every_family_has_its_series_with_nvidias_labels(service):
@@ -36,7 +51,9 @@ def test_every_family_has_its_series_with_nvidias_labels(service):
         labels = [labels for family, labels, _ in exported if family == name]
         assert {labels[key] for labels in labels} == values, name
         assert all(labels == {key: labels[key], **MODEL} for labels in labels), name
-    buckets = [labels["le"] for name, labels, _ in exported if name == "nv_llm_input_token_len_bucket"]
+    buckets = [
+        labels["le"] for name, labels, _ in exported if name == "nv_llm_input_token_len_bucket"
+    ]
     assert buckets == ["10", "50", "100", "500", "1000", "+Inf"]
 
 
@@ -68,13 +85,20 @@ def test_the_gauges_follow_a_running_request_and_its_end(service):
         return service.metric("nv_trt_llm_kv_cache_block_metrics", kv_cache_block_type=kind)
 
     def generating():
-        return service.metric("nv_trt_llm_inflight_batcher_metrics", inflight_batcher_specific_metric="generation_requests")
+        return service.metric(
+            "nv_trt_llm_inflight_batcher_metrics",
+            inflight_batcher_specific_metric="generation_requests",
+        )
 
     steps = service.metric("nv_trt_llm_general_metrics", general_type="iteration_counter")
     body = b'{"text_input": "run ", "max_tokens": 1500, "stream": true, "end_id": -1}'
-    with urllib.request.urlopen(f"http://127.0.0.1:{service.http}/v2/models/ensemble/generate_stream", body, timeout=10) as stream:
+    with urllib.request.urlopen(
+        f"http://127.0.0.1:{service.http}/v2/models/ensemble/generate_stream", body, timeout=10
+    ) as stream:
         stream.readline()
-        service.wait_until(lambda: (requests("active"), requests("scheduled"), generating()) == (1, 1, 1), 5)
+        service.wait_until(
+            lambda: (requests("active"), requests("scheduled"), generating()) == (1, 1, 1), 5
+        )
         assert (requests("max"), requests("waiting"), requests("context")) == (64, 0, 0)
         assert 0 < blocks("used") < blocks("max") == blocks("used") + blocks("free")
         assert abs(blocks("fraction") - blocks("used") / blocks("max")) < 1e-6

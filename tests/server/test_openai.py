@@ -17,7 +17,9 @@ from tests.server.harness import free_ports
 KEY = "a-key"
 REFUSES = "{% if messages[0].content == 'odd' %}{{ raise_exception('odd') }}{% endif %}"
 LLAMA = """{% if tools %}{# {"name": function name, "parameters": dictionary of argument name and its value} #}{% endif %}"""
-TEMPLATE = REFUSES + LLAMA + "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+TEMPLATE = (
+    REFUSES + LLAMA + "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,17 +28,25 @@ def fronted(start_service, tmp_path_factory):
     template = tmp_path_factory.mktemp("template") / "chat.jinja"
     template.write_text(TEMPLATE)
     (port,) = free_ports(1)
-    variables = {"OPENAI_API_KEY": KEY, "OPENAI_CHAT_TEMPLATE": str(template), "OPENAI_CORS_ORIGINS": "http://page.example"}
+    variables = {
+        "OPENAI_API_KEY": KEY,
+        "OPENAI_CHAT_TEMPLATE": str(template),
+        "OPENAI_CORS_ORIGINS": "http://page.example",
+    }
     service = start_service(OPENAI_PORT=str(port), **variables).wait_ready()
     service.openai = port
-    service.wait_until(lambda: f"spindle: OpenAI API http://127.0.0.1:{port}/v1" in service.log.read_text())
+    service.wait_until(
+        lambda: f"spindle: OpenAI API http://127.0.0.1:{port}/v1" in service.log.read_text()
+    )
     assert post(service, "/v1/none", {})[0] == 404, "it was said to answer"
     return service
 
 
 @pytest.fixture
 def client(fronted):
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{fronted.openai}/v1", api_key=KEY, max_retries=0) as made:
+    with openai.OpenAI(
+        base_url=f"http://127.0.0.1:{fronted.openai}/v1", api_key=KEY, max_retries=0
+    ) as made:
         yield made
 
 
@@ -73,7 +83,9 @@ def test_the_model_is_listed(client):
 
 def test_a_completion_is_the_model_s_text(client, fronted):
     reply = client.completions.create(model="fake", prompt="Grüße ", max_tokens=30, temperature=0)
-    assert (reply.choices[0].text, reply.choices[0].finish_reason) == expected(fronted, "Grüße ", 30)
+    assert (reply.choices[0].text, reply.choices[0].finish_reason) == expected(
+        fronted, "Grüße ", 30
+    )
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (8, 30)
     assert reply.object == "text_completion"
 
@@ -81,9 +93,17 @@ def test_a_completion_is_the_model_s_text(client, fronted):
 def test_options_reach_the_model(client, fronted):
     text, _ = expected(fronted, "options ", 40)
     reply = client.completions.create(
-        model="fake", prompt="options ", max_tokens=40, temperature=0, stop=["~never~", text[10:13]], echo=True
+        model="fake",
+        prompt="options ",
+        max_tokens=40,
+        temperature=0,
+        stop=["~never~", text[10:13]],
+        echo=True,
     )
-    assert (reply.choices[0].text, reply.choices[0].finish_reason) == ("options " + text[: text.index(text[10:13])], "stop")
+    assert (reply.choices[0].text, reply.choices[0].finish_reason) == (
+        "options " + text[: text.index(text[10:13])],
+        "stop",
+    )
     seeded = {
         "model": "fake",
         "prompt": "seed ",
@@ -93,12 +113,23 @@ def test_options_reach_the_model(client, fronted):
         "frequency_penalty": 0.25,
         "top_p": 0.9,
     }
-    same = expected(fronted, "seed ", 20, temperature=1.0, seed=5, presence_penalty=0.5, frequency_penalty=0.25, top_p=0.9)[0]
+    same = expected(
+        fronted,
+        "seed ",
+        20,
+        temperature=1.0,
+        seed=5,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+        top_p=0.9,
+    )[0]
     assert client.completions.create(**seeded).choices[0].text == same
 
 
 def test_several_prompts_and_several_texts_are_choices_in_order(client, fronted):
-    reply = client.completions.create(model="fake", prompt=["one ", "three "], n=2, max_tokens=10, seed=3)
+    reply = client.completions.create(
+        model="fake", prompt=["one ", "three "], n=2, max_tokens=10, seed=3
+    )
     assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
     for index, choice in enumerate(reply.choices):
         prompt, seed = ["one ", "three "][index // 2], 3 + index % 2
@@ -130,20 +161,32 @@ def test_a_text_can_be_had_again_by_the_seed_that_its_choice_names(client, strea
 
 
 def test_a_streamed_completion_comes_in_parts_with_usage_at_the_end(client, fronted):
-    options = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0, "max_tokens": 60}
+    options = {
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0,
+        "max_tokens": 60,
+    }
     chunks = list(client.completions.create(model="fake", prompt="stream ", **options))
     *parts, last = chunks
     assert len(parts) > 5
     assert "".join(part.choices[0].text for part in parts) == expected(fronted, "stream ", 60)[0]
-    assert [part.choices[0].finish_reason for part in parts] == [None] * (len(parts) - 1) + ["length"]
+    assert [part.choices[0].finish_reason for part in parts] == [None] * (len(parts) - 1) + [
+        "length"
+    ]
     assert (last.choices, last.usage.completion_tokens) == ([], 60)
     assert len({chunk.id for chunk in chunks}) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_chat_goes_through_the_template(client, fronted, stream):
-    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
-    reply = client.chat.completions.create(model="fake", messages=messages, max_completion_tokens=25, temperature=0, n=2, stream=stream)
+    messages = [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+    ]
+    reply = client.chat.completions.create(
+        model="fake", messages=messages, max_completion_tokens=25, temperature=0, n=2, stream=stream
+    )
     text = expected(fronted, "<system>be kind<user>hi<assistant>", 25)[0]
     if not stream:
         assert [choice.message.content for choice in reply.choices] == [text, text]
@@ -160,7 +203,13 @@ def test_a_chat_goes_through_the_template(client, fronted, stream):
 BAD = [
     ({"model": "other"}, 404, "model", "model_not_found", "'other' does not exist"),
     ({"max_tokens": 0}, 400, "max_tokens", "invalid_value", "without echo"),
-    ({"max_tokens": "few"}, 400, "max_tokens", "invalid_type", 'expected an integer, but got "few"'),
+    (
+        {"max_tokens": "few"},
+        400,
+        "max_tokens",
+        "invalid_type",
+        'expected an integer, but got "few"',
+    ),
     ({"max_tokens": 100000}, 400, "max_tokens", "context_length_exceeded", "100000 and a prompt"),
     ({"temperature": 3}, 400, "temperature", "invalid_value", "expected a value <= 2.0, but got 3"),
     ({"temprature": 1}, 400, "temprature", "unknown_parameter", "Did you mean 'temperature'?"),
@@ -180,7 +229,9 @@ BAD = [
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("change", "status", "param", "code", "words"), BAD)
-def test_what_is_wrong_with_a_request_is_told_as_openai_does(fronted, change, status, param, code, words, stream):
+def test_what_is_wrong_with_a_request_is_told_as_openai_does(
+    fronted, change, status, param, code, words, stream
+):
     body = {"model": "fake", "prompt": "a", "max_tokens": 4, "stream": stream, **change}
     found, text, _ = post(fronted, "/v1/completions", body)
     assert found == status, text
@@ -189,10 +240,17 @@ def test_what_is_wrong_with_a_request_is_told_as_openai_does(fronted, change, st
     assert error == {"type": "invalid_request_error", "param": param, "code": code}
 
 
-SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 22, 333]}, "b": {"type": "boolean"}}, "required": ["n", "b"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"enum": [1, 22, 333]}, "b": {"type": "boolean"}},
+    "required": ["n", "b"],
+}
 SCHEMA["additionalProperties"] = False
 TOOLS = [
-    {"type": "function", "function": {"name": "weather", "description": "Tells it.", "parameters": SCHEMA}},
+    {
+        "type": "function",
+        "function": {"name": "weather", "description": "Tells it.", "parameters": SCHEMA},
+    },
     {"type": "function", "function": {"name": "clock"}},
 ]
 HI = [{"role": "user", "content": "hi"}]
@@ -205,20 +263,41 @@ def part(**fields):
 BAD_CHATS = [
     ({"messages": []}, "messages", "at least 1"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "got null"),
-    ({"messages": [*HI, {"role": "robot", "content": "x"}]}, "messages[1].role", "\"robot\". Supported values are: 'system'"),
-    ({"messages": [{"role": "user", "contents": "x"}]}, "messages[0].contents", "Did you mean 'content'?"),
-    (part(type="image_url", image_url="u"), "messages[0].content[0].type", "only content parts of type text"),
+    (
+        {"messages": [*HI, {"role": "robot", "content": "x"}]},
+        "messages[1].role",
+        "\"robot\". Supported values are: 'system'",
+    ),
+    (
+        {"messages": [{"role": "user", "contents": "x"}]},
+        "messages[0].contents",
+        "Did you mean 'content'?",
+    ),
+    (
+        part(type="image_url", image_url="u"),
+        "messages[0].content[0].type",
+        "only content parts of type text",
+    ),
     ({"top_logprobs": 2}, "top_logprobs", "needs logprobs true"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "<= 20, but got 21"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "must be given"),
     ({"response_format": {"type": "poem"}}, "response_format.type", "Supported values are: 'text'"),
     (
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "x"}}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": {"type": "x"}},
+            }
+        },
         "response_format",
         "response_format is no json_schema that can be served: Invalid type: x",
     ),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice", "is none of the tools"),
+    (
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}},
+        "tool_choice",
+        "is none of the tools",
+    ),
     ({"tools": [{"type": "custom"}]}, "tools[0].type", "Supported values are: 'function'"),
     ({"functions": [{"name": "x"}]}, "functions", "not served: use tools"),
     ({"reasoning_effort": "high"}, "reasoning_effort", "how long to reason"),
@@ -229,7 +308,11 @@ BAD_CHATS = [
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("change", "param", "words"), BAD_CHATS)
 def test_what_is_wrong_with_a_chat_is_named(fronted, change, param, words, stream):
-    status, text, _ = post(fronted, "/v1/chat/completions", {"model": "fake", "messages": HI, "stream": stream, **change})
+    status, text, _ = post(
+        fronted,
+        "/v1/chat/completions",
+        {"model": "fake", "messages": HI, "stream": stream, **change},
+    )
     assert status == 400, text
     error = json.loads(text)["error"]
     assert words in error["message"]
@@ -237,8 +320,20 @@ def test_what_is_wrong_with_a_chat_is_named(fronted, change, param, words, strea
 
 
 def test_what_changes_no_answer_is_accepted(client):
-    harmless = {"metadata": {"a": "b"}, "store": True, "service_tier": "flex", "user": "me", "parallel_tool_calls": True}
-    more = {"safety_identifier": "s", "prompt_cache_key": "k", "modalities": ["text"], "stop": None, "seed": None}
+    harmless = {
+        "metadata": {"a": "b"},
+        "store": True,
+        "service_tier": "flex",
+        "user": "me",
+        "parallel_tool_calls": True,
+    }
+    more = {
+        "safety_identifier": "s",
+        "prompt_cache_key": "k",
+        "modalities": ["text"],
+        "stop": None,
+        "seed": None,
+    }
     options = {"model": "fake", "messages": HI, "max_tokens": 9, "temperature": 0}
     plain = client.chat.completions.create(**options)
     same = client.chat.completions.create(**options, **harmless, **more)
@@ -247,23 +342,38 @@ def test_what_changes_no_answer_is_accepted(client):
 
 def test_a_developer_is_a_system_to_a_template_without_developers(client, fronted):
     messages = [{"role": "developer", "content": "be kind"}, *HI]
-    reply = client.chat.completions.create(model="fake", messages=messages, max_tokens=9, temperature=0)
-    assert reply.choices[0].message.content == expected(fronted, "<system>be kind<user>hi<assistant>", 9)[0]
+    reply = client.chat.completions.create(
+        model="fake", messages=messages, max_tokens=9, temperature=0
+    )
+    assert (
+        reply.choices[0].message.content
+        == expected(fronted, "<system>be kind<user>hi<assistant>", 9)[0]
+    )
 
 
 def test_a_logit_bias_is_added_to_the_logits_of_its_tokens(client):
     options = {"model": "fake", "prompt": "bias ", "max_tokens": 6, "temperature": 0}
-    assert client.completions.create(**options, logit_bias={str(ord("x")): 100}).choices[0].text == "xxxxxx"
+    assert (
+        client.completions.create(**options, logit_bias={str(ord("x")): 100}).choices[0].text
+        == "xxxxxx"
+    )
     plain = client.completions.create(**options).choices[0].text
-    assert client.completions.create(**options, logit_bias={str(ord("x")): 1}).choices[0].text == plain
-    banned = client.completions.create(**options, logit_bias={str(ord(plain[0])): -100}).choices[0].text
+    assert (
+        client.completions.create(**options, logit_bias={str(ord("x")): 1}).choices[0].text == plain
+    )
+    banned = (
+        client.completions.create(**options, logit_bias={str(ord(plain[0])): -100}).choices[0].text
+    )
     assert banned[0] != plain[0]
 
 
 @pytest.mark.parametrize("echo", [False, True])
 def test_prompts_may_be_token_ids(client, echo):
     options = {"model": "fake", "max_tokens": 8, "temperature": 0, "echo": echo}
-    texts = [choice.text for choice in client.completions.create(prompt=["ids ", "Grüße"], **options).choices]
+    texts = [
+        choice.text
+        for choice in client.completions.create(prompt=["ids ", "Grüße"], **options).choices
+    ]
     ids = [list(b"ids "), list("Grüße".encode())]
     reply = client.completions.create(prompt=ids, **options)
     assert [choice.text for choice in reply.choices] == texts
@@ -287,14 +397,21 @@ def test_a_prompt_is_echoed_with_its_log_probabilities(client, stream):
     assert (values[0], best[0]) == (None, None)
     assert (values[9:], best[9:]) == (alone.logprobs.token_logprobs, alone.logprobs.top_logprobs)
     for at in range(1, 9):  # what the model would have written at each place of the prompt
-        one = client.completions.create(prompt="echo this"[:at], **{**options, "max_tokens": 1}).choices[0].logprobs
+        one = (
+            client.completions.create(prompt="echo this"[:at], **{**options, "max_tokens": 1})
+            .choices[0]
+            .logprobs
+        )
         assert best[at] == pytest.approx(one.top_logprobs[0])
         assert values[at] <= max(best[at].values())
 
 
 def test_a_prompt_can_be_scored_alone(client):
     options = {"model": "fake", "prompt": "score", "logprobs": 1, "temperature": 0, "echo": True}
-    reply, more = client.completions.create(**options, max_tokens=0), client.completions.create(**options, max_tokens=1)
+    reply, more = (
+        client.completions.create(**options, max_tokens=0),
+        client.completions.create(**options, max_tokens=1),
+    )
     assert (reply.choices[0].text, reply.choices[0].finish_reason) == ("score", "length")
     assert reply.choices[0].logprobs.token_logprobs == more.choices[0].logprobs.token_logprobs[:5]
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (5, 0)
@@ -312,7 +429,9 @@ def test_a_text_may_go_on_behind_its_end(client):
 
 def test_a_request_may_do_without_speculation(client, fronted):
     def counted():
-        return fronted.metric("spindle_emitted_tokens_total"), fronted.metric("spindle_draft_tokens_total")
+        return fronted.metric("spindle_emitted_tokens_total"), fronted.metric(
+            "spindle_draft_tokens_total"
+        )
 
     options = {"model": "fake", "prompt": "guess ", "max_tokens": 60, "temperature": 0}
     text = client.completions.create(**options).choices[0].text
@@ -320,14 +439,20 @@ def test_a_request_may_do_without_speculation(client, fronted):
     while before != (now := (time.sleep(1.1), counted())[1]):  # they are told twice a second
         before = now
     assert before[1] > 0
-    assert client.completions.create(**options, extra_body={"num_draft_tokens": 0}).choices[0].text == text
+    assert (
+        client.completions.create(**options, extra_body={"num_draft_tokens": 0}).choices[0].text
+        == text
+    )
     fronted.wait_until(lambda: counted()[0] >= before[0] + 60, 10)
     assert counted()[1] == before[1]
 
 
 def test_texts_are_tokenized_and_back(fronted):
     status, text, _ = post(fronted, "/tokenize", {"model": "fake", "prompt": "Grüße"})
-    assert (status, json.loads(text)) == (200, {"count": 7, "max_model_len": 2048, "tokens": list("Grüße".encode())})
+    assert (status, json.loads(text)) == (
+        200,
+        {"count": 7, "max_model_len": 2048, "tokens": list("Grüße".encode())},
+    )
     _, text, _ = post(fronted, "/tokenize", {"messages": HI})
     chat = json.loads(text)["tokens"]
     assert bytes(chat) == b"<user>hi<assistant>"
@@ -335,7 +460,10 @@ def test_texts_are_tokenized_and_back(fronted):
     assert (status, json.loads(text)) == (200, {"prompt": "<user>hi<assistant>"})
     assert json.loads(post(fronted, "/detokenize", {"tokens": []})[1]) == {"prompt": ""}
     assert json.loads(post(fronted, "/tokenize", {})[1])["error"]["param"] == "prompt"
-    assert json.loads(post(fronted, "/detokenize", {"tokens": [-1]})[1])["error"]["param"] == "tokens[0]"
+    assert (
+        json.loads(post(fronted, "/detokenize", {"tokens": [-1]})[1])["error"]["param"]
+        == "tokens[0]"
+    )
     assert post(fronted, "/tokenize", {"model": "other", "prompt": "a"})[0] == 404
 
 
@@ -353,43 +481,86 @@ def check_tokens(tokens, text):
         values = [best.logprob for best in token.top_logprobs]
         assert values == sorted(values, reverse=True)
         assert token.logprob <= values[0] <= 0
-        assert token.token in [best.token for best in token.top_logprobs] or token.logprob <= values[-1]
+        assert (
+            token.token in [best.token for best in token.top_logprobs]
+            or token.logprob <= values[-1]
+        )
 
 
 def test_a_chat_has_the_log_probabilities_of_its_tokens(client):
-    options = {"model": "fake", "messages": HI, "max_tokens": 20, "logprobs": True, "top_logprobs": 3, "seed": 1}
+    options = {
+        "model": "fake",
+        "messages": HI,
+        "max_tokens": 20,
+        "logprobs": True,
+        "top_logprobs": 3,
+        "seed": 1,
+    }
     choice = client.chat.completions.create(**options).choices[0]
     check_tokens(choice.logprobs.content, choice.message.content)
-    streamed = [chunk.choices[0] for chunk in client.chat.completions.create(**options, stream=True)]
-    check_tokens([token for part in streamed for token in part.logprobs.content], choice.message.content)
-    assert [token.logprob for part in streamed for token in part.logprobs.content] == [t.logprob for t in choice.logprobs.content]
+    streamed = [
+        chunk.choices[0] for chunk in client.chat.completions.create(**options, stream=True)
+    ]
+    check_tokens(
+        [token for part in streamed for token in part.logprobs.content], choice.message.content
+    )
+    assert [token.logprob for part in streamed for token in part.logprobs.content] == [
+        t.logprob for t in choice.logprobs.content
+    ]
 
 
 def test_a_completion_has_log_probabilities_with_offsets(client):
-    choice = client.completions.create(model="fake", prompt="lp ", max_tokens=15, logprobs=2, seed=1).choices[0]
+    choice = client.completions.create(
+        model="fake", prompt="lp ", max_tokens=15, logprobs=2, seed=1
+    ).choices[0]
     told = choice.logprobs
     assert "".join(told.tokens) == choice.text
     assert told.text_offset == list(range(15))
     assert len(told.token_logprobs) == len(told.top_logprobs) == 15
     assert all(len(best) == 2 for best in told.top_logprobs)
-    assert client.completions.create(model="fake", prompt="lp ", max_tokens=2).choices[0].logprobs is None
+    assert (
+        client.completions.create(model="fake", prompt="lp ", max_tokens=2).choices[0].logprobs
+        is None
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_response_format_holds_the_text_to_a_schema(client, stream):
-    form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
-    reply = client.chat.completions.create(model="fake", messages=HI, max_tokens=200, seed=2, response_format=form, stream=stream)
-    text = "".join(c.choices[0].delta.content or "" for c in reply) if stream else reply.choices[0].message.content
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True},
+    }
+    reply = client.chat.completions.create(
+        model="fake", messages=HI, max_tokens=200, seed=2, response_format=form, stream=stream
+    )
+    text = (
+        "".join(c.choices[0].delta.content or "" for c in reply)
+        if stream
+        else reply.choices[0].message.content
+    )
     assert json.loads(text)["n"] in (1, 22, 333)
     assert json.loads(text).keys() == {"n", "b"}
-    reply = client.chat.completions.create(model="fake", messages=HI, max_tokens=3, response_format={"type": "json_object"})
+    reply = client.chat.completions.create(
+        model="fake", messages=HI, max_tokens=3, response_format={"type": "json_object"}
+    )
     assert reply.choices[0].message.content.lstrip()[:1] in ("{", "")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=["any", "named"])
+@pytest.mark.parametrize(
+    "choice",
+    ["required", {"type": "function", "function": {"name": "weather"}}],
+    ids=["any", "named"],
+)
 def test_a_tool_that_must_be_called_is_called_with_arguments_of_its_schema(client, choice, stream):
-    options = {"model": "fake", "messages": HI, "max_tokens": 300, "seed": 3, "tools": TOOLS[:1], "tool_choice": choice}
+    options = {
+        "model": "fake",
+        "messages": HI,
+        "max_tokens": 300,
+        "seed": 3,
+        "tools": TOOLS[:1],
+        "tool_choice": choice,
+    }
     reply = client.chat.completions.create(**options, stream=stream)
     if stream:
         parts = [chunk.choices[0] for chunk in reply]
@@ -403,9 +574,21 @@ def test_a_tool_that_must_be_called_is_called_with_arguments_of_its_schema(clien
 def called(**options):
     """Return options by which the fake writes a call as Llama does: it is held to one by a schema."""
     fields = {"name": {"const": "clock"}, "parameters": {"enum": [{"zone": "UTC"}]}}
-    schema = {"type": "object", "properties": fields, "required": ["name", "parameters"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": fields,
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
     form = {"type": "json_schema", "json_schema": {"name": "call", "schema": schema}}
-    return {"model": "fake", "messages": HI, "max_tokens": 300, "seed": 4, "response_format": form, **options}
+    return {
+        "model": "fake",
+        "messages": HI,
+        "max_tokens": 300,
+        "seed": 4,
+        "response_format": form,
+        **options,
+    }
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -414,21 +597,36 @@ def test_a_tool_that_may_be_called_is_read_from_the_text(client, stream):
     if stream:
         parts = [chunk.choices[0] for chunk in reply]
         assert not any(choice.delta.content for choice in parts)
-        (call,), reason = [call for choice in parts for call in choice.delta.tool_calls or ()], parts[-1].finish_reason
+        (call,), reason = (
+            [call for choice in parts for call in choice.delta.tool_calls or ()],
+            parts[-1].finish_reason,
+        )
         assert (call.index, parts[0].delta.role) == (0, "assistant")
     else:
         choice = reply.choices[0]
         (call,), reason = choice.message.tool_calls, choice.finish_reason
         assert choice.message.content is None
-    assert (reason, call.function.name, json.loads(call.function.arguments)) == ("tool_calls", "clock", {"zone": "UTC"})
+    assert (reason, call.function.name, json.loads(call.function.arguments)) == (
+        "tool_calls",
+        "clock",
+        {"zone": "UTC"},
+    )
     assert call.id.startswith("call_")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("tools", [{}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": TOOLS[:1]}], ids=["none", "not", "others"])
+@pytest.mark.parametrize(
+    "tools",
+    [{}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": TOOLS[:1]}],
+    ids=["none", "not", "others"],
+)
 def test_what_calls_none_of_the_tools_is_content(client, tools, stream):
     reply = client.chat.completions.create(**called(**tools, stream=stream))
-    text = "".join(c.choices[0].delta.content or "" for c in reply) if stream else reply.choices[0].message.content
+    text = (
+        "".join(c.choices[0].delta.content or "" for c in reply)
+        if stream
+        else reply.choices[0].message.content
+    )
     assert json.loads(text) == {"name": "clock", "parameters": {"zone": "UTC"}}
 
 
@@ -439,7 +637,9 @@ def test_a_conversation_may_have_calls(client):
         {"role": "assistant", "content": None, "tool_calls": [made]},
         {"role": "tool", "tool_call_id": "call_1", "content": "5"},
     ]
-    reply = client.chat.completions.create(model="fake", messages=messages, max_tokens=5, tools=TOOLS, tool_choice="auto")
+    reply = client.chat.completions.create(
+        model="fake", messages=messages, max_tokens=5, tools=TOOLS, tool_choice="auto"
+    )
     assert reply.choices[0].message.content
     assert reply.choices[0].message.tool_calls is None
 
@@ -474,17 +674,34 @@ def test_the_page_s_figures_are_triton_s_and_the_last_plan_is_explained(client, 
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(4) as pool:
-        jobs = [pool.submit(client.completions.create, model="fake", prompt=f"p{n} ", max_tokens=300, temperature=0) for n in range(4)]
+        jobs = [
+            pool.submit(
+                client.completions.create,
+                model="fake",
+                prompt=f"p{n} ",
+                max_tokens=300,
+                temperature=0,
+            )
+            for n in range(4)
+        ]
         fronted.wait_until(lambda: fronted.health()["active"] >= 1, 10)
         told = json.loads(get(fronted, "/explain", Authorization=f"Bearer {KEY}")[1])
         assert all(job.result().choices[0].text for job in jobs)
     assert told["age_s"] is not None
     assert "tokens proposed" in told["step"]
     assert told["requests"] == ["the policy of this server is not the adaptive one"]
-    fronted.wait_until(lambda: "spindle_emitted_tokens_total{" in get(fronted, "/metrics", Authorization=f"Bearer {KEY}")[1], 10)
+    fronted.wait_until(
+        lambda: (
+            "spindle_emitted_tokens_total{"
+            in get(fronted, "/metrics", Authorization=f"Bearer {KEY}")[1]
+        ),
+        10,
+    )
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b'{"model": "fake", "prompt": "\\ud800"}', b"null"])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"\xff", b'{"model": "fake", "prompt": "\\ud800"}', b"null"]
+)
 def test_a_body_that_cannot_be_read_is_refused(fronted, body):
     status, text, _ = post(fronted, "/v1/completions", body)
     assert status == 400, text
@@ -509,19 +726,34 @@ def test_without_the_key_nobody_is_served(fronted):
         status, text, _ = post(fronted, path, {}, Authorization="Bearer another")
         assert (status, json.loads(text)["error"]["code"]) == (401, "invalid_api_key")
     with pytest.raises(openai.AuthenticationError):
-        openai.OpenAI(base_url=f"http://127.0.0.1:{fronted.openai}/v1", api_key="wrong").models.list()
+        openai.OpenAI(
+            base_url=f"http://127.0.0.1:{fronted.openai}/v1", api_key="wrong"
+        ).models.list()
 
 
 def test_only_the_named_site_s_pages_may_call(fronted):
     def allowed(origin):
-        return post(fronted, "/v1/completions", {}, Origin=origin)[2].get("access-control-allow-origin")
+        return post(fronted, "/v1/completions", {}, Origin=origin)[2].get(
+            "access-control-allow-origin"
+        )
 
-    assert (allowed("http://page.example"), allowed("http://other.example")) == ("http://page.example", None)
+    assert (allowed("http://page.example"), allowed("http://other.example")) == (
+        "http://page.example",
+        None,
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_hangs_up_ends_its_request(fronted, stream):
-    body = json.dumps({"model": "fake", "prompt": "gone ", "max_tokens": 1500, "stream": stream, "min_tokens": 1500}).encode()
+    body = json.dumps(
+        {
+            "model": "fake",
+            "prompt": "gone ",
+            "max_tokens": 1500,
+            "stream": stream,
+            "min_tokens": 1500,
+        }
+    ).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n"
     head += "Content-Type: application/json\r\n\r\n"
     with socket.create_connection(("127.0.0.1", fronted.openai)) as connection:

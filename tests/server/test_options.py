@@ -20,18 +20,34 @@ BANNED = PLAIN[7:10]
 BIAS = {"embedding_bias_words": ["!!b", "", "z"], "embedding_bias_weights": [14.9, 50.0, -0.5]}
 CASES = {
     "none": ({}, {}),
-    "bad_words": ({"bad_words": [BANNED, "", "x"]}, {"bad_words": (tuple(BANNED.encode()), tuple(b"x"))}),
-    "bad_words reach into the prompt": ({"bad_words": ["3" + PLAIN[0]]}, {"bad_words": (tuple(b"3" + PLAIN[0].encode()),)}),
+    "bad_words": (
+        {"bad_words": [BANNED, "", "x"]},
+        {"bad_words": (tuple(BANNED.encode()), tuple(b"x"))},
+    ),
+    "bad_words reach into the prompt": (
+        {"bad_words": ["3" + PLAIN[0]]},
+        {"bad_words": (tuple(b"3" + PLAIN[0].encode()),)},
+    ),
     "repetition_penalty": ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
     "presence_penalty": ({"presence_penalty": 1.25}, {"presence_penalty": 1.25}),
     "frequency_penalty": ({"frequency_penalty": 0.5}, {"frequency_penalty": 0.5}),
     "embedding_bias": (BIAS, {"bias": ((ord("!"), 29.8), (ord("b"), 14.9), (ord("z"), -0.5))}),
     "end_id": ({"end_id": ord(PLAIN[5])}, {"end_ids": (ord(PLAIN[5]),)}),
-    "min_tokens": ({"end_id": ord(PLAIN[5]), "min_tokens": 20}, {"end_ids": (ord(PLAIN[5]),), "min_tokens": 20}),
+    "min_tokens": (
+        {"end_id": ord(PLAIN[5]), "min_tokens": 20},
+        {"end_ids": (ord(PLAIN[5]),), "min_tokens": 20},
+    ),
 }
-CASES["all"] = tuple({name: value for case in CASES.values() for name, value in case[side].items()} for side in (0, 1))
+CASES["all"] = tuple(
+    {name: value for case in CASES.values() for name, value in case[side].items()}
+    for side in (0, 1)
+)
 CASES["all"][0]["bad_words"] = ["", BANNED, "3" + PLAIN[0], "x"]
-CASES["all"][1]["bad_words"] = (tuple(BANNED.encode()), tuple(b"3" + PLAIN[0].encode()), tuple(b"x"))
+CASES["all"][1]["bad_words"] = (
+    tuple(BANNED.encode()),
+    tuple(b"3" + PLAIN[0].encode()),
+    tuple(b"x"),
+)
 
 
 def expectation(options):
@@ -49,9 +65,15 @@ def listed(value):
 def test_an_option_means_over_http_what_it_means_one_token_at_a_time(service, name):
     inputs, options = CASES[name]
     text, reason, log_probs = expectation(options)
-    flags = {"exclude_input_in_output": True, "return_log_probs": True, "return_num_output_tokens": True}
+    flags = {
+        "exclude_input_in_output": True,
+        "return_log_probs": True,
+        "return_num_output_tokens": True,
+    }
     status, reply = service.generate(PROMPT, TOKENS, **flags, **inputs)
-    assert (status, reply.get("text_output"), reply.get("finish_reason")) == (200, text, reason), reply
+    assert (status, reply.get("text_output"), reply.get("finish_reason")) == (200, text, reason), (
+        reply
+    )
     assert (text != PLAIN) == (name != "none")
     assert listed(reply["output_log_probs"]) == pytest.approx(log_probs, abs=1e-5)
     assert reply["cum_log_probs"] == pytest.approx(sum(log_probs), abs=1e-4)
@@ -62,19 +84,32 @@ def test_every_streamed_response_has_the_log_probabilities_of_its_own_tokens(ser
     inputs, options = CASES["all"]
     text, _, log_probs = expectation(options)
     flags = {"stream": True, "return_log_probs": True}
-    _, body = service.post("/v2/models/ensemble/generate_stream", {"text_input": PROMPT, "max_tokens": TOKENS, **flags, **inputs})
+    _, body = service.post(
+        "/v2/models/ensemble/generate_stream",
+        {"text_input": PROMPT, "max_tokens": TOKENS, **flags, **inputs},
+    )
     events = [json.loads(line.removeprefix("data: ")) for line in body.splitlines() if line]
     parts = [listed(event["output_log_probs"]) for event in events]
     assert len(parts) > 5
     assert "".join(event["text_output"] for event in events) == text
     assert [value for part in parts for value in part] == pytest.approx(log_probs, abs=1e-5)
-    assert [event["cum_log_probs"] for event in events] == pytest.approx(list(accumulate(map(sum, parts))), abs=1e-4)
+    assert [event["cum_log_probs"] for event in events] == pytest.approx(
+        list(accumulate(map(sum, parts))), abs=1e-4
+    )
 
 
 def test_log_probabilities_count_the_tokens_of_a_text_that_a_stop_word_cuts(service):
-    flags = {"exclude_input_in_output": True, "return_log_probs": True, "return_num_output_tokens": True}
+    flags = {
+        "exclude_input_in_output": True,
+        "return_log_probs": True,
+        "return_num_output_tokens": True,
+    }
     _, reply = service.generate(PROMPT, TOKENS, stop_words=[PLAIN[9:12]], **flags)
-    assert (reply["text_output"], reply["num_output_tokens"], len(reply["output_log_probs"])) == (PLAIN[:9], 12, 12)
+    assert (reply["text_output"], reply["num_output_tokens"], len(reply["output_log_probs"])) == (
+        PLAIN[:9],
+        12,
+        12,
+    )
 
 
 def test_without_the_flag_there_are_no_log_probabilities(service):
@@ -87,7 +122,11 @@ def ask(client, replies, model, **inputs):
     tensors = []
     for name, value in inputs.items():
         array = np.array([value if isinstance(value, list) else [value]], NUMPY_TYPES[DTYPES[name]])
-        tensors.append(grpcclient.InferInput(name, array.shape, "BYTES" if DTYPES[name] == "STRING" else DTYPES[name]))
+        tensors.append(
+            grpcclient.InferInput(
+                name, array.shape, "BYTES" if DTYPES[name] == "STRING" else DTYPES[name]
+            )
+        )
         tensors[-1].set_data_from_numpy(array)
     client.async_stream_infer(model, tensors, enable_empty_final_response=True)
     responses = []
@@ -119,17 +158,25 @@ def test_tritonclient_gets_the_contracts_shapes(ask_over_grpc, model, stream):
     assert (len(responses) > 5) == stream
     parts = [response.as_numpy("output_log_probs") for response in responses]
     sums = [response.as_numpy("cum_log_probs") for response in responses]
-    assert {(part.dtype, part.ndim, part.shape[:2]) for part in parts} == {(np.dtype(np.float32), 3, (1, 1))}
+    assert {(part.dtype, part.ndim, part.shape[:2]) for part in parts} == {
+        (np.dtype(np.float32), 3, (1, 1))
+    }
     assert {(total.dtype, total.shape) for total in sums} == {(np.dtype(np.float32), (1, 1))}
     assert np.concatenate(parts, axis=2)[0, 0] == pytest.approx(log_probs, abs=1e-5)
     assert sums[-1].item() == pytest.approx(sum(log_probs), abs=1e-4)
-    assert b"".join(response.as_numpy("text_output").item() for response in responses).decode() == text
+    assert (
+        b"".join(response.as_numpy("text_output").item() for response in responses).decode() == text
+    )
 
 
-def test_a_seed_gives_the_same_text_under_any_speculation_and_load_and_none_another_each_time(service):
+def test_a_seed_gives_the_same_text_under_any_speculation_and_load_and_none_another_each_time(
+    service,
+):
     def text(length, **options):
         limits = {} if length is None else {"num_draft_tokens": length}
-        status, reply = service.generate(PROMPT, 80, temperature=1.0, top_p=0.95, bad_words=["ab"], **options, **limits)
+        status, reply = service.generate(
+            PROMPT, 80, temperature=1.0, top_p=0.95, bad_words=["ab"], **options, **limits
+        )
         assert status == 200, reply
         return reply["text_output"]
 

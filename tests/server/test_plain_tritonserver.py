@@ -22,11 +22,33 @@ class PlainServer(Service):
         self.http, self.grpc, self.metrics = free_ports(3)
         self.log = folder / "log"
         backends = write_backend(folder)
-        options = ["--model-repository", PROJECT_ROOT / "model_repository", "--backend-directory", backends]
-        options += ["--http-port", self.http, "--grpc-port", self.grpc, "--metrics-port", self.metrics, "--http-address", "127.0.0.1"]
-        options += ["--grpc-address", "127.0.0.1", "--metrics-address", "127.0.0.1", "--disable-auto-complete-config"]
+        options = [
+            "--model-repository",
+            PROJECT_ROOT / "model_repository",
+            "--backend-directory",
+            backends,
+        ]
+        options += [
+            "--http-port",
+            self.http,
+            "--grpc-port",
+            self.grpc,
+            "--metrics-port",
+            self.metrics,
+            "--http-address",
+            "127.0.0.1",
+        ]
+        options += [
+            "--grpc-address",
+            "127.0.0.1",
+            "--metrics-address",
+            "127.0.0.1",
+            "--disable-auto-complete-config",
+        ]
         environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("SPINDLE_")},
+            **{
+                name: value for name, value in os.environ.items() if not name.startswith("SPINDLE_")
+            },
             "LD_LIBRARY_PATH": f"{python_library_folder()}:{packaged_libraries()}",
             "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}",
             "PYTHONPATH": str(PROJECT_ROOT),
@@ -35,7 +57,9 @@ class PlainServer(Service):
         }
         command = [str(part) for part in (packaged_triton() / "bin" / "tritonserver", *options)]
         with self.log.open("wb") as output:
-            self.process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=output, stderr=subprocess.STDOUT
+            )
 
     def answers(self):
         try:
@@ -55,7 +79,9 @@ def plain(tmp_path):
 def test_the_committed_repository_serves_without_the_launcher(plain, reference_text):
     plain.wait_until(plain.answers)
     for model in ("ensemble", "tensorrt_llm_bls"):
-        assert plain.generate("plain ", 20, model)[1]["text_output"] == "plain " + reference_text("plain ", 20)
+        assert plain.generate("plain ", 20, model)[1]["text_output"] == "plain " + reference_text(
+            "plain ", 20
+        )
     tree = descendants(plain.process.pid)
     plain.process.send_signal(signal.SIGTERM)
     assert plain.process.wait(20) == 0

@@ -14,7 +14,11 @@ BLOCKS = 64
 def cramped(start_service, tmp_path_factory):
     config = tmp_path_factory.mktemp("cramped") / "serving.json"
     draft = {"name": "good", "engine": "fake", "agreement": 0.8}
-    settings = {"target": {"engine": "fake", "step_s": 0.001}, "drafts": [draft], "policy": {"kind": "random"}}
+    settings = {
+        "target": {"engine": "fake", "step_s": 0.001},
+        "drafts": [draft],
+        "policy": {"kind": "random"},
+    }
     config.write_text(json.dumps({**settings, "limits": {"kv_cache_tokens": 16 * BLOCKS}}))
     return start_service(config).wait_ready()
 
@@ -23,7 +27,9 @@ def test_streams_pause_and_go_on_with_their_own_text(cramped, reference_text):
     prompts = [f"stream {i}: " for i in range(12)]
 
     def stream(prompt):
-        request = infer_request("ensemble", text_input=prompt, max_tokens=300, stream=True, end_id=-1, empty_final=False)
+        request = infer_request(
+            "ensemble", text_input=prompt, max_tokens=300, stream=True, end_id=-1, empty_final=False
+        )
         with cramped.stub() as stub:
             responses = list(stub.ModelStreamInfer(iter([request])))
         assert not any(response.error_message for response in responses)

@@ -4,13 +4,24 @@ PROMPT = "a prompt that nobody else has, long enough for six blocks of sixteen t
 BLOCKS = (len(PROMPT) - 1) // 16
 
 
-def test_a_prompt_that_was_served_before_reuses_its_blocks_within_its_tenant(service, reference_text):
+def test_a_prompt_that_was_served_before_reuses_its_blocks_within_its_tenant(
+    service, reference_text
+):
     def counted():
-        events = [service.metric("spindle_kv_block_events_total", event=event) for event in ("reused", "missed")]
+        events = [
+            service.metric("spindle_kv_block_events_total", event=event)
+            for event in ("reused", "missed")
+        ]
         return [*events, service.metric("spindle_kv_reused_tokens_total")]
 
     found = counted()
-    for salt, reused in ((None, 0), (None, BLOCKS), ("tenant", 0), ("tenant", BLOCKS), ("other", 0)):
+    for salt, reused in (
+        (None, 0),
+        (None, BLOCKS),
+        ("tenant", 0),
+        ("tenant", BLOCKS),
+        ("other", 0),
+    ):
         inputs = {"exclude_input_in_output": True} | ({} if salt is None else {"cache_salt": salt})
         status, reply = service.generate(PROMPT, 20, **inputs)
         assert (status, reply["text_output"]) == (200, reference_text(PROMPT, 20))

@@ -22,16 +22,24 @@ def test_generate_repeats_the_prompt_and_goes_on(service, reference_text, model)
 
 
 def test_counts_come_only_when_asked_for(service):
-    flags = {"return_num_input_tokens": True, "return_num_output_tokens": True, "return_perf_metrics": True}
+    flags = {
+        "return_num_input_tokens": True,
+        "return_num_output_tokens": True,
+        "return_perf_metrics": True,
+    }
     _, reply = service.generate("abc", 5, **flags)
     assert (reply["num_input_tokens"], reply["num_output_tokens"]) == (3, 5)
     assert reply["total_accepted_draft_tokens"] <= reply["total_draft_tokens"]
-    assert reply["acceptance_rate"] == pytest.approx(reply["total_accepted_draft_tokens"] / max(1, reply["total_draft_tokens"]))
+    assert reply["acceptance_rate"] == pytest.approx(
+        reply["total_accepted_draft_tokens"] / max(1, reply["total_draft_tokens"])
+    )
 
 
 def test_the_reply_says_which_drafts_proposed_how_much(service):
     _, reply = service.generate("abc", 60, return_perf_metrics=True)
-    names, proposed, accepted = (listed(reply[name]) for name in ("draft_names", "draft_tokens", "accepted_draft_tokens"))
+    names, proposed, accepted = (
+        listed(reply[name]) for name in ("draft_names", "draft_tokens", "accepted_draft_tokens")
+    )
     assert names
     assert set(names) <= {draft.name for draft in load_config(CONFIG).drafts}
     assert sum(proposed) == reply["total_draft_tokens"] > 0
@@ -69,7 +77,9 @@ def test_a_greedy_reply_names_no_seed(service):
 def test_stop_words_end_the_text(service, reference_text):
     whole = reference_text("tell me ", 40)
     word = whole[10:13]
-    _, reply = service.generate("tell me ", 40, exclude_input_in_output=True, stop_words=["never\n", word])
+    _, reply = service.generate(
+        "tell me ", 40, exclude_input_in_output=True, stop_words=["never\n", word]
+    )
     assert reply["finish_reason"] == "stop_words"
     assert whole.startswith(reply["text_output"].removesuffix(word))
 
@@ -80,7 +90,9 @@ def test_generate_stream_sends_deltas_that_make_up_the_text(service, reference_t
     events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line]
     assert "".join(event["text_output"] for event in events) == reference_text("once ", 30)
     assert len(events) > 2
-    assert [event.get("finish_reason") for event in events] == [None] * (len(events) - 1) + ["length"]
+    assert [event.get("finish_reason") for event in events] == [None] * (len(events) - 1) + [
+        "length"
+    ]
     assert {event["id"] for event in events} == {"tale"}
 
 
@@ -106,7 +118,9 @@ def test_64_concurrent_streams_keep_their_texts_apart(service, reference_text):
 
     async def run():
         requests = [
-            infer_request(NAMES[i % 2], name, text_input=prompt, max_tokens=40, stream=True, end_id=-1)
+            infer_request(
+                NAMES[i % 2], name, text_input=prompt, max_tokens=40, stream=True, end_id=-1
+            )
             for i, (name, prompt) in enumerate(prompts.items())
         ]
         return await asyncio.gather(*(stream_texts(service, requests[i::4]) for i in range(4)))
@@ -123,7 +137,14 @@ async def cancelled_stream(service, index):
     async with grpc.aio.insecure_channel(f"127.0.0.1:{service.grpc}") as channel:
         call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer()
         await call.write(
-            infer_request(NAMES[index % 2], f"c{index}", text_input=f"cancel {index}", max_tokens=1000, stream=True, end_id=-1)
+            infer_request(
+                NAMES[index % 2],
+                f"c{index}",
+                text_input=f"cancel {index}",
+                max_tokens=1000,
+                stream=True,
+                end_id=-1,
+            )
         )
         await call.read()
         call.cancel()
@@ -137,7 +158,14 @@ async def cancelled_stream(service, index):
 async def burst(service):
     """Send 400 requests on 8 streams beside 100 that are cancelled; return the finals and statuses."""
     requests = [
-        infer_request(NAMES[i % 2], f"b{i}", text_input=f"burst {i}", max_tokens=8 + i % 5, stream=i % 2 == 0, end_id=-1)
+        infer_request(
+            NAMES[i % 2],
+            f"b{i}",
+            text_input=f"burst {i}",
+            max_tokens=8 + i % 5,
+            stream=i % 2 == 0,
+            end_id=-1,
+        )
         for i in range(400)
     ]
     kept = asyncio.gather(*(stream_texts(service, requests[i::8]) for i in range(8)))
@@ -166,7 +194,12 @@ def test_a_burst_with_cancellations_answers_every_request_once(start_service):
     assert finals == {f"b{i}": 1 for i in range(400)}
     assert gone == [grpc.StatusCode.CANCELLED] * 100
     counted = {"success": 400, "cancelled": 100}
-    service.wait_until(lambda: {name: service.metric("spindle_requests_total", outcome=name) for name in counted} == counted)
+    service.wait_until(
+        lambda: (
+            {name: service.metric("spindle_requests_total", outcome=name) for name in counted}
+            == counted
+        )
+    )
     health = service.health()
     assert (health["active"], health["waiting"]) == (0, 0)
 
@@ -175,7 +208,10 @@ BAD = [
     ({"text_input": ""}, "text_input must not be empty"),
     ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
     ({"temprature": 0.5}, "temprature is no input: did you mean temperature?"),
-    ({"logit_bias_ids": [300], "logit_bias_values": [1]}, "logit_bias_ids must be of token ids below 257, got 300"),
+    (
+        {"logit_bias_ids": [300], "logit_bias_values": [1]},
+        "logit_bias_ids must be of token ids below 257, got 300",
+    ),
     ({"max_tokens": 100000}, "max_tokens 100000"),
     ({"top_p": 1.5}, "top_p must be between 0 and 1 .*1.5"),
     ({"temperature": -1}, "temperature .*-1"),
@@ -190,13 +226,23 @@ BAD = [
     ({"guided_decoding_guide_type": "regex"}, "guided_decoding_guide is required beside"),
     ({"repetition_penalty": 0}, "repetition_penalty must be between .*got 0"),
     ({"min_tokens": -1}, "min_tokens .*-1"),
-    ({"embedding_bias_words": ["a"], "embedding_bias_weights": [1, 2]}, "embedding_bias_weights .*got 2"),
+    (
+        {"embedding_bias_words": ["a"], "embedding_bias_weights": [1, 2]},
+        "embedding_bias_weights .*got 2",
+    ),
 ]
 
 
 def test_bad_inputs_get_errors_that_name_them_while_a_stream_goes_on(service, reference_text):
     with service.stub() as stub:
-        request = infer_request("ensemble", text_input="go on ", max_tokens=500, stream=True, end_id=-1, empty_final=False)
+        request = infer_request(
+            "ensemble",
+            text_input="go on ",
+            max_tokens=500,
+            stream=True,
+            end_id=-1,
+            empty_final=False,
+        )
         stream = iter(stub.ModelStreamInfer(iter([request])))
         first = text_of(next(stream).infer_response)
         for change, words in BAD:
@@ -204,13 +250,17 @@ def test_bad_inputs_get_errors_that_name_them_while_a_stream_goes_on(service, re
             status, text = service.post("/v2/models/ensemble/generate", body)
             assert status in (400, 500), text
             assert re.search(words, json.loads(text)["error"]), text
-        status, text = service.post("/v2/models/ensemble/generate", b'{"text_input": "a\xff", "max_tokens": 4}')
+        status, text = service.post(
+            "/v2/models/ensemble/generate", b'{"text_input": "a\xff", "max_tokens": 4}'
+        )
         assert status == 400
         assert "text_input is not valid UTF-8" in text
         status, text = service.post("/v2/models/ensemble/generate", {"text_input": "a"})
         assert status == 400
         assert "max_tokens" in text
-        assert first + "".join(text_of(message.infer_response) for message in stream) == reference_text("go on ", 500)
+        assert first + "".join(
+            text_of(message.infer_response) for message in stream
+        ) == reference_text("go on ", 500)
 
 
 def test_a_wrong_type_over_grpc_is_refused_by_name(service):
@@ -225,8 +275,12 @@ def test_a_wrong_type_over_grpc_is_refused_by_name(service):
 def test_an_http_client_that_hangs_up_ends_its_request(service):
     import urllib.request
 
-    body = json.dumps({"text_input": "leave ", "max_tokens": 1500, "stream": True, "end_id": -1}).encode()
-    response = urllib.request.urlopen(f"http://127.0.0.1:{service.http}/v2/models/ensemble/generate_stream", body, timeout=10)
+    body = json.dumps(
+        {"text_input": "leave ", "max_tokens": 1500, "stream": True, "end_id": -1}
+    ).encode()
+    response = urllib.request.urlopen(
+        f"http://127.0.0.1:{service.http}/v2/models/ensemble/generate_stream", body, timeout=10
+    )
     response.readline()
     assert service.health()["active"] == 1
     response.close()

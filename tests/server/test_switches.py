@@ -104,7 +104,12 @@ def test_drafts_are_added_and_removed_while_it_serves(start_service, tmp_path, r
 
     texts = []
     clients = [
-        threading.Thread(target=lambda: texts.append(service.generate("goes on", 400, exclude_input_in_output=True))) for _ in range(4)
+        threading.Thread(
+            target=lambda: texts.append(
+                service.generate("goes on", 400, exclude_input_in_output=True)
+            )
+        )
+        for _ in range(4)
     ]
     for client in clients:
         client.start()
@@ -112,10 +117,14 @@ def test_drafts_are_added_and_removed_while_it_serves(start_service, tmp_path, r
     pid = service.health()["pid"]
     new = {**good, "name": "new"}
     assert reload([poor, new]) == {"drafts": ["poor", "new"], "added": ["new"], "removed": ["good"]}
-    assert "drafts[1].engine must be one of" in reload([poor, {**new, "engine": "oracle"}], status=400)
+    assert "drafts[1].engine must be one of" in reload(
+        [poor, {**new, "engine": "oracle"}], status=400
+    )
     for client in clients:
         client.join(60)
-    assert [(status, reply["text_output"]) for status, reply in texts] == [(200, reference_text("goes on", 400))] * 4
+    assert [(status, reply["text_output"]) for status, reply in texts] == [
+        (200, reference_text("goes on", 400))
+    ] * 4
     assert service.wait_until(lambda: drafted(service, draft="new"), 5)
     before = drafted(service, draft="good")
     assert service.generate("without it", 100)[0] == 200

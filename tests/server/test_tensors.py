@@ -21,7 +21,11 @@ def tensors(inputs, kind=grpcclient):
     made = []
     for name, value in inputs.items():
         array = np.array(value, dtype=NUMPY_TYPES[DTYPES[name]])
-        made.append(kind.InferInput(name, array.shape, "BYTES" if DTYPES[name] == "STRING" else DTYPES[name]))
+        made.append(
+            kind.InferInput(
+                name, array.shape, "BYTES" if DTYPES[name] == "STRING" else DTYPES[name]
+            )
+        )
         made[-1].set_data_from_numpy(array)
     return made
 
@@ -33,7 +37,13 @@ class Client:
         self._client, self._replies = client, replies
 
     def send(self, model, request_id="", timeout=None, **inputs):
-        self._client.async_stream_infer(model, tensors(inputs), request_id=request_id, enable_empty_final_response=True, timeout=timeout)
+        self._client.async_stream_infer(
+            model,
+            tensors(inputs),
+            request_id=request_id,
+            enable_empty_final_response=True,
+            timeout=timeout,
+        )
 
     def collect(self, request_id=""):
         """Return the responses of a request up to its final one, those of others put back."""
@@ -47,7 +57,9 @@ class Client:
                 others.append((result, error))
                 continue
             if response.outputs:
-                responses.append({output.name: result.as_numpy(output.name) for output in response.outputs})
+                responses.append(
+                    {output.name: result.as_numpy(output.name) for output in response.outputs}
+                )
             if response.parameters["triton_final_response"].bool_param:
                 for each in others:
                     self._replies.put(each)
@@ -115,13 +127,23 @@ def smallest(model):
 def test_every_tensor_is_taken_or_refused_by_name_and_reason_over_grpc(client, model, field):
     inputs = {**smallest(model), **TOGETHER.get(field.name, {}), field.name: sample(field)}
     if field.refused is None:
-        assert client.ask(model.name, **inputs)[-1]["finish_reason"].item() in (b"length", b"end_id", b"stop_words")
+        assert client.ask(model.name, **inputs)[-1]["finish_reason"].item() in (
+            b"length",
+            b"end_id",
+            b"stop_words",
+        )
         return
-    with pytest.raises(InferenceServerException, match=f"{field.name} is not supported: {field.refused.value}"):
+    with pytest.raises(
+        InferenceServerException, match=f"{field.name} is not supported: {field.refused.value}"
+    ):
         client.ask(model.name, **inputs)
 
 
-@pytest.mark.parametrize(("model", "field"), [each for each in TENSORS if len(each[1].dims) == 1], ids=lambda part: part.name)
+@pytest.mark.parametrize(
+    ("model", "field"),
+    [each for each in TENSORS if len(each[1].dims) == 1],
+    ids=lambda part: part.name,
+)
 def test_every_tensor_of_one_dimension_is_taken_or_refused_over_http(service, model, field):
     """Triton's generate interfaces carry no others."""
     inputs = {**smallest(model), **TOGETHER.get(field.name, {}), field.name: sample(field)}
@@ -136,7 +158,13 @@ def test_every_tensor_of_one_dimension_is_taken_or_refused_over_http(service, mo
 
 def token_request(prompt, length, **more):
     ids = list(prompt.encode())
-    return {"input_ids": [ids], "input_lengths": [[len(ids)]], "request_output_len": [[length]], **END, **more}
+    return {
+        "input_ids": [ids],
+        "input_lengths": [[len(ids)]],
+        "request_output_len": [[length]],
+        **END,
+        **more,
+    }
 
 
 def ids_of(responses):
@@ -151,7 +179,10 @@ def test_token_ids_in_token_ids_out(client, reference_text, streaming):
     assert bytes(ids_of(responses)).decode() == ("" if streaming else "tokens ") + expected
     assert (len(responses) > 3) == streaming
     for response in responses:
-        assert (response["output_ids"].dtype, response["output_ids"].shape[:2]) == (np.int32, (1, 1))
+        assert (response["output_ids"].dtype, response["output_ids"].shape[:2]) == (
+            np.int32,
+            (1, 1),
+        )
         assert response["sequence_length"].tolist() == [[response["output_ids"].shape[2]]]
     assert responses[-1]["num_output_tokens"].tolist() == [[30]]
     assert responses[-1]["finish_reason"].tolist() == [[b"length"]]
@@ -161,7 +192,10 @@ def test_the_prompt_may_be_left_out_of_the_tokens_and_stop_words_be_ids(client, 
     expected = reference_text("tokens ", 40)
     word = expected[10:13]
     end = expected.index(word) + 3
-    options = {"exclude_input_in_output": [[True]], "stop_words_list": [[list(word.encode()), [3, -1, -1]]]}
+    options = {
+        "exclude_input_in_output": [[True]],
+        "stop_words_list": [[list(word.encode()), [3, -1, -1]]],
+    }
     responses = client.ask("tensorrt_llm", **token_request("tokens ", 40, **options))
     assert bytes(ids_of(responses)).decode() == expected[:end]
     assert responses[-1]["finish_reason"].tolist() == [[b"stop_words"]]
@@ -172,20 +206,43 @@ def test_bad_words_and_bias_by_ids_mean_what_they_mean_as_words(client, service)
     _, reply = service.generate("change ", 40, exclude_input_in_output=True, **words)
     bias = [0.0] * 257
     bias[ord("q")] = 3.0
-    options = {"bad_words_list": [[[ord("a"), ord("b")], [2, -1]]], "embedding_bias": [bias], "exclude_input_in_output": [[True]]}
-    assert bytes(ids_of(client.ask("tensorrt_llm", **token_request("change ", 40, **options)))).decode() == reply["text_output"]
+    options = {
+        "bad_words_list": [[[ord("a"), ord("b")], [2, -1]]],
+        "embedding_bias": [bias],
+        "exclude_input_in_output": [[True]],
+    }
+    assert (
+        bytes(
+            ids_of(client.ask("tensorrt_llm", **token_request("change ", 40, **options)))
+        ).decode()
+        == reply["text_output"]
+    )
 
 
 def test_ids_beyond_the_vocabulary_are_refused_by_tensor_and_id(client):
-    for change in ({"input_ids": [[1, 2, 999]]}, {"bad_words_list": [[[999], [1]]]}, {"embedding_bias": [[0.0] * 999 + [1.0]]}):
-        with pytest.raises(InferenceServerException, match=f"{next(iter(change))} must be of token ids below 257, got 999"):
+    for change in (
+        {"input_ids": [[1, 2, 999]]},
+        {"bad_words_list": [[[999], [1]]]},
+        {"embedding_bias": [[0.0] * 999 + [1.0]]},
+    ):
+        with pytest.raises(
+            InferenceServerException,
+            match=f"{next(iter(change))} must be of token ids below 257, got 999",
+        ):
             client.ask("tensorrt_llm", **(token_request("abc", 4) | change))
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_triton_batch_and_several_texts_come_by_their_indices_and_end_once(client, reference_text, stream):
+def test_a_triton_batch_and_several_texts_come_by_their_indices_and_end_once(
+    client, reference_text, stream
+):
     prompts = ["one ", "two "]
-    inputs = {"text_input": [[p] for p in prompts], "max_tokens": [[12], [20]], "end_id": [[-1]] * 2, "stream": [[stream]] * 2}
+    inputs = {
+        "text_input": [[p] for p in prompts],
+        "max_tokens": [[12], [20]],
+        "end_id": [[-1]] * 2,
+        "stream": [[stream]] * 2,
+    }
     flags = {"num_return_sequences": [[3]] * 2, "exclude_input_in_output": [[True]] * 2}
     texts = {}
     for response in client.ask("ensemble", **inputs, **flags):
@@ -202,7 +259,9 @@ def test_several_sampled_texts_differ_and_each_names_its_seed(client, given):
     texts = {response["seed"].item(): response["text_output"].item() for response in responses}
     assert len(set(texts.values())) == 3
     if given:
-        seeds = {response["sequence_index"].item(): response["seed"].item() for response in responses}
+        seeds = {
+            response["sequence_index"].item(): response["seed"].item() for response in responses
+        }
         assert seeds == {0: 40, 1: 41, 2: 42}
     for seed, text in texts.items():
         (alone,) = client.ask("tensorrt_llm_bls", **sampled, seed=[[seed]])
@@ -212,16 +271,31 @@ def test_several_sampled_texts_differ_and_each_names_its_seed(client, given):
 
 def test_a_bad_element_of_a_batch_ends_the_whole_request_by_one_error(client, service):
     with pytest.raises(InferenceServerException, match=r"max_tokens 100000 and a prompt"):
-        client.ask("ensemble", text_input=[["a"], ["b"]], max_tokens=[[1500], [100000]], end_id=[[-1]] * 2)
+        client.ask(
+            "ensemble", text_input=[["a"], ["b"]], max_tokens=[[1500], [100000]], end_id=[[-1]] * 2
+        )
     service.wait_until(lambda: service.health()["active"] == 0, 3)
     assert len(client.ask("ensemble", text_input=[["a"]], max_tokens=[[4]], **END)) == 1
 
 
 def test_performance_outputs_are_in_order_and_count_the_blocks(client):
     before_ns = time.monotonic_ns()
-    inputs = {"text_input": [["perf " * 20]], "max_tokens": [[40]], **END, "return_perf_metrics": [[True]], "cache_salt": [["perf"]]}
-    outputs = {name: value.ravel()[0] for name, value in client.ask("ensemble", **inputs)[0].items()}
-    names = ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns")
+    inputs = {
+        "text_input": [["perf " * 20]],
+        "max_tokens": [[40]],
+        **END,
+        "return_perf_metrics": [[True]],
+        "cache_salt": [["perf"]],
+    }
+    outputs = {
+        name: value.ravel()[0] for name, value in client.ask("ensemble", **inputs)[0].items()
+    }
+    names = (
+        "arrival_time_ns",
+        "first_scheduled_time_ns",
+        "first_token_time_ns",
+        "last_token_time_ns",
+    )
     times = [before_ns, *(outputs[name] for name in names), time.monotonic_ns()]
     assert times == sorted(times)
     assert outputs["first_token_time_ns"] < outputs["last_token_time_ns"]
@@ -243,13 +317,17 @@ def test_a_stop_request_ends_the_request_with_its_id(client, service):
 
 
 def test_a_stop_request_needs_an_id(client):
-    with pytest.raises(InferenceServerException, match="A request id must be provided for request cancellation"):
+    with pytest.raises(
+        InferenceServerException, match="A request id must be provided for request cancellation"
+    ):
         client.ask("tensorrt_llm", **token_request("x", 1, stop=[[True]]))
 
 
 def test_a_request_may_bring_its_own_timeout(client):
     client.send("ensemble", timeout=300_000, text_input=[["late "]], max_tokens=[[1500]], **END)
-    with pytest.raises(InferenceServerException, match=r"the request has not ended within its timeout, 0.3 s"):
+    with pytest.raises(
+        InferenceServerException, match=r"the request has not ended within its timeout, 0.3 s"
+    ):
         client.collect()
 
 
@@ -258,7 +336,9 @@ def test_token_ids_over_http(service, reference_text):
     status, text = service.post("/v2/models/tensorrt_llm/generate", body)
     assert status == 200, text
     with httpclient.InferenceServerClient(f"127.0.0.1:{service.http}") as http:
-        assert {tensor["name"] for tensor in http.get_model_metadata("tensorrt_llm")["inputs"]} == {f.name for f in TOKEN_INPUTS}
+        assert {tensor["name"] for tensor in http.get_model_metadata("tensorrt_llm")["inputs"]} == {
+            f.name for f in TOKEN_INPUTS
+        }
     import json
 
     assert bytes(json.loads(text)["output_ids"]).decode() == "web " + reference_text("web ", 10)
@@ -276,7 +356,11 @@ def infer(service):
             client, kind = {"grpc": (grpc, grpcclient), "http": (http, httpclient)}[over]
             result = client.infer(model, tensors(inputs, kind))
             response = result.get_response()
-            names = [o["name"] for o in response["outputs"]] if over == "http" else [o.name for o in response.outputs]
+            names = (
+                [o["name"] for o in response["outputs"]]
+                if over == "http"
+                else [o.name for o in response.outputs]
+            )
             return {name: result.as_numpy(name) for name in names}
 
         yield call
@@ -286,7 +370,11 @@ def infer(service):
 def test_the_three_models_in_a_row_do_what_the_ensemble_does(infer, client, service, over):
     words = {"STOP_WORDS_DICT": [["~~"], ["x"]], "BAD_WORDS_DICT": [["ab", ""], ["c", ""]]}
     bias = {"EMBEDDING_BIAS_WORDS": [["q"], ["zz"]], "EMBEDDING_BIAS_WEIGHTS": [[3.0], [0.5]]}
-    texts = {"QUERY": [["first "], ["second text "]], "REQUEST_OUTPUT_LEN": [[20], [20]], "END_ID": [[-1], [-1]]}
+    texts = {
+        "QUERY": [["first "], ["second text "]],
+        "REQUEST_OUTPUT_LEN": [[20], [20]],
+        "END_ID": [[-1], [-1]],
+    }
     made = infer("preprocessing", over, **texts, **words, **bias)
     assert made["REQUEST_INPUT_LEN"].tolist() == [[6], [12]]
     assert made["BAD_WORDS_IDS"].tolist() == [[[97, 98], [2, -1]], [[99, 0], [1, -1]]]
@@ -305,11 +393,19 @@ def test_the_three_models_in_a_row_do_what_the_ensemble_does(infer, client, serv
             "end_id": made["OUT_END_ID"],
             "pad_id": [[0], [0]],
         }
-        (response,) = client.ask("tensorrt_llm", **{name: value[row : row + 1] for name, value in inputs.items()})
-        (text,) = infer("postprocessing", over, TOKENS_BATCH=response["output_ids"], SEQUENCE_LENGTH=response["sequence_length"])[
-            "OUTPUT"
-        ].flatten()
-        options = {"stop_words": words["STOP_WORDS_DICT"][row], "bad_words": words["BAD_WORDS_DICT"][row]}
+        (response,) = client.ask(
+            "tensorrt_llm", **{name: value[row : row + 1] for name, value in inputs.items()}
+        )
+        (text,) = infer(
+            "postprocessing",
+            over,
+            TOKENS_BATCH=response["output_ids"],
+            SEQUENCE_LENGTH=response["sequence_length"],
+        )["OUTPUT"].flatten()
+        options = {
+            "stop_words": words["STOP_WORDS_DICT"][row],
+            "bad_words": words["BAD_WORDS_DICT"][row],
+        }
         options |= {
             "embedding_bias_words": bias["EMBEDDING_BIAS_WORDS"][row],
             "embedding_bias_weights": bias["EMBEDDING_BIAS_WEIGHTS"][row],
@@ -321,7 +417,9 @@ def test_the_three_models_in_a_row_do_what_the_ensemble_does(infer, client, serv
 
 def test_without_words_preprocessing_gives_lists_that_ask_for_nothing(infer):
     made = infer("preprocessing", QUERY=[["a"]], REQUEST_OUTPUT_LEN=[[7]])
-    assert {name: made[name].shape for name in ("BAD_WORDS_IDS", "STOP_WORDS_IDS", "EMBEDDING_BIAS")} == {
+    assert {
+        name: made[name].shape for name in ("BAD_WORDS_IDS", "STOP_WORDS_IDS", "EMBEDDING_BIAS")
+    } == {
         "BAD_WORDS_IDS": (1, 2, 0),
         "STOP_WORDS_IDS": (1, 2, 0),
         "EMBEDDING_BIAS": (1, 0),
@@ -332,11 +430,31 @@ def test_without_words_preprocessing_gives_lists_that_ask_for_nothing(infer):
 @pytest.mark.parametrize(
     ("model", "inputs", "words"),
     [
-        ("preprocessing", {"QUERY": [["a"]], "REQUEST_OUTPUT_LEN": [[1]], "IMAGE_URL": [["u"]]}, "IMAGE_URL is not supported: images"),
-        ("preprocessing", {"QUERY": [[b"\xff"]], "REQUEST_OUTPUT_LEN": [[1]]}, "QUERY is not valid UTF-8"),
-        ("preprocessing", {"QUERY": [["a"]], "REQUEST_OUTPUT_LEN": [[1]], "EMBEDDING_BIAS_WORDS": [["a"]]}, "EMBEDDING_BIAS_WEIGHTS"),
-        ("postprocessing", {"TOKENS_BATCH": [[[1, 2]]], "SEQUENCE_LENGTH": [[3]]}, "SEQUENCE_LENGTH .*at most 2"),
-        ("postprocessing", {"TOKENS_BATCH": [[[1, -2]]], "SEQUENCE_LENGTH": [[2]]}, "TOKENS_BATCH must be of token ids, got -2"),
+        (
+            "preprocessing",
+            {"QUERY": [["a"]], "REQUEST_OUTPUT_LEN": [[1]], "IMAGE_URL": [["u"]]},
+            "IMAGE_URL is not supported: images",
+        ),
+        (
+            "preprocessing",
+            {"QUERY": [[b"\xff"]], "REQUEST_OUTPUT_LEN": [[1]]},
+            "QUERY is not valid UTF-8",
+        ),
+        (
+            "preprocessing",
+            {"QUERY": [["a"]], "REQUEST_OUTPUT_LEN": [[1]], "EMBEDDING_BIAS_WORDS": [["a"]]},
+            "EMBEDDING_BIAS_WEIGHTS",
+        ),
+        (
+            "postprocessing",
+            {"TOKENS_BATCH": [[[1, 2]]], "SEQUENCE_LENGTH": [[3]]},
+            "SEQUENCE_LENGTH .*at most 2",
+        ),
+        (
+            "postprocessing",
+            {"TOKENS_BATCH": [[[1, -2]]], "SEQUENCE_LENGTH": [[2]]},
+            "TOKENS_BATCH must be of token ids, got -2",
+        ),
     ],
 )
 def test_what_the_tokenizer_models_cannot_read_is_named(infer, model, inputs, words):

@@ -21,7 +21,9 @@ def collector():
 @pytest.fixture(scope="module")
 def traced(start_service, collector):
     """A service of which every request is traced."""
-    return start_service(TRACE_URL=collector.url, TRACE_RATE="1", OTEL_BSP_SCHEDULE_DELAY="200").wait_ready()
+    return start_service(
+        TRACE_URL=collector.url, TRACE_RATE="1", OTEL_BSP_SCHEDULE_DELAY="200"
+    ).wait_ready()
 
 
 def new_context():
@@ -32,7 +34,9 @@ def new_context():
 
 def generate(service, header, model="ensemble", **inputs):
     body = json.dumps({"text_input": "trace me ", "end_id": -1, **inputs}).encode()
-    request = urllib.request.Request(f"http://127.0.0.1:{service.http}/v2/models/{model}/generate", body, header)
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{service.http}/v2/models/{model}/generate", body, header
+    )
     with urllib.request.urlopen(request, timeout=30) as response:
         return json.load(response)
 
@@ -56,14 +60,22 @@ def test_a_trace_goes_from_the_client_through_triton_to_the_steps(traced, collec
     assert parent_of(found, "spindle.request") == {only(found, model)}
     for phase in ("tokenise", "queue", "prefill", "decode"):
         assert parent_of(found, f"spindle.{phase}") == {only(found, "spindle.request")}
-    assert parent_of(found, "spindle.step") == {only(found, "spindle.prefill"), only(found, "spindle.decode")}
+    assert parent_of(found, "spindle.step") == {
+        only(found, "spindle.prefill"),
+        only(found, "spindle.decode"),
+    }
     assert {span["service"] for span in found["spindle.step"]} == {"spindle"}
     steps = [attributes(span) for span in found["spindle.step"]]
     assert sum(step["spindle.emitted"] for step in steps) == reply["num_output_tokens"] == 40
     assert sum(step["spindle.length"] for step in steps) == reply["total_draft_tokens"]
-    assert sum(step["spindle.accepted"] for step in steps) == reply["total_accepted_draft_tokens"] > 0
+    assert (
+        sum(step["spindle.accepted"] for step in steps) == reply["total_accepted_draft_tokens"] > 0
+    )
     assert {step["spindle.draft"] for step in steps if step["spindle.length"]} <= {"good", "poor"}
-    assert all(step["spindle.batch_size"] == 1 and step["spindle.emitted"] <= step["spindle.accepted"] + 1 for step in steps)
+    assert all(
+        step["spindle.batch_size"] == 1 and step["spindle.emitted"] <= step["spindle.accepted"] + 1
+        for step in steps
+    )
     (request,) = found["spindle.request"]
     assert attributes(request)["gen_ai.response.finish_reasons"] == ["length"]
     assert [event["name"] for event in request["events"]] == ["first_token"]
@@ -74,17 +86,29 @@ def test_streams_over_grpc_are_traced_apart(traced, collector):
     with traced.stub() as stub:
         streams = [
             stub.ModelStreamInfer(
-                iter([infer_request("ensemble", text_input=f"{i}", max_tokens=20 + i, stream=True, end_id=-1)]),
+                iter(
+                    [
+                        infer_request(
+                            "ensemble", text_input=f"{i}", max_tokens=20 + i, stream=True, end_id=-1
+                        )
+                    ]
+                ),
                 metadata=tuple(header.items()),
             )
             for i, (_, _, header) in enumerate(contexts)
         ]
-        assert all("".join(text_of(message.infer_response) for message in stream) for stream in streams)
+        assert all(
+            "".join(text_of(message.infer_response) for message in stream) for stream in streams
+        )
     spans = {"InferRequest", "ensemble", "spindle.request"}
     for i, (trace_id, _, _) in enumerate(contexts):
-        found = collector.wait_for_any(lambda trace, i=i: _tokens(trace) == 20 + i and spans <= set(trace))
+        found = collector.wait_for_any(
+            lambda trace, i=i: _tokens(trace) == 20 + i and spans <= set(trace)
+        )
         assert parent_of(found, "spindle.request") == {only(found, "ensemble")}
-        if only_trace(found) != trace_id:  # of streams that begin at once Triton 2.51 now and then does not see the context
+        if (
+            only_trace(found) != trace_id
+        ):  # of streams that begin at once Triton 2.51 now and then does not see the context
             assert not any(span.get("parentSpanId") for span in found["InferRequest"])
 
 
@@ -110,7 +134,9 @@ def test_a_refused_request_ends_its_trace_with_the_reason(traced, collector):
 def test_the_launcher_s_own_probes_are_not_traced(traced, collector):
     seen = len([span for span in collector.spans if span["name"] == "spindle"])
     probes = traced.metric("nv_inference_request_success", model="spindle")
-    traced.wait_until(lambda: traced.metric("nv_inference_request_success", model="spindle") >= probes + 2, 15)
+    traced.wait_until(
+        lambda: traced.metric("nv_inference_request_success", model="spindle") >= probes + 2, 15
+    )
     trace_id, _, header = new_context()
     generate(traced, header, max_tokens=1)
     collector.wait_for(trace_id, "ensemble")
@@ -118,8 +144,12 @@ def test_the_launcher_s_own_probes_are_not_traced(traced, collector):
 
 
 @pytest.mark.slow
-def test_rate_zero_traces_only_requests_that_bring_a_context(start_service, collector, reference_text):
-    service = start_service(TRACE_URL=collector.url, TRACE_RATE="0", OTEL_BSP_SCHEDULE_DELAY="200").wait_ready()
+def test_rate_zero_traces_only_requests_that_bring_a_context(
+    start_service, collector, reference_text
+):
+    service = start_service(
+        TRACE_URL=collector.url, TRACE_RATE="0", OTEL_BSP_SCHEDULE_DELAY="200"
+    ).wait_ready()
     before = len(collector.spans)
     assert service.generate("abc", 5)[1]["text_output"] == "abc" + reference_text("abc", 5)
     trace_id, _, header = new_context()

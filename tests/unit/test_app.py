@@ -9,12 +9,22 @@ from backend.engines.lookup import LookupEngine
 from backend.request import FinishReason, GenerationRequest, RequestError, SamplingParams
 from backend.stats import Stats, StepStats
 from backend.tokenizer import ByteTokenizer
-from policy import AdaptivePlanner, BatchSchedule, FixedLength, LatencyError, LatencyTable, NoSpeculation
+from policy import (
+    AdaptivePlanner,
+    BatchSchedule,
+    FixedLength,
+    LatencyError,
+    LatencyTable,
+    NoSpeculation,
+)
 from policy.baselines import AcceptanceEma, SmartSpec, SpinSelection
 from policy.replay import replayed, same
 from tests.options import greedy
 
-FAKE = {"target": {"engine": "fake"}, "drafts": [{"name": "d0", "engine": "fake"}, {"name": "lookup", "engine": "lookup"}]}
+FAKE = {
+    "target": {"engine": "fake"},
+    "drafts": [{"name": "d0", "engine": "fake"}, {"name": "lookup", "engine": "lookup"}],
+}
 
 
 class Sink:
@@ -25,7 +35,9 @@ class Sink:
 
 
 def params(end_ids=(), **options):
-    return sampling_params(GenerationRequest("a", 1, **options), ByteTokenizer(), frozenset(end_ids))
+    return sampling_params(
+        GenerationRequest("a", 1, **options), ByteTokenizer(), frozenset(end_ids)
+    )
 
 
 @pytest.mark.parametrize(
@@ -38,8 +50,14 @@ def params(end_ids=(), **options):
         ({"top_k": 3}, SamplingParams(1.0, 3, seed=5)),
         ({"temperature": 0.7, "top_p": 0.0}, SamplingParams(0.7, seed=5)),
         ({"temperature": 1e-7}, SamplingParams(0.0, seed=5)),
-        ({"presence_penalty": -0.5, "frequency_penalty": 0.25}, SamplingParams(seed=5, presence_penalty=-0.5, frequency_penalty=0.25)),
-        ({"repetition_penalty": 1.2, "return_log_probs": True}, SamplingParams(seed=5, repetition_penalty=1.2, log_probs=True)),
+        (
+            {"presence_penalty": -0.5, "frequency_penalty": 0.25},
+            SamplingParams(seed=5, presence_penalty=-0.5, frequency_penalty=0.25),
+        ),
+        (
+            {"repetition_penalty": 1.2, "return_log_probs": True},
+            SamplingParams(seed=5, repetition_penalty=1.2, log_probs=True),
+        ),
     ],
 )
 def test_absent_options_mean_greedy_and_zero_means_off(options, expected):
@@ -64,14 +82,22 @@ def test_words_become_token_ids_and_a_word_without_tokens_has_no_effect():
 
 
 def test_the_weights_of_a_token_add_up_over_a_word_and_over_words():
-    words = {"embedding_bias_words": ("aab", "", "b", "c"), "embedding_bias_weights": (1.5, 9.0, -1.5, 2.0)}
+    words = {
+        "embedding_bias_words": ("aab", "", "b", "c"),
+        "embedding_bias_weights": (1.5, 9.0, -1.5, 2.0),
+    }
     assert params(**words).bias == ((97, 3.0), (99, 2.0))
 
 
 @pytest.mark.parametrize(("end_id", "expected"), [(None, (256,)), (101, (101,)), (-1, ())])
 def test_the_end_ids_of_a_request_are_known_to_engine_and_session(end_id, expected):
-    session = build(parse_config(FAKE)).session(GenerationRequest("a", 9, end_id=end_id, min_tokens=2), sink=None)
-    assert (session.sequence.sampling.end_ids, session.sequence.sampling.min_tokens) == (expected, 2)
+    session = build(parse_config(FAKE)).session(
+        GenerationRequest("a", 9, end_id=end_id, min_tokens=2), sink=None
+    )
+    assert (session.sequence.sampling.end_ids, session.sequence.sampling.min_tokens) == (
+        expected,
+        2,
+    )
     session.commit([97, 256, 101])
     assert session.output_tokens == {None: 2, 101: 3, -1: 3}[end_id]
 
@@ -81,20 +107,32 @@ def test_more_logits_than_the_limit_are_refused_with_the_numbers():
     flags = {"return_context_logits": True, "return_generation_logits": True}
     app.session(GenerationRequest("abc", 9, **flags), Sink())
     with pytest.raises(
-        RequestError, match=r"return_context_logits: 13 rows of 257 logits are 13364 bytes, over limits.max_logits_bytes, 12336"
+        RequestError,
+        match=r"return_context_logits: 13 rows of 257 logits are 13364 bytes, over limits.max_logits_bytes, 12336",
     ):
         app.session(GenerationRequest("abc", 10, **flags), Sink())
     app.session(GenerationRequest("abc", 10), Sink())
 
 
 def test_requests_wait_until_there_is_room_for_the_logits_that_all_keep_and_nobody_is_refused():
-    app = build(parse_config({**FAKE, "limits": {"max_logits_bytes": 30 * 257 * 4, "max_active_requests": 8}}))
+    app = build(
+        parse_config(
+            {**FAKE, "limits": {"max_logits_bytes": 30 * 257 * 4, "max_active_requests": 8}}
+        )
+    )
     sinks = [Sink() for _ in range(6)]
     for sink in sinks[:5]:
-        app.orchestrator.submit(app.session(GenerationRequest("abc", 12, end_id=-1, return_generation_logits=True), sink))
+        app.orchestrator.submit(
+            app.session(
+                GenerationRequest("abc", 12, end_id=-1, return_generation_logits=True), sink
+            )
+        )
     app.orchestrator.submit(app.session(GenerationRequest("abc", 12, end_id=-1), sinks[5]))
     app.orchestrator.step()
-    assert app.orchestrator.counts() == (2, 4)  # 24 rows of 30; the one without logits waits for its turn
+    assert app.orchestrator.counts() == (
+        2,
+        4,
+    )  # 24 rows of 30; the one without logits waits for its turn
     most = 0
     while app.orchestrator.step():
         active = [s for s in app.orchestrator._active.values() if s.logits_bytes]
@@ -106,7 +144,10 @@ def test_requests_wait_until_there_is_room_for_the_logits_that_all_keep_and_nobo
 def test_a_pre_empted_request_keeps_its_room_for_logits_and_one_that_leaves_gives_it_back():
     app = build(parse_config({**FAKE, "limits": {"max_logits_bytes": 20 * 257 * 4}}))
     admission = app.orchestrator._admission
-    first, second = (app.session(GenerationRequest("abc", 12, return_generation_logits=True), Sink()) for _ in range(2))
+    first, second = (
+        app.session(GenerationRequest("abc", 12, return_generation_logits=True), Sink())
+        for _ in range(2)
+    )
     for session in (first, second):
         admission.offer(session)
     assert admission.admit(0) == [first]
@@ -120,23 +161,41 @@ def test_a_pre_empted_request_keeps_its_room_for_logits_and_one_that_leaves_give
 
 def test_a_request_for_the_logits_of_its_prompt_shares_no_kv_with_others():
     app = build(parse_config(FAKE))
-    salts = {app.session(GenerationRequest("abc", 9, return_context_logits=True), Sink()).sequence.salt for _ in range(2)}
+    salts = {
+        app.session(GenerationRequest("abc", 9, return_context_logits=True), Sink()).sequence.salt
+        for _ in range(2)
+    }
     assert len(salts | {""}) == 3
 
 
-@pytest.mark.parametrize("policy", [{"kind": "none"}, {"kind": "fixed", "draft": "d0", "length": 8}])
+@pytest.mark.parametrize(
+    "policy", [{"kind": "none"}, {"kind": "fixed", "draft": "d0", "length": 8}]
+)
 def test_a_run_ends_at_the_edge_of_the_context(policy):
     drafts = [{"name": "d0", "engine": "fake", "agreement": 1.0}]
-    app = build(parse_config({"target": {"engine": "fake"}, "drafts": drafts, "policy": policy, "limits": {"max_context_tokens": 32}}))
+    app = build(
+        parse_config(
+            {
+                "target": {"engine": "fake"},
+                "drafts": drafts,
+                "policy": policy,
+                "limits": {"max_context_tokens": 32},
+            }
+        )
+    )
     sink = Sink()
-    app.orchestrator.submit(app.session(GenerationRequest("edge", 28, end_id=-1, return_log_probs=True), sink))
+    app.orchestrator.submit(
+        app.session(GenerationRequest("edge", 28, end_id=-1, return_log_probs=True), sink)
+    )
     while sink.reply is None:
         app.orchestrator.step()
     delta, reason, usage = sink.reply
     assert delta.text == "edge" + bytes(greedy("edge", 28, SamplingParams())[0]).decode()
     assert (reason, usage.output_tokens, len(delta.log_probs)) == (FinishReason.LENGTH, 28, 28)
     assert (usage.accepted > 20) == (policy["kind"] == "fixed")
-    with pytest.raises(RequestError, match="max_tokens 29 and a prompt of 4 tokens exceed the context of 32 tokens"):
+    with pytest.raises(
+        RequestError, match="max_tokens 29 and a prompt of 4 tokens exceed the context of 32 tokens"
+    ):
         app.session(GenerationRequest("edge", 29), sink)
 
 
@@ -146,14 +205,24 @@ def test_a_run_ends_at_the_edge_of_the_context(policy):
         ({"kind": "adaptive"}, AdaptivePlanner),
         ({"kind": "none"}, NoSpeculation),
         ({"kind": "fixed", "draft": "d0", "length": 2}, FixedLength),
-        ({"kind": "schedule", "draft": "d0", "schedule": [{"batch": 4, "length": 3}]}, BatchSchedule),
+        (
+            {"kind": "schedule", "draft": "d0", "schedule": [{"batch": 4, "length": 3}]},
+            BatchSchedule,
+        ),
         ({"kind": "ema", "draft": "d0"}, AcceptanceEma),
         ({"kind": "smartspec", "draft": "d0"}, SmartSpec),
         ({"kind": "spin", "length": 2}, SpinSelection),
     ],
 )
 def test_the_configured_policy_is_built_and_serves(settings, kind):
-    app, sink = build(parse_config({**FAKE, "target": {"engine": "fake", "step_s": 0.002}, "policy": settings})), Sink()
+    app, sink = (
+        build(
+            parse_config(
+                {**FAKE, "target": {"engine": "fake", "step_s": 0.002}, "policy": settings}
+            )
+        ),
+        Sink(),
+    )
     assert isinstance(app.orchestrator._policy.policy, kind)
     app.orchestrator.submit(app.session(GenerationRequest("text", 40, end_id=-1), sink))
     while sink.reply is None:
@@ -164,17 +233,29 @@ def test_the_configured_policy_is_built_and_serves(settings, kind):
 
 
 def test_contexts_are_planned_to_be_cut_where_the_target_pads_them():
-    config = parse_config({**FAKE, "target": {"engine": "torch", "model": "m", "attention": "padded"}})
-    planner = make_policy(config, [FakeEngine("d0")], {"target": LatencyTable.synthetic("target", {1: 1.0, 2: 1.1})}, StepStats(Stats()))
+    config = parse_config(
+        {**FAKE, "target": {"engine": "torch", "model": "m", "attention": "padded"}}
+    )
+    planner = make_policy(
+        config,
+        [FakeEngine("d0")],
+        {"target": LatencyTable.synthetic("target", {1: 1.0, 2: 1.1})},
+        StepStats(Stats()),
+    )
     assert planner.execution.merge_tokens > 0
 
 
 def test_a_deployment_without_drafts_does_not_speculate():
-    assert isinstance(build(parse_config({"target": {"engine": "fake"}})).orchestrator._policy.policy, NoSpeculation)
+    assert isinstance(
+        build(parse_config({"target": {"engine": "fake"}})).orchestrator._policy.policy,
+        NoSpeculation,
+    )
 
 
 def test_a_missing_latency_table_is_an_error_that_names_the_engine():
-    config = parse_config({"target": {"engine": "fake"}, "drafts": [{"name": "d0", "engine": "torch", "model": "m"}]})
+    config = parse_config(
+        {"target": {"engine": "fake"}, "drafts": [{"name": "d0", "engine": "torch", "model": "m"}]}
+    )
     with pytest.raises(LatencyError, match="d0"):
         make_policy(config, [FakeEngine("d0")], {}, StepStats(Stats()))
 
@@ -201,7 +282,11 @@ def test_what_the_planner_of_the_real_loop_saw_and_decided_replays_bit_for_bit(t
 
 def test_a_trace_that_cannot_be_written_is_counted_once_and_costs_no_request(tmp_path):
     app = served({"trace_file": str(tmp_path / "no folder" / "trace.jsonl")})
-    fallbacks = [(labels, value) for name, labels, value in app.stats.drain()["counters"] if name == "spindle_fallback_total"]
+    fallbacks = [
+        (labels, value)
+        for name, labels, value in app.stats.drain()["counters"]
+        if name == "spindle_fallback_total"
+    ]
     assert fallbacks == [({"reason": "trace_file_error"}, 1)]
 
 

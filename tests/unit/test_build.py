@@ -27,7 +27,9 @@ class Raising(argparse.ArgumentParser):
 
 def parse(command):
     """Read a command line as the recorded program would."""
-    program, arguments = (command[0], command[1:]) if command[0] != "python3" else (command[1], command[2:])
+    program, arguments = (
+        (command[0], command[1:]) if command[0] != "python3" else (command[1], command[2:])
+    )
     name = next(n for n in ("trtllm-build", "quantize", "llama", "qwen") if n in program)
     parser = Raising(allow_abbrev=False)
     for option, entry in RECORD["programs"][name].items():
@@ -43,7 +45,11 @@ def dry_run(path, capsys):
         raise AssertionError(f"a dry run ran {command}")
 
     build(load_deployment(path), run, dry_run=True)
-    return [shlex.split(line) for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
+    return [
+        shlex.split(line)
+        for line in capsys.readouterr().out.splitlines()
+        if not line.startswith("#")
+    ]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -52,13 +58,24 @@ def test_the_examples_name_only_arguments_that_the_programs_have(path, capsys):
     lines = [parse(command) for command in dry_run(path, capsys)]
     assert len(lines) == 2 * len(deployment.engines)
     target, *drafts = (arguments for name, arguments in lines if name == "trtllm-build")
-    assert (target.speculative_decoding_mode, target.max_draft_len) == ("draft_tokens_external", str(deployment.max_draft_len))
+    assert (target.speculative_decoding_mode, target.max_draft_len) == (
+        "draft_tokens_external",
+        str(deployment.max_draft_len),
+    )
     assert all(draft.speculative_decoding_mode is None for draft in drafts)
     for engine in (target, *drafts):
-        assert (engine.use_paged_context_fmha, engine.kv_cache_type, engine.max_beam_width) == ("enable", "paged", "1")
-        assert int(engine.max_num_tokens) >= deployment.max_context_tokens + deployment.max_draft_len
+        assert (engine.use_paged_context_fmha, engine.kv_cache_type, engine.max_beam_width) == (
+            "enable",
+            "paged",
+            "1",
+        )
+        assert (
+            int(engine.max_num_tokens) >= deployment.max_context_tokens + deployment.max_draft_len
+        )
         assert int(engine.max_num_tokens) == deployment.token_budget == 65_536
-        assert int(engine.max_input_len) >= deployment.max_context_tokens  # every turn sends the whole text
+        assert (
+            int(engine.max_input_len) >= deployment.max_context_tokens
+        )  # every turn sends the whole text
 
 
 @pytest.mark.parametrize(
@@ -71,7 +88,9 @@ def test_the_examples_name_only_arguments_that_the_programs_have(path, capsys):
         (64, 8192, 8, 100, 8208),
     ],
 )
-def test_the_token_budget_is_for_all_texts_in_flight_and_at_least_one(batch, context, draft, asked, budget):
+def test_the_token_budget_is_for_all_texts_in_flight_and_at_least_one(
+    batch, context, draft, asked, budget
+):
     assert token_budget(batch, context, draft, asked) == budget
 
 
@@ -87,9 +106,17 @@ def test_activations_are_estimated_by_the_token_budget(tmp_path):
 
 
 def test_a_quantised_engine_is_made_by_the_quantiser_and_keeps_its_paged_context(capsys):
-    lines = [parse(command) for command in dry_run(ROOT / "docker/deployments/llama-3.3-70b-tp4.yaml", capsys)]
+    lines = [
+        parse(command)
+        for command in dry_run(ROOT / "docker/deployments/llama-3.3-70b-tp4.yaml", capsys)
+    ]
     name, quantise = lines[0]
-    assert (name, quantise.qformat, quantise.kv_cache_dtype, quantise.tp_size) == ("quantize", "fp8", "fp8", "4")
+    assert (name, quantise.qformat, quantise.kv_cache_dtype, quantise.tp_size) == (
+        "quantize",
+        "fp8",
+        "fp8",
+        "4",
+    )
     assert quantise.calib_dataset == "/models/calibration"
     assert (lines[1][1].use_fp8_context_fmha, lines[1][1].workers) == ("enable", "4")
 
@@ -128,14 +155,29 @@ def written(path, **changes):
             {"drafts": [{"name": "d", "checkpoint": "x", "tp_size": 2}]},
             r"drafts\[0\].gpus must name tp_size \* pp_size = 2 GPUs, got \[0\]",
         ),
-        ({"drafts": [{"name": "d", "checkpoint": "x", "fp8_kv_cache": True}]}, r"fp8_kv_cache needs a quantisation"),
+        (
+            {"drafts": [{"name": "d", "checkpoint": "x", "fp8_kv_cache": True}]},
+            r"fp8_kv_cache needs a quantisation",
+        ),
         (
             {"target": {"name": "t", "checkpoint": "x", "quantisation": "fp8"}},
             "target.calibration must name a folder of texts for the quantisation 'fp8'",
         ),
-        ({"target": {"name": "t", "checkpoint": "x", "calibration": "/texts"}}, "target.calibration needs a quantisation, got '/texts'"),
         (
-            {"drafts": [{"name": "q", "checkpoint": "x", "quantisation": "int4_awq", "calibration": "/no/texts"}]},
+            {"target": {"name": "t", "checkpoint": "x", "calibration": "/texts"}},
+            "target.calibration needs a quantisation, got '/texts'",
+        ),
+        (
+            {
+                "drafts": [
+                    {
+                        "name": "q",
+                        "checkpoint": "x",
+                        "quantisation": "int4_awq",
+                        "calibration": "/no/texts",
+                    }
+                ]
+            },
             "calibration of q must be a folder, got '/no/texts'",
         ),
         ({"max_context_tokens": 65}, "max_context_tokens 65 is over the 64 of"),
@@ -143,12 +185,17 @@ def written(path, **changes):
 )
 def test_a_deployment_that_cannot_be_built_is_refused_by_key_and_value(tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
-        build(load_deployment(written(tmp_path, **changes)), lambda command: pytest.fail("nothing may run"))
+        build(
+            load_deployment(written(tmp_path, **changes)),
+            lambda command: pytest.fail("nothing may run"),
+        )
 
 
 def test_a_draft_of_another_vocabulary_is_refused_with_its_first_difference(tmp_path):
     folder(tmp_path, "small", tokenizer=json.dumps({"model": {"vocab": {"a": 0, "c": 1}}}))
-    with pytest.raises(ConfigError, match='first difference: id 1 is "c" in the draft, "b" in the target'):
+    with pytest.raises(
+        ConfigError, match='first difference: id 1 is "c" in the draft, "b" in the target'
+    ):
         build(load_deployment(written(tmp_path)), lambda command: pytest.fail("nothing may run"))
 
 
@@ -171,7 +218,11 @@ class Programs:
             raise BuildError("broke off")
         draft_len = int(arguments.max_draft_len or 0)
         engine_folder(
-            output.parent, output.name, vocab_size=VOCAB, max_draft_len=draft_len, max_seq_len=int(arguments.max_seq_len) + draft_len
+            output.parent,
+            output.name,
+            vocab_size=VOCAB,
+            max_draft_len=draft_len,
+            max_seq_len=int(arguments.max_seq_len) + draft_len,
         )
 
 
@@ -185,7 +236,11 @@ def test_a_second_run_does_nothing_and_the_result_can_be_served(tmp_path):
     build(load_deployment(file), programs)
     assert programs.ran == ALL
     config = parse_config(json.loads((tmp_path / "engines/serving.json").read_text()))
-    assert (config.target.engine, config.policy.k_max, [d.name for d in config.drafts]) == ("trtllm", 4, ["small", "lookup"])
+    assert (config.target.engine, config.policy.k_max, [d.name for d in config.drafts]) == (
+        "trtllm",
+        4,
+        ["small", "lookup"],
+    )
     manifest = json.loads((tmp_path / "engines/big/manifest.json").read_text())
     assert set(manifest["sha256"]) == {"config.json", "rank0.engine"}
     assert (tmp_path / "engines/big/tokenizer.json").exists()
@@ -216,7 +271,9 @@ def test_what_was_built_otherwise_than_asked_is_refused(tmp_path):
         else:
             (output / "config.json").write_text("{}")
 
-    with pytest.raises(ConfigError, match=r"without --use_paged_context_fmha enable.*Build it again: trtllm-build"):
+    with pytest.raises(
+        ConfigError, match=r"without --use_paged_context_fmha enable.*Build it again: trtllm-build"
+    ):
         build(load_deployment(written(tmp_path)), careless)
 
 

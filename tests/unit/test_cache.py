@@ -52,7 +52,10 @@ def test_nothing_is_published_when_writing_fails(tmp_path):
 def test_a_file_of_another_size_is_named(tmp_path):
     write_model(tmp_path / "m")
     (tmp_path / "m" / "model.safetensors").write_text("weigh")
-    with pytest.raises(cache.CacheError, match=r"model\.safetensors has 5 bytes, its manifest says 7.*spindle prepare"):
+    with pytest.raises(
+        cache.CacheError,
+        match=r"model\.safetensors has 5 bytes, its manifest says 7.*spindle prepare",
+    ):
         cache.check(tmp_path / "m")
 
 
@@ -83,7 +86,9 @@ def test_a_folder_without_a_sound_manifest_is_refused(tmp_path, content):
         cache.check(tmp_path / "m")
 
 
-def test_the_writer_lock_excludes_others_and_sweeps_what_a_killed_writer_left(monkeypatch, tmp_path):
+def test_the_writer_lock_excludes_others_and_sweeps_what_a_killed_writer_left(
+    monkeypatch, tmp_path
+):
     monkeypatch.setenv("SPINDLE_CACHE", str(tmp_path))
     (tmp_path / "models" / ".m.half").mkdir(parents=True)
     write_model(cache.model_folder("m"))

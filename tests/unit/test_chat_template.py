@@ -13,7 +13,9 @@ def checkpoint(folder, *, adds_bos=False, **config):
     library = Tokenizer(models.WordLevel({"<s>": 0, "a": 1}, "a"))
     library.pre_tokenizer = pre_tokenizers.Whitespace()
     if adds_bos:
-        library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+        library.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 0)]
+        )
     library.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
@@ -27,8 +29,12 @@ def test_messages_become_the_prompt_that_the_model_answers():
 
 
 @pytest.mark.parametrize("token", ["<s>", {"content": "<s>"}])
-@pytest.mark.parametrize(("adds_bos", "prompt"), [(True, "[user]hi[answer]"), (False, "<s>[user]hi[answer]")])
-def test_the_begin_token_comes_once_by_the_template_or_the_tokenizer(tmp_path, token, adds_bos, prompt):
+@pytest.mark.parametrize(
+    ("adds_bos", "prompt"), [(True, "[user]hi[answer]"), (False, "<s>[user]hi[answer]")]
+)
+def test_the_begin_token_comes_once_by_the_template_or_the_tokenizer(
+    tmp_path, token, adds_bos, prompt
+):
     folder = checkpoint(tmp_path, adds_bos=adds_bos, chat_template=SOURCE, bos_token=token)
     assert load_template(folder, None).prompt(MESSAGES) == prompt
 
@@ -45,7 +51,14 @@ def test_a_file_wins_over_the_folder_and_a_model_may_have_none(tmp_path):
     assert load_template(None, None) is None
 
 
-@pytest.mark.parametrize("source", ["{{ raise_exception('no') }}", "{{ messages.__class__.__mro__ }}", "{{ messages[5].content.x }}"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('no') }}",
+        "{{ messages.__class__.__mro__ }}",
+        "{{ messages[5].content.x }}",
+    ],
+)
 def test_what_a_template_cannot_do_is_an_error_of_the_messages(source):
     with pytest.raises(ValueError, match="messages: the model's chat template refuses them"):
         ChatTemplate(source).prompt(MESSAGES)

@@ -24,16 +24,31 @@ def folder(tmp_path):
 
 def write(path, config, **changed):
     (path / "config.json").write_text(json.dumps(config))
-    tensors = {name: torch.rand(shape).bfloat16() for name, shape in parse_config(config).shapes().items()}
+    tensors = {
+        name: torch.rand(shape).bfloat16() for name, shape in parse_config(config).shapes().items()
+    }
     tensors |= changed
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path / "model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if tensor is not None},
+        path / "model.safetensors",
+    )
     return path
 
 
-@pytest.mark.parametrize(("dtype", "torch_dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32), ("fp64", torch.float64)])
-def test_a_folder_gives_its_configuration_and_weights_in_the_dtype_asked_for(folder, dtype, torch_dtype):
+@pytest.mark.parametrize(
+    ("dtype", "torch_dtype"),
+    [("bf16", torch.bfloat16), ("fp32", torch.float32), ("fp64", torch.float64)],
+)
+def test_a_folder_gives_its_configuration_and_weights_in_the_dtype_asked_for(
+    folder, dtype, torch_dtype
+):
     config, weights = load(folder, dtype)
-    assert (config.num_layers, config.num_kv_heads, config.head_dim, config.tied) == (2, 2, 2, False)
+    assert (config.num_layers, config.num_kv_heads, config.head_dim, config.tied) == (
+        2,
+        2,
+        2,
+        False,
+    )
     assert set(weights) == set(config.shapes())
     assert {tensor.dtype for tensor in weights.values()} == {torch_dtype}
 
@@ -42,10 +57,17 @@ def test_of_fp16_only_the_matrices_are_and_what_it_cannot_hold_is_named(tmp_path
     down = torch.full((8, 12), 65504.0).bfloat16()  # rounds to 65536
     _, weights = load(write(tmp_path, CONFIG), "fp16")
     matrices = {name for name, weight in weights.items() if weight.dtype == torch.float16}
-    assert matrices == {name for name, weight in weights.items() if weight.dim() == 2} - {"model.embed_tokens.weight"}
-    assert {weight.dtype for name, weight in weights.items() if name not in matrices} == {torch.float32}
+    assert matrices == {name for name, weight in weights.items() if weight.dim() == 2} - {
+        "model.embed_tokens.weight"
+    }
+    assert {weight.dtype for name, weight in weights.items() if name not in matrices} == {
+        torch.float32
+    }
     for bad, value in ((down, "65536"), (down * float("nan"), "nan")):
-        with pytest.raises(CheckpointError, match=rf"layers\.1\.mlp\.down_proj\.weight: dtype fp16 holds up to 65504, got {value}"):
+        with pytest.raises(
+            CheckpointError,
+            match=rf"layers\.1\.mlp\.down_proj\.weight: dtype fp16 holds up to 65504, got {value}",
+        ):
             load(write(tmp_path, CONFIG, **{"model.layers.1.mlp.down_proj.weight": bad}), "fp16")
 
 
@@ -76,12 +98,22 @@ def test_rope_settings_are_read_in_the_old_and_in_the_new_style():
     new = parse_config(CONFIG | {"rope_parameters": scaling | {"rope_theta": 500000.0}})
     assert old.rope_theta == new.rope_theta == 500000.0
     assert {key: new.rope[key] for key in scaling} == dict(old.rope) == scaling
-    assert parse_config(CONFIG | {"rope_scaling": {"type": "linear", "factor": 2.0}}).rope == {"rope_type": "linear", "factor": 2.0}
+    assert parse_config(CONFIG | {"rope_scaling": {"type": "linear", "factor": 2.0}}).rope == {
+        "rope_type": "linear",
+        "factor": 2.0,
+    }
     assert parse_config(CONFIG | {"rope_scaling": None}).rope["rope_type"] == "default"
 
 
 def test_qwen2_has_biases_on_qkv_alone_and_llama_with_attention_bias_also_on_the_output():
-    qwen = parse_config(CONFIG | {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False, "sliding_window": 4096}).shapes()
+    qwen = parse_config(
+        CONFIG
+        | {
+            "architectures": ["Qwen2ForCausalLM"],
+            "use_sliding_window": False,
+            "sliding_window": 4096,
+        }
+    ).shapes()
     llama = parse_config(CONFIG | {"attention_bias": True}).shapes()
     assert qwen["model.layers.1.self_attn.k_proj.bias"] == (4,)
     assert "model.layers.1.self_attn.o_proj.bias" not in qwen
@@ -92,12 +124,18 @@ def test_qwen2_has_biases_on_qkv_alone_and_llama_with_attention_bias_also_on_the
     ("change", "message"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported"),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, "sliding_window is not supported, got 4096"),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": 4096},
+            "sliding_window is not supported, got 4096",
+        ),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "got 'yarn'"),
         ({"rope_parameters": {"rope_type": "linear"}}, "needs factor"),
-        ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
+        (
+            {"num_key_value_heads": 3},
+            "num_attention_heads 4 is no multiple of num_key_value_heads 3",
+        ),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ],
 )
@@ -116,10 +154,16 @@ def test_a_missing_setting_is_named():
     [
         ("model.norm.weight", None, "tensor model.norm.weight is missing"),
         ("model.norm.weight", torch.rand(9), r"model.norm.weight must have shape \[8\], got \[9\]"),
-        ("model.layers.7.mlp.up_proj.weight", torch.rand(3), "unexpected tensor model.layers.7.mlp.up_proj.weight"),
+        (
+            "model.layers.7.mlp.up_proj.weight",
+            torch.rand(3),
+            "unexpected tensor model.layers.7.mlp.up_proj.weight",
+        ),
     ],
 )
-def test_tensors_that_are_missing_misshaped_or_unexpected_are_named(tmp_path, name, tensor, message):
+def test_tensors_that_are_missing_misshaped_or_unexpected_are_named(
+    tmp_path, name, tensor, message
+):
     with pytest.raises(CheckpointError, match=message):
         load(write(tmp_path, CONFIG, **{name: tensor}))
 
@@ -147,7 +191,13 @@ def test_an_unknown_dtype_and_a_broken_config_are_named(folder):
 
 
 def test_a_tied_head_needs_no_tensor_and_a_stored_copy_is_ignored(tmp_path):
-    _, weights = load(write(tmp_path, CONFIG | {"tie_word_embeddings": True}, **{"lm_head.weight": torch.rand(11, 8)}))
+    _, weights = load(
+        write(
+            tmp_path,
+            CONFIG | {"tie_word_embeddings": True},
+            **{"lm_head.weight": torch.rand(11, 8)},
+        )
+    )
     assert "lm_head.weight" not in weights
 
 
@@ -159,11 +209,17 @@ def test_a_draft_s_shortlisted_head_is_read_and_checked(tmp_path):
     assert weights["lm_head.token_ids"].tolist() == [4, 0, 10]
     for bad in ([4, 0, 11], [4, 4, 1], [-1, 0, 1]):
         with pytest.raises(CheckpointError, match="different ids below 11"):
-            load(write(tmp_path, config, **{"lm_head.token_ids": torch.tensor(bad, dtype=torch.int32)}))
+            load(
+                write(
+                    tmp_path, config, **{"lm_head.token_ids": torch.tensor(bad, dtype=torch.int32)}
+                )
+            )
 
 
 def test_shapes_cover_every_parameter_of_transformers_model():
     transformers = pytest.importorskip("transformers")
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{k: v for k, v in CONFIG.items() if k != "architectures"}))
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**{k: v for k, v in CONFIG.items() if k != "architectures"})
+    )
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     assert LlamaConfig(11, 8, 12, 2, 4, 2, 2).shapes() == expected

@@ -16,12 +16,16 @@ ROOT = Path(__file__).resolve().parents[2]
 def served(monkeypatch):
     """What ``serve`` was asked for, in place of a service; the environment is put back."""
     calls = []
-    monkeypatch.setattr(serving, "serve", lambda *arguments, **options: calls.append((arguments, options)) or 0)
+    monkeypatch.setattr(
+        serving, "serve", lambda *arguments, **options: calls.append((arguments, options)) or 0
+    )
     monkeypatch.setattr(os, "environ", dict(os.environ))
     return calls
 
 
-def test_options_take_the_place_of_variables_and_the_rest_goes_to_triton(served, monkeypatch, tmp_path):
+def test_options_take_the_place_of_variables_and_the_rest_goes_to_triton(
+    served, monkeypatch, tmp_path
+):
     monkeypatch.chdir(tmp_path)
     words = [
         "serve",
@@ -38,7 +42,9 @@ def test_options_take_the_place_of_variables_and_the_rest_goes_to_triton(served,
     ]
     assert cli.main([*words, "--", "--log-verbose=1", "--", "x"]) == 0
     assert served == [((Overrides(model="m"), ["--log-verbose=1", "--", "x"]), {"verbose": True})]
-    assert {name: os.environ[name] for name in ("HTTP_PORT", "OPENAI_PORT", "BIND", "SPINDLE_CACHE")} == {
+    assert {
+        name: os.environ[name] for name in ("HTTP_PORT", "OPENAI_PORT", "BIND", "SPINDLE_CACHE")
+    } == {
         "HTTP_PORT": "18000",
         "OPENAI_PORT": "0",
         "BIND": "0.0.0.0",

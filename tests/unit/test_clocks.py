@@ -12,7 +12,13 @@ DATES = {
     "backend/learned.py",
 }
 """Files that write a date: into a metric, a reply, a span, and beside what was learnt, which fades by its age (never below 0)."""
-WALL = {("time", "time"), ("time", "time_ns"), ("time", "localtime"), ("datetime", "now"), ("datetime", "utcnow")}
+WALL = {
+    ("time", "time"),
+    ("time", "time_ns"),
+    ("time", "localtime"),
+    ("datetime", "now"),
+    ("datetime", "utcnow"),
+}
 
 
 def wall_clocks(source):

@@ -7,16 +7,45 @@ import pytest
 
 from backend.request import ErrorCode, GenerationRequest, RequestError
 from backend.triton_adapter import codec
-from backend.triton_adapter.codec import Wanted, check_parameters, decode_command, encode_chunk, encode_final, load_arrays
-from backend.triton_adapter.fields import MODELS, NUMPY_TYPES, TEXT_INPUTS, TEXT_OUTPUTS, TOKEN_INPUTS, TOKEN_OUTPUTS
+from backend.triton_adapter.codec import (
+    Wanted,
+    check_parameters,
+    decode_command,
+    encode_chunk,
+    encode_final,
+    load_arrays,
+)
+from backend.triton_adapter.fields import (
+    MODELS,
+    NUMPY_TYPES,
+    TEXT_INPUTS,
+    TEXT_OUTPUTS,
+    TOKEN_INPUTS,
+    TOKEN_OUTPUTS,
+)
 from backend.triton_adapter.rendering import render_config, render_contract
 from backend.triton_adapter.responder import ERRORS_AS_OUTPUTS
 
 DTYPES = {field.name: NUMPY_TYPES[field.dtype] for field in (*TEXT_INPUTS, *TOKEN_INPUTS)}
 SERVED = [field for field in TEXT_OUTPUTS if not field.refused]
-TIMES = {"arrival_time_ns": 1, "first_scheduled_time_ns": 2, "first_token_time_ns": 2**40, "last_token_time_ns": 2**41}
-BLOCKS = {"kv_cache_alloc_new_blocks": 5, "kv_cache_reused_blocks": 2, "kv_cache_alloc_total_blocks": 7}
-FINAL = {"finish_reason": "length", "num_input_tokens": 3, "num_output_tokens": 7, "draft_tokens": 8, "accepted_draft_tokens": 6}
+TIMES = {
+    "arrival_time_ns": 1,
+    "first_scheduled_time_ns": 2,
+    "first_token_time_ns": 2**40,
+    "last_token_time_ns": 2**41,
+}
+BLOCKS = {
+    "kv_cache_alloc_new_blocks": 5,
+    "kv_cache_reused_blocks": 2,
+    "kv_cache_alloc_total_blocks": 7,
+}
+FINAL = {
+    "finish_reason": "length",
+    "num_input_tokens": 3,
+    "num_output_tokens": 7,
+    "draft_tokens": 8,
+    "accepted_draft_tokens": 6,
+}
 FINAL |= {"drafts": [["small", 5, 4], ["lookup", 3, 2]], "seed": 2**64 - 1}
 FINAL |= {"times_s": [time_ns / 1e9 for time_ns in TIMES.values()], "kv_blocks": [5, 2]}
 
@@ -42,24 +71,63 @@ def test_only_the_required_inputs_leave_every_option_unset():
 
 
 def test_every_input_arrives_in_the_request():
-    values = {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "seed": 2**64 - 1, "end_id": -1, "pad_id": 2, "num_draft_tokens": 0}
+    values = {
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.25,
+        "seed": 2**64 - 1,
+        "end_id": -1,
+        "pad_id": 2,
+        "num_draft_tokens": 0,
+    }
     values |= {"cache_salt": "tenant"}
-    values |= {"return_context_logits": True, "return_generation_logits": True, "return_top_log_probs": 3}
+    values |= {
+        "return_context_logits": True,
+        "return_generation_logits": True,
+        "return_top_log_probs": 3,
+    }
     values |= {"return_prompt_log_probs": True}
-    values |= {"min_tokens": 9, "repetition_penalty": 1.5, "presence_penalty": -0.5, "frequency_penalty": 0.25}
+    values |= {
+        "min_tokens": 9,
+        "repetition_penalty": 1.5,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 0.25,
+    }
     guide = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "[a-c]+"}
     flags = {"stream": True, "exclude_input_in_output": True, "return_log_probs": True}
-    lists = {"stop_words": ["ab", "", "ü"], "bad_words": ["x y"], "embedding_bias_words": ["", "z"], "embedding_bias_weights": [0.5, -2.0]}
+    lists = {
+        "stop_words": ["ab", "", "ü"],
+        "bad_words": ["x y"],
+        "embedding_bias_words": ["", "z"],
+        "embedding_bias_weights": [0.5, -2.0],
+    }
     lists |= {"logit_bias_ids": [5, 7], "logit_bias_values": [0.5, -2.0]}
-    request, wanted = decode(tensors(**values, **guide, **flags, **lists, return_perf_metrics=True, return_num_input_tokens=True))
+    request, wanted = decode(
+        tensors(
+            **values,
+            **guide,
+            **flags,
+            **lists,
+            return_perf_metrics=True,
+            return_num_input_tokens=True,
+        )
+    )
     known = {field.name for field in TEXT_INPUTS if field.effect and not field.refused}
     known -= {"num_return_sequences", "prompt_token_ids"}
     assert known == {*values, *guide, *flags, *lists, "text_input", "max_tokens"} | {
         f"return_{name}" for name in ("num_input_tokens", "num_output_tokens", "perf_metrics")
     }
-    values |= {"guide_type": "regex", "guide": "[a-c]+", "top_log_probs": values.pop("return_top_log_probs")}
-    values["bias"] = tuple(zip(lists.pop("logit_bias_ids"), lists.pop("logit_bias_values"), strict=True))
-    assert request == GenerationRequest("hi", 4, **values, **flags, **{name: tuple(items) for name, items in lists.items()})
+    values |= {
+        "guide_type": "regex",
+        "guide": "[a-c]+",
+        "top_log_probs": values.pop("return_top_log_probs"),
+    }
+    values["bias"] = tuple(
+        zip(lists.pop("logit_bias_ids"), lists.pop("logit_bias_values"), strict=True)
+    )
+    assert request == GenerationRequest(
+        "hi", 4, **values, **flags, **{name: tuple(items) for name, items in lists.items()}
+    )
     assert wanted == Wanted(num_input_tokens=True, num_output_tokens=False, perf_metrics=True)
     assert GenerationRequest.from_wire(json.loads(json.dumps(request.to_wire()))) == request
 
@@ -70,15 +138,25 @@ def test_a_prompt_may_be_token_ids_and_the_answer_is_text():
     assert GenerationRequest.from_wire(json.loads(json.dumps(request.to_wire()))) == request
 
 
-@pytest.mark.parametrize(("name", "meant"), [("temprature", "temperature"), ("stopwords", "stop_words")])
+@pytest.mark.parametrize(
+    ("name", "meant"), [("temprature", "temperature"), ("stopwords", "stop_words")]
+)
 def test_a_parameter_that_is_a_misspelt_input_is_refused(name, meant):
     with pytest.raises(RequestError, match=f"{name} is no input: did you mean {meant}?"):
         check_parameters({"sequence_id": 3, name: 1})
 
 
 def test_other_parameters_are_the_client_s_own():
-    others = ("triton_enable_empty_final_response", "sequence_id", "priority", "timeout", "traceparent")
-    check_parameters([*others, ERRORS_AS_OUTPUTS, "streaming", "len_penalty", "ignore_eos", "random_seed"])
+    others = (
+        "triton_enable_empty_final_response",
+        "sequence_id",
+        "priority",
+        "timeout",
+        "traceparent",
+    )
+    check_parameters(
+        [*others, ERRORS_AS_OUTPUTS, "streaming", "len_penalty", "ignore_eos", "random_seed"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,10 +185,19 @@ def test_other_parameters_are_the_client_s_own():
         ({"presence_penalty": math.nan}, ["presence_penalty", "nan"]),
         ({"frequency_penalty": -math.inf}, ["frequency_penalty", "-inf"]),
         ({"bad_words": [b"\x80"]}, ["bad_words", "UTF-8", "0x80"]),
-        ({"embedding_bias_words": ["a", "b"], "embedding_bias_weights": [1.0]}, ["embedding_bias_weights", "(2)", "got 1"]),
+        (
+            {"embedding_bias_words": ["a", "b"], "embedding_bias_weights": [1.0]},
+            ["embedding_bias_weights", "(2)", "got 1"],
+        ),
         ({"embedding_bias_words": ["a"]}, ["embedding_bias_weights", "(1)", "got 0"]),
-        ({"embedding_bias_words": ["a", "b"], "embedding_bias_weights": [1.0, math.nan]}, ["embedding_bias_weights", "nan"]),
-        ({"embedding_bias_words": ["a"], "embedding_bias_weights": [2e6]}, ["embedding_bias_weights", "1e+06", "2e+06"]),
+        (
+            {"embedding_bias_words": ["a", "b"], "embedding_bias_weights": [1.0, math.nan]},
+            ["embedding_bias_weights", "nan"],
+        ),
+        (
+            {"embedding_bias_words": ["a"], "embedding_bias_weights": [2e6]},
+            ["embedding_bias_weights", "1e+06", "2e+06"],
+        ),
     ],
 )
 def test_a_bad_value_is_refused_by_field_and_value(change, words):
@@ -121,9 +208,16 @@ def test_a_bad_value_is_refused_by_field_and_value(change, words):
 
 
 def test_the_bounds_of_penalties_and_weights_are_themselves_allowed():
-    edges = {"presence_penalty": -1e6, "frequency_penalty": 1e6, "embedding_bias_words": ["a", "b"], "embedding_bias_weights": [1e6, -1e6]}
+    edges = {
+        "presence_penalty": -1e6,
+        "frequency_penalty": 1e6,
+        "embedding_bias_words": ["a", "b"],
+        "embedding_bias_weights": [1e6, -1e6],
+    }
     for factor in (1e-6, 1e6):
-        assert decode(tensors(**edges, repetition_penalty=factor))[0].repetition_penalty == pytest.approx(factor)
+        assert decode(tensors(**edges, repetition_penalty=factor))[
+            0
+        ].repetition_penalty == pytest.approx(factor)
 
 
 @pytest.mark.parametrize("name", ["text_input", "max_tokens"])
@@ -140,25 +234,43 @@ def test_a_wrong_type_is_refused_by_name():
 
 
 def test_a_batch_and_several_texts_become_parts_that_say_which_they_are():
-    inputs = {name: np.repeat(array, 2, axis=0) for name, array in tensors(seed=2**64 - 1, num_return_sequences=2).items()}
+    inputs = {
+        name: np.repeat(array, 2, axis=0)
+        for name, array in tensors(seed=2**64 - 1, num_return_sequences=2).items()
+    }
     inputs["text_input"][1, 0] = b"other"
     parts = codec.decode(inputs, timeout_s=1.5)
     assert [request for request, _ in parts] == [
-        GenerationRequest(text, 4, seed=seed, timeout_s=1.5) for text in ("hi", "other") for seed in (2**64 - 1, 0)
+        GenerationRequest(text, 4, seed=seed, timeout_s=1.5)
+        for text in ("hi", "other")
+        for seed in (2**64 - 1, 0)
     ]
-    assert [(wanted.batch_index, wanted.sequence_index) for _, wanted in parts] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [(wanted.batch_index, wanted.sequence_index) for _, wanted in parts] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
     outputs = encode_chunk([{"text": "a"}], parts[3][1])
-    assert lists(outputs) == {"text_output": [[b"a"]], "batch_index": [[1]], "sequence_index": [[1]]}
+    assert lists(outputs) == {
+        "text_output": [[b"a"]],
+        "batch_index": [[1]],
+        "sequence_index": [[1]],
+    }
 
 
 @pytest.mark.parametrize("change", [{"num_return_sequences": 0}, {"num_return_sequences": 257}])
 def test_a_number_of_texts_out_of_range_is_refused(change):
-    with pytest.raises(RequestError, match=r"num_return_sequences must be between 1 and 256, got \d"):
+    with pytest.raises(
+        RequestError, match=r"num_return_sequences must be between 1 and 256, got \d"
+    ):
         decode(tensors(**change))
 
 
 def test_several_texts_need_decoupled_mode():
-    with pytest.raises(RequestError, match="num_return_sequences over 1 is only supported in decoupled mode, got 3"):
+    with pytest.raises(
+        RequestError, match="num_return_sequences over 1 is only supported in decoupled mode, got 3"
+    ):
         decode(tensors(num_return_sequences=3), decoupled=False)
 
 
@@ -184,14 +296,22 @@ def test_a_request_of_token_ids_arrives_as_such():
         embedding_bias=[0, 0.5, 0, -2],
         draft_input_ids=[1, 2],
     )
-    words = {"stop_word_ids": ((5, 6), (7,)), "bad_word_ids": ((8,),), "bias": ((1, 0.5), (3, -2.0))}
-    assert request == GenerationRequest("", 4, input_ids=(5, 6), top_k=3, top_p=0.5, stream=True, **words)
+    words = {
+        "stop_word_ids": ((5, 6), (7,)),
+        "bad_word_ids": ((8,),),
+        "bias": ((1, 0.5), (3, -2.0)),
+    }
+    assert request == GenerationRequest(
+        "", 4, input_ids=(5, 6), top_k=3, top_p=0.5, stream=True, **words
+    )
     assert wanted == Wanted(tokens=True)
     assert GenerationRequest.from_wire(json.loads(json.dumps(request.to_wire()))) == request
 
 
 def test_empty_lists_as_preprocessing_makes_them_ask_for_nothing():
-    request, _ = decode_tokens(stop_words_list=[[], []], bad_words_list=[[0], [-1]], embedding_bias=[])
+    request, _ = decode_tokens(
+        stop_words_list=[[], []], bad_words_list=[[0], [-1]], embedding_bias=[]
+    )
     assert request == GenerationRequest("", 4, input_ids=(5, 6, 7))
 
 
@@ -202,13 +322,22 @@ def test_empty_lists_as_preprocessing_makes_them_ask_for_nothing():
         ({"input_ids": []}, "input_lengths must be between 1 and the 0 input_ids, got 3"),
         ({"request_output_len": [0]}, "request_output_len must be at least 1, got 0"),
         ({"runtime_top_p": [2.0]}, "runtime_top_p must be between 0 and 1 .*got 2"),
-        ({"stop_words_list": [[1, 2], [2, 1]]}, r"stop_words_list must have rising ends .*got \[2, 1\]"),
-        ({"stop_words_list": [[1], [2]]}, "stop_words_list must have rising ends of words, at most 1"),
+        (
+            {"stop_words_list": [[1, 2], [2, 1]]},
+            r"stop_words_list must have rising ends .*got \[2, 1\]",
+        ),
+        (
+            {"stop_words_list": [[1], [2]]},
+            "stop_words_list must have rising ends of words, at most 1",
+        ),
         ({"bad_words_list": [1, 2]}, r"bad_words_list must have shape \[1, 2, -1\]"),
         ({"embedding_bias": [math.nan]}, "embedding_bias must be between .*got nan"),
         ({"runtime_top_p_decay": [0.0]}, "runtime_top_p_decay must be over 0 and at most 1, got 0"),
         ({"runtime_top_p_min": [2.0]}, "runtime_top_p_min must be between 0 and 1, got 2"),
-        ({"context_phase_params": [1]}, "context_phase_params is not supported: prefill and decoding happen in one engine process"),
+        (
+            {"context_phase_params": [1]},
+            "context_phase_params is not supported: prefill and decoding happen in one engine process",
+        ),
     ],
 )
 def test_bad_token_tensors_are_refused_by_the_model_s_own_names(change, words):
@@ -218,7 +347,11 @@ def test_bad_token_tensors_are_refused_by_the_model_s_own_names(change, words):
 
 def test_tokens_come_as_one_beam_with_their_number():
     final = {**FINAL, "text": "", "tokens": [9], "log_probs": [-0.5], "cum_log_prob": -0.5}
-    outputs = encode_final(final, [{"text": "", "tokens": [7, 8], "log_probs": [-1.0, -1.0], "cum_log_prob": -2.0}], Wanted(tokens=True))
+    outputs = encode_final(
+        final,
+        [{"text": "", "tokens": [7, 8], "log_probs": [-1.0, -1.0], "cum_log_prob": -2.0}],
+        Wanted(tokens=True),
+    )
     assert lists(outputs)["output_ids"] == [[[7, 8, 9]]]
     assert lists(outputs)["sequence_length"] == [[3]]
     assert "text_output" not in outputs
@@ -238,8 +371,12 @@ REFUSED = {field.name: field for field in TEXT_INPUTS if field.refused}
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_served_is_refused_by_tensor_and_reason(name):
     field = REFUSED[name]
-    array = np.full([1, *(abs(size) for size in field.dims)], b"x" if field.dtype == "STRING" else 2).astype(NUMPY_TYPES[field.dtype])
-    with pytest.raises(RequestError, match=f"^{name} is not supported: {field.refused.value}, got ") as refusal:
+    array = np.full(
+        [1, *(abs(size) for size in field.dims)], b"x" if field.dtype == "STRING" else 2
+    ).astype(NUMPY_TYPES[field.dtype])
+    with pytest.raises(
+        RequestError, match=f"^{name} is not supported: {field.refused.value}, got "
+    ) as refusal:
         decode({**tensors(), name: array})
     assert refusal.value.code is ErrorCode.UNIMPLEMENTED
 
@@ -254,7 +391,9 @@ def test_what_is_not_served_may_ask_for_nothing(name):
 
 
 def test_inputs_without_effect_change_nothing():
-    assert decode({**tensors(), **tensors(length_penalty=0.5, use_draft_logits=True)})[0] == GenerationRequest("hi", 4)
+    assert decode({**tensors(), **tensors(length_penalty=0.5, use_draft_logits=True)})[
+        0
+    ] == GenerationRequest("hi", 4)
 
 
 def test_a_command_is_text():
@@ -266,14 +405,26 @@ def lists(outputs):
 
 
 def test_a_response_carries_the_text_of_its_deltas():
-    assert lists(encode_chunk([{"text": "ü"}, {"text": "👋"}], Wanted())) == {"text_output": [["ü👋".encode()]]}
+    assert lists(encode_chunk([{"text": "ü"}, {"text": "👋"}], Wanted())) == {
+        "text_output": [["ü👋".encode()]]
+    }
 
 
 def test_log_probabilities_of_all_deltas_come_as_one_beam_and_the_sum_is_the_latest():
-    deltas = [{"text": "a", "log_probs": [-0.5, -1.0], "cum_log_prob": -1.5}, {"text": "b", "log_probs": [-0.25], "cum_log_prob": -1.75}]
+    deltas = [
+        {"text": "a", "log_probs": [-0.5, -1.0], "cum_log_prob": -1.5},
+        {"text": "b", "log_probs": [-0.25], "cum_log_prob": -1.75},
+    ]
     outputs = encode_chunk(deltas, Wanted())
-    assert (outputs["output_log_probs"].dtype, outputs["cum_log_probs"].dtype) == (np.float32, np.float32)
-    assert lists(outputs) == {"text_output": [[b"ab"]], "output_log_probs": [[[-0.5, -1.0, -0.25]]], "cum_log_probs": [[-1.75]]}
+    assert (outputs["output_log_probs"].dtype, outputs["cum_log_probs"].dtype) == (
+        np.float32,
+        np.float32,
+    )
+    assert lists(outputs) == {
+        "text_output": [[b"ab"]],
+        "output_log_probs": [[[-0.5, -1.0, -0.25]]],
+        "cum_log_probs": [[-1.75]],
+    }
     last = {**FINAL, "text": "c", "log_probs": [-2.0], "cum_log_prob": -3.75}
     final = lists(encode_final(last, deltas, Wanted()))
     assert (final["text_output"], final["cum_log_probs"]) == ([[b"abc"]], [[-3.75]])
@@ -281,8 +432,19 @@ def test_log_probabilities_of_all_deltas_come_as_one_beam_and_the_sum_is_the_lat
 
 
 def test_the_last_reply_has_what_was_asked_for_in_the_declared_types(tmp_path):
-    message = {**FINAL, "text": "end", "log_probs": [-0.5], "cum_log_prob": -0.75, "bytes": ["\xff"], "top": [[["a", -0.1], ["", -2.0]]]}
-    message["prompt"] = {"bytes": ["x", "\xff"], "log_probs": [-0.25], "top": [[["a", -0.1], ["", -2.0]]]}
+    message = {
+        **FINAL,
+        "text": "end",
+        "log_probs": [-0.5],
+        "cum_log_prob": -0.75,
+        "bytes": ["\xff"],
+        "top": [[["a", -0.1], ["", -2.0]]],
+    }
+    message["prompt"] = {
+        "bytes": ["x", "\xff"],
+        "log_probs": [-0.25],
+        "top": [[["a", -0.1], ["", -2.0]]],
+    }
     for name in ("context_logits", "generation_logits"):
         message[name] = str(tmp_path / name)
         np.save(tmp_path / name, np.array([[1.5, -2.0]], np.float32))
@@ -290,8 +452,12 @@ def test_the_last_reply_has_what_was_asked_for_in_the_declared_types(tmp_path):
     load_arrays(message)
     assert not list(tmp_path.iterdir())
     outputs = encode_final(message, [], Wanted(True, True, True, batch_index=2, sequence_index=1))
-    assert {name: array.dtype for name, array in outputs.items()} == {f.name: np.dtype(NUMPY_TYPES[f.dtype]) for f in SERVED}
-    assert {name: array.ndim for name, array in outputs.items()} == {f.name: 1 + len(f.dims) for f in SERVED}
+    assert {name: array.dtype for name, array in outputs.items()} == {
+        f.name: np.dtype(NUMPY_TYPES[f.dtype]) for f in SERVED
+    }
+    assert {name: array.ndim for name, array in outputs.items()} == {
+        f.name: 1 + len(f.dims) for f in SERVED
+    }
     assert {name: array.flatten().tolist() for name, array in outputs.items()} == {
         "text_output": [b"end"],
         "finish_reason": [b"length"],
@@ -321,7 +487,9 @@ def test_the_last_reply_has_what_was_asked_for_in_the_declared_types(tmp_path):
     }
     least = {"text_output", "finish_reason"}
     assert set(encode_final({**FINAL, "text": "end"}, [], Wanted())) == {*least, "seed"}
-    assert set(encode_final({**FINAL, "text": "end", "seed": None}, [], Wanted())) == least  # greedy
+    assert (
+        set(encode_final({**FINAL, "text": "end", "seed": None}, [], Wanted())) == least
+    )  # greedy
 
 
 def test_no_draft_tokens_mean_an_acceptance_rate_of_zero():
@@ -332,7 +500,9 @@ def test_no_draft_tokens_mean_an_acceptance_rate_of_zero():
 
 
 def test_the_committed_table_of_tensors_is_the_rendered_one():
-    assert (Path(__file__).resolve().parents[2] / "docs" / "contract.md").read_text() == render_contract()
+    assert (
+        Path(__file__).resolve().parents[2] / "docs" / "contract.md"
+    ).read_text() == render_contract()
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
@@ -342,7 +512,11 @@ def test_the_committed_model_configuration_is_the_rendered_one(model):
 
 
 def test_the_settings_reach_the_text_models_only():
-    texts = {model.name: render_config(model, decoupled=False, max_batch_size=7) for model in MODELS}
+    texts = {
+        model.name: render_config(model, decoupled=False, max_batch_size=7) for model in MODELS
+    }
     assert "max_batch_size: 7" in texts["ensemble"]
     assert "decoupled: false" in texts["tensorrt_llm_bls"]
-    assert texts["spindle"] == render_config(next(model for model in MODELS if model.name == "spindle"))
+    assert texts["spindle"] == render_config(
+        next(model for model in MODELS if model.name == "spindle")
+    )

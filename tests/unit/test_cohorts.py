@@ -27,7 +27,10 @@ class Cohorts(World):
     def __init__(self, cohorts=2, policy=None, **options):
         super().__init__(ForcedCohorts(policy or RandomChoice(), cohorts), **options)
         self.verifier = self.ledger._target = Overlapped(self.target)
-        self.loop._target, self.loop._flights = self.verifier, Flights(self.verifier, self.loop._stats)
+        self.loop._target, self.loop._flights = (
+            self.verifier,
+            Flights(self.verifier, self.loop._stats),
+        )
 
 
 @settings(max_examples=40, deadline=None)
@@ -38,7 +41,9 @@ class Cohorts(World):
     seed=st.integers(0, 1000),
     leaving=st.sets(st.integers(0, 7)),
 )
-def test_everyone_gets_one_final_reply_and_no_text_depends_on_cohorts(prompts, cohorts, blocks, seed, leaving):
+def test_everyone_gets_one_final_reply_and_no_text_depends_on_cohorts(
+    prompts, cohorts, blocks, seed, leaving
+):
     world = Cohorts(cohorts, blocks=blocks, chunk=11, seed=seed)
     sinks = [world.submit(prompt) for prompt in prompts]
     for step in range(6):
@@ -67,7 +72,11 @@ def test_one_cohort_is_drafted_for_while_another_is_verified(monkeypatch):
         turns = world.target._queued
         if len(waited) < 8 and turns and turns[0].proposal:
             with asked:
-                waited.append(asked.wait_for(lambda: len(drafts) > drafts_before[turns[0].sequence.id], GUARD_S))
+                waited.append(
+                    asked.wait_for(
+                        lambda: len(drafts) > drafts_before[turns[0].sequence.id], GUARD_S
+                    )
+                )
         return verify(timeout_s)
 
     def drafting(timeout_s):
@@ -82,7 +91,9 @@ def test_one_cohort_is_drafted_for_while_another_is_verified(monkeypatch):
     sinks = [world.submit(prompt, 60) for prompt in ("abcdef", "defabc")]
     world.run()
     assert waited == [True] * 8
-    assert [sink.text for sink in sinks] == [plain_text(prompt, 60) for prompt in ("abcdef", "defabc")]
+    assert [sink.text for sink in sinks] == [
+        plain_text(prompt, 60) for prompt in ("abcdef", "defabc")
+    ]
 
 
 @pytest.mark.parametrize("culprit", [1, 4, 7])
@@ -90,7 +101,9 @@ def test_of_cohorts_that_the_target_cannot_run_only_the_culprit_fails(monkeypatc
     world = Cohorts()
     sinks = {i: world.submit(f"prompt {i}", 10) for i in range(1, 8)}
     world.loop.step()
-    break_target(monkeypatch, world, lambda turns: any(turn.sequence.id == culprit for turn in turns))
+    break_target(
+        monkeypatch, world, lambda turns: any(turn.sequence.id == culprit for turn in turns)
+    )
     world.run()
     assert sinks.pop(culprit).ends == [(ErrorCode.INTERNAL, "the engine failed (MemoryError)")]
     assert [sink.text for sink in sinks.values()] == [plain_text(f"prompt {i}", 10) for i in sinks]
@@ -102,11 +115,15 @@ def test_a_target_that_raises_now_and_then_costs_nobody_a_token(monkeypatch, sub
     break_target(monkeypatch, world, lambda turns: next(count) in submissions)
     sinks = [world.submit(prompt) for prompt in ("abc", "defghijklmnop", "x", "yz")]
     world.run()
-    assert [sink.text for sink in sinks] == [plain_text(prompt) for prompt in ("abc", "defghijklmnop", "x", "yz")]
+    assert [sink.text for sink in sinks] == [
+        plain_text(prompt) for prompt in ("abc", "defghijklmnop", "x", "yz")
+    ]
 
 
 @pytest.mark.parametrize("submission", range(2, 9))
-def test_a_target_that_raises_while_all_cohorts_are_waited_for_costs_nobody_a_token(monkeypatch, submission):
+def test_a_target_that_raises_while_all_cohorts_are_waited_for_costs_nobody_a_token(
+    monkeypatch, submission
+):
     class NowAndThen(ForcedCohorts):
         """Every other plan waits for all that is in flight."""
 
@@ -121,7 +138,9 @@ def test_a_target_that_raises_while_all_cohorts_are_waited_for_costs_nobody_a_to
     break_target(monkeypatch, world, lambda turns: next(count) == submission)
     sinks = [world.submit(prompt) for prompt in ("abc", "defghijklmnop", "x", "yz")]
     world.run()
-    assert [sink.text for sink in sinks] == [plain_text(prompt) for prompt in ("abc", "defghijklmnop", "x", "yz")]
+    assert [sink.text for sink in sinks] == [
+        plain_text(prompt) for prompt in ("abc", "defghijklmnop", "x", "yz")
+    ]
 
 
 def test_a_target_that_fails_for_good_ends_everything_once(monkeypatch):
@@ -130,7 +149,9 @@ def test_a_target_that_fails_for_good_ends_everything_once(monkeypatch):
     sinks = [world.submit("abc") for _ in range(12)]
     world.loop.run(threading.Event())
     assert [len(sink.ends) for sink in sinks] == [1] * 12
-    assert sinks[-1].ends == [(ErrorCode.UNAVAILABLE, "the engine keeps failing: it is being restarted")]
+    assert sinks[-1].ends == [
+        (ErrorCode.UNAVAILABLE, "the engine keeps failing: it is being restarted")
+    ]
     assert world.ledger.usage()["used"] == 0
 
 
@@ -141,7 +162,9 @@ def test_abort_while_cohorts_are_in_flight_ends_everything_once():
         world.loop.step()
     assert len(world.loop._flights) == 1
     world.loop.abort(ErrorCode.UNAVAILABLE, "the server is shutting down")
-    assert [sink.ends for sink in sinks] == [[(ErrorCode.UNAVAILABLE, "the server is shutting down")]] * 2
+    assert [sink.ends for sink in sinks] == [
+        [(ErrorCode.UNAVAILABLE, "the server is shutting down")]
+    ] * 2
     world.run()
     assert len(world.loop._flights) == 0
 
@@ -179,7 +202,11 @@ def test_the_policy_learns_of_each_cohort_in_its_own_view_and_times(monkeypatch)
     for prompt in ("abc", "def", "ghi", "jkl"):
         world.submit(prompt, 12)
     world.run()
-    pairs = [(one, other) for one, other in itertools.pairwise(told) if isinstance(one, list) and not isinstance(other, list)]
+    pairs = [
+        (one, other)
+        for one, other in itertools.pairwise(told)
+        if isinstance(one, list) and not isinstance(other, list)
+    ]
     flown = [(view, outcome) for view, outcome in pairs if outcome.length.any()]
     assert len(flown) > 6
     for view, outcome in flown:

@@ -10,18 +10,25 @@ TORCH = {"engine": "torch", "model": "m"}
 
 def test_defaults_are_those_of_the_embedded_deployment():
     config = parse_config({"target": TORCH})
-    assert (config.limits.max_context_tokens, config.policy.k_max, config.threads) == (2048, 8, "auto")
+    assert (config.limits.max_context_tokens, config.policy.k_max, config.threads) == (
+        2048,
+        8,
+        "auto",
+    )
     assert config.triton.decoupled_mode is True
 
 
 @pytest.mark.parametrize(
-    ("instructions", "dtypes"), [("AVX512-BF16", ("bf16", "fp16")), ("AVX2", ("fp16", "fp16")), ("", ("fp32", "fp32"))]
+    ("instructions", "dtypes"),
+    [("AVX512-BF16", ("bf16", "fp16")), ("AVX2", ("fp16", "fp16")), ("", ("fp32", "fp32"))],
 )
 def test_what_auto_means_hangs_on_what_the_processor_multiplies(monkeypatch, instructions, dtypes):
     monkeypatch.setattr(machine, "instructions", lambda: instructions)
     config = parse_config({"target": TORCH, "drafts": [{**TORCH, "name": "a"}]})
     assert (config.target.dtype, config.drafts[0].dtype) == dtypes
-    config = parse_config({"target": {**TORCH, "dtype": "fp64"}, "drafts": [{**TORCH, "name": "a", "dtype": "bf16"}]})
+    config = parse_config(
+        {"target": {**TORCH, "dtype": "fp64"}, "drafts": [{**TORCH, "name": "a", "dtype": "bf16"}]}
+    )
     assert (config.target.dtype, config.drafts[0].dtype) == ("fp64", "bf16")
     assert parse_config({"target": {**TORCH, "device": "cuda"}}).target.dtype == "bf16"
 
@@ -32,30 +39,64 @@ def test_what_auto_means_hangs_on_what_the_processor_multiplies(monkeypatch, ins
         ({"target": TORCH, "tarjet": {}}, ["tarjet", "known here"]),
         ({"target": {**TORCH, "dtyp": "bf16"}}, ["target.dtyp"]),
         ({"target": {**TORCH, "dtype": "fp8"}}, ["target.dtype", "fp8", "bf16"]),
-        ({"target": {**TORCH, "dtype": "int8", "device": "cuda"}}, ["target.dtype", "int8", "cuda"]),
-        ({"target": {**TORCH, "dtype": "fp16", "device": "cuda"}}, ["target.dtype", "fp16", "cuda"]),
+        (
+            {"target": {**TORCH, "dtype": "int8", "device": "cuda"}},
+            ["target.dtype", "int8", "cuda"],
+        ),
+        (
+            {"target": {**TORCH, "dtype": "fp16", "device": "cuda"}},
+            ["target.dtype", "fp16", "cuda"],
+        ),
         ({"target": {"engine": "lookup"}}, ["target.engine", "lookup"]),
-        ({"target": {"engine": "fake", "attention": "padded"}}, ["target.attention", "tiled", "padded"]),
-        ({"target": TORCH, "drafts": [{**TORCH, "name": "a", "attention": "padded"}]}, ["drafts[0].attention", "tiled", "padded"]),
+        (
+            {"target": {"engine": "fake", "attention": "padded"}},
+            ["target.attention", "tiled", "padded"],
+        ),
+        (
+            {"target": TORCH, "drafts": [{**TORCH, "name": "a", "attention": "padded"}]},
+            ["drafts[0].attention", "tiled", "padded"],
+        ),
         ({"target": {"engine": "torch"}}, ["target.model"]),
         ({"target": TORCH, "drafts": {}}, ["drafts", "list"]),
-        ({"target": TORCH, "drafts": [{"engine": "lookup", "name": "target"}]}, ["drafts[0].name", "target"]),
-        ({"target": TORCH, "drafts": [{"engine": "lookup", "name": "a", "min_ngram": 5}]}, ["drafts[0].min_ngram", "5"]),
+        (
+            {"target": TORCH, "drafts": [{"engine": "lookup", "name": "target"}]},
+            ["drafts[0].name", "target"],
+        ),
+        (
+            {"target": TORCH, "drafts": [{"engine": "lookup", "name": "a", "min_ngram": 5}]},
+            ["drafts[0].min_ngram", "5"],
+        ),
         ({"target": TORCH, "policy": {"k_max": -1}}, ["policy.k_max", "-1"]),
         ({"target": TORCH, "policy": {"selection": "ucb"}}, ["policy", "selection"]),
         ({"target": TORCH, "policy": {"k_max": True}}, ["policy.k_max", "True"]),
         ({"target": TORCH, "policy": {"kind": "fixed", "draft": "x"}}, ["policy.draft", "x"]),
         ({"target": TORCH, "policy": {"kind": "smartspec"}}, ["policy.draft", "''"]),
-        ({"target": TORCH, "policy": {"kind": "average"}}, ["policy.kind 'average' is called 'ema'"]),
-        ({"target": TORCH, "policy": {"kind": "adaptiv"}}, ["policy.kind", "adaptiv", "'ema'", "my_package."]),
-        ({"target": TORCH, "policy": {"kind": "my-package.Mine"}}, ["policy.kind", "my-package.Mine"]),
+        (
+            {"target": TORCH, "policy": {"kind": "average"}},
+            ["policy.kind 'average' is called 'ema'"],
+        ),
+        (
+            {"target": TORCH, "policy": {"kind": "adaptiv"}},
+            ["policy.kind", "adaptiv", "'ema'", "my_package."],
+        ),
+        (
+            {"target": TORCH, "policy": {"kind": "my-package.Mine"}},
+            ["policy.kind", "my-package.Mine"],
+        ),
         ({"target": TORCH, "policy": {"options": {"length": 2}}}, ["policy.options", "length"]),
         ({"target": TORCH, "policy": {"kind": "a.B", "options": [2]}}, ["policy.options", "[2]"]),
         (
-            {"target": TORCH, "drafts": [{"name": "lookup", "engine": "lookup"}], "policy": {"kind": "schedule", "draft": "lookup"}},
+            {
+                "target": TORCH,
+                "drafts": [{"name": "lookup", "engine": "lookup"}],
+                "policy": {"kind": "schedule", "draft": "lookup"},
+            },
             ["policy.schedule", "[]"],
         ),
-        ({"target": TORCH, "limits": {"max_active_requests": 0}}, ["limits.max_active_requests", "0"]),
+        (
+            {"target": TORCH, "limits": {"max_active_requests": 0}},
+            ["limits.max_active_requests", "0"],
+        ),
         ({"target": TORCH, "log": {"format": "xml"}}, ["log.format", "xml", "json"]),
         ({"target": TORCH, "log": {"level": "INFO"}}, ["log.level", "INFO", "info"]),
         ({"target": TORCH, "threads": 0}, ["threads", "0"]),

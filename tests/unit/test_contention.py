@@ -26,7 +26,9 @@ FAKE = {
 }
 
 
-def test_engines_that_sleep_do_not_slow_each_other_down_and_one_that_waits_for_the_other_does(monkeypatch):
+def test_engines_that_sleep_do_not_slow_each_other_down_and_one_that_waits_for_the_other_does(
+    monkeypatch,
+):
     target, draft = FakeEngine("target", step_s=0.02), FakeEngine("draft", step_s=0.005)
     free = measure(target, [draft])
     assert free >= 1.0
@@ -54,32 +56,52 @@ def test_a_deployment_with_cohorts_runs_its_target_in_a_thread_and_tells_its_tex
     for policy in ({"kind": "none"}, FAKE["policy"]):
         app = build(parse_config({**FAKE, "policy": policy}), {})
         assert isinstance(app.target, Overlapped) == ("cohorts" in policy)
-        sessions = generate(app, [GenerationRequest(prompt, 40) for prompt in ("abc", "def", "ghi", "jkl")], 4)
+        sessions = generate(
+            app, [GenerationRequest(prompt, 40) for prompt in ("abc", "def", "ghi", "jkl")], 4
+        )
         texts.append([session.sequence.tokens for session in sessions])
         app.close()
     assert texts[0] == texts[1]
 
 
 def test_cohorts_are_refused_where_they_cannot_be():
-    with pytest.raises(ConfigError, match=r"policy.cohorts must be 1 for a target whose attention is 'padded', got 2"):
+    with pytest.raises(
+        ConfigError,
+        match=r"policy.cohorts must be 1 for a target whose attention is 'padded', got 2",
+    ):
         parse_config({"target": {"model": "x", "attention": "padded"}, "policy": {"cohorts": 2}})
     alone = FakeEngine("target")
     alone.limits = type(alone.limits)(257, 100, 4, 4, 0)
-    with pytest.raises(ConfigError, match=r"policy.cohorts must be 1: the engine of 'target' runs no cohorts"):
+    with pytest.raises(
+        ConfigError, match=r"policy.cohorts must be 1: the engine of 'target' runs no cohorts"
+    ):
         contention.overlapped(alone, [])
 
 
-def test_the_adaptive_policy_cuts_a_batch_where_it_thinks_that_pays_and_no_text_changes(monkeypatch):
-    config = parse_config({**FAKE, "target": {"engine": "fake"}, "drafts": [{**FAKE["drafts"][0], "step_s": 0.0}]})
-    monkeypatch.setattr(AdaptivePlanner, "_timed", lambda planner, outcome, state, view: state.correction)
+def test_the_adaptive_policy_cuts_a_batch_where_it_thinks_that_pays_and_no_text_changes(
+    monkeypatch,
+):
+    config = parse_config(
+        {**FAKE, "target": {"engine": "fake"}, "drafts": [{**FAKE["drafts"][0], "step_s": 0.0}]}
+    )
+    monkeypatch.setattr(
+        AdaptivePlanner, "_timed", lambda planner, outcome, state, view: state.correction
+    )
     texts, flights = {}, []
     land = Flights.land
-    monkeypatch.setattr(Flights, "land", lambda self, log: flights.append(len(self)) or land(self, log))
+    monkeypatch.setattr(
+        Flights, "land", lambda self, log: flights.append(len(self)) or land(self, log)
+    )
     for cohorts in (1, 2):
         flights.clear()
         app = build(replace(config, policy=replace(config.policy, cohorts=cohorts)), {})
         planner = knowing(OVERLAPPING, Pipelining(cohorts, 1.0), drafts=("d0",))
-        sessions = generate(app, [GenerationRequest(f"prompt {i}", 150 + i, end_id=-1) for i in range(16)], 16, planner)
+        sessions = generate(
+            app,
+            [GenerationRequest(f"prompt {i}", 150 + i, end_id=-1) for i in range(16)],
+            16,
+            planner,
+        )
         texts[cohorts] = [session.sequence.tokens for session in sessions]
         app.close()
         assert (sum(landing > 1 for landing in flights) > 10) == (cohorts > 1)

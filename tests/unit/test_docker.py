@@ -31,7 +31,9 @@ def test_a_script_has_no_lint(path):
 
 def lint(command):
     program = Path(sys.executable).parent / command[0]
-    found = subprocess.run([str(program), *command[1:]], capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        [str(program), *command[1:]], capture_output=True, text=True, check=False
+    )
     assert found.returncode == 0, found.stdout + found.stderr
 
 
@@ -50,14 +52,18 @@ PYTHON = "/opt/venv-tritonserver/bin/python3"  # where torch and tensorrt_llm ar
 
 
 def test_everything_in_nvidia_s_container_runs_on_the_python_that_has_tensorrt_llm():
-    assert re.search(r"^FROM nvcr.io/nvidia/tritonserver:\$\{RELEASE\}-trtllm-python-py3$", TRTLLM, re.M)
+    assert re.search(
+        r"^FROM nvcr.io/nvidia/tritonserver:\$\{RELEASE\}-trtllm-python-py3$", TRTLLM, re.M
+    )
     assert re.search(r"^ARG RELEASE=26.0[4-7]$", TRTLLM, re.M)
     assert f"SPINDLE_PYTHON={PYTHON} " in TRTLLM
     assert f'CMD ["{PYTHON}", "docker/healthcheck.py"]' in TRTLLM
     instructions = "\n".join(line for line in TRTLLM.splitlines() if not line.startswith("#"))
     smoke = (DOCKER / "smoke.sh").read_text()
     assert f"PYTHON={PYTHON} " in smoke
-    in_container = [line for line in smoke.splitlines() if '"$IMAGE"' in line or "docker exec" in line]
+    in_container = [
+        line for line in smoke.splitlines() if '"$IMAGE"' in line or "docker exec" in line
+    ]
     for text in (instructions, *in_container):
         assert re.findall(r"(?<![\w/-])(?:/usr/bin/)?python3?(?![\w.-])", text) == [], text
 
@@ -76,16 +82,23 @@ def test_only_named_packages_are_installed_and_nothing_is_fetched_afterwards():
 def installed_of(name):
     """Return which of a file's packages are installed here, and what each of them requires beside extras."""
     lines = (DOCKER / f"{name}-requirements.txt").read_text().splitlines()
-    wanted = {canonicalize_name(line.partition("==")[0]) for line in lines if not line.startswith("#")}
+    wanted = {
+        canonicalize_name(line.partition("==")[0]) for line in lines if not line.startswith("#")
+    }
     needs = {}
     for package in wanted:
         found = [Requirement(text) for text in metadata.requires(package) or ()]
-        apply = [need for need in found if need.marker is None or need.marker.evaluate({"extra": ""})]
+        apply = [
+            need for need in found if need.marker is None or need.marker.evaluate({"extra": ""})
+        ]
         needs[package] = {canonicalize_name(need.name) for need in apply}
     return wanted, needs
 
 
-@pytest.mark.parametrize(("name", "there"), [("frontend", set()), ("trtllm", {"requests", "urllib3", "typing-extensions"})])
+@pytest.mark.parametrize(
+    ("name", "there"),
+    [("frontend", set()), ("trtllm", {"requests", "urllib3", "typing-extensions"})],
+)
 def test_what_a_named_package_requires_is_named_too(name, there):
     wanted, needs = installed_of(name)
     for package, required in needs.items():
@@ -113,16 +126,28 @@ def test_the_dashboard_asks_for_metrics_that_exist():
         endings = ("_bucket", "_sum", "_count") if family.kind is Kind.HISTOGRAM else ("",)
         series |= {family.name + ending for ending in endings}
     dashboard = json.loads((DOCKER / "grafana/dashboards/spindle.json").read_text())
-    asked = {name for panel in dashboard["panels"] for target in panel["targets"] for name in re.findall(r"spindle_\w+", target["expr"])}
+    asked = {
+        name
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"spindle_\w+", target["expr"])
+    }
     assert len(asked) > 15
     assert asked <= series
-    (source,) = yaml.safe_load((DOCKER / "grafana/provisioning/datasources/prometheus.yaml").read_text())["datasources"]
+    (source,) = yaml.safe_load(
+        (DOCKER / "grafana/provisioning/datasources/prometheus.yaml").read_text()
+    )["datasources"]
     assert {panel["datasource"]["uid"] for panel in dashboard["panels"]} == {source["uid"]}
 
 
 def test_the_smoke_tests_deployment_file_is_one(tmp_path):
     function = re.search(r"^deployment\(\).*?^}", (DOCKER / "smoke.sh").read_text(), re.M | re.S)[0]
     for arguments, drafts in (("target", 0), ("target draft", 1)):
-        written = subprocess.run(["bash", "-c", f"{function}\ndeployment {arguments}"], capture_output=True, text=True, check=True)
+        written = subprocess.run(
+            ["bash", "-c", f"{function}\ndeployment {arguments}"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         (tmp_path / "deployment.yaml").write_text(written.stdout)
         assert len(load_deployment(tmp_path / "deployment.yaml").drafts) == drafts

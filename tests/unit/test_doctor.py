@@ -50,14 +50,21 @@ def test_the_same_as_json(a_good_machine, capsys):
     } in found
 
 
-def test_a_missing_shared_library_is_named_with_its_package_and_ends_with_1(a_good_machine, monkeypatch, capsys):
+def test_a_missing_shared_library_is_named_with_its_package_and_ends_with_1(
+    a_good_machine, monkeypatch, capsys
+):
     def missing():
-        raise launch.LaunchError("libpython3.11.so.1.0 is missing: on Debian the package libpython3.11")
+        raise launch.LaunchError(
+            "libpython3.11.so.1.0 is missing: on Debian the package libpython3.11"
+        )
 
     monkeypatch.setattr(launch, "python_library_folder", missing)
     assert doctor.report(as_json=False) == 1
     shown = capsys.readouterr().out
-    assert "python         missing  libpython3.11.so.1.0 is missing: on Debian the package libpython3.11" in shown
+    assert (
+        "python         missing  libpython3.11.so.1.0 is missing: on Debian the package libpython3.11"
+        in shown
+    )
     assert shown.endswith("spindle serve cannot work: mend what is missing\n")
 
 
@@ -104,7 +111,9 @@ def test_the_processor_says_what_auto_means(monkeypatch, tmp_path, flags, state,
 
 def test_a_gpu_that_the_installed_torch_cannot_use_is_a_warning(monkeypatch):
     monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
-    monkeypatch.setattr(doctor.subprocess, "check_output", lambda *_, **__: "NVIDIA H100, 81559 MiB\n")
+    monkeypatch.setattr(
+        doctor.subprocess, "check_output", lambda *_, **__: "NVIDIA H100, 81559 MiB\n"
+    )
     monkeypatch.setattr(doctor.metadata, "version", lambda name: "2.13.0+cpu")
     assert (doctor.gpu().state, doctor.gpu().text) == (
         "warning",
@@ -125,9 +134,13 @@ def test_a_port_in_use_is_missing_and_says_by_whom(a_good_machine, monkeypatch):
         assert found["http port"].state == "ok"
 
 
-def test_too_little_room_is_a_warning_and_a_folder_that_cannot_be_written_is_missing(monkeypatch, tmp_path):
+def test_too_little_room_is_a_warning_and_a_folder_that_cannot_be_written_is_missing(
+    monkeypatch, tmp_path
+):
     assert doctor.disk("cache", tmp_path / "deep" / "down", 0.0, "").state == "ok"
-    assert doctor.disk("cache", tmp_path, 1e9, "choose another").text.endswith("1e+09 GB may be needed: choose another")
+    assert doctor.disk("cache", tmp_path, 1e9, "choose another").text.endswith(
+        "1e+09 GB may be needed: choose another"
+    )
     monkeypatch.setattr(doctor.os, "access", lambda *_: False)
     assert doctor.disk("cache", tmp_path, 0.0, "choose another").state == "missing"
 

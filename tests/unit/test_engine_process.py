@@ -32,7 +32,13 @@ class Client:
         self.sock.sendall(wire.encode(message))
 
     def submit(self, request_id, text, max_tokens=20, **options):
-        self.send({"type": "submit", "id": request_id, "request": {"text_input": text, "max_tokens": max_tokens, **options}})
+        self.send(
+            {
+                "type": "submit",
+                "id": request_id,
+                "request": {"text_input": text, "max_tokens": max_tokens, **options},
+            }
+        )
 
     def receive(self):
         while not self.queue:
@@ -55,7 +61,15 @@ def start(tmp_path):
     def begin(config=None, wait=True):
         file, path = tmp_path / "serving.json", tmp_path / "engine.sock"
         file.write_text(json.dumps(config or CONFIG))
-        command = [sys.executable, "-m", "backend.engine_process", "--config", str(file), "--socket", str(path)]
+        command = [
+            sys.executable,
+            "-m",
+            "backend.engine_process",
+            "--config",
+            str(file),
+            "--socket",
+            str(path),
+        ]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         processes.append(process)
         deadline = time.monotonic() + 30
@@ -87,7 +101,9 @@ def test_streams_are_whole_and_unmixed_and_end_once(start):
             finals[message["id"]] = message
     for i in range(20):
         again = Client(path)
-        again.submit(0, f"a different prompt, number {i}", num_draft_tokens=0, exclude_input_in_output=True)
+        again.submit(
+            0, f"a different prompt, number {i}", num_draft_tokens=0, exclude_input_in_output=True
+        )
         alone = again.until("final")["text"]
         assert texts[i] == (alone if i % 2 == 0 else f"a different prompt, number {i}{alone}")
         assert finals[i]["num_output_tokens"] == 20
@@ -115,9 +131,18 @@ def test_a_cancelled_request_gets_one_error_and_a_closed_connection_frees_its_re
     ("request_body", "words"),
     [
         ({"text_input": "", "max_tokens": 5}, "text_input has no tokens"),
-        ({"text_input": "x" * 600, "max_tokens": 5}, "text_input of 600 tokens is over the limit of 511"),
-        ({"text_input": "abc", "max_tokens": 600}, "max_tokens 600 and a prompt of 3 tokens exceed the context of 512"),
-        ({"text_input": "abc", "max_tokens": 5, "end_id": 257}, "end_id must be -1 or a token id below 257, got 257"),
+        (
+            {"text_input": "x" * 600, "max_tokens": 5},
+            "text_input of 600 tokens is over the limit of 511",
+        ),
+        (
+            {"text_input": "abc", "max_tokens": 600},
+            "max_tokens 600 and a prompt of 3 tokens exceed the context of 512",
+        ),
+        (
+            {"text_input": "abc", "max_tokens": 5, "end_id": 257},
+            "end_id must be -1 or a token id below 257, got 257",
+        ),
         ({"text_input": "abc", "max_tokens": 5, "pad_id": -2}, "pad_id must be -1"),
     ],
 )
@@ -141,9 +166,15 @@ def test_statistics_reach_a_subscriber(start):
         for name, labels, value in message["counters"]:
             key = (name, *labels.values())
             counters[key] = counters.get(key, 0) + value
-    emitted = sum(value for key, value in counters.items() if key[0] == "spindle_emitted_tokens_total")
+    emitted = sum(
+        value for key, value in counters.items() if key[0] == "spindle_emitted_tokens_total"
+    )
     assert emitted == 40
-    assert 0 < counters["spindle_accepted_tokens_total", "planner", "d0"] <= counters["spindle_draft_tokens_total", "planner", "d0"]
+    assert (
+        0
+        < counters["spindle_accepted_tokens_total", "planner", "d0"]
+        <= counters["spindle_draft_tokens_total", "planner", "d0"]
+    )
 
 
 def test_sigterm_answers_what_is_in_flight_and_refuses_what_is_new(start):
@@ -154,7 +185,10 @@ def test_sigterm_answers_what_is_in_flight_and_refuses_what_is_new(start):
     process.send_signal(signal.SIGTERM)
     time.sleep(0.1)
     client.submit(2, "def")
-    replies = {message["id"]: message["type"] for message in (client.until("final", "error"), client.until("final", "error"))}
+    replies = {
+        message["id"]: message["type"]
+        for message in (client.until("final", "error"), client.until("final", "error"))
+    }
     assert replies == {1: "final", 2: "error"}
     assert process.wait(10) == 0
     assert not path.exists()
@@ -212,5 +246,7 @@ def test_what_was_learnt_outlasts_a_restart(start, tmp_path, monkeypatch):
     _, path = start(config)
     after = known(Client(path))
     assert after["restored_age_s"] is not None
-    assert sum(after["draft_reached"][0]) == pytest.approx(sum(before["draft_reached"][0]), rel=0.05)
+    assert sum(after["draft_reached"][0]) == pytest.approx(
+        sum(before["draft_reached"][0]), rel=0.05
+    )
     assert sum(after["draft_reached"][0]) > 100

@@ -9,14 +9,20 @@ from backend.request import GenerationRequest
 from tests.bench.in_process import Sink
 
 DRAFTS = [{"name": "d", "engine": "fake", "agreement": 0.9, "step_s": 0.0001}]
-CONFIG = {"target": {"engine": "fake", "step_s": 0.002}, "drafts": DRAFTS, "limits": {"max_active_requests": 100}}
+CONFIG = {
+    "target": {"engine": "fake", "step_s": 0.002},
+    "drafts": DRAFTS,
+    "limits": {"max_active_requests": 100},
+}
 
 
 def stepped(requests, **settings):
     """Return the loop of an app in the middle of so many requests."""
     app = build(parse_config({**CONFIG, **settings}))
     for number in range(requests):
-        app.orchestrator.submit(app.session(GenerationRequest(f"request {number}", 50, end_id=-1), Sink()))
+        app.orchestrator.submit(
+            app.session(GenerationRequest(f"request {number}", 50, end_id=-1), Sink())
+        )
     for _ in range(4):
         app.orchestrator.step()
     return app.orchestrator
@@ -26,20 +32,32 @@ def test_each_request_of_the_last_plan_has_a_line():
     told = explain_last(stepped(3))
     assert told["age_s"] >= 0
     assert told["step"].startswith("3 requests, ")
-    assert [line.split(":")[0] for line in told["requests"]] == ["request 1", "request 2", "request 3"]
+    assert [line.split(":")[0] for line in told["requests"]] == [
+        "request 1",
+        "request 2",
+        "request 3",
+    ]
     assert any("d x " in line for line in told["requests"])
 
 
 def test_a_traced_planner_is_explained_too(tmp_path):
-    assert len(explain_last(stepped(2, policy={"trace_file": str(tmp_path / "trace")}))["requests"]) == 2
+    assert (
+        len(explain_last(stepped(2, policy={"trace_file": str(tmp_path / "trace")}))["requests"])
+        == 2
+    )
 
 
 def test_before_the_first_step_there_is_nothing_to_explain():
-    assert explain_last(stepped(0)) == {"age_s": None, "step": "no step has been planned yet", "requests": []}
+    assert explain_last(stepped(0)) == {
+        "age_s": None,
+        "step": "no step has been planned yet",
+        "requests": [],
+    }
 
 
 @pytest.mark.parametrize(
-    ("requests", "policy", "words"), [(MOST_ROWS + 1, {}, "more than"), (2, {"kind": "random"}, "not the adaptive one")]
+    ("requests", "policy", "words"),
+    [(MOST_ROWS + 1, {}, "more than"), (2, {"kind": "random"}, "not the adaptive one")],
 )
 def test_what_is_not_explained_says_so(requests, policy, words):
     (line,) = explain_last(stepped(requests, policy=policy))["requests"]

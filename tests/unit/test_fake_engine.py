@@ -123,7 +123,9 @@ def crossed():
     return [{name: value} for name, value in OPTIONS.items()] + mixes
 
 
-@pytest.mark.parametrize("mode", [(0.0, {}), (0.7, {"top_k": 1}), (0.7, {}), (1.5, {"top_p": 0.8, "top_k": 3})])
+@pytest.mark.parametrize(
+    "mode", [(0.0, {}), (0.7, {"top_k": 1}), (0.7, {}), (1.5, {"top_p": 0.8, "top_k": 3})]
+)
 def test_no_option_depends_on_how_the_text_was_cut_into_runs(mode):
     temperature, fixed = mode
     for index, options in enumerate(crossed()):

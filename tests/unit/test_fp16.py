@@ -19,7 +19,10 @@ def test_a_product_is_fp32s_of_the_rounded_weight(rows, dtype):
     exact = batch.double() @ weight.half().double().T + bias.double()
     found = Fp16Linear(weight.half(), bias)(batch)
     assert found.dtype == dtype
-    assert ((found.double() - exact).abs() <= 4e-6 * (batch.double().abs() @ weight.double().abs().T + 1)).all()
+    assert (
+        (found.double() - exact).abs()
+        <= 4e-6 * (batch.double().abs() @ weight.double().abs().T + 1)
+    ).all()
     assert torch.equal(Fp16Linear(weight)(batch), Fp16Linear(weight.half())(batch))
 
 

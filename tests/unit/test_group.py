@@ -29,7 +29,10 @@ def test_only_the_last_part_to_end_carries_the_final_flag():
 def test_from_many_threads_the_final_flag_is_on_the_last_response_and_on_no_other():
     sender = Sender()
     group = Group(sender, 16)
-    threads = [threading.Thread(target=lambda: [group.send({}, final=n == 19) for n in range(20)]) for _ in range(16)]
+    threads = [
+        threading.Thread(target=lambda: [group.send({}, final=n == 19) for n in range(20)])
+        for _ in range(16)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

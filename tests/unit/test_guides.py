@@ -12,7 +12,14 @@ from backend.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()
 END = 256
-SCHEMA = json.dumps({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False})
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+)
 GUIDES = {
     "json": ("", '[1, {"a": null}]'),
     "json_schema": (SCHEMA, '{"n": 12}'),

@@ -7,7 +7,9 @@ from backend.engines import int8
 from backend.engines.checkpoint import CheckpointError
 from backend.engines.int8 import Int8Linear
 
-pytestmark = pytest.mark.skipif(not int8._exact(), reason="no exact int8 products on this processor")
+pytestmark = pytest.mark.skipif(
+    not int8._exact(), reason="no exact int8 products on this processor"
+)
 
 
 def rounded(weight):
@@ -25,9 +27,15 @@ def test_a_product_is_that_of_the_rounded_weight_but_for_two_digits_of_a_row(out
     rows[:, 3] *= outlier
     rows = rows.to(dtype)
     exact = rows.double() @ rounded(weight).T + bias.double()
-    step = rows.double().abs().amax(1, keepdim=True) / 127 / 254  # a half of it is lost of every element
+    step = (
+        rows.double().abs().amax(1, keepdim=True) / 127 / 254
+    )  # a half of it is lost of every element
     bound = 0.51 * step * rounded(weight).abs().sum(1) + exact.abs() * torch.finfo(dtype).eps + 1e-4
-    found = Int8Linear(weight.to(dtype).float(), bias)(rows) if dtype == torch.float32 else Int8Linear(weight, bias)(rows)
+    found = (
+        Int8Linear(weight.to(dtype).float(), bias)(rows)
+        if dtype == torch.float32
+        else Int8Linear(weight, bias)(rows)
+    )
     assert found.dtype == dtype
     assert ((found.double() - exact).abs() <= bound).all()
 

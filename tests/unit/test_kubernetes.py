@@ -28,8 +28,14 @@ def selected(resource):
     """Return a resource as kustomize makes it: with the label in its selector and template."""
     labels = documents("kustomization.yaml")[0]["labels"][0]["pairs"]
     if resource["kind"] == "Deployment":
-        template = {**resource["spec"]["template"], "metadata": {**resource["spec"]["template"]["metadata"], "labels": labels}}
-        return {**resource, "spec": {**resource["spec"], "selector": {"matchLabels": labels}, "template": template}}
+        template = {
+            **resource["spec"]["template"],
+            "metadata": {**resource["spec"]["template"]["metadata"], "labels": labels},
+        }
+        return {
+            **resource,
+            "spec": {**resource["spec"], "selector": {"matchLabels": labels}, "template": template},
+        }
     return resource
 
 
@@ -59,9 +65,13 @@ def test_what_is_asked_for_and_selected_is_there():
     assert {port["targetPort"] for port in KINDS["Service"]["spec"]["ports"]} <= set(ports)
     dockerfile = (FOLDER.parent / "trtllm.Dockerfile").read_text()
     assert f"EXPOSE {' '.join(map(str, ports.values()))}" in dockerfile
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }
     for probe in ("startupProbe", "livenessProbe"):
-        assert json.dumps(container[probe]["exec"]["command"]) in dockerfile  # as in its HEALTHCHECK
+        assert (
+            json.dumps(container[probe]["exec"]["command"]) in dockerfile
+        )  # as in its HEALTHCHECK
     assert f"USER {pod['securityContext']['runAsUser']}" in dockerfile
 
 
@@ -78,13 +88,22 @@ def test_the_autoscaler_asks_for_metrics_that_the_adapter_makes_of_ours():
         series = rule["seriesQuery"].partition("{")[0]
         made[rule.get("name", {}).get("as", series)] = series
     assert set(made.values()) <= {family.name for family in FAMILIES}
-    asked = {metric["pods"]["metric"]["name"] for metric in KINDS["HorizontalPodAutoscaler"]["spec"]["metrics"]}
+    asked = {
+        metric["pods"]["metric"]["name"]
+        for metric in KINDS["HorizontalPodAutoscaler"]["spec"]["metrics"]
+    }
     assert asked == set(made)
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl here")
 def test_kustomize_makes_of_it_what_the_schemas_accept():
-    built = subprocess.run(["kubectl", "kustomize", str(FOLDER)], capture_output=True, text=True, check=True, timeout=60)
+    built = subprocess.run(
+        ["kubectl", "kustomize", str(FOLDER)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
     resources = list(yaml.safe_load_all(built.stdout))
     assert len(resources) == len(RESOURCES)
     for resource in resources:

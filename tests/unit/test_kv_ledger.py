@@ -13,7 +13,10 @@ def sequence(number, tokens=1):
 
 
 def test_engines_that_keep_kv_share_one_table_in_the_room_of_the_smallest_pool():
-    ledger, one = KVLedger({"target": 4, "draft": 3, "lookup": 0}, headroom_tokens=9), sequence(1, 16)
+    ledger, one = (
+        KVLedger({"target": 4, "draft": 3, "lookup": 0}, headroom_tokens=9),
+        sequence(1, 16),
+    )
     assert ledger.reserve(one, 16)
     assert one.blocks["target"] is one.blocks["draft"]
     assert set(one.blocks) == {"target", "draft"}
@@ -65,7 +68,11 @@ def test_a_table_does_not_grow_without_room_and_does_when_another_ends():
 
 
 def test_a_newcomer_waits_until_all_others_can_grow():
-    ledger, old, new = KVLedger({"target": 4 + GROWTH_BLOCKS}, headroom_tokens=0), sequence(1, 48), sequence(2, 16)
+    ledger, old, new = (
+        KVLedger({"target": 4 + GROWTH_BLOCKS}, headroom_tokens=0),
+        sequence(1, 48),
+        sequence(2, 16),
+    )
     assert ledger.reserve(old, 96)
     assert ledger.reserve(new, 16)
     ledger.release(new)
@@ -82,13 +89,30 @@ def test_a_guaranteed_ledger_reserves_whole_lives():
     assert ledger.reserve(sequence(3, 1), 80)
 
 
-ACTIONS = st.lists(st.tuples(st.sampled_from(["reserve", "grow", "release"]), st.integers(0, 9), st.integers(1, 60)), max_size=60)
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["reserve", "grow", "release"]), st.integers(0, 9), st.integers(1, 60)
+    ),
+    max_size=60,
+)
 
 
 @settings(max_examples=200, deadline=None)
-@given(size=st.integers(1, 40), guaranteed=st.booleans(), growth_blocks=st.integers(0, 2), actions=ACTIONS)
-def test_no_block_is_ever_lost_or_owned_twice_and_every_table_holds_what_is_needed(size, guaranteed, growth_blocks, actions):
-    ledger, held = KVLedger({"target": size, "draft": size}, 5, guaranteed=guaranteed, growth_blocks=growth_blocks), {}
+@given(
+    size=st.integers(1, 40),
+    guaranteed=st.booleans(),
+    growth_blocks=st.integers(0, 2),
+    actions=ACTIONS,
+)
+def test_no_block_is_ever_lost_or_owned_twice_and_every_table_holds_what_is_needed(
+    size, guaranteed, growth_blocks, actions
+):
+    ledger, held = (
+        KVLedger(
+            {"target": size, "draft": size}, 5, guaranteed=guaranteed, growth_blocks=growth_blocks
+        ),
+        {},
+    )
     for action, number, tokens in actions:
         one = held.get(number)
         if action == "reserve" and one is None:
@@ -107,7 +131,10 @@ def test_no_block_is_ever_lost_or_owned_twice_and_every_table_holds_what_is_need
         owned = [block for table in tables for block in table]
         assert len(set(owned)) == len(owned)
         assert set(owned) <= set(range(size))
-        assert all(len(table) * BLOCK_TOKENS >= len(each.tokens) + 5 for table, each in zip(tables, held.values(), strict=True))
+        assert all(
+            len(table) * BLOCK_TOKENS >= len(each.tokens) + 5
+            for table, each in zip(tables, held.values(), strict=True)
+        )
         assert ledger.usage() == {"used": len(owned), "free": size - len(owned), "cached": 0}
 
 
@@ -143,7 +170,11 @@ def test_shared_blocks_are_counted_once_and_reuse_is_told():
     assert one.blocks["target"][2] != other.blocks["target"][2]
     assert ledger.usage()["used"] == 4
     reuse = ledger.take_reuse()
-    assert (reuse.reused, reuse.missed, reuse.tokens) == (2, 2, 0)  # the target has not run the prompt yet
+    assert (reuse.reused, reuse.missed, reuse.tokens) == (
+        2,
+        2,
+        0,
+    )  # the target has not run the prompt yet
     assert ledger.take_reuse().reused == 0
 
 
@@ -180,7 +211,10 @@ def test_cached_blocks_are_room_for_others_and_admission_does_not_count_a_shared
 
 def test_tenants_with_different_salts_share_nothing():
     ledger, target = reusing()
-    salted = [Sequence(n, [1] * 48, 48, SamplingParams(), salt=salt) for n, salt in enumerate(["", "a", "", "a", "b"])]
+    salted = [
+        Sequence(n, [1] * 48, 48, SamplingParams(), salt=salt)
+        for n, salt in enumerate(["", "a", "", "a", "b"])
+    ]
     assert [serve(ledger, target, one) for one in salted] == [0, 0, 2, 2, 0]
 
 

@@ -16,16 +16,36 @@ from backend.triton_adapter.launcher import run_folder as run_folder_module
 from backend.triton_adapter.launcher import settings as settings_module
 from backend.triton_adapter.launcher.log_file import open_log, reasons
 from backend.triton_adapter.launcher.overrides import Overrides
-from backend.triton_adapter.launcher.processes import command_line, descendants, is_running, kill_all
-from backend.triton_adapter.launcher.run_folder import run_folder, write_backend, write_model_repository
+from backend.triton_adapter.launcher.processes import (
+    command_line,
+    descendants,
+    is_running,
+    kill_all,
+)
+from backend.triton_adapter.launcher.run_folder import (
+    run_folder,
+    write_backend,
+    write_model_repository,
+)
 from backend.triton_adapter.launcher.server import TritonServer
-from backend.triton_adapter.launcher.settings import DEFAULT_CONFIG, LaunchError, check_machine, check_ports, read_settings
+from backend.triton_adapter.launcher.settings import (
+    DEFAULT_CONFIG,
+    LaunchError,
+    check_machine,
+    check_ports,
+    read_settings,
+)
 from backend.triton_adapter.paths import PROJECT_ROOT, config_path, socket_path
 
 
 def test_the_defaults_are_triton_s_ports_on_loopback():
     settings = read_settings({"HTTP_PORT": ""})
-    assert (settings.bind, settings.http_port, settings.grpc_port, settings.metrics_port) == ("127.0.0.1", 8000, 8001, 8002)
+    assert (settings.bind, settings.http_port, settings.grpc_port, settings.metrics_port) == (
+        "127.0.0.1",
+        8000,
+        8001,
+        8002,
+    )
     assert (settings.openai_port, read_settings({"OPENAI_PORT": "0"}).openai_port) == (9000, 0)
     assert settings.config == DEFAULT_CONFIG
 
@@ -34,7 +54,10 @@ def test_traces_go_nowhere_unless_asked_for_and_then_at_triton_s_rate():
     settings = read_settings({"TRACE_URL": "", "TRACE_RATE": ""})
     assert (settings.trace_url, TritonServer(settings, Path("/x"), [])._trace_flags()) == ("", [])
     url = "http://collector:4318/v1/traces"
-    assert (read_settings({"TRACE_URL": url}).trace_url, read_settings({"TRACE_URL": url}).trace_rate) == (url, 1000)
+    assert (
+        read_settings({"TRACE_URL": url}).trace_url,
+        read_settings({"TRACE_URL": url}).trace_rate,
+    ) == (url, 1000)
     assert read_settings({"TRACE_URL": url, "TRACE_RATE": "0"}).trace_rate == 0
 
 
@@ -72,7 +95,9 @@ def test_a_port_in_use_is_refused_by_name():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(LaunchError, match=f"GRPC_PORT {port} cannot be used on BIND 127.0.0.1"):
-            check_ports(read_settings({"GRPC_PORT": str(port), "HTTP_PORT": "1", "METRICS_PORT": "2"}))
+            check_ports(
+                read_settings({"GRPC_PORT": str(port), "HTTP_PORT": "1", "METRICS_PORT": "2"})
+            )
 
 
 @pytest.mark.parametrize(
@@ -97,15 +122,22 @@ def test_a_python_without_a_shared_library_is_refused(monkeypatch):
 
 
 def test_the_run_folder_holds_a_complete_repository_with_the_settings(tmp_path):
-    config = parse_config({"target": {"engine": "fake"}, "triton": {"decoupled_mode": False, "max_batch_size": 3}})
+    config = parse_config(
+        {"target": {"engine": "fake"}, "triton": {"decoupled_mode": False, "max_batch_size": 3}}
+    )
     repository = write_model_repository(tmp_path, config)
-    assert sorted(path.name for path in repository.iterdir()) == sorted(model.name for model in MODELS)
+    assert sorted(path.name for path in repository.iterdir()) == sorted(
+        model.name for model in MODELS
+    )
     assert all((path / "1" / "model.py").is_file() for path in repository.iterdir())
     text = (repository / "ensemble" / "config.pbtxt").read_text()
     assert "decoupled: false" in text
     assert "max_batch_size: 3" in text
     python_backend = write_backend(tmp_path) / "python"
-    assert {path.name for path in python_backend.iterdir()} >= {"libtriton_python.so", "triton_python_backend_stub"}
+    assert {path.name for path in python_backend.iterdir()} >= {
+        "libtriton_python.so",
+        "triton_python_backend_stub",
+    }
     assert not any(path.is_symlink() for path in python_backend.iterdir())
 
 
@@ -137,7 +169,12 @@ def test_a_run_folder_goes_with_its_shared_memory(places):
 def test_what_a_killed_launcher_left_goes_at_the_next_start_and_what_is_in_use_stays(places):
     code = "import time; from backend.triton_adapter.launcher.run_folder import run_folder; made = run_folder()"
     command = [sys.executable, "-c", f"{code}; print(made.__enter__(), flush=True); time.sleep(60)"]
-    options = {"cwd": PROJECT_ROOT, "env": {**os.environ, "TMPDIR": str(places)}, "stdout": subprocess.PIPE, "text": True}
+    options = {
+        "cwd": PROJECT_ROOT,
+        "env": {**os.environ, "TMPDIR": str(places)},
+        "stdout": subprocess.PIPE,
+        "text": True,
+    }
     first, second = (subprocess.Popen(command, **options) for _ in range(2))
     killed, alive = (Path(process.stdout.readline().strip()) for process in (first, second))
     region = places / f"{killed.name}_17_ensemble"
@@ -153,7 +190,11 @@ def test_what_a_killed_launcher_left_goes_at_the_next_start_and_what_is_in_use_s
 def test_all_models_of_a_repository_agree_on_a_private_socket(monkeypatch, tmp_path):
     monkeypatch.delenv("SPINDLE_SOCKET", raising=False)
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-    paths = {socket_path({"model_repository": f"/srv/{repository}/{model}"}) for repository in "ab" for model in ("ensemble", "spindle")}
+    paths = {
+        socket_path({"model_repository": f"/srv/{repository}/{model}"})
+        for repository in "ab"
+        for model in ("ensemble", "spindle")
+    }
     assert len(paths) == 2
     assert (next(iter(paths)).parent.stat().st_mode & 0o777) == 0o700
     next(iter(paths)).parent.chmod(0o755)

@@ -15,7 +15,10 @@ from policy.wrappers import Guarded
 from tests.unit.test_policy_learned import taught
 from tests.unit.test_policy_planner import planner
 
-FAKE = {"target": {"engine": "fake"}, "drafts": [{"name": "d0", "engine": "fake"}, {"name": "lookup", "engine": "lookup"}]}
+FAKE = {
+    "target": {"engine": "fake"},
+    "drafts": [{"name": "d0", "engine": "fake"}, {"name": "lookup", "engine": "lookup"}],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +34,11 @@ class World:
         self.learned = LearnedState(self.policy, self.loop, StepStats(self.stats), key, keep=keep)
 
     def fallbacks(self):
-        return {labels["reason"]: n for name, labels, n in self.stats.drain()["counters"] if name == "spindle_fallback_total"}
+        return {
+            labels["reason"]: n
+            for name, labels, n in self.stats.drain()["counters"]
+            if name == "spindle_fallback_total"
+        }
 
 
 def test_what_one_process_saves_at_its_end_the_next_one_takes_up():
@@ -119,7 +126,10 @@ def test_the_key_changes_with_whatever_the_estimates_depend_on(folder):
         (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data)
         return path
 
-    torch = {"target": {"engine": "torch", "model": "m"}, "drafts": [{"name": "d", "engine": "torch", "model": "n"}]}
+    torch = {
+        "target": {"engine": "torch", "model": "m"},
+        "drafts": [{"name": "d", "engine": "torch", "model": "n"}],
+    }
     folders = {"target": write("m", bytes(8)), "d": write("n", bytes(8))}
     key = learned_key(parse_config(torch), folders)
     moved = {"target": {"engine": "torch", "model": "elsewhere"}, "drafts": torch["drafts"]}
@@ -134,5 +144,7 @@ def test_the_key_changes_with_whatever_the_estimates_depend_on(folder):
     keys = {key, *(learned_key(parse_config(other), folders) for other in others)}
     write("n", b"\x00\x00\x80\x3f" * 2)
     assert len(keys | {learned_key(parse_config(torch), folders)}) == 7
-    fakes = [{**FAKE, "drafts": [{"name": "d0", "engine": "fake", "agreement": a}]} for a in (0.5, 0.6)]
+    fakes = [
+        {**FAKE, "drafts": [{"name": "d0", "engine": "fake", "agreement": a}]} for a in (0.5, 0.6)
+    ]
     assert len({learned_key(parse_config(fake), {}) for fake in fakes}) == 2

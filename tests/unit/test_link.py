@@ -58,7 +58,9 @@ def recorder():
 
 @pytest.fixture
 def link(tmp_path, recorder):
-    made = EngineLink(tmp_path / "s", recorder.on_message, recorder.on_lost, greeting=({"type": "subscribe"},))
+    made = EngineLink(
+        tmp_path / "s", recorder.on_message, recorder.on_lost, greeting=({"type": "subscribe"},)
+    )
     made.start()
     yield made
     made.close()
@@ -95,7 +97,10 @@ def test_a_lost_engine_is_reported_refused_and_found_again(link, recorder, tmp_p
 def test_another_protocol_version_is_not_used(link, recorder, tmp_path, caplog):
     engine = Engine(tmp_path / "s")
     engine.accept(version=99)
-    assert [message["type"] for message in engine.messages] == ["hello", "subscribe"]  # and the link has hung up
+    assert [message["type"] for message in engine.messages] == [
+        "hello",
+        "subscribe",
+    ]  # and the link has hung up
     assert not link.wait(0.0)
     assert not recorder.lost.is_set()
     assert "protocol version 99" in caplog.text

@@ -19,9 +19,19 @@ SHAPE = {
     "initializer_range": 0.3,
     "max_position_embeddings": 256,
 }
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 FAMILIES = {
-    "llama untied": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {"tie_word_embeddings": False}),
+    "llama untied": (
+        transformers.LlamaConfig,
+        transformers.LlamaForCausalLM,
+        {"tie_word_embeddings": False},
+    ),
     "llama3 rope, tied": (
         transformers.LlamaConfig,
         transformers.LlamaForCausalLM,
@@ -30,12 +40,31 @@ FAMILIES = {
     "linear rope, one kv head": (
         transformers.LlamaConfig,
         transformers.LlamaForCausalLM,
-        {"num_key_value_heads": 1, "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+        {
+            "num_key_value_heads": 1,
+            "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+        },
     ),
-    "llama with biases": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {"attention_bias": True}),
-    "wide heads": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {"head_dim": 16, "num_key_value_heads": 4}),
-    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": None}),
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {"use_sliding_window": False}),
+    "llama with biases": (
+        transformers.LlamaConfig,
+        transformers.LlamaForCausalLM,
+        {"attention_bias": True},
+    ),
+    "wide heads": (
+        transformers.LlamaConfig,
+        transformers.LlamaForCausalLM,
+        {"head_dim": 16, "num_key_value_heads": 4},
+    ),
+    "mistral": (
+        transformers.MistralConfig,
+        transformers.MistralForCausalLM,
+        {"sliding_window": None},
+    ),
+    "qwen2": (
+        transformers.Qwen2Config,
+        transformers.Qwen2ForCausalLM,
+        {"use_sliding_window": False},
+    ),
 }
 
 
@@ -68,14 +97,18 @@ def reference(theirs, tokens):
 
 
 def text(count, seed=1):
-    return torch.randint(0, SHAPE["vocab_size"], (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return torch.randint(
+        0, SHAPE["vocab_size"], (count,), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
 
 
 def test_a_prefill_equals_transformers(pair):
     theirs, folder = pair
     tokens = text(50)
     logits = run(lean(folder), Chunk(tokens, 0, KVTable([3, 4, 5, 6], "cpu"), 50))
-    assert torch.allclose(logits, reference(theirs, tokens), atol=1e-4)  # transformers' rope and norm are fp32 inside
+    assert torch.allclose(
+        logits, reference(theirs, tokens), atol=1e-4
+    )  # transformers' rope and norm are fp32 inside
     single = run(lean(folder, "fp32"), Chunk(tokens, 0, KVTable([3, 4, 5, 6], "cpu"), 50))
     assert torch.allclose(single.double(), reference(theirs, tokens), atol=2e-3)
 
@@ -88,7 +121,13 @@ def test_chunks_single_tokens_and_scattered_blocks_equal_one_prefill(pair):
         model, table = lean(folder), KVTable(blocks, "cpu")
         pieces = [
             run(model, Chunk(tokens[a:b], a, table, b - a))
-            for a, b in [(0, 13), (13, 14), (14, 15), (15, 40), *((i, i + 1) for i in range(40, 50))]
+            for a, b in [
+                (0, 13),
+                (13, 14),
+                (14, 15),
+                (15, 40),
+                *((i, i + 1) for i in range(40, 50)),
+            ]
         ]
         assert torch.allclose(torch.cat(pieces), whole, atol=1e-10)
 
@@ -97,12 +136,29 @@ def test_a_ragged_batch_equals_its_sequences_alone(pair):
     _, folder = pair
     texts = [text(30, seed) for seed in (2, 3, 4)]
     tables = [KVTable(blocks, "cpu") for blocks in ([0, 1], [8, 5], [11, 12])]
-    alone = [run(lean(folder), Chunk(tokens, 0, table, 30)) for tokens, table in zip(texts, tables, strict=True)]
+    alone = [
+        run(lean(folder), Chunk(tokens, 0, table, 30))
+        for tokens, table in zip(texts, tables, strict=True)
+    ]
     model = lean(folder)
-    first = run(model, *(Chunk(t[:n], 0, table, want) for t, table, n, want in zip(texts, tables, (20, 7, 29), (0, 1, 3), strict=True)))
-    second = run(model, *(Chunk(t[n:], n, table, 30 - n) for t, table, n in zip(texts, tables, (20, 7, 29), strict=True)))
+    first = run(
+        model,
+        *(
+            Chunk(t[:n], 0, table, want)
+            for t, table, n, want in zip(texts, tables, (20, 7, 29), (0, 1, 3), strict=True)
+        ),
+    )
+    second = run(
+        model,
+        *(
+            Chunk(t[n:], n, table, 30 - n)
+            for t, table, n in zip(texts, tables, (20, 7, 29), strict=True)
+        ),
+    )
     assert torch.allclose(first, torch.cat([alone[1][6:7], alone[2][26:29]]), atol=1e-10)
-    assert torch.allclose(second, torch.cat([alone[0][20:], alone[1][7:], alone[2][29:]]), atol=1e-10)
+    assert torch.allclose(
+        second, torch.cat([alone[0][20:], alone[1][7:], alone[2][29:]]), atol=1e-10
+    )
 
 
 def test_later_kv_is_not_seen_and_is_overwritten(pair):
@@ -110,12 +166,17 @@ def test_later_kv_is_not_seen_and_is_overwritten(pair):
     tokens, table = text(20), KVTable([1, 2], "cpu")
     model = lean(folder)
     run(model, Chunk(text(25, 9), 0, table, 0))
-    logits = torch.cat([run(model, Chunk(tokens[:12], 0, table, 12)), run(model, Chunk(tokens[12:], 12, table, 8))])
+    logits = torch.cat(
+        [run(model, Chunk(tokens[:12], 0, table, 12)), run(model, Chunk(tokens[12:], 12, table, 8))]
+    )
     assert torch.allclose(logits, run(lean(folder), Chunk(tokens, 0, table, 20)), atol=1e-10)
 
 
 def test_a_pass_that_wants_no_logits_returns_none(pair):
-    assert run(lean(pair[1]), Chunk([1, 2], 0, KVTable([0], "cpu"), 0)).shape == (0, SHAPE["vocab_size"])
+    assert run(lean(pair[1]), Chunk([1, 2], 0, KVTable([0], "cpu"), 0)).shape == (
+        0,
+        SHAPE["vocab_size"],
+    )
 
 
 def test_packed_weights_give_the_plain_product():

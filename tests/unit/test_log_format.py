@@ -5,7 +5,14 @@ import sys
 import pytest
 
 from backend.config import LogConfig
-from backend.log_format import BURST, FloodGate, JsonFormatter, TextFormatter, fields, set_up_logging
+from backend.log_format import (
+    BURST,
+    FloodGate,
+    JsonFormatter,
+    TextFormatter,
+    fields,
+    set_up_logging,
+)
 
 
 def record(message="request %d refused", *arguments, created=100.25, extra=None, exc_info=None):
@@ -24,7 +31,9 @@ def failure():
 
 
 def test_a_json_line_has_the_event_its_fields_and_nothing_else():
-    line = JsonFormatter("engine").format(record("request %d refused", 7, extra=fields(code="UNAVAILABLE", waiting=3)))
+    line = JsonFormatter("engine").format(
+        record("request %d refused", 7, extra=fields(code="UNAVAILABLE", waiting=3))
+    )
     assert json.loads(line) == {
         "time": "1970-01-01T00:01:40.250Z",
         "level": "warning",
@@ -37,7 +46,9 @@ def test_a_json_line_has_the_event_its_fields_and_nothing_else():
 
 
 def test_a_json_line_is_one_line_even_with_a_traceback_and_never_fails_on_a_value():
-    line = JsonFormatter("engine").format(record("a\nb", extra=fields(path=object, event="not the event"), exc_info=failure()))
+    line = JsonFormatter("engine").format(
+        record("a\nb", extra=fields(path=object, event="not the event"), exc_info=failure())
+    )
     assert "\n" not in line
     read = json.loads(line)
     assert read["event"] == "a\nb"
@@ -46,7 +57,11 @@ def test_a_json_line_is_one_line_even_with_a_traceback_and_never_fails_on_a_valu
 
 
 def test_a_text_line_ends_with_its_fields_and_the_traceback_follows():
-    line, *traceback = TextFormatter("100%").format(record("refused", extra=fields(code="X", n=1), exc_info=failure())).splitlines()
+    line, *traceback = (
+        TextFormatter("100%")
+        .format(record("refused", extra=fields(code="X", n=1), exc_info=failure()))
+        .splitlines()
+    )
     assert line.endswith(" 100% WARNING backend.test: refused code=X n=1")
     assert traceback[-2:] == ["ValueError: no", "room"]
 

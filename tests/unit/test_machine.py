@@ -27,13 +27,25 @@ def test_a_machine_without_cpuinfo_still_has_a_name(monkeypatch, tmp_path):
     [
         ("sse2 avx f16c fma avx2", "Some CPU (AVX2)", False),
         ("f16c fma avx2 avx512f avx512bw avx512vl avx512dq", "Some CPU (AVX512)", False),
-        ("f16c fma avx2 avx512f avx512bw avx512vl avx512dq avx512_bf16", "Some CPU (AVX512-BF16)", True),
-        ("f16c fma avx2 avx512f avx512bw avx512vl avx512dq avx512_bf16 amx_bf16", "Some CPU (AMX-BF16)", True),
+        (
+            "f16c fma avx2 avx512f avx512bw avx512vl avx512dq avx512_bf16",
+            "Some CPU (AVX512-BF16)",
+            True,
+        ),
+        (
+            "f16c fma avx2 avx512f avx512bw avx512vl avx512dq avx512_bf16 amx_bf16",
+            "Some CPU (AMX-BF16)",
+            True,
+        ),
         ("sse2 avx", "Some CPU", False),
     ],
 )
-def test_processors_of_one_name_differ_by_what_they_multiply_in(monkeypatch, tmp_path, flags, name, bf16):
-    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nmodel\t\t: 1\nmodel name\t: Some CPU\nflags\t\t: {flags}\n\nprocessor\t: 1\n")
+def test_processors_of_one_name_differ_by_what_they_multiply_in(
+    monkeypatch, tmp_path, flags, name, bf16
+):
+    (tmp_path / "cpuinfo").write_text(
+        f"processor\t: 0\nmodel\t\t: 1\nmodel name\t: Some CPU\nflags\t\t: {flags}\n\nprocessor\t: 1\n"
+    )
     monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
     assert machine.processor() == name
     assert machine.multiplies_bf16() == bf16

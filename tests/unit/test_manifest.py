@@ -12,8 +12,15 @@ VOCABULARY = json.dumps({"model": {"vocab": {"a": 0, "b": 1}}})
 def folder(path, name, tokenizer=VOCABULARY, shape=(2, 2), **config):
     made = path / name
     made.mkdir()
-    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 10, "max_position_embeddings": 64, **config}
-    (made / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 10,
+        "max_position_embeddings": 64,
+        **config,
+    }
+    (made / "config.json").write_text(
+        json.dumps({k: v for k, v in config.items() if v is not None})
+    )
     header = json.dumps({"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, 16]}}).encode()
     (made / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
     if tokenizer is not None:
@@ -24,8 +31,14 @@ def folder(path, name, tokenizer=VOCABULARY, shape=(2, 2), **config):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("HuggingFaceTB/SmolLM2-360M", "hf download HuggingFaceTB/SmolLM2-360M --local-dir SmolLM2-360M; then give SmolLM2-360M$"),
-        ("/nowhere/at/all", "target.model must be a folder, got '/nowhere/at/all', which is not there$"),
+        (
+            "HuggingFaceTB/SmolLM2-360M",
+            "hf download HuggingFaceTB/SmolLM2-360M --local-dir SmolLM2-360M; then give SmolLM2-360M$",
+        ),
+        (
+            "/nowhere/at/all",
+            "target.model must be a folder, got '/nowhere/at/all', which is not there$",
+        ),
     ],
 )
 def test_what_is_no_folder_says_how_to_get_one(tmp_path, model, words):
@@ -35,42 +48,84 @@ def test_what_is_no_folder_says_how_to_get_one(tmp_path, model, words):
 
 def test_a_folder_that_cannot_be_served_says_what_it_lacks(tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"target\.model: .*empty has no config\.json\. Give the folder of a Hugging Face checkpoint"):
+    with pytest.raises(
+        ConfigError,
+        match=r"target\.model: .*empty has no config\.json\. Give the folder of a Hugging Face checkpoint",
+    ):
         check_folder("target.model", "empty", tmp_path / "empty", tokenizer=True)
     other = folder(tmp_path, "gpt2", architectures=["GPT2LMHeadModel"])
     with pytest.raises(
-        ConfigError, match=r"is a GPT2LMHeadModel, which is not supported\. Supported are Llama, Mistral without a sliding window, Qwen2"
+        ConfigError,
+        match=r"is a GPT2LMHeadModel, which is not supported\. Supported are Llama, Mistral without a sliding window, Qwen2",
     ):
         check_folder("target.model", "gpt2", other, tokenizer=True)
     bare = folder(tmp_path, "bare", tokenizer=None)
-    with pytest.raises(ConfigError, match=r"bare has no tokenizer\.json\. Download it with the model; .*save_pretrained"):
+    with pytest.raises(
+        ConfigError,
+        match=r"bare has no tokenizer\.json\. Download it with the model; .*save_pretrained",
+    ):
         check_folder("target.model", "bare", bare, tokenizer=True)
     check_folder("drafts[0].model", "bare", bare, tokenizer=False)
 
 
 def test_a_draft_that_names_its_targets_tokenizer_pairs_with_it(tmp_path):
     target = read_manifest(folder(tmp_path, "target"))
-    draft = read_manifest(folder(tmp_path, "draft", tokenizer=None, vocabulary_sha256=target.vocabulary_sha256, shape=(1, 4)))
+    draft = read_manifest(
+        folder(
+            tmp_path,
+            "draft",
+            tokenizer=None,
+            vocabulary_sha256=target.vocabulary_sha256,
+            shape=(1, 4),
+        )
+    )
     check_pair(target, draft)
     assert target.layout_sha256 != draft.layout_sha256
-    assert (target.architecture, target.vocab_size, target.max_context_tokens) == ("LlamaForCausalLM", 10, 64)
+    assert (target.architecture, target.vocab_size, target.max_context_tokens) == (
+        "LlamaForCausalLM",
+        10,
+        64,
+    )
 
 
 def test_how_a_tokenizer_file_is_written_does_not_matter(tmp_path):
     target = read_manifest(folder(tmp_path, "target"))
-    check_pair(target, read_manifest(folder(tmp_path, "same", tokenizer='{"model":  {"vocab": {"b":1, "a":0}}, "padding": null}')))
+    check_pair(
+        target,
+        read_manifest(
+            folder(
+                tmp_path, "same", tokenizer='{"model":  {"vocab": {"b":1, "a":0}}, "padding": null}'
+            )
+        ),
+    )
 
 
 def test_another_vocabulary_or_tokenizer_is_refused_by_both_folders(tmp_path):
     target = read_manifest(folder(tmp_path, "target"))
     with pytest.raises(ConfigError, match=r"small.* 9 tokens, its target .*target 10"):
         check_pair(target, read_manifest(folder(tmp_path, "small", vocab_size=9)))
-    with pytest.raises(ConfigError, match=r"draft .*other was made for .*: id 1 is \"c\" in the draft, \"b\" in the target"):
-        check_pair(target, read_manifest(folder(tmp_path, "other", tokenizer=VOCABULARY.replace('"b"', '"c"'))))
+    with pytest.raises(
+        ConfigError,
+        match=r"draft .*other was made for .*: id 1 is \"c\" in the draft, \"b\" in the target",
+    ):
+        check_pair(
+            target,
+            read_manifest(folder(tmp_path, "other", tokenizer=VOCABULARY.replace('"b"', '"c"'))),
+        )
     with pytest.raises(ConfigError, match=r"id 1 is no token in the draft"):
-        check_pair(target, read_manifest(folder(tmp_path, "short", tokenizer=json.dumps({"model": {"vocab": {"a": 0}}}))))
-    with pytest.raises(ConfigError, match=r"was made for the vocabulary 0123, its target .* has [0-9a-f]{12}$"):
-        check_pair(target, read_manifest(folder(tmp_path, "mute", tokenizer=None, vocabulary_sha256="0123")))
+        check_pair(
+            target,
+            read_manifest(
+                folder(tmp_path, "short", tokenizer=json.dumps({"model": {"vocab": {"a": 0}}}))
+            ),
+        )
+    with pytest.raises(
+        ConfigError, match=r"was made for the vocabulary 0123, its target .* has [0-9a-f]{12}$"
+    ):
+        check_pair(
+            target,
+            read_manifest(folder(tmp_path, "mute", tokenizer=None, vocabulary_sha256="0123")),
+        )
 
 
 def test_what_a_folder_lacks_is_named(tmp_path):

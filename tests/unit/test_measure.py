@@ -28,9 +28,14 @@ def checkpoint(folder, width=16, layers=1, vocab=32):
         "mlp.up_proj.weight": (width, width),
         "mlp.down_proj.weight": (width, width),
     }
-    shapes = {f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in layer.items()}
+    shapes = {
+        f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in layer.items()
+    }
     shapes |= {"model.embed_tokens.weight": (vocab, width), "model.norm.weight": (width,)}
-    save_file({name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}, folder / "model.safetensors")
+    save_file(
+        {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in shapes.items()},
+        folder / "model.safetensors",
+    )
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -56,11 +61,26 @@ def checkpoint(folder, width=16, layers=1, vocab=32):
 def deployment(tmp_path, monkeypatch):
     """A target and a draft of one layer, a cache of their own, and few cases."""
     monkeypatch.setenv("SPINDLE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(measure, "target_cases", lambda: [Case(1, 64), Case(2, 16, length=2), Case(1, 16, new=32, run=0)])
-    monkeypatch.setattr(measure, "draft_cases", lambda: [Case(1, 16, run=3), Case(2, 16, run=3), Case(1, 16, new=8)])
-    folders = {"target": checkpoint(tmp_path / "target"), "small": checkpoint(tmp_path / "small", width=8)}
-    engines = {name: {"engine": "torch", "name": name, "model": str(folder), "dtype": "fp32"} for name, folder in folders.items()}
-    config = {"target": engines["target"], "drafts": [engines["small"], {"engine": "lookup", "name": "lookup"}]}
+    monkeypatch.setattr(
+        measure,
+        "target_cases",
+        lambda: [Case(1, 64), Case(2, 16, length=2), Case(1, 16, new=32, run=0)],
+    )
+    monkeypatch.setattr(
+        measure, "draft_cases", lambda: [Case(1, 16, run=3), Case(2, 16, run=3), Case(1, 16, new=8)]
+    )
+    folders = {
+        "target": checkpoint(tmp_path / "target"),
+        "small": checkpoint(tmp_path / "small", width=8),
+    }
+    engines = {
+        name: {"engine": "torch", "name": name, "model": str(folder), "dtype": "fp32"}
+        for name, folder in folders.items()
+    }
+    config = {
+        "target": engines["target"],
+        "drafts": [engines["small"], {"engine": "lookup", "name": "lookup"}],
+    }
     return config, folders
 
 
@@ -70,7 +90,12 @@ def test_slow_samples_of_a_busy_machine_do_not_move_a_cell():
 
 
 def test_a_chain_of_passes_counts_as_one_pass_of_its_share():
-    table = measure.tabulate("e", [Case(4, 64, run=6), Case(1, 64, new=10), Case(2, 8, length=3)], [0.6, 0.2, 0.3], SYNTHETIC)
+    table = measure.tabulate(
+        "e",
+        [Case(4, 64, run=6), Case(1, 64, new=10), Case(2, 8, length=3)],
+        [0.6, 0.2, 0.3],
+        SYNTHETIC,
+    )
     assert table.rows == (4, 1, 2)
     assert table.tokens == (4, 10, 8)
     assert table.context_tokens == (256, 64, 16)
@@ -82,10 +107,21 @@ def test_the_cases_tell_tokens_rows_and_context_apart(cases):
     def cost(rows, tokens, context):
         return 0.02 + 0.001 * tokens + 0.002 * rows + 1e-5 * context
 
-    seconds = [cost(case.rows, case.query_tokens, case.rows * case.context) * max(1, case.run) for case in cases]
+    seconds = [
+        cost(case.rows, case.query_tokens, case.rows * case.context) * max(1, case.run)
+        for case in cases
+    ]
     curve = LatencyCurve.fit(measure.tabulate("e", cases, seconds, SYNTHETIC))
-    for rows, tokens, context in [(1, 1, 100), (1, 10, 1000), (8, 8, 4000), (32, 40, 3000), (1, 256, 0)]:
-        assert curve.seconds(tokens, rows, context) == pytest.approx(cost(rows, tokens, context), rel=0.05)
+    for rows, tokens, context in [
+        (1, 1, 100),
+        (1, 10, 1000),
+        (8, 8, 4000),
+        (32, 40, 3000),
+        (1, 256, 0),
+    ]:
+        assert curve.seconds(tokens, rows, context) == pytest.approx(
+            cost(rows, tokens, context), rel=0.05
+        )
 
 
 def test_measured_tables_are_found_by_the_deployment_that_they_were_measured_for(deployment):
@@ -96,7 +132,12 @@ def test_measured_tables_are_found_by_the_deployment_that_they_were_measured_for
     assert list(tables) == ["target", "small"]
     assert threads == 1
     origin = tables["target"].provenance
-    assert (origin.dtype, origin.threads, origin.device, origin.model) == ("fp32", 1, "cpu", str(folders["target"]))
+    assert (origin.dtype, origin.threads, origin.device, origin.model) == (
+        "fp32",
+        1,
+        "cpu",
+        str(folders["target"]),
+    )
     assert all(second > 0 for second in tables["small"].seconds)
 
 
@@ -113,7 +154,15 @@ def test_with_threads_auto_the_target_decides_and_its_drafts_follow(deployment, 
 
 def test_a_draft_that_is_new_is_measured_alone_with_the_target_s_threads(deployment, monkeypatch):
     raw, folders = deployment
-    config, new = parse_config(raw), parse_config({**raw, "drafts": [{**raw["drafts"][0], "name": "new", "dtype": "bf16"}, *raw["drafts"]]})
+    config, new = (
+        parse_config(raw),
+        parse_config(
+            {
+                **raw,
+                "drafts": [{**raw["drafts"][0], "name": "new", "dtype": "bf16"}, *raw["drafts"]],
+            }
+        ),
+    )
     monkeypatch.setattr(measure, "choose_threads", lambda target, folder: 1)
     assert missing_tables(config, folders) == ["target", "small"]
     measure.measure(config, folders, budget_s=0.0)
@@ -150,7 +199,12 @@ def test_one_core_or_a_gpu_leaves_no_choice(monkeypatch):
     gpu = parse_config({"target": {"engine": "torch", "model": "m", "device": "cuda"}}).target
     assert measure.choose_threads(gpu, None) == 1
     monkeypatch.setattr(machine, "cores", lambda: 1)
-    assert measure.choose_threads(parse_config({"target": {"engine": "torch", "model": "m"}}).target, None) == 1
+    assert (
+        measure.choose_threads(
+            parse_config({"target": {"engine": "torch", "model": "m"}}).target, None
+        )
+        == 1
+    )
 
 
 def test_what_times_depend_on_names_the_file(deployment):
@@ -165,10 +219,14 @@ def test_what_times_depend_on_names_the_file(deployment):
         table_file(other_dtype, folders["target"], 1),
     }
     assert len(files) == 5
-    assert table_file(small, folders["target"], 1) in files  # the name of an engine is no matter of time
+    assert (
+        table_file(small, folders["target"], 1) in files
+    )  # the name of an engine is no matter of time
 
 
-def test_code_of_an_engine_with_a_folder_of_its_own_is_counted_for_that_engine_alone(tmp_path, monkeypatch):
+def test_code_of_an_engine_with_a_folder_of_its_own_is_counted_for_that_engine_alone(
+    tmp_path, monkeypatch
+):
     (tmp_path / "engines" / "trt_graph").mkdir(parents=True)
     (tmp_path / "engines" / "llama.py").write_text("common")
     monkeypatch.setattr(tables, "__file__", str(tmp_path / "tables.py"))

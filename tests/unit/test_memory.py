@@ -33,47 +33,95 @@ def folder(path, **changed):
 
 
 def serving(target, draft, **limits):
-    engines = [{"engine": "torch", "model": str(path), "dtype": dtype} for path, dtype in ((target, "bf16"), (draft, "fp32"))]
-    return parse_config({"target": engines[0], "drafts": [{"name": "small", **engines[1]}], "limits": limits, "policy": {"k_max": 5}})
+    engines = [
+        {"engine": "torch", "model": str(path), "dtype": dtype}
+        for path, dtype in ((target, "bf16"), (draft, "fp32"))
+    ]
+    return parse_config(
+        {
+            "target": engines[0],
+            "drafts": [{"name": "small", **engines[1]}],
+            "limits": limits,
+            "policy": {"k_max": 5},
+        }
+    )
 
 
-@pytest.mark.parametrize(("name", "tied", "dtype"), [("target", False, torch.bfloat16), ("small", True, torch.float32)])
+@pytest.mark.parametrize(
+    ("name", "tied", "dtype"), [("target", False, torch.bfloat16), ("small", True, torch.float32)]
+)
 def test_weights_and_kv_are_those_of_the_engine_that_is_loaded(tmp_path, name, tied, dtype):
     path = folder(tmp_path / "model", tie_word_embeddings=tied)
-    footprint = memory.plan(serving(path, path, kv_cache_tokens=4096), {"target": path, "small": path})[name]
-    weights = {key: torch.rand(shape).bfloat16() for key, shape in read_config(path).shapes().items()}
+    footprint = memory.plan(
+        serving(path, path, kv_cache_tokens=4096), {"target": path, "small": path}
+    )[name]
+    weights = {
+        key: torch.rand(shape).bfloat16() for key, shape in read_config(path).shapes().items()
+    }
     save_file(weights, path / "model.safetensors")
-    engine = TorchEngine(name, path, dtype="bf16" if name == "target" else "fp32", kv_blocks=256, max_context_tokens=64)
+    engine = TorchEngine(
+        name,
+        path,
+        dtype="bf16" if name == "target" else "fp32",
+        kv_blocks=256,
+        max_context_tokens=64,
+    )
     assert footprint.kv == sum(layer.pool.nbytes for layer in engine._model._layers)
     packed_head = MODEL["vocab_size"] * MODEL["hidden_size"] if tied else 0
-    assert footprint.weights == (sum(weight.numel() for weight in weights.values()) + packed_head) * dtype.itemsize
+    assert (
+        footprint.weights
+        == (sum(weight.numel() for weight in weights.values()) + packed_head) * dtype.itemsize
+    )
 
 
 def test_int8_matrices_take_a_byte_a_weight_and_the_embedding_two(tmp_path):
     path = folder(tmp_path / "model", tie_word_embeddings=True)
-    config = parse_config({"target": {"engine": "torch", "model": str(path), "dtype": "int8"}, "limits": {}})
+    config = parse_config(
+        {"target": {"engine": "torch", "model": str(path), "dtype": "int8"}, "limits": {}}
+    )
     found = memory.plan(config, {"target": path})["target"].weights
     shapes = read_config(path).shapes()
-    embedding, norms = shapes.pop("model.embed_tokens.weight"), sum(shape[0] for shape in shapes.values() if len(shape) == 1)
+    embedding, norms = (
+        shapes.pop("model.embed_tokens.weight"),
+        sum(shape[0] for shape in shapes.values() if len(shape) == 1),
+    )
     matrices = sum(shape[0] * shape[1] for shape in shapes.values() if len(shape) == 2)
-    assert found == 2 * embedding[0] * embedding[1] + embedding[0] * embedding[1] + matrices + 2 * norms
+    assert (
+        found
+        == 2 * embedding[0] * embedding[1] + embedding[0] * embedding[1] + matrices + 2 * norms
+    )
 
 
-def test_fp16_matrices_take_two_bytes_a_weight_but_for_small_ones_and_the_embedding(tmp_path, monkeypatch):
+def test_fp16_matrices_take_two_bytes_a_weight_but_for_small_ones_and_the_embedding(
+    tmp_path, monkeypatch
+):
     path = folder(tmp_path / "model", tie_word_embeddings=True)
-    config = parse_config({"target": {"engine": "torch", "model": str(path), "dtype": "fp16"}, "limits": {}})
+    config = parse_config(
+        {"target": {"engine": "torch", "model": str(path), "dtype": "fp16"}, "limits": {}}
+    )
     shapes = read_config(path).shapes()
-    embedding, norms = shapes.pop("model.embed_tokens.weight"), sum(shape[0] for shape in shapes.values() if len(shape) == 1)
-    matrices = [prod(shape) for shape in shapes.values() if len(shape) == 2] + [prod(embedding)]  # the head is packed apart
+    embedding, norms = (
+        shapes.pop("model.embed_tokens.weight"),
+        sum(shape[0] for shape in shapes.values() if len(shape) == 1),
+    )
+    matrices = [prod(shape) for shape in shapes.values() if len(shape) == 2] + [
+        prod(embedding)
+    ]  # the head is packed apart
     monkeypatch.setattr(footprint, "SMALL_WEIGHT", max(matrices))
     found = memory.plan(config, {"target": path})["target"].weights
-    assert found == 4 * (prod(embedding) + norms) + sum((2 if size == max(matrices) else 4) * size for size in matrices)
+    assert found == 4 * (prod(embedding) + norms) + sum(
+        (2 if size == max(matrices) else 4) * size for size in matrices
+    )
 
 
 def test_a_pass_grows_with_the_requests_and_the_length_that_it_may_verify(tmp_path):
     target, draft = folder(tmp_path / "target"), folder(tmp_path / "draft")
-    few = memory.plan(serving(target, draft, max_active_requests=4), {"target": target, "small": draft})
-    many = memory.plan(serving(target, draft, max_active_requests=8), {"target": target, "small": draft})
+    few = memory.plan(
+        serving(target, draft, max_active_requests=4), {"target": target, "small": draft}
+    )
+    many = memory.plan(
+        serving(target, draft, max_active_requests=8), {"target": target, "small": draft}
+    )
     assert many["target"].passes > few["target"].passes > 4 * 6 * 300 * 24
     assert many["small"].passes > few["small"].passes
     assert many["target"].passes - few["target"].passes > many["small"].passes - few["small"].passes
@@ -90,20 +138,31 @@ def test_padded_rows_are_copied_side_by_side_for_a_layer(tmp_path):
 
 
 def test_a_plan_that_fits_is_one_line_and_one_that_does_not_is_refused_with_every_number():
-    footprints = {"target": Footprint("cpu", 3 * GIB, 2 * GIB, GIB), "small": Footprint("cuda:0", GIB // 2, GIB // 4, 0)}
+    footprints = {
+        "target": Footprint("cpu", 3 * GIB, 2 * GIB, GIB),
+        "small": Footprint("cuda:0", GIB // 2, GIB // 4, 0),
+    }
     line = memory.check(footprints, {"cpu": 7 * GIB, "cuda:0": GIB})
     assert line == (
         "memory: cpu has 7.00 GiB and 6.39 are needed (target 3.00 weights + 2.00 KV + 1.00 passes, process 0.39); "
         "cuda:0 has 1.00 GiB and 0.75 are needed (small 0.50 weights + 0.25 KV + 0.00 passes, process 0.00)"
     )
     assert PROCESS_BYTES == 400 * 2**20
-    for available, words in (({"cpu": 6 * GIB, "cuda:0": GIB}, "cpu has 6.00"), ({"cpu": 7 * GIB, "cuda:0": GIB // 2}, "cuda:0 has 0.50")):
-        with pytest.raises(ConfigError, match=f"not enough memory: {words}.*lower limits.kv_cache_tokens"):
+    for available, words in (
+        ({"cpu": 6 * GIB, "cuda:0": GIB}, "cpu has 6.00"),
+        ({"cpu": 7 * GIB, "cuda:0": GIB // 2}, "cuda:0 has 0.50"),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"not enough memory: {words}.*lower limits.kv_cache_tokens"
+        ):
             memory.check(footprints, available)
 
 
 def test_a_deployment_that_does_not_fit_is_refused_before_anything_is_loaded(tmp_path):
-    target, draft = folder(tmp_path / "target"), folder(tmp_path / "draft")  # no weights: nothing could be loaded
+    target, draft = (
+        folder(tmp_path / "target"),
+        folder(tmp_path / "draft"),
+    )  # no weights: nothing could be loaded
     check_memory(serving(target, draft, kv_cache_tokens=1024))
     with pytest.raises(ConfigError, match="not enough memory: cpu has"):
         check_memory(serving(target, draft, kv_cache_tokens=10**12))
@@ -122,27 +181,44 @@ def machine(root, groups, own):
 
 def test_what_is_available_is_the_machine_s_or_what_the_tightest_group_leaves(tmp_path):
     def v2(limit, used, file=0):
-        return {"memory.max": f"{limit}\n", "memory.current": f"{used}\n", "memory.stat": f"anon 5\ninactive_file {file}\n"}
+        return {
+            "memory.max": f"{limit}\n",
+            "memory.current": f"{used}\n",
+            "memory.stat": f"anon 5\ninactive_file {file}\n",
+        }
 
     def v1(limit, used):
-        return {"memory.limit_in_bytes": f"{limit}", "memory.usage_in_bytes": f"{used}", "memory.stat": "total_inactive_file 7\n"}
+        return {
+            "memory.limit_in_bytes": f"{limit}",
+            "memory.usage_in_bytes": f"{used}",
+            "memory.stat": "total_inactive_file 7\n",
+        }
 
     cases = [
         ({}, "0::/\n", 8000 * 1024),
         ({"a/b": v2("max", 10), "a": v2(5000, 2000, 300)}, "0::/a/b\n", 3300),
         ({"a/b": v2(900, 400), "a": v2(5000, 2000)}, "0::/a/b\n", 500),
         ({".": v2(4000, 1000)}, "0::/\n", 3000),
-        ({"memory/x": v1(6000, 2000), "memory": v1(2**63, 9000)}, "3:cpu:/\n4:memory:/x\n0::/\n", 4007),
+        (
+            {"memory/x": v1(6000, 2000), "memory": v1(2**63, 9000)},
+            "3:cpu:/\n4:memory:/x\n0::/\n",
+            4007,
+        ),
         ({"memory": v1(6000, 5000)}, "4:cpu,memory:/elsewhere\n", 1007),
     ]
     for number, (groups, own, expected) in enumerate(cases):
         assert memory.host_bytes(machine(tmp_path / str(number), groups, own)) == expected
 
 
-def test_logits_that_requests_keep_are_planned_with_their_copy_and_the_prompt_s_in_the_pass(tmp_path):
+def test_logits_that_requests_keep_are_planned_with_their_copy_and_the_prompt_s_in_the_pass(
+    tmp_path,
+):
     target, draft = folder(tmp_path / "target"), folder(tmp_path / "draft")
     folders, row_bytes = {"target": target, "small": draft}, 4 * MODEL["vocab_size"]
-    none, some = (serving(target, draft, max_logits_bytes=size, prefill_chunk_tokens=32) for size in (0, 20 * row_bytes))
+    none, some = (
+        serving(target, draft, max_logits_bytes=size, prefill_chunk_tokens=32)
+        for size in (0, 20 * row_bytes)
+    )
     assert memory.process_bytes(none) == PROCESS_BYTES
     assert memory.process_bytes(some) == PROCESS_BYTES + 2 * 20 * row_bytes
     before, after = memory.plan(none, folders), memory.plan(some, folders)
@@ -155,7 +231,10 @@ def test_static_shapes_are_planned_with_the_sizes_that_they_are_rounded_up_to(tm
 
     def passes(attention, requests, context):
         limits = {"max_active_requests": requests, "max_context_tokens": context}
-        raw = {"target": {"engine": "torch", "model": str(path), "attention": attention}, "limits": limits}
+        raw = {
+            "target": {"engine": "torch", "model": str(path), "attention": attention},
+            "limits": limits,
+        }
         return memory.plan(parse_config(raw), {"target": path})["target"].passes
 
     assert passes("graphs", 8, 512) == passes("padded", 8, 512)
@@ -164,9 +243,12 @@ def test_static_shapes_are_planned_with_the_sizes_that_they_are_rounded_up_to(tm
 
 
 @pytest.mark.parametrize(
-    ("instructions", "dtype", "warned"), [("AVX2", "bf16", True), ("AVX2", "fp16", False), ("AVX512-BF16", "bf16", False)]
+    ("instructions", "dtype", "warned"),
+    [("AVX2", "bf16", True), ("AVX2", "fp16", False), ("AVX512-BF16", "bf16", False)],
 )
-def test_an_engine_s_dtype_is_logged_and_a_slow_one_warned_of(monkeypatch, caplog, instructions, dtype, warned):
+def test_an_engine_s_dtype_is_logged_and_a_slow_one_warned_of(
+    monkeypatch, caplog, instructions, dtype, warned
+):
     monkeypatch.setattr("backend.machine.instructions", lambda: instructions)
     monkeypatch.setattr(torch_engine, "TorchEngine", lambda *args, **options: options["dtype"])
     config = parse_config({"target": {"engine": "torch", "model": "m", "dtype": dtype}})

@@ -73,7 +73,9 @@ def test_deltas_add_up_gauges_are_set_and_observations_recorded(exporter, made):
 
 
 def test_families_without_labels_are_visible_from_the_start(exporter, made):
-    assert {name for name, family in made.items() if family.series} == {f.name for f in FAMILIES if not f.labels}
+    assert {name for name, family in made.items() if family.series} == {
+        f.name for f in FAMILIES if not f.labels
+    }
 
 
 def test_unexpected_labels_are_refused(exporter):
@@ -85,7 +87,10 @@ def test_the_table_is_sound():
     names = [family.name for family in FAMILIES]
     assert len(set(names)) == len(names)
     assert all(family.name.startswith("spindle_") for family in SPINDLE_FAMILIES)
-    assert all((family.kind is Kind.COUNTER) == family.name.endswith("_total") for family in SPINDLE_FAMILIES)
+    assert all(
+        (family.kind is Kind.COUNTER) == family.name.endswith("_total")
+        for family in SPINDLE_FAMILIES
+    )
     for family in FAMILIES:
         assert bool(family.buckets) == (family.kind is Kind.HISTOGRAM)
         assert list(family.buckets) == sorted(set(family.buckets))

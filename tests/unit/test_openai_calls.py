@@ -18,11 +18,26 @@ ASKS = '{"name": "weather", "arguments": {"city": "Köln </b>"}}'
 TEXTS = [
     (HERMES, f"<tool_call>\n{ASKS}\n</tool_call>", "", [WEATHER]),
     (HERMES, f"Let me see.\n<tool_call>{ASKS}</tool_call>\n", "Let me see.", [WEATHER]),
-    (HERMES, f'<tool_call>{ASKS}</tool_call>\n<tool_call>\n{{"name": "clock"}}\n</tool_call>', "", [WEATHER, CLOCK]),
-    (HERMES, f'<tool_call>[{ASKS}, {{"name": "clock", "arguments": "{{}}"}}]</tool_call>', "", [WEATHER, CLOCK]),
+    (
+        HERMES,
+        f'<tool_call>{ASKS}</tool_call>\n<tool_call>\n{{"name": "clock"}}\n</tool_call>',
+        "",
+        [WEATHER, CLOCK],
+    ),
+    (
+        HERMES,
+        f'<tool_call>[{ASKS}, {{"name": "clock", "arguments": "{{}}"}}]</tool_call>',
+        "",
+        [WEATHER, CLOCK],
+    ),
     (HERMES, f"<tool_call>{ASKS}", "", [WEATHER]),  # it may end without the mark
     (HERMES, "a <tool_call>no</tool_call> b", "a <tool_call>no</tool_call> b", []),
-    (HERMES, '<tool_call>{"name": "other"}</tool_call>', '<tool_call>{"name": "other"}</tool_call>', []),
+    (
+        HERMES,
+        '<tool_call>{"name": "other"}</tool_call>',
+        '<tool_call>{"name": "other"}</tool_call>',
+        [],
+    ),
     (HERMES, '<tool_call>{"name": "clock", "argu', '<tool_call>{"name": "clock", "argu', []),
     (HERMES, " 1 < 2 <tool <tool_ca ", " 1 < 2 <tool <tool_ca ", []),
     (HERMES, ASKS, ASKS, []),
@@ -55,9 +70,17 @@ def test_a_text_has_the_same_calls_however_it_comes(form, text, content, calls, 
 
 def test_plain_text_is_not_held_back():
     reader = CallReader(HERMES, NAMES)
-    assert [reader.read(word, ended=False)[0] for word in ("It", " is", " five")] == ["It", " is", " five"]
+    assert [reader.read(word, ended=False)[0] for word in ("It", " is", " five")] == [
+        "It",
+        " is",
+        " five",
+    ]
     reader = CallReader(LLAMA, NAMES)
-    assert [reader.read(word, ended=False)[0] for word in ("It", " is", " {")] == ["It", " is", " {"]
+    assert [reader.read(word, ended=False)[0] for word in ("It", " is", " {")] == [
+        "It",
+        " is",
+        " {",
+    ]
 
 
 TEMPLATES = {

@@ -15,7 +15,11 @@ ODD = object()
 def fields_of(fate):
     """Return (body, name) of the fields of a fate."""
     bodies = (CompletionRequest, ChatRequest)
-    found = [(body, name, field.json_schema_extra or {}) for body in bodies for name, field in body.model_fields.items()]
+    found = [
+        (body, name, field.json_schema_extra or {})
+        for body in bodies
+        for name, field in body.model_fields.items()
+    ]
     return [(body, name) for body, name, extra in found if extra.get("fate") == fate]
 
 
@@ -43,7 +47,9 @@ def test_what_is_refused_is_named_but_for_null(body, name):
     made(body, **{name: None})
     with pytest.raises(ValidationError) as raised:
         made(body, **{name: {"a": 1}})
-    error = invalid_body([{**error, "loc": ("body", *error["loc"])} for error in raised.value.errors()])
+    error = invalid_body(
+        [{**error, "loc": ("body", *error["loc"])} for error in raised.value.errors()]
+    )
     assert (error.param, error.code) == (name, "unsupported_parameter")
     assert f"'{name}' is not served" in str(error)
 
@@ -54,21 +60,47 @@ def test_null_is_the_same_as_no_field():
 
 
 def test_a_message_of_an_answer_is_a_message_of_the_next_request():
-    answered = {"role": "assistant", "content": "a", "refusal": None, "annotations": [], "audio": None, "function_call": None}
+    answered = {
+        "role": "assistant",
+        "content": "a",
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+    }
     assert Message(**answered).as_dict() == {"role": "assistant", "content": "a"}
-    call = {"id": "c", "type": "function", "index": 0, "function": {"name": "f", "arguments": '{"a": 1}'}}
+    call = {
+        "id": "c",
+        "type": "function",
+        "index": 0,
+        "function": {"name": "f", "arguments": '{"a": 1}'},
+    }
     assert Message(role="assistant", tool_calls=[call]).as_dict() == {
         "role": "assistant",
         "content": "",
-        "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}],
+        "tool_calls": [
+            {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+        ],
     }
 
 
 @pytest.mark.parametrize(
     ("message", "names", "told", "param", "code"),
     [
-        ("text_input must not be empty, got ''", {"text_input": "prompt"}, "prompt must not be empty, got ''", "prompt", None),
-        ("max_tokens 9 and a prompt of 8 tokens exceed the context of 16 tokens", {}, None, "max_tokens", "context_length_exceeded"),
+        (
+            "text_input must not be empty, got ''",
+            {"text_input": "prompt"},
+            "prompt must not be empty, got ''",
+            "prompt",
+            None,
+        ),
+        (
+            "max_tokens 9 and a prompt of 8 tokens exceed the context of 16 tokens",
+            {},
+            None,
+            "max_tokens",
+            "context_length_exceeded",
+        ),
         ("the engine failed", {"text_input": "prompt"}, None, None, None),
     ],
 )

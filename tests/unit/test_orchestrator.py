@@ -56,9 +56,17 @@ class RandomChoice(Policy):
         return None
 
     def plan(self, view, state, now, rng):
-        draft = rng.integers(-1, len(view.drafts), len(view)) if view.drafts else np.full(len(view), -1)
+        draft = (
+            rng.integers(-1, len(view.drafts), len(view)) if view.drafts else np.full(len(view), -1)
+        )
         cap = (
-            np.where(draft >= 0, np.take_along_axis(view.ceiling, np.maximum(draft, 0)[:, None], 1)[:, 0], 0) if view.drafts else 0 * draft
+            np.where(
+                draft >= 0,
+                np.take_along_axis(view.ceiling, np.maximum(draft, 0)[:, None], 1)[:, 0],
+                0,
+            )
+            if view.drafts
+            else 0 * draft
         )
         length = np.array([rng.integers(0, c + 1) for c in cap], np.int64)
         return Plan(np.where(length > 0, draft, -1), length), state
@@ -72,13 +80,30 @@ class RandomChoice(Policy):
 
 
 class World:
-    def __init__(self, policy=None, drafts=(0.9, 0.2), max_active=8, max_queued=100, blocks=1000, chunk=7, seed=0, max_request_s=math.inf):
+    def __init__(
+        self,
+        policy=None,
+        drafts=(0.9, 0.2),
+        max_active=8,
+        max_queued=100,
+        blocks=1000,
+        chunk=7,
+        seed=0,
+        max_request_s=math.inf,
+    ):
         self.target = FakeEngine("target", kv_blocks=blocks)
-        self.drafts = [FakeEngine(f"draft{i}", seed=i + 1, agreement=a, kv_blocks=blocks) for i, a in enumerate(drafts)]
+        self.drafts = [
+            FakeEngine(f"draft{i}", seed=i + 1, agreement=a, kv_blocks=blocks)
+            for i, a in enumerate(drafts)
+        ]
         self.stats = Stats()
         step_stats = StepStats(self.stats)
         clock = itertools.count().__next__
-        self.ledger = KVLedger({e.name: blocks for e in (self.target, *self.drafts)}, headroom_tokens=9, target=self.target)
+        self.ledger = KVLedger(
+            {e.name: blocks for e in (self.target, *self.drafts)},
+            headroom_tokens=9,
+            target=self.target,
+        )
         self.loop = Orchestrator(
             self.target,
             Drafting(self.drafts, step_stats, clock),
@@ -97,7 +122,9 @@ class World:
     def submit(self, prompt, max_tokens=20, temperature=0.0, **options):
         request = GenerationRequest(prompt, max_tokens, stream=True, **options)
         tokens = list(prompt.encode())
-        sequence = Sequence(next(self.ids), tokens, len(tokens), SamplingParams(temperature, seed=7))
+        sequence = Sequence(
+            next(self.ids), tokens, len(tokens), SamplingParams(temperature, seed=7)
+        )
         sink = Sink()
         self.loop.submit(Session(sequence, request, frozenset({EOS}), Bytes(), sink))
         return sink
@@ -110,7 +137,10 @@ class World:
         assert self.ledger.usage()["used"] == 0
 
     def counters(self):
-        return {(name, *labels.values()): value for name, labels, value in self.stats.drain()["counters"]}
+        return {
+            (name, *labels.values()): value
+            for name, labels, value in self.stats.drain()["counters"]
+        }
 
 
 def plain_text(prompt, max_tokens=20):
@@ -145,7 +175,9 @@ def test_drafts_are_asked_where_the_policy_needs_it_and_free_ones_always(needs):
             return needs
 
         def plan(self, view, state, now, rng):
-            seen.append((view.request.tolist(), view.ceiling.sum(0).tolist(), view.catchup.sum(0).tolist()))
+            seen.append(
+                (view.request.tolist(), view.ceiling.sum(0).tolist(), view.catchup.sum(0).tolist())
+            )
             return super().plan(view, state, now, rng)
 
         def observe(self, outcome, state, now):
@@ -192,15 +224,22 @@ def test_usage_counts_what_was_drafted_and_accepted():
 
 def test_num_draft_tokens_is_a_ceiling_and_zero_means_none():
     world = World(drafts=(1.0,))
-    none, two = world.submit("first", num_draft_tokens=0), world.submit("second", num_draft_tokens=2)
+    none, two = (
+        world.submit("first", num_draft_tokens=0),
+        world.submit("second", num_draft_tokens=2),
+    )
     world.run()
     assert none.ends[0][1].drafted == 0
     assert two.ends[0][1].drafted > 0
-    positions = {key[2] for key in world.counters() if key[0] == "spindle_draft_tokens_by_position_total"}
+    positions = {
+        key[2] for key in world.counters() if key[0] == "spindle_draft_tokens_by_position_total"
+    }
     assert positions <= {"1", "2"}
 
 
-@pytest.mark.parametrize(("prompt", "steps"), [("x" * 60, 2), ("abc", 5)], ids=["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("prompt", "steps"), [("x" * 60, 2), ("abc", 5)], ids=["prefill", "decode"]
+)
 def test_a_cancelled_request_ends_once_and_its_kv_is_free_within_a_step(prompt, steps):
     world = World()
     sink = world.submit(prompt, 1000)
@@ -236,7 +275,9 @@ def test_a_request_that_lives_too_long_ends_wherever_it_is():
     assert [sink.ends for sink in old] == [[], []]
     world.loop._clock = lambda: 60.1
     world.loop.step()
-    assert [sink.ends for sink in old] == [[(ErrorCode.UNAVAILABLE, "the request has not ended within limits.max_request_s, 60 s")]] * 2
+    assert [sink.ends for sink in old] == [
+        [(ErrorCode.UNAVAILABLE, "the request has not ended within limits.max_request_s, 60 s")]
+    ] * 2
     world.run()
     assert young.text == plain_text("ghi")
 
@@ -249,7 +290,11 @@ def test_a_full_queue_and_an_impossible_request_are_refused_with_a_reply():
     assert too_long.ends[0][0] is ErrorCode.INVALID_ARGUMENT
     assert "500" in too_long.ends[0][1]
     outcomes = [sink.ends[0][0] for sink in (running, waiting, refused)]
-    assert outcomes == ["length", "length", ErrorCode.UNAVAILABLE]  # one place to run in, one to wait in
+    assert outcomes == [
+        "length",
+        "length",
+        ErrorCode.UNAVAILABLE,
+    ]  # one place to run in, one to wait in
 
 
 def break_target(monkeypatch, world, is_broken):
@@ -273,7 +318,9 @@ def test_of_a_batch_that_the_target_cannot_run_only_the_culprit_fails(monkeypatc
     world = World()
     sinks = {i: world.submit(f"prompt {i}", 10) for i in range(1, 8)}
     world.loop.step()
-    failed = break_target(monkeypatch, world, lambda turns: any(turn.sequence.id == culprit for turn in turns))
+    failed = break_target(
+        monkeypatch, world, lambda turns: any(turn.sequence.id == culprit for turn in turns)
+    )
     world.run()
     assert sinks.pop(culprit).ends == [(ErrorCode.INTERNAL, "the engine failed (MemoryError)")]
     assert [sink.text for sink in sinks.values()] == [plain_text(f"prompt {i}", 10) for i in sinks]
@@ -287,7 +334,9 @@ def test_a_target_that_raises_now_and_then_costs_nobody_a_token(monkeypatch, sub
     break_target(monkeypatch, world, lambda turns: next(count) in submissions)
     sinks = [world.submit(prompt) for prompt in ("abc", "defghijklmnop", "x")]
     world.run()
-    assert [sink.text for sink in sinks] == [plain_text(prompt) for prompt in ("abc", "defghijklmnop", "x")]
+    assert [sink.text for sink in sinks] == [
+        plain_text(prompt) for prompt in ("abc", "defghijklmnop", "x")
+    ]
 
 
 def test_proposals_that_the_target_cannot_run_are_dropped_and_not_counted(monkeypatch):
@@ -307,13 +356,20 @@ def test_a_target_that_fails_for_good_ends_the_loop_after_the_third_time(monkeyp
     world.loop.run(threading.Event())
     ends = [sink.ends for sink in sinks]
     assert ends[:3] == [[(ErrorCode.INTERNAL, "the engine failed (MemoryError)")]] * 3
-    assert ends[3:] == [[(ErrorCode.UNAVAILABLE, "the engine keeps failing: it is being restarted")]] * 3
+    assert (
+        ends[3:]
+        == [[(ErrorCode.UNAVAILABLE, "the engine keeps failing: it is being restarted")]] * 3
+    )
     assert world.ledger.usage()["used"] == 0
 
 
 def test_a_culprit_that_comes_back_among_others_does_not_end_the_loop(monkeypatch):
     world = World(max_active=2)
-    break_target(monkeypatch, world, lambda turns: any(bytes(turn.sequence.tokens[:3]) == b"bad" for turn in turns))
+    break_target(
+        monkeypatch,
+        world,
+        lambda turns: any(bytes(turn.sequence.tokens[:3]) == b"bad" for turn in turns),
+    )
     stop = threading.Event()
     sinks = [world.submit(prompt, 5) for prompt in ("good", *["bad"] * 8, "also good")]
     monkeypatch.setattr(world.loop._work, "wait", lambda timeout: stop.set())
@@ -327,7 +383,9 @@ def test_a_request_whose_tokens_cannot_be_taken_ends_alone(monkeypatch):
     world.loop.step()
     world.loop._active[1].commit = lambda *_: 1 / 0
     world.run()
-    assert broken.ends == [(ErrorCode.INTERNAL, "the request could not be continued (ZeroDivisionError)")]
+    assert broken.ends == [
+        (ErrorCode.INTERNAL, "the request could not be continued (ZeroDivisionError)")
+    ]
     assert fine.text == plain_text("def")
 
 
@@ -375,7 +433,9 @@ def test_a_plan_that_cannot_be_followed_is_not_and_its_policy_is_named_once_in_a
     lines = [record for record in caplog.records if "the policy failed" in record.message]
     assert len(lines) == 1 < failures
     assert "this step does not speculate" in lines[0].message
-    assert str(lines[0].exc_info[1]) == ("my_package.Greedy.plan: length[0] must be 0 to 8, its ceiling, got 99")
+    assert str(lines[0].exc_info[1]) == (
+        "my_package.Greedy.plan: length[0] must be 0 to 8, its ceiling, got 99"
+    )
 
 
 def test_abort_ends_everything_once():
@@ -384,7 +444,9 @@ def test_abort_ends_everything_once():
     world.loop.step()
     sinks.append(world.submit("jkl"))
     world.loop.abort(ErrorCode.UNAVAILABLE, "the server is shutting down")
-    assert [sink.ends for sink in sinks] == [[(ErrorCode.UNAVAILABLE, "the server is shutting down")]] * 4
+    assert [sink.ends for sink in sinks] == [
+        [(ErrorCode.UNAVAILABLE, "the server is shutting down")]
+    ] * 4
     world.run()
 
 
@@ -413,6 +475,8 @@ def test_adversarial_and_oracle_drafts_move_speed_only(agreement):
     assert sink.text == plain_text("abcdefgh", 41)
     steps = world.counters()["spindle_steps_total",]
     if agreement == 1.0:
-        assert steps == 2 + 8  # prefill in two chunks (the second emits one token), then five tokens a step
+        assert (
+            steps == 2 + 8
+        )  # prefill in two chunks (the second emits one token), then five tokens a step
     else:
         assert steps > 30

@@ -26,7 +26,9 @@ def test_without_options_the_file_is_read_where_it_is(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_of_ones_own_is_served_with_lookup_alone_unless_drafts_are_given(tmp_path, monkeypatch):
+def test_a_model_of_ones_own_is_served_with_lookup_alone_unless_drafts_are_given(
+    tmp_path, monkeypatch
+):
     (tmp_path / "mine").mkdir()
     (tmp_path / "little").mkdir()
     monkeypatch.chdir(tmp_path)

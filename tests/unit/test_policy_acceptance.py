@@ -59,7 +59,14 @@ def test_positions_behind_an_end_cut_are_no_evidence():
 
 def test_unprobed_positions_inherit_the_last_hazard():
     estimator, rng = model(), np.random.default_rng(2)
-    state = learn(estimator, estimator.admit(estimator.start(), [0]), 9, 0, chains(rng, [0.3, 0.3], 2, 3000), 2)
+    state = learn(
+        estimator,
+        estimator.admit(estimator.start(), [0]),
+        9,
+        0,
+        chains(rng, [0.3, 0.3], 2, 3000),
+        2,
+    )
     assert hazards(estimator, state)[0] == pytest.approx([0.3] * K, abs=0.03)
 
 
@@ -100,10 +107,15 @@ def _news_of_four_accepted(rates):
     for request in range(300):
         state = estimator.admit(state, [request])
         for _ in range(6):
-            state = learn(estimator, state, request, 0, chains(rng, [rates[request % 2]] * 4, 4, 1), 4)
+            state = learn(
+                estimator, state, request, 0, chains(rng, [rates[request % 2]] * 4, 4, 1), 4
+            )
         state = estimator.forget(state, [request])
     state = estimator.admit(state, [999])
-    return hazards(estimator, learn(estimator, state, 999, 0, [4], 4), 999)[0][0] - hazards(estimator, state, 999)[0][0]
+    return (
+        hazards(estimator, learn(estimator, state, 999, 0, [4], 4), 999)[0][0]
+        - hazards(estimator, state, 999)[0][0]
+    )
 
 
 def test_difficulty_carries_over_to_positions_the_request_never_reached():
@@ -124,7 +136,9 @@ def test_zero_acceptance_is_not_absorbing():
     stepped = state
     for turn in range(1, 2001):
         stepped = estimator.aged(step(estimator, stepped, 1), now=0.01 * turn)
-    assert hazards(estimator, stepped, 1)[0][0] == pytest.approx(stepped.draft_hazard[0, 0], rel=0.01)
+    assert hazards(estimator, stepped, 1)[0][0] == pytest.approx(
+        stepped.draft_hazard[0, 0], rel=0.01
+    )
     waited = estimator.admit(estimator.forget(estimator.aged(state, now=2000.0), [1]), [2])
     assert hazards(estimator, waited, 2)[0][0] > 0.55
 
@@ -140,10 +154,15 @@ def test_the_spread_narrows_with_evidence():
 def test_the_given_state_is_left_alone():
     estimator = model()
     state = estimator.admit(estimator.start(), [1])
-    before = [getattr(state, name).copy() for name in ("counts", "deviation", "draft_accepted", "draft_reached")]
+    before = [
+        getattr(state, name).copy()
+        for name in ("counts", "deviation", "draft_accepted", "draft_reached")
+    ]
     later = learn(estimator, state, 1, 0, [3], 4)
     later = estimator.forget(step(estimator, estimator.aged(later, 1e6), 1), [1])
-    after = [getattr(state, name) for name in ("counts", "deviation", "draft_accepted", "draft_reached")]
+    after = [
+        getattr(state, name) for name in ("counts", "deviation", "draft_accepted", "draft_reached")
+    ]
     assert all((a == b).all() for a, b in zip(before, after, strict=True))
     assert state.slots == {1: 0}
     assert later.slots == {}
@@ -166,7 +185,9 @@ def test_a_level_is_not_that_of_the_requests_that_reach_late_positions():
     for request in range(200):
         state = estimator.admit(state, [request])
         for _ in range(20):
-            state = learn(estimator, state, request, 0, chains(rng, [(0.8, 0.4)[request % 2]] * 4, 4, 1), 4)
+            state = learn(
+                estimator, state, request, 0, chains(rng, [(0.8, 0.4)[request % 2]] * 4, 4, 1), 4
+            )
         state = estimator.forget(state, [request])
     level = state.draft_hazard[0]
     assert abs(level[3] - level[0]) < 0.1
@@ -179,7 +200,9 @@ def grouped(requests=40, most_groups=8, **config):
     for request in range(requests):
         state = estimator.admit(state, [request], [request % 2])
         for _ in range(8):
-            state = learn(estimator, state, request, 0, chains(rng, [(0.9, 0.3)[request % 2]] * 4, 4, 1), 4)
+            state = learn(
+                estimator, state, request, 0, chains(rng, [(0.9, 0.3)[request % 2]] * 4, 4, 1), 4
+            )
         state = estimator.forget(state, [request])
     return estimator, state
 
@@ -187,7 +210,9 @@ def grouped(requests=40, most_groups=8, **config):
 def test_a_new_request_is_expected_to_be_as_its_group_and_one_of_no_known_group_as_all():
     estimator, state = grouped()
     state = estimator.admit(state, [100, 101, 102, 103], [0, 1, 7, -1])
-    easy, hard, unknown, none = (hazards(estimator, state, request)[0][0] for request in (100, 101, 102, 103))
+    easy, hard, unknown, none = (
+        hazards(estimator, state, request)[0][0] for request in (100, 101, 102, 103)
+    )
     assert easy > 0.8
     assert hard < 0.4
     assert unknown == none

@@ -34,7 +34,10 @@ def test_no_speculation_never_drafts():
 
 
 def test_a_fixed_choice_keeps_to_each_row_s_ceiling_and_readiness():
-    plan = planned(FixedLength("large", 4), view([[8, 8], [8, 3], [8, 0], [8, 8]], ready=[True, True, True, False]))
+    plan = planned(
+        FixedLength("large", 4),
+        view([[8, 8], [8, 3], [8, 0], [8, 8]], ready=[True, True, True, False]),
+    )
     assert plan.length.tolist() == [4, 3, 0, 0]
     assert plan.draft.tolist() == [1, 1, NO_DRAFT, NO_DRAFT]
 
@@ -58,7 +61,10 @@ def test_a_random_choice_follows_its_generator_and_nothing_else():
     seen = view([[8, 8]] * 20)
     again = [planned(RandomChoice(), seen, np.random.default_rng(7)) for _ in range(2)]
     assert again[0].length.tolist() == again[1].length.tolist()
-    assert planned(RandomChoice(), seen, np.random.default_rng(8)).length.tolist() != again[0].length.tolist()
+    assert (
+        planned(RandomChoice(), seen, np.random.default_rng(8)).length.tolist()
+        != again[0].length.tolist()
+    )
 
 
 @pytest.mark.parametrize("policy", [NoSpeculation(), FixedLength("small", 2), RandomChoice()])

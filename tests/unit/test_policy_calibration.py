@@ -31,7 +31,9 @@ def test_a_new_draft_is_believed_as_it_speaks():
         assert map_of(Calibration.none(3), 2, drawn) == pytest.approx(CLAIMS)
 
 
-@pytest.mark.parametrize(("claimed", "held"), [(0.9, 0.5), (0.3, 0.8), (0.005, 0.2), (1.0, 0.6), (0.65, 0.65)])
+@pytest.mark.parametrize(
+    ("claimed", "held"), [(0.9, 0.5), (0.3, 0.8), (0.005, 0.2), (1.0, 0.6), (0.65, 0.65)]
+)
 def test_what_a_claim_is_worth_is_learnt_for_its_draft_and_kind_of_row_alone(claimed, held):
     calibration = taught(claimed, held, 5000, draft=1, drawn=True)
     assert map_of(calibration, 1, True, np.array([claimed])) == pytest.approx(held, abs=0.03)
@@ -60,7 +62,12 @@ def test_the_map_never_falls_whatever_is_seen():
         calibration = Calibration.none(2)
         for _ in range(rng.integers(1, 8)):
             q = int(rng.integers(1, 100))
-            nodes = rng.integers(0, 2, q), rng.random(q) < 0.5, rng.random(q), rng.random(q) < rng.random()
+            nodes = (
+                rng.integers(0, 2, q),
+                rng.random(q) < 0.5,
+                rng.random(q),
+                rng.random(q) < rng.random(),
+            )
             calibration = calibration.learnt(*nodes)
         for draft, drawn in itertools.product((0, 1), (False, True)):
             values = map_of(calibration, draft, drawn)
@@ -80,7 +87,9 @@ def test_of_claims_that_hold_the_other_way_round_all_are_worth_the_same():
 def test_what_was_is_forgotten_within_some_ten_thousands_of_nodes_of_the_same_draft():
     before = taught(0.9, 0.9, 40_000)
     claim = np.array([0.9])
-    soon, late = (map_of(taught(0.9, 0.3, n, start=before), claims=claim).item() for n in (2000, 80_000))
+    soon, late = (
+        map_of(taught(0.9, 0.3, n, start=before), claims=claim).item() for n in (2000, 80_000)
+    )
     assert soon > 0.75
     assert late < 0.35
     others = taught(0.9, 0.3, 80_000, draft=1, start=before)
@@ -89,7 +98,10 @@ def test_what_was_is_forgotten_within_some_ten_thousands_of_nodes_of_the_same_dr
 
 def test_steps_learnt_together_are_as_steps_learnt_one_by_one():
     rng = np.random.default_rng(2)
-    steps = [(rng.integers(0, 2, 30), rng.random(30) < 0.5, rng.random(30), rng.random(30) < 0.5) for _ in range(5)]
+    steps = [
+        (rng.integers(0, 2, 30), rng.random(30) < 0.5, rng.random(30), rng.random(30) < 0.5)
+        for _ in range(5)
+    ]
     apart = together = Calibration.none(2)
     for step in steps:
         apart = apart.learnt(*step)
@@ -101,7 +113,9 @@ def test_learning_leaves_the_calibration_that_it_starts_from_alone():
     start = taught(0.9, 0.5, 100)
     before = [a.copy() for a in (start.nodes, start.claimed, start.held, start.held_at)]
     taught(0.9, 0.0, 100, start=start)
-    for was, now in zip(before, (start.nodes, start.claimed, start.held, start.held_at), strict=True):
+    for was, now in zip(
+        before, (start.nodes, start.claimed, start.held, start.held_at), strict=True
+    ):
         assert (was == now).all()
 
 

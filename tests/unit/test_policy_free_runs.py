@@ -22,12 +22,16 @@ def cost_s(tokens, turn_s, wait_s):
 @pytest.mark.parametrize("turn_s", [1e-5, 1e-4, 1e-3, 5e-3, 2e-2])
 def test_it_is_about_the_cheapest_number(turn_s, wait_s):
     chosen = free_run_tokens(turn_s, wait_s=wait_s, **CONSTANTS)
-    assert cost_s(chosen, turn_s, wait_s) < 1.03 * min(cost_s(tokens, turn_s, wait_s) for tokens in range(1, 65))
+    assert cost_s(chosen, turn_s, wait_s) < 1.03 * min(
+        cost_s(tokens, turn_s, wait_s) for tokens in range(1, 65)
+    )
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.01])
 def test_it_grows_with_the_overhead_from_one_to_the_most(wait_s):
-    runs = [free_run_tokens(turn_s, wait_s=wait_s, **CONSTANTS) for turn_s in np.linspace(0, 0.2, 50)]
+    runs = [
+        free_run_tokens(turn_s, wait_s=wait_s, **CONSTANTS) for turn_s in np.linspace(0, 0.2, 50)
+    ]
     assert runs == sorted(runs)
     assert (runs[0], runs[-1]) == (1, 64)
 
@@ -52,7 +56,9 @@ def test_a_row_that_rests_runs_and_speculation_has_to_beat_that(rows, turn_s):
         assert plan.run.tolist() == [free_run_tokens(turn_s, step_s - turn_s, wait_s, 8)] * rows
     m = plan.run[0]
     assert plan.predicted_s == pytest.approx(step_s - turn_s + (turn_s + wait_s * (m > 1)) / m)
-    assert planner(model, **certain(0.02)).plan(view(rows), resting.start(), 0.0, RNG)[0].run is None
+    assert (
+        planner(model, **certain(0.02)).plan(view(rows), resting.start(), 0.0, RNG)[0].run is None
+    )
 
 
 def test_where_long_runs_save_more_than_speculation_brings_there_is_none():
@@ -69,5 +75,7 @@ def test_a_table_keeps_what_a_turn_takes():
     assert again == table
     assert LatencyModel.from_tables(again, {}).turn_s == 0.002
     assert "turn_s" not in LatencyTable.synthetic("target", {1: 0.01}).to_dict()
-    with pytest.raises(LatencyError, match="turn_s of engine 'target' must be a finite number >= 0, got -1"):
+    with pytest.raises(
+        LatencyError, match="turn_s of engine 'target' must be a finite number >= 0, got -1"
+    ):
         LatencyTable.from_dict({**table.to_dict(), "turn_s": -1})

@@ -26,15 +26,25 @@ def test_given_rows_cost_and_yield_what_they_would_in_one_joint_choice():
     rng = np.random.default_rng(1)
     for _ in range(200):
         n = int(rng.integers(2, 6))
-        seen = view(n, k=4, context=rng.integers(10, 300, n), catchup=rng.integers(1, 3, (n, 2)), prefill_tokens=int(rng.integers(0, 9)))
+        seen = view(
+            n,
+            k=4,
+            context=rng.integers(10, 300, n),
+            catchup=rng.integers(1, 3, (n, 2)),
+            prefill_tokens=int(rng.integers(0, 9)),
+        )
         hazard = rng.uniform(0.2, 0.9, (4, 2, n))
         draft, length = rng.integers(0, 2, n), rng.integers(0, 5, n)
         everyone = Choice(np.where(length > 0, draft, NO_DRAFT), length)
         own = rng.random(n) < 0.5
         mine, theirs = np.flatnonzero(own), np.flatnonzero(~own)
         times = Correction.start(2).times(staircase())
-        joint = score(step_problem(times, seen, np.arange(n), hazard, NOTHING_GIVEN, 4, 16.0), everyone)
-        given = Given.of(theirs, Choice(everyone.draft[theirs], length[theirs]), hazard[:, :, theirs])
+        joint = score(
+            step_problem(times, seen, np.arange(n), hazard, NOTHING_GIVEN, 4, 16.0), everyone
+        )
+        given = Given.of(
+            theirs, Choice(everyone.draft[theirs], length[theirs]), hazard[:, :, theirs]
+        )
         problem = step_problem(times, seen, mine, hazard[:, :, mine], given, 4, 16.0)
         beside = score(problem, Choice(everyone.draft[mine], length[mine]))
         assert beside.step_s == pytest.approx(joint.step_s)
@@ -48,7 +58,9 @@ def test_the_planner_leaves_given_rows_alone_and_predicts_their_step():
     assert plan.length[[0, 2]].tolist() == [0, 0]
     alone, _ = p.plan(canary(seen, 0, [0, None, 0, None]), p.start(), 0.0, RNG)
     assert plan.predicted_s > alone.predicted_s
-    assert plan.predicted_tokens == pytest.approx(alone.predicted_tokens + 0.8 + 0.8**2 + 0.8**3, rel=0.3)
+    assert plan.predicted_tokens == pytest.approx(
+        alone.predicted_tokens + 0.8 + 0.8**2 + 0.8**3, rel=0.3
+    )
 
 
 def test_a_draft_that_runs_for_given_rows_anyway_is_cheaper_to_join():
@@ -80,7 +92,9 @@ def test_no_planned_step_exceeds_the_cap_nor_stays_far_below_it_when_more_pays(r
             seen = view(rows, cap_s=float(cap))
             plan, state = p.plan(seen, state, float(step), RNG)
             assert plan.predicted_s <= max(cap, plain) * (1 + 1e-6)
-            state = p.observe(outcome(seen, plan, np.full(rows, 8), plan.predicted_s), state, float(step))
+            state = p.observe(
+                outcome(seen, plan, np.full(rows, 8), plan.predicted_s), state, float(step)
+            )
         assert plan.length.any() == (cap > plain)
 
 

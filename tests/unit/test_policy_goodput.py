@@ -45,7 +45,9 @@ def test_a_tie_goes_to_less_speculation(rows):
 @pytest.mark.parametrize("rows", [1, 2, 3, 8])
 def test_no_choice_exceeds_a_ceiling(rows):
     ceiling = np.array([[3, 0], [0, 2], [0, 0], [1, 1]] * 2)[:rows]
-    choice, _ = best_choice(problem(np.full((rows, 2, 4), 0.9), verify_s=flat, forward_s=0.0, ceiling=ceiling), 1.0)
+    choice, _ = best_choice(
+        problem(np.full((rows, 2, 4), 0.9), verify_s=flat, forward_s=0.0, ceiling=ceiling), 1.0
+    )
     assert choice.length.tolist() == ceiling.max(1).tolist()
     assert (choice.draft[choice.length == 0] == NO_DRAFT).all()
 
@@ -53,22 +55,33 @@ def test_no_choice_exceeds_a_ceiling(rows):
 @pytest.mark.parametrize("rows", [1, 2, 4])
 def test_the_staircase_is_looked_at_beyond_a_drop(rows):
     """Goodput is 1.95, then 0.95 at the stair's edge, then 2.4 at its end: an early stop would stay at its foot."""
-    stairs = problem([[chain(0.95, 8)]] * rows, verify_s=lambda m: 1.0 + 2.0 * (m > rows), forward_s=0.0)
+    stairs = problem(
+        [[chain(0.95, 8)]] * rows, verify_s=lambda m: 1.0 + 2.0 * (m > rows), forward_s=0.0
+    )
     goodput = {k: score(stairs, Choice(np.zeros(rows, int), np.full(rows, k))) for k in (1, 2, 8)}
     assert goodput[2].value / 3 < goodput[1].value < goodput[8].value / 3
     assert (best_choice(stairs, price=rows * 2.4)[0].length == 8).all()
 
 
 def test_each_row_gets_the_draft_that_suits_it():
-    survival = [[chain(0.9), chain(0.2)], [chain(0.2), chain(0.9)], [chain(0.9), chain(0.2)], [chain(0.2), chain(0.9)]]
-    choice, _ = best_choice(problem(survival, verify_s=lambda m: 1 + 0.01 * m, forward_s=0.05), price=4.0)
+    survival = [
+        [chain(0.9), chain(0.2)],
+        [chain(0.2), chain(0.9)],
+        [chain(0.9), chain(0.2)],
+        [chain(0.2), chain(0.9)],
+    ]
+    choice, _ = best_choice(
+        problem(survival, verify_s=lambda m: 1 + 0.01 * m, forward_s=0.05), price=4.0
+    )
     assert choice.draft.tolist() == [0, 1, 0, 1]
     assert choice.length.min() >= 2
 
 
 def test_rows_share_one_draft_when_running_two_costs_more_than_it_brings():
     survival = [[chain(0.9), chain(0.88)], [chain(0.88), chain(0.9)]] * 4
-    choice, _ = best_choice(problem(survival, verify_s=lambda m: 1 + 0.01 * m, forward_s=0.1), price=8.0)
+    choice, _ = best_choice(
+        problem(survival, verify_s=lambda m: 1 + 0.01 * m, forward_s=0.1), price=8.0
+    )
     assert len(set(choice.draft.tolist())) == 1
 
 
@@ -95,7 +108,14 @@ def test_a_catch_up_is_charged_over_the_steps_it_will_serve():
 
 def test_the_score_counts_each_depth_s_rows():
     forward_s = np.array([[0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0]])
-    p = replace(problem(np.full((3, 1, 4), 0.5), verify_s=lambda m: 100.0 + m, first_tokens=np.array([[2, 1, 1]])), forward_s=forward_s)
+    p = replace(
+        problem(
+            np.full((3, 1, 4), 0.5),
+            verify_s=lambda m: 100.0 + m,
+            first_tokens=np.array([[2, 1, 1]]),
+        ),
+        forward_s=forward_s,
+    )
     result = score(p, Choice(np.array([0, 0, NO_DRAFT]), np.array([3, 1, 0])))
     # depth 1: 2 + 1 tokens, depths 2 and 3: one row; four tokens verified
     assert result.step_s == pytest.approx(104.0 + 4.0 + 1.0 + 1.0)
@@ -105,7 +125,9 @@ def test_the_score_counts_each_depth_s_rows():
 def test_a_higher_price_of_time_never_proposes_more():
     survival = [[chain(rate), chain(rate - 0.1)] for rate in (0.9, 0.7, 0.5, 0.8, 0.6)]
     p = problem(survival, verify_s=lambda m: 1 + 0.02 * m, forward_s=0.05)
-    totals = [int(best_choice(p, price)[0].length.sum()) for price in (0.1, 1.0, 5.0, 10.0, 30.0, 100.0)]
+    totals = [
+        int(best_choice(p, price)[0].length.sum()) for price in (0.1, 1.0, 5.0, 10.0, 30.0, 100.0)
+    ]
     assert totals == sorted(totals, reverse=True)
     assert totals[0] == 20
     assert totals[-1] == 0

@@ -34,13 +34,17 @@ def in_flight(rows, ready, draft, length):
     """The view of the batch of which the first rows are ready and the others as they were planned."""
     seen = view(rows, DRAFT)
     flying = np.arange(ready, rows)
-    return seen.of_rows(np.arange(ready)).beside(seen.of_rows(flying), Plan(draft[flying], length[flying]))
+    return seen.of_rows(np.arange(ready)).beside(
+        seen.of_rows(flying), Plan(draft[flying], length[flying])
+    )
 
 
 @pytest.mark.parametrize("ready", [1, 3, 12])
 @pytest.mark.parametrize("rate", [0.6, 0.7, 0.8])
 @pytest.mark.parametrize("rows", [32, 128])
-def test_few_ready_rows_of_a_busy_batch_get_what_they_would_in_a_batch_planned_at_once(rows, rate, ready):
+def test_few_ready_rows_of_a_busy_batch_get_what_they_would_in_a_batch_planned_at_once(
+    rows, rate, ready
+):
     made, state, together = settled(rate, rows)
     seen = in_flight(rows, ready, together.draft, together.length)
     shown, _ = made.plan(seen, state, 0.0, RNG)
@@ -51,7 +55,9 @@ def test_few_ready_rows_of_a_busy_batch_get_what_they_would_in_a_batch_planned_a
     for _ in range(20):
         hidden, alone = made.plan(unseen, alone, 0.0, RNG)
     if ready < 12:
-        assert hidden.length.mean() >= together.length.mean() + 1.0  # a batch of so few would speculate more
+        assert (
+            hidden.length.mean() >= together.length.mean() + 1.0
+        )  # a batch of so few would speculate more
 
 
 def test_what_is_in_flight_is_in_the_price_as_it_was_planned():
@@ -69,7 +75,11 @@ def test_a_draft_that_ran_for_rows_in_flight_is_no_cheaper_to_join():
     model = LatencyModel(line(5e-3, 0.0), (line(2.5e-3, 0.0),))
     made = planner(model, DRAFT, **certain(0.7))
     drafted = in_flight(8, 1, np.zeros(8, np.int64), np.full(8, 8))
-    control = replace(view(8, DRAFT), control=np.arange(8) > 0, given=Plan(np.zeros(8, np.int64), np.where(np.arange(8) > 0, 8, 0)))
+    control = replace(
+        view(8, DRAFT),
+        control=np.arange(8) > 0,
+        given=Plan(np.zeros(8, np.int64), np.where(np.arange(8) > 0, 8, 0)),
+    )
     joining, _ = made.plan(control, made.start(), 0.0, RNG)
     assert joining.length[0] >= made.plan(drafted, made.start(), 0.0, RNG)[0].length[0]
 
@@ -86,7 +96,9 @@ def test_cohorts_in_flight_are_in_no_pass_with_what_is_ready():
 
 def test_a_schedule_counts_who_is_in_flight():
     seen = in_flight(32, 3, np.full(32, -1), np.zeros(32, np.int64))
-    assert BatchSchedule("small", {4: 5, 64: 2}).plan(seen, None, 0.0, RNG)[0].length[:3].tolist() == [2, 2, 2]
+    assert BatchSchedule("small", {4: 5, 64: 2}).plan(seen, None, 0.0, RNG)[0].length[
+        :3
+    ].tolist() == [2, 2, 2]
 
 
 def test_views_with_rows_in_flight_survive_a_trace():
@@ -99,7 +111,14 @@ def test_views_with_rows_in_flight_survive_a_trace():
 def test_times_are_those_of_what_ran_and_not_of_who_is_back():
     seen = in_flight(6, 2, np.zeros(6, np.int64), np.full(6, 3))
     back, none = np.array([4, 5]), np.zeros(2, np.int64)
-    ran = Ran(np.array([0, 1]), np.zeros(2, np.int64), np.array([2, 2]), tokens=200, rows=9, context_tokens=900)
+    ran = Ran(
+        np.array([0, 1]),
+        np.zeros(2, np.int64),
+        np.array([2, 2]),
+        tokens=200,
+        rows=9,
+        context_tokens=900,
+    )
     told = Outcome(back, none, none + 3, none + 3, none + 4, none + 3, none + 3, 1.0, ran=ran)
     times = Correction.start(1).times(H200)
     predicted = predicted_parts(times, told, seen)
@@ -109,5 +128,9 @@ def test_times_are_those_of_what_ran_and_not_of_who_is_back():
     untimed = predicted_parts(times, replace(told, ran=replace(ran, tokens=0)), seen)
     assert (untimed.parts[0], untimed.tokens) == (0.0, 0)
     made = planner(H200, DRAFT)
-    state = made.observe(replace(told, ran=replace(ran, tokens=0), parts_s={"overhead": 1e-4}), made.stand_by(seen, made.start()), 0.0)
+    state = made.observe(
+        replace(told, ran=replace(ran, tokens=0), parts_s={"overhead": 1e-4}),
+        made.stand_by(seen, made.start()),
+        0.0,
+    )
     assert made.drift(state)["verify"] == 1.0

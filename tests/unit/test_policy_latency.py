@@ -11,11 +11,18 @@ from policy.latency import (
     Provenance,
 )
 
-PROVENANCE = Provenance("bench-1", "cpu", "smollm2-135m", "ab12", "bfloat16", 2, "2026-01-31", "2.13.0")
+PROVENANCE = Provenance(
+    "bench-1", "cpu", "smollm2-135m", "ab12", "bfloat16", 2, "2026-01-31", "2.13.0"
+)
 
 
 def table(**changes):
-    columns = {"rows": (1, 1, 2, 2), "tokens": (1, 2, 2, 8), "context_tokens": (64, 64, 128, 128), "seconds": (0.01, 0.011, 0.012, 0.02)}
+    columns = {
+        "rows": (1, 1, 2, 2),
+        "tokens": (1, 2, 2, 8),
+        "context_tokens": (64, 64, 128, 128),
+        "seconds": (0.01, 0.011, 0.012, 0.02),
+    }
     return LatencyTable("target", **{**columns, **changes}, provenance=PROVENANCE)
 
 
@@ -88,7 +95,9 @@ def test_noise_that_falls_is_levelled_and_never_negative():
 
 
 def test_beyond_the_grid_the_last_octave_goes_on():
-    curve = LatencyCurve.fit(LatencyTable.synthetic("target", {1: 0.01, 32: 0.01, 48: 0.014, 64: 0.014}))
+    curve = LatencyCurve.fit(
+        LatencyTable.synthetic("target", {1: 0.01, 32: 0.01, 48: 0.014, 64: 0.014})
+    )
     assert curve.seconds(96) == pytest.approx(0.018)
 
 
@@ -98,8 +107,19 @@ def test_one_cell_makes_a_constant():
 
 
 def test_rows_and_context_are_told_apart_where_they_were_varied():
-    cells = [(rows, tokens, rows * context) for rows in (1, 2, 8) for tokens in (8, 16, 32) for context in (64, 1024)]
-    curve = LatencyCurve.fit(measured("target", lambda rows, tokens, context: 0.01 + 1e-4 * tokens + 2e-4 * rows + 1e-7 * context, cells))
+    cells = [
+        (rows, tokens, rows * context)
+        for rows in (1, 2, 8)
+        for tokens in (8, 16, 32)
+        for context in (64, 1024)
+    ]
+    curve = LatencyCurve.fit(
+        measured(
+            "target",
+            lambda rows, tokens, context: 0.01 + 1e-4 * tokens + 2e-4 * rows + 1e-7 * context,
+            cells,
+        )
+    )
     assert curve.row_s == pytest.approx(2e-4, rel=1e-6)
     assert curve.context_s == pytest.approx(1e-7, rel=1e-6)
     assert curve.seconds(16, 4, 4096) == pytest.approx(0.01 + 16e-4 + 8e-4 + 4.096e-4)
@@ -107,13 +127,17 @@ def test_rows_and_context_are_told_apart_where_they_were_varied():
 
 def test_a_cost_that_falls_with_rows_counts_as_none():
     cells = [(rows, tokens, 0) for rows in (1, 8) for tokens in (8, 16)]
-    curve = LatencyCurve.fit(measured("target", lambda rows, tokens, _: 0.01 + 1e-4 * tokens - 1e-4 * rows, cells))
+    curve = LatencyCurve.fit(
+        measured("target", lambda rows, tokens, _: 0.01 + 1e-4 * tokens - 1e-4 * rows, cells)
+    )
     assert curve.row_s == 0.0
     assert curve.base_s.min() > 0
 
 
 def test_rows_that_vary_only_with_tokens_are_left_in_the_base():
-    curve = LatencyCurve.fit(measured("draft", lambda rows, *_: 0.001 * rows, [(n, n, 0) for n in (1, 2, 4, 8)]))
+    curve = LatencyCurve.fit(
+        measured("draft", lambda rows, *_: 0.001 * rows, [(n, n, 0) for n in (1, 2, 4, 8)])
+    )
     assert curve.row_s == 0.0
     assert curve.seconds(4, 4) == pytest.approx(0.004)
 

@@ -10,14 +10,18 @@ from tests.unit.test_policy_planner import RNG, outcome, planner, view
 
 
 def taught(p, steps=60, start_s=0.0):
-    """A state that has seen requests come and go, of which the small draft's tokens were mostly accepted."""
+    """Requests came and went; the small draft's tokens were mostly accepted."""
     state, rng = p.start(), np.random.default_rng(3)
     for step in range(steps):
         seen = view(4, request=np.arange(4) + 4 * (step // 10), queued=step % 2)
         plan, state = p.plan(seen, state, start_s + step, RNG)
         finished = seen.request if step % 10 == 9 else np.zeros(0, np.int64)
         state = p.observe(
-            outcome(seen, plan, rng.integers(0, 9, 4), 1.7, parts_s={"verify": 1.7}, finished=finished), state, start_s + step
+            outcome(
+                seen, plan, rng.integers(0, 9, 4), 1.7, parts_s={"verify": 1.7}, finished=finished
+            ),
+            state,
+            start_s + step,
         )
     return state
 
@@ -35,9 +39,17 @@ def test_what_is_saved_comes_back_in_another_process_s_time():
     assert back.correction.applied.any()
     assert back.acceptance.slots == {}
     assert back.view is None
-    fresh = replace(state, acceptance=p.estimator.forget(state.acceptance, list(state.acceptance.slots)), goodput=0.0, credit_s=0.0)
+    fresh = replace(
+        state,
+        acceptance=p.estimator.forget(state.acceptance, list(state.acceptance.slots)),
+        goodput=0.0,
+        credit_s=0.0,
+    )
     newcomer = view(3, request=np.arange(900, 903))
-    assert planner().plan(newcomer, back, 12.0, RNG)[0].length.tolist() == p.plan(newcomer, fresh, 5059.0, RNG)[0].length.tolist()
+    assert (
+        planner().plan(newcomer, back, 12.0, RNG)[0].length.tolist()
+        == p.plan(newcomer, fresh, 5059.0, RNG)[0].length.tolist()
+    )
 
 
 def test_evidence_fades_while_nothing_runs():
@@ -45,7 +57,9 @@ def test_evidence_fades_while_nothing_runs():
     state = taught(p)
     half_life = p.config.acceptance.half_life_s
     back = p.load(p.save(state, 59.0), 7.0, half_life)
-    assert back.acceptance.draft_reached.sum() == pytest.approx(0.5 * state.acceptance.draft_reached.sum(), rel=0.01)
+    assert back.acceptance.draft_reached.sum() == pytest.approx(
+        0.5 * state.acceptance.draft_reached.sum(), rel=0.01
+    )
     assert p.load(p.save(state, 59.0), 7.0, -1e6).acceptance.draft_reached.sum() == pytest.approx(
         state.acceptance.draft_reached.sum(), rel=0.01
     )
@@ -124,7 +138,7 @@ def test_data_that_do_not_fit_are_refused_by_field_and_value(field, value, words
 
 
 def grouped(p, groups):
-    """A state after requests of these groups in turn: tokens of even ones were accepted, of odd ones rejected."""
+    """Requests of these groups in turn: even ones' tokens were accepted, odd ones' rejected."""
     state = p.start()
     for request, group in enumerate(groups):
         seen = view(1, request=np.array([request]), group=np.array([group]))
@@ -132,17 +146,26 @@ def grouped(p, groups):
             plan, state = p.plan(seen, state, float(request), RNG)
             chain = replace(plan, draft=np.zeros(1, np.int64), length=np.full(1, 4))
             over = seen.request if last else np.zeros(0, np.int64)
-            state = p.observe(outcome(seen, chain, np.full(1, 4 * (group % 2 == 0)), finished=over), state, float(request))
+            state = p.observe(
+                outcome(seen, chain, np.full(1, 4 * (group % 2 == 0)), finished=over),
+                state,
+                float(request),
+            )
     return state
 
 
 def test_what_was_learnt_of_groups_outlasts_a_restart():
-    easy, hard, p = hash((1, 2, 4)) // 2 * 2, hash((1, 2, 5)) // 2 * 2 + 1, planner(explore_share=0.0)
+    easy, hard, p = (
+        hash((1, 2, 4)) // 2 * 2,
+        hash((1, 2, 5)) // 2 * 2 + 1,
+        planner(explore_share=0.0),
+    )
     state = grouped(p, [easy, hard] * 10)
     back = planner(explore_share=0.0).load(json.loads(json.dumps(p.save(state, 20.0))), 0.0, 0.0)
     assert list(back.acceptance.groups) == [easy, hard]
     one, other = (
-        p.estimator.expected(p.estimator.admit(known, [90, 91], [easy, hard]), [90, 91]).hazard for known in (back.acceptance, state.acceptance)
+        p.estimator.expected(p.estimator.admit(known, [90, 91], [easy, hard]), [90, 91]).hazard
+        for known in (back.acceptance, state.acceptance)
     )
     assert one[0, 0, 0] > one[0, 0, 1] + 0.1
     np.testing.assert_allclose(one, other, atol=0.02)
@@ -152,4 +175,8 @@ def test_of_saved_groups_no_more_than_may_be_remembered_are_taken_up_and_those_t
     data = planner().save(grouped(planner(), range(6)), 6.0)
     few = planner(acceptance=AcceptanceConfig(most_groups=2))
     assert list(few.load(data, 0.0, 0.0).acceptance.groups) == [4, 5]
-    assert not planner(acceptance=AcceptanceConfig(most_groups=0)).load(data, 0.0, 0.0).acceptance.groups
+    assert (
+        not planner(acceptance=AcceptanceConfig(most_groups=0))
+        .load(data, 0.0, 0.0)
+        .acceptance.groups
+    )

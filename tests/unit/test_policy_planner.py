@@ -38,7 +38,10 @@ def latency(draft_s=(0.1, 0.25), token_s=0.02, free_tokens=8):
     """A target of one second up to ``free_tokens`` and a slope behind; drafts at a share of it."""
     grid = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
     seconds = {t: 1.0 + token_s * max(0, t - free_tokens) for t in grid}
-    drafts = {f"d{i}": LatencyTable.synthetic(f"d{i}", {t: s * share for t, s in seconds.items()}) for i, share in enumerate(draft_s)}
+    drafts = {
+        f"d{i}": LatencyTable.synthetic(f"d{i}", {t: s * share for t, s in seconds.items()})
+        for i, share in enumerate(draft_s)
+    }
     return LatencyModel.from_tables(LatencyTable.synthetic("target", seconds), drafts)
 
 
@@ -48,7 +51,11 @@ def planner(model=None, drafts=DRAFTS, **config):
 
 def certain(rate, **config):
     """A planner that knows the acceptance rate and does not explore."""
-    return {"acceptance": AcceptanceConfig(prior_hazard=rate, prior_strength=UNSHAKEABLE), "explore_share": 0.0, **config}
+    return {
+        "acceptance": AcceptanceConfig(prior_hazard=rate, prior_strength=UNSHAKEABLE),
+        "explore_share": 0.0,
+        **config,
+    }
 
 
 def outcome(view_, plan, accepted, measured_s=1.0, **changes):
@@ -62,8 +69,15 @@ def outcome(view_, plan, accepted, measured_s=1.0, **changes):
 
 def test_lengths_keep_to_ceiling_and_remaining_and_only_ready_rows_draft():
     ceiling = np.array([[0, 0], [3, 0], [8, 8], [8, 8]])
-    seen = view(4, ceiling=ceiling, remaining=np.array([50, 50, 2, 50]), ready=np.array([True, True, True, False]))
-    plan, _ = (p := planner(latency((0.001, 0.001)), **certain(0.99))).plan(seen, p.start(), 0.0, RNG)
+    seen = view(
+        4,
+        ceiling=ceiling,
+        remaining=np.array([50, 50, 2, 50]),
+        ready=np.array([True, True, True, False]),
+    )
+    plan, _ = (p := planner(latency((0.001, 0.001)), **certain(0.99))).plan(
+        seen, p.start(), 0.0, RNG
+    )
     assert plan.length.tolist() == [0, 3, 1, 0]
     assert plan.draft[[0, 3]].tolist() == [NO_DRAFT, NO_DRAFT]
     assert plan.draft[1] == 0
@@ -72,7 +86,9 @@ def test_lengths_keep_to_ceiling_and_remaining_and_only_ready_rows_draft():
 @pytest.mark.parametrize("rows", [0, 1, 3])
 def test_a_step_in_which_nothing_can_draft_is_planned(rows):
     p = planner()
-    plan, state = p.plan(view(rows, ready=np.zeros(rows, np.bool_), prefill_tokens=32), p.start(), 0.0, RNG)
+    plan, state = p.plan(
+        view(rows, ready=np.zeros(rows, np.bool_), prefill_tokens=32), p.start(), 0.0, RNG
+    )
     assert plan.length.tolist() == [0] * rows
     assert plan.predicted_s > 0
     assert p.plan(view(rows, k=0), state, 0.0, RNG)[0].length.tolist() == [0] * rows
@@ -86,7 +102,10 @@ def test_another_list_of_drafts_is_refused():
         AdaptivePlanner(("small",), latency())
 
 
-@pytest.mark.parametrize(("name", "value"), [("k_max", -1), ("explore_share", 1.0), ("optimism", 0.0), ("switch_horizon_steps", -2.0)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("k_max", -1), ("explore_share", 1.0), ("optimism", 0.0), ("switch_horizon_steps", -2.0)],
+)
 def test_a_setting_out_of_range_is_named(name, value):
     with pytest.raises(ValueError, match=f"{name}.*{value}"):
         PlannerConfig(**{name: value})
@@ -111,8 +130,19 @@ def test_the_plan_says_what_it_expects():
 # -- what it decides
 
 
-H100_8B = {"kv": 4.85907942e-5, "token": 1.84383603e-2, "row": -4.33144783e-2, "fixed": 6.938699571857084}
-EAGLE = {"kv": 2.89700974e-6, "token": 4.38694070e-5, "k": 0.452175870, "row": 5.52805909e-3, "fixed": 0.4471109584}
+H100_8B = {
+    "kv": 4.85907942e-5,
+    "token": 1.84383603e-2,
+    "row": -4.33144783e-2,
+    "fixed": 6.938699571857084,
+}
+EAGLE = {
+    "kv": 2.89700974e-6,
+    "token": 4.38694070e-5,
+    "k": 0.452175870,
+    "row": 5.52805909e-3,
+    "fixed": 0.4471109584,
+}
 CONTEXT = 512
 
 
@@ -121,21 +151,50 @@ def h100(rows, k_max):
     kv = rows * CONTEXT
 
     def target_s(tokens):
-        plain = H100_8B["kv"] * kv + H100_8B["token"] * tokens + H100_8B["row"] * rows + H100_8B["fixed"]
+        plain = (
+            H100_8B["kv"] * kv
+            + H100_8B["token"] * tokens
+            + H100_8B["row"] * rows
+            + H100_8B["fixed"]
+        )
         return plain * (1.05 if tokens > rows else 1.0) / 1e3
 
     grid = [rows, *(rows + m for m in range(1, rows * k_max + 1))]
     forward_s = EAGLE["k"] / 1e3
     once_s = (EAGLE["kv"] * kv + EAGLE["token"] * rows + EAGLE["row"] * rows + EAGLE["fixed"]) / 1e3
-    target = LatencyTable.synthetic("target", {t: target_s(t) for t in grid if t == rows or (t - rows) % rows == 0 or t == rows + 1})
-    return LatencyModel.from_tables(target, {"eagle": LatencyTable.synthetic("eagle", {1: forward_s})}, speculation_s=once_s)
+    target = LatencyTable.synthetic(
+        "target",
+        {t: target_s(t) for t in grid if t == rows or (t - rows) % rows == 0 or t == rows + 1},
+    )
+    return LatencyModel.from_tables(
+        target, {"eagle": LatencyTable.synthetic("eagle", {1: forward_s})}, speculation_s=once_s
+    )
 
 
 @pytest.mark.parametrize(
     ("rows", "rate", "best"),
     [
-        *[(1, 0.5, 3), (1, 0.7, 5), (1, 0.9, 10), (8, 0.5, 3), (8, 0.7, 5), (8, 0.9, 10), (32, 0.5, 2), (32, 0.7, 3), (32, 0.9, 8)],
-        *[(64, 0.5, 1), (64, 0.7, 3), (64, 0.9, 6), (128, 0.5, 0), (128, 0.7, 2), (128, 0.9, 5), (256, 0.5, 0), (256, 0.9, 0)],
+        *[
+            (1, 0.5, 3),
+            (1, 0.7, 5),
+            (1, 0.9, 10),
+            (8, 0.5, 3),
+            (8, 0.7, 5),
+            (8, 0.9, 10),
+            (32, 0.5, 2),
+            (32, 0.7, 3),
+            (32, 0.9, 8),
+        ],
+        *[
+            (64, 0.5, 1),
+            (64, 0.7, 3),
+            (64, 0.9, 6),
+            (128, 0.5, 0),
+            (128, 0.7, 2),
+            (128, 0.9, 5),
+            (256, 0.5, 0),
+            (256, 0.9, 0),
+        ],
     ],
 )
 def test_the_published_crossover_is_reproduced(rows, rate, best):
@@ -157,7 +216,15 @@ def test_two_workloads_in_one_batch_get_their_own_lengths():
     seen, state = view(4), p.start()
     for _ in range(60):
         plan, state = p.plan(seen, state, 0.0, RNG)
-        state = p.observe(outcome(seen, replace(plan, draft=np.zeros(4, int), length=np.full(4, 3)), np.array([3, 3, 0, 0])), state, 0.0)
+        state = p.observe(
+            outcome(
+                seen,
+                replace(plan, draft=np.zeros(4, int), length=np.full(4, 3)),
+                np.array([3, 3, 0, 0]),
+            ),
+            state,
+            0.0,
+        )
     plan, _ = p.plan(seen, state, 0.0, RNG)
     assert plan.length[:2].min() >= 3
     assert plan.length[2:].tolist() == [0, 0]
@@ -167,7 +234,9 @@ def test_those_in_prefill_make_time_dearer_as_they_wait_for_the_step_too():
     p = planner(**certain(0.7))
     alone, few, many = (p.plan(view(4, prefilling=n), p.start(), 0.0, RNG)[0] for n in (0, 4, 40))
     for plan, waiting in (alone, 1), (few, 2), (many, 11):
-        assert plan.price == pytest.approx(waiting * plan.predicted_tokens / plan.predicted_s, rel=0.03)
+        assert plan.price == pytest.approx(
+            waiting * plan.predicted_tokens / plan.predicted_s, rel=0.03
+        )
     assert alone.length.sum() > few.length.sum() > many.length.sum() == 0
 
 
@@ -178,7 +247,9 @@ def test_the_price_is_that_of_a_step_without_its_prefill_however_little_of_it_is
     for _ in range(300):
         seen = view(4, prefill_tokens=256)
         plan, state = p.plan(seen, state, 0.0, RNG)
-        state = p.observe(outcome(seen, plan, np.zeros(4, int), plan.predicted_s, prefill_tokens=256), state, 0.0)
+        state = p.observe(
+            outcome(seen, plan, np.zeros(4, int), plan.predicted_s, prefill_tokens=256), state, 0.0
+        )
     after, _ = p.plan(view(4, request=np.arange(4, 8)), state, 0.0, RNG)
     assert after.price == pytest.approx(alone.price, rel=0.05)
 
@@ -186,7 +257,9 @@ def test_the_price_is_that_of_a_step_without_its_prefill_however_little_of_it_is
 def test_prefill_in_the_step_does_not_lengthen_chains():
     """Prefill makes the step long; V / T of the step alone would then speculate more."""
     p = planner(latency(free_tokens=1), **certain(0.7))
-    alone, mixed = (p.plan(view(4, prefill_tokens=tokens), p.start(), 0.0, RNG)[0] for tokens in (0, 256))
+    alone, mixed = (
+        p.plan(view(4, prefill_tokens=tokens), p.start(), 0.0, RNG)[0] for tokens in (0, 256)
+    )
     assert mixed.predicted_s > alone.predicted_s + 4
     assert mixed.length.sum() <= alone.length.sum()
 
@@ -194,8 +267,14 @@ def test_prefill_in_the_step_does_not_lengthen_chains():
 def test_a_long_catch_up_is_not_worth_it_for_a_request_that_is_nearly_over():
     p = planner(latency((0.3, 9.0)), **certain(0.8))
     behind = np.full((1, 2), 2000)
-    assert p.plan(view(1, catchup=behind, remaining=np.array([500])), p.start(), 0.0, RNG)[0].length[0] > 0
-    assert p.plan(view(1, catchup=behind, remaining=np.array([4])), p.start(), 0.0, RNG)[0].length[0] == 0
+    assert (
+        p.plan(view(1, catchup=behind, remaining=np.array([500])), p.start(), 0.0, RNG)[0].length[0]
+        > 0
+    )
+    assert (
+        p.plan(view(1, catchup=behind, remaining=np.array([4])), p.start(), 0.0, RNG)[0].length[0]
+        == 0
+    )
 
 
 # -- what it learns
@@ -208,9 +287,13 @@ def test_measured_times_correct_the_tables_and_the_drift_is_exposed():
     for _ in range(200):
         plan, state = p.plan(seen, state, 0.0, RNG)
         parts = {"verify": 1.0, "draft:small": 0.4 * int(plan.length[0])}
-        unscored = replace(outcome(seen, plan, plan.length, parts_s=parts), scored=np.zeros(1, np.int64))
+        unscored = replace(
+            outcome(seen, plan, plan.length, parts_s=parts), scored=np.zeros(1, np.int64)
+        )
         state = p.observe(unscored, state, 0.0)
-    assert p.drift(state) == pytest.approx({"verify": 1.0, "overhead": 1.0, "draft:small": 4.0}, rel=0.02)
+    assert p.drift(state) == pytest.approx(
+        {"verify": 1.0, "overhead": 1.0, "draft:small": 4.0}, rel=0.02
+    )
     after, _ = p.plan(seen, state, 0.0, RNG)
     assert 0 < after.length[0] < before.length[0]
 
@@ -220,8 +303,14 @@ def test_a_step_timed_only_as_a_whole_corrects_all_its_parts():
     state, seen = p.start(), view(1)
     for _ in range(200):
         plan, state = p.plan(seen, state, 0.0, RNG)
-        state = p.observe(outcome(seen, plan, plan.length, measured_s=2 * (1.0 + 0.1 * int(plan.length[0]))), state, 0.0)
-    assert p.drift(state) == pytest.approx({"verify": 2.0, "overhead": 1.0, "draft:small": 2.0, "draft:large": 1.0}, rel=0.02)
+        state = p.observe(
+            outcome(seen, plan, plan.length, measured_s=2 * (1.0 + 0.1 * int(plan.length[0]))),
+            state,
+            0.0,
+        )
+    assert p.drift(state) == pytest.approx(
+        {"verify": 2.0, "overhead": 1.0, "draft:small": 2.0, "draft:large": 1.0}, rel=0.02
+    )
 
 
 def test_counterfactual_scores_teach_a_draft_that_never_ran():
@@ -229,14 +318,22 @@ def test_counterfactual_scores_teach_a_draft_that_never_ran():
     state, seen = p.start(), view(1)
     for _ in range(60):
         plan, state = p.plan(seen, state, 0.0, RNG)
-        free = {"free_request": seen.request, "free_draft": np.array([1]), "free_accepted": np.array([8]), "free_scored": np.array([8])}
+        free = {
+            "free_request": seen.request,
+            "free_draft": np.array([1]),
+            "free_accepted": np.array([8]),
+            "free_scored": np.array([8]),
+        }
         state = p.observe(outcome(seen, plan, np.zeros(1, int), **free), state, 0.0)
     plan, _ = p.plan(seen, state, 0.0, RNG)
     assert (plan.draft[0], plan.length[0]) == (1, 8)
 
 
 def test_after_any_bad_history_every_draft_comes_back():
-    p = planner(latency((0.05, 0.1)), acceptance=AcceptanceConfig(draft_memory_rows=300.0, request_memory_steps=50.0))
+    p = planner(
+        latency((0.05, 0.1)),
+        acceptance=AcceptanceConfig(draft_memory_rows=300.0, request_memory_steps=50.0),
+    )
     state, used = p.start(), set()
     for step in range(1500):
         seen = view(1, request=np.array([step // 50]))
@@ -272,16 +369,30 @@ def simulate(policy, model, hazard, rows, steps, seed=0, drafts=DRAFTS):
     catchup, tokens, seconds, cold = np.full((rows, len(drafts)), 2), 0, 0.0, (0, 0.0)
     for step in range(steps):
         cold = (tokens, seconds) if step == steps // 5 else cold
-        seen = view(rows, drafts, request=ids, remaining=remaining, catchup=catchup, ceiling=_ceiling(remaining, len(drafts)))
+        seen = view(
+            rows,
+            drafts,
+            request=ids,
+            remaining=remaining,
+            catchup=catchup,
+            ceiling=_ceiling(remaining, len(drafts)),
+        )
         plan, state = policy.plan(seen, state, seconds, rng)
-        rate = np.array([hazard[t][d] if d >= 0 else 0.0 for t, d in zip(ids % len(hazard), plan.draft, strict=True)])
+        rate = np.array(
+            [
+                hazard[t][d] if d >= 0 else 0.0
+                for t, d in zip(ids % len(hazard), plan.draft, strict=True)
+            ]
+        )
         passed = (rng.random((rows, 8)) < rate[:, None]) & (np.arange(8) < plan.length[:, None])
         accepted = np.cumprod(passed, axis=1).sum(axis=1)
         parts = {"verify": model.target.seconds(int(rows + plan.length.sum()))}
         for d in set(plan.draft[plan.length > 0].tolist()):
             alive = (plan.length[plan.draft == d, None] > np.arange(1, 8)).sum(axis=0)
             group = (plan.draft == d) & (plan.length > 0)
-            parts[f"draft:{drafts[d]}"] = float(model.drafts[d].base(np.r_[catchup[group, d].sum(), alive[alive > 0]]).sum())
+            parts[f"draft:{drafts[d]}"] = float(
+                model.drafts[d].base(np.r_[catchup[group, d].sum(), alive[alive > 0]]).sum()
+            )
         step_s = sum(parts.values())
         remaining = remaining - accepted - 1
         over = remaining <= 0
@@ -289,7 +400,9 @@ def simulate(policy, model, hazard, rows, steps, seed=0, drafts=DRAFTS):
         state = policy.observe(result, state, seconds)
         seconds, tokens = seconds + step_s, tokens + int((accepted + 1).sum())
         catchup = catchup + accepted[:, None] + 1
-        catchup[plan.length > 0, plan.draft[plan.length > 0]] = 1 + (accepted == plan.length)[plan.length > 0]
+        catchup[plan.length > 0, plan.draft[plan.length > 0]] = (
+            1 + (accepted == plan.length)[plan.length > 0]
+        )
         catchup[over] = 2
         ids = np.where(over, ids.max() + over.cumsum(), ids)
         remaining = np.where(over, 40 + ids * 37 % 120, remaining)
@@ -302,14 +415,21 @@ def _ceiling(remaining, drafts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("hazard", [[[0.6, 0.8]], [[0.9, 0.9], [0.2, 0.2]], [[0.85, 0.4], [0.3, 0.9]]], ids=["uniform", "mixed", "hetero"])
+@pytest.mark.parametrize(
+    "hazard",
+    [[[0.6, 0.8]], [[0.9, 0.9], [0.2, 0.2]], [[0.85, 0.4], [0.3, 0.9]]],
+    ids=["uniform", "mixed", "hetero"],
+)
 def test_the_planner_is_within_3_percent_of_the_best_fixed_choice_or_beats_it(rows, hazard):
     """The arm is chosen in hindsight, on another seed than it is scored on."""
     model, steps, seeds = latency((0.05, 0.15), token_s=0.01), 1200 if rows == 1 else 400, (1, 2)
     arms = [FixedLength(d, k) for d in DRAFTS for k in (1, 2, 3, 5, 8)]
     best = max(arms, key=lambda arm: simulate(arm, model, hazard, rows, steps, seed=0))
     fixed = sum(simulate(best, model, hazard, rows, steps, seed) for seed in seeds)
-    assert sum(simulate(planner(model), model, hazard, rows, steps, seed) for seed in seeds) > 0.97 * fixed
+    assert (
+        sum(simulate(planner(model), model, hazard, rows, steps, seed) for seed in seeds)
+        > 0.97 * fixed
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 32])
@@ -322,7 +442,9 @@ def test_where_no_draft_pays_it_loses_at_most_2_percent_to_plain_decoding(rows):
 def test_a_gain_below_the_margin_is_not_worth_speculating():
     """One draft, accepted half of the time, at 0.45 of a target pass: k = 1 promises 1.5 / 1.45, a gain of 3.4 %."""
     model = latency(draft_s=(0.45,), token_s=0.0)
-    bold, careful = (planner(model, ("small",), **certain(0.5), margin=margin) for margin in (0.0, 0.05))
+    bold, careful = (
+        planner(model, ("small",), **certain(0.5), margin=margin) for margin in (0.0, 0.05)
+    )
     now = view(drafts=("small",))
     assert bold.plan(now, bold.start(), 0.0, RNG)[0].length.tolist() == [1]
     assert careful.plan(now, careful.start(), 0.0, RNG)[0].length.tolist() == [0]

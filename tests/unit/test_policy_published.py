@@ -18,7 +18,12 @@ RNG = np.random.default_rng(0)
 DRAFTS = ("a", "b")
 # Llama-8B on an H100 with an EAGLE draft, context 512: published coefficients, their token term and constant alone.
 TOKENS = np.arange(513)
-H100 = LatencyModel(LatencyCurve(6.94e-3 + 1.84e-5 * TOKENS, 1.84e-5), (LatencyCurve(4.6e-4 + 5.5e-6 * TOKENS, 5.5e-6),) * 2, 0.0, 8e-4)
+H100 = LatencyModel(
+    LatencyCurve(6.94e-3 + 1.84e-5 * TOKENS, 1.84e-5),
+    (LatencyCurve(4.6e-4 + 5.5e-6 * TOKENS, 5.5e-6),) * 2,
+    0.0,
+    8e-4,
+)
 
 
 def view(rows, ceiling=8, context=512):
@@ -57,19 +62,26 @@ def run(policy, rows, steps, accepted):
     for step in range(steps):
         plan, state = policy.plan(view(rows), state, 0.0, RNG)
         lengths.append(int(plan.length.max(initial=0)))
-        state = policy.observe(outcome(plan, accepted(step) if callable(accepted) else accepted), state, 0.0)
+        state = policy.observe(
+            outcome(plan, accepted(step) if callable(accepted) else accepted), state, 0.0
+        )
     return lengths
 
 
 def test_a_schedule_takes_the_first_range_that_holds_the_batch_and_beyond_the_last_none():
     schedule = BatchSchedule("b", {8: 2, 4: 4, 32: 1})
-    lengths = [int(schedule.plan(view(rows), None, 0.0, RNG)[0].length[0]) for rows in (1, 4, 5, 8, 9, 32, 33)]
+    lengths = [
+        int(schedule.plan(view(rows), None, 0.0, RNG)[0].length[0])
+        for rows in (1, 4, 5, 8, 9, 32, 33)
+    ]
     assert lengths == [4, 4, 2, 2, 1, 1, 0]
     with pytest.raises(ValueError, match="0: 3"):
         BatchSchedule("b", {0: 3})
 
 
-@pytest.mark.parametrize(("alpha", "length", "tokens"), [(0.5, 0, 1.0), (0.5, 2, 1.75), (0.9, 8, (1 - 0.9**9) / 0.1)])
+@pytest.mark.parametrize(
+    ("alpha", "length", "tokens"), [(0.5, 0, 1.0), (0.5, 2, 1.75), (0.9, 8, (1 - 0.9**9) / 0.1)]
+)
 def test_expected_tokens_are_the_geometric_sum(alpha, length, tokens):
     assert expected_tokens(alpha, length) == pytest.approx(tokens)
 
@@ -91,11 +103,15 @@ def test_smartspec_keeps_its_length_for_twenty_steps_and_then_follows_acceptance
 
 def test_smartspec_once_off_never_learns_better():
     lengths = run(SmartSpec(DRAFTS, "a", H100), 4, 200, lambda step: 0 if step < 20 else 8)
-    assert lengths[20:] == [0] * 180  # papers.md, trap T9: what the adaptive planner's probes are for
+    assert (
+        lengths[20:] == [0] * 180
+    )  # papers.md, trap T9: what the adaptive planner's probes are for
 
 
 def test_smartspec_stops_its_scan_at_the_first_length_that_is_no_better():
-    kinked = LatencyCurve(np.where(TOKENS < 2, 0.010, 0.0165), 0.0)  # one step up, then flat: of all lengths six would be best
+    kinked = LatencyCurve(
+        np.where(TOKENS < 2, 0.010, 0.0165), 0.0
+    )  # one step up, then flat: of all lengths six would be best
     policy = SmartSpec(DRAFTS, "a", LatencyModel(kinked, H100.drafts))
     policy._target = kinked  # as a profiled table, which the code prefers to its line
     assert run(policy, 1, 1, 8) == [0]
@@ -131,7 +147,9 @@ def test_spin_explores_at_random_then_keeps_the_draft_with_more_accepted_per_sec
     for _ in range(60):
         plan, state = policy.plan(view(6), state, 0.0, RNG)
         chosen.append(plan.draft.copy())
-        accepted = np.where((plan.draft == 1) == (np.arange(6) < 3), 3, 1)  # half of the requests like b, half a
+        accepted = np.where(
+            (plan.draft == 1) == (np.arange(6) < 3), 3, 1
+        )  # half of the requests like b, half a
         state = policy.observe(outcome(plan, accepted), state, 0.0)
         assert set(plan.length.tolist()) == {4}
     assert len({tuple(draft.tolist()) for draft in chosen[:20]}) == 4  # one random draw a slot
@@ -156,7 +174,11 @@ def test_spin_charges_a_draft_for_its_time():
     for _ in range(40):
         plan, state = policy.plan(view(4), state, 0.0, RNG)
         accepted = np.where(plan.draft == 1, 3, 2)
-        state = policy.observe(outcome(plan, accepted, parts_s={"verify": 1.0, "draft:a": 0.1, "draft:b": 2.0}), state, 0.0)
+        state = policy.observe(
+            outcome(plan, accepted, parts_s={"verify": 1.0, "draft:a": 0.1, "draft:b": 2.0}),
+            state,
+            0.0,
+        )
     assert set(plan.draft.tolist()) == {0}
 
 

@@ -49,7 +49,9 @@ def test_off_takes_effect_at_the_next_step_and_on_again_at_once():
 def test_drafts_are_asked_where_another_than_a_resting_policy_may_use_them(switches, needs):
     for policy, resting in ((NoSpeculation(), True), (planner(), False)):
         switched = SwitchedPolicy(policy, lambda: switches)
-        assert switched.needs_offers(np.arange(4), switched.start()) == (needs or not (resting or switches.speculation == "off"))
+        assert switched.needs_offers(np.arange(4), switched.start()) == (
+            needs or not (resting or switches.speculation == "off")
+        )
 
 
 class Trims(FixedLength):
@@ -80,7 +82,12 @@ def test_off_learns_what_is_free():
     lever = Lever(speculation="off")
     p = switched(lever, acceptance=planner().config.acceptance)
     plan, state = p.plan(view(1), p.start(), 0.0, RNG)
-    free = {"free_request": np.array([0]), "free_draft": np.array([1]), "free_accepted": np.array([4]), "free_scored": np.array([4])}
+    free = {
+        "free_request": np.array([0]),
+        "free_draft": np.array([1]),
+        "free_accepted": np.array([4]),
+        "free_scored": np.array([4]),
+    }
     after = p.observe(outcome(view(1), plan, 0, **free), state, 0.0)
     assert after.inner.acceptance.draft_accepted.sum() == 4
 
@@ -121,7 +128,9 @@ def test_a_canary_mixes_the_fixed_choice_and_the_planner_s_in_one_batch():
 
 
 def test_a_policy_that_predicts_nothing_can_be_switched_too():
-    p = SwitchedPolicy(NoSpeculation(), Lever(canary_share=0.0, fixed_draft="small", fixed_length=2))
+    p = SwitchedPolicy(
+        NoSpeculation(), Lever(canary_share=0.0, fixed_draft="small", fixed_length=2)
+    )
     plan, state = p.plan(view(2, control=np.array([True, True])), p.start(), 0.0, RNG)
     assert plan.length.tolist() == [2, 2]
     assert p.drift(p.observe(outcome(view(2), plan, 0), state, 0.0)) == {}
@@ -136,7 +145,10 @@ def test_the_cap_reaches_the_planner():
 
 
 def test_the_arms_have_their_shares_and_a_larger_share_only_moves_requests_to_the_planner():
-    fixed = {share: {r for r in range(4000) if Switches(canary_share=share).in_control(r)} for share in (0.0, 0.1, 0.5, 1.0)}
+    fixed = {
+        share: {r for r in range(4000) if Switches(canary_share=share).in_control(r)}
+        for share in (0.0, 0.1, 0.5, 1.0)
+    }
     assert len(fixed[0.0]) == 4000
     assert fixed[0.0] > fixed[0.1] > fixed[0.5] > fixed[1.0] == set()
     assert abs(len(fixed[0.1]) / 4000 - 0.9) < 0.02
@@ -144,5 +156,9 @@ def test_the_arms_have_their_shares_and_a_larger_share_only_moves_requests_to_th
 
 
 def test_an_arm_has_a_name_only_while_the_planner_s_choice_is_applied():
-    assert [Switches(speculation=mode).arm(True) for mode in ("on", "off", "shadow")] == ["fixed", "off", "shadow"]
+    assert [Switches(speculation=mode).arm(True) for mode in ("on", "off", "shadow")] == [
+        "fixed",
+        "off",
+        "shadow",
+    ]
     assert Switches().arm(False) == "planner"

@@ -31,14 +31,24 @@ ROOT = Path(__file__).resolve().parents[2]
 def traced(steps=60, most_lines=1000, **config):
     """The lines of a planner's trace over some steps of a batch that changes, with an arm of a canary, a stand-by and free scores."""
     lines, rng = [], np.random.default_rng(1)
-    policy, draws = Traced(planner(**{"explore_share": 0.05, **config}), lines.append, most_lines), np.random.default_rng(5)
+    policy, draws = (
+        Traced(planner(**{"explore_share": 0.05, **config}), lines.append, most_lines),
+        np.random.default_rng(5),
+    )
     state = policy.start()
     for step in range(steps):
         rows = int(rng.integers(1, 6))
-        seen = view(rows, request=np.arange(rows) + step // 10, catchup=rng.integers(0, 9, (rows, 2)), context=rng.integers(9, 99, rows))
+        seen = view(
+            rows,
+            request=np.arange(rows) + step // 10,
+            catchup=rng.integers(0, 9, (rows, 2)),
+            context=rng.integers(9, 99, rows),
+        )
         if step % 7 == 3:
             given = Plan(np.zeros(rows, np.int64), np.full(rows, 2))
-            seen = replace(seen, control=rng.random(rows) < 0.5, given=given, queued=2, prefill_tokens=5)
+            seen = replace(
+                seen, control=rng.random(rows) < 0.5, given=given, queued=2, prefill_tokens=5
+            )
         if step % 11 == 5:
             state = policy.stand_by(seen, state)
         else:
@@ -141,7 +151,9 @@ def test_the_command_counts_the_plans_and_shows_the_first_that_differs(tmp_path)
 
 def run(path, *options):
     command = [sys.executable, "-m", "policy.replay", str(path), *options]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False
+    )
 
 
 # -- explanations
@@ -169,7 +181,9 @@ def test_the_reasons_for_no_speculation_are_told_apart():
     ceiling = np.array([[8, 8], [0, 0], [8, 8], [8, 8]])
     seen = view(4, ceiling=ceiling, ready=np.array([True, True, False, True]))
     given = Plan(np.full(4, NO_DRAFT), np.zeros(4, np.int64))
-    _, lines = explained(made, replace(seen, control=np.array([False, False, False, True]), given=given))
+    _, lines = explained(
+        made, replace(seen, control=np.array([False, False, False, True]), given=given)
+    )
     assert "next best" in lines[0]
     assert lines[1].endswith("none: no draft can propose anything")
     assert lines[2].endswith("none: it takes no part in this step")
@@ -214,13 +228,20 @@ def executed_trace(execution, steps=25):
     target = LatencyCurve(np.array([0.05, 0.051]), 0.001, 0.0, 1e-4)
     draft = LatencyCurve(np.array([0.0, 0.008]), 0.008)
     model = LatencyModel(target, (draft, draft))  # both phases scale with the rows
-    policy = Traced(AdaptivePlanner(("small", "large"), model, execution=execution), lines.append, 1000)
+    policy = Traced(
+        AdaptivePlanner(("small", "large"), model, execution=execution), lines.append, 1000
+    )
     state = policy.start()
     for step in range(steps):
         rows = int(rng.integers(1, 6))
         seen = view(rows, request=np.arange(rows) + step // 10, context=rng.integers(16, 900, rows))
         if step % 7 == 3:
-            seen = replace(seen, control=rng.random(rows) < 0.5, given=Plan(np.zeros(rows, np.int64), np.full(rows, 2)), cap_s=0.6)
+            seen = replace(
+                seen,
+                control=rng.random(rows) < 0.5,
+                given=Plan(np.zeros(rows, np.int64), np.full(rows, 2)),
+                cap_s=0.6,
+            )
         plan, state = policy.plan(seen, state, 0.3 * step, RNG)
         accepted = rng.integers(0, plan.length + 1)
         done = seen.request, plan.draft, plan.length, accepted, accepted + 1, plan.length
@@ -229,9 +250,7 @@ def executed_trace(execution, steps=25):
     return lines
 
 
-@pytest.mark.parametrize(
-    "execution", [Pipelining(2, 1.0), Decomposition(8.0, 16), FreeRuns(8)]
-)
+@pytest.mark.parametrize("execution", [Pipelining(2, 1.0), Decomposition(8.0, 16), FreeRuns(8)])
 def test_a_trace_with_an_execution_replays_bit_for_bit(execution):
     steps = list(replayed(executed_trace(execution)))
     assert len(steps) == 25

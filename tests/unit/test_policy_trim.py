@@ -6,7 +6,15 @@ import pytest
 
 from backend.ports import Proposal
 from backend.step_log import StepLog
-from policy import AcceptanceConfig, AdaptivePlanner, LatencyCurve, LatencyModel, Outcome, PlannerConfig, View
+from policy import (
+    AcceptanceConfig,
+    AdaptivePlanner,
+    LatencyCurve,
+    LatencyModel,
+    Outcome,
+    PlannerConfig,
+    View,
+)
 from policy.latency import Times
 from policy.plan import Drafted, Plan
 from policy.trim import Calibration, best_first, trimmed
@@ -31,7 +39,12 @@ def drafted(*confidence, draft=0, drawn=False):
     """What rows propose by the confidences of their nodes."""
     row = np.repeat(np.arange(len(confidence)), [len(c) for c in confidence])
     q = len(row)
-    return Drafted(row, np.full(q, draft), np.array([c for r in confidence for c in r], float), np.full(q, drawn))
+    return Drafted(
+        row,
+        np.full(q, draft),
+        np.array([c for r in confidence for c in r], float),
+        np.full(q, drawn),
+    )
 
 
 def target(verify_s):
@@ -58,7 +71,10 @@ def trim(latency, view_, plan, proposed, calibration=None, correction=None, alof
 
 
 def net(nodes, worth_by_row, verify_s, price):
-    return sum(sum(worth[:n]) for worth, n in zip(worth_by_row, nodes, strict=True)) - price * verify_s[sum(nodes)]
+    return (
+        sum(sum(worth[:n]) for worth, n in zip(worth_by_row, nodes, strict=True))
+        - price * verify_s[sum(nodes)]
+    )
 
 
 def test_no_choice_of_prefixes_is_worth_more_on_any_staircase():
@@ -69,8 +85,13 @@ def test_no_choice_of_prefixes_is_worth_more_on_any_staircase():
         sizes = [len(w) for w in worth]
         steps = np.where(rng.random(sum(sizes) + 1) < 0.4, rng.random(sum(sizes) + 1), 0.0)
         verify_s, price = 1 + np.cumsum(steps), rng.exponential(2.0)
-        chosen = best_first(np.repeat(np.arange(rows), sizes), np.concatenate(worth), verify_s, price, rows)
-        best = max(net(nodes, worth, verify_s, price) for nodes in itertools.product(*(range(s + 1) for s in sizes)))
+        chosen = best_first(
+            np.repeat(np.arange(rows), sizes), np.concatenate(worth), verify_s, price, rows
+        )
+        best = max(
+            net(nodes, worth, verify_s, price)
+            for nodes in itertools.product(*(range(s + 1) for s in sizes))
+        )
         assert net(chosen, worth, verify_s, price) == pytest.approx(best)
         assert (chosen <= sizes).all()
 
@@ -100,7 +121,9 @@ def test_a_plan_without_a_price_is_followed_as_far_as_there_are_nodes(length, no
 
 @pytest.mark.parametrize("rows", [0, 1, 4])
 def test_where_nothing_is_proposed_nothing_is_verified(rows):
-    assert trim(line(1.0, 0.1), view(rows), planned([2] * rows), drafted(*[[]] * rows)) == [0] * rows
+    assert (
+        trim(line(1.0, 0.1), view(rows), planned([2] * rows), drafted(*[[]] * rows)) == [0] * rows
+    )
 
 
 def test_a_huge_batch_is_trimmed_as_its_rows_would_be_where_no_token_is_cheaper_than_another():
@@ -124,12 +147,22 @@ def stairs(edge, high_s=1.0):
         (2, {}, 0),
         (2, {"prefill_tokens": 6}, 0),
         (2, {}, 7),
-        (4, {"ready": np.array([True, True, False, False])}, 0),  # others share no pass with a cohort
+        (
+            4,
+            {"ready": np.array([True, True, False, False])},
+            0,
+        ),  # others share no pass with a cohort
     ],
 )
 def test_the_staircase_begins_behind_what_the_pass_has_anyway(rows, changes, aloft):
-    seen, latency = view(rows, **changes), stairs(2 + changes.get("prefill_tokens", 0) + aloft + 4, 5.0)
-    proposed, plan = drafted([0.9, 0.5, 0.2], [0.8, 0.3, 0.1], *[[]] * (rows - 2)), planned([3, 3] + [0] * (rows - 2))
+    seen, latency = (
+        view(rows, **changes),
+        stairs(2 + changes.get("prefill_tokens", 0) + aloft + 4, 5.0),
+    )
+    proposed, plan = (
+        drafted([0.9, 0.5, 0.2], [0.8, 0.3, 0.1], *[[]] * (rows - 2)),
+        planned([3, 3] + [0] * (rows - 2)),
+    )
     assert trim(latency, seen, plan, proposed, aloft=aloft)[:2] == [2, 1]
 
 
@@ -142,7 +175,12 @@ def test_measured_times_count_and_not_the_table_s():
 
 def test_no_step_is_longer_than_the_cap_or_than_its_plan():
     latency, proposed = line(1.0, 0.1), drafted([0.9] * 8)
-    for cap_s, predicted_s, nodes in ((math.inf, 2.0, 8), (2.15, 2.0, 4), (2.0, 2.0, 3), (1.5, 2.0, 3)):
+    for cap_s, predicted_s, nodes in (
+        (math.inf, 2.0, 8),
+        (2.15, 2.0, 4),
+        (2.0, 2.0, 3),
+        (1.5, 2.0, 3),
+    ):
         plan = planned([3], predicted_s=predicted_s)
         assert trim(latency, view(cap_s=cap_s), plan, proposed) == [nodes]
 
@@ -152,7 +190,9 @@ def test_no_step_is_longer_than_the_cap_or_than_its_plan():
 
 def claiming(claimed, held, nodes=2000, draft=0):
     rng, same = np.random.default_rng(1), np.full(nodes, draft)
-    return Calibration.none(2).learnt(same, same < 0, np.full(nodes, claimed), rng.random(nodes) < held)
+    return Calibration.none(2).learnt(
+        same, same < 0, np.full(nodes, claimed), rng.random(nodes) < held
+    )
 
 
 def test_a_draft_that_claims_too_much_is_cut_and_one_that_claims_too_little_extended():
@@ -169,7 +209,9 @@ def test_a_draft_that_claims_too_much_is_cut_and_one_that_claims_too_little_exte
 
 def planner(latency, **config):
     sure = AcceptanceConfig(prior_hazard=0.8, prior_strength=1e12)
-    return AdaptivePlanner(DRAFTS, latency, PlannerConfig(acceptance=sure, explore_share=0.0, **config))
+    return AdaptivePlanner(
+        DRAFTS, latency, PlannerConfig(acceptance=sure, explore_share=0.0, **config)
+    )
 
 
 def outcome(seen, plan, **changes):
@@ -206,7 +248,9 @@ def test_rows_in_flight_beside_the_planned_ones_have_their_tokens_in_the_pass():
     _, state = p.plan(whole, p.start(), 0.0, RNG)
     proposed = drafted([0.9, 0.5, 0.2], [0.8, 0.3, 0.1])
     assert p.trim(whole.of_rows(np.arange(2)), planned([3, 3]), proposed, state).tolist() == [1, 1]
-    assert p.trim(seen, planned([3, 3]), proposed, p.plan(seen, p.start(), 0.0, RNG)[1]).tolist() == [3, 3]
+    assert p.trim(
+        seen, planned([3, 3]), proposed, p.plan(seen, p.start(), 0.0, RNG)[1]
+    ).tolist() == [3, 3]
 
 
 @pytest.mark.parametrize("planning_s", [0.0, 10.0])  # each choice anew, or one kept for many steps
@@ -241,10 +285,22 @@ def test_a_planner_learns_from_every_step_what_confidences_are_worth(rows, plann
 )
 def test_only_nodes_behind_the_text_or_a_verified_one_are_evidence(verified, emitted, fates):
     """Of the others only failures would ever be seen."""
-    made, tokens = StepLog(DRAFTS), [1, 2, 3, 4, 5, 6]  # 1 - 2 - 3, 4, and 5 behind 1 with 6 behind it
-    made.record(3, Proposal("small", tokens, [-1, 0, 1, -1, 0, 4], [1 - t / 10 for t in tokens]), verified, emitted, drawn=True)
+    made, tokens = (
+        StepLog(DRAFTS),
+        [1, 2, 3, 4, 5, 6],
+    )  # 1 - 2 - 3, 4, and 5 behind 1 with 6 behind it
+    made.record(
+        3,
+        Proposal("small", tokens, [-1, 0, 1, -1, 0, 4], [1 - t / 10 for t in tokens]),
+        verified,
+        emitted,
+        drawn=True,
+    )
     done = made.outcome()
-    told = [f"{10 - 10 * c:.0f}{'-+'[held]}" for c, held in zip(done.node_confidence.tolist(), done.node_held.tolist(), strict=True)]
+    told = [
+        f"{10 - 10 * c:.0f}{'-+'[held]}"
+        for c, held in zip(done.node_confidence.tolist(), done.node_held.tolist(), strict=True)
+    ]
     assert " ".join(told) == fates
 
 

@@ -41,7 +41,12 @@ def calls(monkeypatch):
     return done
 
 
-EMBEDDED = parse_config({"target": {"engine": "torch", "model": EMBEDDED_MODEL}, "drafts": [{"engine": "lookup", "name": "lookup"}]})
+EMBEDDED = parse_config(
+    {
+        "target": {"engine": "torch", "model": EMBEDDED_MODEL},
+        "drafts": [{"engine": "lookup", "name": "lookup"}],
+    }
+)
 
 
 def test_what_is_missing_is_converted_then_measured_and_a_second_run_does_nothing(calls, capsys):
@@ -71,12 +76,22 @@ def test_a_model_in_a_folder_is_measured_but_not_converted(calls, tmp_path):
 
 def test_a_fake_target_needs_nothing_not_even_torch(tmp_path):
     config = tmp_path / "serving.json"
-    config.write_text(json.dumps({"target": {"engine": "fake"}, "drafts": [{"engine": "lookup", "name": "lookup"}]}))
+    config.write_text(
+        json.dumps(
+            {"target": {"engine": "fake"}, "drafts": [{"engine": "lookup", "name": "lookup"}]}
+        )
+    )
     code = (
         "import sys; from engines_build import prepare; sys.argv[1:] = ['--config', sys.argv[1]]; prepare.main(); "
         "sys.exit(len({'torch', 'transformers', 'gguf'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(config)], cwd=PROJECT_ROOT, env=os.environ, capture_output=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(config)],
+        cwd=PROJECT_ROOT,
+        env=os.environ,
+        capture_output=True,
+        check=False,
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
     assert not cache.root().exists()
 
@@ -87,7 +102,9 @@ def test_a_policy_that_is_not_there_is_said_before_anything_is_made(tmp_path, mo
     config.write_text(json.dumps({"target": target, "policy": {"kind": "nowhere.Mine"}}))
     monkeypatch.setattr(sys, "argv", ["prepare", "--config", str(config)])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(SystemExit, match=r"policy.kind 'nowhere.Mine': there is no module 'nowhere'"):
+    with pytest.raises(
+        SystemExit, match=r"policy.kind 'nowhere.Mine': there is no module 'nowhere'"
+    ):
         prepare.main()
     assert calls == []
 
@@ -96,7 +113,9 @@ def test_a_bad_setting_ends_the_command_with_one_sentence(tmp_path):
     config = tmp_path / "serving.json"
     config.write_text(json.dumps({"target": {"engine": "torch", "model": "absent/folder"}}))
     command = [sys.executable, "-m", "engines_build.prepare", "--config", str(config)]
-    done = subprocess.run(command, cwd=PROJECT_ROOT, env=os.environ, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=PROJECT_ROOT, env=os.environ, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1
     assert "target.model must be a folder, got 'absent/folder'" in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -116,6 +135,8 @@ def test_a_stage_is_a_bar_on_a_terminal_and_a_line_elsewhere(monkeypatch, termin
         report(3.0, 4.0)
     if terminal:
         assert re.search(r"measuring small 100% \|.*\| 00:\d\d, 00:00 left", shown.getvalue())
-        assert re.search(r"\r\s*\rspindle: the machine is busy\n", shown.getvalue())  # a line of its own
+        assert re.search(
+            r"\r\s*\rspindle: the machine is busy\n", shown.getvalue()
+        )  # a line of its own
     else:
         assert shown.getvalue() == "spindle: measuring small\nspindle: the machine is busy\n"

@@ -19,10 +19,18 @@ def alone(logits, sampling, before, prompt_tokens):
         row[token] += addend
     row /= scale
     for token in set(before):
-        row[token] = row[token] * sampling.repetition_penalty if row[token] < 0 else row[token] / sampling.repetition_penalty
+        row[token] = (
+            row[token] * sampling.repetition_penalty
+            if row[token] < 0
+            else row[token] / sampling.repetition_penalty
+        )
         row[token] -= sampling.presence_penalty + sampling.frequency_penalty * before.count(token)
     banned = set(sampling.end_ids) if len(before) - prompt_tokens < sampling.min_tokens else set()
-    banned |= {w[-1] for w in sampling.bad_words if len(before) >= len(w) - 1 and tuple(before[len(before) - len(w) + 1 :]) == w[:-1]}
+    banned |= {
+        w[-1]
+        for w in sampling.bad_words
+        if len(before) >= len(w) - 1 and tuple(before[len(before) - len(w) + 1 :]) == w[:-1]
+    }
     row[list(banned)] = -np.inf
     return row
 

@@ -20,7 +20,14 @@ def draft(name, **settings):
 
 
 def config(*drafts, **settings):
-    return parse_config({"target": TARGET, "drafts": list(drafts), "policy": {"kind": "adaptive", "k_max": 4}, **settings})
+    return parse_config(
+        {
+            "target": TARGET,
+            "drafts": list(drafts),
+            "policy": {"kind": "adaptive", "k_max": 4},
+            **settings,
+        }
+    )
 
 
 class Sink:
@@ -87,18 +94,31 @@ def test_requests_in_flight_go_on_with_the_same_text_while_drafts_come_and_go(se
     prompts = [f"request {number}" for number in range(6)]
     alone = serving()
     expected = texts([served(alone, prompt) for prompt in prompts])
-    good, poor, other = draft("good", agreement=0.9), draft("poor", agreement=0.2), draft("other", agreement=0.6)
+    good, poor, other = (
+        draft("good", agreement=0.9),
+        draft("poor", agreement=0.2),
+        draft("other", agreement=0.6),
+    )
     lookup = {"name": "lookup", "engine": "lookup"}
     app = serving(good, target={**TARGET, "step_s": 0.002})
     sinks = [served(app, prompt) for prompt in prompts]
-    for drafts in ([good, poor], [poor], [lookup, other], [], [good, lookup], [{**good, "agreement": 0.5}, lookup]):
+    for drafts in (
+        [good, poor],
+        [poor],
+        [lookup, other],
+        [],
+        [good, lookup],
+        [{**good, "agreement": 0.5}, lookup],
+    ):
         new = replace(config(*drafts), target=app.config.target)
         reply = reload_drafts(app, new)
         assert reply["drafts"] == [engine["name"] for engine in drafts]
         assert app.config == new
         sinks.append(served(app, prompts[0]))
     assert texts(sinks) == [*expected, *[expected[0]] * 6]
-    assert not app.stats.drain()["counters"] or not any(name == "spindle_fallback_total" for name, _, _ in app.stats.drain()["counters"])
+    assert not app.stats.drain()["counters"] or not any(
+        name == "spindle_fallback_total" for name, _, _ in app.stats.drain()["counters"]
+    )
 
 
 def test_a_draft_that_was_added_is_used_and_one_that_was_removed_is_not(serving):
@@ -107,10 +127,18 @@ def test_a_draft_that_was_added_is_used_and_one_that_was_removed_is_not(serving)
     first = served(app, "before")
     wait([first])
     app.stats.drain()
-    assert reload_drafts(app, config(sure)) == {"drafts": ["sure"], "added": ["sure"], "removed": ["good"]}
+    assert reload_drafts(app, config(sure)) == {
+        "drafts": ["sure"],
+        "added": ["sure"],
+        "removed": ["good"],
+    }
     usage = served(app, "after", 200)
     wait([usage])
-    proposed = {labels["draft"] for name, labels, value in app.stats.drain()["counters"] if name == "spindle_draft_tokens_total" and value}
+    proposed = {
+        labels["draft"]
+        for name, labels, value in app.stats.drain()["counters"]
+        if name == "spindle_draft_tokens_total" and value
+    }
     assert proposed == {"sure"}
     assert usage.ends[0][2].accepted > 100
 
@@ -148,16 +176,24 @@ def test_what_cannot_be_changed_is_refused_by_name_and_nothing_changes(serving, 
     assert [engine.name for engine in app.drafts] == ["good"]
     traced = serving(good, policy={"kind": "adaptive", "trace_file": str(tmp_path / "trace")})
     with pytest.raises(ConfigError, match="trace_file"):
-        reload_drafts(traced, config(poor, policy={"kind": "adaptive", "trace_file": str(tmp_path / "trace")}))
+        reload_drafts(
+            traced, config(poor, policy={"kind": "adaptive", "trace_file": str(tmp_path / "trace")})
+        )
 
 
-def test_a_draft_of_another_vocabulary_is_refused_with_the_first_token_that_differs(serving, tmp_path, monkeypatch):
+def test_a_draft_of_another_vocabulary_is_refused_with_the_first_token_that_differs(
+    serving, tmp_path, monkeypatch
+):
     target = folder(tmp_path, "target")
     other = folder(tmp_path, "other", tokenizer=VOCABULARY.replace('"b"', '"c"'))
     app = serving(draft("good"))
-    monkeypatch.setattr("backend.app.model_path", lambda engine: target if engine.name == "target" else other)
+    monkeypatch.setattr(
+        "backend.app.model_path", lambda engine: target if engine.name == "target" else other
+    )
     with pytest.raises(ConfigError, match=r'id 1 is "c" in the draft, "b" in the target'):
-        reload_drafts(app, config(draft("good"), {"name": "foreign", "engine": "torch", "model": str(other)}))
+        reload_drafts(
+            app, config(draft("good"), {"name": "foreign", "engine": "torch", "model": str(other)})
+        )
     assert texts([served(app, "goes on")])
 
 

@@ -11,22 +11,45 @@ from backend.engines.checkpoint import CheckpointError, load
 from backend.triton_adapter.codec import load_arrays
 
 ROOT = Path(__file__).resolve().parents[2]
-SERVED = [path for folder in ("backend", "policy", "model_repository") for path in sorted((ROOT / folder).rglob("*.py"))]
+SERVED = [
+    path
+    for folder in ("backend", "policy", "model_repository")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+]
 MODULES = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "runpy"}
-CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "torch.load", "torch.jit.load", "yaml.load", "yaml.unsafe_load"}
+CALLS = {
+    "eval",
+    "exec",
+    "compile",
+    "__import__",
+    "os.system",
+    "os.popen",
+    "torch.load",
+    "torch.jit.load",
+    "yaml.load",
+    "yaml.unsafe_load",
+}
 
 
 def wrong_in(tree):
     """Return what a module does that it must not, as (line, what)."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] in MODULES)
+            yield from (
+                (node.lineno, alias.name)
+                for alias in node.names
+                if alias.name.split(".")[0] in MODULES
+            )
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in MODULES:
             yield node.lineno, node.module
         elif isinstance(node, ast.Call):
             name = ast.unparse(node.func)
             options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-            if name in CALLS or options.get("shell") == "True" or options.get("trust_remote_code") == "True":
+            if (
+                name in CALLS
+                or options.get("shell") == "True"
+                or options.get("trust_remote_code") == "True"
+            ):
                 yield node.lineno, name
             elif name in ("np.load", "numpy.load") and options.get("allow_pickle") != "False":
                 yield node.lineno, f"{name} without allow_pickle=False"

@@ -27,7 +27,9 @@ class Client:
         assert not self.endings, "something was sent after the final reply"
         self.texts.append(outputs["text_output"][0][0].decode())
         self.log_probs.append(
-            (outputs["output_log_probs"].tolist(), outputs["cum_log_probs"].tolist()) if "cum_log_probs" in outputs else None
+            (outputs["output_log_probs"].tolist(), outputs["cum_log_probs"].tolist())
+            if "cum_log_probs" in outputs
+            else None
         )
         if final:
             self._end("success")
@@ -73,7 +75,9 @@ def test_interleaved_streams_keep_their_order_and_end_once(senders):
     for i in clients:
         senders.deliver({**FINAL, "id": i, "text": "end"})
     senders.close()
-    assert {i: "".join(client.texts) for i, client in clients.items()} == {i: text + "end" for i, text in expected.items()}
+    assert {i: "".join(client.texts) for i, client in clients.items()} == {
+        i: text + "end" for i, text in expected.items()
+    }
     assert all(client.endings == ["success"] for client in clients.values())
 
 
@@ -91,16 +95,29 @@ def test_deltas_that_wait_are_sent_together_with_the_last_one(senders):
     client = SlowFirst()
     senders.open(Reply(1, client, Wanted()))
     messages = [
-        {"type": "chunk", "id": 1, "text": text, "log_probs": [-0.5, -0.25], "cum_log_prob": -0.75 * n} for n, text in enumerate("abc", 1)
+        {
+            "type": "chunk",
+            "id": 1,
+            "text": text,
+            "log_probs": [-0.5, -0.25],
+            "cum_log_prob": -0.75 * n,
+        }
+        for n, text in enumerate("abc", 1)
     ]
     senders.deliver(messages[0])
     assert client.sending.wait(5)
-    for message in (*messages[1:], {**FINAL, "id": 1, "text": "d", "log_probs": [-1.0], "cum_log_prob": -3.25}):
+    for message in (
+        *messages[1:],
+        {**FINAL, "id": 1, "text": "d", "log_probs": [-1.0], "cum_log_prob": -3.25},
+    ):
         senders.deliver(message)
     client.go_on.set()
     assert client.ended.wait(5)
     assert client.texts == ["a", "bcd"]
-    assert client.log_probs == [([[[-0.5, -0.25]]], [[-0.75]]), ([[[-0.5, -0.25, -0.5, -0.25, -1.0]]], [[-3.25]])]
+    assert client.log_probs == [
+        ([[[-0.5, -0.25]]], [[-0.75]]),
+        ([[[-0.5, -0.25, -0.5, -0.25, -1.0]]], [[-3.25]]),
+    ]
 
 
 def test_an_error_ends_its_request_only(senders):

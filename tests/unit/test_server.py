@@ -15,7 +15,11 @@ from backend.tokenizer import ByteTokenizer
 
 @pytest.fixture
 def server(tmp_path):
-    return Server(types.SimpleNamespace(orchestrator=None, tokenizer=ByteTokenizer()), tmp_path / "socket", tmp_path / "serving.json")
+    return Server(
+        types.SimpleNamespace(orchestrator=None, tokenizer=ByteTokenizer()),
+        tmp_path / "socket",
+        tmp_path / "serving.json",
+    )
 
 
 def connected():
@@ -57,7 +61,9 @@ def test_a_loop_that_ends_or_hangs_ends_the_service(tmp_path, monkeypatch, caplo
             hang.set()  # so that the test need not wait for the join
 
     server = Server(
-        types.SimpleNamespace(orchestrator=Loop(), stats=None, tokenizer=ByteTokenizer()), tmp_path / "socket", tmp_path / "serving.json"
+        types.SimpleNamespace(orchestrator=Loop(), stats=None, tokenizer=ByteTokenizer()),
+        tmp_path / "socket",
+        tmp_path / "serving.json",
     )
     assert server.serve() is False
     assert not (tmp_path / "socket").exists()

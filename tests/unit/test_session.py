@@ -26,8 +26,16 @@ class LetterDecoder:
 
 
 def session(max_tokens=100, stop_words=(), stream=True, **options):
-    request = GenerationRequest("prompt", max_tokens, stream=stream, stop_words=tuple(stop_words), **options)
-    return Session(Sequence(1, [7, 8], 2, SamplingParams()), request, frozenset({EOS}), LetterDecoder(), sink=None)
+    request = GenerationRequest(
+        "prompt", max_tokens, stream=stream, stop_words=tuple(stop_words), **options
+    )
+    return Session(
+        Sequence(1, [7, 8], 2, SamplingParams()),
+        request,
+        frozenset({EOS}),
+        LetterDecoder(),
+        sink=None,
+    )
 
 
 def run(made, blocks):
@@ -84,7 +92,10 @@ def test_an_unfinished_character_is_flushed_at_the_end():
 
 
 def test_a_reply_that_is_not_streamed_repeats_the_prompt_unless_excluded():
-    whole, bare = session(max_tokens=2, stream=False), session(max_tokens=2, stream=False, exclude_input_in_output=True)
+    whole, bare = (
+        session(max_tokens=2, stream=False),
+        session(max_tokens=2, stream=False, exclude_input_in_output=True),
+    )
     for made in (whole, bare):
         made.commit(ids("ab"))
     assert (whole.take().text, bare.take().text) == ("promptab", "ab")

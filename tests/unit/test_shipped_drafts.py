@@ -25,15 +25,27 @@ def test_a_shipped_model_loads_is_small_files_and_says_what_it_learnt_from(folde
             dtypes = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
         assert {dtype for name, dtype in dtypes.items() if name != "lm_head.token_ids"} <= {"BF16"}
     card = (folder / "README.md").read_text("utf-8")
-    for said in ("Apache-2.0", "- training `", "- held-out `", "Seed ", "python -m engines_build.distill"):
+    for said in (
+        "Apache-2.0",
+        "- training `",
+        "- held-out `",
+        "Seed ",
+        "python -m engines_build.distill",
+    ):
         assert said in card
 
 
 def test_the_drafts_of_one_target_share_its_vocabulary():
-    of_smollm2 = [read_manifest(folder) for folder in SHIPPED if folder.name.startswith("smollm2-135m-instruct")]
+    of_smollm2 = [
+        read_manifest(folder)
+        for folder in SHIPPED
+        if folder.name.startswith("smollm2-135m-instruct")
+    ]
     assert of_smollm2
     assert len({(manifest.vocab_size, manifest.vocabulary_sha256) for manifest in of_smollm2}) == 1
-    tiny = {folder.name: read_manifest(folder) for folder in SHIPPED if folder.name.startswith("tiny-")}
+    tiny = {
+        folder.name: read_manifest(folder) for folder in SHIPPED if folder.name.startswith("tiny-")
+    }
     for name, manifest in tiny.items():
         if name != "tiny-target":
             check_pair(tiny["tiny-target"], manifest)
@@ -43,9 +55,15 @@ def test_the_default_configuration_serves_every_draft_shipped_for_its_target_and
     config = load_config(ROOT / "model_repository/spindle/1/serving.json")
     assert (config.target.engine, config.target.model) == ("torch", EMBEDDED_MODEL)
     models = {draft.model for draft in config.drafts if draft.engine == "torch"}
-    assert models == {str(path.relative_to(ROOT)) for path in SHIPPED if path.name.startswith(EMBEDDED_MODEL)}
+    assert models == {
+        str(path.relative_to(ROOT)) for path in SHIPPED if path.name.startswith(EMBEDDED_MODEL)
+    }
     assert [draft.engine for draft in config.drafts].count("lookup") == 1
-    assert (config.policy.kind, config.switches.speculation, config.switches.canary_share) == ("adaptive", "on", 1.0)
+    assert (config.policy.kind, config.switches.speculation, config.switches.canary_share) == (
+        "adaptive",
+        "on",
+        1.0,
+    )
 
 
 def test_a_request_s_drafts_are_told_one_by_one():

@@ -45,7 +45,9 @@ class OnStream(FakeEngine):
         try:
             yield
         finally:
-            self.log.append((f"leave {number}", None if self.watched is None else self.watched() is not None))
+            self.log.append(
+                (f"leave {number}", None if self.watched is None else self.watched() is not None)
+            )
 
     def submit(self, turns):
         self.log.append(("submit", threading.get_ident()))
@@ -71,7 +73,11 @@ def test_a_submission_is_marked_when_it_is_made_and_runs_under_the_stream_in_the
     assert [[c.sequence_id for c in beside.poll(0.0)] for _ in range(2)] == [[1], [2]]
     beside.close()
     words = [word for word, _ in engine.log]
-    assert words == ["mark 1", "mark 2", *(w for n in (1, 2) for w in (f"enter {n}", "submit", "poll", f"leave {n}"))]
+    assert words == [
+        "mark 1",
+        "mark 2",
+        *(w for n in (1, 2) for w in (f"enter {n}", "submit", "poll", f"leave {n}")),
+    ]
     here = threading.get_ident()
     assert {thread == here for word, thread in engine.log if word.startswith("mark")} == {True}
     assert {thread == here for word, thread in engine.log if word in ("submit", "poll")} == {False}
@@ -90,7 +96,12 @@ def test_a_submission_that_raises_leaves_the_stream_and_the_next_runs_under_it(m
     beside.submit([turn(2)])
     assert [c.sequence_id for c in beside.poll(0.0)] == [2]
     beside.close()
-    assert [word for word, _ in engine.log if word[:5] in ("enter", "leave")] == ["enter 1", "leave 1", "enter 2", "leave 2"]
+    assert [word for word, _ in engine.log if word[:5] in ("enter", "leave")] == [
+        "enter 1",
+        "leave 1",
+        "enter 2",
+        "leave 2",
+    ]
 
 
 def test_an_engine_on_the_host_or_without_streams_runs_as_it_is():
@@ -172,7 +183,9 @@ class Stream:
         self.cuda.log.append(("synchronize", self.name))
 
 
-def test_the_stream_waits_for_the_caller_s_at_the_call_and_the_host_for_the_stream_at_the_end(monkeypatch):
+def test_the_stream_waits_for_the_caller_s_at_the_call_and_the_host_for_the_stream_at_the_end(
+    monkeypatch,
+):
     cuda = Cuda().install(monkeypatch)
     behind = SideStream(torch.device("cuda")).behind
 
@@ -186,7 +199,11 @@ def test_the_stream_waits_for_the_caller_s_at_the_call_and_the_host_for_the_stre
     thread.join(GUARD_S)
     expected = [("record", "default", 1), ("record", "default", 2)]
     for number in (1, 2):
-        expected += [("wait", "stream 0", ("default", number)), ("work", "stream 0"), ("synchronize", "stream 0")]
+        expected += [
+            ("wait", "stream 0", ("default", number)),
+            ("work", "stream 0"),
+            ("synchronize", "stream 0"),
+        ]
     assert cuda.log == expected
     assert cuda.current_stream(None) is cuda.default
 
@@ -199,7 +216,9 @@ def test_the_host_waits_for_the_stream_behind_a_body_that_raises(monkeypatch):
     assert cuda.log[-1] == ("synchronize", "stream 0")
 
 
-def test_graphs_of_an_engine_are_captured_on_its_own_stream_and_replayed_on_the_current_one(monkeypatch):
+def test_graphs_of_an_engine_are_captured_on_its_own_stream_and_replayed_on_the_current_one(
+    monkeypatch,
+):
     cuda = Cuda().install(monkeypatch)
 
     class Graph:
@@ -235,6 +254,9 @@ def test_graphs_of_an_engine_are_captured_on_its_own_stream_and_replayed_on_the_
     assert {name for what, name, *_ in cuda.log if what == "work"} == {"stream 0", "stream 1"}
     assert cuda.log[before:] == [("replay", served_on.name)] * 4
     waits = [entry[1:] for entry in cuda.log if entry[0] == "wait"]
-    assert [(waiting, event[0]) for waiting, event in waits[:2]] == [("stream 0", served_on.name), (served_on.name, "stream 0")]
+    assert [(waiting, event[0]) for waiting, event in waits[:2]] == [
+        ("stream 0", served_on.name),
+        (served_on.name, "stream 0"),
+    ]
     assert len(cuda.made) == 3
     assert {stream.priority for stream in cuda.made[:2]} != {served_on.priority}

@@ -5,26 +5,55 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from policy import AdaptivePlanner, FixedLength, LatencyCurve, LatencyModel, NoSpeculation, PlannerConfig, RandomChoice
+from policy import (
+    AdaptivePlanner,
+    FixedLength,
+    LatencyCurve,
+    LatencyModel,
+    NoSpeculation,
+    PlannerConfig,
+    RandomChoice,
+)
 from policy.simulation.arms import WITHOUT, Oracle, make_policy
 from policy.simulation.deployment import Deployment, Work, perturbed, step_parts
 from policy.simulation.experiments import Scenario, Task, run_once
 from policy.simulation.fleet import least_outstanding, round_robin, simulate, simulate_closed
-from policy.simulation.presets import CHAT, LLAMA_8B, MIXED, PREFILL_HEAVY, TAGGED, llama_8b_h100, llama_70b_h100
-from policy.simulation.workload import Category, Drift, Mix, Recorded, backlog, bursty, draw, poisson
+from policy.simulation.presets import (
+    CHAT,
+    LLAMA_8B,
+    MIXED,
+    PREFILL_HEAVY,
+    TAGGED,
+    llama_8b_h100,
+    llama_70b_h100,
+)
+from policy.simulation.workload import (
+    Category,
+    Drift,
+    Mix,
+    Recorded,
+    backlog,
+    bursty,
+    draw,
+    poisson,
+)
 
 STEP_S, DRAFT_S = 0.010, 0.001
 
 
 def flat(**changes) -> Deployment:
     """One draft; every verification takes 10 ms, every draft forward 1 ms."""
-    model = LatencyModel(LatencyCurve(np.full(2, STEP_S), 0.0), (LatencyCurve(np.full(2, DRAFT_S), 0.0),))
+    model = LatencyModel(
+        LatencyCurve(np.full(2, STEP_S), 0.0), (LatencyCurve(np.full(2, DRAFT_S), 0.0),)
+    )
     return replace(Deployment("flat", "made up", ("a",), model, (False,), noise=0.0), **changes)
 
 
 def mix(hazard=0.8, output=50, prompt=20, **changes) -> Mix:
     same = {"spread": 0.0, "draft_spread": 0.0, "length_spread": 0.0}
-    return Mix("same", (Category("same", 1.0, prompt, output, {"a": hazard}),), **{**same, **changes})
+    return Mix(
+        "same", (Category("same", 1.0, prompt, output, {"a": hazard}),), **{**same, **changes}
+    )
 
 
 def drawn(deployment, what, arrivals, seed=0):
@@ -47,7 +76,9 @@ def test_one_at_a_time_every_request_waits_as_lindley_s_recursion_says(load):
 def test_in_a_closed_loop_each_place_is_taken_again_a_way_after_it_was_left(in_flight):
     """Ways are shorter than a step, so that whoever comes waits for the end of the step in progress; alone it waits for nobody."""
     way_s, count = 0.3 * STEP_S, 20
-    run = simulate_closed(flat(), drawn(flat(), mix(output=4), backlog(count)), NoSpeculation(), 0, in_flight, way_s)
+    run = simulate_closed(
+        flat(), drawn(flat(), mix(output=4), backlog(count)), NoSpeculation(), 0, in_flight, way_s
+    )
     whole_s = way_s + 4 * STEP_S if in_flight == 1 else 5 * STEP_S
     assert run.latency_s[:in_flight] == pytest.approx(way_s + 4 * STEP_S)
     assert run.latency_s[in_flight:] == pytest.approx(whole_s, rel=0.3)
@@ -63,20 +94,33 @@ def test_planning_takes_its_time_in_steps_that_are_planned_alone(hazard):
     took_s = []
     for deployment in (plain, costly):
         workload = drawn(deployment, mix(hazard=hazard, output=400), backlog(8))
-        run = simulate_closed(deployment, workload, AdaptivePlanner(("a",), deployment.latency, PlannerConfig(explore_share=0.0)), 0, 8)
+        run = simulate_closed(
+            deployment,
+            workload,
+            AdaptivePlanner(("a",), deployment.latency, PlannerConfig(explore_share=0.0)),
+            0,
+            8,
+        )
         took_s.append(run.end_s / len(run.steps))
     assert 1.02 < took_s[1] / took_s[0] < 1.6
 
 
 def test_a_closed_loop_serves_all_even_when_there_are_fewer_than_places():
-    run = simulate_closed(flat(), drawn(flat(), mix(output=3), backlog(2)), FixedLength("a", 2), 0, 8)
+    run = simulate_closed(
+        flat(), drawn(flat(), mix(output=3), backlog(2)), FixedLength("a", 2), 0, 8
+    )
     assert np.isfinite(run.latency_s).all()
 
 
 def test_without_speculation_it_is_the_queue_m_d_1():
     load, service_s = 0.6, 2 * STEP_S
     deployment = flat(max_active=1)
-    run = simulate(deployment, drawn(deployment, mix(output=2), poisson(4000, load / service_s, seed=1)), NoSpeculation, 0)
+    run = simulate(
+        deployment,
+        drawn(deployment, mix(output=2), poisson(4000, load / service_s, seed=1)),
+        NoSpeculation,
+        0,
+    )
     waiting_s = load * service_s / (2 * (1 - load))  # Pollaczek and Khinchine
     assert run.mean_latency_s == pytest.approx(service_s + waiting_s, rel=0.05)
 
@@ -84,7 +128,12 @@ def test_without_speculation_it_is_the_queue_m_d_1():
 @pytest.mark.parametrize(("hazard", "length"), [(0.5, 1), (0.8, 4), (0.95, 8)])
 def test_at_batch_one_a_fixed_length_has_the_goodput_of_the_closed_form(hazard, length):
     deployment = flat(max_active=1)
-    run = simulate(deployment, drawn(deployment, mix(hazard, output=2000), backlog(4)), lambda: FixedLength("a", length), 0)
+    run = simulate(
+        deployment,
+        drawn(deployment, mix(hazard, output=2000), backlog(4)),
+        lambda: FixedLength("a", length),
+        0,
+    )
     tokens_per_step = (1 - hazard ** (length + 1)) / (1 - hazard)
     goodput = tokens_per_step / (STEP_S + length * DRAFT_S)
     assert 8000 / run.end_s == pytest.approx(goodput, rel=0.03)
@@ -105,7 +154,9 @@ def test_every_request_ends_once_with_all_of_its_tokens(policy, replicas):
 
 
 def test_a_request_waits_until_there_is_kv_for_its_next_steps():
-    deployment = flat(kv_tokens=16 * 5)  # a request needs (20 + 9) / 16 = 2 blocks at first, its newcomer 2 to spare for it
+    deployment = flat(
+        kv_tokens=16 * 5
+    )  # a request needs (20 + 9) / 16 = 2 blocks at first, its newcomer 2 to spare for it
     run = simulate(deployment, drawn(deployment, mix(output=2), backlog(5)), NoSpeculation, 0)
     assert max(step.rows for step in run.steps) == 1
     assert run.preemptions == 0
@@ -114,14 +165,20 @@ def test_a_request_waits_until_there_is_kv_for_its_next_steps():
 
 
 def test_when_kv_runs_out_the_latest_request_gives_way_and_is_resumed_by_another_prefill():
-    deployment = flat(kv_tokens=16 * 16)  # two prompts fit, two whole texts of 20 + 150 + 9 tokens do not
+    deployment = flat(
+        kv_tokens=16 * 16
+    )  # two prompts fit, two whole texts of 20 + 150 + 9 tokens do not
     workload = drawn(deployment, mix(output=150), backlog(3))
     workload = replace(workload, max_tokens=workload.output_tokens)
     run = simulate(deployment, workload, lambda: FixedLength("a", 3), 0)
     assert run.preemptions > 0
     assert sum(step.emitted for step in run.steps) == 450
     assert sum(step.prefill_tokens for step in run.steps) > 60
-    assert np.argsort(run.latency_s, kind="stable").tolist() == [0, 1, 2]  # the oldest always goes on
+    assert np.argsort(run.latency_s, kind="stable").tolist() == [
+        0,
+        1,
+        2,
+    ]  # the oldest always goes on
 
 
 def test_a_step_carries_at_most_a_chunk_of_prompts_and_a_prompt_s_end_emits_its_first_token():
@@ -159,7 +216,9 @@ def test_acceptance_is_as_often_as_its_hazard_says_and_falls_with_depth():
 
 def test_drift_moves_acceptance_between_its_knots():
     drift = Drift(np.array([1.0, 3.0]), np.array([[[0.0]], [[2.0]]]))
-    assert [float(drift.at(now)[0, 0]) for now in (0.0, 1.0, 2.0, 3.0, 9.0)] == pytest.approx([0.0, 0.0, 1.0, 2.0, 2.0])
+    assert [float(drift.at(now)[0, 0]) for now in (0.0, 1.0, 2.0, 3.0, 9.0)] == pytest.approx(
+        [0.0, 0.0, 1.0, 2.0, 2.0]
+    )
 
 
 def test_a_step_costs_the_catch_up_of_its_rows_each_depth_once_and_speculation_once():
@@ -187,7 +246,12 @@ def test_the_repaired_coefficients_have_no_negative_term_and_keep_the_fit():
     for rows, context, k in [(1, 512, 0), (8, 512, 3), (64, 1024, 5)]:
         cell = np.array([1, rows * (k + 1), rows, rows * context])
         published = cell @ [LLAMA_8B.fixed, LLAMA_8B.token, LLAMA_8B.row, LLAMA_8B.context]
-        assert cell @ [repaired.fixed, repaired.token, repaired.row, repaired.context] == pytest.approx(published, rel=0.15)
+        assert cell @ [
+            repaired.fixed,
+            repaired.token,
+            repaired.row,
+            repaired.context,
+        ] == pytest.approx(published, rel=0.15)
 
 
 def test_routers_spread_requests():
@@ -199,16 +263,23 @@ def test_routers_spread_requests():
 def test_two_replicas_serve_a_backlog_in_half_the_time():
     deployment = flat(max_active=1)
     workload = drawn(deployment, mix(), backlog(20))
-    ends = [simulate(deployment, workload, NoSpeculation, 0, replicas=replicas).end_s for replicas in (1, 2)]
+    ends = [
+        simulate(deployment, workload, NoSpeculation, 0, replicas=replicas).end_s
+        for replicas in (1, 2)
+    ]
     assert ends[0] == pytest.approx(2 * ends[1])
 
 
 def test_recorded_requests_keep_their_times_and_lengths():
-    recorded = Recorded(np.array([0.0, 5.0]), np.array([10, 30]), np.array([4, 6]), np.array([0, 0]))
+    recorded = Recorded(
+        np.array([0.0, 5.0]), np.array([10, 30]), np.array([4, 6]), np.array([0, 0])
+    )
     workload = drawn(flat(), mix(), recorded)
     run = simulate(flat(), workload, NoSpeculation, 0)
     assert workload.prompt_tokens.tolist() == [10, 30]
-    assert run.latency_s.tolist() == pytest.approx([4 * STEP_S, 6 * STEP_S])  # idle time between them is skipped
+    assert run.latency_s.tolist() == pytest.approx(
+        [4 * STEP_S, 6 * STEP_S]
+    )  # idle time between them is skipped
 
 
 def test_the_oracle_plans_with_the_true_hazards():
@@ -217,13 +288,30 @@ def test_the_oracle_plans_with_the_true_hazards():
     oracle = Oracle(
         deployment.drafts, deployment.latency, workload.acceptance.hazard, PlannerConfig()
     )
-    blind = simulate(deployment, workload, lambda: AdaptivePlanner(deployment.drafts, deployment.latency, PlannerConfig()), 0)
-    assert simulate(deployment, workload, lambda: oracle, 0).mean_latency_s < 1.001 * blind.mean_latency_s
+    blind = simulate(
+        deployment,
+        workload,
+        lambda: AdaptivePlanner(deployment.drafts, deployment.latency, PlannerConfig()),
+        0,
+    )
+    assert (
+        simulate(deployment, workload, lambda: oracle, 0).mean_latency_s
+        < 1.001 * blind.mean_latency_s
+    )
 
 
 @pytest.mark.parametrize(
     "arm",
-    ["none", "fixed:eagle:3", "schedule:1b", "ema:eagle", "smartspec:1b", "spin:3", "adaptive", "oracle"],
+    [
+        "none",
+        "fixed:eagle:3",
+        "schedule:1b",
+        "ema:eagle",
+        "smartspec:1b",
+        "spin:3",
+        "adaptive",
+        "oracle",
+    ],
 )
 def test_every_arm_serves_a_small_load(arm):
     deployment = llama_8b_h100()
@@ -261,7 +349,9 @@ def test_a_draft_that_catches_up_is_scored_by_the_chains_that_it_would_have_made
     truth = draw(MIXED, deployment.drafts, backlog(3), 0, deployment.k_max, 1.0).acceptance
     chains, at = truth.scored(1, 0, 5, 40, deployment.k_max, 0.0), 5
     for accepted, scored in chains:
-        alone = truth.accepted(np.array([1]), np.array([at]), np.array([0]), np.array([scored]), 0.0)
+        alone = truth.accepted(
+            np.array([1]), np.array([at]), np.array([0]), np.array([scored]), 0.0
+        )
         assert accepted == alone[0]
         at += accepted + 1
     assert len(chains) > 3
@@ -289,9 +379,7 @@ def test_a_model_s_catch_up_over_emitted_tokens_is_evidence():
     assert told[0].free_accepted.sum() + len(told[0].free_accepted) in (21, 22, 23)
 
 
-@pytest.mark.parametrize(
-    "arm", [f"without:{part}" for part in WITHOUT]
-)
+@pytest.mark.parametrize("arm", [f"without:{part}" for part in WITHOUT])
 def test_without_any_part_the_same_requests_are_served(arm):
     scenario = Scenario("made up", llama_70b_h100(), TAGGED, rate_hz=20.0, requests=8)
     run = run_once(scenario, Task(arm, 0.5, 0))

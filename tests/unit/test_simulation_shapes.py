@@ -32,7 +32,9 @@ def deployment(**changes):
 
 def mix(prompt=20, output=3000):
     same_everywhere = {"spread": 0.0, "draft_spread": 0.0, "length_spread": 0.0}
-    return Mix("same", (Category("same", 1.0, prompt, output, {"a": HAZARD, "b": 0.5}),), **same_everywhere)
+    return Mix(
+        "same", (Category("same", 1.0, prompt, output, {"a": HAZARD, "b": 0.5}),), **same_everywhere
+    )
 
 
 class Always:
@@ -68,8 +70,13 @@ def test_cohorts_take_the_pipeline_s_time_once_they_are_running():
     policy = Always(2, flight=lambda n: np.arange(n) * 2 // n)
     _, run = tokens_per_row(policy, made)
     full = [step.seconds for step in run.steps if step.rows == 4 and step.proposed == 8]
-    draft_s, verify_s = 2 * 0.001 + 2 * 1e-5 + 5e-4, 0.010 + 6 * 1e-4  # by cohort: two rows, six tokens
-    assert np.median(full) == pytest.approx(pipelined_s(np.full(2, draft_s), np.full(2, verify_s), 1.1), rel=0.02)
+    draft_s, verify_s = (
+        2 * 0.001 + 2 * 1e-5 + 5e-4,
+        0.010 + 6 * 1e-4,
+    )  # by cohort: two rows, six tokens
+    assert np.median(full) == pytest.approx(
+        pipelined_s(np.full(2, draft_s), np.full(2, verify_s), 1.1), rel=0.02
+    )
 
 
 def test_padded_contexts_cost_their_padding_and_cut_ones_what_their_pieces_read():
@@ -82,7 +89,9 @@ def test_padded_contexts_cost_their_padding_and_cut_ones_what_their_pieces_read(
     assert (seconds["padded"] >= seconds["ragged"]).all()
     context = 20 + 1 + np.arange(50)
     pieces = -(-context // 16)
-    assert seconds["cut"] - seconds["ragged"] == pytest.approx(1e-6 * 4 * (pieces * 20.0 - context), abs=1e-9)
+    assert seconds["cut"] - seconds["ragged"] == pytest.approx(
+        1e-6 * 4 * (pieces * 20.0 - context), abs=1e-9
+    )
 
 
 def test_a_recorded_simulation_in_cohorts_replays_bit_for_bit():

@@ -14,12 +14,26 @@ DRAFTS = ("small", "lookup")
 def figures(stats):
     """Everything drained, by name and labels: totals of counters, lists of observations."""
     drained = stats.drain()
-    return {(name, *labels.values()): value for kind in ("counters", "observations") for name, labels, value in drained[kind]}
+    return {
+        (name, *labels.values()): value
+        for kind in ("counters", "observations")
+        for name, labels, value in drained[kind]
+    }
 
 
 def step(draft, length, accepted):
     draft, length, accepted = (np.array(column) for column in (draft, length, accepted))
-    return Outcome(np.arange(len(draft)), draft, length, accepted, accepted + 1, length, length, 0.03, followed=accepted)
+    return Outcome(
+        np.arange(len(draft)),
+        draft,
+        length,
+        accepted,
+        accepted + 1,
+        length,
+        length,
+        0.03,
+        followed=accepted,
+    )
 
 
 def test_observations_over_the_limit_are_dropped_and_counted(monkeypatch):
@@ -28,13 +42,18 @@ def test_observations_over_the_limit_are_dropped_and_counted(monkeypatch):
     stats.observe("spindle_batch_size", 1, 2)
     stats.observe("spindle_batch_size", 3, 4, 5)
     stats.observe("spindle_batch_size", 6)
-    assert figures(stats) == {("spindle_batch_size",): [1, 2, 3], ("spindle_fallback_total", "observations_dropped"): 3}
+    assert figures(stats) == {
+        ("spindle_batch_size",): [1, 2, 3],
+        ("spindle_fallback_total", "observations_dropped"): 3,
+    }
 
 
 def test_a_step_s_rows_are_counted_by_draft_and_arm():
     stats = Stats()
     outcome = step([0, 0, NO_DRAFT, 0], [4, 2, 0, 2], [3, 0, 0, 1])
-    StepStats(stats).step(Plan(outcome.draft, outcome.length, 0.02), outcome, DRAFTS, [False, True, True, True])
+    StepStats(stats).step(
+        Plan(outcome.draft, outcome.length, 0.02), outcome, DRAFTS, [False, True, True, True]
+    )
     seen = figures(stats)
     assert seen["spindle_emitted_tokens_total", "planner", "small"] == 4
     assert seen["spindle_emitted_tokens_total", "fixed", "small"] == 3
@@ -55,18 +74,37 @@ def test_nodes_are_counted_by_what_was_claimed_of_them():
     }
     outcome = Outcome(*[none] * 7, measured_s=0.03, **nodes)
     StepStats(stats).step(Plan(none, none), outcome, DRAFTS, [])
-    counted = {key[1:]: n for key, n in figures(stats).items() if key[0] == "spindle_draft_nodes_total"}
-    assert counted == {("0.94", "small", "true"): 2, ("1.0", "lookup", "false"): 1, ("0.94", "small", "false"): 1}
+    counted = {
+        key[1:]: n for key, n in figures(stats).items() if key[0] == "spindle_draft_nodes_total"
+    }
+    assert counted == {
+        ("0.94", "small", "true"): 2,
+        ("1.0", "lookup", "false"): 1,
+        ("0.94", "small", "false"): 1,
+    }
     StepStats(stats).step(Plan(none, none), outcome, DRAFTS, [])
-    counted = {key[1:]: n for key, n in figures(stats).items() if key[0] == "spindle_draft_nodes_held_total"}
-    assert counted == {("0.94", "small", "true"): 1, ("1.0", "lookup", "false"): 0, ("0.94", "small", "false"): 1}
+    counted = {
+        key[1:]: n
+        for key, n in figures(stats).items()
+        if key[0] == "spindle_draft_nodes_held_total"
+    }
+    assert counted == {
+        ("0.94", "small", "true"): 1,
+        ("1.0", "lookup", "false"): 0,
+        ("0.94", "small", "false"): 1,
+    }
 
 
 def test_what_the_planner_would_have_done_is_counted_apart():
     stats = Stats()
     (step_stats := StepStats(stats)).switches(Switches(speculation="shadow"))
-    outcome, shadow = step([NO_DRAFT] * 3, [0] * 3, [0] * 3), Plan(np.array([0, NO_DRAFT, 1]), np.array([3, 0, 5]), 0.04, 5.5)
-    step_stats.step(Plan(outcome.draft, outcome.length, shadow=shadow), outcome, DRAFTS, [False] * 3)
+    outcome, shadow = (
+        step([NO_DRAFT] * 3, [0] * 3, [0] * 3),
+        Plan(np.array([0, NO_DRAFT, 1]), np.array([3, 0, 5]), 0.04, 5.5),
+    )
+    step_stats.step(
+        Plan(outcome.draft, outcome.length, shadow=shadow), outcome, DRAFTS, [False] * 3
+    )
     seen = figures(stats)
     assert seen["spindle_emitted_tokens_total", "shadow", "none"] == 3
     assert seen["spindle_shadow_draft_length", "small"] == [3]
@@ -96,7 +134,11 @@ def test_the_parts_of_a_step_sum_to_its_time():
     outcome = log.outcome()
     stats = Stats()
     StepStats(stats).step(Plan(np.array([NO_DRAFT]), np.array([0])), outcome, DRAFTS, [])
-    parts = {key[1]: value for key, value in figures(stats).items() if key[0] == "spindle_step_part_seconds_total"}
+    parts = {
+        key[1]: value
+        for key, value in figures(stats).items()
+        if key[0] == "spindle_step_part_seconds_total"
+    }
     assert set(parts) == {"learning", "planning", "draft:small", "verify", "rest"}
     assert sum(parts.values()) == pytest.approx(outcome.measured_s)
     assert all(parts[name] >= 0.002 for name in parts if name != "rest")

@@ -17,8 +17,16 @@ def outcome_of(proposal, verified, emitted, *, drawn=False):
 
 def test_a_row_tells_what_was_proposed_accepted_and_verified():
     outcome = outcome_of(Proposal.chain("lookup", [1, 2, 3]), 3, [1, 9])
-    assert (outcome.request.tolist(), outcome.draft.tolist(), outcome.length.tolist()) == ([7], [1], [3])
-    assert (outcome.accepted.tolist(), outcome.emitted.tolist(), outcome.scored.tolist()) == ([1], [2], [2])
+    assert (outcome.request.tolist(), outcome.draft.tolist(), outcome.length.tolist()) == (
+        [7],
+        [1],
+        [3],
+    )
+    assert (outcome.accepted.tolist(), outcome.emitted.tolist(), outcome.scored.tolist()) == (
+        [1],
+        [2],
+        [2],
+    )
     assert (outcome.verified.tolist(), outcome.followed.tolist()) == ([3], [1])
 
 
@@ -31,27 +39,43 @@ def test_positions_behind_an_end_are_no_evidence():
 
 def test_a_row_without_a_proposal_has_no_draft():
     outcome = outcome_of(None, 0, [5])
-    assert (outcome.draft.tolist(), outcome.length.tolist(), outcome.verified.tolist()) == ([-1], [0], [0])
+    assert (outcome.draft.tolist(), outcome.length.tolist(), outcome.verified.tolist()) == (
+        [-1],
+        [0],
+        [0],
+    )
     assert not len(outcome.node_held)
 
 
 def test_a_tree_tells_of_the_path_that_was_emitted_on_whatever_branch():
     outcome = outcome_of(TREE, 5, [4, 5, 9])
-    assert (outcome.length.tolist(), outcome.accepted.tolist(), outcome.scored.tolist()) == ([3], [2], [3])
+    assert (outcome.length.tolist(), outcome.accepted.tolist(), outcome.scored.tolist()) == (
+        [3],
+        [2],
+        [3],
+    )
     assert outcome.node_held.tolist() == [False, True, False, True, False]
     assert (outcome.verified.tolist(), outcome.followed.tolist()) == ([5], [2])
 
 
 def test_nodes_that_were_not_verified_are_judged_by_the_tokens_emitted():
     outcome = outcome_of(TREE, 1, [1, 2])  # 2 is the target's own, and what the tree has there
-    assert (outcome.accepted.tolist(), outcome.scored.tolist(), outcome.followed.tolist()) == ([2], [2], [1])
+    assert (outcome.accepted.tolist(), outcome.scored.tolist(), outcome.followed.tolist()) == (
+        [2],
+        [2],
+        [1],
+    )
     assert outcome.node_confidence.tolist() == [0.8, 0.5, 0.4]  # of others only failures are seen
     assert outcome.node_held.tolist() == [True, False, True]
 
 
 def test_a_row_of_which_nothing_was_verified_is_evidence_too():
     outcome = outcome_of(TREE, 0, [4], drawn=True)
-    assert (outcome.accepted.tolist(), outcome.scored.tolist(), outcome.followed.tolist()) == ([1], [1], [0])
+    assert (outcome.accepted.tolist(), outcome.scored.tolist(), outcome.followed.tolist()) == (
+        [1],
+        [1],
+        [0],
+    )
     assert outcome.node_held.tolist() == [False, True]
     assert outcome.node_drawn.all()
 

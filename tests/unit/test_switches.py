@@ -7,7 +7,10 @@ from backend.stats import Stats, StepStats
 from backend.switches import SwitchBoard
 from policy import Switches
 
-FAKE = {"target": {"engine": "fake"}, "drafts": [{"name": "d0", "engine": "fake"}, {"name": "8", "engine": "lookup"}]}
+FAKE = {
+    "target": {"engine": "fake"},
+    "drafts": [{"name": "d0", "engine": "fake"}, {"name": "8", "engine": "lookup"}],
+}
 
 
 def board(stats=None, **switches):
@@ -17,7 +20,15 @@ def board(stats=None, **switches):
 def test_it_starts_as_configured_and_sets_several_at_once():
     it = board(speculation="shadow")
     assert it.current() == Switches(speculation="shadow")
-    shown = it.set(["speculation=on", "canary_share=0.1", "fixed_draft=8", "fixed_length=2", "inter_token_cap_s=0.05"])
+    shown = it.set(
+        [
+            "speculation=on",
+            "canary_share=0.1",
+            "fixed_draft=8",
+            "fixed_length=2",
+            "inter_token_cap_s=0.05",
+        ]
+    )
     assert it.current() == Switches("on", 0.1, "8", 2, 0.05)
     assert shown == it.show()
     assert it.set(["canary_share=1", "fixed_draft=", "fixed_length=0"])["canary_share"] == 1.0
@@ -62,13 +73,17 @@ def test_what_was_set_outlasts_the_process(tmp_path):
     assert again.current() == Switches(speculation="off")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", json.dumps({"speculation": "perhaps"}), json.dumps({"fixed_length": 60})])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", json.dumps({"speculation": "perhaps"}), json.dumps({"fixed_length": 60})]
+)
 def test_a_file_that_does_not_fit_is_counted_and_the_configured_switches_hold(tmp_path, text):
     file, stats = tmp_path / "engine.switches", Stats()
     file.write_text(text)
     (it := board(stats, canary_share=0.5)).keep_in(file)
     assert it.current() == Switches(canary_share=0.5)
-    assert ["spindle_fallback_total", {"reason": "switches_not_kept"}, 1] in stats.drain()["counters"]
+    assert ["spindle_fallback_total", {"reason": "switches_not_kept"}, 1] in stats.drain()[
+        "counters"
+    ]
 
 
 def test_a_file_that_cannot_be_written_costs_a_metric_not_the_switch(tmp_path):
@@ -76,7 +91,9 @@ def test_a_file_that_cannot_be_written_costs_a_metric_not_the_switch(tmp_path):
     (it := board(stats)).keep_in(tmp_path / "absent" / "engine.switches")
     it.set(["speculation=off"])
     assert it.current().speculation == "off"
-    assert ["spindle_fallback_total", {"reason": "switches_not_kept"}, 1] in stats.drain()["counters"]
+    assert ["spindle_fallback_total", {"reason": "switches_not_kept"}, 1] in stats.drain()[
+        "counters"
+    ]
 
 
 def test_the_gauges_say_how_the_switches_stand():

@@ -30,7 +30,10 @@ class ClockedEngine(FakeEngine):
 
     def submit(self, turns):
         self.submitted = [(self.unseen(turn.sequence), turn) for turn in turns]
-        queries = sum(unseen + len(turn.proposal.tokens if turn.proposal else []) for unseen, turn in self.submitted)
+        queries = sum(
+            unseen + len(turn.proposal.tokens if turn.proposal else [])
+            for unseen, turn in self.submitted
+        )
         self.clock.now += 1e-3 * max(1, *(turn.run for turn in turns)) + 1e-6 * queries
         super().submit(turns)
 
@@ -40,7 +43,13 @@ def rig(cases):
     return Rig(ClockedEngine(clock, blocks_for(cases)), random.Random(0), clock)
 
 
-CASES = [Case(1, 32), Case(3, 32, length=4), Case(2, 32, new=40, run=0), Case(4, 16, run=6), Case(1, 500, new=300, run=0)]
+CASES = [
+    Case(1, 32),
+    Case(3, 32, length=4),
+    Case(2, 32, new=40, run=0),
+    Case(4, 16, run=6),
+    Case(1, 500, new=300, run=0),
+]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -85,7 +94,12 @@ def run(budget_s, **options):
 
     work = [piece("a", 1.0), piece("b", 2.0)]
     samples = interleave(
-        work, budget_s=budget_s, rng=random.Random(0), report=lambda *seconds: reports.append(seconds), clock=clock, **options
+        work,
+        budget_s=budget_s,
+        rng=random.Random(0),
+        report=lambda *seconds: reports.append(seconds),
+        clock=clock,
+        **options,
     )
     return samples, reports, order
 
@@ -97,12 +111,16 @@ def test_every_piece_runs_once_a_round_and_the_first_round_is_dropped():
     assert order != ["a", "b"] * 6
 
 
-@pytest.mark.parametrize(("budget_s", "rounds", "expected_s"), [(1000.0, 6, 18.0), (0.0, 4, 12.0), (15.5, 5, 15.5)])
+@pytest.mark.parametrize(
+    ("budget_s", "rounds", "expected_s"), [(1000.0, 6, 18.0), (0.0, 4, 12.0), (15.5, 5, 15.5)]
+)
 def test_it_says_how_far_it_is_after_every_piece(budget_s, rounds, expected_s):
     _, reports, _ = run(budget_s, least=3, most=5)
     assert len(reports) == 2 * rounds
     assert [done_s for done_s, _ in reports] == sorted(done_s for done_s, _ in reports)
-    assert {all_s for _, all_s in reports[2:]} == {expected_s}  # the first round knows only the budget
+    assert {all_s for _, all_s in reports[2:]} == {
+        expected_s
+    }  # the first round knows only the budget
 
 
 @pytest.mark.parametrize(("budget_s", "kept"), [(0.0, 3), (14.0, 3), (15.0, 4), (20.0, 5)])

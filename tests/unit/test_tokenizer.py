@@ -7,7 +7,15 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from backend.request import RequestError
 from backend.tokenizer import ByteTokenizer, IncrementalDecoder, TokenizerError, load_tokenizer
 
-TEXTS = ["hello world", "naïve café — ½ €5", "日本語のテスト", "👩‍👩‍👧 family 😀!", "tabs\tand\n\nlines  \n", "", " leading"]
+TEXTS = [
+    "hello world",
+    "naïve café — ½ €5",
+    "日本語のテスト",
+    "👩‍👩‍👧 family 😀!",
+    "tabs\tand\n\nlines  \n",
+    "",
+    " leading",
+]
 
 
 def byte_level():
@@ -15,7 +23,10 @@ def byte_level():
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=300,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     library.train_from_iterator(TEXTS, trainer)
     library.add_tokens(["<plain added>"])
@@ -24,7 +35,12 @@ def byte_level():
 
 def metaspace(strip=True):
     words = ["▁", "▁he", "llo", "▁world", "é", "▁▁", "<0xZZ>"]
-    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", *(f"<0x{value:02X}>" for value in range(256)), *words])}
+    vocabulary = {
+        token: i
+        for i, token in enumerate(
+            ["<s>", "</s>", *(f"<0x{value:02X}>" for value in range(256)), *words]
+        )
+    }
     library = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     library.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
@@ -68,16 +84,23 @@ def test_special_tokens_and_padding_ids_are_no_text_but_added_words_are(tmp_path
     library = byte_level()
     tokenizer = load_tokenizer(folder_of(tmp_path, library))
     special, added = library.token_to_id("<|end|>"), library.token_to_id("<plain added>")
-    assert decode(tokenizer.token_bytes, [special, added, tokenizer.vocab_size + 7]) == "<plain added>"
+    assert (
+        decode(tokenizer.token_bytes, [special, added, tokenizer.vocab_size + 7]) == "<plain added>"
+    )
     assert tokenizer.vocab_size == library.get_vocab_size()
 
 
 def test_metaspace_and_byte_fallback_tokens_have_their_bytes(tmp_path):
     library = metaspace()
     tokenizer = load_tokenizer(folder_of(tmp_path, library))
-    ids = [library.token_to_id(token) for token in ["<s>", "▁he", "llo", "▁world", "<0xE2>", "<0x82>", "<0xAC>", "▁▁", "<0xZZ>"]]
+    ids = [
+        library.token_to_id(token)
+        for token in ["<s>", "▁he", "llo", "▁world", "<0xE2>", "<0x82>", "<0xAC>", "▁▁", "<0xZZ>"]
+    ]
     assert decode(tokenizer.token_bytes, ids) == " hello world€  <0xZZ>"
-    assert decode(tokenizer.token_bytes, ids, strip_space=tokenizer.strips_space) == library.decode(ids)
+    assert decode(tokenizer.token_bytes, ids, strip_space=tokenizer.strips_space) == library.decode(
+        ids
+    )
 
 
 def test_only_a_decoder_with_strip_drops_the_first_space(tmp_path):
@@ -88,7 +111,9 @@ def test_only_a_decoder_with_strip_drops_the_first_space(tmp_path):
 def test_another_decoder_is_refused_by_name(tmp_path):
     library = byte_level()
     library.decoder = decoders.WordPiece()
-    with pytest.raises(TokenizerError, match=r"tokenizer\.json: decoder .*WordPiece.* not supported"):
+    with pytest.raises(
+        TokenizerError, match=r"tokenizer\.json: decoder .*WordPiece.* not supported"
+    ):
         load_tokenizer(folder_of(tmp_path, library))
 
 
@@ -101,7 +126,8 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("generation", "expected"), [({"eos_token_id": [3, 4]}, {3, 4}), ({"eos_token_id": 5}, {5}), ({}, {1}), (None, {1})]
+    ("generation", "expected"),
+    [({"eos_token_id": [3, 4]}, {3, 4}), ({"eos_token_id": 5}, {5}), ({}, {1}), (None, {1})],
 )
 def test_end_ids_come_from_generation_config_first(tmp_path, generation, expected):
     folder = folder_of(tmp_path, byte_level())
@@ -117,12 +143,17 @@ def test_a_folder_without_end_ids_is_refused(tmp_path):
 
 def test_special_tokens_are_added_only_on_request(tmp_path):
     library = byte_level()
-    library.post_processor = tokenizers.processors.TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", 0)])
+    library.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|end|> $A", special_tokens=[("<|end|>", 0)]
+    )
     tokenizer = load_tokenizer(folder_of(tmp_path, library))
     assert tokenizer.encode("hello") == [0, *tokenizer.encode("hello", add_special_tokens=False)]
 
 
-@pytest.mark.parametrize("make", [lambda path: ByteTokenizer(), lambda path: load_tokenizer(folder_of(path, byte_level()))])
+@pytest.mark.parametrize(
+    "make",
+    [lambda path: ByteTokenizer(), lambda path: load_tokenizer(folder_of(path, byte_level()))],
+)
 def test_a_lone_surrogate_is_an_invalid_argument(tmp_path, make):
     with pytest.raises(RequestError, match=r"lone surrogate .* at character 2") as error:
         make(tmp_path).encode("ab\ud800")

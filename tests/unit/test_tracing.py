@@ -59,7 +59,13 @@ def tree(spans):
     """Return (name, name of the parent) of spans in order of their start."""
     names = {span.context.span_id: span.name for span in spans}
     ordered = sorted(spans, key=lambda span: (span.start_time, span.name == "spindle.step"))
-    return [(span.name.removeprefix("spindle."), names.get(span.parent.span_id, "").removeprefix("spindle.")) for span in ordered]
+    return [
+        (
+            span.name.removeprefix("spindle."),
+            names.get(span.parent.span_id, "").removeprefix("spindle."),
+        )
+        for span in ordered
+    ]
 
 
 def test_spans_hang_under_the_caller_in_phases_that_follow_each_other():
@@ -68,11 +74,17 @@ def test_spans_hang_under_the_caller_in_phases_that_follow_each_other():
     request = spans[-1]
     assert f"{request.parent.span_id:016x}" == CALLER
     phases = [span for span in spans if span.parent.span_id == request.context.span_id]
-    assert [span.name for span in phases] == [f"spindle.{name}" for name in ("tokenise", "queue", "prefill", "queue", "prefill", "decode")]
+    assert [span.name for span in phases] == [
+        f"spindle.{name}" for name in ("tokenise", "queue", "prefill", "queue", "prefill", "decode")
+    ]
     assert phases[0].start_time == request.start_time
     assert all(before.end_time == after.start_time for before, after in pairwise(phases))
     assert phases[-1].end_time == request.end_time
-    assert [parent for name, parent in tree(spans) if name == "step"] == ["prefill", "prefill", "decode"]
+    assert [parent for name, parent in tree(spans) if name == "step"] == [
+        "prefill",
+        "prefill",
+        "decode",
+    ]
 
 
 def test_times_are_wall_times_near_now():
@@ -83,7 +95,10 @@ def test_times_are_wall_times_near_now():
 
 def test_figures_of_request_and_step_are_attributes_and_the_text_is_not():
     spans = list(spans_of(ended_trace(), tracer()))
-    request, step = spans[-1], next(span for span in spans if span.attributes and span.attributes.get("spindle.length"))
+    request, step = (
+        spans[-1],
+        next(span for span in spans if span.attributes and span.attributes.get("spindle.length")),
+    )
     assert dict(request.attributes) == {
         "gen_ai.usage.input_tokens": 9,
         "gen_ai.usage.output_tokens": 4,
@@ -103,7 +118,9 @@ def test_figures_of_request_and_step_are_attributes_and_the_text_is_not():
         "spindle.prefill_tokens": 7,
     }
     decode = next(span for span in spans if span.name == "spindle.decode")
-    assert [(event.name, event.timestamp) for event in request.events] == [("first_token", decode.start_time)]
+    assert [(event.name, event.timestamp) for event in request.events] == [
+        ("first_token", decode.start_time)
+    ]
 
 
 def test_an_error_is_the_status_of_the_request():
@@ -111,7 +128,10 @@ def test_an_error_is_the_status_of_the_request():
     trace.end({"type": "error", "code": "UNAVAILABLE", "message": "Exceeds maximum queue size 4"})
     spans = list(spans_of(trace, tracer()))
     assert [span.name for span in spans] == ["spindle.tokenise", "spindle.request"]
-    assert (spans[-1].status.status_code.name, spans[-1].status.description) == ("ERROR", "Exceeds maximum queue size 4")
+    assert (spans[-1].status.status_code.name, spans[-1].status.description) == (
+        "ERROR",
+        "Exceeds maximum queue size 4",
+    )
     assert spans[-1].attributes["error.type"] == "UNAVAILABLE"
     assert not spans[-1].events
 
@@ -136,8 +156,19 @@ class Sink:
 def test_the_steps_of_a_pre_empted_request_add_up_to_its_usage():
     drafts = [{"name": "small", "engine": "fake"}]
     cramped = {"kv_cache_tokens": 256}
-    app = build(parse_config({"target": {"engine": "fake"}, "drafts": drafts, "policy": {"kind": "random"}, "limits": cramped}))
-    sessions = [app.session(GenerationRequest(f"prompt {i}", 200, end_id=-1), Sink()) for i in range(2)]
+    app = build(
+        parse_config(
+            {
+                "target": {"engine": "fake"},
+                "drafts": drafts,
+                "policy": {"kind": "random"},
+                "limits": cramped,
+            }
+        )
+    )
+    sessions = [
+        app.session(GenerationRequest(f"prompt {i}", 200, end_id=-1), Sink()) for i in range(2)
+    ]
     for session in sessions:
         session.trace = RequestTrace(context())
         session.trace.enter("queue")
@@ -148,10 +179,17 @@ def test_the_steps_of_a_pre_empted_request_add_up_to_its_usage():
     assert lives[0] == ["tokenise", "queue", "prefill", "decode"]
     assert lives[1][:7] == ["tokenise", "queue", "prefill", "decode", "queue", "prefill", "decode"]
     for session in sessions:
-        assert sum(step.emitted for step in session.trace.steps) == session.sink.usage.output_tokens == 200
+        assert (
+            sum(step.emitted for step in session.trace.steps)
+            == session.sink.usage.output_tokens
+            == 200
+        )
         assert sum(step.accepted for step in session.trace.steps) == session.sink.usage.accepted > 0
         assert sum(step.length for step in session.trace.steps) == session.sink.usage.drafted
-        assert all(session.trace.phases[step.phase].name in ("prefill", "decode") for step in session.trace.steps)
+        assert all(
+            session.trace.phases[step.phase].name in ("prefill", "decode")
+            for step in session.trace.steps
+        )
 
 
 class Counted:

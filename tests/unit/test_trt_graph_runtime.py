@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from backend.engines.trt_graph.engine import Shapes
-from backend.engines.trt_graph.runtime import Manifest, TrtGraphError, TrtRuntime, _library, open_engine
+from backend.engines.trt_graph.runtime import (
+    Manifest,
+    TrtGraphError,
+    TrtRuntime,
+    _library,
+    open_engine,
+)
 
 MANIFEST = {
     "library": "tensorrt_rtx",
@@ -33,7 +39,15 @@ def test_a_manifest_is_read(folder):
     assert manifest.engines == {"logits": "logits.engine"}
 
 
-@pytest.mark.parametrize("text", ["{", "[]", json.dumps({**MANIFEST, "extra": 1}), json.dumps({**MANIFEST, "passes": [{"batch": 1}]})])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        json.dumps({**MANIFEST, "extra": 1}),
+        json.dumps({**MANIFEST, "passes": [{"batch": 1}]}),
+    ],
+)
 def test_a_damaged_manifest_is_an_error_that_names_it(tmp_path, text):
     (tmp_path / "trt_graph.json").write_text(text)
     with pytest.raises(TrtGraphError, match=r"trt_graph.json is damaged"):
@@ -41,7 +55,9 @@ def test_a_damaged_manifest_is_an_error_that_names_it(tmp_path, text):
 
 
 def test_a_folder_that_was_not_built_is_an_error_that_says_how(tmp_path):
-    with pytest.raises(TrtGraphError, match=r"build it: python -m engines_build.build --engine trt_graph"):
+    with pytest.raises(
+        TrtGraphError, match=r"build it: python -m engines_build.build --engine trt_graph"
+    ):
         open_engine("target", tmp_path, "cuda", **SIZES)
 
 
@@ -53,18 +69,24 @@ def test_more_than_was_compiled_is_an_error(folder, what, asked):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA GPU")
 def test_without_a_gpu_the_start_says_what_is_needed(folder):
-    with pytest.raises(TrtGraphError, match="trt_graph needs a CUDA GPU and a torch built for CUDA"):
+    with pytest.raises(
+        TrtGraphError, match="trt_graph needs a CUDA GPU and a torch built for CUDA"
+    ):
         TrtRuntime(folder)
 
 
 def test_another_version_of_the_library_is_an_error(folder):
     pytest.importorskip("tensorrt_rtx")
     (folder / "trt_graph.json").write_text(json.dumps({**MANIFEST, "version": "0.1"}))
-    with pytest.raises(TrtGraphError, match=r"engines are of tensorrt_rtx 0.1, installed is .*: build them again"):
+    with pytest.raises(
+        TrtGraphError, match=r"engines are of tensorrt_rtx 0.1, installed is .*: build them again"
+    ):
         _library(Manifest.read(folder))
 
 
 def test_a_library_that_is_missing_is_an_error(folder):
     (folder / "trt_graph.json").write_text(json.dumps({**MANIFEST, "library": "tensorrt_absent"}))
-    with pytest.raises(TrtGraphError, match=r"needs tensorrt_absent 1.7.1.116, which cannot be imported"):
+    with pytest.raises(
+        TrtGraphError, match=r"needs tensorrt_absent 1.7.1.116, which cannot be imported"
+    ):
         _library(Manifest.read(folder))

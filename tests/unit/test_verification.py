@@ -48,7 +48,9 @@ def test_of_a_tree_is_accepted_what_is_drawn_path_by_path(seed):
         while text in paths:
             text += (one_draw(of_path[text], sampling, 5 + len(text)),)
         expected.append(text)
-    for request, verdict, text in zip(requests, verify(torch.stack(rows), requests), expected, strict=True):
+    for request, verdict, text in zip(
+        requests, verify(torch.stack(rows), requests), expected, strict=True
+    ):
         assert (*(request.tokens[node] for node in verdict.path), verdict.column) == text
         parents = [request.parents[node] for node in verdict.path]
         assert parents == [-1, *verdict.path][: len(parents)]
@@ -86,15 +88,28 @@ def test_a_law_is_temperature_then_top_k_then_top_p():
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64).log()
 
     def law(**options):
-        return [round(value, 6) for value in target_laws(logits, [SamplingParams(**options)])[0].tolist()]
+        return [
+            round(value, 6)
+            for value in target_laws(logits, [SamplingParams(**options)])[0].tolist()
+        ]
 
     assert law(temperature=1.0) == [0.4, 0.3, 0.2, 0.1]
     assert law(temperature=0.5) == [round(v, 6) for v in (16 / 30, 9 / 30, 4 / 30, 1 / 30)]
     assert law(temperature=1.0, top_k=2) == [round(4 / 7, 6), round(3 / 7, 6), 0.0, 0.0]
     assert law(temperature=1.0, top_k=9) == [0.4, 0.3, 0.2, 0.1]
-    assert law(temperature=1.0, top_p=0.5) == [round(4 / 7, 6), round(3 / 7, 6), 0.0, 0.0]  # 0.3 crosses the threshold and stays
+    assert law(temperature=1.0, top_p=0.5) == [
+        round(4 / 7, 6),
+        round(3 / 7, 6),
+        0.0,
+        0.0,
+    ]  # 0.3 crosses the threshold and stays
     assert law(temperature=1.0, top_p=0.01) == [1.0, 0.0, 0.0, 0.0]
-    assert law(temperature=1.0, top_k=3, top_p=0.75) == [round(4 / 7, 6), round(3 / 7, 6), 0.0, 0.0]  # 7/9 of the top 3 is enough
+    assert law(temperature=1.0, top_k=3, top_p=0.75) == [
+        round(4 / 7, 6),
+        round(3 / 7, 6),
+        0.0,
+        0.0,
+    ]  # 7/9 of the top 3 is enough
 
 
 def test_rows_with_different_options_are_processed_as_if_alone():
@@ -109,7 +124,9 @@ def test_rows_with_different_options_are_processed_as_if_alone():
     ]
     together = target_laws(logits, params)
     for row, param in enumerate(params):
-        assert torch.allclose(together[row], target_laws(logits[row : row + 1], [param])[0], rtol=1e-6, atol=0)
+        assert torch.allclose(
+            together[row], target_laws(logits[row : row + 1], [param])[0], rtol=1e-6, atol=0
+        )
     assert (together[1] > 0).sum() == 5
 
 
@@ -118,7 +135,11 @@ def test_laws_agree_with_transformers_processors():
     torch.manual_seed(2)
     logits = torch.randn(3, 40, dtype=torch.float64)
     chain = transformers.LogitsProcessorList(
-        [transformers.TemperatureLogitsWarper(0.8), transformers.TopKLogitsWarper(12), transformers.TopPLogitsWarper(0.7)]
+        [
+            transformers.TemperatureLogitsWarper(0.8),
+            transformers.TopKLogitsWarper(12),
+            transformers.TopPLogitsWarper(0.7),
+        ]
     )
     expected = chain(torch.zeros(3, 1, dtype=torch.long), logits.clone()).softmax(-1)
     assert torch.allclose(target_laws(logits, [SamplingParams(0.8, 12, 0.7)] * 3), expected)
@@ -131,9 +152,14 @@ def test_the_first_of_equal_logits_is_the_arg_max_in_every_dtype():
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 6.0])
 def test_a_nucleus_is_the_smallest_set_of_most_probable_tokens_that_reaches_top_p(scale):
-    logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * scale
+    logits = (
+        torch.randn(3, 1000, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        * scale
+    )
     params = [SamplingParams(1.0, top_p=top_p) for top_p in (0.3, 0.9, 0.999)]
-    for law, full, param in zip(target_laws(logits, params), logits.softmax(-1), params, strict=True):
+    for law, full, param in zip(
+        target_laws(logits, params), logits.softmax(-1), params, strict=True
+    ):
         kept = law > 0
         assert full[kept].sum() >= param.top_p
         assert full[kept].sum() - full[kept].min() < param.top_p

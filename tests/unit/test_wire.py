@@ -5,12 +5,19 @@ from hypothesis import strategies as st
 from backend import wire
 
 
-@given(st.lists(st.dictionaries(st.text(max_size=5), st.text(max_size=20), max_size=3), max_size=5), st.integers(1, 7))
+@given(
+    st.lists(st.dictionaries(st.text(max_size=5), st.text(max_size=20), max_size=3), max_size=5),
+    st.integers(1, 7),
+)
 def test_messages_survive_any_cut_of_the_byte_stream(bodies, size):
     messages = [{**body, "type": "chunk"} for body in bodies]
     stream = b"".join(wire.encode(message) for message in messages)
     decoder = wire.Decoder()
-    received = [m for start in range(0, len(stream), size) for m in decoder.feed(stream[start : start + size])]
+    received = [
+        m
+        for start in range(0, len(stream), size)
+        for m in decoder.feed(stream[start : start + size])
+    ]
     assert received == messages
 
 

@@ -72,7 +72,12 @@ class CompiledModel:
     """
 
     def __init__(self, config: LlamaConfig, runtime: Runtime, kv_blocks: int) -> None:
-        self.config, self.device, self.dtype, self.token_ids = config, runtime.device, runtime.dtype, runtime.token_ids
+        self.config, self.device, self.dtype, self.token_ids = (
+            config,
+            runtime.device,
+            runtime.dtype,
+            runtime.token_ids,
+        )
         self._runtime, self._nowhere = runtime, kv_blocks * BLOCK_TOKENS
         self._longest = runtime.passes[-1].queries
         shape = (config.num_layers, self._nowhere + 1, 2 * config.num_kv_heads, config.head_dim)
@@ -90,7 +95,9 @@ class CompiledModel:
             logits = self._run(LOGITS, [chunks[number] for number in group], {})["logits"]
             for row, number in enumerate(group):
                 found[number] = logits[row, : chunks[number].logits]
-        return torch.cat([part for parts, tail in zip(before, found, strict=True) for part in (*parts, tail)])
+        return torch.cat(
+            [part for parts, tail in zip(before, found, strict=True) for part in (*parts, tail)]
+        )
 
     def decide(self, chunks: Seq[Chunk], requests: Seq[Request]) -> list[Verdict]:
         """Run chunks of which the last rows are the requests', writing their KV, and return the verdicts on these."""
@@ -114,7 +121,12 @@ class CompiledModel:
     def _tail(self, chunk: Chunk) -> Chunk:
         """Return as much of a chunk's end as is run at once."""
         cut = max(0, len(chunk.tokens) - self._longest)
-        return replace(chunk, tokens=chunk.tokens[cut:], start=chunk.start + cut, logits=min(chunk.logits, self._longest))
+        return replace(
+            chunk,
+            tokens=chunk.tokens[cut:],
+            start=chunk.start + cut,
+            logits=min(chunk.logits, self._longest),
+        )
 
     def _run_long(self, chunk: Chunk) -> list[torch.Tensor]:
         """Run what comes before a chunk's tail, pass by pass; return the logits of the rows there that want them."""
@@ -123,7 +135,9 @@ class CompiledModel:
             tokens = chunk.tokens[first : min(cut, first + self._longest)]
             behind = len(chunk.tokens) - first - len(tokens)
             logits = min(len(tokens), max(0, chunk.logits - behind))
-            outputs = self._run(LOGITS, [Chunk(tokens, chunk.start + first, chunk.table, logits)], {})
+            outputs = self._run(
+                LOGITS, [Chunk(tokens, chunk.start + first, chunk.table, logits)], {}
+            )
             found.append(outputs["logits"][0, :logits])
         return found
 
@@ -131,7 +145,11 @@ class CompiledModel:
         """Share the chunks out over passes: each among those of its size, so that a prefill pads no decoding row."""
         least = 0
         for shapes in self._runtime.passes:
-            fitting = [number for number, chunk in enumerate(chunks) if least < len(chunk.tokens) <= shapes.queries]
+            fitting = [
+                number
+                for number, chunk in enumerate(chunks)
+                if least < len(chunk.tokens) <= shapes.queries
+            ]
             for first in range(0, len(fitting), shapes.batch):
                 yield fitting[first : first + shapes.batch]
             least = shapes.queries
@@ -141,7 +159,9 @@ class CompiledModel:
         batch, queries = outputs["kv_0"].shape[:2]
         slots = torch.full((batch, queries), self._nowhere, device=self.device)
         for number, chunk in enumerate(chunks):
-            slots[number, : len(chunk.tokens)] = chunk.table.slots[chunk.start : chunk.start + len(chunk.tokens)]
+            slots[number, : len(chunk.tokens)] = chunk.table.slots[
+                chunk.start : chunk.start + len(chunk.tokens)
+            ]
         for layer, pool in enumerate(self._pool):
             pool.index_copy_(0, slots.flatten(), outputs[f"kv_{layer}"].flatten(0, 1))
         self._pool[:, self._nowhere] = 0.0
@@ -150,7 +170,10 @@ class CompiledModel:
     def _step(self, chunks: Seq[Chunk]) -> Tensors:
         """Return the decoder's inputs: rows padded to the most of a chunk, keys to the longest context."""
         batch, queries = len(chunks), max(len(chunk.tokens) for chunk in chunks)
-        past, rows = max(1, *(chunk.start for chunk in chunks)), max(1, *(chunk.logits for chunk in chunks))
+        past, rows = (
+            max(1, *(chunk.start for chunk in chunks)),
+            max(1, *(chunk.logits for chunk in chunks)),
+        )
         ids, positions = (np.zeros((batch, queries), np.int32) for _ in range(2))
         wanted = np.zeros((batch, rows), np.int32)
         mask = np.zeros((batch, queries, past + queries), np.bool_)
@@ -159,12 +182,16 @@ class CompiledModel:
         for number, chunk in enumerate(chunks):
             length = len(chunk.tokens)
             ids[number, :length], positions[number, :length] = chunk.tokens, chunk.positions
-            wanted[number, : chunk.logits] = number * queries + np.arange(length - chunk.logits, length)
+            wanted[number, : chunk.logits] = number * queries + np.arange(
+                length - chunk.logits, length
+            )
             mask[number, :length, : chunk.start] = True
             mask[number, :length, past : past + length] = _sees(chunk)
             slots[number, : chunk.start] = chunk.table.slots[: chunk.start]
         arrays = {"ids": ids, "positions": positions, "wanted": wanted, "mask": mask}
-        return {"slots": slots} | {name: torch.from_numpy(array).to(self.device) for name, array in arrays.items()}
+        return {"slots": slots} | {
+            name: torch.from_numpy(array).to(self.device) for name, array in arrays.items()
+        }
 
 
 def _sees(chunk: Chunk) -> npt.NDArray[Any]:
@@ -184,7 +211,14 @@ class TrtGraphEngine(TorchEngine):
 
     @classmethod
     def over(
-        cls, name: str, config: LlamaConfig, runtime: Runtime, *, kv_blocks: int, max_context_tokens: int, max_draft_tokens: int = 8
+        cls,
+        name: str,
+        config: LlamaConfig,
+        runtime: Runtime,
+        *,
+        kv_blocks: int,
+        max_context_tokens: int,
+        max_draft_tokens: int = 8,
     ) -> TrtGraphEngine:
         """Build an engine of compiled networks."""
         engine = cls.__new__(cls)

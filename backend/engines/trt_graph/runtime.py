@@ -76,7 +76,9 @@ class TrtRuntime:
         self._weights: Weights = weights if manifest.shared else {}
         self._logger = self._trt.Logger(self._trt.Logger.WARNING)
         self._runtime = self._trt.Runtime(self._logger)
-        self._networks = {name: self._open(folder / file) for name, file in manifest.engines.items()}
+        self._networks = {
+            name: self._open(folder / file) for name, file in manifest.engines.items()
+        }
 
     def run(self, network: str, tensors: Tensors) -> Tensors:
         """Run a network on torch's current stream."""
@@ -87,7 +89,9 @@ class TrtRuntime:
         self._check(path, blob)
         engine = self._runtime.deserialize_cuda_engine(blob)
         if engine is None:
-            raise TrtGraphError(f"{path} cannot be loaded by {self._trt.__name__} {self._trt.__version__} on {_gpu(self.device)}")
+            raise TrtGraphError(
+                f"{path} cannot be loaded by {self._trt.__name__} {self._trt.__version__} on {_gpu(self.device)}"
+            )
         return _Network(self._trt, engine, self.passes, self.device)
 
     def _check(self, path: Path, blob: bytes) -> None:
@@ -96,10 +100,20 @@ class TrtRuntime:
             return
         validity, reasons = self._runtime.get_engine_validity(blob)
         if validity == self._trt.EngineValidity.INVALID:
-            raise TrtGraphError(f"{path} does not run on {_gpu(self.device)} ({reasons}); build it again on or for this GPU")
+            raise TrtGraphError(
+                f"{path} does not run on {_gpu(self.device)} ({reasons}); build it again on or for this GPU"
+            )
 
 
-def open_engine(name: str, folder: Path, device: str, *, kv_blocks: int, max_context_tokens: int, max_draft_tokens: int) -> TrtGraphEngine:
+def open_engine(
+    name: str,
+    folder: Path,
+    device: str,
+    *,
+    kv_blocks: int,
+    max_context_tokens: int,
+    max_draft_tokens: int,
+) -> TrtGraphEngine:
     """Load an engine folder. Raises TrtGraphError where the folder, the library or the GPU does not do."""
     manifest = Manifest.read(folder)
     for what, asked, compiled in (
@@ -107,42 +121,69 @@ def open_engine(name: str, folder: Path, device: str, *, kv_blocks: int, max_con
         ("k_max", max_draft_tokens, manifest.max_draft_tokens),
     ):
         if asked > compiled:
-            raise TrtGraphError(f"{what} {asked} is over the {compiled} that {folder} was built for")
+            raise TrtGraphError(
+                f"{what} {asked} is over the {compiled} that {folder} was built for"
+            )
     runtime = TrtRuntime(folder, device)
     logger.warning("%s: the engine trt_graph shows correctness and is no serving path", name)
-    sizes = {"kv_blocks": kv_blocks, "max_context_tokens": max_context_tokens, "max_draft_tokens": max_draft_tokens}
+    sizes = {
+        "kv_blocks": kv_blocks,
+        "max_context_tokens": max_context_tokens,
+        "max_draft_tokens": max_draft_tokens,
+    }
     return TrtGraphEngine.over(name, runtime.config, runtime, **sizes)
 
 
 class _Network:
     """One engine: a context for each profile, whose shapes and addresses are set before every run."""
 
-    def __init__(self, library: Any, engine: Any, passes: Seq[Shapes], device: torch.device) -> None:
+    def __init__(
+        self, library: Any, engine: Any, passes: Seq[Shapes], device: torch.device
+    ) -> None:
         self._engine, self._passes, self._device = engine, passes, device
         names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
         inputs = library.TensorIOMode.INPUT
         self._inputs = [name for name in names if engine.get_tensor_mode(name) == inputs]
-        self._outputs = {name: _torch_dtype(library, engine.get_tensor_dtype(name)) for name in names if name not in self._inputs}
-        self._contexts = [self._context(library, profile) for profile in range(engine.num_optimization_profiles)]
+        self._outputs = {
+            name: _torch_dtype(library, engine.get_tensor_dtype(name))
+            for name in names
+            if name not in self._inputs
+        }
+        self._contexts = [
+            self._context(library, profile) for profile in range(engine.num_optimization_profiles)
+        ]
 
     def run(self, tensors: Tensors) -> Tensors:
         """Run on torch's current stream. ``tensors`` may hold more than the inputs."""
         batch, queries = tensors["ids"].shape
-        fitting = (number for number, shapes in enumerate(self._passes) if batch <= shapes.batch and queries <= shapes.queries)
-        context, stream = self._contexts[next(fitting)], torch.cuda.current_stream(self._device).cuda_stream
+        fitting = (
+            number
+            for number, shapes in enumerate(self._passes)
+            if batch <= shapes.batch and queries <= shapes.queries
+        )
+        context, stream = (
+            self._contexts[next(fitting)],
+            torch.cuda.current_stream(self._device).cuda_stream,
+        )
         kept = {name: tensors[name].contiguous() for name in self._inputs}
         for name, tensor in kept.items():
             if not context.set_input_shape(name, tuple(tensor.shape)):
-                raise TrtGraphError(f"{name} of shape {list(tensor.shape)} is outside of what was compiled")
+                raise TrtGraphError(
+                    f"{name} of shape {list(tensor.shape)} is outside of what was compiled"
+                )
             context.set_tensor_address(name, tensor.data_ptr())
         outputs = {
-            name: torch.empty(tuple(context.get_tensor_shape(name)), dtype=dtype, device=self._device)
+            name: torch.empty(
+                tuple(context.get_tensor_shape(name)), dtype=dtype, device=self._device
+            )
             for name, dtype in self._outputs.items()
         }
         for name, tensor in outputs.items():
             context.set_tensor_address(name, tensor.data_ptr())
         if not context.execute_async_v3(stream):
-            raise TrtGraphError(f"the engine failed on a batch of {batch} sequences and {queries} rows")
+            raise TrtGraphError(
+                f"the engine failed on a batch of {batch} sequences and {queries} rows"
+            )
         return outputs
 
     def _context(self, library: Any, profile: int) -> Any:
@@ -166,7 +207,9 @@ def _library(manifest: Manifest) -> Any:
     try:
         library = importlib.import_module(manifest.library)
     except (ImportError, OSError) as error:
-        raise TrtGraphError(f"trt_graph needs {manifest.library} {manifest.version}, which cannot be imported: {error}") from error
+        raise TrtGraphError(
+            f"trt_graph needs {manifest.library} {manifest.version}, which cannot be imported: {error}"
+        ) from error
     if library.__version__ != manifest.version:
         raise TrtGraphError(
             f"the engines are of {manifest.library} {manifest.version}, installed is {library.__version__}: build them again"
@@ -176,7 +219,12 @@ def _library(manifest: Manifest) -> Any:
 
 def _torch_dtype(library: Any, dtype: Any) -> torch.dtype:
     kinds = library.DataType
-    known = {kinds.FLOAT: torch.float32, kinds.HALF: torch.float16, kinds.BF16: torch.bfloat16, kinds.INT32: torch.int32}
+    known = {
+        kinds.FLOAT: torch.float32,
+        kinds.HALF: torch.float16,
+        kinds.BF16: torch.bfloat16,
+        kinds.INT32: torch.int32,
+    }
     return known[dtype]
 
 

@@ -86,7 +86,9 @@ class FrontEnd:
             self._see_it_listen(self._process)
             status = self._process.wait()
             if not self._stop.is_set():
-                say(f"the OpenAI front end ended with status {status}: starting it again in {BACKOFF_S:g} s")
+                say(
+                    f"the OpenAI front end ended with status {status}: starting it again in {BACKOFF_S:g} s"
+                )
             self._stop.wait(BACKOFF_S)
 
     def _see_it_listen(self, process: subprocess.Popen[bytes]) -> None:

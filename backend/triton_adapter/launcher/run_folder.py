@@ -34,7 +34,9 @@ def run_folder() -> Iterator[Path]:
             _delete(folder)
             os.close(lock)
     lock = None
-    while lock is None or not folder.exists():  # another launcher that starts now may take an unlocked folder for a leftover
+    while (
+        lock is None or not folder.exists()
+    ):  # another launcher that starts now may take an unlocked folder for a leftover
         folder = Path(tempfile.mkdtemp(prefix=PREFIX))
         lock = _locked(folder)
     try:
@@ -83,7 +85,11 @@ def write_backend(folder: Path) -> Path:
     python_backend.mkdir(parents=True)
     stub = packaged_stub()
     library = triton / "backends" / "python"
-    for source in (library / "libtriton_python.so", library / "triton_python_backend_utils.py", stub):
+    for source in (
+        library / "libtriton_python.so",
+        library / "triton_python_backend_utils.py",
+        stub,
+    ):
         shutil.copy2(source, python_backend / source.name)
     return python_backend.parent
 
@@ -95,6 +101,10 @@ def write_model_repository(folder: Path, config: ServingConfig) -> Path:
         version = repository / model.name / "1"
         version.mkdir(parents=True)
         shutil.copy2(PROJECT_ROOT / "model_repository" / model.name / "1" / "model.py", version)
-        text = render_config(model, decoupled=config.triton.decoupled_mode, max_batch_size=config.triton.max_batch_size)
+        text = render_config(
+            model,
+            decoupled=config.triton.decoupled_mode,
+            max_batch_size=config.triton.max_batch_size,
+        )
         (version.parent / "config.pbtxt").write_text(text, "utf-8")
     return repository

@@ -17,7 +17,12 @@ from time import monotonic
 from typing import IO, Any
 
 from backend.triton_adapter.launcher.package import packaged_libraries, packaged_triton
-from backend.triton_adapter.launcher.processes import command_line, descendants, is_running, kill_all
+from backend.triton_adapter.launcher.processes import (
+    command_line,
+    descendants,
+    is_running,
+    kill_all,
+)
 from backend.triton_adapter.launcher.run_folder import SHARED_MEMORY, socket_in
 from backend.triton_adapter.launcher.say import say
 from backend.triton_adapter.launcher.settings import Settings, python_library_folder
@@ -80,9 +85,13 @@ class TritonServer:
         if not self._probe():
             return False
         assert self._process is not None
-        self._stubs = {pid: model for pid in descendants(self._process.pid) if (model := _model_of_stub(pid))}
+        self._stubs = {
+            pid: model for pid in descendants(self._process.pid) if (model := _model_of_stub(pid))
+        }
         if self._settings.trace_url:
-            self._post("/v2/models/spindle/trace/setting", {"trace_level": ["OFF"]})  # its requests are the probes
+            self._post(
+                "/v2/models/spindle/trace/setting", {"trace_level": ["OFF"]}
+            )  # its requests are the probes
         threading.Thread(target=self._keep_probing, name="probe", daemon=True).start()
         return True
 
@@ -142,14 +151,26 @@ class TritonServer:
             "grpc-keepalive-timeout": 1000 * GRPC_PING_TIMEOUT_S,
             "grpc-http2-max-pings-without-data": 0,
         }
-        backend = (f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}", "--backend-config=python,stub-timeout-seconds=120")
+        backend = (
+            f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}",
+            "--backend-config=python,stub-timeout-seconds=120",
+        )
         flags = (f"--{name}={value}" for name, value in options.items())
-        server = [str(triton / "bin" / "tritonserver"), *flags, *backend, "--disable-auto-complete-config"]
+        server = [
+            str(triton / "bin" / "tritonserver"),
+            *flags,
+            *backend,
+            "--disable-auto-complete-config",
+        ]
         return [*server, *self._trace_flags(), *self._arguments]
 
     def _trace_flags(self) -> list[str]:
         url, rate = self._settings.trace_url, self._settings.trace_rate
-        settings = ("mode=opentelemetry", "level=TIMESTAMPS", f"rate={rate}", f"opentelemetry,url={url}") if url else ()
+        settings = (
+            ("mode=opentelemetry", "level=TIMESTAMPS", f"rate={rate}", f"opentelemetry,url={url}")
+            if url
+            else ()
+        )
         return [f"--trace-config={setting}" for setting in settings]
 
     def _environment(self) -> dict[str, str]:
@@ -161,13 +182,19 @@ class TritonServer:
         old = os.environ
         return {
             **old,
-            "LD_LIBRARY_PATH": joined(str(python_library_folder()), str(packaged_libraries()), old.get("LD_LIBRARY_PATH")),
+            "LD_LIBRARY_PATH": joined(
+                str(python_library_folder()), str(packaged_libraries()), old.get("LD_LIBRARY_PATH")
+            ),
             "PATH": joined(str(Path(sys.executable).parent), old.get("PATH")),
             "PYTHONPATH": joined(str(PROJECT_ROOT), old.get("PYTHONPATH")),
             "SPINDLE_CONFIG": str(self._settings.config),
             "SPINDLE_SOCKET": str(self._socket),
             "SPINDLE_PYTHON": old.get("SPINDLE_PYTHON") or sys.executable,
-            **({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": self._settings.trace_url} if self._settings.trace_url else {}),
+            **(
+                {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": self._settings.trace_url}
+                if self._settings.trace_url
+                else {}
+            ),
         }
 
     def _keep_probing(self) -> None:
@@ -184,7 +211,9 @@ class TritonServer:
     def _post(self, path: str, body: dict[str, Any]) -> bool | None:
         """Return whether the server answers a POST well; None when it does not answer."""
         url = f"http://{self._settings.client_host}:{self._settings.http_port}{path}"
-        request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
         try:
             with urllib.request.urlopen(request, timeout=PROBE_TIMEOUT_S) as response:
                 response.read()
@@ -200,4 +229,11 @@ def _model_of_stub(pid: int) -> str | None:
     arguments = command_line(pid)
     if not arguments or Path(arguments[0]).name != STUB_NAME:
         return None
-    return next((Path(argument).parent.parent.name for argument in arguments if argument.endswith("model.py")), "unknown")
+    return next(
+        (
+            Path(argument).parent.parent.name
+            for argument in arguments
+            if argument.endswith("model.py")
+        ),
+        "unknown",
+    )

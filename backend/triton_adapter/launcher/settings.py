@@ -60,13 +60,19 @@ class Settings:
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
     """Return the settings of the variables ``*_PORT``, ``BIND``, ``SPINDLE_CONFIG`` and ``TRACE_*``. Raises LaunchError."""
-    ports = [_port(name, option, environment.get(name) or str(port)) for name, option, port in PORTS]
+    ports = [
+        _port(name, option, environment.get(name) or str(port)) for name, option, port in PORTS
+    ]
     http, grpc, metrics, openai = ports
     if len(set(ports)) < len(ports):
-        raise LaunchError(f"HTTP_PORT, GRPC_PORT, METRICS_PORT and OPENAI_PORT must differ, got {http}, {grpc}, {metrics} and {openai}")
+        raise LaunchError(
+            f"HTTP_PORT, GRPC_PORT, METRICS_PORT and OPENAI_PORT must differ, got {http}, {grpc}, {metrics} and {openai}"
+        )
     config = Path(environment.get("SPINDLE_CONFIG") or DEFAULT_CONFIG).absolute()
     trace = _trace(environment.get("TRACE_URL") or "", environment.get("TRACE_RATE") or "")
-    return Settings(environment.get("BIND") or "127.0.0.1", http, grpc, metrics, config, *trace, openai)
+    return Settings(
+        environment.get("BIND") or "127.0.0.1", http, grpc, metrics, config, *trace, openai
+    )
 
 
 def _trace(url: str, rate: str) -> tuple[str, int]:
@@ -75,7 +81,9 @@ def _trace(url: str, rate: str) -> tuple[str, int]:
         raise LaunchError(f"TRACE_RATE {rate} has no effect without TRACE_URL")
     parts = urlsplit(url)
     if url and not (parts.scheme in ("http", "https") and parts.hostname and parts.path.strip("/")):
-        raise LaunchError(f"TRACE_URL must be a collector's OTLP address like http://localhost:4318/v1/traces, got {url!r}")
+        raise LaunchError(
+            f"TRACE_URL must be a collector's OTLP address like http://localhost:4318/v1/traces, got {url!r}"
+        )
     if rate and not (rate.isascii() and rate.isdigit()):
         raise LaunchError(f"TRACE_RATE must be a number of at least 0, got {rate!r}")
     return url, int(rate) if rate else DEFAULT_TRACE_RATE
@@ -123,11 +131,15 @@ def check_machine() -> None:
 def check_system() -> str:
     """Return the system and its glibc. Raises LaunchError where tritonserver does not run."""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        raise LaunchError(f"the packaged tritonserver needs Linux on x86-64, this is {platform.system()} on {platform.machine()}")
+        raise LaunchError(
+            f"the packaged tritonserver needs Linux on x86-64, this is {platform.system()} on {platform.machine()}"
+        )
     version = (os.confstr("CS_GNU_LIBC_VERSION") or "unknown").removeprefix("glibc ")
     parts = version.split(".")
     if not all(part.isdigit() for part in parts) or tuple(map(int, parts)) < MINIMUM_GLIBC:
-        raise LaunchError(f"the packaged tritonserver needs glibc 2.35 or newer (Ubuntu 22.04, Debian 12), this machine has {version}")
+        raise LaunchError(
+            f"the packaged tritonserver needs glibc 2.35 or newer (Ubuntu 22.04, Debian 12), this machine has {version}"
+        )
     return f"Linux on x86-64, glibc {version}"
 
 

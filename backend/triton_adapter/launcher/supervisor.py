@@ -17,7 +17,12 @@ QUICK_FAILURES = 5
 FIRST_BACKOFF_S = 0.5
 
 
-def supervise(server: TritonServer, stop: threading.Event, on_ready: Callable[[float], None], say: Callable[[str], None]) -> None:
+def supervise(
+    server: TritonServer,
+    stop: threading.Event,
+    on_ready: Callable[[float], None],
+    say: Callable[[str], None],
+) -> None:
     """Run the service until ``stop`` is set; ``on_ready`` gets each start's time in seconds.
 
     Raises LaunchError when it does not start, or fails ``QUICK_FAILURES`` times in a row.
@@ -33,7 +38,9 @@ def supervise(server: TritonServer, stop: threading.Event, on_ready: Callable[[f
             raise LaunchError(f"{trouble} before it was ready")
         failures = 1 if ready_s is not None and monotonic() - ready_s >= STABLE_S else failures + 1
         if failures >= QUICK_FAILURES:
-            raise LaunchError(f"{trouble}; that was failure {failures} in quick succession: giving up")
+            raise LaunchError(
+                f"{trouble}; that was failure {failures} in quick succession: giving up"
+            )
         backoff_s = FIRST_BACKOFF_S * 2 ** (failures - 1)
         say(f"{trouble}: starting again in {backoff_s:g} s")
         stop.wait(backoff_s)
@@ -41,7 +48,9 @@ def supervise(server: TritonServer, stop: threading.Event, on_ready: Callable[[f
     server.stop()
 
 
-def _run_once(server: TritonServer, stop: threading.Event, on_ready: Callable[[float], None]) -> tuple[float | None, str | None]:
+def _run_once(
+    server: TritonServer, stop: threading.Event, on_ready: Callable[[float], None]
+) -> tuple[float | None, str | None]:
     """Start the service and watch it; return when it became ready (seconds) and its trouble, None when asked to stop."""
     server.start()
     started_s, ready_s = monotonic(), None
