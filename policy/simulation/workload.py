@@ -269,7 +269,7 @@ def draw(
         start=start,
         uniform=uniform(seed, 3, *index),
         match=uniform(seed, 4, *index),
-        normal=_normal(uniform(seed, 5, *index), uniform(seed, 6, *index)),
+        normal=standard_normal(uniform(seed, 5, *index), uniform(seed, 6, *index)),
     )
     return Workload(times, prompt, output, most, acceptance, category if mix.grouped else None)
 
@@ -280,7 +280,7 @@ def _lengths(rng: np.random.Generator, mean: IntArray, spread: float) -> IntArra
     return lengths
 
 
-def _normal(one: FloatArray, other: FloatArray) -> FloatArray:
+def standard_normal(one: FloatArray, other: FloatArray) -> FloatArray:
     """Return standard normal numbers of two uniform ones (Box and Muller 1958)."""
     normal: FloatArray = np.sqrt(-2 * np.log1p(-one)) * np.cos(2 * np.pi * other)
     return normal

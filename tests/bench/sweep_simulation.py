@@ -32,7 +32,7 @@ from policy.latency import LatencyCurve, LatencyModel, LatencyTable
 from policy.plan import FloatArray, Outcome, Plan, Policy, View
 from policy.simulation.deployment import Deployment
 from policy.simulation.fleet import simulate, simulate_closed
-from policy.simulation.workload import Acceptance, Drift, Workload, uniform
+from policy.simulation.workload import Acceptance, Drift, Workload, standard_normal, uniform
 from tests.bench.hazards import Hazards, fitted
 from tests.bench.sweep_arms import NONE, SPINDLE, Tuning, arm_config, fixed_choice
 from tests.bench.sweep_figures import blocks, is_closed, level
@@ -248,6 +248,7 @@ class Simulation:
             start=start,
             uniform=strata,
             match=uniform(draw, 4, *index),
+            normal=standard_normal(uniform(draw, 5, *index), uniform(draw, 6, *index)),
         )
         most = np.full(count, self._settings["max_tokens"])
         return Workload(due_s + constants.way_s, prompt, output, most, acceptance, None)
