@@ -63,8 +63,7 @@ class PlannerConfig:
 
     ``k_max`` tokens are speculated at most. ``explore_share`` of the time goes into trials, which
     hope for ``optimism`` standard deviations. A catch-up is spread over at most
-    ``switch_horizon_steps``. ``margin`` is the gain in goodput that speculation must promise: the
-    best of many estimates is flattered, and a loss weighs more than a gain missed. Planning and
+    ``switch_horizon_steps``. Planning and
     learning may take ``planning_share`` of the time; where they take more, choices are kept.
     ``waiting_price``: the price of time counts those who wait for the step without a row in it
     (else plain V/T). ``catchup_scored``: engines report how a draft that catches up would have
@@ -75,7 +74,6 @@ class PlannerConfig:
     explore_share: float = 0.005
     optimism: float = 1.5
     switch_horizon_steps: float = 16.0
-    margin: float = 0.03
     planning_share: float = 0.01
     waiting_price: bool = True
     catchup_scored: bool = False
@@ -84,9 +82,8 @@ class PlannerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.explore_share < 1:
             raise ValueError(f"explore_share must be in [0, 1), got {self.explore_share}")
-        for name, least in (("k_max", 0), ("margin", 0)):
-            if not getattr(self, name) >= least:
-                raise ValueError(f"{name} must be >= {least}, got {getattr(self, name)}")
+        if not self.k_max >= 0:
+            raise ValueError(f"k_max must be >= 0, got {self.k_max}")
         for name in ("optimism", "switch_horizon_steps", "planning_share"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
@@ -264,7 +261,6 @@ class AdaptivePlanner(Policy):
             known=state.goodput,
             waiting=waiting if config.waiting_price else 1.0,
             prefill_s=prefill_s if config.waiting_price else 0.0,
-            least_gain=1 + view.share * config.margin,
             start=start,
         )
         plan = _whole(view, rows, priced.choice, priced.result, priced.price)

@@ -109,8 +109,7 @@ class _Row:
         if present[1] == 0:
             if best == _NOTHING:
                 return f"none: {_CAP if options else 'no draft can propose anything'}"
-            margin = "the whole batch gains less than the margin by speculating; "
-            return f"none: {margin if most > 0 else ''}at best {self._account(best, scores[best])}"
+            return f"none: at best {self._account(best, scores[best])}"
         text = self._account(present, scores[present])
         if most > 0:
             text += f"; next best {self._name(best)}, {gain - most:.3f} less"

@@ -45,7 +45,6 @@ def best(
     known: float = 0.0,
     waiting: float = 1.0,
     prefill_s: float = 0.0,
-    least_gain: float = 1.0,
     start: Choice | None = None,
 ) -> Priced:
     """Return the best choice at the price of time, from the ``known`` goodput (0: none) on.
@@ -53,9 +52,8 @@ def best(
     Dinkelbach's iteration (1967) finds the goodput that prices itself. A second of the step delays
     all that are admitted by one, and is worth what they would emit in it: the price is ``waiting``
     times the goodput, which is how many there are for each row that decodes. ``prefill_s`` is how
-    much longer the step takes for its prefill. Speculation of less than ``least_gain`` times plain
-    decoding's goodput is not chosen. A small batch may ``start`` from a choice, for one that is
-    allowed.
+    much longer the step takes for its prefill. A small batch may ``start`` from a choice, for one
+    that is allowed.
     """
     plain_s = problem.plain_s - prefill_s
     plain = problem.base_value / plain_s if problem.base_value else known
@@ -69,8 +67,6 @@ def best(
         before, goodput = goodput, result.value / (result.charged_s - prefill_s)
         if abs(goodput - before) <= tolerance * before:
             break
-    if result.value > problem.base_value and goodput < least_gain * plain:
-        choice, result, goodput = no_speculation(problem.rows), problem.plain, plain
     return Priced(choice, result, price, goodput)
 
 

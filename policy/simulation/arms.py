@@ -77,7 +77,7 @@ class Oracle(AdaptivePlanner):
         config: PlannerConfig,
         execution: Pipelining | Decomposition | None = None,
     ) -> None:
-        config = replace(config, explore_share=0.0, margin=0.0)
+        config = replace(config, explore_share=0.0)
         known = _Known(truth, len(drafts), config.k_max)
         super().__init__(drafts, latency, config, execution, known)
 
@@ -116,7 +116,6 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "exploration": {"explore_share": 0.0},
     "keeping": {"planning_share": 1e9},
     "waiting": {"waiting_price": False},
-    "margin": {"margin": 0.0},
     "catch-up": {"catchup_scored": False},
     "correction": {},
     "shape": {},

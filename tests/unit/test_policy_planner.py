@@ -439,17 +439,6 @@ def test_where_no_draft_pays_it_loses_at_most_2_percent_to_plain_decoding(rows):
     assert simulate(planner(model), model, hazard, rows, 800) > 0.98 * plain
 
 
-def test_a_gain_below_the_margin_is_not_worth_speculating():
-    """One draft, accepted half of the time, at 0.45 of a target pass: k = 1 promises 1.5 / 1.45, a gain of 3.4 %."""
-    model = latency(draft_s=(0.45,), token_s=0.0)
-    bold, careful = (
-        planner(model, ("small",), **certain(0.5), margin=margin) for margin in (0.0, 0.05)
-    )
-    now = view(drafts=("small",))
-    assert bold.plan(now, bold.start(), 0.0, RNG)[0].length.tolist() == [1]
-    assert careful.plan(now, careful.start(), 0.0, RNG)[0].length.tolist() == [0]
-
-
 def rested(rows=4, **changes):
     """A planner whose drafts never pay, and its state after a plan, while planning is too dear."""
     model = latency(draft_s=(0.9,), token_s=0.1, free_tokens=1)

@@ -99,7 +99,3 @@ def test_time_is_split_into_parts_of_which_planning_belongs_to_the_overhead():
     assert parts["overhead"] >= parts["planning"]
     times_s = parts["overhead"], parts["verify"], parts["draft:small"]
     assert abs(outcome.measured_s - sum(times_s)) < 1e-9
-
-
-def test_a_step_like_any_other_has_no_shape():
-    assert outcome_of(Proposal.chain("small", [1, 2]), 2, [1, 5]).shape is None
