@@ -38,9 +38,9 @@ _NEWTON_STEPS = 8  # for counts that come all at once; others grow step by step
 _NO_GROUP = -1
 _GROUP_SHARE = 0.5  # of the variance between requests: that between members of one group
 _GROUP_MEMORY_REQUESTS = 30.0
-_RECENT_KEEP = 0.75  # in a step with a chain: a memory of four steps
+_RECENT_KEEP = 0.85  # in a step with a chain: a memory of seven steps
 _CHANGE_DEVIATIONS = 3.0  # a recent surprise beyond is no chance
-_LEAST_VARIANCE = 0.3  # of a recent surprise: one rejection, however unlikely, is no change
+_LEAST_VARIANCE = 0.1  # of a recent surprise: one rejection, however unlikely, is no change
 
 
 @dataclass(frozen=True, slots=True)
