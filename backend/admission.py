@@ -1,7 +1,9 @@
-"""The bounded queue in front of the in-flight batch: first come, first served; refusal is a reply, never a silent drop.
+"""The bounded queue in front of the in-flight batch: first come, first served; refusal is a reply,
+never a silent drop.
 
-Active and waiting requests together are always in order of arrival: whoever has to give its KV back is the last of the active, and becomes
-the first to wait. So the oldest request always goes on, and nobody is starved.
+Active and waiting requests together are always in order of arrival: whoever has to give its KV back
+is the last of the active, and becomes the first to wait. So the oldest request always goes on, and
+nobody is starved.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from backend.session import Session
 
 
 class Admission:
-    """Holds sessions until a place in the batch, KV blocks and room for the logits that they ask for are free, and decides who gives blocks
-    back when they run out. ``max_logits_bytes`` is for all that are admitted and have not ended.
+    """Holds sessions until a place in the batch, KV blocks and room for the logits that they ask
+    for are free, and decides who gives blocks back when they run out. ``max_logits_bytes`` is for
+    all that are admitted and have not ended.
     """
 
     def __init__(
@@ -34,11 +37,14 @@ class Admission:
         return len(self._queue)
 
     def offer(self, session: Session) -> None:
-        """Queue a session. Raises RequestError when the queue is full or the session could never fit."""
+        """Queue a session. Raises RequestError when the queue is full or the session could never
+        fit.
+        """
         if not self._ledger.fits_ever(_life_tokens(session)):
             raise RequestError(
                 ErrorCode.INVALID_ARGUMENT,
-                f"prompt of {session.sequence.prompt_tokens} tokens and max_tokens {session.request.max_tokens} need more KV cache "
+                f"prompt of {session.sequence.prompt_tokens} tokens and max_tokens "
+                f"{session.request.max_tokens} need more KV cache "
                 "than this server has",
             )
         if len(self._queue) >= self._max_queued:
@@ -63,11 +69,14 @@ class Admission:
         return admitted
 
     def ended(self, session: Session) -> None:
-        """Give back what an admitted session keeps in memory until it ends, also while it is pre-empted."""
+        """Give back what an admitted session keeps in memory until it ends, also while it is
+        pre-empted.
+        """
         self._logits_bytes.pop(session.id, None)
 
     def make_room(self, active: Iterable[Session]) -> list[Session]:
-        """Extend the KV of ``active`` (in order of admission) for its next step; return the sessions that lost theirs for it, and wait now.
+        """Extend the KV of ``active`` (in order of admission) for its next step; return the
+        sessions that lost theirs for it, and wait now.
 
         They are resumed by another prefill, of prompt and generated tokens.
         """

@@ -1,4 +1,6 @@
-"""The composition root: the only place that knows which engine, policy and tokenizer a configuration means."""
+"""The composition root: the only place that knows which engine, policy and tokenizer a
+configuration means.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +54,14 @@ from policy.replay import Traced
 logger = logging.getLogger(__name__)
 
 OVERHEAD_S, SPECULATION_S, LOOKUP_S = 5e-4, 3e-4, 2e-5
-"""Start values of what no table knows: a step's overhead, what speculating adds to it, a lookup. Measured steps correct them."""
+"""Start values of what no table knows: a step's overhead, what speculating adds to it, a lookup.
+Measured steps correct them.
+"""
 
 MERGE_TOKENS = 20.0
-"""What merging a piece of a cut context costs in cached tokens read, by ``tests.bench.bench_padding``."""
+"""What merging a piece of a cut context costs in cached tokens read, by
+``tests.bench.bench_padding``.
+"""
 
 SEED_BITS = 53
 """Of a random seed: the reply names it, and readers of JSON that know doubles only keep it."""
@@ -67,7 +73,9 @@ NO_END_ID = -1
 
 @dataclass(slots=True)
 class App:
-    """A wired deployment: the loop, and how a request becomes one of its sessions. ``drafts`` are the engines that run, in order."""
+    """A wired deployment: the loop, and how a request becomes one of its sessions. ``drafts`` are
+    the engines that run, in order.
+    """
 
     config: ServingConfig
     orchestrator: Orchestrator
@@ -133,7 +141,8 @@ class App:
 def sampling_params(
     request: GenerationRequest, tokenizer: Tokenizer, end_ids: frozenset[int]
 ) -> SamplingParams:
-    """Return how to sample: nothing given means greedy, a seed is drawn for a request that gives none; words become token ids.
+    """Return how to sample: nothing given means greedy, a seed is drawn for a request that gives
+    none; words become token ids.
 
     Words are tokenised alone and without special tokens; one without tokens has no effect.
     """
@@ -167,7 +176,9 @@ def sampling_params(
 
 
 def _bias(request: GenerationRequest, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
-    """Return (token id, addend): every token of a word gets its weight, and weights of the same token add up."""
+    """Return (token id, addend): every token of a word gets its weight, and weights of the same
+    token add up.
+    """
     addends: dict[int, float] = {}
     for token, addend in request.bias:
         addends[token] = addends.get(token, 0.0) + addend
@@ -180,13 +191,16 @@ def _bias(request: GenerationRequest, tokenizer: Tokenizer) -> tuple[tuple[int, 
 
 
 def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = None) -> App:
-    """Load the engines and wire the loop. ``tables`` (and then one thread) stand in for those measured on this machine.
+    """Load the engines and wire the loop. ``tables`` (and then one thread) stand in for those
+    measured on this machine.
 
-    Raises ConfigError, LatencyError (a table is missing) or the engine's own error when something does not fit.
+    Raises ConfigError, LatencyError (a table is missing) or the engine's own error when something
+    does not fit.
     """
     if Path(policy.__file__).resolve().parent.parent != PROJECT_ROOT:
         raise ConfigError(
-            f"policy was imported from {policy.__file__}, backend from {PROJECT_ROOT}: one of them is another project's"
+            f"policy was imported from {policy.__file__}, backend from {PROJECT_ROOT}: one of "
+            f"them is another project's"
         )
     check_policy(config)
     tokenizer = _tokenizer(config)
@@ -274,7 +288,9 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
 
 
 def check_memory(config: ServingConfig, names: Collection[str] | None = None) -> None:
-    """Log what the engines (of these names; None: all) will take of memory. Raises ConfigError when there is less."""
+    """Log what the engines (of these names; None: all) will take of memory. Raises ConfigError when
+    there is less.
+    """
     models = [engine for engine in timed_engines(config) if names is None or engine.name in names]
     if models:
         footprints = memory.plan(config, {engine.name: model_path(engine) for engine in models})
@@ -301,7 +317,9 @@ def _tokenizer(config: ServingConfig) -> Tokenizer:
 
 
 def check_pairs(config: ServingConfig) -> None:
-    """Raise ConfigError for a draft that has not its target's vocabulary, with the first token that differs."""
+    """Raise ConfigError for a draft that has not its target's vocabulary, with the first token that
+    differs.
+    """
     check_engines(config, model_path)
     check_folders(config)
     for draft in config.drafts:
@@ -373,7 +391,8 @@ def make_engine(
     )
     if engine.dtype == "bf16" and engine.device == "cpu" and not machine.multiplies_bf16():
         logger.warning(
-            "%s: dtype 'bf16' is slow on a processor without products in bf16; 'auto' is what is fast here",
+            "%s: dtype 'bf16' is slow on a processor without products in bf16; 'auto' is what is "
+            "fast here",
             engine.name,
         )
     return TorchEngine(
@@ -396,8 +415,8 @@ def make_policy(
     stats: StepStats,
     contention: float | None = None,
 ) -> policy.Policy:
-    """Make the configured policy for these drafts; ``tables`` by the names of the engines that run a model,
-    ``contention`` as of ``backend.contention``.
+    """Make the configured policy for these drafts; ``tables`` by the names of the engines that run
+    a model, ``contention`` as of ``backend.contention``.
     """
     if config.policy.kind == "none" or not drafts:
         return policy.NoSpeculation()
@@ -438,7 +457,9 @@ def _kind_named() -> Iterator[None]:
 
 
 def latency_model(config: ServingConfig, tables: Mapping[str, LatencyTable]) -> policy.LatencyModel:
-    """Return the times of a deployment's passes by its tables. Raises LatencyError naming the engines that lack one."""
+    """Return the times of a deployment's passes by its tables. Raises LatencyError naming the
+    engines that lack one.
+    """
     known = {
         engine.name: tables.get(engine.name) or _known_times(engine)
         for engine in (config.target, *config.drafts)
@@ -482,7 +503,9 @@ def _execution(config: ServingConfig, contention: float | None) -> Execution | N
 
 
 def _known_times(engine: EngineConfig) -> LatencyTable | None:
-    """Return the times of an engine whose cost needs no measuring; None for one that runs a model."""
+    """Return the times of an engine whose cost needs no measuring; None for one that runs a
+    model.
+    """
     seconds = {"fake": engine.step_s or 1e-6, "lookup": LOOKUP_S}.get(engine.engine)
     return (
         None
@@ -494,7 +517,9 @@ def _known_times(engine: EngineConfig) -> LatencyTable | None:
 def _check(
     request: GenerationRequest, prompt_tokens: int, max_context: int, vocab_size: int
 ) -> None:
-    """Check what needs the tokenizer and the limits; types and ranges were checked where the tensors were decoded."""
+    """Check what needs the tokenizer and the limits; types and ranges were checked where the
+    tensors were decoded.
+    """
 
     def refuse(message: str) -> None:
         raise RequestError(ErrorCode.INVALID_ARGUMENT, message)
@@ -510,7 +535,8 @@ def _check(
         refuse(f"{prompt} of {prompt_tokens} tokens is over the limit of {max_context - 1}")
     if prompt_tokens + request.max_tokens > max_context:
         refuse(
-            f"{length} {request.max_tokens} and a prompt of {prompt_tokens} tokens exceed the context of {max_context} tokens"
+            f"{length} {request.max_tokens} and a prompt of {prompt_tokens} tokens exceed the "
+            f"context of {max_context} tokens"
         )
     for name, value in (("end_id", request.end_id), ("pad_id", request.pad_id)):
         if value is not None and not NO_END_ID <= value < vocab_size:
@@ -518,7 +544,9 @@ def _check(
 
 
 def _check_trtllm_turns(request: GenerationRequest) -> None:
-    """Refuse what TensorRT-LLM's executor would begin anew in every turn, or does not tell of one. Raises RequestError."""
+    """Refuse what TensorRT-LLM's executor would begin anew in every turn, or does not tell of one.
+    Raises RequestError.
+    """
     anew, untold = (
         "TensorRT-LLM's executor would begin it anew in every turn",
         "the TensorRT-LLM engine does not tell it turn by turn",
@@ -540,7 +568,9 @@ def _check_trtllm_turns(request: GenerationRequest) -> None:
 def _logits_bytes(
     request: GenerationRequest, prompt_tokens: int, vocab_size: int, limit_bytes: int
 ) -> int:
-    """Return what the logits that a request asks for take: they are kept in memory until it ends. Raises RequestError beyond the limit."""
+    """Return what the logits that a request asks for take: they are kept in memory until it ends.
+    Raises RequestError beyond the limit.
+    """
     rows = (
         request.return_context_logits * prompt_tokens
         + request.return_generation_logits * request.max_tokens
@@ -549,7 +579,10 @@ def _logits_bytes(
         name = (
             "return_context_logits" if request.return_context_logits else "return_generation_logits"
         )
-        message = f"{name}: {rows} rows of {vocab_size} logits are {size} bytes, over limits.max_logits_bytes, {limit_bytes}"
+        message = (
+            f"{name}: {rows} rows of {vocab_size} logits are {size} bytes, over "
+            f"limits.max_logits_bytes, {limit_bytes}"
+        )
         raise RequestError(ErrorCode.INVALID_ARGUMENT, message)
     return size
 

@@ -1,7 +1,9 @@
-"""What an asynchronous target has been given: one in-flight batch, out of which turns come back one by one while others go in.
+"""What an asynchronous target has been given: one in-flight batch, out of which turns come back one
+by one while others go in.
 
-Every step plans for what is back, beside what is in flight. Cohorts (``backend.flights``) are another matter: a step engine runs them one
-after the other, so that rows of one share no pass with those of the next; here they share every iteration.
+Every step plans for what is back, beside what is in flight. Cohorts (``backend.flights``) are
+another matter: a step engine runs them one after the other, so that rows of one share no pass with
+those of the next; here they share every iteration.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 class Aloft(NamedTuple):
-    """A turn in flight: when it was handed over, whether nothing else was in flight then, and its tokens in its first iteration."""
+    """A turn in flight: when it was handed over, whether nothing else was in flight then, and its
+    tokens in its first iteration.
+    """
 
     turn: Turn
     since_s: float
@@ -37,8 +41,8 @@ class Aloft(NamedTuple):
 
 
 class AsynchronousFlights(Flights):
-    """``Flights`` over a target that completes turns in any order. A flight is what is handed over in a step, and lands with whatever is
-    back by then; the rows of ``aloft`` stay in flight.
+    """``Flights`` over a target that completes turns in any order. A flight is what is handed over
+    in a step, and lands with whatever is back by then; the rows of ``aloft`` stay in flight.
     """
 
     def __init__(self, target: Engine, stats: StepStats) -> None:
@@ -57,7 +61,9 @@ class AsynchronousFlights(Flights):
 
     @property
     def aloft(self) -> tuple[View, Plan] | None:
-        """The rows in flight as they were when they were handed over, and what was planned for them."""
+        """The rows in flight as they were when they were handed over, and what was planned for
+        them.
+        """
         if self._rows is None:
             return None
         view, plan = self._rows
@@ -86,7 +92,8 @@ class AsynchronousFlights(Flights):
         super().submit(flight, proposals)
 
     def land(self, log: StepLog) -> tuple[Flight, list[Completion], bool]:
-        """Hand over the step's flight, if there is one, and wait until anything is back; times go to its log, ``log`` where there is none.
+        """Hand over the step's flight, if there is one, and wait until anything is back; times go
+        to its log, ``log`` where there is none.
 
         A target that raises fails only the turns that raise again alone.
         """
@@ -144,10 +151,12 @@ class AsynchronousFlights(Flights):
         return completions
 
     def _time(self, flight: Flight, completions: Seq[Completion], ended_s: float | None) -> None:
-        """Note what was drafted in this step, and how long iterations took of which it is known when it began and who was in it.
+        """Note what was drafted in this step, and how long iterations took of which it is known
+        when it began and who was in it.
 
-        Who is back was in it, and who runs on freely; who has been handed over since it began waits for the next. With prompts in flight,
-        of which the executor runs parts that it does not tell of, and where the answers had been waiting for the loop, it is not known.
+        Who is back was in it, and who runs on freely; who has been handed over since it began waits
+        for the next. With prompts in flight, of which the executor runs parts that it does not tell
+        of, and where the answers had been waiting for the loop, it is not known.
         """
         log, rows = flight.log, flight.sessions
         lengths = [len(drafted) if (drafted := self.proposals[s.id].drafted) else 0 for s in rows]
@@ -184,10 +193,12 @@ class AsynchronousFlights(Flights):
 def _timed(
     back: Seq[Aloft], boundary_s: float | None, ended_s: float | None
 ) -> tuple[float, int] | None:
-    """Return the seconds of the turns that are back, and how many iterations they were; None where that cannot be told.
+    """Return the seconds of the turns that are back, and how many iterations they were; None where
+    that cannot be told.
 
-    A turn begins at once where nothing else was in flight, else with the iteration behind the next boundary. Runs of n tokens are n
-    iterations; runs of different lengths that end together began apart.
+    A turn begins at once where nothing else was in flight, else with the iteration behind the next
+    boundary. Runs of n tokens are n iterations; runs of different lengths that end together began
+    apart.
     """
     if ended_s is None or any(aloft.prompt for aloft in back):
         return None

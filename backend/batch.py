@@ -17,10 +17,11 @@ from policy import IntArray, Plan, View
 
 @dataclass(slots=True)
 class Batch:
-    """The rows that decode (the plan is about them) and the chunks of prompts still in prefill; ``flying`` decode in
-    another flight.
+    """The rows that decode (the plan is about them) and the chunks of prompts still in prefill;
+    ``flying`` decode in another flight.
 
-    ``aloft`` are the rows in flight in one in-flight batch with these, and what was planned for them.
+    ``aloft`` are the rows in flight in one in-flight batch with these, and what was planned for
+    them.
     """
 
     decoding: list[Session] = field(default_factory=list)
@@ -35,7 +36,9 @@ class Batch:
 
     @classmethod
     def of(cls, sessions: Iterable[Session], target: Engine, prefill_chunk_tokens: int) -> Batch:
-        """Split requests into decoding rows and prompts, the latter cut to a step's token budget."""
+        """Split requests into decoding rows and prompts, the latter cut to a step's token
+        budget.
+        """
         batch = cls()
         for session in sessions:
             unseen = target.unseen(session.sequence)
@@ -53,9 +56,11 @@ class Batch:
     def view(
         self, drafting: Drafting, k_max: int, queued: int, needs_offers: Callable[[IntArray], bool]
     ) -> View:
-        """Return the decoding rows as the policy sees them, those in flight last and not ready; ``queued`` requests wait for admission.
+        """Return the decoding rows as the policy sees them, those in flight last and not ready;
+        ``queued`` requests wait for admission.
 
-        Drafts that are not free are asked what they could propose only where the plan for requests of these ids ``needs_offers``.
+        Drafts that are not free are asked what they could propose only where the plan for requests
+        of these ids ``needs_offers``.
         """
         rows, ready = self.decoding, len(self.decoding)
         request = np.array([s.id for s in (*rows, *self.flying)], np.int64)
@@ -127,6 +132,8 @@ class Batch:
 
 
 def _most(session: Session, k_max: int) -> int:
-    """Return the ceiling on a request's speculation: the last token of ``max_tokens`` is always the target's own."""
+    """Return the ceiling on a request's speculation: the last token of ``max_tokens`` is always the
+    target's own.
+    """
     asked = session.request.num_draft_tokens
     return min(k_max, session.remaining - 1, k_max if asked is None else asked)

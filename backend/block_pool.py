@@ -1,7 +1,9 @@
-"""The blocks of a KV pool by content: who refers to which, and which complete ones wait to be used again.
+"""The blocks of a KV pool by content: who refers to which, and which complete ones wait to be used
+again.
 
-A *key* names what a complete block holds: its tokens, all tokens before them and the tenant's salt. Two sequences with the same key share
-the block. A block that nobody refers to stays with its content until room is needed; the least recently used goes first.
+A *key* names what a complete block holds: its tokens, all tokens before them and the tenant's salt.
+Two sequences with the same key share the block. A block that nobody refers to stays with its
+content until room is needed; the least recently used goes first.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ def block_key(parent: bytes, tokens: Seq[int]) -> bytes:
 
 
 class BlockPool:
-    """Blocks 0 to ``size`` - 1. Each is *free* (no content), *referred to* by tables, or *cached*: idle, with the content of its key."""
+    """Blocks 0 to ``size`` - 1. Each is *free* (no content), *referred to* by tables, or *cached*:
+    idle, with the content of its key.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -71,7 +75,9 @@ class BlockPool:
             self._references[block] += 1
 
     def take(self, count: int) -> list[int]:
-        """Return ``count`` blocks (at most ``available``) for new content, referred to once: free ones first, then the oldest cached."""
+        """Return ``count`` blocks (at most ``available``) for new content, referred to once: free
+        ones first, then the oldest cached.
+        """
         cut = max(0, len(self._free) - count)
         taken = self._free[cut:]
         del self._free[cut:]
@@ -86,15 +92,19 @@ class BlockPool:
         return taken
 
     def publish(self, key: bytes, block: int) -> None:
-        """Let a block be found by the key of what it holds; nothing happens where another block has the key already."""
+        """Let a block be found by the key of what it holds; nothing happens where another block has
+        the key already.
+        """
         if key not in self._blocks:
             self._blocks[key] = block
             self._keys[block] = key
 
     def drop(self, table: Seq[int], valid: int) -> None:
-        """Take back the references of a table. Of blocks that have none left the first ``valid`` of the table are cached if published.
+        """Take back the references of a table. Of blocks that have none left the first ``valid`` of
+        the table are cached if published.
 
-        The last block goes first, so that a text is forgotten from its end: what is behind a forgotten block cannot be found.
+        The last block goes first, so that a text is forgotten from its end: what is behind a
+        forgotten block cannot be found.
         """
         for index in range(len(table) - 1, -1, -1):
             block = table[index]

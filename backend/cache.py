@@ -1,7 +1,8 @@
 """Where converted models and latency tables live, and how they get there: whole or not at all.
 
-A folder is written beside its place, sealed by a manifest of its files (bytes and SHA-256), flushed and renamed. A reader checks the
-manifest, so that a half-copied or damaged folder is an error that names the file, never a model that answers nonsense.
+A folder is written beside its place, sealed by a manifest of its files (bytes and SHA-256), flushed
+and renamed. A reader checks the manifest, so that a half-copied or damaged folder is an error that
+names the file, never a model that answers nonsense.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ MANIFEST = "manifest.json"
 
 
 class CacheError(Exception):
-    """A cached file or folder that is missing or damaged; the message names it and the command that mends it."""
+    """A cached file or folder that is missing or damaged; the message names it and the command that
+    mends it.
+    """
 
 
 def root() -> Path:
@@ -46,7 +49,9 @@ def learned_file(key: str) -> Path:
 
 @contextmanager
 def exclusive() -> Iterator[None]:
-    """Hold the cache's writer lock (waiting for another holder), and remove what a killed writer left behind."""
+    """Hold the cache's writer lock (waiting for another holder), and remove what a killed writer
+    left behind.
+    """
     root().mkdir(parents=True, exist_ok=True)
     with (root() / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -61,7 +66,8 @@ def exclusive() -> Iterator[None]:
 
 @contextmanager
 def publish(folder: Path, provenance: dict[str, Any]) -> Iterator[Path]:
-    """Give an empty folder to write into; on leaving, seal it with a manifest and put it in the place of ``folder``.
+    """Give an empty folder to write into; on leaving, seal it with a manifest and put it in the
+    place of ``folder``.
 
     When the body raises, nothing is published. ``provenance`` (JSON-able) is kept in the manifest.
     """
@@ -103,7 +109,8 @@ def publish_file(path: Path, content: str | bytes) -> None:
 
 
 def check(folder: Path, *, hashes: bool = False) -> dict[str, Any]:
-    """Return the manifest of a published folder after comparing every file's size, and with ``hashes`` its SHA-256.
+    """Return the manifest of a published folder after comparing every file's size, and with
+    ``hashes`` its SHA-256.
 
     Raises CacheError naming the first file that is missing, of another size or of another hash.
     """
@@ -145,7 +152,9 @@ _MEND = "run `spindle prepare` to make it again"
 
 
 def _flush(path: Path) -> None:
-    """Have the operating system write a file or folder through, so that a rename never overtakes its content."""
+    """Have the operating system write a file or folder through, so that a rename never overtakes
+    its content.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -154,7 +163,9 @@ def _flush(path: Path) -> None:
 
 
 def _swap(fresh: Path, folder: Path) -> None:
-    """Rename ``fresh`` to ``folder``; an old folder, which a rename cannot replace, is moved aside first and then deleted."""
+    """Rename ``fresh`` to ``folder``; an old folder, which a rename cannot replace, is moved aside
+    first and then deleted.
+    """
     if not folder.exists():
         fresh.rename(folder)
     else:

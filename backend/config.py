@@ -1,4 +1,6 @@
-"""``serving.json`` -> ``ServingConfig``: the one file a user edits. An unknown key, a wrong type or a value out of range is an error."""
+"""``serving.json`` -> ``ServingConfig``: the one file a user edits. An unknown key, a wrong type or
+a value out of range is an error.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +45,17 @@ class EngineConfig:
     A relative folder is looked for beside the ``serving.json``, then beside the packages (there are
     the shipped drafts).
 
-    ``dtype`` ``auto`` is settled when the file is read (``settled_dtype``). ``attention`` of a torch engine runs decoding rows one by one
-    (``ragged``), side by side in tiles of like lengths (``tiled``) or, in a target, padded to the longest (``padded``), cut into pieces
-    where the adaptive policy finds that to pay; ``graphs`` runs decoding and verifying passes in static shapes, as CUDA graphs on such a
-    device. ``min_ngram``/``max_ngram`` belong to ``lookup``; ``seed``, ``agreement`` (how often a fake draft proposes what the fake target
-    would emit) and ``step_s`` (seconds per pass) to ``fake``. ``trtllm`` engines (``model`` is a folder made by ``trtllm-build``) have
-    ``gpus``, one a rank, the share of the memory beside weights that ``kv_share`` gives to KV, ``turn_timeout_s``, and the ``worker``
-    program of the ranks where an engine spans GPUs. Of ``trt_graph`` engines (they show
-    correctness and are no serving path) ``model`` is a folder made by ``engines_build.build --engine trt_graph``, ``device`` a CUDA GPU.
+    ``dtype`` ``auto`` is settled when the file is read (``settled_dtype``). ``attention`` of a
+    torch engine runs decoding rows one by one (``ragged``), side by side in tiles of like lengths
+    (``tiled``) or, in a target, padded to the longest (``padded``), cut into pieces where the
+    adaptive policy finds that to pay; ``graphs`` runs decoding and verifying passes in static
+    shapes, as CUDA graphs on such a device. ``min_ngram``/``max_ngram`` belong to ``lookup``;
+    ``seed``, ``agreement`` (how often a fake draft proposes what the fake target would emit) and
+    ``step_s`` (seconds per pass) to ``fake``. ``trtllm`` engines (``model`` is a folder made by
+    ``trtllm-build``) have ``gpus``, one a rank, the share of the memory beside weights that
+    ``kv_share`` gives to KV, ``turn_timeout_s``, and the ``worker`` program of the ranks where an
+    engine spans GPUs. Of ``trt_graph`` engines (they show correctness and are no serving path)
+    ``model`` is a folder made by ``engines_build.build --engine trt_graph``, ``device`` a CUDA GPU.
     """
 
     engine: str = setting("torch", choices=("torch", "lookup", "fake", "trtllm", "trt_graph"))
@@ -85,15 +90,15 @@ class ScheduleStep:
 class PolicyConfig:
     """Which policy plans: ``adaptive``, one to compare it with (``POLICIES``), or a user's.
 
-    ``fixed`` uses ``draft`` and ``length`` always, ``schedule`` ``draft`` by a table of batch sizes;
-    ``ema`` (SGLang's acceptance EMA) and ``smartspec`` (as published) adapt the length of
+    ``fixed`` uses ``draft`` and ``length`` always, ``schedule`` ``draft`` by a table of batch
+    sizes; ``ema`` (SGLang's acceptance EMA) and ``smartspec`` (as published) adapt the length of
     ``draft``, ``spin`` selects drafts for chains of ``length``; ``random`` (tests) draws both in
     every step. A dotted path, ``my_package.MyPolicy``, is a user's own (``policy.wrappers``), which
-    gets ``options`` as keyword arguments.
-    ``cohorts`` above 1: the batch may be cut into so many, one of which is drafted for while another is
-    verified, where that pays.
-    ``keep_learned``: what was learnt outlasts the process, in the cache folder. ``trace_file`` (empty: none) gets the first ``trace_lines``
-    lines of what the adaptive planner saw and decided, for ``python -m policy.replay``.
+    gets ``options`` as keyword arguments. ``cohorts`` above 1: the batch may be cut into so many,
+    one of which is drafted for while another is verified, where that pays. ``keep_learned``: what
+    was learnt outlasts the process, in the cache folder. ``trace_file`` (empty: none) gets the
+    first ``trace_lines`` lines of what the adaptive planner saw and decided, for ``python -m
+    policy.replay``.
     """
 
     kind: str = "adaptive"
@@ -116,12 +121,15 @@ class PolicyConfig:
 
 @dataclass(frozen=True, slots=True)
 class LimitsConfig:
-    """Bounds of the service, in requests and tokens; ``max_request_s`` is the longest that a request may live, waiting included.
+    """Bounds of the service, in requests and tokens; ``max_request_s`` is the longest that a
+    request may live, waiting included.
 
-    ``batch_scheduler_policy`` has TensorRT-LLM's names: ``max_utilization`` admits by the KV that is needed now and pre-empts the latest
-    request when it runs out; ``guaranteed_no_evict`` reserves a request's whole life at admission. ``enable_kv_cache_reuse`` lets requests
-    whose texts begin alike share the KV of that beginning. ``free_run_tokens`` are the most that a turn without a proposal runs, as many
-    as the policy finds best: for targets of the engine ``trtllm``, to which every turn is a request.
+    ``batch_scheduler_policy`` has TensorRT-LLM's names: ``max_utilization`` admits by the KV that
+    is needed now and pre-empts the latest request when it runs out; ``guaranteed_no_evict``
+    reserves a request's whole life at admission. ``enable_kv_cache_reuse`` lets requests whose
+    texts begin alike share the KV of that beginning. ``free_run_tokens`` are the most that a turn
+    without a proposal runs, as many as the policy finds best: for targets of the engine ``trtllm``,
+    to which every turn is a request.
     """
 
     max_active_requests: int = setting(64, low=1, high=4096)
@@ -156,7 +164,9 @@ class LogConfig:
 
 @dataclass(frozen=True, slots=True)
 class SwitchesConfig:
-    """How the operators' switches stand at start (see ``policy.Switches``); the administrative interface sets them live."""
+    """How the operators' switches stand at start (see ``policy.Switches``); the administrative
+    interface sets them live.
+    """
 
     speculation: str = setting("on", choices=("on", "off", "shadow"))
     canary_share: float = setting(1.0, low=0.0, high=1.0)
@@ -167,7 +177,9 @@ class SwitchesConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServingConfig:
-    """A whole deployment. ``threads`` is a number of CPU threads or ``auto`` (whichever of 1 and all cores was measured faster)."""
+    """A whole deployment. ``threads`` is a number of CPU threads or ``auto`` (whichever of 1 and
+    all cores was measured faster).
+    """
 
     target: EngineConfig = field(default_factory=EngineConfig)
     drafts: tuple[EngineConfig, ...] = ()
@@ -233,11 +245,13 @@ def parse_config(raw: Any) -> ServingConfig:
     for index, draft in enumerate(config.drafts):
         if names.count(draft.name) > 1 or draft.name in ("", "none"):
             raise ConfigError(
-                f"drafts[{index}].name must be unique and neither '', 'none' nor the target's, got {draft.name!r}"
+                f"drafts[{index}].name must be unique and neither '', 'none' nor the target's, "
+                f"got {draft.name!r}"
             )
         if draft.min_ngram > draft.max_ngram:
             raise ConfigError(
-                f"drafts[{index}].min_ngram must be at most max_ngram {draft.max_ngram}, got {draft.min_ngram}"
+                f"drafts[{index}].min_ngram must be at most max_ngram {draft.max_ngram}, got "
+                f"{draft.min_ngram}"
             )
     for where, engine in [
         ("target", config.target),
@@ -251,13 +265,15 @@ def parse_config(raw: Any) -> ServingConfig:
             raise ConfigError(f"{where}.model must name an engine folder, got {engine.model!r}")
         if engine.dtype in ("fp16", "int8") and (engine.engine, engine.device) != ("torch", "cpu"):
             raise ConfigError(
-                f"{where}.dtype may be {engine.dtype!r} for a torch engine on the device 'cpu', got {engine.engine!r} on {engine.device!r}"
+                f"{where}.dtype may be {engine.dtype!r} for a torch engine on the device 'cpu', "
+                f"got {engine.engine!r} on {engine.device!r}"
             )
         if engine.attention == "padded" and (
             engine.engine != "torch" or engine is not config.target
         ):
             raise ConfigError(
-                f"{where}.attention must be 'ragged' or 'tiled' but for a torch target, got 'padded'"
+                f"{where}.attention must be 'ragged' or 'tiled' but for a torch target, got "
+                f"'padded'"
             )
     _check_policy(config.policy, config.target, names[1:])
     if config.target.engine == "trtllm":
@@ -267,15 +283,17 @@ def parse_config(raw: Any) -> ServingConfig:
     )  # what KV is reserved for
     if config.limits.free_run_tokens > most_run:
         raise ConfigError(
-            f"limits.free_run_tokens must be at most {most_run} here, got {config.limits.free_run_tokens}"
+            f"limits.free_run_tokens must be at most {most_run} here, got "
+            f"{config.limits.free_run_tokens}"
         )
     _check_switches(config.switches, config)
     return config
 
 
 def settled_dtype(engine: EngineConfig, *, target: bool) -> str:
-    """Return what ``auto`` means here: of a CPU's targets bf16 where it multiplies that, else fp16 (or fp32: before AVX2); of its drafts,
-    whose matrices are small, never bf16; bf16 on GPUs. It hangs on the processor alone, so that a text does.
+    """Return what ``auto`` means here: of a CPU's targets bf16 where it multiplies that, else fp16
+    (or fp32: before AVX2); of its drafts, whose matrices are small, never bf16; bf16 on GPUs. It
+    hangs on the processor alone, so that a text does.
     """
     if engine.dtype != "auto":
         return engine.dtype
@@ -288,14 +306,16 @@ def _check_trtllm(config: ServingConfig) -> None:
     for index, draft in enumerate(config.drafts):
         if draft.engine not in ("trtllm", "lookup"):
             raise ConfigError(
-                f"drafts[{index}].engine must be 'trtllm' or 'lookup' with a target of 'trtllm', got {draft.engine!r}"
+                f"drafts[{index}].engine must be 'trtllm' or 'lookup' with a target of 'trtllm', "
+                f"got {draft.engine!r}"
             )
 
 
 def _check_policy(policy: PolicyConfig, target: EngineConfig, drafts: list[str]) -> None:
     if policy.cohorts > 1 and target.attention == "padded":
         raise ConfigError(
-            f"policy.cohorts must be 1 for a target whose attention is 'padded', got {policy.cohorts}"
+            f"policy.cohorts must be 1 for a target whose attention is 'padded', got "
+            f"{policy.cohorts}"
         )
     if policy.kind == "average":
         raise ConfigError("policy.kind 'average' is called 'ema'")
@@ -310,12 +330,15 @@ def _check_policy(policy: PolicyConfig, target: EngineConfig, drafts: list[str])
     batches = [step.batch for step in policy.schedule]
     if policy.kind == "schedule" and (not batches or len(set(batches)) < len(batches)):
         raise ConfigError(
-            f"policy.schedule must have a length for each of some different batch sizes, got those of {batches}"
+            f"policy.schedule must have a length for each of some different batch sizes, got "
+            f"those of {batches}"
         )
 
 
 def parse_switches(raw: Any, config: ServingConfig) -> SwitchesConfig:
-    """Check switches set live as those of ``config`` are. Raises ConfigError naming key and value."""
+    """Check switches set live as those of ``config`` are. Raises ConfigError naming key and
+    value.
+    """
     switches: SwitchesConfig = build_settings(SwitchesConfig, raw, "switches")
     _check_switches(switches, config)
     return switches
@@ -325,7 +348,8 @@ def _check_switches(switches: SwitchesConfig, config: ServingConfig) -> None:
     names, k_max = [draft.name for draft in config.drafts], config.policy.k_max
     if switches.fixed_length > k_max:
         raise ConfigError(
-            f"switches.fixed_length must be at most policy.k_max {k_max}, got {switches.fixed_length}"
+            f"switches.fixed_length must be at most policy.k_max {k_max}, got "
+            f"{switches.fixed_length}"
         )
     if switches.fixed_draft not in names and (switches.fixed_length or switches.fixed_draft):
         raise ConfigError(

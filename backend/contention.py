@@ -1,4 +1,6 @@
-"""How much longer drafting and verifying take side by side than alone, on this machine: what a batch in cohorts has to make up for."""
+"""How much longer drafting and verifying take side by side than alone, on this machine: what a
+batch in cohorts has to make up for.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,15 @@ ROWS, CONTEXT_TOKENS, LENGTH, ROUNDS = 4, 4 * BLOCK_TOKENS - 8, 4, 5
 
 
 def overlapped(target: Engine, drafts: Seq[Engine]) -> tuple[Engine, float | None]:
-    """Return the target with a thread of its own, and the contention. Raises ConfigError where it cannot have one."""
+    """Return the target with a thread of its own, and the contention. Raises ConfigError where it
+    cannot have one.
+    """
     if not target.limits.overlaps:
         raise ConfigError(
             f"policy.cohorts must be 1: the engine of {target.name!r} runs no cohorts"
         )
-    threaded = Overlapped(
-        target
-    )  # measured as it will run: on CUDA its graphs and their workspaces belong to its thread and stream
+    # Measured as it will run: on CUDA its graphs and workspaces belong to its thread and stream.
+    threaded = Overlapped(target)
     contention = measure(threaded, drafts)
     logger.info(
         "contention of drafting and verifying: %s",
@@ -39,9 +42,11 @@ def overlapped(target: Engine, drafts: Seq[Engine]) -> tuple[Engine, float | Non
 
 
 def measure(target: Engine, drafts: Seq[Engine]) -> float | None:
-    """Return the worse of both phases' ratios, at least 1; None where no draft takes time. Before the loop runs: it uses any KV blocks.
+    """Return the worse of both phases' ratios, at least 1; None where no draft takes time. Before
+    the loop runs: it uses any KV blocks.
 
-    The slowest draft proposes for as long as the target verifies. Each figure is the median of ``ROUNDS``.
+    The slowest draft proposes for as long as the target verifies. Each figure is the median of
+    ``ROUNDS``.
     """
     with ExitStack() as stack:
         verify = stack.enter_context(repeated(target, verifies=True))
@@ -90,7 +95,9 @@ def _timed(run: Callable[[], None]) -> float:
 
 @contextmanager
 def repeated(engine: Engine, *, verifies: bool, rows: int = ROWS) -> Iterator[Callable[[], None]]:
-    """Give a call that runs a step of ``rows``: a verification, or a free run of ``LENGTH``; nothing of them is kept."""
+    """Give a call that runs a step of ``rows``: a verification, or a free run of ``LENGTH``;
+    nothing of them is kept.
+    """
     rng = random.Random(0)
     limits, length = engine.limits, min(LENGTH, engine.limits.max_draft_tokens)
     tokens = max(1, min(CONTEXT_TOKENS, limits.max_context_tokens - length - 1))

@@ -1,4 +1,6 @@
-"""Log lines when what the planner does changes: which draft, how many tokens. Never one for every step."""
+"""Log lines when what the planner does changes: which draft, how many tokens. Never one for every
+step.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ NEW_LENGTH_TOKENS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """What most rows got: the draft (``none``: no speculation) and the mean length of the rows that speculated."""
+    """What most rows got: the draft (``none``: no speculation) and the mean length of the rows that
+    speculated.
+    """
 
     draft: str
     length: float
@@ -43,7 +47,9 @@ class DecisionLog:
     def planned(
         self, view: View, plan: Plan, now_s: float, drift: Callable[[], dict[str, float]]
     ) -> None:
-        """Note a step's plan; ``now_s`` in seconds of a monotonic clock, ``drift`` as of ``Policy.drift``, called only for a line."""
+        """Note a step's plan; ``now_s`` in seconds of a monotonic clock, ``drift`` as of
+        ``Policy.drift``, called only for a line.
+        """
         if not len(plan.length):
             return
         if not self._plans:
@@ -84,7 +90,9 @@ class DecisionLog:
     def _tell(
         self, before: Regime | None, regime: Regime, figures: dict[str, Any], share: Any
     ) -> None:
-        """Log the change; ``step_changes`` counts the steps since the last line whose mean length differed from the step before."""
+        """Log the change; ``step_changes`` counts the steps since the last line whose mean length
+        differed from the step before.
+        """
         known = (
             {}
             if before is None
@@ -108,13 +116,17 @@ class DecisionLog:
 
 
 def _changes(plans: list[Plan]) -> int:
-    """Return in how many steps the mean length, in whole tokens, differed from that of the step before."""
+    """Return in how many steps the mean length, in whole tokens, differed from that of the step
+    before.
+    """
     means = np.array([plan.length.sum() / len(plan.length) for plan in plans]).round()
     return int(np.count_nonzero(np.diff(means)))
 
 
 def _figures(plans: list[Plan], drift: dict[str, float]) -> dict[str, Any]:
-    """Return why, as far as the policy says: mean step time, price (tokens/s) and gain over not speculating; the drift."""
+    """Return why, as far as the policy says: mean step time, price (tokens/s) and gain over not
+    speculating; the drift.
+    """
     priced = [
         plan for plan in plans if "gain" in plan.notes
     ]  # neither of a batch that rests nor of a policy that does not predict

@@ -1,4 +1,6 @@
-"""The drafts' phase of a step: what each could propose, and the proposals that the plan asks for."""
+"""The drafts' phase of a step: what each could propose, and the proposals that the plan asks
+for.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,11 @@ _EVERY_NODE = 256
 
 @dataclass(slots=True)
 class Proposals:
-    """One request's proposals in one step: the one to verify, and those of free drafts that are only scored.
+    """One request's proposals in one step: the one to verify, and those of free drafts that are
+    only scored.
 
-    Of ``drafted`` the target verifies ``chosen``, its best nodes. ``scored`` are (draft, accepted, length)
-    of chains that a draft which has caught up would have made of earlier tokens.
+    Of ``drafted`` the target verifies ``chosen``, its best nodes. ``scored`` are (draft, accepted,
+    length) of chains that a draft which has caught up would have made of earlier tokens.
     """
 
     drafted: Proposal | None = None
@@ -49,7 +52,9 @@ class Drafting:
         *,
         most_nodes: int = 0,
     ) -> None:
-        """``most_nodes`` is the most nodes of a tree that the target verifies; 0: it verifies chains only."""
+        """``most_nodes`` is the most nodes of a tree that the target verifies; 0: it verifies
+        chains only.
+        """
         self.names = tuple(draft.name for draft in drafts)
         self.engines = tuple(drafts)
         self._stats = stats
@@ -64,8 +69,9 @@ class Drafting:
     def ceilings(
         self, sequences: Seq[Sequence], most: Seq[int], *, only_free: bool = False
     ) -> tuple[IntArray, IntArray]:
-        """Return by sequence and draft the tokens that it could propose now, at most ``most`` of each sequence, and the committed ones that
-        it has not seen, int64[n, D] each; 0 of both from a draft that rests, or is not free where ``only_free`` are asked.
+        """Return by sequence and draft the tokens that it could propose now, at most ``most`` of
+        each sequence, and the committed ones that it has not seen, int64[n, D] each; 0 of both from
+        a draft that rests, or is not free where ``only_free`` are asked.
         """
         now, asked = (
             self._clock(),
@@ -81,7 +87,9 @@ class Drafting:
     def propose(
         self, sequences: Seq[Sequence], view: View, plan: Plan, log: StepLog
     ) -> dict[int, Proposals]:
-        """Return by sequence id what is drafted; row i of view and plan belongs to ``sequences[i]``."""
+        """Return by sequence id what is drafted; row i of view and plan belongs to
+        ``sequences[i]``.
+        """
         proposals = {sequence.id: Proposals() for sequence in sequences}
         wanted = set(plan.draft[plan.length > 0].tolist())
         for d, draft in enumerate(self.engines):
@@ -111,7 +119,9 @@ class Drafting:
         return proposals
 
     def drafted(self, sequences: Seq[Sequence], proposals: dict[int, Proposals]) -> Drafted | None:
-        """Return the nodes that could be verified for the rows of a plan; None where there are none."""
+        """Return the nodes that could be verified for the rows of a plan; None where there are
+        none.
+        """
         rows = [
             (row, sequence, proposal.first(self._most_nodes or _EVERY_NODE))
             for row, sequence in enumerate(sequences)
@@ -128,7 +138,9 @@ class Drafting:
         return Drafted(row, draft, confidence, drawn.astype(np.bool_))
 
     def best(self, drafted: Proposal | None, nodes: int) -> Proposal | None:
-        """Return the tree of so many nodes, at most what the target verifies; None where that is none."""
+        """Return the tree of so many nodes, at most what the target verifies; None where that is
+        none.
+        """
         most = min(nodes, self._most_nodes or _EVERY_NODE)
         return drafted.first(most) if drafted and most > 0 else None
 
@@ -138,7 +150,9 @@ class Drafting:
             draft.cancel(sequence_ids)
 
     def _complete(self, draft: Engine, turns: list[Turn], log: StepLog) -> list[Completion]:
-        """Run turns until all are complete, since verification needs them all; drop those that failed, with a metric."""
+        """Run turns until all are complete, since verification needs them all; drop those that
+        failed, with a metric.
+        """
         if not turns:
             return []
         completions: list[Completion] = []
@@ -168,7 +182,9 @@ class Drafting:
 def _asked(
     sequences: Seq[Sequence], draft: IntArray, length: IntArray, column: int
 ) -> dict[int, int]:
-    """Return by sequence id the tokens (above 0) that are asked of one draft; ``draft`` and ``length`` as in ``Plan``."""
+    """Return by sequence id the tokens (above 0) that are asked of one draft; ``draft`` and
+    ``length`` as in ``Plan``.
+    """
     return {
         s.id: k
         for s, k in zip(sequences, np.where(draft == column, length, 0).tolist(), strict=True)

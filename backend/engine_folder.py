@@ -1,4 +1,6 @@
-"""What a folder made by ``trtllm-build`` says of its engine, and whether it can serve here. TensorRT-LLM is not needed to read it."""
+"""What a folder made by ``trtllm-build`` says of its engine, and whether it can serve here.
+TensorRT-LLM is not needed to read it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ TEXT_TOKENS = 65_536
 """Tokens of text that are in flight at most where an engine is built without saying how many."""
 
 DRAFT_TOKENS_EXTERNAL = 2
-"""``build_config.speculative_decoding_mode`` of a target that verifies draft tokens from outside; 1 is none."""
+"""``build_config.speculative_decoding_mode`` of a target that verifies draft tokens from outside; 1
+is none.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +79,16 @@ class EngineFolder:
 
     @property
     def weight_bytes(self) -> int:
-        """The size of the engine files: about what the weights take on the GPUs, all ranks together."""
+        """The size of the engine files: about what the weights take on the GPUs, all ranks
+        together.
+        """
         return sum(file.stat().st_size for file in self.folder.glob("rank*.engine"))
 
 
 def read_engine_folder(folder: Path) -> EngineFolder:
-    """Read ``config.json`` and look for the files of all ranks. Raises ConfigError naming the folder and what it lacks."""
+    """Read ``config.json`` and look for the files of all ranks. Raises ConfigError naming the
+    folder and what it lacks.
+    """
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
         pretrained, build = config["pretrained_config"], config["build_config"]
@@ -127,7 +135,9 @@ def read_engine_folder(folder: Path) -> EngineFolder:
 
 
 def _kv_bytes(pretrained: dict[str, Any]) -> int:
-    """Return the bytes of KV of one token over all ranks: keys and values of every layer and KV head."""
+    """Return the bytes of KV of one token over all ranks: keys and values of every layer and KV
+    head.
+    """
     heads = int(pretrained["num_attention_heads"])
     head_size = int(pretrained.get("head_size") or int(pretrained["hidden_size"]) // heads)
     kv_heads = int(pretrained.get("num_key_value_heads") or heads)
@@ -167,17 +177,21 @@ def token_budget(
 
 
 def check_target(target: EngineFolder, k_max: int) -> None:
-    """Refuse a target that cannot verify drafts of ``k_max`` tokens. Raises ConfigError naming the folder and how to build it again."""
+    """Refuse a target that cannot verify drafts of ``k_max`` tokens. Raises ConfigError naming the
+    folder and how to build it again.
+    """
     wrong = _unfit(target)
     if not target.verifies_drafts or target.max_draft_len < 1:
         wrong.append(
-            "it was built without --speculative_decoding_mode draft_tokens_external and --max_draft_len"
+            "it was built without --speculative_decoding_mode draft_tokens_external and "
+            "--max_draft_len"
         )
     elif target.max_draft_len < k_max:
         wrong.append(f"policy.k_max {k_max} is over its max_draft_len {target.max_draft_len}")
     if target.logits_dtype != "float32":
         wrong.append(
-            f"its logits are {target.logits_dtype}, and those of drafts, which must be of the same type, are float32"
+            f"its logits are {target.logits_dtype}, and those of drafts, which must be of the "
+            f"same type, are float32"
         )
     _refuse(target, "target", wrong, max(k_max, 1))
 
@@ -187,7 +201,8 @@ def check_draft(draft: EngineFolder, target: EngineFolder) -> None:
     wrong = _unfit(draft)
     if draft.vocab_size != target.vocab_size:
         raise ConfigError(
-            f"draft {draft.folder} has a vocabulary of {draft.vocab_size} tokens, its target {target.folder} {target.vocab_size}"
+            f"draft {draft.folder} has a vocabulary of {draft.vocab_size} tokens, its target "
+            f"{target.folder} {target.vocab_size}"
         )
     if draft.verifies_drafts:
         wrong.append("it was built as a target (--speculative_decoding_mode draft_tokens_external)")
@@ -198,7 +213,8 @@ def _unfit(engine: EngineFolder) -> list[str]:
     wrong = []
     if not engine.paged_context_fmha:
         wrong.append(
-            "it was built without --use_paged_context_fmha enable, so KV cannot be reused between turns"
+            "it was built without --use_paged_context_fmha enable, so KV cannot be reused "
+            "between turns"
         )
     if not engine.paged_kv_cache:
         wrong.append("it was built without a paged KV cache")
@@ -215,14 +231,17 @@ def _refuse(engine: EngineFolder, role: str, wrong: list[str], max_draft_len: in
             build_command("CHECKPOINT_DIR", str(engine.folder), engine, max_draft_len)
         )
         raise ConfigError(
-            f"{role} engine {engine.folder} cannot serve: {'; '.join(wrong)}. Build it again: {command}"
+            f"{role} engine {engine.folder} cannot serve: {'; '.join(wrong)}. Build it again: "
+            f"{command}"
         )
 
 
 def build_command(checkpoint: str, output: str, limits: Any, max_draft_len: int) -> list[str]:
-    """Return the ``trtllm-build`` command line of an engine with these ``limits`` (names as in ``EngineFolder``).
+    """Return the ``trtllm-build`` command line of an engine with these ``limits`` (names as in
+    ``EngineFolder``).
 
-    ``max_draft_len`` 0 makes a draft. The builder adds ``max_draft_len`` to ``max_seq_len`` by itself.
+    ``max_draft_len`` 0 makes a draft. The builder adds ``max_draft_len`` to ``max_seq_len`` by
+    itself.
     """
     base_seq_len = limits.max_seq_len - (
         limits.max_draft_len if getattr(limits, "verifies_drafts", False) else 0

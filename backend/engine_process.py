@@ -1,4 +1,6 @@
-"""``python -m backend.engine_process --config FILE --socket PATH``: load, warm up, serve the wire until SIGTERM or the parent's death."""
+"""``python -m backend.engine_process --config FILE --socket PATH``: load, warm up, serve the wire
+until SIGTERM or the parent's death.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class _WarmUpSink:
 
 
 def warm_up(app: App) -> None:
-    """Serve a greedy and a sampled request, so that the first client pays for no allocation. Raises RuntimeError when one fails."""
+    """Serve a greedy and a sampled request, so that the first client pays for no allocation. Raises
+    RuntimeError when one fails.
+    """
     for temperature in (0.0, 0.8):
         sink = _WarmUpSink()
         request = GenerationRequest(

@@ -14,9 +14,11 @@ MOST_ROWS = 64
 
 
 def explain_last(orchestrator: Orchestrator) -> dict[str, Any]:
-    """Return ``age_s`` of the last plan that had rows, a line about its ``step`` and one for each of its ``requests`` (any thread).
+    """Return ``age_s`` of the last plan that had rows, a line about its ``step`` and one for each
+    of its ``requests`` (any thread).
 
-    Plans and states are immutable values: it is explained as it was made, but for switches that kept the planner from applying it.
+    Plans and states are immutable values: it is explained as it was made, but for switches that
+    kept the planner from applying it.
     """
     if (last := orchestrator.last_plan) is None:
         return {"age_s": None, "step": "no step has been planned yet", "requests": []}

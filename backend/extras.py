@@ -1,4 +1,6 @@
-"""What few requests ask for beside their tokens: logits, and the most likely tokens at each place. Gathered by steps, sent by replies."""
+"""What few requests ask for beside their tokens: logits, and the most likely tokens at each place.
+Gathered by steps, sent by replies.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,18 @@ FloatArray = npt.NDArray[np.float32]
 
 @dataclass(slots=True)
 class Prompt:
-    """The ``tokens`` of a prompt, and of all but the first the log-probability by the model's own law and the ``top`` most likely there."""
+    """The ``tokens`` of a prompt, and of all but the first the log-probability by the model's own
+    law and the ``top`` most likely there.
+    """
 
     tokens: list[int]
     log_probs: list[float] = field(default_factory=list)
     top: list[list[tuple[int, float]]] = field(default_factory=list)
 
     def read(self, rows: FloatArray, first: int, most: int) -> None:
-        """Take the logits [rows, vocab] behind the tokens from number ``first`` on, and keep ``most`` of the likeliest at each place."""
+        """Take the logits [rows, vocab] behind the tokens from number ``first`` on, and keep
+        ``most`` of the likeliest at each place.
+        """
         said = self.tokens[first + 1 : first + 1 + len(rows)]
         rows = rows[: len(said)]
         if not said:
@@ -43,9 +49,9 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """What a reply carries: its ``tokens``, at each of them the most likely (token, log-probability), best first, the model's own
-    ``logits`` [tokens, vocab] behind which they were drawn, and those behind every token of the prompt [prompt tokens, vocab]. None: not
-    asked for.
+    """What a reply carries: its ``tokens``, at each of them the most likely (token,
+    log-probability), best first, the model's own ``logits`` [tokens, vocab] behind which they were
+    drawn, and those behind every token of the prompt [prompt tokens, vocab]. None: not asked for.
     """
 
     tokens: list[int]
@@ -79,7 +85,9 @@ class Gatherer:
         return cls(sequence) if asks else None
 
     def add(self, tokens: Seq[int], extras: Extras | None) -> None:
-        """Take those of the ``tokens`` that were committed in a step; what a resumed request runs again is not taken again."""
+        """Take those of the ``tokens`` that were committed in a step; what a resumed request runs
+        again is not taken again.
+        """
         self._tokens += tokens
         if extras is None:
             return
@@ -115,7 +123,9 @@ class Gatherer:
 
 
 class ExtrasFiles:
-    """Puts extras into messages. Logits are too large for the wire: they go by files in ``folder``, which their reader removes."""
+    """Puts extras into messages. Logits are too large for the wire: they go by files in ``folder``,
+    which their reader removes.
+    """
 
     def __init__(self, folder: Path, token_bytes: Seq[bytes]) -> None:
         self._folder = folder
@@ -124,7 +134,9 @@ class ExtrasFiles:
         shutil.rmtree(folder, ignore_errors=True)  # an earlier process's
 
     def message(self, extras: Gathered) -> dict[str, Any]:
-        """Return the extras' part of a message (bytes as Latin-1 text), logits as the names of their files."""
+        """Return the extras' part of a message (bytes as Latin-1 text), logits as the names of
+        their files.
+        """
         body: dict[str, Any] = {}
         if extras.top is not None:
             body["bytes"] = [self._text(token) for token in extras.tokens]

@@ -1,4 +1,6 @@
-"""What the target has been given and has not yet answered: one batch, or several in the order in which they were submitted."""
+"""What the target has been given and has not yet answered: one batch, or several in the order in
+which they were submitted.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Flight:
-    """A flight's way through a step, from its plan to what is learnt of it: the rows of view and plan are ``sessions``.
+    """A flight's way through a step, from its plan to what is learnt of it: the rows of view and
+    plan are ``sessions``.
 
     ``turns`` are what the target is given: theirs and the chunks of prompts.
     """
@@ -38,7 +41,8 @@ class Flight:
 class Flights:
     """Submits to the target and takes back. ``proposals`` are those of every sequence in flight.
 
-    Over an engine that is ``Overlapped`` several are in flight, over another one, which is in the air only while it is waited for.
+    Over an engine that is ``Overlapped`` several are in flight, over another one, which is in the
+    air only while it is waited for.
     """
 
     def __init__(self, target: Engine, stats: StepStats) -> None:
@@ -54,7 +58,9 @@ class Flights:
 
     @property
     def decoding(self) -> list[Session]:
-        """The sessions in flight that the next view shows beside those that are ready; none where the target has them in one batch."""
+        """The sessions in flight that the next view shows beside those that are ready; none where
+        the target has them in one batch.
+        """
         if self._overlapped is None:
             return []
         return [
@@ -65,7 +71,9 @@ class Flights:
         ]
 
     def submit(self, flight: Flight, proposals: dict[int, Proposals]) -> None:
-        """Give a flight's turns to the target, which begins with them now where it is ``Overlapped``, else when the flight is to land."""
+        """Give a flight's turns to the target, which begins with them now where it is
+        ``Overlapped``, else when the flight is to land.
+        """
         self.proposals.update(proposals)
         for turn in flight.prefill:
             self.proposals[turn.sequence.id] = Proposals()
@@ -76,7 +84,9 @@ class Flights:
 
     @property
     def aloft(self) -> tuple[View, Plan] | None:
-        """The rows in one in-flight batch with those that are ready: a step engine's passes are of what is submitted together."""
+        """The rows in one in-flight batch with those that are ready: a step engine's passes are of
+        what is submitted together.
+        """
         return None
 
     @property
@@ -85,9 +95,11 @@ class Flights:
         return 0
 
     def land(self, log: StepLog) -> tuple[Flight, list[Completion], bool]:  # noqa: ARG002 (each has its own)
-        """Wait for the oldest flight; return it, its completions, and whether the target failed with all of them.
+        """Wait for the oldest flight; return it, its completions, and whether the target failed
+        with all of them.
 
-        A target that raises fails only the turns that raise again alone. The flights behind it are void: their sequences are ready again.
+        A target that raises fails only the turns that raise again alone. The flights behind it are
+        void: their sequences are ready again.
         """
         flight = self._flights.popleft()
         try:

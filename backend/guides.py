@@ -1,7 +1,8 @@
 """Guided decoding: which tokens a grammar allows at each place of a text.
 
-``llguidance`` parses; a ``Guide`` keeps its matcher at the place that an engine asks about. A matcher walks along proposed tokens and back
-again, so that target and drafts share one, and a text never depends on what was proposed.
+``llguidance`` parses; a ``Guide`` keeps its matcher at the place that an engine asks about. A
+matcher walks along proposed tokens and back again, so that target and drafts share one, and a text
+never depends on what was proposed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import numpy.typing as npt
 from backend.request import ErrorCode, RequestError
 from backend.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # imported where it is needed: TensorRT-LLM's container has another version, and guides are refused there
+# imported where it is needed: TensorRT-LLM's container has another version, and guides are refused
+# there
+if TYPE_CHECKING:
     import llguidance
 
 BoolArray = npt.NDArray[np.bool_]
@@ -35,16 +38,20 @@ class Grammars:
         self._tokens: llguidance.LLTokenizer | None = None
 
     def guide(self, kind: str, text: str, end_ids: frozenset[int]) -> Guide:
-        """Return the guide of one request, whose text may end by ``end_ids``. Raises RequestError naming what is wrong with a grammar."""
+        """Return the guide of one request, whose text may end by ``end_ids``. Raises RequestError
+        naming what is wrong with a grammar.
+        """
         import llguidance
 
         if not end_ids:
             raise _invalid(
-                "end_id must not be -1 beside guided_decoding_guide_type: nothing could end the text"
+                "end_id must not be -1 beside guided_decoding_guide_type: nothing could end the "
+                "text"
             )
         if len(text) > MOST_CHARACTERS:
             raise _invalid(
-                f"guided_decoding_guide must have at most {MOST_CHARACTERS} characters, got {len(text)}"
+                f"guided_decoding_guide must have at most {MOST_CHARACTERS} characters, got "
+                f"{len(text)}"
             )
         if self._tokens is None:
             self._tokens = llguidance.LLTokenizer(
@@ -57,19 +64,23 @@ class Grammars:
         matcher = llguidance.LLMatcher(self._tokens, grammar, log_level=0)
         if matcher.is_error():
             raise _invalid(
-                f"guided_decoding_guide is no {kind} that can be served: {_one_line(matcher.get_error())}"
+                f"guided_decoding_guide is no {kind} that can be served: "
+                f"{_one_line(matcher.get_error())}"
             )
         guide = Guide(matcher, self._tokenizer.vocab_size, end_ids, self._tokens.eos_token)
         guide.mask([])  # the first may take a second, which is not to be the loop's
         if guide.failure is not None:
             raise _invalid(
-                f"guided_decoding_guide is no {kind} that can be served: it allows no text ({guide.failure})"
+                f"guided_decoding_guide is no {kind} that can be served: it allows no text "
+                f"({guide.failure})"
             )
         return guide
 
 
 class Guide:
-    """One request's grammar. ``failure`` is set when it grew beyond the parser's limits; then nothing but an end is allowed."""
+    """One request's grammar. ``failure`` is set when it grew beyond the parser's limits; then
+    nothing but an end is allowed.
+    """
 
     def __init__(
         self, matcher: llguidance.LLMatcher, vocab_size: int, end_ids: frozenset[int], end_bit: int
@@ -83,13 +94,15 @@ class Guide:
         self._masks: dict[int, BoolArray] = {}  # by place, along the trail
 
     def mask(self, output: Seq[int]) -> BoolArray | None:
-        """Return what may follow ``output``, bool[vocab]; None where it has left the grammar, as a draft
-        may do that lacks a token.
+        """Return what may follow ``output``, bool[vocab]; None where it has left the grammar, as a
+        draft may do that lacks a token.
         """
         return self._mask() if self._stand_behind(output) else None
 
     def allowed(self, output: Seq[int], proposed: Seq[int]) -> int:
-        """Return how many of the proposed tokens the grammar takes; a token that ends the text is the last of them."""
+        """Return how many of the proposed tokens the grammar takes; a token that ends the text is
+        the last of them.
+        """
         if not self._stand_behind(output):
             return 0
         count = next(
@@ -143,7 +156,9 @@ class Guide:
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance reads it. Tokens without text can only be its end token, or nothing."""
+    """A tokenizer as llguidance reads it. Tokens without text can only be its end token, or
+    nothing.
+    """
 
     bos_token_id = None
 

@@ -18,10 +18,12 @@ def run_turns(target: Engine, turns: Seq[Turn]) -> list[Completion]:
 
 
 def run_again(target: Engine, turns: Seq[Turn]) -> list[Completion]:
-    """Run the turns of a submission that raised again, without their proposals; where that raises too, in halves.
+    """Run the turns of a submission that raised again, without their proposals; where that raises
+    too, in halves.
 
-    A turn that raises alone completes with its error. Of n turns one culprit costs about 2 log2(n) passes. Lossless: an exception voids a
-    submission (see ``backend.ports``), and nobody has seen what the discarded pass drew.
+    A turn that raises alone completes with its error. Of n turns one culprit costs about 2 log2(n)
+    passes. Lossless: an exception voids a submission (see ``backend.ports``), and nobody has seen
+    what the discarded pass drew.
     """
     plain = [replace(turn, proposal=None) for turn in turns]
     try:

@@ -1,11 +1,13 @@
-"""Who owns which KV block: one block table per sequence, which the target and every draft that keeps KV share.
+"""Who owns which KV block: one block table per sequence, which the target and every draft that
+keeps KV share.
 
-Their pools have the same number of blocks and they run on the same positions, so a sequence's blocks are the same in each of them: a draft
-never lacks the room that the target has, and nothing is decided per draft.
+Their pools have the same number of blocks and they run on the same positions, so a sequence's
+blocks are the same in each of them: a draft never lacks the room that the target has, and nothing
+is decided per draft.
 
-With prefix reuse, sequences whose texts begin alike have the complete blocks of that beginning in common, also with one that has ended as
-long as there is room. The ledger hands out blocks by their content; what KV of it an engine has is the engine's own knowledge
-(``Engine.unseen``).
+With prefix reuse, sequences whose texts begin alike have the complete blocks of that beginning in
+common, also with one that has ended as long as there is room. The ledger hands out blocks by their
+content; what KV of it an engine has is the engine's own knowledge (``Engine.unseen``).
 """
 
 from __future__ import annotations
@@ -17,16 +19,19 @@ from backend.block_pool import BlockPool, block_key, root_key
 from backend.ports import BLOCK_TOKENS, Engine, Sequence
 
 GROWTH_BLOCKS = 4
-"""Blocks by which every active sequence must be able to grow before another is admitted: pre-empting that soon wastes its prefill.
+"""Blocks by which every active sequence must be able to grow before another is admitted:
+pre-empting that soon wastes its prefill.
 
-Chosen with ``tests.bench.bench_admission``: fewer cost more pre-emptions where texts are long, more leave room unused where they are short.
+Chosen with ``tests.bench.bench_admission``: fewer cost more pre-emptions where texts are long, more
+leave room unused where they are short.
 """
 
 
 @dataclass(slots=True)
 class Reuse:
-    """What prefix reuse has come to: complete blocks of admitted sequences that were there (``reused``) or not (``missed``), cached ones
-    that gave way (``evicted``), and ``tokens`` of which the target had KV at admission.
+    """What prefix reuse has come to: complete blocks of admitted sequences that were there
+    (``reused``) or not (``missed``), cached ones that gave way (``evicted``), and ``tokens`` of
+    which the target had KV at admission.
     """
 
     reused: int = 0
@@ -36,10 +41,12 @@ class Reuse:
 
 
 class KVLedger:
-    """Gives sequences blocks as they grow; with ``guaranteed`` a sequence gets those of its whole life at admission.
+    """Gives sequences blocks as they grow; with ``guaranteed`` a sequence gets those of its whole
+    life at admission.
 
-    What a sequence needs is its tokens and ``headroom_tokens`` (k_max + 1) more, for proposals that a verification writes and may reject.
-    ``target`` turns prefix reuse on: blocks are worth keeping that it has KV of.
+    What a sequence needs is its tokens and ``headroom_tokens`` (k_max + 1) more, for proposals that
+    a verification writes and may reject. ``target`` turns prefix reuse on: blocks are worth keeping
+    that it has KV of.
     """
 
     def __init__(
@@ -63,7 +70,9 @@ class KVLedger:
         self._reuse = Reuse()
 
     def blocks_needed(self, tokens: int) -> int:
-        """Return the blocks that a sequence of so many tokens needs (0 where no engine keeps KV)."""
+        """Return the blocks that a sequence of so many tokens needs (0 where no engine keeps
+        KV).
+        """
         return -(-(tokens + self._headroom_tokens) // BLOCK_TOKENS) if self._engines else 0
 
     def fits_ever(self, life_tokens: int) -> bool:
@@ -71,10 +80,12 @@ class KVLedger:
         return self.blocks_needed(life_tokens) <= self._pool.size
 
     def reserve(self, sequence: Sequence, life_tokens: int) -> bool:
-        """Write a block table into a sequence that may grow to ``life_tokens``; False when there is no room for it now.
+        """Write a block table into a sequence that may grow to ``life_tokens``; False when there is
+        no room for it now.
 
-        Room is what the sequence needs beyond the blocks that others share with it, and ``growth_blocks`` for each of the others. The block
-        of the last token is its own: that token is run again for its logits, and a shared block is never written twice.
+        Room is what the sequence needs beyond the blocks that others share with it, and
+        ``growth_blocks`` for each of the others. The block of the last token is its own: that token
+        is run again for its logits, and a shared block is never written twice.
         """
         shared = self._shared_blocks(sequence)
         need = self.blocks_needed(life_tokens if self._guaranteed else len(sequence.tokens)) - len(
@@ -98,7 +109,9 @@ class KVLedger:
         return True
 
     def grow(self, sequence: Sequence) -> bool:
-        """Extend the sequence's table to what its next step may write; False (and unchanged) when there is no room for that."""
+        """Extend the sequence's table to what its next step may write; False (and unchanged) when
+        there is no room for that.
+        """
         table = self._tables[sequence.id]
         missing = self.blocks_needed(len(sequence.tokens)) - len(table)
         if missing > self._pool.available:
@@ -113,7 +126,9 @@ class KVLedger:
         return True
 
     def change_engines(self, pools: Mapping[str, int], sequences: Iterable[Sequence]) -> None:
-        """Give the tables of ``sequences`` (all that have one) to these engines. Raises ValueError for a pool with too few blocks."""
+        """Give the tables of ``sequences`` (all that have one) to these engines. Raises ValueError
+        for a pool with too few blocks.
+        """
         sizes = {name: blocks for name, blocks in pools.items() if blocks}
         if few := {name: blocks for name, blocks in sizes.items() if blocks < self._pool.size}:
             raise ValueError(f"the engines share {self._pool.size} KV blocks, got {few}")
@@ -123,7 +138,8 @@ class KVLedger:
             sequence.blocks.update(dict.fromkeys(self._engines, self._tables[sequence.id]))
 
     def release(self, sequence: Sequence) -> None:
-        """Take back all blocks of a sequence; a second call does nothing. Call it before the target forgets the sequence.
+        """Take back all blocks of a sequence; a second call does nothing. Call it before the target
+        forgets the sequence.
 
         What the target has KV of stays to be found by others until the room is needed.
         """
@@ -138,7 +154,9 @@ class KVLedger:
         sequence.blocks.clear()
 
     def usage(self) -> dict[str, int]:
-        """Return how many blocks are ``used`` and how many ``free``; of the latter ``cached`` ones have KV that can be used again."""
+        """Return how many blocks are ``used`` and how many ``free``; of the latter ``cached`` ones
+        have KV that can be used again.
+        """
         return {
             "used": self._pool.size - self._pool.available,
             "free": self._pool.available,

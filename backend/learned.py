@@ -1,4 +1,6 @@
-"""What the policy has learnt, kept in the cache folder over restarts: read at start, written every minute and at the end, off the loop."""
+"""What the policy has learnt, kept in the cache folder over restarts: read at start, written every
+minute and at the end, off the loop.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,11 @@ SAVE_PERIOD_S = 60.0
 
 
 class LearnedState:
-    """Moves the policy's state between the loop and a file. The state is an immutable value, so reading it needs no lock.
+    """Moves the policy's state between the loop and a file. The state is an immutable value, so
+    reading it needs no lock.
 
-    A file that does not fit is ignored and one that cannot be written is missed, with a metric; neither ever costs a request.
+    A file that does not fit is ignored and one that cannot be written is missed, with a metric;
+    neither ever costs a request.
     """
 
     def __init__(
@@ -45,7 +49,9 @@ class LearnedState:
         self._thread = threading.Thread(target=self._run, name="learned-state", daemon=True)
 
     def show(self) -> dict[str, Any]:
-        """Return what is known now, and how old was what this process began with (seconds; None: it began with nothing)."""
+        """Return what is known now, and how old was what this process began with (seconds; None: it
+        began with nothing).
+        """
         return {
             "restored_age_s": self._restored_age_s,
             **self._policy.save(self._orchestrator.policy_state, monotonic()),
@@ -78,7 +84,9 @@ class LearnedState:
 
     @contextmanager
     def changing(self, policy: Policy, key: str) -> Iterator[dict[str, Any]]:
-        """Give the block what is known, for the state that it hands the loop; that is kept as this policy's, under this key."""
+        """Give the block what is known, for the state that it hands the loop; that is kept as this
+        policy's, under this key.
+        """
         with self._changing:
             yield self._policy.save(self._orchestrator.policy_state, monotonic())
             self._policy, self._key = policy, key

@@ -1,4 +1,5 @@
-"""Log lines as text or JSON, with fields of their own; a line that repeats too often is held back and counted.
+"""Log lines as text or JSON, with fields of their own; a line that repeats too often is held back
+and counted.
 
 Fields are given as ``logger.info("request refused", extra=fields(code="UNAVAILABLE"))``.
 """
@@ -15,7 +16,9 @@ from typing import Any
 from backend.config import LogConfig
 
 BURST, PERIOD_S = 3, 1.0
-"""Lines of one kind (logger, level and message before its arguments) that are let through in a period."""
+"""Lines of one kind (logger, level and message before its arguments) that are let through in a
+period.
+"""
 MAX_KINDS = 1000
 
 
@@ -25,7 +28,9 @@ def fields(**values: Any) -> dict[str, Any]:
 
 
 def set_up_logging(process: str, config: LogConfig) -> None:
-    """Send all log lines of this process to standard error; ``process`` names it in each. May be called again with other settings."""
+    """Send all log lines of this process to standard error; ``process`` names it in each. May be
+    called again with other settings.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         JsonFormatter(process) if config.format == "json" else TextFormatter(process)
@@ -43,7 +48,9 @@ def _fields_of(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class TextFormatter(logging.Formatter):
-    """``TIME PROCESS LEVEL LOGGER: MESSAGE key=value ...``; a traceback follows on lines of its own."""
+    """``TIME PROCESS LEVEL LOGGER: MESSAGE key=value ...``; a traceback follows on lines of its
+    own.
+    """
 
     def __init__(self, process: str) -> None:
         super().__init__(
@@ -61,7 +68,9 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: ``time`` (UTC), ``level``, ``process``, ``logger``, ``event``, the record's fields, ``exception``."""
+    """One JSON object a line: ``time`` (UTC), ``level``, ``process``, ``logger``, ``event``, the
+    record's fields, ``exception``.
+    """
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -84,7 +93,9 @@ class JsonFormatter(logging.Formatter):
 
 
 class FloodGate(logging.Filter):
-    """Lets ``BURST`` records of a kind through in each ``PERIOD_S``; the next one that passes tells how many were held back."""
+    """Lets ``BURST`` records of a kind through in each ``PERIOD_S``; the next one that passes tells
+    how many were held back.
+    """
 
     def __init__(self) -> None:
         super().__init__()

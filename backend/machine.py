@@ -1,5 +1,5 @@
-"""What this machine is, for the key of measured latencies, the provenance of results and the dtype that ``auto`` means: hardware and
-versions, never a host or a user.
+"""What this machine is, for the key of measured latencies, the provenance of results and the dtype
+that ``auto`` means: hardware and versions, never a host or a user.
 """
 
 from __future__ import annotations
@@ -24,19 +24,25 @@ _PACKAGES = ("torch", "numpy", "tokenizers", "tritonclient", "nvidia-pytriton")
 
 
 def processor() -> str:
-    """Return the processor's name and its instructions; a name alone may mask several generations (virtual machines: "AMD EPYC")."""
+    """Return the processor's name and its instructions; a name alone may mask several generations
+    (virtual machines: "AMD EPYC").
+    """
     name = _cpuinfo("model name") or platform.processor() or platform.machine()
     return f"{name} ({found})" if (found := instructions()) else name
 
 
 def instructions() -> str:
-    """Return the best of ``AMX-BF16``, ``AVX512-BF16``, ``AVX512`` and ``AVX2`` that the processor has, or nothing."""
+    """Return the best of ``AMX-BF16``, ``AVX512-BF16``, ``AVX512`` and ``AVX2`` that the processor
+    has, or nothing.
+    """
     flags = set(_cpuinfo("flags").split())
     return next((name for name, needed in _INSTRUCTIONS if needed <= flags), "")
 
 
 def multiplies_bf16() -> bool:
-    """Return whether the processor has instructions for products in bf16: elsewhere they take several times as long as in fp32."""
+    """Return whether the processor has instructions for products in bf16: elsewhere they take
+    several times as long as in fp32.
+    """
     return instructions().endswith("BF16")
 
 
@@ -68,7 +74,9 @@ def cores() -> int:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed packages that time depends on, without importing them."""
+    """Return the versions of Python and of the installed packages that time depends on, without
+    importing them.
+    """
     found = {package: _version(package) for package in _PACKAGES}
     return {"python": platform.python_version()} | {
         package: version for package, version in found.items() if version

@@ -1,4 +1,6 @@
-"""What an engine folder says of itself, read without loading it: enough to pair drafts with a target and to key measured tables."""
+"""What an engine folder says of itself, read without loading it: enough to pair drafts with a
+target and to key measured tables.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,11 @@ FAMILIES = "Llama, Mistral without a sliding window, Qwen2 (Qwen2.5 too)"
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """An engine folder. ``vocabulary_sha256`` is of its tokenizer's tokens, or (a draft ships none) the one it was made for.
+    """An engine folder. ``vocabulary_sha256`` is of its tokenizer's tokens, or (a draft ships none)
+    the one it was made for.
 
-    ``layout_sha256`` covers the names, headers and sizes of the weight files: what time depends on, not gigabytes of values.
+    ``layout_sha256`` covers the names, headers and sizes of the weight files: what time depends on,
+    not gigabytes of values.
     """
 
     folder: Path
@@ -34,7 +38,9 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read a Hugging Face folder's manifest. Raises ConfigError naming the folder and what it lacks."""
+    """Read a Hugging Face folder's manifest. Raises ConfigError naming the folder and what it
+    lacks.
+    """
     config = _config(folder)
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
@@ -60,7 +66,8 @@ def read_manifest(folder: Path) -> Manifest:
 def check_folder(key: str, model: str, folder: Path, *, tokenizer: bool) -> None:
     """Refuse a ``model`` that is no Hugging Face folder of a family that is served.
 
-    ``tokenizer``: it needs one. Raises ConfigError beginning with the ``key`` and saying what to do.
+    ``tokenizer``: it needs one. Raises ConfigError beginning with the ``key`` and saying what to
+    do.
     """
     if not folder.is_dir():
         raise ConfigError(f"{key} must be a folder, got {model!r}{_download(model)}")
@@ -92,20 +99,26 @@ def _download(model: str) -> str:
 
 
 def check_pair(target: Manifest, draft: Manifest) -> None:
-    """Refuse a draft that does not speak the target's tokens. Raises ConfigError naming both folders and values."""
+    """Refuse a draft that does not speak the target's tokens. Raises ConfigError naming both
+    folders and values.
+    """
     if draft.vocab_size != target.vocab_size:
         raise ConfigError(
-            f"draft {draft.folder} has a vocabulary of {draft.vocab_size} tokens, its target {target.folder} {target.vocab_size}"
+            f"draft {draft.folder} has a vocabulary of {draft.vocab_size} tokens, its target "
+            f"{target.folder} {target.vocab_size}"
         )
     if draft.vocabulary_sha256 != target.vocabulary_sha256:
         raise ConfigError(
-            f"draft {draft.folder} was made for the vocabulary {draft.vocabulary_sha256[:12]}, its target {target.folder} has "
+            f"draft {draft.folder} was made for the vocabulary {draft.vocabulary_sha256[:12]}, "
+            f"its target {target.folder} has "
             f"{target.vocabulary_sha256[:12]}{_first_difference(target.folder, draft.folder)}"
         )
 
 
 def check_vocabulary(target: Path, draft: Path) -> None:
-    """Refuse a draft folder whose ``tokenizer.json`` is not its target's; one that has none is taken at its word. Raises ConfigError."""
+    """Refuse a draft folder whose ``tokenizer.json`` is not its target's; one that has none is
+    taken at its word. Raises ConfigError.
+    """
     if difference := _first_difference(target, draft):
         raise ConfigError(
             f"draft {draft} has not the vocabulary of its target {target}{difference}"
@@ -113,7 +126,9 @@ def check_vocabulary(target: Path, draft: Path) -> None:
 
 
 def _first_difference(target: Path, draft: Path) -> str:
-    """Say which is the first token id that means something else; nothing where the draft has no tokenizer.json to look into."""
+    """Say which is the first token id that means something else; nothing where the draft has no
+    tokenizer.json to look into.
+    """
     files = [folder / "tokenizer.json" for folder in (target, draft)]
     if not all(file.exists() for file in files):
         return ""
@@ -131,14 +146,18 @@ def _first_difference(target: Path, draft: Path) -> str:
 
 
 def vocabulary_sha256(tokenizer: Path) -> str:
-    """Return a hash of a ``tokenizer.json``'s tokens by id: equal ids mean equal tokens, however the file was written."""
+    """Return a hash of a ``tokenizer.json``'s tokens by id: equal ids mean equal tokens, however
+    the file was written.
+    """
     return hashlib.sha256(
         json.dumps(vocabulary(tokenizer), ensure_ascii=False).encode()
     ).hexdigest()
 
 
 def vocabulary(tokenizer: Path) -> list[tuple[int, str]]:
-    """Return the tokens of a ``tokenizer.json`` by ascending id. Raises ConfigError for a file that cannot be read."""
+    """Return the tokens of a ``tokenizer.json`` by ascending id. Raises ConfigError for a file that
+    cannot be read.
+    """
     try:
         spec = json.loads(tokenizer.read_text("utf-8"))
         tokens = {
@@ -151,9 +170,11 @@ def vocabulary(tokenizer: Path) -> list[tuple[int, str]]:
 
 
 def weights_sha256(folder: Path) -> str:
-    """Return a hash of what the weights are: of each file its name, size, header and samples spread over its values.
+    """Return a hash of what the weights are: of each file its name, size, header and samples spread
+    over its values.
 
-    Training changes every value, so samples tell checkpoints apart without reading all of their gigabytes.
+    Training changes every value, so samples tell checkpoints apart without reading all of their
+    gigabytes.
     """
     files = sorted(folder.glob("*.safetensors"))
     digest = hashlib.sha256(_layout_sha256(files).encode())

@@ -1,4 +1,6 @@
-"""Whether a deployment fits into memory: planned from its configuration before anything is loaded, and refused with the numbers if not."""
+"""Whether a deployment fits into memory: planned from its configuration before anything is loaded,
+and refused with the numbers if not.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,16 @@ from pathlib import Path
 from backend.config import ConfigError, EngineConfig, ServingConfig
 
 PROCESS_BYTES = 400 << 20
-"""What the process takes beside its engines: Python, torch's libraries, the tokenizer, the requests."""
+"""What the process takes beside its engines: Python, torch's libraries, the tokenizer, the
+requests.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of one engine on ``device``: its weights, its KV pool, and what its largest pass takes besides."""
+    """Bytes of one engine on ``device``: its weights, its KV pool, and what its largest pass takes
+    besides.
+    """
 
     device: str
     weights: int
@@ -29,7 +35,9 @@ class Footprint:
 
 
 def plan(config: ServingConfig, folders: Mapping[str, Path]) -> dict[str, Footprint]:
-    """Return the footprints of the engines that run a model (``folders``: their checkpoints by name). Raises CheckpointError."""
+    """Return the footprints of the engines that run a model (``folders``: their checkpoints by
+    name). Raises CheckpointError.
+    """
     from backend.engines.counterfactual import SCORED_ROWS  # imports torch, as the engines will
     from backend.engines.footprint import footprint
 
@@ -66,7 +74,9 @@ def plan(config: ServingConfig, folders: Mapping[str, Path]) -> dict[str, Footpr
 
 
 def process_bytes(config: ServingConfig) -> int:
-    """Return what the process takes beside its engines, with the logits that requests keep until they are sent, and their copy then."""
+    """Return what the process takes beside its engines, with the logits that requests keep until
+    they are sent, and their copy then.
+    """
     return PROCESS_BYTES + 2 * config.limits.max_logits_bytes
 
 
@@ -75,7 +85,8 @@ def check(
     available: Mapping[str, int],
     process_bytes: int = PROCESS_BYTES,
 ) -> str:
-    """Return the plan in a line; ``available`` is the bytes on each device, ``process_bytes`` the host's share beside the engines.
+    """Return the plan in a line; ``available`` is the bytes on each device, ``process_bytes`` the
+    host's share beside the engines.
 
     Raises ConfigError with every number where they are too few.
     """
@@ -90,10 +101,14 @@ def check(
             f"{name} {_gib(f.weights)} weights + {_gib(f.kv)} KV + {_gib(f.passes)} passes"
             for name, f in parts.items()
         ]
-        line = f"{device} has {_gib(free)} GiB and {_gib(needed)} are needed ({', '.join(numbers)}, process {_gib(process)})"
+        line = (
+            f"{device} has {_gib(free)} GiB and {_gib(needed)} are needed "
+            f"({', '.join(numbers)}, process {_gib(process)})"
+        )
         if needed > free:
             raise ConfigError(
-                f"not enough memory: {line}; lower limits.kv_cache_tokens (KV), limits.max_active_requests or policy.k_max (passes), "
+                f"not enough memory: {line}; lower limits.kv_cache_tokens (KV), "
+                f"limits.max_active_requests or policy.k_max (passes), "
                 "or leave out a draft"
             )
         lines.append(line)
@@ -110,7 +125,9 @@ def available_bytes(engine: EngineConfig) -> int:
 
 
 def host_bytes(root: Path = Path("/")) -> int:
-    """Return what Linux can still give this process: what the machine has, or what the tightest control group (v1 or v2) leaves."""
+    """Return what Linux can still give this process: what the machine has, or what the tightest
+    control group (v1 or v2) leaves.
+    """
     meminfo = dict(
         line.split(":") for line in (root / "proc/meminfo").read_text("utf-8").splitlines()
     )
@@ -118,7 +135,9 @@ def host_bytes(root: Path = Path("/")) -> int:
 
 
 def _left_by_groups(root: Path) -> Iterator[int]:
-    """Yield what each control group above this process leaves: its limit less what it uses, file pages that can be dropped apart."""
+    """Yield what each control group above this process leaves: its limit less what it uses, file
+    pages that can be dropped apart.
+    """
     mounted = root / "sys/fs/cgroup"
     for line in (root / "proc/self/cgroup").read_text("utf-8").splitlines():
         _, controllers, path = line.split(":", 2)

@@ -1,9 +1,10 @@
-"""The metric families of the service: the engine process names them, the Triton model ``spindle`` exports them on ``/metrics``.
+"""The metric families of the service: the engine process names them, the Triton model ``spindle``
+exports them on ``/metrics``.
 
-Counters and histograms only count; rates are the reader's. ``arm`` is whose choice was applied: ``planner`` or, in a canary, ``fixed``;
-``off`` and ``shadow`` while speculation is. Acceptance per position is
-``rate(spindle_accepted_tokens_by_position_total) / rate(spindle_draft_tokens_by_position_total)``;
-how far a draft's confidence is to be believed is
+Counters and histograms only count; rates are the reader's. ``arm`` is whose choice was applied:
+``planner`` or, in a canary, ``fixed``; ``off`` and ``shadow`` while speculation is. Acceptance per
+position is ``rate(spindle_accepted_tokens_by_position_total) /
+rate(spindle_draft_tokens_by_position_total)``; how far a draft's confidence is to be believed is
 ``rate(spindle_draft_nodes_held_total) / rate(spindle_draft_nodes_total)`` by ``claimed``.
 """
 
@@ -23,7 +24,9 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One metric family: its labels are always given together; ``buckets`` (upper bounds) belong to histograms."""
+    """One metric family: its labels are always given together; ``buckets`` (upper bounds) belong to
+    histograms.
+    """
 
     name: str
     kind: Kind
@@ -124,7 +127,8 @@ SPINDLE_FAMILIES: tuple[Family, ...] = (
     Family(
         "spindle_step_part_seconds_total",
         _C,
-        "Time of steps by part: planning, learning (from the step before), draft:NAME, verify, rest."
+        "Time of steps by part: planning, learning (from the step before), draft:NAME, verify, "
+        "rest."
         " They sum to the time of the steps, unless parts of a batch run side by side",
         ("part",),
     ),

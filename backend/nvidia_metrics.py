@@ -1,7 +1,9 @@
-"""The families of NVIDIA's models (``nv_trt_llm_*``, ``nv_llm_*_token_len``), so that dashboards and load balancers go on as they are.
+"""The families of NVIDIA's models (``nv_trt_llm_*``, ``nv_llm_*_token_len``), so that dashboards
+and load balancers go on as they are.
 
-As there, the gauges show the latest step; they are set when the figures are about to be read, not at every step. What does not exist here
-is constantly zero (disaggregated serving) or absent (GPU memory that no engine tells, the metrics of static batching).
+As there, the gauges show the latest step; they are set when the figures are about to be read, not
+at every step. What does not exist here is constantly zero (disaggregated serving) or absent (GPU
+memory that no engine tells, the metrics of static batching).
 """
 
 from __future__ import annotations
@@ -15,13 +17,16 @@ from pathlib import Path
 from backend.ports import BLOCK_TOKENS
 
 MODEL = {"model": "tensorrt_llm", "version": "1"}
-"""The labels of every series: all three models are served by the one engine that is this one's there."""
+"""The labels of every series: all three models are served by the one engine that is this one's
+there.
+"""
 
 
 @dataclass(slots=True)
 class Latest:
-    """The latest step: requests that are ``active``, of which ``decoding`` and ``prefilling`` took part, and ``queued``; the prompt tokens
-    that ran; how many requests gave their KV back; KV blocks by state. ``steps`` and ``reused_blocks`` count from the start.
+    """The latest step: requests that are ``active``, of which ``decoding`` and ``prefilling`` took
+    part, and ``queued``; the prompt tokens that ran; how many requests gave their KV back; KV
+    blocks by state. ``steps`` and ``reused_blocks`` count from the start.
     """
 
     active: int = 0
@@ -36,7 +41,9 @@ class Latest:
 
 
 def export(latest: Latest, max_requests: int, cpu_only: bool, gauge: Callable[..., None]) -> None:
-    """Set the gauges by ``gauge(name, value, **labels)``; ``max_requests`` is the in-flight batch's size."""
+    """Set the gauges by ``gauge(name, value, **labels)``; ``max_requests`` is the in-flight batch's
+    size.
+    """
     used, free = latest.kv_blocks.get("used", 0), latest.kv_blocks.get("free", 0)
     scheduled = latest.decoding + latest.prefilling
     families: dict[tuple[str, str], dict[str, float]] = {

@@ -31,16 +31,20 @@ from policy import IntArray, NoSpeculation, Outcome, Plan, Policy, View
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 3
-"""Failures in a row (a step that raises, or a submission of which nothing succeeds) after which the loop ends, to be started anew."""
+"""Failures in a row (a step that raises, or a submission of which nothing succeeds) after which the
+loop ends, to be started anew.
+"""
 
 POLICY_LOG_PERIOD_S = 10.0
 """At most so often a policy that fails is logged; ``spindle_fallback_total`` counts every time."""
 
 
 class Orchestrator:
-    """Owns the in-flight batch. ``submit`` and ``wake`` may be called from any thread, all else from the loop's thread only.
+    """Owns the in-flight batch. ``submit`` and ``wake`` may be called from any thread, all else
+    from the loop's thread only.
 
-    ``alive_s`` is the time of the clock at which ``run`` last began a step or looked for work, at least once a second while idle.
+    ``alive_s`` is the time of the clock at which ``run`` last began a step or looked for work, at
+    least once a second while idle.
     """
 
     def __init__(
@@ -82,7 +86,8 @@ class Orchestrator:
         )
         self._finished: list[int] = []
         self._log: StepLog | None = (
-            None  # of the next step of a busy loop, whose time begins when the last one is learnt from
+            # of the next step of a busy loop, whose time begins when the last one is learnt from
+            None
         )
         self._failures = 0
         self._policy_silent_until_s = -math.inf
@@ -107,14 +112,18 @@ class Orchestrator:
         self._work.set()
 
     def between_steps(self, change: Callable[[], None]) -> Future[None]:
-        """Run ``change`` in the loop's thread once no turn is in flight (any thread); the future ends with it, or with what it raises."""
+        """Run ``change`` in the loop's thread once no turn is in flight (any thread); the future
+        ends with it, or with what it raises.
+        """
         done: Future[None] = Future()
         self._changes.append((change, done))
         self._work.set()
         return done
 
     def draft_with(self, drafts: Seq[Engine], policy: Policy, policy_state: Any) -> None:
-        """Draft and plan with these from now on, between two steps. Raises ValueError, nothing changed, where one has too few KV blocks."""
+        """Draft and plan with these from now on, between two steps. Raises ValueError, nothing
+        changed, where one has too few KV blocks.
+        """
         pools = {engine.name: engine.limits.kv_blocks for engine in (self._target, *drafts)}
         self._ledger.change_engines(pools, [session.sequence for session in self._active.values()])
         self._drafting = self._drafting.with_engines(drafts)
@@ -130,9 +139,11 @@ class Orchestrator:
         return len(self._active), len(self._admission) + len(self._inbox)
 
     def run(self, stop: threading.Event) -> None:
-        """Step until told to stop, asleep while there is nothing to do; then end what is left. A bug in a step ends its requests only.
+        """Step until told to stop, asleep while there is nothing to do; then end what is left. A
+        bug in a step ends its requests only.
 
-        Returns by itself after ``MAX_FAILURES`` failures in a row: only a new process can mend what is broken then.
+        Returns by itself after ``MAX_FAILURES`` failures in a row: only a new process can mend what
+        is broken then.
         """
         while not stop.is_set() and self._failures < MAX_FAILURES:
             self._work.clear()
@@ -157,11 +168,12 @@ class Orchestrator:
         self.abort(ErrorCode.UNAVAILABLE, reason)
 
     def step(self) -> bool:
-        """Take one step of what is ready; False when there was nothing to do. Read it as the life of a request.
+        """Take one step of what is ready; False when there was nothing to do. Read it as the life
+        of a request.
 
-        A plan's flights are drafted for and submitted one by one, and the step ends with the first that
-        is back: while the next step plans and drafts for it, the target verifies the others. A plan
-        that numbers no flights waits for all.
+        A plan's flights are drafted for and submitted one by one, and the step ends with the first
+        that is back: while the next step plans and drafts for it, the target verifies the others. A
+        plan that numbers no flights waits for all.
         """
         self._change()
         log, self._log = self._log or StepLog(self._drafting.names), None
@@ -301,7 +313,9 @@ class Orchestrator:
             return {}
 
     def _policy_failed(self, consequence: str) -> None:
-        """Count the exception that is being handled, and log it now and then: each step may raise."""
+        """Count the exception that is being handled, and log it now and then: each step may
+        raise.
+        """
         self._stats.fallback("policy_error")
         now = self._clock()
         if now >= self._policy_silent_until_s:
@@ -347,7 +361,9 @@ class Orchestrator:
     def _turn(
         self, session: Session, proposal: Proposal | None, run: int, piece_tokens: int
     ) -> Turn:
-        """Verify a proposal, or else run as many tokens as planned, at most as a turn may: an engine that queues turns pays for each."""
+        """Verify a proposal, or else run as many tokens as planned, at most as a turn may: an
+        engine that queues turns pays for each.
+        """
         run = 1 if proposal else min(run, self._free_run_tokens, session.remaining)
         streamed = run > 1 and session.request.stream
         return Turn(
@@ -360,7 +376,9 @@ class Orchestrator:
         )
 
     def _land(self, log: StepLog) -> None:
-        """Wait for the oldest flight, or for what an asynchronous target has done, take its tokens and learn from it."""
+        """Wait for the oldest flight, or for what an asynchronous target has done, take its tokens
+        and learn from it.
+        """
         flight, completions, failed = self._flights.land(log)
         self._failures += failed
         for completion in completions:
@@ -451,21 +469,27 @@ class Orchestrator:
         session.sink.error(code, message)
 
     def _release(self, session: Session) -> None:
-        """Forget a request everywhere: batch, engines, ledger, and (at the end of the step) policy."""
+        """Forget a request everywhere: batch, engines, ledger, and (at the end of the step)
+        policy.
+        """
         self._ledger.release(session.sequence)
         self._admission.ended(session)
         self._forget(session)
         self._finished.append(session.id)
 
     def _forget(self, session: Session) -> None:
-        """Take a request out of the batch and the engines; should its turn be in flight, what that drew is never used."""
+        """Take a request out of the batch and the engines; should its turn be in flight, what that
+        drew is never used.
+        """
         self._active.pop(session.id, None)
         self._flights.forget(session.id)
         self._target.cancel([session.id])
         self._drafting.cancel([session.id])
 
     def _learn(self, log: StepLog, flight: Flight | None = None) -> None:
-        """Let the estimators and the latency model learn from a flight (None: nothing was verified), and count it."""
+        """Let the estimators and the latency model learn from a flight (None: nothing was
+        verified), and count it.
+        """
         log.finished, self._finished = self._finished, []
         outcome = log.outcome()
         self._log = StepLog(self._drafting.names)

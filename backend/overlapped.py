@@ -1,7 +1,9 @@
-"""A step engine whose submissions run one after the other in a thread of their own, while the loop plans and drafts for other rows.
+"""A step engine whose submissions run one after the other in a thread of their own, while the loop
+plans and drafts for other rows.
 
-On CUDA the thread queues on a stream of its own (``StreamsBeside``), each submission behind what the loop had queued when it was made: the
-drafts' laws among it. Only those cross on the device. All that comes back is on the host, and the KV is the target's alone.
+On CUDA the thread queues on a stream of its own (``StreamsBeside``), each submission behind what
+the loop had queued when it was made: the drafts' laws among it. Only those cross on the device. All
+that comes back is on the host, and the KV is the target's alone.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ from backend.ports import Completion, Engine, Sequence, StreamsBeside, Turn
 
 
 class Overlapped:
-    """An ``Engine`` over one that ``overlaps``: ``submit`` returns at once, ``poll`` waits for the oldest submission.
+    """An ``Engine`` over one that ``overlaps``: ``submit`` returns at once, ``poll`` waits for the
+    oldest submission.
 
-    ``took_s`` is how long the submission last polled has run. A sequence with a turn in flight is asked about or cancelled only when that
-    has run; cancelling any other waits for nothing. All calls from one thread.
+    ``took_s`` is how long the submission last polled has run. A sequence with a turn in flight is
+    asked about or cancelled only when that has run; cancelling any other waits for nothing. All
+    calls from one thread.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -45,7 +49,9 @@ class Overlapped:
         )
 
     def poll(self, timeout_s: float) -> list[Completion]:  # noqa: ARG002 (as long as a step engine takes)
-        """Return the completions of the oldest submission. Raises what it raised; then all others are void too."""
+        """Return the completions of the oldest submission. Raises what it raised; then all others
+        are void too.
+        """
         if not self._flying:
             return []
         wanted, running = self._flying.popleft()
@@ -59,7 +65,9 @@ class Overlapped:
         return [completion for completion in completions if completion.sequence_id in wanted]
 
     def cancel(self, sequence_ids: Iterable[int]) -> None:
-        """Forget sequences; those in flight run to the end of their submission first, for nobody."""
+        """Forget sequences; those in flight run to the end of their submission first, for
+        nobody.
+        """
         gone = set(sequence_ids)
         for wanted, running in self._flying:
             if wanted & gone:
@@ -68,7 +76,9 @@ class Overlapped:
         self._engine.cancel(gone)
 
     def unseen(self, sequence: Sequence) -> int:
-        """Return how many committed tokens a turn would first have to catch up on, once the one in flight has run."""
+        """Return how many committed tokens a turn would first have to catch up on, once the one in
+        flight has run.
+        """
         wait([running for wanted, running in self._flying if sequence.id in wanted])
         return self._engine.unseen(sequence)
 

@@ -1,7 +1,8 @@
 """A request's own noise: a number for every (seed, position, token), without any state.
 
-The same three always give the same number. The mix is SplitMix64's finaliser (Steele, Lea and Flood,
-*Fast splittable pseudorandom number generators*, OOPSLA 2014), applied once for each of them.
+The same three always give the same number. The mix is SplitMix64's finaliser (Steele, Lea and
+Flood, *Fast splittable pseudorandom number generators*, OOPSLA 2014), applied once for each of
+them.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def _seed_word(seed: int) -> int:
 
 
 def _mix(number: int) -> int:
-    """Return SplitMix64's finaliser; plain integers, for one number arrays take twenty times as long."""
+    """Return SplitMix64's finaliser; plain integers, for one number arrays take twenty times as
+    long.
+    """
     number = (number + _GOLDEN) & _MASK
     number = ((number ^ (number >> 30)) * _FIRST) & _MASK
     number = ((number ^ (number >> 27)) * _SECOND) & _MASK

@@ -1,4 +1,6 @@
-"""Drafts added and removed while the service runs: ``serving.json`` is read again, and the loop changes over between two steps."""
+"""Drafts added and removed while the service runs: ``serving.json`` is read again, and the loop
+changes over between two steps.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,12 @@ CHANGE_LIMIT_S = 60.0
 
 
 def reload_drafts(app: App, config: ServingConfig) -> dict[str, list[str]]:
-    """Make the drafts those of ``config``: a draft whose entry is the same goes on, requests in flight notice nothing.
+    """Make the drafts those of ``config``: a draft whose entry is the same goes on, requests in
+    flight notice nothing.
 
-    What was learnt of the drafts that stay is kept. Raises ConfigError where anything but drafts differs, a switch needs a draft that goes
-    or a draft does not fit the target; LatencyError where one was never measured; then nothing has changed. Any thread but the loop's.
+    What was learnt of the drafts that stay is kept. Raises ConfigError where anything but drafts
+    differs, a switch needs a draft that goes or a draft does not fit the target; LatencyError where
+    one was never measured; then nothing has changed. Any thread but the loop's.
     """
     differing = [
         field.name
@@ -34,17 +38,20 @@ def reload_drafts(app: App, config: ServingConfig) -> dict[str, list[str]]:
     ]
     if others := [name for name in differing if name != "drafts"]:
         raise ConfigError(
-            f"only drafts can change while the service runs; {', '.join(others)} differs and needs a restart"
+            f"only drafts can change while the service runs; {', '.join(others)} differs and "
+            f"needs a restart"
         )
     if config.policy.trace_file:
         raise ConfigError(
-            f"drafts cannot change while policy.trace_file is written, got {config.policy.trace_file!r}"
+            f"drafts cannot change while policy.trace_file is written, got "
+            f"{config.policy.trace_file!r}"
         )
     running = dict(zip(app.config.drafts, app.drafts, strict=True))
     added = [draft for draft in config.drafts if draft not in running]
     if any(draft.engine == "trtllm" for draft in added):
         raise ConfigError(
-            "a draft of the engine 'trtllm' is added by a restart: the memory of the GPUs is planned for all engines at once"
+            "a draft of the engine 'trtllm' is added by a restart: the memory of the GPUs is "
+            "planned for all engines at once"
         )
     app.switches.check(config)
     check_pairs(config)

@@ -1,4 +1,6 @@
-"""Domain types of one generation request: what was asked, how it may end, and the error that names what was wrong."""
+"""Domain types of one generation request: what was asked, how it may end, and the error that names
+what was wrong.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar")
 
 
 class ErrorCode(str, Enum):
-    """Why a request was refused or failed; the Triton adapter maps these one to one to TritonError codes."""
+    """Why a request was refused or failed; the Triton adapter maps these one to one to TritonError
+    codes.
+    """
 
     INVALID_ARGUMENT = "INVALID_ARGUMENT"
     UNAVAILABLE = "UNAVAILABLE"
@@ -25,7 +29,9 @@ class ErrorCode(str, Enum):
 
 
 class RequestError(Exception):
-    """A request that cannot be served: a code and one sentence for the client, naming the field and the value."""
+    """A request that cannot be served: a code and one sentence for the client, naming the field and
+    the value.
+    """
 
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
@@ -42,7 +48,9 @@ class FinishReason(str, Enum):
 
 
 class Guide(Protocol):
-    """A grammar that a request's output must follow (``backend.guides``). ``failure`` says why it cannot be followed any further."""
+    """A grammar that a request's output must follow (``backend.guides``). ``failure`` says why it
+    cannot be followed any further.
+    """
 
     failure: str | None
 
@@ -60,14 +68,14 @@ class SamplingParams:
     """How tokens are drawn: temperature 0 or top_k 1 is greedy; top_k 0 and top_p 1.0 are off.
 
     Every token is a function of its law, ``seed`` and position alone. The options change the logits
-    before the law is made of them: ``bias`` holds (token id, addend); the penalties count a token in
-    prompt and output; ``end_ids`` are impossible for the first ``min_tokens`` of the output, and so is
-    the last token of a bad word (token ids) behind its others. ``log_probs`` asks for each emitted
-    token's log-probability, ``top_log_probs`` for those of so many of the most likely tokens at its
-    place (None: not asked). ``guide`` allows what its grammar does, whatever else bans it, and no more.
-    ``top_p`` shrinks by the factor ``top_p_decay`` with every token of the output, down to ``top_p_min``,
-    and is itself again behind the token ``top_p_reset_id`` (factual-nucleus sampling, Lee et al., arXiv
-    2206.04624).
+    before the law is made of them: ``bias`` holds (token id, addend); the penalties count a token
+    in prompt and output; ``end_ids`` are impossible for the first ``min_tokens`` of the output, and
+    so is the last token of a bad word (token ids) behind its others. ``log_probs`` asks for each
+    emitted token's log-probability, ``top_log_probs`` for those of so many of the most likely
+    tokens at its place (None: not asked). ``guide`` allows what its grammar does, whatever else
+    bans it, and no more. ``top_p`` shrinks by the factor ``top_p_decay`` with every token of the
+    output, down to ``top_p_min``, and is itself again behind the token ``top_p_reset_id``
+    (factual-nucleus sampling, Lee et al., arXiv 2206.04624).
     """
 
     temperature: float = 0.0
@@ -100,7 +108,9 @@ class SamplingParams:
         object.__setattr__(self, "_endings", endings)
 
     def banned(self, tokens: Seq[int], end: int) -> list[int]:
-        """Return the tokens that would complete a bad word behind ``tokens[:end]``; the cost is that of those found, not of all."""
+        """Return the tokens that would complete a bad word behind ``tokens[:end]``; the cost is
+        that of those found, not of all.
+        """
         found = (
             endings.get(tuple(tokens[end - length : end]), ())
             for length, endings in self._endings.items()
@@ -153,13 +163,15 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One request as it crosses the wire, already type-checked by the codec; absent options are None.
+    """One request as it crosses the wire, already type-checked by the codec; absent options are
+    None.
 
-    ``num_draft_tokens`` is a ceiling on the speculation length (0 = no speculation, None = the policy decides). Only requests of one
-    ``cache_salt`` share KV. With ``input_ids`` the request is one of token ids, and gets token ids: ``text_input`` is empty then, and words
-    and weights (token id, addend) come as ids as well. With ``prompt_token_ids`` only the prompt is one
-    of ids, and the request gets text. ``timeout_s`` is the client's own limit on the request's life.
-    ``guide`` is a grammar of the kind ``guide_type`` that the output must follow.
+    ``num_draft_tokens`` is a ceiling on the speculation length (0 = no speculation, None = the
+    policy decides). Only requests of one ``cache_salt`` share KV. With ``input_ids`` the request is
+    one of token ids, and gets token ids: ``text_input`` is empty then, and words and weights (token
+    id, addend) come as ids as well. With ``prompt_token_ids`` only the prompt is one of ids, and
+    the request gets text. ``timeout_s`` is the client's own limit on the request's life. ``guide``
+    is a grammar of the kind ``guide_type`` that the output must follow.
     """
 
     text_input: str
@@ -205,7 +217,9 @@ class GenerationRequest:
 
     @classmethod
     def from_wire(cls, body: dict[str, Any]) -> GenerationRequest:
-        """Rebuild a request from ``to_wire``'s dict; unknown keys are a TypeError (both ends are the same version)."""
+        """Rebuild a request from ``to_wire``'s dict; unknown keys are a TypeError (both ends are
+        the same version).
+        """
         lists = (
             "stop_words",
             "bad_words",

@@ -1,4 +1,6 @@
-"""What one traced request went through, noted where it happens; ``backend.tracing`` makes spans of it when it has ended."""
+"""What one traced request went through, noted where it happens; ``backend.tracing`` makes spans of
+it when it has ended.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from backend.step_log import StepLog
 
 
 class Phase(NamedTuple):
-    """A part of a request's life (``tokenise``, ``queue``, ``prefill``, ``decode``); it lasts until the next one starts.
+    """A part of a request's life (``tokenise``, ``queue``, ``prefill``, ``decode``); it lasts until
+    the next one starts.
 
     After a pre-emption they come again, from ``queue`` on.
     """
@@ -21,7 +24,9 @@ class Phase(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A request's part in one step, in the phase of that index; ``parts_s`` are the whole step's times, as in ``StepLog``."""
+    """A request's part in one step, in the phase of that index; ``parts_s`` are the whole step's
+    times, as in ``StepLog``.
+    """
 
     phase: int
     started_s: float
@@ -37,7 +42,8 @@ class Step(NamedTuple):
 
 @dataclass(slots=True)
 class RequestTrace:
-    """``context`` is the caller's (W3C ``traceparent``), ``ending`` the request's last message on the wire (``final`` or ``error``).
+    """``context`` is the caller's (W3C ``traceparent``), ``ending`` the request's last message on
+    the wire (``final`` or ``error``).
 
     Times are ``perf_counter`` seconds; adding ``epoch_s`` makes them wall time.
     """

@@ -1,4 +1,6 @@
-"""The engine process's end of the wire: one IO thread, a Unix socket, a tokeniser thread; the loop never waits for any of them."""
+"""The engine process's end of the wire: one IO thread, a Unix socket, a tokeniser thread; the loop
+never waits for any of them.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,15 @@ STATS_PERIOD_S = 0.5
 STUCK_LIMIT_S = 120.0
 """A loop that is in one step for so long hangs."""
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
-"""What a connection may owe before it is closed: a stub that stopped reading must not grow this process."""
+"""What a connection may owe before it is closed: a stub that stopped reading must not grow this
+process.
+"""
 
 
 class Connection:
-    """One stub's connection: its unanswered requests and its unsent frames (any thread appends, only the IO thread takes)."""
+    """One stub's connection: its unanswered requests and its unsent frames (any thread appends,
+    only the IO thread takes).
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -49,7 +55,9 @@ class Connection:
         self.unsent = bytearray()
 
     def flush(self) -> None:
-        """Send what the socket takes (IO thread). Raises OSError when the peer has gone or no longer reads."""
+        """Send what the socket takes (IO thread). Raises OSError when the peer has gone or no
+        longer reads.
+        """
         while self.frames:
             self.unsent += self.frames.popleft()
         if self.unsent:
@@ -60,7 +68,9 @@ class Connection:
 
 
 class Ticket:
-    """A request's ``ReplySink``: it turns replies into frames and lets exactly one final reply through, which also ends its trace."""
+    """A request's ``ReplySink``: it turns replies into frames and lets exactly one final reply
+    through, which also ends its trace.
+    """
 
     def __init__(
         self, server: Server, connection: Connection, request_id: int, trace: RequestTrace | None
@@ -107,10 +117,14 @@ class Ticket:
 
 
 class Server:
-    """Serves the wire until stopped. ``post`` and ``ended`` may be called from any thread, all else runs on the IO thread."""
+    """Serves the wire until stopped. ``post`` and ``ended`` may be called from any thread, all else
+    runs on the IO thread.
+    """
 
     def __init__(self, app: App, path: Path, config: Path) -> None:
-        """Serve on a socket at ``path``; ``config`` is the ``serving.json`` that ``reload drafts`` reads again."""
+        """Serve on a socket at ``path``; ``config`` is the ``serving.json`` that ``reload drafts``
+        reads again.
+        """
         self._app = app
         self._path = path
         self._config = config
@@ -135,7 +149,9 @@ class Server:
             self._waker.send(b"x")
 
     def body(self, delta: Delta) -> wire.Message:
-        """Return a delta's part of a message (any thread); log-probabilities, token ids and extras only where they were asked for."""
+        """Return a delta's part of a message (any thread); log-probabilities, token ids and extras
+        only where they were asked for.
+        """
         body: wire.Message = {"text": delta.text}
         if delta.log_probs is not None:
             body |= {"log_probs": delta.log_probs, "cum_log_prob": delta.cum_log_prob}
@@ -149,11 +165,14 @@ class Server:
         self._app.tracing.finish(trace)
 
     def drain(self, limit_s: float) -> None:
-        """Refuse new requests; ``serve`` returns when the others are answered, ``limit_s`` from now at the latest."""
+        """Refuse new requests; ``serve`` returns when the others are answered, ``limit_s`` from now
+        at the latest.
+        """
         self._drain_until_s = monotonic() + limit_s
 
     def serve(self) -> bool:
-        """Serve until drained, or until the parent process has died; False when the loop ended by itself or hangs.
+        """Serve until drained, or until the parent process has died; False when the loop ended by
+        itself or hangs.
 
         The socket file appears complete, by a rename.
         """
@@ -229,7 +248,9 @@ class Server:
                 self._drop(connection, error)
         elif key.fileobj is self._woken:
             self._woken.recv(4096)
-            self._wake_sent = False  # after reading, or the byte of a post in between would be lost; that post is flushed below anyway
+            # after reading, or the byte of a post in between would be lost; that post is flushed
+            # below anyway
+            self._wake_sent = False
         else:
             self._accept(key.fileobj)
 
@@ -409,7 +430,9 @@ class Server:
         )
 
     def _reload(self) -> dict[str, Any]:
-        """Take the drafts of the configuration file up (a thread of its own). Raises what is wrong with them."""
+        """Take the drafts of the configuration file up (a thread of its own). Raises what is wrong
+        with them.
+        """
         if not self._reloading.acquire(blocking=False):
             raise RequestError(ErrorCode.UNAVAILABLE, "drafts are being reloaded already")
         try:

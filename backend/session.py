@@ -1,4 +1,6 @@
-"""One request from admission to its single final reply. ``commit`` is the only way by which its tokens grow."""
+"""One request from admission to its single final reply. ``commit`` is the only way by which its
+tokens grow.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,13 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a finished request consumed, in tokens; ``drafted`` and ``accepted`` count over all of its steps.
+    """What a finished request consumed, in tokens; ``drafted`` and ``accepted`` count over all of
+    its steps.
 
-    ``times_s``: when it arrived, was first admitted, and committed its first and its last token, on the loop's clock. ``new_blocks`` and
-    ``reused_blocks`` of KV were allocated for it, or found. ``drafts`` has (proposed, accepted) by draft, of those that proposed.
-    ``seed`` is the one that a sampled text was drawn with, None for greedy.
+    ``times_s``: when it arrived, was first admitted, and committed its first and its last token, on
+    the loop's clock. ``new_blocks`` and ``reused_blocks`` of KV were allocated for it, or found.
+    ``drafts`` has (proposed, accepted) by draft, of those that proposed. ``seed`` is the one that a
+    sampled text was drawn with, None for greedy.
     """
 
     input_tokens: int
@@ -51,8 +55,9 @@ class Usage:
 class Delta:
     """What a request has produced since its last reply.
 
-    Where it asks for log-probabilities: those of the tokens committed since then (text may lag behind them), and the sum over all so far.
-    A request of token ids gets ``tokens`` and no text. ``extras`` are those of all tokens committed since then, where asked for.
+    Where it asks for log-probabilities: those of the tokens committed since then (text may lag
+    behind them), and the sum over all so far. A request of token ids gets ``tokens`` and no text.
+    ``extras`` are those of all tokens committed since then, where asked for.
     """
 
     text: str
@@ -63,7 +68,9 @@ class Delta:
 
 
 class ReplySink(Protocol):
-    """Where a request's replies go. ``cancelled`` is set from outside; exactly one of ``final`` and ``error`` is ever called."""
+    """Where a request's replies go. ``cancelled`` is set from outside; exactly one of ``final`` and
+    ``error`` is ever called.
+    """
 
     cancelled: bool
 
@@ -83,9 +90,10 @@ class ReplySink(Protocol):
 class Session:
     """A request's state machine: it takes tokens one by one until it is finished.
 
-    Stop words are matched in the text, wherever token borders fall; text that could still grow into a stop word is held back, and a stop
-    word itself is not part of the output. ``end_ids`` end the generation without text. A request of token ids gets every token that it
-    took: an end id, and the stop word (token ids of the output) that ended it, too.
+    Stop words are matched in the text, wherever token borders fall; text that could still grow into
+    a stop word is held back, and a stop word itself is not part of the output. ``end_ids`` end the
+    generation without text. A request of token ids gets every token that it took: an end id, and
+    the stop word (token ids of the output) that ended it, too.
     """
 
     def __init__(
@@ -143,7 +151,8 @@ class Session:
     def commit(
         self, tokens: Seq[int], log_probs: Seq[float] | None = None, extras: Extras | None = None
     ) -> int:
-        """Take the tokens of one step in order and return how many were taken; fewer than given means finished.
+        """Take the tokens of one step in order and return how many were taken; fewer than given
+        means finished.
 
         Raises RequestError where the request's grammar is beyond its parser's limits.
         """
@@ -266,7 +275,9 @@ class Session:
 
 
 def _longest_prefix_at_end(text: str, words: tuple[str, ...]) -> int:
-    """Return the length of the longest end of ``text`` that begins one of ``words`` without completing it."""
+    """Return the length of the longest end of ``text`` that begins one of ``words`` without
+    completing it.
+    """
     longest = max((len(word) for word in words), default=1) - 1
     for size in range(min(longest, len(text)), 0, -1):
         if any(word.startswith(text[-size:]) for word in words):

@@ -1,4 +1,6 @@
-"""Counters, observations and gauges as plain numbers; a reader drains them, none of them knows Prometheus."""
+"""Counters, observations and gauges as plain numbers; a reader drains them, none of them knows
+Prometheus.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ _CLAIMED = [str(edge) for edge in (*EDGES, 1.0)]
 
 
 class Stats:
-    """What happened since the last drain. Written by the loop and IO threads, drained by whoever reports."""
+    """What happened since the last drain. Written by the loop and IO threads, drained by whoever
+    reports.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -55,7 +59,9 @@ class Stats:
             self._gauges[name, tuple(sorted(labels.items()))] = value
 
     def drain(self) -> dict[str, list[list[Any]]]:
-        """Return the deltas of the counters, the new observations and the gauges, and forget the first two."""
+        """Return the deltas of the counters, the new observations and the gauges, and forget the
+        first two.
+        """
         with self._lock:
             counters, self._counters = self._counters, defaultdict(float)
             observations, self._observations = self._observations, defaultdict(list)
@@ -86,7 +92,9 @@ class StepStats:
     """The service's metrics, one method per event; names as in ``backend.metric_names``."""
 
     def __init__(self, stats: Stats, max_requests: int = 0, *, cpu_only: bool = True) -> None:
-        """Count into ``stats``; ``max_requests`` is the in-flight batch's size, ``cpu_only`` that no engine uses a GPU."""
+        """Count into ``stats``; ``max_requests`` is the in-flight batch's size, ``cpu_only`` that
+        no engine uses a GPU.
+        """
         self._stats = stats
         self._switches = Switches()
         self._max_requests = max_requests
@@ -124,7 +132,9 @@ class StepStats:
         )
 
     def switches(self, switches: Switches) -> None:
-        """Set the gauges of the switches; what is counted from now on is labelled by them (any thread)."""
+        """Set the gauges of the switches; what is counted from now on is labelled by them (any
+        thread).
+        """
         self._switches = switches
         for mode in ("on", "off", "shadow"):
             self._stats.gauge(
@@ -142,7 +152,9 @@ class StepStats:
         self._stats.count("spindle_fallback_total", reason=reason)
 
     def emission(self, since_arrival_s: float, since_last_s: float | None, control: bool) -> None:
-        """Record one emission of a request (one or more tokens): the first one is its time to first token."""
+        """Record one emission of a request (one or more tokens): the first one is its time to first
+        token.
+        """
         arm = self._switches.arm(control)
         if since_last_s is None:
             self._stats.observe("spindle_time_to_first_token_seconds", since_arrival_s, arm=arm)
@@ -175,7 +187,8 @@ class StepStats:
         drift: dict[str, float],
         rows: tuple[int, int, int] = (0, 0, 0),
     ) -> None:
-        """Set the gauges: load, KV blocks by state, and measured over predicted time by part of the step.
+        """Set the gauges: load, KV blocks by state, and measured over predicted time by part of the
+        step.
 
         ``rows``: how many requests decoded and prefilled, and the tokens of the latter.
         """
@@ -195,7 +208,9 @@ class StepStats:
     def step(
         self, plan: Plan, outcome: Outcome, drafts: tuple[str, ...], control: list[bool]
     ) -> None:
-        """Record one step; ``control`` says of each row of the outcome whether it is of the control arm."""
+        """Record one step; ``control`` says of each row of the outcome whether it is of the control
+        arm.
+        """
         self._stats.count("spindle_steps_total")
         self._stats.observe("spindle_batch_size", len(plan.length))
         self._stats.observe("spindle_step_seconds", outcome.measured_s)

@@ -16,12 +16,13 @@ from policy import NO_DRAFT, Outcome, Ran
 
 @dataclass(slots=True)
 class StepLog:
-    """A step in the making. ``rows`` are (request, draft, length, accepted, emitted, scored, verified,
-    followed) as in ``Outcome``, ``nodes`` (draft, confidence, drawn, held) of it; ``free`` (request, draft, accepted,
-    scored) what a draft would have had accepted where it was not chosen; ``piece_tokens`` how contexts
-    were cut; ``parts_s`` wall times by part (``planning`` and ``learning`` from the step before, belong
-    to ``overhead``). Of a flight that ran ``beside`` another, ``waited_s`` is how long its turns were in flight and did not run, and
-    the step is counted from ``since_s`` on, when the flight before it landed. ``ran`` as in ``Outcome``.
+    """A step in the making. ``rows`` are (request, draft, length, accepted, emitted, scored,
+    verified, followed) as in ``Outcome``, ``nodes`` (draft, confidence, drawn, held) of it;
+    ``free`` (request, draft, accepted, scored) what a draft would have had accepted where it was
+    not chosen; ``piece_tokens`` how contexts were cut; ``parts_s`` wall times by part (``planning``
+    and ``learning`` from the step before, belong to ``overhead``). Of a flight that ran ``beside``
+    another, ``waited_s`` is how long its turns were in flight and did not run, and the step is
+    counted from ``since_s`` on, when the flight before it landed. ``ran`` as in ``Outcome``.
     """
 
     drafts: tuple[str, ...]
@@ -51,7 +52,9 @@ class StepLog:
             self.parts_s[name] = self.parts_s.get(name, 0.0) + perf_counter() - started
 
     def overlapped(self, flown_s: float, ran_s: float, since_s: float) -> None:
-        """Note that the target was given the turns ``flown_s`` ago and ran them for ``ran_s`` beside other work."""
+        """Note that the target was given the turns ``flown_s`` ago and ran them for ``ran_s``
+        beside other work.
+        """
         self.parts_s["verify"] = self.parts_s.get("verify", 0.0) + ran_s
         self.waited_s, self.since_s = flown_s - ran_s, since_s
 
@@ -64,12 +67,12 @@ class StepLog:
         *,
         drawn: bool,
     ) -> None:
-        """Note a decoding row: the tokens committed for it (``drawn``: sampled), and of what was drafted for
-        it how many nodes were verified.
+        """Note a decoding row: the tokens committed for it (``drawn``: sampled), and of what was
+        drafted for it how many nodes were verified.
 
-        The tokens tell of nodes that were not verified, too: of the path, as far as it is known, and of
-        each node whose parent was verified. (Of others only failures are ever seen.) Of what is behind
-        an end of the text nothing is known.
+        The tokens tell of nodes that were not verified, too: of the path, as far as it is known,
+        and of each node whose parent was verified. (Of others only failures are ever seen.) Of what
+        is behind an end of the text nothing is known.
         """
         if drafted is None:
             self.rows.append((request, NO_DRAFT, 0, 0, len(emitted), 0, 0, 0))
@@ -90,12 +93,16 @@ class StepLog:
                 self.nodes.append((draft, drafted.confidence[node], drawn, node in held))
 
     def record_free(self, request: int, proposal: Proposal, emitted: list[int]) -> None:
-        """Note how an unused proposal would have fared against the tokens that were emitted instead."""
+        """Note how an unused proposal would have fared against the tokens that were emitted
+        instead.
+        """
         scored, accepted = min(proposal.depth, len(emitted)), len(proposal.followed(emitted))
         self.free.append((request, self.drafts.index(proposal.draft), accepted, scored))
 
     def record_scored(self, request: int, chains: Iterable[tuple[str, int, int]]) -> None:
-        """Note (draft, accepted, length) of chains that a draft would have made of tokens emitted without it."""
+        """Note (draft, accepted, length) of chains that a draft would have made of tokens emitted
+        without it.
+        """
         self.free += [
             (request, self.drafts.index(draft), accepted, length)
             for draft, accepted, length in chains

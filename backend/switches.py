@@ -1,4 +1,6 @@
-"""The switches as they stand: read by the loop before every step, set by the administrative interface, kept while the server runs."""
+"""The switches as they stand: read by the loop before every step, set by the administrative
+interface, kept while the server runs.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ logger = logging.getLogger(__name__)
 
 
 class SwitchBoard:
-    """Holds one immutable ``Switches``: whoever reads it sees the old value or the new one, never a mixture. One thread sets."""
+    """Holds one immutable ``Switches``: whoever reads it sees the old value or the new one, never a
+    mixture. One thread sets.
+    """
 
     def __init__(self, config: ServingConfig, stats: StepStats) -> None:
         self._config = config
@@ -33,7 +37,9 @@ class SwitchBoard:
         return asdict(self._current)
 
     def set(self, words: list[str]) -> dict[str, Any]:
-        """Apply ``key=value`` words, all or none, from the next step on; return the switches. Raises ConfigError naming key and value."""
+        """Apply ``key=value`` words, all or none, from the next step on; return the switches.
+        Raises ConfigError naming key and value.
+        """
         self._put(parse_switches({**self.show(), **_parsed(words)}, self._config))
         logger.warning("switches set: %s", " ".join(words))
         if self._file is not None:
@@ -53,12 +59,16 @@ class SwitchBoard:
         parse_switches(self.show(), config)
 
     def change_drafts(self, config: ServingConfig) -> None:
-        """Check against these drafts what is set from now on. Raises ConfigError when the switches as they stand do not fit them."""
+        """Check against these drafts what is set from now on. Raises ConfigError when the switches
+        as they stand do not fit them.
+        """
         self.check(config)
         self._config = config
 
     def keep_in(self, file: Path) -> None:
-        """Take up what an earlier process left in the file, and leave there what is set from now on."""
+        """Take up what an earlier process left in the file, and leave there what is set from now
+        on.
+        """
         self._file = file
         try:
             self._put(parse_switches(json.loads(file.read_text("utf-8")), self._config))
@@ -75,7 +85,9 @@ class SwitchBoard:
 
 
 def _parsed(words: list[str]) -> dict[str, Any]:
-    """Return the values by key, numbers as numbers; ranges and types are checked by whom they are for."""
+    """Return the values by key, numbers as numbers; ranges and types are checked by whom they are
+    for.
+    """
     if not words:
         raise ConfigError("set needs key=value")
     values: dict[str, Any] = {}

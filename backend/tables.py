@@ -1,4 +1,6 @@
-"""Which measured latency tables belong to a deployment: a file is named by a hash of everything that its times depend on."""
+"""Which measured latency tables belong to a deployment: a file is named by a hash of everything
+that its times depend on.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,12 @@ def timed_engines(config: ServingConfig) -> list[EngineConfig]:
 def load_tables(
     config: ServingConfig, folders: Mapping[str, Path]
 ) -> tuple[dict[str, LatencyTable], int]:
-    """Return the tables by engine name, and the number of threads that they were measured with: serve with as many.
+    """Return the tables by engine name, and the number of threads that they were measured with:
+    serve with as many.
 
-    ``folders`` are the checkpoints of ``timed_engines`` by engine name. A target whose threads are ``auto`` was measured with the faster
-    number, and its drafts with the same. Raises LatencyError for a table that is missing or unsound, ConfigError for a bad folder.
+    ``folders`` are the checkpoints of ``timed_engines`` by engine name. A target whose threads are
+    ``auto`` was measured with the faster number, and its drafts with the same. Raises LatencyError
+    for a table that is missing or unsound, ConfigError for a bad folder.
     """
     tables: dict[str, LatencyTable] = {}
     threads = config.threads
@@ -43,7 +47,9 @@ def load_tables(
 
 
 def missing_tables(config: ServingConfig, folders: Mapping[str, Path]) -> list[str]:
-    """Return the engines without a sound table; all of them where it is the target's, for drafts run with its threads."""
+    """Return the engines without a sound table; all of them where it is the target's, for drafts
+    run with its threads.
+    """
     target, *drafts = timed_engines(config)
     found = _table(target, folders, config.threads)
     if found is None:
@@ -63,7 +69,9 @@ def _table(
 
 
 def table_file(engine: EngineConfig, folder: Path, threads: int | str) -> Path:
-    """Return where an engine's table lives; ``threads`` is a number or the target's ``auto``. Raises ConfigError for a bad folder."""
+    """Return where an engine's table lives; ``threads`` is a number or the target's ``auto``.
+    Raises ConfigError for a bad folder.
+    """
     subject = {
         "processor": machine.processor(),
         "cores": machine.cores(),
@@ -84,7 +92,9 @@ def table_file(engine: EngineConfig, folder: Path, threads: int | str) -> Path:
 
 @lru_cache
 def _engine_sha256(kind: str) -> str:
-    """Return a hash of the code that a pass runs (an engine may have a folder of its own): a faster one is to be measured again."""
+    """Return a hash of the code that a pass runs (an engine may have a folder of its own): a faster
+    one is to be measured again.
+    """
     engines = Path(__file__).parent / "engines"
     sources = [*sorted(engines.glob("*.py")), *sorted((engines / kind).glob("*.py"))]
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()

@@ -1,8 +1,11 @@
-"""Text to token ids and back, one token at a time: the ``tokenizers`` library encodes, a table of bytes per token decodes.
+"""Text to token ids and back, one token at a time: the ``tokenizers`` library encodes, a table of
+bytes per token decodes.
 
-The table makes the streamed text independent of how the tokens were cut into steps: a token is so many bytes, and text is what those bytes
-are in UTF-8. It equals the library's own ``decode`` of the whole list, special tokens skipped, with one exception: where a byte-fallback
-tokenizer emits bytes that are not UTF-8, the library writes one U+FFFD per byte of the run, we one per malformed sequence.
+The table makes the streamed text independent of how the tokens were cut into steps: a token is so
+many bytes, and text is what those bytes are in UTF-8. It equals the library's own ``decode`` of the
+whole list, special tokens skipped, with one exception: where a byte-fallback tokenizer emits bytes
+that are not UTF-8, the library writes one U+FFFD per byte of the run, we one per malformed
+sequence.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ class TokenizerError(ValueError):
 
 
 class Tokenizer(Protocol):
-    """What the server needs of a tokenizer. ``token_bytes[id]`` is empty for special tokens; ``end_ids`` end a generation."""
+    """What the server needs of a tokenizer. ``token_bytes[id]`` is empty for special tokens;
+    ``end_ids`` end a generation.
+    """
 
     @property
     def vocab_size(self) -> int:
@@ -49,10 +54,12 @@ class Tokenizer(Protocol):
 
 
 class IncrementalDecoder:
-    """Turns token ids into text, one at a time; bytes of an incomplete character are held back until they make one.
+    """Turns token ids into text, one at a time; bytes of an incomplete character are held back
+    until they make one.
 
-    ``strip_space`` drops one leading space, as Llama 2's decoder does at the start of a text (``FolderTokenizer.strips_space``); the
-    continuation of a prompt keeps it. Ids beyond the table (a model's padded vocabulary) are no text.
+    ``strip_space`` drops one leading space, as Llama 2's decoder does at the start of a text
+    (``FolderTokenizer.strips_space``); the continuation of a prompt keeps it. Ids beyond the table
+    (a model's padded vocabulary) are no text.
     """
 
     def __init__(self, token_bytes: Seq[bytes], *, strip_space: bool = False) -> None:
@@ -94,7 +101,9 @@ class ByteTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class FolderTokenizer:
-    """The tokenizer of a Hugging Face checkpoint folder. ``strips_space``: its decoder drops one space at the start of a text."""
+    """The tokenizer of a Hugging Face checkpoint folder. ``strips_space``: its decoder drops one
+    space at the start of a text.
+    """
 
     token_bytes: tuple[bytes, ...]
     end_ids: frozenset[int]
@@ -103,7 +112,9 @@ class FolderTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids that the tokenizer knows; a model's vocabulary may be padded beyond it."""
+        """Number of token ids that the tokenizer knows; a model's vocabulary may be padded beyond
+        it.
+        """
         return len(self.token_bytes)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -116,7 +127,9 @@ class FolderTokenizer:
 def convert(
     tokenizer: Tokenizer, message: dict[str, Any], add_special_tokens: bool
 ) -> dict[str, Any]:
-    """Return the reply to a message ``encode`` or ``decode`` of the wire; words have no special tokens. Raises RequestError."""
+    """Return the reply to a message ``encode`` or ``decode`` of the wire; words have no special
+    tokens. Raises RequestError.
+    """
     if message["type"] == "encode":
         prompts = [tokenizer.encode(text, add_special_tokens) for text in message["prompts"]]
         words = [tokenizer.encode(word, add_special_tokens=False) for word in message["words"]]
@@ -140,7 +153,9 @@ def convert(
 
 
 def load_tokenizer(folder: Path) -> FolderTokenizer:
-    """Load ``tokenizer.json`` and the end-of-text ids of a checkpoint folder. Raises TokenizerError naming what cannot be used."""
+    """Load ``tokenizer.json`` and the end-of-text ids of a checkpoint folder. Raises TokenizerError
+    naming what cannot be used.
+    """
     import tokenizers
 
     path = folder / "tokenizer.json"
@@ -162,7 +177,9 @@ def load_tokenizer(folder: Path) -> FolderTokenizer:
 def _token_bytes(
     vocabulary: dict[str, int], spec: dict[str, Any]
 ) -> tuple[tuple[bytes, ...], bool]:
-    """Return the bytes of every token and whether the decoder drops a leading space, as ``spec['decoder']`` says."""
+    """Return the bytes of every token and whether the decoder drops a leading space, as
+    ``spec['decoder']`` says.
+    """
     decoder = spec.get("decoder") or {}
     kind = decoder.get("type")
     if kind == "ByteLevel":
@@ -171,7 +188,8 @@ def _token_bytes(
         to_bytes, strips_space = _metaspace, "Strip" in steps
     else:
         raise TokenizerError(
-            f"decoder {json.dumps(decoder, ensure_ascii=False)} is not supported; known: ByteLevel, Llama 2's Sequence"
+            f"decoder {json.dumps(decoder, ensure_ascii=False)} is not supported; known: "
+            f"ByteLevel, Llama 2's Sequence"
         )
     table = [b""] * (max(vocabulary.values(), default=-1) + 1)
     for token, token_id in vocabulary.items():
@@ -183,7 +201,9 @@ def _token_bytes(
 
 
 def _metaspace_steps(decoder: dict[str, Any]) -> list[str] | None:
-    """Return the step names of Llama 2's decoder (mark to space, byte fallback, fuse, perhaps strip one leading space), else None."""
+    """Return the step names of Llama 2's decoder (mark to space, byte fallback, fuse, perhaps strip
+    one leading space), else None.
+    """
     replace = {"type": "Replace", "pattern": {"String": _SPACE_MARK}, "content": " "}
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     steps = decoder["decoders"]
@@ -196,7 +216,9 @@ def _metaspace_steps(decoder: dict[str, Any]) -> list[str] | None:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return GPT-2's characters for bytes: a printable byte stands for itself, the others for the characters from U+0100 on."""
+    """Return GPT-2's characters for bytes: a printable byte stands for itself, the others for the
+    characters from U+0100 on.
+    """
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
@@ -212,7 +234,9 @@ _ALPHABET = _byte_level_alphabet()
 
 
 def _byte_level(token: str) -> bytes:
-    """Return a token's bytes; one with a character outside the alphabet (an added token) is its own UTF-8, as in the library."""
+    """Return a token's bytes; one with a character outside the alphabet (an added token) is its own
+    UTF-8, as in the library.
+    """
     try:
         return bytes(_ALPHABET[character] for character in token)
     except KeyError:
@@ -229,7 +253,9 @@ def _metaspace(token: str) -> bytes:
 
 
 def _end_ids(folder: Path) -> frozenset[int]:
-    """Return ``eos_token_id`` (a number or a list) of generation_config.json, else of config.json; none is an error."""
+    """Return ``eos_token_id`` (a number or a list) of generation_config.json, else of config.json;
+    none is an error.
+    """
     for name in ("generation_config.json", "config.json"):
         value = _read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
         if isinstance(value, int):

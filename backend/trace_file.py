@@ -12,7 +12,9 @@ logger = logging.getLogger(__name__)
 
 
 class TraceFile:
-    """Appends lines to a file that is begun anew. A line that cannot be written ends the trace, as a metric; it never ends a step."""
+    """Appends lines to a file that is begun anew. A line that cannot be written ends the trace, as
+    a metric; it never ends a step.
+    """
 
     def __init__(self, path: Path, stats: StepStats) -> None:
         self._path, self._stats = path, stats

@@ -1,6 +1,8 @@
-"""Spans of traced requests, made and sent (OTLP over HTTP) off the loop's thread. OpenTelemetry is imported only where traces are to go.
+"""Spans of traced requests, made and sent (OTLP over HTTP) off the loop's thread. OpenTelemetry is
+imported only where traces are to go.
 
-``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`` (or ``OTEL_EXPORTER_OTLP_ENDPOINT``) says where; OpenTelemetry's other variables hold too.
+``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`` (or ``OTEL_EXPORTER_OTLP_ENDPOINT``) says where;
+OpenTelemetry's other variables hold too.
 """
 
 from __future__ import annotations
@@ -28,12 +30,16 @@ ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 MAX_WAITING_TRACES = 128
 """Traces that wait for a slow collector; further ones are dropped whole, and counted."""
 SPANS_A_POST, PAUSE_S = 32, 0.02
-"""Encoding spans holds the interpreter lock that the loop needs, so it is done in small pieces with a pause after each."""
+"""Encoding spans holds the interpreter lock that the loop needs, so it is done in small pieces with
+a pause after each.
+"""
 CLOSE_LIMIT_S = 1.0
 
 
 class Tracing:
-    """``begin`` and ``finish`` return at once and may be called from any thread. Without an endpoint nothing is traced."""
+    """``begin`` and ``finish`` return at once and may be called from any thread. Without an
+    endpoint nothing is traced.
+    """
 
     def __init__(self, stats: StepStats, environment: Mapping[str, str] = os.environ) -> None:
         self._stats = stats
@@ -47,7 +53,9 @@ class Tracing:
             self._thread.start()
 
     def begin(self, context: dict[str, str] | None) -> RequestTrace | None:
-        """Return the trace of a request that came with a context (W3C ``traceparent``); None for any other."""
+        """Return the trace of a request that came with a context (W3C ``traceparent``); None for
+        any other.
+        """
         if context is None:
             return None
         if self._thread is None:
@@ -102,7 +110,9 @@ def _sdk() -> tuple[Tracer, SpanExporter]:
 
 
 def tracer() -> Tracer:
-    """Return a tracer; ``OTEL_SERVICE_NAME`` and ``OTEL_RESOURCE_ATTRIBUTES`` go before the service's own name."""
+    """Return a tracer; ``OTEL_SERVICE_NAME`` and ``OTEL_RESOURCE_ATTRIBUTES`` go before the
+    service's own name.
+    """
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
     from opentelemetry.sdk.trace import TracerProvider
 
@@ -111,7 +121,9 @@ def tracer() -> Tracer:
 
 
 def spans_of(trace: RequestTrace, tracer: Tracer) -> Iterator[ReadableSpan]:
-    """Yield an ended trace's spans: ``spindle.request`` under the caller's span, in it the phases, in them their steps."""
+    """Yield an ended trace's spans: ``spindle.request`` under the caller's span, in it the phases,
+    in them their steps.
+    """
     from opentelemetry.trace import set_span_in_context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -156,7 +168,9 @@ def _mark_error(span: Any, ending: dict[str, Any]) -> None:
 
 
 def _request_attributes(trace: RequestTrace) -> dict[str, Any]:
-    """Return the figures of a whole request; the names with ``gen_ai`` are OpenTelemetry's semantic conventions."""
+    """Return the figures of a whole request; the names with ``gen_ai`` are OpenTelemetry's semantic
+    conventions.
+    """
     ending = trace.ending
     if ending["type"] == "error":
         return {**trace.attributes, "error.type": ending["code"]}
@@ -171,7 +185,9 @@ def _request_attributes(trace: RequestTrace) -> dict[str, Any]:
 
 
 def _step_attributes(step: Step) -> dict[str, Any]:
-    """Return a step's figures; ``batch_size``, ``prefill_tokens`` and the times are the whole batch's."""
+    """Return a step's figures; ``batch_size``, ``prefill_tokens`` and the times are the whole
+    batch's.
+    """
     return {
         "spindle.draft": step.draft,
         "spindle.length": step.length,

@@ -1,4 +1,6 @@
-"""The TensorRT-LLM engines of a deployment before any of them is loaded: their folders, whether they fit each other, GPUs and memory."""
+"""The TensorRT-LLM engines of a deployment before any of them is loaded: their folders, whether
+they fit each other, GPUs and memory.
+"""
 
 from __future__ import annotations
 
@@ -25,25 +27,32 @@ if TYPE_CHECKING:
     from backend.engines.trtllm_memory import KVPlan
 
 LATENCY_FILE = "latency.json"
-"""In the engine's folder, beside the engine: its times are those of the GPU that it was built for."""
+"""In the engine's folder, beside the engine: its times are those of the GPU that it was built
+for.
+"""
 
 
 def trtllm_engines(config: ServingConfig) -> list[EngineConfig]:
-    """Return the engines of a deployment that are TensorRT-LLM's, in the order in which they are created: the target first."""
+    """Return the engines of a deployment that are TensorRT-LLM's, in the order in which they are
+    created: the target first.
+    """
     return [engine for engine in (config.target, *config.drafts) if engine.engine == "trtllm"]
 
 
 def check_engines(
     config: ServingConfig, path: Callable[[EngineConfig], Path]
 ) -> dict[str, EngineFolder]:
-    """Read the folders and check them against each other and the settings. Raises ConfigError naming what does not fit."""
+    """Read the folders and check them against each other and the settings. Raises ConfigError
+    naming what does not fit.
+    """
     folders = {engine.name: read_engine_folder(path(engine)) for engine in trtllm_engines(config)}
     if not folders:
         return folders
     for engine in trtllm_engines(config):
         if len(engine.gpus) != folders[engine.name].ranks:
             raise ConfigError(
-                f"{engine.name}.gpus must name {folders[engine.name].ranks} GPUs, got {list(engine.gpus)}"
+                f"{engine.name}.gpus must name {folders[engine.name].ranks} GPUs, got "
+                f"{list(engine.gpus)}"
             )
     target = folders.get(config.target.name)
     if target is None:
@@ -58,19 +67,22 @@ def check_engines(
     limits = config.limits
     if limits.max_active_requests > target.max_batch_size:
         raise ConfigError(
-            f"limits.max_active_requests must be at most the target's max_batch_size {target.max_batch_size}, "
+            f"limits.max_active_requests must be at most the target's max_batch_size "
+            f"{target.max_batch_size}, "
             f"got {limits.max_active_requests}"
         )
     need = token_budget(1, limits.max_context_tokens, config.policy.k_max)
     for folder in folders.values():
         if folder.max_num_tokens < need:
             raise ConfigError(
-                f"limits.max_context_tokens {limits.max_context_tokens} with policy.k_max {config.policy.k_max} needs engines with a "
+                f"limits.max_context_tokens {limits.max_context_tokens} with policy.k_max "
+                f"{config.policy.k_max} needs engines with a "
                 f"max_num_tokens of at least {need}, got {folder.max_num_tokens} in {folder.folder}"
             )
     if limits.prefill_chunk_tokens < limits.max_context_tokens:
         raise ConfigError(
-            f"limits.prefill_chunk_tokens must be at least max_context_tokens {limits.max_context_tokens} with the engine "
+            f"limits.prefill_chunk_tokens must be at least max_context_tokens "
+            f"{limits.max_context_tokens} with the engine "
             f"'trtllm', which runs a prompt in one iteration, got {limits.prefill_chunk_tokens}"
         )
     return folders
@@ -153,7 +165,9 @@ def _kv_plan(engines: tuple[EngineConfig, ...], folders: tuple[EngineFolder, ...
 def trtllm_tables(
     config: ServingConfig, path: Callable[[EngineConfig], Path]
 ) -> Mapping[str, LatencyTable]:
-    """Return the latency tables that lie beside the engines. Raises LatencyError for one that is missing or unsound."""
+    """Return the latency tables that lie beside the engines. Raises LatencyError for one that is
+    missing or unsound.
+    """
     from backend.tables import read_table
 
     return {

@@ -1,22 +1,26 @@
-"""The wire between Triton's stubs and the engine process: framed, versioned JSON messages over a Unix socket.
+"""The wire between Triton's stubs and the engine process: framed, versioned JSON messages over a
+Unix socket.
 
-A frame is a 4-byte big-endian length, then a UTF-8 JSON object ``{"type": ..., ...}``. The first frame of either side is ``hello`` with the
-protocol version; a mismatch closes the connection with an error that names both versions.
+A frame is a 4-byte big-endian length, then a UTF-8 JSON object ``{"type": ..., ...}``. The first
+frame of either side is ``hello`` with the protocol version; a mismatch closes the connection with
+an error that names both versions.
 
-stub -> engine   hello{version}  submit{id, request, trace}  cancel{id}  admin{id, command}  subscribe{}
-                 encode{id, prompts, words}  decode{id, tokens}
+stub -> engine   hello{version}  submit{id, request, trace}  cancel{id}  admin{id, command}
+                 subscribe{}  encode{id, prompts, words}  decode{id, tokens}
 engine -> stub   hello{version, info}  chunk{id, text, tokens}
                  final{id, text, tokens, finish_reason, seed, num_input_tokens, num_output_tokens,
                  draft_tokens, accepted_draft_tokens, drafts, times_s, kv_blocks}
                  error{id, code, message}  admin{id, reply}  stats{counters, observations, gauges}
                  encoded{id, prompts, words, end_id, vocab_size}  decoded{id, texts}
 
-``id`` is chosen by the stub, unique in its connection. Every ``submit`` is answered by exactly one ``final`` or ``error``, every
-``admin`` by one ``admin`` or ``error``; the ``chunk``s of a streaming request come before it. ``trace`` comes with a request that
-Triton traces (its context: ``traceparent`` and, if there is one, ``tracestate``). ``final.text`` is the last delta of a streaming
-request, the whole text of another; ``final.seed`` is null for greedy.
-``bytes`` and ``top`` (tokens as Latin-1 text), ``context_logits`` and ``generation_logits`` (names of .npy files, which the stub removes)
-and ``prompt`` (``bytes`` of its tokens, ``log_probs`` and ``top`` of all but the first) come where they were asked for.
+``id`` is chosen by the stub, unique in its connection. Every ``submit`` is answered by exactly one
+``final`` or ``error``, every ``admin`` by one ``admin`` or ``error``; the ``chunk``s of a streaming
+request come before it. ``trace`` comes with a request that Triton traces (its context:
+``traceparent`` and, if there is one, ``tracestate``). ``final.text`` is the last delta of a
+streaming request, the whole text of another; ``final.seed`` is null for greedy. ``bytes`` and
+``top`` (tokens as Latin-1 text), ``context_logits`` and ``generation_logits`` (names of .npy files,
+which the stub removes) and ``prompt`` (``bytes`` of its tokens, ``log_probs`` and ``top`` of all
+but the first) come where they were asked for.
 """
 
 from __future__ import annotations
@@ -28,7 +32,9 @@ from typing import Any
 
 VERSION = 1
 SWITCHES_SUFFIX = ".switches"
-"""Of the file beside the socket in which switches set live outlast an engine process; a server that starts removes it."""
+"""Of the file beside the socket in which switches set live outlast an engine process; a server that
+starts removes it.
+"""
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 
 Message = dict[str, Any]
@@ -55,7 +61,9 @@ class Decoder:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        """Yield the messages completed by ``data``. Raises WireError on an oversized or malformed frame."""
+        """Yield the messages completed by ``data``. Raises WireError on an oversized or malformed
+        frame.
+        """
         self._buffer += data
         start = 0
         while len(self._buffer) - start >= _LENGTH.size:

@@ -1,8 +1,10 @@
-"""Whether the service lives: the engine process's word on its loop, an answer of each text model, and a live stub process for every other.
+"""Whether the service lives: the engine process's word on its loop, an answer of each text model,
+and a live stub process for every other.
 
-Exit 0 or 1. Nothing here waits in the queue or can be refused for a full one: a busy service is healthy. Triton's own readiness is not
-enough: it goes on calling a model ready whose stub process has died. Under the launcher, which watches the stubs itself, they are of other
-folders and not looked for.
+Exit 0 or 1. Nothing here waits in the queue or can be refused for a full one: a busy service is
+healthy. Triton's own readiness is not enough: it goes on calling a model ready whose stub process
+has died. Under the launcher, which watches the stubs itself, they are of other folders and not
+looked for.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ def trouble(url: str) -> str | None:
 
 
 def without_stub() -> list[str]:
-    """Return the models of this folder's repository that have no stub process, none where none of them has one."""
+    """Return the models of this folder's repository that have no stub process, none where none of
+    them has one.
+    """
     served = set()
     for command in Path("/proc").glob("[0-9]*/cmdline"):
         try:

@@ -1,7 +1,8 @@
-"""Make a ``serving.json`` of NVIDIA's models: ``python -m engines_build.adopt TARGET/config.pbtxt [DRAFT/config.pbtxt ...]``.
+"""Make a ``serving.json`` of NVIDIA's models: ``python -m engines_build.adopt TARGET/config.pbtxt
+[DRAFT/config.pbtxt ...]``.
 
-Reads the parameters of ``tensorrt_llm`` models as ``fill_template.py`` left them and prints the settings that mean the same here; what has
-no counterpart is named on standard error.
+Reads the parameters of ``tensorrt_llm`` models as ``fill_template.py`` left them and prints the
+settings that mean the same here; what has no counterpart is named on standard error.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ _USED = (
 
 
 def read_parameters(path: Path) -> dict[str, str]:
-    """Return the parameters that are set; one that is empty or still a template's ``${...}`` is not. Raises ConfigError."""
+    """Return the parameters that are set; one that is empty or still a template's ``${...}`` is
+    not. Raises ConfigError.
+    """
     try:
         text = path.read_text("utf-8")
     except OSError as error:
@@ -56,13 +59,16 @@ def read_parameters(path: Path) -> dict[str, str]:
     }
     if "gpt_model_path" not in found:
         raise ConfigError(
-            f"{path} sets no gpt_model_path: it is not the filled configuration of a tensorrt_llm model"
+            f"{path} sets no gpt_model_path: it is not the filled configuration of a "
+            f"tensorrt_llm model"
         )
     return found
 
 
 def adopt(target_path: Path, draft_paths: list[Path]) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings, and one sentence for each parameter that has no counterpart. Raises ConfigError for engines that do not fit."""
+    """Return the settings, and one sentence for each parameter that has no counterpart. Raises
+    ConfigError for engines that do not fit.
+    """
     parameters = [read_parameters(path) for path in (target_path, *draft_paths)]
     engines = [read_engine_folder(Path(found["gpt_model_path"])) for found in parameters]
     names = _names([target_path, *draft_paths])
@@ -95,7 +101,8 @@ def adopt(target_path: Path, draft_paths: list[Path]) -> tuple[dict[str, Any], l
     ]
     if budget < (whole := token_budget(target.max_batch_size, context, k_max)):
         notes.append(
-            f"an iteration takes at most {budget} tokens of text, by the engines' max_num_tokens; build them with {whole} for more"
+            f"an iteration takes at most {budget} tokens of text, by the engines' "
+            f"max_num_tokens; build them with {whole} for more"
         )
     return settings, notes
 
@@ -130,13 +137,15 @@ def _notes(name: str, parameters: dict[str, str]) -> list[str]:
     ]
     if "kv_cache_free_gpu_mem_fraction" in parameters:
         notes.append(
-            f"{name}: kv_cache_free_gpu_mem_fraction {parameters['kv_cache_free_gpu_mem_fraction']} is planned here (kv_share)"
+            f"{name}: kv_cache_free_gpu_mem_fraction "
+            f"{parameters['kv_cache_free_gpu_mem_fraction']} is planned here (kv_share)"
         )
     if (where := parameters.get("tokenizer_dir")) and not Path(
         parameters["gpt_model_path"], "tokenizer.json"
     ).is_file():
         notes.append(
-            f"{name}: copy tokenizer.json and generation_config.json of {where} to {parameters['gpt_model_path']}"
+            f"{name}: copy tokenizer.json and generation_config.json of {where} to "
+            f"{parameters['gpt_model_path']}"
         )
     return notes
 

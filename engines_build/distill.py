@@ -1,9 +1,12 @@
-"""Distil a draft for a target: ``python -m engines_build.distill --target DIR --out DIR``, or make ``--family tiny`` from scratch.
+"""Distil a draft for a target: ``python -m engines_build.distill --target DIR --out DIR``, or make
+``--family tiny`` from scratch.
 
-Stages: generate (the target answers prompts, its logits kept), train, evaluate (held-out prompts), export. Shards and checkpoints stay in
-``--work``, where a second run continues and other drafts of the same target find the shards. The exported folder is a Hugging Face Llama
-folder with two additions: ``draft_vocab_size`` in config.json says that ``lm_head.weight`` [S, hidden] covers only the tokens in the tensor
-``lm_head.token_ids`` (int32 [S]), and ``vocabulary_sha256`` names the vocabulary that the draft shares with its target.
+Stages: generate (the target answers prompts, its logits kept), train, evaluate (held-out prompts),
+export. Shards and checkpoints stay in ``--work``, where a second run continues and other drafts of
+the same target find the shards. The exported folder is a Hugging Face Llama folder with two
+additions: ``draft_vocab_size`` in config.json says that ``lm_head.weight`` [S, hidden] covers only
+the tokens in the tensor ``lm_head.token_ids`` (int32 [S]), and ``vocabulary_sha256`` names the
+vocabulary that the draft shares with its target.
 """
 
 from __future__ import annotations
@@ -137,7 +140,9 @@ def distil(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def claim(work: Path, target: Path) -> None:
-    """Note whose answers the work folder holds. Raises ValueError where they are another target's."""
+    """Note whose answers the work folder holds. Raises ValueError where they are another
+    target's.
+    """
     note, weights = work / "target.sha256", weights_sha256(target)
     if note.is_file() and note.read_text("utf-8").strip() != weights:
         raise ValueError(f"--work: {work} holds the answers of another target than {target}")
@@ -148,7 +153,9 @@ def claim(work: Path, target: Path) -> None:
 def generate(
     args: argparse.Namespace, config: LlamaConfig, weights: Weights, tokenizer: Any, start: float
 ) -> tuple[Shards, Shards]:
-    """Bring training and held-out shards up to the tokens asked for, as far as the time goes; returns both."""
+    """Bring training and held-out shards up to the tokens asked for, as far as the time goes;
+    returns both.
+    """
     shards, held_out = Shards(args.work / "train"), Shards(args.work / "held_out")
     for corpus, store, tokens, slots in (
         (args.held_out, held_out, args.held_out_tokens, HELD_OUT_SLOTS),
@@ -165,13 +172,17 @@ def generate(
 
 
 def first_tokens(samples: list[Sample], tokens: int) -> list[Sample]:
-    """Return the first sequences that hold ``tokens`` generated tokens: what later runs add to the shards changes nothing."""
+    """Return the first sequences that hold ``tokens`` generated tokens: what later runs add to the
+    shards changes nothing.
+    """
     ends = accumulate(len(s.tokens) - s.prompt_tokens for s in samples)
     return samples[: sum(1 for end in ends if end < tokens) + 1]
 
 
 def judged_by(args: argparse.Namespace) -> dict[str, Grams]:
-    """Return the runs of words of everything that models are judged by: the held-out documents and the sets of ``--judged``."""
+    """Return the runs of words of everything that models are judged by: the held-out documents and
+    the sets of ``--judged``.
+    """
     held_out = grams_of(d.text for d in args.held_out.documents(*args.held_out.sources))
     return {"held-out documents": held_out} | {
         name: grams_of(JUDGED[name]()) for name in args.judged
@@ -179,7 +190,8 @@ def judged_by(args: argparse.Namespace) -> dict[str, Grams]:
 
 
 def unjudged(args: argparse.Namespace, samples: list[Sample], tokenizer: Any) -> list[Sample]:
-    """Return the sequences to train on. Raises OverlapError where they or the documents share a run of words with what judges.
+    """Return the sequences to train on. Raises OverlapError where they or the documents share a run
+    of words with what judges.
 
     ``--drop-overlap`` leaves such sequences out instead, and says how many.
     """
@@ -200,17 +212,21 @@ def unjudged(args: argparse.Namespace, samples: list[Sample], tokenizer: Any) ->
         refuse_overlap("sequences", texts, judged)
     if not samples:
         raise ValueError(
-            f"--workloads: no sequence of {', '.join(args.workloads)} in {args.work / 'train'}; generate some first"
+            f"--workloads: no sequence of {', '.join(args.workloads)} in {args.work / 'train'}; "
+            f"generate some first"
         )
     return samples
 
 
 def refuse_overlap(what: str, texts: list[str], judged: dict[str, Grams]) -> None:
-    """Raise OverlapError, with the counts, where ``texts`` share a run of words with what models are judged by."""
+    """Raise OverlapError, with the counts, where ``texts`` share a run of words with what models
+    are judged by.
+    """
     if counts := overlap_counts(texts, judged):
         found = ", ".join(f"{count} with {name}" for name, count in counts.items())
         raise OverlapError(
-            f"{what}: of {len(texts)}, these share a run of {GRAM_WORDS} words with an evaluation set: {found}"
+            f"{what}: of {len(texts)}, these share a run of {GRAM_WORDS} words with an "
+            f"evaluation set: {found}"
         )
 
 
@@ -238,7 +254,9 @@ def make_family(args: argparse.Namespace) -> None:
 
 
 def make_target(args: argparse.Namespace, out: Path) -> None:
-    """Train the family's target on ``--target-tokens`` tokens of text and write its folder with a model card."""
+    """Train the family's target on ``--target-tokens`` tokens of text and write its folder with a
+    model card.
+    """
     start = time.monotonic()
     dialogues: list[str] = []
     if args.dialogues:
@@ -307,7 +325,9 @@ def make_target(args: argparse.Namespace, out: Path) -> None:
 def held_out(
     args: argparse.Namespace, model: LlamaForCausalLM, tokenizer: Any
 ) -> dict[str, dict[str, float]]:
-    """Score the family's target as it would be stored: loss by held-out source, repetition of its greedy answers by workload."""
+    """Score the family's target as it would be stored: loss by held-out source, repetition of its
+    greedy answers by workload.
+    """
     stored = copy.deepcopy(model).bfloat16().float()
     losses = held_out_losses(stored, args.held_out, tokenizer, args.device)
     return {

@@ -37,7 +37,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     _check_numbers(parser, args)
     if args.hidden % args.head_dim or args.head_dim % 2:
         parser.error(
-            f"--hidden, --head-dim: hidden must be a multiple of an even head_dim, got {args.hidden} and {args.head_dim}"
+            f"--hidden, --head-dim: hidden must be a multiple of an even head_dim, got "
+            f"{args.hidden} and {args.head_dim}"
         )
     if bool(args.target) == bool(args.family):
         parser.error(f"--target, --family: give one of them, got {args.target} and {args.family}")
@@ -79,7 +80,8 @@ def _check_start(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
         return
     if given := [name for name in _DRAFT_SHAPE if getattr(args, name) is not None]:
         parser.error(
-            f"--start: the draft {args.start} has its own shape, --{given[0].replace('_', '-')} cannot be given"
+            f"--start: the draft {args.start} has its own shape, --{given[0].replace('_', '-')} "
+            f"cannot be given"
         )
     if args.family:
         parser.error(f"--start: not with --family, got {args.start}")
@@ -113,11 +115,13 @@ def _parser() -> argparse.ArgumentParser:
     folder("--out", "folder to write the draft to", required=True)
     folder(
         "--start",
-        "draft of the same target to begin with, instead of the target's embedding and plain text: to specialise or train on",
+        "draft of the same target to begin with, instead of the target's embedding and plain "
+        "text: to specialise or train on",
     )
     folder(
         "--work",
-        "folder for shards and checkpoints, shared by the drafts of one target (default: OUT with .work behind its name)",
+        "folder for shards and checkpoints, shared by the drafts of one target (default: OUT "
+        "with .work behind its name)",
     )
     folder("--corpora", "folder filled by engines_build.corpora --fetch")
     parser.add_argument(

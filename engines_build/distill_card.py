@@ -181,9 +181,13 @@ def model_card(args: argparse.Namespace, shape: Shape, report: dict[str, Any], c
 def _beginning(args: argparse.Namespace, shape: Shape) -> str:
     """Return what comes before the target's answers."""
     if args.start:
-        return f"Begun with the weights and the shortlist of `{args.start.name}`, which was made as its own card says."
+        return (
+            f"Begun with the weights and the shortlist of `{args.start.name}`, which was made "
+            f"as its own card says."
+        )
     return (
-        f"Plain language modelling on {args.warm_up_tokens:,} tokens of the texts above, one pass. The embedding\n"
+        f"Plain language modelling on {args.warm_up_tokens:,} tokens of the texts above, one "
+        f"pass. The embedding\n"
         f"   starts as the target's, projected to {shape.hidden} dimensions."
     )
 
@@ -230,7 +234,9 @@ def _unlearnt(report: dict[str, Any]) -> str:
 
 
 def _rows(report: dict[str, Any], what: str) -> str:
-    """Return a line for each source or workload: its value, and where there was a phase against loops those before and after it."""
+    """Return a line for each source or workload: its value, and where there was a phase against
+    loops those before and after it.
+    """
     stages = [report[stage][what] for stage in ("before", "after") if stage in report]
     return "\n".join(
         f"| {name} | " + ", then ".join(f"{stage[name]:.2f}" for stage in stages) + " |"

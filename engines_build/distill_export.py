@@ -1,4 +1,6 @@
-"""Write a model as a Hugging Face Llama folder whose weight files stay small enough for a repository."""
+"""Write a model as a Hugging Face Llama folder whose weight files stay small enough for a
+repository.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,12 @@ _CONFIG_KEYS = {
 
 
 def export(model: LlamaForCausalLM, shortlist: Tensor | None, tokenizer: Path, out: Path) -> None:
-    """Write config.json and the bf16 weights to ``out`` (no file above ``MAX_FILE_BYTES``, unless one tensor alone is).
+    """Write config.json and the bf16 weights to ``out`` (no file above ``MAX_FILE_BYTES``, unless
+    one tensor alone is).
 
-    A draft names the tokens of its head in ``lm_head.token_ids`` and the vocabulary of its target (the hash of the file ``tokenizer``) in
-    its config.json; a whole model has no ``shortlist`` and brings its tokenizer along.
+    A draft names the tokens of its head in ``lm_head.token_ids`` and the vocabulary of its target
+    (the hash of the file ``tokenizer``) in its config.json; a whole model has no ``shortlist`` and
+    brings its tokenizer along.
     """
     out.mkdir(parents=True, exist_ok=True)
     tensors = {
@@ -62,7 +66,9 @@ def export(model: LlamaForCausalLM, shortlist: Tensor | None, tokenizer: Path, o
 
 
 def read_draft(folder: Path) -> tuple[LlamaForCausalLM, Tensor]:
-    """Return a draft that ``export`` has written, in fp32, and its shortlist. Raises ValueError for a folder that is none."""
+    """Return a draft that ``export`` has written, in fp32, and its shortlist. Raises ValueError for
+    a folder that is none.
+    """
     tensors = {
         name: t
         for file in sorted(folder.glob("model*.safetensors"))
@@ -78,7 +84,9 @@ def read_draft(folder: Path) -> tuple[LlamaForCausalLM, Tensor]:
 
 
 def write_weights(tensors: dict[str, Tensor], out: Path) -> None:
-    """Write ``tensors`` as one safetensors file or as shards with their index, replacing those of an earlier run."""
+    """Write ``tensors`` as one safetensors file or as shards with their index, replacing those of
+    an earlier run.
+    """
     for old in out.glob("model*.safetensors*"):
         old.unlink()
     files: list[dict[str, Tensor]] = [{}]

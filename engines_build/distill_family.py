@@ -1,7 +1,9 @@
-"""The tiny family: a byte-level tokenizer, a small target trained from scratch, and its drafts; for tests and for benchmarks on a CPU.
+"""The tiny family: a byte-level tokenizer, a small target trained from scratch, and its drafts; for
+tests and for benchmarks on a CPU.
 
-The target learns from the documents of ``engines_build.corpora``, from questions in SQL with their answers, and from the answers of a
-larger model, where a folder of such shards is at hand (``--dialogues``, the ``train`` folder of another distillation).
+The target learns from the documents of ``engines_build.corpora``, from questions in SQL with their
+answers, and from the answers of a larger model, where a folder of such shards is at hand
+(``--dialogues``, the ``train`` folder of another distillation).
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ VOCABULARY = 4096
 PIECE_TOKENS = 256
 END, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + "
+    "message['content'] + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 _QUESTIONS_PER_SCHEMA = 60
@@ -36,7 +39,9 @@ _SYSTEM = re.compile(r"<\|im_start\|>system\n.*?<\|im_end\|>\n", re.S)
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A draft of the family: its shape (``shortlist``: the whole vocabulary) and the workloads that it learns from (none named: all)."""
+    """A draft of the family: its shape (``shortlist``: the whole vocabulary) and the workloads that
+    it learns from (none named: all).
+    """
 
     name: str
     shape: Shape
@@ -52,7 +57,9 @@ DRAFTS = (
 
 
 def family_texts(corpus: Corpus, dialogues: list[str]) -> list[str]:
-    """Return what the target is trained on, in a seeded order: documents, SQL questions with answers, ``dialogues``."""
+    """Return what the target is trained on, in a seeded order: documents, SQL questions with
+    answers, ``dialogues``.
+    """
     rng = random.Random(f"family/{corpus.seed}")
     texts = [
         d.text
@@ -86,7 +93,9 @@ def dialogues_of(samples: list[Sample], tokenizer: Any) -> list[str]:
 
 
 def train_tokenizer(texts: list[str], folder: Path) -> None:
-    """Write a byte-level BPE tokenizer of ``VOCABULARY`` tokens with the special ones of ``CHAT_TEMPLATE``."""
+    """Write a byte-level BPE tokenizer of ``VOCABULARY`` tokens with the special ones of
+    ``CHAT_TEMPLATE``.
+    """
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = (
         pre_tokenizers.ByteLevel(add_prefix_space=False),
@@ -118,7 +127,9 @@ def train_tokenizer(texts: list[str], folder: Path) -> None:
 
 
 def pieces(texts: list[str], tokenizer: Any) -> Iterator[Sample]:
-    """Yield the texts, end to end, as samples of ``PIECE_TOKENS`` whose law is the next token itself."""
+    """Yield the texts, end to end, as samples of ``PIECE_TOKENS`` whose law is the next token
+    itself.
+    """
     kept: list[int] = []
     for text in texts:
         kept += [*tokenizer(text)["input_ids"], 0]
@@ -158,7 +169,9 @@ def untrained(shape: Shape) -> LlamaForCausalLM:
 def held_out_losses(
     model: LlamaForCausalLM, corpus: Corpus, tokenizer: Any, device: str, tokens: int = 20_000
 ) -> dict[str, float]:
-    """Return the mean loss (nats a token) on the held-out documents of each source, on about ``tokens`` of each."""
+    """Return the mean loss (nats a token) on the held-out documents of each source, on about
+    ``tokens`` of each.
+    """
     losses = {}
     for source in corpus.sources:
         texts = [d.text for d in corpus.documents(source)]

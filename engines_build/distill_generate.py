@@ -1,7 +1,9 @@
-"""Distillation data: the teacher answers prompts in a large in-flight batch, its top logits kept at every position.
+"""Distillation data: the teacher answers prompts in a large in-flight batch, its top logits kept at
+every position.
 
-Data and soft labels come from the same forward passes. Finished rows are refilled at once, so the batch stays full. Shards are written as
-sequences finish; a later call continues behind the last shard.
+Data and soft labels come from the same forward passes. Finished rows are refilled at once, so the
+batch stays full. Shards are written as sequences finish; a later call continues behind the last
+shard.
 """
 
 from __future__ import annotations
@@ -33,14 +35,18 @@ SEQUENCES_PER_SHARD = 64
 SAMPLED_TEMPERATURE = 0.7
 _FOLLOW_UP_SHARE = 0.12
 _BLOCK_SLOTS = 16
-"""Slots attended together, up to the longest of them: rows of unlike length share less padding in small blocks."""
+"""Slots attended together, up to the longest of them: rows of unlike length share less padding in
+small blocks.
+"""
 _WORKLOAD_NAMES = list(WORKLOADS)
 
 
 class Teacher:
-    """A Llama-family checkpoint with a preallocated KV cache of ``slots`` rows; ``lengths`` [slots] counts the tokens in each.
+    """A Llama-family checkpoint with a preallocated KV cache of ``slots`` rows; ``lengths`` [slots]
+    counts the tokens in each.
 
-    A lean forward (fused projections, grouped heads attended as query rows) since this loop is the whole cost of distillation.
+    A lean forward (fused projections, grouped heads attended as query rows) since this loop is the
+    whole cost of distillation.
     """
 
     def __init__(self, config: LlamaConfig, weights: Weights, slots: int):
@@ -64,7 +70,9 @@ class Teacher:
         self.cos, self.sin = (table.to(self.embedding) for table in rope_tables(config, room))
 
     def prefill(self, slot: int, tokens: list[int]) -> Tensor:
-        """Put ``tokens`` into ``slot``, replacing what it held. Returns the logits [1, vocab] behind the last of them."""
+        """Put ``tokens`` into ``slot``, replacing what it held. Returns the logits [1, vocab]
+        behind the last of them.
+        """
         n = len(tokens)
         x = self.embedding[torch.tensor(tokens, device=self.device)]
         cos, sin = self.cos[:n, None], self.sin[:n, None]
@@ -117,7 +125,9 @@ class Teacher:
     def _project(
         self, layer: dict[str, Tensor], x: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [n, heads, head_dim], keys and values [n, kv_heads, head_dim] of hidden states [n, hidden]."""
+        """Return queries [n, heads, head_dim], keys and values [n, kv_heads, head_dim] of hidden
+        states [n, hidden].
+        """
         qkv = F.linear(
             F.rms_norm(x, self.norm.shape, layer["attention_norm"], self.eps),
             layer["qkv"],
@@ -158,9 +168,11 @@ def _fused(weights: Weights, layer: str) -> dict[str, Tensor]:
 
 @dataclass(slots=True)
 class _Row:
-    """A sequence in flight: its tokens and, for each but the last, top ids and log probabilities of the next token.
+    """A sequence in flight: its tokens and, for each but the last, top ids and log probabilities of
+    the next token.
 
-    Within the prompt that law is the next token itself: the teacher's would cost as much again as the prefill.
+    Within the prompt that law is the next token itself: the teacher's would cost as much again as
+    the prefill.
     """
 
     workload: int
@@ -171,7 +183,9 @@ class _Row:
     top_logprobs: list[Tensor] = field(default_factory=list)
 
     def ended(self, eos: set[int]) -> bool:
-        """Whether the text is over, full, or repeats its last 8 tokens for the third time in 64 (a loop teaches nothing more)."""
+        """Whether the text is over, full, or repeats its last 8 tokens for the third time in 64 (a
+        loop teaches nothing more).
+        """
         new = self.tokens[self.prompt_tokens :]
         tail, recent = new[-8:], new[-64:]
         looping = (
@@ -182,7 +196,9 @@ class _Row:
 
 @dataclass(slots=True)
 class Shards:
-    """A folder of shards; ``generated`` counts teacher-generated tokens and ``next_prompt`` the prompts taken."""
+    """A folder of shards; ``generated`` counts teacher-generated tokens and ``next_prompt`` the
+    prompts taken.
+    """
 
     folder: Path
     generated: int = 0
@@ -218,10 +234,12 @@ class Shards:
 
 
 class Generator:
-    """Fills ``shards`` with the teacher's answers to ``corpus`` until ``tokens`` are there or ``deadline`` (monotonic seconds) passes.
+    """Fills ``shards`` with the teacher's answers to ``corpus`` until ``tokens`` are there or
+    ``deadline`` (monotonic seconds) passes.
 
-    Prompts are of ``workloads`` (none named: all), by their shares in training, in turn on the held-out side. ``greedy_share`` of the rows
-    decode greedily, the others sample at ``SAMPLED_TEMPERATURE`` among the top ``TOP_K``.
+    Prompts are of ``workloads`` (none named: all), by their shares in training, in turn on the
+    held-out side. ``greedy_share`` of the rows decode greedily, the others sample at
+    ``SAMPLED_TEMPERATURE`` among the top ``TOP_K``.
     """
 
     def __init__(
@@ -248,7 +266,9 @@ class Generator:
 
     @torch.inference_mode()
     def run(self, tokens: int, deadline: float) -> None:
-        """Generate, printing progress; sequences still in flight at the end are kept as far as they went."""
+        """Generate, printing progress; sequences still in flight at the end are kept as far as they
+        went.
+        """
         start, before = time.monotonic(), self.shards.generated
         finished: list[_Row] = []
         rows = [self._start(slot) for slot in range(self.teacher.slots)]
@@ -267,7 +287,8 @@ class Generator:
                 finished.clear()
                 rate = (self.shards.generated - before) / (time.monotonic() - start)
                 print(
-                    f"generate: {self.shards.generated} tokens, {self.shards.next_prompt} prompts, {rate:.0f} tok/s",
+                    f"generate: {self.shards.generated} tokens, {self.shards.next_prompt} "
+                    f"prompts, {rate:.0f} tok/s",
                     flush=True,
                 )
         self.shards.write(finished + rows)
@@ -323,13 +344,17 @@ class Generator:
             row.tokens.append(chosen[i])
 
     def _choose(self, top_logprobs: Tensor, top_ids: Tensor, temperatures: Tensor) -> Tensor:
-        """One token per row [n]: the Gumbel-max trick over the kept logits; temperature 0 leaves the noise out."""
+        """One token per row [n]: the Gumbel-max trick over the kept logits; temperature 0 leaves
+        the noise out.
+        """
         gumbel = -torch.empty_like(top_logprobs).exponential_(generator=self.noise).log()
         pick = (top_logprobs + temperatures[:, None] * gumbel).argmax(dim=1, keepdim=True)
         return top_ids.gather(1, pick)[:, 0]
 
     def _remember(self, row: _Row) -> None:
-        """Keep a long answer of a chat as the article of later summaries and questions: prose on more topics than the documents have."""
+        """Keep a long answer of a chat as the article of later summaries and questions: prose on
+        more topics than the documents have.
+        """
         if _WORKLOAD_NAMES[row.workload] == "chat" and len(row.tokens) - row.prompt_tokens > 100:
             self.replies.append(
                 self.tokenizer.decode(row.tokens[row.prompt_tokens :], skip_special_tokens=True)
@@ -344,7 +369,9 @@ def _top(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt as the server would see them, cut to the first ``MAX_PROMPT_TOKENS`` (in the template: the message is cut)."""
+    """Token ids of a prompt as the server would see them, cut to the first ``MAX_PROMPT_TOKENS``
+    (in the template: the message is cut).
+    """
     if prompt.raw or tokenizer.chat_template is None:
         return list(tokenizer(prompt.text)["input_ids"])[:MAX_PROMPT_TOKENS]
     message = tokenizer.decode(tokenizer(prompt.text)["input_ids"][: MAX_PROMPT_TOKENS - 64])

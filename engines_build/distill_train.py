@@ -1,4 +1,6 @@
-"""Train a draft on the teacher's kept logits and score it: agreement with the teacher and tokens per step on held-out prompts."""
+"""Train a draft on the teacher's kept logits and score it: agreement with the teacher and tokens
+per step on held-out prompts.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from engines_build.corpora import WORKLOADS
 from engines_build.distill_generate import Shards
 
 PROMPT_SHARE = 0.25
-"""Share of the prompt positions trained on beside all generated ones (the draft is never asked about them; they teach it the language)."""
+"""Share of the prompt positions trained on beside all generated ones (the draft is never asked
+about them; they teach it the language).
+"""
 
 POSITIONS = range(1, 9)
 """Places in a proposal that acceptance is told of."""
@@ -56,7 +60,9 @@ def shape_of(draft: LlamaForCausalLM) -> Shape:
 
 @dataclass(slots=True)
 class Sample:
-    """A sequence [n] and the teacher's law behind each token but the last: ids and log probabilities [n-1, TOP_K]."""
+    """A sequence [n] and the teacher's law behind each token but the last: ids and log
+    probabilities [n-1, TOP_K].
+    """
 
     tokens: Tensor
     prompt_tokens: int
@@ -86,7 +92,9 @@ def load_samples(shards: Shards) -> list[Sample]:
 
 
 def plain_samples(texts: list[str], tokenizer: Any, tokens: int, seed: int) -> list[Sample]:
-    """Cut the beginnings of ``texts`` into samples of ``_PLAIN_TOKENS``, about ``tokens`` in all, whose law is the next token itself."""
+    """Cut the beginnings of ``texts`` into samples of ``_PLAIN_TOKENS``, about ``tokens`` in all,
+    whose law is the next token itself.
+    """
     rng, samples = random.Random(seed), []
     for text in rng.sample(texts, len(texts)):
         for piece in torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int32).split(
@@ -107,7 +115,9 @@ def plain_samples(texts: list[str], tokenizer: Any, tokens: int, seed: int) -> l
 
 
 def choose_shortlist(samples: list[Sample], size: int, vocab: int, always: set[int]) -> Tensor:
-    """Pick the ``size`` tokens that the teacher most expects in its own text (by summed probability), ``always`` first; ascending."""
+    """Pick the ``size`` tokens that the teacher most expects in its own text (by summed
+    probability), ``always`` first; ascending.
+    """
     mass = torch.zeros(vocab, dtype=torch.float64)
     for s in samples:
         own = slice(s.prompt_tokens - 1, None)
@@ -121,10 +131,11 @@ def choose_shortlist(samples: list[Sample], size: int, vocab: int, always: set[i
 def build(
     shape: Shape, embedding: Tensor, shortlist: Tensor, tokenizer: Any, positions: int
 ) -> LlamaForCausalLM:
-    """Make an untrained draft whose embedding and head are the teacher's ``embedding`` [vocab, d], projected onto its leading directions.
+    """Make an untrained draft whose embedding and head are the teacher's ``embedding`` [vocab, d],
+    projected onto its leading directions.
 
-    ``positions`` is the teacher's longest context. The projection (principal components, uncentred) keeps which tokens are alike, most of
-    what a small budget cannot learn.
+    ``positions`` is the teacher's longest context. The projection (principal components, uncentred)
+    keeps which tokens are alike, most of what a small budget cannot learn.
     """
     heads = shape.hidden // shape.head_dim
     config = LlamaConfig(
@@ -160,9 +171,11 @@ def build(
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How long to train: ``tokens`` read (prompts included; the samples come round as often as that needs), at most until ``deadline``.
+    """How long to train: ``tokens`` read (prompts included; the samples come round as often as that
+    needs), at most until ``deadline``.
 
-    The learning rate falls with whichever is nearer; where tokens are, two runs of one seed have the same loss curve.
+    The learning rate falls with whichever is nearer; where tokens are, two runs of one seed have
+    the same loss curve.
     """
 
     tokens: int
@@ -171,14 +184,17 @@ class Budget:
     deadline: float = math.inf
     """On the clock of ``time.monotonic``, in seconds."""
     embedding_rate: float = 0.3
-    """Learning rate of the input embedding relative to the rest: a draft's is the teacher's, and a free one learns the prompts by heart."""
+    """Learning rate of the input embedding relative to the rest: a draft's is the teacher's, and a
+    free one learns the prompts by heart.
+    """
 
 
 class Trainer:
-    """Distils ``samples`` into a draft (or trains a model on plain samples), from the checkpoint in ``run`` on if there is one.
+    """Distils ``samples`` into a draft (or trains a model on plain samples), from the checkpoint in
+    ``run`` on if there is one.
 
-    ``run`` names the checkpoint ``run.pt`` and the curve ``run.jsonl``: step, tokens read, loss (nats a position), agreement, all means of
-    the steps since the line before.
+    ``run`` names the checkpoint ``run.pt`` and the curve ``run.jsonl``: step, tokens read, loss
+    (nats a position), agreement, all means of the steps since the line before.
     """
 
     def __init__(
@@ -278,7 +294,9 @@ class Trainer:
         fresh.rename(self.checkpoint)
 
     def _batches(self, batch: int, first: int) -> Iterator[tuple[int, list[Sample]]]:
-        """Yield steps from ``first`` on and their samples, of like length (less padding), shuffled differently in each pass."""
+        """Yield steps from ``first`` on and their samples, of like length (less padding), shuffled
+        differently in each pass.
+        """
         steps = math.ceil(len(self.samples) / batch)
         for pass_ in count(first // steps):
             rng = random.Random(f"{self.seed}/{pass_}")
@@ -301,7 +319,9 @@ class Trainer:
         return seen
 
     def _loss(self, step: int, samples: list[Sample]) -> tuple[Tensor, dict[str, float]]:
-        """Return what to make less; and, to show, it and the share of positions where draft and law choose the same token."""
+        """Return what to make less; and, to show, it and the share of positions where draft and law
+        choose the same token.
+        """
         noise = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         hidden = hidden_states(self.draft, samples, self.device)
         wanted = [torch.arange(len(s.tokens) - 1) >= s.prompt_tokens - 1 for s in samples]
@@ -323,10 +343,11 @@ class Trainer:
 
 
 def top_cross_entropy(logits: Tensor, places: Tensor, logprobs: Tensor) -> Tensor:
-    """Mean cross entropy (nats) of the draft's law against the teacher's kept one, everything unkept being one further class.
+    """Mean cross entropy (nats) of the draft's law against the teacher's kept one, everything
+    unkept being one further class.
 
-    ``logits`` [n, S] over the shortlist, ``places`` [n, K] shortlist positions of the kept tokens (-1: not in it; left out, the draft
-    has no class for it), ``logprobs`` [n, K] the teacher's.
+    ``logits`` [n, S] over the shortlist, ``places`` [n, K] shortlist positions of the kept tokens
+    (-1: not in it; left out, the draft has no class for it), ``logprobs`` [n, K] the teacher's.
     """
     inside = places >= 0
     law = logits.log_softmax(dim=1).gather(1, places.clamp(min=0)).masked_fill(~inside, -math.inf)
@@ -337,7 +358,9 @@ def top_cross_entropy(logits: Tensor, places: Tensor, logprobs: Tensor) -> Tenso
 
 
 def hidden_states(draft: LlamaForCausalLM, samples: list[Sample], device: str) -> Tensor:
-    """Last hidden states [batch, longest, hidden]; the padding lies behind the texts, where causal attention does not look."""
+    """Last hidden states [batch, longest, hidden]; the padding lies behind the texts, where causal
+    attention does not look.
+    """
     tokens = nn.utils.rnn.pad_sequence([s.tokens.long() for s in samples], batch_first=True).to(
         device
     )
@@ -355,8 +378,9 @@ def evaluate(
 ) -> dict[str, dict[str, float]]:
     """Score a draft on greedy answers of the teacher, by workload.
 
-    ``agreement`` is the share of positions where both would choose the same token, ``tokens_per_step_k`` the mean number of tokens a greedy
-    step with k proposed tokens emits, ``overlap`` the mean sum of min(p, q): the acceptance when sampling at temperature 1.
+    ``agreement`` is the share of positions where both would choose the same token,
+    ``tokens_per_step_k`` the mean number of tokens a greedy step with k proposed tokens emits,
+    ``overlap`` the mean sum of min(p, q): the acceptance when sampling at temperature 1.
     """
     matches: dict[str, list[Tensor]] = defaultdict(list)
     overlaps: dict[str, list[Tensor]] = defaultdict(list)
@@ -385,7 +409,9 @@ def evaluate(
 
 
 def greedy_steps(match: list[bool], k: int) -> list[int]:
-    """Return how many of ``k`` proposed tokens each greedy step accepts, given where the draft's choice equals the teacher's."""
+    """Return how many of ``k`` proposed tokens each greedy step accepts, given where the draft's
+    choice equals the teacher's.
+    """
     accepted, at = [], 0
     while at < len(match):
         run = next(
@@ -397,14 +423,18 @@ def greedy_steps(match: list[bool], k: int) -> list[int]:
 
 
 def tokens_per_step(matches: list[Tensor], k: int) -> float:
-    """Mean tokens emitted by a greedy step that proposes ``k``, given where the draft's choice equals the teacher's along its own text."""
+    """Mean tokens emitted by a greedy step that proposes ``k``, given where the draft's choice
+    equals the teacher's along its own text.
+    """
     return sum(len(match) for match in matches) / sum(
         len(greedy_steps(match.tolist(), k)) for match in matches
     )
 
 
 def accepted_by_position(matches: list[Tensor]) -> list[float]:
-    """Share of greedy steps that accept the first, second, ... token of a proposal as long as ``POSITIONS``."""
+    """Share of greedy steps that accept the first, second, ... token of a proposal as long as
+    ``POSITIONS``.
+    """
     steps = [run for match in matches for run in greedy_steps(match.tolist(), len(POSITIONS))]
     return [sum(run >= j for run in steps) / len(steps) for j in POSITIONS]
 

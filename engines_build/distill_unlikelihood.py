@@ -1,8 +1,10 @@
-"""Unlearn loops: a last phase of training in which a model is shown its own greedy texts and made to expect their repetitions less.
+"""Unlearn loops: a last phase of training in which a model is shown its own greedy texts and made
+to expect their repetitions less.
 
-Sequence-level unlikelihood (Welleck et al., "Neural text generation with unlikelihood training", 2019, section 5.2): every token of a
-greedy continuation that belongs to a run of ``RUN_TOKENS`` tokens that the continuation held before costs ``-log(1 - p)``. Next-token
-training on texts goes on beside it, so that what is not repeated stays as likely as it was.
+Sequence-level unlikelihood (Welleck et al., "Neural text generation with unlikelihood training",
+2019, section 5.2): every token of a greedy continuation that belongs to a run of ``RUN_TOKENS``
+tokens that the continuation held before costs ``-log(1 - p)``. Next-token training on texts goes on
+beside it, so that what is not repeated stays as likely as it was.
 """
 
 from __future__ import annotations
@@ -23,11 +25,15 @@ from engines_build.distill_train import Sample, Trainer
 
 RUN_TOKENS = 4
 CONTINUATIONS, NEW_TOKENS, PROMPT_TOKENS = 16, 96, 192
-"""Continuations a step, their longest and that of their prompts: longer prompts cost most and loop no differently."""
+"""Continuations a step, their longest and that of their prompts: longer prompts cost most and loop
+no differently.
+"""
 LEFT_OUT = "sql"
 """The workload that may repeat itself: an answer in SQL names a column twice for good reason."""
 _PROMPTS_A_STEP = 1000
-"""Indices between the prompts of neighbouring steps: more than are tried, so that no prompt comes twice."""
+"""Indices between the prompts of neighbouring steps: more than are tried, so that no prompt comes
+twice.
+"""
 _WEIGHT = 2.0
 """Of the mean cost of a continuation's token beside the loss of a text's."""
 
@@ -38,8 +44,9 @@ Text = tuple[list[int], list[int]]
 class Unlikelihood(Trainer):
     """Trains on samples while it unlearns the repetitions of the model's own answers to ``corpus``.
 
-    The curve has ``repetition`` beside the loss and the agreement on the samples: the share of runs that occurred before in their own text.
-    Raises ValueError where the corpus makes no prompt but SQL.
+    The curve has ``repetition`` beside the loss and the agreement on the samples: the share of runs
+    that occurred before in their own text. Raises ValueError where the corpus makes no prompt but
+    SQL.
     """
 
     def __init__(
@@ -57,7 +64,8 @@ class Unlikelihood(Trainer):
         self.workloads = [w for w in args.train.workloads if w != LEFT_OUT]
         if not self.workloads:
             raise ValueError(
-                f"--unlikelihood-tokens: the sources {', '.join(args.train.sources)} make prompts of {LEFT_OUT} alone; give 0"
+                f"--unlikelihood-tokens: the sources {', '.join(args.train.sources)} make "
+                f"prompts of {LEFT_OUT} alone; give 0"
             )
 
     def _loss(self, step: int, samples: list[Sample]) -> tuple[Tensor, dict[str, float]]:
@@ -71,7 +79,9 @@ class Unlikelihood(Trainer):
 def short_prompts(
     corpus: Corpus, tokenizer: Any, workloads: Sequence[str], first: int = 0
 ) -> list[list[int]]:
-    """Return the next ``CONTINUATIONS`` prompts of at most ``PROMPT_TOKENS`` tokens from index ``first`` on, of ``workloads`` in turn."""
+    """Return the next ``CONTINUATIONS`` prompts of at most ``PROMPT_TOKENS`` tokens from index
+    ``first`` on, of ``workloads`` in turn.
+    """
     prompts = (corpus.prompt(index, workloads[index % len(workloads)]) for index in count(first))
     encoded = (encode(tokenizer, prompt) for prompt in prompts)
     return list(
@@ -83,7 +93,9 @@ def short_prompts(
 def continued(
     model: LlamaForCausalLM, prompts: list[list[int]], ends: set[int], device: str
 ) -> list[Text]:
-    """Return each prompt with its greedy continuation, up to one of ``ends`` (kept) or ``NEW_TOKENS``."""
+    """Return each prompt with its greedy continuation, up to one of ``ends`` (kept) or
+    ``NEW_TOKENS``.
+    """
     longest = max(map(len, prompts))
     tokens = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)
     there = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
@@ -103,7 +115,9 @@ def continued(
 def greedy_repetition(
     model: LlamaForCausalLM, corpus: Corpus, tokenizer: Any, device: str
 ) -> dict[str, float]:
-    """Return the share of repeated runs in the model's greedy answers to the first short prompts of each workload."""
+    """Return the share of repeated runs in the model's greedy answers to the first short prompts of
+    each workload.
+    """
     prompts = {
         workload: short_prompts(corpus, tokenizer, [workload]) for workload in corpus.workloads
     }
@@ -133,7 +147,9 @@ def share_repeated(texts: list[list[int]], size: int = RUN_TOKENS) -> float:
 
 
 def unlikelihood(model: LlamaForCausalLM, texts: list[Text], device: str) -> Tensor:
-    """Return the mean over all tokens of the continuations of ``-log(1 - p)``, which those not repeated have as 0 (nats)."""
+    """Return the mean over all tokens of the continuations of ``-log(1 - p)``, which those not
+    repeated have as 0 (nats).
+    """
     marks = [torch.tensor([False] * len(prompt) + repeated(new))[1:] for prompt, new in texts]
     whole = nn.utils.rnn.pad_sequence(
         [torch.tensor(prompt + new) for prompt, new in texts], batch_first=True

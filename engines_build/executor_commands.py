@@ -1,4 +1,6 @@
-"""The command lines that make an engine of a checkpoint, with the programs of TensorRT-LLM 1.2.1."""
+"""The command lines that make an engine of a checkpoint, with the programs of TensorRT-LLM
+1.2.1.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from engines_build.deployment import Deployment, EngineBuild
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What ``build_command`` wants to know of an engine; names as in ``backend.engine_folder.EngineFolder``."""
+    """What ``build_command`` wants to know of an engine; names as in
+    ``backend.engine_folder.EngineFolder``.
+    """
 
     max_batch_size: int
     max_seq_len: int
@@ -21,7 +25,9 @@ class Limits:
 
 
 def convert_command(deployment: Deployment, engine: EngineBuild, output: Path) -> list[str]:
-    """Return the command that makes a TensorRT-LLM checkpoint: the family's converter, or ``quantize.py`` where numbers change."""
+    """Return the command that makes a TensorRT-LLM checkpoint: the family's converter, or
+    ``quantize.py`` where numbers change.
+    """
     examples = Path(deployment.examples)
     parallel = ["--tp_size", str(engine.tp_size), "--pp_size", str(engine.pp_size)]
     common = [
@@ -55,7 +61,9 @@ def convert_command(deployment: Deployment, engine: EngineBuild, output: Path) -
 def engine_command(
     deployment: Deployment, engine: EngineBuild, checkpoint: Path, output: Path
 ) -> list[str]:
-    """Return the ``trtllm-build`` command of a target (which verifies up to ``max_draft_len`` tokens) or of a plain draft."""
+    """Return the ``trtllm-build`` command of a target (which verifies up to ``max_draft_len``
+    tokens) or of a plain draft.
+    """
     is_target = engine is deployment.target
     limits = Limits(
         deployment.max_batch_size,

@@ -1,9 +1,12 @@
-"""Measure how long an engine's passes take here and write latency tables: ``python -m engines_build.measure --config FILE``.
+"""Measure how long an engine's passes take here and write latency tables: ``python -m
+engines_build.measure --config FILE``.
 
-Every engine of a configuration is timed through its port on fabricated sequences, all cases interleaved; the lower quartiles are the cells
-of a ``policy.latency`` table. Other processes only ever add time, and whatever slows down all of serving is corrected online, so the
-quartile tells an engine's own cost better than the median. A draft is timed right after a pass of the target, which leaves it the processor
-caches that it will find when serving. With ``threads`` auto the faster of 1 and all cores is found first, on a few of the cases.
+Every engine of a configuration is timed through its port on fabricated sequences, all cases
+interleaved; the lower quartiles are the cells of a ``policy.latency`` table. Other processes only
+ever add time, and whatever slows down all of serving is corrected online, so the quartile tells an
+engine's own cost better than the median. A draft is timed right after a pass of the target, which
+leaves it the processor caches that it will find when serving. With ``threads`` auto the faster of 1
+and all cores is found first, on a few of the cases.
 """
 
 from __future__ import annotations
@@ -54,7 +57,9 @@ _QUIET_SHARE = 0.9
 
 
 def target_cases() -> list[Case]:
-    """Return the cases of a target: verification of one row and of batches, prefill chunks, long contexts."""
+    """Return the cases of a target: verification of one row and of batches, prefill chunks, long
+    contexts.
+    """
     return [
         *(Case(1, BASE_CONTEXT, length=length) for length in _LENGTHS),
         *(
@@ -98,7 +103,9 @@ def lower_quartile(seconds: Sequence[float]) -> float:
 def tabulate(
     engine: str, cases: Sequence[Case], seconds: Sequence[float], provenance: Provenance
 ) -> LatencyTable:
-    """Return the table of measured submissions: a chain of ``run`` equal passes counts as one pass of its share of the time."""
+    """Return the table of measured submissions: a chain of ``run`` equal passes counts as one pass
+    of its share of the time.
+    """
     return LatencyTable(
         engine,
         rows=tuple(case.rows for case in cases),
@@ -118,7 +125,8 @@ def measure(
     *,
     budget_s: float = BUDGET_S,
 ) -> None:
-    """Measure engines of a deployment (these; none named: all) and put their tables into the cache. ``folders``: all checkpoints by name.
+    """Measure engines of a deployment (these; none named: all) and put their tables into the cache.
+    ``folders``: all checkpoints by name.
 
     Where the target is not among them its table says with how many threads.
     """
@@ -192,7 +200,9 @@ def _time_all(
 
 
 def _threads_of(config: ServingConfig, target: Path, *, measured: bool) -> int:
-    """Return the number of threads to measure with; that of the target's table where it is ``measured``."""
+    """Return the number of threads to measure with; that of the target's table where it is
+    ``measured``.
+    """
     if isinstance(config.threads, int):
         return config.threads
     if measured:
@@ -201,7 +211,8 @@ def _threads_of(config: ServingConfig, target: Path, *, measured: bool) -> int:
 
 
 def choose_threads(target: EngineConfig, folder: Path) -> int:
-    """Return the number of threads for the target: 1, or all cores where they save a tenth on a few typical passes.
+    """Return the number of threads for the target: 1, or all cores where they save a tenth on a few
+    typical passes.
 
     One thread leaves a core to Triton's stubs, and a smaller gain drowns in noise.
     """
@@ -271,7 +282,10 @@ def _digest(table: LatencyTable) -> str:
     points = ", ".join(
         f"{count}: {curve.seconds(count) * 1e3:.2f}" for count in (1, 2, 5, 8, 16, 64)
     )
-    return f"ms by query tokens {points}; per row {curve.row_s * 1e3:.3f}, per 1000 cached tokens {curve.context_s * 1e6:.2f}"
+    return (
+        f"ms by query tokens {points}; per row {curve.row_s * 1e3:.3f}, per 1000 cached "
+        f"tokens {curve.context_s * 1e6:.2f}"
+    )
 
 
 def _threads(text: str) -> int | str:

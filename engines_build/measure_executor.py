@@ -1,7 +1,9 @@
-"""Measure the latency tables of TensorRT-LLM engines on their GPUs: ``python -m engines_build.measure_executor --config serving.json``.
+"""Measure the latency tables of TensorRT-LLM engines on their GPUs: ``python -m
+engines_build.measure_executor --config serving.json``.
 
-What is timed is a turn as it is served: a request whose prompt is found in the KV cache but for the part of a block that is computed again,
-the executor's queue, the pass, and the answer. The tables lie beside the engines.
+What is timed is a turn as it is served: a request whose prompt is found in the KV cache but for the
+part of a block that is computed again, the executor's queue, the pass, and the answer. The tables
+lie beside the engines.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ RUN_TOKENS = 5
 
 
 class FilledEngine:
-    """An engine for the rig: a sequence is declared seen by running it once, which leaves its KV to be found."""
+    """An engine for the rig: a sequence is declared seen by running it once, which leaves its KV to
+    be found.
+    """
 
     def __init__(self, engine: TrtllmEngine) -> None:
         self._engine = engine
@@ -58,7 +62,9 @@ class FilledEngine:
 def measure_executors(
     config: ServingConfig, *, budget_s: float = BUDGET_S, most: int = 15
 ) -> dict[str, LatencyTable]:
-    """Measure every engine of a deployment with all of them loaded, write their tables, and return them by name."""
+    """Measure every engine of a deployment with all of them loaded, write their tables, and return
+    them by name.
+    """
     engines = {
         engine.name: make_trtllm(engine, config, model_path, None)
         for engine in trtllm_engines(config)
@@ -100,7 +106,9 @@ def _silent(_done_s: float, _expected_s: float) -> None:
 
 
 def _turn_s(rig: Rig, budget_s: float, rng: random.Random, most: int) -> float:
-    """Return what a turn of one row takes beside its iterations: what a turn of one token does, less a token's part of a longer one."""
+    """Return what a turn of one row takes beside its iterations: what a turn of one token does,
+    less a token's part of a longer one.
+    """
     cases = [Case(1, BASE_CONTEXT, run=tokens) for tokens in (1, RUN_TOKENS)]
     work = [lambda case=case: rig.time(case) for case in cases]
     samples = interleave(work, budget_s=budget_s, rng=rng, report=_silent, most=most)
@@ -143,13 +151,16 @@ def _write_budget(
         model_path(engine) / BUDGET_FILE, json.dumps({"max_num_tokens": budget, **found}) + "\n"
     )
     print(
-        f"{engine.name}: {past_s / within_s:.1f} times as long with twice the text of its token budget of {budget}",
+        f"{engine.name}: {past_s / within_s:.1f} times as long with twice the text of its token "
+        f"budget of {budget}",
         flush=True,
     )
 
 
 def _fits(case: Case, engine: TrtllmEngine, config: ServingConfig) -> bool:
-    """Whether an engine can be asked for a case; a chunk without tokens to run is no work of its own there."""
+    """Whether an engine can be asked for a case; a chunk without tokens to run is no work of its
+    own there.
+    """
     longest = case.context + case.new + case.length + case.run
     enough = (
         case.rows <= config.limits.max_active_requests

@@ -1,7 +1,8 @@
 """``spindle prepare``: bring what a serving configuration needs and this machine lacks.
 
-It converts the embedded model when a configuration names it and measures a latency table when none fits. What is there and whole is left
-alone, so a second run costs the reading of the files; what is damaged is made again.
+It converts the embedded model when a configuration names it and measures a latency table when none
+fits. What is there and whole is left alone, so a second run costs the reading of the files; what is
+damaged is made again.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ MEASURE_S = 95
 
 
 def prepare(config: ServingConfig) -> None:
-    """Convert and measure what is missing. Raises ConfigError or ConvertError saying what cannot be had."""
+    """Convert and measure what is missing. Raises ConfigError or ConvertError saying what cannot be
+    had.
+    """
     engines = timed_engines(config)
     if config.target not in engines:
         return
@@ -99,7 +102,8 @@ def main() -> None:
     """Prepare for one configuration."""
     parser = argparse.ArgumentParser(
         prog="spindle prepare",
-        description="Bring the model and the latency tables that a configuration needs into the cache (SPINDLE_CACHE; ~/.cache/spindle).",
+        description="Bring the model and the latency tables that a configuration needs into the "
+        "cache (SPINDLE_CACHE; ~/.cache/spindle).",
         epilog="example: spindle prepare --config my/serving.json",
     )
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="a serving.json")

@@ -1,4 +1,6 @@
-"""Times single submissions of an engine on fabricated sequences: what ``measure`` builds latency tables from."""
+"""Times single submissions of an engine on fabricated sequences: what ``measure`` builds latency
+tables from.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from backend.request import SamplingParams
 
 
 class MeasurableEngine(Engine, Protocol):
-    """An engine whose cache can be declared filled, so that a long context costs nothing to set up."""
+    """An engine whose cache can be declared filled, so that a long context costs nothing to set
+    up.
+    """
 
     def assume(self, sequence: TokenSequence, tokens: int) -> None:
         """Take the first ``tokens`` tokens as seen without running them."""
@@ -24,10 +28,12 @@ class MeasurableEngine(Engine, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One kind of submission: ``rows`` sequences of ``context`` seen tokens, each with ``new`` committed tokens behind them.
+    """One kind of submission: ``rows`` sequences of ``context`` seen tokens, each with ``new``
+    committed tokens behind them.
 
-    A target's turn verifies a proposal of ``length`` tokens and runs one token freely (``run`` 0: a prefill chunk): (new + length) * rows
-    query tokens in one pass. A draft's turn (``length`` 0) makes ``run`` passes, the first over the new tokens.
+    A target's turn verifies a proposal of ``length`` tokens and runs one token freely (``run`` 0: a
+    prefill chunk): (new + length) * rows query tokens in one pass. A draft's turn (``length`` 0)
+    makes ``run`` passes, the first over the new tokens.
     """
 
     rows: int
@@ -53,7 +59,9 @@ def blocks_for(cases: Iterable[Case]) -> int:
 
 
 class Rig:
-    """An engine and the sequences to run it on. All cases use the same KV blocks: the values there do not change the time."""
+    """An engine and the sequences to run it on. All cases use the same KV blocks: the values there
+    do not change the time.
+    """
 
     def __init__(
         self,
@@ -67,7 +75,9 @@ class Rig:
         self._ids = itertools.count()
 
     def time(self, case: Case) -> float:
-        """Run one submission of a case and return its seconds. Raises RuntimeError when a turn fails."""
+        """Run one submission of a case and return its seconds. Raises RuntimeError when a turn
+        fails.
+        """
         sequences = [self._sequence(case, row) for row in range(case.rows)]
         for sequence in sequences:
             self.engine.assume(sequence, case.context)
@@ -110,10 +120,12 @@ def interleave(
     most: int = 15,
     clock: Callable[[], float] = perf_counter,
 ) -> list[list[float]]:
-    """Run every piece of work once per round, in a new order each round, until ``budget_s`` is spent; return what each returned, by round.
+    """Run every piece of work once per round, in a new order each round, until ``budget_s`` is
+    spent; return what each returned, by round.
 
-    Round 0 warms up and is dropped; then there are from ``least`` to ``most`` rounds. Interleaving turns a slow spell of the machine into
-    noise that a quantile ignores, where one case after another would bend the curve.
+    Round 0 warms up and is dropped; then there are from ``least`` to ``most`` rounds. Interleaving
+    turns a slow spell of the machine into noise that a quantile ignores, where one case after
+    another would bend the curve.
 
     ``report`` gets after every piece of work the seconds that have passed and those that all of it
     will probably take.

@@ -120,7 +120,8 @@ def _candidates(
 
 
 def _expected_gain(lead: FloatArray, deviation: FloatArray) -> FloatArray:
-    """Return E[max(lead + deviation z, 0)] - max(lead, 0), z standard normal: how much knowing pays.
+    """Return E[max(lead + deviation z, 0)] - max(lead, 0), z standard normal: how much knowing
+    pays.
 
     The knowledge gradient (Frazier et al. 2008); the logistic distribution stands for the normal
     one: t log(1 + exp(-|lead| / t)).

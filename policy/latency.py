@@ -79,9 +79,10 @@ class LatencyTable:
     """Measured forwards of one engine, cell by cell.
 
     ``seconds[c]`` (a median) is the time of a forward of ``tokens[c]`` query tokens in all, spread
-    over ``rows[c]`` sequences that hold ``context_tokens[c]`` cached tokens in all. Of it ``turn_s``
-    is spent once in a turn, however many forwards it has. A target is measured in verification, a
-    draft in steps (``tokens == rows``) and catch-up. Raises LatencyError on malformed values.
+    over ``rows[c]`` sequences that hold ``context_tokens[c]`` cached tokens in all. Of it
+    ``turn_s`` is spent once in a turn, however many forwards it has. A target is measured in
+    verification, a draft in steps (``tokens == rows``) and catch-up. Raises LatencyError on
+    malformed values.
     """
 
     engine: str
@@ -456,8 +457,8 @@ class Correction:
     ) -> Correction:
         """Return the correction after a step of ``step_s``, its parts float64[2 + drafts] measured.
 
-        ``predicted`` is by the tables alone. A part that is 0 is not known. Where none is known, all
-        share the surprise of the whole, which tells of no shape. Else the two octaves about the
+        ``predicted`` is by the tables alone. A part that is 0 is not known. Where none is known,
+        all share the surprise of the whole, which tells of no shape. Else the two octaves about the
         target's tokens share what surprises there; what all octaves have in common, by evidence,
         becomes the target's factor.
         """

@@ -11,7 +11,9 @@ from policy.plan import Drafted, IntArray, Outcome, Plan, Policy, View
 
 
 class ForcedCohorts(Policy):
-    """A policy whose plans are cut into so many cohorts, whether that pays or not: to measure it and to test the loop."""
+    """A policy whose plans are cut into so many cohorts, whether that pays or not: to measure it
+    and to test the loop.
+    """
 
     def __init__(self, policy: Policy, cohorts: int) -> None:
         self.policy, self.cohorts = policy, cohorts
@@ -23,7 +25,9 @@ class ForcedCohorts(Policy):
     def plan(
         self, view: View, state: Any, now: float, rng: np.random.Generator
     ) -> tuple[Plan, Any]:
-        """Plan, and cut a batch of which nothing is in flight; else what is ready is one of its cohorts."""
+        """Plan, and cut a batch of which nothing is in flight; else what is ready is one of its
+        cohorts.
+        """
         plan, state = self.policy.plan(view, state, now, rng)
         ready = np.flatnonzero(view.ready)
         cohort = np.full(len(view), -1, np.int64)

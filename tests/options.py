@@ -1,4 +1,6 @@
-"""What a request's options mean, by the book and without the engines' code: in numpy, one row at a time."""
+"""What a request's options mean, by the book and without the engines' code: in numpy, one row at a
+time.
+"""
 
 import math
 
@@ -13,7 +15,9 @@ LETTER_LOGITS = [4.0 + math.log(share) for share in (0.6, 0.25, 0.1, 0.05)]
 def processed(
     logits: np.ndarray, tokens: list[int], prompt_tokens: int, sampling: SamplingParams
 ) -> np.ndarray:
-    """The options in TensorRT-LLM's order: bias, temperature, penalties, minimum length, bad words."""
+    """The options in TensorRT-LLM's order: bias, temperature, penalties, minimum length, bad
+    words.
+    """
     scores = logits.copy()
     for token, addend in sampling.bias:
         scores[token] += addend
@@ -52,7 +56,9 @@ def top_p_behind(output: list[int], sampling: SamplingParams) -> float:
 def greedy(
     prompt: str, max_tokens: int, sampling: SamplingParams
 ) -> tuple[list[int], list[float], bool]:
-    """Return the tokens that the fake target writes behind a prompt, their log-probabilities, and whether an end id ended them."""
+    """Return the tokens that the fake target writes behind a prompt, their log-probabilities, and
+    whether an end id ended them.
+    """
     tokens = list(prompt.encode())
     prompt_tokens, log_probs = len(tokens), []
     while len(log_probs) < max_tokens:

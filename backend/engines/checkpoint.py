@@ -1,4 +1,6 @@
-"""Read a Hugging Face folder (config.json and safetensors) of a Llama-family model, refusing what the lean forward would get wrong."""
+"""Read a Hugging Face folder (config.json and safetensors) of a Llama-family model, refusing what
+the lean forward would get wrong.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ DTYPES = {
 }
 """What activations and KV are held in, by ``dtype``."""
 ROUNDED = ("fp16", "int8")
-"""The dtypes that only matrices are rounded to (``backend.engines.fp16``, ``backend.engines.int8``)."""
+"""The dtypes that only matrices are rounded to (``backend.engines.fp16``,
+``backend.engines.int8``).
+"""
 MOST_FP16 = torch.finfo(torch.float16).max
 ROPE_TYPES = ("default", "linear", "llama3")
 
@@ -32,9 +36,11 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """The shape of a model. ``draft_vocab_size`` S > 0: the head has S rows, for the tokens that ``lm_head.token_ids`` [S] names.
+    """The shape of a model. ``draft_vocab_size`` S > 0: the head has S rows, for the tokens that
+    ``lm_head.token_ids`` [S] names.
 
-    ``rope`` holds ``rope_type`` and its parameters in the names of transformers' ``rope_parameters``.
+    ``rope`` holds ``rope_type`` and its parameters in the names of transformers'
+    ``rope_parameters``.
     """
 
     vocab_size: int
@@ -54,7 +60,9 @@ class LlamaConfig:
     draft_vocab_size: int = 0
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor that a checkpoint of this model must hold, by its Hugging Face name."""
+        """Return the shape of every tensor that a checkpoint of this model must hold, by its
+        Hugging Face name.
+        """
         hidden, ffn, head = self.hidden_size, self.intermediate_size, self.head_dim
         widths = {
             "q_proj": self.num_heads * head,
@@ -99,10 +107,12 @@ Weights = dict[str, torch.Tensor]
 def load(
     folder: str | Path, dtype: str = "bf16", device: str = "cpu"
 ) -> tuple[LlamaConfig, Weights]:
-    """Return the configuration and the weights, by Hugging Face name, in ``dtype`` (one of ``DTYPES``) on ``device``.
+    """Return the configuration and the weights, by Hugging Face name, in ``dtype`` (one of
+    ``DTYPES``) on ``device``.
 
-    Of ``fp16`` the matrices are in that already, so that memory never holds them in fp32. Raises CheckpointError for a missing or damaged
-    file, another architecture, or tensors that are missing, unexpected, mis-shaped or beyond what fp16 holds.
+    Of ``fp16`` the matrices are in that already, so that memory never holds them in fp32. Raises
+    CheckpointError for a missing or damaged file, another architecture, or tensors that are
+    missing, unexpected, mis-shaped or beyond what fp16 holds.
     """
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -121,18 +131,24 @@ def load(
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a tensor multiplies rows, which a dtype of ``ROUNDED`` rounds: the embedding is looked up."""
+    """Return whether a tensor multiplies rows, which a dtype of ``ROUNDED`` rounds: the embedding
+    is looked up.
+    """
     return len(shape) == 2 and name != "model.embed_tokens.weight"
 
 
 def read_config(folder: Path) -> LlamaConfig:
-    """Return the configuration in a folder. Raises CheckpointError when it is missing, damaged or not supported."""
+    """Return the configuration in a folder. Raises CheckpointError when it is missing, damaged or
+    not supported.
+    """
     path = folder / "config.json"
     return parse_config(_read_json(path), str(path))
 
 
 def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> LlamaConfig:
-    """Turn a decoded ``config.json`` (of transformers 4 or 5) into a LlamaConfig; CheckpointError names what is not supported."""
+    """Turn a decoded ``config.json`` (of transformers 4 or 5) into a LlamaConfig; CheckpointError
+    names what is not supported.
+    """
     architecture = (raw.get("architectures") or ["none"])[0]
     if architecture not in ARCHITECTURES:
         text = f"{where}: architecture {architecture} is not supported"
@@ -174,7 +190,8 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> LlamaCon
         raise CheckpointError(f"{where}: {error.args[0]} is missing") from None
     if config.num_heads % config.num_kv_heads:
         raise CheckpointError(
-            f"{where}: num_attention_heads {config.num_heads} is no multiple of num_key_value_heads {config.num_kv_heads}"
+            f"{where}: num_attention_heads {config.num_heads} is no multiple of "
+            f"num_key_value_heads {config.num_kv_heads}"
         )
     return config
 
@@ -182,7 +199,9 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> LlamaCon
 def check_weights(
     config: LlamaConfig, weights: Mapping[str, torch.Tensor], where: str = "weights"
 ) -> None:
-    """Raise CheckpointError unless the tensors are exactly those of ``config.shapes()`` and the head's token ids are of the vocabulary."""
+    """Raise CheckpointError unless the tensors are exactly those of ``config.shapes()`` and the
+    head's token ids are of the vocabulary.
+    """
     expected = config.shapes()
     unexpected = sorted(name for name in weights if name not in expected)
     if unexpected:
@@ -194,7 +213,8 @@ def check_weights(
             raise CheckpointError(f"{where}: tensor {name} is missing")
         if tuple(weights[name].shape) != shape:
             raise CheckpointError(
-                f"{where}: tensor {name} must have shape {list(shape)}, got {list(weights[name].shape)}"
+                f"{where}: tensor {name} must have shape {list(shape)}, got "
+                f"{list(weights[name].shape)}"
             )
     if config.draft_vocab_size:
         ids = weights["lm_head.token_ids"]
@@ -209,7 +229,9 @@ def check_weights(
 
 
 def _rope(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the rope settings of ``rope_parameters`` (transformers 5) or of ``rope_scaling`` (before)."""
+    """Return the rope settings of ``rope_parameters`` (transformers 5) or of ``rope_scaling``
+    (before).
+    """
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
     if rope["rope_type"] not in ROPE_TYPES:

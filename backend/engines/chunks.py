@@ -13,8 +13,8 @@ from backend.ports import BLOCK_TOKENS
 
 
 class KVTable:
-    """Where a sequence's positions lie in the pool: position p at ``slots[p]``, in block ``blocks[p // BLOCK_TOKENS]``; ``numbers`` are the
-    blocks on the host.
+    """Where a sequence's positions lie in the pool: position p at ``slots[p]``, in block ``blocks[p
+    // BLOCK_TOKENS]``; ``numbers`` are the blocks on the host.
     """
 
     def __init__(self, blocks: Seq[int], device: torch.device | str) -> None:
@@ -39,7 +39,8 @@ class KVTable:
     def read(self, pool: torch.Tensor, positions: int) -> torch.Tensor:
         """Return the first ``positions`` positions [positions, ...] of a pool [slots, ...].
 
-        It copies whole blocks, also where they are neighbours: attention over a view of the pool takes 1.1 to 1.9 times as long on a CPU.
+        It copies whole blocks, also where they are neighbours: attention over a view of the pool
+        takes 1.1 to 1.9 times as long on a CPU.
         """
         blocks = pool.view(-1, BLOCK_TOKENS, *pool.shape[1:]).index_select(
             0, self.blocks[: -(-positions // BLOCK_TOKENS)]
@@ -49,12 +50,15 @@ class KVTable:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One sequence's rows of a pass: ``tokens`` behind ``start`` others, whose last ``logits`` rows want logits.
+    """One sequence's rows of a pass: ``tokens`` behind ``start`` others, whose last ``logits`` rows
+    want logits.
 
-    The last ``len(parents)`` of them are a tree: node n continues node ``parents[n]``, an earlier one, or the row before the tree (-1). It
-    sees these and itself, and has the position of its depth; all others are a chain. KV is written in the order of the rows.
+    The last ``len(parents)`` of them are a tree: node n continues node ``parents[n]``, an earlier
+    one, or the row before the tree (-1). It sees these and itself, and has the position of its
+    depth; all others are a chain. KV is written in the order of the rows.
 
-    ``piece_tokens``: attend by itself (None), or beside others, its keys whole (0) or cut into pieces of so many (``padded``).
+    ``piece_tokens``: attend by itself (None), or beside others, its keys whole (0) or cut into
+    pieces of so many (``padded``).
     """
 
     tokens: list[int]

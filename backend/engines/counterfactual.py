@@ -1,5 +1,5 @@
-"""What a draft would have had accepted: its pass over tokens that were emitted without it also tells
-what it would have proposed there.
+"""What a draft would have had accepted: its pass over tokens that were emitted without it also
+tells what it would have proposed there.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ def guesses(logits: torch.Tensor, first: Request, columns: Columns) -> list[int]
 
 
 def chains(guessed: Seq[int], emitted: Seq[int], most: int) -> list[tuple[int, int]]:
-    """Cut ``emitted`` into the chains that a draft of these guesses would have made of it; return (accepted, length) of each.
+    """Cut ``emitted`` into the chains that a draft of these guesses would have made of it; return
+    (accepted, length) of each.
 
-    A chain has ``most`` tokens, or those that are left. The token behind what is accepted of it is the target's own, and no guess.
+    A chain has ``most`` tokens, or those that are left. The token behind what is accepted of it is
+    the target's own, and no guess.
     """
     found, at = [], 0
     while at < len(emitted):

@@ -47,7 +47,9 @@ Top = list[list[tuple[int, float]]]
 
 
 class FakeEngine:
-    """A target (``agreement`` 1) or a draft whose law equals the target's in the share ``agreement`` of all contexts."""
+    """A target (``agreement`` 1) or a draft whose law equals the target's in the share
+    ``agreement`` of all contexts.
+    """
 
     def __init__(
         self,
@@ -106,7 +108,9 @@ class FakeEngine:
             self._marks.pop(sequence_id, None)
 
     def unseen(self, sequence: Sequence) -> int:
-        """Return the committed tokens that this engine has not run on, nor on those of another sequence with the same blocks."""
+        """Return the committed tokens that this engine has not run on, nor on those of another
+        sequence with the same blocks.
+        """
         verified, beyond = self._ran.get(sequence.id) or (self._shared(sequence), [])
         matching = next(
             (
@@ -152,7 +156,9 @@ class FakeEngine:
         self._ran[turn.sequence.id] = (turn.end, beyond)
 
     def _extras(self, turn: Turn, start: int, tokens: list[int], top: Top) -> Extras | None:
-        """Return what a sequence asks for beside its tokens; the turn has run it from token ``start`` on."""
+        """Return what a sequence asks for beside its tokens; the turn has run it from token
+        ``start`` on.
+        """
         sequence, text = turn.sequence, [*turn.sequence.tokens, *tokens]
         extras = Extras(top, context_first=start)
         if sequence.generation_logits and tokens:
@@ -171,10 +177,15 @@ class FakeEngine:
         )
 
     def _wrong_with_blocks(self, turn: Turn, written_tokens: int) -> str | None:
-        """Return what is wrong with a turn's block table, if anything: too short, or not the KV of its text."""
+        """Return what is wrong with a turn's block table, if anything: too short, or not the KV of
+        its text.
+        """
         sequence, blocks = turn.sequence, turn.sequence.blocks.get(self.name, [])
         if len(blocks) * BLOCK_TOKENS < written_tokens:
-            return f"the block table of sequence {sequence.id} is too short for {written_tokens} tokens"
+            return (
+                f"the block table of sequence {sequence.id} is too short for {written_tokens} "
+                f"tokens"
+            )
         seen = min(turn.end, len(sequence.tokens) - self.unseen(sequence))
         if (self._pool[blocks].ravel()[:seen] != self._marks_of(sequence, seen)).any():
             return f"the KV of sequence {sequence.id} was overwritten"
@@ -199,14 +210,18 @@ class FakeEngine:
         self._pool[blocks] = pool.reshape(-1, BLOCK_TOKENS)
 
     def _marks_of(self, sequence: Sequence, end: int) -> list[int]:
-        """Return the marks of the first ``end`` committed tokens; only those of new ones are made."""
+        """Return the marks of the first ``end`` committed tokens; only those of new ones are
+        made.
+        """
         marks = self._marks.setdefault(sequence.id, [])
         for token in sequence.tokens[len(marks) : end]:
             marks.append(_mark(marks[-1] if marks else sequence.salt, token))
         return marks[:end]
 
     def _shared(self, sequence: Sequence) -> int:
-        """Return how many leading tokens of a sequence that has not run here have KV in its blocks already."""
+        """Return how many leading tokens of a sequence that has not run here have KV in its blocks
+        already.
+        """
         blocks = (
             sequence.blocks.get(self.name, ())[: len(sequence.keys)]
             if self.limits.kv_blocks
@@ -301,7 +316,9 @@ def _mark(before: int | str, token: int) -> int:
 
 
 def _processed(logits: FloatArray, context: list[int], sequence: Sequence) -> FloatArray:
-    """Apply a request's options to the logits [vocab] behind ``context``, in TensorRT-LLM's order."""
+    """Apply a request's options to the logits [vocab] behind ``context``, in TensorRT-LLM's
+    order.
+    """
     sampling = sequence.sampling
     for token, weight in sampling.bias:
         logits[token] += weight

@@ -12,7 +12,9 @@ from backend.engines.llama import SMALL_WEIGHT
 from backend.memory import Footprint
 
 LOGIT_BYTES = 28
-"""Bytes for each logit of a pass while laws are made of them (copies, sort and indices of top-p): 24 measured in bf16, two more in fp32."""
+"""Bytes for each logit of a pass while laws are made of them (copies, sort and indices of top-p):
+24 measured in bf16, two more in fp32.
+"""
 
 LAW_BYTES = 4
 """Bytes for each probability of a law that a draft keeps until it is verified."""
@@ -32,10 +34,11 @@ def footprint(
     padded_tokens: int = 0,
     padded_queries: int = 0,
 ) -> Footprint:
-    """Return what a model takes; its largest pass has ``rows`` rows, of which ``logit_rows`` want logits, and keeps ``law_rows``
-    laws. Up to ``kept_rows`` of the others, as many as are ``kept_bytes`` in fp32, give logits that are kept for replies. Where rows are
-    padded, a layer's attention copies ``padded_tokens`` KV rows and masks them for so many queries each. Raises CheckpointError for a
-    folder that cannot be served.
+    """Return what a model takes; its largest pass has ``rows`` rows, of which ``logit_rows`` want
+    logits, and keeps ``law_rows`` laws. Up to ``kept_rows`` of the others, as many as are
+    ``kept_bytes`` in fp32, give logits that are kept for replies. Where rows are padded, a layer's
+    attention copies ``padded_tokens`` KV rows and masks them for so many queries each. Raises
+    CheckpointError for a folder that cannot be served.
     """
     config, item = read_config(folder), DTYPES[dtype].itemsize
     shapes = config.shapes()

@@ -1,7 +1,9 @@
-"""Matrices in fp16, products in fp32 (FBGEMM): half the bytes to read, for processors that have no products in bf16.
+"""Matrices in fp16, products in fp32 (FBGEMM): half the bytes to read, for processors that have no
+products in bf16.
 
-A weight that was bf16 keeps all its bits here, but for those below 8e-6 (off by 3e-8 at the most), and activations are never rounded: texts
-are nearer to fp32's than those of bf16. On AVX2 products take a third to a half of fp32's time at one to six rows (docs/results/fp16.md).
+A weight that was bf16 keeps all its bits here, but for those below 8e-6 (off by 3e-8 at the most),
+and activations are never rounded: texts are nearer to fp32's than those of bf16. On AVX2 products
+take a third to a half of fp32's time at one to six rows (docs/results/fp16.md).
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ class Fp16Linear:
     __slots__ = ("_bias", "_packed")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        """Pack a weight [out, in] that fp16 can hold; CheckpointError where the processor has no such products."""
+        """Pack a weight [out, in] that fp16 can hold; CheckpointError where the processor has no
+        such products.
+        """
         if not supported():
             raise CheckpointError("dtype fp16 needs a CPU with AVX2")
         self._packed: torch.ScriptObject = torch.ops.quantized.linear_prepack_fp16(

@@ -1,7 +1,9 @@
-"""Matrices in int8 with a scale for each output (CPUs with VNNI); what they are multiplied with keeps bf16's precision and more.
+"""Matrices in int8 with a scale for each output (CPUs with VNNI); what they are multiplied with
+keeps bf16's precision and more.
 
-A row is scaled to its greatest value and split into two digits of 8 bits, so that integer products, which are exact, serve for both: a
-row's result is the same to the bit in any batch. One digit would halve the work, but outliers leave it too coarse (docs/results/int8.md).
+A row is scaled to its greatest value and split into two digits of 8 bits, so that integer products,
+which are exact, serve for both: a row's result is the same to the bit in any batch. One digit would
+halve the work, but outliers leave it too coarse (docs/results/int8.md).
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ class Int8Linear:
     __slots__ = ("_bias", "_packed")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        """Pack a weight [out, in]; CheckpointError where the processor has no exact int8 products."""
+        """Pack a weight [out, in]; CheckpointError where the processor has no exact int8
+        products.
+        """
         if not _exact():
             raise CheckpointError("dtype int8 needs a CPU with VNNI")
         self._packed = _pack(weight)

@@ -16,8 +16,8 @@ class Cache:
     """What the KV pool holds of a sequence: the token ids run, position by position, of which the
     first ``agreed`` are committed.
 
-    The engine knows the content of the first ``named`` blocks by their keys. ``proposed`` is its last
-    proposal, for the places from ``proposed_at`` on.
+    The engine knows the content of the first ``named`` blocks by their keys. ``proposed`` is its
+    last proposal, for the places from ``proposed_at`` on.
     """
 
     blocks: list[int]
@@ -29,14 +29,18 @@ class Cache:
     proposed: Proposal | None = None
 
     def seen(self, tokens: list[int]) -> int:
-        """Return how many of the committed ``tokens`` have KV here. Looks only at what is new since the last call."""
+        """Return how many of the committed ``tokens`` have KV here. Looks only at what is new since
+        the last call.
+        """
         stop = min(len(self.ran), len(tokens))
         while self.agreed < stop and self.ran[self.agreed] == tokens[self.agreed]:
             self.agreed += 1
         return self.agreed
 
     def own_end(self, tokens: list[int]) -> int:
-        """Return where the tokens end that the step of its last proposal emitted: what was accepted of it and one more."""
+        """Return where the tokens end that the step of its last proposal emitted: what was accepted
+        of it and one more.
+        """
         if self.proposed is None:
             return 0
         return self.proposed_at + len(self.proposed.followed(tokens[self.proposed_at :])) + 1
@@ -52,7 +56,9 @@ class Cache:
 
 
 class Caches:
-    """The caches of an engine's sequences. ``contents`` are the keys of complete blocks whose KV the pool has, whoever ran it."""
+    """The caches of an engine's sequences. ``contents`` are the keys of complete blocks whose KV
+    the pool has, whoever ran it.
+    """
 
     def __init__(self, name: str, kv_blocks: int, device: torch.device) -> None:
         self.contents: dict[int, bytes] = {}
@@ -62,7 +68,9 @@ class Caches:
         self._caches: dict[int, Cache] = {}
 
     def of(self, sequence: Sequence) -> Cache:
-        """Return the sequence's cache, made anew when its block table did not just grow; ValueError without a usable table."""
+        """Return the sequence's cache, made anew when its block table did not just grow; ValueError
+        without a usable table.
+        """
         blocks = sequence.blocks.get(self._name)
         if not blocks:
             raise ValueError(f"sequence {sequence.id} has no block table for engine {self._name!r}")
@@ -70,7 +78,8 @@ class Caches:
         if cache is None or cache.blocks != blocks:
             if min(blocks) < 0 or max(blocks) >= self._kv_blocks:
                 raise ValueError(
-                    f"block table of sequence {sequence.id} must lie in 0..{self._kv_blocks - 1}, got {blocks}"
+                    f"block table of sequence {sequence.id} must lie in "
+                    f"0..{self._kv_blocks - 1}, got {blocks}"
                 )
             table = KVTable(blocks, self._device)
             if cache and cache.grew_into(blocks):
@@ -86,7 +95,9 @@ class Caches:
         return cache
 
     def seen(self, sequence: Sequence) -> int:
-        """Return how many committed tokens have KV here, and note the content of blocks that they have come to fill."""
+        """Return how many committed tokens have KV here, and note the content of blocks that they
+        have come to fill.
+        """
         cache, blocks = self._caches.get(sequence.id), sequence.blocks.get(self._name, [])
         if cache is None or not cache.grew_into(blocks):
             if not self.shared_blocks(sequence, blocks):
@@ -100,7 +111,9 @@ class Caches:
         return seen
 
     def shared_blocks(self, sequence: Sequence, blocks: list[int]) -> int:
-        """Return how many leading blocks of a new table have the sequence's KV already, run for another or before it lost its blocks."""
+        """Return how many leading blocks of a new table have the sequence's KV already, run for
+        another or before it lost its blocks.
+        """
         pairs = enumerate(zip(blocks, sequence.keys, strict=False))
         return next(
             (i for i, (block, key) in pairs if self.contents.get(block) != key),

@@ -22,11 +22,11 @@ _HEADS = (
 
 
 def target_laws(logits: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
-    """Return the law [rows, vocab] that each row's token is drawn from, of sum one: temperature first, then top-k, then top-p
-    (as transformers does).
+    """Return the law [rows, vocab] that each row's token is drawn from, of sum one: temperature
+    first, then top-k, then top-p (as transformers does).
 
-    fp64 logits give fp64 probabilities, all others fp32. Top-k keeps ties with the k-th token, top-p with the one that crosses the
-    threshold.
+    fp64 logits give fp64 probabilities, all others fp32. Top-k keeps ties with the k-th token,
+    top-p with the one that crosses the threshold.
     """
     wide = logits.dtype if logits.dtype == torch.float64 else torch.float32
     device = logits.device
@@ -89,8 +89,8 @@ def arg_max(logits: torch.Tensor) -> list[int]:
 
 
 def likeliest(logits: torch.Tensor, most: int) -> list[list[tuple[int, float]]]:
-    """Return by row of logits [n, S] the columns of the greatest and their probabilities, best first,
-    the first of equals first: at most ``most``, none under ``FAINT`` of the first one's.
+    """Return by row of logits [n, S] the columns of the greatest and their probabilities, best
+    first, the first of equals first: at most ``most``, none under ``FAINT`` of the first one's.
     """
     if logits.device.type != "cpu":
         best = logits.float().softmax(-1).topk(min(most, logits.shape[1]))

@@ -1,7 +1,9 @@
-"""A lean forward of Llama-family decoders over paged KV: all rows of an in-flight batch in one packed matrix.
+"""A lean forward of Llama-family decoders over paged KV: all rows of an in-flight batch in one
+packed matrix.
 
-Fused qkv and gate/up projections, preallocated KV, and weights packed once for oneDNN on CPUs: plain ``F.linear`` packs them anew in every
-call there, which costs more than the product itself at a few rows (measured: 2.5 times at one to nine rows).
+Fused qkv and gate/up projections, preallocated KV, and weights packed once for oneDNN on CPUs:
+plain ``F.linear`` packs them anew in every call there, which costs more than the product itself at
+a few rows (measured: 2.5 times at one to nine rows).
 """
 
 from __future__ import annotations
@@ -23,21 +25,27 @@ from backend.engines.static import Attend, StaticPasses, recorder
 from backend.ports import BLOCK_TOKENS
 
 PACKED_ROWS = 32
-"""The row count that oneDNN is told to lay out packed weights for: steps of one to nine rows take 3 % less than with 8."""
+"""The row count that oneDNN is told to lay out packed weights for: steps of one to nine rows take 3
+% less than with 8.
+"""
 
 MIN_FP32_ROWS = 4
-"""Rows that an fp32 product is padded to: oneDNN takes longer for one or two rows of a packed weight than for four, but for short rows."""
+"""Rows that an fp32 product is padded to: oneDNN takes longer for one or two rows of a packed
+weight than for four, but for short rows.
+"""
 
 SHORT_ROW = 512
 
 SMALL_WEIGHT = 1 << 17
-"""Elements below which a weight of an fp32 model stays plain: its product takes less than a packed one's 10 us and more of overhead (a
-tiny draft's layers).
+"""Elements below which a weight of an fp32 model stays plain: its product takes less than a packed
+one's 10 us and more of overhead (a tiny draft's layers).
 """
 
 
 class Linear:
-    """``x @ weight.T + bias`` with the weight packed once where the processor and dtype have a packed kernel."""
+    """``x @ weight.T + bias`` with the weight packed once where the processor and dtype have a
+    packed kernel.
+    """
 
     __slots__ = ("_bias", "_packed", "_padded", "_weight")
 
@@ -69,7 +77,9 @@ Product = Linear | Fp16Linear | Int8Linear
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The weights of one decoder layer and its KV pool [slots, 2 x kv_heads, head_dim] (keys first)."""
+    """The weights of one decoder layer and its KV pool [slots, 2 x kv_heads, head_dim] (keys
+    first).
+    """
 
     attention_norm: torch.Tensor
     qkv: Product
@@ -83,10 +93,11 @@ class Layer:
 class Llama:
     """A decoder with a KV pool of ``kv_blocks`` blocks; positions up to ``max_positions``.
 
-    ``pads``: of the chunks that are attended to beside others, all are padded to the longest, not only those of a tile (``padded``).
-    ``static``: passes of short chunks run in static shapes, as CUDA graphs where the device is CUDA (``static``).
-    ``matrices``: what they are rounded to (``fp16``, ``int8``), the embedding is not; empty: nothing.
-    ``weights`` is emptied while its layers are packed, so that memory never holds them all twice.
+    ``pads``: of the chunks that are attended to beside others, all are padded to the longest, not
+    only those of a tile (``padded``). ``static``: passes of short chunks run in static shapes, as
+    CUDA graphs where the device is CUDA (``static``). ``matrices``: what they are rounded to
+    (``fp16``, ``int8``), the embedding is not; empty: nothing. ``weights`` is emptied while its
+    layers are packed, so that memory never holds them all twice.
     """
 
     def __init__(
@@ -164,7 +175,8 @@ class Llama:
         )
 
     def forward(self, chunks: Seq[Chunk]) -> torch.Tensor:
-        """Run the chunks in one pass, writing their KV; return the logits of the rows that want them, chunk by chunk: [rows, vocab].
+        """Run the chunks in one pass, writing their KV; return the logits of the rows that want
+        them, chunk by chunk: [rows, vocab].
 
         ``vocab`` is the head's (S of a shortlisted draft). Call under ``torch.inference_mode``.
         """
@@ -205,7 +217,9 @@ class Llama:
     def _run(
         self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        """Run the layers on tokens [rows], writing KV to ``slots``; return hidden states [rows, hidden]."""
+        """Run the layers on tokens [rows], writing KV to ``slots``; return hidden states [rows,
+        hidden].
+        """
         config, heads, kv_heads = self.config, self.config.num_heads, self.config.num_kv_heads
         cos, sin = self._cos[positions], self._sin[positions]
         hidden = self._embedding[ids]
@@ -232,11 +246,15 @@ class Llama:
         return hidden
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy the KV of slots [n] to others [n] in every layer, as if all at once. Call under ``torch.inference_mode``."""
+        """Copy the KV of slots [n] to others [n] in every layer, as if all at once. Call under
+        ``torch.inference_mode``.
+        """
         self._pool.index_copy_(1, targets, self._pool.index_select(1, sources))
 
     def _mask(self, chunk: Chunk) -> torch.Tensor | None:
-        """Return the mask [group x rows, keys] (0 or -inf) of a chunk, none for a single row, which sees every key."""
+        """Return the mask [group x rows, keys] (0 or -inf) of a chunk, none for a single row, which
+        sees every key.
+        """
         rows = len(chunk.tokens)
         if rows == 1:
             return None
@@ -284,9 +302,11 @@ class Llama:
         return both
 
     def _side_by_side(self, chunks: Seq[Chunk]) -> list[list[int]]:
-        """Return the chunks that attend side by side, by number: all at once where the engine pads, else those of as many rows together.
+        """Return the chunks that attend side by side, by number: all at once where the engine pads,
+        else those of as many rows together.
 
-        In tiles a chunk of nine rows would have every other padded to nine: one proposal of eight tokens cost a batch of 16 as much as 30.
+        In tiles a chunk of nine rows would have every other padded to nine: one proposal of eight
+        tokens cost a batch of 16 as much as 30.
         """
         together = [number for number, chunk in enumerate(chunks) if chunk.piece_tokens is not None]
         if self._pads:
@@ -305,7 +325,8 @@ class Llama:
     ) -> torch.Tensor:
         """Return attention's output [rows, heads x head_dim], each chunk over its own keys.
 
-        The query heads of a KV head are folded into the query length, so that keys are read once per KV head and never repeated.
+        The query heads of a KV head are folded into the query length, so that keys are read once
+        per KV head and never repeated.
         """
         kv_heads, head_dim = self.config.num_kv_heads, self.config.head_dim
         group = self.config.num_heads // kv_heads
@@ -331,10 +352,12 @@ class Llama:
 
 
 def rope_tables(config: LlamaConfig, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cos and sin [positions, head_dim] of the rotary embedding in fp32, the first half of sin negated.
+    """Return cos and sin [positions, head_dim] of the rotary embedding in fp32, the first half of
+    sin negated.
 
-    With that sign, rotating is ``x * cos + roll(x, head_dim / 2) * sin``. Scaling as in transformers: ``linear`` divides the frequencies by
-    the factor; ``llama3`` does so for long waves only and passes smoothly to short ones (Llama 3.1's ``config.json``).
+    With that sign, rotating is ``x * cos + roll(x, head_dim / 2) * sin``. Scaling as in
+    transformers: ``linear`` divides the frequencies by the factor; ``llama3`` does so for long
+    waves only and passes smoothly to short ones (Llama 3.1's ``config.json``).
     """
     inverse = 1.0 / config.rope_theta ** (
         torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim

@@ -1,10 +1,12 @@
-"""Attention of many short chunks side by side: contexts padded to the longest, or cut into pieces that are padded to the longest piece.
+"""Attention of many short chunks side by side: contexts padded to the longest, or cut into pieces
+that are padded to the longest piece.
 
-A few large operations take the place of some for every sequence; on a CPU they are cut into tiles that its caches hold. Tiles may have
-widths of their own, which leaves little padding where sequences come in order of their lengths. What an engine that pads all to one width
-reads beyond the contexts, request decomposition (SPIN, arXiv 2503.15921) takes back: a context is cut into pieces, each attended to by
-itself, and their outputs are merged exactly, weighted by the softmax of their logarithms of summed exponentials (``policy.decomposition``
-decides where and how).
+A few large operations take the place of some for every sequence; on a CPU they are cut into tiles
+that its caches hold. Tiles may have widths of their own, which leaves little padding where
+sequences come in order of their lengths. What an engine that pads all to one width reads beyond the
+contexts, request decomposition (SPIN, arXiv 2503.15921) takes back: a context is cut into pieces,
+each attended to by itself, and their outputs are merged exactly, weighted by the softmax of their
+logarithms of summed exponentials (``policy.decomposition`` decides where and how).
 """
 
 from __future__ import annotations
@@ -21,16 +23,22 @@ from backend.engines.chunks import Chunk, ancestors
 from backend.ports import BLOCK_TOKENS
 
 FAR = -1e30
-"""The mask's word for a key that is not seen. Finite, so that a piece of which a row sees nothing has an output, whose weight is zero."""
+"""The mask's word for a key that is not seen. Finite, so that a piece of which a row sees nothing
+has an output, whose weight is zero.
+"""
 
 
 TILE_TOKENS = 1024
-"""Keys that are copied out of the pool and attended to at a time: as many as a core's own cache holds of a small model."""
+"""Keys that are copied out of the pool and attended to at a time: as many as a core's own cache
+holds of a small model.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Pieces attended to at once: the blocks that they read [n], which keys are nobody's, and their mask [pieces, 1, rows, keys]."""
+    """Pieces attended to at once: the blocks that they read [n], which keys are nobody's, and their
+    mask [pieces, 1, rows, keys].
+    """
 
     pieces: slice
     blocks: torch.Tensor
@@ -39,10 +47,12 @@ class _Tile:
 
 
 class Padded:
-    """Attention over one pass's ``chunks``, which are rows ``first_rows[i]`` and following of the pass; made once, called by every layer.
+    """Attention over one pass's ``chunks``, which are rows ``first_rows[i]`` and following of the
+    pass; made once, called by every layer.
 
-    A chunk whose ``piece_tokens`` is above 0 has its context cut into pieces of so many tokens (whole blocks); the last of them takes the
-    chunk's own keys too. ``uniform``: all pieces are as wide as the widest, else as the widest of their tile.
+    A chunk whose ``piece_tokens`` is above 0 has its context cut into pieces of so many tokens
+    (whole blocks); the last of them takes the chunk's own keys too. ``uniform``: all pieces are as
+    wide as the widest, else as the widest of their tile.
     """
 
     def __init__(
@@ -96,14 +106,18 @@ class Padded:
         self._merge_by(owner, len(chunks))
 
     def _merge_by(self, owner: torch.Tensor, sequences: int) -> None:
-        """Note whose the pieces are: ``_places`` lays them out [sequences, most], so that a softmax over these weighs them."""
+        """Note whose the pieces are: ``_places`` lays them out [sequences, most], so that a softmax
+        over these weighs them.
+        """
         counts = owner.bincount(minlength=sequences)
         self._owner, self._sequences, self._most = owner, sequences, int(counts.max())
         within = torch.arange(len(owner), device=owner.device) - (counts.cumsum(0) - counts)[owner]
         self._places = owner * self._most + within
 
     def __call__(self, qkv: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
-        """Return the output [rows of the chunks, heads x head_dim] from ``qkv`` [rows of the pass, heads + 2 kv_heads, head_dim]."""
+        """Return the output [rows of the chunks, heads x head_dim] from ``qkv`` [rows of the pass,
+        heads + 2 kv_heads, head_dim].
+        """
         kv_heads, head_dim = pool.shape[1] // 2, pool.shape[2]
         queries = qkv[:, : kv_heads * self._group].index_select(0, self._query_rows)
         shape = self._sequences, self._queries, kv_heads, self._group, head_dim
@@ -136,7 +150,9 @@ class Padded:
         )
 
     def _merged(self, outputs: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-        """Return sum_j softmax_j(sums)_j outputs_j over each sequence's pieces j: exactly the attention over all of them."""
+        """Return sum_j softmax_j(sums)_j outputs_j over each sequence's pieces j: exactly the
+        attention over all of them.
+        """
         laid_out = sums.new_full(
             (self._sequences * self._most, *sums.shape[1:]), -math.inf
         ).index_copy_(0, self._places, sums)
@@ -155,7 +171,9 @@ class Padded:
 def partial(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention's output [pieces, heads, rows, head_dim] and log sum exp of its scores [pieces, heads, rows]."""
+    """Return attention's output [pieces, heads, rows, head_dim] and log sum exp of its scores
+    [pieces, heads, rows].
+    """
     if queries.device.type == "cpu":
         output, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             queries, keys, values, attn_mask=mask
@@ -176,7 +194,9 @@ def partial_by_products(
 
 
 def _pieces(chunk: Chunk) -> list[tuple[int, int]]:
-    """Return the first position of every piece of a chunk's keys, and the position behind its last."""
+    """Return the first position of every piece of a chunk's keys, and the position behind its
+    last.
+    """
     length, keys = chunk.piece_tokens, chunk.start + len(chunk.tokens)
     begins = [*range(0, chunk.start, length)] if length and chunk.start else [0]
     return list(zip(begins, [*begins[1:], keys], strict=True))
@@ -185,7 +205,9 @@ def _pieces(chunk: Chunk) -> list[tuple[int, int]]:
 def _hide_others_of_trees(
     hidden: torch.Tensor, chunks: Seq[Chunk], pieces: Seq[tuple[int, int, int]]
 ) -> None:
-    """Hide from a tree's nodes all others but their ancestors; they are in the chunk's last piece, behind its other keys."""
+    """Hide from a tree's nodes all others but their ancestors; they are in the chunk's last piece,
+    behind its other keys.
+    """
     last = {number: (piece, end - begin) for piece, (number, begin, end) in enumerate(pieces)}
     for number, chunk in enumerate(chunks):
         if chunk.parents:
@@ -196,7 +218,9 @@ def _hide_others_of_trees(
 
 
 def _cut_into_tiles(widths: Seq[int], device: torch.device) -> list[tuple[slice, int]]:
-    """Return runs of pieces that fit a tile together, each with its width in blocks; one run where nothing is gained by more."""
+    """Return runs of pieces that fit a tile together, each with its width in blocks; one run where
+    nothing is gained by more.
+    """
     if device.type != "cpu":
         return [(slice(0, len(widths)), max(widths))]
     tiles: list[tuple[slice, int]] = []
@@ -214,7 +238,9 @@ def _cut_into_tiles(widths: Seq[int], device: torch.device) -> list[tuple[slice,
 def _blocks(
     chunks: Seq[Chunk], owner: torch.Tensor, begin: torch.Tensor, width: int
 ) -> torch.Tensor:
-    """Return the ``width`` blocks that every piece reads [pieces, width]; behind a sequence's end its last one again."""
+    """Return the ``width`` blocks that every piece reads [pieces, width]; behind a sequence's end
+    its last one again.
+    """
     held = [-(-(chunk.start + len(chunk.tokens)) // BLOCK_TOKENS) for chunk in chunks]
     tables = pad_sequence(
         [chunk.table.blocks[:blocks] for chunk, blocks in zip(chunks, held, strict=True)],
@@ -226,7 +252,9 @@ def _blocks(
 
 
 def _kv(pool: torch.Tensor, tile: _Tile) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys and values [pieces, kv_heads, keys, head_dim] of a tile, zeros where a piece has none."""
+    """Return the keys and values [pieces, kv_heads, keys, head_dim] of a tile, zeros where a piece
+    has none.
+    """
     kv_heads, head_dim = pool.shape[1] // 2, pool.shape[2]
     kv = (
         pool.view(-1, BLOCK_TOKENS * 2 * kv_heads * head_dim)

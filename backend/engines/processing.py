@@ -1,7 +1,8 @@
 """What a request's options make of the logits behind a text, before a law is made of them.
 
-The options and their order are those of TensorRT-LLM's decoder: bias, temperature, repetition, presence and frequency penalty, minimum
-length, bad words, grammar; then top-k and top-p. Temperature is divided by later, so what follows it there is multiplied by it here.
+The options and their order are those of TensorRT-LLM's decoder: bias, temperature, repetition,
+presence and frequency penalty, minimum length, bad words, grammar; then top-k and top-p.
+Temperature is divided by later, so what follows it there is multiplied by it here.
 """
 
 from __future__ import annotations
@@ -16,14 +17,20 @@ import torch
 from backend.request import SamplingParams
 
 IMPOSSIBLE = -1e30
-"""The logit of a banned token. Finite, so that a row in which everything is banned still has a law."""
+"""The logit of a banned token. Finite, so that a row in which everything is banned still has a
+law.
+"""
 UNGRAMMATICAL = 2 * IMPOSSIBLE
-"""The logit of a token that the grammar forbids: where options ban all that it allows, it is the grammar that is kept."""
+"""The logit of a token that the grammar forbids: where options ban all that it allows, it is the
+grammar that is kept.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Which token each column of a head's logits stands for: the whole vocabulary in order, or a draft's shortlist (``token_ids`` [S])."""
+    """Which token each column of a head's logits stands for: the whole vocabulary in order, or a
+    draft's shortlist (``token_ids`` [S]).
+    """
 
     token_ids: torch.Tensor | None = None
     numbers: npt.NDArray[np.int64] | None = field(init=False)  # the same, on the host
@@ -57,7 +64,9 @@ def process(
     prompt_tokens: int,
     columns: Columns,
 ) -> None:
-    """Change the logits [S] behind the tokens ``before`` in place; the first of these are the prompt."""
+    """Change the logits [S] behind the tokens ``before`` in place; the first of these are the
+    prompt.
+    """
     if sampling.bias:
         ids, addends = zip(*sampling.bias, strict=True)
         found, places = columns.of(ids)

@@ -1,6 +1,8 @@
-"""A CUDA stream beside the one that all other work of the process is queued on: what is on both runs side by side.
+"""A CUDA stream beside the one that all other work of the process is queued on: what is on both
+runs side by side.
 
-Torch's streams do not wait for the default one by themselves (they are non-blocking), so who reads across says what to wait for: an event.
+Torch's streams do not wait for the default one by themselves (they are non-blocking), so who reads
+across says what to wait for: an event.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ class SideStream:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def behind(self) -> AbstractContextManager[None]:
-        """Return what puts its body's work on the stream, in whatever thread, behind all that the caller's stream has been given by now.
+        """Return what puts its body's work on the stream, in whatever thread, behind all that the
+        caller's stream has been given by now.
 
-        The device waits, not the host; at its end the host does, until the body's work has run. Hence what the body reads of another
-        stream's needs no ``record_stream``: it lives for as long as somebody holds it until then, and its memory is given to nobody else.
+        The device waits, not the host; at its end the host does, until the body's work has run.
+        Hence what the body reads of another stream's needs no ``record_stream``: it lives for as
+        long as somebody holds it until then, and its memory is given to nobody else.
         """
         return self._running(torch.cuda.current_stream(self._device).record_event())
 

@@ -1,8 +1,10 @@
-"""Decoding and verifying passes in static shapes: a few sizes of batch, rows and context, so that CUDA replays each as one graph.
+"""Decoding and verifying passes in static shapes: a few sizes of batch, rows and context, so that
+CUDA replays each as one graph.
 
-A pass is padded to the next size up. All that the host says of it is one tensor, which reaches the device in one copy that nobody waits
-for. Everything behind is made of that tensor by operations whose shapes follow from the size alone, so that one recording serves every
-pass of a size. What is padded writes its KV into a block that no sequence has.
+A pass is padded to the next size up. All that the host says of it is one tensor, which reaches the
+device in one copy that nobody waits for. Everything behind is made of that tensor by operations
+whose shapes follow from the size alone, so that one recording serves every pass of a size. What is
+padded writes its KV into a block that no sequence has.
 """
 
 from __future__ import annotations
@@ -22,22 +24,30 @@ from backend.engines.padded import FAR
 from backend.ports import BLOCK_TOKENS
 
 MOST_QUERIES = 17
-"""Rows of a sequence in a static pass at the most; a pass with longer chunks (prefill) runs as it is."""
+"""Rows of a sequence in a static pass at the most; a pass with longer chunks (prefill) runs as it
+is.
+"""
 
 LEAST_BLOCKS = 8
 """The shortest context, in blocks, that there is a size for."""
 
 _RECORDING = Lock()
-"""Held while a graph is recorded: CUDA allows no more than one at a time, and target and drafts may run in two threads."""
+"""Held while a graph is recorded: CUDA allows no more than one at a time, and target and drafts may
+run in two threads.
+"""
 
 Work = Callable[[], torch.Tensor]
 Attend = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Layers = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Attend], torch.Tensor]
-"""The decoder's layers: token ids, positions and slots (each [rows]) and an attention to hidden states [rows, hidden]."""
+"""The decoder's layers: token ids, positions and slots (each [rows]) and an attention to hidden
+states [rows, hidden].
+"""
 
 
 class Size(NamedTuple):
-    """What a static pass has room for: ``sequences`` of ``queries`` rows each, whose contexts lie in ``blocks`` blocks each."""
+    """What a static pass has room for: ``sequences`` of ``queries`` rows each, whose contexts lie
+    in ``blocks`` blocks each.
+    """
 
     sequences: int
     queries: int
@@ -45,7 +55,9 @@ class Size(NamedTuple):
 
     @classmethod
     def of(cls, chunks: Seq[Chunk]) -> Size:
-        """Return the least size with room for the chunks: powers of two, and for their rows also one more than these."""
+        """Return the least size with room for the chunks: powers of two, and for their rows also
+        one more than these.
+        """
         queries = max(len(chunk.tokens) for chunk in chunks)
         blocks = max(_blocks(chunk) for chunk in chunks)
         return cls(
@@ -56,7 +68,9 @@ class Size(NamedTuple):
 
 
 class StaticPasses:
-    """Runs passes of short chunks through a decoder's ``layers``; ``record`` makes of work on the device what repeats it."""
+    """Runs passes of short chunks through a decoder's ``layers``; ``record`` makes of work on the
+    device what repeats it.
+    """
 
     def __init__(
         self,
@@ -78,7 +92,9 @@ class StaticPasses:
         return all(len(chunk.tokens) <= MOST_QUERIES for chunk in chunks)
 
     def __call__(self, chunks: Seq[Chunk]) -> torch.Tensor:
-        """Run the chunks, writing their KV; return the hidden states [rows, hidden] of the rows that want logits, chunk by chunk."""
+        """Run the chunks, writing their KV; return the hidden states [rows, hidden] of the rows
+        that want logits, chunk by chunk.
+        """
         size = Size.of(chunks)
         if size not in self._passes:
             inputs = Inputs(size, self._scratch_block, self._device)
@@ -100,9 +116,10 @@ class StaticPasses:
 class Inputs:
     """What the device is told of a pass, all int64 and in one tensor.
 
-    Of every row its token ``ids``, ``positions`` and ``slots`` [sequences x queries], and the numbers of those that want logits
-    (``wanted``); of every sequence its ``context`` [sequences] (tokens before the pass), the ``end`` of its keys, its ``blocks``
-    [sequences, blocks], and which of the pass's tokens each row sees (``seen`` [sequences, queries, queries]).
+    Of every row its token ``ids``, ``positions`` and ``slots`` [sequences x queries], and the
+    numbers of those that want logits (``wanted``); of every sequence its ``context`` [sequences]
+    (tokens before the pass), the ``end`` of its keys, its ``blocks`` [sequences, blocks], and which
+    of the pass's tokens each row sees (``seen`` [sequences, queries, queries]).
     """
 
     def __init__(self, size: Size, scratch_block: int, device: torch.device) -> None:
@@ -129,7 +146,9 @@ class Inputs:
         return self._views[name]
 
     def send(self, chunks: Seq[Chunk]) -> int:
-        """Say what the chunks are, without waiting for the device to hear it; return how many rows want logits."""
+        """Say what the chunks are, without waiting for the device to hear it; return how many rows
+        want logits.
+        """
         if self._sent:
             self._sent.synchronize()  # the copy before this one has left the host's memory
         wanted = self._write(chunks)
@@ -179,7 +198,9 @@ class Inputs:
 
 
 class _Attention:
-    """Attention of every sequence's rows over its blocks; made once a pass, called by every layer."""
+    """Attention of every sequence's rows over its blocks; made once a pass, called by every
+    layer.
+    """
 
     def __init__(self, inputs: Inputs, group: int, dtype: torch.dtype) -> None:
         self._size, self._group, self._blocks = inputs.size, group, inputs["blocks"].flatten()
@@ -196,7 +217,9 @@ class _Attention:
         self._unused = (position >= inputs["end"][:, None])[..., None, None]
 
     def __call__(self, qkv: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
-        """Return the output [rows, heads x head_dim] from ``qkv`` [rows, heads + 2 kv_heads, head_dim]."""
+        """Return the output [rows, heads x head_dim] from ``qkv`` [rows, heads + 2 kv_heads,
+        head_dim].
+        """
         sequences, queries, blocks = self._size
         kv_heads, head_dim, group = pool.shape[1] // 2, pool.shape[2], self._group
         kv = pool.view(-1, BLOCK_TOKENS * 2 * kv_heads * head_dim).index_select(0, self._blocks)
@@ -220,13 +243,16 @@ class _Attention:
 
 
 def recorder(device: torch.device) -> Callable[[Work], Work]:
-    """Return what makes a CUDA graph of work on the device; elsewhere the work is done anew every time.
+    """Return what makes a CUDA graph of work on the device; elsewhere the work is done anew every
+    time.
 
-    The graphs share their memory: what one returns holds until the next is replayed, on whatever stream is current then.
+    The graphs share their memory: what one returns holds until the next is replayed, on whatever
+    stream is current then.
 
-    They are captured on a stream of their own: cuBLAS has a workspace for each stream, whose address a graph keeps, and graphs of two
-    engines may run side by side. Torch hands out 32 streams of a priority in turn, again and again; another priority than that of
-    ``SideStream`` makes sure that none is captured on a stream that a thread is using.
+    They are captured on a stream of their own: cuBLAS has a workspace for each stream, whose
+    address a graph keeps, and graphs of two engines may run side by side. Torch hands out 32
+    streams of a priority in turn, again and again; another priority than that of ``SideStream``
+    makes sure that none is captured on a stream that a thread is using.
     """
     if device.type != "cuda":
         return lambda work: work

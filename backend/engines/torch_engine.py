@@ -1,4 +1,6 @@
-"""The embedded engine: a lean Llama forward on torch, one class for the target and for drafts, on CPUs and CUDA alike."""
+"""The embedded engine: a lean Llama forward on torch, one class for the target and for drafts, on
+CPUs and CUDA alike.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,9 @@ CANDIDATES = 4
 class _Job:
     """A turn under way: its chunk of the first pass and what it has come to so far.
 
-    ``tokens`` are accepted and emitted ones. A draft's are ``spine``, the likeliest path so far, which
-    ends in node ``last``, and all ``nodes`` (token, parent, confidence of the path) beside it.
+    ``tokens`` are accepted and emitted ones. A draft's are ``spine``, the likeliest path so far,
+    which ends in node ``last``, and all ``nodes`` (token, parent, confidence of the path) beside
+    it.
     """
 
     turn: Turn
@@ -69,9 +72,11 @@ class _Job:
 
 
 class TorchEngine:
-    """A step engine: ``poll`` runs what was submitted, in one packed pass, and k - 1 more where turns run freely for k tokens.
+    """A step engine: ``poll`` runs what was submitted, in one packed pass, and k - 1 more where
+    turns run freely for k tokens.
 
-    Positions up to ``max_context_tokens + max_draft_tokens`` can be run, the latter for proposals behind a full context.
+    Positions up to ``max_context_tokens + max_draft_tokens`` can be run, the latter for proposals
+    behind a full context.
     """
 
     def __init__(
@@ -87,9 +92,10 @@ class TorchEngine:
         threads: int | None = None,
         attention: str = RAGGED,
     ) -> None:
-        """Load a Hugging Face folder. ``threads`` sets torch's threads, for the whole process; ``attention`` runs short chunks one by one
-        (``RAGGED``), side by side in tiles of like lengths (``TILED``), padded to the longest (``PADDED``), or in static shapes, which are
-        CUDA graphs on such a device (``GRAPHS``).
+        """Load a Hugging Face folder. ``threads`` sets torch's threads, for the whole process;
+        ``attention`` runs short chunks one by one (``RAGGED``), side by side in tiles of like
+        lengths (``TILED``), padded to the longest (``PADDED``), or in static shapes, which are CUDA
+        graphs on such a device (``GRAPHS``).
 
         Raises CheckpointError for a folder that cannot be served.
         """
@@ -120,8 +126,9 @@ class TorchEngine:
         attention: str = RAGGED,
         matrices: str = "",
     ) -> TorchEngine:
-        """Build an engine of weights that are in memory (``config.shapes()`` names them), in their dtype and on their device; ``matrices``
-        is what those are rounded to (one of ``ROUNDED``; empty: nothing).
+        """Build an engine of weights that are in memory (``config.shapes()`` names them), in their
+        dtype and on their device; ``matrices`` is what those are rounded to (one of ``ROUNDED``;
+        empty: nothing).
         """
         engine = cls.__new__(cls)
         engine._set_up(
@@ -172,14 +179,18 @@ class TorchEngine:
         self._rows_to_score = SCORED_ROWS  # left in this submission
 
     def submit(self, turns: Seq[Turn]) -> None:
-        """Queue turns, which run at the next ``poll``; ValueError when a sequence would have two."""
+        """Queue turns, which run at the next ``poll``; ValueError when a sequence would have
+        two.
+        """
         ids = [turn.sequence.id for turn in [*self._turns, *turns]]
         if len(set(ids)) < len(ids):
             raise ValueError(f"at most one turn per sequence may be in flight, got sequences {ids}")
         self._turns.extend(turns)
 
     def poll(self, timeout_s: float) -> list[Completion]:  # noqa: ARG002 (a step engine never waits)
-        """Run all queued turns to their end and return their completions; a turn that cannot be run completes with its own error."""
+        """Run all queued turns to their end and return their completions; a turn that cannot be run
+        completes with its own error.
+        """
         turns, self._turns, self._rows_to_score = self._turns, [], SCORED_ROWS
         jobs: list[_Job] = []
         completions: list[Completion] = []
@@ -191,7 +202,8 @@ class TorchEngine:
         with torch.inference_mode():
             self._run(jobs)
             if self._model.device.type == "cuda" and not any(job.tokens for job in jobs):
-                # a pass without a result: it has ended, for whoever takes its time; not the device, on which others may record a graph
+                # a pass without a result: it has ended, for whoever takes its time; not the device,
+                # on which others may record a graph
                 torch.cuda.current_stream(self._model.device).synchronize()
             return completions + [self._complete(job) for job in jobs]
 
@@ -207,19 +219,25 @@ class TorchEngine:
         return len(sequence.tokens) - self._caches.seen(sequence)
 
     def available(self, sequence: Sequence, length: int) -> int:
-        """Return ``length`` cut to the engine's limit and to the room left in the context and in the sequence's blocks."""
+        """Return ``length`` cut to the engine's limit and to the room left in the context and in
+        the sequence's blocks.
+        """
         room = min(
             self.limits.max_context_tokens, len(sequence.blocks.get(self.name, ())) * BLOCK_TOKENS
         ) - len(sequence.tokens)
         return max(0, min(length, self.limits.max_draft_tokens, room))
 
     def assume(self, sequence: Sequence, tokens: int) -> None:
-        """For measuring only: take the first ``tokens`` tokens as seen without running them (their KV is whatever the pool holds)."""
+        """For measuring only: take the first ``tokens`` tokens as seen without running them (their
+        KV is whatever the pool holds).
+        """
         cache = self._caches.of(sequence)
         cache.ran, cache.agreed = sequence.tokens[:tokens], 0
 
     def side_stream(self) -> Callable[[], AbstractContextManager[None]] | None:
-        """Return a new stream beside that of the other engines (``StreamsBeside``); None where the device is not CUDA."""
+        """Return a new stream beside that of the other engines (``StreamsBeside``); None where the
+        device is not CUDA.
+        """
         return SideStream(self._model.device).behind if self._model.device.type == "cuda" else None
 
     def close(self) -> None:
@@ -231,7 +249,9 @@ class TorchEngine:
     # -- one submission
 
     def _prepare(self, turn: Turn) -> _Job:
-        """Check a turn, roll its cache back to what the turn builds on, and cut its chunk; ValueError names what is wrong."""
+        """Check a turn, roll its cache back to what the turn builds on, and cut its chunk;
+        ValueError names what is wrong.
+        """
         sequence = turn.sequence
         cache = self._caches.of(sequence)
         request = Request.of(sequence, turn.proposal)
@@ -259,14 +279,16 @@ class TorchEngine:
         return _Job(turn, cache, request, chunk, rows_scored=scored, context_rows=context)
 
     def _piece_tokens(self, turn: Turn, start: int) -> int | None:
-        """Return how a turn's keys are cut beside others'; None for a chunk by itself: with many rows it would pad theirs."""
+        """Return how a turn's keys are cut beside others'; None for a chunk by itself: with many
+        rows it would pad theirs.
+        """
         if self._attention in (RAGGED, GRAPHS) or turn.end - start > 1:
             return None
         return turn.piece_tokens if self._attention == PADDED else 0
 
     def _take_rows_to_score(self, turn: Turn, cache: Cache, start: int) -> int:
-        """Return how many of the last committed tokens, run from ``start`` on, are scored: those of steps
-        that did without this draft. The first token has no row here.
+        """Return how many of the last committed tokens, run from ``start`` on, are scored: those of
+        steps that did without this draft. The first token has no row here.
         """
         sequence = turn.sequence
         if not turn.nodes:
@@ -289,7 +311,8 @@ class TorchEngine:
             or (turn.run and not length)
         ):
             raise ValueError(
-                f"{name}: end must be the {length} tokens of the sequence (or fewer when run is 0), got {turn.end}"
+                f"{name}: end must be the {length} tokens of the sequence (or fewer when run is "
+                f"0), got {turn.end}"
             )
         if proposed and (turn.run != 1 or turn.nodes):
             asked = f"got {turn.run} and {turn.nodes}"
@@ -306,7 +329,8 @@ class TorchEngine:
             )
         if turn.piece_tokens < 0 or turn.piece_tokens % BLOCK_TOKENS:
             raise ValueError(
-                f"{name}: piece_tokens must be whole blocks of {BLOCK_TOKENS}, got {turn.piece_tokens}"
+                f"{name}: piece_tokens must be whole blocks of {BLOCK_TOKENS}, got "
+                f"{turn.piece_tokens}"
             )
         beyond = max(0, turn.run - 1)
         shared = proposed - turn.proposal.depth if turn.proposal else 0  # nodes at the same place
@@ -316,7 +340,9 @@ class TorchEngine:
             raise ValueError(f"{name}: needs KV for {needed} tokens, has {room}")
 
     def _run(self, jobs: list[_Job]) -> None:
-        """Catch up, verify the proposals and emit a token in one pass; then one pass more for each further token of a free run."""
+        """Catch up, verify the proposals and emit a token in one pass; then one pass more for each
+        further token of a free run.
+        """
         running = [(job, job.chunk) for job in jobs if job.chunk]
         while running:
             self._pass(running)
@@ -341,13 +367,17 @@ class TorchEngine:
             self._decide(logits, deciding)
 
     def _ran(self, running: list[tuple[_Job, Chunk]]) -> None:
-        """Note what of the text has KV now; accepted nodes are noted where they have their places."""
+        """Note what of the text has KV now; accepted nodes are noted where they have their
+        places.
+        """
         for job, chunk in running:
             job.cache.ran += chunk.tokens[: len(chunk.tokens) - len(job.request.tokens)]
             job.cache.agreed = job.turn.end
 
     def _score(self, logits: torch.Tensor, running: list[tuple[_Job, Chunk]]) -> torch.Tensor:
-        """Score the tokens emitted without this draft from their rows of ``logits``, keep a prompt's, and return those that decide."""
+        """Score the tokens emitted without this draft from their rows of ``logits``, keep a
+        prompt's, and return those that decide.
+        """
         if not any(job.rows_scored or job.context_rows for job, _ in running):
             return logits
         deciding, row = [], 0
@@ -375,7 +405,9 @@ class TorchEngine:
         return Chunk(job.run[-1:], start, job.cache.table, 1, piece_tokens=pieces)
 
     def _decide(self, logits: torch.Tensor, jobs: list[_Job]) -> None:
-        """Turn logits (for each job one row, and one for each proposed token) into tokens or nodes."""
+        """Turn logits (for each job one row, and one for each proposed token) into tokens or
+        nodes.
+        """
         drafting = [job for job in jobs if job.turn.nodes]
         if drafting and len(drafting) == len(jobs):
             self._extend(logits, jobs)
@@ -395,7 +427,9 @@ class TorchEngine:
             row += job.request.rows
 
     def _extend(self, logits: torch.Tensor, jobs: list[_Job]) -> None:
-        """Make nodes of the likeliest tokens behind each draft's spine, from its row of ``logits``."""
+        """Make nodes of the likeliest tokens behind each draft's spine, from its row of
+        ``logits``.
+        """
         places, most = [job.request for job in jobs], max(job.turn.nodes for job in jobs)
         found = candidates(logits, places, min(CANDIDATES, most), self._columns)
         for job, ones in zip(jobs, found, strict=True):
@@ -444,7 +478,9 @@ class TorchEngine:
 def step_limits(
     config: LlamaConfig, kv_blocks: int, max_context_tokens: int, max_draft_tokens: int
 ) -> EngineLimits:
-    """Return the limits of an engine that runs whole steps of a Llama; with a shortlist in its head it is a draft and verifies no trees."""
+    """Return the limits of an engine that runs whole steps of a Llama; with a shortlist in its head
+    it is a draft and verifies no trees.
+    """
     return EngineLimits(
         vocab_size=config.vocab_size,
         max_context_tokens=max_context_tokens,

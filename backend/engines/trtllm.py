@@ -1,7 +1,9 @@
-"""TensorRT-LLM 1.2.1's Executor behind the engine port, as a target or as a draft. Run so far on a fake of the bindings only.
+"""TensorRT-LLM 1.2.1's Executor behind the engine port, as a target or as a draft. Run so far on a
+fake of the bindings only.
 
-Each turn is a request of its own: the text so far as its prompt, whose KV the executor finds again by content, and behind it a draft to
-verify (which ends the request) or tokens to run. Turns complete in any order. What a turn means to the executor and back is in
+Each turn is a request of its own: the text so far as its prompt, whose KV the executor finds again
+by content, and behind it a draft to verify (which ends the request) or tokens to run. Turns
+complete in any order. What a turn means to the executor and back is in
 ``backend.engines.trtllm_requests``.
 """
 
@@ -24,7 +26,9 @@ from backend.ports import BLOCK_TOKENS, Completion, EngineLimits, Proposal, Sequ
 logger = logging.getLogger(__name__)
 
 GRACE_S = 5.0
-"""How long the executor may take to answer a request that it was told to cancel or whose time is up."""
+"""How long the executor may take to answer a request that it was told to cancel or whose time is
+up.
+"""
 
 STATS_INTERVAL_S = 0.25
 
@@ -35,7 +39,9 @@ ITERATIONS_IN_FLIGHT = 2
 
 
 class EngineDiedError(RuntimeError):
-    """The executor is gone (a rank crashed, or it answers nothing): every turn in flight is void."""
+    """The executor is gone (a rank crashed, or it answers nothing): every turn in flight is
+    void.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +139,9 @@ class TrtllmEngine:
         self._call(self._enqueue)
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """Return completed turns, waiting for the first unless some are complete already. Raises EngineDiedError."""
+        """Return completed turns, waiting for the first unless some are complete already. Raises
+        EngineDiedError.
+        """
         if not self._done and (self._flights or self._waiting):
             self._call(self._enqueue)
             deadline_s = self._clock() + timeout_s
@@ -163,7 +171,9 @@ class TrtllmEngine:
         self._seen.forget(gone)
 
     def unseen(self, sequence: Sequence) -> int:
-        """Return the committed tokens that were not run in the last turn; the executor may recompute a part of a block besides."""
+        """Return the committed tokens that were not run in the last turn; the executor may
+        recompute a part of a block besides.
+        """
         return self._seen.unseen(sequence)
 
     def available(self, sequence: Sequence, length: int) -> int:
@@ -194,7 +204,9 @@ class TrtllmEngine:
         )
 
     def _call(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Do some work with the executor; whatever it raises is its death, which voids all turns."""
+        """Do some work with the executor; whatever it raises is its death, which voids all
+        turns.
+        """
         try:
             if self._executor is None:
                 raise EngineDiedError(f"{self.name} has died before")
@@ -210,7 +222,8 @@ class TrtllmEngine:
             raise EngineDiedError(f"the executor of {self.name} failed: {error}") from error
 
     def _enqueue(self) -> None:
-        """Hand over what waits, all at once: one by one the executor would begin an iteration with the first alone.
+        """Hand over what waits, all at once: one by one the executor would begin an iteration with
+        the first alone.
 
         What its queue does not take goes on waiting.
         """
@@ -226,7 +239,9 @@ class TrtllmEngine:
                     break
 
     def _asked(self, turn: Turn) -> Ask | None:
-        """Return a turn's request; None for one that cannot be made, which completes with its error."""
+        """Return a turn's request; None for one that cannot be made, which completes with its
+        error.
+        """
         try:
             return self._requests.ask(turn, len(turn.sequence.tokens) - self.unseen(turn.sequence))
         except (
@@ -318,7 +333,9 @@ class TrtllmEngine:
     # -- metrics
 
     def _account(self, asked: Ask, metrics: Any) -> None:
-        """Count the blocks of KV found and missed; fewer than the turns before have left is an alarm: it costs whole prefills."""
+        """Count the blocks of KV found and missed; fewer than the turns before have left is an
+        alarm: it costs whole prefills.
+        """
         if metrics is None:
             return
         kv = metrics.kv_cache_metrics
@@ -329,7 +346,9 @@ class TrtllmEngine:
         )
 
     def _report(self) -> None:
-        """Hand over what was counted and, now and then, the executor's iterations: what they ran and how long they took."""
+        """Hand over what was counted and, now and then, the executor's iterations: what they ran
+        and how long they took.
+        """
         for (name, event), amount in self._tally.items():
             self._count(name, amount, engine=self.name, **({"event": event} if event else {}))
         self._tally.clear()
@@ -372,7 +391,8 @@ def executor_config(trtllm: Any, engine: EngineFolder, settings: ExecutorSetting
         kv_cache_config=trtllm.KvCacheConfig(
             enable_block_reuse=True, free_gpu_memory_fraction=settings.kv_fraction
         ),
-        # Chunks would lose drafts past the token budget, and leave unfinished blocks to be found where a text is cancelled.
+        # Chunks would lose drafts past the token budget, and leave unfinished blocks to be found
+        # where a text is cancelled.
         enable_chunked_context=False,
         max_batch_size=engine.max_batch_size,
         parallel_config=trtllm.ParallelConfig(

@@ -1,4 +1,6 @@
-"""How the engines of a deployment share the memory of their GPUs: a KV fraction for each, so that the last one still finds its own."""
+"""How the engines of a deployment share the memory of their GPUs: a KV fraction for each, so that
+the last one still finds its own.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,8 @@ def _tokens(engines: Sequence[EngineMemory], gpu: int, free: int) -> float:
     if room <= 0:
         names = ", ".join(engine.name for engine in here)
         raise ConfigError(
-            f"GPU {gpu} has {free >> 20} MiB free, and {names} need {fixed >> 20} MiB for weights and activations and "
+            f"GPU {gpu} has {free >> 20} MiB free, and {names} need {fixed >> 20} MiB for "
+            f"weights and activations and "
             f"{(RESERVE_BYTES * len(here)) >> 20} MiB beside KV"
         )
     return room / sum(engine.kv_bytes_per_token / len(engine.gpus) for engine in here)

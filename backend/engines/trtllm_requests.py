@@ -1,7 +1,9 @@
-"""What a turn is as a request to TensorRT-LLM's executor, and what the executor's answer is as a completion.
+"""What a turn is as a request to TensorRT-LLM's executor, and what the executor's answer is as a
+completion.
 
-The executor knows nothing of earlier turns: the text so far is a prompt to it. So everything that depends on how much was generated is
-said anew with each request: how many tokens are left without an end, where the stream of random numbers stands, how much KV to expect.
+The executor knows nothing of earlier turns: the text so far is a prompt to it. So everything that
+depends on how much was generated is said anew with each request: how many tokens are left without
+an end, where the stream of random numbers stands, how much KV to expect.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ TOP_K_MAX = 1024
 """The decoder clamps a greater top_k silently (``TOP_K_MAX`` of its sampling layers)."""
 
 RETENTION_PRIORITY, RETENTION_S = 80, 60.0
-"""A text's blocks outlast its turn for so long at a priority above the default 35: the next turn needs them."""
+"""A text's blocks outlast its turn for so long at a priority above the default 35: the next turn
+needs them.
+"""
 
 PROMPT_PRIORITY, TURN_PRIORITY = 0.5, 0.9
 """A text under way goes before a new prompt in the executor's queue."""
@@ -38,7 +42,9 @@ class TurnError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A turn as it was asked of the executor: ``proposed`` may be cut, ``logits_bytes`` cross the bindings in both directions."""
+    """A turn as it was asked of the executor: ``proposed`` may be cut, ``logits_bytes`` cross the
+    bindings in both directions.
+    """
 
     turn: Turn
     request: Any
@@ -59,7 +65,8 @@ class Requests:
         self._outputs = {wants: self._output(wants) for wants in (False, True)}
         keep, config = timedelta(seconds=RETENTION_S), trtllm.KvCacheRetentionConfig
         prompt = config.TokenRangeRetentionConfig(0, None, RETENTION_PRIORITY, keep)
-        # All five: without the directory its default, None, is passed, which a std::string does not take.
+        # All five: without the directory its default, None, is passed, which a std::string does not
+        # take.
         self._retention = config(
             [prompt], RETENTION_PRIORITY, keep, trtllm.KvCacheTransferMode.DRAM, ""
         )
@@ -92,7 +99,8 @@ class Requests:
             streaming=turn.streamed and not wants_logits,
             sampling_config=_sampling(self._trtllm, sampling, greedy, seed),
             output_config=self._outputs[wants_logits],
-            end_id=None,  # there would be no row of logits for it: texts are cut behind their end here
+            # there would be no row of logits for it: texts are cut behind their end here
+            end_id=None,
             bad_words=_banned(sampling, left) or None,
             embedding_bias=_bias(sampling, engine.vocab_size) if sampling.bias else None,
             external_draft_tokens_config=self._trtllm.ExternalDraftTokensConfig(proposed, logits)
@@ -210,7 +218,9 @@ def _bias(sampling: SamplingParams, vocab_size: int) -> torch.Tensor:
 def _processed(
     generation_logits: Any, turn: Turn, tokens: list[int], vocab_size: int
 ) -> torch.Tensor:
-    """Return the rows [len(tokens), vocab] of the emitted tokens with the request's options; ``generation_logits`` are [1, rows, width]."""
+    """Return the rows [len(tokens), vocab] of the emitted tokens with the request's options;
+    ``generation_logits`` are [1, rows, width].
+    """
     sequence = turn.sequence
     rows = torch.as_tensor(generation_logits)[0, : len(tokens), :vocab_size].float().clone()
     if sequence.sampling.changes_logits:

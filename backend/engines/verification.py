@@ -1,8 +1,10 @@
-"""The rule of acceptance: the target draws a token at every place, and of a proposal follows what it has drawn.
+"""The rule of acceptance: the target draws a token at every place, and of a proposal follows what
+it has drawn.
 
-Greedy requests take the arg-max, others ``backend.engines.draw``. Walking from the text, a proposed token
-that is the one drawn at its place is accepted; where none is, the token drawn is emitted all the same, and
-the run ends. So the text is what the target alone would have written, whatever was proposed.
+Greedy requests take the arg-max, others ``backend.engines.draw``. Walking from the text, a proposed
+token that is the one drawn at its place is accepted; where none is, the token drawn is emitted all
+the same, and the run ends. So the text is what the target alone would have written, whatever was
+proposed.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ from backend.request import SamplingParams
 class Request:
     """One sequence's share of a verification, or a place of it where a token is drawn.
 
-    ``position`` is that of the token decided about. Before it are ``committed[: position - len(run)]``,
-    of which ``prompt_tokens`` are the prompt, and then ``run``: accepted here, or a free run so far.
-    ``tokens`` and ``parents`` are the proposal's nodes (none: a token is drawn, nothing verified).
+    ``position`` is that of the token decided about. Before it are ``committed[: position -
+    len(run)]``, of which ``prompt_tokens`` are the prompt, and then ``run``: accepted here, or a
+    free run so far. ``tokens`` and ``parents`` are the proposal's nodes (none: a token is drawn,
+    nothing verified).
     """
 
     sampling: SamplingParams
@@ -40,7 +43,9 @@ class Request:
 
     @classmethod
     def of(cls, sequence: Sequence, proposal: Proposal | None) -> Request:
-        """Return what is decided behind a sequence's text. Raises ValueError for nodes that are no tree."""
+        """Return what is decided behind a sequence's text. Raises ValueError for nodes that are no
+        tree.
+        """
         nodes = (proposal.tokens, proposal.parents) if proposal else ((), ())
         if not all(ROOT <= parent < node for node, parent in enumerate(nodes[1])):
             raise ValueError(f"a node's parent must be an earlier node or {ROOT}, got {nodes[1]}")
@@ -79,8 +84,8 @@ class Request:
 class Verdict:
     """``path``: the accepted nodes from the text on; ``column`` of the token drawn behind them.
 
-    ``log_probs`` are those of all these tokens, ``top`` the most likely (column, log-probability) at each
-    of their places, where they are wanted.
+    ``log_probs`` are those of all these tokens, ``top`` the most likely (column, log-probability)
+    at each of their places, where they are wanted.
     """
 
     path: list[int]
@@ -94,8 +99,9 @@ def verify(
 ) -> list[Verdict]:
     """Return the verdict on each request.
 
-    ``logits`` [rows, S] holds ``Request.rows`` rows a request, in order: the first is behind the text,
-    row n + 1 behind node n. Only rows on a path are looked at, place by place for all requests at once.
+    ``logits`` [rows, S] holds ``Request.rows`` rows a request, in order: the first is behind the
+    text, row n + 1 behind node n. Only rows on a path are looked at, place by place for all
+    requests at once.
     """
     firsts = _firsts(requests)
     verdicts = [Verdict([], -1) for _ in requests]
@@ -120,8 +126,8 @@ def verify(
 def candidates(
     logits: torch.Tensor, places: Seq[Request], most: int, columns: Columns = WHOLE_VOCABULARY
 ) -> list[list[tuple[int, float]]]:
-    """Return by place the columns that a draft of these logits [n, S] holds for likeliest to be what the
-    target draws, best first, at most ``most``, with its confidence in each.
+    """Return by place the columns that a draft of these logits [n, S] holds for likeliest to be
+    what the target draws, best first, at most ``most``, with its confidence in each.
     """
     rows = scores(logits, places, columns)
     greedy = torch.tensor([place.sampling.greedy for place in places], device=rows.device)
@@ -144,7 +150,9 @@ def candidates(
 
 
 def scores(logits: torch.Tensor, places: Seq[Request], columns: Columns) -> torch.Tensor:
-    """Return the logits [n, S] behind these places with their options applied, in fp32 (fp64 stays)."""
+    """Return the logits [n, S] behind these places with their options applied, in fp32 (fp64
+    stays).
+    """
     changed = any(place.sampling.changes_logits for place in places)
     dtype = logits.dtype if logits.dtype == torch.float64 else torch.float32
     wide = logits.to(dtype, copy=changed)

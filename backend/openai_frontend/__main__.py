@@ -69,7 +69,10 @@ def about_tools(template: ChatTemplate | None) -> str:
     if template.calls is not None:
         return f"calls of tools are read as {template.calls.name} models write them"
     if not template.shows_tools:
-        return "the chat template shows no tools to the model: only calls that must come (tool_choice) come"
+        return (
+            "the chat template shows no tools to the model: only calls that must come "
+            "(tool_choice) come"
+        )
     return "the chat template's format of calls is not known: with tool_choice auto they stay text"
 
 

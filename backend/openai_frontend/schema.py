@@ -136,7 +136,8 @@ class Options(_Body):
         None,
         ge=0,
         le=INT32,
-        description="Spindle's: the most tokens to guess in a step; 0: no speculation for this request",
+        description="Spindle's: the most tokens to guess in a step; 0: no speculation for this "
+        "request",
     )
     top_k: int | None = Field(
         None, ge=0, le=INT32, description="Spindle's: of the k likeliest tokens; 0: off"
@@ -237,7 +238,8 @@ class Message(_Body):
     """A message of a chat. One that calls tools may have no content."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
-        description="a `developer` message is a `system` message to templates that know no developers"
+        description="a `developer` message is a `system` message to templates that know no "
+        "developers"
     )
     content: Annotated[list[ContentPart], BeforeValidator(_parts)] | None = Field(
         None, description="a text, or parts of type `text`"
@@ -355,7 +357,9 @@ class ChatRequest(Options):
     tools: list[Tool] | None = Field(None, description="functions that the model may call")
     tool_choice: Annotated[ToolChoice, BeforeValidator(_tool_choice)] | None = Field(
         None,
-        description="`none`, `auto`, `required` or a function; a call that must come is held to by a grammar",
+        description="`none`, `auto`, `required` or a function; a call that must come is held to by "
+        "a "
+        "grammar",
     )
     parallel_tool_calls: bool = Field(
         True,

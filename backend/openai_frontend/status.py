@@ -12,7 +12,9 @@ from backend.openai_frontend.errors import ApiError
 
 PAGE = (Path(__file__).parent / "status.html").read_text("utf-8")
 PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src "
+    "'unsafe-inline'; "
+    "connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",

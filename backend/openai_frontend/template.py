@@ -42,7 +42,9 @@ class ChatTemplate:
     def prompt(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
     ) -> str:
-        """Return the text to complete. Raises ValueError where the template refuses the messages."""
+        """Return the text to complete. Raises ValueError where the template refuses the
+        messages.
+        """
         if not self._developers:
             known = {"developer": "system"}
             messages = [

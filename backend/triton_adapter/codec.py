@@ -31,12 +31,16 @@ _OUTPUT_TYPES = {field.name: NUMPY_TYPES[field.dtype] for field in (*TEXT_OUTPUT
 
 _INPUT_NAMES = tuple({field.name: None for field in (*TEXT_INPUTS, *TOKEN_INPUTS)})
 LEAST_LIKENESS = 0.85
-"""Of two names, by ``difflib``, from which on one is a misspelling of the other: two letters of ``temperature``."""
+"""Of two names, by ``difflib``, from which on one is a misspelling of the other: two letters of
+``temperature``.
+"""
 
 MOST_TOP_LOG_PROBS = 20
 _LOWEST = {"max_tokens": 1, "top_k": 0, "num_draft_tokens": 0, "min_tokens": 0}
 LARGEST_CHANGE = 1e6
-"""Bound of weights and penalties: far beyond any effect, far below what an fp32 logit overflows at."""
+"""Bound of weights and penalties: far beyond any effect, far below what an fp32 logit overflows
+at.
+"""
 _TIMES = ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns")
 MOST_SEQUENCES = 256
 """Bound of num_return_sequences: a request must not become a flood."""
@@ -44,8 +48,8 @@ MOST_SEQUENCES = 256
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which optional outputs a request asked for, and whether it gets tokens instead of text. The indices are those of one part of a
-    request that has several: a Triton batch, or several texts.
+    """Which optional outputs a request asked for, and whether it gets tokens instead of text. The
+    indices are those of one part of a request that has several: a Triton batch, or several texts.
     """
 
     num_input_tokens: bool = False
@@ -66,9 +70,11 @@ def decode(
     decoupled: bool = True,
     timeout_s: float | None = None,
 ) -> list[Part]:
-    """Return the requests that one Triton request's tensors (batch dimension first) mean, and the outputs that each wants.
+    """Return the requests that one Triton request's tensors (batch dimension first) mean, and the
+    outputs that each wants.
 
-    ``fields`` are the model's inputs. Raises RequestError (INVALID_ARGUMENT, UNIMPLEMENTED) naming the field.
+    ``fields`` are the model's inputs. Raises RequestError (INVALID_ARGUMENT, UNIMPLEMENTED) naming
+    the field.
     """
     batch = max((len(array) for array in inputs.values() if array.ndim), default=1)
     parts: list[Part] = []
@@ -88,7 +94,8 @@ def decode(
             )
     if len(parts) > 1 and not decoupled:
         raise invalid(
-            f"a batch or num_return_sequences over 1 is only supported in decoupled mode, got {len(parts)} texts"
+            f"a batch or num_return_sequences over 1 is only supported in decoupled mode, got "
+            f"{len(parts)} texts"
         )
     return parts
 
@@ -123,7 +130,9 @@ def _decode_row(
 
 
 def meanings(inputs: Mapping[str, Array], fields: Seq[Field]) -> dict[str, Any]:
-    """Return what the tensors of one element of a batch say, by attribute. Raises RequestError naming the field."""
+    """Return what the tensors of one element of a batch say, by attribute. Raises RequestError
+    naming the field.
+    """
     given: dict[str, Any] = {}
     for field in fields:
         if field.name not in inputs:
@@ -139,7 +148,8 @@ def meanings(inputs: Mapping[str, Array], fields: Seq[Field]) -> dict[str, Any]:
 
 
 def check_parameters(parameters: Iterable[str]) -> None:
-    """Refuse a request parameter that is all but the name of an input: over HTTP a misspelt input comes as a parameter.
+    """Refuse a request parameter that is all but the name of an input: over HTTP a misspelt input
+    comes as a parameter.
 
     Others are left alone: NVIDIA's models accept any. Raises RequestError naming both.
     """
@@ -150,7 +160,9 @@ def check_parameters(parameters: Iterable[str]) -> None:
 
 @lru_cache(256)
 def _meant(name: str) -> str | None:
-    """Return the input that a name is a misspelling of. One that another of the models has is none."""
+    """Return the input that a name is a misspelling of. One that another of the models has is
+    none.
+    """
     near = difflib.get_close_matches(name, _INPUT_NAMES, 1, LEAST_LIKENESS)
     return near[0] if near and near[0] != name else None
 
@@ -166,7 +178,9 @@ def decode_command(inputs: Mapping[str, Array]) -> str:
 
 
 def encode_chunk(deltas: Seq[Message], wanted: Wanted) -> dict[str, Array]:
-    """Return the outputs of one streamed response, which carries one or more deltas (none: of a request that was stopped)."""
+    """Return the outputs of one streamed response, which carries one or more deltas (none: of a
+    request that was stopped).
+    """
     outputs: dict[str, Any] = {}
     if wanted.tokens:
         ids = [token for delta in deltas for token in delta["tokens"]]
@@ -223,7 +237,9 @@ def load_arrays(message: Message) -> None:
 
 
 def encode_final(message: Message, earlier: Seq[Message], wanted: Wanted) -> dict[str, Array]:
-    """Return the outputs of a successful last reply; ``earlier`` are the deltas that no response has carried yet."""
+    """Return the outputs of a successful last reply; ``earlier`` are the deltas that no response
+    has carried yet.
+    """
     drafted, accepted = message["draft_tokens"], message["accepted_draft_tokens"]
     outputs: dict[str, Any] = {"finish_reason": message["finish_reason"].encode()}
     if message["seed"] is not None:
@@ -275,7 +291,9 @@ def _check_type(field: Field, array: Array) -> None:
 
 
 def _values(field: Field, array: Array) -> list[Any]:
-    """Return the Python values of a tensor with one dimension beside the batch's, its type and shape checked. Raises RequestError."""
+    """Return the Python values of a tensor with one dimension beside the batch's, its type and
+    shape checked. Raises RequestError.
+    """
     _check_type(field, array)
     (length,) = field.dims
     if array.ndim != 2 or array.shape[0] != 1 or (length > 0 and array.shape[1] != length):
@@ -285,7 +303,9 @@ def _values(field: Field, array: Array) -> list[Any]:
 
 
 def _meaning(field: Field, array: Array) -> Any:
-    """Return what a tensor says: a value, a tuple of them, words as token ids, or (token id, addend) of a bias."""
+    """Return what a tensor says: a value, a tuple of them, words as token ids, or (token id,
+    addend) of a bias.
+    """
     if len(field.dims) > 1:
         return _words(field, array)
     values = _values(field, array)
@@ -295,7 +315,9 @@ def _meaning(field: Field, array: Array) -> Any:
 
 
 def _words(field: Field, array: Array) -> tuple[tuple[int, ...], ...]:
-    """Return the words of a tensor [1, 2, n]: their ids in a row, and the end of each in it, padded with -1."""
+    """Return the words of a tensor [1, 2, n]: their ids in a row, and the end of each in it, padded
+    with -1.
+    """
     _check_type(field, array)
     if array.ndim != 3 or array.shape[:2] != (1, 2):
         raise invalid(f"{field.name} must have shape [1, 2, -1], got {list(array.shape)}")
@@ -303,7 +325,8 @@ def _words(field: Field, array: Array) -> tuple[tuple[int, ...], ...]:
     ends = [end for end in ends if end != -1]
     if any(not low < end <= len(ids) for low, end in zip([0, *ends], ends, strict=False)):
         raise invalid(
-            f"{field.name} must have rising ends of words, at most {len(ids)}, in its second row, got {ends}"
+            f"{field.name} must have rising ends of words, at most {len(ids)}, in its second "
+            f"row, got {ends}"
         )
     return tuple(tuple(ids[low:end]) for low, end in zip([0, *ends], ends, strict=False))
 
@@ -341,7 +364,9 @@ def _text(name: str, value: bytes | str) -> str:
 
 
 def _check(request: GenerationRequest, names: Mapping[str, str], decoupled: bool) -> None:
-    """Check the ranges; ``names`` are the model's for the request's attributes. Raises RequestError."""
+    """Check the ranges; ``names`` are the model's for the request's attributes. Raises
+    RequestError.
+    """
     if not (request.text_input or request.prompt_token_ids or request.input_ids is not None):
         raise invalid("text_input must not be empty, got ''")
     if request.text_input and request.prompt_token_ids:
@@ -356,7 +381,8 @@ def _check(request: GenerationRequest, names: Mapping[str, str], decoupled: bool
             raise invalid(f"{names[name]} must be at least {low}, got {value}")
     if request.top_log_probs is not None and not 0 <= request.top_log_probs <= MOST_TOP_LOG_PROBS:
         raise invalid(
-            f"{names['top_log_probs']} must be between 0 and {MOST_TOP_LOG_PROBS}, got {request.top_log_probs}"
+            f"{names['top_log_probs']} must be between 0 and {MOST_TOP_LOG_PROBS}, got "
+            f"{request.top_log_probs}"
         )
     if request.temperature is not None and not (
         math.isfinite(request.temperature) and request.temperature >= 0
@@ -396,7 +422,8 @@ def _check_guide(given: dict[str, Any]) -> None:
         raise invalid("guided_decoding_guide must come with guided_decoding_guide_type, got none")
     if kind not in (None, "json") and text is None:
         raise invalid(
-            f"guided_decoding_guide is required beside guided_decoding_guide_type {kind!r}, got none"
+            f"guided_decoding_guide is required beside guided_decoding_guide_type {kind!r}, got "
+            f"none"
         )
     given |= {"guide_type": kind, "guide": text}
 
@@ -406,7 +433,8 @@ def _check_changes(request: GenerationRequest) -> None:
     words, weights = request.embedding_bias_words, request.embedding_bias_weights
     if len(words) != len(weights):
         raise invalid(
-            f"embedding_bias_weights must be as many as embedding_bias_words ({len(words)}), got {len(weights)}"
+            f"embedding_bias_weights must be as many as embedding_bias_words ({len(words)}), got "
+            f"{len(weights)}"
         )
     for name, low, values in (
         ("repetition_penalty", float(np.float32(1 / LARGEST_CHANGE)), [request.repetition_penalty]),

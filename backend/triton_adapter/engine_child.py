@@ -21,7 +21,9 @@ STABLE_S = 30.0
 
 
 class EngineChild:
-    """Keeps one engine process alive from ``start`` to ``stop``; its own thread starts it, so that both live equally long."""
+    """Keeps one engine process alive from ``start`` to ``stop``; its own thread starts it, so that
+    both live equally long.
+    """
 
     def __init__(self, config: Path, socket: Path) -> None:
         python = engine_python()
@@ -101,9 +103,11 @@ class EngineChild:
 
 
 def engine_environment() -> dict[str, str]:
-    """Return the engine's environment: the project on the path, Triton's own libraries off it, numpy's matrices on one thread.
+    """Return the engine's environment: the project on the path, Triton's own libraries off it,
+    numpy's matrices on one thread.
 
-    The policy's matrices have a few rows; for those OpenBLAS wakes a thread that spins half of the time, on a core that Triton could use.
+    The policy's matrices have a few rows; for those OpenBLAS wakes a thread that spins half of the
+    time, on a core that Triton could use.
     """
     environment = {"OPENBLAS_NUM_THREADS": "1", **os.environ}
     libraries = [

@@ -1,7 +1,9 @@
-"""The one table of the models' tensors, from which the codec, every ``config.pbtxt`` and ``docs/contract.md`` are made.
+"""The one table of the models' tensors, from which the codec, every ``config.pbtxt`` and
+``docs/contract.md`` are made.
 
-Names, types and dims are those of NVIDIA's ``inflight_batcher_llm`` models, so that their clients need no change. A tensor that is not
-served is declared too: it accepts neutral values; anything else is refused by an error that names the tensor and the reason.
+Names, types and dims are those of NVIDIA's ``inflight_batcher_llm`` models, so that their clients
+need no change. A tensor that is not served is declared too: it accepts neutral values; anything
+else is refused by an error that names the tensor and the reason.
 ``tests/contract/test_recorded_contract.py`` holds the table against NVIDIA's own files.
 """
 
@@ -40,10 +42,10 @@ class Reason(Enum):
 class Field:
     """One tensor without its batch dimension; -1 in ``dims`` is any length.
 
-    ``does`` says in a few words what it does. ``refused`` is why a value other than those in ``neutral`` is refused (an empty tensor asks
-    for nothing, too); of an output, why it never comes.
-    ``key`` is the request's attribute where that has another name, ``added``: not NVIDIA's. ``effect``
-    is off for inputs of which the type is checked and no more.
+    ``does`` says in a few words what it does. ``refused`` is why a value other than those in
+    ``neutral`` is refused (an empty tensor asks for nothing, too); of an output, why it never
+    comes. ``key`` is the request's attribute where that has another name, ``added``: not NVIDIA's.
+    ``effect`` is off for inputs of which the type is checked and no more.
     """
 
     name: str
@@ -65,8 +67,8 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One served name. ``settings``: its batch size follows ``serving.json``, and so does its transaction policy unless it is not to
-    be ``decoupled``.
+    """One served name. ``settings``: its batch size follows ``serving.json``, and so does its
+    transaction policy unless it is not to be ``decoupled``.
     """
 
     name: str
@@ -105,7 +107,8 @@ _SHARED_INPUTS = (
         "repetition_penalty",
         "FP32",
         _ONE,
-        "over 0; logits of tokens that have occurred are divided by it (negative ones multiplied); 1: off",
+        "over 0; logits of tokens that have occurred are divided by it (negative ones "
+        "multiplied); 1: off",
     ),
     _f(
         "min_tokens",
@@ -183,7 +186,8 @@ _TEXT_INPUTS = (
         "bad_words",
         "STRING",
         _ANY,
-        "never write one of these token sequences (a word and the same word behind a space are two)",
+        "never write one of these token sequences (a word and the same word behind a space are "
+        "two)",
     ),
     _f("top_k", "INT32", _ONE, "0: off"),
     _f("top_p", "FP32", _ONE, "0 or 1: off"),
@@ -203,7 +207,8 @@ _TEXT_INPUTS = (
         "return_prompt_log_probs",
         "BOOL",
         _ONE,
-        "ask for prompt_tokens and prompt_log_probs, and with return_top_log_probs for the likeliest; such a request shares no KV",
+        "ask for prompt_tokens and prompt_log_probs, and with return_top_log_probs for the "
+        "likeliest; such a request shares no KV",
         added=True,
     ),
     _f(
@@ -251,7 +256,8 @@ _SHARED_OUTPUTS = (
         "output_log_probs",
         "FP32",
         _ROWS,
-        "of the response's tokens, an end token included; computed after penalties and temperature, before top_k and top_p",
+        "of the response's tokens, an end token included; computed after penalties and "
+        "temperature, before top_k and top_p",
     ),
     _f("num_input_tokens", "INT32", _ONE, "with the last response"),
     _f("num_output_tokens", "INT32", _ONE, "with the last response, an end token included"),
@@ -397,7 +403,8 @@ _TOKEN_OUTPUTS = (
         "output_ids",
         "INT32",
         _ROWS,
-        "the tokens, or what is new of a streamed request; the end id or stop word that ended it included",
+        "the tokens, or what is new of a streamed request; the end id or stop word that ended it "
+        "included",
     ),
     _f("sequence_length", "INT32", _ANY, "how many they are"),
     _no(Reason.DISAGGREGATED, "context_phase_params", "UINT8", _ANY),

@@ -1,4 +1,6 @@
-"""The thin models ``ensemble``, ``tensorrt_llm_bls`` and ``tensorrt_llm``: decode, forward, return at once; the senders reply."""
+"""The thin models ``ensemble``, ``tensorrt_llm_bls`` and ``tensorrt_llm``: decode, forward, return
+at once; the senders reply.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ DEADLINE_GRACE_S = 15.0
 
 
 class TritonPythonModel:
-    """Triton's interface. ``execute`` never raises: one bad request is answered by its own error."""
+    """Triton's interface. ``execute`` never raises: one bad request is answered by its own
+    error.
+    """
 
     def initialize(self, args: dict[str, str]) -> None:
         """Start the threads; the engine process is waited for by the model ``spindle``."""

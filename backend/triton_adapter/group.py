@@ -1,4 +1,6 @@
-"""One Triton request that became several of ours (a batch, or several texts): its responses go out as they come, its final flag once."""
+"""One Triton request that became several of ours (a batch, or several texts): its responses go out
+as they come, its final flag once.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from backend.triton_adapter.sender import ResponseSender
 
 
 class Group:
-    """The ``ResponseSender`` that the parts share, from any thread. The first error ends the whole request and cancels the rest."""
+    """The ``ResponseSender`` that the parts share, from any thread. The first error ends the whole
+    request and cancels the rest.
+    """
 
     def __init__(self, sender: ResponseSender, parts: int) -> None:
         self._sender = sender

@@ -24,9 +24,11 @@ SEND_LIMIT_S = 5
 
 
 class EngineLink:
-    """Sends messages from any thread; ``on_message`` and ``on_lost`` are called on the link's own thread. ``info`` is the engine's hello.
+    """Sends messages from any thread; ``on_message`` and ``on_lost`` are called on the link's own
+    thread. ``info`` is the engine's hello.
 
-    ``on_lost`` has returned before another connection is made; ``greeting`` messages follow the hello on every connection.
+    ``on_lost`` has returned before another connection is made; ``greeting`` messages follow the
+    hello on every connection.
     """
 
     def __init__(
@@ -53,7 +55,9 @@ class EngineLink:
         self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Return whether the link is up, waiting for it at most ``timeout_s`` (by default what is left of the grace period)."""
+        """Return whether the link is up, waiting for it at most ``timeout_s`` (by default what is
+        left of the grace period).
+        """
         if timeout_s is None:
             timeout_s = self._down_since_s + GRACE_S - monotonic()
         return self._connected.is_set() or self._connected.wait(max(0.0, timeout_s))

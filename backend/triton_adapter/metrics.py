@@ -12,9 +12,11 @@ logger = logging.getLogger(__name__)
 
 
 class MetricExporter:
-    """Feeds ``stats`` messages into ``pb_utils.MetricFamily`` objects; a series is made when its labels are first seen.
+    """Feeds ``stats`` messages into ``pb_utils.MetricFamily`` objects; a series is made when its
+    labels are first seen.
 
-    Every update is a call into the server (about 0.03 ms), so this runs on the thread that received the message, never on a request's.
+    Every update is a call into the server (about 0.03 ms), so this runs on the thread that received
+    the message, never on a request's.
     """
 
     def __init__(self, pb_utils: Any) -> None:

@@ -1,4 +1,6 @@
-"""The model ``spindle``: it owns the engine process, exports its metrics and passes administrative commands on."""
+"""The model ``spindle``: it owns the engine process, exports its metrics and passes administrative
+commands on.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from backend.wire import SWITCHES_SUFFIX, Message
 logger = logging.getLogger(__name__)
 
 STOP_LIMIT_S = 9.0
-"""How long the engine may take to finish its requests; with Triton's own delays this stays below the server's exit timeout."""
+"""How long the engine may take to finish its requests; with Triton's own delays this stays below
+the server's exit timeout.
+"""
 SILENCE_LIMIT_S = 12.0
 """An engine process reports twice a second; one that has not for so long hangs."""
 

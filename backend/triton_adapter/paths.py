@@ -1,6 +1,8 @@
-"""What the stubs agree on without talking to each other: where the socket and the configuration are, and which Python runs the engine.
+"""What the stubs agree on without talking to each other: where the socket and the configuration
+are, and which Python runs the engine.
 
-``SPINDLE_SOCKET``, ``SPINDLE_CONFIG`` and ``SPINDLE_PYTHON`` (set by the launcher, or by an operator of a plain tritonserver) come first.
+``SPINDLE_SOCKET``, ``SPINDLE_CONFIG`` and ``SPINDLE_PYTHON`` (set by the launcher, or by an
+operator of a plain tritonserver) come first.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ PROJECT_ROOT = config.PROJECT_ROOT
 
 
 def socket_path(args: dict[str, str]) -> Path:
-    """Return the engine's socket: the same for all models of a repository. ``args`` are those of ``initialize``.
+    """Return the engine's socket: the same for all models of a repository. ``args`` are those of
+    ``initialize``.
 
     Raises PermissionError when the folder for it belongs to someone else.
     """
@@ -28,14 +31,17 @@ def socket_path(args: dict[str, str]) -> Path:
     status = folder.lstat()
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise PermissionError(
-            f"{folder} must belong to user {os.getuid()} and be closed to others, it has mode {status.st_mode & 0o777:o}"
+            f"{folder} must belong to user {os.getuid()} and be closed to others, it has mode "
+            f"{status.st_mode & 0o777:o}"
         )
     repository = Path(args["model_repository"]).resolve().parent
     return folder / f"{hashlib.sha256(os.fsencode(repository)).hexdigest()[:16]}.sock"
 
 
 def config_path(args: dict[str, str]) -> Path:
-    """Return the serving configuration: by default ``serving.json`` in the version folder of the model ``spindle``."""
+    """Return the serving configuration: by default ``serving.json`` in the version folder of the
+    model ``spindle``.
+    """
     default = (
         Path(args["model_repository"]).parent / "spindle" / args["model_version"] / "serving.json"
     )
@@ -43,5 +49,7 @@ def config_path(args: dict[str, str]) -> Path:
 
 
 def engine_python() -> str:
-    """Return the interpreter for the engine process. ``sys.executable`` is no guide inside a stub, its prefix is."""
+    """Return the interpreter for the engine process. ``sys.executable`` is no guide inside a stub,
+    its prefix is.
+    """
     return os.environ.get("SPINDLE_PYTHON") or str(Path(sys.prefix) / "bin" / "python3")

@@ -1,6 +1,8 @@
-"""``python -m backend.triton_adapter.rendering``: write every ``config.pbtxt`` and ``docs/contract.md`` from the table of tensors.
+"""``python -m backend.triton_adapter.rendering``: write every ``config.pbtxt`` and
+``docs/contract.md`` from the table of tensors.
 
-``auto_complete_config`` is off in the deployments that these models replace, hence every config is complete.
+``auto_complete_config`` is off in the deployments that these models replace, hence every config is
+complete.
 """
 
 from __future__ import annotations
@@ -9,7 +11,10 @@ from pathlib import Path
 
 from backend.triton_adapter.fields import MODELS, Field, Model
 
-ORIGIN = "Rendered by `python -m backend.triton_adapter.rendering` from the table in backend/triton_adapter/fields.py."
+ORIGIN = (
+    "Rendered by `python -m backend.triton_adapter.rendering` from the table in "
+    "backend/triton_adapter/fields.py."
+)
 
 
 GUARANTEES = """\
@@ -19,24 +24,24 @@ GUARANTEES = """\
 | bf16, int8 | may part at near-ties [2] | may part at near-ties [2] |
 | TensorRT-LLM [3] | its decoder's own text | one text only with the same plans |
 
-*Greedy*: temperature 0. *Sampled*: a text depends on prompt, options and seed alone, whatever the
-speculation, batch and load; without a seed a random one is taken, which the reply names. Over the
-seeds texts come from exactly the distribution that the target alone would draw from, up to rounding;
-TensorRT-LLM draws by numbers of its own, from that distribution to about 1e-6. [1] Up to near-ties,
-two tokens whose logits or drawn times differ by less than rounding does. None was met in fp32 (16 of
-16 greedy and 160 of 160 sampled texts equal), none in fp16 (1,264 of 1,264 and 248 of 248). [2]
-Numbers this coarse depend on how many requests share a pass: 7 of 16 greedy texts of 64 tokens were
-equal, 161 of 220 sampled ones of 24; plain decoding, run twice under load, 189 of 220. int8 was not
-compared. Sampled counts are of the draw before this one ([ADR 0027](adr/0027-the-target-draws.md)).
-[3] From its sources; run on a fake only.
+*Greedy*: temperature 0. *Sampled*: a text depends on prompt, options and seed alone, whatever
+the speculation, batch and load; without a seed a random one is taken, which the reply names.
+Over the seeds texts come from exactly the distribution that the target alone would draw from,
+up to rounding; TensorRT-LLM draws by numbers of its own, from that distribution to about 1e-6.
+[1] Up to near-ties, two tokens whose logits or drawn times differ by less than rounding does.
+None was met in fp32 (16 of 16 greedy and 160 of 160 sampled texts equal), none in fp16 (1,264
+of 1,264 and 248 of 248). [2] Numbers this coarse depend on how many requests share a pass: 7 of
+16 greedy texts of 64 tokens were equal, 161 of 220 sampled ones of 24; plain decoding, run
+twice under load, 189 of 220. int8 was not compared. Sampled counts are of the draw before this
+one ([ADR 0027](adr/0027-the-target-draws.md)). [3] From its sources; run on a fake only.
 """
 """What speculation leaves as it is, by number format and kind of request; README has the same."""
 
 BEHAVIOUR = """\
 - A bad tensor is INVALID_ARGUMENT, naming it and its value; a full queue or a dead engine
   UNAVAILABLE; a cancelled request CANCELLED. Every request gets exactly one final reply.
-- Options hold inside an accepted run: each token is one that plain decoding would allow there. Words
-  are tokenised alone, without special tokens; one without tokens has no effect. Weights and
+- Options hold inside an accepted run: each token is one that plain decoding would allow there.
+  Words are tokenised alone, without special tokens; one without tokens has no effect. Weights and
   penalties are at most 1e6 in size. Where other options ban all that a grammar allows, the grammar
   wins.
 - `output_log_probs` has as many entries as `num_output_tokens`, an end token included; over several
@@ -52,13 +57,16 @@ BEHAVIOUR = """\
 
 
 def render_config(model: Model, *, decoupled: bool = True, max_batch_size: int = 64) -> str:
-    """Return a complete ``config.pbtxt``. ``spindle`` answers each command once, unbatched, whatever the settings."""
+    """Return a complete ``config.pbtxt``. ``spindle`` answers each command once, unbatched,
+    whatever the settings.
+    """
     parts = [
         f"# {ORIGIN}",
         f'name: "{model.name}"',
         'backend: "python"',
         f"max_batch_size: {max_batch_size if model.settings else 0}",
-        f"model_transaction_policy {{ decoupled: {str(decoupled and model.settings and model.decoupled).lower()} }}",
+        f"model_transaction_policy {{ decoupled: "
+        f"{str(decoupled and model.settings and model.decoupled).lower()} }}",
         *(["dynamic_batching { }"] if model.settings else []),
         "instance_group [ { count: 1, kind: KIND_CPU } ]",
         *(_tensor("input", field) for field in model.inputs),
@@ -74,7 +82,8 @@ def render_contract() -> str:
         "",
         f"{ORIGIN} Dims are without the batch dimension.",
         "",
-        "Unsupported inputs accept neutral values: an empty tensor, or the values given as neutral.",
+        "Unsupported inputs accept neutral values: an empty tensor, or the values given as "
+        "neutral.",
         "Anything else returns UNIMPLEMENTED, naming the tensor and the reason.",
         "",
         "## Guarantees",
@@ -97,7 +106,10 @@ def render_contract() -> str:
 
 def _tensor(kind: str, field: Field) -> str:
     optional = "" if kind == "output" or field.required else ", optional: true"
-    return f'{kind} [ {{ name: "{field.name}", data_type: TYPE_{field.dtype}, dims: [ {_dims(field)} ]{optional} }} ]'
+    return (
+        f'{kind} [ {{ name: "{field.name}", data_type: TYPE_{field.dtype}, dims: [ '
+        f"{_dims(field)} ]{optional} }} ]"
+    )
 
 
 def _dims(field: Field) -> str:

@@ -15,16 +15,20 @@ _TRITON_NAMES = {ErrorCode.INVALID_ARGUMENT: "INVALID_ARG", ErrorCode.UNIMPLEMEN
 
 
 ERRORS_AS_OUTPUTS = "spindle_errors_as_outputs"
-"""A request parameter: errors come as outputs, ``finish_reason`` being ``error:`` and the code, ``text_output`` the sentence.
+"""A request parameter: errors come as outputs, ``finish_reason`` being ``error:`` and the code,
+``text_output`` the sentence.
 
-Triton's gRPC streams tell no code otherwise, but for the header ``triton_grpc_error``, and with that Triton 2.51 crashes now and then.
+Triton's gRPC streams tell no code otherwise, but for the header ``triton_grpc_error``, and with
+that Triton 2.51 crashes now and then.
 """
 MOST_MESSAGE_CHARACTERS = 1000
 """Of an error: gRPC refuses metadata over 8 kB, and a message may quote what the client sent."""
 
 
 class Responder:
-    """Sends one Triton request's responses; ``pb_utils`` is the module that exists in Triton's stubs only."""
+    """Sends one Triton request's responses; ``pb_utils`` is the module that exists in Triton's
+    stubs only.
+    """
 
     __slots__ = ("_as_outputs", "_pb_utils", "_sender")
 
@@ -67,13 +71,17 @@ class Responder:
 
 
 def trace_context_of(request: Any) -> dict[str, str] | None:
-    """Return the context (W3C ``traceparent``) of a Triton request that is traced in mode ``opentelemetry``; None for any other."""
+    """Return the context (W3C ``traceparent``) of a Triton request that is traced in mode
+    ``opentelemetry``; None for any other.
+    """
     context = request.trace().get_context()
     return json.loads(context) if context else None
 
 
 def parameters_of(request: Any) -> dict[str, Any]:
-    """Return a Triton request's parameters; over HTTP these are all keys of a body that are no input."""
+    """Return a Triton request's parameters; over HTTP these are all keys of a body that are no
+    input.
+    """
     text = request.parameters()
     return json.loads(text) if text else {}
 

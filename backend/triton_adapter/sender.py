@@ -1,7 +1,9 @@
-"""Replies to Triton, sent from a few threads: ``send`` costs 0.13 ms and ``is_cancelled`` 0.04 ms, so neither may be on a path of others.
+"""Replies to Triton, sent from a few threads: ``send`` costs 0.13 ms and ``is_cancelled`` 0.04 ms,
+so neither may be on a path of others.
 
-Requests are sharded by id, which keeps the order within a stream. Everything about a request is owned by its shard's thread, so that
-exactly one final reply is a matter of popping it from one dict.
+Requests are sharded by id, which keeps the order within a stream. Everything about a request is
+owned by its shard's thread, so that exactly one final reply is a matter of popping it from one
+dict.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ UNSENT = (ErrorCode.INTERNAL, "the reply could not be sent")
 
 
 class ResponseSender(Protocol):
-    """One Triton request's way back (``pb_utils.InferenceResponseSender`` behind ``triton.Responder``)."""
+    """One Triton request's way back (``pb_utils.InferenceResponseSender`` behind
+    ``triton.Responder``).
+    """
 
     def send(self, outputs: dict[str, Array], *, final: bool) -> None:
         """Send outputs."""
@@ -48,8 +52,9 @@ class ResponseSender(Protocol):
 class Reply:
     """A request that has not had its final reply yet; ``deltas`` came since its last response.
 
-    ``deadline_s`` (monotonic) backs up the engine's own limit: no client waits for an engine that lost its request. ``failure`` is the
-    error that ends the request when its last response could not be sent; ``client_id`` is the client's own id of the request.
+    ``deadline_s`` (monotonic) backs up the engine's own limit: no client waits for an engine that
+    lost its request. ``failure`` is the error that ends the request when its last response could
+    not be sent; ``client_id`` is the client's own id of the request.
     """
 
     id: int
@@ -62,7 +67,9 @@ class Reply:
 
 
 class Senders:
-    """Turns the engine's messages into responses. All methods return at once and may be called from any thread."""
+    """Turns the engine's messages into responses. All methods return at once and may be called from
+    any thread.
+    """
 
     def __init__(self, cancel: Callable[[int], None], shards: int = SHARDS) -> None:
         self._shards = [_Shard(cancel, index) for index in range(shards)]
@@ -72,7 +79,9 @@ class Senders:
         self._shard(reply.id).put(reply)
 
     def deliver(self, message: Message) -> None:
-        """Pass on a chunk, final or error; one for a request that has had its final reply is dropped."""
+        """Pass on a chunk, final or error; one for a request that has had its final reply is
+        dropped.
+        """
         self._shard(message["id"]).put(message)
 
     def fail(self, request_id: int, code: ErrorCode, message: str) -> None:
@@ -133,7 +142,9 @@ class _Shard:
                     self._guard(self._check, request_id)
 
     def _take(self) -> list[Reply | Message | None]:
-        """Return all that has arrived: a thread that fell behind sends a stream's waiting deltas as one response."""
+        """Return all that has arrived: a thread that fell behind sends a stream's waiting deltas as
+        one response.
+        """
         try:
             batch = [self._inbox.get(timeout=CANCELLATION_CHECK_PERIOD_S if self._open else None)]
         except queue.Empty:
@@ -179,7 +190,9 @@ class _Shard:
             reply.deltas = []
 
     def _check(self, request_id: int) -> None:
-        """End a request whose client has gone or whose deadline has passed, or try again to end one."""
+        """End a request whose client has gone or whose deadline has passed, or try again to end
+        one.
+        """
         reply = self._open[request_id]
         late = monotonic() >= reply.deadline_s
         if reply.failure is not None and late:
@@ -200,7 +213,9 @@ class _Shard:
     def _end(
         self, reply: Reply, send: Callable[[], None], failure: tuple[ErrorCode, str] = UNSENT
     ) -> None:
-        """Send the last response. Where that fails (shared memory is full), ``failure`` is tried again at every check for a while."""
+        """Send the last response. Where that fails (shared memory is full), ``failure`` is tried
+        again at every check for a while.
+        """
         try:
             send()
         except Exception:
@@ -212,7 +227,9 @@ class _Shard:
 
     @staticmethod
     def _guard(step: Callable[[Any], None], argument: Any) -> None:
-        """Run a step; what goes wrong with one request must not end the thread that serves the others."""
+        """Run a step; what goes wrong with one request must not end the thread that serves the
+        others.
+        """
         try:
             step(argument)
         except Exception:

@@ -1,7 +1,9 @@
-"""``python -m backend.triton_adapter.tied PARENT COMMAND...``: become a command that the kernel kills when its parent dies.
+"""``python -m backend.triton_adapter.tied PARENT COMMAND...``: become a command that the kernel
+kills when its parent dies.
 
-"Parent" is the very thread that started it (prctl(2), PR_SET_PDEATHSIG), so that thread must live as long as the command is wanted. Doing
-it in a process of its own spares the threaded parent a ``preexec_fn``.
+"Parent" is the very thread that started it (prctl(2), PR_SET_PDEATHSIG), so that thread must live
+as long as the command is wanted. Doing it in a process of its own spares the threaded parent a
+``preexec_fn``.
 """
 
 from __future__ import annotations

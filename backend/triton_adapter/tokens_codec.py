@@ -1,4 +1,6 @@
-"""The tensors of ``preprocessing`` and ``postprocessing`` <-> messages: text and words as token ids, and ids as text."""
+"""The tensors of ``preprocessing`` and ``postprocessing`` <-> messages: text and words as token
+ids, and ids as text.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ _WORDS = ("BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS")
 
 
 def decode_texts(inputs: Mapping[str, Array]) -> tuple[list[dict[str, Any]], Message]:
-    """Return what each element of a batch for ``preprocessing`` says, and the message that asks for its ids.
+    """Return what each element of a batch for ``preprocessing`` says, and the message that asks for
+    its ids.
 
     Raises RequestError naming the field.
     """
@@ -25,14 +28,17 @@ def decode_texts(inputs: Mapping[str, Array]) -> tuple[list[dict[str, Any]], Mes
         words, weights = row.get("EMBEDDING_BIAS_WORDS", ()), row.get("EMBEDDING_BIAS_WEIGHTS", ())
         if len(words) != len(weights):
             raise invalid(
-                f"EMBEDDING_BIAS_WEIGHTS must be as many as EMBEDDING_BIAS_WORDS ({len(words)}), got {len(weights)}"
+                f"EMBEDDING_BIAS_WEIGHTS must be as many as EMBEDDING_BIAS_WORDS ({len(words)}), "
+                f"got {len(weights)}"
             )
     words = [word for row in rows for name in _WORDS for word in row.get(name, ())]
     return rows, {"type": "encode", "prompts": [row["QUERY"] for row in rows], "words": words}
 
 
 def encode_ids(rows: Seq[dict[str, Any]], reply: Message) -> dict[str, Array]:
-    """Return the outputs of ``preprocessing``. Rows are padded: ids with the pad id, word lists as NVIDIA's (ends with -1)."""
+    """Return the outputs of ``preprocessing``. Rows are padded: ids with the pad id, word lists as
+    NVIDIA's (ends with -1).
+    """
     words = iter(reply["words"])
     ids = [{name: [next(words) for _ in row.get(name, ())] for name in _WORDS} for row in rows]
     end_ids = [row.get("END_ID", reply["end_id"]) for row in rows]
@@ -63,21 +69,24 @@ def encode_ids(rows: Seq[dict[str, Any]], reply: Message) -> dict[str, Array]:
 
 
 def decode_tokens(inputs: Mapping[str, Array]) -> tuple[tuple[int, int], Message]:
-    """Return (batch, beams) of the tokens given to ``postprocessing``, and the message that asks for their texts.
+    """Return (batch, beams) of the tokens given to ``postprocessing``, and the message that asks
+    for their texts.
 
     Raises RequestError naming the field.
     """
     tokens, lengths = (inputs[field.name] for field in POSTPROCESSING_INPUTS)
     if tokens.ndim != 3 or tokens.dtype != np.int32:
         raise invalid(
-            f"TOKENS_BATCH must be INT32 of shape [batch, beams, tokens], got {tokens.dtype} of {list(tokens.shape)}"
+            f"TOKENS_BATCH must be INT32 of shape [batch, beams, tokens], got {tokens.dtype} of "
+            f"{list(tokens.shape)}"
         )
     if (
         lengths.shape != tokens.shape[:2]
         or not ((lengths >= 0) & (lengths <= tokens.shape[2])).all()
     ):
         raise invalid(
-            f"SEQUENCE_LENGTH must be [batch, beams] lengths of at most {tokens.shape[2]}, got {lengths.tolist()}"
+            f"SEQUENCE_LENGTH must be [batch, beams] lengths of at most {tokens.shape[2]}, got "
+            f"{lengths.tolist()}"
         )
     beams = tokens.reshape(-1, tokens.shape[2])
     ids = [row[:length].tolist() for row, length in zip(beams, lengths.reshape(-1), strict=True)]

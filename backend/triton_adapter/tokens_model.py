@@ -1,4 +1,6 @@
-"""The models ``preprocessing`` and ``postprocessing``: the engine process's tokenizer for those who call it by themselves."""
+"""The models ``preprocessing`` and ``postprocessing``: the engine process's tokenizer for those who
+call it by themselves.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ Encode = Callable[[Message], dict[str, Array]]
 
 
 class TritonPythonModel:
-    """Triton's interface. ``execute`` never raises: one bad request is answered by its own error."""
+    """Triton's interface. ``execute`` never raises: one bad request is answered by its own
+    error.
+    """
 
     def initialize(self, args: dict[str, str]) -> None:
         """Connect to the engine process."""

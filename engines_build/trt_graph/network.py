@@ -1,7 +1,9 @@
-"""The network of a Llama-family decoder step, from token ids to accepted tokens, over any ``Graph`` (TensorRT or ONNX).
+"""The network of a Llama-family decoder step, from token ids to accepted tokens, over any ``Graph``
+(TensorRT or ONNX).
 
-The batch is padded: [batch, queries] rows run, each sequence over ``past`` keys of its own, which ``slots`` finds in the layers' pools, and
-over the step's new keys, under any mask. The new keys and values come out; whoever owns the pools writes them where they belong.
+The batch is padded: [batch, queries] rows run, each sequence over ``past`` keys of its own, which
+``slots`` finds in the layers' pools, and over the step's new keys, under any mask. The new keys and
+values come out; whoever owns the pools writes them where they belong.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from engines_build.trt_graph.network_laws import Vocabulary
 from engines_build.trt_graph.network_verification import verify
 
 MASKED = -1e30
-"""The score of a key that a row must not see; finite, so that nothing but padding comes of a row that sees none."""
+"""The score of a key that a row must not see; finite, so that nothing but padding comes of a row
+that sees none.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +56,12 @@ class Step:
 def describe(graph: Graph, step: Step) -> None:
     """Declare inputs, layers and outputs of a step.
 
-    Inputs: ``ids`` and ``positions`` i32 [batch, queries], ``slots`` i32 [batch, past] (what is unused must be masked, and finite in the
-    pools), ``mask`` bool [batch, queries, past + queries] (total), ``wanted`` i32 [batch, rows]: rows of the flattened batch that are
-    decided about, and ``pool_0``... [slots, 2 x kv_heads, head_dim]. Outputs: ``kv_0``... [batch, queries, 2 x kv_heads, head_dim]
-    and the verification's (``network_verification``), or ``logits`` [batch, rows, vocab].
+    Inputs: ``ids`` and ``positions`` i32 [batch, queries], ``slots`` i32 [batch, past] (what is
+    unused must be masked, and finite in the pools), ``mask`` bool [batch, queries, past + queries]
+    (total), ``wanted`` i32 [batch, rows]: rows of the flattened batch that are decided about, and
+    ``pool_0``... [slots, 2 x kv_heads, head_dim]. Outputs: ``kv_0``... [batch, queries, 2 x
+    kv_heads, head_dim] and the verification's (``network_verification``), or ``logits`` [batch,
+    rows, vocab].
     """
     decoder = Decoder(graph, step)
     slots = graph.input("slots", I32, "batch", "past")
@@ -100,7 +106,9 @@ class Decoder:
     def run(
         self, ids: Tensor, positions: Tensor, mask: Tensor, memories: list[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the last hidden states [batch, queries, hidden], not normed, and every layer's new keys and values."""
+        """Return the last hidden states [batch, queries, hidden], not normed, and every layer's new
+        keys and values.
+        """
         cos, sin = (
             table.take(positions).reshape(0, 0, 1, self._config.head_dim)
             for table in (self._cos, self._sin)
@@ -129,7 +137,9 @@ class Decoder:
         return hidden, written
 
     def logits(self, hidden: Tensor, wanted: Tensor) -> Tensor:
-        """Return the logits [batch, rows, vocab] of the rows that are ``wanted`` [batch, rows] of all flattened."""
+        """Return the logits [batch, rows, vocab] of the rows that are ``wanted`` [batch, rows] of
+        all flattened.
+        """
         chosen = hidden.reshape(-1, self._config.hidden_size).take(wanted)
         tied = self._config.tied and not self._config.draft_vocab_size
         return self._graph.linear(
@@ -159,7 +169,9 @@ class Decoder:
         )
 
     def _attend(self, query: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
-        """Return attention's output [batch, queries, heads x head_dim] of ``query`` [batch, queries, heads, head_dim]."""
+        """Return attention's output [batch, queries, heads x head_dim] of ``query`` [batch,
+        queries, heads, head_dim].
+        """
         kv_heads, head_dim = self._config.num_kv_heads, self._config.head_dim
         group = self._config.num_heads // kv_heads
         key, value = (kv.slice(2, first, kv_heads) for first in (0, kv_heads))

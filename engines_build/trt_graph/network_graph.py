@@ -1,7 +1,9 @@
-"""The vocabulary that networks are described in, once for all back ends: tensors with operators over a small set of primitive layers.
+"""The vocabulary that networks are described in, once for all back ends: tensors with operators
+over a small set of primitive layers.
 
-Every operation exists in TensorRT 10.14, TensorRT 11, TensorRT-RTX and ONNX with the same meaning. Types are strong: both sides of an
-operator have the same dtype and rank (a Python number takes those of the other side), and dimensions of 1 are broadcast.
+Every operation exists in TensorRT 10.14, TensorRT 11, TensorRT-RTX and ONNX with the same meaning.
+Types are strong: both sides of an operator have the same dtype and rank (a Python number takes
+those of the other side), and dimensions of 1 are broadcast.
 """
 
 from __future__ import annotations
@@ -138,7 +140,9 @@ class Tensor:
         )
 
     def pick(self, indices: Tensor, axis: int) -> Tensor:
-        """Return one element for each of ``indices`` (i32, this rank, same sizes but along ``axis``), at that index of ``axis``."""
+        """Return one element for each of ``indices`` (i32, this rank, same sizes but along
+        ``axis``), at that index of ``axis``.
+        """
         return self._new(self.graph.pick(self.handle, indices.handle, axis % self.rank))
 
     def matmul(self, other: Tensor) -> Tensor:
@@ -150,7 +154,8 @@ class Tensor:
             other = _number(self, other)
         if (self.dtype, self.rank) != (other.dtype, other.rank):
             raise TypeError(
-                f"{operation} of {self.dtype} of rank {self.rank} and {other.dtype} of rank {other.rank}"
+                f"{operation} of {self.dtype} of rank {self.rank} and {other.dtype} of rank "
+                f"{other.rank}"
             )
         return self._new(self.graph.binary(operation, self.handle, other.handle), dtype=dtype)
 
@@ -164,7 +169,8 @@ def where(condition: Tensor, chosen: Tensor, otherwise: Tensor | float) -> Tenso
         otherwise = _number(chosen, otherwise)
     if chosen.dtype != otherwise.dtype or not condition.rank == chosen.rank == otherwise.rank:
         raise TypeError(
-            f"select of {chosen.dtype} of rank {chosen.rank} and {otherwise.dtype} of rank {otherwise.rank}"
+            f"select of {chosen.dtype} of rank {chosen.rank} and {otherwise.dtype} of rank "
+            f"{otherwise.rank}"
         )
     graph = chosen.graph
     return Tensor(
@@ -193,7 +199,9 @@ def concatenated(parts: Sequence[Tensor], axis: int) -> Tensor:
 
 
 class Graph(ABC):
-    """A network under construction. Methods below ``constant`` take and return handles; descriptions use ``Tensor``."""
+    """A network under construction. Methods below ``constant`` take and return handles;
+    descriptions use ``Tensor``.
+    """
 
     native = False
     """Whether the library's own attention layer is used instead of primitive ones."""
@@ -219,7 +227,8 @@ class Graph(ABC):
         """Return ``rows`` [batch, n, in] times the transpose of the weight [out, in]."""
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        """Return the library's own attention of scaled queries [batch, heads, n, d] over [batch, kv heads, total, d].
+        """Return the library's own attention of scaled queries [batch, heads, n, d] over [batch, kv
+        heads, total, d].
 
         ``mask`` [batch, 1, n, total] says what a query sees.
         """

@@ -1,7 +1,9 @@
-"""Laws of the next token as network layers: what ``backend.engines.laws`` does with torch, in arithmetic that TensorRT has.
+"""Laws of the next token as network layers: what ``backend.engines.laws`` does with torch, in
+arithmetic that TensorRT has.
 
-TensorRT has no float64, sorts no more than 3,840 elements and breaks ties as it likes. So there is no sort here: top-k and top-p keep what
-has less than a limit above it, and that threshold is found bit by bit; of equals the first is taken by its number.
+TensorRT has no float64, sorts no more than 3,840 elements and breaks ties as it likes. So there is
+no sort here: top-k and top-p keep what has less than a limit above it, and that threshold is found
+bit by bit; of equals the first is taken by its number.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ FRACTION_STEPS = {F64: 52}
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What makes a law of logits, each [batch, 1, 1]: ``temperature`` (0: greedy), ``top_k`` (vocabulary size: all), ``top_p`` (2: all)."""
+    """What makes a law of logits, each [batch, 1, 1]: ``temperature`` (0: greedy), ``top_k``
+    (vocabulary size: all), ``top_p`` (2: all).
+    """
 
     temperature: Tensor
     top_k: Tensor
@@ -39,7 +43,9 @@ class Options:
 
 
 class Vocabulary:
-    """Arithmetic on rows [batch, rows, size]; ``dtype`` is that of laws (f32, or f64 where there is no TensorRT)."""
+    """Arithmetic on rows [batch, rows, size]; ``dtype`` is that of laws (f32, or f64 where there is
+    no TensorRT).
+    """
 
     def __init__(self, graph: Graph, size: int, dtype: str) -> None:
         self.size, self.dtype = size, dtype
@@ -50,7 +56,8 @@ class Vocabulary:
         return where(values >= values.amax(-1), self._columns, self.size).amin(-1)
 
     def laws(self, logits: Tensor, options: Options) -> Tensor:
-        """Return the laws that logits stand for, each summing to one: temperature, then top-k, then top-p.
+        """Return the laws that logits stand for, each summing to one: temperature, then top-k, then
+        top-p.
 
         Ties with the last that is kept are kept. At temperature 0 a law is a point mass.
         """
@@ -64,10 +71,11 @@ class Vocabulary:
         return where(greedy, point, masses / masses.sum(-1))
 
     def _keep(self, masses: Tensor, weights: Tensor, limit: Tensor) -> Tensor:
-        """Zero all but the columns that have less than ``limit`` of weight on greater masses; the greatest mass is 1.
+        """Zero all but the columns that have less than ``limit`` of weight on greater masses; the
+        greatest mass is 1.
 
-        That weight falls with the mass, so the least mass that may stay is found by descending, first over powers of two, then over the
-        bits of the fraction, down to neighbouring floats.
+        That weight falls with the mass, so the least mass that may stay is found by descending,
+        first over powers of two, then over the bits of the fraction, down to neighbouring floats.
         """
         threshold = limit * 0.0 + 1.0
 

@@ -29,7 +29,9 @@ REDUCE = {"sum": "ReduceSum", "max": "ReduceMax", "min": "ReduceMin"}
 
 
 class OnnxGraph(Graph):
-    """A graph whose handles are value names. ``weights`` by name, in the dtype that the network computes in (f32 or f64)."""
+    """A graph whose handles are value names. ``weights`` by name, in the dtype that the network
+    computes in (f32 or f64).
+    """
 
     def __init__(self, weights: Mapping[str, npt.NDArray[Any]] | None = None) -> None:
         self._weights = weights or {}

@@ -15,7 +15,8 @@ from engines_build.trt_graph.network_laws import Options, Vocabulary
 
 
 def verify(graph: Graph, logits: Tensor, vocabulary: Vocabulary, network: str) -> None:
-    """Declare what verifying ``logits`` [batch, rows, vocab] reads beside them, and what it returns.
+    """Declare what verifying ``logits`` [batch, rows, vocab] reads beside them, and what it
+    returns.
 
     ``greedy`` reads ``proposal`` i32 [batch, rows], the token of each row's node (-1 where there is
     none), and ``above`` bool [batch, rows, rows]: whether the second row is an ancestor of the

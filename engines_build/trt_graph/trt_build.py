@@ -1,4 +1,5 @@
-"""Build the trt_graph engines of a ``serving.json``: every torch target and draft of it becomes a folder of compiled networks.
+"""Build the trt_graph engines of a ``serving.json``: every torch target and draft of it becomes a
+folder of compiled networks.
 
 A folder holds the checkpoint's own files and weights, one engine for each network (``logits``, of a
 target ``greedy`` and ``drawn`` too), and ``trt_graph.json``, written last. Weights are inputs of
@@ -34,7 +35,9 @@ Report = Callable[[str], Any]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is built: the dtype of all models (None: each model's own), weights in the engines or beside them, attention's layers."""
+    """What is built: the dtype of all models (None: each model's own), weights in the engines or
+    beside them, attention's layers.
+    """
 
     dtype: str | None = None
     weights_inside: bool = False
@@ -43,7 +46,9 @@ class Choice:
 
 
 def build_all(config_file: Path, output: Path, choice: Choice, report: Report = print) -> None:
-    """Build the engines of a configuration and write ``serving.json`` for them. Raises ConfigError, CheckpointError or TrtError."""
+    """Build the engines of a configuration and write ``serving.json`` for them. Raises ConfigError,
+    CheckpointError or TrtError.
+    """
     config, library = load_config(config_file), find_library(choice.library)
     raw = json.loads(config_file.read_text("utf-8"))
     for engine, entry in zip(
@@ -110,7 +115,9 @@ def build_folder(
 
 
 def profiles(config: ServingConfig, network: str) -> list[Profile]:
-    """Return the shapes of decoding and of prefill; only logits are wanted of more rows than a proposal has."""
+    """Return the shapes of decoding and of prefill; only logits are wanted of more rows than a
+    proposal has.
+    """
     queries, limits = config.policy.k_max + 2, config.limits
     chunk = max(queries, limits.prefill_chunk_tokens + 1)
     shapes = ((limits.max_active_requests, queries), (PREFILL_BATCH, chunk))

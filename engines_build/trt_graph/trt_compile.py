@@ -1,4 +1,6 @@
-"""Compile a step's network with TensorRT-RTX (which needs no GPU) or TensorRT, for every shape that a deployment runs."""
+"""Compile a step's network with TensorRT-RTX (which needs no GPU) or TensorRT, for every shape that
+a deployment runs.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,16 @@ MOST_SLOTS = 1 << 24
 
 
 USUAL_BATCH = 4
-"""Sequences of the pass that kernels are chosen for. With 16, and laws of 49,152 columns, TensorRT-RTX 1.7 takes minutes to compile."""
+"""Sequences of the pass that kernels are chosen for. With 16, and laws of 49,152 columns,
+TensorRT-RTX 1.7 takes minutes to compile.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The largest shapes of a kind of pass: sequences, rows of each that run, keys of each before them, rows of each that are decided."""
+    """The largest shapes of a kind of pass: sequences, rows of each that run, keys of each before
+    them, rows of each that are decided.
+    """
 
     batch: int
     queries: int
@@ -64,9 +70,11 @@ def compile_step(
     shared: bool = True,
     native: bool | None = None,
 ) -> Engine:
-    """Compile. ``shared`` weights are inputs of the engine, others are in it. (Stripped plans, to be refitted later, need a GPU to build.)
+    """Compile. ``shared`` weights are inputs of the engine, others are in it. (Stripped plans, to
+    be refitted later, need a GPU to build.)
 
-    ``native`` says whether the library's attention layer is used (None: where it has one). Raises TrtError in the library's words.
+    ``native`` says whether the library's attention layer is used (None: where it has one). Raises
+    TrtError in the library's words.
     """
     begin, messages = time.monotonic(), Messages(library)
     builder = library.Builder(messages.logger)

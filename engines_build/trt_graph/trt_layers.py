@@ -41,8 +41,9 @@ BINARY = {
 class TrtGraph(Graph):
     """A graph whose handles are TensorRT tensors.
 
-    ``weights`` are the checkpoint's, on the CPU; a pair (values, scales [out]) is a quantised matrix. They become constants of the engine,
-    or with ``shared`` its inputs, by name, so that all engines of a model read one copy. ``native`` takes the library's attention layer.
+    ``weights`` are the checkpoint's, on the CPU; a pair (values, scales [out]) is a quantised
+    matrix. They become constants of the engine, or with ``shared`` its inputs, by name, so that all
+    engines of a model read one copy. ``native`` takes the library's attention layer.
     """
 
     def __init__(
@@ -67,8 +68,14 @@ class TrtGraph(Graph):
         self._kept: list[Any] = []
         kinds = library.DataType
         self._types = {
-            F32: kinds.FLOAT, F16: kinds.HALF, BF16: kinds.BF16, I32: kinds.INT32, BOOL: kinds.BOOL, INT8: kinds.INT8, FP8: kinds.FP8,
-        }  # fmt: skip
+            F32: kinds.FLOAT,
+            F16: kinds.HALF,
+            BF16: kinds.BF16,
+            I32: kinds.INT32,
+            BOOL: kinds.BOOL,
+            INT8: kinds.INT8,
+            FP8: kinds.FP8,
+        }
 
     def input(self, name: str, dtype: str, *shape: Dimension) -> Tensor:
         sizes = [size if isinstance(size, int) else -1 for size in shape]

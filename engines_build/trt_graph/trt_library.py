@@ -1,4 +1,6 @@
-"""The one place that knows which TensorRT there is: ``tensorrt_rtx`` (compiles without a GPU) or ``tensorrt`` (10.14 and 11)."""
+"""The one place that knows which TensorRT there is: ``tensorrt_rtx`` (compiles without a GPU) or
+``tensorrt`` (10.14 and 11).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ class TrtError(Exception):
 
 
 def find_library(name: str | None = None) -> ModuleType:
-    """Return ``tensorrt_rtx`` or ``tensorrt``, by name or the first that is installed. Raises TrtError."""
+    """Return ``tensorrt_rtx`` or ``tensorrt``, by name or the first that is installed. Raises
+    TrtError.
+    """
     if name is not None and name not in LIBRARIES:
         raise TrtError(f"library must be one of {', '.join(LIBRARIES)}, got {name!r}")
     for candidate in [name] if name else LIBRARIES:
@@ -25,7 +29,8 @@ def find_library(name: str | None = None) -> ModuleType:
             except (ImportError, OSError) as error:
                 raise TrtError(f"{candidate} cannot be imported: {error}") from error
     raise TrtError(
-        f"{name or ' or '.join(LIBRARIES)} is not installed; TensorRT-RTX comes with: pip install tensorrt-rtx-cu13"
+        f"{name or ' or '.join(LIBRARIES)} is not installed; TensorRT-RTX comes with: pip "
+        f"install tensorrt-rtx-cu13"
     )
 
 
@@ -35,7 +40,9 @@ def without_gpu(library: ModuleType) -> bool:
 
 
 def has_attention(library: ModuleType) -> bool:
-    """Return whether there is a layer for attention (TensorRT 11, TensorRT-RTX 1.7) rather than matrix products only."""
+    """Return whether there is a layer for attention (TensorRT 11, TensorRT-RTX 1.7) rather than
+    matrix products only.
+    """
     return hasattr(library.INetworkDefinition, "add_attention_v2")
 
 

@@ -1,4 +1,6 @@
-"""From results to a document that can be kept: tables with paired intervals, and what was wanted against what was found."""
+"""From results to a document that can be kept: tables with paired intervals, and what was wanted
+against what was found.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ _GAP = 1.1
 
 
 def described(comparison: Comparison, tuning: list[int], reporting: list[int]) -> dict[str, Any]:
-    """Return a comparison as JSON-able data. Latency ratios below 1 and throughput ratios above 1 speak for ``adaptive``."""
+    """Return a comparison as JSON-able data. Latency ratios below 1 and throughput ratios above 1
+    speak for ``adaptive``.
+    """
     scenario = comparison.scenario
     return {
         "scenario": scenario.name,
@@ -65,7 +69,9 @@ def _point(comparison: Comparison, load: float, seeds: list[int]) -> dict[str, A
 
 
 def criteria(comparisons: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what the design asks of the comparisons, point by point: what was wanted, what was found, whether it is met."""
+    """Return what the design asks of the comparisons, point by point: what was wanted, what was
+    found, whether it is met.
+    """
     rows: list[dict[str, Any]] = []
     for comparison in comparisons:
         for point in comparison["points"]:
@@ -101,7 +107,9 @@ def _criteria_at(comparison: dict[str, Any], point: dict[str, Any]) -> list[dict
 
 
 def _against(comparison: dict[str, Any], kind: str) -> dict[str, Any]:
-    """Return whether adaptive is somewhere better than a baseline and nowhere worse, by intervals that exclude 1."""
+    """Return whether adaptive is somewhere better than a baseline and nowhere worse, by intervals
+    that exclude 1.
+    """
     arm, better, worse = comparison["tuned"][kind], [], []
     for point in comparison["points"]:
         _, low, high = point["arms"][arm]["adaptive_over_it"]

@@ -1,4 +1,6 @@
-"""The protocol of a comparison: what is run at which load, choices made on some seeds and reported on others."""
+"""The protocol of a comparison: what is run at which load, choices made on some seeds and reported
+on others.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,13 @@ FIXED_LENGTHS = (1, 2, 3, 5, 8)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scenario:
-    """A deployment and a mix. ``rate_hz`` is the load 1: the request rate that its best fixed choice can just serve.
+    """A deployment and a mix. ``rate_hz`` is the load 1: the request rate that its best fixed
+    choice can just serve.
 
-    ``variation`` is that of the gaps between arrivals. A run serves ``requests``, in a backlog four batches at least; with ``equal_time``
-    that is for load 0.2, and higher loads serve so many more that they last as long. ``table_error`` is by how much the times are off that
-    policies read. ``recorded`` requests replace what is drawn.
+    ``variation`` is that of the gaps between arrivals. A run serves ``requests``, in a backlog four
+    batches at least; with ``equal_time`` that is for load 0.2, and higher loads serve so many more
+    that they last as long. ``table_error`` is by how much the times are off that policies read.
+    ``recorded`` requests replace what is drawn.
     """
 
     name: str
@@ -180,7 +184,9 @@ Results = dict[Task, Result]
 
 
 def pooled(results: Results, arm: str, load: float, seeds: Iterable[int]) -> float:
-    """Return the figure of merit of an arm at a load, lower is better: mean latency, or in a backlog seconds per token."""
+    """Return the figure of merit of an arm at a load, lower is better: mean latency, or in a
+    backlog seconds per token.
+    """
     runs = [results[Task(arm, load, seed)] for seed in seeds]
     if load == BACKLOG:
         return float(np.mean([1 / run.tokens_per_s for run in runs]))
@@ -206,7 +212,9 @@ def captured(results: Results, arm: str, fixed: str, load: float, seeds: list[in
 
 @dataclass(slots=True)
 class Comparison:
-    """A scenario with what tuning chose (the best ``fixed`` choice by load; ``tuned`` by baseline), the arms by load and all results."""
+    """A scenario with what tuning chose (the best ``fixed`` choice by load; ``tuned`` by baseline),
+    the arms by load and all results.
+    """
 
     scenario: Scenario
     fixed: dict[float, str]
@@ -220,7 +228,9 @@ Runner = Callable[[Scenario, list[Task]], Results]
 
 
 def nominal_rate(scenario: Scenario, seeds: list[int], run: Runner) -> float:
-    """Return the requests per second that the best fixed choice serves from a backlog, acceptance standing still."""
+    """Return the requests per second that the best fixed choice serves from a backlog, acceptance
+    standing still.
+    """
     arms = fixed_arms(scenario.deployment)
     results = run(
         replace(scenario, rate_hz=_STANDING_HZ),
@@ -235,7 +245,9 @@ def nominal_rate(scenario: Scenario, seeds: list[int], run: Runner) -> float:
 def compare(
     scenario: Scenario, loads: list[float], tuning: list[int], reporting: list[int], run: Runner
 ) -> Comparison:
-    """Choose fixed choices and the baselines' variants on the tuning seeds, then run every arm on the reporting seeds."""
+    """Choose fixed choices and the baselines' variants on the tuning seeds, then run every arm on
+    the reporting seeds.
+    """
     fixed, variants = fixed_arms(scenario.deployment), tuned_arms(scenario.deployment)
     candidates = [*fixed, *(arm for arms in variants.values() for arm in arms)]
     results = run(

@@ -1,4 +1,6 @@
-"""Replicas behind a router: the event loop of the simulation, which goes from one step's end or arrival to the next."""
+"""Replicas behind a router: the event loop of the simulation, which goes from one step's end or
+arrival to the next.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def round_robin(outstanding: list[int], request: int) -> int:
 
 
 def least_outstanding(outstanding: list[int], request: int) -> int:
-    """Return the replica with the fewest requests; ties go round, so that an idle fleet is used evenly."""
+    """Return the replica with the fewest requests; ties go round, so that an idle fleet is used
+    evenly.
+    """
     n = len(outstanding)
     return min(range(n), key=lambda r: (outstanding[r], (r - request) % n))
 
@@ -35,7 +39,8 @@ def least_outstanding(outstanding: list[int], request: int) -> int:
 class Run:
     """What a simulation came to.
 
-    Per request ``latency_s`` and ``first_token_s`` from its arrival; all steps, the time of the end, how often a request lost its KV.
+    Per request ``latency_s`` and ``first_token_s`` from its arrival; all steps, the time of the
+    end, how often a request lost its KV.
     """
 
     workload: Workload
@@ -47,7 +52,9 @@ class Run:
 
     @property
     def tokens_per_s(self) -> float:
-        """Emitted tokens per second while requests were waiting for a place: the capacity, if they were all the time."""
+        """Emitted tokens per second while requests were waiting for a place: the capacity, if they
+        were all the time.
+        """
         busy = [step for step in self.steps if step.queued > 0]
         seconds = sum(step.seconds for step in busy)
         return sum(step.emitted for step in busy) / seconds if seconds else 0.0
@@ -69,7 +76,8 @@ def simulate(
 ) -> Run:
     """Serve every request to its end, or all there is until a time, and return what happened.
 
-    Idle time is skipped; nothing but the seed is random. Times of requests that did not end are NaN.
+    Idle time is skipped; nothing but the seed is random. Times of requests that did not end are
+    NaN.
     """
     steps: list[Step] = []
     progress = Progress.of(len(workload), len(deployment.drafts))
@@ -117,7 +125,8 @@ def simulate_closed(
     in_flight: int,
     way_s: float = 0.0,
 ) -> Run:
-    """Serve the requests in order, so many at a time, on one replica; arrivals of the workload do not count.
+    """Serve the requests in order, so many at a time, on one replica; arrivals of the workload do
+    not count.
 
     Where one ends the next is sent, and is there ``way_s`` later; times count from its sending.
     """

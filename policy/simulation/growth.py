@@ -13,8 +13,10 @@ from .fleet import simulate
 from .workload import Drift, bursty, draw
 
 NOTE = (
-    "Every fleet gets the same load per replica, by the router that picks the fewest outstanding requests. Replicas are identical and "
-    "differ only by what they are sent, so that figures per replica settle as the fleet grows: where two sizes agree, a larger fleet needs "
+    "Every fleet gets the same load per replica, by the router that picks the fewest outstanding "
+    "requests. Replicas are identical and "
+    "differ only by what they are sent, so that figures per replica settle as the fleet grows: "
+    "where two sizes agree, a larger fleet needs "
     "no simulation."
 )
 
@@ -22,7 +24,9 @@ NOTE = (
 def fleet_row(
     scenario: Scenario, arm: str, replicas: int, load: float, requests_each: int, seed: int
 ) -> dict[str, Any]:
-    """Simulate a fleet and return its figures; every replica has a policy and a state of its own."""
+    """Simulate a fleet and return its figures; every replica has a policy and a state of its
+    own.
+    """
     deployment, mix = scenario.deployment, scenario.mix
     rate_hz = load * scenario.rate_hz * replicas
     arrivals = bursty(requests_each * replicas, rate_hz, scenario.variation, seed)

@@ -40,9 +40,11 @@ class Linear:
         return LatencyCurve(base, self.token / 1e3, self.row / 1e3, self.context / 1e3)
 
     def repaired(self) -> Linear:
-        """Return the line without negative terms that is nearest (least squares of the relative error) where this one was fitted.
+        """Return the line without negative terms that is nearest (least squares of the relative
+        error) where this one was fitted.
 
-        That is over the batches, contexts and lengths of the published profiling grid. A negative term is an artefact of collinearity.
+        That is over the batches, contexts and lengths of the published profiling grid. A negative
+        term is an artefact of collinearity.
         """
         batches, contexts, lengths = (
             [1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 128],
@@ -59,16 +61,21 @@ class Linear:
         return Linear(fixed, token, row, context)
 
 
-# Published coefficients: config.py and the EAGLE draft of LiuXiaoxuanPKU/vllm, branch batch-dsd at b08a7d37 (milliseconds).
+# Published coefficients: config.py and the EAGLE draft of LiuXiaoxuanPKU/vllm, branch batch-dsd at
+# b08a7d37 (milliseconds).
 LLAMA_8B = Linear(6.938699571857084, 1.84383603e-2, -4.33144783e-2, 4.85907942e-5)
 LLAMA_70B = Linear(18.34535, 6.40216301e-2, -3.97382298e-2, 6.24369264e-5)
 EAGLE_8B = Linear(0.452175870, 4.38694070e-5, 5.52805909e-3, 2.89700974e-6)
 EAGLE_8B_STEP_MS = 0.4471109584
-# Derived, not measured: a memory-bound forward scales with the bytes that it reads (weights 1.24 / 8.03, KV per token a quarter).
+# Derived, not measured: a memory-bound forward scales with the bytes that it reads (weights 1.24 /
+# 8.03, KV per token a quarter).
 LLAMA_1B = Linear(
     6.938699571857084 * 1.24 / 8.03, 1.84383603e-2 * 1.24 / 8.03, 0.0, 4.85907942e-5 / 4
 )
-_PUBLISHED = "SmartSpec authors' fits on H100 (vLLM fork, batch-dsd b08a7d37), negative terms repaired by NNLS on their profiling grid"
+_PUBLISHED = (
+    "SmartSpec authors' fits on H100 (vLLM fork, batch-dsd b08a7d37), negative terms "
+    "repaired by NNLS on their profiling grid"
+)
 _DERIVED = "Llama-1B draft derived from the 8B's by bytes read"
 
 
@@ -87,7 +94,9 @@ def llama_8b_h100() -> Deployment:
 
 
 def llama_70b_h100() -> Deployment:
-    """Llama-70B on four H100 with two 1B drafts distilled on different text, as in SPIN; KV for 100 GiB at 320 KiB a token."""
+    """Llama-70B on four H100 with two 1B drafts distilled on different text, as in SPIN; KV for 100
+    GiB at 320 KiB a token.
+    """
     latency = LatencyModel(
         LLAMA_70B.repaired().curve(),
         (LLAMA_1B.curve(), LLAMA_1B.curve()),
@@ -103,8 +112,8 @@ def llama_70b_h100() -> Deployment:
 def specialists(good: float, poor: float) -> tuple[Deployment, Mix]:
     """Return the 8B with four heads, each for one of four workloads, and their mix.
 
-    A head is accepted at ``good`` on its own workload and ``poor`` elsewhere; its token takes 5 % of
-    a target pass.
+    A head is accepted at ``good`` on its own workload and ``poor`` elsewhere; its token takes 5 %
+    of a target pass.
     """
     names = tuple(f"head-{kind}" for kind in ("chat", "code", "summary", "sql"))
     pass_ms = LLAMA_8B.repaired().fixed
@@ -159,7 +168,9 @@ def padded() -> tuple[Deployment, Mix]:
 
 
 def smollm2_cpu(tables: Mapping[str, LatencyTable]) -> Deployment:
-    """SmolLM2-135M on one CPU thread with its 10M draft and lookup, from measured tables ``target`` and ``small``."""
+    """SmolLM2-135M on one CPU thread with its 10M draft and lookup, from measured tables ``target``
+    and ``small``.
+    """
     lookup = LatencyCurve(np.full(2, 2e-5), 0.0)
     latency = LatencyModel(
         LatencyCurve.fit(tables["target"]),
@@ -168,7 +179,10 @@ def smollm2_cpu(tables: Mapping[str, LatencyTable]) -> Deployment:
         speculation_s=3e-4,
     )
     source = tables["target"].provenance
-    provenance = f"measured: {source.machine}, {source.dtype}, {source.threads} thread, {source.date}, torch {source.torch_version}"
+    provenance = (
+        f"measured: {source.machine}, {source.dtype}, {source.threads} thread, "
+        f"{source.date}, torch {source.torch_version}"
+    )
     telling = (TELLING, LOOKUP_TELLING)
     small = Deployment(
         "smollm2-cpu", provenance, ("small", "lookup"), latency, (False, True), telling
@@ -176,8 +190,8 @@ def smollm2_cpu(tables: Mapping[str, LatencyTable]) -> Deployment:
     return replace(small, max_active=32, prefill_chunk_tokens=256, kv_tokens=32768)
 
 
-# Mixes are made up, in the range of acceptance that the published microbenchmarks sweep (0.3 to 0.9); hazards by draft name. EAGLE's fall
-# with depth as in the authors' measured table.
+# Mixes are made up, in the range of acceptance that the published microbenchmarks sweep (0.3 to
+# 0.9); hazards by draft name. EAGLE's fall with depth as in the authors' measured table.
 _DECAY = {
     "eagle": 0.93,
     "1b": 0.98,
@@ -273,6 +287,8 @@ PREFILL_HEAVY = Mix(
 """Long prompts, short answers: most steps carry a chunk of somebody's prompt."""
 
 TAGGED = replace(MIXED, name="mix-tagged", grouped=True)
-"""The same, and every request tells its kind: a tag of the client, or a prompt that begins as others of its kind."""
+"""The same, and every request tells its kind: a tag of the client, or a prompt that begins as
+others of its kind.
+"""
 
 MIXES = {mix.name: mix for mix in (CHAT, MIXED, TAGGED, PREFILL_HEAVY)}

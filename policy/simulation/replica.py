@@ -1,4 +1,6 @@
-"""One simulated server: admission, chunked prefill, and steps whose View, Plan and Outcome are those of the real loop."""
+"""One simulated server: admission, chunked prefill, and steps whose View, Plan and Outcome are
+those of the real loop.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,16 @@ from .deployment import BLOCK_TOKENS, Deployment, Work, blocks, step_time
 from .workload import Workload
 
 _NONE = np.zeros(0, np.int64)
-_READ_TOKENS = 2  # a draft in use has at most so many to read: after a chain accepted whole, its last and the bonus token
+# a draft in use has at most so many to read: after a chain accepted whole, its last and the bonus
+# token
+_READ_TOKENS = 2
 _SPARE_BLOCKS = 2  # for every active request, else the newcomer would be pre-empted at once
 
 
 class Step(NamedTuple):
-    """A step as it is remembered: begin and duration, decoding rows, proposed, accepted, emitted and prompt tokens, requests waiting."""
+    """A step as it is remembered: begin and duration, decoding rows, proposed, accepted, emitted
+    and prompt tokens, requests waiting.
+    """
 
     start_s: float
     seconds: float
@@ -34,7 +40,9 @@ class Step(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Progress:
-    """What has become of all requests so far, shared by the replicas: tokens emitted, tokens that each draft has seen, and times."""
+    """What has become of all requests so far, shared by the replicas: tokens emitted, tokens that
+    each draft has seen, and times.
+    """
 
     emitted: IntArray
     seen: IntArray
@@ -54,7 +62,9 @@ class Progress:
 
 
 class _Pending(NamedTuple):
-    """A step in progress: what it will have done when it ends, and for which decoding rows it was planned."""
+    """A step in progress: what it will have done when it ends, and for which decoding rows it was
+    planned.
+    """
 
     outcome: Outcome
     rows: IntArray
@@ -69,7 +79,9 @@ class _Prefill:
 
 
 class Replica:
-    """A server's loop. ``advance`` ends the step in progress and begins the next; between two calls time stands still for it."""
+    """A server's loop. ``advance`` ends the step in progress and begins the next; between two calls
+    time stands still for it.
+    """
 
     def __init__(
         self,
@@ -112,13 +124,16 @@ class Replica:
         )
         if blocks(life_tokens) > self._blocks:
             raise ValueError(
-                f"request {request} may need {life_tokens} tokens of KV, more than kv_tokens={self._deployment.kv_tokens}"
+                f"request {request} may need {life_tokens} tokens of KV, more than "
+                f"kv_tokens={self._deployment.kv_tokens}"
             )
         self.outstanding += 1
         self._queue.append(request)
 
     def advance(self, now: float) -> float | None:
-        """End the step in progress at ``now`` and begin the next; return when that ends, or None when there is nothing to do."""
+        """End the step in progress at ``now`` and begin the next; return when that ends, or None
+        when there is nothing to do.
+        """
         if self._pending is not None:
             self._end(self._pending, now)
         self._make_room()
@@ -141,7 +156,9 @@ class Replica:
         )
 
     def _make_room(self) -> None:
-        """Pre-empt the latest requests while KV runs out: each becomes the first to wait, and its prompt and text are prefilled again."""
+        """Pre-empt the latest requests while KV runs out: each becomes the first to wait, and its
+        prompt and text are prefilled again.
+        """
         active = np.sort(self._active())
         held = np.cumsum(self._held(active))
         for request in active[held > self._blocks][::-1].tolist():
@@ -166,7 +183,9 @@ class Replica:
             self._prefill.append(_Prefill(self._queue.popleft(), prompt))
 
     def _chunks(self) -> tuple[list[int], int, int, int]:
-        """Return the requests whose prompts this step ends, and its prompt tokens, rows and their contexts."""
+        """Return the requests whose prompts this step ends, and its prompt tokens, rows and their
+        contexts.
+        """
         budget, rows, context, done = self._deployment.prefill_chunk_tokens, 0, 0, []
         for prefill in self._prefill:
             chunk = min(prefill.tokens - prefill.done_tokens, budget)
@@ -309,10 +328,12 @@ class Replica:
     def _free_evidence(
         self, view: View, plan: Plan, emitted: IntArray, now: float
     ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """Return (request, draft, accepted, scored) of what is learnt without a token of its own, int64[f] each.
+        """Return (request, draft, accepted, scored) of what is learnt without a token of its own,
+        int64[f] each.
 
-        Drafts without a model are scored in every step against the tokens that were emitted. A model that catches up reads tokens
-        emitted without it, and so tells how it would have guessed them.
+        Drafts without a model are scored in every step against the tokens that were emitted. A
+        model that catches up reads tokens emitted without it, and so tells how it would have
+        guessed them.
         """
         chains: list[tuple[int, int, int, int]] = []
         for d in np.flatnonzero(self._scored).tolist():
@@ -338,7 +359,9 @@ class Replica:
     def _caught_up(
         self, request: int, draft: int, catchup: int, now: float
     ) -> list[tuple[int, int, int, int]]:
-        """Return what a draft's pass over ``catchup`` tokens tells of those that it had to guess; the first is read, not guessed."""
+        """Return what a draft's pass over ``catchup`` tokens tells of those that it had to guess;
+        the first is read, not guessed.
+        """
         end = int(self._progress.emitted[request])
         begin = max(end - catchup + 1, 0)
         if catchup <= _READ_TOKENS or begin >= end:

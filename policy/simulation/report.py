@@ -32,7 +32,9 @@ def load_name(load: float) -> str:
 
 
 def text(comparison: dict[str, Any]) -> str:
-    """Return a comparison as a plain table: by load and arm latency, throughput and what adaptive makes of it."""
+    """Return a comparison as a plain table: by load and arm latency, throughput and what adaptive
+    makes of it.
+    """
     lines = [
         f"{comparison['scenario']}: {comparison['provenance']}",
         f"load 1 = {comparison['rate_hz']:.3g} requests/s",
@@ -45,8 +47,10 @@ def text(comparison: dict[str, Any]) -> str:
             value, low, high = row["adaptive_over_it"]
             mark = "*" if arm == point["fixed"] else " "
             lines.append(
-                f"{load_name(point['load']):>8} {arm + mark:{width}} {row['latency_s']:10.3f} {row['latency_p95_s']:8.3f} "
-                f"{row['tokens_per_s']:9.1f} {row['rows']:6.1f} {row['length']:5.2f}  {value:.3f} ({low:.3f} to {high:.3f})"
+                f"{load_name(point['load']):>8} {arm + mark:{width}} {row['latency_s']:10.3f} "
+                f"{row['latency_p95_s']:8.3f} "
+                f"{row['tokens_per_s']:9.1f} {row['rows']:6.1f} {row['length']:5.2f}  "
+                f"{value:.3f} ({low:.3f} to {high:.3f})"
             )
     return "\n".join(lines)
 
@@ -55,8 +59,10 @@ def html(document: dict[str, Any]) -> str:
     """Return the whole document as one self-contained page."""
     body = [
         "<h1>Simulated deployments</h1>",
-        f"<p class='note'>{escape(document['command'])}<br>{document['steps']:,} steps in {document['wall_s']:.0f} s of "
-        f"{document['jobs']} processes: {document['steps_per_s']:,.0f} simulated steps a second. Idle time is skipped.</p>",
+        f"<p class='note'>{escape(document['command'])}<br>{document['steps']:,} steps in "
+        f"{document['wall_s']:.0f} s of "
+        f"{document['jobs']} processes: {document['steps_per_s']:,.0f} simulated steps a second. "
+        f"Idle time is skipped.</p>",
     ]
     if rows := document.get("criteria"):
         body += ["<h2>Wanted and found</h2>", _criteria(rows)]
@@ -107,9 +113,12 @@ def _comparison(comparison: dict[str, Any]) -> str:
     loads = [point for point in comparison["points"] if point["load"] != BACKLOG]
     parts = [f"<h2>{escape(comparison['scenario'])}</h2>"]
     parts.append(
-        f"<p class='note'>{escape(comparison['provenance'])}. Load 1 is {comparison['rate_hz']:.3g} requests a second, what the best fixed "
-        f"choice serves. Policies read times that are off by up to {comparison['table_error']:.0%}. Chosen on seeds "
-        f"{comparison['tuning_seeds']}, reported on {comparison['reporting_seeds']}, {comparison['requests']} requests a run.</p>"
+        f"<p class='note'>{escape(comparison['provenance'])}. Load 1 is "
+        f"{comparison['rate_hz']:.3g} requests a second, what the best fixed "
+        f"choice serves. Policies read times that are off by up to "
+        f"{comparison['table_error']:.0%}. Chosen on seeds "
+        f"{comparison['tuning_seeds']}, reported on {comparison['reporting_seeds']}, "
+        f"{comparison['requests']} requests a run.</p>"
     )
     if len(loads) > 1:
         parts.append(_latency_chart(loads))
@@ -205,7 +214,10 @@ def _shift(shifts: list[dict[str, Any]]) -> str:
             cells.append(f"{found['near_share']:.0%}")
         rows.append(cells)
     header = ["tokens", "arm", "seed", "start", "near", "0.9 to 0.1", "near", "0.1 to 0.9", "near"]
-    note = "<p class='note'>Until the mean length is within a token of the oracle's; near: share of the phase's steps.</p>"
+    note = (
+        "<p class='note'>Until the mean length is within a token of the oracle's; near: share "
+        "of the phase's steps.</p>"
+    )
     return "".join(parts) + _table(header, rows) + note
 
 

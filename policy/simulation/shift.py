@@ -31,10 +31,11 @@ def shift_test(
     table_error: float,
     phase_s: float,
 ) -> list[dict[str, Any]]:
-    """Return by arm the mean length over time and, for both shifts, steps and seconds until it is within a token of the oracle's.
+    """Return by arm the mean length over time and, for both shifts, steps and seconds until it is
+    within a token of the oracle's.
 
-    Eight requests are in flight; with few ``output_tokens`` they turn over, with many the same ones go through both shifts, which come
-    after ``phase_s`` and twice that.
+    Eight requests are in flight; with few ``output_tokens`` they turn over, with many the same ones
+    go through both shifts, which come after ``phase_s`` and twice that.
     """
     deployment = replace(deployment, max_active=_ROWS)
     curves = {
@@ -62,7 +63,9 @@ def shift_test(
 def _followed(
     times: FloatArray, lengths: FloatArray, levels: list[float], phase_s: float
 ) -> dict[str, Any]:
-    """Return by phase when the lengths first come within a token of its level, and for which share of its steps they are."""
+    """Return by phase when the lengths first come within a token of its level, and for which share
+    of its steps they are.
+    """
     result: dict[str, Any] = {}
     for phase, (name, level) in enumerate(zip(PHASES, levels, strict=True)):
         begin_s = phase * phase_s
@@ -93,7 +96,9 @@ def _mean_lengths(
     table_error: float,
     phase_s: float,
 ) -> tuple[FloatArray, FloatArray]:
-    """Return the steps' start times and the mean proposed tokens per row, smoothed over the last five steps."""
+    """Return the steps' start times and the mean proposed tokens per row, smoothed over the last
+    five steps.
+    """
     mix = Mix(
         "shift",
         (Category("shift", 1.0, 100, output_tokens, dict.fromkeys(deployment.drafts, HIGH)),),

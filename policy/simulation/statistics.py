@@ -24,8 +24,8 @@ class Ratio:
 def ratio_of_means(arm: list[FloatArray], other: list[FloatArray], seed: int = 0) -> Ratio:
     """Return mean(arm) / mean(other) over runs of the same requests in order of arrival.
 
-    The interval is a percentile bootstrap over blocks of 20 neighbouring requests (neighbours queue together, so they are one draw), the
-    same blocks for both arms.
+    The interval is a percentile bootstrap over blocks of 20 neighbouring requests (neighbours queue
+    together, so they are one draw), the same blocks for both arms.
     """
     sums = np.array([_block_sums(runs) for runs in (arm, other)])
     picked = np.random.default_rng(seed).integers(sums.shape[1], size=(_RESAMPLES, sums.shape[1]))
@@ -35,7 +35,9 @@ def ratio_of_means(arm: list[FloatArray], other: list[FloatArray], seed: int = 0
 
 
 def ratio_of_rates(arm: list[float], other: list[float]) -> Ratio:
-    """Return the geometric mean of the runs' ratios; the interval is Student's over the runs' logarithms (3 runs: 4.3 deviations)."""
+    """Return the geometric mean of the runs' ratios; the interval is Student's over the runs'
+    logarithms (3 runs: 4.3 deviations).
+    """
     logs = np.log(np.array(arm) / np.array(other))
     half = 0.0
     if len(logs) > 1:

@@ -51,7 +51,8 @@ def line_chart(
         ) * inner_h
 
     parts = [
-        f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" aria-label="{escape(title)}">'
+        f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
+        f'aria-label="{escape(title)}">'
     ]
     parts.append(f'<text x="{_LEFT}" y="18" class="title">{escape(title)}</text>')
     for tick in y_ticks:
@@ -63,17 +64,20 @@ def line_chart(
     for tick in [t for t in ticks(x_low, x_high) if x_low - 1e-9 <= t <= x_high + 1e-9]:
         x, _ = place(tick, y_low)
         parts.append(
-            f'<line x1="{x:.1f}" y1="{_TOP + inner_h}" x2="{x:.1f}" y2="{_TOP + inner_h + 4}" class="axis"/>'
+            f'<line x1="{x:.1f}" y1="{_TOP + inner_h}" x2="{x:.1f}" y2="{_TOP + inner_h + 4}" '
+            f'class="axis"/>'
         )
         parts.append(
             f'<text x="{x:.1f}" y="{_TOP + inner_h + 17}" text-anchor="middle">{tick:g}</text>'
         )
     middle = _TOP + inner_h / 2
     parts.append(
-        f'<text x="{_LEFT + inner_w / 2}" y="{height - 8}" text-anchor="middle">{escape(x_label)}</text>'
+        f'<text x="{_LEFT + inner_w / 2}" y="{height - 8}" '
+        f'text-anchor="middle">{escape(x_label)}</text>'
     )
     parts.append(
-        f'<text x="14" y="{middle}" text-anchor="middle" transform="rotate(-90 14 {middle})">{escape(y_label)}</text>'
+        f'<text x="14" y="{middle}" text-anchor="middle" transform="rotate(-90 14 '
+        f'{middle})">{escape(y_label)}</text>'
     )
     for index, line in enumerate(lines):
         parts += _series(
@@ -108,6 +112,7 @@ def _series(line: Line, colour: str, points: list[tuple[float, float]]) -> list[
 def _legend(line: Line, colour: str, x: float, y: float) -> list[str]:
     dash = ' stroke-dasharray="5 4"' if line.dashed else ""
     return [
-        f'<line x1="{x}" y1="{y}" x2="{x + 22}" y2="{y}" stroke="{colour}" stroke-width="2.4"{dash}/>',
+        f'<line x1="{x}" y1="{y}" x2="{x + 22}" y2="{y}" stroke="{colour}" '
+        f'stroke-width="2.4"{dash}/>',
         f'<text x="{x + 28}" y="{y + 4}">{escape(line.name)}</text>',
     ]

@@ -1,4 +1,6 @@
-"""What is asked of a deployment: arrivals, lengths, and the true acceptance of every draft, with random numbers that all arms share."""
+"""What is asked of a deployment: arrivals, lengths, and the true acceptance of every draft, with
+random numbers that all arms share.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,11 @@ _SWING_KNOTS = 16
 
 @dataclass(frozen=True, slots=True)
 class Category:
-    """A kind of request: its share of the mix, mean lengths in tokens, and per draft name the acceptance of a first proposed token.
+    """A kind of request: its share of the mix, mean lengths in tokens, and per draft name the
+    acceptance of a first proposed token.
 
-    ``swing`` is how far (in logits, by draft) acceptance drifts up and down over a period; ``found`` the chance that a draft which needs
-    a match (lookup) has one.
+    ``swing`` is how far (in logits, by draft) acceptance drifts up and down over a period;
+    ``found`` the chance that a draft which needs a match (lookup) has one.
     """
 
     name: str
@@ -32,11 +35,13 @@ class Category:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Categories, and how requests of one category differ (standard deviations of logits, common to the drafts and by draft).
+    """Categories, and how requests of one category differ (standard deviations of logits, common to
+    the drafts and by draft).
 
-    Policies are told the category of each request where it is ``grouped``.
-    ``length_spread`` is the standard deviation of a length's logarithm: at 0.6 the longest of a hundred is four times the median.
-    ``decay`` is by draft the factor from one position's hazard to the next; a drift's period is ``period_requests`` mean gaps long.
+    Policies are told the category of each request where it is ``grouped``. ``length_spread`` is the
+    standard deviation of a length's logarithm: at 0.6 the longest of a hundred is four times the
+    median. ``decay`` is by draft the factor from one position's hazard to the next; a drift's
+    period is ``period_requests`` mean gaps long.
     """
 
     name: str
@@ -51,7 +56,9 @@ class Mix:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drift:
-    """Logits added to the acceptance of a category and draft, linear between knots: ``offset[knots, categories, drafts]``."""
+    """Logits added to the acceptance of a category and draft, linear between knots: ``offset[knots,
+    categories, drafts]``.
+    """
 
     knots_s: FloatArray
     offset: FloatArray
@@ -63,7 +70,9 @@ class Drift:
 
     @classmethod
     def swing(cls, mix: Mix, drafts: tuple[str, ...], period_s: float, horizon_s: float) -> Drift:
-        """Return a sine per category and draft; neighbouring categories and drafts are out of phase, so that the best draft changes."""
+        """Return a sine per category and draft; neighbouring categories and drafts are out of
+        phase, so that the best draft changes.
+        """
         amplitude = np.array(
             [[category.swing.get(name, 0.0) for name in drafts] for category in mix.categories]
         )
@@ -90,12 +99,14 @@ class Drift:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Acceptance:
-    """The truth that a policy estimates: hazards of N requests, D drafts, K positions, and the uniform numbers that decide.
+    """The truth that a policy estimates: hazards of N requests, D drafts, K positions, and the
+    uniform numbers that decide.
 
-    The token at an output position is accepted from a draft iff the position's uniform number is below the draft's hazard, so that all
-    arms, drafts and lengths share one draw per position, and a position is judged only once in an arm.
-    ``logit[N, D]``, ``category[N]``, ``decay[D, K]``, ``found[N, D]``; ``start[N]`` where a
-    request's positions begin in ``uniform``, ``match`` and ``normal``.
+    The token at an output position is accepted from a draft iff the position's uniform number is
+    below the draft's hazard, so that all arms, drafts and lengths share one draw per position, and
+    a position is judged only once in an arm. ``logit[N, D]``, ``category[N]``, ``decay[D, K]``,
+    ``found[N, D]``; ``start[N]`` where a request's positions begin in ``uniform``, ``match`` and
+    ``normal``.
     """
 
     logit: FloatArray
@@ -121,7 +132,9 @@ class Acceptance:
     def accepted(
         self, request: IntArray, position: IntArray, draft: IntArray, length: IntArray, now: float
     ) -> IntArray:
-        """Return how many of ``length[n]`` tokens proposed by ``draft[n]`` from output ``position[n]`` on are accepted, int64[n]."""
+        """Return how many of ``length[n]`` tokens proposed by ``draft[n]`` from output
+        ``position[n]`` on are accepted, int64[n].
+        """
         depth = np.arange(int(length.max(initial=0)))
         hazard = (
             self.first_hazard(request, now)[np.arange(len(request)), draft][:, None]
@@ -157,9 +170,11 @@ class Acceptance:
     def scored(
         self, request: int, draft: int, begin: int, end: int, k_max: int, now: float
     ) -> list[tuple[int, int]]:
-        """Return (accepted, scored) of the chains that a draft would have made of the output positions begin..end-1, in order.
+        """Return (accepted, scored) of the chains that a draft would have made of the output
+        positions begin..end-1, in order.
 
-        A chain ends at its first mismatch, which the target's own token repairs, or after ``k_max`` tokens and the bonus token behind them.
+        A chain ends at its first mismatch, which the target's own token repairs, or after ``k_max``
+        tokens and the bonus token behind them.
         """
         first = float(self.first_hazard(np.array([request]), now)[0, draft])
         hazard = (first * self.decay[draft]).tolist()
@@ -182,8 +197,8 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
-    """N requests in order of arrival: ``arrival_s``, prompt and true output tokens, ``max_tokens`` (what the client allows),
-    ``group`` if policies are told of sources.
+    """N requests in order of arrival: ``arrival_s``, prompt and true output tokens, ``max_tokens``
+    (what the client allows), ``group`` if policies are told of sources.
     """
 
     arrival_s: FloatArray
@@ -208,12 +223,16 @@ class Recorded:
 
 
 def poisson(requests: int, rate_hz: float, seed: int) -> FloatArray:
-    """Return arrival times of a Poisson process; the same seed at another rate is the same pattern, stretched."""
+    """Return arrival times of a Poisson process; the same seed at another rate is the same pattern,
+    stretched.
+    """
     return bursty(requests, rate_hz, 1.0, seed)
 
 
 def bursty(requests: int, rate_hz: float, variation: float, seed: int) -> FloatArray:
-    """Return arrival times with gamma gaps of a coefficient of variation (1: Poisson, above: bursts)."""
+    """Return arrival times with gamma gaps of a coefficient of variation (1: Poisson, above:
+    bursts).
+    """
     shape = 1 / variation**2
     gaps = np.random.default_rng([seed, 2]).gamma(shape, 1 / (shape * rate_hz), requests)
     times: FloatArray = np.cumsum(gaps)
@@ -234,7 +253,9 @@ def draw(
     period_s: float,
     drift: Drift | None = None,
 ) -> Workload:
-    """Draw the requests of a mix; all but their arrivals depends on the seed alone. Acceptance drifts by the mix, unless it is given."""
+    """Draw the requests of a mix; all but their arrivals depends on the seed alone. Acceptance
+    drifts by the mix, unless it is given.
+    """
     times = arrivals.arrival_s if isinstance(arrivals, Recorded) else arrivals
     rng = np.random.default_rng([seed, 1])
     shares = np.array([category.share for category in mix.categories])
@@ -287,7 +308,9 @@ def standard_normal(one: FloatArray, other: FloatArray) -> FloatArray:
 
 
 def uniform(seed: int, purpose: int, request: IntArray, position: IntArray) -> FloatArray:
-    """Return numbers in [0, 1) by a counter: splitmix64's finaliser (Steele et al. 2014) over (seed, purpose, request, position)."""
+    """Return numbers in [0, 1) by a counter: splitmix64's finaliser (Steele et al. 2014) over
+    (seed, purpose, request, position).
+    """
     word = np.full(len(request), (seed << 8) + purpose, np.uint64)
     for counter in (request, position):
         word = (word ^ counter.astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)

@@ -1,4 +1,6 @@
-"""The two ways to serve a benchmark's requests: a real tritonserver over gRPC, and the loop in this process without Triton."""
+"""The two ways to serve a benchmark's requests: a real tritonserver over gRPC, and the loop in this
+process without Triton.
+"""
 
 from __future__ import annotations
 
@@ -50,10 +52,12 @@ Counts = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One served request. ``first_s`` and ``total_s`` count from when it was due: its scheduled arrival, in a closed loop its submission.
+    """One served request. ``first_s`` and ``total_s`` count from when it was due: its scheduled
+    arrival, in a closed loop its submission.
 
-    ``gaps_s`` are the times between its responses with text; ``late_s`` is how late the client was in sending it, ``due_s`` when it was
-    due, from the run's beginning; ``drafts`` has (proposed, accepted) tokens by draft.
+    ``gaps_s`` are the times between its responses with text; ``late_s`` is how late the client was
+    in sending it, ``due_s`` when it was due, from the run's beginning; ``drafts`` has (proposed,
+    accepted) tokens by draft.
     """
 
     text: str
@@ -72,7 +76,9 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Requests (inputs by name) and when they come: at ``at_s`` each (open loop), else ``concurrency`` at a time (closed loop)."""
+    """Requests (inputs by name) and when they come: at ``at_s`` each (open loop), else
+    ``concurrency`` at a time (closed loop).
+    """
 
     requests: Sequence[dict[str, Any]]
     concurrency: int = 1
@@ -81,7 +87,9 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """How an offer went: the replies in order, the time from its beginning to the last of them, and what the metrics counted."""
+    """How an offer went: the replies in order, the time from its beginning to the last of them, and
+    what the metrics counted.
+    """
 
     replies: list[Reply]
     wall_s: float
@@ -193,7 +201,9 @@ class ServerArm:
 
 
 class InProcessArm:
-    """The composition root's loop, stepped here with a policy of its own, whose state outlasts a run; arms may share the engines."""
+    """The composition root's loop, stepped here with a policy of its own, whose state outlasts a
+    run; arms may share the engines.
+    """
 
     def __init__(self, app: App, policy: Policy) -> None:
         self._app = app

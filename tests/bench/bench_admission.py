@@ -1,8 +1,10 @@
-"""Admission on a small KV cache: ``python -m tests.bench.bench_admission [--seed 0]`` prints one JSON object.
+"""Admission on a small KV cache: ``python -m tests.bench.bench_admission [--seed 0]`` prints one
+JSON object.
 
-The real ``Admission`` and ``KVLedger`` in a simulation of steps: 200 requests of 100 prompt tokens and ``max_tokens`` 512, all waiting from
-the start, one token a request and step. A step takes 27 ms, 3.5 ms for each decoding row and 1.5 ms for each prefill token, about what
-SmolLM2 takes in bf16 on one CPU core. Texts end early (exponential, mean 100) or never before ``max_tokens``.
+The real ``Admission`` and ``KVLedger`` in a simulation of steps: 200 requests of 100 prompt tokens
+and ``max_tokens`` 512, all waiting from the start, one token a request and step. A step takes 27
+ms, 3.5 ms for each decoding row and 1.5 ms for each prefill token, about what SmolLM2 takes in bf16
+on one CPU core. Texts end early (exponential, mean 100) or never before ``max_tokens``.
 """
 
 from __future__ import annotations

@@ -1,13 +1,17 @@
-"""Cohorts forced to two, left to the policy, and off: ``python -m tests.bench.bench_cohorts --config FILE --out FILE``.
+"""Cohorts forced to two, left to the policy, and off: ``python -m tests.bench.bench_cohorts
+--config FILE --out FILE``.
 
-In this process, wall time, one torch thread for drafting and one for verifying. Arms: ``one`` (a deployment without cohorts) and ``two``
-(every batch cut) with the same fixed draft and length; ``unused``, the deployment with cohorts whose plans have none, which is what a
-thread of its own costs; ``planned`` and ``planned two``, the adaptive policy without cohorts and with them where it thinks that they pay.
-Blocks of requests, each arm in turn (ABBA), the first warms up; a ratio is that of tokens per second in the same block, its interval the
-bootstrap's over blocks. Cohorts overlap only where a second core is free: ``load`` is how busy the machine was.
+In this process, wall time, one torch thread for drafting and one for verifying. Arms: ``one`` (a
+deployment without cohorts) and ``two`` (every batch cut) with the same fixed draft and length;
+``unused``, the deployment with cohorts whose plans have none, which is what a thread of its own
+costs; ``planned`` and ``planned two``, the adaptive policy without cohorts and with them where it
+thinks that they pay. Blocks of requests, each arm in turn (ABBA), the first warms up; a ratio is
+that of tokens per second in the same block, its interval the bootstrap's over blocks. Cohorts
+overlap only where a second core is free: ``load`` is how busy the machine was.
 
-``--phases`` needs no free core: the CPU time of a verification and of the draft's run behind it, of a batch and of half of it, interleaved.
-Two cohorts take 2 max(D, V) of the half where one takes D + V of the whole; that ratio is the most they could gain, contending for nothing.
+``--phases`` needs no free core: the CPU time of a verification and of the draft's run behind it, of
+a batch and of half of it, interleaved. Two cohorts take 2 max(D, V) of the half where one takes D +
+V of the whole; that ratio is the most they could gain, contending for nothing.
 """
 
 from __future__ import annotations
@@ -102,7 +106,9 @@ class Arm(Policy):
         return sum(session.output_tokens for session in sessions) / seconds
 
     def summary(self) -> dict[str, Any]:
-        """Return the rate, the share of plans in cohorts, and the commonest reasons against them."""
+        """Return the rate, the share of plans in cohorts, and the commonest reasons against
+        them.
+        """
         speculating = [plan for plan in self.plans if len(plan.length)]
         cut = [plan for plan in speculating if plan.flight is not None]
         reasons = [plan.notes.get("why_not", {}).get("cohorts", "") for plan in speculating]

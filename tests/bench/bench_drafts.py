@@ -1,11 +1,15 @@
-"""What each draft is worth to its target, by workload: acceptance by position, tokens a step, cost. Prints JSON, tables to standard error.
+"""What each draft is worth to its target, by workload: acceptance by position, tokens a step, cost.
+Prints JSON, tables to standard error.
 
-    python -m tests.bench.bench_drafts --target FOLDER --draft NAME=FOLDER ... [--prompts 16] [--out FILE]
+    python -m tests.bench.bench_drafts --target FOLDER --draft NAME=FOLDER ... [--prompts 16]
+        [--out FILE]
 
-Free-running: along the target's own answers, greedy and at temperature 0.8 (``tests.bench.drafts`` says how). Teacher-forced: along human
-texts, the share of positions where draft and target choose the same token, and the acceptance if both sampled. None of the texts are in
-any training set: MT-Bench, news to summarise, questions over Wikipedia, SQL over tables and questions of its own, functions of held-out
-modules. Prompt lookup stands beside. Costs: one token at 256 tokens of context, draft over target, one thread, interleaved (ABBA).
+Free-running: along the target's own answers, greedy and at temperature 0.8 (``tests.bench.drafts``
+says how). Teacher-forced: along human texts, the share of positions where draft and target choose
+the same token, and the acceptance if both sampled. None of the texts are in any training set:
+MT-Bench, news to summarise, questions over Wikipedia, SQL over tables and questions of its own,
+functions of held-out modules. Prompt lookup stands beside. Costs: one token at 256 tokens of
+context, draft over target, one thread, interleaved (ABBA).
 """
 
 from __future__ import annotations
@@ -96,7 +100,9 @@ def free_running(
 
 
 def score(runs: list[tuple[int, Run]], seed: int) -> dict[str, Any]:
-    """Return tokens a step by length (with the interval at 4) and, of steps that propose 8, the share that accepts each position."""
+    """Return tokens a step by length (with the interval at 4) and, of steps that propose 8, the
+    share that accepts each position.
+    """
     taken = {k: [(tokens, steps(run, tokens, k)) for tokens, run in runs] for k in LENGTHS}
     long = [accepted for _, of in taken[POSITIONS] for accepted in of]
     low, high = interval(taken[4], np.random.default_rng(seed))
@@ -133,7 +139,9 @@ def teacher_forced(
 def costs(
     target: Path, drafts: dict[str, Path], dtypes: tuple[str, str], rounds: int
 ) -> dict[str, Any]:
-    """Return the median time of one token, target and drafts, and the drafts' shares of the target's."""
+    """Return the median time of one token, target and drafts, and the drafts' shares of the
+    target's.
+    """
     context = 256
     room = {
         "kv_blocks": context // BLOCK_TOKENS + 2,
@@ -179,7 +187,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def answered(
     args: argparse.Namespace, target: Model, tokenizer: Tokenizer, drafts: dict[str, Model]
 ) -> list[dict[str, Any]]:
-    """Return the scores along the target's own answers, a row for every workload and temperature."""
+    """Return the scores along the target's own answers, a row for every workload and
+    temperature.
+    """
     rows = []
     for workload in args.workloads:
         prompts = [
@@ -224,7 +234,10 @@ def human(
 
 def table(row: dict[str, Any]) -> str:
     """Return the lines of a workload's table."""
-    head = f"{row['workload']}, temperature {row['temperature']}, {row['tokens']} tokens, 4-gram repetition {row['repetition']:.2f}"
+    head = (
+        f"{row['workload']}, temperature {row['temperature']}, {row['tokens']} tokens, 4-gram "
+        f"repetition {row['repetition']:.2f}"
+    )
     lines = [
         head,
         "| draft | k=2 | k=4 | k=8 | accepted at 1 | 2 | 4 | 8 |",

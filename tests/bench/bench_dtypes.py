@@ -1,8 +1,10 @@
-"""What a dtype costs and what it keeps: ``python -m tests.bench.bench_dtypes --model FOLDER --dtypes bf16 int8 --out FILE``.
+"""What a dtype costs and what it keeps: ``python -m tests.bench.bench_dtypes --model FOLDER
+--dtypes bf16 int8 --out FILE``.
 
-Time: whole ``submit`` and ``poll`` of decoding and verifying steps behind ``--context`` tokens, the dtypes interleaved; CPU time of the one
-thread, so that other work on the machine moves it little. Texts: news articles (``tests.bench.workloads``), every position's arg-max, law
-and loss against the same weights in fp32. Memory is what the plan counts for weights.
+Time: whole ``submit`` and ``poll`` of decoding and verifying steps behind ``--context`` tokens, the
+dtypes interleaved; CPU time of the one thread, so that other work on the machine moves it little.
+Texts: news articles (``tests.bench.workloads``), every position's arg-max, law and loss against the
+same weights in fp32. Memory is what the plan counts for weights.
 """
 
 from __future__ import annotations
@@ -100,7 +102,9 @@ def times(engines: dict[str, TorchEngine], context: int, rounds: int) -> list[di
 def fidelity(
     engines: dict[str, TorchEngine], exact: TorchEngine, texts: list[list[int]]
 ) -> dict[str, dict[str, float]]:
-    """Return, by dtype: share of equal arg-maxes, mean KL from the fp32 law, mean loss on the text."""
+    """Return, by dtype: share of equal arg-maxes, mean KL from the fp32 law, mean loss on the
+    text.
+    """
 
     def laws(engine: TorchEngine, text: list[int]) -> torch.Tensor:
         chunk = Chunk(text, 0, KVTable(range(EXCERPT_TOKENS // BLOCK_TOKENS), "cpu"), len(text))

@@ -1,8 +1,10 @@
-"""What the loop adds to a turn on TensorRT-LLM: ``python -m tests.bench.bench_executor_loop [--json FILE]``. On the fake executor.
+"""What the loop adds to a turn on TensorRT-LLM: ``python -m tests.bench.bench_executor_loop [--json
+FILE]``. On the fake executor.
 
-CPU time of the loop's thread outside the executor's own calls is counted: planning, prompt lookup, making requests, reading answers,
-committing. Requests and answers are the fake's Python values, not the bindings'; no engine runs. Greedy, one draft (lookup), all sequences
-in one batch; then without proposals, in free runs of several lengths.
+CPU time of the loop's thread outside the executor's own calls is counted: planning, prompt lookup,
+making requests, reading answers, committing. Requests and answers are the fake's Python values, not
+the bindings'; no engine runs. Greedy, one draft (lookup), all sequences in one batch; then without
+proposals, in free runs of several lengths.
 """
 
 from __future__ import annotations
@@ -84,7 +86,9 @@ def settings(folder: Path, sequences: int, run_tokens: int | None) -> dict:
 
 
 def measure(sequences: int, folder: Path, run_tokens: int | None = None) -> list[float]:
-    """Return the seconds of each step outside the executor: with proposals, or in free runs of so many tokens."""
+    """Return the seconds of each step outside the executor: with proposals, or in free runs of so
+    many tokens.
+    """
     made = app.build(parse_config(settings(folder, sequences, run_tokens)))
     executor = Executor.created[-1]
     clock = Clock()
@@ -123,7 +127,8 @@ def main() -> None:
             "share_of_10_ms": median / STEP_S,
         }
         print(
-            f"{sequences:4} sequences: {median * 1e3:6.2f} ms a step, {median / sequences * 1e6:6.1f} us a turn"
+            f"{sequences:4} sequences: {median * 1e3:6.2f} ms a step, "
+            f"{median / sequences * 1e6:6.1f} us a turn"
         )
     runs = {}
     for tokens in RUNS:
@@ -135,7 +140,8 @@ def main() -> None:
             "share_of_10_ms": median / tokens / STEP_S,
         }
         print(
-            f"{SEQUENCES[-1]:4} sequences, runs of {tokens}: {median * 1e3:6.2f} ms a turn of all, {median / tokens * 1e3:.2f} an iteration"
+            f"{SEQUENCES[-1]:4} sequences, runs of {tokens}: {median * 1e3:6.2f} ms a turn of "
+            f"all, {median / tokens * 1e3:.2f} an iteration"
         )
     if args.json:
         args.json.write_text(

@@ -1,8 +1,10 @@
-"""Time the torch engine's step against transformers' forward on the same weights: ``python -m tests.bench.bench_forward --model FOLDER``.
+"""Time the torch engine's step against transformers' forward on the same weights: ``python -m
+tests.bench.bench_forward --model FOLDER``.
 
-One sequence with ``--context`` tokens of KV; 1, 5 and 9 tokens a pass (decoding, verifying 4, verifying 8). The engine's side is a whole
-``submit`` and ``poll`` with its verification, transformers' a bare eager forward with its cache cropped back. The arms are interleaved
-(ABBA); prints JSON with medians in ms and the ratio transformers / engine (above 1: the engine is faster).
+One sequence with ``--context`` tokens of KV; 1, 5 and 9 tokens a pass (decoding, verifying 4,
+verifying 8). The engine's side is a whole ``submit`` and ``poll`` with its verification,
+transformers' a bare eager forward with its cache cropped back. The arms are interleaved (ABBA);
+prints JSON with medians in ms and the ratio transformers / engine (above 1: the engine is faster).
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Thousands of malformed requests through every door: no crash, no hang, no missing reply, no memory that grows.
+"""Thousands of malformed requests through every door: no crash, no hang, no missing reply, no
+memory that grows.
 
     python -m tests.bench.bench_fuzz --requests 20000
 
-A real tritonserver with the OpenAI front end serves the fake engine. Hypothesis makes the cases (``tests.bench.fuzzing``), a third for
-each of Triton's HTTP interface, its gRPC interface and the OpenAI routes. Each must be answered in time, by a status that is meant for it,
-without a path or a traceback; processes must be the same at the end, hold no more than in the beginning, and have no request left. Writes a
-record; the exit status is 1 when something was violated.
+A real tritonserver with the OpenAI front end serves the fake engine. Hypothesis makes the cases
+(``tests.bench.fuzzing``), a third for each of Triton's HTTP interface, its gRPC interface and the
+OpenAI routes. Each must be answered in time, by a status that is meant for it, without a path or a
+traceback; processes must be the same at the end, hold no more than in the beginning, and have no
+request left. Writes a record; the exit status is 1 when something was violated.
 """
 
 from __future__ import annotations

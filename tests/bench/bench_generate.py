@@ -1,8 +1,10 @@
-"""Plain decoding against transformers' ``generate``: ``python -m tests.bench.bench_generate --model FOLDER --out FILE``.
+"""Plain decoding against transformers' ``generate``: ``python -m tests.bench.bench_generate --model
+FOLDER --out FILE``.
 
-Both on the same weights. The engine's side is the whole loop in this process, without speculation and without a draft; greedy, no end
-token, prompts of one length, so that transformers pads nothing. Interleaved (ABBA), CPU time of the one thread. Beside it the memory
-bandwidth: the bytes of weights that a token reads, over what one thread reads from memory.
+Both on the same weights. The engine's side is the whole loop in this process, without speculation
+and without a draft; greedy, no end token, prompts of one length, so that transformers pads nothing.
+Interleaved (ABBA), CPU time of the one thread. Beside it the memory bandwidth: the bytes of weights
+that a token reads, over what one thread reads from memory.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
-"""How far texts stay the same under speculation on a real model, and what sameness costs. Prints JSON.
+"""How far texts stay the same under speculation on a real model, and what sameness costs. Prints
+JSON.
 
     python -m tests.bench.bench_identity greedy     --config model_repository/spindle/1/serving.json
-    python -m tests.bench.bench_identity seeded     --config model_repository/spindle/1/serving.json --dtype fp32
+    python -m tests.bench.bench_identity seeded --config model_repository/spindle/1/serving.json
+        --dtype fp32
 
-``greedy`` compares, for every prompt of ``tests.bench.prompts``, the adaptive text with that of ``num_draft_tokens = 0``. ``seeded``
-does so for sampled texts under ``--variations`` draws of policy, load, batch mix and prefill chunk. Where two texts part, the gap
-between the two tokens is taken in fp64: bf16 keeps 8 bits, so that logits between 16 and 32 are 0.125 apart, and rows of another batch
-shape may round a tie the other way.
+``greedy`` compares, for every prompt of ``tests.bench.prompts``, the adaptive text with that of
+``num_draft_tokens = 0``. ``seeded`` does so for sampled texts under ``--variations`` draws of
+policy, load, batch mix and prefill chunk. Where two texts part, the gap between the two tokens is
+taken in fp64: bf16 keeps 8 bits, so that logits between 16 and 32 are 0.125 apart, and rows of
+another batch shape may round a tie the other way.
 """
 
 from __future__ import annotations
@@ -85,7 +88,9 @@ def greedy(
 def seeded(
     app: App, prompts: dict[str, list[str]], witness: Witness, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Plan-invariant texts of half of the prompts, alone and without speculation, against the same under varied plans and loads."""
+    """Plan-invariant texts of half of the prompts, alone and without speculation, against the same
+    under varied plans and loads.
+    """
     rng = random.Random(arguments.seed)
     asked = [prompt for texts in prompts.values() for prompt in texts[:2]]
     others = [prompt for texts in prompts.values() for prompt in texts[2:]]
@@ -138,7 +143,9 @@ def seeded(
 
 
 def compared(pairs: list[tuple[Any, Session, Session]], witness: Witness) -> dict[str, Any]:
-    """Return how many pairs of sessions have equal texts and, for the others, where they part and how near the tie was."""
+    """Return how many pairs of sessions have equal texts and, for the others, where they part and
+    how near the tie was.
+    """
     differences = []
     for name, one, other in pairs:
         tokens, sampling = one.sequence.tokens, one.sequence.sampling

@@ -1,8 +1,10 @@
-"""The memory plan against what the process takes: ``python -m tests.bench.bench_memory --config FILE --out FILE``.
+"""The memory plan against what the process takes: ``python -m tests.bench.bench_memory --config
+FILE --out FILE``.
 
-The deployment is built in this process, every KV block is touched (memory that is only reserved is not resident), and a full batch is
-served: as many requests as may be active, sampled with top-p, each speculating with every draft in turn as far as it may. The peak of each
-stage is the kernel's (``VmHWM``, reset before it); what was planned is the line that the start logs.
+The deployment is built in this process, every KV block is touched (memory that is only reserved is
+not resident), and a full batch is served: as many requests as may be active, sampled with top-p,
+each speculating with every draft in turn as far as it may. The peak of each stage is the kernel's
+(``VmHWM``, reset before it); what was planned is the line that the start logs.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ MIB = 2**20
 
 
 def resident() -> dict[str, float]:
-    """Return what is resident now and was at most since the last call, in MiB, and start counting anew."""
+    """Return what is resident now and was at most since the last call, in MiB, and start counting
+    anew.
+    """
     status = Path("/proc/self/status").read_text("utf-8")
     now, peak = (
         int(re.search(rf"{name}:\s+(\d+)", status)[1]) / 1024 for name in ("VmRSS", "VmHWM")

@@ -1,8 +1,9 @@
-"""The compiled verification against the torch rule, through ONNX Runtime: ``python -m tests.bench.bench_network --out FILE``.
+"""The compiled verification against the torch rule, through ONNX Runtime: ``python -m
+tests.bench.bench_network --out FILE``.
 
-Of both verifications so many random cases (``tests/contract/network_cases.py``), in the float32 that
-TensorRT compiles and in float64. A verdict that differs is a tie where moving the logits by 1e-6
-brings it about; the rest are errors, and the exit code is then 1.
+Of both verifications so many random cases (``tests/contract/network_cases.py``), in the float32
+that TensorRT compiles and in float64. A verdict that differs is a tie where moving the logits by
+1e-6 brings it about; the rest are errors, and the exit code is then 1.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
     python -m tests.bench.bench_overload --minutes 5
 
-A real tritonserver serves SmolLM2 (``--config`` names another configuration). First the capacity: a closed loop that keeps every place of
-the batch taken. Then requests arrive at random (Poisson) at twice the rate that it completed, for ``--minutes``. Writes a record; the exit
-status is 1 when the inter-token time of admitted requests (median or 95th percentile) is over 1.3 of that at capacity, when a request
-ended otherwise than by its final reply or UNAVAILABLE, or when none was refused.
+A real tritonserver serves SmolLM2 (``--config`` names another configuration). First the capacity: a
+closed loop that keeps every place of the batch taken. Then requests arrive at random (Poisson) at
+twice the rate that it completed, for ``--minutes``. Writes a record; the exit status is 1 when the
+inter-token time of admitted requests (median or 95th percentile) is over 1.3 of that at capacity,
+when a request ended otherwise than by its final reply or UNAVAILABLE, or when none was refused.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class Load:
         self._rng = random.Random(seed)
 
     async def closed(self, concurrency: int, seconds: float) -> tuple[float, list[Served]]:
-        """Keep ``concurrency`` requests under way; return the completions per second and the requests that ended in the time."""
+        """Keep ``concurrency`` requests under way; return the completions per second and the
+        requests that ended in the time.
+        """
         start_s = time.perf_counter()
 
         async def client() -> list[Served]:
@@ -133,14 +136,17 @@ def check(capacity: dict[str, Any], overload: dict[str, Any]) -> tuple[dict[str,
 async def measure(
     port: int, texts: list[str], args: argparse.Namespace
 ) -> tuple[float, dict[str, Any], dict[str, Any]]:
-    """Return the capacity in requests per second, the figures at it and those at ``--times`` of it."""
+    """Return the capacity in requests per second, the figures at it and those at ``--times`` of
+    it.
+    """
     load = Load(port, texts, args.max_tokens, args.seed)
     await load.closed(args.active, args.warm_up_s)
     rate, served = await load.closed(
         args.active + 1, args.capacity_s
     )  # one waits, so that no place is ever empty
     print(
-        f"capacity: {rate:.2f} requests/s, {percentiles_ms([one.token_s for one in served if one.token_s])} ms a token",
+        f"capacity: {rate:.2f} requests/s, "
+        f"{percentiles_ms([one.token_s for one in served if one.token_s])} ms a token",
         flush=True,
     )
     return rate, summarise(served), summarise(await load.open(args.times * rate, 60 * args.minutes))

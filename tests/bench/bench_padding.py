@@ -1,11 +1,13 @@
-"""A verification whose rows are attended to one by one, in tiles, padded to the longest context, or cut into pieces. Prints JSON.
+"""A verification whose rows are attended to one by one, in tiles, padded to the longest context, or
+cut into pieces. Prints JSON.
 
     python -m tests.bench.bench_padding --config model_repository/spindle/1/serving.json
 
-Every case is a batch of contexts; all arms verify ``--length`` proposed tokens a row in one engine, interleaved, and nothing is accepted.
-Times are CPU times of the one thread that does everything. ``decided`` is what the policy's cost model chooses (``policy.decomposition``
-with the price ``backend.app.MERGE_TOKENS``), ``fit`` that price as these figures have it: seconds of the padding arms of a case are one
-constant and c (tokens read + price x pieces).
+Every case is a batch of contexts; all arms verify ``--length`` proposed tokens a row in one engine,
+interleaved, and nothing is accepted. Times are CPU times of the one thread that does everything.
+``decided`` is what the policy's cost model chooses (``policy.decomposition`` with the price
+``backend.app.MERGE_TOKENS``), ``fit`` that price as these figures have it: seconds of the padding
+arms of a case are one constant and c (tokens read + price x pieces).
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ def cases(seed: int) -> dict[str, list[int]]:
 def step(
     engine: TorchEngine, contexts: list[int], length: int, attention: str, piece_tokens: int
 ) -> Callable[[], None]:
-    """Return a verification of random tokens behind contexts that are taken as seen but for the last token."""
+    """Return a verification of random tokens behind contexts that are taken as seen but for the
+    last token.
+    """
     rng, first, turns = np.random.default_rng(len(contexts)), itertools.count(), []
     for number, context in enumerate(contexts):
         text = rng.integers(0, engine.limits.vocab_size, context + 1 + length).tolist()
@@ -130,7 +134,9 @@ def work(contexts: np.ndarray[Any, Any], piece_tokens: int) -> tuple[int, int]:
 
 
 def fitted(found: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Return the price of a piece in tokens read, and of a token read in us, by least squares over the cases that cut at all."""
+    """Return the price of a piece in tokens read, and of a token read in us, by least squares over
+    the cases that cut at all.
+    """
     rows, seconds = [], []
     many = [case for case in found.values() if len(case["work"]) > 2]
     for number, case in enumerate(many):

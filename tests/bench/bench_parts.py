@@ -1,7 +1,8 @@
 """Where a step's time goes: ``python -m tests.bench.bench_parts --model FOLDER --out FILE`` (CPU).
 
-Steps behind ``--context`` tokens with a clock around each kind of call, in CPU time of the one thread; medians. ``other`` is what no clock
-is around: residual sums, rotation, KV writes, and Python.
+Steps behind ``--context`` tokens with a clock around each kind of call, in CPU time of the one
+thread; medians. ``other`` is what no clock is around: residual sums, rotation, KV writes, and
+Python.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class Clock:
 def parts(
     engine: TorchEngine, sequences: int, proposed: int, context: int, rounds: int
 ) -> dict[str, float]:
-    """Return the median CPU ms of a step's parts, and of the step without clocks inside (``step``)."""
+    """Return the median CPU ms of a step's parts, and of the step without clocks inside
+    (``step``).
+    """
     step, found = stepper(engine, sequences, proposed, context), defaultdict(list)
     for _ in range(rounds):
         start = time.thread_time()

@@ -1,9 +1,11 @@
-"""NVIDIA's perf_analyzer against the served models: time to the first token and between tokens at 1, 16 and 64 streams.
+"""NVIDIA's perf_analyzer against the served models: time to the first token and between tokens at
+1, 16 and 64 streams.
 
     python -m tests.bench.bench_perf_analyzer
 
-It comes with ``tritonclient``; the libraries that it wants and Debian lacks are those of ``nvidia-pytriton``. The fake engine writes a
-token every 20 ms, so that what is above that is the service's. Prints each command as it is run, and writes a record.
+It comes with ``tritonclient``; the libraries that it wants and Debian lacks are those of
+``nvidia-pytriton``. The fake engine writes a token every 20 ms, so that what is above that is the
+service's. Prints each command as it is run, and writes a record.
 """
 
 from __future__ import annotations
@@ -115,7 +117,9 @@ def main() -> int:
         finally:
             service.stop()
     record = {
-        "benchmark": "perf_analyzer: streamed requests of 50 tokens, a step of the fake engine every 20 ms",
+        "benchmark": "perf_analyzer: streamed requests of 50 tokens, a step of the fake engine "
+        "every "
+        "20 ms",
         "time_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": ["python", "-m", "tests.bench.bench_perf_analyzer", *sys.argv[1:]],
         "machine": machine.describe(),

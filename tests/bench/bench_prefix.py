@@ -2,10 +2,12 @@
 
     python -m tests.bench.bench_prefix --config model_repository/spindle/1/serving.json
 
-Prompts of ``--tokens`` tokens (windows of the benchmark's texts) of which a share is the beginning of a request served just before. Both
-arms run the same engine code in this process, on one torch thread and without drafts, interleaved; the time is that from the submission of
-a request to its first token. Texts of 16 tokens are compared too: KV of a prefix is computed in other chunks than without reuse, which may
-round a near tie the other way. ``overhead`` is what reuse costs the loop where nothing is shared.
+Prompts of ``--tokens`` tokens (windows of the benchmark's texts) of which a share is the beginning
+of a request served just before. Both arms run the same engine code in this process, on one torch
+thread and without drafts, interleaved; the time is that from the submission of a request to its
+first token. Texts of 16 tokens are compared too: KV of a prefix is computed in other chunks than
+without reuse, which may round a near tie the other way. ``overhead`` is what reuse costs the loop
+where nothing is shared.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ def serve(app: App, prompt: list[int]) -> tuple[float, list[int]]:
 def compare(
     apps: dict[str, App], stream: list[int], tokens: int, rounds: int, seed: int
 ) -> list[dict[str, object]]:
-    """Return a row for each share: medians in ms, the ratio off / on with its interval, and how many texts were the same."""
+    """Return a row for each share: medians in ms, the ratio off / on with its interval, and how
+    many texts were the same.
+    """
     rng = random.Random(seed)
     times: dict[float, dict[str, list[float]]] = {
         share: {name: [] for name in apps} for share in SHARES
@@ -107,7 +111,9 @@ def compare(
 def overhead(
     rows: int = 64, prompt_tokens: int = 512, steps: int = 160
 ) -> dict[str, dict[str, float]]:
-    """Return microseconds of the ledger, without and with reuse, in which no text is like another: admitting one, and a row in a step."""
+    """Return microseconds of the ledger, without and with reuse, in which no text is like another:
+    admitting one, and a row in a step.
+    """
     found = {}
     for name in ("off", "on"):
         target = FakeEngine("target", kv_blocks=8192) if name == "on" else None

@@ -1,11 +1,13 @@
-"""Hours of trouble in minutes: many streams, some cancelled, some read slowly, while stubs and the engine process are killed.
+"""Hours of trouble in minutes: many streams, some cancelled, some read slowly, while stubs and the
+engine process are killed.
 
     python -m tests.bench.bench_soak --minutes 30
 
-A real tritonserver with the OpenAI front end serves the fake engine (``--config`` names another configuration). Requests come through every
-door: gRPC streams, Triton's HTTP interface and the OpenAI routes. Each must end exactly once: sent = final replies + errors + cancelled by
-the client. Memory, threads, file handles and shared memory are sampled and compared between the first and
-the last third. Writes a record; the exit status is 1 when something was violated.
+A real tritonserver with the OpenAI front end serves the fake engine (``--config`` names another
+configuration). Requests come through every door: gRPC streams, Triton's HTTP interface and the
+OpenAI routes. Each must end exactly once: sent = final replies + errors + cancelled by the client.
+Memory, threads, file handles and shared memory are sampled and compared between the first and the
+last third. Writes a record; the exit status is 1 when something was violated.
 """
 
 from __future__ import annotations
@@ -154,7 +156,9 @@ class Soak:
             await asyncio.sleep(SAMPLE_PERIOD_S)
 
     async def _kill(self) -> None:
-        """Kill the engine process and a stub once in every period, far apart, and time how long until everything answers again."""
+        """Kill the engine process and a stub once in every period, far apart, and time how long
+        until everything answers again.
+        """
         victims = itertools.cycle(("ensemble", "spindle", "tensorrt_llm_bls"))
         period_s = 60 * self.args.kill_minutes
         next_s = time.perf_counter() + period_s / 4
@@ -194,7 +198,8 @@ class Soak:
         print(f"killed the {victim}: everything answered again after {took_s} s", flush=True)
         if took_s >= RECOVERY_LIMIT_S:
             self.violations.append(
-                f"after the {victim} was killed the service did not come back within {RECOVERY_LIMIT_S:.0f} s"
+                f"after the {victim} was killed the service did not come back within "
+                f"{RECOVERY_LIMIT_S:.0f} s"
             )
 
     def _all_answer(self) -> bool:

@@ -1,9 +1,12 @@
-"""``python -m tests.bench.bench_streaming --out FILE``: what a streamed token costs between the loop and the client's hands.
+"""``python -m tests.bench.bench_streaming --out FILE``: what a streamed token costs between the
+loop and the client's hands.
 
-A real tritonserver serves the fake engine at a fixed step time; the engine process stamps every delta with the time of its emission, the
-client (one process, asynchronous gRPC, raw messages) subtracts it from the arrival. All processes share the machine. Writes JSON with, per
-number of streams, percentiles in milliseconds: ``overhead`` (emission to arrival, per delta), ``first_token`` (request written to first
-arrival, prefill step included) and ``inter_token`` (between arrivals of a stream).
+A real tritonserver serves the fake engine at a fixed step time; the engine process stamps every
+delta with the time of its emission, the client (one process, asynchronous gRPC, raw messages)
+subtracts it from the arrival. All processes share the machine. Writes JSON with, per number of
+streams, percentiles in milliseconds: ``overhead`` (emission to arrival, per delta), ``first_token``
+(request written to first arrival, prefill step included) and ``inter_token`` (between arrivals of a
+stream).
 """
 
 import argparse
@@ -43,7 +46,9 @@ async def one_stream(stub, index, tokens):
 
 
 async def measure(port, streams, tokens):
-    """Run concurrent streams, each on a channel of its own as separate clients would be; return the percentiles."""
+    """Run concurrent streams, each on a channel of its own as separate clients would be; return the
+    percentiles.
+    """
     options = [("grpc.use_local_subchannel_pool", 1)]
     channels = [grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) for _ in range(streams)]
     stubs = [service_pb2_grpc.GRPCInferenceServiceStub(channel) for channel in channels]

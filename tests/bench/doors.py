@@ -1,4 +1,6 @@
-"""One request, streaming or whole, through Triton's HTTP interface or the OpenAI front end; endings are told apart as in ``load``."""
+"""One request, streaming or whole, through Triton's HTTP interface or the OpenAI front end; endings
+are told apart as in ``load``.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ async def serve_http(
     pause: Pause | None = None,
     cancel_after: int | None = None,
 ) -> Served:
-    """Send a request and read its events or its one body to the end; after ``cancel_after`` of them the client hangs up."""
+    """Send a request and read its events or its one body to the end; after ``cancel_after`` of them
+    the client hangs up.
+    """
     served = Served(time.perf_counter())
     try:
         async with session.post(
@@ -55,7 +59,9 @@ def _whole(text: str, served: Served) -> None:
 async def _events(
     response: Any, served: Served, pause: Pause | None, cancel_after: int | None
 ) -> None:
-    """Triton's last event has a finish reason, the front end's is [DONE]; an error ends either, and nothing may come behind an end."""
+    """Triton's last event has a finish reason, the front end's is [DONE]; an error ends either, and
+    nothing may come behind an end.
+    """
     ends = 0
     async for raw in response.content:
         line = raw.decode().strip()

@@ -1,10 +1,12 @@
 """What drafts are worth to a target, scored along the target's own texts and along human ones.
 
-Speculative decoding along a text: where the target's law is p and the draft's q, a proposed token is accepted with probability
-``sum_v min(p_v, q_v)``, and the emitted token has law p. Taking the emitted token x ~ p first and accepting with probability
-``min(1, q_x / p_x)`` has the same joint law (Leviathan et al., 2023), so the steps that speculation would have taken can be read off one
-sampled text for every draft and length, with one coin a position. Greedy: accepted where the draft's choice is the token. A proposal
-without a law (prompt lookup) is accepted where it is the token.
+Speculative decoding along a text: where the target's law is p and the draft's q, a proposed token
+is accepted with probability ``sum_v min(p_v, q_v)``, and the emitted token has law p. Taking the
+emitted token x ~ p first and accepting with probability ``min(1, q_x / p_x)`` has the same joint
+law (Leviathan et al., 2023), so the steps that speculation would have taken can be read off one
+sampled text for every draft and length, with one coin a position. Greedy: accepted where the
+draft's choice is the token. A proposal without a law (prompt lookup) is accepted where it is the
+token.
 """
 
 from __future__ import annotations
@@ -26,11 +28,15 @@ POSITIONS = 8
 MAX_TOKENS = 1024
 
 Run = Callable[[int, int], int]
-"""How many of k proposed tokens are accepted by a step that starts at a position of the text's own tokens."""
+"""How many of k proposed tokens are accepted by a step that starts at a position of the text's own
+tokens.
+"""
 
 
 class Model:
-    """A checkpoint folder as the serving engine runs it, with room for ``rows`` texts of ``MAX_TOKENS`` tokens."""
+    """A checkpoint folder as the serving engine runs it, with room for ``rows`` texts of
+    ``MAX_TOKENS`` tokens.
+    """
 
     def __init__(self, folder: Path, dtype: str, rows: int = 1) -> None:
         config, weights = load(folder, dtype)
@@ -45,7 +51,8 @@ class Model:
 
     @torch.inference_mode()
     def logits(self, tokens: list[int], first: int) -> torch.Tensor:
-        """Return the logits behind every prefix of ``tokens`` from that of ``first`` tokens on, the whole left out: [n - first, vocab].
+        """Return the logits behind every prefix of ``tokens`` from that of ``first`` tokens on, the
+        whole left out: [n - first, vocab].
 
         A shortlisted draft has -inf for what it cannot propose.
         """
@@ -66,7 +73,9 @@ class Model:
         ends: frozenset[int],
         seed: int,
     ) -> list[list[int]]:
-        """Return what follows each prompt, up to ``length`` tokens or an end token; the full law at ``temperature``, 0 being greedy."""
+        """Return what follows each prompt, up to ``length`` tokens or an end token; the full law at
+        ``temperature``, 0 being greedy.
+        """
         noise = torch.Generator().manual_seed(seed)
         texts: list[list[int]] = [[] for _ in prompts]
         running = list(range(len(prompts)))
@@ -95,7 +104,9 @@ class Model:
 def accepting(
     draft: torch.Tensor, target: torch.Tensor, tokens: list[int], temperature: float
 ) -> np.ndarray:
-    """Return the probability that each of ``tokens`` [n] would have been accepted, from the logits [n, vocab] before it."""
+    """Return the probability that each of ``tokens`` [n] would have been accepted, from the logits
+    [n, vocab] before it.
+    """
     ids = torch.tensor(tokens)
     if temperature == 0:
         return (draft.argmax(dim=1) == ids).double().numpy()
@@ -107,7 +118,9 @@ def accepting(
 
 
 def overlap(draft: torch.Tensor, target: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return the probability [n] that a sampled proposal is accepted, ``sum min(p, q)``; at temperature 0 whether both choose the same."""
+    """Return the probability [n] that a sampled proposal is accepted, ``sum min(p, q)``; at
+    temperature 0 whether both choose the same.
+    """
     if temperature == 0:
         return (draft.argmax(dim=1) == target.argmax(dim=1)).double()
     return (
@@ -118,7 +131,9 @@ def overlap(draft: torch.Tensor, target: torch.Tensor, temperature: float) -> to
 
 
 def by_coins(accepting: np.ndarray, coins: np.ndarray) -> Run:
-    """Return the runs of a draft whose tokens are accepted with these probabilities, given one uniform number a position."""
+    """Return the runs of a draft whose tokens are accepted with these probabilities, given one
+    uniform number a position.
+    """
     hits = (coins < accepting).tolist()
 
     def run(at: int, length: int) -> int:
@@ -143,7 +158,9 @@ def by_lookup(prompt: list[int], text: list[int]) -> Run:
 
 
 def steps(run: Run, tokens: int, length: int) -> list[int]:
-    """Return how many proposed tokens each step accepts that speculation with ``length`` takes along a text of ``tokens`` tokens."""
+    """Return how many proposed tokens each step accepts that speculation with ``length`` takes
+    along a text of ``tokens`` tokens.
+    """
     accepted, at = [], 0
     while at < tokens:
         accepted.append(run(at, min(length, tokens - at)))

@@ -76,7 +76,9 @@ JSON = st.recursive(
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back: ``kind`` is an HTTP status or a gRPC status' name (``OK``); ``problem`` is what must not be, if anything."""
+    """What came back: ``kind`` is an HTTP status or a gRPC status' name (``OK``); ``problem`` is
+    what must not be, if anything.
+    """
 
     kind: str
     problem: str = ""
@@ -99,7 +101,9 @@ def judged(kind: str, text: str, allowed: bool) -> Answer:
 
 
 def _bodies(start: dict[str, Any], names: list[str]) -> st.SearchStrategy[bytes]:
-    """Return bodies that begin as a good one, some members of which are spoilt, lost or new; now and then no JSON at all."""
+    """Return bodies that begin as a good one, some members of which are spoilt, lost or new; now
+    and then no JSON at all.
+    """
     spoilt = st.dictionaries(
         st.one_of(st.sampled_from(names), st.text(max_size=12)), JSON, min_size=0, max_size=4
     )
@@ -329,7 +333,8 @@ GRPC_CASES = _grpc_cases()
 def send_grpc(channel: grpc.Channel, case: tuple[str, list[Tensor]]) -> Answer:
     """Send a case on a stream of its own and read it to its end.
 
-    Without the header ``triton_grpc_error``: with it Triton 2.51 itself crashes (signal 11) within some hundreds of these.
+    Without the header ``triton_grpc_error``: with it Triton 2.51 itself crashes (signal 11) within
+    some hundreds of these.
     """
     model, tensors = case
     request = service_pb2.ModelInferRequest(model_name=model)

@@ -1,8 +1,10 @@
-"""What fixed choices saw of each request's acceptance, as the simulator has it: a hazard by request and draft, and its decay by position.
+"""What fixed choices saw of each request's acceptance, as the simulator has it: a hazard by request
+and draft, and its decay by position.
 
-A request on which ``length`` tokens of a draft were proposed ``n`` times, of which ``a`` were accepted in all, has the hazard ``h`` with
-n (h c_1 + ... + h^length c_length) = a, where c_j is the product of the decays up to position j. The decays are those with which these
-hazards give the accepted tokens by position that the metrics counted, over all requests.
+A request on which ``length`` tokens of a draft were proposed ``n`` times, of which ``a`` were
+accepted in all, has the hazard ``h`` with n (h c_1 + ... + h^length c_length) = a, where c_j is the
+product of the decays up to position j. The decays are those with which these hazards give the
+accepted tokens by position that the metrics counted, over all requests.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ Observed = tuple[Key, str, int, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hazards:
-    """``hazard`` and ``found`` [requests, drafts], the requests of a block beginning at ``start``; ``decay`` [drafts, positions].
+    """``hazard`` and ``found`` [requests, drafts], the requests of a block beginning at ``start``;
+    ``decay`` [drafts, positions].
 
     ``found`` is how often a draft that needs a match had one.
     """
@@ -41,7 +44,9 @@ class Hazards:
     start: dict[Key, tuple[int, int]]
 
     def of(self, key: Key) -> tuple[FloatArray, FloatArray]:
-        """Return the hazards of a block's requests, and how often drafts found something to propose."""
+        """Return the hazards of a block's requests, and how often drafts found something to
+        propose.
+        """
         begin, end = self.start[key]
         return self.hazard[begin:end], self.found[begin:end]
 
@@ -71,7 +76,9 @@ def fitted(
 def _chances(
     runs: list[tuple[tuple[int, int], int, dict[str, Any]]], count: int, k_max: int
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return, by request, how often each position was proposed [requests, k_max], the tokens accepted, and the steps that decoded."""
+    """Return, by request, how often each position was proposed [requests, k_max], the tokens
+    accepted, and the steps that decoded.
+    """
     chances, accepted, steps = np.zeros((count, k_max)), np.zeros(count), np.zeros(count)
     for (begin, end), length, run in runs:
         told = [next(iter(reply["drafts"].values()), (0, 0)) for reply in run["replies"]]

@@ -1,4 +1,6 @@
-"""An app in this process, stepped by hand, whose policy can be changed between runs; and how near a tie was where two texts part."""
+"""An app in this process, stepped by hand, whose policy can be changed between runs; and how near a
+tie was where two texts part.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class Sink:
 def generate(
     app: App, requests: Iterable[GenerationRequest], together: int = 1, policy: Policy | None = None
 ) -> list[Session]:
-    """Serve requests, up to ``together`` at a time (closed loop), and return their sessions in order; ``policy`` replaces the app's own."""
+    """Serve requests, up to ``together`` at a time (closed loop), and return their sessions in
+    order; ``policy`` replaces the app's own.
+    """
     return serve(app, [app.session(request, Sink()) for request in requests], together, policy)
 
 
@@ -65,14 +69,18 @@ def serve(
 
 
 def first_difference(one: list[int], other: list[int]) -> int | None:
-    """Return the index of the first token that differs, None where one text goes on as the other as far as both go."""
+    """Return the index of the first token that differs, None where one text goes on as the other as
+    far as both go.
+    """
     return next(
         (i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None
     )
 
 
 class Witness:
-    """The target in fp64 (transformers' own code), which says how near a tie was. Made when first asked: it takes seconds and a GiB."""
+    """The target in fp64 (transformers' own code), which says how near a tie was. Made when first
+    asked: it takes seconds and a GiB.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -94,7 +102,9 @@ class Witness:
         return abs(float(logits[one] - logits[other]))
 
     def race_gap(self, tokens: list[int], one: int, other: int, sampling: SamplingParams) -> float:
-        """Return by how much, in scaled logits, the race between two tokens was decided (without top-k, top-p and options)."""
+        """Return by how much, in scaled logits, the race between two tokens was decided (without
+        top-k, top-p and options).
+        """
         place = np.uint64(word(sampling.seed, len(tokens)))
         noise = exponentials(place ^ np.array([one, other], np.uint64))
         logits = self.logits(tokens)

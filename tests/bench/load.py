@@ -21,7 +21,8 @@ ANSWER_LIMIT_S = 180.0
 
 @dataclass(slots=True)
 class Served:
-    """How one request went: ``outcome`` is one of the above or the name of a gRPC status; times are ``time.perf_counter`` seconds.
+    """How one request went: ``outcome`` is one of the above or the name of a gRPC status; times are
+    ``time.perf_counter`` seconds.
 
     ``drafts`` has (proposed, accepted) tokens by draft.
     """
@@ -50,7 +51,9 @@ class Served:
 
     @property
     def token_s(self) -> float | None:
-        """Mean time between two tokens, from the first response to the last; None with fewer than two responses or unknown tokens."""
+        """Mean time between two tokens, from the first response to the last; None with fewer than
+        two responses or unknown tokens.
+        """
         if len(self.arrivals_s) < 2 or self.output_tokens < 2:
             return None
         return (self.arrivals_s[-1] - self.arrivals_s[0]) / (self.output_tokens - 1)
@@ -76,8 +79,9 @@ async def serve(
 ) -> Served:
     """Send one streaming request and read it to its end.
 
-    ``pause`` is awaited before each response is read (a slow reader); after ``cancel_after`` responses the client hangs up. ``codes``:
-    errors are told by status, by a header with which Triton 2.51 crashes now and then; else an error is the outcome ``error``.
+    ``pause`` is awaited before each response is read (a slow reader); after ``cancel_after``
+    responses the client hangs up. ``codes``: errors are told by status, by a header with which
+    Triton 2.51 crashes now and then; else an error is the outcome ``error``.
     """
     stub = service_pb2_grpc.GRPCInferenceServiceStub(connection)
     served = Served(time.perf_counter())

@@ -1,8 +1,10 @@
-"""The best plan of a step by another road: the formulas of the design in plain loops, sharing no code with the policy but its tables.
+"""The best plan of a step by another road: the formulas of the design in plain loops, sharing no
+code with the policy but its tables.
 
-Up to three rows every choice is tried; up to eight, a dynamic program over the rows whose state is how many rows each draft has at each
-depth. Instances are random: staircases, catch-up, ceilings, remaining tokens, and where wanted a cap on the step's time (which enumeration
-alone knows) and rows whose choice is given.
+Up to three rows every choice is tried; up to eight, a dynamic program over the rows whose state is
+how many rows each draft has at each depth. Instances are random: staircases, catch-up, ceilings,
+remaining tokens, and where wanted a cap on the step's time (which enumeration alone knows) and rows
+whose choice is given.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ NOTHING = (NO_DRAFT, 0)
 
 @dataclass(frozen=True)
 class Instance:
-    """A view, the hazards float64[rows, drafts, positions] of its requests, the model of time with its correction, and the price.
+    """A view, the hazards float64[rows, drafts, positions] of its requests, the model of time with
+    its correction, and the price.
 
     ``given`` are the options of the view's last rows, which are not to be chosen.
     """
@@ -72,7 +75,9 @@ class Instance:
         return [NOTHING, *((d, k) for d in drafts for k in range(1, self.longest(row, d) + 1))]
 
     def worth(self, row: int, option: tuple[int, int]) -> float:
-        """Return a row's tokens, less the price of what it alone takes: reading its KV, and its share of the catch-up."""
+        """Return a row's tokens, less the price of what it alone takes: reading its KV, and its
+        share of the catch-up.
+        """
         draft, length = option
         if not length:
             return 1.0
@@ -93,7 +98,9 @@ class Instance:
         return max(int(self.view.catchup[row, draft]), 1)
 
     def first(self, row: int, draft: int) -> int:
-        """Return how many of them are no catch-up: a chain accepted whole leaves two tokens unseen."""
+        """Return how many of them are no catch-up: a chain accepted whole leaves two tokens
+        unseen.
+        """
         return min(self.unseen(row, draft), 2)
 
     @cached_property
@@ -170,7 +177,8 @@ def best_by_enumeration(instance: Instance) -> float:
 def best_by_rows(instance: Instance) -> float:
     """Return the highest objective by a dynamic program over the rows.
 
-    The state is, by draft, the tokens of the first forward and the rows at every depth; what it reaches best is all that matters of how.
+    The state is, by draft, the tokens of the first forward and the rows at every depth; what it
+    reaches best is all that matters of how.
     """
     drafts, k_max = range(len(instance.view.drafts)), instance.k_max
     reached = {((0,) * (k_max + 1),) * len(drafts): 0.0}
@@ -203,13 +211,17 @@ def _shared(instance: Instance, state: tuple[tuple[int, ...], ...]) -> float:
 
 
 def with_cap(instance: Instance, rng: np.random.Generator) -> Instance:
-    """Return the instance under a cap on the step's time, somewhere around the steps that it may choose."""
+    """Return the instance under a cap on the step's time, somewhere around the steps that it may
+    choose.
+    """
     cap_s = instance.plain_s * float(rng.uniform(0.8, 2.0))
     return replace(instance, view=replace(instance.view, cap_s=cap_s))
 
 
 def with_given(instance: Instance, rng: np.random.Generator) -> Instance:
-    """Return the instance with its last row or two given: an option that they have, without a catch-up to be spread."""
+    """Return the instance with its last row or two given: an option that they have, without a
+    catch-up to be spread.
+    """
     view = instance.view
     rows = len(view) - int(rng.integers(1, min(3, len(view))))
     catchup = view.catchup.copy()
@@ -220,7 +232,9 @@ def with_given(instance: Instance, rng: np.random.Generator) -> Instance:
 
 
 def drifted(instance: Instance, choice: Choice, rng: np.random.Generator) -> Instance:
-    """Return the instance a step later: some of the choice was accepted, drafts not used fell behind, hazards are estimated anew."""
+    """Return the instance a step later: some of the choice was accepted, drafts not used fell
+    behind, hazards are estimated anew.
+    """
     view = instance.view
     emitted = np.array([1 + int(rng.integers(0, length + 1)) for _, length in choice])
     used = np.array([draft for draft, _ in choice])[:, None] == np.arange(len(view.drafts))

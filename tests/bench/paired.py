@@ -1,4 +1,6 @@
-"""Statistics of paired runs: two arms see the same block of work, one after the other, and only their ratio is believed."""
+"""Statistics of paired runs: two arms see the same block of work, one after the other, and only
+their ratio is believed.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ RESAMPLES = 10_000
 
 
 def abba(arms: Sequence[str], block: int) -> list[str]:
-    """Return the order of the arms in a block: forwards in even blocks, backwards in odd ones, so that drift cancels."""
+    """Return the order of the arms in a block: forwards in even blocks, backwards in odd ones, so
+    that drift cancels.
+    """
     return list(arms) if block % 2 == 0 else list(reversed(arms))
 
 
@@ -25,7 +29,9 @@ def median_interval(
 
 
 def repeated_share(text: str, size: int = 4) -> float:
-    """Return the share of word n-grams of a text that occurred in it before: near 1 for a text that goes round in circles."""
+    """Return the share of word n-grams of a text that occurred in it before: near 1 for a text that
+    goes round in circles.
+    """
     words = text.split()
     grams = [tuple(words[i : i + size]) for i in range(len(words) - size + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0

@@ -1,4 +1,5 @@
-"""Other stacks as arms, on the same weights: each a process in an environment of its own (``peer_worker.py``, ``peer_worker.mjs``).
+"""Other stacks as arms, on the same weights: each a process in an environment of its own
+(``peer_worker.py``, ``peer_worker.mjs``).
 
 Token ids go in and come out, so that no stack's tokenizer is part of what is compared.
 """
@@ -28,7 +29,9 @@ from tests.bench.peer_models import as_gguf, whole_head
 KINDS = ("plain", "draft", "lookup")
 STACKS = ("transformers", "vllm", "openvino", "llamacpp")
 BF16 = "llamacpp-bf16"
-"""Plain too, with the weights that Spindle runs; llama.cpp's others read the packaged model as it is, in 4 bits."""
+"""Plain too, with the weights that Spindle runs; llama.cpp's others read the packaged model as it
+is, in 4 bits.
+"""
 PEERS = (*(f"{stack}-{kind}" for stack in STACKS for kind in KINDS), BF16)
 ALONE = ("transformers-draft", "transformers-lookup")
 """They serve one request at a time."""
@@ -59,7 +62,9 @@ class PeerArm:
         self._read()
 
     def run(self, offer: Offer) -> Served:
-        """Serve a closed loop. Raises ValueError for an open one, RuntimeError when the worker has ended."""
+        """Serve a closed loop. Raises ValueError for an open one, RuntimeError when the worker has
+        ended.
+        """
         if offer.at_s is not None:
             raise ValueError("a peer serves closed loops only")
         assert self._process.stdin is not None
@@ -109,12 +114,15 @@ class PeerArm:
         status = self._process.wait()
         self._log.seek(0)
         raise RuntimeError(
-            f"the peer ended with status {status}: {(self._log.read().strip() or 'it wrote nothing').splitlines()[-1]}"
+            f"the peer ended with status {status}: "
+            f"{(self._log.read().strip() or 'it wrote nothing').splitlines()[-1]}"
         )
 
 
 class Peers:
-    """Gives the arms of the peers, each started when first asked for; where memory runs short the one not used for longest ends."""
+    """Gives the arms of the peers, each started when first asked for; where memory runs short the
+    one not used for longest ends.
+    """
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = parse_config(config)
@@ -212,7 +220,9 @@ class Peers:
 
 
 def _dtype() -> str:
-    """Return what transformers and vLLM run a model in: where the processor has no products in bf16, those take much longer."""
+    """Return what transformers and vLLM run a model in: where the processor has no products in
+    bf16, those take much longer.
+    """
     return "bfloat16" if machine.multiplies_bf16() else "float32"
 
 

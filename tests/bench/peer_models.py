@@ -1,8 +1,10 @@
-"""The models of the peers, made from this project's own checkpoints and kept in the cache: the same weights in the forms that others read.
+"""The models of the peers, made from this project's own checkpoints and kept in the cache: the same
+weights in the forms that others read.
 
-A draft here may score a part of the vocabulary only; no peer can read such a head, so theirs is whole. The rows of tokens that the draft
-never proposes are the mean of its rows: their score is the mean of the others' and so never above the best, and a greedy draft proposes
-what ours does. What it costs is that they read the whole head for each token.
+A draft here may score a part of the vocabulary only; no peer can read such a head, so theirs is
+whole. The rows of tokens that the draft never proposes are the mean of its rows: their score is the
+mean of the others' and so never above the best, and a greedy draft proposes what ours does. What it
+costs is that they read the whole head for each token.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ Tensors = dict[str, torch.Tensor]
 
 
 def whole_head(folder: Path) -> Path:
-    """Return a checkpoint folder that any stack can read: ``folder`` itself where its head is whole, else one in the cache."""
+    """Return a checkpoint folder that any stack can read: ``folder`` itself where its head is
+    whole, else one in the cache.
+    """
     config = json.loads((folder / "config.json").read_text("utf-8"))
     if "draft_vocab_size" not in config:
         return folder
@@ -53,7 +57,9 @@ def whole_head(folder: Path) -> Path:
 
 
 def as_gguf(folder: Path, target: Path, kind: str) -> Path:
-    """Return a checkpoint as a GGUF file with the tokenizer of the folder ``target``; ``kind``: BF16, the weights as they are, or F16."""
+    """Return a checkpoint as a GGUF file with the tokenizer of the folder ``target``; ``kind``:
+    BF16, the weights as they are, or F16.
+    """
     place = _place(folder, f"{kind.lower()}.gguf")
     if not place.exists():
         part = place.with_suffix(".part")
@@ -108,7 +114,9 @@ def _add_config(writer: gguf.GGUFWriter, name: str, config: dict[str, Any]) -> N
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
-    """Add the byte-level BPE tokenizer of a folder, as llama.cpp names the two that this project has."""
+    """Add the byte-level BPE tokenizer of a folder, as llama.cpp names the two that this project
+    has.
+    """
     tokenizer, own = (
         json.loads((folder / name).read_text("utf-8"))
         for name in ("tokenizer.json", "tokenizer_config.json")
@@ -158,7 +166,9 @@ def _add_tensor(
 
 
 def permute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Put the rows of a q or k projection [heads * d, columns] in llama.cpp's order: the inverse of ``engines_build.convert.unpermute``."""
+    """Put the rows of a q or k projection [heads * d, columns] in llama.cpp's order: the inverse of
+    ``engines_build.convert.unpermute``.
+    """
     rows, columns = weight.shape
     return (
         weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)

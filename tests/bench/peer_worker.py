@@ -1,9 +1,12 @@
-"""Another stack serving a benchmark's requests, in an environment of its own: this file imports nothing of the project.
+"""Another stack serving a benchmark's requests, in an environment of its own: this file imports
+nothing of the project.
 
-    python peer_worker.py STACK-KIND --model FOLDER --draft FOLDER --gguf FILE --draft-gguf FILE --ends ID ...
+    python peer_worker.py STACK-KIND --model FOLDER --draft FOLDER --gguf FILE --draft-gguf FILE
+        --ends ID ...
 
-Writes a line when ready, then answers each JSON line {"prompts": [token ids], "max_tokens", "concurrency"} with a line {"replies":
-[{"tokens", "first_s", "total_s"}], "wall_s"}; ``peer_worker.mjs`` does the same for llama.cpp. Decodes greedily. A closed loop: of so many
+Writes a line when ready, then answers each JSON line {"prompts": [token ids], "max_tokens",
+"concurrency"} with a line {"replies": [{"tokens", "first_s", "total_s"}], "wall_s"};
+``peer_worker.mjs`` does the same for llama.cpp. Decodes greedily. A closed loop: of so many
 requests in flight, the next is due when one has ended.
 """
 
@@ -32,7 +35,9 @@ Reply = dict[str, Any]
 
 
 class Transformers:
-    """``generate``, alone or with an assistant model or prompt lookup. Only the first can batch, and its batches end as one."""
+    """``generate``, alone or with an assistant model or prompt lookup. Only the first can batch,
+    and its batches end as one.
+    """
 
     def __init__(self, kind: str, options: argparse.Namespace) -> None:
         import torch
@@ -110,7 +115,9 @@ class Transformers:
 
 
 class OpenVino:
-    """The continuous-batching pipeline of ``openvino_genai`` from GGUF files, alone, with a draft or with prompt lookup."""
+    """The continuous-batching pipeline of ``openvino_genai`` from GGUF files, alone, with a draft
+    or with prompt lookup.
+    """
 
     def __init__(self, kind: str, options: argparse.Namespace) -> None:
         import openvino_genai
@@ -176,7 +183,9 @@ class OpenVino:
 
 
 def _openvino_folder(gguf: str) -> str:
-    """Return a GGUF model as OpenVINO's own folder, written on the first call: drafts are read from such only."""
+    """Return a GGUF model as OpenVINO's own folder, written on the first call: drafts are read from
+    such only.
+    """
     import openvino_genai
 
     folder = Path(gguf).with_suffix(".openvino")
@@ -191,7 +200,9 @@ def _openvino_folder(gguf: str) -> str:
 
 
 class Vllm:
-    """vLLM's OpenAI server (what ``vllm serve`` starts), alone, with a draft or with n-grams of the text, over HTTP with streaming."""
+    """vLLM's OpenAI server (what ``vllm serve`` starts), alone, with a draft or with n-grams of the
+    text, over HTTP with streaming.
+    """
 
     def __init__(self, kind: str, options: argparse.Namespace) -> None:
         with socket.socket() as free:

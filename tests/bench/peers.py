@@ -1,14 +1,18 @@
 """Spindle beside other stacks: the same weights, prompts and machine, interleaved, one thread each.
 
     tests/bench/peers.sh vllm openvino llamacpp                    # their environments, once
-    python -m tests.bench.peers --out docs/results/peers.json      # at most ten minutes; --families, --peers, --blocks for less or more
+    python -m tests.bench.peers --out docs/results/peers.json      # ten minutes at most
 
-Spindle (with and without speculation, each on a tritonserver), transformers, vLLM (its server), OpenVINO GenAI and llama.cpp
-(node-llama-cpp); each peer plain, with the largest of Spindle's drafts and with prompt lookup, proposing 4 tokens a step. In each block
-every arm serves the same requests, greedily, at each number in flight, in ABBA order; what counts are ratios of tokens per second within a
-block (medians over blocks). Before the first block all serve other prompts once. Exactness: the share of texts that are those of the same
-stack's plain arm, and of Spindle without speculation, and where the others part. A peer without its environment, or that does not start,
-is skipped with the reason.
+``--families``, ``--peers`` and ``--blocks`` make it less or more.
+
+Spindle (with and without speculation, each on a tritonserver), transformers, vLLM (its server),
+OpenVINO GenAI and llama.cpp (node-llama-cpp); each peer plain, with the largest of Spindle's drafts
+and with prompt lookup, proposing 4 tokens a step. In each block every arm serves the same requests,
+greedily, at each number in flight, in ABBA order; what counts are ratios of tokens per second
+within a block (medians over blocks). Before the first block all serve other prompts once.
+Exactness: the share of texts that are those of the same stack's plain arm, and of Spindle without
+speculation, and where the others part. A peer without its environment, or that does not start, is
+skipped with the reason.
 """
 
 from __future__ import annotations
@@ -93,7 +97,9 @@ class Family:
         return own | {name: self._peers.weights(name) for name in self.names if name in PEERS}
 
     def start(self) -> None:
-        """Start all, as many at once as there are cores, and let them serve a few prompts that are not scored."""
+        """Start all, as many at once as there are cores, and let them serve a few prompts that are
+        not scored.
+        """
         with ThreadPoolExecutor(machine.cores()) as starting:
             begun = {
                 name: starting.submit(self._peers.arm, name) for name in self.names if name in PEERS
@@ -214,14 +220,18 @@ def speed(run: Run) -> float:
 
 
 def ratio(ours: list[Run], theirs: list[Run], seed: int) -> dict[str, Any]:
-    """Return the median over blocks of the ratio of speeds, with its interval where there are blocks enough."""
+    """Return the median over blocks of the ratio of speeds, with its interval where there are
+    blocks enough.
+    """
     ratios = [speed(one) / speed(other) for one, other in zip(ours, theirs, strict=True)]
     ends = [round(end, 3) for end in median_interval(ratios, seed)] if len(ratios) > 1 else None
     return {"median": round(median(ratios), 3), "interval_95": ends, "blocks": len(ratios)}
 
 
 def exactness(ours: list[Run], theirs: list[Run], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return how many texts are the same, and the first token that differs of each that is not (as this tokenizer cuts both texts)."""
+    """Return how many texts are the same, and the first token that differs of each that is not (as
+    this tokenizer cuts both texts).
+    """
     pairs: list[tuple[Reply, Reply]] = [
         pair
         for one, other in zip(ours, theirs, strict=True)
@@ -255,7 +265,8 @@ def measured(
                 break
             family.block(block)
             print(
-                f"{name}: block {block + 1} of {options.blocks}, {time.monotonic() - begun_s:.0f} s",
+                f"{name}: block {block + 1} of {options.blocks}, "
+                f"{time.monotonic() - begun_s:.0f} s",
                 file=sys.stderr,
                 flush=True,
             )
@@ -277,7 +288,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command = sys.argv[1:] if arguments is None else list(arguments)
     options = parse(command)
     record = {
-        "benchmark": "peers: other stacks on the same weights and prompts, closed loop, greedy, one thread each",
+        "benchmark": "peers: other stacks on the same weights and prompts, closed loop, greedy, "
+        "one "
+        "thread each",
         "time_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": ["python", "-m", "tests.bench.peers", *command],
         "machine": machine.describe(),

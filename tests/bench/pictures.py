@@ -1,4 +1,5 @@
-"""The pictures of README, light and dark: ``python -m tests.bench.pictures`` writes them to docs/pictures.
+"""The pictures of README, light and dark: ``python -m tests.bench.pictures`` writes them to
+docs/pictures.
 
 ``speed``: tokens per second relative to plain decoding, from docs/results/sweep-cpu-avx2.json.
 ``how-it-works``: one request's way through the service, drawn by hand.
@@ -64,7 +65,9 @@ def mean(values: list[float]) -> float:
 
 
 def speed(found: Ratios, theme: dict[str, str]) -> plt.Figure:
-    """Draw Spindle's line over the band of the fixed choices, worst to best; a dot a measured block."""
+    """Draw Spindle's line over the band of the fixed choices, worst to best; a dot a measured
+    block.
+    """
     loads = sorted(found[SPINDLE])
     means = {policy: [mean(own[load]) for load in loads] for policy, own in found.items()}
     fixed = {policy: own for policy, own in means.items() if policy != SPINDLE}
@@ -102,7 +105,9 @@ def speed(found: Ratios, theme: dict[str, str]) -> plt.Figure:
 
 
 def _labels(axis: Axes, fixed: dict[str, list[float]], theme: dict[str, str], count: int) -> None:
-    """Name the line and the band's edges where they end, by the choice that is best and worst there."""
+    """Name the line and the band's edges where they end, by the choice that is best and worst
+    there.
+    """
     worst, best = (
         min(fixed, key=lambda policy: fixed[policy][-1]),
         max(fixed, key=lambda policy: fixed[policy][-1]),
@@ -157,13 +162,15 @@ def how_it_works(theme: dict[str, str]) -> str:
         weight = ' font-weight="600"' if bold else ""
         for number, text in enumerate(lines):
             parts.append(
-                f'<text x="{x}" y="{y + 16 * number}" fill="{colour}" font-size="{size}"{weight}>{text}</text>'
+                f'<text x="{x}" y="{y + 16 * number}" fill="{colour}" '
+                f'font-size="{size}"{weight}>{text}</text>'
             )
 
     def arrow(path: str, *, both: bool = False) -> None:
         start = ' marker-start="url(#a)"' if both else ""
         parts.append(
-            f'<path d="{path}" fill="none" stroke="{line}" stroke-width="2" marker-end="url(#a)"{start}/>'
+            f'<path d="{path}" fill="none" stroke="{line}" stroke-width="2" '
+            f'marker-end="url(#a)"{start}/>'
         )
 
     def head(x: int, y: int, title: str, *lines: str) -> None:
@@ -197,10 +204,12 @@ def how_it_works(theme: dict[str, str]) -> str:
     arrow("M 356 175 H 394", both=True)
     marker = f'<path d="M 0 0 L 8 4 L 0 8 z" fill="{line}"/>'
     return (
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 350" width="800" height="350" role="img" text-anchor="middle"'
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 350" width="800" height="350" '
+        'role="img" text-anchor="middle"'
         ' font-family="-apple-system, Segoe UI, Helvetica, Arial, DejaVu Sans, sans-serif">\n'
         "<title>How a request is served</title>\n"
-        '<defs><marker id="a" viewBox="0 0 8 8" refX="6" refY="4" markerWidth="5" markerHeight="5" orient="auto-start-reverse">'
+        '<defs><marker id="a" viewBox="0 0 8 8" refX="6" refY="4" markerWidth="5" '
+        'markerHeight="5" orient="auto-start-reverse">'
         f"{marker}</marker></defs>\n" + "\n".join(parts) + "\n</svg>\n"
     )
 

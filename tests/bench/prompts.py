@@ -1,4 +1,6 @@
-"""Sixteen prompts written for this project: real tasks of four kinds, for tests that run offline. They stand in for no benchmark."""
+"""Sixteen prompts written for this project: real tasks of four kinds, for tests that run offline.
+They stand in for no benchmark.
+"""
 
 _HARBOUR = """\
 The fishing town of Skerry Point has voted to keep its old harbour crane, ending a dispute that had divided the council for two years. \
@@ -64,8 +66,10 @@ PROMPTS = {
     "chat": (
         "What should I pack for a three-day walk in the mountains in October?",
         "Explain to a ten-year-old why the sky is blue and sunsets are red.",
-        "Write a polite e-mail to my landlord, Mr Okafor, asking him to repair the kitchen tap that has been dripping for two weeks.",
-        "I have eggs, spinach, half an onion and some old bread. Suggest a dinner and tell me how to cook it.",
+        "Write a polite e-mail to my landlord, Mr Okafor, asking him to repair the kitchen tap "
+        "that has been dripping for two weeks.",
+        "I have eggs, spinach, half an onion and some old bread. Suggest a dinner and tell me "
+        "how to cook it.",
     ),
     "summarise": (
         f"Summarise the following article in three sentences.\n\n{_HARBOUR}",
@@ -74,16 +78,21 @@ PROMPTS = {
         f"{_BATTERIES}\n\nList the five most important facts of this article.",
     ),
     "sql": (
-        f"{_LIBRARY}\n\nWrite a SQL query: the titles of all books published before 1950 by authors from Norway.",
+        f"{_LIBRARY}\n\nWrite a SQL query: the titles of all books published before 1950 by "
+        f"authors from Norway.",
         f"{_LIBRARY}\n\nQuestion: Which ten members have borrowed the most books since 2020?\nSQL:",
-        f"{_SHOP}\n\nWrite a SQL query: the total revenue of each product category in 2023, highest first.",
+        f"{_SHOP}\n\nWrite a SQL query: the total revenue of each product category in 2023, "
+        f"highest first.",
         f"{_SHOP}\n\nQuestion: Which customers from Leeds have never placed an order?\nSQL:",
     ),
     "code": (
-        f"This function is wrong when the intervals are not sorted or one contains another. Correct it.\n\n{_MERGE}",
+        f"This function is wrong when the intervals are not sorted or one contains another. "
+        f"Correct it.\n\n{_MERGE}",
         f"Add type hints and docstrings to this class and repeat it in full.\n\n{_COUNTER}",
-        "Write a Python function that returns the n-th row of Pascal's triangle as a list of integers.",
-        "Write a Python function that reads a CSV file with the columns name and score and returns the three best names.",
+        "Write a Python function that returns the n-th row of Pascal's triangle as a list of "
+        "integers.",
+        "Write a Python function that reads a CSV file with the columns name and score and "
+        "returns the three best names.",
     ),
 }
 """Prompts by workload: the user's message of a chat, or raw text as it stands."""

@@ -1,4 +1,5 @@
-"""The measured tables of README and docs/benchmarks.md: ``python -m tests.bench.readme`` writes them from docs/results.
+"""The measured tables of README and docs/benchmarks.md: ``python -m tests.bench.readme`` writes
+them from docs/results.
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; what is there is replaced.
 A test holds the pages against the records.

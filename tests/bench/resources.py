@@ -1,4 +1,6 @@
-"""What a running service holds: memory, threads and file handles by the role of its processes, and shared memory."""
+"""What a running service holds: memory, threads and file handles by the role of its processes, and
+shared memory.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ ROLES = {
     "bin/tritonserver": "tritonserver",
 }
 ROOM = {"rss_mib": (1.2, 24.0), "threads": (1.2, 8.0), "handles": (1.2, 16.0), "mib": (1.2, 4.0)}
-"""By how much the last third may exceed the first, factor and addend, before it counts as growth."""
+"""By how much the last third may exceed the first, factor and addend, before it counts as
+growth.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,9 @@ class Watch:
         self.shared.append(SharedMemory(at_s, len(sizes), round(sum(sizes) / 2**20, 2)))
 
     def summary(self) -> tuple[dict[str, Any], list[str]]:
-        """Return medians of the first and the last third of the run by role and quantity, and a sentence for each that grew."""
+        """Return medians of the first and the last third of the run by role and quantity, and a
+        sentence for each that grew.
+        """
         end_s = self.shared[-1].at_s
         rows: dict[str, dict[str, list[tuple[float, float]]]] = {}
         for sample in (*self.samples, *self.shared):
@@ -106,6 +112,7 @@ class Watch:
                 factor, addend = ROOM.get(name, ROOM["handles"])
                 if thirds["last_third"] > factor * thirds["first_third"] + addend:
                     grown.append(
-                        f"{role}: {name} grew from {thirds['first_third']} to {thirds['last_third']}"
+                        f"{role}: {name} grew from {thirds['first_third']} to "
+                        f"{thirds['last_third']}"
                     )
         return summary, grown

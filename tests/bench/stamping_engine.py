@@ -1,4 +1,6 @@
-"""The engine process with every delta replaced by the time at which the loop emitted it (CLOCK_MONOTONIC, ns, ended by ';')."""
+"""The engine process with every delta replaced by the time at which the loop emitted it
+(CLOCK_MONOTONIC, ns, ended by ';').
+"""
 
 import sys
 import time

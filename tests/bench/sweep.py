@@ -1,15 +1,19 @@
-"""The load sweep: latency and throughput of every policy under the same requests, from one in flight to beyond saturation.
+"""The load sweep: latency and throughput of every policy under the same requests, from one in
+flight to beyond saturation.
 
-    make bench                                     # hours; stop it when you like, the same command goes on
+    make bench                                     # hours; stopped, the same command goes on
     make bench ARGS="--quick --out FILE"           # under ten minutes on two cores
-    make bench ARGS="--in-process --config FILE"   # without tritonserver, also where the configuration names a GPU
-    make bench ARGS="--peers all --policies --closed 1 8 --shares"   # beside other stacks (tests/bench/peers.sh)
+    make bench ARGS="--in-process --config FILE"   # without tritonserver, on a GPU too
+    # beside other stacks (tests/bench/peers.sh):
+    make bench ARGS="--peers all --policies --closed 1 8 --shares"
     make bench ARGS="--ablations --closed 1 8 --shares"   # Spindle without each of its parts
 
-Starts a tritonserver a policy (see ``sweep_arms``). First, on prompts that are not scored: the draft, the length and the table by batch
-size that baselines are given, and the capacity of no speculation in requests per second. Then blocks: in each, at every point (workload and
-load), all policies serve the same requests at the same times, in ABBA order; block 0 is cold. Loads: ``closed-N`` in flight;
-``poisson-SHARE`` and ``bursty-SHARE`` of the capacity. Writes FILE every 20 s and, at the end, FILE's report as HTML.
+Starts a tritonserver a policy (see ``sweep_arms``). First, on prompts that are not scored: the
+draft, the length and the table by batch size that baselines are given, and the capacity of no
+speculation in requests per second. Then blocks: in each, at every point (workload and load), all
+policies serve the same requests at the same times, in ABBA order; block 0 is cold. Loads:
+``closed-N`` in flight; ``poisson-SHARE`` and ``bursty-SHARE`` of the capacity. Writes FILE every 20
+s and, at the end, FILE's report as HTML.
 """
 
 from __future__ import annotations
@@ -73,7 +77,9 @@ FAKE_CHARACTERS = 300
 VARIATION = {"poisson": 1.0, "bursty": 3.0}
 """Coefficient of variation of the gaps between arrivals."""
 FREE = ("out", "limit_s", "servers", "quick", "config")
-"""Options that may differ from those of the command that began the record; the configuration is compared by what it says."""
+"""Options that may differ from those of the command that began the record; the configuration is
+compared by what it says.
+"""
 QUICK: dict[str, Any] = {
     "workloads": ["mix"],
     "closed": [1, 8],
@@ -165,7 +171,8 @@ class Sweep:
     def _keys(self) -> Iterator[tuple[str, str, int, str]]:
         """Yield all runs in their order: a block of every point before the next block of any.
 
-        The direction also changes from point to point, so that a server that ran last runs first and need not be started again.
+        The direction also changes from point to point, so that a server that ran last runs first
+        and need not be started again.
         """
         options = self._options
         rates = [
@@ -201,7 +208,8 @@ class Sweep:
         }
 
     def _offer(self, workload: str, load: str, block: int, policy: str) -> Offer:
-        """Return a block's requests, the same for every policy; the bursts and pauses of a block are those of every rate, stretched.
+        """Return a block's requests, the same for every policy; the bursts and pauses of a block
+        are those of every rate, stretched.
 
         Policies that share a server share no KV.
         """
@@ -219,7 +227,9 @@ class Sweep:
     def _requests(
         self, workload: str, load: str, block: int, count: int, policy: str
     ) -> list[dict[str, Any]]:
-        """Draw requests that are scored, or, in the load ``tuning-N``, from those that are not; no KV is reused from other runs."""
+        """Draw requests that are scored, or, in the load ``tuning-N``, from those that are not; no
+        KV is reused from other runs.
+        """
         every = self._messages[workload]
         tuning = load.startswith("tuning")
         pool = [
@@ -261,7 +271,9 @@ class Sweep:
         return sum(reply.output_tokens for reply in served.replies) / served.wall_s
 
     def _tune(self) -> dict[str, Any]:
-        """Choose what the baselines are told: the best fixed choices by tokens per second on prompts that are not scored."""
+        """Choose what the baselines are told: the best fixed choices by tokens per second on
+        prompts that are not scored.
+        """
         workload = self._options.workloads[-1]
         levels = sorted(
             {level for level in self._options.closed if level < self._options.active}
@@ -292,7 +304,9 @@ class Sweep:
 
 
 def chosen(rates: dict[str, dict[str, float]], fixed: list[str]) -> dict[str, Any]:
-    """Return the draft and length that are best over all batch sizes (geometric mean), and that draft's best length at each of them."""
+    """Return the draft and length that are best over all batch sizes (geometric mean), and that
+    draft's best length at each of them.
+    """
     best = max(fixed, key=lambda name: math.prod(rates[name].values()))
     draft, length = fixed_choice(best)
     lengths = {NONE: 0} | {
@@ -317,7 +331,9 @@ def _progress(work: list[Any], name: str) -> tqdm[Any]:
 
 
 def described(served: Served) -> dict[str, Any]:
-    """Return a run's figures; texts may quote a corpus that must not be copied, so they are kept as hashes."""
+    """Return a run's figures; texts may quote a corpus that must not be copied, so they are kept as
+    hashes.
+    """
     gaps = [gap for reply in served.replies for gap in reply.gaps_s]
     replies = [
         {
@@ -350,7 +366,9 @@ def _short(value: Any) -> Any:
 
 
 def opened(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the record to go on with. Raises SystemExit for a file of other settings, which is not overwritten."""
+    """Return the record to go on with. Raises SystemExit for a file of other settings, which is not
+    overwritten.
+    """
     settings = {key: value for key, value in vars(options).items() if key not in FREE}
     settings["config"] = json.loads(options.config.read_text("utf-8"))
     if options.out.exists():

@@ -1,9 +1,11 @@
-"""The policies of the sweep by name, each as an arm that serves: ``none``, ``fixed-DRAFT-LENGTH``, ``schedule``, ``ema``, ``smartspec``,
-``spin`` and ``spindle``. ``none`` has no draft loaded; ``none-again`` is the same arm a second time, which shows the noise.
+"""The policies of the sweep by name, each as an arm that serves: ``none``, ``fixed-DRAFT-LENGTH``,
+``schedule``, ``ema``, ``smartspec``, ``spin`` and ``spindle``. ``none`` has no draft loaded;
+``none-again`` is the same arm a second time, which shows the noise.
 
-``with-PART`` is spindle with a part that the configuration has off, ``without-PART`` spindle without one that it has on (``PARTS``) or
-without one of its drafts. A dotted path, ``my_package.MyPolicy``, is a policy of your own
-(``policy.wrappers``), its options those of the configuration.
+``with-PART`` is spindle with a part that the configuration has off, ``without-PART`` spindle
+without one that it has on (``PARTS``) or without one of its drafts. A dotted path,
+``my_package.MyPolicy``, is a policy of your own (``policy.wrappers``), its options those of the
+configuration.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ PARTS: dict[str, tuple[str, str, Any, Any]] = {
     "decomposition": ("target", "attention", "tiled", "padded"),
     "prefix-reuse": ("limits", "enable_kv_cache_reuse", False, True),
 }
-"""Where ``serving.json`` has a part's setting, what it is without the part and with it; padded attention cuts contexts where it pays."""
+"""Where ``serving.json`` has a part's setting, what it is without the part and with it; padded
+attention cuts contexts where it pays.
+"""
 _DEFAULTS = ServingConfig()
 _UNLIMITED = 100_000
 _SWITCHED = "fixed"
@@ -36,7 +40,9 @@ _SWITCHED = "fixed"
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What the baselines are told, chosen on other prompts: one draft and length, and the best length of that draft by batch size."""
+    """What the baselines are told, chosen on other prompts: one draft and length, and the best
+    length of that draft by batch size.
+    """
 
     draft: str = ""
     length: int = 0
@@ -60,7 +66,9 @@ def is_ablation(name: str) -> bool:
 
 
 def ablation_names(config: dict[str, Any]) -> list[str]:
-    """Return the arms that differ from spindle by one part or draft; decomposition for torch targets alone."""
+    """Return the arms that differ from spindle by one part or draft; decomposition for torch
+    targets alone.
+    """
     torch = config["target"].get("engine", "torch") == "torch"
     parts = [part for part in PARTS if torch or part != "decomposition"]
     named = [f"{'without' if _has(config, part) else 'with'}-{part}" for part in parts]
@@ -73,7 +81,9 @@ def _has(config: dict[str, Any], part: str) -> bool:
 
 
 def _ablated(config: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the configuration with or without a part. Raises KeyError for a part that is neither one of ``PARTS`` nor a draft."""
+    """Return the configuration with or without a part. Raises KeyError for a part that is neither
+    one of ``PARTS`` nor a draft.
+    """
     kind, _, part = name.partition("-")
     drafts = [draft for draft in config["drafts"] if draft["name"] != part]
     if kind == "without" and len(drafts) < len(config["drafts"]):
@@ -83,7 +93,9 @@ def _ablated(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def arm_config(config: dict[str, Any], name: str, tuning: Tuning, active: int) -> dict[str, Any]:
-    """Return the ``serving.json`` of an arm: the configuration with its policy, which begins cold, and a queue that refuses nobody."""
+    """Return the ``serving.json`` of an arm: the configuration with its policy, which begins cold,
+    and a queue that refuses nobody.
+    """
     if is_ablation(name):
         return arm_config(_ablated(config, name), SPINDLE, tuning, active)
     base = config.get("policy", {})
@@ -117,7 +129,9 @@ def arm_config(config: dict[str, Any], name: str, tuning: Tuning, active: int) -
 
 
 def tables(config: ServingConfig) -> dict[str, LatencyTable]:
-    """Return the latency tables that a deployment on this machine is served with, by engine; none for engines without a model."""
+    """Return the latency tables that a deployment on this machine is served with, by engine; none
+    for engines without a model.
+    """
     return load_tables(
         config, {engine.name: model_path(engine) for engine in timed_engines(config)}
     )[0]
@@ -138,9 +152,11 @@ class Roster(Protocol):
 
 
 class Servers:
-    """A tritonserver for each arm, started when first asked for; beyond ``most`` the one not used for longest ends.
+    """A tritonserver for each arm, started when first asked for; beyond ``most`` the one not used
+    for longest ends.
 
-    The fixed choices share one, whose switches are set (no planner runs in it, and no draft but theirs).
+    The fixed choices share one, whose switches are set (no planner runs in it, and no draft but
+    theirs).
     """
 
     def __init__(self, config: dict[str, Any], active: int, folder: Path, most: int) -> None:
@@ -189,9 +205,11 @@ class Servers:
 
 
 class InProcess:
-    """Every arm in this process, without Triton. Those that speculate share their engines; ``none`` has a target without drafts.
+    """Every arm in this process, without Triton. Those that speculate share their engines; ``none``
+    has a target without drafts.
 
-    An ablation has engines of its own, since a part may be theirs; beyond ``most`` engines those not used for longest make room.
+    An ablation has engines of its own, since a part may be theirs; beyond ``most`` engines those
+    not used for longest make room.
     """
 
     def __init__(self, config: dict[str, Any], active: int, most: int) -> None:

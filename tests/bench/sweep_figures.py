@@ -1,11 +1,14 @@
-"""What the runs of a sweep come to: a row a policy and point, paired ratios with intervals, the noise floor, and claims against bars.
+"""What the runs of a sweep come to: a row a policy and point, paired ratios with intervals, the
+noise floor, and claims against bars.
 
-A run is one policy over one block of a point (workload, load). All policies of a block serve the same requests at the same times; a block
-counts where all of them have run. Block 0 is cold, the others warm. ``none`` has two runs a block, its own and ``none-again``'s: at the
-ends of the block, so that a machine that gets slower or faster within it favours nobody over their mean. ``speed`` of a run: emitted tokens
-per second in a closed loop, in an open one emitted tokens per second of latency (from the scheduled arrival). A ratio is the geometric mean
-over blocks of ratios within a block, its interval Student's. A claim holds where the whole interval clears its bar, is missed where none of
-it does, else it is open.
+A run is one policy over one block of a point (workload, load). All policies of a block serve the
+same requests at the same times; a block counts where all of them have run. Block 0 is cold, the
+others warm. ``none`` has two runs a block, its own and ``none-again``'s: at the ends of the block,
+so that a machine that gets slower or faster within it favours nobody over their mean. ``speed`` of
+a run: emitted tokens per second in a closed loop, in an open one emitted tokens per second of
+latency (from the scheduled arrival). A ratio is the geometric mean over blocks of ratios within a
+block, its interval Student's. A claim holds where the whole interval clears its bar, is missed
+where none of it does, else it is open.
 """
 
 from __future__ import annotations
@@ -27,8 +30,9 @@ BEST_FIXED = "best fixed choice"
 EVERY = "every workload"
 LOOPING_SHARE = 0.5
 ALONE, SATURATED, OF_BEST_FIXED, OF_OTHERS = 1.5, 0.98, 0.97, 1.0
-"""Bars: over no speculation with one in flight (the mix, or every workload) and at saturation; over the best fixed choice and other
-policies anywhere."""
+"""Bars: over no speculation with one in flight (the mix, or every workload) and at saturation; over
+the best fixed choice and other policies anywhere.
+"""
 
 
 def is_closed(load: str) -> bool:
@@ -69,7 +73,9 @@ def blocks(runs: Iterable[Run], policies: list[str]) -> dict[Point, dict[int, di
 def summary(
     found: dict[Point, dict[int, dict[str, Run]]], policies: list[str]
 ) -> list[dict[str, Any]]:
-    """Return a row a point and policy: of the warm blocks, or of the cold one where it is all there is (``warm_blocks`` 0)."""
+    """Return a row a point and policy: of the warm blocks, or of the cold one where it is all there
+    is (``warm_blocks`` 0).
+    """
     return [
         {"workload": workload, "load": load, "policy": policy, **_row(_warm(made), made, policy)}
         for (workload, load), made in found.items()
@@ -81,9 +87,11 @@ def summary(
 def compared(
     found: dict[Point, dict[int, dict[str, Run]]], policies: list[str]
 ) -> list[dict[str, Any]]:
-    """Return ratios of speeds: every policy over none, and spindle over each other one and over the best fixed choice.
+    """Return ratios of speeds: every policy over none, and spindle over each other one and over the
+    best fixed choice.
 
-    Where there are several workloads, the last rows are of ``EVERY`` one of them, load by load: a block of any of them is a pair.
+    Where there are several workloads, the last rows are of ``EVERY`` one of them, load by load: a
+    block of any of them is a pair.
     """
     speeds = block_speeds(found, policies)
     return [
@@ -96,8 +104,8 @@ def compared(
 def overall(
     found: dict[Point, dict[int, dict[str, Run]]], policies: list[str]
 ) -> list[dict[str, Any]]:
-    """Return the ratios of spindle to the other adapting policies and to the best fixed choice, of all points together: a warm block of any
-    is a pair.
+    """Return the ratios of spindle to the other adapting policies and to the best fixed choice, of
+    all points together: a warm block of any is a pair.
     """
     pairs: dict[str, tuple[list[float], list[float]]] = {
         over: ([], []) for over in (*ADAPTING, BEST_FIXED)
@@ -111,8 +119,8 @@ def overall(
 
 
 def of_spindle(runs: Iterable[Run]) -> dict[tuple[str, str], tuple[list[float], list[float]]]:
-    """Return by load and other policy, or ``BEST_FIXED``, the speeds of spindle and of the other in each warm block, of ``EVERY`` workload
-    together.
+    """Return by load and other policy, or ``BEST_FIXED``, the speeds of spindle and of the other in
+    each warm block, of ``EVERY`` workload together.
     """
     every = list(runs)
     policies = list(dict.fromkeys(run["policy"] for run in every))
@@ -164,7 +172,9 @@ def _pairs(
 
 
 def best_fixed(speeds: dict[str, list[float]]) -> list[float]:
-    """Return the speed in each block of the fixed choice that was best in the other blocks: hindsight, but on other prompts."""
+    """Return the speed in each block of the fixed choice that was best in the other blocks:
+    hindsight, but on other prompts.
+    """
     fixed = {policy: np.log(own) for policy, own in speeds.items() if policy.startswith("fixed-")}
     count = len(speeds[SPINDLE])
     if not fixed or count < 2:
@@ -184,7 +194,9 @@ def interval(ours: list[float], theirs: list[float]) -> dict[str, Any]:
 
 
 def noise(found: dict[Point, dict[int, dict[str, Run]]]) -> list[dict[str, Any]]:
-    """Return the ratio of an arm to itself in each point, and of every workload together: what differs from 1 is noise."""
+    """Return the ratio of an arm to itself in each point, and of every workload together: what
+    differs from 1 is noise.
+    """
     speeds = {
         point: {name: [speed(block[name]) for block in _warm(made)] for name in (AGAIN, NONE)}
         for point, made in found.items()
@@ -330,7 +342,9 @@ def _row(
 
 
 def _predicted(counts: dict[str, float]) -> float | None:
-    """Return the predicted over the measured time of the steps; None where not every step was predicted."""
+    """Return the predicted over the measured time of the steps; None where not every step was
+    predicted.
+    """
     predicted, measured = (f"spindle_step{kind}_seconds" for kind in ("_predicted", ""))
     every = counts.get(f"{predicted}_count") == counts.get(f"{measured}_count", 0.0)
     return round(counts[f"{predicted}_sum"] / counts[f"{measured}_sum"], 4) if every else None
@@ -345,7 +359,9 @@ def _by_label(counts: dict[str, float], name: str, label: str) -> dict[str, floa
 
 
 def _by_position(counts: dict[str, float]) -> dict[str, float]:
-    """Return the share of the tokens proposed at each position that were accepted (with all before them), over all drafts."""
+    """Return the share of the tokens proposed at each position that were accepted (with all before
+    them), over all drafts.
+    """
     proposed, accepted = (
         _by_label(counts, f"spindle_{kind}_tokens_by_position_total", "position")
         for kind in ("draft", "accepted")
@@ -357,8 +373,8 @@ def _by_position(counts: dict[str, float]) -> dict[str, float]:
 
 
 def _shares(counts: dict[str, float]) -> dict[str, float]:
-    """Return what of the time of steps went into planning, learning, each draft, verification and the rest (taking in, committing,
-    emitting).
+    """Return what of the time of steps went into planning, learning, each draft, verification and
+    the rest (taking in, committing, emitting).
     """
     parts = _by_label(counts, "spindle_step_part_seconds_total", "part")
     if "rest" in parts:

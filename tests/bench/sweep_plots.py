@@ -1,6 +1,8 @@
-"""The figures of a sweep's report. Each returns None (or nothing at all) where the record has nothing for it.
+"""The figures of a sweep's report. Each returns None (or nothing at all) where the record has
+nothing for it.
 
-Sizes are those of print: text of 9 points at the least on a page as wide as a figure; series differ by marker, not by colour alone.
+Sizes are those of print: text of 9 points at the least on a page as wide as a figure; series differ
+by marker, not by colour alone.
 """
 
 from __future__ import annotations
@@ -113,7 +115,9 @@ def _line(axis: Axes, policy: str, x: list[float], y: list[float]) -> None:
 
 
 def latency_figure(record: dict[str, Any]) -> Figure | None:
-    """Draw mean latency against the rate of requests, a panel for each workload and kind of arrivals; None without open loops."""
+    """Draw mean latency against the rate of requests, a panel for each workload and kind of
+    arrivals; None without open loops.
+    """
     panels = list(
         dict.fromkeys(
             (row["workload"], row["load"].rpartition("-")[0])
@@ -149,7 +153,9 @@ def latency_figure(record: dict[str, Any]) -> Figure | None:
 
 
 def throughput_figure(record: dict[str, Any]) -> Figure | None:
-    """Draw tokens per second over no speculation against requests in flight, a panel for each workload; None without closed loops."""
+    """Draw tokens per second over no speculation against requests in flight, a panel for each
+    workload; None without closed loops.
+    """
     names = workloads(record, is_closed)
     if not names:
         return None
@@ -183,7 +189,9 @@ def throughput_figure(record: dict[str, Any]) -> Figure | None:
 
 
 def heat_maps(record: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
-    """Yield for each workload its speed over no speculation: a panel for each draft, lengths by loads, and one of the policies."""
+    """Yield for each workload its speed over no speculation: a panel for each draft, lengths by
+    loads, and one of the policies.
+    """
     for workload in workloads(record):
         rows = {
             (r["policy"], r["load"]): r["ratio"]
@@ -323,7 +331,8 @@ def choices_figure(record: dict[str, Any]) -> Figure | None:
 
 
 def over_time_figure(record: dict[str, Any]) -> Figure | None:
-    """Draw what Spindle chose for each request, at the time that it ended: mean length, and the draft that proposed most.
+    """Draw what Spindle chose for each request, at the time that it ended: mean length, and the
+    draft that proposed most.
 
     A panel a load of the last workload, its warm blocks one after the other.
     """
@@ -455,7 +464,9 @@ def ablations_figure(rows: list[Row]) -> Figure | None:
 
 
 def simulation_figure(record: dict[str, Any]) -> Figure | None:
-    """Draw predicted against measured mean latency, a marker a policy and point; open where it is saturated."""
+    """Draw predicted against measured mean latency, a marker a policy and point; open where it is
+    saturated.
+    """
     if not (rows := record.get("simulation")):
         return None
     figure, axis = plt.subplots(figsize=(6.2, 4.6), layout="constrained")
@@ -493,7 +504,9 @@ def simulation_figure(record: dict[str, Any]) -> Figure | None:
 
 
 def step_time_figure(record: dict[str, Any]) -> Figure | None:
-    """Draw the planner's predicted against measured time of a step, the mean of each warm run of Spindle's; a marker a load."""
+    """Draw the planner's predicted against measured time of a step, the mean of each warm run of
+    Spindle's; a marker a load.
+    """
     points_of = {}
     for load in dict.fromkeys(load for _, load in points(record)):
         runs = [
@@ -531,7 +544,9 @@ def _step_ms(counts: dict[str, float]) -> tuple[float, float] | None:
 
 
 def _agreement(axis: Axes, values: list[float], share: float) -> None:
-    """Draw the line on which both are equal, and the band around it; both scales logarithmic where they span much."""
+    """Draw the line on which both are equal, and the band around it; both scales logarithmic where
+    they span much.
+    """
     ends = np.array([0.9 * min(values), 1.1 * max(values)])
     axis.plot(ends, ends, color=COLOURS[NONE], linewidth=1, zorder=1)
     axis.fill_between(ends, ends * (1 - share), ends * (1 + share), color="#e9e9e9", zorder=0)

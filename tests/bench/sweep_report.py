@@ -1,7 +1,9 @@
-"""A sweep's record as one self-contained page: ``python -m tests.bench.sweep_report RECORD [PAGE] [--pictures FOLDER]``.
+"""A sweep's record as one self-contained page: ``python -m tests.bench.sweep_report RECORD [PAGE]
+[--pictures FOLDER]``.
 
-What the record lacks of ablations, and all peers, are those of ``ablations.json`` and ``peers.json`` beside the other results, if there.
-With ``--pictures`` the figures that a README shows are also written as RECORD-NAME.png.
+What the record lacks of ablations, and all peers, are those of ``ablations.json`` and
+``peers.json`` beside the other results, if there. With ``--pictures`` the figures that a README
+shows are also written as RECORD-NAME.png.
 """
 
 from __future__ import annotations
@@ -51,14 +53,19 @@ def write_report(record: dict[str, Any], path: Path, results: Path = RESULTS) ->
         if content
     )
     head = f"<h1>Load sweep</h1><p class=note>{_provenance(record)}</p>"
-    start = f"<!doctype html><html lang=en><meta charset=utf-8><title>Load sweep</title><style>{STYLE}</style>"
+    start = (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>Load "
+        f"sweep</title><style>{STYLE}</style>"
+    )
     path.write_text(f"{start}<body>{head}{body}</body></html>\n", "utf-8")
 
 
 def write_pictures(
     record: dict[str, Any], folder: Path, name: str, results: Path = RESULTS
 ) -> None:
-    """Write the figures that a README shows as PNG, those that the record has; of the heat maps the last workload's."""
+    """Write the figures that a README shows as PNG, those that the record has; of the heat maps the
+    last workload's.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     figures = {
         "latency": plots.latency_figure(record),
@@ -78,7 +85,9 @@ def write_pictures(
 
 
 def _beside(record: dict[str, Any], results: Path, name: str) -> list[dict[str, Any]]:
-    """Return the records of the results, NAME.json and NAME-*.json, that were made on the record's processor."""
+    """Return the records of the results, NAME.json and NAME-*.json, that were made on the record's
+    processor.
+    """
     others = [json.loads(path.read_text("utf-8")) for path in sorted(results.glob(f"{name}*.json"))]
     return [
         other for other in others if other["machine"]["processor"] == record["machine"]["processor"]
@@ -99,14 +108,17 @@ def _provenance(record: dict[str, Any]) -> str:
     )
     lines = [
         " ".join(record["command"]),
-        f"{record['time_utc']}, {record['through']}; seed {settings['seed']}, temperature {settings['temperature']:g}, at most "
-        f"{settings['max_tokens']} tokens, {settings['active']} places, prefixes {settings.get('prefix', 'cold')}; "
+        f"{record['time_utc']}, {record['through']}; seed {settings['seed']}, temperature "
+        f"{settings['temperature']:g}, at most "
+        f"{settings['max_tokens']} tokens, {settings['active']} places, prefixes "
+        f"{settings.get('prefix', 'cold')}; "
         f"warm blocks a point: {min(blocks)} to {max(blocks)}",
         f"capacity of no speculation, requests a second: {capacity}",
         *(f"not run: {name}: {reason}" for name, reason in record.get("skipped", {}).items()),
         *(
             [
-                f"baselines are told: draft {tuning.get('draft')}, length {tuning.get('length')}, by batch size {tuning.get('schedule')}"
+                f"baselines are told: draft {tuning.get('draft')}, length "
+                f"{tuning.get('length')}, by batch size {tuning.get('schedule')}"
             ]
             if tuning
             else []
@@ -123,7 +135,10 @@ def _image(figure: Figure | None, words: str) -> str:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None})
     plots.plt.close(figure)
-    return f'<img alt="{html.escape(words)}" src="data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}">'
+    return (
+        f'<img alt="{html.escape(words)}" '
+        f'src="data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}">'
+    )
 
 
 def _drawn(
@@ -167,7 +182,8 @@ def _claims(record: dict[str, Any]) -> str:
         for verdict in ("holds", "open", "missed")
     }
     line = (
-        f"<p>{', '.join(f'{count} {verdict}' for verdict, count in counts.items())}, of {len(rows)}.</p>"
+        f"<p>{', '.join(f'{count} {verdict}' for verdict, count in counts.items())}, of "
+        f"{len(rows)}.</p>"
         if rows
         else ""
     )
@@ -379,8 +395,10 @@ def _constant(value: Any) -> str:
 SECTIONS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
     (
         "Claims",
-        "Spindle's speed over the other's. A claim holds where the 95 % interval clears the bar, is missed where none of it does, and "
-        "is open otherwise. The best fixed choice is, for each block, the one that was best in the other blocks.",
+        "Spindle's speed over the other's. A claim holds where the 95 % interval clears the bar, "
+        "is missed where none of it does, and "
+        "is open otherwise. The best fixed choice is, for each block, the one that was best in "
+        "the other blocks.",
         _claims,
     ),
     (
@@ -390,7 +408,8 @@ SECTIONS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
     ),
     (
         "Latency against the rate of requests",
-        "Mean latency from the scheduled arrival; the rate as a share of what no speculation completes with every place taken. "
+        "Mean latency from the scheduled arrival; the rate as a share of what no speculation "
+        "completes with every place taken. "
         "Grey: fixed choices.",
         _drawn(plots.latency_figure, "mean latency against the rate of requests, by policy"),
     ),
@@ -404,7 +423,8 @@ SECTIONS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
     ),
     (
         "Speed over no speculation",
-        "By draft, length k and load. Closed loop: tokens per second; open loop: tokens per second of latency. 1 is no gain.",
+        "By draft, length k and load. Closed loop: tokens per second; open loop: tokens per "
+        "second of latency. 1 is no gain.",
         _heat_maps,
     ),
     (
@@ -414,14 +434,17 @@ SECTIONS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
     ),
     (
         "What Spindle chose over time",
-        "Each request at the time that it ended: tokens proposed a step, in the mean, and the draft that proposed most of them. Warm "
+        "Each request at the time that it ended: tokens proposed a step, in the mean, and the "
+        "draft that proposed most of them. Warm "
         "blocks one after the other.",
         _drawn(plots.over_time_figure, "mean length and main draft of requests over time"),
     ),
     (
         "What each part brings",
-        "Spindle's speed with a part over its speed without it, and 95 % intervals; parts are taken away one by one, those that are off "
-        "by default are added. decomposition: padded attention whose contexts are cut where that pays, against tiled, which never pads. "
+        "Spindle's speed with a part over its speed without it, and 95 % intervals; parts are "
+        "taken away one by one, those that are off "
+        "by default are added. decomposition: padded attention whose contexts are cut where that "
+        "pays, against tiled, which never pads. "
         "Of this record or, where it has none, of docs/results/ablations*.json on this processor.",
         _ablations,
     ),
@@ -437,13 +460,16 @@ SECTIONS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
     ),
     (
         "Predicted against measured step time",
-        "The planner's own prediction, corrected online; the mean of each warm run. Grey band: within 10 %.",
+        "The planner's own prediction, corrected online; the mean of each warm run. Grey band: "
+        "within 10 %.",
         _drawn(plots.step_time_figure, "predicted against measured mean step time"),
     ),
     (
         "Simulation against measurement",
-        "Mean latency from policy.simulation with the tables as served, the same requests and the acceptance that the fixed choices saw; "
-        "constants measured once, on the cold block. Open markers: at or beyond saturation. Grey band: within 10 %.",
+        "Mean latency from policy.simulation with the tables as served, the same requests and "
+        "the acceptance that the fixed choices saw; "
+        "constants measured once, on the cold block. Open markers: at or beyond saturation. Grey "
+        "band: within 10 %.",
         _simulation,
     ),
     (
@@ -453,13 +479,15 @@ SECTIONS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
     ),
     (
         "Noise",
-        "The same arm (no speculation) run twice in each block, the second over the first: the A/A run.",
+        "The same arm (no speculation) run twice in each block, the second over the first: the "
+        "A/A run.",
         _noise,
     ),
     ("Every claim", "", _every_claim),
     (
         "All figures",
-        "Times in seconds, of warm blocks where there are any; cold: mean latency of the first block.",
+        "Times in seconds, of warm blocks where there are any; cold: mean latency of the first "
+        "block.",
         _table,
     ),
 )

@@ -1,9 +1,11 @@
-"""The sweep simulated and held against what was measured: ``python -m tests.bench.sweep_simulation RECORD`` writes it into RECORD.
+"""The sweep simulated and held against what was measured: ``python -m tests.bench.sweep_simulation
+RECORD`` writes it into RECORD.
 
-The simulator (``policy.simulation``) gets the latency tables that were served with, the same requests (arrivals, tokens of prompts and
-texts) and, as the truth about drafts, for each request the acceptance that the fixed choices saw on it (``tests.bench.hazards``). What no
-table has is measured once for the whole sweep, on its cold block, which is not scored (``Constants``). A planner's state goes on from block
-to block, as in the server.
+The simulator (``policy.simulation``) gets the latency tables that were served with, the same
+requests (arrivals, tokens of prompts and texts) and, as the truth about drafts, for each request
+the acceptance that the fixed choices saw on it (``tests.bench.hazards``). What no table has is
+measured once for the whole sweep, on its cold block, which is not scored (``Constants``). A
+planner's state goes on from block to block, as in the server.
 
 Left out: prefixes shared within a run, trees and cohorts, how acceptance changes within a text,
 contention between the client and the server beyond the constants, and noise: every step takes its
@@ -49,11 +51,13 @@ RunKey = tuple[str, str, int, str]
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """What the tables do not have, measured on the cold block of closed loops, one number for the whole sweep.
+    """What the tables do not have, measured on the cold block of closed loops, one number for the
+    whole sweep.
 
-    Measured over tabled time of ``target`` and ``drafts``; seconds a step takes beside the engines, with the loop's way to the next
-    (``overhead_s``), more where it speculates (``speculation_s``), more where a planner plans and learns (``planning_s``); seconds of a
-    request outside of steps (``way_s``: HTTP or gRPC, tokens, the wait for a step's end with nothing else in flight).
+    Measured over tabled time of ``target`` and ``drafts``; seconds a step takes beside the engines,
+    with the loop's way to the next (``overhead_s``), more where it speculates (``speculation_s``),
+    more where a planner plans and learns (``planning_s``); seconds of a request outside of steps
+    (``way_s``: HTTP or gRPC, tokens, the wait for a step's end with nothing else in flight).
     """
 
     target: float = 1.0
@@ -117,7 +121,9 @@ class Lasting(Policy):
 
 
 class Simulated(NamedTuple):
-    """A block as simulated: latencies of its requests in seconds, steps, and the seconds that they took."""
+    """A block as simulated: latencies of its requests in seconds, steps, and the seconds that they
+    took.
+    """
 
     latency_s: list[float]
     steps: int
@@ -254,7 +260,9 @@ class Simulation:
         return Workload(due_s + constants.way_s, prompt, output, most, acceptance, None)
 
     def constants(self) -> Constants:
-        """Measure the constants: each a median over runs, since others may have used the machine meanwhile."""
+        """Measure the constants: each a median over runs, since others may have used the machine
+        meanwhile.
+        """
         cold = {
             key: _sums(run) for key, run in self.runs.items() if key[2] == 0 and is_closed(key[1])
         }
@@ -306,7 +314,9 @@ class Simulation:
         return policy.parts_s
 
     def _between(self, key: RunKey) -> float:
-        """Return the seconds between two steps of a run in which the loop was never idle: with several in flight."""
+        """Return the seconds between two steps of a run in which the loop was never idle: with
+        several in flight.
+        """
         sums = _sums(self.runs[key])
         span_s = max(reply["due_s"] + reply["total_s"] for reply in self.runs[key]["replies"])
         return max(0.0, (span_s - sums["seconds"]) / sums["steps"])
@@ -331,7 +341,8 @@ def _middle(values: list[float], otherwise: float = 0.0) -> float:
 def _strata(count: int, draw: int, number: int) -> FloatArray:
     """Return numbers of [0, 1) in random order, one from each of ``count`` equal parts.
 
-    So a request has as many tokens accepted as it had; independent numbers would let requests of a batch differ more than they did.
+    So a request has as many tokens accepted as it had; independent numbers would let requests of a
+    batch differ more than they did.
     """
     rng = np.random.default_rng([draw, number])
     numbers: FloatArray = (rng.permutation(count) + rng.random(count)) / count
@@ -355,7 +366,9 @@ def _tuning(record: dict[str, Any]) -> Tuning:
 
 
 def _sums(*runs: Run) -> dict[str, float]:
-    """Return the steps of runs, their seconds, and those by part (``overhead`` includes planning)."""
+    """Return the steps of runs, their seconds, and those by part (``overhead`` includes
+    planning).
+    """
     sums: dict[str, float] = defaultdict(float)
     for run in runs:
         for name, value in run["counts"].items():
@@ -387,10 +400,11 @@ def missing(record: dict[str, Any]) -> str:
 
 
 def simulated(record: dict[str, Any]) -> dict[str, Any]:
-    """Return ``simulation``: a row a point and policy with its measured and predicted mean latency; and the constants.
+    """Return ``simulation``: a row a point and policy with its measured and predicted mean latency;
+    and the constants.
 
-    ``error`` is that of the latency, of which ``steps_error`` (too many: tokens too rarely accepted, batches otherwise composed) and
-    ``step_time_error`` tell where it comes from.
+    ``error`` is that of the latency, of which ``steps_error`` (too many: tokens too rarely
+    accepted, batches otherwise composed) and ``step_time_error`` tell where it comes from.
     """
     if why := missing(record):
         return {"simulation": [], "simulation_missing": why}

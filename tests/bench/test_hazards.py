@@ -7,7 +7,9 @@ KEY = ("mix", "closed-1", 1)
 
 
 def observed(hazard, decay, lengths, steps=1000.0):
-    """Return runs in which every position is accepted as often as hazards [requests] and decays have it."""
+    """Return runs in which every position is accepted as often as hazards [requests] and decays
+    have it.
+    """
     runs = []
     for length in lengths:
         factor = np.cumprod(decay[:length])
@@ -36,7 +38,7 @@ def test_positions_that_were_never_proposed_go_on_as_the_last():
     assert found.decay[0, 1:] == pytest.approx([0.9] * 3, abs=0.02)
 
 
-def test_a_draft_that_found_nothing_in_half_of_the_steps_is_told_so_and_one_without_runs_accepts_nothing():
+def test_how_often_a_draft_finds_something_is_fitted_and_one_without_runs_accepts_nothing():
     ((_, _, _, run),) = observed(np.array([0.5]), np.ones(1), [1], steps=100.0)
     run["replies"][0]["output_tokens"] += 100
     found = fitted([(KEY, "d", 1, run)], ["d", "other"], [True, False], 2)

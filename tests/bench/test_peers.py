@@ -67,7 +67,10 @@ def test_the_events_of_a_stream_are_read_without_its_end():
 
 
 def test_a_peer_answers_over_its_pipe_and_its_end_is_an_error():
-    code = f"print('ready'); work = input(); print({json.dumps(ANSWER)!r}); import sys; print(work, file=sys.stderr)"
+    code = (
+        f"print('ready'); work = input(); print({json.dumps(ANSWER)!r}); import sys; "
+        f"print(work, file=sys.stderr)"
+    )
     peer = PeerArm([sys.executable, "-c", code], ByteTokenizer())
     served = peer.run(Offer(REQUESTS[:1]))
     assert (

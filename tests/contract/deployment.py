@@ -1,6 +1,8 @@
-"""A whole serving core on tiny random models, stepped by hand: the loop and its real parts, shared by the exactness suite and its mutants.
+"""A whole serving core on tiny random models, stepped by hand: the loop and its real parts, shared
+by the exactness suite and its mutants.
 
-KV that no live sequence may use, and that is not kept for others, is filled with NaN before every step: it may never be read.
+KV that no live sequence may use, and that is not kept for others, is filled with NaN before every
+step: it may never be read.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ numbers = itertools.count(1)
 
 
 def tiny_config(vocab: int = VOCAB, *, layers: int = 2, shortlist: int = 0) -> LlamaConfig:
-    """A Llama of a few hundred weights with grouped heads; a ``shortlist`` cuts the head to so many tokens."""
+    """A Llama of a few hundred weights with grouped heads; a ``shortlist`` cuts the head to so many
+    tokens.
+    """
     return LlamaConfig(vocab, 16, 24, layers, 4, 2, 4, draft_vocab_size=shortlist)
 
 
@@ -64,7 +68,9 @@ def tiny_engine(
     kv_blocks: int = BLOCKS,
     attention: str = "ragged",
 ) -> TorchEngine:
-    """An engine of random weights that are the same for every name, moved by ``noise`` of ``seed``: a draft that is right now and then."""
+    """An engine of random weights that are the same for every name, moved by ``noise`` of ``seed``:
+    a draft that is right now and then.
+    """
     config = config or tiny_config()
     common, own = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
     full = tiny_config(config.vocab_size, layers=config.num_layers).shapes()
@@ -92,7 +98,9 @@ def tiny_engine(
 
 
 class RequestFailed(Exception):
-    """A request ended with an error. No AssertionError: a mutant must be noticed by what it does, not because it cannot run."""
+    """A request ended with an error. No AssertionError: a mutant must be noticed by what it does,
+    not because it cannot run.
+    """
 
 
 class Sink:
@@ -128,11 +136,11 @@ class NoText:
 
 
 class Scripted(Policy):
-    """A policy that reads (draft column, length) off a script, another place of it in every step and
-    for every request.
+    """A policy that reads (draft column, length) off a script, another place of it in every step
+    and for every request.
 
-    ``trims`` are how many nodes of a row's tree are verified, ``pieces`` how contexts are cut, step by
-    step.
+    ``trims`` are how many nodes of a row's tree are verified, ``pieces`` how contexts are cut, step
+    by step.
     """
 
     def __init__(
@@ -168,7 +176,9 @@ class Scripted(Policy):
 
 
 class Cut(ForcedCohorts):
-    """Another policy's plans, cut into as many cohorts as ``numbers`` say, step by step; 1 waits for all that is in flight."""
+    """Another policy's plans, cut into as many cohorts as ``numbers`` say, step by step; 1 waits
+    for all that is in flight.
+    """
 
     def __init__(self, policy: Scripted, numbers: Seq[int]) -> None:
         super().__init__(policy, 1)
@@ -188,8 +198,8 @@ class Cut(ForcedCohorts):
 
 
 class ForetoldDraft:
-    """A draft that is told every text beforehand: it proposes the truth, or always something else, or
-    (``bushy``) a tree in which the truth is somewhere, in part or not at all.
+    """A draft that is told every text beforehand: it proposes the truth, or always something else,
+    or (``bushy``) a tree in which the truth is somewhere, in part or not at all.
     """
 
     def __init__(self, name: str, *, lies: bool = False, bushy: bool = False) -> None:
@@ -228,7 +238,8 @@ class ForetoldDraft:
 
 
 def grown(truth: Seq[int], rng: np.random.Generator) -> list[tuple[int, int, float]]:
-    """Nodes (token, parent, confidence) of a tree, grown at random and often behind what is true so far.
+    """Nodes (token, parent, confidence) of a tree, grown at random and often behind what is true so
+    far.
 
     Under whatever parent, a node's token is often the true one of its place; so equal tokens have
     different parents, and wrong siblings come before the right one and behind it.
@@ -278,11 +289,13 @@ class RecordedDrafting(Drafting):
 
 @dataclass
 class Deployment:
-    """One target, drafts, and the loop over them; ``watchers`` are called after every step, ``live`` sessions have not ended.
+    """One target, drafts, and the loop over them; ``watchers`` are called after every step,
+    ``live`` sessions have not ended.
 
-    Trees have at most ``nodes``; 0: the target verifies chains only.
-    ``cohorts`` are as in ``Cut``. Where something watches, the target has run what is in flight before it is looked at, though nobody has
-    taken its tokens; else its thread runs beside the next steps (``poisons`` false: and nothing is poisoned, which would disturb it).
+    Trees have at most ``nodes``; 0: the target verifies chains only. ``cohorts`` are as in ``Cut``.
+    Where something watches, the target has run what is in flight before it is looked at, though
+    nobody has taken its tokens; else its thread runs beside the next steps (``poisons`` false: and
+    nothing is poisoned, which would disturb it).
     """
 
     target: TorchEngine
@@ -395,13 +408,16 @@ def seen(engine: TorchEngine, sequence: Sequence) -> int:
 
 
 def usable(engine: TorchEngine, sequence: Sequence) -> int:
-    """The committed tokens with KV, and what a draft ran beyond the text when its proposal was dropped: it may still come true."""
+    """The committed tokens with KV, and what a draft ran beyond the text when its proposal was
+    dropped: it may still come true.
+    """
     held = seen(engine, sequence)
     return len(engine._caches.of(sequence).ran) if held == len(sequence.tokens) else held
 
 
 def poison(engine: TorchEngine, sequences: Iterable[Sequence]) -> None:
-    """Fill everything but the usable KV of the live sequences, and the blocks whose content the engine knows, with NaN.
+    """Fill everything but the usable KV of the live sequences, and the blocks whose content the
+    engine knows, with NaN.
 
     So rejected tokens, headroom and blocks without content are.
     """

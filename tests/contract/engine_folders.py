@@ -1,4 +1,6 @@
-"""Engine folders as ``trtllm-build`` leaves them, as far as this project reads them: a ``config.json`` and a file for each rank."""
+"""Engine folders as ``trtllm-build`` leaves them, as far as this project reads them: a
+``config.json`` and a file for each rank.
+"""
 
 import json
 from pathlib import Path

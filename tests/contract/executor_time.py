@@ -1,7 +1,9 @@
-"""The loop over fake executors in virtual time, at latencies like those of an 8B target with a 1B draft on an H200.
+"""The loop over fake executors in virtual time, at latencies like those of an 8B target with a 1B
+draft on an H200.
 
-Target and draft work side by side, each iteration by iteration; the loop itself takes ``enqueue_s`` a request and nothing else. So figures
-of goodput are exact and the same on every machine. The draft runs on a device of its own: nothing contends.
+Target and draft work side by side, each iteration by iteration; the loop itself takes ``enqueue_s``
+a request and nothing else. So figures of goodput are exact and the same on every machine. The draft
+runs on a device of its own: nothing contends.
 """
 
 from __future__ import annotations
@@ -100,11 +102,28 @@ class Sink:
 
 
 class Served:
-    """So many sequences in flight at any time, of unequal lengths; ``plans`` are (view, plan) of every step."""
+    """So many sequences in flight at any time, of unequal lengths; ``plans`` are (view, plan) of
+    every step.
+    """
 
-    def __init__(self, monkeypatch, folder: Path, policy: Policy, sequences: int, agreement: float, *, free_run_tokens: int = 1,
-                 target: Behaviour | None = None, seed: int = 0, plain_share: float = 0.0, tokens: int = 0,
-                 text_tokens: int = _TOKENS // 2, max_num_tokens: int = 0, chunked: bool = False, capped: float = 1.0) -> None:  # fmt: skip
+    def __init__(
+        self,
+        monkeypatch,
+        folder: Path,
+        policy: Policy,
+        sequences: int,
+        agreement: float,
+        *,
+        free_run_tokens: int = 1,
+        target: Behaviour | None = None,
+        seed: int = 0,
+        plain_share: float = 0.0,
+        tokens: int = 0,
+        text_tokens: int = _TOKENS // 2,
+        max_num_tokens: int = 0,
+        chunked: bool = False,
+        capped: float = 1.0,
+    ) -> None:
         """``tokens``: of every answer. ``text_tokens``: the longest. ``max_num_tokens``: of an
         iteration (0: enough). ``chunked``: what does not fit is cut; ``capped``: what share of
         the engines' own bound on the text in flight holds (0: none).
@@ -132,9 +151,17 @@ class Served:
             guaranteed=not capped,
         )
         self.loop = Orchestrator(
-            self.engines[0], Drafting(self.engines[1:], step_stats, self.clock), policy, ledger, Admission(ledger, sequences, 10**6),
-            step_stats, self.clock, k_max=K_MAX, prefill_chunk_tokens=10**7, free_run_tokens=free_run_tokens,
-        )  # fmt: skip
+            self.engines[0],
+            Drafting(self.engines[1:], step_stats, self.clock),
+            policy,
+            ledger,
+            Admission(ledger, sequences, 10**6),
+            step_stats,
+            self.clock,
+            k_max=K_MAX,
+            prefill_chunk_tokens=10**7,
+            free_run_tokens=free_run_tokens,
+        )
         self._numbers, self._rng, self._plain_share = (
             itertools.count(1),
             random.Random(seed),

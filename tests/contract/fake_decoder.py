@@ -1,8 +1,10 @@
-"""The decoder of the fake executor: what a request's options make of logits, sampling, and the verification of draft tokens.
+"""The decoder of the fake executor: what a request's options make of logits, sampling, and the
+verification of draft tokens.
 
-By the C++ sources: the target's own token is drawn at every place; without draft logits a draft token is accepted when it is that very
-token, and where it is not *another* token is drawn (so that sampling without draft logits does not keep the law); with draft logits it is
-accepted when p(x) > u q(x), q their softmax as they are, else the token is drawn from (p - q)+.
+By the C++ sources: the target's own token is drawn at every place; without draft logits a draft
+token is accepted when it is that very token, and where it is not *another* token is drawn (so that
+sampling without draft logits does not keep the law); with draft logits it is accepted when p(x) > u
+q(x), q their softmax as they are, else the token is drawn from (p - q)+.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ BANNED = -1e38
 
 
 class Decoder:
-    """One request from its prompt to its end; ``rows`` are the raw logits of every place, ``output`` what it has emitted."""
+    """One request from its prompt to its end; ``rows`` are the raw logits of every place,
+    ``output`` what it has emitted.
+    """
 
     dtype = torch.float32
 

@@ -48,7 +48,9 @@ DRAFT_TOKENS_EXTERNAL = 2
 
 @dataclass
 class Clock:
-    """Time that passes only by what is said to take some: a loop and several executors work side by side in it."""
+    """Time that passes only by what is said to take some: a loop and several executors work side by
+    side in it.
+    """
 
     now_s: float = 0.0
 
@@ -58,7 +60,9 @@ class Clock:
 
 @dataclass
 class Behaviour:
-    """What an executor does to its users. Chances are per response, request or iteration; ``seed`` draws them."""
+    """What an executor does to its users. Chances are per response, request or iteration; ``seed``
+    draws them.
+    """
 
     seed: int = 0
     late: float = 0.0  # a finished response waits for a later call
@@ -69,7 +73,9 @@ class Behaviour:
     mute: bool = False  # requests are taken and never answered
     iteration_s: float = 0.0
     clock: Clock | None = (
-        None  # on it an iteration takes what ``curve`` says, and handing over a request takes its caller ``enqueue_s``
+        # on it an iteration takes what ``curve`` says, and handing over a request takes its caller
+        # ``enqueue_s``
+        None
     )
     curve: LatencyCurve | None = None
     enqueue_s: float = 0.0
@@ -85,7 +91,9 @@ class Behaviour:
 
 @dataclass
 class Model:
-    """What an engine folder stands for: logits [vocab] behind tokens, and how its executor behaves."""
+    """What an engine folder stands for: logits [vocab] behind tokens, and how its executor
+    behaves.
+    """
 
     law: Law
     behaviour: Behaviour = field(default_factory=Behaviour)
@@ -111,7 +119,9 @@ class _Running:
 
 
 class Executor:
-    """See the recorded API; ``models`` says what the engine folders stand for, ``created`` keeps every executor for the tests."""
+    """See the recorded API; ``models`` says what the engine folders stand for, ``created`` keeps
+    every executor for the tests.
+    """
 
     models: ClassVar[dict[str, Model]] = {}
     created: ClassVar[list[Executor]] = []
@@ -302,7 +312,8 @@ class Executor:
         )
         if draft and len(draft.tokens) > most_draft:
             raise RuntimeError(
-                f"Draft tokens length ({len(draft.tokens)}) exceeds maximum draft tokens length ({most_draft})."
+                f"Draft tokens length ({len(draft.tokens)}) exceeds maximum draft tokens length "
+                f"({most_draft})."
             )
         if tokens + (len(draft.tokens) if draft else 0) > self.longest_prompt:
             raise RuntimeError(
@@ -477,7 +488,9 @@ class Executor:
 
 
 class _Prefixes:
-    """KV by content: complete blocks behind the same text and salt, and (partial reuse) the head of one more; the least used go first."""
+    """KV by content: complete blocks behind the same text and salt, and (partial reuse) the head of
+    one more; the least used go first.
+    """
 
     def __init__(self, size: int, tokens_per_block: int, reuse: bool, config) -> None:
         self.size, self.tokens_per_block = size, tokens_per_block

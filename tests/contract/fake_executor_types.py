@@ -74,7 +74,8 @@ class Declared:
                 value, kind
             ):
                 raise TypeError(
-                    f"{self.name}(): incompatible function arguments: {name} must be {kind}, got {value!r:.80}"
+                    f"{self.name}(): incompatible function arguments: {name} must be {kind}, got "
+                    f"{value!r:.80}"
                 )
         return bound
 

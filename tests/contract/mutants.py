@@ -1,5 +1,5 @@
-"""Deliberate faults, one a function: each patches one place of the product and names what of the suite
-must notice.
+"""Deliberate faults, one a function: each patches one place of the product and names what of the
+suite must notice.
 """
 
 from __future__ import annotations
@@ -671,7 +671,9 @@ def commit_what_was_accepted_behind_an_end(patch: Patch) -> None:
 
 @killed_by(checks.nothing_is_committed_beyond_an_end)
 def look_at_max_tokens_between_steps_only(patch: Patch) -> None:
-    """The planner's ceiling would hide it: the last token of ``max_tokens`` is never a proposed one."""
+    """The planner's ceiling would hide it: the last token of ``max_tokens`` is never a proposed
+    one.
+    """
 
     def ceilings(original, drafting, sequences, most, **options):
         return original(drafting, sequences, [K_MAX] * len(most), **options)

@@ -1,4 +1,6 @@
-"""Random and adversarial verifications for compiled networks, and what the torch rule says of them."""
+"""Random and adversarial verifications for compiled networks, and what the torch rule says of
+them.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def run(
 
 
 class Compiled:
-    """A verification in ONNX Runtime, from requests and logits [requests, rows, vocab] to verdicts."""
+    """A verification in ONNX Runtime, from requests and logits [requests, rows, vocab] to
+    verdicts.
+    """
 
     def __init__(self, network: str, dtype: str, vocab: int = VOCAB) -> None:
         self._network, self._dtype, self._vocab = network, DTYPES[dtype], vocab
@@ -65,14 +69,18 @@ class Compiled:
 
 
 class Cases:
-    """Requests with their logits: flat and sharp laws, ties, trees and chains, every option of a law."""
+    """Requests with their logits: flat and sharp laws, ties, trees and chains, every option of a
+    law.
+    """
 
     def __init__(self, network: str, dtype: str, seed: int, vocab: int = VOCAB) -> None:
         self._network, self._dtype, self._vocab = network, DTYPES[dtype], vocab
         self._rng = np.random.default_rng(seed)
 
     def batch(self, size: int) -> tuple[list[Request], torch.Tensor]:
-        """Return requests and their logits [requests, rows, vocab], of which the last rows are padding."""
+        """Return requests and their logits [requests, rows, vocab], of which the last rows are
+        padding.
+        """
         requests = [self._request() for _ in range(size)]
         rows = max(request.rows for request in requests)
         return requests, torch.stack([self._logits(request, rows) for request in requests])
@@ -126,7 +134,9 @@ Disagreement = tuple[Request, torch.Tensor, Verdict, Verdict]
 def disagreements(
     network: str, dtype: str, cases: int, seed: int, vocab: int = VOCAB, batch: int = 250
 ) -> list[Disagreement]:
-    """Return the cases whose verdict is not the torch rule's: request, logits, its verdict and the network's."""
+    """Return the cases whose verdict is not the torch rule's: request, logits, its verdict and the
+    network's.
+    """
     compiled, source = Compiled(network, dtype, vocab), Cases(network, dtype, seed, vocab)
     found: list[Disagreement] = []
     for _ in range(cases // batch):
@@ -141,7 +151,9 @@ def disagreements(
 
 
 def is_tie(request: Request, logits: torch.Tensor, theirs: Verdict, width: float = 1e-6) -> bool:
-    """Whether the rule says what the network said when the logits are moved by at most ``width`` of themselves and of 1."""
+    """Whether the rule says what the network said when the logits are moved by at most ``width`` of
+    themselves and of 1.
+    """
     rng = np.random.default_rng(0)
     for _ in range(30):
         moves = torch.from_numpy(rng.uniform(-width, width, logits.shape))

@@ -15,7 +15,9 @@ from tests.contract.scenarios import BUSY, MIXED, plain_text
 
 @contextmanager
 def engines_on(device: torch.device) -> Iterator[None]:
-    """Put every engine made of weights there; what is compared with has been made on the host before."""
+    """Put every engine made of weights there; what is compared with has been made on the host
+    before.
+    """
     for ask in (*BUSY.asks, *MIXED.asks):
         plain_text(ask)
     from_weights = TorchEngine.from_weights

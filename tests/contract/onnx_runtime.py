@@ -1,4 +1,6 @@
-"""The runtime of compiled networks without TensorRT: the same descriptions, executed by ONNX Runtime on CPU tensors."""
+"""The runtime of compiled networks without TensorRT: the same descriptions, executed by ONNX
+Runtime on CPU tensors.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def onnx_engine(
     kv_blocks: int,
     **_,
 ):
-    """An engine over networks that ONNX Runtime executes, made as ``TorchEngine.from_weights`` is."""
+    """An engine over networks that ONNX Runtime executes, made as ``TorchEngine.from_weights``
+    is.
+    """
     runtime = OnnxRuntime(config, weights, max_context_tokens + max_draft_tokens + 1)
     sizes = {
         "kv_blocks": kv_blocks,

@@ -1,4 +1,6 @@
-"""Deliberate faults in the attention of padded rows and cut contexts, as in ``tests.contract.mutants``."""
+"""Deliberate faults in the attention of padded rows and cut contexts, as in
+``tests.contract.mutants``.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""A device that is not there: tensors that compute on the CPU and are held to the rules of an accelerator.
+"""A device that is not there: tensors that compute on the CPU and are held to the rules of an
+accelerator.
 
-They may not meet tensors of the host (but for scalars and indices), nor what another stream has queued unless theirs has waited for it
-(``pretend_streams``); every wait for a result and every upload is counted. So device mistakes show on a machine without an accelerator;
-kernels and graphs do not.
+They may not meet tensors of the host (but for scalars and indices), nor what another stream has
+queued unless theirs has waited for it (``pretend_streams``); every wait for a result and every
+upload is counted. So device mistakes show on a machine without an accelerator; kernels and graphs
+do not.
 """
 
 from __future__ import annotations
@@ -44,9 +46,11 @@ class OnDevice(torch.Tensor):
 
 
 class PretendDevice(TorchFunctionMode):
-    """While entered, what is put on ``DEVICE`` is an ``OnDevice``. ``counted`` has the waits and uploads by the name of the function.
+    """While entered, what is put on ``DEVICE`` is an ``OnDevice``. ``counted`` has the waits and
+    uploads by the name of the function.
 
-    ``broken`` has the rules that were broken: those that are caught are no better. A side stream's operations are not counted.
+    ``broken`` has the rules that were broken: those that are caught are no better. A side stream's
+    operations are not counted.
     """
 
     def __init__(self, streams: PretendStreams | None = None) -> None:
@@ -139,7 +143,8 @@ class PretendDevice(TorchFunctionMode):
         missed = self.streams.queue(reads, writes) if reads or writes else set()
         self._must(
             not missed,
-            f"{name} on stream {self.streams.current!r}, which has not waited for {', '.join(sorted(missed))}",
+            f"{name} on stream {self.streams.current!r}, which has not waited for "
+            f"{', '.join(sorted(missed))}",
         )
 
     def _new(self, found: Any, given: list[torch.Tensor]) -> Any:

@@ -1,7 +1,8 @@
 """Streams of a device that is not there: who may touch which memory after whom, as CUDA has it.
 
-An operation sees what was queued before it on its own stream, and on others up to the events that its stream has waited for. That the host
-has waited gives no order here (it would where one thread has told the other), so that whatever crosses must have an event.
+An operation sees what was queued before it on its own stream, and on others up to the events that
+its stream has waited for. That the host has waited gives no order here (it would where one thread
+has told the other), so that whatever crosses must have an event.
 """
 
 from __future__ import annotations

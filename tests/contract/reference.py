@@ -1,4 +1,5 @@
-"""What a target says by itself: every prefix is run afresh, and the options are applied by the book, in numpy and one row at a time.
+"""What a target says by itself: every prefix is run afresh, and the options are applied by the
+book, in numpy and one row at a time.
 
 Nothing of the engine but its weights and its forward pass is used, and that on an empty KV pool.
 """
@@ -62,7 +63,9 @@ class Reference:
     def log_probs(
         self, tokens: Seq[int], prompt_tokens: int, sampling: SamplingParams
     ) -> np.ndarray:
-        """Log-probabilities [vocab] behind ``tokens``, with options and temperature and before top-k and top-p."""
+        """Log-probabilities [vocab] behind ``tokens``, with options and temperature and before
+        top-k and top-p.
+        """
         scores = processed(self.logits(tokens), list(tokens), prompt_tokens, sampling)
         scores -= scores.max()
         return scores - np.log(np.exp(scores).sum())
@@ -94,7 +97,9 @@ class Reference:
         return drawn(self.law(tokens, prompt_tokens, sampling), sampling.seed, len(tokens))
 
     def guess(self, tokens: Seq[int], prompt_tokens: int, sampling: SamplingParams) -> int:
-        """What this model, as a draft, proposes first behind ``tokens``; the head of its law has to have a token."""
+        """What this model, as a draft, proposes first behind ``tokens``; the head of its law has to
+        have a token.
+        """
         if sampling.greedy:
             return self.next(tokens, prompt_tokens, sampling)
         law = self.law(tokens, prompt_tokens, sampling)
@@ -103,7 +108,9 @@ class Reference:
     def joint(
         self, prompt: Seq[int], sampling: SamplingParams, length: int
     ) -> dict[tuple[int, ...], float]:
-        """The probability of each text of ``length`` tokens behind the prompt, or fewer up to an end id."""
+        """The probability of each text of ``length`` tokens behind the prompt, or fewer up to an
+        end id.
+        """
         chances: dict[tuple[int, ...], float] = {(): 1.0}
         for size in range(length):
             for text in [
@@ -119,7 +126,9 @@ class Reference:
 
 
 def drawn(law: np.ndarray, seed: int, position: int) -> int:
-    """The token that wins the race: the head's tokens against the tail as one, and then within the tail."""
+    """The token that wins the race: the head's tokens against the tail as one, and then within the
+    tail.
+    """
     place, tail = np.uint64(word(seed, position)), law < HEAD
     with np.errstate(divide="ignore"):
         times = exponentials(place ^ np.arange(len(law), dtype=np.uint64)) / law

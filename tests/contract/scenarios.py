@@ -1,4 +1,6 @@
-"""What is asked of a deployment, what its policy chooses and how its work is cut: the space in which no text may change."""
+"""What is asked of a deployment, what its policy chooses and how its work is cut: the space in
+which no text may change.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +45,16 @@ PROMPTS += (
 )  # one beginning of two blocks
 SHORT = range(6)
 DRAFTS = ("twin", "near", "short", "fp32", "lookup", "liar", "oracle", "bushy")
-"""The columns that a script may name: a copy of the target; others with noise, a shortlist, in fp32;
-lookup; wrong tokens; right ones; trees that have them somewhere.
+"""The columns that a script may name: a copy of the target; others with noise, a shortlist, in
+fp32; lookup; wrong tokens; right ones; trees that have them somewhere.
 """
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A request: ``prompt`` is a number of ``PROMPTS``; it arrives before step ``arrival`` and its client leaves before step ``leaves``."""
+    """A request: ``prompt`` is a number of ``PROMPTS``; it arrives before step ``arrival`` and its
+    client leaves before step ``leaves``.
+    """
 
     prompt: int
     max_tokens: int = 12
@@ -62,7 +66,9 @@ class Ask:
 
 SCRIPT = ((1, 4), (0, 2), (7, 4), (4, 3), (5, 3), (3, 3), (7, 2), (1, 1), (2, 4), (NO_DRAFT, 0))
 SCRIPT += ((4, 2), (7, 3), (1, 3), (3, 4), (4, 4), (2, 2), (6, 4), (7, 1), (0, 3))
-"""Every draft, many lengths; of no length that divides a batch's, so that requests and steps meet in ever new ways."""
+"""Every draft, many lengths; of no length that divides a batch's, so that requests and steps meet
+in ever new ways.
+"""
 
 TRIMS = (NODES, NODES, 3, NODES, 1, 5, NODES, 0, 2, 4, NODES)
 """Mostly whole trees, now and then a few of their nodes or none."""
@@ -70,7 +76,8 @@ TRIMS = (NODES, NODES, 3, NODES, 1, 5, NODES, 0, 2, 4, NODES)
 
 @dataclass(frozen=True)
 class Scenario:
-    """Requests, the policy's script (``Scripted``), and the limits of the deployment; the target pads where there are ``pieces``.
+    """Requests, the policy's script (``Scripted``), and the limits of the deployment; the target
+    pads where there are ``pieces``.
 
     ``nodes``, ``cohorts`` and ``poisons`` as of ``Deployment``.
     """
@@ -126,7 +133,9 @@ UNEVEN = Scenario(
     max_active=5,
     pieces=(16, 0, 32, 16, 48, 96, 16),
 )
-"""Long contexts beside short ones in a target that pads, cut into other pieces in every step, or not."""
+"""Long contexts beside short ones in a target that pads, cut into other pieces in every step, or
+not.
+"""
 
 ALIKE = Scenario(
     (
@@ -142,7 +151,9 @@ ALIKE = Scenario(
     chunk_tokens=20,
     kv_blocks=20,
 )
-"""Requests that begin alike: at the same time, in the middle of another's prefill, behind its end, after a cancellation."""
+"""Requests that begin alike: at the same time, in the middle of another's prefill, behind its end,
+after a cancellation.
+"""
 
 CROWDED = replace(ALIKE, kv_blocks=7)
 """The same in a pool that is too small for them."""
@@ -196,7 +207,9 @@ LONG = tuple(
     for n, s in enumerate((GREEDY, SAMPLED, CROSSED[0], CROSSED[10], CROSSED[2]))
 )
 CRAMPED = Scenario(LONG, kv_blocks=8)
-"""Requests that each need three to five blocks in the end, and fewer at admission: some are pre-empted."""
+"""Requests that each need three to five blocks in the end, and fewer at admission: some are
+pre-empted.
+"""
 
 COHORTS = (2, 2, 2, 2, 2, 3, 1, 2, 2, 2, 4, 2, 1)
 """Mostly two cohorts that go on; now and then everything is waited for and cut anew."""

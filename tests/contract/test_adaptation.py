@@ -1,4 +1,6 @@
-"""Two workloads in one batch on the real model: the policy treats them differently, and the metrics show it."""
+"""Two workloads in one batch on the real model: the policy treats them differently, and the metrics
+show it.
+"""
 
 from collections import Counter, defaultdict
 
@@ -36,8 +38,10 @@ TABLES = {
     "small": LatencyTable.synthetic("small", {1: 0.0025, 8: 0.004}),
 }
 ARTICLE = (
-    "The fishing town of Skerry Point has voted to keep its old harbour crane, ending a dispute of two years. "
-    "The crane, built in 1911 to lift coal from steam colliers, has not moved since 1974. A developer had offered to pay for its removal."
+    "The fishing town of Skerry Point has voted to keep its old harbour crane, ending a dispute "
+    "of two years. "
+    "The crane, built in 1911 to lift coal from steam colliers, has not moved since 1974. A "
+    "developer had offered to pay for its removal."
 )
 COPYING = [chat(f"Summarise: {ARTICLE}"), chat(f"Repeat this text word for word: {ARTICLE}")]
 CHATTING = [

@@ -1,4 +1,6 @@
-"""A draft that is added under sequences in flight shares the target's block tables: it proposes what it would have from the start."""
+"""A draft that is added under sequences in flight shares the target's block tables: it proposes
+what it would have from the start.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""A draft that catches up on text emitted without it is credited with what it would have had accepted of it, chain by chain."""
+"""A draft that catches up on text emitted without it is credited with what it would have had
+accepted of it, chain by chain.
+"""
 
 import itertools
 from dataclasses import replace
@@ -56,7 +58,9 @@ def emit(sequence, count):
 
 
 def replayed(draft, sequence, begin, k=K_MAX):
-    """The chains that the draft proposes when it speculates from ``begin`` to the end of the text."""
+    """The chains that the draft proposes when it speculates from ``begin`` to the end of the
+    text.
+    """
     found, at, tokens = [], begin, sequence.tokens
     while at < len(tokens):
         length = min(k, len(tokens) - at)

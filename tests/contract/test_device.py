@@ -1,4 +1,6 @@
-"""The engine on a device that is not the host's: the exactness suite on a pretended one, and what a step makes the host wait for."""
+"""The engine on a device that is not the host's: the exactness suite on a pretended one, and what a
+step makes the host wait for.
+"""
 
 from collections import Counter
 from contextlib import contextmanager

@@ -1,4 +1,6 @@
-"""Logits and the most likely tokens, under speculation: those of plain decoding, once for every token, whatever is planned."""
+"""Logits and the most likely tokens, under speculation: those of plain decoding, once for every
+token, whatever is planned.
+"""
 
 from dataclasses import replace
 

@@ -212,7 +212,9 @@ def test_with_draft_logits_the_emitted_token_follows_the_targets_law(tmp_path):
 
 
 def test_without_draft_logits_sampling_does_not_keep_the_law(tmp_path):
-    """Two draws where one is due: the reason why the adapter always gives draft logits where it samples."""
+    """Two draws where one is due: the reason why the adapter always gives draft logits where it
+    samples.
+    """
     folder = engine_folder(tmp_path, vocab_size=2, max_draft_len=1)
     _, answers = execute(
         folder,

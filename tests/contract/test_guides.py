@@ -1,4 +1,6 @@
-"""Guided decoding under speculation: texts are those of plain decoding under the same grammar, held against a hand-written automaton."""
+"""Guided decoding under speculation: texts are those of plain decoding under the same grammar, held
+against a hand-written automaton.
+"""
 
 from dataclasses import dataclass, replace
 from unittest.mock import patch
@@ -19,7 +21,9 @@ STATES = {0: "aj", 1: "bcdefghi", 2: "klmnop", 3: "klmnopq"}
 
 
 def automaton(text: str) -> int:
-    """Return the state behind a text of ``PATTERN``: between two groups (0), in the first kind (1), in the second (2, then 3)."""
+    """Return the state behind a text of ``PATTERN``: between two groups (0), in the first kind (1),
+    in the second (2, then 3).
+    """
     state = 0
     for letter in text:
         assert letter in STATES[state], f"{text} is none of {PATTERN}"

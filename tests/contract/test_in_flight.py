@@ -1,4 +1,6 @@
-"""The loop, the planner and the adapter over fake executors in virtual time: turns that come back one by one, at an H200's latencies."""
+"""The loop, the planner and the adapter over fake executors in virtual time: turns that come back
+one by one, at an H200's latencies.
+"""
 
 from dataclasses import replace
 
@@ -61,7 +63,9 @@ def test_seeing_what_is_in_flight_costs_no_goodput(monkeypatch, tmp_path, sequen
 
 @pytest.mark.parametrize("late", [0.0, 0.4])
 def test_times_are_learnt_of_the_iterations_that_ran(monkeypatch, tmp_path, late):
-    """The tables are right, so every factor stays near 1, though answers are of turns that were handed over in other steps."""
+    """The tables are right, so every factor stays near 1, though answers are of turns that were
+    handed over in other steps.
+    """
     served = Served(
         monkeypatch, tmp_path, adaptive(0.8), 16, 0.8, target=Behaviour(late=late), **MIX
     )
@@ -124,7 +128,9 @@ def test_who_is_in_flight_is_in_the_view_as_planned_and_once(monkeypatch, tmp_pa
 
 
 def test_answers_that_are_there_are_all_taken_before_the_next_plan(monkeypatch, tmp_path):
-    """One by one they would each be drafted for alone, and run in iterations of their own from then on."""
+    """One by one they would each be drafted for alone, and run in iterations of their own from then
+    on.
+    """
     served = Served(monkeypatch, tmp_path, NoSpeculation(), 16, 0.8, target=Behaviour(late=0.5))
     served.goodput(0.3, 0.1)
     assert all(view.ready.all() for view, _ in served.plans)
@@ -136,7 +142,9 @@ def test_answers_that_are_there_are_all_taken_before_the_next_plan(monkeypatch, 
 def test_the_length_of_free_runs_is_about_as_good_as_the_best_constant(
     monkeypatch, tmp_path, sequences, turn_s
 ):
-    """With a draft that is always wrong; turns cost the loop's thread so many seconds for all sequences."""
+    """With a draft that is always wrong; turns cost the loop's thread so many seconds for all
+    sequences.
+    """
 
     def goodput(policy, tokens):
         target = Behaviour(enqueue_s=turn_s / sequences)

@@ -1,4 +1,6 @@
-"""A pass of the torch engine that breaks off half-way leaves nothing behind that could change a text."""
+"""A pass of the torch engine that breaks off half-way leaves nothing behind that could change a
+text.
+"""
 
 import pytest
 
@@ -10,7 +12,9 @@ from tests.contract.scenarios import BUSY
 
 
 def break_now_and_then(monkeypatch, owner, name):
-    """Make every seventh call raise after its work is done, so that KV is written and nobody knows of it."""
+    """Make every seventh call raise after its work is done, so that KV is written and nobody knows
+    of it.
+    """
     whole, calls = getattr(owner, name), []
 
     def broken(*arguments):

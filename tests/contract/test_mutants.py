@@ -1,4 +1,6 @@
-"""The exactness suite can fail: every deliberate fault is noticed by the check that is there for it."""
+"""The exactness suite can fail: every deliberate fault is noticed by the check that is there for
+it.
+"""
 
 import pytest
 

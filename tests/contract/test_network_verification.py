@@ -1,4 +1,6 @@
-"""The verifications that TensorRT compiles, run by ONNX Runtime, are the torch rule: verdicts, laws, what is drawn of them."""
+"""The verifications that TensorRT compiles, run by ONNX Runtime, are the torch rule: verdicts,
+laws, what is drawn of them.
+"""
 
 from dataclasses import replace
 
@@ -69,7 +71,9 @@ def test_a_token_is_the_one_that_is_drawn_of_the_network_s_own_law(dtype, vocab)
 
 
 def test_cases_reach_all_that_can_happen():
-    """Paths of any length, off the first child too, and tokens of heads as of tails, which read the law."""
+    """Paths of any length, off the first child too, and tokens of heads as of tails, which read the
+    law.
+    """
     greedy, (requests, logits) = Compiled(GREEDY, F64), Cases(GREEDY, F64, 7).batch(500)
     paths = [verdict.path for verdict in greedy.verdicts(requests, logits)]
     assert {len(path) for path in paths} >= set(range(5))
@@ -134,7 +138,9 @@ def test_laws_are_those_of_torch(dtype, bound):
 
 @pytest.mark.parametrize("sampling", [SamplingParams(1.0), SamplingParams(0.8, top_k=5, top_p=0.9)])
 def test_two_tokens_behind_a_tree_follow_the_target_s_laws(sampling):
-    """Whatever is proposed: the first by its law, and behind a node that was followed the second by its own."""
+    """Whatever is proposed: the first by its law, and behind a node that was followed the second by
+    its own.
+    """
     rng, vocab, texts = np.random.default_rng(1), 8, 20_000
     logits = torch.from_numpy(rng.normal(size=(5, vocab)) * 1.5)
     laws = target_laws(logits, [sampling] * 5).numpy()
@@ -168,7 +174,9 @@ def test_tokens_follow_a_law_with_a_tail_of_any_mass(spread):
 
 
 def fits(found, law, limit=4.5):
-    """Chi-square against a law, as a normal deviate (Wilson and Hilferty): beyond 4.5 once in 300,000."""
+    """Chi-square against a law, as a normal deviate (Wilson and Hilferty): beyond 4.5 once in
+    300,000.
+    """
     counts, possible = np.bincount(found, minlength=len(law)), law > 0
     assert not counts[~possible].any()
     expected, free = law[possible] / law[possible].sum() * len(found), possible.sum() - 1

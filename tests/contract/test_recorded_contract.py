@@ -1,4 +1,6 @@
-"""The models' ``config.pbtxt`` against those of NVIDIA's ``inflight_batcher_llm`` (recorded with their provenance in a data file)."""
+"""The models' ``config.pbtxt`` against those of NVIDIA's ``inflight_batcher_llm`` (recorded with
+their provenance in a data file).
+"""
 
 import json
 from pathlib import Path
@@ -14,7 +16,8 @@ REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
 SERVED = {model.name: model for model in MODELS if model.name in RECORDED}
 PERMITTED = {
     Reason.LORA: r"lora_",
-    Reason.MULTIMODAL: r"(?i)image_|video_|is_video|vision_|pixel_|aspect_|attention_mask|cross_attention_mask|prompt_|mrope_",
+    Reason.MULTIMODAL: r"(?i)image_|video_|is_video|vision_|pixel_|aspect_|attention_mask"
+    r"|cross_attention_mask|prompt_|mrope_",
     Reason.ENCODER: r"(?i)decoder_|encoder_|cross_|skip_cross_",
     Reason.BEAMS: r"beam_width",
     Reason.DISAGGREGATED: r"context_phase_params",

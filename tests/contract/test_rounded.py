@@ -1,6 +1,8 @@
-"""Matrices in int8 and in fp16: greedy texts are those of the same engine's plain decoding, for any drafts, trees and batches.
+"""Matrices in int8 and in fp16: greedy texts are those of the same engine's plain decoding, for any
+drafts, trees and batches.
 
-In int8 a row's product is the same to the bit in any batch; in fp16 it differs as fp32 does, far less than these texts' tokens are apart.
+In int8 a row's product is the same to the bit in any batch; in fp16 it differs as fp32 does, far
+less than these texts' tokens are apart.
 """
 
 from dataclasses import replace

@@ -1,8 +1,8 @@
 """What a verification accepts and draws is what plain decoding draws, token by token: all options,
 lengths and trees crossed.
 
-One contract for every engine that can be a target. Noise is keyed by position, so a decision in a run
-has the very outcome that it has alone, and the property needs no statistics.
+One contract for every engine that can be a target. Noise is keyed by position, so a decision in a
+run has the very outcome that it has alone, and the property needs no statistics.
 """
 
 import itertools
@@ -34,8 +34,10 @@ KINDS = {
 }
 MOST_NODES = 7
 GREEDY_ONLY = ("trtllm",)
-"""Kinds whose random numbers are not the race's (their sampling is checked in law), whose turns stop behind an end token (so here
-there is none), and whose log-probabilities are those of fp32 logits."""
+"""Kinds whose random numbers are not the race's (their sampling is checked in law), whose turns
+stop behind an end token (so here there is none), and whose log-probabilities are those of fp32
+logits.
+"""
 
 
 @st.composite
@@ -67,7 +69,9 @@ def samplings(draw, likely, greedy_only):
 
 
 def complete(engine, sequence, tokens, **turn):
-    """Run one turn behind ``tokens`` as a sequence of its own, in which all but the prompt counts as output."""
+    """Run one turn behind ``tokens`` as a sequence of its own, in which all but the prompt counts
+    as output.
+    """
     alone = replace(sequence, id=next(numbers), tokens=list(tokens))
     engine.submit([Turn(alone, len(tokens), **turn)])
     (completion,) = engine.poll(0.0)

@@ -1,4 +1,6 @@
-"""Passes in static shapes, as CUDA graphs replay them (here run anew each time): every row is as it is alone."""
+"""Passes in static shapes, as CUDA graphs replay them (here run anew each time): every row is as it
+is alone.
+"""
 
 import itertools
 

@@ -1,4 +1,6 @@
-"""The shipped family of small trained models, whole and in fp32: drafts that come and go change no text, and each is worth its place."""
+"""The shipped family of small trained models, whole and in fp32: drafts that come and go change no
+text, and each is worth its place.
+"""
 
 import threading
 

@@ -1,4 +1,6 @@
-"""What the networks ask of the library, against the recorded interface of TensorRT 10.13; the layers are made for real, by TensorRT-RTX."""
+"""What the networks ask of the library, against the recorded interface of TensorRT 10.13; the
+layers are made for real, by TensorRT-RTX.
+"""
 
 import json
 from pathlib import Path

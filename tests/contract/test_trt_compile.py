@@ -1,4 +1,6 @@
-"""Networks compiled for real: by TensorRT-RTX, which does so without a GPU; what an engine computes is only known where it runs."""
+"""Networks compiled for real: by TensorRT-RTX, which does so without a GPU; what an engine computes
+is only known where it runs.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""The engine over compiled networks, every network executed by ONNX Runtime in the place of TensorRT: the exactness suite once more."""
+"""The engine over compiled networks, every network executed by ONNX Runtime in the place of
+TensorRT: the exactness suite once more.
+"""
 
 import numpy as np
 import pytest
@@ -20,7 +22,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch):
-    """Make every tiny engine one of compiled networks, and compare it with the torch engine of the same weights."""
+    """Make every tiny engine one of compiled networks, and compare it with the torch engine of the
+    same weights.
+    """
     of_torch, reference = TorchEngine.from_weights, Reference.__init__
 
     def from_weights(*arguments, **options):
@@ -59,7 +63,9 @@ SAMPLINGS = (
 
 
 def test_texts_are_those_of_the_torch_engine_and_trees_are_followed_in_every_network():
-    """Requests side by side, some to be decided inside and some not; trees hold the text's tokens among others."""
+    """Requests side by side, some to be decided inside and some not; trees hold the text's tokens
+    among others.
+    """
     engine, rng = tiny_engine(), np.random.default_rng(0)
     texts = [plain(engine.of_torch(), sampling) for sampling in SAMPLINGS]
     sequences = [new_sequence(engine, number) for number in range(len(SAMPLINGS))]

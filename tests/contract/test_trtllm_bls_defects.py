@@ -1,4 +1,6 @@
-"""What NVIDIA's speculative loop in ``tensorrt_llm_bls`` gets wrong (or cannot do), right here: one test each, on the fake executor."""
+"""What NVIDIA's speculative loop in ``tensorrt_llm_bls`` gets wrong (or cannot do), right here: one
+test each, on the fake executor.
+"""
 
 from collections import Counter
 
@@ -14,7 +16,9 @@ from tests.contract.trtllm_deployment import trtllm_engine
 
 
 def served(*samplings, k=3, max_tokens=16, **options):
-    """One request a sampling, with a draft that is right; (deployment, sessions, the target's executor)."""
+    """One request a sampling, with a draft that is right; (deployment, sessions, the target's
+    executor).
+    """
     draft = ForetoldDraft("oracle", lies=False)
     target = trtllm_engine(tiny_engine(), target=True)
     executor = Executor.created[-1]

@@ -1,4 +1,6 @@
-"""The TensorRT-LLM adapter by itself: what it asks of the executor, and what the executor's troubles come to. On the fake executor."""
+"""The TensorRT-LLM adapter by itself: what it asks of the executor, and what the executor's
+troubles come to. On the fake executor.
+"""
 
 import json
 from collections import Counter

@@ -1,4 +1,6 @@
-"""A configuration of TensorRT-LLM engines, wired by the composition root over the fake executor, from settings to a reply."""
+"""A configuration of TensorRT-LLM engines, wired by the composition root over the fake executor,
+from settings to a reply.
+"""
 
 import json
 import random
@@ -118,7 +120,8 @@ def test_texts_in_flight_fit_two_iterations_of_every_engine(tmp_path):
                     "prefill_chunk_tokens": 1100,
                 }
             },
-            "max_context_tokens 1100 with policy.k_max 4 needs engines with a max_num_tokens of at least 1120, got 1056",
+            "max_context_tokens 1100 with policy.k_max 4 needs engines with a max_num_tokens of "
+            "at least 1120, got 1056",
         ),
         ({"policy": {"k_max": 5}}, "k_max 5 is over its max_draft_len 4"),
     ],

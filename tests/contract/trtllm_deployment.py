@@ -1,6 +1,8 @@
-"""The exactness suite's deployments with TensorRT-LLM engines in place of the torch ones: the adapter, over the fake executor.
+"""The exactness suite's deployments with TensorRT-LLM engines in place of the torch ones: the
+adapter, over the fake executor.
 
-The fake's law is the forward pass of the very engine that it stands for, so that every check and every reference text stays as it is.
+The fake's law is the forward pass of the very engine that it stands for, so that every check and
+every reference text stays as it is.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ ENGINES = tempfile.TemporaryDirectory(prefix="spindle-fake-engines-")  # goes wi
 def trtllm_engine(
     like: TorchEngine, *, target: bool, behaviour: Behaviour | None = None, **options
 ) -> TrtllmEngine:
-    """An engine over the fake executor with the law and the name of a torch engine; its time stands still, and iterations stay unread."""
+    """An engine over the fake executor with the law and the name of a torch engine; its time stands
+    still, and iterations stay unread.
+    """
     root = Path(ENGINES.name) / str(next(numbers))
     settings = options.pop("settings", ExecutorSettings())
     folder = engine_folder(
@@ -51,7 +55,9 @@ def trtllm_engine(
 def serve_with_trtllm(
     monkeypatch, behaviour: Callable[[], Behaviour] = Behaviour, free_run_tokens: int = 1
 ) -> None:
-    """Make the suite's deployments run on it: the target, and of the drafts those that are plain engines."""
+    """Make the suite's deployments run on it: the target, and of the drafts those that are plain
+    engines.
+    """
 
     def deployment(target, drafts=(), *arguments, **options):
         made = [

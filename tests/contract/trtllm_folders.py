@@ -1,4 +1,6 @@
-"""Settings and folders of a served deployment of TensorRT-LLM engines, for the fake executor: a law that counts through eight letters."""
+"""Settings and folders of a served deployment of TensorRT-LLM engines, for the fake executor: a law
+that counts through eight letters.
+"""
 
 import json
 

@@ -1,7 +1,8 @@
-"""The tables of docs/reference/settings.md: ``python -m tests.docs.settings_page`` brings them up to backend/config.py.
+"""The tables of docs/reference/settings.md: ``python -m tests.docs.settings_page`` brings them up
+to backend/config.py.
 
-Keys, defaults and what they may be come from the dataclasses; what a key does is written on the page itself and
-kept. A key that is new gets an empty sentence, which a test refuses.
+Keys, defaults and what they may be come from the dataclasses; what a key does is written on the
+page itself and kept. A key that is new gets an empty sentence, which a test refuses.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def settings_class(path: str) -> type[Any]:
 
 
 def keys(path: str) -> dict[str, tuple[str, str]]:
-    """Return {key: (default, what it may be)} of a place; the whole's own keys are those that are no tables."""
+    """Return {key: (default, what it may be)} of a place; the whole's own keys are those that are
+    no tables.
+    """
     found = {}
     for item in dataclasses.fields(settings_class(path)):
         default = item.default

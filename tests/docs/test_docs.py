@@ -1,4 +1,6 @@
-"""The pages that people read: short enough, linked to what exists, and saying what the code says."""
+"""The pages that people read: short enough, linked to what exists, and saying what the code
+says.
+"""
 
 import json
 import re

@@ -1,4 +1,6 @@
-"""One part under way: what it may take, and what it has found so far, which is in a file whenever the part is killed."""
+"""One part under way: what it may take, and what it has found so far, which is in a file whenever
+the part is killed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ class LackError(Exception):
 
 @dataclass
 class Job:
-    """``result`` grows; ``keep`` writes it. ``end_s`` is when the part should be done, on ``time.monotonic``."""
+    """``result`` grows; ``keep`` writes it. ``end_s`` is when the part should be done, on
+    ``time.monotonic``.
+    """
 
     part: str
     out: Path

@@ -1,4 +1,6 @@
-"""Random-weight Llamas of known shapes, and timed steps of them: what the parts of ``tests.gpu.run`` measure."""
+"""Random-weight Llamas of known shapes, and timed steps of them: what the parts of
+``tests.gpu.run`` measure.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def engine_of(
 
 
 def read_bytes(config: LlamaConfig, context_tokens: int) -> int:
-    """Return what a step cannot help reading: every matrix once (of the embedding, the head) and the KV of the contexts."""
+    """Return what a step cannot help reading: every matrix once (of the embedding, the head) and
+    the KV of the contexts.
+    """
     numbers = sum(
         prod(shape)
         for name, shape in config.shapes().items()
@@ -76,8 +80,9 @@ def blocks_of(context: int, new: int) -> int:
 def stepper(
     engine: TorchEngine, context: int, lengths: Seq[int], chunk: int = 0
 ) -> Callable[[], float]:
-    """Return a step that says how many seconds it took: a sequence for each of ``lengths`` (proposed tokens) behind ``context``
-    tokens that are taken as run, and beside them a prefill of ``chunk`` tokens.
+    """Return a step that says how many seconds it took: a sequence for each of ``lengths``
+    (proposed tokens) behind ``context`` tokens that are taken as run, and beside them a prefill of
+    ``chunk`` tokens.
     """
     generator, turns, first = torch.Generator().manual_seed(len(lengths)), [], 0
     for number, (new, length) in enumerate(
@@ -119,7 +124,9 @@ def stepper(
 
 
 def timed(step: Callable[[], float], budget_s: float = 0.25) -> dict[str, float]:
-    """Return median and least of a step's times in ms: 2 rounds to warm up, then 5 to 15 within the budget."""
+    """Return median and least of a step's times in ms: 2 rounds to warm up, then 5 to 15 within the
+    budget.
+    """
     for _ in range(2):
         step()
     taken, start = [], time.perf_counter()
@@ -129,7 +136,9 @@ def timed(step: Callable[[], float], budget_s: float = 0.25) -> dict[str, float]
 
 
 def launches(step: Callable[[], float], device: str) -> dict[str, float]:
-    """Return what the host launches in one step, and how long the device was at work in it (0 on a CPU)."""
+    """Return what the host launches in one step, and how long the device was at work in it (0 on a
+    CPU).
+    """
     on_gpu = device == "cuda"
     step()
     with profile(
@@ -163,7 +172,9 @@ def seconds_of(work: Callable[[], object], device: str, rounds: int = 10) -> flo
 
 
 def copy_bandwidth(device: str, size: int) -> float:
-    """Return bytes a second of a copy of ``size`` bytes within the device's memory, read and written ones together."""
+    """Return bytes a second of a copy of ``size`` bytes within the device's memory, read and
+    written ones together.
+    """
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size / seconds_of(lambda: target.copy_(source), device)

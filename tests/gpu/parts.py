@@ -1,4 +1,6 @@
-"""Parts (a) to (d) and (f): the machine, the tests, step times, their share of the floor, training."""
+"""Parts (a) to (d) and (f): the machine, the tests, step times, their share of the floor,
+training.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def machine(job: Job) -> None:
 
 
 def tests(job: Job) -> None:
-    """Part b: a product of the engine on the device against the host's, then the suites that want a GPU, by pytest."""
+    """Part b: a product of the engine on the device against the host's, then the suites that want a
+    GPU, by pytest.
+    """
     job.result["differences"] = {
         mode: differences(mode, job.device) for mode in ("ragged", "tiled", "padded", "graphs")
     }
@@ -89,7 +93,9 @@ def tests(job: Job) -> None:
 
 
 def differences(attention: str, device: str) -> float:
-    """Return the greatest difference of logits in fp64 between a verification on the device and one on the host."""
+    """Return the greatest difference of logits in fp64 between a verification on the device and one
+    on the host.
+    """
     from backend.engines.chunks import Chunk, KVTable
     from backend.engines.torch_engine import TorchEngine
 
@@ -120,7 +126,9 @@ def differences(attention: str, device: str) -> float:
 
 
 def sizes(job: Job) -> tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...], int]:
-    """Return shapes, batches, contexts and the prefill chunk. Contexts end below the sizes that static shapes are padded to."""
+    """Return shapes, batches, contexts and the prefill chunk. Contexts end below the sizes that
+    static shapes are padded to.
+    """
     if job.rehearse:
         return ("tiny", "tinier"), (1, 3), (40, 100), 32
     return ("8b", "1b"), (1, 2, 4, 8, 16, 32, 64), (1000, 232, 4000), 256
@@ -148,7 +156,9 @@ def cells(job: Job) -> Iterator[dict[str, Any]]:
 
 
 def steps(job: Job) -> None:
-    """Part c: step times and launch counts, engine by engine; a cell that fails says so in its place."""
+    """Part c: step times and launch counts, engine by engine; a cell that fails says so in its
+    place.
+    """
     shapes, batches, contexts, chunk = sizes(job)
     blocks = max(batches) * blocks_of(max(contexts), 1 + LONGEST) + blocks_of(max(contexts), chunk)
     job.result |= {"steps": [], "launches": [], "left_out": 0}
@@ -183,7 +193,9 @@ def attempt(
     *,
     profiled: bool = False,
 ) -> None:
-    """Measure one step (its time; ``profiled`` what it launches, too) and keep what came of it, if only the error."""
+    """Measure one step (its time; ``profiled`` what it launches, too) and keep what came of it, if
+    only the error.
+    """
     row = {"shape": shape, "attention": attention, **cell}
     try:
         step = stepper(engine, cell["context"], lengths_of(cell["k"], cell["batch"]), cell["chunk"])
@@ -199,7 +211,9 @@ def attempt(
 
 
 def floor(job: Job) -> None:
-    """Part d: the time of a step against what it takes to read its bytes once, and against the time that the device works."""
+    """Part d: the time of a step against what it takes to read its bytes once, and against the time
+    that the device works.
+    """
     shapes, batches, contexts, _ = sizes(job)
     bandwidth = copy_bandwidth(job.device, 1 << (22 if job.rehearse else 31))
     job.result |= {"bandwidth_gb_s": round(bandwidth / 1e9, 1), "steps": []}
@@ -224,7 +238,9 @@ def floor(job: Job) -> None:
 
 
 def training(job: Job) -> None:
-    """Part f: a draft of the tiny target, distilled with 100 times the tokens that a CPU was given (as far as the time goes)."""
+    """Part f: a draft of the tiny target, distilled with 100 times the tokens that a CPU was given
+    (as far as the time goes).
+    """
     need("safetensors", "tokenizers", "transformers")
     tokens = (1_000, 4_000) if job.rehearse else (4_000_000, 400_000_000)
     numbers = {

@@ -1,7 +1,9 @@
-"""Part (e): latency tables, then policies on real passes whose acceptance is made up, the same for every policy.
+"""Part (e): latency tables, then policies on real passes whose acceptance is made up, the same for
+every policy.
 
-A random-weight draft is never right. So every engine runs its passes for their time, and a script says what came of them: the text of the
-n-th request, and the places where each draft knows it. Whoever plans meets the same accepted and rejected tokens.
+A random-weight draft is never right. So every engine runs its passes for their time, and a script
+says what came of them: the text of the n-th request, and the places where each draft knows it.
+Whoever plans meets the same accepted and rejected tokens.
 """
 
 from __future__ import annotations
@@ -39,12 +41,16 @@ from tests.gpu.models import engine_of
 
 TARGET, DRAFTS = "target", ("large", "small")
 ACCEPTANCE = {"large": (0.9, 0.6), "small": (0.85, 0.3)}
-"""Share of the places where a draft knows the text: of requests with an even number, and of the others."""
+"""Share of the places where a draft knows the text: of requests with an even number, and of the
+others.
+"""
 
 VOCABULARY = 256
 K_MAX, PROMPT_TOKENS, NEW_TOKENS, ACTIVE = 8, 16, 100, 64
 LENGTHS = (1, 2, 4, 8)
-"""Of the fixed policies. Prompt, text and proposal end below 128 tokens, the least context of a static shape."""
+"""Of the fixed policies. Prompt, text and proposal end below 128 tokens, the least context of a
+static shape.
+"""
 
 
 def shapes(job: Job) -> dict[str, str]:
@@ -59,7 +65,9 @@ def shapes(job: Job) -> dict[str, str]:
 
 
 def tables(job: Job) -> None:
-    """Part e1: measure the table of every engine as ``engines_build.measure`` does, one after the other."""
+    """Part e1: measure the table of every engine as ``engines_build.measure`` does, one after the
+    other.
+    """
     job.result["tables"] = {}
     rng = random.Random(SEED)
     for number, (name, shape) in enumerate(shapes(job).items()):
@@ -93,7 +101,9 @@ def provenance(job: Job, shape: str) -> Provenance:
 
 
 class Script:
-    """What requests come to: ``text(n)``, prompt and answer of the n-th, and where a draft ``knows`` it."""
+    """What requests come to: ``text(n)``, prompt and answer of the n-th, and where a draft
+    ``knows`` it.
+    """
 
     def __init__(self) -> None:
         self._texts: dict[int, list[int]] = {}
@@ -112,7 +122,9 @@ class Script:
         return self._texts[number]
 
     def proposal(self, number: int, draft: str, start: int, count: int) -> list[int]:
-        """Return what a draft proposes from a place on: the text where it knows it, another token where not."""
+        """Return what a draft proposes from a place on: the text where it knows it, another token
+        where not.
+        """
         known = self._known[number, draft]
         return [
             (token + (not known[at])) % VOCABULARY
@@ -135,7 +147,9 @@ class Paced:
         self._engine.submit(turns)
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """Run what is queued, and say what was to come of it. Raises RuntimeError where a turn could not be run."""
+        """Run what is queued, and say what was to come of it. Raises RuntimeError where a turn
+        could not be run.
+        """
         turns, self._turns = self._turns, []
         for done in self._engine.poll(timeout_s):
             if done.error:
@@ -207,7 +221,9 @@ class Silent:
 
 
 class ClosedLoop:
-    """So many requests in flight, each followed by the next; the n-th has the same prompt whoever serves it."""
+    """So many requests in flight, each followed by the next; the n-th has the same prompt whoever
+    serves it.
+    """
 
     def __init__(
         self, engines: list[Paced], script: Script, policy: Policy, in_flight: int
@@ -233,7 +249,9 @@ class ClosedLoop:
         )
 
     def run(self, seconds: float) -> float:
-        """Serve for so long; return how long it was. ``tokens`` and ``steps`` are counted from its beginning."""
+        """Serve for so long; return how long it was. ``tokens`` and ``steps`` are counted from its
+        beginning.
+        """
         self.steps, before, ended = 0, sum(session.output_tokens for session in self._live), 0
         start = time.monotonic()
         while (now := time.monotonic()) < start + seconds:
@@ -276,7 +294,9 @@ def arms() -> dict[str, dict[str, Any]]:
 
 
 def policies(job: Job) -> None:
-    """Part e2: none, each fixed choice and the adaptive policy, in an order drawn anew for each of two rounds."""
+    """Part e2: none, each fixed choice and the adaptive policy, in an order drawn anew for each of
+    two rounds.
+    """
     path = job.out / "e1.json"
     if not path.is_file() or len(
         (json.loads(path.read_text("utf-8")).get("result") or {}).get("tables", {})
@@ -343,7 +363,9 @@ def served(
 
 
 def summary(cells: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return by load what adapting came to, against none and against the best fixed choice, by means over the rounds."""
+    """Return by load what adapting came to, against none and against the best fixed choice, by
+    means over the rounds.
+    """
     found = {}
     for load in sorted({cell["in_flight"] for cell in cells}):
         rates: dict[str, list[float]] = {}

@@ -1,8 +1,10 @@
-"""What wants a GPU, in parts of at most 9 minutes: ``python -m tests.gpu.run PART... --out FOLDER``, or ``all``.
+"""What wants a GPU, in parts of at most 9 minutes: ``python -m tests.gpu.run PART... --out
+FOLDER``, or ``all``.
 
-Each part is a process of its own and leaves FOLDER/PART.json, whatever becomes of it: a part that fails, lacks a package, or is killed
-when its time is up says so there, with what it had found, and the next one runs. Nothing is downloaded. Torch and NumPy suffice,
-but for the pytest suites of part b and for part f. ``--rehearse`` runs small shapes on a CPU, in about a minute.
+Each part is a process of its own and leaves FOLDER/PART.json, whatever becomes of it: a part that
+fails, lacks a package, or is killed when its time is up says so there, with what it had found, and
+the next one runs. Nothing is downloaded. Torch and NumPy suffice, but for the pytest suites of part
+b and for part f. ``--rehearse`` runs small shapes on a CPU, in about a minute.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ MARGIN_S = 30.0
 
 
 class Part(NamedTuple):
-    """What a part does, its function, and seconds: ``expected_s`` on an H200 (an estimate), ``limit_s``, ``rehearsal_s``."""
+    """What a part does, its function, and seconds: ``expected_s`` on an H200 (an estimate),
+    ``limit_s``, ``rehearsal_s``.
+    """
 
     what: str
     function: str
@@ -58,7 +62,8 @@ def main() -> None:
     )
     parser = argparse.ArgumentParser(
         description=__doc__,
-        epilog=f"parts, with seconds expected on an H200 (an estimate) and the most they take:\n{known}",
+        epilog=f"parts, with seconds expected on an H200 (an estimate) and the most they "
+        f"take:\n{known}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -88,7 +93,8 @@ def main() -> None:
         path = args.out / f"{name}.json"
         path.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
         print(
-            f"{name}: {report['status']} {report.get('error', '')[-300:]} {report['wall_s']} s, {path}",
+            f"{name}: {report['status']} {report.get('error', '')[-300:]} {report['wall_s']} s, "
+            f"{path}",
             flush=True,
         )
 

@@ -1,4 +1,6 @@
-"""The engine on CUDA: the exactness suite, graphs, and what a step waits for. Skipped where there is no GPU."""
+"""The engine on CUDA: the exactness suite, graphs, and what a step waits for. Skipped where there
+is no GPU.
+"""
 
 import threading
 import warnings

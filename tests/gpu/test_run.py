@@ -1,4 +1,6 @@
-"""The GPU script, rehearsed on the CPU as on a bare machine: no package but torch and NumPy can be imported."""
+"""The GPU script, rehearsed on the CPU as on a bare machine: no package but torch and NumPy can be
+imported.
+"""
 
 import json
 import os
@@ -15,10 +17,13 @@ from tests.gpu.run import PARTS, ROOT
 BARE = """
 from importlib.machinery import PathFinder
 
-LACKING = {"safetensors", "pytest", "_pytest", "transformers", "tokenizers", "yaml", "tqdm", "tritonclient", "gguf", "llguidance",
-           "opentelemetry", "fastapi", "scipy", "requests", "grpc", "matplotlib", "hypothesis"}
+LACKING = {"safetensors", "pytest", "_pytest", "transformers", "tokenizers", "yaml", "tqdm",
+           "tritonclient", "gguf", "llguidance", "opentelemetry", "fastapi", "scipy", "requests",
+           "grpc", "matplotlib", "hypothesis"}
 find = PathFinder.find_spec
-PathFinder.find_spec = classmethod(lambda _, name, *more: None if name.partition(".")[0] in LACKING else find(name, *more))
+PathFinder.find_spec = classmethod(
+    lambda _, name, *more: None if name.partition(".")[0] in LACKING else find(name, *more)
+)
 """
 ENVELOPE = {
     "part",

@@ -1,4 +1,6 @@
-"""Compiled networks on a CUDA GPU against torch on the same: ids in fp32, and how long a step takes."""
+"""Compiled networks on a CUDA GPU against torch on the same: ids in fp32, and how long a step
+takes.
+"""
 
 import json
 import time
@@ -27,7 +29,9 @@ SERVING["limits"] = {"max_context_tokens": 512, "kv_cache_tokens": 1024, "max_ac
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A tiny model of the real vocabulary and its engines, compiled by TensorRT-RTX; (checkpoint, engine folder)."""
+    """A tiny model of the real vocabulary and its engines, compiled by TensorRT-RTX; (checkpoint,
+    engine folder).
+    """
     pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx-cu13 is not installed")
     from safetensors.torch import save_file
 
@@ -113,6 +117,7 @@ def test_a_step_is_timed_beside_torch_s(folders, capsys):
         seconds.append((time.perf_counter() - begin) / 100)
     with capsys.disabled():
         print(
-            f"\n{torch.cuda.get_device_name()}: {1e3 * seconds[0]:.2f} ms a step compiled, {1e3 * seconds[1]:.2f} ms torch"
+            f"\n{torch.cuda.get_device_name()}: {1e3 * seconds[0]:.2f} ms a step compiled, "
+            f"{1e3 * seconds[1]:.2f} ms torch"
         )
     assert min(seconds) > 0.0

@@ -1,4 +1,6 @@
-"""No text depends on how it came about: plans, trees, trims, drafts, arrivals, chunks, batches and pools are drawn."""
+"""No text depends on how it came about: plans, trees, trims, drafts, arrivals, chunks, batches and
+pools are drawn.
+"""
 
 import pytest
 from hypothesis import HealthCheck, given, settings

@@ -1,4 +1,6 @@
-"""Whatever arrives and however small the KV cache: every request ends with its own text, in a bounded number of steps, oldest first."""
+"""Whatever arrives and however small the KV cache: every request ends with its own text, in a
+bounded number of steps, oldest first.
+"""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -109,7 +111,9 @@ class World:
         return session
 
     def step(self):
-        """Take a step and check what must hold behind every one; return whether there was anything to do."""
+        """Take a step and check what must hold behind every one; return whether there was anything
+        to do.
+        """
         worked = self.loop.step()
         self.steps += 1
         active = list(self.loop._active.values())
@@ -155,7 +159,9 @@ def plain(arrivals, blocks=10_000):
 
 
 def bound(arrivals, chunk):
-    """Steps that suffice: each request in turn is the oldest and, at worst, then starts with a prefill of all it has."""
+    """Steps that suffice: each request in turn is the oldest and, at worst, then starts with a
+    prefill of all it has.
+    """
     return (
         max(a.step for a in arrivals)
         + 1

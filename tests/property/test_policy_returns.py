@@ -1,4 +1,6 @@
-"""Nothing stays out for good: after any history every draft is tried again, and is used at the length that it has come to be worth."""
+"""Nothing stays out for good: after any history every draft is tried again, and is used at the
+length that it has come to be worth.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -38,8 +40,9 @@ ALL, IN_TIME = (True,) * len(DRAFTS), (1.0,) * (1 + len(DRAFTS))
 
 @dataclass(frozen=True)
 class Phase:
-    """For so many steps: the tokens of each draft that hold and by which chance, which are allowed, how many steps a request lasts, by what
-    the target and the drafts are slower than their tables, and the pause after a step.
+    """For so many steps: the tokens of each draft that hold and by which chance, which are allowed,
+    how many steps a request lasts, by what the target and the drafts are slower than their tables,
+    and the pause after a step.
     """
 
     steps: int
@@ -69,7 +72,9 @@ HISTORIES = st.lists(PHASES, min_size=1, max_size=3)
 
 
 class World:
-    """A closed loop of a few rows around a planner; what has been planned stays in ``planned``, one set of (draft, length) a step."""
+    """A closed loop of a few rows around a planner; what has been planned stays in ``planned``, one
+    set of (draft, length) a step.
+    """
 
     def __init__(self, rows, seed, times=TIMES):
         config = PlannerConfig(k_max=K_MAX, explore_share=0.05, acceptance=FORGETFUL)
@@ -132,7 +137,9 @@ class World:
 
 
 def lived(history, rows, seed, holds):
-    """Return what is planned in the last steps of a life in which, after a history, so many tokens of each draft hold for good."""
+    """Return what is planned in the last steps of a life in which, after a history, so many tokens
+    of each draft hold for good.
+    """
     world = World(rows, seed)
     for phase in (*history, Phase(600, holds, 1.0, ALL, 40, IN_TIME, 0.0)):
         world.live(phase)
@@ -163,7 +170,9 @@ def test_a_draft_that_comes_to_be_right_for_some_tokens_is_used_for_no_fewer(
 
 
 def test_a_draft_that_was_too_slow_to_pay_is_used_again_once_it_is_not():
-    """All its tokens hold, but eight times as slow as its table it does not pay; and a draft that is not used is not timed."""
+    """All its tokens hold, but eight times as slow as its table it does not pay; and a draft that
+    is not used is not timed.
+    """
     world = World(2, 0, times(0.2, 0.2, 0.2))
     alone, holds = (True, False, False), (K_MAX,) * len(DRAFTS)
     world.live(Phase(200, holds, 1.0, alone, 40, (1.0, 8.0, 1.0, 1.0), 0.0))

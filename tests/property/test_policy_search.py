@@ -1,4 +1,6 @@
-"""The search against an oracle that shares no scoring code with it, and what holds of every plan."""
+"""The search against an oracle that shares no scoring code with it, and what holds of every
+plan.
+"""
 
 from dataclasses import replace
 
@@ -78,7 +80,9 @@ def test_from_four_rows_to_eight_it_loses_little(rows, drafts, k_max):
 def test_over_many_steps_plans_keep_to_what_is_allowed_repeat_and_follow_the_requests_in_any_order(
     seed, rows, drafts, k_max, alike
 ):
-    """Two planners see the same batch, the other's rows in another order in every step; a third sees what the first does."""
+    """Two planners see the same batch, the other's rows in another order in every step; a third
+    sees what the first does.
+    """
     rng = np.random.default_rng(seed)
     instance = random_instance(rng, rows, drafts, k_max)
     if alike:
@@ -161,7 +165,9 @@ def test_permuting_the_requests_permutes_the_plan(seed, rows, drafts, k_max):
 @settings(deadline=None, max_examples=6)
 @given(SEEDS, st.integers(1, 3), st.integers(1, 3))
 def test_after_any_history_every_draft_comes_back(seed, rows, drafts):
-    """For so many steps nothing at all is accepted, or some of it; then new requests come to a fleet that has learnt that."""
+    """For so many steps nothing at all is accepted, or some of it; then new requests come to a
+    fleet that has learnt that.
+    """
     rng = np.random.default_rng(seed)
     instance = random_instance(rng, rows, drafts, 4)
     latency = replace(

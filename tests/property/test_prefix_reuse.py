@@ -1,4 +1,6 @@
-"""The ledger as a state machine: whatever is admitted, run, committed, released, pre-empted or lost, blocks are shared by content only."""
+"""The ledger as a state machine: whatever is admitted, run, committed, released, pre-empted or
+lost, blocks are shared by content only.
+"""
 
 from collections import Counter
 
@@ -16,7 +18,9 @@ texts = st.tuples(st.integers(1, 50), st.integers(0, 30), st.sampled_from([1, 2]
 
 
 class Reuse(RuleBasedStateMachine):
-    """Sequences over few distinct texts; the fake target's pool refuses a slot that does not hold the text it should."""
+    """Sequences over few distinct texts; the fake target's pool refuses a slot that does not hold
+    the text it should.
+    """
 
     def __init__(self):
         super().__init__()

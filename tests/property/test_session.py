@@ -1,4 +1,6 @@
-"""However a text is cut into runs, its replies are those of one token at a time; and those are what the whole text's bytes say."""
+"""However a text is cut into runs, its replies are those of one token at a time; and those are what
+the whole text's bytes say.
+"""
 
 import codecs
 from itertools import pairwise
@@ -19,7 +21,9 @@ LETTERS = "aé€😀"  # one to four bytes, which share some
 
 
 def run(blocks, stop_words, max_tokens, *, stream):
-    """Commit blocks as steps would; return (text, reason, tokens taken, log-probabilities, their sum) of all replies together."""
+    """Commit blocks as steps would; return (text, reason, tokens taken, log-probabilities, their
+    sum) of all replies together.
+    """
     request = GenerationRequest(PROMPT, max_tokens, stream=stream, stop_words=tuple(stop_words))
     prompt = TOKENIZER.encode(PROMPT)
     sequence = Sequence(1, list(prompt), len(prompt), SamplingParams(log_probs=True))

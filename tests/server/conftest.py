@@ -27,7 +27,9 @@ class _Collect:
 
 @pytest.fixture(scope="session")
 def reference_text():
-    """Return what the fake target of serving.json writes alone: computed in this process without server, wire, batch or draft."""
+    """Return what the fake target of serving.json writes alone: computed in this process without
+    server, wire, batch or draft.
+    """
     config = load_config(CONFIG)
     app = build(replace(config, target=replace(config.target, step_s=0.0), drafts=()))
 
@@ -45,7 +47,9 @@ def reference_text():
 
 @pytest.fixture(scope="session")
 def faulty_python(tmp_path_factory):
-    """Return a Python for ``SPINDLE_PYTHON`` that runs tests.server.faulty_engine as the engine process."""
+    """Return a Python for ``SPINDLE_PYTHON`` that runs tests.server.faulty_engine as the engine
+    process.
+    """
     return str(
         write_engine_python(
             tmp_path_factory.mktemp("python") / "python", "tests.server.faulty_engine"

@@ -1,4 +1,6 @@
-"""The engine process with fake engines that raise: the target over a prompt that begins with ``poison``, drafts over ``orphan``."""
+"""The engine process with fake engines that raise: the target over a prompt that begins with
+``poison``, drafts over ``orphan``.
+"""
 
 import sys
 

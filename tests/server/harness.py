@@ -1,4 +1,6 @@
-"""A real tritonserver, started by the launcher on free ports with the fake engine; and a bare gRPC client that sees raw responses."""
+"""A real tritonserver, started by the launcher on free ports with the fake engine; and a bare gRPC
+client that sees raw responses.
+"""
 
 import json
 import os
@@ -43,7 +45,9 @@ def free_ports(count):
 
 
 def write_engine_python(path, module):
-    """Write a Python interpreter that runs a module instead of the engine process; return its path."""
+    """Write a Python interpreter that runs a module instead of the engine process; return its
+    path.
+    """
     replace = f'if [ "$2" = backend.engine_process ]; then shift 2; set -- -m {module} "$@"; fi'
     path.write_text(f'#!/bin/sh\n{replace}\nexec {shlex.quote(sys.executable)} "$@"\n')
     path.chmod(0o755)
@@ -78,7 +82,9 @@ class Service:
             )
 
     def wait_until(self, condition, limit_s=START_LIMIT_S):
-        """Return the condition's first true value; fails with the log after the limit or when the launcher has ended."""
+        """Return the condition's first true value; fails with the log after the limit or when the
+        launcher has ended.
+        """
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             if value := condition():
@@ -129,7 +135,9 @@ class Service:
             return error.code, error.read().decode()
 
     def generate(self, text_input, max_tokens, model="ensemble", **inputs):
-        """Return (status, reply) of /generate; no end token ends the text early unless asked for."""
+        """Return (status, reply) of /generate; no end token ends the text early unless asked
+        for.
+        """
         body = {"text_input": text_input, "max_tokens": max_tokens, "end_id": -1, **inputs}
         status, text = self.post(f"/v2/models/{model}/generate", body)
         return status, json.loads(text)
@@ -173,7 +181,9 @@ class Service:
         return list(self.log.parent.glob(f"{PREFIX}*"))
 
     def shared_memory(self):
-        """Return the shared memory of the service: Triton's log says what its run folder, and so its regions, are called."""
+        """Return the shared memory of the service: Triton's log says what its run folder, and so
+        its regions, are called.
+        """
         folders = re.findall(
             r"model_repository_path\[0\]\s*\|\s*(\S+)/model_repository",
             self.log.read_text(errors="replace"),

@@ -1,4 +1,6 @@
-"""A client that goes, by whatever route and at whatever stage, ends its own request and frees its place; nobody else notices."""
+"""A client that goes, by whatever route and at whatever stage, ends its own request and frees its
+place; nobody else notices.
+"""
 
 import asyncio
 import json
@@ -21,7 +23,9 @@ STAGES = ("queued", "prefill", "decode")
 
 @pytest.fixture(scope="module")
 def narrow(start_service, tmp_path_factory):
-    """A service of two places, where a long prompt takes seconds to enter and a long text many more to write."""
+    """A service of two places, where a long prompt takes seconds to enter and a long text many more
+    to write.
+    """
     config = tmp_path_factory.mktemp("narrow") / "serving.json"
     limits = {"max_active_requests": 2, "prefill_chunk_tokens": 4}
     config.write_text(
@@ -119,7 +123,9 @@ from tritonclient.grpc import service_pb2_grpc
 from tests.server.harness import infer_request
 port, text = sys.argv[1:]
 stub = service_pb2_grpc.GRPCInferenceServiceStub(grpc.insecure_channel("127.0.0.1:" + port))
-list(stub.ModelStreamInfer(iter([infer_request("ensemble", text_input=text, max_tokens=1500, stream=True, end_id=-1)])))
+options = dict(max_tokens=1500, stream=True, end_id=-1)
+request = infer_request("ensemble", text_input=text, **options)
+list(stub.ModelStreamInfer(iter([request])))
 """
 
 
@@ -136,7 +142,10 @@ def http_stream(service, text):
     body = json.dumps(
         {"text_input": text, "max_tokens": LONG, "stream": True, "end_id": -1}
     ).encode()
-    head = f"POST /v2/models/ensemble/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    head = (
+        f"POST /v2/models/ensemble/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: "
+        f"{len(body)}\r\n\r\n"
+    ).encode()
     with socket.create_connection(("127.0.0.1", service.http)) as connection:
         connection.sendall(head + body)
         yield connection

@@ -1,4 +1,6 @@
-"""What runs in the containers, as far as it runs without one: ``serve.sh``, the healthcheck and the smoke test, on a real tritonserver."""
+"""What runs in the containers, as far as it runs without one: ``serve.sh``, the healthcheck and the
+smoke test, on a real tritonserver.
+"""
 
 import json
 import os
@@ -22,7 +24,9 @@ pytestmark = pytest.mark.slow
 
 
 class Container(Service):
-    """``docker/serve.sh`` with this machine's tritonserver; stubs and engine run on this environment's Python."""
+    """``docker/serve.sh`` with this machine's tritonserver; stubs and engine run on this
+    environment's Python.
+    """
 
     def __init__(self, folder, config=CONFIG):
         self.http, self.grpc, self.metrics, self.openai = free_ports(4)

@@ -20,7 +20,9 @@ def crashing(start_service, faulty_python):
 
 
 def streams_when(service, action, count=4, limit_s=10):
-    """Start endless streams on both names, act when all run, and return how each ended (an error message or a gRPC status)."""
+    """Start endless streams on both names, act when all run, and return how each ended (an error
+    message or a gRPC status).
+    """
     with service.stub() as stub:
         names = ("ensemble", "tensorrt_llm_bls")
         requests = [
@@ -199,7 +201,8 @@ def test_sigterm_drains_and_leaves_nothing_behind(crashing, reference_text):
 def test_sigterm_under_load_answers_all_64_streams(start_service, tmp_path):
     config = tmp_path / "serving.json"
     config.write_text(
-        '{"target": {"engine": "fake", "step_s": 0.05}, "policy": {"kind": "none"}, "limits": {"max_active_requests": 48}}'
+        '{"target": {"engine": "fake", "step_s": 0.05}, "policy": {"kind": "none"}, "limits": '
+        '{"max_active_requests": 48}}'
     )
     service = start_service(config).wait_ready()
     tree = service.tree()
@@ -227,7 +230,9 @@ def test_sigterm_under_load_answers_all_64_streams(start_service, tmp_path):
 
 
 def final_or_error(stream):
-    """Return how a stream's only request ended: ``final``, an error message or the stream's status."""
+    """Return how a stream's only request ended: ``final``, an error message or the stream's
+    status.
+    """
     endings = []
     try:
         for message in stream:
@@ -280,7 +285,8 @@ def test_a_port_in_use_is_named(service, tmp_path):
 def test_an_engine_that_cannot_start_ends_the_launcher_with_its_reason(tmp_path):
     config = tmp_path / "serving.json"
     config.write_text(
-        '{"target": {"engine": "fake"}, "drafts": [{"name": "d", "engine": "torch", "model": "nowhere"}]}'
+        '{"target": {"engine": "fake"}, "drafts": [{"name": "d", "engine": "torch", "model": '
+        '"nowhere"}]}'
     )
     service = Service(tmp_path / "log", config)
     assert service.process.wait(60) == 1

@@ -1,4 +1,6 @@
-"""A full disk is a sentence at start, and no reason to end once the service runs. Files over a limit (RLIMIT_FSIZE) stand for the disk."""
+"""A full disk is a sentence at start, and no reason to end once the service runs. Files over a
+limit (RLIMIT_FSIZE) stand for the disk.
+"""
 
 import os
 import shlex
@@ -17,7 +19,9 @@ MIB = 2048  # in the 512-byte blocks of ulimit -f
 
 
 def run_on_a_full_disk(command, folder, **environment):
-    """Run a command that can write no file over 1 MiB; return (status, output, what it left in the folder)."""
+    """Run a command that can write no file over 1 MiB; return (status, output, what it left in the
+    folder).
+    """
     shell = f"ulimit -f {MIB}; exec {shlex.join(command)}"
     environment = {**os.environ, "TMPDIR": str(folder), **environment}
     run = subprocess.run(

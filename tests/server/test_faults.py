@@ -1,4 +1,6 @@
-"""The same faults through every door: HTTP and gRPC on three model names, and the OpenAI front end."""
+"""The same faults through every door: HTTP and gRPC on three model names, and the OpenAI front
+end.
+"""
 
 import os
 import signal
@@ -97,7 +99,7 @@ def test_a_target_that_fails_ends_the_request_with_an_error_and_the_next_one_is_
     assert ask(faulty, door, "healthy ", 20) == (reference_text("healthy ", 20), "")
 
 
-def test_requests_in_flight_at_every_door_get_an_error_when_the_engine_dies_and_all_doors_open_again(
+def test_requests_at_every_door_get_an_error_when_the_engine_dies_and_all_doors_open_again(
     faulty, reference_text
 ):
     with ThreadPoolExecutor(len(DOORS)) as pool:

@@ -1,4 +1,6 @@
-"""A few hundred malformed requests through every door; ``tests.bench.bench_fuzz`` sends thousands."""
+"""A few hundred malformed requests through every door; ``tests.bench.bench_fuzz`` sends
+thousands.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""Guided decoding through the real tritonserver: grammars of every kind, over HTTP and gRPC, for text and for token ids."""
+"""Guided decoding through the real tritonserver: grammars of every kind, over HTTP and gRPC, for
+text and for token ids.
+"""
 
 import json
 import re

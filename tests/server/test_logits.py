@@ -1,4 +1,6 @@
-"""Logits, the likeliest tokens and a decaying top-p through the real tritonserver, over gRPC and HTTP."""
+"""Logits, the likeliest tokens and a decaying top-p through the real tritonserver, over gRPC and
+HTTP.
+"""
 
 import numpy as np
 import pytest

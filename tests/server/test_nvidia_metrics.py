@@ -1,4 +1,6 @@
-"""NVIDIA's families on ``/metrics``: names and labels as in tensorrtllm_backend's custom_metrics_reporter.cc (c2e65b8)."""
+"""NVIDIA's families on ``/metrics``: names and labels as in tensorrtllm_backend's
+custom_metrics_reporter.cc (c2e65b8).
+"""
 
 import re
 import time
@@ -68,7 +70,9 @@ def lengths(service):
 
 
 def settled(service):
-    """Return the sums once nothing has come for two seconds: metrics are told every half a second, those of earlier requests too."""
+    """Return the sums once nothing has come for two seconds: metrics are told every half a second,
+    those of earlier requests too.
+    """
     seen, since = lengths(service), time.monotonic()
     while time.monotonic() < since + 2:
         time.sleep(0.1)

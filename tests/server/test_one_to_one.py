@@ -116,7 +116,8 @@ def test_triton_2_51_does_not_see_a_plain_http_client_go_so_the_deadline_ends_it
     ended = one_to_one.metric("spindle_requests_total", outcome="unavailable")
     with socket.create_connection(("127.0.0.1", one_to_one.http)) as connection:
         connection.sendall(
-            f"POST /v2/models/ensemble/{path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            f"POST /v2/models/ensemble/{path} HTTP/1.1\r\nHost: x\r\nContent-Length: "
+            f"{len(body)}\r\n\r\n".encode()
             + body
         )
         one_to_one.wait_until(lambda: active(one_to_one) == 1, 5)

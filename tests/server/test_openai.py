@@ -16,7 +16,10 @@ from tests.server.harness import free_ports
 
 KEY = "a-key"
 REFUSES = "{% if messages[0].content == 'odd' %}{{ raise_exception('odd') }}{% endif %}"
-LLAMA = """{% if tools %}{# {"name": function name, "parameters": dictionary of argument name and its value} #}{% endif %}"""
+LLAMA = (
+    '{% if tools %}{# {"name": function name, "parameters": '
+    "dictionary of argument name and its value} #}{% endif %}"
+)
 TEMPLATE = (
     REFUSES + LLAMA + "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 )
@@ -572,7 +575,9 @@ def test_a_tool_that_must_be_called_is_called_with_arguments_of_its_schema(clien
 
 
 def called(**options):
-    """Return options by which the fake writes a call as Llama does: it is held to one by a schema."""
+    """Return options by which the fake writes a call as Llama does: it is held to one by a
+    schema.
+    """
     fields = {"name": {"const": "clock"}, "parameters": {"enum": [{"zone": "UTC"}]}}
     schema = {
         "type": "object",
@@ -709,7 +714,10 @@ def test_a_body_that_cannot_be_read_is_refused(fronted, body):
 
 
 def test_a_body_over_the_limit_is_refused(fronted):
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
+        f"{KEY}\r\nContent-Type: application/json\r\n"
+    )
     with socket.create_connection(("127.0.0.1", fronted.openai)) as connection:
         connection.sendall(head.encode() + f"Content-Length: {5 * 1024 * 1024}\r\n\r\n{{".encode())
         connection.settimeout(10)
@@ -754,7 +762,10 @@ def test_a_client_that_hangs_up_ends_its_request(fronted, stream):
             "min_tokens": 1500,
         }
     ).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
+        f"{KEY}\r\nContent-Length: {len(body)}\r\n"
+    )
     head += "Content-Type: application/json\r\n\r\n"
     with socket.create_connection(("127.0.0.1", fronted.openai)) as connection:
         connection.sendall(head.encode() + body)

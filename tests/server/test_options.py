@@ -1,4 +1,6 @@
-"""Every option of a request, through the real tritonserver, against what the option means (``tests.options``)."""
+"""Every option of a request, through the real tritonserver, against what the option means
+(``tests.options``).
+"""
 
 import json
 import queue

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.slow
 
 
 class PlainServer(Service):
-    """tritonserver on the committed model repository, as an operator with a Triton of his own starts it: no launcher."""
+    """tritonserver on the committed model repository, as an operator with a Triton of his own
+    starts it: no launcher.
+    """
 
     def __init__(self, folder):
         self.http, self.grpc, self.metrics = free_ports(3)

@@ -1,4 +1,6 @@
-"""Streams on a KV cache that holds three of their lives: some pause and go on, and nobody's text changes."""
+"""Streams on a KV cache that holds three of their lives: some pause and go on, and nobody's text
+changes.
+"""
 
 import json
 from concurrent.futures import ThreadPoolExecutor

@@ -1,6 +1,11 @@
-"""Over the wire: a prompt served before finds its KV, a tenant of another salt does not, and no text changes."""
+"""Over the wire: a prompt served before finds its KV, a tenant of another salt does not, and no
+text changes.
+"""
 
-PROMPT = "a prompt that nobody else has, long enough for six blocks of sixteen tokens and then a few tokens more: go on"
+PROMPT = (
+    "a prompt that nobody else has, long enough for six blocks of sixteen tokens and then a "
+    "few tokens more: go on"
+)
 BLOCKS = (len(PROMPT) - 1) // 16
 
 

@@ -133,7 +133,9 @@ def test_64_concurrent_streams_keep_their_texts_apart(service, reference_text):
 
 
 async def cancelled_stream(service, index):
-    """Start a long request, cancel it after its first response and return the status that the client saw."""
+    """Start a long request, cancel it after its first response and return the status that the
+    client saw.
+    """
     async with grpc.aio.insecure_channel(f"127.0.0.1:{service.grpc}") as channel:
         call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer()
         await call.write(
@@ -156,7 +158,9 @@ async def cancelled_stream(service, index):
 
 
 async def burst(service):
-    """Send 400 requests on 8 streams beside 100 that are cancelled; return the finals and statuses."""
+    """Send 400 requests on 8 streams beside 100 that are cancelled; return the finals and
+    statuses.
+    """
     requests = [
         infer_request(
             NAMES[i % 2],
@@ -267,7 +271,8 @@ def test_a_wrong_type_over_grpc_is_refused_by_name(service):
     request = infer_request("ensemble", text_input="a", max_tokens=4)
     request.inputs[1].datatype = "FP32"
     with service.stub() as stub:
-        # to the stream's end: a client that hangs up on a refusal can make Triton 2.51 keep the model until the exit timeout
+        # to the stream's end: a client that hangs up on a refusal can make Triton 2.51 keep the
+        # model until the exit timeout
         messages = list(stub.ModelStreamInfer(iter([request])))
     assert ["max_tokens" in message.error_message for message in messages] == [True]
 

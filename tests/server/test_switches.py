@@ -1,4 +1,6 @@
-"""Switches and drafts through a real tritonserver: the model ``spindle`` takes commands, the metrics say what they did."""
+"""Switches and drafts through a real tritonserver: the model ``spindle`` takes commands, the
+metrics say what they did.
+"""
 
 import json
 import os

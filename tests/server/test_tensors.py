@@ -1,4 +1,6 @@
-"""What the contract says of tensors beyond one text in and one text out, through the real tritonserver by its own client."""
+"""What the contract says of tensors beyond one text in and one text out, through the real
+tritonserver by its own client.
+"""
 
 import queue
 import time

@@ -1,4 +1,6 @@
-"""Traces from the client's span through Triton's to the steps, as an operator's collector gets them."""
+"""Traces from the client's span through Triton's to the steps, as an operator's collector gets
+them.
+"""
 
 import json
 import secrets

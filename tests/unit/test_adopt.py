@@ -11,7 +11,9 @@ from tests.contract.engine_folders import engine_folder
 
 
 def model(path, name, **parameters):
-    """A ``config.pbtxt`` as ``fill_template.py`` leaves it: parameters that were given, and templates."""
+    """A ``config.pbtxt`` as ``fill_template.py`` leaves it: parameters that were given, and
+    templates.
+    """
     folder = path / "models" / name
     folder.mkdir(parents=True)
     given = {"max_beam_width": "${max_beam_width}", "lora_prefetch_dir": "", **parameters}
@@ -63,7 +65,8 @@ def test_engines_gpus_and_limits_become_settings_that_are_accepted(tmp_path):
     ) == (5, 8, 118)
     assert notes == [
         "tensorrt_llm: kv_cache_free_gpu_mem_fraction 0.5 is planned here (kv_share)",
-        f"tensorrt_llm_draft: copy tokenizer.json and generation_config.json of /models/small to {tmp_path / 'small'}",
+        f"tensorrt_llm_draft: copy tokenizer.json and generation_config.json of /models/small to "
+        f"{tmp_path / 'small'}",
     ]
 
 
@@ -87,7 +90,8 @@ def test_engines_with_a_small_token_budget_get_settings_that_are_accepted_and_a_
     settings, notes = adopt(paths[0], paths[1:])
     assert settings["limits"]["max_context_tokens"] == 80 - 5 - 1
     assert notes == [
-        "an iteration takes at most 90 tokens of text, by the engines' max_num_tokens; build them with 640 for more"
+        "an iteration takes at most 90 tokens of text, by the engines' max_num_tokens; build "
+        "them with 640 for more"
     ]
     for entry in (settings["target"], settings["drafts"][0]):
         (Path(entry["model"]) / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')

@@ -108,7 +108,8 @@ def test_more_logits_than_the_limit_are_refused_with_the_numbers():
     app.session(GenerationRequest("abc", 9, **flags), Sink())
     with pytest.raises(
         RequestError,
-        match=r"return_context_logits: 13 rows of 257 logits are 13364 bytes, over limits.max_logits_bytes, 12336",
+        match=r"return_context_logits: 13 rows of 257 logits are 13364 bytes, over "
+        r"limits.max_logits_bytes, 12336",
     ):
         app.session(GenerationRequest("abc", 10, **flags), Sink())
     app.session(GenerationRequest("abc", 10), Sink())

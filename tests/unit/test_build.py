@@ -1,4 +1,6 @@
-"""Building engines: the deployment file, the command lines against the recorded arguments of TensorRT-LLM's programs, resuming."""
+"""Building engines: the deployment file, the command lines against the recorded arguments of
+TensorRT-LLM's programs, resuming.
+"""
 
 import argparse
 import json

@@ -5,7 +5,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from backend.openai_frontend.template import ChatTemplate, load_template
 
-SOURCE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[answer]{% endif %}"
+SOURCE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if "
+    "add_generation_prompt %}[answer]{% endif %}"
+)
 
 
 def checkpoint(folder, *, adds_bos=False, **config):

@@ -88,5 +88,6 @@ def test_benchmarks_without_a_clone_say_where_they_are(monkeypatch, tmp_path, ca
     monkeypatch.setattr(cli, "PROJECT_ROOT", tmp_path)
     assert cli.main(["bench", "--quick"]) == 1
     assert capsys.readouterr().err == (
-        "spindle: error: `spindle bench` is not in the installed package. It runs in a clone of the source: make bench\n"
+        "spindle: error: `spindle bench` is not in the installed package. It runs in a clone of "
+        "the source: make bench\n"
     )

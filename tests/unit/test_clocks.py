@@ -1,4 +1,6 @@
-"""A clock that is set moves no deadline and no estimate: the wall clock only dates what is told to others."""
+"""A clock that is set moves no deadline and no estimate: the wall clock only dates what is told to
+others.
+"""
 
 import ast
 from pathlib import Path
@@ -11,7 +13,9 @@ DATES = {
     "backend/request_trace.py",
     "backend/learned.py",
 }
-"""Files that write a date: into a metric, a reply, a span, and beside what was learnt, which fades by its age (never below 0)."""
+"""Files that write a date: into a metric, a reply, a span, and beside what was learnt, which fades
+by its age (never below 0).
+"""
 WALL = {
     ("time", "time"),
     ("time", "time_ns"),

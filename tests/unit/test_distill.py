@@ -88,7 +88,9 @@ def arguments(model, folder, **changes):
 
 @pytest.fixture
 def relative(target, tmp_path):
-    """A function that makes a random model of another architecture and returns it with its folder."""
+    """A function that makes a random model of another architecture and returns it with its
+    folder.
+    """
 
     def make(kind):
         small = {
@@ -262,7 +264,8 @@ def test_training_on_what_judges_fails_with_the_counts_or_leaves_it_out(
     )  # reaches from the schema into the question
     with pytest.raises(
         OverlapError,
-        match=r"sequences: of \d+, these share a run of 13 words with an evaluation set: 1 with sql",
+        match=r"sequences: of \d+, these share a run of 13 words with an evaluation set: 1 with "
+        r"sql",
     ):
         distill.distil(arguments(target, tmp_path, work=work))
     args = arguments(target, tmp_path, work=work)

@@ -110,7 +110,10 @@ def test_pieces_are_full_and_lose_no_text(family):
 
 def test_dialogues_come_without_the_larger_models_system_message(family):
     tokenizer = AutoTokenizer.from_pretrained(family / "tiny-target")
-    text = "<|im_start|>system\nYou are another.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>"
+    text = (
+        "<|im_start|>system\nYou are "
+        "another.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>"
+    )
     sample = Sample(
         torch.tensor(tokenizer(text)["input_ids"]), 3, "chat", torch.zeros(1, 1), torch.zeros(1, 1)
     )

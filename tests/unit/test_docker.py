@@ -1,4 +1,6 @@
-"""The files of the containers: linted by the linters of their formats, and held against what this project has."""
+"""The files of the containers: linted by the linters of their formats, and held against what this
+project has.
+"""
 
 import json
 import re
@@ -80,7 +82,9 @@ def test_only_named_packages_are_installed_and_nothing_is_fetched_afterwards():
 
 
 def installed_of(name):
-    """Return which of a file's packages are installed here, and what each of them requires beside extras."""
+    """Return which of a file's packages are installed here, and what each of them requires beside
+    extras.
+    """
     lines = (DOCKER / f"{name}-requirements.txt").read_text().splitlines()
     wanted = {
         canonicalize_name(line.partition("==")[0]) for line in lines if not line.startswith("#")

@@ -62,8 +62,8 @@ def test_a_missing_shared_library_is_named_with_its_package_and_ends_with_1(
     assert doctor.report(as_json=False) == 1
     shown = capsys.readouterr().out
     assert (
-        "python         missing  libpython3.11.so.1.0 is missing: on Debian the package libpython3.11"
-        in shown
+        "python         missing  libpython3.11.so.1.0 is missing: on Debian the package "
+        "libpython3.11" in shown
     )
     assert shown.endswith("spindle serve cannot work: mend what is missing\n")
 

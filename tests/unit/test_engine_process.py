@@ -205,7 +205,10 @@ def test_another_protocol_version_is_turned_away(start):
 def test_it_ends_with_its_parent(start, tmp_path):
     file, path, pid_file = tmp_path / "serving.json", tmp_path / "engine.sock", tmp_path / "pid"
     file.write_text(json.dumps(CONFIG))
-    script = f"{sys.executable} -m backend.engine_process --config {file} --socket {path} & echo $! > {pid_file}; sleep 60"
+    script = (
+        f"{sys.executable} -m backend.engine_process --config {file} --socket {path} & echo "
+        f"$! > {pid_file}; sleep 60"
+    )
     parent = subprocess.Popen(["sh", "-c", script], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 30
     while not path.exists():

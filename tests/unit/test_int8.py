@@ -1,4 +1,6 @@
-"""Matrices in int8: exact integer products, rows that no batch changes, and nothing lost but what rounding the weights loses."""
+"""Matrices in int8: exact integer products, rows that no batch changes, and nothing lost but what
+rounding the weights loses.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""The Kubernetes manifests: valid by the API's own schemas, and held against what this project has."""
+"""The Kubernetes manifests: valid by the API's own schemas, and held against what this project
+has.
+"""
 
 import json
 import shutil

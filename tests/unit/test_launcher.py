@@ -167,7 +167,10 @@ def test_a_run_folder_goes_with_its_shared_memory(places):
 
 
 def test_what_a_killed_launcher_left_goes_at_the_next_start_and_what_is_in_use_stays(places):
-    code = "import time; from backend.triton_adapter.launcher.run_folder import run_folder; made = run_folder()"
+    code = (
+        "import time; from backend.triton_adapter.launcher.run_folder import run_folder; made "
+        "= run_folder()"
+    )
     command = [sys.executable, "-c", f"{code}; print(made.__enter__(), flush=True); time.sleep(60)"]
     options = {
         "cwd": PROJECT_ROOT,
@@ -231,7 +234,10 @@ def test_the_process_tree_is_found_and_killed():
 
 
 def test_a_tied_process_dies_with_its_parent():
-    code = "import subprocess, sys; from backend.triton_adapter.tied import tied; subprocess.run(tied(sys.executable, ['sleep', '60']))"
+    code = (
+        "import subprocess, sys; from backend.triton_adapter.tied import tied; "
+        "subprocess.run(tied(sys.executable, ['sleep', '60']))"
+    )
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=PROJECT_ROOT)
     wait_until(lambda: sleepers(parent.pid))
     child = sleepers(parent.pid)[0]
@@ -241,7 +247,9 @@ def test_a_tied_process_dies_with_its_parent():
 
 
 class FakeServer:
-    """Plays a script: each start is (becomes ready, the trouble it then has); the last one runs until told to stop."""
+    """Plays a script: each start is (becomes ready, the trouble it then has); the last one runs
+    until told to stop.
+    """
 
     def __init__(self, script, stop):
         self._script = list(script)

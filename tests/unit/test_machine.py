@@ -44,7 +44,8 @@ def test_processors_of_one_name_differ_by_what_they_multiply_in(
     monkeypatch, tmp_path, flags, name, bf16
 ):
     (tmp_path / "cpuinfo").write_text(
-        f"processor\t: 0\nmodel\t\t: 1\nmodel name\t: Some CPU\nflags\t\t: {flags}\n\nprocessor\t: 1\n"
+        f"processor\t: 0\nmodel\t\t: 1\nmodel name\t: Some CPU\nflags\t\t: "
+        f"{flags}\n\nprocessor\t: 1\n"
     )
     monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
     assert machine.processor() == name

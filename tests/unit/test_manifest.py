@@ -33,7 +33,8 @@ def folder(path, name, tokenizer=VOCABULARY, shape=(2, 2), **config):
     [
         (
             "HuggingFaceTB/SmolLM2-360M",
-            "hf download HuggingFaceTB/SmolLM2-360M --local-dir SmolLM2-360M; then give SmolLM2-360M$",
+            "hf download HuggingFaceTB/SmolLM2-360M --local-dir SmolLM2-360M; then give "
+            "SmolLM2-360M$",
         ),
         (
             "/nowhere/at/all",
@@ -50,13 +51,15 @@ def test_a_folder_that_cannot_be_served_says_what_it_lacks(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(
         ConfigError,
-        match=r"target\.model: .*empty has no config\.json\. Give the folder of a Hugging Face checkpoint",
+        match=r"target\.model: .*empty has no config\.json\. Give the folder of a Hugging Face "
+        r"checkpoint",
     ):
         check_folder("target.model", "empty", tmp_path / "empty", tokenizer=True)
     other = folder(tmp_path, "gpt2", architectures=["GPT2LMHeadModel"])
     with pytest.raises(
         ConfigError,
-        match=r"is a GPT2LMHeadModel, which is not supported\. Supported are Llama, Mistral without a sliding window, Qwen2",
+        match=r"is a GPT2LMHeadModel, which is not supported\. Supported are Llama, Mistral "
+        r"without a sliding window, Qwen2",
     ):
         check_folder("target.model", "gpt2", other, tokenizer=True)
     bare = folder(tmp_path, "bare", tokenizer=None)

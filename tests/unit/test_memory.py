@@ -144,8 +144,10 @@ def test_a_plan_that_fits_is_one_line_and_one_that_does_not_is_refused_with_ever
     }
     line = memory.check(footprints, {"cpu": 7 * GIB, "cuda:0": GIB})
     assert line == (
-        "memory: cpu has 7.00 GiB and 6.39 are needed (target 3.00 weights + 2.00 KV + 1.00 passes, process 0.39); "
-        "cuda:0 has 1.00 GiB and 0.75 are needed (small 0.50 weights + 0.25 KV + 0.00 passes, process 0.00)"
+        "memory: cpu has 7.00 GiB and 6.39 are needed (target 3.00 weights + 2.00 KV + 1.00 "
+        "passes, process 0.39); "
+        "cuda:0 has 1.00 GiB and 0.75 are needed (small 0.50 weights + 0.25 KV + 0.00 passes, "
+        "process 0.00)"
     )
     assert PROCESS_BYTES == 400 * 2**20
     for available, words in (

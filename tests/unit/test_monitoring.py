@@ -22,7 +22,9 @@ LABELS_OF_OTHERS = {"le", "job"}
 
 
 def families(expression):
-    """Return {family: labels that the expression gives it in braces} of the service's metrics in an expression."""
+    """Return {family: labels that the expression gives it in braces} of the service's metrics in an
+    expression.
+    """
     endings = {
         f.name + end: f
         for f in FAMILIES

@@ -84,8 +84,10 @@ def test_plain_text_is_not_held_back():
 
 
 TEMPLATES = {
-    "{% for tool in tools %}{{ tool | tojson }}{% endfor %}<tool_call>\n{...}\n</tool_call>": HERMES,
-    """{% if tools %}Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.""": LLAMA,
+    "{% for tool in tools %}{{ tool | tojson }}{% endfor "
+    "%}<tool_call>\n{...}\n</tool_call>": HERMES,
+    '{% if tools %}Respond in the format {"name": function name, "parameters": '
+    "dictionary of argument name and its value}.": LLAMA,
     "{% if builtin_tools %}{{ '<|python_tag|>' }}{% endif %}": LLAMA,
     "[AVAILABLE_TOOLS] {{ tools }}[/AVAILABLE_TOOLS]{{ '[TOOL_CALLS] [' }}": MISTRAL,
     "{{ tools }}[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}": None,

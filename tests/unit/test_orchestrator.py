@@ -1,4 +1,6 @@
-"""The loop over fake engines: one final reply each, whatever fails, and text that no plan changes."""
+"""The loop over fake engines: one final reply each, whatever fails, and text that no plan
+changes.
+"""
 
 import itertools
 import math
@@ -298,7 +300,9 @@ def test_a_full_queue_and_an_impossible_request_are_refused_with_a_reply():
 
 
 def break_target(monkeypatch, world, is_broken):
-    """Make the target's pass raise whenever ``is_broken`` says so of its turns; returns the sizes of the passes that did."""
+    """Make the target's pass raise whenever ``is_broken`` says so of its turns; returns the sizes
+    of the passes that did.
+    """
     poll, failed = world.target.poll, []
 
     def raising(timeout_s):

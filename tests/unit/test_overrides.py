@@ -49,7 +49,8 @@ def test_drafts_may_be_some_of_the_file_s_or_none(tmp_path):
     assert effective(tmp_path, drafts="none").drafts == ()
     with pytest.raises(
         LaunchError,
-        match=r"--drafts must be none, or a list of name=FOLDER and of these names: lookup, small.* got 'tiny'",
+        match=r"--drafts must be none, or a list of name=FOLDER and of these names: lookup, "
+        r"small.* got 'tiny'",
     ):
         effective(tmp_path, drafts="small,tiny")
 
@@ -59,7 +60,8 @@ def test_the_other_options_take_the_place_of_their_keys(tmp_path):
     assert (config.target.dtype, config.policy.kind, config.policy.k_max) == ("fp32", "none", 8)
     with pytest.raises(
         ConfigError,
-        match=r"serving\.json with the options of the command line: target\.dtype must be one of .*'fp8'",
+        match=r"serving\.json with the options of the command line: target\.dtype must be one of "
+        r".*'fp8'",
     ):
         effective(tmp_path, dtype="fp8")
 

@@ -39,7 +39,9 @@ def spread(estimator, state, request=1):
 
 
 def test_hazards_are_unbiased_under_planned_truncation():
-    """accepted / k would say 0.51 at k = 5; hazards counted where reached do not care how lengths were planned."""
+    """accepted / k would say 0.51 at k = 5; hazards counted where reached do not care how lengths
+    were planned.
+    """
     estimator, rng, truth = model(), np.random.default_rng(1), [0.8, 0.75, 0.7, 0.65, 0.6]
     state = estimator.admit(estimator.start(), [0])
     for length in (5, 1, 3, 5, 2, 5, 5):
@@ -93,7 +95,9 @@ def test_a_hard_request_is_told_from_an_easy_one_and_a_new_one_lies_between():
 
 
 def test_how_fast_a_request_is_believed_follows_from_how_unlike_requests_were():
-    """The same four accepted tokens are luck where all requests are alike, and news where they come in two kinds."""
+    """The same four accepted tokens are luck where all requests are alike, and news where they come
+    in two kinds.
+    """
     alike, unlike = (_news_of_four_accepted(rates) for rates in ((0.6, 0.6), (0.95, 0.25)))
     assert 0 <= alike < 0.08
     assert unlike > 2 * alike
@@ -101,7 +105,9 @@ def test_how_fast_a_request_is_believed_follows_from_how_unlike_requests_were():
 
 
 def _news_of_four_accepted(rates):
-    """By how much the first hazard of a new request rises with its first chain, after 300 requests of alternating rates."""
+    """By how much the first hazard of a new request rises with its first chain, after 300 requests
+    of alternating rates.
+    """
     estimator, rng = model(), np.random.default_rng(6)
     state = estimator.start()
     for request in range(300):
@@ -128,7 +134,9 @@ def test_difficulty_carries_over_to_positions_the_request_never_reached():
 
 
 def test_zero_acceptance_is_not_absorbing():
-    """By steps of the request its estimate comes back to the draft's, and by time that to the prior."""
+    """By steps of the request its estimate comes back to the draft's, and by time that to the
+    prior.
+    """
     estimator = model(half_life_s=100.0)
     state = estimator.aged(estimator.admit(estimator.start(), [1]), now=0.0)
     state = learn(estimator, state, 1, 0, np.zeros(200, np.int64), 4)
@@ -179,7 +187,9 @@ def test_slots_are_reused_and_come_back_empty():
 
 
 def test_a_level_is_not_that_of_the_requests_that_reach_late_positions():
-    """Two kinds of requests, each with hazards that do not change by position: pooled counts would rise from 0.55 to 0.9."""
+    """Two kinds of requests, each with hazards that do not change by position: pooled counts would
+    rise from 0.55 to 0.9.
+    """
     estimator, rng = model(), np.random.default_rng(8)
     state = estimator.start()
     for request in range(200):
@@ -194,7 +204,9 @@ def test_a_level_is_not_that_of_the_requests_that_reach_late_positions():
 
 
 def grouped(requests=40, most_groups=8, **config):
-    """An estimator and its state after requests of groups 0 and 1, of which draft 0's tokens are accepted at 0.9 and 0.3."""
+    """An estimator and its state after requests of groups 0 and 1, of which draft 0's tokens are
+    accepted at 0.9 and 0.3.
+    """
     estimator, rng = model(drafts=2, most_groups=most_groups, **config), np.random.default_rng(9)
     state = estimator.start()
     for request in range(requests):
@@ -236,7 +248,9 @@ def test_only_the_groups_last_used_are_remembered():
 
 
 def after_a_change(steps, rows=8):
-    """Eight requests whose chains of four were accepted whole for 60 steps, then not at all for some."""
+    """Eight requests whose chains of four were accepted whole for 60 steps, then not at all for
+    some.
+    """
     estimator, ids = model(), np.arange(rows)
     state, zeros = estimator.admit(estimator.start(), ids.tolist()), np.zeros(rows, np.int64)
     for step in range(60 + steps):

@@ -17,7 +17,9 @@ def map_of(calibration, draft=0, drawn=False, claims=CLAIMS):
 
 
 def taught(claimed, held, nodes, *, draft=0, drawn=False, drafts=2, start=None, a_step=50):
-    """A calibration after nodes of one confidence, of which a share ``held``, in their order at random."""
+    """A calibration after nodes of one confidence, of which a share ``held``, in their order at
+    random.
+    """
     calibration, rng = start or Calibration.none(drafts), np.random.default_rng(7)
     for _ in range(0, nodes, a_step):
         true = rng.random(a_step) < held

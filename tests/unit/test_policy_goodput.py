@@ -9,7 +9,9 @@ from policy.search import best_choice
 
 
 def problem(survival, *, verify_s, forward_s=0.1, ceiling=None, **changes):
-    """``survival[n][d][k]``; verification given by total length; every draft forward costs ``forward_s`` whatever its rows."""
+    """``survival[n][d][k]``; verification given by total length; every draft forward costs
+    ``forward_s`` whatever its rows.
+    """
     gain = np.array(survival, float).transpose(2, 1, 0)
     k_max, drafts, rows = gain.shape
     ceiling = np.full((drafts, rows), k_max) if ceiling is None else np.array(ceiling).T
@@ -54,7 +56,9 @@ def test_no_choice_exceeds_a_ceiling(rows):
 
 @pytest.mark.parametrize("rows", [1, 2, 4])
 def test_the_staircase_is_looked_at_beyond_a_drop(rows):
-    """Goodput is 1.95, then 0.95 at the stair's edge, then 2.4 at its end: an early stop would stay at its foot."""
+    """Goodput is 1.95, then 0.95 at the stair's edge, then 2.4 at its end: an early stop would stay
+    at its foot.
+    """
     stairs = problem(
         [[chain(0.95, 8)]] * rows, verify_s=lambda m: 1.0 + 2.0 * (m > rows), forward_s=0.0
     )

@@ -1,4 +1,6 @@
-"""What the planner makes of rows in flight in the batch that its step joins, at latencies like those of an 8B target on an H200."""
+"""What the planner makes of rows in flight in the batch that its step joins, at latencies like
+those of an 8B target on an H200.
+"""
 
 from dataclasses import replace
 
@@ -31,7 +33,9 @@ def settled(rate, rows, steps=20):
 
 
 def in_flight(rows, ready, draft, length):
-    """The view of the batch of which the first rows are ready and the others as they were planned."""
+    """The view of the batch of which the first rows are ready and the others as they were
+    planned.
+    """
     seen = view(rows, DRAFT)
     flying = np.arange(ready, rows)
     return seen.of_rows(np.arange(ready)).beside(
@@ -85,7 +89,9 @@ def test_a_draft_that_ran_for_rows_in_flight_is_no_cheaper_to_join():
 
 
 def test_cohorts_in_flight_are_in_no_pass_with_what_is_ready():
-    """Their rows are not ready either, but ``flying`` says nothing of them: only their waiting counts, in the price."""
+    """Their rows are not ready either, but ``flying`` says nothing of them: only their waiting
+    counts, in the price.
+    """
     made, state, _ = settled(0.7, 16)
     seen = view(32, DRAFT)
     seen.ready[16:] = False

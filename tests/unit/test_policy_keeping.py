@@ -224,7 +224,9 @@ def test_many_do_not_mind_what_the_drafts_find():
 
 
 def test_drafts_need_not_be_asked_while_a_large_batch_rests():
-    """Whatever they find, it does not speculate: while it is about as large, until a plan is due."""
+    """Whatever they find, it does not speculate: while it is about as large, until a plan is
+    due.
+    """
     loop, seen = Loop(1.0, most=0), many(range(MANY))
     loop.settled(seen)
     plan, _ = loop.step(seen)

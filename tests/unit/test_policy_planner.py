@@ -147,7 +147,9 @@ CONTEXT = 512
 
 
 def h100(rows, k_max):
-    """SmartSpec's public coefficients for an 8B on an H100 with an EAGLE draft, 5 % overhead, as tables for one batch size (seconds)."""
+    """SmartSpec's public coefficients for an 8B on an H100 with an EAGLE draft, 5 % overhead, as
+    tables for one batch size (seconds).
+    """
     kv = rows * CONTEXT
 
     def target_s(tokens):
@@ -241,7 +243,9 @@ def test_those_in_prefill_make_time_dearer_as_they_wait_for_the_step_too():
 
 
 def test_the_price_is_that_of_a_step_without_its_prefill_however_little_of_it_is_realised():
-    """A token brings its part of the prompts with it, so the time of prefill is no reason to speculate longer."""
+    """A token brings its part of the prompts with it, so the time of prefill is no reason to
+    speculate longer.
+    """
     p = planner(latency(free_tokens=1), **certain(0.7))
     state, alone = p.start(), p.plan(view(4), p.start(), 0.0, RNG)[0]
     for _ in range(300):

@@ -16,7 +16,8 @@ from policy.baselines import expected_tokens
 
 RNG = np.random.default_rng(0)
 DRAFTS = ("a", "b")
-# Llama-8B on an H100 with an EAGLE draft, context 512: published coefficients, their token term and constant alone.
+# Llama-8B on an H100 with an EAGLE draft, context 512: published coefficients, their token term and
+# constant alone.
 TOKENS = np.arange(513)
 H100 = LatencyModel(
     LatencyCurve(6.94e-3 + 1.84e-5 * TOKENS, 1.84e-5),
@@ -57,7 +58,9 @@ def outcome(plan, accepted, finished=(), parts_s=None):
 
 
 def run(policy, rows, steps, accepted):
-    """Return the lengths that a policy chooses while every row has up to ``accepted`` tokens accepted (a number or a function of step)."""
+    """Return the lengths that a policy chooses while every row has up to ``accepted`` tokens
+    accepted (a number or a function of step).
+    """
     state, lengths = policy.start(), []
     for step in range(steps):
         plan, state = policy.plan(view(rows), state, 0.0, RNG)

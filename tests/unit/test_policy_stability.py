@@ -7,9 +7,11 @@ from tests.unit.test_policy_planner import latency, outcome, planner, view
 
 
 def changes(rows, hazard, steps=400):
-    """Draft changes and tokens of length changed, per request and step, over the second half of the steps of a batch that goes on.
+    """Draft changes and tokens of length changed, per request and step, over the second half of the
+    steps of a batch that goes on.
 
-    Request i accepts draft d's tokens at rate hazard[i % types][d]; a draft that it leaves has to catch up.
+    Request i accepts draft d's tokens at rate hazard[i % types][d]; a draft that it leaves has to
+    catch up.
     """
     made, rng = planner(latency((0.05, 0.15), token_s=0.01)), np.random.default_rng(0)
     state, catchup, plans = made.start(), np.full((rows, 2), 40), []

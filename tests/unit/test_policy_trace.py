@@ -29,7 +29,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def traced(steps=60, most_lines=1000, **config):
-    """The lines of a planner's trace over some steps of a batch that changes, with an arm of a canary, a stand-by and free scores."""
+    """The lines of a planner's trace over some steps of a batch that changes, with an arm of a
+    canary, a stand-by and free scores.
+    """
     lines, rng = [], np.random.default_rng(1)
     policy, draws = (
         Traced(planner(**{"explore_share": 0.05, **config}), lines.append, most_lines),
@@ -221,7 +223,9 @@ def test_a_row_that_no_draft_can_serve_is_told_so():
 
 
 def executed_trace(execution, steps=25):
-    """The trace of a planner with an execution over a batch that changes, with evidence of what was tried."""
+    """The trace of a planner with an execution over a batch that changes, with evidence of what was
+    tried.
+    """
     lines, rng = [], np.random.default_rng(2)
     target = LatencyCurve(np.array([0.05, 0.051]), 0.001, 0.0, 1e-4)
     draft = LatencyCurve(np.array([0.0, 0.008]), 0.008)

@@ -23,7 +23,9 @@ def a_cache_of_its_own(tmp_path, monkeypatch):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What prepare had done, in order; tables appear when measured, the model's folder when converted."""
+    """What prepare had done, in order; tables appear when measured, the model's folder when
+    converted.
+    """
     done = []
 
     def missing_tables(config, folders):
@@ -82,7 +84,8 @@ def test_a_fake_target_needs_nothing_not_even_torch(tmp_path):
         )
     )
     code = (
-        "import sys; from engines_build import prepare; sys.argv[1:] = ['--config', sys.argv[1]]; prepare.main(); "
+        "import sys; from engines_build import prepare; sys.argv[1:] = ['--config', "
+        "sys.argv[1]]; prepare.main(); "
         "sys.exit(len({'torch', 'transformers', 'gguf'} & set(sys.modules)))"
     )
     done = subprocess.run(

@@ -12,7 +12,9 @@ VOCAB = 12
 
 
 def alone(logits, sampling, before, prompt_tokens):
-    """One row by the plain words of the options, divided by the temperature as the decoder does in their midst."""
+    """One row by the plain words of the options, divided by the temperature as the decoder does in
+    their midst.
+    """
     scale = sampling.temperature or 1.0
     row = logits.astype(np.float64).copy()
     for token, addend in sampling.bias:

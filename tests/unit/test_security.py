@@ -1,4 +1,6 @@
-"""No code comes from a request or a model folder: what could run some is not used where requests and checkpoints are read."""
+"""No code comes from a request or a model folder: what could run some is not used where requests
+and checkpoints are read.
+"""
 
 import ast
 import json

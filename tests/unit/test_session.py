@@ -8,7 +8,9 @@ EOS = 0
 
 
 class LetterDecoder:
-    """Token id -> character; ids from 200 on are held back until finish, as half a UTF-8 character would be."""
+    """Token id -> character; ids from 200 on are held back until finish, as half a UTF-8 character
+    would be.
+    """
 
     def __init__(self):
         self.held = ""

@@ -1,4 +1,6 @@
-"""The stream beside the drafts': who waits for what, and in which order, on recording fakes of CUDA's streams."""
+"""The stream beside the drafts': who waits for what, and in which order, on recording fakes of
+CUDA's streams.
+"""
 
 import threading
 from contextlib import contextmanager
@@ -133,7 +135,9 @@ def test_contention_is_measured_under_the_stream_that_will_be_served_on():
 
 @dataclass
 class Cuda:
-    """As much of ``torch.cuda`` as is asked for, on the host; ``log`` has every call, ``current`` each thread's stream."""
+    """As much of ``torch.cuda`` as is asked for, on the host; ``log`` has every call, ``current``
+    each thread's stream.
+    """
 
     log: list = field(default_factory=list)
     current: threading.local = field(default_factory=threading.local)

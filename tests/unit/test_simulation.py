@@ -74,7 +74,9 @@ def test_one_at_a_time_every_request_waits_as_lindley_s_recursion_says(load):
 
 @pytest.mark.parametrize("in_flight", [1, 2, 5])
 def test_in_a_closed_loop_each_place_is_taken_again_a_way_after_it_was_left(in_flight):
-    """Ways are shorter than a step, so that whoever comes waits for the end of the step in progress; alone it waits for nobody."""
+    """Ways are shorter than a step, so that whoever comes waits for the end of the step in
+    progress; alone it waits for nobody.
+    """
     way_s, count = 0.3 * STEP_S, 20
     run = simulate_closed(
         flat(), drawn(flat(), mix(output=4), backlog(count)), NoSpeculation(), 0, in_flight, way_s
@@ -89,7 +91,9 @@ def test_in_a_closed_loop_each_place_is_taken_again_a_way_after_it_was_left(in_f
 
 @pytest.mark.parametrize("hazard", [0.8, 1e-6])
 def test_planning_takes_its_time_in_steps_that_are_planned_alone(hazard):
-    """Of 8 requests in flight a choice is kept for 16 steps; were planning paid in every step, they would take three times as long."""
+    """Of 8 requests in flight a choice is kept for 16 steps; were planning paid in every step, they
+    would take three times as long.
+    """
     plain, costly = flat(), flat(planning_s=((1, 2 * STEP_S),))
     took_s = []
     for deployment in (plain, costly):
@@ -344,7 +348,9 @@ def test_an_unknown_arm_is_refused(arm):
 
 
 def test_a_draft_that_catches_up_is_scored_by_the_chains_that_it_would_have_made():
-    """From each chain's first mismatch, which the target repairs, the next one begins; all chains share the positions' random numbers."""
+    """From each chain's first mismatch, which the target repairs, the next one begins; all chains
+    share the positions' random numbers.
+    """
     deployment = llama_8b_h100()
     truth = draw(MIXED, deployment.drafts, backlog(3), 0, deployment.k_max, 1.0).acceptance
     chains, at = truth.scored(1, 0, 5, 40, deployment.k_max, 0.0), 5

@@ -42,7 +42,9 @@ def step_log():
 
 
 def ended_trace(ending=None, flags="01"):
-    """A request of two prefill steps and one with a proposal, pre-empted once while it waits for its second chunk."""
+    """A request of two prefill steps and one with a proposal, pre-empted once while it waits for
+    its second chunk.
+    """
     trace = RequestTrace(context(flags))
     for phase in ("queue", "prefill"):
         trace.enter(phase)

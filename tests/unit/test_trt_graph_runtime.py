@@ -1,4 +1,6 @@
-"""What an engine folder for TensorRT must have, and what is said at start where it, the library or the GPU is missing."""
+"""What an engine folder for TensorRT must have, and what is said at start where it, the library or
+the GPU is missing.
+"""
 
 import json
 

@@ -1,9 +1,11 @@
-"""Engines whose decoder step, verification included, is one TensorRT network: token ids in, accepted tokens out.
+"""Engines whose decoder step, verification included, is one TensorRT network: token ids in,
+accepted tokens out.
 
-They show correctness and are no serving path. The network (``engines_build.trt_graph.network``) runs a padded batch over gathered
-keys; here its inputs are made of chunks, and the keys and values that come out are written to the pool. What is not compiled into a
-verification (options that change logits, log-probabilities, what a draft proposes) takes the same
-network with logits as its output, and torch's rule.
+They show correctness and are no serving path. The network (``engines_build.trt_graph.network``)
+runs a padded batch over gathered keys; here its inputs are made of chunks, and the keys and values
+that come out are written to the pool. What is not compiled into a verification (options that change
+logits, log-probabilities, what a draft proposes) takes the same network with logits as its output,
+and torch's rule.
 """
 
 from __future__ import annotations
@@ -66,9 +68,11 @@ class PoolLayer:
 
 
 class CompiledModel:
-    """A compiled decoder with a KV pool of ``kv_blocks`` blocks, in the place of ``backend.engines.llama.Llama``.
+    """A compiled decoder with a KV pool of ``kv_blocks`` blocks, in the place of
+    ``backend.engines.llama.Llama``.
 
-    Behind the pool lies one slot that stays zero: what a padded sequence reads in the place of keys.
+    Behind the pool lies one slot that stays zero: what a padded sequence reads in the place of
+    keys.
     """
 
     def __init__(self, config: LlamaConfig, runtime: Runtime, kv_blocks: int) -> None:
@@ -87,7 +91,9 @@ class CompiledModel:
         self._wide = torch.float64 if self.dtype == torch.float64 else torch.float32
 
     def forward(self, chunks: Seq[Chunk]) -> torch.Tensor:
-        """Run the chunks, writing their KV; return the logits of the rows that want them, chunk by chunk: [rows, vocab]."""
+        """Run the chunks, writing their KV; return the logits of the rows that want them, chunk by
+        chunk: [rows, vocab].
+        """
         before = [self._run_long(chunk) for chunk in chunks]
         chunks = [self._tail(chunk) for chunk in chunks]
         found: list[torch.Tensor] = [torch.empty(0)] * len(chunks)
@@ -100,7 +106,9 @@ class CompiledModel:
         )
 
     def decide(self, chunks: Seq[Chunk], requests: Seq[Request]) -> list[Verdict]:
-        """Run chunks of which the last rows are the requests', writing their KV, and return the verdicts on these."""
+        """Run chunks of which the last rows are the requests', writing their KV, and return the
+        verdicts on these.
+        """
         for chunk in chunks:
             self._run_long(chunk)
         chunks = [self._tail(chunk) for chunk in chunks]
@@ -129,7 +137,9 @@ class CompiledModel:
         )
 
     def _run_long(self, chunk: Chunk) -> list[torch.Tensor]:
-        """Run what comes before a chunk's tail, pass by pass; return the logits of the rows there that want them."""
+        """Run what comes before a chunk's tail, pass by pass; return the logits of the rows there
+        that want them.
+        """
         cut, found = max(0, len(chunk.tokens) - self._longest), []
         for first in range(0, cut, self._longest):
             tokens = chunk.tokens[first : min(cut, first + self._longest)]
@@ -142,7 +152,9 @@ class CompiledModel:
         return found
 
     def _passes(self, chunks: Seq[Chunk]) -> Iterator[list[int]]:
-        """Share the chunks out over passes: each among those of its size, so that a prefill pads no decoding row."""
+        """Share the chunks out over passes: each among those of its size, so that a prefill pads no
+        decoding row.
+        """
         least = 0
         for shapes in self._runtime.passes:
             fitting = [
@@ -168,7 +180,9 @@ class CompiledModel:
         return outputs
 
     def _step(self, chunks: Seq[Chunk]) -> Tensors:
-        """Return the decoder's inputs: rows padded to the most of a chunk, keys to the longest context."""
+        """Return the decoder's inputs: rows padded to the most of a chunk, keys to the longest
+        context.
+        """
         batch, queries = len(chunks), max(len(chunk.tokens) for chunk in chunks)
         past, rows = (
             max(1, *(chunk.start for chunk in chunks)),
@@ -195,7 +209,9 @@ class CompiledModel:
 
 
 def _sees(chunk: Chunk) -> npt.NDArray[Any]:
-    """Return which rows of a chunk see which [rows, rows]: those before them, of a tree their ancestors."""
+    """Return which rows of a chunk see which [rows, rows]: those before them, of a tree their
+    ancestors.
+    """
     sees = np.tril(np.ones((len(chunk.tokens),) * 2, np.bool_))
     if chunk.parents:
         nodes = len(chunk.parents)

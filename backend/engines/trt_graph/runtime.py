@@ -1,7 +1,9 @@
-"""Compiled networks on a CUDA GPU: TensorRT-RTX or TensorRT executes them over torch tensors as device buffers.
+"""Compiled networks on a CUDA GPU: TensorRT-RTX or TensorRT executes them over torch tensors as
+device buffers.
 
-An engine folder (``python -m engines_build.build --engine trt_graph``) holds ``trt_graph.json``, the checkpoint's ``config.json`` and
-weights, and an engine for each network. Weights that engines share are inputs: one copy on the device, bound by address.
+An engine folder (``python -m engines_build.build --engine trt_graph``) holds ``trt_graph.json``,
+the checkpoint's ``config.json`` and weights, and an engine for each network. Weights that engines
+share are inputs: one copy on the device, bound by address.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ class TrtGraphError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a folder holds: engines by network name, the library and version that compiled them, and the shapes of each profile."""
+    """What a folder holds: engines by network name, the library and version that compiled them, and
+    the shapes of each profile.
+    """
 
     library: str
     version: str
@@ -52,20 +56,24 @@ class Manifest:
             return cls(**raw)
         except OSError as error:
             raise TrtGraphError(
-                f"cannot read {path}: {error.strerror}; build it: python -m engines_build.build --engine trt_graph"
+                f"cannot read {path}: {error.strerror}; build it: python -m engines_build.build "
+                f"--engine trt_graph"
             ) from error
         except (ValueError, TypeError, KeyError) as error:
             raise TrtGraphError(f"{path} is damaged: {error}") from error
 
 
 class TrtRuntime:
-    """The networks of a folder on a GPU. Raises TrtGraphError where that is missing or not one that the engines run on."""
+    """The networks of a folder on a GPU. Raises TrtGraphError where that is missing or not one that
+    the engines run on.
+    """
 
     def __init__(self, folder: Path, device: str = "cuda") -> None:
         manifest = Manifest.read(folder)
         if not torch.cuda.is_available():
             raise TrtGraphError(
-                f"{folder}: trt_graph needs a CUDA GPU and a torch built for CUDA; none was found (torch {torch.__version__})"
+                f"{folder}: trt_graph needs a CUDA GPU and a torch built for CUDA; none was "
+                f"found (torch {torch.__version__})"
             )
         self._trt = _library(manifest)
         self.config, weights = load(folder, manifest.dtype, device)
@@ -90,18 +98,22 @@ class TrtRuntime:
         engine = self._runtime.deserialize_cuda_engine(blob)
         if engine is None:
             raise TrtGraphError(
-                f"{path} cannot be loaded by {self._trt.__name__} {self._trt.__version__} on {_gpu(self.device)}"
+                f"{path} cannot be loaded by {self._trt.__name__} {self._trt.__version__} on "
+                f"{_gpu(self.device)}"
             )
         return _Network(self._trt, engine, self.passes, self.device)
 
     def _check(self, path: Path, blob: bytes) -> None:
-        """Ask whether an engine is for this GPU, where the library answers that without loading it."""
+        """Ask whether an engine is for this GPU, where the library answers that without loading
+        it.
+        """
         if not hasattr(self._runtime, "get_engine_validity"):
             return
         validity, reasons = self._runtime.get_engine_validity(blob)
         if validity == self._trt.EngineValidity.INVALID:
             raise TrtGraphError(
-                f"{path} does not run on {_gpu(self.device)} ({reasons}); build it again on or for this GPU"
+                f"{path} does not run on {_gpu(self.device)} ({reasons}); build it again on or "
+                f"for this GPU"
             )
 
 
@@ -114,7 +126,9 @@ def open_engine(
     max_context_tokens: int,
     max_draft_tokens: int,
 ) -> TrtGraphEngine:
-    """Load an engine folder. Raises TrtGraphError where the folder, the library or the GPU does not do."""
+    """Load an engine folder. Raises TrtGraphError where the folder, the library or the GPU does not
+    do.
+    """
     manifest = Manifest.read(folder)
     for what, asked, compiled in (
         ("max_context_tokens", max_context_tokens, manifest.max_context_tokens),
@@ -135,7 +149,9 @@ def open_engine(
 
 
 class _Network:
-    """One engine: a context for each profile, whose shapes and addresses are set before every run."""
+    """One engine: a context for each profile, whose shapes and addresses are set before every
+    run.
+    """
 
     def __init__(
         self, library: Any, engine: Any, passes: Seq[Shapes], device: torch.device
@@ -187,7 +203,9 @@ class _Network:
         return outputs
 
     def _context(self, library: Any, profile: int) -> Any:
-        """Make a context for a profile; TensorRT-RTX captures CUDA graphs by itself, shape by shape."""
+        """Make a context for a profile; TensorRT-RTX captures CUDA graphs by itself, shape by
+        shape.
+        """
         if hasattr(library, "CudaGraphStrategy"):
             config = self._engine.create_runtime_config()
             config.cuda_graph_strategy = library.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
@@ -208,11 +226,13 @@ def _library(manifest: Manifest) -> Any:
         library = importlib.import_module(manifest.library)
     except (ImportError, OSError) as error:
         raise TrtGraphError(
-            f"trt_graph needs {manifest.library} {manifest.version}, which cannot be imported: {error}"
+            f"trt_graph needs {manifest.library} {manifest.version}, which cannot be imported: "
+            f"{error}"
         ) from error
     if library.__version__ != manifest.version:
         raise TrtGraphError(
-            f"the engines are of {manifest.library} {manifest.version}, installed is {library.__version__}: build them again"
+            f"the engines are of {manifest.library} {manifest.version}, installed is "
+            f"{library.__version__}: build them again"
         )
     return library
 

@@ -1,4 +1,6 @@
-"""The OpenAI front end's process beside tritonserver: started once there is something to ask, started again when it ends by itself."""
+"""The OpenAI front end's process beside tritonserver: started once there is something to ask,
+started again when it ends by itself.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,8 @@ class FrontEnd:
             status = self._process.wait()
             if not self._stop.is_set():
                 say(
-                    f"the OpenAI front end ended with status {status}: starting it again in {BACKOFF_S:g} s"
+                    f"the OpenAI front end ended with status {status}: starting it again in "
+                    f"{BACKOFF_S:g} s"
                 )
             self._stop.wait(BACKOFF_S)
 

@@ -1,4 +1,6 @@
-"""The folder that a running service lives in: Triton's home, the rendered model repository and the engine's socket."""
+"""The folder that a running service lives in: Triton's home, the rendered model repository and the
+engine's socket.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,11 @@ MOST_SOCKET_PATH_BYTES = 107
 
 @contextmanager
 def run_folder() -> Iterator[Path]:
-    """Give a new folder and delete it at the end, together with the shared memory whose names begin with its name.
+    """Give a new folder and delete it at the end, together with the shared memory whose names begin
+    with its name.
 
-    A killed launcher cannot do that, so what such ones have left goes first: their folders are no longer locked.
+    A killed launcher cannot do that, so what such ones have left goes first: their folders are no
+    longer locked.
     """
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         if (lock := _locked(folder)) is not None:
@@ -56,7 +60,9 @@ def socket_in(folder: Path) -> Path:
 
 
 def _locked(folder: Path) -> int | None:
-    """Return an open handle that locks the folder until this process ends; None when another process holds it, or it is another user's."""
+    """Return an open handle that locks the folder until this process ends; None when another
+    process holds it, or it is another user's.
+    """
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
@@ -76,7 +82,8 @@ def _delete(folder: Path) -> None:
 
 
 def write_backend(folder: Path) -> Path:
-    """Put Triton's Python backend with the stub for this Python together; return the backend directory.
+    """Put Triton's Python backend with the stub for this Python together; return the backend
+    directory.
 
     Files are copied: Triton refuses a symbolic link to a backend's library.
     """

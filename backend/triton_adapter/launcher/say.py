@@ -9,13 +9,17 @@ from typing import TextIO
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print a line, by default to standard output. One that cannot be written (the disk is full) is lost: no reason to end a service."""
+    """Print a line, by default to standard output. One that cannot be written (the disk is full) is
+    lost: no reason to end a service.
+    """
     with contextlib.suppress(OSError):
         print(f"spindle: {text}", file=stream or sys.stdout, flush=True)
 
 
 def give_up_unwritten() -> None:
-    """Drop what standard output and error could not write: the interpreter would try again at its end and exit with status 120."""
+    """Drop what standard output and error could not write: the interpreter would try again at its
+    end and exit with status 120.
+    """
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -31,16 +31,22 @@ from backend.triton_adapter.tied import tied
 
 STUB_NAME = "triton_python_backend_stub"
 EXIT_TIMEOUT_S = 12
-"""How long tritonserver may take to exit: the model ``spindle`` gives requests 9 s, then ends the engine and thereby them."""
+"""How long tritonserver may take to exit: the model ``spindle`` gives requests 9 s, then ends the
+engine and thereby them.
+"""
 STOP_LIMIT_S = 13.5
 PROBE_PERIOD_S = 2.0
 PROBE_TIMEOUT_S = 5.0
 SILENCE_LIMIT_S = 30.0
-"""A service that answers no probe for so long hangs; a hanging engine alone is dealt with sooner, by the model ``spindle``."""
+"""A service that answers no probe for so long hangs; a hanging engine alone is dealt with sooner,
+by the model ``spindle``.
+"""
 
 GRPC_PING_PERIOD_S = 30
 GRPC_PING_TIMEOUT_S = 20
-"""A client that is frozen or unreachable answers no ping: its connection is closed, which frees the responses that wait for it."""
+"""A client that is frozen or unreachable answers no ping: its connection is closed, which frees the
+responses that wait for it.
+"""
 
 
 class TritonServer:
@@ -67,7 +73,8 @@ class TritonServer:
 
     def start(self) -> None:
         """Start the process, tied to the calling thread."""
-        self._shm_prefix = f"{self._folder.name}_{monotonic():.0f}_"  # by its beginning the run folder's end deletes it too
+        # by its beginning the run folder's end deletes it too
+        self._shm_prefix = f"{self._folder.name}_{monotonic():.0f}_"
         self._ended.clear()
         self._process = subprocess.Popen(
             tied(sys.executable, self._command()),
@@ -79,7 +86,9 @@ class TritonServer:
         )
 
     def is_ready(self) -> bool:
-        """Return whether all models are loaded and warmed up; from the first time on, the service is watched."""
+        """Return whether all models are loaded and warmed up; from the first time on, the service
+        is watched.
+        """
         if self._stubs:
             return True
         if not self._probe():
@@ -119,7 +128,9 @@ class TritonServer:
         self._clean_up([*tree, *descendants(process.pid)])
 
     def kill(self) -> None:
-        """End the server at once: clients of a server that has lost a stub get an error instead of waiting for ever."""
+        """End the server at once: clients of a server that has lost a stub get an error instead of
+        waiting for ever.
+        """
         if self._process is not None:
             self._clean_up(descendants(self._process.pid))
 
@@ -174,7 +185,9 @@ class TritonServer:
         return [f"--trace-config={setting}" for setting in settings]
 
     def _environment(self) -> dict[str, str]:
-        """Return the server's environment: the stub finds its virtual environment through ``python3`` on PATH."""
+        """Return the server's environment: the stub finds its virtual environment through
+        ``python3`` on PATH.
+        """
 
         def joined(*parts: str | None) -> str:
             return ":".join(filter(None, parts))
@@ -225,7 +238,9 @@ class TritonServer:
 
 
 def _model_of_stub(pid: int) -> str | None:
-    """Return the model that a stub process serves, from its command line; None for another process."""
+    """Return the model that a stub process serves, from its command line; None for another
+    process.
+    """
     arguments = command_line(pid)
     if not arguments or Path(arguments[0]).name != STUB_NAME:
         return None

@@ -1,4 +1,6 @@
-"""What the environment says, and whether this machine can serve it. Every refusal is a ``LaunchError`` with a sentence to act on."""
+"""What the environment says, and whether this machine can serve it. Every refusal is a
+``LaunchError`` with a sentence to act on.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Where to listen, what to serve, and where traces go ('' = nowhere). ``openai_port`` 0: no OpenAI front end."""
+    """Where to listen, what to serve, and where traces go ('' = nowhere). ``openai_port`` 0: no
+    OpenAI front end.
+    """
 
     bind: str
     http_port: int
@@ -59,14 +63,17 @@ class Settings:
 
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
-    """Return the settings of the variables ``*_PORT``, ``BIND``, ``SPINDLE_CONFIG`` and ``TRACE_*``. Raises LaunchError."""
+    """Return the settings of the variables ``*_PORT``, ``BIND``, ``SPINDLE_CONFIG`` and
+    ``TRACE_*``. Raises LaunchError.
+    """
     ports = [
         _port(name, option, environment.get(name) or str(port)) for name, option, port in PORTS
     ]
     http, grpc, metrics, openai = ports
     if len(set(ports)) < len(ports):
         raise LaunchError(
-            f"HTTP_PORT, GRPC_PORT, METRICS_PORT and OPENAI_PORT must differ, got {http}, {grpc}, {metrics} and {openai}"
+            f"HTTP_PORT, GRPC_PORT, METRICS_PORT and OPENAI_PORT must differ, got {http}, "
+            f"{grpc}, {metrics} and {openai}"
         )
     config = Path(environment.get("SPINDLE_CONFIG") or DEFAULT_CONFIG).absolute()
     trace = _trace(environment.get("TRACE_URL") or "", environment.get("TRACE_RATE") or "")
@@ -76,13 +83,16 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
 
 
 def _trace(url: str, rate: str) -> tuple[str, int]:
-    """Return where traces go and of how many requests one is traced (0: only those whose client sends a ``traceparent``)."""
+    """Return where traces go and of how many requests one is traced (0: only those whose client
+    sends a ``traceparent``).
+    """
     if rate and not url:
         raise LaunchError(f"TRACE_RATE {rate} has no effect without TRACE_URL")
     parts = urlsplit(url)
     if url and not (parts.scheme in ("http", "https") and parts.hostname and parts.path.strip("/")):
         raise LaunchError(
-            f"TRACE_URL must be a collector's OTLP address like http://localhost:4318/v1/traces, got {url!r}"
+            f"TRACE_URL must be a collector's OTLP address like http://localhost:4318/v1/traces, "
+            f"got {url!r}"
         )
     if rate and not (rate.isascii() and rate.isdigit()):
         raise LaunchError(f"TRACE_RATE must be a number of at least 0, got {rate!r}")
@@ -132,13 +142,15 @@ def check_system() -> str:
     """Return the system and its glibc. Raises LaunchError where tritonserver does not run."""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         raise LaunchError(
-            f"the packaged tritonserver needs Linux on x86-64, this is {platform.system()} on {platform.machine()}"
+            f"the packaged tritonserver needs Linux on x86-64, this is {platform.system()} on "
+            f"{platform.machine()}"
         )
     version = (os.confstr("CS_GNU_LIBC_VERSION") or "unknown").removeprefix("glibc ")
     parts = version.split(".")
     if not all(part.isdigit() for part in parts) or tuple(map(int, parts)) < MINIMUM_GLIBC:
         raise LaunchError(
-            f"the packaged tritonserver needs glibc 2.35 or newer (Ubuntu 22.04, Debian 12), this machine has {version}"
+            f"the packaged tritonserver needs glibc 2.35 or newer (Ubuntu 22.04, Debian 12), "
+            f"this machine has {version}"
         )
     return f"Linux on x86-64, glibc {version}"
 
@@ -165,7 +177,9 @@ def check_triton() -> str:
 
 
 def python_library_folder() -> Path:
-    """Return the folder of this Python's shared library, which Triton's stub loads. Raises LaunchError when there is none."""
+    """Return the folder of this Python's shared library, which Triton's stub loads. Raises
+    LaunchError when there is none.
+    """
     name = f"libpython{sys.version_info[0]}.{sys.version_info[1]}.so.1.0"
     folder = Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")
     for candidate in (folder, folder / str(sysconfig.get_config_var("MULTIARCH"))):
@@ -175,7 +189,9 @@ def python_library_folder() -> Path:
         ctypes.CDLL(name)
     except OSError:
         raise LaunchError(
-            f"{name} is missing: Triton needs a Python with a shared library (on Debian and Ubuntu the package "
-            f"libpython{sys.version_info[0]}.{sys.version_info[1]}; with pyenv, PYTHON_CONFIGURE_OPTS=--enable-shared)"
+            f"{name} is missing: Triton needs a Python with a shared library (on Debian and "
+            f"Ubuntu the package "
+            f"libpython{sys.version_info[0]}.{sys.version_info[1]}; with pyenv, "
+            f"PYTHON_CONFIGURE_OPTS=--enable-shared)"
         ) from None
     return folder  # the loader's own search path has it

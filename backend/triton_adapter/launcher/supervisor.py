@@ -1,4 +1,6 @@
-"""Keeps the service running: notices what died or hangs, clears it away and starts again, until it is pointless or stopped."""
+"""Keeps the service running: notices what died or hangs, clears it away and starts again, until it
+is pointless or stopped.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def supervise(
 def _run_once(
     server: TritonServer, stop: threading.Event, on_ready: Callable[[float], None]
 ) -> tuple[float | None, str | None]:
-    """Start the service and watch it; return when it became ready (seconds) and its trouble, None when asked to stop."""
+    """Start the service and watch it; return when it became ready (seconds) and its trouble, None
+    when asked to stop.
+    """
     server.start()
     started_s, ready_s = monotonic(), None
     while not stop.wait(WATCH_PERIOD_S if ready_s is not None else 0.1):
