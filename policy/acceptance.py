@@ -48,9 +48,10 @@ class AcceptanceConfig:
     """Priors and memories.
 
     ``prior_strength`` counts chains that the prior hazard is worth, ``request_variance`` (squared
-    logits) is the first belief of how unlike requests are. Evidence fades by 1/e in
-    ``request_memory_steps`` steps of a request and ``draft_memory_rows`` steps of any requests, and
-    by half in ``half_life_s`` even if nothing runs. The ``most_groups`` last used are remembered.
+    logits) is the first belief of how unlike requests are. Evidence fades to 1/e in
+    ``request_memory_steps`` steps of a request and ``draft_memory_rows`` steps of any requests; the
+    drafts' levels fade by half in ``half_life_s`` even if nothing runs. The ``most_groups`` last
+    used are remembered.
     """
 
     prior_hazard: float = 0.6
@@ -94,14 +95,17 @@ class AcceptanceState:
 
 
 class Expected(NamedTuple):
-    """What is expected of requests: their ``slot`` int64[n] and ``hazard`` float64[K, D, n]."""
+    """What is expected of requests: ``hazard`` float64[K, D, n], and the tokens ``emitted[n]``
+    since they came; ``slot`` int64[n] is the estimator's own key to them.
+    """
 
     slot: IntArray
     hazard: FloatArray
+    emitted: FloatArray
 
     def rows(self, chosen: IntArray | BoolArray) -> Expected:
         """Return what is expected of some of them."""
-        return Expected(self.slot[chosen], self.hazard[:, :, chosen])
+        return Expected(self.slot[chosen], self.hazard[:, :, chosen], self.emitted[chosen])
 
 
 def shifted(hazard: FloatArray, shift: FloatArray) -> FloatArray:
@@ -164,11 +168,10 @@ def _with_room(state: AcceptanceState, count: int) -> tuple[AcceptanceState, lis
 
 
 class AcceptanceModel:
-    """The estimator: pure, its methods return new states and leave the given one alone.
+    """The planner's own estimator (``policy.planner.Estimator``), for D drafts and K positions.
 
-    Another estimator takes its place with a state of its own and seven methods: ``start``,
-    ``admit``, ``forget``, ``observe``, ``aged``, ``expected`` and ``doubt``. The rest is for what
-    outlasts a restart.
+    Its methods return new states and leave the given one alone. ``with_drafts``, ``with_groups``
+    and ``by_group`` are for what outlasts a restart (``policy.learned``).
     """
 
     def __init__(self, drafts: int, k_max: int, config: AcceptanceConfig) -> None:
@@ -307,10 +310,11 @@ class AcceptanceModel:
     ) -> AcceptanceState:
         """Learn from chains, int64[m] each: ``accepted`` of the first ``scored`` positions held.
 
-        Positions behind the first rejection were not reached and are no evidence. Requests without
-        a slot teach the draft's level only. The first rows took a step and ``emitted`` so many
-        tokens: by it their older evidence fades, and a little all drafts'. A request may be there
-        several times, for several steps.
+        A row of the last step comes first, with the tokens that it ``emitted`` int64[<= m]: a step
+        passed for it, so that its older evidence fades, and a little all drafts'. The others are
+        what was learnt for free. Positions behind the first rejection were not reached and are no
+        evidence; a row that did not speculate has draft -1 and 0 scored. A request without a slot
+        teaches the draft's level only. Of several steps, a request is there several times.
         """
         size, of = len(state.request_tokens), state.slots.get
         slot = np.array([of(r, size - 1) for r in request.tolist()], np.int64)
@@ -411,7 +415,7 @@ class AcceptanceModel:
         hazard *= _POSITION_CHAINS
         hazard += accepted
         hazard /= reached + _POSITION_CHAINS
-        return Expected(slot, hazard)
+        return Expected(slot, hazard, state.request_tokens.take(slot))
 
     def doubt(self, state: AcceptanceState, expected: Expected) -> _Pair:
         """Return what is not known of requests: the standard deviations of their hazards,

@@ -56,7 +56,7 @@ class Decomposition:
     def prepare(self, problem: StepProblem, view: View, times: Times) -> None:
         """Add what padding and merging take to every verification."""
         context = view.context[view.ready]
-        problem.verify_s += self._padding_s(times, self.best_piece(context).work_tokens, context)
+        problem.undrafted_s += self._padding_s(times, self.best_piece(context).work_tokens, context)
 
     def execute(self, plan: Plan, view: View, times: Times, memory: None) -> tuple[Plan, None]:
         """Return the plan with ``Plan.piece_tokens``; ``notes["why_not"]`` says why it has none."""

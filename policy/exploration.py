@@ -2,8 +2,9 @@
 
 Most evidence is free: drafts without a model are scored in every step, and a draft that catches up
 tells how it would have guessed what it reads. The rest is bought: every step saves a small share of
-its time, and a trial takes place when what it costs is saved. So every draft comes back, however
-poor it seemed, and wrong estimates of what knowing is worth can lead no farther than the budget.
+its time, and a trial takes place when it can be paid for. So every draft comes back, however poor
+it seemed. A trial that promises to be worth more than it costs is charged a fifth of its cost:
+wrong estimates of what knowing is worth can lead five times as far as the budget, and no farther.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def trial(
     """Return the choice with as many rows as ``credit_s`` affords trying the draft of which knowing
     more is worth most; None where even hope sees no gain.
 
-    A trial costs what the objective loses by it at mean estimates, whole catch-up included.
+    What it costs is what the objective loses by it at mean estimates, whole catch-up included;
+    where what knowing is worth exceeds that, ``_OWN_SHARE`` of it is charged.
     """
     rows, draft, length, worth = _candidates(problem, hope, choice, price)
     cheapest, floor_s = None, LEAST_COST * result.step_s
@@ -87,8 +89,8 @@ def _candidates(
     """
     k_max, drafts, n = problem.gain.shape
     last, row = max(problem.last_total(), 1), np.arange(n)
-    token_s = (problem.verify_s[last] - problem.verify_s[0]) / last
-    token_s = token_s + problem.forward_s[:, n : n + 1] / n + problem.row_s
+    token_s = (problem.undrafted_s[last] - problem.undrafted_s[0]) / last
+    token_s = token_s + problem.forward_s[:, n : n + 1] / n + problem.draft_row_s
     depth = np.arange(1, k_max + 1)[:, None, None]
     paid = np.where(depth <= problem.ceiling, price * depth * token_s, np.inf)
     survival = hope.hazard[:k_max].copy()

@@ -360,8 +360,8 @@ class Times:
     All seconds here are corrected. ``overhead_s`` of every step, ``speculation_s`` more of one that
     speculates, ``turn_s`` of the target's pass once in a turn; ``row_s`` and ``context_s`` by row
     and cached token of the target; ``draft_row_s`` and ``draft_context_s`` float64[drafts] the same
-    of every forward of the drafts. Who makes a draft's forwards dearer, for what they bring with
-    them, adds it to ``draft_row_s``.
+    of every forward of the drafts. The planner adds to ``draft_row_s`` what
+    verifying the nodes takes that a forward brings.
     """
 
     def __init__(

@@ -216,7 +216,7 @@ class FreeRuns:
         """Take from the seconds of no speculation what each token of a longer turn saves."""
         plans = [plan for plan in (view.given, view.flying) if plan is not None]
         if not any(plan.length.any() for plan in plans):
-            problem.verify_s[0] -= self._run(view, times)[1]
+            problem.undrafted_s[0] -= self._run(view, times)[1]
 
     def execute(self, plan: Plan, view: View, times: Times, memory: None) -> tuple[Plan, None]:
         """Return the plan with ``Plan.run``."""

@@ -35,17 +35,18 @@ _ROWS_OF_VIEW = (
 
 @dataclass(slots=True)
 class View:
-    """The in-flight batch before a step.
+    """The batch of admitted requests before a step.
 
     ``request[n]`` ids; ``context[n]`` committed tokens; ``remaining[n]`` >= 1 tokens that the
     request may still emit; ``ceiling[n, d]`` the most tokens that draft d may propose (0: none, or
     it was not asked, see ``Policy.needs_offers``); ``catchup[n, d]`` committed tokens that draft d
-    has not seen; ``ready[n]`` whether the row is planned for, else it is in flight.
+    has not seen; ``ready[n]`` whether the row is planned for, else its turn, planned before, is in
+    flight: a turn is what the target runs for a request between two plans.
 
-    ``prefill_tokens`` prompt tokens share the step, ``prefilling`` requests are in prefill,
-    ``queued`` wait for admission. ``group[n]`` names a source of requests that are expected to be
-    alike, -1 for none. ``cap_s`` is the longest step (seconds) to be planned, unless one without
-    speculation takes longer.
+    ``prefill_tokens`` prompt tokens share the step, ``prefilling`` requests are in prefill;
+    ``queued`` more wait for admission (no policy here minds them). ``group[n]`` names a source of
+    requests that are expected to be alike, -1 for none. ``cap_s`` is the longest step (seconds) to
+    be planned, unless one without speculation takes longer.
 
     Two plans are made elsewhere: ``given`` for the rows ``control[n]`` (a canary's other arm);
     ``flying`` for the rows in flight in one pass with the ready ones (TensorRT-LLM's executor;
@@ -209,9 +210,10 @@ class Outcome:
     where it is not these rows. Requests in ``finished`` are over.
 
     ``free_*`` int64[f]: draft ``free_draft`` would have had ``free_accepted`` of its first
-    ``free_scored`` tokens accepted for ``free_request``. ``node_*`` [q] are the nodes of which it
-    was bound to be known whether the target drew their path (``node_held``): behind the text or
-    behind a verified node, for of others only failures are seen; else as in ``Drafted``.
+    ``free_scored`` tokens accepted for ``free_request``. ``node_*`` [q] are nodes whose fate
+    (``node_held``: whether the target drew their path) is known whatever it drew, as their parent
+    is the text or was verified; of deeper nodes only failures would be seen. Else as in
+    ``Drafted``.
     """
 
     request: IntArray

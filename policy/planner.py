@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -37,6 +37,45 @@ _LOOK_STEPS = 4  # from one look for a trial to the next: looking takes time too
 _SURE_TOKENS = 20.0  # of a plan, for which each is taken to bring one node
 _MEMORY_TOKENS = 2000.0  # of plans, of which it is known how many nodes they brought
 _TIMED_STEPS = 4  # of steps with a kept choice, which are alike, one in so many is timed
+
+
+class Estimator(Protocol):
+    """How acceptance is learnt: ``AcceptanceModel``, or another with a ``state`` of its own.
+
+    Pure: every method returns a new state and leaves the given one alone. What another estimator
+    than ``AcceptanceModel`` has learnt is not kept over a restart.
+    """
+
+    def start(self) -> Any:
+        """Return the state before any evidence."""
+
+    def admit(self, state: Any, requests: list[int], group: list[int] | None = None) -> Any:
+        """Return the state with a place for each request; ``group`` of each, -1: none."""
+
+    def forget(self, state: Any, requests: Iterable[int]) -> Any:
+        """Return the state without these requests; unknown ones do not matter."""
+
+    def aged(self, state: Any, now: float) -> Any:
+        """Return the state at a time, seconds of any monotonic clock."""
+
+    def observe(
+        self,
+        state: Any,
+        request: IntArray,
+        draft: IntArray,
+        accepted: IntArray,
+        scored: IntArray,
+        emitted: IntArray,
+    ) -> Any:
+        """Return the state after chains, as ``AcceptanceModel.observe`` is told of them."""
+
+    def expected(self, state: Any, request: list[int]) -> Expected:
+        """Return what is expected of admitted requests: hazards [k_max, drafts, n] in [0, 1]."""
+
+    def doubt(self, state: Any, expected: Expected) -> tuple[FloatArray, FloatArray]:
+        """Return the standard deviations of these hazards, float64[k_max, drafts, n], and the
+        variance of a request's deviation from its draft's level, float64[drafts, n] squared logits.
+        """
 
 
 class Execution(Protocol):
@@ -146,14 +185,15 @@ class Kept:
 class PlannerState:
     """What the planner remembers from step to step.
 
-    ``nodes`` float64[2, drafts]: how many nodes were verified and how many tokens planned (fading);
-    ``brought`` float64[drafts] how many nodes more than one a token of a plan brings, by these.
+    ``nodes`` float64[2, drafts]: how many nodes were verified, and tokens of the longest paths that
+    were proposed (fading); ``brought`` float64[drafts] how many nodes more than one such a token
+    brings, by these.
     ``view`` is the last one planned for, ``planned`` whether its plan was made anew; ``goodput`` of
     the batch then, in tokens per second without prefill (0: unknown). ``credit_s`` is saved for
     trials, ``look_s`` of it make the next look worth while. ``debt_s`` is what planning and
     learning took beyond their share; while there is any, plans are ``kept``, and their steps
     ``unlearnt`` until a plan is due. ``last`` is the last choice, by its
-    requests' sorted ids; ``warm`` plans began with the one before them.
+    requests' sorted ids; ``warm`` is how many plans in a row started from the choice before them.
     ``memory`` is the execution's.
     """
 
@@ -189,7 +229,7 @@ class AdaptivePlanner(Policy):
         latency: LatencyModel,
         config: PlannerConfig | None = None,
         execution: Execution | None = None,
-        estimator: AcceptanceModel | None = None,
+        estimator: Estimator | None = None,
     ) -> None:
         """Raise ValueError if ``latency`` does not have as many drafts as there are names."""
         if len(latency.drafts) != len(drafts):
@@ -198,7 +238,8 @@ class AdaptivePlanner(Policy):
         self.drafts, self.latency, self.execution = tuple(drafts), latency, execution
         self.config = config or PlannerConfig()
         size = len(drafts), self.config.k_max
-        self.estimator = estimator or AcceptanceModel(*size, self.config.acceptance)
+        own = AcceptanceModel(*size, self.config.acceptance)
+        self.estimator: Estimator = own if estimator is None else estimator
         self._parts = ("verify", "overhead", *(f"draft:{name}" for name in drafts))
 
     def start(self) -> PlannerState:
@@ -374,7 +415,7 @@ class AdaptivePlanner(Policy):
             aloft = int(np.count_nonzero(~whole.ready) + whole.flying.length[~whole.ready].sum())
         return trimmed(times, state.calibration, view, plan, drafted, aloft)
 
-    def _admitted(self, acceptance: AcceptanceState, view: View) -> AcceptanceState:
+    def _admitted(self, acceptance: AcceptanceState, view: View) -> Any:
         """Return the estimator's state with a place for all who share the step."""
         if view.decoding == len(view):
             group = None if view.group is None else view.group.tolist()
@@ -401,10 +442,9 @@ class AdaptivePlanner(Policy):
         would have guessed it.
         """
         spread, variance = self.estimator.doubt(acceptance, expected)
-        tokens: int | IntArray = TRIAL_TOKENS
+        tokens: Any = TRIAL_TOKENS
         if self.config.catchup_scored:
-            emitted = acceptance.request_tokens[expected.slot].astype(np.int64)
-            tokens = TRIAL_TOKENS + np.minimum(view.catchup[rows].T - 1, emitted)
+            tokens = TRIAL_TOKENS + np.minimum(view.catchup[rows].T - 1, expected.emitted)
         hazard = expected.hazard
         evidence = variance * tokens * hazard[0] * (1 - hazard[0])
         hoped = np.minimum(hazard + self.config.optimism * spread, 1.0)
@@ -457,6 +497,8 @@ class AdaptivePlanner(Policy):
 
     def save(self, state: PlannerState, now: float) -> dict[str, Any]:
         """Return what was learnt, without the requests in flight (``policy.learned``)."""
+        if not isinstance(self.estimator, AcceptanceModel):
+            return {}
         return saved(
             _known(self._learnt(state, now) if state.unlearnt else state), self.drafts, now
         )
@@ -464,6 +506,8 @@ class AdaptivePlanner(Policy):
     def load(self, data: dict[str, Any], now: float, idle_s: float) -> PlannerState:
         """Return the state of what was saved ``idle_s`` ago. Raises LearnedError."""
         start = self.start()
+        if not isinstance(self.estimator, AcceptanceModel):
+            return start
         known = restored(data, _known(start), self.drafts, self.estimator, now, idle_s)
         return replace(start, **known._asdict())
 

@@ -51,32 +51,31 @@ class Score(NamedTuple):
 class StepProblem:
     """One step's choice: n rows, D drafts, up to K tokens a row.
 
-    Tokens: ``gain[K, D, n]`` expected, that position j adds (falling in j; 0 beyond
-    ``ceiling[D, n]``, where nothing is ever chosen); ``base_value`` the bonus tokens;
-    ``first_tokens[D, n]`` read by a row's first draft forward (1 or 2).
-    Seconds: ``verify_s[m]`` of the step with m proposed tokens, m = 0..n K, and no drafting,
-    staircases allowed and inf where there is no room for so many; ``speculation_s`` once if any row
-    speculates; ``forward_s[D, t]`` of a draft forward of t tokens, 0 at 0, up to 2n and the given
-    ones; ``row_s[D, n]`` per row and draft forward on top (its KV); ``switch_s[D, n]`` of catch-up
-    beyond the first tokens, which the objective spreads over ``horizon[n]`` steps. Neither
-    ``verify_s`` nor ``forward_s`` ever falls.
+    Tokens: ``gain[K, D, n]`` expected, that position j adds (falling in j; 0 beyond ``ceiling[D,
+    n]``, where nothing is ever chosen); ``base_value`` the bonus tokens; ``first_tokens[D, n]``
+    read by a row's first draft forward (1 or 2). Seconds: ``undrafted_s[m]`` of the whole step but
+    its drafting, m = 0..n K tokens being proposed, staircases allowed (inf: no room for so many);
+    ``speculation_s`` once if any row speculates; ``forward_s[D, t]`` of a draft forward of t
+    tokens, 0 at 0, up to 2n and the given ones; ``draft_row_s[D, n]`` per row and draft forward on
+    top (its KV); ``switch_s[D, n]`` of catch-up beyond the first tokens, which the objective
+    spreads over ``horizon[n]`` steps. Neither ``undrafted_s`` nor ``forward_s`` ever falls.
 
-    ``given[D, K]`` (None: none) are tokens of rows outside this choice in the drafts' forwards.
-    Those forwards are paid for in ``verify_s``; here they make cheaper what shares them.
+    ``occupied[D, K]`` (None: none) are tokens of rows outside this choice in the drafts' forwards.
+    Those forwards are paid for in ``undrafted_s``; here they make cheaper what shares them.
     ``cap_s`` is the longest step to be chosen (see ``limit_s``).
     """
 
     gain: FloatArray
     ceiling: IntArray
     base_value: float
-    verify_s: FloatArray
+    undrafted_s: FloatArray
     speculation_s: float
     forward_s: FloatArray
     first_tokens: IntArray
-    row_s: FloatArray
+    draft_row_s: FloatArray
     switch_s: FloatArray
     horizon: FloatArray
-    given: IntArray | None = None
+    occupied: IntArray | None = None
     cap_s: float = math.inf
 
     @property
@@ -87,7 +86,7 @@ class StepProblem:
     @property
     def plain_s(self) -> float:
         """Return the seconds of the step without speculation."""
-        return float(self.verify_s[0])
+        return float(self.undrafted_s[0])
 
     @property
     def plain(self) -> Score:
@@ -116,17 +115,17 @@ class StepProblem:
         """
         drafts, most = self.forward_s.shape
         start = np.arange(0, drafts * most, most)[:, None]
-        if self.given is None:
+        if self.occupied is None:
             return self.forward_s.take(start + tokens)
-        start = start + self.given
+        start = start + self.occupied
         return self.forward_s.take(start + tokens) - self.forward_s.take(start)
 
     def last_total(self) -> int:
         """Return the most tokens for which there is room."""
-        last = len(self.verify_s) - 1
-        if self.verify_s[last] < math.inf:
+        last = len(self.undrafted_s) - 1
+        if self.undrafted_s[last] < math.inf:
             return last
-        return int(self.verify_s.searchsorted(math.inf)) - 1
+        return int(self.undrafted_s.searchsorted(math.inf)) - 1
 
 
 def no_speculation(rows: int) -> Choice:
@@ -146,8 +145,8 @@ def score(problem: StepProblem, choice: Choice) -> Score:
     ends = np.bincount(draft * k_max + length - 1, minlength=drafts * k_max)
     tokens = ends.reshape(drafts, k_max).dot(_up_to(k_max))
     tokens[:, 0] = np.bincount(draft, problem.first_tokens.take(place), drafts)
-    seconds = problem.verify_s.item(np.add.reduce(length)) + problem.speculation_s
-    seconds += float(length.dot(problem.row_s.take(place)))
+    seconds = problem.undrafted_s.item(np.add.reduce(length)) + problem.speculation_s
+    seconds += float(length.dot(problem.draft_row_s.take(place)))
     seconds += float(np.add.reduce(problem.added_s(tokens), axis=None))
     charged_s = seconds + float(np.add.reduce(problem.charge_s.take(place)))
     step_s = seconds + float(np.add.reduce(problem.switch_s.take(place)))
@@ -208,7 +207,7 @@ class Given:
         return self.rows[some], self.choice.of(some)
 
     def occupancy(self, view: View, k_max: int) -> IntArray | None:
-        """Return ``StepProblem.given``."""
+        """Return ``StepProblem.occupied``."""
         rows, (draft, length) = self.part(view, ready=True)
         if not length.any() or not k_max:
             return None
@@ -280,14 +279,15 @@ def step_problem(
         gain=gain,
         ceiling=ceiling,
         base_value=n + given.expected_tokens,
-        verify_s=verify_s,
+        undrafted_s=verify_s,
         speculation_s=speculation_s,
         forward_s=forward_s,
-        first_tokens=np.minimum(catchup, 2),  # a chain accepted whole leaves two: no switch yet
-        row_s=row_s,
+        first_tokens=np.minimum(catchup, 2),  # a chain accepted whole leaves its last token and
+        # the bonus unread: no switch yet
+        draft_row_s=row_s,
         switch_s=switch_s,
         horizon=np.minimum(np.maximum(remaining / 2, 1.0), horizon_steps),
-        given=occupied,
+        occupied=occupied,
         cap_s=view.cap_s,
     )
 

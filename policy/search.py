@@ -1,7 +1,7 @@
 """One search for a step's choice, and the one price of time that it is made at.
 
-Drafts open one by one, as long as what the rows have of one more pays for its forwards, which are
-taken to cost a line's worth here: the greedy rule of facility location (Cornuejols, Fisher and
+Drafts open one by one, as long as what the rows have of one more pays for its forwards, whose cost
+is taken as linear in rows here: the greedy rule of facility location (Cornuejols, Fisher and
 Nemhauser, 1977). Then tokens join in the order of what they bring, and the best depth and total win
 by the real staircases of drafting and verification. In small batches the choice is polished by
 changes of one row at a time, which is exact for a single row; there the last step's choice will do
@@ -20,12 +20,13 @@ from .plan import NO_DRAFT, FloatArray, IntArray
 from .problem import TIE, Choice, Score, StepProblem, no_speculation, score, summed
 
 FEW_ROWS = 16  # beyond that no single row is much to the whole batch
-_COLD, _WARM = (4, 0.01), (2, 0.05)  # rounds of pricing, and an error that ends them: it costs in
-# second order, and the next step goes on
+# Rounds of pricing, and the change of price that ends them: what a price a little off loses is
+# smaller still, and the next step goes on from it.
+_COLD, _WARM = (4, 0.01), (2, 0.05)
 _SLOPES = 2  # of verification tried at most
 _SCARCITIES = (1.0, 3.0, 9.0)  # prices tried under a cap, as multiples: seconds are scarcer there
 _NOTHING = 1e-300
-_CLOSE = 0.05  # tokens for a token more: prices of verification this near choose alike
+_CLOSE = 0.05  # tokens: where the cost of verifying one more changes less, choices do not
 
 
 class Priced(NamedTuple):
@@ -51,9 +52,9 @@ def best(
 
     Dinkelbach's iteration (1967) finds the goodput that prices itself. A second of the step delays
     all that are admitted by one, and is worth what they would emit in it: the price is ``waiting``
-    times the goodput, which is how many there are for each row that decodes. ``prefill_s`` is how
-    much longer the step takes for its prefill. A small batch may ``start`` from a choice, for one
-    that is allowed.
+    times the goodput, the number of admitted requests for each row that decodes. ``prefill_s`` is
+    how much longer the step takes for its prefill. A small batch may ``start`` from a choice, for
+    one that is allowed.
     """
     plain_s = problem.plain_s - prefill_s
     plain = problem.base_value / plain_s if problem.base_value else known
@@ -125,7 +126,7 @@ class Search:
         opening_s = np.zeros(problem.gain.shape[:2]) + (one_s - token_s).T
         token_s = token_s.T[:, :, None]
         charge_s = problem.charge_s + (problem.first_tokens - 1) * token_s[0]
-        return token_s + problem.row_s, charge_s, opening_s.cumsum(axis=0)
+        return token_s + problem.draft_row_s, charge_s, opening_s.cumsum(axis=0)
 
     def _joined(
         self, price: float, scarcity: float, choice: Choice, result: Score
@@ -157,7 +158,7 @@ class Search:
         """Return the seconds of a verified token more, from a quarter below a total to as much
         above.
         """
-        verify_s, near = self._problem.verify_s, total // 4 + 1
+        verify_s, near = self._problem.undrafted_s, total // 4 + 1
         low, high = max(min(total, self._last) - near, 0), min(total + near, self._last)
         return (verify_s.item(high) - verify_s.item(low)) / (high - low)
 
@@ -192,10 +193,10 @@ class Search:
         first, place = depth == 0, place.take(row)
         tokens = np.where(first, problem.first_tokens.take(place), 1)
         charged_s = _added_s(problem, pick.take(row), depth, tokens)
-        charged_s += problem.row_s.take(place) + first * problem.charge_s.take(place)
+        charged_s += problem.draft_row_s.take(place) + first * problem.charge_s.take(place)
         joined = problem.gain.take(depth * (drafts * rows) + place) - price * charged_s
         within = depth <= np.arange(depths)[:, None]
-        verify_s = problem.verify_s.take(within.cumsum(axis=1)) + problem.speculation_s
+        verify_s = problem.undrafted_s.take(within.cumsum(axis=1)) + problem.speculation_s
         objective = (joined * within).cumsum(axis=1) - price * verify_s
         if self._capped:
             uncharged_s = first * (problem.switch_s - problem.charge_s).take(place)
@@ -221,7 +222,7 @@ class Search:
         k_max, drafts, rows = problem.gain.shape
         value, charged_s = np.zeros((2, 1 + k_max * drafts, rows))
         depth = np.arange(1, k_max + 1)[:, None, None]
-        alone_s = depth * problem.row_s + problem.charge_s
+        alone_s = depth * problem.draft_row_s + problem.charge_s
         alone_s[depth > problem.ceiling] = np.inf
         value[1:], charged_s[1:] = (v.reshape(-1, rows) for v in (problem.value, alone_s))
         passing_s = charged_s
@@ -231,8 +232,8 @@ class Search:
         joining = np.ones((k_max * drafts, rows), np.int64)
         joining[:drafts] = problem.first_tokens
         begin = np.tile(np.arange(drafts) * problem.forward_s.shape[1], k_max)
-        if problem.given is not None:
-            begin += problem.given.T.ravel()
+        if problem.occupied is not None:
+            begin += problem.occupied.T.ravel()
         return value, charged_s, passing_s, joining, begin[:, None]
 
     def _shared_s(self, option: IntArray, length: IntArray) -> FloatArray:
@@ -246,9 +247,9 @@ class Search:
         added_s = problem.forward_s.take(others + joining) - problem.forward_s.take(others)
         rest = np.add.reduce(length) - length
         proposed = np.arange(1, k_max + 1)[:, None] + rest
-        verify_s = problem.verify_s.take(proposed) + problem.speculation_s
+        verify_s = problem.undrafted_s.take(proposed) + problem.speculation_s
         seconds = np.empty((1 + k_max * drafts, rows))
-        seconds[0] = problem.verify_s.take(rest) + problem.speculation_s * (rest > 0)
+        seconds[0] = problem.undrafted_s.take(rest) + problem.speculation_s * (rest > 0)
         chains_s = summed(added_s.reshape(k_max, drafts, rows)) + verify_s[:, None]
         seconds[1:] = chains_s.reshape(-1, rows)
         return seconds
@@ -314,8 +315,8 @@ def _added_s(problem: StepProblem, d: IntArray, depth: IntArray, tokens: IntArra
     forward, joining = forward.take(by), tokens.take(by)
     before = joining.cumsum() - joining
     before -= before.take(forward.searchsorted(forward))  # within one forward
-    if problem.given is not None:
-        before += problem.given.take(forward)
+    if problem.occupied is not None:
+        before += problem.occupied.take(forward)
     before += d.take(by) * problem.forward_s.shape[1]
     seconds = np.empty(len(d))
     seconds[by] = problem.forward_s.take(before + joining) - problem.forward_s.take(before)

@@ -132,7 +132,8 @@ def trimmed(
     """Return how many of each row's nodes are verified, int64[n]; view and plan are of these rows.
 
     ``aloft`` tokens of rows in flight are in the same pass. A plan without a price is followed as
-    far as there are nodes. No step is longer than the view's cap, or than its plan.
+    far as there are nodes. Under a cap no step is longer than that, or than its plan; without one,
+    more nodes may be verified than were planned, where they pay.
     """
     rows, nodes = len(view), len(drafted.row)
     if not plan.price or not nodes:

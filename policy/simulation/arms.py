@@ -63,7 +63,8 @@ class _Known(AcceptanceModel):
 
     def expected(self, state: AcceptanceState, request: list[int]) -> Expected:
         hazard = self._truth(np.array(request, np.int64), state.now)
-        return Expected(np.zeros(len(request), np.int64), hazard.transpose(2, 1, 0))
+        nothing = np.zeros(len(request))
+        return Expected(nothing.astype(np.int64), hazard.transpose(2, 1, 0), nothing)
 
 
 class Oracle(AdaptivePlanner):

@@ -28,13 +28,13 @@ def problem(rng, rows, drafts, k_max, *, flat=False, switches=True, **changes):
         gain=gain * (np.arange(k_max)[:, None, None] < ceiling),
         ceiling=ceiling,
         base_value=float(rows),
-        verify_s=1.0 + np.cumsum(steps),
+        undrafted_s=1.0 + np.cumsum(steps),
         speculation_s=float(rng.choice([0.0, 0.1])),
         forward_s=np.c_[np.zeros(drafts), rng.uniform(0.01, 0.4, (drafts, 1)) + forwards],
         first_tokens=rng.integers(1, 3, (drafts, rows))
         if switches
         else np.ones((drafts, rows), np.int64),
-        row_s=rng.uniform(0, 0.02, (drafts, rows)) * switches,
+        draft_row_s=rng.uniform(0, 0.02, (drafts, rows)) * switches,
         switch_s=rng.choice([0.0, 0.5], (drafts, rows)) * switches,
         horizon=rng.uniform(1, 16, rows),
     )
@@ -45,7 +45,7 @@ def with_given(rng, p):
     """The same beside rows of another arm that are in the drafts' forwards already."""
     given = -np.sort(-rng.integers(0, 4, (p.gain.shape[1], p.gain.shape[0])), axis=1)
     more = p.forward_s[:, -1:] + np.cumsum(rng.exponential(0.05, (len(given), 4)), axis=1)
-    return replace(p, given=given, forward_s=np.c_[p.forward_s, more])
+    return replace(p, occupied=given, forward_s=np.c_[p.forward_s, more])
 
 
 def with_cap(rng, p):
@@ -53,7 +53,7 @@ def with_cap(rng, p):
     longest = max(
         score(p, Choice(np.full(p.rows, d), p.ceiling[d])).step_s for d in range(p.gain.shape[1])
     )
-    return replace(p, cap_s=float(rng.uniform(0.9 * p.verify_s[0], longest)))
+    return replace(p, cap_s=float(rng.uniform(0.9 * p.undrafted_s[0], longest)))
 
 
 def every_choice(p):
@@ -123,9 +123,9 @@ def test_no_choice_is_out_of_bounds_or_worse_than_plain_decoding(
     p = with_given(rng, p) if beside else p
     p = with_cap(rng, p) if capped else p
     if short:
-        verify_s = p.verify_s.copy()
+        verify_s = p.undrafted_s.copy()
         verify_s[int(rng.integers(1, len(verify_s) + 1)) :] = np.inf
-        p = replace(p, verify_s=verify_s)
+        p = replace(p, undrafted_s=verify_s)
     choice, result = best_choice(p, price)
     assert is_legal(p, choice)
     assert result.step_s <= min(p.limit_s, 1e9)

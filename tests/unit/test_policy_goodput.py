@@ -19,11 +19,11 @@ def problem(survival, *, verify_s, forward_s=0.1, ceiling=None, **changes):
         "gain": gain * (np.arange(k_max)[:, None, None] < ceiling),
         "ceiling": ceiling,
         "base_value": float(rows),
-        "verify_s": np.array([verify_s(m) for m in range(rows * k_max + 1)], float),
+        "undrafted_s": np.array([verify_s(m) for m in range(rows * k_max + 1)], float),
         "speculation_s": 0.0,
         "forward_s": np.c_[np.zeros(drafts), np.full((drafts, 2 * rows), forward_s)],
         "first_tokens": np.ones((drafts, rows), np.int64),
-        "row_s": np.zeros((drafts, rows)),
+        "draft_row_s": np.zeros((drafts, rows)),
         "switch_s": np.zeros((drafts, rows)),
         "horizon": np.full(rows, 16.0),
     }
