@@ -15,8 +15,6 @@ from pathlib import Path
 from time import monotonic
 
 import policy
-from backend import cache, machine, memory
-from backend.admission import Admission
 from backend.config import (
     EMBEDDED_MODEL,
     PROJECT_ROOT,
@@ -25,25 +23,28 @@ from backend.config import (
     PolicyConfig,
     ServingConfig,
 )
-from backend.contention import overlapped
-from backend.drafting import Drafting
-from backend.engines.fake import FakeEngine
-from backend.engines.lookup import LookupEngine
-from backend.guides import Grammars
-from backend.kv_ledger import KVLedger
-from backend.learned import LearnedState, learned_key
-from backend.manifest import check_folder, check_pair, read_manifest
-from backend.orchestrator import Orchestrator
-from backend.ports import BLOCK_TOKENS, Engine, Sequence
+from backend.core.admission import Admission
+from backend.core.drafting import Drafting
+from backend.core.kv_ledger import KVLedger
+from backend.core.orchestrator import Orchestrator
+from backend.core.session import ReplySink, Session
+from backend.engines import memory
+from backend.engines.contention import overlapped
+from backend.engines.port import Engine
+from backend.engines.registry import Service, make_engine
+from backend.engines.trtllm.deployment import check_engines, trtllm_tables
+from backend.ops.learned_state import LearnedState, learned_key
+from backend.ops.stats import Stats, StepStats
+from backend.ops.switches import SwitchBoard
+from backend.ops.trace_file import TraceFile
+from backend.ops.tracing import Tracing
 from backend.request import ErrorCode, GenerationRequest, RequestError, SamplingParams
-from backend.session import ReplySink, Session
-from backend.stats import Stats, StepStats
-from backend.switches import SwitchBoard
-from backend.tables import load_tables, timed_engines
+from backend.sampling.guides import Grammars
+from backend.sequence import BLOCK_TOKENS, Sequence
+from backend.storage import cache
+from backend.storage.manifest import check_folder, check_pair, read_manifest
+from backend.storage.tables import load_tables, timed_engines
 from backend.tokenizer import ByteTokenizer, IncrementalDecoder, Tokenizer, load_tokenizer
-from backend.trace_file import TraceFile
-from backend.tracing import Tracing
-from backend.trtllm_deployment import check_engines, make_trtllm, trtllm_tables
 from policy import LatencyTable, wrappers
 from policy.baselines import AcceptanceEma, SmartSpec, SpinSelection
 from policy.decomposition import Decomposition
@@ -53,14 +54,14 @@ from policy.replay import Traced
 
 logger = logging.getLogger(__name__)
 
-OVERHEAD_S, SPECULATION_S, LOOKUP_S = 5e-4, 3e-4, 2e-5
+OVERHEAD_S, SPECULATION_S = 5e-4, 3e-4
 """Start values of what no table knows: a step's overhead, what speculating adds to it, a lookup.
 Measured steps correct them.
 """
 
 MERGE_TOKENS = 20.0
 """What merging a piece of a cut context costs in cached tokens read, by
-``tests.bench.bench_padding``.
+``bench.micro.padding``.
 """
 
 SEED_BITS = 53
@@ -108,7 +109,7 @@ class App:
             if request.end_id is None
             else frozenset({request.end_id} - {NO_END_ID})
         )
-        if self.config.target.engine == "trtllm":
+        if self.config.target.kind.asynchronous:
             _check_trtllm_turns(request)
         sampling = sampling_params(request, self.tokenizer, end_ids)
         if request.guide_type is not None:
@@ -212,13 +213,14 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
         tables = {**tables, **trtllm_tables(config, model_path)}
     check_memory(config)
     stats = Stats()
-    target = make_engine(config.target, config, threads, stats.count)
-    drafts = [make_engine(draft, config, threads, stats.count) for draft in config.drafts]
+    service = Service(config, threads, model_path, stats.count)
+    target = make_engine(config.target, service)
+    drafts = [make_engine(draft, service) for draft in config.drafts]
     contention = None
     if config.policy.cohorts > 1:
         target, contention = overlapped(target, drafts)
     cpu_only = all(
-        engine.engine != "trtllm" and engine.device == "cpu"
+        not engine.kind.asynchronous and engine.device == "cpu"
         for engine in (config.target, *config.drafts)
     )
     step_stats = StepStats(stats, config.limits.max_active_requests, cpu_only=cpu_only)
@@ -228,7 +230,7 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
         headroom_tokens=config.policy.k_max + 1,
         guaranteed=config.limits.batch_scheduler_policy == "guaranteed_no_evict",
         target=target
-        if config.limits.enable_kv_cache_reuse and config.target.engine != "trtllm"
+        if config.limits.enable_kv_cache_reuse and not config.target.kind.asynchronous
         else None,
     )
     planner = policy.SwitchedPolicy(
@@ -308,7 +310,7 @@ def model_path(engine: EngineConfig) -> Path:
 
 
 def _tokenizer(config: ServingConfig) -> Tokenizer:
-    if config.target.engine == "fake":
+    if not config.target.kind.tokenizer:
         return ByteTokenizer()
     if config.target.model == EMBEDDED_MODEL:
         cache.check(model_path(config.target))
@@ -323,7 +325,7 @@ def check_pairs(config: ServingConfig) -> None:
     check_engines(config, model_path)
     check_folders(config)
     for draft in config.drafts:
-        if draft.engine in ("torch", "trt_graph"):
+        if draft.kind.measured:
             check_pair(read_manifest(model_path(config.target)), read_manifest(model_path(draft)))
 
 
@@ -331,81 +333,9 @@ def check_folders(config: ServingConfig) -> None:
     """Raise ConfigError for a torch engine whose ``model`` is not a folder that can be served."""
     keys = ("target", *(f"drafts[{index}]" for index in range(len(config.drafts))))
     for key, engine in zip(keys, (config.target, *config.drafts), strict=True):
-        if engine.engine == "torch" and engine.model != EMBEDDED_MODEL:
+        if engine.kind.on_cpu and engine.model != EMBEDDED_MODEL:
             needs = {"tokenizer": key == "target"}
             check_folder(f"{key}.model", engine.model, model_path(engine), **needs)
-
-
-def make_engine(
-    engine: EngineConfig,
-    config: ServingConfig,
-    threads: int,
-    count: Callable[..., None] | None = None,
-) -> Engine:
-    """Load a target or a draft; ``count(name, amount, **labels)`` gets the metrics of its own."""
-    max_context, k_max = config.limits.max_context_tokens, config.policy.k_max
-    kv_blocks = config.limits.kv_cache_tokens // BLOCK_TOKENS
-    if engine.engine == "fake":
-        agreement = 1.0 if engine is config.target else engine.agreement
-        return FakeEngine(
-            engine.name,
-            seed=engine.seed,
-            agreement=agreement,
-            step_s=engine.step_s,
-            kv_blocks=kv_blocks,
-            max_context_tokens=max_context,
-            max_draft_tokens=max(1, k_max),
-        )
-    if engine.engine == "lookup":
-        return LookupEngine(
-            engine.name,
-            min_ngram=engine.min_ngram,
-            max_ngram=engine.max_ngram,
-            max_draft_tokens=max(1, k_max),
-        )
-    if engine.engine == "trtllm":
-        return make_trtllm(engine, config, model_path, count)
-    if engine.engine == "trt_graph":
-        from backend.engines.trt_graph.runtime import open_engine  # the same
-
-        sizes = {
-            "kv_blocks": kv_blocks,
-            "max_context_tokens": max_context,
-            "max_draft_tokens": max(1, k_max),
-        }
-        return open_engine(
-            engine.name,
-            model_path(engine),
-            "cuda" if engine.device == "cpu" else engine.device,
-            **sizes,
-        )
-    from backend.engines.torch_engine import (
-        TorchEngine,  # a heavy import, only where it is asked for
-    )
-
-    logger.info(
-        "%s: %s on %s",
-        engine.name,
-        engine.dtype,
-        machine.processor() if engine.device == "cpu" else engine.device,
-    )
-    if engine.dtype == "bf16" and engine.device == "cpu" and not machine.multiplies_bf16():
-        logger.warning(
-            "%s: dtype 'bf16' is slow on a processor without products in bf16; 'auto' is what is "
-            "fast here",
-            engine.name,
-        )
-    return TorchEngine(
-        engine.name,
-        model_path(engine),
-        dtype=engine.dtype,
-        device=engine.device,
-        kv_blocks=kv_blocks,
-        max_context_tokens=max_context,
-        max_draft_tokens=max(1, k_max),
-        threads=threads,
-        attention=engine.attention,
-    )
 
 
 def make_policy(
@@ -416,7 +346,7 @@ def make_policy(
     contention: float | None = None,
 ) -> policy.Policy:
     """Make the configured policy for these drafts; ``tables`` by the names of the engines that run
-    a model, ``contention`` as of ``backend.contention``.
+    a model, ``contention`` as of ``backend.engines.contention``.
     """
     if config.policy.kind == "none" or not drafts:
         return policy.NoSpeculation()
@@ -506,12 +436,10 @@ def _known_times(engine: EngineConfig) -> LatencyTable | None:
     """Return the times of an engine whose cost needs no measuring; None for one that runs a
     model.
     """
-    seconds = {"fake": engine.step_s or 1e-6, "lookup": LOOKUP_S}.get(engine.engine)
-    return (
-        None
-        if seconds is None
-        else policy.LatencyTable.synthetic(engine.name, {1: seconds, 64: seconds})
-    )
+    seconds = engine.step_s or engine.kind.known_s
+    if not engine.kind.known_s:
+        return None
+    return policy.LatencyTable.synthetic(engine.name, {1: seconds, 64: seconds})
 
 
 def _check(

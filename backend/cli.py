@@ -22,7 +22,7 @@ ELSEWHERE = {
     "measure": ("engines_build.measure", "measure again how fast the engines are here"),
     "simulate": ("policy.simulate", "try policies on a simulated deployment"),
     "replay": ("policy.replay", "read a trace of what the policy saw and decided"),
-    "bench": ("tests.bench.sweep", "load the server and compare policies (in a clone only)"),
+    "bench": ("bench.sweep.run", "load the server and compare policies (in a clone only)"),
 }
 """Commands that have an option parser of their own: where, and what they do."""
 

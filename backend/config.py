@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from backend import machine
+from backend.kinds import KINDS, Kind
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 """Name of the model that ``spindle prepare`` brings; any other ``model`` is a folder."""
@@ -58,7 +59,7 @@ class EngineConfig:
     ``model`` is a folder made by ``engines_build.build --engine trt_graph``, ``device`` a CUDA GPU.
     """
 
-    engine: str = setting("torch", choices=("torch", "lookup", "fake", "trtllm", "trt_graph"))
+    engine: str = setting("torch", choices=tuple(KINDS))
     name: str = "target"
     model: str = ""
     dtype: str = setting("auto", choices=("auto", "bf16", "fp16", "int8", "fp32", "fp64"))
@@ -73,6 +74,11 @@ class EngineConfig:
     kv_share: float = setting(0.9, low=0.01, high=1.0)
     turn_timeout_s: float = setting(30.0, low=0.1, high=3600.0)
     worker: str = "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"
+
+    @property
+    def kind(self) -> Kind:
+        """What is known of engines of its kind."""
+        return KINDS[self.engine]
 
 
 POLICIES = ("adaptive", "none", "fixed", "schedule", "ema", "smartspec", "spin", "random")
@@ -237,10 +243,9 @@ def parse_config(raw: Any) -> ServingConfig:
         raise ConfigError(
             f"threads must be 'auto' or a number of at least 1, got {config.threads!r}"
         )
-    if config.target.engine == "lookup":
-        raise ConfigError(
-            "target.engine must be 'torch', 'trtllm', 'trt_graph' or 'fake', got 'lookup'"
-        )
+    if not config.target.kind.target:
+        targets = ", ".join(repr(name) for name, kind in KINDS.items() if kind.target)
+        raise ConfigError(f"target.engine must be one of {targets}, got {config.target.engine!r}")
     names = [config.target.name, *(draft.name for draft in config.drafts)]
     for index, draft in enumerate(config.drafts):
         if names.count(draft.name) > 1 or draft.name in ("", "none"):
@@ -257,30 +262,27 @@ def parse_config(raw: Any) -> ServingConfig:
         ("target", config.target),
         *((f"drafts[{i}]", d) for i, d in enumerate(config.drafts)),
     ]:
-        if engine.engine in ("torch", "trtllm", "trt_graph") and not engine.model:
+        if engine.kind.model and not engine.model:
             raise ConfigError(
                 f"{where}.model must name a folder or {EMBEDDED_MODEL!r}, got {engine.model!r}"
             )
-        if engine.engine in ("trtllm", "trt_graph") and engine.model == EMBEDDED_MODEL:
+        if engine.kind.model and not engine.kind.on_cpu and engine.model == EMBEDDED_MODEL:
             raise ConfigError(f"{where}.model must name an engine folder, got {engine.model!r}")
-        if engine.dtype in ("fp16", "int8") and (engine.engine, engine.device) != ("torch", "cpu"):
+        on_cpu = engine.kind.on_cpu and engine.device == "cpu"
+        if engine.dtype in ("fp16", "int8") and not on_cpu:
             raise ConfigError(
                 f"{where}.dtype may be {engine.dtype!r} for a torch engine on the device 'cpu', "
                 f"got {engine.engine!r} on {engine.device!r}"
             )
-        if engine.attention == "padded" and (
-            engine.engine != "torch" or engine is not config.target
-        ):
+        if engine.attention == "padded" and (not engine.kind.on_cpu or engine is not config.target):
             raise ConfigError(
                 f"{where}.attention must be 'ragged' or 'tiled' but for a torch target, got "
                 f"'padded'"
             )
     _check_policy(config.policy, config.target, names[1:])
-    if config.target.engine == "trtllm":
-        _check_trtllm(config)
-    most_run = (
-        config.policy.k_max + 1 if config.target.engine == "trtllm" else 1
-    )  # what KV is reserved for
+    _check_drafts(config)
+    # What KV is reserved for.
+    most_run = config.policy.k_max + 1 if config.target.kind.asynchronous else 1
     if config.limits.free_run_tokens > most_run:
         raise ConfigError(
             f"limits.free_run_tokens must be at most {most_run} here, got "
@@ -297,17 +299,20 @@ def settled_dtype(engine: EngineConfig, *, target: bool) -> str:
     """
     if engine.dtype != "auto":
         return engine.dtype
-    if engine.engine != "torch" or engine.device != "cpu" or (target and machine.multiplies_bf16()):
+    on_cpu = engine.kind.on_cpu and engine.device == "cpu"
+    if not on_cpu or (target and machine.multiplies_bf16()):
         return "bf16"
     return "fp16" if machine.instructions() else "fp32"
 
 
-def _check_trtllm(config: ServingConfig) -> None:
+def _check_drafts(config: ServingConfig) -> None:
+    allowed = config.target.kind.drafts
     for index, draft in enumerate(config.drafts):
-        if draft.engine not in ("trtllm", "lookup"):
+        if allowed and draft.engine not in allowed:
+            names = " or ".join(map(repr, allowed))
             raise ConfigError(
-                f"drafts[{index}].engine must be 'trtllm' or 'lookup' with a target of 'trtllm', "
-                f"got {draft.engine!r}"
+                f"drafts[{index}].engine must be {names} with a target of "
+                f"{config.target.engine!r}, got {draft.engine!r}"
             )
 
 

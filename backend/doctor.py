@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
-from backend import cache, machine
+from backend import machine
 from backend.config import EMBEDDED_MODEL, PROJECT_ROOT, ConfigError, ServingConfig, load_config
+from backend.storage import cache
 from backend.triton_adapter.launcher import settings as launch
 from backend.triton_adapter.launcher.processes import command_line
 
@@ -234,7 +235,7 @@ def deployment(path: Path) -> list[Finding]:
     except ConfigError as error:
         return [Finding("configuration", MISSING, str(error))]
     found = [Finding("configuration", OK, str(path))]
-    if config.target.engine != "torch":
+    if not config.target.kind.on_cpu:
         return found
     model = embedded_model(config)
     return [
@@ -246,7 +247,7 @@ def deployment(path: Path) -> list[Finding]:
 
 def embedded_model(config: ServingConfig) -> Finding | None:
     """Say whether the embedded model is in the cache; None where it is not asked for."""
-    from backend.tables import timed_engines
+    from backend.storage.tables import timed_engines
 
     if EMBEDDED_MODEL not in [engine.model for engine in timed_engines(config)]:
         return None
@@ -262,7 +263,7 @@ def embedded_model(config: ServingConfig) -> Finding | None:
 def tables(config: ServingConfig) -> Finding:
     """Say whether the engines were measured here, and whether the drafts fit the target."""
     from backend.app import check_pairs, model_path
-    from backend.tables import missing_tables, timed_engines
+    from backend.storage.tables import missing_tables, timed_engines
 
     try:
         check_pairs(config)

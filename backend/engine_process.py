@@ -14,13 +14,15 @@ from pathlib import Path
 from time import perf_counter
 from types import FrameType
 
-from backend import cache, wire
 from backend.app import App, build
 from backend.config import LogConfig, load_config
+from backend.core.session import Delta
+from backend.ipc import wire
+from backend.ipc.server import Server
 from backend.log_format import set_up_logging
+from backend.ops.stats import Usage
 from backend.request import ErrorCode, FinishReason, GenerationRequest
-from backend.server import Server
-from backend.session import Delta, Usage
+from backend.storage import cache
 
 logger = logging.getLogger(__name__)
 

@@ -100,3 +100,10 @@ def describe() -> dict[str, object]:
         "system": f"{platform.system()} {platform.machine()}",
         "versions": versions(),
     }
+
+
+def device_name(device: str) -> str:
+    """Return what a CUDA device is."""
+    import torch
+
+    return torch.cuda.get_device_name(device)

@@ -48,8 +48,8 @@ class FinishReason(str, Enum):
 
 
 class Guide(Protocol):
-    """A grammar that a request's output must follow (``backend.guides``). ``failure`` says why it
-    cannot be followed any further.
+    """A grammar that a request's output must follow (``backend.sampling.guides``). ``failure`` says
+    why it cannot be followed any further.
     """
 
     failure: str | None

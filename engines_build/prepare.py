@@ -14,11 +14,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from backend import cache
 from backend.app import check_folders, check_policy, model_path
 from backend.config import DEFAULT_CONFIG, EMBEDDED_MODEL, ServingConfig, load_config
 from backend.engine_process import policy_folders
-from backend.tables import missing_tables, timed_engines
+from backend.storage import cache
+from backend.storage.tables import missing_tables, timed_engines
 from engines_build.convert import convert, embedded_gguf
 from engines_build.progress import set_up_messages
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
 
-from backend.ports import BLOCK_TOKENS, Engine, Proposal, Turn
-from backend.ports import Sequence as TokenSequence
+from backend.engines.port import Engine, Turn
 from backend.request import SamplingParams
+from backend.sequence import BLOCK_TOKENS, Proposal
+from backend.sequence import Sequence as TokenSequence
 
 
 class MeasurableEngine(Engine, Protocol):

@@ -1,3 +1,3 @@
-"""Engines behind ``backend.ports.Engine``; the only modules that know a tensor library, imported
-lazily.
+"""Engines behind ``backend.engines.port.Engine``; the only modules that know a tensor library,
+imported lazily.
 """

@@ -21,10 +21,11 @@ from time import monotonic
 from typing import Any
 
 from backend.config import LogConfig
+from backend.engines.port import Completion, Engine, EngineLimits, Turn
 from backend.engines.seen import Seen
 from backend.log_format import set_up_logging
-from backend.ports import Completion, Engine, EngineLimits, Sequence, Turn
 from backend.request import SamplingParams
+from backend.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 

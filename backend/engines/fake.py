@@ -17,18 +17,12 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import numpy.typing as npt
 
-from backend.ports import (
-    BLOCK_TOKENS,
-    ROOT,
-    Completion,
-    EngineLimits,
-    Extras,
-    Proposal,
-    Sequence,
-    Turn,
-)
-from backend.randomness import exponentials, word
+from backend.config import EngineConfig
+from backend.engines.port import Completion, EngineLimits, Extras, Turn
+from backend.engines.registry import Service
 from backend.request import SamplingParams
+from backend.sampling.randomness import exponentials, word
+from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
 
 VOCAB_SIZE = 257
 """256 bytes and an end token, as ``backend.tokenizer.ByteTokenizer`` has them."""
@@ -371,4 +365,16 @@ def _fraction(seed: int, recent: bytes) -> float:
             hashlib.blake2b(recent, key=b"agree%d" % seed, digest_size=8).digest(), "big"
         )
         / 2.0**64
+    )
+
+
+def make(engine: EngineConfig, service: Service) -> FakeEngine:
+    """Make an engine of this kind (``backend.engines.registry``)."""
+    agreement = 1.0 if engine is service.config.target else engine.agreement
+    return FakeEngine(
+        engine.name,
+        seed=engine.seed,
+        agreement=agreement,
+        step_s=engine.step_s,
+        **service.sizes,
     )

@@ -12,7 +12,10 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from backend.ports import ROOT, Completion, EngineLimits, Proposal, Sequence, Turn
+from backend.config import EngineConfig
+from backend.engines.port import Completion, EngineLimits, Turn
+from backend.engines.registry import Service
+from backend.sequence import ROOT, Proposal, Sequence
 
 MATCHES = 4
 """How many occurrences are read on, and kept of each n-gram: the most recent ones."""
@@ -188,3 +191,13 @@ class _Index:
                     kept = (position, *before[: MATCHES - 1]) if before else (position,)
                     self._after[ngram] = kept
         self._indexed = max(self._indexed, end - 1)
+
+
+def make(engine: EngineConfig, service: Service) -> LookupEngine:
+    """Make an engine of this kind (``backend.engines.registry``)."""
+    return LookupEngine(
+        engine.name,
+        min_ngram=engine.min_ngram,
+        max_ngram=engine.max_ngram,
+        max_draft_tokens=service.sizes["max_draft_tokens"],
+    )

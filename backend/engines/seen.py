@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from backend.ports import Sequence
+from backend.sequence import Sequence
 
 
 class Seen:

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import uvicorn
 
-from backend import cache
 from backend.config import EMBEDDED_MODEL, load_config
 from backend.openai_frontend.app import FrontEnd, create_app
 from backend.openai_frontend.template import ChatTemplate, load_template
+from backend.storage import cache
 from backend.triton_adapter.launcher.say import say
 from backend.triton_adapter.launcher.settings import read_settings
 from backend.triton_adapter.paths import PROJECT_ROOT

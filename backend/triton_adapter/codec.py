@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from backend.ipc.wire import Message
 from backend.request import GUIDE_TYPES, ErrorCode, GenerationRequest, RequestError
 from backend.triton_adapter.fields import (
     NUMPY_TYPES,
@@ -23,7 +24,6 @@ from backend.triton_adapter.fields import (
     TOKEN_OUTPUTS,
     Field,
 )
-from backend.wire import Message
 
 Array = npt.NDArray[Any]
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from backend.ipc.wire import Message
 from backend.request import ErrorCode, RequestError
 from backend.triton_adapter.codec import Part, Wanted, asks_to_stop, check_parameters, decode
 from backend.triton_adapter.fields import MODELS
@@ -28,7 +29,6 @@ from backend.triton_adapter.responder import (
 )
 from backend.triton_adapter.sender import Reply, ResponseSender, Senders
 from backend.triton_adapter.stub import set_up_stub
-from backend.wire import Message
 
 logger = logging.getLogger(__name__)
 

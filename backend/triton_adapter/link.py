@@ -11,7 +11,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from backend import wire
+from backend.ipc import wire
 from backend.request import ErrorCode, RequestError
 
 logger = logging.getLogger(__name__)

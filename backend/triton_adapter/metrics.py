@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from backend.metric_names import FAMILIES, Family, Kind
-from backend.wire import Message
+from backend.ipc.wire import Message
+from backend.ops.metric_names import FAMILIES, Family, Kind
 
 logger = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from backend.ipc.wire import SWITCHES_SUFFIX, Message
 from backend.request import ErrorCode, RequestError
 from backend.triton_adapter.codec import decode_command
 from backend.triton_adapter.engine_child import EngineChild
@@ -22,7 +23,6 @@ from backend.triton_adapter.metrics import MetricExporter
 from backend.triton_adapter.paths import config_path, socket_path
 from backend.triton_adapter.responder import Responder, inputs_of
 from backend.triton_adapter.stub import set_up_stub
-from backend.wire import SWITCHES_SUFFIX, Message
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Protocol
 
+from backend.ipc.wire import Message
 from backend.request import ErrorCode
 from backend.triton_adapter.codec import Array, Wanted, encode_chunk, encode_final, load_arrays
-from backend.wire import Message
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from backend.ipc.wire import Message
 from backend.triton_adapter.codec import Array, invalid, meanings
 from backend.triton_adapter.fields import POSTPROCESSING_INPUTS, PREPROCESSING_INPUTS
-from backend.wire import Message
 
 _WORDS = ("BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS")
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from backend.ipc.wire import Message
 from backend.request import ErrorCode, RequestError
 from backend.triton_adapter.codec import Array
 from backend.triton_adapter.link import EngineLink
@@ -24,7 +25,6 @@ from backend.triton_adapter.tokens_codec import (
     encode_ids,
     encode_texts,
 )
-from backend.wire import Message
 
 logger = logging.getLogger(__name__)
 

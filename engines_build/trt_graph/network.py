@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backend.engines.checkpoint import LlamaConfig
-from backend.engines.llama import rope_tables
+from backend.engines.torch.checkpoint import LlamaConfig
+from backend.engines.torch.llama import rope_tables
 from backend.engines.trt_graph.inputs import LOGITS
-from engines_build.trt_graph.network_graph import (
+from engines_build.trt_graph.graph import (
     BOOL,
     F32,
     F64,
@@ -26,8 +26,8 @@ from engines_build.trt_graph.network_graph import (
     concatenated,
     where,
 )
-from engines_build.trt_graph.network_laws import Vocabulary
-from engines_build.trt_graph.network_verification import verify
+from engines_build.trt_graph.laws import Vocabulary
+from engines_build.trt_graph.verification import verify
 
 MASKED = -1e30
 """The score of a key that a row must not see; finite, so that nothing but padding comes of a row

@@ -5,10 +5,10 @@ import types
 
 import pytest
 
-from tests.bench.bench_overload import check
-from tests.bench.bench_soak import Soak
-from tests.bench.load import FINAL, UNANSWERED
-from tests.bench.resources import Sample, SharedMemory, Watch
+from bench.load import FINAL, UNANSWERED
+from bench.micro.overload import check
+from bench.micro.soak import Soak
+from bench.resources import Sample, SharedMemory, Watch
 
 
 def watched(rss_mib, regions):

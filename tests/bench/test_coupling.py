@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.bench.accepted import (
+from bench.micro.accepted import (
     MOST,
     chain,
     fixed,

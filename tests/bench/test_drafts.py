@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.bench.drafts import (
+from bench.drafts import (
     accepting,
     by_coins,
     by_lookup,

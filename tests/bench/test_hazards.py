@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from tests.bench.hazards import fitted
+from bench.sweep.hazards import fitted
 
 KEY = ("mix", "closed-1", 1)
 

@@ -1,6 +1,6 @@
 import pytest
 
-from tests.bench.paired import abba, median_interval, repeated_share
+from bench.paired import abba, median_interval, repeated_share
 
 
 def test_the_arms_change_places_from_block_to_block():

@@ -13,11 +13,13 @@ from safetensors.torch import load_file
 from backend import machine
 from backend.tokenizer import ByteTokenizer, load_tokenizer
 from backend.triton_adapter.paths import PROJECT_ROOT
+from bench.peers import arms as peer_arms
+from bench.peers import models as peer_models
+from bench.peers import run as peers
+from bench.peers.arms import WORKERS, PeerArm, Peers, environment
+from bench.peers.worker import Transformers, _Clock, _events
+from bench.servers import Offer, Reply
 from engines_build.convert import checkpoint_name, unpermute
-from tests.bench import peer_arms, peer_models, peers
-from tests.bench.arms import Offer, Reply
-from tests.bench.peer_arms import WORKERS, PeerArm, Peers, environment
-from tests.bench.peer_worker import Transformers, _Clock, _events
 
 pytestmark = pytest.mark.slow
 
@@ -112,8 +114,8 @@ def test_where_memory_runs_short_the_peer_not_used_for_longest_makes_room(free, 
 
 def test_a_peer_without_its_environment_says_how_to_make_it():
     known = Peers({"target": {"engine": "torch", "model": "smollm2-135m-instruct"}})
-    assert known.missing("vllm-plain") == "no environment: tests/bench/peers.sh vllm"
-    assert known.missing("llamacpp-lookup") == "no environment: tests/bench/peers.sh llamacpp"
+    assert known.missing("vllm-plain") == "no environment: bench/peers/peers.sh vllm"
+    assert known.missing("llamacpp-lookup") == "no environment: bench/peers/peers.sh llamacpp"
     assert known.missing("transformers-plain") == ""
     assert known.missing("transformers-draft") == "no draft that runs a model"
 

@@ -3,7 +3,7 @@ from itertools import product
 
 import pytest
 
-from tests.bench import readme
+from bench.sweep import readme
 
 
 def test_the_measured_tables_of_the_pages_are_those_of_the_records():
@@ -11,7 +11,7 @@ def test_the_measured_tables_of_the_pages_are_those_of_the_records():
     assert sorted(place[1] for page in pages for place in readme.PLACE.findall(page)) == sorted(
         readme.TABLES
     )
-    assert [readme.written(page) for page in pages] == pages, "run python -m tests.bench.readme"
+    assert [readme.written(page) for page in pages] == pages, "run python -m bench.sweep.readme"
 
 
 def test_a_table_of_no_known_name_is_an_error():

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.bench import arms, sweep, sweep_figures
-from tests.bench.arms import Offer, Served
-from tests.bench.sweep import Sweep, chosen, main
-from tests.bench.sweep_arms import (
+from bench import servers as arms
+from bench.servers import Offer, Served
+from bench.sweep import figures as sweep_figures
+from bench.sweep import run as sweep
+from bench.sweep.arms import (
     AGAIN,
     InProcess,
     Servers,
@@ -19,9 +20,10 @@ from tests.bench.sweep_arms import (
     fixed_choice,
     fixed_names,
 )
-from tests.bench.sweep_figures import BEST_FIXED, EVERY
-from tests.bench.sweep_report import write_pictures, write_report
-from tests.bench.sweep_simulation import missing
+from bench.sweep.figures import BEST_FIXED, EVERY
+from bench.sweep.report import write_pictures, write_report
+from bench.sweep.run import Sweep, chosen, main
+from bench.sweep.simulation import missing
 
 pytestmark = pytest.mark.slow
 

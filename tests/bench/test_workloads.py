@@ -1,5 +1,5 @@
-from tests.bench import workloads
-from tests.bench.prompts import PROMPTS
+from bench import workloads
+from bench.prompts import PROMPTS
 
 
 def test_generated_workloads_are_a_function_of_the_seed_without_repeats():

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from backend.engine_folder import read_engine_folder
-from backend.engines.trtllm import ExecutorSettings, TrtllmEngine
+from backend.engines.trtllm.engine import ExecutorSettings, TrtllmEngine
+from backend.engines.trtllm.folder import read_engine_folder
 from tests.contract import fake_executor
 from tests.contract.deployment import VOCAB, tiny_engine
 from tests.contract.fake_executor import Behaviour, Executor, Model

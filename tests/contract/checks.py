@@ -17,13 +17,14 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from backend.drafting import Proposals
-from backend.engines.draw import HEAD
+from backend.core.drafting import Proposals
+from backend.core.session import Session
 from backend.engines.lookup import LookupEngine
-from backend.engines.torch_engine import TorchEngine
-from backend.ports import BLOCK_TOKENS, ROOT, Engine, Proposal
+from backend.engines.port import Engine
+from backend.engines.torch.engine import TorchEngine
 from backend.request import FinishReason, SamplingParams
-from backend.session import Session
+from backend.sampling.draw import HEAD
+from backend.sequence import BLOCK_TOKENS, ROOT, Proposal
 from policy import NO_DRAFT, Outcome
 from tests.contract.deployment import (
     K_MAX,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from backend.drafting import Proposals
-from backend.flights import Flights
+from backend.core.drafting import Proposals
+from backend.core.flights import Flights
 from policy import Plan
 from tests.contract import checks, cohort_checks
 from tests.contract.mutants import MUTANTS, Patch, killed_by, wrap

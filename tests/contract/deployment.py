@@ -17,27 +17,19 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from backend.admission import Admission
-from backend.drafting import Drafting, Proposals
-from backend.engines.checkpoint import LlamaConfig
-from backend.engines.torch_engine import TorchEngine
-from backend.extras import Gathered
-from backend.kv_ledger import KVLedger
-from backend.orchestrator import Orchestrator
-from backend.overlapped import Overlapped
-from backend.ports import (
-    BLOCK_TOKENS,
-    ROOT,
-    Completion,
-    Engine,
-    EngineLimits,
-    Proposal,
-    Sequence,
-    Turn,
-)
+from backend.core.admission import Admission
+from backend.core.drafting import Drafting, Proposals
+from backend.core.extras import Gathered
+from backend.core.kv_ledger import KVLedger
+from backend.core.orchestrator import Orchestrator
+from backend.core.session import Delta, Session
+from backend.engines.overlapped import Overlapped
+from backend.engines.port import Completion, Engine, EngineLimits, Turn
+from backend.engines.torch.checkpoint import LlamaConfig
+from backend.engines.torch.engine import TorchEngine
+from backend.ops.stats import Stats, StepStats, Usage
 from backend.request import ErrorCode, FinishReason, GenerationRequest, SamplingParams
-from backend.session import Delta, Session, Usage
-from backend.stats import Stats, StepStats
+from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
 from policy import NO_DRAFT, Drafted, Outcome, Plan, Policy, View
 from tests.forced_cohorts import ForcedCohorts
 

@@ -18,17 +18,17 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from backend import asynchronous, flights, step_log
-from backend.admission import Admission
-from backend.drafting import Drafting
-from backend.engine_folder import read_engine_folder
-from backend.engines.trtllm import ExecutorSettings, TrtllmEngine
-from backend.kv_ledger import KVLedger
-from backend.orchestrator import Orchestrator
-from backend.ports import Sequence
+from backend.core import asynchronous, flights, step_log
+from backend.core.admission import Admission
+from backend.core.drafting import Drafting
+from backend.core.kv_ledger import KVLedger
+from backend.core.orchestrator import Orchestrator
+from backend.core.session import Session
+from backend.engines.trtllm.engine import ExecutorSettings, TrtllmEngine
+from backend.engines.trtllm.folder import read_engine_folder
+from backend.ops.stats import Stats, StepStats
 from backend.request import GenerationRequest, SamplingParams
-from backend.session import Session
-from backend.stats import Stats, StepStats
+from backend.sequence import Sequence
 from policy import LatencyCurve, LatencyModel, Policy
 from tests.contract import fake_executor
 from tests.contract.engine_folders import engine_folder

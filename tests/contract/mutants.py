@@ -12,16 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from backend import block_pool, kv_ledger, session
-from backend.block_pool import BlockPool
-from backend.drafting import Drafting
-from backend.engines import draw, kv_caches, llama, torch_engine, verification
-from backend.engines.chunks import Chunk
-from backend.engines.torch_engine import TorchEngine
-from backend.kv_ledger import KVLedger
-from backend.ports import BLOCK_TOKENS, Proposal
+from backend.core import block_pool, kv_ledger, session
+from backend.core.block_pool import BlockPool
+from backend.core.drafting import Drafting
+from backend.core.kv_ledger import KVLedger
+from backend.core.step_log import StepLog
+from backend.engines.torch import engine as torch_engine
+from backend.engines.torch import kv_caches, llama
+from backend.engines.torch.chunks import Chunk
+from backend.engines.torch.engine import TorchEngine
 from backend.request import FinishReason, SamplingParams
-from backend.step_log import StepLog
+from backend.sampling import draw, verification
+from backend.sequence import BLOCK_TOKENS, Proposal
 from tests.contract import checks
 from tests.contract.deployment import K_MAX
 from tests.contract.scenarios import (

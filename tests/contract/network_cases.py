@@ -12,13 +12,13 @@ import onnxruntime
 import torch
 
 from backend.engines.trt_graph.inputs import DRAWN, GREEDY, inputs_of, verdicts_of
-from backend.engines.verification import Request, Verdict, verify
-from backend.ports import ROOT
 from backend.request import SamplingParams
-from engines_build.trt_graph.network_graph import F32, F64
-from engines_build.trt_graph.network_laws import Vocabulary
-from engines_build.trt_graph.network_onnx import OnnxGraph
-from engines_build.trt_graph.network_verification import verify as describe
+from backend.sampling.verification import Request, Verdict, verify
+from backend.sequence import ROOT
+from engines_build.trt_graph.graph import F32, F64
+from engines_build.trt_graph.laws import Vocabulary
+from engines_build.trt_graph.onnx import OnnxGraph
+from engines_build.trt_graph.verification import verify as describe
 
 VOCAB, NODES = 40, 6
 VERIFICATIONS = (GREEDY, DRAWN)

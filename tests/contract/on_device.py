@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from backend.engines.torch_engine import TorchEngine
+from backend.engines.torch.engine import TorchEngine
 from tests.contract import deployment
 from tests.contract.scenarios import BUSY, MIXED, plain_text
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import torch
 
-from backend.engines.checkpoint import LlamaConfig, Weights
+from backend.engines.torch.checkpoint import LlamaConfig, Weights
 from backend.engines.trt_graph.engine import Shapes, TrtGraphEngine
 from backend.engines.trt_graph.inputs import Tensors
+from engines_build.trt_graph.graph import F32, F64
 from engines_build.trt_graph.network import Step, describe
-from engines_build.trt_graph.network_graph import F32, F64
-from engines_build.trt_graph.network_onnx import OnnxGraph
+from engines_build.trt_graph.onnx import OnnxGraph
 from tests.contract.network_cases import open_session, run
 
 

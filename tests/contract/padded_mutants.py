@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from backend.engines import padded
-from backend.engines.padded import Padded
+from backend.engines.torch import padded
+from backend.engines.torch.padded import Padded
 from tests.contract import checks
 from tests.contract.mutants import MUTANTS, Patch, killed_by, wrap
 from tests.contract.scenarios import UNEVEN, greedily

@@ -60,7 +60,7 @@ class PretendDevice(TorchFunctionMode):
         self.streams = streams or PretendStreams()
 
     def side_stream(self, name: str = "side") -> Callable[[], AbstractContextManager[None]]:
-        """Return a new stream, as an engine does (``backend.ports.StreamsBeside``)."""
+        """Return a new stream, as an engine does (``backend.engines.port.StreamsBeside``)."""
         return lambda: self._queued_on(name, self.streams.event())
 
     @contextmanager

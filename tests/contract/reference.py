@@ -11,12 +11,12 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 
-from backend.engines.chunks import Chunk, KVTable
-from backend.engines.draw import HEAD
-from backend.engines.llama import Llama
-from backend.engines.torch_engine import TorchEngine
-from backend.randomness import TAIL, exponentials, word
+from backend.engines.torch.chunks import Chunk, KVTable
+from backend.engines.torch.engine import TorchEngine
+from backend.engines.torch.llama import Llama
 from backend.request import SamplingParams
+from backend.sampling.draw import HEAD
+from backend.sampling.randomness import TAIL, exponentials, word
 from tests.options import processed, top_p_behind
 
 GREEDY = SamplingParams()

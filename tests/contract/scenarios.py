@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
+from backend.core.session import Session
 from backend.engines.lookup import LookupEngine
-from backend.ports import Engine
+from backend.engines.port import Engine
 from backend.request import SamplingParams
-from backend.session import Session
 from policy import NO_DRAFT
 from tests.contract.deployment import (
     K_MAX,

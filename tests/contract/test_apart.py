@@ -10,10 +10,11 @@ from functools import partial
 
 import pytest
 
-from backend import drafting
+from backend.core import drafting
 from backend.engines.apart import DraftDiedError, EngineApart
-from backend.ports import Sequence, Turn
+from backend.engines.port import Turn
 from backend.request import SamplingParams
+from backend.sequence import Sequence
 from tests.contract.apart_drafts import make, slow_when_made_anew, twin
 from tests.contract.deployment import VOCAB, Deployment, Scripted, tiny_engine
 from tests.contract.engine_folders import engine_folder

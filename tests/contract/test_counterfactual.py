@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from backend.engines.counterfactual import DRAWN_ROWS, SCORED_ROWS, chains
-from backend.ports import Sequence, Turn
+from backend.engines.port import Turn
+from backend.engines.torch.counterfactual import DRAWN_ROWS, SCORED_ROWS, chains
 from backend.request import SamplingParams
+from backend.sequence import Sequence
 from policy import NO_DRAFT
 from tests.contract.deployment import K_MAX, Deployment, Scripted, tiny_config, tiny_engine
 from tests.contract.scenarios import PROMPTS
@@ -120,7 +121,7 @@ def test_prompt_tokens_are_not_scored():
 
 
 def test_a_submission_scores_a_bounded_number_of_the_last_tokens(monkeypatch):
-    monkeypatch.setattr("backend.engines.torch_engine.SCORED_ROWS", 12)
+    monkeypatch.setattr("backend.engines.torch.engine.SCORED_ROWS", 12)
     draft, made = DRAFTS["near"](), []
     for _ in range(2):
         sequence = new_sequence(SamplingParams())

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from backend.engines.torch_engine import TorchEngine
-from backend.ports import Proposal, Sequence, Turn
+from backend.engines.port import Turn
+from backend.engines.torch.engine import TorchEngine
 from backend.request import SamplingParams
+from backend.sequence import Proposal, Sequence
 from tests.contract import checks
 from tests.contract.deployment import tiny_engine
 from tests.contract.on_device import engines_on

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from backend.engine_folder import read_engine_folder
-from backend.engines.trtllm import ExecutorSettings, executor_config
-from backend.engines.trtllm_requests import Requests
-from backend.ports import Proposal, Sequence, Turn
+from backend.engines.port import Turn
+from backend.engines.trtllm.engine import ExecutorSettings, executor_config
+from backend.engines.trtllm.folder import read_engine_folder
+from backend.engines.trtllm.requests import Requests
 from backend.request import SamplingParams
+from backend.sequence import Proposal, Sequence
 from tests.contract import fake_executor as trtllm
 from tests.contract import fake_executor_types as types
 from tests.contract.engine_folders import engine_folder

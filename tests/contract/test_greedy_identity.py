@@ -17,10 +17,10 @@ import torch
 from backend.app import build, model_path
 from backend.config import parse_config
 from backend.request import GenerationRequest
+from bench.in_process import Witness, first_difference, generate
+from bench.prompts import PROMPTS
 from engines_build.prepare import bring_embedded_model
 from policy import LatencyTable, NoSpeculation, RandomChoice
-from tests.bench.in_process import Witness, first_difference, generate
-from tests.bench.prompts import PROMPTS
 
 pytestmark = pytest.mark.slow
 

@@ -8,9 +8,9 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from backend.engines import processing
-from backend.guides import Grammars
 from backend.request import SamplingParams
+from backend.sampling import processing
+from backend.sampling.guides import Grammars
 from tests.contract import checks
 from tests.contract.deployment import VOCAB
 from tests.contract.scenarios import DRAFTS, PROMPTS, SCRIPT, Ask, Scenario, reference

@@ -4,9 +4,9 @@ text.
 
 import pytest
 
-from backend import drafting
-from backend.engines import torch_engine
-from backend.engines.llama import Llama
+from backend.core import drafting
+from backend.engines.torch import engine as torch_engine
+from backend.engines.torch.llama import Llama
 from tests.contract import checks
 from tests.contract.scenarios import BUSY
 

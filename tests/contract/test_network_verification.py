@@ -11,8 +11,6 @@ import torch
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
-from backend.engines.draw import HEAD, draw
-from backend.engines.laws import target_laws
 from backend.engines.trt_graph.inputs import (
     DRAWN,
     GREEDY,
@@ -21,13 +19,15 @@ from backend.engines.trt_graph.inputs import (
     suits,
     verdicts_of,
 )
-from backend.engines.verification import Request
-from backend.ports import ROOT
-from backend.randomness import word
 from backend.request import SamplingParams
-from engines_build.trt_graph.network_graph import F32, F64
-from engines_build.trt_graph.network_laws import Options, Vocabulary
-from engines_build.trt_graph.network_onnx import OnnxGraph
+from backend.sampling.draw import HEAD, draw
+from backend.sampling.laws import target_laws
+from backend.sampling.randomness import word
+from backend.sampling.verification import Request
+from backend.sequence import ROOT
+from engines_build.trt_graph.graph import F32, F64
+from engines_build.trt_graph.laws import Options, Vocabulary
+from engines_build.trt_graph.onnx import OnnxGraph
 from tests.contract.network_cases import (
     DTYPES,
     VERIFICATIONS,

@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend.engines import llama, padded
-from backend.engines.chunks import Chunk, KVTable
-from backend.ports import BLOCK_TOKENS, Sequence, Turn
+from backend.engines.port import Turn
+from backend.engines.torch import llama, padded
+from backend.engines.torch.chunks import Chunk, KVTable
 from backend.request import SamplingParams
+from backend.sequence import BLOCK_TOKENS, Sequence
 from policy import AdaptivePlanner, LatencyModel, LatencyTable, PlannerConfig
 from policy.decomposition import Decomposition
 from tests.contract.deployment import BLOCKS, VOCAB, Deployment, tiny_engine

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from backend.engines import fp16, int8, llama
-from backend.engines.torch_engine import TorchEngine
+from backend.engines.torch import fp16, int8, llama
+from backend.engines.torch.engine import TorchEngine
 from tests.contract.deployment import Deployment, Scripted, tiny_engine
 from tests.contract.scenarios import BUSY, PROMPTS, greedily, serve
 

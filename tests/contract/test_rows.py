@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backend.engines.fake import VOCAB_SIZE, FakeEngine
-from backend.ports import ROOT, Proposal, Sequence, Turn
+from backend.engines.port import Turn
 from backend.request import SamplingParams
+from backend.sequence import ROOT, Proposal, Sequence
 from tests.contract.deployment import K_MAX, VOCAB, tiny_engine
 from tests.contract.trtllm_deployment import trtllm_engine
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend.engines.chunks import Chunk, KVTable
-from backend.engines.static import MOST_QUERIES, Inputs, Size
-from backend.ports import BLOCK_TOKENS
+from backend.engines.torch.chunks import Chunk, KVTable
+from backend.engines.torch.static import MOST_QUERIES, Inputs, Size
+from backend.sequence import BLOCK_TOKENS
 from tests.contract.deployment import BLOCKS, VOCAB, tiny_engine
 
 

@@ -7,17 +7,17 @@ import threading
 import pytest
 import torch
 
+from backend.admin.reloading import reload_drafts
 from backend.app import PROJECT_ROOT, build
 from backend.config import parse_config
-from backend.reloading import reload_drafts
 from backend.request import GenerationRequest
 from backend.tokenizer import load_tokenizer
-from engines_build.distill_family import DRAFTS, as_message
-from engines_build.distill_unlikelihood import share_repeated
+from bench.drafts import Model
+from bench.in_process import Sink, Witness, generate
+from bench.micro.drafts import messages
+from engines_build.distill.family import DRAFTS, as_message
+from engines_build.distill.unlikelihood import share_repeated
 from policy import LatencyTable, NoSpeculation, RandomChoice
-from tests.bench.bench_drafts import messages
-from tests.bench.drafts import Model
-from tests.bench.in_process import Sink, Witness, generate
 from tests.contract.test_greedy_identity import check_equal
 
 pytestmark = pytest.mark.slow
@@ -53,7 +53,7 @@ def one_thread(tmp_path_factory):
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("SPINDLE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patched.setattr("backend.reloading.load_tables", lambda config, folders: (TABLES, 1))
+        patched.setattr("backend.admin.reloading.load_tables", lambda config, folders: (TABLES, 1))
         yield
 
 

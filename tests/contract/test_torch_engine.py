@@ -5,8 +5,9 @@ import itertools
 import pytest
 import torch
 
-from backend.ports import Proposal, Sequence, Turn
+from backend.engines.port import Turn
 from backend.request import SamplingParams
+from backend.sequence import Proposal, Sequence
 from tests.contract.deployment import tiny_config, tiny_engine
 
 VOCAB, KV_BLOCKS = 40, 24

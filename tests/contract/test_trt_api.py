@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from backend.engines.trt_graph.inputs import DRAWN, GREEDY, LOGITS
+from engines_build.trt_graph.graph import BF16
+from engines_build.trt_graph.layers import TrtGraph
+from engines_build.trt_graph.library import Messages
 from engines_build.trt_graph.network import Step, describe
-from engines_build.trt_graph.network_graph import BF16
-from engines_build.trt_graph.trt_layers import TrtGraph
-from engines_build.trt_graph.trt_library import Messages
 from tests.contract.deployment import tiny_config
 
 library = pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx-cu13 is not installed")

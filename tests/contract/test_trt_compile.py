@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from backend.engines.trt_graph.inputs import DRAWN, GREEDY, LOGITS
+from engines_build.trt_graph.compile import Profile, compile_step
+from engines_build.trt_graph.graph import BF16, F32
+from engines_build.trt_graph.layers import TrtGraph
+from engines_build.trt_graph.library import Messages, TrtError, find_library
 from engines_build.trt_graph.network import Step
-from engines_build.trt_graph.network_graph import BF16, F32
-from engines_build.trt_graph.trt_compile import Profile, compile_step
-from engines_build.trt_graph.trt_layers import TrtGraph
-from engines_build.trt_graph.trt_library import Messages, TrtError, find_library
 from tests.contract.deployment import tiny_config
 
 pytestmark = pytest.mark.slow

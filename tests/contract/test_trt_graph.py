@@ -8,9 +8,10 @@ import pytest
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
-from backend.engines.torch_engine import TorchEngine
-from backend.ports import ROOT, Proposal, Sequence, Turn
+from backend.engines.port import Turn
+from backend.engines.torch.engine import TorchEngine
 from backend.request import SamplingParams
+from backend.sequence import ROOT, Proposal, Sequence
 from tests.contract import checks
 from tests.contract.deployment import K_MAX, VOCAB, tiny_engine
 from tests.contract.onnx_runtime import onnx_engine

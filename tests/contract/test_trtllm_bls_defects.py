@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
+from backend.core.session import Session
 from backend.request import SamplingParams
-from backend.session import Session
 from tests.contract import deployment as deployments
 from tests.contract.deployment import VOCAB, Deployment, ForetoldDraft, Scripted, tiny_engine
 from tests.contract.fake_executor import Executor

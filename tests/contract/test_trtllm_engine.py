@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from backend.config import ConfigError
-from backend.engine_folder import check_draft, check_target, read_engine_folder
-from backend.engines import trtllm
-from backend.engines.trtllm import EngineDiedError, ExecutorSettings, TrtllmEngine
-from backend.engines.trtllm_memory import RESERVE_BYTES, EngineMemory, plan_kv
-from backend.ports import ROOT, Proposal, Sequence, Turn
+from backend.engines.port import Turn
+from backend.engines.trtllm import engine as trtllm
+from backend.engines.trtllm.engine import EngineDiedError, ExecutorSettings, TrtllmEngine
+from backend.engines.trtllm.folder import check_draft, check_target, read_engine_folder
+from backend.engines.trtllm.memory import RESERVE_BYTES, EngineMemory, plan_kv
 from backend.request import SamplingParams
+from backend.sequence import ROOT, Proposal, Sequence
 from tests.contract import fake_executor
 from tests.contract.deployment import GREEDY, K_MAX, VOCAB
 from tests.contract.engine_folders import engine_folder

@@ -11,14 +11,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from backend import app, trtllm_deployment
+from backend import app
 from backend.config import ConfigError, parse_config
-from backend.engine_folder import read_engine_folder
-from backend.engines import trtllm
-from backend.engines.trtllm import ExecutorSettings, TrtllmEngine
+from backend.engines.trtllm import deployment as trtllm_deployment
+from backend.engines.trtllm import engine as trtllm
+from backend.engines.trtllm.engine import ExecutorSettings, TrtllmEngine
+from backend.engines.trtllm.folder import read_engine_folder
 from backend.request import GenerationRequest
-from engines_build.measure_executor import FilledEngine, _fits, measure_executors, past_budget
 from engines_build.timing import Case, Rig
+from engines_build.trtllm.measure_executor import (
+    FilledEngine,
+    _fits,
+    measure_executors,
+    past_budget,
+)
 from policy import LatencyCurve, LatencyTable
 from tests.contract import fake_executor
 from tests.contract.fake_executor import Behaviour, Clock, Executor

@@ -12,9 +12,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from backend.engine_folder import read_engine_folder
-from backend.engines.torch_engine import TorchEngine
-from backend.engines.trtllm import ExecutorSettings, TrtllmEngine
+from backend.engines.torch.engine import TorchEngine
+from backend.engines.trtllm.engine import ExecutorSettings, TrtllmEngine
+from backend.engines.trtllm.folder import read_engine_folder
 from tests.contract import checks, fake_executor, scenarios
 from tests.contract.deployment import K_MAX, MAX_CONTEXT_TOKENS, Deployment
 from tests.contract.engine_folders import engine_folder

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from backend.triton_adapter.rendering import GUARANTEES
-from tests.bench import pictures
+from bench import pictures
 from tests.docs import settings_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,7 +125,7 @@ def test_the_pictures_are_those_of_the_record():
     for theme, colours in pictures.THEMES.items():
         drawn = pictures.PICTURES / f"how-it-works-{theme}.svg"
         assert drawn.read_text("utf-8") == pictures.how_it_works(colours), (
-            "run python -m tests.bench.pictures"
+            "run python -m bench.pictures"
         )
         for name in ("how-it-works", "speed"):
             assert ET.parse(pictures.PICTURES / f"{name}-{theme}.svg").getroot().tag.endswith("svg")

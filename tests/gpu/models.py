@@ -15,10 +15,11 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from backend.engines.checkpoint import LlamaConfig
-from backend.engines.torch_engine import TorchEngine
-from backend.ports import BLOCK_TOKENS, Proposal, Sequence, Turn
+from backend.engines.port import Turn
+from backend.engines.torch.checkpoint import LlamaConfig
+from backend.engines.torch.engine import TorchEngine
 from backend.request import SamplingParams
+from backend.sequence import BLOCK_TOKENS, Proposal, Sequence
 
 SHAPES = {
     "8b": LlamaConfig(128256, 4096, 14336, 32, 32, 8, 128),

@@ -96,8 +96,8 @@ def differences(attention: str, device: str) -> float:
     """Return the greatest difference of logits in fp64 between a verification on the device and one
     on the host.
     """
-    from backend.engines.chunks import Chunk, KVTable
-    from backend.engines.torch_engine import TorchEngine
+    from backend.engines.torch.chunks import Chunk, KVTable
+    from backend.engines.torch.engine import TorchEngine
 
     config, found = SHAPES["tiny"], []
     generator = torch.Generator().manual_seed(0)

@@ -21,17 +21,18 @@ from typing import Any
 import torch
 
 from backend import machine
-from backend.admission import Admission
 from backend.app import make_policy
 from backend.config import parse_config
-from backend.drafting import Drafting
-from backend.engines.torch_engine import TorchEngine
-from backend.kv_ledger import KVLedger
-from backend.orchestrator import Orchestrator
-from backend.ports import Completion, Proposal, Sequence, Turn
+from backend.core.admission import Admission
+from backend.core.drafting import Drafting
+from backend.core.kv_ledger import KVLedger
+from backend.core.orchestrator import Orchestrator
+from backend.core.session import Session
+from backend.engines.port import Completion, Turn
+from backend.engines.torch.engine import TorchEngine
+from backend.ops.stats import Stats, StepStats
 from backend.request import GenerationRequest, SamplingParams
-from backend.session import Session
-from backend.stats import Stats, StepStats
+from backend.sequence import Proposal, Sequence
 from engines_build.measure import draft_cases, lower_quartile, tabulate, target_cases
 from engines_build.timing import Rig, blocks_for, interleave
 from policy import Policy

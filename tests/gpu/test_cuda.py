@@ -10,12 +10,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from backend.engines.chunks import Chunk, KVTable
-from backend.engines.padded import partial_by_products
-from backend.engines.side_stream import SideStream
-from backend.engines.torch_engine import TorchEngine
-from backend.ports import Proposal, Sequence, Turn
+from backend.engines.port import Turn
+from backend.engines.torch.chunks import Chunk, KVTable
+from backend.engines.torch.engine import TorchEngine
+from backend.engines.torch.padded import partial_by_products
+from backend.engines.torch.side_stream import SideStream
 from backend.request import SamplingParams
+from backend.sequence import Proposal, Sequence
 from tests.contract import checks
 from tests.contract.deployment import VOCAB, tiny_config, tiny_engine
 from tests.contract.on_device import engines_on

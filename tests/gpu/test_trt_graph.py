@@ -8,10 +8,11 @@ import time
 import pytest
 import torch
 
-from backend.engines.torch_engine import TorchEngine
+from backend.engines.port import Turn
+from backend.engines.torch.engine import TorchEngine
 from backend.engines.trt_graph.runtime import TrtRuntime, open_engine
-from backend.ports import ROOT, Proposal, Sequence, Turn
 from backend.request import SamplingParams
+from backend.sequence import ROOT, Proposal, Sequence
 from tests.contract.deployment import tiny_config
 
 pytestmark = [
@@ -35,7 +36,7 @@ def folders(tmp_path_factory):
     pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx-cu13 is not installed")
     from safetensors.torch import save_file
 
-    from engines_build.trt_graph.trt_build import Choice, build_all
+    from engines_build.trt_graph.build import Choice, build_all
 
     root = tmp_path_factory.mktemp("trt_graph")
     model, config = root / "model", tiny_config(vocab=49152)

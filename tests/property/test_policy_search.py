@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policy import AcceptanceConfig, AdaptivePlanner, NoSpeculation, Outcome, PlannerConfig
-from policy.search import best_choice
-from tests.bench.oracle import (
+from bench.micro.oracle import (
     best_by_enumeration,
     best_by_rows,
     drifted,
@@ -20,6 +18,8 @@ from tests.bench.oracle import (
     with_cap,
     with_given,
 )
+from policy import AcceptanceConfig, AdaptivePlanner, NoSpeculation, Outcome, PlannerConfig
+from policy.search import best_choice
 
 RNG = np.random.default_rng(0)
 SEEDS = st.integers(0, 2**32)

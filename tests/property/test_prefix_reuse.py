@@ -8,10 +8,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from backend.core.kv_ledger import KVLedger
 from backend.engines.fake import FakeEngine
-from backend.kv_ledger import KVLedger
-from backend.ports import BLOCK_TOKENS, Sequence, Turn
+from backend.engines.port import Turn
 from backend.request import SamplingParams
+from backend.sequence import BLOCK_TOKENS, Sequence
 
 HEADROOM = 5
 texts = st.tuples(st.integers(1, 50), st.integers(0, 30), st.sampled_from([1, 2]))

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from backend.ports import Sequence
+from backend.core.session import Session
 from backend.request import GenerationRequest, SamplingParams
-from backend.session import Session
+from backend.sequence import Sequence
 from backend.tokenizer import ByteTokenizer, IncrementalDecoder
 
 TOKENIZER = ByteTokenizer()

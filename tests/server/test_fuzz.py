@@ -1,10 +1,10 @@
-"""A few hundred malformed requests through every door; ``tests.bench.bench_fuzz`` sends
+"""A few hundred malformed requests through every door; ``bench.micro.fuzz`` sends
 thousands.
 """
 
 import pytest
 
-from tests.bench.bench_fuzz import fuzz
+from bench.micro.fuzz import fuzz
 from tests.server.harness import free_ports
 
 pytestmark = pytest.mark.slow

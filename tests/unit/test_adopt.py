@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from backend.config import ConfigError, parse_config
-from backend.trtllm_deployment import check_engines
-from engines_build.adopt import adopt, read_parameters
+from backend.engines.trtllm.deployment import check_engines
+from engines_build.trtllm.adopt import adopt, read_parameters
 from tests.contract.engine_folders import engine_folder
 
 

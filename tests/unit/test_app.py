@@ -6,8 +6,8 @@ from backend.app import build, make_policy, sampling_params
 from backend.config import parse_config
 from backend.engines.fake import FakeEngine
 from backend.engines.lookup import LookupEngine
+from backend.ops.stats import Stats, StepStats
 from backend.request import FinishReason, GenerationRequest, RequestError, SamplingParams
-from backend.stats import Stats, StepStats
 from backend.tokenizer import ByteTokenizer
 from policy import (
     AdaptivePlanner,

@@ -1,6 +1,6 @@
 import pytest
 
-from backend.block_pool import BlockPool, block_key, root_key
+from backend.core.block_pool import BlockPool, block_key, root_key
 
 KEYS = [block_key(root_key(""), [n] * 16) for n in range(8)]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from backend.config import ConfigError, parse_config
-from backend.engine_folder import read_engine_folder, token_budget
+from backend.engines.trtllm.folder import read_engine_folder, token_budget
 from engines_build.build import BuildError, build, run_program
-from engines_build.deployment import load_deployment
+from engines_build.trtllm.deployment import load_deployment
 from tests.contract.engine_folders import engine_folder
 from tests.unit.test_manifest import folder
 

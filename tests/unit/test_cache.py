@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from backend import cache
+from backend.storage import cache
 
 
 def write_model(folder, text="weights"):

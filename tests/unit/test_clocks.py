@@ -7,11 +7,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DATES = {
-    "backend/nvidia_metrics.py",
+    "backend/ops/nvidia_metrics.py",
     "backend/openai_frontend/answers.py",
     "backend/openai_frontend/app.py",
-    "backend/request_trace.py",
-    "backend/learned.py",
+    "backend/ops/request_trace.py",
+    "backend/ops/learned_state.py",
 }
 """Files that write a date: into a metric, a reply, a span, and beside what was learnt, which fades
 by its age (never below 0).

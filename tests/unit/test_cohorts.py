@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from backend.core.flights import Flights
+from backend.core.orchestrator import Orchestrator
 from backend.engines.fake import FakeEngine
-from backend.flights import Flights
-from backend.orchestrator import Orchestrator
-from backend.overlapped import Overlapped
-from backend.ports import Sequence, Turn
+from backend.engines.overlapped import Overlapped
+from backend.engines.port import Turn
 from backend.request import ErrorCode, SamplingParams
+from backend.sequence import Sequence
 from policy import FixedLength, NoSpeculation
 from tests.forced_cohorts import ForcedCohorts
 from tests.unit.test_orchestrator import RandomChoice, World, break_target, plain_text

@@ -4,18 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from backend import contention
 from backend.app import build
 from backend.config import ConfigError, parse_config
-from backend.contention import measure
+from backend.core.flights import Flights
+from backend.engines import contention
+from backend.engines.contention import measure
 from backend.engines.fake import FakeEngine
 from backend.engines.lookup import LookupEngine
-from backend.flights import Flights
-from backend.overlapped import Overlapped
+from backend.engines.overlapped import Overlapped
 from backend.request import GenerationRequest
+from bench.in_process import generate
 from policy import AdaptivePlanner
 from policy.pipelining import Pipelining
-from tests.bench.in_process import generate
 from tests.contract.deployment import tiny_engine
 from tests.unit.test_policy_pipelining import OVERLAPPING, knowing
 

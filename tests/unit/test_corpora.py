@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from engines_build.corpora import Corpus, Document, ask_about, sql_question
+from engines_build.distill.corpora import Corpus, Document, ask_about, sql_question
 
 pytestmark = pytest.mark.slow
 

@@ -1,10 +1,10 @@
 import pytest
 
-from engines_build import corpora_evaluation
-from engines_build.corpora import LICENCES, Corpus
-from engines_build.corpora_evaluation import EvaluationError, mt_bench, sql_questions
-from engines_build.corpora_overlap import grams_of, overlap_counts, overlaps, without_overlap
-from engines_build.corpora_templates import COLUMNS, JUDGED_COLUMNS, JUDGED_TABLES, TABLES
+from engines_build.distill import evaluation_sets as corpora_evaluation
+from engines_build.distill.corpora import LICENCES, Corpus
+from engines_build.distill.evaluation_sets import EvaluationError, mt_bench, sql_questions
+from engines_build.distill.overlap import grams_of, overlap_counts, overlaps, without_overlap
+from engines_build.distill.templates import COLUMNS, JUDGED_COLUMNS, JUDGED_TABLES, TABLES
 
 pytestmark = pytest.mark.slow
 

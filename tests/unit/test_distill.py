@@ -13,13 +13,15 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from backend.engines.checkpoint import load
-from backend.manifest import vocabulary_sha256
-from engines_build import distill, distill_export, distill_train
-from engines_build.corpora_overlap import OverlapError
-from engines_build.distill_arguments import parse
-from engines_build.distill_generate import Shards, Teacher
-from engines_build.distill_train import (
+from backend.engines.torch.checkpoint import load
+from backend.storage.manifest import vocabulary_sha256
+from engines_build.distill import command as distill
+from engines_build.distill import export as distill_export
+from engines_build.distill import train as distill_train
+from engines_build.distill.arguments import parse
+from engines_build.distill.generate import Shards, Teacher
+from engines_build.distill.overlap import OverlapError
+from engines_build.distill.train import (
     Sample,
     accepted_by_position,
     choose_shortlist,

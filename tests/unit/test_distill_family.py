@@ -5,14 +5,16 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from backend.engines.checkpoint import load, read_config
-from backend.manifest import check_pair, read_manifest
+from backend.engines.torch.checkpoint import load, read_config
+from backend.storage.manifest import check_pair, read_manifest
 from backend.tokenizer import load_tokenizer
-from engines_build import distill, distill_family, distill_unlikelihood
-from engines_build.corpora import Corpus
-from engines_build.distill_arguments import parse
-from engines_build.distill_family import Member, dialogues_of, family_texts, pieces
-from engines_build.distill_train import Sample, Shape
+from engines_build.distill import command as distill
+from engines_build.distill import family as distill_family
+from engines_build.distill import unlikelihood as distill_unlikelihood
+from engines_build.distill.arguments import parse
+from engines_build.distill.corpora import Corpus
+from engines_build.distill.family import Member, dialogues_of, family_texts, pieces
+from engines_build.distill.train import Sample, Shape
 
 pytestmark = pytest.mark.slow
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from engines_build import distill_unlikelihood
-from engines_build.corpora import Corpus
-from engines_build.distill_arguments import parse
-from engines_build.distill_family import pieces, train_tokenizer, untrained
-from engines_build.distill_train import Budget, Shape, Trainer
-from engines_build.distill_unlikelihood import (
+from engines_build.distill import unlikelihood as distill_unlikelihood
+from engines_build.distill.arguments import parse
+from engines_build.distill.corpora import Corpus
+from engines_build.distill.family import pieces, train_tokenizer, untrained
+from engines_build.distill.train import Budget, Shape, Trainer
+from engines_build.distill.unlikelihood import (
     _WEIGHT,
     PROMPT_TOKENS,
     Unlikelihood,

@@ -14,8 +14,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from backend.metric_names import FAMILIES, Kind
-from engines_build.deployment import load_deployment
+from backend.ops.metric_names import FAMILIES, Kind
+from engines_build.trtllm.deployment import load_deployment
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"

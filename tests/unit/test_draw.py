@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from backend.engines.draw import HEAD, draw, finishers
-from backend.randomness import word
+from backend.sampling.draw import HEAD, draw, finishers
+from backend.sampling.randomness import word
 
 COUNT = 8_000
 

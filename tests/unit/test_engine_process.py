@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from backend import wire
+from backend.ipc import wire
 
 CONFIG = {
     "target": {"engine": "fake", "step_s": 0.002},

@@ -2,11 +2,11 @@
 
 import pytest
 
+from backend.admin.explaining import MOST_ROWS, explain_last
 from backend.app import build
 from backend.config import parse_config
-from backend.explaining import MOST_ROWS, explain_last
 from backend.request import GenerationRequest
-from tests.bench.in_process import Sink
+from bench.in_process import Sink
 
 DRAFTS = [{"name": "d", "engine": "fake", "agreement": 0.9, "step_s": 0.0001}]
 CONFIG = {

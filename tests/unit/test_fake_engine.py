@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from backend.engines.fake import FakeEngine, _log_softmax, _processed
-from backend.ports import ROOT, Proposal, Sequence, Turn
+from backend.engines.port import Turn
 from backend.request import SamplingParams
+from backend.sequence import ROOT, Proposal, Sequence
 from tests.options import processed
 
 PROMPT = list(b"once upon a time")

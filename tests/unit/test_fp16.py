@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from backend.engines import fp16, llama
-from backend.engines.checkpoint import CheckpointError
-from backend.engines.fp16 import Fp16Linear
+from backend.engines.torch import fp16, llama
+from backend.engines.torch.checkpoint import CheckpointError
+from backend.engines.torch.fp16 import Fp16Linear
 
 pytestmark = pytest.mark.skipif(not fp16.supported(), reason="no fp16 matrices on this processor")
 

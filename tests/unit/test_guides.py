@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from backend.guides import MOST_CHARACTERS, Grammars
 from backend.request import ErrorCode, RequestError
+from backend.sampling.guides import MOST_CHARACTERS, Grammars
 from backend.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()

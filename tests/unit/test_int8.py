@@ -5,9 +5,9 @@ rounding the weights loses.
 import pytest
 import torch
 
-from backend.engines import int8
-from backend.engines.checkpoint import CheckpointError
-from backend.engines.int8 import Int8Linear
+from backend.engines.torch import int8
+from backend.engines.torch.checkpoint import CheckpointError
+from backend.engines.torch.int8 import Int8Linear
 
 pytestmark = pytest.mark.skipif(
     not int8._exact(), reason="no exact int8 products on this processor"

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from backend.engine_process import DRAIN_LIMIT_S
-from backend.metric_names import FAMILIES
+from backend.ops.metric_names import FAMILIES
 
 FOLDER = Path(__file__).parents[2] / "docker" / "kubernetes"
 VERSIONS = ("1.30", "1.34")

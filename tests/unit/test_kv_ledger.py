@@ -2,10 +2,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from backend.core.kv_ledger import GROWTH_BLOCKS, KVLedger
 from backend.engines.fake import FakeEngine
-from backend.kv_ledger import GROWTH_BLOCKS, KVLedger
-from backend.ports import BLOCK_TOKENS, Sequence, Turn
+from backend.engines.port import Turn
 from backend.request import SamplingParams
+from backend.sequence import BLOCK_TOKENS, Sequence
 
 
 def sequence(number, tokens=1):

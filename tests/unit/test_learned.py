@@ -5,10 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from backend import cache, learned
 from backend.config import parse_config
-from backend.learned import LearnedState, learned_key
-from backend.stats import Stats, StepStats
+from backend.ops import learned_state as learned
+from backend.ops.learned_state import LearnedState, learned_key
+from backend.ops.stats import Stats, StepStats
+from backend.storage import cache
 from policy import Policy
 from policy.learned import SCHEMA
 from policy.wrappers import Guarded

@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from backend import wire
+from backend.ipc import wire
 from backend.request import ErrorCode, RequestError
 from backend.triton_adapter import link as link_module
 from backend.triton_adapter.link import EngineLink

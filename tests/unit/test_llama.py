@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from backend.engines.checkpoint import LlamaConfig, load
-from backend.engines.chunks import Chunk, KVTable
-from backend.engines.llama import Linear, Llama, rope_tables
+from backend.engines.torch.checkpoint import LlamaConfig, load
+from backend.engines.torch.chunks import Chunk, KVTable
+from backend.engines.torch.llama import Linear, Llama, rope_tables
 
 transformers = pytest.importorskip("transformers")
 

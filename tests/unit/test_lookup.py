@@ -3,8 +3,9 @@ import random
 import pytest
 
 from backend.engines.lookup import DOUBT, MATCHES, LookupEngine
-from backend.ports import ROOT, Proposal, Sequence, Turn
+from backend.engines.port import Turn
 from backend.request import SamplingParams
+from backend.sequence import ROOT, Proposal, Sequence
 
 
 def engine(**options):

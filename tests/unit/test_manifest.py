@@ -4,7 +4,7 @@ import struct
 import pytest
 
 from backend.config import ConfigError
-from backend.manifest import check_folder, check_pair, read_manifest
+from backend.storage.manifest import check_folder, check_pair, read_manifest
 
 VOCABULARY = json.dumps({"model": {"vocab": {"a": 0, "b": 1}}})
 

@@ -1,13 +1,20 @@
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from backend import machine, tables
+from backend import machine
 from backend.config import parse_config
-from backend.engines import footprint
-from backend.tables import load_tables, missing_tables, read_table, table_file, timed_engines
+from backend.kinds import KINDS
+from backend.storage.tables import (
+    load_tables,
+    missing_tables,
+    read_table,
+    table_file,
+    timed_engines,
+)
 from engines_build import measure
 from engines_build.timing import Case
 from policy.latency import SYNTHETIC, LatencyCurve, LatencyError
@@ -224,25 +231,13 @@ def test_what_times_depend_on_names_the_file(deployment):
     )  # the name of an engine is no matter of time
 
 
-def test_code_of_an_engine_with_a_folder_of_its_own_is_counted_for_that_engine_alone(
-    tmp_path, monkeypatch
-):
-    (tmp_path / "engines" / "trt_graph").mkdir(parents=True)
-    (tmp_path / "engines" / "llama.py").write_text("common")
-    monkeypatch.setattr(tables, "__file__", str(tmp_path / "tables.py"))
-
-    def hashes():
-        tables._engine_sha256.cache_clear()
-        return [tables._engine_sha256(kind) for kind in ("torch", "trt_graph")]
-
-    alone = hashes()
-    (tmp_path / "engines" / "trt_graph" / "engine.py").write_text("its own")
-    both = hashes()
-    assert both[0] == alone[0]
-    assert both[1] != alone[1]
-    (tmp_path / "engines" / "llama.py").write_text("faster")
-    assert not set(hashes()) & set(both)
-    tables._engine_sha256.cache_clear()
+def test_another_version_of_what_passes_do_is_measured_anew(deployment, monkeypatch):
+    raw, folders = deployment
+    target, _ = timed_engines(parse_config(raw))
+    before = table_file(target, folders["target"], 1)
+    newer = replace(KINDS["torch"], behaviour=KINDS["torch"].behaviour + 1)
+    monkeypatch.setitem(KINDS, "torch", newer)
+    assert table_file(target, folders["target"], 1) != before
 
 
 def test_a_table_of_a_gpu_is_for_gpus_of_its_name(deployment, monkeypatch):
@@ -250,7 +245,7 @@ def test_a_table_of_a_gpu_is_for_gpus_of_its_name(deployment, monkeypatch):
     gpu = parse_config({**raw, "target": {**raw["target"], "device": "cuda"}}).target
     files = set()
     for name in ("L4", "H200", "L4"):
-        monkeypatch.setattr(footprint, "device_name", lambda device, name=name: name)
+        monkeypatch.setattr(machine, "device_name", lambda device, name=name: name)
         files.add(table_file(gpu, folders["target"], 1))
     assert len(files) == 2
 

@@ -6,13 +6,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from backend import memory
-from backend.app import check_memory, make_engine
+from backend.app import check_memory, model_path
 from backend.config import ConfigError, parse_config
-from backend.engines import footprint, torch_engine
-from backend.engines.checkpoint import read_config
-from backend.engines.torch_engine import TorchEngine
-from backend.memory import PROCESS_BYTES, Footprint
+from backend.engines import memory
+from backend.engines.memory import PROCESS_BYTES
+from backend.engines.port import Footprint
+from backend.engines.registry import Service, make_engine
+from backend.engines.torch import engine as torch_engine
+from backend.engines.torch import footprint
+from backend.engines.torch.checkpoint import read_config
+from backend.engines.torch.engine import TorchEngine
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -255,6 +258,6 @@ def test_an_engine_s_dtype_is_logged_and_a_slow_one_warned_of(
     monkeypatch.setattr(torch_engine, "TorchEngine", lambda *args, **options: options["dtype"])
     config = parse_config({"target": {"engine": "torch", "model": "m", "dtype": dtype}})
     with caplog.at_level("INFO"):
-        assert make_engine(config.target, config, 1) == dtype
+        assert make_engine(config.target, Service(config, 1, model_path)) == dtype
     assert f"target: {dtype} on " in caplog.text
     assert ("dtype 'bf16' is slow" in caplog.text) is warned

@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from backend.metric_names import FAMILIES, SPINDLE_FAMILIES, Kind
+from backend.ops.metric_names import FAMILIES, SPINDLE_FAMILIES, Kind
 from backend.triton_adapter.metrics import MetricExporter
 
 

@@ -11,7 +11,7 @@ import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from backend.metric_names import FAMILIES, Kind
+from backend.ops.metric_names import FAMILIES, Kind
 
 DOCKER = Path(__file__).resolve().parents[2] / "docker"
 DASHBOARD = json.loads((DOCKER / "grafana/dashboards/spindle.json").read_text())

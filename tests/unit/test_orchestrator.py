@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend.admission import Admission
-from backend.drafting import Drafting
+from backend.core.admission import Admission
+from backend.core.drafting import Drafting
+from backend.core.kv_ledger import KVLedger
+from backend.core.orchestrator import Orchestrator
+from backend.core.session import Session
 from backend.engines.fake import FakeEngine
-from backend.kv_ledger import KVLedger
-from backend.orchestrator import Orchestrator
-from backend.ports import Sequence
+from backend.ops.stats import Stats, StepStats
 from backend.request import ErrorCode, GenerationRequest, SamplingParams
-from backend.session import Session
-from backend.stats import Stats, StepStats
+from backend.sequence import Sequence
 from policy import NoSpeculation, Plan, Policy
 from policy.wrappers import Guarded
 

@@ -4,8 +4,8 @@ import math
 import numpy as np
 import pytest
 
-from backend.ports import Proposal
-from backend.step_log import StepLog
+from backend.core.step_log import StepLog
+from backend.sequence import Proposal
 from policy import (
     AcceptanceConfig,
     AdaptivePlanner,

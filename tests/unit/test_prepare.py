@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from backend import cache
 from backend.config import EMBEDDED_MODEL, parse_config
+from backend.storage import cache
 from engines_build import measure, prepare, progress
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]

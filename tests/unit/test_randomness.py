@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from backend.randomness import TAIL, exponentials, word
+from backend.sampling.randomness import TAIL, exponentials, word
 
 COUNT = 40_000
 

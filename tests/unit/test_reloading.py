@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from backend.admin.reloading import reload_drafts
 from backend.app import build
 from backend.config import ConfigError, parse_config
-from backend.reloading import reload_drafts
 from backend.request import GenerationRequest
 from tests.unit.test_manifest import VOCABULARY, folder
 
@@ -198,7 +198,7 @@ def test_a_draft_of_another_vocabulary_is_refused_with_the_first_token_that_diff
 
 
 def test_a_loop_that_never_rests_leaves_the_drafts_as_they_are(monkeypatch):
-    monkeypatch.setattr("backend.reloading.CHANGE_LIMIT_S", 0.05)
+    monkeypatch.setattr("backend.admin.reloading.CHANGE_LIMIT_S", 0.05)
     app = build(config(draft("good")))  # nobody runs its loop
     with pytest.raises(ConfigError, match=r"no moment without a turn in flight within 0.05 s"):
         reload_drafts(app, config(draft("poor")))

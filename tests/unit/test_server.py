@@ -8,8 +8,8 @@ import types
 
 import pytest
 
-from backend import server as module
-from backend.server import Connection, Server
+from backend.ipc import server as module
+from backend.ipc.server import Connection, Server
 from backend.tokenizer import ByteTokenizer
 
 

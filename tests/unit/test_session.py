@@ -1,8 +1,8 @@
 import pytest
 
-from backend.ports import Sequence
+from backend.core.session import Session
 from backend.request import FinishReason, GenerationRequest, SamplingParams
-from backend.session import Session
+from backend.sequence import Sequence
 
 EOS = 0
 

@@ -4,11 +4,11 @@ import pytest
 from safetensors import safe_open
 
 from backend.config import EMBEDDED_MODEL, load_config
-from backend.engines.checkpoint import load
-from backend.manifest import check_pair, read_manifest
-from backend.ports import Proposal, Sequence
+from backend.core.session import Session
+from backend.engines.torch.checkpoint import load
 from backend.request import GenerationRequest, SamplingParams
-from backend.session import Session
+from backend.sequence import Proposal, Sequence
+from backend.storage.manifest import check_pair, read_manifest
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(path.parent for path in (ROOT / "engines_build/drafts").glob("*/config.json"))

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from backend import contention
-from backend.engines import static
+from backend.engines import contention
 from backend.engines.fake import FakeEngine
-from backend.engines.side_stream import SideStream
-from backend.overlapped import Overlapped
-from backend.ports import Sequence, StreamsBeside, Turn
+from backend.engines.overlapped import Overlapped
+from backend.engines.port import StreamsBeside, Turn
+from backend.engines.torch import static
+from backend.engines.torch.side_stream import SideStream
 from backend.request import SamplingParams
+from backend.sequence import Sequence
 from tests.contract.deployment import tiny_engine
 
 GUARD_S = 30.0

@@ -3,9 +3,9 @@ from time import sleep
 import numpy as np
 import pytest
 
-from backend import stats as module
-from backend.stats import Stats, StepStats
-from backend.step_log import StepLog
+from backend.core.step_log import StepLog
+from backend.ops import stats as module
+from backend.ops.stats import Stats, StepStats
 from policy import NO_DRAFT, Outcome, Plan, Switches
 
 DRAFTS = ("small", "lookup")

@@ -3,8 +3,8 @@ import json
 import pytest
 
 from backend.config import ConfigError, parse_config
-from backend.stats import Stats, StepStats
-from backend.switches import SwitchBoard
+from backend.ops.stats import Stats, StepStats
+from backend.ops.switches import SwitchBoard
 from policy import Switches
 
 FAKE = {

@@ -3,7 +3,8 @@ import random
 import pytest
 
 from backend.engines.fake import FakeEngine
-from backend.ports import BLOCK_TOKENS, Completion, Turn
+from backend.engines.port import Completion, Turn
+from backend.sequence import BLOCK_TOKENS
 from engines_build.timing import Case, Rig, blocks_for, interleave
 
 

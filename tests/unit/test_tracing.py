@@ -7,15 +7,15 @@ from itertools import pairwise
 
 import pytest
 
-from backend import tracing as module
 from backend.app import build
 from backend.config import parse_config
-from backend.ports import Proposal
+from backend.core.step_log import StepLog
+from backend.ops import tracing as module
+from backend.ops.request_trace import RequestTrace
+from backend.ops.stats import Stats, StepStats
+from backend.ops.tracing import Tracing, spans_of, tracer
 from backend.request import GenerationRequest
-from backend.request_trace import RequestTrace
-from backend.stats import Stats, StepStats
-from backend.step_log import StepLog
-from backend.tracing import Tracing, spans_of, tracer
+from backend.sequence import Proposal
 from tests.collector import attributes, collecting
 
 TRACE_ID, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

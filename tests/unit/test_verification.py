@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from backend.engines.draw import draw
-from backend.engines.laws import arg_max, target_laws
-from backend.engines.processing import WHOLE_VOCABULARY
-from backend.engines.verification import Request, candidates, verify
-from backend.ports import Proposal, Sequence
-from backend.randomness import word
 from backend.request import SamplingParams
+from backend.sampling.draw import draw
+from backend.sampling.laws import arg_max, target_laws
+from backend.sampling.processing import WHOLE_VOCABULARY
+from backend.sampling.randomness import word
+from backend.sampling.verification import Request, candidates, verify
+from backend.sequence import Proposal, Sequence
 
 VOCAB = 4
 

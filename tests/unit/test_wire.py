@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend import wire
+from backend.ipc import wire
 
 
 @given(

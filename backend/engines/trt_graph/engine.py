@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from backend.engines.checkpoint import LlamaConfig
-from backend.engines.chunks import Chunk, ancestors
-from backend.engines.llama import Llama
-from backend.engines.torch_engine import RAGGED, TorchEngine, _Job, step_limits
+from backend.engines.torch.checkpoint import LlamaConfig
+from backend.engines.torch.chunks import Chunk, ancestors
+from backend.engines.torch.engine import RAGGED, TorchEngine, _Job, step_limits
+from backend.engines.torch.llama import Llama
 from backend.engines.trt_graph.inputs import (
     LOGITS,
     Tensors,
@@ -31,8 +31,8 @@ from backend.engines.trt_graph.inputs import (
     suits,
     verdicts_of,
 )
-from backend.engines.verification import Request, Verdict
-from backend.ports import BLOCK_TOKENS
+from backend.sampling.verification import Request, Verdict
+from backend.sequence import BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class PoolLayer:
 
 class CompiledModel:
     """A compiled decoder with a KV pool of ``kv_blocks`` blocks, in the place of
-    ``backend.engines.llama.Llama``.
+    ``backend.engines.torch.llama.Llama``.
 
     Behind the pool lies one slot that stays zero: what a padded sequence reads in the place of
     keys.

@@ -1,6 +1,6 @@
 """What a compiled verification reads beside logits, made of requests, and verdicts of its outputs.
 
-Names and meanings of the tensors are those of ``engines_build.trt_graph.network_verification``,
+Names and meanings of the tensors are those of ``engines_build.trt_graph.verification``,
 which describes it.
 """
 
@@ -11,10 +11,10 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 
-from backend.engines.chunks import ancestors
-from backend.engines.draw import Heads, race
-from backend.engines.verification import Request, Verdict, follow
-from backend.randomness import word
+from backend.engines.torch.chunks import ancestors
+from backend.sampling.draw import Heads, race
+from backend.sampling.randomness import word
+from backend.sampling.verification import Request, Verdict, follow
 
 LOGITS, GREEDY, DRAWN = "logits", "greedy", "drawn"
 """The networks of a model, as files and messages call them; a draft has the first alone."""
@@ -79,7 +79,7 @@ def _options(requests: Seq[Request], vocab_size: int, wide: torch.dtype) -> Tens
 
 
 def _drawn(requests: Seq[Request], outputs: Tensors) -> list[int]:
-    """Return every row's own token, request by request: ``backend.engines.draw`` by the heads.
+    """Return every row's own token, request by request: ``backend.sampling.draw`` by the heads.
 
     Of a law no more leaves the device, unless its tail wins.
     """

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from backend import cache
+from backend.storage import cache
 from backend.triton_adapter.launcher.settings import LaunchError, Settings
 
 MOST_BYTES = 64 * 2**20

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
-from backend import cache
 from backend.config import ConfigError, ServingConfig
+from backend.storage import cache
 from backend.triton_adapter.launcher import example
 from backend.triton_adapter.launcher.front_end import FrontEnd
 from backend.triton_adapter.launcher.log_file import log_path, open_log, reasons
@@ -111,7 +111,7 @@ def _prepare(
     verbose: bool,
 ) -> None:
     """Make what a configuration needs, where it is missing. Raises StoppedError, LaunchError."""
-    if not any(engine.engine == "torch" for engine in (config.target, *config.drafts)):
+    if not any(engine.kind.on_cpu for engine in (config.target, *config.drafts)):
         return
     command = [sys.executable, "-m", "engines_build.prepare", "--config", str(settings.config)]
     process = subprocess.Popen([*command, *(["--verbose"] if verbose else [])], cwd=PROJECT_ROOT)
@@ -172,7 +172,7 @@ def announce(
     if config.target.model:
         target = f"{Path(config.target.model).name} in {config.target.dtype}"
     drafts = ", ".join(draft.name for draft in config.drafts) or "none"
-    shown = example.results(settings) if first and config.target.engine != "fake" else []
+    shown = example.results(settings) if first and config.target.kind.model else []
     say(f"ready after {start_s:.1f} s: {target}, drafts {drafts}")
     http, grpc, metrics, _ = settings.ports
     say(f"HTTP {http}, gRPC {grpc}, metrics {metrics} on {settings.bind}")

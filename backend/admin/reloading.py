@@ -1,0 +1,105 @@
+"""Drafts added and removed while the service runs: ``serving.json`` is read again, and the loop
+changes over between two steps.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+from dataclasses import fields
+from time import monotonic
+from typing import Any
+
+import policy
+from backend.app import App, check_memory, check_pairs, make_policy, model_path
+from backend.config import ConfigError, ServingConfig
+from backend.engines.port import Engine
+from backend.engines.registry import Service, make_engine
+from backend.ops.learned_state import learned_key
+from backend.storage.tables import load_tables, timed_engines
+
+logger = logging.getLogger(__name__)
+
+CHANGE_LIMIT_S = 60.0
+"""How long the loop may take to find no turn in flight."""
+
+
+def reload_drafts(app: App, config: ServingConfig) -> dict[str, list[str]]:
+    """Make the drafts those of ``config``: a draft whose entry is the same goes on, requests in
+    flight notice nothing.
+
+    What was learnt of the drafts that stay is kept. Raises ConfigError where anything but drafts
+    differs, a switch needs a draft that goes or a draft does not fit the target; LatencyError where
+    one was never measured; then nothing has changed. Any thread but the loop's.
+    """
+    differing = [
+        field.name
+        for field in fields(config)
+        if getattr(config, field.name) != getattr(app.config, field.name)
+    ]
+    if others := [name for name in differing if name != "drafts"]:
+        raise ConfigError(
+            f"only drafts can change while the service runs; {', '.join(others)} differs and "
+            f"needs a restart"
+        )
+    if config.policy.trace_file:
+        raise ConfigError(
+            f"drafts cannot change while policy.trace_file is written, got "
+            f"{config.policy.trace_file!r}"
+        )
+    running = dict(zip(app.config.drafts, app.drafts, strict=True))
+    added = [draft for draft in config.drafts if draft not in running]
+    if any(draft.kind.asynchronous for draft in added):
+        raise ConfigError(
+            "a draft of TensorRT-LLM is added by a restart: the memory of the GPUs is "
+            "planned for all engines at once"
+        )
+    app.switches.check(config)
+    check_pairs(config)
+    folders = {engine.name: model_path(engine) for engine in timed_engines(config)}
+    tables, threads = load_tables(config, folders)
+    check_memory(config, [draft.name for draft in added])
+    made: dict[Any, Engine] = {}
+    try:
+        for draft in added:
+            made[draft] = make_engine(draft, Service(config, threads, model_path))
+        engines = [{**running, **made}[draft] for draft in config.drafts]
+        key = learned_key(config, folders)
+        planned = make_policy(config, engines, tables, app.step_stats, app.contention)
+        planner = policy.SwitchedPolicy(planned, app.switches.current)
+        changed = app.orchestrator.between_steps(
+            lambda: _change(app, config, engines, planner, key)
+        )
+        concurrent.futures.wait([changed], CHANGE_LIMIT_S)
+        if changed.cancel():  # it has not begun
+            raise ConfigError(
+                f"the loop has found no moment without a turn in flight within {CHANGE_LIMIT_S:g} s"
+            )
+        changed.result()
+    except BaseException:
+        for engine in made.values():
+            engine.close()
+        raise
+    removed = [draft for draft in running if draft not in config.drafts]
+    for draft in removed:
+        running[draft].close()
+    reply = {
+        "drafts": [draft.name for draft in config.drafts],
+        "added": [d.name for d in added],
+        "removed": [d.name for d in removed],
+    }
+    logger.warning("drafts changed: %s", reply)
+    return reply
+
+
+def _change(
+    app: App, config: ServingConfig, engines: list[Engine], planner: policy.Policy, key: str
+) -> None:
+    """Let the loop draft with these engines (loop's thread)."""
+    app.switches.change_drafts(config)
+    with app.learned.changing(planner, key) as data:
+        now = monotonic()
+        state = planner.load(data, now, 0.0) if data else planner.start()
+        app.orchestrator.draft_with(engines, planner, state)
+    app.config = config
+    app.drafts[:] = engines

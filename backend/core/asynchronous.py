@@ -1,0 +1,230 @@
+"""What an asynchronous target has been given: one in-flight batch, out of which turns come back one
+by one while others go in.
+
+Every step plans for what is back, beside what is in flight. Cohorts (``backend.core.flights``) are
+another matter: a step engine runs them one after the other, so that rows of one share no pass with
+those of the next; here they share every iteration.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+
+from backend.core.drafting import Proposals
+from backend.core.flights import Flight, Flights
+from backend.core.isolation import run_again
+from backend.core.session import Session
+from backend.core.step_log import StepLog
+from backend.engines.port import Completion, Engine, Turn
+from backend.ops.stats import StepStats
+from policy import Plan, Ran, View
+
+logger = logging.getLogger(__name__)
+
+
+class Aloft(NamedTuple):
+    """A turn in flight: when it was handed over, whether nothing else was in flight then, and its
+    tokens in its first iteration.
+    """
+
+    turn: Turn
+    since_s: float
+    alone: bool
+    tokens: int
+    prompt: bool
+
+
+class AsynchronousFlights(Flights):
+    """``Flights`` over a target that completes turns in any order. A flight is what is handed over
+    in a step, and lands with whatever is back by then; the rows of ``aloft`` stay in flight.
+    """
+
+    def __init__(self, target: Engine, stats: StepStats) -> None:
+        super().__init__(target, stats)
+        self._turns: dict[int, Aloft] = {}
+        self._rows: tuple[View, Plan] | None = None
+        self._boundary_s: float | None = None  # when an iteration has ended, if that was seen
+
+    def __len__(self) -> int:
+        return int(bool(self._flights or self.proposals))
+
+    @property
+    def decoding(self) -> list[Session]:
+        """Nothing: what is in flight is shown by ``aloft``."""
+        return []
+
+    @property
+    def aloft(self) -> tuple[View, Plan] | None:
+        """The rows in flight as they were when they were handed over, and what was planned for
+        them.
+        """
+        if self._rows is None:
+            return None
+        view, plan = self._rows
+        rows = np.array(
+            [row for row, request in enumerate(view.request.tolist()) if request in self.proposals],
+            np.int64,
+        )
+        self._rows = (view.of_rows(rows), plan.of_rows(rows)) if len(rows) else None
+        return self._rows
+
+    @property
+    def prefilling(self) -> int:
+        """How many prompts are in flight."""
+        return sum(aloft.prompt for aloft in self._turns.values())
+
+    def submit(self, flight: Flight, proposals: dict[int, Proposals]) -> None:
+        """Take a flight, which is handed over when it lands."""
+        before, view, plan = self.aloft, flight.view, flight.plan
+        if before is not None:
+            draft, length = (
+                np.concatenate([getattr(p, name) for p in (plan, before[1])])
+                for name in ("draft", "length")
+            )
+            view, plan = view.beside(*before), Plan(draft, length)
+        self._rows = (view, plan) if len(view) else None
+        super().submit(flight, proposals)
+
+    def land(self, log: StepLog) -> tuple[Flight, list[Completion], bool]:
+        """Hand over the step's flight, if there is one, and wait until anything is back; times go
+        to its log, ``log`` where there is none.
+
+        A target that raises fails only the turns that raise again alone.
+        """
+        flight = (
+            self._flights.popleft()
+            if self._flights
+            else Flight([], [], NOTHING, Plan(NOTHING.request, NOTHING.request), log)
+        )
+        try:
+            return flight, self._exchange(flight), False
+        except Exception:
+            logger.exception("the target failed; what was in flight is run again without proposals")
+        self._stats.fallback("target_error")
+        turns = {
+            **{i: aloft.turn for i, aloft in self._turns.items()},
+            **{turn.sequence.id: turn for turn in flight.turns},
+        }
+        again = [_from_here(turn) for i, turn in turns.items() if i in self.proposals]
+        self.proposals, self._turns, self._boundary_s = (
+            {i: Proposals() for i in turns if i in self.proposals},
+            {},
+            None,
+        )
+        completions = run_again(self._target, again) if again else []
+        return (
+            flight,
+            completions,
+            bool(completions) and all(completion.error is not None for completion in completions),
+        )
+
+    def forget(self, sequence_id: int) -> bool:
+        """Take a sequence out; return whether its turn was in flight."""
+        self._turns.pop(sequence_id, None)
+        return super().forget(sequence_id)
+
+    def _exchange(self, flight: Flight) -> list[Completion]:
+        started_s = perf_counter()
+        if flight.turns:
+            self._target.submit(flight.turns)
+            alone, prompts = not self._turns, {turn.sequence.id for turn in flight.prefill}
+            for turn in flight.turns:
+                tokens = 1 + (len(turn.proposal) if turn.proposal else 0)
+                self._turns[turn.sequence.id] = Aloft(
+                    turn, started_s, alone, tokens, turn.sequence.id in prompts
+                )
+        completions = self._target.poll(0.0)
+        waited = not completions
+        if waited:
+            completions = self._target.poll(1.0)
+        now_s = perf_counter()
+        while self._turns and (more := self._target.poll(0.0)):
+            completions += more
+        self._time(flight, completions, now_s if waited else None)
+        flight.log.waited_s = now_s - started_s - flight.log.parts_s.get("verify", 0.0)
+        return completions
+
+    def _time(self, flight: Flight, completions: Seq[Completion], ended_s: float | None) -> None:
+        """Note what was drafted in this step, and how long iterations took of which it is known
+        when it began and who was in it.
+
+        Who is back was in it, and who runs on freely; who has been handed over since it began waits
+        for the next. With prompts in flight, of which the executor runs parts that it does not tell
+        of, and where the answers had been waiting for the loop, it is not known.
+        """
+        log, rows = flight.log, flight.sessions
+        lengths = [len(drafted) if (drafted := self.proposals[s.id].drafted) else 0 for s in rows]
+        log.ran = Ran(flight.view.request, flight.plan.draft, np.array(lengths, np.int64))
+        over = [completion.sequence_id for completion in completions if not completion.partial]
+        back = [self._turns.pop(sequence_id) for sequence_id in over if sequence_id in self._turns]
+        boundary_s, self._boundary_s = self._boundary_s, ended_s
+        if not back:
+            return
+        timed = None if self.prefilling else _timed(back, boundary_s, ended_s)
+        if timed is None or ended_s is None:
+            self._stats.fallback("step_untimed")
+            return
+        took_s, iterations = timed
+        there = back + [
+            aloft
+            for aloft in self._turns.values()
+            if aloft.turn.run > 1 and aloft.since_s < ended_s - took_s
+        ]
+        context_tokens = sum(aloft.turn.end for aloft in there)
+        tokens = sum(aloft.tokens for aloft in there)
+        log.parts_s["verify"] = took_s
+        log.ran = Ran(
+            log.ran.request,
+            log.ran.draft,
+            log.ran.length,
+            tokens,
+            len(there),
+            context_tokens,
+            iterations,
+        )
+
+
+def _timed(
+    back: Seq[Aloft], boundary_s: float | None, ended_s: float | None
+) -> tuple[float, int] | None:
+    """Return the seconds of the turns that are back, and how many iterations they were; None where
+    that cannot be told.
+
+    A turn begins at once where nothing else was in flight, else with the iteration behind the next
+    boundary. Runs of n tokens are n iterations; runs of different lengths that end together began
+    apart.
+    """
+    if ended_s is None or any(aloft.prompt for aloft in back):
+        return None
+    iterations = {1 if aloft.turn.proposal else aloft.turn.run for aloft in back}
+    since = {aloft.since_s if aloft.alone else boundary_s for aloft in back}
+    if len(iterations) > 1 or len(since) > 1:
+        return None
+    (count,), (since_s,) = iterations, since
+    if (
+        since_s is None
+        or any(not aloft.alone and aloft.since_s > since_s for aloft in back)
+        or (count > 1 and not back[0].alone)
+    ):
+        return None
+    return ended_s - since_s, count
+
+
+def _from_here(turn: Turn) -> Turn:
+    """Return a turn behind the tokens that have come of it."""
+    return replace(turn, end=len(turn.sequence.tokens)) if turn.run else turn
+
+
+_NONE = np.zeros(0, np.int64)
+NOTHING = View(
+    (),
+    *(_NONE, _NONE, _NONE),
+    *(_NONE.reshape(0, 0), _NONE.reshape(0, 0)),
+    np.zeros(0, np.bool_),
+)

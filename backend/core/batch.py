@@ -1,0 +1,139 @@
+"""One step's share of the work, and how the policy sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from backend.core.drafting import Drafting
+from backend.core.flights import Flight
+from backend.core.session import Session
+from backend.core.step_log import StepLog
+from backend.engines.port import Engine, Turn
+from policy import IntArray, Plan, View
+
+
+@dataclass(slots=True)
+class Batch:
+    """The rows that decode (the plan is about them) and the chunks of prompts still in prefill;
+    ``flying`` decode in another flight.
+
+    ``aloft`` are the rows in flight in one in-flight batch with these, and what was planned for
+    them.
+    """
+
+    decoding: list[Session] = field(default_factory=list)
+    prefill: list[Turn] = field(default_factory=list)
+    prefill_tokens: int = 0
+    prefilling: int = 0
+    flying: list[Session] = field(default_factory=list)
+    aloft: tuple[View, Plan] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.decoding or self.prefill)
+
+    @classmethod
+    def of(cls, sessions: Iterable[Session], target: Engine, prefill_chunk_tokens: int) -> Batch:
+        """Split requests into decoding rows and prompts, the latter cut to a step's token
+        budget.
+        """
+        batch = cls()
+        for session in sessions:
+            unseen = target.unseen(session.sequence)
+            chunk = min(unseen, prefill_chunk_tokens - batch.prefill_tokens)
+            if unseen <= 1:
+                batch.decoding.append(session)
+                continue
+            batch.prefilling += 1
+            if chunk > 0:
+                end = len(session.sequence.tokens) - unseen + chunk
+                batch.prefill.append(Turn(session.sequence, end, run=int(chunk == unseen)))
+                batch.prefill_tokens += chunk
+        return batch
+
+    def view(
+        self, drafting: Drafting, k_max: int, queued: int, needs_offers: Callable[[IntArray], bool]
+    ) -> View:
+        """Return the decoding rows as the policy sees them, those in flight last and not ready;
+        ``queued`` requests wait for admission.
+
+        Drafts that are not free are asked what they could propose only where the plan for requests
+        of these ids ``needs_offers``.
+        """
+        rows, ready = self.decoding, len(self.decoding)
+        request = np.array([s.id for s in (*rows, *self.flying)], np.int64)
+        rests = not self.flying and self.aloft is None and not needs_offers(request)
+        ceiling, unseen = drafting.ceilings(
+            [s.sequence for s in rows], [_most(s, k_max) for s in rows], only_free=rests
+        )
+        if self.flying:
+            rows = rows + self.flying
+            ceiling, unseen = (
+                np.pad(column, ((0, len(self.flying)), (0, 0))) for column in (ceiling, unseen)
+            )
+        view = View(
+            drafts=drafting.names,
+            request=request,
+            context=np.array([len(s.sequence.tokens) for s in rows], np.int64),
+            remaining=np.array([s.remaining for s in rows], np.int64),
+            ceiling=ceiling,
+            catchup=unseen,
+            ready=np.arange(len(rows)) < ready if self.flying else np.ones(ready, np.bool_),
+            prefill_tokens=self.prefill_tokens,
+            queued=queued,
+            prefilling=self.prefilling,
+            group=np.array([s.group for s in rows], np.int64),
+            control=np.array([s.control for s in rows], np.bool_),
+        )
+        return view if self.aloft is None else view.beside(*self.aloft)
+
+    def flights(self, view: View, plan: Plan, log: StepLog) -> Iterator[Flight]:
+        """Yield what is to be drafted for and submitted one after the other: the plan's
+        flights, prompts with the first; else everything.
+
+        ``log`` is that of the first; the next one's begins when it is asked for.
+        """
+        number = plan.flight
+        if number is None and not self.flying:
+            if self.aloft is not None:
+                ready = np.arange(len(self.decoding))
+                view, plan = view.of_rows(ready), plan.of_rows(ready)
+            yield self._noted(Flight(self.decoding, self.prefill, view, plan, log))
+            return
+        number = (
+            np.zeros(len(self.decoding), np.int64)
+            if number is None
+            else number[: len(self.decoding)]
+        )
+        for one in range(max(1, int(number.max(initial=0)) + 1)):
+            rows = np.flatnonzero(number == one)
+            first = one == 0
+            part = view.of_rows(rows) if first else replace(view.of_rows(rows), prefill_tokens=0)
+            own = log if first else StepLog(log.drafts)
+            own.beside = True
+            yield self._noted(
+                Flight(
+                    [self.decoding[row] for row in rows],
+                    self.prefill if first else [],
+                    part,
+                    plan.of_rows(rows),
+                    own,
+                )
+            )
+
+    @staticmethod
+    def _noted(flight: Flight) -> Flight:
+        log = flight.log
+        log.decoding, log.prefill_tokens = len(flight.sessions), flight.view.prefill_tokens
+        log.batch_size = log.decoding + len(flight.prefill)
+        return flight
+
+
+def _most(session: Session, k_max: int) -> int:
+    """Return the ceiling on a request's speculation: the last token of ``max_tokens`` is always the
+    target's own.
+    """
+    asked = session.request.num_draft_tokens
+    return min(k_max, session.remaining - 1, k_max if asked is None else asked)

@@ -1,0 +1,193 @@
+"""The drafts' phase of a step: what each could propose, and the proposals that the plan asks
+for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from backend.core.step_log import StepLog
+from backend.engines.port import Completion, Engine, Turn
+from backend.ops.stats import StepStats
+from backend.sequence import Proposal, Sequence
+from policy import Drafted, IntArray, Plan, View
+
+logger = logging.getLogger(__name__)
+
+COOLDOWN_S = 10.0
+"""How long a draft that raised is left out."""
+
+
+_EVERY_NODE = 256
+"""More nodes than there are: what is not verified tells of a draft, too."""
+
+
+@dataclass(slots=True)
+class Proposals:
+    """One request's proposals in one step: the one to verify, and those of free drafts that are
+    only scored.
+
+    Of ``drafted`` the target verifies ``chosen``, its best nodes. ``scored`` are (draft, accepted,
+    length) of chains that a draft which has caught up would have made of earlier tokens.
+    """
+
+    drafted: Proposal | None = None
+    chosen: Proposal | None = None
+    unused: list[Proposal] = field(default_factory=list)
+    scored: list[tuple[str, int, int]] = field(default_factory=list)
+
+
+class Drafting:
+    """Runs the drafts. A draft that fails costs a step its speculation, never a request."""
+
+    def __init__(
+        self,
+        drafts: Seq[Engine],
+        stats: StepStats,
+        clock: Callable[[], float],
+        *,
+        most_nodes: int = 0,
+    ) -> None:
+        """``most_nodes`` is the most nodes of a tree that the target verifies; 0: it verifies
+        chains only.
+        """
+        self.names = tuple(draft.name for draft in drafts)
+        self.engines = tuple(drafts)
+        self._stats = stats
+        self._clock = clock
+        self._most_nodes = most_nodes
+        self._resting_until_s = dict.fromkeys(self.names, float("-inf"))
+
+    def with_engines(self, drafts: Seq[Engine]) -> Drafting:
+        """Return the same with these drafts."""
+        return Drafting(drafts, self._stats, self._clock, most_nodes=self._most_nodes)
+
+    def ceilings(
+        self, sequences: Seq[Sequence], most: Seq[int], *, only_free: bool = False
+    ) -> tuple[IntArray, IntArray]:
+        """Return by sequence and draft the tokens that it could propose now, at most ``most`` of
+        each sequence, and the committed ones that it has not seen, int64[n, D] each; 0 of both from
+        a draft that rests, or is not free where ``only_free`` are asked.
+        """
+        now, asked = (
+            self._clock(),
+            [(sequence, k) if k > 0 else None for sequence, k in zip(sequences, most, strict=True)],
+        )
+        ceiling, unseen = np.zeros((2, len(sequences), len(self.engines)), np.int64)
+        for d, draft in enumerate(self.engines):
+            if self._resting_until_s[draft.name] <= now and (draft.limits.free or not only_free):
+                ceiling[:, d] = [0 if pair is None else draft.available(*pair) for pair in asked]
+                unseen[:, d] = [0 if pair is None else draft.unseen(pair[0]) for pair in asked]
+        return ceiling, unseen
+
+    def propose(
+        self, sequences: Seq[Sequence], view: View, plan: Plan, log: StepLog
+    ) -> dict[int, Proposals]:
+        """Return by sequence id what is drafted; row i of view and plan belongs to
+        ``sequences[i]``.
+        """
+        proposals = {sequence.id: Proposals() for sequence in sequences}
+        wanted = set(plan.draft[plan.length > 0].tolist())
+        for d, draft in enumerate(self.engines):
+            if d not in wanted and not draft.limits.free:
+                continue
+            asked = _asked(sequences, plan.draft, plan.length, d)
+            runs = asked
+            if draft.limits.free:
+                ceiling = zip(sequences, view.ceiling[:, d].tolist(), strict=True)
+                runs = {s.id: asked.get(s.id, most) for s, most in ceiling if most > 0}
+            turns = [
+                Turn(s, len(s.tokens), run=runs[s.id], nodes=_EVERY_NODE)
+                for s in sequences
+                if s.id in runs
+            ]
+            for completion in self._complete(draft, turns, log):
+                row, proposal = proposals[completion.sequence_id], completion.proposal
+                row.scored += [(draft.name, *chain) for chain in completion.scored]
+                if not proposal:
+                    continue
+                if not self._most_nodes:
+                    proposal = proposal.spine()
+                if completion.sequence_id in asked:
+                    row.drafted = proposal
+                else:
+                    row.unused.append(proposal)
+        return proposals
+
+    def drafted(self, sequences: Seq[Sequence], proposals: dict[int, Proposals]) -> Drafted | None:
+        """Return the nodes that could be verified for the rows of a plan; None where there are
+        none.
+        """
+        rows = [
+            (row, sequence, proposal.first(self._most_nodes or _EVERY_NODE))
+            for row, sequence in enumerate(sequences)
+            if (proposal := proposals[sequence.id].drafted) is not None
+        ]
+        if not rows:
+            return None
+        nodes = np.array([len(proposal) for _, _, proposal in rows])
+        columns = np.array(
+            [(row, self.names.index(p.draft), not s.sampling.greedy) for row, s, p in rows]
+        )
+        row, draft, drawn = columns.repeat(nodes, 0).T
+        confidence = np.array([c for _, _, proposal in rows for c in proposal.confidence])
+        return Drafted(row, draft, confidence, drawn.astype(np.bool_))
+
+    def best(self, drafted: Proposal | None, nodes: int) -> Proposal | None:
+        """Return the tree of so many nodes, at most what the target verifies; None where that is
+        none.
+        """
+        most = min(nodes, self._most_nodes or _EVERY_NODE)
+        return drafted.first(most) if drafted and most > 0 else None
+
+    def cancel(self, sequence_ids: Iterable[int]) -> None:
+        """Make every draft forget sequences."""
+        for draft in self.engines:
+            draft.cancel(sequence_ids)
+
+    def _complete(self, draft: Engine, turns: list[Turn], log: StepLog) -> list[Completion]:
+        """Run turns until all are complete, since verification needs them all; drop those that
+        failed, with a metric.
+        """
+        if not turns:
+            return []
+        completions: list[Completion] = []
+        try:
+            with log.part(f"draft:{draft.name}"):
+                draft.submit(turns)
+                while len(completions) < len(turns):
+                    completions += draft.poll(timeout_s=1.0)
+        except Exception:
+            logger.exception("draft %s failed; it rests for %s s", draft.name, COOLDOWN_S)
+            self._stats.fallback("draft_error")
+            self._resting_until_s[draft.name] = self._clock() + COOLDOWN_S
+            draft.cancel([turn.sequence.id for turn in turns])
+            return []
+        for completion in completions:
+            if completion.error is not None:
+                logger.error(
+                    "draft %s, sequence %d: %s",
+                    draft.name,
+                    completion.sequence_id,
+                    completion.error,
+                )
+                self._stats.fallback("draft_error")
+        return [completion for completion in completions if completion.error is None]
+
+
+def _asked(
+    sequences: Seq[Sequence], draft: IntArray, length: IntArray, column: int
+) -> dict[int, int]:
+    """Return by sequence id the tokens (above 0) that are asked of one draft; ``draft`` and
+    ``length`` as in ``Plan``.
+    """
+    return {
+        s.id: k
+        for s, k in zip(sequences, np.where(draft == column, length, 0).tolist(), strict=True)
+        if k > 0
+    }

@@ -1,0 +1,176 @@
+"""What few requests ask for beside their tokens: logits, and the most likely tokens at each place.
+Gathered by steps, sent by replies.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from backend.engines.port import Extras
+from backend.sequence import Sequence
+
+FloatArray = npt.NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class Prompt:
+    """The ``tokens`` of a prompt, and of all but the first the log-probability by the model's own
+    law and the ``top`` most likely there.
+    """
+
+    tokens: list[int]
+    log_probs: list[float] = field(default_factory=list)
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+
+    def read(self, rows: FloatArray, first: int, most: int) -> None:
+        """Take the logits [rows, vocab] behind the tokens from number ``first`` on, and keep
+        ``most`` of the likeliest at each place.
+        """
+        said = self.tokens[first + 1 : first + 1 + len(rows)]
+        rows = rows[: len(said)]
+        if not said:
+            return
+        highest = rows.max(axis=1, keepdims=True)
+        laws = rows - (highest + np.log(np.exp(rows - highest).sum(axis=1, keepdims=True)))
+        self.log_probs += laws[np.arange(len(said)), said].tolist()
+        if most:
+            best = np.argpartition(-laws, most - 1, axis=1)[:, :most]
+            for law, ids in zip(laws, best, strict=True):
+                ranked = ids[np.argsort(-law[ids], kind="stable")]
+                self.top.append(list(zip(ranked.tolist(), law[ranked].tolist(), strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """What a reply carries: its ``tokens``, at each of them the most likely (token,
+    log-probability), best first, the model's own ``logits`` [tokens, vocab] behind which they were
+    drawn, and those behind every token of the prompt [prompt tokens, vocab]. None: not asked for.
+    """
+
+    tokens: list[int]
+    top: list[list[tuple[int, float]]] | None = None
+    logits: FloatArray | None = None
+    context_logits: FloatArray | None = None
+    prompt: Prompt | None = None
+
+
+@dataclass(slots=True)
+class Gatherer:
+    """Keeps one request's extras until a reply takes them."""
+
+    sequence: Sequence
+    _tokens: list[int] = field(default_factory=list)
+    _top: list[list[tuple[int, float]]] = field(default_factory=list)
+    _logits: list[FloatArray] = field(default_factory=list)
+    _context: list[FloatArray] = field(default_factory=list)
+    _context_rows: int = 0
+    _context_sent: bool = False
+    _prompt: Prompt | None = None
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> Gatherer | None:
+        """Return one for a sequence that asks for anything, else None."""
+        asks = (
+            sequence.sampling.top_log_probs is not None
+            or sequence.reads_context
+            or sequence.generation_logits
+        )
+        return cls(sequence) if asks else None
+
+    def add(self, tokens: Seq[int], extras: Extras | None) -> None:
+        """Take those of the ``tokens`` that were committed in a step; what a resumed request runs
+        again is not taken again.
+        """
+        self._tokens += tokens
+        if extras is None:
+            return
+        self._top += extras.top[: len(tokens)]
+        if self.sequence.generation_logits and extras.logits is not None:
+            self._logits.append(extras.logits[: len(tokens)])
+        if extras.context_logits is not None:
+            have, first = self._context_rows, extras.context_first
+            rows = extras.context_logits[have - first : self.sequence.prompt_tokens - first]
+            if self.sequence.context_logits:
+                self._context.append(rows)
+            if self.sequence.prompt_log_probs and len(rows):
+                if self._prompt is None:
+                    self._prompt = Prompt(self.sequence.tokens[: self.sequence.prompt_tokens])
+                self._prompt.read(rows, have, self.sequence.sampling.top_log_probs or 0)
+            self._context_rows += len(rows)
+
+    def take(self) -> Gathered:
+        """Return what has come since the last call."""
+        sequence, tokens, top, logits = self.sequence, self._tokens, self._top, self._logits
+        self._tokens, self._top, self._logits = [], [], []
+        context = None
+        if sequence.context_logits and not self._context_sent:
+            context, self._context, self._context_sent = np.concatenate(self._context), [], True
+        prompt, self._prompt = self._prompt, None
+        return Gathered(
+            tokens,
+            None if sequence.sampling.top_log_probs is None else top,
+            np.concatenate(logits) if sequence.generation_logits and logits else None,
+            context,
+            prompt,
+        )
+
+
+class ExtrasFiles:
+    """Puts extras into messages. Logits are too large for the wire: they go by files in ``folder``,
+    which their reader removes.
+    """
+
+    def __init__(self, folder: Path, token_bytes: Seq[bytes]) -> None:
+        self._folder = folder
+        self._token_bytes = token_bytes
+        self._numbers = itertools.count()
+        shutil.rmtree(folder, ignore_errors=True)  # an earlier process's
+
+    def message(self, extras: Gathered) -> dict[str, Any]:
+        """Return the extras' part of a message (bytes as Latin-1 text), logits as the names of
+        their files.
+        """
+        body: dict[str, Any] = {}
+        if extras.top is not None:
+            body["bytes"] = [self._text(token) for token in extras.tokens]
+            body["top"] = self._texts(extras.top)
+        if extras.prompt is not None:
+            names = [self._text(token) for token in extras.prompt.tokens]
+            body["prompt"] = {
+                "bytes": names,
+                "log_probs": extras.prompt.log_probs,
+                "top": self._texts(extras.prompt.top),
+            }
+        for name, array in (
+            ("generation_logits", extras.logits),
+            ("context_logits", extras.context_logits),
+        ):
+            if array is not None:
+                body[name] = self._written(array)
+        return body
+
+    def close(self) -> None:
+        """Remove what nobody has read."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _written(self, array: FloatArray) -> str:
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        path = self._folder / f"{next(self._numbers)}.npy"
+        np.save(path, array)
+        return str(path)
+
+    def _texts(self, rows: Seq[Seq[tuple[int, float]]]) -> list[list[tuple[str, float]]]:
+        return [[(self._text(token), log_prob) for token, log_prob in row] for row in rows]
+
+    def _text(self, token: int) -> str:
+        return (self._token_bytes[token] if token < len(self._token_bytes) else b"").decode(
+            "latin-1"
+        )

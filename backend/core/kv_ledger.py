@@ -1,0 +1,177 @@
+"""Who owns which KV block: one block table per sequence, which the target and every draft that
+keeps KV share.
+
+Their pools have the same number of blocks and they run on the same positions, so a sequence's
+blocks are the same in each of them: a draft never lacks the room that the target has, and nothing
+is decided per draft.
+
+With prefix reuse, sequences whose texts begin alike have the complete blocks of that beginning in
+common, also with one that has ended as long as there is room. The ledger hands out blocks by their
+content; what KV of it an engine has is the engine's own knowledge (``Engine.unseen``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from backend.core.block_pool import BlockPool, block_key, root_key
+from backend.engines.port import Engine
+from backend.ops.stats import Reuse
+from backend.sequence import BLOCK_TOKENS, Sequence
+
+GROWTH_BLOCKS = 4
+"""Blocks by which every active sequence must be able to grow before another is admitted:
+pre-empting that soon wastes its prefill.
+
+Chosen with ``bench.micro.admission``: fewer cost more pre-emptions where texts are long, more
+leave room unused where they are short.
+"""
+
+
+class KVLedger:
+    """Gives sequences blocks as they grow; with ``guaranteed`` a sequence gets those of its whole
+    life at admission.
+
+    What a sequence needs is its tokens and ``headroom_tokens`` (k_max + 1) more, for proposals that
+    a verification writes and may reject. ``target`` turns prefix reuse on: blocks are worth keeping
+    that it has KV of.
+    """
+
+    def __init__(
+        self,
+        pools: Mapping[str, int],
+        headroom_tokens: int,
+        *,
+        guaranteed: bool = False,
+        growth_blocks: int = GROWTH_BLOCKS,
+        target: Engine | None = None,
+    ) -> None:
+        """Take the blocks of each engine's pool by the engine's name; 0 is an engine without KV."""
+        sizes = {name: blocks for name, blocks in pools.items() if blocks}
+        self._engines = tuple(sizes)
+        self._pool = BlockPool(min(sizes.values(), default=0))
+        self._tables: dict[int, list[int]] = {}
+        self._headroom_tokens = headroom_tokens
+        self._guaranteed = guaranteed
+        self._growth_blocks = 0 if guaranteed else growth_blocks
+        self._target = target if sizes else None
+        self._reuse = Reuse()
+
+    def blocks_needed(self, tokens: int) -> int:
+        """Return the blocks that a sequence of so many tokens needs (0 where no engine keeps
+        KV).
+        """
+        return -(-(tokens + self._headroom_tokens) // BLOCK_TOKENS) if self._engines else 0
+
+    def fits_ever(self, life_tokens: int) -> bool:
+        """Return whether a sequence of so many tokens fits an empty ledger."""
+        return self.blocks_needed(life_tokens) <= self._pool.size
+
+    def reserve(self, sequence: Sequence, life_tokens: int) -> bool:
+        """Write a block table into a sequence that may grow to ``life_tokens``; False when there is
+        no room for it now.
+
+        Room is what the sequence needs beyond the blocks that others share with it, and
+        ``growth_blocks`` for each of the others. The block of the last token is its own: that token
+        is run again for its logits, and a shared block is never written twice.
+        """
+        shared = self._shared_blocks(sequence)
+        need = self.blocks_needed(life_tokens if self._guaranteed else len(sequence.tokens)) - len(
+            shared
+        )
+        idle = sum(map(self._pool.is_cached, shared))
+        if self._pool.available - idle < need + self._growth_blocks * len(self._tables):
+            return False
+        self._pool.share(shared)
+        sequence.new_blocks += need
+        sequence.reused_blocks += len(shared)
+        table = self._tables[sequence.id] = shared + self._pool.take(need)
+        sequence.blocks.update(dict.fromkeys(self._engines, table))
+        if self._target is not None:
+            self._publish(sequence, table, len(shared))
+            self._reuse.reused += len(shared)
+            self._reuse.missed += (len(sequence.tokens) - 1) // BLOCK_TOKENS - len(shared)
+            self._reuse.tokens += (
+                len(sequence.tokens) - self._target.unseen(sequence) if shared else 0
+            )
+        return True
+
+    def grow(self, sequence: Sequence) -> bool:
+        """Extend the sequence's table to what its next step may write; False (and unchanged) when
+        there is no room for that.
+        """
+        table = self._tables[sequence.id]
+        missing = self.blocks_needed(len(sequence.tokens)) - len(table)
+        if missing > self._pool.available:
+            return False
+        if missing > 0:
+            table += self._pool.take(missing)
+            sequence.new_blocks += missing
+        known = len(sequence.keys)
+        if len(sequence.tokens) // BLOCK_TOKENS > known and self._target is not None:
+            self._name_blocks(sequence)
+            self._publish(sequence, table, known)
+        return True
+
+    def change_engines(self, pools: Mapping[str, int], sequences: Iterable[Sequence]) -> None:
+        """Give the tables of ``sequences`` (all that have one) to these engines. Raises ValueError
+        for a pool with too few blocks.
+        """
+        sizes = {name: blocks for name, blocks in pools.items() if blocks}
+        if few := {name: blocks for name, blocks in sizes.items() if blocks < self._pool.size}:
+            raise ValueError(f"the engines share {self._pool.size} KV blocks, got {few}")
+        self._engines = tuple(sizes)
+        for sequence in sequences:
+            sequence.blocks.clear()
+            sequence.blocks.update(dict.fromkeys(self._engines, self._tables[sequence.id]))
+
+    def release(self, sequence: Sequence) -> None:
+        """Take back all blocks of a sequence; a second call does nothing. Call it before the target
+        forgets the sequence.
+
+        What the target has KV of stays to be found by others until the room is needed.
+        """
+        table = self._tables.pop(sequence.id, None)
+        if table is not None:
+            valid = 0
+            if self._target is not None:
+                self._name_blocks(sequence)
+                valid = (len(sequence.tokens) - self._target.unseen(sequence)) // BLOCK_TOKENS
+                self._publish(sequence, table, 0)
+            self._pool.drop(table, valid)
+        sequence.blocks.clear()
+
+    def usage(self) -> dict[str, int]:
+        """Return how many blocks are ``used`` and how many ``free``; of the latter ``cached`` ones
+        have KV that can be used again.
+        """
+        return {
+            "used": self._pool.size - self._pool.available,
+            "free": self._pool.available,
+            "cached": self._pool.cached,
+        }
+
+    def take_reuse(self) -> Reuse:
+        """Return what prefix reuse has come to since the last call."""
+        reuse, self._reuse = self._reuse, Reuse()
+        reuse.evicted, self._pool.evicted = self._pool.evicted, 0
+        return reuse
+
+    def _shared_blocks(self, sequence: Sequence) -> list[int]:
+        if self._target is None:
+            return []
+        self._name_blocks(sequence)
+        return self._pool.find(sequence.keys[: (len(sequence.tokens) - 1) // BLOCK_TOKENS])
+
+    def _name_blocks(self, sequence: Sequence) -> None:
+        """Bring the keys up to the sequence's complete blocks."""
+        keys, tokens = sequence.keys, sequence.tokens
+        for index in range(len(keys), len(tokens) // BLOCK_TOKENS):
+            parent = keys[-1] if keys else root_key(sequence.salt)
+            keys.append(
+                block_key(parent, tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS])
+            )
+
+    def _publish(self, sequence: Sequence, table: list[int], start: int) -> None:
+        for index in range(start, len(sequence.keys)):
+            self._pool.publish(sequence.keys[index], table[index])

@@ -1,0 +1,513 @@
+"""The loop: before every step of the in-flight batch, plan; then draft, verify, commit and emit."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from backend.core.admission import Admission
+from backend.core.asynchronous import AsynchronousFlights
+from backend.core.batch import Batch
+from backend.core.drafting import Drafting, Proposals
+from backend.core.flights import Flight, Flights
+from backend.core.kv_ledger import KVLedger
+from backend.core.session import Session
+from backend.core.step_log import StepLog
+from backend.engines.port import Completion, Engine, Turn
+from backend.log_format import fields
+from backend.ops.decision_log import DecisionLog
+from backend.ops.stats import StepStats
+from backend.request import ErrorCode, RequestError
+from backend.sequence import Proposal
+from policy import IntArray, NoSpeculation, Outcome, Plan, Policy, View
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILURES = 3
+"""Failures in a row (a step that raises, or a submission of which nothing succeeds) after which the
+loop ends, to be started anew.
+"""
+
+POLICY_LOG_PERIOD_S = 10.0
+"""At most so often a policy that fails is logged; ``spindle_fallback_total`` counts every time."""
+
+
+class Orchestrator:
+    """Owns the in-flight batch. ``submit`` and ``wake`` may be called from any thread, all else
+    from the loop's thread only.
+
+    ``alive_s`` is the time of the clock at which ``run`` last began a step or looked for work, at
+    least once a second while idle.
+    """
+
+    def __init__(
+        self,
+        target: Engine,
+        drafting: Drafting,
+        policy: Policy,
+        ledger: KVLedger,
+        admission: Admission,
+        stats: StepStats,
+        clock: Callable[[], float],
+        *,
+        k_max: int,
+        prefill_chunk_tokens: int,
+        free_run_tokens: int = 1,
+        max_request_s: float = math.inf,
+        seed: int = 0,
+    ) -> None:
+        self._target = target
+        self._drafting = drafting
+        self._policy = policy
+        self.policy_state = policy.start()  # an immutable value, which other threads may read
+        self._ledger = ledger
+        self._admission = admission
+        self._stats = stats
+        self._clock = clock
+        self._k_max = min(k_max, target.limits.max_draft_tokens)
+        self._prefill_chunk_tokens = prefill_chunk_tokens
+        self._free_run_tokens = free_run_tokens
+        self._max_request_s = max_request_s
+        self._rng = np.random.default_rng(seed)
+        self._inbox: deque[Session] = deque()
+        self._changes: deque[tuple[Callable[[], None], Future[None]]] = deque()
+        self._work = threading.Event()
+        self._decisions = DecisionLog(drafting.names)
+        self._active: dict[int, Session] = {}
+        self._flights = (AsynchronousFlights if target.limits.asynchronous else Flights)(
+            target, stats
+        )
+        self._finished: list[int] = []
+        self._log: StepLog | None = (
+            # of the next step of a busy loop, whose time begins when the last one is learnt from
+            None
+        )
+        self._failures = 0
+        self._policy_silent_until_s = -math.inf
+        self.last_plan: tuple[View, Any, Plan, float] | None = (
+            None  # with the state that it was made from; other threads may read it
+        )
+        self.alive_s = clock()
+
+    @property
+    def policy(self) -> Policy:
+        """What plans now."""
+        return self._policy
+
+    def submit(self, session: Session) -> None:
+        """Hand over a session; it will get exactly one final reply."""
+        session.arrived_s = self._clock()
+        limit_s = session.request.timeout_s
+        session.deadline_s = session.arrived_s + (
+            self._max_request_s if limit_s is None else min(limit_s, self._max_request_s)
+        )
+        self._inbox.append(session)
+        self._work.set()
+
+    def between_steps(self, change: Callable[[], None]) -> Future[None]:
+        """Run ``change`` in the loop's thread once no turn is in flight (any thread); the future
+        ends with it, or with what it raises.
+        """
+        done: Future[None] = Future()
+        self._changes.append((change, done))
+        self._work.set()
+        return done
+
+    def draft_with(self, drafts: Seq[Engine], policy: Policy, policy_state: Any) -> None:
+        """Draft and plan with these from now on, between two steps. Raises ValueError, nothing
+        changed, where one has too few KV blocks.
+        """
+        pools = {engine.name: engine.limits.kv_blocks for engine in (self._target, *drafts)}
+        self._ledger.change_engines(pools, [session.sequence for session in self._active.values()])
+        self._drafting = self._drafting.with_engines(drafts)
+        self._policy, self.policy_state = policy, policy_state
+        self._decisions = DecisionLog(self._drafting.names)
+
+    def wake(self) -> None:
+        """Make an idle loop look again (after a cancellation)."""
+        self._work.set()
+
+    def counts(self) -> tuple[int, int]:
+        """Return (active, waiting) requests."""
+        return len(self._active), len(self._admission) + len(self._inbox)
+
+    def run(self, stop: threading.Event) -> None:
+        """Step until told to stop, asleep while there is nothing to do; then end what is left. A
+        bug in a step ends its requests only.
+
+        Returns by itself after ``MAX_FAILURES`` failures in a row: only a new process can mend what
+        is broken then.
+        """
+        while not stop.is_set() and self._failures < MAX_FAILURES:
+            self._work.clear()
+            self.alive_s = self._clock()
+            failures = self._failures
+            try:
+                worked = self.step()
+            except Exception as error:
+                logger.exception("a step failed; every request ends with an error")
+                self._failures += 1
+                self.abort(ErrorCode.INTERNAL, f"the serving loop failed ({type(error).__name__})")
+                continue
+            if not worked:
+                self._work.wait(timeout=1.0)
+            elif self._failures == failures:
+                self._failures = 0
+        reason = (
+            "the server is shutting down"
+            if stop.is_set()
+            else "the engine keeps failing: it is being restarted"
+        )
+        self.abort(ErrorCode.UNAVAILABLE, reason)
+
+    def step(self) -> bool:
+        """Take one step of what is ready; False when there was nothing to do. Read it as the life
+        of a request.
+
+        A plan's flights are drafted for and submitted one by one, and the step ends with the first
+        that is back: while the next step plans and drafts for it, the target verifies the others. A
+        plan that numbers no flights waits for all.
+        """
+        self._change()
+        log, self._log = self._log or StepLog(self._drafting.names), None
+        self._take_in()
+        batch = self._ready()
+        if not self._active and not self._flights:
+            self._learn(log)
+            self._log = None
+            return False
+        landing = 1
+        if batch or not self._flights:
+            view = batch.view(self._drafting, self._k_max, len(self._admission), self._needs_offers)
+            plan = self._plan(view, log)
+            for flight in batch.flights(view, plan, log):
+                self._submit(flight)
+            landing = len(self._flights) if plan.flight is None else 1
+        for _ in range(landing):
+            if self._flights:  # those behind one that failed are void
+                self._land(log)
+        if not self._active:
+            self._log = None
+        return True
+
+    def _ready(self) -> Batch:
+        """Return what is not in flight; nothing while the loop is to change between two steps."""
+        idle = (
+            session
+            for session in self._active.values()
+            if session.id not in self._flights.proposals and not self._changes
+        )
+        batch = Batch.of(idle, self._target, self._prefill_chunk_tokens)
+        batch.flying, batch.aloft = self._flights.decoding, self._flights.aloft
+        batch.prefilling += self._flights.prefilling
+        return batch
+
+    def _change(self) -> None:
+        while self._changes and not self._flights.proposals:
+            change, done = self._changes.popleft()
+            self._log = None
+            if not done.set_running_or_notify_cancel():
+                continue
+            try:
+                change()
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+    def abort(self, code: ErrorCode, message: str) -> None:
+        """End every request that is queued or active with an error."""
+        while self._inbox:
+            self._reply_error(self._inbox.popleft(), code, message)
+        for session in [*self._admission.clear(), *self._active.values()]:
+            self._fail(session, code, message)
+        self._learn(StepLog(self._drafting.names))
+        self._log = None
+
+    # -- admit: requests in, cancelled ones out
+
+    def _take_in(self) -> None:
+        now_s = self._clock()
+
+        def is_over(session: Session) -> bool:
+            return session.sink.cancelled or session.deadline_s < now_s
+
+        for session in [
+            *self._admission.remove(is_over),
+            *filter(is_over, list(self._active.values())),
+        ]:
+            if session.sink.cancelled:
+                self._cancelled(session)
+            else:
+                self._late(session)
+        for session in self._admission.make_room(self._active.values()):
+            self._forget(session)
+            self._stats.preemption()
+            logger.info(
+                "request pre-empted",
+                extra=fields(request=session.id, output_tokens=session.output_tokens),
+            )
+            if session.trace is not None:
+                session.trace.enter("queue")
+        self._admit()
+        while self._inbox:
+            session = self._inbox.popleft()
+            if session.sink.cancelled:
+                self._cancelled(session)
+                continue
+            try:
+                self._admission.offer(session)
+            except RequestError as error:
+                logger.warning(
+                    "request refused",
+                    extra=fields(
+                        code=error.code.value, reason=error.message, waiting=len(self._admission)
+                    ),
+                )
+                self._reply_error(session, error.code, error.message)
+            self._admit()  # one by one: nobody is refused for a full queue while places are free
+
+    def _admit(self) -> None:
+        for session in self._admission.admit(len(self._active)):
+            self._active[session.id] = session
+            if session.admitted_s is None:
+                session.admitted_s = self._clock()
+            if session.trace is not None:
+                session.trace.enter("prefill")
+
+    # -- plan
+
+    def _plan(self, view: View, log: StepLog) -> Plan:
+        with log.part("planning"):
+            state, now = self.policy_state, self._clock()
+            try:
+                plan, self.policy_state = self._policy.plan(view, state, now, self._rng)
+            except Exception:
+                self._policy_failed("this step does not speculate")
+                plan, _ = NoSpeculation().plan(view, None, self._clock(), self._rng)
+        if len(view):
+            self.last_plan = (view, state, plan, now)
+        told = plan if view.ready.all() else plan.of_rows(np.flatnonzero(view.ready))
+        self._decisions.planned(view, told, self._clock(), self._drift)
+        return plan
+
+    def _needs_offers(self, request: IntArray) -> bool:
+        try:
+            return self._policy.needs_offers(request, self.policy_state)
+        except Exception:
+            self._policy_failed("all drafts are asked")
+            return True
+
+    def _drift(self) -> dict[str, float]:
+        try:
+            return self._policy.drift(self.policy_state)
+        except Exception:
+            self._policy_failed("no drift is shown")
+            return {}
+
+    def _policy_failed(self, consequence: str) -> None:
+        """Count the exception that is being handled, and log it now and then: each step may
+        raise.
+        """
+        self._stats.fallback("policy_error")
+        now = self._clock()
+        if now >= self._policy_silent_until_s:
+            self._policy_silent_until_s = now + POLICY_LOG_PERIOD_S
+            logger.exception("the policy failed; %s", consequence)
+
+    # -- draft and verify
+
+    def _submit(self, flight: Flight) -> None:
+        """Draft for a flight and give it to the target."""
+        sequences = [session.sequence for session in flight.sessions]
+        proposals = self._drafting.propose(sequences, flight.view, flight.plan, flight.log)
+        self._trim(flight, proposals)
+        piece_tokens = flight.log.piece_tokens = flight.plan.piece_tokens
+        runs = (
+            [self._free_run_tokens] * len(flight.sessions)
+            if flight.plan.run is None
+            else flight.plan.run.tolist()
+        )
+        rows = (
+            self._turn(session, proposals[session.id].chosen, run, piece_tokens)
+            for session, run in zip(flight.sessions, runs, strict=True)
+        )
+        flight.turns = [*rows, *flight.prefill]
+        self._flights.submit(flight, proposals)
+
+    def _trim(self, flight: Flight, proposals: dict[int, Proposals]) -> None:
+        """Choose which nodes of what was drafted the target verifies."""
+        drafted = self._drafting.drafted([s.sequence for s in flight.sessions], proposals)
+        if drafted is None:
+            return
+        with flight.log.part("planning"):
+            try:
+                nodes = self._policy.trim(flight.view, flight.plan, drafted, self.policy_state)
+                chosen = list(zip(flight.sessions, nodes.tolist(), strict=True))
+            except Exception:
+                self._policy_failed("as many nodes are verified as were planned")
+                chosen = list(zip(flight.sessions, flight.plan.length.tolist(), strict=True))
+        for session, most in chosen:
+            row = proposals[session.id]
+            row.chosen = self._drafting.best(row.drafted, most)
+
+    def _turn(
+        self, session: Session, proposal: Proposal | None, run: int, piece_tokens: int
+    ) -> Turn:
+        """Verify a proposal, or else run as many tokens as planned, at most as a turn may: an
+        engine that queues turns pays for each.
+        """
+        run = 1 if proposal else min(run, self._free_run_tokens, session.remaining)
+        streamed = run > 1 and session.request.stream
+        return Turn(
+            session.sequence,
+            len(session.sequence.tokens),
+            run,
+            proposal,
+            piece_tokens=piece_tokens,
+            streamed=streamed,
+        )
+
+    def _land(self, log: StepLog) -> None:
+        """Wait for the oldest flight, or for what an asynchronous target has done, take its tokens
+        and learn from it.
+        """
+        flight, completions, failed = self._flights.land(log)
+        self._failures += failed
+        for completion in completions:
+            self._commit(completion, flight.log)
+        self._learn(flight.log, flight)
+
+    # -- commit and emit
+
+    def _commit(self, completion: Completion, log: StepLog) -> None:
+        """Take a completion's tokens; what goes wrong with one request ends that one only."""
+        if completion.partial:
+            proposals = self._flights.proposals.get(completion.sequence_id, Proposals())
+        else:
+            proposals = self._flights.proposals.pop(completion.sequence_id, Proposals())
+        session = self._active.get(completion.sequence_id)
+        if session is None:
+            return
+        if completion.error is not None:
+            self._fail(session, ErrorCode.INTERNAL, completion.error)
+            return
+        try:
+            self._take(session, completion, proposals, log)
+        except RequestError as error:
+            self._fail(session, error.code, error.message)
+        except Exception as error:
+            logger.exception("the tokens of request %d could not be taken", session.id)
+            self._fail(
+                session,
+                ErrorCode.INTERNAL,
+                f"the request could not be continued ({type(error).__name__})",
+            )
+
+    def _take(
+        self, session: Session, completion: Completion, proposals: Proposals, log: StepLog
+    ) -> None:
+        taken = session.commit(completion.tokens, completion.log_probs, completion.extras)
+        if session.trace is not None:
+            session.trace.step(log, proposals.chosen, min(completion.accepted, taken), taken)
+        if not taken:
+            return  # a prefill chunk, which draws nothing
+        if proposals.chosen:
+            session.speculated(proposals.chosen, min(completion.accepted, taken))
+        log.control.append(session.control)
+        emitted, drawn = completion.tokens[:taken], not session.sequence.sampling.greedy
+        verified = len(proposals.chosen) if proposals.chosen else 0
+        log.record(session.id, proposals.drafted, verified, emitted, drawn=drawn)
+        for unused in proposals.unused:
+            log.record_free(session.id, unused, emitted)
+        log.record_scored(session.id, proposals.scored)
+        self._emit(session)
+
+    def _emit(self, session: Session) -> None:
+        now = self._clock()
+        since_last_s = None if session.last_commit_s is None else now - session.last_commit_s
+        self._stats.emission(now - session.arrived_s, since_last_s, session.control)
+        session.last_commit_s = now
+        if since_last_s is None:
+            session.first_commit_s = now
+        if session.finish_reason is not None:
+            self._release(session)
+            self._stats.request("success")
+            usage = session.usage()
+            self._stats.finished(usage)
+            session.sink.final(session.take(), session.finish_reason, usage)
+        elif session.request.stream:
+            delta = session.take()
+            if delta.text or delta.tokens:
+                session.sink.chunk(delta)
+
+    def _late(self, session: Session) -> None:
+        own_s = session.request.timeout_s
+        if own_s is not None and own_s < self._max_request_s:
+            limit = f"its timeout, {own_s:g} s"
+        else:
+            self._stats.fallback("deadline")
+            limit = f"limits.max_request_s, {self._max_request_s:g} s"
+        self._fail(session, ErrorCode.UNAVAILABLE, f"the request has not ended within {limit}")
+
+    def _cancelled(self, session: Session) -> None:
+        self._fail(session, ErrorCode.CANCELLED, "Request cancelled by client")
+
+    def _fail(self, session: Session, code: ErrorCode, message: str) -> None:
+        self._release(session)
+        self._reply_error(session, code, message)
+
+    def _reply_error(self, session: Session, code: ErrorCode, message: str) -> None:
+        self._stats.request(code.value.lower())
+        session.sink.error(code, message)
+
+    def _release(self, session: Session) -> None:
+        """Forget a request everywhere: batch, engines, ledger, and (at the end of the step)
+        policy.
+        """
+        self._ledger.release(session.sequence)
+        self._admission.ended(session)
+        self._forget(session)
+        self._finished.append(session.id)
+
+    def _forget(self, session: Session) -> None:
+        """Take a request out of the batch and the engines; should its turn be in flight, what that
+        drew is never used.
+        """
+        self._active.pop(session.id, None)
+        self._flights.forget(session.id)
+        self._target.cancel([session.id])
+        self._drafting.cancel([session.id])
+
+    def _learn(self, log: StepLog, flight: Flight | None = None) -> None:
+        """Let the estimators and the latency model learn from a flight (None: nothing was
+        verified), and count it.
+        """
+        log.finished, self._finished = self._finished, []
+        outcome = log.outcome()
+        self._log = StepLog(self._drafting.names)
+        if flight is not None or log.finished:
+            with self._log.part("learning"):
+                self._observe(outcome, flight)
+        if flight is not None:
+            self._stats.step(flight.plan, outcome, self._drafting.names, log.control)
+        self._stats.reuse(self._ledger.take_reuse())
+        rows = log.decoding, log.batch_size - log.decoding, log.prefill_tokens
+        self._stats.state(*self.counts(), self._ledger.usage(), self._drift(), rows)
+
+    def _observe(self, outcome: Outcome, flight: Flight | None) -> None:
+        try:
+            if flight is not None and flight.log.beside:  # another view has been planned for since
+                self.policy_state = self._policy.stand_by(flight.view, self.policy_state)
+            self.policy_state = self._policy.observe(outcome, self.policy_state, self._clock())
+        except Exception:
+            self._policy_failed("it forgets what it has learnt")
+            self.policy_state = self._policy.start()

@@ -1,0 +1,265 @@
+"""One request from admission to its single final reply. ``commit`` is the only way by which its
+tokens grow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from backend.core.extras import Gathered, Gatherer
+from backend.engines.port import Extras
+from backend.ops.request_trace import RequestTrace
+from backend.ops.stats import Usage
+from backend.request import ErrorCode, FinishReason, GenerationRequest, RequestError
+from backend.sequence import Proposal, Sequence
+
+_SOURCE_TOKENS = 16  # a block of KV: as many tokens tell of which kind a prompt is
+
+
+class Decoder(Protocol):
+    """Turns token ids into text, one at a time, holding back incomplete UTF-8."""
+
+    def push(self, token_id: int) -> str:
+        """Return the text that this token completes."""
+        ...
+
+    def finish(self) -> str:
+        """Return what was held back."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a request has produced since its last reply.
+
+    Where it asks for log-probabilities: those of the tokens committed since then (text may lag
+    behind them), and the sum over all so far. A request of token ids gets ``tokens`` and no text.
+    ``extras`` are those of all tokens committed since then, where asked for.
+    """
+
+    text: str
+    log_probs: list[float] | None = None
+    cum_log_prob: float | None = None
+    tokens: list[int] | None = None
+    extras: Gathered | None = None
+
+
+class ReplySink(Protocol):
+    """Where a request's replies go. ``cancelled`` is set from outside; exactly one of ``final`` and
+    ``error`` is ever called.
+    """
+
+    cancelled: bool
+
+    def chunk(self, delta: Delta) -> None:
+        """Send what is new of a streaming request."""
+        ...
+
+    def final(self, delta: Delta, reason: FinishReason, usage: Usage) -> None:
+        """Send the last reply of a request that succeeded."""
+        ...
+
+    def error(self, code: ErrorCode, message: str) -> None:
+        """Send the last reply of a request that did not."""
+        ...
+
+
+class Session:
+    """A request's state machine: it takes tokens one by one until it is finished.
+
+    Stop words are matched in the text, wherever token borders fall; text that could still grow into
+    a stop word is held back, and a stop word itself is not part of the output. ``end_ids`` end the
+    generation without text. A request of token ids gets every token that it took: an end id, and
+    the stop word (token ids of the output) that ended it, too.
+    """
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        request: GenerationRequest,
+        end_ids: frozenset[int],
+        decoder: Decoder,
+        sink: ReplySink,
+    ) -> None:
+        self.sequence = sequence
+        self.request = request
+        self.sink = sink
+        self.trace: RequestTrace | None = None
+        self.finish_reason: FinishReason | None = None
+        self.output_tokens = 0
+        self.drafts: dict[str, tuple[int, int]] = {}  # (proposed, accepted)
+        self.logits_bytes = 0  # of those that it keeps until they are sent, at the most
+        self.control = False  # of a canary's two arms the one that takes the fixed choice
+        self.group = hash(
+            tuple(sequence.tokens[:_SOURCE_TOKENS])
+        )  # prompts of one source begin alike; equal in every process
+        self.arrived_s = 0.0
+        self.deadline_s = math.inf
+        self.admitted_s: float | None = None
+        self.first_commit_s: float | None = None
+        self.last_commit_s: float | None = None
+        self._end_ids = end_ids
+        self._decoder = decoder
+        self._stop_words = tuple(word for word in request.stop_words if word)
+        self._longest_stop_word = max(map(len, self._stop_words), default=0)
+        self._held = "" if request.stream or request.exclude_input_in_output else request.text_input
+        self._searched = len(
+            self._held
+        )  # no stop word begins before here: the prompt is never searched
+        self._tokens: list[int] | None = None
+        if request.input_ids is not None:
+            self._tokens = (
+                [] if request.stream or request.exclude_input_in_output else list(request.input_ids)
+            )
+        self._log_probs: list[float] | None = [] if sequence.sampling.log_probs else None
+        self._cum_log_prob = 0.0
+        self._extras = Gatherer.of(sequence)
+
+    @property
+    def id(self) -> int:
+        """The sequence's id."""
+        return self.sequence.id
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be emitted."""
+        return self.request.max_tokens - self.output_tokens
+
+    def commit(
+        self, tokens: Seq[int], log_probs: Seq[float] | None = None, extras: Extras | None = None
+    ) -> int:
+        """Take the tokens of one step in order and return how many were taken; fewer than given
+        means finished.
+
+        Raises RequestError where the request's grammar is beyond its parser's limits.
+        """
+        taken = 0
+        for token in tokens:
+            self._take(token)
+            taken += 1
+            if self.finish_reason is not None:
+                break
+        if self._log_probs is not None and log_probs is not None:
+            self._log_probs += log_probs[:taken]
+            self._cum_log_prob = sum(log_probs[:taken], self._cum_log_prob)
+        if self._extras is not None:
+            self._extras.add(tokens[:taken], extras)
+        guide = self.sequence.sampling.guide
+        if guide is not None and guide.failure is not None:
+            raise RequestError(
+                ErrorCode.INTERNAL,
+                f"the grammar could not be followed any further: {guide.failure}",
+            )
+        return taken
+
+    def speculated(self, proposal: Proposal, accepted: int) -> None:
+        """Count a verified proposal of which so many tokens were committed."""
+        proposed, before = self.drafts.get(proposal.draft, (0, 0))
+        self.drafts[proposal.draft] = proposed + len(proposal), before + accepted
+
+    @property
+    def drafted(self) -> int:
+        """Tokens proposed so far."""
+        return sum(proposed for proposed, _ in self.drafts.values())
+
+    @property
+    def accepted(self) -> int:
+        """Proposed tokens accepted so far."""
+        return sum(accepted for _, accepted in self.drafts.values())
+
+    def take(self) -> Delta:
+        """Return (and forget) what is safe to send now; everything once finished."""
+        text, log_probs, tokens = self._take_text(), self._log_probs, self._tokens
+        if log_probs is None and tokens is None and self._extras is None:
+            return Delta(text)
+        extras = None
+        if (
+            text or tokens or self.finish_reason is not None
+        ):  # else there will be no reply to carry them
+            self._log_probs = None if log_probs is None else []
+            self._tokens = None if tokens is None else []
+            extras = self._extras.take() if self._extras else None
+        return Delta(
+            text, log_probs, None if log_probs is None else self._cum_log_prob, tokens, extras
+        )
+
+    def _take_text(self) -> str:
+        keep = (
+            0
+            if self.finish_reason is not None
+            else _longest_prefix_at_end(self._held[self._searched :], self._stop_words)
+        )
+        cut = len(self._held) - keep
+        text, self._held = self._held[:cut], self._held[cut:]
+        self._searched = max(0, self._searched - cut)
+        return text
+
+    def usage(self) -> Usage:
+        """Return the token counts so far."""
+        arrived_s, sequence = self.arrived_s, self.sequence
+        times_s = tuple(
+            arrived_s if at is None else at
+            for at in (arrived_s, self.admitted_s, self.first_commit_s, self.last_commit_s)
+        )
+        counts = (sequence.prompt_tokens, self.output_tokens, self.drafted, self.accepted)
+        blocks = (sequence.new_blocks, sequence.reused_blocks)
+        seed = None if sequence.sampling.greedy else sequence.sampling.seed
+        return Usage(*counts, times_s, *blocks, dict(self.drafts), seed)
+
+    def _take(self, token: int) -> None:
+        self.sequence.tokens.append(token)
+        self.output_tokens += 1
+        if self._tokens is not None:
+            self._tokens.append(token)
+        if token in self._end_ids:
+            self._end(FinishReason.END_ID)
+            return
+        if self._tokens is None:
+            self._held += self._decoder.push(token)
+        if self._cut_at_stop_word() or self._ends_in_stop_ids():
+            return
+        if self.remaining == 0:
+            self._end(FinishReason.LENGTH)
+
+    def _end(self, reason: FinishReason) -> None:
+        """Finish; the decoder's held-back bytes may still complete a stop word."""
+        self._held += self._decoder.finish()
+        if not self._cut_at_stop_word():
+            self.finish_reason = reason
+
+    def _ends_in_stop_ids(self) -> bool:
+        tokens = self.sequence.tokens
+        for word in self.request.stop_word_ids:
+            if len(word) <= self.output_tokens and tokens[-len(word) :] == list(word):
+                self.finish_reason = FinishReason.STOP_WORDS
+                return True
+        return False
+
+    def _cut_at_stop_word(self) -> bool:
+        if not self._stop_words:
+            return False
+        found = [
+            at
+            for at in (self._held.find(word, self._searched) for word in self._stop_words)
+            if at >= 0
+        ]
+        if not found:
+            self._searched = max(self._searched, len(self._held) - self._longest_stop_word + 1)
+            return False
+        self._held = self._held[: min(found)]
+        self.finish_reason = FinishReason.STOP_WORDS
+        return True
+
+
+def _longest_prefix_at_end(text: str, words: tuple[str, ...]) -> int:
+    """Return the length of the longest end of ``text`` that begins one of ``words`` without
+    completing it.
+    """
+    longest = max((len(word) for word in words), default=1) - 1
+    for size in range(min(longest, len(text)), 0, -1):
+        if any(word.startswith(text[-size:]) for word in words):
+            return size
+    return 0

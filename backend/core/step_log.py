@@ -1,0 +1,152 @@
+"""What one step did, row by row, until it becomes the policy's ``Outcome`` and the metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import numpy as np
+
+from backend.sequence import Proposal
+from policy import NO_DRAFT, Outcome, Ran
+
+
+@dataclass(slots=True)
+class StepLog:
+    """A step in the making. ``rows`` are (request, draft, length, accepted, emitted, scored,
+    verified, followed) as in ``Outcome``, ``nodes`` (draft, confidence, drawn, held) of it;
+    ``free`` (request, draft, accepted, scored) what a draft would have had accepted where it was
+    not chosen; ``piece_tokens`` how contexts were cut; ``parts_s`` wall times by part (``planning``
+    and ``learning`` from the step before, belong to ``overhead``). Of a flight that ran ``beside``
+    another, ``waited_s`` is how long its turns were in flight and did not run, and the step is
+    counted from ``since_s`` on, when the flight before it landed. ``ran`` as in ``Outcome``.
+    """
+
+    drafts: tuple[str, ...]
+    batch_size: int = 0
+    decoding: int = 0
+    prefill_tokens: int = 0
+    parts_s: dict[str, float] = field(default_factory=dict)
+    rows: list[tuple[int, ...]] = field(default_factory=list)
+    free: list[tuple[int, int, int, int]] = field(default_factory=list)
+    nodes: list[tuple[int, float, bool, bool]] = field(default_factory=list)
+    piece_tokens: int = 0
+    control: list[bool] = field(default_factory=list)
+    finished: list[int] = field(default_factory=list)
+    beside: bool = False
+    ran: Ran | None = None
+    waited_s: float = 0.0
+    since_s: float = 0.0
+    started_s: float = field(default_factory=perf_counter)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Add the wall time of the block to ``parts_s[name]``."""
+        started = perf_counter()
+        try:
+            yield
+        finally:
+            self.parts_s[name] = self.parts_s.get(name, 0.0) + perf_counter() - started
+
+    def overlapped(self, flown_s: float, ran_s: float, since_s: float) -> None:
+        """Note that the target was given the turns ``flown_s`` ago and ran them for ``ran_s``
+        beside other work.
+        """
+        self.parts_s["verify"] = self.parts_s.get("verify", 0.0) + ran_s
+        self.waited_s, self.since_s = flown_s - ran_s, since_s
+
+    def record(
+        self,
+        request: int,
+        drafted: Proposal | None,
+        verified: int,
+        emitted: Seq[int],
+        *,
+        drawn: bool,
+    ) -> None:
+        """Note a decoding row: the tokens committed for it (``drawn``: sampled), and of what was
+        drafted for it how many nodes were verified.
+
+        The tokens tell of nodes that were not verified, too: of the path, as far as it is known,
+        and of each node whose parent was verified. (Of others only failures are ever seen.) Of what
+        is behind an end of the text nothing is known.
+        """
+        if drafted is None:
+            self.rows.append((request, NO_DRAFT, 0, 0, len(emitted), 0, 0, 0))
+            return
+        draft, path, length = (
+            self.drafts.index(drafted.draft),
+            drafted.followed(emitted),
+            drafted.depth,
+        )
+        scored, followed = min(len(emitted), length), sum(node < verified for node in path)
+        row = (request, draft, length, len(path), len(emitted), scored, verified, followed)
+        self.rows.append(row)
+        held, unknown = set(path), set(path[-1:] if len(path) == len(emitted) else [])
+        for node, parent in enumerate(drafted.parents):
+            if parent in unknown:
+                unknown.add(node)
+            elif parent < verified:
+                self.nodes.append((draft, drafted.confidence[node], drawn, node in held))
+
+    def record_free(self, request: int, proposal: Proposal, emitted: list[int]) -> None:
+        """Note how an unused proposal would have fared against the tokens that were emitted
+        instead.
+        """
+        scored, accepted = min(proposal.depth, len(emitted)), len(proposal.followed(emitted))
+        self.free.append((request, self.drafts.index(proposal.draft), accepted, scored))
+
+    def record_scored(self, request: int, chains: Iterable[tuple[str, int, int]]) -> None:
+        """Note (draft, accepted, length) of chains that a draft would have made of tokens emitted
+        without it.
+        """
+        self.free += [
+            (request, self.drafts.index(draft), accepted, length)
+            for draft, accepted, length in chains
+        ]
+
+    def outcome(self) -> Outcome:
+        """Return the step as the policy learns it; call it last, it closes the clock."""
+        now_s = perf_counter()
+        engines_s = sum(
+            seconds
+            for part, seconds in self.parts_s.items()
+            if part not in ("planning", "learning")
+        )
+        columns = np.array(self.rows, np.int64).reshape(-1, 8).T
+        request, draft, length, accepted, emitted, scored, verified, followed = columns
+        free = np.array(self.free, np.int64).reshape(-1, 4).T
+        node_draft, confidence, drawn, held = (
+            zip(*self.nodes, strict=True) if self.nodes else ((),) * 4
+        )
+        return Outcome(
+            request=request,
+            draft=draft,
+            length=length,
+            accepted=accepted,
+            emitted=emitted,
+            scored=scored,
+            verified=verified,
+            followed=followed,
+            measured_s=now_s - max(self.started_s, self.since_s),
+            parts_s={
+                **self.parts_s,
+                "overhead": max(0.0, now_s - self.started_s - engines_s - self.waited_s),
+            },
+            prefill_tokens=self.prefill_tokens,
+            free_request=free[0],
+            free_draft=free[1],
+            free_accepted=free[2],
+            free_scored=free[3],
+            finished=np.array(self.finished, np.int64),
+            flight=np.zeros(len(length), np.int64) if self.beside else None,
+            piece_tokens=self.piece_tokens,
+            ran=self.ran,
+            node_draft=np.array(node_draft, np.int64),
+            node_confidence=np.array(confidence, np.float64),
+            node_drawn=np.array(drawn, np.bool_),
+            node_held=np.array(held, np.bool_),
+        )

@@ -1,0 +1,155 @@
+"""Whether a deployment fits into memory: planned from its configuration before anything is loaded,
+and refused with the numbers if not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+
+from backend.config import ConfigError, EngineConfig, ServingConfig
+from backend.engines.port import Footprint
+
+PROCESS_BYTES = 400 << 20
+"""What the process takes beside its engines: Python, torch's libraries, the tokenizer, the
+requests.
+"""
+
+
+def plan(config: ServingConfig, folders: Mapping[str, Path]) -> dict[str, Footprint]:
+    """Return the footprints of the engines that run a model (``folders``: their checkpoints by
+    name). Raises CheckpointError.
+    """
+    from backend.engines.torch.counterfactual import (
+        SCORED_ROWS,  # imports torch, as the engines will
+    )
+    from backend.engines.torch.footprint import footprint
+
+    limits, k_max = config.limits, config.policy.k_max
+    footprints = {}
+    for engine in (config.target, *config.drafts):
+        if engine.name in folders:
+            verified = k_max if engine is config.target else 0
+            rows = limits.max_active_requests * (1 + verified)
+            padded = (
+                limits.max_active_requests * limits.max_context_tokens
+                if engine.attention == "padded"
+                else 0
+            )
+            if engine.attention == "graphs":  # sizes are powers of two
+                padded = prod(
+                    1 << (most - 1).bit_length()
+                    for most in (limits.max_active_requests, limits.max_context_tokens)
+                )
+            footprints[engine.name] = footprint(
+                folders[engine.name],
+                engine.dtype,
+                engine.device,
+                kv_tokens=limits.kv_cache_tokens,
+                rows=rows + limits.prefill_chunk_tokens,
+                logit_rows=rows if engine is config.target else rows + SCORED_ROWS,
+                law_rows=0 if engine is config.target else limits.max_active_requests * k_max,
+                kept_rows=limits.prefill_chunk_tokens if engine is config.target else 0,
+                kept_bytes=limits.max_logits_bytes,
+                padded_tokens=padded,
+                padded_queries=1 + verified if padded else 0,
+            )
+    return footprints
+
+
+def process_bytes(config: ServingConfig) -> int:
+    """Return what the process takes beside its engines, with the logits that requests keep until
+    they are sent, and their copy then.
+    """
+    return PROCESS_BYTES + 2 * config.limits.max_logits_bytes
+
+
+def check(
+    footprints: Mapping[str, Footprint],
+    available: Mapping[str, int],
+    process_bytes: int = PROCESS_BYTES,
+) -> str:
+    """Return the plan in a line; ``available`` is the bytes on each device, ``process_bytes`` the
+    host's share beside the engines.
+
+    Raises ConfigError with every number where they are too few.
+    """
+    lines = []
+    for device, free in available.items():
+        parts = {
+            name: footprint for name, footprint in footprints.items() if footprint.device == device
+        }
+        process = process_bytes if device == "cpu" else 0
+        needed = process + sum(footprint.total for footprint in parts.values())
+        numbers = [
+            f"{name} {_gib(f.weights)} weights + {_gib(f.kv)} KV + {_gib(f.passes)} passes"
+            for name, f in parts.items()
+        ]
+        line = (
+            f"{device} has {_gib(free)} GiB and {_gib(needed)} are needed "
+            f"({', '.join(numbers)}, process {_gib(process)})"
+        )
+        if needed > free:
+            raise ConfigError(
+                f"not enough memory: {line}; lower limits.kv_cache_tokens (KV), "
+                f"limits.max_active_requests or policy.k_max (passes), "
+                "or leave out a draft"
+            )
+        lines.append(line)
+    return "memory: " + "; ".join(lines)
+
+
+def available_bytes(engine: EngineConfig) -> int:
+    """Return the memory that is free for an engine on its device."""
+    if engine.device == "cpu":
+        return host_bytes()
+    from backend.engines.torch.footprint import free_bytes
+
+    return free_bytes(engine.device)
+
+
+def host_bytes(root: Path = Path("/")) -> int:
+    """Return what Linux can still give this process: what the machine has, or what the tightest
+    control group (v1 or v2) leaves.
+    """
+    meminfo = dict(
+        line.split(":") for line in (root / "proc/meminfo").read_text("utf-8").splitlines()
+    )
+    return min([int(meminfo["MemAvailable"].split()[0]) << 10, *_left_by_groups(root)])
+
+
+def _left_by_groups(root: Path) -> Iterator[int]:
+    """Yield what each control group above this process leaves: its limit less what it uses, file
+    pages that can be dropped apart.
+    """
+    mounted = root / "sys/fs/cgroup"
+    for line in (root / "proc/self/cgroup").read_text("utf-8").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            names, top = (
+                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+                mounted / "memory",
+            )
+        elif not controllers:
+            names, top = ("memory.max", "memory.current", "inactive_file"), mounted
+        else:
+            continue
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(top) and (folder / names[0]).exists():
+                limit = (folder / names[0]).read_text("utf-8").strip()
+                stat = dict(
+                    item.split()
+                    for item in (folder / "memory.stat").read_text("utf-8").splitlines()
+                )
+                if limit != "max":
+                    yield (
+                        int(limit)
+                        - int((folder / names[1]).read_text("utf-8"))
+                        + int(stat.get(names[2], 0))
+                    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f}"

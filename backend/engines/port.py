@@ -1,0 +1,186 @@
+"""The seam between the loop and the engines: one completion-based port for targets and drafts
+alike.
+
+A *turn* tells an engine to bring its KV cache up to ``tokens[:end]`` of a sequence, to verify a
+proposal behind them and to run freely for ``run`` tokens. A prefill chunk is a turn with ``run =
+0``, plain decoding has ``run = 1``, a draft proposes by ``run = k`` with ``nodes``. The target
+draws every token by itself; of a proposal it follows what it has drawn. Asynchronous engines
+(TensorRT-LLM's Executor) complete turns in any order; a step engine completes a whole submission at
+the next ``poll``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from backend.sequence import Proposal, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One sequence's share of a submission (see the module docstring).
+
+    ``end <= len(sequence.tokens)``; with ``run > 0`` or a proposal, ``end ==
+    len(sequence.tokens)``. ``nodes`` above 0 asks a draft for a ``Completion.proposal`` of at most
+    so many nodes, no path of it longer than ``run``; a model makes it of ``run`` forward passes.
+    ``streamed`` asks for the tokens of a free run as they come (``Completion.partial``), which
+    asynchronous engines may heed. ``piece_tokens`` above 0 has an engine that pads cut the context
+    into pieces of so many tokens, whole blocks.
+    """
+
+    sequence: Sequence
+    end: int
+    run: int = 1
+    proposal: Proposal | None = None
+    nodes: int = 0
+    piece_tokens: int = 0
+    streamed: bool = False
+
+
+@dataclass(slots=True)
+class Extras:
+    """What few requests ask for. ``top[i]``: the most likely (token, log-probability), best first,
+    at the place of emitted token i.
+
+    ``logits`` [tokens, vocab] (float32) are the model's own, without any option, behind which the
+    emitted tokens were drawn; ``context_logits`` [rows, vocab] those behind the tokens of the text
+    from number ``context_first`` on that the turn has run.
+    """
+
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    logits: npt.NDArray[np.float32] | None = None
+    context_first: int = 0
+    context_logits: npt.NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a turn came to: ``tokens`` = accepted proposal tokens, then the freely run ones;
+    ``accepted`` counts the former. An engine may stop behind an end token of the sequence.
+
+    ``proposal`` is what a draft was asked for (``Turn.nodes``); then there are no ``tokens``.
+    ``log_probs`` holds the natural logarithm of each token's probability where the sequence asks
+    for it: of the model's law with the request's options and temperature, before top-k and top-p.
+    ``scored`` tells of a draft that catches up on tokens emitted without it what it would have had
+    accepted of them: (accepted, length) of the chains that it would have made, oldest first (as
+    many tokens as the engine finds cheap). ``error`` is set, and everything else void, when this
+    turn alone failed. ``partial``: the turn goes on, and has these tokens so far beyond those of
+    the partial completions before; the last one has what is left.
+    """
+
+    sequence_id: int
+    tokens: list[int]
+    accepted: int = 0
+    proposal: Proposal | None = None
+    log_probs: list[float] | None = None
+    scored: list[tuple[int, int]] = field(default_factory=list)
+    error: str | None = None
+    extras: Extras | None = None
+    partial: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What an engine can do. ``kv_blocks`` is the size of its block pool (0 = it keeps no KV);
+    tokens are counted, not bytes.
+
+    ``free`` says that proposing costs next to nothing (lookup), so that the loop scores it on every
+    step, chosen or not; ``tree`` that it verifies trees; as a draft, ``scores`` that it scores what
+    it catches up on (``Completion.scored``). ``pads``: verified rows are padded to the longest
+    context, or cut (``Turn.piece_tokens``). ``overlaps``: while one thread is in ``poll``, another
+    may ask about, and cancel, sequences that have no turn in flight. ``asynchronous``: turns run in
+    one in-flight batch and complete each in its time, not all with the next ``poll``.
+    """
+
+    vocab_size: int
+    max_context_tokens: int
+    max_draft_tokens: int
+    max_run_tokens: int
+    kv_blocks: int
+    free: bool = False
+    tree: bool = False
+    scores: bool = False
+    pads: bool = False
+    overlaps: bool = False
+    asynchronous: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of one engine on ``device``: its weights, its KV pool, and what its largest pass takes
+    besides.
+    """
+
+    device: str
+    weights: int
+    kv: int
+    passes: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.kv + self.passes
+
+
+class Engine(Protocol):
+    """A target or a draft. Every engine rolls back what was rejected and catches up lazily on
+    tokens that it has not seen.
+
+    An exception from ``submit`` or ``poll`` voids all turns in flight: none of them completes, and
+    each may be submitted again, with the outcome that it would have had. A turn that is wrong in
+    itself completes with ``Completion.error`` instead and harms no other.
+    """
+
+    name: str
+    limits: EngineLimits
+
+    def submit(self, turns: Seq[Turn]) -> None:
+        """Queue turns; at most one per sequence may be in flight."""
+        ...
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """Return completed turns, waiting up to ``timeout_s`` for the first; empty when nothing is
+        in flight.
+        """
+        ...
+
+    def cancel(self, sequence_ids: Iterable[int]) -> None:
+        """Forget sequences (finished or cancelled): their turns complete no more and their KV is
+        free at return.
+        """
+        ...
+
+    def unseen(self, sequence: Sequence) -> int:
+        """Return how many committed tokens a turn of this sequence would first have to catch up
+        on.
+        """
+        ...
+
+    def available(self, sequence: Sequence, length: int) -> int:
+        """Return how many tokens, at most ``length``, this engine could propose for the sequence
+        now (lookup: the match it found).
+        """
+        ...
+
+    def close(self) -> None:
+        """Release memory and processes."""
+        ...
+
+
+@runtime_checkable
+class StreamsBeside(Protocol):
+    """What an engine that ``overlaps`` has besides where its work is queued on a device."""
+
+    def side_stream(self) -> Callable[[], AbstractContextManager[None]] | None:
+        """Return a new queue beside the other engines', None on the host. Called, it gives what
+        ``submit`` and ``poll`` run under, in whatever thread: their work is queued there, behind
+        what the caller had queued at the call, and has run when it ends.
+        """
+        ...

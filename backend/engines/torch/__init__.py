@@ -1,0 +1,1 @@
+"""The readable reference engine: one Llama forward on torch, CPU and CUDA."""

@@ -1,0 +1,303 @@
+"""Read a Hugging Face folder (config.json and safetensors) of a Llama-family model, refusing what
+the lean forward would get wrong.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from backend.storage.manifest import ARCHITECTURES, FAMILIES
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float32,
+    "int8": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+"""What activations and KV are held in, by ``dtype``."""
+ROUNDED = ("fp16", "int8")
+"""The dtypes that only matrices are rounded to (``backend.engines.torch.fp16``,
+``backend.engines.torch.int8``).
+"""
+MOST_FP16 = torch.finfo(torch.float16).max
+ROPE_TYPES = ("default", "linear", "llama3")
+
+
+class CheckpointError(ValueError):
+    """A model folder that cannot be served; the message names the file, tensor or setting."""
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaConfig:
+    """The shape of a model. ``draft_vocab_size`` S > 0: the head has S rows, for the tokens that
+    ``lm_head.token_ids`` [S] names.
+
+    ``rope`` holds ``rope_type`` and its parameters in the names of transformers'
+    ``rope_parameters``.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default"})
+    max_position_embeddings: int = 2048
+    tied: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    draft_vocab_size: int = 0
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor that a checkpoint of this model must hold, by its
+        Hugging Face name.
+        """
+        hidden, ffn, head = self.hidden_size, self.intermediate_size, self.head_dim
+        widths = {
+            "q_proj": self.num_heads * head,
+            "k_proj": self.num_kv_heads * head,
+            "v_proj": self.num_kv_heads * head,
+        }
+        shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (self.vocab_size, hidden),
+            "model.norm.weight": (hidden,),
+        }
+        if self.draft_vocab_size:
+            shapes |= {
+                "lm_head.weight": (self.draft_vocab_size, hidden),
+                "lm_head.token_ids": (self.draft_vocab_size,),
+            }
+        elif not self.tied:
+            shapes["lm_head.weight"] = (self.vocab_size, hidden)
+        for index in range(self.num_layers):
+            at = f"model.layers.{index}."
+            shapes |= {
+                at + "input_layernorm.weight": (hidden,),
+                at + "post_attention_layernorm.weight": (hidden,),
+            }
+            for name, width in widths.items():
+                shapes[f"{at}self_attn.{name}.weight"] = (width, hidden)
+                if self.qkv_bias:
+                    shapes[f"{at}self_attn.{name}.bias"] = (width,)
+            shapes[at + "self_attn.o_proj.weight"] = (hidden, self.num_heads * head)
+            if self.output_bias:
+                shapes[at + "self_attn.o_proj.bias"] = (hidden,)
+            shapes |= {
+                at + "mlp.gate_proj.weight": (ffn, hidden),
+                at + "mlp.up_proj.weight": (ffn, hidden),
+            }
+            shapes[at + "mlp.down_proj.weight"] = (hidden, ffn)
+        return shapes
+
+
+Weights = dict[str, torch.Tensor]
+
+
+def load(
+    folder: str | Path, dtype: str = "bf16", device: str = "cpu"
+) -> tuple[LlamaConfig, Weights]:
+    """Return the configuration and the weights, by Hugging Face name, in ``dtype`` (one of
+    ``DTYPES``) on ``device``.
+
+    Of ``fp16`` the matrices are in that already, so that memory never holds them in fp32. Raises
+    CheckpointError for a missing or damaged file, another architecture, or tensors that are
+    missing, unexpected, mis-shaped or beyond what fp16 holds.
+    """
+    if dtype not in DTYPES:
+        raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    folder = Path(folder)
+    config = read_config(folder)
+    weights: Weights = {}
+    for file in _weight_files(folder):
+        for name, tensor in _read_tensors(file).items():
+            if name in weights:
+                raise CheckpointError(f"{file}: tensor {name} is in two files")
+            weights[name] = tensor
+    if config.tied and not config.draft_vocab_size:
+        weights.pop("lm_head.weight", None)  # some writers store the tied head again
+    check_weights(config, weights, str(folder))
+    return config, {name: _convert(name, tensor, dtype, device) for name, tensor in weights.items()}
+
+
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a tensor multiplies rows, which a dtype of ``ROUNDED`` rounds: the embedding
+    is looked up.
+    """
+    return len(shape) == 2 and name != "model.embed_tokens.weight"
+
+
+def read_config(folder: Path) -> LlamaConfig:
+    """Return the configuration in a folder. Raises CheckpointError when it is missing, damaged or
+    not supported.
+    """
+    path = folder / "config.json"
+    return parse_config(_read_json(path), str(path))
+
+
+def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> LlamaConfig:
+    """Turn a decoded ``config.json`` (of transformers 4 or 5) into a LlamaConfig; CheckpointError
+    names what is not supported.
+    """
+    architecture = (raw.get("architectures") or ["none"])[0]
+    if architecture not in ARCHITECTURES:
+        text = f"{where}: architecture {architecture} is not supported"
+        raise CheckpointError(f"{text}; supported: {FAMILIES}")
+    qwen2 = architecture == "Qwen2ForCausalLM"
+    windowed = (
+        bool(raw.get("use_sliding_window")) if qwen2 else raw.get("sliding_window") is not None
+    )
+    for refused, setting in (
+        (windowed, "sliding_window"),
+        (raw.get("mlp_bias"), "mlp_bias"),
+        (raw.get("quantization_config"), "quantization_config"),
+    ):
+        if refused:
+            text = f"{where}: {setting} is not supported, got {raw.get(setting)!r}"
+            raise CheckpointError(f"{text}; supported: {FAMILIES}")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(f"{where}: hidden_act must be 'silu', got {raw['hidden_act']!r}")
+    rope = _rope(raw, where)
+    try:
+        config = LlamaConfig(
+            vocab_size=raw["vocab_size"],
+            hidden_size=raw["hidden_size"],
+            intermediate_size=raw["intermediate_size"],
+            num_layers=raw["num_hidden_layers"],
+            num_heads=raw["num_attention_heads"],
+            num_kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
+            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+            rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10000.0))),
+            rope=rope,
+            max_position_embeddings=raw.get("max_position_embeddings", 2048),
+            tied=raw.get("tie_word_embeddings", False),
+            qkv_bias=qwen2 or raw.get("attention_bias", False),
+            output_bias=not qwen2 and raw.get("attention_bias", False),
+            draft_vocab_size=raw.get("draft_vocab_size", 0),
+        )
+    except KeyError as error:
+        raise CheckpointError(f"{where}: {error.args[0]} is missing") from None
+    if config.num_heads % config.num_kv_heads:
+        raise CheckpointError(
+            f"{where}: num_attention_heads {config.num_heads} is no multiple of "
+            f"num_key_value_heads {config.num_kv_heads}"
+        )
+    return config
+
+
+def check_weights(
+    config: LlamaConfig, weights: Mapping[str, torch.Tensor], where: str = "weights"
+) -> None:
+    """Raise CheckpointError unless the tensors are exactly those of ``config.shapes()`` and the
+    head's token ids are of the vocabulary.
+    """
+    expected = config.shapes()
+    unexpected = sorted(name for name in weights if name not in expected)
+    if unexpected:
+        raise CheckpointError(
+            f"{where}: unexpected tensor {unexpected[0]} ({len(unexpected)} in all)"
+        )
+    for name, shape in expected.items():
+        if name not in weights:
+            raise CheckpointError(f"{where}: tensor {name} is missing")
+        if tuple(weights[name].shape) != shape:
+            raise CheckpointError(
+                f"{where}: tensor {name} must have shape {list(shape)}, got "
+                f"{list(weights[name].shape)}"
+            )
+    if config.draft_vocab_size:
+        ids = weights["lm_head.token_ids"]
+        if (
+            int(ids.min()) < 0
+            or int(ids.max()) >= config.vocab_size
+            or len(set(ids.tolist())) != len(ids)
+        ):
+            raise CheckpointError(
+                f"{where}: lm_head.token_ids must be different ids below {config.vocab_size}"
+            )
+
+
+def _rope(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the rope settings of ``rope_parameters`` (transformers 5) or of ``rope_scaling``
+    (before).
+    """
+    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
+    if rope["rope_type"] not in ROPE_TYPES:
+        raise CheckpointError(
+            f"{where}: rope_type must be one of {', '.join(ROPE_TYPES)}, got {rope['rope_type']!r}"
+        )
+    needed = {
+        "linear": ("factor",),
+        "llama3": (
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
+        ),
+    }
+    for name in needed.get(rope["rope_type"], ()):
+        if name not in rope:
+            raise CheckpointError(f"{where}: rope_type {rope['rope_type']!r} needs {name}")
+    return rope
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return [folder / "model.safetensors"]
+    weight_map = _read_json(index).get("weight_map")
+    if not weight_map:
+        raise CheckpointError(f"{index}: weight_map is missing or empty")
+    return [folder / name for name in sorted(set(weight_map.values()))]
+
+
+def _read_tensors(path: Path) -> Weights:
+    if not path.exists():
+        raise CheckpointError(f"cannot read {path}: no such file")
+    from safetensors import (  # not wanted by engines of weights that are in memory
+        SafetensorError,
+        safe_open,
+    )
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {
+                name: file.get_tensor(name)
+                for name in file.keys()  # noqa: SIM118
+                if not name.endswith("rotary_emb.inv_freq")
+            }
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+
+
+def _convert(name: str, tensor: torch.Tensor, dtype: str, device: str) -> torch.Tensor:
+    if not tensor.is_floating_point():
+        return tensor.to(device, torch.int64)
+    if dtype != "fp16" or not is_matrix(name, tensor.shape):
+        return tensor.to(device, DTYPES[dtype])
+    if not (greatest := float(tensor.abs().max())) <= MOST_FP16:
+        raise CheckpointError(
+            f"tensor {name}: dtype fp16 holds up to {MOST_FP16:.0f}, got {greatest}"
+        )
+    return tensor.to(device, torch.float16)

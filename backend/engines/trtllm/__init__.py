@@ -1,0 +1,1 @@
+"""TensorRT-LLM's executor: written against recorded signatures, run on a fake only."""

@@ -1,0 +1,420 @@
+"""TensorRT-LLM 1.2.1's Executor behind the engine port, as a target or as a draft. Run so far on a
+fake of the bindings only.
+
+Each turn is a request of its own: the text so far as its prompt, whose KV the executor finds again
+by content, and behind it a draft to verify (which ends the request) or tokens to run. Turns
+complete in any order. What a turn means to the executor and back is in
+``backend.engines.trtllm.requests``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from time import monotonic
+from typing import Any
+
+from backend.engines.port import Completion, EngineLimits, Turn
+from backend.engines.seen import Seen
+from backend.engines.trtllm.folder import EngineFolder
+from backend.engines.trtllm.requests import Ask, Requests, TurnError, completion
+from backend.sequence import BLOCK_TOKENS, Proposal, Sequence
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 5.0
+"""How long the executor may take to answer a request that it was told to cancel or whose time is
+up.
+"""
+
+STATS_INTERVAL_S = 0.25
+
+ITERATIONS_IN_FLIGHT = 2
+"""The text in flight is at most what so many iterations take. Chosen with
+``bench.micro.token_budget``.
+"""
+
+
+class EngineDiedError(RuntimeError):
+    """The executor is gone (a rank crashed, or it answers nothing): every turn in flight is
+    void.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorSettings:
+    """How an executor is created. ``gpus`` are device ids, one a rank; ``orchestrated`` runs the
+    ranks in processes of their own (MPI).
+
+    ``kv_fraction`` is of the memory that is free when it is created
+    (``backend.engines.trtllm.memory``). An executor's death ends its process: a target's that of
+    the loop, which is started anew with everything in it, a draft's its own
+    (``backend.engines.apart``).
+    """
+
+    gpus: tuple[int, ...] = (0,)
+    kv_fraction: float = 0.9
+    orchestrated: bool = False
+    worker: str = ""
+    turn_timeout_s: float = 30.0
+
+
+@dataclass(slots=True)
+class _Flight:
+    asked: Ask
+    since_s: float
+    tokens: list[int]
+    told: int = 0  # of the tokens
+    cancelled: bool = False
+
+
+class TrtllmEngine:
+    """One Executor, with room for ``kv_blocks`` of KV (None: enough).
+
+    Its iterations have a budget, against which all texts in flight count whole, though most of each
+    is found in the KV cache: past it turns wait for each other. So ``limits.kv_blocks`` are never
+    more than two iterations take, and the ledger holds back who would be too many: while one half
+    is verified, the other is drafted for.
+
+    ``count(name, amount, **labels)`` gets the metrics, ``limits.max_draft_tokens`` is the engine's
+    ``max_draft_len``.
+
+    It verifies chains. Its decoder draws by numbers of its own, which a turn seeds with the
+    request's seed and the place where it begins: every plan is lossless, but where a text is cut
+    into turns decides which text is drawn. As a draft it proposes a chain of its likeliest tokens.
+
+    Prompts are not run in chunks: a prefill chunk without tokens to run completes at once and costs
+    nothing; the turn that ends the prompt runs all of it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        engine: EngineFolder,
+        settings: ExecutorSettings,
+        *,
+        max_context_tokens: int,
+        kv_blocks: int | None = None,
+        bindings: Any = None,
+        count: Callable[..., None] | None = None,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self.name = name
+        most = engine.max_draft_len if engine.verifies_drafts else engine.max_seq_len
+        context = min(max_context_tokens, engine.max_context_tokens)
+        budget_blocks = ITERATIONS_IN_FLIGHT * engine.max_num_tokens // BLOCK_TOKENS
+        blocks = budget_blocks if kv_blocks is None else min(kv_blocks, budget_blocks)
+        self.limits = EngineLimits(
+            engine.vocab_size, context, most, engine.max_seq_len, blocks, asynchronous=True
+        )
+        self._engine, self._settings, self._count, self._clock = (
+            engine,
+            settings,
+            count or _uncounted,
+            clock,
+        )
+        self._trtllm = bindings or load_bindings()
+        self._requests = Requests(self._trtllm, engine, settings.turn_timeout_s)
+        self._tally: Counter[tuple[str, str]] = Counter()  # (metric, event) since the last report
+        self._waiting: deque[Turn] = deque()
+        self._flights: dict[int, _Flight] = {}  # by the executor's request id
+        self._done: list[Completion] = []
+        self._seen = Seen()
+        self._stats_s = clock()
+        self._executor: Any = self._create()
+
+    # -- the port
+
+    def submit(self, turns: Seq[Turn]) -> None:
+        """Queue turns. Raises EngineDiedError."""
+        for turn in turns:
+            if turn.run == 0 and turn.proposal is None:
+                self._seen.ran(turn.sequence.id, turn.end, [])
+                self._done.append(Completion(turn.sequence.id, []))
+            else:
+                self._waiting.append(turn)
+        self._call(self._enqueue)
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """Return completed turns, waiting for the first unless some are complete already. Raises
+        EngineDiedError.
+        """
+        if not self._done and (self._flights or self._waiting):
+            self._call(self._enqueue)
+            deadline_s = self._clock() + timeout_s
+            while self._flights and not self._done:
+                self._call(self._await, max(0.0, deadline_s - self._clock()))
+                self._call(self._time_out)
+                if self._clock() >= deadline_s:
+                    break
+            self._call(self._enqueue)
+        done, self._done = self._done, []
+        self._report()
+        return done
+
+    def cancel(self, sequence_ids: Iterable[int]) -> None:
+        """Forget sequences; an executor that has died meanwhile is noticed by the next turn."""
+        gone = set(sequence_ids)
+        self._waiting = deque(turn for turn in self._waiting if turn.sequence.id not in gone)
+        self._done = [completion for completion in self._done if completion.sequence_id not in gone]
+        for request_id in [
+            i for i, flight in self._flights.items() if flight.asked.turn.sequence.id in gone
+        ]:
+            del self._flights[request_id]
+            try:
+                self._executor.cancel_request(request_id)
+            except Exception:
+                logger.exception("%s: request %d could not be cancelled", self.name, request_id)
+        self._seen.forget(gone)
+
+    def unseen(self, sequence: Sequence) -> int:
+        """Return the committed tokens that were not run in the last turn; the executor may
+        recompute a part of a block besides.
+        """
+        return self._seen.unseen(sequence)
+
+    def available(self, sequence: Sequence, length: int) -> int:
+        """Return how many tokens could be proposed now: none of a dead executor."""
+        if self._executor is None:
+            return 0
+        return max(
+            0,
+            min(
+                length,
+                self.limits.max_draft_tokens,
+                self.limits.max_context_tokens - len(sequence.tokens),
+            ),
+        )
+
+    def close(self) -> None:
+        """End the executor and its ranks."""
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.shutdown()
+
+    # -- the executor
+
+    def _create(self) -> Any:
+        config = executor_config(self._trtllm, self._engine, self._settings)
+        return self._trtllm.Executor(
+            self._engine.folder, self._trtllm.ModelType.DECODER_ONLY, config
+        )
+
+    def _call(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Do some work with the executor; whatever it raises is its death, which voids all
+        turns.
+        """
+        try:
+            if self._executor is None:
+                raise EngineDiedError(f"{self.name} has died before")
+            work(*arguments)
+        except Exception as error:
+            self._flights.clear()
+            self._waiting.clear()
+            self._done.clear()
+            self._seen.clear()
+            if self._executor is not None:
+                self._executor = None
+                self._count("spindle_engine_deaths_total", engine=self.name)
+            raise EngineDiedError(f"the executor of {self.name} failed: {error}") from error
+
+    def _enqueue(self) -> None:
+        """Hand over what waits, all at once: one by one the executor would begin an iteration with
+        the first alone.
+
+        What its queue does not take goes on waiting.
+        """
+        asks = [asked for turn in self._waiting if (asked := self._asked(turn)) is not None]
+        self._waiting.clear()
+        if asks and not self._handed_over(asks):
+            for i, asked in enumerate(asks):
+                if not self._handed_over([asked]):
+                    if not self._flights:
+                        raise EngineDiedError("its queue takes no request")
+                    self._count("spindle_fallback_total", reason="engine_queue_full")
+                    self._waiting.extend(asked.turn for asked in asks[i:])
+                    break
+
+    def _asked(self, turn: Turn) -> Ask | None:
+        """Return a turn's request; None for one that cannot be made, which completes with its
+        error.
+        """
+        try:
+            return self._requests.ask(turn, len(turn.sequence.tokens) - self.unseen(turn.sequence))
+        except (
+            Exception
+        ) as error:  # of the bindings' constructors too: RuntimeError of C++, TypeError of nanobind
+            self._done.append(Completion(turn.sequence.id, [], error=f"{self.name}: {error}"))
+            return None
+
+    def _handed_over(self, asks: list[Ask]) -> bool:
+        """Hand over requests; return whether the executor's queue has taken them."""
+        try:
+            request_ids = self._executor.enqueue_requests([asked.request for asked in asks])
+        except RuntimeError as error:
+            if "queue size" in str(error):
+                return False
+            raise
+        now_s = self._clock()
+        for request_id, asked in zip(request_ids, asks, strict=True):
+            self._flights[request_id] = _Flight(asked, now_s, [])
+            self._tally["spindle_engine_logits_bytes_total", ""] += asked.logits_bytes
+            if asked.cut:
+                self._count("spindle_fallback_total", reason="turn_cut_at_min_tokens")
+        return True
+
+    def _await(self, timeout_s: float) -> None:
+        for response in self._executor.await_responses(timeout=timedelta(seconds=timeout_s)):
+            flight = self._flights.get(response.request_id)
+            if flight is None:
+                continue  # of a sequence that was cancelled
+            if response.has_error():
+                self._end(response.request_id, error=response.error_msg)
+                continue
+            result = response.result
+            flight.tokens += result.output_token_ids[0]
+            if result.is_final:
+                self._take(response.request_id, flight, result)
+            elif flight.tokens[flight.told :]:
+                self._done.append(
+                    Completion(
+                        flight.asked.turn.sequence.id, flight.tokens[flight.told :], partial=True
+                    )
+                )
+                flight.told = len(flight.tokens)
+
+    def _take(self, request_id: int, flight: _Flight, result: Any) -> None:
+        reason, reasons = result.finish_reasons[0], self._trtllm.FinishReason
+        if flight.cancelled or reason in (reasons.CANCELLED, reasons.TIMED_OUT):
+            self._end(
+                request_id,
+                error=f"the turn has not ended within {self._settings.turn_timeout_s:g} s",
+            )
+            return
+        asked = flight.asked
+        try:
+            done = completion(
+                asked, flight.tokens, result.generation_logits, self.limits.vocab_size
+            )
+        except (TurnError, IndexError, ValueError) as error:
+            self._end(request_id, error=str(error))
+            return
+        del self._flights[request_id]
+        self._requests.over(asked)
+        self._seen.ran(done.sequence_id, asked.turn.end, done.tokens[:-1])
+        if asked.turn.nodes:
+            proposal = Proposal.chain(self.name, done.tokens)
+            done = Completion(done.sequence_id, [], proposal=proposal)
+        self._done.append(replace(done, tokens=done.tokens[flight.told :]) if flight.told else done)
+        self._account(asked, result.request_perf_metrics)
+
+    def _end(self, request_id: int, error: str) -> None:
+        asked = self._flights.pop(request_id).asked
+        self._requests.over(asked)
+        self._done.append(Completion(asked.turn.sequence.id, [], error=f"{self.name}: {error}"))
+
+    def _time_out(self) -> None:
+        """Cancel what takes too long; an executor that does not even answer that is dead."""
+        now = self._clock()
+        for request_id, flight in list(self._flights.items()):
+            late_s = now - flight.since_s - self._settings.turn_timeout_s
+            if late_s > GRACE_S:
+                raise EngineDiedError(
+                    f"request {request_id} was not answered for {now - flight.since_s:.0f} s"
+                )
+            if late_s > 0 and not flight.cancelled:
+                flight.cancelled = True
+                self._count("spindle_fallback_total", reason="engine_timeout")
+                self._executor.cancel_request(request_id)
+
+    # -- metrics
+
+    def _account(self, asked: Ask, metrics: Any) -> None:
+        """Count the blocks of KV found and missed; fewer than the turns before have left is an
+        alarm: it costs whole prefills.
+        """
+        if metrics is None:
+            return
+        kv = metrics.kv_cache_metrics
+        self._tally["spindle_engine_kv_blocks_total", "reused"] += kv.num_reused_blocks
+        self._tally["spindle_engine_kv_blocks_total", "missed"] += kv.num_missed_blocks
+        self._tally["spindle_engine_kv_reuse_failures_total", ""] += (
+            kv.num_reused_blocks < asked.expected_blocks
+        )
+
+    def _report(self) -> None:
+        """Hand over what was counted and, now and then, the executor's iterations: what they ran
+        and how long they took.
+        """
+        for (name, event), amount in self._tally.items():
+            self._count(name, amount, engine=self.name, **({"event": event} if event else {}))
+        self._tally.clear()
+        now = self._clock()
+        if self._executor is None or now - self._stats_s < STATS_INTERVAL_S:
+            return
+        self._stats_s = now
+        try:
+            iterations = self._executor.get_latest_iteration_stats()
+        except RuntimeError:
+            return  # the next turn will notice
+        self._count("spindle_engine_iterations_total", len(iterations), engine=self.name)
+        self._count(
+            "spindle_engine_iteration_seconds_total",
+            sum(i.iter_latency_ms for i in iterations) / 1000,
+            engine=self.name,
+        )
+        batches = [
+            i.inflight_batching_stats for i in iterations if i.inflight_batching_stats is not None
+        ]
+        self._count(
+            "spindle_engine_context_tokens_total",
+            sum(b.num_ctx_tokens for b in batches),
+            engine=self.name,
+        )
+
+
+def executor_config(trtllm: Any, engine: EngineFolder, settings: ExecutorSettings) -> Any:
+    """Return how an engine's executor is to be created."""
+    mode = (
+        trtllm.CommunicationMode.ORCHESTRATOR
+        if settings.orchestrated
+        else trtllm.CommunicationMode.LEADER
+    )
+    orchestrator = (
+        trtllm.OrchestratorConfig(True, settings.worker) if settings.orchestrated else None
+    )
+    return trtllm.ExecutorConfig(
+        1,
+        kv_cache_config=trtllm.KvCacheConfig(
+            enable_block_reuse=True, free_gpu_memory_fraction=settings.kv_fraction
+        ),
+        # Chunks would lose drafts past the token budget, and leave unfinished blocks to be found
+        # where a text is cancelled.
+        enable_chunked_context=False,
+        max_batch_size=engine.max_batch_size,
+        parallel_config=trtllm.ParallelConfig(
+            communication_mode=mode,
+            device_ids=list(settings.gpus),
+            orchestrator_config=orchestrator,
+        ),
+        gather_generation_logits=engine.verifies_drafts,  # for log-probabilities
+    )
+
+
+def _uncounted(name: str, amount: float = 1, **labels: str) -> None:
+    del name, amount, labels
+
+
+def load_bindings() -> Any:
+    """Import the real bindings, which only NVIDIA's container has."""
+    try:
+        import tensorrt_llm.bindings.executor as trtllm
+    except ImportError as error:
+        raise EngineDiedError(
+            f"the engine 'trtllm' needs TensorRT-LLM 1.2.1, which cannot be imported here: {error}"
+        ) from error
+    return trtllm

@@ -1,0 +1,1 @@
+"""Messages between Triton's stubs and the engine process."""

@@ -1,0 +1,472 @@
+"""The engine process's end of the wire: one IO thread, a Unix socket, a tokeniser thread; the loop
+never waits for any of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from backend.admin.explaining import explain_last
+from backend.admin.reloading import reload_drafts
+from backend.app import App
+from backend.config import ConfigError, load_config
+from backend.core.extras import ExtrasFiles
+from backend.core.session import Delta
+from backend.ipc import wire
+from backend.ops.request_trace import RequestTrace
+from backend.ops.stats import Usage
+from backend.request import ErrorCode, FinishReason, GenerationRequest, RequestError
+from backend.tokenizer import convert
+
+logger = logging.getLogger(__name__)
+
+STATS_PERIOD_S = 0.5
+STUCK_LIMIT_S = 120.0
+"""A loop that is in one step for so long hangs."""
+MAX_UNSENT_BYTES = 64 * 1024 * 1024
+"""What a connection may owe before it is closed: a stub that stopped reading must not grow this
+process.
+"""
+
+
+class Connection:
+    """One stub's connection: its unanswered requests and its unsent frames (any thread appends,
+    only the IO thread takes).
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.decoder = wire.Decoder()
+        self.greeted = False
+        self.subscribed = False
+        self.tickets: dict[int, Ticket] = {}
+        self.frames: deque[bytes] = deque()
+        self.unsent = bytearray()
+
+    def flush(self) -> None:
+        """Send what the socket takes (IO thread). Raises OSError when the peer has gone or no
+        longer reads.
+        """
+        while self.frames:
+            self.unsent += self.frames.popleft()
+        if self.unsent:
+            with contextlib.suppress(BlockingIOError):  # the selector says when there is room again
+                del self.unsent[: self.sock.send(self.unsent)]
+        if len(self.unsent) > MAX_UNSENT_BYTES:
+            raise ConnectionResetError(f"the stub left {len(self.unsent)} bytes unread")
+
+
+class Ticket:
+    """A request's ``ReplySink``: it turns replies into frames and lets exactly one final reply
+    through, which also ends its trace.
+    """
+
+    def __init__(
+        self, server: Server, connection: Connection, request_id: int, trace: RequestTrace | None
+    ) -> None:
+        self.cancelled = False
+        self.trace = trace
+        self._server = server
+        self._connection = connection
+        self._id = request_id
+
+    def chunk(self, delta: Delta) -> None:
+        """Send what is new."""
+        self._server.post(
+            self._connection, {"type": "chunk", "id": self._id, **self._server.body(delta)}
+        )
+
+    def final(self, delta: Delta, reason: FinishReason, usage: Usage) -> None:
+        """Send the last reply."""
+        self._close(
+            {
+                "type": "final",
+                **self._server.body(delta),
+                "finish_reason": reason.value,
+                "seed": usage.seed,
+                "num_input_tokens": usage.input_tokens,
+                "num_output_tokens": usage.output_tokens,
+                "draft_tokens": usage.drafted,
+                "accepted_draft_tokens": usage.accepted,
+                "drafts": [[name, *counts] for name, counts in usage.drafts.items()],
+                "times_s": usage.times_s,
+                "kv_blocks": [usage.new_blocks, usage.reused_blocks],
+            }
+        )
+
+    def error(self, code: ErrorCode, message: str) -> None:
+        """Send the error that ends the request."""
+        self._close({"type": "error", "code": code.value, "message": message})
+
+    def _close(self, message: wire.Message) -> None:
+        if self._connection.tickets.pop(self._id, None) is not None:
+            self._server.post(self._connection, {**message, "id": self._id})
+            if self.trace is not None:
+                self._server.ended(self.trace, message)
+
+
+class Server:
+    """Serves the wire until stopped. ``post`` and ``ended`` may be called from any thread, all else
+    runs on the IO thread.
+    """
+
+    def __init__(self, app: App, path: Path, config: Path) -> None:
+        """Serve on a socket at ``path``; ``config`` is the ``serving.json`` that ``reload drafts``
+        reads again.
+        """
+        self._app = app
+        self._path = path
+        self._config = config
+        self._reloading = threading.Lock()
+        self._extras = ExtrasFiles(path.with_suffix(".logits"), app.tokenizer.token_bytes)
+        self._selector = selectors.DefaultSelector()
+        self._waker, self._woken = socket.socketpair()
+        self._wake_sent = False
+        self._dirty: deque[Connection] = deque()
+        self._connections: set[Connection] = set()
+        self._tokenizers = ThreadPoolExecutor(1, "tokenizer")
+        self._started_s = monotonic()
+        self._drain_until_s: float | None = None
+        self._parent = os.getppid()
+
+    def post(self, connection: Connection, message: wire.Message) -> None:
+        """Send a message when the IO thread next runs."""
+        connection.frames.append(wire.encode(message))
+        self._dirty.append(connection)
+        if not self._wake_sent:
+            self._wake_sent = True
+            self._waker.send(b"x")
+
+    def body(self, delta: Delta) -> wire.Message:
+        """Return a delta's part of a message (any thread); log-probabilities, token ids and extras
+        only where they were asked for.
+        """
+        body: wire.Message = {"text": delta.text}
+        if delta.log_probs is not None:
+            body |= {"log_probs": delta.log_probs, "cum_log_prob": delta.cum_log_prob}
+        if delta.tokens is not None:
+            body["tokens"] = delta.tokens
+        return body if delta.extras is None else body | self._extras.message(delta.extras)
+
+    def ended(self, trace: RequestTrace, message: wire.Message) -> None:
+        """Note a traced request's last message (any thread)."""
+        trace.end(message)
+        self._app.tracing.finish(trace)
+
+    def drain(self, limit_s: float) -> None:
+        """Refuse new requests; ``serve`` returns when the others are answered, ``limit_s`` from now
+        at the latest.
+        """
+        self._drain_until_s = monotonic() + limit_s
+
+    def serve(self) -> bool:
+        """Serve until drained, or until the parent process has died; False when the loop ended by
+        itself or hangs.
+
+        The socket file appears complete, by a rename.
+        """
+        listener = self._listen()
+        stop = threading.Event()
+        loop = threading.Thread(
+            target=self._app.orchestrator.run, args=(stop,), name="loop", daemon=True
+        )
+        loop.start()
+        next_stats_s = monotonic()
+        while not self._done() and self._is_well(loop) and os.getppid() == self._parent:
+            for key, events in self._selector.select(timeout=0.1):
+                self._handle(key, events)
+            self._flush_dirty()
+            if monotonic() >= next_stats_s:
+                next_stats_s = monotonic() + STATS_PERIOD_S
+                self._send_stats()
+        well = self._is_well(loop)
+        self._path.unlink(missing_ok=True)
+        listener.close()
+        stop.set()
+        self._app.orchestrator.wake()
+        loop.join(timeout=5.0)
+        self._tokenizers.shutdown(wait=False, cancel_futures=True)
+        self._send_stats()
+        self._flush_dirty()
+        self._extras.close()
+        return well
+
+    def _listen(self) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        unready = self._path.with_suffix(f".{os.getpid()}")
+        unready.unlink(missing_ok=True)
+        listener.bind(str(unready))
+        unready.chmod(0o600)
+        listener.listen(16)
+        listener.setblocking(False)
+        self._woken.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        unready.rename(self._path)
+        return listener
+
+    def _is_well(self, loop: threading.Thread) -> bool:
+        stuck_s = monotonic() - self._app.orchestrator.alive_s
+        if loop.is_alive() and stuck_s > STUCK_LIMIT_S:
+            logger.error("the loop has been in one step for %.0f s", stuck_s)
+        return loop.is_alive() and stuck_s <= STUCK_LIMIT_S
+
+    def _done(self) -> bool:
+        if self._drain_until_s is None:
+            return False
+        return monotonic() >= self._drain_until_s or not any(
+            c.tickets or c.frames or c.unsent for c in self._connections
+        )
+
+    # -- sockets
+
+    def _handle(self, key: selectors.SelectorKey, events: int) -> None:
+        connection: Connection | None = key.data
+        if connection is not None:
+            try:
+                if events & selectors.EVENT_WRITE:
+                    self._flush(connection)
+                if events & selectors.EVENT_READ:
+                    self._read(connection)
+            except (OSError, wire.WireError) as error:
+                self._drop(connection, error)
+            except Exception as error:
+                logger.exception(
+                    "a message could not be handled: its connection is closed, the others go on"
+                )
+                self._drop(connection, error)
+        elif key.fileobj is self._woken:
+            self._woken.recv(4096)
+            # after reading, or the byte of a post in between would be lost; that post is flushed
+            # below anyway
+            self._wake_sent = False
+        else:
+            self._accept(key.fileobj)
+
+    def _accept(self, listener: Any) -> None:
+        sock, _ = listener.accept()
+        sock.setblocking(False)
+        connection = Connection(sock)
+        self._connections.add(connection)
+        self._selector.register(sock, selectors.EVENT_READ, connection)
+        self.post(connection, wire.hello(info=self._info()))
+
+    def _read(self, connection: Connection) -> None:
+        data = connection.sock.recv(1 << 18)
+        if not data:
+            raise ConnectionResetError("the stub closed the connection")
+        for message in connection.decoder.feed(data):
+            self._receive(connection, message)
+
+    def _flush_dirty(self) -> None:
+        while self._dirty:
+            connection = self._dirty.popleft()
+            if connection in self._connections:
+                try:
+                    self._flush(connection)
+                except OSError as error:
+                    self._drop(connection, error)
+
+    def _flush(self, connection: Connection) -> None:
+        connection.flush()
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+        if self._selector.get_key(connection.sock).events != events:
+            self._selector.modify(connection.sock, events, connection)
+
+    def _drop(self, connection: Connection, error: Exception) -> None:
+        """Forget a connection and cancel its requests."""
+        logger.info("connection closed: %s", error)
+        self._connections.discard(connection)
+        self._selector.unregister(connection.sock)
+        connection.sock.close()
+        for ticket in list(connection.tickets.values()):
+            ticket.cancelled = True
+        self._app.orchestrator.wake()
+
+    # -- messages
+
+    def _receive(self, connection: Connection, message: wire.Message) -> None:
+        kind, request_id = message["type"], message.get("id", 0)
+        if not connection.greeted:
+            wire.check_hello(message)
+            connection.greeted = True
+        elif kind == "submit":
+            self._submit(
+                connection,
+                request_id,
+                message["request"],
+                self._app.tracing.begin(message.get("trace")),
+            )
+        elif kind == "cancel":
+            ticket = connection.tickets.get(request_id)
+            if ticket is not None:  # else its last reply has just crossed the cancellation
+                ticket.cancelled = True
+                self._app.orchestrator.wake()
+        elif kind == "admin":
+            if str(message.get("command")).split() == [
+                "reload",
+                "drafts",
+            ]:  # loading takes time: not on this thread
+                threading.Thread(
+                    target=self._answer,
+                    args=(connection, request_id, self._reload),
+                    name="reload",
+                    daemon=True,
+                ).start()
+            elif message.get("command") == "explain":
+                work = partial(explain_last, self._app.orchestrator)
+                threading.Thread(
+                    target=self._answer,
+                    args=(connection, request_id, work),
+                    name="explain",
+                    daemon=True,
+                ).start()
+            else:
+                self._answer(connection, request_id, partial(self._admin, message.get("command")))
+        elif kind in ("encode", "decode"):
+            self._tokenizers.submit(self._convert, connection, message)
+        elif kind == "subscribe":
+            connection.subscribed = True
+        else:
+            raise wire.WireError(f"unknown message type {kind!r}")
+
+    def _submit(
+        self,
+        connection: Connection,
+        request_id: int,
+        body: dict[str, Any],
+        trace: RequestTrace | None,
+    ) -> None:
+        ticket = Ticket(self, connection, request_id, trace)
+        connection.tickets[request_id] = ticket
+        if self._drain_until_s is not None:
+            ticket.error(ErrorCode.UNAVAILABLE, "the server is shutting down")
+        else:
+            self._tokenizers.submit(self._tokenise, ticket, body)
+
+    def _tokenise(self, ticket: Ticket, body: dict[str, Any]) -> None:
+        """Make a session of a request and hand it to the loop (tokeniser thread)."""
+        try:
+            session = self._app.session(GenerationRequest.from_wire(body), ticket)
+            if ticket.trace is not None:
+                session.trace = ticket.trace
+                session.trace.attributes |= {
+                    "gen_ai.request.max_tokens": session.request.max_tokens,
+                    "spindle.control": session.control,
+                }
+                session.trace.enter("queue")
+            self._app.orchestrator.submit(session)
+        except RequestError as error:
+            ticket.error(error.code, error.message)
+        except Exception as error:
+            logger.exception("a request could not be prepared")
+            ticket.error(
+                ErrorCode.INTERNAL, f"the request could not be prepared ({type(error).__name__})"
+            )
+
+    def _convert(self, connection: Connection, message: wire.Message) -> None:
+        """Answer those who tokenise for themselves (tokeniser thread)."""
+        try:
+            reply = convert(self._app.tokenizer, message, self._app.config.add_special_tokens)
+        except RequestError as error:
+            reply = {"type": "error", "code": error.code.value, "message": error.message}
+        except Exception as error:
+            logger.exception("a text could not be converted")
+            reply = {
+                "type": "error",
+                "code": ErrorCode.INTERNAL.value,
+                "message": f"it could not be converted ({type(error).__name__})",
+            }
+        self.post(connection, {**reply, "id": message["id"]})
+
+    def _answer(
+        self, connection: Connection, request_id: int, work: Callable[[], dict[str, Any]]
+    ) -> None:
+        """Reply to a command of the administrative interface (any thread)."""
+        try:
+            message: wire.Message = {"type": "admin", "reply": work()}
+        except RequestError as error:
+            message = {"type": "error", "code": error.code.value, "message": error.message}
+        except ConfigError as error:
+            message = {
+                "type": "error",
+                "code": ErrorCode.INVALID_ARGUMENT.value,
+                "message": str(error),
+            }
+        except Exception as error:  # whatever is wrong, the service goes on as it is
+            logger.exception("a command failed")
+            message = {
+                "type": "error",
+                "code": ErrorCode.INTERNAL.value,
+                "message": f"the command failed: {error or type(error).__name__}",
+            }
+        self.post(connection, {**message, "id": request_id})
+
+    def _admin(self, command: Any) -> dict[str, Any]:
+        """Return the reply to a command that takes no time. Raises ConfigError or RequestError."""
+        match command.split() if isinstance(command, str) else []:
+            case ["health"]:
+                return self._health()
+            case ["switches"]:
+                return self._app.switches.show()
+            case ["learned"]:
+                return self._app.learned.show()
+            case ["set", *words]:
+                return self._app.switches.set(words)
+        known = "health, learned, explain, switches, set key=value ..., reload drafts"
+        raise RequestError(
+            ErrorCode.INVALID_ARGUMENT, f"unknown command {command!r}; known: {known}"
+        )
+
+    def _reload(self) -> dict[str, Any]:
+        """Take the drafts of the configuration file up (a thread of its own). Raises what is wrong
+        with them.
+        """
+        if not self._reloading.acquire(blocking=False):
+            raise RequestError(ErrorCode.UNAVAILABLE, "drafts are being reloaded already")
+        try:
+            return dict(reload_drafts(self._app, load_config(self._config)))
+        finally:
+            self._reloading.release()
+
+    def _health(self) -> dict[str, Any]:
+        active, waiting = self._app.orchestrator.counts()
+        uptime_s = round(monotonic() - self._started_s, 3)
+        return {
+            "status": "ok",
+            "active": active,
+            "waiting": waiting,
+            "uptime_s": uptime_s,
+            "pid": os.getpid(),
+            "max_context_tokens": self._app.max_context_tokens,
+        }
+
+    def _info(self) -> dict[str, Any]:
+        config = self._app.config
+        return {
+            "target": config.target.model or config.target.engine,
+            "drafts": [draft.name for draft in config.drafts],
+            "policy": config.policy.kind,
+            "max_context_tokens": self._app.max_context_tokens,
+            "max_request_s": config.limits.max_request_s,
+        }
+
+    def _send_stats(self) -> None:
+        subscribers = [connection for connection in self._connections if connection.subscribed]
+        if subscribers:  # without one, the figures wait
+            self._app.step_stats.export()
+            message = {"type": "stats", **self._app.stats.drain()}
+            for connection in subscribers:
+                self.post(connection, message)

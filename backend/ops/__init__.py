@@ -1,0 +1,1 @@
+"""What operators see: metrics, traces, logs of decisions, switches, what was learnt."""

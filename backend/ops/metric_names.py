@@ -1,0 +1,276 @@
+"""The metric families of the service: the engine process names them, the Triton model ``spindle``
+exports them on ``/metrics``.
+
+Counters and histograms only count; rates are the reader's. ``arm`` is whose choice was applied:
+``planner`` or, in a canary, ``fixed``; ``off`` and ``shadow`` while speculation is. Acceptance per
+position is ``rate(spindle_accepted_tokens_by_position_total) /
+rate(spindle_draft_tokens_by_position_total)``; how far a draft's confidence is to be believed is
+``rate(spindle_draft_nodes_held_total) / rate(spindle_draft_nodes_total)`` by ``claimed``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """What a family measures."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One metric family: its labels are always given together; ``buckets`` (upper bounds) belong to
+    histograms.
+    """
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+_STEP_BUCKETS_S = (
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+)
+_PLANNING_BUCKETS_S = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
+_FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_LENGTH_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 64)
+_BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+_C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
+
+SPINDLE_FAMILIES: tuple[Family, ...] = (
+    Family("spindle_steps_total", _C, "Steps of the in-flight batch"),
+    Family("spindle_draft_tokens_total", _C, "Tokens proposed, by draft and arm", ("draft", "arm")),
+    Family(
+        "spindle_accepted_tokens_total",
+        _C,
+        "Proposed tokens accepted by the target, by draft and arm",
+        ("draft", "arm"),
+    ),
+    Family(
+        "spindle_draft_tokens_by_position_total",
+        _C,
+        "Tokens proposed, by draft and position (from 1)",
+        ("draft", "position"),
+    ),
+    Family(
+        "spindle_accepted_tokens_by_position_total",
+        _C,
+        "Proposed tokens accepted, by draft and position",
+        ("draft", "position"),
+    ),
+    Family(
+        "spindle_draft_nodes_total",
+        _C,
+        "Proposed tokens that were verified, or whose predecessor was, by draft, whether sampled,"
+        " and the confidence claimed for their path: its bin, by the upper edge",
+        ("draft", "drawn", "claimed"),
+    ),
+    Family(
+        "spindle_draft_nodes_held_total",
+        _C,
+        "Those of them whose whole path is what the target drew",
+        ("draft", "drawn", "claimed"),
+    ),
+    Family(
+        "spindle_emitted_tokens_total",
+        _C,
+        "Tokens emitted (accepted and bonus), by the draft of their step and arm",
+        ("draft", "arm"),
+    ),
+    Family(
+        "spindle_requests_total",
+        _C,
+        "Requests that got their final reply, by outcome",
+        ("outcome",),
+    ),
+    Family(
+        "spindle_preemptions_total",
+        _C,
+        "Times an active request gave its KV back to older ones, to be resumed later",
+    ),
+    Family(
+        "spindle_fallback_total",
+        _C,
+        "Times the service did less than configured, by reason",
+        ("reason",),
+    ),
+    Family(
+        "spindle_draft_length",
+        _H,
+        "Planned speculation length per request and step, in tokens",
+        ("draft", "arm"),
+        _LENGTH_BUCKETS,
+    ),
+    Family("spindle_batch_size", _H, "Requests per step", (), _BATCH_BUCKETS),
+    Family("spindle_step_seconds", _H, "Measured time of a step", (), _STEP_BUCKETS_S),
+    Family(
+        "spindle_step_part_seconds_total",
+        _C,
+        "Time of steps by part: planning, learning (from the step before), draft:NAME, verify, "
+        "rest."
+        " They sum to the time of the steps, unless parts of a batch run side by side",
+        ("part",),
+    ),
+    Family("spindle_step_predicted_seconds", _H, "Predicted time of a step", (), _STEP_BUCKETS_S),
+    Family("spindle_planning_seconds", _H, "Time spent planning a step", (), _PLANNING_BUCKETS_S),
+    Family(
+        "spindle_time_to_first_token_seconds",
+        _H,
+        "Arrival to first emission of a request",
+        ("arm",),
+        _FIRST_TOKEN_BUCKETS_S,
+    ),
+    Family(
+        "spindle_inter_token_seconds",
+        _H,
+        "Time between two emissions of a request",
+        ("arm",),
+        _STEP_BUCKETS_S,
+    ),
+    Family(
+        "spindle_shadow_draft_length",
+        _H,
+        "Length that the planner would have chosen in the shadow",
+        ("draft",),
+        _LENGTH_BUCKETS,
+    ),
+    Family(
+        "spindle_shadow_predicted_seconds_total",
+        _C,
+        "Predicted time of the steps that the planner would have chosen in the shadow",
+    ),
+    Family(
+        "spindle_shadow_predicted_tokens_total", _C, "Tokens that those steps were expected to emit"
+    ),
+    Family(
+        "spindle_speculation_mode", _G, "Whether speculation is on, off or in the shadow", ("mode",)
+    ),
+    Family("spindle_canary_share", _G, "Share of the requests that follow the planner"),
+    Family(
+        "spindle_inter_token_cap_seconds", _G, "Longest step that the planner may choose; 0: no cap"
+    ),
+    Family("spindle_active_requests", _G, "Requests in the in-flight batch"),
+    Family("spindle_queued_requests", _G, "Requests waiting for admission"),
+    Family(
+        "spindle_kv_blocks",
+        _G,
+        "Blocks of 16 tokens in the KV cache: used, free, cached (free, with the KV of a text)",
+        ("state",),
+    ),
+    Family(
+        "spindle_kv_block_events_total",
+        _C,
+        "Complete blocks of admitted requests: reused, missed; cached ones evicted",
+        ("event",),
+    ),
+    Family(
+        "spindle_kv_reused_tokens_total",
+        _C,
+        "Tokens whose KV the target had when their request was admitted",
+    ),
+    Family(
+        "spindle_engine_kv_blocks_total",
+        _C,
+        "Blocks of a TensorRT-LLM executor's KV that a turn's text found: reused, missed",
+        ("engine", "event"),
+    ),
+    Family(
+        "spindle_engine_kv_reuse_failures_total",
+        _C,
+        "Turns that found fewer blocks than those before had left",
+        ("engine",),
+    ),
+    Family(
+        "spindle_engine_logits_bytes_total",
+        _C,
+        "Bytes of logits exchanged with an executor",
+        ("engine",),
+    ),
+    Family("spindle_engine_deaths_total", _C, "Times an executor died", ("engine",)),
+    Family("spindle_engine_iterations_total", _C, "Iterations of an executor", ("engine",)),
+    Family(
+        "spindle_engine_iteration_seconds_total",
+        _C,
+        "Time that they took by its own statistics",
+        ("engine",),
+    ),
+    Family(
+        "spindle_engine_context_tokens_total",
+        _C,
+        "Tokens that they ran in context phases",
+        ("engine",),
+    ),
+    Family(
+        "spindle_latency_drift", _G, "Measured over predicted time, by part of the step", ("part",)
+    ),
+)
+
+_LENGTHS_OF_NVIDIA = (10, 50, 100, 500, 1000)
+_SERIES = ("model", "version")
+
+NVIDIA_FAMILIES: tuple[Family, ...] = (
+    Family("nv_trt_llm_request_metrics", _G, "TRT LLM request metrics", ("request_type", *_SERIES)),
+    Family(
+        "nv_trt_llm_runtime_memory_metrics",
+        _G,
+        "TRT LLM runtime memory metrics",
+        ("memory_type", *_SERIES),
+    ),
+    Family(
+        "nv_trt_llm_kv_cache_block_metrics",
+        _G,
+        "TRT LLM KV cache block metrics",
+        ("kv_cache_block_type", *_SERIES),
+    ),
+    Family(
+        "nv_trt_llm_disaggregated_serving_metrics",
+        _C,
+        "TRT LLM disaggregated serving metrics (always zero here)",
+        ("disaggregated_serving_type", *_SERIES),
+    ),
+    Family(
+        "nv_trt_llm_inflight_batcher_metrics",
+        _G,
+        "TRT LLM inflight_batcher-specific metrics",
+        ("inflight_batcher_specific_metric", *_SERIES),
+    ),
+    Family("nv_trt_llm_general_metrics", _G, "General TRT LLM metrics", ("general_type", *_SERIES)),
+    Family(
+        "nv_llm_output_token_len",
+        _H,
+        "Histogram of output token lengths",
+        ("response_metric_type", *_SERIES),
+        _LENGTHS_OF_NVIDIA,
+    ),
+    Family(
+        "nv_llm_input_token_len",
+        _H,
+        "Histogram of input token lengths",
+        ("response_metric_type", *_SERIES),
+        _LENGTHS_OF_NVIDIA,
+    ),
+)
+"""Those of NVIDIA's models (``backend.ops.nvidia_metrics``), as they have them."""
+
+FAMILIES: tuple[Family, ...] = (*SPINDLE_FAMILIES, *NVIDIA_FAMILIES)

@@ -1,0 +1,86 @@
+"""The families of NVIDIA's models (``nv_trt_llm_*``, ``nv_llm_*_token_len``), so that dashboards
+and load balancers go on as they are.
+
+As there, the gauges show the latest step; they are set when the figures are about to be read, not
+at every step. What does not exist here is constantly zero (disaggregated serving) or absent (GPU
+memory that no engine tells, the metrics of static batching).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from backend.sequence import BLOCK_TOKENS
+
+MODEL = {"model": "tensorrt_llm", "version": "1"}
+"""The labels of every series: all three models are served by the one engine that is this one's
+there.
+"""
+
+
+@dataclass(slots=True)
+class Latest:
+    """The latest step: requests that are ``active``, of which ``decoding`` and ``prefilling`` took
+    part, and ``queued``; the prompt tokens that ran; how many requests gave their KV back; KV
+    blocks by state. ``steps`` and ``reused_blocks`` count from the start.
+    """
+
+    active: int = 0
+    queued: int = 0
+    decoding: int = 0
+    prefilling: int = 0
+    prefill_tokens: int = 0
+    paused: int = 0
+    kv_blocks: Mapping[str, int] = field(default_factory=dict)
+    steps: int = 0
+    reused_blocks: int = 0
+
+
+def export(latest: Latest, max_requests: int, cpu_only: bool, gauge: Callable[..., None]) -> None:
+    """Set the gauges by ``gauge(name, value, **labels)``; ``max_requests`` is the in-flight batch's
+    size.
+    """
+    used, free = latest.kv_blocks.get("used", 0), latest.kv_blocks.get("free", 0)
+    scheduled = latest.decoding + latest.prefilling
+    families: dict[tuple[str, str], dict[str, float]] = {
+        ("nv_trt_llm_request_metrics", "request_type"): {
+            "active": latest.active + latest.queued,
+            "max": max_requests,
+            "scheduled": scheduled,
+            "context": latest.prefilling,
+            "waiting": latest.active + latest.queued - scheduled,
+        },
+        ("nv_trt_llm_runtime_memory_metrics", "memory_type"): {
+            "cpu": _resident_bytes(),
+            **({"gpu": 0, "pinned": 0} if cpu_only else {}),
+        },
+        ("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type"): {
+            "max": used + free,
+            "free": free,
+            "used": used,
+            "tokens_per": BLOCK_TOKENS,
+            "reused": latest.reused_blocks,
+            "fraction": used / (used + free) if used + free else 0.0,
+        },
+        ("nv_trt_llm_inflight_batcher_metrics", "inflight_batcher_specific_metric"): {
+            "total_context_tokens": latest.prefill_tokens,
+            "generation_requests": latest.decoding,
+            "micro_batch_id": 0,
+            "paused_requests": latest.paused,
+        },
+        ("nv_trt_llm_general_metrics", "general_type"): {
+            "timestamp": round(time.time() * 1e6),
+            "iteration_counter": latest.steps,
+        },
+    }
+    for (name, label), series in families.items():
+        for kind, value in series.items():
+            gauge(name, value, **{label: kind}, **MODEL)
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

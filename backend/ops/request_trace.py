@@ -1,0 +1,89 @@
+"""What one traced request went through, noted where it happens; ``backend.ops.tracing`` makes spans
+of it when it has ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from time import perf_counter, time
+from typing import Any, NamedTuple, Protocol
+
+from backend.sequence import Proposal
+
+
+class TimedStep(Protocol):
+    """What a trace notes of the step that its request took part in."""
+
+    started_s: float
+    batch_size: int
+    prefill_tokens: int
+    parts_s: dict[str, float]
+
+
+class Phase(NamedTuple):
+    """A part of a request's life (``tokenise``, ``queue``, ``prefill``, ``decode``); it lasts until
+    the next one starts.
+
+    After a pre-emption they come again, from ``queue`` on.
+    """
+
+    name: str
+    started_s: float
+
+
+class Step(NamedTuple):
+    """A request's part in one step, in the phase of that index; ``parts_s`` are the whole step's
+    times.
+    """
+
+    phase: int
+    started_s: float
+    ended_s: float
+    draft: str
+    length: int
+    accepted: int
+    emitted: int
+    batch_size: int
+    prefill_tokens: int
+    parts_s: dict[str, float]
+
+
+@dataclass(slots=True)
+class RequestTrace:
+    """``context`` is the caller's (W3C ``traceparent``), ``ending`` the request's last message on
+    the wire (``final`` or ``error``).
+
+    Times are ``perf_counter`` seconds; adding ``epoch_s`` makes them wall time.
+    """
+
+    context: dict[str, str]
+    attributes: dict[str, Any] = field(default_factory=dict)
+    phases: list[Phase] = field(default_factory=lambda: [Phase("tokenise", perf_counter())])
+    steps: list[Step] = field(default_factory=list)
+    ending: dict[str, Any] = field(default_factory=dict)
+    ended_s: float = 0.0
+    epoch_s: float = field(default_factory=lambda: time() - perf_counter())
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase, which ends the one before."""
+        self.phases.append(Phase(phase, perf_counter()))
+
+    def step(self, log: TimedStep, proposal: Proposal | None, accepted: int, emitted: int) -> None:
+        """Note this request's part in a step; the first token emitted ends a prefill."""
+        now_s, phase = perf_counter(), len(self.phases) - 1
+        draft, length = (proposal.draft, len(proposal.tokens)) if proposal else ("none", 0)
+        batch = (log.batch_size, log.prefill_tokens, log.parts_s)
+        self.steps.append(
+            Step(phase, log.started_s, now_s, draft, length, accepted, emitted, *batch)
+        )
+        if emitted and self.phases[phase].name == "prefill":
+            self.phases.append(Phase("decode", now_s))
+
+    def end(self, message: dict[str, Any]) -> None:
+        """Note the last reply; its text is no business of a trace."""
+        self.ending = {
+            key: value
+            for key, value in message.items()
+            if key not in ("text", "log_probs", "bytes", "top")
+        }
+        self.ended_s = perf_counter()

@@ -1,0 +1,300 @@
+"""Counters, observations and gauges as plain numbers; a reader drains them, none of them knows
+Prometheus.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from itertools import compress
+from typing import Any
+
+import numpy as np
+
+from backend.ops import nvidia_metrics
+from backend.ops.nvidia_metrics import MODEL, Latest
+from policy import NO_DRAFT, BoolArray, Outcome, Plan, Switches
+from policy.trim import EDGES, Calibration
+
+Labels = tuple[tuple[str, str], ...]
+
+MAX_OBSERVATIONS = 4096
+"""Observations kept of one series between two drains; beyond that they are dropped and counted."""
+
+_CLAIMED = [str(edge) for edge in (*EDGES, 1.0)]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a finished request consumed, in tokens; ``drafted`` and ``accepted`` count over all of
+    its steps.
+
+    ``times_s``: when it arrived, was first admitted, and committed its first and its last token, on
+    the loop's clock. ``new_blocks`` and ``reused_blocks`` of KV were allocated for it, or found.
+    ``drafts`` has (proposed, accepted) by draft, of those that proposed. ``seed`` is the one that a
+    sampled text was drawn with, None for greedy.
+    """
+
+    input_tokens: int
+    output_tokens: int
+    drafted: int
+    accepted: int
+    times_s: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+    new_blocks: int = 0
+    reused_blocks: int = 0
+    drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    seed: int | None = None
+
+
+@dataclass(slots=True)
+class Reuse:
+    """What prefix reuse has come to: complete blocks of admitted sequences that were there
+    (``reused``) or not (``missed``), cached ones that gave way (``evicted``), and ``tokens`` of
+    which the target had KV at admission.
+    """
+
+    reused: int = 0
+    missed: int = 0
+    evicted: int = 0
+    tokens: int = 0
+
+
+class Stats:
+    """What happened since the last drain. Written by the loop and IO threads, drained by whoever
+    reports.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counters: defaultdict[tuple[str, Labels], float] = defaultdict(float)
+        self._observations: defaultdict[tuple[str, Labels], list[float]] = defaultdict(list)
+        self._gauges: dict[tuple[str, Labels], float] = {}
+
+    def count(self, name: str, amount: float = 1, **labels: str) -> None:
+        """Add to a counter."""
+        with self._lock:
+            self._counters[name, tuple(sorted(labels.items()))] += amount
+
+    def observe(self, name: str, *values: float, **labels: str) -> None:
+        """Record values of a histogram."""
+        with self._lock:
+            series = self._observations[name, tuple(sorted(labels.items()))]
+            room = MAX_OBSERVATIONS - len(series)
+            series += values[:room]
+            if room < len(values):
+                self._counters["spindle_fallback_total", (("reason", "observations_dropped"),)] += (
+                    len(values) - room
+                )
+
+    def gauge(self, name: str, value: float, **labels: str) -> None:
+        """Set a gauge."""
+        with self._lock:
+            self._gauges[name, tuple(sorted(labels.items()))] = value
+
+    def drain(self) -> dict[str, list[list[Any]]]:
+        """Return the deltas of the counters, the new observations and the gauges, and forget the
+        first two.
+        """
+        with self._lock:
+            counters, self._counters = self._counters, defaultdict(float)
+            observations, self._observations = self._observations, defaultdict(list)
+            gauges = dict(self._gauges)
+        return {
+            "counters": [[name, dict(labels), value] for (name, labels), value in counters.items()],
+            "observations": [
+                [name, dict(labels), values] for (name, labels), values in observations.items()
+            ],
+            "gauges": [[name, dict(labels), value] for (name, labels), value in gauges.items()],
+        }
+
+
+def exclusive_parts(parts_s: dict[str, float]) -> dict[str, float]:
+    """Return a step's times by part, seconds, so that none is counted twice.
+
+    The policy learns from ``overhead``, which has planning and learning in it; readers of the
+    metric get ``rest``, which has not.
+    """
+    own = {part: seconds for part, seconds in parts_s.items() if part != "overhead"}
+    if "overhead" in parts_s:
+        within = own.get("planning", 0.0) + own.get("learning", 0.0)
+        own["rest"] = max(0.0, parts_s["overhead"] - within)
+    return own
+
+
+class StepStats:
+    """The service's metrics, one method per event; names as in ``backend.ops.metric_names``."""
+
+    def __init__(self, stats: Stats, max_requests: int = 0, *, cpu_only: bool = True) -> None:
+        """Count into ``stats``; ``max_requests`` is the in-flight batch's size, ``cpu_only`` that
+        no engine uses a GPU.
+        """
+        self._stats = stats
+        self._switches = Switches()
+        self._max_requests = max_requests
+        self._cpu_only = cpu_only
+        self._latest = Latest()
+        self._preempted = 0
+
+    def export(self) -> None:
+        """Set the gauges that show the latest step (any thread)."""
+        nvidia_metrics.export(self._latest, self._max_requests, self._cpu_only, self._stats.gauge)
+        for kind in (
+            "kv_cache_transfer_ms",
+            "request_count",
+        ):  # there is none, but the series are expected
+            self._stats.count(
+                "nv_trt_llm_disaggregated_serving_metrics",
+                0,
+                disaggregated_serving_type=kind,
+                **MODEL,
+            )
+
+    def finished(self, usage: Usage) -> None:
+        """Record the lengths of a request that succeeded."""
+        self._stats.observe(
+            "nv_llm_input_token_len",
+            usage.input_tokens,
+            response_metric_type="total_input_tokens",
+            **MODEL,
+        )
+        self._stats.observe(
+            "nv_llm_output_token_len",
+            usage.output_tokens,
+            response_metric_type="total_output_tokens",
+            **MODEL,
+        )
+
+    def switches(self, switches: Switches) -> None:
+        """Set the gauges of the switches; what is counted from now on is labelled by them (any
+        thread).
+        """
+        self._switches = switches
+        for mode in ("on", "off", "shadow"):
+            self._stats.gauge(
+                "spindle_speculation_mode", float(mode == switches.speculation), mode=mode
+            )
+        self._stats.gauge("spindle_canary_share", switches.canary_share)
+        self._stats.gauge("spindle_inter_token_cap_seconds", switches.inter_token_cap_s)
+
+    def request(self, outcome: str) -> None:
+        """Count a request that got its final reply."""
+        self._stats.count("spindle_requests_total", outcome=outcome)
+
+    def fallback(self, reason: str) -> None:
+        """Count an event that made the service do less than it was configured to."""
+        self._stats.count("spindle_fallback_total", reason=reason)
+
+    def emission(self, since_arrival_s: float, since_last_s: float | None, control: bool) -> None:
+        """Record one emission of a request (one or more tokens): the first one is its time to first
+        token.
+        """
+        arm = self._switches.arm(control)
+        if since_last_s is None:
+            self._stats.observe("spindle_time_to_first_token_seconds", since_arrival_s, arm=arm)
+        else:
+            self._stats.observe("spindle_inter_token_seconds", since_last_s, arm=arm)
+
+    def preemption(self) -> None:
+        """Count a request that gave its KV back and waits to be resumed."""
+        self._preempted += 1
+        self._stats.count("spindle_preemptions_total")
+
+    def reuse(self, reuse: Reuse) -> None:
+        """Count what prefix reuse has come to since the last time."""
+        for event, blocks in (
+            ("reused", reuse.reused),
+            ("missed", reuse.missed),
+            ("evicted", reuse.evicted),
+        ):
+            if blocks:
+                self._stats.count("spindle_kv_block_events_total", blocks, event=event)
+        self._latest.reused_blocks += reuse.reused
+        if reuse.tokens:
+            self._stats.count("spindle_kv_reused_tokens_total", reuse.tokens)
+
+    def state(
+        self,
+        active: int,
+        queued: int,
+        kv_blocks: dict[str, int],
+        drift: dict[str, float],
+        rows: tuple[int, int, int] = (0, 0, 0),
+    ) -> None:
+        """Set the gauges: load, KV blocks by state, and measured over predicted time by part of the
+        step.
+
+        ``rows``: how many requests decoded and prefilled, and the tokens of the latter.
+        """
+        before = self._latest
+        steps = before.steps + (rows[0] + rows[1] > 0)
+        self._latest = Latest(
+            active, queued, *rows, self._preempted, kv_blocks, steps, before.reused_blocks
+        )
+        self._preempted = 0
+        self._stats.gauge("spindle_active_requests", active)
+        self._stats.gauge("spindle_queued_requests", queued)
+        for state, blocks in kv_blocks.items():
+            self._stats.gauge("spindle_kv_blocks", blocks, state=state)
+        for part, ratio in drift.items():
+            self._stats.gauge("spindle_latency_drift", ratio, part=part)
+
+    def step(
+        self, plan: Plan, outcome: Outcome, drafts: tuple[str, ...], control: list[bool]
+    ) -> None:
+        """Record one step; ``control`` says of each row of the outcome whether it is of the control
+        arm.
+        """
+        self._stats.count("spindle_steps_total")
+        self._stats.observe("spindle_batch_size", len(plan.length))
+        self._stats.observe("spindle_step_seconds", outcome.measured_s)
+        if plan.predicted_s:  # else nothing was predicted
+            self._stats.observe("spindle_step_predicted_seconds", plan.predicted_s)
+        self._stats.observe("spindle_planning_seconds", outcome.parts_s.get("planning", 0.0))
+        for part, seconds in exclusive_parts(outcome.parts_s).items():
+            self._stats.count("spindle_step_part_seconds_total", seconds, part=part)
+        if plan.shadow is not None:
+            self._shadow(plan.shadow, drafts)
+        for d, theirs in sorted(set(zip(outcome.draft.tolist(), control, strict=True))):
+            rows = (outcome.draft == d) & (np.array(control) == theirs)
+            name, arm = drafts[d] if d != NO_DRAFT else "none", self._switches.arm(theirs)
+            self._draft(name, arm, outcome, rows)
+        self._nodes(outcome, drafts)
+
+    def _nodes(self, outcome: Outcome, drafts: tuple[str, ...]) -> None:
+        """Count what became of nodes by what was claimed of them."""
+        columns = outcome.node_draft, outcome.node_drawn, Calibration.bins(outcome.node_confidence)
+        nodes = list(zip(*(column.tolist() for column in columns), strict=True))
+        held = Counter(compress(nodes, outcome.node_held.tolist()))
+        for (d, drawn, b), seen in Counter(nodes).items():
+            labels = {"draft": drafts[d], "drawn": str(drawn).lower(), "claimed": _CLAIMED[b]}
+            self._stats.count("spindle_draft_nodes_total", seen, **labels)
+            self._stats.count("spindle_draft_nodes_held_total", held[d, drawn, b], **labels)
+
+    def _shadow(self, plan: Plan, drafts: tuple[str, ...]) -> None:
+        for d, k in zip(plan.draft.tolist(), plan.length.tolist(), strict=True):
+            self._stats.observe("spindle_shadow_draft_length", k, draft=drafts[d] if k else "none")
+        self._stats.count("spindle_shadow_predicted_seconds_total", plan.predicted_s)
+        self._stats.count("spindle_shadow_predicted_tokens_total", plan.predicted_tokens)
+
+    def _draft(self, name: str, arm: str, outcome: Outcome, rows: BoolArray) -> None:
+        emitted, length, accepted = (
+            column[rows] for column in (outcome.emitted, outcome.length, outcome.accepted)
+        )
+        self._stats.count("spindle_emitted_tokens_total", int(emitted.sum()), draft=name, arm=arm)
+        self._stats.observe("spindle_draft_length", *length.tolist(), draft=name, arm=arm)
+        if name == "none":
+            return
+        verified, followed = (int(c[rows].sum()) for c in (outcome.verified, outcome.followed))
+        self._stats.count("spindle_draft_tokens_total", verified, draft=name, arm=arm)
+        self._stats.count("spindle_accepted_tokens_total", followed, draft=name, arm=arm)
+        for position in range(1, int(length.max()) + 1):
+            labels = {"draft": name, "position": str(position)}
+            self._stats.count(
+                "spindle_draft_tokens_by_position_total", int((length >= position).sum()), **labels
+            )
+            self._stats.count(
+                "spindle_accepted_tokens_by_position_total",
+                int((accepted >= position).sum()),
+                **labels,
+            )

@@ -1,0 +1,1 @@
+"""How tokens are drawn: options, distributions, the rule of acceptance, grammars."""

@@ -1,0 +1,236 @@
+"""The rule of acceptance: the target draws a token at every place, and of a proposal follows what
+it has drawn.
+
+Greedy requests take the arg-max, others ``backend.sampling.draw``. Walking from the text, a
+proposed token that is the one drawn at its place is accepted; where none is, the token drawn is
+emitted all the same, and the run ends. So the text is what the target alone would have written,
+whatever was proposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from backend.request import SamplingParams
+from backend.sampling.draw import draw, finishers
+from backend.sampling.laws import arg_max, likeliest, target_laws
+from backend.sampling.processing import WHOLE_VOCABULARY, Columns, process
+from backend.sampling.randomness import Words, word
+from backend.sequence import ROOT, Proposal, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence's share of a verification, or a place of it where a token is drawn.
+
+    ``position`` is that of the token decided about. Before it are ``committed[: position -
+    len(run)]``, of which ``prompt_tokens`` are the prompt, and then ``run``: accepted here, or a
+    free run so far. ``tokens`` and ``parents`` are the proposal's nodes (none: a token is drawn,
+    nothing verified).
+    """
+
+    sampling: SamplingParams
+    position: int
+    committed: Seq[int] = ()
+    prompt_tokens: int = 0
+    run: Seq[int] = ()
+    tokens: Seq[int] = ()
+    parents: Seq[int] = ()
+
+    @classmethod
+    def of(cls, sequence: Sequence, proposal: Proposal | None) -> Request:
+        """Return what is decided behind a sequence's text. Raises ValueError for nodes that are no
+        tree.
+        """
+        nodes = (proposal.tokens, proposal.parents) if proposal else ((), ())
+        if not all(ROOT <= parent < node for node, parent in enumerate(nodes[1])):
+            raise ValueError(f"a node's parent must be an earlier node or {ROOT}, got {nodes[1]}")
+        place = (len(sequence.tokens), sequence.tokens, sequence.prompt_tokens)
+        return cls(sequence.sampling, *place, (), *nodes)
+
+    def behind(self, run: Seq[int]) -> Request:
+        """Return the place behind so many tokens of a run."""
+        position = self.position - len(self.run) + len(run)
+        return replace(self, position=position, run=run, tokens=(), parents=())
+
+    @property
+    def rows(self) -> int:
+        """Rows of logits: one behind the text and one behind each proposed token."""
+        return len(self.tokens) + 1
+
+    @property
+    def before(self) -> list[int]:
+        """The tokens before ``position``."""
+        return [*self.committed[: self.position - len(self.run)], *self.run]
+
+    @property
+    def plain(self) -> bool:
+        """Whether the arg-max of the model's own logits is all that is wanted."""
+        sampling = self.sampling
+        return sampling.greedy and not sampling.changes_logits and not sampling.reads_log_probs
+
+    @property
+    def params(self) -> SamplingParams:
+        """How the token at ``position`` is drawn."""
+        decays = self.sampling.top_p_decay != 1.0
+        return self.sampling.behind(self.before[self.prompt_tokens :]) if decays else self.sampling
+
+
+@dataclass(slots=True)
+class Verdict:
+    """``path``: the accepted nodes from the text on; ``column`` of the token drawn behind them.
+
+    ``log_probs`` are those of all these tokens, ``top`` the most likely (column, log-probability)
+    at each of their places, where they are wanted.
+    """
+
+    path: list[int]
+    column: int
+    log_probs: list[float] = field(default_factory=list)
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+
+
+def verify(
+    logits: torch.Tensor, requests: Seq[Request], columns: Columns = WHOLE_VOCABULARY
+) -> list[Verdict]:
+    """Return the verdict on each request.
+
+    ``logits`` [rows, S] holds ``Request.rows`` rows a request, in order: the first is behind the
+    text, row n + 1 behind node n. Only rows on a path are looked at, place by place for all
+    requests at once.
+    """
+    firsts = _firsts(requests)
+    verdicts = [Verdict([], -1) for _ in requests]
+    plain: list[int] = []
+    if (
+        logits.device.type != "cpu"
+    ):  # which is asked once; a processor would make more rows than it needs
+        plain = [index for index, request in enumerate(requests) if request.plain]
+        best = arg_max(logits) if plain else []
+        for index in plain:
+            follow(verdicts[index], requests[index], best[firsts[index] :])
+    walking = [index for index in range(len(requests)) if index not in plain]
+    while walking:
+        rows = [firsts[index] + 1 + _last(verdicts[index].path) for index in walking]
+        places = [_place(requests[index], verdicts[index].path) for index in walking]
+        told = [verdicts[index] for index in walking]
+        _draw(_select(logits, rows), places, told, columns)
+        walking = [index for index in walking if _step(verdicts[index], requests[index])]
+    return verdicts
+
+
+def candidates(
+    logits: torch.Tensor, places: Seq[Request], most: int, columns: Columns = WHOLE_VOCABULARY
+) -> list[list[tuple[int, float]]]:
+    """Return by place the columns that a draft of these logits [n, S] holds for likeliest to be
+    what the target draws, best first, at most ``most``, with its confidence in each.
+    """
+    rows = scores(logits, places, columns)
+    greedy = torch.tensor([place.sampling.greedy for place in places], device=rows.device)
+    if greedy.all():
+        return likeliest(rows, most)
+    found: list[list[tuple[int, float]]] = [[]] * len(places)
+    for chosen, drawn in ((greedy, False), (~greedy, True)):
+        indices = chosen.nonzero()[:, 0].tolist()
+        if not indices:
+            continue
+        theirs, mine = rows[chosen], [places[index] for index in indices]
+        if drawn:
+            laws = target_laws(theirs, [place.params for place in mine])
+            told = finishers(laws, _words(mine), most, columns.numbers)
+        else:
+            told = likeliest(theirs, most)
+        for index, ones in zip(indices, told, strict=True):
+            found[index] = ones
+    return found
+
+
+def scores(logits: torch.Tensor, places: Seq[Request], columns: Columns) -> torch.Tensor:
+    """Return the logits [n, S] behind these places with their options applied, in fp32 (fp64
+    stays).
+    """
+    changed = any(place.sampling.changes_logits for place in places)
+    dtype = logits.dtype if logits.dtype == torch.float64 else torch.float32
+    wide = logits.to(dtype, copy=changed)
+    for row, place in enumerate(places):
+        if place.sampling.changes_logits:
+            process(wide[row], place.sampling, place.before, place.prompt_tokens, columns)
+    return wide
+
+
+def _draw(
+    logits: torch.Tensor, places: Seq[Request], verdicts: Seq[Verdict], columns: Columns
+) -> None:
+    """Draw the token of every place from its row of logits [n, S], and tell each verdict of it."""
+    rows = scores(logits, places, columns)
+    drawn = [row for row, place in enumerate(places) if not place.sampling.greedy]
+    found = arg_max(rows) if len(drawn) < len(places) else [-1] * len(places)
+    if drawn:
+        chosen = [places[row] for row in drawn]
+        laws = target_laws(rows[drawn], [place.params for place in chosen])
+        for row, column in zip(drawn, draw(laws, _words(chosen), columns.numbers), strict=True):
+            found[row] = column
+    for row, (place, verdict) in enumerate(zip(places, verdicts, strict=True)):
+        verdict.column = found[row]
+        if place.sampling.reads_log_probs:
+            _tell(verdict, rows[row], place.sampling)
+
+
+def _tell(verdict: Verdict, row: torch.Tensor, sampling: SamplingParams) -> None:
+    """Add log p of the token drawn: p with options and temperature, before top-k and top-p."""
+    law = (row / (sampling.temperature or 1.0)).log_softmax(-1)
+    verdict.log_probs.append(float(law[verdict.column]))
+    if sampling.top_log_probs:
+        best = law.topk(min(sampling.top_log_probs, len(law)))
+        verdict.top.append(list(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
+
+
+def follow(verdict: Verdict, request: Request, drawn: Seq[int]) -> None:
+    """Walk along the columns ``drawn`` at a request's rows."""
+    verdict.column = drawn[0]
+    while _step(verdict, request):
+        verdict.column = drawn[1 + verdict.path[-1]]
+
+
+def _select(rows: torch.Tensor, places: list[int]) -> torch.Tensor:
+    """Return the rows at ``places``, without a copy where these are all of them."""
+    if len(places) == len(rows):
+        return rows
+    return rows.index_select(0, torch.tensor(places, device=rows.device))
+
+
+def _step(verdict: Verdict, request: Request) -> bool:
+    """Accept the node that is the token drawn; return whether there is one."""
+    last = _last(verdict.path)
+    for node in range(last + 1, len(request.tokens)):
+        if request.parents[node] == last and request.tokens[node] == verdict.column:
+            verdict.path.append(node)
+            return True
+    return False
+
+
+def _last(path: Seq[int]) -> int:
+    return path[-1] if path else ROOT
+
+
+def _place(request: Request, path: Seq[int]) -> Request:
+    """Return the place behind the accepted nodes."""
+    return request.behind([*request.run, *(request.tokens[node] for node in path)])
+
+
+def _words(places: Seq[Request]) -> Words:
+    """Return the noise of every place."""
+    return np.array([word(place.sampling.seed, place.position) for place in places], np.uint64)
+
+
+def _firsts(requests: Seq[Request]) -> list[int]:
+    """Return the first row of each request among rows that hold theirs in order."""
+    firsts, row = [], 0
+    for request in requests:
+        firsts.append(row)
+        row += request.rows
+    return firsts

@@ -1,0 +1,1 @@
+"""Files: the cache folder, what a model is made of, latency tables."""

@@ -1,0 +1,96 @@
+"""Which measured latency tables belong to a deployment: a file is named by a hash of everything
+that its times depend on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from backend import machine
+from backend.config import EngineConfig, ServingConfig
+from backend.storage import cache
+from backend.storage.manifest import read_manifest
+from policy.latency import LatencyError, LatencyTable
+
+
+def timed_engines(config: ServingConfig) -> list[EngineConfig]:
+    """Return the engines whose passes are measured, the target first: those that run a model."""
+    return [engine for engine in (config.target, *config.drafts) if engine.kind.measured]
+
+
+def load_tables(
+    config: ServingConfig, folders: Mapping[str, Path]
+) -> tuple[dict[str, LatencyTable], int]:
+    """Return the tables by engine name, and the number of threads that they were measured with:
+    serve with as many.
+
+    ``folders`` are the checkpoints of ``timed_engines`` by engine name. A target whose threads are
+    ``auto`` was measured with the faster number, and its drafts with the same. Raises LatencyError
+    for a table that is missing or unsound, ConfigError for a bad folder.
+    """
+    tables: dict[str, LatencyTable] = {}
+    threads = config.threads
+    for engine in timed_engines(config):
+        path = table_file(engine, folders[engine.name], threads)
+        tables[engine.name] = read_table(path)
+        threads = tables[engine.name].provenance.threads
+    return tables, 1 if threads == "auto" else int(
+        threads
+    )  # nothing was measured where no model runs
+
+
+def missing_tables(config: ServingConfig, folders: Mapping[str, Path]) -> list[str]:
+    """Return the engines without a sound table; all of them where it is the target's, for drafts
+    run with its threads.
+    """
+    target, *drafts = timed_engines(config)
+    found = _table(target, folders, config.threads)
+    if found is None:
+        return [engine.name for engine in (target, *drafts)]
+    return [
+        draft.name for draft in drafts if _table(draft, folders, found.provenance.threads) is None
+    ]
+
+
+def _table(
+    engine: EngineConfig, folders: Mapping[str, Path], threads: int | str
+) -> LatencyTable | None:
+    try:
+        return read_table(table_file(engine, folders[engine.name], threads))
+    except LatencyError:
+        return None
+
+
+def table_file(engine: EngineConfig, folder: Path, threads: int | str) -> Path:
+    """Return where an engine's table lives; ``threads`` is a number or the target's ``auto``.
+    Raises ConfigError for a bad folder.
+    """
+    subject = {
+        "processor": machine.processor(),
+        "cores": machine.cores(),
+        "torch": machine.versions().get("torch"),
+        "engine": [engine.engine, engine.kind.behaviour],
+        "layout_sha256": read_manifest(folder).layout_sha256,
+        "dtype": engine.dtype,
+        "device": engine.device,
+        "attention": engine.attention,
+        "threads": threads,
+    }
+    if engine.device != "cpu":
+        subject["device_name"] = machine.device_name(engine.device)
+    return cache.table_file(hashlib.sha256(json.dumps(subject).encode()).hexdigest()[:32])
+
+
+def read_table(path: Path) -> LatencyTable:
+    """Return the table in a file. Raises LatencyError naming the file and what is wrong."""
+    try:
+        raw = json.loads(path.read_text("utf-8"))
+        return LatencyTable.from_dict(raw if isinstance(raw, dict) else {})
+    except FileNotFoundError:
+        text = f"there is no latency table {path} (`spindle prepare` measures one)"
+        raise LatencyError(text) from None
+    except (OSError, ValueError) as error:
+        raise LatencyError(f"{path}: {error}") from error

@@ -1,0 +1,1 @@
+"""Measurements: the load sweep, peers beside it, and single parts."""

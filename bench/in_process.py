@@ -1,0 +1,114 @@
+"""An app in this process, stepped by hand, whose policy can be changed between runs; and how near a
+tie was where two texts part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from backend.app import App
+from backend.core.session import Session
+from backend.request import GenerationRequest, SamplingParams
+from backend.sampling.randomness import exponentials, word
+from policy import Policy
+
+
+class Sink:
+    """Ignores the text, since token ids are compared, and raises what should not happen."""
+
+    cancelled = False
+    ended = False
+
+    def chunk(self, delta: Any) -> None:
+        """Ignore."""
+
+    def final(self, delta: Any, reason: Any, usage: Any) -> None:
+        """Note the end."""
+        self.ended = True
+
+    def error(self, code: Any, message: str) -> None:
+        """Raise it."""
+        raise RuntimeError(f"{code}: {message}")
+
+
+def generate(
+    app: App, requests: Iterable[GenerationRequest], together: int = 1, policy: Policy | None = None
+) -> list[Session]:
+    """Serve requests, up to ``together`` at a time (closed loop), and return their sessions in
+    order; ``policy`` replaces the app's own.
+    """
+    return serve(app, [app.session(request, Sink()) for request in requests], together, policy)
+
+
+def serve(
+    app: App, sessions: list[Session], together: int = 1, policy: Policy | None = None
+) -> list[Session]:
+    """The same for sessions that the caller has made."""
+    loop, waiting, running = app.orchestrator, deque(sessions), list[Session]()
+    kept = loop._policy, loop.policy_state
+    if policy is not None:
+        loop._policy, loop.policy_state = policy, policy.start()
+    try:
+        while waiting or running:
+            while waiting and len(running) < together:
+                running.append(waiting.popleft())
+                loop.submit(running[-1])
+            loop.step()
+            running = [session for session in running if not session.sink.ended]
+    finally:
+        if policy is not None:
+            loop._policy, loop.policy_state = kept
+    return sessions
+
+
+def first_difference(one: list[int], other: list[int]) -> int | None:
+    """Return the index of the first token that differs, None where one text goes on as the other as
+    far as both go.
+    """
+    return next(
+        (i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None
+    )
+
+
+class Witness:
+    """The target in fp64 (transformers' own code), which says how near a tie was. Made when first
+    asked: it takes seconds and a GiB.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._model: Any = None
+
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """Return the logits [vocab] behind ``tokens``."""
+        from transformers import AutoModelForCausalLM
+
+        if self._model is None:
+            self._model = AutoModelForCausalLM.from_pretrained(self._folder, dtype=torch.float64)
+        with torch.inference_mode():
+            logits: torch.Tensor = self._model(torch.tensor([tokens])).logits[0, -1]
+        return logits
+
+    def greedy_gap(self, tokens: list[int], one: int, other: int) -> float:
+        """Return by how much the logits of two tokens differ behind ``tokens``."""
+        logits = self.logits(tokens)
+        return abs(float(logits[one] - logits[other]))
+
+    def race_gap(self, tokens: list[int], one: int, other: int, sampling: SamplingParams) -> float:
+        """Return by how much, in scaled logits, the race between two tokens was decided (without
+        top-k, top-p and options).
+        """
+        place = np.uint64(word(sampling.seed, len(tokens)))
+        noise = exponentials(place ^ np.array([one, other], np.uint64))
+        logits = self.logits(tokens)
+        return abs(
+            float(logits[one] - logits[other]) / sampling.temperature
+            - math.log(float(noise[0] / noise[1]))
+        )

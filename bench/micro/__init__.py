@@ -1,0 +1,1 @@
+"""Single parts, each measured by itself."""

@@ -1,0 +1,85 @@
+"""One request, streaming or whole, through Triton's HTTP interface or the OpenAI front end; endings
+are told apart as in ``load``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+
+from bench.load import ANSWER_LIMIT_S, CANCELLED, FINAL, UNANSWERED, Served
+
+Pause = Callable[[int], Awaitable[None]]
+
+
+async def serve_http(
+    session: aiohttp.ClientSession,
+    url: str,
+    body: dict[str, Any],
+    pause: Pause | None = None,
+    cancel_after: int | None = None,
+) -> Served:
+    """Send a request and read its events or its one body to the end; after ``cancel_after`` of them
+    the client hangs up.
+    """
+    served = Served(time.perf_counter())
+    try:
+        async with session.post(
+            url, json=body, timeout=aiohttp.ClientTimeout(ANSWER_LIMIT_S)
+        ) as response:
+            if response.status != 200:
+                served.outcome, served.message = (
+                    f"HTTP {response.status}",
+                    (await response.text())[:200],
+                )
+            elif response.content_type == "text/event-stream":
+                await _events(response, served, pause, cancel_after)
+            else:
+                _whole(await response.text(), served)
+    except asyncio.TimeoutError:
+        served.outcome = UNANSWERED
+    except aiohttp.ClientError as error:
+        served.outcome, served.message = "connection lost", str(error)
+    served.ended_s = time.perf_counter()
+    return served
+
+
+def _whole(text: str, served: Served) -> None:
+    served.responses = 1
+    body = json.loads(text)
+    served.outcome = "error" if "error" in body else FINAL
+    served.message = str(body.get("error", ""))
+
+
+async def _events(
+    response: Any, served: Served, pause: Pause | None, cancel_after: int | None
+) -> None:
+    """Triton's last event has a finish reason, the front end's is [DONE]; an error ends either, and
+    nothing may come behind an end.
+    """
+    ends = 0
+    async for raw in response.content:
+        line = raw.decode().strip()
+        if not line.startswith("data: "):
+            continue
+        if cancel_after is not None and served.responses >= cancel_after:
+            served.outcome = CANCELLED
+            return
+        if pause is not None:
+            await pause(served.responses)
+        served.responses += 1
+        served.arrivals_s.append(time.perf_counter())
+        event = None if line == "data: [DONE]" else json.loads(line[6:])
+        if event is not None and "error" in event:
+            served.outcome, served.message = "error", str(event["error"])
+            ends += 1
+        elif event is None or "finish_reason" in event:
+            served.outcome = FINAL
+            ends += 1
+    if ends != 1:
+        served.outcome = f"{ends} final responses"

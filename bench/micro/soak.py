@@ -1,0 +1,330 @@
+"""Hours of trouble in minutes: many streams, some cancelled, some read slowly, while stubs and the
+engine process are killed.
+
+    python -m bench.micro.soak --minutes 30
+
+A real tritonserver with the OpenAI front end serves the fake engine (``--config`` names another
+configuration). Requests come through every door: gRPC streams, Triton's HTTP interface and the
+OpenAI routes. Each must end exactly once: sent = final replies + errors + cancelled by the client.
+Memory, threads, file handles and shared memory are sampled and compared between the first and the
+last third. Writes a record; the exit status is 1 when something was violated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from backend import machine
+from backend.triton_adapter.paths import PROJECT_ROOT
+from bench.load import CANCELLED, FINAL, UNANSWERED, Served, channel, percentiles_ms, serve
+from bench.micro.doors import serve_http
+from bench.resources import Watch
+from tests.server.harness import Service, free_ports
+
+FAKE = {
+    "target": {"engine": "fake", "step_s": 0.03},
+    "drafts": [
+        {"name": "good", "engine": "fake", "agreement": 0.8},
+        {"name": "poor", "engine": "fake", "agreement": 0.3},
+    ],
+    "policy": {"kind": "random", "k_max": 4},
+}
+MODELS = ("ensemble", "tensorrt_llm_bls")
+DOORS = ("grpc", "http", "openai")
+SAMPLE_PERIOD_S = 3.0
+RECOVERY_LIMIT_S = 60.0
+LEAVING_LIMIT_S = 3.0
+CANCELLED_SHARE, SLOW_SHARE = 0.15, 0.1
+
+
+class Soak:
+    """One run: its clients, its killer and what they saw."""
+
+    def __init__(self, service: Service, args: argparse.Namespace) -> None:
+        self.service = service
+        self.args = args
+        self.end_s = time.perf_counter() + 60 * args.minutes
+        self.watch = Watch(service)
+        self.sent = 0
+        self.outcomes: Counter[str] = Counter()
+        self.kinds: Counter[str] = Counter()
+        self.by_door = {door: Counter[str]() for door in DOORS}
+        self.messages: Counter[str] = Counter()
+        self.gaps_s: list[tuple[float, float]] = []
+        self.recoveries: list[dict[str, Any]] = []
+        self.violations: list[str] = []
+
+    async def run(self) -> None:
+        """Run everything to the end of the time, then let what is in flight end."""
+        tasks = [asyncio.ensure_future(work()) for work in (self._sample, self._kill)]
+        await asyncio.gather(*(self._client(index) for index in range(self.args.streams)))
+        await asyncio.gather(*tasks)
+
+    async def _client(self, index: int) -> None:
+        rng = random.Random(f"{self.args.seed}/{index}")
+        async with channel(self.service.grpc) as connection, aiohttp.ClientSession() as session:
+            for number in itertools.count():
+                if time.perf_counter() >= self.end_s:
+                    return
+                kind = rng.choices(
+                    ("cancels", "slow", "plain"),
+                    (CANCELLED_SHARE, SLOW_SHARE, 1 - CANCELLED_SHARE - SLOW_SHARE),
+                )[0]
+                served = await self._one(
+                    connection, session, kind, f"client {index} request {number} ", rng
+                )
+                if served.outcome not in (FINAL, CANCELLED):
+                    await asyncio.sleep(
+                        rng.uniform(0.2, 1.0)
+                    )  # as a client would before it tries again
+
+    async def _one(
+        self,
+        connection: Any,
+        session: aiohttp.ClientSession,
+        kind: str,
+        text: str,
+        rng: random.Random,
+    ) -> Served:
+        inputs = {
+            "text_input": text + "x" * rng.randrange(200),
+            "max_tokens": rng.randrange(4, 120),
+            "end_id": -1,
+        }
+        pause_s = rng.uniform(0.05, 0.5)
+        stop_at = rng.randrange(8)
+        self.sent += 1
+        self.kinds[kind] += 1
+        pause = (lambda _: asyncio.sleep(pause_s)) if kind == "slow" else None
+        door, stops = rng.choice(DOORS), stop_at if kind == "cancels" else None
+        if door == "grpc":
+            served = await serve(connection, rng.choice(MODELS), inputs, pause, stops, codes=False)
+        else:
+            url, body = self._address(door, inputs, rng)
+            served = await serve_http(session, url, body, pause, stops)
+        self.by_door[door][served.outcome] += 1
+        self.outcomes[served.outcome] += 1
+        if served.message:
+            self.messages[served.message[:100]] += 1
+        if kind == "plain" and served.outcome == FINAL:
+            self.gaps_s += [
+                (at_s, gap_s)
+                for at_s, gap_s in zip(served.arrivals_s[1:], served.gaps_s, strict=True)
+            ]
+        return served
+
+    def _address(
+        self, door: str, inputs: dict[str, Any], rng: random.Random
+    ) -> tuple[str, dict[str, Any]]:
+        stream = rng.random() < 0.7
+        if door == "http":
+            route = "generate_stream" if stream else "generate"
+            return f"http://127.0.0.1:{self.service.http}/v2/models/{rng.choice(MODELS)}/{route}", {
+                **inputs,
+                "stream": stream,
+            }
+        body = {"model": "fake", "max_tokens": inputs["max_tokens"], "stream": stream}
+        if rng.random() < 0.5:
+            return f"http://127.0.0.1:{self.service.openai}/v1/completions", {
+                **body,
+                "prompt": inputs["text_input"],
+            }
+        messages = [{"role": "user", "content": inputs["text_input"]}]
+        return f"http://127.0.0.1:{self.service.openai}/v1/chat/completions", {
+            **body,
+            "messages": messages,
+        }
+
+    async def _sample(self) -> None:
+        while time.perf_counter() < self.end_s:
+            self.watch.sample()
+            await asyncio.sleep(SAMPLE_PERIOD_S)
+
+    async def _kill(self) -> None:
+        """Kill the engine process and a stub once in every period, far apart, and time how long
+        until everything answers again.
+        """
+        victims = itertools.cycle(("ensemble", "spindle", "tensorrt_llm_bls"))
+        period_s = 60 * self.args.kill_minutes
+        next_s = time.perf_counter() + period_s / 4
+        while next_s + period_s / 4 < self.end_s:
+            for victim in ("engine process", f"stub {next(victims)}"):
+                await asyncio.sleep(max(0.0, next_s - time.perf_counter()))
+                next_s += period_s / 2
+                if next_s - period_s / 4 < self.end_s:
+                    await self._kill_and_time(victim)
+
+    async def _kill_and_time(self, victim: str) -> None:
+        words = (
+            ("backend.engine_process", "--config")
+            if victim == "engine process"
+            else ("triton_python_backend_stub ", f"/{victim.split()[1]}/")
+        )
+        try:
+            pid = self.service.pid_of(*words)
+        except AssertionError:
+            self.violations.append(f"there was no {victim} to kill")
+            return
+        os.kill(pid, signal.SIGKILL)
+        killed_s = time.perf_counter()
+        while (
+            not await asyncio.to_thread(self._all_answer)
+            and time.perf_counter() < killed_s + RECOVERY_LIMIT_S
+        ):
+            await asyncio.sleep(0.05)
+        took_s = round(time.perf_counter() - killed_s, 2)
+        self.recoveries.append(
+            {
+                "killed": victim,
+                "at_s": round(killed_s + 60 * self.args.minutes - self.end_s, 1),
+                "recovered_after_s": took_s,
+            }
+        )
+        print(f"killed the {victim}: everything answered again after {took_s} s", flush=True)
+        if took_s >= RECOVERY_LIMIT_S:
+            self.violations.append(
+                f"after the {victim} was killed the service did not come back within "
+                f"{RECOVERY_LIMIT_S:.0f} s"
+            )
+
+    def _all_answer(self) -> bool:
+        body = {"text_input": "are you there? ", "max_tokens": 2, "end_id": -1}
+        try:
+            answers = [
+                self.service.post(f"/v2/models/{model}/generate", body, timeout=10)[0]
+                for model in MODELS
+            ]
+            return (
+                answers == [200, 200]
+                and self.service.post(
+                    "/v2/models/spindle/generate", {"command": "health"}, timeout=10
+                )[0]
+                == 200
+            )
+        except OSError:
+            return False
+
+    def check(self) -> dict[str, Any]:
+        """Return the figures, and note what was violated."""
+        resources, grown = self.watch.summary()
+        self.violations += grown
+        answered = sum(self.outcomes.values()) - self.outcomes[UNANSWERED]
+        if answered != self.sent:
+            self.violations.append(f"{self.sent} requests were sent, {answered} ended")
+        odd = [outcome for outcome in self.outcomes if outcome.endswith("final responses")]
+        self.violations += [f"{self.outcomes[outcome]} requests got {outcome}" for outcome in odd]
+        third_s = (60 * self.args.minutes) / 3
+        starts = [self.end_s - third_s * n for n in (3, 2, 1)]
+        thirds = [
+            [gap for at, gap in self.gaps_s if start <= at < start + third_s] for start in starts
+        ]
+        return {
+            "sent": self.sent,
+            "outcomes": dict(self.outcomes),
+            "by_behaviour": dict(self.kinds),
+            "by_door": {door: dict(outcomes) for door, outcomes in self.by_door.items()},
+            "errors": dict(self.messages.most_common(12)),
+            "recoveries": self.recoveries,
+            "inter_response_ms_by_third": [percentiles_ms(third) for third in thirds],
+            "resources": resources,
+            "shared_memory_mib_most": max(sample.mib for sample in self.watch.shared),
+        }
+
+
+def leftovers(service: Service, tree: list[int]) -> list[str]:
+    """Return what a stopped service has left behind."""
+    deadline_s = time.perf_counter() + LEAVING_LIMIT_S
+    while any(Path(f"/proc/{pid}").exists() for pid in tree) and time.perf_counter() < deadline_s:
+        time.sleep(0.1)
+    processes = [f"process {pid}" for pid in tree if Path(f"/proc/{pid}").exists()]
+    return processes + [str(path) for path in (*service.shared_memory(), *service.run_folders())]
+
+
+def main() -> int:
+    """Run the soak, print and write the record; return the exit status."""
+    args = _arguments()
+    with tempfile.TemporaryDirectory() as name:
+        config = args.config or Path(name) / "serving.json"
+        if args.config is None:
+            config.write_text(json.dumps(FAKE))
+        template = Path(name) / "chat.jinja"
+        template.write_text(
+            "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+        )
+        (port,) = free_ports(1)
+        service = Service(
+            Path(name) / "log",
+            config.resolve(),
+            OPENAI_PORT=str(port),
+            OPENAI_CHAT_TEMPLATE=str(template),
+        )
+        service.wait_ready(limit_s=600)
+        service.wait_for_front_end()
+        soak = Soak(service, args)
+        try:
+            asyncio.run(soak.run())
+            service.wait_until(soak._all_answer)
+            health = service.health()
+            if (health["active"], health["waiting"]) != (0, 0):
+                soak.violations.append(f"requests are left in the engine: {health}")
+            figures = soak.check()
+            tree = service.tree()
+        finally:
+            status = service.stop()
+        if status != 0:
+            soak.violations.append(f"the launcher ended with status {status}")
+        soak.violations += [f"left behind: {thing}" for thing in leftovers(service, tree)]
+        record = {
+            "benchmark": "soak: streams, cancels, slow readers, killed stubs and engine processes",
+            "time_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "command": ["python", "-m", "bench.micro.soak", *sys.argv[1:]],
+            "seed": args.seed,
+            "minutes": args.minutes,
+            "streams": args.streams,
+            "machine": machine.describe(),
+            "config": json.loads(config.read_text()),
+            "violations": soak.violations,
+            **figures,
+        }
+    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record, indent=1))
+    return 1 if soak.violations else 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--streams", type=int, default=48)
+    parser.add_argument(
+        "--kill-minutes",
+        type=float,
+        default=5,
+        help="in every such period one engine process and one stub are killed",
+    )
+    parser.add_argument(
+        "--config", type=Path, help="a serving.json (default: the fake engine at 30 ms a step)"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=PROJECT_ROOT / "docs" / "results" / "soak.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,264 @@
+"""Other stacks as arms, on the same weights: each a process in an environment of its own
+(``worker.py``, ``worker.mjs``).
+
+Token ids go in and come out, so that no stack's tokenizer is part of what is compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from backend import machine
+from backend.app import model_path
+from backend.config import EMBEDDED_MODEL, EngineConfig, parse_config
+from backend.engines import memory
+from backend.storage import cache
+from backend.tokenizer import IncrementalDecoder, Tokenizer, load_tokenizer
+from bench.peers.models import as_gguf, whole_head
+from bench.servers import Arm, Offer, Reply, Served
+from engines_build.convert import embedded_gguf
+
+KINDS = ("plain", "draft", "lookup")
+STACKS = ("transformers", "vllm", "openvino", "llamacpp")
+BF16 = "llamacpp-bf16"
+"""Plain too, with the weights that Spindle runs; llama.cpp's others read the packaged model as it
+is, in 4 bits.
+"""
+PEERS = (*(f"{stack}-{kind}" for stack in STACKS for kind in KINDS), BF16)
+ALONE = ("transformers-draft", "transformers-lookup")
+"""They serve one request at a time."""
+WORKERS = Path(__file__).parent
+QUIT_LIMIT_S = 20.0
+ROOM_BYTES = 4 << 30
+"""What a peer may need: vLLM with a model of 135 M parameters in fp32 and its KV."""
+
+
+class PeerArm:
+    """A worker process."""
+
+    def __init__(self, command: list[str], tokenizer: Tokenizer) -> None:
+        patient = {
+            **os.environ,
+            "OMP_WAIT_POLICY": "passive",
+        }  # threads that spin lose many times over where others use the cores
+        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed with the worker)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=patient,
+        )
+        self._tokenizer = tokenizer
+        self._read()
+
+    def run(self, offer: Offer) -> Served:
+        """Serve a closed loop. Raises ValueError for an open one, RuntimeError when the worker has
+        ended.
+        """
+        if offer.at_s is not None:
+            raise ValueError("a peer serves closed loops only")
+        assert self._process.stdin is not None
+        prompts = [self._tokenizer.encode(request["text_input"]) for request in offer.requests]
+        work = {
+            "prompts": prompts,
+            "max_tokens": offer.requests[0]["max_tokens"],
+            "concurrency": offer.concurrency,
+        }
+        self._process.stdin.write(json.dumps(work) + "\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._read())
+        return Served([self._reply(**reply) for reply in answer["replies"]], answer["wall_s"], {})
+
+    def close(self) -> None:
+        """End the worker: it ends with its input, and what it has started with it."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(QUIT_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+    def _reply(self, tokens: list[int], first_s: float, total_s: float) -> Reply:
+        decoder = IncrementalDecoder(self._tokenizer.token_bytes)
+        text = (
+            "".join(decoder.push(token) for token in tokens if token not in self._tokenizer.end_ids)
+            + decoder.finish()
+        )
+        return Reply(
+            text,
+            len(tokens),
+            drafted=0,
+            accepted=0,
+            finish_reason="",
+            first_s=first_s,
+            total_s=total_s,
+        )
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        if line := self._process.stdout.readline():
+            return line
+        status = self._process.wait()
+        self._log.seek(0)
+        raise RuntimeError(
+            f"the peer ended with status {status}: "
+            f"{(self._log.read().strip() or 'it wrote nothing').splitlines()[-1]}"
+        )
+
+
+class Peers:
+    """Gives the arms of the peers, each started when first asked for; where memory runs short the
+    one not used for longest ends.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config = parse_config(config)
+        self._running: OrderedDict[str, PeerArm] = OrderedDict()
+
+    def missing(self, name: str) -> str:
+        """Return why a peer cannot be run here, '' when it can."""
+        if self._config.target.engine != "torch":
+            return f"peers run checkpoints only, not the engine {self._config.target.engine!r}"
+        if name.endswith("-draft") and not self._drafts():
+            return "no draft that runs a model"
+        if name == BF16 and self._config.target.model != EMBEDDED_MODEL:
+            return "llamacpp-plain reads bf16 already"
+        stack, _, _ = name.partition("-")
+        return "" if _ready(stack) else f"no environment: bench/peers/peers.sh {stack}"
+
+    def arm(self, name: str) -> tuple[Arm, bool]:
+        """Return the arm and whether it has just begun."""
+        fresh = name not in self._running
+        if fresh:
+            while self._running and memory.host_bytes() < ROOM_BYTES:
+                self._running.popitem(last=False)[1].close()
+            self._running[name] = PeerArm(
+                self._command(name), load_tokenizer(model_path(self._config.target))
+            )
+        self._running.move_to_end(name)
+        return self._running[name], fresh
+
+    def weights(self, name: str) -> str:
+        """Say in which form a peer reads the target and, where it has one, the draft."""
+        stack, _, kind = name.partition("-")
+        run = "bf16 checkpoint" if _dtype() == "bfloat16" else "bf16 checkpoint, run in fp32"
+        target, draft = {
+            "transformers": (run, "fp32"),
+            "vllm": (run, "bf16" if _dtype() == "bfloat16" else "fp32"),
+            "openvino": (self._gguf_kind("F16"), "fp16"),
+            "llamacpp": ("BF16 GGUF" if name == BF16 else self._gguf_kind("BF16"), "bf16"),
+        }[stack]
+        return f"{target}; draft {draft}, whole head" if kind == "draft" else target
+
+    def close(self) -> None:
+        """End all peers."""
+        while self._running:
+            self._running.popitem()[1].close()
+
+    def _gguf_kind(self, kind: str) -> str:
+        return (
+            "Q4_1 GGUF, as packaged"
+            if self._config.target.model == EMBEDDED_MODEL
+            else f"{kind} GGUF"
+        )
+
+    def _drafts(self) -> list[EngineConfig]:
+        """Return the drafts that run a model, the largest first."""
+        found = [draft for draft in self._config.drafts if draft.engine == "torch"]
+        return sorted(
+            found,
+            key=lambda draft: (
+                -sum(file.stat().st_size for file in model_path(draft).glob("*.safetensors"))
+            ),
+        )
+
+    def _command(self, name: str) -> list[str]:
+        stack, _, kind = name.partition("-")
+        target, tokenizer = (
+            model_path(self._config.target),
+            load_tokenizer(model_path(self._config.target)),
+        )
+        threads = self._config.threads if isinstance(self._config.threads, int) else 1
+        own = [
+            "--threads",
+            str(threads),
+            *(
+                word
+                for end in sorted(tokenizer.end_ids, reverse=True)
+                for word in ("--ends", str(end))
+            ),
+        ]
+        if stack in ("transformers", "vllm"):
+            models = ["--model", target, "--dtype", _dtype()]
+            models += (
+                ["--draft", whole_head(model_path(self._drafts()[0]))] if kind == "draft" else []
+            )
+        else:
+            form = {"openvino": "F16", "llamacpp": "BF16"}[stack]
+            packaged = self._config.target.model == EMBEDDED_MODEL and name != BF16
+            own = packaged and embedded_gguf(cache.root() / "peers")
+            models = ["--gguf", own or as_gguf(target, target, form)]
+            models += (
+                ["--draft-gguf", as_gguf(model_path(self._drafts()[0]), target, form)]
+                if kind == "draft"
+                else []
+            )
+        return [*_COMMANDS[stack](name), *map(str, models), *own]
+
+
+def _dtype() -> str:
+    """Return what transformers and vLLM run a model in: where the processor has no products in
+    bf16, those take much longer.
+    """
+    return "bfloat16" if machine.multiplies_bf16() else "float32"
+
+
+def environment(stack: str) -> Path:
+    """Return where ``peers.sh`` puts a stack's environment."""
+    return cache.root() / "peers" / stack
+
+
+def _ready(stack: str) -> bool:
+    if stack == "transformers":
+        return True
+    if stack == "llamacpp":
+        return (
+            shutil.which("node") is not None
+            and (environment(stack) / "node_modules" / "node-llama-cpp").is_dir()
+        )
+    return (environment(stack) / "bin" / "python").is_file()
+
+
+def _python(name: str) -> list[str]:
+    stack = name.partition("-")[0]
+    python = (
+        sys.executable if stack == "transformers" else str(environment(stack) / "bin" / "python")
+    )
+    return [python, str(WORKERS / "worker.py"), name]
+
+
+def _node(name: str) -> list[str]:
+    return ["node", str(WORKERS / "worker.mjs"), name, "--root", str(environment("llamacpp"))]
+
+
+_COMMANDS: dict[str, Callable[[str], list[str]]] = {
+    "transformers": _python,
+    "vllm": _python,
+    "openvino": _python,
+    "llamacpp": _node,
+}

@@ -1,0 +1,230 @@
+"""The pictures of README, light and dark: ``python -m bench.pictures`` writes them to
+docs/pictures.
+
+``speed``: tokens per second relative to plain decoding, from docs/results/sweep-cpu-avx2.json.
+``how-it-works``: one request's way through the service, drawn by hand.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+from backend.triton_adapter.paths import PROJECT_ROOT
+from bench.sweep.arms import NONE, SPINDLE, fixed_choice
+from bench.sweep.figures import block_speeds, blocks, level
+
+RECORD = PROJECT_ROOT / "docs" / "results" / "sweep-cpu-avx2.json"
+PICTURES = PROJECT_ROOT / "docs" / "pictures"
+THEMES = {
+    "light": {
+        "ink": "#1f2328",
+        "faint": "#59636e",
+        "line": "#0969da",
+        "band": "#d6dae0",
+        "box": "#f6f8fa",
+        "edge": "#d1d9e0",
+    },
+    "dark": {
+        "ink": "#f0f6fc",
+        "faint": "#9198a1",
+        "line": "#4493f8",
+        "band": "#3d444d",
+        "box": "#151b23",
+        "edge": "#3d444d",
+    },
+}
+"""Colours on GitHub's own backgrounds, white and #0d1117."""
+
+Ratios = dict[str, dict[int, list[float]]]
+
+
+def ratios(record: dict[str, Any]) -> Ratios:
+    """Return {policy: {requests in flight: speed over plain decoding in each warm block}}."""
+    policies = list(dict.fromkeys(run["policy"] for run in record["runs"]))
+    found: Ratios = {
+        policy: {} for policy in policies if policy == SPINDLE or policy.startswith("fixed-")
+    }
+    for (_, load), speeds in block_speeds(blocks(record["runs"], policies), policies).items():
+        for policy, own in found.items():
+            own[int(level(load))] = [
+                ours / plain for ours, plain in zip(speeds[policy], speeds[NONE], strict=True)
+            ]
+    return found
+
+
+def mean(values: list[float]) -> float:
+    """Return the geometric mean."""
+    return float(np.exp(np.log(values).mean()))
+
+
+def speed(found: Ratios, theme: dict[str, str]) -> plt.Figure:
+    """Draw Spindle's line over the band of the fixed choices, worst to best; a dot a measured
+    block.
+    """
+    loads = sorted(found[SPINDLE])
+    means = {policy: [mean(own[load]) for load in loads] for policy, own in found.items()}
+    fixed = {policy: own for policy, own in means.items() if policy != SPINDLE}
+    figure, axis = plt.subplots(figsize=(7.2, 3.3), layout="constrained")
+    x = range(len(loads))
+    low, high = np.min([*fixed.values()], axis=0), np.max([*fixed.values()], axis=0)
+    axis.fill_between(x, low, high, color=theme["band"], linewidth=0, zorder=1)
+    axis.plot(
+        [0, len(loads) - 1],
+        [1, 1],
+        color=theme["faint"],
+        linewidth=1,
+        linestyle=(0, (4, 3)),
+        zorder=2,
+    )
+    axis.plot(x, means[SPINDLE], color=theme["line"], linewidth=2.5, zorder=3)
+    for place, load in enumerate(loads):
+        own = found[SPINDLE][load]
+        axis.plot(
+            [place] * len(own), own, "o", color=theme["line"], markersize=5, alpha=0.55, zorder=4
+        )
+        words = f"{means[SPINDLE][place]:.2f}"
+        axis.annotate(
+            words,
+            (place, max(own)),
+            (0, 7),
+            textcoords="offset points",
+            ha="center",
+            color=theme["line"],
+            weight="bold",
+        )
+    _labels(axis, fixed, theme, len(loads))
+    _frame(axis, loads, theme)
+    return figure
+
+
+def _labels(axis: Axes, fixed: dict[str, list[float]], theme: dict[str, str], count: int) -> None:
+    """Name the line and the band's edges where they end, by the choice that is best and worst
+    there.
+    """
+    worst, best = (
+        min(fixed, key=lambda policy: fixed[policy][-1]),
+        max(fixed, key=lambda policy: fixed[policy][-1]),
+    )
+
+    def named(policy: str) -> str:
+        draft, length = fixed_choice(policy)
+        return f"{draft}, {length} tokens"
+
+    end, faint = count - 1 + 0.07, theme["faint"]
+    axis.text(end, 1.065, "Spindle", color=theme["line"], va="center", weight="bold")
+    axis.text(end, 0.995, f"best fixed: {named(best)}", color=faint, va="center")
+    axis.text(end, fixed[worst][-1], f"worst fixed: {named(worst)}", color=faint, va="center")
+    axis.text(0.03, 0.985, "plain decoding", color=faint, va="top")
+    axis.text(
+        0.62 * (count - 1),
+        0.89,
+        "fixed choices of draft and length",
+        color=theme["ink"],
+        va="center",
+        ha="center",
+    )
+
+
+def _frame(axis: Axes, loads: list[int], theme: dict[str, str]) -> None:
+    axis.set_xticks(range(len(loads)), [f"{load} in flight" for load in loads])
+    axis.set_xlim(-0.15, len(loads) - 1 + 0.95)
+    axis.set_ylim(0.65, 1.5)
+    axis.set_yticks([0.75, 1.0, 1.25, 1.5], ["0.75", "1", "1.25", "1.5"])
+    axis.set_ylabel("tokens/s over plain decoding")
+    axis.spines[["top", "right", "left", "bottom"]].set_visible(False)
+    axis.tick_params(length=0, colors=theme["ink"])
+    axis.yaxis.label.set_color(theme["ink"])
+
+
+BOX = """<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="8" fill="{fill}" stroke="{edge}"/>"""
+
+
+def how_it_works(theme: dict[str, str]) -> str:
+    """Return the diagram as SVG, 800 wide."""
+    ink, faint, line = theme["ink"], theme["faint"], theme["line"]
+    parts: list[str] = []
+
+    def box(
+        x: int, y: int, w: int, h: int, *, fill: str = theme["box"], edge: str = theme["edge"]
+    ) -> None:
+        parts.append(BOX.format(x=x, y=y, w=w, h=h, fill=fill, edge=edge))
+
+    def words(
+        x: int, y: int, *lines: str, bold: bool = False, colour: str = faint, size: int = 12
+    ) -> None:
+        weight = ' font-weight="600"' if bold else ""
+        for number, text in enumerate(lines):
+            parts.append(
+                f'<text x="{x}" y="{y + 16 * number}" fill="{colour}" '
+                f'font-size="{size}"{weight}>{text}</text>'
+            )
+
+    def arrow(path: str, *, both: bool = False) -> None:
+        start = ' marker-start="url(#a)"' if both else ""
+        parts.append(
+            f'<path d="{path}" fill="none" stroke="{line}" stroke-width="2" '
+            f'marker-end="url(#a)"{start}/>'
+        )
+
+    def head(x: int, y: int, title: str, *lines: str) -> None:
+        words(x, y, title, bold=True, colour=ink, size=14)
+        words(x, y + 19, *lines, size=11)
+
+    box(10, 110, 120, 130)
+    head(70, 145, "clients", "HTTP, gRPC,", "OpenAI;", "streaming or not")
+    box(180, 60, 170, 230)
+    head(265, 86, "tritonserver", "thin Python models:")
+    for number, name in enumerate(("ensemble", "tensorrt_llm_bls", "tensorrt_llm", "spindle")):
+        box(195, 120 + 40 * number, 140, 30, fill="none")
+        words(265, 140 + 40 * number, name, colour=ink)
+    box(400, 10, 390, 330)
+    head(595, 36, "engine process", "requests join and leave the batch between two steps")
+    steps = (
+        (420, 80, "1  plan", "for each request: which", "draft, how many tokens"),
+        (610, 80, "2  draft", "small models and prompt", "lookup propose tokens"),
+        (610, 200, "3  verify", "the target checks the", "whole batch in one pass"),
+        (420, 200, "4  commit", "take what was accepted,", "learn from it and the time"),
+    )
+    for x, y, title, *lines in steps:
+        box(x, y, 160, 80, edge=line)
+        head(x + 80, y + 27, title, *lines)
+    arrow("M 582 120 H 604")
+    arrow("M 690 162 V 194")
+    arrow("M 608 240 H 586")
+    arrow("M 500 198 V 166")
+    words(595, 312, "where a draft would not pay: 0 tokens, plain decoding")
+    arrow("M 136 175 H 174", both=True)
+    arrow("M 356 175 H 394", both=True)
+    marker = f'<path d="M 0 0 L 8 4 L 0 8 z" fill="{line}"/>'
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 350" width="800" height="350" '
+        'role="img" text-anchor="middle"'
+        ' font-family="-apple-system, Segoe UI, Helvetica, Arial, DejaVu Sans, sans-serif">\n'
+        "<title>How a request is served</title>\n"
+        '<defs><marker id="a" viewBox="0 0 8 8" refX="6" refY="4" markerWidth="5" '
+        'markerHeight="5" orient="auto-start-reverse">'
+        f"{marker}</marker></defs>\n" + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+def main() -> None:
+    """Write all pictures."""
+    found = ratios(json.loads(RECORD.read_text("utf-8")))
+    mpl.rcParams.update({"svg.hashsalt": "spindle", "font.size": 11})
+    for name, theme in THEMES.items():
+        figure = speed(found, theme)
+        path: Path = PICTURES / f"speed-{name}.svg"
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+        plt.close(figure)
+        (PICTURES / f"how-it-works-{name}.svg").write_text(how_it_works(theme), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,571 @@
+"""The load sweep: latency and throughput of every policy under the same requests, from one in
+flight to beyond saturation.
+
+    make bench                                     # hours; stopped, the same command goes on
+    make bench ARGS="--quick --out FILE"           # under ten minutes on two cores
+    make bench ARGS="--in-process --config FILE"   # without tritonserver, on a GPU too
+    # beside other stacks (bench/peers/peers.sh):
+    make bench ARGS="--peers all --policies --closed 1 8 --shares"
+    make bench ARGS="--ablations --closed 1 8 --shares"   # Spindle without each of its parts
+
+Starts a tritonserver a policy (see ``sweep_arms``). First, on prompts that are not scored: the
+draft, the length and the table by batch size that baselines are given, and the capacity of no
+speculation in requests per second. Then blocks: in each, at every point (workload and load), all
+policies serve the same requests at the same times, in ABBA order; block 0 is cold. Loads:
+``closed-N`` in flight; ``poisson-SHARE`` and ``bursty-SHARE`` of the capacity. Writes FILE every 20
+s and, at the end, FILE's report as HTML.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import math
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from backend import machine
+from backend.app import model_path
+from backend.config import PolicyConfig, parse_config
+from backend.engines.memory import host_bytes
+from backend.triton_adapter.paths import PROJECT_ROOT
+from bench import workloads
+from bench.paired import abba, repeated_share
+from bench.peers.arms import PEERS, Peers
+from bench.servers import Offer, Served
+from bench.sweep import figures as sweep_figures
+from bench.sweep import simulation as sweep_simulation
+from bench.sweep.arms import (
+    ADAPTING,
+    AGAIN,
+    NONE,
+    SPINDLE,
+    InProcess,
+    Roster,
+    Servers,
+    Tuning,
+    ablation_names,
+    arm_config,
+    fixed_choice,
+    fixed_names,
+    tables,
+)
+from bench.sweep.report import write_report
+from engines_build.prepare import prepare
+from policy.simulation.workload import bursty
+
+DEFAULT_CONFIG = PROJECT_ROOT / "model_repository" / "spindle" / "1" / "serving.json"
+MESSAGES = 240
+TUNING_STEP = 4
+"""Every fourth message is for choosing, the others are scored."""
+SAVE_S = 20.0
+SERVER_BYTES = 2 << 30
+"""What a server of SmolLM2 with its drafts takes."""
+FAKE_CHARACTERS = 300
+"""The fake engines read bytes: of a message they get so many."""
+VARIATION = {"poisson": 1.0, "bursty": 3.0}
+"""Coefficient of variation of the gaps between arrivals."""
+FREE = ("out", "limit_s", "servers", "quick", "config")
+"""Options that may differ from those of the command that began the record; the configuration is
+compared by what it says.
+"""
+QUICK: dict[str, Any] = {
+    "workloads": ["mix"],
+    "closed": [1, 8],
+    "shares": [0.7],
+    "arrivals": ["poisson"],
+    "lengths": [3],
+    "blocks": 2,
+    "requests": 12,
+    "requests_closed": 4,
+    "max_tokens": 24,
+    "active": 8,
+    "limit_s": 480.0,
+}
+
+
+class Sweep:
+    """One sweep: its settings, its record, and the roster that serves."""
+
+    def __init__(self, options: argparse.Namespace, record: dict[str, Any], roster: Roster) -> None:
+        self._options, self._record, self._roster = options, record, roster
+        self._config = record["settings"]["config"]
+        self._messages = {name: self._rendered(name) for name in options.workloads}
+        self._fixed = fixed_names(self._config, options.lengths)
+        known = [*self._fixed, *ADAPTING]
+        own = [name for name in options.policies or () if PolicyConfig(name).own]
+        if unknown := set(options.policies or ()) - {*known, *own}:
+            there = f"{', '.join(known)} or a dotted path like my_package.MyPolicy"
+            raise SystemExit(f"--policies: {', '.join(sorted(unknown))} is none of {there}")
+        self._peers = Peers(self._config)
+        record["skipped"] = {
+            name: reason for name in options.peers if (reason := self._peers.missing(name))
+        }
+        wanted = own + [n for n in known if options.policies is None or n in options.policies]
+        ablations = ablation_names(self._config) if options.ablations else []
+        self.policies = [
+            NONE,
+            *wanted,
+            SPINDLE,
+            *ablations,
+            *(name for name in options.peers if name not in record["skipped"]),
+            AGAIN,
+        ]
+        self._deadline_s = time.monotonic() + options.limit_s
+
+    def run(self, save: Callable[[], None]) -> bool:
+        """Do what the record lacks, saving now and then; return whether all is done."""
+        if {*self.policies} & {*ADAPTING}:
+            if "tuning" not in self._record:
+                self._record["tuning"] = self._tune()
+                save()
+            tuning = self._record["tuning"]
+            self._roster.tuning = Tuning(
+                tuning["draft"],
+                tuning["length"],
+                tuple((batch, length) for batch, length in tuning["schedule"]),
+            )
+        if "capacity_requests_per_s" not in self._record:
+            self._record["capacity_requests_per_s"] = {
+                name: round(self._capacity(name), 4) for name in self._messages
+            }
+            save()
+        return self._measure(save)
+
+    def close(self) -> None:
+        """End all that serves."""
+        self._roster.close()
+        self._peers.close()
+
+    def _measure(self, save: Callable[[], None]) -> bool:
+        done = {
+            (run["workload"], run["load"], run["block"], run["policy"])
+            for run in self._record["runs"]
+        }
+        wanted = [key for key in self._keys() if key not in done]
+        saved_s = time.monotonic()
+        with _progress(wanted, "sweep") as progress:
+            for workload, load, block, policy in progress:
+                if block and time.monotonic() > self._deadline_s:
+                    return False
+                progress.set_postfix_str(
+                    f"block {block}, {workload} {load}, {policy}", refresh=False
+                )
+                self._record["runs"].append(self._block(workload, load, block, policy))
+                if time.monotonic() > saved_s + SAVE_S:
+                    save()
+                    saved_s = time.monotonic()
+        return True
+
+    def _keys(self) -> Iterator[tuple[str, str, int, str]]:
+        """Yield all runs in their order: a block of every point before the next block of any.
+
+        The direction also changes from point to point, so that a server that ran last runs first
+        and need not be started again.
+        """
+        options = self._options
+        rates = [
+            f"{arrivals}-{share:.2f}" for arrivals in options.arrivals for share in options.shares
+        ]
+        loads = [*(f"closed-{level}" for level in options.closed), *rates]
+        for block in range(options.blocks + 1):
+            for number, (workload, load) in enumerate(itertools.product(options.workloads, loads)):
+                for policy in abba(self.policies, block + number):
+                    yield workload, load, block, policy
+
+    def _block(self, workload: str, load: str, block: int, policy: str) -> dict[str, Any]:
+        arm, fresh = (self._peers if policy in PEERS else self._roster).arm(policy)
+        if fresh and block:
+            arm.run(
+                self._offer(workload, load, 0, policy)
+            )  # it went through block 0 before this command was stopped, or before its server was
+        offer = self._offer(workload, load, block, policy)
+        if self._options.prefix == "warm":
+            arm.run(
+                Offer(
+                    [{**request, "max_tokens": 1} for request in offer.requests],
+                    self._options.active,
+                )
+            )
+        served = arm.run(offer)
+        return {
+            "workload": workload,
+            "load": load,
+            "block": block,
+            "policy": policy,
+            **described(served),
+        }
+
+    def _offer(self, workload: str, load: str, block: int, policy: str) -> Offer:
+        """Return a block's requests, the same for every policy; the bursts and pauses of a block
+        are those of every rate, stretched.
+
+        Policies that share a server share no KV.
+        """
+        kind, _, at = load.rpartition("-")
+        if kind == "closed":
+            requests = self._requests(
+                workload, load, block, max(self._options.requests_closed, 2 * int(at)), policy
+            )
+            return Offer(requests, int(at))
+        rate = float(at) * self._record["capacity_requests_per_s"][workload]
+        requests = self._requests(workload, load, block, self._options.requests, policy)
+        arrivals = bursty(len(requests), rate, VARIATION[kind], self._options.seed * 1000 + block)
+        return Offer(requests, at_s=arrivals.tolist())
+
+    def _requests(
+        self, workload: str, load: str, block: int, count: int, policy: str
+    ) -> list[dict[str, Any]]:
+        """Draw requests that are scored, or, in the load ``tuning-N``, from those that are not; no
+        KV is reused from other runs.
+        """
+        every = self._messages[workload]
+        tuning = load.startswith("tuning")
+        pool = [
+            message for number, message in enumerate(every) if (number % TUNING_STEP == 0) is tuning
+        ]
+        rng = random.Random(f"{self._options.seed}/{workload}/{load}/{block}")
+        chosen = rng.sample(pool, count) if count <= len(pool) else rng.choices(pool, k=count)
+        options: dict[str, Any] = {
+            "max_tokens": self._options.max_tokens,
+            "cache_salt": f"{workload}/{load}/{block}/{policy}",
+        }
+        if self._options.temperature:
+            options["temperature"] = self._options.temperature
+            return [
+                {"text_input": text, **options, "seed": rng.randrange(2**62)} for text in chosen
+            ]
+        return [{"text_input": text, **options} for text in chosen]
+
+    def _rendered(self, name: str) -> list[str]:
+        target = parse_config(self._config).target
+        messages = workloads.load(name, MESSAGES, self._options.seed).messages
+        if target.engine == "fake":
+            return [message[:FAKE_CHARACTERS] for message in messages]
+        return [
+            message if self._options.raw else workloads.render(message, model_path(target))
+            for message in messages
+        ]
+
+    def _tuning_speed(self, policy: str, workload: str, in_flight: int) -> float:
+        requests = self._requests(
+            workload,
+            f"tuning-{in_flight}",
+            0,
+            max(self._options.requests_closed, 2 * in_flight),
+            policy,
+        )
+        arm, _ = self._roster.arm(policy)
+        served = arm.run(Offer(requests, in_flight))
+        return sum(reply.output_tokens for reply in served.replies) / served.wall_s
+
+    def _tune(self) -> dict[str, Any]:
+        """Choose what the baselines are told: the best fixed choices by tokens per second on
+        prompts that are not scored.
+        """
+        workload = self._options.workloads[-1]
+        levels = sorted(
+            {level for level in self._options.closed if level < self._options.active}
+            | {self._options.active}
+        )
+        rates: dict[str, dict[str, float]] = {policy: {} for policy in [NONE, *self._fixed]}
+        work = [
+            (level, policy) for level in levels for policy in abba([*rates], levels.index(level))
+        ]
+        self._roster.arm(NONE)[0].run(Offer(self._requests(workload, "tuning-warm", 0, 2, NONE)))
+        for level, policy in _progress(work, "tuning"):
+            rates[policy][str(level)] = round(self._tuning_speed(policy, workload, level), 2)
+        return {"workload": workload, "tokens_per_s": rates, **chosen(rates, self._fixed)}
+
+    def _capacity(self, workload: str) -> float:
+        """Return the requests per second of no speculation with every place taken."""
+        count = max(self._options.requests_closed, 3 * self._options.active)
+        arm, _ = self._roster.arm(NONE)
+        return (
+            count
+            / arm.run(
+                Offer(
+                    self._requests(workload, "tuning-capacity", 0, count, NONE),
+                    self._options.active,
+                )
+            ).wall_s
+        )
+
+
+def chosen(rates: dict[str, dict[str, float]], fixed: list[str]) -> dict[str, Any]:
+    """Return the draft and length that are best over all batch sizes (geometric mean), and that
+    draft's best length at each of them.
+    """
+    best = max(fixed, key=lambda name: math.prod(rates[name].values()))
+    draft, length = fixed_choice(best)
+    lengths = {NONE: 0} | {
+        name: fixed_choice(name)[1] for name in fixed if fixed_choice(name)[0] == draft
+    }
+    schedule = [
+        [int(level), lengths[max(lengths, key=lambda name, at=level: rates[name][at])]]
+        for level in rates[NONE]
+    ]
+    return {"draft": draft, "length": length, "schedule": schedule}
+
+
+def _progress(work: list[Any], name: str) -> tqdm[Any]:
+    """Return the work under a bar with the time left; a log file gets a line in half a minute."""
+    return tqdm(
+        work,
+        desc=name,
+        unit="run",
+        dynamic_ncols=True,
+        mininterval=0.2 if sys.stderr.isatty() else 30,
+    )
+
+
+def described(served: Served) -> dict[str, Any]:
+    """Return a run's figures; texts may quote a corpus that must not be copied, so they are kept as
+    hashes.
+    """
+    gaps = [gap for reply in served.replies for gap in reply.gaps_s]
+    replies = [
+        {
+            **{
+                key: _short(value)
+                for key, value in asdict(reply).items()
+                if key not in ("text", "gaps_s")
+            },
+            "text": hashlib.sha256(reply.text.encode()).hexdigest()[:16],
+            "repeated_4grams": round(repeated_share(reply.text), 4),
+            "token_s": _short((reply.total_s - reply.first_s) / (reply.output_tokens - 1))
+            if reply.output_tokens > 1
+            else None,
+        }
+        for reply in served.replies
+    ]
+    gap_p99_s = _short(float(np.quantile(gaps, 0.99)) if gaps else 0.0)
+    counts = {name: _short(value) for name, value in served.counts.items()}
+    return {
+        "wall_s": _short(served.wall_s),
+        "gap_p99_s": gap_p99_s,
+        "replies": replies,
+        "counts": counts,
+    }
+
+
+def _short(value: Any) -> Any:
+    """Return seconds to the microsecond, and anything else as it is: a record is kept."""
+    return round(value, 6) if isinstance(value, float) else value
+
+
+def opened(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the record to go on with. Raises SystemExit for a file of other settings, which is not
+    overwritten.
+    """
+    settings = {key: value for key, value in vars(options).items() if key not in FREE}
+    settings["config"] = json.loads(options.config.read_text("utf-8"))
+    if options.out.exists():
+        record: dict[str, Any] = json.loads(options.out.read_text("utf-8"))
+        if record["settings"] != settings:
+            differ = [key for key in settings if record["settings"].get(key) != settings[key]]
+            raise SystemExit(
+                f"{options.out} is of other settings ({', '.join(differ)}): give another --out"
+            )
+        if (there := record["machine"]["processor"]) != (here := machine.processor()):
+            raise SystemExit(
+                f"{options.out} is of another processor ({there}; here: {here}): give another --out"
+            )
+        return record
+    return {
+        "benchmark": "load sweep: policies under the same requests",
+        "time_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "through": "loop in process" if options.in_process else "tritonserver, gRPC streaming",
+        "machine": machine.describe(),
+        "settings": settings,
+        "runs": [],
+    }
+
+
+def write(record: dict[str, Any], policies: list[str], path: Path) -> None:
+    """Write the record with what its runs come to so far, all or nothing."""
+    found = sweep_figures.blocks(record["runs"], policies)
+    ratios = sweep_figures.compared(found, policies)
+    record |= {
+        "summary": sweep_figures.summary(found, policies),
+        "ratios": ratios,
+        "overall": sweep_figures.overall(found, policies),
+        "claims": sweep_figures.claims(ratios),
+        "ablations": sweep_figures.ablations(found, policies),
+        "noise": sweep_figures.noise(found),
+    }
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(record) + "\n", "utf-8")
+    part.replace(path)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the sweep, or go on with it, and write its record and report."""
+    if arguments is None:
+        text = "stopped: the same command goes on"
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(text))  # its servers end with it
+    command = sys.argv[1:] if arguments is None else list(arguments)
+    options = parse(command)
+    record = opened(options)
+    record["command"] = ["python", "-m", "bench.sweep.run", *command]
+    config = record["settings"]["config"]
+    prepare(parse_config(arm_config(config, SPINDLE, Tuning(), options.active)))
+    measured = tables(parse_config(config))
+    record["tables"] = {name: table.to_dict() for name, table in measured.items()}
+    if options.ablations:  # an arm with tables of its own would have a number of threads of its own
+        config = {
+            **config,
+            "threads": next((table.provenance.threads for table in measured.values()), 1),
+        }
+        for name in (SPINDLE, *ablation_names(config)):
+            prepare(parse_config(arm_config(config, name, Tuning(), options.active)))
+    with tempfile.TemporaryDirectory() as folder:
+        roster: Roster = (
+            InProcess(config, options.active, options.servers)
+            if options.in_process
+            else Servers(config, options.active, Path(folder), options.servers)
+        )
+        sweep = Sweep(options, record, roster)
+        try:
+            whole = sweep.run(lambda: write(record, sweep.policies, options.out))
+        finally:
+            sweep.close()
+            write(record, sweep.policies, options.out)
+    record |= sweep_simulation.simulated(record)
+    write(record, sweep.policies, options.out)
+    report = options.out.with_suffix(".html")
+    write_report(record, report)
+    print(
+        f"wrote {options.out} and {report}"
+        + ("" if whole else "; the time is up: the same command goes on")
+    )
+
+
+def parse(command: Sequence[str]) -> argparse.Namespace:
+    """Read the command line; ``--quick`` changes defaults."""
+    parser = argparse.ArgumentParser(
+        prog="spindle bench",
+        description=__doc__,
+        epilog="example: spindle bench --quick --out build/quick.json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a few points, small blocks, at most eight minutes"
+    )
+    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG)
+    parser.add_argument(
+        "--in-process", action="store_true", help="step the loop here, without Triton"
+    )
+    parser.add_argument(
+        "--workloads",
+        nargs="+",
+        choices=[*workloads.NAMES, workloads.MIX],
+        default=["chat", "summarise", "qa", "sql", "mix"],
+    )
+    parser.add_argument(
+        "--policies",
+        nargs="*",
+        help="beside none and spindle, your own by its dotted path; default: all but those",
+    )
+    parser.add_argument(
+        "--ablations",
+        action="store_true",
+        help="spindle without each part and draft, or with a part that is off",
+    )
+    parser.add_argument(
+        "--peers",
+        nargs="*",
+        default=[],
+        choices=[*PEERS, "all"],
+        help="other stacks, in closed loops only",
+    )
+    parser.add_argument(
+        "--closed", nargs="+", type=int, default=[1, 2, 4, 8, 16, 24], help="requests in flight"
+    )
+    parser.add_argument(
+        "--shares",
+        nargs="*",
+        type=float,
+        default=[0.1, 0.3, 0.5, 0.7, 0.9, 1.1, 1.3, 1.5],
+        help="of the capacity",
+    )
+    parser.add_argument("--arrivals", nargs="*", choices=list(VARIATION), default=list(VARIATION))
+    parser.add_argument(
+        "--lengths", nargs="+", type=int, default=[1, 2, 3, 4, 6, 8], help="of the fixed choices"
+    )
+    parser.add_argument(
+        "--blocks", type=int, default=8, help="warm blocks; a cold one comes before"
+    )
+    parser.add_argument("--requests", type=int, default=40, help="a block of an open loop")
+    parser.add_argument(
+        "--requests-closed",
+        type=int,
+        default=8,
+        help="a block of a closed loop at the least; two for each place else",
+    )
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="above 0, requests are seeded, so that every policy writes the same text",
+    )
+    parser.add_argument(
+        "--prefix",
+        choices=["cold", "warm"],
+        default="cold",
+        help="warm: the prompts of a run have just been served, for one token each",
+    )
+    parser.add_argument(
+        "--raw", action="store_true", help="send the bare message, without the chat template"
+    )
+    parser.add_argument(
+        "--active",
+        type=int,
+        default=16,
+        help="places of the in-flight batch: with so many in flight it is saturated",
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    room = max(2, min(8, host_bytes() // SERVER_BYTES))
+    parser.add_argument(
+        "--servers",
+        type=int,
+        default=room,
+        help="running at once (in process: engines); the least recently used makes room",
+    )
+    parser.add_argument(
+        "--limit-s",
+        type=float,
+        default=math.inf,
+        help="begin no run of a warm block after so long; the same command goes on",
+    )
+    parser.add_argument("--out", type=Path, default=PROJECT_ROOT / "build" / "sweep.json")
+    if "--quick" in command:
+        parser.set_defaults(**QUICK)
+    options = parser.parse_args(command)
+    options.peers = list(PEERS) if "all" in options.peers else options.peers
+    if options.peers and options.shares:
+        parser.error("--peers serve closed loops only: give --shares without a number")
+    if options.peers and options.prefix == "warm":
+        parser.error("--peers keep no prefixes: --prefix must be cold")
+    if options.ablations and options.policies is None:
+        options.policies = []
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    return options
+
+
+if __name__ == "__main__":
+    main()

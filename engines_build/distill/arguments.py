@@ -1,0 +1,196 @@
+"""The command line of ``engines_build.distill``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+import torch
+
+from engines_build.distill.corpora import LICENCES, WORKLOADS, Corpus
+from engines_build.distill.evaluation_sets import JUDGED
+
+_DRAFT_SHAPE = {"hidden": 160, "layers": 3, "head_dim": 32}
+_FAMILY_SHAPE = {"hidden": 256, "layers": 4, "head_dim": 64}
+_POSITIVE = (
+    "hidden",
+    "layers",
+    "head_dim",
+    "shortlist",
+    "tokens",
+    "held_out_tokens",
+    "train_tokens",
+    "target_tokens",
+    "minutes",
+)
+_POSITIVE += ("batch", "learning_rate", "slots", "threads")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Read the command line; a bad value ends the program with a line that names its flag."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    _check_start(parser, args)
+    for name, value in (_FAMILY_SHAPE if args.family else _DRAFT_SHAPE).items():
+        setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
+    _check_numbers(parser, args)
+    if args.hidden % args.head_dim or args.head_dim % 2:
+        parser.error(
+            f"--hidden, --head-dim: hidden must be a multiple of an even head_dim, got "
+            f"{args.hidden} and {args.head_dim}"
+        )
+    if bool(args.target) == bool(args.family):
+        parser.error(f"--target, --family: give one of them, got {args.target} and {args.family}")
+    if args.target and not (args.target / "tokenizer.json").is_file():
+        parser.error(f"--target: no tokenizer.json in {args.target}")
+    if args.dialogues and not args.dialogue_tokenizer:
+        parser.error(f"--dialogue-tokenizer: needed to read --dialogues {args.dialogues}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device: cuda is not available here")
+    args.work = args.work or args.out.with_name(args.out.name + ".work")
+    for name, known in (("sources", LICENCES), ("workloads", WORKLOADS), ("judged", JUDGED)):
+        values = getattr(args, name).split(",")
+        setattr(args, name, values)
+        if unknown := [value for value in values if value not in known]:
+            parser.error(f"--{name}: unknown value {unknown[0]!r}; choose from {', '.join(known)}")
+    try:
+        args.train, args.held_out = (
+            Corpus(args.sources, args.corpora, side, args.seed) for side in (False, True)
+        )
+    except ValueError as error:
+        parser.error(f"--{error}")
+    args.command = argv
+    return args
+
+
+def _check_numbers(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    for name in _POSITIVE:
+        if getattr(args, name) <= 0:
+            parser.error(f"--{name.replace('_', '-')}: must be positive, got {getattr(args, name)}")
+    for name in ("warm_up_tokens", "unlikelihood_tokens"):
+        if getattr(args, name) < 0:
+            parser.error(
+                f"--{name.replace('_', '-')}: must not be negative, got {getattr(args, name)}"
+            )
+
+
+def _check_start(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if not args.start:
+        return
+    if given := [name for name in _DRAFT_SHAPE if getattr(args, name) is not None]:
+        parser.error(
+            f"--start: the draft {args.start} has its own shape, --{given[0].replace('_', '-')} "
+            f"cannot be given"
+        )
+    if args.family:
+        parser.error(f"--start: not with --family, got {args.start}")
+    if not (args.start / "config.json").is_file():
+        parser.error(f"--start: no config.json in {args.start}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m engines_build.distill", description="Distil a draft for a target."
+    )
+
+    def folder(flag: str, text: str, *, required: bool = False) -> None:
+        parser.add_argument(flag, type=Path, metavar="DIR", required=required, help=text)
+
+    def number(flag: str, default: float, text: str) -> None:
+        parser.add_argument(
+            flag,
+            type=type(default),
+            default=default,
+            metavar="N",
+            help=f"{text} (default: {default:,})",
+        )
+
+    folder("--target", "Hugging Face folder of the target (Llama family, with its tokenizer)")
+    parser.add_argument(
+        "--family",
+        choices=("tiny",),
+        help="make a tokenizer, a target and drafts from scratch, in folders of --out",
+    )
+    folder("--out", "folder to write the draft to", required=True)
+    folder(
+        "--start",
+        "draft of the same target to begin with, instead of the target's embedding and plain "
+        "text: to specialise or train on",
+    )
+    folder(
+        "--work",
+        "folder for shards and checkpoints, shared by the drafts of one target (default: OUT "
+        "with .work behind its name)",
+    )
+    folder("--corpora", "folder filled by engines_build.distill.corpora --fetch")
+    parser.add_argument(
+        "--sources",
+        default=",".join(LICENCES),
+        help="sources of the prompts, comma-separated (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--workloads",
+        default=",".join(WORKLOADS),
+        help="workloads to generate and to train on (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--judged",
+        default=",".join(JUDGED),
+        help="sets that training must not overlap (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--drop-overlap",
+        action="store_true",
+        help="leave sequences that overlap them out instead of failing",
+    )
+    for flag, names in (
+        ("--hidden", "width"),
+        ("--layers", "layers"),
+        ("--head-dim", "width of a head"),
+    ):
+        draft, target = (
+            shape[flag[2:].replace("-", "_")] for shape in (_DRAFT_SHAPE, _FAMILY_SHAPE)
+        )
+        parser.add_argument(
+            flag,
+            type=int,
+            metavar="N",
+            help=f"{names} (default: {draft}; of the target of a family: {target})",
+        )
+    number("--shortlist", 8192, "tokens that the draft can propose")
+    number(
+        "--tokens",
+        1_000_000,
+        "tokens of the target's to train on; what the work folder lacks is generated",
+    )
+    number("--held-out-tokens", 12_000, "tokens it generates for the evaluation")
+    number("--warm-up-tokens", 1_000_000, "plain text trained on first; 0: none")
+    number(
+        "--train-tokens",
+        4_000_000,
+        "tokens read in training, prompts included; the set comes round as often as that needs",
+    )
+    number("--minutes", math.inf, "bound on the run; a run that it cuts is not reproducible")
+    number("--batch", 12, "sequences per training step")
+    number("--learning-rate", 3e-3, "highest learning rate")
+    number("--slots", 64, "sequences the target generates at once")
+    folder(
+        "--dialogues", "--family: shards of a larger model, whose answers the target learns from"
+    )
+    folder("--dialogue-tokenizer", "--family: the folder of that model's tokenizer")
+    number("--target-tokens", 10_000_000, "--family: tokens that the target reads")
+    number(
+        "--unlikelihood-tokens",
+        250_000,
+        "--family: tokens it reads thereafter, while it unlearns its greedy loops; 0: none",
+    )
+    number("--seed", 0, "seed of everything")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where to run (default: %(default)s)",
+    )
+    number("--threads", 1, "threads on a CPU")
+    return parser

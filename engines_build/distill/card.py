@@ -1,0 +1,249 @@
+"""The model cards of a distilled draft and of the family's target."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+from typing import Any
+
+from engines_build.distill.corpora import LICENCES
+from engines_build.distill.generate import (
+    MAX_NEW_TOKENS,
+    MAX_PROMPT_TOKENS,
+    SAMPLED_TEMPERATURE,
+    TOP_K,
+)
+from engines_build.distill.overlap import GRAM_WORDS
+from engines_build.distill.train import POSITIONS, Shape
+from engines_build.distill.unlikelihood import CONTINUATIONS, NEW_TOKENS
+
+_CARD = """# {name}
+
+A draft for speculative decoding, distilled from `{target}` by this project's `engines_build.distill`. It proposes tokens;
+it is no model to talk to. Same tokenizer as its target (`vocabulary_sha256` in config.json).
+
+- Llama, {layers} layers, hidden {hidden}, head dimension {head_dim}, {millions:.1f} M parameters (most in the embedding), bf16.
+- The output head covers {shortlist} tokens (`lm_head.token_ids`); it never proposes another one.
+- Weights: Apache-2.0. They are trained on the target's own output and on these texts:
+{licences}
+
+## Training
+
+1. {beginning}
+2. Cross entropy with the target's law (its top {top_k} log probabilities, the rest as one class) on {generated} tokens of its own
+   in {sequences} sequences ({workloads}): half greedy, half at temperature {temperature} among its top {top_k}; prompts up to
+   {prompt} tokens, answers up to {new}; raw text and chat template. {read} tokens read, {passes:.1f} passes; at the end a loss of
+   {loss:.3f} nats a token and an agreement of {agreement:.2f} with the target, on what it was trained on.
+
+Seed {seed}. The last run of this command took {minutes:.0f} minutes; shards that earlier runs had generated are not counted:
+
+    {command}
+
+Documents were split by name before anything was generated. sha256 over the documents:
+
+- training `{train_digest}`
+- held-out `{held_out_digest}`
+
+No text trained on shares a run of {gram_words} words with the held-out documents or with the sets {judged} of
+`engines_build.distill.evaluation_sets`; the build checks it.
+
+## Scores on held-out prompts
+
+Along the target's greedy answers: share of tokens predicted (agreement); acceptance if both sampled at temperature 1 (overlap); mean
+tokens emitted per greedy step with 2, 4 and 8 proposed tokens (1 = no gain). Prompts come from the same templates as in training,
+over other documents: expect less on requests of another kind.
+
+| workload | tokens | agreement | overlap | tokens/step k=2 | k=4 | k=8 |
+| --- | --- | --- | --- | --- | --- | --- |
+{scores}
+
+Share of greedy steps in which the first, second, ... proposed token was accepted:
+
+| workload | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |
+{positions}
+
+## Bad at
+
+Rare words, names, numbers and anything outside its {shortlist} tokens; long contexts (it saw at most {seen} tokens);
+languages other than English. Agreement is lowest on {worst}, {lowest:.2f}; where it is not told, expect no better.
+"""
+
+
+_TARGET_CARD = """# {name}
+
+The target of the tiny family, for tests and benchmarks on a CPU: it writes English, SQL and Python of the form that it has seen, with
+little sense. Trained from scratch by this project's `engines_build.distill --family tiny`.
+
+- Llama, {layers} layers, hidden {hidden}, head dimension {head_dim}, {millions:.1f} M parameters (the head is the embedding), bf16.
+- Byte-level BPE of {vocabulary} tokens, trained on the same texts; chat template with `<|im_start|>` and `<|im_end|>`.
+- Weights: Apache-2.0. They are trained on these texts:
+{licences}
+  - {dialogues} prompts made of these texts with the answers of a larger model (`{teacher}`)
+
+## Training
+
+Next token on {texts} texts ({set_tokens} tokens a pass); {read} tokens read; loss at the end {loss:.3f} nats a token. Seed {seed};
+the last run took {minutes:.0f} minutes:
+
+    {command}
+
+Documents were split by name. sha256 over the documents:
+
+- training `{train_digest}`
+- held-out `{held_out_digest}`
+
+No text trained on shares a run of {gram_words} words with the held-out documents or with the sets {judged} of
+`engines_build.distill.evaluation_sets`; the build checks it.
+
+{unlikelihood}
+
+| held-out documents of | loss, nats a token |
+| --- | --- |
+{losses}
+
+| greedy answers to held-out prompts | share of 4-grams that occurred before in their own text |
+| --- | --- |
+{repetition}
+"""
+
+_UNLIKELIHOOD = """Then {read} tokens were read while it unlearnt its greedy loops off SQL by unlikelihood of whole sequences
+(Welleck et al., 2019): up to {new} tokens of its own behind {texts} prompts a step. Below, before and after."""
+
+
+def command_line(args: argparse.Namespace) -> str:
+    """Return the command that ``args`` were parsed from, folders by their last name."""
+    return shlex.join(
+        [
+            "python",
+            "-m",
+            "engines_build.distill",
+            *(Path(a).name if "/" in a else a for a in args.command),
+        ]
+    )
+
+
+def model_card(args: argparse.Namespace, shape: Shape, report: dict[str, Any], command: str) -> str:
+    """Write the README.md of a draft from the run's arguments and its report."""
+    scores, line = report["scores"], report["training"]
+    columns = (
+        "agreement",
+        "overlap",
+        "tokens_per_step_2",
+        "tokens_per_step_4",
+        "tokens_per_step_8",
+    )
+    lines = [
+        f"| {w} | {s['tokens']:.0f} | " + " | ".join(f"{s[c]:.2f}" for c in columns) + " |"
+        for w, s in scores.items()
+    ]
+    positions = [
+        f"| {w} | " + " | ".join(f"{s[f'accepted_{j}']:.2f}" for j in POSITIONS) + " |"
+        for w, s in scores.items()
+    ]
+    return _CARD.format(
+        name=args.out.name,
+        target=args.target.name,
+        layers=shape.layers,
+        hidden=shape.hidden,
+        head_dim=shape.head_dim,
+        shortlist=shape.shortlist,
+        millions=report["parameters"] / 1e6,
+        licences=licences(args),
+        generated=f"{report['generated_tokens']:,}",
+        sequences=f"{report['sequences']:,}",
+        workloads=", ".join(args.workloads),
+        temperature=SAMPLED_TEMPERATURE,
+        top_k=TOP_K,
+        prompt=MAX_PROMPT_TOKENS,
+        new=MAX_NEW_TOKENS,
+        beginning=_beginning(args, shape),
+        read=f"{line['tokens']:,}",
+        passes=line["tokens"] / report["set_tokens"],
+        loss=line["loss"],
+        agreement=line["agreement"],
+        seed=args.seed,
+        minutes=report["wall_s"] / 60,
+        command=command,
+        train_digest=args.train.digest,
+        held_out_digest=args.held_out.digest,
+        gram_words=GRAM_WORDS,
+        judged=", ".join(args.judged),
+        scores="\n".join(lines),
+        positions="\n".join(positions),
+        seen=MAX_PROMPT_TOKENS + MAX_NEW_TOKENS,
+        worst=min(scores, key=lambda w: scores[w]["agreement"]),
+        lowest=min(s["agreement"] for s in scores.values()),
+    )
+
+
+def _beginning(args: argparse.Namespace, shape: Shape) -> str:
+    """Return what comes before the target's answers."""
+    if args.start:
+        return (
+            f"Begun with the weights and the shortlist of `{args.start.name}`, which was made "
+            f"as its own card says."
+        )
+    return (
+        f"Plain language modelling on {args.warm_up_tokens:,} tokens of the texts above, one "
+        f"pass. The embedding\n"
+        f"   starts as the target's, projected to {shape.hidden} dimensions."
+    )
+
+
+def target_card(
+    args: argparse.Namespace, name: str, shape: Shape, report: dict[str, Any], command: str
+) -> str:
+    """Write the README.md of the family's target."""
+    line = report["training"]
+    return _TARGET_CARD.format(
+        name=name,
+        layers=shape.layers,
+        hidden=shape.hidden,
+        head_dim=shape.head_dim,
+        vocabulary=shape.shortlist,
+        millions=report["parameters"] / 1e6,
+        licences=licences(args),
+        dialogues=f"{report['dialogues']:,}",
+        teacher=args.dialogue_tokenizer.name if args.dialogue_tokenizer else "none",
+        read=f"{line['tokens']:,}",
+        set_tokens=f"{report['set_tokens']:,}",
+        texts=f"{report['texts']:,}",
+        loss=line["loss"],
+        seed=args.seed,
+        minutes=report["wall_s"] / 60,
+        command=command,
+        train_digest=args.train.digest,
+        held_out_digest=args.held_out.digest,
+        gram_words=GRAM_WORDS,
+        judged=", ".join(args.judged),
+        unlikelihood=_unlearnt(report),
+        losses=_rows(report, "losses"),
+        repetition=_rows(report, "repetition"),
+    )
+
+
+def _unlearnt(report: dict[str, Any]) -> str:
+    """Return what the card says of the phase against loops."""
+    if "after" not in report:
+        return "No training against loops."
+    return _UNLIKELIHOOD.format(
+        read=f"{report['unlikelihood']['tokens']:,}", new=NEW_TOKENS, texts=CONTINUATIONS
+    )
+
+
+def _rows(report: dict[str, Any], what: str) -> str:
+    """Return a line for each source or workload: its value, and where there was a phase against
+    loops those before and after it.
+    """
+    stages = [report[stage][what] for stage in ("before", "after") if stage in report]
+    return "\n".join(
+        f"| {name} | " + ", then ".join(f"{stage[name]:.2f}" for stage in stages) + " |"
+        for name in stages[0]
+    )
+
+
+def licences(args: argparse.Namespace) -> str:
+    """Return the sources with their licences, a line each."""
+    return "\n".join(f"  - {LICENCES[s]}" for s in args.sources)

@@ -1,0 +1,365 @@
+"""Distil a draft for a target: ``python -m engines_build.distill --target DIR --out DIR``, or make
+``--family tiny`` from scratch.
+
+Stages: generate (the target answers prompts, its logits kept), train, evaluate (held-out prompts),
+export. Shards and checkpoints stay in ``--work``, where a second run continues and other drafts of
+the same target find the shards. The exported folder is a Hugging Face Llama folder with two
+additions: ``draft_vocab_size`` in config.json says that ``lm_head.weight`` [S, hidden] covers only
+the tokens in the tensor ``lm_head.token_ids`` (int32 [S]), and ``vocabulary_sha256`` names the
+vocabulary that the draft shares with its target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import time
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from backend.engines.torch.checkpoint import LlamaConfig, Weights, load
+from backend.storage.manifest import check_pair, read_manifest, weights_sha256
+from engines_build.distill.arguments import parse
+from engines_build.distill.card import command_line, model_card, target_card
+from engines_build.distill.corpora import WORKLOADS
+from engines_build.distill.evaluation_sets import JUDGED, EvaluationError
+from engines_build.distill.export import export, parameters, read_draft
+from engines_build.distill.family import (
+    DRAFTS,
+    TARGET_NAME,
+    VOCABULARY,
+    Member,
+    dialogues_of,
+    family_texts,
+    held_out_losses,
+    pieces,
+    train_tokenizer,
+    untrained,
+)
+from engines_build.distill.generate import Generator, Shards, Teacher, eos_token_ids
+from engines_build.distill.overlap import (
+    GRAM_WORDS,
+    Grams,
+    OverlapError,
+    grams_of,
+    overlap_counts,
+    overlaps,
+)
+from engines_build.distill.train import (
+    Budget,
+    Sample,
+    Shape,
+    Trainer,
+    build,
+    choose_shortlist,
+    evaluate,
+    load_samples,
+    plain_samples,
+    run_name,
+    shape_of,
+)
+from engines_build.distill.unlikelihood import Unlikelihood, greedy_repetition
+
+HELD_OUT_SLOTS = 24
+_GENERATE_SHARE = 0.6
+"""Share of ``--minutes`` after which generation gives way to training."""
+
+_TARGET_BATCH, _TARGET_LEARNING_RATE = 8, 1.2e-3
+_UNLIKELIHOOD_LEARNING_RATE = 8e-4
+
+
+def distil(args: argparse.Namespace) -> dict[str, Any]:
+    """Run all stages as ``parse`` says. Returns the report that the model card shows."""
+    start = time.monotonic()
+    claim(args.work, args.target)
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    config, weights = load(args.target, "bf16", args.device)
+    shards, held_out = generate(args, config, weights, tokenizer, start)
+    samples = unjudged(
+        args,
+        [
+            s
+            for s in first_tokens(load_samples(shards), args.tokens)
+            if s.workload in args.workloads
+        ],
+        tokenizer,
+    )
+    torch.manual_seed(args.seed)
+    if args.start:
+        check_pair(read_manifest(args.target), read_manifest(args.start))
+        draft, shortlist = read_draft(args.start)
+        shape = shape_of(draft)
+    else:
+        shape = Shape(
+            args.hidden, args.layers, args.head_dim, min(args.shortlist, config.vocab_size)
+        )
+        shortlist = choose_shortlist(
+            samples, shape.shortlist, config.vocab_size, eos_token_ids(tokenizer)
+        )
+        draft = build(
+            shape,
+            weights["model.embed_tokens.weight"],
+            shortlist,
+            tokenizer,
+            config.max_position_embeddings,
+        )
+    end = start + 60 * args.minutes
+    run = args.work / run_name(shape, len(samples), args.train_tokens, args.seed)
+    if args.start:
+        run = run.with_name(f"{run.name}-start{weights_sha256(args.start)[:8]}")
+    elif args.warm_up_tokens:
+        plain = plain_samples(args.train.texts, tokenizer, args.warm_up_tokens, args.seed)
+        budget = Budget(sum(len(s.tokens) for s in plain), args.batch, args.learning_rate, end)
+        Trainer(
+            draft, shortlist, plain, args.device, args.seed, run.with_name(run.name + "-warm-up")
+        ).run(budget)
+    budget = Budget(args.train_tokens, args.batch, args.learning_rate, end)
+    line = Trainer(draft, shortlist, samples, args.device, args.seed, run).run(budget)
+    report = {"training": line, "scores": scored(draft, shortlist, held_out, args.device)}
+    report |= {
+        "generated_tokens": sum(len(s.tokens) - s.prompt_tokens for s in samples),
+        "sequences": len(samples),
+    }
+    report |= {
+        "set_tokens": sum(len(s.tokens) for s in samples),
+        "parameters": parameters(draft),
+        "wall_s": time.monotonic() - start,
+    }
+    export(draft, shortlist, args.target / "tokenizer.json", args.out)
+    (args.out / "README.md").write_text(
+        model_card(args, shape, report, command_line(args)), encoding="utf-8"
+    )
+    return report
+
+
+def claim(work: Path, target: Path) -> None:
+    """Note whose answers the work folder holds. Raises ValueError where they are another
+    target's.
+    """
+    note, weights = work / "target.sha256", weights_sha256(target)
+    if note.is_file() and note.read_text("utf-8").strip() != weights:
+        raise ValueError(f"--work: {work} holds the answers of another target than {target}")
+    work.mkdir(parents=True, exist_ok=True)
+    note.write_text(weights + "\n", "utf-8")
+
+
+def generate(
+    args: argparse.Namespace, config: LlamaConfig, weights: Weights, tokenizer: Any, start: float
+) -> tuple[Shards, Shards]:
+    """Bring training and held-out shards up to the tokens asked for, as far as the time goes;
+    returns both.
+    """
+    shards, held_out = Shards(args.work / "train"), Shards(args.work / "held_out")
+    for corpus, store, tokens, slots in (
+        (args.held_out, held_out, args.held_out_tokens, HELD_OUT_SLOTS),
+        (args.train, shards, args.tokens, args.slots),
+    ):
+        if store.generated < tokens:
+            teacher = Teacher(config, weights, min(slots, args.slots))
+            workloads = list(WORKLOADS) if corpus.held_out else args.workloads
+            generator = Generator(
+                teacher, tokenizer, corpus, store, 1.0 if corpus.held_out else 0.5, workloads
+            )
+            generator.run(tokens, start + 60 * _GENERATE_SHARE * args.minutes)
+    return shards, held_out
+
+
+def first_tokens(samples: list[Sample], tokens: int) -> list[Sample]:
+    """Return the first sequences that hold ``tokens`` generated tokens: what later runs add to the
+    shards changes nothing.
+    """
+    ends = accumulate(len(s.tokens) - s.prompt_tokens for s in samples)
+    return samples[: sum(1 for end in ends if end < tokens) + 1]
+
+
+def judged_by(args: argparse.Namespace) -> dict[str, Grams]:
+    """Return the runs of words of everything that models are judged by: the held-out documents and
+    the sets of ``--judged``.
+    """
+    held_out = grams_of(d.text for d in args.held_out.documents(*args.held_out.sources))
+    return {"held-out documents": held_out} | {
+        name: grams_of(JUDGED[name]()) for name in args.judged
+    }
+
+
+def unjudged(args: argparse.Namespace, samples: list[Sample], tokenizer: Any) -> list[Sample]:
+    """Return the sequences to train on. Raises OverlapError where they or the documents share a run
+    of words with what judges.
+
+    ``--drop-overlap`` leaves such sequences out instead, and says how many.
+    """
+    judged = judged_by(args)
+    refuse_overlap("training documents", args.train.texts, judged)
+    texts = [tokenizer.decode(s.tokens.tolist(), skip_special_tokens=True) for s in samples]
+    if args.drop_overlap:
+        kept = [
+            s
+            for s, text in zip(samples, texts, strict=True)
+            if not any(overlaps(text, runs) for runs in judged.values())
+        ]
+        print(
+            f"overlap: {len(samples) - len(kept)} of {len(samples)} sequences left out", flush=True
+        )
+        samples = kept
+    else:
+        refuse_overlap("sequences", texts, judged)
+    if not samples:
+        raise ValueError(
+            f"--workloads: no sequence of {', '.join(args.workloads)} in {args.work / 'train'}; "
+            f"generate some first"
+        )
+    return samples
+
+
+def refuse_overlap(what: str, texts: list[str], judged: dict[str, Grams]) -> None:
+    """Raise OverlapError, with the counts, where ``texts`` share a run of words with what models
+    are judged by.
+    """
+    if counts := overlap_counts(texts, judged):
+        found = ", ".join(f"{count} with {name}" for name, count in counts.items())
+        raise OverlapError(
+            f"{what}: of {len(texts)}, these share a run of {GRAM_WORDS} words with an "
+            f"evaluation set: {found}"
+        )
+
+
+def scored(
+    draft: LlamaForCausalLM, shortlist: Tensor, held_out: Shards, device: str
+) -> dict[str, dict[str, float]]:
+    """Score the draft as it will be stored, showing every line."""
+    draft.bfloat16().float()
+    scores = evaluate(draft, shortlist, load_samples(held_out), device)
+    for workload, score in scores.items():
+        print(
+            f"evaluate: {workload} " + " ".join(f"{k} {v:.3f}" for k, v in score.items()),
+            flush=True,
+        )
+    return scores
+
+
+def make_family(args: argparse.Namespace) -> None:
+    """Train the family's target unless its folder is there, then distil its drafts."""
+    target = args.out / TARGET_NAME
+    if not (target / "config.json").is_file():
+        make_target(args, target)
+    for member in DRAFTS:
+        distil(draft_arguments(args, target, member))
+
+
+def make_target(args: argparse.Namespace, out: Path) -> None:
+    """Train the family's target on ``--target-tokens`` tokens of text and write its folder with a
+    model card.
+    """
+    start = time.monotonic()
+    dialogues: list[str] = []
+    if args.dialogues:
+        dialogues = dialogues_of(
+            load_samples(Shards(args.dialogues)),
+            AutoTokenizer.from_pretrained(args.dialogue_tokenizer),
+        )
+    texts = family_texts(args.train, dialogues)
+    if args.drop_overlap:
+        judged = judged_by(args)
+        texts = [
+            text for text in texts if not any(overlaps(text, runs) for runs in judged.values())
+        ]
+    refuse_overlap("texts", texts, judged_by(args))
+    if not (out / "tokenizer.json").is_file():
+        train_tokenizer(texts, out)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    samples: list[Sample] = list(pieces(texts, tokenizer))
+    print(
+        f"target: {len(texts)} texts, {sum(len(s.tokens) for s in samples)} tokens in a pass",
+        flush=True,
+    )
+    torch.manual_seed(args.seed)
+    shape = Shape(args.hidden, args.layers, args.head_dim, VOCABULARY)
+    model = untrained(shape)
+    budget = Budget(
+        args.target_tokens,
+        _TARGET_BATCH,
+        _TARGET_LEARNING_RATE,
+        start + 60 * args.minutes,
+        embedding_rate=1.0,
+    )
+    line = Trainer(
+        model, torch.arange(VOCABULARY), samples, args.device, args.seed, args.work / TARGET_NAME
+    ).run(budget)
+    report: dict[str, Any] = {
+        "training": line,
+        "parameters": parameters(model),
+        "before": held_out(args, model, tokenizer),
+    }
+    if args.unlikelihood_tokens:
+        run = (
+            args.work
+            / f"{TARGET_NAME}-unlikelihood{args.unlikelihood_tokens}-after{line['tokens']}"
+        )
+        budget = replace(
+            budget, tokens=args.unlikelihood_tokens, learning_rate=_UNLIKELIHOOD_LEARNING_RATE
+        )
+        report |= {
+            "unlikelihood": Unlikelihood(model, samples, args, run, tokenizer).run(budget),
+            "after": held_out(args, model, tokenizer),
+        }
+    model.bfloat16().float()
+    report |= {
+        "texts": len(texts),
+        "dialogues": len(dialogues),
+        "set_tokens": sum(len(s.tokens) for s in samples),
+    }
+    report["wall_s"] = time.monotonic() - start
+    export(model, None, out / "tokenizer.json", out)
+    (out / "README.md").write_text(
+        target_card(args, out.name, shape, report, command_line(args)), encoding="utf-8"
+    )
+
+
+def held_out(
+    args: argparse.Namespace, model: LlamaForCausalLM, tokenizer: Any
+) -> dict[str, dict[str, float]]:
+    """Score the family's target as it would be stored: loss by held-out source, repetition of its
+    greedy answers by workload.
+    """
+    stored = copy.deepcopy(model).bfloat16().float()
+    losses = held_out_losses(stored, args.held_out, tokenizer, args.device)
+    return {
+        "losses": losses,
+        "repetition": greedy_repetition(stored, args.held_out, tokenizer, args.device),
+    }
+
+
+def draft_arguments(args: argparse.Namespace, target: Path, member: Member) -> argparse.Namespace:
+    """Return the arguments that distil one draft of the family."""
+    values = vars(args) | {
+        "target": target,
+        "out": args.out / member.name,
+        "workloads": list(member.workloads or args.workloads),
+    }
+    values |= {
+        "hidden": member.shape.hidden,
+        "layers": member.shape.layers,
+        "head_dim": member.shape.head_dim,
+    }
+    return argparse.Namespace(**values | {"shortlist": member.shape.shortlist})
+
+
+def main() -> None:
+    """Run what the command line says."""
+    args = parse(sys.argv[1:])
+    torch.set_num_threads(args.threads)
+    try:
+        (make_family if args.family else distil)(args)
+    except (OverlapError, EvaluationError, ValueError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Engines and tables of TensorRT-LLM, with its own programs."""

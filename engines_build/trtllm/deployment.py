@@ -1,0 +1,165 @@
+"""One file (YAML or JSON) that says of a TensorRT-LLM deployment what is to be built: target,
+drafts, their limits and their GPUs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from backend.config import ConfigError, build_settings, setting
+from backend.engines.trtllm.folder import token_budget
+
+FAMILIES = ("llama", "qwen")
+"""Whose converter of ``examples/models/core`` is used; Mistral checkpoints are converted by
+Llama's.
+"""
+
+QFORMATS = ("none", "fp8", "int8_sq", "int4_awq", "w4a8_awq")
+FP8_KV_FORMATS = ("fp8", "w4a8_awq")
+"""With other formats the builder turns paged context FMHA off where the KV cache is fp8; with an
+int8 cache always.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBuild:
+    """One engine: a Hugging Face ``checkpoint``, its ``family``, number format, ranks and ``gpus``
+    (as many as ranks).
+
+    ``calibration`` is what a ``quantisation`` is fitted to: a folder that ``datasets`` can load,
+    whose split ``train`` has a column ``text``. The quantiser's default is a data set that it would
+    fetch.
+    """
+
+    name: str = ""
+    checkpoint: str = ""
+    family: str = setting("llama", choices=FAMILIES)
+    dtype: str = setting("bfloat16", choices=("auto", "float16", "bfloat16", "float32"))
+    quantisation: str = setting("none", choices=QFORMATS)
+    calibration: str = ""
+    fp8_kv_cache: bool = False
+    tp_size: int = setting(1, low=1, high=64)
+    pp_size: int = setting(1, low=1, high=64)
+    gpus: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """A target and its drafts, and the limits that all of them are built for. ``examples`` is the
+    examples folder of TensorRT-LLM 1.2.1.
+
+    ``max_draft_len`` is baked into the target and bounds ``policy.k_max``. ``max_text_tokens`` is
+    how many tokens the texts in one iteration may have together (0: those of a full batch, at most
+    65,536); twice that may be in flight; activations take memory by it. ``sampling_logits`` builds
+    engines that return logits, which requests that want log-probabilities need.
+    """
+
+    output: str = ""
+    target: EngineBuild = EngineBuild()
+    drafts: tuple[EngineBuild, ...] = ()
+    examples: str = "/app/examples"
+    max_batch_size: int = setting(64, low=1, high=4096)
+    max_context_tokens: int = setting(4096, low=16, high=1 << 20)
+    max_draft_len: int = setting(8, low=1, high=256)
+    max_text_tokens: int = setting(0, low=0, high=1 << 22)
+    tokens_per_block: int = setting(32, choices=(8, 16, 32, 64, 128))
+    kv_share: float = setting(0.9, low=0.01, high=1.0)
+    sampling_logits: bool = True
+
+    @property
+    def token_budget(self) -> int:
+        """``max_num_tokens`` of all engines."""
+        return token_budget(
+            self.max_batch_size, self.max_context_tokens, self.max_draft_len, self.max_text_tokens
+        )
+
+    @property
+    def engines(self) -> list[EngineBuild]:
+        """The target, then the drafts."""
+        return [self.target, *self.drafts]
+
+
+def load_deployment(path: Path) -> Deployment:
+    """Read and check a deployment file. Raises ConfigError naming the file, the key and the
+    value.
+    """
+    try:
+        raw = yaml.safe_load(path.read_text("utf-8"))  # JSON is YAML
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is neither YAML nor JSON: {error}") from error
+    try:
+        return _checked(build_settings(Deployment, raw, ""))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _checked(deployment: Deployment) -> Deployment:
+    if not deployment.output:
+        raise ConfigError("output must name a folder, got ''")
+    names = [engine.name for engine in deployment.engines]
+    for where, engine in [
+        ("target", deployment.target),
+        *((f"drafts[{i}]", d) for i, d in enumerate(deployment.drafts)),
+    ]:
+        _check_engine(where, engine, names)
+    return deployment
+
+
+def _check_engine(where: str, engine: EngineBuild, names: list[str]) -> None:
+    if engine.name in ("", "none") or names.count(engine.name) > 1:
+        raise ConfigError(
+            f"{where}.name must be unique and neither '' nor 'none', got {engine.name!r}"
+        )
+    if not engine.checkpoint:
+        raise ConfigError(f"{where}.checkpoint must name a folder, got ''")
+    if len(engine.gpus) != engine.tp_size * engine.pp_size:
+        raise ConfigError(
+            f"{where}.gpus must name tp_size * pp_size = {engine.tp_size * engine.pp_size} GPUs, "
+            f"got {list(engine.gpus)}"
+        )
+    if engine.quantisation != "none" and not engine.calibration:
+        raise ConfigError(
+            f"{where}.calibration must name a folder of texts for the quantisation "
+            f"{engine.quantisation!r}, or it would be fetched, got ''"
+        )
+    if engine.calibration and engine.quantisation == "none":
+        raise ConfigError(f"{where}.calibration needs a quantisation, got {engine.calibration!r}")
+    if engine.fp8_kv_cache and engine.quantisation not in FP8_KV_FORMATS:
+        raise ConfigError(
+            f"{where}.fp8_kv_cache needs a quantisation of {list(FP8_KV_FORMATS)}, or KV is not "
+            f"reused, got {engine.quantisation!r}"
+        )
+
+
+def serving(deployment: Deployment, folders: dict[str, Path]) -> dict[str, Any]:
+    """Return the ``serving.json`` of a deployment whose engines lie in ``folders``, by name."""
+
+    def engine(build: EngineBuild) -> dict[str, Any]:
+        settings = {
+            "engine": "trtllm",
+            "name": build.name,
+            "model": str(folders[build.name]),
+            "gpus": list(build.gpus),
+        }
+        return settings | {"kv_share": deployment.kv_share}
+
+    limits = {
+        "max_active_requests": deployment.max_batch_size,
+        "max_context_tokens": deployment.max_context_tokens,
+        "prefill_chunk_tokens": deployment.max_context_tokens,
+    }
+    return {
+        "target": engine(deployment.target),
+        "drafts": [
+            *(engine(draft) for draft in deployment.drafts),
+            {"engine": "lookup", "name": "lookup"},
+        ],
+        "policy": {"k_max": deployment.max_draft_len},
+        "limits": limits,
+    }
