@@ -7,7 +7,6 @@ docs/pictures.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from backend.triton_adapter.paths import PROJECT_ROOT
+from bench import records
 from bench.sweep.arms import NONE, SPINDLE, fixed_choice
 from bench.sweep.figures import block_speeds, blocks, level
 
@@ -216,7 +216,7 @@ def how_it_works(theme: dict[str, str]) -> str:
 
 def main() -> None:
     """Write all pictures."""
-    found = ratios(json.loads(RECORD.read_text("utf-8")))
+    found = ratios(records.read(RECORD))
     mpl.rcParams.update({"svg.hashsalt": "spindle", "font.size": 11})
     for name, theme in THEMES.items():
         figure = speed(found, theme)

@@ -7,17 +7,17 @@ A test holds the pages against the records.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from typing import Any
 
 from backend.triton_adapter.paths import PROJECT_ROOT
+from bench import records
+from bench.records import RESULTS
 from bench.sweep.arms import ADAPTING, NONE
 from bench.sweep.figures import BEST_FIXED, interval, is_closed, of_spindle
 
 PAGES = (PROJECT_ROOT / "README.md", PROJECT_ROOT / "docs" / "benchmarks.md")
-RESULTS = PROJECT_ROOT / "docs" / "results"
 PLACE = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 RECORDS = (
     *("sweep-cpu-avx2", "level-avx2", "open-avx2", "sampled-avx2", "saturated-avx2"),
@@ -53,8 +53,7 @@ def written(page: str) -> str:
 
 
 def _record(name: str) -> dict[str, Any]:
-    record: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
-    return record
+    return records.read(RESULTS / f"{name}.json")
 
 
 def _processor(record: dict[str, Any]) -> str:

@@ -12,7 +12,6 @@ import argparse
 import base64
 import html
 import io
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,14 +20,14 @@ from typing import Any
 from matplotlib.figure import Figure
 from PIL import Image
 
-from backend.triton_adapter.paths import PROJECT_ROOT
+from bench import records
+from bench.records import RESULTS
 from bench.sweep import plots
 from bench.sweep.figures import is_closed
 from bench.sweep.simulation import WITHIN
 
 COLOURS = 64
 """Of a picture: with all of them it would be three times as large."""
-RESULTS = PROJECT_ROOT / "docs" / "results"
 STYLE = """
 body { font: 15px/1.45 sans-serif; color: #222; max-width: 1120px; margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.6em; } h2 { font-size: 1.2em; margin-top: 2em; border-bottom: 1px solid #ccc; }
@@ -88,7 +87,7 @@ def _beside(record: dict[str, Any], results: Path, name: str) -> list[dict[str, 
     """Return the records of the results, NAME.json and NAME-*.json, that were made on the record's
     processor.
     """
-    others = [json.loads(path.read_text("utf-8")) for path in sorted(results.glob(f"{name}*.json"))]
+    others = [records.read(path) for path in sorted(results.glob(f"{name}*.json*"))]
     return [
         other for other in others if other["machine"]["processor"] == record["machine"]["processor"]
     ]
@@ -500,7 +499,7 @@ def main() -> None:
     parser.add_argument("page", type=Path, nargs="?", help="default: beside the record")
     parser.add_argument("--pictures", type=Path, metavar="FOLDER")
     options = parser.parse_args()
-    record = json.loads(options.record.read_text("utf-8"))
+    record = records.read(options.record)
     write_report(record, options.page or options.record.with_suffix(".html"))
     if options.pictures:
         write_pictures(record, options.pictures, options.record.stem)

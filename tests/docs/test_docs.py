@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from backend.triton_adapter.rendering import GUARANTEES
-from bench import pictures
+from bench import pictures, records
 from tests.docs import settings_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,7 +114,7 @@ def test_the_settings_are_those_of_the_configuration():
 
 
 def test_the_pictures_are_those_of_the_record():
-    found = pictures.ratios(json.loads(pictures.RECORD.read_text("utf-8")))
+    found = pictures.ratios(records.read(pictures.RECORD))
     assert sorted(found[pictures.SPINDLE]) == [1, 4, 16]
     means = {load: pictures.mean(own) for load, own in found[pictures.SPINDLE].items()}
     assert [round(value, 2) for value in means.values()] == [1.3, 1.04, 1.04]
