@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from policy import NO_DRAFT, AcceptanceConfig, AdaptivePlanner, NoSpeculation, PlannerConfig, Policy
+from policy.pipelining import FreeRuns
 from tests.contract.executor_time import K_MAX, Served, latency
 from tests.contract.fake_executor import Behaviour
 
@@ -16,12 +17,13 @@ MIX = {"free_run_tokens": 5, "plain_share": 0.5}
 """Half of the requests take no proposals: they run on while the others come back."""
 
 
-def adaptive(rate, turn_s=0.0, **config):
+def adaptive(rate, turn_s=0.0, execution=None):
     acceptance = AcceptanceConfig(prior_hazard=rate, prior_strength=1e12)
     return AdaptivePlanner(
         ("draft",),
         latency(turn_s),
-        PlannerConfig(k_max=K_MAX, acceptance=acceptance, explore_share=0.0, **config),
+        PlannerConfig(k_max=K_MAX, acceptance=acceptance, explore_share=0.0),
+        execution,
     )
 
 
@@ -160,7 +162,7 @@ def test_the_length_of_free_runs_is_about_as_good_as_the_best_constant(
         return served.goodput(1.5, 0.2), served
 
     best = max(goodput(NoSpeculation(), tokens)[0] for tokens in (1, 2, 4, 9))
-    chosen, served = goodput(adaptive(0.02, turn_s, free_run_tokens=9), 9)
+    chosen, served = goodput(adaptive(0.02, turn_s, FreeRuns(9)), 9)
     runs = {run for view, plan in served.plans if len(view) > 1 for run in plan.run.tolist()}
     assert chosen > 0.97 * best
     assert max(runs) == (9 if turn_s > 1e-3 else 1)
