@@ -1,1 +1,1 @@
-"""The serving core: wire, requests, loop, engines and the Triton adapter."""
+"""Serving: the wiring, settings and requests; a folder for each room (docs/architecture.md)."""

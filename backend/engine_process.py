@@ -1,4 +1,4 @@
-"""``python -m backend.engine_process --config FILE --socket PATH``: load, warm up, serve the wire
+"""``python -m backend.engine_process --config FILE --socket PATH``: load, warm up, serve the socket
 until SIGTERM or the parent's death.
 """
 
@@ -17,7 +17,7 @@ from types import FrameType
 from backend.app import App, build
 from backend.config import LogConfig, load_config
 from backend.core.session import Delta
-from backend.ipc import wire
+from backend.ipc.messages import SWITCHES_SUFFIX
 from backend.ipc.server import Server
 from backend.log_format import set_up_logging
 from backend.ops.stats import Usage
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(arguments.config)
         set_up_logging("engine", config.log)
         app = build(config)
-        app.switches.keep_in(arguments.socket.with_suffix(wire.SWITCHES_SUFFIX))
+        app.switches.keep_in(arguments.socket.with_suffix(SWITCHES_SUFFIX))
         warm_up(app)
         app.learned.restore()
         server = Server(app, arguments.socket, arguments.config)

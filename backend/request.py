@@ -5,9 +5,9 @@ what was wrong.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -163,8 +163,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One request as it crosses the wire, already type-checked by the codec; absent options are
-    None.
+    """One request as a stub sends it, already type-checked by the codec; absent options are None.
 
     ``num_draft_tokens`` is a ceiling on the speculation length (0 = no speculation, None = the
     policy decides). Only requests of one ``cache_salt`` share KV. With ``input_ids`` the request is
@@ -210,30 +209,3 @@ class GenerationRequest:
     top_p_decay: float | None = None
     top_p_min: float | None = None
     top_p_reset_id: int | None = None
-
-    def to_wire(self) -> dict[str, Any]:
-        """Return a JSON-able dict with the absent options left out."""
-        return {key: value for key, value in asdict(self).items() if value is not None}
-
-    @classmethod
-    def from_wire(cls, body: dict[str, Any]) -> GenerationRequest:
-        """Rebuild a request from ``to_wire``'s dict; unknown keys are a TypeError (both ends are
-        the same version).
-        """
-        lists = (
-            "stop_words",
-            "bad_words",
-            "embedding_bias_words",
-            "embedding_bias_weights",
-            "input_ids",
-            "prompt_token_ids",
-        )
-        nested = ("stop_word_ids", "bad_word_ids", "bias")
-        tuples: dict[str, Any] = {name: tuple(body[name]) for name in lists if name in body}
-        return cls(
-            **{
-                **body,
-                **tuples,
-                **{name: tuple(map(tuple, body[name])) for name in nested if name in body},
-            }
-        )

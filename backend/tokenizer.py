@@ -124,34 +124,6 @@ class FolderTokenizer:
         return ids
 
 
-def convert(
-    tokenizer: Tokenizer, message: dict[str, Any], add_special_tokens: bool
-) -> dict[str, Any]:
-    """Return the reply to a message ``encode`` or ``decode`` of the wire; words have no special
-    tokens. Raises RequestError.
-    """
-    if message["type"] == "encode":
-        prompts = [tokenizer.encode(text, add_special_tokens) for text in message["prompts"]]
-        words = [tokenizer.encode(word, add_special_tokens=False) for word in message["words"]]
-        end_id = min(tokenizer.end_ids)
-        return {
-            "type": "encoded",
-            "prompts": prompts,
-            "words": words,
-            "end_id": end_id,
-            "vocab_size": tokenizer.vocab_size,
-        }
-    texts = []
-    for tokens in message["tokens"]:
-        decoder = IncrementalDecoder(tokenizer.token_bytes)
-        if tokens and min(tokens) < 0:
-            raise RequestError(
-                ErrorCode.INVALID_ARGUMENT, f"TOKENS_BATCH must be of token ids, got {min(tokens)}"
-            )
-        texts.append("".join(map(decoder.push, tokens)) + decoder.finish())
-    return {"type": "decoded", "texts": texts}
-
-
 def load_tokenizer(folder: Path) -> FolderTokenizer:
     """Load ``tokenizer.json`` and the end-of-text ids of a checkpoint folder. Raises TokenizerError
     naming what cannot be used.

@@ -282,9 +282,9 @@ def _counts(drained: dict[str, list[list[Any]]]) -> Counts:
             pairs = ",".join(f'{key}="{text}"' for key, text in labels.items())
             counts[f"{name}{{{pairs}}}" if pairs else name] += value
 
-    for name, labels, value in drained["counters"]:
+    for name, labels, value in drained.counters:
         add(name, labels, value)
-    for name, labels, values in drained["observations"]:
+    for name, labels, values in drained.observations:
         add(f"{name}_sum", labels, sum(values))
         add(f"{name}_count", labels, len(values))
     return dict(counts)

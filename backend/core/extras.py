@@ -4,12 +4,8 @@ Gathered by steps, sent by replies.
 
 from __future__ import annotations
 
-import itertools
-import shutil
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -120,57 +116,4 @@ class Gatherer:
             np.concatenate(logits) if sequence.generation_logits and logits else None,
             context,
             prompt,
-        )
-
-
-class ExtrasFiles:
-    """Puts extras into messages. Logits are too large for the wire: they go by files in ``folder``,
-    which their reader removes.
-    """
-
-    def __init__(self, folder: Path, token_bytes: Seq[bytes]) -> None:
-        self._folder = folder
-        self._token_bytes = token_bytes
-        self._numbers = itertools.count()
-        shutil.rmtree(folder, ignore_errors=True)  # an earlier process's
-
-    def message(self, extras: Gathered) -> dict[str, Any]:
-        """Return the extras' part of a message (bytes as Latin-1 text), logits as the names of
-        their files.
-        """
-        body: dict[str, Any] = {}
-        if extras.top is not None:
-            body["bytes"] = [self._text(token) for token in extras.tokens]
-            body["top"] = self._texts(extras.top)
-        if extras.prompt is not None:
-            names = [self._text(token) for token in extras.prompt.tokens]
-            body["prompt"] = {
-                "bytes": names,
-                "log_probs": extras.prompt.log_probs,
-                "top": self._texts(extras.prompt.top),
-            }
-        for name, array in (
-            ("generation_logits", extras.logits),
-            ("context_logits", extras.context_logits),
-        ):
-            if array is not None:
-                body[name] = self._written(array)
-        return body
-
-    def close(self) -> None:
-        """Remove what nobody has read."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _written(self, array: FloatArray) -> str:
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        path = self._folder / f"{next(self._numbers)}.npy"
-        np.save(path, array)
-        return str(path)
-
-    def _texts(self, rows: Seq[Seq[tuple[int, float]]]) -> list[list[tuple[str, float]]]:
-        return [[(self._text(token), log_prob) for token, log_prob in row] for row in rows]
-
-    def _text(self, token: int) -> str:
-        return (self._token_bytes[token] if token < len(self._token_bytes) else b"").decode(
-            "latin-1"
         )

@@ -2,7 +2,7 @@
 
 It keeps the port's whole contract (catch-up, rollback, trees as a draft and as a target, options
 and log-probabilities, block tables that must cover what it writes and still hold what it reads), so
-that the loop, the wire and the Triton side are tested on it in milliseconds. Its logits are a
+that the loop, the messages and the Triton side are tested on it in milliseconds. Its logits are a
 function of the last ``ORDER`` tokens: four letters share the law, everything else is impossible
 unless an option makes it likely.
 """

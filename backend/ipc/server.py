@@ -1,5 +1,5 @@
-"""The engine process's end of the wire: one IO thread, a Unix socket, a tokeniser thread; the loop
-never waits for any of them.
+"""The engine process's end of the socket: one IO thread and a tokeniser thread; the loop waits for
+neither.
 """
 
 from __future__ import annotations
@@ -22,13 +22,30 @@ from backend.admin.explaining import explain_last
 from backend.admin.reloading import reload_drafts
 from backend.app import App
 from backend.config import ConfigError, load_config
-from backend.core.extras import ExtrasFiles
 from backend.core.session import Delta
-from backend.ipc import wire
-from backend.ops.request_trace import RequestTrace
+from backend.ipc.converting import decoded, encoded
+from backend.ipc.framing import FrameError, Frames, frame
+from backend.ipc.messages import (
+    Admin,
+    AdminReply,
+    Cancel,
+    Decode,
+    Encode,
+    Failed,
+    Final,
+    FromStub,
+    Hello,
+    Message,
+    Stats,
+    Submit,
+    Subscribe,
+    VersionError,
+    check_hello,
+)
+from backend.ipc.replies import Replies
+from backend.ops.request_trace import Broken, Ended, RequestTrace
 from backend.ops.stats import Usage
 from backend.request import ErrorCode, FinishReason, GenerationRequest, RequestError
-from backend.tokenizer import convert
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +65,7 @@ class Connection:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self.decoder = wire.Decoder()
+        self.frames_in: Frames[Message] = Frames(FromStub)
         self.greeted = False
         self.subscribed = False
         self.tickets: dict[int, Ticket] = {}
@@ -84,42 +101,28 @@ class Ticket:
 
     def chunk(self, delta: Delta) -> None:
         """Send what is new."""
-        self._server.post(
-            self._connection, {"type": "chunk", "id": self._id, **self._server.body(delta)}
-        )
+        self._server.post(self._connection, self._server.replies.chunk(self._id, delta))
 
     def final(self, delta: Delta, reason: FinishReason, usage: Usage) -> None:
         """Send the last reply."""
-        self._close(
-            {
-                "type": "final",
-                **self._server.body(delta),
-                "finish_reason": reason.value,
-                "seed": usage.seed,
-                "num_input_tokens": usage.input_tokens,
-                "num_output_tokens": usage.output_tokens,
-                "draft_tokens": usage.drafted,
-                "accepted_draft_tokens": usage.accepted,
-                "drafts": [[name, *counts] for name, counts in usage.drafts.items()],
-                "times_s": usage.times_s,
-                "kv_blocks": [usage.new_blocks, usage.reused_blocks],
-            }
-        )
+        message = self._server.replies.final(self._id, delta, reason, usage)
+        self._close(message, Ended(reason.value, usage))
 
     def error(self, code: ErrorCode, message: str) -> None:
         """Send the error that ends the request."""
-        self._close({"type": "error", "code": code.value, "message": message})
+        self._close(Failed(id=self._id, code=code, message=message), Broken(code.value, message))
 
-    def _close(self, message: wire.Message) -> None:
+    def _close(self, message: Final | Failed, ending: Ended | Broken) -> None:
         if self._connection.tickets.pop(self._id, None) is not None:
-            self._server.post(self._connection, {**message, "id": self._id})
+            self._server.post(self._connection, message)
             if self.trace is not None:
-                self._server.ended(self.trace, message)
+                self.trace.end(ending)
+                self._server.ended(self.trace)
 
 
 class Server:
-    """Serves the wire until stopped. ``post`` and ``ended`` may be called from any thread, all else
-    runs on the IO thread.
+    """Serves the socket until stopped. ``post`` and ``ended`` may be called from any thread, all
+    else runs on the IO thread.
     """
 
     def __init__(self, app: App, path: Path, config: Path) -> None:
@@ -130,7 +133,7 @@ class Server:
         self._path = path
         self._config = config
         self._reloading = threading.Lock()
-        self._extras = ExtrasFiles(path.with_suffix(".logits"), app.tokenizer.token_bytes)
+        self.replies = Replies(path.with_suffix(".logits"), app.tokenizer.token_bytes)
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
         self._wake_sent = False
@@ -141,28 +144,16 @@ class Server:
         self._drain_until_s: float | None = None
         self._parent = os.getppid()
 
-    def post(self, connection: Connection, message: wire.Message) -> None:
+    def post(self, connection: Connection, message: Message) -> None:
         """Send a message when the IO thread next runs."""
-        connection.frames.append(wire.encode(message))
+        connection.frames.append(frame(message))
         self._dirty.append(connection)
         if not self._wake_sent:
             self._wake_sent = True
             self._waker.send(b"x")
 
-    def body(self, delta: Delta) -> wire.Message:
-        """Return a delta's part of a message (any thread); log-probabilities, token ids and extras
-        only where they were asked for.
-        """
-        body: wire.Message = {"text": delta.text}
-        if delta.log_probs is not None:
-            body |= {"log_probs": delta.log_probs, "cum_log_prob": delta.cum_log_prob}
-        if delta.tokens is not None:
-            body["tokens"] = delta.tokens
-        return body if delta.extras is None else body | self._extras.message(delta.extras)
-
-    def ended(self, trace: RequestTrace, message: wire.Message) -> None:
-        """Note a traced request's last message (any thread)."""
-        trace.end(message)
+    def ended(self, trace: RequestTrace) -> None:
+        """Take the trace of a request that has ended (any thread)."""
         self._app.tracing.finish(trace)
 
     def drain(self, limit_s: float) -> None:
@@ -200,7 +191,7 @@ class Server:
         self._tokenizers.shutdown(wait=False, cancel_futures=True)
         self._send_stats()
         self._flush_dirty()
-        self._extras.close()
+        self.replies.close()
         return well
 
     def _listen(self) -> socket.socket:
@@ -240,7 +231,7 @@ class Server:
                     self._flush(connection)
                 if events & selectors.EVENT_READ:
                     self._read(connection)
-            except (OSError, wire.WireError) as error:
+            except (OSError, FrameError, VersionError) as error:
                 self._drop(connection, error)
             except Exception as error:
                 logger.exception(
@@ -261,13 +252,13 @@ class Server:
         connection = Connection(sock)
         self._connections.add(connection)
         self._selector.register(sock, selectors.EVENT_READ, connection)
-        self.post(connection, wire.hello(info=self._info()))
+        self.post(connection, Hello(info=self._info()))
 
     def _read(self, connection: Connection) -> None:
         data = connection.sock.recv(1 << 18)
         if not data:
             raise ConnectionResetError("the stub closed the connection")
-        for message in connection.decoder.feed(data):
+        for message in connection.frames_in.feed(data):
             self._receive(connection, message)
 
     def _flush_dirty(self) -> None:
@@ -297,69 +288,41 @@ class Server:
 
     # -- messages
 
-    def _receive(self, connection: Connection, message: wire.Message) -> None:
-        kind, request_id = message["type"], message.get("id", 0)
+    def _receive(self, connection: Connection, message: Message) -> None:
         if not connection.greeted:
-            wire.check_hello(message)
+            check_hello(message)
             connection.greeted = True
-        elif kind == "submit":
-            self._submit(
-                connection,
-                request_id,
-                message["request"],
-                self._app.tracing.begin(message.get("trace")),
-            )
-        elif kind == "cancel":
-            ticket = connection.tickets.get(request_id)
-            if ticket is not None:  # else its last reply has just crossed the cancellation
-                ticket.cancelled = True
-                self._app.orchestrator.wake()
-        elif kind == "admin":
-            if str(message.get("command")).split() == [
-                "reload",
-                "drafts",
-            ]:  # loading takes time: not on this thread
-                threading.Thread(
-                    target=self._answer,
-                    args=(connection, request_id, self._reload),
-                    name="reload",
-                    daemon=True,
-                ).start()
-            elif message.get("command") == "explain":
-                work = partial(explain_last, self._app.orchestrator)
-                threading.Thread(
-                    target=self._answer,
-                    args=(connection, request_id, work),
-                    name="explain",
-                    daemon=True,
-                ).start()
-            else:
-                self._answer(connection, request_id, partial(self._admin, message.get("command")))
-        elif kind in ("encode", "decode"):
-            self._tokenizers.submit(self._convert, connection, message)
-        elif kind == "subscribe":
-            connection.subscribed = True
-        else:
-            raise wire.WireError(f"unknown message type {kind!r}")
+            return
+        match message:
+            case Submit():
+                self._submit(connection, message)
+            case Cancel():
+                ticket = connection.tickets.get(message.id)
+                if ticket is not None:  # else its last reply has just crossed the cancellation
+                    ticket.cancelled = True
+                    self._app.orchestrator.wake()
+            case Admin():
+                self._command(connection, message)
+            case Encode() | Decode():
+                self._tokenizers.submit(self._convert, connection, message)
+            case Subscribe():
+                connection.subscribed = True
+            case _:
+                raise VersionError(f"a stub sends no {type(message).__name__}")
 
-    def _submit(
-        self,
-        connection: Connection,
-        request_id: int,
-        body: dict[str, Any],
-        trace: RequestTrace | None,
-    ) -> None:
-        ticket = Ticket(self, connection, request_id, trace)
-        connection.tickets[request_id] = ticket
+    def _submit(self, connection: Connection, message: Submit) -> None:
+        trace = self._app.tracing.begin(message.trace)
+        ticket = Ticket(self, connection, message.id, trace)
+        connection.tickets[message.id] = ticket
         if self._drain_until_s is not None:
             ticket.error(ErrorCode.UNAVAILABLE, "the server is shutting down")
         else:
-            self._tokenizers.submit(self._tokenise, ticket, body)
+            self._tokenizers.submit(self._tokenise, ticket, message.request)
 
-    def _tokenise(self, ticket: Ticket, body: dict[str, Any]) -> None:
+    def _tokenise(self, ticket: Ticket, request: GenerationRequest) -> None:
         """Make a session of a request and hand it to the loop (tokeniser thread)."""
         try:
-            session = self._app.session(GenerationRequest.from_wire(body), ticket)
+            session = self._app.session(request, ticket)
             if ticket.trace is not None:
                 session.trace = ticket.trace
                 session.trace.attributes |= {
@@ -376,47 +339,56 @@ class Server:
                 ErrorCode.INTERNAL, f"the request could not be prepared ({type(error).__name__})"
             )
 
-    def _convert(self, connection: Connection, message: wire.Message) -> None:
+    def _convert(self, connection: Connection, message: Encode | Decode) -> None:
         """Answer those who tokenise for themselves (tokeniser thread)."""
+        tokenizer = self._app.tokenizer
+        reply: Message
         try:
-            reply = convert(self._app.tokenizer, message, self._app.config.add_special_tokens)
+            if isinstance(message, Encode):
+                reply = encoded(tokenizer, message, self._app.config.add_special_tokens)
+            else:
+                reply = decoded(tokenizer, message)
         except RequestError as error:
-            reply = {"type": "error", "code": error.code.value, "message": error.message}
+            reply = Failed(id=message.id, code=error.code, message=error.message)
         except Exception as error:
             logger.exception("a text could not be converted")
-            reply = {
-                "type": "error",
-                "code": ErrorCode.INTERNAL.value,
-                "message": f"it could not be converted ({type(error).__name__})",
-            }
-        self.post(connection, {**reply, "id": message["id"]})
+            told = f"it could not be converted ({type(error).__name__})"
+            reply = Failed(id=message.id, code=ErrorCode.INTERNAL, message=told)
+        self.post(connection, reply)
+
+    def _command(self, connection: Connection, message: Admin) -> None:
+        """Answer a command: what takes time, on a thread of its own."""
+        slow: dict[str, Callable[[], dict[str, Any]]] = {
+            "reload drafts": self._reload,
+            "explain": partial(explain_last, self._app.orchestrator),
+        }
+        name = " ".join(message.command.split())
+        if (work := slow.get(name)) is None:
+            self._answer(connection, message.id, partial(self._admin, message.command))
+            return
+        arguments = (connection, message.id, work)
+        threading.Thread(target=self._answer, args=arguments, name=name, daemon=True).start()
 
     def _answer(
         self, connection: Connection, request_id: int, work: Callable[[], dict[str, Any]]
     ) -> None:
         """Reply to a command of the administrative interface (any thread)."""
         try:
-            message: wire.Message = {"type": "admin", "reply": work()}
+            self.post(connection, AdminReply(id=request_id, reply=work()))
+            return
         except RequestError as error:
-            message = {"type": "error", "code": error.code.value, "message": error.message}
+            code, message = error.code, error.message
         except ConfigError as error:
-            message = {
-                "type": "error",
-                "code": ErrorCode.INVALID_ARGUMENT.value,
-                "message": str(error),
-            }
+            code, message = ErrorCode.INVALID_ARGUMENT, str(error)
         except Exception as error:  # whatever is wrong, the service goes on as it is
             logger.exception("a command failed")
-            message = {
-                "type": "error",
-                "code": ErrorCode.INTERNAL.value,
-                "message": f"the command failed: {error or type(error).__name__}",
-            }
-        self.post(connection, {**message, "id": request_id})
+            code = ErrorCode.INTERNAL
+            message = f"the command failed: {error or type(error).__name__}"
+        self.post(connection, Failed(id=request_id, code=code, message=message))
 
-    def _admin(self, command: Any) -> dict[str, Any]:
+    def _admin(self, command: str) -> dict[str, Any]:
         """Return the reply to a command that takes no time. Raises ConfigError or RequestError."""
-        match command.split() if isinstance(command, str) else []:
+        match command.split():
             case ["health"]:
                 return self._health()
             case ["switches"]:
@@ -467,6 +439,6 @@ class Server:
         subscribers = [connection for connection in self._connections if connection.subscribed]
         if subscribers:  # without one, the figures wait
             self._app.step_stats.export()
-            message = {"type": "stats", **self._app.stats.drain()}
+            message = Stats(**self._app.stats.drain()._asdict())
             for connection in subscribers:
                 self.post(connection, message)

@@ -12,6 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
+
+Labelled = tuple[str, dict[str, str], Any]
+"""A metric's name, its labels, and a value or values."""
 
 
 class Kind(Enum):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from time import perf_counter, time
 from typing import Any, NamedTuple, Protocol
 
+from backend.ops.stats import Usage
 from backend.sequence import Proposal
 
 
@@ -48,10 +49,23 @@ class Step(NamedTuple):
     parts_s: dict[str, float]
 
 
+class Ended(NamedTuple):
+    """A request that was served."""
+
+    reason: str
+    usage: Usage
+
+
+class Broken(NamedTuple):
+    """A request that was not: an error's code and its sentence."""
+
+    code: str
+    message: str
+
+
 @dataclass(slots=True)
 class RequestTrace:
-    """``context`` is the caller's (W3C ``traceparent``), ``ending`` the request's last message on
-    the wire (``final`` or ``error``).
+    """``context`` is the caller's (W3C ``traceparent``), ``ending`` how the request ended.
 
     Times are ``perf_counter`` seconds; adding ``epoch_s`` makes them wall time.
     """
@@ -60,7 +74,7 @@ class RequestTrace:
     attributes: dict[str, Any] = field(default_factory=dict)
     phases: list[Phase] = field(default_factory=lambda: [Phase("tokenise", perf_counter())])
     steps: list[Step] = field(default_factory=list)
-    ending: dict[str, Any] = field(default_factory=dict)
+    ending: Ended | Broken | None = None
     ended_s: float = 0.0
     epoch_s: float = field(default_factory=lambda: time() - perf_counter())
 
@@ -79,11 +93,6 @@ class RequestTrace:
         if emitted and self.phases[phase].name == "prefill":
             self.phases.append(Phase("decode", now_s))
 
-    def end(self, message: dict[str, Any]) -> None:
-        """Note the last reply; its text is no business of a trace."""
-        self.ending = {
-            key: value
-            for key, value in message.items()
-            if key not in ("text", "log_probs", "bytes", "top")
-        }
-        self.ended_s = perf_counter()
+    def end(self, ending: Ended | Broken) -> None:
+        """Note how it ended."""
+        self.ending, self.ended_s = ending, perf_counter()

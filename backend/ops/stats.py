@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from backend.ops import nvidia_metrics
+from backend.ops.metric_names import Labelled
 from backend.ops.nvidia_metrics import MODEL, Latest
 from policy import NO_DRAFT, BoolArray, Outcome, Plan, Switches
 from policy.trim import EDGES, Calibration
@@ -60,6 +62,14 @@ class Reuse:
     tokens: int = 0
 
 
+class Drained(NamedTuple):
+    """Counters' increments, new observations, and gauges."""
+
+    counters: list[Labelled]
+    observations: list[Labelled]
+    gauges: list[Labelled]
+
+
 class Stats:
     """What happened since the last drain. Written by the loop and IO threads, drained by whoever
     reports.
@@ -92,7 +102,7 @@ class Stats:
         with self._lock:
             self._gauges[name, tuple(sorted(labels.items()))] = value
 
-    def drain(self) -> dict[str, list[list[Any]]]:
+    def drain(self) -> Drained:
         """Return the deltas of the counters, the new observations and the gauges, and forget the
         first two.
         """
@@ -100,13 +110,11 @@ class Stats:
             counters, self._counters = self._counters, defaultdict(float)
             observations, self._observations = self._observations, defaultdict(list)
             gauges = dict(self._gauges)
-        return {
-            "counters": [[name, dict(labels), value] for (name, labels), value in counters.items()],
-            "observations": [
-                [name, dict(labels), values] for (name, labels), values in observations.items()
-            ],
-            "gauges": [[name, dict(labels), value] for (name, labels), value in gauges.items()],
-        }
+        return Drained(_labelled(counters), _labelled(observations), _labelled(gauges))
+
+
+def _labelled(values: Mapping[Any, Any]) -> list[Labelled]:
+    return [(name, dict(labels), value) for (name, labels), value in values.items()]
 
 
 def exclusive_parts(parts_s: dict[str, float]) -> dict[str, float]:

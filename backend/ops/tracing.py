@@ -16,7 +16,7 @@ from itertools import islice
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from backend.ops.request_trace import RequestTrace, Step
+from backend.ops.request_trace import Broken, Ended, RequestTrace, Step
 from backend.ops.stats import StepStats
 
 if TYPE_CHECKING:
@@ -160,27 +160,28 @@ def spans_of(trace: RequestTrace, tracer: Tracer) -> Iterator[ReadableSpan]:
     yield ended(request, trace.ended_s)
 
 
-def _mark_error(span: Any, ending: dict[str, Any]) -> None:
+def _mark_error(span: Any, ending: Ended | Broken | None) -> None:
     from opentelemetry.trace import Status, StatusCode
 
-    if ending["type"] == "error":
-        span.set_status(Status(StatusCode.ERROR, ending["message"]))
+    if isinstance(ending, Broken):
+        span.set_status(Status(StatusCode.ERROR, ending.message))
 
 
 def _request_attributes(trace: RequestTrace) -> dict[str, Any]:
     """Return the figures of a whole request; the names with ``gen_ai`` are OpenTelemetry's semantic
     conventions.
     """
-    ending = trace.ending
-    if ending["type"] == "error":
-        return {**trace.attributes, "error.type": ending["code"]}
+    if isinstance(trace.ending, Broken):
+        return {**trace.attributes, "error.type": trace.ending.code}
+    assert trace.ending is not None
+    reason, usage = trace.ending
     return {
         **trace.attributes,
-        "gen_ai.usage.input_tokens": ending["num_input_tokens"],
-        "gen_ai.usage.output_tokens": ending["num_output_tokens"],
-        "gen_ai.response.finish_reasons": [ending["finish_reason"]],
-        "spindle.draft_tokens": ending["draft_tokens"],
-        "spindle.accepted_draft_tokens": ending["accepted_draft_tokens"],
+        "gen_ai.usage.input_tokens": usage.input_tokens,
+        "gen_ai.usage.output_tokens": usage.output_tokens,
+        "gen_ai.response.finish_reasons": [reason],
+        "spindle.draft_tokens": usage.drafted,
+        "spindle.accepted_draft_tokens": usage.accepted,
     }
 
 

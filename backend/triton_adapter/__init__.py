@@ -1,1 +1,1 @@
-"""The only package that knows Triton: it turns tensors into wire messages and back."""
+"""The only package that knows Triton: it turns tensors into messages and back."""

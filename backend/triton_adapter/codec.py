@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 
-from backend.ipc.wire import Message
+from backend.ipc.messages import Chunk, Final
 from backend.request import GUIDE_TYPES, ErrorCode, GenerationRequest, RequestError
 from backend.triton_adapter.fields import (
     NUMPY_TYPES,
@@ -177,85 +178,80 @@ def decode_command(inputs: Mapping[str, Array]) -> str:
     return str(_values(Field("command", "STRING"), inputs["command"].reshape(1, -1))[0])
 
 
-def encode_chunk(deltas: Seq[Message], wanted: Wanted) -> dict[str, Array]:
+def encode_chunk(deltas: Seq[Chunk], wanted: Wanted) -> dict[str, Array]:
     """Return the outputs of one streamed response, which carries one or more deltas (none: of a
     request that was stopped).
     """
     outputs: dict[str, Any] = {}
     if wanted.tokens:
-        ids = [token for delta in deltas for token in delta["tokens"]]
+        ids = [token for delta in deltas for token in delta.tokens or ()]
         outputs |= {"output_ids": [ids], "sequence_length": [len(ids)]}  # one beam
     else:
-        outputs["text_output"] = ["".join(delta["text"] for delta in deltas).encode()]
+        outputs["text_output"] = ["".join(delta.text for delta in deltas).encode()]
     if wanted.batch_index is not None:
         outputs["batch_index"] = [wanted.batch_index]
     if wanted.sequence_index is not None:
         outputs["sequence_index"] = [wanted.sequence_index]
-    if deltas and "log_probs" in deltas[-1]:
-        outputs["output_log_probs"] = [
-            [value for delta in deltas for value in delta["log_probs"]]
-        ]  # one beam
-        outputs["cum_log_probs"] = [deltas[-1]["cum_log_prob"]]
+    if deltas and deltas[-1].log_probs is not None:
+        values = [value for delta in deltas for value in delta.log_probs or ()]
+        outputs |= {"output_log_probs": [values], "cum_log_probs": [deltas[-1].cum_log_prob]}
     outputs |= _extras(deltas)
     return {name: _batch_of_one(name, value) for name, value in outputs.items()}
 
 
-def _extras(deltas: Seq[Message]) -> dict[str, Any]:
+def _extras(deltas: Seq[Chunk]) -> dict[str, Any]:
     """Return the outputs that few requests ask for."""
     outputs: dict[str, Any] = {}
-    if any("top" in delta for delta in deltas):
-        outputs["output_tokens"] = [
-            token.encode("latin-1") for delta in deltas for token in delta.get("bytes", ())
-        ]
-        rows = [row for delta in deltas for row in delta.get("top", ())]
+    if any(delta.top is not None for delta in deltas):
+        outputs["output_tokens"] = [token for delta in deltas for token in delta.token_bytes or ()]
+        rows = [row for delta in deltas for row in delta.top or ()]
         if rows:
-            outputs["top_tokens"] = [[token.encode("latin-1") for token, _ in row] for row in rows]
+            outputs["top_tokens"] = [[token for token, _ in row] for row in rows]
             outputs["top_log_probs"] = [[value for _, value in row] for row in rows]
-    for prompt in (delta["prompt"] for delta in deltas if "prompt" in delta):  # one at the most
-        outputs["prompt_tokens"] = [token.encode("latin-1") for token in prompt["bytes"]]
-        outputs["prompt_log_probs"] = prompt["log_probs"]
-        if any(prompt["top"]):
-            outputs["prompt_top_tokens"] = [
-                [token.encode("latin-1") for token, _ in row] for row in prompt["top"]
-            ]
-            outputs["prompt_top_log_probs"] = [[value for _, value in row] for row in prompt["top"]]
+    for prompt in (delta.prompt for delta in deltas if delta.prompt is not None):  # one at most
+        outputs["prompt_tokens"] = prompt.tokens
+        outputs["prompt_log_probs"] = prompt.log_probs
+        if any(prompt.top):
+            outputs["prompt_top_tokens"] = [[token for token, _ in row] for row in prompt.top]
+            outputs["prompt_top_log_probs"] = [[value for _, value in row] for row in prompt.top]
     for name, nesting in (("context_logits", 0), ("generation_logits", 1)):
-        arrays = [delta[name] for delta in deltas if name in delta]
+        arrays = [found for delta in deltas if (found := getattr(delta, name)) is not None]
         if arrays:
             joined = np.concatenate(arrays)
             outputs[name] = joined[None] if nesting else joined  # one beam
     return outputs
 
 
-def load_arrays(message: Message) -> None:
-    """Put the logits that a message names the files of into it, and remove the files."""
+def load_arrays(chunk: Chunk) -> Chunk:
+    """Return a message with the logits that it names the files of, and remove the files."""
+    arrays = {}
     for name in ("context_logits", "generation_logits"):
-        if name in message:
-            path = Path(message[name])
-            message[name] = np.load(path, allow_pickle=False)
-            path.unlink()
+        if (file := getattr(chunk, name)) is not None:
+            arrays[name] = np.load(file, allow_pickle=False)
+            Path(file).unlink()
+    return structs.replace(chunk, **arrays) if arrays else chunk
 
 
-def encode_final(message: Message, earlier: Seq[Message], wanted: Wanted) -> dict[str, Array]:
+def encode_final(message: Final, earlier: Seq[Chunk], wanted: Wanted) -> dict[str, Array]:
     """Return the outputs of a successful last reply; ``earlier`` are the deltas that no response
     has carried yet.
     """
-    drafted, accepted = message["draft_tokens"], message["accepted_draft_tokens"]
-    outputs: dict[str, Any] = {"finish_reason": message["finish_reason"].encode()}
-    if message["seed"] is not None:
-        outputs["seed"] = message["seed"]
+    drafted, accepted = message.draft_tokens, message.accepted_draft_tokens
+    outputs: dict[str, Any] = {"finish_reason": message.finish_reason.value.encode()}
+    if message.seed is not None:
+        outputs["seed"] = message.seed
     if wanted.num_input_tokens:
-        outputs["num_input_tokens"] = message["num_input_tokens"]
+        outputs["num_input_tokens"] = message.num_input_tokens
     if wanted.num_output_tokens:
-        outputs["num_output_tokens"] = message["num_output_tokens"]
+        outputs["num_output_tokens"] = message.num_output_tokens
     if wanted.perf_metrics:
         outputs["acceptance_rate"] = accepted / drafted if drafted else 0.0
         outputs["total_accepted_draft_tokens"] = accepted
         outputs["total_draft_tokens"] = drafted
         outputs |= dict(
-            zip(_TIMES, (round(time_s * 1e9) for time_s in message["times_s"]), strict=True)
+            zip(_TIMES, (round(time_s * 1e9) for time_s in message.times_s), strict=True)
         )
-        new, reused = message["kv_blocks"]
+        new, reused = message.kv_blocks
         outputs |= {
             "kv_cache_alloc_new_blocks": new,
             "kv_cache_reused_blocks": reused,
@@ -263,7 +259,7 @@ def encode_final(message: Message, earlier: Seq[Message], wanted: Wanted) -> dic
         }
     lists = {name: [value] for name, value in outputs.items()}
     if wanted.perf_metrics:
-        lists |= _by_draft(message["drafts"])
+        lists |= _by_draft(message.drafts)
     return encode_chunk([*earlier, message], wanted) | {
         name: _batch_of_one(name, values) for name, values in lists.items()
     }

@@ -7,13 +7,14 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import threading
 from time import monotonic
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from backend.ipc.wire import Message
+from backend.ipc.messages import Cancel, Submit
 from backend.request import ErrorCode, RequestError
 from backend.triton_adapter.codec import Part, Wanted, asks_to_stop, check_parameters, decode
 from backend.triton_adapter.fields import MODELS
@@ -99,7 +100,6 @@ class TritonPythonModel:
             timeout_s=timeout_us / 1e6 if timeout_us else None,
         )
         context = trace_context_of(request)
-        self._link.wait()
         shared = sender if len(parts) == 1 else Group(sender, len(parts))
         for part in parts:
             self._submit(part, shared, client_id, context)
@@ -108,16 +108,12 @@ class TritonPythonModel:
         self, part: Part, sender: ResponseSender, client_id: str, context: dict[str, str] | None
     ) -> None:
         body, wanted = part
-        message: Message = {"type": "submit", "request": body.to_wire()}
-        if context is not None:
-            message["trace"] = context
         request_id = next(self._ids)
         with (
             self._registering
         ):  # a connection is lost before or after, never between: see _engine_lost
-            limit_s = self._link.info.get(
-                "max_request_s", 0.0
-            )  # without an engine nothing can be sent anyway
+            # Before the first hello nobody knows the limit; the link answers what it holds.
+            limit_s = self._link.info.get("max_request_s", math.inf)
             self._senders.open(
                 Reply(
                     request_id,
@@ -128,7 +124,7 @@ class TritonPythonModel:
                 )
             )
             try:
-                self._link.send(message | {"id": request_id})
+                self._link.send(Submit(id=request_id, request=body, trace=context))
             except RequestError as error:
                 self._senders.fail(request_id, error.code, error.message)
 
@@ -146,6 +142,6 @@ class TritonPythonModel:
 
     def _cancel(self, request_id: int) -> None:
         try:
-            self._link.send({"type": "cancel", "id": request_id})
+            self._link.send(Cancel(id=request_id))
         except RequestError as error:
             logger.info("request %d was cancelled without an engine: %s", request_id, error)

@@ -11,32 +11,35 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from backend.ipc import wire
+from backend.ipc.framing import FrameError, Frames, frame
+from backend.ipc.messages import Failed, FromEngine, Hello, Message, VersionError, check_hello
 from backend.request import ErrorCode, RequestError
 
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.1
 GRACE_S = 3.0
-"""How long requests wait for an engine that has just gone before they are refused."""
+"""How long messages are held for an engine that has just gone before they are refused."""
+DOWN = "the engine is starting or restarting: try again later"
 SEND_LIMIT_S = 5
 """How long the engine process may leave its socket unread before the connection counts as lost."""
 
 
 class EngineLink:
-    """Sends messages from any thread; ``on_message`` and ``on_lost`` are called on the link's own
-    thread. ``info`` is the engine's hello.
+    """Sends messages from any thread, and never waits for an engine that is down: messages are held
+    for the grace period, then each is answered by ``Failed``.
 
-    ``on_lost`` has returned before another connection is made; ``greeting`` messages follow the
-    hello on every connection.
+    ``on_message`` and ``on_lost`` are called on the link's own thread; ``on_lost`` has returned
+    before another connection is made. ``greeting`` messages follow the hello on every connection.
+    ``info`` is the engine's hello.
     """
 
     def __init__(
         self,
         path: Path,
-        on_message: Callable[[wire.Message], None],
+        on_message: Callable[[Any], None],
         on_lost: Callable[[], None],
-        greeting: tuple[wire.Message, ...] = (),
+        greeting: tuple[Message, ...] = (),
     ) -> None:
         self._path = path
         self._on_message = on_message
@@ -44,6 +47,7 @@ class EngineLink:
         self._greeting = greeting
         self.info: dict[str, Any] = {}
         self._sock: socket.socket | None = None
+        self._held: list[Message] = []
         self._send_lock = threading.Lock()
         self._connected = threading.Event()
         self._closed = threading.Event()
@@ -54,27 +58,29 @@ class EngineLink:
         """Begin to connect."""
         self._thread.start()
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Return whether the link is up, waiting for it at most ``timeout_s`` (by default what is
-        left of the grace period).
-        """
-        if timeout_s is None:
-            timeout_s = self._down_since_s + GRACE_S - monotonic()
-        return self._connected.is_set() or self._connected.wait(max(0.0, timeout_s))
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether the link is up, waiting for it at most ``timeout_s``."""
+        return self._connected.is_set() or self._connected.wait(timeout_s)
 
-    def send(self, message: wire.Message) -> None:
-        """Send a message. Raises RequestError (UNAVAILABLE) when the engine cannot be reached."""
-        frame = wire.encode(message)
+    def send(self, message: Message) -> None:
+        """Send a message, or hold it. Raises RequestError: UNAVAILABLE when the engine is down for
+        too long, INVALID_ARGUMENT for text that cannot be encoded.
+        """
+        try:
+            data = frame(message)
+        except UnicodeEncodeError as error:
+            told = f"text has a lone surrogate at character {error.start}"
+            raise RequestError(ErrorCode.INVALID_ARGUMENT, told) from error
         with self._send_lock:
-            sock = self._sock
-            if sock is None:
-                raise RequestError(
-                    ErrorCode.UNAVAILABLE, "the engine is starting or restarting: try again later"
-                )
+            if self._sock is None:
+                if self._is_over():
+                    raise RequestError(ErrorCode.UNAVAILABLE, DOWN)
+                self._held.append(message)
+                return
             try:
-                sock.sendall(frame)
+                self._sock.sendall(data)
             except OSError as error:
-                self._shut(sock)  # half a frame may be out: this connection is of no more use
+                self._shut(self._sock)  # half a frame may be out: it is of no more use
                 raise RequestError(
                     ErrorCode.UNAVAILABLE, f"the engine does not take requests: {error}"
                 ) from error
@@ -90,9 +96,8 @@ class EngineLink:
         while not self._closed.is_set():
             try:
                 sock = self._connect()
-            except (OSError, wire.WireError) as error:
-                if isinstance(error, wire.WireError):
-                    logger.error("the engine process cannot be used: %s", error)
+            except OSError:
+                self._refuse_held()
                 self._closed.wait(RETRY_S)
                 continue
             self._serve(sock)
@@ -104,9 +109,7 @@ class EngineLink:
             sock.setsockopt(
                 socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_LIMIT_S, 0)
             )
-            sock.sendall(
-                b"".join(wire.encode(message) for message in (wire.hello(), *self._greeting))
-            )
+            sock.sendall(b"".join(frame(message) for message in (Hello(), *self._greeting)))
         except OSError:
             sock.close()
             raise
@@ -114,17 +117,18 @@ class EngineLink:
 
     def _serve(self, sock: socket.socket) -> None:
         """Read until the peer has gone; the link is up from its hello on."""
-        decoder = wire.Decoder()
+        frames: Frames[Message] = Frames(FromEngine)
         try:
             while data := sock.recv(1 << 18):
-                for message in decoder.feed(data):
+                for message in frames.feed(data):
                     if self._sock is None:
-                        self.info = wire.check_hello(message)["info"]
-                        self._sock = sock
-                        self._connected.set()
+                        self.info = check_hello(message).info
+                        self._open(sock)
                     else:
                         self._on_message(message)
-        except (OSError, wire.WireError) as error:
+        except VersionError as error:
+            logger.error("the engine process cannot be used: %s", error)
+        except (OSError, FrameError) as error:
             logger.warning("connection to the engine lost: %s", error)
         except Exception:  # this thread must live on, and no request may wait for one that does not
             logger.exception("connection to the engine given up")
@@ -137,6 +141,23 @@ class EngineLink:
             self._down_since_s = monotonic()
             self._on_lost()
         self._closed.wait(RETRY_S)
+
+    def _open(self, sock: socket.socket) -> None:
+        """Let messages go out, those that were held first. Raises OSError."""
+        with self._send_lock:
+            self._sock, held, self._held = sock, self._held, []
+            sock.sendall(b"".join(map(frame, held)))
+        self._connected.set()
+
+    def _is_over(self) -> bool:
+        return monotonic() >= self._down_since_s + GRACE_S
+
+    def _refuse_held(self) -> None:
+        """Answer what was held for too long."""
+        with self._send_lock:
+            held, self._held = (self._held, []) if self._is_over() else ([], self._held)
+        for message in held:
+            self._on_message(Failed(id=message.id, code=ErrorCode.UNAVAILABLE, message=DOWN))
 
     @staticmethod
     def _shut(sock: socket.socket) -> None:

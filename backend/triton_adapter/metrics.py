@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from backend.ipc.wire import Message
+from backend.ipc.messages import Stats
 from backend.ops.metric_names import FAMILIES, Family, Kind
 
 logger = logging.getLogger(__name__)
@@ -39,13 +39,13 @@ class MetricExporter:
             if not family.labels:
                 self._metric(family.name, {})  # visible, at zero, from the start
 
-    def update(self, message: Message) -> None:
+    def update(self, message: Stats) -> None:
         """Apply one stats message."""
-        for name, labels, delta in message["counters"]:
+        for name, labels, delta in message.counters:
             self._metric(name, labels).increment(delta)
-        for name, labels, value in message["gauges"]:
+        for name, labels, value in message.gauges:
             self._metric(name, labels).set(value)
-        for name, labels, values in message["observations"]:
+        for name, labels, values in message.observations:
             metric = self._metric(name, labels)
             for value in values:
                 metric.observe(value)

@@ -14,7 +14,15 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from backend.ipc.wire import SWITCHES_SUFFIX, Message
+from backend.ipc.messages import (
+    SWITCHES_SUFFIX,
+    Admin,
+    AdminReply,
+    Failed,
+    Message,
+    Stats,
+    Subscribe,
+)
 from backend.request import ErrorCode, RequestError
 from backend.triton_adapter.codec import decode_command
 from backend.triton_adapter.engine_child import EngineChild
@@ -48,9 +56,7 @@ class TritonPythonModel:
         path = socket_path(args)
         path.unlink(missing_ok=True)
         path.with_suffix(SWITCHES_SUFFIX).unlink(missing_ok=True)
-        self._link = EngineLink(
-            path, self._received, self._engine_lost, greeting=({"type": "subscribe"},)
-        )
+        self._link = EngineLink(path, self._received, self._engine_lost, greeting=(Subscribe(),))
         self._child = EngineChild(config_path(args), path)
         self._child.start()
         self._link.start()
@@ -67,15 +73,9 @@ class TritonPythonModel:
         for request in requests:
             request_id = next(self._ids)
             self._pending[request_id] = Responder(pb_utils, request.get_response_sender())
-            self._link.wait()
             try:
-                self._link.send(
-                    {
-                        "type": "admin",
-                        "id": request_id,
-                        "command": decode_command(inputs_of(request)),
-                    }
-                )
+                command = decode_command(inputs_of(request))
+                self._link.send(Admin(id=request_id, command=command))
             except RequestError as error:
                 self._fail(request_id, error)
 
@@ -88,20 +88,18 @@ class TritonPythonModel:
     def _received(self, message: Message) -> None:
         self._heard_s = monotonic()
         try:
-            if message["type"] == "stats":
+            if isinstance(message, Stats):
                 self._metrics.update(message)
-            elif message["type"] == "error":
-                self._fail(
-                    message["id"], RequestError(ErrorCode(message["code"]), message["message"])
-                )
+            elif isinstance(message, Failed):
+                self._fail(message.id, RequestError(message.code, message.message))
             elif (
-                message["type"] == "admin"
-                and (responder := self._pending.pop(message["id"], None)) is not None
+                isinstance(message, AdminReply)
+                and (responder := self._pending.pop(message.id, None)) is not None
             ):
-                reply = json.dumps(message["reply"], ensure_ascii=False)
+                reply = json.dumps(message.reply, ensure_ascii=False)
                 responder.send({"reply": np.array([reply.encode()], dtype=np.object_)}, final=True)
         except Exception:  # the link's thread must live on
-            logger.exception("a message of type %s could not be handled", message["type"])
+            logger.exception("a message of type %s could not be handled", type(message).__name__)
 
     def _engine_lost(self) -> None:
         for request_id in list(self._pending):

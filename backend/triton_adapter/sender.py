@@ -14,10 +14,11 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
 from typing import Any, Protocol
 
-from backend.ipc.wire import Message
+from backend.ipc.messages import Chunk, Failed, Final
 from backend.request import ErrorCode
 from backend.triton_adapter.codec import Array, Wanted, encode_chunk, encode_final, load_arrays
 
@@ -63,7 +64,7 @@ class Reply:
     deadline_s: float = math.inf
     failure: tuple[ErrorCode, str] | None = None
     client_id: str = ""
-    deltas: list[Message] = field(default_factory=list)
+    deltas: list[Chunk] = field(default_factory=list)
 
 
 class Senders:
@@ -78,25 +79,25 @@ class Senders:
         """Take a request over; call it before its messages can arrive."""
         self._shard(reply.id).put(reply)
 
-    def deliver(self, message: Message) -> None:
+    def deliver(self, message: Chunk | Failed) -> None:
         """Pass on a chunk, final or error; one for a request that has had its final reply is
         dropped.
         """
-        self._shard(message["id"]).put(message)
+        self._shard(message.id).put(message)
 
     def fail(self, request_id: int, code: ErrorCode, message: str) -> None:
         """End a request by an error."""
-        self.deliver({"type": "error", "id": request_id, "code": code.value, "message": message})
+        self.deliver(Failed(id=request_id, code=code, message=message))
 
     def fail_all(self, code: ErrorCode, message: str) -> None:
         """End every request opened so far by an error."""
         for shard in self._shards:
-            shard.put({"type": "error", "id": None, "code": code.value, "message": message})
+            shard.put(_All(Failed(code=code, message=message)))
 
     def stop(self, client_id: str) -> None:
         """End the requests that a client calls so, successfully, with what there is of them."""
         for shard in self._shards:
-            shard.put({"type": "stop", "id": None, "client_id": client_id})
+            shard.put(_Stop(client_id))
 
     def close(self) -> None:
         """End the threads once everything put so far is sent."""
@@ -107,18 +108,35 @@ class Senders:
         return self._shards[request_id % len(self._shards)]
 
 
+@dataclass(frozen=True, slots=True)
+class _All:
+    """What ends every open request."""
+
+    message: Failed
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    """Ends the requests that a client calls so."""
+
+    client_id: str
+
+
+Item = Reply | Chunk | Failed | _All | _Stop
+
+
 class _Shard:
     """One sender thread and the requests it owns."""
 
     def __init__(self, cancel: Callable[[int], None], index: int) -> None:
         self._cancel = cancel
         self._open: dict[int, Reply] = {}
-        self._inbox: queue.SimpleQueue[Reply | Message | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._next_check_s = 0.0
         self._thread = threading.Thread(target=self._run, name=f"sender-{index}", daemon=True)
         self._thread.start()
 
-    def put(self, item: Reply | Message) -> None:
+    def put(self, item: Item) -> None:
         self._inbox.put(item)
 
     def close(self) -> None:
@@ -132,16 +150,14 @@ class _Shard:
                 if item is None:
                     return
                 self._guard(self._handle, item)
-            for request_id in {
-                item["id"] for item in batch if isinstance(item, dict) and item["type"] == "chunk"
-            }:
+            for request_id in {item.id for item in batch if type(item) is Chunk}:
                 self._guard(self._flush, request_id)
             if monotonic() >= self._next_check_s:
                 self._next_check_s = monotonic() + CANCELLATION_CHECK_PERIOD_S
                 for request_id in list(self._open):
                     self._guard(self._check, request_id)
 
-    def _take(self) -> list[Reply | Message | None]:
+    def _take(self) -> list[Item | None]:
         """Return all that has arrived: a thread that fell behind sends a stream's waiting deltas as
         one response.
         """
@@ -153,34 +169,44 @@ class _Shard:
             batch.append(self._inbox.get())
         return batch
 
-    def _handle(self, item: Reply | Message) -> None:
-        if isinstance(item, dict):
-            load_arrays(item)  # also of a request that has gone: else the file would stay
+    def _handle(self, item: Item) -> None:
         if isinstance(item, Reply):
             self._open[item.id] = item
-        elif item["id"] is None:
-            for request_id in list(self._open):
-                self._guard(self._handle, {**item, "id": request_id})
-        elif (reply := self._open.get(item["id"])) is None or reply.failure is not None:
+        elif isinstance(item, _All):
+            for waiting in list(self._open.values()):
+                self._guard(partial(self._give, waiting), item.message)
+        elif isinstance(item, _Stop):
+            for named in [r for r in self._open.values() if r.client_id == item.client_id]:
+                self._guard(self._stop, named)
+        else:
+            # Also of a request that has gone: else its files would stay.
+            message = load_arrays(item) if isinstance(item, Chunk) else item
+            if (reply := self._open.get(item.id)) is not None:
+                self._give(reply, message)
+
+    def _give(self, reply: Reply, message: Chunk | Failed) -> None:
+        if reply.failure is not None:
             return
-        elif item["type"] == "chunk":
-            reply.deltas.append(item)
-        elif item["type"] == "stop":
-            if item["client_id"] == reply.client_id:
-                self._cancel(reply.id)
-                self._end(
-                    reply,
-                    lambda: reply.sender.send(encode_chunk(reply.deltas, reply.wanted), final=True),
-                )
-        elif item["type"] == "final":
+        if isinstance(message, Failed):
+            self._fail(reply, message.code, message.message)
+        elif isinstance(message, Final):
+            final = message
             self._end(
                 reply,
                 lambda: reply.sender.send(
-                    encode_final(item, reply.deltas, reply.wanted), final=True
+                    encode_final(final, reply.deltas, reply.wanted), final=True
                 ),
             )
         else:
-            self._fail(reply, ErrorCode(item["code"]), item["message"])
+            reply.deltas.append(message)
+
+    def _stop(self, reply: Reply) -> None:
+        if reply.failure is None:
+            self._cancel(reply.id)
+            self._end(
+                reply,
+                lambda: reply.sender.send(encode_chunk(reply.deltas, reply.wanted), final=True),
+            )
 
     def _flush(self, request_id: int) -> None:
         """Send what has come of a stream; what cannot be sent goes with the next response."""

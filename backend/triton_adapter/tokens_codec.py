@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from backend.ipc.wire import Message
+from backend.ipc.messages import Decode, Decoded, Encode, Encoded
 from backend.triton_adapter.codec import Array, invalid, meanings
 from backend.triton_adapter.fields import POSTPROCESSING_INPUTS, PREPROCESSING_INPUTS
 
 _WORDS = ("BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS")
 
 
-def decode_texts(inputs: Mapping[str, Array]) -> tuple[list[dict[str, Any]], Message]:
+def decode_texts(inputs: Mapping[str, Array]) -> tuple[list[dict[str, Any]], Encode]:
     """Return what each element of a batch for ``preprocessing`` says, and the message that asks for
     its ids.
 
@@ -32,20 +32,20 @@ def decode_texts(inputs: Mapping[str, Array]) -> tuple[list[dict[str, Any]], Mes
                 f"got {len(weights)}"
             )
     words = [word for row in rows for name in _WORDS for word in row.get(name, ())]
-    return rows, {"type": "encode", "prompts": [row["QUERY"] for row in rows], "words": words}
+    return rows, Encode(prompts=[row["QUERY"] for row in rows], words=words)
 
 
-def encode_ids(rows: Seq[dict[str, Any]], reply: Message) -> dict[str, Array]:
+def encode_ids(rows: Seq[dict[str, Any]], reply: Encoded) -> dict[str, Array]:
     """Return the outputs of ``preprocessing``. Rows are padded: ids with the pad id, word lists as
     NVIDIA's (ends with -1).
     """
-    words = iter(reply["words"])
+    words = iter(reply.words)
     ids = [{name: [next(words) for _ in row.get(name, ())] for name in _WORDS} for row in rows]
-    end_ids = [row.get("END_ID", reply["end_id"]) for row in rows]
-    pad_ids = [row.get("PAD_ID", reply["end_id"]) for row in rows]
-    longest = max(map(len, reply["prompts"]))
+    end_ids = [row.get("END_ID", reply.end_id) for row in rows]
+    pad_ids = [row.get("PAD_ID", reply.end_id) for row in rows]
+    longest = max(map(len, reply.prompts))
     columns = {
-        "REQUEST_INPUT_LEN": [len(prompt) for prompt in reply["prompts"]],
+        "REQUEST_INPUT_LEN": [len(prompt) for prompt in reply.prompts],
         "DECODER_INPUT_ID": pad_ids,
         "REQUEST_DECODER_INPUT_LEN": [1 for _ in rows],
         "REQUEST_OUTPUT_LEN": [row["REQUEST_OUTPUT_LEN"] for row in rows],
@@ -54,7 +54,7 @@ def encode_ids(rows: Seq[dict[str, Any]], reply: Message) -> dict[str, Array]:
     }
     padded = [
         prompt + [pad] * (longest - len(prompt))
-        for prompt, pad in zip(reply["prompts"], pad_ids, strict=True)
+        for prompt, pad in zip(reply.prompts, pad_ids, strict=True)
     ]
     return {
         "INPUT_ID": np.array(padded, np.int32),
@@ -62,13 +62,13 @@ def encode_ids(rows: Seq[dict[str, Any]], reply: Message) -> dict[str, Array]:
         "BAD_WORDS_IDS": _word_lists([row["BAD_WORDS_DICT"] for row in ids]),
         "STOP_WORDS_IDS": _word_lists([row["STOP_WORDS_DICT"] for row in ids]),
         "EMBEDDING_BIAS": _bias(
-            [(row["EMBEDDING_BIAS_WORDS"]) for row in ids], rows, reply["vocab_size"]
+            [(row["EMBEDDING_BIAS_WORDS"]) for row in ids], rows, reply.vocab_size
         ),
         "OUT_PROMPT_TABLE_EXTRA_IDS": np.empty((len(rows), 0), np.uint64),
     }
 
 
-def decode_tokens(inputs: Mapping[str, Array]) -> tuple[tuple[int, int], Message]:
+def decode_tokens(inputs: Mapping[str, Array]) -> tuple[tuple[int, int], Decode]:
     """Return (batch, beams) of the tokens given to ``postprocessing``, and the message that asks
     for their texts.
 
@@ -90,14 +90,12 @@ def decode_tokens(inputs: Mapping[str, Array]) -> tuple[tuple[int, int], Message
         )
     beams = tokens.reshape(-1, tokens.shape[2])
     ids = [row[:length].tolist() for row, length in zip(beams, lengths.reshape(-1), strict=True)]
-    return (tokens.shape[0], tokens.shape[1]), {"type": "decode", "tokens": ids}
+    return (tokens.shape[0], tokens.shape[1]), Decode(tokens=ids)
 
 
-def encode_texts(shape: tuple[int, int], reply: Message) -> dict[str, Array]:
+def encode_texts(shape: tuple[int, int], reply: Decoded) -> dict[str, Array]:
     """Return the output of ``postprocessing``."""
-    return {
-        "OUTPUT": np.array([text.encode() for text in reply["texts"]], np.object_).reshape(shape)
-    }
+    return {"OUTPUT": np.array([text.encode() for text in reply.texts], np.object_).reshape(shape)}
 
 
 def _rows(inputs: Mapping[str, Array]) -> list[dict[str, Array]]:

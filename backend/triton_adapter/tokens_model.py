@@ -11,8 +11,9 @@ from functools import partial
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
+from msgspec.structs import replace
 
-from backend.ipc.wire import Message
+from backend.ipc.messages import Decode, Encode, Failed, Message
 from backend.request import ErrorCode, RequestError
 from backend.triton_adapter.codec import Array
 from backend.triton_adapter.link import EngineLink
@@ -28,7 +29,7 @@ from backend.triton_adapter.tokens_codec import (
 
 logger = logging.getLogger(__name__)
 
-Encode = Callable[[Message], dict[str, Array]]
+Outputs = Callable[[Any], dict[str, Array]]
 
 
 class TritonPythonModel:
@@ -41,7 +42,7 @@ class TritonPythonModel:
         set_up_stub(args)
         self._texts = args["model_name"] == "preprocessing"
         self._ids = itertools.count(1)
-        self._pending: dict[int, tuple[Responder, Encode]] = {}
+        self._pending: dict[int, tuple[Responder, Outputs]] = {}
         self._link = EngineLink(socket_path(args), self._received, self._engine_lost)
         self._link.start()
 
@@ -53,8 +54,7 @@ class TritonPythonModel:
             try:
                 encode, message = self._decode(inputs_of(request))
                 self._pending[request_id] = responder, encode
-                self._link.wait()
-                self._link.send(message | {"id": request_id})
+                self._link.send(replace(message, id=request_id))
             except RequestError as error:
                 self._pending.pop(request_id, None)
                 responder.fail(error.code, error.message)
@@ -69,20 +69,20 @@ class TritonPythonModel:
         """End the connection."""
         self._link.close()
 
-    def _decode(self, inputs: dict[str, Array]) -> tuple[Encode, Message]:
+    def _decode(self, inputs: dict[str, Array]) -> tuple[Outputs, Encode | Decode]:
         if self._texts:
-            rows, message = decode_texts(inputs)
-            return partial(encode_ids, rows), message
-        shape, message = decode_tokens(inputs)
-        return partial(encode_texts, shape), message
+            rows, texts = decode_texts(inputs)
+            return partial(encode_ids, rows), texts
+        shape, tokens = decode_tokens(inputs)
+        return partial(encode_texts, shape), tokens
 
     def _received(self, message: Message) -> None:
-        responder, encode = self._pending.pop(message["id"], (None, None))
+        responder, encode = self._pending.pop(message.id, (None, None))
         if responder is None or encode is None:
             return
         try:
-            if message["type"] == "error":
-                responder.fail(ErrorCode(message["code"]), message["message"])
+            if isinstance(message, Failed):
+                responder.fail(message.code, message.message)
             else:
                 responder.send(encode(message), final=True)
         except Exception as error:  # the link's thread must live on

@@ -383,8 +383,7 @@ class Deployment:
     def counters(self) -> dict[tuple[str, ...], float]:
         """The metrics' counters since the last call, by name and label values."""
         return {
-            (name, *labels.values()): value
-            for name, labels, value in self.stats.drain()["counters"]
+            (name, *labels.values()): value for name, labels, value in self.stats.drain().counters
         }
 
 

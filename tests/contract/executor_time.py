@@ -227,7 +227,7 @@ class Served:
 
     def emitted(self) -> float:
         """Tokens emitted since the last call."""
-        counters = self.stats.drain()["counters"]
+        counters = self.stats.drain().counters
         for name, labels, value in counters:
             if name == "spindle_fallback_total":
                 self.fell_back[labels["reason"]] += value

@@ -107,7 +107,7 @@ def test_texts_that_copy_themselves_and_free_texts_get_other_drafts_and_lengths(
     assert mean_length(copying) > mean_length(chatting)
     assert share_of_lookup(copying) > 2 * share_of_lookup(chatting)
     counters = {
-        (name, labels.get("draft")): value for name, labels, value in app.stats.drain()["counters"]
+        (name, labels.get("draft")): value for name, labels, value in app.stats.drain().counters
     }
     assert counters["spindle_accepted_tokens_total", "lookup"] > 40
     assert counters["spindle_draft_tokens_total", "small"] > 0

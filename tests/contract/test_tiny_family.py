@@ -103,7 +103,7 @@ def test_trained_drafts_come_and_go_under_requests_in_flight(requests, plain):
         app.orchestrator.step()
     check_equal(plain, sessions, Witness(FOLDER / "tiny-target"))
     assert not [
-        name for name, _, _ in app.stats.drain()["counters"] if name == "spindle_fallback_total"
+        name for name, _, _ in app.stats.drain().counters if name == "spindle_fallback_total"
     ]
     app.close()
 

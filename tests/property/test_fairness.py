@@ -130,7 +130,7 @@ class World:
     def preemptions(self):
         return sum(
             value
-            for name, _, value in self.stats.drain()["counters"]
+            for name, _, value in self.stats.drain().counters
             if name == "spindle_preemptions_total"
         )
 

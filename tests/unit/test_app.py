@@ -285,7 +285,7 @@ def test_a_trace_that_cannot_be_written_is_counted_once_and_costs_no_request(tmp
     app = served({"trace_file": str(tmp_path / "no folder" / "trace.jsonl")})
     fallbacks = [
         (labels, value)
-        for name, labels, value in app.stats.drain()["counters"]
+        for name, labels, value in app.stats.drain().counters
         if name == "spindle_fallback_total"
     ]
     assert fallbacks == [({"reason": "trace_file_error"}, 1)]

@@ -1,11 +1,12 @@
-import json
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from backend.request import ErrorCode, GenerationRequest, RequestError
+from backend.ipc.framing import Frames, frame
+from backend.ipc.messages import Chunk, Final, FromStub, PromptTold, Submit
+from backend.request import ErrorCode, FinishReason, GenerationRequest, RequestError
 from backend.triton_adapter import codec
 from backend.triton_adapter.codec import (
     Wanted,
@@ -40,14 +41,14 @@ BLOCKS = {
     "kv_cache_alloc_total_blocks": 7,
 }
 FINAL = {
-    "finish_reason": "length",
+    "finish_reason": FinishReason.LENGTH,
     "num_input_tokens": 3,
     "num_output_tokens": 7,
     "draft_tokens": 8,
     "accepted_draft_tokens": 6,
 }
-FINAL |= {"drafts": [["small", 5, 4], ["lookup", 3, 2]], "seed": 2**64 - 1}
-FINAL |= {"times_s": [time_ns / 1e9 for time_ns in TIMES.values()], "kv_blocks": [5, 2]}
+FINAL |= {"drafts": [("small", 5, 4), ("lookup", 3, 2)], "seed": 2**64 - 1}
+FINAL |= {"times_s": [time_ns / 1e9 for time_ns in TIMES.values()], "kv_blocks": (5, 2)}
 
 
 def decode(inputs, **options):
@@ -129,13 +130,13 @@ def test_every_input_arrives_in_the_request():
         "hi", 4, **values, **flags, **{name: tuple(items) for name, items in lists.items()}
     )
     assert wanted == Wanted(num_input_tokens=True, num_output_tokens=False, perf_metrics=True)
-    assert GenerationRequest.from_wire(json.loads(json.dumps(request.to_wire()))) == request
+    assert sent(request) == request
 
 
 def test_a_prompt_may_be_token_ids_and_the_answer_is_text():
     request, wanted = decode(tensors(text_input="", prompt_token_ids=[5, 0, 7]))
     assert (request.prompt_token_ids, request.text_input, wanted.tokens) == ((5, 0, 7), "", False)
-    assert GenerationRequest.from_wire(json.loads(json.dumps(request.to_wire()))) == request
+    assert sent(request) == request
 
 
 @pytest.mark.parametrize(
@@ -251,7 +252,7 @@ def test_a_batch_and_several_texts_become_parts_that_say_which_they_are():
         (1, 0),
         (1, 1),
     ]
-    outputs = encode_chunk([{"text": "a"}], parts[3][1])
+    outputs = encode_chunk([Chunk(text="a")], parts[3][1])
     assert lists(outputs) == {
         "text_output": [[b"a"]],
         "batch_index": [[1]],
@@ -305,7 +306,7 @@ def test_a_request_of_token_ids_arrives_as_such():
         "", 4, input_ids=(5, 6), top_k=3, top_p=0.5, stream=True, **words
     )
     assert wanted == Wanted(tokens=True)
-    assert GenerationRequest.from_wire(json.loads(json.dumps(request.to_wire()))) == request
+    assert sent(request) == request
 
 
 def test_empty_lists_as_preprocessing_makes_them_ask_for_nothing():
@@ -347,10 +348,10 @@ def test_bad_token_tensors_are_refused_by_the_model_s_own_names(change, words):
 
 
 def test_tokens_come_as_one_beam_with_their_number():
-    final = {**FINAL, "text": "", "tokens": [9], "log_probs": [-0.5], "cum_log_prob": -0.5}
+    final = Final(**FINAL, tokens=[9], log_probs=[-0.5], cum_log_prob=-0.5)
     outputs = encode_final(
         final,
-        [{"text": "", "tokens": [7, 8], "log_probs": [-1.0, -1.0], "cum_log_prob": -2.0}],
+        [Chunk(tokens=[7, 8], log_probs=[-1.0, -1.0], cum_log_prob=-2.0)],
         Wanted(tokens=True),
     )
     assert lists(outputs)["output_ids"] == [[[7, 8, 9]]]
@@ -401,20 +402,26 @@ def test_a_command_is_text():
     assert decode_command({"command": np.array([b"health"], dtype=object)}) == "health"
 
 
+def sent(request):
+    """A request after its way to the engine process."""
+    (message,) = Frames(FromStub).feed(frame(Submit(request=request)))
+    return message.request
+
+
 def lists(outputs):
     return {name: array.tolist() for name, array in outputs.items()}
 
 
 def test_a_response_carries_the_text_of_its_deltas():
-    assert lists(encode_chunk([{"text": "ü"}, {"text": "👋"}], Wanted())) == {
+    assert lists(encode_chunk([Chunk(text="ü"), Chunk(text="👋")], Wanted())) == {
         "text_output": [["ü👋".encode()]]
     }
 
 
 def test_log_probabilities_of_all_deltas_come_as_one_beam_and_the_sum_is_the_latest():
     deltas = [
-        {"text": "a", "log_probs": [-0.5, -1.0], "cum_log_prob": -1.5},
-        {"text": "b", "log_probs": [-0.25], "cum_log_prob": -1.75},
+        Chunk(text="a", log_probs=[-0.5, -1.0], cum_log_prob=-1.5),
+        Chunk(text="b", log_probs=[-0.25], cum_log_prob=-1.75),
     ]
     outputs = encode_chunk(deltas, Wanted())
     assert (outputs["output_log_probs"].dtype, outputs["cum_log_probs"].dtype) == (
@@ -426,31 +433,29 @@ def test_log_probabilities_of_all_deltas_come_as_one_beam_and_the_sum_is_the_lat
         "output_log_probs": [[[-0.5, -1.0, -0.25]]],
         "cum_log_probs": [[-1.75]],
     }
-    last = {**FINAL, "text": "c", "log_probs": [-2.0], "cum_log_prob": -3.75}
+    last = Final(**FINAL, text="c", log_probs=[-2.0], cum_log_prob=-3.75)
     final = lists(encode_final(last, deltas, Wanted()))
     assert (final["text_output"], final["cum_log_probs"]) == ([[b"abc"]], [[-3.75]])
     assert final["output_log_probs"] == [[[-0.5, -1.0, -0.25, -2.0]]]
 
 
 def test_the_last_reply_has_what_was_asked_for_in_the_declared_types(tmp_path):
-    message = {
-        **FINAL,
-        "text": "end",
-        "log_probs": [-0.5],
-        "cum_log_prob": -0.75,
-        "bytes": ["\xff"],
-        "top": [[["a", -0.1], ["", -2.0]]],
-    }
-    message["prompt"] = {
-        "bytes": ["x", "\xff"],
-        "log_probs": [-0.25],
-        "top": [[["a", -0.1], ["", -2.0]]],
-    }
+    files = {}
     for name in ("context_logits", "generation_logits"):
-        message[name] = str(tmp_path / name)
-        np.save(tmp_path / name, np.array([[1.5, -2.0]], np.float32))
-        (tmp_path / f"{name}.npy").rename(tmp_path / name)
-    load_arrays(message)
+        files[name] = str(tmp_path / f"{name}.npy")
+        np.save(files[name], np.array([[1.5, -2.0]], np.float32))
+    likeliest = [[(b"a", -0.1), (b"", -2.0)]]
+    told = Final(
+        **FINAL,
+        **files,
+        text="end",
+        log_probs=[-0.5],
+        cum_log_prob=-0.75,
+        token_bytes=[b"\xff"],
+        top=likeliest,
+        prompt=PromptTold([b"x", b"\xff"], [-0.25], likeliest),
+    )
+    message = load_arrays(told)
     assert not list(tmp_path.iterdir())
     outputs = encode_final(message, [], Wanted(True, True, True, batch_index=2, sequence_index=1))
     assert {name: array.dtype for name, array in outputs.items()} == {
@@ -487,14 +492,12 @@ def test_the_last_reply_has_what_was_asked_for_in_the_declared_types(tmp_path):
         **{name: [value] for name, value in (TIMES | BLOCKS).items()},
     }
     least = {"text_output", "finish_reason"}
-    assert set(encode_final({**FINAL, "text": "end"}, [], Wanted())) == {*least, "seed"}
-    assert (
-        set(encode_final({**FINAL, "text": "end", "seed": None}, [], Wanted())) == least
-    )  # greedy
+    assert set(encode_final(Final(**FINAL, text="end"), [], Wanted())) == {*least, "seed"}
+    assert set(encode_final(Final(**FINAL | {"seed": None}), [], Wanted())) == least  # greedy
 
 
 def test_no_draft_tokens_mean_an_acceptance_rate_of_zero():
-    message = {**FINAL, "text": "", "draft_tokens": 0, "accepted_draft_tokens": 0, "drafts": []}
+    message = Final(**FINAL | {"draft_tokens": 0, "accepted_draft_tokens": 0, "drafts": []})
     outputs = encode_final(message, [], Wanted(perf_metrics=True))
     assert outputs["acceptance_rate"].tolist() == [[0.0]]
     assert "draft_names" not in outputs

@@ -10,7 +10,22 @@ import time
 
 import pytest
 
-from backend.ipc import wire
+from backend.ipc.framing import Frames, frame
+from backend.ipc.messages import (
+    VERSION,
+    Admin,
+    AdminReply,
+    Cancel,
+    Chunk,
+    Failed,
+    Final,
+    FromEngine,
+    Hello,
+    Stats,
+    Submit,
+    Subscribe,
+)
+from backend.request import ErrorCode, GenerationRequest
 
 CONFIG = {
     "target": {"engine": "fake", "step_s": 0.002},
@@ -21,35 +36,29 @@ CONFIG = {
 
 
 class Client:
-    def __init__(self, path, version=wire.VERSION):
+    def __init__(self, path, version=VERSION):
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.settimeout(10)
         self.sock.connect(str(path))
-        self.decoder, self.queue = wire.Decoder(), []
-        self.send({"type": "hello", "version": version})
+        self.frames, self.queue = Frames(FromEngine), []
+        self.send(Hello(version=version))
 
     def send(self, message):
-        self.sock.sendall(wire.encode(message))
+        self.sock.sendall(frame(message))
 
     def submit(self, request_id, text, max_tokens=20, **options):
-        self.send(
-            {
-                "type": "submit",
-                "id": request_id,
-                "request": {"text_input": text, "max_tokens": max_tokens, **options},
-            }
-        )
+        self.send(Submit(id=request_id, request=GenerationRequest(text, max_tokens, **options)))
 
     def receive(self):
         while not self.queue:
             data = self.sock.recv(1 << 16)
             if not data:
                 raise EOFError
-            self.queue += self.decoder.feed(data)
+            self.queue += self.frames.feed(data)
         return self.queue.pop(0)
 
     def until(self, *kinds):
-        while (message := self.receive())["type"] not in kinds:
+        while type(message := self.receive()) not in kinds:
             pass
         return message
 
@@ -89,40 +98,40 @@ def start(tmp_path):
 def test_streams_are_whole_and_unmixed_and_end_once(start):
     _, path = start()
     client = Client(path)
-    assert wire.check_hello(client.receive())["info"]["drafts"] == ["d0"]
+    assert client.receive().info["drafts"] == ["d0"]
     for i in range(20):
         client.submit(i, f"a different prompt, number {i}", stream=i % 2 == 0)
     texts, finals = dict.fromkeys(range(20), ""), {}
     while len(finals) < 20:
         message = client.receive()
-        assert message["id"] not in finals
-        texts[message["id"]] += message["text"]
-        if message["type"] == "final":
-            finals[message["id"]] = message
+        assert message.id not in finals
+        texts[message.id] += message.text
+        if isinstance(message, Final):
+            finals[message.id] = message
     for i in range(20):
         again = Client(path)
         again.submit(
             0, f"a different prompt, number {i}", num_draft_tokens=0, exclude_input_in_output=True
         )
-        alone = again.until("final")["text"]
+        alone = again.until(Final).text
         assert texts[i] == (alone if i % 2 == 0 else f"a different prompt, number {i}{alone}")
-        assert finals[i]["num_output_tokens"] == 20
+        assert finals[i].num_output_tokens == 20
 
 
 def test_a_cancelled_request_gets_one_error_and_a_closed_connection_frees_its_requests(start):
     _, path = start()
     client, other = Client(path), Client(path)
     client.submit(1, "abc", 400, stream=True)
-    client.until("chunk")
-    client.send({"type": "cancel", "id": 1})
-    assert client.until("error", "final")["code"] == "CANCELLED"
+    client.until(Chunk)
+    client.send(Cancel(id=1))
+    assert client.until(Failed, Final).code is ErrorCode.CANCELLED
     other.submit(1, "abc", 400, stream=True)
-    other.until("chunk")
+    other.until(Chunk)
     other.sock.close()
     deadline = time.monotonic() + 1.0
     while True:
-        client.send({"type": "admin", "id": 2, "command": "health"})
-        if client.until("admin")["reply"]["active"] == 0:
+        client.send(Admin(id=2, command="health"))
+        if client.until(AdminReply).reply["active"] == 0:
             break
         assert time.monotonic() < deadline
 
@@ -149,21 +158,21 @@ def test_a_cancelled_request_gets_one_error_and_a_closed_connection_frees_its_re
 def test_a_request_that_cannot_be_served_is_told_why(start, request_body, words):
     _, path = start()
     client = Client(path)
-    client.send({"type": "submit", "id": 1, "request": request_body})
-    error = client.until("error", "final")
-    assert error["code"] == "INVALID_ARGUMENT"
-    assert words in error["message"]
+    client.send(Submit(id=1, request=GenerationRequest(**request_body)))
+    error = client.until(Failed, Final)
+    assert error.code is ErrorCode.INVALID_ARGUMENT
+    assert words in error.message
 
 
 def test_statistics_reach_a_subscriber(start):
     _, path = start()
     client = Client(path)
-    client.send({"type": "subscribe"})
+    client.send(Subscribe())
     client.submit(1, "abc", 40)
     counters = {}
     while not counters.get(("spindle_requests_total", "success")):
-        message = client.until("stats")
-        for name, labels, value in message["counters"]:
+        message = client.until(Stats)
+        for name, labels, value in message.counters:
             key = (name, *labels.values())
             counters[key] = counters.get(key, 0) + value
     emitted = sum(
@@ -186,10 +195,10 @@ def test_sigterm_answers_what_is_in_flight_and_refuses_what_is_new(start):
     time.sleep(0.1)
     client.submit(2, "def")
     replies = {
-        message["id"]: message["type"]
-        for message in (client.until("final", "error"), client.until("final", "error"))
+        message.id: type(message)
+        for message in (client.until(Final, Failed), client.until(Final, Failed))
     }
-    assert replies == {1: "final", 2: "error"}
+    assert replies == {1: Final, 2: Failed}
     assert process.wait(10) == 0
     assert not path.exists()
 
@@ -197,7 +206,7 @@ def test_sigterm_answers_what_is_in_flight_and_refuses_what_is_new(start):
 def test_another_protocol_version_is_turned_away(start):
     _, path = start()
     client = Client(path, version=99)
-    client.until("hello")
+    client.until(Hello)
     with pytest.raises(EOFError):
         client.receive()
 
@@ -233,8 +242,8 @@ def test_what_was_learnt_outlasts_a_restart(start, tmp_path, monkeypatch):
     config = {**CONFIG, "policy": {"kind": "adaptive"}}
 
     def known(client):
-        client.send({"type": "admin", "id": 1, "command": "learned"})
-        return client.until("admin")["reply"]
+        client.send(Admin(id=1, command="learned"))
+        return client.until(AdminReply).reply
 
     process, path = start(config)
     client = Client(path)
@@ -242,7 +251,7 @@ def test_what_was_learnt_outlasts_a_restart(start, tmp_path, monkeypatch):
     for i in range(8):
         client.submit(i, f"a different prompt, number {i}", 60)
     for _ in range(8):
-        client.until("final")
+        client.until(Final)
     before = known(client)
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == 0

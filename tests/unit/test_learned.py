@@ -37,7 +37,7 @@ class World:
     def fallbacks(self):
         return {
             labels["reason"]: n
-            for name, labels, n in self.stats.drain()["counters"]
+            for name, labels, n in self.stats.drain().counters
             if name == "spindle_fallback_total"
         }
 

@@ -3,8 +3,18 @@ import threading
 
 import pytest
 
-from backend.ipc import wire
-from backend.request import ErrorCode, RequestError
+from backend.ipc.framing import Frames, frame
+from backend.ipc.messages import (
+    VERSION,
+    Cancel,
+    Chunk,
+    Failed,
+    FromStub,
+    Hello,
+    Submit,
+    Subscribe,
+)
+from backend.request import ErrorCode, GenerationRequest, RequestError
 from backend.triton_adapter import link as link_module
 from backend.triton_adapter.link import EngineLink
 
@@ -19,15 +29,15 @@ class Engine:
         self.listener.bind(str(path))
         self.listener.listen()
 
-    def accept(self, version=wire.VERSION):
+    def accept(self, version=VERSION):
         self.peer, _ = self.listener.accept()
         self.peer.settimeout(5)
-        self.decoder = wire.Decoder()
+        self.decoder = Frames(FromStub)
         self.messages = self._messages()
-        self.send({"type": "hello", "version": version, "info": {"max_request_s": 600.0}})
+        self.send(Hello(version=version, info={"max_request_s": 600.0}))
 
     def send(self, message):
-        self.peer.sendall(wire.encode(message))
+        self.peer.sendall(frame(message))
 
     def _messages(self):
         while data := self.peer.recv(4096):
@@ -59,7 +69,7 @@ def recorder():
 @pytest.fixture
 def link(tmp_path, recorder):
     made = EngineLink(
-        tmp_path / "s", recorder.on_message, recorder.on_lost, greeting=({"type": "subscribe"},)
+        tmp_path / "s", recorder.on_message, recorder.on_lost, greeting=(Subscribe(),)
     )
     made.start()
     yield made
@@ -71,22 +81,39 @@ def test_a_link_waits_for_the_socket_greets_and_carries_messages(link, recorder,
     engine = Engine(tmp_path / "s")
     engine.accept()
     assert link.wait(5)
-    link.send({"type": "cancel", "id": 7})
-    assert [next(engine.messages)["type"] for _ in range(3)] == ["hello", "subscribe", "cancel"]
-    engine.send({"type": "chunk", "id": 7, "text": "ü"})
+    link.send(Cancel(id=7))
+    assert [next(engine.messages) for _ in range(3)] == [Hello(), Subscribe(), Cancel(id=7)]
+    engine.send(Chunk(id=7, text="ü"))
     assert recorder.heard.wait(5)
-    assert recorder.messages == [{"type": "chunk", "id": 7, "text": "ü"}]
+    assert recorder.messages == [Chunk(id=7, text="ü")]
     engine.close()
 
 
-def test_a_lost_engine_is_reported_refused_and_found_again(link, recorder, tmp_path):
+def test_what_is_sent_while_the_engine_is_down_is_held_and_goes_first(link, recorder, tmp_path):
+    link.send(Cancel(id=1))
+    link.send(Cancel(id=2))
+    engine = Engine(tmp_path / "s")
+    engine.accept()
+    assert link.wait(5)
+    link.send(Cancel(id=3))
+    assert [next(engine.messages).id for _ in range(5)] == [0, 0, 1, 2, 3]
+    engine.close()
+
+
+def test_a_lost_engine_is_reported_refused_after_a_while_and_found_again(
+    link, recorder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(link_module, "GRACE_S", 0.5)
     engine = Engine(tmp_path / "s")
     engine.accept()
     assert link.wait(5)
     engine.close()
     assert recorder.lost.wait(5)
+    link.send(Cancel(id=1))
+    assert recorder.heard.wait(5)
+    assert recorder.messages == [Failed(id=1, code=ErrorCode.UNAVAILABLE, message=link_module.DOWN)]
     with pytest.raises(RequestError, match="starting or restarting") as refusal:
-        link.send({"type": "cancel", "id": 1})
+        link.send(Cancel(id=2))
     assert refusal.value.code is ErrorCode.UNAVAILABLE
     engine = Engine(tmp_path / "s")
     engine.accept()
@@ -94,13 +121,16 @@ def test_a_lost_engine_is_reported_refused_and_found_again(link, recorder, tmp_p
     engine.close()
 
 
+def test_text_that_is_no_unicode_is_an_invalid_argument(link):
+    with pytest.raises(RequestError, match="lone surrogate at character 1") as refusal:
+        link.send(Submit(id=1, request=GenerationRequest("a\ud800", 1)))
+    assert refusal.value.code is ErrorCode.INVALID_ARGUMENT
+
+
 def test_another_protocol_version_is_not_used(link, recorder, tmp_path, caplog):
     engine = Engine(tmp_path / "s")
     engine.accept(version=99)
-    assert [message["type"] for message in engine.messages] == [
-        "hello",
-        "subscribe",
-    ]  # and the link has hung up
+    assert list(engine.messages) == [Hello(), Subscribe()]  # and the link has hung up
     assert not link.wait(0.0)
     assert not recorder.lost.is_set()
     assert "protocol version 99" in caplog.text
@@ -115,7 +145,7 @@ def test_an_engine_that_stopped_reading_is_given_up(recorder, tmp_path, monkeypa
     engine.accept()
     assert link.wait(5)
     with pytest.raises(RequestError, match="does not take requests"):
-        link.send({"type": "submit", "id": 1, "request": {"text_input": "x" * 4_000_000}})
+        link.send(Submit(id=1, request=GenerationRequest("x" * 4_000_000, 1)))
     assert recorder.lost.wait(5)
     engine.close()
     link.close()

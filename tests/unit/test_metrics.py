@@ -2,6 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from backend.ipc.messages import Stats as MetricsMessage
 from backend.ops.metric_names import FAMILIES, SPINDLE_FAMILIES, Kind
 from backend.triton_adapter.metrics import MetricExporter
 
@@ -54,7 +55,7 @@ def exporter(made):
 
 
 def message(counters=(), gauges=(), observations=()):
-    return {"type": "stats", "counters": counters, "gauges": gauges, "observations": observations}
+    return MetricsMessage(counters=counters, gauges=gauges, observations=observations)
 
 
 def test_deltas_add_up_gauges_are_set_and_observations_recorded(exporter, made):

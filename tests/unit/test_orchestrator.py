@@ -140,8 +140,7 @@ class World:
 
     def counters(self):
         return {
-            (name, *labels.values()): value
-            for name, labels, value in self.stats.drain()["counters"]
+            (name, *labels.values()): value for name, labels, value in self.stats.drain().counters
         }
 
 

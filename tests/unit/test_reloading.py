@@ -116,8 +116,8 @@ def test_requests_in_flight_go_on_with_the_same_text_while_drafts_come_and_go(se
         assert app.config == new
         sinks.append(served(app, prompts[0]))
     assert texts(sinks) == [*expected, *[expected[0]] * 6]
-    assert not app.stats.drain()["counters"] or not any(
-        name == "spindle_fallback_total" for name, _, _ in app.stats.drain()["counters"]
+    assert not app.stats.drain().counters or not any(
+        name == "spindle_fallback_total" for name, _, _ in app.stats.drain().counters
     )
 
 
@@ -136,7 +136,7 @@ def test_a_draft_that_was_added_is_used_and_one_that_was_removed_is_not(serving)
     wait([usage])
     proposed = {
         labels["draft"]
-        for name, labels, value in app.stats.drain()["counters"]
+        for name, labels, value in app.stats.drain().counters
         if name == "spindle_draft_tokens_total" and value
     }
     assert proposed == {"sure"}
@@ -157,7 +157,7 @@ def test_what_was_learnt_of_a_draft_that_stays_is_kept_and_saved_under_the_new_d
     fresh = build(config(poor, good))
     fresh.learned.restore()
     assert fresh.learned.show()["restored_age_s"] is not None
-    assert fresh.stats.drain()["counters"] == []
+    assert fresh.stats.drain().counters == []
 
 
 def test_what_cannot_be_changed_is_refused_by_name_and_nothing_changes(serving, tmp_path):

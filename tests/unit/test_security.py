@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from backend.engines.torch.checkpoint import CheckpointError, load
+from backend.ipc.messages import Chunk
 from backend.triton_adapter.codec import load_arrays
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,5 +106,5 @@ def test_logits_files_are_read_without_unpickling(tmp_path):
     sprung = tmp_path / "sprung"
     np.save(tmp_path / "a.npy", np.array([Trap(sprung)], dtype=object), allow_pickle=True)
     with pytest.raises(ValueError, match="allow_pickle"):
-        load_arrays({"context_logits": str(tmp_path / "a.npy")})
+        load_arrays(Chunk(context_logits=str(tmp_path / "a.npy")))
     assert not sprung.exists()

@@ -4,13 +4,16 @@ from collections import defaultdict
 
 import pytest
 
-from backend.request import ErrorCode
+from backend.ipc.messages import Chunk, Failed, Final
+from backend.request import ErrorCode, FinishReason
 from backend.triton_adapter import sender as sender_module
 from backend.triton_adapter.codec import Wanted
 from backend.triton_adapter.sender import Reply, Senders
 
-FINAL = {"type": "final", "finish_reason": "length", "num_input_tokens": 1, "num_output_tokens": 1}
-FINAL |= {"draft_tokens": 0, "accepted_draft_tokens": 0, "seed": None}
+
+def final(request_id, text, **more):
+    counts = {"num_input_tokens": 1, "num_output_tokens": 1}
+    return Final(id=request_id, text=text, finish_reason=FinishReason.LENGTH, **counts, **more)
 
 
 class Client:
@@ -71,9 +74,9 @@ def test_interleaved_streams_keep_their_order_and_end_once(senders):
     for step in range(50):
         for i in clients:
             expected[i] += f"{i}.{step} "
-            senders.deliver({"type": "chunk", "id": i, "text": f"{i}.{step} "})
+            senders.deliver(Chunk(id=i, text=f"{i}.{step} "))
     for i in clients:
-        senders.deliver({**FINAL, "id": i, "text": "end"})
+        senders.deliver(final(i, "end"))
     senders.close()
     assert {i: "".join(client.texts) for i, client in clients.items()} == {
         i: text + "end" for i, text in expected.items()
@@ -95,20 +98,14 @@ def test_deltas_that_wait_are_sent_together_with_the_last_one(senders):
     client = SlowFirst()
     senders.open(Reply(1, client, Wanted()))
     messages = [
-        {
-            "type": "chunk",
-            "id": 1,
-            "text": text,
-            "log_probs": [-0.5, -0.25],
-            "cum_log_prob": -0.75 * n,
-        }
+        Chunk(id=1, text=text, log_probs=[-0.5, -0.25], cum_log_prob=-0.75 * n)
         for n, text in enumerate("abc", 1)
     ]
     senders.deliver(messages[0])
     assert client.sending.wait(5)
     for message in (
         *messages[1:],
-        {**FINAL, "id": 1, "text": "d", "log_probs": [-1.0], "cum_log_prob": -3.25},
+        final(1, "d", log_probs=[-1.0], cum_log_prob=-3.25),
     ):
         senders.deliver(message)
     client.go_on.set()
@@ -123,7 +120,7 @@ def test_deltas_that_wait_are_sent_together_with_the_last_one(senders):
 def test_an_error_ends_its_request_only(senders):
     clients = open_clients(senders, 2)
     senders.fail(1, ErrorCode.INVALID_ARGUMENT, "top_p")
-    senders.deliver({**FINAL, "id": 2, "text": "fine"})
+    senders.deliver(final(2, "fine"))
     senders.close()
     assert clients[1].endings == [(ErrorCode.INVALID_ARGUMENT, "top_p")]
     assert clients[2].texts == ["fine"]
@@ -131,7 +128,7 @@ def test_an_error_ends_its_request_only(senders):
 
 def test_a_lost_engine_ends_every_open_request_and_no_later_one(senders):
     clients = open_clients(senders, 9)
-    senders.deliver({**FINAL, "id": 1, "text": ""})
+    senders.deliver(final(1, ""))
     senders.fail_all(ErrorCode.UNAVAILABLE, "gone")
     later = Client()
     senders.open(Reply(100, later, Wanted()))
@@ -145,8 +142,8 @@ def test_a_cancelled_request_is_ended_and_the_engine_told(senders, cancels):
     clients = open_clients(senders, 8)
     clients[3].gone = True
     assert clients[3].ended.wait(5)
-    senders.deliver({"type": "error", "id": 3, "code": "CANCELLED", "message": "late"})
-    senders.deliver({"type": "chunk", "id": 3, "text": "late"})
+    senders.deliver(Failed(id=3, code=ErrorCode.CANCELLED, message="late"))
+    senders.deliver(Chunk(id=3, text="late"))
     senders.close()
     assert cancels == [3]
     assert clients[3].endings == [(ErrorCode.CANCELLED, "Request cancelled by client")]
@@ -159,7 +156,7 @@ def test_a_request_that_the_engine_has_lost_ends_at_its_deadline(senders, cancel
     senders.open(Reply(1, lost, Wanted(), deadline_s=time.monotonic()))
     senders.open(Reply(5, patient, Wanted(), deadline_s=time.monotonic() + 600))  # the same shard
     assert lost.ended.wait(5)
-    senders.deliver({**FINAL, "id": 1, "text": "late"})
+    senders.deliver(final(1, "late"))
     senders.close()
     assert cancels == [1]
     assert lost.endings == [(ErrorCode.UNAVAILABLE, "the engine has not ended the request in time")]
@@ -190,11 +187,11 @@ class Jammed(Client):
 def test_deltas_that_could_not_be_sent_go_with_the_next(senders):
     client = Jammed()
     senders.open(Reply(1, client, Wanted()))
-    senders.deliver({"type": "chunk", "id": 1, "text": "a"})
+    senders.deliver(Chunk(id=1, text="a"))
     assert client.refused.wait(5)
     client.room.set()
-    senders.deliver({"type": "chunk", "id": 1, "text": "b"})
-    senders.deliver({**FINAL, "id": 1, "text": "c"})
+    senders.deliver(Chunk(id=1, text="b"))
+    senders.deliver(final(1, "c"))
     assert client.ended.wait(5)
     assert "".join(client.texts) == "abc"
 
@@ -204,7 +201,7 @@ def test_a_last_response_that_could_not_be_sent_becomes_an_error_as_soon_as_that
     senders.open(Reply(1, client, Wanted()))
     senders.open(Reply(2, cancelled, Wanted()))
     cancelled.gone = True
-    senders.deliver({**FINAL, "id": 1, "text": "whole text"})
+    senders.deliver(final(1, "whole text"))
     assert client.refused.wait(5)
     assert cancelled.refused.wait(5)
     senders.fail_all(ErrorCode.UNAVAILABLE, "gone")  # has nothing to add
@@ -222,10 +219,10 @@ def test_a_last_response_that_can_never_be_sent_is_given_up(senders, monkeypatch
     client, other = Jammed(), Client()
     senders.open(Reply(4, client, Wanted()))
     senders.open(Reply(8, other, Wanted()))  # the same shard
-    senders.deliver({**FINAL, "id": 4, "text": ""})
+    senders.deliver(final(4, ""))
     while "got no last response" not in caplog.text:
         time.sleep(0.01)
-    senders.deliver({**FINAL, "id": 8, "text": "fine"})
+    senders.deliver(final(8, "fine"))
     assert other.ended.wait(5)
     assert caplog.text.count("could not be sent") == 2  # logged once, and named when given up
     assert client.endings == []
@@ -239,8 +236,8 @@ def test_a_client_that_cannot_be_sent_to_does_not_stop_its_shard(senders):
     senders.open(Reply(4, Broken(), Wanted()))
     other = Client()
     senders.open(Reply(8, other, Wanted()))  # the same shard
-    senders.deliver({"type": "chunk", "id": 4, "text": "x"})
-    senders.deliver({**FINAL, "id": 4, "text": ""})
-    senders.deliver({**FINAL, "id": 8, "text": "fine"})
+    senders.deliver(Chunk(id=4, text="x"))
+    senders.deliver(final(4, ""))
+    senders.deliver(final(8, "fine"))
     assert other.ended.wait(5)
     assert other.texts == ["fine"]

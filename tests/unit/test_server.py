@@ -9,6 +9,7 @@ import types
 import pytest
 
 from backend.ipc import server as module
+from backend.ipc.messages import Chunk
 from backend.ipc.server import Connection, Server
 from backend.tokenizer import ByteTokenizer
 
@@ -34,14 +35,14 @@ def test_a_post_while_the_waker_is_read_does_not_silence_the_next_one(server):
 
     class Between:
         def recv(self, size):
-            server.post(connection, {"type": "chunk"})
+            server.post(connection, Chunk())
             return woken.recv(size)
 
-    server.post(connection, {"type": "chunk"})
+    server.post(connection, Chunk())
     server._woken = Between()
     server._handle(types.SimpleNamespace(data=None, fileobj=server._woken), 0)
     assert len(connection.frames) == 2
-    server.post(connection, {"type": "chunk"})
+    server.post(connection, Chunk())
     assert select.select([woken], [], [], 0)[0], "the IO thread would sleep on"
 
 

@@ -17,7 +17,7 @@ def figures(stats):
     return {
         (name, *labels.values()): value
         for kind in ("counters", "observations")
-        for name, labels, value in drained[kind]
+        for name, labels, value in getattr(drained, kind)
     }
 
 

@@ -81,9 +81,7 @@ def test_a_file_that_does_not_fit_is_counted_and_the_configured_switches_hold(tm
     file.write_text(text)
     (it := board(stats, canary_share=0.5)).keep_in(file)
     assert it.current() == Switches(canary_share=0.5)
-    assert ["spindle_fallback_total", {"reason": "switches_not_kept"}, 1] in stats.drain()[
-        "counters"
-    ]
+    assert ("spindle_fallback_total", {"reason": "switches_not_kept"}, 1) in stats.drain().counters
 
 
 def test_a_file_that_cannot_be_written_costs_a_metric_not_the_switch(tmp_path):
@@ -91,15 +89,13 @@ def test_a_file_that_cannot_be_written_costs_a_metric_not_the_switch(tmp_path):
     (it := board(stats)).keep_in(tmp_path / "absent" / "engine.switches")
     it.set(["speculation=off"])
     assert it.current().speculation == "off"
-    assert ["spindle_fallback_total", {"reason": "switches_not_kept"}, 1] in stats.drain()[
-        "counters"
-    ]
+    assert ("spindle_fallback_total", {"reason": "switches_not_kept"}, 1) in stats.drain().counters
 
 
 def test_the_gauges_say_how_the_switches_stand():
     stats = Stats()
     board(stats).set(["speculation=off", "canary_share=0.25", "inter_token_cap_s=0.1"])
-    gauges = {(name, *labels.values()): value for name, labels, value in stats.drain()["gauges"]}
+    gauges = {(name, *labels.values()): value for name, labels, value in stats.drain().gauges}
     assert gauges["spindle_speculation_mode", "off"] == 1
     assert gauges["spindle_speculation_mode", "on"] == 0
     assert gauges["spindle_canary_share",] == 0.25

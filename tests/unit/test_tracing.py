@@ -11,23 +11,15 @@ from backend.app import build
 from backend.config import parse_config
 from backend.core.step_log import StepLog
 from backend.ops import tracing as module
-from backend.ops.request_trace import RequestTrace
-from backend.ops.stats import Stats, StepStats
+from backend.ops.request_trace import Broken, Ended, RequestTrace
+from backend.ops.stats import Stats, StepStats, Usage
 from backend.ops.tracing import Tracing, spans_of, tracer
 from backend.request import GenerationRequest
 from backend.sequence import Proposal
 from tests.collector import attributes, collecting
 
 TRACE_ID, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-FINAL = {
-    "type": "final",
-    "text": "secret",
-    "finish_reason": "length",
-    "num_input_tokens": 9,
-    "num_output_tokens": 4,
-    "draft_tokens": 3,
-    "accepted_draft_tokens": 2,
-}
+FINAL = Ended("length", Usage(9, 4, 3, 2))
 
 
 def context(flags="01"):
@@ -127,7 +119,7 @@ def test_figures_of_request_and_step_are_attributes_and_the_text_is_not():
 
 def test_an_error_is_the_status_of_the_request():
     trace = RequestTrace(context())
-    trace.end({"type": "error", "code": "UNAVAILABLE", "message": "Exceeds maximum queue size 4"})
+    trace.end(Broken("UNAVAILABLE", "Exceeds maximum queue size 4"))
     spans = list(spans_of(trace, tracer()))
     assert [span.name for span in spans] == ["spindle.tokenise", "spindle.request"]
     assert (spans[-1].status.status_code.name, spans[-1].status.description) == (
@@ -201,7 +193,7 @@ class Counted:
         self.counts = {}
 
     def fallbacks(self):
-        for name, labels, value in self._stats.drain()["counters"]:
+        for name, labels, value in self._stats.drain().counters:
             assert name == "spindle_fallback_total"
             self.counts[labels["reason"]] = self.counts.get(labels["reason"], 0) + value
         return self.counts

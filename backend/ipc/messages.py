@@ -1,0 +1,178 @@
+"""What Triton's stubs and the engine process say to each other. ``backend.ipc.framing`` sends it.
+
+The first message of either side is ``Hello`` with the protocol's version. ``id`` is chosen by the
+stub, unique in its connection. Every ``Submit`` is answered by exactly one ``Final`` or ``Failed``,
+behind the ``Chunk``s of a streaming request; every ``Admin``, ``Encode`` and ``Decode`` by one
+``AdminReply``, ``Encoded``, ``Decoded`` or ``Failed``; who sends ``Subscribe`` gets ``Stats``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from backend.ops.metric_names import Labelled
+from backend.request import ErrorCode, FinishReason, GenerationRequest
+
+VERSION = 2
+SWITCHES_SUFFIX = ".switches"
+"""Of the file beside the socket in which switches set live outlast an engine process; a server that
+starts removes it.
+"""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Any of them; ``id`` is 0 where it is of no request."""
+
+    id: int = 0
+
+
+class Hello(Message, frozen=True, kw_only=True, tag=True):
+    """A greeting; the engine process tells what it serves in ``info``."""
+
+    version: int = VERSION
+    info: dict[str, Any] = {}
+
+
+# From a stub.
+
+
+class Submit(Message, frozen=True, kw_only=True, tag=True):
+    """A request; ``trace`` is the context of one that Triton traces (``traceparent`` and, if there
+    is one, ``tracestate``).
+    """
+
+    request: GenerationRequest
+    trace: dict[str, str] | None = None
+
+
+class Cancel(Message, frozen=True, kw_only=True, tag=True):
+    """The client of a request has gone."""
+
+
+class Admin(Message, frozen=True, kw_only=True, tag=True):
+    """A command of the administrative interface."""
+
+    command: str
+
+
+class Subscribe(Message, frozen=True, kw_only=True, tag=True):
+    """Metrics are wanted, twice a second."""
+
+
+class Encode(Message, frozen=True, kw_only=True, tag=True):
+    """Texts whose token ids are wanted; words get no special tokens."""
+
+    prompts: list[str]
+    words: list[str]
+
+
+class Decode(Message, frozen=True, kw_only=True, tag=True):
+    """Lists of token ids whose texts are wanted."""
+
+    tokens: list[list[int]]
+
+
+# From the engine process.
+
+
+class PromptTold(msgspec.Struct, frozen=True):
+    """The ``tokens`` of a prompt as bytes, and of all but the first its log-probability and the
+    likeliest there.
+    """
+
+    tokens: list[bytes]
+    log_probs: list[float]
+    top: list[list[tuple[bytes, float]]]
+
+
+class Chunk(Message, frozen=True, kw_only=True, tag=True):
+    """What a request has produced since its last message; all but ``text`` only where asked for.
+
+    ``log_probs`` by token and ``cum_log_prob`` of all so far; ``token_bytes`` and the likeliest at
+    each place, ``top``; ``context_logits`` and ``generation_logits`` name .npy files, which the
+    reader removes when it puts the arrays in their place.
+    """
+
+    text: str = ""
+    tokens: list[int] | None = None
+    log_probs: list[float] | None = None
+    cum_log_prob: float = 0.0
+    token_bytes: list[bytes] | None = None
+    top: list[list[tuple[bytes, float]]] | None = None
+    prompt: PromptTold | None = None
+    context_logits: Any = None
+    generation_logits: Any = None
+
+
+class Final(Chunk, frozen=True, kw_only=True, tag=True):
+    """A request's end: ``text`` is the last delta of a streaming one, the whole text of another.
+
+    ``seed`` is None for greedy. ``drafts`` are (name, proposed, accepted) tokens; ``times_s`` when
+    it arrived, was first admitted, and got its first and its last token; ``kv_blocks`` the new and
+    the reused ones.
+    """
+
+    finish_reason: FinishReason
+    num_input_tokens: int
+    num_output_tokens: int
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    seed: int | None = None
+    drafts: list[tuple[str, int, int]] = []
+    times_s: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+    kv_blocks: tuple[int, int] = (0, 0)
+
+
+class Failed(Message, frozen=True, kw_only=True, tag=True):
+    """A request or command that came to nothing."""
+
+    code: ErrorCode
+    message: str
+
+
+class AdminReply(Message, frozen=True, kw_only=True, tag=True):
+    """The answer to a command."""
+
+    reply: dict[str, Any]
+
+
+class Stats(Message, frozen=True, kw_only=True, tag=True):
+    """Counters' increments, new observations and gauges since the last of them."""
+
+    counters: list[Labelled] = []
+    observations: list[Labelled] = []
+    gauges: list[Labelled] = []
+
+
+class Encoded(Message, frozen=True, kw_only=True, tag=True):
+    """The token ids of texts and words, in order."""
+
+    prompts: list[list[int]]
+    words: list[list[int]]
+    end_id: int
+    vocab_size: int
+
+
+class Decoded(Message, frozen=True, kw_only=True, tag=True):
+    """The texts of token ids, in order."""
+
+    texts: list[str]
+
+
+FromStub = Hello | Submit | Cancel | Admin | Subscribe | Encode | Decode
+FromEngine = Hello | Chunk | Final | Failed | AdminReply | Stats | Encoded | Decoded
+
+
+class VersionError(Exception):
+    """A peer of another version, or one that does not greet."""
+
+
+def check_hello(message: Any) -> Hello:
+    """Return a peer's greeting; raises VersionError unless it is one of this version."""
+    if not isinstance(message, Hello):
+        raise VersionError(f"expected a hello, got {type(message).__name__}")
+    if message.version != VERSION:
+        raise VersionError(f"peer speaks protocol version {message.version}, this side {VERSION}")
+    return message

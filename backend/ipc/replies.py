@@ -1,0 +1,87 @@
+"""Replies as messages: what a request has produced, and how it ended."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from backend.core.extras import FloatArray, Gathered
+from backend.core.session import Delta
+from backend.ipc.messages import Chunk, Final, PromptTold
+from backend.ops.stats import Usage
+from backend.request import FinishReason
+
+
+class Replies:
+    """Makes messages of replies (any thread). Logits are too large for the socket: they go by files
+    in ``folder``, which their reader removes.
+    """
+
+    def __init__(self, folder: Path, token_bytes: Seq[bytes]) -> None:
+        self._folder = folder
+        self._token_bytes = token_bytes
+        self._numbers = itertools.count()
+        shutil.rmtree(folder, ignore_errors=True)  # an earlier process's
+
+    def chunk(self, request_id: int, delta: Delta) -> Chunk:
+        """Return what is new of a request; what few ask for only where it was asked for."""
+        return Chunk(id=request_id, **self._produced(delta))
+
+    def final(self, request_id: int, delta: Delta, reason: FinishReason, usage: Usage) -> Final:
+        """Return a request's end."""
+        return Final(
+            id=request_id,
+            finish_reason=reason,
+            seed=usage.seed,
+            num_input_tokens=usage.input_tokens,
+            num_output_tokens=usage.output_tokens,
+            draft_tokens=usage.drafted,
+            accepted_draft_tokens=usage.accepted,
+            drafts=[(name, *counts) for name, counts in usage.drafts.items()],
+            times_s=usage.times_s,
+            kv_blocks=(usage.new_blocks, usage.reused_blocks),
+            **self._produced(delta),
+        )
+
+    def close(self) -> None:
+        """Remove what nobody has read."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _produced(self, delta: Delta) -> dict[str, Any]:
+        produced: dict[str, Any] = {"text": delta.text, "tokens": delta.tokens}
+        if delta.log_probs is not None:
+            produced |= {"log_probs": delta.log_probs, "cum_log_prob": delta.cum_log_prob}
+        return produced if delta.extras is None else produced | self._extras(delta.extras)
+
+    def _extras(self, extras: Gathered) -> dict[str, Any]:
+        told: dict[str, Any] = {
+            "context_logits": self._written(extras.context_logits),
+            "generation_logits": self._written(extras.logits),
+        }
+        if extras.top is not None:
+            told["token_bytes"] = [self._bytes(token) for token in extras.tokens]
+            told["top"] = self._likeliest(extras.top)
+        if extras.prompt is not None:
+            tokens = [self._bytes(token) for token in extras.prompt.tokens]
+            top = self._likeliest(extras.prompt.top)
+            told["prompt"] = PromptTold(tokens, extras.prompt.log_probs, top)
+        return told
+
+    def _written(self, array: FloatArray | None) -> str | None:
+        if array is None:
+            return None
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        path = self._folder / f"{next(self._numbers)}.npy"
+        np.save(path, array)
+        return str(path)
+
+    def _likeliest(self, rows: Seq[Seq[tuple[int, float]]]) -> list[list[tuple[bytes, float]]]:
+        return [[(self._bytes(token), log_prob) for token, log_prob in row] for row in rows]
+
+    def _bytes(self, token: int) -> bytes:
+        return self._token_bytes[token] if token < len(self._token_bytes) else b""
