@@ -6,7 +6,7 @@ and its line here; settings of its own are fields of ``backend.config.EngineConf
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,8 @@ class Kind:
     pass where nobody need measure it. ``behaviour`` above 0: we measure its passes; it is a version
     of what they do, raised by hand where they take another time, which has them measured anew.
     ``drafts``: the kinds that it can have as a target (none: all). ``asynchronous``: turns run in
-    an in-flight batch of its own, with the KV, the draws and the tables of its own.
+    an in-flight batch of its own, with the KV, the draws and the tables of its own. ``refuses``:
+    attributes of a request that it does not serve, with the reason.
     """
 
     module: str
@@ -31,6 +32,7 @@ class Kind:
     behaviour: int = 0
     drafts: tuple[str, ...] = ()
     asynchronous: bool = False
+    refuses: dict[str, str] = field(default_factory=dict)
 
     @property
     def measured(self) -> bool:
@@ -38,12 +40,25 @@ class Kind:
         return self.behaviour > 0
 
 
+_ANEW = "TensorRT-LLM's executor would begin it anew in every turn"
+_UNTOLD = "the TensorRT-LLM engine does not tell it turn by turn"
+
 KINDS = {
     "torch": Kind("backend.engines.torch.engine", on_cpu=True, behaviour=1),
     "lookup": Kind("backend.engines.lookup", model=False, target=False, known_s=2e-5),
     "fake": Kind("backend.engines.fake", model=False, tokenizer=False, known_s=1e-6),
     "trtllm": Kind(
-        "backend.engines.trtllm.deployment", drafts=("trtllm", "lookup"), asynchronous=True
+        "backend.engines.trtllm.deployment",
+        drafts=("trtllm", "lookup"),
+        asynchronous=True,
+        refuses={
+            "guide_type": _ANEW,
+            "top_p_decay": _ANEW,
+            "return_context_logits": _UNTOLD,
+            "return_generation_logits": _UNTOLD,
+            "return_prompt_log_probs": _UNTOLD,
+            "top_log_probs": _UNTOLD,
+        },
     ),
     "trt_graph": Kind("backend.engines.trt_graph.runtime", behaviour=1),
 }

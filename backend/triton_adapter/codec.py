@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -36,15 +35,7 @@ LEAST_LIKENESS = 0.85
 ``temperature``.
 """
 
-MOST_TOP_LOG_PROBS = 20
-_LOWEST = {"max_tokens": 1, "top_k": 0, "num_draft_tokens": 0, "min_tokens": 0}
-LARGEST_CHANGE = 1e6
-"""Bound of weights and penalties: far beyond any effect, far below what an fp32 logit overflows
-at.
-"""
 _TIMES = ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns")
-MOST_SEQUENCES = 256
-"""Bound of num_return_sequences: a request must not become a flood."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +105,6 @@ def _decode_row(
         }
         given.pop("stop", None)
     sequences = given.pop("num_return_sequences", 1)
-    if not 1 <= sequences <= MOST_SEQUENCES:
-        raise invalid(
-            f"num_return_sequences must be between 1 and {MOST_SEQUENCES}, got {sequences}"
-        )
     names = ("num_input_tokens", "num_output_tokens", "perf_metrics")
     wanted = Wanted(
         tokens=tokens, **{name: bool(given.pop(f"return_{name}", False)) for name in names}
@@ -125,8 +112,7 @@ def _decode_row(
     _join_bias(given)
     _check_guide(given)
     request = GenerationRequest(**given)
-    _check(request, {field.attribute: field.name for field in fields}, decoupled)
-    _check_changes(request)
+    _check(request, decoupled)
     return request, wanted, sequences
 
 
@@ -295,6 +281,10 @@ def _values(field: Field, array: Array) -> list[Any]:
     if array.ndim != 2 or array.shape[0] != 1 or (length > 0 and array.shape[1] != length):
         raise invalid(f"{field.name} must have shape [1, {length}], got {list(array.shape)}")
     values: list[Any] = array[0].tolist()
+    if field.range is not None:
+        for value in values:
+            if wrong := field.range.wrong(value):
+                raise invalid(f"{field.name} {wrong}")
     return [_text(field.name, value) for value in values] if field.dtype == "STRING" else values
 
 
@@ -359,10 +349,8 @@ def _text(name: str, value: bytes | str) -> str:
         ) from None
 
 
-def _check(request: GenerationRequest, names: Mapping[str, str], decoupled: bool) -> None:
-    """Check the ranges; ``names`` are the model's for the request's attributes. Raises
-    RequestError.
-    """
+def _check(request: GenerationRequest, decoupled: bool) -> None:
+    """Check what goes together. Raises RequestError."""
     if not (request.text_input or request.prompt_token_ids or request.input_ids is not None):
         raise invalid("text_input must not be empty, got ''")
     if request.text_input and request.prompt_token_ids:
@@ -371,29 +359,12 @@ def _check(request: GenerationRequest, names: Mapping[str, str], decoupled: bool
         )
     if request.stream and not decoupled:
         raise invalid("Streaming is only supported in decoupled mode. Got stream true")
-    for name, low in _LOWEST.items():
-        value = getattr(request, name)
-        if value is not None and value < low:
-            raise invalid(f"{names[name]} must be at least {low}, got {value}")
-    if request.top_log_probs is not None and not 0 <= request.top_log_probs <= MOST_TOP_LOG_PROBS:
+    words, weights = request.embedding_bias_words, request.embedding_bias_weights
+    if len(words) != len(weights):
         raise invalid(
-            f"{names['top_log_probs']} must be between 0 and {MOST_TOP_LOG_PROBS}, got "
-            f"{request.top_log_probs}"
+            f"embedding_bias_weights must be as many as embedding_bias_words ({len(words)}), got "
+            f"{len(weights)}"
         )
-    if request.temperature is not None and not (
-        math.isfinite(request.temperature) and request.temperature >= 0
-    ):
-        raise invalid(
-            f"temperature must be a finite number of at least 0, got {request.temperature:g}"
-        )
-    if request.top_p_decay is not None and not 0 < request.top_p_decay <= 1:
-        raise invalid(
-            f"{names['top_p_decay']} must be over 0 and at most 1, got {request.top_p_decay:g}"
-        )
-    if request.top_p_min is not None and not 0 <= request.top_p_min <= 1:
-        raise invalid(f"{names['top_p_min']} must be between 0 and 1, got {request.top_p_min:g}")
-    if request.top_p is not None and not 0 <= request.top_p <= 1:
-        raise invalid(f"{names['top_p']} must be between 0 and 1 (0 = off), got {request.top_p:g}")
 
 
 def _join_bias(given: dict[str, Any]) -> None:
@@ -422,32 +393,6 @@ def _check_guide(given: dict[str, Any]) -> None:
             f"none"
         )
     given |= {"guide_type": kind, "guide": text}
-
-
-def _check_changes(request: GenerationRequest) -> None:
-    """Check the options that change logits. Raises RequestError."""
-    words, weights = request.embedding_bias_words, request.embedding_bias_weights
-    if len(words) != len(weights):
-        raise invalid(
-            f"embedding_bias_weights must be as many as embedding_bias_words ({len(words)}), got "
-            f"{len(weights)}"
-        )
-    for name, low, values in (
-        ("repetition_penalty", float(np.float32(1 / LARGEST_CHANGE)), [request.repetition_penalty]),
-        ("presence_penalty", -LARGEST_CHANGE, [request.presence_penalty]),
-        ("frequency_penalty", -LARGEST_CHANGE, [request.frequency_penalty]),
-        ("embedding_bias_weights", -LARGEST_CHANGE, weights),
-        (
-            "logit_bias_values" if request.input_ids is None else "embedding_bias",
-            -LARGEST_CHANGE,
-            [addend for _, addend in request.bias],
-        ),
-    ):
-        for value in values:
-            if value is not None and not low <= value <= LARGEST_CHANGE:
-                raise invalid(
-                    f"{name} must be between {low:g} and {LARGEST_CHANGE:g}, got {value:g}"
-                )
 
 
 def invalid(message: str) -> RequestError:

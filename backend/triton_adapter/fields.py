@@ -9,6 +9,7 @@ else is refused by an error that names the tensor and the reason.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -39,6 +40,42 @@ class Reason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Range:
+    """What a number may be: at least ``low`` (or ``over`` it), at most ``high``, and finite."""
+
+    low: float
+    high: float = math.inf
+    over: bool = False
+    note: str = ""
+
+    def wrong(self, value: float) -> str:
+        """Return what a value should be and is not; '' where it is."""
+        enough = value > self.low if self.over else value >= self.low
+        if enough and value <= self.high and math.isfinite(value):
+            return ""
+        if self.over:
+            must = f"over {self.low:g} and at most {self.high:g}"
+        elif self.high < math.inf:
+            must = f"between {self.low:g} and {self.high:g}{self.note}"
+        else:
+            finite = "a finite number of " if isinstance(value, float) else ""
+            must = f"{finite}at least {self.low:g}"
+        return (
+            f"must be {must}, got {value:g}"
+            if isinstance(value, float)
+            else (f"must be {must}, got {value}")
+        )
+
+
+LARGEST_CHANGE = 1e6
+"""Bound of weights and penalties: far beyond any effect, far below what an fp32 logit overflows
+at.
+"""
+_CHANGE = Range(-LARGEST_CHANGE, LARGEST_CHANGE)
+_SHARE = Range(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
 class Field:
     """One tensor without its batch dimension; -1 in ``dims`` is any length.
 
@@ -46,6 +83,7 @@ class Field:
     ``neutral`` is refused (an empty tensor asks for nothing, too); of an output, why it never
     comes. ``key`` is the request's attribute where that has another name, ``added``: not NVIDIA's.
     ``effect`` is off for inputs of which the type is checked and no more.
+    ``range`` is that of each of its numbers.
     """
 
     name: str
@@ -58,6 +96,7 @@ class Field:
     key: str = ""
     added: bool = False
     effect: bool = True
+    range: Range | None = None
 
     @property
     def attribute(self) -> str:
@@ -102,6 +141,7 @@ _SHARED_INPUTS = (
         "FP32",
         _ONE,
         "none of the three given, temperature 0 (below 1e-5) or top_k 1: greedy",
+        range=Range(0),
     ),
     _f(
         "repetition_penalty",
@@ -109,20 +149,29 @@ _SHARED_INPUTS = (
         _ONE,
         "over 0; logits of tokens that have occurred are divided by it (negative ones "
         "multiplied); 1: off",
+        range=Range(float(np.float32(1 / LARGEST_CHANGE)), LARGEST_CHANGE),
     ),
     _f(
         "min_tokens",
         "INT32",
         _ONE,
         "no end token in the first so many; stop words and the length limit still end the text",
+        range=Range(0),
     ),
     _f(
         "presence_penalty",
         "FP32",
         _ONE,
         "taken once from the logits of tokens that have occurred; 0: off",
+        range=_CHANGE,
     ),
-    _f("frequency_penalty", "FP32", _ONE, "taken from them once for each occurrence; 0: off"),
+    _f(
+        "frequency_penalty",
+        "FP32",
+        _ONE,
+        "taken from them once for each occurrence; 0: off",
+        range=_CHANGE,
+    ),
     _f(
         "seed",
         "UINT64",
@@ -144,6 +193,7 @@ _SHARED_INPUTS = (
         "INT32",
         _ONE,
         "so many independent texts (decoupled mode); text i has the seed + i",
+        range=Range(1, 256),
     ),
     _f(
         "return_context_logits", "BOOL", _ONE, "ask for context_logits; such a request shares no KV"
@@ -179,7 +229,9 @@ _TEXT_INPUTS = (
         "raw text; the chat template is the client's business",
         required=True,
     ),
-    _f("max_tokens", "INT32", _ONE, "1 up to what the context holds", required=True),
+    _f(
+        "max_tokens", "INT32", _ONE, "1 up to what the context holds", required=True, range=Range(1)
+    ),
     _f("stream", "BOOL", _ONE, "send deltas (decoupled mode only)"),
     _f("stop_words", "STRING", _ANY, "end before the first of them, wherever token borders fall"),
     _f(
@@ -189,17 +241,17 @@ _TEXT_INPUTS = (
         "never write one of these token sequences (a word and the same word behind a space are "
         "two)",
     ),
-    _f("top_k", "INT32", _ONE, "0: off"),
-    _f("top_p", "FP32", _ONE, "0 or 1: off"),
+    _f("top_k", "INT32", _ONE, "0: off", range=Range(0)),
+    _f("top_p", "FP32", _ONE, "0 or 1: off", range=Range(0, 1, note=" (0 = off)")),
     _f(
         "embedding_bias_words",
         "STRING",
         _ANY,
         "every token of a word gets its weight added to its logit",
     ),
-    _f("embedding_bias_weights", "FP32", _ANY, "as many as words"),
+    _f("embedding_bias_weights", "FP32", _ANY, "as many as words", range=_CHANGE),
     _f("logit_bias_ids", "INT32", _ANY, "tokens whose logits get an addend", added=True),
-    _f("logit_bias_values", "FP32", _ANY, "the addends, as many as ids", added=True),
+    _f("logit_bias_values", "FP32", _ANY, "the addends, as many as ids", added=True, range=_CHANGE),
     _f(
         "prompt_token_ids", "INT32", _ANY, "the prompt as tokens; text_input is '' then", added=True
     ),
@@ -218,6 +270,7 @@ _TEXT_INPUTS = (
         "ask for output_tokens and, 1 to 20, so many top_tokens and top_log_probs at each place",
         key="top_log_probs",
         added=True,
+        range=Range(0, 20),
     ),
     _hint("length_penalty", "FP32", _ONE, "it ranks beams"),
     _no(Reason.ENCODER, "decoder_text_input", "STRING", _ONE, ""),
@@ -237,6 +290,7 @@ _BLS_INPUTS = (
         "INT32",
         _ONE,
         "ceiling on the speculation length; 0: no speculation; absent: the policy decides",
+        range=Range(0),
     ),
     _hint(
         "use_draft_logits",
@@ -330,6 +384,7 @@ _TOKEN_INPUTS = (
         "1 up to what the context holds",
         required=True,
         key="max_tokens",
+        range=Range(1),
     ),
     _f("streaming", "BOOL", _ONE, "send deltas (decoupled mode only)", key="stream"),
     _f("stop", "BOOL", _ONE, "end the request in flight that has this request's id"),
@@ -341,16 +396,38 @@ _TOKEN_INPUTS = (
         key="stop_word_ids",
     ),
     _f("bad_words_list", "INT32", (2, -1), "in the same way", key="bad_word_ids"),
-    _f("embedding_bias", "FP32", _ANY, "an addend for the logit of every token", key="bias"),
-    _f("runtime_top_k", "INT32", _ONE, "0: off", key="top_k"),
-    _f("runtime_top_p", "FP32", _ONE, "0 or 1: off", key="top_p"),
-    _f("runtime_top_p_min", "FP32", _ONE, "top_p decays no further; 0 to 1", key="top_p_min"),
+    _f(
+        "embedding_bias",
+        "FP32",
+        _ANY,
+        "an addend for the logit of every token",
+        key="bias",
+        range=_CHANGE,
+    ),
+    _f("runtime_top_k", "INT32", _ONE, "0: off", key="top_k", range=Range(0)),
+    _f(
+        "runtime_top_p",
+        "FP32",
+        _ONE,
+        "0 or 1: off",
+        key="top_p",
+        range=Range(0, 1, note=" (0 = off)"),
+    ),
+    _f(
+        "runtime_top_p_min",
+        "FP32",
+        _ONE,
+        "top_p decays no further; 0 to 1",
+        key="top_p_min",
+        range=_SHARE,
+    ),
     _f(
         "runtime_top_p_decay",
         "FP32",
         _ONE,
         "over 0, at most 1; top_p is multiplied by it with every token of the output",
         key="top_p_decay",
+        range=Range(0, 1, over=True),
     ),
     _f(
         "runtime_top_p_reset_ids",
@@ -394,7 +471,7 @@ _TOKEN_INPUTS = (
     _no(Reason.MULTIMODAL, "prompt_table_extra_ids", "UINT64", _ANY),
     _no(Reason.MULTIMODAL, "mrope_rotary_cos_sin", "FP32", _ANY),
     _no(Reason.MULTIMODAL, "mrope_position_deltas", "INT64", _ONE, 0),
-    _f("num_draft_tokens", "INT32", _ONE, "as of tensorrt_llm_bls"),
+    _f("num_draft_tokens", "INT32", _ONE, "as of tensorrt_llm_bls", range=Range(0)),
     _f("cache_salt", "STRING", _ONE, "as of tensorrt_llm_bls", added=True),
 )
 

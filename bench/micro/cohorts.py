@@ -31,12 +31,14 @@ from typing import Any
 import numpy as np
 
 from backend import machine
-from backend.app import App, build, make_policy, model_path, timed_engines
+from backend.app import App, build
 from backend.config import ServingConfig, load_config
 from backend.core.session import Session
+from backend.deployment import model_path
 from backend.engines.contention import repeated
+from backend.policies import make_policy
 from backend.request import GenerationRequest
-from backend.storage.tables import load_tables
+from backend.storage.tables import load_tables, timed_engines
 from bench import workloads
 from bench.in_process import Sink
 from bench.paired import abba, median_interval

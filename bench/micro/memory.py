@@ -21,11 +21,13 @@ from typing import Any
 import torch
 
 from backend import machine
-from backend.app import App, build, model_path, timed_engines
+from backend.app import App, build
 from backend.config import load_config
+from backend.deployment import model_path
 from backend.engines import memory
 from backend.engines.torch.engine import TorchEngine
 from backend.request import GenerationRequest
+from backend.storage.tables import timed_engines
 from bench import workloads
 from bench.in_process import generate
 from policy import RandomChoice

@@ -27,8 +27,9 @@ import numpy as np
 import torch
 
 from backend import machine
-from backend.app import App, build, model_path
+from backend.app import App, build
 from backend.config import ServingConfig, load_config
+from backend.deployment import model_path
 from backend.engines.port import Completion, Engine, Turn
 from backend.engines.registry import Service, make_engine
 from backend.request import GenerationRequest, SamplingParams

@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 
 from backend import machine
-from backend.app import model_path
 from backend.config import load_config
+from backend.deployment import model_path
 from bench import workloads
 from bench.paired import abba
 from bench.servers import Offer, Served, ServerArm

@@ -27,8 +27,8 @@ from typing import Any
 import grpc
 
 from backend import machine
-from backend.app import model_path
 from backend.config import load_config
+from backend.deployment import model_path
 from backend.triton_adapter.paths import PROJECT_ROOT
 from bench.load import FINAL, Served, channel, percentiles_ms, serve
 from bench.prompts import PROMPTS

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from backend import machine
-from backend.app import model_path
 from backend.config import EMBEDDED_MODEL, EngineConfig, parse_config
+from backend.deployment import model_path
 from backend.engines import memory
 from backend.storage import cache
 from backend.tokenizer import IncrementalDecoder, Tokenizer, load_tokenizer

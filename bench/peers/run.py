@@ -33,8 +33,8 @@ from statistics import median
 from typing import Any
 
 from backend import machine
-from backend.app import model_path
 from backend.config import parse_config
+from backend.deployment import model_path
 from backend.tokenizer import Tokenizer, load_tokenizer
 from backend.triton_adapter.paths import PROJECT_ROOT
 from bench import workloads

@@ -17,9 +17,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from backend.app import App, build, make_policy, model_path, timed_engines
+from backend.app import App, build
 from backend.config import ServingConfig, parse_config
-from backend.storage.tables import load_tables
+from backend.deployment import model_path
+from backend.policies import make_policy
+from backend.storage.tables import load_tables, timed_engines
 from bench.servers import Arm, InProcessArm, ServerArm
 from policy import LatencyTable
 

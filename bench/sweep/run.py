@@ -38,8 +38,8 @@ import numpy as np
 from tqdm import tqdm
 
 from backend import machine
-from backend.app import model_path
 from backend.config import PolicyConfig, parse_config
+from backend.deployment import model_path
 from backend.engines.memory import host_bytes
 from backend.triton_adapter.paths import PROJECT_ROOT
 from bench import workloads

@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from backend.app import latency_model, make_policy
 from backend.config import PolicyConfig, ServingConfig, parse_config
 from backend.ops.stats import Stats, StepStats
+from backend.policies import latency_model, make_policy
 from bench.sweep.arms import NONE, SPINDLE, Tuning, arm_config, fixed_choice
 from bench.sweep.figures import blocks, is_closed, level
 from bench.sweep.hazards import Hazards, fitted

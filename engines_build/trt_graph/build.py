@@ -17,8 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from backend.app import model_path
 from backend.config import EngineConfig, ServingConfig, load_config
+from backend.deployment import model_path
 from backend.engines.torch.checkpoint import ROUNDED, load
 from backend.engines.trt_graph.engine import Shapes
 from backend.engines.trt_graph.inputs import DRAWN, GREEDY, LOGITS

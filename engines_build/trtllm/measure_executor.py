@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from backend import machine
-from backend.app import model_path
 from backend.config import EngineConfig, ServingConfig, load_config
+from backend.deployment import model_path
 from backend.engines.port import Turn
 from backend.engines.registry import Service
 from backend.engines.trtllm.deployment import LATENCY_FILE, make, trtllm_engines

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from backend.admin.reloading import reload_drafts
-from backend.app import PROJECT_ROOT, build
-from backend.config import parse_config
+from backend.app import build
+from backend.config import PROJECT_ROOT, parse_config
 from backend.request import GenerationRequest
 from backend.tokenizer import load_tokenizer
 from bench.drafts import Model

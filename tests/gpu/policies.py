@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from backend import machine
-from backend.app import make_policy
 from backend.config import parse_config
 from backend.core.admission import Admission
 from backend.core.drafting import Drafting
@@ -31,6 +30,7 @@ from backend.core.session import Session
 from backend.engines.port import Completion, Turn
 from backend.engines.torch.engine import TorchEngine
 from backend.ops.stats import Stats, StepStats
+from backend.policies import make_policy
 from backend.request import GenerationRequest, SamplingParams
 from backend.sequence import Proposal, Sequence
 from engines_build.measure import draft_cases, lower_quartile, tabulate, target_cases

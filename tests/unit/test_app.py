@@ -2,12 +2,14 @@ from dataclasses import replace
 
 import pytest
 
-from backend.app import build, make_policy, sampling_params
+from backend.app import build
 from backend.config import parse_config
 from backend.engines.fake import FakeEngine
 from backend.engines.lookup import LookupEngine
 from backend.ops.stats import Stats, StepStats
+from backend.policies import make_policy
 from backend.request import FinishReason, GenerationRequest, RequestError, SamplingParams
+from backend.sampling.options import sampling_params
 from backend.tokenizer import ByteTokenizer
 from policy import (
     AdaptivePlanner,

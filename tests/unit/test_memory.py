@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from backend.app import check_memory, model_path
 from backend.config import ConfigError, parse_config
+from backend.deployment import check_memory, model_path
 from backend.engines import memory
 from backend.engines.memory import PROCESS_BYTES
 from backend.engines.port import Footprint

@@ -1,0 +1,170 @@
+"""From a request to a session: its tokens, how it is sampled, and whether it can be served."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from backend.config import ServingConfig
+from backend.core.session import ReplySink, Session
+from backend.request import ErrorCode, GenerationRequest, RequestError
+from backend.sampling.guides import Grammars
+from backend.sampling.options import sampling_params
+from backend.sequence import Sequence
+from backend.tokenizer import IncrementalDecoder, Tokenizer
+
+NO_END_ID = -1
+
+
+@dataclass(slots=True)
+class Preparation:
+    """Makes sessions (the tokeniser's thread). ``vocab_size`` is the target's,
+    ``max_context_tokens`` the least of what engines and settings allow; ``in_control`` says whether
+    a request of this id takes a canary's fixed choice.
+    """
+
+    config: ServingConfig
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_context_tokens: int
+    in_control: Callable[[int], bool]
+    grammars: Grammars
+    _ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+    def session(self, request: GenerationRequest, sink: ReplySink) -> Session:
+        """Tokenise and check a request. Raises RequestError naming the field and the value."""
+        check_ids(request, self.vocab_size)
+        ids = request.input_ids or request.prompt_token_ids
+        prompt = list(ids) if ids else self._encoded(request.text_input)
+        check_lengths(request, len(prompt), self.max_context_tokens, self.tokenizer.vocab_size)
+        check_served(request, self.config.target.kind.refuses)
+        limit = self.config.limits.max_logits_bytes
+        logits_bytes = _logits_bytes(request, len(prompt), self.vocab_size, limit)
+        end_ids = self.tokenizer.end_ids
+        if request.end_id is not None:
+            end_ids = frozenset({request.end_id} - {NO_END_ID})
+        sampling = sampling_params(request, self.tokenizer, end_ids)
+        if request.guide_type is not None:
+            guide = self.grammars.guide(request.guide_type, request.guide or "", end_ids)
+            sampling = replace(sampling, guide=guide)
+        number, salt = next(self._ids), request.cache_salt or ""
+        if request.return_context_logits or request.return_prompt_log_probs:
+            # KV that was found would have no logits.
+            salt = f"{salt}/{number}/{secrets.token_hex(8)}"
+        sequence = Sequence(
+            number,
+            prompt,
+            len(prompt),
+            sampling,
+            salt=salt,
+            context_logits=request.return_context_logits,
+            generation_logits=request.return_generation_logits,
+            prompt_log_probs=request.return_prompt_log_probs,
+        )
+        decoder = IncrementalDecoder(self.tokenizer.token_bytes)
+        session = Session(sequence, request, end_ids, decoder, sink)
+        session.logits_bytes = logits_bytes
+        session.control = self.in_control(session.id)
+        return session
+
+    def _encoded(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, self.config.add_special_tokens)
+
+
+def check_served(request: GenerationRequest, refused: dict[str, str]) -> None:
+    """Raise RequestError (UNIMPLEMENTED) for what the target's kind of engine does not serve:
+    ``refused`` are reasons by attribute of the request.
+    """
+    for name, reason in refused.items():
+        value = getattr(request, name)
+        if value is not None and value is not False and value != NEUTRAL.get(name):
+            told = NAMES.get(name, name)
+            raise RequestError(
+                ErrorCode.UNIMPLEMENTED, f"{told} is not supported: {reason}, got {value!r}"
+            )
+
+
+NEUTRAL = {"top_p_decay": 1.0}
+NAMES = {
+    "guide_type": "guided_decoding_guide_type",
+    "top_p_decay": "runtime_top_p_decay",
+    "top_log_probs": "return_top_log_probs",
+}
+"""Inputs of the models whose attribute has another name."""
+
+
+def check_ids(request: GenerationRequest, vocab_size: int) -> None:
+    """Check what a request has as token ids. Raises RequestError naming the tensor and the id."""
+    for name, ids in (
+        ("prompt_token_ids", request.prompt_token_ids),
+        ("input_ids", request.input_ids or ()),
+        ("stop_words_list", itertools.chain.from_iterable(request.stop_word_ids)),
+        ("bad_words_list", itertools.chain.from_iterable(request.bad_word_ids)),
+        (
+            "logit_bias_ids" if request.input_ids is None else "embedding_bias",
+            (token for token, _ in request.bias),
+        ),
+        (
+            "runtime_top_p_reset_ids",
+            () if request.top_p_reset_id in (None, NO_END_ID) else (request.top_p_reset_id,),
+        ),
+    ):
+        for token in ids:
+            if not 0 <= token < vocab_size:
+                raise RequestError(
+                    ErrorCode.INVALID_ARGUMENT,
+                    f"{name} must be of token ids below {vocab_size}, got {token}",
+                )
+
+
+def check_lengths(
+    request: GenerationRequest, prompt_tokens: int, max_context: int, vocab_size: int
+) -> None:
+    """Check what needs the tokenizer and the limits; types and ranges were checked where the
+    tensors were decoded. Raises RequestError.
+    """
+
+    def refuse(message: str) -> None:
+        raise RequestError(ErrorCode.INVALID_ARGUMENT, message)
+
+    prompt, length = (
+        ("text_input", "max_tokens")
+        if request.input_ids is None
+        else ("input_ids", "request_output_len")
+    )
+    if prompt_tokens == 0:
+        refuse(f"{prompt} has no tokens: {request.text_input!r}")
+    if prompt_tokens >= max_context:
+        refuse(f"{prompt} of {prompt_tokens} tokens is over the limit of {max_context - 1}")
+    if prompt_tokens + request.max_tokens > max_context:
+        refuse(
+            f"{length} {request.max_tokens} and a prompt of {prompt_tokens} tokens exceed the "
+            f"context of {max_context} tokens"
+        )
+    for name, value in (("end_id", request.end_id), ("pad_id", request.pad_id)):
+        if value is not None and not NO_END_ID <= value < vocab_size:
+            refuse(f"{name} must be -1 or a token id below {vocab_size}, got {value}")
+
+
+def _logits_bytes(
+    request: GenerationRequest, prompt_tokens: int, vocab_size: int, limit_bytes: int
+) -> int:
+    """Return what the logits that a request asks for take: they are kept in memory until it ends.
+    Raises RequestError beyond the limit.
+    """
+    rows = (
+        request.return_context_logits * prompt_tokens
+        + request.return_generation_logits * request.max_tokens
+    )
+    if (size := rows * vocab_size * 4) > limit_bytes:
+        name = (
+            "return_context_logits" if request.return_context_logits else "return_generation_logits"
+        )
+        message = (
+            f"{name}: {rows} rows of {vocab_size} logits are {size} bytes, over "
+            f"limits.max_logits_bytes, {limit_bytes}"
+        )
+        raise RequestError(ErrorCode.INVALID_ARGUMENT, message)
+    return size

@@ -1,0 +1,57 @@
+"""Whether a deployment can be served: its model folders, their vocabularies, and the memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+from backend.config import EMBEDDED_MODEL, PROJECT_ROOT, EngineConfig, ServingConfig
+from backend.engines import memory
+from backend.engines.trtllm.deployment import check_engines
+from backend.storage import cache
+from backend.storage.manifest import check_folder, check_pair, read_manifest
+from backend.storage.tables import timed_engines
+
+logger = logging.getLogger(__name__)
+
+
+def check_memory(config: ServingConfig, names: Collection[str] | None = None) -> None:
+    """Log what the engines (of these names; None: all) will take of memory. Raises ConfigError when
+    there is less.
+    """
+    models = [engine for engine in timed_engines(config) if names is None or engine.name in names]
+    if models:
+        footprints = memory.plan(config, {engine.name: model_path(engine) for engine in models})
+        available = {engine.device: memory.available_bytes(engine) for engine in models}
+        logger.info(memory.check(footprints, available, memory.process_bytes(config)))
+
+
+def model_path(engine: EngineConfig) -> Path:
+    """Return the folder of an engine's checkpoint; a relative one lies beside the packages."""
+    return (
+        cache.model_folder(EMBEDDED_MODEL)
+        if engine.model == EMBEDDED_MODEL
+        else PROJECT_ROOT / os.path.expanduser(engine.model)
+    )
+
+
+def check_pairs(config: ServingConfig) -> None:
+    """Raise ConfigError for a draft that has not its target's vocabulary, with the first token that
+    differs.
+    """
+    check_engines(config, model_path)
+    check_folders(config)
+    for draft in config.drafts:
+        if draft.kind.measured:
+            check_pair(read_manifest(model_path(config.target)), read_manifest(model_path(draft)))
+
+
+def check_folders(config: ServingConfig) -> None:
+    """Raise ConfigError for a torch engine whose ``model`` is not a folder that can be served."""
+    keys = ("target", *(f"drafts[{index}]" for index in range(len(config.drafts))))
+    for key, engine in zip(keys, (config.target, *config.drafts), strict=True):
+        if engine.kind.on_cpu and engine.model != EMBEDDED_MODEL:
+            needs = {"tokenizer": key == "target"}
+            check_folder(f"{key}.model", engine.model, model_path(engine), **needs)

@@ -1,0 +1,134 @@
+"""From settings to a policy, and the times that it plans by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import policy
+from backend.config import ConfigError, EngineConfig, PolicyConfig, ServingConfig
+from backend.engines.port import Engine
+from backend.ops.stats import StepStats
+from backend.ops.trace_file import TraceFile
+from backend.sequence import BLOCK_TOKENS
+from policy import LatencyTable, wrappers
+from policy.baselines import AcceptanceEma, SmartSpec, SpinSelection
+from policy.decomposition import Decomposition
+from policy.pipelining import FreeRuns, Pipelining
+from policy.planner import Execution
+from policy.replay import Traced
+
+OVERHEAD_S, SPECULATION_S = 5e-4, 3e-4
+"""Start values of what no table knows: a step's overhead, what speculating adds to it, a lookup.
+Measured steps correct them.
+"""
+
+MERGE_TOKENS = 20.0
+"""What merging a piece of a cut context costs in cached tokens read, by
+``bench.micro.padding``.
+"""
+
+
+def make_policy(
+    config: ServingConfig,
+    drafts: list[Engine],
+    tables: Mapping[str, LatencyTable],
+    stats: StepStats,
+    contention: float | None = None,
+) -> policy.Policy:
+    """Make the configured policy for these drafts; ``tables`` by the names of the engines that run
+    a model, ``contention`` as of ``backend.engines.contention``.
+    """
+    if config.policy.kind == "none" or not drafts:
+        return policy.NoSpeculation()
+    latency, names = latency_model(config, tables), tuple(draft.name for draft in config.drafts)
+    if config.policy.own:
+        asked = config.policy
+        with _kind_named():
+            return wrappers.made(asked.kind, names, latency, asked.k_max, asked.options)
+    if config.policy.kind != "adaptive":
+        return _baseline(config.policy, names, latency)
+    scored = all(draft.limits.scores or draft.limits.free for draft in drafts)
+    constants = policy.PlannerConfig(
+        k_max=config.policy.k_max,
+        catchup_scored=scored,
+    )
+    planner = policy.AdaptivePlanner(names, latency, constants, _execution(config, contention))
+    if not config.policy.trace_file:
+        return planner
+    return Traced(
+        planner, TraceFile(Path(config.policy.trace_file), stats), config.policy.trace_lines
+    )
+
+
+def check_policy(config: ServingConfig) -> None:
+    """Raise ConfigError where a user's policy is not to be found: before engines are loaded."""
+    if config.policy.own:
+        with _kind_named():
+            wrappers.found(config.policy.kind)
+
+
+@contextmanager
+def _kind_named() -> Iterator[None]:
+    """Raise a user's policy's PolicyError as ConfigError that names the setting."""
+    try:
+        yield
+    except wrappers.PolicyError as error:
+        raise ConfigError(f"policy.kind {error}") from error
+
+
+def latency_model(config: ServingConfig, tables: Mapping[str, LatencyTable]) -> policy.LatencyModel:
+    """Return the times of a deployment's passes by its tables. Raises LatencyError naming the
+    engines that lack one.
+    """
+    known = {
+        engine.name: tables.get(engine.name) or _known_times(engine)
+        for engine in (config.target, *config.drafts)
+    }
+    return policy.LatencyModel.from_tables(
+        known.pop(config.target.name), known, OVERHEAD_S, SPECULATION_S
+    )
+
+
+def _baseline(
+    config: PolicyConfig, drafts: tuple[str, ...], latency: policy.LatencyModel
+) -> policy.Policy:
+    """Make a policy that the adaptive one is compared with."""
+    match config.kind:
+        case "fixed":
+            return policy.FixedLength(config.draft, config.length)
+        case "schedule":
+            return policy.BatchSchedule(
+                config.draft, {step.batch: step.length for step in config.schedule}
+            )
+        case "ema":
+            return AcceptanceEma(config.draft)
+        case "smartspec":
+            return SmartSpec(drafts, config.draft, latency, config.k_max)
+        case "spin":
+            return SpinSelection(drafts, config.length)
+        case kind:
+            assert kind == "random", kind
+            return policy.RandomChoice()
+
+
+def _execution(config: ServingConfig, contention: float | None) -> Execution | None:
+    """Return how plans are executed, where that is more than all rows in one pass."""
+    if config.policy.cohorts > 1:
+        return Pipelining(config.policy.cohorts, contention)
+    if config.target.attention == "padded":
+        return Decomposition(MERGE_TOKENS, BLOCK_TOKENS)
+    if config.limits.free_run_tokens > 1:
+        return FreeRuns(config.limits.free_run_tokens)
+    return None
+
+
+def _known_times(engine: EngineConfig) -> LatencyTable | None:
+    """Return the times of an engine whose cost needs no measuring; None for one that runs a
+    model.
+    """
+    seconds = engine.step_s or engine.kind.known_s
+    if not engine.kind.known_s:
+        return None
+    return policy.LatencyTable.synthetic(engine.name, {1: seconds, 64: seconds})
