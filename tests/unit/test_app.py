@@ -1,4 +1,4 @@
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
@@ -6,6 +6,7 @@ from backend.app import build
 from backend.config import parse_config
 from backend.engines.fake import FakeEngine
 from backend.engines.lookup import LookupEngine
+from backend.kinds import KINDS
 from backend.ops.stats import Stats, StepStats
 from backend.policies import make_policy
 from backend.request import FinishReason, GenerationRequest, RequestError, SamplingParams
@@ -299,3 +300,19 @@ def test_a_probe_counts_on_being_scored_only_where_every_draft_that_runs_is(scor
     drafts = [FakeEngine("d0"), LookupEngine("lookup", max_draft_tokens=8)]
     drafts[0].limits = replace(drafts[0].limits, scores=scores)
     assert make_policy(config, drafts, {}, StepStats(Stats())).config.catchup_scored is expected
+
+
+SERVED_BY_TENSORRT_LLM = {
+    *("text_input", "max_tokens", "stream", "stop_words", "temperature", "top_k", "top_p", "seed"),
+    *("end_id", "pad_id", "exclude_input_in_output", "num_draft_tokens", "min_tokens"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "bias"),
+    *("embedding_bias_words", "embedding_bias_weights", "return_log_probs", "cache_salt"),
+    *("input_ids", "prompt_token_ids", "stop_word_ids", "bad_word_ids", "timeout_s"),
+    *("guide", "top_p_min", "top_p_reset_id"),  # of no effect beside what is refused
+}
+
+
+def test_every_option_is_served_or_refused_by_tensorrt_llm():
+    """A new one is refused in ``backend/kinds.py`` until ``trtllm/requests.py`` serves it."""
+    options = {field.name for field in fields(GenerationRequest)}
+    assert options == SERVED_BY_TENSORRT_LLM | set(KINDS["trtllm"].refuses)
