@@ -410,10 +410,12 @@ class AdaptivePlanner(Policy):
 
     def trim(self, view: View, plan: Plan, drafted: Drafted, state: PlannerState) -> IntArray:
         """Verify the nodes that are worth their time at the plan's price (``policy.trim``)."""
-        times, whole, aloft = state.correction.times(self.latency), state.view or view, 0
+        times, whole, in_flight = state.correction.times(self.latency), state.view or view, 0
         if whole.flying is not None:
-            aloft = int(np.count_nonzero(~whole.ready) + whole.flying.length[~whole.ready].sum())
-        return trimmed(times, state.calibration, view, plan, drafted, aloft)
+            in_flight = int(
+                np.count_nonzero(~whole.ready) + whole.flying.length[~whole.ready].sum()
+            )
+        return trimmed(times, state.calibration, view, plan, drafted, in_flight)
 
     def _admitted(self, acceptance: AcceptanceState, view: View) -> Any:
         """Return the estimator's state with a place for all who share the step."""

@@ -42,7 +42,7 @@ class Aloft(NamedTuple):
 
 class AsynchronousFlights(Flights):
     """``Flights`` over a target that completes turns in any order. A flight is what is handed over
-    in a step, and lands with whatever is back by then; the rows of ``aloft`` stay in flight.
+    in a step, and lands with whatever is back by then; the rows of ``in_flight`` stay in flight.
     """
 
     def __init__(self, target: Engine, stats: StepStats) -> None:
@@ -56,11 +56,11 @@ class AsynchronousFlights(Flights):
 
     @property
     def decoding(self) -> list[Session]:
-        """Nothing: what is in flight is shown by ``aloft``."""
+        """Nothing: what is in flight is shown by ``in_flight``."""
         return []
 
     @property
-    def aloft(self) -> tuple[View, Plan] | None:
+    def in_flight(self) -> tuple[View, Plan] | None:
         """The rows in flight as they were when they were handed over, and what was planned for
         them.
         """
@@ -77,11 +77,11 @@ class AsynchronousFlights(Flights):
     @property
     def prefilling(self) -> int:
         """How many prompts are in flight."""
-        return sum(aloft.prompt for aloft in self._turns.values())
+        return sum(in_flight.prompt for in_flight in self._turns.values())
 
     def submit(self, flight: Flight, proposals: dict[int, Proposals]) -> None:
         """Take a flight, which is handed over when it lands."""
-        before, view, plan = self.aloft, flight.view, flight.plan
+        before, view, plan = self.in_flight, flight.view, flight.plan
         if before is not None:
             draft, length = (
                 np.concatenate([getattr(p, name) for p in (plan, before[1])])
@@ -108,7 +108,7 @@ class AsynchronousFlights(Flights):
             logger.exception("the target failed; what was in flight is run again without proposals")
         self._stats.fallback("target_error")
         turns = {
-            **{i: aloft.turn for i, aloft in self._turns.items()},
+            **{i: in_flight.turn for i, in_flight in self._turns.items()},
             **{turn.sequence.id: turn for turn in flight.turns},
         }
         again = [_from_here(turn) for i, turn in turns.items() if i in self.proposals]
@@ -172,12 +172,12 @@ class AsynchronousFlights(Flights):
             return
         took_s, iterations = timed
         there = back + [
-            aloft
-            for aloft in self._turns.values()
-            if aloft.turn.run > 1 and aloft.since_s < ended_s - took_s
+            in_flight
+            for in_flight in self._turns.values()
+            if in_flight.turn.run > 1 and in_flight.since_s < ended_s - took_s
         ]
-        context_tokens = sum(aloft.turn.end for aloft in there)
-        tokens = sum(aloft.tokens for aloft in there)
+        context_tokens = sum(in_flight.turn.end for in_flight in there)
+        tokens = sum(in_flight.tokens for in_flight in there)
         log.parts_s["verify"] = took_s
         log.ran = Ran(
             log.ran.request,
@@ -200,16 +200,16 @@ def _timed(
     boundary. Runs of n tokens are n iterations; runs of different lengths that end together began
     apart.
     """
-    if ended_s is None or any(aloft.prompt for aloft in back):
+    if ended_s is None or any(in_flight.prompt for in_flight in back):
         return None
-    iterations = {1 if aloft.turn.proposal else aloft.turn.run for aloft in back}
-    since = {aloft.since_s if aloft.alone else boundary_s for aloft in back}
+    iterations = {1 if in_flight.turn.proposal else in_flight.turn.run for in_flight in back}
+    since = {in_flight.since_s if in_flight.alone else boundary_s for in_flight in back}
     if len(iterations) > 1 or len(since) > 1:
         return None
     (count,), (since_s,) = iterations, since
     if (
         since_s is None
-        or any(not aloft.alone and aloft.since_s > since_s for aloft in back)
+        or any(not in_flight.alone and in_flight.since_s > since_s for in_flight in back)
         or (count > 1 and not back[0].alone)
     ):
         return None

@@ -20,7 +20,7 @@ class Batch:
     """The rows that decode (the plan is about them) and the chunks of prompts still in prefill;
     ``flying`` decode in another flight.
 
-    ``aloft`` are the rows in flight in one in-flight batch with these, and what was planned for
+    ``in_flight`` are the rows in flight in one in-flight batch with these, and what was planned for
     them.
     """
 
@@ -29,7 +29,7 @@ class Batch:
     prefill_tokens: int = 0
     prefilling: int = 0
     flying: list[Session] = field(default_factory=list)
-    aloft: tuple[View, Plan] | None = None
+    in_flight: tuple[View, Plan] | None = None
 
     def __bool__(self) -> bool:
         return bool(self.decoding or self.prefill)
@@ -64,7 +64,7 @@ class Batch:
         """
         rows, ready = self.decoding, len(self.decoding)
         request = np.array([s.id for s in (*rows, *self.flying)], np.int64)
-        rests = not self.flying and self.aloft is None and not needs_offers(request)
+        rests = not self.flying and self.in_flight is None and not needs_offers(request)
         ceiling, unseen = drafting.ceilings(
             [s.sequence for s in rows], [_most(s, k_max) for s in rows], only_free=rests
         )
@@ -87,7 +87,7 @@ class Batch:
             group=np.array([s.group for s in rows], np.int64),
             control=np.array([s.control for s in rows], np.bool_),
         )
-        return view if self.aloft is None else view.beside(*self.aloft)
+        return view if self.in_flight is None else view.beside(*self.in_flight)
 
     def flights(self, view: View, plan: Plan, log: StepLog) -> Iterator[Flight]:
         """Yield what is to be drafted for and submitted one after the other: the plan's
@@ -97,7 +97,7 @@ class Batch:
         """
         number = plan.flight
         if number is None and not self.flying:
-            if self.aloft is not None:
+            if self.in_flight is not None:
                 ready = np.arange(len(self.decoding))
                 view, plan = view.of_rows(ready), plan.of_rows(ready)
             yield self._noted(Flight(self.decoding, self.prefill, view, plan, log))

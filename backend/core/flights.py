@@ -83,7 +83,7 @@ class Flights:
             flight.submitted_s = perf_counter()
 
     @property
-    def aloft(self) -> tuple[View, Plan] | None:
+    def in_flight(self) -> tuple[View, Plan] | None:
         """The rows in one in-flight batch with those that are ready: a step engine's passes are of
         what is submitted together.
         """

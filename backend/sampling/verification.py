@@ -24,7 +24,7 @@ from backend.sequence import ROOT, Proposal, Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class Row:
     """One sequence's share of a verification, or a place of it where a token is drawn.
 
     ``position`` is that of the token decided about. Before it are ``committed[: position -
@@ -42,7 +42,7 @@ class Request:
     parents: Seq[int] = ()
 
     @classmethod
-    def of(cls, sequence: Sequence, proposal: Proposal | None) -> Request:
+    def of(cls, sequence: Sequence, proposal: Proposal | None) -> Row:
         """Return what is decided behind a sequence's text. Raises ValueError for nodes that are no
         tree.
         """
@@ -52,7 +52,7 @@ class Request:
         place = (len(sequence.tokens), sequence.tokens, sequence.prompt_tokens)
         return cls(sequence.sampling, *place, (), *nodes)
 
-    def behind(self, run: Seq[int]) -> Request:
+    def behind(self, run: Seq[int]) -> Row:
         """Return the place behind so many tokens of a run."""
         position = self.position - len(self.run) + len(run)
         return replace(self, position=position, run=run, tokens=(), parents=())
@@ -95,11 +95,11 @@ class Verdict:
 
 
 def verify(
-    logits: torch.Tensor, requests: Seq[Request], columns: Columns = WHOLE_VOCABULARY
+    logits: torch.Tensor, requests: Seq[Row], columns: Columns = WHOLE_VOCABULARY
 ) -> list[Verdict]:
     """Return the verdict on each request.
 
-    ``logits`` [rows, S] holds ``Request.rows`` rows a request, in order: the first is behind the
+    ``logits`` [rows, S] holds ``Row.rows`` rows a request, in order: the first is behind the
     text, row n + 1 behind node n. Only rows on a path are looked at, place by place for all
     requests at once.
     """
@@ -124,7 +124,7 @@ def verify(
 
 
 def candidates(
-    logits: torch.Tensor, places: Seq[Request], most: int, columns: Columns = WHOLE_VOCABULARY
+    logits: torch.Tensor, places: Seq[Row], most: int, columns: Columns = WHOLE_VOCABULARY
 ) -> list[list[tuple[int, float]]]:
     """Return by place the columns that a draft of these logits [n, S] holds for likeliest to be
     what the target draws, best first, at most ``most``, with its confidence in each.
@@ -149,7 +149,7 @@ def candidates(
     return found
 
 
-def scores(logits: torch.Tensor, places: Seq[Request], columns: Columns) -> torch.Tensor:
+def scores(logits: torch.Tensor, places: Seq[Row], columns: Columns) -> torch.Tensor:
     """Return the logits [n, S] behind these places with their options applied, in fp32 (fp64
     stays).
     """
@@ -162,9 +162,7 @@ def scores(logits: torch.Tensor, places: Seq[Request], columns: Columns) -> torc
     return wide
 
 
-def _draw(
-    logits: torch.Tensor, places: Seq[Request], verdicts: Seq[Verdict], columns: Columns
-) -> None:
+def _draw(logits: torch.Tensor, places: Seq[Row], verdicts: Seq[Verdict], columns: Columns) -> None:
     """Draw the token of every place from its row of logits [n, S], and tell each verdict of it."""
     rows = scores(logits, places, columns)
     drawn = [row for row, place in enumerate(places) if not place.sampling.greedy]
@@ -189,7 +187,7 @@ def _tell(verdict: Verdict, row: torch.Tensor, sampling: SamplingParams) -> None
         verdict.top.append(list(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
 
 
-def follow(verdict: Verdict, request: Request, drawn: Seq[int]) -> None:
+def follow(verdict: Verdict, request: Row, drawn: Seq[int]) -> None:
     """Walk along the columns ``drawn`` at a request's rows."""
     verdict.column = drawn[0]
     while _step(verdict, request):
@@ -203,7 +201,7 @@ def _select(rows: torch.Tensor, places: list[int]) -> torch.Tensor:
     return rows.index_select(0, torch.tensor(places, device=rows.device))
 
 
-def _step(verdict: Verdict, request: Request) -> bool:
+def _step(verdict: Verdict, request: Row) -> bool:
     """Accept the node that is the token drawn; return whether there is one."""
     last = _last(verdict.path)
     for node in range(last + 1, len(request.tokens)):
@@ -217,17 +215,17 @@ def _last(path: Seq[int]) -> int:
     return path[-1] if path else ROOT
 
 
-def _place(request: Request, path: Seq[int]) -> Request:
+def _place(request: Row, path: Seq[int]) -> Row:
     """Return the place behind the accepted nodes."""
     return request.behind([*request.run, *(request.tokens[node] for node in path)])
 
 
-def _words(places: Seq[Request]) -> Words:
+def _words(places: Seq[Row]) -> Words:
     """Return the noise of every place."""
     return np.array([word(place.sampling.seed, place.position) for place in places], np.uint64)
 
 
-def _firsts(requests: Seq[Request]) -> list[int]:
+def _firsts(requests: Seq[Row]) -> list[int]:
     """Return the first row of each request among rows that hold theirs in order."""
     firsts, row = [], 0
     for request in requests:

@@ -225,7 +225,7 @@ def draw_a_run_with_the_noise_of_its_first_place(patch: Patch) -> None:
     def behind(original, request, run):
         return replace(original(request, run), position=request.position)
 
-    wrap(patch, verification.Request, "behind", behind)
+    wrap(patch, verification.Row, "behind", behind)
 
 
 @killed_by(checks.texts, BUSY)

@@ -23,7 +23,7 @@ from backend.request import SamplingParams
 from backend.sampling.draw import HEAD, draw
 from backend.sampling.laws import target_laws
 from backend.sampling.randomness import word
-from backend.sampling.verification import Request
+from backend.sampling.verification import Row
 from backend.sequence import ROOT
 from engines_build.trt_graph.graph import F32, F64
 from engines_build.trt_graph.laws import Options, Vocabulary
@@ -128,7 +128,7 @@ def test_laws_are_those_of_torch(dtype, bound):
             strict=True,
         )
     ]
-    inputs = inputs_of(DRAWN, [Request(param, 1) for param in params], vocab, DTYPES[dtype])
+    inputs = inputs_of(DRAWN, [Row(param, 1) for param in params], vocab, DTYPES[dtype])
     found = run(open_session(graph), {"logits": tensor, **inputs})["laws"]
     expected = target_laws(
         tensor.flatten(0, 1), [param for param in params for _ in range(2)]
@@ -145,7 +145,7 @@ def test_two_tokens_behind_a_tree_follow_the_target_s_laws(sampling):
     logits = torch.from_numpy(rng.normal(size=(5, vocab)) * 1.5)
     laws = target_laws(logits, [sampling] * 5).numpy()
     tree = {"tokens": [*laws[0].argsort()[-2:].tolist(), 1, 5], "parents": [ROOT, ROOT, 0, 1]}
-    requests = [Request(replace(sampling, seed=seed), 9, **tree) for seed in range(texts)]
+    requests = [Row(replace(sampling, seed=seed), 9, **tree) for seed in range(texts)]
     compiled, emitted = Compiled(DRAWN, F32, vocab), list[list[int]]()
     for first in range(0, texts, 1000):
         some = requests[first : first + 1000]
@@ -164,7 +164,7 @@ def test_tokens_follow_a_law_with_a_tail_of_any_mass(spread):
     law = logits.softmax(-1)[0].numpy()
     compiled, drawn = Compiled(DRAWN, F32, MANY), []
     for first in range(0, draws, 250):
-        some = [Request(SamplingParams(1.0, seed=seed), 3) for seed in range(first, first + 250)]
+        some = [Row(SamplingParams(1.0, seed=seed), 3) for seed in range(first, first + 250)]
         verdicts = compiled.verdicts(some, logits.float().expand(250, 1, -1))
         drawn += [verdict.column for verdict in verdicts]
     order = np.argsort(law, kind="stable")  # bins of like tokens, those of the tail among them
@@ -186,7 +186,7 @@ def fits(found, law, limit=4.5):
 
 
 def test_what_is_compiled_in():
-    plain = Request(SamplingParams(0.8), 1, tokens=[1, 2], parents=[ROOT, 0])
+    plain = Row(SamplingParams(0.8), 1, tokens=[1, 2], parents=[ROOT, 0])
     assert suits(plain)
     for option in ("log_probs", "repetition_penalty", "top_p_decay", "bias"):
         value = {"log_probs": True, "bias": ((1, 1.0),)}.get(option, 0.9)

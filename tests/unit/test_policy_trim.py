@@ -61,10 +61,10 @@ def planned(length, price=1.0, **changes):
     return Plan(np.where(np.array(length) > 0, 0, -1), np.array(length), price=price, **changes)
 
 
-def trim(latency, view_, plan, proposed, calibration=None, correction=None, aloft=0):
+def trim(latency, view_, plan, proposed, calibration=None, correction=None, in_flight=0):
     known = calibration or Calibration.none(2)
     factors = np.ones(2 + len(latency.drafts)) if correction is None else correction
-    return trimmed(Times(latency, factors), known, view_, plan, proposed, aloft).tolist()
+    return trimmed(Times(latency, factors), known, view_, plan, proposed, in_flight).tolist()
 
 
 # -- the choice
@@ -142,7 +142,7 @@ def stairs(edge, high_s=1.0):
 
 
 @pytest.mark.parametrize(
-    ("rows", "changes", "aloft"),
+    ("rows", "changes", "in_flight"),
     [
         (2, {}, 0),
         (2, {"prefill_tokens": 6}, 0),
@@ -154,16 +154,16 @@ def stairs(edge, high_s=1.0):
         ),  # others share no pass with a cohort
     ],
 )
-def test_the_staircase_begins_behind_what_the_pass_has_anyway(rows, changes, aloft):
+def test_the_staircase_begins_behind_what_the_pass_has_anyway(rows, changes, in_flight):
     seen, latency = (
         view(rows, **changes),
-        stairs(2 + changes.get("prefill_tokens", 0) + aloft + 4, 5.0),
+        stairs(2 + changes.get("prefill_tokens", 0) + in_flight + 4, 5.0),
     )
     proposed, plan = (
         drafted([0.9, 0.5, 0.2], [0.8, 0.3, 0.1], *[[]] * (rows - 2)),
         planned([3, 3] + [0] * (rows - 2)),
     )
-    assert trim(latency, seen, plan, proposed, aloft=aloft)[:2] == [2, 1]
+    assert trim(latency, seen, plan, proposed, in_flight=in_flight)[:2] == [2, 1]
 
 
 def test_measured_times_count_and_not_the_table_s():

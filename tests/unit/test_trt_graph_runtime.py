@@ -9,7 +9,7 @@ import torch
 
 from backend.engines.trt_graph.engine import Shapes
 from backend.engines.trt_graph.runtime import (
-    Manifest,
+    NetworkManifest,
     TrtGraphError,
     TrtRuntime,
     _library,
@@ -36,7 +36,7 @@ def folder(tmp_path):
 
 
 def test_a_manifest_is_read(folder):
-    manifest = Manifest.read(folder)
+    manifest = NetworkManifest.read(folder)
     assert manifest.passes == (Shapes(8, 6),)
     assert manifest.engines == {"logits": "logits.engine"}
 
@@ -53,7 +53,7 @@ def test_a_manifest_is_read(folder):
 def test_a_damaged_manifest_is_an_error_that_names_it(tmp_path, text):
     (tmp_path / "trt_graph.json").write_text(text)
     with pytest.raises(TrtGraphError, match=r"trt_graph.json is damaged"):
-        Manifest.read(tmp_path)
+        NetworkManifest.read(tmp_path)
 
 
 def test_a_folder_that_was_not_built_is_an_error_that_says_how(tmp_path):
@@ -83,7 +83,7 @@ def test_another_version_of_the_library_is_an_error(folder):
     with pytest.raises(
         TrtGraphError, match=r"engines are of tensorrt_rtx 0.1, installed is .*: build them again"
     ):
-        _library(Manifest.read(folder))
+        _library(NetworkManifest.read(folder))
 
 
 def test_a_library_that_is_missing_is_an_error(folder):
@@ -91,4 +91,4 @@ def test_a_library_that_is_missing_is_an_error(folder):
     with pytest.raises(
         TrtGraphError, match=r"needs tensorrt_absent 1.7.1.116, which cannot be imported"
     ):
-        _library(Manifest.read(folder))
+        _library(NetworkManifest.read(folder))

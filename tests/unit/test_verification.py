@@ -11,7 +11,7 @@ from backend.sampling.draw import draw
 from backend.sampling.laws import arg_max, target_laws
 from backend.sampling.processing import WHOLE_VOCABULARY
 from backend.sampling.randomness import word
-from backend.sampling.verification import Request, candidates, verify
+from backend.sampling.verification import Row, candidates, verify
 from backend.sequence import Proposal, Sequence
 
 VOCAB = 4
@@ -43,7 +43,7 @@ def test_of_a_tree_is_accepted_what_is_drawn_path_by_path(seed):
         for token, parent in zip(tokens, parents, strict=True):
             paths.append((*paths[parent + 1], token))
         rows += [of_path[path] for path in paths]
-        requests.append(Request(sampling, 5, [1] * 5, 2, (), tokens, parents))
+        requests.append(Row(sampling, 5, [1] * 5, 2, (), tokens, parents))
         text = ()
         while text in paths:
             text += (one_draw(of_path[text], sampling, 5 + len(text)),)
@@ -66,7 +66,7 @@ def one_draw(logits, sampling, position):
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.9, seed=4)])
 def test_a_draft_s_first_candidate_is_what_a_target_like_it_draws(sampling):
     logits = torch.from_numpy(np.random.default_rng(1).normal(size=(30, VOCAB)))
-    places = [Request(sampling, at, [0] * 30, 0) for at in range(30)]
+    places = [Row(sampling, at, [0] * 30, 0) for at in range(30)]
     found = candidates(logits, places, 3, WHOLE_VOCABULARY)
     drawn = [verdict.column for verdict in verify(logits, places)]
     assert [row[0][0] for row in found] == drawn
@@ -78,10 +78,10 @@ def test_a_draft_s_first_candidate_is_what_a_target_like_it_draws(sampling):
 
 def test_a_request_takes_a_proposal_s_nodes_and_refuses_what_is_no_tree():
     sequence = Sequence(1, [0, 1], 1, SamplingParams())
-    assert Request.of(sequence, None).rows == 1
-    assert Request.of(sequence, Proposal.chain("d", [3, 2])).rows == 3
+    assert Row.of(sequence, None).rows == 1
+    assert Row.of(sequence, Proposal.chain("d", [3, 2])).rows == 3
     with pytest.raises(ValueError, match="earlier node"):
-        Request.of(sequence, Proposal("d", [3, 2], [-1, 1], [1.0, 1.0]))
+        Row.of(sequence, Proposal("d", [3, 2], [-1, 1], [1.0, 1.0]))
 
 
 def test_a_law_is_temperature_then_top_k_then_top_p():

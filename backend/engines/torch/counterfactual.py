@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from backend.sampling.processing import Columns
-from backend.sampling.verification import Request, candidates
+from backend.sampling.verification import Row, candidates
 
 SCORED_ROWS = 32
 """Rows of a submission, at most, whose logits are made for this alone."""
@@ -19,7 +19,7 @@ DRAWN_ROWS = 4
 """For how many of them a row of a sampled text counts: its race takes longer than its logits do."""
 
 
-def guesses(logits: torch.Tensor, first: Request, columns: Columns) -> list[int]:
+def guesses(logits: torch.Tensor, first: Row, columns: Columns) -> list[int]:
     """Return the token that a draft of these logits [n, S] would have proposed in each row's place.
 
     Row i is that of the place ``first.position + i`` of ``first.committed``, all emitted.

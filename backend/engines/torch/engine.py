@@ -24,7 +24,7 @@ from backend.engines.torch.kv_caches import Cache, Caches
 from backend.engines.torch.llama import Llama
 from backend.engines.torch.side_stream import SideStream
 from backend.sampling.processing import Columns
-from backend.sampling.verification import Request, Verdict, candidates, verify
+from backend.sampling.verification import Row, Verdict, candidates, verify
 from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class _Job:
 
     turn: Turn
     cache: Cache
-    request: Request
+    request: Row
     chunk: Chunk | None
     tokens: list[int] = field(default_factory=list)
     path: list[int] = field(default_factory=list)
@@ -252,7 +252,7 @@ class TorchEngine:
         """
         sequence = turn.sequence
         cache = self._caches.of(sequence)
-        request = Request.of(sequence, turn.proposal)
+        request = Row.of(sequence, turn.proposal)
         self._check(turn, request, len(cache.table))
         decides = turn.run > 0
         start = min(
@@ -297,7 +297,7 @@ class TorchEngine:
         self._rows_to_score -= rows * price
         return rows
 
-    def _check(self, turn: Turn, request: Request, capacity_tokens: int) -> None:
+    def _check(self, turn: Turn, request: Row, capacity_tokens: int) -> None:
         name, length, proposed = (
             f"turn of sequence {turn.sequence.id}",
             len(turn.sequence.tokens),

@@ -31,7 +31,7 @@ from backend.engines.trt_graph.inputs import (
     suits,
     verdicts_of,
 )
-from backend.sampling.verification import Request, Verdict
+from backend.sampling.verification import Row, Verdict
 from backend.sequence import BLOCK_TOKENS
 
 
@@ -105,7 +105,7 @@ class CompiledModel:
             [part for parts, tail in zip(before, found, strict=True) for part in (*parts, tail)]
         )
 
-    def decide(self, chunks: Seq[Chunk], requests: Seq[Request]) -> list[Verdict]:
+    def decide(self, chunks: Seq[Chunk], requests: Seq[Row]) -> list[Verdict]:
         """Run chunks of which the last rows are the requests', writing their KV, and return the
         verdicts on these.
         """

@@ -14,7 +14,7 @@ import torch
 from backend.engines.torch.chunks import ancestors
 from backend.sampling.draw import Heads, race
 from backend.sampling.randomness import word
-from backend.sampling.verification import Request, Verdict, follow
+from backend.sampling.verification import Row, Verdict, follow
 
 LOGITS, GREEDY, DRAWN = "logits", "greedy", "drawn"
 """The networks of a model, as files and messages call them; a draft has the first alone."""
@@ -25,7 +25,7 @@ ALL_TOP_P = 2.0
 Tensors = dict[str, torch.Tensor]
 
 
-def suits(request: Request) -> bool:
+def suits(request: Row) -> bool:
     """Whether a verification can decide about a request.
 
     Options that change logits, a top-p of every place's own and log-probabilities are not compiled.
@@ -35,17 +35,17 @@ def suits(request: Request) -> bool:
     return not (sampling.changes_logits or sampling.reads_log_probs or own_top_p)
 
 
-def network_for(requests: Seq[Request]) -> str:
+def network_for(requests: Seq[Row]) -> str:
     """Return which verification decides about requests side by side."""
     return GREEDY if all(request.sampling.greedy for request in requests) else DRAWN
 
 
-def inputs_of(network: str, requests: Seq[Request], vocab_size: int, wide: torch.dtype) -> Tensors:
+def inputs_of(network: str, requests: Seq[Row], vocab_size: int, wide: torch.dtype) -> Tensors:
     """Return a verification's inputs by name, on the CPU; ``wide`` is the dtype of laws."""
     return _trees(requests) if network == GREEDY else _options(requests, vocab_size, wide)
 
 
-def verdicts_of(network: str, requests: Seq[Request], outputs: Tensors) -> list[Verdict]:
+def verdicts_of(network: str, requests: Seq[Row], outputs: Tensors) -> list[Verdict]:
     """Return the verdicts on requests from a verification's outputs. This waits for the device."""
     if network == GREEDY:
         found = zip(*(outputs[key].tolist() for key in ("accepted", "path", "tokens")), strict=True)
@@ -56,7 +56,7 @@ def verdicts_of(network: str, requests: Seq[Request], outputs: Tensors) -> list[
     return verdicts
 
 
-def _trees(requests: Seq[Request]) -> Tensors:
+def _trees(requests: Seq[Row]) -> Tensors:
     rows = max(request.rows for request in requests)
     proposal = np.full((len(requests), rows), -1, np.int32)  # no row's own token
     above = np.zeros((len(requests), rows, rows), np.bool_)
@@ -68,7 +68,7 @@ def _trees(requests: Seq[Request]) -> Tensors:
     return {"proposal": torch.from_numpy(proposal), "above": torch.from_numpy(above)}
 
 
-def _options(requests: Seq[Request], vocab_size: int, wide: torch.dtype) -> Tensors:
+def _options(requests: Seq[Row], vocab_size: int, wide: torch.dtype) -> Tensors:
     params = [request.sampling for request in requests]
     options = {
         "temperature": [0.0 if param.greedy else param.temperature for param in params],
@@ -78,7 +78,7 @@ def _options(requests: Seq[Request], vocab_size: int, wide: torch.dtype) -> Tens
     return {name: torch.tensor(values, dtype=wide) for name, values in options.items()}
 
 
-def _drawn(requests: Seq[Request], outputs: Tensors) -> list[int]:
+def _drawn(requests: Seq[Row], outputs: Tensors) -> list[int]:
     """Return every row's own token, request by request: ``backend.sampling.draw`` by the heads.
 
     Of a law no more leaves the device, unless its tail wins.
@@ -97,7 +97,7 @@ def _drawn(requests: Seq[Request], outputs: Tensors) -> list[int]:
     return race(heads, words, lambda row: laws[rows[row]].cpu().numpy())
 
 
-def _words(request: Request) -> list[int]:
+def _words(request: Row) -> list[int]:
     """Return the noise of the place that each row draws for."""
     depths = [0]
     for parent in request.parents:

@@ -35,7 +35,7 @@ class TrtGraphError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class NetworkManifest:
     """What a folder holds: engines by network name, the library and version that compiled them, and
     the shapes of each profile.
     """
@@ -50,7 +50,7 @@ class Manifest:
     engines: dict[str, str]
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest:
+    def read(cls, folder: Path) -> NetworkManifest:
         """Read a folder's manifest. Raises TrtGraphError when it is missing or damaged."""
         path = folder / MANIFEST
         try:
@@ -72,7 +72,7 @@ class TrtRuntime:
     """
 
     def __init__(self, folder: Path, device: str = "cuda") -> None:
-        manifest = Manifest.read(folder)
+        manifest = NetworkManifest.read(folder)
         if not torch.cuda.is_available():
             raise TrtGraphError(
                 f"{folder}: trt_graph needs a CUDA GPU and a torch built for CUDA; none was "
@@ -132,7 +132,7 @@ def open_engine(
     """Load an engine folder. Raises TrtGraphError where the folder, the library or the GPU does not
     do.
     """
-    manifest = Manifest.read(folder)
+    manifest = NetworkManifest.read(folder)
     for what, asked, compiled in (
         ("max_context_tokens", max_context_tokens, manifest.max_context_tokens),
         ("k_max", max_draft_tokens, manifest.max_draft_tokens),
@@ -223,7 +223,7 @@ class _Network:
         return context
 
 
-def _library(manifest: Manifest) -> Any:
+def _library(manifest: NetworkManifest) -> Any:
     """Import what compiled the engines: they are read by the same library and version only."""
     try:
         library = importlib.import_module(manifest.library)
