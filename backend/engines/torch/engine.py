@@ -37,7 +37,7 @@ CANDIDATES = 4
 
 
 @dataclass(slots=True)
-class _Job:
+class Job:
     """A turn under way: its chunk of the first pass and what it has come to so far.
 
     ``tokens`` are accepted and emitted ones. A draft's are ``spine``, the likeliest path so far,
@@ -190,7 +190,7 @@ class TorchEngine:
         completes with its own error.
         """
         turns, self._turns, self._rows_to_score = self._turns, [], SCORED_ROWS
-        jobs: list[_Job] = []
+        jobs: list[Job] = []
         completions: list[Completion] = []
         for turn in turns:
             try:
@@ -246,7 +246,7 @@ class TorchEngine:
 
     # -- one submission
 
-    def _prepare(self, turn: Turn) -> _Job:
+    def _prepare(self, turn: Turn) -> Job:
         """Check a turn, roll its cache back to what the turn builds on, and cut its chunk;
         ValueError names what is wrong.
         """
@@ -274,7 +274,7 @@ class TorchEngine:
             if tokens
             else None
         )
-        return _Job(turn, cache, request, chunk, rows_scored=scored, context_rows=context)
+        return Job(turn, cache, request, chunk, rows_scored=scored, context_rows=context)
 
     def _piece_tokens(self, turn: Turn, start: int) -> int | None:
         """Return how a turn's keys are cut beside others'; None for a chunk by itself: with many
@@ -337,7 +337,7 @@ class TorchEngine:
         if needed > room:
             raise ValueError(f"{name}: needs KV for {needed} tokens, has {room}")
 
-    def _run(self, jobs: list[_Job]) -> None:
+    def _run(self, jobs: list[Job]) -> None:
         """Catch up, verify the proposals and emit a token in one pass; then one pass more for each
         further token of a free run.
         """
@@ -350,13 +350,13 @@ class TorchEngine:
             running = [(job, self._next_chunk(job)) for job in going]
 
     @staticmethod
-    def _goes_on(job: _Job) -> bool:
+    def _goes_on(job: Job) -> bool:
         """Whether a turn runs on: a free run to its end, a draft as long as it has candidates."""
         if job.turn.nodes:
             return len(job.spine) < job.turn.run and job.last != ROOT
         return len(job.tokens) < job.turn.run and not job.request.tokens
 
-    def _pass(self, running: list[tuple[_Job, Chunk]]) -> None:
+    def _pass(self, running: list[tuple[Job, Chunk]]) -> None:
         """Run chunks, and decide about their last rows."""
         logits = self._score(self._model.forward([chunk for _, chunk in running]), running)
         self._ran(running)
@@ -364,7 +364,7 @@ class TorchEngine:
         if deciding:
             self._decide(logits, deciding)
 
-    def _ran(self, running: list[tuple[_Job, Chunk]]) -> None:
+    def _ran(self, running: list[tuple[Job, Chunk]]) -> None:
         """Note what of the text has KV now; accepted nodes are noted where they have their
         places.
         """
@@ -372,7 +372,7 @@ class TorchEngine:
             job.cache.ran += chunk.tokens[: len(chunk.tokens) - len(job.request.tokens)]
             job.cache.agreed = job.turn.end
 
-    def _score(self, logits: torch.Tensor, running: list[tuple[_Job, Chunk]]) -> torch.Tensor:
+    def _score(self, logits: torch.Tensor, running: list[tuple[Job, Chunk]]) -> torch.Tensor:
         """Score the tokens emitted without this draft from their rows of ``logits``, keep a
         prompt's, and return those that decide.
         """
@@ -397,12 +397,12 @@ class TorchEngine:
             deciding.append(logits[rows.stop : row])
         return torch.cat(deciding)
 
-    def _next_chunk(self, job: _Job) -> Chunk:
+    def _next_chunk(self, job: Job) -> Chunk:
         job.request = job.request.behind([*job.run])
         start, pieces = len(job.cache.ran), self._piece_tokens(job.turn, job.turn.end - 1)
         return Chunk(job.run[-1:], start, job.cache.table, 1, piece_tokens=pieces)
 
-    def _decide(self, logits: torch.Tensor, jobs: list[_Job]) -> None:
+    def _decide(self, logits: torch.Tensor, jobs: list[Job]) -> None:
         """Turn logits (for each job one row, and one for each proposed token) into tokens or
         nodes.
         """
@@ -424,7 +424,7 @@ class TorchEngine:
                 job.logits.append(logits[places].float())
             row += job.request.rows
 
-    def _extend(self, logits: torch.Tensor, jobs: list[_Job]) -> None:
+    def _extend(self, logits: torch.Tensor, jobs: list[Job]) -> None:
         """Make nodes of the likeliest tokens behind each draft's spine, from its row of
         ``logits``.
         """
@@ -437,7 +437,7 @@ class TorchEngine:
             job.nodes += [(self._columns.token(column), parent, path * p) for column, p in ones]
             job.spine += [node[0] for node in job.nodes[job.last :][:1]] if ones else []
 
-    def _take(self, job: _Job, verdict: Verdict) -> None:
+    def _take(self, job: Job, verdict: Verdict) -> None:
         """Note the tokens that a verdict comes to."""
         job.path = verdict.path
         accepted = [job.request.tokens[node] for node in verdict.path]
@@ -445,7 +445,7 @@ class TorchEngine:
         job.log_probs += verdict.log_probs
         job.top += verdict.top
 
-    def _compact(self, jobs: list[_Job]) -> None:
+    def _compact(self, jobs: list[Job]) -> None:
         """Move the KV of accepted nodes to where their tokens are in the text, and note it."""
         sources, targets = [], []
         for job in jobs:
@@ -458,7 +458,7 @@ class TorchEngine:
         for job in jobs:
             job.cache.ran += [job.request.tokens[node] for node in job.path]
 
-    def _complete(self, job: _Job) -> Completion:
+    def _complete(self, job: Job) -> Completion:
         if job.turn.nodes:
             job.proposal = Proposal.best(self.name, job.nodes, job.turn.nodes)
             job.cache.proposed_at, job.cache.proposed = job.turn.end, job.proposal
@@ -490,7 +490,7 @@ def step_limits(
     )
 
 
-def _extras(job: _Job) -> Extras | None:
+def _extras(job: Job) -> Extras | None:
     if not job.top and not job.logits and job.context_logits is None:
         return None
     extras = Extras(job.top, torch.cat(job.logits).cpu().numpy() if job.logits else None)

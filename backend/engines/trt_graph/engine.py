@@ -21,7 +21,7 @@ import torch
 
 from backend.engines.torch.checkpoint import LlamaConfig
 from backend.engines.torch.chunks import Chunk, ancestors
-from backend.engines.torch.engine import RAGGED, TorchEngine, _Job, step_limits
+from backend.engines.torch.engine import RAGGED, TorchEngine, Job, step_limits
 from backend.engines.torch.llama import Llama
 from backend.engines.trt_graph.inputs import (
     LOGITS,
@@ -250,9 +250,9 @@ class TrtGraphEngine(TorchEngine):
         super().close()
         del self._compiled
 
-    def _pass(self, running: list[tuple[_Job, Chunk]]) -> None:
+    def _pass(self, running: list[tuple[Job, Chunk]]) -> None:
         """Decide about chunks inside the networks where that is compiled, else from logits."""
-        inside, others = list[tuple[_Job, Chunk]](), list[tuple[_Job, Chunk]]()
+        inside, others = list[tuple[Job, Chunk]](), list[tuple[Job, Chunk]]()
         for pair in running:
             (inside if self._verifies and _suits(*pair) else others).append(pair)
         if inside:
@@ -265,7 +265,7 @@ class TrtGraphEngine(TorchEngine):
             super()._pass(others)
 
 
-def _suits(job: _Job, chunk: Chunk) -> bool:
+def _suits(job: Job, chunk: Chunk) -> bool:
     """Whether nothing is wanted of a chunk but a verdict that is compiled in."""
     turn = job.turn
     more = turn.nodes or job.rows_scored or job.context_rows or turn.sequence.generation_logits
