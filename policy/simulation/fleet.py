@@ -22,11 +22,6 @@ Router = Callable[[list[int], int], int]
 """From the outstanding requests by replica and the request's number to the replica that gets it."""
 
 
-def round_robin(outstanding: list[int], request: int) -> int:
-    """Return the replicas in turn."""
-    return request % len(outstanding)
-
-
 def least_outstanding(outstanding: list[int], request: int) -> int:
     """Return the replica with the fewest requests; ties go round, so that an idle fleet is used
     evenly.

@@ -222,13 +222,6 @@ class Recorded:
     category: IntArray
 
 
-def poisson(requests: int, rate_hz: float, seed: int) -> FloatArray:
-    """Return arrival times of a Poisson process; the same seed at another rate is the same pattern,
-    stretched.
-    """
-    return bursty(requests, rate_hz, 1.0, seed)
-
-
 def bursty(requests: int, rate_hz: float, variation: float, seed: int) -> FloatArray:
     """Return arrival times with gamma gaps of a coefficient of variation (1: Poisson, above:
     bursts).

@@ -17,8 +17,8 @@ from backend.sampling.verification import Row, Verdict, verify
 from backend.sequence import ROOT
 from engines_build.trt_graph.graph import F32, F64
 from engines_build.trt_graph.laws import Vocabulary
-from engines_build.trt_graph.onnx import OnnxGraph
 from engines_build.trt_graph.verification import verify as describe
+from tests.contract.onnx_graph import OnnxGraph
 
 VOCAB, NODES = 40, 6
 VERIFICATIONS = (GREEDY, DRAWN)

@@ -11,8 +11,8 @@ from backend.engines.trt_graph.engine import Shapes, TrtGraphEngine
 from backend.engines.trt_graph.inputs import Tensors
 from engines_build.trt_graph.graph import F32, F64
 from engines_build.trt_graph.network import Step, describe
-from engines_build.trt_graph.onnx import OnnxGraph
 from tests.contract.network_cases import open_session, run
+from tests.contract.onnx_graph import OnnxGraph
 
 
 class OnnxRuntime:

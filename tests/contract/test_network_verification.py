@@ -27,7 +27,6 @@ from backend.sampling.verification import Row
 from backend.sequence import ROOT
 from engines_build.trt_graph.graph import F32, F64
 from engines_build.trt_graph.laws import Options, Vocabulary
-from engines_build.trt_graph.onnx import OnnxGraph
 from tests.contract.network_cases import (
     DTYPES,
     VERIFICATIONS,
@@ -39,6 +38,7 @@ from tests.contract.network_cases import (
     outcome,
     run,
 )
+from tests.contract.onnx_graph import OnnxGraph
 
 MANY = 3000
 """Columns of laws of which heads are a part: more than TopK takes."""

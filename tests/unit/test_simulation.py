@@ -17,7 +17,7 @@ from policy import (
 from policy.simulation.arms import WITHOUT, Oracle, make_policy
 from policy.simulation.deployment import Deployment, Work, perturbed, step_parts
 from policy.simulation.experiments import Scenario, Task, run_once
-from policy.simulation.fleet import least_outstanding, round_robin, simulate, simulate_closed
+from policy.simulation.fleet import least_outstanding, simulate, simulate_closed
 from policy.simulation.presets import (
     CHAT,
     LLAMA_8B,
@@ -35,7 +35,6 @@ from policy.simulation.workload import (
     backlog,
     bursty,
     draw,
-    poisson,
 )
 
 STEP_S, DRAFT_S = 0.010, 0.001
@@ -64,7 +63,7 @@ def drawn(deployment, what, arrivals, seed=0):
 def test_one_at_a_time_every_request_waits_as_lindley_s_recursion_says(load):
     service_s = 5 * STEP_S
     deployment = flat(max_active=1)
-    arrivals = poisson(300, load / service_s, seed=1)
+    arrivals = bursty(300, load / service_s, 1.0, seed=1)
     run = simulate(deployment, drawn(deployment, mix(output=5), arrivals), NoSpeculation, 0)
     waiting_s = [0.0]
     for gap_s in np.diff(arrivals):
@@ -121,7 +120,7 @@ def test_without_speculation_it_is_the_queue_m_d_1():
     deployment = flat(max_active=1)
     run = simulate(
         deployment,
-        drawn(deployment, mix(output=2), poisson(4000, load / service_s, seed=1)),
+        drawn(deployment, mix(output=2), bursty(4000, load / service_s, 1.0, seed=1)),
         NoSpeculation,
         0,
     )
@@ -195,14 +194,14 @@ def test_a_step_carries_at_most_a_chunk_of_prompts_and_a_prompt_s_end_emits_its_
 
 def test_the_same_seed_is_the_same_run_and_arms_share_requests_and_luck():
     deployment = llama_8b_h100()
-    workload = drawn(deployment, MIXED, poisson(15, 5.0, 0))
+    workload = drawn(deployment, MIXED, bursty(15, 5.0, 1.0, 0))
 
     def adaptive():
         return AdaptivePlanner(deployment.drafts, perturbed(deployment.latency, 0.2, 0))
 
     runs = [simulate(deployment, workload, adaptive, 0) for _ in range(2)]
     assert runs[0].latency_s.tolist() == runs[1].latency_s.tolist()
-    again = drawn(deployment, MIXED, poisson(15, 50.0, 0))
+    again = drawn(deployment, MIXED, bursty(15, 50.0, 1.0, 0))
     assert again.output_tokens.tolist() == workload.output_tokens.tolist()
     assert (again.acceptance.uniform == workload.acceptance.uniform).all()
     assert again.arrival_s * 10 == pytest.approx(workload.arrival_s)
@@ -259,7 +258,6 @@ def test_the_repaired_coefficients_have_no_negative_term_and_keep_the_fit():
 
 
 def test_routers_spread_requests():
-    assert [round_robin([0, 0, 0], i) for i in range(4)] == [0, 1, 2, 0]
     assert least_outstanding([2, 0, 1], 5) == 1
     assert {least_outstanding([0, 0, 0], i) for i in range(3)} == {0, 1, 2}
 
@@ -288,7 +286,7 @@ def test_recorded_requests_keep_their_times_and_lengths():
 
 def test_the_oracle_plans_with_the_true_hazards():
     deployment = llama_8b_h100()
-    workload = drawn(deployment, MIXED, poisson(15, 2.0, 0))
+    workload = drawn(deployment, MIXED, bursty(15, 2.0, 1.0, 0))
     oracle = Oracle(
         deployment.drafts, deployment.latency, workload.acceptance.hazard, PlannerConfig()
     )
@@ -319,7 +317,7 @@ def test_the_oracle_plans_with_the_true_hazards():
 )
 def test_every_arm_serves_a_small_load(arm):
     deployment = llama_8b_h100()
-    workload = drawn(deployment, MIXED, poisson(8, 4.0, 0))
+    workload = drawn(deployment, MIXED, bursty(8, 4.0, 1.0, 0))
     policy = make_policy(arm, deployment, MIXED, workload, deployment.latency, 0)
     assert np.isfinite(simulate(deployment, workload, lambda: policy, 0).latency_s).all()
 
@@ -342,7 +340,7 @@ def test_where_chunks_limit_a_backlog_it_is_those_in_prefill_that_keep_steps_sho
 @pytest.mark.parametrize("arm", ["nothing", "fixed:big:3", "fixed:eagle:x", "spin"])
 def test_an_unknown_arm_is_refused(arm):
     deployment = llama_8b_h100()
-    workload = drawn(deployment, MIXED, poisson(1, 4.0, 0))
+    workload = drawn(deployment, MIXED, bursty(1, 4.0, 1.0, 0))
     with pytest.raises(ValueError, match=arm):
         make_policy(arm, deployment, MIXED, workload, deployment.latency, 0)
 

@@ -21,7 +21,7 @@ import torch
 
 from backend.engines.torch.checkpoint import LlamaConfig
 from backend.engines.torch.chunks import Chunk, ancestors
-from backend.engines.torch.engine import RAGGED, TorchEngine, Job, step_limits
+from backend.engines.torch.engine import RAGGED, Job, TorchEngine, step_limits
 from backend.engines.torch.llama import Llama
 from backend.engines.trt_graph.inputs import (
     LOGITS,
