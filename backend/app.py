@@ -18,16 +18,16 @@ from backend.core.kv_ledger import KVLedger
 from backend.core.orchestrator import Orchestrator
 from backend.core.preparation import Preparation
 from backend.core.session import ReplySink, Session
-from backend.deployment import check_memory, check_pairs, model_path
 from backend.engines.contention import overlapped
 from backend.engines.port import Engine
 from backend.engines.registry import Service, make_engine
 from backend.engines.trtllm.deployment import trtllm_tables
+from backend.model_folders import check_memory, check_pairs, model_path
 from backend.ops.learned_state import LearnedState, learned_key
 from backend.ops.stats import Stats, StepStats
 from backend.ops.switches import SwitchBoard
 from backend.ops.tracing import Tracing
-from backend.policies import check_policy, make_policy
+from backend.policy_factory import check_policy, make_policy
 from backend.request import GenerationRequest
 from backend.sampling.guides import Grammars
 from backend.storage import cache

@@ -227,7 +227,7 @@ def _listening(port: int) -> Iterator[str]:
 
 def deployment(path: Path) -> list[Finding]:
     """Say whether a configuration can be served, and what of it is prepared."""
-    from backend.deployment import check_folders
+    from backend.model_folders import check_folders
 
     try:
         config = load_config(path)
@@ -262,7 +262,7 @@ def embedded_model(config: ServingConfig) -> Finding | None:
 
 def tables(config: ServingConfig) -> Finding:
     """Say whether the engines were measured here, and whether the drafts fit the target."""
-    from backend.deployment import check_pairs, model_path
+    from backend.model_folders import check_pairs, model_path
     from backend.storage.tables import missing_tables, timed_engines
 
     try:

@@ -41,7 +41,7 @@ class Kind:
 
 
 _ANEW = "TensorRT-LLM's executor would begin it anew in every turn"
-_UNTOLD = "the TensorRT-LLM engine does not tell it turn by turn"
+_NOT_REPORTED = "the TensorRT-LLM engine does not tell it turn by turn"
 
 KINDS = {
     "torch": Kind("backend.engines.torch.engine", on_cpu=True, behaviour=1),
@@ -54,10 +54,10 @@ KINDS = {
         refuses={
             "guide_type": _ANEW,
             "top_p_decay": _ANEW,
-            "return_context_logits": _UNTOLD,
-            "return_generation_logits": _UNTOLD,
-            "return_prompt_log_probs": _UNTOLD,
-            "top_log_probs": _UNTOLD,
+            "return_context_logits": _NOT_REPORTED,
+            "return_generation_logits": _NOT_REPORTED,
+            "return_prompt_log_probs": _NOT_REPORTED,
+            "top_log_probs": _NOT_REPORTED,
         },
     ),
     "trt_graph": Kind("backend.engines.trt_graph.runtime", behaviour=1),

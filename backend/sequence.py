@@ -17,7 +17,7 @@ ROOT = -1
 """The parent of a proposal's nodes right behind the text."""
 
 
-UNTOLD = 0.8
+DEFAULT_CONFIDENCE = 0.8
 """The confidence in each token of a draft that tells none; it tells depths apart."""
 
 
@@ -79,7 +79,9 @@ class Proposal:
         falls.
         """
         parents = list(range(ROOT, len(tokens) - 1))
-        told = list(confidence) or [UNTOLD ** (place + 1) for place in range(len(tokens))]
+        told = list(confidence) or [
+            DEFAULT_CONFIDENCE ** (place + 1) for place in range(len(tokens))
+        ]
         return cls(draft, list(tokens), parents, told)
 
     @classmethod

@@ -27,7 +27,7 @@ from time import perf_counter, process_time
 
 from backend import machine
 from backend.config import DEFAULT_CONFIG, EngineConfig, ServingConfig, load_config
-from backend.deployment import model_path
+from backend.model_folders import model_path
 from backend.storage import cache
 from backend.storage.manifest import read_manifest
 from backend.storage.tables import read_table, table_file, timed_engines

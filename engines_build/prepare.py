@@ -15,9 +15,9 @@ import tempfile
 from pathlib import Path
 
 from backend.config import DEFAULT_CONFIG, EMBEDDED_MODEL, ServingConfig, load_config
-from backend.deployment import check_folders, model_path
 from backend.engine_process import policy_folders
-from backend.policies import check_policy
+from backend.model_folders import check_folders, model_path
+from backend.policy_factory import check_policy
 from backend.storage import cache
 from backend.storage.tables import missing_tables, timed_engines
 from engines_build.convert import convert, embedded_gguf

@@ -13,11 +13,11 @@ from typing import Any
 import policy
 from backend.app import App
 from backend.config import ConfigError, ServingConfig
-from backend.deployment import check_memory, check_pairs, model_path
 from backend.engines.port import Engine
 from backend.engines.registry import Service, make_engine
+from backend.model_folders import check_memory, check_pairs, model_path
 from backend.ops.learned_state import learned_key
-from backend.policies import make_policy
+from backend.policy_factory import make_policy
 from backend.storage.tables import load_tables, timed_engines
 
 logger = logging.getLogger(__name__)

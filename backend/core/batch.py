@@ -18,7 +18,7 @@ from policy import IntArray, Plan, View
 @dataclass(slots=True)
 class Batch:
     """The rows that decode (the plan is about them) and the chunks of prompts still in prefill;
-    ``flying`` decode in another flight.
+    ``other_passes`` decode in another flight.
 
     ``in_flight`` are the rows in flight in one in-flight batch with these, and what was planned for
     them.
@@ -28,7 +28,7 @@ class Batch:
     prefill: list[Turn] = field(default_factory=list)
     prefill_tokens: int = 0
     prefilling: int = 0
-    flying: list[Session] = field(default_factory=list)
+    other_passes: list[Session] = field(default_factory=list)
     in_flight: tuple[View, Plan] | None = None
 
     def __bool__(self) -> bool:
@@ -63,15 +63,16 @@ class Batch:
         of these ids ``needs_offers``.
         """
         rows, ready = self.decoding, len(self.decoding)
-        request = np.array([s.id for s in (*rows, *self.flying)], np.int64)
-        rests = not self.flying and self.in_flight is None and not needs_offers(request)
+        request = np.array([s.id for s in (*rows, *self.other_passes)], np.int64)
+        rests = not self.other_passes and self.in_flight is None and not needs_offers(request)
         ceiling, unseen = drafting.ceilings(
             [s.sequence for s in rows], [_most(s, k_max) for s in rows], only_free=rests
         )
-        if self.flying:
-            rows = rows + self.flying
+        if self.other_passes:
+            rows = rows + self.other_passes
             ceiling, unseen = (
-                np.pad(column, ((0, len(self.flying)), (0, 0))) for column in (ceiling, unseen)
+                np.pad(column, ((0, len(self.other_passes)), (0, 0)))
+                for column in (ceiling, unseen)
             )
         view = View(
             drafts=drafting.names,
@@ -80,7 +81,7 @@ class Batch:
             remaining=np.array([s.remaining for s in rows], np.int64),
             ceiling=ceiling,
             catchup=unseen,
-            ready=np.arange(len(rows)) < ready if self.flying else np.ones(ready, np.bool_),
+            ready=np.arange(len(rows)) < ready if self.other_passes else np.ones(ready, np.bool_),
             prefill_tokens=self.prefill_tokens,
             queued=queued,
             prefilling=self.prefilling,
@@ -96,7 +97,7 @@ class Batch:
         ``log`` is that of the first; the next one's begins when it is asked for.
         """
         number = plan.flight
-        if number is None and not self.flying:
+        if number is None and not self.other_passes:
             if self.in_flight is not None:
                 ready = np.arange(len(self.decoding))
                 view, plan = view.of_rows(ready), plan.of_rows(ready)

@@ -206,7 +206,7 @@ class Orchestrator:
             if session.id not in self._flights.proposals and not self._changes
         )
         batch = Batch.of(idle, self._target, self._prefill_chunk_tokens)
-        batch.flying, batch.in_flight = self._flights.decoding, self._flights.in_flight
+        batch.other_passes, batch.in_flight = self._flights.decoding, self._flights.in_flight
         batch.prefilling += self._flights.prefilling
         return batch
 

@@ -64,7 +64,12 @@ _C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
 
 SPINDLE_FAMILIES: tuple[Family, ...] = (
     Family("spindle_steps_total", _C, "Steps of the in-flight batch"),
-    Family("spindle_draft_tokens_total", _C, "Tokens proposed, by draft and arm", ("draft", "arm")),
+    Family(
+        "spindle_draft_tokens_total",
+        _C,
+        "Proposed tokens that were verified, by draft and arm",
+        ("draft", "arm"),
+    ),
     Family(
         "spindle_accepted_tokens_total",
         _C,

@@ -143,10 +143,12 @@ class EngineLink:
         self._closed.wait(RETRY_S)
 
     def _open(self, sock: socket.socket) -> None:
-        """Let messages go out, those that were held first. Raises OSError."""
+        """Let messages go out, those that were held first. Raises OSError; then they are held
+        on.
+        """
         with self._send_lock:
-            self._sock, held, self._held = sock, self._held, []
-            sock.sendall(b"".join(map(frame, held)))
+            sock.sendall(b"".join(map(frame, self._held)))
+            self._sock, self._held = sock, []
         self._connected.set()
 
     def _is_over(self) -> bool:

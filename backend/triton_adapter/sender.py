@@ -33,7 +33,7 @@ UNSENT = (ErrorCode.INTERNAL, "the reply could not be sent")
 
 class ResponseSender(Protocol):
     """One Triton request's way back (``pb_utils.InferenceResponseSender`` behind
-    ``triton.Responder``).
+    ``responder.Responder``).
     """
 
     def send(self, outputs: dict[str, Array], *, final: bool) -> None:

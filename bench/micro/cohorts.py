@@ -34,9 +34,9 @@ from backend import machine
 from backend.app import App, build
 from backend.config import ServingConfig, load_config
 from backend.core.session import Session
-from backend.deployment import model_path
 from backend.engines.contention import repeated
-from backend.policies import make_policy
+from backend.model_folders import model_path
+from backend.policy_factory import make_policy
 from backend.request import GenerationRequest
 from backend.storage.tables import load_tables, timed_engines
 from bench import workloads

@@ -26,7 +26,7 @@ from backend import machine
 from backend.app import App, build
 from backend.config import load_config
 from backend.core.session import Session
-from backend.deployment import model_path
+from backend.model_folders import model_path
 from backend.request import GenerationRequest
 from bench.in_process import Witness, first_difference, generate
 from bench.prompts import PROMPTS

@@ -23,9 +23,9 @@ import torch
 from backend import machine
 from backend.app import App, build
 from backend.config import load_config
-from backend.deployment import model_path
 from backend.engines import memory
 from backend.engines.torch.engine import TorchEngine
+from backend.model_folders import model_path
 from backend.request import GenerationRequest
 from backend.storage.tables import timed_engines
 from bench import workloads

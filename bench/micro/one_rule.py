@@ -29,9 +29,9 @@ import torch
 from backend import machine
 from backend.app import App, build
 from backend.config import ServingConfig, load_config
-from backend.deployment import model_path
 from backend.engines.port import Completion, Engine, Turn
 from backend.engines.registry import Service, make_engine
+from backend.model_folders import model_path
 from backend.request import GenerationRequest, SamplingParams
 from backend.sequence import BLOCK_TOKENS, Proposal, Sequence
 from backend.storage.tables import read_table

@@ -31,7 +31,7 @@ import numpy as np
 
 from backend import machine
 from backend.config import load_config
-from backend.deployment import model_path
+from backend.model_folders import model_path
 from bench import workloads
 from bench.paired import abba
 from bench.servers import Offer, Served, ServerArm

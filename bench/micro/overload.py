@@ -28,7 +28,7 @@ import grpc
 
 from backend import machine
 from backend.config import load_config
-from backend.deployment import model_path
+from backend.model_folders import model_path
 from backend.triton_adapter.paths import PROJECT_ROOT
 from bench.load import FINAL, Served, channel, percentiles_ms, serve
 from bench.prompts import PROMPTS

@@ -6,8 +6,8 @@ cut into pieces. Prints JSON.
 Every case is a batch of contexts; all arms verify ``--length`` proposed tokens a row in one engine,
 interleaved, and nothing is accepted. Times are CPU times of the one thread that does everything.
 ``decided`` is what the policy's cost model chooses (``policy.decomposition`` with the price
-``backend.policies.MERGE_TOKENS``), ``fit`` that price as these figures have it: seconds of the
-padding arms of a case are one constant and c (tokens read + price x pieces).
+``backend.policy_factory.MERGE_TOKENS``), ``fit`` that price as these figures have it: seconds of
+the padding arms of a case are one constant and c (tokens read + price x pieces).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ import numpy as np
 
 from backend import machine
 from backend.config import load_config
-from backend.deployment import model_path
 from backend.engines.port import Turn
 from backend.engines.torch.engine import PADDED, RAGGED, TILED, TorchEngine
-from backend.policies import MERGE_TOKENS
+from backend.model_folders import model_path
+from backend.policy_factory import MERGE_TOKENS
 from backend.request import SamplingParams
 from backend.sequence import BLOCK_TOKENS, Proposal, Sequence
 from bench.paired import abba, median_interval

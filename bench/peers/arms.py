@@ -20,8 +20,8 @@ from typing import Any
 
 from backend import machine
 from backend.config import EMBEDDED_MODEL, EngineConfig, parse_config
-from backend.deployment import model_path
 from backend.engines import memory
+from backend.model_folders import model_path
 from backend.storage import cache
 from backend.tokenizer import IncrementalDecoder, Tokenizer, load_tokenizer
 from bench.peers.models import as_gguf, whole_head

@@ -34,7 +34,7 @@ from typing import Any
 
 from backend import machine
 from backend.config import parse_config
-from backend.deployment import model_path
+from backend.model_folders import model_path
 from backend.tokenizer import Tokenizer, load_tokenizer
 from backend.triton_adapter.paths import PROJECT_ROOT
 from bench import workloads

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 
 from backend.app import App, build
 from backend.config import ServingConfig, parse_config
-from backend.deployment import model_path
-from backend.policies import make_policy
+from backend.model_folders import model_path
+from backend.policy_factory import make_policy
 from backend.storage.tables import load_tables, timed_engines
 from bench.servers import Arm, InProcessArm, ServerArm
 from policy import LatencyTable

@@ -39,8 +39,8 @@ from tqdm import tqdm
 
 from backend import machine
 from backend.config import PolicyConfig, parse_config
-from backend.deployment import model_path
 from backend.engines.memory import host_bytes
+from backend.model_folders import model_path
 from backend.triton_adapter.paths import PROJECT_ROOT
 from bench import workloads
 from bench.paired import abba, repeated_share

@@ -18,10 +18,10 @@ from types import ModuleType
 from typing import Any
 
 from backend.config import EngineConfig, ServingConfig, load_config
-from backend.deployment import model_path
 from backend.engines.torch.checkpoint import ROUNDED, load
 from backend.engines.trt_graph.engine import Shapes
 from backend.engines.trt_graph.inputs import DRAWN, GREEDY, LOGITS
+from backend.model_folders import model_path
 from engines_build.trt_graph.compile import Engine, Profile, compile_step
 from engines_build.trt_graph.graph import BF16, F16, F32
 from engines_build.trt_graph.library import find_library

@@ -19,12 +19,12 @@ from typing import Any
 
 from backend import machine
 from backend.config import EngineConfig, ServingConfig, load_config
-from backend.deployment import model_path
 from backend.engines.port import Turn
 from backend.engines.registry import Service
 from backend.engines.trtllm.deployment import LATENCY_FILE, make, trtllm_engines
 from backend.engines.trtllm.engine import ITERATIONS_IN_FLIGHT, TrtllmEngine
 from backend.engines.trtllm.folder import read_engine_folder
+from backend.model_folders import model_path
 from backend.sequence import BLOCK_TOKENS, Sequence
 from backend.storage import cache
 from engines_build.measure import BASE_CONTEXT, draft_cases, lower_quartile, tabulate, target_cases

@@ -16,7 +16,7 @@ import torch
 
 from backend.app import build
 from backend.config import parse_config
-from backend.deployment import model_path
+from backend.model_folders import model_path
 from backend.request import GenerationRequest
 from bench.in_process import Witness, first_difference, generate
 from bench.prompts import PROMPTS

@@ -30,7 +30,7 @@ from backend.core.session import Session
 from backend.engines.port import Completion, Turn
 from backend.engines.torch.engine import TorchEngine
 from backend.ops.stats import Stats, StepStats
-from backend.policies import make_policy
+from backend.policy_factory import make_policy
 from backend.request import GenerationRequest, SamplingParams
 from backend.sequence import Proposal, Sequence
 from engines_build.measure import draft_cases, lower_quartile, tabulate, target_cases

@@ -8,7 +8,7 @@ from backend.engines.fake import FakeEngine
 from backend.engines.lookup import LookupEngine
 from backend.kinds import KINDS
 from backend.ops.stats import Stats, StepStats
-from backend.policies import make_policy
+from backend.policy_factory import make_policy
 from backend.request import FinishReason, GenerationRequest, RequestError, SamplingParams
 from backend.sampling.options import sampling_params
 from backend.tokenizer import ByteTokenizer
@@ -316,3 +316,17 @@ def test_every_option_is_served_or_refused_by_tensorrt_llm():
     """A new one is refused in ``backend/kinds.py`` until ``trtllm/requests.py`` serves it."""
     options = {field.name for field in fields(GenerationRequest)}
     assert options == SERVED_BY_TENSORRT_LLM | set(KINDS["trtllm"].refuses)
+
+
+COMPILED = {"temperature", "top_k", "top_p", "seed", "end_ids"}
+DECLINED = {
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "bad_words"),
+    *("bias", "guide", "log_probs", "top_log_probs", "top_p_decay"),
+    *("top_p_min", "top_p_reset_id"),  # of no effect without a decay
+}
+
+
+def test_every_sampling_option_is_compiled_into_networks_or_declined():
+    """A new one is declined by ``suits`` in ``trt_graph/inputs.py`` until a network has it."""
+    options = {field.name for field in fields(SamplingParams) if field.init}
+    assert options == COMPILED | DECLINED

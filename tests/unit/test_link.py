@@ -100,6 +100,18 @@ def test_what_is_sent_while_the_engine_is_down_is_held_and_goes_first(link, reco
     engine.close()
 
 
+def test_what_was_held_is_held_on_when_the_engine_goes_before_it_has_it(link, tmp_path):
+    link.send(Submit(id=1, request=GenerationRequest("x" * 4_000_000, 1)))
+    engine = Engine(tmp_path / "s")
+    engine.accept()
+    engine.close()
+    engine = Engine(tmp_path / "s")
+    engine.accept()
+    assert [type(next(engine.messages)) for _ in range(3)] == [Hello, Subscribe, Submit]
+    assert link.wait(5)
+    engine.close()
+
+
 def test_a_lost_engine_is_reported_refused_after_a_while_and_found_again(
     link, recorder, tmp_path, monkeypatch
 ):

@@ -188,7 +188,8 @@ def test_a_draft_of_another_vocabulary_is_refused_with_the_first_token_that_diff
     other = folder(tmp_path, "other", tokenizer=VOCABULARY.replace('"b"', '"c"'))
     app = serving(draft("good"))
     monkeypatch.setattr(
-        "backend.deployment.model_path", lambda engine: target if engine.name == "target" else other
+        "backend.model_folders.model_path",
+        lambda engine: target if engine.name == "target" else other,
     )
     with pytest.raises(ConfigError, match=r'id 1 is "c" in the draft, "b" in the target'):
         reload_drafts(
