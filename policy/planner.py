@@ -490,8 +490,10 @@ class AdaptivePlanner(Policy):
         return min(max(debt_s, 0.0), most_s)
 
     def stand_by(self, view: View, state: PlannerState) -> PlannerState:
-        """Return the state before a step that another plans; what it shows is learnt."""
-        return replace(state, view=view, planned=True)
+        """Return the state before a step that another plans; what it shows is learnt, at once or,
+        where learning would take more than its share of the time, with later steps.
+        """
+        return replace(state, view=view, planned=state.debt_s <= 0)
 
     def drift(self, state: PlannerState) -> dict[str, float]:
         """Return measured over predicted time by part of the step; 1: the tables still hold."""

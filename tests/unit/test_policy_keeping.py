@@ -286,3 +286,28 @@ def test_steps_with_a_kept_choice_tell_what_they_take():
 def test_a_share_that_is_not_positive_is_refused():
     with pytest.raises(ValueError, match="planning_share must be > 0, got 0"):
         PlannerConfig(planning_share=0)
+
+
+def test_while_another_plans_learning_keeps_to_its_share():
+    loop, seen = Loop(0.0, planning_share=0.02), view()
+    reached = []
+    for _ in range(400):
+        loop.state = loop.planner.stand_by(seen, loop.state)
+        nothing = np.zeros(ROWS, np.int64)
+        scored = np.full(ROWS, 2)
+        made = Outcome(
+            *(seen.request, nothing - 1, nothing, nothing, nothing + 1, nothing, nothing),
+            STEP_S,
+            {"verify": STEP_S, "learning": 0.1 * STEP_S},
+            free_request=seen.request,
+            free_draft=nothing + 1,
+            free_accepted=scored,
+            free_scored=scored,
+        )
+        loop.state = loop.planner.observe(made, loop.state, loop.now)
+        loop.now += STEP_S
+        reached.append(float(loop.state.acceptance.draft_reached[1, 0]))
+    learnt = np.count_nonzero(np.diff(reached))
+    assert 0.1 < learnt / 400 < 0.3  # a tenth of a step each, where a fiftieth may be taken
+    assert len(loop.state.unlearnt) < 10
+    assert loop.state.acceptance.draft_hazard[1, :2].min() > 0.98  # it has seen them all
