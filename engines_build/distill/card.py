@@ -18,98 +18,21 @@ from engines_build.distill.overlap import GRAM_WORDS
 from engines_build.distill.train import POSITIONS, Shape
 from engines_build.distill.unlikelihood import CONTINUATIONS, NEW_TOKENS
 
-_CARD = """# {name}
 
-A draft for speculative decoding, distilled from `{target}` by this project's `engines_build.distill`. It proposes tokens;
-it is no model to talk to. Same tokenizer as its target (`vocabulary_sha256` in config.json).
-
-- Llama, {layers} layers, hidden {hidden}, head dimension {head_dim}, {millions:.1f} M parameters (most in the embedding), bf16.
-- The output head covers {shortlist} tokens (`lm_head.token_ids`); it never proposes another one.
-- Weights: Apache-2.0. They are trained on the target's own output and on these texts:
-{licences}
-
-## Training
-
-1. {beginning}
-2. Cross entropy with the target's law (its top {top_k} log probabilities, the rest as one class) on {generated} tokens of its own
-   in {sequences} sequences ({workloads}): half greedy, half at temperature {temperature} among its top {top_k}; prompts up to
-   {prompt} tokens, answers up to {new}; raw text and chat template. {read} tokens read, {passes:.1f} passes; at the end a loss of
-   {loss:.3f} nats a token and an agreement of {agreement:.2f} with the target, on what it was trained on.
-
-Seed {seed}. The last run of this command took {minutes:.0f} minutes; shards that earlier runs had generated are not counted:
-
-    {command}
-
-Documents were split by name before anything was generated. sha256 over the documents:
-
-- training `{train_digest}`
-- held-out `{held_out_digest}`
-
-No text trained on shares a run of {gram_words} words with the held-out documents or with the sets {judged} of
-`engines_build.distill.evaluation_sets`; the build checks it.
-
-## Scores on held-out prompts
-
-Along the target's greedy answers: share of tokens predicted (agreement); acceptance if both sampled at temperature 1 (overlap); mean
-tokens emitted per greedy step with 2, 4 and 8 proposed tokens (1 = no gain). Prompts come from the same templates as in training,
-over other documents: expect less on requests of another kind.
-
-| workload | tokens | agreement | overlap | tokens/step k=2 | k=4 | k=8 |
-| --- | --- | --- | --- | --- | --- | --- |
-{scores}
-
-Share of greedy steps in which the first, second, ... proposed token was accepted:
-
-| workload | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- |
-{positions}
-
-## Bad at
-
-Rare words, names, numbers and anything outside its {shortlist} tokens; long contexts (it saw at most {seen} tokens);
-languages other than English. Agreement is lowest on {worst}, {lowest:.2f}; where it is not told, expect no better.
-"""
+def _read(name: str) -> str:
+    return Path(__file__).with_name(name).read_text("utf-8")
 
 
-_TARGET_CARD = """# {name}
+_CARD = _read("draft_card.md")
 
-The target of the tiny family, for tests and benchmarks on a CPU: it writes English, SQL and Python of the form that it has seen, with
-little sense. Trained from scratch by this project's `engines_build.distill --family tiny`.
 
-- Llama, {layers} layers, hidden {hidden}, head dimension {head_dim}, {millions:.1f} M parameters (the head is the embedding), bf16.
-- Byte-level BPE of {vocabulary} tokens, trained on the same texts; chat template with `<|im_start|>` and `<|im_end|>`.
-- Weights: Apache-2.0. They are trained on these texts:
-{licences}
-  - {dialogues} prompts made of these texts with the answers of a larger model (`{teacher}`)
+_TARGET_CARD = _read("target_card.md")
 
-## Training
-
-Next token on {texts} texts ({set_tokens} tokens a pass); {read} tokens read; loss at the end {loss:.3f} nats a token. Seed {seed};
-the last run took {minutes:.0f} minutes:
-
-    {command}
-
-Documents were split by name. sha256 over the documents:
-
-- training `{train_digest}`
-- held-out `{held_out_digest}`
-
-No text trained on shares a run of {gram_words} words with the held-out documents or with the sets {judged} of
-`engines_build.distill.evaluation_sets`; the build checks it.
-
-{unlikelihood}
-
-| held-out documents of | loss, nats a token |
-| --- | --- |
-{losses}
-
-| greedy answers to held-out prompts | share of 4-grams that occurred before in their own text |
-| --- | --- |
-{repetition}
-"""
-
-_UNLIKELIHOOD = """Then {read} tokens were read while it unlearnt its greedy loops off SQL by unlikelihood of whole sequences
-(Welleck et al., 2019): up to {new} tokens of its own behind {texts} prompts a step. Below, before and after."""
+_UNLIKELIHOOD = (
+    "Then {read} tokens were read while it unlearnt its greedy loops off SQL by unlikelihood of "
+    "whole sequences\n(Welleck et al., 2019): up to {new} tokens of its own behind {texts} prompts "
+    "a step. Below, before and after."
+)
 
 
 def command_line(args: argparse.Namespace) -> str:

@@ -1,325 +1,38 @@
-"""The wording of the generated prompts: {0}, {1}, {2} are topic words, {n} and {m} small numbers.
-Written for this project.
+"""The wording of the generated prompts, ``wording.json``, written for this project: {0}, {1}, {2}
+are topic words, {n} and {m} small numbers. Entries of several parts are tuples.
 """
 
-ABOUT = [
-    "What is {0}?",
-    "Explain {0} to a beginner.",
-    "What do you know about {0}?",
-    "How does {0} work?",
-    "Why is {0} important?",
-    "Tell me about the history of {0}.",
-    "What is the difference between {0} and {1}?",
-    "Compare {0} and {1}. Which would you choose and why?",
-    "Give me {n} ideas for a project about {0}.",
-    "List {n} facts about {0}.",
-    "Write a short story about {0} and {1}.",
-    "Write a poem about {0}.",
-    "Write an email to my manager about {0}.",
-    "Write a formal letter to the council about {0} in our town.",
-    "Write an article about {0} for a local newspaper.",
-    "Write a news report: {0}, {1} and {2}.",
-    "Write the introduction of an essay on the role of {0} in {1}.",
-    "Write a blog post about {0}, with headings.",
-    "Write a product description for a {0} that helps with {1}.",
-    "Draft a speech of {n} paragraphs about {0}.",
-    "Pretend you are a {0}. How would you describe {1}?",
-    "You are a teacher. Prepare a lesson about {0} for children.",
-    "Act as a doctor, and explain to me how {0} can affect my health.",
-    "Imagine a conversation between a scientist and a farmer about {0}.",
-    "How can I improve my {0}?",
-    "I have a problem with my {0}. What should I do?",
-    "What are the advantages and disadvantages of {0}?",
-    "What are the causes and consequences of {0}?",
-    "Describe how {0} changed in the last {m} years.",
-    "Is {0} good for {1}? Give reasons.",
-    "Suggest a plan for a week that includes {0} and {1}.",
-    "Give step by step instructions to make a {0}.",
-    "Give me a recipe that uses {0}.",
-    "Translate the idea of {0} into simple words.",
-    "Classify these words into groups: {0}, {1}, {2}. Explain your answer.",
-    "Rewrite this sentence to be more polite: give me the {0} before {1}.",
-    "Correct the grammar: the {0} are not work because {1} have broke.",
-    "A shop sells a {0} for {n} dollars and a {1} for {m} dollars. How much do {n} of each cost?",
-    "If a {0} travels {m} miles in {n} hours, what is its average speed? Show your working.",
-    "There are {m} people in a room and {n} leave. How many are left? Explain your reasoning.",
-    "Solve for x: {n}x + {m} = {m}{n}.",
-    "Who was the most important person in the history of {0}?",
-    "What would happen if there were no {0} in the world?",
-    "What does research say about {0} and {1}?",
-    "How would an economist explain {0}?",
-    "Can you recommend books about {0}?",
-    "Discuss the ethics of {0}.",
-    "Summarise what is known about {0} in {n} sentences.",
-    "Create a table with {n} examples of {0} and their uses.",
-    "Extract the key entities from: the {0} met the {1} near the {2} in 19{m}. Return JSON.",
-]
+from __future__ import annotations
 
-TEXT_STARTS = [
-    "The {0} of the {1}",
-    "{0}\n\n",
-    "Once upon a time there was a {0} who",
-    "In recent years, {0} has become",
-    "Yesterday the government announced a new {0} on {1}.",
-    "The {0} said on Monday that the {1}",
-    "# {0}\n\nThis document describes",
-    "Question: What is {0}?\nAnswer:",
-    "Q: Why do people use {0}?\nA:",
-    "The most important thing about {0} is",
-    "Chapter {n}: The {0}\n\n",
-    "Introduction to {0}\n\n",
-    "{0} and {1} are two of the",
-    "There are {n} kinds of {0}:",
-    "The history of {0} begins",
-    "Dear Sir,\n\nI am writing about the {0}",
-    "Abstract. We study the effect of {0} on {1}.",
-    "Once the {0} is ready,",
-    "People who work with {0} often",
-    "User: Tell me about {0}.\nAssistant:",
-]
+import json
+from pathlib import Path
+from typing import Any
 
-PASSAGE_ASKS = {
-    "summarise": [
-        "Summarise the following text.",
-        "Summarize this in two sentences.",
-        "Write a short summary of this text:",
-        "Please summarize the article below.",
-        "What are the main points of this text?",
-        "TL;DR:",
-        "Summarize the text above in one paragraph.",
-        "Rewrite this text so that a beginner understands it.",
-    ],
-    "qa": [
-        "Answer from the text: what is it about?",
-        "According to the text, what should the reader do?",
-        "Read the text and explain the most important idea.",
-        "What does the text say about the reasons?",
-        "List the facts that the text states.",
-        "Write three questions about this text and answer them.",
-        "Which problem does this text describe, and how is it solved?",
-        "Give an example of what the text explains.",
-    ],
-    "code": [
-        "Explain what this Python function does.",
-        "Add a docstring to this function:",
-        "Find possible bugs in this code:",
-        "Write a unit test for this function.",
-        "Rewrite this function to be more readable.",
-        "Complete and improve this code:",
-    ],
+
+def _entries(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _entries(inner) for name, inner in value.items()}
+    return [tuple(entry) if isinstance(entry, list) else entry for entry in value]
+
+
+_WORDING: dict[str, Any] = {
+    name: _entries(value)
+    for name, value in json.loads(
+        Path(__file__).with_name("wording.json").read_text("utf-8")
+    ).items()
 }
 
-CODE_ASKS = [
-    "Write a Python function that counts the {0} in a list of {1}.",
-    "Write a Python class for a {0} with a {1} and a {2}.",
-    "Write a JavaScript function that sorts a list of {0} by {1}.",
-    "Write a C program that prints the first {m} numbers divisible by {n}.",
-    "Write a shell script that renames all files with {0} in their name.",
-    "How do I read a CSV file of {0} in Python and compute the average {1}?",
-    "Write an HTML page about {0} with a table of {1}.",
-    "Implement a function that finds the longest {0} in a string.",
-    "Write a recursive function that computes the {n}th term of a sequence.",
-    "Implement binary search over {m} sorted {0} in Java.",
-    "Write a regular expression that matches a {0} followed by {n} digits.",
-    "Write a Python script that downloads {0} and saves them as JSON.",
-]
-
-TABLES = [
-    "customers",
-    "orders",
-    "products",
-    "suppliers",
-    "employees",
-    "departments",
-    "students",
-    "courses",
-    "teachers",
-    "books",
-    "authors",
-    "loans",
-    "flights",
-    "airports",
-    "passengers",
-    "hotels",
-    "bookings",
-    "rooms",
-    "doctors",
-    "patients",
-    "visits",
-    "cities",
-    "countries",
-    "songs",
-    "albums",
-    "artists",
-    "films",
-    "actors",
-    "matches",
-    "teams",
-    "players",
-    "invoices",
-    "payments",
-    "accounts",
-    "branches",
-    "vehicles",
-    "drivers",
-    "trips",
-    "farms",
-    "crops",
-    "sensors",
-    "readings",
-    "tickets",
-    "agents",
-    "museums",
-    "exhibits",
-]
-
-COLUMNS = [
-    ("name", "TEXT"),
-    ("title", "TEXT"),
-    ("city", "TEXT"),
-    ("country", "TEXT"),
-    ("status", "TEXT"),
-    ("category", "TEXT"),
-    ("email", "TEXT"),
-    ("code", "TEXT"),
-    ("owner", "TEXT"),
-    ("language", "TEXT"),
-    ("price", "REAL"),
-    ("salary", "REAL"),
-    ("rating", "REAL"),
-    ("weight", "REAL"),
-    ("balance", "REAL"),
-    ("age", "INTEGER"),
-    ("year", "INTEGER"),
-    ("quantity", "INTEGER"),
-    ("capacity", "INTEGER"),
-    ("duration", "INTEGER"),
-    ("score", "INTEGER"),
-    ("created_at", "DATE"),
-    ("start_date", "DATE"),
-    ("end_date", "DATE"),
-]
-
-SQL_SHAPES = [
-    "How many {t} are there?",
-    "List the {a} and {b} of all {t}.",
-    "Which {t} have a {a} above {n}?",
-    "What is the average {a} of {t} for each {b}?",
-    "Find the {k} {t} with the highest {a}.",
-    "Count the {t} by {a}.",
-    "Show the {a} of {t} whose {b} is not known.",
-    "List {t} ordered by {a}, newest {b} first.",
-    "Which {a} has more than {k} {t}?",
-    "What are the distinct values of {a} in {t}?",
-    "For each of the {o}, show the number of {t}.",
-    "Find {t} without any {o}.",
-    "What is the total {a} of {t} where {b} is {n}?",
-    "Delete all {t} with {a} below {n}.",
-]
-
-SQL_ANSWERS = [
-    "SELECT COUNT(*) FROM {t};",
-    "SELECT {a}, {b} FROM {t};",
-    "SELECT * FROM {t} WHERE {a} > {n};",
-    "SELECT {b}, AVG({a}) FROM {t} GROUP BY {b};",
-    "SELECT * FROM {t} ORDER BY {a} DESC LIMIT {k};",
-    "SELECT {a}, COUNT(*) FROM {t} GROUP BY {a};",
-    "SELECT {a} FROM {t} WHERE {b} IS NULL;",
-    "SELECT * FROM {t} ORDER BY {a}, {b} DESC;",
-    "SELECT {a} FROM {t} GROUP BY {a} HAVING COUNT(*) > {k};",
-    "SELECT DISTINCT {a} FROM {t};",
-    "SELECT {o}.id, COUNT({t}.id) FROM {o} LEFT JOIN {t} ON {t}.{o}_id = {o}.id GROUP BY {o}.id;",
-    "SELECT * FROM {t} WHERE id NOT IN (SELECT {t}_id FROM {o});",
-    "SELECT SUM({a}) FROM {t} WHERE {b} = {n};",
-    "DELETE FROM {t} WHERE {a} < {n};",
-]
+ABOUT: list[str] = _WORDING["about"]
+TEXT_STARTS: list[str] = _WORDING["text_starts"]
+PASSAGE_ASKS: dict[str, list[str]] = _WORDING["passage_asks"]
+CODE_ASKS: list[str] = _WORDING["code_asks"]
+TABLES: list[str] = _WORDING["tables"]
+COLUMNS: list[tuple[str, str]] = _WORDING["columns"]
+SQL_SHAPES: list[str] = _WORDING["sql_shapes"]
+SQL_ANSWERS: list[str] = _WORDING["sql_answers"]
 """What answers the question of the same place in ``SQL_SHAPES``."""
-
-JUDGED_TABLES = [
-    *(
-        "wells",
-        "mines",
-        "vineyards",
-        "lighthouses",
-        "bridges",
-        "quarries",
-        "ferries",
-        "auctions",
-        "telescopes",
-        "glaciers",
-        "dams",
-    ),
-    *(
-        "tournaments",
-        "recipes",
-        "parishes",
-        "satellites",
-        "kennels",
-        "podcasts",
-        "tariffs",
-        "permits",
-        "harvests",
-        "archives",
-    ),
-]
+JUDGED_TABLES: list[str] = _WORDING["judged_tables"]
 """Tables of the SQL that models are judged by; none is in ``TABLES``."""
-
-JUDGED_COLUMNS = [
-    *(
-        "depth",
-        "region",
-        "keeper",
-        "tonnage",
-        "founded",
-        "altitude",
-        "grade",
-        "licence",
-        "fee",
-        "length_m",
-        "opened",
-        "operator",
-    ),
-    *(
-        "material",
-        "visitors",
-        "budget",
-        "harbour",
-        "voltage",
-        "season",
-        "supplier",
-        "yield",
-        "acidity",
-        "headcount",
-    ),
-]
-
-JUDGED_QUESTIONS = [
-    (
-        "mean {b} of the {t} whose {a} starts with K",
-        "SELECT AVG({b}) FROM {t} WHERE {a} LIKE 'K%';",
-    ),
-    ("smallest and largest {b} in {t}", "SELECT MIN({b}), MAX({b}) FROM {t};"),
-    (
-        "every {a} with the {c} of its {o}",
-        "SELECT x.{a}, y.{c} FROM {t} x JOIN {o} y ON x.{o}_no = y.{o}_no;",
-    ),
-    (
-        "{t} in which {b} lies between {k} and {n}",
-        "SELECT * FROM {t} WHERE {b} BETWEEN {k} AND {n};",
-    ),
-    ("raise {d} by a tenth in all {o}", "UPDATE {o} SET {d} = {d} * 1.1;"),
-    (
-        "sum of {b} per {c}, only sums over {n}",
-        "SELECT y.{c}, SUM(x.{b}) FROM {t} x JOIN {o} y ON x.{o}_no = y.{o}_no GROUP BY y.{c} "
-        "HAVING SUM(x.{b}) > {n};",
-    ),
-    (
-        "{o} without an entry in {t}",
-        "SELECT * FROM {o} y WHERE NOT EXISTS (SELECT 1 FROM {t} x WHERE x.{o}_no = y.{o}_no);",
-    ),
-    (
-        "second highest {d} of {o}",
-        "SELECT MAX({d}) FROM {o} WHERE {d} < (SELECT MAX({d}) FROM {o});",
-    ),
-]
+JUDGED_COLUMNS: list[str] = _WORDING["judged_columns"]
+JUDGED_QUESTIONS: list[tuple[str, str]] = _WORDING["judged_questions"]
 """Questions and answers of that SQL; their wording is not that of ``SQL_SHAPES``."""
