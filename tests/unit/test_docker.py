@@ -2,6 +2,7 @@
 project has.
 """
 
+import ast
 import json
 import re
 import subprocess
@@ -107,6 +108,21 @@ def test_what_a_named_package_requires_is_named_too(name, there):
     wanted, needs = installed_of(name)
     for package, required in needs.items():
         assert required <= wanted | there, package
+
+
+def test_what_the_front_end_imports_is_named():
+    script = "import sys, backend.openai_frontend.__main__, backend.openai_frontend.app\n"
+    script += "print(*(m.__file__ for name, m in sys.modules.items() if name[:8] == 'backend.'))"
+    command = [sys.executable, "-c", script]
+    files = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    providers, (wanted, _) = metadata.packages_distributions(), installed_of("frontend")
+    for file in files.split():
+        for node in ast.parse(Path(file).read_text()).body:
+            named = [name.name for name in node.names] if isinstance(node, ast.Import) else []
+            named += [node.module] if isinstance(node, ast.ImportFrom) else []
+            for module in {name.partition(".")[0] for name in named} - {"backend", "policy"}:
+                packages = {canonicalize_name(name) for name in providers.get(module, ())}
+                assert not packages or packages & wanted, (file, module)
 
 
 def test_the_compose_file_names_files_that_are_there():
