@@ -6,7 +6,7 @@ before it were. Counted where a position was *reached*, it is unbiased whatever 
 
 A draft's level is its counts. A request deviates from it by x logits at all positions of a draft.
 Before any evidence x is normal around 0, with a variance that finished requests teach, or around
-what its group (``View.group``) lets expect. Its counts are taken as normal observations of x
+what is expected of its group (``View.group``). Its counts are taken as normal observations of x
 (Laplace's approximation): with the hazards h at the present x they have the weight
 w = sum reached h (1 - h) and the surprise s = sum (accepted - reached h). With a prior of mean m
 and variance V, x becomes v (w x + s + m / V), where v = 1 / (w + 1 / V): one Newton step towards
@@ -367,7 +367,7 @@ class AcceptanceModel:
             recent[:, changed] = 0.0
 
     def _teach_levels(self, after: AcceptanceState, told: FloatArray) -> None:
-        """Let the drafts' levels learn, in place, from what all chains told, [2, K, D, S].
+        """Let the drafts' levels learn, in place, from what all chains showed, [2, K, D, S].
 
         They learn from what surprises in view of the request: late positions are reached by easy
         requests, which says nothing of the draft. At first, while it is not known how requests

@@ -195,7 +195,7 @@ class LatencyCurve:
 
         A base that never falls is a sum of steps >= 0 at the measured counts, so that isotonic
         regression and both coefficients are one problem. Between counts the base is linear. A term
-        that never varies at equal tokens cannot be told from the base: it is 0.
+        that never varies at equal tokens cannot be separated from the base: it is 0.
         """
         tokens, seconds = np.array(table.tokens), np.array(table.seconds)
         knots = np.unique(tokens)
@@ -458,7 +458,7 @@ class Correction:
         """Return the correction after a step of ``step_s``, its parts float64[2 + drafts] measured.
 
         ``predicted`` is by the tables alone. A part that is 0 is not known. Where none is known,
-        all share the surprise of the whole, which tells of no shape. Else the two octaves about the
+        all share the surprise of the whole, which shows no shape. Else the two octaves about the
         target's tokens share what surprises there; what all octaves have in common, by evidence,
         becomes the target's factor.
         """

@@ -124,8 +124,8 @@ class Pipelining:
         return Cut(cohort, one_s, seconds[best], fill_s, why_not)
 
     def predicted(self, times: Times, outcome: Outcome, view: View) -> Predicted:
-        """Return the busy seconds of all cohorts, side by side; the target's passes are told by the
-        tokens of the first.
+        """Return the busy seconds of all cohorts, side by side; the target's passes are counted by
+        the tokens of the first.
         """
         if outcome.flight is None:
             return predicted_parts(times, outcome, view)

@@ -1,4 +1,4 @@
-"""What a policy sees, what it answers, and what it is told afterwards; one row for each request.
+"""What a policy sees, what it answers, and what it learns from; one row for each request.
 
 ``n`` are the rows of a view, the requests of the in-flight batch; ``d`` its drafts, columns in the
 order of ``View.drafts``. Nobody changes a record that was handed over: that they are not all frozen

@@ -67,7 +67,7 @@ class Estimator(Protocol):
         scored: IntArray,
         emitted: IntArray,
     ) -> Any:
-        """Return the state after chains, as ``AcceptanceModel.observe`` is told of them."""
+        """Return the state after chains, with the arguments of ``AcceptanceModel.observe``."""
 
     def expected(self, state: Any, request: list[int]) -> Expected:
         """Return what is expected of admitted requests: hazards [k_max, drafts, n] in [0, 1]."""
@@ -440,7 +440,7 @@ class AdaptivePlanner(Policy):
     ) -> Hope:
         """Return what optimism expects of the rows.
 
-        A draft that catches up reads tokens emitted without it, and can tell of each whether it
+        A draft that catches up reads tokens emitted without it, and knows of each whether it
         would have guessed it.
         """
         spread, variance = self.estimator.doubt(acceptance, expected)
@@ -478,7 +478,7 @@ class AdaptivePlanner(Policy):
     def _debt_s(self, outcome: Outcome, state: PlannerState) -> float:
         """Return ``PlannerState.debt_s`` after a step, so much that it is paid off in some steps.
 
-        A kept plan takes next to nothing; learning is told of the step before.
+        A kept plan takes next to nothing; the time of learning is the last step's.
         """
         parts_s, earned_s = outcome.parts_s, self.config.planning_share * outcome.measured_s
         debt_s = state.debt_s - earned_s
@@ -542,7 +542,7 @@ class AdaptivePlanner(Policy):
         """Return the correction after the step's time is held against what the model says of it.
 
         Planning and learning are in no prediction. An engine that times nothing but the whole: all
-        parts share its surprise, which tells of no shape.
+        parts share its surprise, which shows no shape.
         """
         parts_s, correction = outcome.parts_s, state.correction
         plain = Correction.start(len(self.drafts)).times(self.latency)

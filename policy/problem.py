@@ -191,7 +191,7 @@ class Given:
 
     @classmethod
     def of(cls, rows: IntArray, choice: Choice, hazard: FloatArray) -> Given:
-        """Return rows with what ``hazard`` float64[K, drafts, rows] lets expect of them."""
+        """Return rows with what is expected of them by ``hazard`` float64[K, drafts, rows]."""
         within = np.arange(len(hazard))[:, None] < choice.length
         gained = survival(hazard)[:, choice.draft, np.arange(len(rows))] if hazard.size else within
         return cls(rows, choice, float(len(rows) + (gained * within).sum()))
@@ -321,7 +321,7 @@ def predicted_parts(times: Times, outcome: Outcome, view: View) -> Predicted:
 
     The target is charged for the nodes that it verified, a draft for a forward for each token of
     ``length``. A row that the view lacks has just ended its prompt: its tokens are among the
-    prefill. What ``Outcome.ran`` tells of is timed instead of the rows, where it is there.
+    prefill. Where there is an ``Outcome.ran``, that was timed, not the rows.
     """
     who, ran = outcome.ran or outcome, outcome.ran
     row = _rows_of(who.request, view)

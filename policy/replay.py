@@ -44,7 +44,7 @@ def explain(
 
     Tokens and seconds are marginal: with the row's chain against without it, all others' chains as
     they are. The price turns the seconds, catch-up spread over its horizon, into tokens. Of a
-    shape only what the row got is told; ``explain_batch`` has the rest.
+    shape only what the row got is said; ``explain_batch`` has the rest.
     """
     problem, rows, _, given = planner.problem(view, planner.admitted(view, state, now))
     chosen, place = Choice(plan.draft[rows], plan.length[rows]), {r: i for i, r in enumerate(rows)}

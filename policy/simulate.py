@@ -7,7 +7,7 @@ policy would make of it.
     spindle simulate fleet --replicas 1,8,1000 --arms none,adaptive
     spindle simulate report FILE.json --html FILE.html
 
-``compare`` runs what it is told. ``evidence`` runs the whole protocol: choices made on some seeds,
+``compare`` runs the arms named. ``evidence`` runs the whole protocol: choices made on some seeds,
 reported on others. ``worth`` takes parts of the adaptive planner away, one at a time.
 """
 

@@ -194,7 +194,7 @@ def _timed(
     back: Seq[Aloft], boundary_s: float | None, ended_s: float | None
 ) -> tuple[float, int] | None:
     """Return the seconds of the turns that are back, and how many iterations they were; None where
-    that cannot be told.
+    that is not known.
 
     A turn begins at once where nothing else was in flight, else with the iteration behind the next
     boundary. Runs of n tokens are n iterations; runs of different lengths that end together began

@@ -24,7 +24,7 @@ COOLDOWN_S = 10.0
 
 
 _EVERY_NODE = 256
-"""More nodes than there are: what is not verified tells of a draft, too."""
+"""More nodes than there are: what is not verified is evidence of a draft, too."""
 
 
 @dataclass(slots=True)

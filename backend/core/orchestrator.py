@@ -140,7 +140,7 @@ class Orchestrator:
         return len(self._active), len(self._admission) + len(self._inbox)
 
     def run(self, stop: threading.Event) -> None:
-        """Step until told to stop, asleep while there is nothing to do; then end what is left. A
+        """Step until ``stop`` is set, asleep while there is nothing to do; then end what is left. A
         bug in a step ends its requests only.
 
         Returns by itself after ``MAX_FAILURES`` failures in a row: only a new process can mend what

@@ -16,7 +16,7 @@ from backend.ops.stats import Usage
 from backend.request import ErrorCode, FinishReason, GenerationRequest, RequestError
 from backend.sequence import Proposal, Sequence
 
-_SOURCE_TOKENS = 16  # a block of KV: as many tokens tell of which kind a prompt is
+_SOURCE_TOKENS = 16  # a block of KV: by so many tokens the kind of a prompt is known
 
 
 class Decoder(Protocol):

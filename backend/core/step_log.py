@@ -70,9 +70,9 @@ class StepLog:
         """Note a decoding row: the tokens committed for it (``drawn``: sampled), and of what was
         drafted for it how many nodes were verified.
 
-        The tokens tell of nodes that were not verified, too: of the path, as far as it is known,
-        and of each node whose parent was verified. (Of others only failures are ever seen.) Of what
-        is behind an end of the text nothing is known.
+        The tokens are evidence of nodes that were not verified, too: of the path, as far as it is
+        known, and of each node whose parent was verified. (Of others only failures are ever seen.)
+        Of what is behind an end of the text nothing is known.
         """
         if drafted is None:
             self.rows.append((request, NO_DRAFT, 0, 0, len(emitted), 0, 0, 0))

@@ -68,7 +68,7 @@ class Completion:
     ``proposal`` is what a draft was asked for (``Turn.nodes``); then there are no ``tokens``.
     ``log_probs`` holds the natural logarithm of each token's probability where the sequence asks
     for it: of the model's law with the request's options and temperature, before top-k and top-p.
-    ``scored`` tells of a draft that catches up on tokens emitted without it what it would have had
+    ``scored`` says of a draft that catches up on tokens emitted without it what it would have had
     accepted of them: (accepted, length) of the chains that it would have made, oldest first (as
     many tokens as the engine finds cheap). ``error`` is set, and everything else void, when this
     turn alone failed. ``partial``: the turn goes on, and has these tokens so far beyond those of

@@ -28,7 +28,7 @@ GRACE_S = 10
 
 
 def main() -> None:
-    """Serve until told to stop."""
+    """Serve until a signal comes."""
     environment = os.environ
     settings = read_settings(environment)
     model = load_config(settings.config).target.model

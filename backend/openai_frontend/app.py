@@ -173,7 +173,7 @@ def _add_openai(app: FastAPI, settings: FrontEnd) -> None:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         settings.check_model(body.model)
         most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        # the text model writes one token at least: of max_tokens 0 it is not told
+        # the text model writes one token at least: it never sees a max_tokens of 0
         options = tensors(body, max(1, most), echo=body.echo, top=body.logprobs)
         style = Style(COMPLETION, body.logprobs is not None, echo=body.echo, silent=most == 0)
         return await Answer(body, style, body.prompt, options).response(

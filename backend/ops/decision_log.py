@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 WINDOW_S = 2.0
 """Plans are judged by the window, so that there is at most one line in it."""
 NEW_DRAFT_SHARE = 0.2
-"""By how much of all rows another draft must lead the one last told of."""
+"""By how much of all rows another draft must lead the one last logged."""
 NEW_LENGTH_TOKENS = 1.0
-"""By how much the mean length must differ from the one last told of."""
+"""By how much the mean length must differ from the one last logged."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -359,7 +359,7 @@ class Replica:
     def _caught_up(
         self, request: int, draft: int, catchup: int, now: float
     ) -> list[tuple[int, int, int, int]]:
-        """Return what a draft's pass over ``catchup`` tokens tells of those that it had to guess;
+        """Return what a draft's pass over ``catchup`` tokens shows of those that it had to guess;
         the first is read, not guessed.
         """
         end = int(self._progress.emitted[request])

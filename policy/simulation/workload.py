@@ -38,7 +38,7 @@ class Mix:
     """Categories, and how requests of one category differ (standard deviations of logits, common to
     the drafts and by draft).
 
-    Policies are told the category of each request where it is ``grouped``. ``length_spread`` is the
+    Policies see the category of each request where it is ``grouped``. ``length_spread`` is the
     standard deviation of a length's logarithm: at 0.6 the longest of a hundred is four times the
     median. ``decay`` is by draft the factor from one position's hazard to the next; a drift's
     period is ``period_requests`` mean gaps long.
@@ -198,7 +198,7 @@ class Acceptance:
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
     """N requests in order of arrival: ``arrival_s``, prompt and true output tokens, ``max_tokens``
-    (what the client allows), ``group`` if policies are told of sources.
+    (what the client allows), ``group`` if policies see sources.
     """
 
     arrival_s: FloatArray

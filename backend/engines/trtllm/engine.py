@@ -27,7 +27,7 @@ from backend.sequence import BLOCK_TOKENS, Proposal, Sequence
 logger = logging.getLogger(__name__)
 
 GRACE_S = 5.0
-"""How long the executor may take to answer a request that it was told to cancel or whose time is
+"""How long the executor may take to answer a request that it is to cancel or whose time is
 up.
 """
 
