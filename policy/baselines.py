@@ -21,7 +21,7 @@ class NoSpeculation(Policy):
     """Plain decoding: k = 0 for everyone."""
 
     def plan(self, view: View, state: None, now: float, rng: Rng) -> tuple[Plan, None]:
-        return no_draft(view), None
+        return Plan.nothing(len(view)), None
 
     def needs_offers(self, request: IntArray, state: None) -> bool:
         return False
@@ -60,15 +60,10 @@ class RandomChoice(Policy):
 
     def plan(self, view: View, state: None, now: float, rng: Rng) -> tuple[Plan, None]:
         if not view.drafts or not len(view):
-            return no_draft(view), None
+            return Plan.nothing(len(view)), None
         draft = rng.integers(0, len(view.drafts), len(view))
         ceiling = np.where(view.ready, view.ceiling[np.arange(len(view)), draft], 0)
         return Plan.within(view, draft, rng.integers(0, ceiling + 1)), None
-
-
-def no_draft(view: View) -> Plan:
-    """Return the plan of no draft for anyone."""
-    return Plan(np.full(len(view), NO_DRAFT), np.zeros(len(view), np.int64))
 
 
 def same_for_all(view: View, draft: str, length: int) -> Plan:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.random import Generator as Rng
 
-from .baselines import no_draft, same_for_all
+from .baselines import same_for_all
 from .latency import LatencyModel
 from .plan import NO_DRAFT, Drafted, IntArray, Outcome, Plan, Policy, View
 
@@ -98,7 +98,7 @@ class Switches:
     def fixed(self, view: View) -> Plan:
         """Return the fixed choice for all rows. Raises ValueError for a draft not in the view."""
         if not self.fixed_length:
-            return no_draft(view)
+            return Plan.nothing(len(view))
         return same_for_all(view, self.fixed_draft, self.fixed_length)
 
     def capped(self, view: View) -> View:
@@ -121,7 +121,7 @@ class SwitchedPolicy(Wrapper):
         """Plan as the switches say. Raises ValueError when the fixed draft is not in the view."""
         switches = self._switches()
         if switches.speculation == "off":
-            return no_draft(view), self.stand_by(view, state)
+            return Plan.nothing(len(view)), self.stand_by(view, state)
         view = switches.capped(view)
         if switches.speculation == "shadow":
             seen = _with_shadow(view, state.own or {})

@@ -20,7 +20,7 @@ from backend.engines.torch.chunks import Chunk
 from backend.request import SamplingParams
 from backend.sampling.laws import target_laws
 from backend.tokenizer import load_tokenizer
-from bench import workloads
+from bench import records, workloads
 from bench.drafts import Model
 
 SETTINGS = {
@@ -122,8 +122,9 @@ def record(name: str, args: argparse.Namespace, measure: Measurement) -> None:
     torch.set_num_threads(1)
     target = Model(args.model, "fp32", len(workloads.NAMES) * args.prompts)
     words = [args.model.name if word == str(args.model) else word for word in sys.argv[1:]]
-    command = ["python", "-m", f"tests.bench.bench_{name}", *words]
+    command = ["python", "-m", f"bench.micro.{name}", *words]
     found = {"command": command, "machine": machine.describe(), "seed": args.seed}
     found |= measure(target, args)
-    whole = json.loads(args.out.read_text("utf-8")) if args.out.exists() else {}
+    packed = args.out.with_name(f"{args.out.name}.gz")
+    whole = records.read(args.out) if args.out.exists() or packed.exists() else {}
     args.out.write_text(json.dumps({**whole, name: found}, indent=1) + "\n", "utf-8")
