@@ -41,16 +41,17 @@ def setting(
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """A target or a draft. ``model`` is a folder or the embedded model's name (torch engines only).
+    """A target or a draft. ``model`` is a folder or the embedded model's name (engines ``openvino``
+    and ``torch`` only).
 
     A relative folder is looked for beside the ``serving.json``, then beside the packages (there are
     the shipped drafts).
 
-    ``dtype`` ``auto`` is settled when the file is read (``settled_dtype``). ``attention`` of a
-    torch engine runs decoding rows one by one (``ragged``), side by side in tiles of like lengths
-    (``tiled``) or, in a target, padded to the longest (``padded``), cut into pieces where the
-    adaptive policy finds that to pay; ``graphs`` runs decoding and verifying passes in static
-    shapes, as CUDA graphs on such a device. ``min_ngram``/``max_ngram`` belong to ``lookup``;
+    ``engine`` and ``dtype`` ``auto`` are settled when the file is read (``settled``). ``invariant``
+    of an ``openvino`` target: the same request gives the same text, bit for bit, under any load and
+    plan. ``attention`` of a ``torch`` engine runs decoding rows one by one (``ragged``) or, in a
+    target, padded to the longest (``padded``), cut into pieces where the adaptive policy finds that
+    to pay. ``min_ngram``/``max_ngram`` belong to ``lookup``;
     ``seed``, ``agreement`` (how often a fake draft proposes what the fake target would emit) and
     ``step_s`` (seconds per pass) to ``fake``. ``trtllm`` engines (``model`` is a folder made by
     ``trtllm-build``) have ``gpus``, one a rank, the share of the memory beside weights that
@@ -59,12 +60,13 @@ class EngineConfig:
     ``model`` is a folder made by ``engines_build.build --engine trt_graph``, ``device`` a CUDA GPU.
     """
 
-    engine: str = setting("torch", choices=tuple(KINDS))
+    engine: str = setting("auto", choices=("auto", *KINDS))
     name: str = "target"
     model: str = ""
-    dtype: str = setting("auto", choices=("auto", "bf16", "fp16", "int8", "fp32", "fp64"))
+    dtype: str = setting("auto", choices=("auto", "bf16", "int8", "fp32", "fp64"))
     device: str = "cpu"
-    attention: str = setting("tiled", choices=("ragged", "tiled", "padded", "graphs"))
+    invariant: bool = True
+    attention: str = setting("ragged", choices=("ragged", "padded"))
     min_ngram: int = setting(2, low=1, high=16)
     max_ngram: int = setting(4, low=1, high=16)
     seed: int = 0
@@ -231,13 +233,8 @@ def located(config: ServingConfig, folder: Path) -> ServingConfig:
 def parse_config(raw: Any) -> ServingConfig:
     """Check a decoded ``serving.json``. Raises ConfigError naming key and value."""
     config: ServingConfig = build_settings(ServingConfig, raw, "")
-    drafts = tuple(
-        replace(draft, dtype=settled_dtype(draft, target=False)) for draft in config.drafts
-    )
     config = replace(
-        config,
-        target=replace(config.target, dtype=settled_dtype(config.target, target=True)),
-        drafts=drafts,
+        config, target=settled(config.target), drafts=tuple(map(settled, config.drafts))
     )
     if config.threads != "auto" and (not isinstance(config.threads, int) or config.threads < 1):
         raise ConfigError(
@@ -268,16 +265,12 @@ def parse_config(raw: Any) -> ServingConfig:
             )
         if engine.kind.model and not engine.kind.on_cpu and engine.model == EMBEDDED_MODEL:
             raise ConfigError(f"{where}.model must name an engine folder, got {engine.model!r}")
-        on_cpu = engine.kind.on_cpu and engine.device == "cpu"
-        if engine.dtype in ("fp16", "int8") and not on_cpu:
+        _check_engine(where, engine)
+        if engine.attention == "padded" and (
+            engine.engine != "torch" or engine is not config.target
+        ):
             raise ConfigError(
-                f"{where}.dtype may be {engine.dtype!r} for a torch engine on the device 'cpu', "
-                f"got {engine.engine!r} on {engine.device!r}"
-            )
-        if engine.attention == "padded" and (not engine.kind.on_cpu or engine is not config.target):
-            raise ConfigError(
-                f"{where}.attention must be 'ragged' or 'tiled' but for a torch target, got "
-                f"'padded'"
+                f"{where}.attention must be 'ragged' but for a torch target, got 'padded'"
             )
     _check_policy(config.policy, config.target, names[1:])
     _check_drafts(config)
@@ -292,17 +285,32 @@ def parse_config(raw: Any) -> ServingConfig:
     return config
 
 
-def settled_dtype(engine: EngineConfig, *, target: bool) -> str:
-    """Return what ``auto`` means here: of a CPU's targets bf16 where it multiplies that, else fp16
-    (or fp32: before AVX2); of its drafts, whose matrices are small, never bf16; bf16 on GPUs. It
-    hangs on the processor alone, so that a text does.
+def settled(engine: EngineConfig) -> EngineConfig:
+    """Return an engine without ``auto``, which hangs on the machine alone, so that a text does.
+
+    ``engine``: ``openvino`` on CPUs, where it is installed, else ``torch``. ``dtype``: bf16 on GPUs
+    and where the processor multiplies that, else fp32.
     """
-    if engine.dtype != "auto":
-        return engine.dtype
-    on_cpu = engine.kind.on_cpu and engine.device == "cpu"
-    if not on_cpu or (target and machine.multiplies_bf16()):
-        return "bf16"
-    return "fp16" if machine.instructions() else "fp32"
+    on_cpu = engine.device == "cpu"
+    if engine.engine == "auto":
+        kept = on_cpu and not KINDS["openvino"].missing
+        engine = replace(engine, engine="openvino" if kept else "torch")
+    if engine.dtype == "auto":
+        narrow = not on_cpu or not engine.kind.on_cpu or machine.multiplies_bf16()
+        engine = replace(engine, dtype="bf16" if narrow else "fp32")
+    return engine
+
+
+def _check_engine(where: str, engine: EngineConfig) -> None:
+    """Check what an engine's kind runs, on what, and in which number formats."""
+    kind, what = engine.kind, f"for the engine {engine.engine!r}"
+    if kind.missing:
+        raise ConfigError(f"{where}.engine {engine.engine!r} needs {kind.missing}")
+    if kind.package and engine.device != "cpu":
+        raise ConfigError(f"{where}.device must be 'cpu' {what}, got {engine.device!r}")
+    if kind.dtypes and engine.dtype not in kind.dtypes:
+        names = ", ".join(map(repr, kind.dtypes))
+        raise ConfigError(f"{where}.dtype must be one of {names} {what}, got {engine.dtype!r}")
 
 
 def _check_drafts(config: ServingConfig) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from backend import machine
 from backend.config import EMBEDDED_MODEL, PROJECT_ROOT, ConfigError, ServingConfig, load_config
+from backend.kinds import KINDS
 from backend.storage import cache
 from backend.triton_adapter.launcher import settings as launch
 from backend.triton_adapter.launcher.processes import command_line
@@ -65,6 +66,7 @@ def findings() -> list[Finding]:
         _checked("tritonserver", launch.check_triton),
         installed,
         processor(),
+        kernels(),
         memory(),
         gpu(),
         *disks(),
@@ -121,13 +123,18 @@ def processor() -> Finding:
     if not instructions:
         text = f"{machine.processor()}: no AVX2, so dtype auto is fp32; slow"
         return Finding("processor", WARNING, text)
-    target = "bf16" if machine.multiplies_bf16() else "fp16"
+    dtype = "bf16" if machine.multiplies_bf16() else "fp32"
     int8 = "int8 products" if machine.multiplies_int8() else "no int8 products"
-    return Finding(
-        "processor",
-        OK,
-        f"{machine.processor()}, {int8}: dtype auto is {target} for a target, fp16 for drafts",
-    )
+    return Finding("processor", OK, f"{machine.processor()}, {int8}: dtype auto is {dtype}")
+
+
+def kernels() -> Finding:
+    """Say whether OpenVINO can run, which the engine ``auto`` means on CPUs."""
+    missing = KINDS["openvino"].missing
+    if missing:
+        text = f"pip install {missing}; until then engine auto is torch on CPUs, and slower"
+        return Finding("kernels", WARNING, text)
+    return Finding("kernels", OK, "engine auto is openvino on CPUs")
 
 
 def memory() -> Finding:

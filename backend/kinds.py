@@ -7,6 +7,7 @@ and its line here; settings of its own are fields of ``backend.config.EngineConf
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib import metadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +15,11 @@ class Kind:
     """``module`` has ``make``.
 
     ``model``: it runs one, which the setting ``model`` names. ``on_cpu``: a Hugging Face folder, on
-    CPUs too, in all number formats and forms of attention. ``target``: it can be one.
+    CPUs too. ``dtypes`` that it runs (none: it does not ask). ``package``: a distribution that it
+    needs, in just this version. ``weight_bytes``: by dtype the bytes of a weight that is looked up,
+    and of one that is multiplied, where these are not the dtype's; ``packs_head``: it multiplies by
+    a copy of a tied embedding. ``scratch_tokens``: KV beside the ledger's. ``target``: it can be
+    one.
     ``tokenizer``: its model folder has one, else texts are bytes. ``known_s``: the seconds of a
     pass where nobody need measure it. ``behaviour`` above 0: we measure its passes; it is a version
     of what they do, raised by hand where they take another time, which has them measured anew.
@@ -26,6 +31,11 @@ class Kind:
     module: str
     model: bool = True
     on_cpu: bool = False
+    dtypes: tuple[str, ...] = ()
+    package: tuple[str, str] | None = None
+    weight_bytes: dict[str, tuple[int, int]] = field(default_factory=dict)
+    packs_head: bool = False
+    scratch_tokens: int = 0
     target: bool = True
     tokenizer: bool = True
     known_s: float = 0.0
@@ -39,12 +49,36 @@ class Kind:
         """Whether we measure its passes."""
         return self.behaviour > 0
 
+    @property
+    def missing(self) -> str:
+        """What must be installed for it and is not, and what is there; empty where it can run."""
+        if self.package is None:
+            return ""
+        name, version = self.package
+        try:
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found = "none"
+        return "" if found == version else f"{name}=={version} (found: {found})"
+
 
 _ANEW = "TensorRT-LLM's executor would begin it anew in every turn"
 _NOT_REPORTED = "the TensorRT-LLM engine does not tell it turn by turn"
 
 KINDS = {
-    "torch": Kind("backend.engines.torch.engine", on_cpu=True, behaviour=1),
+    "openvino": Kind(
+        "backend.engines.openvino.engine",
+        on_cpu=True,
+        dtypes=("bf16", "int8", "fp32"),
+        package=("openvino", "2026.4.1"),
+        weight_bytes={"fp32": (4, 8), "bf16": (4, 6), "int8": (4, 2)},  # as read, and as packed
+        packs_head=True,
+        scratch_tokens=128 * 32,
+        behaviour=1,
+    ),
+    "torch": Kind(
+        "backend.engines.torch.engine", on_cpu=True, dtypes=("bf16", "fp32", "fp64"), behaviour=2
+    ),
     "lookup": Kind("backend.engines.lookup", model=False, target=False, known_s=2e-5),
     "fake": Kind("backend.engines.fake", model=False, tokenizer=False, known_s=1e-6),
     "trtllm": Kind(

@@ -20,7 +20,7 @@ _INSTRUCTIONS = (
 
 _INT8 = {"avx_vnni", "avx512_vnni", "amx_int8"}
 
-_PACKAGES = ("torch", "numpy", "tokenizers", "tritonclient", "nvidia-pytriton")
+_PACKAGES = ("torch", "openvino", "numpy", "tokenizers", "tritonclient", "nvidia-pytriton")
 
 
 def processor() -> str:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from backend.request import SamplingParams
 
-BLOCK_TOKENS = 16
-"""Tokens in one KV block."""
+BLOCK_TOKENS = 32
+"""Tokens in one KV block: as many as OpenVINO's attention reads at a time."""
 
 ROOT = -1
 """The parent of a proposal's nodes right behind the text."""
@@ -27,8 +27,9 @@ class Sequence:
     ``Session.commit`` and never shrinks.
 
     ``blocks[engine name]`` is that engine's KV block table, written by the ledger only: position p
-    lives in block ``blocks[name][p // 16]`` at offset ``p % 16``. A table grows at its end only; a
-    sequence that loses its table is cancelled in every engine before its blocks are used again.
+    lives in block ``blocks[name][p // BLOCK_TOKENS]`` at offset ``p % BLOCK_TOKENS``. A table grows
+    at its end only; a sequence that loses its table is cancelled in every engine before its blocks
+    are used again.
 
     ``keys[i]``, the ledger's too, names the content of complete block i
     (``backend.core.block_pool``): sequences with the same key may have that block in common.

@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from backend.engines.checkpoint import load
 from backend.engines.lookup import LookupEngine
 from backend.engines.port import Turn
-from backend.engines.torch.checkpoint import load
-from backend.engines.torch.chunks import Chunk, KVTable
+from backend.engines.stepping.chunks import Chunk, KVTable
 from backend.engines.torch.llama import Llama
 from backend.request import SamplingParams
 from backend.sequence import BLOCK_TOKENS, Sequence

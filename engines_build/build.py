@@ -259,7 +259,7 @@ def main() -> None:
 
 def build_networks(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Compile the networks of a ``serving.json``."""
-    from backend.engines.torch.checkpoint import (
+    from backend.engines.checkpoint import (
         CheckpointError,  # torch and TensorRT, only where they are asked for
     )
     from engines_build.trt_graph.build import Choice, build_all

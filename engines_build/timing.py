@@ -96,7 +96,8 @@ class Rig:
         tokens = self._tokens(case.context + case.new)
         first = row * case.blocks_per_row
         blocks = {self.engine.name: list(range(first, first + case.blocks_per_row))}
-        return TokenSequence(next(self._ids), tokens, case.context, SamplingParams(), blocks)
+        prompt = len(tokens) if case.run == 0 else case.context
+        return TokenSequence(next(self._ids), tokens, prompt, SamplingParams(), blocks)
 
     def _tokens(self, count: int) -> list[int]:
         return self._rng.choices(range(self.engine.limits.vocab_size), k=count)

@@ -21,12 +21,14 @@ def root_key(salt: str) -> bytes:
     return blake2b(salt.encode(), digest_size=_KEY_BYTES, person=b"kv root").digest()
 
 
-def block_key(parent: bytes, tokens: Seq[int]) -> bytes:
-    """Return the key of a block of ``tokens`` behind the block (or root) of key ``parent``.
+def block_key(parent: bytes, tokens: Seq[int], prompt_tokens: int = -1) -> bytes:
+    """Return the key of a block of ``tokens`` behind the block (or root) of key ``parent``; where a
+    prompt's KV is told from that of generated tokens, ``prompt_tokens`` of a block with such.
 
     Cryptographic, since whoever finds two texts of one key reads another tenant's KV.
     """
-    return blake2b(parent + array("q", tokens).tobytes(), digest_size=_KEY_BYTES).digest()
+    content = array("q", [*tokens, prompt_tokens])
+    return blake2b(parent + content.tobytes(), digest_size=_KEY_BYTES).digest()
 
 
 class BlockPool:

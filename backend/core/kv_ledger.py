@@ -55,6 +55,7 @@ class KVLedger:
         self._guaranteed = guaranteed
         self._growth_blocks = 0 if guaranteed else growth_blocks
         self._target = target if sizes else None
+        self._apart = target is not None and target.limits.invariant
         self._reuse = Reuse()
 
     def blocks_needed(self, tokens: int) -> int:
@@ -168,9 +169,10 @@ class KVLedger:
         keys, tokens = sequence.keys, sequence.tokens
         for index in range(len(keys), len(tokens) // BLOCK_TOKENS):
             parent = keys[-1] if keys else root_key(sequence.salt)
-            keys.append(
-                block_key(parent, tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS])
-            )
+            stop = (index + 1) * BLOCK_TOKENS
+            generated = self._apart and stop > sequence.prompt_tokens
+            content = tokens[index * BLOCK_TOKENS : stop]
+            keys.append(block_key(parent, content, sequence.prompt_tokens if generated else -1))
 
     def _publish(self, sequence: Sequence, table: list[int], start: int) -> None:
         for index in range(start, len(sequence.keys)):

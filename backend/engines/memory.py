@@ -5,7 +5,6 @@ and refused with the numbers if not.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from math import prod
 from pathlib import Path
 
 from backend.config import ConfigError, EngineConfig, ServingConfig
@@ -21,10 +20,10 @@ def plan(config: ServingConfig, folders: Mapping[str, Path]) -> dict[str, Footpr
     """Return the footprints of the engines that run a model (``folders``: their checkpoints by
     name). Raises CheckpointError.
     """
-    from backend.engines.torch.counterfactual import (
+    from backend.engines.stepping.counterfactual import (
         SCORED_ROWS,  # imports torch, as the engines will
     )
-    from backend.engines.torch.footprint import footprint
+    from backend.engines.stepping.footprint import footprint
 
     limits, k_max = config.limits, config.policy.k_max
     footprints = {}
@@ -37,13 +36,9 @@ def plan(config: ServingConfig, folders: Mapping[str, Path]) -> dict[str, Footpr
                 if engine.attention == "padded"
                 else 0
             )
-            if engine.attention == "graphs":  # sizes are powers of two
-                padded = prod(
-                    1 << (most - 1).bit_length()
-                    for most in (limits.max_active_requests, limits.max_context_tokens)
-                )
             footprints[engine.name] = footprint(
                 folders[engine.name],
+                engine.kind,
                 engine.dtype,
                 engine.device,
                 kv_tokens=limits.kv_cache_tokens,
@@ -104,7 +99,7 @@ def available_bytes(engine: EngineConfig) -> int:
     """Return the memory that is free for an engine on its device."""
     if engine.device == "cpu":
         return host_bytes()
-    from backend.engines.torch.footprint import free_bytes
+    from backend.engines.stepping.footprint import free_bytes
 
     return free_bytes(engine.device)
 

@@ -94,7 +94,10 @@ class EngineLimits:
     ``free`` says that proposing costs next to nothing (lookup), so that the loop scores it on every
     step, chosen or not; ``tree`` that it verifies trees; as a draft, ``scores`` that it scores what
     it catches up on (``Completion.scored``). ``pads``: verified rows are padded to the longest
-    context, or cut (``Turn.piece_tokens``). ``overlaps``: while one thread is in ``poll``, another
+    context, or cut (``Turn.piece_tokens``).
+    ``invariant``: the logits behind a text are the same bits whatever else is in a pass, while
+    those of a prompt may differ from those of the same tokens when they were generated: blocks with
+    generated tokens have other keys. ``overlaps``: while one thread is in ``poll``, another
     may ask about, and cancel, sequences that have no turn in flight. ``asynchronous``: turns run in
     one in-flight batch and complete each in its time, not all with the next ``poll``.
     """
@@ -109,6 +112,7 @@ class EngineLimits:
     scores: bool = False
     pads: bool = False
     overlaps: bool = False
+    invariant: bool = False
     asynchronous: bool = False
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from backend.engines.torch.chunks import Chunk
+from backend.engines.stepping.chunks import Chunk
 from backend.request import SamplingParams
 from bench.drafts import Model
 from bench.micro.accepted import (

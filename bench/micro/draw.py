@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from backend.engines.torch.chunks import Chunk
+from backend.engines.stepping.chunks import Chunk
 from backend.request import SamplingParams
 from backend.sampling.draw import HEAD, draw, finishers
 from backend.sampling.randomness import Words, exponentials, word

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from backend import machine
-from backend.engines.torch.chunks import Chunk
+from backend.engines.stepping.chunks import Chunk
 from backend.request import SamplingParams
 from backend.sampling.laws import target_laws
 from backend.tokenizer import load_tokenizer

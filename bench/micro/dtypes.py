@@ -18,13 +18,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from backend.engines.torch.footprint import footprint
 
 from backend import machine
+from backend.engines.checkpoint import DTYPES
 from backend.engines.port import Turn
-from backend.engines.torch.checkpoint import DTYPES
-from backend.engines.torch.chunks import Chunk, KVTable
+from backend.engines.stepping.chunks import Chunk, KVTable
 from backend.engines.torch.engine import TorchEngine
-from backend.engines.torch.footprint import footprint
 from backend.request import SamplingParams
 from backend.sequence import BLOCK_TOKENS, Proposal, Sequence
 from backend.tokenizer import load_tokenizer

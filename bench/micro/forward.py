@@ -21,8 +21,8 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from backend import machine
+from backend.engines.checkpoint import DTYPES
 from backend.engines.port import Turn
-from backend.engines.torch.checkpoint import DTYPES
 from backend.engines.torch.engine import TorchEngine
 from backend.request import SamplingParams
 from backend.sequence import BLOCK_TOKENS, Proposal, Sequence

@@ -18,13 +18,13 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from backend.engines.torch.footprint import footprint
 from transformers import AutoModelForCausalLM
 
 from backend import machine
 from backend.app import build
 from backend.config import parse_config
-from backend.engines.torch.checkpoint import DTYPES
-from backend.engines.torch.footprint import footprint
+from backend.engines.checkpoint import DTYPES
 from backend.request import GenerationRequest
 from bench.in_process import generate
 

@@ -19,16 +19,16 @@ from statistics import median
 from typing import Any
 from unittest.mock import patch
 
+from backend.engines.torch.fp16 import Fp16Linear
+from backend.engines.torch.int8 import Int8Linear
 from torch.nn import functional
 
 from backend import machine
+from backend.engines.checkpoint import DTYPES
+from backend.engines.stepping.chunks import KVTable
 from backend.engines.torch import engine as torch_engine
 from backend.engines.torch import padded
-from backend.engines.torch.checkpoint import DTYPES
-from backend.engines.torch.chunks import KVTable
 from backend.engines.torch.engine import TorchEngine
-from backend.engines.torch.fp16 import Fp16Linear
-from backend.engines.torch.int8 import Int8Linear
 from backend.engines.torch.llama import Linear
 from bench.micro.dtypes import stepper
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from backend.engines.torch.checkpoint import LlamaConfig, Weights, load
+from backend.engines.checkpoint import LlamaConfig, Weights, load
 from backend.storage.manifest import check_pair, read_manifest, weights_sha256
 from engines_build.distill.arguments import parse
 from engines_build.distill.card import command_line, model_card, target_card

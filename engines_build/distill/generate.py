@@ -22,7 +22,7 @@ import torch.nn.functional as F  # noqa: N812
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from backend.engines.torch.checkpoint import LlamaConfig, Weights
+from backend.engines.checkpoint import LlamaConfig, Weights
 from backend.engines.torch.llama import rope_tables
 from engines_build.distill.corpora import WORKLOADS, Corpus, Prompt, ask_about
 

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from backend.config import EngineConfig, ServingConfig, load_config
-from backend.engines.torch.checkpoint import ROUNDED, load
+from backend.engines.checkpoint import load
 from backend.engines.trt_graph.engine import Shapes
 from backend.engines.trt_graph.inputs import DRAWN, GREEDY, LOGITS
 from backend.model_folders import model_path
@@ -75,7 +75,7 @@ def build_folder(
     """Compile one model's networks."""
     source, dtype = (
         model_path(engine),
-        choice.dtype or ("bf16" if engine.dtype in ROUNDED else engine.dtype),
+        choice.dtype or ("bf16" if engine.dtype == "int8" else engine.dtype),
     )
     model, weights = load(source, "fp32" if dtype == "fp16" else dtype)
     if dtype == "fp16":

@@ -23,9 +23,11 @@ from backend.core.extras import Gathered
 from backend.core.kv_ledger import KVLedger
 from backend.core.orchestrator import Orchestrator
 from backend.core.session import Delta, Session
+from backend.engines.checkpoint import LlamaConfig
+from backend.engines.openvino.llama import OpenvinoLlama
 from backend.engines.overlapped import Overlapped
 from backend.engines.port import Completion, Engine, EngineLimits, Turn
-from backend.engines.torch.checkpoint import LlamaConfig
+from backend.engines.stepping.engine import StepEngine
 from backend.engines.torch.engine import TorchEngine
 from backend.ops.stats import Stats, StepStats, Usage
 from backend.request import ErrorCode, FinishReason, GenerationRequest, SamplingParams
@@ -356,7 +358,7 @@ class Deployment:
     def step(self) -> bool:
         """Poison what is not committed, take a step, and let the watchers look."""
         for engine in self.engines if self.poisons else ():
-            if isinstance(engine, TorchEngine):
+            if isinstance(engine, StepEngine):
                 self.settle()
                 poison(engine, [session.sequence for session in self.live])
         worked = self.loop.step()
@@ -406,7 +408,15 @@ def usable(engine: TorchEngine, sequence: Sequence) -> int:
     return len(engine._caches.of(sequence).ran) if held == len(sequence.tokens) else held
 
 
-def poison(engine: TorchEngine, sequences: Iterable[Sequence]) -> None:
+def cells(engine: StepEngine) -> list[torch.Tensor]:
+    """Views of an engine's keys and values by layer [blocks, BLOCK_TOKENS, 2 x kv_heads, ...]."""
+    model = engine._model
+    if isinstance(model, OpenvinoLlama):
+        return [pool.permute(1, 3, 0, 2, 4) for pool in model.pool]
+    return [layer.pool.unflatten(0, (-1, BLOCK_TOKENS)) for layer in model._layers]
+
+
+def poison(engine: StepEngine, sequences: Iterable[Sequence]) -> None:
     """Fill everything but the usable KV of the live sequences, and the blocks whose content the
     engine knows, with NaN.
 
@@ -420,13 +430,14 @@ def poison(engine: TorchEngine, sequences: Iterable[Sequence]) -> None:
     }
     kept = torch.tensor(sorted(live | known), dtype=torch.int64)
     with torch.inference_mode():
-        for layer in engine._model._layers:
-            committed = layer.pool[kept]
-            layer.pool.fill_(torch.nan)
-            layer.pool[kept] = committed
+        for pool in cells(engine):
+            committed = pool[kept // BLOCK_TOKENS, kept % BLOCK_TOKENS]
+            pool.fill_(torch.nan)
+            pool[kept // BLOCK_TOKENS, kept % BLOCK_TOKENS] = committed
 
 
 def kv(engine: TorchEngine, sequence: Sequence) -> torch.Tensor:
     """The keys and values of the committed tokens [layers, seen, 2 x kv_heads, head_dim]."""
     held = torch.tensor(slots(engine, sequence, seen(engine, sequence)), dtype=torch.int64)
-    return torch.stack([layer.pool[held] for layer in engine._model._layers])
+    found = [pool[held // BLOCK_TOKENS, held % BLOCK_TOKENS] for pool in cells(engine)]
+    return torch.stack(found).reshape(len(found), len(held), -1, engine._model.config.head_dim)

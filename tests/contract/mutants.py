@@ -17,9 +17,9 @@ from backend.core.block_pool import BlockPool
 from backend.core.drafting import Drafting
 from backend.core.kv_ledger import KVLedger
 from backend.core.step_log import StepLog
+from backend.engines.stepping.chunks import Chunk
 from backend.engines.torch import engine as torch_engine
 from backend.engines.torch import kv_caches, llama
-from backend.engines.torch.chunks import Chunk
 from backend.engines.torch.engine import TorchEngine
 from backend.request import FinishReason, SamplingParams
 from backend.sampling import draw, verification

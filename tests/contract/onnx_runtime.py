@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from backend.engines.torch.checkpoint import LlamaConfig, Weights
+from backend.engines.checkpoint import LlamaConfig, Weights
 from backend.engines.trt_graph.engine import Shapes, TrtGraphEngine
 from backend.engines.trt_graph.inputs import Tensors
 from engines_build.trt_graph.graph import F32, F64
@@ -70,4 +70,4 @@ def onnx_engine(
         "max_context_tokens": max_context_tokens,
         "max_draft_tokens": max_draft_tokens,
     }
-    return TrtGraphEngine.over(name, config, runtime, **sizes)
+    return TrtGraphEngine(name, config, runtime, **sizes)

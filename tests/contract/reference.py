@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 
-from backend.engines.torch.chunks import Chunk, KVTable
+from backend.engines.stepping.chunks import Chunk, KVTable
 from backend.engines.torch.engine import TorchEngine
 from backend.engines.torch.llama import Llama
 from backend.request import SamplingParams

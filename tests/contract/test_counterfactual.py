@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from backend.engines.port import Turn
-from backend.engines.torch.counterfactual import DRAWN_ROWS, SCORED_ROWS, chains
+from backend.engines.stepping.counterfactual import DRAWN_ROWS, SCORED_ROWS, chains
 from backend.request import SamplingParams
 from backend.sequence import Sequence
 from policy import NO_DRAFT

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backend.engines.port import Turn
+from backend.engines.stepping.chunks import Chunk, KVTable
 from backend.engines.torch import llama, padded
-from backend.engines.torch.chunks import Chunk, KVTable
 from backend.request import SamplingParams
 from backend.sequence import BLOCK_TOKENS, Sequence
 from policy import AdaptivePlanner, LatencyModel, LatencyTable, PlannerConfig

@@ -15,8 +15,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from backend.engines.checkpoint import LlamaConfig
 from backend.engines.port import Turn
-from backend.engines.torch.checkpoint import LlamaConfig
 from backend.engines.torch.engine import TorchEngine
 from backend.request import SamplingParams
 from backend.sequence import BLOCK_TOKENS, Proposal, Sequence

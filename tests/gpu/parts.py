@@ -96,7 +96,7 @@ def differences(attention: str, device: str) -> float:
     """Return the greatest difference of logits in fp64 between a verification on the device and one
     on the host.
     """
-    from backend.engines.torch.chunks import Chunk, KVTable
+    from backend.engines.stepping.chunks import Chunk, KVTable
     from backend.engines.torch.engine import TorchEngine
 
     config, found = SHAPES["tiny"], []

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from backend.engines.port import Turn
-from backend.engines.torch.chunks import Chunk, KVTable
+from backend.engines.stepping.chunks import Chunk, KVTable
 from backend.engines.torch.engine import TorchEngine
 from backend.engines.torch.padded import partial_by_products
 from backend.engines.torch.side_stream import SideStream

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from backend.engines.torch.checkpoint import CheckpointError, LlamaConfig, load, parse_config
+from backend.engines.checkpoint import CheckpointError, LlamaConfig, load, parse_config
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -13,7 +13,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from backend.engines.torch.checkpoint import load
+from backend.engines.checkpoint import load
 from backend.storage.manifest import vocabulary_sha256
 from engines_build.distill import command as distill
 from engines_build.distill import export as distill_export

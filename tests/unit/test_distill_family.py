@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from backend.engines.torch.checkpoint import load, read_config
+from backend.engines.checkpoint import load, read_config
 from backend.storage.manifest import check_pair, read_manifest
 from backend.tokenizer import load_tokenizer
 from engines_build.distill import command as distill

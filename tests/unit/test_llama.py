@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from backend.engines.torch.checkpoint import LlamaConfig, load
-from backend.engines.torch.chunks import Chunk, KVTable
+from backend.engines.checkpoint import LlamaConfig, load
+from backend.engines.stepping.chunks import Chunk, KVTable
 from backend.engines.torch.llama import Linear, Llama, rope_tables
 
 transformers = pytest.importorskip("transformers")

@@ -8,12 +8,12 @@ from safetensors.torch import save_file
 
 from backend.config import ConfigError, parse_config
 from backend.engines import memory
+from backend.engines.checkpoint import read_config
 from backend.engines.memory import PROCESS_BYTES
 from backend.engines.port import Footprint
 from backend.engines.registry import Service, make_engine
 from backend.engines.torch import engine as torch_engine
 from backend.engines.torch import footprint
-from backend.engines.torch.checkpoint import read_config
 from backend.engines.torch.engine import TorchEngine
 from backend.model_folders import check_memory, model_path
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from backend.engines.torch.checkpoint import CheckpointError, load
+from backend.engines.checkpoint import CheckpointError, load
 from backend.ipc.messages import Chunk
 from backend.triton_adapter.codec import load_arrays
 

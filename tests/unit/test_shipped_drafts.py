@@ -5,7 +5,7 @@ from safetensors import safe_open
 
 from backend.config import EMBEDDED_MODEL, load_config
 from backend.core.session import Session
-from backend.engines.torch.checkpoint import load
+from backend.engines.checkpoint import load
 from backend.request import GenerationRequest, SamplingParams
 from backend.sequence import Proposal, Sequence
 from backend.storage.manifest import check_pair, read_manifest

@@ -1,25 +1,22 @@
 """Attention of many short chunks side by side: contexts padded to the longest, or cut into pieces
 that are padded to the longest piece.
 
-A few large operations take the place of some for every sequence; on a CPU they are cut into tiles
-that its caches hold. Tiles may have widths of their own, which leaves little padding where
-sequences come in order of their lengths. What an engine that pads all to one width reads beyond the
-contexts, request decomposition (SPIN, arXiv 2503.15921) takes back: a context is cut into pieces,
-each attended to by itself, and their outputs are merged exactly, weighted by the softmax of their
-logarithms of summed exponentials (``policy.decomposition`` decides where and how).
+What an engine that pads to one width reads beyond the contexts, request decomposition (SPIN, arXiv
+2503.15921) takes back: a context is cut into pieces, each attended to by itself, and their outputs
+are merged exactly, weighted by the softmax of their logarithms of summed exponentials
+(``policy.decomposition`` decides where and how).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from backend.engines.torch.chunks import Chunk, ancestors
+from backend.engines.stepping.chunks import Chunk, ancestors
 from backend.sequence import BLOCK_TOKENS
 
 FAR = -1e30
@@ -28,31 +25,12 @@ has an output, whose weight is zero.
 """
 
 
-TILE_TOKENS = 1024
-"""Keys that are copied out of the pool and attended to at a time: as many as a core's own cache
-holds of a small model.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class _Tile:
-    """Pieces attended to at once: the blocks that they read [n], which keys are nobody's, and their
-    mask [pieces, 1, rows, keys].
-    """
-
-    pieces: slice
-    blocks: torch.Tensor
-    unused: torch.Tensor
-    mask: torch.Tensor
-
-
 class Padded:
     """Attention over one pass's ``chunks``, which are rows ``first_rows[i]`` and following of the
     pass; made once, called by every layer.
 
     A chunk whose ``piece_tokens`` is above 0 has its context cut into pieces of so many tokens
-    (whole blocks); the last of them takes the chunk's own keys too. ``uniform``: all pieces are as
-    wide as the widest, else as the widest of their tile.
+    (whole blocks); the last of them takes the chunk's own keys too.
     """
 
     def __init__(
@@ -62,8 +40,6 @@ class Padded:
         group: int,
         dtype: torch.dtype,
         device: torch.device,
-        *,
-        uniform: bool,
     ) -> None:
         self._group = group
         pieces = [
@@ -83,26 +59,18 @@ class Padded:
             (torch.arange(max(counts), device=device) < rows).flatten().nonzero()[:, 0]
         )
         self.rows = self._query_rows[self._output_rows]
-        widths = [-(-(stop - start) // BLOCK_TOKENS) for _, start, stop in pieces]
-        position = begin[:, None] + torch.arange(max(widths) * BLOCK_TOKENS, device=device)
+        width = max(-(-(stop - start) // BLOCK_TOKENS) for _, start, stop in pieces)
+        position = begin[:, None] + torch.arange(width * BLOCK_TOKENS, device=device)
         outside = position >= end[:, None]
         hidden = outside[:, None] | (position[:, None] > (starts + row)[owner][:, :, None])
         _hide_others_of_trees(hidden, chunks, pieces)
-        mask = (
+        self._mask = (
             torch.zeros(hidden.shape, dtype=dtype, device=device)
             .masked_fill_(hidden, FAR)
             .repeat(1, group, 1)[:, None]
         )
-        blocks = _blocks(chunks, owner, begin, max(widths))
-        self._tiles = []
-        for tile, width in _cut_into_tiles(
-            [max(widths)] * len(widths) if uniform else widths, device
-        ):
-            keys = width * BLOCK_TOKENS
-            unused = outside[tile, :keys].flatten().nonzero()[:, 0]
-            self._tiles.append(
-                _Tile(tile, blocks[tile, :width].flatten(), unused, mask[tile, :, :, :keys])
-            )
+        self._blocks = _blocks(chunks, owner, begin, width).flatten()
+        self._unused = outside.flatten().nonzero()[:, 0]
         self._merge_by(owner, len(chunks))
 
     def _merge_by(self, owner: torch.Tensor, sequences: int) -> None:
@@ -126,28 +94,32 @@ class Padded:
             .permute(0, 2, 3, 1, 4)
             .reshape(self._sequences, kv_heads, -1, head_dim)
         )
+        keys, values = self._kv(pool)
         if self._most == 1:
-            attend = functional.scaled_dot_product_attention
-            output = _joined(
-                [
-                    attend(queries[tile.pieces], *_kv(pool, tile), attn_mask=tile.mask)
-                    for tile in self._tiles
-                ]
+            output = functional.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=self._mask
             )
         else:
             queries = queries.index_select(0, self._owner)
-            parts = [
-                partial(queries[tile.pieces], *_kv(pool, tile), tile.mask) for tile in self._tiles
-            ]
-            output = self._merged(
-                _joined([output for output, _ in parts]), _joined([sums for _, sums in parts])
-            )
+            output = self._merged(*partial(queries, keys, values, self._mask))
         output = output.view(-1, kv_heads, self._group, self._queries, head_dim).permute(
             0, 3, 1, 2, 4
         )
         return output.reshape(-1, kv_heads * self._group * head_dim).index_select(
             0, self._output_rows
         )
+
+    def _kv(self, pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values [pieces, kv_heads, keys, head_dim], zeros where a piece has
+        none.
+        """
+        kv_heads, head_dim = pool.shape[1] // 2, pool.shape[2]
+        blocks = pool.view(-1, BLOCK_TOKENS * 2 * kv_heads * head_dim)
+        kv = blocks.index_select(0, self._blocks).view(-1, 2 * kv_heads, head_dim)
+        # Whatever is there, a weight of zero does not undo it if it is no number.
+        kv.index_fill_(0, self._unused, 0.0)
+        kv = kv.view(-1, self._mask.shape[3], 2 * kv_heads, head_dim).transpose(1, 2)
+        return kv[:, :kv_heads], kv[:, kv_heads:]
 
     def _merged(self, outputs: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
         """Return sum_j softmax_j(sums)_j outputs_j over each sequence's pieces j: exactly the
@@ -217,24 +189,6 @@ def _hide_others_of_trees(
             )
 
 
-def _cut_into_tiles(widths: Seq[int], device: torch.device) -> list[tuple[slice, int]]:
-    """Return runs of pieces that fit a tile together, each with its width in blocks; one run where
-    nothing is gained by more.
-    """
-    if device.type != "cpu":
-        return [(slice(0, len(widths)), max(widths))]
-    tiles: list[tuple[slice, int]] = []
-    for number, width in enumerate(widths):
-        if tiles:
-            tile, held = tiles[-1]
-            widest = max(width, held)
-            if (number + 1 - tile.start) * widest * BLOCK_TOKENS <= TILE_TOKENS:
-                tiles[-1] = (slice(tile.start, number + 1), widest)
-                continue
-        tiles.append((slice(number, number + 1), width))
-    return tiles
-
-
 def _blocks(
     chunks: Seq[Chunk], owner: torch.Tensor, begin: torch.Tensor, width: int
 ) -> torch.Tensor:
@@ -249,24 +203,3 @@ def _blocks(
     place = begin[:, None] // BLOCK_TOKENS + torch.arange(width, device=owner.device)
     last = torch.tensor(held, device=owner.device)[owner][:, None] - 1
     return tables[owner[:, None], place.minimum(last)]
-
-
-def _kv(pool: torch.Tensor, tile: _Tile) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys and values [pieces, kv_heads, keys, head_dim] of a tile, zeros where a piece
-    has none.
-    """
-    kv_heads, head_dim = pool.shape[1] // 2, pool.shape[2]
-    kv = (
-        pool.view(-1, BLOCK_TOKENS * 2 * kv_heads * head_dim)
-        .index_select(0, tile.blocks)
-        .view(-1, 2 * kv_heads, head_dim)
-    )
-    kv.index_fill_(
-        0, tile.unused, 0.0
-    )  # whatever is there, a weight of zero does not undo it if it is no number
-    kv = kv.view(-1, tile.mask.shape[3], 2 * kv_heads, head_dim).transpose(1, 2)
-    return kv[:, :kv_heads], kv[:, kv_heads:]
-
-
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)

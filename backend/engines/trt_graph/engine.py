@@ -13,16 +13,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from backend.engines.torch.checkpoint import LlamaConfig
-from backend.engines.torch.chunks import Chunk, ancestors
-from backend.engines.torch.engine import RAGGED, Job, TorchEngine, step_limits
-from backend.engines.torch.llama import Llama
+from backend.engines.checkpoint import LlamaConfig
+from backend.engines.stepping.chunks import Chunk, ancestors, moves
+from backend.engines.stepping.engine import Job, StepEngine, step_limits
 from backend.engines.trt_graph.inputs import (
     LOGITS,
     Tensors,
@@ -60,13 +59,6 @@ class Runtime(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class PoolLayer:
-    """One layer's KV pool [slots, 2 x kv_heads, head_dim] (keys first)."""
-
-    pool: torch.Tensor
-
-
 class CompiledModel:
     """A compiled decoder with a KV pool of ``kv_blocks`` blocks, in the place of
     ``backend.engines.torch.llama.Llama``.
@@ -87,7 +79,6 @@ class CompiledModel:
         shape = (config.num_layers, self._nowhere + 1, 2 * config.num_kv_heads, config.head_dim)
         self._pool = torch.zeros(shape, device=self.device, dtype=self.dtype)
         self._pools = {f"pool_{layer}": pool for layer, pool in enumerate(self._pool)}
-        self._layers = [PoolLayer(pool[:-1]) for pool in self._pool]
         self._wide = torch.float64 if self.dtype == torch.float64 else torch.float32
 
     def forward(self, chunks: Seq[Chunk]) -> torch.Tensor:
@@ -122,9 +113,11 @@ class CompiledModel:
             verdicts |= zip(group, verdicts_of(network, chosen, outputs), strict=True)
         return [verdicts[number] for number in range(len(chunks))]
 
-    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy the KV of slots [n] to others [n] in every layer, as if all at once."""
-        self._pool.index_copy_(1, targets, self._pool.index_select(1, sources))
+    def keep(self, accepted: Seq[tuple[Chunk, Seq[int]]]) -> None:
+        """Move the KV of accepted nodes to where their tokens are in the text (``Model.keep``)."""
+        sources, targets = moves(accepted)
+        if len(sources):
+            self._pool.index_copy_(1, targets, self._pool.index_select(1, sources))
 
     def _tail(self, chunk: Chunk) -> Chunk:
         """Return as much of a chunk's end as is run at once."""
@@ -219,15 +212,11 @@ def _sees(chunk: Chunk) -> npt.NDArray[Any]:
     return sees
 
 
-class TrtGraphEngine(TorchEngine):
-    """The step engine over compiled networks; what its turns mean is ``TorchEngine``'s."""
+class TrtGraphEngine(StepEngine):
+    """The step engine over compiled networks."""
 
-    _compiled: CompiledModel
-    _verifies: bool
-
-    @classmethod
-    def over(
-        cls,
+    def __init__(
+        self,
         name: str,
         config: LlamaConfig,
         runtime: Runtime,
@@ -235,15 +224,12 @@ class TrtGraphEngine(TorchEngine):
         kv_blocks: int,
         max_context_tokens: int,
         max_draft_tokens: int = 8,
-    ) -> TrtGraphEngine:
-        """Build an engine of compiled networks."""
-        engine = cls.__new__(cls)
-        limits = step_limits(config, kv_blocks, max_context_tokens, max_draft_tokens)
+    ) -> None:
         with torch.inference_mode():
-            engine._compiled = CompiledModel(config, runtime, kv_blocks)
-        engine._attach(name, cast(Llama, engine._compiled), limits, RAGGED)
-        engine._verifies = runtime.verifies
-        return engine
+            self._compiled = CompiledModel(config, runtime, kv_blocks)
+        limits = step_limits(config, kv_blocks, max_context_tokens, max_draft_tokens)
+        super().__init__(name, self._compiled, limits)
+        self._verifies = runtime.verifies
 
     def close(self) -> None:
         """Release the networks and the KV; the engine is of no use afterwards."""

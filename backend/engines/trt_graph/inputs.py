@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 
-from backend.engines.torch.chunks import ancestors
+from backend.engines.stepping.chunks import ancestors
 from backend.sampling.draw import Heads, race
 from backend.sampling.randomness import word
 from backend.sampling.verification import Row, Verdict, follow

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from backend.config import EngineConfig
+from backend.engines.checkpoint import DTYPES, Weights, load
 from backend.engines.port import Engine
 from backend.engines.registry import Service
-from backend.engines.torch.checkpoint import DTYPES, Weights, load
 from backend.engines.trt_graph.engine import Shapes, TrtGraphEngine
 from backend.engines.trt_graph.inputs import GREEDY, Tensors
 
@@ -148,7 +148,7 @@ def open_engine(
         "max_context_tokens": max_context_tokens,
         "max_draft_tokens": max_draft_tokens,
     }
-    return TrtGraphEngine.over(name, runtime.config, runtime, **sizes)
+    return TrtGraphEngine(name, runtime.config, runtime, **sizes)
 
 
 class _Network:

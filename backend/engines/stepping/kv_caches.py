@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from backend.engines.torch.chunks import KVTable
+from backend.engines.stepping.chunks import KVTable
 from backend.sequence import BLOCK_TOKENS, Proposal, Sequence
 
 

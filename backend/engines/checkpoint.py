@@ -16,17 +16,10 @@ from backend.storage.manifest import ARCHITECTURES, FAMILIES
 
 DTYPES = {
     "bf16": torch.bfloat16,
-    "fp16": torch.float32,
-    "int8": torch.bfloat16,
     "fp32": torch.float32,
     "fp64": torch.float64,
 }
-"""What activations and KV are held in, by ``dtype``."""
-ROUNDED = ("fp16", "int8")
-"""The dtypes that only matrices are rounded to (``backend.engines.torch.fp16``,
-``backend.engines.torch.int8``).
-"""
-MOST_FP16 = torch.finfo(torch.float16).max
+"""What weights are read in."""
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
@@ -110,9 +103,8 @@ def load(
     """Return the configuration and the weights, by Hugging Face name, in ``dtype`` (one of
     ``DTYPES``) on ``device``.
 
-    Of ``fp16`` the matrices are in that already, so that memory never holds them in fp32. Raises
-    CheckpointError for a missing or damaged file, another architecture, or tensors that are
-    missing, unexpected, mis-shaped or beyond what fp16 holds.
+    Raises CheckpointError for a missing or damaged file, another architecture, or tensors that are
+    missing, unexpected or mis-shaped.
     """
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -127,14 +119,7 @@ def load(
     if config.tied and not config.draft_vocab_size:
         weights.pop("lm_head.weight", None)  # some writers store the tied head again
     check_weights(config, weights, str(folder))
-    return config, {name: _convert(name, tensor, dtype, device) for name, tensor in weights.items()}
-
-
-def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a tensor multiplies rows, which a dtype of ``ROUNDED`` rounds: the embedding
-    is looked up.
-    """
-    return len(shape) == 2 and name != "model.embed_tokens.weight"
+    return config, {name: _convert(tensor, dtype, device) for name, tensor in weights.items()}
 
 
 def read_config(folder: Path) -> LlamaConfig:
@@ -291,13 +276,5 @@ def _read_tensors(path: Path) -> Weights:
         raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
-def _convert(name: str, tensor: torch.Tensor, dtype: str, device: str) -> torch.Tensor:
-    if not tensor.is_floating_point():
-        return tensor.to(device, torch.int64)
-    if dtype != "fp16" or not is_matrix(name, tensor.shape):
-        return tensor.to(device, DTYPES[dtype])
-    if not (greatest := float(tensor.abs().max())) <= MOST_FP16:
-        raise CheckpointError(
-            f"tensor {name}: dtype fp16 holds up to {MOST_FP16:.0f}, got {greatest}"
-        )
-    return tensor.to(device, torch.float16)
+def _convert(tensor: torch.Tensor, dtype: str, device: str) -> torch.Tensor:
+    return tensor.to(device, DTYPES[dtype] if tensor.is_floating_point() else torch.int64)

@@ -18,13 +18,13 @@ class KVTable:
     """
 
     def __init__(self, blocks: Seq[int], device: torch.device | str) -> None:
-        self.numbers = np.array(blocks, np.int64)
+        self.numbers = np.array(blocks, np.int32)
         self._device = device
 
     @cached_property
     def blocks(self) -> torch.Tensor:
         """The block numbers on the device, where a pass may do without them."""
-        return torch.from_numpy(self.numbers).to(self._device)
+        return torch.from_numpy(self.numbers).to(self._device, torch.int64)
 
     @cached_property
     def slots(self) -> torch.Tensor:
@@ -58,7 +58,7 @@ class Chunk:
     depth; all others are a chain. KV is written in the order of the rows.
 
     ``piece_tokens``: attend by itself (None), or beside others, its keys whole (0) or cut into
-    pieces of so many (``padded``).
+    pieces of so many (``padded``). ``prompt_rows``: how many of the first rows are of the prompt.
     """
 
     tokens: list[int]
@@ -67,6 +67,7 @@ class Chunk:
     logits: int
     parents: Seq[int] = ()
     piece_tokens: int | None = None
+    prompt_rows: int = 0
 
     @property
     def positions(self) -> list[int]:
@@ -85,3 +86,30 @@ def ancestors(parents: Seq[int]) -> torch.Tensor:
         if parent >= 0:
             seen[node] |= seen[parent]
     return seen
+
+
+def logit_rows(chunks: Seq[Chunk]) -> list[int]:
+    """Return which rows of a pass want logits."""
+    wanted: list[int] = []
+    row = 0
+    for chunk in chunks:
+        row += len(chunk.tokens)
+        wanted += range(row - chunk.logits, row)
+    return wanted
+
+
+def moves(accepted: Seq[tuple[Chunk, Seq[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the slots that accepted nodes' KV was written to, in the order of rows, and those of
+    their places in the text, where these are others.
+    """
+    sources, targets = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
+    for chunk, path in accepted:
+        slots = chunk.table.slots[chunk.start + len(chunk.tokens) - len(chunk.parents) :]
+        moved = [(node, place) for place, node in enumerate(path) if node != place]
+        if moved:
+            nodes, places = torch.tensor(moved, device=slots.device).T
+            sources.append(slots[nodes])
+            targets.append(slots[places])
+    device = sources[-1].device
+    joined = [torch.cat([part.to(device) for part in parts]) for parts in (sources, targets)]
+    return joined[0], joined[1]

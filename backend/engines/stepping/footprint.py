@@ -1,15 +1,17 @@
-"""What a torch engine will take of memory, from its checkpoint's configuration alone."""
+"""What a step engine will take of memory, from its checkpoint's configuration alone."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 
 import torch
 
+from backend import machine
+from backend.engines.checkpoint import DTYPES, read_config
 from backend.engines.port import Footprint
-from backend.engines.torch.checkpoint import DTYPES, ROUNDED, is_matrix, read_config
-from backend.engines.torch.llama import SMALL_WEIGHT
+from backend.kinds import Kind
 
 LOGIT_BYTES = 28
 """Bytes for each logit of a pass while laws are made of them (copies, sort and indices of top-p):
@@ -20,8 +22,25 @@ LAW_BYTES = 4
 """Bytes for each probability of a law that a draft keeps until it is verified."""
 
 
+def activation_bytes(dtype: str) -> int:
+    """Return the bytes of a number of activations and KV; int8 rounds matrices only."""
+    if dtype == "int8":
+        return 2 if machine.multiplies_bf16() else 4
+    return DTYPES[dtype].itemsize
+
+
+def weight_bytes(shapes: Mapping[str, tuple[int, ...]], kind: Kind, dtype: str) -> int:
+    """Return what weights of these shapes take in an engine of a kind."""
+    looked_up, multiplied = kind.weight_bytes.get(dtype, (DTYPES[dtype].itemsize,) * 2)
+    embedding = prod(shapes["model.embed_tokens.weight"])
+    tied = kind.packs_head and "lm_head.weight" not in shapes
+    others = sum(map(prod, shapes.values())) - (0 if tied else embedding)
+    return looked_up * embedding + multiplied * others
+
+
 def footprint(
     folder: Path,
+    kind: Kind,
     dtype: str,
     device: str,
     *,
@@ -40,34 +59,21 @@ def footprint(
     attention copies ``padded_tokens`` KV rows and masks them for so many queries each. Raises
     CheckpointError for a folder that cannot be served.
     """
-    config, item = read_config(folder), DTYPES[dtype].itemsize
-    shapes = config.shapes()
-    weights = item * sum(map(prod, shapes.values()))
-    if config.tied and not config.draft_vocab_size and device == "cpu":
-        shapes["lm_head.weight"] = (
-            config.vocab_size,
-            config.hidden_size,
-        )  # packed apart from the embedding
-        weights += item * prod(shapes["lm_head.weight"])
-    if dtype in ROUNDED:  # to half of what activations have
-        matrices = [prod(shape) for name, shape in shapes.items() if is_matrix(name, shape)]
-        weights -= (
-            item // 2 * sum(size for size in matrices if dtype == "int8" or size >= SMALL_WEIGHT)
-        )
+    config, item = read_config(folder), activation_bytes(dtype)
+    weights = weight_bytes(config.shapes(), kind, dtype)
     kv_row = 2 * config.num_kv_heads * config.head_dim
     attention = 2 * (
         config.num_heads * config.head_dim + kv_row
     )  # qkv, and again while rotated or joined
     row = 4 * config.hidden_size + attention + 3 * config.intermediate_size
-    if dtype == "int8":
-        row += 12 * config.intermediate_size  # fp32 products of two digits, and their sum
     vocab = config.draft_vocab_size or config.vocab_size
     passes = rows * row * item + vocab * (logit_rows * LOGIT_BYTES + law_rows * LAW_BYTES)
     passes += vocab * min(kept_rows, kept_bytes // (4 * vocab)) * (item + 4)
     passes += (
         padded_tokens * (kv_row + padded_queries * config.num_heads // config.num_kv_heads) * item
     )
-    return Footprint(device, weights, kv_tokens * config.num_layers * kv_row * item, passes)
+    kv = (kv_tokens + kind.scratch_tokens) * config.num_layers * kv_row * item
+    return Footprint(device, weights, kv, passes)
 
 
 def free_bytes(device: str) -> int:

@@ -1,0 +1,1 @@
+"""Targets and drafts on CPUs with OpenVINO's kernels: paged attention over our own block tables."""

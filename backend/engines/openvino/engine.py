@@ -1,0 +1,132 @@
+"""The default engine on CPUs."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from backend import machine
+from backend.config import EngineConfig
+from backend.engines.checkpoint import LlamaConfig, Weights, load
+from backend.engines.openvino.layout import paths
+from backend.engines.openvino.llama import SCRATCH_BLOCKS, OpenvinoLlama
+from backend.engines.port import Completion, Turn
+from backend.engines.registry import Service
+from backend.engines.stepping.engine import Job, StepEngine, step_limits
+
+logger = logging.getLogger(__name__)
+
+BRANCHES = SCRATCH_BLOCKS // 2
+"""Branches of trees in one pass, at most."""
+
+
+class OpenvinoEngine(StepEngine):
+    """A step engine on OpenVINO, for targets and drafts."""
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        *,
+        dtype: str = "fp32",
+        threads: int = 1,
+        **sizes: int | bool,
+    ) -> None:
+        """Load a Hugging Face folder; ``sizes`` are those of ``from_weights``.
+
+        Raises CheckpointError for a folder that cannot be served, VersionError for another OpenVINO
+        than is known.
+        """
+        torch.set_num_threads(threads)
+        stored = "bf16" if dtype == "bf16" else "fp32"
+        config, weights = load(folder, stored)
+        self._set_up(name, config, weights, dtype=dtype, threads=threads, **sizes)  # type: ignore[arg-type]
+
+    @classmethod
+    def from_weights(
+        cls, name: str, config: LlamaConfig, weights: Weights, **sizes: int | bool | str
+    ) -> OpenvinoEngine:
+        """Build an engine of weights in memory, which are fp32 or bf16.
+
+        ``sizes``: ``kv_blocks``, ``max_context_tokens``, ``max_draft_tokens`` (8), ``dtype``
+        (``fp32``, ``bf16``, ``int8``), ``threads`` (1), ``invariant`` (``OpenvinoLlama``; never of
+        int8 in fp32, which multiplies few rows by other kernels) and ``verifies``: it is a target.
+        """
+        engine = cls.__new__(cls)
+        engine._set_up(name, config, dict(weights), **sizes)  # type: ignore[arg-type]
+        return engine
+
+    def _set_up(
+        self,
+        name: str,
+        config: LlamaConfig,
+        weights: Weights,
+        *,
+        kv_blocks: int,
+        max_context_tokens: int,
+        max_draft_tokens: int = 8,
+        dtype: str = "fp32",
+        threads: int = 1,
+        invariant: bool = True,
+        verifies: bool = True,
+    ) -> None:
+        precision = precision_of(dtype)
+        invariant = invariant and (dtype != "int8" or precision == "bf16")
+        limits = step_limits(
+            config, kv_blocks, max_context_tokens, max_draft_tokens, invariant=invariant
+        )
+        model = OpenvinoLlama(
+            config,
+            weights,
+            kv_blocks=kv_blocks,
+            max_positions=max_context_tokens + max_draft_tokens,
+            precision=precision,
+            int8=dtype == "int8",
+            threads=threads,
+            invariant=invariant,
+            trees=limits.tree and verifies,
+        )
+        self._branches_left = BRANCHES
+        super().__init__(name, model, limits)
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """Run all queued turns to their end (``StepEngine.poll``)."""
+        self._branches_left = BRANCHES
+        return super().poll(timeout_s)
+
+    def _prepare(self, turn: Turn) -> Job:
+        """Prepare a turn; of a tree with more branches than a pass has room for, the likeliest path
+        is verified.
+        """
+        if turn.proposal is not None and not turn.proposal.is_chain:
+            branches = len(paths(turn.proposal.parents)) - 1
+            if branches > self._branches_left:
+                turn = replace(turn, proposal=turn.proposal.spine())
+            else:
+                self._branches_left -= branches
+        return super()._prepare(turn)
+
+
+def precision_of(dtype: str) -> str:
+    """Return what activations and KV are held in: int8 rounds matrices only."""
+    if dtype != "int8":
+        return dtype
+    return "bf16" if machine.multiplies_bf16() else "fp32"
+
+
+def make(engine: EngineConfig, service: Service) -> OpenvinoEngine:
+    """Make an engine of this kind (``backend.engines.registry``)."""
+    target = engine.name == service.config.target.name
+    logger.info("%s: %s on %s", engine.name, engine.dtype, machine.processor())
+    return OpenvinoEngine(
+        engine.name,
+        service.path(engine),
+        dtype=engine.dtype,
+        threads=service.threads,
+        invariant=engine.invariant and target,
+        verifies=target,
+        **service.sizes,
+    )

@@ -1,0 +1,221 @@
+"""A Llama as an OpenVINO graph, straight from its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from openvino import Model, Output, PartialShape, Tensor, Type, op, opset13
+
+from backend.engines.checkpoint import LlamaConfig, Weights
+from backend.engines.openvino.paged_attention import paged_attention
+from backend.engines.stepping.rope import rope_tables
+
+Floats = npt.NDArray[np.float32]
+
+LAYOUT = {
+    "past_lens": [-1],
+    "subsequence_begins": [-1],
+    "block_indices": [-1],
+    "block_indices_begins": [-1],
+    "max_context_len": [],
+}
+"""Inputs that say where sequences lie, all int32, with their shapes."""
+
+SMALL_WEIGHT = 1 << 17
+"""Elements below which a matrix is not rounded to int8: its product takes no longer in fp32."""
+
+
+def build(
+    config: LlamaConfig, weights: Weights, *, max_positions: int, int8: bool, repeats: bool
+) -> Model:
+    """Return the graph of a model whose ``weights`` are fp32 or bf16 (emptied on the way).
+
+    Inputs: ``ids`` i64[T], ``positions`` i64[E], ``LAYOUT``, ``rows`` i32[R] (which want logits),
+    and caches ``key_cache.<layer>``, ``value_cache.<layer>``. Output: ``logits`` f32[R, vocab].
+    ``int8``: matrices in int8 with a scale a row. ``repeats``: attention has E rows, ``expand``
+    i32[E] of the T others, and behind it ``compress`` i32[T] of those; else E = T.
+    """
+    return _Builder(config, weights, max_positions, int8=int8, repeats=repeats).model()
+
+
+@dataclass(slots=True)
+class _Inputs:
+    ids: op.Parameter
+    positions: op.Parameter
+    rows: op.Parameter
+    layout: dict[str, op.Parameter]
+    repeats: list[op.Parameter]
+    caches: list[op.Parameter]
+
+    def all(self) -> list[op.Parameter]:
+        """Return them in one list."""
+        layout = self.layout.values()
+        return [self.ids, self.positions, self.rows, *layout, *self.repeats, *self.caches]
+
+
+class _Builder:
+    def __init__(
+        self,
+        config: LlamaConfig,
+        weights: Weights,
+        max_positions: int,
+        *,
+        int8: bool,
+        repeats: bool,
+    ) -> None:
+        self._config, self._weights, self._int8 = config, weights, int8
+        inputs = self._inputs = _Inputs(
+            _input("ids", [-1], Type.i64),
+            _input("positions", [-1], Type.i64),
+            _input("rows", [-1], Type.i32),
+            {name: _input(name, shape, Type.i32) for name, shape in LAYOUT.items()},
+            [_input(name, [-1], Type.i32) for name in ("expand", "compress") if repeats],
+            [],
+        )
+        self._layout = {name: node.output(0) for name, node in inputs.layout.items()}
+        cos, signed = (table[:, None, None] for table in rope_tables(config, max_positions))
+        half = config.head_dim // 2
+        sin = torch.cat([-signed[..., :half], signed[..., half:]], -1)
+        self._cos, self._sin = (
+            opset13.gather(opset13.constant(table.numpy()), inputs.positions, _ints(0))
+            for table in (cos, sin)
+        )
+
+    def model(self) -> Model:
+        """Return the graph."""
+        embedding = self._matrix(self._weights["model.embed_tokens.weight"], rounded=False)
+        hidden = opset13.gather(embedding, self._inputs.ids, _ints(0))
+        for layer in range(self._config.num_layers):
+            hidden = self._layer(hidden, layer)
+        hidden = opset13.gather(hidden, self._inputs.rows, _ints(0))
+        hidden = self._norm(hidden, "model.norm.weight")
+        head = self._weights.get("lm_head.weight")
+        if head is None and self._int8:
+            head = self._weights["model.embed_tokens.weight"]
+        matrix = embedding if head is None else self._matrix(head, rounded=self._int8)
+        logits = opset13.matmul(hidden, matrix, False, True)
+        logits.output(0).get_tensor().set_names({"logits"})
+        model = Model([opset13.result(logits)], self._inputs.all(), "llama")
+        model.validate_nodes_and_infer_types()
+        return model
+
+    def _layer(self, hidden: Output, layer: int) -> Output:
+        config, at = self._config, f"model.layers.{layer}."
+        normed = self._norm(hidden, f"{at}input_layernorm.weight")
+        if self._inputs.repeats:
+            normed = opset13.gather(normed, self._inputs.repeats[0], _ints(0))
+        heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        qkv = self._product(normed, *(f"{at}self_attn.{name}_proj" for name in ("q", "k", "v")))
+        query, key, value = self._split(qkv, [config.head_dim * count for count in heads])
+        caches = [_cache(f"{kind}_cache.{layer}") for kind in ("key", "value")]
+        self._inputs.caches += caches
+        attended = paged_attention(
+            (
+                self._rotated(query, config.num_heads),
+                self._rotated(key, config.num_kv_heads),
+                value,
+            ),
+            (caches[0].output(0), caches[1].output(0)),
+            self._layout,
+            (config.num_kv_heads, config.head_dim),
+        )
+        if self._inputs.repeats:
+            attended = opset13.gather(attended, self._inputs.repeats[1], _ints(0)).output(0)
+        hidden = opset13.add(hidden, self._product(attended, f"{at}self_attn.o_proj"))
+        normed = self._norm(hidden, f"{at}post_attention_layernorm.weight")
+        gate, up = self._split(
+            self._product(normed, f"{at}mlp.gate_proj", f"{at}mlp.up_proj"),
+            [config.intermediate_size] * 2,
+        )
+        inner = opset13.multiply(opset13.swish(gate), up)
+        return opset13.add(hidden, self._product(inner, f"{at}mlp.down_proj"))
+
+    def _norm(self, hidden: Output, name: str) -> Output:
+        weight = self._weights.pop(name).float().numpy()
+        squares = opset13.reduce_mean(opset13.power(hidden, _float(2.0)), _ints(-1), True)
+        root = opset13.sqrt(opset13.add(squares, _float(self._config.rms_norm_eps)))
+        normed = opset13.multiply(hidden, opset13.divide(_float(1.0), root))
+        return opset13.multiply(opset13.constant(weight), normed)
+
+    def _product(self, rows: Output, *names: str) -> Output:
+        """Return the product with matrices side by side."""
+        matrices = [self._weights.pop(f"{name}.weight") for name in names]
+        product = opset13.matmul(
+            rows, self._matrix(torch.cat(matrices), rounded=self._int8), False, True
+        )
+        biases = [
+            self._weights.pop(key) for name in names if (key := f"{name}.bias") in self._weights
+        ]
+        if not biases:
+            return product
+        return opset13.add(product, opset13.constant(_floats(torch.cat(biases))))
+
+    @staticmethod
+    def _split(rows: Output, sizes: list[int]) -> list[Output]:
+        parts: list[Output] = opset13.variadic_split(rows, _ints(-1), _ints(sizes)).outputs()
+        return parts
+
+    def _rotated(self, rows: Output, heads: int) -> Output:
+        """Rotate [rows, heads x head_dim] by the rows' positions, in the form that becomes one
+        operation (``RoPE``).
+        """
+        head_dim = self._config.head_dim
+        apart = opset13.reshape(rows, _ints([0, heads, 1, head_dim]), True)
+        first, second = (
+            opset13.slice(apart, _ints([start]), _ints([stop]), _ints([1]), _ints([3]))
+            for start, stop in ((0, head_dim // 2), (head_dim // 2, 2**31 - 1))
+        )
+        turned = opset13.concat([opset13.multiply(second, _float(-1.0)), first], -1)
+        rotated = opset13.add(
+            opset13.multiply(apart, self._cos), opset13.multiply(turned, self._sin)
+        )
+        return opset13.reshape(rotated, _ints([0, heads * head_dim]), True).output(0)
+
+    @staticmethod
+    def _matrix(weight: torch.Tensor, *, rounded: bool) -> Output:
+        if rounded and weight.numel() >= SMALL_WEIGHT:
+            return _int8(_floats(weight))
+        if weight.dtype == torch.bfloat16:
+            return opset13.convert(_bf16(weight), "f32")
+        return opset13.constant(_floats(weight))
+
+
+def _int8(weight: Floats) -> Output:
+    """Return a matrix in int8, a scale a row: the form that its kernels read."""
+    scale = np.maximum(np.abs(weight).max(1, keepdims=True) / 127, 1e-8).astype(np.float16)
+    digits = np.clip(np.rint(weight / scale.astype(np.float32)), -127, 127).astype(np.int8)
+    wide = opset13.convert(opset13.constant(digits), "f16")
+    return opset13.convert(opset13.multiply(wide, opset13.constant(scale)), "f32")
+
+
+def _bf16(weight: torch.Tensor) -> op.Constant:
+    # A tensor over an array does not keep it alive; its own memory is not initialised.
+    tensor = Tensor(Type.bf16, list(weight.shape))
+    tensor.data.view(np.uint16)[...] = weight.contiguous().view(torch.uint16).numpy()
+    return op.Constant(tensor)
+
+
+def _floats(weight: torch.Tensor) -> Floats:
+    return weight.float().contiguous().numpy()
+
+
+def _input(name: str, shape: list[int], dtype: Type) -> op.Parameter:
+    node = opset13.parameter(PartialShape(shape), dtype, name=name)
+    node.output(0).get_tensor().set_names({name})
+    return node
+
+
+def _cache(name: str) -> op.Parameter:
+    """Return a cache whose precision and layout the plug-in settles."""
+    return _input(name, [-1, -1, -1, -1], Type.dynamic)
+
+
+def _ints(values: int | list[int]) -> op.Constant:
+    return opset13.constant(np.array(values, np.int32))
+
+
+def _float(value: float) -> op.Constant:
+    return opset13.constant(np.array(value, np.float32))

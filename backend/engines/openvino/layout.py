@@ -1,0 +1,159 @@
+"""Where the rows of a pass lie: chunks as the sequences that paged attention is called with.
+
+Rows of one token go through another kernel of it than longer runs, in other bits. So that a text is
+the same bits under any plan, every generated token, proposed ones too, is a sequence of its own
+that shares its row's block table, as it would be in plain decoding, and a prompt is runs of two
+tokens or more. A call writes all its KV before it attends.
+
+A run of several tokens clears what lies behind it in its last block. So what follows a prompt there
+waits for a second call (``in_calls``).
+
+A branch of a tree would overwrite the KV of the likeliest path, for both have the same positions:
+it has copies of the blocks behind the text. What other rows of the pass write there is written into
+the copies, too (``expand`` repeats these rows in front of attention, ``compress`` drops them
+behind).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from backend.engines.stepping.chunks import Chunk
+from backend.sequence import BLOCK_TOKENS, ROOT
+
+Blocks = npt.NDArray[np.int32]
+
+
+class Layout:
+    """The inputs of one pass. ``invariant``: as in the module's docstring; else what follows each
+    other runs together. ``scratch`` are the blocks for branches.
+
+    ``copies`` are (from block, to block, tokens) to be made before the pass; ``branches`` holds, by
+    chunk's number and node that is not on the likeliest path, a table with the node's path.
+    """
+
+    def __init__(self, chunks: Seq[Chunk], scratch: Iterable[int] = (), *, invariant: bool) -> None:
+        self.copies: list[tuple[int, int, int]] = []
+        self.branches: dict[tuple[int, int], Blocks] = {}
+        self._invariant, self._scratch = invariant, iter(scratch)
+        self._ids: list[int] = []
+        self._rows: list[int] = []
+        self._expand: list[int] = []
+        self._positions: list[int] = []
+        self._place: dict[int, int] = {}  # of a row's output among the repeated ones
+        self._past: list[int] = []
+        self._begins = [0]
+        self._tables: list[Blocks] = []
+        for number, chunk in enumerate(chunks):
+            self._add(number, chunk)
+
+    def inputs(self, *, repeats: bool) -> dict[str, npt.NDArray[np.generic]]:
+        """Return the inputs of the graph (``graph.build``) by name."""
+        counts = [len(table) for table in self._tables]
+        ends = (past + len_ for past, len_ in zip(self._past, np.diff(self._begins), strict=True))
+        found: dict[str, npt.NDArray[np.generic]] = {
+            "ids": np.array(self._ids, np.int64),
+            "positions": np.array(self._positions, np.int64),
+            "rows": np.array(self._rows, np.int32),
+            "past_lens": np.array(self._past, np.int32),
+            "subsequence_begins": np.array(self._begins, np.int32),
+            "block_indices": np.concatenate(self._tables),
+            "block_indices_begins": np.cumsum([0, *counts], dtype=np.int32),
+            "max_context_len": np.array(max(ends), np.int32),
+        }
+        if repeats:
+            places = [self._place[row] for row in range(len(self._ids))]
+            found["expand"] = np.array(self._expand, np.int32)
+            found["compress"] = np.array(places, np.int32)
+        return found
+
+    def _add(self, number: int, chunk: Chunk) -> None:
+        base, count, nodes = len(self._ids), len(chunk.tokens), len(chunk.parents)
+        self._ids += chunk.tokens
+        self._rows += range(base + count - chunk.logits, base + count)
+        text, table = count - nodes, chunk.table.numbers
+        main, *others = paths(chunk.parents) or [[]]
+        rows = [*range(base, base + text), *(base + text + node for node in main)]
+        self._run(rows, chunk.start, table, chunk.prompt_rows if self._invariant else len(rows))
+        for path in others:
+            branch = [*range(base, base + text), *(base + text + node for node in path)]
+            table = self._branch(chunk, branch, len(path))
+            for node in set(path) - set(main):
+                self.branches.setdefault((number, node), table)
+
+    def _branch(self, chunk: Chunk, rows: list[int], nodes: int) -> Blocks:
+        """Lay out a path that is not the likeliest, in blocks of its own behind the text; return
+        its table.
+        """
+        end = chunk.start + len(rows) - nodes
+        first, stop = end // BLOCK_TOKENS, -(-(chunk.start + len(rows)) // BLOCK_TOKENS)
+        table = chunk.table.numbers[:stop].copy()
+        for index in range(first, stop):
+            table[index] = next(self._scratch)
+        begin = first * BLOCK_TOKENS
+        if chunk.start > begin:
+            source = int(chunk.table.numbers[first])
+            self.copies.append((source, int(table[first]), chunk.start - begin))
+        skipped = max(0, begin - chunk.start)
+        together = 0 if self._invariant else len(rows) - skipped
+        self._run(rows[skipped:], chunk.start + skipped, table, together)
+        return table
+
+    def _run(self, rows: list[int], start: int, table: Blocks, together: int) -> None:
+        """Lay out rows that follow each other from position ``start`` on: the first ``together`` as
+        one sequence, the others one by one.
+        """
+        for place, row in enumerate(rows, len(self._expand)):
+            self._place.setdefault(row, place)
+        self._expand += rows
+        self._positions += range(start, start + len(rows))
+        stops = [*([together] if together else []), *range(together + 1, len(rows) + 1)]
+        begin = 0
+        for stop in stops:
+            self._past.append(start + begin)
+            self._begins.append(self._begins[-1] + stop - begin)
+            self._tables.append(table[: -(-(start + stop) // BLOCK_TOKENS)])
+            begin = stop
+
+
+def in_calls(chunks: Seq[Chunk]) -> list[list[tuple[int, Chunk]]]:
+    """Return the chunks, with their numbers, by the call in which they are run: what follows a
+    prompt in the block where it ends is cut off, for the second.
+    """
+    first, second = list[tuple[int, Chunk]](), list[tuple[int, Chunk]]()
+    for number, chunk in enumerate(chunks):
+        rows = chunk.prompt_rows
+        behind = len(chunk.tokens) - rows
+        if rows < 2 or not behind or (chunk.start + rows) % BLOCK_TOKENS == 0:
+            first.append((number, chunk))
+            continue
+        logits = max(0, chunk.logits - behind)
+        prompt = replace(chunk, tokens=chunk.tokens[:rows], logits=logits, parents=())
+        rest = replace(
+            chunk,
+            tokens=chunk.tokens[rows:],
+            start=chunk.start + rows,
+            logits=chunk.logits - logits,
+            prompt_rows=0,
+        )
+        first.append((number, prompt))
+        second.append((number, rest))
+    return [first, second] if second else [first]
+
+
+def paths(parents: Seq[int]) -> list[list[int]]:
+    """Return a tree's paths from the text to its leaves, the longest first."""
+    leaves = set(range(len(parents))) - set(parents)
+    found = [list(_back(parents, leaf))[::-1] for leaf in sorted(leaves)]
+    return sorted(found, key=len, reverse=True)
+
+
+def _back(parents: Seq[int], node: int) -> Iterator[int]:
+    while node != ROOT:
+        yield node
+        node = parents[node]

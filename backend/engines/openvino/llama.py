@@ -1,0 +1,175 @@
+"""A compiled Llama with its KV pool, which runs passes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import openvino
+import torch
+
+from backend.engines.checkpoint import CheckpointError, LlamaConfig, Weights
+from backend.engines.openvino.graph import Floats, build
+from backend.engines.openvino.layout import Blocks, Layout, in_calls
+from backend.engines.openvino.paged_attention import VersionError, check_version
+from backend.engines.stepping.chunks import Chunk
+from backend.kinds import KINDS
+from backend.sequence import BLOCK_TOKENS
+
+SCRATCH_BLOCKS = KINDS["openvino"].scratch_tokens // BLOCK_TOKENS
+"""Blocks for branches of trees in one pass; a branch takes one or two."""
+
+_STORED = {"fp32": (torch.float32, "f32"), "bf16": (torch.bfloat16, "bf16")}
+"""By precision: how KV is held, and what OpenVINO calls it."""
+
+
+HEAD_DIM_STEP = 8
+"""Heads of 4 gave wrong texts."""
+
+
+class PassError(RuntimeError):
+    """A pass that left no logits."""
+
+
+class OpenvinoLlama:
+    """A decoder with a KV pool of ``kv_blocks`` blocks; positions up to ``max_positions``.
+
+    ``precision`` is that of activations and KV (``fp32``, ``bf16``); ``int8``: matrices in int8.
+    ``invariant``: logits are the same bits whatever else is in a pass (``layout``). ``trees``: it
+    verifies trees. ``weights`` is emptied.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        weights: Weights,
+        *,
+        kv_blocks: int,
+        max_positions: int,
+        precision: str = "fp32",
+        int8: bool = False,
+        threads: int = 1,
+        invariant: bool = True,
+        trees: bool = True,
+    ) -> None:
+        """Compile the graph. Raises VersionError for another OpenVINO than is known, and
+        CheckpointError for heads whose size its attention gets wrong.
+        """
+        check_version()
+        if config.head_dim % HEAD_DIM_STEP:
+            raise CheckpointError(
+                f"config.json: head_dim must be a multiple of {HEAD_DIM_STEP} for the engine "
+                f"'openvino', got {config.head_dim}; set engine to 'torch'"
+            )
+        self.config = config
+        self.token_ids = weights.get("lm_head.token_ids")
+        self._invariant, self._trees = invariant, trees
+        self._scratch = range(kv_blocks, kv_blocks + (SCRATCH_BLOCKS if trees else 0))
+        self._branches: dict[tuple[int, int], Blocks] = {}
+        dtype, kv_precision = _STORED[precision]
+        graph = build(config, weights, max_positions=max_positions, int8=int8, repeats=trees)
+        weights.clear()
+        compiled = openvino.Core().compile_model(
+            graph,
+            "CPU",
+            {
+                "INFERENCE_PRECISION_HINT": kv_precision,
+                "KV_CACHE_PRECISION": kv_precision,
+                "INFERENCE_NUM_THREADS": threads,
+                "NUM_STREAMS": 1,
+                "PERFORMANCE_HINT": "LATENCY",
+                "ENABLE_CPU_PINNING": False,
+            },
+        )
+        self._request = compiled.create_infer_request()
+        self._vocab = config.draft_vocab_size or config.vocab_size
+        self._out = np.empty((0, self._vocab), np.float32)
+        blocks = kv_blocks + len(self._scratch)
+        shape = (config.num_layers, 2, blocks, config.num_kv_heads, BLOCK_TOKENS, config.head_dim)
+        self.pool = torch.zeros(shape, dtype=dtype)
+        """KV [layers, keys and values, blocks, kv_heads, BLOCK_TOKENS, head_dim]."""
+        self._attach(compiled)
+
+    def _attach(self, compiled: openvino.CompiledModel) -> None:
+        """Give the request our memory for its caches. Raises VersionError where they are laid out
+        otherwise.
+        """
+        inputs = {port.get_any_name(): port for port in compiled.inputs}
+        for layer, caches in enumerate(self.pool):
+            for kind, cache in zip(("key", "value"), caches, strict=True):
+                port = inputs[f"{kind}_cache.{layer}"]
+                _check_layout(port, cache)
+                # A tensor over an array does not keep it alive: ``pool`` does.
+                plain = cache.view(torch.int16) if cache.dtype == torch.bfloat16 else cache
+                tensor = openvino.Tensor(plain.numpy(), list(cache.shape), port.get_element_type())
+                self._request.set_tensor(port, tensor)
+
+    def forward(self, chunks: Seq[Chunk]) -> torch.Tensor:
+        """Run the chunks in one pass, writing their KV; return the logits of the rows that want
+        them [rows, vocab] (fp32), which the next call overwrites. Raises PassError.
+        """
+        self._branches.clear()
+        calls = in_calls(chunks) if self._invariant else [list(enumerate(chunks))]
+        if len(calls) == 1:
+            return self._call(calls[0], chunks)
+        found: list[list[torch.Tensor]] = [[] for _ in chunks]
+        for call in calls:
+            logits = self._call(call, chunks).clone()
+            for (number, _), part in zip(
+                call, torch.split(logits, [chunk.logits for _, chunk in call]), strict=True
+            ):
+                found[number].append(part)
+        return torch.cat([part for parts in found for part in parts])
+
+    def _call(self, parts: Seq[tuple[int, Chunk]], chunks: Seq[Chunk]) -> torch.Tensor:
+        """Run parts of the chunks of these numbers; return the logits that they want."""
+        layout = Layout([part for _, part in parts], self._scratch, invariant=self._invariant)
+        for (place, node), table in layout.branches.items():
+            self._branches[id(chunks[parts[place][0]]), node] = table
+        for source, target, tokens in layout.copies:
+            self.pool[:, :, target, :, :tokens] = self.pool[:, :, source, :, :tokens]
+        arrays = layout.inputs(repeats=self._trees)
+        rows = len(arrays["rows"])
+        if not rows:  # at least one row's logits, or OpenVINO would be asked for an empty product
+            arrays["rows"] = np.zeros(1, np.int32)
+        for name, array in arrays.items():
+            self._request.set_tensor(name, openvino.Tensor(array, shared_memory=True))
+        out = self._output(len(arrays["rows"]))
+        self._request.set_tensor("logits", openvino.Tensor(out, shared_memory=True))
+        self._request.infer()
+        # With one thread OpenVINO swallows an exception inside its graph: what is there then is
+        # what was there before.
+        if np.isnan(out[:, 0]).any():
+            raise PassError(f"OpenVINO's pass of {len(parts)} sequences left no logits")
+        return torch.from_numpy(out[:rows])
+
+    def _output(self, rows: int) -> Floats:
+        """Return memory for logits [rows, vocab] that no pass has written."""
+        if len(self._out) < rows:
+            self._out = np.empty((1 << (rows - 1).bit_length(), self._vocab), np.float32)
+        self._out[:rows, 0] = math.nan
+        return self._out[:rows]
+
+    def keep(self, accepted: Seq[tuple[Chunk, Seq[int]]]) -> None:
+        """Copy the KV of accepted nodes on branches to where their tokens are in the text."""
+        for chunk, path in accepted:
+            branch = self._branches.get((id(chunk), path[-1]))
+            if branch is None:
+                continue
+            end = chunk.start + len(chunk.tokens) - len(chunk.parents)
+            for position in range(end, end + len(path)):
+                index, offset = divmod(position, BLOCK_TOKENS)
+                source, target = int(branch[index]), int(chunk.table.numbers[index])
+                self.pool[:, :, target, :, offset] = self.pool[:, :, source, :, offset]
+
+
+def _check_layout(port: openvino.Output, cache: torch.Tensor) -> None:
+    """Raise VersionError unless a cache is laid out as OpenVINO will read it."""
+    shape = port.get_partial_shape()
+    wanted = [shape[axis].get_length() for axis in range(1, 4)]
+    if wanted != list(cache.shape[1:]):
+        text = f"blocks of [kv_heads, tokens, head_dim] {list(cache.shape[1:])}, wants {wanted}"
+        raise VersionError(f"OpenVINO's caches must have {text}")

@@ -1,0 +1,1 @@
+"""What all step engines share: turns to passes, KV by sequence, verdicts to tokens."""

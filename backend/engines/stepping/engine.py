@@ -1,0 +1,428 @@
+"""Turns to passes of a model and back: what every engine that runs whole steps has in common.
+
+A *model* (``Model``) runs chunks of token ids over paged KV and returns logits. Everything else is
+here: which tokens a pass must run, the rule of acceptance, drafts' proposals, and what of each
+sequence has KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+
+from backend.engines.checkpoint import LlamaConfig
+from backend.engines.port import Completion, EngineLimits, Extras, Turn
+from backend.engines.stepping.chunks import Chunk
+from backend.engines.stepping.counterfactual import DRAWN_ROWS, SCORED_ROWS, chains, guesses
+from backend.engines.stepping.kv_caches import Cache, Caches
+from backend.sampling.processing import Columns
+from backend.sampling.verification import Row, Verdict, candidates, verify
+from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
+
+CANDIDATES = 4
+"""Tokens of a draft's forward that may become nodes; a fifth is hardly ever worth one."""
+
+
+class Model(Protocol):
+    """A decoder with its KV pool. ``token_ids`` [S]: the tokens of a shortlisted head's columns."""
+
+    device: torch.device
+    token_ids: torch.Tensor | None
+
+    def forward(self, chunks: Seq[Chunk]) -> torch.Tensor:
+        """Run the chunks in one pass, writing their KV; return the logits of the rows that want
+        them, chunk by chunk: [rows, vocab]. The next call may overwrite them.
+        """
+        ...
+
+    def keep(self, accepted: Seq[tuple[Chunk, Seq[int]]]) -> None:
+        """Put the KV of accepted nodes where their tokens are in the text; the chunks are those of
+        the last pass, each with the path of nodes from the text on.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class Job:
+    """A turn under way: its chunk of the first pass and what it has come to so far.
+
+    ``tokens`` are accepted and emitted ones. A draft's are ``spine``, the likeliest path so far,
+    which ends in node ``last``, and all ``nodes`` (token, parent, confidence of the path) beside
+    it.
+    """
+
+    turn: Turn
+    cache: Cache
+    request: Row
+    chunk: Chunk | None
+    tokens: list[int] = field(default_factory=list)
+    path: list[int] = field(default_factory=list)
+    spine: list[int] = field(default_factory=list)
+    nodes: list[tuple[int, int, float]] = field(default_factory=list)
+    last: int = ROOT
+    proposal: Proposal | None = None
+    log_probs: list[float] = field(default_factory=list)
+    rows_scored: int = 0
+    scored: list[tuple[int, int]] = field(default_factory=list)
+    context_rows: int = 0
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+    context_logits: torch.Tensor | None = None
+
+    @property
+    def run(self) -> list[int]:
+        """The tokens that it has run, or is to run, beyond the text."""
+        return self.spine if self.turn.nodes else self.tokens
+
+
+class StepEngine:
+    """``poll`` runs what was submitted, in one pass, and k - 1 more where turns run freely for k
+    tokens.
+
+    Positions up to ``max_context_tokens + max_draft_tokens`` can be run, the latter for proposals
+    behind a full context.
+    """
+
+    def __init__(self, name: str, model: Model, limits: EngineLimits) -> None:
+        self.name, self.limits = name, limits
+        self._max_positions = limits.max_context_tokens + limits.max_draft_tokens
+        self._model = model
+        self._columns = Columns(model.token_ids)
+        self._caches = Caches(name, limits.kv_blocks, model.device)
+        self._turns: list[Turn] = []
+        self._rows_to_score = SCORED_ROWS  # left in this submission
+
+    def submit(self, turns: Seq[Turn]) -> None:
+        """Queue turns, which run at the next ``poll``; ValueError when a sequence would have
+        two.
+        """
+        ids = [turn.sequence.id for turn in [*self._turns, *turns]]
+        if len(set(ids)) < len(ids):
+            raise ValueError(f"at most one turn per sequence may be in flight, got sequences {ids}")
+        self._turns.extend(turns)
+
+    def poll(self, timeout_s: float) -> list[Completion]:  # noqa: ARG002 (a step engine never waits)
+        """Run all queued turns to their end and return their completions; a turn that cannot be run
+        completes with its own error.
+        """
+        turns, self._turns, self._rows_to_score = self._turns, [], SCORED_ROWS
+        jobs: list[Job] = []
+        completions: list[Completion] = []
+        for turn in turns:
+            try:
+                jobs.append(self._prepare(turn))
+            except ValueError as error:  # noqa: PERF203 (it ends this turn alone)
+                completions.append(Completion(turn.sequence.id, [], error=str(error)))
+        with torch.inference_mode():
+            self._run(jobs)
+            self._wait(jobs)
+            return completions + [self._complete(job) for job in jobs]
+
+    def _wait(self, jobs: list[Job]) -> None:
+        """Wait for passes without a result, where a device runs them later: somebody may take their
+        time.
+        """
+
+    def cancel(self, sequence_ids: Iterable[int]) -> None:
+        """Forget sequences and their queued turns."""
+        gone = set(sequence_ids)
+        if any(turn.sequence.id in gone for turn in self._turns):
+            self._turns = [turn for turn in self._turns if turn.sequence.id not in gone]
+        self._caches.forget(gone)
+
+    def unseen(self, sequence: Sequence) -> int:
+        """Return how many committed tokens have no KV here."""
+        return len(sequence.tokens) - self._caches.seen(sequence)
+
+    def available(self, sequence: Sequence, length: int) -> int:
+        """Return ``length`` cut to the engine's limit and to the room left in the context and in
+        the sequence's blocks.
+        """
+        room = min(
+            self.limits.max_context_tokens, len(sequence.blocks.get(self.name, ())) * BLOCK_TOKENS
+        ) - len(sequence.tokens)
+        return max(0, min(length, self.limits.max_draft_tokens, room))
+
+    def assume(self, sequence: Sequence, tokens: int) -> None:
+        """For measuring only: take the first ``tokens`` tokens as seen without running them (their
+        KV is whatever the pool holds).
+        """
+        cache = self._caches.of(sequence)
+        cache.ran, cache.agreed = sequence.tokens[:tokens], 0
+
+    def close(self) -> None:
+        """Release the model and its KV; the engine is of no use afterwards."""
+        self._caches.clear()
+        self._turns.clear()
+        del self._model
+
+    # -- one submission
+
+    def _prepare(self, turn: Turn) -> Job:
+        """Check a turn, roll its cache back to what the turn builds on, and cut its chunk;
+        ValueError names what is wrong.
+        """
+        sequence = turn.sequence
+        cache = self._caches.of(sequence)
+        request = Row.of(sequence, turn.proposal)
+        self._check(turn, request, len(cache.table))
+        decides = turn.run > 0
+        start = min(
+            self._caches.seen(sequence), turn.end - decides
+        )  # the last row is run again where its logits are wanted
+        tokens = [*sequence.tokens[start : turn.end], *request.tokens]
+        if tokens and not (min(tokens) >= 0 and max(tokens) < self.limits.vocab_size):
+            raise ValueError(
+                f"token ids of sequence {sequence.id} must lie in 0..{self.limits.vocab_size - 1}"
+            )
+        prompt_rows = max(0, min(turn.end, sequence.prompt_tokens) - start)
+        if self.limits.invariant and prompt_rows == 1 and start:
+            start, prompt_rows = start - 1, 2
+            tokens.insert(0, sequence.tokens[start])
+        cache.roll_back(start)
+        parents = turn.proposal.parents if turn.proposal and not turn.proposal.is_chain else ()
+        scored = self._take_rows_to_score(turn, cache, start)
+        reads_context = sequence.reads_context and not turn.nodes and start < sequence.prompt_tokens
+        context = turn.end - start if reads_context else 0
+        logits = max(scored + decides, context) + len(request.tokens)
+        chunk = Chunk(
+            tokens,
+            start,
+            cache.table,
+            logits,
+            parents,
+            self._piece_tokens(turn, start),
+            prompt_rows,
+        )
+        chunk_or_none = chunk if tokens else None
+        return Job(turn, cache, request, chunk_or_none, rows_scored=scored, context_rows=context)
+
+    def _piece_tokens(self, turn: Turn, start: int) -> int | None:
+        """Return how a turn's keys are cut beside others'; None for a chunk by itself: with many
+        rows it would pad theirs.
+        """
+        return turn.piece_tokens if self.limits.pads and turn.end - start <= 1 else None
+
+    def _take_rows_to_score(self, turn: Turn, cache: Cache, start: int) -> int:
+        """Return how many of the last committed tokens, run from ``start`` on, are scored: those of
+        steps that did without this draft. The first token has no row here.
+        """
+        sequence = turn.sequence
+        if not turn.nodes:
+            return 0
+        first = max(start + 1, sequence.prompt_tokens, cache.own_end(sequence.tokens))
+        price = 1 if sequence.sampling.greedy else DRAWN_ROWS
+        rows = max(0, min(turn.end - first, self._rows_to_score // price))
+        self._rows_to_score -= rows * price
+        return rows
+
+    def _check(self, turn: Turn, request: Row, capacity_tokens: int) -> None:
+        name, length, proposed = (
+            f"turn of sequence {turn.sequence.id}",
+            len(turn.sequence.tokens),
+            len(request.tokens),
+        )
+        if (
+            not 0 <= turn.end <= length
+            or (turn.run and turn.end != length)
+            or (turn.run and not length)
+        ):
+            raise ValueError(
+                f"{name}: end must be the {length} tokens of the sequence (or fewer when run is "
+                f"0), got {turn.end}"
+            )
+        if proposed and (turn.run != 1 or turn.nodes):
+            asked = f"got {turn.run} and {turn.nodes}"
+            raise ValueError(f"{name}: run must be 1 and nodes 0 behind a proposal, {asked}")
+        if turn.nodes and not turn.run:
+            raise ValueError(f"{name}: run must be 1 or more where nodes are asked for, got 0")
+        if proposed and self._columns.token_ids is not None:
+            raise ValueError(
+                f"{name}: engine {self.name!r} has a shortlisted vocabulary and cannot verify"
+            )
+        if not 0 <= turn.run <= self.limits.max_run_tokens:
+            raise ValueError(
+                f"{name}: run must be in 0..{self.limits.max_run_tokens}, got {turn.run}"
+            )
+        if turn.piece_tokens < 0 or turn.piece_tokens % BLOCK_TOKENS:
+            raise ValueError(
+                f"{name}: piece_tokens must be whole blocks of {BLOCK_TOKENS}, got "
+                f"{turn.piece_tokens}"
+            )
+        beyond = max(0, turn.run - 1)
+        shared = proposed - turn.proposal.depth if turn.proposal else 0  # nodes at the same place
+        needed = turn.end + proposed + beyond
+        room = min(capacity_tokens, self._max_positions + shared)
+        if needed > room:
+            raise ValueError(f"{name}: needs KV for {needed} tokens, has {room}")
+
+    def _run(self, jobs: list[Job]) -> None:
+        """Catch up, verify the proposals and emit a token in one pass; then one pass more for each
+        further token of a free run.
+        """
+        running = [(job, job.chunk) for job in jobs if job.chunk]
+        while running:
+            self._pass(running)
+            self._keep([(job, chunk) for job, chunk in running if job.path])
+            going = [job for job, _ in running if job.turn.run and self._goes_on(job)]
+            running = [(job, self._next_chunk(job)) for job in going]
+
+    @staticmethod
+    def _goes_on(job: Job) -> bool:
+        """Whether a turn runs on: a free run to its end, a draft as long as it has candidates."""
+        if job.turn.nodes:
+            return len(job.spine) < job.turn.run and job.last != ROOT
+        return len(job.tokens) < job.turn.run and not job.request.tokens
+
+    def _pass(self, running: list[tuple[Job, Chunk]]) -> None:
+        """Run chunks, and decide about their last rows."""
+        logits = self._score(self._model.forward([chunk for _, chunk in running]), running)
+        self._ran(running)
+        deciding = [job for job, _ in running if job.turn.run]
+        if deciding:
+            self._decide(logits, deciding)
+
+    def _ran(self, running: list[tuple[Job, Chunk]]) -> None:
+        """Note what of the text has KV now; accepted nodes are noted where they have their
+        places.
+        """
+        for job, chunk in running:
+            job.cache.ran += chunk.tokens[: len(chunk.tokens) - len(job.request.tokens)]
+            job.cache.agreed = job.turn.end
+
+    def _score(self, logits: torch.Tensor, running: list[tuple[Job, Chunk]]) -> torch.Tensor:
+        """Score the tokens emitted without this draft from their rows of ``logits``, keep a
+        prompt's, and return those that decide.
+        """
+        if not any(job.rows_scored or job.context_rows for job, _ in running):
+            return logits
+        deciding, row = [], 0
+        for job, chunk in running:
+            rows = slice(row, row + max(job.rows_scored, job.context_rows - (job.turn.run > 0)))
+            if job.context_rows:
+                job.context_logits = logits[row : row + job.context_rows].to(
+                    torch.float32, copy=True
+                )
+                job.context_rows = 0
+            if job.rows_scored:
+                first = job.turn.end - job.rows_scored
+                emitted = job.turn.sequence.tokens[first : job.turn.end]
+                place = replace(job.request, position=first)
+                guessed = guesses(logits[rows], place, self._columns)
+                job.scored = chains(guessed, emitted, self.limits.max_draft_tokens)
+                job.rows_scored = 0
+            row += chunk.logits
+            deciding.append(logits[rows.stop : row])
+        return torch.cat(deciding)
+
+    def _next_chunk(self, job: Job) -> Chunk:
+        job.request = job.request.behind([*job.run])
+        start, pieces = len(job.cache.ran), self._piece_tokens(job.turn, job.turn.end - 1)
+        return Chunk(job.run[-1:], start, job.cache.table, 1, piece_tokens=pieces)
+
+    def _decide(self, logits: torch.Tensor, jobs: list[Job]) -> None:
+        """Turn logits (for each job one row, and one for each proposed token) into tokens or
+        nodes.
+        """
+        drafting = [job for job in jobs if job.turn.nodes]
+        if drafting and len(drafting) == len(jobs):
+            self._extend(logits, jobs)
+            return
+        if drafting:
+            verifies = [not job.turn.nodes for job in jobs for _ in range(job.request.rows)]
+            chosen = torch.tensor(verifies, device=logits.device)
+            self._extend(logits[~chosen], drafting)
+            jobs, logits = [job for job in jobs if not job.turn.nodes], logits[chosen]
+        row = 0
+        verdicts = verify(logits, [job.request for job in jobs], self._columns)
+        for job, verdict in zip(jobs, verdicts, strict=True):
+            self._take(job, verdict)
+            if job.turn.sequence.generation_logits:
+                places = [row, *(row + 1 + node for node in verdict.path)]
+                job.logits.append(logits[places].float())
+            row += job.request.rows
+
+    def _extend(self, logits: torch.Tensor, jobs: list[Job]) -> None:
+        """Make nodes of the likeliest tokens behind each draft's spine, from its row of
+        ``logits``.
+        """
+        places, most = [job.request for job in jobs], max(job.turn.nodes for job in jobs)
+        found = candidates(logits, places, min(CANDIDATES, most), self._columns)
+        for job, ones in zip(jobs, found, strict=True):
+            parent = job.last
+            path = job.nodes[parent][2] if parent != ROOT else 1.0
+            job.last = len(job.nodes) if ones else ROOT
+            job.nodes += [(self._columns.token(column), parent, path * p) for column, p in ones]
+            job.spine += [node[0] for node in job.nodes[job.last :][:1]] if ones else []
+
+    def _take(self, job: Job, verdict: Verdict) -> None:
+        """Note the tokens that a verdict comes to."""
+        job.path = verdict.path
+        accepted = [job.request.tokens[node] for node in verdict.path]
+        job.tokens += [*accepted, self._columns.token(verdict.column)]
+        job.log_probs += verdict.log_probs
+        job.top += verdict.top
+
+    def _keep(self, accepted: list[tuple[Job, Chunk]]) -> None:
+        """Note that accepted nodes have KV, and have it where their tokens are in the text."""
+        if accepted:
+            self._model.keep([(chunk, job.path) for job, chunk in accepted])
+        for job, _ in accepted:
+            job.cache.ran += [job.request.tokens[node] for node in job.path]
+
+    def _complete(self, job: Job) -> Completion:
+        if job.turn.nodes:
+            job.proposal = Proposal.best(self.name, job.nodes, job.turn.nodes)
+            job.cache.proposed_at, job.cache.proposed = job.turn.end, job.proposal
+        return Completion(
+            job.turn.sequence.id,
+            job.tokens,
+            len(job.path),
+            job.proposal,
+            job.log_probs if job.request.sampling.log_probs and job.log_probs else None,
+            job.scored,
+            extras=_extras(job),
+        )
+
+
+def step_limits(
+    config: LlamaConfig,
+    kv_blocks: int,
+    max_context_tokens: int,
+    max_draft_tokens: int,
+    *,
+    pads: bool = False,
+    overlaps: bool = False,
+    invariant: bool = False,
+) -> EngineLimits:
+    """Return the limits of an engine that runs whole steps of a Llama; with a shortlist in its head
+    it is a draft and verifies no trees.
+    """
+    return EngineLimits(
+        vocab_size=config.vocab_size,
+        max_context_tokens=max_context_tokens,
+        max_draft_tokens=max_draft_tokens,
+        max_run_tokens=max(1, max_draft_tokens),
+        kv_blocks=kv_blocks,
+        tree=config.draft_vocab_size == 0,
+        scores=True,
+        pads=pads,
+        overlaps=overlaps,
+        invariant=invariant,
+    )
+
+
+def _extras(job: Job) -> Extras | None:
+    if not job.top and not job.logits and job.context_logits is None:
+        return None
+    extras = Extras(job.top, torch.cat(job.logits).cpu().numpy() if job.logits else None)
+    if job.context_logits is not None:
+        extras.context_first, extras.context_logits = (
+            job.turn.end - len(job.context_logits),
+            job.context_logits.cpu().numpy(),
+        )
+    return extras

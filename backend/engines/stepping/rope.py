@@ -1,0 +1,34 @@
+"""The rotary embedding as tables."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from backend.engines.checkpoint import LlamaConfig
+
+
+def rope_tables(config: LlamaConfig, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cos and sin [positions, head_dim] of the rotary embedding in fp32, the first half of
+    sin negated.
+
+    With that sign, rotating is ``x * cos + roll(x, head_dim / 2) * sin``. Scaling as in
+    transformers: ``linear`` divides the frequencies by the factor; ``llama3`` does so for long
+    waves only and passes smoothly to short ones (Llama 3.1's ``config.json``).
+    """
+    inverse = 1.0 / config.rope_theta ** (
+        torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    )
+    rope = config.rope
+    if rope["rope_type"] == "linear":
+        inverse = inverse / rope["factor"]
+    elif rope["rope_type"] == "llama3":
+        waves = (
+            rope["original_max_position_embeddings"] * inverse / (2 * math.pi)
+        )  # waves that fit the original context
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        smooth = ((waves - low) / (high - low)).clamp(0.0, 1.0)
+        inverse = (1 - smooth) * inverse / rope["factor"] + smooth * inverse
+    angles = torch.outer(torch.arange(positions).float(), inverse)
+    return angles.cos().repeat(1, 2), torch.cat((-angles.sin(), angles.sin()), dim=1)
