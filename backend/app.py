@@ -136,7 +136,9 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
 
     tracing = Tracing(step_stats)
     key = learned_key(config, {engine.name: model_path(engine) for engine in timed_engines(config)})
-    learned = LearnedState(planner, orchestrator, step_stats, key, keep=config.policy.keep_learned)
+    learned = LearnedState(
+        planner, orchestrator.planning, step_stats, key, keep=config.policy.keep_learned
+    )
 
     def close() -> None:
         tracing.close()

@@ -11,23 +11,21 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from typing import Any
 
-import numpy as np
-
 from backend.core.admission import Admission
 from backend.core.asynchronous import AsynchronousFlights
 from backend.core.batch import Batch
 from backend.core.drafting import Drafting, Proposals
 from backend.core.flights import Flight, Flights
 from backend.core.kv_ledger import KVLedger
+from backend.core.planning import Planning
 from backend.core.session import Session
 from backend.core.step_log import StepLog
 from backend.engines.port import Completion, Engine, Turn
 from backend.log_format import fields
-from backend.ops.decision_log import DecisionLog
 from backend.ops.stats import StepStats
 from backend.request import ErrorCode, RequestError
 from backend.sequence import Proposal
-from policy import IntArray, NoSpeculation, Outcome, Plan, Policy, View
+from policy import Policy
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +33,6 @@ MAX_FAILURES = 3
 """Failures in a row (a step that raises, or a submission of which nothing succeeds) after which the
 loop ends, to be started anew.
 """
-
-POLICY_LOG_PERIOD_S = 10.0
-"""At most so often a policy that fails is logged; ``spindle_fallback_total`` counts every time."""
 
 
 class Orchestrator:
@@ -66,8 +61,7 @@ class Orchestrator:
     ) -> None:
         self._target = target
         self._drafting = drafting
-        self._policy = policy
-        self.policy_state = policy.start()  # an immutable value, which other threads may read
+        self.planning = Planning(policy, drafting.names, stats, clock, seed)
         self._ledger = ledger
         self._admission = admission
         self._stats = stats
@@ -76,11 +70,9 @@ class Orchestrator:
         self._prefill_chunk_tokens = prefill_chunk_tokens
         self._free_run_tokens = free_run_tokens
         self._max_request_s = max_request_s
-        self._rng = np.random.default_rng(seed)
         self._inbox: deque[Session] = deque()
         self._changes: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._work = threading.Event()
-        self._decisions = DecisionLog(drafting.names)
         self._active: dict[int, Session] = {}
         self._flights = (AsynchronousFlights if target.limits.asynchronous else Flights)(
             target, stats
@@ -91,16 +83,7 @@ class Orchestrator:
             None
         )
         self._failures = 0
-        self._policy_silent_until_s = -math.inf
-        self.last_plan: tuple[View, Any, Plan, float] | None = (
-            None  # with the state that it was made from; other threads may read it
-        )
         self.alive_s = clock()
-
-    @property
-    def policy(self) -> Policy:
-        """What plans now."""
-        return self._policy
 
     def submit(self, session: Session) -> None:
         """Hand over a session; it will get exactly one final reply."""
@@ -128,8 +111,7 @@ class Orchestrator:
         pools = {engine.name: engine.limits.kv_blocks for engine in (self._target, *drafts)}
         self._ledger.change_engines(pools, [session.sequence for session in self._active.values()])
         self._drafting = self._drafting.with_engines(drafts)
-        self._policy, self.policy_state = policy, policy_state
-        self._decisions = DecisionLog(self._drafting.names)
+        self.planning.change(policy, policy_state, self._drafting.names)
 
     def wake(self) -> None:
         """Make an idle loop look again (after a cancellation)."""
@@ -169,8 +151,8 @@ class Orchestrator:
         self.abort(ErrorCode.UNAVAILABLE, reason)
 
     def step(self) -> bool:
-        """Take one step of what is ready; False when there was nothing to do. Read it as the life
-        of a request.
+        """Take one step of what is ready; False when there was nothing to do. The numbers are those
+        of a request's eight steps in ``docs/architecture.md``.
 
         A plan's flights are drafted for and submitted one by one, and the step ends with the first
         that is back: while the next step plans and drafts for it, the target verifies the others. A
@@ -178,7 +160,7 @@ class Orchestrator:
         """
         self._change()
         log, self._log = self._log or StepLog(self._drafting.names), None
-        self._take_in()
+        self._take_in()  # 3: admit
         batch = self._ready()
         if not self._active and not self._flights:
             self._learn(log)
@@ -186,14 +168,16 @@ class Orchestrator:
             return False
         landing = 1
         if batch or not self._flights:
-            view = batch.view(self._drafting, self._k_max, len(self._admission), self._needs_offers)
-            plan = self._plan(view, log)
+            offers, queued = self.planning.needs_offers, len(self._admission)
+            view = batch.view(self._drafting, self._k_max, queued, offers)  # 4: describe
+            plan = self.planning.plan(view, log)  # 5: plan
             for flight in batch.flights(view, plan, log):
-                self._submit(flight)
+                proposals = self._propose(flight)  # 6: draft, and verify
+                self._submit(flight, proposals)
             landing = len(self._flights) if plan.flight is None else 1
         for _ in range(landing):
             if self._flights:  # those behind one that failed are void
-                self._land(log)
+                self._land(log)  # 7 and 8: commit, emit, learn
         if not self._active:
             self._log = None
         return True
@@ -283,53 +267,24 @@ class Orchestrator:
             if session.trace is not None:
                 session.trace.enter("prefill")
 
-    # -- plan
-
-    def _plan(self, view: View, log: StepLog) -> Plan:
-        with log.part("planning"):
-            state, now = self.policy_state, self._clock()
-            try:
-                plan, self.policy_state = self._policy.plan(view, state, now, self._rng)
-            except Exception:
-                self._policy_failed("this step does not speculate")
-                plan, _ = NoSpeculation().plan(view, None, self._clock(), self._rng)
-        if len(view):
-            self.last_plan = (view, state, plan, now)
-        told = plan if view.ready.all() else plan.of_rows(np.flatnonzero(view.ready))
-        self._decisions.planned(view, told, self._clock(), self._drift)
-        return plan
-
-    def _needs_offers(self, request: IntArray) -> bool:
-        try:
-            return self._policy.needs_offers(request, self.policy_state)
-        except Exception:
-            self._policy_failed("all drafts are asked")
-            return True
-
-    def _drift(self) -> dict[str, float]:
-        try:
-            return self._policy.drift(self.policy_state)
-        except Exception:
-            self._policy_failed("no drift is shown")
-            return {}
-
-    def _policy_failed(self, consequence: str) -> None:
-        """Count the exception that is being handled, and log it now and then: each step may
-        raise.
-        """
-        self._stats.fallback("policy_error")
-        now = self._clock()
-        if now >= self._policy_silent_until_s:
-            self._policy_silent_until_s = now + POLICY_LOG_PERIOD_S
-            logger.exception("the policy failed; %s", consequence)
-
     # -- draft and verify
 
-    def _submit(self, flight: Flight) -> None:
-        """Draft for a flight and give it to the target."""
+    def _propose(self, flight: Flight) -> dict[int, Proposals]:
+        """Draft for a flight, and choose which nodes of that the target verifies."""
         sequences = [session.sequence for session in flight.sessions]
         proposals = self._drafting.propose(sequences, flight.view, flight.plan, flight.log)
-        self._trim(flight, proposals)
+        drafted = self._drafting.drafted(sequences, proposals)
+        if drafted is None:
+            return proposals
+        with flight.log.part("planning"):
+            nodes = self.planning.trim(flight.view, flight.plan, drafted)
+        for session, most in zip(flight.sessions, nodes, strict=True):
+            row = proposals[session.id]
+            row.chosen = self._drafting.best(row.drafted, most)
+        return proposals
+
+    def _submit(self, flight: Flight, proposals: dict[int, Proposals]) -> None:
+        """Give a flight to the target."""
         piece_tokens = flight.log.piece_tokens = flight.plan.piece_tokens
         runs = (
             [self._free_run_tokens] * len(flight.sessions)
@@ -342,22 +297,6 @@ class Orchestrator:
         )
         flight.turns = [*rows, *flight.prefill]
         self._flights.submit(flight, proposals)
-
-    def _trim(self, flight: Flight, proposals: dict[int, Proposals]) -> None:
-        """Choose which nodes of what was drafted the target verifies."""
-        drafted = self._drafting.drafted([s.sequence for s in flight.sessions], proposals)
-        if drafted is None:
-            return
-        with flight.log.part("planning"):
-            try:
-                nodes = self._policy.trim(flight.view, flight.plan, drafted, self.policy_state)
-                chosen = list(zip(flight.sessions, nodes.tolist(), strict=True))
-            except Exception:
-                self._policy_failed("as many nodes are verified as were planned")
-                chosen = list(zip(flight.sessions, flight.plan.length.tolist(), strict=True))
-        for session, most in chosen:
-            row = proposals[session.id]
-            row.chosen = self._drafting.best(row.drafted, most)
 
     def _turn(
         self, session: Session, proposal: Proposal | None, run: int, piece_tokens: int
@@ -496,18 +435,11 @@ class Orchestrator:
         self._log = StepLog(self._drafting.names)
         if flight is not None or log.finished:
             with self._log.part("learning"):
-                self._observe(outcome, flight)
+                # its own view, where another one has been planned for since
+                own = flight.view if flight is not None and flight.log.beside else None
+                self.planning.observe(outcome, own)
         if flight is not None:
             self._stats.step(flight.plan, outcome, self._drafting.names, log.control)
         self._stats.reuse(self._ledger.take_reuse())
         rows = log.decoding, log.batch_size - log.decoding, log.prefill_tokens
-        self._stats.state(*self.counts(), self._ledger.usage(), self._drift(), rows)
-
-    def _observe(self, outcome: Outcome, flight: Flight | None) -> None:
-        try:
-            if flight is not None and flight.log.beside:  # another view has been planned for since
-                self.policy_state = self._policy.stand_by(flight.view, self.policy_state)
-            self.policy_state = self._policy.observe(outcome, self.policy_state, self._clock())
-        except Exception:
-            self._policy_failed("it forgets what it has learnt")
-            self.policy_state = self._policy.start()
+        self._stats.state(*self.counts(), self._ledger.usage(), self.planning.drift(), rows)

@@ -90,8 +90,7 @@ class Arm(Policy):
             list[Session](),
             list[Session](),
         )
-        kept = loop._policy, loop.policy_state
-        loop._policy, loop.policy_state = self, self.state or self.start()
+        kept = loop.planning.change(self, self.state or self.start())
         started_s = time.perf_counter()
         while waiting or running:
             while waiting and len(running) < in_flight:
@@ -103,8 +102,7 @@ class Arm(Policy):
         while loop.step():
             pass
         seconds = time.perf_counter() - started_s
-        self.state = loop.policy_state
-        loop._policy, loop.policy_state = kept
+        _, self.state = loop.planning.change(*kept)
         return sum(session.output_tokens for session in sessions) / seconds
 
     def summary(self) -> dict[str, Any]:

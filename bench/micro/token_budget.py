@@ -87,7 +87,7 @@ def goodput(arm: Arm, rows: int, text: int, seconds: float) -> dict[str, float]:
             "tokens_per_s": round(tokens_per_s),
             "active": served.loop.counts()[0],
             "drift": round(
-                float(served.policy.drift(served.loop.policy_state).get("verify", 1.0)), 3
+                float(served.policy.drift(served.loop.planning.state).get("verify", 1.0)), 3
             ),
             "discarded": executor.discarded,
         }

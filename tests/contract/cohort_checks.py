@@ -44,9 +44,9 @@ def every_row_gets_what_was_planned_for_it() -> None:
     """
     script = ((0, 1), (1, 3), (0, 4), (3, 2), (1, 2))
     _, deployment, sessions = serve(in_cohorts(replace(BUSY, script=script)))
-    assert any(not view.ready.all() for view, _ in deployment.loop._policy.planned)
+    assert any(not view.ready.all() for view, _ in deployment.loop.planning.policy.planned)
     planned, done = Counter(), Counter()
-    for view, plan in deployment.loop._policy.planned:
+    for view, plan in deployment.loop.planning.policy.planned:
         rows = np.flatnonzero(view.ready & (plan.length > 0))
         columns = view.request[rows], view.context[rows], plan.draft[rows], plan.length[rows]
         planned.update(zip(*(column.tolist() for column in columns), strict=True))

@@ -244,8 +244,8 @@ class Served:
             started_s = self.clock.now_s
             self.emitted()
             while self.clock.now_s < started_s + limit_s:
-                before = self.loop.last_plan
+                before = self.loop.planning.last_plan
                 self.loop.step()
-                if self.loop.last_plan is not before:
-                    self.plans.append((self.loop.last_plan[0], self.loop.last_plan[2]))
+                if (last := self.loop.planning.last_plan) is not before:
+                    self.plans.append((last[0], last[2]))
         return self.emitted() / (self.clock.now_s - started_s)

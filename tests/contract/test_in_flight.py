@@ -72,7 +72,7 @@ def test_times_are_learnt_of_the_iterations_that_ran(monkeypatch, tmp_path, late
         monkeypatch, tmp_path, adaptive(0.8), 16, 0.8, target=Behaviour(late=late), **MIX
     )
     served.goodput(1.0, 0.1)
-    drift = served.policy.drift(served.loop.policy_state)
+    drift = served.policy.drift(served.loop.planning.state)
     assert 0.9 < drift["verify"] < 1.1
     assert 0.9 < drift["draft:draft"] < 1.15
     assert drift["verify"] != 1.0
@@ -89,7 +89,7 @@ def test_iterations_are_told_apart_where_the_text_in_flight_is_more_than_one_tak
     served = Served(monkeypatch, tmp_path, adaptive(0.8), 16, 0.8, tokens=100, max_num_tokens=512)
     served.goodput(0.5, 0.5)
     assert 2 < served.loop.counts()[0] < 16
-    assert 0.95 < served.policy.drift(served.loop.policy_state)["verify"] < 1.05
+    assert 0.95 < served.policy.drift(served.loop.planning.state)["verify"] < 1.05
     assert served.engines[0]._executor.discarded == served.engines[0]._executor.chunks == 0
     cut = Served(
         monkeypatch,

@@ -137,7 +137,7 @@ def test_a_target_that_raises_while_all_cohorts_are_waited_for_costs_nobody_a_to
             return policy.plan(view, state, now, rng)
 
     world, count = Cohorts(), itertools.count()
-    world.loop._policy = NowAndThen(RandomChoice(), 2)
+    world.loop.planning.policy = NowAndThen(RandomChoice(), 2)
     break_target(monkeypatch, world, lambda turns: next(count) == submission)
     sinks = [world.submit(prompt) for prompt in ("abc", "defghijklmnop", "x", "yz")]
     world.run()
