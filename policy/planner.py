@@ -525,8 +525,9 @@ class AdaptivePlanner(Policy):
             emitted = np.concatenate([o.emitted for o in steps])
             columns = [np.concatenate(column) for column in zip(*chains, strict=True)]
             request, draft, accepted, scored = columns
-            told = request, draft, accepted, scored, emitted
-            acceptance = self.estimator.observe(acceptance, *told)
+            acceptance = self.estimator.observe(
+                acceptance, request, draft, accepted, scored, emitted
+            )
             over = itertools.chain.from_iterable(o.finished.tolist() for o in steps)
             acceptance = self.estimator.forget(acceptance, over)
             nodes = [

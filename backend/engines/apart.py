@@ -58,12 +58,12 @@ class _Ask:
 
 @dataclass(slots=True)
 class _Known:
-    """A sequence in the child, under a ``number`` that no other has had: answers of one that was
-    cancelled are told by it.
+    """A sequence in the child. No other has had its ``number``, so that answers of one that was
+    cancelled are known; ``sent_tokens`` of its text are there.
     """
 
     number: int
-    told: int = 0  # tokens
+    sent_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -266,7 +266,7 @@ class EngineApart:
             self._numbers += 1
             known = self._known[sequence.id] = _Known(self._numbers)
             first = sequence.prompt_tokens, sequence.sampling, sequence.salt
-        start, known.told = known.told, turn.end
+        start, known.sent_tokens = known.sent_tokens, turn.end
         new = sequence.tokens[start : turn.end]
         return _Ask(known.number, start, new, turn.end, turn.run, turn.nodes, first)
 

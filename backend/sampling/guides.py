@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 BoolArray = npt.NDArray[np.bool_]
 
 MOST_CHARACTERS = 256 * 1024
-MOST_TOLD = 300
+MOST_REASON_CHARACTERS = 300
 _KEPT_MASKS = 64
 
 
@@ -203,12 +203,12 @@ def _one_line(error: object) -> str:
 
     The reason often comes last, so that a long one is cut in its middle.
     """
-    told, *_ = re.split(r"^\s*\d+ \| |<state>", str(error), maxsplit=1, flags=re.MULTILINE)
-    line = " ".join(told.split()) or type(error).__name__
+    reason, *_ = re.split(r"^\s*\d+ \| |<state>", str(error), maxsplit=1, flags=re.MULTILINE)
+    line = " ".join(reason.split()) or type(error).__name__
     return (
         line
-        if len(line) <= MOST_TOLD
-        else f"{line[: MOST_TOLD // 2]} ... {line[-MOST_TOLD // 2 :]}"
+        if len(line) <= MOST_REASON_CHARACTERS
+        else f"{line[: MOST_REASON_CHARACTERS // 2]} ... {line[-MOST_REASON_CHARACTERS // 2 :]}"
     )
 
 

@@ -68,7 +68,7 @@ class _Flight:
     asked: Ask
     since_s: float
     tokens: list[int]
-    told: int = 0  # of the tokens
+    reported: int = 0  # of the tokens
     cancelled: bool = False
 
 
@@ -279,13 +279,15 @@ class TrtllmEngine:
             flight.tokens += result.output_token_ids[0]
             if result.is_final:
                 self._take(response.request_id, flight, result)
-            elif flight.tokens[flight.told :]:
+            elif flight.tokens[flight.reported :]:
                 self._done.append(
                     Completion(
-                        flight.asked.turn.sequence.id, flight.tokens[flight.told :], partial=True
+                        flight.asked.turn.sequence.id,
+                        flight.tokens[flight.reported :],
+                        partial=True,
                     )
                 )
-                flight.told = len(flight.tokens)
+                flight.reported = len(flight.tokens)
 
     def _take(self, request_id: int, flight: _Flight, result: Any) -> None:
         reason, reasons = result.finish_reasons[0], self._trtllm.FinishReason
@@ -309,7 +311,9 @@ class TrtllmEngine:
         if asked.turn.nodes:
             proposal = Proposal.chain(self.name, done.tokens)
             done = Completion(done.sequence_id, [], proposal=proposal)
-        self._done.append(replace(done, tokens=done.tokens[flight.told :]) if flight.told else done)
+        self._done.append(
+            replace(done, tokens=done.tokens[flight.reported :]) if flight.reported else done
+        )
         self._account(asked, result.request_perf_metrics)
 
     def _end(self, request_id: int, error: str) -> None:
