@@ -160,7 +160,7 @@ class Orchestrator:
         """
         self._change()
         log, self._log = self._log or StepLog(self._drafting.names), None
-        self._take_in()  # 3: admit
+        self._update_batch()  # 3: admit
         batch = self._ready()
         if not self._active and not self._flights:
             self._learn(log)
@@ -218,7 +218,8 @@ class Orchestrator:
 
     # -- admit: requests in, cancelled ones out
 
-    def _take_in(self) -> None:
+    def _update_batch(self) -> None:
+        """End what is cancelled or late, give places back where KV runs out, and admit."""
         now_s = self._clock()
 
         def is_over(session: Session) -> bool:
@@ -340,7 +341,7 @@ class Orchestrator:
             self._fail(session, ErrorCode.INTERNAL, completion.error)
             return
         try:
-            self._take(session, completion, proposals, log)
+            self._commit_tokens(session, completion, proposals, log)
         except RequestError as error:
             self._fail(session, error.code, error.message)
         except Exception as error:
@@ -351,7 +352,7 @@ class Orchestrator:
                 f"the request could not be continued ({type(error).__name__})",
             )
 
-    def _take(
+    def _commit_tokens(
         self, session: Session, completion: Completion, proposals: Proposals, log: StepLog
     ) -> None:
         taken = session.commit(completion.tokens, completion.log_probs, completion.extras)
@@ -382,9 +383,9 @@ class Orchestrator:
             self._stats.request("success")
             usage = session.usage()
             self._stats.finished(usage)
-            session.sink.final(session.take(), session.finish_reason, usage)
+            session.sink.final(session.pop_delta(), session.finish_reason, usage)
         elif session.request.stream:
-            delta = session.take()
+            delta = session.pop_delta()
             if delta.text or delta.tokens:
                 session.sink.chunk(delta)
 

@@ -106,7 +106,8 @@ class Guide:
         if not self._stand_behind(output):
             return 0
         count = next(
-            (count for count, token in enumerate(proposed) if not self._take(token)), len(proposed)
+            (count for count, token in enumerate(proposed) if not self._consume(token)),
+            len(proposed),
         )
         ends = (
             count < len(proposed)
@@ -127,9 +128,9 @@ class Guide:
             self._matcher.rollback(len(trail) - common)
             del trail[common:]
             self._masks = {place: mask for place, mask in self._masks.items() if place <= common}
-        return all(self._take(token) for token in output[common:])
+        return all(self._consume(token) for token in output[common:])
 
-    def _take(self, token: int) -> bool:
+    def _consume(self, token: int) -> bool:
         if token in self._end_ids or self._matcher.try_consume_tokens([token]) == 0:
             return False
         self._trail.append(token)

@@ -278,7 +278,7 @@ class TrtllmEngine:
             result = response.result
             flight.tokens += result.output_token_ids[0]
             if result.is_final:
-                self._take(response.request_id, flight, result)
+                self._complete(response.request_id, flight, result)
             elif flight.tokens[flight.reported :]:
                 self._done.append(
                     Completion(
@@ -289,7 +289,7 @@ class TrtllmEngine:
                 )
                 flight.reported = len(flight.tokens)
 
-    def _take(self, request_id: int, flight: _Flight, result: Any) -> None:
+    def _complete(self, request_id: int, flight: _Flight, result: Any) -> None:
         reason, reasons = result.finish_reasons[0], self._trtllm.FinishReason
         if flight.cancelled or reason in (reasons.CANCELLED, reasons.TIMED_OUT):
             self._end(
