@@ -170,8 +170,8 @@ def _with_room(state: AcceptanceState, count: int) -> tuple[AcceptanceState, lis
 class AcceptanceModel:
     """The planner's own estimator (``policy.planner.Estimator``), for D drafts and K positions.
 
-    Its methods return new states and leave the given one alone. ``with_drafts``, ``with_groups``
-    and ``by_group`` are for what outlasts a restart (``policy.learned``).
+    Its methods return new states and change none. ``with_drafts``, ``with_groups`` and
+    ``by_group`` are for what outlasts a restart (``policy.learned``).
     """
 
     def __init__(self, drafts: int, k_max: int, config: AcceptanceConfig) -> None:

@@ -42,8 +42,8 @@ _TIMED_STEPS = 4  # of steps with a kept choice, which are alike, one in so many
 class Estimator(Protocol):
     """How acceptance is learnt: ``AcceptanceModel``, or another with a ``state`` of its own.
 
-    Pure: every method returns a new state and leaves the given one alone. What another estimator
-    than ``AcceptanceModel`` has learnt is not kept over a restart.
+    Pure: every method returns a new state and changes none. What another estimator than
+    ``AcceptanceModel`` has learnt is not kept over a restart.
     """
 
     def start(self) -> Any:
@@ -152,7 +152,7 @@ class Kept:
     def plan(self, view: View) -> Plan | None:
         """Return the plan for a view, cut to its ceilings, None where one is to be made."""
         request, n = view.request.tobytes(), len(view)
-        if view.given is not None or view.flying is not None or not view.ready.all():
+        if view.control_plan is not None or view.in_flight is not None or not view.ready.all():
             return None
         if (plan := self.plans.get(self.key(view))) is None:
             return None
@@ -367,10 +367,10 @@ class AdaptivePlanner(Policy):
         Rows are by request: the batch's order makes no difference, not even among rows alike.
         """
         rows: IntArray = view.request.argsort()
-        if view.flying is None:
+        if view.in_flight is None:
             rows = rows.compress(view.ready.take(rows))
         given = NOTHING_GIVEN
-        if view.given is not None or view.flying is not None:
+        if view.control_plan is not None or view.in_flight is not None:
             choices, theirs = _given_choices(view)
             others, rows = rows[theirs[rows]], rows[~theirs[rows]]
             hazard = self.estimator.expected(state.acceptance, view.request[others].tolist()).hazard
@@ -411,9 +411,9 @@ class AdaptivePlanner(Policy):
     def trim(self, view: View, plan: Plan, drafted: Drafted, state: PlannerState) -> IntArray:
         """Verify the nodes that are worth their time at the plan's price (``policy.trim``)."""
         times, whole, in_flight = state.correction.times(self.latency), state.view or view, 0
-        if whole.flying is not None:
+        if whole.in_flight is not None:
             in_flight = int(
-                np.count_nonzero(~whole.ready) + whole.flying.length[~whole.ready].sum()
+                np.count_nonzero(~whole.ready) + whole.in_flight.length[~whole.ready].sum()
             )
         return trimmed(times, state.calibration, view, plan, drafted, in_flight)
 
@@ -576,7 +576,7 @@ def _given_choices(view: View) -> tuple[Plan, BoolArray]:
     rows these are.
     """
     choice, theirs = Plan.nothing(len(view)), np.zeros(len(view), np.bool_)
-    for plan, some in ((view.given, view.control), (view.flying, ~view.ready)):
+    for plan, some in ((view.control_plan, view.control), (view.in_flight, ~view.ready)):
         if plan is not None and some is not None:
             choice.draft[some], choice.length[some] = plan.draft[some], plan.length[some]
             theirs |= some

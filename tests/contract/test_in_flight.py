@@ -38,7 +38,7 @@ class Blind(Policy):
 
     def plan(self, view, state, now, rng):
         rows = np.flatnonzero(view.ready)
-        plan, state = self.policy.plan(replace(view.of_rows(rows), flying=None), state, now, rng)
+        plan, state = self.policy.plan(replace(view.of_rows(rows), in_flight=None), state, now, rng)
         draft, length = np.full(len(view), NO_DRAFT), np.zeros(len(view), np.int64)
         draft[rows], length[rows] = plan.draft, plan.length
         return replace(plan, draft=draft, length=length), state
@@ -114,10 +114,12 @@ def test_who_is_in_flight_is_in_the_view_as_planned_and_once(monkeypatch, tmp_pa
         assert (
             not np.diff(view.ready.astype(int)).max(initial=-1) > 0
         )  # behind those that are ready
-        assert (view.flying is None) == view.ready.all()
+        assert (view.in_flight is None) == view.ready.all()
         for row in np.flatnonzero(~view.ready).tolist():
             shown += 1
-            assert (view.flying.draft[row], view.flying.length[row]) == planned[view.request[row]]
+            assert (view.in_flight.draft[row], view.in_flight.length[row]) == planned[
+                view.request[row]
+            ]
         ready = np.flatnonzero(view.ready)
         planned |= dict(
             zip(
