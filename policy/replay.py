@@ -59,7 +59,7 @@ def explain(
         else:
             why = _Row(problem, view.drafts, chosen, place[row], plan.price).why(plan)
             if plan.flight is not None:
-                why += f"; in flight {plan.flight[row]}"
+                why += f"; in cohort {plan.flight[row]}"
         lines.append(f"request {request}: {why}")
     return lines
 
@@ -70,7 +70,7 @@ def explain_batch(plan: Plan) -> str:
     text += f"{plan.predicted_tokens:.2f} expected in {1e3 * plan.predicted_s:.2f} ms, "
     text += f"at {plan.price:.1f} tokens/s"
     if plan.flight is not None:
-        text += f"; {int(plan.flight.max()) + 1} flights"
+        text += f"; {int(plan.flight.max()) + 1} cohorts"
     if plan.piece_tokens:
         text += f"; contexts cut into pieces of {plan.piece_tokens} tokens"
     why_not = plan.notes.get("why_not", {})

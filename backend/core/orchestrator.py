@@ -12,10 +12,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from backend.core.admission import Admission
-from backend.core.asynchronous import AsynchronousFlights
+from backend.core.asynchronous import AsynchronousInFlight
 from backend.core.batch import Batch
 from backend.core.drafting import Drafting, Proposals
-from backend.core.flights import Flight, Flights
+from backend.core.in_flight import InFlight, Submission
 from backend.core.kv_ledger import KVLedger
 from backend.core.planning import Planning
 from backend.core.session import Session
@@ -74,7 +74,7 @@ class Orchestrator:
         self._changes: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._work = threading.Event()
         self._active: dict[int, Session] = {}
-        self._flights = (AsynchronousFlights if target.limits.asynchronous else Flights)(
+        self._in_flight = (AsynchronousInFlight if target.limits.asynchronous else InFlight)(
             target, stats
         )
         self._finished: list[int] = []
@@ -154,30 +154,30 @@ class Orchestrator:
         """Take one step of what is ready; False when there was nothing to do. The numbers are those
         of a request's eight steps in ``docs/architecture.md``.
 
-        A plan's flights are drafted for and submitted one by one, and the step ends with the first
+        A plan's cohorts are drafted for and submitted one by one, and the step ends with the first
         that is back: while the next step plans and drafts for it, the target verifies the others. A
-        plan that numbers no flights waits for all.
+        plan without cohorts waits for all.
         """
         self._change()
         log, self._log = self._log or StepLog(self._drafting.names), None
         self._update_batch()  # 3: admit
         batch = self._ready()
-        if not self._active and not self._flights:
+        if not self._active and not self._in_flight:
             self._learn(log)
             self._log = None
             return False
-        landing = 1
-        if batch or not self._flights:
+        awaited = 1
+        if batch or not self._in_flight:
             offers, queued = self.planning.needs_offers, len(self._admission)
             view = batch.view(self._drafting, self._k_max, queued, offers)  # 4: describe
             plan = self.planning.plan(view, log)  # 5: plan
-            for flight in batch.flights(view, plan, log):
-                proposals = self._propose(flight)  # 6: draft, and verify
-                self._submit(flight, proposals)
-            landing = len(self._flights) if plan.flight is None else 1
-        for _ in range(landing):
-            if self._flights:  # those behind one that failed are void
-                self._land(log)  # 7 and 8: commit, emit, learn
+            for submission in batch.submissions(view, plan, log):
+                proposals = self._propose(submission)  # 6: draft, and verify
+                self._submit(submission, proposals)
+            awaited = len(self._in_flight) if plan.flight is None else 1
+        for _ in range(awaited):
+            if self._in_flight:  # those behind one that failed are void
+                self._collect(log)  # 7 and 8: commit, emit, learn
         if not self._active:
             self._log = None
         return True
@@ -187,15 +187,15 @@ class Orchestrator:
         idle = (
             session
             for session in self._active.values()
-            if session.id not in self._flights.proposals and not self._changes
+            if session.id not in self._in_flight.proposals and not self._changes
         )
         batch = Batch.of(idle, self._target, self._prefill_chunk_tokens)
-        batch.other_passes, batch.in_flight = self._flights.decoding, self._flights.in_flight
-        batch.prefilling += self._flights.prefilling
+        batch.other_passes, batch.in_flight = self._in_flight.decoding, self._in_flight.rows
+        batch.prefilling += self._in_flight.prefilling
         return batch
 
     def _change(self) -> None:
-        while self._changes and not self._flights.proposals:
+        while self._changes and not self._in_flight.proposals:
             change, done = self._changes.popleft()
             self._log = None
             if not done.set_running_or_notify_cancel():
@@ -270,34 +270,36 @@ class Orchestrator:
 
     # -- draft and verify
 
-    def _propose(self, flight: Flight) -> dict[int, Proposals]:
-        """Draft for a flight, and choose which nodes of that the target verifies."""
-        sequences = [session.sequence for session in flight.sessions]
-        proposals = self._drafting.propose(sequences, flight.view, flight.plan, flight.log)
+    def _propose(self, submission: Submission) -> dict[int, Proposals]:
+        """Draft for a submission, and choose which nodes of that the target verifies."""
+        sequences = [session.sequence for session in submission.sessions]
+        proposals = self._drafting.propose(
+            sequences, submission.view, submission.plan, submission.log
+        )
         drafted = self._drafting.drafted(sequences, proposals)
         if drafted is None:
             return proposals
-        with flight.log.part("planning"):
-            nodes = self.planning.trim(flight.view, flight.plan, drafted)
-        for session, most in zip(flight.sessions, nodes, strict=True):
+        with submission.log.part("planning"):
+            nodes = self.planning.trim(submission.view, submission.plan, drafted)
+        for session, most in zip(submission.sessions, nodes, strict=True):
             row = proposals[session.id]
             row.chosen = self._drafting.best(row.drafted, most)
         return proposals
 
-    def _submit(self, flight: Flight, proposals: dict[int, Proposals]) -> None:
-        """Give a flight to the target."""
-        piece_tokens = flight.log.piece_tokens = flight.plan.piece_tokens
+    def _submit(self, submission: Submission, proposals: dict[int, Proposals]) -> None:
+        """Give a submission to the target."""
+        piece_tokens = submission.log.piece_tokens = submission.plan.piece_tokens
         runs = (
-            [self._free_run_tokens] * len(flight.sessions)
-            if flight.plan.run is None
-            else flight.plan.run.tolist()
+            [self._free_run_tokens] * len(submission.sessions)
+            if submission.plan.run is None
+            else submission.plan.run.tolist()
         )
         rows = (
             self._turn(session, proposals[session.id].chosen, run, piece_tokens)
-            for session, run in zip(flight.sessions, runs, strict=True)
+            for session, run in zip(submission.sessions, runs, strict=True)
         )
-        flight.turns = [*rows, *flight.prefill]
-        self._flights.submit(flight, proposals)
+        submission.turns = [*rows, *submission.prefill]
+        self._in_flight.submit(submission, proposals)
 
     def _turn(
         self, session: Session, proposal: Proposal | None, run: int, piece_tokens: int
@@ -316,24 +318,24 @@ class Orchestrator:
             streamed=streamed,
         )
 
-    def _land(self, log: StepLog) -> None:
-        """Wait for the oldest flight, or for what an asynchronous target has done, take its tokens
-        and learn from it.
+    def _collect(self, log: StepLog) -> None:
+        """Wait for the oldest submission, or for what an asynchronous target has done, take its
+        tokens and learn from it.
         """
-        flight, completions, failed = self._flights.land(log)
+        submission, completions, failed = self._in_flight.collect(log)
         self._failures += failed
         for completion in completions:
-            self._commit(completion, flight.log)
-        self._learn(flight.log, flight)
+            self._commit(completion, submission.log)
+        self._learn(submission.log, submission)
 
     # -- commit and emit
 
     def _commit(self, completion: Completion, log: StepLog) -> None:
         """Take a completion's tokens; what goes wrong with one request ends that one only."""
         if completion.partial:
-            proposals = self._flights.proposals.get(completion.sequence_id, Proposals())
+            proposals = self._in_flight.proposals.get(completion.sequence_id, Proposals())
         else:
-            proposals = self._flights.proposals.pop(completion.sequence_id, Proposals())
+            proposals = self._in_flight.proposals.pop(completion.sequence_id, Proposals())
         session = self._active.get(completion.sequence_id)
         if session is None:
             return
@@ -423,24 +425,24 @@ class Orchestrator:
         drew is never used.
         """
         self._active.pop(session.id, None)
-        self._flights.forget(session.id)
+        self._in_flight.forget(session.id)
         self._target.cancel([session.id])
         self._drafting.cancel([session.id])
 
-    def _learn(self, log: StepLog, flight: Flight | None = None) -> None:
-        """Let the estimators and the latency model learn from a flight (None: nothing was
+    def _learn(self, log: StepLog, submission: Submission | None = None) -> None:
+        """Let the estimators and the latency model learn from a submission (None: nothing was
         verified), and count it.
         """
         log.finished, self._finished = self._finished, []
         outcome = log.outcome()
         self._log = StepLog(self._drafting.names)
-        if flight is not None or log.finished:
+        if submission is not None or log.finished:
             with self._log.part("learning"):
                 # its own view, where another one has been planned for since
-                own = flight.view if flight is not None and flight.log.beside else None
+                own = submission.view if submission is not None and submission.log.beside else None
                 self.planning.observe(outcome, own)
-        if flight is not None:
-            self._stats.step(flight.plan, outcome, self._drafting.names, log.control)
+        if submission is not None:
+            self._stats.step(submission.plan, outcome, self._drafting.names, log.control)
         self._stats.reuse(self._ledger.take_reuse())
         rows = log.decoding, log.batch_size - log.decoding, log.prefill_tokens
         self._stats.state(*self.counts(), self._ledger.usage(), self.planning.drift(), rows)

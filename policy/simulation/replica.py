@@ -102,7 +102,7 @@ class Replica:
         self._queue: deque[int] = deque()
         self._prefill: list[_Prefill] = []
         self._rows = _NONE
-        self._flights = 1
+        self._cohorts = 1
         self._pending: _Pending | None = None
         self._blocks = deployment.kv_tokens // BLOCK_TOKENS
         self._plans = bool(policy.drift(self._state))
@@ -238,8 +238,8 @@ class Replica:
             free_rows={d: rows for d, rows in free_rows.items() if rows},
         )
         noise = float(np.exp(self._deployment.noise * self._noise_rng.standard_normal()))
-        parts_s, step_s = step_time(self._deployment, view, plan, work, self._flights)
-        self._flights = 1 if plan.flight is None else int(plan.flight.max()) + 1
+        parts_s, step_s = step_time(self._deployment, view, plan, work, self._cohorts)
+        self._cohorts = 1 if plan.flight is None else int(plan.flight.max()) + 1
         parts_s = {part: noise * s for part, s in parts_s.items()}
         planned = self._plans and "kept" not in plan.notes
         planning_s = self._deployment.planned_s(n) if planned else 0.0

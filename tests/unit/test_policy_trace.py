@@ -266,7 +266,7 @@ def test_a_trace_with_an_execution_replays_bit_for_bit(execution):
     used = used[0]
     lines = explain(used.planner, used.view, used.state, used.plan, used.now)
     text = "\n".join([explain_batch(used.plan), *lines])
-    assert any(word in text for word in ("in flight", "cut into pieces"))
+    assert any(word in text for word in ("in cohort", "cut into pieces"))
 
 
 def test_a_line_about_the_batch_says_why_it_is_not_cut():
