@@ -168,7 +168,7 @@ def _with_room(state: AcceptanceState, count: int) -> tuple[AcceptanceState, lis
 
 
 class AcceptanceModel:
-    """The planner's own estimator (``policy.planner.Estimator``), for D drafts and K positions.
+    """The planner's own estimator (``policy.extensions.Estimator``), for D drafts and K positions.
 
     Its methods return new states and change none. ``with_drafts``, ``with_groups`` and
     ``by_group`` are for what outlasts a restart (``policy.learned``).

@@ -47,7 +47,7 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pipelining:
-    """How plans are executed in up to ``most`` cohorts (``policy.planner.Execution``).
+    """How plans are executed in up to ``most`` cohorts (``policy.extensions.Execution``).
 
     ``contention`` >= 1 is how much longer drafting and verifying take side by side than alone, as
     measured on the machine; None, not measured, means no cohorts. Raises ValueError naming the
@@ -205,7 +205,7 @@ def _uncut(plan: Plan, why_not: str) -> Plan:
 @dataclass(frozen=True, slots=True)
 class FreeRuns:
     """How plans are executed where a turn is a request of its own (TensorRT-LLM's executor): rows
-    without a proposal run up to ``most`` tokens in one turn (``policy.planner.Execution``).
+    without a proposal run up to ``most`` tokens in one turn (``policy.extensions.Execution``).
     """
 
     most: int
