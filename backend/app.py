@@ -71,72 +71,28 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
     Raises ConfigError, LatencyError (a table is missing) or the engine's own error when something
     does not fit.
     """
-    if Path(policy.__file__).resolve().parent.parent != PROJECT_ROOT:
-        raise ConfigError(
-            f"policy was imported from {policy.__file__}, backend from {PROJECT_ROOT}: one of "
-            f"them is another project's"
-        )
+    _check_imports()
     check_policy(config)
     tokenizer = _tokenizer(config)
-    threads = 1
-    if tables is None:
-        tables, threads = load_tables(
-            config, {engine.name: model_path(engine) for engine in timed_engines(config)}
-        )
-        tables = {**tables, **trtllm_tables(config, model_path)}
+    tables, threads = _measured(config) if tables is None else (tables, 1)
     check_memory(config)
     stats = Stats()
     service = Service(config, threads, model_path, stats.count)
     target = make_engine(config.target, service)
     drafts = [make_engine(draft, service) for draft in config.drafts]
-    contention = None
-    if config.policy.cohorts > 1:
-        target, contention = overlapped(target, drafts)
-    cpu_only = all(
-        not engine.kind.asynchronous and engine.device == "cpu"
-        for engine in (config.target, *config.drafts)
-    )
-    step_stats = StepStats(stats, config.limits.max_active_requests, cpu_only=cpu_only)
+    in_cohorts = config.policy.cohorts > 1
+    target, contention = overlapped(target, drafts) if in_cohorts else (target, None)
+    step_stats = StepStats(stats, config.limits.max_active_requests, cpu_only=_cpu_only(config))
     switches = SwitchBoard(config, step_stats)
-    ledger = KVLedger(
-        {engine.name: engine.limits.kv_blocks for engine in (target, *drafts)},
-        headroom_tokens=config.policy.k_max + 1,
-        guaranteed=config.limits.batch_scheduler_policy == "guaranteed_no_evict",
-        target=target
-        if config.limits.enable_kv_cache_reuse and not config.target.kind.asynchronous
-        else None,
-    )
     planner = policy.SwitchedPolicy(
         make_policy(config, drafts, tables, step_stats, contention), switches.current
     )
-    orchestrator = Orchestrator(
-        target,
-        Drafting(
-            drafts,
-            step_stats,
-            monotonic,
-            most_nodes=config.policy.k_max if target.limits.tree else 0,
-        ),
-        planner,
-        ledger,
-        Admission(
-            ledger,
-            config.limits.max_active_requests,
-            config.limits.max_queued_requests,
-            config.limits.max_logits_bytes,
-        ),
-        step_stats,
-        monotonic,
-        k_max=config.policy.k_max,
-        prefill_chunk_tokens=config.limits.prefill_chunk_tokens,
-        free_run_tokens=config.limits.free_run_tokens,
-        max_request_s=config.limits.max_request_s,
-        seed=config.policy.seed,
-    )
-
+    orchestrator = _loop(config, target, drafts, planner, step_stats)
     tracing = Tracing(step_stats)
-    key = learned_key(config, {engine.name: model_path(engine) for engine in timed_engines(config)})
-    learned = LearnedState(planner, orchestrator, step_stats, key, keep=config.policy.keep_learned)
+    key = learned_key(config, _timed_folders(config))
+    learned = LearnedState(
+        planner, orchestrator.planning, step_stats, key, keep=config.policy.keep_learned
+    )
 
     def close() -> None:
         tracing.close()
@@ -167,6 +123,67 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
         contention=contention,
         close=close,
         preparation=preparation,
+    )
+
+
+def _check_imports() -> None:
+    if Path(policy.__file__).resolve().parent.parent != PROJECT_ROOT:
+        raise ConfigError(
+            f"policy was imported from {policy.__file__}, backend from {PROJECT_ROOT}: one of "
+            f"them is another project's"
+        )
+
+
+def _timed_folders(config: ServingConfig) -> dict[str, Path]:
+    return {engine.name: model_path(engine) for engine in timed_engines(config)}
+
+
+def _measured(config: ServingConfig) -> tuple[Mapping[str, LatencyTable], int]:
+    """Return the tables measured on this machine, and the threads that they are of."""
+    tables, threads = load_tables(config, _timed_folders(config))
+    return {**tables, **trtllm_tables(config, model_path)}, threads
+
+
+def _cpu_only(config: ServingConfig) -> bool:
+    return all(
+        not engine.kind.asynchronous and engine.device == "cpu"
+        for engine in (config.target, *config.drafts)
+    )
+
+
+def _loop(
+    config: ServingConfig,
+    target: Engine,
+    drafts: list[Engine],
+    planner: policy.Policy,
+    stats: StepStats,
+) -> Orchestrator:
+    """Return the loop over these engines, with its KV ledger, admission and drafting."""
+    limits, k_max = config.limits, config.policy.k_max
+    shares_kv = limits.enable_kv_cache_reuse and not config.target.kind.asynchronous
+    ledger = KVLedger(
+        {engine.name: engine.limits.kv_blocks for engine in (target, *drafts)},
+        headroom_tokens=k_max + 1,
+        guaranteed=limits.batch_scheduler_policy == "guaranteed_no_evict",
+        target=target if shares_kv else None,
+    )
+    admission = Admission(
+        ledger, limits.max_active_requests, limits.max_queued_requests, limits.max_logits_bytes
+    )
+    most_nodes = k_max if target.limits.tree else 0
+    return Orchestrator(
+        target,
+        Drafting(drafts, stats, monotonic, most_nodes=most_nodes),
+        planner,
+        ledger,
+        admission,
+        stats,
+        monotonic,
+        k_max=k_max,
+        prefill_chunk_tokens=limits.prefill_chunk_tokens,
+        free_run_tokens=limits.free_run_tokens,
+        max_request_s=limits.max_request_s,
+        seed=config.policy.seed,
     )
 
 

@@ -240,6 +240,23 @@ def parse_config(raw: Any) -> ServingConfig:
         raise ConfigError(
             f"threads must be 'auto' or a number of at least 1, got {config.threads!r}"
         )
+    _check_names(config)
+    _check_engines(config)
+    _check_policy(config.policy, config.target, [draft.name for draft in config.drafts])
+    _check_drafts(config)
+    # What KV is reserved for.
+    most_run = config.policy.k_max + 1 if config.target.kind.asynchronous else 1
+    if config.limits.free_run_tokens > most_run:
+        raise ConfigError(
+            f"limits.free_run_tokens must be at most {most_run} here, got "
+            f"{config.limits.free_run_tokens}"
+        )
+    _check_switches(config.switches, config)
+    return config
+
+
+def _check_names(config: ServingConfig) -> None:
+    """Raise ConfigError for a target that is none, or a draft whose name or n-grams do not fit."""
     if not config.target.kind.target:
         targets = ", ".join(repr(name) for name, kind in KINDS.items() if kind.target)
         raise ConfigError(f"target.engine must be one of {targets}, got {config.target.engine!r}")
@@ -255,6 +272,10 @@ def parse_config(raw: Any) -> ServingConfig:
                 f"drafts[{index}].min_ngram must be at most max_ngram {draft.max_ngram}, got "
                 f"{draft.min_ngram}"
             )
+
+
+def _check_engines(config: ServingConfig) -> None:
+    """Raise ConfigError for a model, a dtype or an attention that an engine's kind lacks."""
     for where, engine in [
         ("target", config.target),
         *((f"drafts[{i}]", d) for i, d in enumerate(config.drafts)),
@@ -272,17 +293,6 @@ def parse_config(raw: Any) -> ServingConfig:
             raise ConfigError(
                 f"{where}.attention must be 'ragged' but for a torch target, got 'padded'"
             )
-    _check_policy(config.policy, config.target, names[1:])
-    _check_drafts(config)
-    # What KV is reserved for.
-    most_run = config.policy.k_max + 1 if config.target.kind.asynchronous else 1
-    if config.limits.free_run_tokens > most_run:
-        raise ConfigError(
-            f"limits.free_run_tokens must be at most {most_run} here, got "
-            f"{config.limits.free_run_tokens}"
-        )
-    _check_switches(config.switches, config)
-    return config
 
 
 def settled(engine: EngineConfig) -> EngineConfig:

@@ -75,8 +75,8 @@ def policy_folders(config: Path) -> list[str]:
 
     Beside ``serving.json``, and where the launcher was started (``SPINDLE_POLICY_PATH``).
     """
-    told = os.environ.get("SPINDLE_POLICY_PATH", "").split(os.pathsep)
-    folders = dict.fromkeys([str(config.absolute().parent), *filter(None, told)])
+    from_launcher = os.environ.get("SPINDLE_POLICY_PATH", "").split(os.pathsep)
+    folders = dict.fromkeys([str(config.absolute().parent), *filter(None, from_launcher)])
     return [folder for folder in folders if folder not in sys.path]
 
 

@@ -15,8 +15,8 @@ from backend.sequence import BLOCK_TOKENS
 from policy import LatencyTable, wrappers
 from policy.baselines import AcceptanceEma, SmartSpec, SpinSelection
 from policy.decomposition import Decomposition
+from policy.extensions import Execution
 from policy.pipelining import FreeRuns, Pipelining
-from policy.planner import Execution
 from policy.replay import Traced
 
 OVERHEAD_S, SPECULATION_S = 5e-4, 3e-4

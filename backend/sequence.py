@@ -80,10 +80,10 @@ class Proposal:
         falls.
         """
         parents = list(range(ROOT, len(tokens) - 1))
-        told = list(confidence) or [
+        confidences = list(confidence) or [
             DEFAULT_CONFIDENCE ** (place + 1) for place in range(len(tokens))
         ]
-        return cls(draft, list(tokens), parents, told)
+        return cls(draft, list(tokens), parents, confidences)
 
     @classmethod
     def best(cls, draft: str, nodes: Seq[tuple[int, int, float]], most: int) -> Proposal:

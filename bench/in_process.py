@@ -52,9 +52,7 @@ def serve(
 ) -> list[Session]:
     """The same for sessions that the caller has made."""
     loop, waiting, running = app.orchestrator, deque(sessions), list[Session]()
-    kept = loop._policy, loop.policy_state
-    if policy is not None:
-        loop._policy, loop.policy_state = policy, policy.start()
+    kept = loop.planning.change(policy, policy.start()) if policy is not None else None
     try:
         while waiting or running:
             while waiting and len(running) < together:
@@ -63,8 +61,8 @@ def serve(
             loop.step()
             running = [session for session in running if not session.sink.ended]
     finally:
-        if policy is not None:
-            loop._policy, loop.policy_state = kept
+        if kept is not None:
+            loop.planning.change(*kept)
     return sessions
 
 

@@ -124,13 +124,13 @@ async def _read(
         served.message = served.message or message.error_message
         if message.infer_response.outputs:
             served.arrivals_s.append(time.perf_counter())
-            _take(message.infer_response, served)
+            _record_reply(message.infer_response, served)
         finals += message.infer_response.parameters["triton_final_response"].bool_param
     call.cancel()
     served.outcome = CANCELLED
 
 
-def _take(response: Any, served: Served) -> None:
+def _record_reply(response: Any, served: Served) -> None:
     """Note what the outputs of a response say; those that were not asked for are not there."""
     raw = dict(
         zip((output.name for output in response.outputs), response.raw_output_contents, strict=True)

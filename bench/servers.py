@@ -213,15 +213,13 @@ class InProcessArm:
     def run(self, offer: Offer) -> Served:
         """Step until all is served, asleep while nothing is due."""
         loop = self._app.orchestrator
-        kept = loop._policy, loop.policy_state
-        loop._policy, loop.policy_state = self._policy, self._state
+        kept = loop.planning.change(self._policy, self._state)
         self._app.stats.drain()
         started_s = time.perf_counter()
         try:
             replies = self._serve(offer)
         finally:
-            self._state = loop.policy_state
-            loop._policy, loop.policy_state = kept
+            _, self._state = loop.planning.change(*kept)
         return Served(replies, time.perf_counter() - started_s, _counts(self._app.stats.drain()))
 
     def _serve(self, offer: Offer) -> list[Reply]:

@@ -168,10 +168,10 @@ def _with_room(state: AcceptanceState, count: int) -> tuple[AcceptanceState, lis
 
 
 class AcceptanceModel:
-    """The planner's own estimator (``policy.planner.Estimator``), for D drafts and K positions.
+    """The planner's own estimator (``policy.extensions.Estimator``), for D drafts and K positions.
 
-    Its methods return new states and leave the given one alone. ``with_drafts``, ``with_groups``
-    and ``by_group`` are for what outlasts a restart (``policy.learned``).
+    Its methods return new states and change none. ``with_drafts``, ``with_groups`` and
+    ``by_group`` are for what outlasts a restart (``policy.learned``).
     """
 
     def __init__(self, drafts: int, k_max: int, config: AcceptanceConfig) -> None:
@@ -329,17 +329,17 @@ class AcceptanceModel:
             draft_reached=fading * state.draft_reached,
         )
         if np.count_nonzero(scored):
-            told = self._told(np.maximum(draft, 0) * size + slot, accepted, scored, size)
-            after.counts += told
+            counted = self._counted(np.maximum(draft, 0) * size + slot, accepted, scored, size)
+            after.counts += counted
             after.counts[..., -1] = 0.0
             evidence = _evidence(after.counts, state.hazard)
             after.deviation, _ = _believed(state.prior, evidence, state.deviation)
-            self._follow(after, told)
-            self._teach_levels(after, told)
+            self._follow(after, counted)
+            self._teach_levels(after, counted)
             _set_hazards(after)
         return after
 
-    def _told(
+    def _counted(
         self, column: IntArray, accepted: IntArray, scored: IntArray, slots: int
     ) -> FloatArray:
         """Return what chains add to counts [2, K, D, slots]; ``column`` is of the last two axes.
@@ -351,22 +351,22 @@ class AcceptanceModel:
         seen = np.minimum(held + 1, scored)
         place = np.concatenate([held * columns + column, (ends + seen) * columns + column])
         ended = np.bincount(place, minlength=2 * ends * columns).reshape(2, ends, columns)
-        told: FloatArray = self._passed @ ended.astype(np.float64)
-        return told.reshape(2, self._k_max, self._drafts, slots)
+        counted: FloatArray = self._passed @ ended.astype(np.float64)
+        return counted.reshape(2, self._k_max, self._drafts, slots)
 
     @staticmethod
-    def _follow(after: AcceptanceState, told: FloatArray) -> None:
+    def _follow(after: AcceptanceState, counted: FloatArray) -> None:
         """Where the last few chains cannot be chance, let only the newest count, in place."""
-        weight, surprise = _evidence(told, after.hazard)
+        weight, surprise = _evidence(counted, after.hazard)
         after.recent = recent = after.recent * np.where(weight > 0, _RECENT_KEEP, 1.0)
         recent[0] += weight
         recent[1] += surprise
         changed = recent[1] ** 2 > _CHANGE_DEVIATIONS**2 * (recent[0] + _LEAST_VARIANCE)
         if np.count_nonzero(changed):
-            after.counts[..., changed] = told[..., changed]
+            after.counts[..., changed] = counted[..., changed]
             recent[:, changed] = 0.0
 
-    def _teach_levels(self, after: AcceptanceState, told: FloatArray) -> None:
+    def _teach_levels(self, after: AcceptanceState, counted: FloatArray) -> None:
         """Let the drafts' levels learn, in place, from what all chains showed, [2, K, D, S].
 
         They learn from what surprises in view of the request: late positions are reached by easy
@@ -374,8 +374,8 @@ class AcceptanceModel:
         differ, all is taken for the draft's.
         """
         finished = after.requests - _FIRST_REQUESTS
-        accepted, reached = np.add.reduce(told, 3).transpose(0, 2, 1)
-        expected = np.add.reduce(told[1] * after.hazard, 2).T
+        accepted, reached = np.add.reduce(counted, 3).transpose(0, 2, 1)
+        expected = np.add.reduce(counted[1] * after.hazard, 2).T
         keep = np.exp(reached[:, :1] / -_DRAFT_MEMORY_CHAINS)
         explained = after.draft_hazard * reached - expected
         explained *= finished / (finished + _TELLING_REQUESTS)

@@ -36,7 +36,7 @@ class Pieces(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Decomposition:
-    """How plans are executed by an engine that pads (``policy.planner.Execution``).
+    """How plans are executed by an engine that pads (``policy.extensions.Execution``).
 
     Merging a piece takes as long as reading ``merge_tokens`` cached tokens, as measured; pieces are
     whole KV blocks of ``block_tokens``. Raises ValueError naming the value that is out of range.

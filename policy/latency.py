@@ -202,8 +202,8 @@ class LatencyCurve:
         columns = [(tokens[:, None] >= knots).astype(float)]
         for values in (table.rows, table.context_tokens):
             term = np.array(values, float)
-            told = any(np.ptp(term[tokens == count]) > 0 for count in knots)
-            columns.append((term * told)[:, None])
+            varies = any(np.ptp(term[tokens == count]) > 0 for count in knots)
+            columns.append((term * varies)[:, None])
         matrix = np.hstack(columns) / seconds[:, None]
         solution = nonnegative_least_squares(matrix, np.ones(len(seconds)))
         base = np.interp(np.arange(knots[-1] + 1), knots, np.cumsum(solution[:-2]))

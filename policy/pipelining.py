@@ -24,11 +24,12 @@ _MISSED_SHARE = 0.03 / 4  # of a token's time, by each token that a plan comes l
 @dataclass(frozen=True, slots=True)
 class Overlap:
     """What is remembered of cohorts: ``saved_s`` that they would have saved so far, and what is
-    ``flying``: by request the number of its cohort, its draft and its length (empty: no cohorts).
+    ``in_flight``, by request the number of its cohort, its draft and its length (empty: no
+    cohorts).
     """
 
     saved_s: float = 0.0
-    flying: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    in_flight: dict[int, tuple[int, int, int]] = field(default_factory=dict)
 
 
 class Cut(NamedTuple):
@@ -46,7 +47,7 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pipelining:
-    """How plans are executed in up to ``most`` cohorts (``policy.planner.Execution``).
+    """How plans are executed in up to ``most`` cohorts (``policy.extensions.Execution``).
 
     ``contention`` >= 1 is how much longer drafting and verifying take side by side than alone, as
     measured on the machine; None, not measured, means no cohorts. Raises ValueError naming the
@@ -76,21 +77,21 @@ class Pipelining:
         What cohorts would save or cost is summed up between 0 and the price of a first round: at
         that price they begin, at 0 they end. ``notes["why_not"]`` says why there are none.
         """
-        if view.given is not None:
+        if view.control_plan is not None:
             return _uncut(plan, "rows of another arm"), Overlap()
-        choice, others, flying = _together(view, plan, memory)
+        choice, others, in_flight = _together(view, plan, memory)
         if not choice.length.any():
             return _uncut(plan, "no speculation"), Overlap()
         cut = self.best_cut(times, view, choice, others)
         share = np.count_nonzero(view.ready) / len(view)
         saved_s = min(max(memory.saved_s + share * (cut.one_s - cut.cut_s), 0.0), cut.fill_s)
-        runs = saved_s > 0 and (bool(memory.flying) or saved_s >= cut.fill_s)
+        runs = saved_s > 0 and (bool(memory.in_flight) or saved_s >= cut.fill_s)
         if cut.cohort is None or not runs:
             return _uncut(plan, cut.why_not or "not yet for long enough"), Overlap(saved_s)
         if not others:
-            flying = _flying(view, plan, cut.cohort)
+            in_flight = _cohorts_of(view, plan, cut.cohort)
         plan = replace(plan, flight=cut.cohort, predicted_s=share * cut.cut_s)
-        return plan, Overlap(saved_s, flying)
+        return plan, Overlap(saved_s, in_flight)
 
     def best_cut(
         self, times: Times, view: View, choice: Choice, others: list[IntArray] | None = None
@@ -174,24 +175,24 @@ def _together(
     view: View, plan: Plan, memory: Overlap
 ) -> tuple[Choice, list[IntArray], dict[int, tuple[int, int, int]]]:
     """Return the choice of all rows, those in flight as they were planned, the rows of each cohort
-    in flight, and what is flying once the ready rows are, as a cohort of their own.
+    in flight, and what is in flight once the ready rows are, as a cohort of their own.
     """
     choice = Choice(plan.draft.copy(), plan.length.copy())
     cohorts: dict[int, list[int]] = {}
-    flying = {}
+    in_flight = {}
     requests = view.request.tolist()
     for row in np.flatnonzero(~view.ready).tolist():
-        if (known := memory.flying.get(requests[row])) is not None:
-            flying[requests[row]] = known
+        if (known := memory.in_flight.get(requests[row])) is not None:
+            in_flight[requests[row]] = known
             number, choice.draft[row], choice.length[row] = known
             cohorts.setdefault(number, []).append(row)
     own = next(number for number in range(len(cohorts) + 1) if number not in cohorts)
-    flying |= _flying(view, plan, np.where(view.ready, own, NO_DRAFT))
-    return choice, [np.array(rows) for rows in cohorts.values()], flying
+    in_flight |= _cohorts_of(view, plan, np.where(view.ready, own, NO_DRAFT))
+    return choice, [np.array(rows) for rows in cohorts.values()], in_flight
 
 
-def _flying(view: View, plan: Plan, cohort: IntArray) -> dict[int, tuple[int, int, int]]:
-    """Return ``Overlap.flying`` of the ready rows."""
+def _cohorts_of(view: View, plan: Plan, cohort: IntArray) -> dict[int, tuple[int, int, int]]:
+    """Return ``Overlap.in_flight`` of the ready rows."""
     rows = np.flatnonzero(view.ready)
     columns = (column[rows].tolist() for column in (cohort, plan.draft, plan.length))
     return dict(zip(view.request[rows].tolist(), zip(*columns, strict=True), strict=True))
@@ -204,7 +205,7 @@ def _uncut(plan: Plan, why_not: str) -> Plan:
 @dataclass(frozen=True, slots=True)
 class FreeRuns:
     """How plans are executed where a turn is a request of its own (TensorRT-LLM's executor): rows
-    without a proposal run up to ``most`` tokens in one turn (``policy.planner.Execution``).
+    without a proposal run up to ``most`` tokens in one turn (``policy.extensions.Execution``).
     """
 
     most: int
@@ -214,7 +215,7 @@ class FreeRuns:
 
     def prepare(self, problem: StepProblem, view: View, times: Times) -> None:
         """Take from the seconds of no speculation what each token of a longer turn saves."""
-        plans = [plan for plan in (view.given, view.flying) if plan is not None]
+        plans = [plan for plan in (view.control_plan, view.in_flight) if plan is not None]
         if not any(plan.length.any() for plan in plans):
             problem.undrafted_s[0] -= self._run(view, times)[1]
 

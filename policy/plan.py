@@ -48,9 +48,9 @@ class View:
     requests that are expected to be alike, -1 for none. ``cap_s`` is the longest step (seconds) to
     be planned, unless one without speculation takes longer.
 
-    Two plans are made elsewhere: ``given`` for the rows ``control[n]`` (a canary's other arm);
-    ``flying`` for the rows in flight in one pass with the ready ones (TensorRT-LLM's executor;
-    None where rows in flight share no pass with them).
+    Two plans are made elsewhere: ``control_plan`` for the rows ``control[n]`` (a canary's other
+    arm); ``in_flight`` for the rows in flight in one pass with the ready ones (TensorRT-LLM's
+    executor; None where rows in flight share no pass with them).
     """
 
     drafts: tuple[str, ...]
@@ -64,10 +64,10 @@ class View:
     queued: int = 0
     prefilling: int = 0
     control: BoolArray | None = None
-    given: Plan | None = None
+    control_plan: Plan | None = None
     cap_s: float = math.inf
     group: IntArray | None = None
-    flying: Plan | None = None
+    in_flight: Plan | None = None
 
     def __len__(self) -> int:
         return len(self.request)
@@ -75,33 +75,33 @@ class View:
     @property
     def decoding(self) -> int:
         """How many rows share the step: ready ones, and those in flight in one pass with them."""
-        return len(self) if self.flying is not None else int(np.count_nonzero(self.ready))
+        return len(self) if self.in_flight is not None else int(np.count_nonzero(self.ready))
 
     @property
     def share(self) -> float:
         """Which part of the rows that share the step is planned for."""
-        return 1.0 if self.flying is None else np.count_nonzero(self.ready) / len(self)
+        return 1.0 if self.in_flight is None else np.count_nonzero(self.ready) / len(self)
 
     def of_rows(self, rows: IntArray) -> View:
         """Return the view of some of its rows."""
         columns: dict[str, Any] = {
             name: _taken(getattr(self, name), rows) for name in _ROWS_OF_VIEW
         }
-        for name in ("given", "flying"):
+        for name in ("control_plan", "in_flight"):
             plan = getattr(self, name)
             columns[name] = None if plan is None else plan.of_rows(rows)
         return replace(self, **columns)
 
-    def beside(self, flying: View, choices: Plan) -> View:
+    def beside(self, others: View, choices: Plan) -> View:
         """Return the view of these rows and, behind them, of those in flight with ``choices``."""
-        ready = np.arange(len(self) + len(flying)) < len(self)
+        ready = np.arange(len(self) + len(others)) < len(self)
         columns: dict[str, Any] = {}
         for name in _ROWS_OF_VIEW:
-            one, other = getattr(self, name), getattr(flying, name)
+            one, other = getattr(self, name), getattr(others, name)
             columns[name] = None if one is None or other is None else np.concatenate([one, other])
         plan = Plan.nothing(len(ready))
         plan.draft[~ready], plan.length[~ready] = choices.draft, choices.length
-        return replace(self, **columns | {"ready": ready, "flying": plan})
+        return replace(self, **columns | {"ready": ready, "in_flight": plan})
 
 
 @dataclass(slots=True)

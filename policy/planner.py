@@ -5,15 +5,15 @@ learnt of acceptance and of times; after it, what the step taught.
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from .acceptance import AcceptanceConfig, AcceptanceModel, AcceptanceState, Expected
 from .exploration import TRIAL_TOKENS, Hope, trial
+from .extensions import Estimator, Execution
+from .kept import MANY, Kept, most_steps
 from .latency import OVERHEAD, Correction, LatencyModel, Predicted, Times
 from .learned import Learnt, restored, saved
 from .plan import NO_DRAFT, BoolArray, Drafted, FloatArray, IntArray, Outcome, Plan, Policy, View
@@ -30,70 +30,11 @@ from .problem import (
 from .search import FEW_ROWS, Priced, best
 from .trim import Calibration, trimmed
 
-_MANY = 4  # rows of which no single one makes the whole batch gain or lose much
-_FEW_STEPS, _MANY_STEPS = 16, 32  # that a choice is kept at most
 _WARM_PLANS = 8  # that begin with the plan before them, until one is searched for from nothing
 _LOOK_STEPS = 4  # from one look for a trial to the next: looking takes time too
 _SURE_TOKENS = 20.0  # of a plan, for which each is taken to bring one node
 _MEMORY_TOKENS = 2000.0  # of plans, of which it is known how many nodes they brought
 _TIMED_STEPS = 4  # of steps with a kept choice, which are alike, one in so many is timed
-
-
-class Estimator(Protocol):
-    """How acceptance is learnt: ``AcceptanceModel``, or another with a ``state`` of its own.
-
-    Pure: every method returns a new state and leaves the given one alone. What another estimator
-    than ``AcceptanceModel`` has learnt is not kept over a restart.
-    """
-
-    def start(self) -> Any:
-        """Return the state before any evidence."""
-
-    def admit(self, state: Any, requests: list[int], group: list[int] | None = None) -> Any:
-        """Return the state with a place for each request; ``group`` of each, -1: none."""
-
-    def forget(self, state: Any, requests: Iterable[int]) -> Any:
-        """Return the state without these requests; unknown ones do not matter."""
-
-    def aged(self, state: Any, now: float) -> Any:
-        """Return the state at a time, seconds of any monotonic clock."""
-
-    def observe(
-        self,
-        state: Any,
-        request: IntArray,
-        draft: IntArray,
-        accepted: IntArray,
-        scored: IntArray,
-        emitted: IntArray,
-    ) -> Any:
-        """Return the state after chains, with the arguments of ``AcceptanceModel.observe``."""
-
-    def expected(self, state: Any, request: list[int]) -> Expected:
-        """Return what is expected of admitted requests: hazards [k_max, drafts, n] in [0, 1]."""
-
-    def doubt(self, state: Any, expected: Expected) -> tuple[FloatArray, FloatArray]:
-        """Return the standard deviations of these hazards, float64[k_max, drafts, n], and the
-        variance of a request's deviation from its draft's level, float64[drafts, n] squared logits.
-        """
-
-
-class Execution(Protocol):
-    """How an engine executes a plan, where that is more than all rows side by side in one pass:
-    ``policy.pipelining``, ``policy.decomposition``. ``memory`` is its own, and is not changed.
-    """
-
-    def start(self) -> Any:
-        """Return its memory before the first step."""
-
-    def prepare(self, problem: StepProblem, view: View, times: Times) -> None:
-        """Put into the problem's seconds, in place, what does not depend on what is chosen."""
-
-    def execute(self, plan: Plan, view: View, times: Times, memory: Any) -> tuple[Plan, Any]:
-        """Return the plan with how it is executed, and the memory."""
-
-    def predicted(self, times: Times, outcome: Outcome, view: View) -> Predicted:
-        """Return the seconds that a step should have taken as it was executed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,59 +67,6 @@ class PlannerConfig:
         for name in ("optimism", "switch_horizon_steps", "planning_share"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """Plans that are kept while planning would take more than its share of the time.
-
-    Of a few requests one for each set of drafts that had something to propose: a match that lookup
-    has just found may be half of a step's tokens. Many requests have one, whatever is found and
-    whoever comes and goes, while they are more than half and less than twice the ``rows`` that it
-    was made for: a newcomer takes the usual choice. ``request`` are theirs, as bytes;
-    ``prefill_s`` of what the plans predict was the time of prefill.
-    """
-
-    request: bytes
-    rows: int
-    plans: Mapping[bytes, Plan]
-    prefill_s: float = 0.0
-
-    @staticmethod
-    def key(view: View) -> bytes:
-        """Return which of the plans is for a view."""
-        return (view.ceiling > 0).tobytes() if len(view) < _MANY else b""
-
-    def plan(self, view: View) -> Plan | None:
-        """Return the plan for a view, cut to its ceilings, None where one is to be made."""
-        request, n = view.request.tobytes(), len(view)
-        if view.given is not None or view.flying is not None or not view.ready.all():
-            return None
-        if (plan := self.plans.get(self.key(view))) is None:
-            return None
-        speculates = plan.length.any()
-        if speculates and (view.cap_s < math.inf or (view.prefill_tokens and n < _MANY)):
-            return None
-        if request != self.request:
-            if not self.lasts(n):
-                return None
-            plan = self._handed_on(plan, view)
-        again = replace(plan, notes={"kept": True}, predicted_s=plan.predicted_s - self.prefill_s)
-        if speculates:
-            ceiling = view.ceiling.ravel().take(np.arange(n) * len(view.drafts) + plan.draft)
-            again.length = np.minimum(plan.length, np.minimum(ceiling, view.remaining - 1))
-            again.draft = np.where(again.length > 0, plan.draft, NO_DRAFT)
-        return again
-
-    def lasts(self, rows: int) -> bool:
-        """Return whether it holds for so many rows, others among them."""
-        return max(_MANY - 1, self.rows // 2) < rows < 2 * self.rows
-
-    def _handed_on(self, plan: Plan, view: View) -> Plan:
-        place = {r: row for row, r in enumerate(np.frombuffer(self.request, np.int64).tolist())}
-        choices = list(zip(plan.draft.tolist(), plan.length.tolist(), strict=True))
-        usual = choices.index(max(choices, key=lambda choice: (choices.count(choice), choice)))
-        return plan.of_rows(np.array([place.get(r, usual) for r in view.request.tolist()]))
 
 
 @dataclass(slots=True, eq=False)
@@ -367,10 +255,10 @@ class AdaptivePlanner(Policy):
         Rows are by request: the batch's order makes no difference, not even among rows alike.
         """
         rows: IntArray = view.request.argsort()
-        if view.flying is None:
+        if view.in_flight is None:
             rows = rows.compress(view.ready.take(rows))
         given = NOTHING_GIVEN
-        if view.given is not None or view.flying is not None:
+        if view.control_plan is not None or view.in_flight is not None:
             choices, theirs = _given_choices(view)
             others, rows = rows[theirs[rows]], rows[~theirs[rows]]
             hazard = self.estimator.expected(state.acceptance, view.request[others].tolist()).hazard
@@ -411,9 +299,9 @@ class AdaptivePlanner(Policy):
     def trim(self, view: View, plan: Plan, drafted: Drafted, state: PlannerState) -> IntArray:
         """Verify the nodes that are worth their time at the plan's price (``policy.trim``)."""
         times, whole, in_flight = state.correction.times(self.latency), state.view or view, 0
-        if whole.flying is not None:
+        if whole.in_flight is not None:
             in_flight = int(
-                np.count_nonzero(~whole.ready) + whole.flying.length[~whole.ready].sum()
+                np.count_nonzero(~whole.ready) + whole.in_flight.length[~whole.ready].sum()
             )
         return trimmed(times, state.calibration, view, plan, drafted, in_flight)
 
@@ -427,7 +315,7 @@ class AdaptivePlanner(Policy):
 
     def _kept(self, plan: Plan, prefill_s: float, view: View, state: PlannerState) -> Kept | None:
         """Return what is kept of a plan."""
-        rests = len(view) >= _MANY and not plan.length.any()
+        rests = len(view) >= MANY and not plan.length.any()
         if not rests and (self.execution is not None or view.prefill_tokens):
             return None  # beside a prompt, tokens cost little
         before, request, plans = state.kept, view.request.tobytes(), {Kept.key(view): plan}
@@ -486,7 +374,7 @@ class AdaptivePlanner(Policy):
             debt_s += parts_s.get("planning", 0.0)
         if not state.unlearnt:
             debt_s += parts_s.get("learning", 0.0)
-        most_s = (_MANY_STEPS if len(outcome.request) >= _MANY else _FEW_STEPS) * earned_s
+        most_s = most_steps(len(outcome.request)) * earned_s
         return min(max(debt_s, 0.0), most_s)
 
     def stand_by(self, view: View, state: PlannerState) -> PlannerState:
@@ -525,8 +413,9 @@ class AdaptivePlanner(Policy):
             emitted = np.concatenate([o.emitted for o in steps])
             columns = [np.concatenate(column) for column in zip(*chains, strict=True)]
             request, draft, accepted, scored = columns
-            told = request, draft, accepted, scored, emitted
-            acceptance = self.estimator.observe(acceptance, *told)
+            acceptance = self.estimator.observe(
+                acceptance, request, draft, accepted, scored, emitted
+            )
             over = itertools.chain.from_iterable(o.finished.tolist() for o in steps)
             acceptance = self.estimator.forget(acceptance, over)
             nodes = [
@@ -575,7 +464,7 @@ def _given_choices(view: View) -> tuple[Plan, BoolArray]:
     rows these are.
     """
     choice, theirs = Plan.nothing(len(view)), np.zeros(len(view), np.bool_)
-    for plan, some in ((view.given, view.control), (view.flying, ~view.ready)):
+    for plan, some in ((view.control_plan, view.control), (view.in_flight, ~view.ready)):
         if plan is not None and some is not None:
             choice.draft[some], choice.length[some] = plan.draft[some], plan.length[some]
             theirs |= some

@@ -59,7 +59,7 @@ def explain(
         else:
             why = _Row(problem, view.drafts, chosen, place[row], plan.price).why(plan)
             if plan.flight is not None:
-                why += f"; in flight {plan.flight[row]}"
+                why += f"; in cohort {plan.flight[row]}"
         lines.append(f"request {request}: {why}")
     return lines
 
@@ -70,7 +70,7 @@ def explain_batch(plan: Plan) -> str:
     text += f"{plan.predicted_tokens:.2f} expected in {1e3 * plan.predicted_s:.2f} ms, "
     text += f"at {plan.price:.1f} tokens/s"
     if plan.flight is not None:
-        text += f"; {int(plan.flight.max()) + 1} flights"
+        text += f"; {int(plan.flight.max()) + 1} cohorts"
     if plan.piece_tokens:
         text += f"; contexts cut into pieces of {plan.piece_tokens} tokens"
     why_not = plan.notes.get("why_not", {})
@@ -250,6 +250,9 @@ def _records(*kinds: Any) -> dict[str, type]:
 _RECORDS = _records(View, Plan, Outcome, PlannerState, PlannerConfig, LatencyModel)
 _RECORDS |= _records(Pipelining, Overlap, Decomposition, FreeRuns)
 _DTYPES = {"i": np.int64, "f": np.float64, "b": np.bool_}
+_KEYS = {"in_flight": "flying", "control_plan": "given"}
+"""Fields that a trace has by an older name, so that recorded ones are still replayed."""
+_NAMES = {key: name for name, key in _KEYS.items()}
 
 
 def encoded(value: Any) -> Any:
@@ -260,7 +263,7 @@ def encoded(value: Any) -> Any:
         names = [field.name for field in fields(value) if field.init]
         return {
             "is": type(value).__name__,
-            **{name: encoded(getattr(value, name)) for name in names},
+            **{_KEYS.get(name, name): encoded(getattr(value, name)) for name in names},
         }
     if isinstance(value, dict):
         if any(not isinstance(key, str) for key in value):
@@ -283,7 +286,11 @@ def decoded(data: Any) -> Any:
     if "pairs" in data:
         return {key: decoded(item) for key, item in data["pairs"]}
     if "is" in data:
-        members = {name: decoded(item) for name, item in data.items() if name != "is"}
+        members: dict[str, Any] = {
+            _NAMES.get(str(key), str(key)): decoded(item)
+            for key, item in data.items()
+            if key != "is"
+        }
         return _RECORDS[data["is"]](**members)
     if "shape" in data:
         ((kind, values),) = ((key, item) for key, item in data.items() if key != "shape")

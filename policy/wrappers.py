@@ -132,10 +132,10 @@ class SwitchedPolicy(Wrapper):
             return replace(switches.fixed(view), shadow=shadow), after
         if view.control is None or not view.control.any():
             return super().plan(view, state, now, rng)
-        given = switches.fixed(view)
-        plan, after = super().plan(replace(view, given=given), state, now, rng)
-        draft = np.where(view.control, given.draft, plan.draft)
-        length = np.where(view.control, given.length, plan.length)
+        fixed = switches.fixed(view)
+        plan, after = super().plan(replace(view, control_plan=fixed), state, now, rng)
+        draft = np.where(view.control, fixed.draft, plan.draft)
+        length = np.where(view.control, fixed.length, plan.length)
         return replace(plan, draft=draft, length=length), after
 
     def needs_offers(self, request: IntArray, state: Wrapped) -> bool:
@@ -200,18 +200,18 @@ def made(
 ) -> Policy:
     """Return the policy that a dotted path makes, guarded. Raises PolicyError."""
     factory, arguments = found(path), (drafts, latency, k_max)
-    given = ", ".join(["drafts", "latency", "k_max", *(f"{name}=..." for name in options)])
+    call = ", ".join(["drafts", "latency", "k_max", *(f"{name}=..." for name in options)])
     try:
         inspect.signature(factory).bind(*arguments, **options)
     except TypeError as error:
         takes = f"but takes {inspect.signature(factory)}: {error}"
-        raise PolicyError(f"{path!r} is called with ({given}), {takes}") from None
+        raise PolicyError(f"{path!r} is called with ({call}), {takes}") from None
     except ValueError:
         pass  # a callable need not tell what it takes
     try:
         policy = factory(*arguments, **options)
     except Exception as error:
-        raise PolicyError(f"{path!r} called with ({given}) {_said(error)}") from error
+        raise PolicyError(f"{path!r} called with ({call}) {_said(error)}") from error
     methods = [name for name in vars(Policy) if not name.startswith("_")]
     if missing := [name for name in methods if not callable(getattr(policy, name, None))]:
         lacks = f"made a {type(policy).__name__} without {', '.join(missing)}"

@@ -34,21 +34,7 @@ def reload_drafts(app: App, config: ServingConfig) -> dict[str, list[str]]:
     differs, a switch needs a draft that goes or a draft does not fit the target; LatencyError where
     one was never measured; then nothing has changed. Any thread but the loop's.
     """
-    differing = [
-        field.name
-        for field in fields(config)
-        if getattr(config, field.name) != getattr(app.config, field.name)
-    ]
-    if others := [name for name in differing if name != "drafts"]:
-        raise ConfigError(
-            f"only drafts can change while the service runs; {', '.join(others)} differs and "
-            f"needs a restart"
-        )
-    if config.policy.trace_file:
-        raise ConfigError(
-            f"drafts cannot change while policy.trace_file is written, got "
-            f"{config.policy.trace_file!r}"
-        )
+    _check_change(app, config)
     running = dict(zip(app.config.drafts, app.drafts, strict=True))
     added = [draft for draft in config.drafts if draft not in running]
     if any(draft.kind.asynchronous for draft in added):
@@ -92,6 +78,25 @@ def reload_drafts(app: App, config: ServingConfig) -> dict[str, list[str]]:
     }
     logger.warning("drafts changed: %s", reply)
     return reply
+
+
+def _check_change(app: App, config: ServingConfig) -> None:
+    """Raise ConfigError where anything but drafts differs, or a trace is written."""
+    differing = [
+        field.name
+        for field in fields(config)
+        if getattr(config, field.name) != getattr(app.config, field.name)
+    ]
+    if others := [name for name in differing if name != "drafts"]:
+        raise ConfigError(
+            f"only drafts can change while the service runs; {', '.join(others)} differs and "
+            f"needs a restart"
+        )
+    if config.policy.trace_file:
+        raise ConfigError(
+            f"drafts cannot change while policy.trace_file is written, got "
+            f"{config.policy.trace_file!r}"
+        )
 
 
 def _change(

@@ -1,9 +1,9 @@
 """What an asynchronous target has been given: one in-flight batch, out of which turns come back one
 by one while others go in.
 
-Every step plans for what is back, beside what is in flight. Cohorts (``backend.core.flights``) are
-another matter: a step engine runs them one after the other, so that rows of one share no pass with
-those of the next; here they share every iteration.
+Every step plans for what is back, beside what is in flight. Cohorts (``backend.core.in_flight``)
+are another matter: a step engine runs them one after the other, so that rows of one share no pass
+with those of the next; here they share every iteration.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from backend.core.drafting import Proposals
-from backend.core.flights import Flight, Flights
+from backend.core.in_flight import InFlight, Submission
 from backend.core.isolation import run_again
 from backend.core.session import Session
 from backend.core.step_log import StepLog
@@ -28,7 +28,7 @@ from policy import Plan, Ran, View
 logger = logging.getLogger(__name__)
 
 
-class Aloft(NamedTuple):
+class TurnInFlight(NamedTuple):
     """A turn in flight: when it was handed over, whether nothing else was in flight then, and its
     tokens in its first iteration.
     """
@@ -40,27 +40,27 @@ class Aloft(NamedTuple):
     prompt: bool
 
 
-class AsynchronousFlights(Flights):
-    """``Flights`` over a target that completes turns in any order. A flight is what is handed over
-    in a step, and lands with whatever is back by then; the rows of ``in_flight`` stay in flight.
+class AsynchronousInFlight(InFlight):
+    """``InFlight`` over a target that completes turns in any order. A submission is what is handed
+    over in a step, and is collected with whatever is back by then; ``rows`` stay in flight.
     """
 
     def __init__(self, target: Engine, stats: StepStats) -> None:
         super().__init__(target, stats)
-        self._turns: dict[int, Aloft] = {}
+        self._turns: dict[int, TurnInFlight] = {}
         self._rows: tuple[View, Plan] | None = None
         self._boundary_s: float | None = None  # when an iteration has ended, if that was seen
 
     def __len__(self) -> int:
-        return int(bool(self._flights or self.proposals))
+        return int(bool(self._submitted or self.proposals))
 
     @property
     def decoding(self) -> list[Session]:
-        """Nothing: what is in flight is shown by ``in_flight``."""
+        """Nothing: what is in flight is shown by ``rows``."""
         return []
 
     @property
-    def in_flight(self) -> tuple[View, Plan] | None:
+    def rows(self) -> tuple[View, Plan] | None:
         """The rows in flight as they were when they were handed over, and what was planned for
         them.
         """
@@ -77,11 +77,11 @@ class AsynchronousFlights(Flights):
     @property
     def prefilling(self) -> int:
         """How many prompts are in flight."""
-        return sum(in_flight.prompt for in_flight in self._turns.values())
+        return sum(one.prompt for one in self._turns.values())
 
-    def submit(self, flight: Flight, proposals: dict[int, Proposals]) -> None:
-        """Take a flight, which is handed over when it lands."""
-        before, view, plan = self.in_flight, flight.view, flight.plan
+    def submit(self, submission: Submission, proposals: dict[int, Proposals]) -> None:
+        """Take a submission, which is handed over when it is collected."""
+        before, view, plan = self.rows, submission.view, submission.plan
         if before is not None:
             draft, length = (
                 np.concatenate([getattr(p, name) for p in (plan, before[1])])
@@ -89,27 +89,27 @@ class AsynchronousFlights(Flights):
             )
             view, plan = view.beside(*before), Plan(draft, length)
         self._rows = (view, plan) if len(view) else None
-        super().submit(flight, proposals)
+        super().submit(submission, proposals)
 
-    def land(self, log: StepLog) -> tuple[Flight, list[Completion], bool]:
-        """Hand over the step's flight, if there is one, and wait until anything is back; times go
-        to its log, ``log`` where there is none.
+    def collect(self, log: StepLog) -> tuple[Submission, list[Completion], bool]:
+        """Hand over the step's submission, if there is one, and wait until anything is back; times
+        go to its log, ``log`` where there is none.
 
         A target that raises fails only the turns that raise again alone.
         """
-        flight = (
-            self._flights.popleft()
-            if self._flights
-            else Flight([], [], NOTHING, Plan(NOTHING.request, NOTHING.request), log)
+        submission = (
+            self._submitted.popleft()
+            if self._submitted
+            else Submission([], [], NOTHING, Plan(NOTHING.request, NOTHING.request), log)
         )
         try:
-            return flight, self._exchange(flight), False
+            return submission, self._exchange(submission), False
         except Exception:
             logger.exception("the target failed; what was in flight is run again without proposals")
         self._stats.fallback("target_error")
         turns = {
-            **{i: in_flight.turn for i, in_flight in self._turns.items()},
-            **{turn.sequence.id: turn for turn in flight.turns},
+            **{i: one.turn for i, one in self._turns.items()},
+            **{turn.sequence.id: turn for turn in submission.turns},
         }
         again = [_from_here(turn) for i, turn in turns.items() if i in self.proposals]
         self.proposals, self._turns, self._boundary_s = (
@@ -119,7 +119,7 @@ class AsynchronousFlights(Flights):
         )
         completions = run_again(self._target, again) if again else []
         return (
-            flight,
+            submission,
             completions,
             bool(completions) and all(completion.error is not None for completion in completions),
         )
@@ -129,14 +129,14 @@ class AsynchronousFlights(Flights):
         self._turns.pop(sequence_id, None)
         return super().forget(sequence_id)
 
-    def _exchange(self, flight: Flight) -> list[Completion]:
+    def _exchange(self, submission: Submission) -> list[Completion]:
         started_s = perf_counter()
-        if flight.turns:
-            self._target.submit(flight.turns)
-            alone, prompts = not self._turns, {turn.sequence.id for turn in flight.prefill}
-            for turn in flight.turns:
+        if submission.turns:
+            self._target.submit(submission.turns)
+            alone, prompts = not self._turns, {turn.sequence.id for turn in submission.prefill}
+            for turn in submission.turns:
                 tokens = 1 + (len(turn.proposal) if turn.proposal else 0)
-                self._turns[turn.sequence.id] = Aloft(
+                self._turns[turn.sequence.id] = TurnInFlight(
                     turn, started_s, alone, tokens, turn.sequence.id in prompts
                 )
         completions = self._target.poll(0.0)
@@ -146,11 +146,13 @@ class AsynchronousFlights(Flights):
         now_s = perf_counter()
         while self._turns and (more := self._target.poll(0.0)):
             completions += more
-        self._time(flight, completions, now_s if waited else None)
-        flight.log.waited_s = now_s - started_s - flight.log.parts_s.get("verify", 0.0)
+        self._time(submission, completions, now_s if waited else None)
+        submission.log.waited_s = now_s - started_s - submission.log.parts_s.get("verify", 0.0)
         return completions
 
-    def _time(self, flight: Flight, completions: Seq[Completion], ended_s: float | None) -> None:
+    def _time(
+        self, submission: Submission, completions: Seq[Completion], ended_s: float | None
+    ) -> None:
         """Note what was drafted in this step, and how long iterations took of which it is known
         when it began and who was in it.
 
@@ -158,9 +160,9 @@ class AsynchronousFlights(Flights):
         for the next. With prompts in flight, of which the executor runs parts that it does not tell
         of, and where the answers had been waiting for the loop, it is not known.
         """
-        log, rows = flight.log, flight.sessions
+        log, rows = submission.log, submission.sessions
         lengths = [len(drafted) if (drafted := self.proposals[s.id].drafted) else 0 for s in rows]
-        log.ran = Ran(flight.view.request, flight.plan.draft, np.array(lengths, np.int64))
+        log.ran = Ran(submission.view.request, submission.plan.draft, np.array(lengths, np.int64))
         over = [completion.sequence_id for completion in completions if not completion.partial]
         back = [self._turns.pop(sequence_id) for sequence_id in over if sequence_id in self._turns]
         boundary_s, self._boundary_s = self._boundary_s, ended_s
@@ -172,12 +174,12 @@ class AsynchronousFlights(Flights):
             return
         took_s, iterations = timed
         there = back + [
-            in_flight
-            for in_flight in self._turns.values()
-            if in_flight.turn.run > 1 and in_flight.since_s < ended_s - took_s
+            one
+            for one in self._turns.values()
+            if one.turn.run > 1 and one.since_s < ended_s - took_s
         ]
-        context_tokens = sum(in_flight.turn.end for in_flight in there)
-        tokens = sum(in_flight.tokens for in_flight in there)
+        context_tokens = sum(one.turn.end for one in there)
+        tokens = sum(one.tokens for one in there)
         log.parts_s["verify"] = took_s
         log.ran = Ran(
             log.ran.request,
@@ -191,7 +193,7 @@ class AsynchronousFlights(Flights):
 
 
 def _timed(
-    back: Seq[Aloft], boundary_s: float | None, ended_s: float | None
+    back: Seq[TurnInFlight], boundary_s: float | None, ended_s: float | None
 ) -> tuple[float, int] | None:
     """Return the seconds of the turns that are back, and how many iterations they were; None where
     that is not known.
@@ -200,16 +202,16 @@ def _timed(
     boundary. Runs of n tokens are n iterations; runs of different lengths that end together began
     apart.
     """
-    if ended_s is None or any(in_flight.prompt for in_flight in back):
+    if ended_s is None or any(one.prompt for one in back):
         return None
-    iterations = {1 if in_flight.turn.proposal else in_flight.turn.run for in_flight in back}
-    since = {in_flight.since_s if in_flight.alone else boundary_s for in_flight in back}
+    iterations = {1 if one.turn.proposal else one.turn.run for one in back}
+    since = {one.since_s if one.alone else boundary_s for one in back}
     if len(iterations) > 1 or len(since) > 1:
         return None
     (count,), (since_s,) = iterations, since
     if (
         since_s is None
-        or any(not in_flight.alone and in_flight.since_s > since_s for in_flight in back)
+        or any(not one.alone and one.since_s > since_s for one in back)
         or (count > 1 and not back[0].alone)
     ):
         return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from backend.core.drafting import Drafting
-from backend.core.flights import Flight
+from backend.core.in_flight import Submission
 from backend.core.session import Session
 from backend.core.step_log import StepLog
 from backend.engines.port import Engine, Turn
@@ -18,7 +18,7 @@ from policy import IntArray, Plan, View
 @dataclass(slots=True)
 class Batch:
     """The rows that decode (the plan is about them) and the chunks of prompts still in prefill;
-    ``other_passes`` decode in another flight.
+    ``other_passes`` decode in another submission.
 
     ``in_flight`` are the rows in flight in one in-flight batch with these, and what was planned for
     them.
@@ -90,9 +90,9 @@ class Batch:
         )
         return view if self.in_flight is None else view.beside(*self.in_flight)
 
-    def flights(self, view: View, plan: Plan, log: StepLog) -> Iterator[Flight]:
+    def submissions(self, view: View, plan: Plan, log: StepLog) -> Iterator[Submission]:
         """Yield what is to be drafted for and submitted one after the other: the plan's
-        flights, prompts with the first; else everything.
+        cohorts, prompts with the first; else everything.
 
         ``log`` is that of the first; the next one's begins when it is asked for.
         """
@@ -101,7 +101,7 @@ class Batch:
             if self.in_flight is not None:
                 ready = np.arange(len(self.decoding))
                 view, plan = view.of_rows(ready), plan.of_rows(ready)
-            yield self._noted(Flight(self.decoding, self.prefill, view, plan, log))
+            yield self._noted(Submission(self.decoding, self.prefill, view, plan, log))
             return
         number = (
             np.zeros(len(self.decoding), np.int64)
@@ -115,7 +115,7 @@ class Batch:
             own = log if first else StepLog(log.drafts)
             own.beside = True
             yield self._noted(
-                Flight(
+                Submission(
                     [self.decoding[row] for row in rows],
                     self.prefill if first else [],
                     part,
@@ -125,11 +125,11 @@ class Batch:
             )
 
     @staticmethod
-    def _noted(flight: Flight) -> Flight:
-        log = flight.log
-        log.decoding, log.prefill_tokens = len(flight.sessions), flight.view.prefill_tokens
-        log.batch_size = log.decoding + len(flight.prefill)
-        return flight
+    def _noted(submission: Submission) -> Submission:
+        log = submission.log
+        log.decoding, log.prefill_tokens = len(submission.sessions), submission.view.prefill_tokens
+        log.batch_size = log.decoding + len(submission.prefill)
+        return submission
 
 
 def _most(session: Session, k_max: int) -> int:

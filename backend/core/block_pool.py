@@ -76,7 +76,7 @@ class BlockPool:
             self._cached.pop(block, None)
             self._references[block] += 1
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         """Return ``count`` blocks (at most ``available``) for new content, referred to once: free
         ones first, then the oldest cached.
         """

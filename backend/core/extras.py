@@ -102,7 +102,7 @@ class Gatherer:
                 self._prompt.read(rows, have, self.sequence.sampling.top_log_probs or 0)
             self._context_rows += len(rows)
 
-    def take(self) -> Gathered:
+    def pop(self) -> Gathered:
         """Return what has come since the last call."""
         sequence, tokens, top, logits = self.sequence, self._tokens, self._top, self._logits
         self._tokens, self._top, self._logits = [], [], []

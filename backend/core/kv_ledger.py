@@ -86,7 +86,7 @@ class KVLedger:
         self._pool.share(shared)
         sequence.new_blocks += need
         sequence.reused_blocks += len(shared)
-        table = self._tables[sequence.id] = shared + self._pool.take(need)
+        table = self._tables[sequence.id] = shared + self._pool.allocate(need)
         sequence.blocks.update(dict.fromkeys(self._engines, table))
         if self._target is not None:
             self._publish(sequence, table, len(shared))
@@ -106,7 +106,7 @@ class KVLedger:
         if missing > self._pool.available:
             return False
         if missing > 0:
-            table += self._pool.take(missing)
+            table += self._pool.allocate(missing)
             sequence.new_blocks += missing
         known = len(sequence.keys)
         if len(sequence.tokens) // BLOCK_TOKENS > known and self._target is not None:

@@ -11,23 +11,21 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from typing import Any
 
-import numpy as np
-
 from backend.core.admission import Admission
-from backend.core.asynchronous import AsynchronousFlights
+from backend.core.asynchronous import AsynchronousInFlight
 from backend.core.batch import Batch
 from backend.core.drafting import Drafting, Proposals
-from backend.core.flights import Flight, Flights
+from backend.core.in_flight import InFlight, Submission
 from backend.core.kv_ledger import KVLedger
+from backend.core.planning import Planning
 from backend.core.session import Session
 from backend.core.step_log import StepLog
 from backend.engines.port import Completion, Engine, Turn
 from backend.log_format import fields
-from backend.ops.decision_log import DecisionLog
 from backend.ops.stats import StepStats
 from backend.request import ErrorCode, RequestError
 from backend.sequence import Proposal
-from policy import IntArray, NoSpeculation, Outcome, Plan, Policy, View
+from policy import Policy
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +33,6 @@ MAX_FAILURES = 3
 """Failures in a row (a step that raises, or a submission of which nothing succeeds) after which the
 loop ends, to be started anew.
 """
-
-POLICY_LOG_PERIOD_S = 10.0
-"""At most so often a policy that fails is logged; ``spindle_fallback_total`` counts every time."""
 
 
 class Orchestrator:
@@ -66,8 +61,7 @@ class Orchestrator:
     ) -> None:
         self._target = target
         self._drafting = drafting
-        self._policy = policy
-        self.policy_state = policy.start()  # an immutable value, which other threads may read
+        self.planning = Planning(policy, drafting.names, stats, clock, seed)
         self._ledger = ledger
         self._admission = admission
         self._stats = stats
@@ -76,13 +70,11 @@ class Orchestrator:
         self._prefill_chunk_tokens = prefill_chunk_tokens
         self._free_run_tokens = free_run_tokens
         self._max_request_s = max_request_s
-        self._rng = np.random.default_rng(seed)
         self._inbox: deque[Session] = deque()
         self._changes: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._work = threading.Event()
-        self._decisions = DecisionLog(drafting.names)
         self._active: dict[int, Session] = {}
-        self._flights = (AsynchronousFlights if target.limits.asynchronous else Flights)(
+        self._in_flight = (AsynchronousInFlight if target.limits.asynchronous else InFlight)(
             target, stats
         )
         self._finished: list[int] = []
@@ -91,16 +83,7 @@ class Orchestrator:
             None
         )
         self._failures = 0
-        self._policy_silent_until_s = -math.inf
-        self.last_plan: tuple[View, Any, Plan, float] | None = (
-            None  # with the state that it was made from; other threads may read it
-        )
         self.alive_s = clock()
-
-    @property
-    def policy(self) -> Policy:
-        """What plans now."""
-        return self._policy
 
     def submit(self, session: Session) -> None:
         """Hand over a session; it will get exactly one final reply."""
@@ -128,8 +111,7 @@ class Orchestrator:
         pools = {engine.name: engine.limits.kv_blocks for engine in (self._target, *drafts)}
         self._ledger.change_engines(pools, [session.sequence for session in self._active.values()])
         self._drafting = self._drafting.with_engines(drafts)
-        self._policy, self.policy_state = policy, policy_state
-        self._decisions = DecisionLog(self._drafting.names)
+        self.planning.change(policy, policy_state, self._drafting.names)
 
     def wake(self) -> None:
         """Make an idle loop look again (after a cancellation)."""
@@ -169,31 +151,33 @@ class Orchestrator:
         self.abort(ErrorCode.UNAVAILABLE, reason)
 
     def step(self) -> bool:
-        """Take one step of what is ready; False when there was nothing to do. Read it as the life
-        of a request.
+        """Take one step of what is ready; False when there was nothing to do. The numbers are those
+        of a request's eight steps in ``docs/architecture.md``.
 
-        A plan's flights are drafted for and submitted one by one, and the step ends with the first
+        A plan's cohorts are drafted for and submitted one by one, and the step ends with the first
         that is back: while the next step plans and drafts for it, the target verifies the others. A
-        plan that numbers no flights waits for all.
+        plan without cohorts waits for all.
         """
         self._change()
         log, self._log = self._log or StepLog(self._drafting.names), None
-        self._take_in()
+        self._update_batch()  # 3: admit
         batch = self._ready()
-        if not self._active and not self._flights:
+        if not self._active and not self._in_flight:
             self._learn(log)
             self._log = None
             return False
-        landing = 1
-        if batch or not self._flights:
-            view = batch.view(self._drafting, self._k_max, len(self._admission), self._needs_offers)
-            plan = self._plan(view, log)
-            for flight in batch.flights(view, plan, log):
-                self._submit(flight)
-            landing = len(self._flights) if plan.flight is None else 1
-        for _ in range(landing):
-            if self._flights:  # those behind one that failed are void
-                self._land(log)
+        awaited = 1
+        if batch or not self._in_flight:
+            offers, queued = self.planning.needs_offers, len(self._admission)
+            view = batch.view(self._drafting, self._k_max, queued, offers)  # 4: describe
+            plan = self.planning.plan(view, log)  # 5: plan
+            for submission in batch.submissions(view, plan, log):
+                proposals = self._propose(submission)  # 6: draft, and verify
+                self._submit(submission, proposals)
+            awaited = len(self._in_flight) if plan.flight is None else 1
+        for _ in range(awaited):
+            if self._in_flight:  # those behind one that failed are void
+                self._collect(log)  # 7 and 8: commit, emit, learn
         if not self._active:
             self._log = None
         return True
@@ -203,15 +187,15 @@ class Orchestrator:
         idle = (
             session
             for session in self._active.values()
-            if session.id not in self._flights.proposals and not self._changes
+            if session.id not in self._in_flight.proposals and not self._changes
         )
         batch = Batch.of(idle, self._target, self._prefill_chunk_tokens)
-        batch.other_passes, batch.in_flight = self._flights.decoding, self._flights.in_flight
-        batch.prefilling += self._flights.prefilling
+        batch.other_passes, batch.in_flight = self._in_flight.decoding, self._in_flight.rows
+        batch.prefilling += self._in_flight.prefilling
         return batch
 
     def _change(self) -> None:
-        while self._changes and not self._flights.proposals:
+        while self._changes and not self._in_flight.proposals:
             change, done = self._changes.popleft()
             self._log = None
             if not done.set_running_or_notify_cancel():
@@ -234,7 +218,8 @@ class Orchestrator:
 
     # -- admit: requests in, cancelled ones out
 
-    def _take_in(self) -> None:
+    def _update_batch(self) -> None:
+        """End what is cancelled or late, give places back where KV runs out, and admit."""
         now_s = self._clock()
 
         def is_over(session: Session) -> bool:
@@ -283,81 +268,38 @@ class Orchestrator:
             if session.trace is not None:
                 session.trace.enter("prefill")
 
-    # -- plan
-
-    def _plan(self, view: View, log: StepLog) -> Plan:
-        with log.part("planning"):
-            state, now = self.policy_state, self._clock()
-            try:
-                plan, self.policy_state = self._policy.plan(view, state, now, self._rng)
-            except Exception:
-                self._policy_failed("this step does not speculate")
-                plan, _ = NoSpeculation().plan(view, None, self._clock(), self._rng)
-        if len(view):
-            self.last_plan = (view, state, plan, now)
-        told = plan if view.ready.all() else plan.of_rows(np.flatnonzero(view.ready))
-        self._decisions.planned(view, told, self._clock(), self._drift)
-        return plan
-
-    def _needs_offers(self, request: IntArray) -> bool:
-        try:
-            return self._policy.needs_offers(request, self.policy_state)
-        except Exception:
-            self._policy_failed("all drafts are asked")
-            return True
-
-    def _drift(self) -> dict[str, float]:
-        try:
-            return self._policy.drift(self.policy_state)
-        except Exception:
-            self._policy_failed("no drift is shown")
-            return {}
-
-    def _policy_failed(self, consequence: str) -> None:
-        """Count the exception that is being handled, and log it now and then: each step may
-        raise.
-        """
-        self._stats.fallback("policy_error")
-        now = self._clock()
-        if now >= self._policy_silent_until_s:
-            self._policy_silent_until_s = now + POLICY_LOG_PERIOD_S
-            logger.exception("the policy failed; %s", consequence)
-
     # -- draft and verify
 
-    def _submit(self, flight: Flight) -> None:
-        """Draft for a flight and give it to the target."""
-        sequences = [session.sequence for session in flight.sessions]
-        proposals = self._drafting.propose(sequences, flight.view, flight.plan, flight.log)
-        self._trim(flight, proposals)
-        piece_tokens = flight.log.piece_tokens = flight.plan.piece_tokens
+    def _propose(self, submission: Submission) -> dict[int, Proposals]:
+        """Draft for a submission, and choose which nodes of that the target verifies."""
+        sequences = [session.sequence for session in submission.sessions]
+        proposals = self._drafting.propose(
+            sequences, submission.view, submission.plan, submission.log
+        )
+        drafted = self._drafting.drafted(sequences, proposals)
+        if drafted is None:
+            return proposals
+        with submission.log.part("planning"):
+            nodes = self.planning.trim(submission.view, submission.plan, drafted)
+        for session, most in zip(submission.sessions, nodes, strict=True):
+            row = proposals[session.id]
+            row.chosen = self._drafting.best(row.drafted, most)
+        return proposals
+
+    def _submit(self, submission: Submission, proposals: dict[int, Proposals]) -> None:
+        """Give a submission to the target."""
+        piece_tokens = submission.log.piece_tokens = submission.plan.piece_tokens
         runs = (
-            [self._free_run_tokens] * len(flight.sessions)
-            if flight.plan.run is None
-            else flight.plan.run.tolist()
+            [self._free_run_tokens] * len(submission.sessions)
+            if submission.plan.run is None
+            else submission.plan.run.tolist()
         )
         rows = (
             self._turn(session, proposals[session.id].chosen, run, piece_tokens)
-            for session, run in zip(flight.sessions, runs, strict=True)
+            for session, run in zip(submission.sessions, runs, strict=True)
         )
-        flight.turns = [*rows, *flight.prefill]
-        self._flights.submit(flight, proposals)
-
-    def _trim(self, flight: Flight, proposals: dict[int, Proposals]) -> None:
-        """Choose which nodes of what was drafted the target verifies."""
-        drafted = self._drafting.drafted([s.sequence for s in flight.sessions], proposals)
-        if drafted is None:
-            return
-        with flight.log.part("planning"):
-            try:
-                nodes = self._policy.trim(flight.view, flight.plan, drafted, self.policy_state)
-                chosen = list(zip(flight.sessions, nodes.tolist(), strict=True))
-            except Exception:
-                self._policy_failed("as many nodes are verified as were planned")
-                chosen = list(zip(flight.sessions, flight.plan.length.tolist(), strict=True))
-        for session, most in chosen:
-            row = proposals[session.id]
-            row.chosen = self._drafting.best(row.drafted, most)
+        submission.turns = [*rows, *submission.prefill]
+        self._in_flight.submit(submission, proposals)
 
     def _turn(
         self, session: Session, proposal: Proposal | None, run: int, piece_tokens: int
@@ -376,24 +318,24 @@ class Orchestrator:
             streamed=streamed,
         )
 
-    def _land(self, log: StepLog) -> None:
-        """Wait for the oldest flight, or for what an asynchronous target has done, take its tokens
-        and learn from it.
+    def _collect(self, log: StepLog) -> None:
+        """Wait for the oldest submission, or for what an asynchronous target has done, take its
+        tokens and learn from it.
         """
-        flight, completions, failed = self._flights.land(log)
+        submission, completions, failed = self._in_flight.collect(log)
         self._failures += failed
         for completion in completions:
-            self._commit(completion, flight.log)
-        self._learn(flight.log, flight)
+            self._commit(completion, submission.log)
+        self._learn(submission.log, submission)
 
     # -- commit and emit
 
     def _commit(self, completion: Completion, log: StepLog) -> None:
         """Take a completion's tokens; what goes wrong with one request ends that one only."""
         if completion.partial:
-            proposals = self._flights.proposals.get(completion.sequence_id, Proposals())
+            proposals = self._in_flight.proposals.get(completion.sequence_id, Proposals())
         else:
-            proposals = self._flights.proposals.pop(completion.sequence_id, Proposals())
+            proposals = self._in_flight.proposals.pop(completion.sequence_id, Proposals())
         session = self._active.get(completion.sequence_id)
         if session is None:
             return
@@ -401,7 +343,7 @@ class Orchestrator:
             self._fail(session, ErrorCode.INTERNAL, completion.error)
             return
         try:
-            self._take(session, completion, proposals, log)
+            self._commit_tokens(session, completion, proposals, log)
         except RequestError as error:
             self._fail(session, error.code, error.message)
         except Exception as error:
@@ -412,7 +354,7 @@ class Orchestrator:
                 f"the request could not be continued ({type(error).__name__})",
             )
 
-    def _take(
+    def _commit_tokens(
         self, session: Session, completion: Completion, proposals: Proposals, log: StepLog
     ) -> None:
         taken = session.commit(completion.tokens, completion.log_probs, completion.extras)
@@ -443,9 +385,9 @@ class Orchestrator:
             self._stats.request("success")
             usage = session.usage()
             self._stats.finished(usage)
-            session.sink.final(session.take(), session.finish_reason, usage)
+            session.sink.final(session.pop_delta(), session.finish_reason, usage)
         elif session.request.stream:
-            delta = session.take()
+            delta = session.pop_delta()
             if delta.text or delta.tokens:
                 session.sink.chunk(delta)
 
@@ -483,31 +425,24 @@ class Orchestrator:
         drew is never used.
         """
         self._active.pop(session.id, None)
-        self._flights.forget(session.id)
+        self._in_flight.forget(session.id)
         self._target.cancel([session.id])
         self._drafting.cancel([session.id])
 
-    def _learn(self, log: StepLog, flight: Flight | None = None) -> None:
-        """Let the estimators and the latency model learn from a flight (None: nothing was
+    def _learn(self, log: StepLog, submission: Submission | None = None) -> None:
+        """Let the estimators and the latency model learn from a submission (None: nothing was
         verified), and count it.
         """
         log.finished, self._finished = self._finished, []
         outcome = log.outcome()
         self._log = StepLog(self._drafting.names)
-        if flight is not None or log.finished:
+        if submission is not None or log.finished:
             with self._log.part("learning"):
-                self._observe(outcome, flight)
-        if flight is not None:
-            self._stats.step(flight.plan, outcome, self._drafting.names, log.control)
+                # its own view, where another one has been planned for since
+                own = submission.view if submission is not None and submission.log.beside else None
+                self.planning.observe(outcome, own)
+        if submission is not None:
+            self._stats.step(submission.plan, outcome, self._drafting.names, log.control)
         self._stats.reuse(self._ledger.take_reuse())
         rows = log.decoding, log.batch_size - log.decoding, log.prefill_tokens
-        self._stats.state(*self.counts(), self._ledger.usage(), self._drift(), rows)
-
-    def _observe(self, outcome: Outcome, flight: Flight | None) -> None:
-        try:
-            if flight is not None and flight.log.beside:  # another view has been planned for since
-                self.policy_state = self._policy.stand_by(flight.view, self.policy_state)
-            self.policy_state = self._policy.observe(outcome, self.policy_state, self._clock())
-        except Exception:
-            self._policy_failed("it forgets what it has learnt")
-            self.policy_state = self._policy.start()
+        self._stats.state(*self.counts(), self._ledger.usage(), self.planning.drift(), rows)

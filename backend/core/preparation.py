@@ -80,9 +80,9 @@ def check_served(request: GenerationRequest, refused: dict[str, str]) -> None:
     for name, reason in refused.items():
         value = getattr(request, name)
         if value is not None and value is not False and value != NEUTRAL.get(name):
-            told = NAMES.get(name, name)
+            option = NAMES.get(name, name)
             raise RequestError(
-                ErrorCode.UNIMPLEMENTED, f"{told} is not supported: {reason}, got {value!r}"
+                ErrorCode.UNIMPLEMENTED, f"{option} is not supported: {reason}, got {value!r}"
             )
 
 

@@ -138,7 +138,7 @@ class Session:
         """
         taken = 0
         for token in tokens:
-            self._take(token)
+            self._append(token)
             taken += 1
             if self.finish_reason is not None:
                 break
@@ -170,9 +170,9 @@ class Session:
         """Proposed tokens accepted so far."""
         return sum(accepted for _, accepted in self.drafts.values())
 
-    def take(self) -> Delta:
+    def pop_delta(self) -> Delta:
         """Return (and forget) what is safe to send now; everything once finished."""
-        text, log_probs, tokens = self._take_text(), self._log_probs, self._tokens
+        text, log_probs, tokens = self._pop_text(), self._log_probs, self._tokens
         if log_probs is None and tokens is None and self._extras is None:
             return Delta(text)
         extras = None
@@ -181,12 +181,12 @@ class Session:
         ):  # else there will be no reply to carry them
             self._log_probs = None if log_probs is None else []
             self._tokens = None if tokens is None else []
-            extras = self._extras.take() if self._extras else None
+            extras = self._extras.pop() if self._extras else None
         return Delta(
             text, log_probs, None if log_probs is None else self._cum_log_prob, tokens, extras
         )
 
-    def _take_text(self) -> str:
+    def _pop_text(self) -> str:
         keep = (
             0
             if self.finish_reason is not None
@@ -209,7 +209,7 @@ class Session:
         seed = None if sequence.sampling.greedy else sequence.sampling.seed
         return Usage(*counts, times_s, *blocks, dict(self.drafts), seed)
 
-    def _take(self, token: int) -> None:
+    def _append(self, token: int) -> None:
         self.sequence.tokens.append(token)
         self.output_tokens += 1
         if self._tokens is not None:

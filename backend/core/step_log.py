@@ -20,9 +20,10 @@ class StepLog:
     verified, followed) as in ``Outcome``, ``nodes`` (draft, confidence, drawn, held) of it;
     ``free`` (request, draft, accepted, scored) what a draft would have had accepted where it was
     not chosen; ``piece_tokens`` how contexts were cut; ``parts_s`` wall times by part (``planning``
-    and ``learning`` from the step before, belong to ``overhead``). Of a flight that ran ``beside``
-    another, ``waited_s`` is how long its turns were in flight and did not run, and the step is
-    counted from ``since_s`` on, when the flight before it landed. ``ran`` as in ``Outcome``.
+    and ``learning`` from the step before, belong to ``overhead``). Of a submission that ran
+    ``beside`` another, ``waited_s`` is how long its turns were in flight and did not run, and the
+    step is counted from ``since_s`` on, when the one before it came back. ``ran`` as in
+    ``Outcome``.
     """
 
     drafts: tuple[str, ...]
@@ -51,12 +52,12 @@ class StepLog:
         finally:
             self.parts_s[name] = self.parts_s.get(name, 0.0) + perf_counter() - started
 
-    def overlapped(self, flown_s: float, ran_s: float, since_s: float) -> None:
-        """Note that the target was given the turns ``flown_s`` ago and ran them for ``ran_s``
+    def overlapped(self, in_flight_s: float, ran_s: float, since_s: float) -> None:
+        """Note that the target was given the turns ``in_flight_s`` ago and ran them for ``ran_s``
         beside other work.
         """
         self.parts_s["verify"] = self.parts_s.get("verify", 0.0) + ran_s
-        self.waited_s, self.since_s = flown_s - ran_s, since_s
+        self.waited_s, self.since_s = in_flight_s - ran_s, since_s
 
     def record(
         self,

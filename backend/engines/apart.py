@@ -58,12 +58,12 @@ class _Ask:
 
 @dataclass(slots=True)
 class _Known:
-    """A sequence in the child, under a ``number`` that no other has had: answers of one that was
-    cancelled are told by it.
+    """A sequence in the child. No other has had its ``number``, so that answers of one that was
+    cancelled are known; ``sent_tokens`` of its text are there.
     """
 
     number: int
-    told: int = 0  # tokens
+    sent_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ class EngineApart:
         )
         self._numbers = 0
         self._known: dict[int, _Known] = {}  # by sequence id
-        self._flying: dict[int, Turn] = {}  # by number
+        self._in_flight: dict[int, Turn] = {}  # by number
         self._seen = Seen()
         self._heard_s = 0.0
         self._starting: threading.Thread | None = None
@@ -116,15 +116,17 @@ class EngineApart:
         if not self._is_ready():
             raise DraftDiedError(f"{self.name} is being created anew")
         asks = [self._ask(turn) for turn in turns]
-        if not self._flying:
+        if not self._in_flight:
             self._heard_s = self._clock()
-        self._flying |= {ask.number: turn for ask, turn in zip(asks, turns, strict=True)}
+        self._in_flight |= {ask.number: turn for ask, turn in zip(asks, turns, strict=True)}
         self._send("submit", asks)
 
     def poll(self, timeout_s: float) -> list[Completion]:
         """Return completed turns, waiting for the first. Raises DraftDiedError."""
         done: list[Completion] = []
-        while self._flying and (message := self._receive(0.0 if done else timeout_s)) is not None:
+        while (
+            self._in_flight and (message := self._receive(0.0 if done else timeout_s)) is not None
+        ):
             kind, *body = message
             if kind != "done":
                 self._died(str(body[0]))
@@ -134,7 +136,7 @@ class EngineApart:
             done += [
                 mine for completion in completions if (mine := self._taken(completion)) is not None
             ]
-        if self._flying and not done and self._clock() - self._heard_s > self._answer_within_s:
+        if self._in_flight and not done and self._clock() - self._heard_s > self._answer_within_s:
             self._died(f"no answer for {self._answer_within_s:g} s")
         return done
 
@@ -144,7 +146,7 @@ class EngineApart:
         self._seen.forget(ids)
         numbers = [known.number for i in ids if (known := self._known.pop(i, None)) is not None]
         for number in numbers:
-            self._flying.pop(number, None)
+            self._in_flight.pop(number, None)
         if numbers and self._child is not None and self._child.ready:
             try:
                 self._child.pipe.send(("cancel", numbers))
@@ -241,7 +243,7 @@ class EngineApart:
 
     def _died(self, reason: str) -> None:
         """Void everything and have another made beside the loop. Raises DraftDiedError."""
-        self._flying.clear()
+        self._in_flight.clear()
         self._known.clear()
         self._seen.clear()
         child, self._child = self._child, None
@@ -266,13 +268,13 @@ class EngineApart:
             self._numbers += 1
             known = self._known[sequence.id] = _Known(self._numbers)
             first = sequence.prompt_tokens, sequence.sampling, sequence.salt
-        start, known.told = known.told, turn.end
+        start, known.sent_tokens = known.sent_tokens, turn.end
         new = sequence.tokens[start : turn.end]
         return _Ask(known.number, start, new, turn.end, turn.run, turn.nodes, first)
 
     def _taken(self, completion: Completion) -> Completion | None:
         """Return a completion under its sequence's own id; None where that was cancelled."""
-        turn = self._flying.pop(completion.sequence_id, None)
+        turn = self._in_flight.pop(completion.sequence_id, None)
         if turn is None:
             return None
         if completion.error is None:
@@ -317,22 +319,22 @@ def _end_with_parent() -> None:
 
 def _ask_until_closed(pipe: Connection, engine: Engine, counts: list[Any]) -> None:
     sequences: dict[int, Sequence] = {}
-    flying: set[int] = set()
+    in_flight: set[int] = set()
     while True:
-        while pipe.poll(0.0 if flying else None):
+        while pipe.poll(0.0 if in_flight else None):
             kind, body = pipe.recv()
             if kind == "close":
                 return
             if kind == "cancel":
                 engine.cancel(body)
-                flying -= set(body)
+                in_flight -= set(body)
                 for number in body:
                     sequences.pop(number, None)
                 continue
-            flying |= {ask.number for ask in body}
+            in_flight |= {ask.number for ask in body}
             engine.submit([_turn(sequences, ask) for ask in body])
         done = engine.poll(POLL_S)
-        flying -= {completion.sequence_id for completion in done}
+        in_flight -= {completion.sequence_id for completion in done}
         if done:
             pipe.send(("done", done, counts[:]))
             counts.clear()

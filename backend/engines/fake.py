@@ -139,9 +139,9 @@ class FakeEngine:
         start = min(turn.end - (turn.run > 0), len(sequence.tokens) - self.unseen(sequence))
         tokens, accepted, log_probs, top = self._run(turn)
         self._keep(turn, tokens[:-1])
-        told = log_probs if sequence.sampling.log_probs else None
+        reported = log_probs if sequence.sampling.log_probs else None
         extras = self._extras(turn, start, tokens, top)
-        return Completion(sequence.id, tokens, accepted, log_probs=told, extras=extras)
+        return Completion(sequence.id, tokens, accepted, log_probs=reported, extras=extras)
 
     def _keep(self, turn: Turn, beyond: list[int]) -> None:
         """Note what a turn has run: the text, and tokens ``beyond`` it that may become text."""

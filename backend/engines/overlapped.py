@@ -38,11 +38,11 @@ class Overlapped:
             engine.side_stream() if isinstance(engine, StreamsBeside) else None
         ) or nullcontext
         self._thread = ThreadPoolExecutor(1, engine.name)
-        self._flying: deque[tuple[set[int], Future[tuple[list[Completion], float]]]] = deque()
+        self._in_flight: deque[tuple[set[int], Future[tuple[list[Completion], float]]]] = deque()
 
     def submit(self, turns: Seq[Turn]) -> None:
         """Start turns behind those that are in flight."""
-        self._flying.append(
+        self._in_flight.append(
             (
                 {turn.sequence.id for turn in turns},
                 self._thread.submit(self._run, list(turns), self._behind()),
@@ -53,14 +53,14 @@ class Overlapped:
         """Return the completions of the oldest submission. Raises what it raised; then all others
         are void too.
         """
-        if not self._flying:
+        if not self._in_flight:
             return []
-        wanted, running = self._flying.popleft()
+        wanted, running = self._in_flight.popleft()
         try:
             completions, self.took_s = running.result()
         except Exception:
-            others = [other for _, other in self._flying if not other.cancel()]
-            self._flying.clear()
+            others = [other for _, other in self._in_flight if not other.cancel()]
+            self._in_flight.clear()
             wait(others)
             raise
         return [completion for completion in completions if completion.sequence_id in wanted]
@@ -70,7 +70,7 @@ class Overlapped:
         nobody.
         """
         gone = set(sequence_ids)
-        for wanted, running in self._flying:
+        for wanted, running in self._in_flight:
             if wanted & gone:
                 wait([running])
                 wanted.difference_update(gone)
@@ -80,7 +80,7 @@ class Overlapped:
         """Return how many committed tokens a turn would first have to catch up on, once the one in
         flight has run.
         """
-        wait([running for wanted, running in self._flying if sequence.id in wanted])
+        wait([running for wanted, running in self._in_flight if sequence.id in wanted])
         return self._engine.unseen(sequence)
 
     def available(self, sequence: Sequence, length: int) -> int:

@@ -77,7 +77,7 @@ class Decode(Message, frozen=True, kw_only=True, tag=True):
 # From the engine process.
 
 
-class PromptTold(msgspec.Struct, frozen=True):
+class PromptScores(msgspec.Struct, frozen=True):
     """The ``tokens`` of a prompt as bytes, and of all but the first its log-probability and the
     likeliest there.
     """
@@ -101,7 +101,7 @@ class Chunk(Message, frozen=True, kw_only=True, tag=True):
     cum_log_prob: float = 0.0
     token_bytes: list[bytes] | None = None
     top: list[list[tuple[bytes, float]]] | None = None
-    prompt: PromptTold | None = None
+    prompt: PromptScores | None = None
     context_logits: Any = None
     generation_logits: Any = None
 

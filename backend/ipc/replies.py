@@ -12,7 +12,7 @@ import numpy as np
 
 from backend.core.extras import FloatArray, Gathered
 from backend.core.session import Delta
-from backend.ipc.messages import Chunk, Final, PromptTold
+from backend.ipc.messages import Chunk, Final, PromptScores
 from backend.ops.stats import Usage
 from backend.request import FinishReason
 
@@ -59,18 +59,18 @@ class Replies:
         return produced if delta.extras is None else produced | self._extras(delta.extras)
 
     def _extras(self, extras: Gathered) -> dict[str, Any]:
-        told: dict[str, Any] = {
+        outputs: dict[str, Any] = {
             "context_logits": self._written(extras.context_logits),
             "generation_logits": self._written(extras.logits),
         }
         if extras.top is not None:
-            told["token_bytes"] = [self._bytes(token) for token in extras.tokens]
-            told["top"] = self._likeliest(extras.top)
+            outputs["token_bytes"] = [self._bytes(token) for token in extras.tokens]
+            outputs["top"] = self._likeliest(extras.top)
         if extras.prompt is not None:
             tokens = [self._bytes(token) for token in extras.prompt.tokens]
             top = self._likeliest(extras.prompt.top)
-            told["prompt"] = PromptTold(tokens, extras.prompt.log_probs, top)
-        return told
+            outputs["prompt"] = PromptScores(tokens, extras.prompt.log_probs, top)
+        return outputs
 
     def _written(self, array: FloatArray | None) -> str | None:
         if array is None:

@@ -352,8 +352,8 @@ class Server:
             reply = Failed(id=message.id, code=error.code, message=error.message)
         except Exception as error:
             logger.exception("a text could not be converted")
-            told = f"it could not be converted ({type(error).__name__})"
-            reply = Failed(id=message.id, code=ErrorCode.INTERNAL, message=told)
+            reason = f"it could not be converted ({type(error).__name__})"
+            reply = Failed(id=message.id, code=ErrorCode.INTERNAL, message=reason)
         self.post(connection, reply)
 
     def _command(self, connection: Connection, message: Admin) -> None:

@@ -201,6 +201,6 @@ def _tokens(result: Any, tokens: str, log_probs: str, top: str) -> list[Token]:
             list(zip(*row, strict=True))
             for row in zip(names[0], likeliest[0].tolist(), strict=True)
         ]
-    told = [Token(data[0, 0], None, [])] if data.size > values.size else []
-    places = zip(data[0, len(told) :], values.ravel().tolist(), rows, strict=True)
-    return told + [Token(*place) for place in places]
+    first = [Token(data[0, 0], None, [])] if data.size > values.size else []
+    places = zip(data[0, len(first) :], values.ravel().tolist(), rows, strict=True)
+    return first + [Token(*place) for place in places]

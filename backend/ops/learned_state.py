@@ -27,9 +27,9 @@ SAVE_PERIOD_S = 60.0
 
 
 class HoldsState(Protocol):
-    """The loop, as far as this module knows it."""
+    """The loop's planning, as far as this module knows it."""
 
-    policy_state: Any
+    state: Any
 
 
 class LearnedState:
@@ -41,10 +41,10 @@ class LearnedState:
     """
 
     def __init__(
-        self, policy: Policy, loop: HoldsState, stats: StepStats, key: str, *, keep: bool
+        self, policy: Policy, planning: HoldsState, stats: StepStats, key: str, *, keep: bool
     ) -> None:
         self._policy, self._key = policy, key
-        self._loop = loop
+        self._planning = planning
         self._stats = stats
         self._keep = keep
         self._saved: Any = None
@@ -59,7 +59,7 @@ class LearnedState:
         """
         return {
             "restored_age_s": self._restored_age_s,
-            **self._policy.save(self._loop.policy_state, monotonic()),
+            **self._policy.save(self._planning.state, monotonic()),
         }
 
     def restore(self) -> None:
@@ -71,7 +71,7 @@ class LearnedState:
             if content["key"] != self._key:
                 raise ValueError(f"key must be {self._key!r}, got {content['key']!r}")
             idle_s = max(0.0, time() - float(content["saved_unix_s"]))
-            self._loop.policy_state = self._policy.load(content["state"], monotonic(), idle_s)
+            self._planning.state = self._policy.load(content["state"], monotonic(), idle_s)
         except FileNotFoundError:
             logger.info("nothing was learnt here before")
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -91,7 +91,7 @@ class LearnedState:
         policy's, under this key.
         """
         with self._changing:
-            yield self._policy.save(self._loop.policy_state, monotonic())
+            yield self._policy.save(self._planning.state, monotonic())
             self._policy, self._key = policy, key
 
     def start(self) -> None:
@@ -108,7 +108,7 @@ class LearnedState:
     def save(self) -> None:
         """Write the file if there is anything new; a failure is counted."""
         with self._changing:
-            policy, state, key = self._policy, self._loop.policy_state, self._key
+            policy, state, key = self._policy, self._planning.state, self._key
         if not self._keep or state is self._saved:
             return
         file = cache.learned_file(key)

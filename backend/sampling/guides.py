@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 BoolArray = npt.NDArray[np.bool_]
 
 MOST_CHARACTERS = 256 * 1024
-MOST_TOLD = 300
+MOST_REASON_CHARACTERS = 300
 _KEPT_MASKS = 64
 
 
@@ -106,7 +106,8 @@ class Guide:
         if not self._stand_behind(output):
             return 0
         count = next(
-            (count for count, token in enumerate(proposed) if not self._take(token)), len(proposed)
+            (count for count, token in enumerate(proposed) if not self._consume(token)),
+            len(proposed),
         )
         ends = (
             count < len(proposed)
@@ -127,9 +128,9 @@ class Guide:
             self._matcher.rollback(len(trail) - common)
             del trail[common:]
             self._masks = {place: mask for place, mask in self._masks.items() if place <= common}
-        return all(self._take(token) for token in output[common:])
+        return all(self._consume(token) for token in output[common:])
 
-    def _take(self, token: int) -> bool:
+    def _consume(self, token: int) -> bool:
         if token in self._end_ids or self._matcher.try_consume_tokens([token]) == 0:
             return False
         self._trail.append(token)
@@ -203,12 +204,12 @@ def _one_line(error: object) -> str:
 
     The reason often comes last, so that a long one is cut in its middle.
     """
-    told, *_ = re.split(r"^\s*\d+ \| |<state>", str(error), maxsplit=1, flags=re.MULTILINE)
-    line = " ".join(told.split()) or type(error).__name__
+    reason, *_ = re.split(r"^\s*\d+ \| |<state>", str(error), maxsplit=1, flags=re.MULTILINE)
+    line = " ".join(reason.split()) or type(error).__name__
     return (
         line
-        if len(line) <= MOST_TOLD
-        else f"{line[: MOST_TOLD // 2]} ... {line[-MOST_TOLD // 2 :]}"
+        if len(line) <= MOST_REASON_CHARACTERS
+        else f"{line[: MOST_REASON_CHARACTERS // 2]} ... {line[-MOST_REASON_CHARACTERS // 2 :]}"
     )
 
 

@@ -117,8 +117,8 @@ def verify(
     while walking:
         rows = [firsts[index] + 1 + _last(verdicts[index].path) for index in walking]
         places = [_place(requests[index], verdicts[index].path) for index in walking]
-        told = [verdicts[index] for index in walking]
-        _draw(_select(logits, rows), places, told, columns)
+        current = [verdicts[index] for index in walking]
+        _draw(_select(logits, rows), places, current, columns)
         walking = [index for index in walking if _step(verdicts[index], requests[index])]
     return verdicts
 
@@ -141,10 +141,10 @@ def candidates(
         theirs, mine = rows[chosen], [places[index] for index in indices]
         if drawn:
             laws = target_laws(theirs, [place.params for place in mine])
-            told = finishers(laws, _words(mine), most, columns.numbers)
+            best = finishers(laws, _words(mine), most, columns.numbers)
         else:
-            told = likeliest(theirs, most)
-        for index, ones in zip(indices, told, strict=True):
+            best = likeliest(theirs, most)
+        for index, ones in zip(indices, best, strict=True):
             found[index] = ones
     return found
 

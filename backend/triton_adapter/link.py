@@ -69,8 +69,8 @@ class EngineLink:
         try:
             data = frame(message)
         except UnicodeEncodeError as error:
-            told = f"text has a lone surrogate at character {error.start}"
-            raise RequestError(ErrorCode.INVALID_ARGUMENT, told) from error
+            reason = f"text has a lone surrogate at character {error.start}"
+            raise RequestError(ErrorCode.INVALID_ARGUMENT, reason) from error
         with self._send_lock:
             if self._sock is None:
                 if self._is_over():

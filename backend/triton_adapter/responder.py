@@ -51,11 +51,11 @@ class Responder:
             else message[:MOST_MESSAGE_CHARACTERS] + "..."
         )
         if self._as_outputs:
-            told = {"finish_reason": f"error:{code.value}", "text_output": message}
+            outputs = {"finish_reason": f"error:{code.value}", "text_output": message}
             self.send(
                 {
                     name: np.array([[text.encode("utf-8", "replace")]], np.object_)
-                    for name, text in told.items()
+                    for name, text in outputs.items()
                 },
                 final=True,
             )

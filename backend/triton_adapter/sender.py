@@ -145,7 +145,7 @@ class _Shard:
 
     def _run(self) -> None:
         while True:
-            batch = self._take()
+            batch = self._wait_for_items()
             for item in batch:
                 if item is None:
                     return
@@ -157,7 +157,7 @@ class _Shard:
                 for request_id in list(self._open):
                     self._guard(self._check, request_id)
 
-    def _take(self) -> list[Item | None]:
+    def _wait_for_items(self) -> list[Item | None]:
         """Return all that has arrived: a thread that fell behind sends a stream's waiting deltas as
         one response.
         """

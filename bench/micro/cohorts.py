@@ -90,8 +90,7 @@ class Arm(Policy):
             list[Session](),
             list[Session](),
         )
-        kept = loop._policy, loop.policy_state
-        loop._policy, loop.policy_state = self, self.state or self.start()
+        kept = loop.planning.change(self, self.state or self.start())
         started_s = time.perf_counter()
         while waiting or running:
             while waiting and len(running) < in_flight:
@@ -103,8 +102,7 @@ class Arm(Policy):
         while loop.step():
             pass
         seconds = time.perf_counter() - started_s
-        self.state = loop.policy_state
-        loop._policy, loop.policy_state = kept
+        _, self.state = loop.planning.change(*kept)
         return sum(session.output_tokens for session in sessions) / seconds
 
     def summary(self) -> dict[str, Any]:
@@ -115,14 +113,14 @@ class Arm(Policy):
         cut = [plan for plan in speculating if plan.flight is not None]
         reasons = [plan.notes.get("why_not", {}).get("cohorts", "") for plan in speculating]
         kinds = sorted({reason.split(":")[0] for reason in reasons if reason})
-        told = {
+        shares = {
             kind: round(sum(reason.startswith(kind) for reason in reasons) / len(reasons), 3)
             for kind in kinds
         }
         return {
             "tokens_per_s": round(median(self.rates), 2),
             "in_cohorts": round(len(cut) / max(len(speculating), 1), 3),
-            "why_not": told,
+            "why_not": shares,
         }
 
 
@@ -154,11 +152,11 @@ def phases(config: ServingConfig, draft: str, rounds: int) -> list[dict[str, flo
             {phase: median(times[phase, n]) for phase in engines} for n in (rows, rows // 2)
         )
         most = sum(whole.values()) / (2 * max(half.values()))
-        told = {f"{phase}_ms": round(value, 2) for phase, value in whole.items()}
+        times_ms = {f"{phase}_ms": round(value, 2) for phase, value in whole.items()}
         found.append(
             {
                 "rows": rows,
-                **told,
+                **times_ms,
                 **{f"{p}_half_ms": round(v, 2) for p, v in half.items()},
                 "most_gain": round(most, 3),
             }
@@ -227,8 +225,13 @@ def point(
         ]
         low, high = median_interval(pairs, options.seed)
         ratios[f"{over} / {under}"] = [round(median(pairs), 3), round(low, 3), round(high, 3)]
-    told = {name: arm.summary() for name, arm in arms.items()}
-    return {"in_flight": in_flight, "ratios": ratios, "arms": told, "load": round(median(loads), 1)}
+    summaries = {name: arm.summary() for name, arm in arms.items()}
+    return {
+        "in_flight": in_flight,
+        "ratios": ratios,
+        "arms": summaries,
+        "load": round(median(loads), 1),
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -240,13 +243,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = phases(config, options.draft, options.phases)
         print(json.dumps(found, indent=1))
         earlier = json.loads(options.out.read_text("utf-8")) if options.out.exists() else {}
-        told = {
+        measured = {
             "draft": options.draft,
             "rounds": options.phases,
             "machine": machine.describe(),
             "by_rows": found,
         }
-        options.out.write_text(json.dumps({**earlier, "phases": told}, indent=1) + "\n", "utf-8")
+        options.out.write_text(
+            json.dumps({**earlier, "phases": measured}, indent=1) + "\n", "utf-8"
+        )
         return
     made, contention = arms_of(config, options.draft, options.length)
     record: dict[str, Any] = {

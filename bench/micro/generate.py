@@ -14,15 +14,17 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from backend.engines.torch.footprint import footprint
 from transformers import AutoModelForCausalLM
 
 from backend import machine
-from backend.app import build
+from backend.app import App, build
 from backend.config import parse_config
 from backend.engines.checkpoint import DTYPES
 from backend.request import GenerationRequest
@@ -43,7 +45,8 @@ def read_gb_per_s(megabytes: int = 512) -> float:
     return max(numbers.nbytes / 1e9 / cpu_s(lambda: numbers.max().item()) for _ in range(5))
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument(
@@ -58,62 +61,83 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def by_engine(app: App, prompts: torch.Tensor, tokens: int) -> None:
+    """Answer prompts int64[n, length] by the whole loop."""
+    asks = [
+        GenerationRequest("", tokens, input_ids=tuple(prompt), end_id=NO_END)
+        for prompt in prompts.tolist()
+    ]
+    sessions = generate(app, asks, len(asks))
+    assert all(session.output_tokens == tokens for session in sessions)
+
+
+def by_transformers(model: Any, prompts: torch.Tensor, tokens: int) -> None:
+    """Answer prompts int64[n, length] by ``generate``."""
+    with torch.inference_mode():
+        model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+
+
+def measured(args: argparse.Namespace, app: App, model: Any) -> list[dict[str, Any]]:
+    """Return a row for each number in flight; the first round of each does not count."""
+    generator = torch.Generator().manual_seed(args.seed)
+    arms: dict[str, Callable[[torch.Tensor], None]] = {
+        "engine": lambda prompts: by_engine(app, prompts, args.tokens),
+        "transformers": lambda prompts: by_transformers(model, prompts, args.tokens),
+    }
+    rows = []
+    for in_flight in args.in_flight:
+        seconds: dict[str, list[float]] = {name: [] for name in arms}
+        shape, most = (in_flight, args.prompt_tokens), app.target.limits.vocab_size
+        for index in range(args.rounds + 1):
+            prompts = torch.randint(9, most, shape, generator=generator)
+            for name, arm in list(arms.items())[:: 1 if index % 2 else -1]:
+                took_s = cpu_s(partial(arm, prompts))
+                if index:
+                    seconds[name].append(took_s)
+        per_s = {name: in_flight * args.tokens / median(values) for name, values in seconds.items()}
+        ratio = median(b / a for a, b in zip(*seconds.values(), strict=True))
+        rows.append(
+            {"in_flight": in_flight, "tokens_per_cpu_s": per_s, "engine_over_transformers": ratio}
+        )
+    return rows
+
+
+def memory_bound(args: argparse.Namespace, model: Any) -> dict[str, float]:
+    """Return what one thread reads from memory, and how long the weights of a step take at that."""
+    weights = footprint(
+        args.model, args.dtype, "cpu", kv_tokens=0, rows=0, logit_rows=0, law_rows=0
+    ).weights
+    embedding = (
+        model.config.vocab_size * model.config.hidden_size * DTYPES[args.dtype].itemsize
+    )  # rows of it are read, not all
+    bandwidth = read_gb_per_s()
+    return {
+        "read_gb_per_s": bandwidth,
+        "weight_bytes_a_step": weights - embedding,
+        "step_ms": (weights - embedding) / bandwidth / 1e6,
+    }
+
+
+def main() -> None:
+    """Measure, and write the record."""
+    args = parse()
     torch.set_num_threads(1)
     target = {"engine": "torch", "model": str(args.model.resolve()), "dtype": args.dtype}
     app = build(parse_config({"target": target, "policy": {"kind": "none"}, "threads": 1}), {})
     theirs = AutoModelForCausalLM.from_pretrained(args.model, dtype=DTYPES[args.dtype]).eval()
     theirs.generation_config.eos_token_id = None
-    generator = torch.Generator().manual_seed(args.seed)
-    rows = []
-    for in_flight in args.in_flight:
-        taken: dict[str, list[float]] = {"engine": [], "transformers": []}
-        for index in range(args.rounds + 1):
-            prompts = torch.randint(
-                9,
-                app.target.limits.vocab_size,
-                (in_flight, args.prompt_tokens),
-                generator=generator,
-            )
-
-            def engine(prompts: torch.Tensor = prompts) -> None:
-                asks = [
-                    GenerationRequest("", args.tokens, input_ids=tuple(prompt), end_id=NO_END)
-                    for prompt in prompts.tolist()
-                ]
-                sessions = generate(app, asks, len(asks))
-                assert all(session.output_tokens == args.tokens for session in sessions)
-
-            def transformers(prompts: torch.Tensor = prompts) -> None:
-                with torch.inference_mode():
-                    mask = torch.ones_like(prompts)
-                    theirs.generate(
-                        prompts,
-                        attention_mask=mask,
-                        max_new_tokens=args.tokens,
-                        do_sample=False,
-                        pad_token_id=0,
-                    )
-
-            for name, arm in [("engine", engine), ("transformers", transformers)][
-                :: 1 if index % 2 else -1
-            ]:
-                seconds = cpu_s(arm)
-                if index:
-                    taken[name].append(seconds)
-        per_s = {name: in_flight * args.tokens / median(values) for name, values in taken.items()}
-        ratio = median(b / a for a, b in zip(*taken.values(), strict=True))
-        rows.append(
-            {"in_flight": in_flight, "tokens_per_cpu_s": per_s, "engine_over_transformers": ratio}
-        )
+    rows = measured(args, app, theirs)
     app.close()
-    weights = footprint(
-        args.model, args.dtype, "cpu", kv_tokens=0, rows=0, logit_rows=0, law_rows=0
-    ).weights
-    embedding = (
-        theirs.config.vocab_size * theirs.config.hidden_size * DTYPES[args.dtype].itemsize
-    )  # rows of it are read, not all
-    bandwidth = read_gb_per_s()
+    memory = memory_bound(args, theirs)
     command = [
         args.model.name if word == str(args.model) else word
         for word in ["python", "-m", "bench.micro.generate", *sys.argv[1:]]
@@ -124,11 +148,6 @@ def main() -> None:
         "dtype": args.dtype,
         "threads": 1,
         "machine": machine.describe(),
-    }
-    memory = {
-        "read_gb_per_s": bandwidth,
-        "weight_bytes_a_step": weights - embedding,
-        "step_ms": (weights - embedding) / bandwidth / 1e6,
     }
     args.out.write_text(
         json.dumps({**settings, "results": rows, "memory": memory}, indent=1) + "\n", "utf-8"

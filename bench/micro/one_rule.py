@@ -246,7 +246,7 @@ def loop_answers(
     length: int,
 ) -> list[Count]:
     """Serve texts one at a time with the configured policy, which begins cold."""
-    watched = Watched(app.orchestrator.policy, port)
+    watched = Watched(app.orchestrator.planning.policy, port)
     asked = GenerationRequest("", length, temperature=temperature or None)
     sessions = []
     for text in texts:

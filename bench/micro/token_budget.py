@@ -71,8 +71,8 @@ def goodput(arm: Arm, rows: int, text: int, seconds: float) -> dict[str, float]:
             "target": 15.5 * 20e-6,
             "draft": 15.5 * 2.5e-6,
         }  # what of a block of 32 is computed again, by row
-        told = {name: replace(curve, row_s=again[name]) for name, curve in curves.items()}
-        latency = LatencyModel(told["target"], (told["draft"],))
+        planned = {name: replace(curve, row_s=again[name]) for name, curve in curves.items()}
+        latency = LatencyModel(planned["target"], (planned["draft"],))
         acceptance = AcceptanceConfig(prior_hazard=AGREEMENT, prior_strength=1e12)
         config = PlannerConfig(k_max=K_MAX, acceptance=acceptance, explore_share=0.0)
         policy = AdaptivePlanner(("draft",), latency, config) if arm.speculates else NoSpeculation()
@@ -87,7 +87,7 @@ def goodput(arm: Arm, rows: int, text: int, seconds: float) -> dict[str, float]:
             "tokens_per_s": round(tokens_per_s),
             "active": served.loop.counts()[0],
             "drift": round(
-                float(served.policy.drift(served.loop.policy_state).get("verify", 1.0)), 3
+                float(served.policy.drift(served.loop.planning.state).get("verify", 1.0)), 3
             ),
             "discarded": executor.discarded,
         }

@@ -27,7 +27,7 @@ from policy.trim import Calibration, best_first, trimmed
 ROWS, TOKENS, STEPS = 4, 8, 1500
 PRICES = (0.6, 0.3, 0.15)
 """Of a node's time in tokens, one after the other."""
-ARMS = ("length", "claims", "calibrated", "all told")
+ARMS = ("length", "claims", "calibrated", "all known")
 
 
 def worth(arm: str, power: float, seed: int) -> list[tuple[float, float]]:
@@ -52,12 +52,12 @@ def worth(arm: str, power: float, seed: int) -> list[tuple[float, float]]:
             if step >= STEPS // 2:
                 net, nodes = net + taken.sum() - price * verified.sum(), nodes + verified.sum()
             known = depth <= verified[:, None]
-            if arm == "all told":
+            if arm == "all known":
                 emitted = taken.sum(1) + 1
                 known = (depth < emitted[:, None]) | (held.sum(1) < emitted)[:, None]
-            told = known.ravel()
-            zero = none[told]
-            calibration = calibration.learnt(zero, zero > 0, claimed[told], held.ravel()[told])
+            seen = known.ravel()
+            zero = none[seen]
+            calibration = calibration.learnt(zero, zero > 0, claimed[seen], held.ravel()[seen])
         rows = ROWS * (STEPS - STEPS // 2)
         found.append((net / rows, nodes / rows))
     return found

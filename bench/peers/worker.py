@@ -152,7 +152,7 @@ class OpenVino:
             for number, handle in [*running.items()]:
                 while handle.can_read():
                     for output in handle.read().values():
-                        replies[number].take(output.generated_ids)
+                        replies[number].add(output.generated_ids)
                 if handle.get_status() != self._genai.GenerationStatus.RUNNING:
                     del running[number]
         return [reply.ended(self._ends) for reply in replies]
@@ -302,7 +302,7 @@ class Vllm:
         if response.status != http.client.OK:
             raise RuntimeError(f"vLLM answered {response.status}: {response.read().decode()}")
         for event in _events(response):
-            clock.take(event["choices"][0]["token_ids"])
+            clock.add(event["choices"][0]["token_ids"])
         return clock.ended(self._ends)
 
 
@@ -322,7 +322,7 @@ class _Clock:
     def begin(self) -> None:
         self._begun_s = time.perf_counter()
 
-    def take(self, tokens: list[int]) -> None:
+    def add(self, tokens: list[int]) -> None:
         self._last_s = time.perf_counter()
         if not self._tokens:
             self._first_s = self._last_s

@@ -81,8 +81,8 @@ def _chances(
     """
     chances, accepted, steps = np.zeros((count, k_max)), np.zeros(count), np.zeros(count)
     for (begin, end), length, run in runs:
-        told = [next(iter(reply["drafts"].values()), (0, 0)) for reply in run["replies"]]
-        proposed, held = np.array(told, float).reshape(-1, 2).T
+        counts = [next(iter(reply["drafts"].values()), (0, 0)) for reply in run["replies"]]
+        proposed, held = np.array(counts, float).reshape(-1, 2).T
         output = np.array([reply["output_tokens"] for reply in run["replies"]])
         chances[begin:end, : min(length, k_max)] += (proposed / length)[:, None]
         accepted[begin:end] += held

@@ -347,16 +347,16 @@ def over_time_figure(record: dict[str, Any]) -> Figure | None:
         d: (DRAFT_COLOURS[i % 4], DRAFT_MARKERS[i % 4]) for i, d in enumerate(_drafts(record))
     }
     for load, axis in zip(shown, axes, strict=False):
-        begin_s, told = 0.0, []
+        begin_s, ended = 0.0, []
         for run in runs[load]:
-            told += [
+            ended += [
                 (begin_s + reply["due_s"] + reply["total_s"], *_chosen(reply))
                 for reply in run["replies"]
             ]
             begin_s += run["wall_s"]
             axis.axvline(begin_s, color="#e6e6e6", linewidth=1)
         for draft, (colour, marker) in styles.items():
-            at = [(end_s, length) for end_s, main, length in told if main == draft]
+            at = [(end_s, length) for end_s, main, length in ended if main == draft]
             axis.plot(
                 *(zip(*at, strict=True) if at else ([], [])),
                 marker,
@@ -365,7 +365,7 @@ def over_time_figure(record: dict[str, Any]) -> Figure | None:
                 label=draft,
             )
         axis.set(title=f"{names[-1]}, {load}", xlabel="s", ylabel="tokens proposed a step")
-        axis.set_ylim(0, 1 + max((length for _, _, length in told), default=0.0))
+        axis.set_ylim(0, 1 + max((length for _, _, length in ended), default=0.0))
     _legend(figure, axes)
     return figure
 
@@ -382,7 +382,7 @@ def _warm_runs(record: dict[str, Any], workload: str, load: str) -> list[Row]:
 
 def _chosen(reply: Row) -> tuple[str, float]:
     """Return the draft that proposed most for a request, and the mean length over its steps."""
-    proposed = {draft: told[0] for draft, told in reply["drafts"].items()}
+    proposed = {draft: counts[0] for draft, counts in reply["drafts"].items()}
     steps = max(1, reply["output_tokens"] - 1 - reply["accepted"])
     return max(proposed, key=lambda draft: proposed[draft], default="none"), sum(
         proposed.values()
@@ -514,18 +514,20 @@ def step_time_figure(record: dict[str, Any]) -> Figure | None:
             for run in record["runs"]
             if run["load"] == load and run["policy"] == SPINDLE and run["block"]
         ]
-        if told := [pair for run in runs if (pair := _step_ms(run["counts"]))]:
-            points_of[load] = told
+        if times := [pair for run in runs if (pair := _step_ms(run["counts"]))]:
+            points_of[load] = times
     if not points_of:
         return None
     figure, axis = plt.subplots(figsize=(6.2, 4.2), layout="constrained")
     markers = ("o", *DRAFT_MARKERS)
-    for number, (load, told) in enumerate(points_of.items()):
+    for number, (load, times) in enumerate(points_of.items()):
         colour, marker = list(COLOURS.values())[number % 6], markers[number % 5]
         axis.plot(
-            *zip(*told, strict=True), marker, color=colour, markersize=5, label=load, zorder=3
+            *zip(*times, strict=True), marker, color=colour, markersize=5, label=load, zorder=3
         )
-    _agreement(axis, [value for told in points_of.values() for pair in told for value in pair], 0.1)
+    _agreement(
+        axis, [value for times in points_of.values() for pair in times for value in pair], 0.1
+    )
     axis.set(xlabel="measured mean step, ms", ylabel="predicted mean step, ms")
     axis.legend(fontsize=9, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     return figure

@@ -349,7 +349,7 @@ def _simulation(record: dict[str, Any]) -> str:
         else ""
     )
     constants = record.get("simulation_constants", {})
-    told = f"<p class=note>{html.escape(', '.join(f'{key} {_constant(value)}' for key, value in constants.items()))}</p>"
+    note = f"<p class=note>{html.escape(', '.join(f'{key} {_constant(value)}' for key, value in constants.items()))}</p>"
     head = [
         "workload",
         "load",
@@ -376,7 +376,7 @@ def _simulation(record: dict[str, Any]) -> str:
     return (
         line
         + _image(plots.simulation_figure(record), "simulated against measured mean latency")
-        + told
+        + note
         + _html_table(head, cells, 3)
         if rows
         else ""

@@ -353,14 +353,14 @@ POLICIES = ("schedule", "ema", "smartspec", "spin", SPINDLE)
 
 
 def _tuning(record: dict[str, Any]) -> Tuning:
-    told = record.get("tuning")
+    tuning = record.get("tuning")
     return (
         Tuning(
-            told["draft"],
-            told["length"],
-            tuple((batch, length) for batch, length in told["schedule"]),
+            tuning["draft"],
+            tuning["length"],
+            tuple((batch, length) for batch, length in tuning["schedule"]),
         )
-        if told
+        if tuning
         else Tuning()
     )
 
@@ -419,8 +419,8 @@ def simulated(record: dict[str, Any]) -> dict[str, Any]:
             key[2] for key in simulation.runs if key[:2] == (workload, load) and key[3] == name
         )[: MOST_BLOCKS + 1]
         rows.append(_row(simulation, (workload, load), name, numbers, constants))
-    told = {"blocks": MOST_BLOCKS, "draws": DRAWS, **asdict(constants)}
-    return {"simulation": [row for row in rows if row], "simulation_constants": told}
+    used = {"blocks": MOST_BLOCKS, "draws": DRAWS, **asdict(constants)}
+    return {"simulation": [row for row in rows if row], "simulation_constants": used}
 
 
 def _row(
@@ -436,11 +436,11 @@ def _row(
     predicted: list[Simulated] = []
     for draw in range(DRAWS):
         policy = simulation.policy(name)
-        told = [
+        simulated = [
             simulation.simulated((workload, load, block), policy, name, constants, draw)
             for block in numbers
         ]
-        predicted += [run for run, block in zip(told, numbers, strict=True) if block]
+        predicted += [run for run, block in zip(simulated, numbers, strict=True) if block]
     runs = [simulation.runs[workload, load, block, name] for block in numbers if block]
     seconds_s = (
         [reply["total_s"] for run in runs for reply in run["replies"]],

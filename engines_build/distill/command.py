@@ -92,24 +92,7 @@ def distil(args: argparse.Namespace) -> dict[str, Any]:
         tokenizer,
     )
     torch.manual_seed(args.seed)
-    if args.start:
-        check_pair(read_manifest(args.target), read_manifest(args.start))
-        draft, shortlist = read_draft(args.start)
-        shape = shape_of(draft)
-    else:
-        shape = Shape(
-            args.hidden, args.layers, args.head_dim, min(args.shortlist, config.vocab_size)
-        )
-        shortlist = choose_shortlist(
-            samples, shape.shortlist, config.vocab_size, eos_token_ids(tokenizer)
-        )
-        draft = build(
-            shape,
-            weights["model.embed_tokens.weight"],
-            shortlist,
-            tokenizer,
-            config.max_position_embeddings,
-        )
+    draft, shortlist, shape = _initial_draft(args, samples, config, weights, tokenizer)
     end = start + 60 * args.minutes
     run = args.work / run_name(shape, len(samples), args.train_tokens, args.seed)
     if args.start:
@@ -137,6 +120,24 @@ def distil(args: argparse.Namespace) -> dict[str, Any]:
         model_card(args, shape, report, command_line(args)), encoding="utf-8"
     )
     return report
+
+
+def _initial_draft(
+    args: argparse.Namespace, samples: list[Sample], config: Any, weights: Any, tokenizer: Any
+) -> tuple[LlamaForCausalLM, torch.Tensor, Shape]:
+    """Return the draft that training begins with, its shortlist and its shape: that of ``--start``,
+    or one made from the target's embedding.
+    """
+    if args.start:
+        check_pair(read_manifest(args.target), read_manifest(args.start))
+        draft, shortlist = read_draft(args.start)
+        return draft, shortlist, shape_of(draft)
+    shape = Shape(args.hidden, args.layers, args.head_dim, min(args.shortlist, config.vocab_size))
+    shortlist = choose_shortlist(
+        samples, shape.shortlist, config.vocab_size, eos_token_ids(tokenizer)
+    )
+    embedding, most_positions = weights["model.embed_tokens.weight"], config.max_position_embeddings
+    return build(shape, embedding, shortlist, tokenizer, most_positions), shortlist, shape
 
 
 def claim(work: Path, target: Path) -> None:
@@ -258,19 +259,7 @@ def make_target(args: argparse.Namespace, out: Path) -> None:
     model card.
     """
     start = time.monotonic()
-    dialogues: list[str] = []
-    if args.dialogues:
-        dialogues = dialogues_of(
-            load_samples(Shards(args.dialogues)),
-            AutoTokenizer.from_pretrained(args.dialogue_tokenizer),
-        )
-    texts = family_texts(args.train, dialogues)
-    if args.drop_overlap:
-        judged = judged_by(args)
-        texts = [
-            text for text in texts if not any(overlaps(text, runs) for runs in judged.values())
-        ]
-    refuse_overlap("texts", texts, judged_by(args))
+    texts, dialogues = _target_texts(args)
     if not (out / "tokenizer.json").is_file():
         train_tokenizer(texts, out)
     tokenizer = AutoTokenizer.from_pretrained(out)
@@ -312,7 +301,7 @@ def make_target(args: argparse.Namespace, out: Path) -> None:
     model.bfloat16().float()
     report |= {
         "texts": len(texts),
-        "dialogues": len(dialogues),
+        "dialogues": dialogues,
         "set_tokens": sum(len(s.tokens) for s in samples),
     }
     report["wall_s"] = time.monotonic() - start
@@ -320,6 +309,26 @@ def make_target(args: argparse.Namespace, out: Path) -> None:
     (out / "README.md").write_text(
         target_card(args, out.name, shape, report, command_line(args)), encoding="utf-8"
     )
+
+
+def _target_texts(args: argparse.Namespace) -> tuple[list[str], int]:
+    """Return the texts that the family's target reads, and how many of ``--dialogues`` are there.
+    Raises what ``refuse_overlap`` does.
+    """
+    dialogues: list[str] = []
+    if args.dialogues:
+        dialogues = dialogues_of(
+            load_samples(Shards(args.dialogues)),
+            AutoTokenizer.from_pretrained(args.dialogue_tokenizer),
+        )
+    texts = family_texts(args.train, dialogues)
+    if args.drop_overlap:
+        judged = judged_by(args)
+        texts = [
+            text for text in texts if not any(overlaps(text, runs) for runs in judged.values())
+        ]
+    refuse_overlap("texts", texts, judged_by(args))
+    return texts, len(dialogues)
 
 
 def held_out(

@@ -30,7 +30,7 @@ about them; they teach it the language).
 """
 
 POSITIONS = range(1, 9)
-"""Places in a proposal that acceptance is told of."""
+"""Places in a proposal whose acceptance is reported."""
 
 EMBEDDING_RMS = 0.3
 HEAD_RMS = 0.06

@@ -89,11 +89,11 @@ def step_parts(latency: LatencyModel, work: Work, drafts: tuple[str, ...]) -> di
 
 
 def step_time(
-    deployment: Deployment, view: View, plan: Plan, work: Work, flights_before: int
+    deployment: Deployment, view: View, plan: Plan, work: Work, cohorts_before: int
 ) -> tuple[dict[str, float], float]:
-    """Return the busy seconds by part, and those of the step, fewer where flights overlap.
+    """Return the busy seconds by part, and those of the step, fewer where cohorts overlap.
 
-    A batch that was not cut like this in the step before has nothing in flight: its first flight's
+    A batch that was not cut like this in the step before has nothing in flight: its first cohort's
     drafting overlaps nothing.
     """
     if plan.flight is None or not isinstance(deployment.execution, Pipelining):
@@ -101,9 +101,9 @@ def step_time(
         return parts_s, sum(parts_s.values())
     contention, busy_s = deployment.execution.contention or 1.0, dict[str, float]()
     draft_s, verify_s = [], []
-    flights = int(plan.flight.max()) + 1
+    cohorts = int(plan.flight.max()) + 1
     chunks = work.rows - len(work.length), work.context_tokens - int(view.context.sum())
-    for number in range(flights):
+    for number in range(cohorts):
         rows = np.flatnonzero(plan.flight == number)
         own, first = (len(rows), int(view.context[rows].sum())), number == 0
         part = replace(
@@ -119,7 +119,7 @@ def step_time(
         for name, seconds in parts_s.items():
             busy_s[name] = busy_s.get(name, 0.0) + contention * seconds
     step_s = pipelined_s(np.array(draft_s), np.array(verify_s), contention)
-    return busy_s, step_s + (draft_s[0] if flights_before != flights else 0.0)
+    return busy_s, step_s + (draft_s[0] if cohorts_before != cohorts else 0.0)
 
 
 def _parts(

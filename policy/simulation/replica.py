@@ -102,7 +102,7 @@ class Replica:
         self._queue: deque[int] = deque()
         self._prefill: list[_Prefill] = []
         self._rows = _NONE
-        self._flights = 1
+        self._cohorts = 1
         self._pending: _Pending | None = None
         self._blocks = deployment.kv_tokens // BLOCK_TOKENS
         self._plans = bool(policy.drift(self._state))
@@ -238,8 +238,8 @@ class Replica:
             free_rows={d: rows for d, rows in free_rows.items() if rows},
         )
         noise = float(np.exp(self._deployment.noise * self._noise_rng.standard_normal()))
-        parts_s, step_s = step_time(self._deployment, view, plan, work, self._flights)
-        self._flights = 1 if plan.flight is None else int(plan.flight.max()) + 1
+        parts_s, step_s = step_time(self._deployment, view, plan, work, self._cohorts)
+        self._cohorts = 1 if plan.flight is None else int(plan.flight.max()) + 1
         parts_s = {part: noise * s for part, s in parts_s.items()}
         planned = self._plans and "kept" not in plan.notes
         planning_s = self._deployment.planned_s(n) if planned else 0.0
@@ -294,9 +294,11 @@ class Replica:
         free = self._free_evidence(view, plan, emitted, now)
         depth = np.arange(claims.shape[1])
         # Of a node behind the text or a verified one it is bound to be known whether it holds.
-        told = (depth < length[:, None]) & (depth <= verified[:, None]) & (depth < emitted[:, None])
-        told &= self._telling.any()
-        node_row = np.nonzero(told)[0]
+        known = (
+            (depth < length[:, None]) & (depth <= verified[:, None]) & (depth < emitted[:, None])
+        )
+        known &= self._telling.any()
+        node_row = np.nonzero(known)[0]
         outcome = Outcome(
             request=np.concatenate([rows, first]),
             draft=np.concatenate([plan.draft, tail - 1]),
@@ -317,9 +319,9 @@ class Replica:
             flight=None if plan.flight is None else np.concatenate([plan.flight, tail - 1]),
             piece_tokens=plan.piece_tokens,
             node_draft=plan.draft[node_row],
-            node_confidence=claims[told],
+            node_confidence=claims[known],
             node_drawn=np.zeros(len(node_row), np.bool_),
-            node_held=(depth < held[:, None])[told],
+            node_held=(depth < held[:, None])[known],
         )
         figures = int(length.sum()), int(accepted.sum()), int(outcome.emitted.sum())
         self._record(Step(now, step_s, len(rows), *figures, view.prefill_tokens, view.queued))

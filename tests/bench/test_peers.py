@@ -57,8 +57,8 @@ def test_a_stack_that_batches_gets_as_many_requests_at_once_as_are_in_flight(
 def test_a_workers_reply_ends_with_the_token_that_ends_the_text():
     clock = _Clock()
     clock.begin()
-    clock.take([5, 6])
-    clock.take([2, 7])
+    clock.add([5, 6])
+    clock.add([2, 7])
     reply = clock.ended([0, 2])
     assert reply["tokens"] == [5, 6, 2]
     assert 0 < reply["first_s"] <= reply["total_s"]

@@ -19,14 +19,14 @@ def texts_survive_pre_emption_in_flight() -> None:
     in_flight = Counter()
 
     def watch(deployment: Deployment) -> None:
-        forget = deployment.loop._flights.forget
+        forget = deployment.loop._in_flight.forget
 
         def noted(sequence_id: int) -> bool:
             found = forget(sequence_id)
             in_flight[found] += 1
             return found
 
-        deployment.loop._flights.forget = noted
+        deployment.loop._in_flight.forget = noted
         deployment.watchers.clear()
 
     asks = tuple(replace(ask, arrival=0) for ask in CRAMPED.asks)
@@ -39,14 +39,14 @@ def texts_survive_pre_emption_in_flight() -> None:
 
 
 def every_row_gets_what_was_planned_for_it() -> None:
-    """Its own draft and length, once, in the outcome of its own flight; and two cohorts have been
+    """Its own draft and length, once, in the outcome of its own submission; two cohorts have been
     in flight.
     """
     script = ((0, 1), (1, 3), (0, 4), (3, 2), (1, 2))
     _, deployment, sessions = serve(in_cohorts(replace(BUSY, script=script)))
-    assert any(not view.ready.all() for view, _ in deployment.loop._policy.planned)
+    assert any(not view.ready.all() for view, _ in deployment.loop.planning.policy.planned)
     planned, done = Counter(), Counter()
-    for view, plan in deployment.loop._policy.planned:
+    for view, plan in deployment.loop.planning.policy.planned:
         rows = np.flatnonzero(view.ready & (plan.length > 0))
         columns = view.request[rows], view.context[rows], plan.draft[rows], plan.length[rows]
         planned.update(zip(*(column.tolist() for column in columns), strict=True))

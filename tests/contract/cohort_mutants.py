@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from backend.core.drafting import Proposals
-from backend.core.flights import Flights
+from backend.core.in_flight import InFlight
 from policy import Plan
 from tests.contract import checks, cohort_checks
 from tests.contract.mutants import MUTANTS, Patch, killed_by, wrap
@@ -21,16 +21,16 @@ def give_a_cohort_the_plan_of_the_first(patch: Patch) -> None:
 
 @killed_by(cohort_checks.every_row_gets_what_was_planned_for_it)
 def hide_what_is_in_flight_from_the_policy(patch: Patch) -> None:
-    patch.setattr(Flights, "decoding", [])
+    patch.setattr(InFlight, "decoding", [])
 
 
 @killed_by(checks.counts, in_cohorts(BUSY))
 def lose_the_proposals_of_a_second_flight(patch: Patch) -> None:
     """They are verified, but what was proposed is counted nowhere."""
 
-    def submit(original, flights, flight, proposals):
-        original(flights, flight, proposals)
-        if len(flights) > 1:
-            flights.proposals.update({sequence_id: Proposals() for sequence_id in proposals})
+    def submit(original, in_flight, submission, proposals):
+        original(in_flight, submission, proposals)
+        if len(in_flight) > 1:
+            in_flight.proposals.update({sequence_id: Proposals() for sequence_id in proposals})
 
-    wrap(patch, Flights, "submit", submit)
+    wrap(patch, InFlight, "submit", submit)

@@ -372,7 +372,7 @@ class Deployment:
     def settle(self) -> None:
         """Wait until the target has run all that it was given."""
         if isinstance(self.verifier, Overlapped):
-            wait([running for _, running in self.verifier._flying])
+            wait([running for _, running in self.verifier._in_flight])
 
     def run(self, most_steps: int = 2_000) -> None:
         """Step until everything has ended and been released; a loop that does not end fails."""

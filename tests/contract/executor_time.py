@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from backend.core import asynchronous, flights, step_log
+from backend.core import asynchronous, in_flight, step_log
 from backend.core.admission import Admission
 from backend.core.drafting import Drafting
 from backend.core.kv_ledger import KVLedger
@@ -135,7 +135,7 @@ class Served:
             chunked,
         )
         self.clock = (target := target or Behaviour()).clock = Clock()
-        for module in (asynchronous, flights, step_log):
+        for module in (asynchronous, in_flight, step_log):
             monkeypatch.setattr(module, "perf_counter", self.clock)
         target.curve = TARGET
         draft = Behaviour(clock=self.clock, curve=DRAFT)
@@ -244,8 +244,8 @@ class Served:
             started_s = self.clock.now_s
             self.emitted()
             while self.clock.now_s < started_s + limit_s:
-                before = self.loop.last_plan
+                before = self.loop.planning.last_plan
                 self.loop.step()
-                if self.loop.last_plan is not before:
-                    self.plans.append((self.loop.last_plan[0], self.loop.last_plan[2]))
+                if (last := self.loop.planning.last_plan) is not before:
+                    self.plans.append((last[0], last[2]))
         return self.emitted() / (self.clock.now_s - started_s)

@@ -60,7 +60,7 @@ class Decoder:
             self.verified = True
             self._verify(self.draft_tokens, draft.logits, draft.acceptance_threshold)
         else:
-            self._take(self._draw(self._probs()))
+            self._append(self._draw(self._probs()))
         del self.rows[len(self.output) :]  # none behind the last token, and none for an end token
         return self.tokens[before:]
 
@@ -83,14 +83,14 @@ class Decoder:
                 accepted = probs[token] > number * laws[row, token]
                 rest = np.maximum(probs - laws[row], 0.0)
             if not accepted:
-                self._take(self._draw(rest))
+                self._append(self._draw(rest))
                 return
-            self._take(token)
+            self._append(token)
             if self._ended or len(self.output) >= self._request.max_tokens:
                 return
-        self._take(self._draw(self._probs(keep=False)))
+        self._append(self._draw(self._probs(keep=False)))
 
-    def _take(self, token: int) -> None:
+    def _append(self, token: int) -> None:
         if token == self._request.end_id:
             self._ended = True  # an end token is not part of the output
         else:

@@ -38,7 +38,7 @@ class Blind(Policy):
 
     def plan(self, view, state, now, rng):
         rows = np.flatnonzero(view.ready)
-        plan, state = self.policy.plan(replace(view.of_rows(rows), flying=None), state, now, rng)
+        plan, state = self.policy.plan(replace(view.of_rows(rows), in_flight=None), state, now, rng)
         draft, length = np.full(len(view), NO_DRAFT), np.zeros(len(view), np.int64)
         draft[rows], length[rows] = plan.draft, plan.length
         return replace(plan, draft=draft, length=length), state
@@ -72,7 +72,7 @@ def test_times_are_learnt_of_the_iterations_that_ran(monkeypatch, tmp_path, late
         monkeypatch, tmp_path, adaptive(0.8), 16, 0.8, target=Behaviour(late=late), **MIX
     )
     served.goodput(1.0, 0.1)
-    drift = served.policy.drift(served.loop.policy_state)
+    drift = served.policy.drift(served.loop.planning.state)
     assert 0.9 < drift["verify"] < 1.1
     assert 0.9 < drift["draft:draft"] < 1.15
     assert drift["verify"] != 1.0
@@ -89,7 +89,7 @@ def test_iterations_are_told_apart_where_the_text_in_flight_is_more_than_one_tak
     served = Served(monkeypatch, tmp_path, adaptive(0.8), 16, 0.8, tokens=100, max_num_tokens=512)
     served.goodput(0.5, 0.5)
     assert 2 < served.loop.counts()[0] < 16
-    assert 0.95 < served.policy.drift(served.loop.policy_state)["verify"] < 1.05
+    assert 0.95 < served.policy.drift(served.loop.planning.state)["verify"] < 1.05
     assert served.engines[0]._executor.discarded == served.engines[0]._executor.chunks == 0
     cut = Served(
         monkeypatch,
@@ -114,10 +114,12 @@ def test_who_is_in_flight_is_in_the_view_as_planned_and_once(monkeypatch, tmp_pa
         assert (
             not np.diff(view.ready.astype(int)).max(initial=-1) > 0
         )  # behind those that are ready
-        assert (view.flying is None) == view.ready.all()
+        assert (view.in_flight is None) == view.ready.all()
         for row in np.flatnonzero(~view.ready).tolist():
             shown += 1
-            assert (view.flying.draft[row], view.flying.length[row]) == planned[view.request[row]]
+            assert (view.in_flight.draft[row], view.in_flight.length[row]) == planned[
+                view.request[row]
+            ]
         ready = np.flatnonzero(view.ready)
         planned |= dict(
             zip(

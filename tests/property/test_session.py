@@ -40,7 +40,7 @@ def run(blocks, stop_words, max_tokens, *, stream):
         )
         assert sequence.tokens[len(prompt) + start :] == block[:taken]
         if stream or session.finish_reason:
-            delta = session.take()
+            delta = session.pop_delta()
             if delta.text or session.finish_reason:
                 text, total = text + delta.text, delta.cum_log_prob
                 log_probs += delta.log_probs

@@ -227,7 +227,7 @@ def test_the_configured_policy_is_built_and_serves(settings, kind):
         ),
         Sink(),
     )
-    assert isinstance(app.orchestrator._policy.policy, kind)
+    assert isinstance(app.orchestrator.planning.policy.policy, kind)
     app.orchestrator.submit(app.session(GenerationRequest("text", 40, end_id=-1), sink))
     while sink.reply is None:
         app.orchestrator.step()
@@ -251,7 +251,7 @@ def test_contexts_are_planned_to_be_cut_where_the_target_pads_them():
 
 def test_a_deployment_without_drafts_does_not_speculate():
     assert isinstance(
-        build(parse_config({"target": {"engine": "fake"}})).orchestrator._policy.policy,
+        build(parse_config({"target": {"engine": "fake"}})).orchestrator.planning.policy.policy,
         NoSpeculation,
     )
 

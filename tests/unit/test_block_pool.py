@@ -7,7 +7,7 @@ KEYS = [block_key(root_key(""), [n] * 16) for n in range(8)]
 
 def published(pool, keys):
     """A table of blocks that hold the content of ``keys``."""
-    table = pool.take(len(keys))
+    table = pool.allocate(len(keys))
     for key, block in zip(keys, table, strict=True):
         pool.publish(key, block)
     return table
@@ -24,14 +24,14 @@ def test_a_key_depends_on_the_tokens_on_those_before_and_on_the_salt():
 def test_blocks_are_found_up_to_the_first_that_is_not_there():
     pool = BlockPool(8)
     table = published(pool, KEYS[:2])
-    pool.publish(KEYS[3], pool.take(1)[0])
+    pool.publish(KEYS[3], pool.allocate(1)[0])
     assert pool.find(KEYS[:4]) == table
     assert pool.find(KEYS[2:]) == []
 
 
 def test_what_is_dropped_stays_to_be_found_as_far_as_it_is_valid_and_was_published():
     pool = BlockPool(8)
-    table = published(pool, KEYS[:3]) + pool.take(1)
+    table = published(pool, KEYS[:3]) + pool.allocate(1)
     pool.drop(table, valid=2)
     assert pool.find(KEYS) == table[:2]
     assert (pool.available, pool.cached) == (8, 2)
@@ -44,7 +44,7 @@ def test_the_least_recently_used_text_gives_way_first_and_from_its_end():
     pool.drop(second, 2)
     pool.share(pool.find(KEYS[:2]))
     pool.drop(first, 2)  # used again
-    order = [pool.take(1)[0] for _ in range(4)]
+    order = [pool.allocate(1)[0] for _ in range(4)]
     assert order == [second[1], second[0], first[1], first[0]]
     assert pool.evicted == 4
     assert pool.find(KEYS[:1]) == pool.find(KEYS[4:5]) == []
@@ -54,7 +54,7 @@ def test_free_blocks_are_taken_before_cached_ones():
     pool = BlockPool(4)
     kept = published(pool, KEYS[:2])
     pool.drop(kept, 2)
-    assert not set(pool.take(2)) & set(kept)
+    assert not set(pool.allocate(2)) & set(kept)
     assert pool.evicted == 0
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from backend.ipc.framing import Frames, frame
-from backend.ipc.messages import Chunk, Final, FromStub, PromptTold, Submit
+from backend.ipc.messages import Chunk, Final, FromStub, PromptScores, Submit
 from backend.request import ErrorCode, FinishReason, GenerationRequest, RequestError
 from backend.triton_adapter import codec
 from backend.triton_adapter.codec import (
@@ -453,7 +453,7 @@ def test_the_last_reply_has_what_was_asked_for_in_the_declared_types(tmp_path):
         cum_log_prob=-0.75,
         token_bytes=[b"\xff"],
         top=likeliest,
-        prompt=PromptTold([b"x", b"\xff"], [-0.25], likeliest),
+        prompt=PromptScores([b"x", b"\xff"], [-0.25], likeliest),
     )
     message = load_arrays(told)
     assert not list(tmp_path.iterdir())

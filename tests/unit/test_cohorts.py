@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend.core.flights import Flights
+from backend.core.in_flight import InFlight
 from backend.core.orchestrator import Orchestrator
 from backend.engines.fake import FakeEngine
 from backend.engines.overlapped import Overlapped
@@ -30,9 +30,9 @@ class Cohorts(World):
     def __init__(self, cohorts=2, policy=None, **options):
         super().__init__(ForcedCohorts(policy or RandomChoice(), cohorts), **options)
         self.verifier = self.ledger._target = Overlapped(self.target)
-        self.loop._target, self.loop._flights = (
+        self.loop._target, self.loop._in_flight = (
             self.verifier,
-            Flights(self.verifier, self.loop._stats),
+            InFlight(self.verifier, self.loop._stats),
         )
 
 
@@ -137,7 +137,7 @@ def test_a_target_that_raises_while_all_cohorts_are_waited_for_costs_nobody_a_to
             return policy.plan(view, state, now, rng)
 
     world, count = Cohorts(), itertools.count()
-    world.loop._policy = NowAndThen(RandomChoice(), 2)
+    world.loop.planning.policy = NowAndThen(RandomChoice(), 2)
     break_target(monkeypatch, world, lambda turns: next(count) == submission)
     sinks = [world.submit(prompt) for prompt in ("abc", "defghijklmnop", "x", "yz")]
     world.run()
@@ -163,13 +163,13 @@ def test_abort_while_cohorts_are_in_flight_ends_everything_once():
     sinks = [world.submit("abc", 500), world.submit("def", 500)]
     for _ in range(4):
         world.loop.step()
-    assert len(world.loop._flights) == 1
+    assert len(world.loop._in_flight) == 1
     world.loop.abort(ErrorCode.UNAVAILABLE, "the server is shutting down")
     assert [sink.ends for sink in sinks] == [
         [(ErrorCode.UNAVAILABLE, "the server is shutting down")]
     ] * 2
     world.run()
-    assert len(world.loop._flights) == 0
+    assert len(world.loop._in_flight) == 0
 
 
 def test_a_change_between_steps_waits_for_every_cohort():
@@ -178,7 +178,7 @@ def test_a_change_between_steps_waits_for_every_cohort():
     for _ in range(4):
         world.loop.step()
     seen = []
-    done = world.loop.between_steps(lambda: seen.append(dict(world.loop._flights.proposals)))
+    done = world.loop.between_steps(lambda: seen.append(dict(world.loop._in_flight.proposals)))
     for _ in range(3):
         world.loop.step()
     assert done.done()
@@ -210,9 +210,9 @@ def test_the_policy_learns_of_each_cohort_in_its_own_view_and_times(monkeypatch)
         for one, other in itertools.pairwise(told)
         if isinstance(one, list) and not isinstance(other, list)
     ]
-    flown = [(view, outcome) for view, outcome in pairs if outcome.length.any()]
-    assert len(flown) > 6
-    for view, outcome in flown:
+    speculating = [(view, outcome) for view, outcome in pairs if outcome.length.any()]
+    assert len(speculating) > 6
+    for view, outcome in speculating:
         assert view == outcome.request.tolist()
         assert outcome.flight.tolist() == [0] * len(view)
         assert outcome.parts_s["verify"] >= 0.004
@@ -265,5 +265,5 @@ def test_the_loop_without_cohorts_has_one_flight_and_no_thread():
     world.submit("abc")
     world.run()
     assert isinstance(world.loop, Orchestrator)
-    assert world.loop._flights._overlapped is None
-    assert not world.loop._flights.decoding
+    assert world.loop._in_flight._overlapped is None
+    assert not world.loop._in_flight.decoding

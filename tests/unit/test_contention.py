@@ -6,7 +6,7 @@ import pytest
 
 from backend.app import build
 from backend.config import ConfigError, parse_config
-from backend.core.flights import Flights
+from backend.core.in_flight import InFlight
 from backend.engines import contention
 from backend.engines.contention import measure
 from backend.engines.fake import FakeEngine
@@ -87,13 +87,13 @@ def test_the_adaptive_policy_cuts_a_batch_where_it_thinks_that_pays_and_no_text_
     monkeypatch.setattr(
         AdaptivePlanner, "_timed", lambda planner, outcome, state, view: state.correction
     )
-    texts, flights = {}, []
-    land = Flights.land
+    texts, submitted = {}, []
+    collect = InFlight.collect
     monkeypatch.setattr(
-        Flights, "land", lambda self, log: flights.append(len(self)) or land(self, log)
+        InFlight, "collect", lambda self, log: submitted.append(len(self)) or collect(self, log)
     )
     for cohorts in (1, 2):
-        flights.clear()
+        submitted.clear()
         app = build(replace(config, policy=replace(config.policy, cohorts=cohorts)), {})
         planner = knowing(OVERLAPPING, Pipelining(cohorts, 1.0), drafts=("d0",))
         sessions = generate(
@@ -104,5 +104,5 @@ def test_the_adaptive_policy_cuts_a_batch_where_it_thinks_that_pays_and_no_text_
         )
         texts[cohorts] = [session.sequence.tokens for session in sessions]
         app.close()
-        assert (sum(landing > 1 for landing in flights) > 10) == (cohorts > 1)
+        assert (sum(count > 1 for count in submitted) > 10) == (cohorts > 1)
     assert texts[1] == texts[2]

@@ -353,12 +353,12 @@ def test_the_example_says_what_speculation_saved():
         "total_draft_tokens": 27,
         "total_accepted_draft_tokens": 26,
     }
-    assert example.told(reply) == [
+    assert example.summary(reply) == [
         'its answer: " four"',
         "26 of 27 proposed tokens were accepted: 6 steps instead of 32",
     ]
     reply |= {"total_draft_tokens": 0, "total_accepted_draft_tokens": 0}
-    assert example.told(reply) == ['its answer: " four"']
+    assert example.summary(reply) == ['its answer: " four"']
 
 
 def test_a_server_in_trouble_is_killed_and_started_again(run):

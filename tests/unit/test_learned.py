@@ -31,8 +31,10 @@ def folder(tmp_path, monkeypatch):
 class World:
     def __init__(self, state=None, key="a" * 64, keep=True):
         self.policy, self.stats = planner(), Stats()
-        self.loop = SimpleNamespace(policy_state=state or self.policy.start())
-        self.learned = LearnedState(self.policy, self.loop, StepStats(self.stats), key, keep=keep)
+        self.planning = SimpleNamespace(state=state or self.policy.start())
+        self.learned = LearnedState(
+            self.policy, self.planning, StepStats(self.stats), key, keep=keep
+        )
 
     def fallbacks(self):
         return {
@@ -89,9 +91,9 @@ def test_a_file_that_does_not_fit_is_counted_and_ignored(spoil):
     file = cache.learned_file("a" * 64)
     file.write_text(spoil(file.read_text()))
     world = World()
-    before = world.loop.policy_state
+    before = world.planning.state
     world.learned.restore()
-    assert world.loop.policy_state is before
+    assert world.planning.state is before
     assert world.learned.show() == {"restored_age_s": None}
     assert world.fallbacks() == {"learned_state_unusable": 1}
 
@@ -114,7 +116,7 @@ def test_a_user_s_policy_whose_state_cannot_be_kept_costs_a_metric(kept):
 
     world = World()
     world.learned._policy = Guarded("my_package.Mine", Mine())
-    world.loop.policy_state = world.learned._policy.start()
+    world.planning.state = world.learned._policy.start()
     world.learned.close()
     assert world.fallbacks() == {"learned_state_unsaved": 1}
 

@@ -19,7 +19,9 @@ def canary(seen, draft, length):
     """The view with the rows of a canary's other arm: those whose length is not None."""
     control = np.array([k is not None for k in length])
     length = np.array([k or 0 for k in length])
-    return replace(seen, control=control, given=Plan(np.where(length > 0, draft, NO_DRAFT), length))
+    return replace(
+        seen, control=control, control_plan=Plan(np.where(length > 0, draft, NO_DRAFT), length)
+    )
 
 
 def test_given_rows_cost_and_yield_what_they_would_in_one_joint_choice():

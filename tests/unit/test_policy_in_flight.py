@@ -37,9 +37,9 @@ def in_flight(rows, ready, draft, length):
     planned.
     """
     seen = view(rows, DRAFT)
-    flying = np.arange(ready, rows)
+    in_flight = np.arange(ready, rows)
     return seen.of_rows(np.arange(ready)).beside(
-        seen.of_rows(flying), Plan(draft[flying], length[flying])
+        seen.of_rows(in_flight), Plan(draft[in_flight], length[in_flight])
     )
 
 
@@ -82,14 +82,14 @@ def test_a_draft_that_ran_for_rows_in_flight_is_no_cheaper_to_join():
     control = replace(
         view(8, DRAFT),
         control=np.arange(8) > 0,
-        given=Plan(np.zeros(8, np.int64), np.where(np.arange(8) > 0, 8, 0)),
+        control_plan=Plan(np.zeros(8, np.int64), np.where(np.arange(8) > 0, 8, 0)),
     )
     joining, _ = made.plan(control, made.start(), 0.0, RNG)
     assert joining.length[0] >= made.plan(drafted, made.start(), 0.0, RNG)[0].length[0]
 
 
 def test_cohorts_in_flight_are_in_no_pass_with_what_is_ready():
-    """Their rows are not ready either, but ``flying`` says nothing of them: only their waiting
+    """Their rows are not ready either, but ``in_flight`` says nothing of them: only their waiting
     counts, in the price.
     """
     made, state, _ = settled(0.7, 16)
@@ -110,7 +110,7 @@ def test_a_schedule_counts_who_is_in_flight():
 def test_views_with_rows_in_flight_survive_a_trace():
     seen = in_flight(6, 2, np.zeros(6, np.int64), np.full(6, 3))
     again = decoded(encoded(seen))
-    assert again.flying.length.tolist() == [0, 0, 3, 3, 3, 3]
+    assert again.in_flight.length.tolist() == [0, 0, 3, 3, 3, 3]
     assert encoded(again) == encoded(seen)
 
 

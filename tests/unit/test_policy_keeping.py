@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from policy import AdaptivePlanner, LatencyModel, LatencyTable, Outcome, Plan, PlannerConfig, View
-from policy.planner import Kept
+from policy.kept import Kept
 
 RNG = np.random.default_rng(0)
 STEP_S = 0.01

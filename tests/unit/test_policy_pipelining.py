@@ -161,7 +161,7 @@ def test_where_there_are_none_the_plan_says_why(model, contention, rows, why):
 
 
 def test_beside_another_arm_s_rows_there_are_no_cohorts():
-    canary = {"control": np.array([True, False]), "given": Plan.nothing(2)}
+    canary = {"control": np.array([True, False]), "control_plan": Plan.nothing(2)}
     plan = planned(knowing(OVERLAPPING, Pipelining(2, 1.0)), view(2, ONE, **canary))
     assert plan.flight is None
     assert plan.notes["why_not"]["cohorts"] == "rows of another arm"
@@ -184,10 +184,10 @@ def test_cohorts_begin_when_they_would_have_saved_a_first_round_and_end_when_the
 # -- one cohort in flight
 
 
-def half(rows, flying=(), **changes):
+def half(rows, in_flight=(), **changes):
     seen = view(rows, ONE, **changes)
-    seen.ready[list(flying)] = False
-    seen.ceiling[list(flying)] = 0
+    seen.ready[list(in_flight)] = False
+    seen.ceiling[list(in_flight)] = 0
     return seen
 
 
@@ -203,15 +203,15 @@ def begun():
 
 def test_what_is_ready_is_one_cohort_and_its_plan_tells_of_its_share_of_a_step():
     made, state, first = begun()
-    for flying in (range(8, 16), range(8), range(8, 16)):
-        plan, state = made.plan(half(16, flying), state, 0.0, RNG)
-        ready = np.setdiff1d(np.arange(16), list(flying))
+    for in_flight in (range(8, 16), range(8), range(8, 16)):
+        plan, state = made.plan(half(16, in_flight), state, 0.0, RNG)
+        ready = np.setdiff1d(np.arange(16), list(in_flight))
         assert (plan.flight[ready] == 0).all()
-        assert (plan.flight[list(flying)] == -1).all()
+        assert (plan.flight[list(in_flight)] == -1).all()
         assert plan.length[ready].all()
-        assert not plan.length[list(flying)].any()
+        assert not plan.length[list(in_flight)].any()
         assert 0.0 < plan.predicted_s < 0.6 * first.predicted_s
-    assert sorted(state.memory.flying) == list(range(16))
+    assert sorted(state.memory.in_flight) == list(range(16))
 
 
 def test_cohorts_of_which_little_is_left_end():
@@ -222,7 +222,7 @@ def test_cohorts_of_which_little_is_left_end():
         cut.append(plan.flight is not None)
     assert cut[0]
     assert not cut[-1]
-    assert not state.memory.flying
+    assert not state.memory.in_flight
     assert plan.notes["why_not"]["cohorts"]
 
 
@@ -239,7 +239,7 @@ def test_an_unspeculating_cohort_goes_on_beside_one_that_speculates():
     plan, state = made.plan(seen, state, 0.0, RNG)
     assert not plan.length.any()
     assert plan.flight.tolist() == [0] * 8 + [-1] * 8
-    assert len(state.memory.flying) == 16
+    assert len(state.memory.in_flight) == 16
 
 
 def test_a_step_that_takes_as_long_as_planned_teaches_no_correction():

@@ -49,7 +49,7 @@ def traced(steps=60, most_lines=1000, **config):
         if step % 7 == 3:
             given = Plan(np.zeros(rows, np.int64), np.full(rows, 2))
             seen = replace(
-                seen, control=rng.random(rows) < 0.5, given=given, queued=2, prefill_tokens=5
+                seen, control=rng.random(rows) < 0.5, control_plan=given, queued=2, prefill_tokens=5
             )
         if step % 11 == 5:
             state = policy.stand_by(seen, state)
@@ -100,8 +100,9 @@ def test_a_trace_is_bounded_and_what_there_is_of_it_replays():
 
 
 def test_what_is_encoded_comes_back_the_same():
-    seen = view(3, cap_s=np.inf, given=Plan(np.full(3, NO_DRAFT), np.zeros(3, np.int64)))
+    seen = view(3, cap_s=np.inf, control_plan=Plan(np.full(3, NO_DRAFT), np.zeros(3, np.int64)))
     back = decoded(json.loads(json.dumps(encoded(seen))))
+    assert encoded(seen)["given"] is not None  # the key of recorded traces
     assert encoded(back) == encoded(seen)
     assert (back.ceiling.dtype, back.ready.dtype, back.drafts) == (np.int64, np.bool_, seen.drafts)
     assert back.ceiling.shape == (3, 2)
@@ -184,7 +185,7 @@ def test_the_reasons_for_no_speculation_are_told_apart():
     seen = view(4, ceiling=ceiling, ready=np.array([True, True, False, True]))
     given = Plan(np.full(4, NO_DRAFT), np.zeros(4, np.int64))
     _, lines = explained(
-        made, replace(seen, control=np.array([False, False, False, True]), given=given)
+        made, replace(seen, control=np.array([False, False, False, True]), control_plan=given)
     )
     assert "next best" in lines[0]
     assert lines[1].endswith("none: no draft can propose anything")
@@ -241,7 +242,7 @@ def executed_trace(execution, steps=25):
             seen = replace(
                 seen,
                 control=rng.random(rows) < 0.5,
-                given=Plan(np.zeros(rows, np.int64), np.full(rows, 2)),
+                control_plan=Plan(np.zeros(rows, np.int64), np.full(rows, 2)),
                 cap_s=0.6,
             )
         plan, state = policy.plan(seen, state, 0.3 * step, RNG)
@@ -265,7 +266,7 @@ def test_a_trace_with_an_execution_replays_bit_for_bit(execution):
     used = used[0]
     lines = explain(used.planner, used.view, used.state, used.plan, used.now)
     text = "\n".join([explain_batch(used.plan), *lines])
-    assert any(word in text for word in ("in flight", "cut into pieces"))
+    assert any(word in text for word in ("in cohort", "cut into pieces"))
 
 
 def test_a_line_about_the_batch_says_why_it_is_not_cut():

@@ -340,7 +340,7 @@ class StepEngine:
         row = 0
         verdicts = verify(logits, [job.request for job in jobs], self._columns)
         for job, verdict in zip(jobs, verdicts, strict=True):
-            self._take(job, verdict)
+            self._apply_verdict(job, verdict)
             if job.turn.sequence.generation_logits:
                 places = [row, *(row + 1 + node for node in verdict.path)]
                 job.logits.append(logits[places].float())
@@ -359,7 +359,7 @@ class StepEngine:
             job.nodes += [(self._columns.token(column), parent, path * p) for column, p in ones]
             job.spine += [node[0] for node in job.nodes[job.last :][:1]] if ones else []
 
-    def _take(self, job: Job, verdict: Verdict) -> None:
+    def _apply_verdict(self, job: Job, verdict: Verdict) -> None:
         """Note the tokens that a verdict comes to."""
         job.path = verdict.path
         accepted = [job.request.tokens[node] for node in verdict.path]

@@ -246,7 +246,7 @@ class TrtGraphEngine(StepEngine):
             verdicts = self._compiled.decide(chunks, [job.request for job in jobs])
             self._ran(inside)
             for job, verdict in zip(jobs, verdicts, strict=True):
-                self._take(job, verdict)
+                self._apply_verdict(job, verdict)
         if others:
             super()._pass(others)
 

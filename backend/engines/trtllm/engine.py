@@ -64,11 +64,11 @@ class ExecutorSettings:
 
 
 @dataclass(slots=True)
-class _Flight:
+class _TurnInFlight:
     asked: Ask
     since_s: float
     tokens: list[int]
-    told: int = 0  # of the tokens
+    reported: int = 0  # of the tokens
     cancelled: bool = False
 
 
@@ -121,7 +121,7 @@ class TrtllmEngine:
         self._requests = Requests(self._trtllm, engine, settings.turn_timeout_s)
         self._tally: Counter[tuple[str, str]] = Counter()  # (metric, event) since the last report
         self._waiting: deque[Turn] = deque()
-        self._flights: dict[int, _Flight] = {}  # by the executor's request id
+        self._in_flight: dict[int, _TurnInFlight] = {}  # by the executor's request id
         self._done: list[Completion] = []
         self._seen = Seen()
         self._stats_s = clock()
@@ -143,10 +143,10 @@ class TrtllmEngine:
         """Return completed turns, waiting for the first unless some are complete already. Raises
         EngineDiedError.
         """
-        if not self._done and (self._flights or self._waiting):
+        if not self._done and (self._in_flight or self._waiting):
             self._call(self._enqueue)
             deadline_s = self._clock() + timeout_s
-            while self._flights and not self._done:
+            while self._in_flight and not self._done:
                 self._call(self._await, max(0.0, deadline_s - self._clock()))
                 self._call(self._time_out)
                 if self._clock() >= deadline_s:
@@ -162,9 +162,9 @@ class TrtllmEngine:
         self._waiting = deque(turn for turn in self._waiting if turn.sequence.id not in gone)
         self._done = [completion for completion in self._done if completion.sequence_id not in gone]
         for request_id in [
-            i for i, flight in self._flights.items() if flight.asked.turn.sequence.id in gone
+            i for i, running in self._in_flight.items() if running.asked.turn.sequence.id in gone
         ]:
-            del self._flights[request_id]
+            del self._in_flight[request_id]
             try:
                 self._executor.cancel_request(request_id)
             except Exception:
@@ -213,7 +213,7 @@ class TrtllmEngine:
                 raise EngineDiedError(f"{self.name} has died before")
             work(*arguments)
         except Exception as error:
-            self._flights.clear()
+            self._in_flight.clear()
             self._waiting.clear()
             self._done.clear()
             self._seen.clear()
@@ -233,7 +233,7 @@ class TrtllmEngine:
         if asks and not self._handed_over(asks):
             for i, asked in enumerate(asks):
                 if not self._handed_over([asked]):
-                    if not self._flights:
+                    if not self._in_flight:
                         raise EngineDiedError("its queue takes no request")
                     self._count("spindle_fallback_total", reason="engine_queue_full")
                     self._waiting.extend(asked.turn for asked in asks[i:])
@@ -261,7 +261,7 @@ class TrtllmEngine:
             raise
         now_s = self._clock()
         for request_id, asked in zip(request_ids, asks, strict=True):
-            self._flights[request_id] = _Flight(asked, now_s, [])
+            self._in_flight[request_id] = _TurnInFlight(asked, now_s, [])
             self._tally["spindle_engine_logits_bytes_total", ""] += asked.logits_bytes
             if asked.cut:
                 self._count("spindle_fallback_total", reason="turn_cut_at_min_tokens")
@@ -269,65 +269,69 @@ class TrtllmEngine:
 
     def _await(self, timeout_s: float) -> None:
         for response in self._executor.await_responses(timeout=timedelta(seconds=timeout_s)):
-            flight = self._flights.get(response.request_id)
-            if flight is None:
+            running = self._in_flight.get(response.request_id)
+            if running is None:
                 continue  # of a sequence that was cancelled
             if response.has_error():
                 self._end(response.request_id, error=response.error_msg)
                 continue
             result = response.result
-            flight.tokens += result.output_token_ids[0]
+            running.tokens += result.output_token_ids[0]
             if result.is_final:
-                self._take(response.request_id, flight, result)
-            elif flight.tokens[flight.told :]:
+                self._complete(response.request_id, running, result)
+            elif running.tokens[running.reported :]:
                 self._done.append(
                     Completion(
-                        flight.asked.turn.sequence.id, flight.tokens[flight.told :], partial=True
+                        running.asked.turn.sequence.id,
+                        running.tokens[running.reported :],
+                        partial=True,
                     )
                 )
-                flight.told = len(flight.tokens)
+                running.reported = len(running.tokens)
 
-    def _take(self, request_id: int, flight: _Flight, result: Any) -> None:
+    def _complete(self, request_id: int, running: _TurnInFlight, result: Any) -> None:
         reason, reasons = result.finish_reasons[0], self._trtllm.FinishReason
-        if flight.cancelled or reason in (reasons.CANCELLED, reasons.TIMED_OUT):
+        if running.cancelled or reason in (reasons.CANCELLED, reasons.TIMED_OUT):
             self._end(
                 request_id,
                 error=f"the turn has not ended within {self._settings.turn_timeout_s:g} s",
             )
             return
-        asked = flight.asked
+        asked = running.asked
         try:
             done = completion(
-                asked, flight.tokens, result.generation_logits, self.limits.vocab_size
+                asked, running.tokens, result.generation_logits, self.limits.vocab_size
             )
         except (TurnError, IndexError, ValueError) as error:
             self._end(request_id, error=str(error))
             return
-        del self._flights[request_id]
+        del self._in_flight[request_id]
         self._requests.over(asked)
         self._seen.ran(done.sequence_id, asked.turn.end, done.tokens[:-1])
         if asked.turn.nodes:
             proposal = Proposal.chain(self.name, done.tokens)
             done = Completion(done.sequence_id, [], proposal=proposal)
-        self._done.append(replace(done, tokens=done.tokens[flight.told :]) if flight.told else done)
+        self._done.append(
+            replace(done, tokens=done.tokens[running.reported :]) if running.reported else done
+        )
         self._account(asked, result.request_perf_metrics)
 
     def _end(self, request_id: int, error: str) -> None:
-        asked = self._flights.pop(request_id).asked
+        asked = self._in_flight.pop(request_id).asked
         self._requests.over(asked)
         self._done.append(Completion(asked.turn.sequence.id, [], error=f"{self.name}: {error}"))
 
     def _time_out(self) -> None:
         """Cancel what takes too long; an executor that does not even answer that is dead."""
         now = self._clock()
-        for request_id, flight in list(self._flights.items()):
-            late_s = now - flight.since_s - self._settings.turn_timeout_s
+        for request_id, running in list(self._in_flight.items()):
+            late_s = now - running.since_s - self._settings.turn_timeout_s
             if late_s > GRACE_S:
                 raise EngineDiedError(
-                    f"request {request_id} was not answered for {now - flight.since_s:.0f} s"
+                    f"request {request_id} was not answered for {now - running.since_s:.0f} s"
                 )
-            if late_s > 0 and not flight.cancelled:
-                flight.cancelled = True
+            if late_s > 0 and not running.cancelled:
+                running.cancelled = True
                 self._count("spindle_fallback_total", reason="engine_timeout")
                 self._executor.cancel_request(request_id)
 

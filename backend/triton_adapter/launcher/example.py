@@ -30,12 +30,12 @@ def results(settings: Settings) -> list[str]:
     request = urllib.request.Request(_url(settings), body, headers)
     try:
         with urllib.request.urlopen(request, timeout=LIMIT_S) as response:
-            return told(json.load(response))
+            return summary(json.load(response))
     except (OSError, ValueError):
         return []
 
 
-def told(reply: dict[str, Any]) -> list[str]:
+def summary(reply: dict[str, Any]) -> list[str]:
     """Return a reply in lines: its text, and how many steps speculation saved.
 
     Every step adds one token to those it accepts.

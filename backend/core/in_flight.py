@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Flight:
-    """A flight's way through a step, from its plan to what is learnt of it: the rows of view and
-    plan are ``sessions``.
+class Submission:
+    """A batch that is drafted for and verified at once, or one of its cohorts, from its plan to
+    what is learnt of it: the rows of view and plan are ``sessions``.
 
     ``turns`` are what the target is given: theirs and the chunks of prompts.
     """
@@ -38,11 +38,11 @@ class Flight:
     submitted_s: float = 0.0
 
 
-class Flights:
+class InFlight:
     """Submits to the target and takes back. ``proposals`` are those of every sequence in flight.
 
-    Over an engine that is ``Overlapped`` several are in flight, over another one, which is in the
-    air only while it is waited for.
+    Over an engine that is ``Overlapped`` several submissions are in flight, over another one, which
+    runs only while it is waited for.
     """
 
     def __init__(self, target: Engine, stats: StepStats) -> None:
@@ -50,11 +50,11 @@ class Flights:
         self._target = target
         self._overlapped = target if isinstance(target, Overlapped) else None
         self._stats = stats
-        self._flights: deque[Flight] = deque()
-        self._landed_s = 0.0
+        self._submitted: deque[Submission] = deque()
+        self._collected_s = 0.0
 
     def __len__(self) -> int:
-        return len(self._flights)
+        return len(self._submitted)
 
     @property
     def decoding(self) -> list[Session]:
@@ -65,25 +65,25 @@ class Flights:
             return []
         return [
             session
-            for flight in self._flights
-            for session in flight.sessions
+            for submission in self._submitted
+            for session in submission.sessions
             if session.id in self.proposals
         ]
 
-    def submit(self, flight: Flight, proposals: dict[int, Proposals]) -> None:
-        """Give a flight's turns to the target, which begins with them now where it is
-        ``Overlapped``, else when the flight is to land.
+    def submit(self, submission: Submission, proposals: dict[int, Proposals]) -> None:
+        """Give a submission's turns to the target, which begins with them now where it is
+        ``Overlapped``, else when the submission is to be collected.
         """
         self.proposals.update(proposals)
-        for turn in flight.prefill:
+        for turn in submission.prefill:
             self.proposals[turn.sequence.id] = Proposals()
-        self._flights.append(flight)
+        self._submitted.append(submission)
         if self._overlapped is not None:
-            self._overlapped.submit(flight.turns)
-            flight.submitted_s = perf_counter()
+            self._overlapped.submit(submission.turns)
+            submission.submitted_s = perf_counter()
 
     @property
-    def in_flight(self) -> tuple[View, Plan] | None:
+    def rows(self) -> tuple[View, Plan] | None:
         """The rows in one in-flight batch with those that are ready: a step engine's passes are of
         what is submitted together.
         """
@@ -94,25 +94,25 @@ class Flights:
         """How many prompts stay in flight from one step to the next."""
         return 0
 
-    def land(self, log: StepLog) -> tuple[Flight, list[Completion], bool]:  # noqa: ARG002 (each has its own)
-        """Wait for the oldest flight; return it, its completions, and whether the target failed
+    def collect(self, log: StepLog) -> tuple[Submission, list[Completion], bool]:  # noqa: ARG002 (each has its own)
+        """Wait for the oldest submission; return it, its completions, and whether the target failed
         with all of them.
 
-        A target that raises fails only the turns that raise again alone. The flights behind it are
-        void: their sequences are ready again.
+        A target that raises fails only the turns that raise again alone. The submissions behind it
+        are void: their sequences are ready again.
         """
-        flight = self._flights.popleft()
+        submission = self._submitted.popleft()
         try:
-            return flight, self._poll(flight), False
+            return submission, self._poll(submission), False
         except Exception:
             logger.exception("the target failed; its submission is run again without proposals")
         self._stats.fallback("target_error")
-        self._flights.clear()
-        self.proposals = {turn.sequence.id: Proposals() for turn in flight.turns}
-        with flight.log.part("verify"):
-            completions = run_again(self._target, flight.turns) if flight.turns else []
+        self._submitted.clear()
+        self.proposals = {turn.sequence.id: Proposals() for turn in submission.turns}
+        with submission.log.part("verify"):
+            completions = run_again(self._target, submission.turns) if submission.turns else []
         return (
-            flight,
+            submission,
             completions,
             bool(completions) and all(completion.error is not None for completion in completions),
         )
@@ -121,16 +121,20 @@ class Flights:
         """Take a sequence out; return whether its turn was in flight."""
         if self.proposals.pop(sequence_id, None) is None:
             return False
-        for flight in self._flights:
-            flight.turns = [turn for turn in flight.turns if turn.sequence.id != sequence_id]
+        for submission in self._submitted:
+            submission.turns = [
+                turn for turn in submission.turns if turn.sequence.id != sequence_id
+            ]
         return True
 
-    def _poll(self, flight: Flight) -> list[Completion]:
+    def _poll(self, submission: Submission) -> list[Completion]:
         if self._overlapped is None:
-            with flight.log.part("verify"):
-                return run_turns(self._target, flight.turns)
+            with submission.log.part("verify"):
+                return run_turns(self._target, submission.turns)
         completions = self._overlapped.poll(timeout_s=1.0)
         now_s = perf_counter()
-        flight.log.overlapped(now_s - flight.submitted_s, self._overlapped.took_s, self._landed_s)
-        self._landed_s = now_s
+        submission.log.overlapped(
+            now_s - submission.submitted_s, self._overlapped.took_s, self._collected_s
+        )
+        self._collected_s = now_s
         return completions

@@ -1,0 +1,123 @@
+"""The policy as the loop asks it: one that fails costs a step its speculation, never a request."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from backend.core.step_log import StepLog
+from backend.ops.decision_log import DecisionLog
+from backend.ops.stats import StepStats
+from policy import Drafted, IntArray, NoSpeculation, Outcome, Plan, Policy, View
+
+logger = logging.getLogger(__name__)
+
+LOG_PERIOD_S = 10.0
+"""At most so often a policy that fails is logged; ``spindle_fallback_total`` counts every time."""
+
+
+class Planning:
+    """Owns the policy, its state and what happens where it raises; for the loop's thread.
+
+    Other threads may read ``policy``, ``state`` (an immutable value) and ``last_plan``: the view,
+    the state that the plan was made from, the plan, and when.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        drafts: tuple[str, ...],
+        stats: StepStats,
+        clock: Callable[[], float],
+        seed: int,
+    ) -> None:
+        self.policy = policy
+        self.state: Any = policy.start()
+        self.last_plan: tuple[View, Any, Plan, float] | None = None
+        self._stats = stats
+        self._clock = clock
+        self._rng = np.random.default_rng(seed)
+        self._decisions = DecisionLog(drafts)
+        self._silent_until_s = -math.inf
+
+    def change(
+        self, policy: Policy, state: Any, drafts: tuple[str, ...] | None = None
+    ) -> tuple[Policy, Any]:
+        """Plan by this policy from now on, between two steps; ``drafts`` are named where they are
+        others. Return the policy and the state until now.
+        """
+        before = self.policy, self.state
+        self.policy, self.state = policy, state
+        if drafts is not None:
+            self._decisions = DecisionLog(drafts)
+        return before
+
+    def plan(self, view: View, log: StepLog) -> Plan:
+        """Return the policy's plan; where it fails, that of no speculation."""
+        with log.part("planning"):
+            state, now = self.state, self._clock()
+            try:
+                plan, self.state = self.policy.plan(view, state, now, self._rng)
+            except Exception:
+                self._failed("this step does not speculate")
+                plan, _ = NoSpeculation().plan(view, None, self._clock(), self._rng)
+        if len(view):
+            self.last_plan = (view, state, plan, now)
+        of_ready = plan if view.ready.all() else plan.of_rows(np.flatnonzero(view.ready))
+        self._decisions.planned(view, of_ready, self._clock(), self.drift)
+        return plan
+
+    def needs_offers(self, request: IntArray) -> bool:
+        """Return whether the next plan may depend on what drafts could propose."""
+        try:
+            return self.policy.needs_offers(request, self.state)
+        except Exception:
+            self._failed("all drafts are asked")
+            return True
+
+    def trim(self, view: View, plan: Plan, drafted: Drafted) -> list[int]:
+        """Return how many of each row's nodes are verified; where the policy fails, as many as were
+        planned.
+        """
+        try:
+            nodes = self.policy.trim(view, plan, drafted, self.state)
+            pairs = zip(nodes.tolist(), plan.length, strict=True)  # one number a row, or it fails
+            return [most for most, _ in pairs]
+        except Exception:
+            self._failed("as many nodes are verified as were planned")
+            planned: list[int] = plan.length.tolist()
+            return planned
+
+    def observe(self, outcome: Outcome, view: View | None) -> None:
+        """Let the policy learn from a step; ``view`` is the step's where another one has been
+        planned for since. Where it fails, it begins anew.
+        """
+        try:
+            if view is not None:
+                self.state = self.policy.stand_by(view, self.state)
+            self.state = self.policy.observe(outcome, self.state, self._clock())
+        except Exception:
+            self._failed("it forgets what it has learnt")
+            self.state = self.policy.start()
+
+    def drift(self) -> dict[str, float]:
+        """Return measured over predicted time by part of the step."""
+        try:
+            return self.policy.drift(self.state)
+        except Exception:
+            self._failed("no drift is shown")
+            return {}
+
+    def _failed(self, consequence: str) -> None:
+        """Count the exception that is being handled, and log it now and then: each step may
+        raise.
+        """
+        self._stats.fallback("policy_error")
+        now = self._clock()
+        if now >= self._silent_until_s:
+            self._silent_until_s = now + LOG_PERIOD_S
+            logger.exception("the policy failed; %s", consequence)

@@ -1,0 +1,68 @@
+"""What the planner can be made with: how acceptance is learnt, how plans are executed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from .acceptance import Expected
+from .latency import Predicted, Times
+from .plan import FloatArray, IntArray, Outcome, Plan, View
+from .problem import StepProblem
+
+
+class Estimator(Protocol):
+    """How acceptance is learnt: ``AcceptanceModel``, or another with a ``state`` of its own.
+
+    Pure: every method returns a new state and changes none. What another estimator than
+    ``AcceptanceModel`` has learnt is not kept over a restart.
+    """
+
+    def start(self) -> Any:
+        """Return the state before any evidence."""
+
+    def admit(self, state: Any, requests: list[int], group: list[int] | None = None) -> Any:
+        """Return the state with a place for each request; ``group`` of each, -1: none."""
+
+    def forget(self, state: Any, requests: Iterable[int]) -> Any:
+        """Return the state without these requests; unknown ones do not matter."""
+
+    def aged(self, state: Any, now: float) -> Any:
+        """Return the state at a time, seconds of any monotonic clock."""
+
+    def observe(
+        self,
+        state: Any,
+        request: IntArray,
+        draft: IntArray,
+        accepted: IntArray,
+        scored: IntArray,
+        emitted: IntArray,
+    ) -> Any:
+        """Return the state after chains, with the arguments of ``AcceptanceModel.observe``."""
+
+    def expected(self, state: Any, request: list[int]) -> Expected:
+        """Return what is expected of admitted requests: hazards [k_max, drafts, n] in [0, 1]."""
+
+    def doubt(self, state: Any, expected: Expected) -> tuple[FloatArray, FloatArray]:
+        """Return the standard deviations of these hazards, float64[k_max, drafts, n], and the
+        variance of a request's deviation from its draft's level, float64[drafts, n] squared logits.
+        """
+
+
+class Execution(Protocol):
+    """How an engine executes a plan, where that is more than all rows side by side in one pass:
+    ``policy.pipelining``, ``policy.decomposition``. ``memory`` is its own, and is not changed.
+    """
+
+    def start(self) -> Any:
+        """Return its memory before the first step."""
+
+    def prepare(self, problem: StepProblem, view: View, times: Times) -> None:
+        """Put into the problem's seconds, in place, what does not depend on what is chosen."""
+
+    def execute(self, plan: Plan, view: View, times: Times, memory: Any) -> tuple[Plan, Any]:
+        """Return the plan with how it is executed, and the memory."""
+
+    def predicted(self, times: Times, outcome: Outcome, view: View) -> Predicted:
+        """Return the seconds that a step should have taken as it was executed."""
