@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+
 from backend.engines.openvino.engine import OpenvinoEngine
 from backend.engines.torch.engine import TorchEngine
 from tests.contract.scenarios import Scenario, plain_text

@@ -12,15 +12,12 @@ from backend import machine
 from backend.config import EngineConfig
 from backend.engines.checkpoint import LlamaConfig, Weights, load
 from backend.engines.openvino.layout import paths
-from backend.engines.openvino.llama import SCRATCH_BLOCKS, OpenvinoLlama
+from backend.engines.openvino.llama import BRANCHES, OpenvinoLlama
 from backend.engines.port import Completion, Turn
 from backend.engines.registry import Service
 from backend.engines.stepping.engine import Job, StepEngine, step_limits
 
 logger = logging.getLogger(__name__)
-
-BRANCHES = SCRATCH_BLOCKS // 2
-"""Branches of trees in one pass, at most."""
 
 
 class OpenvinoEngine(StepEngine):

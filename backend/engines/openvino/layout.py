@@ -5,8 +5,10 @@ the same bits under any plan, every generated token, proposed ones too, is a seq
 that shares its row's block table, as it would be in plain decoding, and a prompt is runs of two
 tokens or more. A call writes all its KV before it attends.
 
-A run of several tokens clears what lies behind it in its last block. So what follows a prompt there
-waits for a second call (``in_calls``).
+A run of several tokens clears what lies behind it in its last block. In a prompt that may be the KV
+of others, who share its blocks because they begin alike. So a prompt's run has a copy of that
+block, whose tokens go back behind the call, and what follows a prompt there waits for a second call
+(``in_calls``).
 
 A branch of a tree would overwrite the KV of the likeliest path, for both have the same positions:
 it has copies of the blocks behind the text. What other rows of the pass write there is written into
@@ -33,12 +35,14 @@ class Layout:
     """The inputs of one pass. ``invariant``: as in the module's docstring; else what follows each
     other runs together. ``scratch`` are the blocks for branches.
 
-    ``copies`` are (from block, to block, tokens) to be made before the pass; ``branches`` holds, by
-    chunk's number and node that is not on the likeliest path, a table with the node's path.
+    ``copies`` are (from block, to block, tokens) to be made before the pass, ``returns`` (from
+    block, to block, slice of tokens) behind it; ``branches`` holds, by chunk's number and node that
+    is not on the likeliest path, a table with the node's path.
     """
 
     def __init__(self, chunks: Seq[Chunk], scratch: Iterable[int] = (), *, invariant: bool) -> None:
         self.copies: list[tuple[int, int, int]] = []
+        self.returns: list[tuple[int, int, slice]] = []
         self.branches: dict[tuple[int, int], Blocks] = {}
         self._invariant, self._scratch = invariant, iter(scratch)
         self._ids: list[int] = []
@@ -79,12 +83,26 @@ class Layout:
         text, table = count - nodes, chunk.table.numbers
         main, *others = paths(chunk.parents) or [[]]
         rows = [*range(base, base + text), *(base + text + node for node in main)]
-        self._run(rows, chunk.start, table, chunk.prompt_rows if self._invariant else len(rows))
+        together = chunk.prompt_rows if self._invariant else len(rows)
+        if needs_copy(chunk, together):
+            table = self._copied(chunk, together)
+        self._run(rows, chunk.start, table, together)
         for path in others:
             branch = [*range(base, base + text), *(base + text + node for node in path)]
             table = self._branch(chunk, branch, len(path))
             for node in set(path) - set(main):
                 self.branches.setdefault((number, node), table)
+
+    def _copied(self, chunk: Chunk, together: int) -> Blocks:
+        """Return a chunk's table with a copy of the block in which its run ends."""
+        index, stop = divmod(chunk.start + together, BLOCK_TOKENS)
+        begin = max(0, chunk.start - index * BLOCK_TOKENS)
+        table, own = chunk.table.numbers.copy(), int(chunk.table.numbers[index])
+        table[index] = copy = next(self._scratch)
+        if begin:
+            self.copies.append((own, copy, begin))
+        self.returns.append((copy, own, slice(begin, stop)))
+        return table
 
     def _branch(self, chunk: Chunk, rows: list[int], nodes: int) -> Blocks:
         """Lay out a path that is not the likeliest, in blocks of its own behind the text; return
@@ -121,29 +139,60 @@ class Layout:
             begin = stop
 
 
-def in_calls(chunks: Seq[Chunk]) -> list[list[tuple[int, Chunk]]]:
+def needs_copy(chunk: Chunk, together: int) -> bool:
+    """Return whether the run of a chunk's first rows ends within a block that others may share."""
+    inside = (chunk.start + together) % BLOCK_TOKENS > 0
+    return chunk.prompt_rows > 0 and together > 1 and inside
+
+
+def in_calls(
+    chunks: Seq[Chunk], most_copies: int, *, invariant: bool
+) -> list[list[tuple[int, Chunk]]]:
     """Return the chunks, with their numbers, by the call in which they are run: what follows a
-    prompt in the block where it ends is cut off, for the second.
+    prompt in the block where it ends is cut off for a later one, and none has more runs that need a
+    copy than ``most_copies``.
     """
-    first, second = list[tuple[int, Chunk]](), list[tuple[int, Chunk]]()
+    calls: list[list[tuple[int, Chunk]]] = [[]]
+    copies = [0]
+
+    def place(number: int, chunk: Chunk, earliest: int) -> int:
+        together = chunk.prompt_rows if invariant else len(chunk.tokens)
+        copied = needs_copy(chunk, together)
+        while copied and copies[earliest] == most_copies:
+            earliest += 1
+            if earliest == len(calls):
+                calls.append([])
+                copies.append(0)
+        calls[earliest].append((number, chunk))
+        copies[earliest] += copied
+        return earliest
+
     for number, chunk in enumerate(chunks):
-        rows = chunk.prompt_rows
-        behind = len(chunk.tokens) - rows
-        if rows < 2 or not behind or (chunk.start + rows) % BLOCK_TOKENS == 0:
-            first.append((number, chunk))
+        behind = len(chunk.tokens) - chunk.prompt_rows
+        if not (invariant and behind and needs_copy(chunk, chunk.prompt_rows)):
+            place(number, chunk, 0)
             continue
-        logits = max(0, chunk.logits - behind)
-        prompt = replace(chunk, tokens=chunk.tokens[:rows], logits=logits, parents=())
-        rest = replace(
-            chunk,
-            tokens=chunk.tokens[rows:],
-            start=chunk.start + rows,
-            logits=chunk.logits - logits,
-            prompt_rows=0,
-        )
-        first.append((number, prompt))
-        second.append((number, rest))
-    return [first, second] if second else [first]
+        prompt, rest = _cut(chunk, behind)
+        later = place(number, prompt, 0) + 1
+        if later == len(calls):
+            calls.append([])
+            copies.append(0)
+        place(number, rest, later)
+    return calls
+
+
+def _cut(chunk: Chunk, behind: int) -> tuple[Chunk, Chunk]:
+    """Return the rows of a prompt, and those ``behind``."""
+    rows, logits = chunk.prompt_rows, max(0, chunk.logits - behind)
+    prompt = replace(chunk, tokens=chunk.tokens[:rows], logits=logits, parents=())
+    rest = replace(
+        chunk,
+        tokens=chunk.tokens[rows:],
+        start=chunk.start + rows,
+        logits=chunk.logits - logits,
+        prompt_rows=0,
+    )
+    return prompt, rest
 
 
 def paths(parents: Seq[int]) -> list[list[int]]:

@@ -18,7 +18,11 @@ from backend.kinds import KINDS
 from backend.sequence import BLOCK_TOKENS
 
 SCRATCH_BLOCKS = KINDS["openvino"].scratch_tokens // BLOCK_TOKENS
-"""Blocks for branches of trees in one pass; a branch takes one or two."""
+"""Blocks for a pass's copies: of a prompt's last block, and for branches of trees."""
+
+RUN_COPIES = SCRATCH_BLOCKS // 2
+BRANCHES = SCRATCH_BLOCKS // 4
+"""The most prompts' copies of a call, and branches, each of which takes up to two blocks."""
 
 _STORED = {"fp32": (torch.float32, "f32"), "bf16": (torch.bfloat16, "bf16")}
 """By precision: how KV is held, and what OpenVINO calls it."""
@@ -67,7 +71,7 @@ class OpenvinoLlama:
         self.config = config
         self.token_ids = weights.get("lm_head.token_ids")
         self._invariant, self._trees = invariant, trees
-        self._scratch = range(kv_blocks, kv_blocks + (SCRATCH_BLOCKS if trees else 0))
+        self._scratch = range(kv_blocks, kv_blocks + SCRATCH_BLOCKS)
         self._branches: dict[tuple[int, int], Blocks] = {}
         dtype, kv_precision = _STORED[precision]
         graph = build(config, weights, max_positions=max_positions, int8=int8, repeats=trees)
@@ -112,7 +116,7 @@ class OpenvinoLlama:
         them [rows, vocab] (fp32), which the next call overwrites. Raises PassError.
         """
         self._branches.clear()
-        calls = in_calls(chunks) if self._invariant else [list(enumerate(chunks))]
+        calls = in_calls(chunks, RUN_COPIES, invariant=self._invariant)
         if len(calls) == 1:
             return self._call(calls[0], chunks)
         found: list[list[torch.Tensor]] = [[] for _ in chunks]
@@ -140,6 +144,9 @@ class OpenvinoLlama:
         out = self._output(len(arrays["rows"]))
         self._request.set_tensor("logits", openvino.Tensor(out, shared_memory=True))
         self._request.infer()
+        for source, target, tokens_written in layout.returns:
+            written = self.pool[:, :, source, :, tokens_written]
+            self.pool[:, :, target, :, tokens_written] = written
         # With one thread OpenVINO swallows an exception inside its graph: what is there then is
         # what was there before.
         if np.isnan(out[:, 0]).any():

@@ -1,0 +1,368 @@
+"""The default engine on CPUs: the exactness suite, the traps of its library, and that its texts do
+not hang on load or plan, bit for bit.
+"""
+
+import gc
+from dataclasses import replace
+from importlib import metadata
+from itertools import cycle
+
+import numpy as np
+import openvino
+import pytest
+import torch
+
+from backend import kinds
+from backend.config import ConfigError, parse_config, settled
+from backend.engines.checkpoint import CheckpointError, LlamaConfig
+from backend.engines.openvino import llama
+from backend.engines.openvino.layout import Layout, in_calls, paths
+from backend.engines.openvino.llama import PassError
+from backend.engines.openvino.paged_attention import VersionError
+from backend.engines.port import Turn
+from backend.engines.stepping.chunks import Chunk, KVTable
+from backend.request import SamplingParams
+from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
+from policy import NO_DRAFT
+from tests.contract import checks, deployment
+from tests.contract.deployment import (
+    K_MAX,
+    VOCAB,
+    Deployment,
+    ForetoldDraft,
+    Scripted,
+    tiny_engine,
+)
+from tests.contract.openvino_engines import on_openvino
+from tests.contract.scenarios import ALIKE, BUSY, CRAMPED, CROWDED, MIXED, TAILED, serve
+
+SCENARIOS = {
+    "busy": BUSY,
+    "options": MIXED,
+    "little KV": CRAMPED,
+    "crowded": CROWDED,
+    "tail": TAILED,
+    "prefixes": ALIKE,
+}
+
+
+@pytest.fixture(autouse=True)
+def heads_of_eight(monkeypatch):
+    """OpenVINO's attention has no heads of 4."""
+
+    def config(vocab=VOCAB, *, layers=2, shortlist=0):
+        return LlamaConfig(vocab, 16, 24, layers, 4, 2, 8, draft_vocab_size=shortlist)
+
+    monkeypatch.setattr(deployment, "tiny_config", config)
+    monkeypatch.setattr("tests.contract.scenarios.tiny_config", config)
+
+
+@pytest.fixture
+def engine():
+    with on_openvino():
+        yield tiny_engine()
+
+
+@pytest.mark.parametrize("invariant", [True, False], ids=["invariant", "in runs"])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_texts_are_those_of_plain_decoding_and_nothing_unwritten_is_read(name, invariant):
+    with on_openvino(SCENARIOS[name], invariant=invariant):
+        checks.texts(serve(SCENARIOS[name]))
+
+
+# -- the same bits
+
+
+def logits_of(engine, *chunks):
+    """The logits of one pass [rows, vocab]."""
+    with torch.inference_mode():
+        return engine._model.forward(list(chunks)).clone()
+
+
+def table(number, blocks=2):
+    return KVTable(range(number * blocks, (number + 1) * blocks), "cpu")
+
+
+def plain(engine, tokens, prompt, where):
+    """The logits behind each of ``tokens`` from the prompt's last on: prefill, then one by one."""
+    rows = [logits_of(engine, Chunk(tokens[:prompt], 0, where, 1, prompt_rows=prompt))]
+    rows += [
+        logits_of(engine, Chunk([token], position, where, 1))
+        for position, token in enumerate(tokens[prompt:], prompt)
+    ]
+    return torch.cat(rows)
+
+
+PROMPT, TEXT = 29, 37
+"""The text goes over the end of a block."""
+
+
+@pytest.fixture
+def text(engine):
+    tokens = np.random.default_rng(0).integers(0, VOCAB, TEXT).tolist()
+    return tokens, plain(engine, tokens, PROMPT, table(0))
+
+
+@pytest.mark.parametrize("cuts", [[2, 27], [14, 15], [3, 3, 3, 20], [27, 2]])
+def test_a_prompt_cut_anywhere_has_the_bits_of_the_whole(engine, text, cuts):
+    tokens, whole = text
+    start, where = 0, table(1)
+    for cut in cuts:
+        part = Chunk(tokens[start : start + cut], start, where, 1, prompt_rows=cut)
+        other = Chunk(tokens[: 5 + cut], 0, table(2), 0, prompt_rows=5 + cut)
+        rows = logits_of(engine, part, other)
+        start += cut
+    assert torch.equal(rows[0], whole[0])
+
+
+@pytest.mark.parametrize("others", [0, 1, 6])
+@pytest.mark.parametrize("proposed", [1, 3, 8])
+def test_a_verification_has_the_bits_of_plain_decoding(engine, text, proposed, others):
+    tokens, whole = text
+    where = table(1)
+    plain(engine, tokens[: PROMPT + 1], PROMPT, where)
+    chain = Chunk(tokens[PROMPT - 1 + 1 : PROMPT + proposed], PROMPT, where, proposed)
+    beside = [Chunk(tokens[: 4 + n], 0, table(2 + n), 1 + n, prompt_rows=4 + n) for n in range(3)]
+    beside += [Chunk(tokens[:2], 0, table(5 + n), 1) for n in range(3)]
+    found = logits_of(engine, *beside[:others], chain)[-proposed:]
+    assert torch.equal(found, whole[1 : 1 + proposed])
+
+
+def test_a_tree_has_the_bits_of_its_paths_and_leaves_the_kv_of_the_one_that_is_kept(engine, text):
+    tokens, whole = text
+    where = table(1)
+    plain(engine, tokens[:PROMPT], PROMPT, where)
+    # The longest path is wrong; the text is on nodes 1 and 3 to 6.
+    wrong = [(token + 1) % VOCAB for token in tokens[PROMPT + 1 : PROMPT + 8]]
+    truth = tokens[PROMPT + 1 : PROMPT + 6]
+    nodes = [wrong[0], truth[0], *wrong[1:2], *truth[1:], *wrong[2:5]]
+    parents = [ROOT, ROOT, 0, 1, 3, 4, 5, 2, 7, 8]
+    tree = Chunk([tokens[PROMPT], *nodes], PROMPT, where, len(nodes) + 1, parents)
+    found = logits_of(engine, tree)
+    path = [1, 3, 4, 5, 6]
+    assert torch.equal(found[[0, *(1 + node for node in path)]], whole[1:7])
+    with torch.inference_mode():
+        engine._model.keep([(tree, path)])
+    assert torch.equal(
+        logits_of(engine, Chunk([tokens[PROMPT + 6]], PROMPT + 6, where, 1)), whole[7:8]
+    )
+
+
+def served(engine, asks, *, load):
+    """Serve (prompt, tokens, sampling) under a load; return text and log-probabilities of each."""
+    rng = np.random.default_rng([1, load])
+    drafts = [
+        ForetoldDraft("liar", lies=True),
+        ForetoldDraft("oracle"),
+        ForetoldDraft("bushy", bushy=True),
+    ]
+    script = [
+        (int(d), int(k))
+        for d, k in zip(rng.integers(0, 3, 17), rng.integers(0, K_MAX + 1, 17), strict=True)
+    ]
+    alone = load == 0
+    made = Deployment(
+        engine,
+        [] if alone else drafts,
+        Scripted([(NO_DRAFT, 0)] if alone else script, rng.integers(1, 8, 13).tolist()),
+        chunk_tokens=64 if alone else int(rng.integers(2, 24)),
+        max_active=1 if alone else int(rng.integers(2, 13)),
+        kv_blocks=8 if alone else int(rng.integers(6, 20)),
+        nodes=int(rng.choice([0, 7])),
+        reuse=bool(rng.integers(2)),
+        poisons=False,
+    )
+    sessions = []
+    for prompt, tokens, sampling, truth in asks:
+        sessions.append(made.submit(prompt, tokens, sampling))
+        for draft in made.drafts:
+            draft.truth[sessions[-1].id] = truth
+        for _ in range(int(rng.integers(0, 3))):
+            made.step()
+    made.run()
+    texts = [(s.sequence.tokens[s.sequence.prompt_tokens :], s.sink.log_probs) for s in sessions]
+    return texts, made.counters()
+
+
+def asked(count):
+    """Greedy and seeded requests, many of which begin alike."""
+    rng = np.random.default_rng(7)
+    stems = [rng.integers(0, VOCAB, 2 * BLOCK_TOKENS).tolist() for _ in range(4)]
+    for number, stem in zip(range(count), cycle(stems), strict=False):
+        kept = int(rng.choice([1, 20, BLOCK_TOKENS, 2 * BLOCK_TOKENS]))
+        prompt = [*stem[:kept], *rng.integers(0, VOCAB, int(rng.integers(0, 9))).tolist()]
+        temperature = 0.0 if number % 2 else 0.9
+        yield (
+            prompt,
+            int(rng.integers(3, 16)),
+            SamplingParams(temperature, seed=number, log_probs=True),
+        )
+
+
+def same_texts_under(loads, count):
+    with on_openvino():
+        engine = tiny_engine(kv_blocks=20)
+    unknown = [(*ask, []) for ask in asked(count)]
+    alone, _ = served(engine, unknown, load=0)
+    known = [(*ask, tokens) for ask, (tokens, _) in zip(asked(count), alone, strict=True)]
+    pre_empted = 0.0
+    for load in loads:
+        found, counters = served(engine, known, load=load)
+        assert found == alone, f"load {load}"
+        pre_empted += sum(value for key, value in counters.items() if "preempt" in key[0])
+    return pre_empted
+
+
+def test_the_same_request_has_the_same_text_to_the_last_bit_under_any_load_and_plan():
+    same_texts_under(range(1, 4), 24)
+
+
+@pytest.mark.slow
+def test_two_hundred_requests_have_the_same_bits_under_twenty_loads_pre_emption_included():
+    assert same_texts_under(range(1, 21), 200) > 100
+
+
+# -- what its library does
+
+
+def test_it_is_refused_in_another_version_than_is_known(monkeypatch, engine):
+    monkeypatch.setattr(metadata, "version", lambda name: "2026.5.0")
+    missing = "openvino==2026.4.1 (found: 2026.5.0)"
+    assert kinds.KINDS["openvino"].missing == missing
+    with pytest.raises(VersionError, match=r"2026\.5\.0"), on_openvino():
+        tiny_engine()
+    raw = {"target": {"engine": "openvino", "model": "folder"}}
+    with pytest.raises(ConfigError, match=r"target.engine 'openvino' needs openvino==2026\.4\.1"):
+        parse_config(raw)
+    auto = parse_config({"target": {"model": "folder"}}).target
+    assert (auto.engine, settled(auto).engine) == ("torch", "torch")
+
+
+def test_the_installed_version_is_the_one_that_is_known():
+    assert metadata.version("openvino") == kinds.KINDS["openvino"].package[1]
+
+
+def test_a_pass_whose_exception_is_swallowed_is_an_error_and_never_the_logits_before(
+    engine, monkeypatch
+):
+    where = table(0)
+    logits_of(engine, Chunk([1, 2, 3], 0, where, 1, prompt_rows=3))
+    inputs = Layout.inputs
+
+    def wrong(self, *, repeats):
+        found = inputs(self, repeats=repeats)
+        return {**found, "past_lens": np.zeros(9, np.int32)}
+
+    monkeypatch.setattr(Layout, "inputs", wrong)
+    with pytest.raises(PassError, match="1 sequences left no logits"):
+        logits_of(engine, Chunk([1, 2, 3], 0, where, 1, prompt_rows=3))
+
+
+def test_a_silent_pass_is_an_error(engine, monkeypatch):
+    class Silent:
+        def set_tensor(self, *_):
+            pass
+
+        def infer(self):
+            pass
+
+    monkeypatch.setattr(engine._model, "_request", Silent())
+    with pytest.raises(PassError, match="1 sequences left no logits"):
+        logits_of(engine, Chunk([1, 2], 0, table(0), 1, prompt_rows=2))
+
+
+def test_weights_and_caches_outlive_the_arrays_that_they_came_from(engine, text):
+    tokens, whole = text
+    gc.collect()
+    held = [np.full((64, 1024), np.nan, np.float32) for _ in range(64)]
+    assert torch.equal(plain(engine, tokens, PROMPT, table(3)), whole)
+    assert len(held) == 64
+
+
+def test_caches_laid_out_otherwise_are_refused(monkeypatch):
+    monkeypatch.setattr(llama, "BLOCK_TOKENS", 16)
+    with pytest.raises(VersionError, match="blocks of"), on_openvino():
+        tiny_engine()
+
+
+def test_heads_that_its_attention_gets_wrong_are_refused():
+    with on_openvino(), pytest.raises(CheckpointError, match="head_dim must be a multiple of 8"):
+        tiny_engine(config=LlamaConfig(VOCAB, 16, 24, 2, 4, 2, 4))
+
+
+def test_caches_are_ours_and_of_the_size_that_was_planned(engine):
+    pool = engine._model.pool
+    blocks = engine.limits.kv_blocks + llama.SCRATCH_BLOCKS
+    assert list(pool.shape) == [2, 2, blocks, 2, BLOCK_TOKENS, 8]
+    before = pool.clone()
+    logits_of(engine, Chunk([1, 2, 3], 0, table(0), 1, prompt_rows=3))
+    changed = (pool != before)[:, :, : engine.limits.kv_blocks]
+    written = changed.any(dim=-1).any(dim=1).any(dim=2)  # by layer, block and position
+    assert written[:, 0, :3].all()
+    assert int(written.sum()) == 2 * 3
+
+
+# -- where rows lie
+
+
+def test_a_tree_s_paths_are_told_the_longest_first():
+    assert paths([ROOT, ROOT, 1, 0, 2]) == [[1, 2, 4], [0, 3]]
+    assert paths([]) == []
+
+
+def test_branches_have_blocks_of_their_own_with_what_the_pass_writes_before_them():
+    where = KVTable([5, 6], "cpu")
+    chunk = Chunk([9, 1, 2, 3], BLOCK_TOKENS - 2, where, 4, (ROOT, ROOT, 0))
+    layout = Layout([chunk], range(100, 110), invariant=True)
+    found = layout.inputs(repeats=True)
+    assert layout.copies == [(5, 100, BLOCK_TOKENS - 2)]
+    assert found["expand"].tolist() == [0, 1, 3, 0, 2]
+    assert found["compress"].tolist() == [0, 1, 4, 2]
+    assert found["past_lens"].tolist() == [30, 31, 32, 30, 31]
+    assert found["block_indices"].tolist() == [5, 5, 5, 6, 100, 100]
+    assert {node: list(blocks) for (_, node), blocks in layout.branches.items()} == {1: [100]}
+
+
+def test_what_follows_a_prompt_within_a_block_waits_for_a_second_call():
+    chunk = Chunk(list(range(7)), 0, KVTable([0], "cpu"), 4, prompt_rows=4)
+    (_, first), (number, second) = (call[0] for call in in_calls([chunk], 9, invariant=True))
+    assert (first.tokens, first.logits) == ([0, 1, 2, 3], 1)
+    assert (number, second.tokens, second.start, second.logits) == (0, [4, 5, 6], 4, 3)
+    whole = replace(chunk, tokens=list(range(BLOCK_TOKENS + 1)), prompt_rows=BLOCK_TOKENS)
+    assert in_calls([whole], 9, invariant=True) == [[(0, whole)]]
+
+
+def test_prompts_beyond_the_copies_that_there_are_wait_for_another_call():
+    chunks = [Chunk([1, 2], 0, KVTable([number], "cpu"), 1, prompt_rows=2) for number in range(5)]
+    calls = in_calls(chunks, 2, invariant=True)
+    assert [[number for number, _ in call] for call in calls] == [[0, 1], [2, 3], [4]]
+
+
+def test_a_prompt_that_ends_in_a_shared_block_leaves_what_others_have_there(engine, text):
+    tokens, whole = text
+    where = table(0)
+    plain(engine, tokens[:PROMPT], PROMPT, where)
+    own = Chunk([tokens[PROMPT]], PROMPT, where, 1)
+    other = Chunk(tokens[:5], 0, where, 0, prompt_rows=5)
+    assert torch.equal(logits_of(engine, other, own)[-1], whole[1])
+    assert torch.equal(logits_of(engine, own, other)[0], whole[1])
+
+
+def test_more_branches_than_a_pass_has_room_for_cost_a_tree_its_branches_only(engine, monkeypatch):
+    monkeypatch.setattr("backend.engines.openvino.engine.BRANCHES", 1)
+    texts = []
+    for tree in (True, False):
+        turns = []
+        for number in range(3):
+            sequence = Sequence(100 * tree + number, [1, 2, 3], 3, SamplingParams())
+            sequence.blocks["target"] = [number]
+            nodes = Proposal("d", [4, 5], [ROOT, ROOT], [0.6, 0.3]) if tree else None
+            turns.append(Turn(sequence, 3, proposal=nodes))
+        engine.submit(turns)
+        texts.append([done.tokens[:1] for done in engine.poll(0.0)])
+        engine.cancel([turn.sequence.id for turn in turns])
+    assert texts[0] == texts[1]
+
+
+def test_the_openvino_that_is_run_is_the_one_that_is_named():
+    assert openvino.__version__.startswith(kinds.KINDS["openvino"].package[1])
