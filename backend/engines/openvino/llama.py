@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import openvino
 import torch
 
@@ -91,6 +93,7 @@ class OpenvinoLlama:
         self._request = compiled.create_infer_request()
         self._vocab = config.draft_vocab_size or config.vocab_size
         self._out = np.empty((0, self._vocab), np.float32)
+        self._bound: dict[str, npt.NDArray[Any]] = {}
         blocks = kv_blocks + len(self._scratch)
         shape = (config.num_layers, 2, blocks, config.num_kv_heads, BLOCK_TOKENS, config.head_dim)
         self.pool = torch.zeros(shape, dtype=dtype)
@@ -140,9 +143,8 @@ class OpenvinoLlama:
         if not rows:  # at least one row's logits, or OpenVINO would be asked for an empty product
             arrays["rows"] = np.zeros(1, np.int32)
         for name, array in arrays.items():
-            self._request.set_tensor(name, openvino.Tensor(array, shared_memory=True))
+            self._bind(name, array)
         out = self._output(len(arrays["rows"]))
-        self._request.set_tensor("logits", openvino.Tensor(out, shared_memory=True))
         self._request.infer()
         for source, target, tokens_written in layout.returns:
             written = self.pool[:, :, source, :, tokens_written]
@@ -153,12 +155,27 @@ class OpenvinoLlama:
             raise PassError(f"OpenVINO's pass of {len(parts)} sequences left no logits")
         return torch.from_numpy(out[:rows])
 
+    def _bind(self, name: str, array: npt.NDArray[Any]) -> None:
+        """Give the request an input: into the memory that it has, where that has the shape."""
+        bound = self._bound.get(name)
+        if bound is not None and bound.shape == array.shape:
+            bound[...] = array
+            return
+        self._bound[name] = array  # which a tensor over it does not keep alive
+        self._request.set_tensor(name, openvino.Tensor(array, shared_memory=True))
+
     def _output(self, rows: int) -> Floats:
         """Return memory for logits [rows, vocab] that no pass has written."""
         if len(self._out) < rows:
             self._out = np.empty((1 << (rows - 1).bit_length(), self._vocab), np.float32)
-        self._out[:rows, 0] = math.nan
-        return self._out[:rows]
+            self._bound.pop("logits", None)
+        out = self._out[:rows]
+        out[:, 0] = math.nan
+        bound = self._bound.get("logits")
+        if bound is None or len(bound) != rows:
+            self._bound["logits"] = out
+            self._request.set_tensor("logits", openvino.Tensor(out, shared_memory=True))
+        return out
 
     def keep(self, accepted: Seq[tuple[Chunk, Seq[int]]]) -> None:
         """Copy the KV of accepted nodes on branches to where their tokens are in the text."""
