@@ -22,6 +22,7 @@ from backend.engines.contention import overlapped
 from backend.engines.port import Engine
 from backend.engines.registry import Service, make_engine
 from backend.engines.trtllm.deployment import trtllm_tables
+from backend.kinds import KINDS
 from backend.model_folders import check_memory, check_pairs, model_path
 from backend.ops.learned_state import LearnedState, learned_key
 from backend.ops.stats import Stats, StepStats
@@ -83,6 +84,7 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
     in_cohorts = config.policy.cohorts > 1
     target, contention = overlapped(target, drafts) if in_cohorts else (target, None)
     step_stats = StepStats(stats, config.limits.max_active_requests, cpu_only=_cpu_only(config))
+    _tell_slow_kernels(config, step_stats)
     switches = SwitchBoard(config, step_stats)
     planner = policy.SwitchedPolicy(
         make_policy(config, drafts, tables, step_stats, contention), switches.current
@@ -132,6 +134,16 @@ def _check_imports() -> None:
             f"policy was imported from {policy.__file__}, backend from {PROJECT_ROOT}: one of "
             f"them is another project's"
         )
+
+
+def _tell_slow_kernels(config: ServingConfig, stats: StepStats) -> None:
+    """Say it where a processor serves without the kernels that are made for it."""
+    missing = KINDS["openvino"].missing
+    if missing and any(
+        engine.kind.on_cpu and engine.device == "cpu" for engine in (config.target, *config.drafts)
+    ):
+        logger.warning("torch runs the engines, which is slower: install %s", missing)
+        stats.fallback("openvino_missing")
 
 
 def _timed_folders(config: ServingConfig) -> dict[str, Path]:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import openvino
 import torch
 
+from backend import machine
 from backend.engines.checkpoint import CheckpointError, LlamaConfig, Weights
 from backend.engines.openvino.graph import Floats, build
 from backend.engines.openvino.layout import Blocks, Layout, in_calls
@@ -30,8 +31,8 @@ _STORED = {"fp32": (torch.float32, "f32"), "bf16": (torch.bfloat16, "bf16")}
 """By precision: how KV is held, and what OpenVINO calls it."""
 
 
-HEAD_DIM_STEP = 8
-"""Heads of 4 gave wrong texts."""
+HEAD_DIM_STEP = 16
+"""Heads of 4 gave wrong texts where vectors have 8 numbers; they may have 16."""
 
 
 class PassError(RuntimeError):
@@ -75,6 +76,11 @@ class OpenvinoLlama:
         self._invariant, self._trees = invariant, trees
         self._scratch = range(kv_blocks, kv_blocks + SCRATCH_BLOCKS)
         self._branches: dict[tuple[int, int], Blocks] = {}
+        if precision == "bf16" and not machine.multiplies_bf16():
+            raise CheckpointError(
+                "dtype bf16 needs a processor that multiplies it (AVX512-BF16, AMX), this one has "
+                f"{machine.instructions() or 'neither'}; 'auto' is fp32 here"
+            )
         dtype, kv_precision = _STORED[precision]
         graph = build(config, weights, max_positions=max_positions, int8=int8, repeats=trees)
         weights.clear()

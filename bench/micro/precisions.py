@@ -1,0 +1,173 @@
+"""What engines and number formats cost and keep: ``python -m bench.micro.precisions --model FOLDER
+--out FILE``.
+
+An arm is ``engine:dtype``, with ``:runs`` of OpenVINO without the promise of the same bits. Time:
+whole ``submit`` and ``poll`` of steps behind ``--context`` tokens and of prompts, arms interleaved;
+CPU time of the one thread, so that other work on the machine moves it little. Texts: the five
+workloads; every position's arg-max and law against the first arm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from backend import machine
+from backend.engines.openvino.engine import OpenvinoEngine
+from backend.engines.port import Turn
+from backend.engines.stepping.chunks import Chunk, KVTable
+from backend.engines.stepping.engine import StepEngine
+from backend.engines.torch.engine import TorchEngine
+from backend.request import SamplingParams
+from backend.sequence import BLOCK_TOKENS, Proposal, Sequence
+from backend.tokenizer import load_tokenizer
+from bench import workloads
+
+STEPS = ((1, 0), (1, 2), (1, 4), (1, 8), (8, 0), (8, 2), (16, 0), (16, 2))
+"""(sequences, proposed tokens of each)"""
+PROMPTS = (64, 200, 256)
+EXCERPT_TOKENS = 192
+ARMS = ("torch:fp32", "openvino:fp32", "openvino:fp32:runs", "openvino:int8")
+NARROW = ("openvino:bf16", "openvino:bf16:runs")
+
+
+def make(arm: str, folder: Path, context: int) -> StepEngine:
+    """Return the engine of an arm."""
+    engine, dtype, *runs = arm.split(":")
+    blocks = max(n * -(-(context + 1 + k) // BLOCK_TOKENS) for n, k in STEPS)
+    sizes = {"kv_blocks": blocks, "max_context_tokens": max(context, *PROMPTS) + 16}
+    if engine == "torch":
+        return TorchEngine("arm", folder, dtype=dtype, threads=1, **sizes)
+    return OpenvinoEngine("arm", folder, dtype=dtype, threads=1, invariant=not runs, **sizes)
+
+
+def stepper(engine: StepEngine, sequences: int, proposed: int, context: int) -> Callable[[], None]:
+    """Return a step of so many sequences, each behind ``context`` tokens that are taken as run;
+    with ``proposed`` below 0 a prefill of ``context`` tokens.
+    """
+    prefills = proposed < 0
+    length = context if prefills else context + 1
+    blocks = -(-(length + max(0, proposed)) // BLOCK_TOKENS)
+    generator = torch.Generator().manual_seed(sequences)
+    made = []
+    for number in range(sequences):
+        count = length + max(0, proposed)
+        tokens = torch.randint(0, engine.limits.vocab_size, (count,), generator=generator).tolist()
+        table = list(range(number * blocks, (number + 1) * blocks))
+        sequence = Sequence(number, tokens[:length], context, SamplingParams(), {"arm": table})
+        chain = Proposal.chain("bench", tokens[length:]) if proposed > 0 else None
+        made.append(Turn(sequence, length, proposal=chain))
+
+    def step() -> None:
+        for turn in made:
+            engine.assume(turn.sequence, 0 if prefills else context)
+        engine.submit(made)
+        for completion in engine.poll(0.0):
+            if completion.error:
+                raise RuntimeError(completion.error)
+
+    return step
+
+
+def times(engines: dict[str, StepEngine], context: int, rounds: int) -> list[dict[str, object]]:
+    """Return the medians of every step, in CPU ms, and the first arm's time over the others'."""
+    cells = [*((n, k, context) for n, k in STEPS), *((1, -1, tokens) for tokens in PROMPTS)]
+    rows = []
+    for sequences, proposed, behind in cells:
+        steps = {arm: stepper(e, sequences, proposed, behind) for arm, e in engines.items()}
+        taken: dict[str, list[float]] = {arm: [] for arm in steps}
+        for index in range(rounds + 1):
+            for arm in [*steps, *reversed(steps)]:
+                start = time.process_time()
+                steps[arm]()
+                if index:
+                    taken[arm].append(1e3 * (time.process_time() - start))
+        for engine in engines.values():
+            engine.cancel(range(sequences))
+        first, *others = engines
+        ratios = {
+            arm: statistics.median(a / b for a, b in zip(taken[first], taken[arm], strict=True))
+            for arm in others
+        }
+        row = {"sequences": sequences, "proposed": proposed, "tokens": behind}
+        medians = {arm: statistics.median(values) for arm, values in taken.items()}
+        rows.append({**row, "cpu_ms": medians, f"{first}_over": ratios})
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def fidelity(
+    engines: dict[str, StepEngine], texts: dict[str, list[list[int]]]
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Return by kind of text and arm the share of equal arg-maxes and the mean KL from the first
+    arm's law.
+    """
+
+    def laws(engine: StepEngine, text: list[int]) -> torch.Tensor:
+        table = KVTable(range(-(-EXCERPT_TOKENS // BLOCK_TOKENS)), "cpu")
+        chunk = Chunk(text, 0, table, len(text), prompt_rows=len(text))
+        return engine._model.forward([chunk]).float().log_softmax(-1)
+
+    first, *others = engines
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for kind, ones in texts.items():
+        sums = {arm: torch.zeros(2, dtype=torch.float64) for arm in others}
+        for text in ones:
+            reference = laws(engines[first], text)
+            for arm in others:
+                law = laws(engines[arm], text)
+                same = (law.argmax(-1) == reference.argmax(-1)).double().sum()
+                divergence = (reference.exp() * (reference - law)).sum(-1).double().sum()
+                sums[arm] += torch.stack([same, divergence])
+        positions = sum(map(len, ones))
+        found[kind] = {
+            arm: dict(zip(("arg_max_equal", "kl_mean"), (total / positions).tolist(), strict=True))
+            for arm, total in sums.items()
+        }
+    return found
+
+
+def main() -> None:
+    """Measure, print and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--arms", nargs="+")
+    parser.add_argument("--context", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--texts", type=int, default=12, help="of each workload")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    arms = args.arms or [*ARMS, *(NARROW if machine.multiplies_bf16() else ())]
+    engines = {arm: make(arm, args.model, args.context) for arm in arms}
+    tokenizer = load_tokenizer(args.model)
+    texts = {}
+    for name in workloads.NAMES:
+        messages = workloads.load(name, args.texts, args.seed).messages
+        rendered = [workloads.render(message, args.model) for message in messages]
+        texts[name] = [tokenizer.encode(text, False)[:EXCERPT_TOKENS] for text in rendered]
+    with torch.inference_mode():
+        kept = fidelity(engines, texts)
+    command = ["python", "-m", "bench.micro.precisions", *sys.argv[1:]]
+    report = {
+        "command": [args.model.name if word == str(args.model) else word for word in command],
+        "seed": args.seed,
+        "threads": 1,
+        "machine": machine.describe(),
+        "positions": {name: sum(map(len, ones)) for name, ones in texts.items()},
+        f"against {arms[0]}": kept,
+        "steps": times(engines, args.context, args.rounds),
+    }
+    args.out.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    print(json.dumps(kept, indent=1))
+
+
+if __name__ == "__main__":
+    main()
