@@ -22,11 +22,10 @@ COMMON = ("draw", "laws", "processing", "verification")
 
 
 def files(kind):
-    """The files of a kind's hot path; networks of TensorRT begin in torch's engine."""
-    engines = ROOT / "backend" / "engines"
-    own = sorted((engines / kind).glob("*.py")) if kind != "torch" else []
+    """The files of a kind's hot path: what step engines share, its own, and the sampling."""
+    folders = [ROOT / "backend" / "engines" / folder for folder in ("stepping", kind)]
     sampling = [ROOT / "backend" / "sampling" / f"{name}.py" for name in COMMON]
-    return [*sorted((engines / "torch").glob("*.py")), *own, *sampling]
+    return [*(file for folder in folders for file in sorted(folder.glob("*.py"))), *sampling]
 
 
 def code(source):

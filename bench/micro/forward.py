@@ -1,4 +1,4 @@
-"""Time the torch engine's step against transformers' forward on the same weights: ``python -m
+"""Time an engine's step against transformers' forward on the same weights: ``python -m
 bench.micro.forward --model FOLDER``.
 
 One sequence with ``--context`` tokens of KV; 1, 5 and 9 tokens a pass (decoding, verifying 4,
@@ -21,18 +21,22 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from backend import machine
+from backend.config import parse_config
 from backend.engines.checkpoint import DTYPES
 from backend.engines.port import Turn
-from backend.engines.torch.engine import TorchEngine
+from backend.engines.registry import Service, make_engine
+from backend.engines.stepping.engine import StepEngine
+from backend.kinds import KINDS
+from backend.model_folders import model_path
 from backend.request import SamplingParams
 from backend.sequence import BLOCK_TOKENS, Proposal, Sequence
 
 
-def engine_arm(engine: TorchEngine, tokens: list[int], count: int) -> Callable[[], None]:
+def engine_arm(engine: StepEngine, tokens: list[int], count: int) -> Callable[[], None]:
     context = len(tokens) - count
     blocks = list(range(len(tokens) // BLOCK_TOKENS + 2))
     sequence = Sequence(0, tokens[: context + 1], context, SamplingParams(), {engine.name: blocks})
-    proposal = Proposal("bench", tokens[context + 1 :]) if count > 1 else None
+    proposal = Proposal.chain("bench", tokens[context + 1 :]) if count > 1 else None
     engine.submit([Turn(sequence, context, run=0)])
     engine.poll(0.0)
 
@@ -74,6 +78,8 @@ def abba(arms: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
+    kinds = [name for name, kind in KINDS.items() if kind.on_cpu]
+    parser.add_argument("--engine", choices=["auto", *kinds], default="auto")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 5, 9])
@@ -82,14 +88,11 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     longest = args.context + max(args.tokens)
-    engine = TorchEngine(
-        "lean",
-        args.model,
-        dtype=args.dtype,
-        kv_blocks=longest // BLOCK_TOKENS + 2,
-        max_context_tokens=longest,
-        threads=1,
-    )
+    target = {"engine": args.engine, "model": str(args.model.resolve()), "dtype": args.dtype}
+    limits = {"max_context_tokens": longest, "kv_cache_tokens": longest + 2 * BLOCK_TOKENS}
+    config = parse_config({"target": target, "limits": limits})
+    engine = make_engine(config.target, Service(config, 1, model_path))
+    assert isinstance(engine, StepEngine)
     model = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=DTYPES[args.dtype], attn_implementation="sdpa"
     ).eval()
@@ -118,6 +121,7 @@ def main() -> None:
     report = {
         "command": command,
         "seed": args.seed,
+        "engine": config.target.engine,
         "dtype": args.dtype,
         "context": args.context,
         "threads": 1,

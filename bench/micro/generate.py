@@ -15,18 +15,19 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from backend.engines.torch.footprint import footprint
 from transformers import AutoModelForCausalLM
 
 from backend import machine
 from backend.app import App, build
 from backend.config import parse_config
-from backend.engines.checkpoint import DTYPES
+from backend.engines.checkpoint import DTYPES, read_config
+from backend.kinds import KINDS
 from backend.request import GenerationRequest
 from bench.in_process import generate
 
@@ -49,12 +50,9 @@ def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument(
-        "--dtype",
-        choices=sorted(DTYPES),
-        default="bf16",
-        help="of the engine; transformers has what activations have",
-    )
+    kinds = [name for name, kind in KINDS.items() if kind.on_cpu]
+    parser.add_argument("--engine", choices=["auto", *kinds], default="auto")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=32)
@@ -111,19 +109,19 @@ def measured(args: argparse.Namespace, app: App, model: Any) -> list[dict[str, A
     return rows
 
 
-def memory_bound(args: argparse.Namespace, model: Any) -> dict[str, float]:
-    """Return what one thread reads from memory, and how long the weights of a step take at that."""
-    weights = footprint(
-        args.model, args.dtype, "cpu", kv_tokens=0, rows=0, logit_rows=0, law_rows=0
-    ).weights
-    embedding = (
-        model.config.vocab_size * model.config.hidden_size * DTYPES[args.dtype].itemsize
-    )  # rows of it are read, not all
+def memory_bound(args: argparse.Namespace) -> dict[str, float]:
+    """Return what one thread reads from memory, and how long the weights of a step take at that:
+    all, but of an embedding that is not the head a few rows.
+    """
+    config = read_config(args.model)
+    shapes = config.shapes()
+    embedding = 0 if config.tied else prod(shapes["model.embed_tokens.weight"])
+    weights = (sum(map(prod, shapes.values())) - embedding) * DTYPES[args.dtype].itemsize
     bandwidth = read_gb_per_s()
     return {
         "read_gb_per_s": bandwidth,
-        "weight_bytes_a_step": weights - embedding,
-        "step_ms": (weights - embedding) / bandwidth / 1e6,
+        "weight_bytes_a_step": weights,
+        "step_ms": weights / bandwidth / 1e6,
     }
 
 
@@ -131,13 +129,14 @@ def main() -> None:
     """Measure, and write the record."""
     args = parse()
     torch.set_num_threads(1)
-    target = {"engine": "torch", "model": str(args.model.resolve()), "dtype": args.dtype}
-    app = build(parse_config({"target": target, "policy": {"kind": "none"}, "threads": 1}), {})
+    target = {"engine": args.engine, "model": str(args.model.resolve()), "dtype": args.dtype}
+    config = parse_config({"target": target, "policy": {"kind": "none"}, "threads": 1})
+    app = build(config, {})
     theirs = AutoModelForCausalLM.from_pretrained(args.model, dtype=DTYPES[args.dtype]).eval()
     theirs.generation_config.eos_token_id = None
     rows = measured(args, app, theirs)
     app.close()
-    memory = memory_bound(args, theirs)
+    memory = memory_bound(args)
     command = [
         args.model.name if word == str(args.model) else word
         for word in ["python", "-m", "bench.micro.generate", *sys.argv[1:]]
@@ -145,6 +144,7 @@ def main() -> None:
     settings = {
         "command": command,
         "seed": args.seed,
+        "engine": config.target.engine,
         "dtype": args.dtype,
         "threads": 1,
         "machine": machine.describe(),

@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument(
         "--dtype",
-        choices=["bf16", "fp16", "fp32"],
+        choices=["bf16", "fp32"],
         help="of target and drafts, instead of the configured one",
     )
     parser.add_argument("--max-tokens", type=int, default=64)

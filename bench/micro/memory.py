@@ -24,7 +24,7 @@ from backend import machine
 from backend.app import App, build
 from backend.config import load_config
 from backend.engines import memory
-from backend.engines.torch.engine import TorchEngine
+from backend.engines.stepping.engine import StepEngine
 from backend.model_folders import model_path
 from backend.request import GenerationRequest
 from backend.storage.tables import timed_engines
@@ -50,10 +50,10 @@ def resident() -> dict[str, float]:
 def touch_kv(app: App) -> None:
     """Write every page of the KV pools."""
     for engine in (app.target, *app.drafts):
-        if isinstance(engine, TorchEngine):
+        if isinstance(engine, StepEngine):
+            model: Any = engine._model
             with torch.inference_mode():
-                for layer in engine._model._layers:
-                    layer.pool.fill_(0.5)
+                (model.pool if hasattr(model, "pool") else model._pool).fill_(0.5)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,10 +1,10 @@
-"""A verification whose rows are attended to one by one, in tiles, padded to the longest context, or
-cut into pieces. Prints JSON.
+"""A verification whose rows are attended to one by one, padded to the longest context, or cut into
+pieces. Prints JSON.
 
     python -m bench.micro.padding --config model_repository/spindle/1/serving.json
 
-Every case is a batch of contexts; all arms verify ``--length`` proposed tokens a row in one engine,
-interleaved, and nothing is accepted. Times are CPU times of the one thread that does everything.
+Every case is a batch of contexts; all arms verify ``--length`` proposed tokens a row in one torch
+engine, interleaved, and nothing is accepted. Times are CPU times of the one thread that does it.
 ``decided`` is what the policy's cost model chooses (``policy.decomposition`` with the price
 ``backend.policy_factory.MERGE_TOKENS``), ``fit`` that price as these figures have it: seconds of
 the padding arms of a case are one constant and c (tokens read + price x pieces).
@@ -29,13 +29,13 @@ import numpy as np
 from backend import machine
 from backend.config import load_config
 from backend.engines.port import Turn
-from backend.engines.torch.engine import PADDED, RAGGED, TILED, TorchEngine
+from backend.engines.torch.engine import PADDED, RAGGED, TorchEngine
 from backend.model_folders import model_path
 from backend.policy_factory import MERGE_TOKENS
 from backend.request import SamplingParams
 from backend.sequence import BLOCK_TOKENS, Proposal, Sequence
 from bench.paired import abba, median_interval
-from policy.decomposition import best_piece
+from policy.decomposition import Decomposition
 
 LENGTHS = (64, 128, 256, 512)
 """Of pieces, in tokens."""
@@ -72,13 +72,13 @@ def step(
             Turn(
                 sequence,
                 context + 1,
-                proposal=Proposal("bench", text[context + 1 :]),
+                proposal=Proposal.chain("bench", text[context + 1 :]),
                 piece_tokens=piece_tokens,
             )
         )
 
     def run() -> None:
-        engine._attention, engine._model._pads = attention, attention == PADDED
+        engine.limits = replace(engine.limits, pads=attention == PADDED)
         engine.cancel(range(len(contexts)))
         for turn in turns:
             engine.assume(turn.sequence, turn.end - 1)
@@ -99,12 +99,12 @@ def measure(
 ) -> dict[str, Any]:
     """Return the arms' medians in ms, and ragged over each, by pairs, with their intervals."""
     reads = np.array(contexts) + 1
-    decided = best_piece(reads, True, MERGE_TOKENS, BLOCK_TOKENS)
+    decided = Decomposition(MERGE_TOKENS, BLOCK_TOKENS).best_piece(reads)
     pieces = {"padded": 0} | {
         f"cut {tokens}": tokens for tokens in LENGTHS if tokens < max(contexts)
     }
     pieces["decided"] = decided.piece_tokens
-    arms = {name: step(engine, contexts, length, name, 0) for name in (RAGGED, TILED)}
+    arms = {RAGGED: step(engine, contexts, length, RAGGED, 0)}
     arms |= {
         name: step(engine, contexts, length, PADDED, tokens) for name, tokens in pieces.items()
     }

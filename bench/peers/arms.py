@@ -132,7 +132,7 @@ class Peers:
 
     def missing(self, name: str) -> str:
         """Return why a peer cannot be run here, '' when it can."""
-        if self._config.target.engine != "torch":
+        if not self._config.target.kind.on_cpu:
             return f"peers run checkpoints only, not the engine {self._config.target.engine!r}"
         if name.endswith("-draft") and not self._drafts():
             return "no draft that runs a model"
@@ -179,7 +179,7 @@ class Peers:
 
     def _drafts(self) -> list[EngineConfig]:
         """Return the drafts that run a model, the largest first."""
-        found = [draft for draft in self._config.drafts if draft.engine == "torch"]
+        found = [draft for draft in self._config.drafts if draft.kind.on_cpu]
         return sorted(
             found,
             key=lambda draft: (

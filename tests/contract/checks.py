@@ -307,7 +307,7 @@ def reused_tokens(*salts: str) -> list[int]:
 
 
 def tenants_share_nothing() -> None:
-    assert reused_tokens("", "", "a", "b", "a") == [0, 32, 0, 0, 32]
+    assert reused_tokens("", "", "a", "b", "a") == [0, 2 * BLOCK_TOKENS, 0, 0, 2 * BLOCK_TOKENS]
 
 
 # -- drafts that are known beforehand

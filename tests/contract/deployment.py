@@ -39,7 +39,7 @@ GREEDY = SamplingParams()
 VOCAB, K_MAX, BLOCKS = 24, 4, 64
 NODES = 7
 """Nodes of a tree, at most: more than its longest path."""
-MAX_CONTEXT_TOKENS = 96
+MAX_CONTEXT_TOKENS = 6 * BLOCK_TOKENS
 
 numbers = itertools.count(1)
 
@@ -440,4 +440,6 @@ def kv(engine: TorchEngine, sequence: Sequence) -> torch.Tensor:
     """The keys and values of the committed tokens [layers, seen, 2 x kv_heads, head_dim]."""
     held = torch.tensor(slots(engine, sequence, seen(engine, sequence)), dtype=torch.int64)
     found = [pool[held // BLOCK_TOKENS, held % BLOCK_TOKENS] for pool in cells(engine)]
-    return torch.stack(found).reshape(len(found), len(held), -1, engine._model.config.head_dim)
+    config = engine._model.config
+    shape = len(found), len(held), 2 * config.num_kv_heads, config.head_dim
+    return torch.stack(found).reshape(shape)

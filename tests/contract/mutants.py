@@ -17,10 +17,11 @@ from backend.core.block_pool import BlockPool
 from backend.core.drafting import Drafting
 from backend.core.kv_ledger import KVLedger
 from backend.core.step_log import StepLog
+from backend.engines.stepping import engine as stepping
+from backend.engines.stepping import kv_caches
 from backend.engines.stepping.chunks import Chunk
-from backend.engines.torch import engine as torch_engine
-from backend.engines.torch import kv_caches, llama
-from backend.engines.torch.engine import TorchEngine
+from backend.engines.stepping.engine import StepEngine
+from backend.engines.torch import llama
 from backend.request import FinishReason, SamplingParams
 from backend.sampling import draw, verification
 from backend.sequence import BLOCK_TOKENS, Proposal
@@ -86,7 +87,7 @@ def change_verdicts(patch: Patch, change: Callable) -> None:
             row += request.rows
         return verdicts
 
-    wrap(patch, torch_engine, "verify", verify)
+    wrap(patch, stepping, "verify", verify)
 
 
 def tell_alike(verdict) -> None:
@@ -358,7 +359,7 @@ def count_positions_of_a_run_one_too_high(patch: Patch) -> None:
     def chunk(original, tokens, start, *others, **options):
         return original(tokens, start + (len(tokens) > 2), *others, **options)
 
-    wrap(patch, torch_engine, "Chunk", chunk)
+    wrap(patch, stepping, "Chunk", chunk)
 
 
 # -- proposals and trims
@@ -424,28 +425,28 @@ def count_all_emitted_but_the_last_as_accepted(patch: Patch) -> None:
 
 @killed_by(checks.kv_is_fresh, BUSY)
 def leave_the_kv_of_accepted_nodes_where_it_was(patch: Patch) -> None:
-    patch.setattr(llama.Llama, "move", lambda model, sources, targets: None)
+    patch.setattr(llama.Llama, "keep", lambda model, accepted: None)
 
 
 @killed_by(checks.one_token_is_unseen, BUSY)
 def forget_the_kv_of_accepted_leaves(patch: Patch) -> None:
     """Costs time, never exactness."""
 
-    def compact(original, engine, jobs):
-        original(engine, [job for job in jobs if job.path[-1] == len(job.path) - 1])
+    def keep(original, engine, accepted):
+        original(engine, [each for each in accepted if each[0].path[-1] == len(each[0].path) - 1])
 
-    wrap(patch, TorchEngine, "_compact", compact)
+    wrap(patch, StepEngine, "_keep", keep)
 
 
 @killed_by(checks.kv_is_fresh, BUSY)
 def keep_the_kv_of_all_nodes(patch: Patch) -> None:
     """As if a tree were the chain of its nodes."""
 
-    def compact(original, engine, jobs):
-        for job in jobs:
+    def keep(original, engine, accepted):
+        for job, _ in accepted:
             job.cache.ran += [job.request.tokens[node] for node in job.path]
 
-    wrap(patch, TorchEngine, "_compact", compact)
+    wrap(patch, StepEngine, "_keep", keep)
 
 
 @killed_by(checks.texts, greedily(BUSY))
@@ -462,22 +463,22 @@ def skip_the_rollback(patch: Patch) -> None:
             job.chunk = replace(job.chunk, start=start)
         return job
 
-    wrap(patch, TorchEngine, "_prepare", prepare)
+    wrap(patch, StepEngine, "_prepare", prepare)
 
 
 @killed_by(checks.kv_is_fresh, BUSY)
 def keep_the_kv_of_a_rejected_branch(patch: Patch) -> None:
     """All nodes are taken for text, whatever was drawn."""
 
-    def compact(original, engine, jobs):
-        original(engine, jobs)
-        for job in jobs:
+    def keep(original, engine, accepted):
+        original(engine, accepted)
+        for job, _ in accepted:
             job.cache.ran += job.request.tokens[len(job.path) :]
 
     def seen(original, cache, tokens):
         return min(len(cache.ran), len(tokens))
 
-    wrap(patch, TorchEngine, "_compact", compact)
+    wrap(patch, StepEngine, "_keep", keep)
     wrap(patch, kv_caches.Cache, "seen", seen)
 
 
@@ -491,7 +492,7 @@ def keep_the_kv_of_a_draft_s_rejected_tokens(patch: Patch) -> None:
             cache.agreed = min(len(cache.ran), len(turn.sequence.tokens))
         return original(engine, turn)
 
-    wrap(patch, TorchEngine, "_prepare", prepare)
+    wrap(patch, StepEngine, "_prepare", prepare)
 
 
 @killed_by(checks.one_token_is_unseen, BUSY)
@@ -503,7 +504,7 @@ def forget_the_kv_of_accepted_tokens(patch: Patch) -> None:
         for job in jobs:
             job.cache.roll_back(job.turn.end)
 
-    wrap(patch, TorchEngine, "_run", run)
+    wrap(patch, StepEngine, "_run", run)
 
 
 # -- prefix reuse
@@ -534,7 +535,7 @@ def share_blocks_of_proposed_tokens(patch: Patch) -> None:
             sequence.keys[:] = ahead.keys
         return job
 
-    wrap(patch, TorchEngine, "_prepare", prepare)
+    wrap(patch, StepEngine, "_prepare", prepare)
 
 
 @killed_by(checks.tenants_share_nothing)
@@ -570,7 +571,7 @@ def trust_the_content_of_a_block_that_was_given_to_another(patch: Patch) -> None
 @killed_by(checks.texts, greedily(CRAMPED))
 def go_on_without_the_kv_that_was_given_back(patch: Patch) -> None:
     """Engines are not told of a lost block table."""
-    patch.setattr(TorchEngine, "cancel", lambda engine, ids: None)
+    patch.setattr(StepEngine, "cancel", lambda engine, ids: None)
     patch.setattr(kv_caches.Cache, "grew_into", lambda cache, blocks: True)
 
 
@@ -641,7 +642,7 @@ def let_drafts_ignore_the_options(patch: Patch) -> None:
             job.request = replace(job.request, sampling=bare)
         return job
 
-    wrap(patch, TorchEngine, "_prepare", prepare)
+    wrap(patch, StepEngine, "_prepare", prepare)
 
 
 @killed_by(checks.log_probs, MIXED)

@@ -10,13 +10,14 @@ import torch
 
 from backend.engines.torch import padded
 from backend.engines.torch.padded import Padded
+from backend.sequence import BLOCK_TOKENS
 from tests.contract import checks
 from tests.contract.mutants import MUTANTS, Patch, killed_by, wrap
 from tests.contract.scenarios import UNEVEN, greedily
 
 __all__ = ["MUTANTS"]
 
-PADDED, CUT = greedily(replace(UNEVEN, pieces=(0,))), replace(UNEVEN, pieces=(16,))
+PADDED, CUT = greedily(replace(UNEVEN, pieces=(0,))), replace(UNEVEN, pieces=(BLOCK_TOKENS,))
 
 
 def afterwards(patch: Patch, change) -> None:
@@ -64,7 +65,7 @@ def leave_out_the_last_piece(patch: Patch) -> None:
 @killed_by(checks.texts, PADDED)
 def read_what_lies_behind_a_context(patch: Patch) -> None:
     def change(attention):
-        attention._tiles = [replace(tile, unused=tile.unused[:0]) for tile in attention._tiles]
+        attention._unused = attention._unused[:0]
 
     afterwards(patch, change)
 
@@ -72,7 +73,7 @@ def read_what_lies_behind_a_context(patch: Patch) -> None:
 @killed_by(checks.texts, PADDED)
 def let_a_padded_row_see_the_next_proposed_token(patch: Patch) -> None:
     def change(attention):
-        attention._tiles = [replace(tile, mask=tile.mask.roll(1, -1)) for tile in attention._tiles]
+        attention._mask = attention._mask.roll(1, -1)
 
     afterwards(patch, change)
 

@@ -15,6 +15,7 @@ from backend.core.session import Session
 from backend.engines.lookup import LookupEngine
 from backend.engines.port import Engine
 from backend.request import SamplingParams
+from backend.sequence import BLOCK_TOKENS
 from policy import NO_DRAFT
 from tests.contract.deployment import (
     K_MAX,
@@ -32,16 +33,17 @@ GREEDY = SamplingParams()
 SAMPLED = SamplingParams(0.9, seed=3)
 PROMPTS = (
     [1, 2, 3],
-    [7] * 17,
+    [7] * (BLOCK_TOKENS + 1),
     [5, 9, 11, 2, 0, 4],
     [20, 10, 10, 10, 16, 20, 10, 10, 10],
     [3, 21, 3, 21, 8, 3, 21],
     list(range(24)),
 )
+ALPHABET = [n % 24 for n in range(3 * BLOCK_TOKENS)]
 PROMPTS += (
-    [*range(24), *range(24)],
-    [*range(24), *range(20), 1, 1],
-    [*range(24), *range(8)],
+    ALPHABET,
+    [*ALPHABET[:-4], 1, 1],
+    ALPHABET[: 2 * BLOCK_TOKENS],
 )  # one beginning of two blocks
 SHORT = range(6)
 DRAFTS = ("twin", "near", "short", "fp32", "lookup", "liar", "oracle", "bushy")
@@ -91,7 +93,6 @@ class Scenario:
     kv_blocks: int = 64
     reuse: bool = True
     pieces: tuple[int, ...] = ()
-    attention: str = ""
     cohorts: tuple[int, ...] = ()
     poisons: bool = True
 
@@ -131,7 +132,7 @@ UNEVEN = Scenario(
         for n, prompt in enumerate((7, 0, 1, 6, 2, 5, 8))
     ),
     max_active=5,
-    pieces=(16, 0, 32, 16, 48, 96, 16),
+    pieces=tuple(blocks * BLOCK_TOKENS for blocks in (1, 0, 2, 1, 3, 6, 1)),
 )
 """Long contexts beside short ones in a target that pads, cut into other pieces in every step, or
 not.
@@ -139,16 +140,16 @@ not.
 
 ALIKE = Scenario(
     (
-        Ask(6, 12),
-        Ask(6, 20, sampling=SAMPLED),
-        Ask(7, 12, 1),
-        Ask(8, 16, 1, 3),
-        Ask(6, 9, 4),
-        Ask(7, 12, 4, salt="b"),
-        Ask(8, 16, 12),
-        Ask(6, 12, 18),
+        Ask(6, 28),
+        Ask(6, 36, sampling=SAMPLED),
+        Ask(7, 28, 1),
+        Ask(8, 32, 1, 3),
+        Ask(6, 25, 4),
+        Ask(7, 28, 4, salt="b"),
+        Ask(8, 32, 12),
+        Ask(6, 28, 28),
     ),
-    chunk_tokens=20,
+    chunk_tokens=40,
     kv_blocks=20,
 )
 """Requests that begin alike: at the same time, in the middle of another's prefill, behind its end,
@@ -203,7 +204,7 @@ MIXED = Scenario(
 )
 
 LONG = tuple(
-    Ask(n, 40, n // 2, sampling=s)
+    Ask(n, 80, n // 2, sampling=s)
     for n, s in enumerate((GREEDY, SAMPLED, CROSSED[0], CROSSED[10], CROSSED[2]))
 )
 CRAMPED = Scenario(LONG, kv_blocks=8)
@@ -234,15 +235,13 @@ def reference() -> Reference:
     return Reference(tiny_engine())
 
 
-def new_drafts(attention: str = "ragged") -> list[Engine]:
+def new_drafts() -> list[Engine]:
     """Drafts in the order of ``DRAFTS``."""
     return [
-        tiny_engine("twin", attention=attention),
-        tiny_engine("near", seed=1, noise=0.05, attention=attention),
-        tiny_engine(
-            "short", config=tiny_config(shortlist=15), seed=2, noise=0.05, attention=attention
-        ),
-        tiny_engine("fp32", seed=3, noise=0.05, dtype=torch.float32, attention=attention),
+        tiny_engine("twin"),
+        tiny_engine("near", seed=1, noise=0.05),
+        tiny_engine("short", config=tiny_config(shortlist=15), seed=2, noise=0.05),
+        tiny_engine("fp32", seed=3, noise=0.05, dtype=torch.float32),
         LookupEngine("lookup", max_draft_tokens=K_MAX, vocab_size=VOCAB),
         ForetoldDraft("liar", lies=True),
         ForetoldDraft("oracle"),
@@ -253,8 +252,8 @@ def new_drafts(attention: str = "ragged") -> list[Engine]:
 def serve(scenario: Scenario, *watchers: Callable[[Deployment], None]) -> Served:
     """Run a scenario to its end."""
     deployment = Deployment(
-        tiny_engine(attention=scenario.attention or ("padded" if scenario.pieces else "ragged")),
-        new_drafts(scenario.attention or "ragged"),
+        tiny_engine(attention="padded" if scenario.pieces else "ragged"),
+        new_drafts(),
         Scripted(scenario.script, scenario.trims, scenario.pieces or (0,)),
         chunk_tokens=scenario.chunk_tokens,
         max_active=scenario.max_active,

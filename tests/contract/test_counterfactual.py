@@ -12,7 +12,7 @@ import torch
 from backend.engines.port import Turn
 from backend.engines.stepping.counterfactual import DRAWN_ROWS, SCORED_ROWS, chains
 from backend.request import SamplingParams
-from backend.sequence import Sequence
+from backend.sequence import BLOCK_TOKENS, Sequence
 from policy import NO_DRAFT
 from tests.contract.deployment import K_MAX, Deployment, Scripted, tiny_config, tiny_engine
 from tests.contract.scenarios import PROMPTS
@@ -121,7 +121,7 @@ def test_prompt_tokens_are_not_scored():
 
 
 def test_a_submission_scores_a_bounded_number_of_the_last_tokens(monkeypatch):
-    monkeypatch.setattr("backend.engines.torch.engine.SCORED_ROWS", 12)
+    monkeypatch.setattr("backend.engines.stepping.engine.SCORED_ROWS", 12)
     draft, made = DRAFTS["near"](), []
     for _ in range(2):
         sequence = new_sequence(SamplingParams())
@@ -201,8 +201,9 @@ def test_scoring_changes_no_kv():
     assert not plain.scored
     assert scored.proposal.tokens == plain.proposal.tokens
     assert scored.proposal.parents == plain.proposal.parents
+    firsts = (0, 4 * BLOCK_TOKENS)
     kv = [
-        torch.stack([layer.pool[n * 64 : n * 64 + 25] for layer in draft._model._layers])
-        for n in range(2)
+        torch.stack([layer.pool[first : first + 25] for layer in draft._model._layers])
+        for first in firsts
     ]
     assert np.allclose(*kv, atol=1e-12)

@@ -9,12 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from backend.engines.port import Turn
 from backend.engines.torch.engine import TorchEngine
-from backend.request import SamplingParams
-from backend.sequence import Proposal, Sequence
+from backend.sequence import BLOCK_TOKENS
 from tests.contract import checks
-from tests.contract.deployment import tiny_engine
 from tests.contract.on_device import engines_on
 from tests.contract.pretend_device import DEVICE, OnDevice, PretendDevice
 from tests.contract.scenarios import ALIKE, BUSY, MIXED, in_earnest, serve
@@ -27,47 +24,16 @@ def pretended():
     assert not device.broken
 
 
-@pytest.mark.parametrize("attention", ["ragged", "tiled", "padded", "graphs"])
+@pytest.mark.parametrize("blocks", [(), (1, 0, 2)], ids=["ragged", "padded"])
 @pytest.mark.parametrize("scenario", [BUSY, MIXED], ids=["busy", "options"])
 def test_texts_of_a_device_are_those_of_plain_decoding_and_nothing_meets_the_host_s(
-    attention, scenario
+    blocks, scenario
 ):
     with pretended():
-        pieces = (16, 0, 32) if attention == "padded" else ()
-        served = serve(replace(scenario, attention=attention, pieces=pieces))
+        pieces = tuple(count * BLOCK_TOKENS for count in blocks)
+        served = serve(replace(scenario, pieces=pieces))
         assert isinstance(served.deployment.target._model._pool, OnDevice)
         checks.texts(served)
-
-
-def step(engine, turns):
-    engine.submit(turns)
-    completions = engine.poll(0.0)
-    assert not any(completion.error for completion in completions)
-    return completions
-
-
-@pytest.mark.parametrize("proposed", [0, 1, 4])
-@pytest.mark.parametrize("requests", [1, 3])
-def test_a_greedy_step_in_static_shapes_uploads_once_and_waits_once(requests, proposed):
-    with pretended() as device:
-        engine = tiny_engine(attention="graphs")
-        sequences = [
-            Sequence(n, [1, 2, 3 + n], 3, SamplingParams(), {"target": [n]})
-            for n in range(requests)
-        ]
-        for _ in range(2):
-            step(engine, [Turn(sequence, 3) for sequence in sequences])  # records the size
-        for _ in range(2):
-            device.counted.clear()
-            proposal = Proposal.chain("draft", [4] * proposed) if proposed else None
-            completions = step(
-                engine,
-                [Turn(sequence, len(sequence.tokens), proposal=proposal) for sequence in sequences],
-            )
-            for sequence, completion in zip(sequences, completions, strict=True):
-                sequence.tokens += completion.tokens[-1:]
-            counted = +device.counted
-        assert counted == Counter({"upload": 1, "tolist": 1})
 
 
 def test_the_device_s_rules_are_kept():
@@ -96,13 +62,12 @@ def pretended_beside(monkeypatch, side_stream=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["ragged", "graphs"])
 @pytest.mark.parametrize("scenario", [BUSY, MIXED, ALIKE], ids=["busy", "options", "alike"])
 def test_cohorts_on_a_stream_beside_wait_for_all_that_crosses_and_texts_are_those_of_plain_decoding(
-    monkeypatch, attention, scenario
+    monkeypatch, scenario
 ):
     with pretended_beside(monkeypatch):
-        served = serve(in_earnest(replace(scenario, attention=attention)))
+        served = serve(in_earnest(scenario))
         checks.texts(served)
         assert ("spindle_fallback_total", "target_error") not in served.deployment.counters()
 

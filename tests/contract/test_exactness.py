@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from backend.request import SamplingParams
+from backend.sequence import BLOCK_TOKENS
 from tests.contract import checks, cohort_checks
 from tests.contract.scenarios import (
     ALIKE,
@@ -26,6 +27,7 @@ LATE = Scenario(tuple(Ask(n % 6, 24, n, n + 3 + n % 4 if n % 2 else None) for n 
 """Clients that leave while their cohort is being verified."""
 
 CUT = tuple(replace(ask, prompt=5 + n % 4) for n, ask in enumerate(MIXED.asks))
+PIECES = (BLOCK_TOKENS, 2 * BLOCK_TOKENS)
 DECAYING = SamplingParams(1.0, top_p=0.95, top_p_decay=0.6, top_p_min=0.2, top_p_reset_id=2)
 DECAYED = tuple(replace(DECAYING, temperature=1.5, seed=n) for n in range(2))
 SCENARIOS = {
@@ -41,12 +43,8 @@ SCENARIOS = {
     "pre-empted": (CRAMPED, checks.ALL),
     "pre-empted, nothing kept": (replace(CRAMPED, reuse=False), checks.ALL),
     "padded": (replace(UNEVEN, pieces=(0,)), SETTLED),
-    "tiled": (replace(UNEVEN, pieces=(), attention="tiled"), SETTLED),
     "in pieces": (UNEVEN, SETTLED),
-    "options in pieces": (replace(MIXED, asks=CUT, pieces=(16, 32)), SETTLED),
-    "static": (replace(BUSY, attention="graphs"), SETTLED),
-    "static options": (replace(MIXED, attention="graphs", chunk_tokens=40), SETTLED),
-    "static alike": (replace(ALIKE, attention="graphs"), checks.ALL),
+    "options in pieces": (replace(MIXED, asks=CUT, pieces=PIECES), SETTLED),
     "cohorts": (in_cohorts(BUSY), checks.ALL),
     "options in cohorts": (in_cohorts(MIXED), checks.ALL),
     "alike in cohorts": (in_cohorts(ALIKE), checks.ALL),
@@ -83,7 +81,7 @@ def test_it_holds_that(check):
 def test_kv_is_shared_and_requests_are_pre_empted():
     """Where nothing was, the scenarios that are there for it would show nothing."""
     shared = checks.exact(ALIKE).deployment.counters()
-    assert shared["spindle_kv_reused_tokens_total",] >= 64
+    assert shared["spindle_kv_reused_tokens_total",] >= 4 * BLOCK_TOKENS
     assert ("spindle_preemptions_total",) not in shared
     for scenario in (CRAMPED, CROWDED):
         assert checks.exact(scenario).deployment.counters()["spindle_preemptions_total",] > 0
@@ -93,7 +91,7 @@ def test_outcomes_say_how_contexts_were_cut():
     """By them the planner judges the time of a step."""
     _, deployment, _ = checks.exact(UNEVEN)
     outcomes = [o for o in deployment.policy.outcomes if len(o.request)]
-    assert {o.piece_tokens for o in outcomes} == {0, 16, 32, 48, 96}
+    assert {o.piece_tokens for o in outcomes} == {n * BLOCK_TOKENS for n in (0, 1, 2, 3, 6)}
 
 
 def test_a_text_follows_the_target_s_law():

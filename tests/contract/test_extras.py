@@ -21,7 +21,7 @@ def asks(deployment):
             *(replace(s, top_log_probs=2) for s in CROSSED),
         ]
     ):
-        session = deployment.submit(PROMPTS[number % 6], 14, sampling, salt=str(number))
+        session = deployment.submit(PROMPTS[number % 6], 30, sampling, salt=str(number))
         session.sequence.context_logits = session.sequence.generation_logits = True
         session.sequence.prompt_log_probs = True
         sessions.append(session)
@@ -31,14 +31,14 @@ def asks(deployment):
 @pytest.mark.parametrize("script", [SCRIPT, ((6, 4),)], ids=["trees", "oracle"])
 @pytest.mark.parametrize(
     ("attention", "kv_blocks"),
-    [("ragged", 64), ("tiled", 9), ("padded", 64)],
+    [("ragged", 64), ("ragged", 6), ("padded", 64)],
     ids=["ragged", "little KV", "padded"],
 )
 def test_each_token_has_its_logits_and_each_of_the_prompt_too(script, attention, kv_blocks):
     engine = tiny_engine(attention=attention)
     deployment = Deployment(
         engine,
-        new_drafts(attention),
+        new_drafts(),
         Scripted(script, TRIMS),
         chunk_tokens=5,
         max_active=6,

@@ -1,11 +1,11 @@
-"""A pass of the torch engine that breaks off half-way leaves nothing behind that could change a
+"""A pass of a step engine that breaks off half-way leaves nothing behind that could change a
 text.
 """
 
 import pytest
 
 from backend.core import drafting
-from backend.engines.torch import engine as torch_engine
+from backend.engines.stepping import engine as stepping
 from backend.engines.torch.llama import Llama
 from tests.contract import checks
 from tests.contract.scenarios import BUSY
@@ -28,7 +28,7 @@ def break_now_and_then(monkeypatch, owner, name):
     return calls
 
 
-@pytest.mark.parametrize(("owner", "name"), [(Llama, "forward"), (torch_engine, "verify")])
+@pytest.mark.parametrize(("owner", "name"), [(Llama, "forward"), (stepping, "verify")])
 def test_passes_that_raise_change_no_text(monkeypatch, owner, name):
     calls = break_now_and_then(monkeypatch, owner, name)
     monkeypatch.setattr(drafting, "COOLDOWN_S", 0.0)

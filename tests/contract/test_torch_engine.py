@@ -7,8 +7,8 @@ import torch
 
 from backend.engines.port import Turn
 from backend.request import SamplingParams
-from backend.sequence import Proposal, Sequence
-from tests.contract.deployment import tiny_config, tiny_engine
+from backend.sequence import BLOCK_TOKENS, Proposal, Sequence
+from tests.contract.deployment import MAX_CONTEXT_TOKENS, tiny_config, tiny_engine
 
 VOCAB, KV_BLOCKS = 40, 24
 
@@ -48,7 +48,10 @@ def plain(engine, sequence, count):
 
 def kv(engine, sequence, count):
     """The keys and values of the first ``count`` positions, in every layer."""
-    slots = [sequence.blocks[engine.name][p // 16] * 16 + p % 16 for p in range(count)]
+    slots = [
+        sequence.blocks[engine.name][p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS
+        for p in range(count)
+    ]
     return torch.stack([layer.pool[slots] for layer in engine._model._layers])
 
 
@@ -223,31 +226,31 @@ def test_trees_chains_and_prompts_share_a_pass(engine):
 
 
 def test_a_tree_may_end_beyond_the_context_as_deep_as_a_chain_may(engine):
-    sequence = new_sequence(prompt=[1] * 96, blocks=range(8))
+    sequence = new_sequence(prompt=[1] * MAX_CONTEXT_TOKENS, blocks=range(8))
     nodes = [(token, parent) for parent in range(-1, 3) for token in (1, 2, 3)]
     parents = [-1, -1, -1, 0, 0, 0, 3, 3, 3, 6, 6, 6]
     proposal = Proposal("d", [token for token, _ in nodes], parents, [1.0] * 12)
-    (completion,) = step(engine, Turn(sequence, 96, proposal=proposal))
+    (completion,) = step(engine, Turn(sequence, MAX_CONTEXT_TOKENS, proposal=proposal))
     assert completion.error is None
 
 
 def test_an_error_ends_its_own_turn_only(engine):
     good, homeless = new_sequence(), new_sequence(name="elsewhere")
     bad_block, bad_token = new_sequence(blocks=(24,)), new_sequence(prompt=(3, VOCAB), blocks=(4,))
-    full = new_sequence(prompt=range(14), blocks=(5,))
+    full = new_sequence(prompt=range(BLOCK_TOKENS - 2), blocks=(5,))
     turns = [
         Turn(homeless, 5),
         Turn(bad_block, 5),
         Turn(good, 5),
         Turn(bad_token, 2),
-        Turn(full, 14, proposal=Proposal.chain("d", [1, 2, 3])),
+        Turn(full, BLOCK_TOKENS - 2, proposal=Proposal.chain("d", [1, 2, 3])),
     ]
     errors = [completion.error for completion in step(engine, *turns)]
     assert errors[2] is None
     assert "no block table for engine 'target'" in errors[0]
     assert "must lie in 0..23, got [24]" in errors[1]
     assert "must lie in 0..39" in errors[3]
-    assert "needs KV for 17 tokens, has 16" in errors[4]
+    assert f"needs KV for {BLOCK_TOKENS + 1} tokens, has {BLOCK_TOKENS}" in errors[4]
 
 
 @pytest.mark.parametrize(
@@ -309,19 +312,21 @@ def test_another_block_table_starts_anew(engine):
 
 def test_a_block_table_that_grows_keeps_its_kv(engine):
     sequence, other = new_sequence(blocks=(3,)), new_sequence(blocks=(8, 9))
-    expected = plain(engine, other, 16)
-    plain(engine, sequence, 8)
+    expected = plain(engine, other, BLOCK_TOKENS)
+    plain(engine, sequence, BLOCK_TOKENS - 8)
     sequence.blocks["target"] += [6]
     assert engine.unseen(sequence) == 1
-    assert plain(engine, sequence, 8) == expected[8:]
-    assert torch.allclose(kv(engine, sequence, 20), kv(engine, other, 20), atol=1e-12)
+    assert plain(engine, sequence, 8) == expected[-8:]
+    both = BLOCK_TOKENS + 4
+    assert torch.allclose(kv(engine, sequence, both), kv(engine, other, both), atol=1e-12)
 
 
 def test_what_is_available_is_cut_to_the_limit_the_context_and_the_blocks(engine):
     assert engine.available(new_sequence(), 3) == 3
     assert engine.available(new_sequence(), 9) == 4
-    assert engine.available(new_sequence(prompt=range(15), blocks=(0,)), 4) == 1
-    assert engine.available(new_sequence(prompt=[1] * 94, blocks=range(8)), 4) == 2
+    assert engine.available(new_sequence(prompt=range(BLOCK_TOKENS - 1), blocks=(0,)), 4) == 1
+    nearly_full = new_sequence(prompt=[1] * (MAX_CONTEXT_TOKENS - 2), blocks=range(8))
+    assert engine.available(nearly_full, 4) == 2
     assert engine.available(new_sequence(name="elsewhere"), 4) == 0
 
 

@@ -40,9 +40,7 @@ def compiled(monkeypatch):
 
 
 ONE_FLIGHT = [
-    name
-    for name, (scenario, _) in SCENARIOS.items()
-    if not (scenario.cohorts or scenario.attention or scenario.pieces)
+    name for name, (scenario, _) in SCENARIOS.items() if not (scenario.cohorts or scenario.pieces)
 ]
 """The engine runs beside no other's work, and attends in one way."""
 

@@ -18,6 +18,7 @@ from backend.engines.trtllm import engine as trtllm
 from backend.engines.trtllm.engine import ExecutorSettings, TrtllmEngine
 from backend.engines.trtllm.folder import read_engine_folder
 from backend.request import GenerationRequest
+from backend.sequence import BLOCK_TOKENS
 from engines_build.timing import Case, Rig
 from engines_build.trtllm.measure_executor import (
     FilledEngine,
@@ -73,7 +74,12 @@ def test_a_request_is_served_with_drafts_of_another_engine(tmp_path):
 
 
 def test_as_many_requests_as_the_engine_takes_are_in_flight_at_once(tmp_path):
-    made = app.build(parse_config(settings(tmp_path)))
+    raw = settings(tmp_path)
+    long = 4 * BLOCK_TOKENS  # so that each has room to grow
+    raw["limits"] |= {"max_context_tokens": long, "prefill_chunk_tokens": long}
+    for name, drafted in (("target", 4), ("small", 0)):
+        folder(tmp_path, name, max_draft_len=drafted, max_seq_len=8 * BLOCK_TOKENS)
+    made = app.build(parse_config(raw))
     for _ in range(10):
         made.orchestrator.submit(made.session(GenerationRequest("ab", 40), Reply()))
     made.orchestrator.step()
@@ -85,7 +91,7 @@ def test_as_many_requests_as_the_engine_takes_are_in_flight_at_once(tmp_path):
 
 def test_texts_in_flight_fit_two_iterations_of_every_engine(tmp_path):
     raw = settings(tmp_path)
-    folder(tmp_path, "small", max_num_tokens=80)
+    folder(tmp_path, "small", max_num_tokens=5 * BLOCK_TOKENS)
     made = app.build(parse_config(raw))
     for _ in range(8):
         made.orchestrator.submit(made.session(GenerationRequest("ab", 40), Reply()))
@@ -93,9 +99,9 @@ def test_texts_in_flight_fit_two_iterations_of_every_engine(tmp_path):
     assert made.orchestrator.counts() == (
         2,
         6,
-    )  # ten blocks of 16, and each text has to have room to grow by four
+    )  # ten blocks, and each text has to have room to grow by four
     while made.orchestrator.step():
-        assert 16 * made.orchestrator._ledger.usage()["used"] <= 160
+        assert made.orchestrator._ledger.usage()["used"] <= 10
     made.close()
 
 

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backend.request import SamplingParams
+from backend.sequence import BLOCK_TOKENS
 from tests.contract import checks
 from tests.contract.deployment import K_MAX, NODES, VOCAB
 from tests.contract.scenarios import DRAFTS, GREEDY, PROMPTS, Ask, Scenario
@@ -64,8 +65,9 @@ scenarios = st.builds(
     max_active=st.integers(1, 6),
     kv_blocks=st.integers(6, 20),
     reuse=st.booleans(),
-    pieces=st.lists(st.sampled_from([0, 16, 16, 32, 48, 96]), max_size=4).map(tuple),
-    attention=st.sampled_from(["", "", "tiled"]),
+    pieces=st.lists(
+        st.sampled_from([blocks * BLOCK_TOKENS for blocks in (0, 1, 1, 2, 3, 6)]), max_size=4
+    ).map(tuple),
 )
 
 

@@ -15,7 +15,7 @@ from backend.request import SamplingParams
 from backend.sequence import BLOCK_TOKENS, Sequence
 
 HEADROOM = 5
-texts = st.tuples(st.integers(1, 50), st.integers(0, 30), st.sampled_from([1, 2]))
+texts = st.tuples(st.integers(1, 3 * BLOCK_TOKENS + 2), st.integers(0, 30), st.sampled_from([1, 2]))
 
 
 class Reuse(RuleBasedStateMachine):
@@ -72,7 +72,7 @@ class Reuse(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_token_is_committed(self, data):
         sequence = self.some(data)
-        if self.ledger.grow(sequence) and len(sequence.tokens) < 90:
+        if self.ledger.grow(sequence) and len(sequence.tokens) < 6 * BLOCK_TOKENS - HEADROOM:
             sequence.tokens.append(
                 self.complete(Turn(sequence, len(sequence.tokens))).tokens[0] % 2 + 1
             )

@@ -6,6 +6,7 @@ import pytest
 
 from backend.config import ConfigError, parse_config
 from backend.engines.trtllm.deployment import check_engines
+from backend.sequence import BLOCK_TOKENS
 from engines_build.trtllm.adopt import adopt, read_parameters
 from tests.contract.engine_folders import engine_folder
 
@@ -88,10 +89,10 @@ def test_engines_with_a_small_token_budget_get_settings_that_are_accepted_and_a_
         model(tmp_path, f"{folder.name}_model", gpt_model_path=folder) for folder in (big, small)
     ]
     settings, notes = adopt(paths[0], paths[1:])
-    assert settings["limits"]["max_context_tokens"] == 80 - 5 - 1
+    assert settings["limits"]["max_context_tokens"] == 2 * BLOCK_TOKENS - 5 - 1
     assert notes == [
         "an iteration takes at most 90 tokens of text, by the engines' max_num_tokens; build "
-        "them with 640 for more"
+        "them with 512 for more"
     ]
     for entry in (settings["target"], settings["drafts"][0]):
         (Path(entry["model"]) / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')

@@ -1,8 +1,9 @@
 import pytest
 
 from backend.core.block_pool import BlockPool, block_key, root_key
+from backend.sequence import BLOCK_TOKENS
 
-KEYS = [block_key(root_key(""), [n] * 16) for n in range(8)]
+KEYS = [block_key(root_key(""), [n] * BLOCK_TOKENS) for n in range(8)]
 
 
 def published(pool, keys):

@@ -84,10 +84,10 @@ def test_the_examples_name_only_arguments_that_the_programs_have(path, capsys):
     ("batch", "context", "draft", "asked", "budget"),
     [
         (64, 8192, 8, 0, 65_536),
-        (8, 1024, 8, 0, 8 * 1040),
-        (1, 131_072, 8, 0, 131_088),
+        (8, 1024, 8, 0, 8 * 1056),
+        (1, 131_072, 8, 0, 131_104),
         (64, 8192, 8, 262_144, 262_144),
-        (64, 8192, 8, 100, 8208),
+        (64, 8192, 8, 100, 8224),
     ],
 )
 def test_the_token_budget_is_for_all_texts_in_flight_and_at_least_one(

@@ -1,8 +1,9 @@
 import json
+from dataclasses import replace
 
 import pytest
 
-from backend import machine
+from backend import kinds, machine
 from backend.config import ConfigError, load_config, parse_config
 
 TORCH = {"engine": "torch", "model": "m"}
@@ -19,18 +20,34 @@ def test_defaults_are_those_of_the_embedded_deployment():
 
 
 @pytest.mark.parametrize(
-    ("instructions", "dtypes"),
-    [("AVX512-BF16", ("bf16", "fp16")), ("AVX2", ("fp16", "fp16")), ("", ("fp32", "fp32"))],
+    ("instructions", "dtype"),
+    [("AVX512-BF16", "bf16"), ("AVX2", "fp32"), ("", "fp32")],
 )
-def test_what_auto_means_hangs_on_what_the_processor_multiplies(monkeypatch, instructions, dtypes):
+def test_what_auto_means_hangs_on_what_the_processor_multiplies(monkeypatch, instructions, dtype):
     monkeypatch.setattr(machine, "instructions", lambda: instructions)
     config = parse_config({"target": TORCH, "drafts": [{**TORCH, "name": "a"}]})
-    assert (config.target.dtype, config.drafts[0].dtype) == dtypes
+    assert (config.target.dtype, config.drafts[0].dtype) == (dtype, dtype)
     config = parse_config(
         {"target": {**TORCH, "dtype": "fp64"}, "drafts": [{**TORCH, "name": "a", "dtype": "bf16"}]}
     )
     assert (config.target.dtype, config.drafts[0].dtype) == ("fp64", "bf16")
     assert parse_config({"target": {**TORCH, "device": "cuda"}}).target.dtype == "bf16"
+
+
+@pytest.mark.parametrize(("pinned", "engine"), [("0", "openvino"), ("none", "torch")])
+def test_the_engine_of_cpus_is_openvino_where_it_is_installed_as_pinned(
+    monkeypatch, pinned, engine
+):
+    """Any other version is as good as none."""
+    monkeypatch.setattr(kinds.metadata, "version", lambda name: "0")
+    kind = replace(kinds.KINDS["openvino"], package=("openvino", pinned))
+    monkeypatch.setitem(kinds.KINDS, "openvino", kind)
+    assert parse_config({"target": {"model": "m"}}).target.engine == engine
+    assert parse_config({"target": {"model": "m", "device": "cuda"}}).target.engine == "torch"
+    raw = {"target": {"model": "m", "engine": "openvino"}}
+    if engine == "torch":
+        with pytest.raises(ConfigError, match=r"'openvino' needs openvino==none \(found: 0\)"):
+            parse_config(raw)
 
 
 @pytest.mark.parametrize(
@@ -40,21 +57,21 @@ def test_what_auto_means_hangs_on_what_the_processor_multiplies(monkeypatch, ins
         ({"target": {**TORCH, "dtyp": "bf16"}}, ["target.dtyp"]),
         ({"target": {**TORCH, "dtype": "fp8"}}, ["target.dtype", "fp8", "bf16"]),
         (
-            {"target": {**TORCH, "dtype": "int8", "device": "cuda"}},
-            ["target.dtype", "int8", "cuda"],
+            {"target": {**TORCH, "dtype": "int8"}},
+            ["target.dtype", "int8", "'bf16', 'fp32', 'fp64'", "'torch'"],
         ),
         (
-            {"target": {**TORCH, "dtype": "fp16", "device": "cuda"}},
-            ["target.dtype", "fp16", "cuda"],
+            {"target": {**TORCH, "engine": "openvino", "device": "cuda"}},
+            ["target.device", "'cpu'", "'openvino'", "cuda"],
         ),
         ({"target": {"engine": "lookup"}}, ["target.engine", "lookup"]),
         (
             {"target": {"engine": "fake", "attention": "padded"}},
-            ["target.attention", "tiled", "padded"],
+            ["target.attention", "ragged", "padded"],
         ),
         (
             {"target": TORCH, "drafts": [{**TORCH, "name": "a", "attention": "padded"}]},
-            ["drafts[0].attention", "tiled", "padded"],
+            ["drafts[0].attention", "ragged", "padded"],
         ),
         ({"target": {"engine": "torch"}}, ["target.model"]),
         ({"target": TORCH, "drafts": {}}, ["drafts", "list"]),

@@ -97,7 +97,7 @@ def test_what_is_pinned_is_read_with_and_without_a_clone(monkeypatch, tmp_path):
             "ok",
             "AVX512-BF16.*, int8 products: dtype auto is bf16",
         ),
-        ("avx2 fma f16c", "ok", "AVX2.*, no int8 products: dtype auto is fp16 for a target"),
+        ("avx2 fma f16c", "ok", "AVX2.*, no int8 products: dtype auto is fp32"),
         ("sse2", "warning", "no AVX2, so dtype auto is fp32"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 from backend.engines.fake import FakeEngine, _log_softmax, _processed
 from backend.engines.port import Turn
 from backend.request import SamplingParams
-from backend.sequence import ROOT, Proposal, Sequence
+from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
 from tests.options import processed
 
 PROMPT = list(b"once upon a time")
@@ -89,7 +89,8 @@ def test_a_draft_proposes_a_tree_that_is_best_first_along_its_own_tokens(tempera
 
 def test_a_tree_is_followed_to_a_leaf_and_the_kv_of_its_path_is_kept():
     """Nodes off the path leave KV where text comes later; it is not believed to be the text's."""
-    target, seq = FakeEngine("t", kv_blocks=4), sequence()
+    prompt = PROMPT * (BLOCK_TOKENS // len(PROMPT))  # the block is full
+    target, seq = FakeEngine("t", kv_blocks=4), replace(sequence(), tokens=prompt)
     seq.blocks["t"] = [2, 0, 1]
     right = step(FakeEngine("x"), replace(seq, blocks={}), run=3).tokens
     tree = Proposal("d", [1, right[0], 2, right[1], 3], [ROOT, ROOT, 1, 1, 3], [1.0] * 5)

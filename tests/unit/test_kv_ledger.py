@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,9 +18,9 @@ def sequence(number, tokens=1):
 def test_engines_that_keep_kv_share_one_table_in_the_room_of_the_smallest_pool():
     ledger, one = (
         KVLedger({"target": 4, "draft": 3, "lookup": 0}, headroom_tokens=9),
-        sequence(1, 16),
+        sequence(1, BLOCK_TOKENS),
     )
-    assert ledger.reserve(one, 16)
+    assert ledger.reserve(one, BLOCK_TOKENS)
     assert one.blocks["target"] is one.blocks["draft"]
     assert set(one.blocks) == {"target", "draft"}
     assert ledger.usage() == {"used": 2, "free": 1, "cached": 0}
@@ -38,12 +40,13 @@ def test_without_an_engine_that_keeps_kv_everything_fits():
 
 def test_a_sequence_beyond_the_pool_never_fits():
     ledger = KVLedger({"target": 2}, headroom_tokens=0)
-    assert ledger.fits_ever(32)
-    assert not ledger.fits_ever(33)
+    assert ledger.fits_ever(2 * BLOCK_TOKENS)
+    assert not ledger.fits_ever(2 * BLOCK_TOKENS + 1)
 
 
 def test_a_sequence_is_given_what_it_needs_now_and_then_grows_at_the_end_of_its_table():
-    ledger, one = KVLedger({"target": 64}, headroom_tokens=9), sequence(1, 39)
+    ledger = KVLedger({"target": 64}, headroom_tokens=9)
+    one = sequence(1, 3 * BLOCK_TOKENS - 9)
     assert ledger.reserve(one, 500)
     before = list(one.blocks["target"])
     assert len(before) == 3
@@ -56,10 +59,11 @@ def test_a_sequence_is_given_what_it_needs_now_and_then_grows_at_the_end_of_its_
 
 
 def test_a_table_does_not_grow_without_room_and_does_when_another_ends():
-    ledger, old, new = KVLedger({"target": 4}, 0, growth_blocks=0), sequence(1, 16), sequence(2, 16)
-    assert ledger.reserve(old, 64)
-    assert ledger.reserve(new, 64)
-    old.tokens += [1] * 32
+    ledger = KVLedger({"target": 4}, 0, growth_blocks=0)
+    old, new = sequence(1, BLOCK_TOKENS), sequence(2, BLOCK_TOKENS)
+    assert ledger.reserve(old, 4 * BLOCK_TOKENS)
+    assert ledger.reserve(new, 4 * BLOCK_TOKENS)
+    old.tokens += [1] * 2 * BLOCK_TOKENS
     assert ledger.grow(old)
     new.tokens += [1]
     assert not ledger.grow(new)
@@ -71,28 +75,30 @@ def test_a_table_does_not_grow_without_room_and_does_when_another_ends():
 def test_a_newcomer_waits_until_all_others_can_grow():
     ledger, old, new = (
         KVLedger({"target": 4 + GROWTH_BLOCKS}, headroom_tokens=0),
-        sequence(1, 48),
-        sequence(2, 16),
+        sequence(1, 3 * BLOCK_TOKENS),
+        sequence(2, BLOCK_TOKENS),
     )
-    assert ledger.reserve(old, 96)
-    assert ledger.reserve(new, 16)
+    assert ledger.reserve(old, 6 * BLOCK_TOKENS)
+    assert ledger.reserve(new, BLOCK_TOKENS)
     ledger.release(new)
     old.tokens.append(1)
     assert ledger.grow(old)
-    assert not ledger.reserve(new, 16)
+    assert not ledger.reserve(new, BLOCK_TOKENS)
 
 
 def test_a_guaranteed_ledger_reserves_whole_lives():
-    ledger, one = KVLedger({"target": 10}, headroom_tokens=0, guaranteed=True), sequence(1, 16)
-    assert ledger.reserve(one, 80)
+    ledger = KVLedger({"target": 10}, headroom_tokens=0, guaranteed=True)
+    assert ledger.reserve(sequence(1, BLOCK_TOKENS), 5 * BLOCK_TOKENS)
     assert ledger.usage() == {"used": 5, "free": 5, "cached": 0}
-    assert not ledger.reserve(sequence(2, 1), 96)
-    assert ledger.reserve(sequence(3, 1), 80)
+    assert not ledger.reserve(sequence(2, 1), 6 * BLOCK_TOKENS)
+    assert ledger.reserve(sequence(3, 1), 5 * BLOCK_TOKENS)
 
 
 ACTIONS = st.lists(
     st.tuples(
-        st.sampled_from(["reserve", "grow", "release"]), st.integers(0, 9), st.integers(1, 60)
+        st.sampled_from(["reserve", "grow", "release"]),
+        st.integers(0, 9),
+        st.integers(1, 4 * BLOCK_TOKENS),
     ),
     max_size=60,
 )
@@ -156,17 +162,17 @@ def reusing(size=64, **options):
 
 def test_a_text_finds_the_complete_blocks_of_an_earlier_one_but_never_that_of_its_last_token():
     ledger, target = reusing()
-    assert [serve(ledger, target, sequence(n, 48)) for n in (1, 2)] == [0, 2]
-    assert serve(ledger, target, sequence(3, 49)) == 3
-    assert serve(ledger, target, sequence(4, 16)) == 0
+    assert [serve(ledger, target, sequence(n, 3 * BLOCK_TOKENS)) for n in (1, 2)] == [0, 2]
+    assert serve(ledger, target, sequence(3, 3 * BLOCK_TOKENS + 1)) == 3
+    assert serve(ledger, target, sequence(4, BLOCK_TOKENS)) == 0
     assert ledger.usage() == {"used": 0, "free": 64, "cached": 3}
 
 
 def test_shared_blocks_are_counted_once_and_reuse_is_told():
     ledger, _ = reusing()
-    one, other = sequence(1, 40), sequence(2, 40)
-    assert ledger.reserve(one, 40)
-    assert ledger.reserve(other, 40)
+    one, other = (sequence(n, 2 * BLOCK_TOKENS + 8) for n in (1, 2))
+    assert ledger.reserve(one, len(one.tokens))
+    assert ledger.reserve(other, len(other.tokens))
     assert one.blocks["target"][:2] == other.blocks["target"][:2]
     assert one.blocks["target"][2] != other.blocks["target"][2]
     assert ledger.usage()["used"] == 4
@@ -181,19 +187,19 @@ def test_shared_blocks_are_counted_once_and_reuse_is_told():
 
 def test_a_sequence_finds_what_it_had_before_it_was_pre_empted():
     ledger, target = reusing()
-    one = sequence(1, 40)
+    one = sequence(1, 2 * BLOCK_TOKENS + 8)
     serve(ledger, target, one)
     one.tokens += [7] * 10
-    assert ledger.reserve(one, 60)
-    assert ledger.take_reuse().tokens == 32
+    assert ledger.reserve(one, len(one.tokens) + 10)
+    assert ledger.take_reuse().tokens == 2 * BLOCK_TOKENS
     assert target.unseen(one) == 18
 
 
 def test_what_the_target_never_ran_is_not_kept():
     ledger, target = reusing()
-    one = sequence(1, 48)
-    assert ledger.reserve(one, 48)
-    target.submit([Turn(one, 20, run=0)])
+    one = sequence(1, 3 * BLOCK_TOKENS)
+    assert ledger.reserve(one, 3 * BLOCK_TOKENS)
+    target.submit([Turn(one, BLOCK_TOKENS + 4, run=0)])
     target.poll(0.0)
     ledger.release(one)
     assert ledger.usage()["cached"] == 1
@@ -201,19 +207,21 @@ def test_what_the_target_never_ran_is_not_kept():
 
 def test_cached_blocks_are_room_for_others_and_admission_does_not_count_a_shared_one_twice():
     ledger, target = reusing(5, growth_blocks=0)
-    serve(ledger, target, sequence(1, 48))
-    assert not ledger.reserve(Sequence(2, [2] * 80, 80, SamplingParams()), 80)  # six blocks of five
-    again = sequence(3, 64)
-    assert ledger.reserve(again, 64)  # three that are there and two more
+    serve(ledger, target, sequence(1, 3 * BLOCK_TOKENS))
+    five, four = (count * BLOCK_TOKENS for count in (5, 4))
+    of_another = Sequence(2, [2] * five, five, SamplingParams())
+    assert not ledger.reserve(of_another, five)  # six blocks of five
+    again = sequence(3, four)
+    assert ledger.reserve(again, four)  # three that are there and two more
     ledger.release(again)
-    assert ledger.reserve(Sequence(4, [2] * 64, 64, SamplingParams()), 64)
+    assert ledger.reserve(Sequence(4, [2] * four, four, SamplingParams()), four)
     assert ledger.take_reuse().evicted == 3
 
 
 def test_tenants_with_different_salts_share_nothing():
     ledger, target = reusing()
     salted = [
-        Sequence(n, [1] * 48, 48, SamplingParams(), salt=salt)
+        replace(sequence(n, 3 * BLOCK_TOKENS), salt=salt)
         for n, salt in enumerate(["", "a", "", "a", "b"])
     ]
     assert [serve(ledger, target, one) for one in salted] == [0, 0, 2, 2, 0]
@@ -221,14 +229,15 @@ def test_tenants_with_different_salts_share_nothing():
 
 def test_a_guaranteed_life_counts_its_shared_beginning():
     ledger, target = reusing(8, guaranteed=True)
-    serve(ledger, target, sequence(1, 48))
-    assert ledger.reserve(sequence(2, 49), 100)
+    serve(ledger, target, sequence(1, 3 * BLOCK_TOKENS))
+    assert ledger.reserve(sequence(2, 3 * BLOCK_TOKENS + 1), 7 * BLOCK_TOKENS - 10)
     assert ledger.usage() == {"used": 7, "free": 1, "cached": 0}
 
 
 def test_another_draft_takes_part_in_the_tables_that_are_there_and_one_that_goes_leaves_them():
-    ledger, one = KVLedger({"target": 8, "old": 8}, headroom_tokens=0), sequence(1, 40)
-    assert ledger.reserve(one, 100)
+    ledger = KVLedger({"target": 8, "old": 8}, headroom_tokens=0)
+    one = sequence(1, 3 * BLOCK_TOKENS)
+    assert ledger.reserve(one, 6 * BLOCK_TOKENS)
     table = one.blocks["target"]
     ledger.change_engines({"target": 8, "new": 8, "lookup": 0}, [one])
     assert set(one.blocks) == {"target", "new"}
@@ -236,6 +245,6 @@ def test_another_draft_takes_part_in_the_tables_that_are_there_and_one_that_goes
     with pytest.raises(ValueError, match=r"share 8 KV blocks, got \{'small': 7\}"):
         ledger.change_engines({"target": 8, "small": 7}, [one])
     assert set(one.blocks) == {"target", "new"}
-    two = sequence(2, 16)
-    assert ledger.reserve(two, 16)
+    two = sequence(2, BLOCK_TOKENS)
+    assert ledger.reserve(two, BLOCK_TOKENS)
     assert two.blocks["new"] is two.blocks["target"]

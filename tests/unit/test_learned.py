@@ -141,7 +141,7 @@ def test_the_key_changes_with_whatever_the_estimates_depend_on(folder):
         {**torch, "policy": {"k_max": 4}},
         {**torch, "policy": {"kind": "my_package.Mine"}},
         {**torch, "policy": {"kind": "my_package.Mine", "options": {"length": 2}}},
-        {**torch, "drafts": [{**torch["drafts"][0], "dtype": "fp32"}]},
+        {**torch, "drafts": [{**torch["drafts"][0], "dtype": "fp64"}]},
         {**torch, "drafts": [*torch["drafts"], {"name": "lookup", "engine": "lookup"}]},
     ]
     keys = {key, *(learned_key(parse_config(other), folders) for other in others)}

@@ -5,7 +5,9 @@ import torch
 
 from backend.engines.checkpoint import LlamaConfig, load
 from backend.engines.stepping.chunks import Chunk, KVTable
-from backend.engines.torch.llama import Linear, Llama, rope_tables
+from backend.engines.stepping.rope import rope_tables
+from backend.engines.torch.llama import Llama
+from backend.sequence import BLOCK_TOKENS
 
 transformers = pytest.importorskip("transformers")
 
@@ -104,29 +106,29 @@ def text(count, seed=1):
 
 def test_a_prefill_equals_transformers(pair):
     theirs, folder = pair
-    tokens = text(50)
-    logits = run(lean(folder), Chunk(tokens, 0, KVTable([3, 4, 5, 6], "cpu"), 50))
+    tokens = text(100)
+    logits = run(lean(folder), Chunk(tokens, 0, KVTable([3, 4, 5, 6], "cpu"), 100))
     assert torch.allclose(
         logits, reference(theirs, tokens), atol=1e-4
     )  # transformers' rope and norm are fp32 inside
-    single = run(lean(folder, "fp32"), Chunk(tokens, 0, KVTable([3, 4, 5, 6], "cpu"), 50))
+    single = run(lean(folder, "fp32"), Chunk(tokens, 0, KVTable([3, 4, 5, 6], "cpu"), 100))
     assert torch.allclose(single.double(), reference(theirs, tokens), atol=2e-3)
 
 
 def test_chunks_single_tokens_and_scattered_blocks_equal_one_prefill(pair):
     _, folder = pair
-    tokens = text(50)
-    whole = run(lean(folder), Chunk(tokens, 0, KVTable([3, 4, 5, 6], "cpu"), 50))
+    tokens = text(100)
+    whole = run(lean(folder), Chunk(tokens, 0, KVTable([3, 4, 5, 6], "cpu"), 100))
     for blocks in ([0, 1, 2, 3], [9, 2, 30, 7]):
         model, table = lean(folder), KVTable(blocks, "cpu")
         pieces = [
             run(model, Chunk(tokens[a:b], a, table, b - a))
             for a, b in [
-                (0, 13),
-                (13, 14),
-                (14, 15),
-                (15, 40),
-                *((i, i + 1) for i in range(40, 50)),
+                (0, 29),
+                (29, 30),
+                (30, 31),
+                (31, 90),
+                *((i, i + 1) for i in range(90, 100)),
             ]
         ]
         assert torch.allclose(torch.cat(pieces), whole, atol=1e-10)
@@ -134,10 +136,10 @@ def test_chunks_single_tokens_and_scattered_blocks_equal_one_prefill(pair):
 
 def test_a_ragged_batch_equals_its_sequences_alone(pair):
     _, folder = pair
-    texts = [text(30, seed) for seed in (2, 3, 4)]
+    texts = [text(60, seed) for seed in (2, 3, 4)]
     tables = [KVTable(blocks, "cpu") for blocks in ([0, 1], [8, 5], [11, 12])]
     alone = [
-        run(lean(folder), Chunk(tokens, 0, table, 30))
+        run(lean(folder), Chunk(tokens, 0, table, 60))
         for tokens, table in zip(texts, tables, strict=True)
     ]
     model = lean(folder)
@@ -145,31 +147,34 @@ def test_a_ragged_batch_equals_its_sequences_alone(pair):
         model,
         *(
             Chunk(t[:n], 0, table, want)
-            for t, table, n, want in zip(texts, tables, (20, 7, 29), (0, 1, 3), strict=True)
+            for t, table, n, want in zip(texts, tables, (40, 14, 58), (0, 1, 3), strict=True)
         ),
     )
     second = run(
         model,
         *(
-            Chunk(t[n:], n, table, 30 - n)
-            for t, table, n in zip(texts, tables, (20, 7, 29), strict=True)
+            Chunk(t[n:], n, table, 60 - n)
+            for t, table, n in zip(texts, tables, (40, 14, 58), strict=True)
         ),
     )
-    assert torch.allclose(first, torch.cat([alone[1][6:7], alone[2][26:29]]), atol=1e-10)
+    assert torch.allclose(first, torch.cat([alone[1][13:14], alone[2][55:58]]), atol=1e-10)
     assert torch.allclose(
-        second, torch.cat([alone[0][20:], alone[1][7:], alone[2][29:]]), atol=1e-10
+        second, torch.cat([alone[0][40:], alone[1][14:], alone[2][58:]]), atol=1e-10
     )
 
 
 def test_later_kv_is_not_seen_and_is_overwritten(pair):
     _, folder = pair
-    tokens, table = text(20), KVTable([1, 2], "cpu")
+    tokens, table = text(40), KVTable([1, 2], "cpu")
     model = lean(folder)
-    run(model, Chunk(text(25, 9), 0, table, 0))
+    run(model, Chunk(text(50, 9), 0, table, 0))
     logits = torch.cat(
-        [run(model, Chunk(tokens[:12], 0, table, 12)), run(model, Chunk(tokens[12:], 12, table, 8))]
+        [
+            run(model, Chunk(tokens[:24], 0, table, 24)),
+            run(model, Chunk(tokens[24:], 24, table, 16)),
+        ]
     )
-    assert torch.allclose(logits, run(lean(folder), Chunk(tokens, 0, table, 20)), atol=1e-10)
+    assert torch.allclose(logits, run(lean(folder), Chunk(tokens, 0, table, 40)), atol=1e-10)
 
 
 def test_a_pass_that_wants_no_logits_returns_none(pair):
@@ -177,16 +182,6 @@ def test_a_pass_that_wants_no_logits_returns_none(pair):
         0,
         SHAPE["vocab_size"],
     )
-
-
-def test_packed_weights_give_the_plain_product():
-    torch.manual_seed(3)
-    weight, bias, rows = torch.randn(640, 256), torch.randn(640), torch.randn(5, 256)
-    for dtype, tolerance in ((torch.float32, 1e-3), (torch.bfloat16, 0.5), (torch.float64, 1e-10)):
-        product = Linear(weight.to(dtype), bias.to(dtype))(rows.to(dtype))
-        expected = rows.to(dtype).double() @ weight.to(dtype).double().T + bias.to(dtype).double()
-        assert product.dtype == dtype
-        assert torch.allclose(product.double(), expected, atol=tolerance)
 
 
 def test_rope_tables_rotate_position_zero_by_nothing():
@@ -197,8 +192,10 @@ def test_rope_tables_rotate_position_zero_by_nothing():
 
 
 def test_a_table_finds_and_reads_positions_in_its_blocks():
-    table, pool = KVTable([4, 6], "cpu"), torch.arange(8 * 16 * 2).view(8 * 16, 2)
-    assert table.slots[[0, 15, 16]].tolist() == [64, 79, 96]
-    assert len(table) == 32
-    for positions in (1, 16, 17, 32):
+    slots = 8 * BLOCK_TOKENS
+    table, pool = KVTable([4, 6], "cpu"), torch.arange(slots * 2).view(slots, 2)
+    first, last, next_one = 4 * BLOCK_TOKENS, 5 * BLOCK_TOKENS - 1, 6 * BLOCK_TOKENS
+    assert table.slots[[0, BLOCK_TOKENS - 1, BLOCK_TOKENS]].tolist() == [first, last, next_one]
+    assert len(table) == 2 * BLOCK_TOKENS
+    for positions in (1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 2 * BLOCK_TOKENS):
         assert torch.equal(table.read(pool, positions), pool[table.slots[:positions]])

@@ -13,9 +13,10 @@ from backend.engines.memory import PROCESS_BYTES
 from backend.engines.port import Footprint
 from backend.engines.registry import Service, make_engine
 from backend.engines.torch import engine as torch_engine
-from backend.engines.torch import footprint
 from backend.engines.torch.engine import TorchEngine
+from backend.kinds import KINDS
 from backend.model_folders import check_memory, model_path
+from backend.sequence import BLOCK_TOKENS
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -66,55 +67,23 @@ def test_weights_and_kv_are_those_of_the_engine_that_is_loaded(tmp_path, name, t
         name,
         path,
         dtype="bf16" if name == "target" else "fp32",
-        kv_blocks=256,
+        kv_blocks=4096 // BLOCK_TOKENS,
         max_context_tokens=64,
     )
     assert footprint.kv == sum(layer.pool.nbytes for layer in engine._model._layers)
-    packed_head = MODEL["vocab_size"] * MODEL["hidden_size"] if tied else 0
-    assert (
-        footprint.weights
-        == (sum(weight.numel() for weight in weights.values()) + packed_head) * dtype.itemsize
-    )
+    assert footprint.weights == sum(weight.numel() for weight in weights.values()) * dtype.itemsize
 
 
-def test_int8_matrices_take_a_byte_a_weight_and_the_embedding_two(tmp_path):
+@pytest.mark.parametrize("dtype", KINDS["openvino"].weight_bytes)
+def test_a_tied_embedding_is_looked_up_and_packed_as_the_head(tmp_path, dtype):
+    """As read, and as packed."""
     path = folder(tmp_path / "model", tie_word_embeddings=True)
-    config = parse_config(
-        {"target": {"engine": "torch", "model": str(path), "dtype": "int8"}, "limits": {}}
-    )
-    found = memory.plan(config, {"target": path})["target"].weights
+    raw = {"target": {"engine": "openvino", "model": str(path), "dtype": dtype}}
+    found = memory.plan(parse_config(raw), {"target": path})["target"].weights
     shapes = read_config(path).shapes()
-    embedding, norms = (
-        shapes.pop("model.embed_tokens.weight"),
-        sum(shape[0] for shape in shapes.values() if len(shape) == 1),
-    )
-    matrices = sum(shape[0] * shape[1] for shape in shapes.values() if len(shape) == 2)
-    assert (
-        found
-        == 2 * embedding[0] * embedding[1] + embedding[0] * embedding[1] + matrices + 2 * norms
-    )
-
-
-def test_fp16_matrices_take_two_bytes_a_weight_but_for_small_ones_and_the_embedding(
-    tmp_path, monkeypatch
-):
-    path = folder(tmp_path / "model", tie_word_embeddings=True)
-    config = parse_config(
-        {"target": {"engine": "torch", "model": str(path), "dtype": "fp16"}, "limits": {}}
-    )
-    shapes = read_config(path).shapes()
-    embedding, norms = (
-        shapes.pop("model.embed_tokens.weight"),
-        sum(shape[0] for shape in shapes.values() if len(shape) == 1),
-    )
-    matrices = [prod(shape) for shape in shapes.values() if len(shape) == 2] + [
-        prod(embedding)
-    ]  # the head is packed apart
-    monkeypatch.setattr(footprint, "SMALL_WEIGHT", max(matrices))
-    found = memory.plan(config, {"target": path})["target"].weights
-    assert found == 4 * (prod(embedding) + norms) + sum(
-        (2 if size == max(matrices) else 4) * size for size in matrices
-    )
+    looked_up, multiplied = KINDS["openvino"].weight_bytes[dtype]
+    embedding = prod(shapes["model.embed_tokens.weight"])
+    assert found == looked_up * embedding + multiplied * sum(map(prod, shapes.values()))
 
 
 def test_a_pass_grows_with_the_requests_and_the_length_that_it_may_verify(tmp_path):
@@ -231,25 +200,9 @@ def test_logits_that_requests_keep_are_planned_with_their_copy_and_the_prompt_s_
     assert after["small"] == before["small"]
 
 
-def test_static_shapes_are_planned_with_the_sizes_that_they_are_rounded_up_to(tmp_path):
-    path = folder(tmp_path / "target")
-
-    def passes(attention, requests, context):
-        limits = {"max_active_requests": requests, "max_context_tokens": context}
-        raw = {
-            "target": {"engine": "torch", "model": str(path), "attention": attention},
-            "limits": limits,
-        }
-        return memory.plan(parse_config(raw), {"target": path})["target"].passes
-
-    assert passes("graphs", 8, 512) == passes("padded", 8, 512)
-    rounded = passes("graphs", 5, 400) - passes("tiled", 5, 400)
-    assert rounded == passes("graphs", 8, 512) - passes("tiled", 8, 512)
-
-
 @pytest.mark.parametrize(
     ("instructions", "dtype", "warned"),
-    [("AVX2", "bf16", True), ("AVX2", "fp16", False), ("AVX512-BF16", "bf16", False)],
+    [("AVX2", "bf16", True), ("AVX2", "fp32", False), ("AVX512-BF16", "bf16", False)],
 )
 def test_an_engine_s_dtype_is_logged_and_a_slow_one_warned_of(
     monkeypatch, caplog, instructions, dtype, warned

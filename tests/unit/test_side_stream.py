@@ -13,7 +13,6 @@ from backend.engines import contention
 from backend.engines.fake import FakeEngine
 from backend.engines.overlapped import Overlapped
 from backend.engines.port import StreamsBeside, Turn
-from backend.engines.torch import static
 from backend.engines.torch.side_stream import SideStream
 from backend.request import SamplingParams
 from backend.sequence import Sequence
@@ -144,8 +143,8 @@ class Cuda:
     current: threading.local = field(default_factory=threading.local)
     made: list = field(default_factory=list)
 
-    def Stream(self, device, priority=0):
-        self.made.append(Stream(self, f"stream {len(self.made)}", priority))
+    def Stream(self, device):
+        self.made.append(Stream(self, f"stream {len(self.made)}"))
         return self.made[-1]
 
     def current_stream(self, device):
@@ -158,7 +157,7 @@ class Cuda:
         self.current.stream = before
 
     def __post_init__(self):
-        self.default = Stream(self, "default", 0)
+        self.default = Stream(self, "default")
 
     def install(self, patch):
         for name in ("Stream", "current_stream", "stream"):
@@ -170,7 +169,6 @@ class Cuda:
 class Stream:
     cuda: Cuda
     name: str
-    priority: int
     events: int = 0
 
     def record_event(self):
@@ -180,9 +178,6 @@ class Stream:
 
     def wait_event(self, event):
         self.cuda.log.append(("wait", self.name, event))
-
-    def wait_stream(self, stream):
-        self.wait_event(stream.record_event())
 
     def synchronize(self):
         self.cuda.log.append(("synchronize", self.name))
@@ -219,49 +214,3 @@ def test_the_host_waits_for_the_stream_behind_a_body_that_raises(monkeypatch):
     with pytest.raises(ZeroDivisionError), under:
         _ = 1 / 0
     assert cuda.log[-1] == ("synchronize", "stream 0")
-
-
-def test_graphs_of_an_engine_are_captured_on_its_own_stream_and_replayed_on_the_current_one(
-    monkeypatch,
-):
-    cuda = Cuda().install(monkeypatch)
-
-    class Graph:
-        def replay(self):
-            cuda.log.append(("replay", cuda.current_stream(None).name))
-
-    @contextmanager
-    def capture(graph, pool, stream, capture_error_mode):
-        assert capture_error_mode == "thread_local"
-        assert static._RECORDING.locked()
-        cuda.log.append(("capture", stream.name, pool))
-        with cuda.stream(stream):
-            yield
-
-    pools = iter(("pool a", "pool b"))
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", capture)
-    records = [static.recorder(torch.device("cuda")) for _ in range(2)]
-    served_on = cuda.Stream(None)
-
-    def work():
-        cuda.log.append(("work", cuda.current_stream(None).name))
-        return torch.ones(1)
-
-    with cuda.stream(served_on):
-        replays = [record(work) for record in records for _ in range(2)]
-        before = len(cuda.log)
-        for replay in replays:
-            replay()
-    captured = [entry[1:] for entry in cuda.log if entry[0] == "capture"]
-    assert captured == [("stream 0", "pool a")] * 2 + [("stream 1", "pool b")] * 2
-    assert {name for what, name, *_ in cuda.log if what == "work"} == {"stream 0", "stream 1"}
-    assert cuda.log[before:] == [("replay", served_on.name)] * 4
-    waits = [entry[1:] for entry in cuda.log if entry[0] == "wait"]
-    assert [(waiting, event[0]) for waiting, event in waits[:2]] == [
-        ("stream 0", served_on.name),
-        (served_on.name, "stream 0"),
-    ]
-    assert len(cuda.made) == 3
-    assert {stream.priority for stream in cuda.made[:2]} != {served_on.priority}

@@ -31,7 +31,7 @@ def activation_bytes(dtype: str) -> int:
 
 def weight_bytes(shapes: Mapping[str, tuple[int, ...]], kind: Kind, dtype: str) -> int:
     """Return what weights of these shapes take in an engine of a kind."""
-    looked_up, multiplied = kind.weight_bytes.get(dtype, (DTYPES[dtype].itemsize,) * 2)
+    looked_up, multiplied = kind.weight_bytes.get(dtype) or (DTYPES[dtype].itemsize,) * 2
     embedding = prod(shapes["model.embed_tokens.weight"])
     tied = kind.packs_head and "lm_head.weight" not in shapes
     others = sum(map(prod, shapes.values())) - (0 if tied else embedding)
