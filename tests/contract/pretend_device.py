@@ -3,8 +3,7 @@ accelerator.
 
 They may not meet tensors of the host (but for scalars and indices), nor what another stream has
 queued unless theirs has waited for it (``pretend_streams``); every wait for a result and every
-upload is counted. So device mistakes show on a machine without an accelerator; kernels and graphs
-do not.
+upload is counted. So device mistakes show on a machine without an accelerator; kernels do not.
 """
 
 from __future__ import annotations

@@ -58,13 +58,13 @@ def tests(job: Job) -> None:
     GPU, by pytest.
     """
     job.result["differences"] = {
-        mode: differences(mode, job.device) for mode in ("ragged", "tiled", "padded", "graphs")
+        mode: differences(mode, job.device) for mode in ("ragged", "padded")
     }
     job.keep()
     need("pytest")
     suites = ["tests/gpu/test_cuda.py"]
     if not job.rehearse:
-        suites += [f"tests/contract/test_{name}.py" for name in ("static", "device", "padded")]
+        suites += [f"tests/contract/test_{name}.py" for name in ("device", "padded")]
     command = [
         "-m",
         "pytest",
@@ -126,9 +126,7 @@ def differences(attention: str, device: str) -> float:
 
 
 def sizes(job: Job) -> tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...], int]:
-    """Return shapes, batches, contexts and the prefill chunk. Contexts end below the sizes that
-    static shapes are padded to.
-    """
+    """Return shapes, batches, contexts and the prefill chunk."""
     if job.rehearse:
         return ("tiny", "tinier"), (1, 3), (40, 100), 32
     return ("8b", "1b"), (1, 2, 4, 8, 16, 32, 64), (1000, 232, 4000), 256
@@ -162,7 +160,7 @@ def steps(job: Job) -> None:
     shapes, batches, contexts, chunk = sizes(job)
     blocks = max(batches) * blocks_of(max(contexts), 1 + LONGEST) + blocks_of(max(contexts), chunk)
     job.result |= {"steps": [], "launches": [], "left_out": 0}
-    engines = list(itertools.product(shapes, ("graphs", "tiled")))
+    engines = list(itertools.product(shapes, ("ragged", "padded")))
     for number, (shape, attention) in enumerate(engines):
         share_s = job.left_s / (len(engines) - number)
         end_s = job.left_s - share_s
@@ -219,7 +217,7 @@ def floor(job: Job) -> None:
     job.result |= {"bandwidth_gb_s": round(bandwidth / 1e9, 1), "steps": []}
     some = [batch for batch in batches if batch in (1, 3, 8, 32, 64)]
     blocks = max(some) * blocks_of(max(contexts), 1 + LONGEST)
-    engines = list(itertools.product(shapes, ("graphs", "tiled")))
+    engines = list(itertools.product(shapes, ("ragged", "padded")))
     for number, (shape, attention) in enumerate(engines):
         end_s = job.left_s * (1 - 1 / (len(engines) - number))
         engine = engine_of(shape, job.device, blocks, max(contexts), attention=attention)

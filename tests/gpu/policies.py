@@ -49,9 +49,7 @@ others.
 VOCABULARY = 256
 K_MAX, PROMPT_TOKENS, NEW_TOKENS, ACTIVE = 8, 16, 100, 64
 LENGTHS = (1, 2, 4, 8)
-"""Of the fixed policies. Prompt, text and proposal end below 128 tokens, the least context of a
-static shape.
-"""
+"""Of the fixed policies."""
 
 
 def shapes(job: Job) -> dict[str, str]:
@@ -318,7 +316,7 @@ def policies(job: Job) -> None:
     cells = [(arm, load) for load in loads for arm in arms()]
     rng, rounds = random.Random(SEED), 1 if job.rehearse else 2
     each_s = 0.9 * job.left_s / ((rounds + 0.2) * len(cells))
-    for arm, load in cells:  # graphs are recorded before anything is measured
+    for arm, load in cells:
         served(engines, script, arm, load, latency, (0.0, 0.02 if job.rehearse else 0.2 * each_s))
     warm_s, measured_s = (0.05, 0.2) if job.rehearse else (0.25 * each_s, 0.75 * each_s)
     job.result |= {

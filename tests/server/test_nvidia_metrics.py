@@ -6,6 +6,8 @@ import re
 import time
 import urllib.request
 
+from backend.sequence import BLOCK_TOKENS
+
 MODEL = {"model": "tensorrt_llm", "version": "1"}
 SERIES = {
     "nv_trt_llm_request_metrics": (
@@ -106,7 +108,7 @@ def test_the_gauges_follow_a_running_request_and_its_end(service):
         assert (requests("max"), requests("waiting"), requests("context")) == (64, 0, 0)
         assert 0 < blocks("used") < blocks("max") == blocks("used") + blocks("free")
         assert abs(blocks("fraction") - blocks("used") / blocks("max")) < 1e-6
-        assert blocks("tokens_per") == 16
+        assert blocks("tokens_per") == BLOCK_TOKENS
     service.wait_until(lambda: (requests("active"), generating(), blocks("used")) == (0, 0, 0), 5)
     assert service.metric("nv_trt_llm_general_metrics", general_type="iteration_counter") > steps
     assert service.metric("nv_trt_llm_runtime_memory_metrics", memory_type="cpu") > 1e7
@@ -116,8 +118,9 @@ def test_reused_blocks_add_up(service):
     def reused():
         return service.metric("nv_trt_llm_kv_cache_block_metrics", kv_cache_block_type="reused")
 
-    text = "the same beginning " * 5
+    text, blocks = "the same beginning " * 9, 5
+    assert blocks * BLOCK_TOKENS < len(text) <= (blocks + 1) * BLOCK_TOKENS
     service.generate(text, 4, cache_salt="reuse")
     before = reused()
     service.generate(text, 4, cache_salt="reuse")
-    service.wait_until(lambda: reused() == before + 5, 5)
+    service.wait_until(lambda: reused() == before + blocks, 5)

@@ -7,9 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from backend.sequence import BLOCK_TOKENS
 from tests.server.harness import infer_request, text_of
 
-BLOCKS = 64
+BLOCKS = 32
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,9 @@ def cramped(start_service, tmp_path_factory):
         "drafts": [draft],
         "policy": {"kind": "random"},
     }
-    config.write_text(json.dumps({**settings, "limits": {"kv_cache_tokens": 16 * BLOCKS}}))
+    config.write_text(
+        json.dumps({**settings, "limits": {"kv_cache_tokens": BLOCK_TOKENS * BLOCKS}})
+    )
     return start_service(config).wait_ready()
 
 

@@ -2,11 +2,10 @@
 text changes.
 """
 
-PROMPT = (
-    "a prompt that nobody else has, long enough for six blocks of sixteen tokens and then a "
-    "few tokens more: go on"
-)
-BLOCKS = (len(PROMPT) - 1) // 16
+from backend.sequence import BLOCK_TOKENS
+
+BLOCKS = 6
+PROMPT = ("a prompt that nobody else has, " * 10)[: BLOCKS * BLOCK_TOKENS] + "and more: go on"
 
 
 def test_a_prompt_that_was_served_before_reuses_its_blocks_within_its_tenant(
@@ -30,6 +29,6 @@ def test_a_prompt_that_was_served_before_reuses_its_blocks_within_its_tenant(
         inputs = {"exclude_input_in_output": True} | ({} if salt is None else {"cache_salt": salt})
         status, reply = service.generate(PROMPT, 20, **inputs)
         assert (status, reply["text_output"]) == (200, reference_text(PROMPT, 20))
-        expected = [found[0] + reused, found[1] + BLOCKS - reused, found[2] + 16 * reused]
+        expected = [found[0] + reused, found[1] + BLOCKS - reused, found[2] + BLOCK_TOKENS * reused]
         service.wait_until(lambda expected=expected: counted() == expected, 5)
         found = expected

@@ -12,6 +12,7 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException
 
+from backend.sequence import BLOCK_TOKENS
 from backend.triton_adapter.fields import MODELS, NUMPY_TYPES, TOKEN_INPUTS
 
 DTYPES = {field.name: field.dtype for model in MODELS for field in model.inputs}
@@ -283,7 +284,7 @@ def test_a_bad_element_of_a_batch_ends_the_whole_request_by_one_error(client, se
 def test_performance_outputs_are_in_order_and_count_the_blocks(client):
     before_ns = time.monotonic_ns()
     inputs = {
-        "text_input": [["perf " * 20]],
+        "text_input": [["perf " * 40]],
         "max_tokens": [[40]],
         **END,
         "return_perf_metrics": [[True]],
@@ -302,7 +303,8 @@ def test_performance_outputs_are_in_order_and_count_the_blocks(client):
     assert times == sorted(times)
     assert outputs["first_token_time_ns"] < outputs["last_token_time_ns"]
     assert outputs["kv_cache_reused_blocks"] == 0
-    assert 140 / 16 <= outputs["kv_cache_alloc_new_blocks"] <= 140 / 16 + 2
+    blocks = 240 / BLOCK_TOKENS
+    assert blocks <= outputs["kv_cache_alloc_new_blocks"] <= blocks + 2
     again = {name: value.ravel()[0] for name, value in client.ask("ensemble", **inputs)[0].items()}
     assert again["kv_cache_reused_blocks"] == 6
     assert again["kv_cache_alloc_total_blocks"] == again["kv_cache_alloc_new_blocks"] + 6

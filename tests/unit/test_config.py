@@ -1,9 +1,8 @@
 import json
-from dataclasses import replace
 
 import pytest
 
-from backend import kinds, machine
+from backend import machine
 from backend.config import ConfigError, load_config, parse_config
 
 TORCH = {"engine": "torch", "model": "m"}
@@ -32,22 +31,6 @@ def test_what_auto_means_hangs_on_what_the_processor_multiplies(monkeypatch, ins
     )
     assert (config.target.dtype, config.drafts[0].dtype) == ("fp64", "bf16")
     assert parse_config({"target": {**TORCH, "device": "cuda"}}).target.dtype == "bf16"
-
-
-@pytest.mark.parametrize(("pinned", "engine"), [("0", "openvino"), ("none", "torch")])
-def test_the_engine_of_cpus_is_openvino_where_it_is_installed_as_pinned(
-    monkeypatch, pinned, engine
-):
-    """Any other version is as good as none."""
-    monkeypatch.setattr(kinds.metadata, "version", lambda name: "0")
-    kind = replace(kinds.KINDS["openvino"], package=("openvino", pinned))
-    monkeypatch.setitem(kinds.KINDS, "openvino", kind)
-    assert parse_config({"target": {"model": "m"}}).target.engine == engine
-    assert parse_config({"target": {"model": "m", "device": "cuda"}}).target.engine == "torch"
-    raw = {"target": {"model": "m", "engine": "openvino"}}
-    if engine == "torch":
-        with pytest.raises(ConfigError, match=r"'openvino' needs openvino==none \(found: 0\)"):
-            parse_config(raw)
 
 
 @pytest.mark.parametrize(
