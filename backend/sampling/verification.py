@@ -217,6 +217,8 @@ def _last(path: Seq[int]) -> int:
 
 def _place(request: Row, path: Seq[int]) -> Row:
     """Return the place behind the accepted nodes."""
+    if not path:
+        return request
     return request.behind([*request.run, *(request.tokens[node] for node in path)])
 
 

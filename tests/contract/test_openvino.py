@@ -3,7 +3,10 @@ not hang on load or plan, bit for bit.
 """
 
 import gc
+import subprocess
+import sys
 from dataclasses import replace
+from functools import cache
 from importlib import metadata
 from itertools import cycle
 
@@ -24,7 +27,7 @@ from backend.engines.stepping.chunks import Chunk, KVTable
 from backend.request import SamplingParams
 from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
 from policy import NO_DRAFT
-from tests.contract import checks, deployment
+from tests.contract import checks, deployment, scenarios
 from tests.contract.deployment import (
     K_MAX,
     VOCAB,
@@ -46,21 +49,24 @@ SCENARIOS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def heads_of_sixteen(monkeypatch):
+def heads_of_sixteen(vocab=VOCAB, *, layers=2, shortlist=0):
     """OpenVINO's attention has no heads of 4, and perhaps none of 8."""
-
-    def config(vocab=VOCAB, *, layers=2, shortlist=0):
-        return LlamaConfig(vocab, 16, 24, layers, 4, 2, 16, draft_vocab_size=shortlist)
-
-    monkeypatch.setattr(deployment, "tiny_config", config)
-    monkeypatch.setattr("tests.contract.scenarios.tiny_config", config)
+    return LlamaConfig(vocab, 16, 24, layers, 4, 2, 16, draft_vocab_size=shortlist)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True, scope="module")
+def larger_heads():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deployment, "tiny_config", heads_of_sixteen)
+        patch.setattr(scenarios, "tiny_config", heads_of_sixteen)
+        patch.setattr(scenarios, "reference", cache(scenarios.reference.__wrapped__))
+        yield
+
+
+@pytest.fixture(scope="module")
 def engine():
     with on_openvino():
-        yield tiny_engine()
+        return tiny_engine()
 
 
 @pytest.mark.parametrize("invariant", [True, False], ids=["invariant", "in runs"])
@@ -103,7 +109,7 @@ def text(engine):
     return tokens, plain(engine, tokens, PROMPT, table(0))
 
 
-@pytest.mark.parametrize("cuts", [[2, 27], [14, 15], [3, 3, 3, 20], [27, 2]])
+@pytest.mark.parametrize("cuts", [[2, 27], [14, 15], [3, 3, 3, 20], [27, 2], [1, 28]])
 def test_a_prompt_cut_anywhere_has_the_bits_of_the_whole(engine, text, cuts):
     tokens, whole = text
     start, where = 0, table(1)
@@ -242,23 +248,39 @@ def test_the_installed_version_is_the_one_that_is_known():
     assert metadata.version("openvino") == kinds.KINDS["openvino"].package[1]
 
 
-def test_a_pass_whose_exception_is_swallowed_is_an_error_and_never_the_logits_before(
-    engine, monkeypatch
-):
-    where = table(0)
-    logits_of(engine, Chunk([1, 2, 3], 0, where, 1, prompt_rows=3))
-    inputs = Layout.inputs
+BROKEN = """
+import numpy as np
+from backend.engines.openvino.layout import Layout
+from tests.contract import deployment
+from tests.contract import test_openvino as tests
 
-    def wrong(self, *, repeats):
-        found = inputs(self, repeats=repeats)
-        return {**found, "past_lens": np.zeros(9, np.int32)}
+deployment.tiny_config = tests.heads_of_sixteen
+with tests.on_openvino():
+    engine = tests.tiny_engine()
+chunk = tests.Chunk([1, 2, 3], 0, tests.table(0), 1, prompt_rows=3)
+tests.logits_of(engine, chunk)
+inputs = Layout.inputs
+Layout.inputs = lambda self, **options: {
+    **inputs(self, **options), "past_lens": np.zeros(9, np.int32)
+}
+try:
+    tests.logits_of(engine, chunk)
+except tests.PassError as error:
+    print(error)
+else:
+    print("logits")
+"""
 
-    monkeypatch.setattr(Layout, "inputs", wrong)
-    with pytest.raises(PassError, match="1 sequences left no logits"):
-        logits_of(engine, Chunk([1, 2, 3], 0, where, 1, prompt_rows=3))
+
+def test_a_pass_that_raises_within_its_library_never_ends_in_the_logits_before():
+    """It is swallowed, or ends the process."""
+    command = [sys.executable, "-c", BROKEN]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode < 0 or "OpenVINO's pass of 1 sequences left no logits" in done.stdout
+    assert "logits\n" not in done.stdout.replace("left no logits\n", "")
 
 
-def test_a_silent_pass_is_an_error(engine, monkeypatch):
+def test_a_silent_pass_is_an_error_and_the_next_is_not(engine):
     class Silent:
         def set_tensor(self, *_):
             pass
@@ -266,9 +288,12 @@ def test_a_silent_pass_is_an_error(engine, monkeypatch):
         def infer(self):
             pass
 
-    monkeypatch.setattr(engine._model, "_request", Silent())
+    chunk = Chunk([1, 2], 0, table(0), 1, prompt_rows=2)
+    before = logits_of(engine, chunk)
+    engine._model._request, engine._model._bound = Silent(), {}
     with pytest.raises(PassError, match="1 sequences left no logits"):
-        logits_of(engine, Chunk([1, 2], 0, table(0), 1, prompt_rows=2))
+        logits_of(engine, chunk)
+    assert torch.equal(logits_of(engine, chunk), before)  # with a request of its own
 
 
 def test_weights_and_caches_outlive_the_arrays_that_they_came_from(engine, text):
@@ -294,6 +319,7 @@ def test_caches_are_ours_and_of_the_size_that_was_planned(engine):
     pool = engine._model.pool
     blocks = engine.limits.kv_blocks + llama.SCRATCH_BLOCKS
     assert list(pool.shape) == [2, 2, blocks, 2, BLOCK_TOKENS, 16]
+    pool.zero_()
     before = pool.clone()
     logits_of(engine, Chunk([1, 2, 3], 0, table(0), 1, prompt_rows=3))
     changed = (pool != before)[:, :, : engine.limits.kv_blocks]

@@ -84,7 +84,7 @@ class OpenvinoLlama:
         dtype, kv_precision = _STORED[precision]
         graph = build(config, weights, max_positions=max_positions, int8=int8, repeats=trees)
         weights.clear()
-        compiled = openvino.Core().compile_model(
+        self._compiled = openvino.Core().compile_model(
             graph,
             "CPU",
             {
@@ -96,21 +96,21 @@ class OpenvinoLlama:
                 "ENABLE_CPU_PINNING": False,
             },
         )
-        self._request = compiled.create_infer_request()
         self._vocab = config.draft_vocab_size or config.vocab_size
         self._out = np.empty((0, self._vocab), np.float32)
-        self._bound: dict[str, npt.NDArray[Any]] = {}
         blocks = kv_blocks + len(self._scratch)
         shape = (config.num_layers, 2, blocks, config.num_kv_heads, BLOCK_TOKENS, config.head_dim)
         self.pool = torch.zeros(shape, dtype=dtype)
         """KV [layers, keys and values, blocks, kv_heads, BLOCK_TOKENS, head_dim]."""
-        self._attach(compiled)
+        self._begin()
 
-    def _attach(self, compiled: openvino.CompiledModel) -> None:
-        """Give the request our memory for its caches. Raises VersionError where they are laid out
-        otherwise.
+    def _begin(self) -> None:
+        """Make a request that has our memory for its caches. Raises VersionError where they are
+        laid out otherwise.
         """
-        inputs = {port.get_any_name(): port for port in compiled.inputs}
+        self._request = self._compiled.create_infer_request()
+        self._bound: dict[str, npt.NDArray[Any]] = {}
+        inputs = {port.get_any_name(): port for port in self._compiled.inputs}
         for layer, caches in enumerate(self.pool):
             for kind, cache in zip(("key", "value"), caches, strict=True):
                 port = inputs[f"{kind}_cache.{layer}"]
@@ -158,6 +158,7 @@ class OpenvinoLlama:
         # With one thread OpenVINO swallows an exception inside its graph: what is there then is
         # what was there before.
         if np.isnan(out[:, 0]).any():
+            self._begin()  # the request is of no more use
             raise PassError(f"OpenVINO's pass of {len(parts)} sequences left no logits")
         return torch.from_numpy(out[:rows])
 
