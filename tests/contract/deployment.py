@@ -413,7 +413,8 @@ def cells(engine: StepEngine) -> list[torch.Tensor]:
     model = engine._model
     if isinstance(model, OpenvinoLlama):
         return [pool.permute(1, 3, 0, 2, 4) for pool in model.pool]
-    return [layer.pool.unflatten(0, (-1, BLOCK_TOKENS)) for layer in model._layers]
+    size = engine.limits.kv_blocks * BLOCK_TOKENS  # of compiled networks there is one more
+    return [pool[:size].unflatten(0, (-1, BLOCK_TOKENS)) for pool in model._pool]
 
 
 def poison(engine: StepEngine, sequences: Iterable[Sequence]) -> None:
