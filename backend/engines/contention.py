@@ -32,7 +32,7 @@ def overlapped(target: Engine, drafts: Seq[Engine]) -> tuple[Engine, float | Non
         raise ConfigError(
             f"policy.cohorts must be 1: the engine of {target.name!r} runs no cohorts"
         )
-    # Measured as it will run: on CUDA its graphs and workspaces belong to its thread and stream.
+    # Measured as it will run: on CUDA its workspaces belong to its thread and stream.
     threaded = Overlapped(target)
     contention = measure(threaded, drafts)
     logger.info(
