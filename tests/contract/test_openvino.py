@@ -19,11 +19,13 @@ from backend import kinds
 from backend.config import ConfigError, parse_config, settled
 from backend.engines.checkpoint import CheckpointError, LlamaConfig
 from backend.engines.openvino import llama
+from backend.engines.openvino.engine import OpenvinoEngine
 from backend.engines.openvino.layout import Layout, in_calls, paths
 from backend.engines.openvino.llama import PassError
 from backend.engines.openvino.paged_attention import VersionError
 from backend.engines.port import Turn
 from backend.engines.stepping.chunks import Chunk, KVTable
+from backend.engines.torch.engine import TorchEngine
 from backend.request import SamplingParams
 from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
 from policy import NO_DRAFT
@@ -228,6 +230,74 @@ def test_two_hundred_requests_have_the_same_bits_under_twenty_loads_pre_emption_
     assert same_texts_under(range(1, 21), 200) > 100
 
 
+FAMILY = LlamaConfig(VOCAB, 32, 48, 2, 4, 2, 16)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"tied": True},
+        {"qkv_bias": True},
+        {"qkv_bias": True, "output_bias": True},
+        {"rope": LLAMA3, "rope_theta": 500000.0},
+        {"rope": {"rope_type": "linear", "factor": 2.0}},
+        {"draft_vocab_size": 9},
+        {"num_kv_heads": 4, "rms_norm_eps": 1e-3},
+    ],
+    ids=lambda changed: "-".join(changed) or "plain",
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_graph_of_every_family_has_the_logits_of_the_reference(changed, dtype):
+    config = replace(FAMILY, **changed)
+    generator = torch.Generator().manual_seed(3)
+    shapes = config.shapes()
+    ids = {"lm_head.token_ids": torch.arange(config.draft_vocab_size)}
+    weights = {
+        name: ids[name] if name in ids else torch.randn(shape, generator=generator).to(dtype) / 3
+        for name, shape in shapes.items()
+    }
+    sizes = {"kv_blocks": 4, "max_context_tokens": 96}
+    made = OpenvinoEngine.from_weights("target", config, weights, **sizes)
+    wide = {n: w.double() if w.is_floating_point() else w for n, w in weights.items()}
+    reference = TorchEngine.from_weights("target", config, wide, **sizes)
+    tokens = [*range(VOCAB), *range(VOCAB)]
+    chunk = Chunk(tokens, 0, table(0), len(tokens), prompt_rows=len(tokens))
+    found, wanted = logits_of(made, chunk), logits_of(reference, chunk)
+    assert found.shape == wanted.shape
+    assert torch.allclose(found.double(), wanted, atol=2e-4, rtol=2e-4)
+
+
+def test_int8_rounds_matrices_alone(monkeypatch):
+    monkeypatch.setattr("backend.engines.openvino.graph.SMALL_WEIGHT", 1)
+    generator = torch.Generator().manual_seed(3)
+    weights = {n: torch.randn(s, generator=generator) / 3 for n, s in FAMILY.shapes().items()}
+    rounded = {
+        name: rounded_to_rows(w) if w.dim() == 2 and "embed" not in name else w
+        for name, w in weights.items()
+    }
+    sizes = {"kv_blocks": 4, "max_context_tokens": 96}
+    made = OpenvinoEngine.from_weights("target", FAMILY, weights, dtype="int8", **sizes)
+    reference = OpenvinoEngine.from_weights("target", FAMILY, rounded, **sizes)
+    assert not made.limits.invariant or made._model.pool.dtype == torch.bfloat16
+    chunk = Chunk(list(range(VOCAB)), 0, table(0), VOCAB, prompt_rows=VOCAB)
+    close = 1e-3 if made._model.pool.dtype == torch.float32 else 0.3
+    assert torch.allclose(logits_of(made, chunk), logits_of(reference, chunk), atol=close)
+
+
+def rounded_to_rows(weight):
+    """A matrix in 127 steps a row, the step in fp16."""
+    step = (weight.abs().amax(1, keepdim=True) / 127).half().float()
+    return (weight / step).round().clamp(-127, 127) * step
+
+
 # -- what its library does
 
 
@@ -250,6 +320,7 @@ def test_the_installed_version_is_the_one_that_is_known():
 
 BROKEN = """
 import numpy as np
+from backend.engines.openvino.engine import OpenvinoEngine
 from backend.engines.openvino.layout import Layout
 from tests.contract import deployment
 from tests.contract import test_openvino as tests

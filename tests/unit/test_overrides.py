@@ -36,7 +36,10 @@ def test_a_model_of_ones_own_is_served_with_lookup_alone_unless_drafts_are_given
     assert (config.target.model, names(config)) == (str(tmp_path / "mine"), ["lookup"])
     config = effective(tmp_path, model="mine", drafts="fast=little,lookup")
     assert names(config) == ["fast", "lookup"]
-    assert (config.drafts[0].engine, config.drafts[0].model) == ("torch", str(tmp_path / "little"))
+    assert (config.drafts[0].engine, config.drafts[0].model) == (
+        "openvino",
+        str(tmp_path / "little"),
+    )
     assert names(effective(tmp_path, model=EMBEDDED_MODEL)) == names(load_config(DEFAULT_CONFIG))
 
 

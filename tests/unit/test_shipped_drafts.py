@@ -53,8 +53,8 @@ def test_the_drafts_of_one_target_share_its_vocabulary():
 
 def test_the_default_configuration_serves_every_draft_shipped_for_its_target_and_lookup():
     config = load_config(ROOT / "model_repository/spindle/1/serving.json")
-    assert (config.target.engine, config.target.model) == ("torch", EMBEDDED_MODEL)
-    models = {draft.model for draft in config.drafts if draft.engine == "torch"}
+    assert (config.target.engine, config.target.model) == ("openvino", EMBEDDED_MODEL)
+    models = {draft.model for draft in config.drafts if draft.engine == "openvino"}
     assert models == {
         str(path.relative_to(ROOT)) for path in SHIPPED if path.name.startswith(EMBEDDED_MODEL)
     }
