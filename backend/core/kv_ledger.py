@@ -19,7 +19,7 @@ from backend.engines.port import Engine
 from backend.ops.stats import Reuse
 from backend.sequence import BLOCK_TOKENS, Sequence
 
-GROWTH_BLOCKS = 4
+GROWTH_BLOCKS = 2
 """Blocks by which every active sequence must be able to grow before another is admitted:
 pre-empting that soon wastes its prefill.
 

@@ -27,6 +27,7 @@ from backend.engines.port import Turn
 from backend.engines.stepping.chunks import Chunk, KVTable
 from backend.engines.torch.engine import TorchEngine
 from backend.request import SamplingParams
+from backend.sampling.laws import likeliest
 from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
 from policy import NO_DRAFT
 from tests.contract import checks, deployment, scenarios
@@ -76,6 +77,31 @@ def engine():
 def test_texts_are_those_of_plain_decoding_and_nothing_unwritten_is_read(name, invariant):
     with on_openvino(SCENARIOS[name], invariant=invariant):
         checks.texts(serve(SCENARIOS[name]))
+
+
+@pytest.mark.parametrize("shortlist", [0, 15])
+def test_a_draft_s_graph_ranks_as_the_rule_does(shortlist):
+    config = heads_of_sixteen(shortlist=shortlist)
+    generator = torch.Generator().manual_seed(3)
+    weights = {
+        name: torch.arange(size[0])
+        if name.endswith("ids")
+        else torch.randn(size, generator=generator)
+        for name, size in config.shapes().items()
+    }
+    weights["lm_head.weight"] *= 2  # sharper
+    sizes = {"kv_blocks": 4, "max_context_tokens": 96, "verifies": False, "invariant": False}
+    draft = OpenvinoEngine.from_weights("short", config, weights, **sizes)
+    with torch.inference_mode():
+        logits = draft._model.forward([Chunk(list(range(9)), 0, table(0), 9)])
+        found, wanted = draft._model.best(logits, 3), likeliest(logits, 3)
+        assert draft._model.best(logits[:5], 3) is None
+    assert [[column for column, _ in row] for row in found] == [
+        [column for column, _ in row] for row in wanted
+    ]
+    for row, other in zip(found, wanted, strict=True):
+        assert np.allclose([p for _, p in row], [p for _, p in other], atol=1e-5)
+    assert {len(row) for row in found} != {3}  # some are too unlikely to be told
 
 
 # -- the same bits

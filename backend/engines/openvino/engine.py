@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from backend.engines.openvino.layout import paths
 from backend.engines.openvino.llama import BRANCHES, OpenvinoLlama
 from backend.engines.port import Completion, Turn
 from backend.engines.registry import Service
-from backend.engines.stepping.engine import Job, StepEngine, step_limits
+from backend.engines.stepping.engine import CANDIDATES, Job, StepEngine, step_limits
+from backend.sampling.verification import Row
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +77,7 @@ class OpenvinoEngine(StepEngine):
         limits = step_limits(
             config, kv_blocks, max_context_tokens, max_draft_tokens, invariant=invariant
         )
-        model = OpenvinoLlama(
+        model = self._llama = OpenvinoLlama(
             config,
             weights,
             kv_blocks=kv_blocks,
@@ -85,14 +87,29 @@ class OpenvinoEngine(StepEngine):
             threads=threads,
             invariant=invariant,
             trees=limits.tree and verifies,
+            best=0 if verifies else CANDIDATES,
         )
         self._branches_left = BRANCHES
         super().__init__(name, model, limits)
+
+    def close(self) -> None:
+        """Release the model and its KV; the engine is of no use afterwards."""
+        super().close()
+        del self._llama
 
     def poll(self, timeout_s: float) -> list[Completion]:
         """Run all queued turns to their end (``StepEngine.poll``)."""
         self._branches_left = BRANCHES
         return super().poll(timeout_s)
+
+    def _candidates(
+        self, logits: torch.Tensor, places: Seq[Row], most: int
+    ) -> list[list[tuple[int, float]]]:
+        if all(place.plain for place in places):
+            found = self._llama.best(logits, most)
+            if found is not None:
+                return found
+        return super()._candidates(logits, places, most)
 
     def _prepare(self, turn: Turn) -> Job:
         """Prepare a turn; of a tree with more branches than a pass has room for, the likeliest path

@@ -29,16 +29,25 @@ SMALL_WEIGHT = 1 << 17
 
 
 def build(
-    config: LlamaConfig, weights: Weights, *, max_positions: int, int8: bool, repeats: bool
+    config: LlamaConfig,
+    weights: Weights,
+    *,
+    max_positions: int,
+    int8: bool,
+    repeats: bool,
+    best: int = 0,
 ) -> Model:
     """Return the graph of a model whose ``weights`` are fp32 or bf16 (emptied on the way).
 
     Inputs: ``ids`` i64[T], ``positions`` i64[E], ``LAYOUT``, ``rows`` i32[R] (which want logits),
     and caches ``key_cache.<layer>``, ``value_cache.<layer>``. Output: ``logits`` f32[R, vocab].
     ``int8``: matrices in int8 with a scale a row. ``repeats``: attention has E rows, ``expand``
-    i32[E] of the T others, and behind it ``compress`` i32[T] of those; else E = T.
+    i32[E] of the T others, and behind it ``compress`` i32[T] of those; else E = T. ``best``: there
+    are also ``best_ids`` i32 and ``best_logits`` f32[R, best], the greatest first, and ``masses``
+    f32[R, 1], the sums of exp(logit - greatest).
     """
-    return _Builder(config, weights, max_positions, int8=int8, repeats=repeats).model()
+    builder = _Builder(config, weights, max_positions, int8=int8, repeats=repeats)
+    return builder.model(best)
 
 
 @dataclass(slots=True)
@@ -84,7 +93,7 @@ class _Builder:
             for table in (cos, sin)
         )
 
-    def model(self) -> Model:
+    def model(self, best: int) -> Model:
         """Return the graph."""
         embedding = self._matrix(self._weights["model.embed_tokens.weight"], rounded=False)
         hidden = opset13.gather(embedding, self._inputs.ids, _ints(0))
@@ -97,8 +106,10 @@ class _Builder:
             head = self._weights["model.embed_tokens.weight"]
         matrix = embedding if head is None else self._matrix(head, rounded=self._int8)
         logits = opset13.matmul(hidden, matrix, False, True)
-        logits.output(0).get_tensor().set_names({"logits"})
-        model = Model([opset13.result(logits)], self._inputs.all(), "llama")
+        outputs = {"logits": logits.output(0), **(_best(logits, best) if best else {})}
+        for name, output in outputs.items():
+            output.get_tensor().set_names({name})
+        model = Model([*map(opset13.result, outputs.values())], self._inputs.all(), "llama")
         model.validate_nodes_and_infer_types()
         return model
 
@@ -181,6 +192,15 @@ class _Builder:
         if weight.dtype == torch.bfloat16:
             return opset13.convert(_bf16(weight), "f32")
         return opset13.constant(_floats(weight))
+
+
+def _best(logits: Output, count: int) -> dict[str, Output]:
+    # Not stable: that takes longer than NumPy does, and of equals a draft may propose either.
+    found = opset13.topk(logits, _ints(count), -1, "max", "value", "i32")
+    greatest = opset13.reduce_max(logits, _ints(-1), True)
+    masses = opset13.reduce_sum(opset13.exp(opset13.subtract(logits, greatest)), _ints(-1), True)
+    values, ids = found.outputs()
+    return {"best_ids": ids, "best_logits": values, "masses": masses.output(0)}
 
 
 def _int8(weight: Floats) -> Output:

@@ -18,6 +18,7 @@ from backend.engines.openvino.layout import Blocks, Layout, in_calls
 from backend.engines.openvino.paged_attention import VersionError, check_version
 from backend.engines.stepping.chunks import Chunk
 from backend.kinds import KINDS
+from backend.sampling.laws import FAINT
 from backend.sequence import BLOCK_TOKENS
 
 SCRATCH_BLOCKS = KINDS["openvino"].scratch_tokens // BLOCK_TOKENS
@@ -44,7 +45,7 @@ class OpenvinoLlama:
 
     ``precision`` is that of activations and KV (``fp32``, ``bf16``); ``int8``: matrices in int8.
     ``invariant``: logits are the same bits whatever else is in a pass (``layout``). ``trees``: it
-    verifies trees. ``weights`` is emptied.
+    verifies trees. ``best``: a draft's graph ranks so many columns. ``weights`` is emptied.
     """
 
     device = torch.device("cpu")
@@ -61,6 +62,7 @@ class OpenvinoLlama:
         threads: int = 1,
         invariant: bool = True,
         trees: bool = True,
+        best: int = 0,
     ) -> None:
         """Compile the graph. Raises VersionError for another OpenVINO than is known, and
         CheckpointError for heads whose size its attention gets wrong.
@@ -73,7 +75,8 @@ class OpenvinoLlama:
             )
         self.config = config
         self.token_ids = weights.get("lm_head.token_ids")
-        self._invariant, self._trees = invariant, trees
+        self._invariant, self._trees, self._ranks = invariant, trees, best > 0
+        self._ranked: torch.Tensor | None = None  # the logits whose best are known
         self._scratch = range(kv_blocks, kv_blocks + SCRATCH_BLOCKS)
         self._branches: dict[tuple[int, int], Blocks] = {}
         if precision == "bf16" and not machine.multiplies_bf16():
@@ -82,7 +85,9 @@ class OpenvinoLlama:
                 f"{machine.instructions() or 'neither'}; 'auto' is fp32 here"
             )
         dtype, kv_precision = _STORED[precision]
-        graph = build(config, weights, max_positions=max_positions, int8=int8, repeats=trees)
+        graph = build(
+            config, weights, max_positions=max_positions, int8=int8, repeats=trees, best=best
+        )
         weights.clear()
         self._compiled = openvino.Core().compile_model(
             graph,
@@ -125,9 +130,11 @@ class OpenvinoLlama:
         them [rows, vocab] (fp32), which the next call overwrites. Raises PassError.
         """
         self._branches.clear()
+        self._ranked = None
         calls = in_calls(chunks, RUN_COPIES, invariant=self._invariant)
         if len(calls) == 1:
-            return self._call(calls[0], chunks)
+            self._ranked = self._call(calls[0], chunks)
+            return self._ranked
         found: list[list[torch.Tensor]] = [[] for _ in chunks]
         for call in calls:
             logits = self._call(call, chunks).clone()
@@ -183,6 +190,20 @@ class OpenvinoLlama:
             self._bound["logits"] = out
             self._request.set_tensor("logits", openvino.Tensor(out, shared_memory=True))
         return out
+
+    def best(self, logits: torch.Tensor, most: int) -> list[list[tuple[int, float]]] | None:
+        """Return what ``backend.sampling.laws.likeliest`` does; None where these are not the logits
+        that the last pass returned, or the graph does not rank.
+        """
+        if not self._ranks or logits is not self._ranked:
+            return None
+        ids, values, masses = (
+            self._request.get_tensor(name).data for name in ("best_ids", "best_logits", "masses")
+        )
+        shares = np.exp(values - values[:, :1])
+        kept = (shares[:, :most] >= FAINT).sum(1)
+        pairs = zip(ids.tolist(), (shares / masses).tolist(), kept.tolist(), strict=True)
+        return [list(zip(row[:n], chances[:n], strict=True)) for row, chances, n in pairs]
 
     def keep(self, accepted: Seq[tuple[Chunk, Seq[int]]]) -> None:
         """Copy the KV of accepted nodes on branches to where their tokens are in the text."""

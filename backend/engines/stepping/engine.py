@@ -351,13 +351,18 @@ class StepEngine:
         ``logits``.
         """
         places, most = [job.request for job in jobs], max(job.turn.nodes for job in jobs)
-        found = candidates(logits, places, min(CANDIDATES, most), self._columns)
+        found = self._candidates(logits, places, min(CANDIDATES, most))
         for job, ones in zip(jobs, found, strict=True):
             parent = job.last
             path = job.nodes[parent][2] if parent != ROOT else 1.0
             job.last = len(job.nodes) if ones else ROOT
             job.nodes += [(self._columns.token(column), parent, path * p) for column, p in ones]
             job.spine += [node[0] for node in job.nodes[job.last :][:1]] if ones else []
+
+    def _candidates(
+        self, logits: torch.Tensor, places: Seq[Row], most: int
+    ) -> list[list[tuple[int, float]]]:
+        return candidates(logits, places, most, self._columns)
 
     def _apply_verdict(self, job: Job, verdict: Verdict) -> None:
         """Note the tokens that a verdict comes to."""
