@@ -428,6 +428,28 @@ def test_caches_are_ours_and_of_the_size_that_was_planned(engine):
 # -- where rows lie
 
 
+@pytest.mark.parametrize("longest", [1, 8, 32, 33, 64])
+def test_the_branches_that_are_let_in_and_the_prompts_copies_fit_the_blocks_for_them(longest):
+    branches = llama.most_branches(longest)
+    chains = [ROOT, *range(longest - 1)]
+    found = []
+    for start in range(BLOCK_TOKENS):
+        where = KVTable(range(9), "cpu")
+        tree = Chunk(
+            [1] * (1 + 2 * longest),
+            start,
+            where,
+            1,
+            [*chains, ROOT, *range(longest, 2 * longest - 1)],
+        )
+        found.append(
+            next(iter(Layout([tree], iter(range(100, 200)), invariant=True).branches.values()))
+        )
+    most = max(int((table >= 100).sum()) for table in found)
+    assert branches >= 8
+    assert branches * most + llama.RUN_COPIES <= llama.SCRATCH_BLOCKS
+
+
 def test_a_tree_s_paths_are_told_the_longest_first():
     assert paths([ROOT, ROOT, 1, 0, 2]) == [[1, 2, 4], [0, 3]]
     assert paths([]) == []
@@ -472,7 +494,7 @@ def test_a_prompt_that_ends_in_a_shared_block_leaves_what_others_have_there(engi
 
 
 def test_more_branches_than_a_pass_has_room_for_cost_a_tree_its_branches_only(engine, monkeypatch):
-    monkeypatch.setattr("backend.engines.openvino.engine.BRANCHES", 1)
+    monkeypatch.setattr(engine, "_most_branches", 1)
     texts = []
     for tree in (True, False):
         turns = []

@@ -13,7 +13,7 @@ from backend import machine
 from backend.config import EngineConfig
 from backend.engines.checkpoint import LlamaConfig, Weights, load
 from backend.engines.openvino.layout import paths
-from backend.engines.openvino.llama import BRANCHES, OpenvinoLlama
+from backend.engines.openvino.llama import OpenvinoLlama, most_branches
 from backend.engines.port import Completion, Turn
 from backend.engines.registry import Service
 from backend.engines.stepping.engine import CANDIDATES, Job, StepEngine, step_limits
@@ -89,7 +89,7 @@ class OpenvinoEngine(StepEngine):
             trees=limits.tree and verifies,
             best=0 if verifies else CANDIDATES,
         )
-        self._branches_left = BRANCHES
+        self._branches_left = self._most_branches = most_branches(max_draft_tokens)
         super().__init__(name, model, limits)
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class OpenvinoEngine(StepEngine):
 
     def poll(self, timeout_s: float) -> list[Completion]:
         """Run all queued turns to their end (``StepEngine.poll``)."""
-        self._branches_left = BRANCHES
+        self._branches_left = self._most_branches
         return super().poll(timeout_s)
 
     def _candidates(

@@ -25,8 +25,7 @@ SCRATCH_BLOCKS = KINDS["openvino"].scratch_tokens // BLOCK_TOKENS
 """Blocks for a pass's copies: of a prompt's last block, and for branches of trees."""
 
 RUN_COPIES = SCRATCH_BLOCKS // 2
-BRANCHES = SCRATCH_BLOCKS // 4
-"""The most prompts' copies of a call, and branches, each of which takes up to two blocks."""
+"""The most prompts' copies of a call; the other half is for branches."""
 
 _STORED = {"fp32": (torch.float32, "f32"), "bf16": (torch.bfloat16, "bf16")}
 """By precision: how KV is held, and what OpenVINO calls it."""
@@ -38,6 +37,12 @@ HEAD_DIM_STEP = 16
 
 class PassError(RuntimeError):
     """A pass that left no logits."""
+
+
+def most_branches(longest: int) -> int:
+    """Return how many branches of trees a call has room for, of paths of so many nodes."""
+    blocks_each = 1 + -(-longest // BLOCK_TOKENS)
+    return (SCRATCH_BLOCKS - RUN_COPIES) // blocks_each
 
 
 class OpenvinoLlama:
