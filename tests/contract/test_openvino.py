@@ -443,7 +443,7 @@ def test_the_branches_that_are_let_in_and_the_prompts_copies_fit_the_blocks_for_
             [*chains, ROOT, *range(longest, 2 * longest - 1)],
         )
         found.append(
-            next(iter(Layout([tree], iter(range(100, 200)), invariant=True).branches.values()))
+            next(iter(Layout([tree], (), iter(range(100, 200)), invariant=True).branches.values()))
         )
     most = max(int((table >= 100).sum()) for table in found)
     assert branches >= 8
@@ -458,7 +458,7 @@ def test_a_tree_s_paths_are_told_the_longest_first():
 def test_branches_have_blocks_of_their_own_with_what_the_pass_writes_before_them():
     where = KVTable([5, 6], "cpu")
     chunk = Chunk([9, 1, 2, 3], BLOCK_TOKENS - 2, where, 4, (ROOT, ROOT, 0))
-    layout = Layout([chunk], range(100, 110), invariant=True)
+    layout = Layout([chunk], (), iter(range(100, 110)), invariant=True)
     found = layout.inputs(repeats=True)
     assert layout.copies == [(5, 100, BLOCK_TOKENS - 2)]
     assert found["expand"].tolist() == [0, 1, 3, 0, 2]
@@ -475,6 +475,23 @@ def test_what_follows_a_prompt_within_a_block_waits_for_a_second_call():
     assert (number, second.tokens, second.start, second.logits) == (0, [4, 5, 6], 4, 3)
     whole = replace(chunk, tokens=list(range(BLOCK_TOKENS + 1)), prompt_rows=BLOCK_TOKENS)
     assert in_calls([whole], 9, invariant=True) == [[(0, whole)]]
+
+
+def test_branches_of_a_first_call_outlast_the_second(engine, text):
+    tokens, whole = text
+    where, other = table(1), table(2)
+    plain(engine, tokens[:PROMPT], PROMPT, where)
+    wrong = [(token + 1) % VOCAB for token in tokens]
+    # The text is on the second branch of the first tree; the second chunk takes two calls.
+    nodes = [wrong[0], wrong[1], tokens[PROMPT + 1]]
+    tree = Chunk([tokens[PROMPT], *nodes], PROMPT, where, 4, (ROOT, 0, ROOT))
+    more = Chunk([*tokens[:9], *wrong[:3]], 0, other, 4, (ROOT, 0, ROOT), prompt_rows=8)
+    found = logits_of(engine, tree, more)
+    assert torch.equal(found[[0, 3]], whole[1:3])
+    with torch.inference_mode():
+        engine._model.keep([(tree, [2])])
+    behind = Chunk([tokens[PROMPT + 2]], PROMPT + 2, where, 1)
+    assert torch.equal(logits_of(engine, behind), whole[3:4])
 
 
 def test_prompts_beyond_the_copies_that_there_are_wait_for_another_call():

@@ -33,18 +33,27 @@ Blocks = npt.NDArray[np.int32]
 
 class Layout:
     """The inputs of one pass. ``invariant``: as in the module's docstring; else what follows each
-    other runs together. ``scratch`` are the blocks for branches.
+    other runs together. ``copies`` are blocks for copies that go back behind the call, ``branches``
+    those for branches, which are kept until the next pass.
 
     ``copies`` are (from block, to block, tokens) to be made before the pass, ``returns`` (from
     block, to block, slice of tokens) behind it; ``branches`` holds, by chunk's number and node that
     is not on the likeliest path, a table with the node's path.
     """
 
-    def __init__(self, chunks: Seq[Chunk], scratch: Iterable[int] = (), *, invariant: bool) -> None:
+    def __init__(
+        self,
+        chunks: Seq[Chunk],
+        copies: Iterable[int],
+        branches: Iterator[int],
+        *,
+        invariant: bool,
+    ) -> None:
         self.copies: list[tuple[int, int, int]] = []
         self.returns: list[tuple[int, int, slice]] = []
         self.branches: dict[tuple[int, int], Blocks] = {}
-        self._invariant, self._scratch = invariant, iter(scratch)
+        self._invariant = invariant
+        self._for_copies, self._for_branches = iter(copies), branches
         self._ids: list[int] = []
         self._rows: list[int] = []
         self._expand: list[int] = []
@@ -98,7 +107,7 @@ class Layout:
         index, stop = divmod(chunk.start + together, BLOCK_TOKENS)
         begin = max(0, chunk.start - index * BLOCK_TOKENS)
         table, own = chunk.table.numbers.copy(), int(chunk.table.numbers[index])
-        table[index] = copy = next(self._scratch)
+        table[index] = copy = next(self._for_copies)
         if begin:
             self.copies.append((own, copy, begin))
         self.returns.append((copy, own, slice(begin, stop)))
@@ -112,7 +121,7 @@ class Layout:
         first, stop = end // BLOCK_TOKENS, -(-(chunk.start + len(rows)) // BLOCK_TOKENS)
         table = chunk.table.numbers[:stop].copy()
         for index in range(first, stop):
-            table[index] = next(self._scratch)
+            table[index] = next(self._for_branches)
         begin = first * BLOCK_TOKENS
         if chunk.start > begin:
             source = int(chunk.table.numbers[first])

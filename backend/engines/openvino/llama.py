@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -82,7 +83,8 @@ class OpenvinoLlama:
         self.token_ids = weights.get("lm_head.token_ids")
         self._invariant, self._trees, self._ranks = invariant, trees, best > 0
         self._ranked: torch.Tensor | None = None  # the logits whose best are known
-        self._scratch = range(kv_blocks, kv_blocks + SCRATCH_BLOCKS)
+        self._for_copies = range(kv_blocks, kv_blocks + RUN_COPIES)
+        self._for_branches = range(kv_blocks + RUN_COPIES, kv_blocks + SCRATCH_BLOCKS)
         self._branches: dict[tuple[int, int], Blocks] = {}
         if precision == "bf16" and not machine.multiplies_bf16():
             raise CheckpointError(
@@ -108,7 +110,7 @@ class OpenvinoLlama:
         )
         self._vocab = config.draft_vocab_size or config.vocab_size
         self._out = np.empty((0, self._vocab), np.float32)
-        blocks = kv_blocks + len(self._scratch)
+        blocks = kv_blocks + SCRATCH_BLOCKS
         shape = (config.num_layers, 2, blocks, config.num_kv_heads, BLOCK_TOKENS, config.head_dim)
         self.pool = torch.zeros(shape, dtype=dtype)
         """KV [layers, keys and values, blocks, kv_heads, BLOCK_TOKENS, head_dim]."""
@@ -137,21 +139,28 @@ class OpenvinoLlama:
         self._branches.clear()
         self._ranked = None
         calls = in_calls(chunks, RUN_COPIES, invariant=self._invariant)
+        free = iter(self._for_branches)
         if len(calls) == 1:
-            self._ranked = self._call(calls[0], chunks)
+            self._ranked = self._call(calls[0], chunks, free)
             return self._ranked
         found: list[list[torch.Tensor]] = [[] for _ in chunks]
         for call in calls:
-            logits = self._call(call, chunks).clone()
+            logits = self._call(call, chunks, free).clone()
             for (number, _), part in zip(
                 call, torch.split(logits, [chunk.logits for _, chunk in call]), strict=True
             ):
                 found[number].append(part)
         return torch.cat([part for parts in found for part in parts])
 
-    def _call(self, parts: Seq[tuple[int, Chunk]], chunks: Seq[Chunk]) -> torch.Tensor:
-        """Run parts of the chunks of these numbers; return the logits that they want."""
-        layout = Layout([part for _, part in parts], self._scratch, invariant=self._invariant)
+    def _call(
+        self, parts: Seq[tuple[int, Chunk]], chunks: Seq[Chunk], free: Iterator[int]
+    ) -> torch.Tensor:
+        """Run parts of the chunks of these numbers, with branches in blocks that are ``free``;
+        return the logits that they want.
+        """
+        layout = Layout(
+            [part for _, part in parts], self._for_copies, free, invariant=self._invariant
+        )
         for (place, node), table in layout.branches.items():
             self._branches[id(chunks[parts[place][0]]), node] = table
         for source, target, tokens in layout.copies:
