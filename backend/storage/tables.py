@@ -72,11 +72,12 @@ def table_file(engine: EngineConfig, folder: Path, threads: int | str) -> Path:
         "processor": machine.processor(),
         "cores": machine.cores(),
         "torch": machine.versions().get("torch"),
-        "engine": [engine.engine, engine.kind.behaviour],
+        "engine": [engine.engine, engine.kind.behaviour, engine.kind.package],
         "layout_sha256": read_manifest(folder).layout_sha256,
         "dtype": engine.dtype,
         "device": engine.device,
         "attention": engine.attention,
+        "invariant": engine.invariant,
         "threads": threads,
     }
     if engine.device != "cpu":

@@ -387,9 +387,12 @@ def test_a_silent_pass_is_an_error_and_the_next_is_not(engine):
 
     chunk = Chunk([1, 2], 0, table(0), 1, prompt_rows=2)
     before = logits_of(engine, chunk)
+    engine._model.pool[:, :, engine.limits.kv_blocks :] = 1.0
+    held = engine._model.pool[:, :, : engine.limits.kv_blocks].clone()
     engine._model._request, engine._model._bound = Silent(), {}
     with pytest.raises(PassError, match="1 sequences left no logits"):
-        logits_of(engine, chunk)
+        logits_of(engine, Chunk([5, 6], 0, table(0), 1, prompt_rows=2))
+    assert torch.equal(engine._model.pool[:, :, : engine.limits.kv_blocks], held)
     assert torch.equal(logits_of(engine, chunk), before)  # with a request of its own
 
 

@@ -173,14 +173,13 @@ class OpenvinoLlama:
             self._bind(name, array)
         out = self._output(len(arrays["rows"]))
         self._request.infer()
-        for source, target, tokens_written in layout.returns:
-            written = self.pool[:, :, source, :, tokens_written]
-            self.pool[:, :, target, :, tokens_written] = written
         # With one thread OpenVINO swallows an exception inside its graph: what is there then is
         # what was there before.
         if np.isnan(out[:, 0]).any():
             self._begin()  # the request is of no more use
             raise PassError(f"OpenVINO's pass of {len(parts)} sequences left no logits")
+        for source, target, written in layout.returns:  # not before: the block may be others', too
+            self.pool[:, :, target, :, written] = self.pool[:, :, source, :, written]
         return torch.from_numpy(out[:rows])
 
     def _bind(self, name: str, array: npt.NDArray[Any]) -> None:
