@@ -53,7 +53,7 @@ class PretendStreams:
         """Queue an operation; return the streams that it should have waited for."""
         stream = self.current
         self._given[stream] += 1
-        read, written = {memory(tensor) for tensor in reads}, {memory(tensor) for tensor in writes}
+        read, written = memories(reads), memories(writes)
         before = [self._written[place] for place in read | written if place in self._written]
         before += [event for place in written for event in self._read.get(place, {}).items()]
         for place in read:
@@ -69,11 +69,16 @@ class PretendStreams:
     def made(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note that memory is the current stream's and new, whoever had it before."""
         self._given[self.current] += 1
-        for tensor in tensors:
-            self._read[memory(tensor)] = {}
-            self._written[memory(tensor)] = self.event()
+        for place in memories(tensors):
+            self._read[place] = {}
+            self._written[place] = self.event()
 
 
 def memory(tensor: torch.Tensor) -> int:
     """Return what tells a tensor's memory from others'; all views of it have the same."""
     return tensor.as_subclass(torch.Tensor).untyped_storage().data_ptr()
+
+
+def memories(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Return the memory of tensors; those without elements have none, and share address 0."""
+    return {memory(tensor) for tensor in tensors} - {0}
