@@ -11,7 +11,7 @@ from engines_build.distill.corpora import LICENCES
 from engines_build.distill.generate import (
     MAX_NEW_TOKENS,
     MAX_PROMPT_TOKENS,
-    SAMPLED_TEMPERATURE,
+    SAMPLED_TEMPERATURES,
     TOP_K,
 )
 from engines_build.distill.overlap import GRAM_WORDS
@@ -77,7 +77,7 @@ def model_card(args: argparse.Namespace, shape: Shape, report: dict[str, Any], c
         generated=f"{report['generated_tokens']:,}",
         sequences=f"{report['sequences']:,}",
         workloads=", ".join(args.workloads),
-        temperature=SAMPLED_TEMPERATURE,
+        temperature="{} to {}".format(*SAMPLED_TEMPERATURES),
         top_k=TOP_K,
         prompt=MAX_PROMPT_TOKENS,
         new=MAX_NEW_TOKENS,

@@ -32,7 +32,9 @@ TOP_K = 32
 MAX_PROMPT_TOKENS = 400
 MAX_NEW_TOKENS = 224
 SEQUENCES_PER_SHARD = 64
-SAMPLED_TEMPERATURE = 0.7
+SAMPLED_TEMPERATURES = (0.7, 1.0)
+"""What a sampled row's temperature lies between."""
+
 _FOLLOW_UP_SHARE = 0.12
 _BLOCK_SLOTS = 16
 """Slots attended together, up to the longest of them: rows of unlike length share less padding in
@@ -45,11 +47,15 @@ class Teacher:
     """A Llama-family checkpoint with a preallocated KV cache of ``slots`` rows; ``lengths`` [slots]
     counts the tokens in each.
 
+    ``features`` [rows, taps, hidden] is what the last call's rows held behind the layers ``taps``
+    (counted from 1): what a head reads.
+
     A lean forward (fused projections, grouped heads attended as query rows) since this loop is the
     whole cost of distillation.
     """
 
-    def __init__(self, config: LlamaConfig, weights: Weights, slots: int):
+    def __init__(self, config: LlamaConfig, weights: Weights, slots: int, taps: Sequence[int] = ()):
+        self.taps = frozenset(taps)
         self.heads, self.kv_heads, self.head_dim, self.eps = (
             config.num_heads,
             config.num_kv_heads,
@@ -68,6 +74,7 @@ class Teacher:
         self.keys, self.values = self.embedding.new_zeros(shape), self.embedding.new_zeros(shape)
         self.lengths = torch.zeros(slots, dtype=torch.long, device=self.device)
         self.cos, self.sin = (table.to(self.embedding) for table in rope_tables(config, room))
+        self.features = self.embedding.new_zeros(slots, len(taps), config.hidden_size)
 
     def prefill(self, slot: int, tokens: list[int]) -> Tensor:
         """Put ``tokens`` into ``slot``, replacing what it held. Returns the logits [1, vocab]
@@ -76,6 +83,7 @@ class Teacher:
         n = len(tokens)
         x = self.embedding[torch.tensor(tokens, device=self.device)]
         cos, sin = self.cos[:n, None], self.sin[:n, None]
+        tapped = []
         for i, layer in enumerate(self.layers):
             q, k, v = self._project(layer, x, cos, sin)
             self.keys[i, slot, :, :n], self.values[i, slot, :, :n] = (
@@ -90,7 +98,9 @@ class Teacher:
                     0
                 ].transpose(0, 1),
             )
+            tapped += [x[-1:]] if i + 1 in self.taps else []
         self.lengths[slot] = n
+        self._tap(tapped)
         return F.rms_norm(x[-1:], self.norm.shape, self.norm, self.eps) @ self.head.T
 
     def decode(self, tokens: Tensor) -> Tensor:
@@ -107,6 +117,7 @@ class Teacher:
             (torch.arange(longest, device=self.device) <= at[span, None])[:, None, None, :]
             for span, longest in spans
         ]
+        tapped = []
         for i, layer in enumerate(self.layers):
             q, k, v = self._project(layer, x, cos, sin)
             self.keys[i, rows, :, at], self.values[i, rows, :, at] = k, v
@@ -119,8 +130,14 @@ class Teacher:
                 for (span, longest), mask in zip(spans, masks, strict=True)
             ]
             x = self._feed_forward(layer, x, torch.cat(out))
+            tapped += [x] if i + 1 in self.taps else []
         self.lengths = at + 1
+        self._tap(tapped)
         return F.rms_norm(x, self.norm.shape, self.norm, self.eps) @ self.head.T
+
+    def _tap(self, tapped: list[Tensor]) -> None:
+        if tapped:
+            self.features = torch.stack(tapped, dim=1).bfloat16().cpu()
 
     def _project(
         self, layer: dict[str, Tensor], x: Tensor, cos: Tensor, sin: Tensor
@@ -181,6 +198,8 @@ class _Row:
     temperature: float
     top_ids: list[Tensor] = field(default_factory=list)
     top_logprobs: list[Tensor] = field(default_factory=list)
+    features: list[Tensor] = field(default_factory=list)
+    """Of the prompt's last token and of each one generated but the last."""
 
     def ended(self, eos: set[int]) -> bool:
         """Whether the text is over, full, or repeats its last 8 tokens for the third time in 64 (a
@@ -227,6 +246,8 @@ class Shards:
             "top_logprobs": torch.cat([t for r in rows for t in r.top_logprobs]).half(),
             "next_prompt": torch.tensor(self.next_prompt),
         }
+        if features := [t for r in rows for t in r.features]:
+            tensors["features"] = torch.cat(features)
         path = self.folder / f"shard-{len(self.paths()):05d}.safetensors"
         save_file(tensors, path.with_suffix(".tmp"))
         path.with_suffix(".tmp").rename(path)
@@ -238,8 +259,8 @@ class Generator:
     ``deadline`` (monotonic seconds) passes.
 
     Prompts are of ``workloads`` (none named: all), by their shares in training, in turn on the
-    held-out side. ``greedy_share`` of the rows decode greedily, the others sample at
-    ``SAMPLED_TEMPERATURE`` among the top ``TOP_K``.
+    held-out side. ``greedy_share`` of the rows decode greedily, the others sample
+    between ``SAMPLED_TEMPERATURES`` among the top ``TOP_K``.
     """
 
     def __init__(
@@ -301,7 +322,7 @@ class Generator:
             _WORKLOAD_NAMES.index(prompt.workload),
             len(ids),
             ids[:],
-            0.0 if greedy else SAMPLED_TEMPERATURE,
+            0.0 if greedy else self.rng.uniform(*SAMPLED_TEMPERATURES),
         )
         top_logprobs, top_ids = _top(self.teacher.prefill(slot, ids))
         following = torch.tensor(ids[1:], dtype=torch.long)[:, None].expand(-1, top_ids.shape[1])
@@ -309,6 +330,7 @@ class Generator:
         certain[:, 0] = 0.0
         row.top_ids += [following, top_ids]
         row.top_logprobs += [certain, top_logprobs]
+        row.features += [self.teacher.features] if self.teacher.taps else []
         row.tokens.append(int(self._choose(top_logprobs, top_ids, torch.tensor([row.temperature]))))
         return row
 
@@ -341,6 +363,7 @@ class Generator:
         for i, row in enumerate(rows):
             row.top_ids.append(top_ids[i : i + 1])
             row.top_logprobs.append(top_logprobs[i : i + 1])
+            row.features += [self.teacher.features[i : i + 1]] if self.teacher.taps else []
             row.tokens.append(chosen[i])
 
     def _choose(self, top_logprobs: Tensor, top_ids: Tensor, temperatures: Tensor) -> Tensor:
