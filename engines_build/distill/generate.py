@@ -13,7 +13,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,12 @@ class Teacher:
         self.lengths = at + 1
         self._tap(tapped)
         return F.rms_norm(x, self.norm.shape, self.norm, self.eps) @ self.head.T
+
+    def copy(self, source: int, slot: int, tokens: int) -> None:
+        """Put the first ``tokens`` of a slot into another, replacing what it held."""
+        for kept in (self.keys, self.values):
+            kept[:, slot, :, :tokens] = kept[:, source, :, :tokens]
+        self.lengths[slot] = tokens
 
     def _tap(self, tapped: list[Tensor]) -> None:
         if tapped:
@@ -260,7 +266,8 @@ class Generator:
 
     Prompts are of ``workloads`` (none named: all), by their shares in training, in turn on the
     held-out side. ``greedy_share`` of the rows decode greedily, the others sample
-    between ``SAMPLED_TEMPERATURES`` among the top ``TOP_K``.
+    between ``SAMPLED_TEMPERATURES`` among the top ``TOP_K``. A prompt gets ``answers`` answers, all
+    but the first sampled: its prefill is most of a short answer's cost.
     """
 
     def __init__(
@@ -271,6 +278,7 @@ class Generator:
         shards: Shards,
         greedy_share: float,
         workloads: Sequence[str] | None = None,
+        answers: int = 1,
     ):
         self.workloads = [w for w in corpus.workloads if workloads is None or w in workloads]
         self.teacher, self.tokenizer, self.corpus, self.shards, self.greedy_share = (
@@ -280,8 +288,11 @@ class Generator:
             shards,
             greedy_share,
         )
+        self.answers = answers
         self.eos = eos_token_ids(tokenizer)
         self.replies: deque[str] = deque(maxlen=64)
+        self.rows: dict[int, _Row] = {}
+        self.asked: list[tuple[_Row, int]] = []  # answers still wanted, and the slot of the prompt
         self.noise = torch.Generator().manual_seed(corpus.seed * 1_000_003 + len(shards.paths()))
         self.rng = random.Random(f"{corpus.seed}/{len(shards.paths())}")
 
@@ -315,15 +326,15 @@ class Generator:
         self.shards.write(finished + rows)
 
     def _start(self, slot: int) -> _Row:
+        """Begin another answer to a prompt that a slot still holds, or one to a new prompt."""
+        while self.asked:
+            first, source = self.asked.pop()
+            if self.rows.get(source) is first:
+                self.teacher.copy(source, slot, first.prompt_tokens)
+                return self._begin(slot, first, self._sampled())
         prompt = self._next_prompt()
         ids = encode(self.tokenizer, prompt)
-        greedy = self.rng.random() < self.greedy_share
-        row = _Row(
-            _WORKLOAD_NAMES.index(prompt.workload),
-            len(ids),
-            ids[:],
-            0.0 if greedy else self.rng.uniform(*SAMPLED_TEMPERATURES),
-        )
+        row = _Row(_WORKLOAD_NAMES.index(prompt.workload), len(ids), ids, 0.0)
         top_logprobs, top_ids = _top(self.teacher.prefill(slot, ids))
         following = torch.tensor(ids[1:], dtype=torch.long)[:, None].expand(-1, top_ids.shape[1])
         certain = torch.full(following.shape, -math.inf)
@@ -331,8 +342,29 @@ class Generator:
         row.top_ids += [following, top_ids]
         row.top_logprobs += [certain, top_logprobs]
         row.features += [self.teacher.features] if self.teacher.taps else []
-        row.tokens.append(int(self._choose(top_logprobs, top_ids, torch.tensor([row.temperature]))))
+        greedy = self.rng.random() < self.greedy_share
+        started = self._begin(slot, row, 0.0 if greedy else self._sampled())
+        self.asked += [(started, slot)] * (self.answers - 1)
+        return started
+
+    def _begin(self, slot: int, prompt: _Row, temperature: float) -> _Row:
+        """Draw the first token behind a prompt, with lists of its own for what follows."""
+        n = prompt.prompt_tokens
+        row = replace(
+            prompt,
+            tokens=prompt.tokens[:n],
+            temperature=temperature,
+            top_ids=prompt.top_ids[:2],
+            top_logprobs=prompt.top_logprobs[:2],
+            features=prompt.features[:1],
+        )
+        chosen = self._choose(row.top_logprobs[1], row.top_ids[1], torch.tensor([temperature]))
+        row.tokens.append(int(chosen))
+        self.rows[slot] = row
         return row
+
+    def _sampled(self) -> float:
+        return self.rng.uniform(*SAMPLED_TEMPERATURES)
 
     def _next_prompt(self) -> Prompt:
         self.shards.next_prompt += 1

@@ -215,17 +215,17 @@ class Trainer:
         self.index = torch.full((draft.config.vocab_size,), -1, dtype=torch.long)
         self.index[shortlist] = torch.arange(len(shortlist))
         self.shortlist = shortlist
+        self.done = 0.0
+        """Share of the budget that is spent."""
 
     def run(self, budget: Budget) -> dict[str, float]:
         """Train within ``budget`` and return the last line of the curve."""
-        embedding = self.draft.model.embed_tokens.weight
-        others = [p for p in self.draft.parameters() if p is not embedding]
-        groups = [
-            {"params": [embedding], "rate": budget.embedding_rate, "weight_decay": 0.0},
-            {"params": others, "rate": 1.0},
-        ]
         optimiser = torch.optim.AdamW(
-            groups, lr=budget.learning_rate, betas=(0.9, 0.98), weight_decay=0.1, fused=True
+            self._groups(budget),
+            lr=budget.learning_rate,
+            betas=(0.9, 0.98),
+            weight_decay=0.1,
+            fused=True,
         )
         state = self._resume(optimiser)
         start = saved = time.monotonic()
@@ -235,6 +235,7 @@ class Trainer:
             done = max(state["tokens"] / budget.tokens, (now - start) / (budget.deadline - start))
             if done >= 1:
                 break
+            self.done = done
             for group in optimiser.param_groups:
                 fall = 0.03 + 0.97 * (1 + math.cos(math.pi * done)) / 2
                 group["lr"] = (
@@ -254,6 +255,15 @@ class Trainer:
             self._report(state, seen, time.monotonic() - start)
         self._save(state, optimiser)
         return dict(state["line"])
+
+    def _groups(self, budget: Budget) -> list[dict[str, Any]]:
+        """Return the parameters with their learning rates relative to the budget's."""
+        embedding = self.draft.model.embed_tokens.weight
+        others = [p for p in self.draft.parameters() if p is not embedding]
+        return [
+            {"params": [embedding], "rate": budget.embedding_rate, "weight_decay": 0.0},
+            {"params": others, "rate": 1.0},
+        ]
 
     def _report(self, state: dict[str, Any], seen: list[dict[str, float]], wall_s: float) -> None:
         means = {name: round(float(np.mean([one[name] for one in seen])), 4) for name in seen[0]}

@@ -1,0 +1,289 @@
+"""Train a head (``backend.engines.head``) on the states that the target had while it answered, and
+score it.
+
+Every place of an answer is a start: from the target's states there the head is unrolled over the
+tokens that followed, and each of its laws is held against the target's own. The first part of the
+training looks one token ahead, the rest several, where the head goes on from what it made itself,
+as it does when it drafts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from backend.engines.head.network import HeadConfig, HeadNetwork
+from engines_build.distill.corpora import WORKLOADS
+from engines_build.distill.generate import Shards
+from engines_build.distill.train import (
+    POSITIONS,
+    Budget,
+    Trainer,
+    top_cross_entropy,
+)
+
+SINGLE_SHARE = 0.4
+"""Share of the training that looks one token ahead."""
+
+UNROLLED = 4
+"""Tokens ahead in the rest of it."""
+
+_STEP_WEIGHT = 0.8
+"""Of a token further on, relative to the one before it: fewer proposals get there."""
+
+
+@dataclass(slots=True)
+class HeadSample:
+    """An answer: all tokens [n], the target's law behind each but the last as ids and log
+    probabilities [n-1, TOP_K], and its ``features`` [answer, layers, hidden] at the prompt's last
+    token and at the answer's, but the last one.
+    """
+
+    tokens: Tensor
+    prompt_tokens: int
+    workload: str
+    greedy: bool
+    top_ids: Tensor
+    top_logprobs: Tensor
+    features: Tensor
+
+
+def load_head_samples(shards: Shards, layers: int) -> list[HeadSample]:
+    """Read every answer of at least two tokens whose features were kept; ValueError without any."""
+    names, samples = list(WORKLOADS), []
+    for path in shards.paths():
+        t = load_file(path)
+        if "features" not in t or t["features"].shape[1] != layers:
+            continue
+        lengths, prompts = t["lengths"].tolist(), t["prompt_lengths"].tolist()
+        laws = [n - 1 for n in lengths]
+        columns = (
+            t["tokens"].split(lengths),
+            prompts,
+            t["workloads"].tolist(),
+            t["sampled"].tolist(),
+            t["top_ids"].split(laws),
+            t["top_logprobs"].split(laws),
+            t["features"].split([n - p for n, p in zip(lengths, prompts, strict=True)]),
+        )
+        samples += [
+            HeadSample(a, b, names[c], not d, e, f, g)
+            for a, b, c, d, e, f, g in zip(*columns, strict=True)
+            if len(g) > 1
+        ]
+    if not samples:
+        raise ValueError(f"work: no answer with features of {layers} layers in {shards.folder}")
+    return samples
+
+
+@dataclass(slots=True)
+class Starts:
+    """The starts of a batch of answers, and what the head may propose there.
+
+    Row r is the answer ``answer[r]``'s state before its token number ``first[r]`` (counted in all
+    its tokens), of which ``left[r]`` more follow. ``columns`` are the tokens of the head: the
+    static ones, and ``context`` [C], those that the answers' texts have besides; ``seen`` [answers,
+    C] is the number of the first token that is such a one.
+    """
+
+    features: Tensor
+    answer: Tensor
+    first: Tensor
+    left: Tensor
+    context: Tensor
+    seen: Tensor
+
+
+def starts_of(samples: Sequence[HeadSample], static: Tensor) -> Starts:
+    """Return the starts of answers; ``static`` bool[vocab] says which tokens have rows anyway."""
+    answer, first, left = [], [], []
+    for number, s in enumerate(samples):
+        count = len(s.features) - 1
+        answer.append(torch.full((count,), number))
+        first.append(torch.arange(count) + s.prompt_tokens)
+        left.append(torch.arange(count, 0, -1))
+    tokens = torch.cat([s.tokens for s in samples]).long()
+    context = tokens[~static[tokens]].unique()
+    place = torch.full((len(static),), -1)
+    place[context] = torch.arange(len(context))
+    seen = torch.full((len(samples), len(context)), 1 << 30)
+    for number, s in enumerate(samples):
+        columns = place[s.tokens.long()]
+        kept = columns >= 0
+        seen[number].scatter_reduce_(
+            0, columns[kept], torch.arange(len(columns))[kept], reduce="amin"
+        )
+    features = torch.cat([s.features[:-1] for s in samples])
+    return Starts(features, torch.cat(answer), torch.cat(first), torch.cat(left), context, seen)
+
+
+class Unroller:
+    """Runs a head over the tokens of answers, teacher-forced."""
+
+    def __init__(self, network: HeadNetwork, embedding: Tensor, head: Tensor, shortlist: Tensor):
+        """``embedding`` and ``head`` [vocab, hidden] are the target's; ``shortlist`` [S] the tokens
+        that have rows in any case.
+        """
+        self.network, self.embedding, self.head = network, embedding, head
+        self.shortlist, self.rows = shortlist, head[shortlist]
+        self.static = torch.zeros(len(head), dtype=torch.bool)
+        self.static[shortlist] = True
+
+    def laws(self, samples: Sequence[HeadSample], steps: int) -> Any:
+        """Yield by step the logits [rows, S + C] of the starts that go so far, which starts these
+        are, and the batch's ``Starts``. What a start's text has not had yet is far below the rest.
+        """
+        starts = starts_of(samples, self.static)
+        tokens = nn.utils.rnn.pad_sequence([s.tokens.long() for s in samples], batch_first=True)
+        rows = torch.cat([self.rows, self.head[starts.context]])
+        kept = torch.arange(len(starts.answer))
+        state = self.network.begin(starts.features.float())
+        for step in range(steps):
+            going = starts.left[kept] > step
+            kept, state = kept[going], state[going]
+            if not len(kept):
+                return
+            at = starts.first[kept] + step
+            state, vectors = self.network.step(
+                state, self.embedding[tokens[starts.answer[kept], at]]
+            )
+            logits = vectors @ rows.T
+            unseen = starts.seen[starts.answer[kept]] > at[:, None]
+            logits[:, len(self.shortlist) :].masked_fill_(unseen, -1e4)
+            yield logits, kept, starts
+
+
+class HeadTrainer(Trainer):
+    """Trains a head; ``samples`` are answers with features."""
+
+    def __init__(
+        self,
+        network: HeadNetwork,
+        embedding: Tensor,
+        head: Tensor,
+        shortlist: Tensor,
+        samples: list[HeadSample],
+        seed: int,
+        run: Any,
+    ):
+        super().__init__(network, shortlist, samples, "cpu", seed, run)
+        self.unroller = Unroller(network, embedding, head, shortlist)
+
+    def _groups(self, budget: Budget) -> list[dict[str, Any]]:
+        matrices = [p for p in self.draft.parameters() if p.dim() > 1]
+        vectors = [p for p in self.draft.parameters() if p.dim() == 1]
+        return [
+            {"params": matrices, "rate": 1.0},
+            {"params": vectors, "rate": 1.0, "weight_decay": 0.0},
+        ]
+
+    def _loss(self, step: int, samples: list[Any]) -> tuple[Tensor, dict[str, float]]:
+        steps = 1 if self.done < SINGLE_SHARE else UNROLLED
+        total, weight, shares = torch.zeros(()), 0.0, []
+        for ahead, (logits, kept, starts) in enumerate(self.unroller.laws(samples, steps)):
+            ids, logprobs = _targets(samples, starts, kept, ahead)
+            places = self._places(ids, starts)
+            hidden = logits.gather(1, places.clamp(min=0)) < -1e3
+            loss = top_cross_entropy(logits, places.masked_fill(hidden, -1), logprobs)
+            total = total + _STEP_WEIGHT**ahead * loss
+            weight += _STEP_WEIGHT**ahead
+            shares.append((logits.argmax(dim=1) == places[:, 0]).float().mean().item())
+        loss = total / weight
+        return loss, {"loss": loss.item(), "agreement": shares[0], "last": shares[-1]}
+
+    def _places(self, ids: Tensor, starts: Starts) -> Tensor:
+        index = self.index.clone()
+        index[starts.context] = len(self.shortlist) + torch.arange(len(starts.context))
+        return index[ids]
+
+
+def _targets(
+    samples: Sequence[HeadSample], starts: Starts, kept: Tensor, ahead: int
+) -> tuple[Tensor, Tensor]:
+    """Return the target's law behind the token that each start's step ``ahead`` has read."""
+    offsets = torch.tensor([0, *(len(s.top_ids) for s in samples)]).cumsum(0)
+    at = offsets[starts.answer[kept]] + starts.first[kept] + ahead
+    ids = torch.cat([s.top_ids for s in samples])[at].long()
+    return ids, torch.cat([s.top_logprobs for s in samples])[at].float()
+
+
+@torch.no_grad()
+def evaluate_head(unroller: Unroller, samples: Sequence[HeadSample]) -> dict[str, dict[str, float]]:
+    """Score a head on greedy answers, by workload.
+
+    ``accepted_j``: of the places whose first j - 1 proposed tokens are the target's, the share
+    whose j-th is. ``coverage``: share of tokens that it can propose. ``tokens_per_step_k``: a
+    greedy chain of k. ``top_w``: the target's token is among the first w. ``claimed`` and ``held``:
+    mean probability of the first candidate, and how often it was the token.
+    """
+    found: dict[str, list[list[Tensor]]] = defaultdict(list)
+    extra: dict[str, list[list[Tensor]]] = defaultdict(list)
+    for s in samples:
+        if not s.greedy:
+            continue
+        hits = []
+        for ahead, (logits, kept, starts) in enumerate(unroller.laws([s], len(POSITIONS))):
+            following = s.tokens.long()[starts.first[kept] + ahead + 1]
+            ids = torch.cat([unroller.shortlist, starts.context])
+            order = logits.topk(4, dim=1).indices
+            hit = ids[order] == following[:, None]
+            hits.append(hit[:, 0])
+            if ahead == 0:
+                there = (ids == following[:, None]) & (logits > -1e3)
+                claimed = logits.softmax(dim=1).amax(dim=1)
+                extra[s.workload].append([hit, there.any(dim=1), claimed])
+        found[s.workload].append(hits)
+    scores = {}
+    for workload, texts in sorted(found.items()):
+        score = {"tokens": float(sum(len(hits[0]) for hits in texts))}
+        for place in range(len(POSITIONS)):
+            alive, held = 0, 0
+            for hits in texts:
+                if place < len(hits):
+                    rows = len(hits[place])
+                    before = torch.ones(rows, dtype=torch.bool)
+                    for earlier in hits[:place]:
+                        before &= earlier[:rows]
+                    alive += int(before.sum())
+                    held += int((before & hits[place]).sum())
+            score[f"accepted_{place + 1}"] = held / alive if alive else math.nan
+        for k in (2, 4, 8):
+            score[f"tokens_per_step_{k}"] = _tokens_per_step(texts, k)
+        first = [torch.cat(column) for column in zip(*extra[workload], strict=True)]
+        for width in (2, 3, 4):
+            score[f"top_{width}"] = float(first[0][:, :width].any(dim=1).float().mean())
+        score["coverage"] = float(first[1].float().mean())
+        score["claimed"] = float(first[2].mean())
+        score["held"] = float(first[0][:, 0].float().mean())
+        scores[workload] = score
+    return scores
+
+
+def _tokens_per_step(texts: Sequence[Sequence[Tensor]], k: int) -> float:
+    """Return the mean tokens of a greedy step that proposes ``k``, along the target's own text."""
+    tokens = steps = 0
+    for hits in texts:
+        at, end = 0, len(hits[0])
+        while at < end:
+            run = 0
+            while run < k and run < len(hits) and at < len(hits[run]) and bool(hits[run][at]):
+                run += 1
+            at += run + 1
+            steps += 1
+        tokens += at
+    return tokens / max(steps, 1)
+
+
+def new_head(
+    embedding: Tensor, layers: Sequence[int], intermediate: int, rows: int, eps: float
+) -> HeadNetwork:
+    """Return an untrained head of a target with this embedding [vocab, hidden]."""
+    vocab, hidden = embedding.shape
+    return HeadNetwork(HeadConfig(vocab, hidden, intermediate, tuple(layers), rows, eps))
