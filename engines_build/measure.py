@@ -27,12 +27,14 @@ from time import perf_counter, process_time
 
 from backend import machine
 from backend.config import DEFAULT_CONFIG, EngineConfig, ServingConfig, load_config
+from backend.engines.registry import Service, make_engine
 from backend.model_folders import model_path
+from backend.sequence import BLOCK_TOKENS
 from backend.storage import cache
 from backend.storage.manifest import read_manifest
 from backend.storage.tables import read_table, table_file, timed_engines
 from engines_build.progress import Progress, set_up_messages, stage
-from engines_build.timing import Case, Rig, blocks_for, interleave
+from engines_build.timing import Case, MeasurableEngine, Rig, blocks_for, interleave
 from policy.latency import LatencyCurve, LatencyTable, Provenance
 
 logger = logging.getLogger(__name__)
@@ -141,8 +143,8 @@ def measure(
     }
     with stage(f"measuring {', '.join(cases)}") as progress:
         measured = config.target not in engines
-        threads = _threads_of(config, folders[config.target.name], measured=measured)
-        seconds = _time_all(config.target, engines, folders, cases, threads, budget_s, progress)
+        threads = _threads_of(config, folders, measured=measured)
+        seconds = _time_all(config, engines, folders, cases, threads, budget_s, progress)
     for engine in engines:
         own, folder = cases[engine.name], folders[engine.name]
         table = tabulate(
@@ -157,7 +159,7 @@ def measure(
 
 
 def _time_all(
-    target: EngineConfig,
+    config: ServingConfig,
     engines: Sequence[EngineConfig],
     folders: Mapping[str, Path],
     cases: Mapping[str, Sequence[Case]],
@@ -166,16 +168,10 @@ def _time_all(
     progress: Progress,
 ) -> dict[tuple[str, Case], float]:
     """Return the seconds of every engine's cases, each draft's behind a pass of the target."""
-    rng, before = random.Random(_SEED), Case(1, BASE_CONTEXT)
+    rng, before, target = random.Random(_SEED), Case(1, BASE_CONTEXT), config.target
     rigs = {
-        target.name: _rig(
-            target, folders[target.name], cases.get(target.name, [before]), threads, rng
-        )
-    }
-    rigs |= {
-        engine.name: _rig(engine, folders[engine.name], cases[engine.name], threads, rng)
-        for engine in engines
-        if engine != target
+        engine.name: _rig(config, engine, folders, cases.get(engine.name, [before]), threads, rng)
+        for engine in (target, *(engine for engine in engines if engine != target))
     }
     work = [(name, case) for name in cases for case in cases[name]]
 
@@ -200,68 +196,65 @@ def _time_all(
     return {item: lower_quartile(times) for item, times in zip(work, samples, strict=True)}
 
 
-def _threads_of(config: ServingConfig, target: Path, *, measured: bool) -> int:
+def _threads_of(config: ServingConfig, folders: Mapping[str, Path], *, measured: bool) -> int:
     """Return the number of threads to measure with; that of the target's table where it is
     ``measured``.
     """
     if isinstance(config.threads, int):
         return config.threads
     if measured:
-        return read_table(table_file(config.target, target, config.threads)).provenance.threads
-    return choose_threads(config.target, target)
+        path = table_file(config.target, folders[config.target.name], config.threads)
+        return read_table(path).provenance.threads
+    return choose_threads(config, folders)
 
 
-def choose_threads(target: EngineConfig, folder: Path) -> int:
+def choose_threads(config: ServingConfig, folders: Mapping[str, Path]) -> int:
     """Return the number of threads for the target: 1, or all cores where they save a tenth on a few
     typical passes.
 
-    One thread leaves a core to Triton's stubs, and a smaller gain drowns in noise.
+    One thread leaves a core to Triton's stubs, and a smaller gain drowns in noise. One after the
+    other, for an engine is made for its threads, and memory may not hold it twice.
     """
-    import torch
-
     cores = machine.cores()
-    if cores == 1 or target.device != "cpu":
+    if cores == 1 or config.target.device != "cpu":
         return 1
-    cases = probe_cases()
-    rig = _rig(target, folder, cases, 1, random.Random(_SEED))
-
-    def time(threads: int, case: Case) -> float:
-        torch.set_num_threads(threads)
-        return rig.time(case)
-
-    work = [(threads, case) for threads in (1, cores) for case in cases]
-    timed = interleave(
-        [lambda threads=threads, case=case: time(threads, case) for threads, case in work],
-        budget_s=10.0,
-        rng=random.Random(_SEED),
-        report=lambda _done_s, _all_s: None,
-        most=7,
-    )
-    total = {1: 0.0, cores: 0.0}
-    for (threads, _), seconds in zip(work, timed, strict=True):
-        total[threads] += lower_quartile(seconds)
+    total: dict[int, float] = {}
+    for threads in (1, cores):
+        rng, cases = random.Random(_SEED), probe_cases()
+        rig = _rig(config, config.target, folders, cases, threads, rng)
+        samples = interleave(
+            [lambda rig=rig, case=case: rig.time(case) for case in cases],
+            budget_s=5.0,
+            rng=rng,
+            report=lambda _done_s, _all_s: None,
+            most=7,
+        )
+        total[threads] = sum(lower_quartile(seconds) for seconds in samples)
     one_ms, all_ms = (total[threads] * 1e3 for threads in (1, cores))
     logger.info("1 thread takes %.0f ms, %d take %.0f ms", one_ms, cores, all_ms)
     return cores if total[cores] < MIN_THREAD_GAIN * total[1] else 1
 
 
 def _rig(
-    engine: EngineConfig, folder: Path, cases: Sequence[Case], threads: int, rng: random.Random
+    config: ServingConfig,
+    engine: EngineConfig,
+    folders: Mapping[str, Path],
+    cases: Sequence[Case],
+    threads: int,
+    rng: random.Random,
 ) -> Rig:
-    from backend.engines.torch.engine import TorchEngine
-
+    """Make an engine as serving does, but of the size that the cases need."""
     gc.collect()  # an engine that is no longer used goes before the next is loaded
-    made = TorchEngine(
-        engine.name,
-        folder,
-        dtype=engine.dtype,
-        device=engine.device,
-        kv_blocks=blocks_for(cases),
+    limits = replace(
+        config.limits,
+        kv_cache_tokens=blocks_for(cases) * BLOCK_TOKENS,
         max_context_tokens=max(case.context + case.new for case in cases),
-        max_draft_tokens=max(case.length + case.run for case in cases),
-        threads=threads,
-        attention=engine.attention,
     )
+    longest = replace(config.policy, k_max=max(case.length + case.run for case in cases))
+    sized = replace(config, limits=limits, policy=longest)
+    made = make_engine(engine, Service(sized, threads, lambda one: folders[one.name]))
+    if not isinstance(made, MeasurableEngine):
+        raise TypeError(f"engine {engine.engine!r} is measured, and has no assume()")
     return Rig(made, rng)
 
 

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from backend.engines.port import Engine, Turn
 from backend.request import SamplingParams
@@ -17,6 +17,7 @@ from backend.sequence import BLOCK_TOKENS, Proposal
 from backend.sequence import Sequence as TokenSequence
 
 
+@runtime_checkable
 class MeasurableEngine(Engine, Protocol):
     """An engine whose cache can be declared filled, so that a long context costs nothing to set
     up.

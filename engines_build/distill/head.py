@@ -176,7 +176,7 @@ class HeadTrainer(Trainer):
         super().__init__(network, shortlist, samples, "cpu", seed, run)
         self.unroller = Unroller(network, embedding, head, shortlist)
 
-    def _groups(self, budget: Budget) -> list[dict[str, Any]]:
+    def _groups(self, budget: Budget) -> list[dict[str, Any]]:  # noqa: ARG002 (all alike)
         matrices = [p for p in self.draft.parameters() if p.dim() > 1]
         vectors = [p for p in self.draft.parameters() if p.dim() == 1]
         return [
@@ -184,7 +184,7 @@ class HeadTrainer(Trainer):
             {"params": vectors, "rate": 1.0, "weight_decay": 0.0},
         ]
 
-    def _loss(self, step: int, samples: list[Any]) -> tuple[Tensor, dict[str, float]]:
+    def _loss(self, step: int, samples: list[Any]) -> tuple[Tensor, dict[str, float]]:  # noqa: ARG002
         steps = 1 if self.done < SINGLE_SHARE else UNROLLED
         total, weight, shares = torch.zeros(()), 0.0, []
         for ahead, (logits, kept, starts) in enumerate(self.unroller.laws(samples, steps)):

@@ -150,7 +150,7 @@ def test_measured_tables_are_found_by_the_deployment_that_they_were_measured_for
 
 def test_with_threads_auto_the_target_decides_and_its_drafts_follow(deployment, monkeypatch):
     raw, folders = deployment
-    monkeypatch.setattr(measure, "choose_threads", lambda target, folder: 1)
+    monkeypatch.setattr(measure, "choose_threads", lambda config, folders: 1)
     config = parse_config(raw)
     measure.measure(config, folders, budget_s=0.0)
     assert load_tables(config, folders)[1] == 1
@@ -170,7 +170,7 @@ def test_a_draft_that_is_new_is_measured_alone_with_the_target_s_threads(deploym
             }
         ),
     )
-    monkeypatch.setattr(measure, "choose_threads", lambda target, folder: 1)
+    monkeypatch.setattr(measure, "choose_threads", lambda config, folders: 1)
     assert missing_tables(config, folders) == ["target", "small"]
     measure.measure(config, folders, budget_s=0.0)
     monkeypatch.setattr(measure, "choose_threads", None)
@@ -187,31 +187,52 @@ def test_a_draft_that_is_new_is_measured_alone_with_the_target_s_threads(deploym
 
 @pytest.mark.parametrize(("all_s", "chosen"), [(0.5, 4), (0.95, 1), (2.0, 1)])
 def test_all_cores_are_chosen_where_they_save_a_tenth(monkeypatch, all_s, chosen):
-    threads = []
+    asked = []
 
     class Stub:
-        def time(self, case):
-            return all_s if threads[-1] == 4 else 1.0
+        def __init__(self, threads):
+            self.threads = threads
 
-    monkeypatch.setattr(measure, "_rig", lambda *args: Stub())
-    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+        def time(self, case):
+            return all_s if self.threads == 4 else 1.0
+
+    def rig(config, engine, folders, cases, threads, rng):
+        asked.append(threads)
+        return Stub(threads)
+
+    monkeypatch.setattr(measure, "_rig", rig)
     monkeypatch.setattr(machine, "cores", lambda: 4)
-    target = parse_config({"target": {"engine": "torch", "model": "m"}}).target
-    assert measure.choose_threads(target, None) == chosen
-    assert set(threads) == {1, 4}
+    config = parse_config({"target": {"engine": "torch", "model": "m"}})
+    assert measure.choose_threads(config, {}) == chosen
+    assert asked == [1, 4]
 
 
 def test_one_core_or_a_gpu_leaves_no_choice(monkeypatch):
     monkeypatch.setattr(measure, "_rig", None)
-    gpu = parse_config({"target": {"engine": "torch", "model": "m", "device": "cuda"}}).target
-    assert measure.choose_threads(gpu, None) == 1
+    gpu = parse_config({"target": {"engine": "torch", "model": "m", "device": "cuda"}})
+    assert measure.choose_threads(gpu, {}) == 1
     monkeypatch.setattr(machine, "cores", lambda: 1)
-    assert (
-        measure.choose_threads(
-            parse_config({"target": {"engine": "torch", "model": "m"}}).target, None
-        )
-        == 1
-    )
+    one = parse_config({"target": {"engine": "torch", "model": "m"}})
+    assert measure.choose_threads(one, {}) == 1
+
+
+@pytest.mark.parametrize("engine", ["torch", "openvino"])
+def test_what_is_measured_is_the_engine_that_serves(deployment, monkeypatch, engine):
+    raw, folders = deployment
+    folders["target"] = checkpoint(folders["target"].parent / "wide", width=32)
+    target = {**raw["target"], "engine": engine, "model": str(folders["target"])}
+    config, made = parse_config({"target": target, "threads": 1}), []
+    real = measure.make_engine
+
+    def noted(engine, service):
+        made.append(real(engine, service))
+        return made[-1]
+
+    monkeypatch.setattr(measure, "make_engine", noted)
+    measure.measure(config, folders, budget_s=0.0)
+    names = {"torch": "TorchEngine", "openvino": "OpenvinoEngine"}
+    assert [type(one).__name__ for one in made] == [names[engine]]
+    assert load_tables(config, folders)[0]["target"].engine == "target"
 
 
 def test_what_times_depend_on_names_the_file(deployment):
