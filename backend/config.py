@@ -49,9 +49,11 @@ class EngineConfig:
 
     ``engine`` and ``dtype`` ``auto`` are settled when the file is read (``settled``). ``invariant``
     of an ``openvino`` target: the same request gives the same text, bit for bit, under any load and
-    plan. ``attention`` of a ``torch`` engine runs decoding rows one by one (``ragged``) or, in a
-    target, padded to the longest (``padded``), cut into pieces where the adaptive policy finds that
-    to pay. ``min_ngram``/``max_ngram`` belong to ``lookup``;
+    plan. A ``head`` draft continues the target's own states (``model``: a folder that
+    ``engines_build.distill`` wrote for this target). ``attention`` of a ``torch`` engine runs
+    decoding rows one by one (``ragged``) or, in a target, padded to the longest (``padded``), cut
+    into pieces where the adaptive policy finds that to pay. ``min_ngram``/``max_ngram`` belong to
+    ``lookup``;
     ``seed``, ``agreement`` (how often a fake draft proposes what the fake target would emit) and
     ``step_s`` (seconds per pass) to ``fake``. ``trtllm`` engines (``model`` is a folder made by
     ``trtllm-build``) have ``gpus``, one a rank, the share of the memory beside weights that
@@ -299,12 +301,14 @@ def settled(engine: EngineConfig) -> EngineConfig:
     """Return an engine without ``auto``, which hangs on the machine alone, so that a text does.
 
     ``engine``: ``openvino`` on CPUs, where it is installed, else ``torch``. ``dtype``: bf16 on GPUs
-    and where the processor multiplies that, else fp32.
+    and where the processor multiplies that, else fp32; a head's int8 where OpenVINO is.
     """
     on_cpu = engine.device == "cpu"
+    kept = on_cpu and not KINDS["openvino"].missing
     if engine.engine == "auto":
-        kept = on_cpu and not KINDS["openvino"].missing
         engine = replace(engine, engine="openvino" if kept else "torch")
+    if engine.dtype == "auto" and engine.kind.reads_target and kept:
+        engine = replace(engine, dtype="int8")
     if engine.dtype == "auto":
         narrow = not on_cpu or not engine.kind.on_cpu or machine.multiplies_bf16()
         engine = replace(engine, dtype="bf16" if narrow else "fp32")
@@ -331,6 +335,12 @@ def _check_drafts(config: ServingConfig) -> None:
             raise ConfigError(
                 f"drafts[{index}].engine must be {names} with a target of "
                 f"{config.target.engine!r}, got {draft.engine!r}"
+            )
+        if draft.kind.reads_target and not config.target.kind.tells_features:
+            telling = [repr(name) for name, kind in KINDS.items() if kind.tells_features]
+            raise ConfigError(
+                f"drafts[{index}].engine {draft.engine!r} reads the target, whose engine must be "
+                f"{' or '.join(telling)}, got {config.target.engine!r}"
             )
 
 

@@ -19,7 +19,9 @@ class Kind:
     needs, in just this version. ``weight_bytes``: by dtype the bytes of a weight that is looked up,
     and of one that is multiplied, where these are not the dtype's; ``packs_head``: it multiplies by
     a copy of a tied embedding. ``scratch_tokens``: KV beside the ledger's. ``target``: it can be
-    one.
+    one; ``tells_features``: as one, it tells what it holds behind its layers (``Features``);
+    ``reads_target``: as a draft, it reads that. ``architectures`` of a model folder's config.json
+    (none: the Llama family's).
     ``tokenizer``: its model folder has one, else texts are bytes. ``known_s``: the seconds of a
     pass where nobody need measure it. ``behaviour`` above 0: we measure its passes; it is a version
     of what they do, raised by hand where they take another time, which has them measured anew.
@@ -37,6 +39,9 @@ class Kind:
     packs_head: bool = False
     scratch_tokens: int = 0
     target: bool = True
+    tells_features: bool = False
+    reads_target: bool = False
+    architectures: tuple[str, ...] = ()
     tokenizer: bool = True
     known_s: float = 0.0
     behaviour: int = 0
@@ -74,10 +79,24 @@ KINDS = {
         weight_bytes={"fp32": (4, 8), "bf16": (4, 6), "int8": (4, 2)},  # as read, and as packed
         packs_head=True,
         scratch_tokens=128 * 32,
+        tells_features=True,
         behaviour=2,
     ),
     "torch": Kind(
-        "backend.engines.torch.engine", on_cpu=True, dtypes=("bf16", "fp32", "fp64"), behaviour=2
+        "backend.engines.torch.engine",
+        on_cpu=True,
+        dtypes=("bf16", "fp32", "fp64"),
+        tells_features=True,
+        behaviour=2,
+    ),
+    "head": Kind(
+        "backend.engines.head.engine",
+        on_cpu=True,
+        dtypes=("bf16", "fp32", "int8"),
+        target=False,
+        reads_target=True,
+        architectures=("SpindleHead",),
+        behaviour=1,
     ),
     "lookup": Kind("backend.engines.lookup", model=False, target=False, known_s=2e-5),
     "fake": Kind("backend.engines.fake", model=False, tokenizer=False, known_s=1e-6),

@@ -53,5 +53,10 @@ def check_folders(config: ServingConfig) -> None:
     keys = ("target", *(f"drafts[{index}]" for index in range(len(config.drafts))))
     for key, engine in zip(keys, (config.target, *config.drafts), strict=True):
         if engine.kind.on_cpu and engine.model != EMBEDDED_MODEL:
-            needs = {"tokenizer": key == "target"}
-            check_folder(f"{key}.model", engine.model, model_path(engine), **needs)
+            check_folder(
+                f"{key}.model",
+                engine.model,
+                model_path(engine),
+                tokenizer=key == "target",
+                architectures=engine.kind.architectures,
+            )

@@ -24,7 +24,7 @@ from backend.engines.port import Completion, Engine, Turn
 from backend.log_format import fields
 from backend.ops.stats import StepStats
 from backend.request import ErrorCode, RequestError
-from backend.sequence import Proposal
+from backend.sequence import Features, Proposal
 from policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -365,6 +365,9 @@ class Orchestrator:
         if proposals.chosen:
             session.speculated(proposals.chosen, min(completion.accepted, taken))
         log.control.append(session.control)
+        if completion.features is not None:
+            tokens = len(session.sequence.tokens)
+            session.sequence.features = Features(tokens, completion.features)
         emitted, drawn = completion.tokens[:taken], not session.sequence.sampling.greedy
         verified = len(proposals.chosen) if proposals.chosen else 0
         log.record(session.id, proposals.drafted, verified, emitted, drawn=drawn)

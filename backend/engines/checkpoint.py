@@ -122,6 +122,18 @@ def load(
     return config, {name: _convert(tensor, dtype, device) for name, tensor in weights.items()}
 
 
+def load_embeddings(folder: Path, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a model's embedding and head [vocab, hidden], as they are stored; on the host they
+    stay in the file, of which only what is asked for is read.
+    """
+    found: Weights = {}
+    for file in _weight_files(folder):
+        found |= _read_tensors(file)
+    embedding = found["model.embed_tokens.weight"]
+    head = embedding if read_config(folder).tied else found["lm_head.weight"]
+    return embedding.to(device), head.to(device)
+
+
 def read_config(folder: Path) -> LlamaConfig:
     """Return the configuration in a folder. Raises CheckpointError when it is missing, damaged or
     not supported.

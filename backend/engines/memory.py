@@ -20,6 +20,7 @@ def plan(config: ServingConfig, folders: Mapping[str, Path]) -> dict[str, Footpr
     """Return the footprints of the engines that run a model (``folders``: their checkpoints by
     name). Raises CheckpointError.
     """
+    from backend.engines.head import folder as head
     from backend.engines.stepping.counterfactual import (
         SCORED_ROWS,  # imports torch, as the engines will
     )
@@ -28,7 +29,11 @@ def plan(config: ServingConfig, folders: Mapping[str, Path]) -> dict[str, Footpr
     limits, k_max = config.limits, config.policy.k_max
     footprints = {}
     for engine in (config.target, *config.drafts):
-        if engine.name in folders:
+        if engine.name in folders and engine.kind.reads_target:
+            footprints[engine.name] = head.footprint(
+                folders[engine.name], engine.dtype, engine.device, limits.max_active_requests
+            )
+        elif engine.name in folders:
             verified = k_max if engine is config.target else 0
             rows = limits.max_active_requests * (1 + verified)
             padded = (

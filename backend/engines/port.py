@@ -68,6 +68,8 @@ class Completion:
     ``proposal`` is what a draft was asked for (``Turn.nodes``); then there are no ``tokens``.
     ``log_probs`` holds the natural logarithm of each token's probability where the sequence asks
     for it: of the model's law with the request's options and temperature, before top-k and top-p.
+    ``features`` float32[layers, hidden] are the target's own states, behind the layers that a draft
+    reads, at the row that the last of ``tokens`` was drawn from; None where no draft asks.
     ``scored`` says of a draft that catches up on tokens emitted without it what it would have had
     accepted of them: (accepted, length) of the chains that it would have made, oldest first (as
     many tokens as the engine finds cheap). ``error`` is set, and everything else void, when this
@@ -84,6 +86,7 @@ class Completion:
     error: str | None = None
     extras: Extras | None = None
     partial: bool = False
+    features: npt.NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True)

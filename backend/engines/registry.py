@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from backend.config import EngineConfig, ServingConfig
+from backend.config import ConfigError, EngineConfig, ServingConfig
+from backend.engines.head.folder import read_config
 from backend.engines.port import Engine
 from backend.sequence import BLOCK_TOKENS
 
@@ -22,6 +23,20 @@ class Service:
     threads: int
     path: Callable[[EngineConfig], Path]
     count: Callable[..., None] | None = None
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target's layers, counted from 1, whose output drafts read. Raises ConfigError where
+        two do not read the same ones.
+        """
+        found: dict[tuple[int, ...], str] = {}
+        for draft in self.config.drafts:
+            if draft.kind.reads_target:
+                found.setdefault(read_config(self.path(draft)).layers, draft.name)
+        if len(found) > 1:
+            each = ", ".join(f"{name!r} {list(layers)}" for layers, name in found.items())
+            raise ConfigError(f"drafts: all heads must read the same layers of the target: {each}")
+        return next(iter(found), ())
 
     @property
     def sizes(self) -> dict[str, int]:

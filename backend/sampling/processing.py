@@ -53,6 +53,14 @@ class Columns:
         known = [place for place, token in enumerate(tokens) if token in self._column]
         return [self._column[tokens[place]] for place in known], known
 
+    def __contains__(self, token: int) -> bool:
+        return self.token_ids is None or token in self._column
+
+    def more(self, tokens: Seq[int]) -> Columns:
+        """Return a shortlist's columns with one more for each of ``tokens``, which have none."""
+        assert self.token_ids is not None, "a whole vocabulary has no more"
+        return Columns(torch.cat([self.token_ids, torch.tensor(tokens, dtype=torch.int64)]))
+
 
 WHOLE_VOCABULARY = Columns()
 

@@ -68,6 +68,11 @@ class Row:
         return [*self.committed[: self.position - len(self.run)], *self.run]
 
     @property
+    def before_last(self) -> int:
+        """The token right before ``position``."""
+        return self.run[-1] if self.run else self.committed[self.position - 1]
+
+    @property
     def plain(self) -> bool:
         """Whether the arg-max of the model's own logits is all that is wanted."""
         sampling = self.sampling

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,11 +64,13 @@ def read_manifest(folder: Path) -> Manifest:
     )
 
 
-def check_folder(key: str, model: str, folder: Path, *, tokenizer: bool) -> None:
+def check_folder(
+    key: str, model: str, folder: Path, *, tokenizer: bool, architectures: Sequence[str] = ()
+) -> None:
     """Refuse a ``model`` that is no Hugging Face folder of a family that is served.
 
-    ``tokenizer``: it needs one. Raises ConfigError beginning with the ``key`` and saying what to
-    do.
+    ``tokenizer``: it needs one; ``architectures``: it must be one of these. Raises ConfigError
+    beginning with the ``key`` and saying what to do.
     """
     if not folder.is_dir():
         raise ConfigError(f"{key} must be a folder, got {model!r}{_download(model)}")
@@ -77,9 +80,9 @@ def check_folder(key: str, model: str, folder: Path, *, tokenizer: bool) -> None
             "config.json, tokenizer.json and *.safetensors"
         )
     architecture = next(iter(_config(folder).get("architectures") or ["none"]))
-    if architecture not in ARCHITECTURES:
+    if architecture not in (architectures or ARCHITECTURES):
         text = f"{key}: {folder} is a {architecture}, which is not supported"
-        raise ConfigError(f"{text}. Supported are {FAMILIES}")
+        raise ConfigError(f"{text}. Supported are {', '.join(architectures) or FAMILIES}")
     if tokenizer and not (folder / "tokenizer.json").is_file():
         load, save = (f"{verb}_pretrained({str(folder)!r})" for verb in ("from", "save"))
         raise ConfigError(

@@ -13,13 +13,17 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from backend.engines.head.network import HeadConfig, HeadNetwork
+from backend.engines.checkpoint import read_config
+from backend.engines.head.folder import WEIGHTS_FILE, HeadConfig, config_json
+from backend.engines.head.network import HeadNetwork
+from backend.storage.manifest import vocabulary_sha256, weights_sha256
 from engines_build.distill.corpora import WORKLOADS
 from engines_build.distill.generate import Shards
 from engines_build.distill.train import (
@@ -287,3 +291,18 @@ def new_head(
     """Return an untrained head of a target with this embedding [vocab, hidden]."""
     vocab, hidden = embedding.shape
     return HeadNetwork(HeadConfig(vocab, hidden, intermediate, tuple(layers), rows, eps))
+
+
+def export_head(network: HeadNetwork, shortlist: Tensor, target: Path, out: Path) -> None:
+    """Write a head's folder (``backend.engines.head.folder``) for the target in a folder."""
+    out.mkdir(parents=True, exist_ok=True)
+    tensors = {n: t.detach().bfloat16().contiguous() for n, t in network.state_dict().items()}
+    tensors["token_ids"] = shortlist.int()
+    save_file(tensors, out / WEIGHTS_FILE, metadata={"format": "pt"})
+    text = config_json(
+        network.config,
+        vocabulary_sha256=vocabulary_sha256(target / "tokenizer.json"),
+        target_sha256=weights_sha256(target),
+        max_position_embeddings=read_config(target).max_position_embeddings,
+    )
+    (out / "config.json").write_text(text, encoding="utf-8")

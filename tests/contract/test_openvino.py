@@ -302,7 +302,7 @@ def test_the_graph_of_every_family_has_the_logits_of_the_reference(changed, dtyp
 
 
 def test_int8_rounds_matrices_alone(monkeypatch):
-    monkeypatch.setattr("backend.engines.openvino.graph.SMALL_WEIGHT", 1)
+    monkeypatch.setattr("backend.engines.openvino.parts.SMALL_WEIGHT", 1)
     generator = torch.Generator().manual_seed(3)
     weights = {n: torch.randn(s, generator=generator) / 3 for n, s in FAMILY.shapes().items()}
     rounded = {

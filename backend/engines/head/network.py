@@ -9,28 +9,51 @@ token. It has no KV and nothing to catch up on. (Hydra, arXiv 2402.05109, and Re
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
+
+from backend.config import ConfigError
+from backend.engines.checkpoint import DTYPES
+from backend.engines.head.folder import WEIGHTS_FILE, HeadConfig, read_config
 
 FIRST_SCALE = 0.3
 """Of the last norm at first: a frozen head on vectors of full size begins 9 to 17 nats off."""
 
 
-@dataclass(frozen=True, slots=True)
-class HeadConfig:
-    """What a head is made of. ``layers``: the target's whose output it reads, counted from 1.
-    ``rows``: how many tokens it can propose beside those of the request's own text.
-    """
+class Head(Protocol):
+    """A network with the target's rows of its static tokens, where it runs."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    layers: tuple[int, ...]
-    rows: int
-    rms_norm_eps: float = 1e-5
+    def begin(self, features: Tensor) -> Tensor:
+        """Return states [n, hidden] of ``features`` [n, layers, hidden]."""
+        ...
+
+    def step(self, state: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the states behind tokens of these embeddings [n, hidden], the vectors that the
+        target's head multiplies, and their products with the static rows.
+        """
+        ...
+
+
+class TorchHead:
+    """A head on torch."""
+
+    def __init__(self, network: HeadNetwork, rows: Tensor) -> None:
+        self._network, self._rows = network, rows
+
+    def begin(self, features: Tensor) -> Tensor:
+        """Return states of features (``Head``)."""
+        return self._network.begin(features)
+
+    def step(self, state: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Move states on by tokens (``Head``)."""
+        state, vectors = self._network.step(state, token)
+        return state, vectors, vectors @ self._rows.T
 
 
 class HeadNetwork(nn.Module):
@@ -52,7 +75,8 @@ class HeadNetwork(nn.Module):
 
     def begin(self, features: Tensor) -> Tensor:
         """Return states [n, hidden] of ``features`` [n, layers, hidden]."""
-        return self.join(self._normed(features, self.features_norm).flatten(1))
+        state: Tensor = self.join(self._normed(features, self.features_norm).flatten(1))
+        return state
 
     def step(self, state: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
         """Move states [n, hidden] on by tokens whose embeddings are ``token`` [n, hidden]; return
@@ -67,3 +91,26 @@ class HeadNetwork(nn.Module):
     def _normed(self, rows: Tensor, weight: Tensor) -> Tensor:
         shape = (self.config.hidden_size,)
         return functional.rms_norm(rows, shape, eps=self.config.rms_norm_eps) * weight
+
+
+def load(folder: Path, dtype: str = "fp32", device: str = "cpu") -> tuple[HeadNetwork, Tensor]:
+    """Return the network in a folder and the tokens int64[rows] that have rows in any case. Raises
+    ConfigError for files that are missing or do not fit.
+    """
+    config, path = read_config(folder), folder / WEIGHTS_FILE
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    token_ids = tensors.pop("token_ids", torch.zeros(0)).long()
+    ids = set(token_ids.tolist())
+    if not len(ids) == len(token_ids) == config.rows or not ids <= set(range(config.vocab_size)):
+        text = f"token_ids must be {config.rows} different ids below {config.vocab_size}"
+        raise ConfigError(f"{path}: {text}")
+    network = HeadNetwork(config)
+    try:
+        network.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+    except RuntimeError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    network = network.to(device, DTYPES.get(dtype, torch.float32))
+    return network.requires_grad_(requires_grad=False), token_ids

@@ -32,7 +32,7 @@ class OpenvinoEngine(StepEngine):
         *,
         dtype: str = "fp32",
         threads: int = 1,
-        **sizes: int | bool,
+        **sizes: int | bool | Seq[int],
     ) -> None:
         """Load a Hugging Face folder; ``sizes`` are those of ``from_weights``.
 
@@ -46,13 +46,14 @@ class OpenvinoEngine(StepEngine):
 
     @classmethod
     def from_weights(
-        cls, name: str, config: LlamaConfig, weights: Weights, **sizes: int | bool | str
+        cls, name: str, config: LlamaConfig, weights: Weights, **sizes: int | bool | str | Seq[int]
     ) -> OpenvinoEngine:
         """Build an engine of weights in memory, which are fp32 or bf16.
 
         ``sizes``: ``kv_blocks``, ``max_context_tokens``, ``max_draft_tokens`` (8), ``dtype``
         (``fp32``, ``bf16``, ``int8``), ``threads`` (1), ``invariant`` (``OpenvinoLlama``; never of
-        int8 in fp32, which multiplies few rows by other kernels) and ``verifies``: it is a target.
+        int8 in fp32, which multiplies few rows by other kernels), ``verifies``: it is a target,
+        and ``taps``: the layers whose output drafts read (none).
         """
         engine = cls.__new__(cls)
         engine._set_up(name, config, dict(weights), **sizes)  # type: ignore[arg-type]
@@ -71,6 +72,7 @@ class OpenvinoEngine(StepEngine):
         threads: int = 1,
         invariant: bool = True,
         verifies: bool = True,
+        taps: Seq[int] = (),
     ) -> None:
         precision = precision_of(dtype)
         invariant = invariant and (dtype != "int8" or precision == "bf16")
@@ -88,6 +90,7 @@ class OpenvinoEngine(StepEngine):
             invariant=invariant,
             trees=limits.tree and verifies,
             best=0 if verifies else CANDIDATES,
+            taps=taps,
         )
         self._branches_left = self._most_branches = most_branches(max_draft_tokens)
         super().__init__(name, model, limits)
@@ -142,5 +145,6 @@ def make(engine: EngineConfig, service: Service) -> OpenvinoEngine:
         threads=service.threads,
         invariant=engine.invariant and target,
         verifies=target,
+        taps=service.taps if target else (),
         **service.sizes,
     )

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from openvino import Model, Output, PartialShape, Tensor, Type, op, opset13
+from openvino import Model, Output, Type, op, opset13
 
 from backend.engines.checkpoint import LlamaConfig, Weights
 from backend.engines.openvino.paged_attention import paged_attention
+from backend.engines.openvino.parts import (
+    floats,
+    ints,
+    matrix,
+    named,
+    normed,
+    number,
+    parameter,
+)
 from backend.engines.stepping.rope import rope_tables
-
-Floats = npt.NDArray[np.float32]
 
 LAYOUT = {
     "past_lens": [-1],
@@ -24,9 +30,6 @@ LAYOUT = {
 }
 """Inputs that say where sequences lie, all int32, with their shapes."""
 
-SMALL_WEIGHT = 1 << 17
-"""Elements below which a matrix is not rounded to int8: its product takes no longer in fp32."""
-
 
 def build(
     config: LlamaConfig,
@@ -36,6 +39,7 @@ def build(
     int8: bool,
     repeats: bool,
     best: int = 0,
+    taps: Seq[int] = (),
 ) -> Model:
     """Return the graph of a model whose ``weights`` are fp32 or bf16 (emptied on the way).
 
@@ -44,10 +48,11 @@ def build(
     ``int8``: matrices in int8 with a scale a row. ``repeats``: attention has E rows, ``expand``
     i32[E] of the T others, and behind it ``compress`` i32[T] of those; else E = T. ``best``: there
     are also ``best_ids`` i32 and ``best_logits`` f32[R, best], the greatest first, and ``masses``
-    f32[R, 1], the sums of exp(logit - greatest).
+    f32[R, 1], the sums of exp(logit - greatest). ``taps``: there is ``features`` f32[R, taps x
+    hidden], what these rows hold behind so many layers.
     """
     builder = _Builder(config, weights, max_positions, int8=int8, repeats=repeats)
-    return builder.model(best)
+    return builder.model(best, taps)
 
 
 @dataclass(slots=True)
@@ -77,11 +82,11 @@ class _Builder:
     ) -> None:
         self._config, self._weights, self._int8 = config, weights, int8
         inputs = self._inputs = _Inputs(
-            _input("ids", [-1], Type.i64),
-            _input("positions", [-1], Type.i64),
-            _input("rows", [-1], Type.i32),
-            {name: _input(name, shape, Type.i32) for name, shape in LAYOUT.items()},
-            [_input(name, [-1], Type.i32) for name in ("expand", "compress") if repeats],
+            parameter("ids", [-1], Type.i64),
+            parameter("positions", [-1], Type.i64),
+            parameter("rows", [-1], Type.i32),
+            {name: parameter(name, shape, Type.i32) for name, shape in LAYOUT.items()},
+            [parameter(name, [-1], Type.i32) for name in ("expand", "compress") if repeats],
             [],
         )
         self._layout = {name: node.output(0) for name, node in inputs.layout.items()}
@@ -89,35 +94,36 @@ class _Builder:
         half = config.head_dim // 2
         sin = torch.cat([-signed[..., :half], signed[..., half:]], -1)
         self._cos, self._sin = (
-            opset13.gather(opset13.constant(table.numpy()), inputs.positions, _ints(0))
+            opset13.gather(opset13.constant(table.numpy()), inputs.positions, ints(0))
             for table in (cos, sin)
         )
 
-    def model(self, best: int) -> Model:
+    def model(self, best: int, taps: Seq[int]) -> Model:
         """Return the graph."""
-        embedding = self._matrix(self._weights["model.embed_tokens.weight"], rounded=False)
-        hidden = opset13.gather(embedding, self._inputs.ids, _ints(0))
+        embedding = matrix(self._weights["model.embed_tokens.weight"], rounded=False)
+        hidden = opset13.gather(embedding, self._inputs.ids, ints(0))
+        tapped = []
         for layer in range(self._config.num_layers):
             hidden = self._layer(hidden, layer)
-        hidden = opset13.gather(hidden, self._inputs.rows, _ints(0))
+            if layer + 1 in taps:
+                tapped.append(opset13.gather(hidden, self._inputs.rows, ints(0)))
+        hidden = opset13.gather(hidden, self._inputs.rows, ints(0))
         hidden = self._norm(hidden, "model.norm.weight")
         head = self._weights.get("lm_head.weight")
         if head is None and self._int8:
             head = self._weights["model.embed_tokens.weight"]
-        matrix = embedding if head is None else self._matrix(head, rounded=self._int8)
-        logits = opset13.matmul(hidden, matrix, False, True)
+        rows = embedding if head is None else matrix(head, rounded=self._int8)
+        logits = opset13.matmul(hidden, rows, False, True)
         outputs = {"logits": logits.output(0), **(_best(logits, best) if best else {})}
-        for name, output in outputs.items():
-            output.get_tensor().set_names({name})
-        model = Model([*map(opset13.result, outputs.values())], self._inputs.all(), "llama")
-        model.validate_nodes_and_infer_types()
-        return model
+        if tapped:
+            outputs["features"] = opset13.concat(tapped, 1).output(0)
+        return named(outputs, self._inputs.all(), "llama")
 
     def _layer(self, hidden: Output, layer: int) -> Output:
         config, at = self._config, f"model.layers.{layer}."
         normed = self._norm(hidden, f"{at}input_layernorm.weight")
         if self._inputs.repeats:
-            normed = opset13.gather(normed, self._inputs.repeats[0], _ints(0))
+            normed = opset13.gather(normed, self._inputs.repeats[0], ints(0))
         heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         qkv = self._product(normed, *(f"{at}self_attn.{name}_proj" for name in ("q", "k", "v")))
         query, key, value = self._split(qkv, [config.head_dim * count for count in heads])
@@ -134,7 +140,7 @@ class _Builder:
             (config.num_kv_heads, config.head_dim),
         )
         if self._inputs.repeats:
-            attended = opset13.gather(attended, self._inputs.repeats[1], _ints(0)).output(0)
+            attended = opset13.gather(attended, self._inputs.repeats[1], ints(0)).output(0)
         hidden = opset13.add(hidden, self._product(attended, f"{at}self_attn.o_proj"))
         normed = self._norm(hidden, f"{at}post_attention_layernorm.weight")
         gate, up = self._split(
@@ -145,28 +151,22 @@ class _Builder:
         return opset13.add(hidden, self._product(inner, f"{at}mlp.down_proj"))
 
     def _norm(self, hidden: Output, name: str) -> Output:
-        weight = self._weights.pop(name).float().numpy()
-        squares = opset13.reduce_mean(opset13.power(hidden, _float(2.0)), _ints(-1), True)
-        root = opset13.sqrt(opset13.add(squares, _float(self._config.rms_norm_eps)))
-        normed = opset13.multiply(hidden, opset13.divide(_float(1.0), root))
-        return opset13.multiply(opset13.constant(weight), normed)
+        return normed(hidden, self._weights.pop(name), self._config.rms_norm_eps)
 
     def _product(self, rows: Output, *names: str) -> Output:
         """Return the product with matrices side by side."""
         matrices = [self._weights.pop(f"{name}.weight") for name in names]
-        product = opset13.matmul(
-            rows, self._matrix(torch.cat(matrices), rounded=self._int8), False, True
-        )
+        product = opset13.matmul(rows, matrix(torch.cat(matrices), rounded=self._int8), False, True)
         biases = [
             self._weights.pop(key) for name in names if (key := f"{name}.bias") in self._weights
         ]
         if not biases:
             return product
-        return opset13.add(product, opset13.constant(_floats(torch.cat(biases))))
+        return opset13.add(product, opset13.constant(floats(torch.cat(biases))))
 
     @staticmethod
     def _split(rows: Output, sizes: list[int]) -> list[Output]:
-        parts: list[Output] = opset13.variadic_split(rows, _ints(-1), _ints(sizes)).outputs()
+        parts: list[Output] = opset13.variadic_split(rows, ints(-1), ints(sizes)).outputs()
         return parts
 
     def _rotated(self, rows: Output, heads: int) -> Output:
@@ -174,68 +174,27 @@ class _Builder:
         operation (``RoPE``).
         """
         head_dim = self._config.head_dim
-        apart = opset13.reshape(rows, _ints([0, heads, 1, head_dim]), True)
+        apart = opset13.reshape(rows, ints([0, heads, 1, head_dim]), True)
         first, second = (
-            opset13.slice(apart, _ints([start]), _ints([stop]), _ints([1]), _ints([3]))
+            opset13.slice(apart, ints([start]), ints([stop]), ints([1]), ints([3]))
             for start, stop in ((0, head_dim // 2), (head_dim // 2, 2**31 - 1))
         )
-        turned = opset13.concat([opset13.multiply(second, _float(-1.0)), first], -1)
+        turned = opset13.concat([opset13.multiply(second, number(-1.0)), first], -1)
         rotated = opset13.add(
             opset13.multiply(apart, self._cos), opset13.multiply(turned, self._sin)
         )
-        return opset13.reshape(rotated, _ints([0, heads * head_dim]), True).output(0)
-
-    @staticmethod
-    def _matrix(weight: torch.Tensor, *, rounded: bool) -> Output:
-        if rounded and weight.numel() >= SMALL_WEIGHT:
-            return _int8(_floats(weight))
-        if weight.dtype == torch.bfloat16:
-            return opset13.convert(_bf16(weight), "f32")
-        return opset13.constant(_floats(weight))
+        return opset13.reshape(rotated, ints([0, heads * head_dim]), True).output(0)
 
 
 def _best(logits: Output, count: int) -> dict[str, Output]:
     # Not stable: that takes longer than NumPy does, and of equals a draft may propose either.
-    found = opset13.topk(logits, _ints(count), -1, "max", "value", "i32")
-    greatest = opset13.reduce_max(logits, _ints(-1), True)
-    masses = opset13.reduce_sum(opset13.exp(opset13.subtract(logits, greatest)), _ints(-1), True)
+    found = opset13.topk(logits, ints(count), -1, "max", "value", "i32")
+    greatest = opset13.reduce_max(logits, ints(-1), True)
+    masses = opset13.reduce_sum(opset13.exp(opset13.subtract(logits, greatest)), ints(-1), True)
     values, ids = found.outputs()
     return {"best_ids": ids, "best_logits": values, "masses": masses.output(0)}
 
 
-def _int8(weight: Floats) -> Output:
-    """Return a matrix in int8, a scale a row: the form that its kernels read."""
-    scale = np.maximum(np.abs(weight).max(1, keepdims=True) / 127, 1e-8).astype(np.float16)
-    digits = np.clip(np.rint(weight / scale.astype(np.float32)), -127, 127).astype(np.int8)
-    wide = opset13.convert(opset13.constant(digits), "f16")
-    return opset13.convert(opset13.multiply(wide, opset13.constant(scale)), "f32")
-
-
-def _bf16(weight: torch.Tensor) -> op.Constant:
-    # A tensor over an array does not keep it alive; its own memory is not initialised.
-    tensor = Tensor(Type.bf16, list(weight.shape))
-    tensor.data.view(np.uint16)[...] = weight.contiguous().view(torch.uint16).numpy()
-    return op.Constant(tensor)
-
-
-def _floats(weight: torch.Tensor) -> Floats:
-    return weight.float().contiguous().numpy()
-
-
-def _input(name: str, shape: list[int], dtype: Type) -> op.Parameter:
-    node = opset13.parameter(PartialShape(shape), dtype, name=name)
-    node.output(0).get_tensor().set_names({name})
-    return node
-
-
 def _cache(name: str) -> op.Parameter:
     """Return a cache whose precision and layout the plug-in settles."""
-    return _input(name, [-1, -1, -1, -1], Type.dynamic)
-
-
-def _ints(values: int | list[int]) -> op.Constant:
-    return opset13.constant(np.array(values, np.int32))
-
-
-def _float(value: float) -> op.Constant:
-    return opset13.constant(np.array(value, np.float32))
+    return parameter(name, [-1, -1, -1, -1], Type.dynamic)

@@ -14,9 +14,10 @@ import torch
 
 from backend import machine
 from backend.engines.checkpoint import CheckpointError, LlamaConfig, Weights
-from backend.engines.openvino.graph import Floats, build
+from backend.engines.openvino.graph import build
 from backend.engines.openvino.layout import Blocks, Layout, in_calls
 from backend.engines.openvino.paged_attention import VersionError, check_version
+from backend.engines.openvino.parts import Floats, compiled
 from backend.engines.stepping.chunks import Chunk
 from backend.kinds import KINDS
 from backend.sampling.laws import FAINT
@@ -51,7 +52,8 @@ class OpenvinoLlama:
 
     ``precision`` is that of activations and KV (``fp32``, ``bf16``); ``int8``: matrices in int8.
     ``invariant``: logits are the same bits whatever else is in a pass (``layout``). ``trees``: it
-    verifies trees. ``best``: a draft's graph ranks so many columns. ``weights`` is emptied.
+    verifies trees. ``best``: a draft's graph ranks so many columns. ``taps``: the layers, counted
+    from 1, behind which ``features`` are kept. ``weights`` is emptied.
     """
 
     device = torch.device("cpu")
@@ -69,6 +71,7 @@ class OpenvinoLlama:
         invariant: bool = True,
         trees: bool = True,
         best: int = 0,
+        taps: Seq[int] = (),
     ) -> None:
         """Compile the graph. Raises VersionError for another OpenVINO than is known, and
         CheckpointError for heads whose size its attention gets wrong.
@@ -79,7 +82,8 @@ class OpenvinoLlama:
                 f"config.json: head_dim must be a multiple of {HEAD_DIM_STEP} for the engine "
                 f"'openvino', got {config.head_dim}; set engine to 'torch'"
             )
-        self.config = config
+        self.config, self._taps = config, taps
+        self.features: torch.Tensor | None = None
         self.token_ids = weights.get("lm_head.token_ids")
         self._invariant, self._trees, self._ranks = invariant, trees, best > 0
         self._ranked: torch.Tensor | None = None  # the logits whose best are known
@@ -91,23 +95,18 @@ class OpenvinoLlama:
                 "dtype bf16 needs a processor that multiplies it (AVX512-BF16, AMX), this one has "
                 f"{machine.instructions() or 'neither'}; 'auto' is fp32 here"
             )
-        dtype, kv_precision = _STORED[precision]
+        dtype, held = _STORED[precision]
         graph = build(
-            config, weights, max_positions=max_positions, int8=int8, repeats=trees, best=best
+            config,
+            weights,
+            max_positions=max_positions,
+            int8=int8,
+            repeats=trees,
+            best=best,
+            taps=taps,
         )
         weights.clear()
-        self._compiled = openvino.Core().compile_model(
-            graph,
-            "CPU",
-            {
-                "INFERENCE_PRECISION_HINT": kv_precision,
-                "KV_CACHE_PRECISION": kv_precision,
-                "INFERENCE_NUM_THREADS": threads,
-                "NUM_STREAMS": 1,
-                "PERFORMANCE_HINT": "LATENCY",
-                "ENABLE_CPU_PINNING": False,
-            },
-        )
+        self._compiled = compiled(graph, held, threads)
         self._vocab = config.draft_vocab_size or config.vocab_size
         self._out = np.empty((0, self._vocab), np.float32)
         blocks = kv_blocks + SCRATCH_BLOCKS
@@ -137,26 +136,31 @@ class OpenvinoLlama:
         them [rows, vocab] (fp32), which the next call overwrites. Raises PassError.
         """
         self._branches.clear()
-        self._ranked = None
+        self._ranked = self.features = None
         calls = in_calls(chunks, RUN_COPIES, invariant=self._invariant)
         free = iter(self._for_branches)
         if len(calls) == 1:
-            self._ranked = self._call(calls[0], chunks, free)
+            self._ranked, self.features = self._call(calls[0], chunks, free)
             return self._ranked
         found: list[list[torch.Tensor]] = [[] for _ in chunks]
+        states: list[list[torch.Tensor]] = [[] for _ in chunks]
         for call in calls:
-            logits = self._call(call, chunks, free).clone()
-            for (number, _), part in zip(
-                call, torch.split(logits, [chunk.logits for _, chunk in call]), strict=True
-            ):
-                found[number].append(part)
+            logits, features = self._call(call, chunks, free)
+            counts = [chunk.logits for _, chunk in call]
+            for kept, rows in ((found, logits), (states, features)):
+                if rows is not None:
+                    parts = torch.split(rows.clone(), counts)
+                    for (number, _), part in zip(call, parts, strict=True):
+                        kept[number].append(part)
+        if self._taps:
+            self.features = torch.cat([part for parts in states for part in parts])
         return torch.cat([part for parts in found for part in parts])
 
     def _call(
         self, parts: Seq[tuple[int, Chunk]], chunks: Seq[Chunk], free: Iterator[int]
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run parts of the chunks of these numbers, with branches in blocks that are ``free``;
-        return the logits that they want.
+        return the logits that they want, and the features of these rows.
         """
         layout = Layout(
             [part for _, part in parts], self._for_copies, free, invariant=self._invariant
@@ -180,7 +184,12 @@ class OpenvinoLlama:
             raise PassError(f"OpenVINO's pass of {len(parts)} sequences left no logits")
         for source, target, written in layout.returns:  # not before: the block may be others', too
             self.pool[:, :, target, :, written] = self.pool[:, :, source, :, written]
-        return torch.from_numpy(out[:rows])
+        features = None
+        if self._taps:
+            states = self._request.get_tensor("features").data[:rows]
+            shape = (rows, len(self._taps), self.config.hidden_size)
+            features = torch.from_numpy(states).view(shape)
+        return torch.from_numpy(out[:rows]), features
 
     def _bind(self, name: str, array: npt.NDArray[Any]) -> None:
         """Give the request an input: into the memory that it has, where that has the shape."""

@@ -12,6 +12,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from backend.engines.checkpoint import LlamaConfig
@@ -28,10 +30,15 @@ CANDIDATES = 4
 
 
 class Model(Protocol):
-    """A decoder with its KV pool. ``token_ids`` [S]: the tokens of a shortlisted head's columns."""
+    """A decoder with its KV pool. ``token_ids`` [S]: the tokens of a shortlisted head's columns.
+
+    ``features`` [rows, layers, hidden]: of the last pass's rows that want logits, what they hold
+    behind the layers that drafts read; None where none does. The next pass may overwrite them.
+    """
 
     device: torch.device
     token_ids: torch.Tensor | None
+    features: torch.Tensor | None
 
     def forward(self, chunks: Seq[Chunk]) -> torch.Tensor:
         """Run the chunks in one pass, writing their KV; return the logits of the rows that want
@@ -72,6 +79,7 @@ class Job:
     top: list[list[tuple[int, float]]] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
     context_logits: torch.Tensor | None = None
+    features: npt.NDArray[np.float32] | None = None
 
     @property
     def run(self) -> list[int]:
@@ -285,6 +293,22 @@ class StepEngine:
         deciding = [job for job, _ in running if job.turn.run]
         if deciding:
             self._decide(logits, deciding)
+            if self._model.features is not None:
+                self._take_features(running, self._model.features)
+
+    @staticmethod
+    def _take_features(running: list[tuple[Job, Chunk]], features: torch.Tensor) -> None:
+        """Keep those of the rows that the turns' last tokens were drawn from."""
+        rows, jobs, end = [], [], 0
+        for job, chunk in running:
+            end += chunk.logits
+            if job.turn.run:
+                behind = len(job.request.tokens)  # nodes behind the row of the text's last token
+                rows.append(end - 1 - behind + (1 + job.path[-1] if job.path else 0))
+                jobs.append(job)
+        states = features[rows].float().cpu().numpy()
+        for job, own in zip(jobs, states, strict=True):
+            job.features = own
 
     def _ran(self, running: list[tuple[Job, Chunk]]) -> None:
         """Note what of the text has KV now; accepted nodes are noted where they have their
@@ -391,6 +415,7 @@ class StepEngine:
             job.log_probs if job.request.sampling.log_probs and job.log_probs else None,
             job.scored,
             extras=_extras(job),
+            features=job.features,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -33,7 +34,7 @@ class TorchEngine(StepEngine):
         dtype: str = "bf16",
         device: str = "cpu",
         threads: int | None = None,
-        **sizes: int | str,
+        **sizes: int | str | Seq[int],
     ) -> None:
         """Load a Hugging Face folder. ``threads`` sets torch's threads, for the whole process;
         ``sizes`` are those of ``from_weights``.
@@ -46,14 +47,14 @@ class TorchEngine(StepEngine):
 
     @classmethod
     def from_weights(
-        cls, name: str, config: LlamaConfig, weights: Weights, **sizes: int | str
+        cls, name: str, config: LlamaConfig, weights: Weights, **sizes: int | str | Seq[int]
     ) -> TorchEngine:
         """Build an engine of weights that are in memory (``config.shapes()`` names them), in their
         dtype and on their device.
 
-        ``sizes``: ``kv_blocks``, ``max_context_tokens``, ``max_draft_tokens`` (8), and
-        ``attention``, which runs decoding rows one by one (``RAGGED``) or padded to the longest
-        (``PADDED``).
+        ``sizes``: ``kv_blocks``, ``max_context_tokens``, ``max_draft_tokens`` (8), ``attention``,
+        which runs decoding rows one by one (``RAGGED``) or padded to the longest (``PADDED``), and
+        ``taps``, the layers whose output drafts read (none).
         """
         engine = cls.__new__(cls)
         engine._set_up(name, config, dict(weights), **sizes)  # type: ignore[arg-type]
@@ -69,6 +70,7 @@ class TorchEngine(StepEngine):
         max_context_tokens: int,
         max_draft_tokens: int = 8,
         attention: str = RAGGED,
+        taps: Seq[int] = (),
     ) -> None:
         pads = attention == PADDED
         limits = step_limits(
@@ -80,6 +82,7 @@ class TorchEngine(StepEngine):
                 weights,
                 kv_blocks=kv_blocks,
                 max_positions=max_context_tokens + max_draft_tokens,
+                taps=taps,
             )
         super().__init__(name, model, limits)
 
@@ -112,5 +115,6 @@ def make(engine: EngineConfig, service: Service) -> TorchEngine:
         device=engine.device,
         threads=service.threads,
         attention=engine.attention,
+        taps=service.taps if engine.name == service.config.target.name else (),
         **service.sizes,
     )

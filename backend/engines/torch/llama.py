@@ -55,13 +55,21 @@ class Layer:
 class Llama:
     """A decoder with a KV pool of ``kv_blocks`` blocks; positions up to ``max_positions``.
 
-    ``weights`` is emptied while its layers are made, so that memory never holds them all twice.
+    ``taps``: the layers, counted from 1, behind which ``features`` are kept. ``weights`` is emptied
+    while its layers are made, so that memory never holds them all twice.
     """
 
     def __init__(
-        self, config: LlamaConfig, weights: Weights, *, kv_blocks: int, max_positions: int
+        self,
+        config: LlamaConfig,
+        weights: Weights,
+        *,
+        kv_blocks: int,
+        max_positions: int,
+        taps: Seq[int] = (),
     ) -> None:
-        self.config = config
+        self.config, self._taps = config, taps
+        self.features: torch.Tensor | None = None
         self._embedding = weights["model.embed_tokens.weight"]
         self.device, self.dtype = self._embedding.device, self._embedding.dtype
         self._norm = weights["model.norm.weight"]
@@ -133,24 +141,25 @@ class Llama:
         slots = _joined(
             [chunk.table.slots[chunk.start : chunk.start + len(chunk.tokens)] for chunk in chunks]
         )
-        hidden = self._run(ids, positions, slots, self._attention(chunks))
-        wanted = logit_rows(chunks)
-        return (
-            hidden
-            if len(wanted) == len(ids)
-            else hidden[torch.tensor(wanted, dtype=torch.int64, device=self.device)]
-        )
+        wanted = torch.tensor(logit_rows(chunks), dtype=torch.int64, device=self.device)
+        return self._run(ids, positions, slots, self._attention(chunks), wanted)
 
     def _run(
-        self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, attend: Attend
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        attend: Attend,
+        wanted: torch.Tensor,
     ) -> torch.Tensor:
-        """Run the layers on tokens [rows], writing KV to ``slots``; return hidden states [rows,
-        hidden].
+        """Run the layers on tokens [rows], writing KV to ``slots``; return the hidden states
+        [wanted, hidden] of the rows ``wanted``.
         """
+        tapped = []
         config, heads, kv_heads = self.config, self.config.num_heads, self.config.num_kv_heads
         cos, sin = self._cos[positions], self._sin[positions]
         hidden = self._embedding[ids]
-        for layer in self._layers:
+        for number, layer in enumerate(self._layers, 1):
             normed = functional.rms_norm(
                 hidden, (config.hidden_size,), layer.attention_norm, config.rms_norm_eps
             )
@@ -170,7 +179,10 @@ class Llama:
                 gate_up[:, config.intermediate_size :],
             )
             hidden += layer.down(functional.silu(gate).mul_(up))
-        return hidden
+            if number in self._taps:
+                tapped.append(hidden[wanted])
+        self.features = torch.stack(tapped, 1) if tapped else None
+        return hidden if len(wanted) == len(ids) else hidden[wanted]
 
     def keep(self, accepted: Seq[tuple[Chunk, Seq[int]]]) -> None:
         """Move the KV of accepted nodes to where their tokens are in the text (``Model.keep``)."""

@@ -68,6 +68,7 @@ class CompiledModel:
     """
 
     def __init__(self, config: LlamaConfig, runtime: Runtime, kv_blocks: int) -> None:
+        self.features: torch.Tensor | None = None
         self.config, self.device, self.dtype, self.token_ids = (
             config,
             runtime.device,

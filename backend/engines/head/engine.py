@@ -1,0 +1,251 @@
+"""Drafts by a head: a token costs it a fraction of what the smallest Llama takes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+
+from backend import machine
+from backend.config import ConfigError, EngineConfig
+from backend.engines.checkpoint import load_embeddings
+from backend.engines.checkpoint import read_config as read_target
+from backend.engines.head.folder import CONTEXT_ROWS, read_config
+from backend.engines.head.network import Head, HeadNetwork, TorchHead, load
+from backend.engines.head.openvino import OpenvinoHead
+from backend.engines.port import Completion, EngineLimits, Turn
+from backend.engines.registry import Service
+from backend.engines.spine import CANDIDATES, Spine
+from backend.sampling.processing import Columns
+from backend.sampling.verification import Row, candidates
+from backend.sequence import Features, Sequence
+
+logger = logging.getLogger(__name__)
+
+_UNLIMITED = 2**31 - 1
+_NONE = torch.zeros(0, dtype=torch.int64)
+
+
+@dataclass(slots=True)
+class _Text:
+    """What a sequence's own text adds to the head's columns: ``rows`` [n, hidden], of the first
+    ``CONTEXT_ROWS`` tokens that have no static row. ``read`` tokens were looked at.
+    """
+
+    columns: Columns
+    rows: torch.Tensor
+    read: int = 0
+
+
+@dataclass(slots=True)
+class _Job:
+    turn: Turn
+    text: _Text
+    place: Row
+    spine: Spine = field(default_factory=Spine)
+
+    @property
+    def goes_on(self) -> bool:
+        return len(self.spine.tokens) < self.turn.run and not self.spine.ended
+
+
+class HeadEngine:
+    """A draft without KV: it goes on from what the target held at the text's last token
+    (``Sequence.features``).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        network: HeadNetwork,
+        token_ids: torch.Tensor,
+        embedding: torch.Tensor,
+        lm_head: torch.Tensor,
+        *,
+        max_draft_tokens: int,
+        kernels: Callable[[HeadNetwork, torch.Tensor], Head] = TorchHead,
+    ) -> None:
+        """``token_ids`` int64[rows] have rows in any case; ``embedding`` and ``lm_head`` [vocab,
+        hidden] are the target's; ``kernels`` run the network.
+        """
+        config = self._config = network.config
+        self.name = name
+        self.limits = EngineLimits(
+            config.vocab_size, _UNLIMITED, max_draft_tokens, max_draft_tokens, kv_blocks=0
+        )
+        weight = network.join.weight
+        self._device, self._dtype = weight.device, weight.dtype
+        self._embedding, self._lm_head = embedding, lm_head
+        self._columns = Columns(token_ids)
+        self._head = kernels(network, self._rows_of(token_ids))
+        self._texts: dict[int, _Text] = {}
+        self._turns: list[Turn] = []
+
+    def submit(self, turns: Seq[Turn]) -> None:
+        """Queue turns, which run at the next ``poll``."""
+        self._turns.extend(turns)
+
+    def poll(self, timeout_s: float) -> list[Completion]:  # noqa: ARG002 (it never waits)
+        """Propose for all queued turns; one that asks for something else completes with an
+        error.
+        """
+        turns, self._turns = self._turns, []
+        jobs, completions = [], []
+        for turn in turns:
+            if error := self._refusal(turn):
+                completions.append(Completion(turn.sequence.id, [], error=error))
+            elif turn.nodes:
+                jobs.append(_Job(turn, self._text(turn.sequence), Row.of(turn.sequence, None)))
+            else:
+                completions.append(Completion(turn.sequence.id, []))
+        if jobs:
+            with torch.inference_mode():
+                self._run(jobs)
+        for job in jobs:
+            proposal = job.spine.proposal(self.name, job.turn.nodes)
+            completions.append(Completion(job.turn.sequence.id, [], proposal=proposal))
+        return completions
+
+    def cancel(self, sequence_ids: Iterable[int]) -> None:
+        """Forget sequences and their queued turns."""
+        gone = set(sequence_ids)
+        self._turns = [turn for turn in self._turns if turn.sequence.id not in gone]
+        for sequence_id in gone:
+            self._texts.pop(sequence_id, None)
+
+    def unseen(self, sequence: Sequence) -> int:
+        """Return 0: there is nothing to catch up on."""
+        del sequence
+        return 0
+
+    def available(self, sequence: Sequence, length: int) -> int:
+        """Return ``length``, at most ``max_draft_tokens``, where the target has told its state at
+        the text's last token, else 0.
+        """
+        features = sequence.features
+        if features is None or features.tokens != len(sequence.tokens):
+            return 0
+        return max(0, min(length, self.limits.max_draft_tokens))
+
+    def assume(self, sequence: Sequence, tokens: int) -> None:
+        """For measuring only: take the target as having told its state."""
+        del tokens
+        shape = (len(self._config.layers), self._config.hidden_size)
+        states = np.zeros(shape, np.float32)
+        sequence.features = Features(len(sequence.tokens), states)
+
+    def close(self) -> None:
+        """Forget everything; the engine is of no use afterwards."""
+        self._texts.clear()
+        self._turns.clear()
+        del self._embedding, self._lm_head, self._head
+
+    def _refusal(self, turn: Turn) -> str:
+        name = f"turn of sequence {turn.sequence.id}"
+        if turn.proposal is not None:
+            return f"{name}: engine {self.name!r} (head) cannot verify a proposal"
+        if turn.nodes and not 1 <= turn.run <= self.limits.max_run_tokens:
+            return f"{name}: run must be in 1..{self.limits.max_run_tokens}, got {turn.run}"
+        if turn.nodes and not self.available(turn.sequence, 1):
+            return f"{name}: the target has told no state of its {len(turn.sequence.tokens)} tokens"
+        return ""
+
+    def _rows_of(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the target's rows of tokens [n, hidden], contiguous."""
+        return self._lm_head[token_ids].to(self._device, self._dtype)
+
+    def _text(self, sequence: Sequence) -> _Text:
+        """Return a sequence's columns, with those of the tokens that are new in its text."""
+        text = self._texts.get(sequence.id)
+        if text is None:
+            text = self._texts[sequence.id] = _Text(self._columns, self._rows_of(_NONE))
+        new = dict.fromkeys(t for t in sequence.tokens[text.read :] if t not in text.columns)
+        text.read = len(sequence.tokens)
+        if new and len(text.rows) < CONTEXT_ROWS:
+            tokens = list(new)[: CONTEXT_ROWS - len(text.rows)]
+            text.columns = text.columns.more(tokens)
+            text.rows = torch.cat([text.rows, self._rows_of(torch.tensor(tokens))])
+        return text
+
+    def _run(self, jobs: list[_Job]) -> None:
+        """Grow every job's spine, one pass for each of its places."""
+        states = np.stack([job.turn.sequence.features.states for job in jobs])  # type: ignore[union-attr]
+        state = self._head.begin(torch.from_numpy(states).to(self._device, self._dtype))
+        running = jobs
+        while running:
+            last = torch.tensor([job.place.before_last for job in running])
+            token = self._embedding[last].to(self._device, self._dtype)
+            state, vectors, static = self._head.step(state, token)
+            self._extend(running, vectors, static.float())
+            going = [place for place, job in enumerate(running) if job.goes_on]
+            if len(going) < len(running):
+                state = state[going]
+            running = [running[place] for place in going]
+
+    def _extend(self, jobs: list[_Job], vectors: torch.Tensor, static: torch.Tensor) -> None:
+        """Extend each spine by the candidates behind its place, of ``vectors`` [jobs, hidden] and
+        their products with the static rows [jobs, rows].
+        """
+        own = [len(job.text.rows) for job in jobs]
+        if any(own):
+            found = [
+                candidates(self._with_own(static, vectors, row, job), [job.place], most, columns)[0]
+                for row, job in enumerate(jobs)
+                for most, columns in [(min(CANDIDATES, job.turn.nodes), job.text.columns)]
+            ]
+        else:
+            most = min(CANDIDATES, max(job.turn.nodes for job in jobs))
+            found = candidates(static, [job.place for job in jobs], most, self._columns)
+        for job, ones in zip(jobs, found, strict=True):
+            columns = job.text.columns
+            job.spine.extend((columns.token(column), p) for column, p in ones)
+            job.place = job.place.behind([*job.spine.tokens])
+
+    @staticmethod
+    def _with_own(static: torch.Tensor, vectors: torch.Tensor, row: int, job: _Job) -> torch.Tensor:
+        """Return the logits [1, columns] of a row, those of its own text's tokens behind."""
+        if not len(job.text.rows):
+            return static[row : row + 1]
+        return torch.cat([static[row], (job.text.rows @ vectors[row]).float()])[None]
+
+
+def make(engine: EngineConfig, service: Service) -> HeadEngine:
+    """Make an engine of this kind (``backend.engines.registry``). Raises ConfigError for a head
+    that is not of this target's shape.
+    """
+    folder, target = service.path(engine), service.path(service.config.target)
+    config, whole = read_config(folder), read_target(target)
+    for name, own, theirs in (
+        ("hidden_size", config.hidden_size, whole.hidden_size),
+        ("vocab_size", config.vocab_size, whole.vocab_size),
+    ):
+        if own != theirs:
+            raise ConfigError(f"draft {folder}: {name} is {own}, its target's {theirs}")
+    if config.layers[-1] > whole.num_layers:
+        text = f"layers go to {config.layers[-1]}, its target has {whole.num_layers}"
+        raise ConfigError(f"draft {folder}: {text}")
+    network, token_ids = load(folder, engine.dtype, engine.device)
+    logger.info("%s: a head of %d rows, %s", engine.name, len(token_ids), engine.dtype)
+    return HeadEngine(
+        engine.name,
+        network,
+        token_ids,
+        *load_embeddings(target, engine.device),
+        max_draft_tokens=service.sizes["max_draft_tokens"],
+        kernels=_kernels(engine, service.threads),
+    )
+
+
+def _kernels(
+    engine: EngineConfig, threads: int
+) -> Callable[[HeadNetwork, torch.Tensor], OpenvinoHead | TorchHead]:
+    """Return what runs a head here: int8 is OpenVINO's."""
+    if engine.dtype != "int8":
+        return TorchHead
+    precision = "bf16" if machine.multiplies_bf16() else "f32"
+    return partial(OpenvinoHead, precision=precision, threads=threads)

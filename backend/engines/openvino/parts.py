@@ -1,0 +1,90 @@
+"""What OpenVINO graphs are made of: weights, norms, inputs, and how a graph is compiled."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import openvino
+import torch
+from openvino import CompiledModel, Model, Output, PartialShape, Tensor, Type, op, opset13
+
+Floats = npt.NDArray[np.float32]
+
+SMALL_WEIGHT = 1 << 17
+"""Elements below which a matrix is not rounded to int8: its product takes no longer in fp32."""
+
+
+def compiled(graph: Model, precision: str, threads: int) -> CompiledModel:
+    """Compile a graph whose activations and KV are held in ``precision`` (``f32``, ``bf16``)."""
+    settings = {
+        "INFERENCE_PRECISION_HINT": precision,
+        "KV_CACHE_PRECISION": precision,
+        "INFERENCE_NUM_THREADS": threads,
+        "NUM_STREAMS": 1,
+        "PERFORMANCE_HINT": "LATENCY",
+        "ENABLE_CPU_PINNING": False,
+    }
+    return openvino.Core().compile_model(graph, "CPU", settings)
+
+
+def named(outputs: dict[str, Output], inputs: list[op.Parameter], name: str) -> Model:
+    """Return the graph of these outputs by name."""
+    for output_name, output in outputs.items():
+        output.get_tensor().set_names({output_name})
+    model = Model([*map(opset13.result, outputs.values())], inputs, name)
+    model.validate_nodes_and_infer_types()
+    return model
+
+
+def matrix(weight: torch.Tensor, *, rounded: bool) -> Output:
+    """Return a matrix in its own precision, or ``rounded`` to int8 where that pays."""
+    if rounded and weight.numel() >= SMALL_WEIGHT:
+        return _int8(floats(weight))
+    if weight.dtype == torch.bfloat16:
+        return opset13.convert(_bf16(weight), "f32")
+    return opset13.constant(floats(weight))
+
+
+def normed(rows: Output, weight: torch.Tensor, eps: float) -> Output:
+    """Return rows divided by their root mean square and multiplied by ``weight``."""
+    squares = opset13.reduce_mean(opset13.power(rows, number(2.0)), ints(-1), True)
+    root = opset13.sqrt(opset13.add(squares, number(eps)))
+    divided = opset13.multiply(rows, opset13.divide(number(1.0), root))
+    return opset13.multiply(opset13.constant(floats(weight)), divided)
+
+
+def floats(weight: torch.Tensor) -> Floats:
+    """Return a tensor as an array."""
+    return weight.float().contiguous().numpy()
+
+
+def parameter(name: str, shape: list[int], dtype: Type) -> op.Parameter:
+    """Return an input."""
+    node = opset13.parameter(PartialShape(shape), dtype, name=name)
+    node.output(0).get_tensor().set_names({name})
+    return node
+
+
+def ints(values: int | list[int]) -> op.Constant:
+    """Return a constant i32."""
+    return opset13.constant(np.array(values, np.int32))
+
+
+def number(value: float) -> op.Constant:
+    """Return a constant f32."""
+    return opset13.constant(np.array(value, np.float32))
+
+
+def _int8(weight: Floats) -> Output:
+    """Return a matrix in int8, a scale a row: the form that its kernels read."""
+    scale = np.maximum(np.abs(weight).max(1, keepdims=True) / 127, 1e-8).astype(np.float16)
+    digits = np.clip(np.rint(weight / scale.astype(np.float32)), -127, 127).astype(np.int8)
+    wide = opset13.convert(opset13.constant(digits), "f16")
+    return opset13.convert(opset13.multiply(wide, opset13.constant(scale)), "f32")
+
+
+def _bf16(weight: torch.Tensor) -> op.Constant:
+    # A tensor over an array does not keep it alive; its own memory is not initialised.
+    tensor = Tensor(Type.bf16, list(weight.shape))
+    tensor.data.view(np.uint16)[...] = weight.contiguous().view(torch.uint16).numpy()
+    return op.Constant(tensor)
