@@ -24,7 +24,7 @@ _POSITIVE = (
     "target_tokens",
     "minutes",
 )
-_POSITIVE += ("batch", "learning_rate", "slots", "threads")
+_POSITIVE += ("batch", "learning_rate", "answers", "slots", "threads")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -34,7 +34,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     _check_start(parser, args)
     for name, value in (_FAMILY_SHAPE if args.family else _DRAFT_SHAPE).items():
         setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
+    if args.shortlist is None:
+        args.shortlist = 4096 if args.head else 8192
     _check_numbers(parser, args)
+    if args.head and args.family:
+        parser.error(f"--head: with --target, not with --family {args.family}")
     if args.hidden % args.head_dim or args.head_dim % 2:
         parser.error(
             f"--hidden, --head-dim: hidden must be a multiple of an even head_dim, got "
@@ -112,6 +116,20 @@ def _parser() -> argparse.ArgumentParser:
         choices=("tiny",),
         help="make a tokenizer, a target and drafts from scratch, in folders of --out",
     )
+    parser.add_argument(
+        "--head",
+        action="store_true",
+        help="make a head on the target's own states instead of a small model: a token of it "
+        "costs a tenth as much",
+    )
+    parser.add_argument(
+        "--taps",
+        type=lambda text: [int(layer) for layer in text.split(",")],
+        default=[],
+        metavar="N,N",
+        help="--head: the layers that it reads, counted from 1 (default: a tenth, half and nine "
+        "tenths of the way up, and the last)",
+    )
     folder("--out", "folder to write the draft to", required=True)
     folder(
         "--start",
@@ -158,7 +176,13 @@ def _parser() -> argparse.ArgumentParser:
             metavar="N",
             help=f"{names} (default: {draft}; of the target of a family: {target})",
         )
-    number("--shortlist", 8192, "tokens that the draft can propose")
+    parser.add_argument(
+        "--shortlist",
+        type=int,
+        metavar="N",
+        help="tokens that the draft can propose (default: 8,192; of a head 4,096, and those of "
+        "the request's own text)",
+    )
     number(
         "--tokens",
         1_000_000,
@@ -174,6 +198,7 @@ def _parser() -> argparse.ArgumentParser:
     number("--minutes", math.inf, "bound on the run; a run that it cuts is not reproducible")
     number("--batch", 12, "sequences per training step")
     number("--learning-rate", 3e-3, "highest learning rate")
+    number("--answers", 3, "answers to each prompt; all but the first are sampled")
     number("--slots", 64, "sequences the target generates at once")
     folder(
         "--dialogues", "--family: shards of a larger model, whose answers the target learns from"

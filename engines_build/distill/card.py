@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from backend.engines.head.folder import HeadConfig
 from engines_build.distill.corpora import LICENCES
 from engines_build.distill.generate import (
     MAX_NEW_TOKENS,
@@ -14,6 +15,7 @@ from engines_build.distill.generate import (
     SAMPLED_TEMPERATURES,
     TOP_K,
 )
+from engines_build.distill.head import UNROLLED
 from engines_build.distill.overlap import GRAM_WORDS
 from engines_build.distill.train import POSITIONS, Shape
 from engines_build.distill.unlikelihood import CONTINUATIONS, NEW_TOKENS
@@ -27,6 +29,9 @@ _CARD = _read("draft_card.md")
 
 
 _TARGET_CARD = _read("target_card.md")
+
+
+_HEAD_CARD = _read("head_card.md")
 
 _UNLIKELIHOOD = (
     "Then {read} tokens were read while it unlearnt its greedy loops off SQL by unlikelihood of "
@@ -98,6 +103,52 @@ def model_card(args: argparse.Namespace, shape: Shape, report: dict[str, Any], c
         seen=MAX_PROMPT_TOKENS + MAX_NEW_TOKENS,
         worst=min(scores, key=lambda w: scores[w]["agreement"]),
         lowest=min(s["agreement"] for s in scores.values()),
+    )
+
+
+def head_card(
+    args: argparse.Namespace, config: HeadConfig, report: dict[str, Any], command: str
+) -> str:
+    """Write a head's README.md."""
+    line = report["training"]
+    columns = [f"accepted_{place}" for place in range(1, 5)]
+    columns += ["tokens_per_step_4", "top_4", "coverage", "claimed", "held"]
+    rows = [
+        f"| {workload} | {score['tokens']:.0f} | "
+        + " | ".join(f"{score[column]:.2f}" for column in columns)
+        + " |"
+        for workload, score in report["scores"].items()
+    ]
+    begun = f"\nBegun with the weights of `{args.start.name}`." if args.start else ""
+    return _HEAD_CARD.format(
+        name=args.out.name,
+        target=args.target.name,
+        layers=", ".join(map(str, config.layers)),
+        hidden=config.hidden_size,
+        inner=config.intermediate_size,
+        rows=f"{config.rows:,}",
+        millions=report["parameters"] / 1e6,
+        licences=licences(args),
+        top_k=TOP_K,
+        generated=f"{report['generated_tokens']:,}",
+        sequences=f"{report['sequences']:,}",
+        workloads=", ".join(args.workloads),
+        temperature="{} to {}".format(*SAMPLED_TEMPERATURES),
+        prompt=MAX_PROMPT_TOKENS,
+        new=MAX_NEW_TOKENS,
+        unrolled=UNROLLED,
+        read=f"{line['tokens']:,}",
+        passes=line["tokens"] / report["set_tokens"],
+        loss=line["loss"],
+        begun=begun,
+        seed=args.seed,
+        minutes=report["wall_s"] / 60,
+        command=command,
+        train_digest=args.train.digest,
+        held_out_digest=args.held_out.digest,
+        gram_words=GRAM_WORDS,
+        judged=", ".join(args.judged),
+        scores="\n".join(rows),
     )
 
 

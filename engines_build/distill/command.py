@@ -1,6 +1,8 @@
 """Distil a draft for a target: ``python -m engines_build.distill --target DIR --out DIR``, or make
 ``--family tiny`` from scratch.
 
+With ``--head`` the draft is a small network on the target's own states (``make_head``).
+
 Stages: generate (the target answers prompts, its logits kept), train, evaluate (held-out prompts),
 export. Shards and checkpoints stay in ``--work``, where a second run continues and other drafts of
 the same target find the shards. The exported folder is a Hugging Face Llama folder with two
@@ -16,7 +18,6 @@ import copy
 import sys
 import time
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,19 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from backend.engines.checkpoint import LlamaConfig, Weights, load
+from backend.engines.checkpoint import load
 from backend.storage.manifest import check_pair, read_manifest, weights_sha256
 from engines_build.distill.arguments import parse
 from engines_build.distill.card import command_line, model_card, target_card
-from engines_build.distill.corpora import WORKLOADS
-from engines_build.distill.evaluation_sets import JUDGED, EvaluationError
+from engines_build.distill.data import (
+    claim,
+    first_tokens,
+    generate,
+    judged_by,
+    refuse_overlap,
+    unjudged,
+)
+from engines_build.distill.evaluation_sets import EvaluationError
 from engines_build.distill.export import export, parameters, read_draft
 from engines_build.distill.family import (
     DRAFTS,
@@ -43,13 +51,10 @@ from engines_build.distill.family import (
     train_tokenizer,
     untrained,
 )
-from engines_build.distill.generate import Generator, Shards, Teacher, eos_token_ids
+from engines_build.distill.generate import Shards, eos_token_ids
+from engines_build.distill.make_head import distil_head, served_dtype
 from engines_build.distill.overlap import (
-    GRAM_WORDS,
-    Grams,
     OverlapError,
-    grams_of,
-    overlap_counts,
     overlaps,
 )
 from engines_build.distill.train import (
@@ -67,10 +72,6 @@ from engines_build.distill.train import (
 )
 from engines_build.distill.unlikelihood import Unlikelihood, greedy_repetition
 
-HELD_OUT_SLOTS = 24
-_GENERATE_SHARE = 0.6
-"""Share of ``--minutes`` after which generation gives way to training."""
-
 _TARGET_BATCH, _TARGET_LEARNING_RATE = 8, 1.2e-3
 _UNLIKELIHOOD_LEARNING_RATE = 8e-4
 
@@ -80,7 +81,7 @@ def distil(args: argparse.Namespace) -> dict[str, Any]:
     start = time.monotonic()
     claim(args.work, args.target)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    config, weights = load(args.target, "bf16", args.device)
+    config, weights = load(args.target, served_dtype(args.device), args.device)
     shards, held_out = generate(args, config, weights, tokenizer, start)
     samples = unjudged(
         args,
@@ -138,97 +139,6 @@ def _initial_draft(
     )
     embedding, most_positions = weights["model.embed_tokens.weight"], config.max_position_embeddings
     return build(shape, embedding, shortlist, tokenizer, most_positions), shortlist, shape
-
-
-def claim(work: Path, target: Path) -> None:
-    """Note whose answers the work folder holds. Raises ValueError where they are another
-    target's.
-    """
-    note, weights = work / "target.sha256", weights_sha256(target)
-    if note.is_file() and note.read_text("utf-8").strip() != weights:
-        raise ValueError(f"--work: {work} holds the answers of another target than {target}")
-    work.mkdir(parents=True, exist_ok=True)
-    note.write_text(weights + "\n", "utf-8")
-
-
-def generate(
-    args: argparse.Namespace, config: LlamaConfig, weights: Weights, tokenizer: Any, start: float
-) -> tuple[Shards, Shards]:
-    """Bring training and held-out shards up to the tokens asked for, as far as the time goes;
-    returns both.
-    """
-    shards, held_out = Shards(args.work / "train"), Shards(args.work / "held_out")
-    for corpus, store, tokens, slots in (
-        (args.held_out, held_out, args.held_out_tokens, HELD_OUT_SLOTS),
-        (args.train, shards, args.tokens, args.slots),
-    ):
-        if store.generated < tokens:
-            teacher = Teacher(config, weights, min(slots, args.slots))
-            workloads = list(WORKLOADS) if corpus.held_out else args.workloads
-            generator = Generator(
-                teacher, tokenizer, corpus, store, 1.0 if corpus.held_out else 0.5, workloads
-            )
-            generator.run(tokens, start + 60 * _GENERATE_SHARE * args.minutes)
-    return shards, held_out
-
-
-def first_tokens(samples: list[Sample], tokens: int) -> list[Sample]:
-    """Return the first sequences that hold ``tokens`` generated tokens: what later runs add to the
-    shards changes nothing.
-    """
-    ends = accumulate(len(s.tokens) - s.prompt_tokens for s in samples)
-    return samples[: sum(1 for end in ends if end < tokens) + 1]
-
-
-def judged_by(args: argparse.Namespace) -> dict[str, Grams]:
-    """Return the runs of words of everything that models are judged by: the held-out documents and
-    the sets of ``--judged``.
-    """
-    held_out = grams_of(d.text for d in args.held_out.documents(*args.held_out.sources))
-    return {"held-out documents": held_out} | {
-        name: grams_of(JUDGED[name]()) for name in args.judged
-    }
-
-
-def unjudged(args: argparse.Namespace, samples: list[Sample], tokenizer: Any) -> list[Sample]:
-    """Return the sequences to train on. Raises OverlapError where they or the documents share a run
-    of words with what judges.
-
-    ``--drop-overlap`` leaves such sequences out instead, and says how many.
-    """
-    judged = judged_by(args)
-    refuse_overlap("training documents", args.train.texts, judged)
-    texts = [tokenizer.decode(s.tokens.tolist(), skip_special_tokens=True) for s in samples]
-    if args.drop_overlap:
-        kept = [
-            s
-            for s, text in zip(samples, texts, strict=True)
-            if not any(overlaps(text, runs) for runs in judged.values())
-        ]
-        print(
-            f"overlap: {len(samples) - len(kept)} of {len(samples)} sequences left out", flush=True
-        )
-        samples = kept
-    else:
-        refuse_overlap("sequences", texts, judged)
-    if not samples:
-        raise ValueError(
-            f"--workloads: no sequence of {', '.join(args.workloads)} in {args.work / 'train'}; "
-            f"generate some first"
-        )
-    return samples
-
-
-def refuse_overlap(what: str, texts: list[str], judged: dict[str, Grams]) -> None:
-    """Raise OverlapError, with the counts, where ``texts`` share a run of words with what models
-    are judged by.
-    """
-    if counts := overlap_counts(texts, judged):
-        found = ", ".join(f"{count} with {name}" for name, count in counts.items())
-        raise OverlapError(
-            f"{what}: of {len(texts)}, these share a run of {GRAM_WORDS} words with an "
-            f"evaluation set: {found}"
-        )
 
 
 def scored(
@@ -365,7 +275,7 @@ def main() -> None:
     args = parse(sys.argv[1:])
     torch.set_num_threads(args.threads)
     try:
-        (make_family if args.family else distil)(args)
+        (distil_head if args.head else make_family if args.family else distil)(args)
     except (OverlapError, EvaluationError, ValueError) as error:
         sys.exit(f"error: {error}")
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from backend.engines.checkpoint import read_config
-from backend.engines.head.folder import WEIGHTS_FILE, HeadConfig, config_json
+from backend.engines.head.folder import WEIGHTS_FILE, config_json
 from backend.engines.head.network import HeadNetwork
 from backend.storage.manifest import vocabulary_sha256, weights_sha256
 from engines_build.distill.corpora import WORKLOADS
@@ -283,14 +283,6 @@ def _tokens_per_step(texts: Sequence[Sequence[Tensor]], k: int) -> float:
             steps += 1
         tokens += at
     return tokens / max(steps, 1)
-
-
-def new_head(
-    embedding: Tensor, layers: Sequence[int], intermediate: int, rows: int, eps: float
-) -> HeadNetwork:
-    """Return an untrained head of a target with this embedding [vocab, hidden]."""
-    vocab, hidden = embedding.shape
-    return HeadNetwork(HeadConfig(vocab, hidden, intermediate, tuple(layers), rows, eps))
 
 
 def export_head(network: HeadNetwork, shortlist: Tensor, target: Path, out: Path) -> None:

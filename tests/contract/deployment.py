@@ -40,6 +40,8 @@ VOCAB, K_MAX, BLOCKS = 24, 4, 64
 NODES = 7
 """Nodes of a tree, at most: more than its longest path."""
 MAX_CONTEXT_TOKENS = 6 * BLOCK_TOKENS
+TAPS = (1, 2)
+"""The layers behind which a target tells its features."""
 
 numbers = itertools.count(1)
 
@@ -88,6 +90,7 @@ def tiny_engine(
         max_context_tokens=MAX_CONTEXT_TOKENS,
         max_draft_tokens=K_MAX,
         attention=attention,
+        taps=TAPS if name == "target" else (),
     )
 
 

@@ -4,12 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import pytest
 
+from backend.engines.checkpoint import LlamaConfig
 from backend.engines.openvino.engine import OpenvinoEngine
 from backend.engines.torch.engine import TorchEngine
+from tests.contract import deployment, scenarios
+from tests.contract.deployment import VOCAB
 from tests.contract.scenarios import Scenario, plain_text
+
+
+def heads_of_sixteen(vocab: int = VOCAB, *, layers: int = 2, shortlist: int = 0) -> LlamaConfig:
+    """OpenVINO's attention has no heads of 4, and perhaps none of 8."""
+    return LlamaConfig(vocab, 16, 24, layers, 4, 2, 16, draft_vocab_size=shortlist)
+
+
+@contextmanager
+def with_larger_heads() -> Iterator[None]:
+    """Make the tiny models such that OpenVINO runs them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deployment, "tiny_config", heads_of_sixteen)
+        patch.setattr(scenarios, "tiny_config", heads_of_sixteen)
+        patch.setattr(scenarios, "reference", cache(scenarios.reference.__wrapped__))
+        yield
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import gc
 import subprocess
 import sys
 from dataclasses import replace
-from functools import cache
 from importlib import metadata
 from itertools import cycle
 
@@ -30,7 +29,7 @@ from backend.request import SamplingParams
 from backend.sampling.laws import likeliest
 from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
 from policy import NO_DRAFT
-from tests.contract import checks, deployment, scenarios
+from tests.contract import checks
 from tests.contract.deployment import (
     K_MAX,
     VOCAB,
@@ -39,7 +38,7 @@ from tests.contract.deployment import (
     Scripted,
     tiny_engine,
 )
-from tests.contract.openvino_engines import on_openvino
+from tests.contract.openvino_engines import heads_of_sixteen, on_openvino, with_larger_heads
 from tests.contract.scenarios import ALIKE, BUSY, CRAMPED, CROWDED, MIXED, TAILED, serve
 
 SCENARIOS = {
@@ -52,17 +51,9 @@ SCENARIOS = {
 }
 
 
-def heads_of_sixteen(vocab=VOCAB, *, layers=2, shortlist=0):
-    """OpenVINO's attention has no heads of 4, and perhaps none of 8."""
-    return LlamaConfig(vocab, 16, 24, layers, 4, 2, 16, draft_vocab_size=shortlist)
-
-
 @pytest.fixture(autouse=True, scope="module")
 def larger_heads():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deployment, "tiny_config", heads_of_sixteen)
-        patch.setattr(scenarios, "tiny_config", heads_of_sixteen)
-        patch.setattr(scenarios, "reference", cache(scenarios.reference.__wrapped__))
+    with with_larger_heads():
         yield
 
 

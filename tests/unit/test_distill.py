@@ -16,6 +16,7 @@ from transformers import (
 from backend.engines.checkpoint import load
 from backend.storage.manifest import vocabulary_sha256
 from engines_build.distill import command as distill
+from engines_build.distill import data as distill_data
 from engines_build.distill import export as distill_export
 from engines_build.distill import train as distill_train
 from engines_build.distill.arguments import parse
@@ -262,7 +263,7 @@ def test_training_on_what_judges_fails_with_the_counts_or_leaves_it_out(
         r"\w+", tokenizer.decode(samples[0].tokens[: samples[0].prompt_tokens].tolist())
     )
     monkeypatch.setitem(
-        distill.JUDGED, "sql", lambda: [" ".join(words[-13:])]
+        distill_data.JUDGED, "sql", lambda: [" ".join(words[-13:])]
     )  # reaches from the schema into the question
     with pytest.raises(
         OverlapError,

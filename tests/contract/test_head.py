@@ -1,0 +1,253 @@
+"""A head as a draft: it reads what the target held at the text's last token, however that token
+came about, and no text hangs on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from backend.core.orchestrator import Orchestrator
+from backend.engines.head.engine import HeadEngine
+from backend.engines.head.folder import HeadConfig
+from backend.engines.head.network import HeadNetwork
+from backend.engines.head.openvino import OpenvinoHead
+from backend.engines.port import Turn
+from backend.engines.stepping.engine import StepEngine
+from backend.request import SamplingParams
+from backend.sampling.randomness import word
+from backend.sequence import Features, Sequence
+from tests.contract import checks, scenarios
+from tests.contract.deployment import K_MAX, TAPS, VOCAB, tiny_config, tiny_engine
+from tests.contract.openvino_engines import on_openvino, with_larger_heads
+from tests.contract.scenarios import (
+    ALIKE,
+    BUSY,
+    CRAMPED,
+    CROWDED,
+    MIXED,
+    NO_DRAFT,
+    UNEVEN,
+    in_cohorts,
+    in_earnest,
+)
+
+HEAD = 1
+"""Its column, in the place of the draft ``near``."""
+
+SCRIPT = ((HEAD, 4), (HEAD, 2), (7, 4), (4, 3), (HEAD, 3), (NO_DRAFT, 0), (HEAD, 1), (0, 3))
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    config = HeadConfig(VOCAB, tiny_config().hidden_size, 8, TAPS, rows=15)
+    return HeadNetwork(config).double().requires_grad_(requires_grad=False)
+
+
+@cache
+def weights():
+    generator = torch.Generator().manual_seed(0)
+    shape = tiny_config().shapes()["model.embed_tokens.weight"]
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+class RecordedHead(HeadEngine):
+    """Notes what it was asked with, and what it proposed."""
+
+    def __init__(self, **options):
+        ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))[:15]
+        table = weights()
+        super().__init__("near", network(), ids, table, table, max_draft_tokens=K_MAX, **options)
+        self.noted = []
+
+    def poll(self, timeout_s):
+        asked = {
+            turn.sequence.id: (list(turn.sequence.tokens), turn.sequence, turn.run)
+            for turn in self._turns
+            if turn.nodes
+        }
+        found = super().poll(timeout_s)
+        for completion in found:
+            if completion.sequence_id in asked:
+                tokens, sequence, run = asked[completion.sequence_id]
+                states = sequence.features.states.copy()
+                self.noted.append((tokens, sequence, run, states, completion.proposal))
+        return found
+
+
+@pytest.fixture
+def served(monkeypatch):
+    def serve(scenario):
+        plain = scenarios.new_drafts
+
+        def drafts():
+            made = plain()
+            made[HEAD] = RecordedHead()
+            return made
+
+        monkeypatch.setattr(scenarios, "new_drafts", drafts)
+        done = scenarios.serve(replace(scenario, script=SCRIPT))
+        monkeypatch.setattr(scenarios, "new_drafts", plain)
+        return done
+
+    return serve
+
+
+def features_of(tokens):
+    """What a target that runs a text anew holds where it draws what follows."""
+    target = tiny_engine()
+    sequence = Sequence(1, tokens, len(tokens), SamplingParams(), {"target": list(range(6))})
+    target.submit([Turn(sequence, len(tokens))])
+    return target.poll(0.0)[0].features
+
+
+def check_features(done, tolerance=1e-5):
+    """Every proposal was made of the states behind the text but its last token."""
+    noted = done.deployment.drafts[HEAD].noted
+    assert len(noted) > 20
+    for tokens, _, _, states, _ in noted:
+        expected = features_of(tokens[:-1])
+        np.testing.assert_allclose(states, expected, rtol=0, atol=tolerance, err_msg=str(tokens))
+
+
+def check_proposals(done):
+    """What it proposes for a row hangs on that row alone."""
+    for tokens, sequence, run, states, proposal in done.deployment.drafts[HEAD].noted:
+        alone, again = (
+            RecordedHead(),
+            Sequence(1, tokens, sequence.prompt_tokens, sequence.sampling),
+        )
+        again.features = Features(len(tokens), states)
+        alone.submit([Turn(again, len(tokens), run=run, nodes=256)])
+        assert alone.poll(0.0)[0].proposal.tokens == proposal.tokens
+
+
+SCENARIOS = {
+    "busy": BUSY,
+    "options": MIXED,
+    "alike": ALIKE,
+    "crowded": CROWDED,
+    "pre-empted": CRAMPED,
+    "padded": UNEVEN,
+    "cohorts": in_cohorts(BUSY),
+    "cohorts in earnest": in_earnest(MIXED),
+    "chains only": replace(MIXED, nodes=0),
+}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS)
+def test_it_reads_the_state_of_the_last_token_and_no_text_hangs_on_it(served, scenario):
+    done = served(scenario)
+    checks.texts(done)
+    check_features(done)
+    check_proposals(done)
+
+
+@pytest.mark.parametrize("scenario", [BUSY, CROWDED], ids=["busy", "crowded"])
+def test_openvino_tells_the_same_states(served, scenario):
+    with with_larger_heads():
+        with on_openvino(scenario):
+            done = served(scenario)
+        check_features(done, 1e-3)
+
+
+def other_row(patch):
+    kept = StepEngine._take_features
+
+    def taken(running, features):
+        paths = [(job, job.path) for job, _ in running]
+        for job, path in paths:
+            job.path = path[:-1]
+        kept(running, features)
+        for job, path in paths:
+            job.path = path
+
+    patch.setattr(StepEngine, "_take_features", staticmethod(taken))
+
+
+def old_state(patch):
+    kept = Orchestrator._commit_tokens
+
+    def committed(loop, session, completion, proposals, log):
+        before = session.sequence.features
+        kept(loop, session, completion, proposals, log)
+        if before is not None and completion.accepted:
+            tokens = len(session.sequence.tokens)
+            session.sequence.features = Features(tokens, before.states)
+
+    patch.setattr(Orchestrator, "_commit_tokens", committed)
+
+
+@pytest.mark.parametrize("mutant", [other_row, old_state])
+def test_another_row_s_or_an_old_state_is_noticed(served, mutant):
+    with pytest.MonkeyPatch.context() as patch:
+        mutant(patch)
+        done = served(BUSY)
+    with pytest.raises(AssertionError):
+        check_features(done)
+
+
+def asked(engine, tokens, run=3, nodes=8, **options):
+    sequence = Sequence(5, tokens, len(tokens), SamplingParams(**options))
+    engine.assume(sequence, 0)
+    engine.submit([Turn(sequence, len(tokens), run=run, nodes=nodes)])
+    (completion,) = engine.poll(0.0)
+    return completion
+
+
+def test_it_proposes_its_static_tokens_and_those_of_the_text_only():
+    engine = RecordedHead()
+    static = set(engine._columns.token_ids.tolist())
+    others = sorted(set(range(VOCAB)) - static)
+    found = set()
+    for seed in range(40):
+        torch.manual_seed(seed)
+        engine._head._network.load_state_dict(network(seed).state_dict())
+        engine.cancel([5])
+        tokens = [others[0], 3, others[1], 7]
+        proposal = asked(engine, tokens).proposal
+        assert set(proposal.tokens) <= static | set(tokens)
+        found |= set(proposal.tokens)
+    assert found & {others[0], others[1]}
+
+
+def test_a_text_without_its_state_has_nothing_available_and_a_turn_for_it_fails_alone():
+    engine = RecordedHead()
+    sequence = Sequence(5, [1, 2, 3], 3, SamplingParams())
+    assert engine.available(sequence, 4) == 0
+    engine.assume(sequence, 0)
+    assert engine.available(sequence, 9) == K_MAX
+    sequence.tokens.append(4)
+    assert engine.available(sequence, 4) == 0
+    engine.submit([Turn(sequence, 4, run=2, nodes=2)])
+    assert "told no state of its 4 tokens" in engine.poll(0.0)[0].error
+    assert asked(engine, [1, 2], run=K_MAX + 1).error.endswith(f"must be in 1..{K_MAX}, got 5")
+
+
+def test_a_sampled_row_s_candidates_are_those_of_its_noise():
+    engine = RecordedHead()
+    drawn = {
+        tuple(asked(engine, [1, 2], temperature=1.5, seed=s).proposal.tokens) for s in range(9)
+    }
+    assert len(drawn) > 3
+    assert word(1, 2) != word(2, 2)
+
+
+def test_int8_on_openvino_proposes_nearly_what_torch_does():
+    torch.manual_seed(0)
+    config = HeadConfig(4096, 256, 512, (1, 2), rows=4096)
+    made = HeadNetwork(config).requires_grad_(requires_grad=False)
+    rows = torch.randn(4096, 256)
+    narrow = OpenvinoHead(made, rows, precision="f32", threads=1)
+    state = made.begin(torch.randn(3, 2, 256) * 4)
+    features = torch.randn(3, 2, 256) * 4
+    state, token = made.begin(features), torch.randn(3, 256)
+    torch.testing.assert_close(narrow.begin(features), state, rtol=0, atol=0.05)
+    wide = made.step(state, token)
+    found = narrow.step(state, token)
+    for exact, near in zip((*wide, wide[1] @ rows.T), found, strict=True):
+        assert torch.cosine_similarity(exact, near).min() > 0.999

@@ -1,0 +1,164 @@
+"""A head from generated answers to a folder that is served: training and serving mean the same."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from backend.engines.checkpoint import load_embeddings
+from backend.engines.head.engine import HeadEngine
+from backend.engines.head.network import load as load_network
+from backend.engines.port import Turn
+from backend.engines.torch.engine import TorchEngine
+from backend.request import SamplingParams
+from backend.sequence import Features, Sequence
+from engines_build.distill import train
+from engines_build.distill.generate import Shards
+from engines_build.distill.head import Unroller, evaluate_head, load_head_samples
+from engines_build.distill.make_head import distil_head
+from tests.unit.test_distill import arguments, target
+
+pytestmark = pytest.mark.slow
+
+__all__ = ["target"]
+TAPS = (1, 2)
+
+
+def head_arguments(model, folder, **changes):
+    values = {"tokens": 1500, "held-out-tokens": 400, "train-tokens": 12_000, "batch": 4}
+    changes = {"shortlist": 40, "taps": "1,2", "learning-rate": 0.01} | changes
+    args = arguments(model, folder, **(values | changes))
+    args.head = True
+    return args
+
+
+@pytest.fixture(scope="module")
+def finished(target, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("head")
+    args = head_arguments(target, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "_STEPS_PER_LINE", 5)
+        return args, distil_head(args)
+
+
+@pytest.fixture(scope="module")
+def samples(finished):
+    return load_head_samples(Shards(finished[0].work / "train-1-2"), len(TAPS))
+
+
+def engine_of(folder, target):
+    network, ids = load_network(folder)
+    tables = load_embeddings(target)
+    return HeadEngine("head", network, ids, *tables, max_draft_tokens=4)
+
+
+def test_what_is_kept_is_what_the_serving_target_tells(target, samples):
+    engine = TorchEngine("t", target, dtype="fp32", kv_blocks=32, max_context_tokens=800, taps=TAPS)
+    for number, sample in enumerate(samples[:6]):
+        tokens = sample.tokens.tolist()
+        blocks = {"t": list(range(28))}
+        for place in (0, len(sample.features) // 2, len(sample.features) - 1):
+            text = tokens[: sample.prompt_tokens + place]
+            sequence = Sequence(number, text, len(text), SamplingParams(), blocks)
+            engine.submit([Turn(sequence, len(text))])
+            told = engine.poll(0.0)[0].features
+            engine.cancel([number])
+            kept = sample.features[place].float().numpy()
+            np.testing.assert_allclose(told, kept, rtol=0.02, atol=0.02)
+
+
+def test_what_is_proposed_is_what_the_trained_laws_say(target, finished, samples):
+    engine = engine_of(finished[0].out, target)
+    embedding, head = (table.float() for table in load_embeddings(target))
+    network, ids = load_network(finished[0].out)
+    unroller = Unroller(network, embedding, head, ids)
+    compared = 0
+    for sample in samples[:12]:
+        tokens = sample.tokens.tolist()
+        with torch.no_grad():
+            laws = [
+                (torch.cat([ids, starts.context])[logits.argmax(1)], kept)
+                for logits, kept, starts in unroller.laws([sample], 3)
+            ]
+        for start in range(0, len(sample.features) - 1, 7):
+            text = tokens[: sample.prompt_tokens + start + 1]
+            sequence = Sequence(9, text, sample.prompt_tokens, SamplingParams())
+            sequence.features = Features(len(text), sample.features[start].float().numpy())
+            engine.cancel([9])
+            engine.submit([Turn(sequence, len(text), run=3, nodes=256)])
+            spine = engine.poll(0.0)[0].proposal.spine().tokens
+            for ahead, token in enumerate(spine):
+                best, kept = laws[ahead]
+                place = (kept == start).nonzero()
+                if not len(place):
+                    break
+                assert token == int(best[place[0, 0]]), (start, ahead)
+                compared += 1
+                following = tokens[len(text) + ahead : len(text) + ahead + 1]
+                if [token] != following:
+                    break
+    assert compared > 30
+
+
+def test_it_learns_what_the_target_says(finished):
+    args, report = finished
+    curve = next(args.work.glob("head-*.jsonl")).read_text().splitlines()
+    assert report["training"]["loss"] < 0.9 * json.loads(curve[0])["loss"]
+    scores = report["scores"]["sql"]
+    assert 0 < scores["accepted_1"] == pytest.approx(scores["held"])
+    assert scores["tokens_per_step_2"] <= scores["tokens_per_step_4"]
+    assert scores["held"] <= scores["top_2"] <= scores["top_4"] <= scores["coverage"] <= 1
+
+
+def test_the_card_says_what_was_done_and_the_folder_whose_it_is(finished):
+    args, report = finished
+    card = (args.out / "README.md").read_text()
+    assert f"{report['generated_tokens']:,} tokens" in card
+    assert "{" not in card
+    config = json.loads((args.out / "config.json").read_text())
+    assert config["layers"] == [1, 2]
+    assert config["architectures"] == ["SpindleHead"]
+    assert len(config["target_sha256"]) == 64
+
+
+def test_one_that_is_begun_with_another_s_weights_goes_on_from_them(target, finished, tmp_path):
+    args = head_arguments(target, tmp_path, **{"train-tokens": 1500})
+    args.work, args.start = finished[0].work, finished[0].out
+    report = distil_head(args)
+    curve = json.loads(next(args.work.glob("*-start*.jsonl")).read_text().splitlines()[0])
+    assert curve["loss"] < 1.2 * finished[1]["training"]["loss"]
+    assert "Begun with the weights" in (args.out / "README.md").read_text()
+    assert report["parameters"] == finished[1]["parameters"]
+
+
+@pytest.mark.parametrize(("taps", "said"), [("3", r"1\.\.2, got \[3\]"), ("0,1", r"\[0, 1\]")])
+def test_layers_that_the_target_has_not_are_named(target, tmp_path, taps, said):
+    with pytest.raises(ValueError, match=said):
+        distil_head(head_arguments(target, tmp_path, taps=taps))
+
+
+def test_a_token_beyond_the_text_so_far_cannot_be_proposed(target, finished, samples):
+    network, ids = load_network(finished[0].out)
+    embedding, head = (table.float() for table in load_embeddings(target))
+    unroller = Unroller(network, embedding, head, ids)
+    hidden = 0
+    for sample in samples[:8]:
+        with torch.no_grad():
+            (logits, kept, starts), *_ = unroller.laws([sample], 1)
+        for row, start in enumerate(kept.tolist()):
+            text = set(sample.tokens[: sample.prompt_tokens + start + 1].tolist())
+            for column, token in enumerate(starts.context.tolist()):
+                there = bool(logits[row, len(ids) + column] > -1e3)
+                assert there == (token in text)
+                hidden += not there
+    assert hidden
+
+
+def test_scores_count_greedy_answers_only(target, finished, samples):
+    network, ids = load_network(finished[0].out)
+    tables = [table.float() for table in load_embeddings(target)]
+    scores = evaluate_head(Unroller(network, *tables, ids), samples)
+    greedy = sum(len(s.features) - 1 for s in samples if s.greedy)
+    assert sum(score["tokens"] for score in scores.values()) == greedy
+    assert greedy < sum(len(s.features) - 1 for s in samples)
