@@ -58,6 +58,13 @@ def test_drafts_may_be_some_of_the_file_s_or_none(tmp_path):
         effective(tmp_path, drafts="small,tiny")
 
 
+def test_a_folder_that_is_a_head_s_is_one(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text('{"architectures": ["SpindleHead"]}')
+    (head,) = effective(tmp_path, drafts=f"mine={tmp_path / 'mine'}").drafts
+    assert (head.engine, head.name) == ("head", "mine")
+
+
 def test_the_other_options_take_the_place_of_their_keys(tmp_path):
     config = effective(tmp_path, dtype="fp32", policy="none")
     assert (config.target.dtype, config.policy.kind, config.policy.k_max) == ("fp32", "none", 8)

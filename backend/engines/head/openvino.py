@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
+import math
+
 import torch
-from openvino import InferRequest, Model, Output, Tensor, Type, opset13
+from openvino import Model, Output, Tensor, Type, opset13
 
 from backend.engines.head.network import HeadNetwork
 from backend.engines.openvino.paged_attention import check_version
@@ -19,46 +20,66 @@ from backend.engines.openvino.parts import (
 
 
 class OpenvinoHead:
-    """A network whose matrices are in int8; ``precision`` is that of activations."""
+    """A network whose matrices are in int8; ``precision`` is that of activations. The next call
+    overwrites what it returns.
+    """
 
     def __init__(
         self, network: HeadNetwork, rows: torch.Tensor, *, precision: str, threads: int
     ) -> None:
         check_version()
-        graphs = _begin(network), _step(network, rows)
-        self._requests = [
-            compiled(graph, precision, threads).create_infer_request() for graph in graphs
-        ]
+        self._begin = _Graph(_begin(network), precision, threads)
+        self._step = _Graph(_step(network, rows), precision, threads)
 
     def begin(self, features: torch.Tensor) -> torch.Tensor:
         """Return states of features (``Head``)."""
-        return _run(self._requests[0], features=features.flatten(1))["state"]
+        return self._begin.run(features=features.flatten(1))["state"]
 
     def step(
         self, state: torch.Tensor, token: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Move states on by tokens (``Head``)."""
-        found = _run(self._requests[1], before=state, token=token)
+        found = self._step.run(before=state, token=token)
         return found["state"], found["vectors"], found["logits"]
 
 
-def _run(request: InferRequest, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Run a request. Its outputs are its own memory until it runs again, hence the copies. With one
-    thread an exception in a graph is swallowed, and what was there before is there still: no
-    numbers.
-    """
-    for name, tensor in inputs.items():
-        request.set_tensor(name, Tensor(tensor.contiguous().numpy()))
-    outputs = request.model_outputs
-    for port in outputs:
-        array = request.get_tensor(port).data
-        array[:, :1] = np.nan
-    request.infer()
-    found = {port.get_any_name(): request.get_tensor(port).data.copy() for port in outputs}
-    for name, array in found.items():
-        if np.isnan(array[:, 0]).any():
-            raise RuntimeError(f"OpenVINO's pass of a head left no {name}")
-    return {name: torch.from_numpy(array) for name, array in found.items()}
+class _Graph:
+    """A compiled graph whose inputs and outputs, all [rows, width], lie in our memory."""
+
+    def __init__(self, graph: Model, precision: str, threads: int) -> None:
+        self._request = compiled(graph, precision, threads).create_infer_request()
+        self._widths = [
+            {port.get_any_name(): port.get_partial_shape()[1].get_length() for port in ports}
+            for ports in (self._request.model_inputs, self._request.model_outputs)
+        ]
+        self._inputs: dict[str, torch.Tensor] = {}
+        self._outputs: dict[str, torch.Tensor] = {}
+        self._rows = 0
+
+    def run(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the outputs by name, until the next call. Raises RuntimeError where there are
+        none: with one thread an exception within a graph is swallowed.
+        """
+        rows = len(next(iter(inputs.values())))
+        if rows != self._rows:
+            self._inputs, self._outputs = (self._bound(rows, widths) for widths in self._widths)
+            self._rows = rows
+        for name, tensor in inputs.items():
+            self._inputs[name].copy_(tensor)
+        for output in self._outputs.values():
+            output[:, 0] = math.nan
+        self._request.infer()
+        for name, output in self._outputs.items():
+            if output[:, 0].isnan().any():
+                raise RuntimeError(f"OpenVINO's pass of a head left no {name}")
+        return self._outputs
+
+    def _bound(self, rows: int, widths: dict[str, int]) -> dict[str, torch.Tensor]:
+        """Return memory for so many rows, which the request uses from now on."""
+        found = {name: torch.empty(rows, width) for name, width in widths.items()}
+        for name, tensor in found.items():
+            self._request.set_tensor(name, Tensor(tensor.numpy(), shared_memory=True))
+        return found
 
 
 def _begin(network: HeadNetwork) -> Model:

@@ -16,6 +16,7 @@ from backend.config import (
     parse_config,
     read_json,
 )
+from backend.kinds import KINDS
 from backend.triton_adapter.launcher.settings import LaunchError
 
 LOOKUP = {"name": "lookup", "engine": "lookup"}
@@ -95,11 +96,22 @@ def drafts(text: str, known: list[dict[str, Any]], engine: str) -> list[dict[str
         if item in by_name:
             found.append(dict(by_name[item]))
         elif name and equals and folder:
-            found.append({"name": name, "engine": engine, "model": folder_or_name(folder)})
+            model = folder_or_name(folder)
+            found.append({"name": name, "engine": kind_of(model) or engine, "model": model})
         else:
             allowed = f"name=FOLDER and of these names: {', '.join(filter(None, by_name))}"
             raise LaunchError(f"--drafts must be none, or a list of {allowed}; got {item!r}")
     return found
+
+
+def kind_of(folder: str) -> str:
+    """Return the kind of engine whose models have a folder's architecture of their own; empty for
+    the target's.
+    """
+    config = Path(folder) / "config.json"
+    raw = read_json(config) if config.is_file() else {}
+    named = raw.get("architectures") if isinstance(raw, dict) else None
+    return next((n for n, kind in KINDS.items() if {*kind.architectures} & {*(named or ())}), "")
 
 
 def folder_or_name(model: str) -> str:
