@@ -114,6 +114,8 @@ class OpenvinoLlama:
         shape = (config.num_layers, 2, blocks, config.num_kv_heads, BLOCK_TOKENS, config.head_dim)
         self.pool = torch.zeros(shape, dtype=dtype)
         """KV [layers, keys and values, blocks, kv_heads, BLOCK_TOKENS, head_dim]."""
+        plain = self.pool.view(torch.int16) if dtype == torch.bfloat16 else self.pool
+        self._kv = plain.numpy()  # the same memory, of which NumPy copies a few tokens faster
         self._begin()
 
     def _begin(self) -> None:
@@ -123,13 +125,12 @@ class OpenvinoLlama:
         self._request = self._compiled.create_infer_request()
         self._bound: dict[str, npt.NDArray[Any]] = {}
         inputs = {port.get_any_name(): port for port in self._compiled.inputs}
-        for layer, caches in enumerate(self.pool):
+        for layer, caches in enumerate(self._kv):
             for kind, cache in zip(("key", "value"), caches, strict=True):
                 port = inputs[f"{kind}_cache.{layer}"]
                 _check_layout(port, cache)
                 # A tensor over an array does not keep it alive: ``pool`` does.
-                plain = cache.view(torch.int16) if cache.dtype == torch.bfloat16 else cache
-                tensor = openvino.Tensor(plain.numpy(), list(cache.shape), port.get_element_type())
+                tensor = openvino.Tensor(cache, list(cache.shape), port.get_element_type())
                 self._request.set_tensor(port, tensor)
 
     def forward(self, chunks: Seq[Chunk]) -> torch.Tensor:
@@ -164,7 +165,7 @@ class OpenvinoLlama:
         for (place, node), table in layout.branches.items():
             self._branches[id(chunks[parts[place][0]]), node] = table
         for source, target, tokens in layout.copies:
-            self.pool[:, :, target, :, :tokens] = self.pool[:, :, source, :, :tokens]
+            self._kv[:, :, target, :, :tokens] = self._kv[:, :, source, :, :tokens]
         arrays = layout.inputs(repeats=self._trees)
         rows = len(arrays["rows"])
         if not rows:  # at least one row's logits, or OpenVINO would be asked for an empty product
@@ -179,7 +180,7 @@ class OpenvinoLlama:
             self._begin()  # the request is of no more use
             raise PassError(f"OpenVINO's pass of {len(parts)} sequences left no logits")
         for source, target, written in layout.returns:  # not before: the block may be others', too
-            self.pool[:, :, target, :, written] = self.pool[:, :, source, :, written]
+            self._kv[:, :, target, :, written] = self._kv[:, :, source, :, written]
         return torch.from_numpy(out[:rows])
 
     def _bind(self, name: str, array: npt.NDArray[Any]) -> None:
@@ -228,10 +229,10 @@ class OpenvinoLlama:
             for position in range(end, end + len(path)):
                 index, offset = divmod(position, BLOCK_TOKENS)
                 source, target = int(branch[index]), int(chunk.table.numbers[index])
-                self.pool[:, :, target, :, offset] = self.pool[:, :, source, :, offset]
+                self._kv[:, :, target, :, offset] = self._kv[:, :, source, :, offset]
 
 
-def _check_layout(port: openvino.Output, cache: torch.Tensor) -> None:
+def _check_layout(port: openvino.Output, cache: npt.NDArray[Any]) -> None:
     """Raise VersionError unless a cache is laid out as OpenVINO will read it."""
     shape = port.get_partial_shape()
     wanted = [shape[axis].get_length() for axis in range(1, 4)]

@@ -166,28 +166,30 @@ class StepEngine:
         """Check a turn, roll its cache back to what the turn builds on, and cut its chunk;
         ValueError names what is wrong.
         """
-        sequence = turn.sequence
+        sequence, end = turn.sequence, turn.end
         cache = self._caches.of(sequence)
         request = Row.of(sequence, turn.proposal)
-        self._check(turn, request, len(cache.table))
+        if wrong := self._wrong(turn, len(cache.table)):
+            raise ValueError(f"turn of sequence {sequence.id}: {wrong}")
         decides = turn.run > 0
         start = min(
-            self._caches.seen(sequence), turn.end - decides
+            self._caches.seen(sequence), end - decides
         )  # the last row is run again where its logits are wanted
-        tokens = [*sequence.tokens[start : turn.end], *request.tokens]
+        tokens = [*sequence.tokens[start:end], *request.tokens]
         if tokens and not (min(tokens) >= 0 and max(tokens) < self.limits.vocab_size):
             raise ValueError(
                 f"token ids of sequence {sequence.id} must lie in 0..{self.limits.vocab_size - 1}"
             )
-        prompt_rows = max(0, min(turn.end, sequence.prompt_tokens) - start)
+        in_prompt = start < sequence.prompt_tokens
+        prompt_rows = min(end, sequence.prompt_tokens) - start if in_prompt else 0
         if self.limits.invariant and prompt_rows == 1 and start:
             start, prompt_rows = start - 1, 2
             tokens.insert(0, sequence.tokens[start])
         cache.roll_back(start)
         parents = turn.proposal.parents if turn.proposal and not turn.proposal.is_chain else ()
-        scored = self._take_rows_to_score(turn, cache, start)
-        reads_context = sequence.reads_context and not turn.nodes and start < sequence.prompt_tokens
-        context = turn.end - start if reads_context else 0
+        scored = self._take_rows_to_score(turn, cache, start) if turn.nodes else 0
+        reads_context = in_prompt and sequence.reads_context and not turn.nodes
+        context = end - start if reads_context else 0
         logits = max(scored + decides, context) + len(request.tokens)
         chunk = Chunk(
             tokens,
@@ -212,7 +214,7 @@ class StepEngine:
         steps that did without this draft. The first token has no row here.
         """
         sequence = turn.sequence
-        if not turn.nodes:
+        if turn.end == start + 1:  # the only token that it runs is the first
             return 0
         first = max(start + 1, sequence.prompt_tokens, cache.own_end(sequence.tokens))
         price = 1 if sequence.sampling.greedy else DRAWN_ROWS
@@ -220,45 +222,29 @@ class StepEngine:
         self._rows_to_score -= rows * price
         return rows
 
-    def _check(self, turn: Turn, request: Row, capacity_tokens: int) -> None:
-        name, length, proposed = (
-            f"turn of sequence {turn.sequence.id}",
-            len(turn.sequence.tokens),
-            len(request.tokens),
-        )
-        if (
-            not 0 <= turn.end <= length
-            or (turn.run and turn.end != length)
-            or (turn.run and not length)
-        ):
-            raise ValueError(
-                f"{name}: end must be the {length} tokens of the sequence (or fewer when run is "
-                f"0), got {turn.end}"
+    def _wrong(self, turn: Turn, capacity_tokens: int) -> str | None:
+        """Return what is wrong with a turn; None for one that can be run."""
+        run, end, length = turn.run, turn.end, len(turn.sequence.tokens)
+        proposed = len(turn.proposal.tokens) if turn.proposal else 0
+        if not 0 <= end <= length or (run and (end != length or not length)):
+            return (
+                f"end must be the {length} tokens of the sequence (or fewer when run is 0), got "
+                f"{end}"
             )
-        if proposed and (turn.run != 1 or turn.nodes):
-            asked = f"got {turn.run} and {turn.nodes}"
-            raise ValueError(f"{name}: run must be 1 and nodes 0 behind a proposal, {asked}")
-        if turn.nodes and not turn.run:
-            raise ValueError(f"{name}: run must be 1 or more where nodes are asked for, got 0")
+        if proposed and (run != 1 or turn.nodes):
+            return f"run must be 1 and nodes 0 behind a proposal, got {run} and {turn.nodes}"
+        if turn.nodes and not run:
+            return "run must be 1 or more where nodes are asked for, got 0"
         if proposed and self._columns.token_ids is not None:
-            raise ValueError(
-                f"{name}: engine {self.name!r} has a shortlisted vocabulary and cannot verify"
-            )
-        if not 0 <= turn.run <= self.limits.max_run_tokens:
-            raise ValueError(
-                f"{name}: run must be in 0..{self.limits.max_run_tokens}, got {turn.run}"
-            )
+            return f"engine {self.name!r} has a shortlisted vocabulary and cannot verify"
+        if not 0 <= run <= self.limits.max_run_tokens:
+            return f"run must be in 0..{self.limits.max_run_tokens}, got {run}"
         if turn.piece_tokens < 0 or turn.piece_tokens % BLOCK_TOKENS:
-            raise ValueError(
-                f"{name}: piece_tokens must be whole blocks of {BLOCK_TOKENS}, got "
-                f"{turn.piece_tokens}"
-            )
-        beyond = max(0, turn.run - 1)
+            return f"piece_tokens must be whole blocks of {BLOCK_TOKENS}, got {turn.piece_tokens}"
         shared = proposed - turn.proposal.depth if turn.proposal else 0  # nodes at the same place
-        needed = turn.end + proposed + beyond
+        needed = end + proposed + max(0, run - 1)
         room = min(capacity_tokens, self._max_positions + shared)
-        if needed > room:
-            raise ValueError(f"{name}: needs KV for {needed} tokens, has {room}")
+        return f"needs KV for {needed} tokens, has {room}" if needed > room else None
 
     def _run(self, jobs: list[Job]) -> None:
         """Catch up, verify the proposals and emit a token in one pass; then one pass more for each
@@ -291,14 +277,15 @@ class StepEngine:
         places.
         """
         for job, chunk in running:
-            job.cache.ran += chunk.tokens[: len(chunk.tokens) - len(job.request.tokens)]
+            proposed = len(job.request.tokens)
+            job.cache.ran += chunk.tokens[:-proposed] if proposed else chunk.tokens
             job.cache.agreed = job.turn.end
 
     def _score(self, logits: torch.Tensor, running: list[tuple[Job, Chunk]]) -> torch.Tensor:
         """Score the tokens emitted without this draft from their rows of ``logits``, keep a
         prompt's, and return those that decide.
         """
-        if not any(job.rows_scored or job.context_rows for job, _ in running):
+        if not any([job.rows_scored or job.context_rows for job, _ in running]):
             return logits
         deciding, row = [], 0
         for job, chunk in running:
@@ -320,9 +307,9 @@ class StepEngine:
         return torch.cat(deciding)
 
     def _next_chunk(self, job: Job) -> Chunk:
-        job.request = job.request.behind([*job.run])
-        start, pieces = len(job.cache.ran), self._piece_tokens(job.turn, job.turn.end - 1)
-        return Chunk(job.run[-1:], start, job.cache.table, 1, piece_tokens=pieces)
+        run, pieces = job.run, self._piece_tokens(job.turn, job.turn.end - 1)
+        job.request = job.request.behind(run[:])
+        return Chunk(run[-1:], len(job.cache.ran), job.cache.table, 1, (), pieces)
 
     def _decide(self, logits: torch.Tensor, jobs: list[Job]) -> None:
         """Turn logits (for each job one row, and one for each proposed token) into tokens or
@@ -352,12 +339,14 @@ class StepEngine:
         """
         places, most = [job.request for job in jobs], max(job.turn.nodes for job in jobs)
         found = self._candidates(logits, places, min(CANDIDATES, most))
+        token = self._columns.token
         for job, ones in zip(jobs, found, strict=True):
-            parent = job.last
-            path = job.nodes[parent][2] if parent != ROOT else 1.0
-            job.last = len(job.nodes) if ones else ROOT
-            job.nodes += [(self._columns.token(column), parent, path * p) for column, p in ones]
-            job.spine += [node[0] for node in job.nodes[job.last :][:1]] if ones else []
+            parent, nodes = job.last, job.nodes
+            path = nodes[parent][2] if parent != ROOT else 1.0
+            job.last = len(nodes) if ones else ROOT
+            nodes += [(token(column), parent, path * p) for column, p in ones]
+            if ones:
+                job.spine.append(nodes[job.last][0])
 
     def _candidates(
         self, logits: torch.Tensor, places: Seq[Row], most: int
@@ -367,8 +356,8 @@ class StepEngine:
     def _apply_verdict(self, job: Job, verdict: Verdict) -> None:
         """Note the tokens that a verdict comes to."""
         job.path = verdict.path
-        accepted = [job.request.tokens[node] for node in verdict.path]
-        job.tokens += [*accepted, self._columns.token(verdict.column)]
+        job.tokens += [job.request.tokens[node] for node in verdict.path]
+        job.tokens.append(self._columns.token(verdict.column))
         job.log_probs += verdict.log_probs
         job.top += verdict.top
 
@@ -380,15 +369,17 @@ class StepEngine:
             job.cache.ran += [job.request.tokens[node] for node in job.path]
 
     def _complete(self, job: Job) -> Completion:
-        if job.turn.nodes:
-            job.proposal = Proposal.best(self.name, job.nodes, job.turn.nodes)
-            job.cache.proposed_at, job.cache.proposed = job.turn.end, job.proposal
+        turn = job.turn
+        if turn.nodes:
+            job.proposal = Proposal.best(self.name, job.nodes, turn.nodes)
+            job.cache.proposed_at, job.cache.proposed = turn.end, job.proposal
+        log_probs = job.log_probs if job.log_probs and turn.sequence.sampling.log_probs else None
         return Completion(
-            job.turn.sequence.id,
+            turn.sequence.id,
             job.tokens,
             len(job.path),
             job.proposal,
-            job.log_probs if job.request.sampling.log_probs and job.log_probs else None,
+            log_probs,
             job.scored,
             extras=_extras(job),
         )
