@@ -42,10 +42,10 @@ class Batch:
         batch = cls()
         for session in sessions:
             unseen = target.unseen(session.sequence)
-            chunk = min(unseen, prefill_chunk_tokens - batch.prefill_tokens)
             if unseen <= 1:
                 batch.decoding.append(session)
                 continue
+            chunk = min(unseen, prefill_chunk_tokens - batch.prefill_tokens)
             batch.prefilling += 1
             if chunk > 0:
                 end = len(session.sequence.tokens) - unseen + chunk

@@ -83,7 +83,7 @@ class StepLog:
             drafted.followed(emitted),
             drafted.depth,
         )
-        scored, followed = min(len(emitted), length), sum(node < verified for node in path)
+        scored, followed = min(len(emitted), length), sum([node < verified for node in path])
         row = (request, draft, length, len(path), len(emitted), scored, verified, followed)
         self.rows.append(row)
         held, unknown = set(path), set(path[-1:] if len(path) == len(emitted) else [])

@@ -16,7 +16,7 @@ import numpy as np
 from backend.ops import nvidia_metrics
 from backend.ops.metric_names import Labelled
 from backend.ops.nvidia_metrics import MODEL, Latest
-from policy import NO_DRAFT, BoolArray, Outcome, Plan, Switches
+from policy import NO_DRAFT, BoolArray, IntArray, Outcome, Plan, Switches
 from policy.trim import EDGES, Calibration
 
 Labels = tuple[tuple[str, str], ...]
@@ -143,10 +143,18 @@ class StepStats:
         self._cpu_only = cpu_only
         self._latest = Latest()
         self._preempted = 0
+        self._between_s: defaultdict[str, list[float]] = defaultdict(list)  # by arm, of this step
 
     def export(self) -> None:
         """Set the gauges that show the latest step (any thread)."""
-        nvidia_metrics.export(self._latest, self._max_requests, self._cpu_only, self._stats.gauge)
+        latest, gauge = self._latest, self._stats.gauge
+        gauge("spindle_active_requests", latest.active)
+        gauge("spindle_queued_requests", latest.queued)
+        for state, blocks in latest.kv_blocks.items():
+            gauge("spindle_kv_blocks", blocks, state=state)
+        for part, ratio in latest.drift.items():
+            gauge("spindle_latency_drift", ratio, part=part)
+        nvidia_metrics.export(latest, self._max_requests, self._cpu_only, gauge)
         for kind in (
             "kv_cache_transfer_ms",
             "request_count",
@@ -195,13 +203,13 @@ class StepStats:
 
     def emission(self, since_arrival_s: float, since_last_s: float | None, control: bool) -> None:
         """Record one emission of a request (one or more tokens): the first one is its time to first
-        token.
+        token; the others are recorded with their step.
         """
         arm = self._switches.arm(control)
         if since_last_s is None:
             self._stats.observe("spindle_time_to_first_token_seconds", since_arrival_s, arm=arm)
         else:
-            self._stats.observe("spindle_inter_token_seconds", since_last_s, arm=arm)
+            self._between_s[arm].append(since_last_s)
 
     def preemption(self) -> None:
         """Count a request that gave its KV back and waits to be resumed."""
@@ -229,23 +237,17 @@ class StepStats:
         drift: dict[str, float],
         rows: tuple[int, int, int] = (0, 0, 0),
     ) -> None:
-        """Set the gauges: load, KV blocks by state, and measured over predicted time by part of the
-        step.
+        """Note what the gauges show of the latest step: load, KV blocks by state, and measured over
+        predicted time by part of the step.
 
         ``rows``: how many requests decoded and prefilled, and the tokens of the latter.
         """
         before = self._latest
         steps = before.steps + (rows[0] + rows[1] > 0)
         self._latest = Latest(
-            active, queued, *rows, self._preempted, kv_blocks, steps, before.reused_blocks
+            active, queued, *rows, self._preempted, kv_blocks, steps, before.reused_blocks, drift
         )
         self._preempted = 0
-        self._stats.gauge("spindle_active_requests", active)
-        self._stats.gauge("spindle_queued_requests", queued)
-        for state, blocks in kv_blocks.items():
-            self._stats.gauge("spindle_kv_blocks", blocks, state=state)
-        for part, ratio in drift.items():
-            self._stats.gauge("spindle_latency_drift", ratio, part=part)
 
     def step(
         self, plan: Plan, outcome: Outcome, drafts: tuple[str, ...], control: list[bool]
@@ -261,13 +263,20 @@ class StepStats:
         self._stats.observe("spindle_planning_seconds", outcome.parts_s.get("planning", 0.0))
         for part, seconds in exclusive_parts(outcome.parts_s).items():
             self._stats.count("spindle_step_part_seconds_total", seconds, part=part)
+        for arm, seconds in self._between_s.items():
+            self._stats.observe("spindle_inter_token_seconds", *seconds, arm=arm)
+        self._between_s.clear()
         if plan.shadow is not None:
             self._shadow(plan.shadow, drafts)
-        for d, theirs in sorted(set(zip(outcome.draft.tolist(), control, strict=True))):
-            rows = (outcome.draft == d) & (np.array(control) == theirs)
+        kinds = sorted(set(zip(outcome.draft.tolist(), control, strict=True)))
+        for d, theirs in kinds:
+            rows = slice(None)  # where all are alike, they are all of them
+            if len(kinds) > 1:
+                rows = (outcome.draft == d) & (np.array(control) == theirs)
             name, arm = drafts[d] if d != NO_DRAFT else "none", self._switches.arm(theirs)
             self._draft(name, arm, outcome, rows)
-        self._nodes(outcome, drafts)
+        if len(outcome.node_draft):
+            self._nodes(outcome, drafts)
 
     def _nodes(self, outcome: Outcome, drafts: tuple[str, ...]) -> None:
         """Count what became of nodes by what was claimed of them."""
@@ -285,24 +294,25 @@ class StepStats:
         self._stats.count("spindle_shadow_predicted_seconds_total", plan.predicted_s)
         self._stats.count("spindle_shadow_predicted_tokens_total", plan.predicted_tokens)
 
-    def _draft(self, name: str, arm: str, outcome: Outcome, rows: BoolArray) -> None:
-        emitted, length, accepted = (
-            column[rows] for column in (outcome.emitted, outcome.length, outcome.accepted)
-        )
-        self._stats.count("spindle_emitted_tokens_total", int(emitted.sum()), draft=name, arm=arm)
+    def _draft(self, name: str, arm: str, outcome: Outcome, rows: BoolArray | slice) -> None:
+        emitted, length = outcome.emitted[rows].tolist(), outcome.length[rows]
+        self._stats.count("spindle_emitted_tokens_total", sum(emitted), draft=name, arm=arm)
         self._stats.observe("spindle_draft_length", *length.tolist(), draft=name, arm=arm)
         if name == "none":
             return
         verified, followed = (int(c[rows].sum()) for c in (outcome.verified, outcome.followed))
         self._stats.count("spindle_draft_tokens_total", verified, draft=name, arm=arm)
         self._stats.count("spindle_accepted_tokens_total", followed, draft=name, arm=arm)
-        for position in range(1, int(length.max()) + 1):
+        most = int(length.max())
+        at_least = zip(_reaching(length, most), _reaching(outcome.accepted[rows], most), strict=True)
+        for position, (drafted, accepted) in enumerate(at_least, 1):
             labels = {"draft": name, "position": str(position)}
-            self._stats.count(
-                "spindle_draft_tokens_by_position_total", int((length >= position).sum()), **labels
-            )
-            self._stats.count(
-                "spindle_accepted_tokens_by_position_total",
-                int((accepted >= position).sum()),
-                **labels,
-            )
+            self._stats.count("spindle_draft_tokens_by_position_total", drafted, **labels)
+            self._stats.count("spindle_accepted_tokens_by_position_total", accepted, **labels)
+
+
+def _reaching(lengths: IntArray, most: int) -> list[int]:
+    """Return how many of the lengths are 1 or more, 2 or more, and so on up to ``most``."""
+    shorter = np.bincount(lengths, minlength=most).cumsum()[:most]
+    found: list[int] = (len(lengths) - shorter).tolist()
+    return found

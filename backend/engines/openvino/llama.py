@@ -173,7 +173,7 @@ class OpenvinoLlama:
         for name, array in arrays.items():
             self._bind(name, array)
         out = self._output(len(arrays["rows"]))
-        self._request.infer()
+        self._request.infer(share_outputs=True)  # else it returns a copy of them
         # With one thread OpenVINO swallows an exception inside its graph: what is there then is
         # what was there before.
         if np.isnan(out[:, 0]).any():
