@@ -81,7 +81,7 @@ class Batch:
             remaining=np.array([s.remaining for s in rows], np.int64),
             ceiling=ceiling,
             catchup=unseen,
-            ready=np.arange(len(rows)) < ready if self.other_passes else np.ones(ready, np.bool_),
+            ready=np.arange(len(rows)) < ready,
             prefill_tokens=self.prefill_tokens,
             queued=queued,
             prefilling=self.prefilling,

@@ -227,7 +227,7 @@ class Orchestrator:
 
         for session in [
             *self._admission.remove(is_over),
-            *filter(is_over, list(self._active.values())),
+            *filter(is_over, self._active.values()),
         ]:
             if session.sink.cancelled:
                 self._cancelled(session)

@@ -84,6 +84,7 @@ class Session:
         decoder: Decoder,
         sink: ReplySink,
     ) -> None:
+        self.id = sequence.id
         self.sequence = sequence
         self.request = request
         self.sink = sink
@@ -117,11 +118,6 @@ class Session:
         self._log_probs: list[float] | None = [] if sequence.sampling.log_probs else None
         self._cum_log_prob = 0.0
         self._extras = Gatherer.of(sequence)
-
-    @property
-    def id(self) -> int:
-        """The sequence's id."""
-        return self.sequence.id
 
     @property
     def remaining(self) -> int:

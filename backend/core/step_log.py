@@ -11,7 +11,10 @@ from time import perf_counter
 import numpy as np
 
 from backend.sequence import Proposal
-from policy import NO_DRAFT, Outcome, Ran
+from policy import NO_DRAFT, IntArray, Outcome, Ran
+
+
+_NONE = np.zeros(0, np.int64)
 
 
 @dataclass(slots=True)
@@ -117,9 +120,10 @@ class StepLog:
             for part, seconds in self.parts_s.items()
             if part not in ("planning", "learning")
         )
-        columns = np.array(self.rows, np.int64).reshape(-1, 8).T
-        request, draft, length, accepted, emitted, scored, verified, followed = columns
-        free = np.array(self.free, np.int64).reshape(-1, 4).T
+        request, draft, length, accepted, emitted, scored, verified, followed = _columns(
+            self.rows, 8
+        )
+        free = _columns(self.free, 4)
         node_draft, confidence, drawn, held = (
             zip(*self.nodes, strict=True) if self.nodes else ((),) * 4
         )
@@ -151,3 +155,8 @@ class StepLog:
             node_drawn=np.array(drawn, np.bool_),
             node_held=np.array(held, np.bool_),
         )
+
+
+def _columns(rows: Seq[tuple[int, ...]], width: int) -> Seq[IntArray]:
+    """Return rows of so many numbers as columns."""
+    return list(np.array(rows, np.int64).T) if rows else [_NONE] * width

@@ -86,6 +86,12 @@ class Stats:
         with self._lock:
             self._counters[name, tuple(sorted(labels.items()))] += amount
 
+    def count_all(self, name: str, amounts: Mapping[Labels, float]) -> None:
+        """Add to the counters of a family, by labels in the order of their names."""
+        with self._lock:
+            for labels, amount in amounts.items():
+                self._counters[name, labels] += amount
+
     def observe(self, name: str, *values: float, **labels: str) -> None:
         """Record values of a histogram."""
         with self._lock:
@@ -261,8 +267,11 @@ class StepStats:
         if plan.predicted_s:  # else nothing was predicted
             self._stats.observe("spindle_step_predicted_seconds", plan.predicted_s)
         self._stats.observe("spindle_planning_seconds", outcome.parts_s.get("planning", 0.0))
-        for part, seconds in exclusive_parts(outcome.parts_s).items():
-            self._stats.count("spindle_step_part_seconds_total", seconds, part=part)
+        parts_s = exclusive_parts(outcome.parts_s).items()
+        self._stats.count_all(
+            "spindle_step_part_seconds_total",
+            {(("part", part),): seconds for part, seconds in parts_s},
+        )
         for arm, seconds in self._between_s.items():
             self._stats.observe("spindle_inter_token_seconds", *seconds, arm=arm)
         self._between_s.clear()
@@ -282,11 +291,18 @@ class StepStats:
         """Count what became of nodes by what was claimed of them."""
         columns = outcome.node_draft, outcome.node_drawn, Calibration.bins(outcome.node_confidence)
         nodes = list(zip(*(column.tolist() for column in columns), strict=True))
-        held = Counter(compress(nodes, outcome.node_held.tolist()))
-        for (d, drawn, b), seen in Counter(nodes).items():
-            labels = {"draft": drafts[d], "drawn": str(drawn).lower(), "claimed": _CLAIMED[b]}
-            self._stats.count("spindle_draft_nodes_total", seen, **labels)
-            self._stats.count("spindle_draft_nodes_held_total", held[d, drawn, b], **labels)
+        seen, held = Counter(nodes), Counter(compress(nodes, outcome.node_held.tolist()))
+        labels = {
+            (d, drawn, b): (
+                ("claimed", _CLAIMED[b]),
+                ("draft", drafts[d]),
+                ("drawn", "true" if drawn else "false"),
+            )
+            for d, drawn, b in seen
+        }
+        for name, counted in (("", seen), ("_held", held)):
+            amounts = {text: counted[node] for node, text in labels.items()}
+            self._stats.count_all(f"spindle_draft_nodes{name}_total", amounts)
 
     def _shadow(self, plan: Plan, drafts: tuple[str, ...]) -> None:
         for d, k in zip(plan.draft.tolist(), plan.length.tolist(), strict=True):
@@ -304,11 +320,10 @@ class StepStats:
         self._stats.count("spindle_draft_tokens_total", verified, draft=name, arm=arm)
         self._stats.count("spindle_accepted_tokens_total", followed, draft=name, arm=arm)
         most = int(length.max())
-        at_least = zip(_reaching(length, most), _reaching(outcome.accepted[rows], most), strict=True)
-        for position, (drafted, accepted) in enumerate(at_least, 1):
-            labels = {"draft": name, "position": str(position)}
-            self._stats.count("spindle_draft_tokens_by_position_total", drafted, **labels)
-            self._stats.count("spindle_accepted_tokens_by_position_total", accepted, **labels)
+        for kind, lengths in (("draft", length), ("accepted", outcome.accepted[rows])):
+            reaching = enumerate(_reaching(lengths, most), 1)
+            amounts = {(("draft", name), ("position", str(p))): n for p, n in reaching}
+            self._stats.count_all(f"spindle_{kind}_tokens_by_position_total", amounts)
 
 
 def _reaching(lengths: IntArray, most: int) -> list[int]:

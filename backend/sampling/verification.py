@@ -200,9 +200,9 @@ def _select(rows: torch.Tensor, places: list[int]) -> torch.Tensor:
 
 def _step(verdict: Verdict, request: Row) -> bool:
     """Accept the node that is the token drawn; return whether there is one."""
-    last = _last(verdict.path)
-    for node in range(last + 1, len(request.tokens)):
-        if request.parents[node] == last and request.tokens[node] == verdict.column:
+    tokens, parents, last = request.tokens, request.parents, _last(verdict.path)
+    for node in range(last + 1, len(tokens)):
+        if parents[node] == last and tokens[node] == verdict.column:
             verdict.path.append(node)
             return True
     return False

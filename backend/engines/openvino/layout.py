@@ -39,7 +39,7 @@ class Layout:
 
     ``copies`` are (from block, to block, tokens) to be made before the pass, ``returns`` (from
     block, to block, slice of tokens) behind it; ``branches`` holds, by chunk's number and node that
-    is not on the likeliest path, a table with the node's path.
+    is not on the likeliest path, a table with the node's path. ``longest`` is the longest context.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class Layout:
         self.copies: list[tuple[int, int, int]] = []
         self.returns: list[tuple[int, int, slice]] = []
         self.branches: dict[tuple[int, int], Blocks] = {}
+        self.longest = 0
         self._invariant = invariant
         self._for_copies, self._for_branches = iter(copies), branches
         self._ids: list[int] = []
@@ -62,30 +63,25 @@ class Layout:
         self._past: list[int] = []
         self._begins = [0]
         self._tables: list[Blocks] = []
-        self._longest = 0
         for number, chunk in enumerate(chunks):
             self._add(number, chunk)
 
-    def inputs(self, *, repeats: bool) -> dict[str, npt.NDArray[np.generic]]:
-        """Return the inputs of the graph (``graph.build``) by name."""
-        table_begins = [0, *accumulate(map(len, self._tables))]
-        found: dict[str, npt.NDArray[np.generic]] = {
-            "ids": np.array(self._ids, np.int64),
-            "positions": np.array(self._positions, np.int64),
-            "rows": np.array(self._rows, np.int32),
-            "past_lens": np.array(self._past, np.int32),
-            "subsequence_begins": np.array(self._begins, np.int32),
+    def inputs(self, *, repeats: bool) -> dict[str, Seq[int] | Blocks]:
+        """Return the inputs of the graph (``graph.build``) by name, but for ``max_context_len``."""
+        found: dict[str, Seq[int] | Blocks] = {
+            "ids": self._ids,
+            "positions": self._positions,
+            "rows": self._rows,
+            "past_lens": self._past,
+            "subsequence_begins": self._begins,
             "block_indices": np.concatenate(self._tables),
-            "block_indices_begins": np.array(table_begins, np.int32),
-            "max_context_len": np.array(self._longest, np.int32),
+            "block_indices_begins": [0, *accumulate(map(len, self._tables))],
         }
         if repeats:
-            found["expand"] = expand = np.array(self._expand, np.int32)
+            found["expand"] = self._expand
             # A row's output is that of its first place; without branches it has no other.
             found["compress"] = (
-                np.unique(expand, return_index=True)[1].astype(np.int32)
-                if self.branches
-                else expand
+                np.unique(self._expand, return_index=True)[1] if self.branches else self._expand
             )
         return found
 
@@ -143,7 +139,7 @@ class Layout:
         first, end = len(self._expand) - start, start + len(rows)
         self._expand += rows
         self._positions += range(start, end)
-        self._longest = max(self._longest, end)
+        self.longest = max(self.longest, end)
         begin = start
         for stop in range(start + (together or 1), end + 1):
             self._past.append(begin)
@@ -166,6 +162,8 @@ def in_calls(
     prompt in the block where it ends is cut off for a later one, and none has more runs that need a
     copy than ``most_copies``.
     """
+    if not any([chunk.prompt_rows for chunk in chunks]):
+        return [list(enumerate(chunks))]
     calls: list[list[tuple[int, Chunk]]] = [[]]
     copies = [0]
 

@@ -124,6 +124,7 @@ class OpenvinoLlama:
         """
         self._request = self._compiled.create_infer_request()
         self._bound: dict[str, npt.NDArray[Any]] = {}
+        self._longest = self._request.get_tensor("max_context_len").data
         inputs = {port.get_any_name(): port for port in self._compiled.inputs}
         for layer, caches in enumerate(self._kv):
             for kind, cache in zip(("key", "value"), caches, strict=True):
@@ -166,31 +167,32 @@ class OpenvinoLlama:
             self._branches[id(chunks[parts[place][0]]), node] = table
         for source, target, tokens in layout.copies:
             self._kv[:, :, target, :, :tokens] = self._kv[:, :, source, :, :tokens]
-        arrays = layout.inputs(repeats=self._trees)
-        rows = len(arrays["rows"])
+        inputs = layout.inputs(repeats=self._trees)
+        rows = len(inputs["rows"])
         if not rows:  # at least one row's logits, or OpenVINO would be asked for an empty product
-            arrays["rows"] = np.zeros(1, np.int32)
-        for name, array in arrays.items():
-            self._bind(name, array)
-        out = self._output(len(arrays["rows"]))
+            inputs["rows"] = [0]
+        for name, values in inputs.items():
+            self._bind(name, values)
+        self._longest[...] = layout.longest
+        out = self._output(max(rows, 1))
         self._request.infer(share_outputs=True)  # else it returns a copy of them
         # With one thread OpenVINO swallows an exception inside its graph: what is there then is
         # what was there before.
-        if np.isnan(out[:, 0]).any():
+        if any(map(math.isnan, out[:, 0].tolist())):
             self._begin()  # the request is of no more use
             raise PassError(f"OpenVINO's pass of {len(parts)} sequences left no logits")
         for source, target, written in layout.returns:  # not before: the block may be others', too
             self._kv[:, :, target, :, written] = self._kv[:, :, source, :, written]
         return torch.from_numpy(out[:rows])
 
-    def _bind(self, name: str, array: npt.NDArray[Any]) -> None:
-        """Give the request an input: into the memory that it has, where that has the shape."""
+    def _bind(self, name: str, values: Seq[int] | Blocks) -> None:
+        """Write an input into the memory that the request has for it."""
         bound = self._bound.get(name)
-        if bound is not None and bound.shape == array.shape:
-            bound[...] = array
-            return
-        self._bound[name] = array  # which a tensor over it does not keep alive
-        self._request.set_tensor(name, openvino.Tensor(array, shared_memory=True))
+        if bound is None or len(bound) != len(values):
+            tensor = self._request.get_tensor(name)
+            tensor.shape = [len(values)]  # which may give it other memory
+            bound = self._bound[name] = tensor.data
+        bound[:] = values
 
     def _output(self, rows: int) -> Floats:
         """Return memory for logits [rows, vocab] that no pass has written."""

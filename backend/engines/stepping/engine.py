@@ -173,7 +173,7 @@ class StepEngine:
             raise ValueError(f"turn of sequence {sequence.id}: {wrong}")
         decides = turn.run > 0
         start = min(
-            self._caches.seen(sequence), end - decides
+            self._caches.seen_by(cache, sequence), end - decides
         )  # the last row is run again where its logits are wanted
         tokens = [*sequence.tokens[start:end], *request.tokens]
         if tokens and not (min(tokens) >= 0 and max(tokens) < self.limits.vocab_size):
@@ -191,17 +191,13 @@ class StepEngine:
         reads_context = in_prompt and sequence.reads_context and not turn.nodes
         context = end - start if reads_context else 0
         logits = max(scored + decides, context) + len(request.tokens)
-        chunk = Chunk(
-            tokens,
-            start,
-            cache.table,
-            logits,
-            parents,
-            self._piece_tokens(turn, start),
-            prompt_rows,
+        pieces = self._piece_tokens(turn, start)
+        chunk = (
+            Chunk(tokens, start, cache.table, logits, parents, pieces, prompt_rows)
+            if tokens
+            else None
         )
-        chunk_or_none = chunk if tokens else None
-        return Job(turn, cache, request, chunk_or_none, rows_scored=scored, context_rows=context)
+        return Job(turn, cache, request, chunk, rows_scored=scored, context_rows=context)
 
     def _piece_tokens(self, turn: Turn, start: int) -> int | None:
         """Return how a turn's keys are cut beside others'; None for a chunk by itself: with many

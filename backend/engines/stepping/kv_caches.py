@@ -105,6 +105,10 @@ class Caches:
             if not self.shared_blocks(sequence, blocks):
                 return 0
             cache = self.of(sequence)
+        return self.seen_by(cache, sequence)
+
+    def seen_by(self, cache: Cache, sequence: Sequence) -> int:
+        """Return the same of a sequence whose cache is at hand (``of``)."""
         seen, keys = cache.seen(sequence.tokens), sequence.keys
         while cache.named < len(keys) and (cache.named + 1) * BLOCK_TOKENS <= seen:
             self.contents[cache.blocks[cache.named]] = keys[cache.named]
