@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, NamedTuple
@@ -86,10 +86,10 @@ class Stats:
         with self._lock:
             self._counters[name, tuple(sorted(labels.items()))] += amount
 
-    def count_all(self, name: str, amounts: Mapping[Labels, float]) -> None:
+    def count_all(self, name: str, amounts: Iterable[tuple[Labels, float]]) -> None:
         """Add to the counters of a family, by labels in the order of their names."""
         with self._lock:
-            for labels, amount in amounts.items():
+            for labels, amount in amounts:
                 self._counters[name, labels] += amount
 
     def observe(self, name: str, *values: float, **labels: str) -> None:
@@ -270,7 +270,7 @@ class StepStats:
         parts_s = exclusive_parts(outcome.parts_s).items()
         self._stats.count_all(
             "spindle_step_part_seconds_total",
-            {(("part", part),): seconds for part, seconds in parts_s},
+            (((("part", part),), seconds) for part, seconds in parts_s),
         )
         for arm, seconds in self._between_s.items():
             self._stats.observe("spindle_inter_token_seconds", *seconds, arm=arm)
@@ -301,7 +301,7 @@ class StepStats:
             for d, drawn, b in seen
         }
         for name, counted in (("", seen), ("_held", held)):
-            amounts = {text: counted[node] for node, text in labels.items()}
+            amounts = ((text, counted[node]) for node, text in labels.items())
             self._stats.count_all(f"spindle_draft_nodes{name}_total", amounts)
 
     def _shadow(self, plan: Plan, drafts: tuple[str, ...]) -> None:
@@ -322,7 +322,7 @@ class StepStats:
         most = int(length.max())
         for kind, lengths in (("draft", length), ("accepted", outcome.accepted[rows])):
             reaching = enumerate(_reaching(lengths, most), 1)
-            amounts = {(("draft", name), ("position", str(p))): n for p, n in reaching}
+            amounts = (((("draft", name), ("position", str(p))), n) for p, n in reaching)
             self._stats.count_all(f"spindle_{kind}_tokens_by_position_total", amounts)
 
 

@@ -229,5 +229,5 @@ def _firsts(requests: Seq[Row]) -> list[int]:
     firsts, row = [], 0
     for request in requests:
         firsts.append(row)
-        row += request.rows
+        row += len(request.tokens) + 1
     return firsts

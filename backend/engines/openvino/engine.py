@@ -105,7 +105,7 @@ class OpenvinoEngine(StepEngine):
     def _candidates(
         self, logits: torch.Tensor, places: Seq[Row], most: int
     ) -> list[list[tuple[int, float]]]:
-        if all([place.sampling.plain for place in places]):
+        if all(place.sampling.plain for place in places):
             found = self._llama.best(logits, most)
             if found is not None:
                 return found

@@ -150,7 +150,7 @@ class Layout:
 
 def needs_copy(chunk: Chunk, together: int) -> bool:
     """Return whether the run of a chunk's first rows ends within a block that others may share."""
-    if not chunk.prompt_rows or together < 2:  # noqa: PLR2004
+    if not chunk.prompt_rows or together < 2:
         return False
     return (chunk.start + together) % BLOCK_TOKENS > 0
 
@@ -162,7 +162,7 @@ def in_calls(
     prompt in the block where it ends is cut off for a later one, and none has more runs that need a
     copy than ``most_copies``.
     """
-    if not any([chunk.prompt_rows for chunk in chunks]):
+    if not any(chunk.prompt_rows for chunk in chunks):
         return [list(enumerate(chunks))]
     calls: list[list[tuple[int, Chunk]]] = [[]]
     copies = [0]

@@ -169,7 +169,7 @@ class StepEngine:
         sequence, end = turn.sequence, turn.end
         cache = self._caches.of(sequence)
         request = Row.of(sequence, turn.proposal)
-        if wrong := self._wrong(turn, len(cache.table)):
+        if wrong := self._wrong(turn) or self._lacks_room(turn, len(cache.table)):
             raise ValueError(f"turn of sequence {sequence.id}: {wrong}")
         decides = turn.run > 0
         start = min(
@@ -218,7 +218,7 @@ class StepEngine:
         self._rows_to_score -= rows * price
         return rows
 
-    def _wrong(self, turn: Turn, capacity_tokens: int) -> str | None:
+    def _wrong(self, turn: Turn) -> str | None:
         """Return what is wrong with a turn; None for one that can be run."""
         run, end, length = turn.run, turn.end, len(turn.sequence.tokens)
         proposed = len(turn.proposal.tokens) if turn.proposal else 0
@@ -235,10 +235,15 @@ class StepEngine:
             return f"engine {self.name!r} has a shortlisted vocabulary and cannot verify"
         if not 0 <= run <= self.limits.max_run_tokens:
             return f"run must be in 0..{self.limits.max_run_tokens}, got {run}"
-        if turn.piece_tokens < 0 or turn.piece_tokens % BLOCK_TOKENS:
-            return f"piece_tokens must be whole blocks of {BLOCK_TOKENS}, got {turn.piece_tokens}"
+        if turn.piece_tokens >= 0 and turn.piece_tokens % BLOCK_TOKENS == 0:
+            return None
+        return f"piece_tokens must be whole blocks of {BLOCK_TOKENS}, got {turn.piece_tokens}"
+
+    def _lacks_room(self, turn: Turn, capacity_tokens: int) -> str | None:
+        """Return how much room a turn lacks for its KV; None where there is enough."""
+        proposed = len(turn.proposal.tokens) if turn.proposal else 0
         shared = proposed - turn.proposal.depth if turn.proposal else 0  # nodes at the same place
-        needed = end + proposed + max(0, run - 1)
+        needed = turn.end + proposed + max(0, turn.run - 1)
         room = min(capacity_tokens, self._max_positions + shared)
         return f"needs KV for {needed} tokens, has {room}" if needed > room else None
 
@@ -281,7 +286,7 @@ class StepEngine:
         """Score the tokens emitted without this draft from their rows of ``logits``, keep a
         prompt's, and return those that decide.
         """
-        if not any([job.rows_scored or job.context_rows for job, _ in running]):
+        if not any(job.rows_scored or job.context_rows for job, _ in running):
             return logits
         deciding, row = [], 0
         for job, chunk in running:
