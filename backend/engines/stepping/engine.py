@@ -169,7 +169,7 @@ class StepEngine:
         sequence, end = turn.sequence, turn.end
         cache = self._caches.of(sequence)
         request = Row.of(sequence, turn.proposal)
-        if wrong := self._wrong(turn) or self._lacks_room(turn, len(cache.table)):
+        if wrong := self._wrong(turn) or self._wrong_in_blocks(turn, len(cache.table)):
             raise ValueError(f"turn of sequence {sequence.id}: {wrong}")
         decides = turn.run > 0
         start = min(
@@ -235,12 +235,14 @@ class StepEngine:
             return f"engine {self.name!r} has a shortlisted vocabulary and cannot verify"
         if not 0 <= run <= self.limits.max_run_tokens:
             return f"run must be in 0..{self.limits.max_run_tokens}, got {run}"
-        if turn.piece_tokens >= 0 and turn.piece_tokens % BLOCK_TOKENS == 0:
-            return None
-        return f"piece_tokens must be whole blocks of {BLOCK_TOKENS}, got {turn.piece_tokens}"
+        return None
 
-    def _lacks_room(self, turn: Turn, capacity_tokens: int) -> str | None:
-        """Return how much room a turn lacks for its KV; None where there is enough."""
+    def _wrong_in_blocks(self, turn: Turn, capacity_tokens: int) -> str | None:
+        """Return what is wrong with the KV that a turn reads and needs; None where there is
+        room.
+        """
+        if turn.piece_tokens < 0 or turn.piece_tokens % BLOCK_TOKENS:
+            return f"piece_tokens must be whole blocks of {BLOCK_TOKENS}, got {turn.piece_tokens}"
         proposed = len(turn.proposal.tokens) if turn.proposal else 0
         shared = proposed - turn.proposal.depth if turn.proposal else 0  # nodes at the same place
         needed = turn.end + proposed + max(0, turn.run - 1)
