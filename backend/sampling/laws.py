@@ -89,11 +89,11 @@ def arg_max(logits: torch.Tensor) -> list[int]:
     return columns
 
 
-def row_arg_max(logits: torch.Tensor) -> Callable[[int], int]:
-    """Return what tells ``arg_max`` of a row: on a processor of those that it is asked for, while a
-    device is asked once, for all.
+def row_arg_max(logits: torch.Tensor, *, every: bool) -> Callable[[int], int]:
+    """Return what tells ``arg_max`` of a row. A processor looks only at the rows that it is asked
+    for, unless that will be ``every`` one; a device is asked once, for all.
     """
-    if not logits.is_cpu:
+    if every or not logits.is_cpu:
         return arg_max(logits).__getitem__
     rows = _array(logits)
     return lambda row: int(rows[row].argmax())

@@ -107,7 +107,7 @@ def verify(
     verdicts = [Verdict([], -1) for _ in requests]
     walking = [index for index, request in enumerate(requests) if not request.sampling.plain]
     if len(walking) < len(requests):
-        best = row_arg_max(logits)
+        best = row_arg_max(logits, every=len(logits) == len(requests))
         for verdict, request, first in zip(verdicts, requests, firsts, strict=True):
             if request.sampling.plain:
                 follow(verdict, request, best, first)

@@ -124,6 +124,7 @@ class OpenvinoLlama:
         """
         self._request = self._compiled.create_infer_request()
         self._bound: dict[str, npt.NDArray[Any]] = {}
+        self._tensors: dict[str, openvino.Tensor] = {}
         self._longest = self._request.get_tensor("max_context_len").data
         inputs = {port.get_any_name(): port for port in self._compiled.inputs}
         for layer, caches in enumerate(self._kv):
@@ -189,7 +190,9 @@ class OpenvinoLlama:
         """Write an input into the memory that the request has for it."""
         bound = self._bound.get(name)
         if bound is None or len(bound) != len(values):
-            tensor = self._request.get_tensor(name)
+            tensor = self._tensors.get(name)
+            if tensor is None:
+                tensor = self._tensors[name] = self._request.get_tensor(name)
             tensor.shape = [len(values)]  # which may give it other memory
             bound = self._bound[name] = tensor.data
         bound[:] = values
