@@ -64,7 +64,10 @@ class Layout:
         self._begins = [0]
         self._tables: list[Blocks] = []
         for number, chunk in enumerate(chunks):
-            self._add(number, chunk)
+            if len(chunk.tokens) == 1:
+                self._add_row(chunk)
+            else:
+                self._add(number, chunk)
 
     def inputs(self, *, repeats: bool) -> dict[str, Seq[int] | Blocks]:
         """Return the inputs of the graph (``graph.build``) by name, but for ``max_context_len``."""
@@ -84,6 +87,19 @@ class Layout:
                 np.unique(self._expand, return_index=True)[1] if self.branches else self._expand
             )
         return found
+
+    def _add_row(self, chunk: Chunk) -> None:
+        """Lay out a chunk of one row, which most chunks are: what ``_add`` comes to for it."""
+        start = chunk.start
+        if chunk.logits:
+            self._rows.append(len(self._ids))
+        self._expand.append(len(self._ids))
+        self._ids += chunk.tokens
+        self._positions.append(start)
+        self._past.append(start)
+        self._begins.append(len(self._expand))
+        self._tables.append(chunk.table.numbers[: start // BLOCK_TOKENS + 1])
+        self.longest = max(self.longest, start + 1)
 
     def _add(self, number: int, chunk: Chunk) -> None:
         base, count = len(self._ids), len(chunk.tokens)
