@@ -74,7 +74,7 @@ KINDS = {
         weight_bytes={"fp32": (4, 8), "bf16": (4, 6), "int8": (4, 2)},  # as read, and as packed
         packs_head=True,
         scratch_tokens=128 * 32,
-        behaviour=1,
+        behaviour=2,
     ),
     "torch": Kind(
         "backend.engines.torch.engine", on_cpu=True, dtypes=("bf16", "fp32", "fp64"), behaviour=2

@@ -48,15 +48,12 @@ class Row:
         """Return what is decided behind a sequence's text. Raises ValueError for nodes that are no
         tree.
         """
-        text = sequence.tokens
-        row = cls(sequence.sampling, len(text), text, sequence.prompt_tokens)
-        if proposal:
-            row.tokens, row.parents = proposal.tokens, proposal.parents
-            if not all(ROOT <= parent < node for node, parent in enumerate(row.parents)):
-                raise ValueError(
-                    f"a node's parent must be an earlier node or {ROOT}, got {row.parents}"
-                )
-        return row
+        text, parents = sequence.tokens, proposal.parents if proposal else ()
+        if proposal and not all(ROOT <= parent < node for node, parent in enumerate(parents)):
+            raise ValueError(f"a node's parent must be an earlier node or {ROOT}, got {parents}")
+        tokens = proposal.tokens if proposal else ()
+        place = (len(text), text, sequence.prompt_tokens)
+        return cls(sequence.sampling, *place, (), tokens, parents)
 
     def behind(self, run: Seq[int]) -> Row:
         """Return the place behind so many tokens of a run."""

@@ -225,9 +225,9 @@ def _cut(chunk: Chunk, behind: int) -> tuple[Chunk, Chunk]:
 
 def paths(parents: Seq[int]) -> list[list[int]]:
     """Return a tree's paths from the text to its leaves, the longest first."""
-    to: list[list[int]] = []  # each node
+    found: list[list[int]] = []
     for node, parent in enumerate(parents):
-        to.append([*to[parent], node] if parent != ROOT else [node])
+        found.append([*found[parent], node] if parent != ROOT else [node])
     inner = set(parents)
-    leaves = [path for node, path in enumerate(to) if node not in inner]
-    return sorted(leaves, key=len, reverse=True)
+    to_leaves = [path for node, path in enumerate(found) if node not in inner]
+    return sorted(to_leaves, key=len, reverse=True)
