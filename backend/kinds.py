@@ -80,7 +80,7 @@ KINDS = {
         packs_head=True,
         scratch_tokens=128 * 32,
         tells_features=True,
-        behaviour=2,
+        behaviour=3,
     ),
     "torch": Kind(
         "backend.engines.torch.engine",

@@ -76,6 +76,12 @@ class SamplingParams:
     bans it, and no more. ``top_p`` shrinks by the factor ``top_p_decay`` with every token of the
     output, down to ``top_p_min``, and is itself again behind the token ``top_p_reset_id``
     (factual-nucleus sampling, Lee et al., arXiv 2206.04624).
+
+    What the options come to is worked out once, for it is asked at every token: ``greedy``: each is
+    the arg-max; ``penalised``: a token's logit depends on how often it has occurred;
+    ``changes_logits``: any option makes the law another one than the model's; ``reads_log_probs``:
+    log-probabilities are wanted, of the emitted tokens or of the likeliest; ``plain``: the arg-max
+    of the model's own logits is all that is wanted.
     """
 
     temperature: float = 0.0
@@ -95,11 +101,18 @@ class SamplingParams:
     top_p_decay: float = 1.0
     top_p_min: float = 0.0
     top_p_reset_id: int = -1
+    greedy: bool = field(init=False, repr=False, compare=False)
+    penalised: bool = field(init=False, repr=False, compare=False)
+    changes_logits: bool = field(init=False, repr=False, compare=False)
+    reads_log_probs: bool = field(init=False, repr=False, compare=False)
+    plain: bool = field(init=False, repr=False, compare=False)
     _endings: dict[int, dict[tuple[int, ...], list[int]]] = field(
         init=False, repr=False, compare=False
     )
 
     def __post_init__(self) -> None:
+        for name, value in self._come_to().items():
+            object.__setattr__(self, name, value)
         endings: dict[
             int, dict[tuple[int, ...], list[int]]
         ] = {}  # by length and tokens of what comes before a bad word's last token
@@ -132,33 +145,26 @@ class SamplingParams:
             else replace(self, top_p=max(self.top_p * self.top_p_decay**since, self.top_p_min))
         )
 
-    @property
-    def greedy(self) -> bool:
-        """Whether every token is the arg-max."""
-        return self.temperature == 0.0 or self.top_k == 1
-
-    @property
-    def reads_log_probs(self) -> bool:
-        """Whether log-probabilities are wanted, of the emitted tokens or of the likeliest."""
-        return self.log_probs or bool(self.top_log_probs)
-
-    @property
-    def penalised(self) -> bool:
-        """Whether a token's logit depends on how often it has occurred."""
-        return (
+    def _come_to(self) -> dict[str, bool]:
+        greedy = self.temperature == 0.0 or self.top_k == 1
+        penalised = (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
         )
-
-    @property
-    def changes_logits(self) -> bool:
-        """Whether any option makes the law another one than the model's."""
-        return (
-            self.penalised
+        changes_logits = (
+            penalised
             or bool(self.bias or self.bad_words or (self.min_tokens and self.end_ids))
             or self.guide is not None
         )
+        reads_log_probs = self.log_probs or bool(self.top_log_probs)
+        return {
+            "greedy": greedy,
+            "penalised": penalised,
+            "changes_logits": changes_logits,
+            "reads_log_probs": reads_log_probs,
+            "plain": greedy and not changes_logits and not reads_log_probs,
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,21 +64,22 @@ class IncrementalDecoder:
 
     def __init__(self, token_bytes: Seq[bytes], *, strip_space: bool = False) -> None:
         self._token_bytes = token_bytes
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._incomplete = b""
         self._strip_space = strip_space
 
     def push(self, token_id: int) -> str:
         """Return the text that this token completes, often empty."""
-        return self._text(
-            self._token_bytes[token_id] if token_id < len(self._token_bytes) else b"", final=False
-        )
+        table = self._token_bytes
+        return self._text(table[token_id] if token_id < len(table) else b"", final=False)
 
     def finish(self) -> str:
         """Return U+FFFD for the bytes still held back, else nothing."""
         return self._text(b"", final=True)
 
     def _text(self, data: bytes, *, final: bool) -> str:
-        text = self._utf8.decode(data, final)
+        data = self._incomplete + data
+        text, read = codecs.utf_8_decode(data, "replace", final)
+        self._incomplete = data[read:]
         if self._strip_space and text:
             self._strip_space = False
             return text.removeprefix(" ")

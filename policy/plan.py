@@ -195,7 +195,7 @@ class Ran:
     iterations: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outcome:
     """What one step did, turn by turn, and what was learnt for free.
 

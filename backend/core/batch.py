@@ -42,10 +42,10 @@ class Batch:
         batch = cls()
         for session in sessions:
             unseen = target.unseen(session.sequence)
-            chunk = min(unseen, prefill_chunk_tokens - batch.prefill_tokens)
             if unseen <= 1:
                 batch.decoding.append(session)
                 continue
+            chunk = min(unseen, prefill_chunk_tokens - batch.prefill_tokens)
             batch.prefilling += 1
             if chunk > 0:
                 end = len(session.sequence.tokens) - unseen + chunk
@@ -63,7 +63,11 @@ class Batch:
         of these ids ``needs_offers``.
         """
         rows, ready = self.decoding, len(self.decoding)
-        request = np.array([s.id for s in (*rows, *self.other_passes)], np.int64)
+        numbers = [
+            (s.id, len(s.sequence.tokens), s.remaining, s.group)
+            for s in (*rows, *self.other_passes)
+        ]
+        request, context, remaining, group = np.array(numbers, np.int64).reshape(-1, 4).T
         rests = not self.other_passes and self.in_flight is None and not needs_offers(request)
         ceiling, unseen = drafting.ceilings(
             [s.sequence for s in rows], [_most(s, k_max) for s in rows], only_free=rests
@@ -77,15 +81,15 @@ class Batch:
         view = View(
             drafts=drafting.names,
             request=request,
-            context=np.array([len(s.sequence.tokens) for s in rows], np.int64),
-            remaining=np.array([s.remaining for s in rows], np.int64),
+            context=context,
+            remaining=remaining,
             ceiling=ceiling,
             catchup=unseen,
-            ready=np.arange(len(rows)) < ready if self.other_passes else np.ones(ready, np.bool_),
+            ready=np.arange(len(rows)) < ready,
             prefill_tokens=self.prefill_tokens,
             queued=queued,
             prefilling=self.prefilling,
-            group=np.array([s.group for s in rows], np.int64),
+            group=group,
             control=np.array([s.control for s in rows], np.bool_),
         )
         return view if self.in_flight is None else view.beside(*self.in_flight)

@@ -74,15 +74,13 @@ class Drafting:
         each sequence, and the committed ones that it has not seen, int64[n, D] each; 0 of both from
         a draft that rests, or is not free where ``only_free`` are asked.
         """
-        now, asked = (
-            self._clock(),
-            [(sequence, k) if k > 0 else None for sequence, k in zip(sequences, most, strict=True)],
-        )
+        now = self._clock()
         ceiling, unseen = np.zeros((2, len(sequences), len(self.engines)), np.int64)
         for d, draft in enumerate(self.engines):
             if self._resting_until_s[draft.name] <= now and (draft.limits.free or not only_free):
-                ceiling[:, d] = [0 if pair is None else draft.available(*pair) for pair in asked]
-                unseen[:, d] = [0 if pair is None else draft.unseen(pair[0]) for pair in asked]
+                asked = list(zip(sequences, most, strict=True))
+                ceiling[:, d] = [draft.available(one, k) if k > 0 else 0 for one, k in asked]
+                unseen[:, d] = [draft.unseen(one) if k > 0 else 0 for one, k in asked]
         return ceiling, unseen
 
     def propose(

@@ -101,15 +101,15 @@ class KVLedger:
         """Extend the sequence's table to what its next step may write; False (and unchanged) when
         there is no room for that.
         """
-        table = self._tables[sequence.id]
-        missing = self.blocks_needed(len(sequence.tokens)) - len(table)
-        if missing > self._pool.available:
-            return False
+        table, tokens = self._tables[sequence.id], len(sequence.tokens)
+        missing = self.blocks_needed(tokens) - len(table)
         if missing > 0:
+            if missing > self._pool.available:
+                return False
             table += self._pool.allocate(missing)
             sequence.new_blocks += missing
         known = len(sequence.keys)
-        if len(sequence.tokens) // BLOCK_TOKENS > known and self._target is not None:
+        if tokens // BLOCK_TOKENS > known and self._target is not None:
             self._name_blocks(sequence)
             self._publish(sequence, table, known)
         return True

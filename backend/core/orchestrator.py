@@ -227,7 +227,7 @@ class Orchestrator:
 
         for session in [
             *self._admission.remove(is_over),
-            *filter(is_over, list(self._active.values())),
+            *filter(is_over, self._active.values()),
         ]:
             if session.sink.cancelled:
                 self._cancelled(session)
@@ -332,10 +332,9 @@ class Orchestrator:
 
     def _commit(self, completion: Completion, log: StepLog) -> None:
         """Take a completion's tokens; what goes wrong with one request ends that one only."""
-        if completion.partial:
-            proposals = self._in_flight.proposals.get(completion.sequence_id, Proposals())
-        else:
-            proposals = self._in_flight.proposals.pop(completion.sequence_id, Proposals())
+        in_flight = self._in_flight.proposals
+        take = in_flight.get if completion.partial else in_flight.pop
+        proposals = take(completion.sequence_id, None) or Proposals()
         session = self._active.get(completion.sequence_id)
         if session is None:
             return
@@ -373,7 +372,8 @@ class Orchestrator:
         log.record(session.id, proposals.drafted, verified, emitted, drawn=drawn)
         for unused in proposals.unused:
             log.record_free(session.id, unused, emitted)
-        log.record_scored(session.id, proposals.scored)
+        if proposals.scored:
+            log.record_scored(session.id, proposals.scored)
         self._emit(session)
 
     def _emit(self, session: Session) -> None:

@@ -31,7 +31,7 @@ class Decoder(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delta:
     """What a request has produced since its last reply.
 
@@ -84,6 +84,7 @@ class Session:
         decoder: Decoder,
         sink: ReplySink,
     ) -> None:
+        self.id = sequence.id
         self.sequence = sequence
         self.request = request
         self.sink = sink
@@ -117,11 +118,6 @@ class Session:
         self._log_probs: list[float] | None = [] if sequence.sampling.log_probs else None
         self._cum_log_prob = 0.0
         self._extras = Gatherer.of(sequence)
-
-    @property
-    def id(self) -> int:
-        """The sequence's id."""
-        return self.sequence.id
 
     @property
     def remaining(self) -> int:
@@ -187,11 +183,9 @@ class Session:
         )
 
     def _pop_text(self) -> str:
-        keep = (
-            0
-            if self.finish_reason is not None
-            else _longest_prefix_at_end(self._held[self._searched :], self._stop_words)
-        )
+        keep = 0
+        if self._stop_words and self.finish_reason is None:
+            keep = _longest_prefix_at_end(self._held[self._searched :], self._stop_words)
         cut = len(self._held) - keep
         text, self._held = self._held[:cut], self._held[cut:]
         self._searched = max(0, self._searched - cut)
@@ -219,7 +213,9 @@ class Session:
             return
         if self._tokens is None:
             self._held += self._decoder.push(token)
-        if self._cut_at_stop_word() or self._ends_in_stop_ids():
+        if self._stop_words and self._cut_at_stop_word():
+            return
+        if self.request.stop_word_ids and self._ends_in_stop_ids():
             return
         if self.remaining == 0:
             self._end(FinishReason.LENGTH)

@@ -9,9 +9,12 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 import numpy as np
+import numpy.typing as npt
 
 from backend.sequence import Proposal
-from policy import NO_DRAFT, Outcome, Ran
+from policy import NO_DRAFT, BoolArray, IntArray, Outcome, Ran
+
+_NONE = np.zeros(0, np.int64)
 
 
 @dataclass(slots=True)
@@ -83,7 +86,7 @@ class StepLog:
             drafted.followed(emitted),
             drafted.depth,
         )
-        scored, followed = min(len(emitted), length), sum(node < verified for node in path)
+        scored, followed = min(len(emitted), length), sum([node < verified for node in path])
         row = (request, draft, length, len(path), len(emitted), scored, verified, followed)
         self.rows.append(row)
         held, unknown = set(path), set(path[-1:] if len(path) == len(emitted) else [])
@@ -117,12 +120,11 @@ class StepLog:
             for part, seconds in self.parts_s.items()
             if part not in ("planning", "learning")
         )
-        columns = np.array(self.rows, np.int64).reshape(-1, 8).T
-        request, draft, length, accepted, emitted, scored, verified, followed = columns
-        free = np.array(self.free, np.int64).reshape(-1, 4).T
-        node_draft, confidence, drawn, held = (
-            zip(*self.nodes, strict=True) if self.nodes else ((),) * 4
+        request, draft, length, accepted, emitted, scored, verified, followed = _columns(
+            self.rows, 8
         )
+        free = _columns(self.free, 4)
+        node_draft, confidence, drawn, held = _node_columns(self.nodes)
         return Outcome(
             request=request,
             draft=draft,
@@ -142,12 +144,30 @@ class StepLog:
             free_draft=free[1],
             free_accepted=free[2],
             free_scored=free[3],
-            finished=np.array(self.finished, np.int64),
+            finished=np.array(self.finished, np.int64) if self.finished else _NONE,
             flight=np.zeros(len(length), np.int64) if self.beside else None,
             piece_tokens=self.piece_tokens,
             ran=self.ran,
-            node_draft=np.array(node_draft, np.int64),
-            node_confidence=np.array(confidence, np.float64),
-            node_drawn=np.array(drawn, np.bool_),
-            node_held=np.array(held, np.bool_),
+            node_draft=node_draft,
+            node_confidence=confidence,
+            node_drawn=drawn,
+            node_held=held,
         )
+
+
+def _columns(rows: Seq[tuple[int, ...]], width: int) -> Seq[IntArray]:
+    """Return rows of so many numbers as columns."""
+    return list(np.array(rows, np.int64).T) if rows else [_NONE] * width
+
+
+def _node_columns(
+    nodes: Seq[tuple[int, float, bool, bool]],
+) -> tuple[IntArray, npt.NDArray[np.float64], BoolArray, BoolArray]:
+    """Return ``StepLog.nodes`` as columns."""
+    draft, confidence, drawn, held = np.array(nodes).T if nodes else [_NONE] * 4
+    return (
+        draft.astype(np.int64),
+        confidence.astype(np.float64),
+        drawn.astype(np.bool_),
+        held.astype(np.bool_),
+    )

@@ -26,7 +26,8 @@ there.
 class Latest:
     """The latest step: requests that are ``active``, of which ``decoding`` and ``prefilling`` took
     part, and ``queued``; the prompt tokens that ran; how many requests gave their KV back; KV
-    blocks by state. ``steps`` and ``reused_blocks`` count from the start.
+    blocks by state. ``steps`` and ``reused_blocks`` count from the start. ``drift`` is measured
+    over predicted time by part of the step.
     """
 
     active: int = 0
@@ -38,6 +39,7 @@ class Latest:
     kv_blocks: Mapping[str, int] = field(default_factory=dict)
     steps: int = 0
     reused_blocks: int = 0
+    drift: Mapping[str, float] = field(default_factory=dict)
 
 
 def export(latest: Latest, max_requests: int, cpu_only: bool, gauge: Callable[..., None]) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ import numpy as np
 from backend.ops import nvidia_metrics
 from backend.ops.metric_names import Labelled
 from backend.ops.nvidia_metrics import MODEL, Latest
-from policy import NO_DRAFT, BoolArray, Outcome, Plan, Switches
+from policy import NO_DRAFT, BoolArray, IntArray, Outcome, Plan, Switches
 from policy.trim import EDGES, Calibration
 
 Labels = tuple[tuple[str, str], ...]
@@ -86,6 +86,12 @@ class Stats:
         with self._lock:
             self._counters[name, tuple(sorted(labels.items()))] += amount
 
+    def count_all(self, name: str, amounts: Iterable[tuple[Labels, float]]) -> None:
+        """Add to the counters of a family, by labels in the order of their names."""
+        with self._lock:
+            for labels, amount in amounts:
+                self._counters[name, labels] += amount
+
     def observe(self, name: str, *values: float, **labels: str) -> None:
         """Record values of a histogram."""
         with self._lock:
@@ -143,10 +149,18 @@ class StepStats:
         self._cpu_only = cpu_only
         self._latest = Latest()
         self._preempted = 0
+        self._between_s: defaultdict[str, list[float]] = defaultdict(list)  # by arm, of this step
 
     def export(self) -> None:
         """Set the gauges that show the latest step (any thread)."""
-        nvidia_metrics.export(self._latest, self._max_requests, self._cpu_only, self._stats.gauge)
+        latest, gauge = self._latest, self._stats.gauge
+        gauge("spindle_active_requests", latest.active)
+        gauge("spindle_queued_requests", latest.queued)
+        for state, blocks in latest.kv_blocks.items():
+            gauge("spindle_kv_blocks", blocks, state=state)
+        for part, ratio in latest.drift.items():
+            gauge("spindle_latency_drift", ratio, part=part)
+        nvidia_metrics.export(latest, self._max_requests, self._cpu_only, gauge)
         for kind in (
             "kv_cache_transfer_ms",
             "request_count",
@@ -195,13 +209,13 @@ class StepStats:
 
     def emission(self, since_arrival_s: float, since_last_s: float | None, control: bool) -> None:
         """Record one emission of a request (one or more tokens): the first one is its time to first
-        token.
+        token; the others are recorded with their step.
         """
         arm = self._switches.arm(control)
         if since_last_s is None:
             self._stats.observe("spindle_time_to_first_token_seconds", since_arrival_s, arm=arm)
         else:
-            self._stats.observe("spindle_inter_token_seconds", since_last_s, arm=arm)
+            self._between_s[arm].append(since_last_s)
 
     def preemption(self) -> None:
         """Count a request that gave its KV back and waits to be resumed."""
@@ -229,23 +243,17 @@ class StepStats:
         drift: dict[str, float],
         rows: tuple[int, int, int] = (0, 0, 0),
     ) -> None:
-        """Set the gauges: load, KV blocks by state, and measured over predicted time by part of the
-        step.
+        """Note what the gauges show of the latest step: load, KV blocks by state, and measured over
+        predicted time by part of the step.
 
         ``rows``: how many requests decoded and prefilled, and the tokens of the latter.
         """
         before = self._latest
         steps = before.steps + (rows[0] + rows[1] > 0)
         self._latest = Latest(
-            active, queued, *rows, self._preempted, kv_blocks, steps, before.reused_blocks
+            active, queued, *rows, self._preempted, kv_blocks, steps, before.reused_blocks, drift
         )
         self._preempted = 0
-        self._stats.gauge("spindle_active_requests", active)
-        self._stats.gauge("spindle_queued_requests", queued)
-        for state, blocks in kv_blocks.items():
-            self._stats.gauge("spindle_kv_blocks", blocks, state=state)
-        for part, ratio in drift.items():
-            self._stats.gauge("spindle_latency_drift", ratio, part=part)
 
     def step(
         self, plan: Plan, outcome: Outcome, drafts: tuple[str, ...], control: list[bool]
@@ -259,25 +267,42 @@ class StepStats:
         if plan.predicted_s:  # else nothing was predicted
             self._stats.observe("spindle_step_predicted_seconds", plan.predicted_s)
         self._stats.observe("spindle_planning_seconds", outcome.parts_s.get("planning", 0.0))
-        for part, seconds in exclusive_parts(outcome.parts_s).items():
-            self._stats.count("spindle_step_part_seconds_total", seconds, part=part)
+        parts_s = exclusive_parts(outcome.parts_s).items()
+        self._stats.count_all(
+            "spindle_step_part_seconds_total",
+            (((("part", part),), seconds) for part, seconds in parts_s),
+        )
+        for arm, seconds in self._between_s.items():
+            self._stats.observe("spindle_inter_token_seconds", *seconds, arm=arm)
+        self._between_s.clear()
         if plan.shadow is not None:
             self._shadow(plan.shadow, drafts)
-        for d, theirs in sorted(set(zip(outcome.draft.tolist(), control, strict=True))):
-            rows = (outcome.draft == d) & (np.array(control) == theirs)
+        kinds = sorted(set(zip(outcome.draft.tolist(), control, strict=True)))
+        for d, theirs in kinds:
+            rows = slice(None)  # where all are alike, they are all of them
+            if len(kinds) > 1:
+                rows = (outcome.draft == d) & (np.array(control) == theirs)
             name, arm = drafts[d] if d != NO_DRAFT else "none", self._switches.arm(theirs)
             self._draft(name, arm, outcome, rows)
-        self._nodes(outcome, drafts)
+        if len(outcome.node_draft):
+            self._nodes(outcome, drafts)
 
     def _nodes(self, outcome: Outcome, drafts: tuple[str, ...]) -> None:
         """Count what became of nodes by what was claimed of them."""
         columns = outcome.node_draft, outcome.node_drawn, Calibration.bins(outcome.node_confidence)
         nodes = list(zip(*(column.tolist() for column in columns), strict=True))
-        held = Counter(compress(nodes, outcome.node_held.tolist()))
-        for (d, drawn, b), seen in Counter(nodes).items():
-            labels = {"draft": drafts[d], "drawn": str(drawn).lower(), "claimed": _CLAIMED[b]}
-            self._stats.count("spindle_draft_nodes_total", seen, **labels)
-            self._stats.count("spindle_draft_nodes_held_total", held[d, drawn, b], **labels)
+        seen, held = Counter(nodes), Counter(compress(nodes, outcome.node_held.tolist()))
+        labels = {
+            (d, drawn, b): (
+                ("claimed", _CLAIMED[b]),
+                ("draft", drafts[d]),
+                ("drawn", "true" if drawn else "false"),
+            )
+            for d, drawn, b in seen
+        }
+        for name, counted in (("", seen), ("_held", held)):
+            amounts = ((text, counted[node]) for node, text in labels.items())
+            self._stats.count_all(f"spindle_draft_nodes{name}_total", amounts)
 
     def _shadow(self, plan: Plan, drafts: tuple[str, ...]) -> None:
         for d, k in zip(plan.draft.tolist(), plan.length.tolist(), strict=True):
@@ -285,24 +310,24 @@ class StepStats:
         self._stats.count("spindle_shadow_predicted_seconds_total", plan.predicted_s)
         self._stats.count("spindle_shadow_predicted_tokens_total", plan.predicted_tokens)
 
-    def _draft(self, name: str, arm: str, outcome: Outcome, rows: BoolArray) -> None:
-        emitted, length, accepted = (
-            column[rows] for column in (outcome.emitted, outcome.length, outcome.accepted)
-        )
-        self._stats.count("spindle_emitted_tokens_total", int(emitted.sum()), draft=name, arm=arm)
+    def _draft(self, name: str, arm: str, outcome: Outcome, rows: BoolArray | slice) -> None:
+        emitted, length = outcome.emitted[rows].tolist(), outcome.length[rows]
+        self._stats.count("spindle_emitted_tokens_total", sum(emitted), draft=name, arm=arm)
         self._stats.observe("spindle_draft_length", *length.tolist(), draft=name, arm=arm)
         if name == "none":
             return
         verified, followed = (int(c[rows].sum()) for c in (outcome.verified, outcome.followed))
         self._stats.count("spindle_draft_tokens_total", verified, draft=name, arm=arm)
         self._stats.count("spindle_accepted_tokens_total", followed, draft=name, arm=arm)
-        for position in range(1, int(length.max()) + 1):
-            labels = {"draft": name, "position": str(position)}
-            self._stats.count(
-                "spindle_draft_tokens_by_position_total", int((length >= position).sum()), **labels
-            )
-            self._stats.count(
-                "spindle_accepted_tokens_by_position_total",
-                int((accepted >= position).sum()),
-                **labels,
-            )
+        most = int(length.max())
+        for kind, lengths in (("draft", length), ("accepted", outcome.accepted[rows])):
+            reaching = enumerate(_reaching(lengths, most), 1)
+            amounts = (((("draft", name), ("position", str(p))), n) for p, n in reaching)
+            self._stats.count_all(f"spindle_{kind}_tokens_by_position_total", amounts)
+
+
+def _reaching(lengths: IntArray, most: int) -> list[int]:
+    """Return how many of the lengths are 1 or more, 2 or more, and so on up to ``most``."""
+    shorter = np.bincount(lengths, minlength=most).cumsum()[:most]
+    found: list[int] = (len(lengths) - shorter).tolist()
+    return found

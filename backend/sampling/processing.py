@@ -34,17 +34,19 @@ class Columns:
 
     token_ids: torch.Tensor | None = None
     numbers: npt.NDArray[np.int64] | None = field(init=False)  # the same, on the host
+    _tokens: list[int] = field(init=False)
     _column: dict[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
         ids = [] if self.token_ids is None else self.token_ids.tolist()
         numbers = None if self.token_ids is None else np.array(ids, np.int64)
         object.__setattr__(self, "numbers", numbers)
+        object.__setattr__(self, "_tokens", ids)
         object.__setattr__(self, "_column", {token: column for column, token in enumerate(ids)})
 
     def token(self, column: int) -> int:
         """Return the token of a column."""
-        return column if self.token_ids is None else int(self.token_ids[column])
+        return self._tokens[column] if self._tokens else column
 
     def of(self, tokens: Seq[int]) -> tuple[list[int], list[int]]:
         """Return the columns of those tokens that have one, and their places in ``tokens``."""

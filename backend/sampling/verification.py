@@ -9,23 +9,25 @@ whatever was proposed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from backend.request import SamplingParams
 from backend.sampling.draw import draw, finishers
-from backend.sampling.laws import arg_max, likeliest, target_laws
+from backend.sampling.laws import arg_max, likeliest, row_arg_max, target_laws
 from backend.sampling.processing import WHOLE_VOCABULARY, Columns, process
 from backend.sampling.randomness import Words, word
 from backend.sequence import ROOT, Proposal, Sequence
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Row:
-    """One sequence's share of a verification, or a place of it where a token is drawn.
+    """One sequence's share of a verification, or a place of it where a token is drawn. Nobody
+    changes one: that it is not frozen saves the microseconds that freezing takes.
 
     ``position`` is that of the token decided about. Before it are ``committed[: position -
     len(run)]``, of which ``prompt_tokens`` are the prompt, and then ``run``: accepted here, or a
@@ -46,16 +48,17 @@ class Row:
         """Return what is decided behind a sequence's text. Raises ValueError for nodes that are no
         tree.
         """
-        nodes = (proposal.tokens, proposal.parents) if proposal else ((), ())
-        if not all(ROOT <= parent < node for node, parent in enumerate(nodes[1])):
-            raise ValueError(f"a node's parent must be an earlier node or {ROOT}, got {nodes[1]}")
-        place = (len(sequence.tokens), sequence.tokens, sequence.prompt_tokens)
-        return cls(sequence.sampling, *place, (), *nodes)
+        text, parents = sequence.tokens, proposal.parents if proposal else ()
+        if proposal and not all(ROOT <= parent < node for node, parent in enumerate(parents)):
+            raise ValueError(f"a node's parent must be an earlier node or {ROOT}, got {parents}")
+        tokens = proposal.tokens if proposal else ()
+        place = (len(text), text, sequence.prompt_tokens)
+        return cls(sequence.sampling, *place, (), tokens, parents)
 
     def behind(self, run: Seq[int]) -> Row:
         """Return the place behind so many tokens of a run."""
         position = self.position - len(self.run) + len(run)
-        return replace(self, position=position, run=run, tokens=(), parents=())
+        return Row(self.sampling, position, self.committed, self.prompt_tokens, run)
 
     @property
     def rows(self) -> int:
@@ -71,12 +74,6 @@ class Row:
     def before_last(self) -> int:
         """The token right before ``position``."""
         return self.run[-1] if self.run else self.committed[self.position - 1]
-
-    @property
-    def plain(self) -> bool:
-        """Whether the arg-max of the model's own logits is all that is wanted."""
-        sampling = self.sampling
-        return sampling.greedy and not sampling.changes_logits and not sampling.reads_log_probs
 
     @property
     def params(self) -> SamplingParams:
@@ -105,20 +102,17 @@ def verify(
     """Return the verdict on each request.
 
     ``logits`` [rows, S] holds ``Row.rows`` rows a request, in order: the first is behind the
-    text, row n + 1 behind node n. Only rows on a path are looked at, place by place for all
-    requests at once.
+    text, row n + 1 behind node n. Only rows on a path are looked at; those of requests that are not
+    plain place by place for all of these at once.
     """
     firsts = _firsts(requests)
     verdicts = [Verdict([], -1) for _ in requests]
-    plain: list[int] = []
-    if (
-        logits.device.type != "cpu"
-    ):  # which is asked once; a processor would make more rows than it needs
-        plain = [index for index, request in enumerate(requests) if request.plain]
-        best = arg_max(logits) if plain else []
-        for index in plain:
-            follow(verdicts[index], requests[index], best[firsts[index] :])
-    walking = [index for index in range(len(requests)) if index not in plain]
+    walking = [index for index, request in enumerate(requests) if not request.sampling.plain]
+    if len(walking) < len(requests):
+        best = row_arg_max(logits, every=len(logits) == len(requests))
+        for verdict, request, first in zip(verdicts, requests, firsts, strict=True):
+            if request.sampling.plain:
+                follow(verdict, request, best, first)
     while walking:
         rows = [firsts[index] + 1 + _last(verdicts[index].path) for index in walking]
         places = [_place(requests[index], verdicts[index].path) for index in walking]
@@ -158,12 +152,12 @@ def scores(logits: torch.Tensor, places: Seq[Row], columns: Columns) -> torch.Te
     """Return the logits [n, S] behind these places with their options applied, in fp32 (fp64
     stays).
     """
-    changed = any(place.sampling.changes_logits for place in places)
+    changed = [row for row, place in enumerate(places) if place.sampling.changes_logits]
     dtype = logits.dtype if logits.dtype == torch.float64 else torch.float32
-    wide = logits.to(dtype, copy=changed)
-    for row, place in enumerate(places):
-        if place.sampling.changes_logits:
-            process(wide[row], place.sampling, place.before, place.prompt_tokens, columns)
+    wide = logits.to(dtype, copy=bool(changed))
+    for row in changed:
+        place = places[row]
+        process(wide[row], place.sampling, place.before, place.prompt_tokens, columns)
     return wide
 
 
@@ -192,11 +186,11 @@ def _tell(verdict: Verdict, row: torch.Tensor, sampling: SamplingParams) -> None
         verdict.top.append(list(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
 
 
-def follow(verdict: Verdict, request: Row, drawn: Seq[int]) -> None:
-    """Walk along the columns ``drawn`` at a request's rows."""
-    verdict.column = drawn[0]
+def follow(verdict: Verdict, request: Row, drawn: Callable[[int], int], first: int = 0) -> None:
+    """Walk along the columns ``drawn`` at a request's rows, of which ``first`` is the first."""
+    verdict.column = drawn(first)
     while _step(verdict, request):
-        verdict.column = drawn[1 + verdict.path[-1]]
+        verdict.column = drawn(first + 1 + verdict.path[-1])
 
 
 def _select(rows: torch.Tensor, places: list[int]) -> torch.Tensor:
@@ -208,9 +202,9 @@ def _select(rows: torch.Tensor, places: list[int]) -> torch.Tensor:
 
 def _step(verdict: Verdict, request: Row) -> bool:
     """Accept the node that is the token drawn; return whether there is one."""
-    last = _last(verdict.path)
-    for node in range(last + 1, len(request.tokens)):
-        if request.parents[node] == last and request.tokens[node] == verdict.column:
+    tokens, parents, last = request.tokens, request.parents, _last(verdict.path)
+    for node in range(last + 1, len(tokens)):
+        if parents[node] == last and tokens[node] == verdict.column:
             verdict.path.append(node)
             return True
     return False
@@ -237,5 +231,5 @@ def _firsts(requests: Seq[Row]) -> list[int]:
     firsts, row = [], 0
     for request in requests:
         firsts.append(row)
-        row += request.rows
+        row += len(request.tokens) + 1
     return firsts

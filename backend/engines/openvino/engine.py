@@ -16,7 +16,8 @@ from backend.engines.openvino.layout import paths
 from backend.engines.openvino.llama import OpenvinoLlama, most_branches
 from backend.engines.port import Completion, Turn
 from backend.engines.registry import Service
-from backend.engines.stepping.engine import CANDIDATES, Job, StepEngine, step_limits
+from backend.engines.spine import CANDIDATES
+from backend.engines.stepping.engine import Job, StepEngine, step_limits
 from backend.sampling.verification import Row
 
 logger = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ class OpenvinoEngine(StepEngine):
     def _candidates(
         self, logits: torch.Tensor, places: Seq[Row], most: int
     ) -> list[list[tuple[int, float]]]:
-        if all(place.plain for place in places):
+        if all(place.sampling.plain for place in places):
             found = self._llama.best(logits, most)
             if found is not None:
                 return found

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +39,7 @@ class Layout:
 
     ``copies`` are (from block, to block, tokens) to be made before the pass, ``returns`` (from
     block, to block, slice of tokens) behind it; ``branches`` holds, by chunk's number and node that
-    is not on the likeliest path, a table with the node's path.
+    is not on the likeliest path, a table with the node's path. ``longest`` is the longest context.
     """
 
     def __init__(
@@ -52,55 +53,71 @@ class Layout:
         self.copies: list[tuple[int, int, int]] = []
         self.returns: list[tuple[int, int, slice]] = []
         self.branches: dict[tuple[int, int], Blocks] = {}
+        self.longest = 0
         self._invariant = invariant
         self._for_copies, self._for_branches = iter(copies), branches
         self._ids: list[int] = []
         self._rows: list[int] = []
         self._expand: list[int] = []
         self._positions: list[int] = []
-        self._place: dict[int, int] = {}  # of a row's output among the repeated ones
         self._past: list[int] = []
         self._begins = [0]
         self._tables: list[Blocks] = []
         for number, chunk in enumerate(chunks):
-            self._add(number, chunk)
+            if len(chunk.tokens) == 1:
+                self._add_row(chunk)
+            else:
+                self._add(number, chunk)
 
-    def inputs(self, *, repeats: bool) -> dict[str, npt.NDArray[np.generic]]:
-        """Return the inputs of the graph (``graph.build``) by name."""
-        counts = [len(table) for table in self._tables]
-        ends = (past + len_ for past, len_ in zip(self._past, np.diff(self._begins), strict=True))
-        found: dict[str, npt.NDArray[np.generic]] = {
-            "ids": np.array(self._ids, np.int64),
-            "positions": np.array(self._positions, np.int64),
-            "rows": np.array(self._rows, np.int32),
-            "past_lens": np.array(self._past, np.int32),
-            "subsequence_begins": np.array(self._begins, np.int32),
+    def inputs(self, *, repeats: bool) -> dict[str, Seq[int] | Blocks]:
+        """Return the inputs of the graph (``graph.build``) by name, but for ``max_context_len``."""
+        found: dict[str, Seq[int] | Blocks] = {
+            "ids": self._ids,
+            "positions": self._positions,
+            "rows": self._rows,
+            "past_lens": self._past,
+            "subsequence_begins": self._begins,
             "block_indices": np.concatenate(self._tables),
-            "block_indices_begins": np.cumsum([0, *counts], dtype=np.int32),
-            "max_context_len": np.array(max(ends), np.int32),
+            "block_indices_begins": [0, *accumulate(map(len, self._tables))],
         }
         if repeats:
-            places = [self._place[row] for row in range(len(self._ids))]
-            found["expand"] = np.array(self._expand, np.int32)
-            found["compress"] = np.array(places, np.int32)
+            found["expand"] = self._expand
+            # A row's output is that of its first place; without branches it has no other.
+            found["compress"] = (
+                np.unique(self._expand, return_index=True)[1] if self.branches else self._expand
+            )
         return found
 
+    def _add_row(self, chunk: Chunk) -> None:
+        """Lay out a chunk of one row, which most chunks are: what ``_add`` comes to for it."""
+        start = chunk.start
+        if chunk.logits:
+            self._rows.append(len(self._ids))
+        self._expand.append(len(self._ids))
+        self._ids += chunk.tokens
+        self._positions.append(start)
+        self._past.append(start)
+        self._begins.append(len(self._expand))
+        self._tables.append(chunk.table.numbers[: start // BLOCK_TOKENS + 1])
+        self.longest = max(self.longest, start + 1)
+
     def _add(self, number: int, chunk: Chunk) -> None:
-        base, count, nodes = len(self._ids), len(chunk.tokens), len(chunk.parents)
+        base, count = len(self._ids), len(chunk.tokens)
         self._ids += chunk.tokens
         self._rows += range(base + count - chunk.logits, base + count)
-        text, table = count - nodes, chunk.table.numbers
-        main, *others = paths(chunk.parents) or [[]]
-        rows = [*range(base, base + text), *(base + text + node for node in main)]
+        root, table = base + count - len(chunk.parents), chunk.table.numbers
+        main, *others = paths(chunk.parents) if chunk.parents else [[]]
+        rows = [*range(base, root), *[root + node for node in main]]
         together = chunk.prompt_rows if self._invariant else len(rows)
         if needs_copy(chunk, together):
             table = self._copied(chunk, together)
         self._run(rows, chunk.start, table, together)
         for path in others:
-            branch = [*range(base, base + text), *(base + text + node for node in path)]
+            branch = [*range(base, root), *[root + node for node in path]]
             table = self._branch(chunk, branch, len(path))
-            for node in set(path) - set(main):
-                self.branches.setdefault((number, node), table)
+            for node in path:
+                if node not in main:
+                    self.branches.setdefault((number, node), table)
 
     def _copied(self, chunk: Chunk, together: int) -> Blocks:
         """Return a chunk's table with a copy of the block in which its run ends."""
@@ -135,23 +152,23 @@ class Layout:
         """Lay out rows that follow each other from position ``start`` on: the first ``together`` as
         one sequence, the others one by one.
         """
-        for place, row in enumerate(rows, len(self._expand)):
-            self._place.setdefault(row, place)
+        first, end = len(self._expand) - start, start + len(rows)
         self._expand += rows
-        self._positions += range(start, start + len(rows))
-        stops = [*([together] if together else []), *range(together + 1, len(rows) + 1)]
-        begin = 0
-        for stop in stops:
-            self._past.append(start + begin)
-            self._begins.append(self._begins[-1] + stop - begin)
-            self._tables.append(table[: -(-(start + stop) // BLOCK_TOKENS)])
+        self._positions += range(start, end)
+        self.longest = max(self.longest, end)
+        begin = start
+        for stop in range(start + (together or 1), end + 1):
+            self._past.append(begin)
+            self._begins.append(first + stop)
+            self._tables.append(table[: -(-stop // BLOCK_TOKENS)])
             begin = stop
 
 
 def needs_copy(chunk: Chunk, together: int) -> bool:
     """Return whether the run of a chunk's first rows ends within a block that others may share."""
-    inside = (chunk.start + together) % BLOCK_TOKENS > 0
-    return chunk.prompt_rows > 0 and together > 1 and inside
+    if not chunk.prompt_rows or together < 2:
+        return False
+    return (chunk.start + together) % BLOCK_TOKENS > 0
 
 
 def in_calls(
@@ -161,6 +178,8 @@ def in_calls(
     prompt in the block where it ends is cut off for a later one, and none has more runs that need a
     copy than ``most_copies``.
     """
+    if not any(chunk.prompt_rows for chunk in chunks):
+        return [list(enumerate(chunks))]
     calls: list[list[tuple[int, Chunk]]] = [[]]
     copies = [0]
 
@@ -206,12 +225,9 @@ def _cut(chunk: Chunk, behind: int) -> tuple[Chunk, Chunk]:
 
 def paths(parents: Seq[int]) -> list[list[int]]:
     """Return a tree's paths from the text to its leaves, the longest first."""
-    leaves = set(range(len(parents))) - set(parents)
-    found = [list(_back(parents, leaf))[::-1] for leaf in sorted(leaves)]
-    return sorted(found, key=len, reverse=True)
-
-
-def _back(parents: Seq[int], node: int) -> Iterator[int]:
-    while node != ROOT:
-        yield node
-        node = parents[node]
+    found: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        found.append([*found[parent], node] if parent != ROOT else [node])
+    inner = set(parents)
+    to_leaves = [path for node, path in enumerate(found) if node not in inner]
+    return sorted(to_leaves, key=len, reverse=True)

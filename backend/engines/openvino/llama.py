@@ -113,6 +113,8 @@ class OpenvinoLlama:
         shape = (config.num_layers, 2, blocks, config.num_kv_heads, BLOCK_TOKENS, config.head_dim)
         self.pool = torch.zeros(shape, dtype=dtype)
         """KV [layers, keys and values, blocks, kv_heads, BLOCK_TOKENS, head_dim]."""
+        plain = self.pool.view(torch.int16) if dtype == torch.bfloat16 else self.pool
+        self._kv = plain.numpy()  # the same memory, of which NumPy copies a few tokens faster
         self._begin()
 
     def _begin(self) -> None:
@@ -121,14 +123,15 @@ class OpenvinoLlama:
         """
         self._request = self._compiled.create_infer_request()
         self._bound: dict[str, npt.NDArray[Any]] = {}
+        self._tensors: dict[str, openvino.Tensor] = {}
+        self._longest = self._request.get_tensor("max_context_len").data
         inputs = {port.get_any_name(): port for port in self._compiled.inputs}
-        for layer, caches in enumerate(self.pool):
+        for layer, caches in enumerate(self._kv):
             for kind, cache in zip(("key", "value"), caches, strict=True):
                 port = inputs[f"{kind}_cache.{layer}"]
                 _check_layout(port, cache)
                 # A tensor over an array does not keep it alive: ``pool`` does.
-                plain = cache.view(torch.int16) if cache.dtype == torch.bfloat16 else cache
-                tensor = openvino.Tensor(plain.numpy(), list(cache.shape), port.get_element_type())
+                tensor = openvino.Tensor(cache, list(cache.shape), port.get_element_type())
                 self._request.set_tensor(port, tensor)
 
     def forward(self, chunks: Seq[Chunk]) -> torch.Tensor:
@@ -168,22 +171,23 @@ class OpenvinoLlama:
         for (place, node), table in layout.branches.items():
             self._branches[id(chunks[parts[place][0]]), node] = table
         for source, target, tokens in layout.copies:
-            self.pool[:, :, target, :, :tokens] = self.pool[:, :, source, :, :tokens]
-        arrays = layout.inputs(repeats=self._trees)
-        rows = len(arrays["rows"])
+            self._kv[:, :, target, :, :tokens] = self._kv[:, :, source, :, :tokens]
+        inputs = layout.inputs(repeats=self._trees)
+        rows = len(inputs["rows"])
         if not rows:  # at least one row's logits, or OpenVINO would be asked for an empty product
-            arrays["rows"] = np.zeros(1, np.int32)
-        for name, array in arrays.items():
-            self._bind(name, array)
-        out = self._output(len(arrays["rows"]))
-        self._request.infer()
+            inputs["rows"] = [0]
+        for name, values in inputs.items():
+            self._bind(name, values)
+        self._longest[...] = layout.longest
+        out = self._output(max(rows, 1))
+        self._request.infer(share_outputs=True)  # else it returns a copy of them
         # With one thread OpenVINO swallows an exception inside its graph: what is there then is
         # what was there before.
-        if np.isnan(out[:, 0]).any():
+        if any(map(math.isnan, out[:, 0].tolist())):
             self._begin()  # the request is of no more use
             raise PassError(f"OpenVINO's pass of {len(parts)} sequences left no logits")
         for source, target, written in layout.returns:  # not before: the block may be others', too
-            self.pool[:, :, target, :, written] = self.pool[:, :, source, :, written]
+            self._kv[:, :, target, :, written] = self._kv[:, :, source, :, written]
         features = None
         if self._taps:
             states = self._request.get_tensor("features").data[:rows]
@@ -191,14 +195,16 @@ class OpenvinoLlama:
             features = torch.from_numpy(states).view(shape)
         return torch.from_numpy(out[:rows]), features
 
-    def _bind(self, name: str, array: npt.NDArray[Any]) -> None:
-        """Give the request an input: into the memory that it has, where that has the shape."""
+    def _bind(self, name: str, values: Seq[int] | Blocks) -> None:
+        """Write an input into the memory that the request has for it."""
         bound = self._bound.get(name)
-        if bound is not None and bound.shape == array.shape:
-            bound[...] = array
-            return
-        self._bound[name] = array  # which a tensor over it does not keep alive
-        self._request.set_tensor(name, openvino.Tensor(array, shared_memory=True))
+        if bound is None or len(bound) != len(values):
+            tensor = self._tensors.get(name)
+            if tensor is None:
+                tensor = self._tensors[name] = self._request.get_tensor(name)
+            tensor.shape = [len(values)]  # which may give it other memory
+            bound = self._bound[name] = tensor.data
+        bound[:] = values
 
     def _output(self, rows: int) -> Floats:
         """Return memory for logits [rows, vocab] that no pass has written."""
@@ -237,10 +243,10 @@ class OpenvinoLlama:
             for position in range(end, end + len(path)):
                 index, offset = divmod(position, BLOCK_TOKENS)
                 source, target = int(branch[index]), int(chunk.table.numbers[index])
-                self.pool[:, :, target, :, offset] = self.pool[:, :, source, :, offset]
+                self._kv[:, :, target, :, offset] = self._kv[:, :, source, :, offset]
 
 
-def _check_layout(port: openvino.Output, cache: torch.Tensor) -> None:
+def _check_layout(port: openvino.Output, cache: npt.NDArray[Any]) -> None:
     """Raise VersionError unless a cache is laid out as OpenVINO will read it."""
     shape = port.get_partial_shape()
     wanted = [shape[axis].get_length() for axis in range(1, 4)]

@@ -18,15 +18,13 @@ import torch
 
 from backend.engines.checkpoint import LlamaConfig
 from backend.engines.port import Completion, EngineLimits, Extras, Turn
+from backend.engines.spine import CANDIDATES, Spine
 from backend.engines.stepping.chunks import Chunk
 from backend.engines.stepping.counterfactual import DRAWN_ROWS, SCORED_ROWS, chains, guesses
 from backend.engines.stepping.kv_caches import Cache, Caches
 from backend.sampling.processing import Columns
 from backend.sampling.verification import Row, Verdict, candidates, verify
-from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
-
-CANDIDATES = 4
-"""Tokens of a draft's forward that may become nodes; a fifth is hardly ever worth one."""
+from backend.sequence import BLOCK_TOKENS, Proposal, Sequence
 
 
 class Model(Protocol):
@@ -57,9 +55,7 @@ class Model(Protocol):
 class Job:
     """A turn under way: its chunk of the first pass and what it has come to so far.
 
-    ``tokens`` are accepted and emitted ones. A draft's are ``spine``, the likeliest path so far,
-    which ends in node ``last``, and all ``nodes`` (token, parent, confidence of the path) beside
-    it.
+    ``tokens`` are accepted and emitted ones; a draft's are in its ``spine``.
     """
 
     turn: Turn
@@ -68,9 +64,7 @@ class Job:
     chunk: Chunk | None
     tokens: list[int] = field(default_factory=list)
     path: list[int] = field(default_factory=list)
-    spine: list[int] = field(default_factory=list)
-    nodes: list[tuple[int, int, float]] = field(default_factory=list)
-    last: int = ROOT
+    spine: Spine = field(default_factory=Spine)
     proposal: Proposal | None = None
     log_probs: list[float] = field(default_factory=list)
     rows_scored: int = 0
@@ -84,7 +78,7 @@ class Job:
     @property
     def run(self) -> list[int]:
         """The tokens that it has run, or is to run, beyond the text."""
-        return self.spine if self.turn.nodes else self.tokens
+        return self.spine.tokens if self.turn.nodes else self.tokens
 
 
 class StepEngine:
@@ -174,40 +168,38 @@ class StepEngine:
         """Check a turn, roll its cache back to what the turn builds on, and cut its chunk;
         ValueError names what is wrong.
         """
-        sequence = turn.sequence
+        sequence, end = turn.sequence, turn.end
         cache = self._caches.of(sequence)
         request = Row.of(sequence, turn.proposal)
-        self._check(turn, request, len(cache.table))
+        if wrong := self._wrong(turn) or self._wrong_in_blocks(turn, len(cache.table)):
+            raise ValueError(f"turn of sequence {sequence.id}: {wrong}")
         decides = turn.run > 0
         start = min(
-            self._caches.seen(sequence), turn.end - decides
+            self._caches.seen_by(cache, sequence), end - decides
         )  # the last row is run again where its logits are wanted
-        tokens = [*sequence.tokens[start : turn.end], *request.tokens]
+        tokens = [*sequence.tokens[start:end], *request.tokens]
         if tokens and not (min(tokens) >= 0 and max(tokens) < self.limits.vocab_size):
             raise ValueError(
                 f"token ids of sequence {sequence.id} must lie in 0..{self.limits.vocab_size - 1}"
             )
-        prompt_rows = max(0, min(turn.end, sequence.prompt_tokens) - start)
+        in_prompt = start < sequence.prompt_tokens
+        prompt_rows = min(end, sequence.prompt_tokens) - start if in_prompt else 0
         if self.limits.invariant and prompt_rows == 1 and start:
             start, prompt_rows = start - 1, 2
             tokens.insert(0, sequence.tokens[start])
         cache.roll_back(start)
         parents = turn.proposal.parents if turn.proposal and not turn.proposal.is_chain else ()
-        scored = self._take_rows_to_score(turn, cache, start)
-        reads_context = sequence.reads_context and not turn.nodes and start < sequence.prompt_tokens
-        context = turn.end - start if reads_context else 0
+        scored = self._take_rows_to_score(turn, cache, start) if turn.nodes else 0
+        reads_context = in_prompt and sequence.reads_context and not turn.nodes
+        context = end - start if reads_context else 0
         logits = max(scored + decides, context) + len(request.tokens)
-        chunk = Chunk(
-            tokens,
-            start,
-            cache.table,
-            logits,
-            parents,
-            self._piece_tokens(turn, start),
-            prompt_rows,
+        pieces = self._piece_tokens(turn, start)
+        chunk = (
+            Chunk(tokens, start, cache.table, logits, parents, pieces, prompt_rows)
+            if tokens
+            else None
         )
-        chunk_or_none = chunk if tokens else None
-        return Job(turn, cache, request, chunk_or_none, rows_scored=scored, context_rows=context)
+        return Job(turn, cache, request, chunk, rows_scored=scored, context_rows=context)
 
     def _piece_tokens(self, turn: Turn, start: int) -> int | None:
         """Return how a turn's keys are cut beside others'; None for a chunk by itself: with many
@@ -220,7 +212,7 @@ class StepEngine:
         steps that did without this draft. The first token has no row here.
         """
         sequence = turn.sequence
-        if not turn.nodes:
+        if turn.end == start + 1:  # the only token that it runs is the first
             return 0
         first = max(start + 1, sequence.prompt_tokens, cache.own_end(sequence.tokens))
         price = 1 if sequence.sampling.greedy else DRAWN_ROWS
@@ -228,45 +220,36 @@ class StepEngine:
         self._rows_to_score -= rows * price
         return rows
 
-    def _check(self, turn: Turn, request: Row, capacity_tokens: int) -> None:
-        name, length, proposed = (
-            f"turn of sequence {turn.sequence.id}",
-            len(turn.sequence.tokens),
-            len(request.tokens),
-        )
-        if (
-            not 0 <= turn.end <= length
-            or (turn.run and turn.end != length)
-            or (turn.run and not length)
-        ):
-            raise ValueError(
-                f"{name}: end must be the {length} tokens of the sequence (or fewer when run is "
-                f"0), got {turn.end}"
+    def _wrong(self, turn: Turn) -> str | None:
+        """Return what is wrong with a turn; None for one that can be run."""
+        run, end, length = turn.run, turn.end, len(turn.sequence.tokens)
+        proposed = len(turn.proposal.tokens) if turn.proposal else 0
+        if not 0 <= end <= length or (run and (end != length or not length)):
+            return (
+                f"end must be the {length} tokens of the sequence (or fewer when run is 0), got "
+                f"{end}"
             )
-        if proposed and (turn.run != 1 or turn.nodes):
-            asked = f"got {turn.run} and {turn.nodes}"
-            raise ValueError(f"{name}: run must be 1 and nodes 0 behind a proposal, {asked}")
-        if turn.nodes and not turn.run:
-            raise ValueError(f"{name}: run must be 1 or more where nodes are asked for, got 0")
+        if proposed and (run != 1 or turn.nodes):
+            return f"run must be 1 and nodes 0 behind a proposal, got {run} and {turn.nodes}"
+        if turn.nodes and not run:
+            return "run must be 1 or more where nodes are asked for, got 0"
         if proposed and self._columns.token_ids is not None:
-            raise ValueError(
-                f"{name}: engine {self.name!r} has a shortlisted vocabulary and cannot verify"
-            )
-        if not 0 <= turn.run <= self.limits.max_run_tokens:
-            raise ValueError(
-                f"{name}: run must be in 0..{self.limits.max_run_tokens}, got {turn.run}"
-            )
+            return f"engine {self.name!r} has a shortlisted vocabulary and cannot verify"
+        if not 0 <= run <= self.limits.max_run_tokens:
+            return f"run must be in 0..{self.limits.max_run_tokens}, got {run}"
+        return None
+
+    def _wrong_in_blocks(self, turn: Turn, capacity_tokens: int) -> str | None:
+        """Return what is wrong with the KV that a turn reads and needs; None where there is
+        room.
+        """
         if turn.piece_tokens < 0 or turn.piece_tokens % BLOCK_TOKENS:
-            raise ValueError(
-                f"{name}: piece_tokens must be whole blocks of {BLOCK_TOKENS}, got "
-                f"{turn.piece_tokens}"
-            )
-        beyond = max(0, turn.run - 1)
+            return f"piece_tokens must be whole blocks of {BLOCK_TOKENS}, got {turn.piece_tokens}"
+        proposed = len(turn.proposal.tokens) if turn.proposal else 0
         shared = proposed - turn.proposal.depth if turn.proposal else 0  # nodes at the same place
-        needed = turn.end + proposed + beyond
+        needed = turn.end + proposed + max(0, turn.run - 1)
         room = min(capacity_tokens, self._max_positions + shared)
-        if needed > room:
-            raise ValueError(f"{name}: needs KV for {needed} tokens, has {room}")
+        return f"needs KV for {needed} tokens, has {room}" if needed > room else None
 
     def _run(self, jobs: list[Job]) -> None:
         """Catch up, verify the proposals and emit a token in one pass; then one pass more for each
@@ -283,7 +266,7 @@ class StepEngine:
     def _goes_on(job: Job) -> bool:
         """Whether a turn runs on: a free run to its end, a draft as long as it has candidates."""
         if job.turn.nodes:
-            return len(job.spine) < job.turn.run and job.last != ROOT
+            return len(job.spine.tokens) < job.turn.run and not job.spine.ended
         return len(job.tokens) < job.turn.run and not job.request.tokens
 
     def _pass(self, running: list[tuple[Job, Chunk]]) -> None:
@@ -315,7 +298,8 @@ class StepEngine:
         places.
         """
         for job, chunk in running:
-            job.cache.ran += chunk.tokens[: len(chunk.tokens) - len(job.request.tokens)]
+            proposed = len(job.request.tokens)
+            job.cache.ran += chunk.tokens[:-proposed] if proposed else chunk.tokens
             job.cache.agreed = job.turn.end
 
     def _score(self, logits: torch.Tensor, running: list[tuple[Job, Chunk]]) -> torch.Tensor:
@@ -344,9 +328,9 @@ class StepEngine:
         return torch.cat(deciding)
 
     def _next_chunk(self, job: Job) -> Chunk:
-        job.request = job.request.behind([*job.run])
-        start, pieces = len(job.cache.ran), self._piece_tokens(job.turn, job.turn.end - 1)
-        return Chunk(job.run[-1:], start, job.cache.table, 1, piece_tokens=pieces)
+        run, pieces = job.run, self._piece_tokens(job.turn, job.turn.end - 1)
+        job.request = job.request.behind(run[:])
+        return Chunk(run[-1:], len(job.cache.ran), job.cache.table, 1, (), pieces)
 
     def _decide(self, logits: torch.Tensor, jobs: list[Job]) -> None:
         """Turn logits (for each job one row, and one for each proposed token) into tokens or
@@ -376,12 +360,9 @@ class StepEngine:
         """
         places, most = [job.request for job in jobs], max(job.turn.nodes for job in jobs)
         found = self._candidates(logits, places, min(CANDIDATES, most))
+        token = self._columns.token
         for job, ones in zip(jobs, found, strict=True):
-            parent = job.last
-            path = job.nodes[parent][2] if parent != ROOT else 1.0
-            job.last = len(job.nodes) if ones else ROOT
-            job.nodes += [(self._columns.token(column), parent, path * p) for column, p in ones]
-            job.spine += [node[0] for node in job.nodes[job.last :][:1]] if ones else []
+            job.spine.extend((token(column), p) for column, p in ones)
 
     def _candidates(
         self, logits: torch.Tensor, places: Seq[Row], most: int
@@ -391,8 +372,8 @@ class StepEngine:
     def _apply_verdict(self, job: Job, verdict: Verdict) -> None:
         """Note the tokens that a verdict comes to."""
         job.path = verdict.path
-        accepted = [job.request.tokens[node] for node in verdict.path]
-        job.tokens += [*accepted, self._columns.token(verdict.column)]
+        job.tokens += [job.request.tokens[node] for node in verdict.path]
+        job.tokens.append(self._columns.token(verdict.column))
         job.log_probs += verdict.log_probs
         job.top += verdict.top
 
@@ -404,15 +385,17 @@ class StepEngine:
             job.cache.ran += [job.request.tokens[node] for node in job.path]
 
     def _complete(self, job: Job) -> Completion:
-        if job.turn.nodes:
-            job.proposal = Proposal.best(self.name, job.nodes, job.turn.nodes)
-            job.cache.proposed_at, job.cache.proposed = job.turn.end, job.proposal
+        turn = job.turn
+        if turn.nodes:
+            job.proposal = job.spine.proposal(self.name, turn.nodes)
+            job.cache.proposed_at, job.cache.proposed = turn.end, job.proposal
+        log_probs = job.log_probs if job.log_probs and turn.sequence.sampling.log_probs else None
         return Completion(
-            job.turn.sequence.id,
+            turn.sequence.id,
             job.tokens,
             len(job.path),
             job.proposal,
-            job.log_probs if job.request.sampling.log_probs and job.log_probs else None,
+            log_probs,
             job.scored,
             extras=_extras(job),
             features=job.features,

@@ -32,10 +32,12 @@ class Cache:
         """Return how many of the committed ``tokens`` have KV here. Looks only at what is new since
         the last call.
         """
-        stop = min(len(self.ran), len(tokens))
-        while self.agreed < stop and self.ran[self.agreed] == tokens[self.agreed]:
-            self.agreed += 1
-        return self.agreed
+        agreed, ran = self.agreed, self.ran
+        stop = min(len(ran), len(tokens))
+        while agreed < stop and ran[agreed] == tokens[agreed]:
+            agreed += 1
+        self.agreed = agreed
+        return agreed
 
     def own_end(self, tokens: list[int]) -> int:
         """Return where the tokens end that the step of its last proposal emitted: what was accepted
@@ -52,7 +54,7 @@ class Cache:
 
     def grew_into(self, blocks: list[int]) -> bool:
         """Return whether ``blocks`` is this cache's block table, perhaps with more at its end."""
-        return blocks[: len(self.blocks)] == self.blocks
+        return self.blocks == blocks or self.blocks == blocks[: len(self.blocks)]
 
 
 class Caches:
@@ -103,11 +105,14 @@ class Caches:
             if not self.shared_blocks(sequence, blocks):
                 return 0
             cache = self.of(sequence)
-        seen = cache.seen(sequence.tokens)
-        complete = min(seen // BLOCK_TOKENS, len(sequence.keys))
-        for index in range(cache.named, complete):
-            self.contents[cache.blocks[index]] = sequence.keys[index]
-        cache.named = max(cache.named, complete)
+        return self.seen_by(cache, sequence)
+
+    def seen_by(self, cache: Cache, sequence: Sequence) -> int:
+        """Return the same of a sequence whose cache is at hand (``of``)."""
+        seen, keys = cache.seen(sequence.tokens), sequence.keys
+        while cache.named < len(keys) and (cache.named + 1) * BLOCK_TOKENS <= seen:
+            self.contents[cache.blocks[cache.named]] = keys[cache.named]
+            cache.named += 1
         return seen
 
     def shared_blocks(self, sequence: Sequence, blocks: list[int]) -> int:

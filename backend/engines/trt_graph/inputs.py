@@ -52,7 +52,7 @@ def verdicts_of(network: str, requests: Seq[Row], outputs: Tensors) -> list[Verd
         return [Verdict([row - 1 for row in path[1 : n + 1]], own[n]) for n, path, own in found]
     drawn, verdicts = iter(_drawn(requests, outputs)), [Verdict([], -1) for _ in requests]
     for verdict, request in zip(verdicts, requests, strict=True):
-        follow(verdict, request, [next(drawn) for _ in range(request.rows)])
+        follow(verdict, request, [next(drawn) for _ in range(request.rows)].__getitem__)
     return verdicts
 
 
