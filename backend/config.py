@@ -51,9 +51,10 @@ class EngineConfig:
     of an ``openvino`` target: the same request gives the same text, bit for bit, under any load and
     plan. ``attention`` of a ``torch`` engine runs decoding rows one by one (``ragged``) or, in a
     target, padded to the longest (``padded``), cut into pieces where the adaptive policy finds that
-    to pay. ``min_ngram``/``max_ngram`` belong to ``lookup``;
-    ``seed``, ``agreement`` (how often a fake draft proposes what the fake target would emit) and
-    ``step_s`` (seconds per pass) to ``fake``. ``trtllm`` engines (``model`` is a folder made by
+    to pay. ``min_ngram``/``max_ngram`` belong to ``lookup`` and ``suffix``; of ``suffix``,
+    ``remembered_tokens`` bounds what it keeps of answers, and ``keep_remembered`` keeps that over
+    restarts. ``seed``, ``agreement`` (how often a fake draft proposes what the fake target would
+    emit) and ``step_s`` (seconds per pass) belong to ``fake``. ``trtllm`` engines (``model`` is a folder made by
     ``trtllm-build``) have ``gpus``, one a rank, the share of the memory beside weights that
     ``kv_share`` gives to KV, ``turn_timeout_s``, and the ``worker`` program of the ranks where an
     engine spans GPUs. Of ``trt_graph`` engines (they show correctness and are no serving path)
@@ -69,6 +70,8 @@ class EngineConfig:
     attention: str = setting("ragged", choices=("ragged", "padded"))
     min_ngram: int = setting(2, low=1, high=16)
     max_ngram: int = setting(4, low=1, high=16)
+    remembered_tokens: int = setting(2**18, low=2**12, high=2**27)
+    keep_remembered: bool = False
     seed: int = 0
     agreement: float = setting(0.7, low=0.0, high=1.0)
     step_s: float = setting(0.0, low=0.0)

@@ -18,8 +18,9 @@ class Kind:
     CPUs too. ``dtypes`` that it runs (none: it does not ask). ``package``: a distribution that it
     needs, in just this version. ``weight_bytes``: by dtype the bytes of a weight that is looked up,
     and of one that is multiplied, where these are not the dtype's; ``packs_head``: it multiplies by
-    a copy of a tied embedding. ``scratch_tokens``: KV beside the ledger's. ``target``: it can be
-    one.
+    a copy of a tied embedding. ``scratch_tokens``: KV beside the ledger's. ``token_bytes`` of host
+    memory for each of ``remembered_tokens`` (0: it remembers none). ``target``: it can be one.
+    ``free``: a draft that costs next to nothing, as its ``EngineLimits`` say.
     ``tokenizer``: its model folder has one, else texts are bytes. ``known_s``: the seconds of a
     pass where nobody need measure it. ``behaviour`` above 0: we measure its passes; it is a version
     of what they do, raised by hand where they take another time, which has them measured anew.
@@ -36,6 +37,8 @@ class Kind:
     weight_bytes: dict[str, tuple[int, int]] = field(default_factory=dict)
     packs_head: bool = False
     scratch_tokens: int = 0
+    token_bytes: int = 0
+    free: bool = False
     target: bool = True
     tokenizer: bool = True
     known_s: float = 0.0
@@ -79,11 +82,19 @@ KINDS = {
     "torch": Kind(
         "backend.engines.torch.engine", on_cpu=True, dtypes=("bf16", "fp32", "fp64"), behaviour=2
     ),
-    "lookup": Kind("backend.engines.lookup", model=False, target=False, known_s=2e-5),
+    "lookup": Kind("backend.engines.lookup", model=False, target=False, free=True, known_s=2e-5),
+    "suffix": Kind(
+        "backend.engines.suffix",
+        model=False,
+        target=False,
+        free=True,
+        known_s=6e-5,
+        token_bytes=48,
+    ),
     "fake": Kind("backend.engines.fake", model=False, tokenizer=False, known_s=1e-6),
     "trtllm": Kind(
         "backend.engines.trtllm.deployment",
-        drafts=("trtllm", "lookup"),
+        drafts=("trtllm", "lookup", "suffix"),
         asynchronous=True,
         refuses={
             "guide_type": _ANEW,

@@ -36,7 +36,8 @@ class Sequence:
     Whether its KV is there is each engine's own knowledge. ``salt`` keeps tenants' blocks apart.
     ``new_blocks`` and ``reused_blocks`` count what the ledger gave it so far. ``context_logits``,
     ``generation_logits`` and ``prompt_log_probs`` (of which the log-probabilities of the prompt's
-    tokens are kept) ask a target for ``Extras``.
+    tokens are kept) ask a target for ``Extras``. What is written for one that drafts are not to
+    ``remember`` is used for no other.
     """
 
     id: int
@@ -51,6 +52,7 @@ class Sequence:
     context_logits: bool = False
     generation_logits: bool = False
     prompt_log_probs: bool = False
+    remember: bool = True
 
     @property
     def reads_context(self) -> bool:
