@@ -88,8 +88,8 @@ KINDS = {
         model=False,
         target=False,
         free=True,
-        known_s=6e-5,
-        token_bytes=48,
+        known_s=1e-4,
+        token_bytes=64,  # 32 in the ring, the rest its share of what is noted of texts
     ),
     "fake": Kind("backend.engines.fake", model=False, tokenizer=False, known_s=1e-6),
     "trtllm": Kind(

@@ -13,9 +13,10 @@ import io
 import zipfile
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from hashlib import blake2b
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -29,20 +30,17 @@ CONTEXT = 8
 """Tokens of the prompt's end that are kept in front of an answer, so that its beginning is found;
 they are never read on.
 """
-SHORTEST = 4
-"""Answers of fewer tokens are not kept: they would cost more than they save."""
+SHORTEST = CONTEXT + 4
+"""Texts of fewer tokens are not kept: what is noted of a text would be most of their memory."""
 BORDER = -1
 """Behind every text, and where none is."""
-TOKEN_BYTES = 48
-"""Memory for each token: itself, its text, two chain links for each n, and its share of what is
-noted of its text.
-"""
-VISITS = 32
+VISITS = 16
 """Places looked at for each n."""
 
 _TENANT_BYTES = 16
 _FACTOR = 0x9E3779B97F4A7C15
 _64_BITS = 2**64 - 1
+_first = itemgetter(0)
 
 
 class Found(NamedTuple):
@@ -93,7 +91,7 @@ class Answers:
         """
         most = self.capacity - 1
         tokens, context = text.tokens[-most:], max(0, text.context - len(text.tokens[:-most]))
-        if len(tokens) - context < SHORTEST:
+        if len(tokens) < SHORTEST or len(tokens) == context:
             return 0, 0
         forgotten = 0
         while self.tokens + len(tokens) + 1 > self.capacity:
@@ -113,24 +111,22 @@ class Answers:
         """Return up to ``most`` places of the tenant's behind the last tokens of a text: those with
         the longest match, the newest first.
         """
-        places: dict[int, int] = {}
-        for n, newest, before in zip(SIZES, self._newest, self._before, strict=True):
-            if n > len(tokens):
+        last, root, ring = array("i", tokens[-LONGEST:]), _root(tenant), self._ring
+        for size, newest, before in zip(SIZES, self._newest, self._before, strict=True):
+            if size > len(last):
                 continue
-            slot, age = newest[self._bucket(tenant, tokens[-n:])], 0
-            for _ in range(VISITS):
-                older = (self._at - slot) % self.capacity or self.capacity
-                if slot < 0 or older <= age:
-                    break  # the end, or written over since
-                age = older
-                if self._tenants.get(self._text[slot]) == tenant:
-                    size = self._matching(slot, tokens)
-                    if size >= n:
-                        places.setdefault(slot, size)
-                slot = before[slot]
+            ngram = last[-size:]
+            places = [
+                (-self._matching(slot, last, size), slot)
+                for slot in self._chained(newest[self._bucket(root, ngram)], before)
+                if (ring[slot - size : slot] if slot >= size else self._wrapped(slot, size))
+                == ngram
+                and self._tenants.get(self._text[slot]) == tenant
+            ]
             if places:
-                break
-        return sorted((Found(*place) for place in places.items()), key=_by_size)[:most]
+                places.sort(key=_first)  # stable: the newest first
+                return [Found(slot, -size) for size, slot in places[:most]]
+        return []
 
     def read(self, slot: int, length: int) -> list[int]:
         """Return up to ``length`` tokens from a place on, to the end of its text."""
@@ -183,11 +179,25 @@ class Answers:
             tokens = ring[self._slots(start, size - 1)].tolist()
             yield Text(self._tenants[start], tokens, context)
 
-    def _matching(self, slot: int, tokens: Seq[int]) -> int:
-        """Return how many tokens before a place are the last ones, at most ``LONGEST``."""
-        ring, most = self._ring, min(LONGEST, len(tokens))
-        size = 0
-        while size < most and ring[slot - 1 - size] == tokens[-1 - size]:
+    def _chained(self, slot: int, before: array[int]) -> Iterator[int]:
+        """Yield the last ``VISITS`` places of a chain, from its newest on."""
+        at, capacity, age = self._at, self.capacity, 0
+        for _ in range(VISITS):
+            older = (at - slot) % capacity or capacity
+            if slot < 0 or older <= age:
+                return  # the end, or written over since
+            age = older
+            yield slot
+            slot = before[slot]
+
+    def _wrapped(self, slot: int, size: int) -> array[int]:
+        """Return the tokens before a place near the ring's beginning."""
+        return self._ring[slot - size :] + self._ring[:slot]
+
+    def _matching(self, slot: int, last: array[int], size: int) -> int:
+        """Return how many tokens before a place are the last ones; the last ``size`` are."""
+        ring, most = self._ring, len(last)
+        while size < most and ring[slot - 1 - size] == last[-1 - size]:
             size += 1
         return size
 
@@ -225,16 +235,13 @@ class Answers:
             np.frombuffer(before, np.int32)[slot] = links
             np.frombuffer(newest, np.int32)[bucket] = slot  # of equal ones the last
 
-    def _bucket(self, tenant: bytes, ngram: Seq[int]) -> int:
-        """Return where the newest place behind an n-gram is noted."""
-        mixed = _root(tenant)
+    def _bucket(self, mixed: int, ngram: Iterable[int]) -> int:
+        """Return where the newest place behind an n-gram is noted; ``mixed`` begins as a tenant's
+        root.
+        """
         for token in ngram:
             mixed = (mixed + token) * _FACTOR & _64_BITS
         return (mixed >> 32) % self.capacity
-
-
-def _by_size(found: Found) -> int:
-    return -found.size
 
 
 def _root(tenant: bytes) -> int:

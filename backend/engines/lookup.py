@@ -117,10 +117,13 @@ class LookupEngine:
 
     def _propose(self, turn: Turn) -> Proposal:
         sequence, length = turn.sequence, min(turn.run, self.limits.max_draft_tokens)
-        paths = [
-            path._replace(tokens=_grammatical(sequence, path.tokens))
-            for path in self._paths(sequence, length)
-        ]
+        paths = self._paths(sequence, length)
+        if (guide := sequence.sampling.guide) is not None:
+            output = sequence.tokens[sequence.prompt_tokens :]
+            paths = [  # each to the first token that the request's grammar forbids
+                path._replace(tokens=path.tokens[: guide.allowed(output, path.tokens)])
+                for path in paths
+            ]
         return Proposal.best(self.name, _merged(paths), turn.nodes)
 
 
@@ -131,14 +134,6 @@ def continuation(tokens: list[int], position: int, length: int) -> list[int]:
     found = tokens[position : position + length]
     period = len(found)
     return found if period == length else [found[i % period] for i in range(length)]
-
-
-def _grammatical(sequence: Sequence, path: list[int]) -> list[int]:
-    """Cut a path before the first token that the request's grammar forbids."""
-    guide = sequence.sampling.guide
-    if guide is None:
-        return path
-    return path[: guide.allowed(sequence.tokens[sequence.prompt_tokens :], path)]
 
 
 def _merged(paths: Iterable[Path]) -> list[tuple[int, int, float]]:

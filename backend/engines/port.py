@@ -92,9 +92,9 @@ class EngineLimits:
     tokens are counted, not bytes.
 
     ``free`` says that proposing costs next to nothing (lookup, suffix), so that the loop scores it
-    on every step, chosen or not; ``tree`` that it verifies trees; as a draft, ``scores`` that it scores what
-    it catches up on (``Completion.scored``). ``pads``: verified rows are padded to the longest
-    context, or cut (``Turn.piece_tokens``).
+    on every step, chosen or not; ``tree`` that it verifies trees; as a draft, ``scores`` that it
+    scores what it catches up on (``Completion.scored``). ``pads``: verified rows are padded to the
+    longest context, or cut (``Turn.piece_tokens``).
     ``invariant``: the logits behind a text are the same bits whatever else is in a pass, while
     those of a prompt may differ from those of the same tokens when they were generated: blocks with
     generated tokens have other keys. ``overlaps``: while one thread is in ``poll``, another

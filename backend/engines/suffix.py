@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 PLACES = 8
 """How many places in kept answers vote."""
+PATHS = 4
+"""Of how many different continuations all is read; of the others the first token."""
 OTHERS = 1
 """Tokens by which a match in another text counts as shorter: a text's own say more (fitted)."""
 
@@ -122,7 +124,11 @@ class SuffixEngine(LookupEngine):
             if size == longest:
                 key = tuple(path)
                 votes[key] = votes.get(key, 0) + 1
-        return [Path(longest * many, many, list(path)) for path, many in votes.items()]
+        best = sorted(votes.items(), key=lambda item: -item[1])  # stable: own, then newest first
+        return [
+            Path(longest * many, many, list(path if place < PATHS else path[:1]))
+            for place, (path, many) in enumerate(best)
+        ]
 
     def _matches(self, sequence: Sequence) -> _Matches:
         """Return the matches of a text as it is; each is looked for once."""
