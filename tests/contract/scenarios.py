@@ -69,6 +69,7 @@ class Ask:
 
 SCRIPT = ((1, 4), (0, 2), (7, 4), (4, 3), (5, 3), (3, 3), (7, 2), (1, 1), (2, 4), (NO_DRAFT, 0))
 SCRIPT += ((4, 2), (7, 3), (1, 3), (3, 4), (4, 4), (2, 2), (6, 4), (7, 1), (0, 3))
+SCRIPT += ((8, 4), (8, 3), (8, 4), (8, 2))
 """Every draft, many lengths; of no length that divides a batch's, so that requests and steps meet
 in ever new ways.
 """
