@@ -113,7 +113,9 @@ def _parser() -> argparse.ArgumentParser:
         "--model",
         help="a Hugging Face folder (Llama, Mistral, Qwen2), or the embedded model's name",
     )
-    serve.add_argument("--drafts", help="none, or a list of name=FOLDER, lookup, names in the file")
+    serve.add_argument(
+        "--drafts", help="none, or a list of name=FOLDER, lookup, suffix, names in the file"
+    )
     serve.add_argument("--dtype", help="of the target: auto, bf16, int8, fp32, fp64")
     serve.add_argument("--policy", metavar="KIND", help="policy.kind: adaptive, none, ...")
     serve.add_argument("--verbose", action="store_true", help="print the log: no file is written")

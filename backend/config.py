@@ -53,13 +53,14 @@ class EngineConfig:
     ``engines_build.distill`` wrote for this target). ``attention`` of a ``torch`` engine runs
     decoding rows one by one (``ragged``) or, in a target, padded to the longest (``padded``), cut
     into pieces where the adaptive policy finds that to pay. ``min_ngram``/``max_ngram`` belong to
-    ``lookup``;
-    ``seed``, ``agreement`` (how often a fake draft proposes what the fake target would emit) and
-    ``step_s`` (seconds per pass) to ``fake``. ``trtllm`` engines (``model`` is a folder made by
-    ``trtllm-build``) have ``gpus``, one a rank, the share of the memory beside weights that
-    ``kv_share`` gives to KV, ``turn_timeout_s``, and the ``worker`` program of the ranks where an
-    engine spans GPUs. Of ``trt_graph`` engines (they show correctness and are no serving path)
-    ``model`` is a folder made by ``engines_build.build --engine trt_graph``, ``device`` a CUDA GPU.
+    ``lookup`` and ``suffix``; of ``suffix``, ``remembered_tokens`` bounds what it keeps of answers,
+    and ``keep_remembered`` keeps that over restarts. ``seed``, ``agreement`` (how often a fake
+    draft proposes what the fake target would emit) and ``step_s`` (seconds per pass) belong to
+    ``fake``. ``trtllm`` engines (``model`` is a folder made by ``trtllm-build``) have ``gpus``, one
+    a rank, the share of the memory beside weights that ``kv_share`` gives to KV,
+    ``turn_timeout_s``, and the ``worker`` program of the ranks where an engine spans GPUs. Of
+    ``trt_graph`` engines (they show correctness and are no serving path) ``model`` is a folder made
+    by ``engines_build.build --engine trt_graph``, ``device`` a CUDA GPU.
     """
 
     engine: str = setting("auto", choices=("auto", *KINDS))
@@ -71,6 +72,8 @@ class EngineConfig:
     attention: str = setting("ragged", choices=("ragged", "padded"))
     min_ngram: int = setting(2, low=1, high=16)
     max_ngram: int = setting(4, low=1, high=16)
+    remembered_tokens: int = setting(2**18, low=4096, high=100_000_000)
+    keep_remembered: bool = False
     seed: int = 0
     agreement: float = setting(0.7, low=0.0, high=1.0)
     step_s: float = setting(0.0, low=0.0)

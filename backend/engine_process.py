@@ -61,6 +61,7 @@ def warm_up(app: App) -> None:
             temperature=temperature,
             end_id=-1,
             seed=0,
+            remember=False,
         )
         app.orchestrator.submit(app.session(request, sink))
         while app.orchestrator.step():

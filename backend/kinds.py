@@ -18,10 +18,11 @@ class Kind:
     CPUs too. ``dtypes`` that it runs (none: it does not ask). ``package``: a distribution that it
     needs, in just this version. ``weight_bytes``: by dtype the bytes of a weight that is looked up,
     and of one that is multiplied, where these are not the dtype's; ``packs_head``: it multiplies by
-    a copy of a tied embedding. ``scratch_tokens``: KV beside the ledger's. ``target``: it can be
-    one; ``tells_features``: as one, it tells what it holds behind its layers (``Features``);
-    ``reads_target``: as a draft, it reads that. ``architectures`` of a model folder's config.json
-    (none: the Llama family's).
+    a copy of a tied embedding. ``scratch_tokens``: KV beside the ledger's. ``token_bytes`` of host
+    memory for each of ``remembered_tokens`` (0: it remembers none). ``free``: a draft that costs
+    next to nothing, as its ``EngineLimits`` say. ``target``: it can be one; ``tells_features``: as
+    one, it tells what it holds behind its layers (``Features``); ``reads_target``: as a draft, it
+    reads that. ``architectures`` of a model folder's config.json (none: the Llama family's).
     ``tokenizer``: its model folder has one, else texts are bytes. ``known_s``: the seconds of a
     pass where nobody need measure it. ``behaviour`` above 0: we measure its passes; it is a version
     of what they do, raised by hand where they take another time, which has them measured anew.
@@ -38,6 +39,8 @@ class Kind:
     weight_bytes: dict[str, tuple[int, int]] = field(default_factory=dict)
     packs_head: bool = False
     scratch_tokens: int = 0
+    token_bytes: int = 0
+    free: bool = False
     target: bool = True
     tells_features: bool = False
     reads_target: bool = False
@@ -98,11 +101,19 @@ KINDS = {
         architectures=("SpindleHead",),
         behaviour=1,
     ),
-    "lookup": Kind("backend.engines.lookup", model=False, target=False, known_s=2e-5),
+    "lookup": Kind("backend.engines.lookup", model=False, target=False, free=True, known_s=2e-5),
+    "suffix": Kind(
+        "backend.engines.suffix",
+        model=False,
+        target=False,
+        free=True,
+        known_s=1e-4,
+        token_bytes=64,  # 32 in the ring, the rest its share of what is noted of texts
+    ),
     "fake": Kind("backend.engines.fake", model=False, tokenizer=False, known_s=1e-6),
     "trtllm": Kind(
         "backend.engines.trtllm.deployment",
-        drafts=("trtllm", "lookup"),
+        drafts=("trtllm", "lookup", "suffix"),
         asynchronous=True,
         refuses={
             "guide_type": _ANEW,

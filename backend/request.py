@@ -172,7 +172,8 @@ class GenerationRequest:
     """One request as a stub sends it, already type-checked by the codec; absent options are None.
 
     ``num_draft_tokens`` is a ceiling on the speculation length (0 = no speculation, None = the
-    policy decides). Only requests of one ``cache_salt`` share KV. With ``input_ids`` the request is
+    policy decides). Only requests of one ``cache_salt`` share KV, and what drafts ``remember`` of
+    their answers. With ``input_ids`` the request is
     one of token ids, and gets token ids: ``text_input`` is empty then, and words and weights (token
     id, addend) come as ids as well. With ``prompt_token_ids`` only the prompt is one of ids, and
     the request gets text. ``timeout_s`` is the client's own limit on the request's life. ``guide``
@@ -215,3 +216,4 @@ class GenerationRequest:
     top_p_decay: float | None = None
     top_p_min: float | None = None
     top_p_reset_id: int | None = None
+    remember: bool = True

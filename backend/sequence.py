@@ -50,7 +50,8 @@ class Sequence:
     ``features`` are of its last token, where a draft reads the target. ``new_blocks`` and
     ``reused_blocks`` count what the ledger gave it so far. ``context_logits``,
     ``generation_logits`` and ``prompt_log_probs`` (of which the log-probabilities of the prompt's
-    tokens are kept) ask a target for ``Extras``.
+    tokens are kept) ask a target for ``Extras``. What is written for one that drafts are not to
+    ``remember`` is used for no other.
     """
 
     id: int
@@ -66,6 +67,7 @@ class Sequence:
     generation_logits: bool = False
     prompt_log_probs: bool = False
     features: Features | None = None
+    remember: bool = True
 
     @property
     def reads_context(self) -> bool:

@@ -56,7 +56,7 @@ def reload_drafts(app: App, config: ServingConfig) -> dict[str, list[str]]:
     made: dict[Any, Engine] = {}
     try:
         for draft in added:
-            made[draft] = make_engine(draft, Service(config, threads, model_path))
+            made[draft] = make_engine(draft, Service(config, threads, model_path, app.stats.count))
         engines = [{**running, **made}[draft] for draft in config.drafts]
         key = learned_key(config, folders)
         planned = make_policy(config, engines, tables, app.step_stats, app.contention)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from backend.core.step_log import StepLog
-from backend.engines.port import Completion, Engine, Turn
+from backend.engines.port import Completion, Engine, Remembers, Turn
 from backend.ops.stats import StepStats
 from backend.sequence import Proposal, Sequence
 from policy import Drafted, IntArray, Plan, View
@@ -61,6 +61,7 @@ class Drafting:
         self._stats = stats
         self._clock = clock
         self._most_nodes = most_nodes
+        self._remembering = [draft for draft in drafts if isinstance(draft, Remembers)]
         self._resting_until_s = dict.fromkeys(self.names, float("-inf"))
 
     def with_engines(self, drafts: Seq[Engine]) -> Drafting:
@@ -147,6 +148,19 @@ class Drafting:
         """Make every draft forget sequences."""
         for draft in self.engines:
             draft.cancel(sequence_ids)
+
+    def ended(self, sequence: Sequence) -> None:
+        """Tell the drafts that remember answers of one that has ended, before it is cancelled."""
+        for draft in self._remembering if sequence.remember else ():
+            self._remember(draft, sequence)
+
+    def _remember(self, draft: Remembers, sequence: Sequence) -> None:
+        """Have a draft take an answer; one that it cannot take costs no request."""
+        try:
+            draft.ended(sequence)
+        except Exception:
+            logger.exception("draft %s could not take an answer", draft.name)
+            self._stats.fallback("draft_error")
 
     def _complete(self, draft: Engine, turns: list[Turn], log: StepLog) -> list[Completion]:
         """Run turns until all are complete, since verification needs them all; drop those that

@@ -418,6 +418,7 @@ class Orchestrator:
         """Forget a request everywhere: batch, engines, ledger, and (at the end of the step)
         policy.
         """
+        self._drafting.ended(session.sequence)
         self._ledger.release(session.sequence)
         self._admission.ended(session)
         self._forget(session)

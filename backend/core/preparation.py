@@ -50,8 +50,8 @@ class Preparation:
             guide = self.grammars.guide(request.guide_type, request.guide or "", end_ids)
             sampling = replace(sampling, guide=guide)
         number, salt = next(self._ids), request.cache_salt or ""
-        if request.return_context_logits or request.return_prompt_log_probs:
-            # KV that was found would have no logits.
+        alone = request.return_context_logits or request.return_prompt_log_probs
+        if alone:  # KV that was found would have no logits
             salt = f"{salt}/{number}/{secrets.token_hex(8)}"
         sequence = Sequence(
             number,
@@ -62,6 +62,7 @@ class Preparation:
             context_logits=request.return_context_logits,
             generation_logits=request.return_generation_logits,
             prompt_log_probs=request.return_prompt_log_probs,
+            remember=request.remember and not alone,
         )
         decoder = IncrementalDecoder(self.tokenizer.token_bytes)
         session = Session(sequence, request, end_ids, decoder, sink)

@@ -32,8 +32,18 @@ class Match(NamedTuple):
     size: int
 
 
+class Path(NamedTuple):
+    """What followed ``matches`` occurrences, whose lengths add up to ``size``."""
+
+    size: int
+    matches: int
+    tokens: list[int]
+
+
 class LookupEngine:
     """A draft over n-gram matches; it keeps no KV and can verify nothing."""
+
+    KIND = "lookup"
 
     def __init__(
         self,
@@ -59,7 +69,7 @@ class LookupEngine:
             proposal = self._propose(turn) if turn.nodes else None
             error = None
             if turn.proposal is not None:
-                error = f"engine {self.name!r} (lookup) cannot verify a proposal"
+                error = f"engine {self.name!r} ({self.KIND}) cannot verify a proposal"
             done = Completion(turn.sequence.id, [], proposal=proposal, error=error)
             self._completions.append(done)
 
@@ -84,7 +94,7 @@ class LookupEngine:
     def available(self, sequence: Sequence, length: int) -> int:
         """Return ``length``, at most ``max_draft_tokens``, where the end has a match, else 0."""
         most = min(length, self.limits.max_draft_tokens)
-        return most if self._index(sequence).has_match(sequence.tokens) else 0
+        return most if most and self._has_match(sequence) else 0
 
     def close(self) -> None:
         """Forget everything."""
@@ -97,16 +107,27 @@ class LookupEngine:
             index = self._indices[sequence.id] = _Index(*self._ngrams)
         return index
 
+    def _has_match(self, sequence: Sequence) -> bool:
+        return self._index(sequence).has_match(sequence.tokens)
+
+    def _paths(self, sequence: Sequence, length: int) -> list[Path]:
+        """Return up to ``length`` tokens behind each match."""
+        tokens, matches = sequence.tokens, self._index(sequence).matches(sequence.tokens)
+        return [Path(m.size, 1, continuation(tokens, m.position, length)) for m in matches]
+
     def _propose(self, turn: Turn) -> Proposal:
         sequence, length = turn.sequence, min(turn.run, self.limits.max_draft_tokens)
-        paths = []
-        for match in self._index(sequence).matches(sequence.tokens):
-            path = _continuation(sequence.tokens, match.position, length)
-            paths.append((match.size, _grammatical(sequence, path)))
+        paths = self._paths(sequence, length)
+        if (guide := sequence.sampling.guide) is not None:
+            output = sequence.tokens[sequence.prompt_tokens :]
+            paths = [  # each to the first token that the request's grammar forbids
+                path._replace(tokens=path.tokens[: guide.allowed(output, path.tokens)])
+                for path in paths
+            ]
         return Proposal.best(self.name, _merged(paths), turn.nodes)
 
 
-def _continuation(tokens: list[int], position: int, length: int) -> list[int]:
+def continuation(tokens: list[int], position: int, length: int) -> list[int]:
     """Return what follows ``position``. At the end of the text it is read on in the continuation
     itself: text that repeats itself goes on repeating.
     """
@@ -115,18 +136,10 @@ def _continuation(tokens: list[int], position: int, length: int) -> list[int]:
     return found if period == length else [found[i % period] for i in range(length)]
 
 
-def _grammatical(sequence: Sequence, path: list[int]) -> list[int]:
-    """Cut a path before the first token that the request's grammar forbids."""
-    guide = sequence.sampling.guide
-    if guide is None:
-        return path
-    return path[: guide.allowed(sequence.tokens[sequence.prompt_tokens :], path)]
+def _merged(paths: Iterable[Path]) -> list[tuple[int, int, float]]:
+    """Return the nodes (token, parent, confidence) of paths.
 
-
-def _merged(paths: Iterable[tuple[int, list[int]]]) -> list[tuple[int, int, float]]:
-    """Return the nodes (token, parent, confidence) of paths behind matches of so many tokens.
-
-    A path votes for each of its tokens by the length of its match, which every token before it has
+    A match votes for each of its path's tokens by its length, which every token before it has
     made longer; two votes are for a token that no path has. So a single path's token is held for
     n / (n + 2), and confidence rises with length and agreement and falls with depth. On source text
     that was about how often it was right; what it is on other texts is for the policy to learn.
@@ -135,9 +148,9 @@ def _merged(paths: Iterable[tuple[int, list[int]]]) -> list[tuple[int, int, floa
     children: dict[tuple[int, int], int] = {}
     votes: list[int] = []
     cast = [DOUBT]  # behind the text, then behind each node
-    for size, path in paths:
-        at = ROOT
-        for vote, token in enumerate(path, size):
+    for size, matches, tokens in paths:
+        at, vote = ROOT, size
+        for token in tokens:
             edge = token, at
             node = children.get(edge)
             if node is None:
@@ -147,6 +160,7 @@ def _merged(paths: Iterable[tuple[int, list[int]]]) -> list[tuple[int, int, floa
                 cast.append(DOUBT)
             votes[node] += vote
             cast[at + 1] += vote
+            vote += matches
             at = node
     held = [1.0]
     for (_, parent), count in zip(nodes, votes, strict=True):

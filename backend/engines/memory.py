@@ -59,10 +59,11 @@ def plan(config: ServingConfig, folders: Mapping[str, Path]) -> dict[str, Footpr
 
 
 def process_bytes(config: ServingConfig) -> int:
-    """Return what the process takes beside its engines, with the logits that requests keep until
-    they are sent, and their copy then.
+    """Return what the process takes beside its engines, with what drafts remember, and the logits
+    that requests keep until they are sent, and their copy then.
     """
-    return PROCESS_BYTES + 2 * config.limits.max_logits_bytes
+    remembered = (draft.remembered_tokens * draft.kind.token_bytes for draft in config.drafts)
+    return PROCESS_BYTES + sum(remembered) + 2 * config.limits.max_logits_bytes
 
 
 def check(
@@ -94,6 +95,7 @@ def check(
             raise ConfigError(
                 f"not enough memory: {line}; lower limits.kv_cache_tokens (KV), "
                 f"limits.max_active_requests or policy.k_max (passes), "
+                "drafts[].remembered_tokens (process), "
                 "or leave out a draft"
             )
         lines.append(line)

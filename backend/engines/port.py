@@ -95,10 +95,10 @@ class EngineLimits:
     """What an engine can do. ``kv_blocks`` is the size of its block pool (0 = it keeps no KV);
     tokens are counted, not bytes.
 
-    ``free`` says that proposing costs next to nothing (lookup), so that the loop scores it on every
-    step, chosen or not; ``tree`` that it verifies trees; as a draft, ``scores`` that it scores what
-    it catches up on (``Completion.scored``). ``pads``: verified rows are padded to the longest
-    context, or cut (``Turn.piece_tokens``).
+    ``free`` says that proposing costs next to nothing (lookup, suffix), so that the loop scores it
+    on every step, chosen or not; ``tree`` that it verifies trees; as a draft, ``scores`` that it
+    scores what it catches up on (``Completion.scored``). ``pads``: verified rows are padded to the
+    longest context, or cut (``Turn.piece_tokens``).
     ``invariant``: the logits behind a text are the same bits whatever else is in a pass, while
     those of a prompt may differ from those of the same tokens when they were generated: blocks with
     generated tokens have other keys. ``overlaps``: while one thread is in ``poll``, another
@@ -179,6 +179,19 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Release memory and processes."""
+        ...
+
+
+@runtime_checkable
+class Remembers(Protocol):
+    """What a draft has besides that proposes from the answers to earlier requests."""
+
+    name: str
+
+    def ended(self, sequence: Sequence) -> None:
+        """Take the answer of a request that has ended, however it did, and that may be remembered;
+        its ``cancel`` follows.
+        """
         ...
 
 

@@ -37,6 +37,7 @@ def tensors(
         "repetition_penalty",
         "min_tokens",
         "num_draft_tokens",
+        "cache_salt",
     )
     options = {name: getattr(body, name) for name in names}
     options |= {
@@ -48,6 +49,7 @@ def tensors(
         "logit_bias_values": list(body.logit_bias.values()) if body.logit_bias else None,
         "num_return_sequences": body.n if body.n > 1 else None,
         "end_id": -1 if body.ignore_eos else None,
+        "remember": None if body.remember else False,
         "stream": body.stream,
         "exclude_input_in_output": True,
         "return_num_input_tokens": True,

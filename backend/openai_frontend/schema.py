@@ -152,9 +152,18 @@ class Options(_Body):
         None, ge=0, le=INT32, description="Spindle's: no end token in the first so many"
     )
     ignore_eos: bool = Field(False, description="vLLM's: no end token ends the text")
+    cache_salt: str | None = Field(
+        None,
+        min_length=1,
+        description="vLLM's: only requests of the same salt share KV and what drafts remember",
+    )
+    remember: bool = Field(
+        True,
+        description="Spindle's; false: no draft remembers the answer for later requests",
+    )
     user: Any = _ignored("labels the caller")
     metadata: Any = _ignored("labels the request for OpenAI's dashboard")
-    store: Any = _ignored("nothing is stored, and there is no interface to read it back")
+    store: Any = _ignored("there is no interface to read answers back; see `remember`")
     service_tier: Any = _ignored("all requests are of one tier")
     safety_identifier: Any = _ignored("labels the caller")
     prompt_cache_key: Any = _ignored("prompts that begin alike share KV without it")

@@ -199,6 +199,12 @@ SPINDLE_FAMILIES: tuple[Family, ...] = (
         "Tokens whose KV the target had when their request was admitted",
     ),
     Family(
+        "spindle_remembered_tokens_total",
+        _C,
+        "Tokens of answers that a draft has kept, and of old ones that it has forgotten for them",
+        ("draft", "event"),
+    ),
+    Family(
         "spindle_engine_kv_blocks_total",
         _C,
         "Blocks of a TensorRT-LLM executor's KV that a turn's text found: reused, missed",

@@ -47,6 +47,11 @@ def learned_file(key: str) -> Path:
     return root() / "learned" / f"{key}.json"
 
 
+def remembered_file(key: str) -> Path:
+    """Return where the answers lie that the draft of this key has kept."""
+    return root() / "remembered" / f"{key}.npz"
+
+
 @contextmanager
 def exclusive() -> Iterator[None]:
     """Hold the cache's writer lock (waiting for another holder), and remove what a killed writer
@@ -57,7 +62,7 @@ def exclusive() -> Iterator[None]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for leftover in (
             path
-            for folder in ("models", "latency", "learned")
+            for folder in ("models", "latency", "learned", "remembered")
             for path in (root() / folder).glob(".*")
         ):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
@@ -92,15 +97,17 @@ def publish(folder: Path, provenance: dict[str, Any]) -> Iterator[Path]:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
-def publish_file(path: Path, content: str | bytes) -> None:
-    """Put ``content`` into the place of ``path``, whole or not at all."""
+def publish_file(path: Path, content: str | bytes, mode: int = 0o644) -> None:
+    """Put ``content`` into the place of ``path``, whole or not at all; it is never open to more
+    than ``mode`` says.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     fresh = Path(name)
     try:
         os.close(handle)
         fresh.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
-        fresh.chmod(0o644)
+        fresh.chmod(mode)
         _flush(fresh)
         fresh.replace(path)
         _flush(path.parent)

@@ -279,7 +279,16 @@ _TEXT_INPUTS = (
         "cache_salt",
         "STRING",
         _ONE,
-        "only requests of the same salt share KV, which keeps tenants apart",
+        "only requests of the same salt share KV, and what drafts remember, which keeps tenants "
+        "apart",
+        added=True,
+    ),
+    _f(
+        "remember",
+        "BOOL",
+        _ONE,
+        "false: no draft remembers the answer for later requests; absent: drafts of the engine "
+        "`suffix` do, for those of the same salt",
         added=True,
     ),
 )
@@ -473,6 +482,7 @@ _TOKEN_INPUTS = (
     _no(Reason.MULTIMODAL, "mrope_position_deltas", "INT64", _ONE, 0),
     _f("num_draft_tokens", "INT32", _ONE, "as of tensorrt_llm_bls", range=Range(0)),
     _f("cache_salt", "STRING", _ONE, "as of tensorrt_llm_bls", added=True),
+    _f("remember", "BOOL", _ONE, "as of tensorrt_llm_bls", added=True),
 )
 
 _TOKEN_OUTPUTS = (

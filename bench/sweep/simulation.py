@@ -155,7 +155,7 @@ class Simulation:
         )
         self._drafts = tuple(draft.name for draft in self.config.drafts)
         runs = [(key, run) for key, run in self.runs.items() if key[3] in self._fixed]
-        free = [draft.engine == "lookup" for draft in self.config.drafts]
+        free = [draft.kind.free for draft in self.config.drafts]
         self._hazards = fitted(
             [(key[:3], *fixed_choice(key[3]), run) for key, run in runs],
             self._drafts,
@@ -174,7 +174,7 @@ class Simulation:
             arm_config(self._plain_config(), name, self._tuning, self._settings["active"])
         )
         engines = [
-            SimpleNamespace(limits=SimpleNamespace(scores=True, free=draft.engine == "lookup"))
+            SimpleNamespace(limits=SimpleNamespace(scores=True, free=draft.kind.free))
             for draft in config.drafts
         ]
         return Lasting(make_policy(config, engines, self._tables, StepStats(Stats())))  # type: ignore[arg-type]
@@ -202,7 +202,7 @@ class Simulation:
         drafts = () if name == NONE else self._drafts
         latency = constants.corrected(latency_model(config, self._tables), self._drafts)
         latency = replace(latency, drafts=latency.drafts[: len(drafts)])
-        free = tuple(draft.engine == "lookup" for draft in config.drafts)[: len(drafts)]
+        free = tuple(draft.kind.free for draft in config.drafts)[: len(drafts)]
         limits = config.limits
         sizes = {
             "max_active": limits.max_active_requests,

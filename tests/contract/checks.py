@@ -21,6 +21,7 @@ from backend.core.drafting import Proposals
 from backend.core.session import Session
 from backend.engines.lookup import LookupEngine
 from backend.engines.port import Engine
+from backend.engines.suffix import SuffixEngine
 from backend.engines.torch.engine import TorchEngine
 from backend.request import FinishReason, SamplingParams
 from backend.sampling.draw import HEAD
@@ -383,9 +384,16 @@ LAW_DRAFTS: dict[str, Callable[[], Engine]] = {
     "lookup": lambda: LookupEngine(
         "lookup", max_draft_tokens=K_MAX, vocab_size=LAW_VOCAB, min_ngram=1
     ),
+    "suffix": lambda: SuffixEngine(
+        "suffix",
+        max_draft_tokens=K_MAX,
+        vocab_size=LAW_VOCAB,
+        min_ngram=1,
+        remembered_tokens=4096,
+    ),
 }
-"""Drafts unlike the target: one as precise, one with a shortlist, one in fp32, and one without a
-model.
+"""Drafts unlike the target: one as precise, one with a shortlist, one in fp32, and two without a
+model, one of which has read the texts before.
 """
 
 

@@ -14,6 +14,7 @@ import torch
 from backend.core.session import Session
 from backend.engines.lookup import LookupEngine
 from backend.engines.port import Engine
+from backend.engines.suffix import SuffixEngine
 from backend.request import SamplingParams
 from backend.sequence import BLOCK_TOKENS
 from policy import NO_DRAFT
@@ -46,9 +47,9 @@ PROMPTS += (
     ALPHABET[: 2 * BLOCK_TOKENS],
 )  # one beginning of two blocks
 SHORT = range(6)
-DRAFTS = ("twin", "near", "short", "fp32", "lookup", "liar", "oracle", "bushy")
+DRAFTS = ("twin", "near", "short", "fp32", "lookup", "liar", "oracle", "bushy", "suffix")
 """The columns that a script may name: a copy of the target; others with noise, a shortlist, in
-fp32; lookup; wrong tokens; right ones; trees that have them somewhere.
+fp32; lookup; wrong tokens; right ones; trees that have them somewhere; what was answered before.
 """
 
 
@@ -68,6 +69,7 @@ class Ask:
 
 SCRIPT = ((1, 4), (0, 2), (7, 4), (4, 3), (5, 3), (3, 3), (7, 2), (1, 1), (2, 4), (NO_DRAFT, 0))
 SCRIPT += ((4, 2), (7, 3), (1, 3), (3, 4), (4, 4), (2, 2), (6, 4), (7, 1), (0, 3))
+SCRIPT += ((8, 4), (8, 3), (8, 4), (8, 2))
 """Every draft, many lengths; of no length that divides a batch's, so that requests and steps meet
 in ever new ways.
 """
@@ -246,6 +248,7 @@ def new_drafts() -> list[Engine]:
         ForetoldDraft("liar", lies=True),
         ForetoldDraft("oracle"),
         ForetoldDraft("bushy", bushy=True),
+        SuffixEngine("suffix", max_draft_tokens=K_MAX, vocab_size=VOCAB, remembered_tokens=256),
     ]
 
 
@@ -271,8 +274,9 @@ def serve(scenario: Scenario, *watchers: Callable[[Deployment], None]) -> Served
                 prompt = PROMPTS[ask.prompt]
                 session = deployment.submit(prompt, ask.max_tokens, ask.sampling, ask.salt)
                 sessions[number] = session
-                for draft in deployment.drafts[-3:]:
-                    draft.truth[session.id] = plain_text(ask)
+                for draft in deployment.drafts:
+                    if isinstance(draft, ForetoldDraft):
+                        draft.truth[session.id] = plain_text(ask)
             if ask.leaves == step:
                 sessions[number].sink.cancelled = True
         deployment.step()

@@ -307,6 +307,7 @@ SERVED_BY_TENSORRT_LLM = {
     *("end_id", "pad_id", "exclude_input_in_output", "num_draft_tokens", "min_tokens"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "bias"),
     *("embedding_bias_words", "embedding_bias_weights", "return_log_probs", "cache_salt"),
+    "remember",
     *("input_ids", "prompt_token_ids", "stop_word_ids", "bad_word_ids", "timeout_s"),
     *("guide", "top_p_min", "top_p_reset_id"),  # of no effect beside what is refused
 }

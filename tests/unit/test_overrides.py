@@ -53,7 +53,7 @@ def test_drafts_may_be_some_of_the_file_s_or_none(tmp_path):
     with pytest.raises(
         LaunchError,
         match=r"--drafts must be none, or a list of name=FOLDER and of these names: lookup, "
-        r"small.* got 'tiny'",
+        r"suffix, small.* got 'tiny'",
     ):
         effective(tmp_path, drafts="small,tiny")
 

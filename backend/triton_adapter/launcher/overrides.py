@@ -19,15 +19,17 @@ from backend.config import (
 from backend.kinds import KINDS
 from backend.triton_adapter.launcher.settings import LaunchError
 
-LOOKUP = {"name": "lookup", "engine": "lookup"}
+FREE = {name: {"name": name, "engine": name} for name, kind in KINDS.items() if kind.free}
+"""The entries of drafts that need no model, by name."""
+LOOKUP = FREE["lookup"]
 
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
     """Options of ``spindle serve``; None: what ``serving.json`` says.
 
-    ``drafts`` is ``none``, or names of drafts in ``serving.json``, ``lookup`` and ``name=FOLDER``,
-    separated by commas.
+    ``drafts`` is ``none``, or names of drafts in ``serving.json``, ``lookup``, ``suffix`` and
+    ``name=FOLDER``, separated by commas.
     """
 
     model: str | None = None
@@ -89,7 +91,7 @@ def drafts(text: str, known: list[dict[str, Any]], engine: str) -> list[dict[str
     """
     if text == "none":
         return []
-    by_name = {"lookup": LOOKUP, **{draft.get("name"): draft for draft in known}}
+    by_name: dict[Any, dict[str, Any]] = {**FREE, **{draft.get("name"): draft for draft in known}}
     found = []
     for item in text.split(","):
         name, equals, folder = item.partition("=")

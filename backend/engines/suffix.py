@@ -1,0 +1,215 @@
+"""A draft without a model, which proposes what followed the text's end in earlier answers of the
+same tenant, or before in the text itself.
+
+As in SuffixDecoding (Oliaro et al., 2024): where the same is asked again and again, answers share
+long pieces. The places with the longest match vote, in a request's own text as ``lookup`` finds
+them and among the answers that were kept; what most of them agree on comes first. What a request
+writes is kept when it ends, unless it asks not to be remembered; prompts are not kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path as File
+from typing import Any
+
+from backend.config import EngineConfig
+from backend.engines.answers import CONTEXT, LONGEST, Answers, Found, Text, tenant_of
+from backend.engines.lookup import LookupEngine, Match, Path, continuation
+from backend.engines.registry import Service
+from backend.sequence import Sequence
+from backend.storage import cache
+from backend.storage.manifest import weights_sha256
+
+logger = logging.getLogger(__name__)
+
+PLACES = 8
+"""How many places in kept answers vote."""
+PATHS = 4
+"""Of how many different continuations all is read; of the others the first token."""
+OTHERS = 1
+"""Tokens by which a match in another text counts as shorter: a text's own say more (fitted)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Matches:
+    """Where a text of ``length`` tokens goes on, by what was kept up to answer number ``added``.
+    Places in kept answers are good for nothing once another one is kept.
+    """
+
+    length: int
+    added: int
+    own: list[Match]
+    kept: list[Found]
+
+
+class SuffixEngine(LookupEngine):
+    """A draft over all that was answered to a tenant; it keeps no KV and can verify nothing.
+
+    ``count`` counts kept and forgotten tokens. With a ``file`` what is kept outlasts the engine.
+    """
+
+    KIND = "suffix"
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        remembered_tokens: int,
+        file: File | None = None,
+        count: Callable[..., None] | None = None,
+        **options: int,
+    ) -> None:
+        super().__init__(name, **options)
+        self._answers = Answers(remembered_tokens)
+        self._matched: dict[int, _Matches] = {}
+        self._tenants: dict[int, bytes] = {}
+        self._file, self._count = file, count
+        self._unsaved = False
+        if file is not None:
+            self._load(file)
+
+    @property
+    def remembered_tokens(self) -> int:
+        """How many tokens are kept now, a border behind each answer counted."""
+        return self._answers.tokens
+
+    def ended(self, sequence: Sequence) -> None:
+        """Keep what was written for a request, unless it is not to be remembered."""
+        if not sequence.remember:
+            return
+        context = min(CONTEXT, sequence.prompt_tokens)
+        tokens = sequence.tokens[sequence.prompt_tokens - context :]
+        self._keep(Text(self._tenant(sequence), tokens, context))
+
+    def cancel(self, sequence_ids: Iterable[int]) -> None:
+        """Forget the sequences' indices and turns; answers that were kept stay."""
+        gone = list(sequence_ids)
+        for sequence_id in gone:
+            self._matched.pop(sequence_id, None)
+            self._tenants.pop(sequence_id, None)
+        super().cancel(gone)
+
+    def close(self) -> None:
+        """Forget everything, once it is saved where it is to be."""
+        super().close()
+        if self._file is not None and self._unsaved:
+            self._save(self._file)
+        self._matched.clear()
+        self._tenants.clear()
+        self._answers = Answers(self._answers.capacity)
+
+    def _has_match(self, sequence: Sequence) -> bool:
+        matches = self._matches(sequence)
+        return bool(matches.own or matches.kept)
+
+    def _paths(self, sequence: Sequence, length: int) -> list[Path]:
+        """Return the paths behind the longest matches, equal ones as one; those of ``lookup`` where
+        no answer has a match.
+        """
+        matches, tokens = self._matches(sequence), sequence.tokens
+        if not matches.kept:
+            return super()._paths(sequence, length)
+        own = [(m.size, continuation(tokens, m.position, length)) for m in matches.own]
+        kept = [(f.size - OTHERS, self._answers.read(f.slot, length)) for f in matches.kept]
+        found = own + kept
+        longest = max(size for size, _ in found)
+        votes: dict[tuple[int, ...], int] = {}
+        for size, path in found:
+            if size == longest:
+                key = tuple(path)
+                votes[key] = votes.get(key, 0) + 1
+        best = sorted(votes.items(), key=lambda item: -item[1])  # stable: own, then newest first
+        return [
+            Path(longest * many, many, list(path if place < PATHS else path[:1]))
+            for place, (path, many) in enumerate(best)
+        ]
+
+    def _matches(self, sequence: Sequence) -> _Matches:
+        """Return the matches of a text as it is; each is looked for once."""
+        tokens, added = sequence.tokens, self._answers.added
+        known = self._matched.get(sequence.id)
+        if known is None or (known.length, known.added) != (len(tokens), added):
+            own = [
+                Match(position, _reach(tokens, position))
+                for position, _ in self._index(sequence).matches(tokens)
+            ]
+            kept = self._answers.find(self._tenant(sequence), tokens, PLACES)
+            known = self._matched[sequence.id] = _Matches(len(tokens), added, own, kept)
+        return known
+
+    def _tenant(self, sequence: Sequence) -> bytes:
+        tenant = self._tenants.get(sequence.id)
+        if tenant is None:
+            tenant = self._tenants[sequence.id] = tenant_of(sequence.salt)
+        return tenant
+
+    def _keep(self, text: Text) -> None:
+        kept, forgotten = self._answers.add(text)
+        self._unsaved |= kept > 0
+        if self._count is not None and kept:
+            name = "spindle_remembered_tokens_total"
+            self._count(name, kept, draft=self.name, event="kept")
+            self._count(name, forgotten, draft=self.name, event="forgotten")
+
+    # -- over restarts
+
+    def _load(self, file: File) -> None:
+        """Take up what an engine before kept; a file that cannot be used is left, with a metric."""
+        try:
+            for text in Answers.unpacked(file.read_bytes()):
+                self._keep(text)
+        except FileNotFoundError:
+            logger.info("draft %s remembers no answers from before", self.name)
+        except (OSError, ValueError, KeyError, EOFError) as error:
+            logger.warning("draft %s cannot use %s: %r", self.name, file, error)
+            self._fallback("remembered_unusable")
+        else:
+            logger.info("draft %s remembers %d tokens", self.name, self.remembered_tokens)
+        self._unsaved = False
+
+    def _save(self, file: File) -> None:
+        try:
+            cache.publish_file(file, self._answers.packed(), mode=0o600)
+        except OSError as error:
+            logger.error("draft %s cannot save its answers: %s: %s", self.name, file, error)
+            self._fallback("remembered_unsaved")
+
+    def _fallback(self, reason: str) -> None:
+        if self._count is not None:
+            self._count("spindle_fallback_total", reason=reason)
+
+
+def _reach(tokens: Seq[int], position: int) -> int:
+    """Return how many tokens before ``position`` are a text's last ones, at most ``LONGEST``."""
+    most, size = min(LONGEST, position), 0
+    while size < most and tokens[position - 1 - size] == tokens[-1 - size]:
+        size += 1
+    return size
+
+
+def _file(engine: EngineConfig, service: Service) -> File:
+    """Return where a draft's answers are kept: token ids of one target, so by its weights."""
+    target = service.config.target
+    weights = weights_sha256(service.path(target)) if target.kind.on_cpu else target.model
+    depends: dict[str, Any] = {"draft": engine.name, "target": target.engine, "weights": weights}
+    key = hashlib.sha256(json.dumps(depends).encode()).hexdigest()
+    return cache.remembered_file(key)
+
+
+def make(engine: EngineConfig, service: Service) -> SuffixEngine:
+    """Make an engine of this kind (``backend.engines.registry``)."""
+    return SuffixEngine(
+        engine.name,
+        remembered_tokens=engine.remembered_tokens,
+        file=_file(engine, service) if engine.keep_remembered else None,
+        count=service.count,
+        min_ngram=engine.min_ngram,
+        max_ngram=engine.max_ngram,
+        max_draft_tokens=service.sizes["max_draft_tokens"],
+    )
