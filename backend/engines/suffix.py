@@ -166,7 +166,7 @@ class SuffixEngine(LookupEngine):
                 self._keep(text)
         except FileNotFoundError:
             logger.info("draft %s remembers no answers from before", self.name)
-        except (OSError, ValueError, KeyError, EOFError) as error:
+        except (OSError, ValueError, TypeError, KeyError, EOFError) as error:
             logger.warning("draft %s cannot use %s: %r", self.name, file, error)
             self._fallback("remembered_unusable")
         else:

@@ -331,6 +331,7 @@ def damaged(**changed):
         damaged(tenants=np.zeros(31, np.uint8)),
         damaged(tokens=np.full(25, -1, np.int32)),
         damaged(tokens=np.zeros(25)),
+        damaged(sizes=np.array([12.0, 13.0])),
         damaged(tokens=np.array([object()] * 25)),
     ],
 )
