@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from random import Random
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from backend.engines.suffix import SuffixEngine
 from backend.engines.torch.engine import TorchEngine
 from backend.request import FinishReason, SamplingParams
 from backend.sampling.draw import HEAD
-from backend.sequence import BLOCK_TOKENS, ROOT, Proposal
+from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
 from policy import NO_DRAFT, Outcome
 from tests.contract.deployment import (
     K_MAX,
@@ -377,6 +378,17 @@ PENALTIES = {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_pena
 OPTIONS = SamplingParams(
     1.3, **PENALTIES, min_tokens=2, end_ids=(4,), bad_words=((1, 2), (0, 0)), bias=((0, 0.5),)
 )
+
+
+def well_read() -> SuffixEngine:
+    """A draft that has answers to propose from: texts of these checks are too short."""
+    draft, rng = SuffixEngine("suffix", max_draft_tokens=K_MAX, remembered_tokens=512), Random(5)
+    for number in range(100):
+        tokens = [*LAW_PROMPT, *rng.choices(range(LAW_VOCAB), k=20)]
+        draft.ended(Sequence(-1 - number, tokens, len(LAW_PROMPT), SamplingParams()))
+    return draft
+
+
 LAW_DRAFTS: dict[str, Callable[[], Engine]] = {
     "other": lambda: law_engine("other", seed=1, noise=1.5),
     "short": lambda: law_engine("short", seed=2, noise=1.0, shortlist=3),
@@ -384,13 +396,7 @@ LAW_DRAFTS: dict[str, Callable[[], Engine]] = {
     "lookup": lambda: LookupEngine(
         "lookup", max_draft_tokens=K_MAX, vocab_size=LAW_VOCAB, min_ngram=1
     ),
-    "suffix": lambda: SuffixEngine(
-        "suffix",
-        max_draft_tokens=K_MAX,
-        vocab_size=LAW_VOCAB,
-        min_ngram=1,
-        remembered_tokens=4096,
-    ),
+    "suffix": well_read,
 }
 """Drafts unlike the target: one as precise, one with a shortlist, one in fp32, and two without a
 model, one of which has read the texts before.

@@ -4,6 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from backend.openai_frontend import schema
+from backend.openai_frontend.answers import tensors
 from backend.openai_frontend.errors import invalid_body, upstream_error
 from backend.openai_frontend.reference import BODIES, PAGE, with_fields
 from backend.openai_frontend.schema import ChatRequest, CompletionRequest, Message
@@ -107,3 +108,14 @@ def test_a_message_of_an_answer_is_a_message_of_the_next_request():
 def test_the_model_s_own_refusal_names_the_field(message, names, told, param, code):
     error = upstream_error(400, message, names)
     assert (str(error), error.param, error.code) == (told or message, param, code)
+
+
+def test_salt_and_not_being_remembered_reach_the_text_model():
+    def sent(**options):
+        body = CompletionRequest.model_validate({"model": "m", "prompt": "p", **options})
+        return {k: v for k, v in tensors(body, 4).items() if k in ("cache_salt", "remember")}
+
+    assert sent() == sent(remember=True) == {}
+    assert sent(cache_salt="a", remember=False) == {"cache_salt": "a", "remember": False}
+    with pytest.raises(ValidationError, match="at least 1 character"):
+        sent(cache_salt="")
