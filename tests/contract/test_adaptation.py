@@ -26,7 +26,7 @@ CONFIG = {
         {
             "name": "small",
             "engine": "torch",
-            "model": "engines_build/drafts/smollm2-135m-instruct-10m",
+            "model": "engines_build/drafts/smollm2-135m-instruct-4m",
         },
         {"name": "lookup", "engine": "lookup"},
     ],

@@ -25,7 +25,7 @@ from policy import LatencyTable, NoSpeculation, RandomChoice
 
 pytestmark = pytest.mark.slow
 
-DRAFT = "engines_build/drafts/smollm2-135m-instruct-10m"
+DRAFT = "engines_build/drafts/smollm2-135m-instruct-4m"
 MAX_TOKENS, SEEDED_TOKENS = 40, 24
 NEAR_TIE = 2e-3
 """Logits of this model are about 20 in size; fp32 carries 7 digits through 30 layers."""

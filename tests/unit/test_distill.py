@@ -84,6 +84,7 @@ def arguments(model, folder, **changes):
         "train-tokens": 8000,
         "batch": 4,
         "slots": 4,
+        "answers": 1,
     }
     values |= {"warm-up-tokens": 3000} | changes
     return parse([word for name, value in values.items() for word in (f"--{name}", str(value))])

@@ -45,17 +45,17 @@ def test_a_model_of_ones_own_is_served_with_lookup_alone_unless_drafts_are_given
 
 def test_drafts_may_be_some_of_the_file_s_or_none(tmp_path):
     shipped = {draft.name: draft for draft in load_config(DEFAULT_CONFIG).drafts}
-    assert effective(tmp_path, drafts="lookup,small").drafts == (
+    assert effective(tmp_path, drafts="lookup,head").drafts == (
         shipped["lookup"],
-        shipped["small"],
+        shipped["head"],
     )
     assert effective(tmp_path, drafts="none").drafts == ()
     with pytest.raises(
         LaunchError,
         match=r"--drafts must be none, or a list of name=FOLDER and of these names: lookup, "
-        r"suffix, small.* got 'tiny'",
+        r"suffix, head; got 'tiny'",
     ):
-        effective(tmp_path, drafts="small,tiny")
+        effective(tmp_path, drafts="head,tiny")
 
 
 def test_a_folder_that_is_a_head_s_is_one(tmp_path):

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -6,9 +7,11 @@ from safetensors import safe_open
 from backend.config import EMBEDDED_MODEL, load_config
 from backend.core.session import Session
 from backend.engines.checkpoint import load
+from backend.engines.head.network import load as load_head
+from backend.model_folders import model_path
 from backend.request import GenerationRequest, SamplingParams
 from backend.sequence import Proposal, Sequence
-from backend.storage.manifest import check_pair, read_manifest
+from backend.storage.manifest import check_pair, read_manifest, weights_sha256
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(path.parent for path in (ROOT / "engines_build/drafts").glob("*/config.json"))
@@ -17,13 +20,14 @@ MAX_FILE_BYTES = 16 * 2**20
 
 @pytest.mark.parametrize("folder", SHIPPED, ids=lambda folder: folder.name)
 def test_a_shipped_model_loads_is_small_files_and_says_what_it_learnt_from(folder):
-    load(folder, "bf16")
+    load_head(folder) if folder.name.endswith("-head") else load(folder, "bf16")
     files = [file for file in folder.iterdir() if file.is_file()]
     assert max(file.stat().st_size for file in files) <= MAX_FILE_BYTES
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
             dtypes = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
-        assert {dtype for name, dtype in dtypes.items() if name != "lm_head.token_ids"} <= {"BF16"}
+        kept = {dtype for name, dtype in dtypes.items() if not name.endswith("token_ids")}
+        assert kept <= {"BF16"}
     card = (folder / "README.md").read_text("utf-8")
     for said in (
         "Apache-2.0",
@@ -51,14 +55,15 @@ def test_the_drafts_of_one_target_share_its_vocabulary():
             check_pair(tiny["tiny-target"], manifest)
 
 
-def test_the_default_configuration_serves_every_draft_shipped_for_its_target_and_lookup():
+def test_the_default_configuration_serves_the_head_of_its_target_and_lookup():
     config = load_config(ROOT / "model_repository/spindle/1/serving.json")
     assert (config.target.engine, config.target.model) == ("openvino", EMBEDDED_MODEL)
-    models = {draft.model for draft in config.drafts if draft.engine == "openvino"}
-    assert models == {
-        str(path.relative_to(ROOT)) for path in SHIPPED if path.name.startswith(EMBEDDED_MODEL)
-    }
-    assert [draft.engine for draft in config.drafts].count("lookup") == 1
+    assert [(draft.name, draft.engine) for draft in config.drafts] == [
+        ("head", "head"),
+        ("lookup", "lookup"),
+    ]
+    raw = json.loads((ROOT / config.drafts[0].model / "config.json").read_text())
+    assert raw["target_sha256"] == weights_sha256(model_path(config.target))
     assert (config.policy.kind, config.switches.speculation, config.switches.canary_share) == (
         "adaptive",
         "on",

@@ -15,7 +15,7 @@ from backend import machine
 from backend.config import ConfigError, EngineConfig
 from backend.engines.checkpoint import load_embeddings
 from backend.engines.checkpoint import read_config as read_target
-from backend.engines.head.folder import CONTEXT_ROWS, read_config
+from backend.engines.head.folder import CONTEXT_ROWS, made_for, read_config
 from backend.engines.head.network import Head, HeadNetwork, TorchHead, load
 from backend.engines.head.openvino import OpenvinoHead
 from backend.engines.port import Completion, EngineLimits, Turn
@@ -24,6 +24,7 @@ from backend.engines.spine import CANDIDATES, Spine
 from backend.sampling.processing import Columns
 from backend.sampling.verification import Row, candidates
 from backend.sequence import Features, Sequence
+from backend.storage.manifest import weights_sha256
 
 logger = logging.getLogger(__name__)
 
@@ -229,6 +230,9 @@ def make(engine: EngineConfig, service: Service) -> HeadEngine:
     if config.layers[-1] > whole.num_layers:
         text = f"layers go to {config.layers[-1]}, its target has {whole.num_layers}"
         raise ConfigError(f"draft {folder}: {text}")
+    if made_for(folder) not in ("", weights_sha256(target)):
+        text = "%s was trained on other weights than %s: expect less of it, or train it again"
+        logger.warning(text, folder, target)
     network, token_ids = load(folder, engine.dtype, engine.device)
     logger.info("%s: a head of %d rows, %s", engine.name, len(token_ids), engine.dtype)
     return HeadEngine(

@@ -56,6 +56,14 @@ def read_config(folder: Path) -> HeadConfig:
     return HeadConfig(layers=tuple(layers), **values)
 
 
+def made_for(folder: Path) -> str:
+    """Return the hash of the target's weights that a head was trained on (``weights_sha256``);
+    empty where its folder does not say.
+    """
+    raw: dict[str, Any] = json.loads((folder / "config.json").read_text("utf-8"))
+    return str(raw.get("target_sha256", ""))
+
+
 def config_json(config: HeadConfig, **others: Any) -> str:
     """Return the text of a ``config.json``."""
     raw = {**asdict(config), "layers": list(config.layers), **others}
