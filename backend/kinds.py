@@ -99,7 +99,7 @@ KINDS = {
         target=False,
         reads_target=True,
         architectures=("SpindleHead",),
-        behaviour=1,
+        behaviour=2,
     ),
     "lookup": Kind("backend.engines.lookup", model=False, target=False, free=True, known_s=2e-5),
     "suffix": Kind(

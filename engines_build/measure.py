@@ -28,6 +28,7 @@ from time import perf_counter, process_time
 from backend import machine
 from backend.config import DEFAULT_CONFIG, EngineConfig, ServingConfig, load_config
 from backend.engines.registry import Service, make_engine
+from backend.kinds import KINDS
 from backend.model_folders import model_path
 from backend.sequence import BLOCK_TOKENS
 from backend.storage import cache
@@ -88,6 +89,12 @@ def draft_cases() -> list[Case]:
     ]
 
 
+def cases_of_draft(engine: EngineConfig) -> list[Case]:
+    """Return a draft's cases, without catch-up where it has none: a head reads the target."""
+    head = KINDS[engine.engine].reads_target
+    return [case for case in draft_cases() if case.run > 1 or not head]
+
+
 def probe_cases() -> list[Case]:
     """Return the few cases by which the number of threads is chosen."""
     return [
@@ -138,7 +145,7 @@ def measure(
     )  # before torch comes: idle threads that spin would slow the others
     engines = [engine for engine in timed_engines(config) if not names or engine.name in names]
     cases = {
-        engine.name: target_cases() if engine is config.target else draft_cases()
+        engine.name: target_cases() if engine is config.target else cases_of_draft(engine)
         for engine in engines
     }
     with stage(f"measuring {', '.join(cases)}") as progress:

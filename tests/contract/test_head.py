@@ -4,6 +4,7 @@ came about, and no text hangs on it.
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from functools import cache
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from backend.config import EngineConfig
 from backend.core.orchestrator import Orchestrator
 from backend.engines.head.engine import HeadEngine
 from backend.engines.head.folder import HeadConfig
@@ -21,6 +23,8 @@ from backend.engines.stepping.engine import StepEngine
 from backend.request import SamplingParams
 from backend.sampling.randomness import word
 from backend.sequence import Features, Sequence
+from engines_build.measure import cases_of_draft
+from engines_build.timing import Rig
 from tests.contract import checks, scenarios
 from tests.contract.deployment import K_MAX, TAPS, VOCAB, tiny_config, tiny_engine
 from tests.contract.openvino_engines import on_openvino, with_larger_heads
@@ -58,10 +62,10 @@ def weights():
 class RecordedHead(HeadEngine):
     """Notes what it was asked with, and what it proposed."""
 
-    def __init__(self, **options):
+    def __init__(self, most=K_MAX, **options):
         ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))[:15]
         table = weights()
-        super().__init__("near", network(), ids, table, table, max_draft_tokens=K_MAX, **options)
+        super().__init__("near", network(), ids, table, table, max_draft_tokens=most, **options)
         self.noted = []
 
     def poll(self, timeout_s):
@@ -226,6 +230,20 @@ def test_a_text_without_its_state_has_nothing_available_and_a_turn_for_it_fails_
     engine.submit([Turn(sequence, 4, run=2, nodes=2)])
     assert "told no state of its 4 tokens" in engine.poll(0.0)[0].error
     assert asked(engine, [1, 2], run=K_MAX + 1).error.endswith(f"must be in 1..{K_MAX}, got 5")
+
+
+@pytest.mark.parametrize("case", cases_of_draft(EngineConfig("head", "head")))
+def test_what_is_timed_of_a_head_is_its_passes(case):
+    engine = RecordedHead(most=case.run)
+    passes, step = [], engine._head.step
+
+    def noted(state, token):
+        passes.append(len(state))
+        return step(state, token)
+
+    engine._head.step = noted
+    Rig(engine, random.Random(0)).time(case)
+    assert passes == [case.rows] * case.run
 
 
 def test_a_sampled_row_s_candidates_are_those_of_its_noise():

@@ -134,11 +134,12 @@ class HeadEngine:
         return max(0, min(length, self.limits.max_draft_tokens))
 
     def assume(self, sequence: Sequence, tokens: int) -> None:
-        """For measuring only: take the target as having told its state."""
+        """For measuring only: take the target as having told its state, and the text as read."""
         del tokens
         shape = (len(self._config.layers), self._config.hidden_size)
         states = np.zeros(shape, np.float32)
         sequence.features = Features(len(sequence.tokens), states)
+        self._text(sequence)
 
     def close(self) -> None:
         """Forget everything; the engine is of no use afterwards."""
