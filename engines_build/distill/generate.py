@@ -1,8 +1,8 @@
 """Distillation data: the teacher answers prompts in a large in-flight batch, its top logits kept at
 every position.
 
-Data and soft labels come from the same forward passes. Finished rows are refilled at once, so the
-batch stays full. Shards are written as sequences finish; a later call continues behind the last
+Data and soft labels come from the same passes, of the model that serves. Finished rows are refilled
+at once, so the batch stays full. Shards are written as sequences finish; a later call continues behind the last
 shard.
 """
 
@@ -18,12 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from backend.core.block_pool import BlockPool
 from backend.engines.checkpoint import LlamaConfig, Weights
-from backend.engines.torch.llama import rope_tables
+from backend.engines.stepping.chunks import Chunk, KVTable
+from backend.engines.stepping.engine import Model
+from backend.engines.torch.llama import Llama
+from backend.kinds import KINDS
+from backend.sequence import BLOCK_TOKENS
 from engines_build.distill.corpora import WORKLOADS, Corpus, Prompt, ask_about
 
 TOP_K = 32
@@ -36,172 +40,25 @@ SAMPLED_TEMPERATURES = (0.7, 1.0)
 """What a sampled row's temperature lies between."""
 
 _FOLLOW_UP_SHARE = 0.12
-_BLOCK_SLOTS = 16
-"""Slots attended together, up to the longest of them: rows of unlike length share less padding in
-small blocks.
-"""
 _WORKLOAD_NAMES = list(WORKLOADS)
-
-
-class Teacher:
-    """A Llama-family checkpoint with a preallocated KV cache of ``slots`` rows; ``lengths`` [slots]
-    counts the tokens in each.
-
-    ``features`` [rows, taps, hidden] is what the last call's rows held behind the layers ``taps``
-    (counted from 1): what a head reads.
-
-    A lean forward (fused projections, grouped heads attended as query rows) since this loop is the
-    whole cost of distillation.
-    """
-
-    def __init__(self, config: LlamaConfig, weights: Weights, slots: int, taps: Sequence[int] = ()):
-        self.taps = frozenset(taps)
-        self.heads, self.kv_heads, self.head_dim, self.eps = (
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            config.rms_norm_eps,
-        )
-        self.layers = [_fused(weights, f"model.layers.{i}.") for i in range(config.num_layers)]
-        self.embedding, self.norm = (
-            weights["model.embed_tokens.weight"],
-            weights["model.norm.weight"],
-        )
-        self.head = weights.get("lm_head.weight", self.embedding)
-        self.device, self.slots = self.embedding.device, slots
-        room = MAX_PROMPT_TOKENS + MAX_NEW_TOKENS
-        shape = (len(self.layers), slots, self.kv_heads, room, self.head_dim)
-        self.keys, self.values = self.embedding.new_zeros(shape), self.embedding.new_zeros(shape)
-        self.lengths = torch.zeros(slots, dtype=torch.long, device=self.device)
-        self.cos, self.sin = (table.to(self.embedding) for table in rope_tables(config, room))
-        self.features = self.embedding.new_zeros(slots, len(taps), config.hidden_size)
-
-    def prefill(self, slot: int, tokens: list[int]) -> Tensor:
-        """Put ``tokens`` into ``slot``, replacing what it held. Returns the logits [1, vocab]
-        behind the last of them.
-        """
-        n = len(tokens)
-        x = self.embedding[torch.tensor(tokens, device=self.device)]
-        cos, sin = self.cos[:n, None], self.sin[:n, None]
-        tapped = []
-        for i, layer in enumerate(self.layers):
-            q, k, v = self._project(layer, x, cos, sin)
-            self.keys[i, slot, :, :n], self.values[i, slot, :, :n] = (
-                k.transpose(0, 1),
-                v.transpose(0, 1),
-            )
-            q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-            x = self._feed_forward(
-                layer,
-                x,
-                F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[
-                    0
-                ].transpose(0, 1),
-            )
-            tapped += [x[-1:]] if i + 1 in self.taps else []
-        self.lengths[slot] = n
-        self._tap(tapped)
-        return F.rms_norm(x[-1:], self.norm.shape, self.norm, self.eps) @ self.head.T
-
-    def decode(self, tokens: Tensor) -> Tensor:
-        """Append one token [slots] to every slot. Returns logits [slots, vocab]."""
-        rows, at = torch.arange(self.slots, device=self.device), self.lengths
-        x = self.embedding[tokens]
-        cos, sin = self.cos[at][:, None], self.sin[at][:, None]
-        blocks = [
-            (b, int(n.max()) + 1)
-            for b, n in zip(rows.split(_BLOCK_SLOTS), at.split(_BLOCK_SLOTS), strict=True)
-        ]
-        spans = [(slice(int(b[0]), int(b[-1]) + 1), longest) for b, longest in blocks]
-        masks = [
-            (torch.arange(longest, device=self.device) <= at[span, None])[:, None, None, :]
-            for span, longest in spans
-        ]
-        tapped = []
-        for i, layer in enumerate(self.layers):
-            q, k, v = self._project(layer, x, cos, sin)
-            self.keys[i, rows, :, at], self.values[i, rows, :, at] = k, v
-            q = q.view(self.slots, self.kv_heads, -1, self.head_dim)
-            keys, values = self.keys[i], self.values[i]
-            out = [
-                F.scaled_dot_product_attention(
-                    q[span], keys[span, :, :longest], values[span, :, :longest], attn_mask=mask
-                )
-                for (span, longest), mask in zip(spans, masks, strict=True)
-            ]
-            x = self._feed_forward(layer, x, torch.cat(out))
-            tapped += [x] if i + 1 in self.taps else []
-        self.lengths = at + 1
-        self._tap(tapped)
-        return F.rms_norm(x, self.norm.shape, self.norm, self.eps) @ self.head.T
-
-    def copy(self, source: int, slot: int, tokens: int) -> None:
-        """Put the first ``tokens`` of a slot into another, replacing what it held."""
-        for kept in (self.keys, self.values):
-            kept[:, slot, :, :tokens] = kept[:, source, :, :tokens]
-        self.lengths[slot] = tokens
-
-    def _tap(self, tapped: list[Tensor]) -> None:
-        if tapped:
-            self.features = torch.stack(tapped, dim=1).bfloat16().cpu()
-
-    def _project(
-        self, layer: dict[str, Tensor], x: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [n, heads, head_dim], keys and values [n, kv_heads, head_dim] of hidden
-        states [n, hidden].
-        """
-        qkv = F.linear(
-            F.rms_norm(x, self.norm.shape, layer["attention_norm"], self.eps),
-            layer["qkv"],
-            layer.get("qkv_bias"),
-        )
-        qkv = qkv.view(x.shape[0], -1, self.head_dim)
-        qk, v = qkv[:, : -self.kv_heads], qkv[:, -self.kv_heads :]
-        qk = qk * cos + qk.roll(self.head_dim // 2, -1) * sin
-        return qk[:, : self.heads], qk[:, self.heads :], v
-
-    def _feed_forward(self, layer: dict[str, Tensor], x: Tensor, attended: Tensor) -> Tensor:
-        x = x + F.linear(attended.reshape(x.shape[0], -1), layer["o"], layer.get("o_bias"))
-        gate, up = (
-            F.rms_norm(x, self.norm.shape, layer["mlp_norm"], self.eps) @ layer["gate_up"].T
-        ).chunk(2, dim=-1)
-        return x + (F.silu(gate) * up) @ layer["down"].T
-
-
-def _fused(weights: Weights, layer: str) -> dict[str, Tensor]:
-    def joined(*names: str) -> Tensor:
-        return torch.cat([weights[layer + name] for name in names])
-
-    heads = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    found = {
-        "qkv": joined(*(f"{name}.weight" for name in heads)),
-        "gate_up": joined("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-        "o": weights[layer + "self_attn.o_proj.weight"],
-        "down": weights[layer + "mlp.down_proj.weight"],
-        "attention_norm": weights[layer + "input_layernorm.weight"],
-        "mlp_norm": weights[layer + "post_attention_layernorm.weight"],
-    }
-    if f"{layer}{heads[0]}.bias" in weights:
-        found["qkv_bias"] = joined(*(f"{name}.bias" for name in heads))
-    if f"{layer}self_attn.o_proj.bias" in weights:
-        found["o_bias"] = weights[layer + "self_attn.o_proj.bias"]
-    return found
 
 
 @dataclass(slots=True)
 class _Row:
-    """A sequence in flight: its tokens and, for each but the last, top ids and log probabilities of
-    the next token.
+    """A sequence in flight: its tokens, of which the first ``seen`` were run, and, for each but the
+    last, top ids and log probabilities of the next token.
 
-    Within the prompt that law is the next token itself: the teacher's would cost as much again as
-    the prefill.
+    Within the prompt that law is the next token itself: the teacher's would cost much more than the
+    prefill.
     """
 
     workload: int
     prompt_tokens: int
     tokens: list[int]
     temperature: float
+    blocks: list[int]
+    seen: int = 0
+    answers: int = 1
     top_ids: list[Tensor] = field(default_factory=list)
     top_logprobs: list[Tensor] = field(default_factory=list)
     features: list[Tensor] = field(default_factory=list)
@@ -217,6 +74,67 @@ class _Row:
             len(new) >= 24 and sum(recent[i : i + 8] == tail for i in range(len(recent) - 7)) >= 3
         )
         return new[-1] in eos or len(new) >= MAX_NEW_TOKENS or looping
+
+
+class Teacher:
+    """A target that answers ``slots`` texts at once, on the model that it is served by.
+
+    ``features`` [rows, taps, hidden] is what the last step's rows held behind the layers ``taps``
+    (counted from 1): what a head reads.
+    """
+
+    def __init__(self, config: LlamaConfig, weights: Weights, slots: int, taps: Sequence[int] = ()):
+        self.slots, self.taps = slots, taps
+        room = MAX_PROMPT_TOKENS + MAX_NEW_TOKENS
+        blocks = slots * -(-room // BLOCK_TOKENS)
+        self._pool = BlockPool(blocks)
+        self._model = _model(config, weights, kv_blocks=blocks, max_positions=room, taps=taps)
+
+    def begin(self, prompt_tokens: int) -> list[int]:
+        """Return blocks for a new prompt and its answer."""
+        return self._pool.allocate(-(-(prompt_tokens + MAX_NEW_TOKENS) // BLOCK_TOKENS))
+
+    def hold(self, row: _Row) -> None:
+        """Keep the blocks that a prompt fills for another answer to it."""
+        self._pool.share(row.blocks[: row.prompt_tokens // BLOCK_TOKENS])
+
+    def again(self, row: _Row) -> list[int]:
+        """Return blocks for another answer to a prompt: those that are held, and new ones."""
+        held = row.blocks[: row.prompt_tokens // BLOCK_TOKENS]
+        return held + self._pool.allocate(len(row.blocks) - len(held))
+
+    def end(self, row: _Row) -> None:
+        """Give a row's blocks back."""
+        self._pool.drop(row.blocks, 0)
+
+    def step(self, rows: Sequence[_Row]) -> Tensor:
+        """Run what each row has that was not run. Returns logits [rows, vocab]."""
+        device, chunks = self._model.device, []
+        for row in rows:
+            table = KVTable(row.blocks, device)
+            chunk = Chunk(row.tokens[row.seen :], row.seen, table, logits=1)
+            if device.type != "cpu" and len(chunk.tokens) == 1:
+                chunk.piece_tokens = 0  # all decoding rows in one call
+            chunks.append(chunk)
+            row.seen = len(row.tokens)
+        logits = self._model.forward(chunks)
+        if self._model.features is not None:
+            self.features = self._model.features.bfloat16().cpu()
+        return logits
+
+
+def _model(config: LlamaConfig, weights: Weights, **sizes: Any) -> Model:
+    """Return the faster model here: OpenVINO's on a CPU, where it runs such heads."""
+    embedding = weights["model.embed_tokens.weight"]
+    if embedding.is_cpu and not KINDS["openvino"].missing:
+        from backend.engines.openvino.llama import HEAD_DIM_STEP, OpenvinoLlama  # not everywhere
+
+        if config.head_dim % HEAD_DIM_STEP == 0:
+            precision = "bf16" if embedding.dtype == torch.bfloat16 else "fp32"
+            threads = torch.get_num_threads()
+            own = {"precision": precision, "threads": threads, "invariant": False, "trees": False}
+            return OpenvinoLlama(config, dict(weights), **own, **sizes)
+    return Llama(config, dict(weights), **sizes)
 
 
 @dataclass(slots=True)
@@ -291,8 +209,7 @@ class Generator:
         self.answers = answers
         self.eos = eos_token_ids(tokenizer)
         self.replies: deque[str] = deque(maxlen=64)
-        self.rows: dict[int, _Row] = {}
-        self.asked: list[tuple[_Row, int]] = []  # answers still wanted, and the slot of the prompt
+        self.asked: deque[_Row] = deque()  # prompts, once for each answer still wanted
         self.noise = torch.Generator().manual_seed(corpus.seed * 1_000_003 + len(shards.paths()))
         self.rng = random.Random(f"{corpus.seed}/{len(shards.paths())}")
 
@@ -303,17 +220,15 @@ class Generator:
         """
         start, before = time.monotonic(), self.shards.generated
         finished: list[_Row] = []
-        rows = [self._start(slot) for slot in range(self.teacher.slots)]
+        rows = [self._start() for _ in range(self.teacher.slots)]
         while self.shards.generated < tokens and time.monotonic() < deadline:
-            logits = self.teacher.decode(
-                torch.tensor([r.tokens[-1] for r in rows], device=self.teacher.device)
-            )
-            self._extend(rows, logits)
+            self._extend(rows, self.teacher.step(rows))
             for slot, row in enumerate(rows):
                 if row.ended(self.eos):
+                    self.teacher.end(row)
                     finished.append(row)
                     self._remember(row)
-                    rows[slot] = self._start(slot)
+                    rows[slot] = self._start()
             if len(finished) >= SEQUENCES_PER_SHARD:
                 self.shards.write(finished)
                 finished.clear()
@@ -323,44 +238,40 @@ class Generator:
                     f"prompts, {rate:.0f} tok/s",
                     flush=True,
                 )
-        self.shards.write(finished + rows)
+        if begun := finished + [row for row in rows if row.top_ids]:
+            self.shards.write(begun)
 
-    def _start(self, slot: int) -> _Row:
-        """Begin another answer to a prompt that a slot still holds, or one to a new prompt."""
-        while self.asked:
-            first, source = self.asked.pop()
-            if self.rows.get(source) is first:
-                self.teacher.copy(source, slot, first.prompt_tokens)
-                return self._begin(slot, first, self._sampled())
+    def _start(self) -> _Row:
+        """Begin another answer to a prompt that was run, or one to a new prompt."""
+        if self.asked:
+            return self._again(self.asked.popleft())
         prompt = self._next_prompt()
         ids = encode(self.tokenizer, prompt)
-        row = _Row(_WORKLOAD_NAMES.index(prompt.workload), len(ids), ids, 0.0)
-        top_logprobs, top_ids = _top(self.teacher.prefill(slot, ids))
-        following = torch.tensor(ids[1:], dtype=torch.long)[:, None].expand(-1, top_ids.shape[1])
-        certain = torch.full(following.shape, -math.inf)
-        certain[:, 0] = 0.0
-        row.top_ids += [following, top_ids]
-        row.top_logprobs += [certain, top_logprobs]
-        row.features += [self.teacher.features] if self.teacher.taps else []
         greedy = self.rng.random() < self.greedy_share
-        started = self._begin(slot, row, 0.0 if greedy else self._sampled())
-        self.asked += [(started, slot)] * (self.answers - 1)
-        return started
-
-    def _begin(self, slot: int, prompt: _Row, temperature: float) -> _Row:
-        """Draw the first token behind a prompt, with lists of its own for what follows."""
-        n = prompt.prompt_tokens
-        row = replace(
-            prompt,
-            tokens=prompt.tokens[:n],
-            temperature=temperature,
-            top_ids=prompt.top_ids[:2],
-            top_logprobs=prompt.top_logprobs[:2],
-            features=prompt.features[:1],
+        return _Row(
+            _WORKLOAD_NAMES.index(prompt.workload),
+            len(ids),
+            ids,
+            0.0 if greedy else self._sampled(),
+            self.teacher.begin(len(ids)),
+            answers=self.answers,
         )
-        chosen = self._choose(row.top_logprobs[1], row.top_ids[1], torch.tensor([temperature]))
-        row.tokens.append(int(chosen))
-        self.rows[slot] = row
+
+    def _again(self, first: _Row) -> _Row:
+        """Begin another answer: its first token is drawn from the law behind the prompt."""
+        n, law, temperature = first.prompt_tokens, first.top_logprobs[1], self._sampled()
+        row = replace(
+            first,
+            tokens=first.tokens[:n],
+            temperature=temperature,
+            blocks=self.teacher.again(first),
+            seen=n // BLOCK_TOKENS * BLOCK_TOKENS,
+            answers=1,
+            top_ids=first.top_ids[:2],
+            top_logprobs=first.top_logprobs[:2],
+            features=first.features[:1],
+        )
+        row.tokens += self._choose(law, row.top_ids[1], torch.tensor([temperature])).tolist()
         return row
 
     def _sampled(self) -> float:
@@ -389,14 +300,26 @@ class Generator:
 
     def _extend(self, rows: list[_Row], logits: Tensor) -> None:
         top_logprobs, top_ids = _top(logits)
-        chosen = self._choose(
-            top_logprobs, top_ids, torch.tensor([r.temperature for r in rows])
-        ).tolist()
+        temperatures = torch.tensor([r.temperature for r in rows])
+        chosen = self._choose(top_logprobs, top_ids, temperatures).tolist()
         for i, row in enumerate(rows):
+            if not row.top_ids:
+                self._asked(row, top_ids.shape[1])
             row.top_ids.append(top_ids[i : i + 1])
             row.top_logprobs.append(top_logprobs[i : i + 1])
             row.features += [self.teacher.features[i : i + 1]] if self.teacher.taps else []
             row.tokens.append(chosen[i])
+
+    def _asked(self, row: _Row, width: int) -> None:
+        """Note the laws within a prompt that was run, and ask for its other answers."""
+        following = torch.tensor(row.tokens[1:], dtype=torch.long)[:, None].expand(-1, width)
+        certain = torch.full(following.shape, -math.inf)
+        certain[:, 0] = 0.0
+        row.top_ids.append(following)
+        row.top_logprobs.append(certain)
+        for _ in range(row.answers - 1):
+            self.teacher.hold(row)
+            self.asked.append(row)
 
     def _choose(self, top_logprobs: Tensor, top_ids: Tensor, temperatures: Tensor) -> Tensor:
         """One token per row [n]: the Gumbel-max trick over the kept logits; temperature 0 leaves

@@ -1,5 +1,7 @@
 import json
+import random
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from engines_build.distill import data as distill_data
 from engines_build.distill import export as distill_export
 from engines_build.distill import train as distill_train
 from engines_build.distill.arguments import parse
-from engines_build.distill.generate import Shards, Teacher
+from engines_build.distill.generate import Shards, Teacher, _Row
 from engines_build.distill.overlap import OverlapError
 from engines_build.distill.train import (
     Sample,
@@ -305,34 +307,49 @@ def test_large_weights_are_sharded_below_the_limit(target, finished, monkeypatch
         )
 
 
-def test_the_teacher_gives_the_logits_of_transformers(target):
+def test_the_served_model_answers_prompts_beside_each_other(target, tmp_path):
+    """Logits of transformers, answers to one prompt from its shared KV, prompts beside answers."""
     model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
     teacher = Teacher(*load(target, "fp32"), slots=20)
-    tokens = torch.randint(
-        0, model.config.vocab_size, (9,), generator=torch.Generator().manual_seed(1)
-    )
-    with torch.inference_mode():
-        want = model(tokens[None]).logits[0]
-        teacher.prefill(2, [5, 6, 7])
-        prefill = teacher.prefill(18, tokens[:8].tolist())
-        step = teacher.decode(torch.full((20,), int(tokens[8])))[18]
-    torch.testing.assert_close(prefill, want[7:8], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(step, want[8], rtol=1e-4, atol=1e-5)
+    numbers = random.Random(1)
+
+    def row(prompt_tokens, blocks=None, prompt=None):
+        tokens = prompt or numbers.choices(range(model.config.vocab_size), k=prompt_tokens)
+        return _Row(0, prompt_tokens, list(tokens), 0.0, blocks or teacher.begin(prompt_tokens))
+
+    def check(rows):
+        with torch.inference_mode():
+            found = teacher.step(rows).clone()
+            for one, logits in zip(rows, found, strict=True):
+                want = model(torch.tensor([one.tokens])).logits[0, -1]
+                torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-5)
+                one.tokens.append(int(want.argmax()))
+
+    rows = [row(count) for count in (3, 40, 64, 1, 33)]
+    check(rows)
+    for first in rows[1:3]:
+        teacher.hold(first)
+    teacher.end(rows[1])
+    again = [replace(first, blocks=teacher.again(first)) for first in rows[1:3]]
+    for one in again:
+        one.tokens = [*one.tokens[: one.prompt_tokens], 7]
+        one.seen = one.prompt_tokens // 32 * 32
+    rows = [rows[0], again[0], row(90), *rows[2:], again[1]]
+    for _ in range(3):
+        check(rows)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama3"])
 def test_the_teacher_knows_biases_untied_heads_and_scaled_rope(relative, kind):
     model, folder = relative(kind)
     teacher = Teacher(*load(folder, "fp32"), slots=2)
-    tokens = torch.randint(0, 300, (40,), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(0, 300, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    row = _Row(0, 39, tokens[:39], 0.0, teacher.begin(39))
     with torch.inference_mode():
-        want = model(tokens[None]).logits[0]
-        torch.testing.assert_close(
-            teacher.prefill(1, tokens[:39].tolist()), want[38:39], rtol=1e-4, atol=1e-4
-        )
-        torch.testing.assert_close(
-            teacher.decode(tokens[39:].expand(2))[1], want[39], rtol=1e-4, atol=1e-4
-        )
+        want = model(torch.tensor([tokens])).logits[0]
+        torch.testing.assert_close(teacher.step([row])[0], want[38], rtol=1e-4, atol=1e-4)
+        row.tokens.append(tokens[39])
+        torch.testing.assert_close(teacher.step([row])[0], want[39], rtol=1e-4, atol=1e-4)
 
 
 def test_the_kept_laws_are_the_teachers_behind_the_prompt_and_the_next_token_within_it(

@@ -107,7 +107,7 @@ def test_what_is_proposed_is_what_the_trained_laws_say(target, finished, samples
 
 
 def test_it_learns_what_the_target_says(tmp_path):
-    changes = {"tokens": 4000, "train-tokens": 60_000, "batch": 8, "slots": 16, "shortlist": 4096}
+    changes = {"tokens": 4000, "train-tokens": 160_000, "batch": 8, "slots": 16, "shortlist": 4096}
     changes |= {"taps": "1,2,4", "learning-rate": 0.003, "sources": "sql,stdlib", "answers": 1}
     args = head_arguments(ROOT / "engines_build/drafts/tiny-target", tmp_path, **changes)
     report = distil_head(args)
