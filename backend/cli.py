@@ -34,11 +34,11 @@ EXAMPLES = """examples:
 """
 SERVE_EXAMPLES = """examples:
   spindle serve
-  spindle serve --model ~/models/llama-1b --drafts small=~/models/llama-160m,lookup
+  spindle serve --model ~/models/llama-1b --drafts small=~/models/llama-160m,suffix
   spindle serve --port 8080 --dtype fp32 --policy none
   spindle serve --config my/serving.json -- --log-verbose=1
 
-What follows -- goes to tritonserver. --model without --drafts serves with lookup as the only
+What follows -- goes to tritonserver. --model without --drafts serves with suffix as the only
 draft: the shipped drafts fit only the shipped model. The command `reload drafts` reads --config
 again; with --model, --drafts, --dtype or --policy it reads the file that these were written to.
 """

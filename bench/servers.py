@@ -31,15 +31,13 @@ READY_LIMIT_S = 600.0
 SETTLE_S = 0.6
 """The engine process hands its counts to Triton every 0.5 s."""
 CONNECTIONS = 16
-FLAGS = dict.fromkeys(
-    (
-        "exclude_input_in_output",
-        "return_num_input_tokens",
-        "return_num_output_tokens",
-        "return_perf_metrics",
-    ),
-    True,
-)
+FLAGS = {
+    "exclude_input_in_output": True,
+    "return_num_input_tokens": True,
+    "return_num_output_tokens": True,
+    "return_perf_metrics": True,
+    "remember": False,  # prompts come again from block to block: what was answered would be known
+}
 COUNTED = re.compile(
     r"spindle_((steps|fallback|preemptions|emitted_tokens|draft_tokens|accepted_tokens|step_part_seconds)_total"
     r"|(draft|accepted)_tokens_by_position_total|(step|planning|step_predicted)_seconds_(sum|count)|batch_size_(sum|count))"

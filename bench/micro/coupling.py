@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from backend.engines.stepping.chunks import Chunk
 from backend.request import SamplingParams
-from bench.drafts import Model
+from bench.laws import Model
 from bench.micro.accepted import (
     MOST,
     chain,

@@ -24,7 +24,7 @@ from backend.engines.stepping.chunks import Chunk
 from backend.request import SamplingParams
 from backend.sampling.draw import HEAD, draw, finishers
 from backend.sampling.randomness import Words, exponentials, word
-from bench.drafts import Model
+from bench.laws import Model
 from bench.micro.drawn_texts import (
     DRAFTS,
     SETTINGS,

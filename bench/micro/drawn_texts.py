@@ -21,7 +21,7 @@ from backend.request import SamplingParams
 from backend.sampling.laws import target_laws
 from backend.tokenizer import load_tokenizer
 from bench import records, workloads
-from bench.drafts import Model
+from bench.laws import Model
 
 SETTINGS = {
     "T 0.7": SamplingParams(temperature=0.7),

@@ -1,9 +1,9 @@
 """Distillation data: the teacher answers prompts in a large in-flight batch, its top logits kept at
 every position.
 
-Data and soft labels come from the same passes, of the model that serves. Finished rows are refilled
-at once, so the batch stays full. Shards are written as sequences finish; a later call continues behind the last
-shard.
+Data and soft labels come from the same passes, of the model that serves. Finished rows are
+refilled at once, so the batch stays full. Shards are written as sequences finish; a later call
+continues behind the last shard.
 """
 
 from __future__ import annotations

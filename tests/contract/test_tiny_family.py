@@ -12,9 +12,9 @@ from backend.app import build
 from backend.config import PROJECT_ROOT, parse_config
 from backend.request import GenerationRequest
 from backend.tokenizer import load_tokenizer
-from bench.drafts import Model
 from bench.in_process import Sink, Witness, generate
-from bench.micro.drafts import messages
+from bench.laws import Model
+from bench.micro.hazards import messages
 from engines_build.distill.family import DRAFTS, as_message
 from engines_build.distill.unlikelihood import share_repeated
 from policy import LatencyTable, NoSpeculation, RandomChoice

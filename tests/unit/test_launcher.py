@@ -317,13 +317,13 @@ def test_a_log_is_begun_anew_and_the_last_one_kept(tmp_path):
     assert kept == {"serve.log": "third", "serve.before.log": "second"}
 
 
-def test_a_model_without_drafts_is_said_to_have_lookup_alone(tmp_path, capsys):
+def test_a_model_without_drafts_is_said_to_have_suffix_alone(tmp_path, capsys):
     (tmp_path / "mine").mkdir()
     overrides = Overrides(model=str(tmp_path / "mine"))
     settings, config = serving._files(read_settings({}), overrides, tmp_path)
     assert settings.config == tmp_path / "serving.json"
-    assert [draft.name for draft in config.drafts] == ["lookup"]
-    assert "lookup is the only draft" in capsys.readouterr().out
+    assert [draft.name for draft in config.drafts] == ["suffix"]
+    assert "suffix is the only draft" in capsys.readouterr().out
 
 
 def test_a_log_that_grows_long_is_moved_and_begun_again_under_its_writers(tmp_path, monkeypatch):

@@ -26,14 +26,14 @@ def test_without_options_the_file_is_read_where_it_is(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_of_ones_own_is_served_with_lookup_alone_unless_drafts_are_given(
+def test_a_model_of_ones_own_is_served_with_suffix_alone_unless_drafts_are_given(
     tmp_path, monkeypatch
 ):
     (tmp_path / "mine").mkdir()
     (tmp_path / "little").mkdir()
     monkeypatch.chdir(tmp_path)
     config = effective(tmp_path, model="mine")
-    assert (config.target.model, names(config)) == (str(tmp_path / "mine"), ["lookup"])
+    assert (config.target.model, names(config)) == (str(tmp_path / "mine"), ["suffix"])
     config = effective(tmp_path, model="mine", drafts="fast=little,lookup")
     assert names(config) == ["fast", "lookup"]
     assert (config.drafts[0].engine, config.drafts[0].model) == (
@@ -45,8 +45,8 @@ def test_a_model_of_ones_own_is_served_with_lookup_alone_unless_drafts_are_given
 
 def test_drafts_may_be_some_of_the_file_s_or_none(tmp_path):
     shipped = {draft.name: draft for draft in load_config(DEFAULT_CONFIG).drafts}
-    assert effective(tmp_path, drafts="lookup,head").drafts == (
-        shipped["lookup"],
+    assert effective(tmp_path, drafts="suffix,head").drafts == (
+        shipped["suffix"],
         shipped["head"],
     )
     assert effective(tmp_path, drafts="none").drafts == ()

@@ -55,12 +55,12 @@ def test_the_drafts_of_one_target_share_its_vocabulary():
             check_pair(tiny["tiny-target"], manifest)
 
 
-def test_the_default_configuration_serves_the_head_of_its_target_and_lookup():
+def test_the_default_configuration_serves_the_head_of_its_target_and_suffix():
     config = load_config(ROOT / "model_repository/spindle/1/serving.json")
     assert (config.target.engine, config.target.model) == ("openvino", EMBEDDED_MODEL)
     assert [(draft.name, draft.engine) for draft in config.drafts] == [
         ("head", "head"),
-        ("lookup", "lookup"),
+        ("suffix", "suffix"),
     ]
     raw = json.loads((ROOT / config.drafts[0].model / "config.json").read_text())
     assert raw["target_sha256"] == weights_sha256(model_path(config.target))

@@ -21,7 +21,8 @@ from backend.triton_adapter.launcher.settings import LaunchError
 
 FREE = {name: {"name": name, "engine": name} for name, kind in KINDS.items() if kind.free}
 """The entries of drafts that need no model, by name."""
-LOOKUP = FREE["lookup"]
+UNTRAINED = "suffix"
+"""That of them which serves a model without drafts of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ def overridden(path: Path, overrides: Overrides) -> tuple[ServingConfig, dict[st
     if overrides.drafts is not None:
         raw["drafts"] = drafts(overrides.drafts, raw.get("drafts", []), config.target.engine)
     elif target.get("model", "") != config.target.model:
-        raw["drafts"] = [LOOKUP]
+        raw["drafts"] = [FREE[UNTRAINED]]
     if overrides.policy is not None:
         kept = {key: value for key, value in raw.get("policy", {}).items() if key != "options"}
         raw["policy"] = {**kept, "kind": overrides.policy}  # options are of the policy in the file

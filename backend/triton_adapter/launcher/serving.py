@@ -17,7 +17,7 @@ from backend.storage import cache
 from backend.triton_adapter.launcher import example
 from backend.triton_adapter.launcher.front_end import FrontEnd
 from backend.triton_adapter.launcher.log_file import log_path, open_log, reasons
-from backend.triton_adapter.launcher.overrides import Overrides, write_overridden
+from backend.triton_adapter.launcher.overrides import UNTRAINED, Overrides, write_overridden
 from backend.triton_adapter.launcher.run_folder import (
     run_folder,
     socket_in,
@@ -99,8 +99,9 @@ def _files(
         text = f"the run folder {folder} cannot be written: {error.strerror}"
         raise LaunchError(f"{text}. TMPDIR chooses another place") from error
     names = [draft.name for draft in config.drafts]
-    if overrides.model and not overrides.drafts and names == ["lookup"]:
-        say("lookup is the only draft: the shipped ones fit only the shipped model (see --drafts)")
+    if overrides.model and not overrides.drafts and names == [UNTRAINED]:
+        text = "the shipped ones fit only the shipped model (see --drafts)"
+        say(f"{UNTRAINED} is the only draft: {text}")
     return replace(settings, config=path), config
 
 

@@ -1,0 +1,82 @@
+"""A checkpoint's laws along texts, and its own answers, by the reference engine's model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from backend.engines.checkpoint import load
+from backend.engines.stepping.chunks import Chunk, KVTable
+from backend.engines.torch.llama import Llama
+from backend.sequence import BLOCK_TOKENS
+
+MAX_TOKENS = 1024
+
+
+class Model:
+    """A checkpoint folder as the serving engine runs it, with room for ``rows`` texts of
+    ``MAX_TOKENS`` tokens.
+    """
+
+    def __init__(self, folder: Path, dtype: str, rows: int = 1) -> None:
+        config, weights = load(folder, dtype)
+        blocks = MAX_TOKENS // BLOCK_TOKENS
+        self.vocab_size = config.vocab_size
+        with torch.inference_mode():
+            self._llama = Llama(config, weights, kv_blocks=rows * blocks, max_positions=MAX_TOKENS)
+        self.token_ids = self._llama.token_ids
+        self._tables = [
+            KVTable(list(range(row * blocks, (row + 1) * blocks)), "cpu") for row in range(rows)
+        ]
+
+    @torch.inference_mode()
+    def logits(self, tokens: list[int], first: int) -> torch.Tensor:
+        """Return the logits behind every prefix of ``tokens`` from that of ``first`` tokens on, the
+        whole left out: [n - first, vocab].
+
+        A shortlisted draft has -inf for what it cannot propose.
+        """
+        found = self._llama.forward(
+            [Chunk(tokens[:-1], 0, self._tables[0], len(tokens) - first)]
+        ).float()
+        if self.token_ids is None:
+            return found
+        whole = found.new_full((len(found), self.vocab_size), -torch.inf)
+        return whole.index_copy_(1, self.token_ids, found)
+
+    @torch.inference_mode()
+    def answers(
+        self,
+        prompts: list[list[int]],
+        temperature: float,
+        length: int,
+        ends: frozenset[int],
+        seed: int,
+    ) -> list[list[int]]:
+        """Return what follows each prompt, up to ``length`` tokens or an end token; the full law at
+        ``temperature``, 0 being greedy.
+        """
+        noise = torch.Generator().manual_seed(seed)
+        texts: list[list[int]] = [[] for _ in prompts]
+        running = list(range(len(prompts)))
+        while running:
+            chunks = []
+            for row in running:
+                own = texts[row]
+                new = own[-1:] or prompts[row]
+                chunks.append(
+                    Chunk(new, len(prompts[row]) + len(own) - len(new), self._tables[row], 1)
+                )
+            logits = self._llama.forward(chunks).float()
+            if temperature > 0:
+                logits = (
+                    logits / temperature
+                    - torch.empty_like(logits).exponential_(generator=noise).log()
+                )
+            for row, token in zip(running, logits.argmax(dim=1).tolist(), strict=True):
+                texts[row].append(token)
+            running = [
+                row for row in running if len(texts[row]) < length and texts[row][-1] not in ends
+            ]
+        return texts
