@@ -26,6 +26,7 @@ from collections import Counter
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import aiohttp
 
@@ -58,6 +59,8 @@ class Soak:
     def __init__(self, service: Service, args: argparse.Namespace) -> None:
         self.service = service
         self.args = args
+        with urlopen(f"http://127.0.0.1:{service.openai}/v1/models", timeout=30) as models:
+            self.model = json.load(models)["data"][0]["id"]
         self.end_s = time.perf_counter() + 60 * args.minutes
         self.watch = Watch(service)
         self.sent = 0
@@ -138,7 +141,7 @@ class Soak:
                 **inputs,
                 "stream": stream,
             }
-        body = {"model": "fake", "max_tokens": inputs["max_tokens"], "stream": stream}
+        body = {"model": self.model, "max_tokens": inputs["max_tokens"], "stream": stream}
         if rng.random() < 0.5:
             return f"http://127.0.0.1:{self.service.openai}/v1/completions", {
                 **body,
