@@ -179,7 +179,11 @@ class Peers:
 
     def _drafts(self) -> list[EngineConfig]:
         """Return the drafts that run a model, the largest first."""
-        found = [draft for draft in self._config.drafts if draft.kind.on_cpu]
+        found = [
+            draft
+            for draft in self._config.drafts
+            if draft.kind.on_cpu and not draft.kind.reads_target
+        ]
         return sorted(
             found,
             key=lambda draft: (
