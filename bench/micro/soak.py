@@ -59,8 +59,7 @@ class Soak:
     def __init__(self, service: Service, args: argparse.Namespace) -> None:
         self.service = service
         self.args = args
-        with urlopen(f"http://127.0.0.1:{service.openai}/v1/models", timeout=30) as models:
-            self.model = json.load(models)["data"][0]["id"]
+        self.model = ""  # as the front end names it: asked before the first request
         self.end_s = time.perf_counter() + 60 * args.minutes
         self.watch = Watch(service)
         self.sent = 0
@@ -74,6 +73,8 @@ class Soak:
 
     async def run(self) -> None:
         """Run everything to the end of the time, then let what is in flight end."""
+        with urlopen(f"http://127.0.0.1:{self.service.openai}/v1/models", timeout=30) as models:
+            self.model = json.load(models)["data"][0]["id"]
         tasks = [asyncio.ensure_future(work()) for work in (self._sample, self._kill)]
         await asyncio.gather(*(self._client(index) for index in range(self.args.streams)))
         await asyncio.gather(*tasks)
