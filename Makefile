@@ -1,6 +1,7 @@
 # make serve     spindle serve: ARGS="--model FOLDER --port 8080", ARGS=--help for more
 # make test      lint, types, import contracts and the everyday tests, before every commit
 # make test-all  the rest: deliberate faults, many draws, restarts, the real model, training
+# make docs      the site of docs/ into build/site; index.html opens as a file
 # make bench     the load sweep: ARGS="--quick --out FILE" for eight minutes, else hours
 # make audit     look the pinned packages up among PyPI's advisories, over the network
 # PYTHON         a Python 3.10, 3.11 or 3.12 with a shared library, for .venv
@@ -8,8 +9,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DOCS := .venv-docs
 
-.PHONY: serve test test-all bench audit clean
+.PHONY: serve test test-all docs bench audit clean
 
 serve: $(BIN)/spindle
 	@exec $(BIN)/spindle serve $(ARGS)
@@ -21,8 +23,11 @@ test: $(VENV)/.test
 	$(BIN)/lint-imports
 	$(BIN)/pytest -m "not slow"
 
-test-all: $(VENV)/.test
+test-all: $(VENV)/.test $(DOCS)/.ready
 	$(BIN)/pytest -m slow
+
+docs: $(DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --clean
 
 bench: $(VENV)/.test
 	$(BIN)/python -m backend.cli bench $(ARGS)
@@ -41,6 +46,12 @@ $(VENV)/.test: requirements-dev.txt $(VENV)/.serve
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
 
+# An environment of its own: what draws the site is nothing that serves.
+$(DOCS)/.ready: requirements-docs.txt | $(BIN)/python
+	$(BIN)/python -m venv $(DOCS)
+	$(DOCS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements-docs.txt
+	@touch $@
+
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || \
 		{ echo "spindle: error: Python 3.10, 3.11 or 3.12 is needed, PYTHON=$(PYTHON) is $$($(PYTHON) -V 2>&1): try make PYTHON=python3.11" >&2; exit 1; }
@@ -53,4 +64,4 @@ audit: $(BIN)/python
 	build/audit/bin/pip-audit --strict --no-deps --disable-pip -r requirements.txt
 
 clean:
-	rm -rf $(VENV) build dist .run *.egg-info
+	rm -rf $(VENV) $(DOCS) build dist .run *.egg-info

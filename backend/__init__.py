@@ -1,1 +1,3 @@
-"""Serving: the wiring, settings and requests; a folder for each room (docs/architecture.md)."""
+"""Serving: the wiring, settings and requests; a folder for each room
+(``docs/explanation/how-it-works.md``).
+"""

@@ -152,7 +152,7 @@ class Orchestrator:
 
     def step(self) -> bool:
         """Take one step of what is ready; False when there was nothing to do. The numbers are those
-        of a request's eight steps in ``docs/architecture.md``.
+        of a request's eight steps in ``docs/explanation/how-it-works.md``.
 
         A plan's cohorts are drafted for and submitted one by one, and the step ends with the first
         that is back: while the next step plans and drafts for it, the target verifies the others. A

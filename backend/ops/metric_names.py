@@ -184,7 +184,7 @@ SPINDLE_FAMILIES: tuple[Family, ...] = (
     Family(
         "spindle_kv_blocks",
         _G,
-        "Blocks of 16 tokens in the KV cache: used, free, cached (free, with the KV of a text)",
+        "Blocks of 32 tokens in the KV cache: used, free, cached (free, with the KV of a text)",
         ("state",),
     ),
     Family(

@@ -1,5 +1,5 @@
 """The one table of the models' tensors, from which the codec, every ``config.pbtxt`` and
-``docs/contract.md`` are made.
+``docs/reference/tensors.md`` are made.
 
 Names, types and dims are those of NVIDIA's ``inflight_batcher_llm`` models, so that their clients
 need no change. A tensor that is not served is declared too: it accepts neutral values; anything
@@ -361,7 +361,7 @@ _SHARED_OUTPUTS = (
         "kv_cache_alloc_new_blocks",
         "INT32",
         _ONE,
-        "KV blocks of 16 tokens allocated for the request",
+        "KV blocks of 32 tokens allocated for the request",
     ),
     _f("kv_cache_reused_blocks", "INT32", _ONE, "blocks whose KV was there"),
     _f("kv_cache_alloc_total_blocks", "INT32", _ONE, "their sum"),

@@ -1,5 +1,5 @@
 """``python -m backend.triton_adapter.rendering``: write every ``config.pbtxt`` and
-``docs/contract.md`` from the table of tensors.
+``docs/reference/tensors.md`` from the table of tensors.
 
 ``auto_complete_config`` is off in the deployments that these models replace, hence every config is
 complete.
@@ -7,6 +7,7 @@ complete.
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 from backend.triton_adapter.fields import MODELS, Field, Model
@@ -24,21 +25,10 @@ GUARANTEES = """\
 | `torch` in fp32 | plain decoding's text [2] | one text for a seed, any load [2] |
 | `invariant: false`, int8 in fp32, `torch` in bf16 | may part at near-ties [2] | may part [2] |
 | TensorRT-LLM [3] | its decoder's own text | one text only with the same plans |
-
-*Greedy*: temperature 0. *Sampled*: a text depends on prompt, options and seed alone, whatever
-the speculation, batch and load; without a seed a random one is taken, which the reply names.
-Over the seeds texts come from exactly the distribution that the target alone would draw from,
-up to rounding; TensorRT-LLM draws by numbers of its own, from that distribution to about 1e-6.
-[1] On one kind of processor. Shown in fp32 on AVX2: 200 requests under 20 loads and plans,
-pre-emption, prefix reuse and trees included, have log-probabilities of the same bits (a test of
-`make test-all`). In bf16, and int8 beside it, logits were compared on one AVX512-BF16 processor,
-over chunks, batches and prompts cut anywhere, when the engine was designed; texts were not.
-[2] Two tokens whose logits or drawn times differ by less than rounding does: in fp32 none was met
-(16 of 16 greedy and 160 of 160 sampled texts equal); in torch's bf16 7 of 16 greedy texts of 64
-tokens were equal, of plain decoding run twice under load 189 of 220. [3] From its sources; run on a
-fake only.
 """
-"""What speculation leaves as it is, by number format and kind of request; README has the same."""
+"""What speculation leaves as it is, by number format and kind of request: README and
+``docs/explanation/exactness.md`` have this table.
+"""
 
 BEHAVIOUR = """\
 - A bad tensor is INVALID_ARGUMENT, naming it and its value; a full queue or a dead engine
@@ -79,26 +69,30 @@ def render_config(model: Model, *, decoupled: bool = True, max_batch_size: int =
 
 
 def render_contract() -> str:
-    """Return ``docs/contract.md``: every tensor of every model and what becomes of it."""
+    """Return ``docs/reference/tensors.md``: every tensor of every model and what becomes of it.
+    Models of the same tensors share a table.
+    """
     lines = [
         "# Tensors",
         "",
-        f"{ORIGIN} Dims are without the batch dimension.",
+        *textwrap.wrap(f"{ORIGIN} Dims are without the batch dimension.", 100),
         "",
         "Unsupported inputs accept neutral values: an empty tensor, or the values given as "
         "neutral.",
         "Anything else returns UNIMPLEMENTED, naming the tensor and the reason.",
-        "",
-        "## Guarantees",
-        "",
-        *GUARANTEES.splitlines(),
+        "What is promised of texts: [exactness](../explanation/exactness.md).",
         "",
         "## Behaviour",
         "",
         *BEHAVIOUR.splitlines(),
     ]
+    same: dict[tuple[object, object], list[str]] = {}
     for model in MODELS:
-        lines += ["", f"## `{model.name}`"]
+        same.setdefault((model.inputs, model.outputs), []).append(model.name)
+    models = {model.name: model for model in MODELS}
+    for names in same.values():
+        lines += ["", f"## `{'`, `'.join(names)}`"]
+        model = models[names[0]]
         for kind, tensors in (("input", model.inputs), ("output", model.outputs)):
             lines += ["", f"| {kind} | type | what it does |", "| --- | --- | --- |"]
             lines += [
@@ -138,7 +132,7 @@ def main() -> None:
         (root / "model_repository" / model.name / "config.pbtxt").write_text(
             render_config(model), "utf-8"
         )
-    (root / "docs" / "contract.md").write_text(render_contract(), "utf-8")
+    (root / "docs" / "reference" / "tensors.md").write_text(render_contract(), "utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The tables of docs/reference/settings.md: ``python -m tests.docs.settings_page`` brings them up
+"""The tables of docs/reference/settings.md: ``python -m tests.docs.reference`` brings them up
 to backend/config.py.
 
 Keys, defaults and what they may be come from the dataclasses; what a key does is written on the
@@ -65,7 +65,3 @@ def _table(place: re.Match[str]) -> str:
     for key, (default, may_be) in keys(place[2]).items():
         lines.append(f"| `{key}` | {default} | {may_be} | {sentences.get(key, '')} |")
     return f"{place[1]}{chr(10).join(lines)}\n{place[3]}"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text("utf-8")), "utf-8")

@@ -12,7 +12,7 @@ from policy import LatencyModel, simulate
 from policy.wrappers import PolicyError, made
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "how-to" / "own-policy.md").read_text("utf-8")
+PAGE = (ROOT / "docs" / "tutorial" / "own-policy.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 

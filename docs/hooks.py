@@ -1,0 +1,51 @@
+"""What the site's build does to the pages of this repository (``mkdocs.yml`` names it).
+
+The pages are written for whoever reads them in the repository. On the site, links that leave
+``docs`` become plain text, pictures follow the page's light or dark, and the decisions are listed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parent
+LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)")
+PICTURE = re.compile(
+    r'<picture>\s*<source[^>]*srcset="([^"]+)"[^>]*>\s*<img alt="([^"]*)"\s+src="([^"]+)"[^>]*>'
+    r"\s*</picture>"
+)
+CODE = re.compile(r"(```.*?```)", re.DOTALL)
+
+
+def on_config(config: Any, **_: Any) -> Any:
+    """List the decisions by their files: a new one needs no line in ``mkdocs.yml``."""
+    pages = [f"adr/{path.name}" for path in sorted((DOCS / "adr").glob("*.md"))]
+    for entry in config["nav"]:
+        if entry.get("Decisions") == "adr/":
+            entry["Decisions"] = pages
+    return config
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Return the page as the site has it."""
+    folder = os.path.dirname(page.file.src_uri)
+
+    def link(found: re.Match[str]) -> str:
+        text, address = found.groups()
+        path = address.partition("#")[0]
+        if re.match(r"[a-z]+:", address) or not path:
+            return found[0]
+        inside = not os.path.normpath(os.path.join(folder, path)).startswith("..")
+        return found[0] if inside else text
+
+    def picture(found: re.Match[str]) -> str:
+        dark, words, light = found.groups()
+        return f"![{words}]({light}#only-light)\n![{words}]({dark}#only-dark)"
+
+    parts = CODE.split(markdown)  # the odd ones are code
+    for at in range(0, len(parts), 2):
+        parts[at] = LINK.sub(link, PICTURE.sub(picture, parts[at]))
+    return "".join(parts)
