@@ -93,4 +93,5 @@ def test_no_page_shows_markdown_that_was_not_read(pages):
     for path in pages:
         body = path.read_text("utf-8").partition("<article")[2].partition("</article>")[0]
         text = re.sub(r"<(pre|code)\b.*?</\1>", "", body, flags=re.DOTALL)
-        assert re.findall(r"\]\([\w./#-]+\)|^\| ?---", text, re.MULTILINE) == [], path.name
+        unread = r"\]\([\w./#-]+\)|^\| ?---|^(?:[-*]|\d+\.) \w"
+        assert re.findall(unread, text, re.MULTILINE) == [], path.name
