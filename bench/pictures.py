@@ -2,6 +2,7 @@
 docs/pictures.
 
 ``speed``: tokens per second relative to plain decoding, from docs/results/sweep-cpu-avx2.json.
+``policies``, ``peers``: Spindle's speed over that of other policies and of other servers.
 ``how-it-works``: one request's way through the service, drawn by hand.
 """
 
@@ -17,10 +18,12 @@ from matplotlib.axes import Axes
 
 from backend.triton_adapter.paths import PROJECT_ROOT
 from bench import records
-from bench.sweep.arms import NONE, SPINDLE, fixed_choice
-from bench.sweep.figures import block_speeds, blocks, level
+from bench.sweep.arms import ADAPTING, NONE, SPINDLE, fixed_choice
+from bench.sweep.figures import BEST_FIXED, block_speeds, blocks, level
+from bench.sweep.readme import STACKS
 
 RECORD = PROJECT_ROOT / "docs" / "results" / "sweep-cpu-avx2.json"
+PEERS = PROJECT_ROOT / "docs" / "results" / "peers-smollm2-avx2.json"
 PICTURES = PROJECT_ROOT / "docs" / "pictures"
 THEMES = {
     "light": {
@@ -42,7 +45,17 @@ THEMES = {
 }
 """Colours on GitHub's own backgrounds, white and #0d1117."""
 
+POLICIES = {
+    BEST_FIXED: "the best fixed choice",
+    "schedule": "table by batch size",
+    "ema": "acceptance EMA",
+    "smartspec": "SmartSpec",
+    "spin": "SPIN's selection",
+}
+
 Ratios = dict[str, dict[int, list[float]]]
+Over = list[tuple[str, float, tuple[float, float] | None]]
+"""What Spindle is compared with, how many times as fast it is, and the 95 % interval."""
 
 
 def ratios(record: dict[str, Any]) -> Ratios:
@@ -143,6 +156,58 @@ def _frame(axis: Axes, loads: list[int], theme: dict[str, str]) -> None:
     axis.yaxis.label.set_color(theme["ink"])
 
 
+def over_policies(record: dict[str, Any]) -> Over:
+    """Return Spindle over the other policies, all loads of a sweep together."""
+    own = {row["over"]: row for row in record["overall"]}
+    return [
+        (POLICIES.get(name, name), own[name]["ratio"], own[name]["interval_95"])
+        for name in (BEST_FIXED, *ADAPTING)
+    ]
+
+
+def over_peers(record: dict[str, Any]) -> Over:
+    """Return Spindle over the other servers, by the requests in flight."""
+    rows = [row for family in record["families"] for row in family["rows"] if row["arm"] in STACKS]
+    rows.sort(key=lambda row: (row["in_flight"], list(STACKS).index(row["arm"])))
+    return [
+        (
+            f"{STACKS[row['arm']]}, {row['in_flight']} in flight",
+            row["spindle_over"]["median"],
+            row["spindle_over"]["interval_95"],
+        )
+        for row in rows
+    ]
+
+
+def comparison(rows: Over, theme: dict[str, str]) -> plt.Figure:
+    """Draw a dot and its interval for each row, on a line of equal speed."""
+    figure, axis = plt.subplots(figsize=(7.2, 0.5 + 0.36 * len(rows)), layout="constrained")
+    axis.axvline(1, color=theme["faint"], linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+    for place, (_, ratio, ends) in enumerate(rows):
+        low, high = ends or (ratio, ratio)
+        colour = theme["line"] if low > 1 or high < 1 else theme["faint"]
+        axis.plot([low, high], [place, place], color=colour, linewidth=2.5, zorder=2)
+        axis.plot(ratio, place, "o", color=colour, markersize=8, zorder=3)
+        words = f"{ratio:.2f}"
+        axis.annotate(
+            words,
+            (high, place),
+            (8, 0),
+            textcoords="offset points",
+            va="center",
+            color=colour,
+            weight="bold",
+        )
+    axis.set_yticks(range(len(rows)), [name for name, _, _ in rows])
+    axis.invert_yaxis()
+    axis.margins(x=0.12, y=0.08)
+    axis.set_xlabel("Spindle's speed over it, with 95 % interval")
+    axis.spines[["top", "right", "left", "bottom"]].set_visible(False)
+    axis.tick_params(length=0, colors=theme["ink"])
+    axis.xaxis.label.set_color(theme["ink"])
+    return figure
+
+
 BOX = """<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="8" fill="{fill}" stroke="{edge}"/>"""
 
 
@@ -188,7 +253,7 @@ def how_it_works(theme: dict[str, str]) -> str:
     head(595, 36, "engine process", "requests join and leave the batch between two steps")
     steps = (
         (420, 80, "1  plan", "for each request: which", "draft, how many tokens"),
-        (610, 80, "2  draft", "small models and prompt", "lookup propose tokens"),
+        (610, 80, "2  draft", "a head on the target and", "suffix over earlier texts"),
         (610, 200, "3  verify", "the target checks the", "whole batch in one pass"),
         (420, 200, "4  commit", "take what was accepted,", "learn from it and the time"),
     )
@@ -218,11 +283,17 @@ def main() -> None:
     """Write all pictures."""
     found = ratios(records.read(RECORD))
     mpl.rcParams.update({"svg.hashsalt": "spindle", "font.size": 11})
+    policies, peers = over_policies(records.read(RECORD)), over_peers(records.read(PEERS))
     for name, theme in THEMES.items():
-        figure = speed(found, theme)
-        path: Path = PICTURES / f"speed-{name}.svg"
-        figure.savefig(path, transparent=True, metadata={"Date": None})
-        plt.close(figure)
+        figures = {
+            "speed": speed(found, theme),
+            "policies": comparison(policies, theme),
+            "peers": comparison(peers, theme),
+        }
+        for kind, figure in figures.items():
+            path: Path = PICTURES / f"{kind}-{name}.svg"
+            figure.savefig(path, transparent=True, metadata={"Date": None})
+            plt.close(figure)
         (PICTURES / f"how-it-works-{name}.svg").write_text(how_it_works(theme), "utf-8")
 
 

@@ -1,7 +1,8 @@
 """What the site's build does to the pages of this repository (``mkdocs.yml`` names it).
 
 The pages are written for whoever reads them in the repository. On the site, links that leave
-``docs`` become plain text, pictures follow the page's light or dark, and the decisions are listed.
+``docs`` become text that names the file, pictures follow the page's light or dark, and the
+decisions are listed.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         path = address.partition("#")[0]
         if re.match(r"[a-z]+:", address) or not path:
             return found[0]
-        inside = not os.path.normpath(os.path.join(folder, path)).startswith("..")
-        return found[0] if inside else text
+        target = os.path.normpath(os.path.join(folder, path))
+        if not target.startswith(".."):
+            return found[0]
+        return f'<span title="{target.removeprefix("../")}">{text}</span>'
 
     def picture(found: re.Match[str]) -> str:
         dark, words, light = found.groups()

@@ -111,5 +111,5 @@ def test_the_pictures_are_those_of_the_record():
         assert drawn.read_text("utf-8") == pictures.how_it_works(colours), (
             "run python -m bench.pictures"
         )
-        for name in ("how-it-works", "speed"):
+        for name in ("how-it-works", "speed", "policies", "peers"):
             assert ET.parse(pictures.PICTURES / f"{name}-{theme}.svg").getroot().tag.endswith("svg")
