@@ -37,7 +37,7 @@ def test_the_code_is_the_example_s_and_has_forty_lines():
 def test_the_simulator_prints_what_the_page_shows(capsys):
     folder, command = block("sh").replace("\\\n", " ").splitlines()
     assert folder == "cd examples"
-    assert simulate.main(shlex.split(command.removeprefix("python -m policy.simulate"))) == 0
+    assert simulate.main(shlex.split(command.removeprefix("spindle simulate"))) == 0
     printed, shown = capsys.readouterr().out.splitlines(), block("", "adaptive over").splitlines()
     assert shown[0] in printed
     for now, then in zip(printed[3:-1], shown[1:], strict=True):
