@@ -1,0 +1,288 @@
+"""The policy in a loop that is not ours: rows in before a step, proposals out; what was verified in
+behind it.
+
+A host calls, for each of its steps, ``propose`` with the requests that it is about to decode, then
+``ran`` with what the step verified and emitted, and ``ended`` with requests that are over. It draws
+every token by its own rule: whatever is proposed, no text depends on it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+
+from backend.core.drafting import Drafting, Proposals
+from backend.core.kv_ledger import KVLedger
+from backend.core.planning import Planning
+from backend.core.step_log import StepLog
+from backend.engines.registry import Service, make_engine
+from backend.hosts.calibration import draft_table
+from backend.hosts.settings import TARGET, HostConfig
+from backend.ops.stats import Stats, StepStats
+from backend.policy_factory import make_policy
+from backend.request import SamplingParams
+from backend.sequence import Proposal, Sequence
+from policy import LatencyTable, NoSpeculation, Plan, View
+
+logger = logging.getLogger(__name__)
+
+_GREEDY, _SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
+
+
+@dataclass(slots=True)
+class Row:
+    """A request that the host decodes in its next step.
+
+    ``key`` is the host's name of it. ``tokens`` are its prompt and all that is committed; of those
+    only new ones are read. It may still emit ``remaining`` >= 1 tokens. ``salt`` keeps answers that
+    drafts remember apart.
+    """
+
+    key: Hashable
+    tokens: Seq[int]
+    prompt_tokens: int
+    remaining: int
+    sampled: bool = False
+    salt: str = ""
+
+
+@dataclass(slots=True)
+class Verified:
+    """What a step did for a row: the target verified ``proposed``, the first tokens of what was
+    proposed, and ``tokens`` are committed since (prompt and all before them too).
+    """
+
+    key: Hashable
+    proposed: Seq[int]
+    tokens: Seq[int]
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step under way; ``proposals`` by the ids of its sequences."""
+
+    view: View
+    plan: Plan
+    log: StepLog
+    proposals: dict[int, Proposals]
+
+
+class Host:
+    """Drafts, the policy, and what they know of a host's requests; for the host's loop's thread.
+
+    Until ``plan_by`` is given a latency table, nothing is proposed.
+    """
+
+    def __init__(
+        self, config: HostConfig, stats: Stats, clock: Callable[[], float] = perf_counter
+    ) -> None:
+        """Load the drafts, and measure those that run a model. Raises ConfigError or
+        CheckpointError for a draft that cannot be had.
+        """
+        serving = config.serving
+        self.k_max = serving.policy.k_max
+        self._serving, self._clock = serving, clock
+        self._stats = StepStats(stats)
+        service = Service(serving, _threads(serving.threads), lambda e: Path(e.model), stats.count)
+        self.drafts = [make_engine(engine, service) for engine in serving.drafts]
+        self._drafting = Drafting(self.drafts, self._stats, clock)
+        self._planning = Planning(
+            NoSpeculation(), self._drafting.names, self._stats, clock, serving.policy.seed
+        )
+        pools = {draft.name: draft.limits.kv_blocks for draft in self.drafts}
+        self._ledger = KVLedger(pools, self.k_max + 1) if any(pools.values()) else None
+        self._tables = {
+            engine.name: draft_table(draft, serving.limits.max_active_requests)
+            for engine, draft in zip(serving.drafts, self.drafts, strict=True)
+            if engine.kind.measured
+        }
+        self._numbers = count(1)
+        self._sequences: dict[Hashable, Sequence] = {}
+        self._finished: list[int] = []
+        self._step: _Step | None = None
+        self._log: StepLog | None = None  # of the next step of a busy loop: it begins with the
+        # end of the one before
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the step under way."""
+        return None if self._step is None else self._step.plan
+
+    def plan_by(self, target: LatencyTable) -> None:
+        """Plan by this table of the host's passes from now on."""
+        tables: Mapping[str, LatencyTable] = {**self._tables, TARGET: target}
+        policy = make_policy(self._serving, self.drafts, tables, self._stats)
+        self._planning.change(policy, policy.start())
+
+    # -- before a step
+
+    def propose(
+        self, rows: Seq[Row], *, prefill_tokens: int = 0, prefilling: int = 0, queued: int = 0
+    ) -> dict[Hashable, Proposal]:
+        """Return proposals by key: chains of 1 to ``k_max`` tokens, each with the name of its
+        draft; none for a row that is better left alone.
+
+        ``prefill_tokens`` of ``prefilling`` prompts are expected in the step, as far as is known;
+        ``queued`` requests wait.
+        """
+        if not rows:
+            self._step = self._log = None
+            return {}
+        log, self._log = self._log or StepLog(self._drafting.names), None
+        sequences = [self._sequence(row) for row in rows]
+        view = replace(
+            self._view(rows, sequences),
+            prefill_tokens=prefill_tokens,
+            prefilling=prefilling,
+            queued=queued,
+        )
+        plan = self._planning.plan(view, log)
+        proposals = self._drafting.propose(sequences, view, plan, log)
+        self._choose(sequences, view, plan, proposals, log)
+        self._step = _Step(view, plan, log, proposals)
+        chosen = (
+            (row.key, proposals[sequence.id].chosen)
+            for row, sequence in zip(rows, sequences, strict=True)
+        )
+        return {key: proposal for key, proposal in chosen if proposal is not None}
+
+    def _choose(
+        self,
+        sequences: list[Sequence],
+        view: View,
+        plan: Plan,
+        proposals: dict[int, Proposals],
+        log: StepLog,
+    ) -> None:
+        """Note in ``proposals`` what of each is to be verified."""
+        drafted = self._drafting.drafted(sequences, proposals)
+        if drafted is None:
+            return
+        with log.part("planning"):
+            nodes = self._planning.trim(view, plan, drafted)
+        for sequence, most in zip(sequences, nodes, strict=True):
+            row = proposals[sequence.id]
+            row.chosen = self._drafting.best(row.drafted, min(most, self.k_max))
+
+    def _sequence(self, row: Row) -> Sequence:
+        """Return what the drafts know of a row, brought up to its tokens."""
+        sequence = self._sequences.get(row.key)
+        if sequence is not None and len(row.tokens) < len(sequence.tokens):
+            self._forget(row.key)  # the host began it anew
+            sequence = None
+        if sequence is None:
+            sampling = _SAMPLED if row.sampled else _GREEDY
+            tokens = list(row.tokens)
+            sequence = Sequence(
+                next(self._numbers), tokens, row.prompt_tokens, sampling, salt=row.salt
+            )
+            self._sequences[row.key] = sequence
+        elif len(row.tokens) > len(sequence.tokens):
+            sequence.tokens += row.tokens[len(sequence.tokens) :]
+        if self._ledger is not None:
+            if sequence.blocks:
+                self._ledger.grow(sequence)  # where there is no room, drafts have none either
+            else:
+                self._ledger.reserve(sequence, 0)
+        return sequence
+
+    def _view(self, rows: Seq[Row], sequences: list[Sequence]) -> View:
+        columns = [
+            (s.id, len(s.tokens), row.remaining, min(self.k_max, row.remaining - 1))
+            for row, s in zip(rows, sequences, strict=True)
+        ]
+        request, context, remaining, most = np.array(columns, np.int64).T
+        rests = not self._planning.needs_offers(request)
+        ceiling, unseen = self._drafting.ceilings(sequences, most.tolist(), only_free=rests)
+        ready = np.ones(len(rows), np.bool_)
+        names = self._drafting.names
+        return View(names, request, context, remaining, ceiling, unseen, ready)
+
+    # -- behind it
+
+    def ran(self, rows: Iterable[Verified], *, verify_s: float, prefill_tokens: int = 0) -> None:
+        """Learn from the step that was proposed for: the rows of it that took part, the seconds of
+        the target's pass, and the prompts' tokens in it.
+
+        Where something else was verified than was proposed, nothing is learnt of the step.
+        """
+        step, self._step = self._step, None
+        if step is None:
+            return
+        log, mine = step.log, True
+        for row in rows:
+            sequence = self._sequences.get(row.key)
+            if sequence is None or sequence.id not in step.proposals:
+                continue
+            emitted = [*row.tokens[len(sequence.tokens) :]]
+            if not emitted:
+                continue
+            proposals = step.proposals[sequence.id]
+            mine &= _is_start(row.proposed, proposals.chosen)
+            log.record(
+                sequence.id,
+                proposals.drafted,
+                len(row.proposed),
+                emitted,
+                drawn=not sequence.sampling.greedy,
+            )
+            for unused in proposals.unused:
+                log.record_free(sequence.id, unused, emitted)
+            if proposals.scored:
+                log.record_scored(sequence.id, proposals.scored)
+            sequence.tokens += emitted
+        if not mine:
+            self._stats.fallback("not_as_proposed")
+        elif log.rows:
+            log.parts_s["verify"] = verify_s
+            log.prefill_tokens = prefill_tokens
+            self._learn(step)
+
+    def _learn(self, step: _Step) -> None:
+        log, names = step.log, self._drafting.names
+        log.finished, self._finished = self._finished, []
+        outcome = log.outcome()
+        self._log = StepLog(names)
+        with self._log.part("learning"):
+            self._planning.observe(outcome, None)
+        self._stats.step(step.plan, outcome, names, [False] * len(log.rows))
+        self._stats.state(len(self._sequences), 0, {}, self._planning.drift())
+
+    def ended(self, keys: Iterable[Hashable]) -> None:
+        """Forget requests that are over; drafts that remember answers take theirs. Others than
+        were proposed for do not matter.
+        """
+        for key in keys:
+            if (sequence := self._sequences.get(key)) is not None:
+                self._drafting.ended(sequence)
+                self._forget(key)
+
+    def _forget(self, key: Hashable) -> None:
+        sequence = self._sequences.pop(key)
+        self._drafting.cancel([sequence.id])
+        if self._ledger is not None:
+            self._ledger.release(sequence)
+        self._finished.append(sequence.id)
+
+    def close(self) -> None:
+        """Release the drafts."""
+        for draft in self.drafts:
+            with suppress(Exception):
+                draft.close()
+
+
+def _is_start(tokens: Seq[int], proposal: Proposal | None) -> bool:
+    """Return whether tokens are the first ones of a proposal (a host may cut it)."""
+    return [*tokens] == ([] if proposal is None else proposal.tokens[: len(tokens)])
+
+
+def _threads(setting: int | str) -> int:
+    return setting if isinstance(setting, int) else 1

