@@ -302,16 +302,17 @@ def _settings(vllm_config: Any) -> HostConfig:
 def _draws_right(vllm_config: Any) -> bool:
     """Return whether vLLM's rule of acceptance keeps the law of sampled requests.
 
-    On CPUs vLLM 0.32.0 loses their temperature where anything is proposed in a step: the tensor
-    that has it for each row is left as it was allocated (vLLM's own n-grams have it, too).
+    On CPUs vLLM (0.24.0 to 0.32.0) loses their temperature where anything is proposed in a step:
+    what spreads it over the rows writes into a copy (its own n-grams are as wrong).
     """
     if str(vllm_config.device_config.device_type) != "cpu":
         return True
     from vllm.platforms import current_platform
-    from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
+    from vllm.utils import cpu_triton_utils
 
     current_platform.import_kernels()
-    spread = expand_batch_to_tokens(torch.tensor([0.25, 0.5]), torch.tensor([1, 3]), 3)
+    spread, ends = torch.zeros(3), torch.tensor([1, 3])
+    cpu_triton_utils._expand_kernel_impl(spread, torch.tensor([0.25, 0.5]), ends, 0, 1)
     right = bool(spread.tolist() == [0.25, 0.5, 0.5])
     if not right:
         logger.warning("spindle: nothing is proposed for sampled requests: vLLM draws them wrongly")

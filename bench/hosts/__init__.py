@@ -1,0 +1,1 @@
+"""What the policy costs and brings inside other engines' loops."""
