@@ -121,6 +121,7 @@ def tabulate(
         rows=tuple(case.rows for case in cases),
         tokens=tuple(case.query_tokens for case in cases),
         context_tokens=tuple(case.rows * case.context for case in cases),
+        node_context_tokens=tuple(case.rows * case.length * case.context for case in cases),
         seconds=tuple(
             time_s / max(1, case.run) for case, time_s in zip(cases, seconds, strict=True)
         ),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .plan import NO_DRAFT, Plan, View
+from .plan import NO_DRAFT, IntArray, Plan, View
 
 MANY = 4
 """Rows of which no single one makes the whole batch gain or lose much."""
@@ -25,16 +26,24 @@ class Kept:
     """Plans that are kept while planning would take more than its share of the time.
 
     Of a few requests one for each set of drafts that had something to propose: a match that lookup
-    has just found may be half of a step's tokens. Many requests have one, whatever is found and
-    whoever comes and goes, while they are more than half and less than twice the ``rows`` that it
-    was made for: a newcomer takes the usual choice. ``request`` are theirs, as bytes;
-    ``prefill_s`` of what the plans predict was the time of prefill.
+    has just found may be half of a step's tokens. Many requests have one, whoever comes and goes,
+    while they are more than half and less than twice the ``rows`` that it was made for: who has
+    come, or has other drafts with something to propose than at the time, takes the usual choice of
+    those that had the same. ``request`` are theirs, as bytes, ``found`` the drafts of each, in
+    bits; ``prefill_s`` of what the plans predict was the time of prefill.
     """
 
     request: bytes
     rows: int
     plans: Mapping[bytes, Plan]
+    found: bytes
     prefill_s: float = 0.0
+
+    @staticmethod
+    def drafts_found(view: View) -> IntArray:
+        """Return which drafts have something to propose for each row, in bits, int64[n]."""
+        bits: IntArray = (view.ceiling > 0) @ (1 << np.arange(len(view.drafts)))
+        return bits
 
     @staticmethod
     def key(view: View) -> bytes:
@@ -51,10 +60,11 @@ class Kept:
         speculates = plan.length.any()
         if speculates and (view.cap_s < math.inf or (view.prefill_tokens and n < MANY)):
             return None
-        if request != self.request:
-            if not self.lasts(n):
-                return None
-            plan = self._handed_on(plan, view)
+        if request != self.request and not self.lasts(n):
+            return None
+        found = self.drafts_found(view)
+        if request != self.request or (n >= MANY and found.tobytes() != self.found):
+            plan = self._handed_on(plan, view, found)
         again = replace(plan, notes={"kept": True}, predicted_s=plan.predicted_s - self.prefill_s)
         if speculates:
             ceiling = view.ceiling.ravel().take(np.arange(n) * len(view.drafts) + plan.draft)
@@ -66,8 +76,18 @@ class Kept:
         """Return whether it holds for so many rows, others among them."""
         return max(MANY - 1, self.rows // 2) < rows < 2 * self.rows
 
-    def _handed_on(self, plan: Plan, view: View) -> Plan:
-        place = {r: row for row, r in enumerate(np.frombuffer(self.request, np.int64).tolist())}
+    def _handed_on(self, plan: Plan, view: View, found: IntArray) -> Plan:
+        rows = range(len(plan.length))
         choices = list(zip(plan.draft.tolist(), plan.length.tolist(), strict=True))
-        usual = choices.index(max(choices, key=lambda choice: (choices.count(choice), choice)))
-        return plan.of_rows(np.array([place.get(r, usual) for r in view.request.tolist()]))
+        before = np.frombuffer(self.found, np.int64).tolist()
+        requests = np.frombuffer(self.request, np.int64).tolist()
+        own = {key: row for row, key in enumerate(zip(requests, before, strict=True))}
+
+        def usual(rows: Iterable[int]) -> int:
+            chosen = Counter(choices[row] for row in rows)
+            return choices.index(max(chosen, key=lambda choice: (chosen[choice], choice)))
+
+        of = {bits: usual(row for row in rows if before[row] == bits) for bits in set(before)}
+        other = usual(rows)
+        keys = zip(view.request.tolist(), found.tolist(), strict=True)
+        return plan.of_rows(np.array([own.get(key, of.get(key[1], other)) for key in keys]))

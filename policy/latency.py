@@ -3,7 +3,7 @@
 With P prefill tokens, B rows, k_i proposed tokens, K_d the longest chain of draft d's group and
 n_dj its rows at depth j, a step takes, in seconds,
 
-    T = T_verify(P + B + sum k_i, context)
+    T = T_verify(P + B + sum k_i, context, context of the proposed)
         + sum_d [ sum_{j<=K_d} t_d(n_dj) + catchup_d ] + T_overhead
 
 A ``LatencyTable`` is a file, measured on the machine that serves. A ``LatencyModel`` holds the
@@ -23,7 +23,7 @@ import numpy as np
 
 from .plan import BoolArray, FloatArray, IntArray
 
-SCHEMA = 1
+SCHEMA = 2
 MAX_GRID_TOKENS = 1 << 16
 VERIFY, OVERHEAD, FIRST_DRAFT = 0, 1, 2
 """Places of a step's parts: the target, the overhead, then the drafts in order."""
@@ -79,7 +79,8 @@ class LatencyTable:
     """Measured forwards of one engine, cell by cell.
 
     ``seconds[c]`` (a median) is the time of a forward of ``tokens[c]`` query tokens in all, spread
-    over ``rows[c]`` sequences that hold ``context_tokens[c]`` cached tokens in all. Of it
+    over ``rows[c]`` sequences that hold ``context_tokens[c]`` cached tokens in all; summed over
+    proposed tokens, those that they follow are ``node_context_tokens[c]`` (left out: none). Of it
     ``turn_s`` is spent once in a turn, however many forwards it has. A target is measured in
     verification, a draft in steps (``tokens == rows``) and catch-up. Raises LatencyError on
     malformed values.
@@ -92,8 +93,12 @@ class LatencyTable:
     seconds: tuple[float, ...]
     provenance: Provenance = SYNTHETIC
     turn_s: float = 0.0
+    node_context_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(
+            self, "node_context_tokens", self.node_context_tokens or (0,) * len(self.tokens)
+        )
         if not isinstance(self.engine, str) or not self.engine:
             raise LatencyError(f"engine must be a name, got {self.engine!r}")
         of = f"of engine {self.engine!r}"
@@ -155,6 +160,7 @@ _COLUMNS = (
     ("rows", int, 1, MAX_GRID_TOKENS),
     ("tokens", int, 1, MAX_GRID_TOKENS),
     ("context_tokens", int, 0, 1 << 40),
+    ("node_context_tokens", int, 0, 1 << 40),
     ("seconds", float, 1e-300, math.inf),
 )
 
@@ -178,39 +184,42 @@ def _check_keys(where: str, data: Mapping[str, Any], expected: set[str]) -> None
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatencyCurve:
-    """Seconds of a forward: base(tokens) + row_s * rows + context_s * cached tokens.
+    """Seconds of a forward: base(tokens) + row_s * rows + context_s * cached tokens
+    + node_context_s * cached tokens before each proposed token.
 
-    Never negative, never falling. ``base_s[t]`` is dense over 0..largest measured tokens; beyond it
-    the line ``slope_s`` goes on.
+    The last is what an engine takes that verifies every token by itself. Never negative, never
+    falling. ``base_s[t]`` is dense over 0..largest measured tokens; beyond it the line ``slope_s``
+    goes on.
     """
 
     base_s: FloatArray
     slope_s: float
     row_s: float = 0.0
     context_s: float = 0.0
+    node_context_s: float = 0.0
 
     @classmethod
     def fit(cls, table: LatencyTable) -> LatencyCurve:
         """Fit a table by non-negative least squares of the relative error.
 
         A base that never falls is a sum of steps >= 0 at the measured counts, so that isotonic
-        regression and both coefficients are one problem. Between counts the base is linear. A term
+        regression and the coefficients are one problem. Between counts the base is linear. A term
         that never varies at equal tokens cannot be separated from the base: it is 0.
         """
         tokens, seconds = np.array(table.tokens), np.array(table.seconds)
         knots = np.unique(tokens)
         columns = [(tokens[:, None] >= knots).astype(float)]
-        for values in (table.rows, table.context_tokens):
+        for values in (table.rows, table.context_tokens, table.node_context_tokens):
             term = np.array(values, float)
             varies = any(np.ptp(term[tokens == count]) > 0 for count in knots)
             columns.append((term * varies)[:, None])
         matrix = np.hstack(columns) / seconds[:, None]
         solution = nonnegative_least_squares(matrix, np.ones(len(seconds)))
-        base = np.interp(np.arange(knots[-1] + 1), knots, np.cumsum(solution[:-2]))
+        base = np.interp(np.arange(knots[-1] + 1), knots, np.cumsum(solution[:-3]))
         last = len(base) - 1
         start = max(last // 2, int(knots[0]))  # the chord over the last octave averages stairs
         slope = float(base[last] - base[start]) / (last - start) if last > start else 0.0
-        return cls(base, slope, float(solution[-2]), float(solution[-1]))
+        return cls(base, slope, *solution[-3:].tolist())
 
     def base(self, tokens: IntArray) -> FloatArray:
         """Return base seconds for any shape of token counts >= 0."""
@@ -232,9 +241,12 @@ class LatencyCurve:
             return self.base_s.item(tokens)
         return self.base_s.item(-1) + self.slope_s * beyond
 
-    def seconds(self, tokens: int, rows: int = 1, context_tokens: int = 0) -> float:
+    def seconds(
+        self, tokens: int, rows: int = 1, context_tokens: int = 0, node_context_tokens: int = 0
+    ) -> float:
         """Return the seconds of one forward."""
-        return self.at(tokens) + self.row_s * rows + self.context_s * context_tokens
+        context_s = self.context_s * context_tokens + self.node_context_s * node_context_tokens
+        return self.at(tokens) + self.row_s * rows + context_s
 
 
 def nonnegative_least_squares(matrix: FloatArray, target: FloatArray) -> FloatArray:
@@ -359,9 +371,9 @@ class Times:
 
     All seconds here are corrected. ``overhead_s`` of every step, ``speculation_s`` more of one that
     speculates, ``turn_s`` of the target's pass once in a turn; ``row_s`` and ``context_s`` by row
-    and cached token of the target; ``draft_row_s`` and ``draft_context_s`` float64[drafts] the same
-    of every forward of the drafts. The planner adds to ``draft_row_s`` what
-    verifying the nodes takes that a forward brings.
+    and cached token of the target, ``node_context_s`` by cached token before each proposed one;
+    ``draft_row_s`` and ``draft_context_s`` float64[drafts] by row and cached token of every forward
+    of the drafts. The planner adds to these what verifying the nodes takes that a forward brings.
     """
 
     def __init__(
@@ -377,6 +389,7 @@ class Times:
         self.turn_s = self._factor * model.turn_s
         self.row_s = self._factor * self._target.row_s
         self.context_s = self._factor * self._target.context_s
+        self.node_context_s = self._factor * self._target.node_context_s
         self.draft_row_s = drafts_factor * model.draft_row_s
         self.draft_context_s = drafts_factor * model.draft_context_s
 

@@ -32,8 +32,9 @@ from .trim import Calibration, trimmed
 
 _WARM_PLANS = 8  # that begin with the plan before them, until one is searched for from nothing
 _LOOK_STEPS = 4  # from one look for a trial to the next: looking takes time too
-_SURE_TOKENS = 20.0  # of a plan, for which each is taken to bring one node
+_SURE_TOKENS = 20.0  # of a plan, for which each is taken to bring one node and what it promised
 _MEMORY_TOKENS = 2000.0  # of plans, of which it is known how many nodes they brought
+_MEMORY_PROMISED = 300.0  # accepted tokens that new plans expected, of which it is known what came
 _TIMED_STEPS = 4  # of steps with a kept choice, which are alike, one in so many is timed
 
 
@@ -75,7 +76,10 @@ class PlannerState:
 
     ``nodes`` float64[2, drafts]: how many nodes were verified, and tokens of the longest paths that
     were proposed (fading); ``brought`` float64[drafts] how many nodes more than one such a token
-    brings, by these.
+    brings, by these. ``promised`` float64[drafts]: accepted tokens that the last plan expected;
+    ``kept_to`` float64[2, drafts] those accepted and those expected (fading), ``true``
+    float64[drafts] their ratio, by which tokens are expected: those that the trim cuts off are
+    never seen to fail.
     ``view`` is the last one planned for, ``planned`` whether its plan was made anew; ``goodput`` of
     the batch then, in tokens per second without prefill (0: unknown). ``credit_s`` is saved for
     trials, ``look_s`` of it make the next look worth while. ``debt_s`` is what planning and
@@ -90,6 +94,9 @@ class PlannerState:
     calibration: Calibration
     nodes: FloatArray
     brought: FloatArray
+    promised: FloatArray
+    kept_to: FloatArray
+    true: FloatArray
     memory: Any = None
     view: View | None = None
     planned: bool = False
@@ -139,6 +146,9 @@ class AdaptivePlanner(Policy):
             calibration=Calibration.none(drafts),
             nodes=np.zeros((2, drafts)),
             brought=np.zeros(drafts),
+            promised=np.zeros(drafts),
+            kept_to=np.zeros((2, drafts)),
+            true=np.ones(drafts),
             memory=self.execution.start() if self.execution else None,
         )
 
@@ -170,7 +180,12 @@ class AdaptivePlanner(Policy):
         credit_s = state.credit_s + self.config.explore_share * plan.predicted_s
         acceptance = self._admitted(state.acceptance, view)
         return plan, replace(
-            state, acceptance=acceptance, view=view, planned=False, credit_s=credit_s
+            state,
+            acceptance=acceptance,
+            view=view,
+            planned=False,
+            credit_s=credit_s,
+            promised=np.zeros(len(self.drafts)),
         )
 
     def _anew(self, view: View, state: PlannerState, now: float) -> tuple[Plan, PlannerState]:
@@ -198,6 +213,7 @@ class AdaptivePlanner(Policy):
             plain_s = problem.plain_s - prefill_s
             plan.notes["gain"] = priced.goodput * plain_s / problem.base_value
         after.last = request, priced.choice
+        after.promised = _promised(problem, priced.choice, state.true)
         after.goodput, after.kept = priced.goodput, self._kept(plan, prefill_s, view, state)
         after.credit_s += view.share * config.explore_share * plan.predicted_s
         if config.explore_share and after.credit_s >= after.look_s and problem.gain.size:
@@ -241,6 +257,7 @@ class AdaptivePlanner(Policy):
             after.look_s = after.credit_s + earned_s
             return plan
         after.credit_s -= found.cost_s
+        after.promised = np.zeros(len(self.drafts))
         after.look_s = after.credit_s + earned_s
         tried = _whole(view, rows, found.choice, found.result, plan.price)
         tried.notes = plan.notes | {"trial": found.rows}
@@ -268,6 +285,7 @@ class AdaptivePlanner(Policy):
         times = times or self.times(state, view.decoding)
         limits = self.config.k_max, self.config.switch_horizon_steps
         problem = step_problem(times, view, rows, expected.hazard, given, *limits)
+        problem.gain *= state.true[:, None]
         if self.execution is not None:
             self.execution.prepare(problem, view, times)
         return problem, rows, expected, given
@@ -282,11 +300,13 @@ class AdaptivePlanner(Policy):
         """Return the corrected seconds of a step, drafting charged for the nodes that it brings.
 
         A plan counts a proposed token as one node; how many the trim verifies for it is learnt by
-        draft. A node's seconds are the mean of the next four of each of the rows.
+        draft. A node's seconds are the mean of the next four of each of the rows, and those by
+        cached token before it.
         """
         times = state.correction.times(self.latency)
         node_s = (times.verify_at(5 * rows) - times.verify_at(rows)) / max(4 * rows, 1)
         times.draft_row_s = np.maximum(times.draft_row_s + node_s * state.brought, 0.0)
+        times.draft_context_s = times.draft_context_s + times.node_context_s * (1 + state.brought)
         return times
 
     def needs_offers(self, request: IntArray, state: PlannerState) -> bool:
@@ -321,7 +341,7 @@ class AdaptivePlanner(Policy):
         before, request, plans = state.kept, view.request.tobytes(), {Kept.key(view): plan}
         if before is not None and before.request == request and state.debt_s > 0:
             plans = {**before.plans, **plans}
-        return Kept(request, len(view), plans, prefill_s)
+        return Kept(request, len(view), plans, Kept.drafts_found(view).tobytes(), prefill_s)
 
     def _hope(
         self, acceptance: AcceptanceState, view: View, rows: IntArray, expected: Expected
@@ -360,6 +380,11 @@ class AdaptivePlanner(Policy):
             after.nodes = state.nodes * np.exp(-new[1] / _MEMORY_TOKENS) + np.array(new)
             verified, planned = after.nodes + _SURE_TOKENS
             after.brought = verified / planned - 1
+        if state.promised.any() and not (state.view is None or state.view.in_flight):
+            accepted = np.bincount(outcome.draft[used], outcome.accepted[used], len(self.drafts))
+            fading = np.exp(-state.promised / _MEMORY_PROMISED)
+            after.kept_to = state.kept_to * fading + np.array([accepted, state.promised])
+            after.true = (after.kept_to[0] + _SURE_TOKENS) / (after.kept_to[1] + _SURE_TOKENS)
         after.debt_s = self._debt_s(outcome, state)
         return after
 
@@ -445,6 +470,17 @@ class AdaptivePlanner(Policy):
         """Return the seconds by part that a step should have taken as it was executed."""
         executed = self.execution.predicted if self.execution is not None else predicted_parts
         return executed(times, outcome, view)
+
+
+def _promised(problem: StepProblem, choice: Choice, true: FloatArray) -> FloatArray:
+    """Return the accepted tokens that a choice expects by hazards alone, float64[drafts]."""
+    used = choice.length.nonzero()[0]
+    if not len(used):
+        return np.zeros(len(true))
+    draft, length = choice.of(used)
+    value = problem.value[length - 1, draft, used]
+    expected: FloatArray = np.bincount(draft, value, len(true)) / true
+    return expected
 
 
 def _known(state: PlannerState) -> Learnt:

@@ -332,14 +332,17 @@ def predicted_parts(times: Times, outcome: Outcome, view: View) -> Predicted:
     if ran is None:
         known = row >= 0
         rows, context, passes = int(known.sum()), int(view.context[row[known]].sum()), 1
-        tokens = int(outcome.verified[known].sum()) + rows + outcome.prefill_tokens
+        verified = outcome.verified[known]
+        tokens = int(np.add.reduce(verified)) + rows + outcome.prefill_tokens
+        node_context_s = times.node_context_s * float(verified @ view.context[row[known]])
     else:
+        node_context_s = 0.0
         rows, context, passes, tokens = ran.rows, ran.context_tokens, ran.iterations, ran.tokens
         if not tokens:
             return Predicted(0, 0.0, parts)
     base_s, other_s = times.verify_at(tokens), rows * times.row_s + context * times.context_s
     turns_s = (passes - 1) * times.turn_s  # which is in the table, once a pass
-    parts[VERIFY] = passes * (base_s + other_s) - turns_s
+    parts[VERIFY] = passes * (base_s + other_s) + node_context_s - turns_s
     return Predicted(tokens, passes * base_s, parts)
 
 

@@ -1,7 +1,8 @@
 """Which nodes the target verifies, once the drafts have proposed, and what their claims are worth.
 
 What drafting took is spent. A node is worth the chance that its path is what the target draws: one
-more token of its row. Its verification costs time at the plan's price. Over the whole batch the
+more token of its row. Its verification, and reading what comes before it, cost time at the plan's
+price. Over the whole batch the
 nodes worth most are verified, as many as leave the most: every total is looked at, for a step of
 the staircase may lose what the next nodes bring.
 
@@ -145,7 +146,8 @@ def trimmed(
         longest_s = planned_s + max(view.cap_s - plan.predicted_s, 0.0)
         verify_s = verify_s[: max(int(verify_s.searchsorted(longest_s * (1 + TIE), "right")), 1)]
     likely = calibration.probability(drafted.draft, drafted.drawn, drafted.confidence)
-    return best_first(drafted.row, likely, verify_s, plan.price, rows)
+    reading_s = times.node_context_s * view.context.take(drafted.row)
+    return best_first(drafted.row, likely - plan.price * reading_s, verify_s, plan.price, rows)
 
 
 def best_first(

@@ -85,6 +85,7 @@ def _scaled(curve: LatencyCurve, factor: float) -> LatencyCurve:
         factor * curve.slope_s,
         factor * curve.row_s,
         factor * curve.context_s,
+        factor * curve.node_context_s,
     )
 
 

@@ -129,6 +129,7 @@ def _parts(
     names = ("draft", "length", "verified", "catchup")
     part = replace(work, **{name: getattr(work, name)[rows] for name in names})
     parts_s, latency = step_parts(deployment.latency, part, view.drafts), deployment.latency
+    parts_s["verify"] += latency.target.node_context_s * int(part.verified @ view.context[rows])
     if isinstance(deployment.execution, Decomposition) and len(rows):
         context = view.context[rows]
         read = float(len(rows) * int(context.max()))
@@ -156,10 +157,14 @@ def perturbed(latency: LatencyModel, share: float, seed: int) -> LatencyModel:
         knots = np.arange(int(np.ceil(np.log(len(tokens)) / np.log(_KNOT_FACTOR))) + 2)
         wrong = np.interp(np.log(tokens) / np.log(_KNOT_FACTOR), knots, factor(len(knots)))
         base_s = np.maximum.accumulate(true.base_s * np.concatenate([wrong[:1], wrong[:-1]]))
-        slope_s, row_s, context_s = (
-            value * float(factor()[0]) for value in (true.slope_s, true.row_s, true.context_s)
+        slope, row, context = factor(3).tolist()
+        return LatencyCurve(
+            base_s,
+            slope * true.slope_s,
+            row * true.row_s,
+            context * true.context_s,
+            context * true.node_context_s,
         )
-        return LatencyCurve(base_s, slope_s, row_s, context_s)
 
     return replace(
         latency,

@@ -274,7 +274,7 @@ def test_a_table_of_a_gpu_is_for_gpus_of_its_name(deployment, monkeypatch):
 def test_a_missing_or_damaged_table_is_an_error_that_names_the_file(tmp_path):
     with pytest.raises(LatencyError, match=r"no latency table .*absent\.json.*spindle prepare"):
         read_table(tmp_path / "absent.json")
-    for text in ("{", "[]", '{"schema": 1}'):
+    for text in ("{", "[]", '{"schema": 2}'):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(LatencyError, match=r"bad\.json: "):
             read_table(tmp_path / "bad.json")

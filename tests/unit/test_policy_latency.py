@@ -39,7 +39,7 @@ def test_a_table_survives_json():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"schema": 2}, ["schema", "2"]),
+        ({"schema": 1}, ["schema", "1"]),
         ({"engine": ""}, ["engine", "''"]),
         ({"tokens": [1, 2]}, ["rows", "2", "4"]),
         ({"tokens": []}, ["tokens", "none"]),
@@ -123,6 +123,22 @@ def test_rows_and_context_are_told_apart_where_they_were_varied():
     assert curve.row_s == pytest.approx(2e-4, rel=1e-6)
     assert curve.context_s == pytest.approx(1e-7, rel=1e-6)
     assert curve.seconds(16, 4, 4096) == pytest.approx(0.01 + 16e-4 + 8e-4 + 4.096e-4)
+
+
+def test_what_each_proposed_token_reads_is_told_apart_from_what_each_row_reads():
+    cells = [(1, length, context) for length in (0, 3, 7) for context in (64, 512, 1536)]
+    cells += [(4, 1, 512), (8, 3, 200)]
+    rows, lengths, contexts = (np.array(column) for column in zip(*cells, strict=True))
+    tokens, read = rows * (1 + lengths), rows * contexts
+    again = rows * lengths * contexts
+    seconds = 0.01 + 1e-4 * tokens + 1e-7 * read + 3e-7 * again
+    columns = (tuple(column.tolist()) for column in (rows, tokens, read, seconds))
+    table = LatencyTable("target", *columns, node_context_tokens=tuple(again.tolist()))
+    assert LatencyTable.from_dict(json.loads(json.dumps(table.to_dict()))) == table
+    curve = LatencyCurve.fit(table)
+    assert curve.context_s == pytest.approx(1e-7, rel=1e-6)
+    assert curve.node_context_s == pytest.approx(3e-7, rel=1e-6)
+    assert curve.seconds(8, 1, 1000, 7000) == pytest.approx(0.01 + 8e-4 + 1e-4 + 21e-4)
 
 
 def test_a_cost_that_falls_with_rows_counts_as_none():
