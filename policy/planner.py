@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,7 +34,7 @@ _WARM_PLANS = 8  # that begin with the plan before them, until one is searched f
 _LOOK_STEPS = 4  # from one look for a trial to the next: looking takes time too
 _SURE_TOKENS = 20.0  # of a plan, for which each is taken to bring one node and what it promised
 _MEMORY_TOKENS = 2000.0  # of plans, of which it is known how many nodes they brought
-_MEMORY_PROMISED = 300.0  # accepted tokens that new plans expected, of which it is known what came
+_MEMORY_PROMISED = 500.0  # expected tokens of new plans, of which it is known what held
 _TIMED_STEPS = 4  # of steps with a kept choice, which are alike, one in so many is timed
 
 
@@ -70,16 +70,52 @@ class PlannerConfig:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
 
 
+class Promise(NamedTuple):
+    """What a plan expects of rows, by rising ``request`` int64[n] with their ``draft``:
+    ``accepted`` float64[K + 1, n] tokens of so many that are verified.
+    """
+
+    request: IntArray
+    draft: IntArray
+    accepted: FloatArray
+
+    @classmethod
+    def of(
+        cls, problem: StepProblem, choice: Choice, request: IntArray, true: FloatArray
+    ) -> Promise | None:
+        """Return that of a choice, ``problem`` having tokens times ``true``."""
+        used = choice.length.nonzero()[0]
+        if not len(used):
+            return None
+        draft = choice.draft[used]
+        accepted = problem.value[:, draft, used] / true[draft]
+        return cls(request[used], draft, np.concatenate([np.zeros((1, len(used))), accepted]))
+
+    def kept(self, outcome: Outcome, drafts: int) -> FloatArray:
+        """Return the verified nodes that held, and what was expected, float64[2, drafts]; 0 where
+        the trim cut off nothing of a draft.
+        """
+        place = np.minimum(self.request.searchsorted(outcome.request), len(self.request) - 1)
+        same = (self.request[place] == outcome.request) & (self.draft[place] == outcome.draft)
+        place, length, cut = place[same], outcome.length[same], outcome.verified < outcome.length
+        draft = self.draft[place]
+        held = np.bincount(draft, outcome.followed[same], drafts)
+        expected = np.bincount(draft, self.accepted[length, place], drafts)
+        some_cut = np.bincount(draft, cut[same], drafts) > 0
+        counts: FloatArray = np.where(some_cut, [held, expected], 0.0)
+        return counts
+
+
 @dataclass(slots=True, eq=False)
 class PlannerState:
     """What the planner remembers from step to step.
 
     ``nodes`` float64[2, drafts]: how many nodes were verified, and tokens of the longest paths that
     were proposed (fading); ``brought`` float64[drafts] how many nodes more than one such a token
-    brings, by these. ``promised`` float64[drafts]: accepted tokens that the last plan expected;
-    ``kept_to`` float64[2, drafts] those accepted and those expected (fading), ``true``
-    float64[drafts] their ratio, by which tokens are expected: those that the trim cuts off are
-    never seen to fail.
+    brings, by these. ``promise`` is what the last plan, if new, expected of its rows;
+    ``kept_to`` float64[2, drafts]: the nodes of such plans that held, and those expected, where
+    some were cut off (fading); ``true`` float64[drafts] their ratio, by which gains count: what the
+    trim cuts off is no token gained.
     ``view`` is the last one planned for, ``planned`` whether its plan was made anew; ``goodput`` of
     the batch then, in tokens per second without prefill (0: unknown). ``credit_s`` is saved for
     trials, ``look_s`` of it make the next look worth while. ``debt_s`` is what planning and
@@ -94,7 +130,7 @@ class PlannerState:
     calibration: Calibration
     nodes: FloatArray
     brought: FloatArray
-    promised: FloatArray
+    promise: Promise | None
     kept_to: FloatArray
     true: FloatArray
     memory: Any = None
@@ -146,7 +182,7 @@ class AdaptivePlanner(Policy):
             calibration=Calibration.none(drafts),
             nodes=np.zeros((2, drafts)),
             brought=np.zeros(drafts),
-            promised=np.zeros(drafts),
+            promise=None,
             kept_to=np.zeros((2, drafts)),
             true=np.ones(drafts),
             memory=self.execution.start() if self.execution else None,
@@ -185,7 +221,7 @@ class AdaptivePlanner(Policy):
             view=view,
             planned=False,
             credit_s=credit_s,
-            promised=np.zeros(len(self.drafts)),
+            promise=None,
         )
 
     def _anew(self, view: View, state: PlannerState, now: float) -> tuple[Plan, PlannerState]:
@@ -213,7 +249,7 @@ class AdaptivePlanner(Policy):
             plain_s = problem.plain_s - prefill_s
             plan.notes["gain"] = priced.goodput * plain_s / problem.base_value
         after.last = request, priced.choice
-        after.promised = _promised(problem, priced.choice, state.true)
+        after.promise = Promise.of(problem, priced.choice, view.request.take(rows), state.true)
         after.goodput, after.kept = priced.goodput, self._kept(plan, prefill_s, view, state)
         after.credit_s += view.share * config.explore_share * plan.predicted_s
         if config.explore_share and after.credit_s >= after.look_s and problem.gain.size:
@@ -257,7 +293,7 @@ class AdaptivePlanner(Policy):
             after.look_s = after.credit_s + earned_s
             return plan
         after.credit_s -= found.cost_s
-        after.promised = np.zeros(len(self.drafts))
+        after.promise = None
         after.look_s = after.credit_s + earned_s
         tried = _whole(view, rows, found.choice, found.result, plan.price)
         tried.notes = plan.notes | {"trial": found.rows}
@@ -380,11 +416,11 @@ class AdaptivePlanner(Policy):
             after.nodes = state.nodes * np.exp(-new[1] / _MEMORY_TOKENS) + np.array(new)
             verified, planned = after.nodes + _SURE_TOKENS
             after.brought = verified / planned - 1
-        if state.promised.any() and not (state.view is None or state.view.in_flight):
-            accepted = np.bincount(outcome.draft[used], outcome.accepted[used], len(self.drafts))
-            fading = np.exp(-state.promised / _MEMORY_PROMISED)
-            after.kept_to = state.kept_to * fading + np.array([accepted, state.promised])
-            after.true = (after.kept_to[0] + _SURE_TOKENS) / (after.kept_to[1] + _SURE_TOKENS)
+            if state.promise is not None and len(outcome.followed):
+                kept = state.promise.kept(outcome, len(self.drafts))
+                after.kept_to = state.kept_to * np.exp(-kept[1] / _MEMORY_PROMISED) + kept
+                held, expected = after.kept_to + _SURE_TOKENS
+                after.true = held / expected
         after.debt_s = self._debt_s(outcome, state)
         return after
 
@@ -470,17 +506,6 @@ class AdaptivePlanner(Policy):
         """Return the seconds by part that a step should have taken as it was executed."""
         executed = self.execution.predicted if self.execution is not None else predicted_parts
         return executed(times, outcome, view)
-
-
-def _promised(problem: StepProblem, choice: Choice, true: FloatArray) -> FloatArray:
-    """Return the accepted tokens that a choice expects by hazards alone, float64[drafts]."""
-    used = choice.length.nonzero()[0]
-    if not len(used):
-        return np.zeros(len(true))
-    draft, length = choice.of(used)
-    value = problem.value[length - 1, draft, used]
-    expected: FloatArray = np.bincount(draft, value, len(true)) / true
-    return expected
 
 
 def _known(state: PlannerState) -> Learnt:

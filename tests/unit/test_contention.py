@@ -16,6 +16,7 @@ from backend.request import GenerationRequest
 from bench.in_process import generate
 from policy import AdaptivePlanner
 from policy.pipelining import Pipelining
+from policy.planner import Promise
 from tests.contract.deployment import tiny_engine
 from tests.unit.test_policy_pipelining import OVERLAPPING, knowing
 
@@ -92,6 +93,7 @@ def test_the_adaptive_policy_cuts_a_batch_where_it_thinks_that_pays_and_no_text_
     monkeypatch.setattr(
         AdaptivePlanner, "_timed", lambda planner, outcome, state, view: state.correction
     )
+    monkeypatch.setattr(Promise, "of", lambda *_: None)  # what it knows is all that it goes by
     texts, submitted = {}, []
     collect = InFlight.collect
     monkeypatch.setattr(

@@ -195,10 +195,21 @@ def test_many_keep_their_choices_whoever_comes_and_goes():
 def test_a_newcomer_takes_the_choice_that_most_have():
     seen = many(range(5))
     plan = Plan(np.array([0, 1, -1, 1, 0]), np.array([3, 2, 0, 2, 4]), STEP_S)
-    kept = Kept(seen.request.tobytes(), 5, {b"": plan})
+    kept = Kept(seen.request.tobytes(), 5, {b"": plan}, Kept.drafts_found(seen).tobytes())
     after = kept.plan(many([4, 9, 0, 1]))
     assert after.draft.tolist() == [0, 1, 0, 1]
     assert after.length.tolist() == [4, 2, 3, 2]
+
+
+def test_many_take_the_choice_of_those_whose_drafts_found_as_much():
+    nothing, all_found = [8, 0], [8, 8]
+    seen = many(range(5), ceiling=np.array([nothing, nothing, nothing, all_found, all_found]))
+    plan = Plan(np.array([0, 0, 0, 1, 1]), np.array([1, 1, 2, 6, 6]), STEP_S)
+    kept = Kept(seen.request.tobytes(), 5, {b"": plan}, Kept.drafts_found(seen).tobytes())
+    now = np.array([all_found, nothing, nothing, nothing, all_found, all_found])
+    after = kept.plan(many([0, 1, 2, 3, 4, 9], ceiling=now))
+    assert after.draft.tolist() == [1, 0, 0, 0, 1, 1]
+    assert after.length.tolist() == [6, 1, 2, 1, 6, 6]
 
 
 @pytest.mark.parametrize(

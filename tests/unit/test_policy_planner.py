@@ -258,6 +258,40 @@ def test_the_price_is_that_of_a_step_without_its_prefill_however_little_of_it_is
     assert after.price == pytest.approx(alone.price, rel=0.05)
 
 
+def test_what_the_trim_cuts_off_is_no_token_gained():
+    """Where half of what is planned is never verified, half of it is never accepted."""
+    p = planner(latency((0.001, 9.0)), **certain(0.8))
+    state, seen = p.start(), view(4)
+    first, state = p.plan(seen, state, 0.0, RNG)
+    for _ in range(8):
+        plan, state = p.plan(seen, state, 0.0, RNG)
+        held = np.minimum(plan.length, 1)
+        done = outcome(seen, plan, held, followed=held)
+        state = p.observe(replace(done, verified=held), state, 0.0)
+    assert plan.length.sum() < first.length.sum()
+    assert plan.predicted_tokens < 0.7 * first.predicted_tokens
+
+
+def test_what_is_verified_whole_is_left_to_what_is_learnt_of_acceptance():
+    p = planner(latency((0.001, 9.0)), **certain(0.8))
+    state, seen = p.start(), view(4)
+    none = np.zeros(4, int)
+    for _ in range(8):
+        plan, state = p.plan(seen, state, 0.0, RNG)
+        state = p.observe(outcome(seen, plan, none, followed=none), state, 0.0)
+    assert state.true.tolist() == [1.0, 1.0]
+
+
+def test_a_node_pays_for_the_context_that_it_reads():
+    model = latency((0.001, 0.001))
+    reading = replace(model, target=replace(model.target, node_context_s=2e-5))
+    lengths = []
+    for context in (10, 1000):
+        p, seen = planner(reading, **certain(0.8)), view(4, context=np.full(4, context))
+        lengths.append(p.plan(seen, p.start(), 0.0, RNG)[0].length.sum())
+    assert lengths[0] > lengths[1] > 0
+
+
 def test_prefill_in_the_step_does_not_lengthen_chains():
     """Prefill makes the step long; V / T of the step alone would then speculate more."""
     p = planner(latency(free_tokens=1), **certain(0.7))

@@ -1,5 +1,6 @@
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -100,6 +101,14 @@ def test_a_step_of_the_staircase_is_climbed_for_what_lies_behind_it():
     one_dear_step = target([1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 9.0])
     assert trim(one_dear_step, view(), planned([4]), drafted([0.6] * 4)) == [4]
     assert trim(one_dear_step, view(), planned([1]), drafted([0.6])) == [0]
+
+
+def test_a_node_behind_a_long_context_must_be_worth_more():
+    curve = LatencyCurve(np.full(600, 1.0), 0.0, node_context_s=0.001)
+    reading, seen = LatencyModel(curve, LatencyModel.unit(2).drafts), view(2)
+    seen = replace(seen, context=np.array([100, 500]))
+    same = drafted([0.6, 0.3, 0.2, 0.05], [0.6, 0.3, 0.2, 0.05])
+    assert trim(reading, seen, planned([4, 4]), same) == [3, 1]
 
 
 def test_where_time_is_free_all_are_verified_and_where_it_is_dear_none():
