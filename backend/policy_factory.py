@@ -36,9 +36,11 @@ def make_policy(
     tables: Mapping[str, LatencyTable],
     stats: StepStats,
     contention: float | None = None,
+    execution: Execution | None = None,
 ) -> policy.Policy:
     """Make the configured policy for these drafts; ``tables`` by the names of the engines that run
-    a model, ``contention`` as of ``backend.engines.contention``.
+    a model, ``contention`` as of ``backend.engines.contention``; ``execution`` of the adaptive one
+    is what the configuration says, if none is given.
     """
     if config.policy.kind == "none" or not drafts:
         return policy.NoSpeculation()
@@ -54,7 +56,8 @@ def make_policy(
         k_max=config.policy.k_max,
         catchup_scored=scored,
     )
-    planner = policy.AdaptivePlanner(names, latency, constants, _execution(config, contention))
+    execution = execution or _execution(config, contention)
+    planner = policy.AdaptivePlanner(names, latency, constants, execution)
     if not config.policy.trace_file:
         return planner
     return Traced(

@@ -31,6 +31,7 @@ from backend.policy_factory import make_policy
 from backend.request import SamplingParams
 from backend.sequence import Proposal, Sequence
 from policy import LatencyTable, NoSpeculation, Plan, View
+from policy.extensions import Execution
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +105,7 @@ class Host:
             for engine, draft in zip(serving.drafts, self.drafts, strict=True)
             if engine.kind.measured
         }
+        self._trims = True
         self._numbers = count(1)
         self._sequences: dict[Hashable, Sequence] = {}
         self._finished: list[int] = []
@@ -116,10 +118,13 @@ class Host:
         """The plan of the step under way."""
         return None if self._step is None else self._step.plan
 
-    def plan_by(self, target: LatencyTable) -> None:
-        """Plan by this table of the host's passes from now on."""
+    def plan_by(self, target: LatencyTable, execution: Execution | None = None) -> None:
+        """Plan by this table of the host's passes from now on; ``execution`` is for a host whose
+        steps run something else than what is proposed, all of which it then gets.
+        """
         tables: Mapping[str, LatencyTable] = {**self._tables, TARGET: target}
-        policy = make_policy(self._serving, self.drafts, tables, self._stats)
+        policy = make_policy(self._serving, self.drafts, tables, self._stats, execution=execution)
+        self._trims = execution is None
         self._planning.change(policy, policy.start())
 
     # -- before a step
@@ -165,6 +170,10 @@ class Host:
         """Note in ``proposals`` what of each is to be verified."""
         drafted = self._drafting.drafted(sequences, proposals)
         if drafted is None:
+            return
+        if not self._trims:
+            for row in proposals.values():
+                row.chosen = self._drafting.best(row.drafted, self.k_max)
             return
         with log.part("planning"):
             nodes = self._planning.trim(view, plan, drafted)

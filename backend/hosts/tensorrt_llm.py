@@ -1,0 +1,175 @@
+"""The policy in TensorRT-LLM's PyTorch backend: a drafter for ``UserProvidedDecodingConfig``.
+
+Written against recorded sources (``tests/contract/tensorrt_llm_drafter_api.json``) and tested on a
+fake that enforces what they do; **it has never run on the real thing**. What the executor does in
+a step, and where this takes part:
+
+1. ``get_draft_len_for_batch_size``: the policy plans; 0, and the step has no drafts at all, or all
+   of ``max_draft_len``, for the executor pads every row to it.
+2. ``prepare_draft_tokens``: the proposals go into ``py_draft_tokens``.
+3. The target verifies; without draft logits the sampler keeps what it would have drawn itself.
+4. ``update_resources`` of the resource manager, which is called in steps without drafts too: what
+   was emitted is learnt from, and who will decode next is known.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import tensorrt_llm
+from tensorrt_llm._torch.pyexecutor.llm_request import LlmRequestState
+from tensorrt_llm._torch.pyexecutor.resource_manager import BaseResourceManager
+from tensorrt_llm._torch.speculative.drafter import Drafter
+from tensorrt_llm.llmapi import UserProvidedDecodingConfig
+
+from backend.config import ConfigError
+from backend.hosts.adapter import Host, Row, Verified
+from backend.hosts.padded import Padded
+from backend.hosts.settings import TARGET, HostConfig, host_config
+from backend.ops.stats import Stats, StepStats
+from backend.sequence import Proposal
+from policy import LatencyTable
+
+logger = logging.getLogger(__name__)
+
+_LOOKUP = [{"engine": "lookup", "name": "lookup"}]
+"""By default nothing is remembered of others' answers: requests here name no tenant."""
+
+_GUESSED_S = {1: 0.01, 64: 0.0105, 256: 0.014, 1024: 0.04, 4096: 0.15}
+"""A GPU's passes by tokens, where no table was measured: steps correct it, within bounds."""
+
+
+def engine_args(
+    settings: Mapping[str, Any], max_draft_len: int, max_seq_len: int
+) -> dict[str, Any]:
+    """Return what to give ``tensorrt_llm.LLM`` besides the model: drafter and resources, and no
+    overlap scheduler, beside which nothing can be proposed. Raises ConfigError.
+    """
+    drafter = SpindleDrafter(settings, max_draft_len, max_seq_len)
+    chosen = UserProvidedDecodingConfig(
+        max_draft_len=max_draft_len, drafter=drafter, resource_manager=drafter.resources
+    )
+    return {"speculative_config": chosen, "disable_overlap_scheduler": True}
+
+
+class SpindleDrafter(Drafter):  # type: ignore[misc] # TensorRT-LLM is not there to be checked
+    """Proposes what the policy chooses, for the executor's loop on one GPU."""
+
+    _needs_padding_kv_extension = True  # its sampler rewinds by padded lengths
+
+    def __init__(self, settings: Mapping[str, Any], max_draft_len: int, max_seq_len: int) -> None:
+        """Take settings as of ``backend.hosts.settings``. Raises ConfigError for them, or where the
+        model spans several GPUs: each rank would time its steps and plan by itself.
+        """
+        super().__init__(
+            max_draft_len=max_draft_len,
+            max_total_draft_tokens=max_draft_len,
+            max_concurrency=None,
+            draft_len_schedule={1: max_draft_len},  # any at all, so that we are asked each step
+        )
+        if (ranks := tensorrt_llm.mpi_world_size()) > 1:
+            raise ConfigError(f"SpindleDrafter needs a model on one GPU, got {ranks} ranks")
+        known = {"drafts": _LOOKUP, **settings}
+        config = host_config(known, max_draft_len, max_seq_len)
+        stats = Stats()
+        self._host = Host(config, stats)
+        self._host.plan_by(_table(config, stats), Padded(max_draft_len))
+        if config.metrics_port:
+            from backend.hosts.metrics import Exporter
+
+            self._exporter = Exporter(stats, config.metrics_port)
+        self._proposals: dict[Any, Proposal] = {}
+        self.resources = SpindleResources(self._host, self._proposals)
+
+    def get_draft_len_for_batch_size(self, batch_size: int) -> int:
+        """Plan the step of those who decode now; return 0 where none of them is to speculate."""
+        del batch_size
+        rows = [
+            Row(name, tokens, request.py_orig_prompt_len, _remaining(request, tokens))
+            for name, request in self.resources.decoding.items()
+            for tokens in (request.get_tokens(0),)
+        ]
+        self._proposals.clear()
+        self._proposals.update(self._host.propose(rows))
+        return self._static_max_total_draft_tokens if self._proposals else 0
+
+    def prepare_draft_tokens(self, scheduled_requests: Any, resource_manager: Any = None) -> None:
+        """Give each decoding request its proposal; the executor fills them up with zeros."""
+        del resource_manager
+        for request in scheduled_requests.generation_requests:
+            proposal = self._proposals.get(request.py_request_id)
+            request.py_draft_tokens = [] if proposal is None else [*proposal.tokens]
+            request.py_disable_speculative_decoding = False  # set by steps without drafts
+
+
+class SpindleResources(BaseResourceManager):  # type: ignore[misc]
+    """No resources: the calls by which the executor tells of steps and ends.
+
+    ``decoding`` are the requests that decode in the next step, by id.
+    """
+
+    def __init__(self, host: Host, proposals: Mapping[Any, Proposal]) -> None:
+        self._host, self._proposals = host, proposals
+        self._started_s, self._prefill_tokens = 0.0, 0
+        self.decoding: dict[Any, Any] = {}
+
+    def get_max_resource_count(self) -> int:
+        """Return 0: admission does not depend on this one."""
+        return 0
+
+    def get_needed_resource_to_completion(self, request: Any) -> int:
+        """Return 0, as above."""
+        del request
+        return 0
+
+    def prepare_resources(self, scheduled_batch: Any) -> None:
+        """Note when the step begins, and what of prompts is in it."""
+        self._prefill_tokens = sum(r.context_chunk_size for r in scheduled_batch.context_requests)
+        self._started_s = perf_counter()
+
+    def update_resources(self, scheduled_batch: Any) -> None:
+        """Learn from the step that is done, and see who decodes from now on."""
+        step_s = perf_counter() - self._started_s
+        rows = [
+            Verified(
+                request.py_request_id,
+                proposal.tokens if proposal is not None else [],
+                request.get_tokens(0),
+            )
+            for request in scheduled_batch.generation_requests
+            for proposal in (self._proposals.get(request.py_request_id),)
+        ]
+        self._host.ran(rows, verify_s=step_s, prefill_tokens=self._prefill_tokens)
+        for request in (*scheduled_batch.context_requests, *scheduled_batch.generation_requests):
+            if request.state == LlmRequestState.GENERATION_IN_PROGRESS and not request.is_dummy:
+                self.decoding[request.py_request_id] = request
+
+    def free_resources(self, request: Any) -> None:
+        """Forget a request that is over, or paused and to begin anew."""
+        if self.decoding.pop(request.py_request_id, None) is not None:
+            self._host.ended([request.py_request_id])
+
+    def shutdown(self) -> None:
+        """Release the drafts."""
+        self._host.close()
+
+
+def _remaining(request: Any, tokens: list[int]) -> int:
+    return max(1, int(request.py_orig_prompt_len + request.py_max_new_tokens) - len(tokens))
+
+
+def _table(config: HostConfig, stats: Stats) -> LatencyTable:
+    """Return the measured table, else a guess, which is counted. Raises LatencyError for a file
+    that holds none.
+    """
+    file = Path(config.latency_file)
+    if config.latency_file and file.exists():
+        return LatencyTable.from_dict(json.loads(file.read_text("utf-8")))
+    StepStats(stats).fallback("latency_guessed")
+    logger.warning("spindle: no latency table: planning by a guess that measured steps correct")
+    return LatencyTable.synthetic(TARGET, _GUESSED_S)

@@ -1,0 +1,118 @@
+"""The drafter for TensorRT-LLM's PyTorch backend, on a fake of its loop: never on the real one."""
+
+import json
+
+import numpy as np
+import pytest
+
+from backend.config import ConfigError
+from backend.hosts.padded import Padded
+from policy import LatencyTable
+from policy.latency import LatencyModel
+from tests.contract.fake_tensorrt_llm import Executor, Request, install
+
+K_MAX = 4
+
+
+@pytest.fixture
+def plugin(monkeypatch):
+    return install(monkeypatch)
+
+
+def repeating(number, tokens=160, period=10):
+    return Request(number, [1000 * number + 1 + i % period for i in range(tokens)], 24)
+
+
+def noise(number, tokens=160):
+    text = np.random.default_rng(number).integers(1, 30_000, tokens).tolist()
+    return Request(number, text, 24)
+
+
+def serve(executor, requests, most=1000):
+    executor.active += requests
+    for _ in range(most):
+        if not executor.active:
+            return
+        executor.step()
+    pytest.fail("some requests never end")
+
+
+def table(tmp_path, padded_factor):
+    """Steps of up to 64 tokens; those of ``K_MAX`` tokens a row take so much longer."""
+    file = tmp_path / "table.json"
+    tokens = {1: 1e-5, 2: 1e-5, 5: padded_factor * 1e-5, 64: padded_factor * 1.01e-5}
+    file.write_text(json.dumps(LatencyTable.synthetic("target", tokens).to_dict()))
+    return {"latency_file": str(file)}
+
+
+def test_texts_are_whole_and_take_fewer_steps(plugin):
+    executor = Executor(**plugin.engine_args({}, K_MAX, 512))
+    requests = [repeating(n) for n in range(1, 5)]
+    serve(executor, requests)
+    assert all(r.text == r._text for r in requests)
+    assert len(executor.steps) < 110  # 137 without drafts
+    assert executor._drafter._host._sequences == {}
+    assert executor._resources.decoding == {}
+
+
+def test_the_length_of_a_step_is_none_or_all(plugin):
+    executor = Executor(**plugin.engine_args({}, K_MAX, 512))
+    serve(executor, [repeating(1), noise(2), noise(3)])
+    assert {length for length, _, _ in executor.steps} == {0, K_MAX}
+    within = [proposed for length, _, proposed in executor.steps if length]
+    assert any(len(set(one)) > 1 for one in within)  # the executor pads, row by row
+
+
+def test_rows_come_back_after_steps_without_drafts(plugin):
+    executor = Executor(**plugin.engine_args({}, K_MAX, 512))
+    half = noise(1)._text[:80] + repeating(1, 80)._text
+    request = Request(1, half, 24)
+    serve(executor, [request])
+    lengths = [length for length, _, _ in executor.steps]
+    assert 0 in lengths
+    assert K_MAX in lengths[lengths.index(0) :]
+    assert not request.py_disable_speculative_decoding
+
+
+def test_who_comes_later_is_drafted_for_too(plugin):
+    executor = Executor(**plugin.engine_args({}, K_MAX, 512))
+    executor.active += [noise(1)]
+    for _ in range(30):
+        executor.step()
+    late = repeating(2)
+    serve(executor, [late])
+    assert max(max(p, default=0) for _, _, p in executor.steps) == K_MAX
+    assert late.text == late._text
+
+
+def test_a_model_on_several_gpus_is_refused(monkeypatch):
+    plugin = install(monkeypatch, ranks=2)
+    with pytest.raises(ConfigError, match="one GPU, got 2 ranks"):
+        plugin.engine_args({}, K_MAX, 512)
+
+
+def test_settings_are_checked(plugin):
+    with pytest.raises(ConfigError, match="unknown key 'draft'"):
+        plugin.engine_args({"draft": "lookup"}, K_MAX, 512)
+
+
+def test_a_file_is_planned_by_and_a_guess_is_counted(plugin, tmp_path, caplog):
+    plugin.engine_args(table(tmp_path, 1.0), K_MAX, 512)
+    assert "guess" not in caplog.text
+    plugin.engine_args({}, K_MAX, 512)
+    assert "guess" in caplog.text
+
+
+def test_padding_has_its_price():
+    model = LatencyModel.from_tables(
+        LatencyTable.synthetic("target", {1: 1.0, 10: 1.0, 50: 5.0}), {}
+    )
+    from types import SimpleNamespace
+
+    from policy.latency import Correction
+
+    times = Correction.start(0).times(model)
+    problem = SimpleNamespace(undrafted_s=np.array([1.0, 1.0, 1.0, 1.1]))
+    view = type("V", (), {"prefill_tokens": 0, "__len__": lambda self: 10})()
+    Padded(K_MAX).prepare(problem, view, times)
+    assert problem.undrafted_s.tolist() == [1.0, 5.0, 5.0, 5.0]
