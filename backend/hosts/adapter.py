@@ -35,6 +35,11 @@ from policy.extensions import Execution
 
 logger = logging.getLogger(__name__)
 
+_MANY_ROWS, _EVIDENCE_STEPS = 16, 4
+"""While a plan without speculation is kept for so many rows, free drafts are asked for each of them
+in one of so many steps: asking takes longer than planning.
+"""
+
 _GREEDY, _SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
 
 
@@ -106,6 +111,7 @@ class Host:
             if engine.kind.measured
         }
         self._trims = True
+        self._turn = 0
         self._numbers = count(1)
         self._sequences: dict[Hashable, Sequence] = {}
         self._finished: list[int] = []
@@ -210,6 +216,9 @@ class Host:
         ]
         request, context, remaining, most = np.array(columns, np.int64).T
         rests = not self._planning.needs_offers(request)
+        if rests and len(rows) >= _MANY_ROWS:  # what free drafts offer is evidence only
+            self._turn = (self._turn + 1) % _EVIDENCE_STEPS
+            most *= np.arange(len(rows)) % _EVIDENCE_STEPS == self._turn
         ceiling, unseen = self._drafting.ceilings(sequences, most.tolist(), only_free=rests)
         ready = np.ones(len(rows), np.bool_)
         names = self._drafting.names

@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -244,9 +245,17 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
             prompt = [1 + i % 7 for i in range(shape.prompt_tokens)]
             life = min(_MADE_UP_TOKENS, self.max_model_len - shape.prompt_tokens)
             asked = SamplingParams(temperature=0.0, max_tokens=life, ignore_eos=True)
-            request = Request(name, prompt, asked, None)
+            request = Request(name, prompt, asked, None, block_hasher=self._block_names)
             self._made_up[name] = request
             super().add_request(request)
+
+    def _block_names(self, request: Request) -> list[bytes]:
+        """Return names of the blocks that a made-up request has filled since, which nobody else's
+        have: the cache of prefixes asks for them.
+        """
+        size = getattr(self, "hash_block_size", self.block_size)
+        new = request.num_tokens // size - len(request.block_hashes)
+        return [os.urandom(32) for _ in range(new)]
 
     def _finish(self, names: list[str]) -> None:
         live = [name for name in names if name in self.requests]

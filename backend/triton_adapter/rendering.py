@@ -25,6 +25,7 @@ GUARANTEES = """\
 | `torch` in fp32 | plain decoding's text [2] | one text for a seed, any load [2] |
 | `invariant: false`, int8 in fp32, `torch` in bf16 | may part at near-ties [2] | may part [2] |
 | TensorRT-LLM [3] | its decoder's own text | one text only with the same plans |
+| plug-in of vLLM, fp32 | plain vLLM's text [2] | by vLLM's own distribution |
 """
 """What speculation leaves as it is, by number format and kind of request: README and
 ``docs/explanation/exactness.md`` have this table.
