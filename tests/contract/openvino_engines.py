@@ -32,9 +32,11 @@ def with_larger_heads() -> Iterator[None]:
 
 
 @contextmanager
-def on_openvino(*scenarios: Scenario, invariant: bool = True) -> Iterator[None]:
-    """Make every engine of weights one of OpenVINO in fp32; what is compared with has been made on
-    torch, in fp64, before.
+def on_openvino(
+    *scenarios: Scenario, invariant: bool = True, dtype: str = "fp32"
+) -> Iterator[None]:
+    """Make every engine of weights one of OpenVINO; what is compared with has been made on torch,
+    in fp64, before.
     """
     for scenario in scenarios:
         for ask in scenario.asks:
@@ -44,7 +46,9 @@ def on_openvino(*scenarios: Scenario, invariant: bool = True) -> Iterator[None]:
         assert attention == "ragged"
         narrow = {k: w.float() if w.is_floating_point() else w for k, w in weights.items()}
         exact = invariant and name == "target"
-        return OpenvinoEngine.from_weights(name, config, narrow, invariant=exact, **sizes)
+        return OpenvinoEngine.from_weights(
+            name, config, narrow, invariant=exact, dtype=dtype, **sizes
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TorchEngine, "from_weights", made)

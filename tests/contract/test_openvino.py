@@ -14,7 +14,7 @@ import openvino
 import pytest
 import torch
 
-from backend import kinds
+from backend import kinds, machine
 from backend.config import ConfigError, parse_config, settled
 from backend.engines.checkpoint import CheckpointError, LlamaConfig
 from backend.engines.openvino import llama
@@ -224,8 +224,8 @@ def asked(count):
         )
 
 
-def same_texts_under(loads, count):
-    with on_openvino():
+def same_texts_under(loads, count, dtype):
+    with on_openvino(dtype=dtype):
         engine = tiny_engine(kv_blocks=20)
     unknown = [(*ask, []) for ask in asked(count)]
     alone, _ = served(engine, unknown, load=0)
@@ -238,13 +238,22 @@ def same_texts_under(loads, count):
     return pre_empted
 
 
-def test_the_same_request_has_the_same_text_to_the_last_bit_under_any_load_and_plan():
-    same_texts_under(range(1, 4), 24)
+in_bf16 = pytest.mark.skipif(
+    not machine.multiplies_bf16(), reason="the processor does not multiply bf16"
+)
+DTYPES = ["fp32", pytest.param("bf16", marks=in_bf16), pytest.param("int8", marks=in_bf16)]
+"""Those that promise the same bits: int8 does beside bf16."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_same_request_has_the_same_text_to_the_last_bit_under_any_load_and_plan(dtype):
+    same_texts_under(range(1, 4), 24, dtype)
 
 
 @pytest.mark.slow
-def test_two_hundred_requests_have_the_same_bits_under_twenty_loads_pre_emption_included():
-    assert same_texts_under(range(1, 21), 200) > 100
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_hundred_requests_have_the_same_bits_under_twenty_loads_pre_emption_included(dtype):
+    assert same_texts_under(range(1, 21), 200, dtype) > 100
 
 
 FAMILY = LlamaConfig(VOCAB, 32, 48, 2, 4, 2, 16)
