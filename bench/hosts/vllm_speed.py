@@ -1,5 +1,5 @@
 """The policy inside vLLM beside vLLM's own ways, on its CPU build: the same weights, prompts and
-machine, interleaved, one thread each.
+machine, interleaved, on one CPU.
 
     make test-vllm && spindle prepare                              # vLLM's environment, the model
     python -m bench.hosts.vllm_speed --out docs/results/vllm.json  # twelve minutes
@@ -60,6 +60,8 @@ class Arm:
             text=True,
             env=os.environ | own,
         )
+        # OMP_NUM_THREADS alone leaves vLLM's n-grams more than one thread.
+        os.sched_setaffinity(self._process.pid, {min(os.sched_getaffinity(0))})
 
     def ready(self) -> None:
         """Wait until it serves. Raises RuntimeError."""
