@@ -103,8 +103,8 @@ def plain():
 def measured(tmp_path_factory):
     """The latency file that a first start has written, and what it served meanwhile."""
     file = tmp_path_factory.mktemp("latency") / "table.json"
-    # Blocks of 16 tokens: requests that measure fill some, which the cache of prefixes then names.
-    return file, serve(ROUNDS * 2, **spindle(file), block_size=16)
+    # Blocks of 32 tokens: requests that measure fill some, which the cache of prefixes then names.
+    return file, serve(ROUNDS * 2, **spindle(file), block_size=32)
 
 
 @pytest.fixture
