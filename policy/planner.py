@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from .problem import (
     step_problem,
 )
 from .search import FEW_ROWS, Priced, best
-from .trim import Calibration, trimmed
+from .trim import Calibration, Promise, trimmed
 
 _WARM_PLANS = 8  # that begin with the plan before them, until one is searched for from nothing
 _LOOK_STEPS = 4  # from one look for a trial to the next: looking takes time too
@@ -68,42 +68,6 @@ class PlannerConfig:
         for name in ("optimism", "switch_horizon_steps", "planning_share"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
-
-
-class Promise(NamedTuple):
-    """What a plan expects of rows, by rising ``request`` int64[n] with their ``draft``:
-    ``accepted`` float64[K + 1, n] tokens of so many that are verified.
-    """
-
-    request: IntArray
-    draft: IntArray
-    accepted: FloatArray
-
-    @classmethod
-    def of(
-        cls, problem: StepProblem, choice: Choice, request: IntArray, true: FloatArray
-    ) -> Promise | None:
-        """Return that of a choice, ``problem`` having tokens times ``true``."""
-        used = choice.length.nonzero()[0]
-        if not len(used):
-            return None
-        draft = choice.draft[used]
-        accepted = problem.value[:, draft, used] / true[draft]
-        return cls(request[used], draft, np.concatenate([np.zeros((1, len(used))), accepted]))
-
-    def kept(self, outcome: Outcome, drafts: int) -> FloatArray:
-        """Return the verified nodes that held, and what was expected, float64[2, drafts]; 0 where
-        the trim cut off nothing of a draft.
-        """
-        place = np.minimum(self.request.searchsorted(outcome.request), len(self.request) - 1)
-        same = (self.request[place] == outcome.request) & (self.draft[place] == outcome.draft)
-        place, length, cut = place[same], outcome.length[same], outcome.verified < outcome.length
-        draft = self.draft[place]
-        held = np.bincount(draft, outcome.followed[same], drafts)
-        expected = np.bincount(draft, self.accepted[length, place], drafts)
-        some_cut = np.bincount(draft, cut[same], drafts) > 0
-        counts: FloatArray = np.where(some_cut, [held, expected], 0.0)
-        return counts
 
 
 @dataclass(slots=True, eq=False)

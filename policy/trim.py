@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from .latency import Times
-from .plan import BoolArray, Drafted, FloatArray, IntArray, Plan, View
-from .problem import TIE
+from .plan import BoolArray, Drafted, FloatArray, IntArray, Outcome, Plan, View
+from .problem import TIE, Choice, StepProblem
 
 EDGES = np.array(
     [0.01, 0.02, 0.04, 0.07, 0.12, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.98],
@@ -102,6 +103,42 @@ class Calibration:
         return self.of(
             keep * self.nodes + new, keep * self.claimed + claimed, keep * self.held + true
         )
+
+
+class Promise(NamedTuple):
+    """What a plan expects of rows, by rising ``request`` int64[n] with their ``draft``:
+    ``accepted`` float64[K + 1, n] tokens of so many that are verified.
+    """
+
+    request: IntArray
+    draft: IntArray
+    accepted: FloatArray
+
+    @classmethod
+    def of(
+        cls, problem: StepProblem, choice: Choice, request: IntArray, true: FloatArray
+    ) -> Promise | None:
+        """Return that of a choice, ``problem`` having tokens times ``true``."""
+        used = choice.length.nonzero()[0]
+        if not len(used):
+            return None
+        draft = choice.draft[used]
+        accepted = problem.value[:, draft, used] / true[draft]
+        return cls(request[used], draft, np.concatenate([np.zeros((1, len(used))), accepted]))
+
+    def kept(self, outcome: Outcome, drafts: int) -> FloatArray:
+        """Return the verified nodes that held, and what was expected, float64[2, drafts]; 0 where
+        the trim cut off nothing of a draft.
+        """
+        place = np.minimum(self.request.searchsorted(outcome.request), len(self.request) - 1)
+        same = (self.request[place] == outcome.request) & (self.draft[place] == outcome.draft)
+        place, length, cut = place[same], outcome.length[same], outcome.verified < outcome.length
+        draft = self.draft[place]
+        held = np.bincount(draft, outcome.followed[same], drafts)
+        expected = np.bincount(draft, self.accepted[length, place], drafts)
+        some_cut = np.bincount(draft, cut[same], drafts) > 0
+        counts: FloatArray = np.where(some_cut, [held, expected], 0.0)
+        return counts
 
 
 def _rising(share: FloatArray, weight: FloatArray) -> FloatArray:

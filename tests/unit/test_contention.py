@@ -16,7 +16,7 @@ from backend.request import GenerationRequest
 from bench.in_process import generate
 from policy import AdaptivePlanner
 from policy.pipelining import Pipelining
-from policy.planner import Promise
+from policy.trim import Promise
 from tests.contract.deployment import tiny_engine
 from tests.unit.test_policy_pipelining import OVERLAPPING, knowing
 
