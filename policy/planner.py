@@ -76,10 +76,10 @@ class PlannerState:
 
     ``nodes`` float64[2, drafts]: how many nodes were verified, and tokens of the longest paths that
     were proposed (fading); ``brought`` float64[drafts] how many nodes more than one such a token
-    brings, by these. ``promise`` is what the last plan, if new, expected of its rows;
-    ``kept_to`` float64[2, drafts]: the nodes of such plans that held, and those expected, where
-    some were cut off (fading); ``true`` float64[drafts] their ratio, by which gains count: what the
-    trim cuts off is no token gained.
+    brings, by these. ``promise`` is what the last plan, if new, expected of its rows; ``held``
+    float64[2, drafts]: the nodes of such plans that held, and those expected, where some were cut
+    off (fading); ``held_share`` float64[drafts] their ratio, by which gains count: what the trim
+    cuts off is no token gained.
     ``view`` is the last one planned for, ``planned`` whether its plan was made anew; ``goodput`` of
     the batch then, in tokens per second without prefill (0: unknown). ``credit_s`` is saved for
     trials, ``look_s`` of it make the next look worth while. ``debt_s`` is what planning and
@@ -95,8 +95,8 @@ class PlannerState:
     nodes: FloatArray
     brought: FloatArray
     promise: Promise | None
-    kept_to: FloatArray
-    true: FloatArray
+    held: FloatArray
+    held_share: FloatArray
     memory: Any = None
     view: View | None = None
     planned: bool = False
@@ -147,8 +147,8 @@ class AdaptivePlanner(Policy):
             nodes=np.zeros((2, drafts)),
             brought=np.zeros(drafts),
             promise=None,
-            kept_to=np.zeros((2, drafts)),
-            true=np.ones(drafts),
+            held=np.zeros((2, drafts)),
+            held_share=np.ones(drafts),
             memory=self.execution.start() if self.execution else None,
         )
 
@@ -213,7 +213,9 @@ class AdaptivePlanner(Policy):
             plain_s = problem.plain_s - prefill_s
             plan.notes["gain"] = priced.goodput * plain_s / problem.base_value
         after.last = request, priced.choice
-        after.promise = Promise.of(problem, priced.choice, view.request.take(rows), state.true)
+        after.promise = Promise.of(
+            problem, priced.choice, view.request.take(rows), state.held_share
+        )
         after.goodput, after.kept = priced.goodput, self._kept(plan, prefill_s, view, state)
         after.credit_s += view.share * config.explore_share * plan.predicted_s
         if config.explore_share and after.credit_s >= after.look_s and problem.gain.size:
@@ -285,7 +287,7 @@ class AdaptivePlanner(Policy):
         times = times or self.times(state, view.decoding)
         limits = self.config.k_max, self.config.switch_horizon_steps
         problem = step_problem(times, view, rows, expected.hazard, given, *limits)
-        problem.gain *= state.true[:, None]
+        problem.gain *= state.held_share[:, None]
         if self.execution is not None:
             self.execution.prepare(problem, view, times)
         return problem, rows, expected, given
@@ -381,10 +383,10 @@ class AdaptivePlanner(Policy):
             verified, planned = after.nodes + _SURE_TOKENS
             after.brought = verified / planned - 1
             if state.promise is not None and len(outcome.followed):
-                kept = state.promise.kept(outcome, len(self.drafts))
-                after.kept_to = state.kept_to * np.exp(-kept[1] / _MEMORY_PROMISED) + kept
-                held, expected = after.kept_to + _SURE_TOKENS
-                after.true = held / expected
+                both = state.promise.held(outcome, len(self.drafts))
+                after.held = state.held * np.exp(-both[1] / _MEMORY_PROMISED) + both
+                held, expected = after.held + _SURE_TOKENS
+                after.held_share = held / expected
         after.debt_s = self._debt_s(outcome, state)
         return after
 

@@ -2,9 +2,8 @@
 
 What drafting took is spent. A node is worth the chance that its path is what the target draws: one
 more token of its row. Its verification, and reading what comes before it, cost time at the plan's
-price. Over the whole batch the
-nodes worth most are verified, as many as leave the most: every total is looked at, for a step of
-the staircase may lose what the next nodes bring.
+price. Over the whole batch the nodes worth most are verified, as many as leave the most: every
+total is looked at, for a step of the staircase may lose what the next nodes bring.
 
 The chance is the draft's own confidence, calibrated (``Calibration``). A node may teach only if its
 fate is known whatever the target drew, its parent being the text or verified: of deeper nodes only
@@ -116,24 +115,25 @@ class Promise(NamedTuple):
 
     @classmethod
     def of(
-        cls, problem: StepProblem, choice: Choice, request: IntArray, true: FloatArray
+        cls, problem: StepProblem, choice: Choice, request: IntArray, held_share: FloatArray
     ) -> Promise | None:
-        """Return that of a choice, ``problem`` having tokens times ``true``."""
+        """Return that of a choice; the problem's gains are times ``held_share`` float64[drafts]."""
         used = choice.length.nonzero()[0]
         if not len(used):
             return None
         draft = choice.draft[used]
-        accepted = problem.value[:, draft, used] / true[draft]
+        accepted = problem.value[:, draft, used] / held_share[draft]
         return cls(request[used], draft, np.concatenate([np.zeros((1, len(used))), accepted]))
 
-    def kept(self, outcome: Outcome, drafts: int) -> FloatArray:
+    def held(self, outcome: Outcome, drafts: int) -> FloatArray:
         """Return the verified nodes that held, and what was expected, float64[2, drafts]; 0 where
         the trim cut off nothing of a draft.
         """
         place = np.minimum(self.request.searchsorted(outcome.request), len(self.request) - 1)
         same = (self.request[place] == outcome.request) & (self.draft[place] == outcome.draft)
-        place, length, cut = place[same], outcome.length[same], outcome.verified < outcome.length
+        place, cut = place[same], outcome.verified < outcome.length
         draft = self.draft[place]
+        length = np.minimum(outcome.length[same], len(self.accepted) - 1)  # of a plan before, more
         held = np.bincount(draft, outcome.followed[same], drafts)
         expected = np.bincount(draft, self.accepted[length, place], drafts)
         some_cut = np.bincount(draft, cut[same], drafts) > 0

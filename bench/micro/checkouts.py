@@ -7,8 +7,10 @@ run in turn.
 CONFIG is a ``serving.json``. All servers stay up; one at a time is under load, the others idle. In
 each block, at every point (requests in flight and temperature), all serve the same requests, a mix
 of the five workloads, forwards in one block and backwards in the next. Block 0, which warms what
-the policies learn, is not scored and is run again after a start. No prompt comes twice in a run of
-the program. The same command goes on where it was stopped. Ratios are of tokens in the replies by
+the policies learn, is not scored and is run again after a start. Every run has a ``cache_salt`` of
+its own: a prompt that comes again finds neither its KV nor its answer. A run has several rounds of
+requests, for at its end, where some are over sooner, the batch is half empty. The same command
+goes on where it was stopped. Ratios are of tokens in the replies by
 wall time, and of the mean time between tokens (the other over the arm: more is faster); their
 intervals (95 %) resample blocks.
 """
@@ -70,7 +72,7 @@ class Checkout:
 
 
 class Prompts:
-    """Hands out rendered messages of a mix, each once, of about so many tokens."""
+    """Hands out rendered messages of a mix, of so many tokens, until all came."""
 
     def __init__(self, folder: Path, tokens: tuple[int, int], seed: int) -> None:
         tokenizer = load_tokenizer(folder)
@@ -204,7 +206,8 @@ def measure(
                 if (block, temperature, at, name) in done:
                     continue
                 drawn = {"temperature": temperature} if temperature else {}
-                asked = {"max_tokens": options.max_tokens, **drawn}
+                salt = f"{block}/{temperature}/{at}"
+                asked = {"max_tokens": options.max_tokens, "cache_salt": salt, **drawn}
                 requests = [
                     {"text_input": text, **asked, **({"seed": number} if drawn else {})}
                     for number, text in enumerate(texts)
@@ -242,14 +245,14 @@ def main() -> None:
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 16])
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0])
     parser.add_argument("--requests", type=int, default=5, help="of a run, at the least")
-    parser.add_argument("--rounds", type=int, default=2, help="or as many times those in flight")
+    parser.add_argument("--rounds", type=int, default=5, help="or as many times those in flight")
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--threads", type=int, default=1, help="of every server's engine")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped: the same command goes on"))
-    servers.FLAGS.pop("remember")  # an older checkout does not know it; prompts come once
+    servers.FLAGS.pop("remember")  # an older checkout does not know it; runs have salts
     record = opened(options, sys.argv[1:])
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         arms = {}

@@ -279,7 +279,7 @@ def test_what_is_verified_whole_is_left_to_what_is_learnt_of_acceptance():
     for _ in range(8):
         plan, state = p.plan(seen, state, 0.0, RNG)
         state = p.observe(outcome(seen, plan, none, followed=none), state, 0.0)
-    assert state.true.tolist() == [1.0, 1.0]
+    assert state.held_share.tolist() == [1.0, 1.0]
 
 
 def test_a_node_pays_for_the_context_that_it_reads():
