@@ -383,10 +383,10 @@ class AdaptivePlanner(Policy):
             verified, planned = after.nodes + _SURE_TOKENS
             after.brought = verified / planned - 1
             if state.promise is not None and len(outcome.followed):
-                both = state.promise.held(outcome, len(self.drafts))
-                after.held = state.held * np.exp(-both[1] / _MEMORY_PROMISED) + both
-                held, expected = after.held + _SURE_TOKENS
-                after.held_share = held / expected
+                held = state.promise.held(outcome, len(self.drafts))
+                after.held = state.held * np.exp(-held[1] / _MEMORY_PROMISED) + held
+                came, expected = after.held + _SURE_TOKENS
+                after.held_share = came / expected
         after.debt_s = self._debt_s(outcome, state)
         return after
 
