@@ -50,6 +50,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error(f"--target: no tokenizer.json in {args.target}")
     if args.dialogues and not args.dialogue_tokenizer:
         parser.error(f"--dialogue-tokenizer: needed to read --dialogues {args.dialogues}")
+    if args.answers_file and not args.answers_file.is_file():
+        parser.error(f"--answers-file: no file {args.answers_file}")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: cuda is not available here")
     args.work = args.work or args.out.with_name(args.out.name + ".work")
@@ -140,6 +142,18 @@ def _parser() -> argparse.ArgumentParser:
         "--work",
         "folder for shards and checkpoints, shared by the drafts of one target (default: OUT "
         "with .work behind its name)",
+    )
+    parser.add_argument(
+        "--answers-file",
+        type=Path,
+        metavar="FILE",
+        help="answers of this target that --keep-answers wrote: read again before any is generated",
+    )
+    parser.add_argument(
+        "--keep-answers",
+        type=Path,
+        metavar="FILE",
+        help="file to keep the answers in, 1.3 bytes a token: what a later run need not generate",
     )
     folder("--corpora", "folder filled by engines_build.distill.corpora --fetch")
     parser.add_argument(

@@ -17,6 +17,7 @@ from backend.storage.manifest import weights_sha256
 from engines_build.distill.corpora import WORKLOADS
 from engines_build.distill.evaluation_sets import JUDGED
 from engines_build.distill.generate import Generator, Shards, Teacher
+from engines_build.distill.kept import keep, read_again
 from engines_build.distill.overlap import (
     GRAM_WORDS,
     Grams,
@@ -72,12 +73,18 @@ def generate(
     ):
         if store.generated < tokens:
             teacher = Teacher(config, weights, min(slots, args.slots), taps)
+            if args.answers_file and not corpus.held_out:
+                read_again(args.answers_file, weights_sha256(args.target), teacher, store)
+                if store.generated >= tokens:
+                    continue
             workloads = list(WORKLOADS) if corpus.held_out else args.workloads
             greedy_share, answers = (1.0, 1) if corpus.held_out else (0.6, args.answers)
             generator = Generator(
                 teacher, tokenizer, corpus, store, greedy_share, workloads, answers
             )
             generator.run(tokens, start + 60 * GENERATE_SHARE * args.minutes)
+    if args.keep_answers:
+        keep(shards, weights_sha256(args.target), args.keep_answers)
     return shards, held_out
 
 

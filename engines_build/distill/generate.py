@@ -75,6 +75,15 @@ class _Row:
         )
         return new[-1] in eos or len(new) >= MAX_NEW_TOKENS or looping
 
+    def within_prompt(self, width: int) -> None:
+        """Note the laws within the prompt: each token is followed by the next one."""
+        prompt = self.tokens[1 : self.prompt_tokens]
+        following = torch.tensor(prompt, dtype=torch.long)[:, None].expand(-1, width)
+        certain = torch.full(following.shape, -math.inf)
+        certain[:, 0] = 0.0
+        self.top_ids.append(following)
+        self.top_logprobs.append(certain)
+
 
 class Teacher:
     """A target that answers ``slots`` texts at once, on the model that it is served by.
@@ -107,6 +116,11 @@ class Teacher:
         """Give a row's blocks back."""
         self._pool.drop(row.blocks, 0)
 
+    def read(self, row: _Row) -> Tensor:
+        """Run a whole answer. Returns the logits [answer, vocab] behind which it was drawn."""
+        tokens, table = row.tokens[:-1], KVTable(row.blocks, self._model.device)
+        return self._forward([Chunk(tokens, 0, table, len(row.tokens) - row.prompt_tokens)])
+
     def step(self, rows: Sequence[_Row]) -> Tensor:
         """Run what each row has that was not run. Returns logits [rows, vocab]."""
         device, chunks = self._model.device, []
@@ -117,10 +131,31 @@ class Teacher:
                 chunk.piece_tokens = 0  # all decoding rows in one call
             chunks.append(chunk)
             row.seen = len(row.tokens)
+        return self._forward(chunks)
+
+    def _forward(self, chunks: list[Chunk]) -> Tensor:
         logits = self._model.forward(chunks)
         if self._model.features is not None:
             self.features = self._model.features.bfloat16().cpu()
         return logits
+
+
+@torch.inference_mode()
+def answered(
+    teacher: Teacher, tokens: list[int], prompt_tokens: int, workload: int, temperature: float
+) -> _Row:
+    """Return a row as if the teacher had just generated the tokens behind the prompt: in one pass
+    over all of them.
+    """
+    row = _Row(workload, prompt_tokens, tokens, temperature, teacher.begin(prompt_tokens))
+    logits = teacher.read(row)
+    top_logprobs, top_ids = _top(logits)
+    row.within_prompt(top_ids.shape[1])
+    row.top_ids.append(top_ids)
+    row.top_logprobs.append(top_logprobs)
+    row.features += [teacher.features] if teacher.taps else []
+    teacher.end(row)
+    return row
 
 
 def _model(config: LlamaConfig, weights: Weights, **sizes: Any) -> Model:
@@ -312,11 +347,7 @@ class Generator:
 
     def _asked(self, row: _Row, width: int) -> None:
         """Note the laws within a prompt that was run, and ask for its other answers."""
-        following = torch.tensor(row.tokens[1:], dtype=torch.long)[:, None].expand(-1, width)
-        certain = torch.full(following.shape, -math.inf)
-        certain[:, 0] = 0.0
-        row.top_ids.append(following)
-        row.top_logprobs.append(certain)
+        row.within_prompt(width)
         for _ in range(row.answers - 1):
             self.teacher.hold(row)
             self.asked.append(row)

@@ -7,15 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from backend.engines.checkpoint import load_embeddings
+from backend.engines.checkpoint import load, load_embeddings
 from backend.engines.head.engine import HeadEngine
 from backend.engines.head.network import load as load_network
 from backend.engines.port import Turn
 from backend.engines.torch.engine import TorchEngine
 from backend.request import SamplingParams
 from backend.sequence import Features, Sequence
-from engines_build.distill.generate import Shards
+from backend.storage.manifest import weights_sha256
+from engines_build.distill.generate import Shards, Teacher
 from engines_build.distill.head import Unroller, evaluate_head, load_head_samples
+from engines_build.distill.kept import keep, read_again
 from engines_build.distill.make_head import distil_head
 from tests.unit.test_distill import arguments, target
 
@@ -169,3 +171,39 @@ def test_scores_count_greedy_answers_only(target, finished, samples):
     greedy = sum(len(s.features) - 1 for s in samples if s.greedy)
     assert sum(score["tokens"] for score in scores.values()) == greedy
     assert greedy < sum(len(s.features) - 1 for s in samples)
+
+
+def test_kept_answers_have_the_laws_and_states_that_generating_had(finished, target, tmp_path):
+    args, _ = finished
+    generated = Shards(args.work / "train-1-2")
+    keep(generated, weights_sha256(target), tmp_path / "kept.npz")
+    again = Shards(tmp_path / "again")
+    teacher = Teacher(*load(target, "fp32"), slots=2, taps=TAPS)
+    read_again(tmp_path / "kept.npz", weights_sha256(target), teacher, again)
+    assert (again.generated, again.next_prompt) == (generated.generated, generated.next_prompt)
+    for old, new in zip(
+        load_head_samples(generated, len(TAPS)), load_head_samples(again, len(TAPS)), strict=True
+    ):
+        assert new.tokens.tolist() == old.tokens.tolist()
+        same = (new.prompt_tokens, new.workload, new.greedy)
+        assert same == (old.prompt_tokens, old.workload, old.greedy)
+        torch.testing.assert_close(new.features, old.features, rtol=0.02, atol=0.02)
+        torch.testing.assert_close(
+            new.top_logprobs[:, :4], old.top_logprobs[:, :4], rtol=0.01, atol=0.01
+        )
+    before = [path.read_bytes() for path in again.paths()]
+    read_again(tmp_path / "kept.npz", weights_sha256(target), teacher, again)
+    assert [path.read_bytes() for path in again.paths()] == before
+
+
+def test_kept_answers_of_another_target_and_damaged_ones_are_refused(finished, target, tmp_path):
+    file, work = tmp_path / "kept.npz", Shards(tmp_path / "again")
+    keep(Shards(finished[0].work / "train-1-2"), "another", file)
+    with pytest.raises(
+        ValueError, match=r"--answers-file: .*npz holds the answers of another"
+    ):
+        read_again(file, weights_sha256(target), None, work)
+    file.write_bytes(file.read_bytes()[:200])
+    with pytest.raises(ValueError, match=r"--answers-file: .*kept.npz cannot be read"):
+        read_again(file, weights_sha256(target), None, work)
+    assert not work.paths()

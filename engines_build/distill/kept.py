@@ -1,0 +1,84 @@
+"""A target's answers kept as token ids alone: a file small enough for a repository.
+
+300,000 answered tokens take 0.4 MB so, and 1.5 GB with the laws and states that training needs.
+Those are computed again in a pass an answer; generating takes a pass a token.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from engines_build.distill.generate import SEQUENCES_PER_SHARD, Shards, Teacher, answered
+
+_COLUMNS = {
+    "lengths": "<u2",
+    "prompt_lengths": "<u2",
+    "workloads": "u1",
+    "sampled": "?",
+}
+
+
+def keep(shards: Shards, target_sha256: str, path: Path) -> None:
+    """Write the answers of a work folder to a file. Raises ValueError where there are none."""
+    stored = [load_file(shard) for shard in shards.paths()]
+    if not stored:
+        raise ValueError(f"--keep-answers: no answers in {shards.folder}")
+    columns: dict[str, Any] = {
+        name: torch.cat([shard[name] for shard in stored]).numpy().astype(kind)
+        for name, kind in _COLUMNS.items()
+    }
+    tokens = torch.cat([shard["tokens"] for shard in stored]).numpy()
+    columns["tokens"] = tokens.astype("<u2" if tokens.max() < 1 << 16 else "<u4")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        np.savez_compressed(
+            file,
+            allow_pickle=False,
+            next_prompt=np.array(shards.next_prompt),
+            target_sha256=np.array(target_sha256),
+            **columns,
+        )
+
+
+def read_again(path: Path, target_sha256: str, teacher: Teacher, shards: Shards) -> None:
+    """Fill an empty work folder with the answers of a file, their laws and states computed by the
+    teacher. Stopped and started again, it goes on behind the last shard.
+
+    Raises ValueError, naming the file, for answers of another target and for what is no such file.
+    """
+    try:
+        with np.load(path) as file:
+            kept = {name: file[name] for name in file.files}
+        whose, next_prompt = str(kept["target_sha256"]), int(kept["next_prompt"])
+        prompts, sampled = kept["prompt_lengths"].tolist(), kept["sampled"].tolist()
+        ends = np.cumsum(kept["lengths"].astype(np.int64))
+        answers = np.split(kept["tokens"].astype(np.int64), ends[:-1])
+        workloads = kept["workloads"].tolist()
+    except (OSError, ValueError, KeyError, BadZipFile) as error:
+        raise ValueError(f"--answers-file: {path} cannot be read: {error}") from None
+    if whose != target_sha256:
+        raise ValueError(f"--answers-file: {path} holds the answers of another target")
+    done = len(shards.paths()) * SEQUENCES_PER_SHARD
+    for first in range(done, len(answers), SEQUENCES_PER_SHARD):
+        block = range(first, min(first + SEQUENCES_PER_SHARD, len(answers)))
+        shards.next_prompt = next_prompt
+        shards.write(
+            [
+                answered(
+                    teacher,
+                    answers[i].tolist(),
+                    prompts[i],
+                    workloads[i],
+                    math.inf if sampled[i] else 0.0,
+                )
+                for i in block
+            ]
+        )
+        print(f"answers: {shards.generated} tokens read again", flush=True)
