@@ -199,9 +199,7 @@ def test_kept_answers_have_the_laws_and_states_that_generating_had(finished, tar
 def test_kept_answers_of_another_target_and_damaged_ones_are_refused(finished, target, tmp_path):
     file, work = tmp_path / "kept.npz", Shards(tmp_path / "again")
     keep(Shards(finished[0].work / "train-1-2"), "another", file)
-    with pytest.raises(
-        ValueError, match=r"--answers-file: .*npz holds the answers of another"
-    ):
+    with pytest.raises(ValueError, match=r"--answers-file: .*npz holds the answers of another"):
         read_again(file, weights_sha256(target), None, work)
     file.write_bytes(file.read_bytes()[:200])
     with pytest.raises(ValueError, match=r"--answers-file: .*kept.npz cannot be read"):
