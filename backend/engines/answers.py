@@ -25,7 +25,7 @@ import numpy.typing as npt
 SIZES = (8, 4, 2)
 """The n of the n-grams that are chained, the longest first."""
 LONGEST = 16
-"""Tokens up to which the length of a match is told."""
+"""Longest match whose length is reported, in tokens."""
 CONTEXT = 8
 """Tokens of the prompt's end that are kept in front of an answer, so that its beginning is found;
 they are never read on.

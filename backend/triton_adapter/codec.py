@@ -71,19 +71,12 @@ def decode(
     batch = max((len(array) for array in inputs.values() if array.ndim), default=1)
     parts: list[Part] = []
     for row in range(batch):
-        request, wanted, sequences = _decode_row(
-            {name: array[row : row + 1] for name, array in inputs.items()}, fields, decoupled
-        )
-        request = replace(request, timeout_s=timeout_s)
-        wanted = replace(wanted, batch_index=row if batch > 1 else None)
-        for index in range(sequences):
-            seed = None if request.seed is None else (request.seed + index) % 2**64
-            parts.append(
-                (
-                    replace(request, seed=seed),
-                    replace(wanted, sequence_index=index if sequences > 1 else None),
-                )
-            )
+        tensors = {name: array[row : row + 1] for name, array in inputs.items()}
+        given = meanings(tensors, fields) | {"timeout_s": timeout_s}
+        sequences = given.pop("num_return_sequences", 1)
+        wanted = _wanted(given, row if batch > 1 else None)
+        request = _request(given, decoupled)
+        parts += [(request, wanted)] if sequences == 1 else _several(request, wanted, sequences)
     if len(parts) > 1 and not decoupled:
         raise invalid(
             f"a batch or num_return_sequences over 1 is only supported in decoupled mode, got "
@@ -92,28 +85,35 @@ def decode(
     return parts
 
 
-def _decode_row(
-    inputs: Mapping[str, Array], fields: Seq[Field], decoupled: bool
-) -> tuple[GenerationRequest, Wanted, int]:
-    """Return what one element of the batch means, and how many texts it asks for."""
-    given = meanings(inputs, fields)
-    tokens = "input_lengths" in given
-    if tokens:
+def _wanted(given: dict[str, Any], batch_index: int | None) -> Wanted:
+    """Take from what was given which outputs it asks for."""
+    names = ("num_input_tokens", "num_output_tokens", "perf_metrics")
+    asked = {name: bool(given.pop(f"return_{name}", False)) for name in names}
+    return Wanted(tokens="input_lengths" in given, batch_index=batch_index, **asked)
+
+
+def _request(given: dict[str, Any], decoupled: bool) -> GenerationRequest:
+    """Return what one element of the batch means."""
+    if "input_lengths" in given:
         given |= {
             "text_input": "",
             "input_ids": _prompt(given.pop("input_ids", ()), given.pop("input_lengths")),
         }
         given.pop("stop", None)
-    sequences = given.pop("num_return_sequences", 1)
-    names = ("num_input_tokens", "num_output_tokens", "perf_metrics")
-    wanted = Wanted(
-        tokens=tokens, **{name: bool(given.pop(f"return_{name}", False)) for name in names}
-    )
     _join_bias(given)
     _check_guide(given)
     request = GenerationRequest(**given)
     _check(request, decoupled)
-    return request, wanted, sequences
+    return request
+
+
+def _several(request: GenerationRequest, wanted: Wanted, sequences: int) -> list[Part]:
+    """Return a part for each of several texts to one prompt; their seeds follow one another."""
+    seeds = [None if request.seed is None else (request.seed + i) % 2**64 for i in range(sequences)]
+    return [
+        (replace(request, seed=seed), replace(wanted, sequence_index=index))
+        for index, seed in enumerate(seeds)
+    ]
 
 
 def meanings(inputs: Mapping[str, Array], fields: Seq[Field]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from engines_build.distill.head import (
 from engines_build.distill.train import Budget, choose_shortlist
 
 _DEPTHS = (0.1, 0.5, 0.9, 1.0)
-"""Where, from bottom to top, the layers lie that a head reads unless told."""
+"""Where, from bottom to top, the layers lie that a head reads by default."""
 
 _INNER_STEP = 64
 

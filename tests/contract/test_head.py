@@ -228,7 +228,7 @@ def test_a_text_without_its_state_has_nothing_available_and_a_turn_for_it_fails_
     sequence.tokens.append(4)
     assert engine.available(sequence, 4) == 0
     engine.submit([Turn(sequence, 4, run=2, nodes=2)])
-    assert "told no state of its 4 tokens" in engine.poll(0.0)[0].error
+    assert "given no state of its 4 tokens" in engine.poll(0.0)[0].error
     assert asked(engine, [1, 2], run=K_MAX + 1).error.endswith(f"must be in 1..{K_MAX}, got 5")
 
 

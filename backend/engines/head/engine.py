@@ -125,7 +125,7 @@ class HeadEngine:
         return 0
 
     def available(self, sequence: Sequence, length: int) -> int:
-        """Return ``length``, at most ``max_draft_tokens``, where the target has told its state at
+        """Return ``length``, at most ``max_draft_tokens``, where the target has given its state at
         the text's last token, else 0.
         """
         features = sequence.features
@@ -134,7 +134,7 @@ class HeadEngine:
         return max(0, min(length, self.limits.max_draft_tokens))
 
     def assume(self, sequence: Sequence, tokens: int) -> None:
-        """For measuring only: take the target as having told its state, and the text as read."""
+        """For measuring only: take the target as having given its state, and the text as read."""
         del tokens
         shape = (len(self._config.layers), self._config.hidden_size)
         states = np.zeros(shape, np.float32)
@@ -154,7 +154,9 @@ class HeadEngine:
         if turn.nodes and not 1 <= turn.run <= self.limits.max_run_tokens:
             return f"{name}: run must be in 1..{self.limits.max_run_tokens}, got {turn.run}"
         if turn.nodes and not self.available(turn.sequence, 1):
-            return f"{name}: the target has told no state of its {len(turn.sequence.tokens)} tokens"
+            return (
+                f"{name}: the target has given no state of its {len(turn.sequence.tokens)} tokens"
+            )
         return ""
 
     def _rows_of(self, token_ids: torch.Tensor) -> torch.Tensor:
