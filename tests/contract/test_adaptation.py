@@ -24,9 +24,9 @@ CONFIG = {
     "target": {"engine": "torch", "model": "smollm2-135m-instruct", "dtype": "bf16"},
     "drafts": [
         {
-            "name": "small",
-            "engine": "torch",
-            "model": "engines_build/drafts/smollm2-135m-instruct-4m",
+            "name": "head",
+            "engine": "head",
+            "model": "engines_build/drafts/smollm2-135m-instruct-head",
         },
         {"name": "lookup", "engine": "lookup"},
     ],
@@ -35,7 +35,7 @@ CONFIG = {
 }
 TABLES = {
     "target": LatencyTable.synthetic("target", {1: 0.05, 8: 0.055, 16: 0.075, 64: 0.25}),
-    "small": LatencyTable.synthetic("small", {1: 0.0025, 8: 0.004}),
+    "head": LatencyTable.synthetic("head", {1: 0.0025, 8: 0.004}),
 }
 ARTICLE = (
     "The fishing town of Skerry Point has voted to keep its old harbour crane, ending a dispute "
@@ -63,7 +63,7 @@ class Recorder:
         for request, draft, length in zip(
             outcome.request.tolist(), outcome.draft.tolist(), outcome.length.tolist(), strict=True
         ):
-            self.chosen[request][("small", "lookup", "none")[draft], length] += 1
+            self.chosen[request][("head", "lookup", "none")[draft], length] += 1
         return self.policy.observe(outcome, state, now)
 
 
@@ -110,5 +110,5 @@ def test_texts_that_copy_themselves_and_free_texts_get_other_drafts_and_lengths(
         (name, labels.get("draft")): value for name, labels, value in app.stats.drain().counters
     }
     assert counters["spindle_accepted_tokens_total", "lookup"] > 40
-    assert counters["spindle_draft_tokens_total", "small"] > 0
+    assert counters["spindle_draft_tokens_total", "head"] > 0
     app.close()

@@ -25,7 +25,7 @@ from policy import LatencyTable, NoSpeculation, RandomChoice
 
 pytestmark = pytest.mark.slow
 
-DRAFT = "engines_build/drafts/smollm2-135m-instruct-4m"
+HEAD = "engines_build/drafts/smollm2-135m-instruct-head"
 MAX_TOKENS, SEEDED_TOKENS = 40, 24
 NEAR_TIE = 2e-3
 """Logits of this model are about 20 in size; fp32 carries 7 digits through 30 layers."""
@@ -45,14 +45,14 @@ SCHEMA = json.dumps(
 CONFIG = {
     "target": {"engine": "torch", "model": "smollm2-135m-instruct", "dtype": "fp32"},
     "drafts": [
-        {"name": "small", "engine": "torch", "model": DRAFT, "dtype": "fp32"},
+        {"name": "head", "engine": "head", "model": HEAD},
         {"name": "lookup", "engine": "lookup"},
     ],
     "limits": {"kv_cache_tokens": 16384},
 }
 TABLES = {
     "target": LatencyTable.synthetic("target", {1: 0.054, 2: 0.09, 8: 0.13, 16: 0.17, 64: 0.4}),
-    "small": LatencyTable.synthetic("small", {1: 0.002, 8: 0.003}),
+    "head": LatencyTable.synthetic("head", {1: 0.002, 8: 0.003}),
 }
 
 
