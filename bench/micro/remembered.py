@@ -132,8 +132,8 @@ ARMS = {
     "lookup": ("lookup",),
     "suffix": ("suffix",),
     "both": ("lookup", "suffix"),
-    "drafts": ("small", "large", "sql", "lookup"),
-    "drafts, suffix": ("small", "large", "sql", "lookup", "suffix"),
+    "head": ("head",),
+    "head, suffix": ("head", "suffix"),
 }
 
 
