@@ -40,7 +40,6 @@ def keep(shards: Shards, target_sha256: str, path: Path) -> None:
     with path.open("wb") as file:
         np.savez_compressed(
             file,
-            allow_pickle=False,
             next_prompt=np.array(shards.next_prompt),
             target_sha256=np.array(target_sha256),
             **columns,
@@ -76,7 +75,7 @@ def read_again(path: Path, target_sha256: str, teacher: Teacher, shards: Shards)
                     answers[i].tolist(),
                     prompts[i],
                     workloads[i],
-                    math.inf if sampled[i] else 0.0,
+                    math.inf if sampled[i] else 0.0,  # how warm is not kept
                 )
                 for i in block
             ]
