@@ -1,7 +1,8 @@
 """A target's answers kept as token ids alone: a file small enough for a repository.
 
 300,000 answered tokens take 0.4 MB so, and 1.5 GB with the laws and states that training needs.
-Those are computed again in a pass an answer; generating takes a pass a token.
+Those are computed again, one pass an answer with its prompt. That gives the same training data, not
+a sooner one: SmolLM2-135M on AVX2 reads 145 answered tokens a second and generates 172.
 """
 
 from __future__ import annotations
