@@ -42,13 +42,15 @@ logger = logging.getLogger(__name__)
 @dataclass(slots=True)
 class App:
     """A wired deployment: the loop, and how a request becomes one of its sessions. ``drafts`` are
-    the engines that run, in order.
+    the engines that run, in order; ``taps`` the layers, counted from 1, whose states the target
+    tells them as long as it runs.
     """
 
     config: ServingConfig
     orchestrator: Orchestrator
     target: Engine
     drafts: list[Engine]
+    taps: tuple[int, ...]
     tokenizer: Tokenizer
     stats: Stats
     step_stats: StepStats
@@ -115,6 +117,7 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
         orchestrator=orchestrator,
         target=target,
         drafts=drafts,
+        taps=service.taps,
         tokenizer=tokenizer,
         stats=stats,
         step_stats=step_stats,

@@ -42,11 +42,11 @@ def reload_drafts(app: App, config: ServingConfig) -> dict[str, list[str]]:
             "a draft of TensorRT-LLM is added by a restart: the memory of the GPUs is "
             "planned for all engines at once"
         )
-    now, wanted = (Service(one, 1, model_path).taps for one in (app.config, config))
-    if wanted not in ((), now):
+    wanted = Service(config, 1, model_path).taps
+    if wanted not in ((), app.taps):
         raise ConfigError(
             f"a head that reads the target's layers {list(wanted)} is added by a restart: the "
-            f"running target tells {list(now) or 'none'}"
+            f"running target tells {list(app.taps) or 'none'}"
         )
     app.switches.check(config)
     check_pairs(config)

@@ -27,7 +27,7 @@ from bench.prompts import PROMPTS
 from policy import LatencyTable
 
 FAMILY = "engines_build/drafts"
-DRAFT, LENGTH = "0.3m", 4
+DRAFT, LENGTH = "0.9m", 4
 ARMS = ("plain", "drafted")
 TOKENS, WARM_UP = 900, 25
 

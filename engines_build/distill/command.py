@@ -161,7 +161,8 @@ def make_family(args: argparse.Namespace) -> None:
     if not (target / "config.json").is_file():
         make_target(args, target)
     for member in DRAFTS:
-        distil(draft_arguments(args, target, member))
+        make = distil if member.shape else distil_head
+        make(draft_arguments(args, target, member))
 
 
 def make_target(args: argparse.Namespace, out: Path) -> None:
@@ -257,17 +258,10 @@ def held_out(
 
 def draft_arguments(args: argparse.Namespace, target: Path, member: Member) -> argparse.Namespace:
     """Return the arguments that distil one draft of the family."""
-    values = vars(args) | {
-        "target": target,
-        "out": args.out / member.name,
-        "workloads": list(member.workloads or args.workloads),
-    }
-    values |= {
-        "hidden": member.shape.hidden,
-        "layers": member.shape.layers,
-        "head_dim": member.shape.head_dim,
-    }
-    return argparse.Namespace(**values | {"shortlist": member.shape.shortlist})
+    values = {"target": target, "out": args.out / member.name, "shortlist": VOCABULARY}
+    if member.shape:
+        values |= {name: getattr(member.shape, name) for name in ("hidden", "layers", "head_dim")}
+    return argparse.Namespace(**vars(args) | values)
 
 
 def main() -> None:

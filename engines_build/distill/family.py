@@ -39,21 +39,16 @@ _SYSTEM = re.compile(r"<\|im_start\|>system\n.*?<\|im_end\|>\n", re.S)
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A draft of the family: its shape (``shortlist``: the whole vocabulary) and the workloads that
-    it learns from (none named: all).
+    """A draft of the family: a small model of a shape (``shortlist``: the whole vocabulary), or,
+    without one, a head.
     """
 
     name: str
-    shape: Shape
-    workloads: tuple[str, ...] = ()
+    shape: Shape | None = None
 
 
 TARGET_NAME = "tiny-target"
-DRAFTS = (
-    Member("tiny-0.3m", Shape(64, 1, 32, VOCABULARY)),
-    Member("tiny-0.3m-sql", Shape(64, 1, 32, VOCABULARY), ("sql", "code")),
-    Member("tiny-0.9m", Shape(128, 2, 32, VOCABULARY)),
-)
+DRAFTS = (Member("tiny-head"), Member("tiny-0.9m", Shape(128, 2, 32, VOCABULARY)))
 
 
 def family_texts(corpus: Corpus, dialogues: list[str]) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 
 from backend.admin.reloading import reload_drafts
 from backend.app import build
-from backend.config import PROJECT_ROOT, parse_config
+from backend.config import PROJECT_ROOT, ConfigError, parse_config
 from backend.request import GenerationRequest
 from backend.tokenizer import load_tokenizer
 from bench.in_process import Sink, Witness, generate
@@ -27,7 +27,8 @@ NAMES = [member.name for member in DRAFTS]
 
 
 def engine(name):
-    return {"name": name, "engine": "torch", "model": str(FOLDER / name), "dtype": "fp32"}
+    kind = "head" if name == "tiny-head" else "torch"
+    return {"name": name, "engine": kind, "model": str(FOLDER / name), "dtype": "fp32"}
 
 
 def config(*names, **settings):
@@ -91,7 +92,7 @@ def test_trained_drafts_come_and_go_under_requests_in_flight(requests, plain):
     sessions = [app.session(request, Sink()) for request in requests]
     for session in sessions:
         app.orchestrator.submit(session)
-    for names in (NAMES[:2], [NAMES[2]], ["lookup", *NAMES], [NAMES[1]]):
+    for names in (NAMES, [NAMES[1]], ["lookup", *NAMES], [NAMES[0]], ["lookup"]):
         for _ in range(4):
             app.orchestrator.step()
         change = threading.Thread(target=reload_drafts, args=(app, config(*names)))
@@ -105,6 +106,13 @@ def test_trained_drafts_come_and_go_under_requests_in_flight(requests, plain):
     assert not [
         name for name, _, _ in app.stats.drain().counters if name == "spindle_fallback_total"
     ]
+    app.close()
+
+
+def test_a_head_that_the_target_was_not_built_for_is_refused_by_its_layers():
+    app = build(config("tiny-0.9m"), TABLES)
+    with pytest.raises(ConfigError, match=r"layers \[1, 2, 4\] is added by a restart"):
+        reload_drafts(app, config(*NAMES))
     app.close()
 
 

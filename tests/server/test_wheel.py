@@ -81,7 +81,7 @@ def test_the_wheel_serves_in_an_empty_environment(tmp_path_factory):
     run(programs / "pip", "install", "--quiet", wheel)
     folder = tmp_path / "elsewhere"
     folder.mkdir()
-    draft = {"name": "small", "engine": "torch", "model": f"{FAMILY}-0.3m"}
+    draft = {"name": "small", "engine": "torch", "model": f"{FAMILY}-0.9m"}
     config = folder / "serving.json"
     target = {"engine": "torch", "model": f"{FAMILY}-target"}
     config.write_text(json.dumps({"target": target, "drafts": [draft]}))

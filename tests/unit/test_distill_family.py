@@ -6,7 +6,9 @@ import torch
 from transformers import AutoTokenizer
 
 from backend.engines.checkpoint import load, read_config
-from backend.storage.manifest import check_pair, read_manifest
+from backend.engines.head.folder import made_for
+from backend.engines.head.network import load as load_head
+from backend.storage.manifest import check_pair, read_manifest, weights_sha256
 from backend.tokenizer import load_tokenizer
 from engines_build.distill import command as distill
 from engines_build.distill import family as distill_family
@@ -18,12 +20,12 @@ from engines_build.distill.train import Sample, Shape
 
 pytestmark = pytest.mark.slow
 
-MEMBER = Member("tiny-sql", Shape(32, 1, 16, 4096), ("sql",))
+MEMBERS = (Member("tiny-small", Shape(32, 1, 16, 4096)), Member("tiny-head"))
 
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory):
-    """A family of one draft, trained for a few steps."""
+    """A family of two drafts, trained for a few steps."""
     folder = tmp_path_factory.mktemp("family")
     values = {
         "family": "tiny",
@@ -50,7 +52,7 @@ def family(tmp_path_factory):
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distill_family, "_QUESTIONS_PER_SCHEMA", 1)
-        patch.setattr(distill, "DRAFTS", (MEMBER,))
+        patch.setattr(distill, "DRAFTS", MEMBERS)
         patch.setattr(distill_unlikelihood, "CONTINUATIONS", 4)
         patch.setattr(distill_unlikelihood, "NEW_TOKENS", 24)
         distill.make_family(
@@ -59,7 +61,7 @@ def family(tmp_path_factory):
     return folder / "out"
 
 
-def test_the_target_loads_with_its_tokenizer_and_its_draft_pairs_with_it(family):
+def test_the_target_loads_with_its_tokenizer_and_its_drafts_are_its_own(family):
     config, weights = load(family / "tiny-target", "fp32")
     assert (config.vocab_size, config.num_layers, config.tied) == (4096, 2, True)
     assert "lm_head.weight" not in weights
@@ -67,8 +69,10 @@ def test_the_target_loads_with_its_tokenizer_and_its_draft_pairs_with_it(family)
     assert tokenizer.end_ids == {0, 2}
     text = "SELECT name FROM customers WHERE city = 'Łódź';\n"
     assert b"".join(tokenizer.token_bytes[i] for i in tokenizer.encode(text)).decode() == text
-    check_pair(read_manifest(family / "tiny-target"), read_manifest(family / "tiny-sql"))
-    assert read_config(family / "tiny-sql").draft_vocab_size == 4096
+    check_pair(read_manifest(family / "tiny-target"), read_manifest(family / "tiny-small"))
+    assert read_config(family / "tiny-small").draft_vocab_size == 4096
+    assert made_for(family / "tiny-head") == weights_sha256(family / "tiny-target")
+    assert load_head(family / "tiny-head")[0].config.layers == (1, 2)
 
 
 def test_the_cards_name_losses_licences_and_the_command(family):
@@ -78,7 +82,7 @@ def test_the_cards_name_losses_licences_and_the_command(family):
     assert "--family tiny" in card
     assert "Then 2,048 tokens were read while it unlearnt its greedy loops" in card
     assert re.search(r"\| code \| 0\.\d\d, then 0\.\d\d \|", card)
-    assert "(sql)" in (family / "tiny-sql" / "README.md").read_text()
+    assert "(sql)" in (family / "tiny-small" / "README.md").read_text()
 
 
 def test_the_targets_loss_falls(family):

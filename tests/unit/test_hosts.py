@@ -242,7 +242,7 @@ def test_a_draft_with_a_model_is_measured_and_drafts_within_its_room():
             "engine": "torch",
             "name": "small",
             "dtype": "fp32",
-            "model": "engines_build/drafts/tiny-0.3m",
+            "model": "engines_build/drafts/tiny-0.9m",
         }
     ]
     planned = host(drafts=drafts, limits={"kv_cache_tokens": 2048, "max_active_requests": 4})
