@@ -50,8 +50,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error(f"--target: no tokenizer.json in {args.target}")
     if args.dialogues and not args.dialogue_tokenizer:
         parser.error(f"--dialogue-tokenizer: needed to read --dialogues {args.dialogues}")
-    if args.answers_file and not args.answers_file.is_file():
-        parser.error(f"--answers-file: no file {args.answers_file}")
+    if missing := [file for file in args.answers_file if not file.is_file()]:
+        parser.error(f"--answers-file: no file {missing[0]}")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: cuda is not available here")
     args.work = args.work or args.out.with_name(args.out.name + ".work")
@@ -147,7 +147,10 @@ def _parser() -> argparse.ArgumentParser:
         "--answers-file",
         type=Path,
         metavar="FILE",
-        help="answers of this target that --keep-answers wrote: read again before any is generated",
+        nargs="+",
+        default=[],
+        help="answers of this target that --keep-answers wrote, the last file those of this seed: "
+        "read again before any is generated",
     )
     parser.add_argument(
         "--keep-answers",

@@ -8,6 +8,7 @@ a sooner one: SmolLM2-135M on AVX2 reads 145 answered tokens a second and genera
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -47,38 +48,43 @@ def keep(shards: Shards, target_sha256: str, path: Path) -> None:
         )
 
 
-def read_again(path: Path, target_sha256: str, teacher: Teacher, shards: Shards) -> None:
-    """Fill an empty work folder with the answers of a file, their laws and states computed by the
+def read_again(paths: Sequence[Path], target_sha256: str, teacher: Teacher, shards: Shards) -> None:
+    """Fill an empty work folder with the answers of files, their laws and states computed by the
     teacher. Stopped and started again, it goes on behind the last shard.
 
     Raises ValueError, naming the file, for answers of another target and for what is no such file.
+    """
+    kept = [_read(path, target_sha256) for path in paths]
+    answers = [answer for _, theirs in kept for answer in theirs]
+    done = len(shards.paths()) * SEQUENCES_PER_SHARD
+    for first in range(done, len(answers), SEQUENCES_PER_SHARD):
+        shards.next_prompt = kept[-1][0]
+        block = answers[first : first + SEQUENCES_PER_SHARD]
+        shards.write([answered(teacher, *answer) for answer in block])
+        print(f"answers: {shards.generated} tokens read again", flush=True)
+
+
+def _read(path: Path, target_sha256: str) -> tuple[int, list[tuple[list[int], int, int, float]]]:
+    """Return the number of the next prompt, and of each answer its tokens with the prompt's, how
+    many the prompt has, workload and temperature (infinite where sampled: how warm is not kept).
     """
     try:
         with np.load(path) as file:
             kept = {name: file[name] for name in file.files}
         whose, next_prompt = str(kept["target_sha256"]), int(kept["next_prompt"])
-        prompts, sampled = kept["prompt_lengths"].tolist(), kept["sampled"].tolist()
         ends = np.cumsum(kept["lengths"].astype(np.int64))
-        answers = np.split(kept["tokens"].astype(np.int64), ends[:-1])
-        workloads = kept["workloads"].tolist()
+        answers = [
+            (tokens.tolist(), int(prompt), int(workload), math.inf if sampled else 0.0)
+            for tokens, prompt, workload, sampled in zip(
+                np.split(kept["tokens"].astype(np.int64), ends[:-1]),
+                kept["prompt_lengths"],
+                kept["workloads"],
+                kept["sampled"],
+                strict=True,
+            )
+        ]
     except (OSError, ValueError, KeyError, BadZipFile) as error:
         raise ValueError(f"--answers-file: {path} cannot be read: {error}") from None
     if whose != target_sha256:
         raise ValueError(f"--answers-file: {path} holds the answers of another target")
-    done = len(shards.paths()) * SEQUENCES_PER_SHARD
-    for first in range(done, len(answers), SEQUENCES_PER_SHARD):
-        block = range(first, min(first + SEQUENCES_PER_SHARD, len(answers)))
-        shards.next_prompt = next_prompt
-        shards.write(
-            [
-                answered(
-                    teacher,
-                    answers[i].tolist(),
-                    prompts[i],
-                    workloads[i],
-                    math.inf if sampled[i] else 0.0,  # how warm is not kept
-                )
-                for i in block
-            ]
-        )
-        print(f"answers: {shards.generated} tokens read again", flush=True)
+    return next_prompt, answers

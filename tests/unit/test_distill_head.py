@@ -179,7 +179,7 @@ def test_kept_answers_have_the_laws_and_states_that_generating_had(finished, tar
     keep(generated, weights_sha256(target), tmp_path / "kept.npz")
     again = Shards(tmp_path / "again")
     teacher = Teacher(*load(target, "fp32"), slots=2, taps=TAPS)
-    read_again(tmp_path / "kept.npz", weights_sha256(target), teacher, again)
+    read_again([tmp_path / "kept.npz"], weights_sha256(target), teacher, again)
     assert (again.generated, again.next_prompt) == (generated.generated, generated.next_prompt)
     for old, new in zip(
         load_head_samples(generated, len(TAPS)), load_head_samples(again, len(TAPS)), strict=True
@@ -192,16 +192,19 @@ def test_kept_answers_have_the_laws_and_states_that_generating_had(finished, tar
             new.top_logprobs[:, :4], old.top_logprobs[:, :4], rtol=0.01, atol=0.01
         )
     before = [path.read_bytes() for path in again.paths()]
-    read_again(tmp_path / "kept.npz", weights_sha256(target), teacher, again)
+    read_again([tmp_path / "kept.npz"], weights_sha256(target), teacher, again)
     assert [path.read_bytes() for path in again.paths()] == before
+    twice = Shards(tmp_path / "twice")
+    read_again([tmp_path / "kept.npz"] * 2, weights_sha256(target), teacher, twice)
+    assert twice.generated == 2 * generated.generated
 
 
 def test_kept_answers_of_another_target_and_damaged_ones_are_refused(finished, target, tmp_path):
     file, work = tmp_path / "kept.npz", Shards(tmp_path / "again")
     keep(Shards(finished[0].work / "train-1-2"), "another", file)
     with pytest.raises(ValueError, match=r"--answers-file: .*npz holds the answers of another"):
-        read_again(file, weights_sha256(target), None, work)
+        read_again([file], weights_sha256(target), None, work)
     file.write_bytes(file.read_bytes()[:200])
     with pytest.raises(ValueError, match=r"--answers-file: .*kept.npz cannot be read"):
-        read_again(file, weights_sha256(target), None, work)
+        read_again([file], weights_sha256(target), None, work)
     assert not work.paths()
