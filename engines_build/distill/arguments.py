@@ -11,6 +11,9 @@ import torch
 from engines_build.distill.corpora import LICENCES, WORKLOADS, Corpus
 from engines_build.distill.evaluation_sets import JUDGED
 
+DEFAULTS = {"shortlist": 8192, "batch": 12, "learning_rate": 3e-3}
+OF_A_HEAD = {"shortlist": 4096, "batch": 8, "learning_rate": 6e-3}
+"""Where a head's differ."""
 _DRAFT_SHAPE = {"hidden": 160, "layers": 3, "head_dim": 32}
 _FAMILY_SHAPE = {"hidden": 256, "layers": 4, "head_dim": 64}
 _POSITIVE = (
@@ -32,10 +35,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = _parser()
     args = parser.parse_args(argv)
     _check_start(parser, args)
-    for name, value in (_FAMILY_SHAPE if args.family else _DRAFT_SHAPE).items():
+    shape = _FAMILY_SHAPE if args.family else _DRAFT_SHAPE
+    for name, value in {**shape, **(OF_A_HEAD if args.head else DEFAULTS)}.items():
         setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
-    if args.shortlist is None:
-        args.shortlist = 4096 if args.head else 8192
     _check_numbers(parser, args)
     if args.head and args.family:
         parser.error(f"--head: with --target, not with --family {args.family}")
@@ -193,13 +195,17 @@ def _parser() -> argparse.ArgumentParser:
             metavar="N",
             help=f"{names} (default: {draft}; of the target of a family: {target})",
         )
-    parser.add_argument(
-        "--shortlist",
-        type=int,
-        metavar="N",
-        help="tokens that the draft can propose (default: 8,192; of a head 4,096, and those of "
-        "the request's own text)",
-    )
+    for name, kind, text in (
+        ("shortlist", int, "tokens that the draft can propose; a head also those of the text"),
+        ("batch", int, "sequences per training step"),
+        ("learning_rate", float, "highest learning rate"),
+    ):
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=kind,
+            metavar="N",
+            help=f"{text} (default: {DEFAULTS[name]:,}; of a head {OF_A_HEAD[name]:,})",
+        )
     number(
         "--tokens",
         1_000_000,
@@ -213,8 +219,6 @@ def _parser() -> argparse.ArgumentParser:
         "tokens read in training, prompts included; the set comes round as often as that needs",
     )
     number("--minutes", math.inf, "bound on the run; a run that it cuts is not reproducible")
-    number("--batch", 12, "sequences per training step")
-    number("--learning-rate", 3e-3, "highest learning rate")
     number("--answers", 3, "answers to each prompt; all but the first are sampled")
     number("--slots", 64, "sequences the target generates at once")
     folder(

@@ -17,7 +17,7 @@ import argparse
 import copy
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from backend.engines.checkpoint import load
 from backend.storage.manifest import check_pair, read_manifest, weights_sha256
-from engines_build.distill.arguments import parse
+from engines_build.distill.arguments import OF_A_HEAD, parse
 from engines_build.distill.card import command_line, model_card, target_card
 from engines_build.distill.data import (
     claim,
@@ -258,9 +258,8 @@ def held_out(
 
 def draft_arguments(args: argparse.Namespace, target: Path, member: Member) -> argparse.Namespace:
     """Return the arguments that distil one draft of the family."""
-    values = {"target": target, "out": args.out / member.name, "shortlist": VOCABULARY}
-    if member.shape:
-        values |= {name: getattr(member.shape, name) for name in ("hidden", "layers", "head_dim")}
+    values = {"target": target, "out": args.out / member.name}
+    values |= OF_A_HEAD if member.shape is None else asdict(member.shape)
     return argparse.Namespace(**vars(args) | values)
 
 

@@ -26,10 +26,12 @@ from backend.engines.head.network import HeadNetwork
 from backend.storage.manifest import vocabulary_sha256, weights_sha256
 from engines_build.distill.corpora import WORKLOADS
 from engines_build.distill.generate import Shards
+from engines_build.distill.muon import Muon
 from engines_build.distill.train import (
     POSITIONS,
     Budget,
     Trainer,
+    adamw,
     top_cross_entropy,
 )
 
@@ -180,12 +182,12 @@ class HeadTrainer(Trainer):
         super().__init__(network, shortlist, samples, "cpu", seed, run)
         self.unroller = Unroller(network, embedding, head, shortlist)
 
-    def _groups(self, budget: Budget) -> list[dict[str, Any]]:  # noqa: ARG002 (all alike)
+    def _optimisers(self, budget: Budget) -> list[torch.optim.Optimizer]:
         matrices = [p for p in self.draft.parameters() if p.dim() > 1]
         vectors = [p for p in self.draft.parameters() if p.dim() == 1]
         return [
-            {"params": matrices, "rate": 1.0},
-            {"params": vectors, "rate": 1.0, "weight_decay": 0.0},
+            Muon([{"params": matrices, "rate": 1.0}], budget.learning_rate),
+            adamw([{"params": vectors, "rate": 1.0, "weight_decay": 0.0}], budget),
         ]
 
     def _loss(self, step: int, samples: list[Any]) -> tuple[Tensor, dict[str, float]]:  # noqa: ARG002

@@ -220,14 +220,9 @@ class Trainer:
 
     def run(self, budget: Budget) -> dict[str, float]:
         """Train within ``budget`` and return the last line of the curve."""
-        optimiser = torch.optim.AdamW(
-            self._groups(budget),
-            lr=budget.learning_rate,
-            betas=(0.9, 0.98),
-            weight_decay=0.1,
-            fused=True,
-        )
-        state = self._resume(optimiser)
+        optimisers = self._optimisers(budget)
+        groups = [group for optimiser in optimisers for group in optimiser.param_groups]
+        state = self._resume(optimisers)
         start = saved = time.monotonic()
         seen: list[dict[str, float]] = []
         for step, chosen in self._batches(budget.batch, state["step"]):
@@ -236,12 +231,12 @@ class Trainer:
             if done >= 1:
                 break
             self.done = done
-            for group in optimiser.param_groups:
+            for group in groups:
                 fall = 0.03 + 0.97 * (1 + math.cos(math.pi * done)) / 2
                 group["lr"] = (
                     group["rate"] * budget.learning_rate * min((step + 1) / _RISE_STEPS, fall)
                 )
-            seen.append(self._step(step, chosen, optimiser))
+            seen.append(self._step(step, chosen, optimisers))
             state["step"], state["tokens"] = (
                 step + 1,
                 state["tokens"] + sum(len(s.tokens) for s in chosen),
@@ -249,21 +244,22 @@ class Trainer:
             if state["step"] % _STEPS_PER_LINE == 0:
                 self._report(state, seen, now - start)
                 if now - saved > _CHECKPOINT_S:
-                    self._save(state, optimiser)
+                    self._save(state, optimisers)
                     saved = now
         if seen:
             self._report(state, seen, time.monotonic() - start)
-        self._save(state, optimiser)
+        self._save(state, optimisers)
         return dict(state["line"])
 
-    def _groups(self, budget: Budget) -> list[dict[str, Any]]:
-        """Return the parameters with their learning rates relative to the budget's."""
+    def _optimisers(self, budget: Budget) -> list[torch.optim.Optimizer]:
+        """Return what takes the steps; a group's ``rate`` is relative to the budget's."""
         embedding = self.draft.model.embed_tokens.weight
         others = [p for p in self.draft.parameters() if p is not embedding]
-        return [
+        groups = [
             {"params": [embedding], "rate": budget.embedding_rate, "weight_decay": 0.0},
             {"params": others, "rate": 1.0},
         ]
+        return [adamw(groups, budget)]
 
     def _report(self, state: dict[str, Any], seen: list[dict[str, float]], wall_s: float) -> None:
         means = {name: round(float(np.mean([one[name] for one in seen])), 4) for name in seen[0]}
@@ -278,7 +274,7 @@ class Trainer:
             flush=True,
         )
 
-    def _resume(self, optimiser: torch.optim.Optimizer) -> dict[str, Any]:
+    def _resume(self, optimisers: list[torch.optim.Optimizer]) -> dict[str, Any]:
         if not self.checkpoint.exists():
             self.curve.unlink(missing_ok=True)
             return {
@@ -288,19 +284,18 @@ class Trainer:
             }
         saved = torch.load(self.checkpoint, map_location=self.device)
         self.draft.load_state_dict(saved["draft"])
-        optimiser.load_state_dict(saved["optimiser"])
+        for optimiser, theirs in zip(optimisers, saved["optimisers"], strict=True):
+            optimiser.load_state_dict(theirs)
         lines = self.curve.read_text("utf-8").splitlines() if self.curve.exists() else []
         kept = [line for line in lines if json.loads(line)["step"] <= saved["state"]["step"]]
         self.curve.write_text("".join(line + "\n" for line in kept), "utf-8")
         return dict(saved["state"])
 
-    def _save(self, state: dict[str, Any], optimiser: torch.optim.Optimizer) -> None:
+    def _save(self, state: dict[str, Any], optimisers: list[torch.optim.Optimizer]) -> None:
         """Write the checkpoint; it appears whole or not at all."""
         fresh = self.checkpoint.with_suffix(".tmp")
-        torch.save(
-            {"draft": self.draft.state_dict(), "optimiser": optimiser.state_dict(), "state": state},
-            fresh,
-        )
+        theirs = [optimiser.state_dict() for optimiser in optimisers]
+        torch.save({"draft": self.draft.state_dict(), "optimisers": theirs, "state": state}, fresh)
         fresh.rename(self.checkpoint)
 
     def _batches(self, batch: int, first: int) -> Iterator[tuple[int, list[Sample]]]:
@@ -318,14 +313,15 @@ class Trainer:
                     yield pass_ * steps + at, chosen
 
     def _step(
-        self, step: int, samples: list[Sample], optimiser: torch.optim.Optimizer
+        self, step: int, samples: list[Sample], optimisers: list[torch.optim.Optimizer]
     ) -> dict[str, float]:
-        """Take one optimiser step; return what the curve shows of it."""
+        """Take one step; return what the curve shows of it."""
         loss, seen = self._loss(step, samples)
-        optimiser.zero_grad()
+        self.draft.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.draft.parameters(), 1.0)
-        optimiser.step()
+        for optimiser in optimisers:
+            optimiser.step()
         return seen
 
     def _loss(self, step: int, samples: list[Sample]) -> tuple[Tensor, dict[str, float]]:
@@ -350,6 +346,12 @@ class Trainer:
         loss = top_cross_entropy(logits.float(), places, logprobs)
         agreement = (logits.argmax(dim=1) == places[:, 0]).float().mean()
         return loss, {"loss": loss.item(), "agreement": agreement.item()}
+
+
+def adamw(groups: list[dict[str, Any]], budget: Budget) -> torch.optim.AdamW:
+    """Return AdamW for groups of parameters."""
+    rates = {"lr": budget.learning_rate, "betas": (0.9, 0.98), "weight_decay": 0.1}
+    return torch.optim.AdamW(groups, **rates, fused=True)
 
 
 def top_cross_entropy(logits: Tensor, places: Tensor, logprobs: Tensor) -> Tensor:
