@@ -61,6 +61,7 @@ from bench.sweep.arms import (
     arm_config,
     fixed_choice,
     fixed_names,
+    is_ablation,
     tables,
 )
 from bench.sweep.report import write_report
@@ -105,7 +106,8 @@ class Sweep:
         self._config = record["settings"]["config"]
         self._messages = {name: self._rendered(name) for name in options.workloads}
         self._fixed = fixed_names(self._config, options.lengths)
-        known = [*self._fixed, *ADAPTING]
+        parts = ablation_names(self._config)
+        known = [*self._fixed, *ADAPTING, *parts]
         own = [name for name in options.policies or () if PolicyConfig(name).own]
         if unknown := set(options.policies or ()) - {*known, *own}:
             there = f"{', '.join(known)} or a dotted path like my_package.MyPolicy"
@@ -114,13 +116,15 @@ class Sweep:
         record["skipped"] = {
             name: reason for name in options.peers if (reason := self._peers.missing(name))
         }
-        wanted = own + [n for n in known if options.policies is None or n in options.policies]
-        ablations = ablation_names(self._config) if options.ablations else []
+        named = [*self._fixed, *ADAPTING] if options.policies is None else options.policies
+        chosen = {*named, *(parts if options.ablations else ())}
+        wanted = [name for name in known if name in chosen]
         self.policies = [
             NONE,
-            *wanted,
+            *own,
+            *(name for name in wanted if not is_ablation(name)),
             SPINDLE,
-            *ablations,
+            *(name for name in wanted if is_ablation(name)),
             *(name for name in options.peers if name not in record["skipped"]),
             AGAIN,
         ]
@@ -425,7 +429,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     prepare(parse_config(arm_config(config, SPINDLE, Tuning(), options.active)))
     measured = tables(parse_config(config))
     record["tables"] = {name: table.to_dict() for name, table in measured.items()}
-    if options.ablations:  # an arm with tables of its own would have a number of threads of its own
+    if options.ablations or any(map(is_ablation, options.policies or ())):
+        # an arm with tables of its own would have a number of threads of its own
         config = {
             **config,
             "threads": next((table.provenance.threads for table in measured.values()), 1),
@@ -478,7 +483,8 @@ def parse(command: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--policies",
         nargs="*",
-        help="beside none and spindle, your own by its dotted path; default: all but those",
+        help="beside none and spindle, your own by its dotted path; default: all but those and "
+        "the ablations",
     )
     parser.add_argument(
         "--ablations",
