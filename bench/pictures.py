@@ -1,7 +1,7 @@
 """The pictures of README, light and dark: ``python -m bench.pictures`` writes them to
 docs/pictures.
 
-``speed``: tokens per second relative to plain decoding, from docs/results/sweep-cpu-avx2.json.
+``speed``: tokens per second relative to plain decoding, from docs/results/sweep-avx2.json.
 ``policies``, ``peers``: Spindle's speed over that of other policies and of other servers.
 ``how-it-works``: one request's way through the service, drawn by hand.
 """
@@ -22,7 +22,7 @@ from bench.sweep.arms import ADAPTING, NONE, SPINDLE, fixed_choice
 from bench.sweep.figures import BEST_FIXED, block_speeds, blocks, level
 from bench.sweep.readme import STACKS
 
-RECORD = PROJECT_ROOT / "docs" / "results" / "sweep-cpu-avx2.json"
+RECORD = PROJECT_ROOT / "docs" / "results" / "sweep-avx2.json"
 PEERS = PROJECT_ROOT / "docs" / "results" / "peers-smollm2-avx2.json"
 PICTURES = PROJECT_ROOT / "docs" / "pictures"
 THEMES = {

@@ -19,12 +19,9 @@ from bench.sweep.figures import BEST_FIXED, interval, is_closed, of_spindle
 
 PAGES = (PROJECT_ROOT / "README.md", PROJECT_ROOT / "docs" / "benchmarks.md")
 PLACE = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-RECORDS = (
-    *("sweep-cpu-avx2", "level-avx2", "open-avx2", "sampled-avx2", "saturated-avx2"),
-    *("workloads-avx2", "workloads", "workloads-sampled"),
-)
+RECORDS = ("sweep-avx2", "sampled-avx2")
 """Records of SmolLM2 through tritonserver in closed loops; those alike count together."""
-SWEEPS = ("sweep-cpu-avx2", "sweep-cpu")
+SWEEPS = ("sweep-avx2",)
 """Sweeps of all policies, one a processor."""
 STACKS = {
     "transformers-plain": "transformers",
@@ -34,7 +31,12 @@ STACKS = {
 }
 """The other stacks, each without speculation."""
 FAMILIES = {"smollm2": "SmolLM2-135M", "tiny": "test model of 4 M"}
-OVER = {NONE: "plain decoding", BEST_FIXED: "the best fixed choice"}
+OVER = {
+    NONE: "plain decoding",
+    BEST_FIXED: "the best fixed choice",
+    "without-suffix": "the head alone",
+    "without-head": "suffix alone",
+}
 
 Pairs = tuple[list[float], list[float]]
 Kind = tuple[str, float, int, str]
@@ -43,7 +45,6 @@ ON_README = (
     ("AVX2", 0.0, 48, NONE),
     ("AVX2", 0.0, 48, BEST_FIXED),
     ("AVX2", 0.8, 48, NONE),
-    ("AVX512-BF16", 0.0, 24, NONE),
 )
 
 
@@ -106,7 +107,7 @@ def _cell(pair: Pairs | None, *, counts: bool) -> str:
 
 
 def headline() -> str:
-    """Return README's four rows."""
+    """Return README's rows."""
     return _speeds([*ON_README], counts=False)
 
 

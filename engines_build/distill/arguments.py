@@ -76,6 +76,8 @@ def _check_numbers(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
     for name in _POSITIVE:
         if getattr(args, name) <= 0:
             parser.error(f"--{name.replace('_', '-')}: must be positive, got {getattr(args, name)}")
+    if not 0 <= args.start_share < 1:
+        parser.error(f"--start-share: must be from 0 to below 1, got {args.start_share}")
     for name in ("warm_up_tokens", "unlikelihood_tokens"):
         if getattr(args, name) < 0:
             parser.error(
@@ -219,6 +221,7 @@ def _parser() -> argparse.ArgumentParser:
         "tokens read in training, prompts included; the set comes round as often as that needs",
     )
     number("--minutes", math.inf, "bound on the run; a run that it cuts is not reproducible")
+    number("--start-share", 0.3, "--head: of --start in the weights that are written")
     number("--answers", 3, "answers to each prompt; all but the first are sampled")
     number("--slots", 64, "sequences the target generates at once")
     folder(

@@ -119,7 +119,11 @@ def head_card(
         + " |"
         for workload, score in report["scores"].items()
     ]
-    begun = f"\nBegun with the weights of `{args.start.name}`." if args.start else ""
+    begun = (
+        f"\nBegun with the weights of `{args.start.name}`, of which {args.start_share:g} is kept."
+        if args.start
+        else ""
+    )
     return _HEAD_CARD.format(
         name=args.out.name,
         target=args.target.name,
@@ -137,6 +141,7 @@ def head_card(
         prompt=MAX_PROMPT_TOKENS,
         new=MAX_NEW_TOKENS,
         unrolled=UNROLLED,
+        optimiser=f"Muon, {args.batch} answers a step, highest rate {args.learning_rate:g}",
         read=f"{line['tokens']:,}",
         passes=line["tokens"] / report["set_tokens"],
         loss=line["loss"],

@@ -68,6 +68,8 @@ def distil_head(args: argparse.Namespace) -> dict[str, Any]:
     budget = Budget(args.train_tokens, args.batch, args.learning_rate, start + 60 * args.minutes)
     trainer = HeadTrainer(network, embedding, rows, shortlist, samples, args.seed, run)
     line = trainer.run(budget)
+    if args.start:
+        _keep(load_network(args.start)[0], args.start_share, network)
     network.bfloat16().float()  # as it will be stored
     unroller = Unroller(network, embedding, rows, shortlist)
     scores = evaluate_head(unroller, load_head_samples(held_out, len(taps)))
@@ -92,6 +94,15 @@ def distil_head(args: argparse.Namespace) -> dict[str, Any]:
 def served_dtype(device: str) -> str:
     """Return the dtype that the target has where it generates: that of serving (``auto``)."""
     return "bf16" if device != "cpu" or machine.multiplies_bf16() else "fp32"
+
+
+def _keep(start: HeadNetwork, share: float, network: HeadNetwork) -> None:
+    """Let so much of the weights be those that training began with: what was learnt of other
+    answers is not forgotten (arXiv 2109.01903).
+    """
+    before = dict(start.named_parameters())
+    for name, weights in network.named_parameters():
+        weights.data.lerp_(before[name].data, share)
 
 
 def _first(
