@@ -23,6 +23,7 @@ from bench.sweep.figures import BEST_FIXED, block_speeds, blocks, level
 from bench.sweep.readme import STACKS
 
 RECORD = PROJECT_ROOT / "docs" / "results" / "sweep-avx2.json"
+POLICIES_RECORD = PROJECT_ROOT / "docs" / "results" / "sweep-cpu-avx2.json"
 PEERS = PROJECT_ROOT / "docs" / "results" / "peers-smollm2-avx2.json"
 PICTURES = PROJECT_ROOT / "docs" / "pictures"
 THEMES = {
@@ -283,7 +284,8 @@ def main() -> None:
     """Write all pictures."""
     found = ratios(records.read(RECORD))
     mpl.rcParams.update({"svg.hashsalt": "spindle", "font.size": 11})
-    policies, peers = over_policies(records.read(RECORD)), over_peers(records.read(PEERS))
+    policies = over_policies(records.read(POLICIES_RECORD))
+    peers = over_peers(records.read(PEERS))
     for name, theme in THEMES.items():
         figures = {
             "speed": speed(found, theme),
