@@ -1,7 +1,7 @@
 """The pictures of README, light and dark: ``python -m bench.pictures`` writes them to
 docs/pictures.
 
-``speed``: tokens per second relative to plain decoding, from docs/results/sweep-avx2.json.
+``speed``: tokens per second relative to plain decoding, from docs/results/sweep-cpu-avx2.json.
 ``policies``, ``peers``: Spindle's speed over that of other policies and of other servers.
 ``how-it-works``: one request's way through the service, drawn by hand.
 """
@@ -22,8 +22,7 @@ from bench.sweep.arms import ADAPTING, NONE, SPINDLE, fixed_choice
 from bench.sweep.figures import BEST_FIXED, block_speeds, blocks, level
 from bench.sweep.readme import STACKS
 
-RECORD = PROJECT_ROOT / "docs" / "results" / "sweep-avx2.json"
-POLICIES_RECORD = PROJECT_ROOT / "docs" / "results" / "sweep-cpu-avx2.json"
+RECORD = PROJECT_ROOT / "docs" / "results" / "sweep-cpu-avx2.json"
 PEERS = PROJECT_ROOT / "docs" / "results" / "peers-smollm2-avx2.json"
 PICTURES = PROJECT_ROOT / "docs" / "pictures"
 THEMES = {
@@ -284,8 +283,7 @@ def main() -> None:
     """Write all pictures."""
     found = ratios(records.read(RECORD))
     mpl.rcParams.update({"svg.hashsalt": "spindle", "font.size": 11})
-    policies = over_policies(records.read(POLICIES_RECORD))
-    peers = over_peers(records.read(PEERS))
+    policies, peers = over_policies(records.read(RECORD)), over_peers(records.read(PEERS))
     for name, theme in THEMES.items():
         figures = {
             "speed": speed(found, theme),

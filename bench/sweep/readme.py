@@ -19,9 +19,12 @@ from bench.sweep.figures import BEST_FIXED, interval, is_closed, of_spindle
 
 PAGES = (PROJECT_ROOT / "README.md", PROJECT_ROOT / "docs" / "benchmarks.md")
 PLACE = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-RECORDS = ("sweep-avx2",)
+RECORDS = (
+    *("sweep-cpu-avx2", "level-avx2", "open-avx2", "sampled-avx2", "saturated-avx2"),
+    *("workloads-avx2", "workloads", "workloads-sampled"),
+)
 """Records of SmolLM2 through tritonserver in closed loops; those alike count together."""
-SWEEPS = ("sweep-cpu-avx2",)
+SWEEPS = ("sweep-cpu-avx2", "sweep-cpu")
 """Sweeps of all policies, one a processor."""
 STACKS = {
     "transformers-plain": "transformers",
@@ -31,12 +34,7 @@ STACKS = {
 }
 """The other stacks, each without speculation."""
 FAMILIES = {"smollm2": "SmolLM2-135M", "tiny": "test model of 4 M"}
-OVER = {
-    NONE: "plain decoding",
-    BEST_FIXED: "the best fixed choice",
-    "without-suffix": "the head alone",
-    "without-head": "suffix alone",
-}
+OVER = {NONE: "plain decoding", BEST_FIXED: "the best fixed choice"}
 
 Pairs = tuple[list[float], list[float]]
 Kind = tuple[str, float, int, str]
@@ -44,7 +42,8 @@ Kind = tuple[str, float, int, str]
 ON_README = (
     ("AVX2", 0.0, 48, NONE),
     ("AVX2", 0.0, 48, BEST_FIXED),
-    ("AVX2", 0.0, 48, "without-suffix"),
+    ("AVX2", 0.8, 48, NONE),
+    ("AVX512-BF16", 0.0, 24, NONE),
 )
 
 
@@ -107,7 +106,7 @@ def _cell(pair: Pairs | None, *, counts: bool) -> str:
 
 
 def headline() -> str:
-    """Return README's rows."""
+    """Return README's four rows."""
     return _speeds([*ON_README], counts=False)
 
 
