@@ -221,7 +221,7 @@ def _parser() -> argparse.ArgumentParser:
         "tokens read in training, prompts included; the set comes round as often as that needs",
     )
     number("--minutes", math.inf, "bound on the run; a run that it cuts is not reproducible")
-    number("--start-share", 0.3, "--head: of --start in the weights that are written")
+    number("--start-share", 0.3, "--head: share of --start's weights that stays in those written")
     number("--answers", 3, "answers to each prompt; all but the first are sampled")
     number("--slots", 64, "sequences the target generates at once")
     folder(

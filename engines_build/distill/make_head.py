@@ -69,7 +69,7 @@ def distil_head(args: argparse.Namespace) -> dict[str, Any]:
     trainer = HeadTrainer(network, embedding, rows, shortlist, samples, args.seed, run)
     line = trainer.run(budget)
     if args.start:
-        _keep(load_network(args.start)[0], args.start_share, network)
+        _mix_in(load_network(args.start)[0], args.start_share, network)
     network.bfloat16().float()  # as it will be stored
     unroller = Unroller(network, embedding, rows, shortlist)
     scores = evaluate_head(unroller, load_head_samples(held_out, len(taps)))
@@ -96,9 +96,9 @@ def served_dtype(device: str) -> str:
     return "bf16" if device != "cpu" or machine.multiplies_bf16() else "fp32"
 
 
-def _keep(start: HeadNetwork, share: float, network: HeadNetwork) -> None:
-    """Let so much of the weights be those that training began with: what was learnt of other
-    answers is not forgotten (arXiv 2109.01903).
+def _mix_in(start: HeadNetwork, share: float, network: HeadNetwork) -> None:
+    """Move a network's weights by a share of the way back to those that its training began with, so
+    that what these had learnt of other answers is not forgotten (arXiv 2109.01903).
     """
     before = dict(start.named_parameters())
     for name, weights in network.named_parameters():

@@ -567,7 +567,10 @@ def test_a_sweep_that_was_stopped_goes_on_where_it_was_and_runs_nothing_again(fi
     ]
 
 
-def test_ablations_have_the_threads_that_spindle_s_tables_were_measured_with(tmp_path, monkeypatch):
+@pytest.mark.parametrize("asked", [["--ablations"], ["--policies", ablation_names(FAKE)[-1]]])
+def test_ablations_have_the_threads_that_spindle_s_tables_were_measured_with(
+    tmp_path, monkeypatch, asked
+):
     config, prepared = tmp_path / "serving.json", []
     config.write_text(json.dumps(FAKE))
     monkeypatch.setattr(sweep, "prepare", prepared.append)
@@ -586,7 +589,7 @@ def test_ablations_have_the_threads_that_spindle_s_tables_were_measured_with(tmp
                 "--quick",
                 "--config",
                 str(config),
-                "--ablations",
+                *asked,
                 "--shares",
                 "--out",
                 str(tmp_path / "sweep.json"),
@@ -604,6 +607,13 @@ def test_a_record_of_another_processor_is_not_gone_on_with(finished, monkeypatch
     monkeypatch.setattr(sweep.machine, "processor", lambda: "Some CPU (AVX9)")
     with pytest.raises(SystemExit, match=r"another processor \(.*; here: Some CPU \(AVX9\)\)"):
         main(finished[0])
+
+
+def test_a_single_ablation_is_a_policy_like_others(finished, tmp_path):
+    name, out = ablation_names(FAKE)[-1], tmp_path / "sweep.json"
+    main([*finished[0][:-1], str(out), "--limit-s", "0", "--policies", name])
+    runs = json.loads(out.read_text())["runs"]
+    assert {run["policy"] for run in runs} == {"none", "spindle", name, "none-again"}
 
 
 def test_a_sweep_out_of_time_leaves_a_record_and_says_so(finished, tmp_path, capsys):

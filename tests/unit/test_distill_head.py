@@ -141,6 +141,19 @@ def test_one_that_is_begun_with_another_s_weights_goes_on_from_them(target, fini
     assert report["parameters"] == finished[1]["parameters"]
 
 
+def test_of_the_weights_that_one_began_with_the_named_share_stays(target, finished, tmp_path):
+    start, written = load_network(finished[0].out)[0].state_dict(), []
+    for share in (0, 0.75):
+        args = head_arguments(target, tmp_path / str(share), **{"train-tokens": 1200})
+        args.work, args.start, args.start_share = finished[0].work, finished[0].out, share
+        distil_head(args)  # the second time from the first's checkpoint
+        written.append(load_network(args.out)[0].state_dict())
+    for name, before in start.items():
+        wanted = 0.75 * before + 0.25 * written[0][name]
+        torch.testing.assert_close(written[1][name], wanted, rtol=0.01, atol=0.001)
+    assert any(not torch.equal(written[0][name], before) for name, before in start.items())
+
+
 @pytest.mark.parametrize(("taps", "said"), [("3", r"1\.\.2, got \[3\]"), ("0,1", r"\[0, 1\]")])
 def test_layers_that_the_target_has_not_are_named(target, tmp_path, taps, said):
     with pytest.raises(ValueError, match=said):
