@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from backend import machine
 from engines_build.distill.corpora import LICENCES, WORKLOADS, Corpus
 from engines_build.distill.evaluation_sets import JUDGED
 
@@ -241,5 +242,5 @@ def _parser() -> argparse.ArgumentParser:
         default="cpu",
         help="where to run (default: %(default)s)",
     )
-    number("--threads", 1, "threads on a CPU")
+    number("--threads", machine.cores(), "threads on a CPU: all it has unless told")
     return parser
