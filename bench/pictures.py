@@ -1,8 +1,9 @@
 """The pictures of README, light and dark: ``python -m bench.pictures`` writes them to
 docs/pictures.
 
-``speed``: tokens per second relative to plain decoding, from docs/results/sweep-cpu-avx2.json.
+``speed``: tokens per second relative to plain decoding, from docs/results/sweep-avx2.json.
 ``policies``, ``peers``: Spindle's speed over that of other policies and of other servers.
+``simulation``: simulated against measured latency.
 ``how-it-works``: one request's way through the service, drawn by hand.
 """
 
@@ -15,15 +16,17 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
 from backend.triton_adapter.paths import PROJECT_ROOT
 from bench import records
+from bench.records import RESULTS
 from bench.sweep.arms import ADAPTING, NONE, SPINDLE, fixed_choice
 from bench.sweep.figures import BEST_FIXED, block_speeds, blocks, level
+from bench.sweep.readme import POLICIES as OF_POLICIES
 from bench.sweep.readme import STACKS
 
-RECORD = PROJECT_ROOT / "docs" / "results" / "sweep-cpu-avx2.json"
-PEERS = PROJECT_ROOT / "docs" / "results" / "peers-smollm2-avx2.json"
+PEERS = RESULTS / "peers-smollm2-avx2.json"
 PICTURES = PROJECT_ROOT / "docs" / "pictures"
 THEMES = {
     "light": {
@@ -112,44 +115,39 @@ def speed(found: Ratios, theme: dict[str, str]) -> plt.Figure:
             color=theme["line"],
             weight="bold",
         )
-    _labels(axis, fixed, theme, len(loads))
     _frame(axis, loads, theme)
+    _labels(axis, {"Spindle": means[SPINDLE], **fixed}, theme)
     return figure
 
 
-def _labels(axis: Axes, fixed: dict[str, list[float]], theme: dict[str, str], count: int) -> None:
-    """Name the line and the band's edges where they end, by the choice that is best and worst
-    there.
+def _labels(axis: Axes, means: dict[str, list[float]], theme: dict[str, str]) -> None:
+    """Name the line, and the band's edges by the choices that are best and worst where they end,
+    each beside its end but none on another.
     """
-    worst, best = (
-        min(fixed, key=lambda policy: fixed[policy][-1]),
-        max(fixed, key=lambda policy: fixed[policy][-1]),
-    )
-
-    def named(policy: str) -> str:
-        draft, length = fixed_choice(policy)
-        return f"{draft}, {length} tokens"
-
-    end, faint = count - 1 + 0.07, theme["faint"]
-    axis.text(end, 1.065, "Spindle", color=theme["line"], va="center", weight="bold")
-    axis.text(end, 0.995, f"best fixed: {named(best)}", color=faint, va="center")
-    axis.text(end, fixed[worst][-1], f"worst fixed: {named(worst)}", color=faint, va="center")
-    axis.text(0.03, 0.985, "plain decoding", color=faint, va="top")
-    axis.text(
-        0.62 * (count - 1),
-        0.89,
-        "fixed choices of draft and length",
-        color=theme["ink"],
-        va="center",
-        ha="center",
-    )
+    ends = {policy: own[-1] for policy, own in means.items()}
+    fixed = sorted((policy for policy in ends if policy != "Spindle"), key=ends.__getitem__)
+    edges = {fixed[0]: "worst", fixed[-1]: "best"}
+    low, high = axis.get_ylim()
+    right, below = len(means["Spindle"]) - 1 + 0.07, low
+    for policy in sorted(("Spindle", *edges), key=ends.__getitem__):
+        at = max(ends[policy], below)
+        below = at + 0.07 * (high - low)
+        if policy == "Spindle":
+            words, colour = policy, theme["line"]
+        else:
+            draft, length = fixed_choice(policy)
+            words, colour = f"{edges[policy]} fixed: {draft}, {length} tokens", theme["faint"]
+        weight = "bold" if policy == "Spindle" else "normal"
+        axis.text(right, at, words, va="center", color=colour, weight=weight)
+    axis.text(-0.12, 1 - 0.015 * (high - low), "plain decoding", color=theme["faint"], va="top")
 
 
 def _frame(axis: Axes, loads: list[int], theme: dict[str, str]) -> None:
     axis.set_xticks(range(len(loads)), [f"{load} in flight" for load in loads])
     axis.set_xlim(-0.15, len(loads) - 1 + 0.95)
-    axis.set_ylim(0.65, 1.5)
-    axis.set_yticks([0.75, 1.0, 1.25, 1.5], ["0.75", "1", "1.25", "1.5"])
+    low, high = axis.get_ylim()
+    axis.set_ylim(low, high + 0.08 * (high - low))  # room for the figures above the dots
+    axis.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     axis.set_ylabel("tokens/s over plain decoding")
     axis.spines[["top", "right", "left", "bottom"]].set_visible(False)
     axis.tick_params(length=0, colors=theme["ink"])
@@ -205,6 +203,34 @@ def comparison(rows: Over, theme: dict[str, str]) -> plt.Figure:
     axis.spines[["top", "right", "left", "bottom"]].set_visible(False)
     axis.tick_params(length=0, colors=theme["ink"])
     axis.xaxis.label.set_color(theme["ink"])
+    return figure
+
+
+def simulation(rows: list[dict[str, Any]], theme: dict[str, str]) -> plt.Figure:
+    """Draw simulated against measured mean latency in a band of 10 %: a dot a policy and load, open
+    where it is saturated.
+    """
+    figure, axis = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
+    ends = np.array([0.85, 1.18]) * np.quantile([row["measured_s"] for row in rows], [0, 1])
+    axis.fill_between(ends, 0.9 * ends, 1.1 * ends, color=theme["band"], linewidth=0, zorder=1)
+    axis.plot(ends, ends, color=theme["faint"], linewidth=1, linestyle=(0, (4, 3)), zorder=2)
+    labels = {"Spindle": theme["line"], "other policies": theme["faint"]}
+    for row in sorted(rows, key=lambda row: bool(row["policy"] == SPINDLE)):
+        label = "Spindle" if row["policy"] == SPINDLE else "other policies"
+        filled = labels[label] if row["below_saturation"] else "none"
+        at = row["measured_s"], row["predicted_s"]
+        axis.plot(*at, "o", markersize=7, color=labels[label], markerfacecolor=filled, zorder=3)
+    for label, colour in labels.items():
+        axis.plot([], [], "o", color=colour, label=label)
+    axis.legend(frameon=False, labelcolor=theme["ink"], loc="upper left")
+    axis.set(xscale="log", yscale="log")
+    for side, words in ((axis.xaxis, "measured"), (axis.yaxis, "simulated")):
+        side.set_label_text(f"{words} mean latency, s", color=theme["ink"])
+        side.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        side.set_major_formatter(StrMethodFormatter("{x:g}"))
+        side.set_minor_locator(NullLocator())
+    axis.spines[["top", "right", "left", "bottom"]].set_visible(False)
+    axis.tick_params(length=0, colors=theme["ink"])
     return figure
 
 
@@ -281,14 +307,19 @@ def how_it_works(theme: dict[str, str]) -> str:
 
 def main() -> None:
     """Write all pictures."""
-    found = ratios(records.read(RECORD))
+    sweep = records.read(RESULTS / "sweep-avx2.json")
+    found = ratios(sweep)
     mpl.rcParams.update({"svg.hashsalt": "spindle", "font.size": 11})
-    policies, peers = over_policies(records.read(RECORD)), over_peers(records.read(PEERS))
+    policies, peers = (
+        over_policies(records.read(RESULTS / f"{OF_POLICIES}.json")),
+        over_peers(records.read(PEERS)),
+    )
     for name, theme in THEMES.items():
         figures = {
             "speed": speed(found, theme),
             "policies": comparison(policies, theme),
             "peers": comparison(peers, theme),
+            "simulation": simulation(sweep["simulation"], theme),
         }
         for kind, figure in figures.items():
             path: Path = PICTURES / f"{kind}-{name}.svg"

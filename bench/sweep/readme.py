@@ -14,18 +14,17 @@ from typing import Any
 from backend.triton_adapter.paths import PROJECT_ROOT
 from bench import records
 from bench.records import RESULTS
-from bench.sweep.arms import ADAPTING, NONE
-from bench.sweep.figures import BEST_FIXED, interval, is_closed, of_spindle
+from bench.sweep.arms import ADAPTING, NONE, SPINDLE
+from bench.sweep.figures import BEST_FIXED, EVERY, interval, is_closed, of_spindle
 
 PAGES = (PROJECT_ROOT / "README.md", PROJECT_ROOT / "docs" / "benchmarks.md")
 PLACE = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-RECORDS = (
-    *("sweep-cpu-avx2", "level-avx2", "open-avx2", "sampled-avx2", "saturated-avx2"),
-    *("workloads-avx2", "workloads", "workloads-sampled"),
-)
+RECORDS = ("sweep-avx2", "sampled-avx2")
 """Records of SmolLM2 through tritonserver in closed loops; those alike count together."""
-SWEEPS = ("sweep-cpu-avx2", "sweep-cpu")
-"""Sweeps of all policies, one a processor."""
+WORKLOADS = "workloads-avx2"
+"""The record of each workload by itself."""
+POLICIES = "sweep-cpu-avx2"
+"""The sweep with all policies."""
 STACKS = {
     "transformers-plain": "transformers",
     "vllm-plain": "vLLM",
@@ -34,7 +33,12 @@ STACKS = {
 }
 """The other stacks, each without speculation."""
 FAMILIES = {"smollm2": "SmolLM2-135M", "tiny": "test model of 4 M"}
-OVER = {NONE: "plain decoding", BEST_FIXED: "the best fixed choice"}
+OVER = {
+    NONE: "plain decoding",
+    BEST_FIXED: "the best fixed choice",
+    "without-suffix": "the head alone, planned",
+    "without-head": "`suffix` alone, planned",
+}
 
 Pairs = tuple[list[float], list[float]]
 Kind = tuple[str, float, int, str]
@@ -42,8 +46,9 @@ Kind = tuple[str, float, int, str]
 ON_README = (
     ("AVX2", 0.0, 48, NONE),
     ("AVX2", 0.0, 48, BEST_FIXED),
+    ("AVX2", 0.0, 48, "without-suffix"),
+    ("AVX2", 0.0, 48, "without-head"),
     ("AVX2", 0.8, 48, NONE),
-    ("AVX512-BF16", 0.0, 24, NONE),
 )
 
 
@@ -106,27 +111,48 @@ def _cell(pair: Pairs | None, *, counts: bool) -> str:
 
 
 def headline() -> str:
-    """Return README's four rows."""
+    """Return README's rows."""
     return _speeds([*ON_README], counts=False)
 
 
 def speed() -> str:
-    """Return Spindle over plain decoding and over the best fixed choice, all that was measured."""
-    return _speeds(
-        sorted(measured(), key=lambda kind: (kind[0] != "AVX2", kind[1], -kind[2])), counts=True
+    """Return Spindle over all of ``OVER``, all that was measured."""
+    order = [*OVER]
+    kinds = sorted(measured(), key=lambda kind: (*kind[:3], order.index(kind[3])))
+    return _speeds(kinds, counts=True)
+
+
+def by_workload() -> str:
+    """Return Spindle over plain decoding, a column a workload, a row a load."""
+    rows = [
+        row
+        for row in _record(WORKLOADS)["ratios"]
+        if (row["policy"], row["over"]) == (SPINDLE, NONE) and row["workload"] != EVERY
+    ]
+    loads = dict.fromkeys(row["load"] for row in rows)
+    found = {
+        load: {
+            row["workload"]: f"{row['ratio']:.2f} ({_interval(row['interval_95'])})"
+            for row in rows
+            if row["load"] == load
+        }
+        for load in loads
+    }
+    workloads = list(dict.fromkeys(row["workload"] for row in rows))
+    head = ["Spindle's tokens/s over plain decoding", *workloads]
+    named = (
+        [f"{load.removeprefix('closed-')} in flight", *map(own.get, workloads)]
+        for load, own in found.items()
     )
+    return _table(head, *([cell or "" for cell in row] for row in named))
 
 
 def policies() -> str:
     """Return Spindle against the other policies, all loads of a sweep together."""
-    rows = []
-    for record in map(_record, SWEEPS):
-        own = {row["over"]: row for row in record["overall"]}
-        cells = (
-            f"{own[over]['ratio']:.2f} ({_interval(own[over]['interval_95'])})"
-            for over in (BEST_FIXED, *ADAPTING)
-        )
-        rows.append([_processor(record), *cells])
+    record = _record(POLICIES)
+    own = {row["over"]: row for row in record["overall"]}
+    others = (BEST_FIXED, *ADAPTING)
+    cells = (f"{own[name]['ratio']:.2f} ({_interval(own[name]['interval_95'])})" for name in others)
     names = {
         "schedule": "table by batch size",
         "ema": "acceptance EMA",
@@ -134,7 +160,8 @@ def policies() -> str:
         "spin": "SPIN's selection",
     }
     return _table(
-        ["Spindle's speed over", BEST_FIXED, *(names.get(name, name) for name in ADAPTING)], *rows
+        ["Spindle's speed over", BEST_FIXED, *(names.get(name, name) for name in ADAPTING)],
+        [_processor(record), *cells],
     )
 
 
@@ -164,6 +191,7 @@ def stacks() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
     "speed": speed,
+    "workloads": by_workload,
     "policies": policies,
     "stacks": stacks,
 }
