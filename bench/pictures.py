@@ -26,6 +26,7 @@ from bench.sweep.figures import BEST_FIXED, block_speeds, blocks, level
 from bench.sweep.readme import POLICIES as OF_POLICIES
 from bench.sweep.readme import STACKS
 
+SWEEP = RESULTS / "sweep-avx2.json"
 PEERS = RESULTS / "peers-smollm2-avx2.json"
 PICTURES = PROJECT_ROOT / "docs" / "pictures"
 THEMES = {
@@ -307,7 +308,7 @@ def how_it_works(theme: dict[str, str]) -> str:
 
 def main() -> None:
     """Write all pictures."""
-    sweep = records.read(RESULTS / "sweep-avx2.json")
+    sweep = records.read(SWEEP)
     found = ratios(sweep)
     mpl.rcParams.update({"svg.hashsalt": "spindle", "font.size": 11})
     policies, peers = (

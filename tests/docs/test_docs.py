@@ -97,18 +97,18 @@ def test_every_reason_of_a_fallback_is_explained():
 
 
 def test_the_pictures_are_those_of_the_record():
-    found = pictures.ratios(records.read(pictures.RECORD))
+    found = pictures.ratios(records.read(pictures.SWEEP))
     assert sorted(found[pictures.SPINDLE]) == [1, 4, 16]
     means = {load: pictures.mean(own) for load, own in found[pictures.SPINDLE].items()}
-    assert [round(value, 2) for value in means.values()] == [1.3, 1.04, 1.04]
+    assert [round(value, 2) for value in means.values()] == [1.5, 1.0, 0.93]
     worst = min(
         pictures.mean(own[16]) for policy, own in found.items() if policy != pictures.SPINDLE
     )
-    assert round(worst, 2) == 0.74
+    assert round(worst, 2) == 0.8
     for theme, colours in pictures.THEMES.items():
         drawn = pictures.PICTURES / f"how-it-works-{theme}.svg"
         assert drawn.read_text("utf-8") == pictures.how_it_works(colours), (
             "run python -m bench.pictures"
         )
-        for name in ("how-it-works", "speed", "policies", "peers"):
+        for name in ("how-it-works", "speed", "policies", "peers", "simulation"):
             assert ET.parse(pictures.PICTURES / f"{name}-{theme}.svg").getroot().tag.endswith("svg")
