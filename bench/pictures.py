@@ -117,7 +117,7 @@ def speed(found: Ratios, theme: dict[str, str]) -> plt.Figure:
             weight="bold",
         )
     _frame(axis, loads, theme)
-    _labels(axis, {"Spindle": means[SPINDLE], **fixed}, theme)
+    _labels(axis, means, theme)
     return figure
 
 
@@ -126,19 +126,19 @@ def _labels(axis: Axes, means: dict[str, list[float]], theme: dict[str, str]) ->
     each beside its end but none on another.
     """
     ends = {policy: own[-1] for policy, own in means.items()}
-    fixed = sorted((policy for policy in ends if policy != "Spindle"), key=ends.__getitem__)
+    fixed = sorted((policy for policy in ends if policy != SPINDLE), key=ends.__getitem__)
     edges = {fixed[0]: "worst", fixed[-1]: "best"}
     low, high = axis.get_ylim()
-    right, below = len(means["Spindle"]) - 1 + 0.07, low
-    for policy in sorted(("Spindle", *edges), key=ends.__getitem__):
+    right, below = len(means[SPINDLE]) - 1 + 0.07, low
+    for policy in sorted((SPINDLE, *edges), key=ends.__getitem__):
         at = max(ends[policy], below)
         below = at + 0.07 * (high - low)
-        if policy == "Spindle":
-            words, colour = policy, theme["line"]
+        if policy == SPINDLE:
+            words, colour = "Spindle", theme["line"]
         else:
             draft, length = fixed_choice(policy)
             words, colour = f"{edges[policy]} fixed: {draft}, {length} tokens", theme["faint"]
-        weight = "bold" if policy == "Spindle" else "normal"
+        weight = "bold" if policy == SPINDLE else "normal"
         axis.text(right, at, words, va="center", color=colour, weight=weight)
     axis.text(-0.12, 1 - 0.015 * (high - low), "plain decoding", color=theme["faint"], va="top")
 

@@ -36,8 +36,8 @@ FAMILIES = {"smollm2": "SmolLM2-135M", "tiny": "test model of 4 M"}
 OVER = {
     NONE: "plain decoding",
     BEST_FIXED: "the best fixed choice",
-    "without-suffix": "the head alone, planned",
-    "without-head": "`suffix` alone, planned",
+    "without-suffix": "itself with the head only",
+    "without-head": "itself with `suffix` only",
 }
 
 Pairs = tuple[list[float], list[float]]
@@ -105,9 +105,13 @@ def _speeds(kinds: list[Kind], *, counts: bool) -> str:
 def _cell(pair: Pairs | None, *, counts: bool) -> str:
     if pair is None:
         return ""
-    found = interval(*pair)
-    count = f"; {found['blocks']}" if counts else ""
-    return f"{found['ratio']:.2f} ({_interval(found['interval_95'])}{count})"
+    return _told(interval(*pair), counts=counts)
+
+
+def _told(row: dict[str, Any], *, counts: bool = False) -> str:
+    """Return a ratio with its interval; ``counts``: also how many blocks it is of."""
+    count = f"; {row['blocks']}" if counts else ""
+    return f"{row['ratio']:.2f} ({_interval(row['interval_95'])}{count})"
 
 
 def headline() -> str:
@@ -129,7 +133,7 @@ def by_workload() -> str:
         for row in _record(WORKLOADS)["ratios"]
         if (row["policy"], row["over"]) == (SPINDLE, NONE) and row["workload"] != EVERY
     ]
-    cells = (f"{row['ratio']:.2f} ({_interval(row['interval_95'])})" for row in rows)
+    cells = (_told(row, counts=True) for row in rows)
     names = (row["workload"] for row in rows)
     return _table(["Spindle's tokens/s over", *names], ["plain decoding", *cells])
 
@@ -139,7 +143,7 @@ def policies() -> str:
     record = _record(POLICIES)
     own = {row["over"]: row for row in record["overall"]}
     others = (BEST_FIXED, *ADAPTING)
-    cells = (f"{own[name]['ratio']:.2f} ({_interval(own[name]['interval_95'])})" for name in others)
+    cells = (_told(own[name]) for name in others)
     names = {
         "schedule": "table by batch size",
         "ema": "acceptance EMA",
