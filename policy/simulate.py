@@ -61,7 +61,7 @@ def deployments() -> dict[str, Deployment]:
     """Return the presets by name."""
     tables = {
         name: LatencyTable.from_dict(json.loads((TABLES / f"smollm2-cpu-{name}.json").read_text()))
-        for name in ("target", "small")
+        for name in ("target", "head")
     }
     plain = presets.llama_8b_h100(), presets.llama_70b_h100(), presets.smollm2_cpu(tables)
     special = (presets.specialists(0.85, 0.40), presets.slow_draft(1.1), presets.padded())
