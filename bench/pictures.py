@@ -1,7 +1,7 @@
 """The pictures of README, light and dark: ``python -m bench.pictures`` writes them to
 docs/pictures.
 
-``speed``: tokens per second relative to plain decoding, from docs/results/sweep-avx2.json.
+``speed``: tokens per second relative to plain decoding, from the records of README's tables.
 ``policies``, ``peers``: Spindle's speed over that of other policies and of other servers.
 ``simulation``: simulated against measured latency.
 ``how-it-works``: one request's way through the service, drawn by hand.
@@ -9,6 +9,7 @@ docs/pictures.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,8 @@ from bench import records
 from bench.records import RESULTS
 from bench.sweep.arms import ADAPTING, NONE, SPINDLE, fixed_choice
 from bench.sweep.figures import BEST_FIXED, block_speeds, blocks, level
-from bench.sweep.readme import POLICIES as OF_POLICIES
-from bench.sweep.readme import STACKS
+from bench.sweep.readme import OTHERS, OVER, POLICIES, RECORDS, over_stacks
 
-SWEEP = RESULTS / "sweep-avx2.json"
-PEERS = RESULTS / "peers-smollm2-avx2.json"
 PICTURES = PROJECT_ROOT / "docs" / "pictures"
 THEMES = {
     "light": {
@@ -49,30 +47,30 @@ THEMES = {
 }
 """Colours on GitHub's own backgrounds, white and #0d1117."""
 
-POLICIES = {
-    BEST_FIXED: "the best fixed choice",
-    "schedule": "table by batch size",
-    "ema": "acceptance EMA",
-    "smartspec": "SmartSpec",
-    "spin": "SPIN's selection",
-}
-
 Ratios = dict[str, dict[int, list[float]]]
 Over = list[tuple[str, float, tuple[float, float] | None]]
 """What Spindle is compared with, how many times as fast it is, and the 95 % interval."""
 
 
-def ratios(record: dict[str, Any]) -> Ratios:
-    """Return {policy: {requests in flight: speed over plain decoding in each warm block}}."""
-    policies = list(dict.fromkeys(run["policy"] for run in record["runs"]))
-    found: Ratios = {
-        policy: {} for policy in policies if policy == SPINDLE or policy.startswith("fixed-")
-    }
-    for (_, load), speeds in block_speeds(blocks(record["runs"], policies), policies).items():
-        for policy, own in found.items():
-            own[int(level(load))] = [
-                ours / plain for ours, plain in zip(speeds[policy], speeds[NONE], strict=True)
-            ]
+def greedy() -> list[dict[str, Any]]:
+    """Return the records of README's tables that decode greedily."""
+    every = (records.read(RESULTS / f"{name}.json") for name in RECORDS)
+    return [record for record in every if not record["settings"]["temperature"]]
+
+
+def ratios(sweeps: Iterable[dict[str, Any]]) -> Ratios:
+    """Return {policy: {requests in flight: speed over plain decoding in each warm block}} of
+    Spindle and the fixed choices, the blocks of all sweeps together.
+    """
+    found: Ratios = {}
+    for record in sweeps:
+        policies = list(dict.fromkeys(run["policy"] for run in record["runs"]))
+        told = [name for name in policies if name == SPINDLE or name.startswith("fixed-")]
+        for (_, load), speeds in block_speeds(blocks(record["runs"], policies), policies).items():
+            for policy in told:
+                found.setdefault(policy, {}).setdefault(int(level(load)), []).extend(
+                    ours / plain for ours, plain in zip(speeds[policy], speeds[NONE], strict=True)
+                )
     return found
 
 
@@ -159,22 +157,16 @@ def over_policies(record: dict[str, Any]) -> Over:
     """Return Spindle over the other policies, all loads of a sweep together."""
     own = {row["over"]: row for row in record["overall"]}
     return [
-        (POLICIES.get(name, name), own[name]["ratio"], own[name]["interval_95"])
+        ((OVER | OTHERS)[name], own[name]["ratio"], own[name]["interval_95"])
         for name in (BEST_FIXED, *ADAPTING)
     ]
 
 
-def over_peers(record: dict[str, Any]) -> Over:
+def over_peers() -> Over:
     """Return Spindle over the other servers, by the requests in flight."""
-    rows = [row for family in record["families"] for row in family["rows"] if row["arm"] in STACKS]
-    rows.sort(key=lambda row: (row["in_flight"], list(STACKS).index(row["arm"])))
+    rows = sorted(over_stacks().items(), key=lambda row: row[0][1])
     return [
-        (
-            f"{STACKS[row['arm']]}, {row['in_flight']} in flight",
-            row["spindle_over"]["median"],
-            row["spindle_over"]["interval_95"],
-        )
-        for row in rows
+        (f"{name}: {level}", told["median"], told["interval_95"]) for (name, level), told in rows
     ]
 
 
@@ -308,18 +300,14 @@ def how_it_works(theme: dict[str, str]) -> str:
 
 def main() -> None:
     """Write all pictures."""
-    sweep = records.read(SWEEP)
-    found = ratios(sweep)
+    sweep = records.read(RESULTS / f"{POLICIES}.json")
+    found = ratios(greedy())
     mpl.rcParams.update({"svg.hashsalt": "spindle", "font.size": 11})
-    policies, peers = (
-        over_policies(records.read(RESULTS / f"{OF_POLICIES}.json")),
-        over_peers(records.read(PEERS)),
-    )
     for name, theme in THEMES.items():
         figures = {
             "speed": speed(found, theme),
-            "policies": comparison(policies, theme),
-            "peers": comparison(peers, theme),
+            "policies": comparison(over_policies(sweep), theme),
+            "peers": comparison(over_peers(), theme),
             "simulation": simulation(sweep["simulation"], theme),
         }
         for kind, figure in figures.items():

@@ -30,13 +30,14 @@ from engines_build.convert import embedded_gguf
 
 KINDS = ("plain", "draft", "lookup")
 STACKS = ("transformers", "vllm", "openvino", "llamacpp")
-BF16 = "llamacpp-bf16"
-"""Plain too, with the weights that Spindle runs; llama.cpp's others read the packaged model as it
-is, in 4 bits.
+WHOLE = ("openvino-16bit", "llamacpp-16bit")
+"""Plain too, with the weights that Spindle runs; the others of these stacks read the packaged model
+as it is, in 4 bits.
 """
-PEERS = (*(f"{stack}-{kind}" for stack in STACKS for kind in KINDS), BF16)
+PEERS = (*(f"{stack}-{kind}" for stack in STACKS for kind in KINDS), *WHOLE)
 ALONE = ("transformers-draft", "transformers-lookup")
 """They serve one request at a time."""
+_FORMS = {"openvino": "F16", "llamacpp": "BF16"}
 WORKERS = Path(__file__).parent
 QUIT_LIMIT_S = 20.0
 ROOM_BYTES = 4 << 30
@@ -136,9 +137,9 @@ class Peers:
             return f"peers run checkpoints only, not the engine {self._config.target.engine!r}"
         if name.endswith("-draft") and not self._drafts():
             return "no draft that runs a model"
-        if name == BF16 and self._config.target.model != EMBEDDED_MODEL:
-            return "llamacpp-plain reads bf16 already"
         stack, _, _ = name.partition("-")
+        if name in WHOLE and self._config.target.model != EMBEDDED_MODEL:
+            return f"{stack}-plain reads 16 bits already"
         return "" if _ready(stack) else f"no environment: bench/peers/peers.sh {stack}"
 
     def arm(self, name: str) -> tuple[Arm, bool]:
@@ -160,8 +161,8 @@ class Peers:
         target, draft = {
             "transformers": (run, "fp32"),
             "vllm": (run, "bf16" if _dtype() == "bfloat16" else "fp32"),
-            "openvino": (self._gguf_kind("F16"), "fp16"),
-            "llamacpp": ("BF16 GGUF" if name == BF16 else self._gguf_kind("BF16"), "bf16"),
+            "openvino": (self._gguf_kind(name), "fp16"),
+            "llamacpp": (self._gguf_kind(name), "bf16"),
         }[stack]
         return f"{target}; draft {draft}, whole head" if kind == "draft" else target
 
@@ -170,12 +171,13 @@ class Peers:
         while self._running:
             self._running.popitem()[1].close()
 
-    def _gguf_kind(self, kind: str) -> str:
-        return (
-            "Q4_1 GGUF, as packaged"
-            if self._config.target.model == EMBEDDED_MODEL
-            else f"{kind} GGUF"
-        )
+    def _gguf_kind(self, name: str) -> str:
+        if self._packaged(name):
+            return "Q4_1 GGUF, as packaged"
+        return f"{_FORMS[name.partition('-')[0]]} GGUF"
+
+    def _packaged(self, name: str) -> bool:
+        return name not in WHOLE and self._config.target.model == EMBEDDED_MODEL
 
     def _drafts(self) -> list[EngineConfig]:
         """Return the drafts that run a model, the largest first."""
@@ -213,10 +215,9 @@ class Peers:
                 ["--draft", whole_head(model_path(self._drafts()[0]))] if kind == "draft" else []
             )
         else:
-            form = {"openvino": "F16", "llamacpp": "BF16"}[stack]
-            packaged = self._config.target.model == EMBEDDED_MODEL and name != BF16
-            own = packaged and embedded_gguf(cache.root() / "peers")
-            models = ["--gguf", own or as_gguf(target, target, form)]
+            form = _FORMS[stack]
+            packaged = self._packaged(name) and embedded_gguf(cache.root() / "peers")
+            models = ["--gguf", packaged or as_gguf(target, target, form)]
             models += (
                 ["--draft-gguf", as_gguf(model_path(self._drafts()[0]), target, form)]
                 if kind == "draft"

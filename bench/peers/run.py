@@ -1,7 +1,7 @@
 """Spindle beside other stacks: the same weights, prompts and machine, interleaved, one thread each.
 
     bench/peers/peers.sh vllm openvino llamacpp                    # their environments, once
-    python -m bench.peers.run --out docs/results/peers.json      # ten minutes at most
+    python -m bench.peers.run --out docs/results/peers-avx2.json   # ten minutes at most
 
 ``--families``, ``--peers`` and ``--blocks`` make it less or more.
 
@@ -63,7 +63,9 @@ class Family:
 
     def __init__(self, name: str, options: argparse.Namespace, folder: Path) -> None:
         self._options = options
-        self._config = {**json.loads(CONFIGS[name].read_text("utf-8")), "threads": 1}
+        config = json.loads(CONFIGS[name].read_text("utf-8"))
+        target = {**config["target"], "dtype": options.dtype}
+        self._config = {**config, "target": target, "threads": 1}
         prepare(parse_config(arm_config(self._config, SPINDLE, Tuning(), ACTIVE)))
         self._servers, self._peers = (
             Servers(self._config, ACTIVE, folder, most=2),
@@ -91,9 +93,9 @@ class Family:
     def weights(self) -> dict[str, str]:
         """Say what each arm reads."""
         config = parse_config(self._config)
-        target, draft = "bf16 checkpoint", config.drafts[0].dtype
+        target, drafts = "bf16 checkpoint", ", ".join(draft.name for draft in config.drafts)
         target += f", run in {config.target.dtype}" if config.target.dtype != "bf16" else ""
-        own = {NONE: target, SPINDLE: f"{target}; all drafts, {draft}, and lookup"}
+        own = {NONE: target, SPINDLE: f"{target}; drafts {drafts}"}
         return own | {name: self._peers.weights(name) for name in self.names if name in PEERS}
 
     def start(self) -> None:
@@ -296,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "machine": machine.describe(),
         "settings": {
             key: getattr(options, key)
-            for key in ("seed", "blocks", "requests", "max_tokens", "workloads")
+            for key in ("seed", "blocks", "requests", "max_tokens", "workloads", "dtype")
         },
         "families": [],
     }
@@ -318,6 +320,7 @@ def parse(command: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--workloads", nargs="+", choices=[*workloads.NAMES, workloads.MIX], default=[workloads.MIX]
     )
+    parser.add_argument("--dtype", default="auto", help="of Spindle's target")
     parser.add_argument(
         "--blocks",
         type=int,

@@ -14,31 +14,45 @@ from typing import Any
 from backend.triton_adapter.paths import PROJECT_ROOT
 from bench import records
 from bench.records import RESULTS
-from bench.sweep.arms import ADAPTING, NONE, SPINDLE
-from bench.sweep.figures import BEST_FIXED, EVERY, interval, is_closed, of_spindle
+from bench.sweep.arms import NONE, SPINDLE
+from bench.sweep.figures import BEST_FIXED, EVERY, interval, is_closed, level, of_spindle
 
 PAGES = (PROJECT_ROOT / "README.md", PROJECT_ROOT / "docs" / "benchmarks.md")
 PLACE = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-RECORDS = ("sweep-avx2", "sampled-avx2")
+RECORDS = ("sweep-avx2", "policies-avx2", "sampled-avx2")
 """Records of SmolLM2 through tritonserver in closed loops; those alike count together."""
 WORKLOADS = "workloads-avx2"
 """The record of each workload by itself."""
-POLICIES = "sweep-cpu-avx2"
+POLICIES = "policies-avx2"
 """The sweep with all policies."""
+PEERS = ("peers-avx2",)
+"""SmolLM2 beside other stacks, Spindle's target in the precision that the record names."""
 STACKS = {
     "transformers-plain": "transformers",
+    "transformers-lookup": "transformers, lookup",
     "vllm-plain": "vLLM",
-    "openvino-plain": "OpenVINO GenAI",
-    "llamacpp-plain": "llama.cpp",
+    "vllm-lookup": "vLLM, n-grams",
+    "openvino-16bit": "OpenVINO GenAI, 16 bits",
+    "openvino-plain": "OpenVINO GenAI, 4 bits",
+    "openvino-lookup": "OpenVINO GenAI, 4 bits, lookup",
+    "llamacpp-16bit": "llama.cpp, 16 bits",
+    "llamacpp-plain": "llama.cpp, 4 bits",
+    "llamacpp-lookup": "llama.cpp, 4 bits, lookup",
 }
-"""The other stacks, each without speculation."""
-FAMILIES = {"smollm2": "SmolLM2-135M", "tiny": "test model of 4 M"}
+"""The other stacks."""
 OVER = {
     NONE: "plain decoding",
     BEST_FIXED: "the best fixed choice",
     "without-suffix": "itself with the head only",
     "without-head": "itself with `suffix` only",
 }
+OTHERS = {
+    "schedule": "table by batch size",
+    "ema": "acceptance EMA",
+    "smartspec": "SmartSpec",
+    "spin": "SPIN's selection",
+}
+"""The other policies."""
 
 Pairs = tuple[list[float], list[float]]
 Kind = tuple[str, float, int, str]
@@ -81,7 +95,7 @@ def measured() -> dict[Kind, dict[str, Pairs]]:
     for record in map(_record, RECORDS):
         settings = record["settings"]
         for (load, over), (ours, theirs) in of_spindle(record["runs"]).items():
-            if over in OVER and is_closed(load):
+            if over in OVER | OTHERS and is_closed(load):
                 kind = (_processor(record), settings["temperature"], settings["max_tokens"], over)
                 before = found.setdefault(kind, {}).get(load, ([], []))
                 found[kind][load] = (before[0] + ours, before[1] + theirs)
@@ -91,14 +105,16 @@ def measured() -> dict[Kind, dict[str, Pairs]]:
 def _speeds(kinds: list[Kind], *, counts: bool) -> str:
     """Return a row a kind, a column a load; ``counts``: also how many blocks it is of."""
     every = measured()
-    loads = list(dict.fromkeys(load for kind in kinds for load in every[kind]))
+    found = {load for kind in kinds for load in every[kind]}
+    loads = sorted(found, key=level)
     rows = []
     for kind in kinds:
         processor, temperature, tokens, over = kind
         sampled = f"temperature {temperature:g}" if temperature else "greedy"
-        name = f"{OVER[over]}, {processor}, {sampled}{f', {tokens} tokens' if counts else ''}"
+        shape = f"{processor}, {sampled}{f', {tokens} tokens' if counts else ''}"
+        name = f"{(OVER | OTHERS)[over]}, {shape}"
         rows.append([name, *(_cell(every[kind].get(load), counts=counts) for load in loads)])
-    levels = (f"{load.removeprefix('closed-')} in flight" for load in loads)
+    levels = (f"{level(load):g} in flight" for load in loads)
     return _table(["Spindle's tokens/s over", *levels], *rows)
 
 
@@ -121,9 +137,19 @@ def headline() -> str:
 
 def speed() -> str:
     """Return Spindle over all of ``OVER``, all that was measured."""
-    order = [*OVER]
-    kinds = sorted(measured(), key=lambda kind: (*kind[:3], order.index(kind[3])))
-    return _speeds(kinds, counts=True)
+    return _speeds(_sorted(OVER), counts=True)
+
+
+def policies() -> str:
+    """Return Spindle over the other policies."""
+    return _speeds(_sorted(OTHERS), counts=True)
+
+
+def _sorted(over: dict[str, str]) -> list[Kind]:
+    """Return what was measured over some policies, in their order."""
+    order = [*over]
+    kinds = (kind for kind in measured() if kind[3] in over)
+    return sorted(kinds, key=lambda kind: (*kind[:3], order.index(kind[3])))
 
 
 def by_workload() -> str:
@@ -138,45 +164,36 @@ def by_workload() -> str:
     return _table(["Spindle's tokens/s over", *names], ["plain decoding", *cells])
 
 
-def policies() -> str:
-    """Return Spindle against the other policies, all loads of a sweep together."""
-    record = _record(POLICIES)
-    own = {row["over"]: row for row in record["overall"]}
-    others = (BEST_FIXED, *ADAPTING)
-    cells = (_told(own[name]) for name in others)
-    names = {
-        "schedule": "table by batch size",
-        "ema": "acceptance EMA",
-        "smartspec": "SmartSpec",
-        "spin": "SPIN's selection",
-    }
-    return _table(
-        ["Spindle's speed over", BEST_FIXED, *(names.get(name, name) for name in ADAPTING)],
-        [_processor(record), *cells],
-    )
-
-
 def stacks() -> str:
-    """Return Spindle over the other stacks, each without speculation, by model and load."""
-    head = ["Spindle's tokens/s over", "in flight", *STACKS.values()]
-    rows = []
-    for record in map(_record, ("peers-smollm2-avx2", "peers", "peers-avx2")):
-        for family in record["families"]:
-            over = {(row["arm"], row["in_flight"]): row["spindle_over"] for row in family["rows"]}
-            for level in sorted({level for _, level in over}):
-                found = (over.get((arm, level)) for arm in STACKS)
-                cells = (
-                    ""
-                    if each is None
-                    else f"{each['median']:.2f} ({_interval(each['interval_95'])})"
-                    for each in found
-                )
-                rows.append(
-                    [f"{FAMILIES[family['family']]}, {_processor(record)}", str(level), *cells]
-                )
+    """Return Spindle over the other stacks, a row a stack, a column a load."""
+    over = over_stacks()
+    levels = sorted({level for _, level in over})
+    rows = [
+        [name, *(_median(over.get((name, level))) for level in levels)]
+        for name in dict.fromkeys(name for name, _ in over)
+    ]
     return _table(
-        head, *sorted(rows, key=lambda row: (not row[0].startswith("SmolLM2"), row[0], int(row[1])))
+        ["Spindle's tokens/s over", *(f"{level} in flight" for level in levels)],
+        *rows,
     )
+
+
+def over_stacks() -> dict[tuple[str, int], dict[str, Any]]:
+    """Return the medians over the other stacks by name and requests in flight, in order."""
+    found = {}
+    for record in map(_record, PEERS):
+        (family,) = record["families"]
+        dtype = record["settings"].get("dtype", "auto")
+        added = "" if dtype == "auto" else f", Spindle in {dtype}"
+        for arm, name in STACKS.items():
+            for row in family["rows"]:
+                if row["arm"] == arm:
+                    found[f"{name}{added}", row["in_flight"]] = row["spindle_over"]
+    return found
+
+
+def _median(row: dict[str, Any] | None) -> str:
+    return "" if row is None else f"{row['median']:.2f} ({_interval(row['interval_95'])})"
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -70,14 +70,18 @@ def test_a_stack_that_was_not_run_leaves_its_cell_empty(tmp_path, monkeypatch):
     ratio = {"median": 1.25, "interval_95": [1.1, 1.4], "blocks": 3}
     rows = [
         {"arm": "vllm-plain", "in_flight": 8, "spindle_over": ratio},
+        {"arm": "llamacpp-plain", "in_flight": 1, "spindle_over": ratio},
         {"arm": "none", "in_flight": 1, "spindle_over": ratio},
     ]
-    record = {
-        "families": [{"family": "tiny", "rows": rows}],
-        "machine": {"processor": "A CPU (AVX9)"},
-    }
-    for name in ("peers", "peers-avx2", "peers-smollm2-avx2"):
-        (tmp_path / f"{name}.json").write_text(json.dumps(record))
-    table = readme.stacks().splitlines()
-    assert table[2] == "| test model of 4 M, AVX9 | 1 |  |  |  |  |"
-    assert table[-1] == "| test model of 4 M, AVX9 | 8 |  | 1.25 (1.10–1.40) |  |  |"
+    record = {"families": [{"family": "smollm2", "rows": rows}], "settings": {}}
+    int8 = {"families": [{"family": "smollm2", "rows": rows[:1]}], "settings": {"dtype": "int8"}}
+    monkeypatch.setattr(readme, "PEERS", ("first", "second"))
+    (tmp_path / "first.json").write_text(json.dumps(record))
+    (tmp_path / "second.json").write_text(json.dumps(int8))
+    assert readme.stacks().splitlines() == [
+        "| Spindle's tokens/s over | 1 in flight | 8 in flight |",
+        "| --- | --- | --- |",
+        "| vLLM |  | 1.25 (1.10–1.40) |",
+        "| llama.cpp, 4 bits | 1.25 (1.10–1.40) |  |",
+        "| vLLM, Spindle in int8 |  | 1.25 (1.10–1.40) |",
+    ]
