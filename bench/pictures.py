@@ -17,6 +17,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
 from backend.triton_adapter.paths import PROJECT_ROOT
@@ -79,7 +80,7 @@ def mean(values: list[float]) -> float:
     return float(np.exp(np.log(values).mean()))
 
 
-def speed(found: Ratios, theme: dict[str, str]) -> plt.Figure:
+def speed(found: Ratios, theme: dict[str, str]) -> Figure:
     """Draw Spindle's line over the band of the fixed choices, worst to best; a dot a measured
     block.
     """
@@ -162,44 +163,53 @@ def over_policies(record: dict[str, Any]) -> Over:
     ]
 
 
-def over_peers() -> Over:
-    """Return Spindle over the other servers, by the requests in flight."""
-    rows = sorted(over_stacks().items(), key=lambda row: row[0][1])
-    return [
-        (f"{name}: {level}", told["median"], told["interval_95"]) for (name, level), told in rows
-    ]
+def over_peers() -> dict[str, Over]:
+    """Return Spindle over the other servers, by how many requests are in flight."""
+    panels: dict[str, Over] = {}
+    for (name, at), told in sorted(over_stacks().items(), key=lambda row: row[0][1]):
+        row = (name, told["median"], told["interval_95"])
+        panels.setdefault(f"{at} in flight", []).append(row)
+    return panels
 
 
-def comparison(rows: Over, theme: dict[str, str]) -> plt.Figure:
-    """Draw a dot and its interval for each row, on a line of equal speed."""
-    figure, axis = plt.subplots(figsize=(7.2, 0.5 + 0.36 * len(rows)), layout="constrained")
-    axis.axvline(1, color=theme["faint"], linewidth=1, linestyle=(0, (4, 3)), zorder=1)
-    for place, (_, ratio, ends) in enumerate(rows):
-        low, high = ends or (ratio, ratio)
-        colour = theme["line"] if low > 1 or high < 1 else theme["faint"]
-        axis.plot([low, high], [place, place], color=colour, linewidth=2.5, zorder=2)
-        axis.plot(ratio, place, "o", color=colour, markersize=8, zorder=3)
-        words = f"{ratio:.2f}"
-        axis.annotate(
-            words,
-            (high, place),
-            (8, 0),
-            textcoords="offset points",
-            va="center",
-            color=colour,
-            weight="bold",
-        )
-    axis.set_yticks(range(len(rows)), [name for name, _, _ in rows])
-    axis.invert_yaxis()
-    axis.margins(x=0.12, y=0.08)
-    axis.set_xlabel("Spindle's speed over it, with 95 % interval")
-    axis.spines[["top", "right", "left", "bottom"]].set_visible(False)
-    axis.tick_params(length=0, colors=theme["ink"])
-    axis.xaxis.label.set_color(theme["ink"])
+def comparison(panels: dict[str, Over], theme: dict[str, str]) -> Figure:
+    """Draw a dot and its interval for each row, on a line of equal speed; a panel a title, with the
+    rows of the first.
+    """
+    names = [name for name, _, _ in next(iter(panels.values()))]
+    size = 7.2, 0.7 + 0.34 * len(names)
+    figure, axes = plt.subplots(
+        1, len(panels), sharey=True, squeeze=False, figsize=size, layout="constrained"
+    )
+    for axis, (title, rows) in zip(axes[0], panels.items(), strict=True):
+        axis.axvline(1, color=theme["faint"], linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+        for name, ratio, ends in rows:
+            place, (low, high) = names.index(name), ends or (ratio, ratio)
+            colour = theme["line"] if low > 1 or high < 1 else theme["faint"]
+            axis.plot([low, high], [place, place], color=colour, linewidth=2.5, zorder=2)
+            axis.plot(ratio, place, "o", color=colour, markersize=8, zorder=3)
+            axis.annotate(
+                f"{ratio:.2f}",
+                (high, place),
+                (8, 0),
+                textcoords="offset points",
+                va="center",
+                color=colour,
+                weight="bold",
+            )
+        axis.set_title(title, color=theme["ink"], fontsize="medium")
+        axis.margins(x=0.16, y=0.08)
+        axis.spines[["top", "right", "left", "bottom"]].set_visible(False)
+        axis.tick_params(length=0, colors=theme["ink"])
+    axes[0, 0].set_yticks(range(len(names)), names)
+    axes[0, 0].invert_yaxis()
+    figure.supxlabel(
+        "Spindle's speed over it, with 95 % interval", color=theme["ink"], fontsize="medium"
+    )
     return figure
 
 
-def simulation(rows: list[dict[str, Any]], theme: dict[str, str]) -> plt.Figure:
+def simulation(rows: list[dict[str, Any]], theme: dict[str, str]) -> Figure:
     """Draw simulated against measured mean latency in a band of 10 %: a dot a policy and load, open
     where it is saturated.
     """
@@ -306,7 +316,7 @@ def main() -> None:
     for name, theme in THEMES.items():
         figures = {
             "speed": speed(found, theme),
-            "policies": comparison(over_policies(sweep), theme),
+            "policies": comparison({"": over_policies(sweep)}, theme),
             "peers": comparison(over_peers(), theme),
             "simulation": simulation(sweep["simulation"], theme),
         }
