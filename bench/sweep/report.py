@@ -1,9 +1,7 @@
-"""A sweep's record as one self-contained page: ``python -m bench.sweep.report RECORD [PAGE]
-[--pictures FOLDER]``.
+"""A sweep's record as one self-contained page: ``python -m bench.sweep.report RECORD [PAGE]``.
 
 What the record lacks of ablations, and all peers, are those of ``ablations.json`` and
-``peers.json`` beside the other results, if there. With ``--pictures`` the figures that a README
-shows are also written as RECORD-NAME.png.
+``peers.json`` beside the other results, if there.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from PIL import Image
 
 from bench import records
 from bench.records import RESULTS
@@ -26,8 +23,6 @@ from bench.sweep import plots
 from bench.sweep.figures import is_closed
 from bench.sweep.simulation import WITHIN
 
-COLOURS = 64
-"""Of a picture: with all of them it would be three times as large."""
 STYLE = """
 body { font: 15px/1.45 sans-serif; color: #222; max-width: 1120px; margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.6em; } h2 { font-size: 1.2em; margin-top: 2em; border-bottom: 1px solid #ccc; }
@@ -57,30 +52,6 @@ def write_report(record: dict[str, Any], path: Path, results: Path = RESULTS) ->
         f"sweep</title><style>{STYLE}</style>"
     )
     path.write_text(f"{start}<body>{head}{body}</body></html>\n", "utf-8")
-
-
-def write_pictures(
-    record: dict[str, Any], folder: Path, name: str, results: Path = RESULTS
-) -> None:
-    """Write the figures that a README shows as PNG, those that the record has; of the heat maps the
-    last workload's.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    figures = {
-        "latency": plots.latency_figure(record),
-        "throughput": plots.throughput_figure(record),
-        "speed": dict(plots.heat_maps(record)).popitem()[1] if record["ratios"] else None,
-        "simulation": plots.simulation_figure(record),
-        "ablations": plots.ablations_figure(_ablations_of(record, results)),
-    }
-    for what, figure in figures.items():
-        if figure:
-            buffer = io.BytesIO()
-            figure.savefig(buffer, format="png", dpi=110, bbox_inches="tight")
-            Image.open(buffer).convert("RGB").quantize(COLOURS).save(
-                folder / f"{name}-{what}.png", optimize=True
-            )
-    plots.plt.close("all")
 
 
 def _beside(record: dict[str, Any], results: Path, name: str) -> list[dict[str, Any]]:
@@ -493,16 +464,13 @@ SECTIONS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
 
 
 def main() -> None:
-    """Write the page of a record, and pictures."""
+    """Write the page of a record."""
     parser = argparse.ArgumentParser(description="Write the page of a sweep's record.")
     parser.add_argument("record", type=Path)
     parser.add_argument("page", type=Path, nargs="?", help="default: beside the record")
-    parser.add_argument("--pictures", type=Path, metavar="FOLDER")
     options = parser.parse_args()
     record = records.read(options.record)
     write_report(record, options.page or options.record.with_suffix(".html"))
-    if options.pictures:
-        write_pictures(record, options.pictures, options.record.stem)
 
 
 if __name__ == "__main__":
