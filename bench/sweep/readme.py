@@ -19,7 +19,7 @@ from bench.sweep.figures import BEST_FIXED, EVERY, interval, is_closed, level, o
 
 PAGES = (PROJECT_ROOT / "README.md", PROJECT_ROOT / "docs" / "benchmarks.md")
 PLACE = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-RECORDS = ("sweep-avx2", "policies-avx2", "sampled-avx2")
+RECORDS = ("sweep-avx2", "policies-avx2", "plain-avx2", "sampled-avx2")
 """Records of SmolLM2 through tritonserver in closed loops; those alike count together."""
 WORKLOADS = "workloads-avx2"
 """The record of each workload by itself."""
