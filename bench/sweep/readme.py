@@ -42,7 +42,7 @@ STACKS = {
 """The other stacks."""
 OVER = {
     NONE: "plain decoding",
-    BEST_FIXED: "the best fixed choice",
+    BEST_FIXED: "best fixed choice",
     "without-suffix": "itself with the head only",
     "without-head": "itself with `suffix` only",
 }
@@ -103,16 +103,22 @@ def measured() -> dict[Kind, dict[str, Pairs]]:
 
 
 def _speeds(kinds: list[Kind], *, counts: bool) -> str:
-    """Return a row a kind, a column a load; ``counts``: also how many blocks it is of."""
+    """Return a row a kind, a column a load; ``counts``: also how many blocks it is of.
+
+    A row says its processor and its tokens a request where the rows differ in them, and its
+    temperature where it is not greedy.
+    """
     every = measured()
     found = {load for kind in kinds for load in every[kind]}
     loads = sorted(found, key=level)
+    processors, _, lengths, _ = (len(set(values)) for values in zip(*kinds, strict=True))
     rows = []
     for kind in kinds:
         processor, temperature, tokens, over = kind
-        sampled = f"temperature {temperature:g}" if temperature else "greedy"
-        shape = f"{processor}, {sampled}{f', {tokens} tokens' if counts else ''}"
-        name = f"{(OVER | OTHERS)[over]}, {shape}"
+        name = (OVER | OTHERS)[over]
+        name += f", {processor}" * (processors > 1)
+        name += f", temperature {temperature:g}" * (temperature > 0)
+        name += f", {tokens} tokens" * (lengths > 1)
         rows.append([name, *(_cell(every[kind].get(load), counts=counts) for load in loads)])
     levels = (f"{level(load):g} in flight" for load in loads)
     return _table(["Spindle's tokens/s over", *levels], *rows)
