@@ -1,5 +1,5 @@
-"""The measured tables of README and docs/benchmarks.md: ``python -m bench.sweep.readme`` writes
-them from docs/results.
+"""The tables of README, docs/benchmarks.md and docs/research/simulator.md: ``python -m
+bench.sweep.readme`` writes them from docs/results.
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; what is there is replaced.
 A test holds the pages against the records.
@@ -16,8 +16,13 @@ from bench import records
 from bench.records import RESULTS
 from bench.sweep.arms import NONE, SPINDLE
 from bench.sweep.figures import BEST_FIXED, EVERY, interval, is_closed, level, of_spindle
+from policy.simulation.report import load_name
 
-PAGES = (PROJECT_ROOT / "README.md", PROJECT_ROOT / "docs" / "benchmarks.md")
+PAGES = (
+    PROJECT_ROOT / "README.md",
+    PROJECT_ROOT / "docs" / "benchmarks.md",
+    PROJECT_ROOT / "docs" / "research" / "simulator.md",
+)
 PLACE = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 RECORDS = ("sweep-avx2", "policies-avx2", "plain-avx2", "sampled-avx2")
 """Records of SmolLM2 through tritonserver in closed loops; those alike count together."""
@@ -53,6 +58,11 @@ OTHERS = {
     "spin": "SPIN's selection",
 }
 """The other policies."""
+
+SIMULATION = "simulation"
+"""The simulator's record."""
+SIMULATED = ("smartspec", "ema", "schedule", "spin")
+"""The policies in it that are told what is best."""
 
 Pairs = tuple[list[float], list[float]]
 Kind = tuple[str, float, int, str]
@@ -202,12 +212,53 @@ def _median(row: dict[str, Any] | None) -> str:
     return "" if row is None else f"{row['median']:.2f} ({_interval(row['interval_95'])})"
 
 
+def simulated() -> str:
+    """Return every policy over the best fixed choice, a row a simulated scenario and load: mean
+    latency, of a backlog the throughput.
+    """
+    rows = []
+    for comparison in _record(SIMULATION)["comparisons"]:
+        for point in comparison["points"]:
+            fixed, arms, load = point["fixed"], point["arms"], load_name(point["load"])
+            figure = "tokens_per_s" if load == "backlog" else "latency_s"
+            value, low, high = arms[fixed]["adaptive_over_it"]
+            others = [comparison["tuned"][name] for name in SIMULATED] + ["oracle", NONE]
+            rows.append(
+                [
+                    comparison["scenario"],
+                    load,
+                    fixed.removeprefix("fixed:"),
+                    f"{value:.3f} ({low:.3f}–{high:.3f})",
+                    *(f"{arms[name][figure] / arms[fixed][figure]:.3f}" for name in others),
+                ]
+            )
+    names = ("SmartSpec", "acceptance EMA", "schedule", "SPIN", "oracle", NONE)
+    return _table(["scenario", "load", BEST_FIXED, "adaptive", *names], *rows)
+
+
+def unmet() -> str:
+    """Return the criteria that the simulated planner misses."""
+    rows = [
+        [
+            row["scenario"],
+            "all" if row["load"] is None else load_name(row["load"]),
+            f"{row['what']}: {row['wanted']}",
+            row["found"],
+        ]
+        for row in _record(SIMULATION)["criteria"]
+        if not row["met"]
+    ]
+    return _table(["scenario", "load", "wanted", "found"], *rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
     "speed": speed,
     "workloads": by_workload,
     "policies": policies,
     "stacks": stacks,
+    "simulated": simulated,
+    "unmet": unmet,
 }
 
 

@@ -4,6 +4,7 @@ from itertools import product
 import pytest
 
 from bench.sweep import readme
+from policy.simulation.experiments import BACKLOG
 
 
 def test_the_measured_tables_of_the_pages_are_those_of_the_records():
@@ -86,3 +87,28 @@ def test_a_stack_that_was_not_run_leaves_its_cell_empty(tmp_path, monkeypatch):
         "| llama.cpp, 4 bits | 1.25 (1.10–1.40) |  |",
         "| vLLM, Spindle in int8 |  | 1.25 (1.10–1.40) |",
     ]
+
+
+def test_simulated_latency_and_throughput_are_over_the_best_fixed_choice(tmp_path, monkeypatch):
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    names = ["fixed:eagle:3", "adaptive", "oracle", "none", *readme.SIMULATED]
+    arms = {name: {"latency_s": 2.0, "tokens_per_s": 8.0} for name in names}
+    arms["fixed:eagle:3"] = {
+        "latency_s": 4.0,
+        "tokens_per_s": 10.0,
+        "adaptive_over_it": [0.5, 0.4, 0.6],
+    }
+    points = [{"load": load, "fixed": "fixed:eagle:3", "arms": arms} for load in (0.3, BACKLOG)]
+    tuned = {name: name for name in readme.SIMULATED}
+    missed = {"scenario": "8b", "load": None, "what": "latency", "wanted": "<= 1", "found": "2"}
+    record = {
+        "comparisons": [{"scenario": "8b", "tuned": tuned, "points": points}],
+        "criteria": [{**missed, "met": False}, {**missed, "load": 0.3, "met": True}],
+    }
+    (tmp_path / f"{readme.SIMULATION}.json").write_text(json.dumps(record))
+    others = {0.5: " | 0.500" * 6, 0.8: " | 0.800" * 6}
+    assert readme.simulated().splitlines()[2:] == [
+        f"| 8b | 0.3 | eagle:3 | 0.500 (0.400–0.600){others[0.5]} |",
+        f"| 8b | backlog | eagle:3 | 0.500 (0.400–0.600){others[0.8]} |",
+    ]
+    assert readme.unmet().splitlines()[2:] == ["| 8b | all | latency: <= 1 | 2 |"]
