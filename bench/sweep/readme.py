@@ -30,7 +30,7 @@ WORKLOADS = "workloads-avx2"
 """The record of each workload by itself."""
 POLICIES = "policies-avx2"
 """The sweep with all policies."""
-PEERS = ("peers-avx2",)
+PEERS = ("peers-avx2", "peers-int8-avx2")
 """SmolLM2 beside other stacks, Spindle's target in the precision that the record names."""
 STACKS = {
     "transformers-plain": "transformers",
