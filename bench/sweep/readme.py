@@ -70,8 +70,6 @@ Kind = tuple[str, float, int, str]
 ON_README = (
     ("AVX2", 0.0, 48, NONE),
     ("AVX2", 0.0, 48, BEST_FIXED),
-    ("AVX2", 0.0, 48, "without-suffix"),
-    ("AVX2", 0.0, 48, "without-head"),
     ("AVX2", 0.8, 48, NONE),
 )
 

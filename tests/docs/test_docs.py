@@ -107,6 +107,15 @@ def test_readme_claims_what_the_records_say():
         if load in ("closed-1", "closed-16"):
             assert f"{row['ratio']:.2f}" in words
             assert f"{low:.2f} to {high:.2f}" in words, "README claims other figures"
+    stacks = {
+        "vLLM": "",
+        "transformers": "",
+        "llama.cpp": ", 16 bits",
+        "OpenVINO GenAI": ", 16 bits",
+    }
+    for name, form in stacks.items():
+        told = readme.over_stacks()[f"{name}{form}", 1]["median"]
+        assert re.search(rf"{told:.1f}( times the tokens a second)? of {re.escape(name)}", words)
     found = pictures.ratios(pictures.greedy())
     fixed = (own for policy, own in found.items() if policy != SPINDLE)
     worst = min(pictures.mean(own[16]) for own in fixed)
