@@ -73,7 +73,7 @@ MESSAGES = 240
 TUNING_STEP = 4
 """Every fourth message is for choosing, the others are scored."""
 SAVE_S = 20.0
-SERVER_BYTES = 2 << 30
+SERVER_BYTES = 7 << 29
 """What a server of SmolLM2 with its drafts takes."""
 FAKE_CHARACTERS = 300
 """The fake engines read bytes: of a message they get so many."""
