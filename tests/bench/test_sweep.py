@@ -492,6 +492,12 @@ def test_a_server_that_is_given_up_while_it_starts_is_ended(tmp_path, monkeypatc
     assert made[0].process.poll() is not None
 
 
+@pytest.mark.parametrize(("free_gib", "servers"), [(22, 6), (100, 8), (3, 2)])
+def test_as_many_servers_run_as_fit_into_memory(monkeypatch, free_gib, servers):
+    monkeypatch.setattr(sweep, "host_bytes", lambda: free_gib << 30)
+    assert sweep.parse([]).servers == servers
+
+
 def test_servers_serve_both_loops_count_by_run_and_share_one_for_fixed_choices(tmp_path_factory):
     folder = tmp_path_factory.mktemp("servers")  # a short path: sockets lie in it
     servers = Servers(FAKE, 4, folder, most=2)
