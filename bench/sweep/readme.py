@@ -167,11 +167,13 @@ def _sorted(over: dict[str, str]) -> list[Kind]:
 
 
 def by_workload() -> str:
-    """Return Spindle over plain decoding, one in flight, a column a workload."""
+    """Return Spindle over plain decoding, one in flight, a column a workload of three blocks."""
     rows = [
         row
         for row in _record(WORKLOADS)["ratios"]
-        if (row["policy"], row["over"]) == (SPINDLE, NONE) and row["workload"] != EVERY
+        if (row["policy"], row["over"]) == (SPINDLE, NONE)
+        and row["workload"] != EVERY
+        and row["blocks"] > 2
     ]
     cells = (_told(row, counts=True) for row in rows)
     names = (row["workload"] for row in rows)

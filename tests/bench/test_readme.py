@@ -57,14 +57,15 @@ def test_each_workload_has_its_ratio_and_blocks_and_all_together_have_no_column(
     row = {"policy": "spindle", "over": "none", "interval_95": [1.2, 1.5], "blocks": 3}
     rows = [
         {**row, "workload": "chat", "ratio": 1.345},
-        {**row, "workload": "sql", "ratio": 2.0, "interval_95": None, "blocks": 1},
+        {**row, "workload": "sql", "ratio": 2.0, "blocks": 4},
+        {**row, "workload": "code", "ratio": 9.0, "blocks": 2},
         {**row, "workload": "sql", "ratio": 9.0, "over": "fixed-a-2"},
         {**row, "workload": "every workload", "ratio": 9.0},
     ]
     (tmp_path / f"{readme.WORKLOADS}.json").write_text(json.dumps({"ratios": rows}))
     head, _, found = readme.by_workload().splitlines()
     assert head == "| Spindle's tokens/s over | chat | sql |"
-    assert found == "| plain decoding | 1.34 (1.20–1.50; 3) | 2.00 (one block; 1) |"
+    assert found == "| plain decoding | 1.34 (1.20–1.50; 3) | 2.00 (1.20–1.50; 4) |"
 
 
 def test_a_stack_that_was_not_run_leaves_its_cell_empty(tmp_path, monkeypatch):
