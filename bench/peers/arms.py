@@ -158,12 +158,9 @@ class Peers:
         """Say in which form a peer reads the target and, where it has one, the draft."""
         stack, _, kind = name.partition("-")
         run = "bf16 checkpoint" if _dtype() == "bfloat16" else "bf16 checkpoint, run in fp32"
-        target, draft = {
-            "transformers": (run, "fp32"),
-            "vllm": (run, "bf16" if _dtype() == "bfloat16" else "fp32"),
-            "openvino": (self._gguf_kind(name), "fp16"),
-            "llamacpp": (self._gguf_kind(name), "bf16"),
-        }[stack]
+        target = self._gguf_kind(name) if stack in _FORMS else run
+        own = "bf16" if _dtype() == "bfloat16" else "fp32"
+        draft = {"transformers": "fp32", "vllm": own, "openvino": "fp16", "llamacpp": "bf16"}[stack]
         return f"{target}; draft {draft}, whole head" if kind == "draft" else target
 
     def close(self) -> None:
