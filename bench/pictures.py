@@ -23,9 +23,9 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFor
 from backend.triton_adapter.paths import PROJECT_ROOT
 from bench import records
 from bench.records import RESULTS
-from bench.sweep.arms import ADAPTING, NONE, SPINDLE, fixed_choice
-from bench.sweep.figures import BEST_FIXED, block_speeds, blocks, level
-from bench.sweep.readme import OTHERS, OVER, POLICIES, RECORDS, over_stacks
+from bench.sweep.arms import NONE, SPINDLE, fixed_choice
+from bench.sweep.figures import BEST_FIXED, block_speeds, blocks, interval, level
+from bench.tables import OTHERS, OVER, RECORDS, measured, over_stacks
 
 PICTURES = PROJECT_ROOT / "docs" / "pictures"
 THEMES = {
@@ -154,12 +154,19 @@ def _frame(axis: Axes, loads: list[int], theme: dict[str, str]) -> None:
     axis.yaxis.label.set_color(theme["ink"])
 
 
-def over_policies(record: dict[str, Any]) -> Over:
-    """Return Spindle over the other policies, all loads of a sweep together."""
-    own = {row["over"]: row for row in record["overall"]}
+def over_policies() -> Over:
+    """Return Spindle over the other policies, all loads of all greedy sweeps together."""
+    found: dict[str, tuple[list[float], list[float]]] = {}
+    for (_, temperature, _, over), loads in measured().items():
+        if not temperature and over in (BEST_FIXED, *OTHERS):
+            ours, theirs = found.setdefault(over, ([], []))
+            for own, other in loads.values():
+                ours += own
+                theirs += other
+    told = {over: interval(*pair) for over, pair in found.items()}
     return [
-        ((OVER | OTHERS)[name], own[name]["ratio"], own[name]["interval_95"])
-        for name in (BEST_FIXED, *ADAPTING)
+        ((OVER | OTHERS)[over], told[over]["ratio"], told[over]["interval_95"])
+        for over in (BEST_FIXED, *OTHERS)
     ]
 
 
@@ -310,13 +317,13 @@ def how_it_works(theme: dict[str, str]) -> str:
 
 def main() -> None:
     """Write all pictures."""
-    sweep = records.read(RESULTS / f"{POLICIES}.json")
+    sweep = records.read(RESULTS / "policies-avx2.json")
     found = ratios(greedy())
     mpl.rcParams.update({"svg.hashsalt": "spindle", "font.size": 11})
     for name, theme in THEMES.items():
         figures = {
             "speed": speed(found, theme),
-            "policies": comparison({"": over_policies(sweep)}, theme),
+            "policies": comparison({"": over_policies()}, theme),
             "peers": comparison(over_peers(), theme),
             "simulation": simulation(sweep["simulation"], theme),
         }

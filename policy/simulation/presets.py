@@ -175,7 +175,7 @@ def smollm2_cpu(tables: Mapping[str, LatencyTable]) -> Deployment:
     latency = LatencyModel(
         LatencyCurve.fit(tables["target"]),
         (LatencyCurve.fit(tables["head"]), suffix),
-        overhead_s=8e-4,
+        overhead_s=8e-4,  # both as served (docs/results/sweep-avx2.json.gz), rounded
         speculation_s=5e-4,
     )
     source = tables["target"].provenance

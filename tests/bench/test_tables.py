@@ -3,28 +3,28 @@ from itertools import product
 
 import pytest
 
-from bench.sweep import readme
+from bench import tables
 from policy.simulation.experiments import BACKLOG
 
 
 def test_the_measured_tables_of_the_pages_are_those_of_the_records():
-    pages = [page.read_text() for page in readme.PAGES]
-    assert sorted(place[1] for page in pages for place in readme.PLACE.findall(page)) == sorted(
-        readme.TABLES
+    pages = [page.read_text() for page in tables.PAGES]
+    assert sorted(place[1] for page in pages for place in tables.PLACE.findall(page)) == sorted(
+        tables.TABLES
     )
-    assert [readme.written(page) for page in pages] == pages, "run python -m bench.sweep.readme"
+    assert [tables.written(page) for page in pages] == pages, "run python -m bench.tables"
 
 
 def test_a_table_of_no_known_name_is_an_error():
     with pytest.raises(KeyError, match="nothing"):
-        readme.written("<!-- table: nothing -->\n<!-- end -->")
+        tables.written("<!-- table: nothing -->\n<!-- end -->")
 
 
 def test_records_that_agree_in_processor_length_and_temperature_count_together(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
-    monkeypatch.setattr(readme, "RECORDS", ("first", "second", "sampled"))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "RECORDS", ("first", "second", "sampled"))
     took = {"none": 8.0, "fixed-a-2": 6.0, "spindle": 4.0}
     fixed = {"workload": "mix", "replies": [{"output_tokens": 10, "total_s": 1.0}]}
     runs = [
@@ -39,21 +39,21 @@ def test_records_that_agree_in_processor_length_and_temperature_count_together(
     (tmp_path / "sampled.json").write_text(
         json.dumps({**record, "settings": {**settings, "temperature": 0.8}})
     )
-    greedy, _, sampled, best = readme.speed().splitlines()[2:]
+    greedy, _, sampled, best = tables.speed().splitlines()[2:]
     assert greedy.startswith("| plain decoding | 1.41 (")
     assert greedy.endswith("; 4) |")
     assert sampled == "| plain decoding, temperature 0.8 | 2.00 (2.00–2.00; 2) |"
     assert best == "| best fixed choice, temperature 0.8 | 1.50 (1.50–1.50; 2) |"
-    assert "poisson" not in readme.speed()
+    assert "poisson" not in tables.speed()
     longer = {**record, "settings": {**settings, "max_tokens": 48}}
     (tmp_path / "second.json").write_text(json.dumps(longer))
-    assert "| plain decoding, 24 tokens | 2.00 (2.00–2.00; 2) |" in readme.speed()
+    assert "| plain decoding, 24 tokens | 2.00 (2.00–2.00; 2) |" in tables.speed()
 
 
 def test_each_workload_has_its_ratio_and_blocks_and_all_together_have_no_column(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
     row = {"policy": "spindle", "over": "none", "interval_95": [1.2, 1.5], "blocks": 3}
     rows = [
         {**row, "workload": "chat", "ratio": 1.345},
@@ -62,14 +62,14 @@ def test_each_workload_has_its_ratio_and_blocks_and_all_together_have_no_column(
         {**row, "workload": "sql", "ratio": 9.0, "over": "fixed-a-2"},
         {**row, "workload": "every workload", "ratio": 9.0},
     ]
-    (tmp_path / f"{readme.WORKLOADS}.json").write_text(json.dumps({"ratios": rows}))
-    head, _, found = readme.by_workload().splitlines()
+    (tmp_path / f"{tables.WORKLOADS}.json").write_text(json.dumps({"ratios": rows}))
+    head, _, found = tables.by_workload().splitlines()
     assert head == "| Spindle's tokens/s over | chat | sql |"
     assert found == "| plain decoding | 1.34 (1.20–1.50; 3) | 2.00 (1.20–1.50; 4) |"
 
 
 def test_a_stack_that_was_not_run_leaves_its_cell_empty(tmp_path, monkeypatch):
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
     ratio = {"median": 1.25, "interval_95": [1.1, 1.4], "blocks": 3}
     rows = [
         {"arm": "vllm-plain", "in_flight": 8, "spindle_over": ratio},
@@ -78,10 +78,10 @@ def test_a_stack_that_was_not_run_leaves_its_cell_empty(tmp_path, monkeypatch):
     ]
     record = {"families": [{"family": "smollm2", "rows": rows}], "settings": {}}
     int8 = {"families": [{"family": "smollm2", "rows": rows[:1]}], "settings": {"dtype": "int8"}}
-    monkeypatch.setattr(readme, "PEERS", ("first", "second"))
+    monkeypatch.setattr(tables, "PEERS", ("first", "second"))
     (tmp_path / "first.json").write_text(json.dumps(record))
     (tmp_path / "second.json").write_text(json.dumps(int8))
-    assert readme.stacks().splitlines() == [
+    assert tables.stacks().splitlines() == [
         "| Spindle's tokens/s over | 1 in flight | 8 in flight |",
         "| --- | --- | --- |",
         "| vLLM |  | 1.25 (1.10–1.40) |",
@@ -91,8 +91,8 @@ def test_a_stack_that_was_not_run_leaves_its_cell_empty(tmp_path, monkeypatch):
 
 
 def test_simulated_latency_and_throughput_are_over_the_best_fixed_choice(tmp_path, monkeypatch):
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
-    names = ["fixed:eagle:3", "adaptive", "oracle", "none", *readme.SIMULATED]
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    names = ["fixed:eagle:3", "adaptive", "oracle", "none", *tables.SIMULATED]
     arms = {name: {"latency_s": 2.0, "tokens_per_s": 8.0} for name in names}
     arms["fixed:eagle:3"] = {
         "latency_s": 4.0,
@@ -100,16 +100,16 @@ def test_simulated_latency_and_throughput_are_over_the_best_fixed_choice(tmp_pat
         "adaptive_over_it": [0.5, 0.4, 0.6],
     }
     points = [{"load": load, "fixed": "fixed:eagle:3", "arms": arms} for load in (0.3, BACKLOG)]
-    tuned = {name: name for name in readme.SIMULATED}
+    tuned = {name: name for name in tables.SIMULATED}
     missed = {"scenario": "8b", "load": None, "what": "latency", "wanted": "<= 1", "found": "2"}
     record = {
         "comparisons": [{"scenario": "8b", "tuned": tuned, "points": points}],
         "criteria": [{**missed, "met": False}, {**missed, "load": 0.3, "met": True}],
     }
-    (tmp_path / f"{readme.SIMULATION}.json").write_text(json.dumps(record))
+    (tmp_path / f"{tables.SIMULATION}.json").write_text(json.dumps(record))
     others = {0.5: " | 0.500" * 6, 0.8: " | 0.800" * 6}
-    assert readme.simulated().splitlines()[2:] == [
+    assert tables.simulated().splitlines()[2:] == [
         f"| 8b | 0.3 | eagle:3 | 0.500 (0.400–0.600){others[0.5]} |",
         f"| 8b | backlog | eagle:3 | 0.500 (0.400–0.600){others[0.8]} |",
     ]
-    assert readme.unmet().splitlines()[2:] == ["| 8b | all | latency: <= 1 | 2 |"]
+    assert tables.unmet().splitlines()[2:] == ["| 8b | all | latency: <= 1 | 2 |"]

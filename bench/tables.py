@@ -1,5 +1,5 @@
 """The tables of README, docs/benchmarks.md and docs/research/simulator.md: ``python -m
-bench.sweep.readme`` writes them from docs/results.
+bench.tables`` writes them from docs/results.
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; what is there is replaced.
 A test holds the pages against the records.
@@ -28,8 +28,6 @@ RECORDS = ("sweep-avx2", "policies-avx2", "plain-avx2", "sampled-avx2")
 """Records of SmolLM2 through tritonserver in closed loops; those alike count together."""
 WORKLOADS = "workloads-avx2"
 """The record of each workload by itself."""
-POLICIES = "policies-avx2"
-"""The sweep with all policies."""
 PEERS = ("peers-avx2", "peers-int8-avx2")
 """SmolLM2 beside other stacks, Spindle's target in the precision that the record names."""
 STACKS = {
