@@ -18,7 +18,7 @@ from backend import kinds, machine
 from backend.config import ConfigError, parse_config, settled
 from backend.engines.checkpoint import CheckpointError, LlamaConfig
 from backend.engines.openvino import llama
-from backend.engines.openvino.engine import OpenvinoEngine
+from backend.engines.openvino.engine import OpenvinoEngine, keeps_bits
 from backend.engines.openvino.layout import Layout, in_calls, paths
 from backend.engines.openvino.llama import PassError
 from backend.engines.openvino.paged_attention import VersionError
@@ -57,9 +57,9 @@ def larger_heads():
         yield
 
 
-@pytest.fixture(scope="module")
-def engine():
-    with on_openvino():
+@pytest.fixture(scope="module", params=[1, 2], ids="{} threads".format)
+def engine(request):
+    with on_openvino(threads=request.param):
         return tiny_engine()
 
 
@@ -224,8 +224,8 @@ def asked(count):
         )
 
 
-def same_texts_under(loads, count, dtype):
-    with on_openvino(dtype=dtype):
+def same_texts_under(loads, count, dtype, threads):
+    with on_openvino(dtype=dtype, threads=threads):
         engine = tiny_engine(kv_blocks=20)
     unknown = [(*ask, []) for ask in asked(count)]
     alone, _ = served(engine, unknown, load=0)
@@ -241,19 +241,48 @@ def same_texts_under(loads, count, dtype):
 in_bf16 = pytest.mark.skipif(
     not machine.multiplies_bf16(), reason="the processor does not multiply bf16"
 )
-DTYPES = ["fp32", pytest.param("bf16", marks=in_bf16), pytest.param("int8", marks=in_bf16)]
-"""Those that promise the same bits: int8 does beside bf16."""
+DTYPES = ["fp32", pytest.param("bf16", marks=in_bf16)]
+"""Those that promise the same bits."""
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_same_request_has_the_same_text_to_the_last_bit_under_any_load_and_plan(dtype):
-    same_texts_under(range(1, 4), 24, dtype)
+def test_the_same_request_has_the_same_text_to_the_last_bit_under_any_load_and_plan(dtype, threads):
+    same_texts_under(range(1, 4), 24, dtype, threads)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_two_hundred_requests_have_the_same_bits_under_twenty_loads_pre_emption_included(dtype):
-    assert same_texts_under(range(1, 21), 200, dtype) > 100
+def test_two_hundred_requests_have_the_same_bits_under_twenty_loads_pre_emption_included(
+    dtype, threads
+):
+    assert same_texts_under(range(1, 21), 200, dtype, threads) > 100
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_text_has_the_same_bits_with_one_thread_and_with_two(dtype):
+    tokens, found = np.random.default_rng(0).integers(0, VOCAB, TEXT).tolist(), []
+    for threads in (1, 2):
+        with on_openvino(dtype=dtype, threads=threads):
+            found.append(plain(tiny_engine(), tokens, PROMPT, table(0)))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("changed", "dtype", "kept"),
+    [
+        ({}, "fp32", True),
+        ({}, "int8", False),
+        ({}, "bf16", True),
+        ({"hidden_size": 32}, "bf16", False),
+        ({"intermediate_size": 80}, "bf16", False),
+        ({"num_heads": 3}, "bf16", False),
+        ({"num_heads": 3}, "fp32", True),
+    ],
+)
+def test_the_same_bits_are_promised_where_products_keep_them(changed, dtype, kept):
+    assert keeps_bits(replace(heads_of_sixteen(), **changed), dtype) == kept
 
 
 FAMILY = LlamaConfig(VOCAB, 32, 48, 2, 4, 2, 16)
@@ -312,7 +341,7 @@ def test_int8_rounds_matrices_alone(monkeypatch):
     sizes = {"kv_blocks": 4, "max_context_tokens": 96}
     made = OpenvinoEngine.from_weights("target", FAMILY, weights, dtype="int8", **sizes)
     reference = OpenvinoEngine.from_weights("target", FAMILY, rounded, **sizes)
-    assert not made.limits.invariant or made._model.pool.dtype == torch.bfloat16
+    assert not made.limits.invariant
     chunk = Chunk(list(range(VOCAB)), 0, table(0), VOCAB, prompt_rows=VOCAB)
     close = 1e-3 if made._model.pool.dtype == torch.float32 else 0.3
     assert torch.allclose(logits_of(made, chunk), logits_of(reference, chunk), atol=close)

@@ -22,6 +22,9 @@ from backend.sampling.verification import Row
 
 logger = logging.getLogger(__name__)
 
+AMX_TERMS = 32
+"""Terms of a sum in bf16 that a tile of AMX holds."""
+
 
 class OpenvinoEngine(StepEngine):
     """A step engine on OpenVINO, for targets and drafts."""
@@ -52,9 +55,9 @@ class OpenvinoEngine(StepEngine):
         """Build an engine of weights in memory, which are fp32 or bf16.
 
         ``sizes``: ``kv_blocks``, ``max_context_tokens``, ``max_draft_tokens`` (8), ``dtype``
-        (``fp32``, ``bf16``, ``int8``), ``threads`` (1), ``invariant`` (``OpenvinoLlama``; never of
-        int8 in fp32, which multiplies few rows by other kernels), ``verifies``: it is a target,
-        and ``taps``: the layers whose output drafts read (none).
+        (``fp32``, ``bf16``, ``int8``), ``threads`` (1), ``invariant`` (``OpenvinoLlama``; never
+        where ``keeps_bits`` says no), ``verifies``: it is a target, and ``taps``: the layers whose
+        output drafts read (none).
         """
         engine = cls.__new__(cls)
         engine._set_up(name, config, dict(weights), **sizes)  # type: ignore[arg-type]
@@ -76,7 +79,7 @@ class OpenvinoEngine(StepEngine):
         taps: Seq[int] = (),
     ) -> None:
         precision = precision_of(dtype)
-        invariant = invariant and (dtype != "int8" or precision == "bf16")
+        invariant = invariant and keeps_bits(config, dtype)
         limits = step_limits(
             config, kv_blocks, max_context_tokens, max_draft_tokens, invariant=invariant
         )
@@ -135,11 +138,23 @@ def precision_of(dtype: str) -> str:
     return "bf16" if machine.multiplies_bf16() else "fp32"
 
 
+def keeps_bits(config: LlamaConfig, dtype: str) -> bool:
+    """Return whether a row's products are the same bits beside any other rows.
+
+    In int8 few rows go through other kernels than many; so do bf16's on AMX where a sum is not of
+    whole tiles.
+    """
+    if dtype == "bf16":
+        sums = config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size
+        return all(terms % AMX_TERMS == 0 and terms > AMX_TERMS for terms in sums)
+    return dtype != "int8"
+
+
 def make(engine: EngineConfig, service: Service) -> OpenvinoEngine:
     """Make an engine of this kind (``backend.engines.registry``)."""
     target = engine.name == service.config.target.name
     logger.info("%s: %s on %s", engine.name, engine.dtype, machine.processor())
-    return OpenvinoEngine(
+    made = OpenvinoEngine(
         engine.name,
         service.path(engine),
         dtype=engine.dtype,
@@ -149,3 +164,6 @@ def make(engine: EngineConfig, service: Service) -> OpenvinoEngine:
         taps=service.taps if target else (),
         **service.sizes,
     )
+    if target and engine.invariant and not made.limits.invariant:
+        logger.warning("%s: in %s texts may differ with load", engine.name, engine.dtype)
+    return made

@@ -5,6 +5,9 @@ the same bits under any plan, every generated token, proposed ones too, is a seq
 that shares its row's block table, as it would be in plain decoding, and a prompt is runs of two
 tokens or more. A call writes all its KV before it attends.
 
+With fewer sequences in a call than threads, none of them a run, attention cuts contexts among the
+threads, in other bits again. Such a call has a run of two rows more, which is nobody's.
+
 A run of several tokens clears what lies behind it in its last block. In a prompt that may be the KV
 of others, who share its blocks because they begin alike. So a prompt's run has a copy of that
 block, whose tokens go back behind the call, and what follows a prompt there waits for a second call
@@ -33,8 +36,8 @@ Blocks = npt.NDArray[np.int32]
 
 
 class Layout:
-    """The inputs of one pass. ``invariant``: as in the module's docstring; else what follows each
-    other runs together. ``copies`` are blocks for copies that go back behind the call, ``branches``
+    """The inputs of one pass. ``invariant``: as in the module's docstring, on so many ``threads``;
+    else what follows each other runs together. ``copies`` are blocks for copies that go back behind the call, ``branches``
     those for branches, which are kept until the next pass.
 
     ``copies`` are (from block, to block, tokens) to be made before the pass, ``returns`` (from
@@ -49,6 +52,7 @@ class Layout:
         branches: Iterator[int],
         *,
         invariant: bool,
+        threads: int = 1,
     ) -> None:
         self.copies: list[tuple[int, int, int]] = []
         self.returns: list[tuple[int, int, slice]] = []
@@ -68,6 +72,8 @@ class Layout:
                 self._add_row(chunk)
             else:
                 self._add(number, chunk)
+        if invariant and len(self._past) < threads and len(self._past) == len(self._expand):
+            self._run([0, 0], 0, np.array([next(self._for_copies)], np.int32), 2)
 
     def inputs(self, *, repeats: bool) -> dict[str, Seq[int] | Blocks]:
         """Return the inputs of the graph (``graph.build``) by name, but for ``max_context_len``."""
@@ -84,7 +90,9 @@ class Layout:
             found["expand"] = self._expand
             # A row's output is that of its first place; without branches it has no other.
             found["compress"] = (
-                np.unique(self._expand, return_index=True)[1] if self.branches else self._expand
+                np.unique(self._expand, return_index=True)[1]
+                if self.branches
+                else range(len(self._ids))
             )
         return found
 

@@ -85,7 +85,8 @@ class OpenvinoLlama:
         self.config, self._taps = config, taps
         self.features: torch.Tensor | None = None
         self.token_ids = weights.get("lm_head.token_ids")
-        self._invariant, self._trees, self._ranks = invariant, trees, best > 0
+        self._invariant, self._threads, self._ranks = invariant, threads, best > 0
+        self._repeats = trees or invariant
         self._ranked: torch.Tensor | None = None  # the logits whose best are known
         self._for_copies = range(kv_blocks, kv_blocks + RUN_COPIES)
         self._for_branches = range(kv_blocks + RUN_COPIES, kv_blocks + SCRATCH_BLOCKS)
@@ -101,7 +102,7 @@ class OpenvinoLlama:
             weights,
             max_positions=max_positions,
             int8=int8,
-            repeats=trees,
+            repeats=self._repeats,
             best=best,
             taps=taps,
         )
@@ -166,13 +167,17 @@ class OpenvinoLlama:
         return the logits that they want, and the features of these rows.
         """
         layout = Layout(
-            [part for _, part in parts], self._for_copies, free, invariant=self._invariant
+            [part for _, part in parts],
+            self._for_copies,
+            free,
+            invariant=self._invariant,
+            threads=self._threads,
         )
         for (place, node), table in layout.branches.items():
             self._branches[id(chunks[parts[place][0]]), node] = table
         for source, target, tokens in layout.copies:
             self._kv[:, :, target, :, :tokens] = self._kv[:, :, source, :, :tokens]
-        inputs = layout.inputs(repeats=self._trees)
+        inputs = layout.inputs(repeats=self._repeats)
         rows = len(inputs["rows"])
         if not rows:  # at least one row's logits, or OpenVINO would be asked for an empty product
             inputs["rows"] = [0]
