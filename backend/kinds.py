@@ -83,7 +83,7 @@ KINDS = {
         packs_head=True,
         scratch_tokens=128 * 32,
         tells_features=True,
-        behaviour=3,
+        behaviour=4,
     ),
     "torch": Kind(
         "backend.engines.torch.engine",

@@ -40,6 +40,7 @@ _MAX_SHAPE_SURPRISE = 0.25  # of one step
 _SHAPE_PRIOR = 2.0  # steps that the table is worth
 _FADING = 0.998  # of the evidence by octave, in a step
 _ENOUGH = 1.0  # evidence below which an octave is as its neighbours are
+_EARLY = 32.0  # evidence of all octaves, before which none is missed
 _APPLY_STEPS = 8  # from one curve to the next: making one takes as long as planning for a row
 _LAST_PLACE = OCTAVES - 1 - 1e-9
 
@@ -507,6 +508,15 @@ class Correction:
         log_factor = np.interp(np.arange(OCTAVES), known, log_factor[known] - common)
         log_factor = log_factor.clip(-MAX_SHAPE, MAX_SHAPE)
         return Correction(factor, log_factor, seen, log_factor)
+
+    def knows(self, tokens: int) -> float:
+        """Return the evidence of the target's time for so many tokens, in steps; inf where there is
+        little of any.
+        """
+        if self.seen.sum() < _EARLY:
+            return math.inf
+        place = min(math.log2(max(tokens, 1)), _LAST_PLACE)
+        return float(np.interp(place, np.arange(OCTAVES), self.seen))
 
     def _factors(self, predicted_s: FloatArray, measured_s: FloatArray) -> FloatArray:
         """Return the factors after a step: a slow geometric average of clipped surprises.

@@ -35,6 +35,7 @@ _LOOK_STEPS = 4  # from one look for a trial to the next: looking takes time too
 _SURE_TOKENS = 20.0  # of a plan, for which each is taken to bring one node and what it promised
 _MEMORY_TOKENS = 2000.0  # of plans, of which it is known how many nodes they brought
 _MEMORY_PROMISED = 500.0  # expected tokens of new plans, of which it is known what held
+_PLAIN_STEPS = 1.0, 4.0  # of evidence: below the first, steps are plain until there is the second
 _TIMED_STEPS = 4  # of steps with a kept choice, which are alike, one in so many is timed
 
 
@@ -86,7 +87,8 @@ class PlannerState:
     learning took beyond their share; while there is any, plans are ``kept``, and their steps
     ``unlearnt`` until a plan is due. ``last`` is the last choice, by its
     requests' sorted ids; ``warm`` is how many plans in a row started from the choice before them.
-    ``memory`` is the execution's.
+    ``plain`` is whether steps go without speculation, to see their time; ``memory`` is the
+    execution's.
     """
 
     acceptance: AcceptanceState
@@ -107,6 +109,7 @@ class PlannerState:
     kept: Kept | None = None
     last: tuple[bytes, Choice] | None = None
     warm: int = 0
+    plain: bool = False
     unlearnt: tuple[Outcome, ...] = ()
 
 
@@ -213,6 +216,11 @@ class AdaptivePlanner(Policy):
             plain_s = problem.plain_s - prefill_s
             plan.notes["gain"] = priced.goodput * plain_s / problem.base_value
         after.last = request, priced.choice
+        evidence = state.correction.knows(len(view) + view.prefill_tokens)
+        missed = evidence < _PLAIN_STEPS[state.plain]
+        after.plain = missed and config.explore_share > 0 and not len(given.rows)
+        if after.plain and plan.length.any():
+            return self._plainly(plan, problem, after), after
         after.promise = Promise.of(
             problem, priced.choice, view.request.take(rows), state.held_share
         )
@@ -221,6 +229,17 @@ class AdaptivePlanner(Policy):
         if config.explore_share and after.credit_s >= after.look_s and problem.gain.size:
             plan = self._explored(plan, problem, priced, rows, expected, after)
         return plan, after
+
+    @staticmethod
+    def _plainly(plan: Plan, problem: StepProblem, after: PlannerState) -> Plan:
+        """Return a plan without speculation instead of a plan: its time is not known. Where steps
+        always speculate, what they take longer than their table would be believed of all.
+        """
+        after.promise = after.kept = None
+        plain = Plan.nothing(len(plan.length))
+        plain.predicted_s, plain.predicted_tokens = problem.plain_s, problem.base_value
+        plain.price, plain.notes = plan.price, plan.notes | {"trial": 0}
+        return plain
 
     @staticmethod
     def _start(problem: StepProblem, request: bytes, state: PlannerState) -> Choice | None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import pytest
@@ -25,8 +24,8 @@ from backend.sampling.randomness import word
 from backend.sequence import Features, Sequence
 from engines_build.measure import cases_of_draft
 from engines_build.timing import Rig
-from tests.contract import checks, scenarios
-from tests.contract.deployment import K_MAX, TAPS, VOCAB, tiny_config, tiny_engine
+from tests.contract import checks, deployment, scenarios
+from tests.contract.deployment import K_MAX, TAPS, VOCAB, tiny_engine
 from tests.contract.openvino_engines import on_openvino, with_larger_heads
 from tests.contract.scenarios import (
     ALIKE,
@@ -48,14 +47,13 @@ SCRIPT = ((HEAD, 4), (HEAD, 2), (7, 4), (4, 3), (HEAD, 3), (NO_DRAFT, 0), (HEAD,
 
 def network(seed=0):
     torch.manual_seed(seed)
-    config = HeadConfig(VOCAB, tiny_config().hidden_size, 8, TAPS, rows=15)
+    config = HeadConfig(VOCAB, deployment.tiny_config().hidden_size, 8, TAPS, rows=15)
     return HeadNetwork(config).double().requires_grad_(requires_grad=False)
 
 
-@cache
 def weights():
     generator = torch.Generator().manual_seed(0)
-    shape = tiny_config().shapes()["model.embed_tokens.weight"]
+    shape = deployment.tiny_config().shapes()["model.embed_tokens.weight"]
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 

@@ -19,6 +19,7 @@ from backend.engines.registry import Service
 from backend.engines.spine import CANDIDATES
 from backend.engines.stepping.engine import Job, StepEngine, step_limits
 from backend.sampling.verification import Row
+from backend.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +104,11 @@ class OpenvinoEngine(StepEngine):
         """Release the model and its KV; the engine is of no use afterwards."""
         super().close()
         del self._llama
+
+    def assume(self, sequence: Sequence, tokens: int) -> None:
+        """For measuring only (``StepEngine.assume``): the pass to come is the first, too."""
+        super().assume(sequence, tokens)
+        self._llama.seen_none()
 
     def poll(self, timeout_s: float) -> list[Completion]:
         """Run all queued turns to their end (``StepEngine.poll``)."""

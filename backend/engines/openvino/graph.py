@@ -40,6 +40,7 @@ def build(
     repeats: bool,
     best: int = 0,
     taps: Seq[int] = (),
+    held: Type = Type.f32,
 ) -> Model:
     """Return the graph of a model whose ``weights`` are fp32 or bf16 (emptied on the way).
 
@@ -48,11 +49,12 @@ def build(
     ``int8``: matrices in int8 with a scale a row. ``repeats``: attention has E rows, ``expand``
     i32[E] of the T others, and behind it ``compress`` i32[T] of those; else E = T. ``best``: there
     are also ``best_ids`` i32 and ``best_logits`` f32[R, best], the greatest first, and ``masses``
-    f32[R, 1], the sums of exp(logit - greatest). ``taps``: there is ``features`` f32[R, taps x
-    hidden], what these rows hold behind so many layers.
+    f32[R, 1], the sums of exp(logit - greatest). ``taps``: there is ``features`` [R, taps x
+    hidden], what these rows hold behind so many layers, as ``held``: an output of another type than
+    the activations would have the sums that lead to it in fp32.
     """
     builder = _Builder(config, weights, max_positions, int8=int8, repeats=repeats)
-    return builder.model(best, taps)
+    return builder.model(best, taps, held)
 
 
 @dataclass(slots=True)
@@ -98,7 +100,7 @@ class _Builder:
             for table in (cos, sin)
         )
 
-    def model(self, best: int, taps: Seq[int]) -> Model:
+    def model(self, best: int, taps: Seq[int], held: Type) -> Model:
         """Return the graph."""
         embedding = matrix(self._weights["model.embed_tokens.weight"], rounded=False)
         hidden = opset13.gather(embedding, self._inputs.ids, ints(0))
@@ -116,7 +118,7 @@ class _Builder:
         logits = opset13.matmul(hidden, rows, False, True)
         outputs = {"logits": logits.output(0), **(_best(logits, best) if best else {})}
         if tapped:
-            outputs["features"] = opset13.concat(tapped, 1).output(0)
+            outputs["features"] = opset13.convert(opset13.concat(tapped, 1), held).output(0)
         return named(outputs, self._inputs.all(), "llama")
 
     def _layer(self, hidden: Output, layer: int) -> Output:

@@ -29,6 +29,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
+from backend.engines.openvino.width import Width
 from backend.engines.stepping.chunks import Chunk
 from backend.sequence import BLOCK_TOKENS, ROOT
 
@@ -36,8 +37,8 @@ Blocks = npt.NDArray[np.int32]
 
 
 class Layout:
-    """The inputs of one pass. ``invariant``: as in the module's docstring, on so many ``threads``;
-    else what follows each other runs together. ``copies`` are blocks for copies that go back behind the call, ``branches``
+    """The inputs of one pass. ``invariant``: as in the module's docstring; else what follows each
+    other runs together. ``copies`` are blocks for copies that go back behind the call, ``branches``
     those for branches, which are kept until the next pass.
 
     ``copies`` are (from block, to block, tokens) to be made before the pass, ``returns`` (from
@@ -52,7 +53,6 @@ class Layout:
         branches: Iterator[int],
         *,
         invariant: bool,
-        threads: int = 1,
     ) -> None:
         self.copies: list[tuple[int, int, int]] = []
         self.returns: list[tuple[int, int, slice]] = []
@@ -72,8 +72,18 @@ class Layout:
                 self._add_row(chunk)
             else:
                 self._add(number, chunk)
-        if invariant and len(self._past) < threads and len(self._past) == len(self._expand):
-            self._run([0, 0], 0, np.array([next(self._for_copies)], np.int32), 2)
+
+    def fill(self, rows: Width, attended: Width, nobodys: Blocks, threads: int) -> None:
+        """Add rows that are nobody's, whose KV is in a block of no text: as many as the pass and
+        its attention are to have, and those that keep attention whole on so many ``threads``.
+        """
+        for row in range(len(self._ids), rows.of(len(self._ids))):
+            self._ids.append(0)
+            self._run([row], 0, nobodys, 1)
+        for _ in range(len(self._expand), attended.of(len(self._expand))):
+            self._run([0], 0, nobodys, 1)
+        if self._invariant and len(self._past) < threads and len(self._past) == len(self._expand):
+            self._run([0, 0], 0, nobodys, 2)
 
     def inputs(self, *, repeats: bool) -> dict[str, Seq[int] | Blocks]:
         """Return the inputs of the graph (``graph.build``) by name, but for ``max_context_len``."""

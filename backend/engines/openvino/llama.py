@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import openvino
 import torch
+from openvino import Type
 
 from backend import machine
 from backend.engines.checkpoint import CheckpointError, LlamaConfig, Weights
@@ -18,16 +19,19 @@ from backend.engines.openvino.graph import build
 from backend.engines.openvino.layout import Blocks, Layout, in_calls
 from backend.engines.openvino.paged_attention import VersionError, check_version
 from backend.engines.openvino.parts import Floats, compiled
-from backend.engines.stepping.chunks import Chunk
+from backend.engines.openvino.width import Width, price_of_change
+from backend.engines.stepping.chunks import Chunk, KVTable
 from backend.kinds import KINDS
 from backend.sampling.laws import FAINT
 from backend.sequence import BLOCK_TOKENS
 
 SCRATCH_BLOCKS = KINDS["openvino"].scratch_tokens // BLOCK_TOKENS
-"""Blocks for a pass's copies: of a prompt's last block, and for branches of trees."""
+"""Blocks for a pass's copies, of a prompt's last block and for branches of trees, and one for rows
+that are nobody's.
+"""
 
-RUN_COPIES = SCRATCH_BLOCKS // 2
-"""The most prompts' copies of a call; the other half is for branches."""
+RUN_COPIES = SCRATCH_BLOCKS // 2 - 1
+"""The most prompts' copies of a call; half of the blocks are for branches."""
 
 _STORED = {"fp32": (torch.float32, "f32"), "bf16": (torch.bfloat16, "bf16")}
 """By precision: how KV is held, and what OpenVINO calls it."""
@@ -44,7 +48,7 @@ class PassError(RuntimeError):
 def most_branches(longest: int) -> int:
     """Return how many branches of trees a call has room for, of paths of so many nodes."""
     blocks_each = 1 + -(-longest // BLOCK_TOKENS)
-    return (SCRATCH_BLOCKS - RUN_COPIES) // blocks_each
+    return SCRATCH_BLOCKS // 2 // blocks_each
 
 
 class OpenvinoLlama:
@@ -89,7 +93,8 @@ class OpenvinoLlama:
         self._repeats = trees or invariant
         self._ranked: torch.Tensor | None = None  # the logits whose best are known
         self._for_copies = range(kv_blocks, kv_blocks + RUN_COPIES)
-        self._for_branches = range(kv_blocks + RUN_COPIES, kv_blocks + SCRATCH_BLOCKS)
+        self._nobodys = np.array([kv_blocks + RUN_COPIES], np.int32)
+        self._for_branches = range(kv_blocks + RUN_COPIES + 1, kv_blocks + SCRATCH_BLOCKS)
         self._branches: dict[tuple[int, int], Blocks] = {}
         if precision == "bf16" and not machine.multiplies_bf16():
             raise CheckpointError(
@@ -105,6 +110,7 @@ class OpenvinoLlama:
             repeats=self._repeats,
             best=best,
             taps=taps,
+            held=getattr(Type, held),
         )
         weights.clear()
         self._compiled = compiled(graph, held, threads)
@@ -117,6 +123,19 @@ class OpenvinoLlama:
         plain = self.pool.view(torch.int16) if dtype == torch.bfloat16 else self.pool
         self._kv = plain.numpy()  # the same memory, of which NumPy copies a few tokens faster
         self._begin()
+        self._widths = Width(0), Width(0)
+        price = price_of_change(self._probe)
+        self._widths = Width(price), Width(price)  # of the pass, and of its attention
+
+    def _probe(self, rows: int) -> None:
+        """Run a pass of rows that are nobody's."""
+        chunk = Chunk([0], 0, KVTable(self._nobodys.tolist(), "cpu"), 0)
+        self._call([(0, chunk)] * rows, (), iter(()))
+
+    def seen_none(self) -> None:
+        """For measuring only: take the next pass as the first."""
+        for width in self._widths:
+            width.reset()
 
     def _begin(self) -> None:
         """Make a request that has our memory for its caches. Raises VersionError where they are
@@ -167,12 +186,10 @@ class OpenvinoLlama:
         return the logits that they want, and the features of these rows.
         """
         layout = Layout(
-            [part for _, part in parts],
-            self._for_copies,
-            free,
-            invariant=self._invariant,
-            threads=self._threads,
+            [part for _, part in parts], self._for_copies, free, invariant=self._invariant
         )
+        if self._repeats:
+            layout.fill(*self._widths, self._nobodys, self._threads)
         for (place, node), table in layout.branches.items():
             self._branches[id(chunks[parts[place][0]]), node] = table
         for source, target, tokens in layout.copies:
@@ -195,9 +212,9 @@ class OpenvinoLlama:
             self._kv[:, :, target, :, written] = self._kv[:, :, source, :, written]
         features = None
         if self._taps:
-            states = self._request.get_tensor("features").data[:rows]
+            states = torch.from_numpy(self._request.get_tensor("features").data[:rows])
             shape = (rows, len(self._taps), self.config.hidden_size)
-            features = torch.from_numpy(states).view(shape)
+            features = states.view(self.pool.dtype).view(shape)  # NumPy has no bf16
         return torch.from_numpy(out[:rows]), features
 
     def _bind(self, name: str, values: Seq[int] | Blocks) -> None:

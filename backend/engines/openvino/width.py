@@ -1,0 +1,61 @@
+"""How many rows a pass has.
+
+For another number of rows than the pass before had OpenVINO prepares every operation anew, which
+takes as long as some rows more. So a pass that is a little narrower than the one before gets rows
+that are nobody's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+
+MOST_ROWS = 128
+"""A wider pass runs as it is: it has a prompt, whose number of rows does not come again."""
+
+MOST_ADDED = 16
+_PROBED, _PROBES = (8, 9), 3
+
+
+class Width:
+    """The rows of passes to come. ``price``: as many rows take as long as a change."""
+
+    def __init__(self, price: float) -> None:
+        self._price = price
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the passes before."""
+        self._rows, self._added = 0, 0.0
+
+    def of(self, rows: int) -> int:
+        """Return how many rows the next pass has, for so many that it needs.
+
+        Rows are added until they would come to more than the change that they save; a pass as wide
+        as the one before begins that count again.
+        """
+        if rows > MOST_ROWS:
+            return rows
+        added = self._rows - rows
+        if added < 0 or self._added + added > self._price:
+            self._rows, added = rows, 0
+        self._added = self._added + added if added else 0.0
+        return self._rows
+
+
+def price_of_change(run: Callable[[int], None]) -> float:
+    """Return how many rows take as long as a change, at most ``MOST_ADDED``; ``run`` runs a pass of
+    so many rows.
+    """
+
+    def seconds(rows: int) -> float:
+        started = perf_counter()
+        run(rows)
+        return perf_counter() - started
+
+    narrow_s = min(seconds(1) for _ in range(1 + _PROBES))
+    times = [(seconds(rows), seconds(rows)) for _ in range(_PROBES) for rows in _PROBED]
+    changed_s, same_s = (min(column) for column in zip(*times[1:], strict=True))
+    row_s = (same_s - narrow_s) / (_PROBED[0] - 1)
+    change_s = max(changed_s - same_s, 0.0)
+    return min(change_s / row_s, MOST_ADDED) if row_s > 0 else MOST_ADDED
